@@ -1,0 +1,22 @@
+"""What is computed on the way through an environment.
+
+Names load on first use (PEP 562), so that importing the package costs no torch.
+"""
+
+from importlib import import_module
+from typing import Any
+
+_HOME = {
+    "Compose": "transform",
+    "KLComputation": "kl",
+    "RetrieveKL": "kl",
+    "RetrieveLogProb": "kl",
+    "Transform": "transform",
+}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"envs.transforms has no {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(f"envs.transforms.{_HOME[name]}"), name)

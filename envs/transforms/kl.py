@@ -1,0 +1,396 @@
+"""The leash inside an environment: reference log-probs, and the KL of each token.
+
+kl_penalty = gen - ref (k1, nats, never multiplied by the coefficient), 0 at tokens that are not
+kept. Values are dense [B, T] or ragged (one [t] per row); what comes in ragged goes out ragged.
+Transforms write their own keys into the td they are given, and touch no other.
+Left out on purpose: KLRewardTransform, Ray, specs.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from envs.transforms.transform import (
+    Compose,
+    NestedKey,
+    Transform,
+    Values,
+    each,
+    find,
+    home,
+    read,
+    write,
+)
+from policies.padding import pad
+
+if TYPE_CHECKING:
+    from policies.wrapper import LLMWrapperBase
+
+RESPONSE = ("masks", "all_response_mask")
+ASSISTANT = ("masks", "all_assistant_mask")
+ATTENTION = ("masks", "all_attention_mask")
+TEMPLATE_KWARGS = {
+    "return_assistant_tokens_mask": True,
+    "tokenize": True,
+    "return_dict": True,
+    "padding": False,
+    "add_generation_prompt": False,
+}
+
+
+class RetrieveLogProb(Transform):
+    """Score a td with `model` and write the log-probs of the kept tokens, 0 elsewhere.
+
+    Kept are the tokens of `masks.all_response_mask` where the input has it, else the assistant's
+    with `assistant_only` (the model must then read histories), else all real tokens. Token ids in
+    the td are scored as they are. The key is `log_probs_full_key`, by default
+    (model.log_probs_key, "full"). `device` is where the model is: inputs move there, results back.
+    `tokenizer` (default: the model's) and `tokenizer_kwargs` render the history for its assistant
+    mask where neither the td nor the model gives one. `padding_side` says how rows are padded
+    when a model with pad_output=True returns them ragged.
+    """
+
+    def __init__(
+        self,
+        model: LLMWrapperBase,
+        *,
+        log_probs_full_key: NestedKey | None = None,
+        assistant_only: bool = True,
+        tokenizer_kwargs: dict[str, Any] | None = None,
+        detach: bool = True,
+        device: torch.device | str | None = None,
+        tokenizer: Any = None,
+        padding_side: str = "left",
+    ) -> None:
+        _check_model(model, "model", "RetrieveLogProb")
+        if assistant_only and model.input_mode != "history":
+            raise ValueError(
+                "The model must have `input_mode='history'` when `assistant_only=True`, got "
+                f"{model.input_mode!r}; set `assistant_only=False` to keep all real tokens"
+            )
+        key = _join(model.log_probs_key) if log_probs_full_key is None else log_probs_full_key
+        if not isinstance(key, tuple) or key[-1] != "full":
+            warnings.warn(f"expected a log_probs_full_key (..., 'full'), got {key!r}", stacklevel=2)
+        super().__init__(model.in_keys, [key])
+        self.log_probs_full_key = key
+        self.model, self.assistant_only, self.detach = model, assistant_only, detach
+        self.device = None if device is None else torch.device(device)
+        self.tokenizer, self.padding_side = tokenizer, _side(padding_side)
+        self.tokenizer_kwargs = {**TEMPLATE_KWARGS, **(tokenizer_kwargs or {})}
+
+    def _step(self, tensordict: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
+        td = tensordict if self.device is None else tensordict.to(self.device)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detach):
+            scored = self.model(td.copy())  # a copy: wrappers may write in place
+            log_probs = read(scored, _join(self.model.log_probs_key))
+            values = each(_keep, log_probs, self._mask(td, scored))
+        if self.model.pad_output and isinstance(values, list):
+            values = pad(values, side=self.padding_side)
+        if self.device is not None:
+            values = each(lambda v: v.to(home(tensordict)), values)
+        write(next_td, self.log_probs_full_key, values)
+        return next_td
+
+    def _reset(self, tensordict: TensorDictBase | None, td_reset: TensorDictBase) -> TensorDictBase:
+        return td_reset  # nothing has been said yet
+
+    def _mask(self, td: TensorDictBase, scored: TensorDictBase) -> Values:
+        mask = read(td, RESPONSE)
+        if mask is None:
+            mask = read(scored, ASSISTANT if self.assistant_only else ATTENTION)
+        if mask is None and self.assistant_only and td.get(self.in_keys[0], None) is not None:
+            mask = self._rendered_mask(td)
+        if mask is None:
+            raise ValueError(
+                f"found neither {RESPONSE} nor {ASSISTANT if self.assistant_only else ATTENTION}: "
+                "give a history or masks with the tokens, or set assistant_only=False"
+            )
+        return mask
+
+    def _rendered_mask(self, td: TensorDictBase) -> Values | None:
+        tokenizer = self.model.tokenizer if self.tokenizer is None else self.tokenizer
+        history = td.get(self.in_keys[0])
+        out = history.apply_chat_template(tokenizer=tokenizer, **self.tokenizer_kwargs)
+        return each(Tensor.bool, read(out, "assistant_masks"))
+
+
+class KLComputation(Transform):
+    """Write kl_key = gen - ref per token, and charge coeff * kl_penalty to the reward.
+
+    Log-probs are taken from "next", else from the root; tokens outside `masks.all_response_mask`
+    (where there is one) read 0. A reward [B, T, 1] is charged token by token; one number per row,
+    [B, 1] or [B, 1, 1], first goes to the row's last kept token, so that its sum over tokens stays
+    what it was; a missing reward is skipped. `padding_side` says where a dense reward is padded
+    when the log-probs are ragged. Missing log-probs and shapes that differ are ValueErrors.
+
+    >>> from tensordict import TensorDict
+    >>> td = TensorDict({("log_probs", "full"): torch.tensor([[-1.0, -2.0]]),
+    ...     ("ref_log_probs", "full"): torch.tensor([[-1.5, -1.0]]),
+    ...     "reward": torch.tensor([[1.0]])}, batch_size=[1])
+    >>> td = KLComputation(coeff=0.1)(td)
+    >>> td["kl_penalty"].tolist(), [round(r, 2) for r in td["reward"].flatten().tolist()]
+    ([[0.5, -1.0]], [-0.05, 1.1])
+    """
+
+    def __init__(
+        self,
+        gen_log_probs_full_key: NestedKey = ("log_probs", "full"),
+        ref_log_probs_full_key: NestedKey = ("ref_log_probs", "full"),
+        *,
+        kl_key: NestedKey = "kl_penalty",
+        add_to_reward: bool = True,
+        coeff: float = 1.0,
+        padding_side: str = "left",
+    ) -> None:
+        reward = ["reward"] if add_to_reward else []
+        in_keys = [gen_log_probs_full_key, ref_log_probs_full_key, *reward]
+        super().__init__(in_keys, [kl_key, *reward])
+        self.gen_log_probs_full_key = gen_log_probs_full_key
+        self.ref_log_probs_full_key = ref_log_probs_full_key
+        self.kl_key, self.add_to_reward, self.coeff = kl_key, add_to_reward, coeff
+        self.padding_side = _side(padding_side)
+
+    def _step(self, tensordict: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
+        gen = find(self.gen_log_probs_full_key, next_td, tensordict)
+        ref = find(self.ref_log_probs_full_key, next_td, tensordict)
+        if gen is None or ref is None:
+            raise ValueError(
+                f"Log-probs not found. Expected keys: {self.gen_log_probs_full_key}, "
+                f"{self.ref_log_probs_full_key} in next or at the root"
+            )
+        _check_shapes(gen, ref)
+        response = find(RESPONSE, tensordict, next_td)
+        kl = each(lambda g, r, m: _keep(g - r, m), gen, ref, response)
+        write(next_td, self.kl_key, kl)
+        reward = read(next_td, "reward") if self.add_to_reward else None
+        if reward is not None:
+            if isinstance(kl, list) and isinstance(reward, Tensor) and reward.shape[1:-1].numel() > 1:
+                kl = pad(kl, side=self.padding_side)  # [B, T], as the reward
+            kept = each(_kept, gen, ref, self._mask(tensordict, next_td))
+            write(next_td, "reward", each(self._charge, reward, kl, kept))
+        return next_td
+
+    def _reset(self, tensordict: TensorDictBase | None, td_reset: TensorDictBase) -> TensorDictBase:
+        return td_reset
+
+    def _mask(self, *tds: TensorDictBase) -> Values | None:
+        found = (find(key, *tds) for key in (RESPONSE, ASSISTANT, ATTENTION))
+        return next((mask for mask in found if mask is not None), None)
+
+    def _charge(self, reward: Tensor, kl: Tensor, kept: Tensor) -> Tensor:
+        """Return reward - coeff * kl, [..., T, 1]; kl and kept [..., T]."""
+        if reward.shape == (*kl.shape[:-1], 1, 1):
+            reward = reward.squeeze(-1)
+        if reward.shape == (*kl.shape[:-1], 1):
+            reward = _at_last(reward, kept).unsqueeze(-1)
+        if reward.ndim != kl.ndim + 1:
+            raise ValueError(
+                f"The rewards have shape {tuple(reward.shape)} but the kl has shape "
+                f"{tuple(kl.shape)}. The rewards should have one more dimension than the KL, "
+                "[..., T, 1], or be one number per row"
+            )
+        if reward.shape[:-1] != kl.shape:
+            raise ValueError(
+                f"The rewards have shape {tuple(reward.shape)} but the kl has shape "
+                f"{tuple(kl.shape)}: expected one reward per token"
+            )
+        return reward - self.coeff * kl.unsqueeze(-1)
+
+
+class RetrieveKL(Compose):
+    """Score the reference, and the generator where needed, and write their KL of each token.
+
+    The generator is scored when `gen_model` (or its factory) is given. With "from_collector" the
+    generation log-probs in the td (next, else root) are used, and only where there are none the
+    collector's policy is asked for a scoring version. Writes the two log-prob keys, `kl_key` and,
+    with `add_to_reward`, "reward" into next. The generator must score like the reference:
+    both generate=False, equal pad_output, different log_probs_key. Exactly one of ref_model and
+    ref_model_factory must be given. Other arguments are those of `RetrieveLogProb` and
+    `KLComputation`; `history_key` is where the collector's policy finds the history.
+    """
+
+    def __init__(
+        self,
+        gen_model: LLMWrapperBase | Literal["from_collector"] | None = "from_collector",
+        ref_model: LLMWrapperBase | None = None,
+        *,
+        gen_model_factory: Callable[[], LLMWrapperBase] | None = None,
+        ref_model_factory: Callable[[], LLMWrapperBase] | None = None,
+        assistant_only: bool = True,
+        history_key: str = "history",
+        tokenizer_kwargs: dict[str, Any] | None = None,
+        detach: bool = True,
+        device: torch.device | str | None = None,
+        tokenizer: Any = None,
+        padding_side: str = "left",
+        gen_log_probs_full_key: NestedKey = ("log_probs", "full"),
+        ref_log_probs_full_key: NestedKey = ("ref_log_probs", "full"),
+        kl_key: NestedKey = "kl_penalty",
+        add_to_reward: bool = True,
+        coeff: float = 1.0,
+        **kwargs: Any,
+    ) -> None:
+        if gen_model == "from_collector" and gen_model_factory is not None:
+            gen_model = None
+        gen = _one("gen", gen_model, gen_model_factory)
+        ref = _one("ref", ref_model, ref_model_factory)
+        keys = (gen_log_probs_full_key, ref_log_probs_full_key)
+        for key in keys:
+            if not isinstance(key, tuple) or len(key) < 2 or key[-1] != "full":
+                raise ValueError(f"expected a log-probs key (..., 'full'), got {key!r}")
+        if keys[0] == keys[1]:
+            raise ValueError(f"gen and ref log-probs need different keys, got {keys[0]} for both")
+        _check_model(ref, "reference model", "RetrieveKL")
+        settings = {
+            "assistant_only": assistant_only,
+            "tokenizer_kwargs": tokenizer_kwargs,
+            "detach": detach,
+            "device": device,
+            "tokenizer": tokenizer,
+            "padding_side": padding_side,
+            **kwargs,
+        }
+        super().__init__(
+            RetrieveLogProb(ref, log_probs_full_key=keys[1], **settings),
+            KLComputation(
+                *keys,
+                kl_key=kl_key,
+                add_to_reward=add_to_reward,
+                coeff=coeff,
+                padding_side=padding_side,
+            ),
+        )
+        self.history_key, self.gen_log_probs_full_key = history_key, gen_log_probs_full_key
+        self._settings = settings
+        self.always_score = gen != "from_collector"
+        self.generator = self._generator(gen) if self.always_score else None
+
+    @property
+    def ref_model(self) -> Any:
+        """Return the reference model."""
+        return self[0].model
+
+    def _step(self, tensordict: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
+        key = self.gen_log_probs_full_key
+        found = None if self.always_score else find(key, next_td, tensordict)
+        if found is None:
+            if self.generator is None:
+                self.generator = self._generator(self._from_collector())
+            next_td = self.generator._step(tensordict, next_td)
+        elif read(next_td, key) is None:
+            write(next_td, key, found)
+        return super()._step(tensordict, next_td)
+
+    def _generator(self, model: Any) -> RetrieveLogProb:
+        _check_model(model, "generation model", "RetrieveKL")
+        ref = self.ref_model
+        if model.pad_output != ref.pad_output:
+            raise ValueError(
+                f"pad_output mismatch: gen_model.pad_output={model.pad_output}, "
+                f"ref_model.pad_output={ref.pad_output}; the KL needs equal shapes, use one value"
+            )
+        if model.log_probs_key == ref.log_probs_key:
+            raise ValueError(
+                "The generation and reference models must have different `log_probs_key` values, "
+                f"got {ref.log_probs_key!r} for both"
+            )
+        key = self.gen_log_probs_full_key
+        return RetrieveLogProb(model, log_probs_full_key=key, **self._settings)
+
+    def _from_collector(self) -> Any:
+        """Return a scoring version of the policy of the collector that runs the environment."""
+        remedy = "register one, pass gen_model, or give generation log-probs at "
+        remedy += str(self.gen_log_probs_full_key)
+        if self.container is None:
+            raise ValueError(f"The container is not set: mount this on a TransformedEnv; {remedy}")
+        if self.collector is None:
+            raise ValueError(f"The collector is not set; {remedy}")
+        path = self.gen_log_probs_full_key[:-1]
+        mode = self.ref_model.input_mode
+        return self.collector.policy.get_new_version(
+            generate=False,
+            return_log_probs=True,
+            log_probs_key=path[0] if len(path) == 1 else path,
+            input_mode=mode,
+            input_key=(self.history_key if mode == "history" else mode, "full"),
+            pad_output=self.ref_model.pad_output,
+        )
+
+
+def _one(name: str, model: Any, factory: Callable[[], Any] | None) -> Any:
+    """Return the model or what the factory makes; both or neither is a ValueError."""
+    if model is not None and factory is not None:
+        raise ValueError(
+            f"Cannot provide both '{name}_model' and '{name}_model_factory'. Choose one."
+        )
+    if model is None and factory is None:
+        raise ValueError(f"Must provide exactly one of '{name}_model' or '{name}_model_factory'.")
+    return model if factory is None else factory()
+
+
+def _check_model(model: Any, what: str, user: str) -> None:
+    """Raise unless the model scores."""
+    if not getattr(model, "return_log_probs", True):
+        raise ValueError(f"The {what} must have `return_log_probs=True` to use `{user}`.")
+    if getattr(model, "generate", True):
+        raise ValueError(
+            f"The {what} must have `generate=False` to use `{user}`: "
+            "pass model.get_new_version(generate=False)"
+        )
+
+
+def _check_shapes(gen: Values, ref: Values) -> None:
+    """Raise where a row of gen and of ref differ in shape."""
+    if len(gen) != len(ref):
+        raise ValueError(
+            f"Batch size mismatch: gen_log_probs has {len(gen)} samples, "
+            f"ref_log_probs has {len(ref)} samples"
+        )
+    for i, (g, r) in enumerate(zip(gen, ref, strict=True)):
+        if g.shape != r.shape:
+            raise ValueError(
+                f"Sample {i} has different shapes: gen_log_probs[{i}].shape={tuple(g.shape)}, "
+                f"ref_log_probs[{i}].shape={tuple(r.shape)}; was one of them padded (pad_output)?"
+            )
+
+
+def _keep(values: Tensor, mask: Tensor | None) -> Tensor:
+    """Return values with 0 outside the mask."""
+    if mask is None:
+        return values
+    if mask.shape != values.shape:
+        raise ValueError(
+            f"expected a mask of shape {tuple(values.shape)} as the log-probs have, got "
+            f"{tuple(mask.shape)}; was one of them padded (pad_output)?"
+        )
+    return values.masked_fill(~mask, 0)
+
+
+def _kept(gen: Tensor, ref: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the mask; without one, the tokens with a log-prob (scoring leaves the others 0)."""
+    known = (gen != 0) | (ref != 0)
+    return known if mask is None else _keep(torch.ones_like(known), mask)
+
+
+def _at_last(reward: Tensor, kept: Tensor) -> Tensor:
+    """Return reward [..., 1] at the last kept token (the last of all if none is), [..., T]."""
+    order = torch.arange(1, kept.shape[-1] + 1, device=kept.device)
+    last = torch.where(kept.any(-1, keepdim=True), kept * order, order).argmax(-1, keepdim=True)
+    return reward.new_zeros(kept.shape).scatter(-1, last, reward)
+
+
+def _join(log_probs_key: NestedKey) -> tuple[str, ...]:
+    """Return (log_probs_key, "full") as one flat key."""
+    return (log_probs_key, "full") if isinstance(log_probs_key, str) else (*log_probs_key, "full")
+
+
+def _side(padding_side: str) -> str:
+    if padding_side not in ("left", "right"):
+        raise ValueError(f"expected padding_side 'left' or 'right', got {padding_side!r}")
+    return padding_side

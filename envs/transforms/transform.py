@@ -1,0 +1,231 @@
+"""Transforms of what an environment gives, and their composition.
+
+`_step(td, next_td)` reads the step's td and writes next_td; `_reset(td, td_reset)` does the same
+for a first state; `_call` is for transforms that need one td only. Called on a plain td, a
+transform writes under "next", or into the td itself when it has no "next". `read`, `each` and
+`write` treat dense values [B, ...] and ragged ones (one tensor per row) alike.
+Left out on purpose: specs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from typing import Any
+
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
+from torch import Tensor, nn
+
+from envs.env import EnvBase, TransformedEnv
+
+NestedKey = str | tuple[str, ...]
+Values = Tensor | list[Tensor]  # dense [B, ...], or one tensor per row
+
+
+class Transform(nn.Module):
+    """Map `in_keys` to `out_keys` by `_apply_transform`; override a hook to do anything else.
+
+    A missing in_key is a KeyError in a step, and skipped at reset or with `missing_tolerance`.
+    """
+
+    def __init__(
+        self, in_keys: Sequence[NestedKey] = (), out_keys: Sequence[NestedKey] | None = None
+    ) -> None:
+        super().__init__()
+        self.in_keys = list(in_keys)
+        self.out_keys = list(in_keys if out_keys is None else out_keys)
+        self.missing_tolerance = False
+        self._hold(None)
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Transform the td's "next", or the td itself when it has none; writes in place."""
+        next_td = tensordict.get("next", None)
+        if next_td is None:
+            return self._step(tensordict, tensordict)
+        return tensordict.set("next", self._step(tensordict, next_td))
+
+    def inv(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Return what the environment below is given; the caller's td stays as it is."""
+        return self._inv_call(tensordict.copy())
+
+    def _step(self, tensordict: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
+        return self._call(next_td)
+
+    def _reset(self, tensordict: TensorDictBase | None, td_reset: TensorDictBase) -> TensorDictBase:
+        tolerance, self.missing_tolerance = self.missing_tolerance, True
+        try:
+            return self._call(td_reset)
+        finally:
+            self.missing_tolerance = tolerance
+
+    def _call(self, next_td: TensorDictBase) -> TensorDictBase:
+        for in_key, out_key in zip(self.in_keys, self.out_keys, strict=True):
+            value = next_td.get(in_key, None)
+            if value is not None:
+                next_td.set(out_key, self._apply_transform(value))
+            elif not self.missing_tolerance:
+                raise KeyError(
+                    f"{type(self).__name__} expected {in_key!r}, got keys "
+                    f"{sorted(map(str, next_td.keys()))}"
+                )
+        return next_td
+
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+        return tensordict
+
+    def _apply_transform(self, value: Any) -> Any:
+        raise NotImplementedError(
+            f"{type(self).__name__} needs _apply_transform(value), _call(td) or _step(td, next_td)"
+        )
+
+    # Where it is mounted.
+
+    def set_container(self, container: EnvBase | Compose) -> None:
+        """Remember the environment or Compose that this transform is part of; only one may be."""
+        if self._container is not None:
+            raise ValueError(
+                f"this {type(self).__name__} already belongs to a "
+                f"{type(self._container).__name__}; use one transform per environment"
+            )
+        self._hold(container)
+
+    def _hold(self, container: EnvBase | Compose | None) -> None:
+        # Past nn.Module, which would register a Compose as a child of its own child.
+        object.__setattr__(self, "_container", container)
+
+    @property
+    def container(self) -> TransformedEnv | None:
+        """Return the environment that this transform is mounted on, or None."""
+        holder = self._container
+        return holder.container if isinstance(holder, Transform) else holder
+
+    @property
+    def collector(self) -> Any:
+        """Return the collector registered with that environment, or None."""
+        return None if self.container is None else self.container.collector
+
+    @property
+    def parent(self) -> EnvBase | None:
+        """Return the environment as this transform sees it: with the transforms before it."""
+        holder = self._container
+        if not isinstance(holder, Compose):
+            return None if holder is None else holder.env
+        env = holder.parent
+        for other in holder.transforms[: list(holder.transforms).index(self)]:
+            if env is not None:
+                shared = copy(other)  # same modules and buffers, mounted elsewhere
+                shared._hold(None)
+                env = TransformedEnv(env, shared)
+        return env
+
+
+class Compose(Transform):
+    """Run transforms one after the other (their inverses in the opposite order)."""
+
+    def __init__(self, *transforms: Transform) -> None:
+        super().__init__()
+        self.transforms = nn.ModuleList()
+        for transform in transforms:
+            self.append(transform)
+
+    def append(self, transform: Transform) -> None:
+        """Add a transform at the end."""
+        transform.set_container(self)
+        self.transforms.append(transform)
+
+    def _step(self, tensordict: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
+        for transform in self:
+            next_td = transform._step(tensordict, next_td)
+        return next_td
+
+    def _reset(self, tensordict: TensorDictBase | None, td_reset: TensorDictBase) -> TensorDictBase:
+        for transform in self:
+            td_reset = transform._reset(tensordict, td_reset)
+        return td_reset
+
+    def _call(self, next_td: TensorDictBase) -> TensorDictBase:
+        for transform in self:
+            next_td = transform._call(next_td)
+        return next_td
+
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+        for transform in reversed(list(self)):
+            tensordict = transform._inv_call(tensordict)
+        return tensordict
+
+    def __len__(self) -> int:
+        return len(self.transforms)
+
+    def __iter__(self) -> Iterator[Transform]:
+        return iter(self.transforms)  # type: ignore[return-value]
+
+    def __getitem__(self, index: int) -> Transform:
+        return self.transforms[index]  # type: ignore[return-value]
+
+
+def read(td: TensorDictBase, key: NestedKey) -> Values | None:
+    """Return what is at a key: a tensor where it is dense, a list of rows where it is ragged.
+
+    >>> read(lazy_stack([TensorDict(a=torch.ones(1)), TensorDict(a=torch.ones(2))]), "a")
+    [tensor([1.]), tensor([1., 1.])]
+    """
+    *path, name = (key,) if isinstance(key, str) else key
+    owner = td.get(tuple(path), None) if path else td
+    if owner is None:
+        return None
+    inner = getattr(owner, "_tensordict", owner)  # a tensorclass wraps its tensordict
+    if isinstance(inner, LazyStackedTensorDict):
+        return inner.get(name, None, as_list=True)
+    value = inner.get(name, None)
+    if isinstance(value, Tensor):
+        return list(value.unbind()) if value.is_nested else value
+    return None if value is None else value.tolist()
+
+
+def find(key: NestedKey, *tds: TensorDictBase) -> Values | None:
+    """Return what the first of the tds that has the key holds there."""
+    found = (read(td, key) for td in tds)
+    return next((value for value in found if value is not None), None)
+
+
+def each(function: Callable[..., Tensor], *values: Values | None) -> Values:
+    """Apply a function to dense values at once, or row by row when any of them is ragged."""
+    sizes = {len(v) for v in values if isinstance(v, list)}
+    if not sizes:
+        return function(*values)
+    sizes |= {len(v) for v in values if isinstance(v, Tensor)}
+    if len(sizes) > 1:
+        raise ValueError(f"Batch size mismatch: expected as many rows in each, got {sorted(sizes)}")
+    size = sizes.pop()
+    columns = [[None] * size if v is None else list(v) for v in values]
+    return [function(*row) for row in zip(*columns, strict=True)]
+
+
+def write(td: TensorDictBase, key: NestedKey, values: Values) -> None:
+    """Set dense values as they are, and rows as a lazy stack.
+
+    A dense td has no lazy stack to hold rows at a single-name key: there they are jagged.
+    """
+    *path, name = (key,) if isinstance(key, str) else key
+    if isinstance(values, Tensor):
+        td.set(key, values)
+    elif isinstance(td, LazyStackedTensorDict):
+        for row_td, value in zip(td.tensordicts, values, strict=True):
+            row_td.set(key, value)
+    elif path:
+        owner = td.get(tuple(path), None)
+        rows = [TensorDict() for _ in values] if owner is None else list(owner.unbind(0))
+        for row_td, value in zip(rows, values, strict=True):
+            row_td.set(name, value)
+        td.set(tuple(path), lazy_stack(rows))
+    else:
+        td.set(name, torch.nested.as_nested_tensor(values, layout=torch.jagged))
+
+
+def home(td: TensorDictBase) -> torch.device:
+    """Return the device of a td, or of its first tensor when it names none."""
+    if td.device is not None:
+        return td.device
+    leaves = (v for v in td.values(True, True) if isinstance(v, Tensor))
+    return next((v.device for v in leaves), torch.device("cpu"))

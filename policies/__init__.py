@@ -1,0 +1,32 @@
+"""Chats, tokens and models: the bottom layer. It imports neither envs nor trainer.
+
+Names load on first use (PEP 562), so that importing the package costs no torch.
+"""
+
+from importlib import import_module
+from typing import Any
+
+_HOME = {
+    "ChatHistory": "containers",
+    "History": "history",
+    "LLMMaskedCategorical": "distributions",
+    "LLMWrapperBase": "wrapper",
+    "LogProbDistribution": "distributions",
+    "LogProbs": "containers",
+    "Masks": "containers",
+    "Renderer": "chat_template",
+    "Scorer": "scorer",
+    "Scores": "scorer",
+    "Text": "containers",
+    "Tokens": "containers",
+    "TransformersWrapper": "transformers_wrapper",
+    "load_policy": "load",
+    "load_reference": "load",
+}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"policies has no {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(f"policies.{_HOME[name]}"), name)

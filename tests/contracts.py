@@ -1,0 +1,298 @@
+"""The seven contracts of the design as functions that raise AssertionError when one is broken.
+
+tests/test_contracts.py runs them on the code as it is; tests/test_mutants.py breaks the code in
+known ways and expects them to fail. Expected values come from a plain transformers forward.
+"""
+
+from functools import cache
+
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+from torch import Tensor
+
+from envs.chat_env import ChatEnv
+from envs.tasks.task import Reply, Reward, Task
+from envs.transforms import RetrieveKL
+from policies.load import load_policy, load_reference
+from policies.padding import pad, pad_mask
+from policies.random import fold
+from policies.transformers_wrapper import TransformersWrapper
+from trainer.advantage import GroupAdvantage
+from trainer.collect import collect
+from trainer.kl_control import ConstantKLController
+from trainer.objectives import GRPOObjective
+from trainer.runtime import Runtime
+from trainer.sources import Demonstrations, Rollouts
+from trainer.update import Update
+
+G = 4  # samples of a prompt
+
+
+class Words(Task):
+    """Prompts of different lengths; a reply earns the share of even ids in its text length."""
+
+    def __init__(self, turns: int = 1) -> None:
+        self.turns = turns
+
+    def rows(self, split: str) -> list[dict]:
+        texts = ["Sort 3", "Sort the digits 4 4 2 8 7", "Write", "the house with the other people"]
+        return [{"messages": [{"role": "user", "content": t}], "answer": t} for t in texts]
+
+    def demonstrations(self) -> list[dict]:
+        return [
+            {"messages": [*r["messages"], {"role": "assistant", "content": r["answer"][::-1]}]}
+            for r in self.rows("train")
+        ]
+
+    def reward(self, row: dict, reply: Reply) -> Reward:
+        value = (len(reply.text) % 3) / 2
+        return Reward(total=value, parts={"length": value}, success=value == 1)
+
+    def respond(self, row: dict, reply: Reply) -> list[dict]:
+        said = sum(m["role"] == "assistant" for m in reply.messages)
+        return [] if said >= self.turns else [{"role": "user", "content": "again"}]
+
+
+@cache
+def make_policy(temperature: float = 1.0, max_new_tokens: int = 6) -> TransformersWrapper:
+    """Return a policy on the tiny model, its weights scaled so that tokens differ in probability."""
+    policy = load_policy("tiny", temperature=temperature, max_new_tokens=max_new_tokens)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in policy.model.parameters():
+            if p.ndim > 1:
+                p.copy_(torch.randn(p.shape, generator=generator) * 0.3)
+        # End-of-turn often enough that replies end by themselves and by the limit.
+        end = policy.tokenizer.eos_token_id
+        policy.model.get_input_embeddings().weight[end] *= 2.0
+    return policy
+
+
+def prompts(count: int = 4, seed: int = 0, turns: int = 1) -> TensorDict:
+    """Return a batch of prompts with their streams."""
+    rows = Words(turns).rows("train")[:count]
+    td = TensorDict(batch_size=[count])
+    td.set("group_id", torch.arange(count))
+    td.set("stream", fold(seed, torch.arange(count)))
+    return td.set("row", NonTensorStack(*[NonTensorData(row) for row in rows]))
+
+
+def rollout(policy: TransformersWrapper, *, turns: int = 1, count: int = 4) -> TensorDict:
+    """Return a batch of trajectories."""
+    env = ChatEnv(Words(turns), group_size=G, max_turns=turns)
+    return collect(prompts(count, turns=turns), env, policy)
+
+
+@torch.no_grad()
+def plain_log_probs(policy: TransformersWrapper, ids: Tensor, temperature: float) -> Tensor:
+    """Return log p(token t | tokens < t) of one sequence by one plain forward; entry 0 is 0."""
+    logits = policy.model(input_ids=ids[None]).logits[0].double() / temperature
+    table = logits.log_softmax(-1)
+    out = torch.zeros(len(ids), dtype=torch.float64)
+    for t in range(1, len(ids)):
+        out[t] = table[t - 1, ids[t]]
+    return out
+
+
+def expect(condition: bool, message: str) -> None:
+    if not condition:
+        raise AssertionError(message)
+
+
+def close(a: Tensor, b: Tensor, tolerance: float, what: str) -> None:
+    gap = (a.double() - b.double()).abs().max().item() if a.numel() else 0.0
+    expect(a.shape == b.shape and gap <= tolerance, f"{what}: {gap} > {tolerance}")
+
+
+def alignment() -> None:
+    """Contract 1: stored log-probs are those of a plain forward, first and end token included."""
+    policy = make_policy()
+    batch = rollout(policy)
+    reference = load_reference(policy)
+    scored = reference.get_new_version(score_mask_key=None)(batch)
+    ended = 0
+    for i in range(batch.batch_size[0]):
+        attended = batch["masks", "all_attention_mask"][i]
+        ids = batch["tokens", "full"][i][attended]
+        response = batch["masks", "all_response_mask"][i][attended]
+        want = plain_log_probs(policy, ids, 1.0)
+        close(batch["log_probs", "full"][i][attended], want * response, 1e-5, "generated")
+        close(scored["ref_log_probs", "full"][i][attended], want, 1e-5, "scored")
+        expect(not batch["log_probs", "full"][i][~attended].any(), "padding is not 0")
+        expect(bool((batch["log_probs", "full"][i][attended][response] < 0).all()), "a 0 inside")
+        ended += int(ids[-1] == policy.tokenizer.eos_token_id and response[-1])
+    expect(0 < ended < batch.batch_size[0], "the rollout should hold ended and cut replies")
+
+
+def token_in_token_out() -> None:
+    """Contract 2: later turns keep the exact sampled ids; only new text is tokenised."""
+    policy = make_policy()
+    batch = rollout(policy, turns=3)
+    end = policy.tokenizer.eos_token_id
+    changed = 0
+    for i in range(batch.batch_size[0]):
+        attended = batch["masks", "all_attention_mask"][i]
+        ids = batch["tokens", "full"][i][attended]
+        response = batch["masks", "all_response_mask"][i][attended]
+        want = plain_log_probs(policy, ids, 1.0) * response
+        close(batch["log_probs", "full"][i][attended], want, 1e-5, "ids scored are ids sampled")
+        edges = (response[1:] & ~response[:-1]).sum() + response[0]
+        expect(int(edges) == 3, f"expected 3 sampled runs, got {int(edges)}")
+        # Every reply but the last is closed exactly once before the next message.
+        closes = [t for t in range(len(ids)) if ids[t] == end]
+        expect(len(closes) >= 5, "each of 3 user turns and 2 replies is closed")
+        text = policy.tokenizer.decode(ids[response])
+        changed += policy.tokenizer(text, add_special_tokens=False)["input_ids"] != ids[response].tolist()
+    expect(changed > 0, "the test needs replies on which decode -> encode is not the identity")
+
+
+def one_temperature() -> None:
+    """Contract 3: policy and reference divide by the sampling temperature; the KL starts at 0."""
+    policy = make_policy(temperature=0.6)
+    batch = rollout(policy)
+    batch = RetrieveKL(ref_model=load_reference(policy), add_to_reward=False)(batch)
+    for i in range(batch.batch_size[0]):
+        attended = batch["masks", "all_attention_mask"][i]
+        response = batch["masks", "all_response_mask"][i][attended]
+        want = plain_log_probs(policy, batch["tokens", "full"][i][attended], 0.6)
+        close(batch["log_probs", "full"][i][attended], want * response, 1e-5, "tempered")
+    close(batch["kl_penalty"], torch.zeros_like(batch["kl_penalty"]), 1e-5, "KL at the start")
+
+
+def gradient(batch: TensorDict, **options) -> Tensor:
+    """Return the gradient of one optimiser step on a batch, flattened."""
+    policy = make_policy()
+    kl = ConstantKLController(kl_coef=0.1)
+    grads: list[Tensor] = []
+
+    class Keep(torch.optim.SGD):
+        def step(self, closure=None):
+            grads.extend(p.grad.flatten().clone() for g in self.param_groups for p in g["params"])
+
+    for p in policy.model.parameters():
+        p.requires_grad_(True)
+    update = Update(
+        policy.scorer,
+        Keep(policy.model.parameters(), lr=0.0),
+        GRPOObjective(kl=kl),
+        one_process(),
+        lr=lambda step: 0.0,
+        max_grad_norm=0.0,
+        max_tokens=6,
+        **options,
+    )
+    update(batch.clone())
+    return torch.cat(grads)
+
+
+@cache
+def one_process() -> Runtime:
+    return Runtime("/tmp")
+
+
+def prepared() -> TensorDict:
+    """Return a batch with reference log-probs of a different model and group advantages."""
+    policy = make_policy()
+    batch = rollout(policy)
+    reference = load_reference(policy)
+    with torch.no_grad():
+        for p in reference.model.parameters():
+            p.mul_(0.9)
+    batch = RetrieveKL(ref_model=reference, add_to_reward=False)(batch)
+    kl = ConstantKLController(kl_coef=0.1)
+    return GroupAdvantage(group_size=G, kl=kl)(batch)
+
+
+def padded_left(batch: TensorDict) -> TensorDict:
+    """Return the same rows padded on the left."""
+    attended = batch["masks", "all_attention_mask"]
+    out = batch.clone()
+    width = attended.sum(-1)
+    for key in (("tokens", "full"), ("log_probs", "full"), ("ref_log_probs", "full"), "loss_mask",
+                "advantage", ("masks", "all_response_mask"), ("masks", "all_assistant_mask")):
+        out.set(key, pad([r[:n] for r, n in zip(batch.get(key), width, strict=True)], side="left"))
+    out.set(("masks", "all_attention_mask"), pad_mask(width.tolist(), side="left"))
+    return out
+
+
+def global_normalisation() -> None:
+    """Contract 4: micro-batches, padding side, order and layout do not change the gradient."""
+    batch = prepared()
+    for aggregation in ("token_mean", "sequence_mean", "constant"):
+        whole = gradient(batch, aggregation=aggregation)
+        scale = whole.norm()
+        expect(float(scale) > 1e-6, "the gradient should not vanish")
+        turned = batch[torch.arange(batch.batch_size[0] - 1, -1, -1)]
+        others = {
+            "micro-batches": gradient(batch, aggregation=aggregation, micro_batch_tokens=40),
+            "left padding": gradient(padded_left(batch), aggregation=aggregation),
+            "order": gradient(turned, aggregation=aggregation),
+        }
+        for name, other in others.items():
+            gap = float((other - whole).norm() / scale)
+            expect(gap < 1e-5, f"{aggregation}: {name} changes the gradient by {gap}")
+
+
+def masks_are_exact() -> None:
+    """Contract 5: SFT learns exactly the assistant's tokens and the token that ends its turn."""
+    policy = make_policy()
+    env = ChatEnv(Words())
+    source = Demonstrations(
+        task=Words(), env=env, policy=policy, runtime=one_process(), size=4, mask="assistant"
+    )
+    batch = source(0)
+    wanted = {r["messages"][-1]["content"] + "<|im_end|>" for r in Words().demonstrations()}
+    learnt = {
+        policy.tokenizer.decode(batch["tokens", "full"][i][batch["loss_mask"][i]])
+        for i in range(4)
+    }
+    expect(learnt == wanted, f"learnt {learnt}, wanted {wanted}")
+
+
+def one_leash() -> None:
+    """Contract 6: a 3-turn trajectory's KL is that of one scoring and is charged once."""
+    policy = make_policy()
+    batch = rollout(policy, turns=3)
+    reference = load_reference(policy)
+    with torch.no_grad():
+        for p in reference.model.parameters():
+            p.mul_(0.9)
+    batch = RetrieveKL(ref_model=reference, add_to_reward=False)(batch)
+    kl = ConstantKLController(kl_coef=0.25)
+    batch = GroupAdvantage(group_size=G, kl=kl, where="reward")(batch)
+    for i in range(batch.batch_size[0]):
+        attended = batch["masks", "all_attention_mask"][i]
+        ids = batch["tokens", "full"][i][attended]
+        response = batch["masks", "all_response_mask"][i][attended]
+        mine = plain_log_probs(policy, ids, 1.0)[response].sum()
+        theirs = plain_log_probs(reference, ids, 1.0)[response].sum()
+        close(batch["kl_penalty"][i].sum(), mine - theirs, 1e-4, "kl_penalty")
+        total = batch["reward_raw"][i].sum() - 0.25 * (mine - theirs)
+        close(batch["reward"][i].sum(), total, 1e-4, "reward")
+
+
+def same_seed() -> None:
+    """Contract 7: a row's reply is a function of its stream, not of what else is in the batch."""
+    policy = make_policy()
+    whole = rollout(policy, count=4)
+    torch.rand(7)  # another state of the global generator
+    part = rollout(policy, count=2)
+    for i in range(2 * G):
+        a, b = (x["tokens", "full"][i][x["masks", "all_attention_mask"][i]] for x in (whole, part))
+        expect(torch.equal(a, b), f"row {i} differs with the batch")
+    source = Rollouts(
+        task=Words(), env=ChatEnv(Words(), group_size=G), policy=policy, runtime=one_process(), size=2
+    )
+    first = [r["answer"] for i in (0, 1) for r in source.prompts(i).get("row").tolist()]
+    expect(len(set(first)) == 4, "an epoch holds each row once")
+
+
+CONTRACTS = (
+    alignment,
+    token_in_token_out,
+    one_temperature,
+    global_normalisation,
+    masks_are_exact,
+    one_leash,
+    same_seed,
+)

@@ -1,0 +1,137 @@
+"""Known ways to break the code, each with the contract that must notice.
+
+A mutant is a target (module, attribute) and a function from the original to the broken version.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import contracts
+import torch
+
+import envs.transforms.kl
+import policies.chat_template
+import policies.layout
+import policies.sampler
+import policies.scorer
+import policies.transformers_wrapper
+import trainer.update
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    contract: Callable[[], None]
+    owner: Any
+    attribute: str
+    broken: Callable[[Any], Any]
+
+
+def roll(original):
+    return lambda values, keep: original(values, keep).roll(1, -1)
+
+
+def drop_end(original):
+    def sample(*args, **kwargs):
+        out = original(*args, **kwargs)
+        cut = [len(i) - int(c) if len(i) > 1 else 1 for i, c in zip(out.ids, out.complete)]
+        ids = [row[:n] for row, n in zip(out.ids, cut, strict=True)]
+        values = [row[:n] for row, n in zip(out.log_probs, cut, strict=True)]
+        return replace(out, ids=ids, log_probs=values)
+
+    return sample
+
+
+def zero_first(original):
+    def sample(*args, **kwargs):
+        out = original(*args, **kwargs)
+        for row in out.log_probs:
+            row[0] = 0.0
+        return out
+
+    return sample
+
+
+def ignore_temperature(original):
+    return lambda temperature, keep: torch.ones_like(original(temperature, keep))
+
+
+def mean_per_micro_batch(original):
+    def take(batch, rows):
+        out = original(batch, rows)
+        weight = out.get("weight", None)
+        return out if weight is None else out.set("weight", weight / weight.sum().clamp(min=1e-9))
+
+    return take
+
+
+def all_ones(original):
+    def render(self, messages, **kwargs):
+        out = original(self, messages, **kwargs)
+        return replace(out, assistant=[True] * len(out.ids))
+
+    return render
+
+
+def content_only(original):
+    def render(self, messages, **kwargs):
+        out = original(self, messages, **kwargs)
+        kept = [a and i not in self.stop_ids for i, a in zip(out.ids, out.assistant, strict=True)]
+        return replace(out, assistant=kept)
+
+    return render
+
+
+def tokenise_again(original):
+    return lambda self, ids, messages, new: self.render(
+        [*messages, *new], add_generation_prompt=True
+    ).ids
+
+
+def see_everything(original):
+    def mask(segment):
+        out = original(segment)
+        return torch.ones_like(out).tril()
+
+    return mask
+
+
+def global_generator(original):
+    return lambda stream, position: torch.rand(stream.shape, dtype=torch.float64)
+
+
+def charge_twice(original):
+    def step(self, tensordict, following):
+        out = original(self, tensordict, following)
+        return out.set("kl_penalty", 2 * out.get("kl_penalty"))
+
+    return step
+
+
+def score_first_turn_only(original):
+    def step(self, tensordict, following):
+        out = original(self, tensordict, following)
+        kl = out.get("kl_penalty")
+        return out.set("kl_penalty", kl * (torch.arange(kl.shape[-1]) < kl.shape[-1] // 2))
+
+    return step
+
+
+WRAPPER, SCORER = policies.transformers_wrapper, policies.scorer
+RENDERER = policies.chat_template.Renderer
+KL = envs.transforms.kl.KLComputation
+MUTANTS = (
+    Mutant("shift by one", contracts.alignment, SCORER, "_spread", roll),
+    Mutant("drop the end token", contracts.alignment, WRAPPER, "sample", drop_end),
+    Mutant("first log-prob zero", contracts.alignment, WRAPPER, "sample", zero_first),
+    Mutant("replies see each other", contracts.alignment, policies.layout, "_tree_mask", see_everything),
+    Mutant("tokenise again", contracts.token_in_token_out, RENDERER, "extend", tokenise_again),
+    Mutant("ignore the temperature", contracts.one_temperature, SCORER, "_per_kept", ignore_temperature),
+    Mutant("mean per micro-batch", contracts.global_normalisation, trainer.update, "take", mean_per_micro_batch),
+    Mutant("mask all ones", contracts.masks_are_exact, RENDERER, "render", all_ones),
+    Mutant("mask without end of turn", contracts.masks_are_exact, RENDERER, "render", content_only),
+    Mutant("KL charged twice", contracts.one_leash, KL, "_step", charge_twice),
+    Mutant("KL of some turns only", contracts.one_leash, KL, "_step", score_first_turn_only),
+    Mutant("global generator", contracts.same_seed, policies.sampler, "uniforms", global_generator),
+)

@@ -1,0 +1,160 @@
+"""sweep.csv and sweep.html: one row per job, finished or not, and the right frontier."""
+
+import csv
+import json
+import math
+import random
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from trainer.report import main
+from trainer.sweep import Row, find_jobs, frontier_svg, labels, pareto, read_rows, write_sweep
+from trainer.tracker import JsonlTracker
+
+
+def make_job(folder: Path, *, coeff: float, iterations: int = 15, state: str | None = "finished"):
+    tracker = JsonlTracker(folder)
+    tracker.log({"eval/sampled_accuracy": 0.1, "reward/mean": 99.0}, 0)
+    for i in range(1, iterations + 1):
+        kl = (i - 3) / (1 + coeff)
+        tracker.log({"reward/mean": float(i), "kl/ref_sequence": kl, "kl/coeff": coeff}, i)
+    tracker.log({"eval/sampled_accuracy": 0.75}, iterations + 1)
+    if state:
+        (folder / "status.json").write_text(json.dumps({"state": state, "objective": 0.5}))
+    (folder / ".hydra").mkdir()
+    overrides = f"- experiment=grpo_tiny\n- kl.coeff={coeff}\n- env.api_key=planted-3\n"
+    (folder / ".hydra" / "overrides.yaml").write_text(overrides)
+    (folder / ".hydra" / "config.yaml").write_text("kl: {coeff: 9}\n")
+
+
+def make_sweep(folder: Path) -> Path:
+    make_job(folder / "kl.coeff=10", coeff=10.0)
+    make_job(folder / "kl.coeff=2", coeff=2.0, iterations=4, state=None)
+    (folder / "kl.coeff=3,policy.model=a" / "b" / ".hydra").mkdir(parents=True)
+    return folder
+
+
+def test_the_csv_has_a_row_per_job_with_means_over_the_last_ten(tmp_path):
+    write_sweep(make_sweep(tmp_path))
+    with open(tmp_path / "sweep.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["job"] for row in rows] == [
+        "kl.coeff=2",
+        "kl.coeff=3,policy.model=a/b",
+        "kl.coeff=10",
+    ]
+    short, unborn, whole = rows
+    assert float(whole["reward/mean"]) == 10.5  # iterations 6 to 15
+    assert float(whole["kl/ref_sequence"]) == pytest.approx(7.5 / 11)
+    assert float(short["reward/mean"]) == 2.5  # iterations 1 to 4, not line 0
+    assert (whole["state"], short["state"], unborn["state"]) == (
+        "finished",
+        "not started",
+        "not started",
+    )
+    assert (whole["objective"], short["objective"]) == ("0.5", "")
+    assert float(whole["eval/sampled_accuracy"]) == 0.75
+    assert (float(whole["kl/coeff"]), whole["kl.coeff"]) == (10.0, "10.0")
+    assert (unborn["kl.coeff"], unborn["policy.model"], unborn["reward/mean"]) == ("3", "a/b", "")
+
+
+def test_the_page_links_every_job_and_hides_secrets(tmp_path):
+    text = write_sweep(make_sweep(tmp_path)).read_text(encoding="utf-8")
+    links = re.findall(r'<a href="(.*?)">(.*?)</a>', text)
+    assert ("kl.coeff%3D10/report.html", "kl.coeff=10") in links
+    assert len(links) == 3
+    for drawing in re.findall(r"<svg.*?</svg>", text):
+        ElementTree.fromstring(drawing)
+    assert "planted-3" not in text + (tmp_path / "sweep.csv").read_text()
+
+
+def test_an_empty_or_failed_sweep_has_a_page(tmp_path):
+    assert find_jobs(tmp_path) == []
+    assert "0 jobs" in write_sweep(tmp_path).read_text()
+    (tmp_path / "0" / ".hydra").mkdir(parents=True)
+    assert "1 not started" in write_sweep(tmp_path).read_text()
+
+
+def test_checkpoints_and_pages_of_a_job_are_no_jobs(tmp_path):
+    make_sweep(tmp_path)
+    inner = tmp_path / "kl.coeff=10" / "checkpoints" / "iteration_000010"
+    inner.mkdir(parents=True)
+    (inner / "status.json").write_text("{}")
+    write_sweep(tmp_path)
+    assert len(find_jobs(tmp_path)) == 3
+
+
+def test_the_frontier_is_what_no_other_job_beats():
+    random.seed(0)
+    rows = [
+        Row(str(i), reward=random.randrange(12) / 4, kl=random.randrange(12) / 4) for i in range(60)
+    ]
+    front = pareto([*rows, Row("unborn")])
+
+    def beats(a: Row, b: Row) -> bool:
+        return a.reward >= b.reward and a.kl <= b.kl and (a.reward, a.kl) != (b.reward, b.kl)
+
+    expected = {(r.reward, r.kl) for r in rows if not any(beats(other, r) for other in rows)}
+    assert {(r.reward, r.kl) for r in front} == expected
+    assert [r.kl for r in front] == sorted(r.kl for r in front)
+
+
+def test_the_picture_places_points_by_the_root_of_their_kl():
+    rows = [Row(f"{k}", {"kl.coeff": f"c{k}"}, reward=k / 8, kl=float(k * k)) for k in range(5)]
+    picture = frontier_svg(rows)
+    root = ElementTree.fromstring(picture)
+    dots = [e for e in root.iter() if e.tag.endswith("circle")]
+    xs = [float(dot.get("cx")) for dot in dots]
+    ys = [float(dot.get("cy")) for dot in dots]
+    assert [b - a for a, b in zip(xs, xs[1:], strict=False)] == pytest.approx(
+        [xs[1] - xs[0]] * 4, abs=0.2
+    )
+    assert [a - b for a, b in zip(ys, ys[1:], strict=False)] == pytest.approx(
+        [ys[0] - ys[1]] * 4, abs=0.2
+    )
+    assert all(f">c{k}<" in picture for k in range(5))
+
+
+def test_labels_lie_inside_the_picture_and_on_no_other_label():
+    rows = [
+        Row(f"{k}", {"kl.coeff": f"{k}"}, reward=0.9 + 0.01 * (k % 3), kl=9.0 + 0.7 * (k % 5))
+        for k in range(12)
+    ]
+    root = ElementTree.fromstring(frontier_svg(rows))
+    texts = [e for e in root.iter() if e.get("class") == "value"]
+    places = [(float(e.get("x")), float(e.get("y"))) for e in texts]
+    assert len(places) == 12
+    assert all(0 < x < 480 and 0 < y < 340 for x, y in places)
+    gaps = [math.dist(a, b) for i, a in enumerate(places) for b in places[:i]]
+    assert min(gaps) > 6
+
+
+def test_a_kl_just_below_zero_is_drawn_at_zero():
+    rows = [Row("a", reward=0.5, kl=-1e-4), Row("b", reward=0.5, kl=0.0)]
+    ElementTree.fromstring(frontier_svg(rows))
+
+
+def test_jobs_are_named_by_what_differs():
+    rows = [
+        Row("0", {"experiment": "x", "kl.coeff": "0", "seed": "1"}),
+        Row("1", {"experiment": "x", "kl.coeff": "0.1", "seed": "1"}),
+    ]
+    assert labels(rows) == {"0": "kl.coeff=0", "1": "kl.coeff=0.1"}
+    assert labels(rows[:1]) == {"0": "0"}
+
+
+def test_without_points_the_picture_says_what_is_missing():
+    with pytest.raises(ValueError, match="at least one job with reward/mean"):
+        frontier_svg([Row("a")])
+
+
+def test_the_command_takes_a_sweep_folder(tmp_path, capsys):
+    folder = make_sweep(tmp_path / "sweep")
+    assert main([str(folder)]) == 0
+    assert capsys.readouterr().out.strip() == str(folder / "sweep.html")
+    picture = tmp_path / "f.svg"
+    assert main([str(folder), "--svg", str(picture)]) == 0
+    assert picture.read_text() == frontier_svg(read_rows(folder))

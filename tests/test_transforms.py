@@ -1,0 +1,209 @@
+"""Transforms, their composition, and environments seen through them."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
+
+from envs.env import EnvBase, TransformedEnv
+from envs.transforms import Compose, Transform
+from envs.transforms.transform import each, find, home, read, write
+
+
+class Counter(EnvBase):
+    """Add the action to a sum; the observation is the sum."""
+
+    limit = 10
+
+    def _reset(self, td):
+        start = torch.zeros(2) if td is None else td["start"]
+        return TensorDict({"total": start}, batch_size=[2])
+
+    def _step(self, td):
+        return TensorDict({"total": td["total"] + td["action"], "reward": td["action"]}, [2])
+
+
+class Scale(Transform):
+    def __init__(self, factor, in_keys=("total",), out_keys=None):
+        super().__init__(in_keys, out_keys)
+        self.factor = factor
+
+    def _apply_transform(self, value):
+        return value * self.factor
+
+    def _inv_call(self, td):
+        return td.set("total", td["total"] / self.factor) if "total" in self.out_keys else td
+
+
+class Shift(Transform):
+    """Shift the observation up on the way out, and down on the way in."""
+
+    def _call(self, td):
+        return td.set("total", td["total"] + 1)
+
+    def _inv_call(self, td):
+        return td.set("total", td["total"] - 1)
+
+
+def act(td, value=3.0):
+    return td.set("action", torch.full((2,), value))
+
+
+def test_an_env_writes_the_outcome_under_next():
+    env = Counter()
+    td = act(env.reset())
+    out = env.step(td)
+    assert out is td
+    assert out["next", "total"].tolist() == [3.0, 3.0]
+    assert out["total"].tolist() == [0.0, 0.0]
+    assert env.base_env is env
+    with pytest.raises(NotImplementedError, match="EnvBase has no _reset"):
+        EnvBase().reset()
+
+
+def test_reset_and_step_run_the_transform():
+    env = TransformedEnv(Counter(), Scale(2.0, out_keys=["double"]))
+    start = TensorDict({"start": torch.tensor([1.0, 4.0])}, [2])
+    td = env.reset(start)
+    assert td["double"].tolist() == [2.0, 8.0]
+    out = env.step(act(td))
+    assert out["next", "double"].tolist() == [8.0, 14.0]
+    assert out["next", "total"].tolist() == [4.0, 7.0]
+    assert env.limit == 10  # the env's own attribute
+    with pytest.raises(AttributeError, match="no_such"):
+        _ = env.no_such
+
+
+def test_inverses_run_in_the_opposite_order_and_on_a_copy():
+    env = TransformedEnv(Counter(), Compose(Scale(2.0), Shift()))
+    td = act(env.reset(TensorDict({"start": torch.tensor([5.0, 0.0])}, [2])))
+    assert td["total"].tolist() == [11.0, 1.0]  # 2 * x + 1
+    out = env.step(td)
+    assert out["next", "total"].tolist() == [17.0, 7.0]  # 2 * (x + 3) + 1
+    assert out["total"].tolist() == [11.0, 1.0]
+
+
+def test_forward_writes_next_or_the_td_itself():
+    td = TensorDict({"total": torch.ones(2), "next": {"total": torch.full((2,), 2.0)}}, [2])
+    out = Scale(3.0)(td)
+    assert out["next", "total"].tolist() == [6.0, 6.0]
+    assert out["total"].tolist() == [1.0, 1.0]
+    assert Compose(Scale(3.0), Scale(2.0))(td.select("total"))["total"].tolist() == [6.0, 6.0]
+
+
+def test_a_missing_key_is_an_error_in_a_step_and_skipped_at_reset():
+    scale = Scale(2.0, in_keys=["reward"])
+    env = TransformedEnv(Counter(), scale)
+    td = env.reset()
+    assert "reward" not in td
+    assert env.step(act(td))["next", "reward"].tolist() == [6.0, 6.0]
+    with pytest.raises(KeyError, match=r"Scale expected 'reward', got keys \['total'\]"):
+        scale(TensorDict({"total": torch.ones(2)}, [2]))
+    scale.missing_tolerance = True
+    assert set(scale(TensorDict({"total": torch.ones(2)}, [2])).keys()) == {"total"}
+    with pytest.raises(NotImplementedError, match="needs _apply_transform"):
+        Transform(["total"])(td)
+
+
+def test_container_collector_and_parent():
+    class Collector:
+        pass
+
+    first, second, third = Scale(2.0), Shift(), Scale(5.0, out_keys=["fivefold"])
+    assert (first.container, first.parent, first.collector) == (None, None, None)
+    inner = Compose(second, third)
+    env = TransformedEnv(Counter(), Compose(first, inner))
+    assert third.container is env
+    assert env.base_env is env.env
+    collector = Collector()
+    env.register_collector(collector)
+    assert third.collector is collector
+    del collector
+    gc.collect()
+    assert third.collector is None  # a weak reference
+    start = TensorDict({"start": torch.tensor([5.0, 0.0])}, [2])
+    assert first.parent is env.env
+    assert inner.parent.reset(start)["total"].tolist() == [10.0, 0.0]
+    assert third.parent.reset(start)["total"].tolist() == [11.0, 1.0]
+    assert third.container is env  # asking changed nothing
+    assert env.reset(start)["fivefold"].tolist() == [55.0, 5.0]
+
+
+def test_one_transform_belongs_to_one_env():
+    scale = Scale(2.0)
+    TransformedEnv(Counter(), scale)
+    with pytest.raises(ValueError, match="this Scale already belongs to a TransformedEnv"):
+        TransformedEnv(Counter(), scale)
+
+
+def test_envs_nest_and_copy():
+    env = TransformedEnv(TransformedEnv(Counter(), Scale(2.0)), Shift())
+    start = TensorDict({"start": torch.tensor([5.0, 0.0])}, [2])
+    twin = copy.deepcopy(env)
+    assert twin.reset(start)["total"].tolist() == [11.0, 1.0]
+    assert twin.transform.container is twin
+    assert env.base_env is env.env.env
+
+
+def test_compose_is_a_sequence_and_registers_its_modules():
+    both = Compose(Scale(2.0))
+    both.append(Shift())
+    assert len(both) == 2
+    assert isinstance(both[1], Shift)
+    assert [type(t).__name__ for t in both] == ["Scale", "Shift"]
+    assert [type(m).__name__ for m in both.modules()].count("Compose") == 1
+
+
+ROWS = [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]
+
+
+def ragged_tds():
+    """Return the ways ragged rows come: lazy td, lazy container, jagged and strided tensors."""
+    lazy = lazy_stack([TensorDict({("a", "full"): r}) for r in ROWS])
+    held = TensorDict({"a": lazy_stack([TensorDict(full=r) for r in ROWS])}, [2])
+    jagged = torch.nested.as_nested_tensor(ROWS, layout=torch.jagged)
+    nested = TensorDict({"a": TensorDict({"full": jagged}, [2])}, [2])
+    listed = TensorDict({"a": TensorDict(batch_size=[2])}, [2])
+    listed["a"].set("full", ROWS)
+    return [lazy, held, nested, listed]
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_ragged_rows_are_read_whatever_holds_them(index):
+    rows = read(ragged_tds()[index], ("a", "full"))
+    assert isinstance(rows, list)
+    assert [r.tolist() for r in rows] == [[1.0, 2.0], [3.0]]
+    assert read(ragged_tds()[index], ("b", "full")) is None
+    assert read(ragged_tds()[index], ("a", "b")) is None
+
+
+@pytest.mark.parametrize("key", ["b", ("b", "full"), ("a", "other")])
+@pytest.mark.parametrize("index", range(4))
+def test_what_is_written_is_read_back_and_the_rest_stays(index, key):
+    td = ragged_tds()[index]
+    write(td, key, ROWS)
+    assert [r.tolist() for r in read(td, key)] == [[1.0, 2.0], [3.0]]
+    assert [r.tolist() for r in read(td, ("a", "full"))] == [[1.0, 2.0], [3.0]]
+    assert td[1].get(key).tolist() == [3.0]
+
+
+def test_dense_values_stay_dense():
+    td = TensorDict({"x": torch.ones(2, 3)}, [2])
+    write(td, ("a", "full"), torch.zeros(2, 3))
+    assert torch.equal(read(td, ("a", "full")), torch.zeros(2, 3))
+    assert not isinstance(td["a"], LazyStackedTensorDict)
+    assert torch.equal(each(torch.add, td["x"], td["x"]), 2 * td["x"])
+    assert [r.tolist() for r in each(torch.add, ROWS, torch.ones(2, 1))] == [[2, 3], [4]]
+    with pytest.raises(ValueError, match="Batch size mismatch"):
+        each(torch.add, ROWS, torch.ones(3, 1))
+
+
+def test_the_first_td_that_has_a_key_gives_it():
+    one, two = TensorDict({"x": torch.ones(1)}, [1]), TensorDict({"y": torch.zeros(1)}, [1])
+    assert find("y", one, two).tolist() == [0.0]
+    assert find("z", one, two) is None
+    assert home(one) == torch.device("cpu")
+    assert home(TensorDict({"a": {"b": torch.ones(1, device="meta")}}, [])).type == "meta"
+    assert home(TensorDict(device="meta")).type == "meta"

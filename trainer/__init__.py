@@ -1,0 +1,32 @@
+"""Optimisation, ranks and what users see: the top layer.
+
+Names load on first use (PEP 562), so that importing the package costs no torch.
+"""
+
+from importlib import import_module
+from typing import Any
+
+_HOME = {
+    "ConstantKLController": "kl_control",
+    "KLControllerBase": "kl_control",
+    "Demonstrations": "sources",
+    "Display": "display",
+    "GRPOLoss": "loss_modules",
+    "GRPOObjective": "objectives",
+    "GroupAdvantage": "advantage",
+    "JsonlTracker": "tracker",
+    "NoAdvantage": "advantage",
+    "Rollouts": "sources",
+    "Runtime": "runtime",
+    "SFTLoss": "loss_modules",
+    "SFTObjective": "objectives",
+    "Trainer": "trainer",
+    "WandbTracker": "tracker",
+}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"trainer has no {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(f"trainer.{_HOME[name]}"), name)

@@ -1,0 +1,169 @@
+"""Collect: play chats to their end; one row per trajectory comes out, right-padded [B, T].
+
+A row is the exact ids of all turns. Sampled tokens carry their log-probs and the response mask;
+each turn's task reward stands on the last token sampled in that turn.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from tensordict import NonTensorStack, TensorDict, TensorDictBase
+from torch import Tensor
+
+from envs.env import EnvBase
+from policies.containers import LogProbs, Masks, Tokens
+from policies.padding import pad, pad_mask, unpad
+from policies.transformers_wrapper import TransformersWrapper
+
+
+@dataclass
+class Trajectory:
+    """One chat as it grows: parallel lists over its tokens, and what happened."""
+
+    ids: list[int]
+    assistant: list[bool]
+    response: list[bool] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    reward: list[float] = field(default_factory=list)
+    parts: dict[str, float] = field(default_factory=dict)
+    texts: list[str] = field(default_factory=list)
+    success: bool = False
+    truncated: bool = False
+    prompt: str = ""
+
+    def __post_init__(self) -> None:
+        self.extend(self.ids, assistant=self.assistant, start=0)
+
+    def extend(self, ids: list[int], *, assistant: list[bool], start: int) -> None:
+        """Take the whole row `ids`, whose tokens from `start` on are new and were not sampled."""
+        new = len(ids) - start
+        self.ids, self.assistant = ids, assistant
+        self.response += [False] * new
+        self.log_probs += [0.0] * new
+        self.reward += [0.0] * new
+
+    def reply(self, ids: list[int], log_probs: list[float], reward: float) -> None:
+        """Append a sampled reply and its reward."""
+        self.ids = self.ids + ids
+        self.assistant = self.assistant + [True] * len(ids)
+        self.response += [True] * len(ids)
+        self.log_probs += log_probs
+        self.reward += [0.0] * (len(ids) - 1) + [reward]
+
+
+def collect(
+    prompts: TensorDictBase,
+    env: EnvBase,
+    policy: TransformersWrapper,
+) -> TensorDict:
+    """Return the trajectories of all samples of `prompts` [P] as one batch [B, T]."""
+    td = env.reset(prompts)
+    start = td
+    trajectories: list[Trajectory] = []
+    alive = torch.arange(td.batch_size[0])
+    while True:
+        td = policy(td)
+        if not trajectories:
+            trajectories = _begin(td)
+        td = env.step(td)
+        _record([trajectories[i] for i in alive.tolist()], td)
+        following = td.get("next")
+        going = (~following.get("done")).squeeze(-1)
+        if not going.any():
+            return _stack(trajectories, start, policy)
+        alive = alive[going]
+        _continue(trajectories, alive.tolist(), td, policy)
+        td = _next_turn(td, going, [trajectories[i].ids for i in alive.tolist()])
+
+
+def _begin(td: TensorDictBase) -> list[Trajectory]:
+    """Return one trajectory per row, holding its prompt."""
+    attention = td.get(("masks", "all_attention_mask"))
+    full, assistant = td.get(("tokens", "full")), td.get(("masks", "all_assistant_mask"))
+    prompt = attention & ~td.get(("masks", "all_response_mask"))
+    chats = td.get(("history", "prompt")).chats()
+    ids, marks = unpad(full, prompt), unpad(assistant, prompt)
+    return [
+        Trajectory(i.tolist(), a.tolist(), prompt=chat[-1]["content"])
+        for i, a, chat in zip(ids, marks, chats, strict=True)
+    ]
+
+
+def _record(trajectories: list[Trajectory], td: TensorDictBase) -> None:
+    """Add one turn's reply, log-probs and reward to each trajectory."""
+    mask = td.get(("masks", "all_response_mask"))
+    ids = unpad(td.get(("tokens", "full")), mask)
+    values = unpad(td.get(("log_probs", "full")), mask)
+    following = td.get("next")
+    reward = following.get("reward").squeeze(-1).tolist()
+    parts = following.get("reward_part", None)
+    parts = {} if parts is None else {k: v.squeeze(-1).tolist() for k, v in parts.items()}
+    success = following.get("success").squeeze(-1).tolist()
+    truncated = following.get("truncated").squeeze(-1).tolist()
+    texts = td.get(("text", "response"))
+    for i, row in enumerate(trajectories):
+        row.reply(ids[i].tolist(), values[i].tolist(), reward[i])
+        for name, value in parts.items():
+            row.parts[name] = row.parts.get(name, 0.0) + value[i]
+        row.texts.append(texts[i])
+        row.success, row.truncated = success[i], truncated[i]
+
+
+def _continue(trajectories: list[Trajectory], alive: list[int], td: TensorDictBase, policy) -> None:
+    """Append what the template puts between a reply and the next generation prompt."""
+    before = td.get(("history", "full")).chats()
+    after = td.get(("next", "history", "prompt")).chats()
+    going = (~td.get(("next", "done"))).squeeze(-1).nonzero().squeeze(-1).tolist()
+    for i, k in zip(alive, going, strict=True):
+        row = trajectories[i]
+        start = len(row.ids)
+        ids = policy.renderer.extend(row.ids, before[k], after[k][len(before[k]) :])
+        # A reply cut by the token limit was closed: that end of turn is the assistant's.
+        closed = ids[start] in policy.stop_ids
+        assistant = row.assistant + [closed] + [False] * (len(ids) - start - 1)
+        row.extend(ids, assistant=assistant, start=start)
+
+
+def _next_turn(td: TensorDictBase, going: Tensor, ids: list[list[int]]) -> TensorDict:
+    """Return the next turn's input of the rows still going, with exact ids as its prompt."""
+    out = td.get("next").select("history", "turn")[going]
+    for key in ("row", "group_id", "stream"):
+        if key in td.keys():
+            out.set(key, td.get(key)[going])
+    prompt = pad([torch.tensor(row) for row in ids], side="left")
+    out.set("tokens", Tokens(prompt=prompt, padded=True, batch_size=[len(ids)]))
+    return out.set("attention_mask", pad_mask([len(row) for row in ids], side="left"))
+
+
+def _stack(trajectories: list[Trajectory], start: TensorDictBase, policy) -> TensorDict:
+    """Return the batch of design.md section 4 from finished trajectories."""
+    size = len(trajectories)
+    device = policy.device
+
+    def dense(name: str, dtype: torch.dtype) -> Tensor:
+        return pad([torch.tensor(getattr(t, name), dtype=dtype) for t in trajectories]).to(device)
+
+    response = dense("response", torch.bool)
+    out = TensorDict(batch_size=[size])
+    out.set("tokens", Tokens(full=dense("ids", torch.int64), padded=True, batch_size=[size]))
+    masks = Masks(
+        all_attention_mask=pad_mask([len(t.ids) for t in trajectories], device=device),
+        all_assistant_mask=dense("assistant", torch.bool),
+        all_response_mask=response,
+        padded=True,
+        batch_size=[size],
+    )
+    out.set("masks", masks)
+    gen = LogProbs(full=dense("log_probs", torch.float32), padded=True, batch_size=[size])
+    out.set("log_probs", gen)
+    out.set("loss_mask", response.clone())
+    out.set("reward_raw", dense("reward", torch.float32))
+    for name in trajectories[0].parts:
+        values = torch.tensor([t.parts[name] for t in trajectories])
+        out.set(("reward_part", name), values.to(device))
+    for name in ("success", "truncated"):
+        out.set(name, torch.tensor([getattr(t, name) for t in trajectories], device=device))
+    out.set("group_id", start.get("group_id").to(device))
+    out.set("temperature", torch.full((size,), policy.temperature or 1.0, device=device))
+    out.set("prompt", NonTensorStack(*[t.prompt for t in trajectories]))
+    return out.set("response", NonTensorStack(*["\n".join(t.texts) for t in trajectories]))

@@ -1,0 +1,93 @@
+"""What a batch of trajectories says, reduced over ranks. Names and formulas: docs/metrics.md.
+
+Every mean is a sum over rows or kept tokens divided by their number on all ranks.
+"""
+
+import torch
+from tensordict import TensorDictBase
+
+from trainer.losses import kl_term
+from trainer.runtime import Runtime
+
+
+def summarize(batch: TensorDictBase, runtime: Runtime) -> dict[str, float]:
+    """Return the metrics of an iteration's batch (before the update)."""
+    mask = batch.get("loss_mask")  # [B, T]
+    sums = {"rows": float(mask.shape[0]), "tokens": float(mask.sum())}
+    if "reward_raw" in batch.keys():
+        _rewards(batch, sums)
+    if "kl_penalty" in batch.keys():
+        _kl(batch, sums)
+    response = batch.get(("masks", "all_response_mask"), None)
+    length = (mask if response is None else response).sum(-1).float()  # [B]
+    sums["response/length_mean"] = float(length.sum())
+    total = runtime.sums(sums)
+    rows, tokens = max(total.pop("rows"), 1.0), max(total.pop("tokens"), 1.0)
+    per_token = {"kl/ref", "kl/ref_k3"}
+    out = {k: v / (tokens if k in per_token else rows) for k, v in total.items()}
+    if "square" in out:
+        variance = max(out.pop("square") - out["reward/raw_mean"] ** 2, 0.0)
+        out["reward/std"] = variance**0.5
+    if "groups" in out:
+        groups = out.pop("groups") * rows
+        out["group/zero_variance_fraction"] = out.pop("flat") * rows / max(groups, 1.0)
+    return out | runtime.maxima({"response/length_max": float(length.max())})
+
+
+def _rewards(batch: TensorDictBase, sums: dict[str, float]) -> None:
+    raw = batch.get("reward_raw").sum(-1).double()  # [B]
+    sums["reward/raw_mean"] = float(raw.sum())
+    sums["square"] = float((raw**2).sum())
+    sums["reward/mean"] = float(batch.get("reward").sum())
+    parts = batch.get("reward_part", None)
+    for name, value in () if parts is None else parts.items():
+        sums[f"reward_part/{name}"] = float(value.sum())
+    sums["response/truncated_fraction"] = float(batch.get("truncated").sum())
+    ids = batch.get("group_id").tolist()
+    groups: dict[int, list[float]] = {}
+    for group, value in zip(ids, raw.tolist(), strict=True):
+        groups.setdefault(group, []).append(value)
+    sums["groups"] = float(len(groups))
+    sums["flat"] = float(sum(max(v) == min(v) for v in groups.values()))
+
+
+def _kl(batch: TensorDictBase, sums: dict[str, float]) -> None:
+    mask = batch.get("loss_mask")
+    k1 = batch.get("kl_penalty") * mask
+    gen, ref = batch.get(("log_probs", "full")), batch.get(("ref_log_probs", "full"))
+    sums["kl/ref"] = sums["kl/ref_sequence"] = float(k1.sum())
+    sums["kl/ref_k3"] = float((kl_term(gen, ref, "k3") * mask).sum())
+
+
+def transcripts(batch: TensorDictBase, iteration: int, *, count: int, kind: str) -> list[dict]:
+    """Return the best and worst rows of a batch as plain records for transcripts.jsonl."""
+    reward = batch.get("reward_raw").sum(-1)  # [B]
+    order = torch.argsort(reward, descending=True, stable=True).tolist()
+    half = count // 2
+    chosen = order if len(order) <= count else order[:half] + order[len(order) - count + half :]
+    return [transcript(batch, i, iteration, kind=kind) for i in chosen]
+
+
+def transcript(batch: TensorDictBase, i: int, iteration: int, *, kind: str) -> dict:
+    """Return row i of a batch as a plain record."""
+    mask = batch.get("loss_mask")[i]
+    parts = batch.get("reward_part", None)
+    advantage = batch.get("advantage", None)
+    penalty = batch.get("kl_penalty", None)
+    return {
+        "iteration": iteration,
+        "kind": kind,
+        "prompt": batch.get("prompt")[i],
+        "response": batch.get("response")[i],
+        "reward": float(batch.get("reward_raw")[i].sum()),
+        "parts": {} if parts is None else {k: float(v[i]) for k, v in parts.items()},
+        "advantage": _mean(advantage, i, mask),
+        "kl": None if penalty is None else float((penalty[i] * mask).sum()),
+        "truncated": bool(batch.get("truncated")[i]),
+    }
+
+
+def _mean(values, i: int, mask) -> float | None:
+    if values is None or not bool(mask.any()):
+        return None
+    return float(values[i][mask].mean())

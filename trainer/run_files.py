@@ -1,0 +1,140 @@
+"""The files of a run folder: read them in whatever state they are, write them in one piece.
+
+A run may be killed at any byte, and its report is wanted most when that happened: a missing file
+reads as empty, a torn line is skipped. Torch-free.
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ITERATION = "progress/iteration"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run folder holds. `metrics`: one dict per iteration, in order, the last one logged."""
+
+    folder: Path
+    status: dict[str, Any]
+    config: dict[str, Any]
+    overrides: dict[str, str]
+    metrics: list[dict[str, Any]]
+
+    @property
+    def experiment(self) -> str:
+        """Name the experiment: from the config, else what Hydra chose, else the folder's parent."""
+        named = self.config.get("experiment") or self.overrides.get("experiment")
+        chosen = read_yaml(self.folder / ".hydra" / "hydra.yaml").get("hydra", {})
+        chosen = (chosen.get("runtime", {}).get("choices") or {}).get("experiment")
+        return str(named or chosen or self.folder.resolve().parent.name)
+
+    @property
+    def state(self) -> str:
+        return str(self.status.get("state", "not started"))
+
+    def series(self, name: str) -> list[tuple[float, float]]:
+        """List (iteration, value) of one metric, without the iterations that lack it."""
+        found = ((line[ITERATION], number(line.get(name))) for line in self.metrics)
+        return [(iteration, value) for iteration, value in found if value is not None]
+
+    def names(self) -> list[str]:
+        return sorted({name for line in self.metrics for name in line})
+
+    def last(self, name: str) -> float | None:
+        values = self.series(name)
+        return values[-1][1] if values else None
+
+    def last_ten_mean(self, name: str) -> float | None:
+        """Average a metric over the last ten trained iterations that have it."""
+        values = [value for iteration, value in self.series(name) if iteration >= 1][-10:]
+        return sum(values) / len(values) if values else None
+
+
+def load_run(folder: str | Path) -> Run:
+    """Read a run folder, finished or not."""
+    folder = Path(folder)
+    lines = read_lines(folder / "metrics.jsonl")
+    by_iteration = {
+        line[ITERATION]: line for line in lines if number(line.get(ITERATION)) is not None
+    }
+    return Run(
+        folder=folder,
+        status=_read_json(folder / "status.json"),
+        config=read_yaml(folder / "config.yaml"),
+        overrides=_read_overrides(folder / ".hydra" / "overrides.yaml"),
+        metrics=[by_iteration[iteration] for iteration in sorted(by_iteration)],
+    )
+
+
+def number(value: Any) -> float | None:
+    """Return a finite int or float as it is, anything else as None."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value if is_number and abs(value) < float("inf") else None
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Read the JSON objects of a .jsonl file; torn lines are left out, no file is no lines."""
+    if not path.exists():
+        return []
+    lines = path.read_bytes().decode("utf-8", "replace").split("\n")
+    parsed = (_parse(line) for line in lines)
+    return [line for line in parsed if line is not None]
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file in one piece: whoever reads sees the old text or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with open(temporary, "wb") as file:
+        file.write(text.encode("utf-8", "replace"))  # lone surrogates of a model's output
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
+    """Replace a .jsonl file in one piece."""
+    write_text(path, "".join(json_line(line) for line in lines))
+
+
+def json_line(item: dict[str, Any]) -> str:
+    """Format one line: sorted keys, strict JSON (nothing that is not finite), ASCII."""
+    return json.dumps(item, sort_keys=True, allow_nan=False) + "\n"
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Read a YAML mapping; {} where it is missing or torn."""
+    data = _load_yaml(path)
+    return data if isinstance(data, dict) else {}
+
+
+def _load_yaml(path: Path) -> Any:
+    if not path.exists():
+        return None
+    try:
+        return yaml.safe_load(path.read_bytes().decode("utf-8", "replace"))
+    except yaml.YAMLError:
+        return None
+
+
+def _read_overrides(path: Path) -> dict[str, str]:
+    items = _load_yaml(path)
+    pairs = (str(item).lstrip("+~").partition("=") for item in items or [])
+    return {key: value for key, _, value in pairs}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return (_parse(path.read_bytes().decode("utf-8", "replace")) or {}) if path.exists() else {}
+
+
+def _parse(text: str) -> dict[str, Any] | None:
+    try:
+        item = json.loads(text)
+    except ValueError:
+        return None
+    return item if isinstance(item, dict) else None

@@ -1,0 +1,149 @@
+"""The run and its ranks: Accelerate, sums over ranks, the run folder, status and stop signals.
+
+One Runtime a process. Only rank 0 writes files of the run; every rank writes its own error file.
+"""
+
+import json
+import os
+import resource
+import signal
+import time
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+
+class Stopped(BaseException):
+    """Raised at an iteration border after a stop signal; the run can be resumed."""
+
+
+class Runtime:
+    """Start the ranks of a run and keep its status.json true.
+
+    Use it as a context manager: leaving it normally writes "finished", by `Stopped` "preempted",
+    by an error "failed" and errors/rank<k>.txt.
+    """
+
+    def __init__(self, folder: str | Path, *, seed: int = 0, device: str | None = None) -> None:
+        cpu = device == "cpu" or not torch.cuda.is_available()
+        self.accelerator = Accelerator(cpu=cpu)
+        self.folder = Path(folder)
+        self.seed = seed
+        self.status: dict[str, Any] = {"state": "running", "reason": None, "objective": None}
+        self.started = time.time()
+        self.stop_signal: int | None = None
+        torch.manual_seed(seed)
+
+    @property
+    def rank(self) -> int:
+        """Return the number of this process, 0 being the one that writes."""
+        return self.accelerator.process_index
+
+    @property
+    def ranks(self) -> int:
+        """Return the number of processes."""
+        return self.accelerator.num_processes
+
+    @property
+    def is_main(self) -> bool:
+        """Return whether this is rank 0."""
+        return self.accelerator.is_main_process
+
+    @property
+    def device(self) -> torch.device:
+        """Return this rank's device."""
+        return self.accelerator.device
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sum over ranks of a tensor of equal shape on each."""
+        return self.accelerator.reduce(values.to(self.device), reduction="sum")
+
+    def sums(self, values: dict[str, float]) -> dict[str, float]:
+        """Return the sum over ranks of each value; all ranks give the same names."""
+        names = sorted(values)
+        total = self.sum(torch.tensor([float(values[n]) for n in names], dtype=torch.float64))
+        return dict(zip(names, total.tolist(), strict=True))
+
+    def maxima(self, values: dict[str, float]) -> dict[str, float]:
+        """Return the maximum over ranks of each value; all ranks give the same names."""
+        if self.ranks == 1 or not values:
+            return values
+        gathered = self.gather(values)
+        return {name: max(part[name] for part in gathered) for name in values}
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the list of every rank's picklable value."""
+        if self.ranks == 1:
+            return [value]
+        out: list[Any] = [None] * self.ranks
+        torch.distributed.all_gather_object(out, value)
+        return out
+
+    def mine(self, size: int) -> slice:
+        """Return this rank's slice of `size` items; sizes that do not divide are an error."""
+        if size % self.ranks:
+            raise ValueError(f"expected {size} to be divisible by {self.ranks} ranks")
+        each = size // self.ranks
+        return slice(self.rank * each, (self.rank + 1) * each)
+
+    def check_stop(self) -> None:
+        """Raise Stopped on all ranks together if any of them got a signal."""
+        flag = torch.tensor([self.stop_signal or 0], device=self.device)
+        flag = self.accelerator.reduce(flag, reduction="sum")
+        if int(flag):
+            raise Stopped(f"signal {self.stop_signal or ''}".strip())
+
+    def write_status(self, **changes: Any) -> None:
+        """Update status.json atomically (rank 0)."""
+        self.status.update(changes, seconds=round(time.time() - self.started, 2))
+        if self.is_main:
+            write_atomically(self.folder / "status.json", json.dumps(self.status, indent=1))
+
+    def peak_memory_gib(self) -> float:
+        """Return the peak memory of this process so far: of the GPU if there is one, else RSS."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated() / 2**30
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+    def __enter__(self) -> "Runtime":
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for name in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(name, self._on_signal)
+        self.write_status()
+        return self
+
+    def _on_signal(self, number: int, _: Any) -> None:
+        if self.stop_signal is not None:  # asked twice: go now
+            os._exit(128 + number)
+        self.stop_signal = number
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        if error is None:
+            self.write_status(state="finished")
+        elif isinstance(error, Stopped):
+            self.write_status(state="preempted", reason=str(error))
+        else:
+            reason = f"{type(error).__name__}: {error}"
+            text = "".join(traceback.format_exception(kind, error, trace))
+            path = self.folder / "errors" / f"rank{self.rank}.txt"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+            self.write_status(state="failed", reason=reason)
+        return False
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a text file so that a reader never sees half of it."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text)
+    part.replace(path)

@@ -1,0 +1,200 @@
+"""The loop: a list of verbs on one TensorDict.
+
+    batch = source(i)            rollouts (reset -> generate -> step until done) or demonstrations
+    batch = retrieve_kl(batch)   reference log-probs and the per-token KL, once per trajectory
+    batch = advantage(batch)     rewards placed, KL part, group baseline
+    metrics = update(batch)      epochs x minibatches x micro-batches: the only gradients
+
+Left out on purpose: replay across iterations, asynchronous generation. A new feature is a file that
+replaces one of the verbs, never a branch in the loop.
+"""
+
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tensordict import TensorDictBase
+
+from policies.transformers_wrapper import TransformersWrapper
+from trainer.checkpoint import Checkpoints, save_model
+from trainer.evaluate import Evaluate
+from trainer.kl_control import KLControllerBase
+from trainer.metrics import summarize, transcripts
+from trainer.report import write_report
+from trainer.runtime import Runtime
+from trainer.update import Update
+from trainer.weight_sync import weight_sync
+
+Verb = Callable[[TensorDictBase], TensorDictBase]
+
+
+@dataclass
+class Progress:
+    """What has been done so far; all of it goes into a checkpoint."""
+
+    iteration: int = 0
+    tokens: int = 0
+    samples: int = 0
+    objective: float | None = None
+
+
+@dataclass
+class Trainer:
+    """Run the loop on the parts that train.py put together."""
+
+    runtime: Runtime
+    policy: TransformersWrapper
+    source: Callable[[int], TensorDictBase]
+    retrieve_kl: Verb
+    advantage: Verb
+    update: Update
+    evaluate: Evaluate
+    kl: KLControllerBase
+    checkpoints: Checkpoints
+    tracker: Any
+    display: Any
+    num_iterations: int
+    progress: Progress = field(default_factory=Progress)
+
+    def run(self) -> float:
+        """Train to the last iteration; return the objective of a sweep."""
+        if self.progress.iteration == 0:
+            self._evaluate({}, kind="before")
+        with self.display:
+            for i in range(self.progress.iteration, self.num_iterations):
+                self.runtime.check_stop()
+                self._iteration(i)
+        return self._finish()
+
+    def _iteration(self, i: int) -> None:
+        clock = Clock()
+        batch = self.source(i)
+        clock.lap("collect")
+        batch = self.retrieve_kl(batch)
+        clock.lap("score")
+        batch = self.advantage(batch)
+        metrics = self.update(batch)
+        clock.lap("update")
+        weight_sync(self.policy)
+        clock.lap("sync")
+        metrics |= summarize(batch, self.runtime)
+        metrics["kl/coeff"] = self.kl.coeff
+        self.kl.update([metrics.get("kl/ref_sequence", 0.0)])
+        self._count(batch, metrics, clock)
+        self._log(batch, metrics)
+        self.checkpoints.maybe_save(self.progress.iteration, self.state_dict())
+
+    def _count(self, batch: TensorDictBase, metrics: dict[str, float], clock: "Clock") -> None:
+        """Add the progress, time and perf metrics."""
+        here = {
+            "tokens": float(batch.get(("masks", "all_attention_mask")).sum()),
+            "samples": float(batch.batch_size[0]),
+        }
+        total = self.runtime.sums(here)
+        self.progress.iteration += 1
+        self.progress.tokens += int(total["tokens"])
+        self.progress.samples += int(total["samples"])
+        metrics |= {
+            "progress/iteration": self.progress.iteration,
+            "progress/step": self.update.step,
+            "progress/tokens": self.progress.tokens,
+            "progress/samples": self.progress.samples,
+        }
+        metrics |= clock.seconds()
+        metrics["perf/tokens_per_s"] = total["tokens"] / max(metrics["time/iteration_s"], 1e-9)
+        peak = {"perf/peak_memory_gib": self.runtime.peak_memory_gib()}
+        metrics |= self.runtime.maxima(peak)
+
+    def _log(self, batch: TensorDictBase, metrics: dict[str, float]) -> None:
+        iteration = self.progress.iteration
+        if self.evaluate.due(iteration, self.num_iterations):
+            last = iteration == self.num_iterations
+            self._evaluate(metrics, kind="after" if last else "eval")
+        else:
+            self._write(metrics)
+        if self.runtime.is_main and "reward_raw" in batch.keys():
+            rows = transcripts(batch, iteration, count=4, kind="train")
+            self.tracker.transcripts(rows, iteration)
+        self.display.update(iteration, metrics)
+
+    def _evaluate(self, metrics: dict[str, float], *, kind: str) -> None:
+        """Evaluate, log and show sample replies."""
+        iteration = self.progress.iteration
+        scores, records = self.evaluate(iteration, kind=kind)
+        metrics |= scores
+        metrics.setdefault("progress/iteration", iteration)
+        if scores:
+            self.progress.objective = next(iter(scores.values()))
+        self._write(metrics)
+        if self.runtime.is_main and records:
+            self.tracker.transcripts(records, iteration)
+            self.display.samples(f"replies {kind} training", records[:5])
+
+    def _write(self, metrics: dict[str, float]) -> None:
+        if self.progress.objective is None or "reward/mean" in metrics and not self.evaluate.plans:
+            self.progress.objective = metrics.get("reward/mean", -metrics.get("loss/total", 0.0))
+        if self.runtime.is_main:
+            self.tracker.log(metrics, self.progress.iteration)
+        self.runtime.write_status(iteration=self.progress.iteration)
+
+    def _finish(self) -> float:
+        """Write the final model and the report; return the objective."""
+        folder = self.runtime.folder
+        if self.runtime.is_main:
+            part = folder / ".part-model"
+            shutil.rmtree(part, ignore_errors=True)
+            save_model(self.policy, part)
+            shutil.rmtree(folder / "model", ignore_errors=True)
+            part.rename(folder / "model")
+        self.runtime.accelerator.wait_for_everyone()
+        objective = float(self.progress.objective or 0.0)
+        self.runtime.write_status(state="finished", objective=objective)
+        if self.runtime.is_main:
+            self.tracker.finish("finished")
+            write_report(folder)
+            names = {"report": "report.html", "metrics": "metrics.jsonl", "model": "model"}
+            self.display.finish({name: folder / file for name, file in names.items()})
+        return objective
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs beside weights and optimiser."""
+        return {
+            **vars(self.progress),
+            "step": self.update.step,
+            "skipped": self.update.skipped,
+            "kl": self.kl.state_dict(),
+        }
+
+    def resume(self) -> Path | None:
+        """Go back to the newest checkpoint that verifies, if there is one."""
+        newest = self.checkpoints.newest()
+        if newest is not None:
+            state = self.checkpoints.restore(newest)
+            self.update.step, self.update.skipped = state["step"], state["skipped"]
+            self.kl.load_state_dict(state["kl"])
+            names = ("iteration", "tokens", "samples", "objective")
+            self.progress = Progress(**{name: state[name] for name in names})
+        if self.runtime.is_main:
+            self.tracker.rewind(self.progress.iteration)
+        return newest
+
+
+class Clock:
+    """Seconds of the phases of an iteration."""
+
+    def __init__(self) -> None:
+        self.start = self.last = time.perf_counter()
+        self.laps: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        """End a phase."""
+        now = time.perf_counter()
+        self.laps[name], self.last = now - self.last, now
+
+    def seconds(self) -> dict[str, float]:
+        """Return time/<phase>_s and time/iteration_s."""
+        out = {f"time/{name}_s": value for name, value in self.laps.items()}
+        return out | {"time/iteration_s": time.perf_counter() - self.start}
