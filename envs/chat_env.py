@@ -7,7 +7,7 @@ reply earns and what comes next; without a task the env only keeps the conversat
 from collections.abc import Sequence
 
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
 from envs.env import EnvBase
@@ -65,8 +65,8 @@ class ChatEnv(EnvBase):
             td.set("stream", fold(tensordict.get("stream")[owner], sample))
         td.set("row", NonTensorStack(*[NonTensorData(rows[i]) for i in owner.tolist()]))
         td.set("turn", torch.zeros(size * times, dtype=torch.int64))
-        chats = [self.messages(row) for row in rows]
-        prompt = History.from_chats([chats[i] for i in owner.tolist()])
+        chats = History.from_chats([self.messages(row) for row in rows]).unbind(0)
+        prompt = lazy_stack([chats[i] for i in owner.tolist()])  # samples share their prompt
         td.set("history", ChatHistory(prompt=prompt, batch_size=td.batch_size))
         return td
 

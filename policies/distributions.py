@@ -19,9 +19,10 @@ class LLMMaskedCategorical(Distribution):
     """Give each token a categorical distribution, some positions or some tokens masked out.
 
     logits [*B, T, C] float, unnormalised; mask bool, True = valid: [*B, T] masks positions,
-    [*B, T, C] masks tokens at each position (and needs that much more memory). A position without a
-    valid token has nothing to say: `sample` and `mode` give `ignore_index` there, `entropy` gives 0.
+    [*B, T, C] masks tokens at each position (and needs that much more memory). A position without
+    a valid token has nothing to say: `sample` and `mode` give `ignore_index` there, `entropy` 0.
     A mask of another shape or dtype is a ValueError. `probs` and `logits` are the unmasked ones.
+    Source: the torchrl reference of the same name.
 
     >>> logits = torch.tensor([[2.0, 0.0], [0.0, 1.0]]).log_softmax(-1)
     >>> dist = LLMMaskedCategorical(logits, torch.tensor([False, True]))
@@ -29,7 +30,6 @@ class LLMMaskedCategorical(Distribution):
     ([-100, 1], [0.0, -0.313])
     """
 
-    arg_constraints: dict[str, Any] = {}  # noqa: RUF012 (torch reads it off the class)
     has_rsample = True
 
     def __init__(self, logits: Tensor, mask: Tensor, ignore_index: int = -100) -> None:
@@ -43,6 +43,11 @@ class LLMMaskedCategorical(Distribution):
         self._logits, self._mask, self.ignore_index = logits, mask, ignore_index
         self._cache: dict[str, tuple[bool, Any]] = {}
         super().__init__(batch_shape=logits.shape[:-1], validate_args=False)
+
+    @property
+    def arg_constraints(self) -> dict[str, Any]:
+        """Return nothing: the constructor checks its arguments."""
+        return {}
 
     @property
     def logits(self) -> Tensor:
@@ -179,7 +184,7 @@ class _TokenLogProb(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, logits: Tensor, target: Tensor, keep: Tensor) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, target: Tensor, keep: Tensor) -> Tensor:
         parts = [_upcast(rows).logsumexp(-1, keepdim=True) for rows in logits.split(_ROWS)]
         norm = torch.cat(parts) if parts else _upcast(logits).sum(-1, keepdim=True)  # [N, 1]
         ctx.save_for_backward(logits, target, keep, norm)
@@ -187,9 +192,9 @@ class _TokenLogProb(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:  # type: ignore[override]
         logits, target, keep, norm = ctx.saved_tensors
-        grad = grad.masked_fill(~keep, 0)  # [N, S]
+        grad = grad_outputs[0].masked_fill(~keep, 0)  # [N, S]
         out = (logits - norm).exp_().mul_(-grad.sum(-1, keepdim=True))  # [N, C]
         out.masked_fill_(~keep.any(-1, keepdim=True), 0)
         out.scatter_add_(-1, target, grad.to(out.dtype))
@@ -211,14 +216,17 @@ class LogProbDistribution(Distribution):
     [[-1.0, 0.0]]
     """
 
-    arg_constraints: dict[str, Any] = {}  # noqa: RUF012
-
     def __init__(self, log_probs: Tensor, mask: Tensor | None = None) -> None:
         self.log_probs, self.mask = log_probs, mask
         batch, event = log_probs.shape[:-1], log_probs.shape[-1:]
         if log_probs.ndim < 2:
             batch, event = log_probs.shape, Size()
         super().__init__(batch_shape=batch, event_shape=event, validate_args=False)
+
+    @property
+    def arg_constraints(self) -> dict[str, Any]:
+        """Return nothing: any log-probs will do."""
+        return {}
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Return the log-probs [B, T], 0 where masked; `value` must have their shape."""
@@ -233,7 +241,9 @@ class LogProbDistribution(Distribution):
 
     def sample(self, sample_shape: Size | Sequence[int] | None = None) -> Tensor:
         """Raise: the distribution over other tokens is not known."""
-        raise NotImplementedError("Sampling not supported for LogProbDistribution: it has no logits")
+        raise NotImplementedError(
+            "Sampling not supported for LogProbDistribution: it has no logits"
+        )
 
     def entropy(self) -> Tensor:
         """Raise: the distribution over other tokens is not known."""

@@ -66,6 +66,8 @@ class Encoder:
         self._whole.no_truncation()
         self._whole.post_processor = None  # it may trim spaces off the offsets
         self._spelling: Tokenizer | None = None
+        self._blanks = {t.content: i for i, t in added.items() if t.content.isspace()}
+        self._renumber: dict[int, int] = {}
 
     def encode(self, text: str) -> tuple[list[int], list[Span]]:
         """Return the ids of `text` and their spans, as `tokenizer(text)` has them."""
@@ -80,7 +82,10 @@ class Encoder:
         """Return ids of `text` none of which is a control token."""
         if self._spelling is None:
             self._spelling = _without_added_tokens(self._whole)
+            # what a copy keeps of the added tokens gets new ids
+            self._renumber = {self._spelling.token_to_id(t): i for t, i in self._blanks.items()}
         ids = self._spelling.encode(text, add_special_tokens=False).ids
+        ids = [self._renumber.get(i, i) for i in ids]
         if self.find_control(ids):
             raise ValueError(
                 "expected a tokenizer that can spell out the text of its control tokens, got "

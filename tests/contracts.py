@@ -61,7 +61,7 @@ def make_policy(temperature: float = 1.0, max_new_tokens: int = 6) -> Transforme
     with torch.no_grad():
         for p in policy.model.parameters():
             if p.ndim > 1:
-                p.copy_(torch.randn(p.shape, generator=generator) * 0.3)
+                p.copy_(torch.randn(p.shape, generator=generator) * 0.2)
         # End-of-turn often enough that replies end by themselves and by the limit.
         end = policy.tokenizer.eos_token_id
         policy.model.get_input_embeddings().weight[end] *= 2.0

@@ -12,11 +12,15 @@ B, T, C = 2, 4, 5
 
 
 def logits(seed: int = 0, shape=(B, T, C)) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 2
+    return (
+        torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 2
+    )
 
 
 POSITIONS = torch.tensor([[False, True, True, True], [True, False, True, False]])
-TOKENS = torch.tensor([[[1, 1, 0, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0], [0, 0, 1, 0, 0]]] * B).bool()
+TOKENS = torch.tensor(
+    [[[1, 1, 0, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0], [0, 0, 1, 0, 0]]] * B
+).bool()
 TOKENS[1, 2, 3] = True
 VALUES = torch.tensor([[-100, 1, 2, 4], [0, 3, -100, 1]])
 

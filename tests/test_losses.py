@@ -142,7 +142,7 @@ def test_unknown_names_are_value_errors():
 
 
 class Tabular:
-    """A policy over two tokens of a vocabulary of 5: logits [V] first, then [V, V] given the first."""
+    """A policy over one or two tokens of a vocabulary of 5: logits [V], then [V, V]."""
 
     def __init__(self, seed: int, steps: int, *, near: "Tabular | None" = None, eps: float = 0.0):
         sizes = [(1, V)] if steps == 1 else [(1, V), (V, V)]

@@ -1,6 +1,7 @@
 """sweep.csv and sweep.html: one row per job, finished or not, and the right frontier."""
 
 import csv
+import itertools
 import json
 import math
 import random
@@ -94,12 +95,15 @@ def test_the_frontier_is_what_no_other_job_beats():
     ]
     front = pareto([*rows, Row("unborn")])
 
-    def beats(a: Row, b: Row) -> bool:
-        return a.reward >= b.reward and a.kl <= b.kl and (a.reward, a.kl) != (b.reward, b.kl)
+    places = {
+        (row.kl, -row.reward) for row in rows if row.kl is not None and row.reward is not None
+    }
 
-    expected = {(r.reward, r.kl) for r in rows if not any(beats(other, r) for other in rows)}
-    assert {(r.reward, r.kl) for r in front} == expected
-    assert [r.kl for r in front] == sorted(r.kl for r in front)
+    def beaten(place: tuple[float, float]) -> bool:
+        return any(o != place and o[0] <= place[0] and o[1] <= place[1] for o in places)
+
+    expected = sorted(place for place in places if not beaten(place))
+    assert [(row.kl, -(row.reward or 0.0)) for row in front] == expected
 
 
 def test_the_picture_places_points_by_the_root_of_their_kl():
@@ -107,14 +111,10 @@ def test_the_picture_places_points_by_the_root_of_their_kl():
     picture = frontier_svg(rows)
     root = ElementTree.fromstring(picture)
     dots = [e for e in root.iter() if e.tag.endswith("circle")]
-    xs = [float(dot.get("cx")) for dot in dots]
-    ys = [float(dot.get("cy")) for dot in dots]
-    assert [b - a for a, b in zip(xs, xs[1:], strict=False)] == pytest.approx(
-        [xs[1] - xs[0]] * 4, abs=0.2
-    )
-    assert [a - b for a, b in zip(ys, ys[1:], strict=False)] == pytest.approx(
-        [ys[0] - ys[1]] * 4, abs=0.2
-    )
+    xs = [float(dot.attrib["cx"]) for dot in dots]
+    ys = [float(dot.attrib["cy"]) for dot in dots]
+    assert [b - a for a, b in itertools.pairwise(xs)] == pytest.approx([xs[1] - xs[0]] * 4, abs=0.2)
+    assert [a - b for a, b in itertools.pairwise(ys)] == pytest.approx([ys[0] - ys[1]] * 4, abs=0.2)
     assert all(f">c{k}<" in picture for k in range(5))
 
 
@@ -125,7 +125,7 @@ def test_labels_lie_inside_the_picture_and_on_no_other_label():
     ]
     root = ElementTree.fromstring(frontier_svg(rows))
     texts = [e for e in root.iter() if e.get("class") == "value"]
-    places = [(float(e.get("x")), float(e.get("y"))) for e in texts]
+    places = [(float(e.attrib["x"]), float(e.attrib["y"])) for e in texts]
     assert len(places) == 12
     assert all(0 < x < 480 and 0 < y < 340 for x, y in places)
     gaps = [math.dist(a, b) for i, a in enumerate(places) for b in places[:i]]

@@ -6,9 +6,11 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import wandb
 
 from trainer.display import Display, duration, sparkline
 from trainer.redact import HIDDEN, redact, redact_text
@@ -22,6 +24,11 @@ def lines(path: Path) -> list[dict]:
 def offline(folder: Path, **options) -> WandbTracker:
     quick = {"x_disable_stats": True, "x_disable_machine_info": True, "disable_git": True}
     return WandbTracker(folder, mode="offline", settings=quick, **options)
+
+
+def warnings_in(caplog) -> int:
+    """Count what a user sees; W&B's own loggers have no handler outside of pytest."""
+    return sum(record.name == "trainer.tracker" for record in caplog.records)
 
 
 def inspect(folder: Path) -> list[dict]:
@@ -42,11 +49,14 @@ def _no_wandb_account(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("NETRC", str(tmp_path / "no_netrc"))
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "home"))
+    yield
+    wandb.teardown()  # its settings outlive a run
 
 
 def test_a_line_is_in_the_file_when_log_returns(tmp_path):
     tracker = JsonlTracker(tmp_path)
-    tracker.log({"reward/mean": np.float32(0.5), "kl/ref": 0.1, "progress/step": 3}, 1)
+    metrics: dict[str, Any] = {"reward/mean": np.float32(0.5), "kl/ref": 0.1, "progress/step": 3}
+    tracker.log(metrics, 1)
     text = (tmp_path / "metrics.jsonl").read_text()
     assert (
         text == '{"kl/ref": 0.1, "progress/iteration": 1, "progress/step": 3, "reward/mean": 0.5}\n'
@@ -113,13 +123,14 @@ def test_transcripts_can_be_switched_off(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_wandb_holds_the_values_of_metrics_jsonl(tmp_path):
+def test_wandb_holds_the_values_of_metrics_jsonl_and_no_secret(tmp_path, monkeypatch):
     config = {
         "kl": {"coeff": 0.1},
         "env": {"api_key": "planted-1"},
         "policy": {"max_new_tokens": 9},
     }
     about = {"config": config, "name": "kl.coeff=0.1", "group": "sweep", "tags": ["grpo", "tiny"]}
+    monkeypatch.setattr(sys, "argv", ["train.py", "env.api_key=planted-1"])
     tracker = offline(tmp_path, **about)
     for i in range(3):
         tracker.log({"reward/mean": i / 7, "kl/ref_sequence": -i * 1e-5, "progress/step": 4 * i}, i)
@@ -154,7 +165,7 @@ def test_without_login_one_warning_says_how_to_sync(tmp_path, caplog):
     tracker = WandbTracker(tmp_path, settings={"x_disable_stats": True})
     tracker.log({"a": 1.0}, 1)
     tracker.finish("finished")
-    assert len(caplog.records) == 1
+    assert warnings_in(caplog) == 1
     assert "not logged in" in caplog.text
     assert f"wandb sync {tmp_path}/wandb/offline-run-*" in caplog.text
     assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 1
@@ -166,7 +177,7 @@ def test_a_server_that_does_not_answer_leaves_an_offline_run(tmp_path, caplog, m
     tracker = WandbTracker(tmp_path, init_timeout=1.0, settings={"x_disable_stats": True})
     tracker.log({"a": 1.0}, 1)
     tracker.finish("finished")
-    assert len(caplog.records) == 1
+    assert warnings_in(caplog) == 1
     assert "no connection" in caplog.text
     assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 1
 
@@ -179,7 +190,7 @@ def test_a_failing_wandb_does_not_stop_the_run(tmp_path, caplog):
     tracker.log({"a": 2.0}, 2)
     tracker.finish("finished")
     assert [line["a"] for line in lines(tmp_path / "metrics.jsonl")] == [1.0, 2.0]
-    assert len(caplog.records) == 1
+    assert warnings_in(caplog) == 1
     assert "going on with" in caplog.text
 
 

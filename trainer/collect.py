@@ -100,7 +100,7 @@ def _record(trajectories: list[Trajectory], td: TensorDictBase) -> None:
     parts = {} if parts is None else {k: v.squeeze(-1).tolist() for k, v in parts.items()}
     success = following.get("success").squeeze(-1).tolist()
     truncated = following.get("truncated").squeeze(-1).tolist()
-    texts = td.get(("text", "response"))
+    texts = td.get("text").response
     for i, row in enumerate(trajectories):
         row.reply(ids[i].tolist(), values[i].tolist(), reward[i])
         for name, value in parts.items():

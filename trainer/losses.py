@@ -29,8 +29,8 @@ def clipped_policy_term(
 ) -> Tensor:
     """Return -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), to be minimised.
 
-    Schulman et al. 2017 (arXiv 1707.06347) eq. 7; with clip_low = clip_high the policy part of GRPO,
-    Shao et al. 2024 (arXiv 2402.03300) eq. 3; two bounds as in DAPO (arXiv 2503.14476) eq. 8.
+    Schulman et al. 2017 (arXiv 1707.06347) eq. 7; with clip_low = clip_high the policy part of
+    GRPO, Shao et al. 2024 (arXiv 2402.03300) eq. 3; two bounds as in DAPO (arXiv 2503.14476) eq. 8.
 
     >>> one = torch.tensor([1.0])
     >>> clipped_policy_term(one.log() + 1.0, one.log(), one, 0.2, 0.25).tolist()
@@ -43,11 +43,12 @@ def clipped_policy_term(
 def kl_term(curr: Tensor, ref: Tensor, estimator: str) -> Tensor:
     """Return the estimate of KL(curr || ref) of each token, sampled from curr.
 
-    k1 = curr - ref, k2 = (curr - ref)^2 / 2, k3 = exp(d) - d - 1 with d = ref - curr (Schulman 2020,
-    "Approximating KL divergence"; k3 is GRPO's, arXiv 2402.03300 eq. 4). As terms of a loss, with the
-    sampled states held fixed, their expected gradients are: k1 zero, k2 that of KL(curr || ref),
-    k3 that of KL(ref || curr). In k3, d is clamped at 20 from above (where it overflows): no
-    gradient there, while tokens that the reference finds unlikely are always pulled back.
+    k1 = curr - ref, k2 = (curr - ref)^2 / 2, k3 = exp(d) - d - 1 with d = ref - curr (Schulman
+    2020, "Approximating KL divergence"; k3 is GRPO's, arXiv 2402.03300 eq. 4). As terms of a loss,
+    the visited states held fixed, their expected gradients are: k1 zero, k2 that of
+    KL(curr || ref), k3 that of KL(ref || curr). In k3, d is clamped at 20 from above (where it
+    overflows), without a gradient beyond; a token that the reference finds unlikely (d below -20)
+    is still pulled back.
 
     >>> [round(kl_term(torch.tensor(-1.0), torch.tensor(-2.0), k).item(), 4) for k in ("k1", "k3")]
     [1.0, 0.3679]
@@ -130,10 +131,11 @@ def group_advantage(
 ) -> Tensor:
     """Return A = (R - mean R) / scale + (K - mean K) at the kept tokens, 0 elsewhere, [B, T].
 
-    reward and reward_kl [B, T] are the task and the KL reward of each token, R and K their sums over
-    a trajectory; means are over the group, G adjacent rows. scale = unbiased std of R + 1e-4 (1 with
-    scale_by_std=False); K is never scaled, so the KL coefficient keeps its meaning, and a group of
-    equal R is left with its K part. GRPO: Shao et al. 2024 (arXiv 2402.03300) section 4.1.2.
+    reward and reward_kl [B, T] are the task and the KL reward of each token, R and K their sums
+    over a trajectory; means are over the group, G adjacent rows. scale = unbiased std of R + 1e-4
+    (1 with scale_by_std=False); K is never scaled, so the KL coefficient keeps its meaning, and a
+    group of equal R is left with its K part. GRPO: Shao et al. 2024 (arXiv 2402.03300) section
+    4.1.2.
 
     credit="return_to_go" puts the sums from token t on in the place of R and K, with the same means
     and scale: past rewards are not credited to a token, and the first token gets what every token

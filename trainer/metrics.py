@@ -77,8 +77,8 @@ def transcript(batch: TensorDictBase, i: int, iteration: int, *, kind: str) -> d
     return {
         "iteration": iteration,
         "kind": kind,
-        "prompt": batch.get("prompt")[i],
-        "response": batch.get("response")[i],
+        "prompt": batch.get("prompt")[i].data,
+        "response": batch.get("response")[i].data,
         "reward": float(batch.get("reward_raw")[i].sum()),
         "parts": {} if parts is None else {k: float(v[i]) for k, v in parts.items()},
         "advantage": _mean(advantage, i, mask),

@@ -26,7 +26,8 @@ border-radius:99px;border:1px solid;white-space:nowrap}
 .finished{color:var(--good)}.failed{color:var(--bad)}.running,.preempted{color:var(--busy)}
 .tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:10px;margin:18px 0}
 .tile{background:var(--soft);border-radius:8px;padding:10px 14px}
-.tile b{display:block;font-size:18px;line-height:1.4;white-space:nowrap;font-variant-numeric:tabular-nums}
+.tile b{display:block;font-size:18px;line-height:1.4;white-space:nowrap;
+font-variant-numeric:tabular-nums}
 .tile span{font-size:12.5px;color:var(--muted)}
 dl{display:grid;grid-template-columns:max-content 1fr;gap:4px 16px;margin:14px 0;font-size:14px}
 dt{color:var(--muted)}dd{margin:0;min-width:0;overflow-wrap:anywhere}

@@ -19,7 +19,7 @@ import yaml
 
 from trainer import page, svg
 from trainer.redact import redact
-from trainer.run_files import Run, load_run, number, read_lines, write_text
+from trainer.run_files import Run, dig, load_run, number, read_lines, write_text
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Panel:
 
 
 PANELS = (
-    Panel("Reward", "mean per reply", {"reward/mean": "with KL part", "reward/raw_mean": "task"}),
+    Panel("Reward", "mean per reply", {"reward/mean": "with KL", "reward/raw_mean": "task"}),
     Panel("KL to the reference", "nats per reply (k1)", {"kl/ref_sequence": "kl"}),
     Panel(
         "Accuracy on held-out prompts",
@@ -52,7 +52,7 @@ PANELS = (
     ),
     Panel(
         "Loss",
-        "mean of the optimiser steps",
+        "mean of the last epoch's steps",
         {"loss/total": "total", "loss/policy": "policy", "loss/kl": "kl"},
     ),
     Panel("Gradient norm", "before clipping", {"optim/grad_norm": "norm"}),
@@ -76,7 +76,7 @@ PANELS = (
             "time/sync_s": "sync",
         },
     ),
-    Panel("Learning rate", "of the last step", {"optim/lr": "lr"}),
+    Panel("Learning rate", "mean of the last epoch's steps", {"optim/lr": "lr"}),
     Panel("Speed", "tokens per second", {"perf/tokens_per_s": "tokens"}),
     Panel("Reward on held-out prompts", "mean per reply", {"eval/reward": "reward"}),
     Panel("KL between policy and sampler", "nats per token", {"kl/behaviour": "behaviour"}),
@@ -146,14 +146,14 @@ def _body(run: Run) -> list[str]:
     ]
 
 
-def _chart(panel: Panel, run: Run, *, hue: int = 0) -> str:
-    series = []
+def _chart(panel: Panel, run: Run) -> str:
+    series: list[svg.Series] = []
     for index, (metric, name) in enumerate(panel.metrics.items()):
         points = run.series(metric)
-        # the task reward says nothing new where the KL is no part of the reward
-        if points and not (metric == "reward/raw_mean" and points == run.series("reward/mean")):
+        # an equal curve says nothing new: the task reward without a KL part, SFT's only loss
+        if points and all(points != other.points for other in series):
             dots = metric.startswith("eval/")
-            series.append(svg.Series(name, points, hue=hue + index, dots=dots))
+            series.append(svg.Series(name, points, hue=index, dots=dots))
     return svg.line_chart(series, title=panel.title, unit=panel.unit) if series else ""
 
 
@@ -190,12 +190,12 @@ def _tiles(run: Run) -> dict[str, str]:
 
 
 def _facts(run: Run) -> dict[str, str]:
-    model = run.status.get("model") or {}
     folder = str(run.folder.resolve())
     resume = f"python train.py resume={shlex.quote(folder)}"
     values = {}
-    if model:
-        name, origin, sha = (model.get(key) or "?" for key in ("name", "origin", "sha256"))
+    if run.status.get("model"):
+        keys = ("name", "origin", "sha256")
+        name, origin, sha = (dig(run.status, "model", key) or "?" for key in keys)
         values["model"] = f"{page.escape(name)} <span class=muted>from {page.escape(origin)}</span>"
         values["sha256"] = f"<code>{page.escape(sha)}</code>"
     overrides = redact(dict(run.overrides))

@@ -30,8 +30,8 @@ class Run:
     def experiment(self) -> str:
         """Name the experiment: from the config, else what Hydra chose, else the folder's parent."""
         named = self.config.get("experiment") or self.overrides.get("experiment")
-        chosen = read_yaml(self.folder / ".hydra" / "hydra.yaml").get("hydra", {})
-        chosen = (chosen.get("runtime", {}).get("choices") or {}).get("experiment")
+        hydra = read_yaml(self.folder / ".hydra" / "hydra.yaml")
+        chosen = dig(hydra, "hydra", "runtime", "choices", "experiment")
         return str(named or chosen or self.folder.resolve().parent.name)
 
     @property
@@ -107,6 +107,13 @@ def json_line(item: dict[str, Any]) -> str:
     return json.dumps(item, sort_keys=True, allow_nan=False) + "\n"
 
 
+def dig(data: Any, *keys: str) -> Any:
+    """Return data[key][key]..., or None where a key or a mapping is missing."""
+    for key in keys:
+        data = data.get(key) if isinstance(data, dict) else None
+    return data
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """Read a YAML mapping; {} where it is missing or torn."""
     data = _load_yaml(path)
@@ -123,8 +130,9 @@ def _load_yaml(path: Path) -> Any:
 
 
 def _read_overrides(path: Path) -> dict[str, str]:
-    items = _load_yaml(path)
-    pairs = (str(item).lstrip("+~").partition("=") for item in items or [])
+    data = _load_yaml(path)
+    items = data if isinstance(data, list) else []
+    pairs = (str(item).lstrip("+~").partition("=") for item in items if isinstance(item, str))
     return {key: value for key, _, value in pairs}
 
 

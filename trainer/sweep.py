@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 from trainer import page, svg
 from trainer.redact import redact
-from trainer.run_files import Run, load_run, number, write_text
+from trainer.run_files import Run, dig, load_run, number, write_text
 
 _FILES = ("metrics.jsonl", "status.json")
 _OVERLAYS = (
@@ -191,7 +191,7 @@ def _row(folder: Path, run: Run) -> Row:
     job = run.folder.relative_to(folder).as_posix()
     coeff = run.last("kl/coeff")
     if coeff is None:
-        coeff = number((run.config.get("kl") or {}).get("coeff"))
+        coeff = number(dig(run.config, "kl", "coeff"))
     return Row(
         job=job,
         overrides=redact(run.overrides or _from_name(job)),

@@ -150,7 +150,7 @@ class WandbTracker(JsonlTracker):
             self._safely("finish", lambda: run.finish(exit_code=code))
         self._run = None
 
-    def _start(self, about: dict[str, Any], mode: str | None, extra: dict[str, Any]) -> None:
+    def _start(self, about: dict[str, Any], mode: Any, extra: dict[str, Any]) -> None:
         import wandb
 
         quiet = {"silent": True, "quiet": True, "console": "off", "save_code": False}
@@ -199,10 +199,10 @@ class WandbTracker(JsonlTracker):
 
 def _plain(value: Any, name: str = "") -> float | None:
     """Return a JSON number: int stays int, a 0-d tensor becomes float, not finite becomes None."""
+    if hasattr(value, "item"):
+        value = value.item()
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return number(value)
-    if hasattr(value, "item"):
-        return _plain(value.item(), name)
     raise ValueError(f"expected a number for metric {name!r}, got {value!r}: log no text here")
 
 

@@ -61,9 +61,9 @@ class Trainer:
 
     def run(self) -> float:
         """Train to the last iteration; return the objective of a sweep."""
-        if self.progress.iteration == 0:
-            self._evaluate({}, kind="before")
         with self.display:
+            if self.progress.iteration == 0:
+                self._evaluate({}, kind="before")
             for i in range(self.progress.iteration, self.num_iterations):
                 self.runtime.check_stop()
                 self._iteration(i)
@@ -115,10 +115,10 @@ class Trainer:
             self._evaluate(metrics, kind="after" if last else "eval")
         else:
             self._write(metrics)
+            self.display.update(iteration, metrics)
         if self.runtime.is_main and "reward_raw" in batch.keys():
             rows = transcripts(batch, iteration, count=4, kind="train")
             self.tracker.transcripts(rows, iteration)
-        self.display.update(iteration, metrics)
 
     def _evaluate(self, metrics: dict[str, float], *, kind: str) -> None:
         """Evaluate, log and show sample replies."""
@@ -129,9 +129,10 @@ class Trainer:
         if scores:
             self.progress.objective = next(iter(scores.values()))
         self._write(metrics)
+        self.display.update(iteration, metrics)
         if self.runtime.is_main and records:
             self.tracker.transcripts(records, iteration)
-            self.display.samples(f"replies {kind} training", records[:5])
+            self.display.samples(f"replies {kind} training", records)
 
     def _write(self, metrics: dict[str, float]) -> None:
         if self.progress.objective is None or "reward/mean" in metrics and not self.evaluate.plans:

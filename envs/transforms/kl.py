@@ -170,9 +170,13 @@ class KLComputation(Transform):
         write(next_td, self.kl_key, kl)
         reward = read(next_td, "reward") if self.add_to_reward else None
         if reward is not None:
-            if isinstance(kl, list) and isinstance(reward, Tensor) and reward.shape[1:-1].numel() > 1:
-                kl = pad(kl, side=self.padding_side)  # [B, T], as the reward
             kept = each(_kept, gen, ref, self._mask(tensordict, next_td))
+            if (
+                isinstance(kl, list)
+                and isinstance(reward, Tensor)
+                and reward.shape[1:-1].numel() > 1
+            ):
+                kl, kept = (pad(list(rows), side=self.padding_side) for rows in (kl, kept))
             write(next_td, "reward", each(self._charge, reward, kl, kept))
         return next_td
 
@@ -385,7 +389,7 @@ def _at_last(reward: Tensor, kept: Tensor) -> Tensor:
     return reward.new_zeros(kept.shape).scatter(-1, last, reward)
 
 
-def _join(log_probs_key: NestedKey) -> tuple[str, ...]:
+def _join(log_probs_key: Any) -> tuple[str, ...]:
     """Return (log_probs_key, "full") as one flat key."""
     return (log_probs_key, "full") if isinstance(log_probs_key, str) else (*log_probs_key, "full")
 

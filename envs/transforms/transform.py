@@ -29,6 +29,8 @@ class Transform(nn.Module):
     A missing in_key is a KeyError in a step, and skipped at reset or with `missing_tolerance`.
     """
 
+    _container: TransformedEnv | Compose | None
+
     def __init__(
         self, in_keys: Sequence[NestedKey] = (), out_keys: Sequence[NestedKey] | None = None
     ) -> None:
@@ -81,7 +83,7 @@ class Transform(nn.Module):
 
     # Where it is mounted.
 
-    def set_container(self, container: EnvBase | Compose) -> None:
+    def set_container(self, container: TransformedEnv | Compose) -> None:
         """Remember the environment or Compose that this transform is part of; only one may be."""
         if self._container is not None:
             raise ValueError(
@@ -90,7 +92,7 @@ class Transform(nn.Module):
             )
         self._hold(container)
 
-    def _hold(self, container: EnvBase | Compose | None) -> None:
+    def _hold(self, container: TransformedEnv | Compose | None) -> None:
         # Past nn.Module, which would register a Compose as a child of its own child.
         object.__setattr__(self, "_container", container)
 
@@ -112,7 +114,7 @@ class Transform(nn.Module):
         if not isinstance(holder, Compose):
             return None if holder is None else holder.env
         env = holder.parent
-        for other in holder.transforms[: list(holder.transforms).index(self)]:
+        for other in list(holder)[: list(holder).index(self)]:
             if env is not None:
                 shared = copy(other)  # same modules and buffers, mounted elsewhere
                 shared._hold(None)
@@ -171,16 +173,15 @@ def read(td: TensorDictBase, key: NestedKey) -> Values | None:
     [tensor([1.]), tensor([1., 1.])]
     """
     *path, name = (key,) if isinstance(key, str) else key
-    owner = td.get(tuple(path), None) if path else td
+    owner: Any = td.get(tuple(path), None) if path else td
     if owner is None:
         return None
     inner = getattr(owner, "_tensordict", owner)  # a tensorclass wraps its tensordict
-    if isinstance(inner, LazyStackedTensorDict):
-        return inner.get(name, None, as_list=True)
-    value = inner.get(name, None)
+    as_list = {"as_list": True} if isinstance(inner, LazyStackedTensorDict) else {}
+    value = inner.get(name, None, **as_list)
     if isinstance(value, Tensor):
         return list(value.unbind()) if value.is_nested else value
-    return None if value is None else value.tolist()
+    return value if value is None or isinstance(value, list) else value.tolist()
 
 
 def find(key: NestedKey, *tds: TensorDictBase) -> Values | None:

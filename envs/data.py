@@ -1,0 +1,243 @@
+"""Data sets for tasks: files and the hub, read into checked rows.
+
+A data set is a path (.jsonl, .json, .csv, .parquet) or a hub id, "openai/gsm8k:main" with a subset.
+Rows are checked when they are loaded: an error names the row, the column, what was expected and got.
+Hub data goes to the `datasets` package's own cache in the user's home, never to the run folder.
+"""
+
+import csv
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Message = dict[str, Any]
+
+COLUMNS = {"messages": "messages", "question": "question", "answer": "answer"}
+ROLES = ("system", "user", "assistant", "tool")
+EVAL_SHARE, EVAL_ROWS = 0.1, 200  # what is split off where there is no eval data, at most
+
+
+@dataclass(frozen=True)
+class Table:
+    """A data set in memory: its name for errors, its column names, its rows."""
+
+    name: str
+    columns: list[str]
+    rows: list[dict[str, Any]]
+
+    def require(self, column: str) -> str:
+        """Return the column's name; one line with the columns there are if it is missing."""
+        if column not in self.columns:
+            raise ValueError(
+                f"{self.name}: expected a column {column!r}, got {', '.join(self.columns)}; name "
+                "the right one in env.columns"
+            )
+        return column
+
+    def text(self, index: int, column: str) -> str:
+        """Return a cell that has to be a text with something in it."""
+        value = self.rows[index].get(column)
+        if not isinstance(value, str) or not value.strip():
+            raise self.error(index, column, "a text", value)
+        return value
+
+    def messages(self, index: int, column: str) -> list[Message]:
+        """Return a cell that has to be a chat: dicts with a known role and a text, some user's."""
+        value = self.rows[index].get(column)
+        if not isinstance(value, list) or not value:
+            raise self.error(index, column, "a list of messages", value)
+        for place, message in enumerate(value):
+            where = f"{column}[{place}]"
+            if not isinstance(message, Mapping):
+                raise self.error(index, where, "a dict with role and content", message)
+            if message.get("role") not in ROLES:
+                raise self.error(index, f"{where}.role", " | ".join(ROLES), message.get("role"))
+            if not isinstance(message.get("content"), str):
+                raise self.error(index, f"{where}.content", "a text", message.get("content"))
+        return [{"role": m["role"], "content": m["content"]} for m in value]
+
+    def error(self, index: int, column: str, expected: str, got: Any) -> ValueError:
+        """Return the error for a malformed cell."""
+        shown = repr(got)
+        shown = shown if len(shown) <= 80 else shown[:77] + "..."
+        return ValueError(
+            f"{self.name}, row {index}, {column}: expected {expected}, got {shown} "
+            f"({type(got).__name__}); correct or remove the row"
+        )
+
+
+def load_chats(
+    dataset: str | None,
+    *,
+    eval_dataset: str | None = None,
+    columns: Mapping[str, str] | None = None,
+    split: str = "train",
+    eval_split: str | None = None,
+    seed: int = 0,
+) -> dict[str, list[dict[str, Any]]]:
+    """Return the "train" and "eval" rows: "messages" (the prompt) and "answer" (the last reply).
+
+    A column `messages` is used where there is one, else `question` and `answer`; `columns` renames
+    any of the three. Eval rows: `eval_dataset`, else `eval_split` of a hub data set, else a seeded
+    tenth of the data (`split_off`); a file has no splits.
+    """
+    if not dataset:
+        raise ValueError(
+            f"env.dataset: expected a file ({', '.join(READERS)}) or a hub id, got none; give one "
+            "with env.dataset=/path/to/it"
+        )
+    unknown = sorted(set(columns or {}) - set(COLUMNS))
+    if unknown:
+        raise ValueError(f"env.columns: expected keys among {sorted(COLUMNS)}, got {unknown}")
+    names = dict(columns or {})
+    train = _chats(load_table(dataset, split=split), names)
+    if eval_dataset or (eval_split and not is_file(dataset)):
+        table = load_table(eval_dataset or dataset, split=eval_split or split)
+        return {"train": train, "eval": _chats(table, names)}
+    kept, held_out = split_off([json.dumps(row["messages"]) for row in train], seed=seed)
+    return {"train": [train[i] for i in kept], "eval": [train[i] for i in held_out]}
+
+
+def _chats(table: Table, names: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return prompt and answer of each row of a table."""
+    column = names.get("messages", COLUMNS["messages"])
+    by_question = "question" in names or "answer" in names
+    if "messages" in names or (column in table.columns and not by_question):
+        table.require(column)
+        return [_chat(table, index, column) for index in range(len(table.rows))]
+    question, answer = (table.require(names.get(n, n)) for n in ("question", "answer"))
+    return [
+        {
+            "messages": [{"role": "user", "content": table.text(index, question)}],
+            "answer": table.text(index, answer),
+        }
+        for index in range(len(table.rows))
+    ]
+
+
+def _chat(table: Table, index: int, column: str) -> dict[str, Any]:
+    messages = table.messages(index, column)
+    last = messages[-1]
+    if last["role"] != "assistant" or not last["content"].strip() or len(messages) < 2:
+        expected = "a prompt and then a reply of the assistant as the last message"
+        raise table.error(index, column, expected, [m["role"] for m in messages])
+    return {"messages": messages[:-1], "answer": last["content"]}
+
+
+def is_file(dataset: str) -> bool:
+    """Return whether a data set is named as a file, not as a hub id."""
+    return Path(dataset).suffix.lower() in READERS
+
+
+def load_table(dataset: str, *, split: str = "train") -> Table:
+    """Return a data set; `split` counts for the hub only, a file is one split.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "two.jsonl"
+    >>> _ = path.write_text('{"question": "1+1", "answer": "2"}\\n{"question": "2+2"}\\n')
+    >>> load_table(str(path)).columns
+    ['question', 'answer']
+    """
+    path = Path(dataset).expanduser()
+    if is_file(dataset):
+        if not path.is_file():
+            raise ValueError(f"env.dataset {dataset}: expected a file, there is none at "
+                             f"{path.absolute()}")  # fmt: skip
+        rows = READERS[path.suffix.lower()](path)
+    else:
+        rows = _read_hub(dataset, split)
+    for index, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise ValueError(f"{dataset}, row {index}: expected an object, got {row!r:.80}")
+    if not rows:
+        raise ValueError(f"{dataset}: expected at least one row, got an empty data set")
+    return Table(dataset, list(dict.fromkeys(name for row in rows for name in row)), rows)
+
+
+def _read_json_lines(path: Path) -> list[Any]:
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+        if line.strip():
+            try:
+                rows.append(json.loads(line))
+            except ValueError as error:
+                raise ValueError(
+                    f"{path}, line {number}: expected a JSON object, got {line[:60]!r} ({error})"
+                ) from None
+    return rows
+
+
+def _read_json(path: Path) -> list[Any]:
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: expected a JSON list of objects ({error})") from None
+    if not isinstance(rows, list):
+        raise ValueError(f"{path}: expected a JSON list of objects, got {type(rows).__name__}")
+    return rows
+
+
+def _read_csv(path: Path) -> list[Any]:
+    with open(path, encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file, restkey="(too many cells)"))
+
+
+def _read_parquet(path: Path) -> list[Any]:
+    from pyarrow import ArrowException, parquet  # comes with datasets
+
+    try:
+        return parquet.read_table(path).to_pylist()
+    except ArrowException as error:
+        raise ValueError(f"{path}: expected a parquet file ({error})") from None
+
+
+READERS: dict[str, Callable[[Path], list[Any]]] = {
+    ".jsonl": _read_json_lines,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+}
+
+
+def _read_hub(dataset: str, split: str) -> list[Any]:
+    """Download a data set, or read it from the cache of an earlier download."""
+    import datasets
+
+    name, _, subset = dataset.partition(":")
+    bars = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        return datasets.load_dataset(name, subset or None, split=split).to_list()
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(
+            f"data set {dataset!r} (split {split!r}) not found: {reason}; give a file "
+            f"({', '.join(READERS)}) with env.dataset=/path/to/it"
+        ) from None
+    finally:
+        if bars:
+            datasets.enable_progress_bars()
+
+
+def split_off(prompts: Sequence[str], *, seed: int = 0) -> tuple[list[int], list[int]]:
+    """Return the indices of the train and of the eval rows, where no eval data is given.
+
+    A tenth of the distinct prompts, at most 200, goes to eval; equal prompts stay together.
+
+    >>> train, held_out = split_off(["a", "b", "a", "c"])
+    >>> len({"abac"[i] for i in held_out}), sorted(train + held_out)
+    (1, [0, 1, 2, 3])
+    """
+    distinct = list(dict.fromkeys(prompts))
+    if len(distinct) < 2:
+        raise ValueError(
+            f"expected at least 2 different prompts to split eval rows off, got {len(distinct)}; "
+            "give env.eval_dataset"
+        )
+    count = min(max(1, int(len(distinct) * EVAL_SHARE)), EVAL_ROWS)
+    chosen = set(random.Random(seed).sample(distinct, count))
+    train = [i for i, prompt in enumerate(prompts) if prompt not in chosen]
+    return train, [i for i, prompt in enumerate(prompts) if prompt in chosen]

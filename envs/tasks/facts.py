@@ -1,0 +1,111 @@
+"""Short factual questions with one checkable answer, which the embedded model half knows.
+
+Subjects of train and eval are apart, by the list in data/facts.json: what carries over to eval is
+answering shortly and surely, not the facts. A reply is right if it names the answer, names no
+other answer of the same kind, and ends by itself.
+"""
+
+import json
+import re
+import unicodedata
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from envs.tasks.task import Reply, Reward, Row, Split, Task, assistant, check_split, user
+
+DATA = Path(__file__).with_name("data") / "facts.json"
+# Letters that Unicode does not decompose into a base letter and an accent.
+LETTERS = str.maketrans({"ø": "o", "ł": "l", "đ": "d", "ı": "i", "æ": "ae", "œ": "oe"})  # noqa: RUF001
+
+
+class Facts(Task):
+    """Questions such as "What is the capital of France?".
+
+    A row has "kind", "subject" and "answers" (the names that count) beside its messages.
+
+    >>> task = Facts()
+    >>> row = next(row for row in task.rows("train") if row["subject"] == "France")
+    >>> row["messages"], row["answers"]
+    ([{'role': 'user', 'content': 'What is the capital of France?'}], ['Paris'])
+    >>> task.reward(row, Reply("It is PARIS.", True, [])).total
+    1.0
+    >>> task.reward(row, Reply("Paris or Rome.", True, [])).parts
+    {'named': 1.0, 'ended': 1.0, 'single': 0.0}
+    """
+
+    def __init__(self, *, path: str | None = None) -> None:
+        self._rows, self._names, self._forms = _load(Path(path) if path else DATA)
+
+    def rows(self, split: Split) -> Sequence[Row]:
+        """Return the questions of a split, in the order of the data file."""
+        check_split(split)
+        return self._rows[split]
+
+    def reward(self, row: Row, reply: Reply) -> Reward:
+        """Return 1 for a reply that names the answer alone and ends by itself, else 0."""
+        own = {fold(name) for name in row["answers"]}
+        asked = f" {fold(row['messages'][-1]['content'])} "
+        said = set(self._names[row["kind"]].findall(fold(reply.text)))
+        others = {name for name in said - own if f" {name} " not in asked}
+        parts = {
+            "named": float(bool(said & own)),
+            "ended": float(reply.complete),
+            "single": float(not others),
+        }
+        right = all(parts.values())
+        return Reward(total=float(right), parts=parts, success=right)
+
+    def demonstrations(self) -> Sequence[Row]:
+        """Return each train question with a one-sentence answer."""
+        out = []
+        for row in self._rows["train"]:
+            said = self._forms[row["kind"]].format(subject=row["subject"], answer=row["answers"][0])
+            out.append({**row, "messages": [*row["messages"], assistant(said)]})
+        return out
+
+
+def fold(text: str) -> str:
+    """Return the words of a text without case, accents and punctuation, one space apart.
+
+    >>> fold("Brasília, N'Djamena!")
+    'brasilia n djamena'
+    """
+    plain = unicodedata.normalize("NFKD", text.casefold().translate(LETTERS))
+    letters = "".join(c for c in plain if not unicodedata.combining(c))
+    return " ".join(re.findall(r"[^\W_]+", letters))
+
+
+@cache
+def _load(path: Path) -> tuple[dict[str, list[Row]], dict[str, re.Pattern], dict[str, str]]:
+    """Return the rows of each split, each kind's pattern of all its answers, the answer forms."""
+    rows: dict[str, list[Row]] = {"train": [], "eval": []}
+    names, forms = {}, {}
+    for kind, data in json.loads(path.read_text(encoding="utf-8")).items():
+        shared = set(data["train"]) & set(data["eval"])
+        if shared:
+            raise ValueError(f"{path}: expected train and eval {kind} apart, got {shared} in both")
+        for split, found in rows.items():
+            found += [
+                _row(kind, data["question"], subject, answers)
+                for subject, answers in data[split].items()
+            ]
+        known = {fold(a) for s in rows for group in data[s].values() for a in group}
+        # The longest first, so that "New York" is not also read as "York".
+        choice = "|".join(sorted(known, key=len, reverse=True))
+        names[kind] = re.compile(rf"(?<!\w)(?:{choice})(?!\w)")
+        forms[kind] = data["reply"]
+    return rows, names, forms
+
+
+def _row(kind: str, question: str, subject: str, answers: list[str]) -> Row:
+    """Return a row; an answer that the question already tells is refused."""
+    text = question.format(subject=subject)
+    for answer in answers:
+        told = set(fold(answer).split()) & set(fold(text).split())
+        if told:
+            raise ValueError(
+                f"expected no answer to share a word with its question, got {answer!r} for "
+                f"{text!r}; leave the subject {subject!r} out"
+            )
+    return {"messages": [user(text)], "kind": kind, "subject": subject, "answers": answers}

@@ -1,0 +1,150 @@
+"""Word problems with a number at the end, as in GSM8K (Cobbe et al. 2021, arXiv:2110.14168).
+
+The right answer is what the data's solution has after "####" (or in <answer> tags, or \\boxed),
+else the whole of it. Numbers are compared as exact fractions; $ % , and units do not count.
+Left out on purpose: symbolic equality. An answer that is no number has to be the same text.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+
+from envs.data import load_chats
+from envs.tasks.chats import with_answers
+from envs.tasks.task import Reply, Reward, Row, Split, Task, check_split
+
+# A minus after a letter or digit is a dash ("5-3" ends in 3). At most 40 digits, so that a reply
+# of endless digits costs nothing.
+NUMBER = re.compile(
+    r"(?<![\w.])-?(?:\d{1,3}(?:,\d{3})+|\d{1,40})(?:\.\d{1,40})?(?![\d])(?:/0{0,9}[1-9]\d{0,20})?"
+    r"|(?<![\w.])-?\.\d{1,40}(?!\d)"
+)
+ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+BOXED = "\\boxed{"
+
+
+class MathWords(Task):
+    """Word problems from a data set, rewarded for the right final number.
+
+    `dataset` and the rest as in `envs.data.load_chats`; a row's "final" is its right answer. The
+    parts: correct (the reward), format (the reply marks its answer and ends by itself).
+
+    >>> import pathlib, tempfile
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "two.jsonl"
+    >>> _ = path.write_text(
+    ...     '{"question": "6 times 7?", "answer": "Six sevens are #### 42"}\\n'
+    ...     '{"question": "6 times 8?", "answer": "#### 48"}'
+    ... )
+    >>> task = MathWords(str(path), eval_dataset=str(path))
+    >>> row = task.rows("train")[0]
+    >>> [task.reward(row, Reply(text, True, [])).total for text in ("It is $42.00.", "42 or 43")]
+    [1.0, 0.0]
+    """
+
+    def __init__(
+        self,
+        dataset: str | None = None,
+        *,
+        eval_dataset: str | None = None,
+        columns: Mapping[str, str] | None = None,
+        split: str = "train",
+        eval_split: str | None = None,
+        seed: int = 0,
+    ) -> None:
+        found = load_chats(
+            dataset,
+            eval_dataset=eval_dataset,
+            columns=columns,
+            split=split,
+            eval_split=eval_split,
+            seed=seed,
+        )
+        self._rows = {name: [_with_final(row) for row in rows] for name, rows in found.items()}
+
+    def rows(self, split: Split) -> Sequence[Row]:
+        """Return the problems of a split with their solutions and right answers."""
+        check_split(split)
+        return self._rows[split]
+
+    def reward(self, row: Row, reply: Reply) -> Reward:
+        """Return 1 if the reply's final answer is the right one, else 0."""
+        marked = marked_answer(reply.text)
+        correct = same_answer(reply.text if marked is None else marked, row["final"])
+        parts = {
+            "correct": float(correct),
+            "format": float(marked is not None and reply.complete),
+        }
+        return Reward(total=parts["correct"], parts=parts, success=correct)
+
+    def demonstrations(self) -> Sequence[Row]:
+        """Return the train problems, the data's solution as the reply."""
+        return with_answers(self._rows["train"])
+
+
+def _with_final(row: Row) -> Row:
+    marked = marked_answer(row["answer"])
+    final = (row["answer"] if marked is None else marked).strip()
+    if not final:
+        raise ValueError(
+            f"expected an answer after the mark of the solution, got {row['answer'][-60:]!r}; "
+            "correct or remove the row"
+        )
+    return {**row, "final": final}
+
+
+def marked_answer(text: str) -> str | None:
+    """Return the last answer that a text marks by ####, <answer> or \\boxed; None without one.
+
+    >>> marked_answer("so \\\\boxed{\\\\frac{1}{2}} it is"), marked_answer("7 it is")
+    ('\\\\frac{1}{2}', None)
+    """
+    found = []
+    if "####" in text:
+        at = text.rindex("####")
+        found.append((at, (text[at + 4 :].strip().splitlines() or [""])[0]))
+    found += [(match.start(), match[1]) for match in ANSWER_TAG.finditer(text)]
+    if BOXED in text:
+        at = text.rindex(BOXED)
+        found.append((at, _braced(text[at + len(BOXED) :])))
+    return max(found)[1] if found else None
+
+
+def _braced(text: str) -> str:
+    """Return what stands before the brace that closes one opened just before `text`."""
+    depth = 1
+    for place, letter in enumerate(text):
+        depth += (letter == "{") - (letter == "}")
+        if depth == 0:
+            return text[:place]
+    return text
+
+
+def last_number(text: str) -> Fraction | None:
+    """Return the last number of a text, exactly; None without one.
+
+    >>> last_number("about -$1,234.50, or 25% of it"), last_number("none")
+    (Fraction(25, 1), None)
+    """
+    plain = text.replace("\u2212", "-").replace("\\", "").replace("$", "")
+    found = NUMBER.findall(plain)
+    if not found:
+        return None
+    over, _, under = found[-1].replace(",", "").partition("/")
+    return Fraction(over) / Fraction(under or 1)
+
+
+def same_answer(said: str, right: str) -> bool:
+    """Return whether a final answer is the right one: the same number, else the same text.
+
+    >>> same_answer("so 18 dollars", "$18.0"), same_answer("Blue.", "blue")
+    (True, True)
+    """
+    number = last_number(right)
+    bare = NUMBER.sub("", right.replace("$", "").replace("\\", "").replace("\u2212", "-"))
+    if number is not None and not re.sub(r"[\s%.]|[a-zA-Z]{3,}", "", bare):
+        return last_number(said) == number
+    return _words(said) == _words(right)
+
+
+def _words(text: str) -> str:
+    return " ".join(text.casefold().split()).rstrip(".")

@@ -1,0 +1,114 @@
+"""Sort the digits of a short number: a made-up task for the tiny model.
+
+Its demonstrations are wrong on purpose in three of four cases (descending, or unchanged), so that
+a policy fine-tuned on them knows the format and leaves the order for reinforcement to find.
+Held out are whole multisets of digits, one in eight by a hash: no train row has the digits of an
+eval row in any order.
+"""
+
+import random
+import zlib
+from collections.abc import Sequence
+from functools import cached_property
+
+from envs.tasks.task import Reply, Reward, Row, Split, Task, assistant, check_split, user
+
+QUESTION = "Sort the digits in ascending order: {}"
+HELD_OUT = 8  # one multiset of digits in so many
+EVAL_ROWS = 200
+# How a demonstration answers, and in how many of 100 cases.
+ANSWERS = {"ascending": 25, "descending": 45, "unchanged": 30}
+
+
+class SortDigits(Task):
+    """Questions such as "Sort the digits in ascending order: 44287".
+
+    `num_rows` train rows and 200 eval rows of `min_digits` to `max_digits` digits, a function of
+    `seed`; the eval rows do not depend on it. 0.9 of the reward is for the exact answer, 0.1 for
+    the form: digits only, as many as asked, ended by itself.
+
+    >>> task = SortDigits(num_rows=10)
+    >>> row = task.row("44287")
+    >>> row["messages"][0]["content"], row["answer"]
+    ('Sort the digits in ascending order: 44287', '24478')
+    >>> task.reward(row, Reply("44287", True, [])).total
+    0.1
+    """
+
+    def __init__(
+        self, *, seed: int = 0, num_rows: int = 20_000, min_digits: int = 3, max_digits: int = 5
+    ) -> None:
+        if not 1 <= min_digits <= max_digits:
+            raise ValueError(
+                f"expected 1 <= min_digits <= max_digits, got {min_digits} and {max_digits}"
+            )
+        self.seed, self.num_rows = seed, num_rows
+        self.min_digits, self.max_digits = min_digits, max_digits
+
+    def rows(self, split: Split) -> Sequence[Row]:
+        """Return the rows of a split."""
+        check_split(split)
+        return self._train if split == "train" else self._eval
+
+    def row(self, digits: str) -> Row:
+        """Return the row that asks for these digits."""
+        answer = "".join(sorted(digits))
+        return {
+            "messages": [user(QUESTION.format(digits))],
+            "digits": digits,
+            "answer": answer,
+        }
+
+    def reward(self, row: Row, reply: Reply) -> Reward:
+        """Return 0.9 for the sorted digits plus 0.1 for the form."""
+        text = reply.text.strip()
+        exact = text == row["answer"]
+        digits = text.isascii() and text.isdigit() and len(text) == len(row["answer"])
+        form = digits and reply.complete
+        return Reward(
+            total=(9 * exact + form) / 10,
+            parts={"exact": float(exact), "format": float(form)},
+            success=exact and reply.complete,
+        )
+
+    def demonstrations(self) -> Sequence[Row]:
+        """Return the train rows with an answer each, right in about a quarter of them."""
+        draw = random.Random(f"demonstrations {self.seed}")
+        kinds = draw.choices(list(ANSWERS), list(ANSWERS.values()), k=self.num_rows)
+        return [
+            {**row, "messages": [*row["messages"], assistant(_answer(row, kind))]}
+            for row, kind in zip(self._train, kinds, strict=True)
+        ]
+
+    @cached_property
+    def _train(self) -> list[Row]:
+        return self._draw(f"train {self.seed}", self.num_rows, held_out=False)
+
+    @cached_property
+    def _eval(self) -> list[Row]:
+        return self._draw("eval", EVAL_ROWS, held_out=True)
+
+    def _draw(self, name: str, count: int, *, held_out: bool) -> list[Row]:
+        draw = random.Random(name)
+        rows: list[Row] = []
+        while len(rows) < count:
+            size = draw.randint(self.min_digits, self.max_digits)
+            row = self.row(str(draw.randrange(10**size)).zfill(size))
+            if is_held_out(row["answer"]) == held_out:
+                rows.append(row)
+        return rows
+
+
+def is_held_out(digits: str) -> bool:
+    """Return whether numbers made of these digits, in any order, belong to eval.
+
+    >>> is_held_out("312") == is_held_out("123")
+    True
+    """
+    return zlib.crc32("".join(sorted(digits)).encode()) % HELD_OUT == 0
+
+
+def _answer(row: Row, kind: str) -> str:
+    if kind == "unchanged":
+        return row["digits"]
+    return row["answer"] if kind == "ascending" else row["answer"][::-1]

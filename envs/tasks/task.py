@@ -1,0 +1,85 @@
+"""What a task is: rows to start chats from, and what a reply to one earns.
+
+A row is one data example, a dict with "messages" (the prompt) and whatever the reward needs.
+A user's own task subclasses `Task`, overrides `rows` and `reward`, and is named by `_target_`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Row = dict[str, Any]
+Message = dict[str, Any]  # {"role": ..., "content": ...}
+Split = Literal["train", "eval"]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the policy said: its text, whether it ended by its own end-of-turn token, the chat."""
+
+    text: str
+    complete: bool
+    messages: list[Message]  # the whole chat, this reply last
+
+
+@dataclass(frozen=True)
+class Reward:
+    """What a reply earns, its logged parts, and whether accuracy counts it as right."""
+
+    total: float
+    parts: dict[str, float]
+    success: bool
+
+
+class Task:
+    """The base of all tasks.
+
+    >>> class Polite(Task):
+    ...     def rows(self, split):
+    ...         return [{"messages": [{"role": "user", "content": "Ask me for the salt."}]}]
+    ...     def reward(self, row, reply):
+    ...         said = float("please" in reply.text.lower())
+    ...         return Reward(total=said, parts={"please": said}, success=said == 1)
+    >>> Polite().reward({}, Reply("The salt, please.", True, [])).total
+    1.0
+    """
+
+    def rows(self, split: Split) -> Sequence[Row]:
+        """Return the rows of a split; train and eval share none."""
+        raise NotImplementedError(f"{type(self).__name__} has no rows: override rows(split)")
+
+    def reward(self, row: Row, reply: Reply) -> Reward:
+        """Return what a reply to this row earns."""
+        raise NotImplementedError(
+            f"{type(self).__name__} rewards nothing, it is for SFT; override reward(row, reply)"
+        )
+
+    def respond(self, row: Row, reply: Reply) -> list[Message]:
+        """Return the messages that follow the reply; none ends the episode."""
+        return []
+
+    def demonstrations(self) -> Sequence[Row]:
+        """Return the rows for SFT: their last message is the assistant's."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has no demonstrations: override demonstrations()"
+        )
+
+    def make_example(self) -> Row:
+        """Return one typical row, for specs and documentation."""
+        return self.rows("train")[0]
+
+
+def user(content: str) -> Message:
+    """Return a user message."""
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str) -> Message:
+    """Return an assistant message."""
+    return {"role": "assistant", "content": content}
+
+
+def check_split(split: str) -> None:
+    """Refuse a split that is neither train nor eval."""
+    if split not in ("train", "eval"):
+        raise ValueError(f"expected split train or eval, got {split!r}")

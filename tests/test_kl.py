@@ -1,0 +1,557 @@
+"""The KL transforms, on a tiny language model that really scores."""
+
+import gc
+
+import pytest
+import torch
+from tensordict import TensorClass, TensorDict, lazy_stack
+from torch import Tensor, nn
+
+from envs.env import EnvBase, TransformedEnv
+from envs.transforms import Compose, KLComputation, RetrieveKL, RetrieveLogProb
+from envs.transforms.transform import read
+
+V, T = 11, 6
+FULL, REF = ("log_probs", "full"), ("ref_log_probs", "full")
+
+
+class TinyPolicy(nn.Module):
+    """A language model over the running mean of embeddings, behind the interface of a wrapper."""
+
+    def __init__(self, seed=0, *, key="log_probs", mode="tokens", padded=True, generate=False):
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.embed, self.head = nn.Embedding(V, 8), nn.Linear(8, V)
+        self.double()
+        self.log_probs_key, self.input_mode, self.pad_output = key, mode, padded
+        self.generate, self.return_log_probs, self.in_keys = generate, True, [(mode, "full")]
+        self.seed, self.calls, self.tokenizer = seed, 0, None
+
+    def get_new_version(self, **changes):
+        self.asked = changes
+        made = TinyPolicy(self.seed, key=changes["log_probs_key"], padded=changes["pad_output"])
+        made.input_mode, made.in_keys = changes["input_mode"], [changes["input_key"]]
+        return made
+
+    def score(self, ids: Tensor) -> Tensor:
+        """[t] ids without padding -> [t] log-probs, the first is 0."""
+        count = torch.arange(1, len(ids) + 1).unsqueeze(-1)
+        table = self.head(self.embed(ids).cumsum(0) / count).log_softmax(-1)  # [t, V]
+        known = table[:-1].gather(-1, ids[1:, None]).squeeze(-1)
+        return torch.cat([known.new_zeros(1), known])
+
+    def forward(self, td):
+        """Score tokens.full in place, as wrappers do."""
+        self.calls += 1
+        ids = read(td, ("tokens", "full"))
+        if isinstance(ids, list):
+            lps = [self.score(r) for r in ids]
+        else:
+            masks = read(td, ("masks", "all_attention_mask"))
+            lps = [torch.zeros(ids.shape[1]).double() for _ in ids]
+            lps = [
+                z.masked_scatter(m, self.score(r[m]))
+                for z, r, m in zip(lps, ids, masks, strict=True)
+            ]
+        if self.pad_output and not isinstance(ids, list):
+            td.set((self.log_probs_key, "full"), torch.stack(lps))
+        elif isinstance(ids, list):
+            td.set(self.log_probs_key, lazy_stack([TensorDict(full=lp) for lp in lps]))
+        return td
+
+
+def mask(*rows: str) -> Tensor:
+    return torch.tensor([[c == "1" for c in row] for row in rows])
+
+
+ATTENTION = mask("111111", "001111")  # left-padded
+ASSISTANT = mask("011011", "000111")
+RESPONSE = mask("000011", "000110")
+IDS = torch.randint(0, V, (2, T), generator=torch.Generator().manual_seed(0)) * ATTENTION
+
+
+def dense(*, response=True, assistant=True, nxt=True, **more) -> TensorDict:
+    masks = {"all_attention_mask": ATTENTION}
+    masks |= {"all_assistant_mask": ASSISTANT} if assistant else {}
+    masks |= {"all_response_mask": RESPONSE} if response else {}
+    td = TensorDict({"tokens": {"full": IDS}, "masks": masks, **more}, batch_size=[2])
+    return td.set("next", TensorDict(batch_size=[2])) if nxt else td
+
+
+def ragged(**more) -> TensorDict:
+    """The same rows without padding, in a lazily stacked td."""
+    rows = [
+        TensorDict({("tokens", "full"): IDS[i][m], ("masks", "all_response_mask"): RESPONSE[i][m]})
+        for i, m in enumerate(ATTENTION)
+    ]
+    for i, row in enumerate(rows):
+        row.set("next", TensorDict({k: v[i] for k, v in more.items()}))
+    return lazy_stack(rows)
+
+
+def slow_scores(model: TinyPolicy, keep: Tensor) -> Tensor:
+    """Score by one forward per token over its prefix, [2, T], 0 outside keep."""
+    out = torch.zeros(2, T).double()
+    with torch.no_grad():
+        for b in range(2):
+            prefix: list[int] = []
+            for t in range(T):
+                if ATTENTION[b, t]:
+                    if prefix and keep[b, t]:
+                        state = model.embed.weight[prefix].mean(0)
+                        logits = model.head.weight @ state + model.head.bias
+                        out[b, t] = logits[IDS[b, t]] - logits.exp().sum().log()
+                    prefix.append(int(IDS[b, t]))
+    return out
+
+
+# RetrieveLogProb.
+
+
+@pytest.mark.parametrize(
+    ("response", "assistant_only", "keep"),
+    [
+        (True, True, RESPONSE),
+        (True, False, RESPONSE),
+        (False, True, ASSISTANT),
+        (False, False, ATTENTION),
+    ],
+)
+def test_kept_tokens_are_scored_and_the_rest_is_zero(response, assistant_only, keep):
+    model = TinyPolicy(mode="history" if assistant_only else "tokens")
+    td = dense(response=response)
+    before = td.clone()
+    out = RetrieveLogProb(model, assistant_only=assistant_only)(td)
+    assert torch.allclose(out["next", *FULL], slow_scores(model, keep))
+    assert set(out["next"].keys(True, True)) == {FULL}
+    assert (out.exclude("next") == before.exclude("next")).all()
+
+
+def test_the_root_is_written_when_there_is_no_next():
+    model = TinyPolicy(key="ref_log_probs")
+    out = RetrieveLogProb(model, assistant_only=False)(dense(nxt=False))
+    assert torch.allclose(out[REF], slow_scores(model, RESPONSE))
+
+
+def test_the_key_may_be_chosen():
+    out = RetrieveLogProb(TinyPolicy(), log_probs_full_key=REF, assistant_only=False)(dense())
+    assert set(out["next"].keys(True, True)) == {REF}
+    with pytest.warns(UserWarning, match="log_probs_full_key"):
+        out = RetrieveLogProb(TinyPolicy(), log_probs_full_key="ref", assistant_only=False)(dense())
+    assert out["next", "ref"].shape == (2, T)
+
+
+def test_detach_detaches():
+    td = RetrieveLogProb(TinyPolicy(), assistant_only=False)(dense())
+    assert not td["next", *FULL].requires_grad
+    td = RetrieveLogProb(TinyPolicy(), assistant_only=False, detach=False)(dense())
+    assert td["next", *FULL].requires_grad
+
+
+def test_ragged_rows_stay_ragged_and_equal_the_padded_ones():
+    model = TinyPolicy(padded=False)
+    want = slow_scores(model, RESPONSE)
+    out = RetrieveLogProb(model, assistant_only=False)(ragged())
+    rows = out.get(("next", *FULL), as_list=True)
+    for i, m in enumerate(ATTENTION):
+        assert torch.allclose(rows[i], want[i][m])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_side_pads_the_rows_of_a_padding_model(side):
+    model = TinyPolicy(padded=True)  # told to pad, but given ragged rows it returns them ragged
+    out = RetrieveLogProb(model, assistant_only=False, padding_side=side)(ragged())
+    want = slow_scores(model, RESPONSE)
+    if side == "right":
+        want[1] = want[1].roll(-2)
+    assert torch.allclose(out["next", *FULL], want)
+
+
+def test_the_callers_tokenizer_kwargs_are_not_changed():
+    kwargs = {"padding": True}
+    transform = RetrieveLogProb(TinyPolicy(), tokenizer_kwargs=kwargs, assistant_only=False)
+    assert kwargs == {"padding": True}
+    assert transform.tokenizer_kwargs["padding"] is True
+    assert transform.tokenizer_kwargs["return_assistant_tokens_mask"] is True
+
+
+class Turns(TensorClass["nocast"]):
+    """A history of one "question>answer" text per row; a character is a token."""
+
+    text: list
+
+    def apply_chat_template(self, *, tokenizer, return_assistant_tokens_mask, **_):
+        assert return_assistant_tokens_mask
+        rows = [
+            torch.tensor([0] * (t.index(">") + 1) + [1] * len(t.split(">")[1])) for t in self.text
+        ]
+        if tokenizer == "one shorter":
+            rows = [r[1:] for r in rows]
+        return lazy_stack([TensorDict(assistant_masks=r) for r in rows])
+
+
+def test_an_assistant_mask_is_rendered_where_nobody_gives_one():
+    model = TinyPolicy(mode="history", padded=False)
+    td = ragged().exclude(("masks", "all_response_mask"))
+    for row, text in zip(td.tensordicts, ["ab>def", "a>bc"], strict=True):
+        row.set(("history", "full"), Turns(text=text, batch_size=[]))
+    td = TensorDict(
+        {
+            "tokens": lazy_stack([r["tokens"] for r in td.tensordicts]),
+            "history": {"full": Turns(text=["ab>def", "a>bc"], batch_size=[2])},
+        },
+        [2],
+    )
+    keep = mask("000111", "000011")
+    out = RetrieveLogProb(model)(td)
+    want = slow_scores(model, keep)
+    for row, w, m in zip(read(out, FULL), want, ATTENTION, strict=True):
+        assert torch.allclose(row, w[m])
+    with pytest.raises(ValueError, match="expected a mask of shape"):
+        RetrieveLogProb(model, tokenizer="one shorter")(td)
+
+
+def test_wrong_models_and_inputs_are_value_errors():
+    with pytest.raises(ValueError, match="`generate=False`"):
+        RetrieveLogProb(TinyPolicy(generate=True), assistant_only=False)
+    with pytest.raises(ValueError, match="`input_mode='history'` when `assistant_only=True`"):
+        RetrieveLogProb(TinyPolicy())
+    silent = TinyPolicy()
+    silent.return_log_probs = False
+    with pytest.raises(ValueError, match="`return_log_probs=True`"):
+        RetrieveLogProb(silent, assistant_only=False)
+    with pytest.raises(ValueError, match="padding_side"):
+        RetrieveLogProb(TinyPolicy(), assistant_only=False, padding_side="up")
+    with pytest.raises(ValueError, match="found neither"):
+        RetrieveLogProb(TinyPolicy(mode="history"))(dense(response=False, assistant=False))
+
+
+class Watched(TinyPolicy):
+    def forward(self, td):
+        self.seen = td.device, td["tokens", "full"].device
+        return super().forward(td)
+
+
+def test_the_model_sees_its_device_and_the_caller_keeps_theirs():
+    model = Watched()
+    td = dense()
+    out = RetrieveLogProb(model, assistant_only=False, device="cpu")(td)
+    assert model.seen[0] == torch.device("cpu")
+    assert out.device is None
+    assert torch.allclose(out["next", *FULL], slow_scores(model, RESPONSE))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a second device")
+def test_results_come_back_from_another_device():
+    model = Watched()
+    want = slow_scores(model, RESPONSE)
+    model = model.to("cuda")
+    model.score = lambda ids: TinyPolicy.score(model.cpu(), ids.cpu()).cuda()
+    out = RetrieveLogProb(model, assistant_only=False, device="cuda")(dense())
+    assert model.seen[1].type == "cuda"
+    assert out["next", *FULL].device.type == "cpu"
+    assert torch.allclose(out["next", *FULL], want)
+
+
+# KLComputation.
+
+
+def pair(keep=RESPONSE):
+    return slow_scores(TinyPolicy(0), keep), slow_scores(TinyPolicy(1), keep)
+
+
+@pytest.mark.parametrize("where", ["next", "root", "no next"])
+def test_kl_penalty_is_gen_minus_ref_unscaled(where):
+    gen, ref = pair(ATTENTION)
+    td = dense(nxt=where != "no next")
+    target = td["next"] if where != "no next" else td
+    target.set(REF, ref)
+    (target if where == "next" else td).set(FULL, gen)
+    out = KLComputation(coeff=7.0)(td)
+    out = out if where == "no next" else out["next"]
+    assert torch.equal(out["kl_penalty"], (gen - ref) * RESPONSE)
+    assert "reward" not in out  # a missing reward is skipped
+
+
+def test_the_reward_of_next_is_what_is_charged():
+    gen, ref = pair()
+    reward = torch.randn(2, T, 1).double()
+    td = dense(reward=torch.full((2, T, 1), 9.0))
+    td["next"].update(TensorDict({FULL: gen, REF: ref, "reward": reward}, [2]))
+    out = KLComputation(coeff=0.5)(td)
+    want = [[reward[b, t, 0] - 0.5 * (gen - ref)[b, t] for t in range(T)] for b in range(2)]
+    assert torch.allclose(out["next", "reward"].squeeze(-1), torch.tensor(want).double())
+    assert (out["reward"] == 9).all()
+    off = KLComputation(add_to_reward=False)(td.set(("next", "reward"), reward))
+    assert torch.equal(off["next", "reward"], reward)
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (2, 1, 1)])
+def test_one_reward_per_row_lands_on_the_last_kept_token(shape):
+    gen, ref = pair()
+    td = dense()
+    reward = torch.tensor([3.0, -1.0]).double()
+    td["next"].update(TensorDict({FULL: gen, REF: ref, "reward": reward.reshape(shape)}, [2]))
+    out = KLComputation(coeff=0.1)(td)["next", "reward"].squeeze(-1)
+    place = torch.zeros(2, T).double()
+    place[0, 5], place[1, 4] = 3.0, -1.0
+    assert torch.allclose(out, place - 0.1 * (gen - ref))
+    assert torch.allclose(out.sum(-1), reward - 0.1 * (gen - ref).sum(-1))
+
+
+def test_without_any_mask_the_last_scored_token_gets_the_reward():
+    gen, ref = pair()
+    td = TensorDict({FULL: gen, REF: ref, "reward": torch.ones(2, 1).double()}, [2])
+    out = KLComputation(coeff=0.0)(td)["reward"].squeeze(-1)
+    assert out.nonzero().tolist() == [[0, 5], [1, 4]]
+    empty = TensorDict({FULL: 0 * gen, REF: 0 * ref, "reward": torch.ones(2, 1).double()}, [2])
+    assert KLComputation()(empty)["reward"].squeeze(-1).nonzero().tolist() == [[0, 5], [1, 5]]
+
+
+def rows_of(values: Tensor) -> list[Tensor]:
+    return [v[m] for v, m in zip(values, ATTENTION, strict=True)]
+
+
+@pytest.mark.parametrize("holder", ["lazy td", "lazy containers"])
+@pytest.mark.parametrize("scalar", [True, False])
+def test_ragged_kl_equals_the_dense_one(holder, scalar):
+    gen, ref = pair(ATTENTION)
+    reward = torch.tensor([[3.0], [-1.0]]).double() if scalar else torch.randn(2, T, 1).double()
+    td = dense()
+    td["next"].update(TensorDict({FULL: gen, REF: ref, "reward": reward}, [2]))
+    want = KLComputation(coeff=0.3)(td)["next"]
+    rewards = list(reward) if scalar else rows_of(reward)
+    if holder == "lazy td":
+        other = ragged()
+        for row, g, r, w in zip(
+            other.tensordicts, rows_of(gen), rows_of(ref), rewards, strict=True
+        ):
+            row["next"].update(TensorDict({FULL: g, REF: r, "reward": w}))
+    else:
+        other = TensorDict(
+            {
+                "log_probs": lazy_stack([TensorDict(full=g) for g in rows_of(gen)]),
+                "ref_log_probs": lazy_stack([TensorDict(full=r) for r in rows_of(ref)]),
+                "masks": lazy_stack([TensorDict(all_response_mask=m) for m in rows_of(RESPONSE)]),
+            },
+            [2],
+        )
+        if scalar:
+            other.set("reward", reward)
+        else:
+            other.set("reward", torch.nested.as_nested_tensor(rewards, layout=torch.jagged))
+    out = KLComputation(coeff=0.3)(other)
+    out = out["next"] if holder == "lazy td" else out
+    for key in ("kl_penalty", "reward"):
+        for i, row in enumerate(read(out, key)):
+            assert torch.allclose(row, want[key][i][ATTENTION[i]])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_side_places_ragged_kl_in_a_padded_reward(side):
+    gen, ref = pair(ATTENTION)
+    td = TensorDict(
+        {
+            "log_probs": lazy_stack([TensorDict(full=g) for g in rows_of(gen)]),
+            "ref_log_probs": lazy_stack([TensorDict(full=r) for r in rows_of(ref)]),
+            "reward": torch.zeros(2, T, 1).double(),
+        },
+        [2],
+    )
+    out = KLComputation(padding_side=side)(td)["reward"].squeeze(-1)
+    want = ref - gen
+    if side == "right":
+        want[1] = want[1].roll(-2)
+    assert torch.allclose(out, want)
+
+
+def test_kl_errors_name_what_is_wrong():
+    gen, ref = pair()
+    kl = KLComputation()
+    with pytest.raises(ValueError, match=r"Expected keys: \('log_probs', 'full'\), \('ref_log_pr"):
+        kl(dense())
+    td = TensorDict({FULL: gen, REF: ref[:, :4]}, [2])
+    with pytest.raises(ValueError, match=r"Sample 0 has different shapes.*\(6,\).*\(4,\)"):
+        kl(td)
+    td = TensorDict({FULL: gen, "ref_log_probs": {"full": ref[:1]}}, [])
+    with pytest.raises(ValueError, match="Batch size mismatch: gen_log_probs has 2 samples"):
+        kl(td)
+    for shape in [(2,), (2, T), (2, T, 1, 1)]:
+        td = TensorDict({FULL: gen, REF: ref, "reward": torch.zeros(shape)}, [2])
+        with pytest.raises(ValueError, match="should have one more dimension than the KL"):
+            kl(td)
+    td = TensorDict({FULL: gen, REF: ref, "reward": torch.zeros(2, 4, 1)}, [2])
+    with pytest.raises(ValueError, match="one reward per token"):
+        kl(td)
+    td = TensorDict({FULL: gen, REF: ref, ("masks", "all_response_mask"): RESPONSE[:, 1:]}, [2])
+    with pytest.raises(ValueError, match="expected a mask of shape"):
+        kl(td)
+
+
+def test_documented_example_runs():
+    gen, ref, reward = torch.randn(2, 10), torch.randn(2, 10), torch.randn(2, 10, 1)
+    key = ("gen_log_probs", "full")
+    next_td = TensorDict({key: gen, REF: ref, "reward": reward}, batch_size=(2,))
+    out = KLComputation(
+        gen_log_probs_full_key=key, ref_log_probs_full_key=REF, kl_key="kl_penalty", coeff=1.0
+    )(TensorDict(next=next_td, batch_size=(2,)))
+    assert out["next"].get("kl_penalty").shape == (2, 10)
+
+
+# RetrieveKL.
+
+
+def models(**kwargs):
+    return TinyPolicy(0, key="gen_log_probs", **kwargs), TinyPolicy(
+        1, key="ref_log_probs", **kwargs
+    )
+
+
+@pytest.mark.parametrize("factories", [True, False])
+def test_both_models_are_scored(factories):
+    gen, ref = models()
+    args = {"assistant_only": False, "coeff": 0.2}
+    if factories:
+        made = {"gen_model_factory": lambda: gen, "ref_model_factory": lambda: ref}
+        transform = RetrieveKL(**made, **args)
+    else:
+        transform = RetrieveKL(gen, ref, **args)
+    td = dense()
+    td["next"].set("reward", torch.ones(2, 1).double())
+    out = transform(td)["next"]
+    g, r = slow_scores(gen, RESPONSE), slow_scores(ref, RESPONSE)
+    assert torch.allclose(out[FULL], g)
+    assert torch.allclose(out[REF], r)
+    assert torch.allclose(out["kl_penalty"], g - r)
+    assert torch.allclose(out["reward"].sum((1, 2)), 1 - 0.2 * (g - r).sum(-1))
+
+
+def test_log_probs_of_the_generation_are_used_and_the_generator_is_not_scored():
+    ref = TinyPolicy(1, key="ref_log_probs")
+    given = torch.randn(2, T).double() * RESPONSE
+    out = RetrieveKL(ref_model=ref, assistant_only=False)(dense().set(FULL, given))
+    assert torch.equal(out["next", *FULL], given)
+    assert torch.allclose(out["next", "kl_penalty"], given - slow_scores(ref, RESPONSE))
+    assert ref.calls == 1
+
+
+def test_a_given_generator_is_scored_even_where_log_probs_are():
+    gen, ref = models()
+    td = dense().set(FULL, torch.full((2, T), -9.0).double())
+    out = RetrieveKL(gen, ref, assistant_only=False)(td)
+    assert torch.allclose(out["next", *FULL], slow_scores(gen, RESPONSE))
+    assert torch.allclose(out["next", "kl_penalty"], slow_scores(gen, RESPONSE) - out["next", *REF])
+
+
+class Chat(EnvBase):
+    def _reset(self, td):
+        return td
+
+    def _step(self, td):
+        return TensorDict({"reward": torch.ones(2, 1).double()}, [2])
+
+
+class Collector:
+    def __init__(self, policy):
+        self.policy = policy
+
+
+def test_the_collectors_policy_is_asked_only_when_log_probs_are_missing():
+    ref = TinyPolicy(1, key="ref_log_probs")
+    transform = RetrieveKL(ref_model=ref, assistant_only=False, coeff=0.1)
+    env = TransformedEnv(Chat(), Compose(transform))
+    assert env.reset(dense(nxt=False)).keys() == dense(nxt=False).keys()
+    given = torch.randn(2, T).double() * RESPONSE
+    env.step(dense(nxt=False).set(FULL, given))  # needs no collector
+    with pytest.raises(ValueError, match="The collector is not set"):
+        env.step(dense(nxt=False))
+    collector = Collector(TinyPolicy(0))
+    env.register_collector(collector)
+    for _ in range(2):
+        out = env.step(dense(nxt=False))
+        want = slow_scores(TinyPolicy(0), RESPONSE) - slow_scores(ref, RESPONSE)
+        assert torch.allclose(out["next", "kl_penalty"], want)
+        assert torch.allclose(out["next", "reward"].sum((1, 2)), 1 - 0.1 * want.sum(-1))
+    assert collector.policy.asked == {
+        "generate": False,
+        "return_log_probs": True,
+        "log_probs_key": "log_probs",
+        "input_mode": "tokens",
+        "input_key": ("tokens", "full"),
+        "pad_output": True,
+    }
+    out = env.step(dense(nxt=False).set(FULL, given))  # still not scored when given
+    assert torch.equal(out["next", *FULL], given)
+
+
+def test_history_key_is_where_the_collectors_policy_reads():
+    ref = TinyPolicy(1, key="ref_log_probs", mode="history")
+    env = TransformedEnv(Chat(), RetrieveKL(ref_model=ref, history_key="chat"))
+    collector = Collector(TinyPolicy(0))
+    env.register_collector(collector)
+    env.step(dense(nxt=False))
+    assert collector.policy.asked["input_key"] == ("chat", "full")
+
+
+def test_a_collector_that_is_gone_and_a_missing_container_are_value_errors():
+    transform = RetrieveKL(ref_model=TinyPolicy(1, key="ref_log_probs"), assistant_only=False)
+    with pytest.raises(ValueError, match="The container is not set"):
+        transform(dense())
+    env = TransformedEnv(Chat(), transform)
+    env.register_collector(Collector(TinyPolicy(0)))
+    gc.collect()
+    with pytest.raises(ValueError, match="The collector is not set"):
+        env.step(dense(nxt=False))
+
+
+def test_retrieve_kl_refuses_what_cannot_work():
+    gen, ref = models()
+    args = {"assistant_only": False}
+    for bad in (
+        {"gen_model": gen, "gen_model_factory": lambda: gen, "ref_model": ref},
+        {"gen_model": gen, "ref_model": ref, "ref_model_factory": lambda: ref},
+    ):
+        with pytest.raises(ValueError, match="Cannot provide both"):
+            RetrieveKL(**bad, **args)
+    for bad in ({"gen_model": gen}, {"gen_model": None, "ref_model": ref}):
+        with pytest.raises(ValueError, match="exactly one of"):
+            RetrieveKL(**bad, **args)
+    with pytest.raises(ValueError, match="different `log_probs_key`"):
+        RetrieveKL(TinyPolicy(0), TinyPolicy(1), **args)
+    with pytest.raises(ValueError, match="pad_output mismatch"):
+        RetrieveKL(gen, TinyPolicy(1, key="ref_log_probs", padded=False), **args)
+    with pytest.raises(ValueError, match="generation model must have `generate=False`"):
+        RetrieveKL(TinyPolicy(generate=True), ref, **args)
+    with pytest.raises(ValueError, match="reference model must have `generate=False`"):
+        RetrieveKL(gen, TinyPolicy(1, key="ref_log_probs", generate=True), **args)
+    with pytest.raises(ValueError, match="input_mode='history'"):
+        RetrieveKL(gen, ref)
+    with pytest.raises(ValueError, match="different keys"):
+        RetrieveKL(gen, ref, ref_log_probs_full_key=FULL, **args)
+    with pytest.raises(ValueError, match="expected a log-probs key"):
+        RetrieveKL(gen, ref, gen_log_probs_full_key="log_probs", **args)
+    with pytest.raises(TypeError, match="no_such"):
+        RetrieveKL(gen, ref, no_such=1, **args)
+
+
+def test_ragged_retrieve_kl_equals_the_dense_one():
+    gen, ref = models(padded=False)
+    reward = torch.tensor([[1.0], [2.0]]).double()
+    out = RetrieveKL(gen, ref, assistant_only=False, coeff=0.2)(ragged(reward=reward))
+    g, r = slow_scores(gen, RESPONSE), slow_scores(ref, RESPONSE)
+    kl = out.get(("next", "kl_penalty"), as_list=True)
+    for i, row in enumerate(kl):
+        assert torch.allclose(row, (g - r)[i][ATTENTION[i]])
+    sums = torch.stack([x.sum() for x in out.get(("next", "reward"), as_list=True)])
+    assert torch.allclose(sums, reward.squeeze(-1) - 0.2 * (g - r).sum(-1))
+
+
+def test_equal_models_have_no_kl_and_the_whole_td_is_otherwise_untouched():
+    gen, ref = TinyPolicy(0, key="gen_log_probs"), TinyPolicy(0, key="ref_log_probs")
+    td = dense()
+    keys = set(td.keys(True, True))
+    out = RetrieveKL(gen, ref, assistant_only=False)(td)
+    assert (out["next", "kl_penalty"] == 0).all()
+    new = {("next", "kl_penalty"), ("next", *FULL), ("next", *REF)}
+    assert set(out.keys(True, True)) == keys | new
