@@ -1,7 +1,7 @@
 """Data sets for tasks: files and the hub, read into checked rows.
 
 A data set is a path (.jsonl, .json, .csv, .parquet) or a hub id, "openai/gsm8k:main" with a subset.
-Rows are checked when they are loaded: an error names the row, the column, what was expected and got.
+Rows are checked when they are loaded: an error names row, column, what was expected and got.
 Hub data goes to the `datasets` package's own cache in the user's home, never to the run folder.
 """
 
@@ -40,7 +40,7 @@ class Table:
     def text(self, index: int, column: str) -> str:
         """Return a cell that has to be a text with something in it."""
         value = self.rows[index].get(column)
-        if not isinstance(value, str) or not value.strip():
+        if not is_text(value) or not value.strip():
             raise self.error(index, column, "a text", value)
         return value
 
@@ -55,7 +55,7 @@ class Table:
                 raise self.error(index, where, "a dict with role and content", message)
             if message.get("role") not in ROLES:
                 raise self.error(index, f"{where}.role", " | ".join(ROLES), message.get("role"))
-            if not isinstance(message.get("content"), str):
+            if not is_text(message.get("content")):
                 raise self.error(index, f"{where}.content", "a text", message.get("content"))
         return [{"role": m["role"], "content": m["content"]} for m in value]
 
@@ -78,7 +78,7 @@ def load_chats(
     eval_split: str | None = None,
     seed: int = 0,
 ) -> dict[str, list[dict[str, Any]]]:
-    """Return the "train" and "eval" rows: "messages" (the prompt) and "answer" (the last reply).
+    """Return "train" and "eval" rows: "messages" (the prompt), "answer" (the last reply), "index".
 
     A column `messages` is used where there is one, else `question` and `answer`; `columns` renames
     any of the three. Eval rows: `eval_dataset`, else `eval_split` of a hub data set, else a seeded
@@ -111,6 +111,7 @@ def _chats(table: Table, names: Mapping[str, str]) -> list[dict[str, Any]]:
     question, answer = (table.require(names.get(n, n)) for n in ("question", "answer"))
     return [
         {
+            "index": index,
             "messages": [{"role": "user", "content": table.text(index, question)}],
             "answer": table.text(index, answer),
         }
@@ -124,7 +125,12 @@ def _chat(table: Table, index: int, column: str) -> dict[str, Any]:
     if last["role"] != "assistant" or not last["content"].strip() or len(messages) < 2:
         expected = "a prompt and then a reply of the assistant as the last message"
         raise table.error(index, column, expected, [m["role"] for m in messages])
-    return {"messages": messages[:-1], "answer": last["content"]}
+    return {"index": index, "messages": messages[:-1], "answer": last["content"]}
+
+
+def is_text(value: Any) -> bool:
+    """Return whether a value is a text that UTF-8 can hold: half an emoji breaks tokenizers."""
+    return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value)
 
 
 def is_file(dataset: str) -> bool:

@@ -48,11 +48,21 @@ class Rendered:
 
 
 class Renderer:
-    """Render chats with one tokenizer and one template.
+    r"""Render chats with one tokenizer and one template.
 
     `chat_template` is a Jinja text or "chatml"; None takes the tokenizer's own. `stop_ids` are the
     ids that end a turn: the tokenizer's EOS and what the template writes after a reply.
     Raises ValueError if there is no template or it cannot render a plain exchange.
+
+    >>> from policies.models import find_model, load_tokenizer
+    >>> tokenizer = load_tokenizer(find_model("tiny"))
+    >>> renderer = Renderer(tokenizer, "chatml")
+    >>> chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
+    >>> renderer.text(chat[:1], add_generation_prompt=True)
+    '<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n'
+    >>> done = renderer.render(chat, require_assistant=True)
+    >>> tokenizer.decode([i for i, a in zip(done.ids, done.assistant) if a])
+    'Yo<|im_end|>'
     """
 
     def __init__(self, tokenizer: Any, chat_template: str | None = None) -> None:

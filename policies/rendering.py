@@ -67,7 +67,7 @@ class Encoder:
         self._whole.post_processor = None  # it may trim spaces off the offsets
         self._spelling: Tokenizer | None = None
         self._blanks = {t.content: i for i, t in added.items() if t.content.isspace()}
-        self._renumber: dict[int, int] = {}
+        self._renumber: dict[int | None, int] = {}
 
     def encode(self, text: str) -> tuple[list[int], list[Span]]:
         """Return the ids of `text` and their spans, as `tokenizer(text)` has them."""

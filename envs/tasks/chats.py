@@ -14,7 +14,8 @@ class Chats(Task):
 
     >>> import pathlib, tempfile
     >>> path = pathlib.Path(tempfile.mkdtemp()) / "chats.jsonl"
-    >>> _ = path.write_text('{"question": "Hi", "answer": "Ho"}\\n{"question": "Ha", "answer": "H"}')
+    >>> row = '{"question": "%s", "answer": "yes"}'
+    >>> _ = path.write_text("\\n".join(row % name for name in ("Now?", "Then?")))
     >>> [m["role"] for m in Chats(str(path)).demonstrations()[0]["messages"]]
     ['user', 'assistant']
     """

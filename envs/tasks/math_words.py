@@ -86,8 +86,8 @@ def _with_final(row: Row) -> Row:
     final = (row["answer"] if marked is None else marked).strip()
     if not final:
         raise ValueError(
-            f"expected an answer after the mark of the solution, got {row['answer'][-60:]!r}; "
-            "correct or remove the row"
+            f"row {row['index']}, answer: expected a final answer after its mark, got "
+            f"{row['answer'][-60:]!r}; correct or remove the row"
         )
     return {**row, "final": final}
 
