@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 Message = dict[str, Any]
 
@@ -128,7 +128,7 @@ def _chat(table: Table, index: int, column: str) -> dict[str, Any]:
     return {"index": index, "messages": messages[:-1], "answer": last["content"]}
 
 
-def is_text(value: Any) -> bool:
+def is_text(value: Any) -> TypeGuard[str]:
     """Return whether a value is a text that UTF-8 can hold: half an emoji breaks tokenizers."""
     return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value)
 

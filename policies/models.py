@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from policies.cache import build_once, cache_dir, sha256_file
 
 if TYPE_CHECKING:
-    from torch import nn
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 TINY = "tiny"
 EMBEDDED = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -42,6 +41,10 @@ class FoundModel:
     folder: Path
     origin: Origin
     sha256: str
+
+    def about(self) -> dict[str, str]:
+        """Return what status.json says of the model."""
+        return {"name": str(self.folder), "origin": self.origin, "sha256": self.sha256}
 
 
 def find_model(model: str, *, source: str = "auto") -> FoundModel:
@@ -126,12 +129,11 @@ def _convert(gguf: Path, folder: Path) -> dict[str, Any]:
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **source)
         model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype="float32", **source)
         # save_pretrained refuses a model that it believes to be quantised.
-        del model.config.quantization_config
-        model.hf_quantizer = None
-        model.is_quantized = False
-        model.quantization_method = None
+        quantised = {"hf_quantizer": None, "is_quantized": False, "quantization_method": None}
+        vars(model).update(quantised)
+        vars(model.config).pop("quantization_config")
         # The file's own model name is noise from its making.
-        model.config.__dict__.pop("_model_name_or_path", None)
+        vars(model.config).pop("_model_name_or_path", None)
         model.config._name_or_path = model.name_or_path = EMBEDDED
         tokenizer.name_or_path = EMBEDDED
         for name in ("is_local", "local_files_only"):  # how it was loaded here, not what it is
@@ -177,7 +179,9 @@ def _find_on_hub(model: str, *, source: str) -> FoundModel:
     )
 
 
-def load_model(found: FoundModel, *, dtype: str = "float32", device: Any = None) -> "nn.Module":
+def load_model(
+    found: FoundModel, *, dtype: str = "float32", device: Any = None
+) -> "PreTrainedModel":
     """Load a causal language model in eval mode, dropout 0, sdpa attention.
 
     `device=None` leaves it on the CPU. Weights missing from the folder, or a model that is not a
@@ -196,10 +200,11 @@ def load_model(found: FoundModel, *, dtype: str = "float32", device: Any = None)
             raise ValueError(
                 f"{found.folder}: expected a causal language model, got a {config.model_type}"
             )
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             found.folder, config=config, dtype=getattr(torch, dtype),
             attn_implementation="sdpa", output_loading_info=True, **local,
         )  # fmt: skip
+    model, info = loaded
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise ValueError(

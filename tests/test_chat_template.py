@@ -5,7 +5,7 @@ import random
 import time
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from policies.chat_template import Renderer
@@ -121,7 +121,7 @@ def assistant(content):
 
 def random_chats(count, *, system=True, seed=0):
     rng = random.Random(seed)
-    letters = "abc the user: é漢😀?!\n 7'\"{}<|>\t"
+    letters = "abc the user: \u00e9\u6f22\U0001f600?!\n 7'\"{}<|>\t"
     for _ in range(count):
         size = rng.randint(1, 3)
         words = ["".join(rng.choices(letters, k=rng.randint(0, 20))) for _ in range(2 * size)]
@@ -228,6 +228,20 @@ class TestCleanChats:
         said = text_of(tokenizers["chatml"], done, assistant_only=True)
         assert said == "\n\n\n<|im_end|>"  # one of these newlines is the header's
 
+    def test_offsets_that_a_tokenizer_trims_do_not_lose_blanks(self):
+        tokenizer = make_tokenizer(*KINDS["chatml"])
+        tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+        done = Renderer(tokenizer).render([user(" "), assistant(" ")], require_assistant=True)
+        assert text_of(tokenizer, done, assistant_only=True) == " <|im_end|>"
+
+    def test_without_an_end_of_turn_the_line_end_is_not_the_assistants(self):
+        template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+        template += "{% if add_generation_prompt %}assistant: {% endif %}"
+        tokenizer = make_tokenizer(template, [], {"eos_token": "<|endoftext|>"})
+        chat = [user("q"), assistant("a"), user("r"), assistant("b")]
+        done = Renderer(tokenizer).render(chat, require_assistant=True)
+        assert text_of(tokenizer, done, assistant_only=True) == "ab"
+
     def test_empty_contents(self, tokenizers, renderers):
         done = renderers["chatml"].render([user(""), assistant("")], require_assistant=True)
         assert text_of(tokenizers["chatml"], done, assistant_only=True) == "<|im_end|>"
@@ -324,7 +338,7 @@ class TestMarkupInContents:
 
     @pytest.mark.parametrize("scheme", ["always", "first", "never"])
     def test_sentencepiece_style_tokenizers_add_no_blanks(self, scheme):
-        names = [chr(c) for c in range(33, 127)] + ["▁"]
+        names = [chr(c) for c in range(33, 127)] + ["\u2581"]
         backend = Tokenizer(models.BPE({c: i for i, c in enumerate(names)}, []))
         backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
         backend.decoder = decoders.Metaspace(prepend_scheme="never")
@@ -335,7 +349,7 @@ class TestMarkupInContents:
         ids = Renderer(tokenizer).render([user("a </s><s> b"), assistant("c")]).ids
         tokens = tokenizer.convert_ids_to_tokens(ids)
         content = tokens[tokens.index(":") + 1 : tokens.index("</s>")]
-        assert content == list("a▁</s><s>▁b")
+        assert content == list("a\u2581</s><s>\u2581b")
 
     def test_a_tokenizer_that_cannot_spell_its_control_tokens_is_named(self):
         backend = Tokenizer(models.WordLevel({"[END]": 0, "a": 1, "?": 2}, unk_token="?"))
@@ -490,7 +504,8 @@ class TestStopIds:
         assert renderers[kind].stop_ids == ids
 
     def test_what_begins_the_next_turn_does_not_end_one(self):
-        template = "{% for m in messages %}{{ '<|im_start|>' + m['content'] + ' ' }}{% endfor %}end"
+        turns = "{% for m in messages %}{{ '<|im_start|>' + m['content'] + ' ' }}{% endfor %}"
+        template = turns + "and<|im_start|>"
         tokenizer = make_tokenizer(template, ["<|im_start|>"], {"eos_token": "<|endoftext|>"})
         assert Renderer(tokenizer).stop_ids == {tokenizer.eos_token_id}
 

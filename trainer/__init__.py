@@ -20,7 +20,13 @@ _HOME = {
     "Runtime": "runtime",
     "SFTLoss": "loss_modules",
     "SFTObjective": "objectives",
+    "Checkpoints": "checkpoint",
+    "Evaluate": "evaluate",
+    "Stopped": "runtime",
     "Trainer": "trainer",
+    "Update": "update",
+    "make_optimizer": "optimizer",
+    "make_schedule": "optimizer",
     "WandbTracker": "tracker",
 }
 __all__ = sorted(_HOME)

@@ -21,7 +21,7 @@ from trainer.runtime import Runtime
 class Evaluate:
     """Measure the policy on the task's eval rows.
 
-    `chunk` prompts are played at a time; draws depend on (seed, row, sample) only, so that two
+    `prompts_per_batch` prompts are played at a time; draws depend on (seed, row, sample) only, so that two
     evaluations differ by the weights alone.
     """
 
@@ -36,11 +36,11 @@ class Evaluate:
         temperature: float = 1.0,
         greedy: bool = True,
         max_rows: int | None = None,
-        chunk: int = 8,
+        prompts_per_batch: int = 8,
         every: int = 0,
     ) -> None:
         self.rows = list(task.rows("eval"))[:max_rows]
-        self.runtime, self.chunk, self.every = runtime, chunk, every
+        self.runtime, self.chunk, self.every = runtime, prompts_per_batch, every
         self.plans: list[tuple[str, ChatEnv, TransformersWrapper]] = []
         for name, samples, value in (("sampled", num_samples, temperature), ("greedy", 1, 0.0)):
             if samples == 0 or (name == "greedy" and not greedy):

@@ -1,4 +1,8 @@
-"""AdamW, with weight decay on matrices only."""
+"""AdamW with weight decay on matrices only, and the learning rate as a function of the step."""
+
+import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,6 +15,7 @@ def make_optimizer(
     weight_decay: float = 0.0,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
+    **_: Any,
 ) -> torch.optim.AdamW:
     """Return fused AdamW on the parameters that require a gradient.
 
@@ -23,3 +28,29 @@ def make_optimizer(
     ]
     groups = [group for group in groups if group["params"]]
     return torch.optim.AdamW(groups, lr=lr, betas=tuple(betas), eps=eps, fused=True)
+
+
+def make_schedule(
+    schedule: str = "constant", *, lr: float, warmup: int = 0, total: int, **_: Any
+) -> Callable[[int], float]:
+    """Return step (0-based) -> learning rate: constant, linear or cosine to 0, after a warm-up.
+
+    >>> rate = make_schedule("linear", lr=1.0, warmup=2, total=6)
+    >>> [round(rate(s), 2) for s in range(6)]
+    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    """
+    shapes: dict[str, Callable[[float], float]] = {
+        "constant": lambda x: 1.0,
+        "linear": lambda x: 1.0 - x,
+        "cosine": lambda x: 0.5 * (1.0 + math.cos(math.pi * x)),
+    }
+    if schedule not in shapes:
+        raise ValueError(f"expected optimizer.schedule in {sorted(shapes)}, got {schedule!r}")
+
+    def rate(step: int) -> float:
+        if step < warmup:
+            return lr * (step + 1) / warmup
+        done = (step - warmup) / max(total - warmup, 1)
+        return lr * shapes[schedule](min(done, 1.0))
+
+    return rate

@@ -16,7 +16,9 @@ from envs.tasks.task import Reply, Reward, Row, Split, Task, assistant, check_sp
 
 DATA = Path(__file__).with_name("data") / "facts.json"
 # Letters that Unicode does not decompose into a base letter and an accent.
-LETTERS = str.maketrans({"ø": "o", "ł": "l", "đ": "d", "ı": "i", "æ": "ae", "œ": "oe"})  # noqa: RUF001
+LETTERS = str.maketrans(
+    {"\xf8": "o", "\u0142": "l", "\u0111": "d", "\u0131": "i", "\xe6": "ae", "\u0153": "oe"}
+)
 
 
 class Facts(Task):
@@ -68,7 +70,7 @@ class Facts(Task):
 def fold(text: str) -> str:
     """Return the words of a text without case, accents and punctuation, one space apart.
 
-    >>> fold("Brasília, N'Djamena!")
+    >>> fold("Bras\\xedlia, N'Djamena!")
     'brasilia n djamena'
     """
     plain = unicodedata.normalize("NFKD", text.casefold().translate(LETTERS))

@@ -1,0 +1,1 @@
+"""The configuration: YAML groups and their schema."""

@@ -1,0 +1,170 @@
+"""What a composed configuration must fulfil before any model is loaded. Torch-free.
+
+Every finding is one line: expected, got, what to do.
+"""
+
+import inspect
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("policies.", "envs.", "trainer.")
+FILES = (".jsonl", ".json", ".parquet", ".csv")
+CHOICES = {
+    "policy.source": ("auto", "hub"),
+    "policy.dtype": ("float32", "bfloat16", "float16"),
+    "policy.autocast": (None, "bfloat16", "float16"),
+    "kl.estimator": ("k1", "k2", "k3", "full"),
+    "kl.where": ("loss", "reward"),
+    "algorithm.aggregation": ("token_mean", "sequence_mean", "constant"),
+    "algorithm.credit": ("trajectory", "return_to_go"),
+    "algorithm.mask": ("assistant", "prompt"),
+    "optimizer.schedule": ("constant", "linear", "cosine"),
+}
+AT_LEAST = {
+    "policy.max_new_tokens": 1,
+    "policy.max_prompt_tokens": 1,
+    "env.max_turns": 1,
+    "kl.coeff": 0,
+    "algorithm.group_size": 1,
+    "algorithm.epochs": 1,
+    "algorithm.minibatches": 1,
+    "algorithm.clip_high": 0,
+    "algorithm.clip_low": 0,
+    "optimizer.lr": 0,
+    "optimizer.weight_decay": 0,
+    "optimizer.max_grad_norm": 0,
+    "optimizer.warmup": 0,
+    "trainer.num_iterations": 1,
+    "trainer.prompts_per_iteration": 1,
+    "trainer.micro_batch_tokens": 1,
+    "eval.every": 0,
+    "eval.num_samples": 0,
+    "eval.temperature": 0,
+    "eval.max_rows": 1,
+    "eval.prompts_per_batch": 1,
+    "checkpoint.every": 0,
+    "checkpoint.keep_last": 1,
+    "launch.num_processes": 1,
+    "launch.threads": 1,
+}
+BIASED = {
+    ("loss", "k1"): "k1 in the loss has a gradient of zero; use kl.estimator=k3, k2 or full",
+    ("reward", "k2"): "k2 in the reward has no KL gradient near the reference; use k1",
+    ("reward", "k3"): "k3 in the reward has no KL gradient near the reference; use k1",
+    ("reward", "full"): "full in the reward does not depend on its own token; use k1",
+}
+
+
+def check(cfg: dict[str, Any]) -> None:
+    """Raise ValueError with the first thing that is wrong in a resolved configuration."""
+    for finding in _findings(cfg):
+        raise ValueError(finding)
+
+
+def _findings(cfg: dict[str, Any]) -> Iterator[str]:
+    flat = dict(_leaves(cfg))
+    for key, choices in CHOICES.items():
+        if key in flat and flat[key] not in choices:
+            names = ", ".join(str(c).replace("None", "null") for c in choices)
+            yield f"expected {key} to be one of {names}, got {flat[key]!r}"
+    for key, least in AT_LEAST.items():
+        value = flat.get(key)
+        if value is not None and not value >= least:
+            yield f"expected {key} >= {least}, got {value}"
+    yield from _batches(cfg)
+    yield from _leash(cfg)
+    yield from _files(cfg)
+    yield from _targets(cfg)
+
+
+def _batches(cfg: dict[str, Any]) -> Iterator[str]:
+    prompts, ranks = cfg["trainer"]["prompts_per_iteration"], cfg["launch"]["num_processes"]
+    parts = cfg["algorithm"]["minibatches"]
+    if prompts % ranks:
+        yield (
+            f"expected trainer.prompts_per_iteration={prompts} to be divisible by "
+            f"launch.num_processes={ranks}: every process plays whole groups"
+        )
+    if (prompts // ranks) % parts:
+        yield (
+            f"expected the {prompts // ranks} prompts of a process to split into "
+            f"algorithm.minibatches={parts} equal parts; change trainer.prompts_per_iteration"
+        )
+
+
+def _leash(cfg: dict[str, Any]) -> Iterator[str]:
+    kl, algorithm = cfg["kl"], cfg["algorithm"]
+    if "clip_low" not in algorithm:  # imitation: no reward, no sampling
+        if kl["coeff"] > 0:
+            yield f"SFT has no KL term, got kl.coeff={kl['coeff']}; set kl.coeff=0"
+        return
+    if algorithm["group_size"] < 2:
+        yield (
+            f"a group baseline needs algorithm.group_size >= 2, got {algorithm['group_size']}: "
+            "alone, every advantage is 0"
+        )
+    if algorithm["clip_low"] >= 1:
+        yield f"expected algorithm.clip_low < 1, got {algorithm['clip_low']}"
+    if cfg["policy"]["temperature"] <= 0:
+        yield (
+            f"expected policy.temperature > 0 in RL, got {cfg['policy']['temperature']}: greedy "
+            "replies of a group are all the same"
+        )
+    reason = BIASED.get((kl["where"], kl["estimator"]))
+    if reason and not kl["allow_biased"]:
+        yield f"kl.estimator={kl['estimator']} with kl.where={kl['where']}: {reason}, or set kl.allow_biased=true"
+    if kl["estimator"] == "full" and kl["where"] == "reward":
+        yield "kl.estimator=full is computed in the update only; use kl.where=loss"
+    if kl["coeff"] > 0 and not kl["measure"]:
+        yield f"kl.coeff={kl['coeff']} needs the reference; set kl.measure=true"
+
+
+def _files(cfg: dict[str, Any]) -> Iterator[str]:
+    for key in ("dataset", "eval_dataset"):
+        name = cfg["env"][key]
+        if name and name.endswith(FILES) and not Path(name).expanduser().is_file():
+            yield (
+                f"env.{key}: no file {name} (looked in {Path.cwd()}); give the path of a .jsonl, "
+                ".parquet or .csv file, or a hub id"
+            )
+    for key, name in (("policy.model", cfg["policy"]["model"]), ("kl.reference", cfg["kl"]["reference"])):
+        if name and name.startswith(("/", "./", "../", "~")):
+            folder = Path(name).expanduser()
+            if not (folder / "config.json").is_file():
+                yield f"{key}: expected a model folder with a config.json, got {name}"
+
+
+def _targets(cfg: dict[str, Any]) -> Iterator[str]:
+    for key, value in _leaves(cfg):
+        if key.rpartition(".")[2] != "_target_" or cfg["allow_targets"]:
+            continue
+        if not str(value).startswith(PACKAGES):
+            yield (
+                f"{key}={value}: expected code of leash ({', '.join(PACKAGES)}); set "
+                "allow_targets=true if you trust this configuration"
+            )
+    task = dict(cfg["env"]["task"])
+    name = task.pop("_target_", None)
+    if name is None:
+        yield "expected env.task._target_, e.g. envs.tasks.SortDigits; got none"
+        return
+    module, _, attribute = name.rpartition(".")
+    try:
+        target = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        yield f"env.task._target_={name}: {error}"
+        return
+    known = list(inspect.signature(target).parameters)
+    for key in task:
+        if key not in known:
+            yield f"env.task.{key}: {name} takes {', '.join(known)}"
+
+
+def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(node, dict):
+        for key, value in node.items():
+            yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, node

@@ -1,0 +1,166 @@
+"""What a configuration may hold: names and types. Torch-free; Hydra checks every file against it.
+
+Comments and units stand in the YAML files. What goes together with what is in conf/checks.py.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+
+@dataclass
+class PolicyConfig:
+    _target_: str = MISSING
+    model: str = MISSING
+    source: str = MISSING
+    dtype: str = MISSING
+    device: str | None = None
+    autocast: str | None = None
+    temperature: float = MISSING
+    max_new_tokens: int = MISSING
+    max_prompt_tokens: int | None = None
+    system_prompt: str | None = None
+    chat_template: str | None = None
+    stop: list[str] = field(default_factory=list)
+
+
+@dataclass
+class EnvConfig:
+    max_turns: int = MISSING
+    dataset: str | None = None
+    eval_dataset: str | None = None
+    columns: dict[str, str] = field(default_factory=dict)
+    split: str = MISSING
+    eval_split: str | None = None
+    task: dict[str, Any] = MISSING
+
+
+@dataclass
+class KLConfig:
+    coeff: float = MISSING
+    estimator: str = MISSING
+    where: str = MISSING
+    reference: str | None = None
+    measure: bool = MISSING
+    allow_biased: bool = MISSING
+
+
+@dataclass
+class AlgorithmConfig:
+    group_size: int = MISSING
+    aggregation: str = MISSING
+    epochs: int = MISSING
+    minibatches: int = MISSING
+    source: dict[str, Any] = MISSING
+    advantage: dict[str, Any] = MISSING
+    objective: dict[str, Any] = MISSING
+
+
+@dataclass
+class GRPOConfig(AlgorithmConfig):
+    scale_by_std: bool = MISSING
+    clip_low: float = MISSING
+    clip_high: float = MISSING
+    credit: str = MISSING
+
+
+@dataclass
+class SFTConfig(AlgorithmConfig):
+    mask: str = MISSING
+
+
+@dataclass
+class OptimizerConfig:
+    lr: float = MISSING
+    weight_decay: float = MISSING
+    betas: list[float] = MISSING
+    eps: float = MISSING
+    max_grad_norm: float = MISSING
+    schedule: str = MISSING
+    warmup: int = MISSING
+
+
+@dataclass
+class TrainerConfig:
+    num_iterations: int = MISSING
+    prompts_per_iteration: int = MISSING
+    micro_batch_tokens: int = MISSING
+
+
+@dataclass
+class EvalConfig:
+    every: int = MISSING
+    num_samples: int = MISSING
+    temperature: float = MISSING
+    greedy: bool = MISSING
+    max_rows: int | None = None
+    prompts_per_batch: int = MISSING
+
+
+@dataclass
+class CheckpointConfig:
+    every: int = MISSING
+    keep_last: int = MISSING
+    keep_best: bool = MISSING
+
+
+@dataclass
+class TrackerConfig:
+    _target_: str = MISSING
+    keep_transcripts: bool = MISSING
+
+
+@dataclass
+class WandbConfig(TrackerConfig):
+    project: str = MISSING
+    entity: str | None = None
+    mode: str | None = None
+    init_timeout: float = MISSING
+    finish_timeout: float = MISSING
+
+
+@dataclass
+class LaunchConfig:
+    num_processes: int = MISSING
+    threads: int | None = None
+
+
+@dataclass
+class Config:
+    policy: PolicyConfig = MISSING
+    env: EnvConfig = MISSING
+    kl: KLConfig = MISSING
+    algorithm: AlgorithmConfig = MISSING
+    optimizer: OptimizerConfig = MISSING
+    trainer: TrainerConfig = MISSING
+    eval: EvalConfig = MISSING
+    checkpoint: CheckpointConfig = MISSING
+    tracker: TrackerConfig = MISSING
+    launch: LaunchConfig = MISSING
+    seed: int = MISSING
+    resume: str | None = None
+    output_dir: str | None = None
+    allow_targets: bool = MISSING
+
+
+def register() -> None:
+    """Make the schema known to Hydra: the root, and one entry for each group."""
+    store = ConfigStore.instance()
+    store.store(name="schema", node=Config)
+    groups = {
+        "policy": {"schema": PolicyConfig},
+        "env": {"schema": EnvConfig},
+        "kl": {"schema": KLConfig},
+        "algorithm": {"grpo_schema": GRPOConfig, "sft_schema": SFTConfig},
+        "optimizer": {"schema": OptimizerConfig},
+        "trainer": {"schema": TrainerConfig},
+        "eval": {"schema": EvalConfig},
+        "checkpoint": {"schema": CheckpointConfig},
+        "tracker": {"schema": TrackerConfig, "wandb_schema": WandbConfig},
+        "launch": {"schema": LaunchConfig},
+    }
+    for group, nodes in groups.items():
+        for name, node in nodes.items():
+            store.store(group=group, name=name, node=node)

@@ -1,0 +1,101 @@
+"""What the cache does with interrupted, damaged and shared folders."""
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from policies.cache import build_once, read_manifest
+
+ROOT = Path(__file__).parents[1]
+
+
+def two_files(folder: Path) -> None:
+    (folder / "small.txt").write_text("small")
+    (folder / "sub").mkdir()
+    (folder / "sub" / "large.bin").write_bytes(b"x" * (2 << 20))
+
+
+def flip(path: Path, *, keep_time: bool = False) -> None:
+    data, time = bytearray(path.read_bytes()), path.stat().st_mtime_ns
+    data[0] ^= 1
+    path.write_bytes(data)
+    if keep_time:
+        os.utime(path, ns=(time, time))
+
+
+def test_sound_folder_is_reused(tmp_path):
+    build_once(tmp_path / "a", two_files)
+    inode = (tmp_path / "a").stat().st_ino
+    manifest = build_once(tmp_path / "a", two_files)
+    assert (tmp_path / "a").stat().st_ino == inode
+    assert manifest["files"]["small.txt"]["sha256"] == hashlib.sha256(b"small").hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("damage", "full"),
+    [
+        (lambda folder: flip(folder / "small.txt", keep_time=True), False),
+        (lambda folder: flip(folder / "sub" / "large.bin"), False),
+        (lambda folder: flip(folder / "sub" / "large.bin", keep_time=True), True),
+        (lambda folder: (folder / "small.txt").unlink(), False),
+        (lambda folder: (folder / "sub" / "large.bin").write_bytes(b"x"), False),
+        (lambda folder: (folder / "MANIFEST.json").write_text("{"), False),
+        (lambda folder: (folder / "MANIFEST.json").unlink(), False),
+    ],
+    ids=["flip", "flip-large", "flip-large-same-time", "gone", "cut", "torn-manifest", "none"],
+)
+def test_damaged_folder_is_built_anew(tmp_path, damage, full):
+    folder = tmp_path / "a"
+    build_once(folder, two_files)
+    damage(folder)
+    assert read_manifest(folder, full=full) is None
+    build_once(folder, two_files, full=full)
+    assert read_manifest(folder, full=True) is not None
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".a.lock", "a"]
+
+
+def test_failed_build_leaves_nothing(tmp_path):
+    def fail(folder):
+        two_files(folder)
+        raise RuntimeError("disk on fire")
+
+    with pytest.raises(RuntimeError, match="on fire"):
+        build_once(tmp_path / "a", fail)
+    assert [p.name for p in tmp_path.iterdir()] == [".a.lock"]
+
+
+BUILDER = """
+import os, sys, time
+from pathlib import Path
+from policies.cache import build_once
+place, how = Path(sys.argv[1]), sys.argv[2]
+def build(folder):
+    with open(place.parent / "builds.txt", "a") as log:
+        log.write("x")
+    (folder / "a.txt").write_text("a")
+    if how == "die":
+        os._exit(9)
+    time.sleep(0.3)
+build_once(place, build)
+"""
+
+
+def start(place: Path, how: str) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-c", BUILDER, str(place), how], cwd=ROOT)
+
+
+def test_of_concurrent_builders_one_builds(tmp_path):
+    jobs = [start(tmp_path / "a", "live") for _ in range(4)]
+    assert [job.wait(60) for job in jobs] == [0] * 4
+    assert (tmp_path / "builds.txt").read_text() == "x"
+
+
+def test_killed_build_counts_for_nothing_and_is_cleaned_up(tmp_path):
+    assert start(tmp_path / "a", "die").wait(60) == 9
+    assert not (tmp_path / "a").exists()
+    assert start(tmp_path / "a", "live").wait(60) == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".a.lock", "a", "builds.txt"]

@@ -1,0 +1,216 @@
+"""Data files of each kind, renamed columns, split-offs, and what malformed rows say."""
+
+import csv
+import json
+
+import pytest
+from datasets import Dataset
+
+from envs.data import load_chats, load_table, split_off
+from tests.checkpoints import write_gsm8k_jsonl
+
+ROWS = [{"question": f"{i} + 1?", "answer": f"#### {i + 1}"} for i in range(30)]
+
+
+def write_jsonl(path, rows):
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return str(path)
+
+
+def write_csv(path, rows):
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return str(path)
+
+
+def write_json(path, rows):
+    path.write_text(json.dumps(rows))
+    return str(path)
+
+
+def write_parquet(path, rows):
+    Dataset.from_list(rows).to_parquet(str(path))
+    return str(path)
+
+
+WRITERS = {".jsonl": write_jsonl, ".csv": write_csv, ".json": write_json, ".parquet": write_parquet}
+
+
+@pytest.mark.parametrize("suffix", WRITERS)
+def test_every_file_kind_gives_the_same_rows(tmp_path, suffix):
+    path = WRITERS[suffix](tmp_path / f"data{suffix}", ROWS)
+    table = load_table(path)
+    assert table.rows == ROWS
+    assert table.columns == ["question", "answer"]
+
+
+def test_line_separators_inside_a_text_do_not_split_a_row(tmp_path):
+    row = {"question": "a\u2028b", "answer": "c\x85d"}
+    path = tmp_path / "odd.jsonl"
+    path.write_text(json.dumps(row, ensure_ascii=False) + "\n\n", encoding="utf-8")
+    assert load_table(str(path)).rows == [row]
+
+
+def test_columns_are_renamed(tmp_path):
+    rows = [{"problem": r["question"], "solution": r["answer"], "level": 1} for r in ROWS]
+    path = write_jsonl(tmp_path / "d.jsonl", rows)
+    found = load_chats(path, columns={"question": "problem", "answer": "solution"})
+    for row in found["train"]:
+        assert row["messages"] == [{"role": "user", "content": rows[row["index"]]["problem"]}]
+        assert row["answer"] == rows[row["index"]]["solution"]
+
+
+def test_messages_column_wins_unless_question_is_named(tmp_path):
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    rows = [{**row, "messages": chat} for row in ROWS]
+    path = write_jsonl(tmp_path / "d.jsonl", rows)
+    assert load_chats(path, eval_dataset=path)["train"][0]["messages"] == chat[:-1]
+    asked = load_chats(path, eval_dataset=path, columns={"question": "question"})
+    assert asked["train"][0]["messages"][0]["content"] == "0 + 1?"
+    renamed = write_jsonl(tmp_path / "e.jsonl", [{"chat": chat}])
+    found = load_chats(renamed, eval_dataset=renamed, columns={"messages": "chat"})
+    assert found["train"][0]["answer"] == "Ho"
+
+
+def test_split_off_is_seeded_disjoint_and_complete(tmp_path):
+    path = write_gsm8k_jsonl(tmp_path / "g.jsonl", 100)
+    splits = [load_chats(str(path), seed=seed) for seed in (0, 0, 1)]
+    assert splits[0] == splits[1] != splits[2]
+    for split in splits:
+        indices = [row["index"] for name in ("train", "eval") for row in split[name]]
+        assert sorted(indices) == list(range(100))
+        assert len(split["eval"]) == 10
+
+
+def test_equal_prompts_stay_on_one_side():
+    prompts = [str(i % 7) for i in range(70)]
+    for seed in range(5):
+        train, held_out = split_off(prompts, seed=seed)
+        assert not {prompts[i] for i in train} & {prompts[i] for i in held_out}
+        assert len(train) + len(held_out) == 70
+    with pytest.raises(ValueError, match="at least 2 different prompts"):
+        split_off(["a", "a"])
+
+
+def test_split_off_takes_at_most_200():
+    assert len(split_off([str(i) for i in range(5000)])[1]) == 200
+
+
+def test_eval_data_of_its_own_leaves_the_train_rows_whole(tmp_path):
+    train = write_jsonl(tmp_path / "train.jsonl", ROWS)
+    held_out = write_jsonl(tmp_path / "eval.jsonl", ROWS[:3])
+    found = load_chats(train, eval_dataset=held_out)
+    assert (len(found["train"]), len(found["eval"])) == (30, 3)
+
+
+def test_file_has_no_splits_so_eval_split_is_split_off(tmp_path):
+    path = write_jsonl(tmp_path / "train.jsonl", ROWS)
+    assert load_chats(path, eval_split="test") == load_chats(path)
+
+
+def test_named_splits_of_a_data_set_folder(tmp_path):
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    for name, rows in (("train", ROWS), ("test", ROWS[:4])):
+        write_jsonl(folder / f"{name}.jsonl", rows)
+    found = load_chats(str(folder), eval_split="test")
+    assert (len(found["train"]), len(found["eval"])) == (30, 4)
+    assert found["eval"][3]["answer"] == "#### 4"
+
+
+GOOD = {"role": "user", "content": "Hi"}
+LAST = {"role": "assistant", "content": "Ho"}
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ({"question": None, "answer": "1"}, "row 2, question: expected a text, got None (NoneType"),
+        ({"question": "q", "answer": 5}, "row 2, answer: expected a text, got 5 (int)"),
+        ({"question": "q"}, "row 2, answer: expected a text, got None"),
+        ({"question": "  ", "answer": "1"}, "row 2, question: expected a text, got '  ' (str)"),
+        ({"question": "\ud83d", "answer": "1"}, r"row 2, question: expected a text, got '\ud83d'"),
+    ],
+)
+def test_malformed_cell_names_row_column_expected_and_got(tmp_path, bad, words):
+    path = write_jsonl(tmp_path / "d.jsonl", [*ROWS[:2], bad])
+    with pytest.raises(ValueError, match="row 2") as caught:
+        load_chats(path)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ("hello", "row 1, messages: expected a list of messages, got 'hello' (str)"),
+        ([], "row 1, messages: expected a list of messages, got [] (list)"),
+        ([GOOD, "Ho"], "row 1, messages[1]: expected a dict with role and content, got 'Ho'"),
+        (
+            [{"role": "bot", "content": "x"}, LAST],
+            "row 1, messages[0].role: expected system | user | assistant | tool, got 'bot'",
+        ),
+        ([{"role": "user"}, LAST], "row 1, messages[0].content: expected a text, got None"),
+        ([GOOD], "a reply of the assistant as the last message, got ['user']"),
+        ([LAST], "a reply of the assistant as the last message, got ['assistant']"),
+        ([GOOD, LAST | {"content": " "}], "a reply of the assistant as the last message"),
+    ],
+)
+def test_malformed_chat_names_the_place(tmp_path, messages, words):
+    rows = [{"messages": [GOOD, LAST]}, {"messages": messages}]
+    with pytest.raises(ValueError, match="row 1") as caught:
+        load_chats(write_jsonl(tmp_path / "d.jsonl", rows))
+    assert words in str(caught.value)
+
+
+def test_missing_column_lists_the_columns_there_are(tmp_path):
+    path = write_jsonl(tmp_path / "d.jsonl", [{"prompt": "a", "label": "b"}])
+    with pytest.raises(ValueError, match="'question', got prompt, label") as caught:
+        load_chats(path)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match="'chat', got prompt, label"):
+        load_chats(path, columns={"messages": "chat"})
+    with pytest.raises(ValueError, match=r"keys among .* got \['reply'\]"):
+        load_chats(path, columns={"reply": "label"})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.jsonl", '{"question": "a"}\n{oops', "line 2: expected a JSON object, got '{oops'"),
+        ("a.jsonl", "[1]\n", "row 0: expected an object, got [1]"),
+        ("a.jsonl", "\n", "at least one row"),
+        ("a.json", '{"a": 1}', "expected a JSON list of objects, got dict"),
+        ("a.json", "[", "expected a JSON list of objects"),
+        ("a.csv", "question,answer\n", "at least one row"),
+        ("a.parquet", "not parquet", "expected a parquet file"),
+    ],
+)
+def test_unreadable_file_says_where(tmp_path, name, text, words):
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(ValueError, match="expected") as caught:
+        load_chats(str(path))
+    assert words in str(caught.value)
+
+
+def test_absent_data_is_one_line_with_the_remedy(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    for name, words in (
+        (None, "env.dataset"),
+        (str(tmp_path / "no.jsonl"), "there is none"),
+        ("no-one/no-data:main", "give a file"),
+    ):
+        with pytest.raises(ValueError, match=r"expected|not found") as caught:
+            load_chats(name)
+        assert words in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_data_sets_are_read_quietly(tmp_path, capfd):
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    write_jsonl(folder / "train.jsonl", ROWS)
+    load_table(str(folder))
+    assert capfd.readouterr() == ("", "")

@@ -1,0 +1,132 @@
+"""Starting a run in a fresh process, one per rank, and waiting for it. Torch-free.
+
+The parent never imports torch: what a job leaves behind in a process cannot reach the next one.
+Status travels by <folder>/status.json, errors by <folder>/errors/rank<k>.txt.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from policies.cache import build_once, cache_dir
+
+PREFIX = "experiment:"
+
+
+class Interrupted(SystemExit):
+    """The run was stopped by a signal; a sweep stops with it."""
+
+
+def command(script: str | Path, arguments: Sequence[str], *, ranks: int) -> list[str]:
+    """Return the command line that starts `ranks` processes of a script."""
+    start = [sys.executable]
+    if ranks > 1:
+        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    return [*start, str(script), *arguments]
+
+
+def run(
+    script: str | Path, config: Path, folder: Path, *, ranks: int = 1, threads: int | None = None
+) -> dict[str, Any]:
+    """Run `script --worker config folder` and return its status; raise RuntimeError if it failed.
+
+    SIGINT and SIGTERM are passed on once, for the run to stop at its next iteration; a second one
+    ends it at once. A stopped run raises `Interrupted` with 128 + the signal.
+    """
+    words = command(script, ["--worker", str(config), str(folder)], ranks=ranks)
+    each = threads or max((os.cpu_count() or 1) // ranks, 1)
+    env = {**os.environ, "OMP_NUM_THREADS": str(each)}
+    env["PYTHONPATH"] = os.pathsep.join([str(Path(script).parent), env.get("PYTHONPATH", "")])
+    shutil.rmtree(folder / "errors", ignore_errors=True)
+    got: list[int] = []
+    process = subprocess.Popen(words, start_new_session=True, env=env)
+
+    def forward(number: int, _: Any) -> None:
+        got.append(number)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM if len(got) == 1 else signal.SIGKILL)
+
+    previous = {s: signal.signal(s, forward) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        code = process.wait()
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    status = read_status(folder)
+    if got:
+        close_status(folder, status, f"signal {got[0]}")
+        raise Interrupted(128 + got[0])
+    if code != 0 or status.get("state") != "finished":
+        close_status(folder, status, f"the process ended with code {code}")
+        raise RuntimeError(explain_failure(folder))
+    return status
+
+
+def read_status(folder: Path) -> dict[str, Any]:
+    """Return status.json, or {} before it is there."""
+    try:
+        return json.loads((folder / "status.json").read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def close_status(folder: Path, status: dict[str, Any], reason: str) -> None:
+    """Say in status.json how a run ended that could not say so itself."""
+    if status.get("state") in ("failed", "preempted", "finished"):
+        return
+    state = "preempted" if reason.startswith("signal") else "failed"
+    text = json.dumps({**status, "state": state, "reason": reason}, indent=1)
+    part = folder / "status.json.part"
+    part.write_text(text)
+    part.replace(folder / "status.json")
+
+
+def explain_failure(folder: Path) -> str:
+    """Return one line on why a run failed, and where the whole story is."""
+    files = sorted((folder / "errors").glob("rank*.txt"), key=lambda p: p.stat().st_mtime)
+    reason = read_status(folder).get("reason") or "unknown"
+    if files:  # the rank that failed first is the cause; the others only lost contact
+        last = [line for line in files[0].read_text().splitlines() if line.strip()][-1]
+        return f"{last} (traceback: {files[0]})"
+    return f"{reason}; nothing was written to {folder / 'errors'}, was the process killed?"
+
+
+def resolve_experiment(
+    name: str, compose: Callable[[str], dict[str, Any]], start: Callable[[dict, Path], None]
+) -> str:
+    """Return the model folder of a finished experiment, from the cache or by running it now.
+
+    The cache is keyed by the experiment's resolved configuration and leash's version. `start` runs
+    a configuration in a folder; its `model` is what is kept.
+    """
+    if not name.startswith(PREFIX):
+        return name
+    experiment = name.removeprefix(PREFIX)
+    config = compose(experiment)
+    try:
+        release = version("leash")
+    except PackageNotFoundError:
+        release = "source"
+    kept = {k: v for k, v in config.items() if k not in ("tracker", "launch", "checkpoint")}
+    text = json.dumps([kept, release], sort_keys=True)
+    key = hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def build(work: Path) -> dict[str, Any]:
+        print(f"{experiment} is not in the cache yet: running it first", flush=True)
+        run_folder = work / "run"
+        start(config, run_folder)
+        (run_folder / "model").rename(work / "model")
+        shutil.rmtree(run_folder)
+        return {"experiment": experiment, "config": config}
+
+    folder = cache_dir() / "experiments" / f"{experiment}-{key}"
+    build_once(folder, build)
+    return str(folder / "model")
