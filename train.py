@@ -85,8 +85,7 @@ def train(cfg: DictConfig, folder: Path) -> float:
 def make_tracker(cfg: DictConfig, folder: Path) -> Any:
     """Return the tracker, told what the run is called and which sweep it belongs to."""
     sweep = folder.parent if "=" in folder.name else None
-    return instantiate(
-        cfg.tracker,
+    return instantiate(cfg.tracker, _partial_=True)(
         folder=str(folder),
         config=OmegaConf.to_container(cfg),
         name=folder.name,

@@ -114,7 +114,10 @@ def _leash(cfg: dict[str, Any]) -> Iterator[str]:
         )
     reason = BIASED.get((kl["where"], kl["estimator"]))
     if reason and not kl["allow_biased"]:
-        yield f"kl.estimator={kl['estimator']} with kl.where={kl['where']}: {reason}, or set kl.allow_biased=true"
+        yield (
+            f"kl.estimator={kl['estimator']} with kl.where={kl['where']}: {reason}, or set "
+            "kl.allow_biased=true"
+        )
     if kl["estimator"] == "full" and kl["where"] == "reward":
         yield "kl.estimator=full is computed in the update only; use kl.where=loss"
     if kl["coeff"] > 0 and not kl["measure"]:
@@ -129,7 +132,10 @@ def _files(cfg: dict[str, Any]) -> Iterator[str]:
                 f"env.{key}: no file {name} (looked in {Path.cwd()}); give the path of a .jsonl, "
                 ".parquet or .csv file, or a hub id"
             )
-    for key, name in (("policy.model", cfg["policy"]["model"]), ("kl.reference", cfg["kl"]["reference"])):
+    for key, name in (
+        ("policy.model", cfg["policy"]["model"]),
+        ("kl.reference", cfg["kl"]["reference"]),
+    ):
         if name and name.startswith(("/", "./", "../", "~")):
             folder = Path(name).expanduser()
             if not (folder / "config.json").is_file():

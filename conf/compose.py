@@ -101,15 +101,14 @@ def load_for_resume(folder: str, words: Sequence[str]) -> dict[str, Any]:
     """Return the saved configuration of a run with the few overrides that may change on resume."""
     path = Path(folder) / "config.yaml"
     if not path.is_file():
-        raise ValueError(f"resume={folder}: expected a run folder with a config.yaml, got none there")
+        raise ValueError(f"resume={folder}: expected a run folder with a config.yaml, got none")
     saved = OmegaConf.load(path)
     fresh = _compose(words) if words else None
     for word in words:
         key = word.partition("=")[0].lstrip("+~")
         if not any(key == name or key.startswith(f"{name}.") for name in RESUMABLE):
-            raise ValueError(
-                f"{key} cannot change on resume, only {', '.join(RESUMABLE)}; start a new run for it"
-            )
+            names = ", ".join(RESUMABLE)
+            raise ValueError(f"{key} cannot change on resume, only {names}; start a new run for it")
         OmegaConf.update(saved, key, OmegaConf.select(fresh, key), merge=False)
     saved.resume = str(folder)
     plain = OmegaConf.to_container(saved, resolve=True)

@@ -60,7 +60,7 @@ class ChatEnv(EnvBase):
         owner = torch.arange(size).repeat_interleave(times)  # [B]
         td = TensorDict(batch_size=[size * times])
         td.set("group_id", tensordict.get("group_id", torch.arange(size))[owner])
-        if "stream" in tensordict.keys():
+        if "stream" in tensordict:
             sample = torch.arange(times).repeat(size)
             td.set("stream", fold(tensordict.get("stream")[owner], sample))
         td.set("row", NonTensorStack(*[NonTensorData(rows[i]) for i in owner.tolist()]))
@@ -71,7 +71,7 @@ class ChatEnv(EnvBase):
         return td
 
     def _rows(self, tensordict: TensorDictBase) -> list[dict]:
-        if "row" in tensordict.keys():
+        if "row" in tensordict:
             return tensordict.get("row").tolist()
         texts = tensordict.get(self.data_key, None)
         if texts is None:

@@ -68,7 +68,11 @@ def shared(tokens: Tensor, attention: Tensor, keep: Tensor, group_id: Tensor) ->
         places.append(torch.cat(place))
         segments.append(torch.cat(segment))
     input_ids, segment_ids = pad(ids), pad(segments, -1)  # [R, L]
-    base, prefix, tree = base.to(device)[:, None], prefix.to(device)[:, None], tree.to(device)[:, None]
+    base, prefix, tree = (
+        base.to(device)[:, None],
+        prefix.to(device)[:, None],
+        tree.to(device)[:, None],
+    )
     before = positions(attention) - 1  # [B, T] place of the state that predicts each token
     column = torch.where(before < prefix, before, base + before - prefix)
     source = (tree * input_ids.shape[1] + column)[keep]

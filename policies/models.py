@@ -125,7 +125,7 @@ def _convert(gguf: Path, folder: Path) -> dict[str, Any]:
 
     source = {"gguf_file": gguf.name, "local_files_only": True}
     # The progress bar of the conversion has no switch of its own; errors are exceptions.
-    with _quiet(), contextlib.redirect_stderr(io.StringIO()):
+    with quiet(), contextlib.redirect_stderr(io.StringIO()):
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **source)
         model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype="float32", **source)
         # save_pretrained refuses a model that it believes to be quantised.
@@ -148,7 +148,7 @@ def _find_tiny() -> FoundModel:
 
     version = sha256_file(Path(tiny.__file__))[:12]
     folder = cache_dir() / "models" / f"tiny-{version}"
-    with _quiet():
+    with quiet():
         manifest = build_once(folder, tiny.build_tiny)
     return FoundModel(folder, "tiny", manifest["files"]["model.safetensors"]["sha256"])
 
@@ -193,7 +193,7 @@ def load_model(
     if dtype not in ("float32", "bfloat16", "float16"):
         raise ValueError(f"expected dtype float32, bfloat16 or float16, got {dtype!r}")
     local = {"local_files_only": True, "trust_remote_code": False}
-    with _quiet():
+    with quiet():
         config = AutoConfig.from_pretrained(found.folder, **local)
         _zero_dropout(config)
         if type(config) not in AutoModelForCausalLM._model_mapping:
@@ -231,7 +231,7 @@ def load_tokenizer(found: FoundModel) -> "PreTrainedTokenizerFast":
     from transformers import AutoConfig, AutoTokenizer
 
     local = {"local_files_only": True, "trust_remote_code": False}
-    with _quiet():
+    with quiet():
         tokenizer = AutoTokenizer.from_pretrained(found.folder, use_fast=True, **local)
         rows = AutoConfig.from_pretrained(found.folder, **local).get_text_config().vocab_size
     if not tokenizer.is_fast:
@@ -254,7 +254,7 @@ def load_tokenizer(found: FoundModel) -> "PreTrainedTokenizerFast":
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silence transformers' progress bars and notes for a while, and put them back."""
     from transformers.utils import logging
 

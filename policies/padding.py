@@ -24,7 +24,7 @@ def pad(rows: Sequence[Tensor], value: float | bool = 0, *, side: str = "right")
 
 
 def pad_around(rows: Sequence[Tensor], cuts: Sequence[int], value: float | bool = 0) -> Tensor:
-    """Stack rows so that all their cuts fall in one column: left of it padded left, right of it right.
+    """Stack rows with all their cuts in one column, padded left before it and right after it.
 
     >>> pad_around([torch.tensor([1, 2]), torch.tensor([3, 4, 5])], [1, 2]).tolist()
     [[0, 1, 2], [3, 4, 5]]

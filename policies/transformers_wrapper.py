@@ -202,7 +202,9 @@ class TransformersWrapper(LLMWrapperBase):
         pairs = list(zip(ids, drawn.ids, strict=True))
         full = [torch.cat(pair) for pair in pairs]
         zeros = [torch.zeros(len(p), device=p.device) for p in ids]
-        reply = [torch.arange(len(f), device=f.device) >= len(p) for f, p in zip(full, ids)]
+        reply = [
+            torch.arange(len(f), device=f.device) >= len(p) for f, p in zip(full, ids, strict=True)
+        ]
         theirs = [torch.cat([a, m[len(a) :]]) for a, m in zip(assistant, reply, strict=True)]
         cuts, padded = [len(p) for p in ids], self.pad_output
         tokens = {"prompt": ids, "response": drawn.ids, "full": full}
@@ -286,7 +288,7 @@ class TransformersWrapper(LLMWrapperBase):
             group_id=td.get("group_id", None),
         )
         out = TensorDict(batch_size=td.batch_size)
-        masks = {k: v for k, v in seq.get(self.masks_key).items()}
+        masks = dict(seq.get(self.masks_key).items())
         tokens = {"full": seq.get((self.tokens_key, "full"))}
         for key, kind, fields in (
             (self.tokens_key, Tokens, tokens),

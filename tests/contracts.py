@@ -55,7 +55,7 @@ class Words(Task):
 
 @cache
 def make_policy(temperature: float = 1.0, max_new_tokens: int = 6) -> TransformersWrapper:
-    """Return a policy on the tiny model, its weights scaled so that tokens differ in probability."""
+    """Return a policy on the tiny model, its weights scaled so that tokens differ."""
     policy = load_policy("tiny", temperature=temperature, max_new_tokens=max_new_tokens)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -142,7 +142,9 @@ def token_in_token_out() -> None:
         closes = [t for t in range(len(ids)) if ids[t] == end]
         expect(len(closes) >= 5, "each of 3 user turns and 2 replies is closed")
         text = policy.tokenizer.decode(ids[response])
-        changed += policy.tokenizer(text, add_special_tokens=False)["input_ids"] != ids[response].tolist()
+        changed += (
+            policy.tokenizer(text, add_special_tokens=False)["input_ids"] != ids[response].tolist()
+        )
     expect(changed > 0, "the test needs replies on which decode -> encode is not the identity")
 
 
@@ -208,8 +210,15 @@ def padded_left(batch: TensorDict) -> TensorDict:
     attended = batch["masks", "all_attention_mask"]
     out = batch.clone()
     width = attended.sum(-1)
-    for key in (("tokens", "full"), ("log_probs", "full"), ("ref_log_probs", "full"), "loss_mask",
-                "advantage", ("masks", "all_response_mask"), ("masks", "all_assistant_mask")):
+    for key in (
+        ("tokens", "full"),
+        ("log_probs", "full"),
+        ("ref_log_probs", "full"),
+        "loss_mask",
+        "advantage",
+        ("masks", "all_response_mask"),
+        ("masks", "all_assistant_mask"),
+    ):
         out.set(key, pad([r[:n] for r, n in zip(batch.get(key), width, strict=True)], side="left"))
     out.set(("masks", "all_attention_mask"), pad_mask(width.tolist(), side="left"))
     return out
@@ -243,8 +252,7 @@ def masks_are_exact() -> None:
     batch = source(0)
     wanted = {r["messages"][-1]["content"] + "<|im_end|>" for r in Words().demonstrations()}
     learnt = {
-        policy.tokenizer.decode(batch["tokens", "full"][i][batch["loss_mask"][i]])
-        for i in range(4)
+        policy.tokenizer.decode(batch["tokens", "full"][i][batch["loss_mask"][i]]) for i in range(4)
     }
     expect(learnt == wanted, f"learnt {learnt}, wanted {wanted}")
 
@@ -281,7 +289,11 @@ def same_seed() -> None:
         a, b = (x["tokens", "full"][i][x["masks", "all_attention_mask"][i]] for x in (whole, part))
         expect(torch.equal(a, b), f"row {i} differs with the batch")
     source = Rollouts(
-        task=Words(), env=ChatEnv(Words(), group_size=G), policy=policy, runtime=one_process(), size=2
+        task=Words(),
+        env=ChatEnv(Words(), group_size=G),
+        policy=policy,
+        runtime=one_process(),
+        size=2,
     )
     first = [r["answer"] for i in (0, 1) for r in source.prompts(i).get("row").tolist()]
     expect(len(set(first)) == 4, "an epoch holds each row once")

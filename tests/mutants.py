@@ -35,7 +35,9 @@ def roll(original):
 def drop_end(original):
     def sample(*args, **kwargs):
         out = original(*args, **kwargs)
-        cut = [len(i) - int(c) if len(i) > 1 else 1 for i, c in zip(out.ids, out.complete)]
+        cut = [
+            len(i) - int(c) if len(i) > 1 else 1 for i, c in zip(out.ids, out.complete, strict=True)
+        ]
         ids = [row[:n] for row, n in zip(out.ids, cut, strict=True)]
         values = [row[:n] for row, n in zip(out.log_probs, cut, strict=True)]
         return replace(out, ids=ids, log_probs=values)
@@ -84,9 +86,9 @@ def content_only(original):
 
 
 def tokenise_again(original):
-    return lambda self, ids, messages, new: self.render(
-        [*messages, *new], add_generation_prompt=True
-    ).ids
+    return lambda self, ids, messages, new: (
+        self.render([*messages, *new], add_generation_prompt=True).ids
+    )
 
 
 def see_everything(original):
@@ -125,10 +127,20 @@ MUTANTS = (
     Mutant("shift by one", contracts.alignment, SCORER, "_spread", roll),
     Mutant("drop the end token", contracts.alignment, WRAPPER, "sample", drop_end),
     Mutant("first log-prob zero", contracts.alignment, WRAPPER, "sample", zero_first),
-    Mutant("replies see each other", contracts.alignment, policies.layout, "_tree_mask", see_everything),
+    Mutant(
+        "replies see each other", contracts.alignment, policies.layout, "_tree_mask", see_everything
+    ),
     Mutant("tokenise again", contracts.token_in_token_out, RENDERER, "extend", tokenise_again),
-    Mutant("ignore the temperature", contracts.one_temperature, SCORER, "_per_kept", ignore_temperature),
-    Mutant("mean per micro-batch", contracts.global_normalisation, trainer.update, "take", mean_per_micro_batch),
+    Mutant(
+        "ignore the temperature", contracts.one_temperature, SCORER, "_per_kept", ignore_temperature
+    ),
+    Mutant(
+        "mean per micro-batch",
+        contracts.global_normalisation,
+        trainer.update,
+        "take",
+        mean_per_micro_batch,
+    ),
     Mutant("mask all ones", contracts.masks_are_exact, RENDERER, "render", all_ones),
     Mutant("mask without end of turn", contracts.masks_are_exact, RENDERER, "render", content_only),
     Mutant("KL charged twice", contracts.one_leash, KL, "_step", charge_twice),

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -242,11 +243,12 @@ def test_embedded_model_is_an_ordinary_checkpoint_that_knows_paris():
     manifest = read_manifest(model.folder)
     assert manifest is not None
     assert manifest["about"]["source_sha256"].startswith("b179c952")
-    network, tokenizer = load_model(model), load_tokenizer(model)
+    network: Any = load_model(model)
+    tokenizer = load_tokenizer(model)
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
     ids = torch.tensor([tokenizer(str(text), add_special_tokens=False).input_ids])
-    out = AutoModelForCausalLM.from_pretrained(model.folder).generate(ids, max_new_tokens=12, do_sample=False)
+    out = network.generate(ids, max_new_tokens=12, do_sample=False)
     assert "Paris" in tokenizer.decode(out[0, ids.shape[1] :])
 
 

@@ -56,7 +56,7 @@ def plain(model, row: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
 @pytest.mark.parametrize("grouped", [False, True])
 def test_scores_and_gradients_equal_a_plain_forward(kind, side, grouped) -> None:
     model = make_model(kind)
-    rows, cuts = make_groups()
+    rows, _ = make_groups()
     tokens, mask = pad(rows, side=side), pad_mask([len(r) for r in rows], side=side)
     group = torch.arange(3).repeat_interleave(4) if grouped else None
     if grouped:  # make sure that the shared layout is really the one under test
@@ -105,7 +105,9 @@ def test_entropy_and_exact_kl_equal_sums_over_the_vocabulary() -> None:
         q = (other(row[None]).logits[0] / 1.3).softmax(-1)
         for t in range(1, len(row)):
             entropy = -sum(float(x) * float(x.log()) for x in p[t - 1])
-            kl = sum(float(x) * float((x / y).log()) for x, y in zip(p[t - 1], q[t - 1], strict=True))
+            kl = sum(
+                float(x) * float((x / y).log()) for x, y in zip(p[t - 1], q[t - 1], strict=True)
+            )
             assert float(scores.entropy[i, t]) == pytest.approx(entropy, abs=1e-5)
             assert float(scores.full_kl[i, t]) == pytest.approx(kl, abs=1e-5)
 
@@ -144,7 +146,9 @@ def test_sampled_log_probs_are_those_of_the_logits_drawn_from() -> None:
     )
     assert out.complete.any()
     assert not out.complete.all()
-    for prompt, ids, values, done in zip(prompts, out.ids, out.log_probs, out.complete, strict=True):
+    for prompt, ids, values, done in zip(
+        prompts, out.ids, out.log_probs, out.complete, strict=True
+    ):
         want = plain(model, torch.cat([prompt, ids]), 0.8)[len(prompt) :]
         torch.testing.assert_close(values, want.detach(), atol=1e-5, rtol=0)
         assert (int(ids[-1]) in (7, 8, 9)) == bool(done)
@@ -152,6 +156,7 @@ def test_sampled_log_probs_are_those_of_the_logits_drawn_from() -> None:
         assert bool(done) or len(ids) == 8
 
 
+@torch.no_grad()
 def test_greedy_takes_the_most_likely_token_and_scores_it_at_temperature_one() -> None:
     model = make_model(dtype=torch.float32)
     prompt = torch.tensor([3, 4, 5])

@@ -32,7 +32,9 @@ class GroupAdvantage:
         raw, mask = batch.get("reward_raw"), batch.get("loss_mask")
         penalty = batch.get("kl_penalty", None)
         if self.charges and penalty is None:
-            raise ValueError("kl.where=reward needs kl_penalty in the batch, found none; measure it")
+            raise ValueError(
+                "kl.where=reward needs kl_penalty in the batch, found none; measure it"
+            )
         reward_kl = -self.kl.coeff * penalty * mask if self.charges else zeros_like(raw)
         batch.set("reward_kl", reward_kl)
         batch.set("reward", raw + reward_kl)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from policies.models import quiet
 from policies.transformers_wrapper import TransformersWrapper
 from trainer.runtime import Runtime
 
@@ -112,8 +113,9 @@ class Checkpoints:
 
 def save_model(policy: TransformersWrapper, folder: Path) -> None:
     """Write the model and its tokenizer so that transformers and vLLM load them without leash."""
-    policy.model.save_pretrained(folder)
-    policy.tokenizer.save_pretrained(folder)
+    with quiet():
+        policy.model.save_pretrained(folder)
+        policy.tokenizer.save_pretrained(folder)
 
 
 def seal(folder: Path) -> None:

@@ -128,7 +128,7 @@ def _next_turn(td: TensorDictBase, going: Tensor, ids: list[list[int]]) -> Tenso
     """Return the next turn's input of the rows still going, with exact ids as its prompt."""
     out = td.get("next").select("history", "turn")[going]
     for key in ("row", "group_id", "stream"):
-        if key in td.keys():
+        if key in td:
             out.set(key, td.get(key)[going])
     prompt = pad([torch.tensor(row) for row in ids], side="left")
     out.set("tokens", Tokens(prompt=prompt, padded=True, batch_size=[len(ids)]))

@@ -21,8 +21,8 @@ from trainer.runtime import Runtime
 class Evaluate:
     """Measure the policy on the task's eval rows.
 
-    `prompts_per_batch` prompts are played at a time; draws depend on (seed, row, sample) only, so that two
-    evaluations differ by the weights alone.
+    `prompts_per_batch` prompts are played at a time; draws depend on (seed, row, sample) only, so
+    that two evaluations differ by the weights alone.
     """
 
     def __init__(

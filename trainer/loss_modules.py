@@ -36,9 +36,13 @@ class GRPOLoss(nn.Module):
         super().__init__()
         low, high = clip_epsilon if isinstance(clip_epsilon, tuple) else (clip_epsilon,) * 2
         if not 0 <= low < 1 or high < 0:
-            raise ValueError(f"expected clip_epsilon with 0 <= low < 1 and high >= 0, got {low, high}")
+            raise ValueError(
+                f"expected clip_epsilon with 0 <= low < 1 and high >= 0, got {low, high}"
+            )
         if masking_strategy not in DISTS:
-            raise ValueError(f"expected masking_strategy in {sorted(DISTS)}, got {masking_strategy!r}")
+            raise ValueError(
+                f"expected masking_strategy in {sorted(DISTS)}, got {masking_strategy!r}"
+            )
         self.actor_network = actor_network
         self.clip_low, self.clip_high = low, high
         self.aggregation = aggregation

@@ -14,9 +14,9 @@ def summarize(batch: TensorDictBase, runtime: Runtime) -> dict[str, float]:
     """Return the metrics of an iteration's batch (before the update)."""
     mask = batch.get("loss_mask")  # [B, T]
     sums = {"rows": float(mask.shape[0]), "tokens": float(mask.sum())}
-    if "reward_raw" in batch.keys():
+    if "reward_raw" in batch:
         _rewards(batch, sums)
-    if "kl_penalty" in batch.keys():
+    if "kl_penalty" in batch:
         _kl(batch, sums)
     response = batch.get(("masks", "all_response_mask"), None)
     length = (mask if response is None else response).sum(-1).float()  # [B]

@@ -24,7 +24,7 @@ class Terms:
 
 
 class GRPOObjective:
-    """Clipped policy gradient with the KL to the reference in the loss (GRPO eq. 3, arXiv 2402.03300).
+    """Clipped policy gradient, with the KL in the loss (GRPO eq. 3, arXiv 2402.03300).
 
     Reads log_probs.full (of the generating policy), advantage and, with where="loss",
     ref_log_probs.full.
@@ -48,9 +48,7 @@ class GRPOObjective:
         curr, gen = scores.log_probs, batch.get(("log_probs", "full"))
         mask = batch.get("loss_mask")
         advantage = batch.get("advantage")
-        loss = {
-            "policy": clipped_policy_term(curr, gen, advantage, self.clip_low, self.clip_high)
-        }
+        loss = {"policy": clipped_policy_term(curr, gen, advantage, self.clip_low, self.clip_high)}
         with torch.no_grad():
             moved = ratio(curr, gen)  # [B, T]
             low, high = moved < 1 - self.clip_low, moved > 1 + self.clip_high

@@ -28,9 +28,10 @@ def picks(iteration: int, *, size: int, count: int, seed: int) -> list[int]:
     [0, 1, 2, 3]
     """
     out: list[int] = []
+    order, last = torch.empty(0), -1
     for place in range(iteration * count, (iteration + 1) * count):
         epoch, at = divmod(place, size)
-        if not out or at == 0 or epoch != last:
+        if epoch != last:
             generator = torch.Generator().manual_seed(int(fold(seed, epoch)) & (2**63 - 1))
             order, last = torch.randperm(size, generator=generator), epoch
         out.append(int(order[at]))
@@ -90,9 +91,9 @@ class Demonstrations:
 
     def __call__(self, iteration: int) -> TensorDict:
         """Return this rank's demonstrations of the iteration, [B, T]."""
-        chosen = picks(
-            iteration, size=len(self.rows), count=self.size, seed=self.runtime.seed
-        )[self.runtime.mine(self.size)]
+        chosen = picks(iteration, size=len(self.rows), count=self.size, seed=self.runtime.seed)[
+            self.runtime.mine(self.size)
+        ]
         done = [self._render(self.rows[i]) for i in chosen]
         device, size = self.policy.device, len(done)
         out = TensorDict(batch_size=[size])

@@ -9,6 +9,7 @@ Left out on purpose: replay across iterations, asynchronous generation. A new fe
 replaces one of the verbs, never a branch in the loop.
 """
 
+import gc
 import shutil
 import time
 from collections.abc import Callable
@@ -61,6 +62,7 @@ class Trainer:
 
     def run(self) -> float:
         """Train to the last iteration; return the objective of a sweep."""
+        gc.freeze()  # the set-up's objects stay: full collections need not walk them
         with self.display:
             if self.progress.iteration == 0:
                 self._evaluate({}, kind="before")
@@ -116,7 +118,7 @@ class Trainer:
         else:
             self._write(metrics)
             self.display.update(iteration, metrics)
-        if self.runtime.is_main and "reward_raw" in batch.keys():
+        if self.runtime.is_main and "reward_raw" in batch:
             rows = transcripts(batch, iteration, count=4, kind="train")
             self.tracker.transcripts(rows, iteration)
 
@@ -135,7 +137,9 @@ class Trainer:
             self.display.samples(f"replies {kind} training", records)
 
     def _write(self, metrics: dict[str, float]) -> None:
-        if self.progress.objective is None or "reward/mean" in metrics and not self.evaluate.plans:
+        if self.progress.objective is None or (
+            "reward/mean" in metrics and not self.evaluate.plans
+        ):
             self.progress.objective = metrics.get("reward/mean", -metrics.get("loss/total", 0.0))
         if self.runtime.is_main:
             self.tracker.log(metrics, self.progress.iteration)

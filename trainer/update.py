@@ -4,8 +4,10 @@
 gradient depends neither on micro-batches nor on padding, order or ranks; nobody divides again.
 """
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import chain
 
 import torch
 from tensordict import TensorDictBase
@@ -15,7 +17,6 @@ from policies.scorer import Scorer
 from trainer.losses import weights
 from trainer.objectives import Terms
 from trainer.runtime import Runtime
-
 
 TENSORS = (
     "tokens",
@@ -101,18 +102,17 @@ class Update:
         parts = self._micro_batches(batch)
         for number, rows in enumerate(parts):
             self._backward(take(batch, rows), log, last=number + 1 == len(parts))
-        norm = self.runtime.accelerator.clip_grad_norm_(
-            self.scorer.parameters(), self.max_grad_norm or float("inf")
-        )
+        limit = self.max_grad_norm or math.inf
+        norm = float(self.runtime.accelerator.clip_grad_norm_(self.scorer.parameters(), limit))
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        if bool(torch.isfinite(norm)):  # gradients are reduced, so all ranks agree
+        if math.isfinite(norm):  # gradients are reduced, so all ranks agree
             self.optimizer.step()
         else:
             self.skipped += 1
         self.optimizer.zero_grad(set_to_none=True)
         log.note("optim/lr", rate)
-        log.note("optim/grad_norm", float(norm))
+        log.note("optim/grad_norm", norm)
 
     def _backward(self, batch: TensorDictBase, log: "_Log", *, last: bool) -> None:
         accelerator = self.runtime.accelerator
@@ -170,7 +170,7 @@ def split_rows(batch: TensorDictBase, count: int) -> list[list[int]]:
             f"{count} equal parts; change trainer.prompts_per_iteration or algorithm.minibatches"
         )
     each = len(groups) // count
-    return [sum(groups[i : i + each], []) for i in range(0, len(groups), each)]
+    return [list(chain(*groups[i : i + each])) for i in range(0, len(groups), each)]
 
 
 def pack_rows(batch: TensorDictBase, limit: int) -> list[list[int]]:
