@@ -243,6 +243,18 @@ def test_a_log_file_gets_one_plain_line_per_iteration():
     ]
 
 
+def test_a_long_run_leaves_a_hundred_lines_in_a_log_and_every_evaluation():
+    file = io.StringIO()
+    with Display(300, title="sft", file=file) as display:
+        for i in range(1, 301):
+            extra = {"eval/sampled_accuracy": 0.5} if i == 100 else {}
+            display.update(i, {"loss/total": 1.0, **extra})
+    lines = file.getvalue().splitlines()[1:]
+    assert len(lines) == 101
+    assert sum("accuracy" in line for line in lines) == 1
+    assert lines[-1].startswith("iteration 300/300")
+
+
 def test_sft_shows_its_loss():
     file = io.StringIO()
     with Display(2, title="sft", file=file) as display:

@@ -83,7 +83,9 @@ class Display:
         if "reward/mean" in metrics:
             self._rewards.append(metrics["reward/mean"])
         if self._live is None:
-            self._print(self._plain_line(iteration, _values(metrics), seconds))
+            # In a log a hundred lines are enough; evaluations are always among them.
+            if iteration % max(self.total // 100, 1) == 0 or any("eval/" in m for m in metrics):
+                self._print(self._plain_line(iteration, _values(metrics), seconds))
             return
         left = self._left(iteration)
         self._bar.update(self._task, completed=iteration, left=f"{left} left" if left else "")
