@@ -4,6 +4,7 @@ The parent composes and checks the configuration, then starts the run in a fresh
 (`--worker`), where `train` puts the parts together. Nothing here imports torch before that.
 """
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,16 @@ from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from conf.compose import compose_checked, expand, load_for_resume, set_up
-from trainer.launch import resolve_experiment, run
+from conf.compose import (
+    compose_checked,
+    expand,
+    experiment_of,
+    load_for_resume,
+    nothing_left,
+    set_up,
+    unique_folder,
+)
+from trainer.launch import agree, resolve_experiment, run
 from trainer.sweep import write_sweep
 
 HERE = Path(__file__).resolve()
@@ -95,8 +104,8 @@ def make_tracker(cfg: DictConfig, folder: Path) -> Any:
     )
 
 
-def start(config: dict[str, Any], folder: Path) -> float:
-    """Run one job in fresh processes, its warm-up first; return the metric of a sweep."""
+def prepare(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Run the warm-up that a configuration asks for, write config.yaml and return it."""
 
     def warm_up(name: str) -> dict[str, Any]:
         return compose_checked([f"experiment={name}"])
@@ -105,6 +114,13 @@ def start(config: dict[str, Any], folder: Path) -> float:
     model = resolve_experiment(config["policy"]["model"], warm_up, start)
     config = {**config, "policy": {**config["policy"], "model": model}}
     OmegaConf.save(config, folder / "config.yaml")
+    return config
+
+
+def start(config: dict[str, Any], folder: Path) -> float:
+    """Run one job in fresh processes, its warm-up first; return the metric of a sweep."""
+
+    config = prepare(config, folder)
     launch = config["launch"]
     status = run(
         HERE,
@@ -130,13 +146,35 @@ def main(cfg: DictConfig) -> float:
         return float("nan")
 
 
+def join(words: list[str], ranks: int) -> int:
+    """Be one rank of `torchrun train.py` or `accelerate launch train.py`; return the exit code."""
+    if any(word.startswith("-") for word in words):
+        raise ValueError("no flags or sweeps under torchrun; use python train.py -m")
+    if any(word.startswith("resume=") for word in words):
+        raise ValueError("resume by python train.py resume=<run folder> launch.num_processes=N")
+    config = compose_checked([*words, f"launch.num_processes={ranks}"])
+
+    def make() -> tuple[str, dict[str, Any]]:
+        experiment = experiment_of(words)
+        folder = config["output_dir"] or unique_folder(f"outputs/{experiment}")
+        return folder, prepare(config, Path(folder))
+
+    folder, config = agree(make, device=config["policy"]["device"])
+    return finish(OmegaConf.create(config), Path(folder))
+
+
 def worker(config: str, folder: str) -> int:
     """Train in this process; return its exit code."""
+    set_up()
+    return finish(OmegaConf.load(config), Path(folder))
+
+
+def finish(cfg: Any, folder: Path) -> int:
+    """Train, and say in the exit code how it ended."""
     from trainer import Stopped
 
-    set_up()
     try:
-        train(OmegaConf.load(config), Path(folder))
+        train(cfg, folder)
     except Stopped:
         return 143
     except Exception as error:  # the traceback is in errors/rank<k>.txt, the parent points to it
@@ -153,16 +191,22 @@ def cli(words: list[str]) -> int:
     flags = {word for word in words if word.startswith("-")}
     sweep = bool(flags & {"-m", "--multirun"})
     overrides = [word for word in words if not word.startswith("-")]
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
     try:
+        if ranks > 1:
+            return join(words, ranks)
         resume = [word for word in overrides if word.startswith("resume=")]
         if resume:
             folder = resume[0].removeprefix("resume=")
             others = [word for word in overrides if word not in resume]
-            start(load_for_resume(folder, others), Path(folder))
+            config = load_for_resume(folder, others)
+            done = nothing_left(Path(folder), config)
+            print(done) if done else start(config, Path(folder))
             return 0
         if not flags - {"-m", "--multirun"}:
             for job in expand(overrides) if sweep else [overrides]:
-                compose_checked(job)
+                if compose_checked(job)["output_dir"] and sweep:
+                    raise ValueError("output_dir is one folder; a sweep takes hydra.sweep.dir=")
         main()
     except (ValueError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)

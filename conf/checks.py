@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parents[1]
 PACKAGES = ("policies.", "envs.", "trainer.")
 FILES = (".jsonl", ".json", ".parquet", ".csv")
 CHOICES = {
@@ -132,6 +133,12 @@ def _files(cfg: dict[str, Any]) -> Iterator[str]:
                 f"env.{key}: no file {name} (looked in {Path.cwd()}); give the path of a .jsonl, "
                 ".parquet or .csv file, or a hub id"
             )
+    folder = cfg["output_dir"]
+    if folder and not cfg["resume"] and (Path(folder) / "config.yaml").is_file():
+        yield (
+            f"output_dir={folder} already holds a run; go on with it by resume={folder}, or name "
+            "another folder"
+        )
     for key, name in (
         ("policy.model", cfg["policy"]["model"]),
         ("kl.reference", cfg["kl"]["reference"]),
@@ -146,7 +153,7 @@ def _targets(cfg: dict[str, Any]) -> Iterator[str]:
     for key, value in _leaves(cfg):
         if key.rpartition(".")[2] != "_target_" or cfg["allow_targets"]:
             continue
-        if not str(value).startswith(PACKAGES):
+        if not _is_ours(str(value)):
             yield (
                 f"{key}={value}: expected code of leash ({', '.join(PACKAGES)}); set "
                 "allow_targets=true if you trust this configuration"
@@ -166,6 +173,17 @@ def _targets(cfg: dict[str, Any]) -> Iterator[str]:
     for key in task:
         if key not in known:
             yield f"env.task.{key}: {name} takes {', '.join(known)}"
+
+
+def _is_ours(target: str) -> bool:
+    """Return whether a dotted name is directly in a module of leash, not in what that imports.
+
+    >>> _is_ours("envs.tasks.Facts"), _is_ours("envs.tasks.os.system"), _is_ours("os.system")
+    (True, False, False)
+    """
+    module = ROOT.joinpath(*target.split(".")[:-1])
+    there = module.with_suffix(".py").is_file() or (module / "__init__.py").is_file()
+    return target.startswith(PACKAGES) and there
 
 
 def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -4,6 +4,7 @@ Errors are one line: what was expected, what was got, the nearest known key.
 """
 
 import difflib
+import hashlib
 import itertools
 import re
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from conf.checks import check
 from conf.schema import register
+from trainer.launch import read_status
 
 FOLDER = Path(__file__).parent
 RESUMABLE = ("trainer.num_iterations", "tracker", "launch", "checkpoint", "eval")
@@ -50,10 +52,32 @@ def set_up() -> None:
     OmegaConf.register_new_resolver(
         "run_dir", lambda plain, name: plain or unique_folder(f"outputs/{name}"), replace=True
     )
-    OmegaConf.register_new_resolver(
-        "sweep_dir", lambda name: unique_folder(f"multirun/{name}"), replace=True
-    )
-    OmegaConf.register_new_resolver("job_dir", lambda name: name.replace("/", "_"), replace=True)
+    OmegaConf.register_new_resolver("sweep_dir", sweep_folder, replace=True)
+    OmegaConf.register_new_resolver("job_dir", job_name, replace=True)
+
+
+@cache
+def _first_sweep() -> list[str]:
+    return []
+
+
+def sweep_folder(experiment: str) -> str:
+    """Reserve and return the folder of this process's sweep, also where it sweeps experiments."""
+    if not _first_sweep():
+        _first_sweep().append(unique_folder(f"multirun/{experiment}"))
+    return _first_sweep()[0]
+
+
+def job_name(overrides: str) -> str:
+    """Return a folder name for a job: its overrides, shortened where a file system would refuse.
+
+    >>> job_name("kl.coeff=0.1,policy.model=a/b"), job_name("")
+    ('kl.coeff=0.1,policy.model=a_b', 'job')
+    """
+    name = overrides.replace("/", "_") or "job"
+    if len(name.encode()) <= 200:
+        return name
+    return f"{name[:40]}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
 
 
 def compose_checked(overrides: Sequence[str]) -> dict[str, Any]:
@@ -103,7 +127,8 @@ def load_for_resume(folder: str, words: Sequence[str]) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"resume={folder}: expected a run folder with a config.yaml, got none")
     saved = OmegaConf.load(path)
-    fresh = _compose(words) if words else None
+    kind = "wandb" if saved.tracker._target_.endswith("WandbTracker") else "jsonl"
+    fresh = _compose([f"tracker={kind}", *words] if _keeps_tracker(words) else words)
     for word in words:
         key = word.partition("=")[0].lstrip("+~")
         if not any(key == name or key.startswith(f"{name}.") for name in RESUMABLE):
@@ -114,6 +139,30 @@ def load_for_resume(folder: str, words: Sequence[str]) -> dict[str, Any]:
     plain = OmegaConf.to_container(saved, resolve=True)
     check(plain)
     return plain
+
+
+def _keeps_tracker(words: Sequence[str]) -> bool:
+    """Return whether no word swaps the tracker: its keys are then those of the saved one."""
+    return not any(word.startswith("tracker=") for word in words)
+
+
+def experiment_of(words: Sequence[str]) -> str:
+    """Return the name of the experiment that command-line words choose."""
+    for word in words:
+        if word.startswith("experiment="):
+            return word.removeprefix("experiment=")
+    return "grpo_smollm"
+
+
+def nothing_left(folder: Path, config: dict[str, Any]) -> str | None:
+    """Return a line if a run already did all iterations asked for, else None."""
+    done, asked = read_status(folder), config["trainer"]["num_iterations"]
+    if done.get("state") != "finished" or done.get("iteration", 0) < asked:
+        return None
+    return (
+        f"{folder} is finished: {done['iteration']} of {asked} iterations are done; "
+        "trainer.num_iterations=<more> goes on"
+    )
 
 
 def _explain(error: Exception) -> str:

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 from policies.cache import build_once, cache_dir
 
 PREFIX = "experiment:"
+GROUP = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Interrupted(SystemExit):
@@ -43,20 +45,18 @@ def run(
     """
     words = command(script, ["--worker", str(config), str(folder)], ranks=ranks)
     each = threads or max((os.cpu_count() or 1) // ranks, 1)
-    env = {**os.environ, "OMP_NUM_THREADS": str(each)}
+    env = {k: v for k, v in os.environ.items() if k not in GROUP and "TORCHELASTIC" not in k}
+    env["OMP_NUM_THREADS"] = str(each)
     env["PYTHONPATH"] = os.pathsep.join([str(Path(script).parent), env.get("PYTHONPATH", "")])
     shutil.rmtree(folder / "errors", ignore_errors=True)
+    (folder / "status.json").unlink(missing_ok=True)  # an earlier attempt's must not speak for this
     got: list[int] = []
-    process = subprocess.Popen(words, start_new_session=True, env=env)
-
-    def forward(number: int, _: Any) -> None:
-        got.append(number)
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGTERM if len(got) == 1 else signal.SIGKILL)
-
-    previous = {s: signal.signal(s, forward) for s in (signal.SIGINT, signal.SIGTERM)}
+    handle = got.append  # from before the start on: a signal at any time must reach the run
+    previous = {
+        s: signal.signal(s, lambda n, _: handle(n)) for s in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
-        code = process.wait()
+        code = _wait(subprocess.Popen(words, start_new_session=True, env=env), got)
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -68,6 +68,28 @@ def run(
         close_status(folder, status, f"the process ended with code {code}")
         raise RuntimeError(explain_failure(folder))
     return status
+
+
+def _wait(process: subprocess.Popen, got: list[int]) -> int:
+    """Return the exit code; pass on the first signal in `got`, kill the tree at the second."""
+    passed = 0
+    while process.poll() is None:
+        if len(got) > passed:
+            passed = len(got)
+            if passed == 1:
+                os.killpg(process.pid, signal.SIGTERM)
+            else:  # torchrun puts its workers in sessions of their own: one group is not all
+                _kill_tree(process.pid)
+        time.sleep(0.05)
+    return process.returncode
+
+
+def _kill_tree(pid: int) -> None:
+    import psutil
+
+    family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    for member in family:
+        member.kill()
 
 
 def read_status(folder: Path) -> dict[str, Any]:
@@ -99,6 +121,18 @@ def explain_failure(folder: Path) -> str:
     return f"{reason}; nothing was written to {folder / 'errors'}, was the process killed?"
 
 
+def agree(make: Callable[[], Any], *, device: str | None = None) -> Any:
+    """Return rank 0's `make()` on every rank that an outside launcher started (torchrun ...)."""
+    import torch
+    from accelerate import PartialState
+    from accelerate.utils import broadcast_object_list
+
+    state = PartialState(cpu=device == "cpu" or not torch.cuda.is_available())
+    words = [make() if state.is_main_process else None]
+    broadcast_object_list(words)
+    return words[0]
+
+
 def resolve_experiment(
     name: str, compose: Callable[[str], dict[str, Any]], start: Callable[[dict, Path], None]
 ) -> str:
@@ -121,7 +155,8 @@ def resolve_experiment(
 
     def build(work: Path) -> dict[str, Any]:
         print(f"{experiment} is not in the cache yet: running it first", flush=True)
-        run_folder = work / "run"
+        run_folder = folder.with_name(f"{folder.name}.run")  # outlives a failure, for its errors
+        shutil.rmtree(run_folder, ignore_errors=True)
         start(config, run_folder)
         (run_folder / "model").rename(work / "model")
         shutil.rmtree(run_folder)

@@ -1,0 +1,223 @@
+"""What the command line accepts and refuses, before any model is loaded."""
+
+import json
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import train
+from conf import checks
+from conf.compose import compose_checked, expand, load_for_resume, nothing_left
+
+ROOT = Path(__file__).parents[1]
+EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
+
+
+def targets(node):
+    """Yield every `_target_` of a configuration."""
+    for key, value in node.items() if isinstance(node, dict) else ():
+        if key == "_target_":
+            yield value
+        yield from targets(value)
+
+
+def refusal(*words: str) -> str:
+    with pytest.raises(ValueError, match=r".") as caught:
+        compose_checked(words)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_composes_and_names_code_that_exists(name):
+    config = compose_checked([f"experiment={name}"])
+    found = list(targets(config))
+    assert len(found) >= 5
+    for target in found:
+        module, _, attribute = target.rpartition(".")
+        home = import_module(module)
+        assert attribute in getattr(home, "_HOME", {}) or hasattr(home, attribute), target
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_starts_with_the_command_that_runs_it(name):
+    lines = (ROOT / "conf" / "experiment" / f"{name}.yaml").read_text().splitlines()
+    command = "python train.py" if name == "grpo_smollm" else f"python train.py experiment={name}"
+    assert lines[:2] == ["# @package _global_", f"# {command}"]
+
+
+def test_default_is_the_real_model_on_facts():
+    config = compose_checked([])
+    assert config == compose_checked(["experiment=grpo_smollm"])
+    assert config["policy"]["model"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert config["env"]["task"]["_target_"] == "envs.tasks.Facts"
+    assert config["algorithm"]["group_size"] == 8
+    assert config["optimizer"]["lr"] == pytest.approx(2e-5)
+    assert (config["kl"]["estimator"], config["kl"]["where"]) == ("k3", "loss")
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["kl.ceoff=0.1"], ["kl.ceoff", "kl.coeff"]),
+        (["algorithm.clip_hgh=0.3"], ["algorithm.clip_high"]),
+        (["algorithm=sft", "algorithm.clip_low=0.1"], ["algorithm.clip_low", "another algorithm"]),
+        (["experiment=nope"], ["nope", *EXPERIMENTS]),
+        (["trainer.num_iterations=abc"], ["trainer.num_iterations", "abc", "Integer"]),
+        (["trainer.num_iterations=2.5"], ["2.5", "Integer"]),
+        (["optimizer.lr=fast"], ["fast", "Float"]),
+        (["+env.task.colour=1"], ["env.task.colour", "envs.tasks.Facts"]),
+        (["env=gsm8k", "env.dataset=missing.jsonl"], ["env.dataset", "missing.jsonl"]),
+        (["env=gsm8k", "env.eval_dataset=missing.csv"], ["env.eval_dataset", "missing.csv"]),
+        (["policy.model=./nowhere"], ["policy.model", "./nowhere", "config.json"]),
+        (["kl.reference=/nowhere"], ["kl.reference", "/nowhere"]),
+        (["launch.num_processes=3"], ["prompts_per_iteration=8", "num_processes=3"]),
+        (["algorithm.minibatches=3"], ["minibatches=3"]),
+        (["algorithm.group_size=1"], ["group_size >= 2", "got 1"]),
+        (["policy.temperature=0"], ["policy.temperature > 0", "greedy"]),
+        (["policy.max_new_tokens=0"], ["policy.max_new_tokens >= 1", "got 0"]),
+        (["optimizer.lr=-1"], ["optimizer.lr >= 0", "got -1"]),
+        (["optimizer.lr=nan"], ["optimizer.lr"]),
+        (["kl.coeff=-0.1"], ["kl.coeff >= 0"]),
+        (["algorithm.clip_low=1.5"], ["clip_low < 1"]),
+        (["kl.estimator=k9"], ["k1, k2, k3, full", "k9"]),
+        (["optimizer.schedule=step"], ["constant, linear, cosine"]),
+        (["kl.measure=false"], ["kl.measure=true"]),
+        (["experiment=sft_tiny", "kl.coeff=0.1"], ["SFT", "kl.coeff=0"]),
+        (["algorithm.source._target_=os.system"], ["os.system", "allow_targets=true"]),
+    ],
+)
+def test_fault_is_one_line_that_says_what_to_do(words, parts):
+    message = refusal(*words)
+    assert [part for part in parts if part not in message] == []
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "full"])
+@pytest.mark.parametrize("where", ["reward", "loss"])
+def test_biased_kl_needs_an_explicit_yes(estimator, where):
+    sound = {("k1", "reward"), ("k2", "loss"), ("k3", "loss"), ("full", "loss")}
+    words = [f"kl.estimator={estimator}", f"kl.where={where}"]
+    if (estimator, where) in sound:
+        assert compose_checked(words)["kl"]["where"] == where
+    else:
+        assert "kl.allow_biased=true" in refusal(*words)
+        if estimator != "full":  # full in the reward is not computed at all
+            compose_checked([*words, "kl.allow_biased=true"])
+
+
+def test_check_needs_no_hydra():
+    config = compose_checked([])
+    config["trainer"]["prompts_per_iteration"] = 0
+    with pytest.raises(ValueError, match="prompts_per_iteration >= 1, got 0"):
+        checks.check(config)
+    assert "hydra" not in Path(checks.__file__).read_text()
+
+
+def test_foreign_targets_need_permission():
+    words = ["algorithm.source._target_=collections.Counter"]
+    assert "collections.Counter" in refusal(*words)
+    compose_checked([*words, "allow_targets=true"])
+
+
+def test_sweep_expands_as_a_product():
+    jobs = expand(["kl.coeff=0,0.1", "seed=range(1,3)", "experiment=grpo_tiny"])
+    assert len(jobs) == 4
+    assert jobs[0] == ["kl.coeff=0", "seed=1", "experiment=grpo_tiny"]
+    assert jobs[-1] == ["kl.coeff=0.1", "seed=2", "experiment=grpo_tiny"]
+
+
+@pytest.fixture
+def old_run(tmp_path):
+    config = compose_checked(["experiment=grpo_tiny", "seed=5", "policy.model=tiny"])
+    (tmp_path / "config.yaml").write_text(json.dumps(config))  # JSON is YAML
+    return tmp_path
+
+
+def test_resume_keeps_the_saved_configuration(old_run):
+    config = load_for_resume(str(old_run), ["trainer.num_iterations=200", "checkpoint.every=7"])
+    assert (config["seed"], config["resume"]) == (5, str(old_run))
+    assert config["trainer"]["num_iterations"] == 200
+    assert config["checkpoint"] == {"every": 7, "keep_last": 2, "keep_best": False}
+    assert config["optimizer"]["lr"] == pytest.approx(5e-4)
+
+
+@pytest.mark.parametrize("word", ["optimizer.lr=1", "seed=1", "policy.model=tiny", "env=facts"])
+def test_resume_refuses_other_overrides_by_name(old_run, word):
+    with pytest.raises(ValueError, match=word.partition("=")[0].replace(".", r"\.")) as caught:
+        load_for_resume(str(old_run), [word])
+    assert "trainer.num_iterations" in str(caught.value)
+
+
+def test_resume_needs_a_run(tmp_path):
+    with pytest.raises(ValueError, match=r"config\.yaml"):
+        load_for_resume(str(tmp_path / "none"), [])
+
+
+def test_parent_imports_nothing_heavy():
+    heavy = "{'torch', 'transformers', 'accelerate', 'tensordict', 'wandb', 'datasets'}"
+    code = f"import sys, train; print({heavy} & set(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize("words", [["kl.ceoff=1"], ["-m", "seed=1,2", "kl.coeff=0,-1"]])
+def test_refused_command_leaves_nothing_on_disk(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert train.cli(words) == 2
+    assert list(tmp_path.iterdir()) == []
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("error: ")
+
+
+def test_help_and_job_answer_on_the_command_line(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), "experiment=grpo_tiny", "--cfg", "job"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "model: experiment:sft_tiny" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("target", ["policies.cache.os.system", "envs.tasks.nowhere.Rows"])
+def test_target_must_be_directly_in_a_module_of_leash(target):
+    assert target in refusal(f"algorithm.source._target_={target}")
+
+
+def test_output_dir_that_holds_a_run_is_refused(old_run):
+    message = refusal(f"output_dir={old_run}")
+    assert f"resume={old_run}" in message
+    assert compose_checked([f"output_dir={old_run / 'new'}"])["output_dir"] == str(old_run / "new")
+
+
+def test_output_dir_is_refused_in_a_sweep(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert train.cli(["-m", "seed=1,2", "output_dir=here"]) == 2
+    assert "hydra.sweep.dir" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_resume_takes_keys_of_the_saved_tracker(old_run):
+    config = json.loads((old_run / "config.yaml").read_text())
+    config["tracker"] = compose_checked(["tracker=wandb"])["tracker"]
+    (old_run / "config.yaml").write_text(json.dumps(config))
+    assert load_for_resume(str(old_run), ["tracker.project=mine"])["tracker"]["project"] == "mine"
+
+
+def test_resume_of_a_finished_run_says_so(old_run):
+    status = {"state": "finished", "iteration": 80}
+    (old_run / "status.json").write_text(json.dumps(status))
+    line = nothing_left(old_run, load_for_resume(str(old_run), []))
+    assert line is not None
+    assert "80 of 80" in line
+    longer = load_for_resume(str(old_run), ["trainer.num_iterations=81"])
+    assert nothing_left(old_run, longer) is None
