@@ -11,6 +11,7 @@ from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import InstantiationException
 from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
@@ -24,7 +25,7 @@ from conf.compose import (
     set_up,
     unique_folder,
 )
-from trainer.launch import agree, resolve_experiment, run
+from trainer.launch import agree, explain_failure, resolve_experiment, run
 from trainer.sweep import write_sweep
 
 HERE = Path(__file__).resolve()
@@ -42,9 +43,9 @@ def train(cfg: DictConfig, folder: Path) -> float:
     algorithm, size = cfg.algorithm, cfg.trainer.prompts_per_iteration
     steps = cfg.trainer.num_iterations * algorithm.epochs * algorithm.minibatches
     with trainer.Runtime(folder, seed=cfg.seed, device=cfg.policy.device) as runtime:
-        policy = instantiate(cfg.policy, device=str(runtime.device))
+        policy = build(cfg.policy, device=str(runtime.device))
         runtime.write_status(model=policy.found.about())
-        task, kl = instantiate(cfg.env.task), trainer.ConstantKLController(kl_coef=cfg.kl.coeff)
+        task, kl = build(cfg.env.task), trainer.ConstantKLController(kl_coef=cfg.kl.coeff)
         env = ChatEnv(
             task,
             group_size=algorithm.group_size,
@@ -58,15 +59,15 @@ def train(cfg: DictConfig, folder: Path) -> float:
         loop = trainer.Trainer(
             runtime=runtime,
             policy=policy,
-            source=instantiate(algorithm.source, size=size, **parts),
+            source=build(algorithm.source, size=size, **parts),
             retrieve_kl=RetrieveKL(ref_model=reference, add_to_reward=False)
             if reference
             else Compose(),
-            advantage=instantiate(algorithm.advantage, kl=kl),
+            advantage=build(algorithm.advantage, kl=kl),
             update=trainer.Update(
                 scorer,
                 optimizer,
-                instantiate(algorithm.objective, kl=kl),
+                build(algorithm.objective, kl=kl),
                 runtime,
                 lr=trainer.make_schedule(**cfg.optimizer, total=steps),
                 epochs=algorithm.epochs,
@@ -81,9 +82,9 @@ def train(cfg: DictConfig, folder: Path) -> float:
             kl=kl,
             checkpoints=trainer.Checkpoints(runtime, policy, optimizer, **cfg.checkpoint),
             tracker=make_tracker(cfg, folder) if runtime.is_main else None,
-            display=trainer.Display(cfg.trainer.num_iterations, title=folder.parent.name)
-            if runtime.is_main
-            else None,
+            display=trainer.Display(
+                cfg.trainer.num_iterations, title=folder.parent.name, quiet=not runtime.is_main
+            ),
             num_iterations=cfg.trainer.num_iterations,
         )
         if cfg.resume:
@@ -91,10 +92,18 @@ def train(cfg: DictConfig, folder: Path) -> float:
         return loop.run()
 
 
+def build(node: DictConfig, **parts: Any) -> Any:
+    """Make what a node's _target_ names; a fault in it is raised as it is, not Hydra's wrapping."""
+    try:
+        return instantiate(node, **parts)
+    except InstantiationException as error:
+        raise (error.__cause__ or error) from None
+
+
 def make_tracker(cfg: DictConfig, folder: Path) -> Any:
     """Return the tracker, told what the run is called and which sweep it belongs to."""
     sweep = folder.parent if "=" in folder.name else None
-    return instantiate(cfg.tracker, _partial_=True)(
+    return build(cfg.tracker, _partial_=True)(
         folder=str(folder),
         config=OmegaConf.to_container(cfg),
         name=folder.name,
@@ -160,7 +169,10 @@ def join(words: list[str], ranks: int) -> int:
         return folder, prepare(config, Path(folder))
 
     folder, config = agree(make, device=config["policy"]["device"])
-    return finish(OmegaConf.create(config), Path(folder))
+    code = finish(OmegaConf.create(config), Path(folder))
+    if code == 1:
+        print(f"error: {explain_failure(Path(folder))}", file=sys.stderr)
+    return code
 
 
 def worker(config: str, folder: str) -> int:
@@ -177,8 +189,7 @@ def finish(cfg: Any, folder: Path) -> int:
         train(cfg, folder)
     except Stopped:
         return 143
-    except Exception as error:  # the traceback is in errors/rank<k>.txt, the parent points to it
-        print(f"{type(error).__name__}: {error}".splitlines()[0], file=sys.stderr)
+    except Exception:  # it is in errors/rank<k>.txt, and the parent says so in one line
         return 1
     return 0
 
@@ -214,7 +225,7 @@ def cli(words: list[str]) -> int:
     finally:
         for folder in SWEEPS:
             print(f"sweep    {write_sweep(folder)}")
-    for name in FAILED:
+    for name in FAILED if SWEEPS else ():
         print(f"failed   {name}", file=sys.stderr)
     return 1 if FAILED else 0
 

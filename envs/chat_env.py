@@ -55,6 +55,8 @@ class ChatEnv(EnvBase):
     def _reset(self, tensordict: TensorDictBase | None) -> TensorDictBase:
         if tensordict is None:
             raise RuntimeError("reset expected a td with the rows to start from, got None")
+        if tensordict.ndim != 1:
+            raise ValueError(f"reset expected one batch dimension, got {tensordict.batch_size}")
         rows = self._rows(tensordict)
         size, times = len(rows), self.group_size
         owner = torch.arange(size).repeat_interleave(times)  # [B]
@@ -78,7 +80,7 @@ class ChatEnv(EnvBase):
             raise RuntimeError(
                 f"reset expected 'row' or {self.data_key!r}, got {sorted(tensordict.keys())}"
             )
-        return [{"messages": [{"role": "user", "content": text}]} for text in texts]
+        return [{"messages": [{"role": "user", "content": text}]} for text in texts.tolist()]
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Reward the last reply of each chat and ask the task what comes next."""

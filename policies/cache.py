@@ -59,7 +59,7 @@ def build_once(
             _remove_leftovers(folder)
             work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.tmp-", dir=folder.parent))
             try:
-                manifest = _write_manifest(work, build(work) or {})
+                manifest = write_manifest(work, build(work) or {})
                 _replace(work, folder)
             finally:
                 shutil.rmtree(work, ignore_errors=True)
@@ -86,7 +86,8 @@ def _is_sound(path: Path, entry: dict[str, Any], *, full: bool) -> bool:
     return True
 
 
-def _write_manifest(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
+def write_manifest(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
+    """List every file of a finished folder with its sha256, flush all to disk, return the list."""
     files = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         stat = path.stat()
@@ -95,12 +96,12 @@ def _write_manifest(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
             "mtime_ns": stat.st_mtime_ns,
             "sha256": sha256_file(path),
         }
-        _flush(path)
+        flush(path)
     manifest = {"about": about, "files": files}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
-    _flush(folder / MANIFEST)
+    flush(folder / MANIFEST)
     for path in [*(p for p in folder.rglob("*") if p.is_dir()), folder]:
-        _flush(path)
+        flush(path)
     return manifest
 
 
@@ -112,7 +113,7 @@ def _replace(work: Path, folder: Path) -> None:
             Path(tempfile.mkdtemp(prefix=f".{folder.name}.trash-", dir=folder.parent)) / "old"
         )
     work.rename(folder)
-    _flush(folder.parent)
+    flush(folder.parent)
     _remove_leftovers(folder)
 
 
@@ -123,7 +124,8 @@ def _remove_leftovers(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Flush a file or folder to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -45,6 +45,8 @@ def load_policy(
         chat_template=chat_template,
         pad_output=True,
     )
+    if chat_template is not None:  # the saved model speaks the template it was trained with
+        policy.tokenizer.chat_template = policy.renderer.template
     policy.found = found
     policy.system_prompt = system_prompt
     return policy

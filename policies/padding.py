@@ -77,3 +77,24 @@ def rows(td: TensorDictBase, key: str | tuple[str, ...]) -> list[Tensor] | None:
         return None
     value = owner.get(path[-1], None, **({"as_list": True} if is_ragged(owner) else {}))
     return None if value is None else list(value)
+
+
+def attended(ids: list[Tensor], masks: list[Tensor] | None, *, ragged: bool) -> list[Tensor]:
+    """Return the ids that the masks keep, row by row; without masks all of them.
+
+    Rows of a lazy stack (`ragged`) hold no padding, so a mask of another length is not theirs; for
+    dense rows it is a ValueError.
+
+    >>> attended([torch.tensor([0, 7])], [torch.tensor([0, 1])], ragged=False)
+    [tensor([7])]
+    """
+    if masks is None:
+        return ids
+    if all(mask.shape == row.shape for mask, row in zip(masks, ids, strict=True)):
+        return [row[mask.bool()] for row, mask in zip(ids, masks, strict=True)]
+    if ragged:
+        return ids
+    raise ValueError(
+        f"expected an attention mask with an entry for each token id, got {len(masks[0])} entries "
+        f"for {len(ids[0])} ids"
+    )

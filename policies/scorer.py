@@ -133,7 +133,7 @@ class Scorer(nn.Module):
         """Return zeros that touch every parameter, so that ranks without rows keep in step."""
         anchor = sum(p.flatten()[0].float() * 0 for p in self.parameters() if p.requires_grad)
         zeros = torch.zeros(tokens.shape, device=tokens.device) + anchor
-        return Scores(zeros, zeros if entropy else None, zeros if full else None)
+        return Scores(zeros, zeros.detach() if entropy else None, zeros if full else None)
 
 
 def _score(logits: Tensor, target: Tensor, *, entropy: bool, against: Tensor | None):

@@ -14,15 +14,14 @@ from torch import Tensor, nn
 
 from policies.chat_template import Renderer
 from policies.containers import ChatHistory, LogProbs, Masks, Text, Tokens
+from policies.generate_kwargs import GenerateKwargs
 from policies.history import History
-from policies.outputs import store, store_padded
-from policies.padding import is_ragged, pad, pad_mask, rows
+from policies.outputs import generated, store, store_padded
+from policies.padding import attended, is_ragged, pad, pad_mask, rows
 from policies.random import fold
 from policies.sampler import Sampled, Stop, sample
 from policies.scorer import Scorer
 from policies.wrapper import InputMode, LLMWrapperBase, NestedKey
-
-GENERATE_KWARGS = {"temperature", "max_new_tokens", "max_prompt_tokens", "do_sample", "stop"}
 
 
 @dataclass(frozen=True)
@@ -70,6 +69,7 @@ class TransformersWrapper(LLMWrapperBase):
             raise ValueError("return_log_probs must be True when generate=False.")
         if num_samples is not None and inplace in (True, "empty"):
             raise ValueError("num_samples changes the batch shape; expected inplace=False")
+        self.generate_kwargs = settings["generate_kwargs"] = dict(generate_kwargs or {})
         self._settings = settings
         self.scorer = model if isinstance(model, Scorer) else Scorer(model)
         self.tokenizer = tokenizer
@@ -80,28 +80,10 @@ class TransformersWrapper(LLMWrapperBase):
         self.inplace = (num_samples is None) if inplace is None else inplace
         self.num_samples = num_samples
         self.version = 0  # counts the weight syncs
-        self.generate_kwargs = dict(generate_kwargs or {})
-        self._read_generate_kwargs(self.generate_kwargs)
+        self.limits = GenerateKwargs.read(self.generate_kwargs)
+        self.temperature, self.max_new_tokens = self.limits.temperature, self.limits.max_new_tokens
+        self.stop = Stop(self.stop_ids, self.limits.found(tokenizer))
         self._set_keys(input_mode, settings)
-
-    def _read_generate_kwargs(self, kwargs: dict[str, Any]) -> None:
-        unknown = set(kwargs) - GENERATE_KWARGS
-        if unknown:
-            raise ValueError(
-                f"generate_kwargs has {sorted(unknown)}, expected names among "
-                f"{sorted(GENERATE_KWARGS)}; top-p, top-k and penalties are not offered because "
-                "the training log-probs could not follow them"
-            )
-        self.temperature = float(kwargs.get("temperature", 1.0))
-        if self.temperature < 0:
-            raise ValueError(f"expected temperature >= 0, got {self.temperature}")
-        if kwargs.get("do_sample") is False:
-            self.temperature = 0.0
-        self.max_new_tokens = int(kwargs.get("max_new_tokens", 64))
-        self.max_prompt_tokens = kwargs.get("max_prompt_tokens")
-        texts = list(kwargs.get("stop") or [])
-        found = (lambda ids: any(t in self.tokenizer.decode(ids) for t in texts)) if texts else None
-        self.stop = Stop(self.stop_ids, found)
 
     @property
     def model(self) -> nn.Module:
@@ -124,13 +106,14 @@ class TransformersWrapper(LLMWrapperBase):
 
     def _rows(self, td: TensorDictBase, field: str) -> Rows:
         """Return the prompt or full sequences of td as ragged ids."""
-        ids = rows(td, (self.tokens_key, field))
-        if ids is None and self.input_mode == "tokens":
-            ids = rows(td, self.in_keys[0])
+        key = self.in_keys[0] if self.input_mode == "tokens" else (self.tokens_key, field)
+        ids = rows(td, key)
         if ids is not None:
             masks = rows(td, self.attention_mask_key)
-            if masks is not None:
-                ids = [row[mask.bool()] for row, mask in zip(ids, masks, strict=True)]
+            if masks is None and field == "prompt":  # it fills the first columns of an output
+                masks = rows(td, (self.masks_key, "all_attention_mask"))
+                masks = masks and [mask[: len(row)] for mask, row in zip(masks, ids, strict=True)]
+            ids = attended(ids, masks, ragged=is_ragged(td.get(self.tokens_key, td)))
             return Rows([row.to(self.device) for row in ids])
         value = td.get(self.in_keys[0], None)
         if value is None:
@@ -140,7 +123,7 @@ class TransformersWrapper(LLMWrapperBase):
             )
         if self.input_mode == "history":
             return self._rendered(value, add_generation_prompt=field == "prompt")
-        texts = [value] if isinstance(value, str) else list(value)
+        texts = value if isinstance(value, list) else value.tolist()
         ids = [self.tokenizer(t, add_special_tokens=False)["input_ids"] for t in texts]
         return Rows([torch.tensor(i, device=self.device) for i in ids])
 
@@ -162,7 +145,7 @@ class TransformersWrapper(LLMWrapperBase):
 
     def _generate(self, td: TensorDictBase) -> TensorDictBase:
         prompts = self._rows(td, "prompt")
-        self._check_lengths(prompts.ids)
+        self.limits.check_lengths(prompts.ids, self.tokenizer)
         times = self.num_samples or 1
         streams = td.get("stream", None)
         if streams is None:
@@ -187,41 +170,15 @@ class TransformersWrapper(LLMWrapperBase):
         self._write_words(td, out, ids, drawn, times)
         return out if self.num_samples is None else out.reshape(len(prompts.ids), times)
 
-    def _check_lengths(self, ids: list[Tensor]) -> None:
-        limit = self.max_prompt_tokens
-        for i, row in enumerate(ids):
-            if limit is not None and len(row) > limit:
-                raise ValueError(
-                    f"prompt {i} of the batch has {len(row)} tokens, policy.max_prompt_tokens is "
-                    f"{limit}; raise it, or drop the row: "
-                    f"{self.tokenizer.decode(row[-40:].tolist())!r}"
-                )
-
     def _sampled(self, ids: list[Tensor], assistant: list[Tensor], drawn: Sampled) -> TensorDict:
         """Return tokens, masks and log-probs of prompt + reply, [B]."""
-        pairs = list(zip(ids, drawn.ids, strict=True))
-        full = [torch.cat(pair) for pair in pairs]
-        zeros = [torch.zeros(len(p), device=p.device) for p in ids]
-        reply = [
-            torch.arange(len(f), device=f.device) >= len(p) for f, p in zip(full, ids, strict=True)
-        ]
-        theirs = [torch.cat([a, m[len(a) :]]) for a, m in zip(assistant, reply, strict=True)]
-        cuts, padded = [len(p) for p in ids], self.pad_output
-        tokens = {"prompt": ids, "response": drawn.ids, "full": full}
-        masks = {
-            "all_attention_mask": [torch.ones_like(m) for m in reply],
-            "all_assistant_mask": theirs,
-            "all_response_mask": reply,
-        }
+        keys = {Tokens: self.tokens_key, Masks: self.masks_key, LogProbs: self.log_probs_key}
+        cuts = [len(p) for p in ids]
         out = TensorDict(batch_size=[len(ids)])
-        out.set(self.tokens_key, store(Tokens, tokens, padded=padded, cuts=cuts))
-        out.set(self.masks_key, store(Masks, masks, padded=padded, cuts=cuts))
-        if self.return_log_probs:
-            values = [torch.cat(pair) for pair in zip(zeros, drawn.log_probs, strict=True)]
-            fields = {"prompt": zeros, "response": drawn.log_probs, "full": values}
-            out.set(self.log_probs_key, store(LogProbs, fields, padded=padded, cuts=cuts))
-        out.set("temperature", torch.full((len(ids),), self.temperature or 1.0))
-        return out
+        for kind, fields in generated(ids, assistant, drawn).items():
+            if kind is not LogProbs or self.return_log_probs:
+                out.set(keys[kind], store(kind, fields, padded=self.pad_output, cuts=cuts))
+        return out.set("temperature", torch.full((len(ids),), self.temperature or 1.0))
 
     def _write_words(self, td, out: TensorDict, ids: list[Tensor], drawn: Sampled, times: int):
         """Add the texts and, in history mode, the histories of prompt, response and both."""
@@ -258,7 +215,14 @@ class TransformersWrapper(LLMWrapperBase):
             tokens = td.get(full).to(self.device)
             attention = td.get((self.masks_key, "all_attention_mask"), None)
             if attention is None:
-                attention = td.get(self.attention_mask_key, torch.ones_like(tokens))
+                attention = td.get(self.attention_mask_key, None)
+            if attention is None:
+                attention = torch.ones_like(tokens)
+            if attention.shape != tokens.shape:
+                raise ValueError(
+                    f"expected an attention mask of shape {tuple(tokens.shape)} as the tokens "
+                    f"have, got {tuple(attention.shape)}"
+                )
             assistant = td.get((self.masks_key, "all_assistant_mask"), None)
             masks = {"all_attention_mask": attention.bool(), "all_assistant_mask": assistant}
         else:
@@ -287,18 +251,39 @@ class TransformersWrapper(LLMWrapperBase):
             temperature=td.get("temperature", self.temperature or 1.0),
             group_id=td.get("group_id", None),
         )
+        parts = self._parts(td, seq)
         out = TensorDict(batch_size=td.batch_size)
         masks = dict(seq.get(self.masks_key).items())
-        tokens = {"full": seq.get((self.tokens_key, "full"))}
-        for key, kind, fields in (
-            (self.tokens_key, Tokens, tokens),
-            (self.masks_key, Masks, masks),
-            (self.log_probs_key, LogProbs, {"full": scores.log_probs}),
+        out.set(self.masks_key, store_padded(Masks, masks, attention, padded=self.pad_output))
+        for key, kind, full in (
+            (self.tokens_key, Tokens, seq.get((self.tokens_key, "full"))),
+            (self.log_probs_key, LogProbs, scores.log_probs),
         ):
-            out.set(key, store_padded(kind, fields, attention, padded=self.pad_output))
+            fields = {"full": full}
+            stored = store_padded(kind, fields, attention, padded=self.pad_output, parts=parts)
+            out.set(key, stored)
+        return out
+
+    def _parts(self, td: TensorDictBase, seq: TensorDict) -> dict[str, Tensor]:
+        """Return where the response and the assistant are, as far as the td tells, [B, T] each.
+
+        The response starts where sampling, else what follows the prompt, else the assistant does.
+        """
+        attention = seq.get((self.masks_key, "all_attention_mask"))
+        assistant = seq.get((self.masks_key, "all_assistant_mask"), None)
+        response = self._mask(td, (self.masks_key, "all_response_mask"), "left")
+        if response is None:
+            response = self._after_prompt(td, attention)
+        response = assistant if response is None else response
+        out = {} if assistant is None else {"assistant": assistant}
+        if response is not None:
+            out["response"] = (response.to(attention.device).cumsum(-1) > 0) & attention
         return out
 
     def _logits(self, td: TensorDictBase, side: str = "left") -> TensorDictBase:
         seq = self._sequences(td, side)
         attention = seq.get((self.masks_key, "all_attention_mask"))
-        return seq.set("logits", self.scorer.logits(seq.get((self.tokens_key, "full")), attention))
+        logits = self.scorer.logits(seq.get((self.tokens_key, "full")), attention)
+        temperature = td.get("temperature", self.temperature or 1.0)
+        scale = torch.as_tensor(temperature, device=logits.device).reshape(-1, 1, 1)
+        return seq.set("logits", logits / scale)

@@ -15,7 +15,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from policies.distributions import LLMMaskedCategorical
-from policies.padding import is_ragged, rows
+from policies.padding import is_ragged, pad, rows
 
 InputMode = Literal["history", "text", "tokens"]
 NestedKey = str | tuple[str, ...]
@@ -63,26 +63,23 @@ class LLMWrapperBase(TensorDictModuleBase):
                 f"{sorted(self._settings)}"
             )
         settings = {**self._settings, **changes}
-        if changes.get("generate", self.generate) != self.generate and "input_key" not in changes:
-            settings["input_key"] = None  # the other direction reads another field
+        moved = [k for k in ("generate", "input_mode") if settings[k] != self._settings[k]]
+        if moved and "input_key" not in changes:
+            settings["input_key"] = None  # the other direction or mode reads another field
         return type(self)(**settings)
 
-    def forward(self, tensordict: TensorDictBase, **_: Any) -> TensorDictBase:
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Generate or score; batches of any number of dimensions, unbatched ones too."""
-        shape = tensordict.batch_size
-        td = tensordict
-        if len(shape) != 1:
-            td = tensordict.unsqueeze(0) if len(shape) == 0 else tensordict.reshape(-1)
+        td = _flat(tensordict)
         out = self._generate(td) if self.generate else self._score(td)
-        if len(shape) == 0:
-            out = out.squeeze(0)
-        elif len(shape) > 1:
-            out = out.reshape(*shape, *out.batch_size[1:])
-        return self._place(tensordict, out)
+        return self._place(tensordict, _shaped(out, tensordict))
 
     def _place(self, tensordict: TensorDictBase, out: TensorDictBase) -> TensorDictBase:
         """Write the outputs where `inplace` says: into the input, a new td, or an empty copy."""
         if self.inplace is True:
+            for key, value in out.items():  # padded and ragged fields do not share a container
+                if is_ragged(value) != is_ragged(tensordict.get(key, value)):
+                    tensordict.set(key, value)
             return tensordict.update(out)
         if self.inplace == "empty":
             return tensordict.empty().update(out)
@@ -124,7 +121,9 @@ class LLMWrapperBase(TensorDictModuleBase):
         td = self._with_logits(tensordict, padding_side)
         key = mask_key or (self.masks_key, "all_attention_mask")
         mask = td.get(key, None)
-        mask = tensordict.get(key, None) if mask is None else mask
+        if mask is None:
+            mask = self._mask(_flat(tensordict), key, padding_side)
+            mask = None if mask is None else mask.reshape(*tensordict.batch_size, -1)
         if mask is None:
             raise ValueError(
                 f"expected a mask at {key}, found none; assistant masks need input_mode='history' "
@@ -136,18 +135,14 @@ class LLMWrapperBase(TensorDictModuleBase):
         self, tensordict: TensorDictBase, *, padding_side: str = "left"
     ) -> LLMMaskedCategorical:
         """Return the distribution masked to what follows the prompt, else to the assistant mask."""
-        prompt = rows(tensordict, (self.tokens_key, "prompt"))
-        if prompt is None:
+        if rows(_flat(tensordict), (self.tokens_key, "prompt")) is None:
             key = (self.masks_key, "all_assistant_mask")
             return self.get_dist(tensordict, mask_key=key, padding_side=padding_side)
         td = self._with_logits(tensordict, padding_side)
         attention = td.get((self.masks_key, "all_attention_mask"))
-        sizes = torch.tensor([len(p) for p in prompt], device=attention.device)[:, None]
-        if is_ragged(tensordict.get(self.tokens_key)):
-            after = attention.cumsum(-1) > sizes
-        else:  # a padded prompt takes its full width of columns
-            after = torch.arange(attention.shape[-1], device=attention.device) >= sizes
-        return self._dist(td, attention & after)
+        after = self._after_prompt(_flat(tensordict), attention.reshape(-1, attention.shape[-1]))
+        assert after is not None  # there are prompt tokens
+        return self._dist(td, after.reshape(attention.shape))
 
     def _get_dist_with_assistant_mask(
         self, tensordict: TensorDictBase, *, padding_side: str = "left"
@@ -187,7 +182,24 @@ class LLMWrapperBase(TensorDictModuleBase):
                 "a generating policy has no distribution over given tokens; "
                 "use policy.get_new_version(generate=False)"
             )
-        return self._logits(tensordict, side)
+        return _shaped(self._logits(_flat(tensordict), side), tensordict)
+
+    def _mask(self, td: TensorDictBase, key: NestedKey, side: str) -> Tensor | None:
+        """Return the mask at a key as bool [B, T], ragged ones padded on `side`; None without."""
+        mask = rows(td, key)
+        return None if mask is None else pad([row.bool() for row in mask], False, side=side)
+
+    def _after_prompt(self, td: TensorDictBase, attention: Tensor) -> Tensor | None:
+        """Return which attended tokens [B, T] follow tokens.prompt; None without prompt tokens."""
+        prompt = rows(td, (self.tokens_key, "prompt"))
+        if prompt is None:
+            return None
+        sizes = torch.tensor([len(p) for p in prompt], device=attention.device)[:, None]
+        if is_ragged(td.get(self.tokens_key)):
+            return attention & (attention.cumsum(-1) > sizes)
+        # A padded prompt takes its full width of columns.
+        columns = torch.arange(attention.shape[-1], device=attention.device)
+        return attention & (columns >= sizes)
 
     def _dist(self, td: TensorDictBase, mask: Tensor) -> LLMMaskedCategorical:
         logits = td.get("logits")
@@ -202,7 +214,16 @@ class LLMWrapperBase(TensorDictModuleBase):
         """Return the log-probs of the response; get_kwargs go to `TensorDict.get`."""
         if self.generate:
             raise RuntimeError("log_prob scores; expected generate=False, got generate=True")
-        return self(data.copy()).get((self.log_probs_key, "response"), **get_kwargs)
+        out = _shaped(self._score(_flat(data)), data).get(self.log_probs_key)
+        if rows(out, "response") is None:
+            raise ValueError(
+                "expected prompt tokens or an assistant mask to tell the response from the prompt, "
+                f"found neither; use input_mode='history' or give {(self.tokens_key, 'prompt')}"
+            )
+        if is_ragged(out):
+            return out.get("response", **get_kwargs)
+        padded = out.get("response")
+        return list(padded) if get_kwargs.get("as_list") else padded
 
     @property
     def log_prob_keys(self) -> list[NestedKey]:
@@ -222,3 +243,15 @@ class LLMWrapperBase(TensorDictModuleBase):
     def dist_sample_keys(self) -> list[NestedKey]:
         """Return the key of the sampled tokens."""
         return [(self.tokens_key, "response")]
+
+
+def _flat(td: TensorDictBase) -> TensorDictBase:
+    """Return a td of any batch shape with one batch dimension."""
+    return td if td.ndim == 1 else td.unsqueeze(0) if td.ndim == 0 else td.reshape(-1)
+
+
+def _shaped(out: TensorDictBase, like: TensorDictBase) -> TensorDictBase:
+    """Return a td [B] or [B, n] in the batch shape of `like`, and n."""
+    if like.ndim == 0:
+        return out.squeeze(0)
+    return out if like.ndim == 1 else out.reshape(*like.batch_size, *out.batch_size[1:])

@@ -1,14 +1,12 @@
 """Checkpoints: safetensors and JSON only, complete or absent, verified before they are believed.
 
 A checkpoint is written under a temporary name, every file is synced and listed with its sha256 in
-manifest.json, and the folder is renamed into place. The newest one that verifies counts.
+MANIFEST.json, and the folder is renamed into place. The newest one that verifies counts.
 
-    checkpoints/iteration_000040/ model/ optimizer.safetensors state.json manifest.json
+    checkpoints/iteration_000040/ model/ optimizer.safetensors state.json MANIFEST.json
 """
 
-import hashlib
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from policies.cache import flush, read_manifest, write_manifest
 from policies.models import quiet
 from policies.transformers_wrapper import TransformersWrapper
 from trainer.runtime import Runtime
@@ -48,20 +47,22 @@ class Checkpoints:
     def save(self, iteration: int, state: dict[str, Any]) -> None:
         """Write the checkpoint of `iteration` finished iterations."""
         if self.runtime.is_main:
-            self.folder.mkdir(exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for kind in ("part", "trash"):  # left by an interrupted save or removal
+                for leftover in self.folder.glob(f".{kind}-*"):
+                    shutil.rmtree(leftover)
             target = self.folder / f"iteration_{iteration:06d}"
             part = self.folder / f".part-{target.name}"
-            shutil.rmtree(part, ignore_errors=True)
             part.mkdir()
             save_model(self.policy, part / "model")
             save_file(self._moments(), part / "optimizer.safetensors")
             content = {"format": FORMAT, "iteration": iteration, **state}
             (part / "state.json").write_text(json.dumps(content, indent=1))
-            seal(part)
+            write_manifest(part, {"format": FORMAT})
             discard(target)
             part.rename(target)
-            sync(self.folder)
-            self._prune()
+            flush(self.folder)
+            self._prune(target)
         self.runtime.accelerator.wait_for_everyone()
 
     def _moments(self) -> dict[str, torch.Tensor]:
@@ -78,8 +79,12 @@ class Checkpoints:
         for path in sorted((folder / "model").glob("*.safetensors")):
             weights |= load_file(path)
         missing, unexpected = self.policy.model.load_state_dict(weights, strict=False)
-        tied = set(getattr(self.policy.model, "_tied_weights_keys", None) or {})
-        if set(missing) - tied or unexpected:
+        model = self.policy.model
+        tied = (
+            getattr(model, "_tied_weights_keys", None) if model.config.tie_word_embeddings else ()
+        )
+        missing = [name for name in missing if name not in (tied or ())]
+        if missing or unexpected:
             raise ValueError(
                 f"{folder} does not fit the model: missing {missing[:3]}, unexpected "
                 f"{unexpected[:3]}; resume with the run's own config"
@@ -89,20 +94,22 @@ class Checkpoints:
             prefix = f"{name}/"
             found = {k[len(prefix) :]: v for k, v in saved.items() if k.startswith(prefix)}
             if found:
-                step = found.pop("step").cpu()
-                moments = {k: v.to(param.device) for k, v in found.items()}
-                self.optimizer.state[param] = {"step": step, **moments}
+                self.optimizer.state[param] = {k: v.to(param.device) for k, v in found.items()}
         return json.loads((folder / "state.json").read_text())
 
     def newest(self) -> Path | None:
         """Return the newest checkpoint that verifies, or None."""
         for folder in sorted(self.folder.glob("iteration_*"), reverse=True):
-            if verify(folder):
+            if read_manifest(folder, full=True) is not None:
                 return folder
         return None
 
-    def _prune(self) -> None:
+    def _prune(self, newest: Path) -> None:
+        """Keep what was asked for. Later iterations than the newest were found damaged: they go."""
         done = sorted(self.folder.glob("iteration_*"))
+        for folder in done[done.index(newest) + 1 :]:
+            discard(folder)
+        done = done[: done.index(newest) + 1]
         keep = set(done[-self.keep_last :]) if self.keep_last else set(done)
         if self.keep_best and done:
             keep.add(max(done, key=_score))
@@ -118,55 +125,12 @@ def save_model(policy: TransformersWrapper, folder: Path) -> None:
         policy.tokenizer.save_pretrained(folder)
 
 
-def seal(folder: Path) -> None:
-    """Sync every file and write manifest.json with its size and sha256."""
-    files = {}
-    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        sync(path)
-        name = path.relative_to(folder).as_posix()
-        files[name] = {"size": path.stat().st_size, "sha256": sha256(path)}
-    manifest = folder / "manifest.json"
-    manifest.write_text(json.dumps({"format": FORMAT, "files": files}, indent=1))
-    sync(manifest)
-    sync(folder)
-
-
-def verify(folder: Path) -> bool:
-    """Return whether every file of the manifest is there with its size and sha256."""
-    try:
-        files = json.loads((folder / "manifest.json").read_text())["files"]
-    except (OSError, ValueError, KeyError):
-        return False
-    return all(
-        (folder / name).is_file()
-        and (folder / name).stat().st_size == entry["size"]
-        and sha256(folder / name) == entry["sha256"]
-        for name, entry in files.items()
-    )
-
-
 def discard(folder: Path) -> None:
     """Remove a folder so that no half of it is ever mistaken for a checkpoint."""
     if folder.exists():
         trash = folder.with_name(f".trash-{folder.name}")
-        shutil.rmtree(trash, ignore_errors=True)
         folder.rename(trash)
         shutil.rmtree(trash)
-
-
-def sha256(path: Path) -> str:
-    """Return the hex sha256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def sync(path: Path) -> None:
-    """Flush a file or folder to disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _named(optimizer: torch.optim.Optimizer, policy: TransformersWrapper):
@@ -177,4 +141,5 @@ def _named(optimizer: torch.optim.Optimizer, policy: TransformersWrapper):
 
 def _score(folder: Path) -> float:
     state = json.loads((folder / "state.json").read_text())
-    return state.get("objective") or float("-inf")
+    objective = state.get("objective")
+    return float("-inf") if objective is None else objective

@@ -57,6 +57,7 @@ def collect(
     policy: TransformersWrapper,
 ) -> TensorDict:
     """Return the trajectories of all samples of `prompts` [P] as one batch [B, T]."""
+    policy = _ready(policy)
     td = env.reset(prompts)
     start = td
     trajectories: list[Trajectory] = []
@@ -74,6 +75,20 @@ def collect(
         alive = alive[going]
         _continue(trajectories, alive.tolist(), td, policy)
         td = _next_turn(td, going, [trajectories[i].ids for i in alive.tolist()])
+
+
+def _ready(policy: TransformersWrapper) -> TransformersWrapper:
+    """Return the policy, or a version of it whose outputs can be read here."""
+    needed = {"pad_output": True, "inplace": True, "return_log_probs": True}
+    if policy.num_samples is not None or policy.input_mode != "history" or not policy.generate:
+        raise ValueError(
+            "collect expects a policy with generate=True, input_mode='history' and "
+            "num_samples=None (the env repeats the prompts), got "
+            f"{policy.generate}, {policy.input_mode!r}, {policy.num_samples}"
+        )
+    if all(getattr(policy, name) == value for name, value in needed.items()):
+        return policy
+    return policy.get_new_version(model=policy.scorer, **needed)
 
 
 def _begin(td: TensorDictBase) -> list[Trajectory]:

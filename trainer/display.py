@@ -1,7 +1,7 @@
 """What a person at the terminal sees: a live line on a terminal, plain lines in a log file.
 
 Reward and KL are the signals of an RL run (its loss hovers around 0), the loss is the one of SFT.
-Create it on rank 0 only. Left out on purpose: colours that carry meaning, and any other output.
+Ranks other than 0 make it `quiet`. Left out on purpose: colours that carry meaning.
 """
 
 import sys
@@ -37,10 +37,16 @@ class Display:
     """
 
     def __init__(
-        self, total: int, *, start: int = 0, title: str = "", file: TextIO | None = None
+        self,
+        total: int,
+        *,
+        start: int = 0,
+        title: str = "",
+        file: TextIO | None = None,
+        quiet: bool = False,
     ) -> None:
-        self.total, self.title = total, title
-        self.console = Console(file=file or sys.stdout, highlight=False)
+        self.total, self.title, self.quiet = total, title, quiet
+        self.console = Console(file=file or sys.stdout, highlight=False, quiet=quiet)
         self._seconds: deque[float] = deque(maxlen=10)
         self._rewards: deque[float] = deque(maxlen=24)
         self._latest: dict[str, float] = {}
@@ -56,7 +62,8 @@ class Display:
         self._task = self._bar.add_task(title, total=total, completed=start, left="")
 
     def __enter__(self) -> "Display":
-        if self.console.is_terminal and not self.console.is_dumb_terminal:
+        live = self.console.is_terminal and not self.console.is_dumb_terminal
+        if live and not self.quiet:
             group = Group(self._bar, self._line)
             self._live = Live(group, console=self.console, refresh_per_second=4)
             self._live.start()

@@ -8,6 +8,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
+from policies.padding import is_ragged, pad, rows
 from policies.wrapper import LLMWrapperBase
 from trainer.losses import clipped_policy_term, kl_term, ratio, weights
 
@@ -19,7 +20,8 @@ class GRPOLoss(nn.Module):
 
     Reads ("tokens","full"), ("log_probs","full"), "advantage" and, with `kl_to_ref_coeff`,
     ("ref_log_probs","full") at the root or under "next". `masking_strategy` picks the tokens: sft
-    (after the prompt), rlhf (assistant), generic (all). Source: arXiv 2402.03300, eq. 3.
+    (after the prompt), rlhf (assistant), generic (all); of them those in "loss_mask" [B, T] count,
+    where there is one. Source: arXiv 2402.03300, eq. 3.
     """
 
     def __init__(
@@ -54,6 +56,8 @@ class GRPOLoss(nn.Module):
         """Return loss_objective (and loss_entropy, loss_kl_to_ref) and what they are made of."""
         dist = getattr(self.actor_network, self.dist)(tensordict)
         mask = dist.mask
+        if "loss_mask" in tensordict:
+            mask = mask & tensordict.get("loss_mask")
         curr = _log_prob(dist, _need(tensordict, ("tokens", "full")))
         gen = _per_token(_need(tensordict, ("log_probs", "full")), mask)
         advantage = _per_token(_need(tensordict, "advantage"), mask)
@@ -106,20 +110,21 @@ class SFTLoss(nn.Module):
                 f"expected assistant tokens in every sample, samples {empty} have none: check the "
                 "chat template's assistant mask"
             )
-        total = _log_prob(dist, td.get(("tokens", "full"))).sum(-1)  # [B]
+        total = _log_prob(dist, _need(td, ("tokens", "full"))).sum(-1)  # [B]
         loss = -total / mask.sum(-1) if self.normalize else -total
         reduced = {"mean": loss.mean, "sum": loss.sum, "none": lambda: loss}[self.reduction]()
         return TensorDict({"loss_sft": reduced})
 
 
 def _need(td: TensorDictBase, key: str | tuple[str, ...]) -> Tensor:
-    """Return the value at a key, at the root or under "next"."""
+    """Return the value at a key, at the root or under "next"; ragged rows are padded left."""
     path = (key,) if isinstance(key, str) else key
-    value = td.get(key, None)
-    value = td.get(("next", *path), None) if value is None else value
-    if value is None:
-        raise ValueError(f"expected {key} at the root or under 'next', got {sorted(td.keys())}")
-    return value
+    for place in (path, ("next", *path)):
+        values = rows(td, place)
+        if values is not None:
+            ragged = is_ragged(td) or is_ragged(td.get(place[:-1] or place))
+            return pad(values, side="left") if ragged else td.get(place)
+    raise ValueError(f"expected {key} at the root or under 'next', got {sorted(td.keys())}")
 
 
 def _log_prob(dist, tokens: Tensor) -> Tensor:

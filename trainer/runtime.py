@@ -37,6 +37,7 @@ class Runtime:
         self.status: dict[str, Any] = {"state": "running", "reason": None, "objective": None}
         self.started = time.time()
         self.stop_signal: int | None = None
+        self.handlers: dict[signal.Signals, Any] = {}  # those that ours replace
         torch.manual_seed(seed)
 
     @property
@@ -113,7 +114,7 @@ class Runtime:
     def __enter__(self) -> "Runtime":
         self.folder.mkdir(parents=True, exist_ok=True)
         for name in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(name, self._on_signal)
+            self.handlers[name] = signal.signal(name, self._on_signal)
         self.write_status()
         return self
 
@@ -128,6 +129,8 @@ class Runtime:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
+        for name, handler in self.handlers.items():
+            signal.signal(name, handler)
         if error is None:
             self.write_status(state="finished")
         elif isinstance(error, Stopped):

@@ -137,10 +137,8 @@ class Trainer:
             self.display.samples(f"replies {kind} training", records)
 
     def _write(self, metrics: dict[str, float]) -> None:
-        if self.progress.objective is None or (
-            "reward/mean" in metrics and not self.evaluate.plans
-        ):
-            self.progress.objective = metrics.get("reward/mean", -metrics.get("loss/total", 0.0))
+        if "loss/total" in metrics and not self.evaluate.plans:
+            self.progress.objective = metrics.get("reward/mean", -metrics["loss/total"])
         if self.runtime.is_main:
             self.tracker.log(metrics, self.progress.iteration)
         self.runtime.write_status(iteration=self.progress.iteration)

@@ -208,7 +208,8 @@ class _Log:
         for name, value in terms.means.items():
             self.means[name] = self.means.get(name, 0.0) + float((value * mask).sum())
         for name, value in terms.maxima.items():
-            self.maxima[name] = max(self.maxima.get(name, 0.0), float(value.max()))
+            if value.numel():  # a rank that has run out of rows takes part without any
+                self.maxima[name] = max(self.maxima.get(name, 0.0), float(value.max()))
         self.tokens += float(mask.sum())
 
     def note(self, name: str, value: float) -> None:

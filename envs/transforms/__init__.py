@@ -10,7 +10,7 @@ _HOME = {
     "Compose": "transform",
     "KLComputation": "kl",
     "RetrieveKL": "kl",
-    "RetrieveLogProb": "kl",
+    "RetrieveLogProb": "log_probs",
     "Transform": "transform",
 }
 __all__ = sorted(_HOME)

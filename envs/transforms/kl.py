@@ -8,7 +8,6 @@ Left out on purpose: KLRewardTransform, Ray, specs.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,6 +15,15 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from envs.transforms.log_probs import (
+    ASSISTANT,
+    ATTENTION,
+    RESPONSE,
+    RetrieveLogProb,
+    check_model,
+    check_side,
+    keep_only,
+)
 from envs.transforms.transform import (
     Compose,
     NestedKey,
@@ -23,7 +31,6 @@ from envs.transforms.transform import (
     Values,
     each,
     find,
-    home,
     read,
     write,
 )
@@ -31,93 +38,6 @@ from policies.padding import pad
 
 if TYPE_CHECKING:
     from policies.wrapper import LLMWrapperBase
-
-RESPONSE = ("masks", "all_response_mask")
-ASSISTANT = ("masks", "all_assistant_mask")
-ATTENTION = ("masks", "all_attention_mask")
-TEMPLATE_KWARGS = {
-    "return_assistant_tokens_mask": True,
-    "tokenize": True,
-    "return_dict": True,
-    "padding": False,
-    "add_generation_prompt": False,
-}
-
-
-class RetrieveLogProb(Transform):
-    """Score a td with `model` and write the log-probs of the kept tokens, 0 elsewhere.
-
-    Kept are the tokens of `masks.all_response_mask` where the input has it, else the assistant's
-    with `assistant_only` (the model must then read histories), else all real tokens. Token ids in
-    the td are scored as they are. The key is `log_probs_full_key`, by default
-    (model.log_probs_key, "full"). `device` is where the model is: inputs move there, results back.
-    `tokenizer` (default: the model's) and `tokenizer_kwargs` render the history for its assistant
-    mask where neither the td nor the model gives one. `padding_side` says how rows are padded
-    when a model with pad_output=True returns them ragged.
-    """
-
-    def __init__(
-        self,
-        model: LLMWrapperBase,
-        *,
-        log_probs_full_key: NestedKey | None = None,
-        assistant_only: bool = True,
-        tokenizer_kwargs: dict[str, Any] | None = None,
-        detach: bool = True,
-        device: torch.device | str | None = None,
-        tokenizer: Any = None,
-        padding_side: str = "left",
-    ) -> None:
-        _check_model(model, "model", "RetrieveLogProb")
-        if assistant_only and model.input_mode != "history":
-            raise ValueError(
-                "The model must have `input_mode='history'` when `assistant_only=True`, got "
-                f"{model.input_mode!r}; set `assistant_only=False` to keep all real tokens"
-            )
-        key = _join(model.log_probs_key) if log_probs_full_key is None else log_probs_full_key
-        if not isinstance(key, tuple) or key[-1] != "full":
-            warnings.warn(f"expected a log_probs_full_key (..., 'full'), got {key!r}", stacklevel=2)
-        super().__init__(model.in_keys, [key])
-        self.log_probs_full_key = key
-        self.model, self.assistant_only, self.detach = model, assistant_only, detach
-        self.device = None if device is None else torch.device(device)
-        self.tokenizer, self.padding_side = tokenizer, _side(padding_side)
-        self.tokenizer_kwargs = {**TEMPLATE_KWARGS, **(tokenizer_kwargs or {})}
-
-    def _step(self, tensordict: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
-        td = tensordict if self.device is None else tensordict.to(self.device)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detach):
-            scored = self.model(td.copy())  # a copy: wrappers may write in place
-            log_probs = read(scored, _join(self.model.log_probs_key))
-            values = each(_keep, log_probs, self._mask(td, scored))
-        if self.model.pad_output and isinstance(values, list):
-            values = pad(values, side=self.padding_side)
-        if self.device is not None:
-            values = each(lambda v: v.to(home(tensordict)), values)
-        write(next_td, self.log_probs_full_key, values)
-        return next_td
-
-    def _reset(self, tensordict: TensorDictBase | None, td_reset: TensorDictBase) -> TensorDictBase:
-        return td_reset  # nothing has been said yet
-
-    def _mask(self, td: TensorDictBase, scored: TensorDictBase) -> Values:
-        mask = read(td, RESPONSE)
-        if mask is None:
-            mask = read(scored, ASSISTANT if self.assistant_only else ATTENTION)
-        if mask is None and self.assistant_only and td.get(self.in_keys[0], None) is not None:
-            mask = self._rendered_mask(td)
-        if mask is None:
-            raise ValueError(
-                f"found neither {RESPONSE} nor {ASSISTANT if self.assistant_only else ATTENTION}: "
-                "give a history or masks with the tokens, or set assistant_only=False"
-            )
-        return mask
-
-    def _rendered_mask(self, td: TensorDictBase) -> Values | None:
-        tokenizer = self.model.tokenizer if self.tokenizer is None else self.tokenizer
-        history = td.get(self.in_keys[0])
-        out = history.apply_chat_template(tokenizer=tokenizer, **self.tokenizer_kwargs)
-        return each(Tensor.bool, read(out, "assistant_masks"))
 
 
 class KLComputation(Transform):
@@ -154,7 +74,7 @@ class KLComputation(Transform):
         self.gen_log_probs_full_key = gen_log_probs_full_key
         self.ref_log_probs_full_key = ref_log_probs_full_key
         self.kl_key, self.add_to_reward, self.coeff = kl_key, add_to_reward, coeff
-        self.padding_side = _side(padding_side)
+        self.padding_side = check_side(padding_side)
 
     def _step(self, tensordict: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
         gen = find(self.gen_log_probs_full_key, next_td, tensordict)
@@ -166,7 +86,7 @@ class KLComputation(Transform):
             )
         _check_shapes(gen, ref)
         response = find(RESPONSE, tensordict, next_td)
-        kl = each(lambda g, r, m: _keep(g - r, m), gen, ref, response)
+        kl = each(lambda g, r, m: keep_only(g - r, m), gen, ref, response)
         write(next_td, self.kl_key, kl)
         reward = read(next_td, "reward") if self.add_to_reward else None
         if reward is not None:
@@ -250,7 +170,7 @@ class RetrieveKL(Compose):
                 raise ValueError(f"expected a log-probs key (..., 'full'), got {key!r}")
         if keys[0] == keys[1]:
             raise ValueError(f"gen and ref log-probs need different keys, got {keys[0]} for both")
-        _check_model(ref, "reference model", "RetrieveKL")
+        check_model(ref, "reference model", "RetrieveKL")
         settings = {
             "assistant_only": assistant_only,
             "tokenizer_kwargs": tokenizer_kwargs,
@@ -292,7 +212,7 @@ class RetrieveKL(Compose):
         return super()._step(tensordict, next_td)
 
     def _generator(self, model: Any) -> RetrieveLogProb:
-        _check_model(model, "generation model", "RetrieveKL")
+        check_model(model, "generation model", "RetrieveKL")
         ref = self.ref_model
         if model.pad_output != ref.pad_output:
             raise ValueError(
@@ -338,17 +258,6 @@ def _one(name: str, model: Any, factory: Callable[[], Any] | None) -> Any:
     return model if factory is None else factory()
 
 
-def _check_model(model: Any, what: str, user: str) -> None:
-    """Raise unless the model scores."""
-    if not getattr(model, "return_log_probs", True):
-        raise ValueError(f"The {what} must have `return_log_probs=True` to use `{user}`.")
-    if getattr(model, "generate", True):
-        raise ValueError(
-            f"The {what} must have `generate=False` to use `{user}`: "
-            "pass model.get_new_version(generate=False)"
-        )
-
-
 def _check_shapes(gen: Values, ref: Values) -> None:
     """Raise where a row of gen and of ref differ in shape."""
     if len(gen) != len(ref):
@@ -364,22 +273,10 @@ def _check_shapes(gen: Values, ref: Values) -> None:
             )
 
 
-def _keep(values: Tensor, mask: Tensor | None) -> Tensor:
-    """Return values with 0 outside the mask."""
-    if mask is None:
-        return values
-    if mask.shape != values.shape:
-        raise ValueError(
-            f"expected a mask of shape {tuple(values.shape)} as the log-probs have, got "
-            f"{tuple(mask.shape)}; was one of them padded (pad_output)?"
-        )
-    return values.masked_fill(~mask, 0)
-
-
 def _kept(gen: Tensor, ref: Tensor, mask: Tensor | None) -> Tensor:
     """Return the mask; without one, the tokens with a log-prob (scoring leaves the others 0)."""
     known = (gen != 0) | (ref != 0)
-    return known if mask is None else _keep(torch.ones_like(known), mask)
+    return known if mask is None else keep_only(torch.ones_like(known), mask)
 
 
 def _at_last(reward: Tensor, kept: Tensor) -> Tensor:
@@ -387,14 +284,3 @@ def _at_last(reward: Tensor, kept: Tensor) -> Tensor:
     order = torch.arange(1, kept.shape[-1] + 1, device=kept.device)
     last = torch.where(kept.any(-1, keepdim=True), kept * order, order).argmax(-1, keepdim=True)
     return reward.new_zeros(kept.shape).scatter(-1, last, reward)
-
-
-def _join(log_probs_key: Any) -> tuple[str, ...]:
-    """Return (log_probs_key, "full") as one flat key."""
-    return (log_probs_key, "full") if isinstance(log_probs_key, str) else (*log_probs_key, "full")
-
-
-def _side(padding_side: str) -> str:
-    if padding_side not in ("left", "right"):
-        raise ValueError(f"expected padding_side 'left' or 'right', got {padding_side!r}")
-    return padding_side

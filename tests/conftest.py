@@ -1,0 +1,30 @@
+"""What the whole session shares: a cache of its own, and runs that several files read."""
+
+import os
+from pathlib import Path
+
+import pytest
+from runs import SMALL, WANDB, Finished, train
+
+from policies.cache import cache_dir
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory) -> Path:
+    """Put leash's cache into a temporary folder; a converted SmolLM2 is not made again."""
+    users = sorted(cache_dir().glob("models/SmolLM2-*"))
+    folder = tmp_path_factory.mktemp("cache")
+    (folder / "models").mkdir()
+    for path in users:
+        (folder / "models" / path.name).symlink_to(path)
+    os.environ["LEASH_CACHE"] = str(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def small_run(tmp_path_factory) -> Finished:
+    """Run a short grpo_tiny end to end, with W&B offline; its warm-up fills the cache."""
+    folder = tmp_path_factory.mktemp("small") / "run"
+    done = train(*SMALL, *WANDB, f"output_dir={folder}")
+    assert done.code == 0, done.text
+    return done.at(folder)

@@ -1,0 +1,107 @@
+"""The first optimiser step of a run on the tiny model: the same on any number of ranks.
+
+Also a script for torchrun: rank 0 writes what `first_step` returns into a folder.
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+import contracts
+import torch
+from safetensors.torch import save_file
+from tensordict import TensorDict
+
+from envs.chat_env import ChatEnv
+from envs.transforms import RetrieveKL
+from policies.load import load_reference
+from trainer.advantage import GroupAdvantage
+from trainer.kl_control import ConstantKLController
+from trainer.objectives import GRPOObjective
+from trainer.runtime import Runtime
+from trainer.sources import Rollouts
+from trainer.update import Update, pack_rows
+
+MICRO_BATCH = 50  # tokens; on two ranks the one has 4 micro-batches then, the other 6
+# Gradients by name: aggregation, micro-batch tokens, group whose replies are not learnt from.
+CASES = {
+    "token_mean": ("token_mean", 10**6, ()),
+    "micro_batches": ("token_mean", MICRO_BATCH, ()),
+    "sequence_mean": ("sequence_mean", MICRO_BATCH, ()),
+    "half_empty": ("token_mean", MICRO_BATCH, (2, 3)),
+}
+
+
+@dataclass(frozen=True)
+class FirstStep:
+    """Prompts and sampled rows in order, the micro-batches of each rank, gradients by case."""
+
+    prompts: list[str]
+    rows: list[list[int]]
+    micro_batches: list[int]
+    gradients: dict[str, torch.Tensor]
+
+
+def first_step(runtime: Runtime) -> FirstStep:
+    """Roll out the first iteration on all ranks and return it with its whole gradients."""
+    policy, task = contracts.make_policy(), contracts.Words()
+    reference = load_reference(policy)
+    with torch.no_grad():
+        for p in reference.model.parameters():
+            p.mul_(0.9)
+    env = ChatEnv(task, group_size=contracts.G)
+    source = Rollouts(task=task, env=env, policy=policy, runtime=runtime, size=4)
+    kl = ConstantKLController(kl_coef=0.1)
+    batch = RetrieveKL(ref_model=reference, add_to_reward=False)(source(0))
+    batch = GroupAdvantage(group_size=contracts.G, kl=kl)(batch)
+    prompts = [row["messages"][-1]["content"] for row in source.prompts(0).get("row").tolist()]
+    attended = batch["masks", "all_attention_mask"]
+    rows = [ids[keep].tolist() for ids, keep in zip(batch["tokens", "full"], attended, strict=True)]
+    return FirstStep(
+        prompts=list(chain(*runtime.gather(prompts))),
+        rows=list(chain(*runtime.gather(rows))),
+        micro_batches=runtime.gather(len(pack_rows(batch, MICRO_BATCH))),
+        gradients={name: gradient(batch, policy, runtime, *case) for name, case in CASES.items()},
+    )
+
+
+def gradient(batch: TensorDict, policy, runtime: Runtime, aggregation, tokens, unlearnt):
+    """Return what one step of the real update hands to its optimiser, flattened."""
+    grads: list[torch.Tensor] = []
+
+    class Keep(torch.optim.SGD):
+        def step(self, closure=None):
+            grads.extend(p.grad.flatten().clone() for g in self.param_groups for p in g["params"])
+
+    for p in policy.model.parameters():
+        p.requires_grad_(True)
+    optimizer = Keep(policy.model.parameters(), lr=0.0)
+    scorer, optimizer = runtime.accelerator.prepare(policy.scorer, optimizer)
+    update = Update(
+        scorer,
+        optimizer,
+        GRPOObjective(kl=ConstantKLController(kl_coef=0.1)),
+        runtime,
+        lr=lambda step: 0.0,
+        aggregation=aggregation,
+        micro_batch_tokens=tokens,
+        max_grad_norm=0.0,
+    )
+    batch = batch.clone()
+    for group in unlearnt:
+        batch["loss_mask"][batch["group_id"] == group] = False
+    update(batch)
+    return torch.cat(grads)
+
+
+if __name__ == "__main__":
+    with Runtime(sys.argv[1]) as run:
+        step = first_step(run)
+        if run.is_main:
+            rest = {k: v for k, v in vars(step).items() if k != "gradients"}
+            Path(sys.argv[1], "rows.json").write_text(json.dumps(rest))
+            save_file(step.gradients, Path(sys.argv[1], "gradients.safetensors"))
+        run.accelerator.wait_for_everyone()
+        run.accelerator.end_training()

@@ -1,0 +1,81 @@
+"""Whole runs through the command line, and what they leave behind."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+# A run of seconds that does all that a long one does.
+SMALL = (
+    "experiment=grpo_tiny",
+    "seed=5",
+    "kl.coeff=1",
+    "trainer.num_iterations=16",
+    "trainer.prompts_per_iteration=8",
+    "algorithm.group_size=4",
+    "eval.max_rows=16",
+    "eval.num_samples=2",
+    "checkpoint.every=2",
+)
+WANDB = ("tracker=wandb", "tracker.mode=offline")
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a command ended: its exit code, all it wrote, the seconds it took, its run folder."""
+
+    code: int
+    text: str
+    seconds: float
+    folder: Path = Path()
+
+    def at(self, folder: Path) -> "Finished":
+        return replace(self, folder=folder)
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """Return an environment without accounts and without the network."""
+    hidden = ("WANDB_API_KEY", "WANDB_MODE", "WORLD_SIZE", "PYTHONPATH")
+    env = {k: v for k, v in os.environ.items() if k not in hidden}
+    return {**env, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **changes}
+
+
+def launch(*overrides: str, **changes: str) -> subprocess.Popen:
+    """Start `python train.py overrides...`; its output is one text."""
+    command = [sys.executable, str(ROOT / "train.py"), *overrides]
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, env=environment(**changes), start_new_session=True, **both)
+
+
+def train(*overrides: str, **changes: str) -> Finished:
+    """Run `python train.py overrides...` to its end."""
+    start = time.perf_counter()
+    process = launch(*overrides, **changes)
+    text = process.communicate(timeout=900)[0]
+    return Finished(process.returncode, text, time.perf_counter() - start)
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def metrics(folder: Path) -> list[dict]:
+    """Return metrics.jsonl without what depends on the machine."""
+    return [
+        {k: v for k, v in line.items() if not k.startswith(("time/", "perf/"))}
+        for line in lines(folder / "metrics.jsonl")
+    ]
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen, seconds: float = 300):
+    """Wait until a condition holds; fail if the process ends before, or after `seconds`."""
+    limit = time.perf_counter() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.perf_counter() < limit, "the run did not get that far in time"
+        time.sleep(0.01)

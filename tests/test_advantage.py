@@ -1,0 +1,78 @@
+"""Group advantages over a batch: what is written, by hand numbers."""
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from trainer.advantage import GroupAdvantage, NoAdvantage
+from trainer.kl_control import ConstantKLController
+
+MASK = torch.tensor([[0, 1, 1], [0, 1, 0], [0, 1, 1], [0, 1, 1]]).bool()
+
+
+def batch() -> TensorDict:
+    """Two groups of two: rewards 1 and 0, then 2 and 2; a penalty also outside the mask."""
+    raw = torch.tensor([[0, 0, 1.0], [0, 0, 0], [0, 0, 2], [0, 0, 2]])
+    kl = torch.tensor([[9, 1.0, 1], [9, 4, 9], [9, 0, 1], [9, 2, 1]])
+    return TensorDict({"reward_raw": raw, "kl_penalty": kl, "loss_mask": MASK}, [4])
+
+
+def advantage(**options) -> GroupAdvantage:
+    return GroupAdvantage(group_size=2, kl=ConstantKLController(kl_coef=0.5), **options)
+
+
+def test_without_a_kl_in_the_reward_the_task_alone_decides():
+    out = advantage()(batch())
+    scale = 0.5**0.5 + 1e-4  # the unbiased std of 1 and 0
+    want = torch.tensor([0.5 / scale, -0.5 / scale, 0, 0])[:, None] * MASK
+    torch.testing.assert_close(out["advantage"], want)
+    assert not out["reward_kl"].any()
+    assert torch.equal(out["reward"], out["reward_raw"])
+
+
+def test_the_kl_is_charged_at_kept_tokens_and_never_scaled():
+    out = advantage(where="reward")(batch())
+    kl = torch.tensor([[0, -0.5, -0.5], [0, -2, 0], [0, 0, -0.5], [0, -1, -0.5]])
+    torch.testing.assert_close(out["reward_kl"], kl)
+    torch.testing.assert_close(out["reward"], out["reward_raw"] + kl)
+    # Sums of the KL part are -1, -2 and -0.5, -1.5: half a nat around each mean.
+    scale = 0.5**0.5 + 1e-4
+    want = torch.tensor([0.5 / scale + 0.5, -0.5 / scale - 0.5, 0.5, -0.5])[:, None] * MASK
+    torch.testing.assert_close(out["advantage"], want)
+
+
+def test_without_scaling_rewards_keep_their_unit():
+    out = advantage(scale_by_std=False)(batch())
+    torch.testing.assert_close(out["advantage"][:2, 1], torch.tensor([0.5, -0.5]))
+
+
+def test_return_to_go_credits_what_comes_after():
+    td = batch()
+    td["reward_raw"] = torch.tensor([[0, 1.0, 2], [0, 1, 0], [0, 0, 0], [0, 0, 0]])
+    out = advantage(credit="return_to_go", scale_by_std=False)(td)
+    want = torch.tensor([[0, 3 - 2, 2 - 2], [0, 1 - 2, 0], [0, 0, 0], [0, 0, 0]])
+    torch.testing.assert_close(out["advantage"], want.float())
+
+
+def test_a_charge_without_a_measured_kl_is_refused():
+    with pytest.raises(ValueError, match=r"kl\.where=reward needs kl_penalty"):
+        advantage(where="reward")(batch().exclude("kl_penalty"))
+    with pytest.raises(ValueError, match="group_size >= 2"):
+        GroupAdvantage(group_size=1, kl=ConstantKLController(kl_coef=0.5))(batch())
+
+
+def test_imitation_has_none():
+    td = batch()
+    assert NoAdvantage()(td) is td
+    assert set(td.keys()) == {"reward_raw", "kl_penalty", "loss_mask"}
+
+
+def test_a_constant_controller_keeps_its_coefficient_through_a_checkpoint():
+    kl = ConstantKLController(kl_coef=0.25)
+    assert kl.update([100.0]) == 0.25
+    other = ConstantKLController(kl_coef=0.0)
+    other.load_state_dict(kl.state_dict())
+    assert other.coeff == 0.25
+    for wrong in (-0.1, float("nan")):
+        with pytest.raises(ValueError, match="KL coefficient >= 0"):
+            ConstantKLController(kl_coef=wrong)

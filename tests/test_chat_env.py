@@ -1,0 +1,157 @@
+"""The chat environment: what reset and step write, turn by turn."""
+
+import pytest
+import torch
+from contracts import Words
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+
+from envs.chat_env import ChatEnv
+from envs.tasks.task import Reply, Reward, Task
+from policies.history import History
+from policies.random import fold
+
+ASKED = ["One?", "Two?", "Three?"]
+
+
+class Counting(Task):
+    """Earn the number of this turn; the row says how many turns the chat has."""
+
+    def __init__(self) -> None:
+        self.seen: list[Reply] = []
+
+    def reward(self, row: dict, reply: Reply) -> Reward:
+        self.seen.append(reply)
+        turn = sum(m["role"] == "assistant" for m in reply.messages)
+        return Reward(total=turn, parts={"turn": turn, "half": turn / 2}, success=turn == 2)
+
+    def respond(self, row: dict, reply: Reply) -> list[dict]:
+        turn = sum(m["role"] == "assistant" for m in reply.messages)
+        return [] if turn >= row["turns"] else [{"role": "tool", "content": f"result {turn}"}]
+
+
+def row(text: str, turns: int = 1) -> dict:
+    return {"messages": [{"role": "user", "content": text}], "turns": turns}
+
+
+def data(rows: list[dict]) -> TensorDict:
+    td = TensorDict({"stream": fold(3, torch.arange(len(rows)))}, batch_size=[len(rows)])
+    return td.set("row", NonTensorStack(*[NonTensorData(r) for r in rows]))
+
+
+def reply(td: TensorDict, texts: list[str], complete: list[bool] | None = None) -> TensorDict:
+    """Write the replies as a policy would."""
+    said = History.from_replies(texts, complete or [True] * len(texts))
+    full = td["history"].prompt.extend(said, inplace=False, dim=-1)
+    return td.set(("history", "full"), full)
+
+
+def test_reset_repeats_each_prompt_in_a_row_with_a_stream_of_its_own():
+    td = ChatEnv(Counting(), group_size=2).reset(data([row(t) for t in ASKED]))
+    assert td.batch_size == (6,)
+    asked = [chat[-1]["content"] for chat in td["history", "prompt"].chats()]
+    assert asked == [t for t in ASKED for _ in range(2)]
+    assert td["group_id"].tolist() == [0, 0, 1, 1, 2, 2]
+    want = [int(fold(fold(3, i), s)) for i in range(3) for s in range(2)]
+    assert td["stream"].tolist() == want
+    assert len(set(want)) == 6
+    assert [r["messages"][0]["content"] for r in td["row"].tolist()] == asked
+
+
+def test_group_ids_of_the_caller_are_kept():
+    td = data([row(t) for t in ASKED]).set("group_id", torch.tensor([7, 5, 9]))
+    assert ChatEnv(Counting(), group_size=2).reset(td)["group_id"].tolist() == [7, 7, 5, 5, 9, 9]
+
+
+def test_a_query_is_enough_without_a_task():
+    env = ChatEnv(group_size=2, data_key="question", system_prompt="Be brief.")
+    td = TensorDict({"question": ASKED}, batch_size=[3])
+    out = env.reset(td)
+    chats = out["history", "prompt"].chats()
+    system = {"role": "system", "content": "Be brief."}
+    assert chats[4:] == [[system, {"role": "user", "content": "Three?"}]] * 2
+    out = env.step(reply(out, ["yes"] * 6))
+    assert out["next", "reward"].tolist() == [[0.0]] * 6
+    assert out["next", "done"].all()
+    same = env.reset(TensorDict({"question": NonTensorData("Hi", batch_size=[2])}, batch_size=[2]))
+    assert [c[-1]["content"] for c in same["history", "prompt"].chats()] == ["Hi"] * 4
+
+
+def test_a_system_prompt_stands_in_front_unless_there_is_one():
+    env = ChatEnv(Counting(), system_prompt="Be brief.")
+    own = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "Hi"}]
+    rows = [row("Hi"), {"messages": own, "turns": 1}]
+    first, second = env.reset(data(rows))["history", "prompt"].chats()
+    assert [m["content"] for m in first] == ["Be brief.", "Hi"]
+    assert second == own
+    assert rows[0]["messages"] == [{"role": "user", "content": "Hi"}], "the row is not changed"
+
+
+def test_step_writes_the_outcome_of_each_chat():
+    task = Counting()
+    env = ChatEnv(task, max_turns=3)
+    td = env.reset(data([row("One?", 1), row("Two?", 2), row("Three?", 9)]))
+    td = env.step(reply(td, ["a", "b", "c"], [True, True, False]))
+    out = td["next"]
+    for key in ("reward", "success", "terminated", "truncated", "done"):
+        assert out[key].shape == (3, 1), key
+    assert out["reward"].flatten().tolist() == [1.0, 1.0, 1.0]
+    assert set(out["reward_part"].keys()) == {"turn", "half"}
+    assert out["reward_part", "half"].flatten().tolist() == [0.5] * 3
+    assert out["done"].flatten().tolist() == [True, False, False]
+    assert [r.text for r in task.seen] == ["a", "b", "c"]
+    assert [r.complete for r in task.seen] == [True, True, False]
+    assert task.seen[0].messages == [
+        {"role": "user", "content": "One?"},
+        {"role": "assistant", "content": "a"},
+    ]
+    chats = out["history", "prompt"].chats()
+    assert [c[-1]["role"] for c in chats] == ["assistant", "tool", "tool"]
+    assert chats[2][-1]["content"] == "result 1"
+
+
+def test_how_an_episode_ends():
+    """(turns of the row, reply complete) -> after a limit of two turns."""
+    env = ChatEnv(Counting(), max_turns=2)
+    rows = [row("a", 2), row("b", 2), row("c", 5), row("d", 5)]
+    td = env.reset(data(rows))
+    complete = [True, False, True, False]
+    td = env.step(reply(td, ["x"] * 4, complete))
+    assert not td["next", "done"].any()
+    following = td["next"].clone().set("row", td["row"])
+    td = env.step(reply(following, ["y"] * 4, complete))
+    out = {k: td["next", k].flatten().tolist() for k in ("terminated", "truncated", "done")}
+    assert out["terminated"] == [True, False, False, False]
+    assert out["truncated"] == [False, True, True, True]
+    assert out["done"] == [True] * 4
+    assert td["next", "success"].all(), "the second turn of Counting is a success"
+
+
+def test_a_chat_of_one_row_and_an_empty_reply():
+    task = Counting()
+    env = ChatEnv(task)
+    td = env.step(reply(env.reset(data([row("Hi")])), [""]))
+    assert task.seen[0].text == ""
+    assert td["next", "terminated"].tolist() == [[True]]
+
+
+def test_a_batch_of_one_kind_of_task_has_rewards_per_row():
+    env = ChatEnv(Words(), group_size=2)
+    td = env.reset(data(Words().rows("train")[:2]))
+    td = env.step(reply(td, ["", "a", "ab", "abc"]))
+    assert td["next", "reward"].flatten().tolist() == [0.0, 0.5, 1.0, 0.0]
+    assert td["next", "success"].flatten().tolist() == [False, False, True, False]
+
+
+def test_what_is_missing_is_named():
+    env = ChatEnv(Counting())
+    with pytest.raises(RuntimeError, match="got None"):
+        env.reset()
+    with pytest.raises(RuntimeError, match=r"'row' or 'query', got \['stream'\]"):
+        env.reset(data([row("Hi")]).select("stream"))
+    with pytest.raises(ValueError, match="one batch dimension"):
+        env.reset(data([row("Hi")])[0])
+    with pytest.raises(ValueError, match=r"expected history\.full"):
+        env.step(env.reset(data([row("Hi")])))
+    for wrong in ({"group_size": 0}, {"max_turns": 0}):
+        with pytest.raises(ValueError, match="max_turns and group_size >= 1"):
+            ChatEnv(**wrong)

@@ -1,0 +1,160 @@
+"""Trajectories: exact ids of all turns, with masks, log-probs and rewards in their places."""
+
+import pytest
+import torch
+from contracts import G, Words, make_policy, plain_log_probs, prompts, rollout
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+
+from envs.chat_env import ChatEnv
+from envs.tasks.task import Reply, Reward, Task
+from policies.random import fold
+from trainer.collect import collect
+
+FEW_SHOT = [
+    {"role": "user", "content": "Sort 2 1"},
+    {"role": "assistant", "content": "1 2"},
+    {"role": "user", "content": "Sort 4 3"},
+]
+
+
+class Uneven(Task):
+    """Rows of one, two and three turns; turn k earns k, also when the chat is cut."""
+
+    def rows(self, split: str) -> list[dict]:
+        return [{"messages": FEW_SHOT, "turns": n} for n in (1, 2, 3)]
+
+    def reward(self, row: dict, reply: Reply) -> Reward:
+        turn = sum(m["role"] == "assistant" for m in reply.messages) - 1
+        return Reward(total=turn, parts={"turn": float(turn)}, success=turn == row["turns"])
+
+    def respond(self, row: dict, reply: Reply) -> list[dict]:
+        turn = sum(m["role"] == "assistant" for m in reply.messages) - 1
+        return [] if turn >= row["turns"] else [{"role": "user", "content": "again"}]
+
+
+def start(task: Task, count: int | None = None) -> TensorDict:
+    rows = list(task.rows("train"))[:count]
+    td = TensorDict({"stream": fold(0, torch.arange(len(rows)))}, batch_size=[len(rows)])
+    return td.set("row", NonTensorStack(*[NonTensorData(r) for r in rows]))
+
+
+def uneven(max_turns: int = 3, samples: int = 6) -> TensorDict:
+    env = ChatEnv(Uneven(), group_size=samples, max_turns=max_turns)
+    return collect(start(Uneven()), env, make_policy())
+
+
+def runs(mask: list[bool]) -> list[tuple[int, int]]:
+    """Return (first, last) of each run of True."""
+    edges = [i for i in range(1, len(mask)) if mask[i] != mask[i - 1]]
+    edges = [0, *edges] if mask[0] else edges
+    edges = [*edges, len(mask)] if len(edges) % 2 else edges
+    return [(a, b - 1) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def test_each_turns_reward_stands_on_its_last_sampled_token():
+    batch = uneven()
+    for i in range(18):
+        places = runs(batch["masks", "all_response_mask"][i].tolist())
+        turns = i // 6 + 1
+        want = torch.zeros(batch["reward_raw"].shape[1])
+        for k, (_, last) in enumerate(places[:turns], start=1):
+            want[last] = k
+        assert len(places) == turns
+        assert torch.equal(batch["reward_raw"][i], want)
+        assert batch["reward_part", "turn"][i] == sum(range(turns + 1))
+        assert batch["success"][i]
+    assert batch["group_id"].tolist() == [g for g in range(3) for _ in range(6)]
+
+
+def test_a_turn_limit_cuts_the_episode():
+    batch = uneven(max_turns=2)
+    limited = batch["truncated"][12:]
+    assert limited.all()
+    assert not batch["success"][12:].any()
+    assert all(len(runs(m.tolist())) == 2 for m in batch["masks", "all_response_mask"][12:])
+
+
+def test_assistant_turns_of_the_prompt_are_the_assistants_but_not_sampled():
+    batch = uneven()
+    policy = make_policy()
+    shown = policy.renderer.render(FEW_SHOT, add_generation_prompt=True)
+    size = len(shown.ids)
+    assert any(shown.assistant)
+    assert batch["tokens", "full"][:, :size].tolist() == [shown.ids] * 18
+    assert batch["masks", "all_assistant_mask"][:, :size].tolist() == [shown.assistant] * 18
+    assert not batch["masks", "all_response_mask"][:, :size].any()
+    assert torch.equal(batch["loss_mask"], batch["masks", "all_response_mask"])
+
+
+def test_a_cut_reply_is_closed_by_a_token_nobody_sampled():
+    policy, batch = make_policy(), uneven()
+    end = policy.tokenizer.eos_token_id
+    between = policy.renderer.text(
+        [{"role": "user", "content": "again"}], add_generation_prompt=True
+    )
+    between = policy.tokenizer("\n" + between, add_special_tokens=False)["input_ids"]
+    closed = kept = 0
+    for i in range(6, 18):
+        ids = batch["tokens", "full"][i].tolist()
+        response = batch["masks", "all_response_mask"][i].tolist()
+        assistant = batch["masks", "all_assistant_mask"][i].tolist()
+        for (_, last), (following, _) in zip(runs(response), runs(response)[1:], strict=False):
+            cut = ids[last] != end
+            gap = ids[last + 1 : following]
+            assert gap == ([end] if cut else []) + between
+            assert assistant[last + 1 : following] == [cut] + [False] * (len(gap) - 1)
+            assert not any(response[last + 1 : following])
+            closed, kept = closed + cut, kept + (not cut)
+    assert closed
+    assert kept
+
+
+def test_log_probs_are_those_of_the_whole_row_at_sampled_tokens_and_0_elsewhere():
+    policy, batch = make_policy(), uneven()
+    for i in range(18):
+        real = batch["masks", "all_attention_mask"][i]
+        mask = batch["masks", "all_response_mask"][i]
+        want = plain_log_probs(policy, batch["tokens", "full"][i][real], 1.0).float()
+        got = batch["log_probs", "full"][i]
+        torch.testing.assert_close(got[real], want * mask[real], atol=1e-5, rtol=0)
+        assert not got[~real].any()
+
+
+def test_every_part_of_the_batch_has_one_shape_and_is_padded_right():
+    batch = rollout(make_policy())
+    shape = batch["tokens", "full"].shape
+    keys = ("loss_mask", "reward_raw", ("log_probs", "full"))
+    keys += tuple(("masks", f"all_{m}_mask") for m in ("attention", "assistant", "response"))
+    assert all(batch[key].shape == shape for key in keys)
+    attention = batch["masks", "all_attention_mask"]
+    index = torch.arange(shape[1])
+    assert torch.equal(attention, index < attention.sum(-1, keepdim=True))
+    assert attention.all(0).sum() < shape[1], "the rows should differ in length"
+    assert batch["temperature"].tolist() == [1.0] * 4 * G
+    assert batch["prompt"][0] == Words().rows("train")[0]["answer"]
+
+
+def test_replies_of_one_token_and_empty_ones_are_whole_trajectories():
+    policy = make_policy().get_new_version(generate_kwargs={"max_new_tokens": 1})
+    env = ChatEnv(Words(3), group_size=200, max_turns=3)
+    batch = collect(start(Words(3), 1), env, policy)
+    sampled = batch["masks", "all_response_mask"]
+    assert (sampled.sum(-1) == 3).all()
+    assert set(batch["reward_raw"][~sampled].tolist()) == {0.0}
+    ends = policy.stop_ids
+    first = sampled.int().argmax(-1)
+    empty = [i for i in range(200) if int(batch["tokens", "full"][i, first[i]]) in ends]
+    assert empty, "the seed should bring a reply that ends at once"
+    assert batch["response"][empty[0]].split("\n")[0] == ""
+    for i in empty:  # Words pays the length of the text modulo 3
+        assert batch["reward_raw"][i, first[i]] == 0.0
+
+
+def test_a_row_of_its_own_and_a_policy_with_other_outputs():
+    alone = rollout(make_policy(), count=1)
+    ragged = make_policy().get_new_version(pad_output=False, inplace=False, return_log_probs=False)
+    other = collect(prompts(1), ChatEnv(Words(), group_size=G), ragged)
+    assert (alone == other).all()
+    for changes in ({"num_samples": 2}, {"input_mode": "text"}, {"generate": False}):
+        with pytest.raises(ValueError, match="collect expects a policy"):
+            collect(prompts(1), ChatEnv(Words()), make_policy().get_new_version(**changes))

@@ -1,0 +1,85 @@
+"""Does it learn? One short run for `make test`; whole runs on fresh seeds for `make test-learn`."""
+
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+from runs import Finished, lines, train
+
+SEEDS = (101, 102, 103)  # none of them was used for tuning
+
+
+def test_grpo_tiny_learns_in_25_iterations(small_run: Finished, tmp_path: Path) -> None:
+    """From the warm cache that `small_run` left; sampled accuracy on held-out digit multisets."""
+    done = train(
+        "experiment=grpo_tiny",
+        "seed=7",
+        "trainer.num_iterations=25",
+        "eval.greedy=false",
+        "checkpoint.every=0",
+        f"output_dir={tmp_path / 'run'}",
+    )
+    assert done.code == 0, done.text
+    rows = lines(tmp_path / "run" / "metrics.jsonl")
+    assert rows[-1]["eval/sampled_accuracy"] >= rows[0]["eval/sampled_accuracy"] + 0.25
+    kl = [row["kl/ref_sequence"] for row in rows[1:]]
+    assert abs(kl[0]) < 1e-4
+    assert sum(kl[-5:]) / 5 > 0.5
+
+
+@cache
+def whole_run(experiment: str, seed: int) -> tuple[Finished, list[dict]]:
+    """Run an experiment as it is and return how it went and its metrics."""
+    folder = Path(mkdtemp()) / "run"
+    done = train(f"experiment={experiment}", f"seed={seed}", f"output_dir={folder}")
+    assert done.code == 0, done.text
+    return done, lines(folder / "metrics.jsonl")
+
+
+def trained(rows: list[dict], name: str) -> list[float]:
+    return [row[name] for row in rows[1:]]
+
+
+@pytest.mark.learn
+@pytest.mark.parametrize("seed", SEEDS)
+def test_grpo_tiny_learns_to_sort(seed: int) -> None:
+    _, rows = whole_run("grpo_tiny", seed)
+    assert rows[0]["eval/sampled_accuracy"] < 0.35
+    assert rows[-1]["eval/sampled_accuracy"] > 0.85
+    assert rows[-1]["eval/greedy_accuracy"] > 0.95
+    assert abs(rows[1]["kl/ref_sequence"]) < 1e-4
+    assert trained(rows, "kl/ref_sequence")[-1] > 0.5
+    seconds = trained(rows, "time/iteration_s")
+    assert sum(seconds) / len(seconds) < 0.6
+
+
+@pytest.mark.learn
+def test_grpo_tiny_takes_two_minutes_the_first_time_and_one_the_second(tmp_path: Path) -> None:
+    limits = (120, 60)
+    for number, limit in enumerate(limits):
+        words = ("experiment=grpo_tiny", f"output_dir={tmp_path / str(number)}")
+        done = train(*words, LEASH_CACHE=str(tmp_path / "cache"))
+        assert done.code == 0, done.text
+        assert done.seconds < limit
+
+
+@pytest.mark.learn
+@pytest.mark.parametrize("seed", SEEDS)
+def test_grpo_smollm_learns_capitals(seed: int) -> None:
+    done, rows = whole_run("grpo_smollm", seed)
+    assert 0.1 < rows[0]["eval/sampled_accuracy"] < 0.35
+    assert rows[-1]["eval/sampled_accuracy"] > 0.65
+    one_subject = 1 / 40  # 40 subjects are held out
+    lost = rows[0]["eval/greedy_accuracy"] - rows[-1]["eval/greedy_accuracy"]
+    assert lost <= one_subject + 1e-9
+    assert abs(rows[1]["kl/ref_sequence"]) < 1e-2
+    assert trained(rows, "kl/ref_sequence")[-1] > 0.1
+    assert max(trained(rows, "perf/peak_memory_gib")) < 8
+    assert done.seconds < 600
+
+
+@pytest.mark.learn
+def test_grpo_smollm_is_above_three_quarters_in_the_mean() -> None:
+    last = [whole_run("grpo_smollm", seed)[1][-1]["eval/sampled_accuracy"] for seed in SEEDS]
+    assert sum(last) / len(last) > 0.75

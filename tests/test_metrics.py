@@ -1,0 +1,215 @@
+"""Metrics, transcripts and evaluation, by hand numbers."""
+
+import math
+
+import pytest
+import torch
+from contracts import Words, make_policy, one_process
+from tensordict import NonTensorStack, TensorDict
+
+from envs.chat_env import ChatEnv
+from envs.tasks.task import Reply, Reward
+from trainer.evaluate import Evaluate
+from trainer.metrics import summarize, transcript, transcripts
+from trainer.runtime import Runtime
+from trainer.tracker import JsonlTracker
+from trainer.trainer import Trainer
+
+MASK = torch.tensor(
+    [[0, 1, 1, 0], [0, 1, 0, 0], [0, 1, 1, 1], [0, 1, 1, 0], [0, 0, 0, 0], [0, 1, 0, 0]]
+).bool()
+REWARDS = [1.0, 0.0, 0.5, 0.5, 2.0, 2.0]
+
+
+def batch() -> TensorDict:
+    """Three groups of two: one whose rewards differ, two of equal rewards; row 4 is filtered."""
+    td = TensorDict({"loss_mask": MASK}, [6])
+    response = MASK.clone()
+    response[4, 1:] = True
+    td["masks", "all_response_mask"] = response
+    raw = torch.zeros(6, 4)
+    raw[:, 1] = torch.tensor(REWARDS)
+    td["reward_raw"] = raw
+    td["reward"] = raw - 0.25 * MASK
+    td["reward_part", "length"] = torch.tensor(REWARDS) / 2
+    gen = torch.full((6, 4), -1.0)
+    ref = gen - 0.5
+    ref[2] = -0.8
+    td["log_probs", "full"], td["ref_log_probs", "full"] = gen, ref
+    td["kl_penalty"] = gen - ref
+    td["advantage"] = torch.arange(24.0).reshape(6, 4) * MASK
+    td["truncated"] = torch.tensor([True, False, True, False, False, False])
+    td["group_id"] = torch.tensor([4, 4, 0, 0, 2, 2])
+    td["prompt"] = NonTensorStack(*[f"prompt {i}" for i in range(6)])
+    td["response"] = NonTensorStack(*[f"response {i}" for i in range(6)])
+    return td
+
+
+def test_every_mean_is_over_its_rows_or_kept_tokens():
+    got = summarize(batch(), one_process())
+    tokens = 9  # 2 + 1 + 3 + 2 + 0 + 1
+    k1 = 0.5 * 6 - 0.2 * 3
+    k3 = (math.exp(-0.5) + 0.5 - 1) * 6 + (math.exp(0.2) - 0.2 - 1) * 3
+    want = {
+        "reward/raw_mean": 1.0,
+        "reward/mean": 1.0 - 0.25 * tokens / 6,
+        "reward/std": math.sqrt((1 + 0 + 0.25 + 0.25 + 4 + 4) / 6 - 1),
+        "reward_part/length": 0.5,
+        "kl/ref": k1 / tokens,
+        "kl/ref_k3": k3 / tokens,
+        "kl/ref_sequence": k1 / 6,
+        "response/length_mean": 12 / 6,
+        "response/length_max": 3.0,
+        "response/truncated_fraction": 2 / 6,
+        "group/zero_variance_fraction": 2 / 3,
+    }
+    assert got == pytest.approx(want, abs=1e-6)
+
+
+def test_a_batch_of_demonstrations_has_no_rewards_and_no_kl():
+    td = TensorDict({"loss_mask": MASK}, [6])
+    want = {"response/length_mean": 9 / 6, "response/length_max": 3.0}
+    assert summarize(td, one_process()) == want
+
+
+def test_an_empty_loss_mask_gives_zeros_and_not_nan():
+    td = batch()
+    td["loss_mask"] = torch.zeros_like(MASK)
+    got = summarize(td, one_process())
+    assert got["kl/ref"] == got["kl/ref_k3"] == got["kl/ref_sequence"] == 0
+    assert all(math.isfinite(v) for v in got.values())
+    assert transcript(td, 0, 1, kind="train")["advantage"] is None
+
+
+class TwoRanks(Runtime):
+    """This process and another one, whose batch is the same."""
+
+    def sums(self, values):
+        return {k: 2 * v for k, v in values.items()}
+
+
+def test_ranks_are_summed_before_they_are_divided(tmp_path):
+    alone, both = (summarize(batch(), r) for r in (one_process(), TwoRanks(tmp_path)))
+    assert both == pytest.approx(alone)
+
+
+def test_transcripts_show_the_best_and_the_worst():
+    rows = transcripts(batch(), 7, count=4, kind="train")
+    assert [r["reward"] for r in rows] == [2.0, 2.0, 0.5, 0.0]
+    assert rows[-1] == {
+        "iteration": 7,
+        "kind": "train",
+        "prompt": "prompt 1",
+        "response": "response 1",
+        "reward": 0.0,
+        "parts": {"length": 0.0},
+        "advantage": 5.0,
+        "kl": 0.5,
+        "truncated": False,
+    }
+    first = transcript(batch(), 0, 7, kind="train")
+    assert (first["kl"], first["advantage"], first["truncated"]) == (1.0, 1.5, True)
+    assert len(transcripts(batch(), 7, count=10, kind="train")) == 6
+    assert [r["reward"] for r in transcripts(batch(), 7, count=3, kind="train")] == [2.0, 0.5, 0.0]
+
+
+# Evaluation.
+
+
+class Marked(Words):
+    """Remember each reply; what is right is the length of the question being even."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def reward(self, row: dict, reply: Reply) -> Reward:
+        self.asked.append(row["answer"])
+        right = len(row["answer"]) % 2 == 0
+        return Reward(total=float(len(row["answer"])), parts={}, success=right)
+
+
+def evaluate(task=None, **options) -> Evaluate:
+    task = task or Marked()
+    parts = {"task": task, "policy": make_policy(), "runtime": one_process(), "env": ChatEnv(task)}
+    return Evaluate(**parts, **{"num_samples": 3, "prompts_per_batch": 3, **options})
+
+
+def test_accuracy_and_reward_weigh_every_row_alike_in_a_short_last_chunk():
+    task = Marked()
+    scores, records = evaluate(task)(5, kind="after")
+    texts = [r["answer"] for r in task.rows("eval")]
+    right = sum(len(t) % 2 == 0 for t in texts) / 4
+    assert scores == {
+        "eval/sampled_accuracy": right,
+        "eval/greedy_accuracy": right,
+        "eval/reward": sum(map(len, texts)) / 4,
+    }
+    assert sorted(task.asked) == sorted(texts * 4)
+    assert [r["prompt"] for r in records] == texts
+    assert {(r["kind"], r["iteration"]) for r in records} == {("after", 5)}
+    assert all(r["advantage"] is None and r["kl"] is None for r in records)
+
+
+def test_chunks_and_rows_left_out_change_no_reply():
+    whole = evaluate()(0)[1]
+    other = evaluate(prompts_per_batch=1, max_rows=2, greedy=False)
+    scores, records = other(9)
+    assert [r["response"] for r in records] == [r["response"] for r in whole[:2]]
+    assert set(scores) == {"eval/sampled_accuracy", "eval/reward"}
+
+
+def test_greedy_alone_reports_its_own_reward():
+    scores, records = evaluate(num_samples=0)(0)
+    assert set(scores) == {"eval/greedy_accuracy", "eval/reward"}
+    assert len(records) == 4
+    assert evaluate(num_samples=0, greedy=False)(0) == ({}, [])
+
+
+class Fifth(Runtime):
+    """The last of five ranks: of four rows it gets none."""
+
+    ranks, rank = 5, 4
+
+    def sums(self, values):
+        return values
+
+
+def test_a_rank_without_rows_takes_part(tmp_path):
+    made = evaluate()
+    made.runtime = Fifth(tmp_path)
+    scores, records = made(0)
+    assert records == []
+    assert set(scores.values()) == {0.0}
+
+
+def test_when_evaluation_is_due():
+    made = evaluate(every=4)
+    assert [i for i in range(1, 11) if made.due(i, 10)] == [4, 8, 10]
+    assert [i for i in range(1, 11) if evaluate().due(i, 10)] == [10]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "want"),
+    [
+        ([{"loss/total": 3.0}, {"loss/total": 2.0}], -2.0),
+        ([{"loss/total": 0.1, "reward/mean": 0.5}, {"loss/total": 0, "reward/mean": 0.0}], 0.0),
+    ],
+)
+def test_without_evaluation_the_last_loss_or_reward_is_the_objective(tmp_path, metrics, want):
+    tracker = JsonlTracker(str(tmp_path), config={}, name="run", group=None, tags=[], resume=False)
+    parts = dict.fromkeys(
+        ("source", "retrieve_kl", "advantage", "update", "kl", "checkpoints", "display", "policy")
+    )
+    made = Trainer(
+        runtime=Runtime(tmp_path),
+        evaluate=evaluate(num_samples=0, greedy=False),
+        tracker=tracker,
+        num_iterations=2,
+        **parts,
+    )
+    made._write({"progress/iteration": 0})
+    assert made.progress.objective is None
+    for values in metrics:
+        made._write(values)
+    assert made.progress.objective == want

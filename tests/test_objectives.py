@@ -1,0 +1,92 @@
+"""Objectives: the per-token terms by hand numbers, and what they ask of the scorer."""
+
+import math
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from policies.scorer import Scores
+from trainer.kl_control import ConstantKLController
+from trainer.objectives import GRPOObjective, SFTObjective
+
+GEN = [-1.0, -1.0, -1.0, -2.0]
+RATIO = [1.0, 1.5, 0.5, 1.0]
+REF = [-1.5, -1.0, -2.0, -2.0]
+ADVANTAGE = [2.0, 2.0, -1.0, 0.5]
+CURR = [g + math.log(r) for g, r in zip(GEN, RATIO, strict=True)]
+
+
+def batch(mask=(True, True, True, True)) -> TensorDict:
+    td = TensorDict({"loss_mask": torch.tensor([mask])}, [1])
+    td["log_probs", "full"] = torch.tensor([GEN])
+    td["ref_log_probs", "full"] = torch.tensor([REF])
+    td["advantage"] = torch.tensor([ADVANTAGE])
+    return td
+
+
+def scores(**more) -> Scores:
+    return Scores(torch.tensor([CURR], requires_grad=True), **more)
+
+
+def objective(coeff=0.5, **options) -> GRPOObjective:
+    options = {"clip_low": 0.2, "clip_high": 0.4, **options}
+    return GRPOObjective(kl=ConstantKLController(kl_coef=coeff), **options)
+
+
+def test_the_policy_term_is_clipped_where_that_lowers_the_objective():
+    # ratio 1.5, A 2: clipped at 1.4; ratio 0.5, A -1: clipped at 0.8.
+    terms = objective(coeff=0.0)(scores(), batch())
+    assert set(terms.loss) == {"policy"}
+    assert terms.loss["policy"].tolist() == [pytest.approx([-2.0, -2.8, 0.8, -0.5])]
+    mine = scores()
+    loss = objective(coeff=0.0)(mine, batch()).loss["policy"].sum()
+    (gradient,) = torch.autograd.grad(loss, mine.log_probs)
+    assert gradient.tolist() == [pytest.approx([-2.0, 0.0, 0.0, -0.5])]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "of"),
+    [("k2", lambda d: d * d / 2), ("k3", lambda d: math.exp(-d) + d - 1)],
+)
+def test_the_kl_term_is_scaled_by_the_controllers_coefficient(estimator, of):
+    made = objective(coeff=0.5, estimator=estimator)
+    terms = made(scores(), batch())
+    want = [0.5 * of(c - r) for c, r in zip(CURR, REF, strict=True)]
+    assert terms.loss["kl"].tolist() == [pytest.approx(want, abs=1e-6)]
+    made.kl.coeff = 0.25  # a controller may move it
+    half = made(scores(), batch()).loss["kl"]
+    assert half.tolist() == [pytest.approx([w / 2 for w in want], abs=1e-6)]
+
+
+def test_the_full_kl_is_that_of_the_scorer_and_needs_the_reference():
+    full = torch.tensor([[0.1, 0.2, 0.3, 0.4]], requires_grad=True)
+    made = objective(coeff=0.5, estimator="full")
+    assert made.needs_reference
+    terms = made(scores(full_kl=full), batch())
+    assert terms.loss["kl"].tolist() == [pytest.approx([0.05, 0.1, 0.15, 0.2])]
+    assert terms.loss["kl"].requires_grad
+    assert not terms.means["kl/ref_full"].requires_grad
+
+
+def test_a_kl_in_the_reward_is_not_charged_again():
+    made = objective(coeff=0.5, estimator="full", where="reward")
+    assert not made.needs_reference
+    assert set(made(scores(), batch()).loss) == {"policy"}
+
+
+def test_what_is_logged():
+    terms = objective()(scores(entropy=torch.ones(1, 4)), batch((True, False, True, True)))
+    behaviour = [g - c for g, c in zip(GEN, CURR, strict=True)]
+    assert terms.means["kl/behaviour"].tolist() == [pytest.approx(behaviour)]
+    assert terms.means["policy/clip_fraction"].tolist() == [[0.0, 1.0, 1.0, 0.0]]
+    assert terms.maxima["policy/ratio_max"].max() == pytest.approx(1.0), "1.5 is not in the mask"
+    assert terms.means["policy/entropy"].tolist() == [[1.0] * 4]
+    assert not any(v.requires_grad for v in [*terms.means.values(), *terms.maxima.values()])
+
+
+def test_imitation_has_the_negative_log_likelihood_alone():
+    terms = SFTObjective()(scores(), batch())
+    assert set(terms.loss) == {"policy"}
+    assert terms.loss["policy"].tolist() == [pytest.approx([-c for c in CURR])]
+    assert not SFTObjective.needs_reference

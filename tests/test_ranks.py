@@ -1,0 +1,80 @@
+"""Two ranks do what one does: prompts, samples, the whole gradient, the metrics of a run."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from contracts import one_process
+from first_step import CASES, FirstStep, first_step
+from runs import ROOT, SMALL, Finished, environment, metrics, train
+from safetensors.torch import load_file
+
+
+@pytest.fixture(scope="module")
+def one() -> FirstStep:
+    return first_step(one_process())
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory) -> FirstStep:
+    folder = tmp_path_factory.mktemp("two")
+    script = str(ROOT / "tests" / "first_step.py")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run(
+        [sys.executable, *launcher, script, str(folder)],
+        capture_output=True,
+        text=True,
+        env=environment(PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")])),
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((folder / "rows.json").read_text())
+    return FirstStep(**found, gradients=load_file(folder / "gradients.safetensors"))
+
+
+def test_two_ranks_have_the_prompts_and_samples_of_one(one: FirstStep, two: FirstStep) -> None:
+    assert len(set(one.prompts)) == 4
+    assert two.prompts == one.prompts
+    assert two.rows == one.rows
+    lengths = [sum(map(len, part)) for part in (two.rows[:8], two.rows[8:])]
+    assert lengths[0] != lengths[1], "the ranks should have different lengths"
+    assert two.micro_batches[0] != two.micro_batches[1], "and different numbers of micro-batches"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_whole_gradient_of_two_ranks_is_that_of_one(case, one, two) -> None:
+    mine, theirs = one.gradients[case].double(), two.gradients[case].double()
+    assert mine.shape == theirs.shape
+    assert mine.norm() > 1e-4
+    assert (mine - theirs).norm() / mine.norm() < 1e-5
+
+
+def test_micro_batches_and_an_empty_rank_are_different_cases(one: FirstStep) -> None:
+    whole = one.gradients["token_mean"]
+    split, other, half = (
+        one.gradients[n] for n in ("micro_batches", "sequence_mean", "half_empty")
+    )
+    torch.testing.assert_close(split, whole, rtol=0, atol=1e-5 * float(whole.norm()))
+    assert (other - whole).norm() / whole.norm() > 1e-2
+    assert (half - whole).norm() / whole.norm() > 1e-2
+
+
+def test_a_run_on_two_ranks_logs_what_one_logs(small_run: Finished, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    words = [word for word in SMALL if not word.startswith("trainer.num_iterations")]
+    done = train(
+        *words, "trainer.num_iterations=2", "launch.num_processes=2", f"output_dir={folder}"
+    )
+    assert done.code == 0, done.text
+    assert json.loads((folder / "status.json").read_text())["state"] == "finished"
+    rows, straight = metrics(folder), metrics(small_run.folder)[:3]
+    assert [row["progress/iteration"] for row in rows] == [0, 1, 2]
+    for row, want in zip(rows, straight, strict=True):
+        assert want.keys() <= row.keys()
+        assert {name: row[name] for name in want} == pytest.approx(want, rel=1e-3, abs=1e-4)
+    assert (folder / "model" / "model.safetensors").is_file()
+    assert not (folder / "errors").exists()

@@ -1,0 +1,101 @@
+"""The run folder's status, stop signals and sums."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer.runtime import Runtime, Stopped, write_atomically
+
+
+def status(folder: Path) -> dict:
+    return json.loads((folder / "status.json").read_text())
+
+
+def test_a_run_that_ends_is_finished(tmp_path):
+    with Runtime(tmp_path / "run") as runtime:
+        assert status(runtime.folder)["state"] == "running"
+        runtime.write_status(iteration=3, objective=0.5)
+        assert status(runtime.folder)["iteration"] == 3
+    done = status(runtime.folder)
+    assert (done["state"], done["reason"], done["objective"]) == ("finished", None, 0.5)
+    assert done["seconds"] >= 0
+    assert sorted(p.name for p in runtime.folder.iterdir()) == ["status.json"]
+
+
+def test_a_run_that_fails_says_why_and_keeps_the_traceback(tmp_path):
+    with pytest.raises(ZeroDivisionError), Runtime(tmp_path):
+        _ = 1 / 0
+    assert status(tmp_path)["state"] == "failed"
+    assert status(tmp_path)["reason"] == "ZeroDivisionError: division by zero"
+    text = (tmp_path / "errors" / "rank0.txt").read_text()
+    assert "_ = 1 / 0" in text
+    assert text.rstrip().endswith("ZeroDivisionError: division by zero")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_at_the_next_border(tmp_path, number):
+    before = signal.getsignal(number)
+    steps = []
+
+    def loop(runtime: Runtime) -> None:
+        for i in range(5):
+            runtime.check_stop()
+            steps.append(i)
+            if i == 1:
+                os.kill(os.getpid(), number)
+                steps.append("the rest of the iteration")
+
+    with pytest.raises(Stopped), Runtime(tmp_path) as runtime:
+        loop(runtime)
+    assert steps == [0, 1, "the rest of the iteration"]
+    assert status(tmp_path)["state"] == "preempted"
+    assert status(tmp_path)["reason"] == f"signal {int(number)}"
+    assert not (tmp_path / "errors").exists()
+    assert signal.getsignal(number) == before, "the handlers of the caller are back"
+
+
+def test_stopped_is_not_an_ordinary_error():
+    assert not issubclass(Stopped, Exception)
+
+
+def test_a_second_signal_ends_the_process_at_once(tmp_path, monkeypatch):
+    codes: list[int] = []
+    monkeypatch.setattr("trainer.runtime.os._exit", codes.append)
+    with Runtime(tmp_path):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert codes == []
+        os.kill(os.getpid(), signal.SIGINT)
+    assert codes == [128 + signal.SIGINT]
+
+
+def test_one_process_sums_and_gathers_itself(tmp_path):
+    runtime = Runtime(tmp_path)
+    assert (runtime.rank, runtime.ranks, runtime.is_main) == (0, 1, True)
+    assert runtime.sums({"b": 2.0, "a": 1e-12 + 1}) == {"a": 1e-12 + 1, "b": 2.0}
+    assert runtime.maxima({"a": 3.0}) == {"a": 3.0}
+    assert runtime.gather("x") == ["x"]
+    assert runtime.mine(4) == slice(0, 4)
+    assert runtime.sum(torch.tensor([1, 2])).tolist() == [1, 2]
+    assert 0 < runtime.peak_memory_gib() < 1000
+
+
+def test_the_seed_is_that_of_torch(tmp_path):
+    drawn = []
+    for seed in (5, 5, 6):
+        Runtime(tmp_path, seed=seed)
+        drawn.append(torch.rand(3).tolist())
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_a_file_is_replaced_whole(tmp_path):
+    path = tmp_path / "a.json"
+    write_atomically(path, "one")
+    with open(path) as reader:
+        write_atomically(path, "another")
+        assert reader.read() == "one", "who has it open reads the old one to its end"
+    assert path.read_text() == "another"
+    assert [p.name for p in tmp_path.iterdir()] == ["a.json"]

@@ -1,0 +1,263 @@
+"""Whole runs through `python train.py`: the files they leave, seeds, resume, sweeps, trackers."""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoints import make_checkpoint, write_easy_jsonl
+from runs import SMALL, Finished, environment, launch, lines, metrics, train, wait_for
+from safetensors.torch import load_file
+
+from trainer.run_files import read_lines
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def iterations(folder: Path) -> int:
+    """Return how many iterations metrics.jsonl holds, while it may be being written."""
+    return max(
+        (line["progress/iteration"] for line in read_lines(folder / "metrics.jsonl")), default=-1
+    )
+
+
+def status(folder: Path) -> dict:
+    return json.loads((folder / "status.json").read_text())
+
+
+def weights(folder: Path) -> dict:
+    return load_file(folder / "model.safetensors")
+
+
+def test_a_run_leaves_what_the_contract_lists(small_run: Finished, cache: Path) -> None:
+    folder = small_run.folder
+    names = {path.name for path in folder.iterdir()}
+    expected = (
+        "config.yaml metrics.jsonl transcripts.jsonl report.html status.json model checkpoints"
+    )
+    assert set(expected.split()) <= names
+    assert not [name for name in names if "part" in name or "tmp" in name]
+    state = status(folder)
+    assert (state["state"], state["reason"], state["iteration"]) == ("finished", None, 16)
+    (warm,) = (cache / "experiments").glob("sft_tiny-*/model")
+    found = {"name": str(warm), "origin": "folder", "sha256": sha256(warm / "model.safetensors")}
+    assert state["model"] == found
+    assert state["objective"] == metrics(folder)[-1]["eval/sampled_accuracy"]
+    last = [line.split() for line in small_run.text.splitlines() if line.strip()][-3:]
+    assert [words[0] for words in last] == ["report", "metrics", "model"]
+    assert [Path(words[1]) for words in last] == [
+        folder / name for name in ("report.html", "metrics.jsonl", "model")
+    ]
+    report = (folder / "report.html").read_text()
+    for part in ("<svg", "KL", "Sort the digits", "finished"):
+        assert part in report
+
+
+def test_metrics_and_transcripts_tell_the_whole_run(small_run: Finished) -> None:
+    rows = lines(small_run.folder / "metrics.jsonl")
+    assert [row["progress/iteration"] for row in rows] == list(range(17))
+    assert set(rows[0]) == {
+        "progress/iteration",
+        "eval/sampled_accuracy",
+        "eval/greedy_accuracy",
+        "eval/reward",
+    }
+    for i, row in enumerate(rows[1:], start=1):
+        assert row["progress/samples"] == 32 * i
+        assert row["kl/coeff"] == 1
+        assert row["optim/grad_norm"] > 0
+        whole = row["kl/ref"] * row["response/length_mean"]
+        assert row["kl/ref_sequence"] == pytest.approx(whole, rel=1e-5, abs=1e-9)
+    assert abs(rows[1]["kl/ref_sequence"]) < 1e-4, "the reference is the start policy"
+    assert rows[-1]["kl/ref_k3"] > 1e-3
+    texts = lines(small_run.folder / "transcripts.jsonl")
+    assert {row["kind"] for row in texts} == {"before", "train", "after"}
+    assert all(row["prompt"].startswith("Sort the digits") for row in texts)
+
+
+def test_the_model_loads_in_plain_transformers_without_leash(small_run: Finished, cache) -> None:
+    script = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("policies", "envs", "trainer", "conf", "train"):
+            raise ImportError(name)
+sys.meta_path.insert(0, Refuse())
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+chat = [{"role": "user", "content": "Sort the digits in ascending order: 312"}]
+ids = tokenizer.apply_chat_template(
+    chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+)
+out = model.generate(**ids, max_new_tokens=9, do_sample=False)
+print(repr(tokenizer.decode(out[0, ids["input_ids"].shape[1]:])))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(small_run.folder / "model")],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        cwd=small_run.folder,
+    )
+    assert done.returncode == 0, done.stderr
+    reply = done.stdout.strip().splitlines()[-1].strip("'")
+    assert reply.endswith("<|im_end|>")
+    assert sorted(reply.removesuffix("<|im_end|>")) == ["1", "2", "3"]
+    (warm,) = (cache / "experiments").glob("sft_tiny-*/model")
+    assert sha256(small_run.folder / "model/model.safetensors") != sha256(
+        warm / "model.safetensors"
+    )
+
+
+def test_the_offline_wandb_run_holds_the_values_of_metrics_jsonl(small_run: Finished) -> None:
+    (run,) = (small_run.folder / "wandb").glob("offline-run-*")
+    tool = Path(sys.executable).with_name("wandb")
+    command = [str(tool), "leet", "inspect", "--json", str(run)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    records = [json.loads(line) for line in done.stdout.splitlines()]
+    history = [r["history"]["item"] for r in records if r["type"] == "history"]
+    rows = lines(small_run.folder / "metrics.jsonl")
+    assert len(history) == len(rows)
+    for item, row in zip(history, rows, strict=True):
+        logged = {name: value for name, value in item.items() if not name.startswith("_")}
+        assert logged == row
+
+
+def test_a_run_stopped_and_killed_goes_on_as_if_nothing_had_happened(small_run, tmp_path) -> None:
+    """SIGTERM, a damaged newest checkpoint, kill -9: the metrics are the straight run's."""
+    folder = tmp_path / "run"
+    process = launch(*SMALL, f"output_dir={folder}")
+    wait_for(lambda: iterations(folder) >= 5, process)
+    process.send_signal(signal.SIGTERM)
+    text = process.communicate(timeout=120)[0]
+    assert process.returncode == 143, text
+    assert status(folder)["state"] == "preempted"
+    assert not (folder / "model").exists()
+    reached = iterations(folder)
+    assert 5 <= reached < 16, "the run should have been stopped half way"
+    done = sorted((folder / "checkpoints").glob("iteration_*"))
+    assert done[-1].name == f"iteration_{reached // 2 * 2:06d}"
+
+    flip_a_byte(done[-1] / "model" / "model.safetensors")
+    (folder / "checkpoints" / "iteration_000099").mkdir()  # half a checkpoint: no manifest
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"progress/iteration": 99, "rew')  # a torn line
+    process = launch(f"resume={folder}")
+    wait_for(lambda: iterations(folder) < reached, process)  # it went back to the older one
+    wait_for(lambda: iterations(folder) >= 9, process)
+    os.killpg(worker_of(process), signal.SIGKILL)
+    text = process.communicate(timeout=120)[0]
+    assert process.returncode not in (0, 143), text
+    assert status(folder)["state"] == "failed"
+    assert iterations(folder) < 16, "the run should have been killed half way"
+
+    finished = train(f"resume={folder}")
+    assert finished.code == 0, finished.text
+    assert status(folder)["state"] == "finished"
+    assert metrics(folder) == metrics(small_run.folder)
+    mine, theirs = weights(folder / "model"), weights(small_run.folder / "model")
+    assert all((mine[name] == theirs[name]).all() for name in theirs)
+
+
+def flip_a_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+
+
+def worker_of(process: subprocess.Popen) -> int:
+    """Return the process that trains: the command's only child, the head of its own group."""
+    (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert os.getpgid(int(child)) == int(child) != os.getpgid(process.pid)
+    return int(child)
+
+
+def test_a_sweep_makes_one_folder_a_job_and_no_job_changes_the_next(small_run, tmp_path) -> None:
+    words = [word for word in SMALL if not word.startswith("kl.coeff")]
+    done = train("-m", *words, "kl.coeff=0,0.1,1", f"hydra.sweep.dir={tmp_path}")
+    assert done.code == 0, done.text
+    folders = sorted(path.parent for path in tmp_path.glob("*/metrics.jsonl"))
+    assert len(folders) == 3
+    table = [line.split(",") for line in (tmp_path / "sweep.csv").read_text().splitlines()]
+    assert len(table) == 4
+    assert "<svg" in (tmp_path / "sweep.html").read_text()
+    coeff = {metrics(folder)[-1]["kl/coeff"]: folder for folder in folders}
+    assert sorted(coeff) == [0, 0.1, 1]
+    assert metrics(coeff[1]) == metrics(small_run.folder)
+    assert metrics(coeff[0]) != metrics(coeff[1])
+    assert all(status(folder)["state"] == "finished" for folder in folders)
+    last = {c: metrics(folder)[-1]["kl/ref_k3"] for c, folder in coeff.items()}
+    assert last[0] > last[1], "a leash of 1 holds the policy nearer to its start than none"
+
+
+def test_qwen_experiments_train_on_a_users_own_model_and_data(tmp_path) -> None:
+    start = make_checkpoint(tmp_path / "start", "qwen2")
+    data = write_easy_jsonl(tmp_path / "easy.jsonl", 12)
+    shared = (
+        f"env.dataset={data}",
+        f"env.eval_dataset={data}",
+        "tracker=jsonl",
+        "policy.autocast=null",
+        "policy.system_prompt=null",
+        "policy.max_new_tokens=8",
+        "trainer.prompts_per_iteration=12",
+        "eval.num_samples=4",
+        "eval.greedy=false",
+        "checkpoint.every=0",
+        "launch.threads=1",
+    )
+    sft, grpo = tmp_path / "sft", tmp_path / "grpo"
+    first = train(
+        "experiment=sft_qwen",
+        *shared,
+        f"policy.model={start}",
+        f"output_dir={sft}",
+        "trainer.num_iterations=60",
+        "optimizer.lr=1e-2",
+    )
+    assert first.code == 0, first.text
+    loss = [row["loss/total"] for row in metrics(sft)[1:]]
+    assert loss[-1] < loss[0] / 4
+    second = train(
+        "experiment=grpo_qwen",
+        *shared,
+        f"policy.model={sft / 'model'}",
+        f"output_dir={grpo}",
+        "trainer.num_iterations=3",
+        "optimizer.lr=1e-3",
+        "optimizer.warmup=0",
+    )
+    assert second.code == 0, second.text
+    for row in metrics(grpo)[1:]:
+        assert row["reward/std"] > 0
+        assert row["group/zero_variance_fraction"] < 1
+        assert row["optim/grad_norm"] > 1e-4
+    assert status(grpo)["model"]["sha256"] == sha256(sft / "model" / "model.safetensors")
+    before, after = weights(sft / "model"), weights(grpo / "model")
+    assert before.keys() == after.keys()
+    assert all((before[name] != after[name]).any() for name in before)
+    assert all((weights(start)[name] != before[name]).any() for name in before)
+
+
+def test_a_missing_model_is_one_line_that_says_where_it_was_looked_for(tmp_path) -> None:
+    done = train(*SMALL, "policy.model=nobody/nothing", f"output_dir={tmp_path / 'run'}")
+    assert done.code != 0
+    said = [line for line in done.text.splitlines() if line.strip()]
+    assert len(said) == 1
+    for part in (
+        "nobody/nothing",
+        "a folder of that name",
+        "the hub cache",
+        "HF_HUB_OFFLINE",
+        "policy.model=/path",
+    ):
+        assert part in said[0]
+    assert status(tmp_path / "run")["state"] == "failed"

@@ -1,0 +1,374 @@
+"""The update: its gradient against a loop over tokens in float64, and when it refuses to step."""
+
+import math
+
+import pytest
+import torch
+from contracts import G, Words, make_policy, one_process, padded_left, rollout
+from tensordict import TensorDict
+from torch import Tensor
+
+from envs.chat_env import ChatEnv
+from envs.transforms import RetrieveKL
+from policies.load import load_reference
+from policies.transformers_wrapper import TransformersWrapper
+from trainer.advantage import GroupAdvantage
+from trainer.kl_control import ConstantKLController
+from trainer.objectives import GRPOObjective, SFTObjective, Terms
+from trainer.optimizer import make_optimizer, make_schedule
+from trainer.runtime import Runtime
+from trainer.sources import Demonstrations
+from trainer.update import Update, pack_rows, split_rows
+
+COEFF, LOW, HIGH = 0.3, 0.1, 0.3
+
+
+class Record(torch.optim.SGD):
+    """SGD that keeps the gradient and learning rate of each step; it does step."""
+
+    def __init__(self, params, lr=0.0):
+        super().__init__(params, lr=lr)
+        self.grads: list[Tensor] = []
+        self.rates: list[float] = []
+
+    def step(self, closure=None):
+        params = [p for group in self.param_groups for p in group["params"]]
+        self.grads.append(torch.cat([p.grad.flatten().clone() for p in params]))
+        self.rates.append(self.param_groups[0]["lr"])
+        return super().step(closure)
+
+
+@pytest.fixture
+def policy() -> TransformersWrapper:
+    """Return a policy of this test alone, in float64."""
+    policy = make_policy.__wrapped__()
+    policy.model.double()
+    return policy
+
+
+def scaled(policy: TransformersWrapper, factor: float) -> TransformersWrapper:
+    """Return a reference with other weights."""
+    reference = load_reference(policy)
+    with torch.no_grad():
+        for p in reference.model.parameters():
+            p.mul_(factor)
+    return reference
+
+
+def prepared(policy, where: str = "loss") -> tuple[TensorDict, TransformersWrapper]:
+    """Return a batch with advantages; the policy has moved since it generated."""
+    batch = rollout(policy, turns=2, count=2)
+    reference = scaled(policy, 0.95)
+    batch = RetrieveKL(ref_model=reference, add_to_reward=False)(batch)
+    kl = ConstantKLController(kl_coef=COEFF)
+    batch = GroupAdvantage(group_size=G, kl=kl, where=where)(batch)
+    with torch.no_grad():
+        for p in policy.model.parameters():
+            p.mul_(1.02)
+    return batch, reference
+
+
+def make_update(policy, objective, optimizer, *, runtime=None, lr=0.0, **options) -> Update:
+    options = {"max_grad_norm": 0.0, "max_tokens": 12, **options}
+    return Update(
+        policy.scorer, optimizer, objective, runtime or one_process(), lr=lambda step: lr, **options
+    )
+
+
+def gradient(policy, objective, batch, **options) -> tuple[Tensor, dict]:
+    optimizer = Record(policy.model.parameters())
+    metrics = make_update(policy, objective, optimizer, **options)(batch.clone())
+    return torch.cat(optimizer.grads), metrics
+
+
+def tables(model, ids: Tensor) -> Tensor:
+    """Return log p(. | tokens < t) for each t from 1 on, [t - 1, V], by one plain forward."""
+    return model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+
+
+def slow_grpo(policy, reference, batch, aggregation: str, estimator: str | None) -> float:
+    """Return the loss of the papers, token by token, and leave its gradient in the model."""
+    losses: list[list[Tensor]] = []
+    for i in range(batch.batch_size[0]):
+        real = batch["masks", "all_attention_mask"][i]
+        ids, keep = batch["tokens", "full"][i][real], batch["loss_mask"][i][real]
+        gen, advantage = batch["log_probs", "full"][i][real], batch["advantage"][i][real]
+        mine = tables(policy.model, ids)
+        with torch.no_grad():
+            theirs = tables(reference.model, ids)
+        row = []
+        for t in range(1, len(ids)):
+            if not keep[t]:
+                continue
+            curr, ref = mine[t - 1, ids[t]], theirs[t - 1, ids[t]]
+            r, a = (curr - gen[t]).exp(), advantage[t]
+            loss = -torch.minimum(r * a, r.clamp(1 - LOW, 1 + HIGH) * a)
+            if estimator == "k2":
+                loss = loss + COEFF * (curr - ref) ** 2 / 2
+            elif estimator == "k3":
+                loss = loss + COEFF * ((ref - curr).exp() - (ref - curr) - 1)
+            elif estimator == "full":
+                p, q = mine[t - 1], theirs[t - 1]
+                loss = loss + COEFF * (p.exp() * (p - q)).sum()
+            row.append(loss)
+        losses.append(row)
+    rows = [row for row in losses if row]
+    if aggregation == "token_mean":
+        total = sum(sum(row) for row in rows) / sum(len(row) for row in rows)
+    elif aggregation == "sequence_mean":
+        total = sum(sum(row) / len(row) for row in rows) / len(rows)
+    else:
+        total = sum(sum(row) for row in rows) / (len(rows) * 12)
+    policy.model.zero_grad()
+    total.backward()
+    return float(total.detach())
+
+
+def grad_of(policy) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in policy.model.parameters()])
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
+@pytest.mark.parametrize("estimator", ["k2", "k3", "full"])
+def test_grpo_gradient_is_that_of_a_loop_over_tokens(policy, aggregation, estimator):
+    batch, reference = prepared(policy)
+    batch["loss_mask"][1] = False  # a row that counts for nothing
+    kl = ConstantKLController(kl_coef=COEFF)
+    objective = GRPOObjective(clip_low=LOW, clip_high=HIGH, estimator=estimator, kl=kl)
+    options = {"aggregation": aggregation, "reference": reference.scorer}
+    got, metrics = gradient(policy, objective, batch, micro_batch_tokens=120, **options)
+    loss = slow_grpo(policy, reference, batch, aggregation, estimator)
+    want = grad_of(policy)
+    assert (got - want).norm() / want.norm() < 1e-5
+    assert metrics["loss/total"] == pytest.approx(loss, abs=1e-5)
+    assert metrics["loss/total"] == pytest.approx(metrics["loss/policy"] + metrics["loss/kl"])
+    assert 0 < metrics["policy/clip_fraction"] < 1
+    assert metrics["optim/grad_norm"] == pytest.approx(float(want.norm()), rel=1e-5)
+
+
+def test_kl_in_the_reward_moves_the_advantage_and_not_the_loss(policy):
+    batch, reference = prepared(policy, where="reward")
+    kl = ConstantKLController(kl_coef=COEFF)
+    objective = GRPOObjective(clip_low=LOW, clip_high=HIGH, where="reward", estimator="k1", kl=kl)
+    # The advantage by hand: rewards over their std, the KL part as it is.
+    raw, penalty = batch["reward_raw"].sum(-1), batch["kl_penalty"].sum(-1)
+    for g in range(2):
+        rows = slice(g * G, g * G + G)
+        r, k = raw[rows], -COEFF * penalty[rows]
+        want = (r - r.mean()) / (r.std() + 1e-4) + k - k.mean()
+        for i, a in zip(range(g * G, g * G + G), want, strict=True):
+            kept = batch["advantage"][i][batch["loss_mask"][i]]
+            torch.testing.assert_close(kept, a.expand_as(kept), atol=1e-5, rtol=0)
+            assert not batch["advantage"][i][~batch["loss_mask"][i]].any()
+    got, metrics = gradient(policy, objective, batch)
+    slow_grpo(policy, reference, batch, "token_mean", None)
+    assert (got - grad_of(policy)).norm() / grad_of(policy).norm() < 1e-5
+    assert "loss/kl" not in metrics
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+@pytest.mark.parametrize("mask", ["assistant", "prompt"])
+def test_sft_gradient_is_that_of_a_loop_over_tokens(policy, aggregation, mask):
+    parts = {"task": Words(), "env": ChatEnv(Words()), "policy": policy, "runtime": one_process()}
+    batch = Demonstrations(**parts, size=4, mask=mask)(0)
+    got, metrics = gradient(policy, SFTObjective(), batch, aggregation=aggregation)
+    rows = []
+    for i in range(4):
+        real = batch["masks", "all_attention_mask"][i]
+        ids, keep = batch["tokens", "full"][i][real], batch["loss_mask"][i][real]
+        table = tables(policy.model, ids)
+        rows.append([-table[t - 1, ids[t]] for t in range(1, len(ids)) if keep[t]])
+    if aggregation == "token_mean":
+        loss = sum(sum(r) for r in rows) / sum(len(r) for r in rows)
+    else:
+        loss = sum(sum(r) / len(r) for r in rows) / 4
+    policy.model.zero_grad()
+    loss.backward()
+    assert (got - grad_of(policy)).norm() / grad_of(policy).norm() < 1e-5
+    assert metrics["loss/total"] == pytest.approx(float(loss.detach()), abs=1e-5)
+
+
+def test_padding_side_and_micro_batches_do_not_change_the_metrics(policy):
+    batch, _ = prepared(policy)
+    objective = GRPOObjective(kl=ConstantKLController(kl_coef=COEFF))
+    _, whole = gradient(policy, objective, batch)
+    _, other = gradient(policy, objective, padded_left(batch), micro_batch_tokens=60)
+    assert other == pytest.approx(whole, rel=1e-4, abs=1e-7)
+
+
+def test_metrics_are_means_over_the_loss_mask(policy):
+    # Not as in TorchRL, which averages over padding and prompt too.
+    batch, _ = prepared(policy)
+    objective = GRPOObjective(clip_low=LOW, clip_high=HIGH, kl=ConstantKLController(kl_coef=0.0))
+    _, metrics = gradient(policy, objective, batch)
+    moved, entropies, clipped = [], [], []
+    for i in range(batch.batch_size[0]):
+        real = batch["masks", "all_attention_mask"][i]
+        ids, keep = batch["tokens", "full"][i][real], batch["loss_mask"][i][real]
+        with torch.no_grad():
+            table = tables(policy.model, ids)
+        for t in range(1, len(ids)):
+            if keep[t]:
+                gen = float(batch["log_probs", "full"][i][real][t])
+                moved.append(gen - float(table[t - 1, ids[t]]))
+                entropies.append(-float((table[t - 1].exp() * table[t - 1]).sum()))
+                r, a = math.exp(-moved[-1]), float(batch["advantage"][i][real][t])
+                clipped.append((r > 1 + HIGH and a > 0) or (r < 1 - LOW and a < 0))
+    count = len(moved)
+    assert metrics["kl/behaviour"] == pytest.approx(sum(moved) / count, abs=1e-5)
+    assert metrics["policy/entropy"] == pytest.approx(sum(entropies) / count, abs=1e-5)
+    assert metrics["policy/clip_fraction"] == pytest.approx(sum(clipped) / count)
+    assert metrics["policy/ratio_max"] == pytest.approx(math.exp(-min(moved)), rel=1e-4)
+    assert "loss/kl" not in metrics
+
+
+def test_the_gradient_is_clipped_to_its_limit(policy):
+    batch, _ = prepared(policy)
+    objective = GRPOObjective(kl=ConstantKLController(kl_coef=COEFF))
+    whole, metrics = gradient(policy, objective, batch)
+    limit = float(whole.norm()) / 4
+    cut, same = gradient(policy, objective, batch, max_grad_norm=limit)
+    torch.testing.assert_close(cut, whole / 4, rtol=1e-4, atol=1e-9)
+    assert same["optim/grad_norm"] == pytest.approx(metrics["optim/grad_norm"])
+
+
+class Poisoned(GRPOObjective):
+    """An objective whose first call gives an infinite loss."""
+
+    calls = 0
+
+    def __call__(self, scores, batch) -> Terms:
+        terms = super().__call__(scores, batch)
+        self.calls += 1
+        if self.calls > 1:
+            return terms
+        return Terms({k: v * math.inf for k, v in terms.loss.items()}, terms.means, terms.maxima)
+
+
+def test_a_non_finite_step_is_skipped_counted_and_harmless(policy):
+    batch, _ = prepared(policy)
+    before = [p.detach().clone() for p in policy.model.parameters()]
+    optimizer = make_optimizer(policy.model, lr=0.1)
+    objective = Poisoned(kl=ConstantKLController(kl_coef=COEFF))
+    update = make_update(policy, objective, optimizer, lr=0.1, max_grad_norm=1.0)
+    metrics = update(batch.clone())
+    assert metrics["optim/skipped_steps"] == 1
+    assert update.step == 1
+    for p, old in zip(policy.model.parameters(), before, strict=True):
+        assert torch.equal(p, old)
+    assert not optimizer.state
+    metrics = update(batch.clone())  # nothing of it is left in the next step
+    assert metrics["optim/skipped_steps"] == 1
+    assert all(p.isfinite().all() for p in policy.model.parameters())
+    assert not torch.equal(next(policy.model.parameters()), before[0])
+
+
+def test_an_empty_loss_mask_skips_the_step(policy):
+    batch, _ = prepared(policy)
+    batch["loss_mask"] = torch.zeros_like(batch["loss_mask"])
+    optimizer = Record(policy.model.parameters(), lr=1.0)
+    update = make_update(
+        policy, GRPOObjective(kl=ConstantKLController(kl_coef=COEFF)), optimizer, lr=1.0
+    )
+    metrics = update(batch)
+    assert metrics["optim/skipped_steps"] == 1
+    assert metrics["loss/total"] == 0
+    assert not optimizer.grads
+    assert all(math.isfinite(v) for v in metrics.values())
+
+
+def test_epochs_and_minibatches_make_steps_of_whole_groups_at_the_rate_of_their_number(policy):
+    batch, _ = prepared(policy)
+    optimizer = Record(policy.model.parameters())
+    rate = make_schedule("linear", lr=0.1, warmup=2, total=8)
+    update = Update(
+        policy.scorer,
+        optimizer,
+        GRPOObjective(kl=ConstantKLController(kl_coef=COEFF)),
+        one_process(),
+        lr=rate,
+        epochs=2,
+        minibatches=2,
+        max_grad_norm=0.0,
+    )
+    metrics = update(batch.clone())
+    assert update.step == 4
+    want = [0.05, 0.1, 0.1, 0.1 * 5 / 6]
+    assert optimizer.rates == pytest.approx(want)
+    assert metrics["optim/lr"] == pytest.approx(sum(want[2:]) / 2), "of the last epoch"
+    update(batch.clone())
+    assert optimizer.rates[4:] == pytest.approx([0.1 * (8 - s) / 6 for s in (4, 5, 6, 7)])
+    # Each minibatch normalises over itself: one prompt's gradient alone.
+    fresh = make_policy.__wrapped__()
+    fresh.model.double()
+    other, _ = prepared(fresh)
+    first = Record(fresh.model.parameters())
+    make_update(fresh, update.objective, first)(other[:G].clone())
+    torch.testing.assert_close(first.grads[0], optimizer.grads[0], rtol=1e-5, atol=1e-8)
+
+
+def test_minibatches_keep_groups_whole_and_must_divide_them():
+    batch = TensorDict({"group_id": torch.tensor([3, 3, 1, 1, 2, 2, 9, 9])}, [8])
+    assert split_rows(batch, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    with pytest.raises(ValueError, match=r"4 prompts .* algorithm.minibatches=3"):
+        split_rows(batch, 3)
+
+
+def test_micro_batches_stay_within_their_tokens_and_hold_each_row_once():
+    sizes = [5, 5, 9, 9, 2, 2, 30, 3]
+    mask = torch.arange(30) < torch.tensor(sizes)[:, None]
+    ids = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
+    batch = TensorDict({"masks": {"all_attention_mask": mask}, "group_id": ids}, [8])
+    parts = pack_rows(batch, 20)
+    assert [i for part in parts for i in part] == list(range(8))
+    areas = [max(sizes[i] for i in part) * len(part) for part in parts]
+    assert all(a <= 20 or len(p) == 1 for a, p in zip(areas, parts, strict=True))
+    assert [0, 1] in parts
+    assert pack_rows(batch, 1000) == [list(range(8))]
+
+
+class TwoRanks(Runtime):
+    """This process, told that another rank needs more micro-batches than it has rows."""
+
+    def maxima(self, values):
+        return {k: v + 30 if k == "n" else v for k, v in values.items()}
+
+
+def test_a_rank_without_rows_left_takes_part_with_empty_micro_batches(policy, tmp_path):
+    batch, _ = prepared(policy)
+    objective = GRPOObjective(kl=ConstantKLController(kl_coef=COEFF))
+    alone, metrics = gradient(policy, objective, batch)
+    waiting, same = gradient(policy, objective, batch, runtime=TwoRanks(tmp_path))
+    assert (alone - waiting).norm() / alone.norm() < 1e-5
+    assert same == pytest.approx(metrics, rel=1e-5, abs=1e-7)
+
+
+def test_only_matrices_are_decayed_and_frozen_parts_left_out():
+    policy = make_policy.__wrapped__()
+    next(policy.model.parameters()).requires_grad_(False)
+    optimizer = make_optimizer(policy.model, lr=0.1, weight_decay=0.5)
+    decayed, plain = optimizer.param_groups
+    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.5, 0.0)
+    assert all(p.ndim > 1 for p in decayed["params"])
+    assert all(p.ndim == 1 for p in plain["params"])
+    trained = [p for p in policy.model.parameters() if p.requires_grad]
+    assert len(trained) == len(decayed["params"]) + len(plain["params"])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "want"),
+    [
+        ("constant", [0.5, 1, 1, 1, 1, 1, 1]),
+        ("linear", [0.5, 1, 1, 0.75, 0.5, 0.25, 0]),
+        ("cosine", [0.5, 1, 1, 0.853553, 0.5, 0.146447, 0]),
+    ],
+)
+def test_schedules(schedule, want):
+    rate = make_schedule(schedule, lr=2.0, warmup=2, total=6)
+    assert [rate(s) for s in range(7)] == pytest.approx([2 * w for w in want], abs=1e-6)
+    assert rate(100) == pytest.approx(2 * want[-1])
+
+
+def test_an_unknown_schedule_is_refused():
+    with pytest.raises(ValueError, match=r"constant.*'step'"):
+        make_schedule("step", lr=1.0, total=2)

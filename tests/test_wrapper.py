@@ -1,0 +1,603 @@
+"""The policy as a TensorDict module: what goes in, what comes out, and what it leaves alone.
+
+Expected log-probs come from one plain forward per sequence. The tests marked "not as in TorchRL"
+hold for faults of the original that its pages do not promise.
+"""
+
+import copy
+import inspect
+
+import pytest
+import torch
+from contracts import make_policy, plain_log_probs
+from tensordict import TensorDict, lazy_stack
+from torch import nn
+
+from envs.transforms import RetrieveLogProb
+from policies.containers import ChatHistory, Text, Tokens
+from policies.history import History
+from policies.padding import is_ragged, pad, pad_mask, rows
+from policies.random import fold
+from policies.scorer import Scorer
+from policies.transformers_wrapper import TransformersWrapper
+
+TEXTS = ("Sort 3", "Write", "the house with the other people")
+CHATS = [[{"role": "user", "content": t}] for t in TEXTS]
+SPOKEN = [[*c, {"role": "assistant", "content": c[0]["content"][::-1]}] for c in CHATS]
+
+
+def prompts(mode: str = "history") -> TensorDict:
+    """Return three prompts of different lengths in one of the input modes."""
+    policy = make_policy()
+    td = TensorDict({"stream": fold(0, torch.arange(3))}, batch_size=[3])
+    texts = [policy.renderer.text(chat, add_generation_prompt=True) for chat in CHATS]
+    if mode == "history":
+        return td.set("history", ChatHistory(prompt=History.from_chats(CHATS), batch_size=[3]))
+    if mode == "text":
+        return td.set("text", Text(prompt=texts, batch_size=[3]))
+    ids = [torch.tensor(policy.tokenizer(t, add_special_tokens=False)["input_ids"]) for t in texts]
+    td.set("tokens", Tokens(prompt=pad(ids, side="left"), padded=True, batch_size=[3]))
+    return td.set("attention_mask", pad_mask([len(i) for i in ids], side="left"))
+
+
+def spoken(mode: str = "history") -> TensorDict:
+    """Return three whole chats."""
+    td = TensorDict(batch_size=[3])
+    if mode == "history":
+        return td.set("history", ChatHistory(full=History.from_chats(SPOKEN), batch_size=[3]))
+    texts = [make_policy().renderer.text(chat) for chat in SPOKEN]
+    if mode == "text":
+        return td.set("text", Text(full=texts, batch_size=[3]))
+    ids = [make_policy().tokenizer(t, add_special_tokens=False)["input_ids"] for t in texts]
+    return td.set("tokens", lazy_stack([Tokens(full=torch.tensor(i)) for i in ids]))
+
+
+def scoring(**changes) -> TransformersWrapper:
+    return make_policy().get_new_version(**{"generate": False, **changes})
+
+
+def sequences(td) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Return (ids, log-probs, response mask) of each row of a generated td, without padding."""
+    keys = (("tokens", "full"), ("log_probs", "full"), ("masks", "all_response_mask"))
+    columns = [rows(td, key) for key in keys]
+    keep = rows(td, ("masks", "all_attention_mask"))
+    return [tuple(v[m] for v in row) for *row, m in zip(*columns, keep, strict=True)]
+
+
+def same(a: TensorDict, b: TensorDict) -> None:
+    for (ids, values, mask), (ids2, values2, mask2) in zip(sequences(a), sequences(b), strict=True):
+        assert torch.equal(ids, ids2)
+        assert torch.equal(mask, mask2)
+        torch.testing.assert_close(values, values2, atol=1e-5, rtol=0)
+
+
+# Generation.
+
+
+@pytest.mark.parametrize("mode", ["text", "tokens"])
+def test_text_and_tokens_generate_what_the_history_does(mode):
+    policy = make_policy()
+    same(policy(prompts()), policy.get_new_version(input_mode=mode)(prompts(mode)))
+
+
+def test_ragged_outputs_hold_what_padded_ones_do():
+    padded, ragged = (
+        make_policy().get_new_version(pad_output=flag)(prompts()) for flag in (True, False)
+    )
+    assert is_ragged(ragged["tokens"])
+    assert not is_ragged(padded["tokens"])
+    assert padded["tokens"].padded is True
+    assert not any(ragged["tokens"].padded)
+    same(padded, ragged)
+    # A prompt is padded left, a response right, a full row is one after the other.
+    tokens, mask = padded["tokens"], padded["masks", "all_attention_mask"]
+    width = tokens.prompt.shape[1]
+    assert torch.equal(torch.cat([tokens.prompt, tokens.response], -1), tokens.full)
+    assert mask[:, width - 1].all()
+    assert mask[:, width].all()
+    assert not mask[:, 0].all()
+    for i, row in enumerate(rows(ragged, ("tokens", "prompt"))):
+        assert torch.equal(tokens.prompt[i, width - len(row) :], row)
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_every_sampled_token_has_its_log_prob_the_first_and_the_last_too(padded):
+    # Not as in TorchRL: there the first is 0, and full and prompt are None.
+    policy = make_policy()
+    out = policy.get_new_version(pad_output=padded)(prompts())
+    for i, (ids, values, mask) in enumerate(sequences(out)):
+        want = plain_log_probs(policy, ids, 1.0).float()
+        torch.testing.assert_close(values, want * mask, atol=1e-5, rtol=0)
+        response = rows(out, ("log_probs", "response"))[i][: int(mask.sum())]
+        torch.testing.assert_close(response, want[mask], atol=1e-5, rtol=0)
+        assert (response < 0).all()
+        assert not rows(out, ("log_probs", "prompt"))[i].any()
+
+
+def test_the_end_of_turn_is_kept_when_it_is_the_padding_token():
+    # Not as in TorchRL: there it is taken for padding and neither stored nor trained.
+    tokenizer = copy.deepcopy(make_policy().tokenizer)
+    tokenizer.pad_token = tokenizer.eos_token
+    policy = make_policy().get_new_version(tokenizer=tokenizer, num_samples=40)
+    same(policy(prompts())[0], make_policy().get_new_version(num_samples=40)(prompts())[0])
+    out = sequences(policy(prompts())[0])
+    ends = [ids[mask].tolist() for ids, _, mask in out if ids[-1] == tokenizer.eos_token_id]
+    assert ends
+    assert all(reply.index(tokenizer.eos_token_id) == len(reply) - 1 for reply in ends)
+
+
+def test_log_probs_are_those_at_the_sampling_temperature():
+    policy = make_policy()
+    kwargs = {**policy.generate_kwargs, "temperature": 0.3}
+    out = policy.get_new_version(generate_kwargs=kwargs)(prompts())
+    assert out["temperature"].tolist() == [pytest.approx(0.3)] * 3
+    scored = scoring(inplace=False)(out)  # the temperature travels with the batch
+    for i, (ids, values, mask) in enumerate(sequences(out)):
+        want = plain_log_probs(policy, ids, 0.3)
+        torch.testing.assert_close(values.double(), want * mask, atol=1e-5, rtol=0)
+        full = scored["log_probs", "full"][i][out["masks", "all_attention_mask"][i]]
+        torch.testing.assert_close(full.double(), want, atol=1e-5, rtol=0)
+
+
+def test_greedy_takes_the_likeliest_token_whatever_the_stream():
+    policy = make_policy()
+    for kwargs in ({"temperature": 0.0}, {"do_sample": False}):
+        greedy = policy.get_new_version(generate_kwargs={"max_new_tokens": 5, **kwargs})
+        out = greedy(prompts().set("stream", fold(99, torch.arange(3))))
+        assert out["temperature"].tolist() == [1.0] * 3
+        for ids, _, mask in sequences(out):
+            with torch.no_grad():
+                best = policy.model(input_ids=ids[None]).logits[0].argmax(-1)
+            assert torch.equal(ids[mask], best[:-1][mask[1:]])
+
+
+def test_a_stream_fixes_a_row_and_without_one_the_generator_does():
+    policy = make_policy().get_new_version(inplace=False)
+    same(policy(prompts()), policy(prompts()))
+    turned = policy(prompts()[torch.tensor([2, 0])])
+    expected = [sequences(policy(prompts()))[i] for i in (2, 0)]
+    for (ids, _, _), (ids2, _, _) in zip(sequences(turned), expected, strict=True):
+        assert torch.equal(ids, ids2)
+    drawn = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        drawn.append([ids.tolist() for ids, *_ in sequences(policy(prompts().exclude("stream")))])
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_samples_of_a_prompt_get_a_dimension_of_their_own():
+    out = make_policy().get_new_version(num_samples=3)(prompts())
+    assert out.batch_size == (3, 3)
+    assert out["tokens", "response"].shape[:2] == (3, 3)
+    assert len({tuple(r.tolist()) for r in out["tokens", "response"].flatten(0, 1)}) > 3
+    texts = [chat[-2]["content"] for chat in out["history", "full"].chats()]
+    assert texts == [t for t in TEXTS for _ in range(3)]
+    for inplace in (True, "empty"):
+        with pytest.raises(ValueError, match="num_samples"):
+            make_policy().get_new_version(num_samples=3, inplace=inplace)
+
+
+def test_replies_are_read_as_text_without_the_end_of_turn_and_may_be_empty():
+    policy = make_policy()
+    end = policy.tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    many = policy.get_new_version(num_samples=256)(prompts())
+    flat = many.reshape(-1)
+    replies = [ids[mask] for ids, _, mask in sequences(flat)]
+    said = [chat[-1] for chat in flat["history", "full"].chats()]
+    empty = [m for m, r in zip(said, replies, strict=True) if len(r) == 1]
+    assert empty, "the seed should bring a reply that ends at once"
+    for message, reply in zip(said, replies, strict=True):
+        body = reply[:-1] if reply[-1] in end else reply
+        assert message == {"role": "assistant", "content": policy.tokenizer.decode(body)}
+    assert all(m["content"] == "" for m in empty)
+    flags = [f[-1] for f in flat["history", "full"].get("is_complete")]
+    assert flags == [int(r[-1]) in end for r in replies]
+    assert all(len(r) == 6 for r in replies if r[-1] not in end)
+    assert {int(r[-1]) for r in replies} > set(end), "both end-of-turn ids and cut replies"
+
+
+def test_a_stop_text_ends_a_reply_and_stays_in_it():
+    policy = make_policy().get_new_version(num_samples=8)
+    plain = policy(prompts())[0]
+    letter = next(c for c in plain["text"].response[0][2:] if c.isascii())
+    kwargs = {**policy.generate_kwargs, "stop": [letter]}
+    stopped = policy.get_new_version(generate_kwargs=kwargs)(prompts())[0]
+    decode = policy.tokenizer.decode
+    shorter = 0
+    for (ids, _, mask), (ids2, _, mask2) in zip(sequences(plain), sequences(stopped), strict=True):
+        whole, cut = ids[mask], ids2[mask2]
+        assert torch.equal(whole[: len(cut)], cut)
+        assert letter not in decode(cut[:-1])
+        assert letter in decode(cut) or len(cut) == len(whole)
+        shorter += len(cut) < len(whole)
+    assert shorter > 0
+
+
+def test_one_new_token_is_a_whole_reply():
+    kwargs = {"max_new_tokens": 1}
+    out = make_policy().get_new_version(generate_kwargs=kwargs)(prompts())
+    assert out["tokens", "response"].shape == (3, 1)
+    assert out["masks", "all_response_mask"].sum().item() == 3
+
+
+def test_prompts_over_the_limit_are_refused_by_number():
+    lengths = [len(make_policy().renderer.render(c, add_generation_prompt=True).ids) for c in CHATS]
+    for limit in (max(lengths), max(lengths) - 1):
+        kwargs = {"max_new_tokens": 1, "max_prompt_tokens": limit}
+        policy = make_policy().get_new_version(generate_kwargs=kwargs)
+        if limit < max(lengths):
+            with pytest.raises(ValueError, match=f"prompt 2 .* {max(lengths)} tokens"):
+                policy(prompts())
+        else:
+            policy(prompts())
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"min_new_tokens": 3}, "min_new_tokens"),
+        ({"top_p": 0.9}, "top_p"),
+        ({"temperature": -1.0}, "temperature >= 0"),
+        ({"temperature": float("nan")}, "temperature >= 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens >= 1"),
+        ({"stop": "end"}, "list of texts"),
+    ],
+)
+def test_what_cannot_be_generated_is_refused(kwargs, message):
+    # Not as in TorchRL, which drops names that it does not know.
+    with pytest.raises(ValueError, match=message):
+        make_policy().get_new_version(generate_kwargs=kwargs)
+
+
+def test_generating_twice_from_one_td_reads_the_same_prompt():
+    # The second time the prompt is read from its padded ids.
+    policy = make_policy()
+    first = policy(prompts()).clone()
+    again = policy(first.clone())
+    same(first, again)
+    assert not first["masks", "all_attention_mask"].all()
+
+
+# Where results go.
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (3, 1), (1, 3, 1)])
+@pytest.mark.parametrize("padded", [True, False])
+def test_any_number_of_batch_dimensions(shape, padded):
+    policy = make_policy().get_new_version(pad_output=padded, inplace=False)
+    score = scoring(pad_output=padded, inplace=False)
+    whole = policy(prompts())
+    td = prompts()[0] if shape == () else prompts().reshape(*shape)
+    out = policy(td)
+    assert out.batch_size == shape
+    flat = out.unsqueeze(0) if shape == () else out.reshape(-1)
+    for a, b in zip(sequences(flat), sequences(whole), strict=False):
+        assert torch.equal(a[0], b[0])
+    assert score(out).batch_size == shape
+    assert score.get_dist(out).logits.shape[:-2] == shape
+    assert scoring()._get_sft_dist(out).mask.sum() == sum(m.sum() for *_, m in sequences(flat))
+
+
+def test_inplace_says_where_outputs_go():
+    wanted = {"history", "log_probs", "masks", "temperature", "text", "tokens"}
+    for inplace, keys, identical in (
+        (True, {*wanted, "stream", "extra"}, True),
+        (False, wanted, False),
+        ("empty", wanted, False),
+    ):
+        td = prompts().set("extra", torch.zeros(3))
+        out = make_policy().get_new_version(inplace=inplace)(td)
+        assert set(out.keys()) == keys
+        assert (out is td) is identical
+        assert identical or set(td.keys()) == {"history", "stream", "extra"}
+
+
+@pytest.mark.parametrize("changes", [{}, {"pad_output": False}, {"num_samples": 2}])
+def test_the_callers_data_is_not_changed(changes):
+    td, kwargs = prompts("tokens"), {"max_new_tokens": 3, "stop": ["x"]}
+    before, asked = td.clone(), copy.deepcopy(kwargs)
+    version = {"input_mode": "tokens", "inplace": False, "generate_kwargs": kwargs, **changes}
+    policy = make_policy().get_new_version(**version)
+    out = policy(td)
+    assert (td == before).all()
+    assert set(td.keys(True, True)) == set(before.keys(True, True))
+    assert kwargs == asked
+    kept = out.clone()
+    out = out.flatten() if out.ndim > 1 else out
+    scorer = scoring(input_mode="tokens", inplace=False, pad_output=policy.pad_output)
+    for read in (scorer, scorer.get_dist, scorer._get_sft_dist, scorer.log_prob):
+        read(out)
+    kept = kept.flatten() if kept.ndim > 1 else kept
+    assert set(out.keys(True)) == set(kept.keys(True))
+    same(out, kept)
+    kwargs["max_new_tokens"] = 1  # what the caller does later is the caller's
+    assert policy.get_new_version().max_new_tokens == 3
+
+
+def test_scoring_in_place_keeps_what_was_there():
+    # Not as in TorchRL: there prompt and response vanish.
+    td = make_policy()(prompts())
+    before = td.clone()
+    out = scoring()(td)
+    assert out is td
+    for key in (("tokens", "prompt"), ("tokens", "response"), ("tokens", "full")):
+        assert torch.equal(out[key], before[key])
+    assert out["history", "prompt"].chats() == CHATS
+    assert out["history", "full"].chats() == before["history", "full"].chats()
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_padded_and_ragged_outputs_do_not_mix_in_one_td(padded):
+    td = make_policy().get_new_version(pad_output=padded)(prompts())
+    kept = sequences(td)
+    out = scoring(pad_output=not padded)(td)
+    assert is_ragged(out["tokens"]) is padded
+    masks = rows(out, ("masks", "all_attention_mask"))
+    for (ids, _, _), row, mask in zip(kept, rows(out, ("tokens", "full")), masks, strict=True):
+        assert torch.equal(row[mask], ids)
+
+
+def test_keys_may_be_renamed():
+    names = {f"{n}_key": f"my_{n}" for n in ("history", "text", "tokens", "masks", "log_probs")}
+    policy = make_policy().get_new_version(**names, inplace=False)
+    td = prompts().rename_key_("history", "my_history")
+    out = policy(td)
+    assert set(out.keys()) == {*names.values(), "temperature"}
+    scored = scoring(**names, inplace=False)(out)
+    assert set(scored.keys()) == {"my_masks", "my_tokens", "my_log_probs"}
+    plain = make_policy()(prompts())
+    assert torch.equal(out["my_tokens", "full"], plain["tokens", "full"])
+    free = make_policy().get_new_version(input_key="chat", inplace=False)
+    out = free(TensorDict({"stream": td["stream"]}, [3]).set("chat", prompts()["history"].prompt))
+    assert torch.equal(out["tokens", "full"], plain["tokens", "full"])
+    ids = prompts("tokens")
+    ids.set("mine", ids["tokens"].prompt).set("keep", ids["attention_mask"])
+    other = TensorDict({k: ids[k] for k in ("mine", "keep", "stream")}, [3])
+    other.set("tokens", Tokens(prompt=torch.zeros(3, 2, dtype=torch.int64), batch_size=[3]))
+    version = {"input_mode": "tokens", "input_key": "mine", "attention_mask_key": "keep"}
+    same(make_policy().get_new_version(**version)(other), plain)
+
+
+def test_input_that_is_missing_or_does_not_fit_is_named():
+    with pytest.raises(ValueError, match=r"expected .*history.*prompt.*got keys \['stream'\]"):
+        make_policy()(prompts().select("stream"))
+    td = prompts("tokens")
+    td["attention_mask"] = td["attention_mask"][:, 1:]
+    with pytest.raises(ValueError, match="attention mask"):
+        make_policy().get_new_version(input_mode="tokens")(td)
+    with pytest.raises(ValueError, match="input_mode must be one of"):
+        make_policy().get_new_version(input_mode="words")
+    with pytest.raises(ValueError, match="return_log_probs must be True when generate=False"):
+        scoring(return_log_probs=False)
+    with pytest.raises(TypeError):
+        make_policy()(prompts(), max_new_tokens=3)
+
+
+def test_log_probs_may_be_left_out():
+    out = make_policy().get_new_version(return_log_probs=False, inplace=False)(prompts())
+    assert set(out.keys()) == {"history", "masks", "temperature", "text", "tokens"}
+
+
+# Versions.
+
+
+def test_a_new_version_takes_every_argument():
+    # Not as in TorchRL, which ignores several of them without a word.
+    policy = make_policy()
+    arguments = set(inspect.signature(TransformersWrapper).parameters)
+    tokenizer = copy.deepcopy(policy.tokenizer)
+    model = Scorer(policy.model)
+    changed = {
+        "model": (model, lambda p: p.scorer),
+        "tokenizer": (tokenizer, lambda p: p.tokenizer),
+        "input_mode": ("text", lambda p: p.input_mode),
+        "input_key": ("chat", lambda p: p.in_keys[0]),
+        "attention_mask_key": ("keep", lambda p: p.attention_mask_key),
+        "generate": (False, lambda p: p.generate),
+        "generate_kwargs": ({"max_new_tokens": 2}, lambda p: p.generate_kwargs),
+        "pad_output": (False, lambda p: p.pad_output),
+        "inplace": ("empty", lambda p: p.inplace),
+        "num_samples": (4, lambda p: p.num_samples),
+        "chat_template": ("chatml", lambda p: p._settings["chat_template"]),
+        "return_log_probs": (False, lambda p: p.return_log_probs),
+        "history_key": ("a", lambda p: p.history_key),
+        "text_key": ("b", lambda p: p.text_key),
+        "tokens_key": ("c", lambda p: p.tokens_key),
+        "masks_key": ("d", lambda p: p.masks_key),
+        "log_probs_key": ("e", lambda p: p.log_probs_key),
+        "score_mask_key": ("f", lambda p: p.score_mask_key),
+    }
+    assert set(changed) == arguments
+    for name, (value, read) in changed.items():
+        made = policy.get_new_version(**{name: value})
+        assert read(made) == value, name
+        assert read(policy) != value, f"{name} changed the parent"
+        assert made.model is policy.model
+        # The version of a version keeps it.
+        assert read(made.get_new_version()) == value, name
+
+
+def test_an_unknown_argument_of_a_version_is_refused():
+    with pytest.raises(ValueError, match=r"\['pad_input'\].*pad_output"):
+        make_policy().get_new_version(pad_input=True)
+
+
+def test_a_version_of_another_direction_or_mode_reads_its_own_key():
+    policy = make_policy().get_new_version(input_key=("history", "prompt"))
+    assert policy.get_new_version(generate=False).in_keys == [("history", "full")]
+    assert policy.get_new_version(input_mode="tokens").in_keys == [("tokens", "prompt")]
+    assert policy.get_new_version(generate=False, input_key="x").in_keys == ["x"]
+
+
+# Scoring.
+
+
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("mode", ["history", "text", "tokens"])
+def test_scoring_equals_a_plain_forward(mode, padded):
+    # Not as in TorchRL, whose packed scoring lets tokens see what comes after them.
+    policy = scoring(input_mode=mode, pad_output=padded)
+    out = policy(spoken(mode))
+    masks = rows(out, ("masks", "all_attention_mask"))
+    pairs = zip(rows(out, ("tokens", "full")), rows(out, ("log_probs", "full")), strict=True)
+    for (ids, values), mask, chat in zip(pairs, masks, SPOKEN, strict=True):
+        assert policy.renderer.render(chat).ids == ids[mask].tolist()
+        want = plain_log_probs(make_policy(), ids[mask], 1.0).float()
+        torch.testing.assert_close(values[mask], want, atol=1e-5, rtol=0)
+        assert not values[~mask].any()
+    assert ("masks", "all_assistant_mask") in out.keys(True) or mode != "history"
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_a_scored_history_holds_its_assistant_part_and_its_response(padded):
+    policy = scoring(pad_output=padded)
+    out = policy(spoken())
+    for i, chat in enumerate(SPOKEN):
+        done = policy.renderer.render(chat)
+        ids = torch.tensor(done.ids)
+        inside = torch.tensor(done.assistant)
+        want = plain_log_probs(make_policy(), ids, 1.0).float()
+        start = done.assistant.index(True)
+        for key, part in (("assistant", ids[inside]), ("response", ids[start:])):
+            got = rows(out, ("tokens", key))[i]
+            assert got[: len(part)].tolist() == part.tolist()
+            values = rows(out, ("log_probs", key))[i][: len(part)]
+            part = want[inside] if key == "assistant" else want[start:]
+            torch.testing.assert_close(values, part, atol=1e-5, rtol=0)
+
+
+def test_log_prob_returns_that_of_the_response():
+    # Not as in TorchRL, where it is an AttributeError.
+    td = make_policy()(prompts())
+    stored = td["log_probs", "response"].clone()
+    td["log_probs", "response"].fill_(7.0)  # stale values are not believed
+    got = scoring().log_prob(td)
+    torch.testing.assert_close(got, stored, atol=1e-5, rtol=0)
+    assert got.requires_grad
+    assert (td["log_probs", "response"] == 7.0).all()
+    ragged = scoring(pad_output=False).log_prob(td, as_list=True)
+    for row, want, mask in zip(ragged, stored, td["masks", "all_response_mask"], strict=True):
+        torch.testing.assert_close(row, want[: int(mask.sum())], atol=1e-5, rtol=0)
+    filled = scoring(pad_output=False).log_prob(td, as_padded_tensor=True)
+    torch.testing.assert_close(filled, stored, atol=1e-5, rtol=0)
+    with pytest.raises(RuntimeError, match="generate=False"):
+        make_policy().log_prob(td)
+    with pytest.raises(ValueError, match="prompt tokens or an assistant mask"):
+        scoring(input_mode="text").log_prob(spoken("text"))
+
+
+def test_only_asked_tokens_are_scored():
+    td = make_policy()(prompts())
+    out = scoring(score_mask_key=("masks", "all_response_mask"), inplace=False)(td)
+    torch.testing.assert_close(out["log_probs", "full"], td["log_probs", "full"], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("detach", [True, False])
+def test_detach_decides_whether_a_gradient_flows(detach):
+    # Not as in TorchRL, where detach=True is stored and never read.
+    transform = RetrieveLogProb(scoring(log_probs_key="ref_log_probs"), detach=detach)
+    out = transform(make_policy()(prompts()))
+    assert out["ref_log_probs", "full"].requires_grad is not detach
+
+
+# Distributions.
+
+
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("inplace", [True, False, "empty"])
+def test_distributions_give_the_scored_log_probs(padded, inplace):
+    # Not as in TorchRL: get_dist() raises, _get_rlhf_dist fails with inplace=False, _get_sft_dist
+    # reads masks from other places when padded.
+    temper = {**make_policy().generate_kwargs, "temperature": 0.5}
+    version = {"pad_output": padded, "generate_kwargs": temper}
+    td = make_policy().get_new_version(**version)(prompts())
+    policy = scoring(inplace=inplace, pad_output=padded)
+    dists = {
+        name: getattr(policy, name)(td.copy())
+        for name in ("get_dist", "_get_sft_dist", "_get_rlhf_dist", "_get_generic_dist")
+    }
+    names = ("_get_dist_with_prompt_mask", "_get_dist_with_assistant_mask")
+    dists |= {name: getattr(policy, name)(td.copy()) for name in names}
+    response = dists["_get_sft_dist"].mask
+    dists["custom"] = policy._get_dist_with_custom_mask(td.copy(), response)
+    dists["named"] = policy.get_dist(td.copy(), mask_key=("masks", "all_response_mask"))
+    attended = {"get_dist", "_get_generic_dist"}
+    for name, dist in dists.items():
+        for i, (ids, _, mask) in enumerate(sequences(td)):
+            want = plain_log_probs(make_policy(), ids, 0.5)
+            real = policy.get_dist(td.copy()).mask[i]  # the attended tokens, in either layout
+            kept = dist.mask[i][real]
+            assert torch.equal(kept, torch.ones_like(mask) if name in attended else mask), name
+            tokens = torch.full(real.shape, -100)
+            tokens[real] = torch.where(kept, ids, -100)
+            whole = torch.full((len(sequences(td)), len(real)), -100)
+            whole[i] = tokens
+            got = dist.log_prob(whole)[i][real]
+            expected = (want * kept).float()[1:]  # the first token has no prediction
+            torch.testing.assert_close(got[1:], expected, atol=1e-5, rtol=0)
+
+
+def test_the_default_mask_is_the_attention_mask():
+    td = make_policy()(prompts())
+    assert torch.equal(scoring().get_dist(td).mask, td["masks", "all_attention_mask"])
+
+
+def test_histories_give_distributions_over_their_assistant_turns():
+    policy = scoring()
+    for name in ("_get_sft_dist", "_get_rlhf_dist"):
+        td = spoken()
+        dist = getattr(policy, name)(td)
+        for i, chat in enumerate(SPOKEN):
+            done = policy.renderer.render(chat)
+            real = policy.get_dist(spoken()).mask[i]
+            assert dist.mask[i][real].tolist() == done.assistant
+        # The documented side effect of the assistant mask, and no other.
+        assert set(td.keys()) == {"history", "tokens"} if "rlhf" in name else {"history"}
+
+
+def test_padding_side_is_where_ragged_rows_are_padded():
+    lengths = torch.tensor([len(make_policy().renderer.render(c).ids) for c in SPOKEN])[:, None]
+    index = torch.arange(int(lengths.max()))
+    right = scoring().get_dist(spoken(), padding_side="right").mask
+    assert torch.equal(right, index < lengths)
+    left = scoring().get_dist(spoken()).mask
+    assert torch.equal(left, index >= lengths.max() - lengths)
+
+
+def test_distributions_without_their_mask_or_direction_are_refused():
+    td = make_policy()(prompts())
+    with pytest.raises(NotImplementedError, match="generate=False"):
+        make_policy().get_dist(td)
+    with pytest.raises(ValueError, match=r"expected a mask at \('masks', 'mine'\)"):
+        scoring().get_dist(td, mask_key=("masks", "mine"))
+    with pytest.raises(ValueError, match="assistant mask"):
+        scoring(input_mode="text")._get_rlhf_dist(spoken("text"))
+    with pytest.raises(ValueError, match="assistant masks need input_mode='history'"):
+        scoring(input_mode="text")._get_sft_dist(spoken("text"))
+    wrong = td["masks", "all_attention_mask"][:, 1:]
+    with pytest.raises(ValueError, match="one entry a token"):
+        scoring()._get_dist_with_custom_mask(td, wrong)
+
+
+def test_the_collector_is_held_weakly():
+    class Collector:
+        pass
+
+    policy, collector = make_policy().get_new_version(), Collector()
+    assert policy.collector is None
+    policy.register_collector(collector)
+    assert policy.collector is collector
+    del collector
+    assert policy.collector is None
+
+
+def test_keys_tell_what_is_written():
+    policy = make_policy()
+    out = policy(prompts())
+    assert set(policy.out_keys) <= set(out.keys())
+    assert policy.log_prob_keys == [("log_probs", "full")]
+    assert all(key in out.keys(True) for key in policy.log_prob_keys + policy.dist_sample_keys)
+    policy = policy.get_new_version()
+    policy.log_prob_keys = ["mine"]
+    assert policy.log_prob_keys == ["mine"]
+    assert isinstance(policy.model, nn.Module)
