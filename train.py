@@ -1,7 +1,6 @@
 """Train a chat model: python train.py [experiment=...] [key=value ...] [-m] [resume=<run folder>].
 
-The parent composes and checks the configuration, then starts the run in a fresh process per rank
-(`--worker`), where `train` puts the parts together. Nothing here imports torch before that.
+The parent checks the configuration and starts a fresh process per rank; it imports no torch.
 """
 
 import os
@@ -11,24 +10,15 @@ from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import InstantiationException
 from hydra.types import RunMode
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from conf.compose import (
-    compose_checked,
-    expand,
-    experiment_of,
-    load_for_resume,
-    nothing_left,
-    set_up,
-    unique_folder,
-)
-from trainer.launch import agree, explain_failure, resolve_experiment, run
+from conf import compose
+from conf.parts import build, make_tracker
+from trainer.launch import agree, prepare, start
 from trainer.sweep import write_sweep
 
-HERE = Path(__file__).resolve()
+OURS: dict[str, Any] = {"script": Path(__file__).resolve(), "compose": compose.compose_experiment}
 FAILED: list[str] = []  # jobs of this sweep that ended with an error
 SWEEPS: list[Path] = []  # its folder, once a job has started
 
@@ -40,8 +30,8 @@ def train(cfg: DictConfig, folder: Path) -> float:
     from envs import ChatEnv
     from envs.transforms import Compose, RetrieveKL
 
-    algorithm, size = cfg.algorithm, cfg.trainer.prompts_per_iteration
-    steps = cfg.trainer.num_iterations * algorithm.epochs * algorithm.minibatches
+    algorithm, iterations = cfg.algorithm, cfg.trainer.num_iterations
+    steps = iterations * algorithm.epochs * algorithm.minibatches
     with trainer.Runtime(folder, seed=cfg.seed, device=cfg.policy.device) as runtime:
         policy = build(cfg.policy, device=str(runtime.device))
         runtime.write_status(model=policy.found.about())
@@ -53,16 +43,15 @@ def train(cfg: DictConfig, folder: Path) -> float:
             system_prompt=policy.system_prompt,
         )
         reference = policies.load_reference(policy, cfg.kl.reference) if cfg.kl.measure else None
+        retrieve = RetrieveKL(ref_model=reference, add_to_reward=False) if reference else Compose()
         optimizer = trainer.make_optimizer(policy.model, **cfg.optimizer)
         scorer, optimizer = runtime.accelerator.prepare(policy.scorer, optimizer)
         parts: dict[str, Any] = {"task": task, "env": env, "policy": policy, "runtime": runtime}
         loop = trainer.Trainer(
             runtime=runtime,
             policy=policy,
-            source=build(algorithm.source, size=size, **parts),
-            retrieve_kl=RetrieveKL(ref_model=reference, add_to_reward=False)
-            if reference
-            else Compose(),
+            source=build(algorithm.source, size=cfg.trainer.prompts_per_iteration, **parts),
+            retrieve_kl=retrieve,
             advantage=build(algorithm.advantage, kl=kl),
             update=trainer.Update(
                 scorer,
@@ -82,63 +71,14 @@ def train(cfg: DictConfig, folder: Path) -> float:
             kl=kl,
             checkpoints=trainer.Checkpoints(runtime, policy, optimizer, **cfg.checkpoint),
             tracker=make_tracker(cfg, folder) if runtime.is_main else None,
-            display=trainer.Display(
-                cfg.trainer.num_iterations, title=folder.parent.name, quiet=not runtime.is_main
-            ),
-            num_iterations=cfg.trainer.num_iterations,
+            display=trainer.Display(iterations, title=folder.parent.name)
+            if runtime.is_main
+            else None,
+            num_iterations=iterations,
         )
         if cfg.resume:
             loop.resume()
         return loop.run()
-
-
-def build(node: DictConfig, **parts: Any) -> Any:
-    """Make what a node's _target_ names; a fault in it is raised as it is, not Hydra's wrapping."""
-    try:
-        return instantiate(node, **parts)
-    except InstantiationException as error:
-        raise (error.__cause__ or error) from None
-
-
-def make_tracker(cfg: DictConfig, folder: Path) -> Any:
-    """Return the tracker, told what the run is called and which sweep it belongs to."""
-    sweep = folder.parent if "=" in folder.name else None
-    return build(cfg.tracker, _partial_=True)(
-        folder=str(folder),
-        config=OmegaConf.to_container(cfg),
-        name=folder.name,
-        group=str(sweep) if sweep else None,
-        tags=[cfg.policy.model.rpartition("/")[2], cfg.algorithm.objective._target_],
-        resume=cfg.resume is not None,
-    )
-
-
-def prepare(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Run the warm-up that a configuration asks for, write config.yaml and return it."""
-
-    def warm_up(name: str) -> dict[str, Any]:
-        return compose_checked([f"experiment={name}"])
-
-    folder.mkdir(parents=True, exist_ok=True)
-    model = resolve_experiment(config["policy"]["model"], warm_up, start)
-    config = {**config, "policy": {**config["policy"], "model": model}}
-    OmegaConf.save(config, folder / "config.yaml")
-    return config
-
-
-def start(config: dict[str, Any], folder: Path) -> float:
-    """Run one job in fresh processes, its warm-up first; return the metric of a sweep."""
-
-    config = prepare(config, folder)
-    launch = config["launch"]
-    status = run(
-        HERE,
-        folder / "config.yaml",
-        folder,
-        ranks=launch["num_processes"],
-        threads=launch["threads"],
-    )
-    return float(status["objective"])
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
@@ -148,7 +88,7 @@ def main(cfg: DictConfig) -> float:
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         SWEEPS[:] = [Path(HydraConfig.get().sweep.dir)]
     try:
-        return start(OmegaConf.to_container(cfg, resolve=True), folder)
+        return start(compose.settle(cfg), folder, **OURS)
     except (RuntimeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         FAILED.append(folder.name)
@@ -157,36 +97,19 @@ def main(cfg: DictConfig) -> float:
 
 def join(words: list[str], ranks: int) -> int:
     """Be one rank of `torchrun train.py` or `accelerate launch train.py`; return the exit code."""
-    if any(word.startswith("-") for word in words):
-        raise ValueError("no flags or sweeps under torchrun; use python train.py -m")
-    if any(word.startswith("resume=") for word in words):
-        raise ValueError("resume by python train.py resume=<run folder> launch.num_processes=N")
-    config = compose_checked([*words, f"launch.num_processes={ranks}"])
-
-    def make() -> tuple[str, dict[str, Any]]:
-        experiment = experiment_of(words)
-        folder = config["output_dir"] or unique_folder(f"outputs/{experiment}")
-        return folder, prepare(config, Path(folder))
-
-    folder, config = agree(make, device=config["policy"]["device"])
-    code = finish(OmegaConf.create(config), Path(folder))
-    if code == 1:
-        print(f"error: {explain_failure(Path(folder))}", file=sys.stderr)
-    return code
+    config = compose.compose_joined(words, ranks=ranks)
+    device = config["policy"]["device"]
+    folder = agree(lambda: prepare(config, compose.run_folder(words), **OURS), device=device)
+    return worker(str(folder / "config.yaml"), str(folder))
 
 
 def worker(config: str, folder: str) -> int:
     """Train in this process; return its exit code."""
-    set_up()
-    return finish(OmegaConf.load(config), Path(folder))
-
-
-def finish(cfg: Any, folder: Path) -> int:
-    """Train, and say in the exit code how it ended."""
     from trainer import Stopped
 
+    compose.set_up()
     try:
-        train(cfg, folder)
+        train(OmegaConf.load(config), Path(folder))
     except Stopped:
         return 143
     except Exception:  # it is in errors/rank<k>.txt, and the parent says so in one line
@@ -198,30 +121,23 @@ def cli(words: list[str]) -> int:
     """Check everything that can be checked, then run; return the exit code."""
     if words[:1] == ["--worker"]:
         return worker(*words[1:])
-    set_up()
-    flags = {word for word in words if word.startswith("-")}
-    sweep = bool(flags & {"-m", "--multirun"})
-    overrides = [word for word in words if not word.startswith("-")]
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    compose.set_up()
     try:
-        if ranks > 1:
+        if (ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
             return join(words, ranks)
-        resume = [word for word in overrides if word.startswith("resume=")]
-        if resume:
-            folder = resume[0].removeprefix("resume=")
-            others = [word for word in overrides if word not in resume]
-            config = load_for_resume(folder, others)
-            done = nothing_left(Path(folder), config)
-            print(done) if done else start(config, Path(folder))
-            return 0
-        if not flags - {"-m", "--multirun"}:
-            for job in expand(overrides) if sweep else [overrides]:
-                if compose_checked(job)["output_dir"] and sweep:
-                    raise ValueError("output_dir is one folder; a sweep takes hydra.sweep.dir=")
-        main()
+        resumed = compose.check_words(words)
+        if resumed is None:
+            main()
+        elif resumed.done:
+            print(resumed.done)
+        else:
+            start(resumed.config, resumed.folder, **OURS)
     except (ValueError, RuntimeError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # outside of a run
+        return 130
     finally:
         for folder in SWEEPS:
             print(f"sweep    {write_sweep(folder)}")

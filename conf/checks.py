@@ -3,6 +3,7 @@
 Every finding is one line: expected, got, what to do.
 """
 
+import difflib
 import inspect
 from collections.abc import Iterator
 from importlib import import_module
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("policies.", "envs.", "trainer.")
+PACKAGES = ("policies", "envs", "trainer")
 FILES = (".jsonl", ".json", ".parquet", ".csv")
 CHOICES = {
     "policy.source": ("auto", "hub"),
@@ -78,6 +79,7 @@ def _findings(cfg: dict[str, Any]) -> Iterator[str]:
     yield from _leash(cfg)
     yield from _files(cfg)
     yield from _targets(cfg)
+    yield from _task(cfg)
 
 
 def _batches(cfg: dict[str, Any]) -> Iterator[str]:
@@ -134,7 +136,7 @@ def _files(cfg: dict[str, Any]) -> Iterator[str]:
                 ".parquet or .csv file, or a hub id"
             )
     folder = cfg["output_dir"]
-    if folder and not cfg["resume"] and (Path(folder) / "config.yaml").is_file():
+    if folder and not cfg["resume"] and _holds_run(Path(folder).expanduser()):
         yield (
             f"output_dir={folder} already holds a run; go on with it by resume={folder}, or name "
             "another folder"
@@ -149,15 +151,37 @@ def _files(cfg: dict[str, Any]) -> Iterator[str]:
                 yield f"{key}: expected a model folder with a config.json, got {name}"
 
 
+def _holds_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("config.yaml", "status.json", "metrics.jsonl"))
+
+
 def _targets(cfg: dict[str, Any]) -> Iterator[str]:
     for key, value in _leaves(cfg):
         if key.rpartition(".")[2] != "_target_" or cfg["allow_targets"]:
             continue
-        if not _is_ours(str(value)):
+        module, _, name = str(value).rpartition(".")
+        if not _is_ours(module):
             yield (
-                f"{key}={value}: expected code of leash ({', '.join(PACKAGES)}); set "
-                "allow_targets=true if you trust this configuration"
+                f"{key}={value}: expected code of {', '.join(PACKAGES)}; set allow_targets=true "
+                "if you trust this configuration"
             )
+        elif module in PACKAGES and name not in (names := import_module(module).__all__):
+            close = difflib.get_close_matches(name, names, n=1) or names
+            yield f"{key}={value}: {module} has no {name}; did you mean {' or '.join(close)}?"
+
+
+def _is_ours(module: str) -> bool:
+    """Return whether a dotted name is a module of leash, not something that one imports.
+
+    >>> _is_ours("envs.tasks"), _is_ours("policies.cache.os"), _is_ours("os")
+    (True, False, False)
+    """
+    path = ROOT.joinpath(*module.split("."))
+    there = path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+    return module.split(".")[0] in PACKAGES and there
+
+
+def _task(cfg: dict[str, Any]) -> Iterator[str]:
     task = dict(cfg["env"]["task"])
     name = task.pop("_target_", None)
     if name is None:
@@ -165,25 +189,20 @@ def _targets(cfg: dict[str, Any]) -> Iterator[str]:
         return
     module, _, attribute = name.rpartition(".")
     try:
-        target = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+        signature = inspect.signature(getattr(import_module(module), attribute))
+    except (ImportError, AttributeError, ValueError) as error:
         yield f"env.task._target_={name}: {error}"
         return
-    known = list(inspect.signature(target).parameters)
+    known = list(signature.parameters)
     for key in task:
         if key not in known:
             yield f"env.task.{key}: {name} takes {', '.join(known)}"
-
-
-def _is_ours(target: str) -> bool:
-    """Return whether a dotted name is directly in a module of leash, not in what that imports.
-
-    >>> _is_ours("envs.tasks.Facts"), _is_ours("envs.tasks.os.system"), _is_ours("os.system")
-    (True, False, False)
-    """
-    module = ROOT.joinpath(*target.split(".")[:-1])
-    there = module.with_suffix(".py").is_file() or (module / "__init__.py").is_file()
-    return target.startswith(PACKAGES) and there
+    if "dataset" in task and task["dataset"] is None:
+        yield f"{name} needs data, got env.dataset=null; give a .jsonl, .parquet, .csv or hub id"
+    try:
+        signature.bind(**task)
+    except TypeError as error:
+        yield f"env.task: {name}: {error}"
 
 
 def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

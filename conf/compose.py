@@ -1,31 +1,30 @@
 """From command-line words to checked configurations, without running anything.
 
-Errors are one line: what was expected, what was got, the nearest known key.
+Every fault is a ValueError of one line; conf/explain.py words those that Hydra finds.
 """
 
-import difflib
+import dataclasses
 import hashlib
 import itertools
-import re
+from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from conf.checks import check
+from conf.explain import compose_raw, explain, nearest
 from conf.schema import register
 from trainer.launch import read_status
 
-FOLDER = Path(__file__).parent
 RESUMABLE = ("trainer.num_iterations", "tracker", "launch", "checkpoint", "eval")
+LONGEST = 200  # bytes of a job's folder name; file systems refuse more than 255
 
 
 @cache
@@ -46,59 +45,114 @@ def unique_folder(parent: str) -> str:
     raise AssertionError("unreachable")
 
 
-def set_up() -> None:
-    """Register the schema and the names that conf/config.yaml uses for folders."""
-    register()
-    OmegaConf.register_new_resolver(
-        "run_dir", lambda plain, name: plain or unique_folder(f"outputs/{name}"), replace=True
-    )
-    OmegaConf.register_new_resolver("sweep_dir", sweep_folder, replace=True)
-    OmegaConf.register_new_resolver("job_dir", job_name, replace=True)
-
-
-@cache
-def _first_sweep() -> list[str]:
-    return []
-
-
-def sweep_folder(experiment: str) -> str:
-    """Reserve and return the folder of this process's sweep, also where it sweeps experiments."""
-    if not _first_sweep():
-        _first_sweep().append(unique_folder(f"multirun/{experiment}"))
-    return _first_sweep()[0]
-
-
 def job_name(overrides: str) -> str:
-    """Return a folder name for a job: its overrides, shortened where a file system would refuse.
+    """Return a folder name for a job of a sweep: its overrides, shortened if too long for a disk.
 
     >>> job_name("kl.coeff=0.1,policy.model=a/b"), job_name("")
     ('kl.coeff=0.1,policy.model=a_b', 'job')
     """
     name = overrides.replace("/", "_") or "job"
-    if len(name.encode()) <= 200:
+    if len(name.encode()) <= LONGEST:
         return name
     return f"{name[:40]}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
 
 
-def compose_checked(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the resolved, checked configuration of one job; any fault is a one-line ValueError."""
-    cfg = _compose(overrides)
+def set_up() -> None:
+    """Register the schema and the names that conf/config.yaml uses for folders."""
+    first: list[str] = []  # one folder a sweep, also if it is the experiment that is swept
+
+    def sweep_dir(name: str) -> str:
+        first.append(first[0] if first else unique_folder(f"multirun/{name}"))
+        return first[0]
+
+    def run_dir(plain: str | None, name: str) -> str:
+        return str(Path(plain).expanduser()) if plain else unique_folder(f"outputs/{name}")
+
+    register()
+    for resolver in (run_dir, sweep_dir):
+        OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
+    OmegaConf.register_new_resolver("job_dir", job_name, replace=True)
+
+
+def compose_checked(words: Sequence[str]) -> dict[str, Any]:
+    """Return the checked configuration of one job, to be saved; see `settle`."""
+    return settle(_compose(words))
+
+
+def compose_experiment(name: str) -> dict[str, Any]:
+    """Return the checked configuration of an experiment as its file has it."""
+    return compose_checked([f"experiment={name}"])
+
+
+def settle(cfg: DictConfig) -> dict[str, Any]:
+    """Check a composed configuration and return it resolved; any fault is a ValueError.
+
+    Texts that come from the environment (`${oc.env:NAME}`) stay as they are written: they may be
+    secrets, and whoever reads the saved file looks them up again.
+    """
+    for key in _strangers(cfg, ""):
+        raise ValueError(f"there is no key {key}{nearest(key)}")
     missing = OmegaConf.missing_keys(cfg)
     if missing:
         raise ValueError(f"expected a value for {', '.join(sorted(missing))}, got none")
-    plain = OmegaConf.to_container(cfg, resolve=True)
-    check(plain)
-    return plain
-
-
-def _compose(overrides: Sequence[str]) -> DictConfig:
-    set_up()
-    GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(str(FOLDER), version_base="1.3"):
-            return compose("config", overrides=list(overrides))
+        plain = OmegaConf.to_container(cfg, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ValueError(explain(error)) from error
+    check(plain)
+    raw = OmegaConf.to_container(cfg, resolve=False)
+    return _keep_environment(raw, plain, set(_from_environment(raw, plain)))
+
+
+def run_folder(words: Sequence[str]) -> Path:
+    """Return the run folder that Hydra would use for these words, reserved."""
+    return Path(compose_raw(words, hydra=True).hydra.run.dir)
+
+
+def _compose(words: Sequence[str]) -> DictConfig:
+    for word in words:
+        if "=" not in word and not word.startswith("~"):
+            raise ValueError(f"expected key=value, got {word!r}")
+    count = Counter(word.partition("=")[0].lstrip("+") for word in words)
+    for key in (key for key, times in count.items() if times > 1):
+        raise ValueError(f"{key} is given {count[key]} times; give it once, or sweep: -m {key}=a,b")
+    try:
+        return compose_raw(words)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ValueError(_explain(error)) from error
+        raise ValueError(explain(error, words)) from error
+
+
+def _strangers(cfg: Any, prefix: str) -> list[str]:
+    """Return the keys that the schema does not have; `+key=value` adds them unasked."""
+    kind = OmegaConf.get_type(cfg)
+    if not (isinstance(cfg, DictConfig) and dataclasses.is_dataclass(kind)):
+        return []
+    known = {field.name for field in dataclasses.fields(kind)}
+    out = [f"{prefix}{key}" for key in cfg if key not in known]
+    for key in known & set(cfg):
+        child = None if OmegaConf.is_missing(cfg, key) else cfg._get_node(key)
+        out += _strangers(child, f"{prefix}{key}.")
+    return out
+
+
+def _items(raw: Any) -> Any:
+    return raw.items() if isinstance(raw, dict) else enumerate(raw)
+
+
+def _from_environment(raw: Any, plain: Any) -> list[str]:
+    if isinstance(raw, (dict, list)):
+        return [text for key, item in _items(raw) for text in _from_environment(item, plain[key])]
+    return [plain] if isinstance(plain, str) and "oc.env:" in str(raw) else []
+
+
+def _keep_environment(raw: Any, plain: Any, secrets: set[str]) -> Any:
+    if isinstance(raw, dict):
+        return {key: _keep_environment(raw[key], plain[key], secrets) for key in raw}
+    if isinstance(raw, list):
+        return [_keep_environment(*pair, secrets) for pair in zip(raw, plain, strict=True)]
+    if not isinstance(plain, str):
+        return plain
+    return raw if plain in secrets and "${" in str(raw) else plain.replace("${", "\\${")
 
 
 def expand(words: Sequence[str]) -> list[list[str]]:
@@ -107,18 +161,66 @@ def expand(words: Sequence[str]) -> list[list[str]]:
     >>> expand(["kl.coeff=0,0.1", "seed=1"])
     [['kl.coeff=0', 'seed=1'], ['kl.coeff=0.1', 'seed=1']]
     """
-    try:
-        parsed = OverridesParser.create().parse_overrides(list(words))
-    except HydraException as error:
-        raise ValueError(str(error).splitlines()[0]) from error
     choices = []
-    for item in parsed:
-        if item.is_sweep_override():
+    for word in words:
+        try:
+            (item,) = OverridesParser.create().parse_overrides([word])
             key = item.get_key_element()
-            choices.append([f"{key}={value}" for value in item.sweep_string_iterator()])
-        else:
-            choices.append([item.input_line])
+            swept = item.is_sweep_override()
+            values = list(item.sweep_string_iterator()) if swept else []
+        except HydraException as error:
+            raise ValueError(_explain_sweep(word, error)) from error
+        choices.append([f"{key}={value}" for value in values] if swept else [word])
     return [list(job) for job in itertools.product(*choices)]
+
+
+def _explain_sweep(word: str, error: Exception) -> str:
+    key = word.partition("=")[0]
+    if "=" not in word:
+        return f"expected key=value, got {word!r}"
+    if "glob(" in word or "interval(" in word:
+        return f"{word}: a sweep takes values, {key}=a,b,c or {key}=range(0,3); glob does not work"
+    return explain(error, [word])
+
+
+@dataclasses.dataclass(frozen=True)
+class Resumed:
+    """A run to go on with; `done` says so if nothing is left to do."""
+
+    folder: Path
+    config: dict[str, Any]
+    done: str | None
+
+
+def check_words(words: Sequence[str]) -> Resumed | None:
+    """Check a command line, every job of a sweep too; return the run that it resumes, if any.
+
+    With a flag that only shows something (--cfg, --help ...) the words are left to Hydra.
+    """
+    flags = {word for word in words if word.startswith("-")}
+    overrides = [word for word in words if not word.startswith("-")]
+    folder = next((w.removeprefix("resume=") for w in overrides if w.startswith("resume=")), None)
+    if folder:
+        if flags:
+            raise ValueError(f"resume={folder} goes with no flag, got {' '.join(sorted(flags))}")
+        others = [word for word in overrides if word != f"resume={folder}"]
+        config = load_for_resume(folder, others)
+        return Resumed(Path(folder), config, nothing_left(Path(folder), config))
+    if not flags - {"-m", "--multirun"}:
+        for job in expand(overrides) if flags else [overrides]:
+            if compose_checked(job)["output_dir"] and flags:
+                raise ValueError("output_dir is one folder; a sweep takes hydra.sweep.dir=")
+    return None
+
+
+def compose_joined(words: Sequence[str], *, ranks: int) -> dict[str, Any]:
+    """Return the configuration of one rank of `ranks` that an outside launcher started."""
+    if any(word.startswith(("-", "resume=")) for word in words):
+        raise ValueError(
+            f"{' '.join(words)}: torchrun and accelerate launch start one new run; use python "
+            f"train.py -m or python train.py resume=..., with launch.num_processes={ranks}"
+        )
+    return compose_checked([*words, f"launch.num_processes={ranks}"])
 
 
 def load_for_resume(folder: str, words: Sequence[str]) -> dict[str, Any]:
@@ -126,90 +228,26 @@ def load_for_resume(folder: str, words: Sequence[str]) -> dict[str, Any]:
     path = Path(folder) / "config.yaml"
     if not path.is_file():
         raise ValueError(f"resume={folder}: expected a run folder with a config.yaml, got none")
-    saved = OmegaConf.load(path)
-    kind = "wandb" if saved.tracker._target_.endswith("WandbTracker") else "jsonl"
-    fresh = _compose([f"tracker={kind}", *words] if _keeps_tracker(words) else words)
-    for word in words:
-        key = word.partition("=")[0].lstrip("+~")
+    keys = [word.partition("=")[0].lstrip("+~") for word in words]
+    for key in keys:
         if not any(key == name or key.startswith(f"{name}.") for name in RESUMABLE):
             names = ", ".join(RESUMABLE)
             raise ValueError(f"{key} cannot change on resume, only {names}; start a new run for it")
+    saved = OmegaConf.load(path)
+    if "tracker" not in keys:  # its keys are those of the saved one
+        kind = "wandb" if saved.tracker._target_.endswith("WandbTracker") else "jsonl"
+        words = [f"tracker={kind}", *words]
+    fresh = _compose(words)
+    for key in keys:
         OmegaConf.update(saved, key, OmegaConf.select(fresh, key), merge=False)
     saved.resume = str(folder)
-    plain = OmegaConf.to_container(saved, resolve=True)
-    check(plain)
-    return plain
-
-
-def _keeps_tracker(words: Sequence[str]) -> bool:
-    """Return whether no word swaps the tracker: its keys are then those of the saved one."""
-    return not any(word.startswith("tracker=") for word in words)
-
-
-def experiment_of(words: Sequence[str]) -> str:
-    """Return the name of the experiment that command-line words choose."""
-    for word in words:
-        if word.startswith("experiment="):
-            return word.removeprefix("experiment=")
-    return "grpo_smollm"
+    return settle(saved)
 
 
 def nothing_left(folder: Path, config: dict[str, Any]) -> str | None:
     """Return a line if a run already did all iterations asked for, else None."""
-    done, asked = read_status(folder), config["trainer"]["num_iterations"]
-    if done.get("state") != "finished" or done.get("iteration", 0) < asked:
+    status, asked = read_status(folder), config["trainer"]["num_iterations"]
+    done = status.get("iteration", 0)
+    if status.get("state") != "finished" or done < asked:
         return None
-    return (
-        f"{folder} is finished: {done['iteration']} of {asked} iterations are done; "
-        "trainer.num_iterations=<more> goes on"
-    )
-
-
-def _explain(error: Exception) -> str:
-    """Return Hydra's complaint in one line, with the nearest known key where one is unknown."""
-    text = "\n".join(str(e) for e in (error, error.__cause__) if e is not None)
-    first = text.splitlines()[0].strip()
-    group = re.search(r"Could not find '(\w+)/([^']+)'", text)
-    if group:
-        names = sorted(path.stem for path in (FOLDER / group[1]).glob("*.yaml"))
-        return f"no {group[1]} {group[2]!r}; there are {', '.join(names)}"
-    unknown = re.search(r"Could not override '([\w.]+)'", text)
-    key = re.search(r"full_key: (\S+)", text)
-    if unknown or re.search(r"Key '.*' (is )?not in", text):
-        name = unknown[1] if unknown else key[1] if key else first
-        where = re.search(r"In '([^']+)'", text)
-        place = f" in {where[1]}" if where else ""
-        return f"there is no key {name}{place}{_nearest(name)}"
-    if error.__cause__ is not None:
-        cause = str(error.__cause__).splitlines()[0].strip()
-        return f"{first}: {cause}"
-    return first
-
-
-def _nearest(key: str) -> str:
-    """Return a hint at known keys that look like an unknown one."""
-    known = _known_keys()
-    if key in known:
-        return " here; it belongs to another algorithm"
-    leaf = key.rpartition(".")[2]
-    same = [name for name in known if name.rpartition(".")[2] == leaf]
-    close = same or difflib.get_close_matches(key, known, n=2, cutoff=0.6)
-    return f"; did you mean {' or '.join(close)}?" if close else ""
-
-
-def _known_keys() -> list[str]:
-    names = []
-    for algorithm in ("grpo", "sft"):
-        plain = OmegaConf.to_container(_compose([f"algorithm={algorithm}"]), resolve=False)
-        names += _names(plain, "")
-    return sorted(set(names))
-
-
-def _names(node: dict[str, Any], prefix: str) -> list[str]:
-    out = []
-    for key, value in node.items():
-        name = f"{prefix}{key}"
-        out.append(name)
-        if isinstance(value, dict):
-            out += _names(value, f"{name}.")
-    return out
+    return f"{folder} is finished: {done} of {asked} iterations; trainer.num_iterations= adds some"

@@ -1,16 +1,18 @@
 """What the command line accepts and refuses, before any model is loaded."""
 
 import json
+import shutil
 import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 import train
-from conf import checks
-from conf.compose import compose_checked, expand, load_for_resume, nothing_left
+from conf import checks, explain
+from conf.compose import check_words, compose_checked, expand, load_for_resume, nothing_left
 
 ROOT = Path(__file__).parents[1]
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
@@ -66,6 +68,17 @@ def test_default_is_the_real_model_on_facts():
         (["kl.ceoff=0.1"], ["kl.ceoff", "kl.coeff"]),
         (["algorithm.clip_hgh=0.3"], ["algorithm.clip_high"]),
         (["algorithm=sft", "algorithm.clip_low=0.1"], ["algorithm.clip_low", "another algorithm"]),
+        (["+kl.ceoff=0.1"], ["kl.ceoff", "kl.coeff"]),
+        (["+bogus=1"], ["no key bogus"]),
+        (["foo"], ["key=value", "'foo'"]),
+        (["kl.coeff="], ["kl.coeff=", "Float"]),
+        (["kl.coeff=[1"], ["cannot read kl.coeff=[1"]),
+        (["policy.model=???"], ["policy.model", "got none"]),
+        (["seed=1", "seed=2"], ["seed is given 2 times", "-m seed=a,b"]),
+        (["experiment=grpo_tiny", "env.task.min_digitz=3"], ["env.task.min_digits"]),
+        (["algorithm.source._target_=trainer.Rolouts"], ["Rolouts", "did you mean Rollouts"]),
+        (["env=chats"], ["envs.tasks.Chats", "env.dataset=null"]),
+        (["env=nope"], ["chats", "facts", "gsm8k", "sort_digits"]),
         (["experiment=nope"], ["nope", *EXPERIMENTS]),
         (["trainer.num_iterations=abc"], ["trainer.num_iterations", "abc", "Integer"]),
         (["trainer.num_iterations=2.5"], ["2.5", "Integer"]),
@@ -221,3 +234,34 @@ def test_resume_of_a_finished_run_says_so(old_run):
     assert "80 of 80" in line
     longer = load_for_resume(str(old_run), ["trainer.num_iterations=81"])
     assert nothing_left(old_run, longer) is None
+
+
+def test_typo_inside_an_experiment_file_names_key_and_file(monkeypatch, tmp_path):
+    shutil.copytree(ROOT / "conf", tmp_path / "conf")
+    text = "# @package _global_\nkl:\n  ceoff: 1\n"
+    (tmp_path / "conf" / "experiment" / "typo.yaml").write_text(text)
+    monkeypatch.setattr(explain, "FOLDER", tmp_path / "conf")
+    message = refusal("experiment=typo")
+    assert "kl.ceoff" in message or "ceoff" in message
+    assert "kl.coeff" in message
+
+
+def test_text_from_the_environment_is_looked_up_again_and_not_saved(monkeypatch):
+    monkeypatch.setenv("MY_PROMPT", "hunter2-is-secret")
+    words = ["policy.system_prompt=${oc.env:MY_PROMPT}", "policy.stop=['${policy.system_prompt}']"]
+    config = compose_checked(words)
+    assert "hunter2" not in json.dumps(config)
+    seen = OmegaConf.to_container(OmegaConf.create(config), resolve=True)
+    assert seen["policy"]["system_prompt"] == "hunter2-is-secret"
+    assert seen["policy"]["stop"] == ["hunter2-is-secret"]
+
+
+@pytest.mark.parametrize("word", ["experiment=glob(*)", "kl.coeff=interval(0,1)", "foo"])
+def test_sweep_that_cannot_be_listed_is_refused(word):
+    with pytest.raises(ValueError, match=r"sweep takes values|key=value"):
+        expand([word])
+
+
+def test_resume_goes_with_no_flag(old_run):
+    with pytest.raises(ValueError, match="goes with no flag"):
+        check_words(["--cfg", "job", f"resume={old_run}"])

@@ -47,7 +47,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {root!r})
 import train
-train.HERE = Path({script!r})
+train.OURS["script"] = Path({script!r})
 sys.exit(train.cli(sys.argv[1:]))
 """
 
@@ -300,7 +300,7 @@ import train
 def fake(cfg, folder):
     (folder / ("saw" + os.environ["RANK"])).write_text(str(cfg.launch.num_processes))
 train.train = fake
-train.HERE = Path({script!r})
+train.OURS["script"] = Path({script!r})
 sys.exit(train.cli(sys.argv[1:]))
 """
 

@@ -13,14 +13,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from policies.cache import build_once, cache_dir
 
 PREFIX = "experiment:"
-GROUP = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# What a launcher such as torchrun tells its ranks; a run started from one of them is its own.
+RANK = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
 class Interrupted(SystemExit):
@@ -35,6 +39,31 @@ def command(script: str | Path, arguments: Sequence[str], *, ranks: int) -> list
     return [*start, str(script), *arguments]
 
 
+def start(
+    config: dict[str, Any], folder: Path, *, script: Path, compose: Callable[[str], dict[str, Any]]
+) -> float:
+    """Run one job in fresh processes, its warm-up first; return the metric of a sweep."""
+    prepare(config, folder, script=script, compose=compose)
+    ranks, threads = config["launch"]["num_processes"], config["launch"]["threads"]
+    status = run(script, folder / "config.yaml", folder, ranks=ranks, threads=threads)
+    return float(status["objective"])
+
+
+def prepare(
+    config: dict[str, Any], folder: Path, *, script: Path, compose: Callable[[str], dict[str, Any]]
+) -> Path:
+    """Write config.yaml into a run folder, after the warm-up it asks for; return the folder."""
+
+    def warm_up(config: dict[str, Any], folder: Path) -> None:
+        start(config, folder, script=script, compose=compose)
+
+    folder.mkdir(parents=True, exist_ok=True)
+    model = resolve_experiment(config["policy"]["model"], compose, warm_up)
+    config = {**config, "policy": {**config["policy"], "model": model}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    return folder
+
+
 def run(
     script: str | Path, config: Path, folder: Path, *, ranks: int = 1, threads: int | None = None
 ) -> dict[str, Any]:
@@ -45,17 +74,14 @@ def run(
     """
     words = command(script, ["--worker", str(config), str(folder)], ranks=ranks)
     each = threads or max((os.cpu_count() or 1) // ranks, 1)
-    env = {k: v for k, v in os.environ.items() if k not in GROUP and "TORCHELASTIC" not in k}
-    env["OMP_NUM_THREADS"] = str(each)
-    env["PYTHONPATH"] = os.pathsep.join([str(Path(script).parent), env.get("PYTHONPATH", "")])
+    env = {k: v for k, v in os.environ.items() if k not in RANK and "TORCHELASTIC" not in k}
     shutil.rmtree(folder / "errors", ignore_errors=True)
-    (folder / "status.json").unlink(missing_ok=True)  # an earlier attempt's must not speak for this
+    (folder / "status.json").unlink(missing_ok=True)  # an earlier attempt must not speak for this
     got: list[int] = []
-    handle = got.append  # from before the start on: a signal at any time must reach the run
-    previous = {
-        s: signal.signal(s, lambda n, _: handle(n)) for s in (signal.SIGINT, signal.SIGTERM)
-    }
+    kinds = (signal.SIGINT, signal.SIGTERM)  # caught from before the start: none may get lost
+    previous = {kind: signal.signal(kind, lambda number, _: got.append(number)) for kind in kinds}
     try:
+        env["OMP_NUM_THREADS"] = str(each)
         code = _wait(subprocess.Popen(words, start_new_session=True, env=env), got)
     finally:
         for number, handler in previous.items():
@@ -65,31 +91,37 @@ def run(
         close_status(folder, status, f"signal {got[0]}")
         raise Interrupted(128 + got[0])
     if code != 0 or status.get("state") != "finished":
-        close_status(folder, status, f"the process ended with code {code}")
+        close_status(folder, status, f"the process ended with {_exit(code)}")
         raise RuntimeError(explain_failure(folder))
     return status
 
 
 def _wait(process: subprocess.Popen, got: list[int]) -> int:
-    """Return the exit code; pass on the first signal in `got`, kill the tree at the second."""
+    """Return the exit code; pass on the first signal in `got`, kill all processes at the second."""
     passed = 0
     while process.poll() is None:
         if len(got) > passed:
             passed = len(got)
             if passed == 1:
                 os.killpg(process.pid, signal.SIGTERM)
-            else:  # torchrun puts its workers in sessions of their own: one group is not all
-                _kill_tree(process.pid)
+            else:
+                _kill_family(process.pid)
         time.sleep(0.05)
     return process.returncode
 
 
-def _kill_tree(pid: int) -> None:
-    import psutil
+def _kill_family(pid: int) -> None:
+    """Kill a process and its children: torchrun gives its workers sessions of their own."""
+    import psutil  # comes with accelerate
 
-    family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-    for member in family:
-        member.kill()
+    head = psutil.Process(pid)
+    for process in [head, *head.children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def _exit(code: int) -> str:
+    return f"signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"code {code}"
 
 
 def read_status(folder: Path) -> dict[str, Any]:
@@ -128,9 +160,8 @@ def agree(make: Callable[[], Any], *, device: str | None = None) -> Any:
     from accelerate.utils import broadcast_object_list
 
     state = PartialState(cpu=device == "cpu" or not torch.cuda.is_available())
-    words = [make() if state.is_main_process else None]
-    broadcast_object_list(words)
-    return words[0]
+    values = [make() if state.is_main_process else None]
+    return broadcast_object_list(values)[0]
 
 
 def resolve_experiment(

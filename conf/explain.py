@@ -1,0 +1,83 @@
+"""What is wrong with a configuration, in one line with the nearest known key. Torch-free."""
+
+import difflib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from conf.schema import register
+
+FOLDER = Path(__file__).parent
+EITHER = (["algorithm=grpo"], ["algorithm=sft"])
+
+
+def compose_raw(words: Sequence[str], *, hydra: bool = False) -> DictConfig:
+    """Compose without any check; Hydra's own errors."""
+    register()
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(FOLDER), version_base="1.3"):
+        return compose("config", overrides=list(words), return_hydra_config=hydra)
+
+
+def explain(error: Exception, words: Sequence[str] = ()) -> str:
+    """Return a complaint of Hydra or OmegaConf in one line."""
+    text = "\n".join(str(e) for e in (error, error.__cause__) if e is not None)
+    group = re.search(r"Could not find '(\w+)/([^'/]*)'", text)
+    if group:
+        names = sorted(path.stem for path in (FOLDER / group[1]).glob("*.yaml"))
+        return f"no {group[1]} {group[2]!r}; there are {', '.join(names)}"
+    unknown = re.search(r"Could not override '([^']+)'", text)
+    key = re.search(r"full_key: (\S+)", text)
+    if unknown or re.search(r"Key '.*' (is )?not in", text):
+        name = unknown[1] if unknown else key[1] if key else text.splitlines()[0]
+        where = re.search(r"In '([^']+)'", text)
+        place = f" (conf/{where[1]}.yaml)" if where else ""
+        return f"there is no key {name}{place}{nearest(name, words)}"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    first = lines[0].removeprefix("Error merging override ")
+    if re.search(r"viable alternative|mismatched input|extraneous input|token recognition", first):
+        return f"cannot read {' '.join(words)}: {first}; quote values with special characters"
+    details = [key[1]] if key and "=" not in first else []
+    if error.__cause__ is not None:
+        cause = str(error.__cause__).splitlines()[0].strip()
+        details += [] if cause in first else [cause]
+    return ": ".join([first, *details])
+
+
+def nearest(key: str, words: Sequence[str] = ()) -> str:
+    """Return a hint at known keys that look like an unknown one."""
+    chosen = [word for word in words if re.fullmatch(r"[a-z]+=\w+", word)]
+    known = _known_keys([chosen])
+    if key in _known_keys(EITHER):
+        return " here; it belongs to another algorithm"
+    leaf = key.rpartition(".")[2]
+    same = [name for name in known if name.rpartition(".")[2] == leaf]
+    close = same or difflib.get_close_matches(key, known, n=2, cutoff=0.6)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def _known_keys(choices: Sequence[Sequence[str]]) -> list[str]:
+    names: set[str] = set()
+    for words in choices:
+        try:
+            cfg = compose_raw(words)
+        except (HydraException, OmegaConfBaseException):  # the file at fault is among the words
+            return _known_keys(EITHER)
+        names.update(_names(OmegaConf.to_container(cfg, resolve=False), ""))
+    return sorted(names)
+
+
+def _names(node: dict[str, Any], prefix: str) -> list[str]:
+    out = []
+    for key, value in node.items():
+        out.append(f"{prefix}{key}")
+        if isinstance(value, dict):
+            out += _names(value, f"{prefix}{key}.")
+    return out

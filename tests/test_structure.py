@@ -1,0 +1,119 @@
+"""The shape of the repository: which way imports point, what loads torch, sizes, metric names."""
+
+import ast
+import re
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LAYERS = ("policies", "envs", "trainer")  # each may import those before it
+PACKAGES = ("policies", "envs", "envs.tasks", "envs.transforms", "trainer")
+FILES = sorted(
+    [ROOT / "train.py", *(p for name in (*LAYERS, "conf") for p in (ROOT / name).rglob("*.py"))]
+)
+TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in FILES}
+
+
+def imports(tree: ast.AST) -> set[str]:
+    """Return the top-level packages that a file imports anywhere, also inside functions."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {name.name.split(".")[0] for name in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide their layer"
+            found.add((node.module or "").split(".")[0])
+    return found
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_imports_point_one_way(name):
+    found, layer = imports(TREES[name]), name.split("/")[0]
+    if layer in LAYERS:
+        above = {*LAYERS[LAYERS.index(layer) + 1 :], "conf", "train", "tests"}
+        assert not found & above
+        assert not found & {"hydra", "omegaconf"}
+    if layer != "trainer":
+        assert not found & {"accelerate", "wandb"}
+    assert not found & {"torchrl", "trl"}
+
+
+@pytest.mark.parametrize("name", [name for name in TREES if name.startswith(LAYERS)])
+def test_classes_take_plain_arguments(name):
+    assert "cfg." not in (ROOT / name).read_text()
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_files_and_functions_are_short(name):
+    limit = 150 if name == "train.py" else 300
+    assert len((ROOT / name).read_text().splitlines()) <= limit
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno - node.lineno < 60, f"{node.name} is long"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_public_name_is_there(package):
+    module = import_module(package)
+    assert module.__all__
+    for name in module.__all__:
+        assert callable(getattr(module, name)) or getattr(module, name) is not None
+
+
+def test_lazy_packages_load_nothing_heavy():
+    light = ["policies", "envs", "envs.tasks", "envs.transforms", "trainer", "trainer.launch"]
+    light += ["trainer.report", "trainer.sweep", "conf.schema", "conf.checks", "train"]
+    light += [f"envs.tasks.{p.stem}" for p in (ROOT / "envs" / "tasks").glob("[a-z]*.py")]
+    heavy = "{'torch', 'transformers', 'accelerate', 'tensordict', 'wandb', 'datasets'}"
+    code = f"import sys, {', '.join(light)}; print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+METRIC = re.compile(r"[a-z]+/[a-z0-9_]+")
+# trainer/report.py and its like read names; what is written is collected from the others.
+READERS = ("report", "sweep", "svg", "page", "display", "run_files", "redact", "tracker", "launch")
+
+
+def documented() -> set[str]:
+    rows = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE)
+    return set(rows)
+
+
+def logged() -> set[str]:
+    """Collect the metric names among the string constants of the files that make metrics."""
+    groups = {name.split("/")[0] for name in documented()}
+    found = set()
+    for name, tree in TREES.items():
+        if not name.startswith("trainer/") or Path(name).stem in READERS:
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.JoinedStr):  # f"reward_part/{name}" -> reward_part/<name>
+                text = "".join(
+                    str(part.value)
+                    if isinstance(part, ast.Constant)
+                    else f"<{ast.unparse(part.value)}>"
+                    for part in node.values
+                )
+                if text.split("/")[0] in groups and re.fullmatch(r"[a-z_]+/\S+", text):
+                    found.add(text)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                text = node.value
+                if METRIC.fullmatch(text) and text.split("/")[0] in groups:
+                    found.add(text)
+    return found
+
+
+def test_metrics_page_lists_what_is_logged_and_nothing_else():
+    page, code = documented(), logged()
+    assert len(page) > 30
+    patterns = [re.escape(name) for name in code if "<" in name]
+    made = re.compile("|".join(re.sub(r"<[^>]*>", r"(?:[a-z0-9_]+|<name>)", p) for p in patterns))
+    assert {name for name in page - code if not made.fullmatch(name)} == set(), "nothing logs it"
+    assert {name for name in code - page if "<" not in name} == set(), "not on docs/metrics.md"
