@@ -71,9 +71,9 @@ def train(cfg: DictConfig, folder: Path) -> float:
             kl=kl,
             checkpoints=trainer.Checkpoints(runtime, policy, optimizer, **cfg.checkpoint),
             tracker=make_tracker(cfg, folder) if runtime.is_main else None,
-            display=trainer.Display(iterations, title=folder.parent.name)
-            if runtime.is_main
-            else None,
+            display=trainer.Display(
+                iterations, title=folder.parent.name, quiet=not runtime.is_main
+            ),
             num_iterations=iterations,
         )
         if cfg.resume:

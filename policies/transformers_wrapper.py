@@ -178,6 +178,7 @@ class TransformersWrapper(LLMWrapperBase):
         for kind, fields in generated(ids, assistant, drawn).items():
             if kind is not LogProbs or self.return_log_probs:
                 out.set(keys[kind], store(kind, fields, padded=self.pad_output, cuts=cuts))
+        out.set("policy_version", torch.full((len(ids),), self.version))
         return out.set("temperature", torch.full((len(ids),), self.temperature or 1.0))
 
     def _write_words(self, td, out: TensorDict, ids: list[Tensor], drawn: Sampled, times: int):

@@ -279,7 +279,7 @@ def test_any_number_of_batch_dimensions(shape, padded):
 
 
 def test_inplace_says_where_outputs_go():
-    wanted = {"history", "log_probs", "masks", "temperature", "text", "tokens"}
+    wanted = {"history", "log_probs", "masks", "policy_version", "temperature", "text", "tokens"}
     for inplace, keys, identical in (
         (True, {*wanted, "stream", "extra"}, True),
         (False, wanted, False),
@@ -342,7 +342,7 @@ def test_keys_may_be_renamed():
     policy = make_policy().get_new_version(**names, inplace=False)
     td = prompts().rename_key_("history", "my_history")
     out = policy(td)
-    assert set(out.keys()) == {*names.values(), "temperature"}
+    assert set(out.keys()) == {*names.values(), "policy_version", "temperature"}
     scored = scoring(**names, inplace=False)(out)
     assert set(scored.keys()) == {"my_masks", "my_tokens", "my_log_probs"}
     plain = make_policy()(prompts())
@@ -375,7 +375,14 @@ def test_input_that_is_missing_or_does_not_fit_is_named():
 
 def test_log_probs_may_be_left_out():
     out = make_policy().get_new_version(return_log_probs=False, inplace=False)(prompts())
-    assert set(out.keys()) == {"history", "masks", "temperature", "text", "tokens"}
+    assert set(out.keys()) == {
+        "history",
+        "masks",
+        "policy_version",
+        "temperature",
+        "text",
+        "tokens",
+    }
 
 
 # Versions.

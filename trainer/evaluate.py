@@ -4,6 +4,7 @@ The same env and collect as training; only the rows, the temperature and the str
 Ranks share the rows; what does not divide evenly is fine.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -64,8 +65,12 @@ class Evaluate:
         for name, env, policy in self.plans:
             sums = {"success": 0.0, "reward": 0.0, "count": 0.0}
             mine = list(range(len(self.rows)))[self.runtime.rank :: self.runtime.ranks]
-            for start in range(0, len(mine), self.chunk):
-                batch = collect(self._prompts(mine[start : start + self.chunk]), env, policy)
+            for start in range(0, math.ceil(len(self.rows) / self.runtime.ranks), self.chunk):
+                self.runtime.check_stop()  # as often on every rank, rows or not
+                part = mine[start : start + self.chunk]
+                if not part:
+                    continue
+                batch = collect(self._prompts(part), env, policy)
                 sums["success"] += float(batch.get("success").sum())
                 sums["reward"] += float(batch.get("reward_raw").sum())
                 sums["count"] += batch.batch_size[0]

@@ -81,7 +81,7 @@ def run(
     kinds = (signal.SIGINT, signal.SIGTERM)  # caught from before the start: none may get lost
     previous = {kind: signal.signal(kind, lambda number, _: got.append(number)) for kind in kinds}
     try:
-        env["OMP_NUM_THREADS"] = str(each)
+        env |= {"OMP_NUM_THREADS": str(each), "LEASH_PARENT": str(os.getpid())}
         code = _wait(subprocess.Popen(words, start_new_session=True, env=env), got)
     finally:
         for number, handler in previous.items():

@@ -53,7 +53,11 @@ class GRPOObjective:
             moved = ratio(curr, gen)  # [B, T]
             low, high = moved < 1 - self.clip_low, moved > 1 + self.clip_high
             clipped = (low & (advantage < 0)) | (high & (advantage > 0))
-            means = {"kl/behaviour": gen - curr, "policy/clip_fraction": clipped.float()}
+            means = {
+                "kl/behaviour": gen - curr,
+                "kl/mismatch": (gen - curr).abs(),
+                "policy/clip_fraction": clipped.float(),
+            }
             maxima = {"policy/ratio_max": torch.where(mask, moved, 0.0)}
         if scores.entropy is not None:
             means["policy/entropy"] = scores.entropy

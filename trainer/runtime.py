@@ -93,11 +93,11 @@ class Runtime:
         return slice(self.rank * each, (self.rank + 1) * each)
 
     def check_stop(self) -> None:
-        """Raise Stopped on all ranks together if any of them got a signal."""
-        flag = torch.tensor([self.stop_signal or 0], device=self.device)
-        flag = self.accelerator.reduce(flag, reduction="sum")
-        if int(flag):
-            raise Stopped(f"signal {self.stop_signal or ''}".strip())
+        """Raise Stopped on all ranks together if one got a signal or the parent is gone."""
+        reason = f"signal {self.stop_signal}" if self.stop_signal else _orphaned()
+        told = [other for other in self.gather(reason) if other]
+        if told:
+            raise Stopped(told[0])
 
     def write_status(self, **changes: Any) -> None:
         """Update status.json atomically (rank 0)."""
@@ -143,6 +143,14 @@ class Runtime:
             path.write_text(text)
             self.write_status(state="failed", reason=reason)
         return False
+
+
+def _orphaned() -> str | None:
+    """Return why to stop if the process that started this run was killed."""
+    parent = os.environ.get("LEASH_PARENT")
+    if parent is None or Path(f"/proc/{parent}").exists() or not Path("/proc/self").exists():
+        return None
+    return "the process that started the run is gone"
 
 
 def write_atomically(path: Path, text: str) -> None:

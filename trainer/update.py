@@ -71,13 +71,16 @@ class Update:
     def __call__(self, batch: TensorDictBase) -> dict[str, float]:
         """Take the optimiser steps of one iteration; return the metrics of its last epoch."""
         self.scorer.train()
-        log = _Log()
+        log, first = _Log(), dict[str, float]()
         for _ in range(self.epochs):
             log = _Log()
             for rows in split_rows(batch, self.minibatches):
                 self._step(take(batch, rows), log)
+                # Before the first step the weights are still those that sampled.
+                first = first or log.result(self.runtime)
         self.scorer.eval()
         metrics = log.result(self.runtime)
+        metrics |= {name: first[name] for name in first if name == "kl/mismatch"}
         metrics["optim/skipped_steps"] = float(self.skipped)
         return metrics
 
