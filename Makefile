@@ -28,7 +28,7 @@ run: setup  ## the main job: a real chat model learns; ARGS="experiment=grpo_tin
 	$(BIN)/python train.py $(ARGS)
 
 test: .venv/.ready-dev  ## the tests
-	$(BIN)/python -m pytest -m "not learn and not gpu" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not learn and not gpu" $(ARGS)
 
 lint: .venv/.ready-dev  ## ruff and pyright
 	$(BIN)/ruff check

@@ -6,7 +6,6 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from envs.chat_env import ChatEnv
-from envs.tasks import Facts
 from policies.load import load_policy
 from policies.models import EMBEDDED, quiet
 from policies.random import fold
@@ -34,17 +33,18 @@ def plain_model(folder):
 
 
 def test_sampled_and_scored_log_probs_are_those_of_a_plain_forward(policy):
-    rows = Facts().rows("eval")[:2]
+    asked = ("What is the capital of France?", "What is the capital of Germany?")
+    rows = [{"messages": [{"role": "user", "content": text}]} for text in asked]
     td = TensorDict(batch_size=[2])
     td.set("stream", fold(3, torch.arange(2)))
     td.set("row", NonTensorStack(*[NonTensorData(row) for row in rows]))
-    batch = collect(td, ChatEnv(Facts(), group_size=2), policy)
+    batch = collect(td, ChatEnv(group_size=4), policy)
     score = policy.get_new_version(generate=False, inplace=False)
     with torch.no_grad():
         scored = [score(batch), score(batch.exclude("group_id"))]
     model = plain_model(policy.found.folder)
     ended = 0
-    for i in range(4):
+    for i in range(8):
         attended = batch["masks", "all_attention_mask"][i]
         ids = batch["tokens", "full"][i][attended]
         response = batch["masks", "all_response_mask"][i][attended]

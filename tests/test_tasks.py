@@ -24,15 +24,21 @@ def reply(text: str, *, complete: bool = True) -> Reply:
 # Facts
 
 
-@pytest.fixture(scope="module")
-def capitals() -> dict:
-    task = Facts()
-    return {row["subject"]: row for split in ("train", "eval") for row in task.rows(split)}
+CAPITALS = {
+    "France": ["Paris"],
+    "Germany": ["Berlin"],
+    "Italy": ["Rome"],
+    "Colombia": ["Bogota"],
+    "India": ["New Delhi"],
+    "Cambodia": ["Phnom Penh"],
+    "Yemen": ["Sanaa", "Sana'a"],
+    "Ukraine": ["Kyiv", "Kiev"],
+}
 
 
 def test_facts_hold_out_whole_subjects_and_answers():
     train, held_out = (Facts().rows(split) for split in ("train", "eval"))
-    assert len(train) >= 60
+    assert len(train) >= 30
     assert len(held_out) >= 40
     assert not {r["subject"] for r in train} & {r["subject"] for r in held_out}
     assert not {a for r in train for a in r["answers"]} & {
@@ -42,8 +48,8 @@ def test_facts_hold_out_whole_subjects_and_answers():
     assert len(set(texts)) == len(texts)
 
 
-def test_no_answer_stands_in_its_question(capitals):
-    for row in capitals.values():
+def test_no_answer_stands_in_its_question():
+    for row in [*Facts().rows("train"), *Facts().rows("eval")]:
         question = row["messages"][-1]["content"].lower()
         assert not any(
             word in question.split() for a in row["answers"] for word in a.lower().split()
@@ -70,11 +76,9 @@ def test_no_answer_stands_in_its_question(capitals):
         ("Ukraine", "Kiev, also called Kyiv", (1, 1, 1)),
     ],
 )
-def test_facts_reward_needs_the_answer_alone_and_an_end(capitals, subject, text, parts):
-    task, row = Facts(), capitals.get(subject)
-    if row is None:
-        row = {"messages": [{"role": "user", "content": f"What is the capital of {subject}?"}],
-               "kind": "capital", "subject": subject, "answers": ["Kyiv", "Kiev"]}  # fmt: skip
+def test_facts_reward_needs_the_answer_alone_and_an_end(tmp_path, subject, text, parts):
+    task = Facts(path=write_facts(tmp_path / "f.json", CAPITALS, {}))
+    row = next(row for row in task.rows("train") if row["subject"] == subject)
     named, ended, single = parts
     done = task.reward(row, reply(text))
     assert done.parts == {"named": named, "ended": ended, "single": single}
