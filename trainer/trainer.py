@@ -25,7 +25,7 @@ from trainer.evaluate import Evaluate
 from trainer.kl_control import KLControllerBase
 from trainer.metrics import summarize, transcripts
 from trainer.report import write_report
-from trainer.runtime import Runtime
+from trainer.runtime import Runtime, Stopped
 from trainer.update import Update
 from trainer.weight_sync import weight_sync
 
@@ -63,13 +63,35 @@ class Trainer:
     def run(self) -> float:
         """Train to the last iteration; return the objective of a sweep."""
         gc.freeze()  # the set-up's objects stay: full collections need not walk them
-        with self.display:
-            if self.progress.iteration == 0:
-                self._evaluate({}, kind="before")
-            for i in range(self.progress.iteration, self.num_iterations):
-                self.runtime.check_stop()
-                self._iteration(i)
+        try:
+            with self.display:
+                if self.progress.iteration == 0:
+                    self._evaluate({}, kind="before")
+                for i in range(self.progress.iteration, self.num_iterations):
+                    self._stop_if_asked()
+                    self._iteration(i)
+        except BaseException as error:
+            self._close("preempted" if isinstance(error, Stopped) else "failed")
+            raise
         return self._finish()
+
+    def _stop_if_asked(self) -> None:
+        """Save before leaving, if this run keeps checkpoints."""
+        try:
+            self.runtime.check_stop()
+        except Stopped:
+            if self.checkpoints.every and self.progress.iteration:
+                self.checkpoints.save(self.progress.iteration, self.state_dict())
+            raise
+
+    def _close(self, state: str) -> None:
+        """Leave a run that did not finish readable, and say how to go on."""
+        self.runtime.write_status(state=state)
+        if self.runtime.is_main:
+            self.tracker.finish(state)
+            write_report(self.runtime.folder)
+            if self.checkpoints.newest() is not None:
+                self.display.note(f"go on with: python train.py resume={self.runtime.folder}")
 
     def _iteration(self, i: int) -> None:
         clock = Clock()
