@@ -78,7 +78,7 @@ def ticks(lo: float, hi: float, *, count: int = 4, whole: bool = False) -> list[
     power = 10.0 ** math.floor(math.log10(rough))
     step = power * next(m for m in (1, 2, 5, 10) if rough <= m * power * 1.0001)
     step = max(1.0, step) if whole else step
-    first, last = math.floor(lo / step + 1e-9), math.ceil(hi / step - 1e-9)
+    first, last = math.floor(lo / step + 1e-3), math.ceil(hi / step - 1e-3)
     return [float(f"{k * step:.10g}") for k in range(first, last + 1)]
 
 

@@ -2,8 +2,8 @@
 
 Subjects of train and eval are apart, by the list in data/facts.json: what carries over to eval is
 answering shortly and surely, not the facts. Listed are the places whose capital the model completes
-with probability above 0.3 after "The capital of X is"; 40 of them, drawn at random, are held out. A reply is right if it names the answer, names no
-other answer of the same kind, and ends by itself.
+with probability above 0.3 after "The capital of X is"; 40 of them, drawn at random, are held out.
+A reply is right if it names the answer, names no other answer of the same kind, and ends by itself.
 """
 
 import json
