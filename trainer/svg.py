@@ -78,7 +78,7 @@ def ticks(lo: float, hi: float, *, count: int = 4, whole: bool = False) -> list[
     power = 10.0 ** math.floor(math.log10(rough))
     step = power * next(m for m in (1, 2, 5, 10) if rough <= m * power * 1.0001)
     step = max(1.0, step) if whole else step
-    first, last = math.floor(lo / step + 1e-3), math.ceil(hi / step - 1e-3)
+    first, last = math.floor(lo / step + 1e-9), math.ceil(hi / step - 1e-9)
     return [float(f"{k * step:.10g}") for k in range(first, last + 1)]
 
 
@@ -236,7 +236,8 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
     if len(values) >= 10:
         high = sorted(values)[int(0.9 * (len(values) - 1))]
         hi = 1.5 * high if high > 0 and hi > 5 * high else hi
-    return (0.0 if 0 <= lo <= 0.6 * hi else lo), hi
+    # A rounding error below 0 is 0: it must not open a whole step of the axis.
+    return (0.0 if -1e-3 * hi <= lo <= 0.6 * hi else lo), hi
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
