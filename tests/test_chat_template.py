@@ -590,10 +590,7 @@ def test_malformed_messages(chat, message, renderers):
 
 @pytest.fixture(scope="module")
 def smollm():
-    try:
-        return load_tokenizer(find_model("HuggingFaceTB/SmolLM2-135M-Instruct"))
-    except ValueError as error:
-        pytest.skip(str(error))
+    return load_tokenizer(find_model("HuggingFaceTB/SmolLM2-135M-Instruct"))
 
 
 class TestSmolLM2:

@@ -242,7 +242,7 @@ def test_the_model_sees_its_device_and_the_caller_keeps_theirs():
     assert torch.allclose(out["next", *FULL], slow_scores(model, RESPONSE))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a second device")
+@pytest.mark.gpu
 def test_results_come_back_from_another_device():
     model = Watched()
     want = slow_scores(model, RESPONSE)
