@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from conf import compose
 from conf.parts import build, make_tracker
-from trainer.launch import agree, prepare, start
+from trainer.launch import agree, note_error, prepare, start
 from trainer.sweep import write_sweep
 
 OURS: dict[str, Any] = {"script": Path(__file__).resolve(), "compose": compose.compose_experiment}
@@ -30,8 +30,8 @@ def train(cfg: DictConfig, folder: Path) -> float:
     from envs import ChatEnv
     from envs.transforms import Compose, RetrieveKL
 
-    algorithm, iterations = cfg.algorithm, cfg.trainer.num_iterations
-    steps = iterations * algorithm.epochs * algorithm.minibatches
+    algorithm, total = cfg.algorithm, cfg.trainer.num_iterations
+    steps = total * algorithm.epochs * algorithm.minibatches
     with trainer.Runtime(folder, seed=cfg.seed, device=cfg.policy.device) as runtime:
         policy = build(cfg.policy, device=str(runtime.device))
         runtime.write_status(model=policy.found.about())
@@ -71,10 +71,8 @@ def train(cfg: DictConfig, folder: Path) -> float:
             kl=kl,
             checkpoints=trainer.Checkpoints(runtime, policy, optimizer, **cfg.checkpoint),
             tracker=make_tracker(cfg, folder) if runtime.is_main else None,
-            display=trainer.Display(
-                iterations, title=folder.parent.name, quiet=not runtime.is_main
-            ),
-            num_iterations=iterations,
+            display=trainer.Display(total, title=folder.parent.name, quiet=not runtime.is_main),
+            num_iterations=total,
         )
         if cfg.resume:
             loop.resume()
@@ -112,7 +110,8 @@ def worker(config: str, folder: str) -> int:
         train(OmegaConf.load(config), Path(folder))
     except Stopped:
         return 143
-    except Exception:  # it is in errors/rank<k>.txt, and the parent says so in one line
+    except Exception:  # the parent says it in one line, with the file
+        note_error(Path(folder))
         return 1
     return 0
 

@@ -15,8 +15,8 @@ PACKAGES = ("policies", "envs", "trainer")
 FILES = (".jsonl", ".json", ".parquet", ".csv")
 CHOICES = {
     "policy.source": ("auto", "hub"),
-    "policy.dtype": ("float32", "bfloat16", "float16"),
-    "policy.autocast": (None, "bfloat16", "float16"),
+    "policy.dtype": ("float32", "bfloat16"),
+    "policy.autocast": (None, "bfloat16"),
     "kl.estimator": ("k1", "k2", "k3", "full"),
     "kl.where": ("loss", "reward"),
     "algorithm.aggregation": ("token_mean", "sequence_mean", "constant"),
@@ -77,6 +77,7 @@ def _findings(cfg: dict[str, Any]) -> Iterator[str]:
             yield f"expected {key} >= {least}, got {value}"
     yield from _batches(cfg)
     yield from _leash(cfg)
+    yield from _best(cfg)
     yield from _files(cfg)
     yield from _targets(cfg)
     yield from _task(cfg)
@@ -102,6 +103,10 @@ def _leash(cfg: dict[str, Any]) -> Iterator[str]:
     if "clip_low" not in algorithm:  # imitation: no reward, no sampling
         if kl["coeff"] > 0:
             yield f"SFT has no KL term, got kl.coeff={kl['coeff']}; set kl.coeff=0"
+        if kl["measure"]:
+            yield "SFT samples no reply to measure a KL on; set kl.measure=false"
+        if algorithm["aggregation"] == "constant":
+            yield "algorithm.aggregation=constant divides by policy.max_new_tokens, which SFT lacks"
         return
     if algorithm["group_size"] < 2:
         yield (
@@ -125,6 +130,15 @@ def _leash(cfg: dict[str, Any]) -> Iterator[str]:
         yield "kl.estimator=full is computed in the update only; use kl.where=loss"
     if kl["coeff"] > 0 and not kl["measure"]:
         yield f"kl.coeff={kl['coeff']} needs the reference; set kl.measure=true"
+
+
+def _best(cfg: dict[str, Any]) -> Iterator[str]:
+    saved, every = cfg["checkpoint"], cfg["eval"]["every"]
+    if saved["keep_best"] and saved["every"] and (not every or saved["every"] % every):
+        yield (
+            f"checkpoint.keep_best needs an evaluation at each checkpoint, got eval.every={every} "
+            f"and checkpoint.every={saved['every']}; set eval.every={saved['every']}"
+        )
 
 
 def _files(cfg: dict[str, Any]) -> Iterator[str]:

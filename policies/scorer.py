@@ -145,9 +145,21 @@ def _score(logits: Tensor, target: Tensor, *, entropy: bool, against: Tensor | N
             all_log_probs = logits.log_softmax(-1)
             spread = -(all_log_probs.exp() * all_log_probs).sum(-1)
     if against is not None:
-        mine, theirs = logits.log_softmax(-1), against.log_softmax(-1)
-        full = (mine.exp() * (mine - theirs)).sum(-1)
+        full = full_kl(logits, against)
     return log_prob, spread, full
+
+
+def full_kl(curr_logits: Tensor, ref_logits: Tensor) -> Tensor:
+    """Return the exact KL(curr || ref) over the vocabulary, [*, V] logits in and [*] out.
+
+    Logits of -inf (tokens ruled out under curr) contribute nothing.
+
+    >>> round(full_kl(torch.tensor([0.0, 0.0]), torch.tensor([1.0, 0.0])).item(), 4)
+    0.1201
+    """
+    mine, theirs = curr_logits.log_softmax(-1), ref_logits.log_softmax(-1)
+    log_ratio = (mine - theirs).masked_fill(mine == -torch.inf, 0)
+    return (mine.exp() * log_ratio).sum(-1)
 
 
 def _slices(size: int) -> Iterator[slice]:

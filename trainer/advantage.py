@@ -52,7 +52,7 @@ class GroupAdvantage:
 class NoAdvantage:
     """Leave the batch as it is: imitation has no reward."""
 
-    def __init__(self, *, kl: KLControllerBase | None = None, where: str = "loss") -> None:
+    def __init__(self, *, kl: KLControllerBase | None = None) -> None:
         pass
 
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:

@@ -66,7 +66,8 @@ class Evaluate:
             sums = {"success": 0.0, "reward": 0.0, "count": 0.0}
             mine = list(range(len(self.rows)))[self.runtime.rank :: self.runtime.ranks]
             for start in range(0, math.ceil(len(self.rows) / self.runtime.ranks), self.chunk):
-                self.runtime.check_stop()  # as often on every rank, rows or not
+                if kind != "after":  # a run that is trained is finished first
+                    self.runtime.check_stop()  # as often on every rank, rows or not
                 part = mine[start : start + self.chunk]
                 if not part:
                     continue

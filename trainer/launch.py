@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -130,6 +131,14 @@ def read_status(folder: Path) -> dict[str, Any]:
         return json.loads((folder / "status.json").read_text())
     except (OSError, ValueError):
         return {}
+
+
+def note_error(folder: Path) -> None:
+    """Write the error being handled to errors/rank<k>.txt, unless the run has done so itself."""
+    path = folder / "errors" / f"rank{os.environ.get('RANK', '0')}.txt"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(traceback.format_exc())
 
 
 def close_status(folder: Path, status: dict[str, Any], reason: str) -> None:

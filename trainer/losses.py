@@ -9,6 +9,8 @@ Left out on purpose: logging, masks on the terms (a weight of 0 is the mask).
 import torch
 from torch import Tensor
 
+from policies.scorer import full_kl as full_kl  # lives with the pass that computes it
+
 MAX_LOG_RATIO = 20.0  # nats; exp(20) = 4.9e8 is past any clip, exp(89) overflows float32
 STD_FLOOR = 1e-4
 
@@ -61,19 +63,6 @@ def kl_term(curr: Tensor, ref: Tensor, estimator: str) -> Tensor:
         d = (ref - curr).clamp(max=MAX_LOG_RATIO)
         return torch.expm1(d) - d
     raise ValueError(f"expected an estimator k1, k2 or k3 (full needs logits), got {estimator!r}")
-
-
-def full_kl(curr_logits: Tensor, ref_logits: Tensor) -> Tensor:
-    """Return the exact KL(curr || ref) over the vocabulary, [*, V] logits in and [*] out.
-
-    Logits of -inf (tokens ruled out under curr) contribute nothing.
-
-    >>> round(full_kl(torch.tensor([0.0, 0.0]), torch.tensor([1.0, 0.0])).item(), 4)
-    0.1201
-    """
-    mine, theirs = curr_logits.log_softmax(-1), ref_logits.log_softmax(-1)
-    log_ratio = (mine - theirs).masked_fill(mine == -torch.inf, 0)
-    return (mine.exp() * log_ratio).sum(-1)
 
 
 def totals(loss_mask: Tensor) -> Tensor:

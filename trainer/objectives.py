@@ -78,7 +78,7 @@ class SFTObjective:
 
     needs_reference = False
 
-    def __init__(self, *, kl: KLControllerBase | None = None, where: str = "loss", estimator="k3"):
+    def __init__(self, *, kl: KLControllerBase | None = None) -> None:
         pass
 
     def __call__(self, scores: Scores, batch: TensorDictBase) -> Terms:

@@ -80,9 +80,13 @@ class Trainer:
         try:
             self.runtime.check_stop()
         except Stopped:
-            if self.checkpoints.every and self.progress.iteration:
-                self.checkpoints.save(self.progress.iteration, self.state_dict())
+            self._save()
             raise
+
+    def _save(self) -> None:
+        """Save now, if this run keeps checkpoints."""
+        if self.checkpoints.every and self.progress.iteration:
+            self.checkpoints.save(self.progress.iteration, self.state_dict())
 
     def _close(self, state: str) -> None:
         """Leave a run that did not finish readable, and say how to go on."""
@@ -147,7 +151,13 @@ class Trainer:
     def _evaluate(self, metrics: dict[str, float], *, kind: str) -> None:
         """Evaluate, log and show sample replies."""
         iteration = self.progress.iteration
-        scores, records = self.evaluate(iteration, kind=kind)
+        try:
+            scores, records = self.evaluate(iteration, kind=kind)
+        except Stopped:  # the iteration is done, only its evaluation is missing
+            if iteration:
+                self._write(metrics)
+                self._save()
+            raise
         metrics |= scores
         metrics.setdefault("progress/iteration", iteration)
         if scores:

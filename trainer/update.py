@@ -80,7 +80,8 @@ class Update:
                 first = first or log.result(self.runtime)
         self.scorer.eval()
         metrics = log.result(self.runtime)
-        metrics |= {name: first[name] for name in first if name == "kl/mismatch"}
+        if "kl/mismatch" in first:
+            metrics["kl/mismatch"] = first["kl/mismatch"]
         metrics["optim/skipped_steps"] = float(self.skipped)
         return metrics
 
