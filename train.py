@@ -73,6 +73,7 @@ def train(cfg: DictConfig, folder: Path) -> float:
             tracker=make_tracker(cfg, folder) if runtime.is_main else None,
             display=trainer.Display(total, title=folder.parent.name, quiet=not runtime.is_main),
             num_iterations=total,
+            reference=reference.found.sha256 if reference else "",
         )
         if cfg.resume:
             loop.resume()

@@ -55,9 +55,11 @@ def load_policy(
 def load_reference(policy: TransformersWrapper, name: str | None = None) -> TransformersWrapper:
     """Return a frozen scoring wrapper: a copy of the policy as it is now, or the model `name`.
 
-    It scores the tokens of `masks.all_response_mask` only; the rest of its log-probs is 0.
+    It scores the tokens of `masks.all_response_mask` only; the rest of its log-probs is 0. `found`
+    says where its weights come from.
     """
     weights = next(policy.model.parameters())
+    found = getattr(policy, "found", None)
     if name is None:
         network = copy.deepcopy(policy.model)
     else:
@@ -70,13 +72,15 @@ def load_reference(policy: TransformersWrapper, name: str | None = None) -> Tran
                 "reference of the same family"
             )
     network.requires_grad_(False).eval()
-    return policy.get_new_version(
+    reference = policy.get_new_version(
         model=Scorer(network, autocast=policy.scorer.autocast),
         generate=False,
         log_probs_key="ref_log_probs",
         score_mask_key=("masks", "all_response_mask"),
         inplace=False,
     )
+    reference.found = found
+    return reference
 
 
 @torch.no_grad()

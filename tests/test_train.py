@@ -3,12 +3,14 @@
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from checkpoints import make_checkpoint, write_easy_jsonl
 from runs import SMALL, Finished, environment, launch, lines, metrics, train, wait_for
 from safetensors.torch import load_file
@@ -261,3 +263,14 @@ def test_a_missing_model_is_one_line_that_says_where_it_was_looked_for(tmp_path)
     ):
         assert part in said[0]
     assert status(tmp_path / "run")["state"] == "failed"
+
+
+def test_a_resumed_run_refuses_another_reference(small_run, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(small_run.folder, folder)
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config["policy"]["model"] = str(small_run.folder / "model")  # trained: not where it started
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    done = train(f"resume={folder}", "trainer.num_iterations=18")
+    assert done.code != 0
+    assert "expected the reference" in done.text

@@ -58,6 +58,7 @@ class Trainer:
     tracker: Any
     display: Any
     num_iterations: int
+    reference: str = ""  # sha256 of its weights; a resumed run must have the same
     progress: Progress = field(default_factory=Progress)
 
     def run(self) -> float:
@@ -201,6 +202,7 @@ class Trainer:
             "step": self.update.step,
             "skipped": self.update.skipped,
             "kl": self.kl.state_dict(),
+            "reference": self.reference,
         }
 
     def resume(self) -> Path | None:
@@ -208,6 +210,11 @@ class Trainer:
         newest = self.checkpoints.newest()
         if newest is not None:
             state = self.checkpoints.restore(newest)
+            if state["reference"] != self.reference:
+                raise ValueError(
+                    f"expected the reference {state['reference'][:12]} of this run, got "
+                    f"{self.reference[:12]}; put the old model back, or start a new run"
+                )
             self.update.step, self.update.skipped = state["step"], state["skipped"]
             self.kl.load_state_dict(state["kl"])
             names = ("iteration", "tokens", "samples", "objective")
