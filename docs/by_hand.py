@@ -1,4 +1,7 @@
-"""GRPO by hand: the parts of leash in twenty lines of Python, without Hydra and without files."""
+"""GRPO by hand: the parts of leash in twenty lines of Python, without Hydra and without files.
+
+The untrained tiny model earns nothing on this task; give main() the model of a sft_tiny run.
+"""
 
 from envs import ChatEnv
 from envs.tasks import SortDigits
