@@ -88,7 +88,7 @@ def main(cfg: DictConfig) -> float:
         SWEEPS[:] = [Path(HydraConfig.get().sweep.dir)]
     try:
         return start(compose.settle(cfg), folder, **OURS)
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         FAILED.append(folder.name)
         return float("nan")
@@ -132,7 +132,7 @@ def cli(words: list[str]) -> int:
             print(resumed.done)
         else:
             start(resumed.config, resumed.folder, **OURS)
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)
         return 2

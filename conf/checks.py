@@ -5,6 +5,7 @@ Every finding is one line: expected, got, what to do.
 
 import difflib
 import inspect
+import math
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -73,7 +74,7 @@ def _findings(cfg: dict[str, Any]) -> Iterator[str]:
             yield f"expected {key} to be one of {names}, got {flat[key]!r}"
     for key, least in AT_LEAST.items():
         value = flat.get(key)
-        if value is not None and not value >= least:
+        if value is not None and not least <= value < math.inf:
             yield f"expected {key} >= {least}, got {value}"
     yield from _batches(cfg)
     yield from _leash(cfg)
