@@ -40,7 +40,7 @@ def test_links_lead_to_files() -> None:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_training_by_hand_learns_from_rollouts(tmp_path, monkeypatch) -> None:
+def test_the_script_by_hand_runs_and_leaves_the_built_model_alone(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     spec = importlib.util.spec_from_file_location("by_hand", ROOT / "docs/by_hand.py")
     by_hand = importlib.util.module_from_spec(spec)
