@@ -8,12 +8,11 @@ Prints seconds (median) and the ratio plain / leash; no threshold, nothing is as
 """
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
 
 import torch
 
+from benchmarks.measure import seconds
 from policies import load_policy
 from policies.padding import pad, pad_mask
 from policies.random import fold
@@ -21,17 +20,6 @@ from policies.sampler import Stop, sample
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 COUNTRIES = ["France", "Japan", "Germany", "Italy", "Spain", "Egypt", "Kenya", "Peru", "Chile"]
-
-
-def seconds(work: Callable[[], object], repeats: int) -> float:
-    """Return the median wall time of a piece of work, after one warm-up."""
-    work()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
 
 
 def main() -> None:

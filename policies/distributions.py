@@ -12,15 +12,15 @@ from torch import Size, Tensor
 from torch.distributions import Categorical, Distribution
 from torch.nn.functional import one_hot
 
-_ROWS = 256  # rows of logits per slice of the normaliser: 50 MB of float32 at C = 50,000
+from policies.masked_rows import at_index, check_indices, masked_entropy, masked_log_prob
 
 
 class LLMMaskedCategorical(Distribution):
     """Give each token a categorical distribution, some positions or some tokens masked out.
 
     logits [*B, T, C] float, unnormalised; mask bool, True = valid: [*B, T] masks positions,
-    [*B, T, C] masks tokens at each position (and needs that much more memory). A position without
-    a valid token has nothing to say: `sample` and `mode` give `ignore_index` there, `entropy` 0.
+    [*B, T, C] masks tokens at each position (and is itself that much larger). A position without a
+    valid token has nothing to say: `sample` and `mode` give `ignore_index` there, `entropy` 0.
     A mask of another shape or dtype is a ValueError. `probs` and `logits` are the unmasked ones.
     Source: the torchrl reference of the same name.
 
@@ -33,12 +33,17 @@ class LLMMaskedCategorical(Distribution):
     has_rsample = True
 
     def __init__(self, logits: Tensor, mask: Tensor, ignore_index: int = -100) -> None:
+        if logits.ndim < 2 or not logits.is_floating_point():
+            raise ValueError(
+                f"expected float logits [*B, T, C], got {logits.dtype} {tuple(logits.shape)}; "
+                "give the model's raw output"
+            )
         if mask.dtype is not torch.bool:
             raise ValueError(f"expected a bool mask (True = valid), got {mask.dtype}; use .bool()")
         if mask.shape not in (logits.shape[:-1], logits.shape):
             raise ValueError(
                 f"expected a mask of shape {tuple(logits.shape[:-1])} (positions) or "
-                f"{tuple(logits.shape)} (tokens), got {tuple(mask.shape)}"
+                f"{tuple(logits.shape)} (tokens), got {tuple(mask.shape)}; expand it to one of them"
             )
         self._logits, self._mask, self.ignore_index = logits, mask, ignore_index
         self._cache: dict[str, tuple[bool, Any]] = {}
@@ -90,20 +95,17 @@ class LLMMaskedCategorical(Distribution):
         """Return the log-probabilities [*S, *B, T] of tokens [*S, *B, T].
 
         0 at masked positions and wherever the token is `ignore_index`; -inf for a masked token.
-        Under a position mask no copy of the logits is made, neither forward nor for the backward.
+        No copy of the logits is made, neither forward nor for the backward, under either mask.
         Half-precision logits give float32 results.
         """
-        self._check(value)
-        ignored = value == self.ignore_index
+        ignored = self._aligned(value) == self.ignore_index
         if self.position_level_masking:
             ignored = ignored | ~self._mask
-        target = value.masked_fill(ignored, 0)  # any valid index
-        if self.position_level_masking:
-            return self._gather(self._logits, target, ~ignored)
-        wide = self._mask.expand(*value.shape, -1)
-        allowed = wide.gather(-1, target.unsqueeze(-1)).squeeze(-1)
-        known = self._gather(self.masked_logits, target, allowed & ~ignored)
-        return known.masked_fill(~allowed & ~ignored, -torch.inf)
+        token = value.masked_fill(ignored, 0)  # any valid index
+        check_indices(token, self._logits.shape[-1], f"ignore_index is {self.ignore_index}")
+        inside = at_index(self._wide, token, self._logits.shape[-1])
+        known = masked_log_prob(self._logits, token, inside & ~ignored, self._wide)
+        return known.masked_fill(~inside & ~ignored, -torch.inf)
 
     def sample(self, sample_shape: Size | Sequence[int] | None = None) -> Tensor:
         """Draw tokens [*S, *B, T]; `ignore_index` at positions without a valid token."""
@@ -130,7 +132,7 @@ class LLMMaskedCategorical(Distribution):
 
     def entropy(self) -> Tensor:
         """Return the entropy in nats [*B, T] over the valid tokens; 0 where there is none."""
-        return self.masked_dist.entropy().masked_fill(~self._valid, 0)
+        return masked_entropy(self._logits, self._wide)
 
     def expand(self, batch_shape: Size | Sequence[int], _instance: Any = None):
         """Return the same distribution over `batch_shape` (which ends in T)."""
@@ -160,56 +162,21 @@ class LLMMaskedCategorical(Distribution):
             self._cache[name] = (tracked, build())
         return self._cache[name][1]
 
-    def _check(self, value: Tensor) -> None:
-        dims = len(self.batch_shape)
-        if value.shape[value.ndim - dims :] != self.batch_shape:
+    def _aligned(self, value: Tensor) -> Tensor:
+        shape = self.batch_shape
+        if value.shape[max(0, value.ndim - len(shape)) :] != shape:
             raise ValueError(
-                f"expected tokens of shape [*S, {', '.join(map(str, self.batch_shape))}], got "
-                f"{tuple(value.shape)}"
+                f"expected tokens of shape [*S, {', '.join(map(str, shape))}], got "
+                f"{tuple(value.shape)}; logits[t] predict token t"
             )
-
-    def _gather(self, logits: Tensor, target: Tensor, keep: Tensor) -> Tensor:
-        """Return log softmax(logits)[target] where `keep`, else 0; target and keep [*S, *B, T]."""
-        rows = self.batch_shape.numel()
-        flat = logits.reshape(rows, logits.shape[-1])  # [N, C], a view of contiguous logits
-        columns = [x.reshape(-1, rows).T for x in (target, keep)]  # [N, S]
-        return _TokenLogProb.apply(flat, *columns).T.reshape(target.shape)
-
-
-class _TokenLogProb(torch.autograd.Function):
-    """logits [N, C], target [N, S], keep [N, S] -> log-probs [N, S], 0 where not kept.
-
-    Keeps logits and the normaliser for the backward, not a second [N, C]; rows that nobody keeps
-    may hold anything, NaN too.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, keep: Tensor) -> Tensor:
-        parts = [_upcast(rows).logsumexp(-1, keepdim=True) for rows in logits.split(_ROWS)]
-        norm = torch.cat(parts) if parts else _upcast(logits).sum(-1, keepdim=True)  # [N, 1]
-        ctx.save_for_backward(logits, target, keep, norm)
-        return (logits.gather(-1, target) - norm).masked_fill(~keep, 0)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:  # type: ignore[override]
-        logits, target, keep, norm = ctx.saved_tensors
-        grad = grad_outputs[0].masked_fill(~keep, 0)  # [N, S]
-        out = (logits - norm).exp_().mul_(-grad.sum(-1, keepdim=True))  # [N, C]
-        out.masked_fill_(~keep.any(-1, keepdim=True), 0)
-        out.scatter_add_(-1, target, grad.to(out.dtype))
-        return out.to(logits.dtype), None, None
-
-
-def _upcast(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        return value
 
 
 class LogProbDistribution(Distribution):
     """Wrap log-probabilities of known tokens, where no logits are at hand.
 
     log_probs [B, T]; mask [B, T] bool, True = valid. Only `log_prob` of those very tokens is known:
-    it checks the shape of `value`, not its ids.
+    it checks the shape of `value`, not its ids. A mask of another shape or dtype is a ValueError.
 
     >>> dist = LogProbDistribution(torch.tensor([[-1.0, -2.0]]), torch.tensor([[True, False]]))
     >>> dist.log_prob(torch.tensor([[7, 8]])).tolist()
@@ -217,6 +184,11 @@ class LogProbDistribution(Distribution):
     """
 
     def __init__(self, log_probs: Tensor, mask: Tensor | None = None) -> None:
+        if mask is not None and (mask.dtype is not torch.bool or mask.shape != log_probs.shape):
+            raise ValueError(
+                f"expected a bool mask of shape {tuple(log_probs.shape)} (True = valid), got "
+                f"{mask.dtype} {tuple(mask.shape)}; use .bool() or .expand"
+            )
         self.log_probs, self.mask = log_probs, mask
         batch, event = log_probs.shape[:-1], log_probs.shape[-1:]
         if log_probs.ndim < 2:

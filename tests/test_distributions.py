@@ -1,11 +1,16 @@
 """LLMMaskedCategorical and LogProbDistribution against slow loops in float64."""
 
+import gc
 import math
+import sys
+import weakref
 
 import pytest
 import torch
 from torch.autograd import gradcheck
 
+from benchmarks import compare_torchrl
+from benchmarks.measure import peak_bytes
 from policies.distributions import LLMMaskedCategorical, LogProbDistribution
 
 B, T, C = 2, 4, 5
@@ -66,7 +71,7 @@ def test_log_prob_and_entropy_equal_a_slow_loop(kind):
             assert mode[b, t].item() == (best if valid else -100)
 
 
-def test_a_real_token_at_a_fully_masked_position_is_minus_infinity_not_nan():
+def test_fault_28_a_real_token_at_a_fully_masked_position_is_minus_infinity_not_nan():
     dist = LLMMaskedCategorical(logits(), TOKENS)
     value = torch.full((B, T), 2)
     value[1] = -100
@@ -104,7 +109,7 @@ def test_no_gradient_is_nan_whatever_masked_rows_and_tokens_hold():
 
 @pytest.mark.parametrize("shape", [None, (), (3,), (2, 3)])
 @pytest.mark.parametrize("kind", ["positions", "tokens"])
-def test_samples_respect_the_mask_and_have_a_log_prob(kind, shape):
+def test_fault_28_samples_respect_the_mask_and_have_a_log_prob(kind, shape):
     mask = POSITIONS if kind == "positions" else TOKENS
     dist = LLMMaskedCategorical(logits(), mask, ignore_index=-7)
     valid = mask if kind == "positions" else mask.any(-1)
@@ -130,7 +135,7 @@ def test_sample_frequencies_are_the_masked_probabilities():
     assert torch.allclose(dist.masked_dist.probs[0, 0], weight / weight.sum())
 
 
-def test_rsample_has_the_gradient_of_the_probabilities():
+def test_fault_28_rsample_has_the_gradient_of_the_probabilities():
     x, w = logits().requires_grad_(), logits(1)
     assert LLMMaskedCategorical.has_rsample
     (LLMMaskedCategorical(x, TOKENS).rsample() * w).sum().backward()
@@ -160,16 +165,23 @@ def test_properties_are_those_documented():
     assert dist.event_shape == ()
 
 
-def test_masked_copies_are_lazy_and_clear_cache_frees_them():
-    dist = LLMMaskedCategorical(logits(), POSITIONS)
-    dist.log_prob(VALUES)
-    _ = dist.mode
-    assert not dist._cache  # neither needs a masked copy
+@pytest.mark.parametrize("kind", ["positions", "tokens"])
+def test_masked_copies_are_lazy_and_clear_cache_frees_them(kind):
+    dist = LLMMaskedCategorical(logits(), POSITIONS if kind == "positions" else TOKENS)
+    dist.log_prob(torch.zeros(B, T, dtype=torch.int64))
+    dist.entropy()
+    _ = dist.probs
+    assert not dist._cache  # none of them needs a masked copy
     first = dist.masked_dist
     assert dist.masked_dist is first
+    assert dist.masked_logits is dist.masked_logits
+    copies = [weakref.ref(x) for x in (dist.masked_logits, first.logits, first.probs)]
+    drawn = dist.sample()
+    del first
     dist.clear_cache()
-    assert not dist._cache
-    assert dist.masked_dist is not first
+    gc.collect()
+    assert [ref() for ref in copies] == [None] * 3
+    assert dist.sample().shape == drawn.shape  # built anew
 
 
 def test_entropy_after_sample_has_a_gradient():
@@ -181,29 +193,45 @@ def test_entropy_after_sample_has_a_gradient():
     assert dist.entropy().requires_grad
 
 
-def test_log_prob_keeps_no_copy_of_the_logits_for_the_backward():
-    saved = []
-    x = logits(shape=(4, 64, 100)).requires_grad_()
-    dist = LLMMaskedCategorical(x, torch.ones(4, 64).bool())
+@pytest.mark.parametrize("kind", ["positions", "tokens"])
+@pytest.mark.parametrize("sliced", [False, True])
+def test_log_prob_and_entropy_make_no_copy_of_the_logits(kind, sliced):
+    x = torch.randn(2, 33 if sliced else 32, 50_000, requires_grad=True)
+    logits = x[:, 1:] if sliced else x  # rows that do not lie in one piece
+    mask = torch.ones(logits.shape[: 2 if kind == "positions" else 3], dtype=torch.bool)
+    tokens, size = torch.full((2, 32), 7), logits.nbytes
 
-    def pack(t):
-        saved.append(t)
-        return t
+    def backward(name):
+        dist = LLMMaskedCategorical(logits.detach().requires_grad_(), mask)
+        out = dist.log_prob(tokens) if name == "log_prob" else dist.entropy()
+        out.sum().backward()
+        assert not dist._cache
+        return dist.logits.grad
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        dist.log_prob(torch.zeros(4, 64, dtype=torch.int64))
-    big = [t for t in saved if t.numel() >= x.numel()]
-    assert all(t.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for t in big)
+    assert peak_bytes(lambda: LLMMaskedCategorical(logits, mask).log_prob(tokens)) < 0.25 * size
+    assert peak_bytes(lambda: LLMMaskedCategorical(logits, mask).entropy()) < 0.25 * size
+    for name in ("log_prob", "entropy"):  # the gradient itself is one
+        assert peak_bytes(lambda name=name: backward(name)) < 1.35 * size
+
+
+def test_the_meter_of_memory_sees_copies_and_temporaries():
+    x = torch.randn(4, 50_000)
+    assert peak_bytes(lambda: x.clone()) == x.nbytes
+    assert peak_bytes(lambda: x.logsumexp(-1)) >= x.nbytes  # inside one operator
+    assert peak_bytes(lambda: x.log_softmax(-1).exp()) == 2 * x.nbytes
 
 
 @pytest.mark.parametrize("kind", ["positions", "tokens"])
-def test_expand(kind):
+def test_fault_28_expand_works(kind):
     mask = POSITIONS if kind == "positions" else TOKENS
     dist = LLMMaskedCategorical(logits(), mask)
     wide = dist.expand((3, B, T))
     assert wide.batch_shape == (3, B, T)
     assert torch.equal(wide.log_prob(torch.stack([VALUES] * 3))[1], dist.log_prob(VALUES))
-    assert wide.sample().shape == (3, B, T)
+    assert wide.sample((2,)).shape == (2, 3, B, T)
+    assert torch.equal(wide.entropy()[2], dist.entropy())
+    assert torch.equal(wide.mode[0], dist.mode)
+    assert wide.expand((4, 3, B, T)).position_level_masking is (kind == "positions")
 
 
 def test_any_number_of_batch_dimensions():
@@ -226,7 +254,45 @@ def test_half_precision_logits_give_float32_log_probs():
     assert x.grad.dtype == torch.bfloat16
 
 
+def test_fault_28_by_hand():
+    x = torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 7.0]])
+    token_mask = torch.tensor([[True, True, False], [False, False, False]])
+    dist = LLMMaskedCategorical(x, token_mask)
+    assert dist.log_prob(torch.tensor([2, -100])).tolist() == [-math.inf, 0.0]
+    want = -math.log(1 + math.e)  # the third token is out of the sum
+    assert dist.log_prob(torch.tensor([0, -100]))[0].item() == pytest.approx(want)
+    assert dist.masked_logits[0].tolist() == [1.0, 2.0, -math.inf]
+    dist = LLMMaskedCategorical(x, torch.tensor([False, True]))
+    assert (dist.batch_shape, dist.event_shape) == ((2,), ())
+    assert dist.entropy()[0].item() == 0
+    assert math.copysign(1, dist.entropy()[0].item()) == 1  # 0, not -0
+    assert math.copysign(1, dist.log_prob(torch.tensor([-100, 2]))[0].item()) == 1
+    assert (dist.sample((50,))[:, 0] == -100).all()
+    assert dist.mode.tolist() == [-100, 2]
+    assert torch.allclose(dist.probs[0], torch.softmax(x[0], -1))  # unmasked, as documented
+    assert dist.rsample()[0].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_fault_28_a_mask_that_is_not_bool_is_refused_at_once():
+    for mask in (POSITIONS.long(), TOKENS.float()):
+        with pytest.raises(ValueError, match="expected a bool mask"):
+            LLMMaskedCategorical(logits(), mask)
+
+
 def test_wrong_inputs_are_value_errors():
+    with pytest.raises(ValueError, match=r"float logits \[\*B, T, C\], got torch\.int64"):
+        LLMMaskedCategorical(logits().long(), POSITIONS)
+    with pytest.raises(ValueError, match=r"float logits \[\*B, T, C\], got torch\.float64 \(5,\)"):
+        LLMMaskedCategorical(logits()[0, 0], torch.tensor(True))
+    dist = LLMMaskedCategorical(logits(), POSITIONS, ignore_index=-7)
+    for bad in (-100, C):
+        value = torch.full((B, T), bad)
+        with pytest.raises(ValueError, match=f"in 0..4, got {bad}; ignore_index is -7"):
+            dist.log_prob(value)
+        kept = torch.where(POSITIONS, 1, value)  # at masked positions anything will do
+        assert torch.isfinite(dist.log_prob(kept)).all()
+    with pytest.raises(ValueError, match=r"integers.*got torch\.float32"):
+        dist.log_prob(torch.zeros(B, T))
     with pytest.raises(ValueError, match="expected a mask of shape"):
         LLMMaskedCategorical(logits(), POSITIONS[:, :3])
     with pytest.raises(ValueError, match="bool mask"):
@@ -275,9 +341,19 @@ def test_known_log_probs_as_a_distribution():
     plain = LogProbDistribution(log_probs)
     plain.log_prob(torch.zeros(2, 2)).zero_()
     assert log_probs[0, 0] == -1  # a copy came out
+    for bad in (mask[:, :1], mask.long()):
+        with pytest.raises(ValueError, match=r"expected a bool mask of shape \(2, 2\)"):
+            LogProbDistribution(log_probs, bad)
     with pytest.raises(ValueError, match="must match log_probs shape"):
         dist.log_prob(torch.zeros(2, 3))
     with pytest.raises(NotImplementedError, match="Sampling not supported"):
         dist.sample()
     with pytest.raises(NotImplementedError, match="Entropy not supported"):
         dist.entropy()
+
+
+def test_the_comparison_with_torchrl_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchrl", None)
+    monkeypatch.setattr(sys, "argv", ["compare_torchrl"])
+    with pytest.raises(SystemExit, match=r"found none; make an environment .* 'pip install torch"):
+        compare_torchrl.main()
