@@ -7,10 +7,31 @@ dense [B, T] data. Anything called full, and every mask, has the shape of `token
 Left out on purpose: conversion between the views. The wrapper and the renderer do that.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
+import torch
 from tensordict import TensorClass
 from torch import Tensor
 
 from policies.history import History
+from policies.specs import Composite, NonTensor, Spec, Unbounded
+
+
+def _spec(cls: type, leaves: dict[str, Spec], shape: tuple[int, ...], keys: Any) -> Composite:
+    """Return the spec of a container with the leaves asked for, and `padded` where it has it."""
+    found: dict[str, Spec] = {key: leaves[key] for key in _known(leaves, keys)}
+    if "padded" in cls.__annotations__:
+        found["padded"] = NonTensor(shape[:-1], example_data=False)
+    return Composite(found, shape=shape[:-1], data_cls=cls, step_mdp_static=True)
+
+
+def _known(names: Any, keys: Sequence[str] | None) -> list[str]:
+    """Return the keys asked for, or all; an unknown one is a ValueError."""
+    unknown = set(keys or ()) - set(names)
+    if unknown:
+        raise ValueError(f"expected keys among {sorted(names)}, got {sorted(unknown)}")
+    return list(names if keys is None else keys)
 
 
 class Tokens(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments]
@@ -30,6 +51,15 @@ class Tokens(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgumen
     full: Tensor | None = None
     padded: bool | None = None
 
+    @classmethod
+    def default_spec(
+        cls, shape: tuple[int, ...] = (-1,), keys: Sequence[str] | None = None
+    ) -> Composite:
+        """Return the spec of a batch of `shape`, with all fields or the `keys` named."""
+        names = ("prompt", "response", "assistant", "full")
+        leaves = {name: Unbounded((*shape, -1), dtype=torch.int64) for name in names}
+        return _spec(cls, leaves, shape, keys)
+
 
 class LogProbs(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments]
     """Hold log-probabilities in nats, float32, entry by entry those of `Tokens`.
@@ -46,6 +76,15 @@ class LogProbs(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgum
     assistant: Tensor | None = None
     full: Tensor | None = None
     padded: bool | None = None
+
+    @classmethod
+    def default_spec(
+        cls, shape: tuple[int, ...] = (-1,), keys: Sequence[str] | None = None
+    ) -> Composite:
+        """Return the spec of a batch of `shape`, with all fields or the `keys` named."""
+        names = ("prompt", "response", "assistant", "full")
+        leaves = {name: Unbounded((*shape, -1), dtype=torch.float32) for name in names}
+        return _spec(cls, leaves, shape, keys)
 
 
 class Masks(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments]
@@ -65,6 +104,15 @@ class Masks(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgument
     all_response_mask: Tensor | None = None
     padded: bool | None = None
 
+    @classmethod
+    def default_spec(
+        cls, shape: tuple[int, ...] = (-1,), keys: Sequence[str] | None = None
+    ) -> Composite:
+        """Return the spec of a batch of `shape`, with all fields or the `keys` named."""
+        names = ("all_attention_mask", "all_assistant_mask", "all_response_mask")
+        leaves = {name: Unbounded((*shape, -1), dtype=torch.bool) for name in names}
+        return _spec(cls, leaves, shape, keys)
+
 
 class ChatHistory(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments]
     """Hold chats as messages: the prompt, the reply, and both. Each history has a time dimension.
@@ -78,6 +126,15 @@ class ChatHistory(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeAr
     response: History | None = None
     full: History | None = None
 
+    @classmethod
+    def default_spec(
+        cls, shape: tuple[int, ...] = (-1,), keys: Sequence[str] | None = None
+    ) -> Composite:
+        """Return the spec of a batch of `shape`, with all fields or the `keys` named."""
+        names = ("prompt", "response", "full")
+        leaves = {name: History.default_spec((*shape, -1)) for name in names}
+        return _spec(cls, leaves, shape, keys)
+
 
 class Text(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments]
     """Hold text: one str per row in `prompt`, `response` and `full`.
@@ -89,3 +146,12 @@ class Text(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments
     prompt: str | None = None
     response: str | None = None
     full: str | None = None
+
+    @classmethod
+    def default_spec(
+        cls, shape: tuple[int, ...] = (-1,), keys: Sequence[str] | None = None
+    ) -> Composite:
+        """Return the spec of a batch of `shape`, with all fields or the `keys` named."""
+        names = ("prompt", "response", "full")
+        leaves = {name: NonTensor(shape, example_data="a string") for name in names}
+        return _spec(cls, leaves, shape, keys)

@@ -21,6 +21,7 @@ from tensordict import (
 
 from policies.chat_template import Renderer
 from policies.padding import pad, pad_mask
+from policies.specs import Composite, NonTensor
 
 PADDING_ROLE = "<none>"
 _OPTIONAL = ("tool_calls", "tool_responses")
@@ -64,6 +65,13 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         return lazy_stack(
             [_build([{"role": "assistant", "content": t, "is_complete": c}]) for t, c in pairs]
         )
+
+    @classmethod
+    def default_spec(cls, shape: tuple[int, ...] = (-1,)) -> Composite:
+        """Return the spec of a history of `shape`, the messages along the last dimension."""
+        fields = {"role": "user", "content": "a string", "is_complete": True}
+        leaves = {name: NonTensor(shape, example_data=value) for name, value in fields.items()}
+        return Composite(leaves, shape=shape, data_cls=cls)
 
     def messages(self) -> list[dict[str, Any]]:
         """Return a [T] history as a list of messages, without padding ones.

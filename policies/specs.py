@@ -1,0 +1,286 @@
+"""What a TensorDict will hold, said before there is one: shapes, dtypes and containers.
+
+A size of -1 is one that differs from batch to batch or from row to row (the length of a chat).
+`zero` and `rand` make an example (size 1 where the spec has -1), `explain` says in words what does
+not fit, `is_in` whether anything does not.
+Left out on purpose: bounded and categorical leaves, which nothing here needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, is_tensorclass
+from torch import Tensor
+
+from policies.padding import is_ragged
+
+NestedKey = str | tuple[str, ...]
+
+
+class Spec:
+    """Describe one entry: its shape with the batch dimensions, and its device."""
+
+    def __init__(self, shape: Any = (), *, device: Any = None) -> None:
+        self.shape = torch.Size([shape] if isinstance(shape, int) else shape)
+        self.device = None if device is None else torch.device(device)
+
+    def zero(self, shape: Any = ()) -> Any:
+        """Return an example of zeros; `shape` goes in front."""
+        raise NotImplementedError
+
+    def rand(self, shape: Any = ()) -> Any:
+        """Return a random example; `shape` goes in front."""
+        return self.zero(shape)
+
+    def explain(self, value: Any) -> str:
+        """Return what does not fit about a value, "" if it fits."""
+        raise NotImplementedError
+
+    def is_in(self, value: Any) -> bool:
+        """Return whether a value fits."""
+        return not self.explain(value)
+
+    def clone(self) -> Spec:
+        """Return a copy that shares nothing that can be changed."""
+        done = object.__new__(type(self))
+        done.__dict__.update(self.__dict__)
+        return done
+
+    def to(self, device: Any) -> Spec:
+        """Return a copy on another device."""
+        done = self.clone()
+        done.device = None if device is None else torch.device(device)
+        return done
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.__dict__ == other.__dict__
+
+    __hash__ = None  # type: ignore[assignment]  # specs can be changed
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{k}={v!r}" for k, v in self.__dict__.items() if v is not None)
+        return f"{type(self).__name__}({fields})"
+
+    def _size(self, shape: Any) -> torch.Size:
+        """Return the shape of an example."""
+        return torch.Size([*shape, *(1 if size < 0 else size for size in self.shape)])
+
+
+class Unbounded(Spec):
+    """Describe a tensor of any values, float32 unless said otherwise.
+
+    >>> Unbounded((2, -1), dtype=torch.int64).zero().shape
+    torch.Size([2, 1])
+    >>> Unbounded((2, -1)).explain(torch.zeros(3, 5))
+    'expected shape [2, -1], got [3, 5]'
+    """
+
+    def __init__(self, shape: Any = (), *, device: Any = None, dtype: Any = torch.float32) -> None:
+        super().__init__(shape, device=device)
+        self.dtype = dtype
+
+    def zero(self, shape: Any = ()) -> Tensor:
+        """Return zeros."""
+        return torch.zeros(self._size(shape), dtype=self.dtype, device=self.device)
+
+    def rand(self, shape: Any = ()) -> Tensor:
+        """Return normal draws, for integers and bools fair coins."""
+        size = self._size(shape)
+        if self.dtype.is_floating_point:
+            return torch.randn(size, dtype=self.dtype, device=self.device)
+        return torch.randint(2, size, device=self.device).to(self.dtype)
+
+    def explain(self, value: Any) -> str:
+        """Return what does not fit: a type, a dtype or a shape; ragged values come as a list."""
+        if isinstance(value, list):
+            row = Unbounded(self.shape[1:], dtype=self.dtype)
+            count = _unequal(self.shape[:1], [len(value)])
+            return count or next((text for v in value if (text := row.explain(v))), "")
+        if not isinstance(value, Tensor):
+            return f"expected a tensor, got {type(value).__name__}"
+        if value.dtype != self.dtype:
+            return f"expected {self.dtype}, got {value.dtype}"
+        return _unequal(self.shape, value.shape)
+
+
+class NonTensor(Spec):
+    """Describe values that are no tensors, such as texts; `example_data` is one of them.
+
+    >>> NonTensor((2,), example_data="a text").zero().tolist()
+    ['a text', 'a text']
+    """
+
+    def __init__(self, shape: Any = (), *, device: Any = None, example_data: Any = None) -> None:
+        super().__init__(shape, device=device)
+        self.example_data = example_data
+
+    def zero(self, shape: Any = ()) -> Any:
+        """Return the example, repeated; one value for all where the spec has no shape."""
+        value: Any = NonTensorData(self.example_data, batch_size=() if self.shape else shape)
+        for size in reversed(self._size(shape) if self.shape else ()):
+            value = NonTensorStack(*[value.clone() for _ in range(size)])
+        return value
+
+    def explain(self, value: Any) -> str:
+        """Return "" for any value but a missing one or a tensor."""
+        if value is None or isinstance(value, Tensor):
+            return f"expected data that is no tensor, got {type(value).__name__}"
+        return ""
+
+
+class Composite(Spec):
+    """Describe a TensorDict, or the tensorclass `data_cls`, by the specs of its entries.
+
+    `step_mdp_static`: the entry does not move from "next" to the root from step to step.
+
+    >>> spec = Composite({"obs": Unbounded((2, -1))}, shape=(2,))
+    >>> spec["next", "reward"] = Unbounded((2, 1))
+    >>> spec.zero()["next", "reward"].shape
+    torch.Size([2, 1])
+    >>> sorted(map(str, spec.keys(True, True)))
+    ["('next', 'reward')", 'obs']
+    """
+
+    def __init__(
+        self,
+        specs: Mapping[str, Any] | None = None,
+        *,
+        shape: Any = (),
+        device: Any = None,
+        data_cls: type | None = None,
+        step_mdp_static: bool = False,
+    ) -> None:
+        super().__init__(shape, device=device)
+        self.data_cls, self.step_mdp_static = data_cls, step_mdp_static
+        self._specs: dict[str, Spec] = {}
+        for key, spec in (specs or {}).items():
+            self[key] = spec
+
+    def __setitem__(self, key: NestedKey, spec: Any) -> None:
+        name, *path = _path(key)
+        if path:
+            self._specs.setdefault(name, Composite(shape=self.shape, device=self.device))
+            self._specs[name][tuple(path)] = spec  # type: ignore[index]
+        else:
+            self._specs[name] = self._fitted(spec)
+
+    def _fitted(self, spec: Any) -> Spec:
+        """Return a spec to keep; nested TensorDicts have at least the batch size of this one."""
+        if isinstance(spec, Mapping):
+            return Composite(spec, shape=self.shape)
+        if isinstance(spec, Composite) and len(spec.shape) < len(self.shape):
+            spec = spec.clone()
+            spec.shape = self.shape
+        return spec
+
+    def __getitem__(self, key: NestedKey) -> Any:
+        name, *path = _path(key)
+        if name not in self._specs:
+            raise KeyError(f"no spec for {key!r}; there are {sorted(self._specs)}")
+        return self._specs[name][tuple(path)] if path else self._specs[name]  # type: ignore[index]
+
+    def __delitem__(self, key: NestedKey) -> None:
+        *path, name = _path(key)
+        owner = self[tuple(path)] if path else self
+        del owner._specs[name]
+
+    def __contains__(self, key: NestedKey) -> bool:
+        return self.get(key) is not None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._specs)
+
+    def __len__(self) -> int:
+        return len(self._specs)
+
+    def get(self, key: NestedKey, default: Any = None) -> Any:
+        """Return the spec at a key, or the default."""
+        name, *path = _path(key)
+        found = self._specs.get(name)
+        if not path or found is None:
+            return default if found is None else found
+        return found.get(tuple(path), default) if isinstance(found, Composite) else default
+
+    def keys(self, include_nested: bool = False, leaves_only: bool = False) -> list[NestedKey]:
+        """Return the keys, those of nested specs as tuples."""
+        done: list[NestedKey] = []
+        for name, spec in self._specs.items():
+            nested = isinstance(spec, Composite)
+            if not (leaves_only and nested):
+                done.append(name)
+            if nested and include_nested:
+                done += [(name, *_path(key)) for key in spec.keys(True, leaves_only)]
+        return done
+
+    def items(self) -> list[tuple[str, Spec]]:
+        """Return pairs of names and specs."""
+        return list(self._specs.items())
+
+    def update(self, other: Mapping[str, Any] | Composite) -> Composite:
+        """Add the specs of another one, entry by entry; returns this one."""
+        for key, spec in other.items():
+            known = self._specs.get(key)
+            if isinstance(known, Composite) and isinstance(spec, Composite):
+                known.update(spec)
+            else:
+                self[key] = spec
+        return self
+
+    def clone(self) -> Composite:
+        """Return a copy; changing one leaves the other alone."""
+        done = super().clone()
+        assert isinstance(done, Composite)
+        done._specs = {key: spec.clone() for key, spec in self._specs.items()}
+        return done
+
+    def to(self, device: Any) -> Composite:
+        """Return a copy on another device, entries included."""
+        done = self.clone()
+        done.device = None if device is None else torch.device(device)
+        done._specs = {key: spec.to(device) for key, spec in self._specs.items()}
+        return done
+
+    def zero(self, shape: Any = ()) -> Any:
+        """Return a TensorDict, or an instance of `data_cls`, of zeros."""
+        return self._example("zero", shape)
+
+    def rand(self, shape: Any = ()) -> Any:
+        """Return a random TensorDict, or a random instance of `data_cls`."""
+        return self._example("rand", shape)
+
+    def _example(self, how: str, shape: Any) -> Any:
+        values = {key: getattr(spec, how)(shape) for key, spec in self._specs.items()}
+        td = TensorDict(values, batch_size=self._size(shape), device=self.device)
+        return td if self.data_cls is None else self.data_cls.from_tensordict(td)  # type: ignore[attr-defined]
+
+    def explain(self, value: Any) -> str:
+        """Return the first entry that is missing or does not fit."""
+        if self.data_cls is not None and not isinstance(value, self.data_cls):
+            return f"expected {self.data_cls.__name__}, got {type(value).__name__}"
+        if not isinstance(value, TensorDictBase) and not is_tensorclass(value):
+            return f"expected a TensorDict, got {type(value).__name__}"
+        if text := _unequal(self.shape, value.batch_size[: len(self.shape)]):
+            return f"batch size: {text}"
+        for key, spec in self._specs.items():
+            found = value.get(key, None, **({"as_list": True} if is_ragged(value) else {}))
+            found = value.get(key, None) if isinstance(spec, (Composite, NonTensor)) else found
+            if found is None and not isinstance(spec, NonTensor):
+                return f"{key}: missing"
+            if text := spec.explain(found):
+                return f"{key}: {text}"
+        return ""
+
+
+def _path(key: NestedKey) -> tuple[str, ...]:
+    return (key,) if isinstance(key, str) else tuple(key)
+
+
+def _unequal(expected: Any, got: Any) -> str:
+    """Return how two shapes differ; -1 equals any size."""
+    fits = len(expected) == len(got) and all(
+        want in (-1, have) for want, have in zip(expected, got, strict=True)
+    )
+    return "" if fits else f"expected shape {list(expected)}, got {list(got)}"

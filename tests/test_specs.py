@@ -1,0 +1,98 @@
+"""Specs: examples have the promised shapes and types, and what does not fit is named."""
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+
+from policies import ChatHistory, History, LogProbs, Masks, Text, Tokens
+from policies.specs import Composite, NonTensor, Unbounded
+
+CONTAINERS = {Tokens: torch.int64, LogProbs: torch.float32, Masks: torch.bool}
+
+
+@pytest.mark.parametrize("cls", CONTAINERS)
+@pytest.mark.parametrize("how", ["zero", "rand"])
+def test_container_examples_have_the_dtype_of_real_data(cls, how):
+    # fault 42: the original's are float32, whatever the data are
+    example = getattr(cls.default_spec((3,)), how)()
+    assert isinstance(example, cls)
+    assert example.padded is False
+    fields = {k: v for k, v in example.items() if isinstance(v, torch.Tensor)}
+    assert len(fields) == (3 if cls is Masks else 4)
+    assert {v.dtype for v in fields.values()} == {CONTAINERS[cls]}
+    assert {v.shape for v in fields.values()} == {torch.Size([3, 1])}
+
+
+@pytest.mark.parametrize("cls", [*CONTAINERS, ChatHistory, Text])
+def test_only_the_keys_asked_for_are_declared(cls):
+    keys = ["all_attention_mask"] if cls is Masks else ["prompt"]
+    spec = cls.default_spec(keys=keys)
+    assert [k for k in spec if k != "padded"] == keys
+    assert spec.step_mdp_static
+    with pytest.raises(ValueError, match=r"expected keys among .* got \['promtp'\]"):
+        cls.default_spec(keys=["promtp"])
+
+
+def test_examples_of_chats_can_be_read_as_chats():
+    example = ChatHistory.default_spec((2,), keys=["prompt"]).zero()
+    assert isinstance(example.prompt, History)
+    assert example.prompt.chats() == [[{"role": "user", "content": "a string"}]] * 2
+    assert example.full is None
+    assert Text.default_spec((2,)).zero().full == ["a string", "a string"]
+
+
+def test_nested_containers_take_the_batch_size_of_their_owner():
+    spec = Composite({"tokens": Tokens.default_spec((3,))}, shape=(3,))
+    example = spec.zero()
+    assert example["tokens"].batch_size == torch.Size([3])
+    assert spec.is_in(example)
+    assert spec.zero((2,))["tokens", "full"].shape == torch.Size([2, 3, 1])
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"a": torch.zeros(2, 3, dtype=torch.int64)}, "a: expected torch.float32, got torch.int64"),
+        ({"a": torch.zeros(2, 3, 1)}, "a: expected shape [2, -1], got [2, 3, 1]"),
+        ({"b": TensorDict(batch_size=[2])}, "b: c: missing"),
+        ({"b": torch.zeros(2)}, "b: expected a TensorDict, got Tensor"),
+        ({"t": torch.zeros(2)}, "t: expected data that is no tensor, got Tensor"),
+    ],
+)
+def test_what_does_not_fit_is_named(change, text):
+    spec = Composite({"a": Unbounded((2, -1)), "t": NonTensor((2,))}, shape=(2,))
+    spec["b", "c"] = Unbounded((2,), dtype=torch.bool)
+    good = TensorDict(
+        {"a": torch.zeros(2, 5), ("b", "c"): torch.ones(2, dtype=torch.bool), "t": ["x", "y"]},
+        batch_size=[2],
+    )
+    assert spec.explain(good) == ""
+    for key, value in change.items():
+        good.set(key, value)
+    assert spec.explain(good) == text
+
+
+def test_ragged_rows_are_checked_row_by_row():
+    spec = Composite({"a": Unbounded((2, -1))}, shape=(2,))
+    rows = lazy_stack([TensorDict(a=torch.zeros(n)) for n in (1, 4)])
+    assert spec.is_in(rows)
+    rows = lazy_stack([TensorDict(a=torch.zeros(1)), TensorDict(a=torch.zeros(4, 1))])
+    assert spec.explain(rows) == "a: expected shape [-1], got [4, 1]"
+
+
+def test_a_clone_and_a_moved_copy_leave_the_original_alone():
+    spec = Composite({"a": Unbounded((2,)), "b": Composite({"c": Unbounded((2,))})}, shape=(2,))
+    copy = spec.clone()
+    assert copy == spec
+    del copy["b", "c"]
+    copy["d"] = Unbounded((2,))
+    assert "c" in spec["b"]
+    assert "d" not in spec
+    assert copy != spec
+    assert spec.to("meta").zero()["b", "c"].device.type == "meta"
+    assert spec.device is None
+    joined = spec.clone().update(Composite({"b": Composite({"e": Unbounded((2,))})}))
+    assert sorted(joined["b"].keys()) == ["c", "e"]
+    assert joined.get(("b", "x", "y")) is None
+    with pytest.raises(KeyError, match="no spec for 'x'"):
+        joined["x"]
