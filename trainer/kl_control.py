@@ -1,23 +1,45 @@
 """KL control: one object owns the coefficient of the leash.
 
 `update` takes KL values in nats per sequence, unscaled, and returns the coefficient to use next.
+Only `AdaptiveKLController` speaks TorchRL's convention instead: it takes KL rewards, -coeff * KL.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
+MAX_ERROR = 0.2  # the relative error that a controller reacts to at most (Ziegler et al. 2019)
+
 
 class KLControllerBase:
-    """Own the coefficient; subclasses decide how it follows the measured KL."""
+    """Own the coefficient; subclasses decide how it follows the measured KL.
 
-    def __init__(self, coeff: float) -> None:
-        if not coeff >= 0:
-            raise ValueError(f"expected a KL coefficient >= 0, got {coeff}")
-        self.coeff = float(coeff)
+    With `model`, its attribute `kl_coef` is kept equal to the coefficient.
+    """
+
+    takes_rewards = False  # whether `update` takes KL rewards, -coeff * KL, in place of KL values
+
+    def __init__(self, coeff: float, *, model: Any = None) -> None:
+        if not 0 <= coeff < math.inf:
+            raise ValueError(f"expected a finite KL coefficient >= 0, got {coeff}")
+        if model is not None and not hasattr(model, "kl_coef"):
+            raise AttributeError(
+                f"expected a model with an attribute kl_coef, {type(model).__name__} has none"
+            )
+        self.model = model
+        self._set(float(coeff))
+
+    @property
+    def coef(self) -> float:
+        """Return the coefficient under TorchRL's name."""
+        return self.coeff
 
     def update(self, kl_values: Sequence[float]) -> float:
-        """Return the next coefficient, given the KL (nats per sequence) of the last iterations."""
-        raise NotImplementedError
+        """Return the next coefficient, given the KL (nats per sequence) of the last iterations.
+
+        Without values the coefficient stays.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no update: override it")
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs."""
@@ -25,19 +47,96 @@ class KLControllerBase:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up where a checkpoint stopped."""
-        self.coeff = float(state["coeff"])
+        self._set(float(state["coeff"]))
+
+    def _set(self, coeff: float) -> float:
+        self.coeff = coeff
+        if self.model is not None:
+            self.model.kl_coef = coeff
+        return coeff
 
 
 class ConstantKLController(KLControllerBase):
-    """Keep the coefficient.
+    """Keep the coefficient; by default it is the model's.
 
     >>> ConstantKLController(kl_coef=0.1).update([3.0])
     0.1
     """
 
-    def __init__(self, *, kl_coef: float) -> None:
-        super().__init__(kl_coef)
+    def __init__(self, *, kl_coef: float | None = None, model: Any = None) -> None:
+        if kl_coef is None and model is None:
+            raise ValueError("expected kl_coef, or a model that has one; got neither")
+        super().__init__(
+            getattr(model, "kl_coef", 0.0) if kl_coef is None else kl_coef, model=model
+        )
+
+    def update(self, kl_values: Sequence[float] | None = None) -> float:
+        """Return the coefficient unchanged."""
+        return self._set(self.coeff)
+
+
+class TargetKLController(KLControllerBase):
+    """Steer the KL towards `target` (nats per sequence).
+
+    n values with mean KL give coeff *= 1 + clip(KL / target - 1, +-0.2) * n / horizon: Ziegler et
+    al. 2019 (arXiv 1909.08593), section 2.2. Twice the target over 5 of 10 steps:
+
+    >>> round(TargetKLController(0.1, target=6.0, horizon=10).update([12.0] * 5), 6)
+    0.11
+    """
+
+    def __init__(self, coeff: float, *, target: float, horizon: float, model: Any = None) -> None:
+        for name, value in (("coeff", coeff), ("target", target), ("horizon", horizon)):
+            if not 0 < value < math.inf:
+                reason = ": a coefficient of 0 would stay 0" if name == "coeff" else ""
+                raise ValueError(f"expected a finite {name} > 0, got {value}{reason}")
+        super().__init__(coeff, model=model)
+        self.target, self.horizon = float(target), float(horizon)
 
     def update(self, kl_values: Sequence[float]) -> float:
-        """Return the coefficient unchanged."""
-        return self.coeff
+        """Return the next coefficient; without values it stays."""
+        return self._follow(_floats(kl_values))
+
+    def _follow(self, values: list[float]) -> float:
+        if not values:
+            return self.coeff
+        if MAX_ERROR * len(values) >= self.horizon:
+            raise ValueError(
+                f"expected fewer than {self.horizon / MAX_ERROR:g} values for a horizon of "
+                f"{self.horizon:g}, got {len(values)}: the coefficient would not stay positive"
+            )
+        error = sum(values) / len(values) / self.target - 1
+        error = min(max(error, -MAX_ERROR), MAX_ERROR)
+        return self._set(self.coeff * (1 + error * len(values) / self.horizon))
+
+
+class AdaptiveKLController(TargetKLController):
+    """TorchRL's door to `TargetKLController`: `update` takes KL rewards, -coeff * KL.
+
+    `target` is in the unit of the KL behind them.
+
+    >>> control = AdaptiveKLController(init_kl_coef=0.1, target=6.0, horizon=10)
+    >>> round(control.update([-0.1 * 12.0] * 5), 6)
+    0.11
+    """
+
+    takes_rewards = True
+
+    def __init__(
+        self, *, init_kl_coef: float, target: float, horizon: float, model: Any = None
+    ) -> None:
+        super().__init__(init_kl_coef, target=target, horizon=horizon, model=model)
+
+    def update(self, kl_values: Sequence[float]) -> float:
+        """Return the next coefficient, given KL rewards made with this one; none change nothing."""
+        return self._follow([-value / self.coeff for value in _floats(kl_values)])
+
+
+def _floats(values: Sequence[float]) -> list[float]:
+    """Return the values as plain numbers; None or one that is not finite is a ValueError."""
+    if values is None:
+        raise ValueError("expected kl_values, a sequence of numbers, got None")
+    out = [float(value) for value in values]
+    if not all(map(math.isfinite, out)):
+        raise ValueError(f"expected finite KL values, got {out}")
+    return out

@@ -1,0 +1,83 @@
+"""Peak memory of a RolloutFromModel rollout, as a ratio to the size of what it returns.
+
+    python -m benchmarks.rollout_memory [--rows 64] [--tokens 256] [--prompt 64] [--vocabulary 330]
+
+The model is a GPT-2 of two narrow layers with random weights and no EOS, so all rows are full. The
+peak is the resident memory of the process above what it was before (Linux); nothing is asserted.
+With a real vocabulary, 50257, it is logits that would fill the memory: the last line.
+"""
+
+import argparse
+import ctypes
+import time
+from pathlib import Path
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from policies import GPT2RewardModel
+from trainer import PromptData, RolloutFromModel
+
+MIB = 2**20
+
+
+def resident(field: str) -> int:
+    """Return VmRSS (now) or VmHWM (the most since `reset`) in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    line = next(line for line in lines if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def reset() -> int:
+    """Give freed memory back, forget the peak so far; return what is resident now."""
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident("VmRSS")
+
+
+def main() -> None:
+    """Measure `generate` alone, and with `create_rollout_td` after it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, value in (("rows", 64), ("tokens", 256), ("prompt", 64), ("vocabulary", 330)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=args.vocabulary,
+        n_positions=args.prompt + args.tokens,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model, ref = GPT2LMHeadModel(config).eval(), GPT2LMHeadModel(config).eval()
+    roll = RolloutFromModel(model, ref, GPT2RewardModel(model), max_new_tokens=args.tokens)
+    ids = torch.randint(args.vocabulary, (args.rows, args.prompt))
+    batch = PromptData(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids, dtype=torch.bool),
+        prompt_rindex=torch.full((args.rows,), args.prompt - 1),
+        batch_size=[args.rows],
+    )
+    roll.generate(batch[:2])  # what is allocated once
+    before, start = reset(), time.perf_counter()
+    made = roll.generate(batch)
+    drawn = resident("VmHWM") - before
+    td = roll.create_rollout_td(batch, *made)
+    peak, seconds = resident("VmHWM") - before, time.perf_counter() - start
+    leaves = td.values(include_nested=True, leaves_only=True)
+    size = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+    scores = args.rows * args.tokens * args.vocabulary * 4
+    print(f"B={args.rows} N={args.tokens} prompt={args.prompt} vocabulary={args.vocabulary}")
+    print(f"size of the rollout         {size / MIB:6.0f} MiB, made in {seconds:.1f} s")
+    for name, value in (
+        ("peak of generate", drawn),
+        ("peak of both steps", peak),
+        ("scores [B, N, V], not kept", scores),
+    ):
+        print(f"{name:27} {value / MIB:6.0f} MiB {value / size:6.2f} x")
+
+
+if __name__ == "__main__":
+    main()

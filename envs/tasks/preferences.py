@@ -1,0 +1,58 @@
+"""Preferences: prompts with a better and a worse reply, to train a reward model on.
+
+Without a data set of its own it uses the packaged pairs of sorted digits: the right answer against
+the digits as they were, in descending order, with two of them swapped, or with one replaced.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from envs.data import is_text
+from envs.tasks.dataset import DatasetTask
+from envs.tasks.task import Row
+
+SORTED_DIGITS = Path(__file__).parent / "data" / "sorted_digits_preferences.json"
+
+
+class Preferences(DatasetTask):
+    """Rows of a data set with a column "rejected" beside the prompt and the better answer.
+
+    The rest as in `DatasetTask`; `columns` may say that the better answer is called "chosen".
+
+    >>> row = Preferences().preferences()[0]
+    >>> sorted(row["chosen"]) == list(row["chosen"]), row["chosen"] != row["rejected"]
+    (True, True)
+    """
+
+    def __init__(
+        self,
+        dataset: str | None = None,
+        *,
+        eval_dataset: str | None = None,
+        columns: Mapping[str, str | None] | None = None,
+        split: str = "train",
+        eval_split: str | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(
+            dataset or str(SORTED_DIGITS),
+            eval_dataset=eval_dataset,
+            columns=columns,
+            split=split,
+            eval_split=eval_split,
+            seed=seed,
+        )
+
+    def prepare(self, row: Row) -> Row:
+        """Return the row with its "chosen" and "rejected" reply."""
+        rejected = row["columns"].get("rejected")
+        if not is_text(rejected) or rejected == row["answer"]:
+            raise ValueError(
+                f"row {row['index']}, rejected: expected a text other than the answer, got "
+                f"{rejected!r:.80}; correct or remove the row"
+            )
+        return {**row, "chosen": row["answer"], "rejected": rejected}
+
+    def preferences(self) -> Sequence[Row]:
+        """Return the train rows."""
+        return self._rows["train"]

@@ -1,0 +1,177 @@
+"""A reward for each token: a causal language model with a scalar head in place of its own.
+
+Letters: B rows, T tokens. The reward of token t is read off the state that has seen token t; a
+sequence's score is that of its last attended token.
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from policies.models import find_model, load_model
+from policies.padding import positions
+
+WEIGHTS = "reward_model.safetensors"
+
+
+class GPT2RewardModel(nn.Module):
+    """Score token by token with the body of a GPT-2, or of any other causal language model.
+
+    `model_path`: a folder, a hub id or a loaded model, whose body is then shared; None is a GPT-2
+    with random weights. The head, of width 1 without bias, starts at random, except from a folder
+    that `save_pretrained` wrote. `pad_token_id` (default: the model's pad, else its EOS) only
+    counts where there is no attention mask: then the run of it at the end of a row is padding.
+
+    >>> from policies.load import load_policy
+    >>> reward_model = GPT2RewardModel(load_policy("tiny").model)
+    >>> rewards, end_scores = reward_model(torch.tensor([[5, 6, 7]]), torch.ones(1, 3))
+    >>> rewards.shape, end_scores.shape
+    (torch.Size([1, 3]), torch.Size([1, 1]))
+    """
+
+    def __init__(self, model_path: Any = None, pad_token_id: int | None = None) -> None:
+        super().__init__()
+        model = _load(model_path)
+        self.config = model.config
+        self.transformer = model.base_model
+        first = next(self.transformer.parameters())
+        width = self.config.get_text_config().hidden_size
+        self.lm_head = nn.Linear(width, 1, bias=False, device=first.device, dtype=first.dtype)
+        if isinstance(model_path, (str, Path)) and (file := Path(model_path) / WEIGHTS).is_file():
+            from safetensors.torch import load_file
+
+            self.load_state_dict(load_file(file))
+        self.pad_token_id = _pad_id(self.config) if pad_token_id is None else pad_token_id
+        # Called on an instance it knows the pad token, called on the class it is told.
+        self.compute_reward_loss = partial(
+            GPT2RewardModel.compute_reward_loss, pad_token_id=self.pad_token_id
+        )
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return (rewards [B, T], end_scores [B, 1]), float32, of ids padded on any side."""
+        mask = _attended(input_ids, attention_mask, self.pad_token_id)
+        if not mask.any(-1).all():
+            rows = (~mask.any(-1)).nonzero().squeeze(-1).tolist()
+            raise ValueError(f"expected an attended token in every row, rows {rows} have none")
+        hidden = self.transformer(
+            input_ids=input_ids, attention_mask=mask, position_ids=positions(mask), use_cache=False
+        ).last_hidden_state  # [B, T, H]
+        rewards = self.lm_head(hidden).squeeze(-1).float()
+        return rewards, rewards.gather(-1, _ends(mask) - 1)
+
+    @staticmethod
+    def compute_reward_loss(
+        chosen_batch: Any, rejected_batch: Any, pad_token_id: int | None = None
+    ) -> Tensor:
+        """Return the mean over pairs of the mean of -log sigmoid(chosen - rejected) over tokens.
+
+        The tokens are those from the first that differs to the end of the longer sequence; pairs
+        that do not differ are skipped, and without any that does the loss is 0. Both batches hold
+        input_ids and rewards [B, T], right-padded, and attention_mask where there is padding
+        (without one: see `pad_token_id` of the class). Source: Stiennon et al. 2020 (arXiv
+        2009.01325) section 3.4, token by token.
+        """
+        chosen, rejected = (_read(b, pad_token_id) for b in (chosen_batch, rejected_batch))
+        if chosen[0].shape != rejected[0].shape:
+            raise ValueError(
+                f"expected chosen and rejected ids of one shape, got {tuple(chosen[0].shape)} and "
+                f"{tuple(rejected[0].shape)}; pad both to the same length"
+            )
+        inside = diverged(*chosen[:2], *rejected[:2])
+        term = preference_term(chosen[2], rejected[2]) * inside  # [B, T]
+        count = inside.sum(-1)
+        return (term.sum(-1) / count.clamp(min=1)).sum() / (count > 0).sum().clamp(min=1)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write config, body and head into a folder that `model_path` takes."""
+        from safetensors.torch import save_file
+
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        self.config.save_pretrained(folder)
+        weights = {name: value.contiguous() for name, value in self.state_dict().items()}
+        save_file(weights, Path(folder) / WEIGHTS)
+
+
+def preference_term(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """Return -log sigmoid(chosen - rejected), elementwise.
+
+    >>> round(preference_term(torch.tensor(1.0), torch.tensor(1.0)).item(), 4)
+    0.6931
+    """
+    return -F.logsigmoid(chosen - rejected)
+
+
+def diverged(chosen: Tensor, mask: Tensor, rejected: Tensor, other: Tensor) -> Tensor:
+    """Return where a pair of right-padded rows is compared, [B, T] bool.
+
+    From the first place where ids or masks differ to the end of the longer row.
+
+    >>> one, two = torch.tensor([[1, 2, 3, 0]]), torch.tensor([[1, 4, 0, 0]])
+    >>> diverged(one, one > 0, two, two > 0).int().tolist()
+    [[0, 1, 1, 0]]
+    """
+    differ = (mask != other) | (mask & other & (chosen != rejected))
+    return (differ.cumsum(-1) > 0) & (mask | other)
+
+
+def _load(model: Any) -> nn.Module:
+    if isinstance(model, nn.Module):
+        return model
+    if model is None:
+        from transformers import GPT2Config, GPT2Model
+
+        return GPT2Model(GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)).eval()
+    if (Path(model) / WEIGHTS).is_file():
+        from transformers import AutoConfig, AutoModel
+
+        config = AutoConfig.from_pretrained(model, local_files_only=True)
+        return AutoModel.from_config(config).eval()
+    return load_model(find_model(str(model)))
+
+
+def _pad_id(config: Any) -> int | None:
+    """Return the pad id of a config, else its EOS id."""
+    for name in ("pad_token_id", "eos_token_id"):
+        value = getattr(config, name, None)
+        if value is not None:
+            return value[0] if isinstance(value, (list, tuple)) else value
+    return None
+
+
+def _attended(ids: Tensor, mask: Tensor | None, pad_token_id: int | None) -> Tensor:
+    """Return the bool mask; without one, all but the run of pad ids at the end of each row."""
+    if mask is None:
+        if pad_token_id is None:
+            return torch.ones_like(ids, dtype=torch.bool)
+        return (ids != pad_token_id).flip(-1).cumsum(-1).flip(-1) > 0
+    if mask.shape != ids.shape:
+        raise ValueError(
+            f"expected an attention mask of shape {tuple(ids.shape)}, got {tuple(mask.shape)}"
+        )
+    return mask.bool()
+
+
+def _ends(mask: Tensor) -> Tensor:
+    """Return the place after the last attended token, [B, 1]."""
+    order = torch.arange(1, mask.shape[-1] + 1, device=mask.device)
+    return (mask * order).amax(-1, keepdim=True)
+
+
+def _read(batch: Any, pad_token_id: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ids, mask and rewards of a TensorDict or of any object with such attributes."""
+    ids, mask, rewards = (
+        batch.get(name, None) if hasattr(batch, "get") else getattr(batch, name, None)
+        for name in ("input_ids", "attention_mask", "rewards")
+    )
+    if ids is None or rewards is None:
+        raise ValueError("expected a batch with input_ids and rewards; run the reward model on it")
+    mask = _attended(ids, mask, pad_token_id)
+    if (mask[:, 1:] & ~mask[:, :-1]).any():
+        raise ValueError("expected right-padded rows: the tokens of a pair are compared by place")
+    return ids, mask, rewards

@@ -1,0 +1,162 @@
+"""The reward model: a score for each token, the end's where the mask ends, the pairwise loss."""
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from transformers import AutoModel
+
+from policies import GPT2RewardModel
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Return the folder of a tiny GPT-2 and of a tiny Qwen2."""
+    base = tmp_path_factory.mktemp("models")
+    return {kind: make_checkpoint(base / kind, kind) for kind in ("gpt2", "qwen2")}
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "qwen2"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_each_token_gets_the_head_of_its_own_state_however_it_is_padded(folders, kind, side):
+    model = GPT2RewardModel(folders[kind])
+    end, pad = model.config.eos_token_id, 7
+    rows = [[5, end, 9, 11, end], [end, 6, 8], [13]]  # EOS inside, EOS first, EOS last
+    ids, mask = torch.full((3, 6), pad), torch.zeros(3, 6, dtype=torch.int64)
+    for i, row in enumerate(rows):
+        at = slice(len(row)) if side == "right" else slice(6 - len(row), 6)
+        ids[i, at], mask[i, at] = torch.tensor(row), 1
+    rewards, ends = model(ids, mask)
+    assert rewards.shape == (3, 6)
+    assert ends.shape == (3, 1)
+    assert rewards.dtype == ends.dtype == torch.float32
+    plain = AutoModel.from_pretrained(folders[kind]).eval()
+    for i, row in enumerate(rows):
+        hidden = plain(torch.tensor([row])).last_hidden_state[0]
+        alone = (hidden * model.lm_head.weight).sum(-1)
+        torch.testing.assert_close(rewards[i][mask[i].bool()], alone, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(ends[i, 0], alone[-1], atol=1e-5, rtol=1e-5)
+
+
+def test_without_a_mask_the_run_of_pad_ids_at_the_end_is_padding(folders):
+    ids = torch.tensor([[3, 5, 3, 6, 3, 3], [5, 6, 7, 8, 9, 4]])
+    model = GPT2RewardModel(folders["gpt2"], pad_token_id=3)
+    real = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
+    torch.testing.assert_close(model(ids)[1], model(ids, real)[1])
+    assert GPT2RewardModel(folders["gpt2"]).pad_token_id == 0  # the checkpoint's
+    body = AutoModel.from_pretrained(folders["qwen2"])
+    body.config.pad_token_id, body.config.eos_token_id = None, [4, 5]
+    assert GPT2RewardModel(body).pad_token_id == 4  # its first EOS where it has no pad
+
+
+def test_the_default_is_a_gpt2_of_random_weights():
+    model = GPT2RewardModel()
+    assert model.config.model_type == "gpt2"
+    assert model.lm_head.weight.shape == (1, 768)
+    assert model.pad_token_id == 50256
+    one, two = (model(torch.tensor([[1, 2, 3]]))[1] for _ in range(2))
+    assert torch.equal(one, two)  # no dropout
+
+
+def batch(ids: list[list[int]], lengths: list[int], rewards: torch.Tensor) -> TensorDict:
+    mask = torch.arange(len(ids[0])) < torch.tensor(lengths)[:, None]
+    data = {"input_ids": torch.tensor(ids), "attention_mask": mask, "rewards": rewards}
+    return TensorDict(data, batch_size=[len(ids)])
+
+
+CHOSEN = [[1, 2, 3, 4, 0, 0], [1, 2, 0, 0, 0, 0], [5, 6, 7, 0, 0, 0], [1, 2, 3, 0, 0, 0]]
+REJECTED = [[1, 2, 9, 0, 0, 0], [1, 2, 3, 4, 5, 6], [5, 6, 7, 0, 0, 0], [1, 2, 3, 0, 0, 0]]
+LENGTHS = ([4, 2, 3, 4], [3, 6, 3, 3])  # pair 3 differs by an EOS (id 0) that one of them lacks
+COMPARED = [range(2, 4), range(2, 6), range(0), range(3, 4)]  # by hand
+
+
+def pairs() -> tuple[TensorDict, TensorDict, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    c, r = (torch.randn(4, 6, generator=generator, requires_grad=True) for _ in range(2))
+    return batch(CHOSEN, LENGTHS[0], c), batch(REJECTED, LENGTHS[1], r), c, r
+
+
+def test_the_loss_is_that_of_a_slow_loop_and_so_are_its_gradients():
+    chosen, rejected, c, r = pairs()
+    loss = GPT2RewardModel.compute_reward_loss(chosen, rejected)
+    loss.backward()
+    slow = [p.detach().double().requires_grad_() for p in (c, r)]
+    each = []
+    for i, places in enumerate(COMPARED):
+        if len(places):
+            gaps = [slow[0][i, t] - slow[1][i, t] for t in places]
+            each.append(sum(torch.log1p(torch.exp(-gap)) for gap in gaps) / len(gaps))
+    expected = sum(each) / 3
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    for mine, theirs in zip((c, r), slow, strict=True):
+        torch.testing.assert_close(mine.grad.double(), theirs.grad, atol=1e-6, rtol=1e-5)
+        assert (mine.grad != 0).sum() == 7
+
+
+def test_identical_pairs_cost_nothing_and_do_not_break_the_gradient():
+    _, _, c, r = pairs()
+    same = batch(CHOSEN, LENGTHS[0], c), batch(CHOSEN, LENGTHS[0], r)
+    loss = GPT2RewardModel.compute_reward_loss(*same)
+    loss.backward()
+    assert loss.item() == 0
+    assert not c.grad.any()
+
+
+def test_an_instance_knows_the_pad_token_and_the_class_is_told(folders):
+    chosen, rejected, c, r = pairs()
+    chosen, rejected = (b.exclude("attention_mask") for b in (chosen, rejected))
+    by_hand = [range(2, 4), range(2, 6), range(0), range(0)]  # no mask: the ids are all there is
+    gaps = (c - r).detach()
+    each = [torch.log1p(torch.exp(-gaps[i, list(t)])).mean() for i, t in enumerate(by_hand) if t]
+    expected = sum(each).item() / 2
+    told = GPT2RewardModel.compute_reward_loss(chosen, rejected, pad_token_id=0)
+    known = GPT2RewardModel(folders["gpt2"]).compute_reward_loss(chosen, rejected)
+    assert told.item() == pytest.approx(expected, rel=1e-5)
+    assert known.item() == told.item()
+
+
+def test_what_cannot_be_scored_or_compared_is_an_error(folders):
+    model = GPT2RewardModel(folders["gpt2"])
+    with pytest.raises(ValueError, match=r"rows \[1\] have none"):
+        model(torch.ones(2, 3, dtype=torch.int64), torch.tensor([[1, 1, 1], [0, 0, 0]]))
+    with pytest.raises(ValueError, match="attention mask of shape"):
+        model(torch.ones(2, 3, dtype=torch.int64), torch.ones(2, 4))
+    chosen, rejected, *_ = pairs()
+    with pytest.raises(ValueError, match="run the reward model"):
+        model.compute_reward_loss(chosen.exclude("rewards"), rejected)
+    with pytest.raises(ValueError, match="of one shape"):
+        model.compute_reward_loss(chosen, rejected[:3])
+    left = chosen.clone()
+    left["attention_mask"] = left["attention_mask"].flip(-1)
+    with pytest.raises(ValueError, match="right-padded"):
+        model.compute_reward_loss(left, rejected)
+
+
+def test_it_learns_to_prefer_as_a_tensordict_module_and_survives_saving(folders, tmp_path):
+    torch.manual_seed(0)
+    model = GPT2RewardModel(folders["gpt2"])
+    reward = TensorDictModule(
+        model, in_keys=["input_ids", "attention_mask"], out_keys=["rewards", "end_scores"]
+    )
+    ids = torch.randint(20, 300, (16, 8))
+    rising, falling = ids.sort(-1).values, ids.sort(-1, descending=True).values
+    mask = torch.ones(16, 8, dtype=torch.bool)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+
+    def scored(rows: torch.Tensor) -> TensorDict:
+        td = TensorDict({"input_ids": rows, "attention_mask": mask}, batch_size=[len(rows)])
+        return reward(td)
+
+    for _ in range(25):
+        loss = reward.compute_reward_loss(scored(rising), scored(falling))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.3  # log 2 = 0.69 at the start
+    good, bad = (scored(rows)["end_scores"] for rows in (rising, falling))
+    assert (good > bad).all()
+    model.save_pretrained(tmp_path / "reward")
+    again = GPT2RewardModel(tmp_path / "reward")
+    torch.testing.assert_close(again(rising, mask)[1], good)

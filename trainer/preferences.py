@@ -1,0 +1,88 @@
+"""Reward modelling: pairs of replies to one prompt, of which the first is preferred.
+
+A pair is two adjacent rows with one `group_id`, the chosen one first; a group stays in one
+micro-batch. Letters: P pairs, T tokens.
+"""
+
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from envs.chat_env import ChatEnv
+from envs.tasks.task import assistant
+from policies.containers import Masks, Tokens
+from policies.padding import pad, pad_mask
+from policies.reward_model import diverged, preference_term
+from policies.reward_scorer import Rewards
+from policies.transformers_wrapper import TransformersWrapper
+from trainer.objectives import Terms
+from trainer.runtime import Runtime
+from trainer.sources import picks
+
+
+class PreferencePairs:
+    """Render the iteration's pairs, each reply up to the end of its turn.
+
+    `loss_mask` holds the tokens that are compared, on both rows of a pair: from the first that
+    differs to the end of the longer one.
+    """
+
+    def __init__(
+        self, *, task: Any, env: ChatEnv, policy: TransformersWrapper, runtime: Runtime, size: int
+    ) -> None:
+        self.rows = task.preferences()
+        self.env, self.policy, self.runtime, self.size = env, policy, runtime, size
+
+    def __call__(self, iteration: int) -> TensorDict:
+        """Return this rank's pairs of the iteration, [2P, T]."""
+        chosen = picks(iteration, size=len(self.rows), count=self.size, seed=self.runtime.seed)
+        return self.batch([self.rows[i] for i in chosen[self.runtime.mine(self.size)]])
+
+    def batch(self, rows: list[dict[str, Any]]) -> TensorDict:
+        """Return rows with "messages", "chosen" and "rejected" as pairs, [2P, T]."""
+        ids = [self._ids(row, row[name]) for row in rows for name in ("chosen", "rejected")]
+        device = self.policy.device
+        full = pad(ids).to(device)
+        mask = pad_mask([len(row) for row in ids], device=device)
+        compared = diverged(full[0::2], mask[0::2], full[1::2], mask[1::2])  # [P, T]
+        size = len(ids)
+        out = TensorDict(batch_size=[size])
+        out.set("tokens", Tokens(full=full, padded=True, batch_size=[size]))
+        out.set("masks", Masks(all_attention_mask=mask, padded=True, batch_size=[size]))
+        out.set("temperature", torch.ones(size, device=device))
+        out.set("group_id", torch.arange(size, device=device) // 2)
+        return out.set("loss_mask", compared.repeat_interleave(2, 0))
+
+    def _ids(self, row: dict[str, Any], reply: str) -> Tensor:
+        messages = [*self.env.messages(row), assistant(reply)]
+        done = self.policy.renderer.render(messages, require_assistant=True)
+        end = max(place for place, kept in enumerate(done.assistant) if kept)
+        return torch.tensor(done.ids[: end + 1])
+
+
+class PreferenceObjective:
+    """-log sigmoid(chosen - rejected) of each compared token: `compute_reward_loss`, as terms.
+
+    With aggregation=sequence_mean both rows of a pair bring half of its mean over tokens.
+    """
+
+    needs_reference = False
+
+    def __init__(self, *, kl: Any = None) -> None:
+        pass
+
+    def __call__(self, scores: Rewards, batch: TensorDictBase) -> Terms:
+        """Return the terms of a micro-batch."""
+        pair = batch.get("group_id")
+        if len(pair) % 2 or not torch.equal(pair[0::2], pair[1::2]):
+            raise ValueError(
+                "expected whole pairs in a micro-batch, got one cut in two; raise "
+                "trainer.micro_batch_tokens above two rows"
+            )
+        chosen, rejected = scores.rewards[0::2], scores.rewards[1::2]  # [P, T]
+        term = preference_term(chosen, rejected).repeat_interleave(2, 0)
+        gap = (chosen - rejected).detach().repeat_interleave(2, 0)
+        means = {"preference/accuracy": (gap > 0).float(), "preference/margin": gap}
+        return Terms({"preference": term}, means)

@@ -1,0 +1,177 @@
+"""Prompts with their labels as tokens: TL;DR-style data sets for `RolloutFromModel`.
+
+A row of the data has the texts "prompt" and "label"; as tokens it is prompt, label and EOS after
+each other, padded right to `max_length`. Letters: B rows, T = max_length tokens.
+Left out on purpose: memory-mapped copies on disk. The tokens are held in memory.
+"""
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorClass
+from torch import Tensor
+
+from envs.data import Table, is_file, load_table
+
+DEFAULT_DATASET = "CarperAI/openai_summarize_tldr"
+IGNORED = -100  # what transformers' losses leave out
+
+
+class PromptData(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments]
+    """Hold prompts with their labels: ids [B, T] int64, attention_mask [B, T] bool.
+
+    `prompt_rindex` [B] is the place of the prompt's last token. `labels` [B, T] are the ids, -100
+    at padding; `logits` and `loss` are room for what a model makes of them.
+
+    >>> ids = torch.tensor([[5, 6, 7, 0]])
+    >>> data = PromptData(input_ids=ids, attention_mask=ids > 0, prompt_rindex=torch.tensor([1]),
+    ...     batch_size=[1])
+    >>> data.mask_label(pad_token_id=9).input_ids.tolist()
+    [[5, 6, 9, 9]]
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    prompt_rindex: Tensor
+    labels: Tensor | None = None
+    logits: Tensor | None = None
+    loss: Tensor | None = None
+
+    def mask_label(self, pad_token_id: int = 0) -> "PromptData":
+        """Return the prompts alone, whole, with padding in place of their labels."""
+        place = torch.arange(self.input_ids.shape[-1], device=self.input_ids.device)
+        keep = self.attention_mask.bool() & (place <= self.prompt_rindex[:, None])  # [B, T]
+        return PromptData(
+            input_ids=self.input_ids.masked_fill(~keep, pad_token_id),
+            attention_mask=keep,
+            prompt_rindex=self.prompt_rindex,
+            loss=self.loss,
+            batch_size=self.batch_size,
+        )
+
+    @classmethod
+    def from_dataset(
+        cls,
+        split: str = "train",
+        dataset_name: str | None = None,
+        max_length: int = 550,
+        *,
+        from_disk: bool = False,
+        tokenizer: Any = "gpt2",
+    ) -> "PromptData":
+        """Return a data set as tokens.
+
+        `dataset_name`: a .jsonl, .json, .csv or .parquet file, a hub id, or with `from_disk` the
+        folder of a saved `datasets` data set. `split` counts for the latter two: a file is its
+        "train" split. `tokenizer`: a tokenizer, a folder or a hub id. Rows of more than
+        `max_length` tokens are dropped with a warning.
+        """
+        table = _table(dataset_name or DEFAULT_DATASET, split, from_disk)
+        for column in ("prompt", "label"):
+            if column not in table.columns:
+                raise ValueError(
+                    f"{table.name}: expected columns prompt and label, got "
+                    f"{', '.join(table.columns)}; rename them in the data"
+                )
+        tokenizer = _tokenizer(tokenizer)
+        rows = [_row(table, index, tokenizer) for index in range(len(table.rows))]
+        kept = [(ids, size) for ids, size in rows if len(ids) <= max_length]
+        if not kept:
+            raise ValueError(
+                f"{table.name}: expected rows of at most {max_length} tokens, the shortest has "
+                f"{min(len(ids) for ids, _ in rows)}; raise block_size"
+            )
+        if len(kept) < len(rows):
+            warnings.warn(
+                f"{table.name}: dropped {len(rows) - len(kept)} of {len(rows)} rows, longer than "
+                f"{max_length} tokens",
+                stacklevel=2,
+            )
+        return cls._stacked(kept, max_length, tokenizer.pad_token_id)
+
+    @classmethod
+    def _stacked(
+        cls, rows: list[tuple[list[int], int]], width: int, pad_token_id: int | None
+    ) -> "PromptData":
+        ids = torch.full((len(rows), width), pad_token_id or 0)
+        for i, (row, _) in enumerate(rows):
+            ids[i, : len(row)] = torch.tensor(row)
+        mask = torch.arange(width) < torch.tensor([[len(row)] for row, _ in rows])
+        return cls(
+            input_ids=ids,
+            attention_mask=mask,
+            prompt_rindex=torch.tensor([size - 1 for _, size in rows]),
+            labels=ids.masked_fill(~mask, IGNORED),
+            batch_size=[len(rows)],
+        )
+
+
+def get_dataloader(
+    batch_size: int,
+    block_size: int,
+    tensorclass_type: Any,
+    device: torch.device | str,
+    dataset_name: str | None = None,
+    infinite: bool = True,
+    *,
+    split: str = "train",
+    from_disk: bool = False,
+    tokenizer: Any = "gpt2",
+) -> Iterator[Any]:
+    """Return shuffled batches of a data set on `device`; the order is that of torch's seed.
+
+    An infinite loader goes on with another epoch, inside a batch too, so each has `batch_size`
+    rows; a finite one ends with what is left. `tensorclass_type` is `PromptData` or a class with
+    such a `from_dataset`, which is given the other arguments.
+    """
+    if batch_size < 1:
+        raise ValueError(f"expected batch_size >= 1, got {batch_size}")
+    data = tensorclass_type.from_dataset(
+        split=split,
+        dataset_name=dataset_name,
+        max_length=block_size,
+        from_disk=from_disk,
+        tokenizer=tokenizer,
+    )
+    return _batches(data, batch_size, device, infinite)
+
+
+def _batches(data: Any, size: int, device: torch.device | str, infinite: bool) -> Iterator[Any]:
+    order = torch.randperm(len(data))
+    while infinite or len(order):
+        while infinite and len(order) < size:
+            order = torch.cat([order, torch.randperm(len(data))])
+        yield data[order[:size]].to(device)
+        order = order[size:]
+
+
+def _table(dataset: str, split: str, from_disk: bool) -> Table:
+    if from_disk:
+        from datasets import load_from_disk
+
+        rows = load_from_disk(dataset)[split].to_list()
+        return Table(dataset, list(rows[0]) if rows else [], rows)
+    if is_file(dataset) and split != "train":
+        raise ValueError(
+            f"expected split train of a file, got {split!r}; give the file that holds that split"
+        )
+    return load_table(dataset, split=split)
+
+
+def _tokenizer(tokenizer: Any) -> Any:
+    if not isinstance(tokenizer, (str, Path)):
+        return tokenizer
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tokenizer)
+
+
+def _row(table: Table, index: int, tokenizer: Any) -> tuple[list[int], int]:
+    """Return the ids of prompt, label and EOS, and how many are the prompt's."""
+    prompt = tokenizer(table.text(index, "prompt"))["input_ids"]
+    label = tokenizer(table.text(index, "label"), add_special_tokens=False)["input_ids"]
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return [*prompt, *label, *end], len(prompt)

@@ -1,0 +1,284 @@
+"""Rollouts of a causal language model, scored by a reward model: one step a token, as TorchRL's.
+
+Letters: B rows, Ti tokens of a row of the data, N new tokens, L = Ti + N. A row of `generated`
+[B, L] is the prompt where the data has it, the reply right after it, then padding. Which of its
+tokens are real follows from the attention mask, from `prompt_rindex` and from the first end token
+of the reply, never from a token's id in the prompt.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor, nn
+
+from policies.generation_config import follow, temperature, token_ids, until_end
+from policies.padding import pad, pad_mask, unpad
+from policies.sampler import Sampled, Stop, sample
+from policies.scorer import Scorer
+from trainer.kl_control import KLControllerBase
+from trainer.losses import kl_term
+from trainer.prompt_data import PromptData
+
+
+class RolloutFromModel:
+    """Generate replies to prompts and reward them: a score at the end, a KL penalty at each token.
+
+    `model` and `ref_model` are causal language models of transformers; `reward_model` maps
+    input_ids and attention_mask to rewards and end_scores, as a module or a TensorDictModule.
+    `kl_coef` is the coefficient to begin with; it follows `kl_scheduler` after every `num_steps`
+    rollouts and whenever `step_scheduler` is called. `max_new_tokens` is N; scores are clipped to
+    +-`score_clip`. EOS and pad ids are those of the model and of `tokenizer`. All models run in
+    eval mode and without gradients.
+
+    >>> from policies import GPT2RewardModel, load_policy
+    >>> model = load_policy("tiny").model
+    >>> roll = RolloutFromModel(model, model, GPT2RewardModel(model), max_new_tokens=3)
+    >>> ids = torch.tensor([[5, 6, 7, 8]])
+    >>> batch = PromptData(input_ids=ids, attention_mask=ids > 0, prompt_rindex=torch.tensor([2]),
+    ...     batch_size=[1])
+    >>> roll.rollout_from_data(batch)["next", "input_ids"].shape
+    torch.Size([1, 3, 7])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        ref_model: nn.Module,
+        reward_model: nn.Module,
+        kl_coef: float = 0.1,
+        max_new_tokens: int = 50,
+        score_clip: float = 10.0,
+        kl_scheduler: KLControllerBase | None = None,
+        num_steps: int | None = None,
+        *,
+        tokenizer: Any = None,
+    ) -> None:
+        for name, value in (("max_new_tokens", max_new_tokens), ("num_steps", num_steps)):
+            if value is not None and value < 1:
+                raise ValueError(f"expected {name} >= 1, got {value}")
+        self.model, self.ref_model, self.reward_model = model, ref_model, reward_model
+        self.kl_coef, self.max_new_tokens, self.score_clip = kl_coef, max_new_tokens, score_clip
+        self.kl_scheduler, self.num_steps = kl_scheduler, num_steps
+        sources = (getattr(model, "generation_config", None), model.config, tokenizer)
+        ends = [i for source in sources for i in token_ids(source, "eos_token_id")]
+        pads = [i for source in sources for i in token_ids(source, "pad_token_id")]
+        self.eos_token_ids = frozenset(ends)
+        self.pad_token_id = [*pads, *ends, 0][0]  # never attended, so any id will do
+        self._scorers = [Scorer(m, share_prompts=False) for m in (model, ref_model)]
+        self._kl_queue: deque[float] = deque(maxlen=num_steps)
+
+    @torch.no_grad()
+    def rollout_from_data(self, batch: PromptData, generation_config: Any = None) -> TensorDict:
+        """Return `create_rollout_td` of what `generate` makes of the batch."""
+        made = self.generate(batch, generation_config)
+        return self.create_rollout_td(batch, *made, generation_config=generation_config)
+
+    @torch.no_grad()
+    def generate(
+        self, batch: PromptData, generation_config: Any = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (generated [B, L], log_probs [B, N, 1], log_ratio [B, N]), a reply to each prompt.
+
+        Without a GenerationConfig tokens are drawn from the model's whole distribution. With one
+        the model's own `generate` follows it; its max_new_tokens, if any, is N. log_probs are those
+        that the tokens were drawn with; log_ratio is log p(model) - log p(ref_model) at the
+        sampling temperature; both are 0 after the end. Beams, several replies a prompt and ends
+        that no token shows are ValueErrors.
+        """
+        ids, prompt = _prompts(batch)
+        steps = getattr(generation_config, "max_new_tokens", None) or self.max_new_tokens
+        with _evaluating(self.model, self.ref_model):
+            drawn = self._draw(unpad(ids, prompt), steps, generation_config)
+            alive = _width(pad_mask([len(row) for row in drawn.ids], device=ids.device), steps)
+            columns = _columns(batch, steps)
+            blank = self.pad_token_id
+            reply = _width(pad(drawn.ids, blank).to(ids.device), steps, blank)  # [B, N]
+            total = ids.shape[1] + steps
+            generated = _width(ids.masked_fill(~prompt, blank), total, blank)
+            generated = generated.scatter(-1, columns, reply)  # [B, L]
+            keep = _width(torch.zeros_like(prompt), total).scatter(-1, columns, alive)
+            scored = [
+                _at_home(
+                    scorer,
+                    generated,
+                    _width(prompt, total) | keep,
+                    keep,
+                    temperature=temperature(generation_config),
+                ).log_probs.to(ids.device)
+                for scorer in self._scorers
+            ]
+        log_ratio = kl_term(*scored, "k1").gather(-1, columns)
+        log_probs = _width(pad(drawn.log_probs).to(ids.device), steps)
+        return generated, log_probs.unsqueeze(-1), log_ratio
+
+    @torch.no_grad()
+    def create_rollout_td(
+        self,
+        batch: PromptData | TensorDictBase,
+        generated: Tensor,
+        log_probs: Tensor,
+        log_ratio: Tensor,
+        *,
+        generation_config: Any = None,
+    ) -> TensorDict:
+        """Return the rollout [B, N] that an environment would give that samples a token a step.
+
+        Takes what `generate` returns (with its `generation_config`, whose EOS ids count). Keys:
+        action [B, N]; input_ids, attention_mask [B, N, L] before the token and, under "next",
+        after it; sample_log_prob [B, N, 1]; next.{terminated, done, reward, reward_raw, reward_kl}
+        [B, N, 1]. An episode is done at its first EOS or else at its last step; there reward_raw is
+        the clipped end score, less that of the label where the row has one. Afterwards the tokens
+        stay, and all rewards are 0.
+        """
+        _, prompt = _prompts(batch)
+        steps = log_probs.shape[1]
+        action = generated.gather(-1, _columns(batch, steps))
+        alive = until_end(action, self._ends(generation_config))  # [B, N]
+        done = (alive & ~F.pad(alive[:, 1:], (0, 1))).unsqueeze(-1)  # [B, N, 1]
+        rindex = batch.get("prompt_rindex")[:, None]
+        place = torch.arange(generated.shape[1], device=generated.device)
+        last = rindex + F.pad(alive.cumsum(-1), (1, 0))  # [B, N + 1] last column at each step
+        real = _width(prompt, len(place)) | (place > rindex)  # [B, L]
+        seen = (place <= last[:, :, None]) & real[:, None]  # [B, N + 1, L]
+        score = self._scores(generated, seen[:, -1]) - self._label_scores(batch)  # [B]
+        score = score.clamp(-self.score_clip, self.score_clip)
+        reward_raw = torch.where(done, score[:, None, None], 0.0)
+        reward_kl = -self.kl_coef * log_ratio.unsqueeze(-1)
+        before, after = (
+            torch.where(part, generated[:, None], self.pad_token_id)
+            for part in (seen[:, :-1], seen[:, 1:])
+        )
+        td = {
+            "action": action,
+            "input_ids": before,
+            "attention_mask": seen[:, :-1].clone(),
+            "sample_log_prob": log_probs,
+            "next": {
+                "input_ids": after,
+                "attention_mask": seen[:, 1:].clone(),
+                "done": done,
+                "terminated": done.clone(),
+                "reward": reward_raw + reward_kl,
+                "reward_raw": reward_raw,
+                "reward_kl": reward_kl,
+            },
+        }
+        self._measure(log_ratio)
+        rollout = TensorDict(td, batch_size=action.shape, device=generated.device)
+        return rollout.refine_names(..., "time")
+
+    def step_scheduler(self) -> None:
+        """Let the coefficient follow the scheduler; without one nothing happens."""
+        if self.kl_scheduler is not None:
+            self.kl_coef = float(self.kl_scheduler.update(list(self._kl_queue)))
+            self._kl_queue.clear()
+
+    @staticmethod
+    def logprobs_of_labels(logits: Tensor, labels: Tensor) -> Tensor:
+        """Return log p(label) [*] under logits [*, V]; no shift.
+
+        >>> RolloutFromModel.logprobs_of_labels(torch.zeros(1, 4), torch.tensor([2])).exp().item()
+        0.25
+        """
+        return logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+
+    def _draw(self, prompts: list[Tensor], steps: int, config: Any) -> Sampled:
+        """Return a reply to each prompt, by leash's own sampler on torch's seed or as asked."""
+        prompts = [row.to(_home(self.model, row)) for row in prompts]
+        ends = self._ends(config)
+        if config is None:
+            streams = torch.randint(2**62, (len(prompts),))
+            stop = Stop(ends)
+            return sample(self.model, prompts, streams=streams, stop=stop, max_new_tokens=steps)
+        limits = {"max_new_tokens": steps, "ends": ends, "pad_token_id": self.pad_token_id}
+        return follow(self.model, prompts, config, **limits)
+
+    def _ends(self, config: Any) -> frozenset[int]:
+        return frozenset(token_ids(config, "eos_token_id")) or self.eos_token_ids
+
+    def _scores(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """Return the end scores [B] of sequences [B, L]."""
+        model = self.reward_model
+        with _evaluating(model):
+            if isinstance(model, TensorDictModuleBase):
+                home = _home(model, ids)
+                td = {"input_ids": ids.to(home), "attention_mask": mask.to(home)}
+                score = model(TensorDict(td, batch_size=ids.shape[:1]))["end_scores"]
+            else:
+                _, score = _at_home(model, input_ids=ids, attention_mask=mask)
+        return score.reshape(len(ids)).float().to(ids.device)
+
+    def _label_scores(self, batch: PromptData | TensorDictBase) -> Tensor | float:
+        """Return the end score of each row of the data, 0 where nothing follows the prompt, [B]."""
+        ids, mask = batch.get("input_ids"), batch.get("attention_mask").bool()
+        place = torch.arange(ids.shape[1], device=ids.device)
+        labelled = (mask & (place > batch.get("prompt_rindex")[:, None])).any(-1)
+        return torch.where(labelled, self._scores(ids, mask), 0.0) if labelled.any() else 0.0
+
+    def _measure(self, log_ratio: Tensor) -> None:
+        """Note the KL of a rollout for the scheduler, and step it when `num_steps` are there."""
+        scheduler = self.kl_scheduler
+        if scheduler is None:
+            return
+        if getattr(scheduler, "takes_rewards", False):  # a mean over steps, as TorchRL's
+            value = -scheduler.coeff * log_ratio.mean()
+        else:
+            value = log_ratio.sum(-1).mean()  # nats per sequence
+        self._kl_queue.append(float(value))
+        if len(self._kl_queue) == self.num_steps:
+            self.step_scheduler()
+
+
+def _prompts(batch: PromptData | TensorDictBase) -> tuple[Tensor, Tensor]:
+    """Return the ids [B, Ti] of a batch and which of them are the prompt's."""
+    ids, mask, rindex = (batch.get(k) for k in ("input_ids", "attention_mask", "prompt_rindex"))
+    place = torch.arange(ids.shape[1], device=ids.device)
+    prompt = mask.bool() & (place <= rindex[:, None])
+    if not (prompt & (place == rindex[:, None])).any(-1).all():
+        raise ValueError(
+            f"expected prompt_rindex at an attended token of each row of {ids.shape[1]}, got "
+            f"{rindex.tolist()}"
+        )
+    return ids, prompt
+
+
+def _columns(batch: PromptData | TensorDictBase, steps: int) -> Tensor:
+    """Return where the tokens of the reply stand in `generated`, [B, N]."""
+    rindex = batch.get("prompt_rindex")
+    return rindex[:, None] + 1 + torch.arange(steps, device=rindex.device)
+
+
+def _width(values: Tensor, width: int, value: float | bool = 0) -> Tensor:
+    """Return values [B, t] filled up to [B, width]."""
+    return F.pad(values, (0, width - values.shape[1]), value=value)
+
+
+def _home(module: nn.Module, otherwise: Tensor) -> torch.device:
+    return next(module.parameters(), otherwise).device
+
+
+def _at_home(module: nn.Module, *args: Tensor, **kwargs: Any) -> Any:
+    """Call a module with the tensors on its device."""
+    values = [*args, *(v for v in kwargs.values() if isinstance(v, Tensor))]
+    home = _home(module, values[0])
+    kwargs = {k: v.to(home) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
+    return module(*(a.to(home) for a in args), **kwargs)
+
+
+@contextmanager
+def _evaluating(*modules: nn.Module) -> Iterator[None]:
+    """Run modules in eval mode for a while; each part goes back to its own mode."""
+    before = {part: part.training for module in modules for part in module.modules()}
+    try:
+        for part in before:
+            part.training = False
+        yield
+    finally:
+        for part, mode in before.items():
+            part.training = mode
