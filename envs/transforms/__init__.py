@@ -9,6 +9,10 @@ from typing import Any
 _HOME = {
     "Compose": "transform",
     "KLComputation": "kl",
+    "KLRewardTransform": "kl_reward",
+    "RayKLRewardTransform": "ray_kl",
+    "RayRetrieveKL": "ray_kl",
+    "RayTransform": "ray",
     "RetrieveKL": "kl",
     "RetrieveLogProb": "log_probs",
     "Transform": "transform",

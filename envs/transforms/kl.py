@@ -3,7 +3,6 @@
 kl_penalty = gen - ref (k1, nats, never multiplied by the coefficient), 0 at tokens that are not
 kept. Values are dense [B, T] or ragged (one [t] per row); what comes in ragged goes out ragged.
 Transforms write their own keys into the td they are given, and touch no other.
-Left out on purpose: KLRewardTransform, Ray, specs.
 """
 
 from __future__ import annotations
@@ -20,10 +19,13 @@ from envs.transforms.log_probs import (
     ATTENTION,
     RESPONSE,
     RetrieveLogProb,
+    add_per_token,
     check_model,
     check_side,
     keep_only,
+    one_of,
 )
+from envs.transforms.ray_kl import OnRay, RayRetrieveKL
 from envs.transforms.transform import (
     Compose,
     NestedKey,
@@ -35,6 +37,7 @@ from envs.transforms.transform import (
     write,
 )
 from policies.padding import pad
+from policies.specs import Composite, Unbounded
 
 if TYPE_CHECKING:
     from policies.wrapper import LLMWrapperBase
@@ -103,6 +106,16 @@ class KLComputation(Transform):
     def _reset(self, tensordict: TensorDictBase | None, td_reset: TensorDictBase) -> TensorDictBase:
         return td_reset
 
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Add the KL, one float per token."""
+        return add_per_token(observation_spec, self.kl_key)
+
+    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
+        """Make the reward, where there is one, one per token: [..., T, 1]."""
+        if self.add_to_reward and "reward" in reward_spec:
+            reward_spec["reward"] = Unbounded((*reward_spec.shape, -1, 1), device=reward_spec.device)
+        return reward_spec
+
     def _mask(self, *tds: TensorDictBase) -> Values | None:
         found = (find(key, *tds) for key in (RESPONSE, ASSISTANT, ATTENTION))
         return next((mask for mask in found if mask is not None), None)
@@ -127,7 +140,7 @@ class KLComputation(Transform):
         return reward - self.coeff * kl.unsqueeze(-1)
 
 
-class RetrieveKL(Compose):
+class RetrieveKL(OnRay, Compose):
     """Score the reference, and the generator where needed, and write their KL of each token.
 
     The generator is scored when `gen_model` (or its factory) is given. With "from_collector" the
@@ -137,7 +150,10 @@ class RetrieveKL(Compose):
     both generate=False, equal pad_output, different log_probs_key. Exactly one of ref_model and
     ref_model_factory must be given. Other arguments are those of `RetrieveLogProb` and
     `KLComputation`; `history_key` is where the collector's policy finds the history.
+    `use_ray_service=True`, with `actor_name`, `num_cpus` and `num_gpus`, gives a `RayRetrieveKL`.
     """
+
+    _on_ray = RayRetrieveKL
 
     def __init__(
         self,
@@ -158,12 +174,16 @@ class RetrieveKL(Compose):
         kl_key: NestedKey = "kl_penalty",
         add_to_reward: bool = True,
         coeff: float = 1.0,
+        use_ray_service: bool = False,
+        actor_name: str | None = None,
+        num_cpus: float | None = None,
+        num_gpus: float | None = None,
         **kwargs: Any,
     ) -> None:
         if gen_model == "from_collector" and gen_model_factory is not None:
             gen_model = None
-        gen = _one("gen", gen_model, gen_model_factory)
-        ref = _one("ref", ref_model, ref_model_factory)
+        gen = one_of("gen", gen_model, gen_model_factory)
+        ref = one_of("ref", ref_model, ref_model_factory)
         keys = (gen_log_probs_full_key, ref_log_probs_full_key)
         for key in keys:
             if not isinstance(key, tuple) or len(key) < 2 or key[-1] != "full":
@@ -201,6 +221,22 @@ class RetrieveKL(Compose):
         return self[0].model
 
     def _step(self, tensordict: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
+        return super()._step(tensordict, self.with_generation(tensordict, next_td))
+
+    def _through(self, hook: str, spec: Composite) -> Composite:
+        if not self.always_score:
+            self._collector_policy()  # an env whose specs are asked for is about to be used
+        return super()._through(hook, spec)
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Add the KL and the log-probs of both models, one float per token each."""
+        spec = self._through("transform_observation_spec", observation_spec)
+        return add_per_token(spec, self.gen_log_probs_full_key)
+
+    def with_generation(
+        self, tensordict: TensorDictBase, next_td: TensorDictBase
+    ) -> TensorDictBase:
+        """Return next_td with generation log-probs: those there are, else scored ones."""
         key = self.gen_log_probs_full_key
         found = None if self.always_score else find(key, next_td, tensordict)
         if found is None:
@@ -209,7 +245,7 @@ class RetrieveKL(Compose):
             next_td = self.generator._step(tensordict, next_td)
         elif read(next_td, key) is None:
             write(next_td, key, found)
-        return super()._step(tensordict, next_td)
+        return next_td
 
     def _generator(self, model: Any) -> RetrieveLogProb:
         check_model(model, "generation model", "RetrieveKL")
@@ -229,15 +265,10 @@ class RetrieveKL(Compose):
 
     def _from_collector(self) -> Any:
         """Return a scoring version of the policy of the collector that runs the environment."""
-        remedy = "register one, pass gen_model, or give generation log-probs at "
-        remedy += str(self.gen_log_probs_full_key)
-        if self.container is None:
-            raise ValueError(f"The container is not set: mount this on a TransformedEnv; {remedy}")
-        if self.collector is None:
-            raise ValueError(f"The collector is not set; {remedy}")
+        policy = self._collector_policy()
         path = self.gen_log_probs_full_key[:-1]
         mode = self.ref_model.input_mode
-        return self.collector.policy.get_new_version(
+        return policy.get_new_version(
             generate=False,
             return_log_probs=True,
             log_probs_key=path[0] if len(path) == 1 else path,
@@ -246,16 +277,15 @@ class RetrieveKL(Compose):
             pad_output=self.ref_model.pad_output,
         )
 
-
-def _one(name: str, model: Any, factory: Callable[[], Any] | None) -> Any:
-    """Return the model or what the factory makes; both or neither is a ValueError."""
-    if model is not None and factory is not None:
-        raise ValueError(
-            f"Cannot provide both '{name}_model' and '{name}_model_factory'. Choose one."
-        )
-    if model is None and factory is None:
-        raise ValueError(f"Must provide exactly one of '{name}_model' or '{name}_model_factory'.")
-    return model if factory is None else factory()
+    def _collector_policy(self) -> Any:
+        """Return the policy of the collector that runs the environment, or say who is missing."""
+        remedy = "register one, pass gen_model, or give generation log-probs at "
+        remedy += str(self.gen_log_probs_full_key)
+        if self.container is None:
+            raise ValueError(f"The container is not set: mount this on a TransformedEnv; {remedy}")
+        if self.collector is None:
+            raise ValueError(f"The collector is not set; {remedy}")
+        return self.collector.policy
 
 
 def _check_shapes(gen: Values, ref: Values) -> None:

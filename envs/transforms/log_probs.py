@@ -1,12 +1,12 @@
 """Score a td inside an environment, with the reference or any other model.
 
 Values are dense [B, T] or ragged (one [t] per row); what comes in ragged goes out ragged.
-Left out on purpose: specs.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from envs.transforms.transform import NestedKey, Transform, Values, each, home, read, write
 from policies.padding import pad
+from policies.specs import Composite, Unbounded
 
 if TYPE_CHECKING:
     from policies.wrapper import LLMWrapperBase
@@ -87,6 +88,10 @@ class RetrieveLogProb(Transform):
     def _reset(self, tensordict: TensorDictBase | None, td_reset: TensorDictBase) -> TensorDictBase:
         return td_reset  # nothing has been said yet
 
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Add the key that is written."""
+        return add_per_token(observation_spec, self.log_probs_full_key)
+
     def _mask(self, td: TensorDictBase, scored: TensorDictBase) -> Values:
         mask = read(td, RESPONSE)
         if mask is None:
@@ -107,6 +112,12 @@ class RetrieveLogProb(Transform):
         return each(Tensor.bool, read(out, "assistant_masks"))
 
 
+def add_per_token(spec: Composite, key: NestedKey) -> Composite:
+    """Add one float per token at a key, [B, T]; returns the spec."""
+    spec[key] = Unbounded((*spec.shape, -1), device=spec.device)
+    return spec
+
+
 def check_model(model: Any, what: str, user: str) -> None:
     """Raise unless the model scores."""
     if not getattr(model, "return_log_probs", True):
@@ -116,6 +127,22 @@ def check_model(model: Any, what: str, user: str) -> None:
             f"The {what} must have `generate=False` to use `{user}`: "
             "pass model.get_new_version(generate=False)"
         )
+
+
+def one_of(name: str, model: Any, factory: Callable[[], Any] | None) -> Any:
+    """Return the model or what the factory makes; both or neither is a ValueError."""
+    check_one(name, model, factory)
+    return model if factory is None else factory()
+
+
+def check_one(name: str, model: Any, factory: Callable[[], Any] | None) -> None:
+    """Raise unless exactly one of the two is given."""
+    if model is not None and factory is not None:
+        raise ValueError(
+            f"Cannot provide both '{name}_model' and '{name}_model_factory'. Choose one."
+        )
+    if model is None and factory is None:
+        raise ValueError(f"Must provide exactly one of '{name}_model' or '{name}_model_factory'.")
 
 
 def keep_only(values: Tensor, mask: Tensor | None) -> Tensor:

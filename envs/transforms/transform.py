@@ -4,13 +4,14 @@
 for a first state; `_call` is for transforms that need one td only. Called on a plain td, a
 transform writes under "next", or into the td itself when it has no "next". `read`, `each` and
 `write` treat dense values [B, ...] and ragged ones (one tensor per row) alike.
-Left out on purpose: specs.
+`transform_*_spec` tell what a transform adds to, or changes in, what the environment declares.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
+from functools import partialmethod
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_s
 from torch import Tensor, nn
 
 from envs.env import EnvBase, TransformedEnv
+from policies.specs import Composite
 
 NestedKey = str | tuple[str, ...]
 Values = Tensor | list[Tensor]  # dense [B, ...], or one tensor per row
@@ -30,6 +32,7 @@ class Transform(nn.Module):
     """
 
     _container: TransformedEnv | Compose | None
+    stays_last = False  # True: what is appended later goes before it
 
     def __init__(
         self, in_keys: Sequence[NestedKey] = (), out_keys: Sequence[NestedKey] | None = None
@@ -80,6 +83,44 @@ class Transform(nn.Module):
         raise NotImplementedError(
             f"{type(self).__name__} needs _apply_transform(value), _call(td) or _step(td, next_td)"
         )
+
+    # Specs: each hook may change the spec that it is given, and returns it.
+
+    def transform_output_spec(self, output_spec: Composite) -> Composite:
+        """Return the specs of what comes out, one hook for each of the three."""
+        for name, hook in (
+            ("full_observation_spec", self.transform_observation_spec),
+            ("full_reward_spec", self.transform_reward_spec),
+            ("full_done_spec", self.transform_done_spec),
+        ):
+            output_spec[name] = hook(output_spec[name])
+        return output_spec
+
+    def transform_input_spec(self, input_spec: Composite) -> Composite:
+        """Return the specs of what is read, one hook for each of the two."""
+        input_spec["full_action_spec"] = self.transform_action_spec(input_spec["full_action_spec"])
+        input_spec["full_state_spec"] = self.transform_state_spec(input_spec["full_state_spec"])
+        return input_spec
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Return the spec of the observations behind this transform."""
+        return observation_spec
+
+    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
+        """Return the spec of the rewards behind this transform."""
+        return reward_spec
+
+    def transform_done_spec(self, done_spec: Composite) -> Composite:
+        """Return the spec of the done flags behind this transform."""
+        return done_spec
+
+    def transform_action_spec(self, action_spec: Composite) -> Composite:
+        """Return the spec of the actions before this transform's inverse."""
+        return action_spec
+
+    def transform_state_spec(self, state_spec: Composite) -> Composite:
+        """Return the spec of what a reset reads."""
+        return state_spec
 
     # Where it is mounted.
 
@@ -132,9 +173,10 @@ class Compose(Transform):
             self.append(transform)
 
     def append(self, transform: Transform) -> None:
-        """Add a transform at the end."""
+        """Add a transform at the end, before one that stays last."""
         transform.set_container(self)
-        self.transforms.append(transform)
+        last = len(self) > 0 and self[-1].stays_last
+        self.transforms.insert(len(self) - last, transform)
 
     def _step(self, tensordict: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
         for transform in self:
@@ -155,6 +197,20 @@ class Compose(Transform):
         for transform in reversed(list(self)):
             tensordict = transform._inv_call(tensordict)
         return tensordict
+
+    def _through(self, hook: str, spec: Composite) -> Composite:
+        """Return what the spec hooks of all transforms make of a spec."""
+        for transform in self:
+            spec = getattr(transform, hook)(spec)
+        return spec
+
+    transform_output_spec = partialmethod(_through, "transform_output_spec")
+    transform_input_spec = partialmethod(_through, "transform_input_spec")
+    transform_observation_spec = partialmethod(_through, "transform_observation_spec")
+    transform_reward_spec = partialmethod(_through, "transform_reward_spec")
+    transform_done_spec = partialmethod(_through, "transform_done_spec")
+    transform_action_spec = partialmethod(_through, "transform_action_spec")
+    transform_state_spec = partialmethod(_through, "transform_state_spec")
 
     def __len__(self) -> int:
         return len(self.transforms)

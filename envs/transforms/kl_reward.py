@@ -1,0 +1,225 @@
+"""TorchRL's older KL reward, for code that still uses it: `RetrieveKL` does more and says more.
+
+The scoring is `RetrieveLogProb`'s and the KL `KLComputation`'s; here are the older names, the
+older masks and the older shapes: kl_penalty and ref_log_prob are [B, T, 1], as the reward is.
+Left out on purpose: histories and texts as input; the reference reads token ids.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from envs.transforms.kl import KLComputation
+from envs.transforms.log_probs import (
+    ASSISTANT,
+    ATTENTION,
+    RESPONSE,
+    TEMPLATE_KWARGS,
+    RetrieveLogProb,
+    one_of,
+)
+from envs.transforms.ray_kl import OnRay, RayKLRewardTransform
+from envs.transforms.transform import NestedKey, Transform, Values, each, read, write
+from policies.specs import Composite, Unbounded
+
+if TYPE_CHECKING:
+    from policies.wrapper import LLMWrapperBase
+
+PROMPT = ("tokens", "prompt")
+HISTORY = ("history", "full")
+REF = ("ref_log_probs", "full")  # of the working td
+
+
+class KLRewardTransform(OnRay, Transform):
+    """Charge coef * (generation log-prob - reference log-prob) of each token to the reward.
+
+    Deprecated: use `RetrieveKL`, or `RetrieveLogProb` and `KLComputation`.
+
+    The generation log-probs are read at `log_prob_key`; the reference scores the token ids, so it
+    needs input_mode "tokens". `out_keys` are the reward, [B, T, 1], the KL, [B, T, 1], and the
+    reference log-probs, [B, T, 1] (`reward`, `kl_penalty`, `ref_log_prob`); the last two may be
+    left out of the list. Ragged rows are [t, 1] each. One reward per row goes to its last kept
+    token; a missing reward is skipped; without `add_to_reward` the reward stays as it is.
+
+    Kept are the tokens of `masks.all_response_mask` where there is one; else, with
+    `assistant_only`, those of `masks.all_assistant_mask`, or those after `tokens.prompt`, or those
+    that `tokenizer` (default: the reference's) marks in `history.full`; else all real tokens.
+    `detach` cuts the graph, `device` is where the reference is (`to` moves it), `padding_side` says
+    where a dense reward is padded when the log-probs are ragged. `coef` is a buffer and the whole
+    state_dict. At reset a reward key of its own reads 0, [B, 1].
+    `use_ray_service=True`, with `actor_name`, `num_cpus` and `num_gpus`, gives a
+    `RayKLRewardTransform`. No token ids: RuntimeError. No log-probs, no mask: ValueError.
+    """
+
+    _on_ray = RayKLRewardTransform
+    coef: Tensor
+    reference: RetrieveLogProb
+
+    def __init__(
+        self,
+        ref_model: LLMWrapperBase | None = None,
+        *more: Any,
+        ref_model_factory: Callable[[], LLMWrapperBase] | None = None,
+        coef: float | Tensor = 1.0,
+        in_keys: Sequence[NestedKey] | None = None,
+        out_keys: Sequence[NestedKey] | None = None,
+        log_prob_key: NestedKey = ("log_probs", "full"),
+        device: torch.device | str | None = None,
+        add_to_reward: bool = True,
+        tokenizer: Any = None,
+        assistant_only: bool = True,
+        detach: bool = True,
+        padding_side: str = "left",
+        use_ray_service: bool = False,
+        actor_name: str | None = None,
+        num_cpus: float | None = None,
+        num_gpus: float | None = None,
+    ) -> None:
+        check_call(more)
+        warnings.warn(
+            "KLRewardTransform is deprecated; use RetrieveKL", DeprecationWarning, stacklevel=2
+        )
+        model = one_of("ref", ref_model, ref_model_factory)
+        if model.input_mode != "tokens":
+            raise ValueError(
+                f"The ref_model must have `input_mode='tokens'`, got {model.input_mode!r}: "
+                "pass ref_model.get_new_version(input_mode='tokens'), or use RetrieveKL"
+            )
+        reference = RetrieveLogProb(
+            model,
+            log_probs_full_key=REF,
+            assistant_only=False,
+            detach=detach,
+            device=device,
+            padding_side=padding_side,
+        )
+        keys = _out_keys(in_keys := list(in_keys or ["reward"]), out_keys)
+        super().__init__([*in_keys, *reference.in_keys], keys)
+        self.__dict__["reference"] = reference  # past nn.Module: its weights are no state of ours
+        self.kl = KLComputation(
+            log_prob_key, REF, add_to_reward=add_to_reward, padding_side=padding_side
+        )
+        self.register_buffer("coef", torch.as_tensor(coef))
+        self.assistant_only, self.add_to_reward, self.detach = assistant_only, add_to_reward, detach
+        self.log_prob_full_key, self._tokenizer = log_prob_key, tokenizer
+
+    @property
+    def ref_model(self) -> Any:
+        """Return the reference model."""
+        return self.reference.model
+
+    @property
+    def tokenizer(self) -> Any:
+        """Return the tokenizer that was given, else the reference's."""
+        return self.ref_model.tokenizer if self._tokenizer is None else self._tokenizer
+
+    @property
+    def action_key(self) -> NestedKey:
+        """Return where the token ids are read."""
+        return self.reference.in_keys[0]
+
+    def _step(self, tensordict: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
+        if read(tensordict, self.action_key) is None:
+            if self.missing_tolerance:
+                return next_td
+            raise RuntimeError(
+                f"expected token ids at {self.action_key}, got keys "
+                f"{sorted(map(str, tensordict.keys()))}"
+            )
+        reward = read(next_td, self.in_keys[0]) if self.add_to_reward else None
+        td, work = tensordict.copy(), next_td.copy().exclude("reward")
+        mask = self._mask(td)
+        if mask is not None:
+            write(td, RESPONSE, mask)  # the one mask that both parts honour
+        if reward is not None:
+            write(work, "reward", reward)
+        self.kl.coeff = self.coef
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detach):
+            work = self.kl._step(td, self.reference._step(td, work))
+        if reward is not None:
+            write(next_td, self.out_keys[0], read(work, "reward"))
+        for out_key, key in zip(self.out_keys[1:], ("kl_penalty", REF), strict=True):
+            write(next_td, out_key, each(lambda v: v.unsqueeze(-1), read(work, key)))
+        return next_td
+
+    def _reset(self, tensordict: TensorDictBase | None, td_reset: TensorDictBase) -> TensorDictBase:
+        if self.add_to_reward and self.out_keys[0] != self.in_keys[0]:
+            zero = torch.zeros(*td_reset.batch_size, 1, device=td_reset.device)
+            td_reset.set(self.out_keys[0], zero)
+        return td_reset
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Add the KL and the reference log-probs, [..., T, 1]."""
+        for key in self.out_keys[1:]:
+            observation_spec[key] = _per_token(observation_spec)
+        return observation_spec
+
+    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
+        """Declare the charged reward, [..., T, 1], where there is one to charge."""
+        if self.add_to_reward and self.in_keys[0] in reward_spec:
+            reward_spec[self.out_keys[0]] = _per_token(reward_spec)
+        return reward_spec
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KLRewardTransform:
+        self.reference._apply(fn, recurse)
+        return super()._apply(fn, recurse)
+
+    def _mask(self, td: TensorDictBase) -> Values | None:
+        """Return the mask of the kept tokens; None keeps all real ones."""
+        mask = read(td, RESPONSE)
+        if mask is None and self.assistant_only:
+            mask = read(td, ASSISTANT)
+            attention, prompt = read(td, ATTENTION), read(td, PROMPT)
+            if mask is None and attention is not None and prompt is not None:
+                mask = _after(prompt, attention)
+            if mask is None and td.get(HISTORY, None) is not None:
+                out = td.get(HISTORY).apply_chat_template(
+                    tokenizer=self.tokenizer, **TEMPLATE_KWARGS
+                )
+                mask = each(Tensor.bool, read(out, "assistant_masks"))
+            if mask is None:
+                raise ValueError(
+                    f"found neither {RESPONSE} nor {ASSISTANT}, nor {PROMPT} with {ATTENTION}, nor "
+                    f"{HISTORY}: give one of them or set assistant_only=False"
+                )
+        return mask
+
+
+def _per_token(spec: Composite) -> Unbounded:
+    return Unbounded((*spec.shape, -1, 1), device=spec.device)
+
+
+def check_call(more: tuple[Any, ...]) -> None:
+    """Raise a TypeError for more than one positional argument."""
+    if more:
+        raise TypeError(
+            f"KLRewardTransform takes one model, ref_model, got {1 + len(more)}: it reads the "
+            "generation log-probs from the td; RetrieveKL(gen_model, ref_model) scores both"
+        )
+
+
+def _out_keys(in_keys: list[NestedKey], out_keys: Sequence[NestedKey] | None) -> list[NestedKey]:
+    """Return the three output keys; another number of keys is a ValueError."""
+    keys = list(in_keys if out_keys is None else out_keys)
+    if len(keys) == 1:
+        keys += ["kl_penalty", "ref_log_prob"]
+    if len(in_keys) != 1 or len(keys) != 3:
+        raise ValueError(
+            "expected one in_key (the reward) and one out_key, or three (reward, KL, reference "
+            f"log-probs), got in_keys={in_keys}, out_keys={keys}"
+        )
+    return keys
+
+
+def _after(prompt: Values, attention: Values) -> Values:
+    """Return the attended tokens after the prompt; a padded prompt fills its width of columns."""
+    if isinstance(prompt, Tensor) and isinstance(attention, Tensor):
+        columns = torch.arange(attention.shape[-1], device=attention.device)
+        return attention.bool() & (columns >= prompt.shape[-1])
+    return each(lambda a, p: a.bool() & (a.cumsum(-1) > p.shape[-1]), attention, prompt)

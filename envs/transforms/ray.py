@@ -1,0 +1,238 @@
+"""One transform in a Ray actor, shared by many environments: its models are in memory once.
+
+Tensordicts go to the actor as they are, on the CPU and without a graph, and a new one comes back
+on the device of the input. Ray (`pip install 'leash[ray]'`) is imported here only.
+Left out on purpose: gradients, and changing the shared transform after it was made.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import warnings
+from collections.abc import Callable
+from functools import partial, partialmethod
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+
+from envs.transforms.transform import Compose, Transform, home
+from policies.specs import Composite
+
+NAMESPACE = "leash"  # Ray looks for a name in one namespace only, by default one per process
+PATIENCE = 30.0  # seconds until a user hears what an actor waits for
+REMEDY = "make the transform again, a new actor comes with it"
+
+
+class RayTransform(Transform):
+    """Run a transform in a Ray actor, which every RayTransform of the same `actor_name` uses.
+
+    `make(**kwargs)` makes the transform, a class or any function: in the actor, once. Functions of
+    the main script travel whole, those of a module are imported there (PYTHONPATH). The actor is
+    given `num_cpus` (default 1; also its threads) and `num_gpus` (default 0); the transform and
+    what it is called with are moved to `device` there. An actor with a name lives until `close()`
+    or the end of Ray; one without dies with its only user. Users of one name must give the same
+    arguments, else ValueError (models, factories and other objects are not compared).
+
+    Ray need not be running: `ray.init()` is called if it is not, which joins the cluster of
+    RAY_ADDRESS or of `ray start`, or starts one on this machine. Environments in several processes
+    share an actor only inside one cluster. While Ray cannot place the actor a warning says why.
+    Called on a td without "next" it returns a new one; other transforms write in place. The shared
+    transform sees no `container` or `parent`. A dead actor is a RuntimeError.
+
+        shared = RayTransform(MyTransform, factor=2, actor_name="mine")
+        env = TransformedEnv(env, shared)
+    """
+
+    def __init__(
+        self,
+        make: Callable[..., Transform],
+        *,
+        num_cpus: float | None = None,
+        num_gpus: float | None = None,
+        device: torch.device | str | None = None,
+        actor_name: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        ray = start_ray()
+        resources = {"num_cpus": 1 if num_cpus is None else num_cpus, "num_gpus": num_gpus or 0}
+        self.actor_name = actor_name
+        given = {**resources, "device": device and str(device), **kwargs}
+        self._settings = {"make": getattr(make, "__qualname__", repr(make))}
+        self._settings |= {k: repr(v) for k, v in given.items() if _plain(v)}
+        options = {"name": actor_name, "get_if_exists": True, "lifetime": "detached"}
+        named = {**options, "namespace": NAMESPACE} if actor_name else {}
+        self._actor = ray.remote(_Host).options(**resources, **named).remote()
+        self.sent_bytes = 0  # to make the transform: models weigh, factories do not
+        made = self._wait(self._actor.made_with.remote(), resources)
+        if made is None:
+            made = self._make(partial(make, **kwargs), device)
+        mine = self._settings
+        other = sorted(k for k in {*mine, *made} if mine.get(k) != made.get(k))
+        if other:
+            told = ", ".join(f"{k}={mine.get(k)}, the actor has {made.get(k)}" for k in other)
+            raise ValueError(
+                f"actor {actor_name!r} was made with other arguments: got {told}; "
+                "use the same ones or another actor_name"
+            )
+        self.in_keys, self.out_keys, self._inverts = self._ask("facts")
+
+    def _make(self, make: Callable[[], Transform], device: Any) -> dict[str, str]:
+        buffer = io.BytesIO()
+        # torch.save, because weights of any device can be loaded from it on the CPU.
+        torch.save(make, buffer, pickle_module=start_ray().cloudpickle)
+        self.sent_bytes = buffer.tell()
+        try:
+            return self._ask("make", buffer.getvalue(), self._settings, device)
+        except Exception:
+            self.close()  # or its name would stay taken
+            raise
+
+    def _wait(self, result: Any, asked: dict[str, float]) -> Any:
+        """Return a result of the actor's first call, and say what keeps it from starting."""
+        ray = start_ray()
+        if not ray.wait([result], timeout=PATIENCE)[0]:
+            has, free = (
+                {name: found.get(name, 0) for name in ("CPU", "GPU")}
+                for found in (ray.cluster_resources(), ray.available_resources())
+            )
+            warnings.warn(
+                f"{self!r} still waits for its actor: asked Ray for {asked}, it has {has} "
+                f"and {free} are free",
+                stacklevel=3,
+            )
+        return self._get(result)
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        import ray
+
+        if not ray.is_initialized():
+            raise RuntimeError(f"Ray was shut down, and with it the actor of {self!r}; {REMEDY}")
+        return self._get(getattr(self._actor, method).remote(*args))
+
+    def _get(self, result: Any) -> Any:
+        import ray
+
+        try:
+            return ray.get(result)
+        except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise RuntimeError(f"the actor of {self!r} is dead ({reason}); {REMEDY}") from error
+
+    def close(self) -> None:
+        """End the actor, for all its users."""
+        import ray
+
+        if ray.is_initialized():
+            ray.kill(self._actor)
+
+    def _run(self, hook: str, *tds: TensorDictBase | None) -> TensorDictBase:
+        """Return what a hook of the shared transform makes of tds, on the device of the first.
+
+        "next" stays here: it is the last of the tds already.
+        """
+        first, last = next(td for td in tds if td is not None), tds[-1]
+        packed = (None if td is None else _packed(td.exclude("next")) for td in tds)
+        out = self._ask("run", hook, *packed).to(home(first))
+        return out.clear_device_() if last is None or last.device is None else out
+
+    def _step(self, tensordict: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
+        return self._run("_step", tensordict, next_td)
+
+    def _reset(self, tensordict: TensorDictBase | None, td_reset: TensorDictBase) -> TensorDictBase:
+        return self._run("_reset", tensordict, td_reset)
+
+    def _call(self, next_td: TensorDictBase) -> TensorDictBase:
+        return self._run("_call", next_td)
+
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+        return self._run("_inv_call", tensordict) if self._inverts else tensordict
+
+    def _spec(self, hook: str, spec: Composite) -> Composite:
+        return self._ask("spec", hook, spec)
+
+    transform_output_spec = partialmethod(_spec, "transform_output_spec")
+    transform_input_spec = partialmethod(_spec, "transform_input_spec")
+    transform_observation_spec = partialmethod(_spec, "transform_observation_spec")
+    transform_reward_spec = partialmethod(_spec, "transform_reward_spec")
+    transform_done_spec = partialmethod(_spec, "transform_done_spec")
+    transform_action_spec = partialmethod(_spec, "transform_action_spec")
+    transform_state_spec = partialmethod(_spec, "transform_state_spec")
+
+    def __repr__(self) -> str:
+        state = self.__dict__  # asks nobody, and works half-made
+        settings = {"actor_name": repr(state.get("actor_name")), **state.get("_settings", {})}
+        shown = ", ".join(f"{k}={v}" for k, v in settings.items() if k != "make")
+        return f"{type(self).__name__}({shown})"
+
+
+class _Host:
+    """What the actor is: one transform, made by whoever comes first."""
+
+    transform: Transform | None = None
+    settings: dict[str, str] | None = None
+
+    def made_with(self) -> dict[str, str] | None:
+        """Return the arguments of the transform, None before it is made."""
+        return self.settings
+
+    def make(self, pickled: bytes, settings: dict[str, str], device: Any) -> dict[str, str]:
+        """Make the transform, unless another user was faster; return its arguments."""
+        if self.transform is None:
+            load = torch.load(
+                io.BytesIO(pickled), map_location="cpu", pickle_module=pickle, weights_only=False
+            )
+            transform, self.device = load(), device
+            if device is not None:
+                transform.to(device)
+            self.transform, self.settings = transform, settings
+        assert self.settings is not None
+        return self.settings
+
+    def facts(self) -> tuple[list, list, bool]:
+        """Return the transform's in_keys and out_keys, and whether its inverse does anything."""
+        transform = self.transform
+        assert transform is not None
+        return transform.in_keys, transform.out_keys, _inverts(transform)
+
+    def read(self, owner: str, names: tuple[str, ...]) -> list[Any]:
+        """Return attributes of what the transform calls `owner`."""
+        return [getattr(getattr(self.transform, owner), name) for name in names]
+
+    def spec(self, hook: str, spec: Composite) -> Composite:
+        """Call a spec hook of the transform."""
+        return getattr(self.transform, hook)(spec)
+
+    def run(self, hook: str, *tds: TensorDictBase | None) -> TensorDictBase:
+        """Call a hook of the transform where it computes."""
+        moved = (td if td is None or self.device is None else td.to(self.device) for td in tds)
+        with torch.no_grad():
+            return _packed(getattr(self.transform, hook)(*moved))
+
+
+def start_ray() -> Any:
+    """Return the ray module, connected to a cluster or to a new one on this machine."""
+    try:
+        import ray
+    except ImportError as error:
+        raise ImportError("a shared transform needs Ray: pip install 'leash[ray]'") from error
+    if not ray.is_initialized():
+        ray.init(include_dashboard=False, logging_level="warning")
+    return ray
+
+
+def _packed(td: TensorDictBase) -> TensorDictBase:
+    """Return a td that can travel: on the CPU, no graph, no storage larger than what is seen."""
+    return td.detach().to("cpu").clone()
+
+
+def _inverts(transform: Transform) -> bool:
+    if isinstance(transform, Compose):
+        return any(_inverts(part) for part in transform)
+    return type(transform)._inv_call is not Transform._inv_call
+
+
+def _plain(value: Any) -> bool:
+    return value is None or isinstance(value, str | int | float | tuple | list | dict)

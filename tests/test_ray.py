@@ -1,0 +1,357 @@
+"""Transforms in a Ray actor, with real Ray: shared, correct, on their resources, and when they die.
+
+`make test-ray` runs what needs Ray; what must fail before Ray is asked runs in `make test`.
+"""
+
+import copy
+import gc
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from tensordict import TensorDict
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from envs import ChatEnv, TransformedEnv
+from envs.transforms import (
+    Compose,
+    KLRewardTransform,
+    RayKLRewardTransform,
+    RayRetrieveKL,
+    RayTransform,
+    RetrieveKL,
+    Transform,
+)
+from envs.transforms import ray as ray_module
+from envs.transforms.transform import read
+from policies import TransformersWrapper
+
+REF = ("ref_log_probs", "full")
+ROOT = Path(__file__).parents[1]
+QUESTIONS = ["Say 1", "What is the capital of France?"]
+
+
+def load(folder: Path, key: str = "ref_log_probs", mode: str = "history", seed: int = 0, **more):
+    """Return a scoring wrapper, and leave a trace of having been called."""
+    with open(folder / f"{key}.made", "a") as file:
+        file.write(f"{os.getpid()}\n")
+    model = AutoModelForCausalLM.from_pretrained(folder).double()
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.05 * seed * torch.randn_like(weight))
+    more = {"generate": False, "pad_output": True, "log_probs_key": key, **more}
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return TransformersWrapper(model, tokenizer=tokenizer, input_mode=mode, **more)
+
+
+def made(folder: Path, key: str = "ref_log_probs") -> list[str]:
+    """Return the processes that called `load` for a key, once for each call."""
+    trace = folder / f"{key}.made"
+    return trace.read_text().split() if trace.exists() else []
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return make_checkpoint(tmp_path / "model", "qwen2")
+
+
+@pytest.fixture(scope="module")
+def ray():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RAY_ADDRESS", raising=False)
+        patch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests'}")  # so that actors find `load`
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAY_memory_monitor_refresh_ms", "0")  # other programs are no reason to die
+        patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        ray = ray_module.start_ray()  # as a user's first shared transform does
+        yield ray
+        ray.shutdown()
+
+
+def rollout(folder: Path, *, padded: bool = True) -> TensorDict:
+    """Return a sampled batch as it comes from a policy, and nothing under next."""
+    policy = load(
+        folder,
+        "log_probs",
+        generate=True,
+        pad_output=padded,
+        generate_kwargs={"max_new_tokens": 5},
+    )
+    torch.manual_seed(1)
+    return policy(ChatEnv().reset(TensorDict(query=QUESTIONS, batch_size=[2])))
+
+
+def same(got: TensorDict, want: TensorDict, keys, atol: float = 1e-10) -> None:
+    """Check that two tds, dense or ragged, hold the same numbers at the keys."""
+    for key in keys:
+        for one, other in zip(read(got, key), read(want, key), strict=True):
+            assert torch.allclose(one, other, atol=atol), key
+            assert one.device == other.device
+
+
+WRITTEN = [("log_probs", "full"), REF, "kl_penalty", "reward"]
+
+
+@pytest.mark.ray
+def test_environments_share_one_actor_whose_models_a_factory_makes_once(ray, folder):
+    """Two environments at once; the default gen_model is no conflict with a factory (fault 19)."""
+    factories = {
+        "gen_model_factory": partial(load, folder, "gen_log_probs", seed=1),
+        "ref_model_factory": partial(load, folder),
+    }
+    td = rollout(folder)
+    free = ray.available_resources()["CPU"]
+    transforms = [
+        RetrieveKL(**factories, coeff=0.1, use_ray_service=True, actor_name="kl", num_cpus=0.5)
+        for _ in range(2)
+    ]
+    assert [type(t) for t in transforms] == [RayRetrieveKL] * 2
+    envs = [TransformedEnv(ChatEnv(), Compose(t)) for t in transforms]
+    local = TransformedEnv(ChatEnv(), RetrieveKL(**factories, coeff=0.1))
+    want = local.step(td.copy())["next"]
+    with ThreadPoolExecutor(2) as pool:
+        outs = list(pool.map(lambda env: env.step(td.copy())["next"], envs))
+    for out in outs:
+        same(out, want, WRITTEN)
+        assert set(out.keys()) == set(want.keys())
+        assert out["history", "prompt"].chats() == want["history", "prompt"].chats()
+    assert float(want["kl_penalty"].abs().sum()) > 0.1
+    # One model each, in one process that is not this one; no weights on the way.
+    for key in ("gen_log_probs", "ref_log_probs"):
+        pids = [pid for pid in made(folder, key) if pid != str(os.getpid())]
+        assert len(pids) == 1
+    weights = sum(p.numel() * p.element_size() for p in load(folder).parameters())
+    assert 0 < transforms[0].sent_bytes < weights / 20
+    assert transforms[1].sent_bytes == 0
+    wait_for(lambda: free - ray.available_resources()["CPU"] == 0.5)
+    with pytest.raises(ValueError, match=r"actor 'kl' .* got coeff=0.2, the actor has 0.1"):
+        RayRetrieveKL(**factories, coeff=0.2, actor_name="kl", num_cpus=0.5)
+    transforms[0].close()
+    wait_for(lambda: ray.available_resources()["CPU"] == free)
+
+
+def wait_for(fact) -> None:
+    end = time.monotonic() + 10  # Ray reports its resources about once a second
+    while not fact():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+@pytest.mark.ray
+def test_fault_18_and_19_models_cross_with_every_option_and_stay_the_callers(ray, folder):
+    """Models may be passed; no option is lost, and neither models nor dicts are changed."""
+    gen, ref = load(folder, "gen_log_probs", seed=1), load(folder)
+    kwargs = {"padding": True}
+    options = {
+        "tokenizer_kwargs": kwargs,
+        "tokenizer": ref.tokenizer,
+        "kl_key": "leash",
+        "ref_log_probs_full_key": ("old", "full"),
+        "padding_side": "right",
+        "coeff": 0.2,
+    }
+    td = rollout(folder)
+    given = td.copy().set("next", TensorDict({"reward": torch.ones(2, 1)}, [2]))
+    want = RetrieveKL(gen, ref, **options)(given.copy())["next"]
+    shared = RayRetrieveKL(gen, ref, **options, num_cpus=0.5)
+    weights = sum(p.numel() * p.element_size() for p in ref.parameters())
+    assert shared.sent_bytes > 2 * weights
+    out = shared(given)
+    assert out is given
+    same(out["next"], want, ["leash", ("old", "full"), ("log_probs", "full"), "reward"])
+    assert set(out["next"].keys()) == {"log_probs", "old", "leash", "reward"}
+    assert (out.device, out["next"].device) == (None, None)
+    assert not out["next", "leash"].requires_grad
+    assert ref.model.lm_head.weight.requires_grad
+    assert kwargs == {"padding": True}
+    same(shared(td), want, ["leash"])  # without next: a new td
+    assert "leash" not in td
+
+
+@pytest.mark.ray
+@pytest.mark.filterwarnings("ignore:.*KLRewardTransform is deprecated:DeprecationWarning")
+def test_another_process_uses_the_actor_and_leaves_it_alive(ray, folder, tmp_path):
+    factory = partial(load, folder, mode="tokens", pad_output=False)
+    td = rollout(folder, padded=False)
+    td.set("next", TensorDict({"reward": torch.ones(2, 1).double()}, [2]))
+    options = {"ref_model_factory": factory, "coef": 0.1}
+    want = KLRewardTransform(**options)(td.copy())["next"]
+    shared = KLRewardTransform(**options, use_ray_service=True, actor_name="reward", num_cpus=0.5)
+    assert type(shared) is RayKLRewardTransform
+    assert shared.out_keys == ["reward", "kl_penalty", "ref_log_prob"]
+    same(shared(td.copy())["next"], want, shared.out_keys)
+    torch.save(td, tmp_path / "td.pt")
+    script = Path(__file__).with_name("ray_user.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)],
+        env={**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    same(torch.load(tmp_path / "out.pt", weights_only=False), want, shared.out_keys)
+    same(shared(td.copy())["next"], want, shared.out_keys)
+    assert len([pid for pid in made(folder) if pid != str(os.getpid())]) == 1
+    shared.close()
+
+
+@pytest.mark.ray
+def test_from_collector_scores_with_the_weights_that_the_policy_has_now(ray, folder):
+    class Collector:
+        def __init__(self, policy):
+            self.policy = policy
+
+    td = rollout(folder)
+    shared = RayRetrieveKL(ref_model_factory=partial(load, folder), num_cpus=0.5)
+    env = TransformedEnv(ChatEnv(), shared)
+    out = env.step(td.copy())["next"]  # with the log-probs of the generation
+    assert torch.equal(out["log_probs", "full"], td["log_probs", "full"])
+    assert float((out["kl_penalty"]).abs().max()) < 1e-6  # the same weights
+    bare = td.exclude("log_probs")
+    with pytest.raises(ValueError, match="The collector is not set"):
+        env.step(bare.copy())
+    collector = Collector(load(folder, "log_probs", generate=True, seed=1))
+    env.register_collector(collector)
+    first = env.step(bare.copy())["next"]
+    want = RetrieveKL(load(folder, "gen_log_probs", seed=1), load(folder))
+    same(first, TransformedEnv(ChatEnv(), want).step(bare.copy())["next"], ["kl_penalty"])
+    with torch.no_grad():
+        for weight in collector.policy.parameters():
+            weight.zero_()
+    uniform = env.step(bare.copy())["next", "log_probs", "full"]
+    vocabulary = collector.policy.model.config.vocab_size
+    kept = td["masks", "all_response_mask"]
+    assert torch.allclose(uniform[kept], -torch.tensor(float(vocabulary)).log())
+
+
+class Scale(Transform):
+    """A user's own transform."""
+
+    def __init__(self, factor: float, broken: bool = False) -> None:
+        super().__init__(["total"], ["scaled"])
+        if broken:
+            raise ValueError("cannot be made")
+        self.register_buffer("factor", torch.tensor(factor))
+
+    def _apply_transform(self, value):
+        return value * self.factor
+
+    def _inv_call(self, td):
+        return td.set("total", td["total"] + 1)
+
+
+@pytest.mark.ray
+def test_a_users_transform_is_shared_dies_and_is_made_again(ray):
+    make = partial(RayTransform, Scale, factor=3.0, actor_name="scale", num_cpus=0.5, device="cpu")
+    shared = make()
+    td = TensorDict({"total": torch.ones(2, requires_grad=True)}, batch_size=[2])
+    assert shared(td)["scaled"].tolist() == [3.0, 3.0]
+    assert shared.inv(td)["total"].tolist() == [2.0, 2.0]
+    assert shared._reset(None, td)["scaled"].tolist() == [3.0, 3.0]
+    assert "scaled" not in td
+    assert copy.deepcopy(shared)(td)["scaled"].tolist() == [3.0, 3.0]  # the same actor
+    with pytest.raises(KeyError, match="Scale expected 'total'"):
+        shared._step(TensorDict(batch_size=[2]), TensorDict(batch_size=[2]))
+    text = repr(shared)
+    assert text == (
+        "RayTransform(actor_name='scale', num_cpus=0.5, num_gpus=0, device='cpu', factor=3.0)"
+    )
+    make().close()  # another user ends it
+    with pytest.raises(RuntimeError, match=r"actor_name='scale'.* is dead .*make the transform ag"):
+        wait_for(lambda: shared(td) is None)  # it may answer for a moment
+    assert repr(shared) == text
+    assert make()(td)["scaled"].tolist() == [3.0, 3.0]
+    make().close()
+
+
+@pytest.mark.ray
+def test_what_fails_in_the_actor_fails_here_and_frees_the_name(ray, monkeypatch):
+    named = ray.util.list_named_actors
+    with pytest.raises(ValueError, match="cannot be made"):
+        RayTransform(Scale, factor=1.0, broken=True, actor_name="x", num_cpus=0.5)
+    wait_for(lambda: {"name": "x", "namespace": "leash"} not in named(all_namespaces=True))
+    monkeypatch.setattr(ray_module, "PATIENCE", 0.1)
+    total = ray.cluster_resources()["CPU"]
+    with pytest.raises(UserWarning, match=rf"asked Ray for .*'num_cpus': 999.*'CPU': {total}"):
+        RayTransform(Scale, factor=1.0, num_cpus=999)
+    gc.collect()
+
+
+@pytest.mark.ray
+@pytest.mark.gpu
+def test_a_gpu_is_asked_for_and_used(ray, folder):
+    td = rollout(folder).to("cuda")
+    free = ray.available_resources()["GPU"]
+    factories = {
+        "gen_model_factory": partial(load, folder, "gen_log_probs", seed=1),
+        "ref_model_factory": partial(load, folder),
+    }
+    shared = RayRetrieveKL(**factories, num_gpus=1, device=torch.device("cuda"))
+    wait_for(lambda: free - ray.available_resources()["GPU"] == 1)
+    out = TransformedEnv(ChatEnv(), shared).step(td.copy())["next"]
+    want = TransformedEnv(ChatEnv(), RetrieveKL(**factories)).step(td.cpu())["next"]
+    assert out["kl_penalty"].device.type == "cuda"
+    same(out.cpu(), want, [REF, "kl_penalty"], atol=1e-5)
+
+
+# What needs no Ray.
+
+
+def test_without_ray_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ImportError, match=r"pip install 'leash\[ray\]'"):
+        RayTransform(Scale, factor=1.0)
+
+
+@pytest.mark.filterwarnings("ignore:.*KLRewardTransform is deprecated:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (partial(RayRetrieveKL, None, 1), ValueError, "exactly one of 'gen_model'"),
+        (partial(RayRetrieveKL, 1), ValueError, "exactly one of 'ref_model'"),
+        (partial(RayRetrieveKL, 1, 1, gen_model_factory=load), ValueError, "provide both 'gen_"),
+        (partial(RayRetrieveKL, 1, 1, ref_model_factory=load), ValueError, "provide both 'ref_"),
+        (partial(RayRetrieveKL, 1, 1, detach=False), ValueError, "no gradient crosses Ray"),
+        (partial(RayKLRewardTransform), ValueError, "exactly one of 'ref_model'"),
+        (partial(RayKLRewardTransform, 1, ref_model_factory=load), ValueError, "provide both"),
+        (partial(RayKLRewardTransform, 1, 2), TypeError, r"RetrieveKL\(gen_model, ref_model\)"),
+        (partial(RayKLRewardTransform, 1, detach=False), ValueError, "no gradient crosses"),
+        (partial(RetrieveKL, 1, 1, actor_name="kl"), ValueError, "actor_name: expected use_ray"),
+        (partial(KLRewardTransform, 1, num_gpus=1), ValueError, "num_gpus: expected use_ray"),
+        (partial(RetrieveKL, use_ray_service=True), ValueError, "exactly one of 'ref_model'"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused_before_ray_is_asked(make, error, words, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(error, match=words):
+        make()
+
+
+def test_a_subclass_is_not_silently_replaced():
+    class Mine(RetrieveKL):
+        pass
+
+    with pytest.raises(TypeError, match=r"Mine has no Ray version; use RayTransform\(Mine\)"):
+        Mine(use_ray_service=True)
+
+
+def test_the_older_reward_is_deprecated_on_ray_too(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with (
+        pytest.warns(DeprecationWarning, match="use RayRetrieveKL"),
+        pytest.raises(ImportError, match="leash"),
+    ):
+        KLRewardTransform(1, use_ray_service=True)
+
+
+def test_repr_works_half_made():
+    assert repr(RayTransform.__new__(RayTransform)) == "RayTransform(actor_name=None)"
