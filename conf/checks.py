@@ -4,16 +4,16 @@ Every finding is one line: expected, got, what to do.
 """
 
 import difflib
-import inspect
 import math
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from conf import files, task
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("policies", "envs", "trainer")
-FILES = (".jsonl", ".json", ".parquet", ".csv")
 CHOICES = {
     "policy.source": ("auto", "hub"),
     "policy.dtype": ("float32", "bfloat16"),
@@ -26,6 +26,7 @@ CHOICES = {
     "optimizer.schedule": ("constant", "linear", "cosine"),
 }
 AT_LEAST = {
+    "policy.temperature": 0,
     "policy.max_new_tokens": 1,
     "policy.max_prompt_tokens": 1,
     "env.max_turns": 1,
@@ -37,6 +38,7 @@ AT_LEAST = {
     "algorithm.clip_low": 0,
     "optimizer.lr": 0,
     "optimizer.weight_decay": 0,
+    "optimizer.eps": 0,
     "optimizer.max_grad_norm": 0,
     "optimizer.warmup": 0,
     "trainer.num_iterations": 1,
@@ -47,6 +49,8 @@ AT_LEAST = {
     "eval.temperature": 0,
     "eval.max_rows": 1,
     "eval.prompts_per_batch": 1,
+    "tracker.init_timeout": 0,
+    "tracker.finish_timeout": 0,
     "checkpoint.every": 0,
     "checkpoint.keep_last": 1,
     "launch.num_processes": 1,
@@ -75,13 +79,19 @@ def _findings(cfg: dict[str, Any]) -> Iterator[str]:
     for key, least in AT_LEAST.items():
         value = flat.get(key)
         if value is not None and not least <= value < math.inf:
-            yield f"expected {key} >= {least}, got {value}"
+            finite = "" if math.isfinite(value) else " and finite"
+            yield f"expected {key} >= {least}{finite}, got {value}"
+    betas = cfg["optimizer"]["betas"]
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        yield f"expected optimizer.betas to be two numbers from 0 to below 1, got {betas}"
+    if not -(2**63) <= cfg["seed"] < 2**63:
+        yield f"expected seed to fit into 64 bits, got {cfg['seed']}"
     yield from _batches(cfg)
     yield from _leash(cfg)
     yield from _best(cfg)
-    yield from _files(cfg)
+    yield from files.findings(cfg)
     yield from _targets(cfg)
-    yield from _task(cfg)
+    yield from task.findings(cfg)
 
 
 def _batches(cfg: dict[str, Any]) -> Iterator[str]:
@@ -142,34 +152,6 @@ def _best(cfg: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def _files(cfg: dict[str, Any]) -> Iterator[str]:
-    for key in ("dataset", "eval_dataset"):
-        name = cfg["env"][key]
-        if name and name.endswith(FILES) and not Path(name).expanduser().is_file():
-            yield (
-                f"env.{key}: no file {name} (looked in {Path.cwd()}); give the path of a .jsonl, "
-                ".parquet or .csv file, or a hub id"
-            )
-    folder = cfg["output_dir"]
-    if folder and not cfg["resume"] and _holds_run(Path(folder).expanduser()):
-        yield (
-            f"output_dir={folder} already holds a run; go on with it by resume={folder}, or name "
-            "another folder"
-        )
-    for key, name in (
-        ("policy.model", cfg["policy"]["model"]),
-        ("kl.reference", cfg["kl"]["reference"]),
-    ):
-        if name and name.startswith(("/", "./", "../", "~")):
-            folder = Path(name).expanduser()
-            if not (folder / "config.json").is_file():
-                yield f"{key}: expected a model folder with a config.json, got {name}"
-
-
-def _holds_run(folder: Path) -> bool:
-    return any((folder / name).exists() for name in ("config.yaml", "status.json", "metrics.jsonl"))
-
-
 def _targets(cfg: dict[str, Any]) -> Iterator[str]:
     for key, value in _leaves(cfg):
         if key.rpartition(".")[2] != "_target_" or cfg["allow_targets"]:
@@ -194,30 +176,6 @@ def _is_ours(module: str) -> bool:
     path = ROOT.joinpath(*module.split("."))
     there = path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
     return module.split(".")[0] in PACKAGES and there
-
-
-def _task(cfg: dict[str, Any]) -> Iterator[str]:
-    task = dict(cfg["env"]["task"])
-    name = task.pop("_target_", None)
-    if name is None:
-        yield "expected env.task._target_, e.g. envs.tasks.SortDigits; got none"
-        return
-    module, _, attribute = name.rpartition(".")
-    try:
-        signature = inspect.signature(getattr(import_module(module), attribute))
-    except (ImportError, AttributeError, ValueError) as error:
-        yield f"env.task._target_={name}: {error}"
-        return
-    known = list(signature.parameters)
-    for key in task:
-        if key not in known:
-            yield f"env.task.{key}: {name} takes {', '.join(known)}"
-    if "dataset" in task and task["dataset"] is None:
-        yield f"{name} needs data, got env.dataset=null; give a .jsonl, .parquet, .csv or hub id"
-    try:
-        signature.bind(**task)
-    except TypeError as error:
-        yield f"env.task: {name}: {error}"
 
 
 def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

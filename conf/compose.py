@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from conf.checks import check
 from conf.explain import compose_raw, explain, nearest
+from conf.files import make_writable
 from conf.schema import register
 from trainer.launch import read_status
 
@@ -35,6 +36,7 @@ def _stamp() -> str:
 @cache
 def unique_folder(parent: str) -> str:
     """Reserve and return a dated folder that no other run has; the same one on every call."""
+    make_writable(parent, "output_dir")
     for number in itertools.count(1):
         folder = Path(parent) / (_stamp() if number == 1 else f"{_stamp()}_{number}")
         try:
@@ -94,7 +96,7 @@ def settle(cfg: DictConfig) -> dict[str, Any]:
         raise ValueError(f"there is no key {key}{nearest(key)}")
     missing = OmegaConf.missing_keys(cfg)
     if missing:
-        raise ValueError(f"expected a value for {', '.join(sorted(missing))}, got none")
+        raise ValueError(f"expected a value for {(key := min(missing))}, got none; give {key}=...")
     try:
         plain = OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as error:
@@ -104,9 +106,15 @@ def settle(cfg: DictConfig) -> dict[str, Any]:
     return _keep_environment(raw, plain, set(_from_environment(raw, plain)))
 
 
-def run_folder(words: Sequence[str]) -> Path:
-    """Return the run folder that Hydra would use for these words, reserved."""
-    return Path(compose_raw(words, hydra=True).hydra.run.dir)
+def run_folder(words: Sequence[str], *, sweep: bool = False) -> Path:
+    """Return the folder that Hydra would use for these words, made and open to writing."""
+    folders = compose_raw(words, hydra=True).hydra
+    try:
+        if sweep:
+            return make_writable(folders.sweep.dir, "hydra.sweep.dir")
+        return make_writable(folders.run.dir, "output_dir")
+    except OmegaConfBaseException as error:  # from run_dir or sweep_dir
+        raise ValueError(str(error).splitlines()[0].rpartition("interpolation: ")[2]) from error
 
 
 def _compose(words: Sequence[str]) -> DictConfig:
@@ -118,7 +126,7 @@ def _compose(words: Sequence[str]) -> DictConfig:
         raise ValueError(f"{key} is given {count[key]} times; give it once, or sweep: -m {key}=a,b")
     try:
         return compose_raw(words)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ValueError(explain(error, words)) from error
 
 
@@ -200,6 +208,8 @@ def check_words(words: Sequence[str]) -> Resumed | None:
     flags = {word for word in words if word.startswith("-")}
     overrides = [word for word in words if not word.startswith("-")]
     folder = next((w.removeprefix("resume=") for w in overrides if w.startswith("resume=")), None)
+    if folder == "":
+        raise ValueError("expected resume=<run folder>, got none; leave it out to start a new run")
     if folder:
         if flags:
             raise ValueError(f"resume={folder} goes with no flag, got {' '.join(sorted(flags))}")
@@ -207,9 +217,11 @@ def check_words(words: Sequence[str]) -> Resumed | None:
         config = load_for_resume(folder, others)
         return Resumed(Path(folder), config, nothing_left(Path(folder), config))
     if not flags - {"-m", "--multirun"}:
-        for job in expand(overrides) if flags else [overrides]:
+        jobs = expand(overrides) if flags else [overrides]
+        for job in jobs:
             if compose_checked(job)["output_dir"] and flags:
                 raise ValueError("output_dir is one folder; a sweep takes hydra.sweep.dir=")
+        run_folder(jobs[0], sweep=bool(flags))
     return None
 
 

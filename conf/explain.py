@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from omegaconf.errors import OmegaConfBaseException
 from conf.schema import register
 
 FOLDER = Path(__file__).parent
-EITHER = (["algorithm=grpo"], ["algorithm=sft"])
+EITHER = (("algorithm=grpo",), ("algorithm=sft",))
+FEW = 5  # so many names are listed, of more the nearest is
 
 
 def compose_raw(words: Sequence[str], *, hydra: bool = False) -> DictConfig:
@@ -33,13 +35,23 @@ def explain(error: Exception, words: Sequence[str] = ()) -> str:
     if group:
         names = sorted(path.stem for path in (FOLDER / group[1]).glob("*.yaml"))
         return f"no {group[1]} {group[2]!r}; there are {', '.join(names)}"
+    if "Config group override must be" in text:
+        word = next(w for w in words if (FOLDER / w.partition("=")[0]).is_dir())
+        folder = word.partition("=")[0]
+        files = ", ".join(sorted(path.stem for path in (FOLDER / folder).glob("*.yaml")))
+        keys = ", ".join(n for n in _known_keys(((),)) if n.startswith(f"{folder}."))
+        return f"{word}: expected a file of conf/{folder} ({files}); its keys are {keys}"
     unknown = re.search(r"Could not override '([^']+)'", text)
     key = re.search(r"full_key: (\S+)", text)
     if unknown or re.search(r"Key '.*' (is )?not in", text):
-        name = unknown[1] if unknown else key[1] if key else text.splitlines()[0]
+        name = key[1] if key else unknown[1] if unknown else text.splitlines()[0]
         where = re.search(r"In '([^']+)'", text)
         place = f" (conf/{where[1]}.yaml)" if where else ""
         return f"there is no key {name}{place}{nearest(name, words)}"
+    scalar = re.search(r"(\w+) is not a subclass of \w+Config. value: (.*)", text)
+    if scalar and key:
+        names = ", ".join(n for n in _known_keys(((),)) if n.startswith(f"{key[1]}."))
+        return f"expected keys in {key[1]} ({names}), got {scalar[2]!r}"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     first = lines[0].removeprefix("Error merging override ")
     if re.search(r"viable alternative|mismatched input|extraneous input|token recognition", first):
@@ -54,16 +66,20 @@ def explain(error: Exception, words: Sequence[str] = ()) -> str:
 def nearest(key: str, words: Sequence[str] = ()) -> str:
     """Return a hint at known keys that look like an unknown one."""
     chosen = [word for word in words if re.fullmatch(r"[a-z]+=\w+", word)]
-    known = _known_keys([chosen])
-    if key in _known_keys(EITHER):
+    known = _known_keys((tuple(chosen),))
+    if key not in known and key in _known_keys(EITHER):
         return " here; it belongs to another algorithm"
-    leaf = key.rpartition(".")[2]
+    parent, _, leaf = key.rpartition(".")
+    beside = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == parent]
     same = [name for name in known if name.rpartition(".")[2] == leaf]
     close = same or difflib.get_close_matches(key, known, n=2, cutoff=0.6)
+    if parent and beside and (len(beside) <= FEW or not close):
+        return f"; {parent} has {', '.join(beside)}"
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
-def _known_keys(choices: Sequence[Sequence[str]]) -> list[str]:
+@cache
+def _known_keys(choices: tuple[tuple[str, ...], ...]) -> list[str]:
     names: set[str] = set()
     for words in choices:
         try:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING
+from omegaconf import MISSING, DictConfig, OmegaConf
 
 
 @dataclass
@@ -27,11 +27,18 @@ class PolicyConfig:
 
 
 @dataclass
+class ColumnsConfig:
+    messages: str | None = None
+    question: str | None = None
+    answer: str | None = None
+
+
+@dataclass
 class EnvConfig:
     max_turns: int = MISSING
     dataset: str | None = None
     eval_dataset: str | None = None
-    columns: dict[str, str] = field(default_factory=dict)
+    columns: ColumnsConfig = field(default_factory=ColumnsConfig)
     split: str = MISSING
     eval_split: str | None = None
     task: dict[str, Any] = MISSING
@@ -145,15 +152,27 @@ class Config:
     allow_targets: bool = MISSING
 
 
+def _open_task(node: type) -> DictConfig:
+    """Return the schema with a task that takes keys of any name; conf/task.py checks them."""
+    out = OmegaConf.structured(node)
+    out.task = {}
+    OmegaConf.set_struct(out.task, False)
+    return out
+
+
 def register() -> None:
     """Make the schema known to Hydra: the root, and one entry for each group."""
     store = ConfigStore.instance()
     store.store(name="schema", node=Config)
     groups = {
         "policy": {"schema": PolicyConfig},
-        "env": {"schema": EnvConfig},
+        "env": {"schema": _open_task(EnvConfig)},
         "kl": {"schema": KLConfig},
-        "algorithm": {"grpo_schema": GRPOConfig, "sft_schema": SFTConfig},
+        "algorithm": {
+            "grpo_schema": GRPOConfig,
+            "sft_schema": SFTConfig,
+            "reward_schema": AlgorithmConfig,
+        },
         "optimizer": {"schema": OptimizerConfig},
         "trainer": {"schema": TrainerConfig},
         "eval": {"schema": EvalConfig},

@@ -1,12 +1,12 @@
 """GRPO by hand: the parts of leash in twenty lines of Python, without Hydra and without files.
 
-The untrained tiny model earns nothing on this task; give main() the model of a sft_tiny run.
+The tiny model is untrained, its replies are noise; digits are rewarded, so it learns digits.
 """
 
 from envs import ChatEnv
-from envs.tasks import SortDigits
+from envs.tasks import Reply, Reward, Row, Task
 from envs.transforms import RetrieveKL
-from policies import load_policy, load_reference
+from policies import TransformersWrapper, load_policy, load_reference
 from trainer import (
     ConstantKLController,
     GroupAdvantage,
@@ -18,20 +18,30 @@ from trainer import (
 )
 
 
-def main(model: str = "tiny", iterations: int = 3) -> list[float]:
-    """Train a model on sorting digits; return the mean task reward of each iteration."""
+class Digits(Task):
+    """A reply earns the share of its characters that are digits."""
+
+    def rows(self, split: str) -> list[Row]:
+        return [{"messages": [{"role": "user", "content": f"Count to {n}."}]} for n in range(2, 10)]
+
+    def reward(self, row: Row, reply: Reply) -> Reward:
+        share = sum(c.isdigit() for c in reply.text) / max(len(reply.text), 1)
+        return Reward(total=share, parts={"digits": share}, success=share == 1)
+
+
+def train(policy: TransformersWrapper, *, iterations: int) -> list[float]:
+    """Train the policy in place; return the mean task reward of each iteration."""
     runtime, kl = Runtime("outputs/by_hand", seed=0), ConstantKLController(kl_coef=0.01)
-    policy = load_policy(model, max_new_tokens=9)
-    task = SortDigits()
+    task = Digits()
     source = Rollouts(
-        task=task, env=ChatEnv(task, group_size=8), policy=policy, runtime=runtime, size=16
+        task=task, env=ChatEnv(task, group_size=8), policy=policy, runtime=runtime, size=8
     )
     retrieve_kl = RetrieveKL(ref_model=load_reference(policy), add_to_reward=False)
     advantage = GroupAdvantage(group_size=8, kl=kl)
     scorer, optimizer = runtime.accelerator.prepare(
-        policy.scorer, make_optimizer(policy.model, lr=5e-4)
+        policy.scorer, make_optimizer(policy.model, lr=2e-3)
     )
-    update = Update(scorer, optimizer, GRPOObjective(kl=kl), runtime, lr=lambda step: 5e-4)
+    update = Update(scorer, optimizer, GRPOObjective(kl=kl), runtime, lr=lambda step: 2e-3)
     rewards = []
     for i in range(iterations):
         batch = advantage(retrieve_kl(source(i)))
@@ -41,4 +51,5 @@ def main(model: str = "tiny", iterations: int = 3) -> list[float]:
 
 
 if __name__ == "__main__":
-    print(main())
+    for i, reward in enumerate(train(load_policy("tiny", max_new_tokens=9), iterations=30)):
+        print(f"iteration {i}: reward {reward:.2f}")

@@ -6,6 +6,7 @@ Hub data goes to the `datasets` package's own cache in the user's home, never to
 """
 
 import csv
+import io
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -73,12 +74,15 @@ def load_chats(
     dataset: str | None,
     *,
     eval_dataset: str | None = None,
-    columns: Mapping[str, str] | None = None,
+    columns: Mapping[str, str | None] | None = None,
     split: str = "train",
     eval_split: str | None = None,
     seed: int = 0,
 ) -> dict[str, list[dict[str, Any]]]:
-    """Return "train" and "eval" rows: "messages" (the prompt), "answer" (the last reply), "index".
+    """Return the checked "train" and "eval" rows of a data set.
+
+    A row has "messages" (the prompt), "answer" (the last reply), "index", and "columns": all its
+    cells by column name.
 
     A column `messages` is used where there is one, else `question` and `answer`; `columns` renames
     any of the three. Eval rows: `eval_dataset`, else `eval_split` of a hub data set, else a seeded
@@ -92,7 +96,7 @@ def load_chats(
     unknown = sorted(set(columns or {}) - set(COLUMNS))
     if unknown:
         raise ValueError(f"env.columns: expected keys among {sorted(COLUMNS)}, got {unknown}")
-    names = dict(columns or {})
+    names = {name: column for name, column in (columns or {}).items() if column is not None}
     train = _chats(load_table(dataset, split=split), names)
     if eval_dataset or (eval_split and not is_file(dataset)):
         table = load_table(eval_dataset or dataset, split=eval_split or split)
@@ -114,6 +118,7 @@ def _chats(table: Table, names: Mapping[str, str]) -> list[dict[str, Any]]:
             "index": index,
             "messages": [{"role": "user", "content": table.text(index, question)}],
             "answer": table.text(index, answer),
+            "columns": table.rows[index],
         }
         for index in range(len(table.rows))
     ]
@@ -125,7 +130,12 @@ def _chat(table: Table, index: int, column: str) -> dict[str, Any]:
     if last["role"] != "assistant" or not last["content"].strip() or len(messages) < 2:
         expected = "a prompt and then a reply of the assistant as the last message"
         raise table.error(index, column, expected, [m["role"] for m in messages])
-    return {"index": index, "messages": messages[:-1], "answer": last["content"]}
+    return {
+        "index": index,
+        "messages": messages[:-1],
+        "answer": last["content"],
+        "columns": table.rows[index],
+    }
 
 
 def is_text(value: Any) -> TypeGuard[str]:
@@ -149,10 +159,9 @@ def load_table(dataset: str, *, split: str = "train") -> Table:
     """
     path = Path(dataset).expanduser()
     if is_file(dataset):
-        if not path.is_file():
-            raise ValueError(f"env.dataset {dataset}: expected a file, there is none at "
-                             f"{path.absolute()}")  # fmt: skip
-        rows = READERS[path.suffix.lower()](path)
+        rows = _read_file(path)
+    elif path.is_file():
+        raise ValueError(f"{dataset}: expected a file named {', '.join(READERS)}, got {path.name}")
     else:
         rows = _read_hub(dataset, split)
     for index, row in enumerate(rows):
@@ -163,13 +172,37 @@ def load_table(dataset: str, *, split: str = "train") -> Table:
     return Table(dataset, list(dict.fromkeys(name for row in rows for name in row)), rows)
 
 
+def _read_file(path: Path) -> list[Any]:
+    if not path.is_file():
+        raise ValueError(
+            f"no data file {path} (looked in {Path.cwd()}); give the path of a "
+            f"{', '.join(READERS)} file, or a hub id"
+        )
+    try:
+        return READERS[path.suffix.lower()](path)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror or error})") from None
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig")  # -sig: Excel begins its files with a mark
+    except UnicodeDecodeError as error:
+        data, at = error.object, error.start
+        line = data.count(b"\n", 0, at) + 1
+        raise ValueError(
+            f"{path}, line {line}: expected text in UTF-8, got the byte "
+            f"{data[at]:#x}; save it as UTF-8"
+        ) from None
+
+
 def _read_json_lines(path: Path) -> list[Any]:
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+    for number, line in enumerate(_read_text(path).split("\n"), 1):
         if line.strip():
             try:
                 rows.append(json.loads(line))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(
                     f"{path}, line {number}: expected a JSON object, got {line[:60]!r} ({error})"
                 ) from None
@@ -177,9 +210,10 @@ def _read_json_lines(path: Path) -> list[Any]:
 
 
 def _read_json(path: Path) -> list[Any]:
+    text = _read_text(path)
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        rows = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: expected a JSON list of objects ({error})") from None
     if not isinstance(rows, list):
         raise ValueError(f"{path}: expected a JSON list of objects, got {type(rows).__name__}")
@@ -187,8 +221,14 @@ def _read_json(path: Path) -> list[Any]:
 
 
 def _read_csv(path: Path) -> list[Any]:
-    with open(path, encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file, restkey="(too many cells)"))
+    reader = csv.DictReader(io.StringIO(_read_text(path), newline=""), restkey="(too many cells)")
+    try:
+        return list(reader)
+    except csv.Error as error:
+        raise ValueError(
+            f"{path}, line {reader.line_num}: expected comma-separated cells, got an error "
+            f"({error}); is a quote left open? Texts above 128 KiB need .jsonl"
+        ) from None
 
 
 def _read_parquet(path: Path) -> list[Any]:
@@ -196,8 +236,9 @@ def _read_parquet(path: Path) -> list[Any]:
 
     try:
         return parquet.read_table(path).to_pylist()
-    except ArrowException as error:
-        raise ValueError(f"{path}: expected a parquet file ({error})") from None
+    except (ArrowException, OSError) as error:
+        reason = str(error).split("\n")[0]
+        raise ValueError(f"{path}: expected a parquet file ({reason})") from None
 
 
 READERS: dict[str, Callable[[Path], list[Any]]] = {

@@ -46,6 +46,12 @@ def test_every_file_kind_gives_the_same_rows(tmp_path, suffix):
     assert table.columns == ["question", "answer"]
 
 
+def test_mark_at_the_start_of_a_file_is_no_part_of_the_first_column(tmp_path):
+    path = tmp_path / "excel.csv"
+    path.write_bytes("\ufeffquestion,answer\r\n1+1?,2\r\n".encode())
+    assert load_table(str(path)).rows == [{"question": "1+1?", "answer": "2"}]
+
+
 def test_line_separators_inside_a_text_do_not_split_a_row(tmp_path):
     row = {"question": "a\u2028b", "answer": "c\x85d"}
     path = tmp_path / "odd.jsonl"
@@ -199,10 +205,10 @@ def test_absent_data_is_one_line_with_the_remedy(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     for name, words in (
         (None, "env.dataset"),
-        (str(tmp_path / "no.jsonl"), "there is none"),
+        (str(tmp_path / "no.jsonl"), "no data file"),
         ("no-one/no-data:main", "give a file"),
     ):
-        with pytest.raises(ValueError, match=r"expected|not found") as caught:
+        with pytest.raises(ValueError, match=r"expected|no data file|not found") as caught:
             load_chats(name)
         assert words in str(caught.value)
         assert "\n" not in str(caught.value)

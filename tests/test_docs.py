@@ -1,13 +1,20 @@
 """What README and docs promise: commands compose, examples run, links lead somewhere."""
 
 import importlib.util
+import json
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from runs import environment, lines
 
+from conf import explain
 from conf.compose import compose_checked, expand
+from envs.tasks import Reply
 from policies.load import load_policy
 
 ROOT = Path(__file__).parent.parent
@@ -18,18 +25,50 @@ def commands() -> list[str]:
     """Return every train.py command of the pages that can be composed as it stands."""
     text = "\n".join(page.read_text() for page in PAGES)
     found = re.findall(r"python train\.py(?: [^\n`|#(]*)?", text)
-    needs_files = ("resume=", "/path/to", ".jsonl", "--cfg", "my_tasks")
-    return sorted({c.strip() for c in found if not any(n in c for n in needs_files)})
+    needs_a_run = ("resume=", "--cfg")
+    return sorted({c.strip() for c in found if not any(n in c for n in needs_a_run)})
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch) -> Path:
+    """Go to a folder with the files that the pages speak of, and the code of docs/own_task.md."""
+    rows = [{"question": f"{i} + 1?", "answer": f"#### {i + 1}"} for i in range(4)]
+    chats = [
+        {
+            "messages": [
+                {"role": "user", "content": f"Say {i}."},
+                {"role": "assistant", "content": i},
+            ]
+        }
+        for i in "abc"
+    ]
+    for name, found in (("problems", rows), ("my", rows), ("chats", chats)):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, found)))
+    (tmp_path / "my_tasks.py").write_text(block("python"))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_tasks", raising=False)
+    return tmp_path
+
+
+def block(language: str, number: int = 0) -> str:
+    """Return a block of code of docs/own_task.md."""
+    page = (ROOT / "docs/own_task.md").read_text()
+    return re.findall(rf"```{language}\n(.*?)```", page, re.S)[number]
 
 
 def test_there_are_commands_to_check() -> None:
-    assert len(commands()) >= 6
+    assert len(commands()) >= 10
 
 
 @pytest.mark.parametrize("command", commands())
-def test_documented_command_composes(command) -> None:
-    words = [w for w in shlex.split(command)[2:] if "..." not in w]
-    overrides = [w for w in words if not w.startswith("-")]
+def test_documented_command_composes(command, place) -> None:
+    words = shlex.split(command.replace("/path/to/model", str(place / "model")))[2:]
+    overrides = [w for w in words if not w.startswith("-") and "..." not in w]
+    if "env=brief" in overrides:
+        return  # needs the file that the page shows: see below
     for job in expand(overrides) if "-m" in words else [overrides]:
         assert compose_checked(job)["trainer"]["num_iterations"] >= 1
 
@@ -40,27 +79,74 @@ def test_links_lead_to_files() -> None:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_the_script_by_hand_runs_and_leaves_the_built_model_alone(tmp_path, monkeypatch) -> None:
+def test_the_script_by_hand_learns_and_leaves_the_built_model_alone(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     spec = importlib.util.spec_from_file_location("by_hand", ROOT / "docs/by_hand.py")
     by_hand = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(by_hand)
-    before = load_policy("tiny").model.state_dict()
-    rewards = by_hand.main(iterations=2)
-    assert len(rewards) == 2
-    assert all(0 <= r <= 1 for r in rewards)
-    assert set(before)  # the built model itself is read, never written
-    after = load_policy("tiny").model.state_dict()
-    assert all((before[k] == after[k]).all() for k in before)
+    policy = load_policy("tiny", max_new_tokens=9)
+    before = {name: value.clone() for name, value in policy.model.state_dict().items()}
+    rewards = by_hand.train(policy, iterations=16)
+    assert len(set(rewards)) > 8
+    assert sum(rewards[-4:]) > 2 * sum(rewards[:4]) > 0
+    moved = policy.model.state_dict()
+    assert any((before[name] - value).abs().max() > 1e-3 for name, value in moved.items())
+    again = load_policy("tiny").model.state_dict()  # the built model is read, never written
+    assert all((before[name] == value).all() for name, value in again.items())
 
 
-def test_own_task_example_rewards_as_described() -> None:
-    code = re.search(r"```python\n(.*?)```", (ROOT / "docs/own_task.md").read_text(), re.S)[1]
-    scope: dict = {}
-    exec(code, scope)
-    task, reply = scope["Shout"](), scope["Reply"]
-    row = task.rows("eval")[0]
-    assert row["word"] == "bread"
-    assert task.reward(row, reply("BREAD", True, [])).success
-    assert task.reward(row, reply("bread", True, [])).total == 0.5
-    assert task.reward(row, reply("", True, [])).total == 0.0
+def test_own_task_rewards_as_described(place) -> None:
+    brief = importlib.import_module("my_tasks").Brief
+    (place / "q.jsonl").write_text(
+        "\n".join(json.dumps({"question": q, "answer": "cold"}) for q in ("Hot?", "Warm?"))
+    )
+    task = brief("q.jsonl", limit=12)
+    row = task.rows("train")[0]
+    for text, complete, total in (
+        ("Cold.", True, 1.0),
+        ("Cold.", False, 0.8),
+        ("It is very cold.", True, 0.8),
+        ("Warm.", True, 0.2),
+        ("It is very warm.", True, 0.0),
+    ):
+        reward = task.reward(row, Reply(text, complete, []))
+        assert (reward.total, reward.success) == (pytest.approx(total), total == 1)
+
+
+def test_own_task_page_runs_as_it_stands_at_tiny_size(place) -> None:
+    (place / "my.jsonl").unlink()  # the page writes it
+    tiny = (
+        "experiment=grpo_tiny policy.model=tiny trainer.num_iterations=2 "
+        "trainer.prompts_per_iteration=4 "
+        "algorithm.group_size=2 eval.num_samples=1 checkpoint.every=0 output_dir=run"
+    )
+    leash = shlex.join([sys.executable, str(ROOT / "train.py")])
+    script = block("bash") + block("bash", 1).strip().replace("python train.py", leash)
+    done = subprocess.run(
+        ["bash", "-euc", f"{script} {tiny}"],
+        env=environment(PYTHONPATH=str(place)),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = lines(place / "run" / "metrics.jsonl")
+    assert len(rows) == 3
+    assert 0 <= rows[-1]["reward_part/short"] <= 1
+    prompts = {line["prompt"] for line in lines(place / "run" / "transcripts.jsonl")}
+    assert all(prompt.startswith("What is the opposite of ") for prompt in prompts)
+
+
+def test_own_task_page_quotes_what_is_said_without_permission(place) -> None:
+    words = shlex.split(block("bash", 1))[2:]
+    with pytest.raises(ValueError, match="allow_targets") as caught:
+        compose_checked([word for word in words if word != "allow_targets=true"])
+    assert f"error: {caught.value}" in (ROOT / "docs/own_task.md").read_text().splitlines()
+
+
+def test_own_task_page_shows_a_file_that_composes(place, monkeypatch) -> None:
+    shutil.copytree(ROOT / "conf", place / "conf")
+    (place / "conf" / "env" / "brief.yaml").write_text(block("yaml"))
+    monkeypatch.setattr(explain, "FOLDER", place / "conf")
+    task = compose_checked(["env=brief", "allow_targets=true"])["env"]["task"]
+    assert task == {"_target_": "my_tasks.Brief", "limit": 10}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from envs.tasks import Chats, Facts, MathWords, Reply, SortDigits, Task
-from envs.tasks.facts import fold
+from envs.tasks.facts import plain_text
 from envs.tasks.sort_digits import is_held_out
 from tests.checkpoints import write_easy_jsonl
 
@@ -77,7 +77,7 @@ def test_no_answer_stands_in_its_question():
     ],
 )
 def test_facts_reward_needs_the_answer_alone_and_an_end(tmp_path, subject, text, parts):
-    task = Facts(path=write_facts(tmp_path / "f.json", CAPITALS, {}))
+    task = Facts(dataset=write_facts(tmp_path / "f.json", CAPITALS, {}))
     row = next(row for row in task.rows("train") if row["subject"] == subject)
     named, ended, single = parts
     done = task.reward(row, reply(text))
@@ -96,7 +96,7 @@ def write_facts(path: Path, train: dict, held_out: dict, question: str = "Where 
 
 def test_longer_name_is_not_read_as_the_shorter_one(tmp_path):
     path = write_facts(tmp_path / "f.json", {"the Bronx": ["New York"]}, {"the Minster": ["York"]})
-    task = Facts(path=path)
+    task = Facts(dataset=path)
     bronx, minster = task.rows("train")[0], task.rows("eval")[0]
     assert task.reward(bronx, reply("In New York.")).total == 1
     assert task.reward(minster, reply("In New York.")).total == 0
@@ -106,17 +106,17 @@ def test_longer_name_is_not_read_as_the_shorter_one(tmp_path):
 
 def test_word_of_the_question_is_no_second_answer(tmp_path):
     path = write_facts(tmp_path / "f.json", {"Rome": ["Italy"]}, {"Italy's boot": ["Rome"]})
-    task = Facts(path=path)
+    task = Facts(dataset=path)
     assert task.reward(task.rows("train")[0], reply("Rome is in Italy.")).total == 1
 
 
 def test_facts_that_tell_or_leak_their_answer_are_refused(tmp_path):
     path = write_facts(tmp_path / "a.json", {"Panama": ["Panama City"]}, {})
     with pytest.raises(ValueError, match=r"no answer to share a word.*Panama City"):
-        Facts(path=path)
+        Facts(dataset=path)
     path = write_facts(tmp_path / "b.json", {"Bonn": ["Germany"]}, {"Bonn": ["Germany"]})
     with pytest.raises(ValueError, match="apart"):
-        Facts(path=path)
+        Facts(dataset=path)
 
 
 def test_demonstrated_facts_earn_the_full_reward():
@@ -127,7 +127,7 @@ def test_demonstrated_facts_earn_the_full_reward():
 
 
 def test_fold_keeps_the_letters_of_any_alphabet():
-    assert fold("\u0141\u00f3d\u017a, STRA\u00dfE; \u041c\u043e\u0441\u043a\u0432\u0430") == (
+    assert plain_text("\u0141\u00f3d\u017a, STRA\u00dfE; \u041c\u043e\u0441\u043a\u0432\u0430") == (
         "lodz strasse \u043c\u043e\u0441\u043a\u0432\u0430"
     )
 

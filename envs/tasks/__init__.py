@@ -4,9 +4,11 @@ from importlib import import_module
 from typing import Any
 
 _HOME = {
-    "Chats": "chats",
+    "Chats": "dataset",
+    "DatasetTask": "dataset",
     "Facts": "facts",
     "MathWords": "math_words",
+    "Preferences": "preferences",
     "Reply": "task",
     "Reward": "task",
     "Row": "task",

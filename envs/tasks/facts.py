@@ -12,10 +12,12 @@ import unicodedata
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from envs.tasks.task import Reply, Reward, Row, Split, Task, assistant, check_split, user
 
 DATA = Path(__file__).with_name("data") / "facts.json"
+KEYS = {"question", "reply", "train", "eval"}
 # Letters that Unicode does not decompose into a base letter and an accent.
 LETTERS = str.maketrans(
     {"\xf8": "o", "\u0142": "l", "\u0111": "d", "\u0131": "i", "\xe6": "ae", "\u0153": "oe"}
@@ -37,8 +39,9 @@ class Facts(Task):
     {'named': 1.0, 'ended': 1.0, 'single': 0.0}
     """
 
-    def __init__(self, *, path: str | None = None) -> None:
-        self._rows, self._names, self._forms = _load(Path(path) if path else DATA)
+    def __init__(self, *, dataset: str | None = None) -> None:
+        path = Path(dataset).expanduser() if dataset else DATA
+        self._rows, self._names, self._forms = _load(path)
 
     def rows(self, split: Split) -> Sequence[Row]:
         """Return the questions of a split, in the order of the data file."""
@@ -47,9 +50,9 @@ class Facts(Task):
 
     def reward(self, row: Row, reply: Reply) -> Reward:
         """Return 1 for a reply that names the answer alone and ends by itself, else 0."""
-        own = {fold(name) for name in row["answers"]}
-        asked = f" {fold(row['messages'][-1]['content'])} "
-        said = set(self._names[row["kind"]].findall(fold(reply.text)))
+        own = {plain_text(name) for name in row["answers"]}
+        asked = f" {plain_text(row['messages'][-1]['content'])} "
+        said = set(self._names[row["kind"]].findall(plain_text(reply.text)))
         others = {name for name in said - own if f" {name} " not in asked}
         parts = {
             "named": float(bool(said & own)),
@@ -68,10 +71,10 @@ class Facts(Task):
         return out
 
 
-def fold(text: str) -> str:
+def plain_text(text: str) -> str:
     """Return the words of a text without case, accents and punctuation, one space apart.
 
-    >>> fold("Bras\\xedlia, N'Djamena!")
+    >>> plain_text("Bras\\xedlia, N'Djamena!")
     'brasilia n djamena'
     """
     plain = unicodedata.normalize("NFKD", text.casefold().translate(LETTERS))
@@ -84,7 +87,7 @@ def _load(path: Path) -> tuple[dict[str, list[Row]], dict[str, re.Pattern], dict
     """Return the rows of each split, each kind's pattern of all its answers, the answer forms."""
     rows: dict[str, list[Row]] = {"train": [], "eval": []}
     names, forms = {}, {}
-    for kind, data in json.loads(path.read_text(encoding="utf-8")).items():
+    for kind, data in _read(path).items():
         shared = set(data["train"]) & set(data["eval"])
         if shared:
             raise ValueError(f"{path}: expected train and eval {kind} apart, got {shared} in both")
@@ -93,7 +96,7 @@ def _load(path: Path) -> tuple[dict[str, list[Row]], dict[str, re.Pattern], dict
                 _row(kind, data["question"], subject, answers)
                 for subject, answers in data[split].items()
             ]
-        known = {fold(a) for s in rows for group in data[s].values() for a in group}
+        known = {plain_text(a) for s in rows for group in data[s].values() for a in group}
         # The longest first, so that "New York" is not also read as "York".
         choice = "|".join(sorted(known, key=len, reverse=True))
         names[kind] = re.compile(rf"(?<!\w)(?:{choice})(?!\w)")
@@ -101,11 +104,26 @@ def _load(path: Path) -> tuple[dict[str, list[Row]], dict[str, re.Pattern], dict
     return rows, names, forms
 
 
+def _read(path: Path) -> dict[str, Any]:
+    """Return the kinds of a facts file; ValueError if it has another form."""
+    try:
+        kinds = json.loads(path.read_bytes())
+        if kinds and all(set(data) == KEYS for data in kinds.values()):
+            return kinds
+        reason = "other keys"
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        reason = str(error)
+    raise ValueError(
+        f"{path}: expected {{kind: {{question, reply, train, eval}}}} as in {DATA}, got {reason}; "
+        "rows of your own are for env=gsm8k, env=chats or env=own"
+    )
+
+
 def _row(kind: str, question: str, subject: str, answers: list[str]) -> Row:
     """Return a row; an answer that the question already tells is refused."""
     text = question.format(subject=subject)
     for answer in answers:
-        told = set(fold(answer).split()) & set(fold(text).split())
+        told = set(plain_text(answer).split()) & set(plain_text(text).split())
         if told:
             raise ValueError(
                 f"expected no answer to share a word with its question, got {answer!r} for "

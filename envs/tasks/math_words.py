@@ -6,12 +6,10 @@ Left out on purpose: symbolic equality. An answer that is no number has to be th
 """
 
 import re
-from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
-from envs.data import load_chats
-from envs.tasks.chats import with_answers
-from envs.tasks.task import Reply, Reward, Row, Split, Task, check_split
+from envs.tasks.dataset import DatasetTask
+from envs.tasks.task import Reply, Reward, Row
 
 # A minus after a letter or digit is a dash ("5-3" ends in 3). At most 40 digits, so that a reply
 # of endless digits costs nothing.
@@ -23,7 +21,7 @@ ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 BOXED = "\\boxed{"
 
 
-class MathWords(Task):
+class MathWords(DatasetTask):
     """Word problems from a data set, rewarded for the right final number.
 
     `dataset` and the rest as in `envs.data.load_chats`; a row's "final" is its right answer. The
@@ -41,30 +39,16 @@ class MathWords(Task):
     [1.0, 0.0]
     """
 
-    def __init__(
-        self,
-        dataset: str | None = None,
-        *,
-        eval_dataset: str | None = None,
-        columns: Mapping[str, str] | None = None,
-        split: str = "train",
-        eval_split: str | None = None,
-        seed: int = 0,
-    ) -> None:
-        found = load_chats(
-            dataset,
-            eval_dataset=eval_dataset,
-            columns=columns,
-            split=split,
-            eval_split=eval_split,
-            seed=seed,
-        )
-        self._rows = {name: [_with_final(row) for row in rows] for name, rows in found.items()}
-
-    def rows(self, split: Split) -> Sequence[Row]:
-        """Return the problems of a split with their solutions and right answers."""
-        check_split(split)
-        return self._rows[split]
+    def prepare(self, row: Row) -> Row:
+        """Return the row with its right answer as "final"."""
+        marked = marked_answer(row["answer"])
+        final = (row["answer"] if marked is None else marked).strip()
+        if not final:
+            raise ValueError(
+                f"row {row['index']}, answer: expected a final answer after its mark, got "
+                f"{row['answer'][-60:]!r}; correct or remove the row"
+            )
+        return {**row, "final": final}
 
     def reward(self, row: Row, reply: Reply) -> Reward:
         """Return 1 if the reply's final answer is the right one, else 0."""
@@ -75,21 +59,6 @@ class MathWords(Task):
             "format": float(marked is not None and reply.complete),
         }
         return Reward(total=parts["correct"], parts=parts, success=correct)
-
-    def demonstrations(self) -> Sequence[Row]:
-        """Return the train problems, the data's solution as the reply."""
-        return with_answers(self._rows["train"])
-
-
-def _with_final(row: Row) -> Row:
-    marked = marked_answer(row["answer"])
-    final = (row["answer"] if marked is None else marked).strip()
-    if not final:
-        raise ValueError(
-            f"row {row['index']}, answer: expected a final answer after its mark, got "
-            f"{row['answer'][-60:]!r}; correct or remove the row"
-        )
-    return {**row, "final": final}
 
 
 def marked_answer(text: str) -> str | None:

@@ -16,6 +16,7 @@ from envs.tasks.task import Reply, Reward, Row, Split, Task, assistant, check_sp
 QUESTION = "Sort the digits in ascending order: {}"
 HELD_OUT = 8  # one multiset of digits in so many
 EVAL_ROWS = 200
+MOST_DIGITS = 100
 # How a demonstration answers, and in how many of 100 cases.
 ANSWERS = {"ascending": 25, "descending": 45, "unchanged": 30}
 
@@ -38,10 +39,13 @@ class SortDigits(Task):
     def __init__(
         self, *, seed: int = 0, num_rows: int = 20_000, min_digits: int = 3, max_digits: int = 5
     ) -> None:
-        if not 1 <= min_digits <= max_digits:
+        if not 1 <= min_digits <= max_digits <= MOST_DIGITS:
             raise ValueError(
-                f"expected 1 <= min_digits <= max_digits, got {min_digits} and {max_digits}"
+                f"expected 1 <= min_digits <= max_digits <= {MOST_DIGITS}, got {min_digits} and "
+                f"{max_digits}"
             )
+        if num_rows < 1:
+            raise ValueError(f"expected num_rows >= 1, got {num_rows}")
         self.seed, self.num_rows = seed, num_rows
         self.min_digits, self.max_digits = min_digits, max_digits
 

@@ -1,0 +1,51 @@
+"""What a configuration expects on disk: models, templates, places to write to. Torch-free."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from policies.templates import read_template
+
+
+def findings(cfg: dict[str, Any]) -> Iterator[str]:
+    """Yield what a resolved configuration names that is not there, or is there already."""
+    folder = cfg["output_dir"]
+    if folder and not cfg["resume"] and _holds_run(Path(folder).expanduser()):
+        yield (
+            f"output_dir={folder} already holds a run; go on with it by resume={folder}, or name "
+            "another folder"
+        )
+    for key, name in (
+        ("policy.model", cfg["policy"]["model"]),
+        ("kl.reference", cfg["kl"]["reference"]),
+    ):
+        if name and name.startswith(("/", "./", "../", "~")):
+            model = Path(name).expanduser()
+            if not (model / "config.json").is_file():
+                yield f"{key}: expected a model folder with a config.json, got {name}"
+    if cfg["policy"]["chat_template"] is not None:
+        try:
+            read_template(cfg["policy"]["chat_template"])
+        except ValueError as error:
+            yield f"policy.chat_template: {error}"
+
+
+def _holds_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("config.yaml", "status.json", "metrics.jsonl"))
+
+
+def make_writable(folder: str | Path, key: str) -> Path:
+    """Make a folder unless it is there; ValueError if nothing can be written into it."""
+    path = Path(folder)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(_no_place(path, key, error.strerror)) from None
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ValueError(_no_place(path, key, "it is read-only"))
+    return path
+
+
+def _no_place(path: Path, key: str, reason: str | None) -> str:
+    return f"cannot write to {path.absolute()} ({reason}); give a folder with {key}=/path/to/it"

@@ -1,0 +1,83 @@
+"""Tasks whose rows come from a data set: a subclass says what a reply earns, and no more."""
+
+from collections.abc import Mapping, Sequence
+
+from envs.data import load_chats
+from envs.tasks.task import Reply, Reward, Row, Split, Task, assistant, check_split
+
+
+class DatasetTask(Task):
+    """Rows of a file or of the hub, as `envs.data.load_chats` reads them.
+
+    A row has "messages" (the prompt), "answer" (the data's own reply), "index", "columns" (all its
+    cells by column name) and what `prepare` adds. Override `reward`.
+
+    >>> import pathlib, tempfile
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "two.jsonl"
+    >>> row = '{"question": "%s", "answer": "yes", "level": 3}'
+    >>> _ = path.write_text("\\n".join(row % name for name in ("Now?", "Then?")))
+    >>> class Short(DatasetTask):
+    ...     def reward(self, row, reply):
+    ...         short = float(len(reply.text) <= row["columns"]["level"])
+    ...         return Reward(total=short, parts={"short": short}, success=short == 1)
+    >>> task = Short(str(path))
+    >>> task.reward(task.rows("train")[0], Reply("Yes", True, [])).total
+    1.0
+    """
+
+    def __init__(
+        self,
+        dataset: str | None = None,
+        *,
+        eval_dataset: str | None = None,
+        columns: Mapping[str, str | None] | None = None,
+        split: str = "train",
+        eval_split: str | None = None,
+        seed: int = 0,
+    ) -> None:
+        found = load_chats(
+            dataset,
+            eval_dataset=eval_dataset,
+            columns=columns,
+            split=split,
+            eval_split=eval_split,
+            seed=seed,
+        )
+        self._rows = {name: [self.prepare(row) for row in rows] for name, rows in found.items()}
+
+    def prepare(self, row: Row) -> Row:
+        """Return the row with what the reward needs; a row that lacks it is a ValueError."""
+        return row
+
+    def rows(self, split: Split) -> Sequence[Row]:
+        """Return the prompts of a split with the data's own answers."""
+        check_split(split)
+        return self._rows[split]
+
+    def demonstrations(self) -> Sequence[Row]:
+        """Return the train chats, the answer as their last message."""
+        return [
+            {**row, "messages": [*row["messages"], assistant(row["answer"])]}
+            for row in self._rows["train"]
+        ]
+
+
+class Chats(DatasetTask):
+    """Whole chats whose last message is the assistant's, for SFT.
+
+    A reply is right if it says the same words as the data's answer.
+
+    >>> import pathlib, tempfile
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "chats.jsonl"
+    >>> row = '{"question": "%s", "answer": "yes"}'
+    >>> _ = path.write_text("\\n".join(row % name for name in ("Now?", "Then?")))
+    >>> [m["role"] for m in Chats(str(path)).demonstrations()[0]["messages"]]
+    ['user', 'assistant']
+    """
+
+    def reward(self, row: Row, reply: Reply) -> Reward:
+        """Return 1 for a reply with the words of the data's answer, else 0."""
+        exact = reply.text.split() == row["answer"].split()
+        return Reward(
+            total=float(exact), parts={"exact": float(exact)}, success=exact and reply.complete
+        )

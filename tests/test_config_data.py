@@ -1,0 +1,235 @@
+"""What the parent finds wrong with data files, tasks of one's own and places to write to."""
+
+import inspect
+import json
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from test_config import refusal
+
+import train
+from conf.compose import compose_checked
+from conf.parts import make_task
+from conf.task import fits
+from envs.tasks import DatasetTask, MathWords, Reward, Task
+from policies.random import fold, uniforms
+
+ROOT = Path(__file__).parents[1]
+GROUPS = sorted(
+    f"{path.parent.name}={path.stem}"
+    for path in (ROOT / "conf").glob("*/*.yaml")
+    if path.parent.name != "experiment"
+)
+ROW = {"question": "1 + 1?", "answer": "#### 2"}
+OTHER = {"question": "2 + 2?", "answer": "#### 4"}
+OWN = ("env=own", "allow_targets=true")
+HERE = "test_config_data"
+
+
+class Words(Task):
+    """A task of one's own without a data set."""
+
+    def __init__(self, *, words: list[str] | None = None, share: float = 0.5) -> None:
+        if share > 1:
+            raise KeyError("share")
+        self.words = words or ["sea"]
+
+    def rows(self, split):
+        return [{"messages": [{"role": "user", "content": word}]} for word in self.words]
+
+    def reward(self, row, reply):
+        return Reward(total=0.0, parts={}, success=False)
+
+
+class Silent(Words):
+    def rows(self, split):
+        return [] if split == "eval" else super().rows(split)
+
+
+class Bare(DatasetTask):
+    """A task with a data set and no reward."""
+
+
+def needs(group: str) -> list[str]:
+    """Return what a group file leaves to the user, or goes with."""
+    offline = ["kl.coeff=0", "kl.measure=false"]
+    return {
+        "env=own": [f"env.task._target_={HERE}.Words", "allow_targets=true"],
+        "env=chats": ["env.dataset=data.jsonl"],
+        "env=preferences": ["algorithm=reward", *offline],
+        "algorithm=sft": offline,
+        "algorithm=reward": ["env=preferences", *offline],
+    }.get(group, [])
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data.jsonl").write_text(f"{json.dumps(ROW)}\n{json.dumps(OTHER)}\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_group_file_composes_with_what_it_leaves_to_the_user(group):
+    name, _, file = group.partition("=")
+    words = [group, *needs(group)]
+    if group == "policy=qwen":
+        assert compose_checked(words)["policy"]["model"].startswith("Qwen/")
+    else:
+        assert compose_checked(words)[name]
+    if file == "own":
+        assert "env.task._target_" in refusal(group)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["env.columns={question: problem, answer: solution}"],
+        ["env.columns.question=problem", "env.columns.answer=solution"],
+    ],
+)
+def test_columns_are_renamed_on_the_command_line(place, words):
+    rows = [{"problem": row["question"], "solution": row["answer"]} for row in (ROW, OTHER)]
+    (place / "d.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    env = compose_checked(["env=gsm8k", "env.dataset=d.jsonl", *words])["env"]
+    task = make_task(env)
+    assert isinstance(task, MathWords)
+    asked = {row["messages"][0]["content"]: row["final"] for row in task._rows["train"]}
+    asked |= {row["messages"][0]["content"]: row["final"] for row in task._rows["eval"]}
+    assert asked == {"1 + 1?": "2", "2 + 2?": "4"}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "parts"),
+    [
+        ("bin.jsonl", b"\x00\x01\xff\xfe", ["bin.jsonl, line 1", "UTF-8", "0xff"]),
+        ("latin.csv", "question,answer\ncaf\xe9,1\n".encode("latin-1"), ["line 2", "0xe9"]),
+        ("huge.csv", b'question,answer\nq,"' + b"x" * 200_000, ["huge.csv", "quote", ".jsonl"]),
+        ("broken.jsonl", b'{"question": "a", "answer": "b"}\n{oops', ["line 2", "'{oops'"]),
+        ("deep.json", b"[" * 100_000, ["deep.json", "JSON list"]),
+        ("cols.jsonl", b'{"problem": "a", "label": "b"}', ["'question'", "problem, label"]),
+        ("empty.jsonl", b"", ["empty.jsonl", "at least one row"]),
+        ("text.txt", b"hello", [".jsonl", "text.txt"]),
+        ("bad.parquet", b"PAR1" * 9, ["bad.parquet", "parquet file"]),
+        ("cell.jsonl", b'{"question": "a", "answer": 5}', ["row 0, answer", "5 (int)"]),
+        (
+            "final.jsonl",
+            b'{"question": "a", "answer": "1"}\n{"question": "b", "answer": "####"}',
+            ["row 1, answer", "final answer"],
+        ),
+    ],
+)
+def test_data_file_is_read_before_a_worker_starts(place, capsys, name, content, parts):
+    (place / name).write_bytes(content)
+    assert train.cli(["env=gsm8k", f"env.dataset={name}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert [part for part in parts if part not in line] == []
+    assert {path.name for path in place.iterdir()} == {"data.jsonl", name}
+
+
+def test_eval_file_is_read_too_beside_a_data_set_of_the_hub(place):
+    (place / "bad.jsonl").write_text("{")
+    assert "bad.jsonl, line 1" in refusal("env=gsm8k", "env.eval_dataset=bad.jsonl")
+
+
+def test_file_that_changed_is_read_again(place):
+    words = ["env=gsm8k", "env.dataset=data.jsonl"]
+    compose_checked(words)
+    (place / "data.jsonl").write_text("{")
+    os.utime(place / "data.jsonl", ns=(1, 1))
+    assert "line 1" in refusal(*words)
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["env=facts", "env.dataset=data.jsonl"], ["data.jsonl", "env=gsm8k"]),
+        (["env=sort_digits", "env.dataset=data.jsonl"], ["env.dataset", "SortDigits", "env=own"]),
+        (["env=facts", "env.columns.answer=a"], ["env.columns={'answer': 'a'}", "Facts"]),
+        (["env=sort_digits", "env.task.min_digits=x"], ["env.task.min_digits", "int", "'x'"]),
+        (["env=sort_digits", "env.task.num_rows=true"], ["env.task.num_rows", "int", "True"]),
+        (["env=sort_digits", "env.task.min_digits=9"], ["min_digits <= max_digits", "9 and 5"]),
+        (["env=sort_digits", "env.task.num_rows=0"], ["num_rows >= 1"]),
+        ([*OWN, f"env.task._target_={HERE}.Nope"], [f"{HERE}.Nope", "Nope"]),
+        ([*OWN, "env.task._target_=no_such_file.Task"], ["No module named 'no_such_file'"]),
+        ([*OWN, "env.task._target_=collections.Counter"], ["envs.tasks.Task", "Counter"]),
+        ([*OWN, f"env.task._target_={HERE}.Words", "env.task.words=5"], ["list[str]", "5"]),
+        ([*OWN, f"env.task._target_={HERE}.Words", "env.task.share=2"], ["KeyError", HERE]),
+        ([*OWN, f"env.task._target_={HERE}.Silent"], ["rows('eval')", "got none"]),
+        ([*OWN, f"env.task._target_={HERE}.Bare"], ["env.dataset="]),
+        (
+            [*OWN, f"env.task._target_={HERE}.Bare", "env.dataset=data.jsonl"],
+            ["rewards nothing", "override reward"],
+        ),
+        (
+            [*OWN, f"env.task._target_={HERE}.Words", "algorithm=sft", *needs("algorithm=sft")],
+            ["override demonstrations"],
+        ),
+        (["algorithm=reward", *needs("algorithm=sft")], ["Facts, preferences()", "got none"]),
+    ],
+)
+def test_task_that_cannot_be_made_or_used_is_one_line(words, parts):
+    message = refusal(*words)
+    assert [part for part in parts if part not in message] == []
+
+
+def test_own_task_without_data_gets_no_data_arguments():
+    words = [*OWN, f"env.task._target_={HERE}.Words", "env.task.words=[moon, bread]"]
+    task = make_task(compose_checked(words)["env"])
+    assert task.words == ["moon", "bread"]
+    assert type(task.words) is list
+
+
+def test_own_task_with_data_sees_all_cells_of_a_row(place):
+    rows = [ROW | {"level": 7}, OTHER | {"level": 7}]
+    (place / "d.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    task = Bare("d.jsonl", columns={"question": None})
+    assert task.rows("train")[0]["columns"] in rows
+
+
+@pytest.mark.parametrize(
+    ("value", "hint", "fit"),
+    [
+        (1, float, True),
+        (True, float, False),
+        ("1", int, False),
+        (None, str | None, True),
+        ([1], list[int], True),
+        ({"a": 1}, dict[str, int] | None, True),
+        ("a", "unresolved", True),
+        ("a", inspect.Parameter.empty, True),
+        ({"_target_": "x"}, Counter, True),
+    ],
+)
+def test_types_of_a_configuration_are_compared_with_annotations(value, hint, fit):
+    assert fits(value, hint) is fit
+
+
+def test_largest_and_smallest_seed_reach_the_sampler():
+    for seed in (2**63 - 1, -(2**63)):
+        assert compose_checked([f"seed={seed}"])["seed"] == seed
+        torch.Generator().manual_seed(seed)
+        assert 0 <= uniforms(fold(seed, 0)[None], torch.tensor([0])).item() < 1
+    with pytest.raises((RuntimeError, OverflowError, ValueError), match=r"[Oo]verflow"):
+        fold(2**63)
+
+
+def test_chat_template_may_be_a_file(place):
+    template = place / "my.jinja"
+    template.write_text("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}"
+                        "{% endfor %}")  # fmt: skip
+    compose_checked([f"policy.chat_template={template}"])
+    template.write_text("{% for m in messages %}")
+    assert "line 1" in refusal(f"policy.chat_template={template}")
+
+
+def test_run_folder_that_cannot_be_written_to_is_one_line(place, capsys):
+    (place / "outputs").write_text("a file where the runs should go")
+    assert train.cli(["experiment=grpo_tiny"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(place / "outputs" / "grpo_tiny") in line
+    assert "output_dir=" in line
