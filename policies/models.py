@@ -29,6 +29,7 @@ EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 EMBEDDED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 CONVERSION = 1  # raise it when the converted folder changes, so that old copies are not reused
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 PAD_NAMES = ("<|finetune_right_pad_id|>", "<pad>", "<|pad|>", "[PAD]", "<|endoftext|>", "<unk>")
 
 Origin = Literal["folder", "tiny", "embedded", "cache", "hub"]
@@ -194,16 +195,18 @@ def load_model(
         raise ValueError(f"expected dtype float32, bfloat16 or float16, got {dtype!r}")
     local = {"local_files_only": True, "trust_remote_code": False}
     with quiet():
-        config = AutoConfig.from_pretrained(found.folder, **local)
+        with readable(found.folder, "config.json"):
+            config = AutoConfig.from_pretrained(found.folder, **local)
         _zero_dropout(config)
         if type(config) not in AutoModelForCausalLM._model_mapping:
             raise ValueError(
                 f"{found.folder}: expected a causal language model, got a {config.model_type}"
             )
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            found.folder, config=config, dtype=getattr(torch, dtype),
-            attn_implementation="sdpa", output_loading_info=True, **local,
-        )  # fmt: skip
+        with readable(found.folder, "weights"):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                found.folder, config=config, dtype=getattr(torch, dtype),
+                attn_implementation="sdpa", output_loading_info=True, **local,
+            )  # fmt: skip
     model, info = loaded
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
@@ -231,7 +234,10 @@ def load_tokenizer(found: FoundModel) -> "PreTrainedTokenizerFast":
     from transformers import AutoConfig, AutoTokenizer
 
     local = {"local_files_only": True, "trust_remote_code": False}
-    with quiet():
+    if not any((found.folder / name).is_file() for name in VOCABULARIES):  # would load an empty one
+        raise ValueError(f"{found.folder}: expected a tokenizer ({' or '.join(VOCABULARIES)}), got "
+                         "none; copy it from the model that this one came from")  # fmt: skip
+    with quiet(), readable(found.folder, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(found.folder, use_fast=True, **local)
         rows = AutoConfig.from_pretrained(found.folder, **local).get_text_config().vocab_size
     if not tokenizer.is_fast:
@@ -251,6 +257,21 @@ def load_tokenizer(found: FoundModel) -> "PreTrainedTokenizerFast":
                              "set eos_token in tokenizer_config.json")  # fmt: skip
         tokenizer.pad_token = pad
     return tokenizer
+
+
+@contextlib.contextmanager
+def readable(folder: Path, part: str) -> Iterator[None]:
+    """Turn what the libraries say of damaged files into a ValueError of one line with a remedy."""
+    try:
+        yield
+    except Exception as error:
+        if "memory" in str(error):  # not the folder's fault
+            raise
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"{folder}: cannot read the {part} ({said}); is a file damaged, incomplete or another "
+            "model's? copy or download it again"
+        ) from error
 
 
 @contextlib.contextmanager

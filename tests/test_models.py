@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, CLIPConfig
 
 from policies.cache import cache_dir, read_manifest
+from policies.load import load_policy
 from policies.models import (
     EMBEDDED,
     FoundModel,
@@ -170,6 +171,31 @@ def test_missing_tensor_is_refused_not_left_random(checkpoints, tmp_path):
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"lack 1 .* model.layers.1.mlp.up_proj.weight"):
         load_model(found(folder))
+
+
+def shorten(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "words"),
+    [
+        ("model.safetensors", shorten, r"cannot read the weights \(.*not fully covered\)"),
+        ("config.json", shorten, r"cannot read the config.json \(.*not a valid JSON file"),
+        ("config.json", lambda p: edit_json(p, hidden_size=64), r"cannot read the weights"),
+        ("tokenizer.json", shorten, r"cannot read the tokenizer"),
+        ("tokenizer.json", Path.unlink, r"expected a tokenizer \(tokenizer.json or .* got none"),
+    ],
+)
+def test_damaged_folder_is_one_line_with_the_part_and_a_remedy(
+    checkpoints, tmp_path, name, damage, words
+):
+    folder = copy_of(checkpoints["qwen2"], tmp_path / "damaged")
+    damage(folder / name)
+    with pytest.raises(ValueError, match=words) as caught:
+        load_policy(str(folder))
+    assert str(caught.value).startswith(f"{folder}: ")
+    assert "\n" not in str(caught.value)
 
 
 def test_model_that_is_not_causal_is_refused(tmp_path):

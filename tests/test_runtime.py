@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.runtime import Runtime, Stopped, write_atomically
+from trainer.runtime import Runtime, Stopped
 
 
 def status(folder: Path) -> dict:
@@ -30,46 +30,102 @@ def test_a_run_that_fails_says_why_and_keeps_the_traceback(tmp_path):
     with pytest.raises(ZeroDivisionError), Runtime(tmp_path):
         _ = 1 / 0
     assert status(tmp_path)["state"] == "failed"
-    assert status(tmp_path)["reason"] == "ZeroDivisionError: division by zero"
-    text = (tmp_path / "errors" / "rank0.txt").read_text()
+    path = tmp_path / "errors" / "rank0.txt"
+    assert f"ZeroDivisionError: division by zero (traceback: {path})" == status(tmp_path)["reason"]
+    text = path.read_text()
+    assert text.splitlines()[0] == status(tmp_path)["reason"]
     assert "_ = 1 / 0" in text
     assert text.rstrip().endswith("ZeroDivisionError: division by zero")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_stops_at_the_next_border(tmp_path, number):
+STOPS = [(signal.SIGTERM, "stopped by SIGTERM"), (signal.SIGINT, "stopped by Ctrl-C")]
+
+
+@pytest.mark.parametrize(("number", "reason"), STOPS)
+def test_a_signal_stops_at_the_next_border(tmp_path, number, reason):
     before = signal.getsignal(number)
     steps = []
 
     def loop(runtime: Runtime) -> None:
+        runtime.on_stop = lambda: steps.append("told")
         for i in range(5):
-            runtime.check_stop()
-            steps.append(i)
+            with runtime.stoppable():
+                steps.append(i)
             if i == 1:
                 os.kill(os.getpid(), number)
                 steps.append("the rest of the iteration")
 
     with pytest.raises(Stopped), Runtime(tmp_path) as runtime:
         loop(runtime)
-    assert steps == [0, 1, "the rest of the iteration"]
+    assert steps == [0, 1, "told", "the rest of the iteration"]
     assert status(tmp_path)["state"] == "preempted"
-    assert status(tmp_path)["reason"] == f"signal {int(number)}"
+    assert status(tmp_path)["reason"] == reason
     assert not (tmp_path / "errors").exists()
     assert signal.getsignal(number) == before, "the handlers of the caller are back"
+
+
+@pytest.mark.parametrize("place", ["set-up", "stoppable block"])
+def test_a_signal_ends_what_holds_nothing_at_once(tmp_path, place):
+    def work(runtime: Runtime) -> None:
+        if place == "set-up":
+            os.kill(os.getpid(), signal.SIGINT)
+            raise AssertionError("went on")
+        with runtime.stoppable():
+            os.kill(os.getpid(), signal.SIGINT)
+            raise AssertionError("went on")
+
+    with pytest.raises(Stopped, match="stopped by Ctrl-C"), Runtime(tmp_path) as runtime:
+        work(runtime)
+    assert status(tmp_path)["state"] == "preempted"
 
 
 def test_stopped_is_not_an_ordinary_error():
     assert not issubclass(Stopped, Exception)
 
 
-def test_a_second_signal_ends_the_process_at_once(tmp_path, monkeypatch):
+def test_a_second_signal_ends_the_process_at_once_with_a_true_status(tmp_path, monkeypatch):
     codes: list[int] = []
-    monkeypatch.setattr("trainer.runtime.os._exit", codes.append)
-    with Runtime(tmp_path):
+    with Runtime(tmp_path) as runtime:
+        with runtime.stoppable():
+            pass
+        exit_process = lambda code: codes.append((code, status(tmp_path)["reason"]))  # noqa: E731
+        monkeypatch.setattr("trainer.runtime.os._exit", exit_process)
         os.kill(os.getpid(), signal.SIGTERM)
         assert codes == []
         os.kill(os.getpid(), signal.SIGINT)
-    assert codes == [128 + signal.SIGINT]
+    assert codes == [(128 + signal.SIGINT, "stopped by SIGTERM")]
+
+
+def test_secrets_stay_out_of_what_a_failure_leaves(tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_HF_TOKEN", "hf_planted_1")
+    monkeypatch.setenv("PLACE", "from_planted_2")
+    config = "tracker: {api_key: sk_planted_3, entity: '${oc.env:PLACE}'}\npolicy: {model: plain}\n"
+    (tmp_path / "config.yaml").write_text(config)
+
+    def fail() -> None:
+        said = "401 for hf_planted_1, https://me:url_planted_4@hub/x, from_planted_2, sk_planted_3"
+        raise KeyError(f"{said}, extra_token=in_planted_5; plain") from ValueError("sk_planted_3")
+
+    with pytest.raises(KeyError), Runtime(tmp_path):
+        fail()
+    for text in (status(tmp_path)["reason"], (tmp_path / "errors" / "rank0.txt").read_text()):
+        assert "planted" not in text
+        assert "plain" in text
+    assert status(tmp_path)["reason"].startswith(
+        "KeyError: '401 for <hidden>, https://me:<hidden>@"
+    )
+
+
+def test_failure_on_a_full_disk_is_still_told(tmp_path, capsys):
+    """Writing to /dev/full fails as writing to a full disk does."""
+    (tmp_path / "errors").mkdir()
+    (tmp_path / "errors" / "rank0.txt").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"), Runtime(tmp_path):
+        Path("/dev/full").write_text("x")
+    assert capsys.readouterr().err == (
+        "error: the disk is full ([Errno 28] No space left on device); free some space, or write "
+        "elsewhere with output_dir=\n"
+    )
 
 
 def test_one_process_sums_and_gathers_itself(tmp_path):
@@ -89,13 +145,3 @@ def test_the_seed_is_that_of_torch(tmp_path):
         Runtime(tmp_path, seed=seed)
         drawn.append(torch.rand(3).tolist())
     assert drawn[0] == drawn[1] != drawn[2]
-
-
-def test_a_file_is_replaced_whole(tmp_path):
-    path = tmp_path / "a.json"
-    write_atomically(path, "one")
-    with open(path) as reader:
-        write_atomically(path, "another")
-        assert reader.read() == "one", "who has it open reads the old one to its end"
-    assert path.read_text() == "another"
-    assert [p.name for p in tmp_path.iterdir()] == ["a.json"]

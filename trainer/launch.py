@@ -1,7 +1,7 @@
 """Starting a run in a fresh process, one per rank, and waiting for it. Torch-free.
 
 The parent never imports torch: what a job leaves behind in a process cannot reach the next one.
-Status travels by <folder>/status.json, errors by <folder>/errors/rank<k>.txt.
+Status travels by <folder>/status.json, errors by <folder>/errors/rank<k>.txt (trainer/failures.py).
 """
 
 import hashlib
@@ -9,12 +9,13 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
-import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -22,29 +23,33 @@ from typing import Any
 import yaml
 
 from policies.cache import build_once, cache_dir
+from trainer.failures import complain, kill_reason, noted_errors, stop_reason
+from trainer.redact import redact_text
+from trainer.run_files import write_text
 
 PREFIX = "experiment:"
 # What a launcher such as torchrun tells its ranks; a run started from one of them is its own.
 RANK = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+STOPPED = 143  # exit code of a rank that stopped because it was told to
+PATIENCE = 30  # seconds; a rank that waits for a dead one may never notice (NCCL)
 
 
 class Interrupted(SystemExit):
     """The run was stopped by a signal; a sweep stops with it."""
 
 
-def command(script: str | Path, arguments: Sequence[str], *, ranks: int) -> list[str]:
-    """Return the command line that starts `ranks` processes of a script."""
-    start = [sys.executable]
-    if ranks > 1:
-        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    return [*start, str(script), *arguments]
-
-
 def start(
     config: dict[str, Any], folder: Path, *, script: Path, compose: Callable[[str], dict[str, Any]]
 ) -> float:
     """Run one job in fresh processes, its warm-up first; return the metric of a sweep."""
-    prepare(config, folder, script=script, compose=compose)
+    try:
+        prepare(config, folder, script=script, compose=compose)
+    except (Interrupted, KeyboardInterrupt):
+        close_status(folder, "preempted", "stopped before it began")
+        raise
+    except (RuntimeError, ValueError, OSError) as error:
+        close_status(folder, "failed", str(error))
+        raise
     ranks, threads = config["launch"]["num_processes"], config["launch"]["threads"]
     status = run(script, folder / "config.yaml", folder, ranks=ranks, threads=threads)
     return float(status["objective"])
@@ -59,6 +64,8 @@ def prepare(
         start(config, folder, script=script, compose=compose)
 
     folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder / "errors", ignore_errors=True)  # an earlier attempt must not speak for
+    (folder / "status.json").unlink(missing_ok=True)  # this one
     model = resolve_experiment(config["policy"]["model"], compose, warm_up)
     config = {**config, "policy": {**config["policy"], "model": model}}
     (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
@@ -70,59 +77,134 @@ def run(
 ) -> dict[str, Any]:
     """Run `script --worker config folder` and return its status; raise RuntimeError if it failed.
 
-    SIGINT and SIGTERM are passed on once, for the run to stop at its next iteration; a second one
+    SIGINT and SIGTERM are passed on once, for the run to stop at its next safe point; a second one
     ends it at once. A stopped run raises `Interrupted` with 128 + the signal.
     """
-    words = command(script, ["--worker", str(config), str(folder)], ranks=ranks)
+    words = [sys.executable, str(script), "--worker", str(config), str(folder)]
     each = threads or max((os.cpu_count() or 1) // ranks, 1)
-    env = {k: v for k, v in os.environ.items() if k not in RANK and "TORCHELASTIC" not in k}
-    shutil.rmtree(folder / "errors", ignore_errors=True)
-    (folder / "status.json").unlink(missing_ok=True)  # an earlier attempt must not speak for this
-    got: list[int] = []
-    kinds = (signal.SIGINT, signal.SIGTERM)  # caught from before the start: none may get lost
-    previous = {kind: signal.signal(kind, lambda number, _: got.append(number)) for kind in kinds}
-    try:
-        env |= {"OMP_NUM_THREADS": str(each), "LEASH_PARENT": str(os.getpid())}
-        code = _wait(subprocess.Popen(words, start_new_session=True, env=env), got)
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    with _caught_signals() as got, _free_port() as port:
+        end = _wait(_start_ranks(words, ranks=ranks, threads=each, port=port), folder, got)
+        failure = _close(folder, end, got)
     status = read_status(folder)
-    if got:
-        close_status(folder, status, f"signal {got[0]}")
-        raise Interrupted(128 + got[0])
-    if code != 0 or status.get("state") != "finished":
-        close_status(folder, status, f"the process ended with {_exit(code)}")
-        raise RuntimeError(explain_failure(folder))
+    if got or status.get("state") == "preempted":
+        if failure:
+            complain(failure)
+        raise Interrupted(128 + got[0] if got else STOPPED)
+    if failure:
+        raise RuntimeError(failure)
     return status
 
 
-def _wait(process: subprocess.Popen, got: list[int]) -> int:
-    """Return the exit code; pass on the first signal in `got`, kill all processes at the second."""
-    passed = 0
-    while process.poll() is None:
-        if len(got) > passed:
-            passed = len(got)
-            if passed == 1:
-                os.killpg(process.pid, signal.SIGTERM)
-            else:
-                _kill_family(process.pid)
+def _close(folder: Path, end: "End", got: list[int]) -> str | None:
+    """Leave status.json telling how a run ended; return the reason if it failed."""
+    state = read_status(folder).get("state")
+    if got and (state != "failed" or end.killed):  # an error of its own stays one
+        close_status(folder, "preempted", stop_reason(got[0]))
+    elif end.code or state not in ("finished", "preempted"):
+        reason = explain_failure(folder, end)
+        close_status(folder, "failed", reason)
+        return reason
+    return None
+
+
+@contextmanager
+def _caught_signals() -> Iterator[list[int]]:
+    """Collect SIGINT and SIGTERM, from before the start: none may get lost.
+
+    After one the process is about to end; what is still hammered in is ignored.
+    """
+    got: list[int] = []
+    kinds = (signal.SIGINT, signal.SIGTERM)
+    previous = {kind: signal.signal(kind, lambda number, _: got.append(number)) for kind in kinds}
+    try:
+        yield got
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, signal.SIG_IGN if got else handler)
+
+
+@contextmanager
+def _free_port() -> Iterator[int]:
+    """Hold a port of this machine; with SO_REUSEADDR rank 0 can listen on it all the same."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
+
+
+def _start_ranks(
+    words: Sequence[str], *, ranks: int, threads: int, port: int
+) -> list[subprocess.Popen]:
+    """Start one process per rank, told about the others as torchrun would; no launcher between."""
+    env = {k: v for k, v in os.environ.items() if k not in RANK and "TORCHELASTIC" not in k}
+    env |= {"OMP_NUM_THREADS": str(threads), "LEASH_PARENT": str(os.getpid())}
+    size = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    size |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    told = [
+        size | {"RANK": str(k), "LOCAL_RANK": str(k)} if ranks > 1 else {} for k in range(ranks)
+    ]
+    return [subprocess.Popen(words, start_new_session=True, env=env | mine) for mine in told]
+
+
+@dataclass(frozen=True)
+class End:
+    """How the processes of a run ended: the exit code of the first rank that failed, or 0."""
+
+    code: int = 0
+    rank: int = 0
+    ranks: int = 1
+
+    @property
+    def killed(self) -> bool:
+        return self.code < 0
+
+    def __str__(self) -> str:
+        return kill_reason(self.code, f"rank {self.rank}" if self.ranks > 1 else "the process")
+
+
+def _wait(ranks: list[subprocess.Popen], folder: Path, got: list[int]) -> End:
+    """Wait for all ranks; pass on the first signal in `got`, kill all processes at the second.
+
+    The others of a rank that failed get PATIENCE seconds for their own last words.
+    """
+    end, passed, limit = End(ranks=len(ranks)), False, float("inf")
+    while None in [rank.poll() for rank in ranks]:  # a list: each one is asked
+        if end.code == 0 and (end := _first_failure(ranks)).code:
+            limit = time.monotonic() + PATIENCE
+        if len(got) > 1 or time.monotonic() > limit:
+            _kill_families(ranks)
+        elif got and not passed:
+            passed = True
+            # Before a run has its handlers, SIGINT would be a KeyboardInterrupt with a traceback.
+            ready = "state" in read_status(folder)
+            for rank in ranks:
+                rank.send_signal(got[0] if ready else signal.SIGTERM)
         time.sleep(0.05)
-    return process.returncode
+    end = end if end.code else _first_failure(ranks)
+    if end.killed:
+        _kill_families(ranks)  # what it had started itself is still there
+    return end
 
 
-def _kill_family(pid: int) -> None:
-    """Kill a process and its children: torchrun gives its workers sessions of their own."""
+def _first_failure(ranks: list[subprocess.Popen]) -> End:
+    """Return the rank that has failed; of several that a signal killed: the others lost contact."""
+    codes = [(rank.returncode, k) for k, rank in enumerate(ranks)]
+    failed = [(code, k) for code, k in codes if code not in (None, 0, STOPPED)]
+    return End(*min(failed, default=(0, 0)), ranks=len(ranks))
+
+
+def _kill_families(ranks: list[subprocess.Popen]) -> None:
+    """Kill the ranks and their children, also those in sessions of their own."""
     import psutil  # comes with accelerate
 
-    head = psutil.Process(pid)
-    for process in [head, *head.children(recursive=True)]:
+    for rank in ranks:
         with suppress(psutil.NoSuchProcess):
-            process.kill()
-
-
-def _exit(code: int) -> str:
-    return f"signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"code {code}"
+            head = psutil.Process(rank.pid)
+            for process in [*head.children(recursive=True), head]:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+        with suppress(ProcessLookupError):  # those whose parent is gone
+            os.killpg(rank.pid, signal.SIGKILL)
 
 
 def read_status(folder: Path) -> dict[str, Any]:
@@ -133,42 +215,29 @@ def read_status(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def note_error(folder: Path) -> None:
-    """Write the error being handled to errors/rank<k>.txt, unless the run has done so itself."""
-    path = folder / "errors" / f"rank{os.environ.get('RANK', '0')}.txt"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(traceback.format_exc())
-
-
-def close_status(folder: Path, status: dict[str, Any], reason: str) -> None:
-    """Say in status.json how a run ended that could not say so itself."""
-    if status.get("state") in ("failed", "preempted", "finished"):
+def close_status(folder: Path, state: str, reason: str) -> None:
+    """Say in status.json how a run ended, unless it is finished."""
+    status = read_status(folder)
+    if status.get("state") == "finished":
         return
-    state = "preempted" if reason.startswith("signal") else "failed"
-    text = json.dumps({**status, "state": state, "reason": reason}, indent=1)
-    part = folder / "status.json.part"
-    part.write_text(text)
-    part.replace(folder / "status.json")
+    text = json.dumps({**status, "state": state, "reason": redact_text(reason)}, indent=1)
+    with suppress(OSError):  # the disk may be what failed; the reason is printed too
+        write_text(folder / "status.json", text)
 
 
-def explain_failure(folder: Path) -> str:
-    """Return one line on why a run failed, and where the whole story is."""
-    files = sorted((folder / "errors").glob("rank*.txt"), key=lambda p: p.stat().st_mtime)
-    reason = read_status(folder).get("reason") or "unknown"
-    if files:  # the rank that failed first is the cause; the others only lost contact
-        last = [line for line in files[0].read_text().splitlines() if line.strip()][-1]
-        return f"{last} (traceback: {files[0]})"
-    return f"{reason}; nothing was written to {folder / 'errors'}, was the process killed?"
+def explain_failure(folder: Path, end: End) -> str:
+    """Return one line on why a run failed: a killed rank, else what the first to fail wrote."""
+    noted = noted_errors(folder)
+    return noted[0][1] if noted and not end.killed else str(end)
 
 
-def agree(make: Callable[[], Any], *, device: str | None = None) -> Any:
+def agree(make: Callable[[], Any], config: dict[str, Any]) -> Any:
     """Return rank 0's `make()` on every rank that an outside launcher started (torchrun ...)."""
     import torch
     from accelerate import PartialState
     from accelerate.utils import broadcast_object_list
 
-    state = PartialState(cpu=device == "cpu" or not torch.cuda.is_available())
+    state = PartialState(cpu=config["policy"]["device"] == "cpu" or not torch.cuda.is_available())
     values = [make() if state.is_main_process else None]
     return broadcast_object_list(values)[0]
 
@@ -197,7 +266,7 @@ def resolve_experiment(
         print(f"{experiment} is not in the cache yet: running it first", flush=True)
         run_folder = folder.with_name(f"{folder.name}.run")  # outlives a failure, for its errors
         shutil.rmtree(run_folder, ignore_errors=True)
-        start(config, run_folder)
+        start({**config, "experiment": experiment, "kept_in": str(folder)}, run_folder)
         (run_folder / "model").rename(work / "model")
         shutil.rmtree(run_folder)
         return {"experiment": experiment, "config": config}

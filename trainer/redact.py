@@ -2,11 +2,13 @@
 
 A value is hidden when its name ends a word in key, token, secret, password or credential
 (`api_key`, `hf_token`, `apiKey`; not `max_new_tokens: 16`, a number), and wherever the value of an
-environment variable with such a name turns up. Left out on purpose: guessing secrets by their look.
+environment variable with such a name turns up, as are passwords in URLs. Left out on purpose:
+guessing secrets by their look.
 """
 
 import os
 import re
+from collections.abc import Iterable
 from typing import Any
 
 HIDDEN = "<hidden>"
@@ -14,7 +16,10 @@ _WORD = re.compile(r"(?i)(key|token|secret|password|passwd|credential)s?$")
 _SPLIT = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])")
 _NUMBER = re.compile(r"[-+]?[\d.]+(e[-+]?\d+)?", re.IGNORECASE)
 _PLAIN = {"", "null", "none", "true", "false"}
-_ASSIGNMENT = re.compile(r"([\w.+/@-]+)(=|:\s*)([^,\s}\]]+)")
+_ASSIGNMENT = re.compile(r"([\w.+/@-]+)(=|['\"]?:\s*)([^,\s}\]]+)")
+_URL = re.compile(r"(\w://(?:[^/\s:@]*:)?)[^/\s:@]+@")
+_BEARER = re.compile(r"(?i)\b(bearer )\S+")
+_FROM_ENVIRONMENT = re.compile(r"oc\.env:(\w+)")
 
 
 def redact(value: Any, *, name: str = "") -> Any:
@@ -35,15 +40,16 @@ def redact(value: Any, *, name: str = "") -> Any:
     return redact_text(value) if isinstance(value, str) else value
 
 
-def redact_text(text: str) -> str:
-    """Return `text` with secret environment values and `name=value` secrets hidden.
+def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
+    """Return `text` with `secrets`, those of the environment, of URLs and of `name=value` hidden.
 
-    >>> redact_text("kl.coeff=0.1,env.api_key=sk-123")
-    'kl.coeff=0.1,env.api_key=<hidden>'
+    >>> redact_text("kl.coeff=0.1,env.api_key=sk-123 of https://me:hf_1@hub")
+    'kl.coeff=0.1,env.api_key=<hidden> of https://me:<hidden>@hub'
     """
-    for secret in _environment_secrets():
+    for secret in sorted({*secrets, *_environment_secrets()}, key=len, reverse=True):
         if len(secret) >= 8:  # shorter ones occur inside ordinary words
             text = text.replace(secret, HIDDEN)
+    text = _BEARER.sub(rf"\1{HIDDEN}", _URL.sub(rf"\1{HIDDEN}@", text))
 
     def hide(match: re.Match[str]) -> str:
         name, sign, value = match.groups()
@@ -52,8 +58,26 @@ def redact_text(text: str) -> str:
     return _ASSIGNMENT.sub(hide, text)
 
 
+def secrets_of(config: Any, *, name: str = "") -> list[str]:
+    """List the secrets of a configuration: by name, and whatever it takes from the environment.
+
+    >>> secrets_of({"tracker": {"api_key": "sk-12345"}, "seed": 0})
+    ['sk-12345']
+    """
+    if isinstance(config, dict):
+        named = ((item, str(key) if _words(str(key)) else name) for key, item in config.items())
+        return [secret for item, key in named for secret in secrets_of(item, name=key)]
+    if isinstance(config, (list, tuple)):
+        return [secret for item in config for secret in secrets_of(item, name=name)]
+    looked_up = _FROM_ENVIRONMENT.findall(config) if isinstance(config, str) else []
+    values = [os.environ[key] for key in looked_up if key in os.environ]
+    return [*values, str(config)] if _is_secret(name, config) else values
+
+
 def _words(name: str) -> list[str]:
     """List the words of `name` that say its value is a secret, in lower case."""
+    if name.endswith(("Error", "Exception")):  # KeyError: 'a'
+        return []
     found = (_WORD.search(word) for word in _SPLIT.split(name))
     return [match.group(1).lower() for match in found if match]
 

@@ -8,7 +8,8 @@ import os
 import resource
 import signal
 import time
-import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,16 +18,20 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from trainer.failures import note_error, stop_reason
+from trainer.run_files import write_text
+
 
 class Stopped(BaseException):
-    """Raised at an iteration border after a stop signal; the run can be resumed."""
+    """Raised at a safe point after a stop signal; the run can be resumed."""
 
 
 class Runtime:
     """Start the ranks of a run and keep its status.json true.
 
     Use it as a context manager: leaving it normally writes "finished", by `Stopped` "preempted",
-    by an error "failed" and errors/rank<k>.txt.
+    by an error "failed" and errors/rank<k>.txt. A stop signal raises `Stopped` at `check_stop` and
+    within `stoppable` blocks, and before the first of them: a set-up holds nothing to save.
     """
 
     def __init__(self, folder: str | Path, *, seed: int = 0, device: str | None = None) -> None:
@@ -41,7 +46,13 @@ class Runtime:
         self.status: dict[str, Any] = {"state": "running", "reason": None, "objective": None}
         self.started = time.time()
         self.stop_signal: int | None = None
+        self.on_stop: Callable[[], None] = lambda: None  # called in the signal handler
+        self.at_once = False  # whether a stop signal raises by itself, wherever the run is
         self.handlers: dict[signal.Signals, Any] = {}  # those that ours replace
+        parent = os.environ.get("LEASH_PARENT")
+        if parent is None and "TORCHELASTIC_RUN_ID" in os.environ:
+            parent = os.getppid()
+        self.parent = int(parent) if parent else None  # the launcher, which must outlive the run
         torch.manual_seed(seed)
 
     @property
@@ -98,16 +109,29 @@ class Runtime:
 
     def check_stop(self) -> None:
         """Raise Stopped on all ranks together if one got a signal or the parent is gone."""
-        reason = f"signal {self.stop_signal}" if self.stop_signal else _orphaned()
+        reason = stop_reason(self.stop_signal) if self.stop_signal else self._orphaned()
         told = [other for other in self.gather(reason) if other]
         if told:
             raise Stopped(told[0])
+
+    @contextmanager
+    def stoppable(self) -> Iterator[None]:
+        """Let a stop signal end the block at once: nothing in it has to be finished or undone.
+
+        Several ranks can only stop together: at its start and wherever it calls `check_stop`.
+        """
+        self.at_once = self.ranks == 1
+        try:
+            self.check_stop()
+            yield
+        finally:
+            self.at_once = False
 
     def write_status(self, **changes: Any) -> None:
         """Update status.json atomically (rank 0)."""
         self.status.update(changes, seconds=round(time.time() - self.started, 2))
         if self.is_main:
-            write_atomically(self.folder / "status.json", json.dumps(self.status, indent=1))
+            write_text(self.folder / "status.json", json.dumps(self.status, indent=1))
 
     def peak_memory_gib(self) -> float:
         """Return the peak memory of this process so far: of the GPU if there is one, else RSS."""
@@ -120,12 +144,24 @@ class Runtime:
         for name in (signal.SIGINT, signal.SIGTERM):
             self.handlers[name] = signal.signal(name, self._on_signal)
         self.write_status()
+        self.at_once = self.ranks == 1
         return self
+
+    def _orphaned(self) -> str | None:
+        """Return why to stop if the process that started this run was killed."""
+        gone = self.parent is not None and self.parent != os.getppid()
+        return "the process that started the run is gone" if gone else None
 
     def _on_signal(self, number: int, _: Any) -> None:
         if self.stop_signal is not None:  # asked twice: go now
+            if self.status["state"] == "running":
+                with suppress(OSError):
+                    self.write_status(state="preempted", reason=stop_reason(self.stop_signal))
             os._exit(128 + number)
         self.stop_signal = number
+        self.on_stop()
+        if self.at_once:
+            raise Stopped(stop_reason(number))
 
     def __exit__(
         self,
@@ -133,32 +169,15 @@ class Runtime:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
-        for name, handler in self.handlers.items():
-            signal.signal(name, handler)
+        self.at_once = False
         if error is None:
-            self.write_status(state="finished")
+            self.write_status(state="finished", reason=None)
         elif isinstance(error, Stopped):
             self.write_status(state="preempted", reason=str(error))
         else:
-            reason = f"{type(error).__name__}: {error}"
-            text = "".join(traceback.format_exception(kind, error, trace))
-            path = self.folder / "errors" / f"rank{self.rank}.txt"
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(text)
-            self.write_status(state="failed", reason=reason)
+            reason = note_error(self.folder, error)
+            with suppress(OSError):  # the disk may be what failed
+                self.write_status(state="failed", reason=reason)
+        for name, handler in self.handlers.items():  # last: a second signal finds the status told
+            signal.signal(name, handler)
         return False
-
-
-def _orphaned() -> str | None:
-    """Return why to stop if the process that started this run was killed."""
-    parent = os.environ.get("LEASH_PARENT")
-    if parent is None or Path(f"/proc/{parent}").exists() or not Path("/proc/self").exists():
-        return None
-    return "the process that started the run is gone"
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a text file so that a reader never sees half of it."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(text)
-    part.replace(path)

@@ -1,0 +1,62 @@
+"""What an error says to the user: one line, with a remedy where it is known."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from trainer.failures import LESS_MEMORY, headline, kill_reason
+
+GLOO = "[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer. Check"
+CUDA = "CUDA out of memory. Tried to allocate 20.50 GiB. GPU 0 has a total capacity of 139.80 GiB"
+
+
+def fault(action) -> Exception:
+    try:
+        action()
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+@pytest.mark.parametrize(
+    ("action", "line"),
+    [
+        (lambda: torch.empty(2**50), f"out of memory (tried {2**52} bytes); {LESS_MEMORY}"),
+        (lambda: json.loads("{"), "JSONDecodeError: Expecting property name enclosed in double"),
+        (lambda: [][0], "IndexError: list index out of range"),
+        (lambda: Path("/no/such").read_text(), "[Errno 2] No such file or directory: '/no/such'"),
+        (lambda: "\ud800".encode(), "UnicodeEncodeError: 'utf-8' codec can't encode"),
+        (
+            lambda: save_file({"a": torch.ones(1)}, "/dev/full/x"),
+            "SafetensorError: Error while serializing: I/O error: Not a directory (os error 20)",
+        ),
+    ],
+)
+def test_errors_of_libraries_become_one_line(action, line):
+    assert headline(fault(action)).startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("expected a,\n  got b"), "expected a, got b"),
+        (RuntimeError("first\nException raised from here"), "RuntimeError: first"),
+        (torch.OutOfMemoryError(CUDA), f"out of memory (tried 20.50 GiB); {LESS_MEMORY}"),
+        (MemoryError(), f"out of memory; {LESS_MEMORY}"),
+        (RuntimeError(GLOO), "lost contact with another rank, which failed or was killed"),
+        (AssertionError(), "AssertionError"),
+    ],
+)
+def test_each_kind_of_error_has_its_line(error, line):
+    assert headline(error).startswith(line)
+    assert "\n" not in headline(error)
+
+
+def test_a_killed_process_is_asked_for_its_memory_only_where_that_can_be():
+    assert kill_reason(-9, "rank 2") == (
+        f"rank 2 was killed (signal 9, SIGKILL); out of memory? {LESS_MEMORY}"
+    )
+    assert "memory" not in kill_reason(-11, "rank 2")
