@@ -104,12 +104,18 @@ def test_a_damaged_checkpoint_does_not_count(tmp_path, file, damage):
     newest = saved.newest()
     damage(newest / file)
     assert saved.newest().name == "iteration_000001"
+    assert saved.skipped == ["iteration_000002"]
     damage(saved.newest() / file)
-    assert saved.newest() is None
+    with pytest.raises(
+        ValueError, match=r"only damaged ones \(iteration_000002, iteration_000001\)"
+    ):
+        saved.newest()
 
 
 def test_no_checkpoint_is_no_error(tmp_path):
-    assert make(tmp_path)[2].newest() is None
+    found = make(tmp_path)[2]
+    assert found.newest() is None
+    assert (found.skipped, found.last) == ([], None)
 
 
 def test_saves_come_when_due_and_only_the_last_are_kept(tmp_path):

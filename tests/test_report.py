@@ -149,10 +149,20 @@ def test_a_repeated_iteration_counts_once_and_the_last_one_holds(tmp_path):
     assert load_run(tmp_path).series("a") == [(1, 1.0), (2, 3.0)]
 
 
+def test_pass_at_k_is_drawn_beside_the_accuracy(tmp_path):
+    tracker = JsonlTracker(tmp_path)
+    for i, value in enumerate((0.5, 0.75)):
+        tracker.log({"eval/sampled_accuracy": value / 2, "eval/pass@8": value}, i)
+    text = write_report(tmp_path).read_text(encoding="utf-8")
+    assert re.findall(r'aria-label="(.*?)"', text) == ["Accuracy on held-out prompts"]
+    assert "pass@8, 1: 0.75" in text
+
+
 def test_an_sft_run_has_loss_curves_and_no_reward(tmp_path):
     tracker = JsonlTracker(tmp_path)
     for i in range(1, 4):
-        tracker.log({"loss/total": 3.0 / i, "loss/policy": 3.0 / i, "optim/lr": 1e-3}, i)
+        loss = {"loss/total": 3.0 / i, "loss/policy": (3.0 + 1e-7) / i}
+        tracker.log({**loss, "optim/lr": 1e-3}, i)
     text = write_report(tmp_path).read_text(encoding="utf-8")
     assert ">policy" not in text  # the same curve again
     assert re.findall(r'aria-label="(.*?)"', text) == ["Loss", "Learning rate"]
@@ -215,6 +225,16 @@ def test_the_command_rebuilds_the_page_and_draws_the_picture(tmp_path, capsys):
     assert "expected a run or sweep folder" in capsys.readouterr().err
 
 
+def test_a_file_is_replaced_whole(tmp_path):
+    path = tmp_path / "a.json"
+    write_text(path, "one")
+    with open(path) as reader:
+        write_text(path, "another")
+        assert reader.read() == "one", "who has it open reads the old one to its end"
+    assert path.read_text() == "another"
+    assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
+
+
 def test_a_failed_write_leaves_the_old_page(tmp_path, monkeypatch):
     path = tmp_path / "report.html"
     write_text(path, "old")
@@ -226,6 +246,7 @@ def test_a_failed_write_leaves_the_old_page(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         write_text(path, "new")
     assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_reports_need_no_torch(tmp_path):

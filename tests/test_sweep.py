@@ -12,7 +12,8 @@ from xml.etree import ElementTree
 import pytest
 
 from trainer.report import main
-from trainer.sweep import Row, find_jobs, frontier_svg, labels, pareto, read_rows, write_sweep
+from trainer.run_files import find_jobs
+from trainer.sweep import Row, frontier_svg, labels, pareto, read_rows, write_sweep
 from trainer.tracker import JsonlTracker
 
 
@@ -35,6 +36,7 @@ def make_sweep(folder: Path) -> Path:
     make_job(folder / "kl.coeff=10", coeff=10.0)
     make_job(folder / "kl.coeff=2", coeff=2.0, iterations=4, state=None)
     (folder / "kl.coeff=3,policy.model=a" / "b" / ".hydra").mkdir(parents=True)
+    (folder / "multirun.yaml").write_text("hydra: {}\n")
     return folder
 
 
@@ -70,6 +72,18 @@ def test_the_page_links_every_job_and_hides_secrets(tmp_path):
     for drawing in re.findall(r"<svg.*?</svg>", text):
         ElementTree.fromstring(drawing)
     assert "planted-3" not in text + (tmp_path / "sweep.csv").read_text()
+
+
+def test_the_table_holds_what_differs_between_the_jobs(tmp_path):
+    for coeff in (0.0, 0.5):
+        make_job(tmp_path / f"kl.coeff={coeff}", coeff=coeff)
+    text = write_sweep(tmp_path).read_text(encoding="utf-8")
+    # kl/coeff would repeat kl.coeff; the rest is equal
+    assert re.findall("<th>(.*?)</th>", text) == ["job", "kl.coeff", "kl/ref_sequence"]
+    same = "state finished, objective 0.5, eval/sampled_accuracy 0.75, reward/mean 10.5"
+    assert f"the same in all jobs: {same}, progress/iteration 16<" in text
+    header = (tmp_path / "sweep.csv").read_text().splitlines()[0]
+    assert "kl/coeff" in header, "the file has all columns"
 
 
 def test_an_empty_or_failed_sweep_has_a_page(tmp_path):
@@ -149,6 +163,19 @@ def test_jobs_are_named_by_what_differs():
 def test_without_points_the_picture_says_what_is_missing():
     with pytest.raises(ValueError, match="at least one job with reward/mean"):
         frontier_svg([Row("a")])
+
+
+def test_the_command_reports_unrelated_runs_one_by_one(tmp_path, capsys):
+    make_job(tmp_path / "outputs" / "a" / "1", coeff=1.0)
+    make_job(tmp_path / "outputs" / "b" / "2", coeff=1.0)
+    sweep = make_sweep(tmp_path / "outputs" / "multi")
+    assert main([str(tmp_path / "outputs")]) == 0
+    pages = [*sorted((tmp_path / "outputs").glob("?/?/report.html")), sweep / "sweep.html"]
+    assert capsys.readouterr().out.split() == [str(page) for page in pages]
+    assert len(pages) == 3
+    assert not (tmp_path / "outputs" / "sweep.html").exists()
+    assert main([str(tmp_path / "outputs"), "--svg", str(tmp_path / "x.svg")]) == 2
+    assert "draws one run or sweep" in capsys.readouterr().err
 
 
 def test_the_command_takes_a_sweep_folder(tmp_path, capsys):

@@ -1,6 +1,5 @@
-"""Trackers and the terminal: what is logged is what can be read back, and nothing leaks."""
+"""Trackers: what is logged is what can be read back, and nothing leaks."""
 
-import io
 import json
 import math
 import subprocess
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 import wandb
 
-from trainer.display import Display, duration, sparkline
 from trainer.redact import HIDDEN, redact, redact_text
 from trainer.tracker import JsonlTracker, WandbTracker
 
@@ -224,70 +222,3 @@ def test_secrets_are_hidden_by_name_and_by_value(monkeypatch):
     }
     text = "policy.max_new_tokens=9,env.wandb_key=abc,kl.coeff=0.1"
     assert redact_text(text) == f"policy.max_new_tokens=9,env.wandb_key={HIDDEN},kl.coeff=0.1"
-
-
-def test_a_log_file_gets_one_plain_line_per_iteration():
-    file = io.StringIO()
-    with Display(3, start=1, title="grpo_tiny", file=file) as display:
-        display.update(2, {"reward/mean": 0.5, "kl/ref_sequence": 1.25, "time/iteration_s": 90.0})
-        display.update(
-            3, {"reward/mean": 0.75, "eval/sampled_accuracy": 0.5, "time/iteration_s": 30.0}
-        )
-    display.finish({"report": Path("/r/report.html"), "model": Path("/r/model")})
-    assert file.getvalue().splitlines() == [
-        "grpo_tiny: 3 iterations",
-        "iteration 2/3  reward 0.500  kl 1.250 nats  90.0 s  eta 1 min 30 s",
-        "iteration 3/3  reward 0.750  accuracy 0.50  30.0 s",
-        "report  /r/report.html",
-        "model   /r/model",
-    ]
-
-
-def test_a_long_run_leaves_a_hundred_lines_in_a_log_and_every_evaluation():
-    file = io.StringIO()
-    with Display(300, title="sft", file=file) as display:
-        for i in range(1, 301):
-            extra = {"eval/sampled_accuracy": 0.5} if i == 100 else {}
-            display.update(i, {"loss/total": 1.0, **extra})
-    lines = file.getvalue().splitlines()[1:]
-    assert len(lines) == 101
-    assert sum("accuracy" in line for line in lines) == 1
-    assert lines[-1].startswith("iteration 300/300")
-
-
-def test_sft_shows_its_loss():
-    file = io.StringIO()
-    with Display(2, title="sft", file=file) as display:
-        display.update(1, {"loss/total": 2.5, "time/iteration_s": 1.0})
-    assert "iteration 1/2  loss 2.5000  1.0 s  eta 1 s" in file.getvalue()
-
-
-def test_replies_cannot_draw_on_the_terminal():
-    file = io.StringIO()
-    row = {"prompt": "[bold]hi[/bold]", "response": "a\x1b[31m\nb\ud800" + "x" * 200, "reward": 1.0}
-    Display(1, file=file).samples("before", [row])
-    shown = file.getvalue()
-    assert "[bold]hi[/bold]" in shown
-    assert "\x1b" not in shown
-    assert len(shown.splitlines()) == 3
-    assert shown.rstrip().endswith("...   [reward 1.00]")
-
-
-def test_a_terminal_shows_the_last_values_and_the_paths_last(monkeypatch):
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "100")
-    file = io.StringIO()
-    with Display(2, title="run", file=file) as display:
-        display.update(1, {"reward/mean": 0.25, "eval/sampled_accuracy": 0.125})
-        display.update(2, {"reward/mean": 0.5, "perf/tokens_per_s": 1234.0})
-    display.finish({"report": Path("/r/report.html")})
-    assert "reward 0.500  accuracy 0.12  1,234 tok/s" in file.getvalue()
-    assert file.getvalue().rstrip().endswith("report  /r/report.html")
-
-
-def test_sparkline_and_duration_take_odd_values():
-    assert sparkline([1.0, 1.0], unicode=False) == ".."
-    assert sparkline([0.0, math.nan, 1.0], unicode=False) == ".#"
-    assert sparkline([]) == ""
-    assert duration(59.6) == "1 min 0 s"

@@ -38,6 +38,8 @@ class Checkpoints:
         self.runtime, self.policy, self.optimizer = runtime, policy, optimizer
         self.every, self.keep_last, self.keep_best = every, keep_last, keep_best
         self.folder = runtime.folder / "checkpoints"
+        self.last: int | None = None  # iterations done in the one that was saved or restored last
+        self.skipped: list[str] = []  # damaged ones that `newest` passed over
 
     def maybe_save(self, iteration: int, state: dict[str, Any]) -> None:
         """Save after every `every` iterations (rank 0; the others wait)."""
@@ -63,6 +65,7 @@ class Checkpoints:
             part.rename(target)
             flush(self.folder)
             self._prune(target)
+        self.last = iteration
         self.runtime.accelerator.wait_for_everyone()
 
     def _moments(self) -> dict[str, torch.Tensor]:
@@ -95,14 +98,30 @@ class Checkpoints:
             found = {k[len(prefix) :]: v for k, v in saved.items() if k.startswith(prefix)}
             if found:
                 self.optimizer.state[param] = {k: v.to(param.device) for k, v in found.items()}
-        return json.loads((folder / "state.json").read_text())
+        state = json.loads((folder / "state.json").read_text())
+        self.last = state["iteration"]
+        return state
 
     def newest(self) -> Path | None:
-        """Return the newest checkpoint that verifies, or None."""
+        """Return the newest checkpoint that verifies, None where there is none at all.
+
+        Rank 0 looks and the others take its choice. Nothing but damaged ones is a ValueError.
+        """
+        found, damaged = None, []
         for folder in sorted(self.folder.glob("iteration_*"), reverse=True):
+            if not self.runtime.is_main:
+                break
             if read_manifest(folder, full=True) is not None:
-                return folder
-        return None
+                found = folder
+                break
+            damaged.append(folder.name)
+        found, self.skipped = self.runtime.gather((found, damaged))[0]
+        if found is None and self.skipped:
+            raise ValueError(
+                f"expected a sound checkpoint in {self.folder}, got only damaged ones "
+                f"({', '.join(self.skipped)}); put a copy back, or remove them to start over"
+            )
+        return found
 
     def _prune(self, newest: Path) -> None:
         """Keep what was asked for. Later iterations than the newest were found damaged: they go."""

@@ -1,75 +1,98 @@
-"""What a person at the terminal sees: a live line on a terminal, plain lines in a log file.
+"""What a person at the terminal sees: live lines on a terminal, plain lines in a log file.
 
 Reward and KL are the signals of an RL run (its loss hovers around 0), the loss is the one of SFT.
 Ranks other than 0 make it `quiet`. Left out on purpose: colours that carry meaning.
 """
 
+import os
+import shlex
 import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
+from trainer.run_files import dig, load_run
+
 _BLOCKS = "".join(chr(code) for code in range(0x2581, 0x2589))
-_SHOWN = (  # metric, name on the line, format
-    ("reward/mean", "reward", "{:.3f}"),
-    ("kl/ref_sequence", "kl", "{:.3f} nats"),
+_SHOWN = (  # metric, name on the line, format (z: no -0.000)
+    ("reward/mean", "reward", "{:z.3f}"),
+    ("kl/ref_sequence", "kl", "{:z.3f} nats"),
+)
+_LOSS = (("loss/total", "loss", "{:z.4f}"),)
+_EVAL = (
     ("eval/sampled_accuracy", "accuracy", "{:.2f}"),
     ("eval/greedy_accuracy", "greedy", "{:.2f}"),
 )
-_LOSS = ("loss/total", "loss", "{:.4f}")
+_FILES = {"report": "report.html", "metrics": "metrics.jsonl", "model": "model"}
+
+
+class _Evaluation(NamedTuple):
+    what: str
+    share: float  # done
+    since: float  # seconds
+    last: bool
 
 
 class Display:
-    """Show the progress of a run of `total` iterations, from `start` on.
+    """Show the progress of a run of `total` iterations.
+
+    `about` is what the header says below the title; `folder` is the run folder that the last lines
+    name, None where it does not stay.
 
     >>> with Display(2, title="demo", file=sys.stdout) as display:
     ...     display.update(1, {"reward/mean": 0.25, "time/iteration_s": 2.0})
     demo: 2 iterations
-    iteration 1/2  reward 0.250  2.0 s  eta 2 s
+    iteration 1/2  reward 0.250  2.0 s  2 s left
     """
 
     def __init__(
         self,
         total: int,
         *,
-        start: int = 0,
         title: str = "",
+        about: Mapping[str, str] | None = None,
+        folder: Path | None = None,
         file: TextIO | None = None,
         quiet: bool = False,
     ) -> None:
-        self.total, self.title, self.quiet = total, title, quiet
+        self.total, self.title, self.folder, self.quiet = total, title, folder, quiet
+        self.about = dict(about or {})
         self.console = Console(file=file or sys.stdout, highlight=False, quiet=quiet)
         self._seconds: deque[float] = deque(maxlen=10)
         self._rewards: deque[float] = deque(maxlen=24)
+        self._iteration = 0
         self._latest: dict[str, float] = {}
-        self._clock = time.monotonic()
+        self._evaluating: _Evaluation | None = None
+        self._evaluation_s = 0.0
+        self._stopping = False
+        self._began = self._clock = time.monotonic()
         self._live: Live | None = None
-        self._line = Text(no_wrap=True, overflow="ellipsis")
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[left]}"),
+            TextColumn("{task.fields[times]}"),
         )
-        self._task = self._bar.add_task(title, total=total, completed=start, left="")
+        self._task = self._bar.add_task(title, total=total, times="")
 
     def __enter__(self) -> "Display":
-        live = self.console.is_terminal and not self.console.is_dumb_terminal
-        if live and not self.quiet:
-            group = Group(self._bar, self._line)
-            self._live = Live(group, console=self.console, refresh_per_second=4)
-            self._live.start()
-        else:
-            self._print(f"{self.title}: {self.total} iterations")
-        self._clock = time.monotonic()
+        self._print(f"{self.title}: {self.total} iterations")
+        width = max((len(name) for name in self.about), default=0)
+        for name, text in self.about.items():
+            self._print(f"  {name:<{width}}  {text}")
+        self._began = self._clock = time.monotonic()
+        if self.console.is_terminal and not self.console.is_dumb_terminal and not self.quiet:
+            live = Live(get_renderable=self._draw, console=self.console, refresh_per_second=4)
+            live.start()
+            self._live = live
         return self
 
     def __exit__(
@@ -78,26 +101,44 @@ class Display:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._stop()
+        self._evaluating = None  # the last picture stays: nothing in it goes on
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def resumed(self, iteration: int, text: str) -> None:
+        """Start at an iteration; the header says so."""
+        self._iteration = iteration
+        self._bar.update(self._task, completed=iteration)
+        self.about["resumed"] = text
+
+    def evaluating(self, what: str, share: float, *, last: bool = False) -> None:
+        """Show that an evaluation goes on, of which `share` (0 to 1) is done."""
+        if self._evaluating is None and self._live is None:
+            self._print(f"evaluating {what}")
+        since = self._evaluating.since if self._evaluating else time.monotonic()
+        self._evaluating = _Evaluation(what, share, since, last)
 
     def update(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Show the metrics of a finished iteration; 0 is the evaluation before training."""
         now = time.monotonic()
         seconds = metrics.get("time/iteration_s", now - self._clock)
-        self._clock = now
-        if iteration > 0:
+        self._clock, self._iteration = now, iteration
+        if self._evaluating is not None:
+            self._evaluation_s = now - self._evaluating.since
+            self._evaluating = None
+        if "time/iteration_s" in metrics or iteration > 0:
             self._seconds.append(seconds)
         if "reward/mean" in metrics:
             self._rewards.append(metrics["reward/mean"])
-        if self._live is None:
-            # In a log a hundred lines are enough; evaluations are always among them.
-            if iteration % max(self.total // 100, 1) == 0 or any("eval/" in m for m in metrics):
-                self._print(self._plain_line(iteration, _values(metrics), seconds))
-            return
-        left = self._left(iteration)
-        self._bar.update(self._task, completed=iteration, left=f"{left} left" if left else "")
-        self._latest.update(metrics)  # evaluations stay in sight between two of them
-        self._line.plain = "  ".join([*self._live_values(), f"{seconds:.1f} s"])
+        if self._live is not None:
+            self._bar.update(self._task, completed=iteration)
+            self._latest = dict(metrics) if iteration else {}
+            self._live.refresh()
+        # In a log a hundred lines are enough; evaluations stay in sight everywhere.
+        in_log = self._live is None and iteration % max(self.total // 100, 1) == 0
+        if in_log or any(name.startswith("eval/") for name in metrics):
+            self._print(self._plain_line(iteration, metrics, seconds))
 
     def note(self, text: str) -> None:
         """Print one line above the progress."""
@@ -112,49 +153,102 @@ class Display:
             prompt = _one_line(row.get("prompt", ""), 72)
             self._print(f"  {prompt}\n    -> {_one_line(row.get('response', ''), 72)}{tail}")
 
-    def finish(self, paths: Mapping[str, Path]) -> None:
-        """Stop the live line and print where things are, as the last lines."""
-        self._stop()
-        width = max((len(name) for name in paths), default=0)
-        for name, path in paths.items():
-            self._print(f"{name:<{width}}  {path}")
+    def stopping(self) -> None:
+        """Say that a stop was asked for; safe in a signal handler, which may not print."""
+        self._stopping = True  # the live lines show it at their next refresh
+        if self._live is None and not self.quiet:
+            os.write(2, f"{self._stop_text()}\n".encode())
+
+    def stopped(self, saved: int | None) -> None:
+        """Say what a run that did not finish has saved (iterations done), and how to go on."""
+        if self.folder is None:
+            return
+        if saved is None:
+            self._print("nothing is saved: it ended before its first checkpoint")
+        else:
+            words = f"python train.py resume={shlex.quote(str(self.folder))}"
+            self._print(f"saved at iteration {saved}; go on with: {words}")
+
+    def finish(self) -> None:
+        """Print where things are, as the last lines."""
+        for name, file in _FILES.items() if self.folder else ():
+            self._print(f"{name:<7}  {self.folder}/{file}")
+
+    def _draw(self) -> Group:
+        """Return the live lines; the refresh thread asks for them, so that the times go on."""
+        now = time.monotonic()
+        times = [duration(now - self._began), self._left(self._iteration)]
+        self._bar.update(self._task, times=", ".join(filter(None, times)))
+        lines = ["  ".join(self._live_values())]
+        going = self._evaluating  # once: the other thread may end it meanwhile
+        if going is not None:
+            since = duration(now - going.since)
+            lines.append(f"evaluating {going.what}: {going.share:.0%}, {since}")
+        if self._stopping:
+            lines.append(self._stop_text())
+        shown = [Text(line, no_wrap=True, overflow="ellipsis") for line in lines if line]
+        return Group(self._bar, *shown)
+
+    def _plain_line(self, iteration: int, metrics: Mapping[str, float], seconds: float) -> str:
+        if iteration == 0:
+            values = [*_values(metrics, _EVAL), f"{self._evaluation_s:.1f} s"]
+            return "  ".join(["before training", *values])
+        parts = [f"iteration {iteration}/{self.total}", *_values(metrics, (*_SHOWN, *_EVAL))]
+        if "reward/mean" not in metrics:
+            parts[1:1] = _values(metrics, _LOSS)
+        left = self._left(iteration)
+        return "  ".join([*parts, f"{seconds:.1f} s", *([left] if left else [])])
+
+    def _live_values(self) -> list[str]:
+        latest = self._latest
+        values = _values(latest, _SHOWN if "reward/mean" in latest else (*_LOSS, *_SHOWN))
+        if len(self._rewards) > 1:
+            values.insert(0, sparkline(list(self._rewards), unicode=self._unicode))
+        for name, form in (
+            ("perf/tokens_per_s", "{:,.0f} tok/s"),
+            ("time/iteration_s", "{:.1f} s"),
+        ):
+            if name in latest:
+                values.append(form.format(latest[name]))
+        return values
 
     @property
     def _unicode(self) -> bool:
         return self.console.encoding.lower().startswith("utf")
 
-    def _plain_line(self, iteration: int, values: list[str], seconds: float) -> str:
-        if iteration == 0:
-            return "  ".join(["before training", *values])
-        parts = [f"iteration {iteration}/{self.total}", *values, f"{seconds:.1f} s"]
-        if iteration < self.total:
-            parts.append(f"eta {self._left(iteration)}")
-        return "  ".join(parts)
-
-    def _live_values(self) -> list[str]:
-        values = _values(self._latest)
-        if len(self._rewards) > 1:
-            values.insert(0, sparkline(self._rewards, unicode=self._unicode))
-        if "perf/tokens_per_s" in self._latest:
-            values.append(f"{self._latest['perf/tokens_per_s']:,.0f} tok/s")
-        return values
-
     def _left(self, iteration: int) -> str:
+        """Return the time left; the last evaluation takes as long as the one before."""
         if not self._seconds or iteration >= self.total:
             return ""
-        return duration((self.total - iteration) * sum(self._seconds) / len(self._seconds))
+        each = sum(self._seconds) / len(self._seconds)
+        return f"{duration((self.total - iteration) * each + self._evaluation_s)} left"
 
-    def _stop(self) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+    def _stop_text(self) -> str:
+        going = self._evaluating
+        last = going is not None and going.last  # a run that is trained is finished first
+        what = "ending with this evaluation" if last else "stopping at the next safe point"
+        return f"{what}; Ctrl-C again stops at once"
 
     def _print(self, text: str) -> None:
         # soft_wrap: paths stay in one piece; Text: a reply's [brackets] are no markup
         self.console.print(Text(text), soft_wrap=True)
 
 
-def sparkline(values: Sequence[float] | deque[float], *, unicode: bool = True) -> str:
+def show_run(folder: Path, total: int, *, quiet: bool = False) -> Display:
+    """Return the display of the run in `folder`, called after its experiment.
+
+    A warm-up's folder is deleted at its end: its config says where the model is kept instead.
+    """
+    run = load_run(folder)
+    origin, sha = (dig(run.status, "model", key) or "?" for key in ("origin", "sha256"))
+    name, kept = dig(run.config, "policy", "model"), run.config.get("kept_in")
+    about = {"model": f"{name} ({origin}, sha256 {sha[:12]})"}
+    about |= {"kept in": str(kept)} if kept else {"folder": str(folder)}
+    place = None if kept else folder
+    return Display(total, title=run.experiment, about=about, folder=place, quiet=quiet)
+
+
+def sparkline(values: Sequence[float], *, unicode: bool = True) -> str:
     """Draw values as a row of bars from their lowest to their highest.
 
     >>> sparkline([0, 1, 2], unicode=False)
@@ -182,8 +276,7 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-def _values(metrics: Mapping[str, float]) -> list[str]:
-    shown = _SHOWN if "reward/mean" in metrics else (_LOSS, *_SHOWN)
+def _values(metrics: Mapping[str, float], shown: Sequence[tuple[str, str, str]]) -> list[str]:
     return [f"{name} {form.format(metrics[key])}" for key, name, form in shown if key in metrics]
 
 

@@ -5,6 +5,7 @@ Ranks share the rows; what does not divide evenly is fine.
 """
 
 import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -58,35 +59,56 @@ class Evaluate:
         """Return whether to evaluate after this iteration (0-based count of finished ones)."""
         return iteration == last or bool(self.every and iteration % self.every == 0)
 
-    def __call__(self, iteration: int, *, kind: str = "eval") -> tuple[dict[str, float], list]:
-        """Return the metrics and one sampled record per row of this rank."""
+    @property
+    def about(self) -> str:
+        """Say what one evaluation plays: "40 prompts x 8 samples, greedy"."""
+        ways = {"sampled": "x {} samples", "greedy": "greedy"}
+        played = ", ".join(ways[name].format(env.group_size) for name, env, _ in self.plans)
+        return f"{len(self.rows)} prompts {played}"
+
+    def __call__(
+        self, iteration: int, *, kind: str = "eval", tell: Callable[[float], None] = lambda _: None
+    ) -> tuple[dict[str, float], list]:
+        """Return the metrics and one sampled record per row of this rank.
+
+        `tell` hears before each batch which share of the replies is done.
+        """
         out: dict[str, float] = {}
         records: list[dict[str, Any]] = []
-        for name, env, policy in self.plans:
-            sums = {"success": 0.0, "reward": 0.0, "count": 0.0}
-            mine = list(range(len(self.rows)))[self.runtime.rank :: self.runtime.ranks]
-            for start in range(0, math.ceil(len(self.rows) / self.runtime.ranks), self.chunk):
+        each = [env.group_size for _, env, _ in self.plans]
+        for place, (name, env, policy) in enumerate(self.plans):
+            size = each[place]
+            sums = {"right": 0.0, "solved": 0.0, "reward": 0.0, "rows": 0.0}
+            for share, part in self._parts():
+                tell((sum(each[:place]) + size * share) / sum(each))
                 if kind != "after":  # a run that is trained is finished first
                     self.runtime.check_stop()  # as often on every rank, rows or not
-                part = mine[start : start + self.chunk]
                 if not part:
                     continue
                 batch = collect(self._prompts(part), env, policy)
-                sums["success"] += float(batch.get("success").sum())
+                right = batch.get("success").view(len(part), size).sum(-1)  # [rows]
+                sums["right"] += float(right.sum())
+                sums["solved"] += float((right > 0).sum())
                 sums["reward"] += float(batch.get("reward_raw").sum())
-                sums["count"] += batch.batch_size[0]
-                if name == self.plans[0][0]:
-                    step = env.group_size
-                    records += [
-                        transcript(batch, i, iteration, kind=kind)
-                        for i in range(0, batch.batch_size[0], step)
-                    ]
+                sums["rows"] += len(part)
+                if place == 0:
+                    first = range(0, size * len(part), size)  # one sample of each row
+                    records += [transcript(batch, i, iteration, kind=kind) for i in first]
             total = self.runtime.sums(sums)
-            count = max(total["count"], 1.0)
-            out[f"eval/{name}_accuracy"] = total["success"] / count
-            if name == self.plans[0][0]:
-                out["eval/reward"] = total["reward"] / count
+            rows = max(total["rows"], 1.0)
+            out[f"eval/{name}_accuracy"] = total["right"] / (rows * size)
+            if size > 1:  # of k = all samples: the HumanEval estimator is this share
+                out[f"eval/pass@{size}"] = total["solved"] / rows
+            if place == 0:
+                out["eval/reward"] = total["reward"] / (rows * size)
         return out, records
+
+    def _parts(self) -> Iterator[tuple[float, list[int]]]:
+        """Yield the share done and this rank's rows of each batch; equally often on every rank."""
+        mine = list(range(len(self.rows)))[self.runtime.rank :: self.runtime.ranks]
+        most = math.ceil(len(self.rows) / self.runtime.ranks)
+        for start in range(0, most, self.chunk):
+            yield start / most, mine[start : start + self.chunk]
 
     def _prompts(self, index: list[int]) -> TensorDict:
         place = torch.tensor(index)

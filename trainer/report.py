@@ -2,12 +2,14 @@
 
     python -m trainer.report <run or sweep folder>                 # write it (again)
     python -m trainer.report <run or sweep folder> --svg run.svg   # only the picture
+    python -m trainer.report outputs                               # those of all runs below
 
 Built from the files of the folder alone, at any time, torch-free. Charts of metrics that a run
 does not log are left out, so SFT and RL runs share it.
 """
 
 import argparse
+import math
 import shlex
 import sys
 from collections.abc import Sequence
@@ -19,7 +21,7 @@ import yaml
 
 from trainer import page, svg
 from trainer.redact import redact
-from trainer.run_files import Run, dig, load_run, number, read_lines, write_text
+from trainer.run_files import Run, dig, find_runs, load_run, number, read_lines, write_text
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,11 @@ PANELS = (
     Panel(
         "Accuracy on held-out prompts",
         "share of replies",
-        {"eval/sampled_accuracy": "sampled", "eval/greedy_accuracy": "greedy"},
+        {
+            "eval/sampled_accuracy": "sampled",
+            "eval/greedy_accuracy": "greedy",
+            "eval/pass@k": "pass@k",
+        },
     ),
     Panel(
         "KL per token",
@@ -105,7 +111,7 @@ def run_svg(folder: str | Path) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the report of a run or of a sweep; return the exit code."""
+    """Write the report of a run, a sweep or all that lie below a folder; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m trainer.report", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("folder", type=Path)
@@ -113,18 +119,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     from trainer import sweep
 
-    is_run = sweep.is_job(args.folder)
-    if not is_run and not sweep.find_jobs(args.folder):
+    runs, sweeps = find_runs(args.folder)
+    if not runs and not sweeps:
         print(
             f"expected a run or sweep folder, got {args.folder} without metrics.jsonl or "
             "status.json in it: see outputs/ and multirun/",
             file=sys.stderr,
         )
         return 2
-    if args.svg:
-        text = run_svg(args.folder) if is_run else sweep.frontier_svg(sweep.read_rows(args.folder))
-        write_text(args.svg, text)
-    print(args.svg or (write_report if is_run else sweep.write_sweep)(args.folder))
+    if not args.svg:
+        for path in [*map(write_report, runs), *map(sweep.write_sweep, sweeps)]:
+            print(path)
+        return 0
+    if len(runs) + len(sweeps) > 1:
+        print(f"--svg draws one run or sweep, got {args.folder} with several", file=sys.stderr)
+        return 2
+    text = run_svg(runs[0]) if runs else sweep.frontier_svg(sweep.read_rows(sweeps[0]))
+    write_text(args.svg, text)
+    print(args.svg)
     return 0
 
 
@@ -149,17 +161,32 @@ def _body(run: Run) -> list[str]:
 def _chart(panel: Panel, run: Run) -> str:
     series: list[svg.Series] = []
     for index, (metric, name) in enumerate(panel.metrics.items()):
-        points = run.series(metric)
+        logged = _logged(metric, run)
+        points = run.series(logged)
         # an equal curve says nothing new: the task reward without a KL part, SFT's only loss
-        if points and all(points != other.points for other in series):
+        if points and not any(_alike(points, other.points) for other in series):
             dots = metric.startswith("eval/")
+            name = name if logged == metric else logged.rpartition("/")[2]
             series.append(svg.Series(name, points, hue=index, dots=dots))
     return svg.line_chart(series, title=panel.title, unit=panel.unit) if series else ""
 
 
+def _alike(points: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> bool:
+    """Return whether two curves are one, up to the rounding of a float32."""
+    pairs = zip(points, others, strict=False)
+    same = all(a == b and math.isclose(x, y, rel_tol=1e-6) for (a, x), (b, y) in pairs)
+    return same and len(points) == len(others)
+
+
+def _logged(metric: str, run: Run) -> str:
+    """Return the name under which a run logs a metric: eval/pass@k as eval/pass@8."""
+    stem, at, _ = metric.partition("@")
+    return next((n for n in run.names() if at and n.startswith(stem + at)), metric)
+
+
 def _other_panels(run: Run) -> list[Panel]:
     """Make panels of what no other panel shows, reward parts together."""
-    known = {metric for panel in PANELS for metric in panel.metrics}
+    known = {_logged(metric, run) for panel in PANELS for metric in panel.metrics}
     rest = [n for n in run.names() if n not in known and not n.startswith("progress/")]
     parts = {n: n.removeprefix("reward_part/") for n in rest if n.startswith("reward_part/")}
     single = [Panel(n, "", {n: n}) for n in rest if n not in parts]

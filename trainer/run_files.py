@@ -6,6 +6,7 @@ reads as empty, a torn line is skipped. Torch-free.
 
 import json
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import yaml
 
 ITERATION = "progress/iteration"
+_FILES = ("metrics.jsonl", "status.json")  # either makes a folder that of a run
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,44 @@ def load_run(folder: str | Path) -> Run:
     )
 
 
+def is_sweep(folder: Path) -> bool:
+    """Tell whether a folder is that of one sweep: Hydra and `write_sweep` leave their files."""
+    return any((folder / name).is_file() for name in ("multirun.yaml", "sweep.csv"))
+
+
+def is_job(folder: Path) -> bool:
+    """Tell whether a folder is that of one run."""
+    return any((folder / name).is_file() for name in _FILES)
+
+
+def find_jobs(folder: str | Path) -> list[Path]:
+    """List the job folders below `folder`, in natural order (2 before 10); failed ones too."""
+    jobs = []
+    for here, names, files in os.walk(folder):
+        if Path(here) != Path(folder) and (
+            ".hydra" in names or {*_FILES, "config.yaml"} & {*files}
+        ):
+            jobs.append(Path(here))
+            names.clear()
+        names[:] = [name for name in names if not name.startswith(".")]
+    return sorted(jobs, key=lambda job: _natural(str(job)))
+
+
+def find_runs(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Return the runs and the sweeps that a folder is or holds; a job goes with its sweep."""
+    if is_job(folder) or is_sweep(folder):
+        return ([folder], []) if is_job(folder) else ([], [folder])
+    jobs = find_jobs(folder)
+    above = {job: next((p for p in job.parents if is_sweep(p)), None) for job in jobs}
+    return [j for j in jobs if not above[j]], list(dict.fromkeys(filter(None, above.values())))
+
+
+def _natural(text: str) -> list[tuple[int, float, str]]:
+    """Sort key in which numbers compare as numbers: kl.coeff=0.1 before kl.coeff=1."""
+    parts = re.split(r"(\d+(?:\.\d+)?)", text)
+    return [(0, float(p), "") if p[:1].isdigit() else (1, 0.0, p) for p in parts if p]
+
+
 def number(value: Any) -> float | None:
     """Return a finite int or float as it is, anything else as None."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -90,11 +130,14 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def write_text(path: Path, text: str) -> None:
     """Replace a file in one piece: whoever reads sees the old text or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "wb") as file:
-        file.write(text.encode("utf-8", "replace"))  # lone surrogates of a model's output
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(text.encode("utf-8", "replace"))  # lone surrogates of a model's output
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)  # of a write that failed
 
 
 def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:

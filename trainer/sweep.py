@@ -10,7 +10,6 @@ is the root of a KL.
 import csv
 import io
 import math
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,10 +17,9 @@ from pathlib import Path
 from urllib.parse import quote
 
 from trainer import page, svg
-from trainer.redact import redact
-from trainer.run_files import Run, dig, load_run, number, write_text
+from trainer.redact import redact, redact_text
+from trainer.run_files import Run, dig, find_jobs, load_run, number, write_text
 
-_FILES = ("metrics.jsonl", "status.json")
 _OVERLAYS = (
     ("Reward", "mean per reply", "reward/mean"),
     ("KL to the reference", "nats per reply (k1)", "kl/ref_sequence"),
@@ -57,27 +55,19 @@ def write_sweep(folder: str | Path) -> Path:
     return path
 
 
+def job_line(number: int, jobs: Sequence[Sequence[str]]) -> str:
+    """Say which job of a sweep begins: its number, and the overrides that not all jobs have.
+
+    >>> job_line(1, [["seed=1", "kl.coeff=0"], ["seed=1", "kl.coeff=0.1"]])
+    'job 2 of 2: kl.coeff=0.1'
+    """
+    own = [word for word in jobs[number] if any(word not in job for job in jobs)]
+    return redact_text(f"job {number + 1} of {len(jobs)}: {' '.join(own)}".rstrip(": "))
+
+
 def read_rows(folder: str | Path) -> list[Row]:
     """Read one row per job of a multirun folder."""
     return [_row(Path(folder), load_run(job)) for job in find_jobs(folder)]
-
-
-def is_job(folder: Path) -> bool:
-    """Tell whether a folder is that of one run."""
-    return any((folder / name).is_file() for name in _FILES)
-
-
-def find_jobs(folder: str | Path) -> list[Path]:
-    """List the job folders below `folder`, in natural order (2 before 10); failed ones too."""
-    jobs = []
-    for here, names, files in os.walk(folder):
-        if Path(here) != Path(folder) and (
-            ".hydra" in names or {*_FILES, "config.yaml"} & {*files}
-        ):
-            jobs.append(Path(here))
-            names.clear()
-        names[:] = [name for name in names if not name.startswith(".")]
-    return sorted(jobs, key=lambda job: _natural(str(job)))
 
 
 def pareto(rows: Sequence[Row]) -> list[Row]:
@@ -261,19 +251,39 @@ def _overlays(jobs: Sequence[tuple[str, Run]]) -> list[str]:
 
 
 def _table(rows: Sequence[Row]) -> str:
+    """Draw what differs between the jobs, and in a line below it what does not."""
+
     def cell(value: object) -> str:
         is_number = number(value)
-        return page.escape("" if value is None else svg.short(is_number) if is_number else value)
+        return (
+            "" if value is None else svg.short(is_number) if is_number is not None else str(value)
+        )
 
-    body = []
-    for row in rows:
-        link = f'<a href="{page.escape(quote(row.job))}/report.html">{page.escape(row.job)}</a>'
-        own = [page.escape(row.overrides.get(key, "")) for key in _varying(rows)]
-        body.append([link, *own, *(cell(getattr(row, name)) for name in _COLUMNS.values())])
-    return page.table(["job", *_varying(rows), *_COLUMNS], body)
+    columns = {key: [row.overrides.get(key, "") for row in rows] for key in _varying(rows)}
+    same: dict[str, str] = {}
+    for title, name in _COLUMNS.items():
+        cells = [cell(getattr(row, name)) for row in rows]
+        if len(rows) > 1 and len(set(cells)) == 1:
+            same |= {title: cells[0]} if cells[0] else {}
+        elif not any(_alike(cells, shown) for shown in columns.values()):
+            columns[title] = cells
+    links = (f"{page.escape(quote(row.job))}/report.html" for row in rows)
+    body = [
+        [f'<a href="{link}">{page.escape(row.job)}</a>', *map(page.escape, cells)]
+        for link, row, *cells in zip(links, rows, *columns.values(), strict=True)
+    ]
+    text = ", ".join(f"{title} {value}" for title, value in same.items())
+    note = f'<p class="muted">the same in all jobs: {page.escape(text)}</p>' if same else ""
+    return page.table(["job", *columns], body) + note
 
 
-def _natural(text: str) -> list[tuple[int, float, str]]:
-    """Sort key in which numbers compare as numbers: kl.coeff=0.1 before kl.coeff=1."""
-    parts = re.split(r"(\d+(?:\.\d+)?)", text)
-    return [(0, float(p), "") if p[:1].isdigit() else (1, 0.0, p) for p in parts if p]
+def _alike(cells: Sequence[str], others: Sequence[str]) -> bool:
+    """Return whether two columns say the same; 0.10 is 0.1."""
+
+    def plain(text: str) -> object:
+        try:
+            return float(text)
+        except ValueError:
+            return text
+
+    return [*map(plain, cells)] == [*map(plain, others)]

@@ -73,12 +73,16 @@ class JsonlTracker:
             lines = [_finite({**row, "iteration": iteration}) for row in rows]
             self._append(self._paths[1], lines)
 
-    def rewind(self, iteration: float) -> None:
-        """Drop what was written after `iteration`, so that a resumed run repeats it once."""
+    def rewind(self, iteration: float, *, again: bool = False) -> None:
+        """Drop what was written after `iteration`, so that a resumed run repeats it once.
+
+        `again`: the metrics of `iteration` too, since they will be logged again.
+        """
         for path, key in zip(self._paths, (ITERATION, "iteration"), strict=True):
+            last = iteration - (again and key == ITERATION)
             if path.exists():
                 lines = read_lines(path)
-                write_lines(path, (line for line in lines if line.get(key, 0) <= iteration))
+                write_lines(path, (line for line in lines if line.get(key, 0) <= last))
 
     def finish(self, state: str) -> None:
         """Say how the run ended: `state` is finished, preempted or failed; files are closed."""

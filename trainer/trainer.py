@@ -13,8 +13,9 @@ import gc
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
+from contextlib import nullcontext
+from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -40,6 +41,7 @@ class Progress:
     tokens: int = 0
     samples: int = 0
     objective: float | None = None
+    unevaluated: dict[str, float] | None = None  # metrics whose evaluation a stop cut off
 
 
 @dataclass
@@ -61,28 +63,32 @@ class Trainer:
     reference: str = ""  # sha256 of its weights; a resumed run must have the same
     progress: Progress = field(default_factory=Progress)
 
-    def run(self) -> float:
+    def run(self, *, resume: bool = False) -> float:
         """Train to the last iteration; return the objective of a sweep."""
+        if resume:
+            self.resume()
         gc.freeze()  # the set-up's objects stay: full collections need not walk them
+        self.runtime.on_stop = self.display.stopping
         try:
             with self.display:
-                if self.progress.iteration == 0:
-                    self._evaluate({}, kind="before")
+                self._catch_up()
                 for i in range(self.progress.iteration, self.num_iterations):
-                    self._stop_if_asked()
                     self._iteration(i)
+            return self._finish()
         except BaseException as error:
-            self._close("preempted" if isinstance(error, Stopped) else "failed")
+            try:
+                self._close("preempted" if isinstance(error, Stopped) else "failed")
+            except Exception as second:  # the first error is the one to tell
+                self.display.note(f"and then, on leaving: {type(second).__name__}: {second}")
             raise
-        return self._finish()
 
-    def _stop_if_asked(self) -> None:
-        """Save before leaving, if this run keeps checkpoints."""
-        try:
-            self.runtime.check_stop()
-        except Stopped:
-            self._save()
-            raise
+    def _catch_up(self) -> None:
+        """Evaluate before training, or make up for the evaluation that a stop cut off."""
+        unevaluated = self.progress.unevaluated
+        if self.progress.iteration == 0:
+            self._evaluate({}, kind="before")
+        elif unevaluated is not None:
+            self._evaluate(unevaluated, kind="eval")
 
     def _save(self) -> None:
         """Save now, if this run keeps checkpoints."""
@@ -95,16 +101,11 @@ class Trainer:
         if self.runtime.is_main:
             self.tracker.finish(state)
             write_report(self.runtime.folder)
-            if self.checkpoints.newest() is not None:
-                self.display.note(f"go on with: python train.py resume={self.runtime.folder}")
+            self.display.stopped(self.checkpoints.last)
 
     def _iteration(self, i: int) -> None:
         clock = Clock()
-        batch = self.source(i)
-        clock.lap("collect")
-        batch = self.retrieve_kl(batch)
-        clock.lap("score")
-        batch = self.advantage(batch)
+        batch = self.advantage(self._batch(i, clock))
         metrics = self.update(batch)
         clock.lap("update")
         weight_sync(self.policy)
@@ -115,6 +116,21 @@ class Trainer:
         self._count(batch, metrics, clock)
         self._log(batch, metrics)
         self.checkpoints.maybe_save(self.progress.iteration, self.state_dict())
+
+    def _batch(self, i: int, clock: "Clock") -> TensorDictBase:
+        """Return the iteration's batch with its KL; a stop up to here leaves the weights alone."""
+        try:
+            with self.runtime.stoppable():
+                batch = self.source(i)
+                clock.lap("collect")
+                self.runtime.check_stop()
+                batch = self.retrieve_kl(batch)
+                clock.lap("score")
+                self.runtime.check_stop()
+        except Stopped:
+            self._save()
+            raise
+        return batch
 
     def _count(self, batch: TensorDictBase, metrics: dict[str, float], clock: "Clock") -> None:
         """Add the progress, time and perf metrics."""
@@ -139,35 +155,40 @@ class Trainer:
 
     def _log(self, batch: TensorDictBase, metrics: dict[str, float]) -> None:
         iteration = self.progress.iteration
+        if self.runtime.is_main and "reward_raw" in batch:
+            rows = transcripts(batch, iteration, count=4, kind="train")
+            self.tracker.transcripts(rows, iteration)
         if self.evaluate.due(iteration, self.num_iterations):
             last = iteration == self.num_iterations
             self._evaluate(metrics, kind="after" if last else "eval")
         else:
             self._write(metrics)
             self.display.update(iteration, metrics)
-        if self.runtime.is_main and "reward_raw" in batch:
-            rows = transcripts(batch, iteration, count=4, kind="train")
-            self.tracker.transcripts(rows, iteration)
 
     def _evaluate(self, metrics: dict[str, float], *, kind: str) -> None:
         """Evaluate, log and show sample replies."""
-        iteration = self.progress.iteration
+        iteration, about = self.progress.iteration, self.evaluate.about
+        tell = partial(self.display.evaluating, about, last=kind == "after")
         try:
-            scores, records = self.evaluate(iteration, kind=kind)
+            # A run that is trained is finished first.
+            with nullcontext() if kind == "after" else self.runtime.stoppable():
+                scores, records = self.evaluate(iteration, kind=kind, tell=tell)
         except Stopped:  # the iteration is done, only its evaluation is missing
             if iteration:
+                self.progress.unevaluated = metrics
                 self._write(metrics)
                 self._save()
             raise
-        metrics |= scores
-        metrics.setdefault("progress/iteration", iteration)
+        self.progress.unevaluated = None
+        metrics = {**metrics, **scores, "progress/iteration": iteration}
         if scores:
             self.progress.objective = next(iter(scores.values()))
         self._write(metrics)
         self.display.update(iteration, metrics)
         if self.runtime.is_main and records:
             self.tracker.transcripts(records, iteration)
-            self.display.samples(f"replies {kind} training", records)
+            when = f"at iteration {iteration}" if kind == "eval" else f"{kind} training"
+            self.display.samples(f"replies {when}", records)
 
     def _write(self, metrics: dict[str, float]) -> None:
         if "loss/total" in metrics and not self.evaluate.plans:
@@ -191,8 +212,7 @@ class Trainer:
         if self.runtime.is_main:
             self.tracker.finish("finished")
             write_report(folder)
-            names = {"report": "report.html", "metrics": "metrics.jsonl", "model": "model"}
-            self.display.finish({name: folder / file for name, file in names.items()})
+            self.display.finish()
         return objective
 
     def state_dict(self) -> dict[str, Any]:
@@ -205,23 +225,27 @@ class Trainer:
             "reference": self.reference,
         }
 
-    def resume(self) -> Path | None:
-        """Go back to the newest checkpoint that verifies, if there is one."""
+    def resume(self) -> None:
+        """Go back to the newest checkpoint that verifies; without any, to the start."""
         newest = self.checkpoints.newest()
         if newest is not None:
-            state = self.checkpoints.restore(newest)
-            if state["reference"] != self.reference:
-                raise ValueError(
-                    f"expected the reference {state['reference'][:12]} of this run, got "
-                    f"{self.reference[:12]}; put the old model back, or start a new run"
-                )
-            self.update.step, self.update.skipped = state["step"], state["skipped"]
-            self.kl.load_state_dict(state["kl"])
-            names = ("iteration", "tokens", "samples", "objective")
-            self.progress = Progress(**{name: state[name] for name in names})
+            self._restore(self.checkpoints.restore(newest))
+        done, unevaluated = self.progress.iteration, self.progress.unevaluated
         if self.runtime.is_main:
-            self.tracker.rewind(self.progress.iteration)
-        return newest
+            self.tracker.rewind(done or -1, again=unevaluated is not None)  # 0 is done again
+        skipped = f", skipped damaged {', '.join(self.checkpoints.skipped)}"
+        text = f"from iteration {done}{skipped if self.checkpoints.skipped else ''}"
+        self.display.resumed(done, text if newest else "from iteration 0, there is no checkpoint")
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        if state["reference"] != self.reference:
+            raise ValueError(
+                f"expected the reference {state['reference'][:12]} of this run, got "
+                f"{self.reference[:12]}; put the old model back, or start a new run"
+            )
+        self.update.step, self.update.skipped = state["step"], state["skipped"]
+        self.kl.load_state_dict(state["kl"])
+        self.progress = Progress(**{part.name: state[part.name] for part in fields(Progress)})
 
 
 class Clock:

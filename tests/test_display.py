@@ -1,0 +1,178 @@
+"""What the one at the terminal sees, on a terminal and in a log file."""
+
+import io
+import math
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from trainer.display import Display, duration, show_run, sparkline
+from trainer.run_files import write_text
+
+
+@pytest.fixture
+def terminal(monkeypatch) -> io.StringIO:
+    """Return a file that Display takes for a terminal of 100 columns."""
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "100"}.items():
+        monkeypatch.setenv(name, value)
+    return io.StringIO()
+
+
+def frames(file: io.StringIO) -> str:
+    """Return all that was drawn, without colours and cursor movements."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", file.getvalue())
+
+
+def test_a_log_file_gets_one_plain_line_per_iteration() -> None:
+    file = io.StringIO()
+    about = {"model": "tiny", "folder": "/r"}
+    with Display(3, title="grpo_tiny", about=about, folder=Path("/r"), file=file) as display:
+        display.evaluating("40 prompts x 8 samples, greedy", 0.0)
+        display.evaluating("40 prompts x 8 samples, greedy", 0.5)
+        display._evaluating = display._evaluating._replace(since=time.monotonic() - 25)
+        display.update(0, {"eval/sampled_accuracy": 0.25, "eval/greedy_accuracy": 0.5})
+        metrics = {"reward/mean": 0.5, "kl/ref_sequence": -0.0004, "time/iteration_s": 90.0}
+        display.update(2, metrics)
+        display.update(
+            3, {"reward/mean": 0.75, "eval/sampled_accuracy": 0.5, "time/iteration_s": 30.0}
+        )
+    display.finish()
+    assert file.getvalue().splitlines() == [
+        "grpo_tiny: 3 iterations",
+        "  model   tiny",
+        "  folder  /r",
+        "evaluating 40 prompts x 8 samples, greedy",
+        "before training  accuracy 0.25  greedy 0.50  25.0 s",
+        "iteration 2/3  reward 0.500  kl 0.000 nats  90.0 s  1 min 55 s left",
+        "iteration 3/3  reward 0.750  accuracy 0.50  30.0 s",
+        "report   /r/report.html",
+        "metrics  /r/metrics.jsonl",
+        "model    /r/model",
+    ]
+
+
+def test_a_long_run_leaves_a_hundred_lines_in_a_log_and_every_evaluation() -> None:
+    file = io.StringIO()
+    with Display(300, title="sft", file=file) as display:
+        for i in range(1, 301):
+            extra = {"eval/sampled_accuracy": 0.5} if i == 100 else {}
+            display.update(i, {"loss/total": 1.0, **extra})
+    lines = file.getvalue().splitlines()[1:]
+    assert len(lines) == 101
+    assert sum("accuracy" in line for line in lines) == 1
+    assert lines[-1].startswith("iteration 300/300")
+
+
+def test_sft_shows_its_loss() -> None:
+    file = io.StringIO()
+    with Display(2, title="sft", file=file) as display:
+        display.update(1, {"loss/total": 2.5, "time/iteration_s": 1.0})
+    assert "iteration 1/2  loss 2.5000  1.0 s  1 s left" in file.getvalue()
+
+
+def test_replies_cannot_draw_on_the_terminal() -> None:
+    file = io.StringIO()
+    row = {"prompt": "[bold]hi[/bold]", "response": "a\x1b[31m\nb\ud800" + "x" * 200, "reward": 1.0}
+    Display(1, file=file).samples("before", [row])
+    shown = file.getvalue()
+    assert "[bold]hi[/bold]" in shown
+    assert "\x1b" not in shown
+    assert len(shown.splitlines()) == 3
+    assert shown.rstrip().endswith("...   [reward 1.00]")
+
+
+def test_a_terminal_shows_the_evaluation_going_on_and_then_its_result_for_good(terminal) -> None:
+    with Display(2, title="run", folder=Path("/r"), file=terminal) as display:
+        display.evaluating("40 prompts x 8 samples", 0.25)
+        display._evaluating = display._evaluating._replace(since=time.monotonic() - 70)
+        display._live.refresh()
+        assert "evaluating 40 prompts x 8 samples: 25%, 1 min 10 s" in frames(terminal)
+        display.update(0, {"eval/sampled_accuracy": 0.125})
+        evaluated = len(terminal.getvalue())
+        display._began -= 130
+        display.update(1, {"reward/mean": 0.25, "time/iteration_s": 5.0})
+        display.update(2, {"reward/mean": 0.5, "perf/tokens_per_s": 1234.0})
+    display.finish()
+    shown, later = (
+        frames(terminal),
+        re.sub(r"\x1b\S*?[A-Za-z]", "", terminal.getvalue()[evaluated:]),
+    )
+    assert "before training  accuracy 0.12  70.0 s" in shown
+    assert "accuracy" not in later, "the accuracy before training does not stand beside the reward"
+    assert "1/2 2 min 10 s, 1 min 15 s left" in shown  # one iteration of 5 s, then 70 s evaluation
+    assert "reward 0.500  1,234 tok/s" in shown
+    assert shown.rstrip().endswith("model    /r/model")
+
+
+@pytest.mark.parametrize(
+    ("last", "text"),
+    [(False, "stopping at the next safe point;"), (True, "ending with this evaluation;")],
+)
+def test_a_stop_is_answered_at_once(terminal, capfd, monkeypatch, last, text) -> None:
+    with Display(2, file=terminal) as display:
+        display.evaluating("4 prompts", 0.5, last=last)
+        display.stopping()
+        display._live.refresh()
+        assert text in frames(terminal)
+    assert capfd.readouterr().err == "", "nothing may be written between the live lines"
+    monkeypatch.delenv("FORCE_COLOR")
+    with Display(2, file=io.StringIO()) as display:
+        display.evaluating("4 prompts", 0.5, last=last)
+        display.stopping()
+    assert capfd.readouterr().err == f"{text} Ctrl-C again stops at once\n"
+    Display(2, quiet=True).stopping()  # another rank
+    assert capfd.readouterr().err == ""
+
+
+def test_what_is_saved_is_said_with_the_command_that_goes_on() -> None:
+    file = io.StringIO()
+    Display(2, file=file, folder=Path("/my runs/1")).stopped(saved=7)
+    assert file.getvalue() == (
+        "saved at iteration 7; go on with: python train.py resume='/my runs/1'\n"
+    )
+
+
+def shown_header(folder: Path) -> list[str]:
+    display = show_run(folder, 5)
+    display.console.file = file = io.StringIO()
+    with display:
+        pass
+    display.stopped(saved=None)
+    display.finish()
+    return file.getvalue().splitlines()
+
+
+def test_the_header_names_experiment_model_and_folder(tmp_path) -> None:
+    folder = tmp_path / "some" / "where"  # as output_dir= may be: no part of it is the experiment
+    (folder / ".hydra").mkdir(parents=True)
+    write_text(
+        folder / ".hydra" / "hydra.yaml", "hydra: {runtime: {choices: {experiment: grpo_tiny}}}"
+    )
+    write_text(folder / "config.yaml", "policy: {model: org/name}")
+    write_text(
+        folder / "status.json", '{"model": {"origin": "cache", "sha256": "0123456789abcdef"}}'
+    )
+    assert shown_header(folder)[:3] == [
+        "grpo_tiny: 5 iterations",
+        "  model   org/name (cache, sha256 0123456789ab)",
+        f"  folder  {folder}",
+    ]
+
+
+def test_a_warm_up_names_what_stays_and_not_its_own_folder(tmp_path) -> None:
+    kept = "{experiment: sft_tiny, kept_in: /cache/sft_tiny-1, policy: {model: tiny}}"
+    write_text(tmp_path / "config.yaml", kept)
+    assert shown_header(tmp_path) == [
+        "sft_tiny: 5 iterations",
+        "  model    tiny (?, sha256 ?)",
+        "  kept in  /cache/sft_tiny-1",
+    ]
+
+
+def test_sparkline_and_duration_take_odd_values() -> None:
+    assert sparkline([1.0, 1.0], unicode=False) == ".."
+    assert sparkline([0.0, math.nan, 1.0], unicode=False) == ".#"
+    assert sparkline([]) == ""
+    assert duration(59.6) == "1 min 0 s"

@@ -1,0 +1,180 @@
+"""The loop in this process: stops, resumes, and what the one at the terminal is told."""
+
+import io
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from contracts import G, Words, make_policy
+from runs import lines, metrics
+
+from envs.chat_env import ChatEnv
+from envs.tasks.task import Reply, Reward
+from envs.transforms import RetrieveKL
+from policies.load import load_reference
+from trainer.advantage import GroupAdvantage
+from trainer.checkpoint import Checkpoints
+from trainer.display import Display
+from trainer.evaluate import Evaluate
+from trainer.kl_control import ConstantKLController
+from trainer.objectives import GRPOObjective
+from trainer.optimizer import make_optimizer
+from trainer.runtime import Runtime, Stopped
+from trainer.sources import Rollouts
+from trainer.tracker import JsonlTracker
+from trainer.trainer import Trainer
+from trainer.update import Update
+
+# Of 4 rows: 12 replies an evaluation (2 samples, 1 greedy), 16 an iteration (4 samples).
+IN_ITERATION_2, IN_EVALUATION_2, IN_ITERATION_4 = 36, 46, 80
+
+
+class Counted(Words):
+    """Do something when the reply of a given number is rewarded."""
+
+    def __init__(self, at: int = 0, action: Callable[[], object] = lambda: None) -> None:
+        super().__init__()
+        self.at, self.action, self.count = at, action, 0
+
+    def reward(self, row: dict, reply: Reply) -> Reward:
+        self.count += 1
+        if self.count == self.at:
+            self.action()
+        return super().reward(row, reply)
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def crash() -> None:
+    raise ZeroDivisionError("boom")
+
+
+def train(folder: Path, task: Words | None = None, *, resume: bool = False, every: int = 1) -> str:
+    """Train four iterations, evaluating after the second and the last; return what was shown."""
+    task, shown = task or Words(), io.StringIO()
+    with Runtime(folder, seed=3, device="cpu") as runtime:
+        policy, kl = make_policy.__wrapped__(), ConstantKLController(kl_coef=0.1)
+        env, reference = ChatEnv(task, group_size=G), load_reference(policy)
+        optimizer = make_optimizer(policy.model, lr=1e-2)
+        scorer, optimizer = runtime.accelerator.prepare(policy.scorer, optimizer)
+        parts = {"task": task, "env": env, "policy": policy, "runtime": runtime}
+        options = {"num_samples": 2, "prompts_per_batch": 2, "every": 2}
+        loop = Trainer(
+            runtime=runtime,
+            policy=policy,
+            source=Rollouts(**parts, size=4),
+            retrieve_kl=RetrieveKL(ref_model=reference, add_to_reward=False),
+            advantage=GroupAdvantage(group_size=G, kl=kl),
+            update=Update(scorer, optimizer, GRPOObjective(kl=kl), runtime, lr=lambda _: 1e-2),
+            evaluate=Evaluate(**parts, **options),
+            kl=kl,
+            checkpoints=Checkpoints(runtime, policy, optimizer, every=every, keep_last=0),
+            tracker=JsonlTracker(folder, resume=resume),
+            display=Display(4, title="words", folder=folder, file=shown),
+            num_iterations=4,
+            reference="same",
+        )
+        try:
+            loop.run(resume=resume)
+        except Stopped:
+            shown.write("stopped\n")
+        except ZeroDivisionError as error:
+            shown.write(f"{error}\n")
+    return shown.getvalue()
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("straight")
+    train(folder)
+    return folder
+
+
+def told(folder: Path) -> list[tuple]:
+    rows = lines(folder / "transcripts.jsonl")
+    return sorted((r["iteration"], r["kind"], r["prompt"], r["response"]) for r in rows)
+
+
+def damage(folder: Path, *names: str) -> None:
+    for name in names:
+        path = folder / "checkpoints" / name / "model" / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:-1])
+
+
+def test_an_evaluation_that_a_stop_cut_off_is_made_up_on_resume(straight, tmp_path) -> None:
+    shown = train(tmp_path, Counted(IN_EVALUATION_2, stop))
+    assert shown.endswith(
+        f"saved at iteration 2; go on with: python train.py resume={tmp_path}\nstopped\n"
+    )
+    rows = metrics(tmp_path)
+    assert [row["progress/iteration"] for row in rows] == [0, 1, 2], "the iteration is not lost"
+    assert "eval/reward" not in rows[-1]
+    shown = train(tmp_path, Counted(3, stop), resume=True)  # and again
+    assert shown.endswith("stopped\n")
+    train(tmp_path, resume=True)
+    assert metrics(tmp_path) == metrics(straight)
+    assert told(tmp_path) == told(straight)
+
+
+def test_damaged_checkpoints_are_skipped_by_name(straight, tmp_path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(straight, folder)
+    damage(folder, "iteration_000003", "iteration_000004")
+    shown = train(folder, resume=True)
+    assert shown.splitlines()[1] == (
+        "  resumed  from iteration 2, skipped damaged iteration_000004, iteration_000003"
+    )
+    assert metrics(folder) == metrics(straight)
+    assert told(folder) == told(straight)
+
+
+def test_nothing_but_damaged_checkpoints_is_an_error_and_changes_nothing(straight, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(straight, folder)
+    names = [f"iteration_{i:06d}" for i in range(4, 0, -1)]
+    damage(folder, *names)
+    with pytest.raises(ValueError, match=f"only damaged ones .{', '.join(names)}.; .* remove"):
+        train(folder, resume=True)
+    assert metrics(folder) == metrics(straight)
+
+
+def test_without_checkpoints_a_resumed_run_starts_over(straight, tmp_path) -> None:
+    shown = train(tmp_path, Counted(IN_ITERATION_2, crash), every=3)
+    assert shown.endswith("nothing is saved: it ended before its first checkpoint\nboom\n")
+    assert [row["progress/iteration"] for row in metrics(tmp_path)] == [0, 1]
+    shown = train(tmp_path, resume=True)
+    assert "resumed  from iteration 0, there is no checkpoint" in shown
+    assert metrics(tmp_path) == metrics(straight)
+    assert told(tmp_path) == told(straight)
+
+
+def test_an_error_on_leaving_does_not_hide_the_one_that_ended_the_run(tmp_path) -> None:
+    (tmp_path / "report.html").mkdir()  # the report cannot be written
+    shown = train(tmp_path, Counted(IN_ITERATION_4, crash)).splitlines()
+    assert shown[-1] == "boom"
+    assert shown[-2].startswith("and then, on leaving: IsADirectoryError")
+    assert len(metrics(tmp_path)) == 4  # iterations 0 to 3
+
+
+class Second(Runtime):
+    """Rank 1 of two, whose disk shows nothing; rank 0 has chosen."""
+
+    is_main, ranks = False, 2
+    chosen = (Path("/run/checkpoints/iteration_000002"), ["iteration_000003"])
+
+    def gather(self, value):
+        assert value == (None, [])
+        return [self.chosen, value]
+
+
+def test_the_checkpoint_that_rank_0_chose_is_taken_on_all(tmp_path) -> None:
+    policy = make_policy()
+    found = Checkpoints(Second(tmp_path), policy, make_optimizer(policy.model, lr=1.0))
+    (found.folder / "iteration_000009").mkdir(parents=True)
+    assert found.newest() == Second.chosen[0]
+    assert found.skipped == ["iteration_000003"]
