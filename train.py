@@ -14,9 +14,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from conf import compose
-from conf.parts import build, make_tracker
-from trainer.launch import agree, note_error, prepare, start
-from trainer.sweep import write_sweep
+from conf.parts import build, make_reference, make_task, make_tracker
+from trainer.failures import complain, last_words
+from trainer.launch import agree, prepare, start
+from trainer.sweep import job_line, write_sweep
 
 OURS: dict[str, Any] = {"script": Path(__file__).resolve(), "compose": compose.compose_experiment}
 FAILED: list[str] = []  # jobs of this sweep that ended with an error
@@ -25,7 +26,6 @@ SWEEPS: list[Path] = []  # its folder, once a job has started
 
 def train(cfg: DictConfig, folder: Path) -> float:
     """Put the parts of a run together and train; return the metric that a sweep compares."""
-    import policies
     import trainer
     from envs import ChatEnv
     from envs.transforms import Compose, RetrieveKL
@@ -35,14 +35,14 @@ def train(cfg: DictConfig, folder: Path) -> float:
     with trainer.Runtime(folder, seed=cfg.seed, device=cfg.policy.device) as runtime:
         policy = build(cfg.policy, device=str(runtime.device))
         runtime.write_status(model=policy.found.about())
-        task, kl = build(cfg.env.task), trainer.ConstantKLController(kl_coef=cfg.kl.coeff)
+        task, kl = make_task(cfg.env), trainer.ConstantKLController(kl_coef=cfg.kl.coeff)
         env = ChatEnv(
             task,
             group_size=algorithm.group_size,
             max_turns=cfg.env.max_turns,
             system_prompt=policy.system_prompt,
         )
-        reference = policies.load_reference(policy, cfg.kl.reference) if cfg.kl.measure else None
+        reference = make_reference(cfg, policy)
         retrieve = RetrieveKL(ref_model=reference, add_to_reward=False) if reference else Compose()
         optimizer = trainer.make_optimizer(policy.model, **cfg.optimizer)
         scorer, optimizer = runtime.accelerator.prepare(policy.scorer, optimizer)
@@ -71,13 +71,11 @@ def train(cfg: DictConfig, folder: Path) -> float:
             kl=kl,
             checkpoints=trainer.Checkpoints(runtime, policy, optimizer, **cfg.checkpoint),
             tracker=make_tracker(cfg, folder) if runtime.is_main else None,
-            display=trainer.Display(total, title=folder.parent.name, quiet=not runtime.is_main),
+            display=trainer.show_run(folder, total, quiet=not runtime.is_main),
             num_iterations=total,
             reference=reference.found.sha256 if reference else "",
         )
-        if cfg.resume:
-            loop.resume()
-        return loop.run()
+        return loop.run(resume=cfg.resume is not None)
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
@@ -86,10 +84,12 @@ def main(cfg: DictConfig) -> float:
     folder = Path(HydraConfig.get().runtime.output_dir)
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         SWEEPS[:] = [Path(HydraConfig.get().sweep.dir)]
+        jobs = compose.expand([word for word in sys.argv[1:] if not word.startswith("-")])
+        print(job_line(HydraConfig.get().job.num, jobs), flush=True)
     try:
         return start(compose.settle(cfg), folder, **OURS)
     except (RuntimeError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(error)
         FAILED.append(folder.name)
         return float("nan")
 
@@ -97,8 +97,7 @@ def main(cfg: DictConfig) -> float:
 def join(words: list[str], ranks: int) -> int:
     """Be one rank of `torchrun train.py` or `accelerate launch train.py`; return the exit code."""
     config = compose.compose_joined(words, ranks=ranks)
-    device = config["policy"]["device"]
-    folder = agree(lambda: prepare(config, compose.run_folder(words), **OURS), device=device)
+    folder = agree(lambda: prepare(config, compose.run_folder(words), **OURS), config)
     return worker(str(folder / "config.yaml"), str(folder))
 
 
@@ -111,8 +110,8 @@ def worker(config: str, folder: str) -> int:
         train(OmegaConf.load(config), Path(folder))
     except Stopped:
         return 143
-    except Exception:  # the parent says it in one line, with the file
-        note_error(Path(folder))
+    except Exception as error:  # the parent says it in one line
+        last_words(Path(folder), error)
         return 1
     return 0
 
@@ -134,7 +133,7 @@ def cli(words: list[str]) -> int:
             start(resumed.config, resumed.folder, **OURS)
     except (ValueError, RuntimeError, OSError) as error:
         if os.environ.get("RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr)
+            complain(error)
         return 2
     except KeyboardInterrupt:  # outside of a run
         return 130

@@ -44,6 +44,7 @@ class ChatEnv(EnvBase):
         self.max_turns = max_turns
         self.system_prompt = system_prompt
         self.data_key = data_key
+        self._parts: list[str] | None = None  # names of the reward parts, from the first reply on
 
     def messages(self, row: dict) -> list[dict]:
         """Return the prompt of a row, the system prompt in front where there is none yet."""
@@ -126,7 +127,15 @@ class ChatEnv(EnvBase):
         out = TensorDict(batch_size=[len(rewards)])
         out.set("reward", _column([r.total for r in rewards]))
         out.set("success", torch.tensor([r.success for r in rewards]).unsqueeze(-1))
-        for name in rewards[0].parts:
+        if self._parts is None:
+            self._parts = sorted(rewards[0].parts)
+        for reward in rewards:
+            if sorted(reward.parts) != self._parts:
+                raise ValueError(
+                    f"expected the reward parts {self._parts} of every reply, got "
+                    f"{sorted(reward.parts)}; let the task give 0.0 for a part that does not apply"
+                )
+        for name in self._parts:
             out.set(("reward_part", name), _column([r.parts[name] for r in rewards]))
         return out
 

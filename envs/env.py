@@ -1,7 +1,8 @@
 """Environments over TensorDicts, and an environment seen through transforms.
 
 `reset(td)` gives the first state; `step(td)` reads the action in td and writes the outcome (reward,
-done, the next state) under "next". A subclass fills `_reset` and `_step`.
+done, the next state) under "next", so that `td["next"]` is what the policy reads in the next turn.
+A subclass fills `_reset` and `_step`, and `_specs` to say what they read and write.
 Left out on purpose: rollouts (trainer/collect.py) and auto-reset.
 """
 
@@ -12,12 +13,21 @@ from weakref import ref
 
 from tensordict import TensorDictBase
 
+from policies.specs import Composite
+
 if TYPE_CHECKING:
     from envs.transforms.transform import Transform
 
+OUTPUTS = ("full_observation_spec", "full_reward_spec", "full_done_spec")
+INPUTS = ("full_action_spec", "full_state_spec")
+
 
 class EnvBase:
-    """Common behaviour of environments: subclasses implement `_reset(td)` and `_step(td)`."""
+    """Common behaviour of environments: subclasses implement `_reset(td)` and `_step(td)`.
+
+    `full_observation_spec`, `full_reward_spec` and `full_done_spec` say what comes out,
+    `full_action_spec` and `full_state_spec` what a step and a reset read.
+    """
 
     _collector: ref | None = None
 
@@ -29,10 +39,18 @@ class EnvBase:
         """Write the outcome of the action in td under "next", and return td."""
         return td.set("next", self._step(td))
 
+    def rand_action(self, td: TensorDictBase) -> TensorDictBase:
+        """Write some action that fits `full_action_spec` into td, and return td."""
+        return td.update(self.full_action_spec.rand())
+
     @property
     def base_env(self) -> EnvBase:
         """Return the environment below all transforms."""
         return self
+
+    def append_transform(self, transform: Transform) -> TransformedEnv:
+        """Return this environment seen through one more transform."""
+        return TransformedEnv(self, transform)
 
     def register_collector(self, collector: Any) -> None:
         """Remember who collects from this environment, by a weak reference."""
@@ -42,6 +60,28 @@ class EnvBase:
     def collector(self) -> Any:
         """Return the registered collector, or None."""
         return None if self._collector is None else self._collector()
+
+    @property
+    def output_spec(self) -> Composite:
+        """Return the specs of what comes out, by their names."""
+        own = self._specs()
+        return Composite({name: own.get(name, Composite()) for name in OUTPUTS})
+
+    @property
+    def input_spec(self) -> Composite:
+        """Return the specs of what is read, by their names."""
+        own = self._specs()
+        return Composite({name: own.get(name, Composite()) for name in INPUTS})
+
+    full_observation_spec = property(lambda self: self.output_spec["full_observation_spec"])
+    full_reward_spec = property(lambda self: self.output_spec["full_reward_spec"])
+    full_done_spec = property(lambda self: self.output_spec["full_done_spec"])
+    full_action_spec = property(lambda self: self.input_spec["full_action_spec"])
+    full_state_spec = property(lambda self: self.input_spec["full_state_spec"])
+
+    def _specs(self) -> dict[str, Composite]:
+        """Return the specs of this environment by name; those left out are empty."""
+        return {}
 
     def _reset(self, td: TensorDictBase | None) -> TensorDictBase:
         raise NotImplementedError(f"{type(self).__name__} has no _reset(td)")
@@ -64,6 +104,31 @@ class TransformedEnv(EnvBase):
     def base_env(self) -> EnvBase:
         """Return the environment below all transforms."""
         return self.env.base_env
+
+    def append_transform(self, transform: Transform) -> TransformedEnv:
+        """Add a transform after the others; returns this environment."""
+        from envs.transforms.transform import Compose
+
+        if not isinstance(self.transform, Compose):
+            self.transform._hold(None)
+            self.transform = Compose(self.transform)
+            self.transform.set_container(self)
+        self.transform.append(transform)
+        return self
+
+    def rand_action(self, td: TensorDictBase) -> TensorDictBase:
+        """Write some action of the environment below into td, and return td."""
+        return self.env.rand_action(td)
+
+    @property
+    def output_spec(self) -> Composite:
+        """Return the specs of what comes out, by their names."""
+        return self.transform.transform_output_spec(self.env.output_spec.clone())
+
+    @property
+    def input_spec(self) -> Composite:
+        """Return the specs of what is read, by their names."""
+        return self.transform.transform_input_spec(self.env.input_spec.clone())
 
     def __getattr__(self, name: str) -> Any:
         # Only public names: copy and pickle look for dunders before `env` is there.

@@ -8,13 +8,18 @@ from typing import Any
 
 _HOME = {
     "ChatHistory": "containers",
+    "GPT2RewardModel": "reward_model",
     "History": "history",
     "LLMMaskedCategorical": "distributions",
     "LLMWrapperBase": "wrapper",
     "LogProbDistribution": "distributions",
     "LogProbs": "containers",
+    "MaskedCategorical": "masked_categorical",
+    "MaskedOneHotCategorical": "masked_categorical",
     "Masks": "containers",
+    "OneHotCategorical": "masked_categorical",
     "Renderer": "chat_template",
+    "ReparamGradientStrategy": "masked_categorical",
     "Scorer": "scorer",
     "Scores": "scorer",
     "Text": "containers",
@@ -22,6 +27,8 @@ _HOME = {
     "TransformersWrapper": "transformers_wrapper",
     "load_policy": "load",
     "load_reference": "load",
+    "load_reward_model": "reward_scorer",
+    "vLLMWrapper": "vllm_wrapper",
 }
 __all__ = sorted(_HOME)
 

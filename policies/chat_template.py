@@ -76,8 +76,8 @@ class Renderer:
         self._shapes: dict[str, Shape] = {}
         eos = tokenizer.eos_token_id
         self.stop_ids = frozenset() if eos is None else frozenset([eos])
-        end = self._find_end_of_turn()
-        self.stop_ids |= frozenset() if end is None else frozenset([end])
+        self._end = self._find_end_of_turn()
+        self.stop_ids |= frozenset() if self._end is None else frozenset([self._end])
         self._ends = [tokenizer.convert_ids_to_tokens(i) for i in self.stop_ids]
 
     def text(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
@@ -120,8 +120,9 @@ class Renderer:
         """Return the ids of the next prompt; `ids` themselves are kept as they are.
 
         `ids` are the last prompt and the sampled reply; `messages` the same as a chat that ends in
-        that reply. A reply that was cut is closed first. Raises ValueError if the template would
-        write the turns so far otherwise.
+        that reply. A reply that the template's own end of turn does not end (it was cut, or ended
+        by another EOS) is closed first. Raises ValueError if the template would write the turns so
+        far otherwise.
         """
         messages, new_messages = check_messages(messages), check_messages(new_messages)
         if len(messages) < 2 or messages[-1]["role"] != "assistant":
@@ -141,7 +142,7 @@ class Renderer:
                 "prompt; set policy.chat_template=chatml, or env.max_turns=1"
             )
         pieces, texts = shape.pieces[where + 1 :], texts[where + 1 :]
-        if ids and ids[-1] in self.stop_ids:  # closed by itself: skip the template's own end
+        if ids and ids[-1] == self._end:  # closed by itself: skip the template's own end
             skip = next((k for k, p in enumerate(pieces) if not p.assistant), 0)
             pieces, texts = pieces[skip:], texts[skip:]
         return [*ids, *self._encode(pieces, texts, self._control_of(pieces)).ids]

@@ -54,12 +54,31 @@ class GenerateKwargs:
             return None
         return lambda ids: any(text in tokenizer.decode(ids) for text in self.stop)
 
-    def check_lengths(self, prompts: list[Tensor], tokenizer: Any) -> None:
-        """Raise where a prompt is longer than max_prompt_tokens."""
-        limit = self.max_prompt_tokens
+    def check_positions(self, most: int | None) -> None:
+        """Raise where the longest prompt and reply together exceed the model's `most` positions."""
+        asked = f"policy.max_new_tokens={self.max_new_tokens}"
+        if self.max_prompt_tokens is not None:
+            asked = f"policy.max_prompt_tokens={self.max_prompt_tokens} and {asked}"
+        total = (self.max_prompt_tokens or 1) + self.max_new_tokens
+        if most is not None and total > most:
+            raise ValueError(
+                f"{asked} make up to {total} tokens, the model's max_position_embeddings is "
+                f"{most}; lower policy.max_prompt_tokens or policy.max_new_tokens"
+            )
+
+    def check_lengths(self, prompts: list[Tensor], tokenizer: Any, most: int | None = None) -> None:
+        """Raise where a prompt exceeds max_prompt_tokens, or with its reply `most` positions."""
+        limit, new = self.max_prompt_tokens, self.max_new_tokens
         for i, row in enumerate(prompts):
             if limit is not None and len(row) > limit:
                 raise ValueError(
                     f"prompt {i} of the batch has {len(row)} tokens, policy.max_prompt_tokens is "
                     f"{limit}; raise it, or drop the row: {tokenizer.decode(row[-40:].tolist())!r}"
+                )
+            if most is not None and len(row) + new > most:
+                raise ValueError(
+                    f"prompt {i} of the batch has {len(row)} tokens, with policy.max_new_tokens="
+                    f"{new} more than the model's max_position_embeddings={most}; lower "
+                    "policy.max_new_tokens, or drop the row (policy.max_prompt_tokens is the bound "
+                    f"for it): {tokenizer.decode(row[-40:].tolist())!r}"
                 )

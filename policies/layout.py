@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from policies.packing import groups
 from policies.padding import pad, positions, unpad
 
 # Families whose forward takes position ids and an explicit 4-D mask; checked in the tests.
@@ -44,14 +45,14 @@ def plain(tokens: Tensor, attention: Tensor, keep: Tensor) -> Layout:
 
 
 def shared(tokens: Tensor, attention: Tensor, keep: Tensor, group_id: Tensor) -> Layout:
-    """Lay out each group of adjacent rows with one `group_id` [B] in one row."""
+    """Lay out the rows of each `group_id` [B] in one row."""
     rows = unpad(tokens, attention)
     device = tokens.device
     base = torch.zeros(len(rows), dtype=torch.int64)  # [B] first reply column of each row
     prefix = torch.zeros(len(rows), dtype=torch.int64)  # [B] tokens shared with the group
     tree = torch.zeros(len(rows), dtype=torch.int64)  # [B] row of the layout
     ids, places, segments = [], [], []
-    for r, members in enumerate(_groups(group_id)):
+    for r, members in enumerate(groups(group_id)):
         common = _common_prefix([rows[i] for i in members])
         first = rows[members[0]][:common]
         parts, place = [first], [torch.arange(common, device=device)]
@@ -91,25 +92,13 @@ def _saves(tokens: Tensor, attention: Tensor, group_id: Tensor, longest: int = 4
     sizes = attention.sum(-1)
     rows = unpad(tokens, attention)
     total, widest = 0, 0
-    groups = _groups(group_id)
-    for members in groups:
+    trees = groups(group_id)
+    for members in trees:
         common = _common_prefix([rows[i] for i in members])
         width = int(sizes[members].sum()) - common * (len(members) - 1)
         total, widest = total + width, max(widest, width)
     plain_area = int(sizes.max()) * len(rows)
-    return widest <= longest and widest * len(groups) < 0.8 * plain_area
-
-
-def _groups(group_id: Tensor) -> list[list[int]]:
-    """Return the indices of each run of equal ids."""
-    ids = group_id.tolist()
-    groups: list[list[int]] = []
-    for i, g in enumerate(ids):
-        if i and ids[i - 1] == g:
-            groups[-1].append(i)
-        else:
-            groups.append([i])
-    return groups
+    return widest <= longest and widest * len(trees) < 0.8 * plain_area
 
 
 def _common_prefix(rows: list[Tensor]) -> int:

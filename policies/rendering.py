@@ -9,25 +9,17 @@ Left out on purpose: slow tokenizers, which give no offsets.
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from jinja2.exceptions import TemplateError
 from tokenizers import Tokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
 
 Message = dict[str, Any]
 Span = tuple[int, int]  # [start, end) in characters
-
-CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
-    "{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
-    "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-TEMPLATES = {"chatml": CHATML}
-
 
 @dataclass(frozen=True)
 class Piece:
@@ -120,6 +112,35 @@ def _without_added_tokens(tokenizer: Tokenizer) -> Tokenizer:
     return Tokenizer.from_str(json.dumps(spec))
 
 
+def write(
+    messages: Sequence[Message],
+    template: str,
+    variables: Mapping[str, Any],
+    *,
+    add_generation_prompt: bool = False,
+    tagged: bool = False,
+) -> tuple[str, list[Span]]:
+    """Return what a template writes, and the spans of its generation tags if it is `tagged`.
+
+    Raises ValueError if it refuses the chat.
+    """
+    chat = [{k: v for k, v in m.items() if v is not None} for m in messages]
+    try:
+        rendered: Any = render_jinja_template(
+            conversations=[chat],
+            chat_template=template,
+            return_assistant_tokens_mask=tagged,
+            add_generation_prompt=add_generation_prompt,
+            **variables,
+        )
+    except (TemplateError, TypeError) as error:
+        raise ValueError(
+            f"refuses a chat with roles {[m['role'] for m in messages]}: {error}"
+        ) from error
+    texts, spans = rendered
+    return texts[0], spans[0] if tagged else []
+
+
 def close_turn(text: str, span: Span, ends: Sequence[str]) -> Span:
     """Make `span` end right after the turn's end-of-turn token, if there is one.
 
@@ -188,32 +209,6 @@ def mark(offsets: Sequence[Span], spans: Sequence[Span], size: int) -> list[bool
     for start, end in spans:
         inside[start:end] = b"\1" * (end - start)
     return [1 in inside[start:end] for start, end in offsets]
-
-
-def find_template(tokenizer: Any, chat_template: str | None) -> tuple[str, str]:
-    """Return what to call the template in errors, and its text."""
-    if chat_template is None:
-        if not tokenizer.chat_template:
-            raise ValueError(
-                f"expected a chat template, the tokenizer {tokenizer.name_or_path!r} has none; "
-                "set policy.chat_template=chatml (or to a Jinja template)"
-            )
-        return f"the chat template of {tokenizer.name_or_path!r}", tokenizer.get_chat_template()
-    if chat_template not in TEMPLATES:
-        if "{" not in chat_template:
-            raise ValueError(
-                f"expected a Jinja template or one of {sorted(TEMPLATES)}, got {chat_template!r}"
-            )
-        return "the given chat template", chat_template
-    text = TEMPLATES[chat_template]
-    if "<|im_end|>" not in tokenizer.get_added_vocab():
-        if tokenizer.eos_token is None:
-            raise ValueError(
-                f"expected a tokenizer with the token <|im_end|> or an EOS token for chat template "
-                f"{chat_template!r}, {tokenizer.name_or_path!r} has neither; add one"
-            )
-        text = text.replace("'<|im_end|>'", "eos_token")
-    return f"chat template {chat_template!r}", text
 
 
 def check_messages(messages: Sequence[Message]) -> list[Message]:

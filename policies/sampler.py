@@ -32,12 +32,12 @@ class Stop:
     ids: frozenset[int]
     found: Callable[[list[int]], bool] | None = None  # called on a row's reply so far
 
-    def __call__(self, drawn: Tensor, replies: list[list[int]]) -> Tensor:
-        """Return which rows end with the token just drawn, [n] bool."""
-        ended = torch.tensor([t in self.ids for t in drawn.tolist()], dtype=torch.bool)
-        if self.found is not None:
-            ended |= torch.tensor([self.found(r) for r in replies], dtype=torch.bool)
-        return ended
+    def __call__(self, replies: Tensor, ids: Tensor) -> Tensor:
+        """Return which replies [n, t] end with their last token, [n] bool; ids as a tensor."""
+        ended = torch.isin(replies[:, -1], ids)
+        if self.found is None:
+            return ended
+        return ended | ended.new_tensor([self.found(r) for r in replies.tolist()])
 
 
 @torch.no_grad()
@@ -56,12 +56,15 @@ def sample(
     """
     if any(len(p) == 0 for p in prompts):
         raise ValueError("expected at least one prompt token, got an empty prompt")
-    size = len(prompts)
-    lengths = torch.tensor([len(p) for p in prompts])
-    replies: list[list[int]] = [[] for _ in range(size)]
-    log_probs: list[list[float]] = [[] for _ in range(size)]
-    complete = torch.zeros(size, dtype=torch.bool)
-    alive = torch.arange(size)  # rows still running
+    size, device = len(prompts), prompts[0].device
+    stop_ids = torch.tensor(sorted(stop.ids), dtype=torch.int64, device=device)
+    starts = torch.tensor([len(p) for p in prompts], device=device)
+    streams = streams.to(device)
+    replies = torch.zeros(size, max_new_tokens, dtype=torch.int64, device=device)
+    log_probs = torch.zeros(size, max_new_tokens, device=device)
+    lengths = torch.zeros(size, dtype=torch.int64, device=device)
+    complete = torch.zeros(size, dtype=torch.bool, device=device)
+    alive = torch.arange(size, device=device)  # rows still running
     state = _Prefilled(model, prompts)
     for step in range(max_new_tokens):
         logits = state.logits  # [n, V] float32
@@ -69,25 +72,22 @@ def sample(
         if temperature == 0:
             drawn = logits.argmax(-1)
         else:
-            u = uniforms(streams[alive], lengths[alive] + step)
-            drawn = inverse_cdf(scaled.softmax(-1), u.to(scaled.device))
+            u = uniforms(streams[alive], starts[alive] + step)
+            drawn = inverse_cdf(scaled.softmax(-1), u)
         picked = scaled.gather(-1, drawn[:, None]).squeeze(-1) - scaled.logsumexp(-1)  # [n]
-        for row, token, value in zip(alive.tolist(), drawn.tolist(), picked.tolist(), strict=True):
-            replies[row].append(token)
-            log_probs[row].append(value)
-        ended = stop(drawn, [replies[row] for row in alive.tolist()])
-        complete[alive[ended]] = True
-        going = (~ended).nonzero().squeeze(-1)
+        replies[alive, step], log_probs[alive, step] = drawn, picked
+        lengths[alive] = step + 1
+        ended = stop(replies[alive, : step + 1], stop_ids)
+        complete[alive] = ended
+        going = (~ended).nonzero().squeeze(-1)  # the one wait for the device of a token
         alive = alive[going]
         if len(alive) == 0 or step + 1 == max_new_tokens:
             break
-        state.advance(drawn, going.to(drawn.device))
-    device = prompts[0].device
-    return Sampled(
-        [torch.tensor(r, dtype=torch.int64, device=device) for r in replies],
-        [torch.tensor(v, dtype=torch.float32, device=device) for v in log_probs],
-        complete.to(device),
-    )
+        state.advance(drawn, going)
+    sizes = lengths.tolist()
+    ids = [row[:n].clone() for row, n in zip(replies, sizes, strict=True)]
+    values = [row[:n].clone() for row, n in zip(log_probs, sizes, strict=True)]
+    return Sampled(ids, values, complete)
 
 
 class _Prefilled:
@@ -132,7 +132,7 @@ def _unique(prompts: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
     """Return the prompts with adjacent repeats run together, and which one each row uses [B]."""
     unique, owner = [], []
     for prompt in prompts:
-        if not unique or not torch.equal(unique[-1], prompt):
+        if not unique or not (unique[-1] is prompt or torch.equal(unique[-1], prompt)):
             unique.append(prompt)
         owner.append(len(unique) - 1)
     return unique, torch.tensor(owner, device=prompts[0].device)

@@ -7,18 +7,22 @@ Logits exist at kept tokens only, never for whole sequences.
 Letters: B rows, T tokens, K kept tokens, V vocabulary, H hidden.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from policies import layout
+from policies.packing import pack_rows
 from policies.padding import positions
 
-CHUNK = 1024  # kept tokens per slice of the head: 200 MB of float32 logits at V = 49,152
+SLICE = 2**26  # logits held at a time, over the kept tokens: 256 MB of float32
 
 
 @dataclass(frozen=True)
@@ -73,22 +77,27 @@ class Scorer(nn.Module):
         if not keep.any():
             return self._nothing(tokens, entropy, reference is not None)
         lay = self._lay(tokens, attention_mask, keep, group_id)
-        scale = _per_kept(temperature, keep)
-        hidden = self.hidden(lay)  # [K, H]
-        other = reference.reference_hidden(lay) if reference is not None else None
-        parts = []
-        for at in _slices(len(hidden)):
-            logits = self.head(hidden[at]) / scale[at]  # [k, V] float32
-            against = reference.reference_head(other[at]) / scale[at] if reference else None
-            parts.append(_score(logits, lay.target[at], entropy=entropy, against=against))
+        states, heads = [self.hidden(lay)], [self.head()]  # [K, H]
+        if reference is not None:
+            with torch.no_grad():
+                if reference.share_prompts != self.share_prompts:
+                    lay = reference._lay(tokens, attention_mask, keep, group_id)
+                states.append(reference.hidden(lay))
+                heads.append(reference.head())
+        score = partial(_score, heads, entropy=entropy)
+        target, scale = tokens[keep], _per_kept(temperature, keep)
+        slices = list(_slices(len(target), heads[0].width))
+        if len(slices) > 1 and torch.is_grad_enabled():
+            # One slice's logits at a time in the backward too, for one more product with the head.
+            score = partial(checkpoint, score, use_reentrant=False, preserve_rng_state=False)
+        parts = [score([x[at] for x in states], target[at], scale[at]) for at in slices]
         columns = [torch.cat(c) if c[0] is not None else None for c in zip(*parts, strict=True)]
         return Scores(*(None if c is None else _spread(c, keep) for c in columns))
 
     def logits(self, tokens: Tensor, attention_mask: Tensor) -> Tensor:
         """Return aligned logits [B, T, V]: entry t predicts token t; unpredicted entries are 0."""
         keep = attention_mask & (positions(attention_mask) > 0)
-        out = self.hidden(layout.plain(tokens, attention_mask, keep))
-        out = self.head(out)  # [K, V]
+        out = self.head()(self.hidden(layout.plain(tokens, attention_mask, keep)))  # [K, V]
         index = keep.unsqueeze(-1).expand(*keep.shape, out.shape[-1])
         full = out.new_zeros(index.shape)
         return full.masked_scatter(index, out)
@@ -104,29 +113,28 @@ class Scorer(nn.Module):
             ).last_hidden_state  # [R, L, H]
         return out.flatten(0, 1)[lay.source]
 
-    def head(self, hidden: Tensor) -> Tensor:
-        """Return float32 logits [K, V] of hidden states [K, H]."""
-        with self.precision():
-            logits = self.model.get_output_embeddings()(hidden).float()
+    def head(self) -> "Head":
+        """Return the function from hidden states to logits, its weights cast once for all calls."""
+        out = self.model.get_output_embeddings()
+        dtype = self.autocast or out.weight.dtype
+        bias = getattr(out, "bias", None)
         cap = getattr(self.model.config, "final_logit_softcapping", None)
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        return Head(out.weight.to(dtype), None if bias is None else bias.to(dtype), cap)
 
     def precision(self) -> AbstractContextManager:
         """Return the autocast context that sampling and scoring share."""
         device = next(self.model.parameters()).device.type
         return torch.autocast(device, self.autocast, enabled=self.autocast is not None)
 
-    @torch.no_grad()
-    def reference_hidden(self, lay: layout.Layout) -> Tensor:
-        """`hidden` without a gradient."""
-        return self.hidden(lay)
-
-    @torch.no_grad()
-    def reference_head(self, hidden: Tensor) -> Tensor:
-        """`head` without a gradient."""
-        return self.head(hidden)
-
     def _lay(self, tokens, attention, keep, group_id) -> layout.Layout:
+        most = max_positions(self.model)
+        if most is not None and tokens.shape[1] > most:  # the width first: it costs no transfer
+            longest = int(attention.sum(-1).max())
+            if longest > most:
+                raise ValueError(
+                    f"a row has {longest} tokens, the model's max_position_embeddings is {most}; "
+                    "drop the row or lower policy.max_prompt_tokens and policy.max_new_tokens"
+                )
         return layout.choose(tokens, attention, keep, group_id if self.share_prompts else None)
 
     def _nothing(self, tokens: Tensor, entropy: bool, full: bool) -> Scores:
@@ -136,34 +144,95 @@ class Scorer(nn.Module):
         return Scores(zeros, zeros.detach() if entropy else None, zeros if full else None)
 
 
-def _score(logits: Tensor, target: Tensor, *, entropy: bool, against: Tensor | None):
-    """Return (log-prob, entropy, full KL) of each row of logits [k, V]."""
-    log_prob = -F.cross_entropy(logits, target, reduction="none")  # [k]
+@dataclass(frozen=True)
+class Head:
+    """The output embeddings: hidden [k, H] -> float32 logits [k, V]."""
+
+    weight: Tensor  # [V, H]
+    bias: Tensor | None
+    cap: float | None  # of the logits, as Gemma 2 has it
+
+    @property
+    def width(self) -> int:
+        """Return V."""
+        return len(self.weight)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Return the logits."""
+        logits = F.linear(hidden.to(self.weight.dtype), self.weight, self.bias).float()
+        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
+
+
+def max_positions(model: nn.Module) -> int | None:
+    """Return the most tokens a sequence may have, or None where the model does not say."""
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(config, "max_position_embeddings", None)
+
+
+def _score(heads: list[Head], states: list[Tensor], target: Tensor, scale: Tensor, *, entropy):
+    """Return (log-prob, entropy or None, full KL or None), each [k], of target [k]; scale [k, 1].
+
+    `heads` and `states` [k, H] are those of the policy and, for the KL, of the reference.
+    """
+    mine = (heads[0](states[0]) / scale).log_softmax(-1)  # [k, V]
+    log_prob = mine.gather(-1, target[:, None]).squeeze(-1)
     spread, full = None, None
     if entropy:
         with torch.no_grad():
-            all_log_probs = logits.log_softmax(-1)
-            spread = -(all_log_probs.exp() * all_log_probs).sum(-1)
-    if against is not None:
-        full = full_kl(logits, against)
+            spread = -mine.exp().mul_(mine).sum(-1)
+    if len(heads) > 1:
+        with torch.no_grad():
+            theirs = (heads[1](states[1]) / scale).log_softmax(-1)
+        full = full_kl(mine, theirs)
     return log_prob, spread, full
 
 
-def full_kl(curr_logits: Tensor, ref_logits: Tensor) -> Tensor:
-    """Return the exact KL(curr || ref) over the vocabulary, [*, V] logits in and [*] out.
+def full_kl(curr: Tensor, ref: Tensor) -> Tensor:
+    """Return the exact KL(curr || ref) over the vocabulary; log-probs [*, V] in and [*] out.
 
-    Logits of -inf (tokens ruled out under curr) contribute nothing.
+    Tokens ruled out under curr (-inf) contribute nothing, nor do those that only one of the two
+    has: rows that pad an embedding.
 
-    >>> round(full_kl(torch.tensor([0.0, 0.0]), torch.tensor([1.0, 0.0])).item(), 4)
+    >>> round(full_kl(*torch.tensor([[0.0, 0.0], [1.0, 0.0]]).log_softmax(-1)).item(), 4)
     0.1201
     """
-    mine, theirs = curr_logits.log_softmax(-1), ref_logits.log_softmax(-1)
-    log_ratio = (mine - theirs).masked_fill(mine == -torch.inf, 0)
-    return (mine.exp() * log_ratio).sum(-1)
+    size = min(curr.shape[-1], ref.shape[-1])
+    curr, ref = curr[..., :size], ref[..., :size]
+    log_ratio = (curr - ref).masked_fill(curr == -torch.inf, 0)
+    return (curr.exp() * log_ratio).sum(-1)
 
 
-def _slices(size: int) -> Iterator[slice]:
-    return (slice(i, i + CHUNK) for i in range(0, size, CHUNK))
+def score_in_parts(
+    scorer: Callable[..., Scores],
+    tokens: Tensor,
+    attention: Tensor,
+    keep: Tensor | None = None,
+    *,
+    limit: int | None,
+    temperature: Tensor | float = 1.0,
+    group_id: Tensor | None = None,
+) -> Tensor:
+    """Return the log-probs [B, T] of forwards of at most `limit` padded tokens; None = one."""
+    parts = [list(range(len(tokens)))]
+    if limit is not None:
+        parts = pack_rows(attention, limit, group_id=group_id)
+    given = (tokens, attention, keep, group_id, temperature)
+    done = []
+    for rows in parts:
+        index = torch.tensor(rows, device=tokens.device)
+        ids, mask, kept, group, scale = (
+            x[index] if isinstance(x, Tensor) and x.ndim else x for x in given
+        )
+        done.append(scorer(ids, mask, kept, temperature=scale, group_id=group).log_probs)
+    order = torch.tensor([row for rows in parts for row in rows], device=tokens.device)
+    return torch.cat(done)[order.argsort()]
+
+
+def _slices(size: int, width: int) -> Iterator[slice]:
+    """Return slices of `size` tokens whose logits of `width` fit SLICE."""
+    step = max(SLICE // width, 1)
+    return (slice(i, i + step) for i in range(0, size, step))
 
 
 def _per_kept(temperature: Tensor | float, keep: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from policies.outputs import generated, store, store_padded
 from policies.padding import attended, is_ragged, pad, pad_mask, rows
 from policies.random import fold
 from policies.sampler import Sampled, Stop, sample
-from policies.scorer import Scorer
+from policies.scorer import Scorer, max_positions, score_in_parts
 from policies.wrapper import InputMode, LLMWrapperBase, NestedKey
 
 
@@ -38,6 +38,7 @@ class TransformersWrapper(LLMWrapperBase):
     `generate_kwargs`: temperature (0 = greedy), max_new_tokens, max_prompt_tokens (longer prompts
     are an error), do_sample, stop (texts).
     `score_mask_key` names a bool mask [B, T]; only its tokens are scored, the others read 0.
+    `micro_batch_tokens` bounds the padded tokens of one scoring forward.
     A `stream` [B] in the input fixes the draws of each row; otherwise torch's generator seeds them.
     """
 
@@ -62,6 +63,7 @@ class TransformersWrapper(LLMWrapperBase):
         masks_key: str = "masks",
         log_probs_key: str = "log_probs",
         score_mask_key: NestedKey | None = None,
+        micro_batch_tokens: int | None = None,
     ) -> None:
         super().__init__()
         settings = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
@@ -76,12 +78,17 @@ class TransformersWrapper(LLMWrapperBase):
         self.renderer = Renderer(tokenizer, chat_template)
         self.generate, self.pad_output = generate, bool(pad_output)
         self.attention_mask_key, self.score_mask_key = attention_mask_key, score_mask_key
+        self.micro_batch_tokens = micro_batch_tokens
         self.return_log_probs = return_log_probs is not False
         self.inplace = (num_samples is None) if inplace is None else inplace
         self.num_samples = num_samples
         self.version = 0  # counts the weight syncs
         self.limits = GenerateKwargs.read(self.generate_kwargs)
         self.temperature, self.max_new_tokens = self.limits.temperature, self.limits.max_new_tokens
+        self.max_positions = max_positions(self.model)
+        if generate:
+            self.limits.check_positions(self.max_positions)
+        self.stop_ids = self.renderer.stop_ids | _eos_ids(self.model)
         self.stop = Stop(self.stop_ids, self.limits.found(tokenizer))
         self._set_keys(input_mode, settings)
 
@@ -89,13 +96,6 @@ class TransformersWrapper(LLMWrapperBase):
     def model(self) -> nn.Module:
         """Return the language model."""
         return self.scorer.model
-
-    @property
-    def stop_ids(self) -> frozenset[int]:
-        """Return the ids that end a reply: the template's and those of the generation config."""
-        extra = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
-        extra = [] if extra is None else [extra] if isinstance(extra, int) else list(extra)
-        return self.renderer.stop_ids | frozenset(extra)
 
     @property
     def device(self) -> torch.device:
@@ -129,8 +129,7 @@ class TransformersWrapper(LLMWrapperBase):
 
     def _rendered(self, history: History, *, add_generation_prompt: bool) -> Rows:
         """Render each chat once; adjacent repeats (the samples of a group) share the work."""
-        ids, assistant = [], []
-        last = None
+        ids, assistant, last = [], [], None
         for chat in history.chats():
             if chat != last:
                 done = self.renderer.render(chat, add_generation_prompt=add_generation_prompt)
@@ -145,7 +144,7 @@ class TransformersWrapper(LLMWrapperBase):
 
     def _generate(self, td: TensorDictBase) -> TensorDictBase:
         prompts = self._rows(td, "prompt")
-        self.limits.check_lengths(prompts.ids, self.tokenizer)
+        self.limits.check_lengths(prompts.ids, self.tokenizer, self.max_positions)
         times = self.num_samples or 1
         streams = td.get("stream", None)
         if streams is None:
@@ -154,21 +153,20 @@ class TransformersWrapper(LLMWrapperBase):
             streams = fold(streams[:, None], torch.arange(times)).flatten()
         ids = [row for row in prompts.ids for _ in range(times)]
         known = prompts.assistant or [torch.zeros_like(r, dtype=torch.bool) for r in prompts.ids]
-        was_training = self.model.training
-        self.model.eval()
-        with self.scorer.precision():
-            drawn = sample(
-                self.model,
-                ids,
-                streams=streams.cpu(),
-                stop=self.stop,
-                max_new_tokens=self.max_new_tokens,
-                temperature=self.temperature,
-            )
-        self.model.train(was_training)
+        drawn = self._draw(ids, streams.cpu())
         out = self._sampled(ids, [row for row in known for _ in range(times)], drawn)
         self._write_words(td, out, ids, drawn, times)
         return out if self.num_samples is None else out.reshape(len(prompts.ids), times)
+
+    def _draw(self, ids: list[Tensor], streams: Tensor) -> Sampled:
+        """Sample a reply to each prompt; streams [B] fix the draws. Another engine overrides it."""
+        training = self.model.training
+        self.model.eval()
+        wishes = {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature}
+        with self.scorer.precision():
+            drawn = sample(self.model, ids, streams=streams, stop=self.stop, **wishes)
+        self.model.train(training)
+        return drawn
 
     def _sampled(self, ids: list[Tensor], assistant: list[Tensor], drawn: Sampled) -> TensorDict:
         """Return tokens, masks and log-probs of prompt + reply, [B]."""
@@ -245,10 +243,12 @@ class TransformersWrapper(LLMWrapperBase):
         seq = self._sequences(td)
         attention = seq.get((self.masks_key, "all_attention_mask"))
         keep = None if self.score_mask_key is None else td.get(self.score_mask_key, None)
-        scores = self.scorer(
+        log_probs = score_in_parts(
+            self.scorer,
             seq.get((self.tokens_key, "full")),
             attention,
             keep,
+            limit=self.micro_batch_tokens,
             temperature=td.get("temperature", self.temperature or 1.0),
             group_id=td.get("group_id", None),
         )
@@ -258,7 +258,7 @@ class TransformersWrapper(LLMWrapperBase):
         out.set(self.masks_key, store_padded(Masks, masks, attention, padded=self.pad_output))
         for key, kind, full in (
             (self.tokens_key, Tokens, seq.get((self.tokens_key, "full"))),
-            (self.log_probs_key, LogProbs, scores.log_probs),
+            (self.log_probs_key, LogProbs, log_probs),
         ):
             fields = {"full": full}
             stored = store_padded(kind, fields, attention, padded=self.pad_output, parts=parts)
@@ -288,3 +288,9 @@ class TransformersWrapper(LLMWrapperBase):
         temperature = td.get("temperature", self.temperature or 1.0)
         scale = torch.as_tensor(temperature, device=logits.device).reshape(-1, 1, 1)
         return seq.set("logits", logits / scale)
+
+
+def _eos_ids(model: nn.Module) -> frozenset[int]:
+    """Return the EOS ids of a model's generation config."""
+    ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)

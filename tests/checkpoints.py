@@ -111,8 +111,11 @@ TEMPLATES = {
 }
 
 
-def make_checkpoint(folder: Path, kind: str) -> Path:
-    """Write a tiny random checkpoint of a kind into a folder and return the folder."""
+def make_checkpoint(folder: Path, kind: str, *, head: int = 8) -> Path:
+    """Write a tiny random checkpoint of a kind into a folder and return the folder.
+
+    `head` is the size of an attention head; vLLM's CPU kernels start at 32.
+    """
     assert kind in KINDS, f"expected one of {KINDS}, got {kind!r}"
     backend = _pieces() if kind == "gemma" else _byte_level(kind)
     tokenizer = PreTrainedTokenizerFast(
@@ -124,7 +127,7 @@ def make_checkpoint(folder: Path, kind: str) -> Path:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(KINDS.index(kind))
-        model = _model(kind, tokenizer)
+        model = _model(kind, tokenizer, head)
     stops = [tokenizer.convert_tokens_to_ids(name) for name in STOPS[kind]]
     model.generation_config = GenerationConfig(
         eos_token_id=stops,
@@ -183,10 +186,10 @@ def _added(kind: str) -> list[AddedToken]:
     return [AddedToken(name, special=True, normalized=False) for name in SPECIAL[kind]]
 
 
-def _model(kind: str, tokenizer: Any) -> PreTrainedModel:
+def _model(kind: str, tokenizer: Any, head: int) -> PreTrainedModel:
     shared = {
         "vocab_size": len(tokenizer),
-        "hidden_size": 32,
+        "hidden_size": 4 * head,
         "intermediate_size": 64,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
@@ -202,12 +205,12 @@ def _model(kind: str, tokenizer: Any) -> PreTrainedModel:
     if kind == "llama":
         return LlamaForCausalLM(LlamaConfig(**shared, tie_word_embeddings=False))
     if kind == "gemma":
-        return GemmaForCausalLM(GemmaConfig(**shared, head_dim=8))
+        return GemmaForCausalLM(GemmaConfig(**shared, head_dim=head))
     return GPT2LMHeadModel(
         GPT2Config(
             vocab_size=len(tokenizer),
             n_positions=256,
-            n_embd=32,
+            n_embd=4 * head,
             n_layer=2,
             n_head=4,
             initializer_range=0.1,

@@ -120,7 +120,9 @@ def alignment() -> None:
         close(scored["ref_log_probs", "full"][i][attended], want, 1e-5, "scored")
         expect(not batch["log_probs", "full"][i][~attended].any(), "padding is not 0")
         expect(bool((batch["log_probs", "full"][i][attended][response] < 0).all()), "a 0 inside")
-        ended += int(ids[-1] == policy.tokenizer.eos_token_id and response[-1])
+        stopped = int(ids[-1]) in policy.stop_ids
+        expect(stopped != bool(batch["truncated"][i]), "a reply holds the token that ended it")
+        ended += stopped
     expect(0 < ended < batch.batch_size[0], "the rollout should hold ended and cut replies")
 
 

@@ -17,12 +17,13 @@ from tensordict import TensorDict
 from envs.chat_env import ChatEnv
 from envs.transforms import RetrieveKL
 from policies.load import load_reference
+from policies.packing import pack_rows
 from trainer.advantage import GroupAdvantage
 from trainer.kl_control import ConstantKLController
 from trainer.objectives import GRPOObjective
 from trainer.runtime import Runtime
 from trainer.sources import Rollouts
-from trainer.update import Update, pack_rows
+from trainer.update import Update
 
 MICRO_BATCH = 50  # tokens; on two ranks the one has 4 micro-batches then, the other 6
 # Gradients by name: aggregation, micro-batch tokens, group whose replies are not learnt from.
@@ -59,10 +60,11 @@ def first_step(runtime: Runtime) -> FirstStep:
     prompts = [row["messages"][-1]["content"] for row in source.prompts(0).get("row").tolist()]
     attended = batch["masks", "all_attention_mask"]
     rows = [ids[keep].tolist() for ids, keep in zip(batch["tokens", "full"], attended, strict=True)]
+    parts = pack_rows(attended, MICRO_BATCH, group_id=batch["group_id"])
     return FirstStep(
         prompts=list(chain(*runtime.gather(prompts))),
         rows=list(chain(*runtime.gather(rows))),
-        micro_batches=runtime.gather(len(pack_rows(batch, MICRO_BATCH))),
+        micro_batches=runtime.gather(len(parts)),
         gradients={name: gradient(batch, policy, runtime, *case) for name, case in CASES.items()},
     )
 

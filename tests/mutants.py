@@ -91,6 +91,16 @@ def tokenise_again(original):
     )
 
 
+def leave_open(original):
+    def extend(self, ids, messages, new):
+        end, self._end = self._end, ids[-1]  # as if every reply had ended the template's way
+        done = original(self, ids, messages, new)
+        self._end = end
+        return done
+
+    return extend
+
+
 def see_everything(original):
     def mask(segment):
         out = original(segment)
@@ -131,6 +141,7 @@ MUTANTS = (
         "replies see each other", contracts.alignment, policies.layout, "_tree_mask", see_everything
     ),
     Mutant("tokenise again", contracts.token_in_token_out, RENDERER, "extend", tokenise_again),
+    Mutant("cut replies stay open", contracts.token_in_token_out, RENDERER, "extend", leave_open),
     Mutant(
         "ignore the temperature", contracts.one_temperature, SCORER, "_per_kept", ignore_temperature
     ),

@@ -142,6 +142,26 @@ def test_a_batch_of_one_kind_of_task_has_rewards_per_row():
     assert td["next", "success"].flatten().tolist() == [False, False, True, False]
 
 
+class Lenient(Words):
+    """Report a part only where it applies."""
+
+    def reward(self, row: dict, reply: Reply) -> Reward:
+        parts = {"length": 1.0} | ({"polite": 1.0} if "please" in reply.text else {})
+        return Reward(total=1.0, parts=parts, success=True)
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_reward_parts_that_differ_between_replies_are_named(later):
+    """In one batch or in a later one: a mean over the replies needs the part of each."""
+    env = ChatEnv(Lenient())
+    start = data(Words().rows("train")[:2])
+    if later:
+        env.step(reply(env.reset(start), ["a", "b"]))
+    expected = r"parts \['length'\] of every reply, got \['length', 'polite'\]; .* give 0.0"
+    with pytest.raises(ValueError, match=expected):
+        env.step(reply(env.reset(start), ["please"] * 2 if later else ["a", "please"]))
+
+
 def test_what_is_missing_is_named():
     env = ChatEnv(Counting())
     with pytest.raises(RuntimeError, match="got None"):

@@ -442,13 +442,15 @@ class TestExtend:
         rest = tokenizer.decode(done[len(prompt) + 3 :], skip_special_tokens=False)
         assert rest == "<|im_end|>\n<|im_start|>user\nr<|im_end|>\n<|im_start|>assistant\n"
 
-    def test_a_reply_closed_by_another_stop_token_is_not_closed_twice(self, tokenizers, renderers):
+    def test_a_reply_ended_by_another_eos_is_closed_as_the_template_does(
+        self, tokenizers, renderers
+    ):
         tokenizer, renderer = tokenizers["llama"], renderers["llama"]
         prompt = renderer.render([user("q")], add_generation_prompt=True).ids
         ids = [*prompt, 5, tokenizer.eos_token_id]
         done = renderer.extend(ids, [user("q"), assistant("a")], [user("r")])
         rest = tokenizer.decode(done[len(ids) :], skip_special_tokens=False)
-        assert rest.startswith("<|start_header_id|>user")
+        assert rest.startswith("<|eot_id|><|start_header_id|>user")
 
     def test_several_new_messages_and_a_stripped_reply(self, tokenizers, renderers):
         chat = [user("q"), assistant(" call \n")]

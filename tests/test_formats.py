@@ -117,6 +117,37 @@ def test_every_stop_token_ends_a_reply_and_is_part_of_it(kind, folders):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_the_next_turn_follows_the_sampled_ids_whichever_stop_token_ended_them(kind, folders):
+    policy, model = load_policy(str(folders[kind]), max_new_tokens=8), plain_model(folders[kind])
+    batch = collect(prompts(4), ChatEnv(Words(2), group_size=G, max_turns=2), policy)
+    tokenizer = AutoTokenizer.from_pretrained(folders[kind])
+    asked, again = ({"role": "user", "content": text} for text in ("x", "again"))
+    chat = [asked, {"role": "assistant", "content": "REPLY"}, again]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    tail = tokenizer(text.partition("REPLY")[2], add_special_tokens=False)["input_ids"]
+    end = tokenizer.convert_tokens_to_ids(TURN_ENDS[kind])
+    assert tail[0] == end
+    ends = set()
+    for i in range(batch.batch_size[0]):
+        ids, response = (
+            attended(batch, i, *key) for key in (("tokens", "full"), ("masks", "all_response_mask"))
+        )
+        first = int(response.int().argmax())
+        stop = first + int((~response[first:]).int().argmax())  # of the first reply
+        last = int(ids[stop - 1])
+        gap = tail[1:] if last == end else tail  # what is not the template's end gets it
+        assert ids[stop : stop + len(gap)].tolist() == gap
+        assert response[stop + len(gap) :].all()
+        ends.add(last)
+        if i % 8 == 0:
+            stored = attended(batch, i, "log_probs", "full").double()
+            want = log_probs_of(model, ids) * response
+            torch.testing.assert_close(stored, want, atol=1e-5, rtol=0)
+    stops = set(tokenizer.convert_tokens_to_ids(STOPS[kind]))
+    assert stops < ends, "each stop token should have ended some reply, and some were cut"
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_sft_learns_the_reply_and_the_token_that_ends_the_turn(kind, folders):
     policy = load_policy(str(folders[kind]))
     source = Demonstrations(

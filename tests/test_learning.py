@@ -50,8 +50,8 @@ def test_grpo_tiny_learns_to_sort(seed: int) -> None:
     assert rows[-1]["eval/greedy_accuracy"] > 0.95
     assert abs(rows[1]["kl/ref_sequence"]) < 1e-4
     assert trained(rows, "kl/ref_sequence")[-1] > 0.5
-    seconds = trained(rows, "time/iteration_s")
-    assert sum(seconds) / len(seconds) < 0.6
+    seconds = sorted(trained(rows, "time/iteration_s"))
+    assert seconds[len(seconds) * 95 // 100] < 0.6, "95 of 100 iterations"
 
 
 @pytest.mark.learn

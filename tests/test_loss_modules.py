@@ -17,6 +17,7 @@ from trainer.losses import weights
 from trainer.objectives import GRPOObjective, SFTObjective
 
 COEFF = 0.3
+MOST = 17  # tokens a row may have, for the aggregation by a constant
 CHATS = [
     [{"role": "user", "content": a}, {"role": "assistant", "content": b}]
     for a, b in (("Sort 3", "3"), ("Write", "the house with the other people"))
@@ -60,7 +61,7 @@ def trainers_way(policy, batch, aggregation: str) -> tuple[dict, dict, torch.Ten
         aggregation,
         total_tokens=mask.sum(),
         total_rows=mask.any(-1).sum(),
-        max_tokens=mask.shape[-1],
+        max_tokens=MOST,
     )
     kl = ConstantKLController(kl_coef=COEFF)
     terms = GRPOObjective(clip_low=0.1, clip_high=0.3, kl=kl)(scores, batch)
@@ -94,6 +95,7 @@ def test_grpo_loss_equals_the_trainers_terms(policy, aggregation, column, under_
         aggregation=aggregation,
         entropy_coeff=0.02,
         kl_to_ref_coeff=COEFF,
+        max_tokens=MOST,
     )
     out = loss(given)
     pairs = (("loss_objective", losses["policy"]), ("loss_kl_to_ref", losses["kl"]))
@@ -173,6 +175,8 @@ def test_what_grpo_loss_cannot_use_is_named(policy):
     for wrong in ((1.0, 0.2), (-0.1, 0.2), (0.2, -0.1)):
         with pytest.raises(ValueError, match="clip_epsilon"):
             GRPOLoss(actor, clip_epsilon=wrong)
+    with pytest.raises(ValueError, match="got max_tokens=None; give max_tokens"):
+        GRPOLoss(actor, aggregation="constant")
     with pytest.raises(ValueError, match="masking_strategy"):
         GRPOLoss(actor, masking_strategy="all")
     with pytest.raises(ValueError, match="aggregation"):

@@ -113,6 +113,26 @@ def test_transcripts_show_the_best_and_the_worst():
     assert [r["reward"] for r in transcripts(batch(), 7, count=3, kind="train")] == [2.0, 0.5, 0.0]
 
 
+def test_transcripts_show_a_prompt_once_among_the_best_and_once_among_the_worst():
+    td = batch()
+    td["prompt"] = NonTensorStack(*"aabcab")
+    rows = transcripts(td, 7, count=4, kind="train")
+    assert [(r["prompt"], r["reward"]) for r in rows] == [
+        ("a", 2.0),
+        ("b", 2.0),
+        ("c", 0.5),
+        ("a", 0.0),
+    ]
+
+
+def test_transcripts_hold_rewards_as_the_task_gave_them():
+    td = batch()
+    td["reward_raw"][0, 1] = 0.1  # a float32: 0.10000000149
+    td["reward_part", "length"][0] = 1 / 3
+    row = transcript(td, 0, 7, kind="train")
+    assert (row["reward"], row["parts"]) == (0.1, {"length": 0.3333333})
+
+
 # Evaluation.
 
 
@@ -142,6 +162,7 @@ def test_accuracy_and_reward_weigh_every_row_alike_in_a_short_last_chunk():
     right = sum(len(t) % 2 == 0 for t in texts) / 4
     assert scores == {
         "eval/sampled_accuracy": right,
+        "eval/pass@3": right,  # all samples of a row are alike here
         "eval/greedy_accuracy": right,
         "eval/reward": sum(map(len, texts)) / 4,
     }
@@ -151,12 +172,39 @@ def test_accuracy_and_reward_weigh_every_row_alike_in_a_short_last_chunk():
     assert all(r["advantage"] is None and r["kl"] is None for r in records)
 
 
+class Third(Marked):
+    """Every third reply is right."""
+
+    def reward(self, row: dict, reply: Reply) -> Reward:
+        self.asked.append(row["answer"])
+        return Reward(total=0.0, parts={}, success=len(self.asked) % 3 == 0)
+
+
+@pytest.mark.parametrize("samples", [2, 5])
+def test_pass_at_k_is_the_unbiased_estimate_over_all_samples(samples):
+    scores, _ = evaluate(Third(), num_samples=samples, prompts_per_batch=3, greedy=False)(0)
+    right = [i % 3 == 2 for i in range(4 * samples)]
+    counts = [sum(right[i : i + samples]) for i in range(0, 4 * samples, samples)]
+    # Chen et al. 2021: 1 - C(n - c, k) / C(n, k)
+    n = k = samples
+    want = [1 - math.comb(n - c, k) / math.comb(n, k) for c in counts]
+    assert scores[f"eval/pass@{samples}"] == pytest.approx(sum(want) / 4)
+    assert scores["eval/sampled_accuracy"] == pytest.approx(sum(right) / len(right))
+
+
+def test_an_evaluation_says_what_it_plays_and_how_far_it_is():
+    made, shares = evaluate(prompts_per_batch=2), []
+    made(0, tell=shares.append)
+    assert made.about == "4 prompts x 3 samples, greedy"
+    assert shares == [0, 6 / 16, 12 / 16, 14 / 16]  # of 12 sampled replies and 4 greedy ones
+
+
 def test_chunks_and_rows_left_out_change_no_reply():
     whole = evaluate()(0)[1]
     other = evaluate(prompts_per_batch=1, max_rows=2, greedy=False)
     scores, records = other(9)
     assert [r["response"] for r in records] == [r["response"] for r in whole[:2]]
-    assert set(scores) == {"eval/sampled_accuracy", "eval/reward"}
+    assert set(scores) == {"eval/sampled_accuracy", "eval/pass@3", "eval/reward"}
 
 
 def test_greedy_alone_reports_its_own_reward():

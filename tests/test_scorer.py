@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from policies import layout
+from policies import layout, scorer
 from policies.padding import pad, pad_mask
 from policies.random import fold, inverse_cdf, uniforms
 from policies.sampler import Stop, sample
@@ -110,6 +110,75 @@ def test_entropy_and_exact_kl_equal_sums_over_the_vocabulary() -> None:
             )
             assert float(scores.entropy[i, t]) == pytest.approx(entropy, abs=1e-5)
             assert float(scores.full_kl[i, t]) == pytest.approx(kl, abs=1e-5)
+
+
+@pytest.mark.parametrize("sharing", [(True, False), (False, True)])
+def test_each_model_lays_prompts_out_as_it_can_in_the_exact_kl(sharing, monkeypatch) -> None:
+    model, other = make_model(), make_model()
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(0.9)
+    rows, _ = make_groups()
+    tokens, mask = pad(rows), pad_mask([len(r) for r in rows])
+    group = torch.arange(3).repeat_interleave(4)
+    want = Scorer(model)(tokens, mask, reference=Scorer(other)).full_kl
+    laid, inner = [], Scorer.hidden
+    monkeypatch.setattr(
+        Scorer, "hidden", lambda self, lay: laid.append(lay.attention_mask.ndim) or inner(self, lay)
+    )
+    mine, theirs = (
+        Scorer(m, share_prompts=s) for m, s in zip((model, other), sharing, strict=True)
+    )
+    got = mine(tokens, mask, group_id=group, reference=theirs).full_kl
+    assert laid == [4 if s else 2 for s in sharing]
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+
+
+def test_the_exact_kl_to_a_wider_embedding_is_over_the_common_tokens() -> None:
+    model, other = make_model(), make_model()
+    torch.manual_seed(1)
+    other.resize_token_embeddings(V + 4, mean_resizing=False)
+    rows, _ = make_groups()
+    tokens, mask = pad(rows[:1]), pad_mask([len(rows[0])])
+    with torch.no_grad():
+        p, q = (m(rows[0][None]).logits[0].softmax(-1) for m in (model, other))
+        for (curr, ref), (a, b) in {(model, other): (p, q), (other, model): (q, p)}.items():
+            got = Scorer(curr)(tokens, mask, reference=Scorer(ref)).full_kl
+            for t in range(1, len(rows[0])):
+                want = sum(float(a[t - 1, v] * (a[t - 1, v] / b[t - 1, v]).log()) for v in range(V))
+                assert float(got[0, t]) == pytest.approx(want, abs=1e-5)
+
+
+def test_slices_of_the_head_change_nothing(monkeypatch) -> None:
+    model, other = make_model(), make_model()
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(0.9)
+    rows, _ = make_groups()
+    tokens, mask = pad(rows), pad_mask([len(r) for r in rows])
+    temperature = torch.linspace(0.5, 1.5, 12)
+    found, kept = [], []
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        kept.append(x.shape)
+        return x
+
+    for size in (2**26, 7 * V):  # all tokens at once, and 7 at a time
+        monkeypatch.setattr(scorer, "SLICE", size)
+        model.zero_grad()
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+            out = Scorer(model)(
+                tokens, mask, temperature=temperature, entropy=True, reference=Scorer(other)
+            )
+        # Between forward and backward no slice's logits are held.
+        assert any(s[-1:] == (V,) for s in kept) == (size > 7 * V)
+        (out.log_probs - 0.3 * out.full_kl).sum().backward()
+        grads = torch.cat([p.grad.flatten() for p in model.parameters()])
+        found.append((out.log_probs, out.entropy, out.full_kl, grads))
+    assert all(p.grad is None for p in other.parameters())
+    for whole, sliced in zip(*found, strict=True):
+        torch.testing.assert_close(sliced, whole, atol=1e-6, rtol=1e-6)
 
 
 def test_logits_are_aligned() -> None:

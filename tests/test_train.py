@@ -15,6 +15,7 @@ from checkpoints import make_checkpoint, write_easy_jsonl
 from runs import SMALL, Finished, environment, launch, lines, metrics, train, wait_for
 from safetensors.torch import load_file
 
+from trainer.launch import read_status
 from trainer.run_files import read_lines
 
 
@@ -56,6 +57,10 @@ def test_a_run_leaves_what_the_contract_lists(small_run: Finished, cache: Path) 
     assert [Path(words[1]) for words in last] == [
         folder / name for name in ("report.html", "metrics.jsonl", "model")
     ]
+    titles = [line for line in small_run.text.splitlines() if line.endswith(" iterations")]
+    assert titles == ["sft_tiny: 400 iterations", "grpo_tiny: 16 iterations"]
+    assert f"kept in  {warm.parent}\n" in small_run.text
+    assert ".run" not in small_run.text, "the folder of a warm-up is deleted after it"
     report = (folder / "report.html").read_text()
     for part in ("<svg", "KL", "Sort the digits", "finished"):
         assert part in report
@@ -67,6 +72,7 @@ def test_metrics_and_transcripts_tell_the_whole_run(small_run: Finished) -> None
     assert set(rows[0]) == {
         "progress/iteration",
         "eval/sampled_accuracy",
+        "eval/pass@2",
         "eval/greedy_accuracy",
         "eval/reward",
     }
@@ -142,11 +148,12 @@ def test_a_run_stopped_and_killed_goes_on_as_if_nothing_had_happened(small_run, 
     text = process.communicate(timeout=120)[0]
     assert process.returncode == 143, text
     assert status(folder)["state"] == "preempted"
+    assert status(folder)["reason"] == "stopped by SIGTERM"
     assert not (folder / "model").exists()
     reached = iterations(folder)
     assert 5 <= reached < 16, "the run should have been stopped half way"
     done = sorted((folder / "checkpoints").glob("iteration_*"))
-    assert done[-1].name == f"iteration_{reached // 2 * 2:06d}"
+    assert done[-1].name == f"iteration_{reached:06d}", "a stop saves what is done"
 
     flip_a_byte(done[-1] / "model" / "model.safetensors")
     (folder / "checkpoints" / "iteration_000099").mkdir()  # half a checkpoint: no manifest
@@ -177,9 +184,62 @@ def flip_a_byte(path: Path) -> None:
 
 def worker_of(process: subprocess.Popen) -> int:
     """Return the process that trains: the command's only child, the head of its own group."""
-    (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    assert os.getpgid(int(child)) == int(child) != os.getpgid(process.pid)
-    return int(child)
+    (child,) = workers_of(process)
+    assert os.getpgid(child) == child != os.getpgid(process.pid)
+    return child
+
+
+def workers_of(process: subprocess.Popen) -> list[int]:
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [int(child) for child in children]
+
+
+def test_two_ranks_tell_a_killed_rank_and_then_a_stop_in_lines_of_leash(small_run, tmp_path):
+    """kill -9 of rank 1 while both train; the folder resumed, and Ctrl-C."""
+    folder = tmp_path / "run"
+    process = launch(*SMALL, "tracker=jsonl", "launch.num_processes=2", f"output_dir={folder}")
+    wait_for(lambda: iterations(folder) >= 3, process)
+    (pid,) = [pid for pid in workers_of(process) if b"RANK=1" in environment_of(pid)]
+    os.kill(pid, signal.SIGKILL)
+    text = process.communicate(timeout=60)[0]
+    assert process.returncode == 1
+    assert "error: rank 1 was killed (signal 9, SIGKILL); out of memory?" in text.splitlines()[-1]
+    assert "Traceback" not in text
+    told = status(folder)
+    assert (told["state"], f"error: {told['reason']}") == ("failed", text.splitlines()[-1])
+    assert "Traceback" in (folder / "errors" / "rank0.txt").read_text()
+
+    process = launch(f"resume={folder}")
+    wait_for(lambda: read_state(folder) == "running", process)
+    reached = iterations(folder)
+    wait_for(lambda: iterations(folder) > reached, process)
+    pids = workers_of(process)
+    process.send_signal(signal.SIGINT)
+    text = process.communicate(timeout=60)[0]
+    assert process.returncode == 130
+    assert "Traceback" not in text
+    assert "go on with: python train.py resume=" in text.splitlines()[-1]
+    assert (status(folder)["state"], status(folder)["reason"]) == ("preempted", "stopped by Ctrl-C")
+    assert not (folder / "errors").exists(), "those of the attempt before"
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def read_state(folder: Path) -> str | None:
+    return read_status(folder).get("state")
+
+
+def environment_of(pid: int) -> list[bytes]:
+    return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+
+
+def test_a_stop_while_the_model_loads_is_quick_and_says_nothing(small_run, tmp_path):
+    folder = tmp_path / "run"
+    process = launch(*SMALL, "tracker=jsonl", f"output_dir={folder}")
+    wait_for(lambda: read_state(folder) == "running", process)
+    process.send_signal(signal.SIGINT)
+    text = process.communicate(timeout=30)[0]
+    assert (process.returncode, text) == (130, "")
+    assert (status(folder)["state"], status(folder)["reason"]) == ("preempted", "stopped by Ctrl-C")
 
 
 def test_a_sweep_makes_one_folder_a_job_and_no_job_changes_the_next(small_run, tmp_path) -> None:
@@ -191,6 +251,8 @@ def test_a_sweep_makes_one_folder_a_job_and_no_job_changes_the_next(small_run, t
     table = [line.split(",") for line in (tmp_path / "sweep.csv").read_text().splitlines()]
     assert len(table) == 4
     assert "<svg" in (tmp_path / "sweep.html").read_text()
+    said = [line for line in done.text.splitlines() if line.startswith("job ")]
+    assert said == [f"job {i} of 3: kl.coeff={c}" for i, c in enumerate(("0", "0.1", "1"), 1)]
     coeff = {metrics(folder)[-1]["kl/coeff"]: folder for folder in folders}
     assert sorted(coeff) == [0, 0.1, 1]
     assert metrics(coeff[1]) == metrics(small_run.folder)
@@ -210,6 +272,7 @@ def test_qwen_experiments_train_on_a_users_own_model_and_data(tmp_path) -> None:
         "policy.autocast=null",
         "policy.system_prompt=null",
         "policy.max_new_tokens=8",
+        "policy.max_prompt_tokens=128",
         "trainer.prompts_per_iteration=12",
         "eval.num_samples=4",
         "eval.greedy=false",
@@ -254,6 +317,7 @@ def test_a_missing_model_is_one_line_that_says_where_it_was_looked_for(tmp_path)
     assert done.code != 0
     said = [line for line in done.text.splitlines() if line.strip()]
     assert len(said) == 1
+    assert said[0].startswith("error: model nobody/nothing not found;")
     for part in (
         "nobody/nothing",
         "a folder of that name",
@@ -262,7 +326,8 @@ def test_a_missing_model_is_one_line_that_says_where_it_was_looked_for(tmp_path)
         "policy.model=/path",
     ):
         assert part in said[0]
-    assert status(tmp_path / "run")["state"] == "failed"
+    told = status(tmp_path / "run")
+    assert (told["state"], f"error: {told['reason']}") == ("failed", said[0])
 
 
 def test_a_resumed_run_refuses_another_reference(small_run, tmp_path):

@@ -11,6 +11,7 @@ from torch import Tensor
 from envs.chat_env import ChatEnv
 from envs.transforms import RetrieveKL
 from policies.load import load_reference
+from policies.packing import pack_rows
 from policies.transformers_wrapper import TransformersWrapper
 from trainer.advantage import GroupAdvantage
 from trainer.kl_control import ConstantKLController
@@ -18,7 +19,7 @@ from trainer.objectives import GRPOObjective, SFTObjective, Terms
 from trainer.optimizer import make_optimizer, make_schedule
 from trainer.runtime import Runtime
 from trainer.sources import Demonstrations
-from trainer.update import Update, pack_rows, split_rows
+from trainer.update import Update, split_rows
 
 COEFF, LOW, HIGH = 0.3, 0.1, 0.3
 
@@ -318,13 +319,12 @@ def test_micro_batches_stay_within_their_tokens_and_hold_each_row_once():
     sizes = [5, 5, 9, 9, 2, 2, 30, 3]
     mask = torch.arange(30) < torch.tensor(sizes)[:, None]
     ids = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
-    batch = TensorDict({"masks": {"all_attention_mask": mask}, "group_id": ids}, [8])
-    parts = pack_rows(batch, 20)
+    parts = pack_rows(mask, 20, group_id=ids)
     assert [i for part in parts for i in part] == list(range(8))
     areas = [max(sizes[i] for i in part) * len(part) for part in parts]
     assert all(a <= 20 or len(p) == 1 for a, p in zip(areas, parts, strict=True))
     assert [0, 1] in parts
-    assert pack_rows(batch, 1000) == [list(range(8))]
+    assert pack_rows(mask, 1000, group_id=ids) == [list(range(8))]
 
 
 class TwoRanks(Runtime):

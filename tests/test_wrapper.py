@@ -413,6 +413,7 @@ def test_a_new_version_takes_every_argument():
         "masks_key": ("d", lambda p: p.masks_key),
         "log_probs_key": ("e", lambda p: p.log_probs_key),
         "score_mask_key": ("f", lambda p: p.score_mask_key),
+        "micro_batch_tokens": (9, lambda p: p.micro_batch_tokens),
     }
     assert set(changed) == arguments
     for name, (value, read) in changed.items():

@@ -7,8 +7,15 @@ from importlib import import_module
 from typing import Any
 
 _HOME = {
+    "AdaptiveKLController": "kl_control",
     "ConstantKLController": "kl_control",
     "KLControllerBase": "kl_control",
+    "PreferenceObjective": "preferences",
+    "PreferencePairs": "preferences",
+    "PromptData": "prompt_data",
+    "RolloutFromModel": "rollout_from_model",
+    "TargetKLController": "kl_control",
+    "get_dataloader": "prompt_data",
     "Demonstrations": "sources",
     "Display": "display",
     "GRPOLoss": "loss_modules",
@@ -27,6 +34,7 @@ _HOME = {
     "Update": "update",
     "make_optimizer": "optimizer",
     "make_schedule": "optimizer",
+    "show_run": "display",
     "WandbTracker": "tracker",
 }
 __all__ = sorted(_HOME)

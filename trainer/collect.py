@@ -57,9 +57,9 @@ def collect(
     policy: TransformersWrapper,
 ) -> TensorDict:
     """Return the trajectories of all samples of `prompts` [P] as one batch [B, T]."""
-    policy = _ready(policy)
+    policy = ready(policy, pad_output=True, return_log_probs=True)
     td = env.reset(prompts)
-    start = td
+    start, state = td, list(td.keys())
     trajectories: list[Trajectory] = []
     alive = torch.arange(td.batch_size[0])
     while True:
@@ -68,18 +68,21 @@ def collect(
             trajectories = _begin(td)
         td = env.step(td)
         _record([trajectories[i] for i in alive.tolist()], td)
-        following = td.get("next")
-        going = (~following.get("done")).squeeze(-1)
+        going = (~td.get(("next", "done"))).squeeze(-1)
         if not going.any():
             return _stack(trajectories, start, policy)
         alive = alive[going]
         _continue(trajectories, alive.tolist(), td, policy)
-        td = _next_turn(td, going, [trajectories[i].ids for i in alive.tolist()])
+        ids = [trajectories[i].ids for i in alive.tolist()]
+        td = _with_ids(carry(td, state)[going], ids)
 
 
-def _ready(policy: TransformersWrapper) -> TransformersWrapper:
-    """Return the policy, or a version of it whose outputs can be read here."""
-    needed = {"pad_output": True, "inplace": True, "return_log_probs": True}
+def ready(policy: TransformersWrapper, **needed: bool) -> TransformersWrapper:
+    """Return the policy, or a version of it with these outputs, written in place.
+
+    Raises ValueError unless it generates one reply to each history.
+    """
+    needed["inplace"] = True
     if policy.num_samples is not None or policy.input_mode != "history" or not policy.generate:
         raise ValueError(
             "collect expects a policy with generate=True, input_mode='history' and "
@@ -89,6 +92,29 @@ def _ready(policy: TransformersWrapper) -> TransformersWrapper:
     if all(getattr(policy, name) == value for name, value in needed.items()):
         return policy
     return policy.get_new_version(model=policy.scorer, **needed)
+
+
+def carry(td: TensorDictBase, state: list[str]) -> TensorDictBase:
+    """Return the state that the next turn starts from: its keys of "next", else of td itself."""
+    following = td.get("next")
+    out = td.empty()
+    for key in state:
+        out.set(key, following.get(key) if key in following else td.get(key))
+    return out
+
+
+def prolong(
+    policy: TransformersWrapper, ids: list[int], before: list[dict], after: list[dict]
+) -> tuple[list[int], list[bool]]:
+    """Return the ids of a row up to its next reply, and which of the new ones are the assistant's.
+
+    `ids` end in a reply; `before` and `after` are the messages then and at the next prompt.
+    """
+    start = len(ids)
+    ids = policy.renderer.extend(ids, before, after[len(before) :])
+    # A reply cut by the token limit was closed: that end of turn is the assistant's.
+    closed = ids[start] in policy.stop_ids
+    return ids, [closed] + [False] * (len(ids) - start - 1)
 
 
 def _begin(td: TensorDictBase) -> list[Trajectory]:
@@ -131,23 +157,15 @@ def _continue(trajectories: list[Trajectory], alive: list[int], td: TensorDictBa
     going = (~td.get(("next", "done"))).squeeze(-1).nonzero().squeeze(-1).tolist()
     for i, k in zip(alive, going, strict=True):
         row = trajectories[i]
-        start = len(row.ids)
-        ids = policy.renderer.extend(row.ids, before[k], after[k][len(before[k]) :])
-        # A reply cut by the token limit was closed: that end of turn is the assistant's.
-        closed = ids[start] in policy.stop_ids
-        assistant = row.assistant + [closed] + [False] * (len(ids) - start - 1)
-        row.extend(ids, assistant=assistant, start=start)
+        ids, new = prolong(policy, row.ids, before[k], after[k])
+        row.extend(ids, assistant=row.assistant + new, start=len(row.ids))
 
 
-def _next_turn(td: TensorDictBase, going: Tensor, ids: list[list[int]]) -> TensorDict:
-    """Return the next turn's input of the rows still going, with exact ids as its prompt."""
-    out = td.get("next").select("history", "turn")[going]
-    for key in ("row", "group_id", "stream"):
-        if key in td:
-            out.set(key, td.get(key)[going])
+def _with_ids(td: TensorDictBase, ids: list[list[int]]) -> TensorDictBase:
+    """Give the next turn's input its exact ids as the prompt."""
     prompt = pad([torch.tensor(row) for row in ids], side="left")
-    out.set("tokens", Tokens(prompt=prompt, padded=True, batch_size=[len(ids)]))
-    return out.set("attention_mask", pad_mask([len(row) for row in ids], side="left"))
+    td.set("tokens", Tokens(prompt=prompt, padded=True, batch_size=[len(ids)]))
+    return td.set("attention_mask", pad_mask([len(row) for row in ids], side="left"))
 
 
 def _stack(trajectories: list[Trajectory], start: TensorDictBase, policy) -> TensorDict:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from policies.padding import is_ragged, pad, rows
 from policies.wrapper import LLMWrapperBase
-from trainer.losses import clipped_policy_term, kl_term, ratio, weights
+from trainer.losses import clipped_policy_term, is_clipped, kl_term, ratio, weights
 
 DISTS = {"sft": "_get_sft_dist", "rlhf": "_get_rlhf_dist", "generic": "_get_generic_dist"}
 
@@ -21,7 +21,8 @@ class GRPOLoss(nn.Module):
     Reads ("tokens","full"), ("log_probs","full"), "advantage" and, with `kl_to_ref_coeff`,
     ("ref_log_probs","full") at the root or under "next". `masking_strategy` picks the tokens: sft
     (after the prompt), rlhf (assistant), generic (all); of them those in "loss_mask" [B, T] count,
-    where there is one. Source: arXiv 2402.03300, eq. 3.
+    where there is one. aggregation "constant" divides by `max_tokens`. Source: arXiv 2402.03300,
+    eq. 3.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class GRPOLoss(nn.Module):
         entropy_coeff: float = 0.01,
         kl_to_ref_coeff: float | None = None,
         masking_strategy: str = "sft",
+        max_tokens: int | None = None,
     ) -> None:
         super().__init__()
         low, high = clip_epsilon if isinstance(clip_epsilon, tuple) else (clip_epsilon,) * 2
@@ -45,9 +47,14 @@ class GRPOLoss(nn.Module):
             raise ValueError(
                 f"expected masking_strategy in {sorted(DISTS)}, got {masking_strategy!r}"
             )
+        if aggregation == "constant" and (max_tokens is None or max_tokens < 1):
+            raise ValueError(
+                f"aggregation='constant' divides by the most tokens a row may have, got max_tokens="
+                f"{max_tokens}; give max_tokens (the width of a padded batch is not it)"
+            )
         self.actor_network = actor_network
         self.clip_low, self.clip_high = low, high
-        self.aggregation = aggregation
+        self.aggregation, self.max_tokens = aggregation, max_tokens
         self.entropy_coeff = entropy_coeff if entropy_bonus else None
         self.kl_to_ref_coeff = kl_to_ref_coeff
         self.dist = DISTS[masking_strategy]
@@ -63,7 +70,7 @@ class GRPOLoss(nn.Module):
         advantage = _per_token(_need(tensordict, "advantage"), mask)
         if gen.requires_grad:
             raise RuntimeError("expected the generation log-probs without a gradient; detach them")
-        weight = _weights(mask, self.aggregation)
+        weight = _weights(mask, self.aggregation, self.max_tokens)
         objective = clipped_policy_term(curr, gen, advantage, self.clip_low, self.clip_high)
         out = TensorDict({"loss_objective": (weight * objective).sum()})
         with torch.no_grad():
@@ -140,20 +147,20 @@ def _per_token(value: Tensor, mask: Tensor) -> Tensor:
     return value.expand(mask.shape)
 
 
-def _weights(mask: Tensor, aggregation: str) -> Tensor:
+def _weights(mask: Tensor, aggregation: str, max_tokens: int | None) -> Tensor:
     return weights(
         mask,
         aggregation,
         total_tokens=float(mask.sum()),
         total_rows=float(mask.any(-1).sum()),
-        max_tokens=mask.shape[-1],
+        max_tokens=max_tokens,
     )
 
 
 def _diagnostics(curr, gen, advantage, mask, low: float, high: float) -> dict[str, Tensor]:
     """Return masked averages of what tells whether the step is sane."""
     moved = ratio(curr, gen)
-    clipped = ((moved < 1 - low) & (advantage < 0)) | ((moved > 1 + high) & (advantage > 0))
+    clipped = is_clipped(moved, advantage, low, high)
     kept = moved[mask]
     return {
         "clip_fraction": clipped[mask].float().mean(),

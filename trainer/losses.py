@@ -2,14 +2,13 @@
 
 A loss is sum(weights * term): `weights` holds the only division there is. Letters: B trajectories,
 T tokens, V vocabulary, G group size. curr, gen, ref are log-probs [B, T] of the policy being
-trained, of the policy that generated, and of the frozen reference; all KL values are in nats.
+trained, of the policy that generated, and of the frozen reference; all KL values are in nats. The
+exact KL stands in policies/scorer.py, where the logits are.
 Left out on purpose: logging, masks on the terms (a weight of 0 is the mask).
 """
 
 import torch
 from torch import Tensor
-
-from policies.scorer import full_kl as full_kl  # lives with the pass that computes it
 
 MAX_LOG_RATIO = 20.0  # nats; exp(20) = 4.9e8 is past any clip, exp(89) overflows float32
 STD_FLOOR = 1e-4
@@ -40,6 +39,16 @@ def clipped_policy_term(
     """
     r = ratio(curr, gen)
     return -torch.minimum(r * advantage, r.clamp(1 - clip_low, 1 + clip_high) * advantage)
+
+
+def is_clipped(moved: Tensor, advantage: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    """Return where the ratio `moved` is past the bound that stops its gradient, bool.
+
+    >>> is_clipped(torch.tensor([0.7, 0.7, 1.3]), torch.tensor([1.0, -1.0, 1.0]), 0.2, 0.2).tolist()
+    [False, True, True]
+    """
+    low, high = moved < 1 - clip_low, moved > 1 + clip_high
+    return (low & (advantage < 0)) | (high & (advantage > 0))
 
 
 def kl_term(curr: Tensor, ref: Tensor, estimator: str) -> Tensor:

@@ -3,9 +3,12 @@
 Every mean is a sum over rows or kept tokens divided by their number on all ranks.
 """
 
-import torch
-from tensordict import TensorDictBase
+from collections.abc import Iterable
 
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from policies.packing import groups
 from trainer.losses import kl_term
 from trainer.runtime import Runtime
 
@@ -43,12 +46,9 @@ def _rewards(batch: TensorDictBase, sums: dict[str, float]) -> None:
     for name, value in () if parts is None else parts.items():
         sums[f"reward_part/{name}"] = float(value.sum())
     sums["response/truncated_fraction"] = float(batch.get("truncated").sum())
-    ids = batch.get("group_id").tolist()
-    groups: dict[int, list[float]] = {}
-    for group, value in zip(ids, raw.tolist(), strict=True):
-        groups.setdefault(group, []).append(value)
-    sums["groups"] = float(len(groups))
-    sums["flat"] = float(sum(max(v) == min(v) for v in groups.values()))
+    rows, values = groups(batch.get("group_id")), raw.tolist()
+    sums["groups"] = float(len(rows))
+    sums["flat"] = float(sum(len({values[i] for i in group}) == 1 for group in rows))
 
 
 def _kl(batch: TensorDictBase, sums: dict[str, float]) -> None:
@@ -60,12 +60,22 @@ def _kl(batch: TensorDictBase, sums: dict[str, float]) -> None:
 
 
 def transcripts(batch: TensorDictBase, iteration: int, *, count: int, kind: str) -> list[dict]:
-    """Return the best and worst rows of a batch as plain records for transcripts.jsonl."""
-    reward = batch.get("reward_raw").sum(-1)  # [B]
-    order = torch.argsort(reward, descending=True, stable=True).tolist()
-    half = count // 2
-    chosen = order if len(order) <= count else order[:half] + order[len(order) - count + half :]
-    return [transcript(batch, i, iteration, kind=kind) for i in chosen]
+    """Return the best and worst replies of a batch as plain records for transcripts.jsonl.
+
+    A prompt stands once among the best and once among the worst.
+    """
+    reward, prompts = batch.get("reward_raw").sum(-1).tolist(), batch.get("prompt").tolist()
+    order = sorted(range(len(reward)), key=reward.__getitem__, reverse=True)
+
+    def once(rows: Iterable[int]) -> list[int]:
+        first: dict[str, int] = {}
+        for i in rows:
+            first.setdefault(prompts[i], i)
+        return list(first.values())
+
+    best = once(order)[: count // 2]
+    worst = once(i for i in reversed(order) if i not in best)[: count - count // 2]
+    return [transcript(batch, i, iteration, kind=kind) for i in [*best, *reversed(worst)]]
 
 
 def transcript(batch: TensorDictBase, i: int, iteration: int, *, kind: str) -> dict:
@@ -79,10 +89,10 @@ def transcript(batch: TensorDictBase, i: int, iteration: int, *, kind: str) -> d
         "kind": kind,
         "prompt": batch.get("prompt")[i].data,
         "response": batch.get("response")[i].data,
-        "reward": float(batch.get("reward_raw")[i].sum()),
-        "parts": {} if parts is None else {k: float(v[i]) for k, v in parts.items()},
+        "reward": _short(batch.get("reward_raw")[i].sum()),
+        "parts": {} if parts is None else {k: _short(v[i]) for k, v in parts.items()},
         "advantage": _mean(advantage, i, mask),
-        "kl": None if penalty is None else float((penalty[i] * mask).sum()),
+        "kl": None if penalty is None else _short((penalty[i] * mask).sum()),
         "truncated": bool(batch.get("truncated")[i]),
     }
 
@@ -90,4 +100,9 @@ def transcript(batch: TensorDictBase, i: int, iteration: int, *, kind: str) -> d
 def _mean(values, i: int, mask) -> float | None:
     if values is None or not bool(mask.any()):
         return None
-    return float(values[i][mask].mean())
+    return _short(values[i][mask].mean())
+
+
+def _short(value: Tensor) -> float:
+    """Return a float32 as a person wrote it: 0.1, not 0.10000000149."""
+    return float(f"{value:.7g}")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from policies.scorer import Scores
 from trainer.kl_control import KLControllerBase
-from trainer.losses import clipped_policy_term, kl_term, ratio
+from trainer.losses import clipped_policy_term, is_clipped, kl_term, ratio
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,7 @@ class GRPOObjective:
         loss = {"policy": clipped_policy_term(curr, gen, advantage, self.clip_low, self.clip_high)}
         with torch.no_grad():
             moved = ratio(curr, gen)  # [B, T]
-            low, high = moved < 1 - self.clip_low, moved > 1 + self.clip_high
-            clipped = (low & (advantage < 0)) | (high & (advantage > 0))
+            clipped = is_clipped(moved, advantage, self.clip_low, self.clip_high)
             means = {
                 "kl/behaviour": gen - curr,
                 "kl/mismatch": (gen - curr).abs(),

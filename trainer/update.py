@@ -13,6 +13,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from policies.packing import groups, pack_rows
 from policies.scorer import Scorer
 from trainer.losses import weights
 from trainer.objectives import Terms
@@ -135,11 +136,12 @@ class Update:
             losses = {name: (weight * term).sum() for name, term in terms.loss.items()}
             # DDP averages over ranks; weight is already global.
             accelerator.backward(sum(losses.values()) * self.runtime.ranks)
-        log.add(terms, {k: float(v.detach()) for k, v in losses.items()}, batch.get("loss_mask"))
+        log.add(terms, losses, batch.get("loss_mask"))
 
     def _micro_batches(self, batch: TensorDictBase) -> list[list[int]]:
         """Return row lists within the token bound; every rank gets the same number of them."""
-        parts = pack_rows(batch, self.micro_batch_tokens)
+        attention, ids = batch.get(("masks", "all_attention_mask")), batch.get("group_id", None)
+        parts = pack_rows(attention, self.micro_batch_tokens, group_id=ids)
         most = int(self.runtime.maxima({"n": float(len(parts))})["n"])
         while len(parts) < most:  # split the largest; with nothing left to split, repeat nothing
             parts.sort(key=len)
@@ -154,78 +156,55 @@ def take(batch: TensorDictBase, rows: list[int]) -> TensorDictBase:
     return batch.select(*TENSORS, strict=False)[torch.tensor(rows, dtype=torch.int64)]
 
 
-def _groups(batch: TensorDictBase) -> list[list[int]]:
-    """Return the rows of each prompt; without group ids each row is its own group."""
-    ids = batch.get("group_id", None)
-    if ids is None:
-        return [[i] for i in range(batch.batch_size[0])]
-    groups: dict[int, list[int]] = {}
-    for i, g in enumerate(ids.tolist()):
-        groups.setdefault(g, []).append(i)
-    return list(groups.values())
-
-
 def split_rows(batch: TensorDictBase, count: int) -> list[list[int]]:
     """Return `count` minibatches of rows; the samples of a prompt stay together."""
-    groups = _groups(batch)
-    if len(groups) % count:
+    rows = groups(batch.get("group_id", torch.arange(batch.batch_size[0])))
+    if len(rows) % count:
         raise ValueError(
-            f"expected the {len(groups)} prompts of a rank to split into algorithm.minibatches="
+            f"expected the {len(rows)} prompts of a rank to split into algorithm.minibatches="
             f"{count} equal parts; change trainer.prompts_per_iteration or algorithm.minibatches"
         )
-    each = len(groups) // count
-    return [list(chain(*groups[i : i + each])) for i in range(0, len(groups), each)]
-
-
-def pack_rows(batch: TensorDictBase, limit: int) -> list[list[int]]:
-    """Return consecutive rows whose padded size stays within `limit` tokens; groups stay whole."""
-    sizes = batch.get(("masks", "all_attention_mask")).sum(-1).tolist()
-    parts: list[list[int]] = []
-    for group in _groups(batch):
-        both = [*parts[-1], *group] if parts else group
-        if parts and max(sizes[i] for i in both) * len(both) <= limit:
-            parts[-1] = both
-        else:
-            parts.append(list(group))
-    return [piece for part in parts for piece in _fit(part, sizes, limit)]
-
-
-def _fit(rows: list[int], sizes: list[int], limit: int) -> list[list[int]]:
-    """Split a group that alone exceeds the limit; a single row always fits."""
-    each = max(limit // max(sizes[i] for i in rows), 1)
-    return [rows[i : i + each] for i in range(0, len(rows), each)]
+    each = len(rows) // count
+    return [list(chain(*rows[i : i + each])) for i in range(0, len(rows), each)]
 
 
 class _Log:
-    """Sums over the micro-batches of an epoch, reduced over ranks once."""
+    """Sums over the micro-batches of an epoch, on the device until `result` reduces them once."""
 
     def __init__(self) -> None:
-        self.losses: dict[str, float] = {}
-        self.means: dict[str, float] = {}
-        self.maxima: dict[str, float] = {}
+        self.sums: dict[str, Tensor] = {}  # of losses, means and tokens
+        self.maxima: dict[str, Tensor] = {}
         self.notes: dict[str, list[float]] = {}
-        self.tokens = 0.0
 
-    def add(self, terms: Terms, losses: dict[str, float], mask: Tensor) -> None:
-        for name, value in losses.items():
-            self.losses[name] = self.losses.get(name, 0.0) + value
-        for name, value in terms.means.items():
-            self.means[name] = self.means.get(name, 0.0) + float((value * mask).sum())
+    @torch.no_grad()
+    def add(self, terms: Terms, losses: dict[str, Tensor], mask: Tensor) -> None:
+        """Add a micro-batch; nothing waits for the device."""
+        parts = {f"loss/{name}": value for name, value in losses.items()}
+        parts |= {name: (value * mask).sum() for name, value in terms.means.items()}
+        parts["tokens"] = mask.sum()
+        for name, value in parts.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value.detach().double()
         for name, value in terms.maxima.items():
             if value.numel():  # a rank that has run out of rows takes part without any
-                self.maxima[name] = max(self.maxima.get(name, 0.0), float(value.max()))
-        self.tokens += float(mask.sum())
+                most = value.max()
+                self.maxima[name] = torch.maximum(self.maxima.get(name, most), most)
 
     def note(self, name: str, value: float) -> None:
+        """Keep a number of an optimiser step."""
         self.notes.setdefault(name, []).append(value)
 
     def result(self, runtime: Runtime) -> dict[str, float]:
-        sums = runtime.sums({**self.means, "tokens": self.tokens})
-        tokens = max(sums.pop("tokens"), 1.0)
+        """Return the metrics of all ranks."""
+        sums = runtime.sums(_floats(self.sums))
+        tokens = max(sums.pop("tokens", 0.0), 1.0)
         steps = max(len(self.notes.get("optim/lr", [])), 1)
-        losses = {k: v / steps for k, v in runtime.sums(self.losses).items()}
-        out = {f"loss/{name}": value for name, value in losses.items()}
-        out["loss/total"] = sum(losses.values())
-        out |= {name: value / tokens for name, value in sums.items()}
-        out |= runtime.maxima(self.maxima)
+        out = {k: v / (steps if k.startswith("loss/") else tokens) for k, v in sums.items()}
+        out["loss/total"] = sum(v for k, v in out.items() if k.startswith("loss/"))
+        out |= runtime.maxima(_floats(self.maxima))
         return out | {name: sum(v) / len(v) for name, v in self.notes.items()}
+
+
+def _floats(values: dict[str, Tensor]) -> dict[str, float]:
+    """Return the numbers of scalar tensors by one transfer."""
+    numbers = torch.stack([v.double() for v in values.values()]).tolist() if values else []
+    return dict(zip(values, numbers, strict=True))
