@@ -1,0 +1,87 @@
+"""The policy on vLLM: the same arguments, keys and alignment as TransformersWrapper.
+
+vLLM samples and scores (see policies/vllm_engine.py); rendering, masks and containers are shared.
+Log-probs only: whole distributions need TransformersWrapper.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from policies.models import find_model, load_tokenizer
+from policies.sampler import Sampled
+from policies.transformers_wrapper import TransformersWrapper
+from policies.vllm_engine import Engine, load_engine
+
+# Further wishes, by the name that transformers gives them, and what vLLM calls them.
+EXTRA = {
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "min_new_tokens": "min_tokens",
+    "repetition_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+}
+
+
+class vLLMWrapper(TransformersWrapper):
+    """Generate with or score by vLLM; in and out is one TensorDict.
+
+    `model` is a vllm.LLM, or the folder or name of a model to start one on (float32; for more say
+    `load_engine(name, dtype="bfloat16", ...)`); without a tokenizer the model's own is read.
+    `generate_kwargs` may also have the names in EXTRA, and max_tokens for max_new_tokens: the
+    log-probs are those of what they leave of the distribution. A `stream` [B] seeds each row.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        tokenizer: Any = None,
+        generate_kwargs: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        if isinstance(model, str | Path):
+            model = load_engine(model)
+        engine = model if isinstance(model, Engine) else Engine(model)
+        if tokenizer is None or isinstance(tokenizer, str | Path):
+            tokenizer = load_tokenizer(find_model(str(tokenizer or engine.folder)))
+        wishes = dict(generate_kwargs or {})
+        if "max_tokens" in wishes:
+            if "max_new_tokens" in wishes:
+                raise ValueError("expected max_new_tokens or max_tokens, got both; drop one")
+            wishes["max_new_tokens"] = wishes.pop("max_tokens")
+        common = {k: v for k, v in wishes.items() if k not in EXTRA}
+        super().__init__(engine, tokenizer=tokenizer, generate_kwargs=common, **settings)
+        self.scorer = engine
+        self.generate_kwargs = self._settings["generate_kwargs"] = wishes
+        self.params = engine.params(
+            temperature=self.temperature,
+            max_tokens=self.max_new_tokens,
+            stop=list(self.limits.stop),
+            stop_token_ids=sorted(self.stop_ids),
+            **{EXTRA[k]: v for k, v in wishes.items() if k in EXTRA},
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Return where ids go in and come out; the weights are where vLLM keeps them."""
+        return torch.device("cpu")
+
+    def load_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Take new weights, named as in the model's checkpoint."""
+        self.scorer.load_weights(named)
+
+    def _draw(self, ids: list[Tensor], streams: Tensor) -> Sampled:
+        return self.scorer.sample(ids, streams=streams, params=self.params)
+
+    def _logits(self, td: TensorDictBase, side: str = "left") -> TensorDictBase:
+        raise NotImplementedError(
+            "vLLM returns the log-probs of tokens, not distributions over the vocabulary; use "
+            "TransformersWrapper for get_dist, or log_prob here"
+        )

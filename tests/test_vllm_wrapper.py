@@ -1,0 +1,368 @@
+"""The policy on real vLLM (make test-vllm): its ids, log-probs and weights against transformers.
+
+Expected log-probs come from one plain float64 log-softmax over a transformers forward.
+"""
+
+import os
+import random
+import sys
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from contracts import make_policy, plain_log_probs, rollout
+from tensordict import TensorDict
+from test_wrapper import prompts, sequences, spoken
+
+from envs.transforms import RetrieveKL
+from policies.containers import Tokens
+from policies.load import load_policy
+from policies.models import EMBEDDED
+from policies.padding import is_ragged, rows
+from policies.random import fold
+from policies.vllm_engine import Engine, load_engine
+from policies.vllm_wrapper import vLLMWrapper
+from trainer.weight_sync import weight_sync
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, of each engine
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+vllm_test = pytest.mark.vllm
+# vLLM's own warnings, and those of what it imports, are not leash's.
+pytestmark = pytest.mark.filterwarnings("default")
+SMALL = {"max_num_seqs": 64, "block_size": 32}
+TOLERANCE = {"atol": 1e-4, "rtol": 0}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Return a folder with the weights of contracts.make_policy."""
+    path = tmp_path_factory.mktemp("policy")
+    make_policy().model.save_pretrained(path)
+    make_policy().tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def engine(folder) -> Engine:
+    return load_engine(folder, **SMALL)
+
+
+@pytest.fixture
+def policy(engine) -> vLLMWrapper:
+    return vLLMWrapper(engine, generate_kwargs={"max_new_tokens": 6}, pad_output=True)
+
+
+def check(td: TensorDict, plain, temperature: float = 1.0) -> None:
+    """Assert that the log-probs of a generated td are those of a plain forward, 0 elsewhere."""
+    for ids, values, mask in sequences(td):
+        assert not mask[0]
+        assert mask[-1]
+        want = plain_log_probs(plain, ids, temperature).float() * mask
+        torch.testing.assert_close(values, want, **TOLERANCE)
+
+
+def shape(td: TensorDict) -> dict:
+    """Return the keys of a td and the types of its tensors."""
+    values = {key: rows(td, key) for key in td.keys(True, True)}
+    return {key: getattr(value[0], "dtype", None) for key, value in values.items()}
+
+
+# Generation.
+
+
+@vllm_test
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("mode", ["history", "text", "tokens"])
+def test_every_mode_samples_what_a_plain_forward_gives_those_log_probs(policy, mode, padded):
+    settings = {"input_mode": mode, "pad_output": padded}
+    out = policy.get_new_version(**settings)(prompts(mode))
+    peer = make_policy().get_new_version(**settings)(prompts(mode))
+    assert is_ragged(out["tokens"]) is not padded
+    check(out, make_policy())
+    assert shape(out) == shape(peer)
+    for (ids, _, mask), (ids2, _, mask2) in zip(sequences(out), sequences(peer), strict=True):
+        assert torch.equal(ids[~mask], ids2[~mask2]), "the prompt goes in and out as ids"
+
+
+@vllm_test
+def test_the_end_token_is_kept_and_a_cut_reply_has_none(policy):
+    out = policy.get_new_version(num_samples=8, inplace=False)(prompts())
+    replies = [ids[mask] for ids, _, mask in sequences(out.reshape(-1))]
+    stop = policy.stop_ids
+    ended = [int(r[-1]) in stop for r in replies]
+    assert 0 < sum(ended) < len(ended)
+    for reply, end in zip(replies, ended, strict=True):
+        assert end or len(reply) == 6
+        assert not stop & set(reply[:-1].tolist())
+    texts = out.reshape(-1)["text"].response
+    assert texts == [
+        policy.tokenizer.decode(r[:-1] if e else r) for r, e in zip(replies, ended, strict=True)
+    ]
+    history = out.reshape(-1)["history"].response
+    assert [bool(c[0]) for c in history.is_complete] == ended
+
+
+@vllm_test
+def test_samples_follow_the_tempered_distribution(policy):
+    many = policy.get_new_version(
+        num_samples=1000,
+        inplace=False,
+        generate_kwargs={"max_new_tokens": 1, "temperature": 0.5},
+    )
+    out = many(prompts()[:1])
+    assert out.batch_size == (1, 1000)
+    first = out.reshape(-1)["tokens"].response[:, 0]
+    check(out.reshape(-1)[:20], make_policy(), 0.5)
+    prompt = rows(out.reshape(-1)[:1], ("tokens", "prompt"))[0]
+    with torch.no_grad():
+        logits = make_policy().model(input_ids=prompt[None]).logits[0, -1]
+    p = (logits.double() / 0.5).softmax(-1)
+    gap = (first.bincount(minlength=len(p)) - 1000 * p).abs()
+    assert (gap <= 5 * (1000 * p * (1 - p)).sqrt() + 1).all()
+    assert len(first.unique()) > 3
+
+
+@vllm_test
+def test_a_stream_fixes_a_row_whatever_else_is_in_the_batch(policy):
+    together = sequences(policy(prompts()))
+    alone = sequences(policy(prompts()[1:2]))[0]
+    assert torch.equal(together[1][0], alone[0])
+    other = policy(prompts().set("stream", fold(1, torch.arange(3))))
+    assert any(not torch.equal(a[0], b[0]) for a, b in zip(together, sequences(other), strict=True))
+    for seed, equal in ((0, True), (1, False)):  # without streams, torch's generator seeds them
+        drawn = []
+        for s in (0, seed):
+            torch.manual_seed(s)
+            drawn.append([r[0].tolist() for r in sequences(policy(prompts().exclude("stream")))])
+        assert (drawn[0] == drawn[1]) is equal
+
+
+@vllm_test
+def test_greedy_takes_the_likeliest_token_at_the_log_probs_of_temperature_1(policy):
+    greedy = {"max_new_tokens": 6, "do_sample": False}
+    out = policy.get_new_version(generate_kwargs=greedy)(prompts())
+    peer = make_policy().get_new_version(generate_kwargs=greedy)(prompts())
+    for (ids, values, _), (ids2, values2, _) in zip(sequences(out), sequences(peer), strict=True):
+        assert torch.equal(ids, ids2)
+        torch.testing.assert_close(values, values2, **TOLERANCE)
+
+
+@vllm_test
+def test_what_is_cut_off_is_cut_from_the_log_probs_too(policy):
+    top = {"max_tokens": 4, "top_k": 2, "temperature": 0.7}
+    out = policy.get_new_version(generate_kwargs=top)(prompts())
+    for ids, values, mask in sequences(out):
+        assert 1 <= mask.sum() <= 4
+        with torch.no_grad():
+            logits = make_policy().model(input_ids=ids[None]).logits[0].double() / 0.7
+        best, which = logits.topk(2)
+        table = torch.full_like(logits, -torch.inf).scatter(-1, which, best).log_softmax(-1)
+        want = table[:-1].gather(-1, ids[1:, None])[:, 0].float()
+        torch.testing.assert_close(values[1:][mask[1:]], want[mask[1:]], **TOLERANCE)
+    one = policy.get_new_version(generate_kwargs={"max_new_tokens": 4, "top_p": 1e-6})(prompts())
+    assert all((values == 0).all() for _, values, _ in sequences(one))
+
+
+@vllm_test
+def test_a_stop_text_ends_a_reply_with_the_token_that_completes_it(policy):
+    long = {"max_new_tokens": 24, "min_new_tokens": 24}
+    free = policy.get_new_version(generate_kwargs=long)(prompts())
+    reply = sequences(free)[0]
+    sampled = reply[0][reply[2]]
+    stop = policy.tokenizer.decode(sampled[3:5])
+    cut = policy.get_new_version(generate_kwargs={"max_new_tokens": 24, "stop": [stop]})
+    ids, _, mask = sequences(cut(prompts()))[0]
+    got = ids[mask]
+    assert torch.equal(got, sampled[: len(got)])
+    assert stop in policy.tokenizer.decode(got)
+    assert stop not in policy.tokenizer.decode(got[:-1])
+
+
+@vllm_test
+@pytest.mark.parametrize(
+    ("wishes", "message"),
+    [
+        ({"num_beams": 4}, "num_beams"),
+        ({"temperature": 3.0}, "temperature"),
+        ({"temperature": 0.001}, "0.01 to 2"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"max_new_tokens": 600}, "600"),
+        ({"max_new_tokens": 6, "max_tokens": 6}, "drop one"),
+    ],
+)
+def test_what_vllm_cannot_do_is_an_error(engine, wishes, message):
+    with pytest.raises(ValueError, match=message):
+        vLLMWrapper(engine, generate_kwargs=wishes)(prompts())
+
+
+@vllm_test
+def test_agents_collect_many_turns_with_vllm(policy):
+    batch = rollout(policy, turns=2)
+    for i in range(batch.batch_size[0]):
+        keep = batch["masks", "all_attention_mask"][i]
+        mask = batch["masks", "all_response_mask"][i][keep]
+        want = plain_log_probs(make_policy(), batch["tokens", "full"][i][keep], 1.0).float()
+        got = batch["log_probs", "full"][i][keep]
+        torch.testing.assert_close(got, want * mask, **TOLERANCE)
+        assert int((mask[1:] & ~mask[:-1]).sum()) == 2
+
+
+# Scoring.
+
+
+@vllm_test
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("mode", ["history", "text", "tokens"])
+def test_scores_are_those_of_transformers(policy, mode, padded):
+    settings = {"generate": False, "input_mode": mode, "pad_output": padded}
+    mine = policy.get_new_version(**settings)(spoken(mode))
+    peer = make_policy().get_new_version(**settings)(spoken(mode))
+    assert shape(mine) == shape(peer)
+    for key in (("tokens", "full"), ("log_probs", "full"), ("masks", "all_attention_mask")):
+        for a, b in zip(rows(mine, key), rows(peer, key), strict=True):
+            torch.testing.assert_close(a, b, **TOLERANCE)
+    if mode == "history":
+        for a, b in zip(*(rows(x, ("log_probs", "response")) for x in (mine, peer)), strict=True):
+            torch.testing.assert_close(a, b, **TOLERANCE)
+
+
+@vllm_test
+def test_scores_are_at_the_temperature_of_each_row_and_only_where_asked(policy):
+    td = policy(prompts()).exclude("history", "text")
+    td.set("temperature", torch.tensor([0.5, 1.0, 2.0]))
+    score = policy.get_new_version(generate=False, inplace=False)
+    out = score(td)
+    key = ("masks", "all_response_mask")
+    part = score.get_new_version(score_mask_key=key)(td)
+    for i, t in enumerate((0.5, 1.0, 2.0)):
+        keep, mask = td["masks", "all_attention_mask"][i], td[key][i]
+        want = plain_log_probs(make_policy(), td["tokens", "full"][i][keep], t).float()
+        torch.testing.assert_close(out["log_probs", "full"][i][keep], want, **TOLERANCE)
+        assert torch.equal(part["log_probs", "full"][i], out["log_probs", "full"][i] * mask)
+    again = policy.get_new_version(generate=False)(spoken())  # the engine's scale is back
+    peer = make_policy().get_new_version(generate=False)(spoken())
+    torch.testing.assert_close(again["log_probs"].full, peer["log_probs"].full, **TOLERANCE)
+
+
+@vllm_test
+def test_the_kl_of_a_vllm_policy_is_the_difference_of_plain_log_probs(policy):
+    other = load_policy("tiny")  # its weights as they were made
+    reference = other.get_new_version(generate=False, log_probs_key="ref_log_probs")
+    scorer = policy.get_new_version(generate=False)
+    kl = RetrieveKL(scorer, reference, assistant_only=False, add_to_reward=False)
+    out = kl(scorer(spoken()).exclude("log_probs"))  # ids and masks are there now
+    for i in range(3):
+        keep = out["masks", "all_attention_mask"][i]
+        ids = out["tokens", "full"][i][keep]
+        want = plain_log_probs(make_policy(), ids, 1.0) - plain_log_probs(other, ids, 1.0)
+        got = out["kl_penalty"][i].reshape(-1)[keep]
+        torch.testing.assert_close(got, want.float(), **TOLERANCE)
+
+
+@vllm_test
+def test_whole_distributions_are_refused_by_name_of_what_has_them(policy):
+    score = policy.get_new_version(generate=False)
+    with pytest.raises(NotImplementedError, match="TransformersWrapper"):
+        score.get_dist(spoken())
+    with pytest.raises(NotImplementedError, match="TransformersWrapper"):
+        score._get_rlhf_dist(spoken())
+    with pytest.raises(NotImplementedError, match="generate=False"):
+        policy.get_dist(prompts())
+
+
+# Weights.
+
+
+@vllm_test
+def test_new_weights_reach_vllm_and_what_the_old_ones_cached_is_gone(engine, policy):
+    teacher = load_policy("tiny", max_new_tokens=6)
+    teacher.model.load_state_dict(make_policy().model.state_dict())
+    ids = torch.arange(3, 103)[None]  # three blocks of 32 that vLLM keeps
+    td = TensorDict({"tokens": Tokens(prompt=ids, padded=True, batch_size=[1])}, batch_size=[1])
+    td.set("attention_mask", torch.ones_like(ids, dtype=torch.bool))
+    speak = policy.get_new_version(input_mode="tokens")
+    check(speak(td.copy()), teacher)
+    try:
+        with torch.no_grad():
+            for p in teacher.model.parameters():
+                p.add_(torch.randn_like(p) * 0.1)
+        done = weight_sync(teacher, speak)
+        assert done.before > 0.1
+        assert done.after < 1e-4
+        assert speak.version == teacher.version == 1
+        out = speak(td.copy())
+        check(out, teacher)
+        assert out["policy_version"].tolist() == [1]
+        with torch.no_grad():  # a copy: later steps of the trainer do not leak into vLLM
+            teacher.model.get_input_embeddings().weight.mul_(2)
+        assert weight_sync(teacher, speak).before > 0.1
+    finally:
+        engine.load_weights(make_policy().model.state_dict().items())
+
+
+@vllm_test
+def test_a_sync_that_does_not_arrive_is_an_error(policy, monkeypatch):
+    teacher = load_policy("tiny")
+    monkeypatch.setattr(Engine, "load_weights", lambda self, named: None)
+    with pytest.raises(RuntimeError, match="weight sync failed"):
+        weight_sync(teacher, policy)
+    assert policy.version == 0
+
+
+# Models.
+
+
+@vllm_test
+def test_smollm_speaks_and_scores_with_vllm():
+    policy = vLLMWrapper(EMBEDDED, generate_kwargs={"max_new_tokens": 4}, pad_output=True)
+    plain = load_policy(EMBEDDED)
+    out = policy(prompts())
+    for ids, values, mask in sequences(out):
+        want = plain_log_probs(plain, ids, 1.0).float() * mask
+        torch.testing.assert_close(values, want, atol=1e-3, rtol=0)
+    scored = policy.get_new_version(generate=False, inplace=False)(out)
+    for (ids, _, _), values in zip(sequences(out), scored["log_probs", "full"], strict=True):
+        want = plain_log_probs(plain, ids, 1.0).float()
+        got = values[-len(ids) :] if values[0] == 0 else values[: len(ids)]
+        torch.testing.assert_close(got, want, atol=1e-3, rtol=0)
+    with torch.no_grad():
+        for p in plain.model.parameters():
+            p.mul_(1 + 0.02 * torch.randn_like(p))
+    done = weight_sync(plain, policy)
+    assert done.after < 1e-3 < 0.1 < done.before
+
+
+@vllm_test
+@pytest.mark.parametrize("kind", ["llama", "gemma", "gpt2"])
+def test_other_families_agree_with_transformers(kind, tmp_path):
+    name = str(make_checkpoint(tmp_path, kind, head=32))
+    plain = load_policy(name, max_new_tokens=6)
+    policy = vLLMWrapper(load_engine(name, **SMALL), generate_kwargs={"max_new_tokens": 6})
+    assert policy.stop_ids == plain.stop_ids
+    check(policy(prompts()), plain)
+    assert weight_sync(plain, policy).after < 1e-4
+
+
+@vllm_test
+def test_a_head_without_a_cpu_kernel_is_refused(tmp_path):
+    make_checkpoint(tmp_path, "qwen2", head=8)
+    state = random.getstate(), torch.random.get_rng_state().tolist()
+    with pytest.raises(ValueError, match="expected an attention head"):
+        load_engine(tmp_path, **SMALL)
+    assert state == (random.getstate(), torch.random.get_rng_state().tolist())
+
+
+@vllm_test
+def test_an_engine_whose_log_probs_ignore_the_temperature_is_refused(folder):
+    raw = load_engine(folder, logprobs_mode="raw_logprobs", **SMALL).llm
+    check(vLLMWrapper(raw, generate_kwargs={"max_new_tokens": 4})(prompts()), make_policy())
+    with pytest.raises(ValueError, match="processed_logprobs"):
+        vLLMWrapper(raw, generate_kwargs={"temperature": 0.5})
+    with pytest.raises(ValueError, match=r"expected a vllm\.LLM"):
+        vLLMWrapper(make_policy().model)
+
+
+def test_without_vllm_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(ImportError, match=r"pip install 'leash\[vllm\]'"):
+        vLLMWrapper("tiny")
