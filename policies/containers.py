@@ -1,21 +1,35 @@
 """What one chat looks like: as text, as tokens with masks and log-probs, as a history.
 
 Rows of different lengths are lazy stacks of one container per row: read them with
-`get(key, as_list=True)` or `get(key, as_padded_tensor=True)`. `padded` is False there and True on
-dense [B, T] data. Anything called full, and every mask, has the shape of `tokens.full`.
+`get(key, as_list=True)`, `get(key, as_padded_tensor=True, padding_side=, padding_value=)` or
+`get(key, as_nested_tensor=True, layout=)`. Dense [B, T] data knows none of these, and a stack of
+stacks no nested tensor: `rows` and `nested` of policies/padding.py read them all. `padded` is one
+bool, False for lazy stacks. Anything called full, and every mask, has the shape of `tokens.full`.
 
-Left out on purpose: conversion between the views. The wrapper and the renderer do that.
+A view is made from another by `to_text`, `to_tokens` and `to_history`, row by row: rendering is the
+Renderer's, reading policies/parsing.py's. A wrapper's own ids are exact, a rendered history's need
+not be them: score ids.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tensordict import TensorClass
+from tensordict import MetaData, TensorClass, lazy_stack
 from torch import Tensor
 
 from policies.history import History
 from policies.specs import Composite, NonTensor, Spec, Unbounded
+from policies.views import (
+    by_row,
+    decoded,
+    dense,
+    encoded,
+    read_chat,
+    renderer_of,
+    tokens_of,
+    written,
+)
 
 
 def _spec(cls: type, leaves: dict[str, Spec], shape: tuple[int, ...], keys: Any) -> Composite:
@@ -24,6 +38,13 @@ def _spec(cls: type, leaves: dict[str, Spec], shape: tuple[int, ...], keys: Any)
     if "padded" in cls.__annotations__:
         found["padded"] = NonTensor(shape[:-1], example_data=False)
     return Composite(found, shape=shape[:-1], data_cls=cls, step_mdp_static=True)
+
+
+def _share_padded(container: Any) -> None:
+    """Make `padded` read as one bool in a stack of rows too."""
+    padded = container.padded
+    if isinstance(padded, bool):
+        container.padded = MetaData(padded)
 
 
 def _known(names: Any, keys: Sequence[str] | None) -> list[str]:
@@ -51,6 +72,9 @@ class Tokens(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgumen
     full: Tensor | None = None
     padded: bool | None = None
 
+    def __post_init__(self) -> None:
+        _share_padded(self)
+
     @classmethod
     def default_spec(
         cls, shape: tuple[int, ...] = (-1,), keys: Sequence[str] | None = None
@@ -59,6 +83,33 @@ class Tokens(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgumen
         names = ("prompt", "response", "assistant", "full")
         leaves = {name: Unbounded((*shape, -1), dtype=torch.int64) for name in names}
         return _spec(cls, leaves, shape, keys)
+
+    def to_text(
+        self,
+        tokenizer: Any,
+        skip_special_tokens: bool = False,
+        *,
+        attention_mask: Tensor | None = None,
+    ) -> "Text":
+        """Return the decoded tokens. Padded ones need the mask of `full` (ValueError without)."""
+        if self.ndim == 0:
+            return Text(**decoded(self, tokenizer, attention_mask, skip=skip_special_tokens))
+        masks = [None] * len(self) if attention_mask is None else attention_mask
+        options = (tokenizer, skip_special_tokens)
+        pairs = zip(self.unbind(0), masks, strict=True)
+        return lazy_stack([row.to_text(*options, attention_mask=mask) for row, mask in pairs])
+
+    def to_history(
+        self,
+        tokenizer: Any,
+        chat_template_name: str | None = None,
+        skip_special_tokens: bool = False,
+        *,
+        attention_mask: Tensor | None = None,
+    ) -> "ChatHistory":
+        """Return the messages of the decoded tokens; see `to_text` and `Text.to_history`."""
+        text = self.to_text(tokenizer, skip_special_tokens, attention_mask=attention_mask)
+        return text.to_history(tokenizer, chat_template_name)
 
 
 class LogProbs(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments]
@@ -76,6 +127,9 @@ class LogProbs(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgum
     assistant: Tensor | None = None
     full: Tensor | None = None
     padded: bool | None = None
+
+    def __post_init__(self) -> None:
+        _share_padded(self)
 
     @classmethod
     def default_spec(
@@ -103,6 +157,9 @@ class Masks(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgument
     all_assistant_mask: Tensor | None = None
     all_response_mask: Tensor | None = None
     padded: bool | None = None
+
+    def __post_init__(self) -> None:
+        _share_padded(self)
 
     @classmethod
     def default_spec(
@@ -135,6 +192,41 @@ class ChatHistory(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeAr
         leaves = {name: History.default_spec((*shape, -1)) for name in names}
         return _spec(cls, leaves, shape, keys)
 
+    def to_tokens(
+        self,
+        tokenizer: Any,
+        chat_template_name: str | None = None,
+        chat_template: str | None = None,
+    ) -> Tokens:
+        """Return the ids of the rendered chats, ragged rows.
+
+        The prompt ends in a generation prompt, the response is what follows it in `full`. A reply
+        that was cut is closed by the template. Raises ValueError if full does not start with the
+        prompt. `tokenizer` may be a `Renderer`.
+        """
+        renderer = renderer_of(tokenizer, chat_template_name, chat_template)
+        return by_row(self._rows(), lambda row: Tokens(**tokens_of(row, renderer), padded=False))
+
+    def to_text(
+        self,
+        tokenizer: Any,
+        chat_template_name: str | None = None,
+        chat_template: str | None = None,
+    ) -> "Text":
+        """Return the rendered chats as texts; see `to_tokens`."""
+        renderer = renderer_of(tokenizer, chat_template_name, chat_template)
+        return by_row(self._rows(), lambda row: Text(**written(row, renderer.text)))
+
+    def _rows(self) -> "ChatHistory":
+        """Return this with the batch size of its histories, where it was made without one."""
+        histories = (self.prompt, self.response, self.full)
+        known = next((history for history in histories if history is not None), None)
+        if self.ndim or known is None or known.ndim < 2:
+            return self
+        each = [[None] * len(known) if h is None else h.unbind(0) for h in histories]
+        rows = zip(*each, strict=True)
+        return lazy_stack([ChatHistory(prompt=p, response=r, full=f) for p, r, f in rows])
+
 
 class Text(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments]
     """Hold text: one str per row in `prompt`, `response` and `full`.
@@ -155,3 +247,40 @@ class Text(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments
         names = ("prompt", "response", "full")
         leaves = {name: NonTensor(shape, example_data="a string") for name in names}
         return _spec(cls, leaves, shape, keys)
+
+    def to_tokens(
+        self,
+        tokenizer: Any,
+        padding: bool = False,
+        truncation: bool = False,
+        return_tensors: str = "pt",
+        *,
+        max_length: int | None = None,
+    ) -> Tokens:
+        """Return the ids of each text as it stands: no special tokens are added to it.
+
+        Ragged rows, or with `padding` (of a batch [B]) the tokenizer's pad token: left of prompts,
+        right of responses, around full. `truncation` cuts each to `max_length`, the tokenizer's
+        own by default.
+        """
+        if return_tensors != "pt":
+            raise ValueError(f"expected return_tensors='pt', got {return_tensors!r}")
+        limit = {"truncation": truncation, "max_length": max_length}
+        ragged = by_row(self, lambda row: Tokens(**encoded(row, tokenizer, limit), padded=False))
+        if not padding:
+            return ragged
+        fields = dense(ragged, tokenizer.pad_token_id)
+        return Tokens(**fields, padded=True, batch_size=self.batch_size)
+
+    def to_history(
+        self, tokenizer: Any = None, chat_template_name: str | None = None
+    ) -> ChatHistory:
+        """Return the messages of each text.
+
+        A generation prompt at the end of a prompt is no message; the response is what follows the
+        prompt in `full`, or if they are not both there, what follows a generation prompt.
+        Raises ValueError where a text does not fit the template (see `History.from_text`).
+        """
+        return by_row(
+            self, lambda row: ChatHistory(**read_chat(row, tokenizer, chat_template_name))
+        )

@@ -1,31 +1,22 @@
 """Chats as TensorDict data: one `History` holds messages along its last batch dimension.
 
 Shapes: [] one message, [T] a chat, [B, T] a batch of chats (a lazy stack if their lengths differ).
-A message of role "<none>" is padding: it is never rendered.
+A message of role "<none>" is padding: it is never rendered, counted or parsed.
 
-Left out on purpose: parsing text back to messages, images, and message fields beyond those below.
+Left out on purpose: images, and message fields beyond those below.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-from tensordict import (
-    NonTensorData,
-    NonTensorStack,
-    TensorClass,
-    TensorDict,
-    TensorDictBase,
-    lazy_stack,
-)
+from tensordict import TensorClass, lazy_stack
 
+from policies.apply_template import Wishes, apply
 from policies.chat_template import Renderer
-from policies.padding import pad, pad_mask
+from policies.messages import PADDING_ROLE, checked, columns, records_of
+from policies.parsing import Format, find_reader
 from policies.specs import Composite, NonTensor
-
-PADDING_ROLE = "<none>"
-_OPTIONAL = ("tool_calls", "tool_responses")
-_FIELDS = ("role", "content", "is_complete", *_OPTIONAL)
+from policies.templates import add_chat_template, remove_chat_template
 
 
 class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments]
@@ -56,7 +47,36 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
             raise ValueError("expected a chat or a list of chats, got an empty list")
         if not isinstance(chats[0], dict):
             return lazy_stack([cls.from_chats(chat) for chat in chats])
-        return _build([_checked(message, i) for i, message in enumerate(chats)])
+        return _build([checked(message, i) for i, message in enumerate(chats)])
+
+    @classmethod
+    def from_text(
+        cls,
+        text: str | Sequence[str],
+        chat_template_name: str | None = None,
+        chat_template: str | None = None,
+        tokenizer: Any = None,
+    ) -> "History":
+        r"""Return the chat that a text is of, [T], or those of a list of texts, [B, T].
+
+        The template is chosen as in `apply_chat_template`; without any, and without a tokenizer,
+        it is "chatml_format". A message that is not closed has `is_complete` False; the text of a
+        generation prompt is an assistant message without content. Calls and results of tools are in
+        `tool_calls` and `tool_responses`.
+        Raises ValueError for an unknown name and where a text does not fit the template.
+
+        >>> history = History.from_text("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nY")
+        >>> history.messages()[1], list(history.is_complete)
+        ({'role': 'assistant', 'content': 'Y'}, [True, False])
+        """
+        read = find_reader(tokenizer, chat_template, chat_template_name)
+        if isinstance(text, str):
+            found = read(text)
+            return found if isinstance(found, cls) else cls.from_chats(found)
+        if not text:
+            raise ValueError("expected a text or a list of texts, got an empty list")
+        options = (chat_template_name, chat_template, tokenizer)
+        return lazy_stack([cls.from_text(one, *options) for one in text])
 
     @classmethod
     def from_replies(cls, texts: Sequence[str], complete: Sequence[bool]) -> "History":
@@ -82,7 +102,7 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
             raise ValueError(f"expected a history of shape [T], got {_shape(self)}; use chats()")
         return [
             {k: v for k, v in record.items() if k != "is_complete"}
-            for record in _records(self)
+            for record in records_of(self)
             if record["role"] != PADDING_ROLE
         ]
 
@@ -105,7 +125,7 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
                 f"got {_shape(history)}. Use extend for one with as many dimensions."
             )
         if self.ndim == 1:
-            done = _build([*_records(self), *_records(history)])
+            done = _build([*records_of(self), *records_of(history)])
         elif dim == 0:
             done = lazy_stack([*self.unbind(0), history])
         else:
@@ -126,7 +146,7 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
                 f"{_shape(self)}; got {_shape(history)}. Use append for one entry."
             )
         if self.ndim == 1:
-            done = _build([*_records(self), *_records(history)])
+            done = _build([*records_of(self), *records_of(history)])
         elif dim == 0:
             done = lazy_stack([*self.unbind(0), *history.unbind(0)])
         else:
@@ -140,8 +160,12 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         tokenizer: Any,
         add_generation_prompt: bool = True,
         chat_template: str | None = None,
+        chat_template_name: str | None = None,
+        continue_final_message: bool = False,
         tokenize: bool | None = None,
-        padding: bool = False,
+        padding: bool | str = False,
+        truncation: bool | str = False,
+        max_length: int | None = None,
         return_tensors: str | None = None,
         return_dict: bool | None = None,
         return_assistant_tokens_mask: bool = False,
@@ -149,92 +173,27 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         """Render the chats as text, or as token ids and masks.
 
         `tokenizer` is a tokenizer or a `Renderer`, which saves the preparation when many histories
-        are rendered. `chat_template` is a Jinja text or a known name, such as "chatml".
+        are rendered. `chat_template` (a Jinja text or a file) comes before `chat_template_name`
+        ("chatml_format", "qwen", ... or an added one), that before the tokenizer's own.
+        `continue_final_message` ends in the last content, for a reply to go on.
         Returns text by default: str for [T], a list for [B, T]. With `return_tensors="pt"`,
         `return_dict` or the assistant mask: a TensorDict of input_ids, attention_mask and
         assistant_masks (the end-of-turn token included), lazily stacked, or dense with `padding`
-        (on the tokenizer's side). With `tokenize=True` alone: lists of ids.
-        Raises ValueError on a chat that the template refuses, and on a mask of a single value.
+        (True, "longest", "max_length", on the tokenizer's side). With `tokenize=True` alone: lists
+        of ids. `truncation` cuts to `max_length` (default: the tokenizer's) tokens.
+        Raises ValueError on a chat that the template refuses, on options that contradict, and if
+        the assistant mask of a chat with replies is of a single value.
         """
-        renderer = tokenizer
+        given = {k: v for k, v in locals().items() if k in Wishes.__dataclass_fields__}
+        wishes = Wishes(**given)
         if not isinstance(tokenizer, Renderer):
-            renderer = Renderer(tokenizer, chat_template)
-        elif chat_template is not None:
+            tokenizer = Renderer(tokenizer, chat_template, chat_template_name)
+        elif chat_template is not None or chat_template_name is not None:
             raise ValueError("expected chat_template=None with a Renderer, which has its own")
-        as_dict = bool(return_dict or return_tensors or return_assistant_tokens_mask)
-        if return_tensors not in (None, "pt"):
-            raise ValueError(f"expected return_tensors None or 'pt', got {return_tensors!r}")
-        if (padding and not as_dict) or (as_dict and False in (tokenize, return_dict)):
-            raise ValueError(
-                "masks, tensors and padding come as a TensorDict of tokens; set return_dict=True "
-                "and leave tokenize alone"
-            )
-        if not as_dict and not tokenize:
-            return _map(
-                self, lambda m: renderer.text(m, add_generation_prompt=add_generation_prompt)
-            )
-        done = _map(
-            self,
-            lambda m: renderer.render(
-                m,
-                add_generation_prompt=add_generation_prompt,
-                require_assistant=return_assistant_tokens_mask,
-            ),
-        )
-        if not as_dict:
-            return _map(done, lambda rendered: rendered.ids)
-        if not padding:
-            return _as_tensordict(done)
-        return _as_padded_tensordict(done, renderer.tokenizer)
+        return apply(self, tokenizer, wishes)
 
-
-def _build(records: Sequence[dict[str, Any]]) -> History:
-    """Return a [T] history of records with the fields of History."""
-    columns: dict[str, Any] = {}
-    for name in _FIELDS:
-        values = [record.get(name) for record in records]
-        if name not in _OPTIONAL or any(v is not None for v in values):
-            # wrapped, so that a list stays the value of one message
-            columns[name] = NonTensorStack(*[NonTensorData(v) for v in values])
-    return History(**columns, batch_size=[len(records)])
-
-
-def _records(history: History) -> list[dict[str, Any]]:
-    """Return the fields of a history [] or [T], message by message, without those that are None."""
-    rows = [history] if history.ndim == 0 else None
-    size = 1 if rows else history.shape[0]
-    records: list[dict[str, Any]] = [{} for _ in range(size)]
-    for name in _FIELDS:
-        values = history.get(name, None)
-        if values is not None and name in _OPTIONAL:  # lists themselves: read each message
-            values = [m.get(name, None) for m in rows or history.unbind(0)]
-            values = [None if v is None else list(v) for v in values]
-        elif not isinstance(values, list):
-            values = [values] * size
-        for record, value in zip(records, values, strict=True):
-            if value is not None:
-                record[name] = value
-    return records
-
-
-def _checked(message: Any, index: int) -> dict[str, Any]:
-    """Return a message as a record; raise ValueError if it is not one."""
-    if not isinstance(message, dict):
-        raise ValueError(f"message {index}: expected a dict, got {type(message).__name__}")
-    record = {k: v for k, v in message.items() if v is not None}
-    if "tool_calls" in record:
-        record.setdefault("content", "")
-    for name in ("role", "content"):
-        if not isinstance(record.get(name), str):
-            got = type(message.get(name)).__name__
-            raise ValueError(f"message {index}: expected {name!r} to be a str, got {got}")
-    unknown = sorted(set(record) - set(_FIELDS))
-    if unknown:
-        raise ValueError(
-            f"message {index}: got the fields {unknown}, a history keeps only {list(_FIELDS)}; "
-            "remove them from the data"
-        )
-    return {"is_complete": True, **record}
+    add_chat_template = staticmethod(add_chat_template)
+    remove_chat_template = staticmethod(remove_chat_template)
 
 
 def _checked_dim(history: History, dim: int) -> int:
@@ -256,6 +215,11 @@ def _pair_rows(left: History, right: History) -> list[tuple[History, History]]:
     return list(zip(left.unbind(0), right.unbind(0), strict=True))
 
 
+def _build(records: Sequence[dict[str, Any]]) -> History:
+    """Return a [T] history of records."""
+    return History(**columns(records))
+
+
 def _replace(history: History, new: History) -> History:
     """Make `history` hold what `new` holds."""
     history.__dict__["_tensordict"] = new.__dict__["_tensordict"]
@@ -266,37 +230,40 @@ def _shape(history: History) -> list[int]:
     return list(history.shape)
 
 
-def _map(rows: Any, render: Callable[[Any], Any]) -> Any:
-    """Apply `render` to each chat of a history, or to each leaf of nested lists."""
-    if isinstance(rows, History):
-        if rows.ndim < 2:
-            return render(rows.messages())
-        rows = list(rows.unbind(0))
-    return [_map(row, render) for row in rows] if isinstance(rows, list) else render(rows)
+def _extract_responses_from_full_histories(
+    text_full: Sequence[str],
+    prompt_histories: History,
+    chat_template_name: str | None = None,
+    tokenizer: Any = None,
+) -> History:
+    """Return the messages that follow each prompt in the texts, [B, N].
+
+    No reply is an assistant message without content. Rows with fewer messages than the longest are
+    padded with role "<none>". The template is chosen as in `History.from_text`.
+    Raises RuntimeError if a text holds fewer messages than its prompt.
+    """
+    read = find_reader(tokenizer, None, chat_template_name)
+    pairs = zip(text_full, prompt_histories.chats(), strict=True)
+    rows = [_replies(read, text, prompt) for text, prompt in pairs]
+    size = max(map(len, rows))
+    filler = {"role": PADDING_ROLE, "content": "", "is_complete": True}
+    return lazy_stack([_build(row + [filler] * (size - len(row))) for row in rows])
 
 
-def _as_tensordict(done: Any) -> TensorDictBase:
-    """Return rendered chats as tensors, lists of them as lazy stacks."""
-    if isinstance(done, list):
-        return lazy_stack([_as_tensordict(row) for row in done])
-    return TensorDict(
-        input_ids=torch.tensor(done.ids),  # [T]
-        attention_mask=torch.ones(len(done.ids), dtype=torch.bool),
-        assistant_masks=torch.tensor(done.assistant, dtype=torch.bool),
-    )
-
-
-def _as_padded_tensordict(done: Any, tokenizer: Any) -> TensorDictBase:
-    """Return rendered chats [B] as dense tensors [B, T]."""
-    rows = done if isinstance(done, list) else [done]
-    if rows and isinstance(rows[0], list):
-        raise ValueError("expected a history of shape [T] or [B, T] for padding=True; flatten it")
-    side = tokenizer.padding_side
-    filler = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-    td = TensorDict(
-        input_ids=pad([torch.tensor(row.ids) for row in rows], filler, side=side),
-        attention_mask=pad_mask([len(row.ids) for row in rows], side=side),
-        assistant_masks=pad([torch.tensor(row.assistant) for row in rows], False, side=side),
-        batch_size=[len(rows)],
-    )
-    return td if isinstance(done, list) else td[0]
+def _replies(read: Any, text: str, prompt: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what follows the prompt in a text, as records."""
+    if isinstance(read, Format):  # exact, whatever the prompt's contents
+        begin = read.write(prompt, add_generation_prompt=True)
+        if text.startswith(begin):
+            return read.reply(text[len(begin) :])
+    found = read(text)
+    found = records_of(found if isinstance(found, History) else History.from_chats(found))
+    if found[0]["role"] == "system" != prompt[0]["role"]:
+        found = found[1:]  # the template's own
+    if len(found) < len(prompt):
+        raise RuntimeError(
+            f"parsing lost messages: expected at least the {len(prompt)} of the prompt, got "
+            f"{len(found)} from {text[:80]!r}; name the template that wrote the text"
+        )
+    silent = {"role": "assistant", "content": "", "is_complete": False}
+    return found[len(prompt) :] or [silent]

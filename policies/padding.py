@@ -5,9 +5,10 @@ Left out on purpose: masks guessed from `ids != pad`. A mask comes from lengths.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDictBase, is_tensorclass
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -65,18 +66,54 @@ def positions(mask: Tensor) -> Tensor:
 
 
 def is_ragged(container: TensorDictBase) -> bool:
-    """Return whether a TensorDict or tensorclass is a lazy stack of rows."""
-    return isinstance(getattr(container, "_tensordict", container), LazyStackedTensorDict)
+    """Return whether a TensorDict or tensorclass is a lazy stack of rows, or holds nested ones."""
+    td = inner(container)
+    lazy = isinstance(td, LazyStackedTensorDict)
+    return lazy or any(isinstance(v, Tensor) and v.is_nested for v in td.values())
+
+
+def inner(container: TensorDictBase) -> TensorDictBase:
+    """Return the TensorDict inside a tensorclass; a TensorDict itself."""
+    return container._tensordict if is_tensorclass(container) else container
 
 
 def rows(td: TensorDictBase, key: str | tuple[str, ...]) -> list[Tensor] | None:
     """Return the rows at a key of a dense or lazily stacked TensorDict, or None without it."""
     path = (key,) if isinstance(key, str) else tuple(key)
-    owner = td if len(path) == 1 else td.get(path[:-1], None)
+    owner = td if len(path) == 1 else td.get(path[:-1], None) if path else None
     if owner is None:
         return None
-    value = owner.get(path[-1], None, **({"as_list": True} if is_ragged(owner) else {}))
-    return None if value is None else list(value)
+    lazy = isinstance(inner(owner), LazyStackedTensorDict)
+    options = {"as_list": True} if lazy else {}
+    value = owner.get(path[-1], None, **options)
+    if value is None or isinstance(value, list):
+        return value
+    return list(value.unbind(0))  # a nested tensor has no iterator
+
+
+def nested(
+    td: TensorDictBase, key: str | tuple[str, ...], *, layout: torch.layout = torch.jagged
+) -> Tensor:
+    """Return the rows at a key as one nested tensor, whatever holds them and however deep.
+
+    `td.get(key, as_nested_tensor=True)` takes neither dense data nor stacks of stacks; their rows
+    come in row-major order here. Raises ValueError if nothing is there.
+
+    >>> from tensordict import TensorDict
+    >>> nested(TensorDict(a=torch.tensor([[1, 2]]), batch_size=[1]), "a").unbind()
+    (tensor([1, 2]),)
+    """
+    found = rows(td, key)
+    if found is None:
+        raise ValueError(f"expected rows at {key!r}, got keys {sorted(map(str, td.keys(True)))}")
+    return torch.nested.as_nested_tensor(_flat(found), layout=layout)
+
+
+def _flat(found: Any) -> list[Tensor]:
+    """Return 1-D rows out of nested lists, or of the batch dimensions of a tensor."""
+    if isinstance(found, Tensor) and found.ndim == 1:
+        return [found]
+    return [row for part in found for row in _flat(part)]
 
 
 def attended(ids: list[Tensor], masks: list[Tensor] | None, *, ragged: bool) -> list[Tensor]:

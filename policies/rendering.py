@@ -21,6 +21,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 Message = dict[str, Any]
 Span = tuple[int, int]  # [start, end) in characters
 
+
 @dataclass(frozen=True)
 class Piece:
     """A run of text written by the template, or the content of one message."""
@@ -69,6 +70,10 @@ class Encoder:
     def find_control(self, ids: Sequence[int]) -> list[int]:
         """Return the control tokens among `ids`, in order."""
         return [i for i in ids if i in self.control]
+
+    def token(self, index: int) -> str:
+        """Return the text of a token."""
+        return str(self._whole.id_to_token(index))
 
     def spell(self, text: str) -> list[int]:
         """Return ids of `text` none of which is a control token."""

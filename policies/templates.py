@@ -64,7 +64,8 @@ def _lines(start: str, system: str, user: str, assistant: str, prompt: str) -> s
         f"{{% if message['role'] == 'user' %}}{{{{ {user} }}}}"
         "{% elif message['role'] == 'assistant' %}" + assistant + "{% elif message['role'] == "
         f"'system' and loop.first %}}{{{{ {system} }}}}"
-        "{% else %}{{ raise_exception('no turn for role ' + message['role'] + ' here') }}{% endif %}"
+        "{% else %}{{ raise_exception('no turn for role ' + message['role'] + ' here') }}"
+        "{% endif %}"
         f"{{% endfor %}}{{% if add_generation_prompt %}}{{{{ '{prompt}' }}}}{{% endif %}}"
     )
 
@@ -224,8 +225,9 @@ def find_template(
 
 def _with_end(template: Template, tokenizer: Any) -> Template:
     """Return ChatML with an end of turn that the tokenizer has; any other template as it is."""
-    own = template.text != CHATML or tokenizer is None
-    if own or "<|im_end|>" in tokenizer.get_added_vocab():
+    if template.text != CHATML or tokenizer is None:
+        return template
+    if "<|im_end|>" in tokenizer.get_added_vocab():
         return template
     if tokenizer.eos_token is None:
         raise ValueError(

@@ -1,10 +1,12 @@
 """What the whole session shares: a cache of its own, and runs that several files read."""
 
+import contextlib
 import os
 from pathlib import Path
 
 import pytest
 from runs import SMALL, WANDB, Finished, train
+from tensordict import list_to_stack, set_list_to_stack
 
 from policies.cache import cache_dir
 
@@ -28,3 +30,15 @@ def small_run(tmp_path_factory) -> Finished:
     done = train(*SMALL, *WANDB, f"output_dir={folder}")
     assert done.code == 0, done.text
     return done.at(folder)
+
+
+@pytest.fixture(params=["default", True])
+def list_setting(request):
+    """Run a test under each tensordict setting, and see that it is left alone."""
+    given = contextlib.nullcontext()
+    if request.param != "default":
+        given = set_list_to_stack(request.param)
+    with given:
+        before = list_to_stack()
+        yield
+        assert list_to_stack() == before

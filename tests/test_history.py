@@ -1,17 +1,15 @@
-"""History and the containers: shapes, ragged batches, growing chats, rendering."""
+"""History: shapes, ragged batches, growing chats, rendering."""
 
-import contextlib
 import pickle
 import time
 
 import pytest
 import torch
-from tensordict import TensorDict, lazy_stack, list_to_stack, set_list_to_stack
+from tensordict import TensorDict, lazy_stack
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from policies.chat_template import Renderer
-from policies.containers import ChatHistory, LogProbs, Masks, Text, Tokens
 from policies.history import History
 
 ASK = {"role": "user", "content": "Hi"}
@@ -23,16 +21,7 @@ CHATML = (
 )
 
 
-@pytest.fixture(params=["default", True], autouse=True)
-def list_setting(request):
-    """Run every test under each tensordict setting, and see that it is left alone."""
-    given = contextlib.nullcontext()
-    if request.param != "default":
-        given = set_list_to_stack(request.param)
-    with given:
-        before = list_to_stack()
-        yield
-        assert list_to_stack() == before
+pytestmark = pytest.mark.usefixtures("list_setting")
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +70,14 @@ class TestMaking:
     def test_message_by_message(self):
         history = lazy_stack([History(**m, batch_size=[]) for m in LONG])
         assert history.messages() == LONG
+
+    def test_the_example_of_the_original_stacks_messages(self, tokenizer):
+        turns = [("system", "CONTENT\nThis is the setup"), ("user", "first"), ("assistant", "it")]
+        history = torch.stack([History(role=role, content=content) for role, content in turns])
+        assert history.role == ["system", "user", "assistant"]
+        text = history.apply_chat_template(tokenizer=tokenizer, chat_template_name="chatml_format")
+        said = [f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in turns]
+        assert text == "".join(said) + "<|im_start|>assistant\n"
 
     def test_padding_messages_are_no_messages(self):
         history = History.from_chats(SHORT)
@@ -260,11 +257,13 @@ class TestRendering:
         text = history.apply_chat_template(tokenizer=tokenizer, chat_template="chatml")
         assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 
-    def test_a_mask_without_assistant_is_an_error(self, tokenizer):
+    def test_only_a_chat_with_a_reply_needs_an_assistant_mask(self, tokenizer):
+        options = {"tokenizer": tokenizer, "return_assistant_tokens_mask": True}
+        td = History.from_chats([SHORT, LONG]).apply_chat_template(**options)
+        assert [m.any().item() for m in td.get("assistant_masks", as_list=True)] == [False, True]
+        wrong = CHATML.replace("{% endfor %}", "{% endfor %}{% generation %}{% endgeneration %}")
         with pytest.raises(ValueError, match="no token in the assistant mask"):
-            History.from_chats(SHORT).apply_chat_template(
-                tokenizer=tokenizer, return_assistant_tokens_mask=True
-            )
+            History.from_chats(LONG).apply_chat_template(chat_template=wrong, **options)
 
     @pytest.mark.parametrize(
         "options",
@@ -273,11 +272,64 @@ class TestRendering:
             {"return_assistant_tokens_mask": True, "return_dict": False},
             {"padding": True},
             {"return_tensors": "np"},
+            {"truncation": True, "max_length": 3},
+            {"truncation": "only_first", "tokenize": True},
+            {"padding": "widest", "return_dict": True},
+            {"padding": "max_length", "return_dict": True},
+            {"max_length": 3, "return_dict": True},
+            {"continue_final_message": True},
+            {"chat_template_name": "chatlm"},
         ],
     )
-    def test_options_that_contradict(self, options, tokenizer):
-        with pytest.raises(ValueError, match="return_"):
+    def test_options_that_contradict_or_are_unknown(self, options, tokenizer):
+        match = "|".join(["return_", *options])
+        with pytest.raises(ValueError, match=match):
             History.from_chats(SHORT).apply_chat_template(tokenizer=tokenizer, **options)
+
+    @pytest.mark.parametrize("side", ["left", "right"])
+    def test_truncation_and_padding_to_a_length(self, side, tokenizer):
+        tokenizer = pickle.loads(pickle.dumps(tokenizer))
+        tokenizer.truncation_side = tokenizer.padding_side = side
+        batch = History.from_chats([LONG, SHORT])
+        whole = [tokenizer.apply_chat_template(c, return_dict=False) for c in (LONG, SHORT)]
+        size = len(whole[0]) - 3
+        assert len(whole[1]) < size
+        cut = whole[0][3:] if side == "left" else whole[0][:size]
+        options = {"tokenizer": tokenizer, "add_generation_prompt": False, "truncation": True}
+        assert batch.apply_chat_template(tokenize=True, max_length=size, **options) == [
+            cut,
+            whole[1],
+        ]
+        td = batch.apply_chat_template(
+            padding="max_length", max_length=size, return_assistant_tokens_mask=True, **options
+        )
+        assert td["input_ids"].shape == (2, size)
+        assert td["input_ids"][td["attention_mask"]].tolist() == [*cut, *whole[1]]
+        said = tokenizer.decode(td["input_ids"][0][td["assistant_masks"][0]])
+        assert said == ("Yo<|im_end|>" if side == "left" else "Y")
+        tokenizer.model_max_length = 7
+        assert [len(row) for row in batch.apply_chat_template(tokenize=True, **options)] == [7, 7]
+
+    def test_the_final_message_can_go_on(self, tokenizer):
+        options = {"tokenizer": tokenizer, "add_generation_prompt": False}
+        td = History.from_chats(LONG).apply_chat_template(
+            continue_final_message=True, return_assistant_tokens_mask=True, **options
+        )
+        text = tokenizer.apply_chat_template(LONG, tokenize=False, continue_final_message=True)
+        assert tokenizer.decode(td["input_ids"]) == text
+        assert text.endswith("assistant\nYo")
+        assert tokenizer.decode(td["input_ids"][td["assistant_masks"]]) == "Yo"
+        template = "{% for m in messages %}{{ m['content'] | upper }};{% endfor %}"
+        with pytest.raises(ValueError, match="cannot be left open"):
+            History.from_chats(LONG).apply_chat_template(
+                continue_final_message=True, chat_template=template, **options
+            )
+
+    def test_padding_messages_are_not_rendered(self, tokenizer):
+        history = History.from_chats(SHORT)
+        text = history.apply_chat_template(tokenizer=tokenizer)
+        history.extend(History(role="<none>", content="x", batch_size=[2]))
+        assert history.apply_chat_template(tokenizer=tokenizer) == text
 
     def test_a_renderer_has_its_own_template(self, tokenizer):
         with pytest.raises(ValueError, match="chat_template=None with a Renderer"):
@@ -290,73 +342,3 @@ class TestRendering:
             History.from_chats([[SHORT]]).apply_chat_template(
                 tokenizer=tokenizer, padding=True, return_dict=True
             )
-
-
-def make_tokens(size):
-    ids = torch.arange(size)
-    return Tokens(prompt=ids[:1], response=ids[1:], assistant=ids[1:], full=ids, padded=False)
-
-
-class TestContainers:
-    def test_fields_are_none_by_default(self):
-        for container in (Tokens, LogProbs, Masks, ChatHistory, Text):
-            empty = container(batch_size=[2])
-            assert all(getattr(empty, f) is None for f in container.__dataclass_fields__)
-
-    def test_padded_batch(self):
-        full = torch.arange(6).reshape(2, 3)
-        tokens = Tokens(full=full, response=full[:, 1:], padded=True, batch_size=[2])
-        td = TensorDict(tokens=tokens, batch_size=[2])
-        assert td["tokens", "full"] is tokens.full
-        assert td["tokens"].padded is True
-        assert td[1]["tokens"].response.tolist() == [4, 5]
-        assert isinstance(td["tokens"], Tokens)
-
-    def test_ragged_batch(self):
-        td = lazy_stack([TensorDict(tokens=make_tokens(n)) for n in (3, 5)])
-        assert isinstance(td.get("tokens"), Tokens)
-        rows = td.get(("tokens", "full"), as_list=True)
-        assert [r.tolist() for r in rows] == [[0, 1, 2], [0, 1, 2, 3, 4]]
-        options = {"as_padded_tensor": True, "padding_value": -1}
-        left = td.get(("tokens", "full"), padding_side="left", **options)
-        assert left.tolist() == [[-1, -1, 0, 1, 2], [0, 1, 2, 3, 4]]
-        right = td.get(("tokens", "response"), padding_side="right", **options)
-        assert right.tolist() == [[1, 2, -1, -1], [1, 2, 3, 4]]
-        assert [row.padded for row in td.get("tokens").unbind(0)] == [False, False]
-
-    def test_ragged_container_inside_a_dense_tensordict(self):
-        td = TensorDict(batch_size=[2])
-        td.set("tokens", lazy_stack([make_tokens(3), make_tokens(5)]))
-        td.set("reward", torch.zeros(2))
-        assert [len(r) for r in td.get(("tokens", "full"), as_list=True)] == [3, 5]
-        assert td[1]["tokens", "assistant"].tolist() == [1, 2, 3, 4]
-        assert td.get("tokens")[0].prompt.tolist() == [0]
-
-    def test_masks_and_log_probs(self):
-        rows = [torch.tensor([True, False]), torch.tensor([True, True, False])]
-        masks = lazy_stack([Masks(all_response_mask=r, padded=False) for r in rows])
-        padded = masks.get("all_response_mask", as_padded_tensor=True, padding_value=False)
-        assert padded.dtype == torch.bool
-        assert padded.tolist() == [[True, False, False], [True, True, False]]
-        values = [torch.tensor([-1.0]), torch.tensor([-2.0, -3.0])]
-        log_probs = lazy_stack([LogProbs(response=v, assistant=v, padded=False) for v in values])
-        sums = [v.sum().item() for v in log_probs.get("assistant", as_list=True)]
-        assert sums == [-1.0, -5.0]
-
-    def test_histories(self):
-        prompt = History.from_chats([SHORT, LONG])
-        response = History.from_replies(["a", "b"], [True, True])
-        full = prompt.extend(response, inplace=False, dim=1)
-        history = ChatHistory(prompt=prompt, response=response, full=full, batch_size=[2])
-        td = TensorDict(history=history, batch_size=[2])
-        assert td["history", "prompt"].chats() == [SHORT, LONG]
-        assert td["history"].full.chats()[0] == [*SHORT, {"role": "assistant", "content": "a"}]
-        assert td[1]["history"].prompt.messages() == LONG
-        again = lazy_stack([td[1], td[0]])
-        assert again["history", "prompt"].chats() == [LONG, SHORT]
-
-    def test_texts(self):
-        text = Text(prompt=["a", "bc"], batch_size=[2])
-        assert text.prompt == ["a", "bc"]
-        assert text[1].prompt == "bc"
-        assert TensorDict(text=text, batch_size=[2])["text", "prompt"] == ["a", "bc"]

@@ -1,0 +1,62 @@
+"""A message as a dict, and messages as the columns of a History.
+
+A record is a message with the fields of History; those that are None are left out.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from tensordict import NonTensorData, NonTensorStack
+
+PADDING_ROLE = "<none>"
+OPTIONAL = ("tool_calls", "tool_responses")
+FIELDS = ("role", "content", "is_complete", *OPTIONAL)
+
+
+def columns(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the columns of a [T] history of records, and its batch size."""
+    done: dict[str, Any] = {"batch_size": [len(records)]}
+    for name in FIELDS:
+        values = [record.get(name) for record in records]
+        if name not in OPTIONAL or any(v is not None for v in values):
+            # wrapped, so that a list stays the value of one message
+            done[name] = NonTensorStack(*[NonTensorData(v) for v in values])
+    return done
+
+
+def records_of(history: Any) -> list[dict[str, Any]]:
+    """Return the fields of a history [] or [T], message by message, without those that are None."""
+    rows = [history] if history.ndim == 0 else None
+    size = 1 if rows else history.shape[0]
+    records: list[dict[str, Any]] = [{} for _ in range(size)]
+    for name in FIELDS:
+        values = history.get(name, None)
+        if values is not None and name in OPTIONAL:  # lists themselves: read each message
+            values = [m.get(name, None) for m in rows or history.unbind(0)]
+            values = [None if v is None else list(v) for v in values]
+        elif not isinstance(values, list):
+            values = [values] * size
+        for record, value in zip(records, values, strict=True):
+            if value is not None:
+                record[name] = value
+    return records
+
+
+def checked(message: Any, index: int) -> dict[str, Any]:
+    """Return a message as a record; raise ValueError if it is not one."""
+    if not isinstance(message, dict):
+        raise ValueError(f"message {index}: expected a dict, got {type(message).__name__}")
+    record = {k: v for k, v in message.items() if v is not None}
+    if "tool_calls" in record:
+        record.setdefault("content", "")
+    for name in ("role", "content"):
+        if not isinstance(record.get(name), str):
+            got = type(message.get(name)).__name__
+            raise ValueError(f"message {index}: expected {name!r} to be a str, got {got}")
+    unknown = sorted(set(record) - set(FIELDS))
+    if unknown:
+        raise ValueError(
+            f"message {index}: got the fields {unknown}, a history keeps only {list(FIELDS)}; "
+            "remove them from the data"
+        )
+    return {"is_complete": True, **record}
