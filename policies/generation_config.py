@@ -1,7 +1,7 @@
 """Replies as a GenerationConfig of transformers asks for, by the model's own `generate`.
 
-For what leash's sampler leaves out: top-p, top-k, penalties. The log-prob of a token is that of the
-processed scores it was drawn from. Letters: B rows, n tokens of a reply.
+For what leash's sampler leaves out (see policies/generate_kwargs.py). The log-prob of a token is
+that of the processed scores it was drawn from. Letters: B rows, n tokens of a reply.
 """
 
 import copy

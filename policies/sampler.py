@@ -1,9 +1,10 @@
 """Sampling: prompts in, exact ids and their log-probabilities out.
 
-The log-prob of a token comes from the very logits it was drawn from, at the sampling temperature.
+The log-prob of a token comes from the very logits it was drawn from, at the sampling temperature
+and after the filters (see policies/filters.py).
 Draws are by inverse CDF on counter-based uniforms, so a row's reply does not depend on the batch.
 A prompt that several adjacent rows share is run once; rows that have ended leave the batch.
-Left out on purpose: top-p, top-k and penalties, which the training log-probs could not follow.
+Left out on purpose: beams, and what only transformers' processors do (policies/generation_config).
 """
 
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from policies.filters import NO_FILTERS, Filters
 from policies.padding import pad, pad_mask
 from policies.random import inverse_cdf, uniforms
 
@@ -49,10 +51,11 @@ def sample(
     stop: Stop,
     max_new_tokens: int,
     temperature: float = 1.0,
+    filters: Filters = NO_FILTERS,
 ) -> Sampled:
     """Sample one reply per prompt (1-D ids); streams [B] int64; temperature 0 is greedy.
 
-    Greedy log-probs are those of temperature 1.
+    Greedy log-probs are those of temperature 1; top-k, top-p and min-p change nothing there.
     """
     if any(len(p) == 0 for p in prompts):
         raise ValueError("expected at least one prompt token, got an empty prompt")
@@ -66,14 +69,18 @@ def sample(
     complete = torch.zeros(size, dtype=torch.bool, device=device)
     alive = torch.arange(size, device=device)  # rows still running
     state = _Prefilled(model, prompts)
+    seen = None if filters.repetition_penalty == 1 else _seen(prompts, state.logits.shape[-1])
     for step in range(max_new_tokens):
-        logits = state.logits  # [n, V] float32
-        scaled = logits if temperature == 0 else logits / temperature
+        said = None if seen is None else seen[alive]
+        logits = filters.process(state.logits, seen=said, step=step, ends=stop_ids)  # [n, V]
+        scaled = logits if temperature == 0 else filters.cut(logits / temperature)
         if temperature == 0:
             drawn = logits.argmax(-1)
         else:
             u = uniforms(streams[alive], starts[alive] + step)
             drawn = inverse_cdf(scaled.softmax(-1), u)
+        if seen is not None:
+            seen[alive, drawn] = True
         picked = scaled.gather(-1, drawn[:, None]).squeeze(-1) - scaled.logsumexp(-1)  # [n]
         replies[alive, step], log_probs[alive, step] = drawn, picked
         lengths[alive] = step + 1
@@ -126,6 +133,14 @@ class _Prefilled:
         )
         self.position = self.position + 1
         self.logits = out.logits[:, -1].float()
+
+
+def _seen(prompts: Sequence[Tensor], size: int) -> Tensor:
+    """Return which of `size` tokens are in each prompt, [B, V]."""
+    seen = torch.zeros(len(prompts), size, dtype=torch.bool, device=prompts[0].device)
+    for row, prompt in zip(seen, prompts, strict=True):
+        row[prompt] = True
+    return seen
 
 
 def _unique(prompts: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:

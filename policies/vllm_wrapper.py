@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
 from torch import Tensor
 
 from policies.models import find_model, load_tokenizer
@@ -27,6 +26,7 @@ EXTRA = {
     "presence_penalty": "presence_penalty",
     "frequency_penalty": "frequency_penalty",
 }
+ITS_OWN = ("presence_penalty", "frequency_penalty")  # transformers has no such names
 
 
 class vLLMWrapper(TransformersWrapper):
@@ -34,8 +34,8 @@ class vLLMWrapper(TransformersWrapper):
 
     `model` is a vllm.LLM, or the folder or name of a model to start one on (float32; for more say
     `load_engine(name, dtype="bfloat16", ...)`); without a tokenizer the model's own is read.
-    `generate_kwargs` may also have the names in EXTRA, and max_tokens for max_new_tokens: the
-    log-probs are those of what they leave of the distribution. A `stream` [B] seeds each row.
+    `generate_kwargs` may also have the names in EXTRA: the log-probs are those of what they leave
+    of the distribution. A `stream` [B] seeds each row.
     """
 
     def __init__(
@@ -52,13 +52,10 @@ class vLLMWrapper(TransformersWrapper):
         if tokenizer is None or isinstance(tokenizer, str | Path):
             tokenizer = load_tokenizer(find_model(str(tokenizer or engine.folder)))
         wishes = dict(generate_kwargs or {})
-        if "max_tokens" in wishes:
-            if "max_new_tokens" in wishes:
-                raise ValueError("expected max_new_tokens or max_tokens, got both; drop one")
-            wishes["max_new_tokens"] = wishes.pop("max_tokens")
-        common = {k: v for k, v in wishes.items() if k not in EXTRA}
+        common = {k: v for k, v in wishes.items() if k not in ITS_OWN}
         super().__init__(engine, tokenizer=tokenizer, generate_kwargs=common, **settings)
-        self.scorer = engine
+        if self.limits.handed_on:
+            raise ValueError(f"vLLM does not offer {sorted(self.limits.handed_on)}; drop them")
         self.generate_kwargs = self._settings["generate_kwargs"] = wishes
         self.params = engine.params(
             temperature=self.temperature,
@@ -67,6 +64,11 @@ class vLLMWrapper(TransformersWrapper):
             stop_token_ids=sorted(self.stop_ids),
             **{EXTRA[k]: v for k, v in wishes.items() if k in EXTRA},
         )
+
+    def _set_model(self, model: Engine) -> None:
+        if self.pad_model_input is not None:
+            raise ValueError("vLLM lays out its own batches; drop pad_model_input")
+        self.scorer = model
 
     @property
     def device(self) -> torch.device:
@@ -80,7 +82,7 @@ class vLLMWrapper(TransformersWrapper):
     def _draw(self, ids: list[Tensor], streams: Tensor) -> Sampled:
         return self.scorer.sample(ids, streams=streams, params=self.params)
 
-    def _logits(self, td: TensorDictBase, side: str = "left") -> TensorDictBase:
+    def _logits(self, tokens: Tensor, attention: Tensor) -> Tensor:
         raise NotImplementedError(
             "vLLM returns the log-probs of tokens, not distributions over the vocabulary; use "
             "TransformersWrapper for get_dist, or log_prob here"

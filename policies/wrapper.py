@@ -1,60 +1,196 @@
 """The policy as a TensorDict module: what every engine shares.
 
-A wrapper either generates (prompt -> response) or scores (full -> log-probs). An engine fills two
-methods, `_generate` and `_score`; keys, batch shapes, copies and distributions live here.
+A wrapper either generates (prompt -> response) or scores (full -> log-probs). An engine says what a
+model does with token ids (policies/model_calls.py); reading, writing, keys, batch shapes, batching
+and distributions are the same for all of them. B rows, T tokens, V vocabulary.
+Token in, token out: whatever carries ids is generated from or scored by those ids, in any input
+mode; a history or text is tokenised only where there are none.
 Alignment everywhere: entry t of a `full` belongs to token t; unscored entries are 0.
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 from weakref import ref
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, unravel_key
 from tensordict.nn import TensorDictModuleBase
-from torch import Tensor
+from torch import nn
 
-from policies.distributions import LLMMaskedCategorical
-from policies.padding import is_ragged, pad, rows
+from policies.chat_template import Renderer
+from policies.generate_kwargs import GenerateKwargs
+from policies.generates import Generates
+from policies.generation_config import token_ids
+from policies.inputs import NestedKey, ReadsInputs
+from policies.model_calls import CallsModel
+from policies.models import find_model, load_model, load_tokenizer
+from policies.outputs import Form, home, put
+from policies.sampler import Stop
+from policies.scorer import max_positions
+from policies.scores import ScoresSequences
+from policies.settings import check_settings, queue_of, tokenizer_options
+from policies.token_dists import GivesDistributions, flat
 
 InputMode = Literal["history", "text", "tokens"]
-NestedKey = str | tuple[str, ...]
 
 
-class LLMWrapperBase(TensorDictModuleBase):
-    """Common behaviour of policies over language models.
+class LLMWrapperBase(
+    ReadsInputs, CallsModel, Generates, ScoresSequences, GivesDistributions, TensorDictModuleBase
+):
+    """Generate with or score by a language model; in and out is one TensorDict.
 
-    Subclasses implement `_generate(td) -> td`, `_score(td) -> td` and `_logits(td) -> td` on a
-    one-dimensional batch, and list their constructor arguments in `_settings`.
+    A subclass implements `_draw(ids, streams)` and `_logits(tokens, attention)`; see CallsModel.
+
+    model, tokenizer: objects, folders or names; without a tokenizer that of the model named.
+    input_mode: what is read: "history", "text" or "tokens"; `input_key` renames the field.
+    attention_mask_key: the mask of given ids, where there is no (masks_key, "all_attention_mask").
+    generate_kwargs: see GenerateKwargs. tokenizer_kwargs: for texts.
+    pad_output: dense [B, T] instead of ragged outputs; those are lazy stacks, or nested tensors of
+    `layout`. pad_model_input=False: score sequences laid out after each other, without padding.
+    inplace: True writes into the input, False into a new td, "empty" into an empty copy of the
+    input; None is True unless there are several samples.
+    device: where the model is (a named one is loaded there): inputs move there and outputs back.
+    num_samples: replies of a prompt, in a batch dimension of their own.
+    chat_template_name, chat_template: a known template, or its Jinja text or file.
+    *_key: where each output stands; None leaves it out.
+    batching: rows of several threads run together (see BatchQueue for sizes and timeout, in
+    seconds); sizes alone switch it on.
+    prefer_tokens: False renders histories and texts even where there are ids.
+    score_mask_key: a bool mask [B, T]; only its tokens are scored, the others read 0.
+    micro_batch_tokens: the most padded tokens of one scoring forward.
+
+    A `stream` [B] in the input fixes the draws of each row; otherwise torch's generator seeds them.
+    A `temperature` [B] in the input is that of scoring.
     """
 
-    generate: bool
-    input_mode: InputMode
-    pad_output: bool
-    return_log_probs: bool
-    inplace: bool | Literal["empty"]
-    _settings: dict[str, Any]
+    def __init__(
+        self,
+        model: Any,
+        *,
+        tokenizer: Any = None,
+        input_mode: InputMode = "history",
+        input_key: NestedKey | None = None,
+        attention_mask_key: NestedKey = "attention_mask",
+        generate: bool = True,
+        generate_kwargs: dict[str, Any] | None = None,
+        tokenizer_kwargs: dict[str, Any] | None = None,
+        pad_output: bool = False,
+        pad_model_input: bool | None = None,
+        inplace: bool | Literal["empty"] | None = None,
+        device: torch.device | str | None = None,
+        layout: torch.layout | None = None,
+        num_samples: int | None = None,
+        chat_template_name: str | None = None,
+        chat_template: str | None = None,
+        return_log_probs: bool | None = None,
+        history_key: NestedKey | None = "history",
+        text_key: NestedKey | None = "text",
+        tokens_key: NestedKey | None = "tokens",
+        masks_key: NestedKey | None = "masks",
+        log_probs_key: NestedKey | None = "log_probs",
+        batching: bool | None = None,
+        min_batch_size: int | None = None,
+        max_batch_size: int | None = None,
+        batching_timeout: float = 10.0,
+        prefer_tokens: bool = True,
+        score_mask_key: NestedKey | None = None,
+        micro_batch_tokens: int | None = None,
+    ) -> None:
+        super().__init__()
+        settings = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
+        self.limits = GenerateKwargs.read(generate_kwargs or {})
+        check_settings(settings, self.limits)
+        self.tokenizer_kwargs = tokenizer_options(tokenizer_kwargs, input_mode)
+        self._queue = queue_of(batching, min_batch_size, max_batch_size, batching_timeout)
+        for name, value in settings.items():
+            if name not in ("model", "device", "tokenizer_kwargs"):
+                setattr(self, name, value)
+        self.generate_kwargs = dict(generate_kwargs or {})
+        self._settings = settings | {
+            "generate_kwargs": self.generate_kwargs,
+            "tokenizer_kwargs": dict(tokenizer_kwargs or {}),
+        }
+        self.num_samples = num_samples or self.limits.num_samples
+        self.inplace = (self.num_samples is None) if inplace is None else inplace
+        self.return_log_probs = return_log_probs is not False and log_probs_key is not None
+        self.temperature, self.max_new_tokens = self.limits.temperature, self.limits.max_new_tokens
+        self.version = 0  # counts the weight syncs
+        self._take(model, tokenizer)
+        self._set_keys()
 
-    def _set_keys(self, input_mode: InputMode, settings: dict[str, Any]) -> None:
-        """Check the mode, store the key names and derive in_keys and out_keys from them."""
-        if input_mode not in ("history", "text", "tokens"):
-            raise ValueError(f"input_mode must be one of history, text, tokens; got {input_mode!r}")
-        self.input_mode = input_mode
-        for name in ("history_key", "text_key", "tokens_key", "masks_key", "log_probs_key"):
-            setattr(self, name, settings[name])
-        container = getattr(self, f"{input_mode}_key")
-        self.in_keys = [settings["input_key"] or (container, "prompt" if self.generate else "full")]
-        keys = [self.masks_key, self.tokens_key]
-        keys += [self.log_probs_key] if self.return_log_probs else []
-        if self.generate:  # words are only written where there is a reply to write
-            keys += [] if input_mode == "tokens" else [self.text_key]
-            keys += [self.history_key] if input_mode == "history" else []
-        self.out_keys = keys
+    def _take(self, model: Any, tokenizer: Any) -> None:
+        """Keep model and tokenizer, loaded where they are named, and what follows from them."""
+        if isinstance(tokenizer, str | Path):
+            tokenizer = load_tokenizer(find_model(str(tokenizer)))
+        if isinstance(model, str | Path):
+            found = find_model(str(model))
+            tokenizer = load_tokenizer(found) if tokenizer is None else tokenizer
+            model = load_model(found, device=self._settings["device"])
+        self._settings |= {"model": model, "tokenizer": tokenizer}
+        self.tokenizer = tokenizer
+        self._set_model(model)
+        self._check_device(self._settings["device"])
+        if tokenizer is None and self.input_mode != "tokens":
+            raise ValueError(f"expected a tokenizer for input_mode={self.input_mode!r}, got none")
+        own = self.chat_template or self.chat_template_name
+        own = own or getattr(tokenizer, "chat_template", None)
+        self.renderer: Any = None
+        if self.input_mode == "history" or (own and tokenizer is not None):
+            self.renderer = Renderer(tokenizer, self.chat_template, self.chat_template_name)
+        ends = token_ids(getattr(self.model, "generation_config", None), "eos_token_id")
+        ends += token_ids(tokenizer, "eos_token_id")
+        ends += self.renderer.stop_ids if self.renderer else ()
+        asked = self.limits.eos_token_id
+        self.stop_ids = frozenset(ends if asked is None else asked)
+        self.stop = Stop(self.stop_ids, self.limits.found(tokenizer))
+        pads = [self.limits.pad_token_id, *token_ids(tokenizer, "pad_token_id"), *ends, 0]
+        self.pad_token_id = next(i for i in pads if i is not None)
+        self.max_positions = max_positions(self.model)
+        if self.generate:
+            self.limits.check_positions(self.max_positions)
+
+    def _set_model(self, model: Any) -> None:
+        self.model = model
+
+    @property
+    def device(self) -> torch.device:
+        """Return where the weights are."""
+        weights = self.model.parameters() if isinstance(self.model, nn.Module) else iter(())
+        return next((w.device for w in weights), torch.device(self._settings["device"] or "cpu"))
+
+    def _check_device(self, asked: Any) -> None:
+        has = self.device
+        wanted = has if asked is None else torch.device(asked)
+        if wanted.type != has.type or wanted.index not in (None, has.index):
+            raise ValueError(
+                f"expected the model on device={str(wanted)!r}, it is on {str(has)!r}; move it "
+                "there (model.to), or give its name"
+            )
+
+    def _set_keys(self) -> None:
+        """Derive in_keys and out_keys."""
+        self.in_keys = [
+            self.input_key or self._key(self.input_mode, "prompt" if self.generate else "full")
+        ]
+        # Words are only written where there is a reply to write.
+        text = self.generate and self.input_mode != "tokens"
+        history = self.generate and self.input_mode == "history"
+        keys = [self.text_key if text else None, self.masks_key, self.tokens_key]
+        keys += [self.log_probs_key if self.return_log_probs else None]
+        keys += [self.history_key if history else None]
+        self.out_keys = [key for key in keys if key is not None]
+
+    def _key(self, container: str, field: str | None = None) -> NestedKey:
+        """Return where a container or a field of it stands; one left out has its own name."""
+        name = getattr(self, f"{container}_key") or container
+        return name if field is None else unravel_key((name, field))
 
     def get_new_version(self, **changes: Any) -> "LLMWrapperBase":
         """Return a wrapper over the same weights with some arguments changed.
 
-        Every constructor argument may be named; an unknown one is a ValueError.
+        Every constructor argument may be named; an unknown one is a ValueError. Another direction
+        or mode reads its own field unless `input_key` says otherwise.
         """
         unknown = set(changes) - set(self._settings)
         if unknown:
@@ -64,37 +200,57 @@ class LLMWrapperBase(TensorDictModuleBase):
             )
         settings = {**self._settings, **changes}
         moved = [k for k in ("generate", "input_mode") if settings[k] != self._settings[k]]
-        if moved and "input_key" not in changes:
-            settings["input_key"] = None  # the other direction or mode reads another field
-        return type(self)(**settings)
+        reset = {"input_key": None} if moved else {}
+        reset |= {"pad_model_input": None} if "generate" in moved else {}
+        return type(self)(**{**settings, **reset, **changes})
 
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Generate or score; batches of any number of dimensions, unbatched ones too."""
-        td = _flat(tensordict)
-        out = self._generate(td) if self.generate else self._score(td)
-        return self._place(tensordict, _shaped(out, tensordict))
+    def forward(
+        self, tensordict: TensorDictBase, *, tensordict_out: TensorDictBase | None = None
+    ) -> TensorDictBase:
+        """Generate or score; batches of any number of dimensions, unbatched ones too.
 
-    def _place(self, tensordict: TensorDictBase, out: TensorDictBase) -> TensorDictBase:
-        """Write the outputs where `inplace` says: into the input, a new td, or an empty copy."""
-        if self.inplace is True:
-            for key, value in out.items():  # padded and ragged fields do not share a container
-                if is_ragged(value) != is_ragged(tensordict.get(key, value)):
-                    tensordict.set(key, value)
-            return tensordict.update(out)
-        if self.inplace == "empty":
-            return tensordict.empty().update(out)
-        return out
+        Outputs go to `tensordict_out` if it is given, else where `inplace` says.
+        """
+        if 0 in tensordict.batch_size:
+            raise ValueError(f"expected at least one row, got batch_size {tensordict.batch_size}")
+        out = self._generate(flat(tensordict)) if self.generate else self._score(flat(tensordict))
+        out = self._shaped(out, tensordict)
+        if self._settings["device"] is not None:
+            out = out.to(home(tensordict)).clear_device_()
+        if tensordict_out is None and self.inplace is False:
+            return out
+        target = tensordict if self.inplace is True else tensordict.empty()
+        return put(out, target if tensordict_out is None else tensordict_out)
 
-    def _generate(self, td: TensorDictBase) -> TensorDictBase:
-        raise NotImplementedError
+    def _shaped(self, out: TensorDictBase, like: TensorDictBase) -> TensorDictBase:
+        """Return a td [B] or [B, n] in the batch shape of `like`, and n."""
+        if like.ndim == 0:
+            return out[0]
+        if like.ndim == 1:
+            return out
+        if self.layout is not None and not self.pad_output:
+            raise ValueError(
+                f"nested outputs have one batch dimension, got batch_size {like.batch_size}; "
+                "flatten it, or drop layout"
+            )
+        return out.reshape(*like.batch_size, *out.batch_size[1:])
 
-    def _score(self, td: TensorDictBase) -> TensorDictBase:
-        raise NotImplementedError
+    def _form(self) -> Form:
+        return Form(self.pad_output, None if self.pad_output else self.layout, self.pad_token_id)
 
-    def _logits(self, td: TensorDictBase, side: str) -> TensorDictBase:
-        raise NotImplementedError
+    # The queue.
+
+    def cleanup_batching(self, flush: bool = False) -> None:
+        """Empty the batch queue: with `flush` run what waits, else its callers get an error."""
+        if self._queue is not None:
+            self._queue.cleanup(flush=flush)
+
+    def get_batching_state(self) -> dict[str, Any]:
+        """Return the settings of the batch queue and what it holds."""
+        return {"batching_enabled": False} if self._queue is None else self._queue.state()
 
     # The collector, for transforms that ask for the policy behind an env.
+
     def register_collector(self, collector: Any) -> None:
         """Remember the collector by a weak reference."""
         self._collector: Callable[[], Any] = ref(collector)
@@ -104,131 +260,11 @@ class LLMWrapperBase(TensorDictModuleBase):
         """Return the registered collector, or None."""
         return self._collector() if hasattr(self, "_collector") else None
 
-    # Distributions over given tokens; a generating wrapper refuses them.
-
-    def get_dist(
-        self,
-        tensordict: TensorDictBase,
-        *,
-        mask_key: NestedKey | None = None,
-        padding_side: str = "left",
-    ) -> LLMMaskedCategorical:
-        """Return the distribution of each token given those before it, over [B, T, V] logits.
-
-        The default mask is the attention mask; `mask_key` names another one. Ragged sequences are
-        padded on `padding_side`; padded ones stay as they lie.
-        """
-        td = self._with_logits(tensordict, padding_side)
-        key = mask_key or (self.masks_key, "all_attention_mask")
-        mask = td.get(key, None)
-        if mask is None:
-            mask = self._mask(_flat(tensordict), key, padding_side)
-            mask = None if mask is None else mask.reshape(*tensordict.batch_size, -1)
-        if mask is None:
-            raise ValueError(
-                f"expected a mask at {key}, found none; assistant masks need input_mode='history' "
-                "or masks in the input"
-            )
-        return self._dist(td, mask)
-
-    def _get_dist_with_prompt_mask(
-        self, tensordict: TensorDictBase, *, padding_side: str = "left"
-    ) -> LLMMaskedCategorical:
-        """Return the distribution masked to what follows the prompt, else to the assistant mask."""
-        if rows(_flat(tensordict), (self.tokens_key, "prompt")) is None:
-            key = (self.masks_key, "all_assistant_mask")
-            return self.get_dist(tensordict, mask_key=key, padding_side=padding_side)
-        td = self._with_logits(tensordict, padding_side)
-        attention = td.get((self.masks_key, "all_attention_mask"))
-        after = self._after_prompt(_flat(tensordict), attention.reshape(-1, attention.shape[-1]))
-        assert after is not None  # there are prompt tokens
-        return self._dist(td, after.reshape(attention.shape))
-
-    def _get_dist_with_assistant_mask(
-        self, tensordict: TensorDictBase, *, padding_side: str = "left"
-    ) -> LLMMaskedCategorical:
-        """Return the distribution masked to assistant tokens; writes tokens.full to the caller."""
-        td = self._with_logits(tensordict, padding_side)
-        mask = td.get((self.masks_key, "all_assistant_mask"), None)
-        if mask is None:
-            raise ValueError(
-                "expected an assistant mask, found none; use input_mode='history' or give "
-                f"({self.masks_key!r}, 'all_assistant_mask')"
-            )
-        if rows(tensordict, (self.tokens_key, "full")) is None:
-            tensordict.set((self.tokens_key, "full"), td.get((self.tokens_key, "full")))
-        return self._dist(td, mask)
-
-    def _get_dist_with_attention_mask(
-        self, tensordict: TensorDictBase, *, padding_side: str = "left"
-    ) -> LLMMaskedCategorical:
-        """Return the distribution masked to real tokens."""
-        return self.get_dist(tensordict, padding_side=padding_side)
-
-    def _get_dist_with_custom_mask(
-        self, tensordict: TensorDictBase, mask: Tensor, *, padding_side: str = "left"
-    ) -> LLMMaskedCategorical:
-        """Return the distribution under a bool mask [B, T]."""
-        return self._dist(self._with_logits(tensordict, padding_side), mask)
-
-    _get_sft_dist = _get_dist_with_prompt_mask
-    _get_rlhf_dist = _get_dist_with_assistant_mask
-    _get_generic_dist = _get_dist_with_attention_mask
-
-    def _with_logits(self, tensordict: TensorDictBase, side: str) -> TensorDictBase:
-        """Return a new td with tokens, masks and aligned logits; the caller's is not touched."""
-        if self.generate:
-            raise NotImplementedError(
-                "a generating policy has no distribution over given tokens; "
-                "use policy.get_new_version(generate=False)"
-            )
-        return _shaped(self._logits(_flat(tensordict), side), tensordict)
-
-    def _mask(self, td: TensorDictBase, key: NestedKey, side: str) -> Tensor | None:
-        """Return the mask at a key as bool [B, T], ragged ones padded on `side`; None without."""
-        mask = rows(td, key)
-        return None if mask is None else pad([row.bool() for row in mask], False, side=side)
-
-    def _after_prompt(self, td: TensorDictBase, attention: Tensor) -> Tensor | None:
-        """Return which attended tokens [B, T] follow tokens.prompt; None without prompt tokens."""
-        prompt = rows(td, (self.tokens_key, "prompt"))
-        if prompt is None:
-            return None
-        sizes = torch.tensor([len(p) for p in prompt], device=attention.device)[:, None]
-        if is_ragged(td.get(self.tokens_key)):
-            return attention & (attention.cumsum(-1) > sizes)
-        # A padded prompt takes its full width of columns.
-        columns = torch.arange(attention.shape[-1], device=attention.device)
-        return attention & (columns >= sizes)
-
-    def _dist(self, td: TensorDictBase, mask: Tensor) -> LLMMaskedCategorical:
-        logits = td.get("logits")
-        if mask.shape != logits.shape[:-1]:
-            raise ValueError(
-                f"expected a mask of shape {tuple(logits.shape[:-1])}, one entry a token, got "
-                f"{tuple(mask.shape)}; was the batch padded differently?"
-            )
-        return LLMMaskedCategorical(logits=logits, mask=mask.bool())
-
-    def log_prob(self, data: TensorDictBase, **get_kwargs: Any) -> Tensor:
-        """Return the log-probs of the response; get_kwargs go to `TensorDict.get`."""
-        if self.generate:
-            raise RuntimeError("log_prob scores; expected generate=False, got generate=True")
-        out = _shaped(self._score(_flat(data)), data).get(self.log_probs_key)
-        if rows(out, "response") is None:
-            raise ValueError(
-                "expected prompt tokens or an assistant mask to tell the response from the prompt, "
-                f"found neither; use input_mode='history' or give {(self.tokens_key, 'prompt')}"
-            )
-        if is_ragged(out):
-            return out.get("response", **get_kwargs)
-        padded = out.get("response")
-        return list(padded) if get_kwargs.get("as_list") else padded
-
     @property
     def log_prob_keys(self) -> list[NestedKey]:
         """Return the keys that log-probs are written to."""
-        return getattr(self, "_log_prob_keys", [(self.log_probs_key, "full")])
+        written = [self._key("log_probs", "full")] if self.return_log_probs else []
+        return getattr(self, "_log_prob_keys", written)
 
     @log_prob_keys.setter
     def log_prob_keys(self, value: list[NestedKey]) -> None:
@@ -242,16 +278,4 @@ class LLMWrapperBase(TensorDictModuleBase):
     @property
     def dist_sample_keys(self) -> list[NestedKey]:
         """Return the key of the sampled tokens."""
-        return [(self.tokens_key, "response")]
-
-
-def _flat(td: TensorDictBase) -> TensorDictBase:
-    """Return a td of any batch shape with one batch dimension."""
-    return td if td.ndim == 1 else td.unsqueeze(0) if td.ndim == 0 else td.reshape(-1)
-
-
-def _shaped(out: TensorDictBase, like: TensorDictBase) -> TensorDictBase:
-    """Return a td [B] or [B, n] in the batch shape of `like`, and n."""
-    if like.ndim == 0:
-        return out.squeeze(0)
-    return out if like.ndim == 1 else out.reshape(*like.batch_size, *out.batch_size[1:])
+        return [] if self.tokens_key is None else [self._key("tokens", "response")]

@@ -87,7 +87,7 @@ def test_ragged_outputs_hold_what_padded_ones_do():
     assert is_ragged(ragged["tokens"])
     assert not is_ragged(padded["tokens"])
     assert padded["tokens"].padded is True
-    assert not any(ragged["tokens"].padded)
+    assert ragged["tokens"].padded is False
     same(padded, ragged)
     # A prompt is padded left, a response right, a full row is one after the other.
     tokens, mask = padded["tokens"], padded["masks", "all_attention_mask"]
@@ -101,7 +101,7 @@ def test_ragged_outputs_hold_what_padded_ones_do():
 
 
 @pytest.mark.parametrize("padded", [True, False])
-def test_every_sampled_token_has_its_log_prob_the_first_and_the_last_too(padded):
+def test_fault_01_every_sampled_token_has_its_log_prob_the_first_and_the_last_too(padded):
     # Not as in TorchRL: there the first is 0, and full and prompt are None.
     policy = make_policy()
     out = policy.get_new_version(pad_output=padded)(prompts())
@@ -114,7 +114,7 @@ def test_every_sampled_token_has_its_log_prob_the_first_and_the_last_too(padded)
         assert not rows(out, ("log_probs", "prompt"))[i].any()
 
 
-def test_the_end_of_turn_is_kept_when_it_is_the_padding_token():
+def test_fault_02_the_end_of_turn_is_kept_when_it_is_the_padding_token():
     # Not as in TorchRL: there it is taken for padding and neither stored nor trained.
     tokenizer = copy.deepcopy(make_policy().tokenizer)
     tokenizer.pad_token = tokenizer.eos_token
@@ -126,7 +126,7 @@ def test_the_end_of_turn_is_kept_when_it_is_the_padding_token():
     assert all(reply.index(tokenizer.eos_token_id) == len(reply) - 1 for reply in ends)
 
 
-def test_log_probs_are_those_at_the_sampling_temperature():
+def test_fault_05_log_probs_are_those_at_the_sampling_temperature():
     policy = make_policy()
     kwargs = {**policy.generate_kwargs, "temperature": 0.3}
     out = policy.get_new_version(generate_kwargs=kwargs)(prompts())
@@ -235,15 +235,31 @@ def test_prompts_over_the_limit_are_refused_by_number():
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"min_new_tokens": 3}, "min_new_tokens"),
-        ({"top_p": 0.9}, "top_p"),
+        ({"seed": 3}, "unknown 'seed'"),
+        ({"min_tokens": 3}, "unknown 'min_tokens'; did you mean min_new_tokens"),
+        ({"num_beams": 2}, "num_beams=2: a beam search"),
+        ({"length_penalty": 0.5}, "length_penalty=0.5: a beam search"),
+        ({"max_length": 9}, "max_length=9: lengths count new tokens"),
+        ({"max_time": 1.0}, "max_time=1.0: a reply would end"),
+        ({"logprobs": True}, "return_log_probs"),
+        ({"output_attentions": True}, "output_attentions=True: the wrapper does not offer it"),
+        ({"top_p": 1.5}, "top_p between 0 and 1"),
+        ({"top_k": -1}, "top_k >= 0"),
+        ({"min_p": -0.1}, "min_p between 0 and 1"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty > 0"),
+        ({"min_new_tokens": 9, "max_new_tokens": 3}, "min_new_tokens <= max_new_tokens"),
         ({"temperature": -1.0}, "temperature >= 0"),
         ({"temperature": float("nan")}, "temperature >= 0"),
+        ({"do_sample": False, "temperature": 1.0}, "temperature must be 0"),
         ({"max_new_tokens": 0}, "max_new_tokens >= 1"),
+        ({"n": 0}, "n >= 1"),
+        ({"max_tokens": 3, "max_new_tokens": 3}, "max_new_tokens or max_tokens, got both"),
+        ({"n": 2, "num_return_sequences": 2}, "n or num_return_sequences, got both"),
         ({"stop": "end"}, "list of texts"),
+        ({"stop": ["x"], "typical_p": 0.5}, "stop or .*typical_p.*, got both"),
     ],
 )
-def test_what_cannot_be_generated_is_refused(kwargs, message):
+def test_fault_27_what_cannot_be_generated_is_refused(kwargs, message):
     # Not as in TorchRL, which drops names that it does not know.
     with pytest.raises(ValueError, match=message):
         make_policy().get_new_version(generate_kwargs=kwargs)
@@ -314,7 +330,7 @@ def test_the_callers_data_is_not_changed(changes):
     assert policy.get_new_version().max_new_tokens == 3
 
 
-def test_scoring_in_place_keeps_what_was_there():
+def test_fault_23_scoring_in_place_keeps_what_was_there():
     # Not as in TorchRL: there prompt and response vanish.
     td = make_policy()(prompts())
     before = td.clone()
@@ -388,7 +404,7 @@ def test_log_probs_may_be_left_out():
 # Versions.
 
 
-def test_a_new_version_takes_every_argument():
+def test_fault_22_a_new_version_takes_every_argument():
     # Not as in TorchRL, which ignores several of them without a word.
     policy = make_policy()
     arguments = set(inspect.signature(TransformersWrapper).parameters)
@@ -415,14 +431,34 @@ def test_a_new_version_takes_every_argument():
         "score_mask_key": ("f", lambda p: p.score_mask_key),
         "micro_batch_tokens": (9, lambda p: p.micro_batch_tokens),
     }
+    changed |= {
+        "tokenizer_kwargs": ({"padding": True}, lambda p: p._settings["tokenizer_kwargs"]),
+        "pad_model_input": (False, lambda p: p.pad_model_input),
+        "device": ("cpu", lambda p: p._settings["device"]),
+        "layout": (torch.jagged, lambda p: p.layout),
+        "chat_template_name": ("qwen", lambda p: p.chat_template_name),
+        "batching": (True, lambda p: p.get_batching_state()["batching_enabled"]),
+        "min_batch_size": (2, lambda p: p.get_batching_state().get("min_batch_size")),
+        "max_batch_size": (3, lambda p: p.get_batching_state().get("max_batch_size")),
+        "batching_timeout": (0.5, lambda p: p.batching_timeout),
+        "prefer_tokens": (False, lambda p: p.prefer_tokens),
+    }
     assert set(changed) == arguments
+    before = {k: copy.copy(v) for k, v in policy._settings.items() if isinstance(v, dict)}
     for name, (value, read) in changed.items():
-        made = policy.get_new_version(**{name: value})
+        also = {"generate": False} if name == "pad_model_input" else {}
+        made = policy.get_new_version(**{name: value}, **also)
         assert read(made) == value, name
         assert read(policy) != value, f"{name} changed the parent"
         assert made.model is policy.model
         # The version of a version keeps it.
         assert read(made.get_new_version()) == value, name
+    assert {k: v for k, v in policy._settings.items() if isinstance(v, dict)} == before
+    # Another direction reads its own field and keeps the rest.
+    scorer = policy.get_new_version(generate=False)
+    assert scorer.in_keys == [("history", "full")]
+    packed = scorer.get_new_version(pad_model_input=False)
+    assert packed.get_new_version(generate=True).pad_model_input is None
 
 
 def test_an_unknown_argument_of_a_version_is_refused():
@@ -474,7 +510,7 @@ def test_a_scored_history_holds_its_assistant_part_and_its_response(padded):
             torch.testing.assert_close(values, part, atol=1e-5, rtol=0)
 
 
-def test_log_prob_returns_that_of_the_response():
+def test_fault_21_log_prob_returns_that_of_the_response():
     # Not as in TorchRL, where it is an AttributeError.
     td = make_policy()(prompts())
     stored = td["log_probs", "response"].clone()
@@ -545,7 +581,7 @@ def test_distributions_give_the_scored_log_probs(padded, inplace):
             torch.testing.assert_close(got[1:], expected, atol=1e-5, rtol=0)
 
 
-def test_the_default_mask_is_the_attention_mask():
+def test_fault_20_get_dist_works_with_its_defaults():
     td = make_policy()(prompts())
     assert torch.equal(scoring().get_dist(td).mask, td["masks", "all_attention_mask"])
 

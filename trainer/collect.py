@@ -5,6 +5,7 @@ each turn's task reward stands on the last token sampled in that turn.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
@@ -57,7 +58,7 @@ def collect(
     policy: TransformersWrapper,
 ) -> TensorDict:
     """Return the trajectories of all samples of `prompts` [P] as one batch [B, T]."""
-    policy = ready(policy, pad_output=True, return_log_probs=True)
+    policy = ready(policy, pad_output=True, return_log_probs=True, text_key=None)
     td = env.reset(prompts)
     start, state = td, list(td.keys())
     trajectories: list[Trajectory] = []
@@ -77,17 +78,22 @@ def collect(
         td = _with_ids(carry(td, state)[going], ids)
 
 
-def ready(policy: TransformersWrapper, **needed: bool) -> TransformersWrapper:
+def ready(policy: Any, *, input_mode: str = "history", **needed: Any) -> Any:
     """Return the policy, or a version of it with these outputs, written in place.
 
-    Raises ValueError unless it generates one reply to each history.
+    Raises ValueError unless it generates one reply to each prompt in this mode.
     """
     needed["inplace"] = True
-    if policy.num_samples is not None or policy.input_mode != "history" or not policy.generate:
+    if policy.num_samples is not None or policy.input_mode != input_mode or not policy.generate:
         raise ValueError(
-            "collect expects a policy with generate=True, input_mode='history' and "
+            f"collect expects a policy with generate=True, {input_mode=} and "
             "num_samples=None (the env repeats the prompts), got "
             f"{policy.generate}, {policy.input_mode!r}, {policy.num_samples}"
+        )
+    if policy.limits.narrowed:
+        raise ValueError(
+            f"collect expects the whole distribution, got {policy.limits.narrowed} in "
+            "generate_kwargs, which the log-probs of training could not follow; drop them"
         )
     if all(getattr(policy, name) == value for name, value in needed.items()):
         return policy
@@ -104,12 +110,17 @@ def carry(td: TensorDictBase, state: list[str]) -> TensorDictBase:
 
 
 def prolong(
-    policy: TransformersWrapper, ids: list[int], before: list[dict], after: list[dict]
+    policy: Any, ids: list[int], before: list[dict], after: list[dict]
 ) -> tuple[list[int], list[bool]]:
     """Return the ids of a row up to its next reply, and which of the new ones are the assistant's.
 
     `ids` end in a reply; `before` and `after` are the messages then and at the next prompt.
     """
+    if after[: len(before)] != before:
+        raise ValueError(
+            "expected the next prompt to go on from the sampled turns, got one that a transform "
+            "edited; let it add a message instead (AddThinkingPrompt: edit_last_turn=False)"
+        )
     start = len(ids)
     ids = policy.renderer.extend(ids, before, after[len(before) :])
     # A reply cut by the token limit was closed: that end of turn is the assistant's.
@@ -141,7 +152,7 @@ def _record(trajectories: list[Trajectory], td: TensorDictBase) -> None:
     parts = {} if parts is None else {k: v.squeeze(-1).tolist() for k, v in parts.items()}
     success = following.get("success").squeeze(-1).tolist()
     truncated = following.get("truncated").squeeze(-1).tolist()
-    texts = td.get("text").response
+    texts = [chat[-1]["content"] for chat in td.get(("history", "response")).chats()]
     for i, row in enumerate(trajectories):
         row.reply(ids[i].tolist(), values[i].tolist(), reward[i])
         for name, value in parts.items():

@@ -1,0 +1,145 @@
+"""Gather what several threads ask of one model into batches.
+
+A caller hands in rows and waits. Whoever finds enough rows waiting, or has itself waited for
+`timeout` seconds, runs the next batch for all; one batch runs at a time. No thread of its own.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Run = Callable[[list[Any]], Sequence[Any]]
+
+
+@dataclass(eq=False)
+class _Call:
+    """The rows of one caller, and what became of them."""
+
+    run: Run
+    rows: list[Any]
+    deadline: float
+    results: dict[int, Any] = field(default_factory=dict)
+    error: BaseException | None = None
+
+    @property
+    def open(self) -> bool:
+        return self.error is None and len(self.results) < len(self.rows)
+
+
+class BatchQueue:
+    """Run functions over rows of several callers at once.
+
+    A batch starts when `min_size` rows wait, or `timeout` seconds after the oldest call; it has at
+    most `max_size` rows (None = all that wait).
+
+    >>> BatchQueue(max_size=2)(lambda rows: [row + 1 for row in rows], [1, 2, 3])
+    [2, 3, 4]
+    """
+
+    def __init__(self, *, min_size: int = 1, max_size: int | None = None, timeout: float = 10.0):
+        if min_size < 1 or (max_size is not None and max_size < 1) or not timeout >= 0:
+            raise ValueError(
+                "expected min_batch_size and max_batch_size >= 1 and batching_timeout >= 0 s, got "
+                f"{min_size}, {max_size}, {timeout}"
+            )
+        if max_size is not None and min_size > max_size:
+            raise ValueError(f"min_batch_size ({min_size}) must be <= max_batch_size ({max_size})")
+        self.min_size, self.max_size, self.timeout = min_size, max_size, timeout
+        self._changed = threading.Condition()
+        self._waiting: deque[tuple[_Call, int]] = deque()
+        self._busy = False
+
+    def __call__(self, run: Run, rows: Sequence[Any]) -> list[Any]:
+        """Return run's result of each row. A failure of `run` reaches the caller of the row only.
+
+        Rows are run together with those of other callers of an equal `run`.
+        """
+        call = _Call(run, list(rows), time.monotonic() + self.timeout)
+        with self._changed:
+            self._waiting.extend((call, i) for i in range(len(call.rows)))
+            self._changed.notify_all()
+        while batch := self._claim(call):
+            try:
+                self._work(batch)
+            finally:
+                with self._changed:
+                    self._busy = False
+                    self._changed.notify_all()
+        if call.error is not None:
+            raise call.error
+        return [call.results[i] for i in range(len(call.rows))]
+
+    def cleanup(self, *, flush: bool = False) -> None:
+        """Empty the queue: with `flush` run what waits, else its callers get a RuntimeError."""
+        with self._changed:
+            for call in {call for call, _ in self._waiting}:
+                if flush:
+                    call.deadline = 0.0
+                else:
+                    self._fail(call, RuntimeError("the batch queue was emptied before its turn"))
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._waiting and not self._busy)
+
+    def state(self) -> dict[str, Any]:
+        """Return how many rows wait, whether a batch runs, and the settings."""
+        with self._changed:
+            return {
+                "batching_enabled": True,
+                "min_batch_size": self.min_size,
+                "max_batch_size": self.max_size,
+                "timeout": self.timeout,
+                "queue_size": len(self._waiting),
+                "processing": self._busy,
+            }
+
+    def __reduce__(self):
+        """Copy the settings; locks and waiting callers stay here."""
+        return _make, (self.min_size, self.max_size, self.timeout)
+
+    def _claim(self, call: _Call) -> list[tuple[_Call, int]]:
+        """Wait until a batch is this thread's to run and return it; none once `call` is done."""
+        with self._changed:
+            while call.open:
+                left = call.deadline - time.monotonic()
+                due = left <= 0 or len(self._waiting) >= self.min_size
+                if due and self._waiting and not self._busy:
+                    self._busy = True
+                    return self._take()
+                self._changed.wait(None if due else left)
+        return []
+
+    def _take(self) -> list[tuple[_Call, int]]:
+        run, batch = self._waiting[0][0].run, []
+        while self._waiting and self._waiting[0][0].run == run and len(batch) != self.max_size:
+            batch.append(self._waiting.popleft())
+        return batch
+
+    def _work(self, batch: list[tuple[_Call, int]]) -> None:
+        """Run a batch; if it fails, each caller's rows alone, so that failures find their owner."""
+        calls = list(dict.fromkeys(call for call, _ in batch))
+        try:
+            results = calls[0].run([call.rows[i] for call, i in batch])
+            for (call, i), result in zip(batch, results, strict=True):
+                call.results[i] = result
+        except BaseException as error:
+            stopped = not isinstance(error, Exception)
+            if len(calls) == 1 or stopped:
+                for call in calls:
+                    self._fail(call, error)
+            else:
+                for call in calls:
+                    self._work([item for item in batch if item[0] is call])
+            if stopped:  # Ctrl-C belongs to this thread too
+                raise
+
+    def _fail(self, call: _Call, error: BaseException) -> None:
+        with self._changed:
+            call.error = error
+            self._waiting = deque(item for item in self._waiting if item[0] is not call)
+
+
+def _make(min_size: int, max_size: int | None, timeout: float) -> BatchQueue:
+    return BatchQueue(min_size=min_size, max_size=max_size, timeout=timeout)

@@ -1,0 +1,242 @@
+"""Several threads on one wrapper: whose rows run together, when, and who hears of a failure."""
+
+import copy
+import pickle
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from contracts import make_policy
+from tensordict import TensorDict
+from test_wrapper import CHATS, prompts, same, scoring, spoken
+
+from policies.batching import BatchQueue
+from policies.containers import ChatHistory
+from policies.history import History
+from policies.padding import rows
+from policies.transformers_wrapper import TransformersWrapper
+
+SOON = 30  # seconds; nothing here takes as long
+
+
+class Recorder:
+    """Double numbers, keep the batches, fail at negative ones; `gate` holds the first batch."""
+
+    def __init__(self, held: bool = False) -> None:
+        self.batches: list[list[int]] = []
+        self.started, self.gate = threading.Event(), threading.Event()
+        if not held:
+            self.gate.set()
+
+    def __call__(self, items: list[int]) -> list[int]:
+        self.batches.append(items)
+        self.started.set()
+        assert self.gate.wait(SOON)
+        if any(item < 0 for item in items):
+            raise ValueError(f"negative: {[item for item in items if item < 0]}")
+        return [2 * item for item in items]
+
+
+def together(queue: BatchQueue, run, calls) -> list:
+    """Return the futures of calls by as many threads, entered into the queue in their order."""
+    pool = ThreadPoolExecutor(len(calls))
+    futures = []
+    for i, call in enumerate(calls):
+        futures.append(pool.submit(queue, run, call))
+        until(
+            lambda n=i: queue.state()["queue_size"] > n or futures[n].done() or run.started.is_set()
+        )
+    pool.shutdown(wait=False)
+    return futures
+
+
+def until(condition) -> None:
+    limit = time.monotonic() + SOON
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.001)
+
+
+def test_rows_of_several_callers_run_together_up_to_the_largest_batch():
+    run, queue = Recorder(), BatchQueue(min_size=4, max_size=4, timeout=SOON)
+    futures = together(queue, run, [[1, 2], [3], [4]])
+    assert [f.result(SOON) for f in futures] == [[2, 4], [6], [8]]
+    assert run.batches == [[1, 2, 3, 4]]
+    assert queue(run, list(range(8))) == list(range(0, 16, 2))
+    assert run.batches[1:] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_what_comes_while_the_model_is_busy_is_the_next_batch():
+    run, queue = Recorder(held=True), BatchQueue(max_size=None)
+    first = together(queue, run, [[0]])
+    pool = ThreadPoolExecutor(5)
+    later = [pool.submit(queue, run, [i]) for i in range(1, 6)]
+    until(lambda: queue.state()["queue_size"] == 5)
+    assert queue.state()["processing"] is True
+    run.gate.set()
+    assert [f.result(SOON) for f in first + later] == [[2 * i] for i in range(6)]
+    assert run.batches[0] == [0]
+    assert sorted(run.batches[1]) == [1, 2, 3, 4, 5]
+
+
+def test_fault_30_too_few_rows_run_when_the_time_is_up():
+    # Not as in TorchRL, where they wait for ever.
+    run, queue = Recorder(), BatchQueue(min_size=5, timeout=0.5)
+    start = time.monotonic()
+    futures = together(queue, run, [[1], [2]])
+    assert [f.result(SOON) for f in futures] == [[2], [4]]
+    assert 0.5 <= time.monotonic() - start < 5
+    assert run.batches == [[1, 2]]
+
+
+def test_fault_30_a_failure_reaches_its_caller_and_leaves_nothing_behind():
+    # Not as in TorchRL, where failed rows stay in the queue and fail every later call.
+    run, queue = Recorder(), BatchQueue(min_size=4, timeout=SOON)
+    futures = together(queue, run, [[1], [-2, 5], [3]])
+    assert futures[0].result(SOON) == [2]
+    assert futures[2].result(SOON) == [6]
+    with pytest.raises(ValueError, match=r"negative: \[-2\]"):
+        futures[1].result(SOON)
+    assert queue.state()["queue_size"] == 0
+    assert queue(run, [1, 1, 1, 1]) == [2] * 4
+    # A call that is more than one batch ends with its first failure.
+    halves = BatchQueue(max_size=1)
+    with pytest.raises(ValueError, match="negative"):
+        halves(run, [-1, 4])
+    assert halves.state()["queue_size"] == 0
+
+
+def test_a_copy_has_the_sizes_and_a_queue_of_its_own():
+    policy = make_policy().get_new_version(min_batch_size=2, max_batch_size=3)
+    twin = copy.deepcopy(policy)
+    assert twin.get_batching_state() == policy.get_batching_state()
+    assert pickle.loads(pickle.dumps(BatchQueue(timeout=3))).timeout == 3
+    policy.cleanup_batching(flush=True)
+    make_policy().cleanup_batching()  # nothing to do without a queue
+
+
+def test_cleanup_runs_or_drops_what_waits():
+    run, queue = Recorder(), BatchQueue(min_size=9, timeout=SOON)
+    waiting = together(queue, run, [[1], [2]])
+    queue.cleanup(flush=True)
+    assert [f.result(SOON) for f in waiting] == [[2], [4]]
+    waiting = together(queue, Recorder(), [[3]])
+    queue.cleanup()
+    with pytest.raises(RuntimeError, match="emptied"):
+        waiting[0].result(SOON)
+    assert queue.state()["queue_size"] == 0
+    assert run.batches == [[1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"min_batch_size": 5, "max_batch_size": 2}, r"\(5\) must be <= max_batch_size \(2\)"),
+        ({"batching": False, "max_batch_size": 2}, "must be None if batching is False"),
+        ({"min_batch_size": 0}, "min_batch_size and max_batch_size >= 1"),
+        ({"batching": True, "batching_timeout": -1.0}, "batching_timeout >= 0"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        make_policy().get_new_version(**sizes)
+
+
+def batched(policy, **more) -> tuple[TransformersWrapper, list[int]]:
+    """Return a batching version of a policy, and the list of the batch sizes of its model."""
+    version = policy.get_new_version(batching=True, inplace=False, **more)
+    sizes: list[int] = []
+    for name in ("_draw", "_logits", "_log_probs"):
+        inner = getattr(version, name)
+
+        def spy(rows, *rest, inner=inner):
+            sizes.append(len(rows))
+            return inner(rows, *rest)
+
+        setattr(version, name, spy)
+    return version, sizes
+
+
+def each(policy_call, inputs) -> list:
+    with ThreadPoolExecutor(len(inputs)) as pool:
+        return [f.result(SOON) for f in [pool.submit(policy_call, td) for td in inputs]]
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_generating_threads_get_what_they_would_alone(padded):
+    alone = make_policy().get_new_version(inplace=False, pad_output=padded)
+    policy, sizes = batched(alone, min_batch_size=3)
+    inputs = [prompts()[:1], prompts()[1:2], prompts()[2:]]
+    for got, td in zip(each(policy, inputs), inputs, strict=True):
+        same(got, alone(td))
+        assert got["text"].response == alone(td)["text"].response
+    assert sizes == [3]
+    assert policy.get_batching_state() == {
+        "batching_enabled": True,
+        "min_batch_size": 3,
+        "max_batch_size": None,
+        "timeout": 10.0,
+        "queue_size": 0,
+        "processing": False,
+    }
+    assert alone.get_batching_state() == {"batching_enabled": False}
+
+
+def test_scoring_threads_share_forwards_unless_they_need_a_gradient():
+    alone = scoring(inplace=False, pad_output=True)
+    policy, sizes = batched(alone, max_batch_size=2, min_batch_size=2)
+    tds = [spoken()[i % 3][None].set("temperature", torch.tensor([0.5 + i])) for i in range(4)]
+
+    def frozen(call):
+        def run(td):
+            with torch.no_grad():  # of this thread
+                return call(td)
+
+        return run
+
+    for got, td in zip(each(frozen(policy), tds), tds, strict=True):
+        want = alone(td)["log_probs"].full
+        torch.testing.assert_close(got["log_probs"].full, want, atol=1e-5, rtol=0)
+    assert sizes == [2, 2]
+    for got, td in zip(each(frozen(policy.get_dist), tds), tds, strict=True):
+        want = alone.get_dist(td)
+        torch.testing.assert_close(got.logits, want.logits, atol=1e-5, rtol=0)
+        assert torch.equal(got.mask, want.mask)
+    assert sizes == [2] * 4
+    for got in each(policy.log_prob, tds):
+        got.sum().backward()
+    assert sizes[4:] == [1] * 4
+    make_policy().model.zero_grad()
+
+
+def test_a_callers_mistake_is_its_own():
+    policy, _ = batched(make_policy(), min_batch_size=2)
+    empty = TensorDict(batch_size=[1])
+    rough = prompts("tokens")[:1].exclude("attention_mask")
+    rough["tokens"].prompt = torch.zeros(1, 0, dtype=torch.int64)
+    good = prompts()[:1]
+    with ThreadPoolExecutor(3) as pool:
+        futures = [pool.submit(policy, td) for td in (empty, rough, good)]
+    with pytest.raises(ValueError, match=r"expected .*history.*prompt"):
+        futures[0].result(SOON)
+    with pytest.raises(ValueError, match="at least one prompt token"):
+        futures[1].result(SOON)
+    same(futures[2].result(SOON), make_policy()(prompts()[:1]))
+
+
+def test_concurrent_distributions_do_not_disturb_each_other():
+    policy = scoring(inplace=False)
+    chats = [[*CHATS[i % 3], {"role": "assistant", "content": "x" * i}] for i in range(1, 13)]
+    tds = [
+        TensorDict(batch_size=[1]).set(
+            "history", ChatHistory(full=History.from_chats([chat]), batch_size=[1])
+        )
+        for chat in chats
+    ]
+    for got, td in zip(each(policy._get_rlhf_dist, [td.copy() for td in tds]), tds, strict=True):
+        want = policy._get_rlhf_dist(td.copy())
+        assert torch.equal(got.mask, want.mask)
+        torch.testing.assert_close(got.logits, want.logits, atol=1e-5, rtol=0)
+        assert rows(policy(td), ("tokens", "full"))[0].shape == got.mask[0].shape
