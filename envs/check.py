@@ -27,23 +27,27 @@ def check_env_specs(
     observed = out["full_observation_spec"]
     # What transforms add (log-probs, rewards) may come with the first step.
     base = env.base_env.full_observation_spec
-    first = [key for key in observed if key in base or key in td.keys()]
+    first = [key for key in observed if key in base or key in td]
     known = Composite(shape=observed.shape).update(state)
     for name in out:
         known.update(out[name])
-    _compare("reset", td, Composite({k: observed[k] for k in first}, shape=observed.shape), known)
+    given = [] if data is None else list(data.keys())  # stays beside the chat
+    first_spec = Composite({key: observed[key] for key in first}, shape=observed.shape)
+    _compare("reset", td, first_spec, known, given)
     td = env.rand_action(td) if policy is None else policy(td)
     td = env.step(td)
     written = Composite(shape=observed.shape)
     for name in out:
         written.update(out[name].clone())
-    _compare("step", td.get("next"), written, known)
+    _compare("step", td.get("next"), written, known, given)
 
 
-def _compare(where: str, td: TensorDictBase, spec: Composite, known: Composite) -> None:
+def _compare(
+    where: str, td: TensorDictBase, spec: Composite, known: Composite, given: list
+) -> None:
     if text := spec.explain(td):
         raise ValueError(f"{where} does not fit the specs of the environment: {text}")
-    if extra := _undeclared(td, known):
+    if extra := _undeclared(td.exclude(*given), known):
         raise ValueError(
             f"{where} gives {'.'.join(extra)}, which no spec describes; declare it in the "
             "transform's transform_*_spec or the environment's _specs"
@@ -57,7 +61,7 @@ def _undeclared(td: TensorDictBase, spec: Composite) -> tuple[str, ...]:
         if inner is None:
             return (key,)
         value = td.get(key, None)
-        if isinstance(inner, Composite) and isinstance(value, TensorDictBase):
-            if rest := _undeclared(value, inner):
-                return (key, *rest)
+        nested = isinstance(inner, Composite) and isinstance(value, TensorDictBase)
+        if nested and (rest := _undeclared(value, inner)):
+            return (key, *rest)
     return ()

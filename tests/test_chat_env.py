@@ -71,7 +71,8 @@ def test_a_query_is_enough_without_a_task():
     assert chats[4:] == [[system, {"role": "user", "content": "Three?"}]] * 2
     out = env.step(reply(out, ["yes"] * 6))
     assert out["next", "reward"].tolist() == [[0.0]] * 6
-    assert out["next", "done"].all()
+    assert not out["next", "done"].any(), "only a task or a turn limit ends an episode"
+    assert out["next", "question"].tolist() == [t for t in ASKED for _ in range(2)]
     same = env.reset(TensorDict({"question": NonTensorData("Hi", batch_size=[2])}, batch_size=[2]))
     assert [c[-1]["content"] for c in same["history", "prompt"].chats()] == ["Hi"] * 4
 

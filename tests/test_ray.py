@@ -19,7 +19,7 @@ from checkpoints import make_checkpoint
 from tensordict import TensorDict
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from envs import ChatEnv, TransformedEnv
+from envs import ChatEnv, EnvBase, TransformedEnv, Unbounded
 from envs.transforms import (
     Compose,
     KLRewardTransform,
@@ -219,8 +219,12 @@ def test_from_collector_scores_with_the_weights_that_the_policy_has_now(ray, fol
     bare = td.exclude("log_probs")
     with pytest.raises(ValueError, match="The collector is not set"):
         env.step(bare.copy())
+    with pytest.raises(ValueError, match="The collector is not set"):
+        _ = env.full_observation_spec
     collector = Collector(load(folder, "log_probs", generate=True, seed=1))
     env.register_collector(collector)
+    assert env.full_reward_spec["reward"].shape == (-1, -1, 1)
+    assert env.full_observation_spec["ref_log_probs", "full"].shape == (-1, -1)
     first = env.step(bare.copy())["next"]
     want = RetrieveKL(load(folder, "gen_log_probs", seed=1), load(folder))
     same(first, TransformedEnv(ChatEnv(), want).step(bare.copy())["next"], ["kl_penalty"])
@@ -248,6 +252,10 @@ class Scale(Transform):
     def _inv_call(self, td):
         return td.set("total", td["total"] + 1)
 
+    def transform_reward_spec(self, reward_spec):
+        reward_spec["scaled"] = Unbounded((2,))
+        return reward_spec
+
 
 @pytest.mark.ray
 def test_a_users_transform_is_shared_dies_and_is_made_again(ray):
@@ -258,6 +266,7 @@ def test_a_users_transform_is_shared_dies_and_is_made_again(ray):
     assert shared.inv(td)["total"].tolist() == [2.0, 2.0]
     assert shared._reset(None, td)["scaled"].tolist() == [3.0, 3.0]
     assert "scaled" not in td
+    assert list(TransformedEnv(EnvBase(), shared).full_reward_spec) == ["scaled"]
     assert copy.deepcopy(shared)(td)["scaled"].tolist() == [3.0, 3.0]  # the same actor
     with pytest.raises(KeyError, match="Scale expected 'total'"):
         shared._step(TensorDict(batch_size=[2]), TensorDict(batch_size=[2]))

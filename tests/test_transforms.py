@@ -9,7 +9,8 @@ from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
 
 from envs.env import EnvBase, TransformedEnv
 from envs.transforms import Compose, Transform
-from envs.transforms.transform import each, find, home, read, write
+from envs.transforms.transform import each, find, read, write
+from policies.outputs import home
 
 
 class Counter(EnvBase):
@@ -207,3 +208,5 @@ def test_the_first_td_that_has_a_key_gives_it():
     assert home(one) == torch.device("cpu")
     assert home(TensorDict({"a": {"b": torch.ones(1, device="meta")}}, [])).type == "meta"
     assert home(TensorDict(device="meta")).type == "meta"
+    ragged = lazy_stack([TensorDict({"a": torch.ones(n, device="meta")}) for n in (1, 2)])
+    assert home(ragged).type == "meta"

@@ -7,15 +7,28 @@ from importlib import import_module
 from typing import Any
 
 _HOME = {
+    "AddThinkingPrompt": "thinking",
     "Compose": "transform",
+    "ExecuteToolsInOrder": "tools",
+    "IncrementalTokenizer": "tokenizer",
+    "JSONCallParser": "tool_parsers",
     "KLComputation": "kl",
     "KLRewardTransform": "kl_reward",
+    "PolicyVersion": "policy_version",
+    "PythonInterpreter": "python_interpreter",
     "RayKLRewardTransform": "ray_kl",
     "RayRetrieveKL": "ray_kl",
     "RayTransform": "ray",
     "RetrieveKL": "kl",
     "RetrieveLogProb": "log_probs",
+    "SimpleToolTransform": "tools",
+    "StepCounter": "step_counter",
+    "Tool": "tools",
+    "ToolCall": "tool_parsers",
+    "ToolRegistry": "tools",
+    "ToolTransformBase": "tools",
     "Transform": "transform",
+    "XMLBlockParser": "tool_parsers",
 }
 __all__ = sorted(_HOME)
 

@@ -21,8 +21,10 @@ from envs.transforms.log_probs import (
     RetrieveLogProb,
     add_per_token,
     check_model,
+    check_shapes,
     check_side,
     keep_only,
+    kept_tokens,
     one_of,
 )
 from envs.transforms.ray_kl import OnRay, RayRetrieveKL
@@ -37,7 +39,7 @@ from envs.transforms.transform import (
     write,
 )
 from policies.padding import pad
-from policies.specs import Composite, Unbounded
+from policies.specs import Composite
 
 if TYPE_CHECKING:
     from policies.wrapper import LLMWrapperBase
@@ -87,13 +89,13 @@ class KLComputation(Transform):
                 f"Log-probs not found. Expected keys: {self.gen_log_probs_full_key}, "
                 f"{self.ref_log_probs_full_key} in next or at the root"
             )
-        _check_shapes(gen, ref)
+        check_shapes(gen, ref)
         response = find(RESPONSE, tensordict, next_td)
         kl = each(lambda g, r, m: keep_only(g - r, m), gen, ref, response)
         write(next_td, self.kl_key, kl)
         reward = read(next_td, "reward") if self.add_to_reward else None
         if reward is not None:
-            kept = each(_kept, gen, ref, self._mask(tensordict, next_td))
+            kept = each(kept_tokens, gen, ref, self._mask(tensordict, next_td))
             if (
                 isinstance(kl, list)
                 and isinstance(reward, Tensor)
@@ -113,7 +115,7 @@ class KLComputation(Transform):
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
         """Make the reward, where there is one, one per token: [..., T, 1]."""
         if self.add_to_reward and "reward" in reward_spec:
-            reward_spec["reward"] = Unbounded((*reward_spec.shape, -1, 1), device=reward_spec.device)
+            add_per_token(reward_spec, "reward", 1)
         return reward_spec
 
     def _mask(self, *tds: TensorDictBase) -> Values | None:
@@ -225,13 +227,11 @@ class RetrieveKL(OnRay, Compose):
 
     def _through(self, hook: str, spec: Composite) -> Composite:
         if not self.always_score:
-            self._collector_policy()  # an env whose specs are asked for is about to be used
-        return super()._through(hook, spec)
-
-    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        """Add the KL and the log-probs of both models, one float per token each."""
-        spec = self._through("transform_observation_spec", observation_spec)
-        return add_per_token(spec, self.gen_log_probs_full_key)
+            self._collector_policy()  # who asks for specs is about to use the environment
+        spec = super()._through(hook, spec)
+        if hook in ("transform_observation_spec", "transform_output_spec"):
+            add_per_token(spec.get("full_observation_spec", spec), self.gen_log_probs_full_key)
+        return spec
 
     def with_generation(
         self, tensordict: TensorDictBase, next_td: TensorDictBase
@@ -286,27 +286,6 @@ class RetrieveKL(OnRay, Compose):
         if self.collector is None:
             raise ValueError(f"The collector is not set; {remedy}")
         return self.collector.policy
-
-
-def _check_shapes(gen: Values, ref: Values) -> None:
-    """Raise where a row of gen and of ref differ in shape."""
-    if len(gen) != len(ref):
-        raise ValueError(
-            f"Batch size mismatch: gen_log_probs has {len(gen)} samples, "
-            f"ref_log_probs has {len(ref)} samples"
-        )
-    for i, (g, r) in enumerate(zip(gen, ref, strict=True)):
-        if g.shape != r.shape:
-            raise ValueError(
-                f"Sample {i} has different shapes: gen_log_probs[{i}].shape={tuple(g.shape)}, "
-                f"ref_log_probs[{i}].shape={tuple(r.shape)}; was one of them padded (pad_output)?"
-            )
-
-
-def _kept(gen: Tensor, ref: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the mask; without one, the tokens with a log-prob (scoring leaves the others 0)."""
-    known = (gen != 0) | (ref != 0)
-    return known if mask is None else keep_only(torch.ones_like(known), mask)
 
 
 def _at_last(reward: Tensor, kept: Tensor) -> Tensor:

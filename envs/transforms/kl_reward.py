@@ -22,11 +22,12 @@ from envs.transforms.log_probs import (
     RESPONSE,
     TEMPLATE_KWARGS,
     RetrieveLogProb,
+    add_per_token,
     one_of,
 )
 from envs.transforms.ray_kl import OnRay, RayKLRewardTransform
 from envs.transforms.transform import NestedKey, Transform, Values, each, read, write
-from policies.specs import Composite, Unbounded
+from policies.specs import Composite
 
 if TYPE_CHECKING:
     from policies.wrapper import LLMWrapperBase
@@ -157,13 +158,13 @@ class KLRewardTransform(OnRay, Transform):
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """Add the KL and the reference log-probs, [..., T, 1]."""
         for key in self.out_keys[1:]:
-            observation_spec[key] = _per_token(observation_spec)
+            add_per_token(observation_spec, key, 1)
         return observation_spec
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
         """Declare the charged reward, [..., T, 1], where there is one to charge."""
         if self.add_to_reward and self.in_keys[0] in reward_spec:
-            reward_spec[self.out_keys[0]] = _per_token(reward_spec)
+            add_per_token(reward_spec, self.out_keys[0], 1)
         return reward_spec
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KLRewardTransform:
@@ -189,10 +190,6 @@ class KLRewardTransform(OnRay, Transform):
                     f"{HISTORY}: give one of them or set assistant_only=False"
                 )
         return mask
-
-
-def _per_token(spec: Composite) -> Unbounded:
-    return Unbounded((*spec.shape, -1, 1), device=spec.device)
 
 
 def check_call(more: tuple[Any, ...]) -> None:

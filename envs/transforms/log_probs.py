@@ -13,7 +13,8 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from envs.transforms.transform import NestedKey, Transform, Values, each, home, read, write
+from envs.transforms.transform import NestedKey, Transform, Values, each, read, write
+from policies.outputs import home
 from policies.padding import pad
 from policies.specs import Composite, Unbounded
 
@@ -112,9 +113,9 @@ class RetrieveLogProb(Transform):
         return each(Tensor.bool, read(out, "assistant_masks"))
 
 
-def add_per_token(spec: Composite, key: NestedKey) -> Composite:
-    """Add one float per token at a key, [B, T]; returns the spec."""
-    spec[key] = Unbounded((*spec.shape, -1), device=spec.device)
+def add_per_token(spec: Composite, key: NestedKey, *tail: int) -> Composite:
+    """Add floats for each token at a key, [B, T, *tail]; returns the spec."""
+    spec[key] = Unbounded((*spec.shape, -1, *tail), device=spec.device)
     return spec
 
 
@@ -155,6 +156,27 @@ def keep_only(values: Tensor, mask: Tensor | None) -> Tensor:
             f"{tuple(mask.shape)}; was one of them padded (pad_output)?"
         )
     return values.masked_fill(~mask, 0)
+
+
+def check_shapes(gen: Values, ref: Values) -> None:
+    """Raise where a row of gen and of ref differ in shape."""
+    if len(gen) != len(ref):
+        raise ValueError(
+            f"Batch size mismatch: gen_log_probs has {len(gen)} samples, "
+            f"ref_log_probs has {len(ref)} samples"
+        )
+    for i, (g, r) in enumerate(zip(gen, ref, strict=True)):
+        if g.shape != r.shape:
+            raise ValueError(
+                f"Sample {i} has different shapes: gen_log_probs[{i}].shape={tuple(g.shape)}, "
+                f"ref_log_probs[{i}].shape={tuple(r.shape)}; was one of them padded (pad_output)?"
+            )
+
+
+def kept_tokens(gen: Tensor, ref: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the mask; without one, the tokens with a log-prob (scoring leaves the others 0)."""
+    known = (gen != 0) | (ref != 0)
+    return known if mask is None else keep_only(torch.ones_like(known), mask)
 
 
 def full_key(log_probs_key: Any) -> tuple[str, ...]:

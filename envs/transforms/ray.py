@@ -11,13 +11,14 @@ import io
 import pickle
 import warnings
 from collections.abc import Callable
-from functools import partial, partialmethod
+from functools import partial
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 
-from envs.transforms.transform import Compose, Transform, home
+from envs.transforms.transform import Compose, Transform, spec_hook
+from policies.outputs import home
 from policies.specs import Composite
 
 NAMESPACE = "leash"  # Ray looks for a name in one namespace only, by default one per process
@@ -150,16 +151,16 @@ class RayTransform(Transform):
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         return self._run("_inv_call", tensordict) if self._inverts else tensordict
 
-    def _spec(self, hook: str, spec: Composite) -> Composite:
+    def _through(self, hook: str, spec: Composite) -> Composite:
         return self._ask("spec", hook, spec)
 
-    transform_output_spec = partialmethod(_spec, "transform_output_spec")
-    transform_input_spec = partialmethod(_spec, "transform_input_spec")
-    transform_observation_spec = partialmethod(_spec, "transform_observation_spec")
-    transform_reward_spec = partialmethod(_spec, "transform_reward_spec")
-    transform_done_spec = partialmethod(_spec, "transform_done_spec")
-    transform_action_spec = partialmethod(_spec, "transform_action_spec")
-    transform_state_spec = partialmethod(_spec, "transform_state_spec")
+    transform_output_spec = spec_hook("transform_output_spec")
+    transform_input_spec = spec_hook("transform_input_spec")
+    transform_observation_spec = spec_hook("transform_observation_spec")
+    transform_reward_spec = spec_hook("transform_reward_spec")
+    transform_done_spec = spec_hook("transform_done_spec")
+    transform_action_spec = spec_hook("transform_action_spec")
+    transform_state_spec = spec_hook("transform_state_spec")
 
     def __repr__(self) -> str:
         state = self.__dict__  # asks nobody, and works half-made

@@ -99,9 +99,10 @@ class RayRetrieveKL(RayTransform):
             next_td = self._local.with_generation(tensordict, next_td)
         return super()._step(tensordict, next_td)
 
-    def _spec(self, hook: str, spec: Composite) -> Composite:
-        # Only here is the collector known.
-        return super()._spec(hook, spec) if self._local is None else getattr(self._local, hook)(spec)
+    def _through(self, hook: str, spec: Composite) -> Composite:
+        if self._local is None:
+            return super()._through(hook, spec)
+        return getattr(self._local, hook)(spec)  # only here is the collector known
 
 
 class RayKLRewardTransform(RayTransform):

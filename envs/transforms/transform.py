@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from functools import partialmethod
 from typing import Any
 
 import torch
@@ -163,6 +162,11 @@ class Transform(nn.Module):
         return env
 
 
+def spec_hook(name: str) -> Any:
+    """Return a spec hook that asks the transform's `_through(name, spec)`."""
+    return lambda self, spec: self._through(name, spec)
+
+
 class Compose(Transform):
     """Run transforms one after the other (their inverses in the opposite order)."""
 
@@ -204,13 +208,13 @@ class Compose(Transform):
             spec = getattr(transform, hook)(spec)
         return spec
 
-    transform_output_spec = partialmethod(_through, "transform_output_spec")
-    transform_input_spec = partialmethod(_through, "transform_input_spec")
-    transform_observation_spec = partialmethod(_through, "transform_observation_spec")
-    transform_reward_spec = partialmethod(_through, "transform_reward_spec")
-    transform_done_spec = partialmethod(_through, "transform_done_spec")
-    transform_action_spec = partialmethod(_through, "transform_action_spec")
-    transform_state_spec = partialmethod(_through, "transform_state_spec")
+    transform_output_spec = spec_hook("transform_output_spec")
+    transform_input_spec = spec_hook("transform_input_spec")
+    transform_observation_spec = spec_hook("transform_observation_spec")
+    transform_reward_spec = spec_hook("transform_reward_spec")
+    transform_done_spec = spec_hook("transform_done_spec")
+    transform_action_spec = spec_hook("transform_action_spec")
+    transform_state_spec = spec_hook("transform_state_spec")
 
     def __len__(self) -> int:
         return len(self.transforms)
@@ -278,11 +282,3 @@ def write(td: TensorDictBase, key: NestedKey, values: Values) -> None:
         td.set(tuple(path), lazy_stack(rows))
     else:
         td.set(name, torch.nested.as_nested_tensor(values, layout=torch.jagged))
-
-
-def home(td: TensorDictBase) -> torch.device:
-    """Return the device of a td, or of its first tensor when it names none."""
-    if td.device is not None:
-        return td.device
-    leaves = (v for v in td.values(True, True) if isinstance(v, Tensor))
-    return next((v.device for v in leaves), torch.device("cpu"))

@@ -1,0 +1,165 @@
+"""Reward parsers: transforms that reward the answer that a reply marks with <answer> tags.
+
+They look at the reply alone, never at the prompt, in every input mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from envs.chat_views import make_renderer, read_replies
+from envs.rewards.answers import same_mathematics, same_number, solves_countdown, tagged
+from envs.transforms.transform import NestedKey, Transform, find
+from policies.specs import Composite, Unbounded
+
+NAMES = ("reward_answer", "reward_think", "reward_right", "reward", "success")
+
+
+class RewardParser(Transform):
+    """Write what a reply earns, each [B, 1]; a subclass says which answers are right.
+
+    `reward_right` is `correct_reward` for a right answer, `format_reward` for another one in
+    <answer> tags, else 0; it is added to a `reward` [B, 1] that is there already. `reward_answer`
+    and `reward_think` tell whether there are such tags, `success` whether the answer is right.
+    `out_keys` renames the five. `in_keys`: the action and the ground truth, "answer".
+
+    `set_done_if_answer`: any answer ends the episode (True), none does (False), or only a right one
+    ("right"). `input_mode` and the template are those of the env; outside an env a `tokenizer` is
+    needed for texts and tokens. `eos_token` (default: the tokenizer's) is cut off a reply's end.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any = None,
+        in_keys: Sequence[NestedKey] | None = None,
+        out_keys: Sequence[NestedKey] | None = None,
+        eos_token: str | None = None,
+        set_done_if_answer: bool | Literal["right"] = True,
+        input_mode: str | None = None,
+        format_reward: float = 0.1,
+        correct_reward: float = 1.0,
+    ) -> None:
+        if set_done_if_answer not in (True, False, "right"):
+            raise ValueError(
+                f"expected set_done_if_answer True, False or 'right', got {set_done_if_answer!r}"
+            )
+        keys = list(NAMES if out_keys is None else out_keys)
+        if len(keys) != len(NAMES):
+            raise ValueError(f"expected out_keys for {NAMES}, got {keys}")
+        super().__init__(list(in_keys or ()), keys)
+        self.tokenizer, self._mode = tokenizer, input_mode
+        self.eos_token = eos_token or getattr(tokenizer, "eos_token", None)
+        self.set_done_if_answer = set_done_if_answer
+        self.format_reward, self.correct_reward = format_reward, correct_reward
+
+    def is_right(self, said: str, solution: str) -> bool:
+        """Return whether an answer is right; subclasses override it."""
+        raise NotImplementedError(f"{type(self).__name__} has no is_right(said, solution)")
+
+    @property
+    def input_mode(self) -> str:
+        """Return the mode that was given, else the environment's, else history."""
+        base = None if self.container is None else self.container.base_env
+        return self._mode or getattr(base, "input_mode", "history")
+
+    def _step(self, tensordict: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
+        solutions = find(self.in_keys[1] if self.in_keys else "answer", next_td, tensordict)
+        if solutions is None:
+            raise ValueError(
+                f"{type(self).__name__} expected the right answers at "
+                f"{self.in_keys[1] if self.in_keys else 'answer'!r}, found none; reset the "
+                "environment with them"
+            )
+        solutions = [solutions] * len(next_td) if isinstance(solutions, str) else solutions
+        found = [tagged(self._trimmed(text)) for text, _ in self._replies(tensordict)]
+        pairs = zip(found, solutions, strict=True)
+        right = torch.tensor([bool(a) and self.is_right(a, s) for (_, a), s in pairs])
+        answered = torch.tensor([bool(a) for _, a in found])
+        earned = right * self.correct_reward + (answered & ~right) * self.format_reward
+        thought = torch.tensor([bool(t) for t, _ in found])
+        values = (answered.float(), thought.float(), earned.float(), earned.float(), right)
+        device = next_td.device
+        for key, value in zip(self.out_keys, values, strict=True):
+            next_td.set(key, _added(next_td.get(key, None), value.unsqueeze(-1).to(device)))
+        if self.set_done_if_answer:
+            ends = (right if self.set_done_if_answer == "right" else answered).unsqueeze(-1)
+            for key in ("terminated", "done"):
+                if key in next_td:
+                    next_td.set(key, next_td.get(key) | ends.to(device))
+        return next_td
+
+    def _reset(self, tensordict: TensorDictBase | None, td_reset: TensorDictBase) -> TensorDictBase:
+        return td_reset  # nothing has been said yet
+
+    def _replies(self, tensordict: TensorDictBase) -> list[tuple[str, bool]]:
+        renderer = None if self.container is None else self.container.base_env.renderer
+        if renderer is None and self.input_mode != "history":
+            renderer = make_renderer(self.tokenizer, None, self.input_mode)
+        return read_replies(tensordict, self.input_mode, renderer)
+
+    def _trimmed(self, text: str) -> str:
+        for end in ("<|im_end|>", self.eos_token or ""):
+            text = text.rstrip().removesuffix(end)
+        return text
+
+    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
+        """Add the five keys, [..., 1]."""
+        for key in self.out_keys[:-1]:
+            reward_spec[key] = Unbounded((*reward_spec.shape, 1))
+        reward_spec[self.out_keys[-1]] = Unbounded((*reward_spec.shape, 1), dtype=torch.bool)
+        return reward_spec
+
+
+class GSM8KRewardParser(RewardParser):
+    """Reward the number that a GSM8K solution has after ####.
+
+    >>> from tensordict import TensorDict
+    >>> from policies.containers import ChatHistory
+    >>> from policies.history import History
+    >>> said = {"role": "assistant", "content": "<answer>$72</answer>"}
+    >>> full = History.from_chats([[{"role": "user", "content": "48 + 24?"}, said]])
+    >>> td = TensorDict({"answer": ["#### 72"]}, batch_size=[1])
+    >>> td["history"] = ChatHistory(full=full, batch_size=[1])
+    >>> GSM8KRewardParser()(td)["reward"].tolist()
+    [[1.0]]
+    """
+
+    def is_right(self, said: str, solution: str) -> bool:
+        """Return whether it is the solution's number."""
+        return same_number(said, solution)
+
+
+class MATHRewardParser(RewardParser):
+    """Reward the answer that a MATH solution has in its \\boxed; `symbolic` asks math-verify."""
+
+    def __init__(self, *args: Any, symbolic: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.symbolic = symbolic
+
+    def is_right(self, said: str, solution: str) -> bool:
+        """Return whether it is the boxed answer."""
+        return same_mathematics(said, solution, symbolic=self.symbolic)
+
+
+class CountdownRewardParser(RewardParser):
+    """Reward an expression that makes the target: "target=24, numbers=1,2,3,4"."""
+
+    def is_right(self, said: str, solution: str) -> bool:
+        """Return whether the expression solves it."""
+        return solves_countdown(said, solution)
+
+
+def _added(old: Tensor | None, new: Tensor) -> Tensor:
+    if old is None:
+        return new
+    if old.shape != new.shape:
+        raise ValueError(
+            f"expected a reward of shape {list(new.shape)} to add to, got {list(old.shape)}; put "
+            "the parser before transforms that charge single tokens"
+        )
+    return old | new if new.dtype == torch.bool else old + new

@@ -1,0 +1,44 @@
+"""How many steps an episode has taken, and its end after the last one allowed."""
+
+from __future__ import annotations
+
+import torch
+from tensordict import TensorDictBase
+
+from envs.transforms.transform import Transform
+from policies.specs import Composite, Unbounded
+
+
+class StepCounter(Transform):
+    """Write `step_count` [B, 1]; with `max_steps`, truncate the episode there.
+
+    >>> from tensordict import TensorDict
+    >>> td = StepCounter(2)._reset(None, TensorDict(batch_size=[1]))
+    >>> td["step_count"].tolist()
+    [[0]]
+    """
+
+    def __init__(self, max_steps: int | None = None) -> None:
+        if max_steps is not None and max_steps < 1:
+            raise ValueError(f"expected max_steps >= 1 or None, got {max_steps}")
+        super().__init__([], ["step_count"])
+        self.max_steps = max_steps
+
+    def _reset(self, tensordict: TensorDictBase | None, td_reset: TensorDictBase) -> TensorDictBase:
+        zero = torch.zeros(*td_reset.batch_size, 1, dtype=torch.int64, device=td_reset.device)
+        return td_reset.set("step_count", zero)
+
+    def _step(self, tensordict: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
+        count = tensordict.get("step_count") + 1
+        next_td.set("step_count", count)
+        if self.max_steps is not None:
+            for key in ("truncated", "done"):
+                over = count >= self.max_steps
+                next_td.set(key, next_td.get(key, torch.zeros_like(over)) | over)
+        return next_td
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Add the count, [B, 1]."""
+        shape = (*observation_spec.shape, 1)
+        observation_spec["step_count"] = Unbounded(shape, dtype=torch.int64)
+        return observation_spec

@@ -1,0 +1,130 @@
+"""Tool calls in the text of a reply: XML blocks, or one JSON object.
+
+A parser is any function of a reply that returns {"text", "calls", "meta"}: the reply without its
+calls, `ToolCall`s in order, and their count.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """The tool's name, its arguments, and a label of the caller's own."""
+
+    tool: str
+    args: dict[str, Any]
+    tag: str | None = None
+
+
+class ParseResult(TypedDict):
+    """What a parser returns."""
+
+    text: str
+    calls: list[ToolCall]
+    meta: dict[str, Any]
+
+
+Parser = Callable[[str], ParseResult]
+
+
+class XMLBlockParser:
+    """Read blocks <tool name="..." tag="...">{"argument": value}</tool>; the tag may be missing.
+
+    A body that is no JSON object comes as the argument "raw".
+
+    >>> parsed = XMLBlockParser()('<tool name="add" tag="A">{"a": 1}</tool> Done.')
+    >>> parsed["calls"], parsed["text"]
+    ([ToolCall(tool='add', args={'a': 1}, tag='A')], 'Done.')
+    """
+
+    BLOCK = re.compile(
+        r'<tool\s+name="(?P<name>[^"]+)"(?:\s+tag="(?P<tag>[^"]*)")?\s*>(?P<body>.*?)</tool>',
+        re.DOTALL,
+    )
+
+    def __call__(self, response: str | dict[str, Any]) -> ParseResult:
+        """Return the calls of a reply, a text or a dict with "text"."""
+        text = response if isinstance(response, str) else response.get("text", "")
+        calls = [
+            ToolCall(found["name"], _arguments(found["body"]), found["tag"])
+            for found in self.BLOCK.finditer(text)
+        ]
+        return _result(self.BLOCK.sub("", text), calls)
+
+
+class PatternParser:
+    r"""Read calls by a pattern of two groups, the name and the JSON arguments.
+
+    >>> PatternParser(r"CALL\[(.*?)\]\((.*?)\)")('CALL[add]({"a": 1})')["calls"][0].args
+    {'a': 1}
+    """
+
+    def __init__(self, pattern: str = r"<tool>(.*?)\n(.*?)</tool>") -> None:
+        self.pattern = re.compile(pattern, re.DOTALL)
+        if self.pattern.groups != 2:
+            raise ValueError(
+                f"expected a pattern with two groups, the name and the arguments, got {pattern!r}"
+            )
+
+    def __call__(self, response: str) -> ParseResult:
+        """Return the calls of a reply."""
+        found = self.pattern.findall(response)
+        calls = [ToolCall(name.strip(), _arguments(body)) for name, body in found]
+        return _result(self.pattern.sub("", response), calls)
+
+
+class JSONCallParser:
+    """Read {"message": "...", "tools": [{"tool": "...", "args": {...}, "tag": "..."}]}.
+
+    The reply is that object, possibly in a ```json block, or a dict; any other text has no calls.
+
+    >>> reply = '{"message": "Hm.", "tools": [{"tool": "add", "args": {"a": 1}}]}'
+    >>> parsed = JSONCallParser()(reply)
+    >>> parsed["text"], parsed["calls"][0].tool
+    ('Hm.', 'add')
+    """
+
+    FENCE = re.compile(r"\A\s*```(?:json)?\s*\n(.*?)\n?\s*```\s*\Z", re.DOTALL)
+
+    def __call__(self, response: str | dict[str, Any]) -> ParseResult:
+        """Return the calls of a reply."""
+        data: Any = response
+        if isinstance(response, str):
+            fenced = self.FENCE.match(response)
+            data = _json(fenced[1] if fenced else response)
+            if not isinstance(data, dict):
+                return _result(response, [])
+        tools = data.get("tools") or []
+        calls = [self._call(tool) for tool in (tools if isinstance(tools, list) else [tools])]
+        return _result(str(data.get("message", "")), calls)
+
+    def _call(self, tool: Any) -> ToolCall:
+        if not isinstance(tool, dict):
+            return ToolCall(str(tool), {})
+        args, tag = tool.get("args") or {}, tool.get("tag")
+        args = args if isinstance(args, dict) else {"raw": args}
+        return ToolCall(str(tool.get("tool", "")), args, None if tag is None else str(tag))
+
+
+def _result(text: str, calls: list[ToolCall]) -> ParseResult:
+    return {"text": text.strip(), "calls": calls, "meta": {"count": len(calls)}}
+
+
+def _arguments(body: str) -> dict[str, Any]:
+    body = body.strip()
+    args = _json(body) if body else {}
+    return args if isinstance(args, dict) else {"raw": body}
+
+
+def _json(text: str) -> Any:
+    """Return what a JSON text holds, None for another text."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None

@@ -1,0 +1,283 @@
+"""Tools in a chat: the calls of a reply are executed, and their results are the next message.
+
+Results come as messages of role "tool" at the end of the next prompt; the policy then speaks again.
+What a tool does wrong is a result too: the policy reads it, and the run goes on.
+Left out on purpose: tools on other machines (MCP), browsers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+
+from envs.chat_views import change_chats, read_history
+from envs.transforms.thinking import check_history_mode, clear
+from envs.transforms.tool_parsers import Parser, PatternParser, ToolCall
+from envs.transforms.transform import Transform
+
+LONGEST = 4000  # characters of a result that the policy is shown
+NUMBERS = {float: (int, float), int: (int,)}  # what JSON may write for them
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function with a name and what it takes: {argument: type}, all of them or the ones known."""
+
+    name: str
+    function: Callable[..., Any]
+    schema_in: dict[str, Any] = field(default_factory=dict)
+    schema_out: dict[str, Any] = field(default_factory=dict)
+    description: str = ""
+
+    @classmethod
+    def of(cls, service: Any, name: str | None = None, schema: dict | None = None) -> Tool:
+        """Return a tool of a function, or of an object with name, schema_in, schema_out."""
+        known = getattr(service, "schema_in", None) if schema is None else schema
+        if known is None:
+            wanted = inspect.signature(service, eval_str=True).parameters.values()
+            plain = (p for p in wanted if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+            known = {p.name: p.annotation for p in plain if p.name != "_state"}
+        found = name or getattr(service, "name", None) or service.__name__
+        text = inspect.getdoc(service) if inspect.isroutine(service) else service.__doc__
+        out = getattr(service, "schema_out", {})
+        return cls(found, service, known, out, (text or "").strip().split("\n")[0])
+
+    def __call__(self, args: dict[str, Any], state: dict[str, Any] | None = None) -> Any:
+        """Return what the function makes of the arguments; wrong ones are a TypeError."""
+        parameters = inspect.signature(self.function).parameters
+        names = {p.name for p in parameters.values()}
+        open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        unknown = set() if open_ended else set(args) - names - set(self.schema_in)
+        if wrong := sorted(unknown | set(args) & {"_state"}):
+            raise TypeError(f"no arguments {wrong}; it takes {sorted(self.schema_in)}")
+        for key, kind in self.schema_in.items():
+            if key in args and not _fits(args[key], kind):
+                got = type(args[key]).__name__
+                raise TypeError(f"expected {key} to be {_kind(kind)}, got {got}")
+        extra = {"_state": state} if state is not None and (open_ended or "_state" in names) else {}
+        return self.function(**args, **extra)
+
+
+class ToolRegistry:
+    """Tools by name: functions, or objects with `name` and `schema_in` that can be called.
+
+    >>> def add(a: int, b: int) -> int:
+    ...     "Add two numbers."
+    ...     return a + b
+    >>> registry = ToolRegistry([add])
+    >>> registry.get("add")({"a": 1, "b": 2})
+    3
+    >>> registry.describe()
+    'add(a: int, b: int): Add two numbers.'
+    """
+
+    def __init__(self, services: Sequence[Any] = ()) -> None:
+        self._tools: dict[str, Tool] = {}
+        for service in services:
+            self.register(service)
+
+    def register(
+        self, service: Any, *, name: str | None = None, schema: dict[str, Any] | None = None
+    ) -> None:
+        """Add a tool, in place of another one of the same name."""
+        tool = service if isinstance(service, Tool) else Tool.of(service, name, schema)
+        self._tools[tool.name] = tool
+
+    def get(self, name: str) -> Tool:
+        """Return the tool of a name; a KeyError lists the names there are."""
+        if name not in self._tools:
+            raise KeyError(f"Unknown tool: {name}; there are {sorted(self._tools)}")
+        return self._tools[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tools
+
+    def describe(self) -> str:
+        """Return one line a tool, for a system prompt."""
+        lines = []
+        for tool in self._tools.values():
+            args = ", ".join(f"{k}: {_kind(v)}" for k, v in tool.schema_in.items())
+            lines.append(f"{tool.name}({args}): {tool.description}")
+        return "\n".join(lines)
+
+
+class ToolTransformBase(Transform):
+    """Append what a reply's tools answer to the next prompt, one message a result.
+
+    Subclasses fill `_process_batch_item(content, index)`: the results of a reply, None or [] if it
+    calls nothing. A chat that calls goes on: where its task had ended it, that is undone, and the
+    turn earns nothing, for it is not the answer. A chat that a limit ended calls nothing any more.
+    Needs a ChatEnv in history mode (RuntimeError).
+    """
+
+    tool_role = "tool"
+    chats: Sequence[list[dict[str, Any]]] = ()  # of this step, the replies last
+
+    def _process_batch_item(self, content: str, index: int) -> list[str] | None:
+        raise NotImplementedError(f"{type(self).__name__} has no _process_batch_item")
+
+    def _format_result(self, result: str) -> str:
+        """Return a result as the policy reads it, cut to a length it can bear."""
+        if len(result) <= LONGEST:
+            return result
+        return f"{result[:LONGEST]}\n[{len(result) - LONGEST} more characters]"
+
+    def _process_batch(self, contents: dict[int, str]) -> dict[int, list[str] | None]:
+        """Return the results of each row that may call, one row after the other."""
+        return {i: self._process_batch_item(text, i) for i, text in contents.items()}
+
+    def _step(self, tensordict: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
+        check_history_mode(self)
+        chats = self.chats = read_history(tensordict, ("history", "full")).chats()
+        results = self._process_batch(
+            {i: chats[i][-1]["content"] for i in self._open_rows(next_td)}
+        )
+        called = {i: found for i, found in results.items() if found}
+        change_chats(next_td, {i: self._appender(found) for i, found in called.items()})
+        reopened = torch.zeros(len(chats), dtype=torch.bool)
+        reopened[list(called)] = True
+        if "done" in next_td and self.parent is not None:
+            reopened &= next_td.get("done").reshape(-1).cpu()
+            clear(next_td, self.parent.full_reward_spec.keys(True, True), reopened)
+            clear(next_td, ["done", "terminated"], reopened)
+        return next_td
+
+    def _reset(self, tensordict: TensorDictBase | None, td_reset: TensorDictBase) -> TensorDictBase:
+        return td_reset
+
+    def _open_rows(self, next_td: TensorDictBase) -> list[int]:
+        """Return the rows that have a turn left."""
+        closed = torch.zeros(len(next_td), dtype=torch.bool)
+        if "truncated" in next_td:
+            closed |= next_td.get("truncated").reshape(-1).cpu()
+        limit = getattr(self.container.base_env, "max_turns", None) if self.container else None
+        if limit is not None and "turn" in next_td:
+            closed |= next_td.get("turn").reshape(-1).cpu() >= limit
+        return (~closed).nonzero().flatten().tolist()
+
+    def _appender(self, results: list[str]) -> Callable[[list[dict]], list[dict]]:
+        new = [{"role": self.tool_role, "content": self._format_result(r)} for r in results]
+        return lambda chat: [*chat, *new]
+
+
+class ExecuteToolsInOrder(ToolTransformBase):
+    """Execute the calls that `parser` finds, in their order, by the tools of `registry`.
+
+    All results of a reply are one message. `stop_on_error` leaves out what follows a failed call.
+    `pass_state_to_tools` gives tools that take `_state` a dict: "messages" (the chat) and "index"
+    (its row). `timeout` (seconds): a tool that takes longer has failed; it is not stopped, for it
+    runs in this process. Use `PythonInterpreter` for code that nobody has read.
+    """
+
+    def __init__(
+        self,
+        registry: ToolRegistry,
+        parser: Parser,
+        stop_on_error: bool = False,
+        pass_state_to_tools: bool = True,
+        *,
+        timeout: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.registry, self.parser, self.timeout = registry, parser, timeout
+        self.stop_on_error, self.pass_state_to_tools = stop_on_error, pass_state_to_tools
+
+    def _process_batch_item(self, content: str, index: int) -> list[str] | None:
+        lines = []
+        calls = self.parser(content)["calls"]
+        for number, call in enumerate(calls, 1):
+            ok, text = self._execute(call, index)
+            label = f" [{call.tag}]" if call.tag else ""
+            lines.append(f"{number}. {call.tool}{label} {'gave' if ok else 'failed'}: {text}")
+            if self.stop_on_error and not ok:
+                lines += [
+                    f"{n}. {c.tool} was not called" for n, c in enumerate(calls, 1) if n > number
+                ]
+                break
+        return ["\n".join(lines)] if lines else None
+
+    def _execute(self, call: ToolCall, index: int) -> tuple[bool, str]:
+        state = None
+        if self.pass_state_to_tools:
+            state = {"messages": self.chats[index], "index": index}
+        try:
+            return True, _shown(
+                _within(self.timeout, self.registry.get(call.tool), call.args, state)
+            )
+        except Exception as error:  # whatever a tool raises is for the policy to read
+            text = error.args[0] if isinstance(error, KeyError) and error.args else str(error)
+            return False, f"{type(error).__name__}: {text}"
+
+
+class SimpleToolTransform(ExecuteToolsInOrder):
+    """Execute calls of plain functions, {name: function}.
+
+    Calls are found by `parser`, or by `tool_call_pattern` with two groups, the name and the JSON
+    arguments (default: <tool>, the name, a new line, the arguments, </tool>). `tool_schemas` may
+    say what they take, {name: {argument: type}}; results come with the role `tool_name`.
+    """
+
+    def __init__(
+        self,
+        tools: dict[str, Callable[..., Any]],
+        tool_schemas: dict[str, dict[str, Any]] | None = None,
+        parser: Parser | None = None,
+        tool_call_pattern: str | None = None,
+        tool_name: str = "tool",
+        timeout: float = 10.0,
+    ) -> None:
+        if parser is not None and tool_call_pattern is not None:
+            raise ValueError("expected a parser or a tool_call_pattern, got both")
+        registry = ToolRegistry()
+        for name, function in tools.items():
+            registry.register(function, name=name, schema=(tool_schemas or {}).get(name))
+        if parser is None:
+            parser = PatternParser(*([tool_call_pattern] if tool_call_pattern else []))
+        super().__init__(registry, parser, timeout=timeout)
+        self.tool_role = tool_name
+
+
+def _within(timeout: float | None, tool: Tool, args: dict, state: dict | None) -> Any:
+    """Return what a tool gives, or raise TimeoutError; the thread is left to end by itself."""
+    if timeout is None:
+        return tool(args, state)
+    box: dict[str, Any] = {}
+
+    def work() -> None:
+        try:
+            box["value"] = tool(args, state)
+        except Exception as error:
+            box["error"] = error
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(timeout)
+    if "error" in box:
+        raise box["error"]
+    if "value" not in box:
+        raise TimeoutError(f"no answer within {timeout} s")
+    return box["value"]
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Return whether a value has a type; what is no class is not checked."""
+    if not isinstance(kind, type) or kind is inspect.Parameter.empty:
+        return True
+    return type(value) in NUMBERS[kind] if kind in NUMBERS else isinstance(value, kind)
+
+
+def _kind(kind: Any) -> str:
+    if kind is inspect.Parameter.empty:
+        return "any"
+    return kind.__name__ if isinstance(kind, type) else str(kind)

@@ -1,0 +1,155 @@
+"""One chat as history, text and tokens: the same rewards, the documented arguments and errors."""
+
+import pytest
+import torch
+from contracts import Words, make_policy, prompts
+from tensordict import TensorDict
+
+from envs import ChatEnv
+from policies.containers import ChatHistory
+from policies.history import History
+
+MODES = ("history", "text", "tokens")
+
+
+def hello(**kwargs) -> ChatEnv:
+    return ChatEnv(batch_size=(1,), system_prompt="Be brief.", **kwargs)
+
+
+def played(mode: str, turns: int) -> TensorDict:
+    policy = make_policy().get_new_version(input_mode=mode)
+    env = ChatEnv(
+        Words(turns), group_size=4, max_turns=turns, input_mode=mode, tokenizer=policy.tokenizer
+    )
+    td = env.reset(prompts(4))
+    for _ in range(turns):
+        out = env.step(policy(td))
+        td = out["next"]
+    return out
+
+
+def test_text_tokens_and_history_modes_score_alike():
+    """The same draws give the same replies; each mode reads them in its own way."""
+    want, *others = (played(mode, 1) for mode in MODES)
+    assert len(set(want["next", "reward"].flatten().tolist())) > 1
+    flags = [want["next", key].flatten().tolist() for key in ("terminated", "truncated")]
+    assert all(any(flag) for flag in flags), "replies that end and replies that are cut"
+    chats = want["next", "history", "prompt"].chats()
+    for other in others:
+        for key in ("reward", "success", "terminated", "truncated", "done"):
+            assert torch.equal(other["next", key], want["next", key]), key
+        assert other["next", "history", "prompt"].chats() == chats
+
+
+def test_tokens_go_on_as_they_were_sampled():
+    out = played("tokens", 2)
+    policy = make_policy()
+    for i in range(16):
+        real = out["masks"][i].get("all_attention_mask")
+        kept = out["tokens"][i].get("full")[real].tolist()
+        following = out["next"]["tokens"][i].get("prompt").tolist()
+        assert following[: len(kept)] == kept
+        tail = policy.tokenizer.decode(following[len(kept) :])
+        ended = kept[-1] == policy.tokenizer.convert_tokens_to_ids("<|im_end|>")
+        closed = "" if ended else "<|im_end|>"
+        assert tail == f"{closed}\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_replies_are_read_with_or_without_a_response_mask(padded):
+    policy = make_policy().get_new_version(input_mode="tokens", pad_output=padded)
+    env = ChatEnv(Words(), group_size=4, input_mode="tokens", tokenizer=policy.tokenizer)
+    td = policy(env.reset(prompts(4)))
+    want = env.step(td)["next"]
+    bare = td.exclude(("masks", "all_response_mask")) if padded else td.exclude("masks")
+    out = env.step(bare)["next"]
+    assert out["history", "prompt"].chats() == want["history", "prompt"].chats()
+    assert torch.equal(out["truncated"], want["truncated"])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_prompt_is_what_transformers_renders(mode):
+    tokenizer = make_policy().tokenizer
+    env = hello(input_mode=mode, tokenizer=tokenizer)
+    td = env.reset(TensorDict({"query": "Hello?", "answer": "Hi"}, batch_size=(1,)))
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello?"}]
+    assert td["history"].prompt.chats() == [chat]
+    assert td["answer"] == ["Hi"] or td["answer"] == "Hi", "what reset was given stays"
+    want = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    if mode == "text":
+        assert list(td["text"].prompt) == [want]
+    if mode == "tokens":
+        assert td["tokens"][0].get("prompt").tolist() == tokenizer(want)["input_ids"]
+    td = env.rand_action(td)
+    following = env.step(td)["next"]
+    assert following["history", "prompt"].chats()[0][-1]["content"] == "a string"
+    assert not following["done"].any()
+    assert not following["reward"].any()
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_a_query_may_be_a_text_messages_or_a_history(batched):
+    asked = {"role": "user", "content": "Hello?"}
+    answered = [asked, {"role": "assistant", "content": "Well?"}]
+    env = ChatEnv(batch_size=(2,), system_role="boss", user_role="child", system_prompt="Go.")
+    boss = {"role": "boss", "content": "Go."}
+    history = History.from_chats([answered] * 2 if batched else answered)
+    size = [2] if batched else []
+    for query, want in (("Hello?", [asked | {"role": "child"}]), (history, answered)):
+        td = env.reset(TensorDict({"query": query}, batch_size=size))
+        assert td["history"].prompt.chats() == [[boss, *want]] * 2
+
+
+def test_fault_41_a_bare_history_is_an_action_and_no_history_is_an_error():
+    env = hello()
+    td = env.reset(TensorDict({"query": "Hello, how are you?"}, batch_size=(1,)))
+    said = {"role": "assistant", "content": "Well, thank you!"}
+    full = [*td["history"].prompt.chats()[0], said]
+    action = TensorDict({"history": History.from_chats([full])}, batch_size=(1,))
+    assert env.step(action)["next", "history"].prompt.chats() == [full]
+    with pytest.raises(ValueError, match=r"expected history\.full, found none; let a policy"):
+        env.step(td)
+    empty = ChatHistory(prompt=td["history"].prompt, batch_size=[1])
+    with pytest.raises(ValueError, match=r"expected history\.full"):
+        env.step(TensorDict({"history": empty}, batch_size=[1]))
+    with pytest.raises(ValueError, match="expected 'row', as reset"):
+        ChatEnv(Words()).step(action)
+    for mode in ("text", "tokens"):
+        env = hello(input_mode=mode, tokenizer=make_policy().tokenizer)
+        td = env.reset(TensorDict({"query": "Hello?"}, batch_size=(1,)))
+        with pytest.raises(ValueError, match=rf"{mode}\.full, found none"):
+            env.step(td)
+
+
+def test_documented_errors():
+    for size in ((), (2, 3), (0,)):
+        with pytest.raises(ValueError, match="must have one batch dimension"):
+            ChatEnv(batch_size=size)
+    with pytest.raises(ValueError, match="expected input_mode in"):
+        ChatEnv(input_mode="chat")
+    with pytest.raises(RuntimeError, match="input_mode='text' expected a tokenizer"):
+        ChatEnv(input_mode="text")
+    with pytest.raises(RuntimeError, match="got None"):
+        hello().reset(None)
+    with pytest.raises(RuntimeError, match="expected 'row' or 'query', got"):
+        hello().reset(TensorDict({"text": "Hi"}, batch_size=(1,)))
+    with pytest.raises(ValueError, match=r"expected 1 rows .* got 2"):
+        hello().reset(TensorDict({"query": "Hi"}, batch_size=(2,)))
+    with pytest.raises(ValueError, match=r"template_kwargs: expected .* got \['padding'\]"):
+        hello(template_kwargs={"padding": True})
+    tokenizer = make_policy().tokenizer
+    plain = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}"
+    env = hello(input_mode="text", tokenizer=tokenizer, template_kwargs={"chat_template": plain})
+    td = env.reset(TensorDict({"query": "Hi"}, batch_size=(1,)))
+    assert td["text"].prompt[0].startswith("system: Be brief.")
+
+
+def test_roles_and_device_are_those_asked_for():
+    options = {"tokenizer": make_policy().tokenizer, "input_mode": "text", "device": "cpu"}
+    env = hello(policy_role="model", user_role="guest", system_role="host", **options)
+    td = env.rand_action(env.reset(TensorDict({"query": "Hello?"}, batch_size=(1,))))
+    out = env.step(td)["next"]
+    roles = [m["role"] for m in out["history"].prompt.chats()[0]]
+    assert roles == ["host", "guest", "model"]
+    assert td.device == out.device == torch.device("cpu")
+    assert hello().reset(td.select("query")).device == td.device, "else the data's own"

@@ -1,0 +1,245 @@
+"""Environments that draw their prompts from data, and what answers earn in them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from contracts import make_policy
+from tensordict import TensorDict
+from torch.utils.data import DataLoader
+
+from envs import ChatEnv, DatasetChatEnv, GSM8KEnv, check_env_specs
+from envs.chat_views import write_action
+from envs.rewards import (
+    CountdownRewardParser,
+    MATHRewardParser,
+    same_mathematics,
+    solves_countdown,
+)
+from policies.containers import ChatHistory
+from policies.history import History
+from trainer.collect import collect
+
+MODES = ("history", "text", "tokens")
+
+
+@pytest.fixture
+def sums(tmp_path):
+    rows = [{"question": f"{i} + 1?", "answer": f"It is #### {i + 1}"} for i in range(5)]
+    path = tmp_path / "sums.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+def asked(td: TensorDict) -> list[str]:
+    return [chat[-1]["content"] for chat in td["history"].prompt.chats()]
+
+
+def say(env, td: TensorDict, *texts: str) -> TensorDict:
+    """Step with these replies, each closed by its end-of-turn token, in the env's own mode."""
+    base = env.base_env
+    if base.input_mode == "history":
+        full = [
+            [*chat, {"role": "assistant", "content": text}]
+            for chat, text in zip(td["history"].prompt.chats(), texts, strict=True)
+        ]
+        td.set(("history", "full"), History.from_chats(full))
+    elif base.input_mode == "text":
+        pairs = zip(td["text"].prompt, texts, strict=True)
+        td["text"].full = [prompt + text + "<|im_end|>" for prompt, text in pairs]
+    else:
+        td = write_action(td, "tokens", base.renderer, "assistant")
+        for row, text in zip(td["tokens"].unbind(0), texts, strict=True):
+            said = base.tokenizer(text + "<|im_end|>", add_special_tokens=False)["input_ids"]
+            row.full = torch.cat([row.prompt, torch.tensor(said)])
+    return env.step(td)["next"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_fault_35_a_right_answer_earns_its_reward_in_every_mode(sums, mode):
+    """The system prompt has the tags too: only the reply counts."""
+    tokenizer = make_policy().tokenizer
+    env = GSM8KEnv(dataset=sums, shuffle=False, num_envs=3, tokenizer=tokenizer, input_mode=mode)
+    assert "<answer>" in env.SYSTEM_PROMPT
+    td = env.reset()
+    assert asked(td) == ["0 + 1?", "1 + 1?", "2 + 1?"]
+    think = "<think>one more</think> "
+    out = say(env, td, think + "<answer>$1.0</answer>", "<answer>7 1</answer> 2", "it is 3")
+    want = {
+        "reward": [1.0, 0.1, 0.0],
+        "reward_right": [1.0, 0.1, 0.0],
+        "reward_answer": [1.0, 1.0, 0.0],
+        "reward_think": [1.0, 0.0, 0.0],
+        "success": [True, False, False],
+    }
+    for key, values in want.items():
+        assert out[key].shape == (3, 1)
+        assert out[key].flatten().tolist() == pytest.approx(values), key
+    assert out["done"].all(), "one step, by default"
+    assert out["terminated"].flatten().tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("ends", "done"),
+    [("right", [True, False, False]), (True, [True, True, False]), (False, [False] * 3)],
+)
+def test_fault_36_a_wrong_answer_ends_the_episode_only_where_asked(sums, ends, done):
+    env = GSM8KEnv(dataset=sums, shuffle=False, num_envs=3, max_steps=2, set_done_if_answer=ends)
+    replies = ("<answer>1</answer>", "<answer>7</answer>", "hm")
+    out = say(env, env.reset(), *replies)
+    assert out["done"].flatten().tolist() == done
+    assert out["step_count"].tolist() == [[1]] * 3
+    out = say(env, out, *replies)
+    assert out["done"].all()
+    assert out["truncated"].all()
+    assert len(out["history"].prompt.chats()[0]) == 4, "system, user and two replies"
+
+
+def test_the_env_keeps_to_its_specs(sums):
+    env = GSM8KEnv(dataset=sums, num_envs=2)
+    check_env_specs(env)
+    assert asked(env.reset()) != asked(env.reset()), "asking for specs takes no row away"
+    assert "answer" in env.full_observation_spec
+    assert not len(env.full_state_spec), "a reset needs nothing"
+    assert "reward_right" not in GSM8KEnv(dataset=sums, compute_reward=False).full_reward_spec
+
+
+def test_the_trainer_plays_it_to_the_end(sums):
+    """Through collect: data of its own, groups, and a count of steps that goes on."""
+    env = GSM8KEnv(dataset=sums, num_envs=4, repeats=2, max_steps=2, set_done_if_answer=False)
+    batch = collect(None, env, make_policy())
+    assert batch["group_id"].tolist() == [0, 0, 1, 1]
+    response = batch["masks", "all_response_mask"]
+    assert (response[:, 1:] & ~response[:, :-1]).sum(-1).tolist() == [2] * 4
+
+
+def test_a_group_never_comes_from_two_resets(sums):
+    for options, size in (({"num_envs": 4}, 4), ({"num_envs": 2, "group_repeats": True}, 4)):
+        env = DatasetChatEnv(dataset=sums, shuffle=False, repeats=2, data_key="question", **options)
+        seen = []
+        for _ in range(3):
+            td = env.reset()
+            assert td.batch_size == (size,)
+            assert asked(td)[::2] == asked(td)[1::2]
+            seen += list(zip(td["group_id"].tolist(), asked(td), strict=True))[::2]
+        assert seen == [(i, f"{i % 5} + 1?") for i in range(6)], "epochs follow each other"
+    with pytest.raises(ValueError, match=r"multiple of repeats=2, .* got 3; or set group_repeats"):
+        DatasetChatEnv(dataset=sums, num_envs=3, repeats=2, data_key="question")
+
+
+def test_the_order_is_that_of_the_seed(sums):
+    def drawn(seed: int, **options) -> list[str]:
+        env = GSM8KEnv(dataset=sums, seed=seed, num_envs=5, **options)
+        first = [asked(env.reset()) for _ in range(2)]
+        assert first == [asked(env.reset_dataloader().reset()), asked(env.reset())]
+        return first[0] + first[1]
+
+    assert drawn(1) == drawn(1) != drawn(2)
+    assert sorted(drawn(1)[:5]) == drawn(1, shuffle=False)[:5], "an epoch holds each row once"
+    assert drawn(1)[:5] != drawn(1)[5:], "each epoch has an order of its own"
+
+
+def test_the_data_may_be_a_file_or_a_folder(sums, tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    table = tmp_path / "sums.csv"
+    table.write_text("question,answer\n0 + 1?,#### 1\n")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "train.jsonl").write_text(Path(sums).read_text())
+    for dataset in (sums, str(table), str(folder)):
+        assert asked(GSM8KEnv(dataset=dataset, shuffle=False).reset()) == ["0 + 1?"]
+
+
+def test_any_loader_of_rows_will_do(sums):
+    rows = [{"query": f"{i}?", "weight": torch.tensor(float(i))} for i in range(4)]
+    stacked = TensorDict({"query": ["0?", "1?"], "weight": torch.arange(2.0)}, batch_size=[2])
+    loaders = [rows, DataLoader(rows, batch_size=3), [stacked, rows[2:]]]
+    for loader in loaders:
+        env = ChatEnv.from_dataloader(loader, batch_size=2, system_prompt="Go.")
+        td = env.reset()
+        assert asked(td) == ["0?", "1?"]
+        assert td["weight"].tolist() == [0.0, 1.0]
+        assert asked(env.reset()) == ["2?", "3?"]
+    td = env.reset(TensorDict({"query": "Mine?"}, batch_size=[2]))
+    assert asked(td) == ["Mine?"] * 2, "a query of the caller's own"
+    with pytest.raises(TypeError, match="list of dicts, got str"):
+        ChatEnv.from_dataloader(["a text"]).reset()
+    env = ChatEnv.from_dataloader(iter(rows[:1]))
+    env.reset()
+    with pytest.raises(ValueError, match="can be read again"):
+        env.reset()
+    lengths = []
+
+    def collate(part):
+        lengths.append(len(part))
+        return [row | {"query": row["question"]} for row in part]
+
+    env = DatasetChatEnv(dataset=sums, batch_size_dl=3, collate_fn=collate, shuffle=False)
+    assert asked(env.reset()) == ["0 + 1?"]
+    assert lengths == [3]
+
+
+def test_what_is_left_out_is_refused_with_a_reason(sums):
+    for options in ({"apply_template": True}, {"ray_backend": True}, {"primers": 1}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            DatasetChatEnv(dataset=sums, **options)
+    with pytest.raises(ValueError, match="set_done_if_answer True, False or 'right', got 'x'"):
+        GSM8KEnv(dataset=sums, set_done_if_answer="x")
+
+
+@pytest.mark.parametrize(
+    ("said", "good"),
+    [
+        ("(25 - 1) * 1", True),
+        ("25 - 1", True),
+        ("-1 + 25", True),
+        ("25 - 1 - 1", False),  # a number used twice
+        ("24", False),  # a number that is not there
+        ("25 - 1 == 24", False),
+        ("2 ** 9 ** 9 ** 9", False),
+        ("25 / 0", False),
+        ("__import__('os').getpid()", False),
+        ("(" * 300 + "25" + ")" * 300, False),
+        ("+".join(["25"] * 5000), False),
+        ("", False),
+    ],
+)
+def test_countdown_takes_each_number_once(said, good):
+    numbers = "1,25" if good and "* 1" not in said else "1,1,25" if good else "1,25,2"
+    assert solves_countdown(said, f"target=24, numbers={numbers}") is good
+
+
+@pytest.mark.parametrize(
+    ("said", "right", "good"),
+    [
+        (r"\frac{1}{2}", r"\boxed{\dfrac{1}{2}}", True),
+        ("0.5", r"so \boxed{\frac{1}{2}}", True),
+        (r"\left( 1, 2 \right)", r"\boxed{(1,2)}", True),
+        ("x+1", r"\boxed{x + 1}", True),
+        ("x-1", r"\boxed{x + 1}", False),
+        ("12 cm", r"first \boxed{11}, then \boxed{12}", True),
+    ],
+)
+def test_mathematics_is_compared_without_its_spacing(said, right, good):
+    assert same_mathematics(said, right) is good
+
+
+def test_the_other_parsers_share_the_rewards():
+    chat = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "<answer>3*8</answer>"},
+    ]
+    td = TensorDict({"answer": ["target=24, numbers=3,8"]}, batch_size=[1])
+    td["history"] = ChatHistory(full=History.from_chats([chat]), batch_size=[1])
+    assert CountdownRewardParser(correct_reward=2.0)(td.copy())["reward"].tolist() == [[2.0]]
+    td["solution"] = [r"\boxed{24}"]
+    out = MATHRewardParser(
+        in_keys=[("history", "full"), "solution"],
+        out_keys=["a", "t", "r", "score", "ok"],
+        format_reward=0.25,
+    )(td.set("score", torch.ones(1, 1)))
+    assert out["score"].tolist() == [[1.25]], "added to what is there"
+    assert not out["ok"].any()

@@ -1,0 +1,142 @@
+"""Code that nobody has read: what it can do, and what it cannot."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from envs.sandbox import Sandbox, isolation
+
+
+def run(code: str, **options):
+    with Sandbox(**{"timeout": 20, **options}) as box:
+        return box.run(code)
+
+
+def gone(marker: str, patience: float = 5.0) -> bool:
+    """Return whether no process has a text in its command line, after a while."""
+    end = time.monotonic() + patience
+    while time.monotonic() < end:
+        lines = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                lines.append(path.read_bytes())
+            except OSError:
+                continue
+        if not any(marker.encode() in line for line in lines):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_code_runs_and_says_what_it_prints():
+    assert run("import math\nprint(math.comb(6, 3))").output == "20\n"
+    done = run("import sys\nprint('out')\nprint('err', file=sys.stderr)")
+    assert (done.ok, done.output) == (True, "out\nerr\n")
+    assert run("pass").output == ""
+    assert run("print('\\u00e9 \\u4e2d')").output == "\u00e9 \u4e2d\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("print('a'; b", "SyntaxError"),
+        ("1 / 0", 'File "<code>", line 1'),
+        ("input()", "EOFError"),
+        ("import sys\nsys.exit(3)", ""),
+        ("import numpy", "ModuleNotFoundError"),
+        ("import os\nos._exit(0)", "[the process ended"),
+        ("open('big', 'wb').write(b'x' * (17 << 20))", "File too large"),
+        ("x = bytearray(10 ** 10)", "MemoryError"),
+    ],
+)
+def test_what_fails_is_a_result(code, said):
+    done = run(code)
+    assert not done.ok
+    assert said in done.output
+    assert "BOOT" not in done.output, "frames of the sandbox are not the code's"
+
+
+def test_an_endless_loop_is_stopped_with_its_children():
+    marker = f"leash-marker-{os.getpid()}"
+    code = (
+        "import subprocess, sys\n"
+        f"child = ['{{}}', '-c', 'import time; time.sleep(60)', '{marker}']\n"
+        "child[0] = sys.executable\n"
+        "subprocess.Popen(child)\n"
+        "print('started', flush=True)\n"
+        "while True: pass"
+    )
+    start = time.monotonic()
+    done = run(code, timeout=1.5)
+    assert not done.ok
+    assert done.output == "started\n\n[stopped: no end within 1.5 s]"
+    assert time.monotonic() - start < 10
+    assert gone(marker)
+
+
+def test_a_fork_bomb_does_not_go_off():
+    start = time.monotonic()
+    done = run("import os\nwhile True: os.fork()", timeout=3)
+    assert not done.ok
+    assert "BlockingIOError" in done.output or "stopped" in done.output
+    assert time.monotonic() - start < 10
+    assert run("print(1)").ok, "there is room for the next one"
+
+
+def test_endless_output_is_cut_and_stopped():
+    done = run("while True: print('abc' * 100)", max_output=1000)
+    assert not done.ok
+    assert done.output.startswith("abc")
+    assert len(done.output) < 1100
+    assert "cut after 1000 bytes" in done.output
+    assert run("print('x' * 999)", max_output=1000).ok
+
+
+def test_it_owns_nothing_but_a_folder_that_goes(tmp_path, monkeypatch):
+    monkeypatch.setenv("LEASH_SECRET", "password")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    import tempfile
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    tmp_path.chmod(0o755)
+    with Sandbox(timeout=20) as box:
+        found = box.run("import os; print('LEASH_SECRET' in os.environ, os.getcwd())").output
+        assert found.startswith("False ")
+        folder = Path(found.split()[1])
+        assert folder.is_dir()
+        box.run("open('note', 'w').write('hi')")
+        assert os.listdir(folder) == ["note"]
+        # Writing elsewhere is up to the user's rights: as root the code is nobody.
+        other = tmp_path / "other"
+        other.mkdir(mode=0o700)
+        wrote = box.run(f"open({str(other / 'x')!r}, 'w')").ok
+        assert wrote == (os.geteuid() != 0)
+    assert not folder.exists()
+
+
+@pytest.mark.skipif(not isolation(), reason="the kernel gives no namespaces here")
+def test_there_is_no_network():
+    code = (
+        "import socket\n"
+        "server = socket.socket()\n"
+        "server.bind(('127.0.0.1', 0))\n"
+        "server.listen()\n"
+        "socket.create_connection(server.getsockname(), 2)"
+    )
+    done = run(code)
+    assert not done.ok
+    assert "unreachable" in done.output
+
+
+def test_names_live_until_the_process_ends():
+    with Sandbox(timeout=1.5) as box:
+        assert box.run("x = 6").ok
+        assert not box.run("y = x / 0").ok
+        assert box.run("print(x * 7)").output == "42\n"
+        assert not box.run("while True: pass").ok
+        assert "NameError" in box.run("print(x)").output, "it starts afresh"
+    assert run("print('x' in dir())").output == "False\n"
+    with pytest.raises(ValueError, match="timeout > 0"):
+        Sandbox(timeout=0)

@@ -1,0 +1,267 @@
+"""Tools in a chat: calls are read, executed in order, and answered in the next prompt."""
+
+import os
+import threading
+
+import pytest
+import torch
+from contracts import Words, make_policy, plain_log_probs, prompts
+from tensordict import TensorDict
+
+from envs import ChatEnv
+from envs.tasks.task import Reply, Reward, Task
+from envs.transforms import (
+    ExecuteToolsInOrder,
+    JSONCallParser,
+    PythonInterpreter,
+    SimpleToolTransform,
+    ToolCall,
+    ToolRegistry,
+    XMLBlockParser,
+)
+from policies.history import History
+from trainer.collect import collect
+
+
+def add(a: int, b: float = 1.0) -> float:
+    """Add two numbers.
+
+    More words.
+    """
+    return a + b
+
+
+class Search:
+    """Find pages."""
+
+    name = "search"
+    schema_in = {"query": str}  # noqa: RUF012
+    schema_out = {"results": list}  # noqa: RUF012
+
+    def __call__(self, query, **kwargs):
+        return {"results": [query], "asked": len(kwargs["_state"]["messages"])}
+
+
+def broken():
+    raise OSError("no such disk")
+
+
+def step(env, *replies: str) -> TensorDict:
+    """Reset one chat for each reply, and say it."""
+    td = env.reset(TensorDict({"query": ["Go."] * len(replies)}, batch_size=[len(replies)]))
+    return say(env, td, *replies)
+
+
+def say(env, td: TensorDict, *replies: str) -> TensorDict:
+    chats = zip(td["history"].prompt.chats(), replies, strict=True)
+    full = [[*chat, {"role": "assistant", "content": text}] for chat, text in chats]
+    td.set(("history", "full"), History.from_chats(full))
+    return env.step(td)["next"]
+
+
+def last(td: TensorDict) -> list[dict]:
+    return [chat[-1] for chat in td["history"].prompt.chats()]
+
+
+def call(name: str, args: str = "", tag: str = "") -> str:
+    return f'<tool name="{name}"{tag}>{args}</tool>'
+
+
+def in_order(**options) -> ExecuteToolsInOrder:
+    registry = ToolRegistry([add, Search()])
+    registry.register(broken, name="disk")
+    return ExecuteToolsInOrder(registry, XMLBlockParser(), **options)
+
+
+@pytest.mark.parametrize(
+    ("text", "calls", "rest"),
+    [
+        ('<tool name="a" tag="T">{"x": 1}</tool> Hm.', [ToolCall("a", {"x": 1}, "T")], "Hm."),
+        ('A\n<tool name="a"></tool>', [ToolCall("a", {})], "A"),
+        ('<tool name="a">not json</tool>', [ToolCall("a", {"raw": "not json"})], ""),
+        ('<tool name="a">[1]</tool>', [ToolCall("a", {"raw": "[1]"})], ""),
+        ('<tool name="a">{"x": 1}', [], '<tool name="a">{"x": 1}'),
+        ("no call", [], "no call"),
+    ],
+)
+def test_xml_blocks(text, calls, rest):
+    assert XMLBlockParser()(text) == {"text": rest, "calls": calls, "meta": {"count": len(calls)}}
+
+
+@pytest.mark.parametrize(
+    ("text", "calls", "rest"),
+    [
+        ('{"message": "M", "tools": [{"tool": "a", "args": {"x": 1}, "tag": "T"}]}',
+         [ToolCall("a", {"x": 1}, "T")], "M"),
+        ('```json\n{"tools": [{"tool": "a"}, {"tool": "b"}]}\n```',
+         [ToolCall("a", {}), ToolCall("b", {})], ""),
+        ({"message": "M", "tools": [{"tool": "a", "args": [2]}]},
+         [ToolCall("a", {"raw": [2]})], "M"),
+        ('{"tools": {"tool": "a"}}', [ToolCall("a", {})], ""),
+        ('{"tools": ["a", 3]}', [ToolCall("a", {}), ToolCall("3", {})], ""),
+        ("{broken", [], "{broken"),
+        ("42", [], "42"),
+        ("[" * 100_000, [], "[" * 100_000),
+    ],
+)  # fmt: skip
+def test_json_calls(text, calls, rest):
+    assert JSONCallParser()(text) == {"text": rest, "calls": calls, "meta": {"count": len(calls)}}
+
+
+def test_calls_are_executed_in_their_order_and_answered_in_one_message():
+    env = ChatEnv(batch_size=(2,)).append_transform(in_order())
+    reply = call("search", '{"query": "KL"}', ' tag="A"') + call("add", '{"a": 2, "b": 3}')
+    out = step(env, reply, "just words")
+    message, other = last(out)
+    assert message == {
+        "role": "tool",
+        "content": '1. search [A] gave: {"results": ["KL"], "asked": 2}\n2. add gave: 5',
+    }
+    assert other == {"role": "assistant", "content": "just words"}
+    assert [len(c) for c in out["history"].prompt.chats()] == [3, 2], "no padding message"
+    assert not out["done"].any()
+
+
+@pytest.mark.parametrize(
+    ("reply", "said"),
+    [
+        (call("shop"), "KeyError: Unknown tool: shop; there are ['add', 'disk', 'search']"),
+        (call("disk"), "OSError: no such disk"),
+        (call("add", '{"a": "2"}'), "TypeError: expected a to be int, got str"),
+        (call("add", '{"a": true}'), "TypeError: expected a to be int, got bool"),
+        (call("add", '{"c": 2}'), "TypeError: no arguments ['c']; it takes ['a', 'b']"),
+        (call("add", '{"a": 2, "_state": 1}'), "TypeError: no arguments ['_state']"),
+        (call("add", "{"), "TypeError: no arguments ['raw']"),
+    ],
+)
+def test_what_goes_wrong_is_told_to_the_policy(reply, said):
+    out = step(ChatEnv(batch_size=(1,)).append_transform(in_order()), reply)
+    assert f"failed: {said}" in last(out)[0]["content"]
+
+
+def test_a_failure_may_stop_the_rest():
+    replies = call("disk") + call("add", '{"a": 1}')
+    for stop, said in ((True, "2. add was not called"), (False, "2. add gave: 2.0")):
+        env = ChatEnv(batch_size=(1,)).append_transform(in_order(stop_on_error=stop))
+        assert last(step(env, replies))[0]["content"].split("\n")[1] == said
+
+
+def test_a_registry_takes_functions_and_objects():
+    registry = ToolRegistry([add])
+    assert "add" in registry
+    assert "search" not in registry
+    registry.register(Search())
+    want = "add(a: int, b: float): Add two numbers.\nsearch(query: str): Find pages."
+    assert registry.describe() == want
+    assert registry.get("add")({"a": 1, "b": 2}) == 3, "JSON writes 2 for 2.0"
+    with pytest.raises(KeyError, match="Unknown tool: x"):
+        registry.get("x")
+
+
+def test_simple_tools():
+    forever = threading.Event()
+    tools = {"add": add, "wait": forever.wait}
+    pattern = r"CALL\[(.*?)\]\((.*?)\)"
+    forms = [({}, "<tool>add\n{}</tool>"), ({"tool_call_pattern": pattern}, "CALL[add]({})")]
+    forms.append(({"parser": XMLBlockParser()}, '<tool name="add">{}</tool>'))
+    for options, form in forms:
+        simple = SimpleToolTransform(tools, tool_name="helper", **options)
+        out = step(ChatEnv(batch_size=(1,)).append_transform(simple), form.format('{"a": 4}'))
+        assert last(out) == [{"role": "helper", "content": "1. add gave: 5.0"}]
+    simple = SimpleToolTransform(tools, {"wait": {}}, timeout=0.1)
+    out = step(ChatEnv(batch_size=(1,)).append_transform(simple), "<tool>wait\n</tool>")
+    assert "TimeoutError: no answer within 0.1 s" in last(out)[0]["content"]
+    forever.set()
+    with pytest.raises(ValueError, match="two groups"):
+        SimpleToolTransform(tools, tool_call_pattern="CALL")
+
+
+class Sums(Task):
+    """Right is 42."""
+
+    def rows(self, split):
+        return [{"messages": [{"role": "user", "content": "6 * 7?"}]}]
+
+    def reward(self, row, reply: Reply) -> Reward:
+        good = float("42" in reply.text)
+        return Reward(total=good, parts={"good": good}, success=good == 1)
+
+
+def test_a_call_goes_on_and_earns_nothing_until_the_answer():
+    """Even a call that holds the right number: only the last turn is the answer."""
+    env = ChatEnv(Sums(), max_turns=3).append_transform(in_order())
+    out = step(env, call("add", '{"a": 42}'), "42")
+    for key in ("reward", "done", "terminated", "success"):
+        assert out[key].flatten().tolist() == [False, True], key
+    assert out["reward_part", "good"].flatten().tolist() == [0.0, 1.0]
+    out = say(env, out[:1], call("add", '{"a": 42}'))
+    assert last(out)[0]["role"] == "tool"
+    out = say(env, out, call("add", '{"a": 42}'))
+    assert out["done"].all(), "the third turn is the last one"
+    assert last(out)[0]["role"] == "assistant"
+    with pytest.raises(RuntimeError, match="must be used with a ChatEnv in history mode"):
+        in_order()(TensorDict({"history": out["history"]}, batch_size=[1]))
+
+
+def test_tool_tokens_are_never_trained_on():
+    """Through the trainer's collect: the ids go on exactly, and the response mask skips results."""
+    policy = make_policy()
+    tools = in_order()
+    tools.parser = lambda text: {"text": text, "calls": [ToolCall("add", {"a": 41})], "meta": {}}
+    env = ChatEnv(Words(), group_size=4, max_turns=3).append_transform(tools)
+    batch = collect(prompts(4), env, policy)
+    turns = []
+    for i in range(16):
+        real = batch["masks", "all_attention_mask"][i]
+        ids = batch["tokens", "full"][i][real]
+        sampled = batch["masks", "all_response_mask"][i][real]
+        text = policy.tokenizer.decode(ids)
+        turns.append(int((sampled[1:] & ~sampled[:-1]).sum()))
+        assert text.count("<|im_start|>tool\n1. add gave: 42.0<|im_end|>\n") == turns[-1] - 1
+        assert "<none>" not in text
+        assert "gave" not in policy.tokenizer.decode(ids[sampled])
+        want = plain_log_probs(policy, ids, 1.0) * sampled
+        got = batch["log_probs", "full"][i][real].double()
+        assert torch.allclose(got, want, atol=1e-5)
+        earned = batch["reward_raw"][i][real].nonzero().flatten().tolist()
+        assert earned in ([], [len(ids) - 1]), "only the last turn earns"
+    assert {1, 2} <= set(turns), "replies that were cut, which call nothing, and others"
+    assert batch["reward_raw"].any()
+
+
+def code(text: str) -> str:
+    return f"Let me see.\n```python\n{text}\n```\n"
+
+
+def test_python_blocks_run_and_answer():
+    python = PythonInterpreter(timeout=20)
+    out = step(
+        ChatEnv(batch_size=(3,)).append_transform(python),
+        code("a = 1\nprint(f'{a=}')") + code("print(a)"),
+        "no code",
+        code("print(6 * 7)"),
+    )
+    chats = out["history"].prompt.chats()
+    assert [len(c) for c in chats] == [4, 2, 3]
+    assert chats[0][2]["content"] == "Code block 1 ran:\na=1"
+    assert chats[0][3]["content"].startswith("Code block 2 failed:\n"), "each block starts afresh"
+    assert chats[2][2] == {"role": "tool", "content": "Code block 1 ran:\n42"}
+
+
+def test_python_may_remember_a_chat_until_the_next_reset():
+    python = PythonInterpreter(persistent=True, timeout=20, tool_name="python")
+    env = ChatEnv(batch_size=(2,)).append_transform(python)
+    out = step(env, code("x = 1"), code("x = 2"))
+    out = say(env, out, code("print(x)"), code("print(x)"))
+    assert [m["content"] for m in last(out)] == ["Code block 1 ran:\n1", "Code block 1 ran:\n2"]
+    boxes = [box._process.pid for box in python._boxes.values()]
+    out = step(env, code("print(x)"), "no code")
+    assert "NameError" in last(out)[0]["content"]
+    python.close()
+    for pid in boxes:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    with pytest.raises(ValueError, match="services, service_name, namespace"):
+        PythonInterpreter(services="ray")
+    with pytest.raises(TypeError):
+        PythonInterpreter(memory_limit=3)
