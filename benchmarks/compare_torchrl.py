@@ -1,6 +1,6 @@
 """leash beside TorchRL, system by system, on the same random inputs, where the original is right.
 
-    python -m venv /tmp/torchrl && /tmp/torchrl/bin/pip install torch==2.13.0 torchrl
+    python -m venv /tmp/torchrl && /tmp/torchrl/bin/pip install torch==2.13.0 torchrl transformers
     OMP_NUM_THREADS=1 /tmp/torchrl/bin/python -m benchmarks.compare_torchrl [system ...]
 
 Prints the largest absolute difference (inputs in float64) and the time of TorchRL over that of
@@ -12,13 +12,16 @@ the original gets wrong is left out; the tests named test_fault_* hold it.
 import argparse
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.cases import Case, both, difference, gradient
+from benchmarks.compare_losses import losses, mc_advantage
 from benchmarks.measure import seconds
 from policies import (
     LLMMaskedCategorical,
@@ -26,38 +29,6 @@ from policies import (
     MaskedOneHotCategorical,
     OneHotCategorical,
 )
-
-
-@dataclass(frozen=True)
-class Case:
-    """One thing that both packages can do on the same input."""
-
-    name: str
-    ours: Callable[[], Tensor]
-    theirs: Callable[[], Tensor]
-
-
-def difference(case: Case) -> float:
-    """Return the largest absolute difference of the two results from the same seed."""
-    results = []
-    for work in (case.ours, case.theirs):
-        torch.manual_seed(0)
-        results.append(work().double())
-    mine, other = results
-    assert mine.shape == other.shape, (case.name, mine.shape, other.shape)
-    return torch.where(mine == other, 0.0, (mine - other).abs()).max().item()  # -inf twice is 0
-
-
-def gradient(of: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Return the gradient of the sum of `of(x)`."""
-    x = x.detach().clone().requires_grad_()
-    return torch.autograd.grad(of(x).sum(), x)[0]
-
-
-def both(works: dict[str, Callable], ours: type, theirs: type, what: str) -> Iterator[Case]:
-    """Yield a case for each work, a function of the class."""
-    for name, work in works.items():
-        yield Case(f"{ours.__name__}, {what}: {name}", partial(work, ours), partial(work, theirs))
 
 
 def llm_masked_categorical(torchrl: ModuleType, dtype: torch.dtype) -> Iterator[Case]:
@@ -131,10 +102,64 @@ def masked_categorical(torchrl: ModuleType, dtype: torch.dtype) -> Iterator[Case
             yield from both(works, ours, getattr(torchrl.modules, ours.__name__), kind)
 
 
+def chats(torchrl: ModuleType, dtype: torch.dtype) -> Iterator[Case]:
+    """Compare chats made, grown, rendered and read, as text; needs transformers.
+
+    Left out: contents with blanks at their ends, and the parsers that strip, merge or raise.
+    """
+    if find_spec("transformers") is None:
+        print("chats: left out, this environment has no transformers")
+        return
+    from policies import History
+    from policies.models import find_model, load_tokenizer
+
+    tokenizer = load_tokenizer(find_model("tiny"))
+    prompts = [
+        [{"role": "system", "content": "Be kind"}, {"role": "user", "content": f"What is\n\n{i}?"}]
+        for i in range(64)
+    ]
+    whole = [
+        [*prompt, {"role": "assistant", "content": f"It is {i}"}]
+        for i, prompt in enumerate(prompts)
+    ]
+    written = History.from_chats(whole).apply_chat_template(
+        tokenizer=tokenizer, chat_template_name="chatml", add_generation_prompt=False
+    )
+
+    def letters(texts: Any) -> Tensor:
+        return torch.tensor([ord(c) for text in texts for c in str(text)])
+
+    def said(history: Any) -> Tensor:
+        return letters(row.content for row in history.unbind(0))
+
+    def render(cls: Any, name: str) -> Tensor:
+        made = cls.from_chats(whole)
+        return letters(made.apply_chat_template(tokenizer=tokenizer, chat_template_name=name))
+
+    works: dict[str, Callable[[Any], Tensor]] = {
+        "from_chats": lambda cls: said(cls.from_chats(whole)),
+        "extend": lambda cls: said(
+            cls.from_chats(prompts).extend(cls.from_chats(prompts), inplace=False, dim=0)
+        ),
+        **{
+            f"apply_chat_template, {name}": partial(render, name=name)
+            for name in ("chatml_format", "qwen", "llama", "deepseek")
+        },
+        **{
+            f"from_text, {name}": lambda cls, name=name: said(cls.from_text(written, name))
+            for name in ("chatml_format", "qwen")
+        },
+    }
+    yield from both(works, History, torchrl.data.llm.History, "64 chats")
+
+
 # Each takes the torchrl package and the dtype of its inputs, and makes them from the global seed.
 SYSTEMS: dict[str, Callable[[ModuleType, torch.dtype], Iterator[Case]]] = {
     "llm_masked_categorical": llm_masked_categorical,
     "masked_categorical": masked_categorical,
+    "chats": chats,
+    "losses": losses,
+    "mc_advantage": mc_advantage,
 }
 
 
@@ -144,11 +169,13 @@ def main() -> None:
     parser.add_argument("system", nargs="*", help=f"of {', '.join(SYSTEMS)}; default: all")
     wanted = parser.parse_args().system or list(SYSTEMS)
     try:
+        import torchrl.data.llm
         import torchrl.modules
+        import torchrl.objectives.llm
     except ModuleNotFoundError:
         sys.exit(
             "expected torchrl beside leash, found none; make an environment of its own with "
-            "'pip install torch==2.13.0 torchrl' and run this file with its python"
+            "'pip install torch==2.13.0 torchrl transformers' and run this file with its python"
         )
     print(f"torchrl {torchrl.__version__}, torch {torch.__version__}")
     print(f"{'system':60} {'max abs difference':>18} {'time ratio':>10}")

@@ -8,7 +8,6 @@ Left out on purpose: replay buffers, queues, environment pools, remote workers.
 """
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -17,13 +16,10 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from envs.env import EnvBase, TransformedEnv
-from policies.containers import Tokens
-from policies.padding import rows
-from policies.wrapper import LLMWrapperBase
-from trainer.collect import carry, prolong, ready
+from trainer.chats import Chats
 
+LOGGER = logging.getLogger(__name__)
 Policy = Callable[[TensorDictBase], TensorDictBase]
-ASSISTANT = ("masks", "all_assistant_mask")
 REFUSED = {
     "async_envs": "environments run in this process, one batched call a turn",
     "replay_buffer": "batches are yielded; put them where you like, or pass postproc",
@@ -48,6 +44,14 @@ class LLMCollector:
     PolicyVersion) writes "policy_version", one more after each `update_policy_weights_`.
     ("collector", "traj_ids") numbers the chats. Rows hold the exact ids and no padding, also with a
     policy that has pad_output=True. Wrong combinations are TypeErrors and ValueErrors.
+
+    >>> from envs import ChatEnv
+    >>> from policies import load_policy
+    >>> policy = load_policy("tiny", max_new_tokens=4)
+    >>> env, prompts = ChatEnv(max_turns=2), [["Hi", "Ho"]]
+    >>> data = LLMCollector(env, policy=policy, dataloader=prompts, dialog_turns_per_batch=4)
+    >>> next(iter(data))["next", "done"].squeeze(-1).tolist()
+    [[False, True], [False, True]]
     """
 
     def __init__(
@@ -78,8 +82,9 @@ class LLMCollector:
         if (policy is None) == (policy_factory is None):
             raise TypeError("expected exactly one of policy and policy_factory")
         only_last = bool(yield_only_last_steps)
-        completed = only_last if yield_completed_trajectories is None else yield_completed_trajectories
-        _check(only_last, completed, flatten_data, reset_at_each_iter)
+        completed = yield_completed_trajectories
+        completed = only_last if completed is None else completed
+        _check_modes(only_last, completed, flatten_data, reset_at_each_iter)
         if dialog_turns_per_batch is None and completed:
             dialog_turns_per_batch = 1
         if dialog_turns_per_batch is None or dialog_turns_per_batch < 1:
@@ -89,24 +94,191 @@ class LLMCollector:
             )
         self.policy: Any = policy if policy_factory is None else policy_factory()
         self.env = env if isinstance(env, EnvBase) else env()
-        # Before anything asks the environment for its specs: transforms may need the policy.
-        for known in (self.env, self.policy):
-            if hasattr(known, "register_collector"):
-                known.register_collector(self)
         self.policy_version_tracker = _tracker(track_policy_version)
         if self.policy_version_tracker is not None:
             self.env = TransformedEnv(self.env, self.policy_version_tracker)
-            self.env.register_collector(self)
-        self._player = _player(self.policy)
-        self.dialog_turns_per_batch, self.total_dialog_turns = dialog_turns_per_batch, total_dialog_turns
+        self._register()  # before anything asks for a spec: transforms may need the policy
+        self.dialog_turns_per_batch = dialog_turns_per_batch
+        self.total_dialog_turns = total_dialog_turns
         self.yield_completed_trajectories, self.yield_only_last_steps = completed, only_last
         self.reset_at_each_iter, self.flatten_data = reset_at_each_iter, bool(flatten_data)
         self.postproc, self.verbose = postproc, verbose
-        self._data = None if dataloader is None else _passes(dataloader)
-        self._fresh: deque[TensorDictBase] = deque()  # first states that nobody plays yet
-        self._chats: list[_Chat] | None = None  # the running ones, one a slot
-        self._finished: deque[_Chat] = deque()
-        self._state: list[str] = []  # the keys of a state: those of a reset
-        self._started = self._groups = 0
         self._turns = 0  # handed out so far, dropped ones included
-```
+        text_key = getattr(self.env, "data_key", "query")
+        data = None if dataloader is None else _starts(dataloader, text_key)
+        tracker = self.policy_version_tracker
+        self._chats = Chats(self.env, self.policy, data=data, tracker=tracker)
+
+    def _register(self) -> None:
+        """Tell the policy and the environment, all the way down, who collects from them."""
+        users: list[Any] = [self.policy, self.env]
+        while isinstance(users[-1], TransformedEnv):
+            users.append(users[-1].env)
+        for user in users:
+            if hasattr(user, "register_collector"):
+                user.register_collector(self)
+
+    # What is handed out.
+
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        """Yield batches until `total_dialog_turns` or the end of the data."""
+        while self.total_dialog_turns < 0 or self._turns < self.total_dialog_turns:
+            batch = self.rollout()
+            if batch is None:
+                return
+            if self.verbose:
+                LOGGER.info("a batch of %s, %d turns so far", tuple(batch.shape), self._turns)
+            batch = batch if self.postproc is None else self.postproc(batch)
+            if batch is not None:
+                yield batch
+
+    def rollout(self) -> TensorDictBase | None:
+        """Return the next batch, before `postproc`; None when the data have ended."""
+        if self.reset_at_each_iter:
+            self._chats.give_up()
+        return self._whole_chats() if self.yield_completed_trajectories else self._side_by_side()
+
+    def _side_by_side(self) -> TensorDictBase | None:
+        """Return [B, T]: T turns of the chats at each place."""
+        turns: list[list[TensorDictBase]] = []
+        while not turns or len(turns) * len(turns[0]) < self.dialog_turns_per_batch:
+            turns.append(self._chats.turn())
+            if not turns[-1] or len(turns[-1]) < len(self._chats.places):
+                return None
+        self._chats.finished.clear()  # their rows are in this batch and the ones before
+        batch = lazy_stack([lazy_stack(list(rows)) for rows in zip(*turns, strict=True)])
+        self._turns += batch.numel()
+        return batch.view(-1) if self.flatten_data else batch
+
+    def _whole_chats(self) -> TensorDictBase | None:
+        """Return [N], N the turns of finished chats, one chat after the other."""
+        out: list[TensorDictBase] = []
+        while len(out) < self.dialog_turns_per_batch:
+            while not self._chats.finished:
+                if not self._chats.turn():
+                    return lazy_stack(out) if out else None
+            chat = self._chats.finished.popleft()
+            out += chat.rows[-1:] if self.yield_only_last_steps else chat.rows
+            self._turns += len(chat.rows)
+        return lazy_stack(out)
+
+    # The policy and its weights.
+
+    def update_policy_weights_(
+        self,
+        policy_or_weights: nn.Module | Mapping[str, Any] | TensorDictBase | None = None,
+        *,
+        weights: Mapping[str, Any] | TensorDictBase | None = None,
+        policy: nn.Module | None = None,
+    ) -> None:
+        """Load weights (a policy, a model, its state dict or a TensorDict), and count a version.
+
+        Without an argument only the version moves on: the policy itself was trained.
+        """
+        given = [x for x in (policy_or_weights, weights, policy) if x is not None]
+        if len(given) > 1:
+            raise TypeError("expected one of policy_or_weights, weights and policy, got more")
+        if given:
+            state = _state_dict(given[0])
+            if hasattr(self.policy, "load_weights"):
+                self.policy.load_weights(state.items())
+            else:
+                self.get_policy_model().load_state_dict(state)
+        if hasattr(self.policy, "version"):
+            self.policy.version += 1
+        self.increment_version()
+
+    def increment_version(self) -> None:
+        """Count a new version of the policy, where versions are tracked."""
+        if self.policy_version_tracker is not None:
+            self.policy_version_tracker.increment_version()
+
+    @property
+    def policy_version(self) -> int | str | None:
+        """Return the version of the policy, None where it is not tracked."""
+        tracker = self.policy_version_tracker
+        return None if tracker is None else tracker.version
+
+    def get_policy_version(self) -> int | str | None:
+        """Return `policy_version`."""
+        return self.policy_version
+
+    def get_policy_model(self) -> nn.Module:
+        """Return the language model of the policy, or the policy itself when it has none inside."""
+        return getattr(self.policy, "model", self.policy)
+
+    def set_postproc(self, postproc: Callable[[TensorDictBase], TensorDictBase | None]) -> None:
+        """Set `postproc`, once."""
+        if self.postproc is not None:
+            raise RuntimeError("expected no postproc yet, this collector already has one")
+        self.postproc = postproc
+
+
+def _check_modes(
+    only_last: bool, completed: bool, flatten_data: bool | None, reset_at_each_iter: bool
+) -> None:
+    """Raise TypeError for modes that exclude each other."""
+    if only_last and not completed:
+        raise TypeError(
+            "yield_only_last_steps=True requires yield_completed_trajectories=True (or None)"
+        )
+    if completed and flatten_data is not None:
+        raise TypeError(
+            "expected no flatten_data with yield_only_last_steps or yield_completed_trajectories: "
+            f"their batches have one dimension; got {flatten_data}"
+        )
+    if only_last and reset_at_each_iter:
+        raise TypeError("yield_only_last_steps=True excludes reset_at_each_iter=True")
+
+
+def _tracker(track: Any) -> Any:
+    """Return the PolicyVersion to use, or None."""
+    if track is True:
+        from envs.transforms import PolicyVersion
+
+        return PolicyVersion()
+    return track or None
+
+
+def _starts(loader: Iterable[Any], text_key: str) -> Iterator[TensorDictBase]:
+    """Yield what `env.reset` takes, again and again; an iterator has one pass.
+
+    Prompts without a group_id get one that no other has.
+    """
+    groups = 0
+    while True:
+        before = groups
+        for data in loader:
+            td = _as_td(data, text_key)
+            if "group_id" not in td:
+                number = torch.arange(groups, groups + td.numel()).view(td.batch_size)
+                td = td.copy().set("group_id", number)
+            groups += td.numel()
+            yield td
+        if groups == before:
+            return
+
+
+def _as_td(data: Any, text_key: str) -> TensorDictBase:
+    """Return data for a reset: a TensorDict, or one of rows or of texts."""
+    if isinstance(data, TensorDictBase):
+        return data if data.ndim else data.unsqueeze(0)
+    items = data if isinstance(data, list | tuple) else [data]
+    td = TensorDict(batch_size=[len(items)])
+    if items and all(isinstance(item, str) for item in items):
+        return td.set(text_key, NonTensorStack(*items))
+    if items and all(isinstance(item, Mapping) for item in items):
+        return td.set("row", NonTensorStack(*[NonTensorData(dict(item)) for item in items]))
+    raise TypeError(
+        "expected TensorDicts, rows (dicts with 'messages'), texts or lists of these from the "
+        f"dataloader, got {type(items[0]).__name__ if items else 'an empty list'}"
+    )
+
+
+def _state_dict(source: Any) -> dict[str, Tensor]:
+    """Return the weights of a policy, of a model, or in a mapping, by name."""
+    if isinstance(source, nn.Module):
+        return getattr(source, "model", source).state_dict()
+    if isinstance(source, TensorDictBase):
+        return dict(source.flatten_keys(".").items())
+    return dict(source)

@@ -1,40 +1,111 @@
-"""GRPOLoss and SFTLoss: the trainer's per-token terms behind TorchRL's keys and outputs.
+"""GRPOLoss, DAPO and CISPOLoss: the per-token terms behind TorchRL's keys and outputs.
 
-For code that brings its own loop. Distributions come from the actor's masked dists
-(`LLMMaskedCategorical`); every average is over the mask. [B, T] and [B, T, 1] are both taken.
+For code that brings its own loop. Every average is over the mask: masked tokens and padding dilute
+none. Values may be [B, T], [B, T, 1], one per row, or ragged rows.
 """
 
-import torch
-from tensordict import TensorDict, TensorDictBase
-from torch import Tensor, nn
+from __future__ import annotations
 
-from policies.padding import is_ragged, pad, rows
-from policies.wrapper import LLMWrapperBase
-from trainer.losses import clipped_policy_term, is_clipped, kl_term, ratio, weights
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from tensordict import NestedKey, TensorClass, TensorDictBase
+from torch import Tensor
+
+from trainer.loss_inputs import (
+    REDUCTIONS,
+    LossModule,
+    check,
+    find,
+    masked_mean,
+    need,
+    per_token,
+    refuse,
+)
+from trainer.losses import cispo_term, clipped_policy_term, is_clipped, kl_term, ratio, weights
+
+if TYPE_CHECKING:
+    from policies.wrapper import LLMWrapperBase
 
 DISTS = {"sft": "_get_sft_dist", "rlhf": "_get_rlhf_dist", "generic": "_get_generic_dist"}
+AGGREGATIONS = ("token_mean", "prompt_mean", "sequence_mean", "constant", "none")
+RESPONSE = ("masks", "all_response_mask")
 
 
-class GRPOLoss(nn.Module):
-    """Clipped surrogate with optional entropy bonus and k3 KL to the reference.
+class LLMLossOutput(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments]
+    """Hold the losses (loss_*), to be summed and minimised, and masked means without a gradient.
 
-    Reads ("tokens","full"), ("log_probs","full"), "advantage" and, with `kl_to_ref_coeff`,
-    ("ref_log_probs","full") at the root or under "next". `masking_strategy` picks the tokens: sft
-    (after the prompt), rlhf (assistant), generic (all); of them those in "loss_mask" [B, T] count,
-    where there is one. aggregation "constant" divides by `max_tokens`. Source: arXiv 2402.03300,
-    eq. 3.
+    What was not asked for is None. `output.sum(reduce=True).backward()` descends all losses.
     """
+
+    loss_objective: Tensor
+    clip_fraction: Tensor
+    kl_approx: Tensor
+    ESS: Tensor
+    entropy: Tensor | None = None
+    loss_entropy: Tensor | None = None
+    loss_kl_to_ref: Tensor | None = None
+    kl_to_ref: Tensor | None = None
+    loss_kl_to_inference: Tensor | None = None
+    kl_to_inference: Tensor | None = None
+
+
+class GRPOLossOutput(LLMLossOutput):
+    """Hold what GRPOLoss returns."""
+
+
+class DAPOLossOutput(LLMLossOutput):
+    """Hold what DAPO returns."""
+
+
+class CISPOLossOutput(LLMLossOutput):
+    """Hold what CISPOLoss returns."""
+
+
+@dataclass(frozen=True)
+class GRPOKeys:
+    """Where GRPOLoss finds its input."""
+
+    advantage: NestedKey = "advantage"
+    action: NestedKey = ("tokens", "full")
+    sample_log_prob: NestedKey = ("log_probs", "full")
+    ref_log_probs: NestedKey = ("next", "ref_log_probs", "full")
+
+
+class GRPOLoss(LossModule):
+    """Clipped surrogate with optional entropy bonus and k3 KL to the reference and the generator.
+
+    `masking_strategy` picks the tokens: sft (after the prompt), rlhf (assistant), both only where
+    masks.all_response_mask (if any) says that they were sampled; generic (all). Of them those in
+    "loss_mask" (if any) count, and with `kl_mask_threshold` those with (curr - gen)^2 / 2 <= it.
+    `aggregation`: token_mean, prompt_mean (= sequence_mean), constant (divides by `max_tokens`),
+    none ([B, T]); `reduction="sum"` sums in place of the last mean, "none" is aggregation none.
+    kl_to_ref_coeff=0 measures the KL. Source: arXiv 2402.03300, eq. 3; two bounds of `clip_epsilon`
+    (low, high): arXiv 2503.14476. Keep the model in eval mode.
+    """
+
+    output_type: type[LLMLossOutput] = GRPOLossOutput
 
     def __init__(
         self,
         actor_network: LLMWrapperBase,
         *,
         clip_epsilon: float | tuple[float, float] = 0.2,
-        aggregation: str = "token_mean",
+        kl_mask_threshold: float | None = None,
+        aggregation: str | None = "token_mean",
         entropy_bonus: bool = True,
+        samples_mc_entropy: int = 1,
         entropy_coeff: float = 0.01,
+        gamma: float | None = None,
+        reduction: str | None = None,
+        clip_value: bool | float | None = None,
         kl_to_ref_coeff: float | None = None,
-        masking_strategy: str = "sft",
+        kl_to_inference_coeff: float | None = None,
+        device: torch.device | None = None,
+        masking_strategy: Literal["sft", "rlhf", "generic"] = "sft",
+        ref_log_prob_padding_side: str = "left",
+        ref_log_prob_padding_value: float = 0.0,
         max_tokens: int | None = None,
     ) -> None:
         super().__init__()
@@ -43,127 +114,129 @@ class GRPOLoss(nn.Module):
             raise ValueError(
                 f"expected clip_epsilon with 0 <= low < 1 and high >= 0, got {low, high}"
             )
-        if masking_strategy not in DISTS:
-            raise ValueError(
-                f"expected masking_strategy in {sorted(DISTS)}, got {masking_strategy!r}"
-            )
+        aggregation, reduction = aggregation or "token_mean", reduction or "mean"
+        check("masking_strategy", masking_strategy, DISTS)
+        check("aggregation", aggregation, AGGREGATIONS)
+        check("reduction", reduction, REDUCTIONS)
         if aggregation == "constant" and (max_tokens is None or max_tokens < 1):
             raise ValueError(
                 f"aggregation='constant' divides by the most tokens a row may have, got max_tokens="
                 f"{max_tokens}; give max_tokens (the width of a padded batch is not it)"
             )
-        self.actor_network = actor_network
+        if kl_mask_threshold is not None and kl_mask_threshold <= 0:
+            raise ValueError(f"expected kl_mask_threshold > 0 or None, got {kl_mask_threshold}")
+        refuse("GRPOLoss", "the entropy is exact", samples_mc_entropy=samples_mc_entropy != 1)
+        refuse("GRPOLoss", "there is no value function", gamma=gamma, clip_value=clip_value)
+        refuse("GRPOLoss", "it runs where the actor is and has no buffers", device=device)
+        aligned = ref_log_prob_padding_side == "left" and ref_log_prob_padding_value == 0
+        reason = "ragged rows lie as the tokens do, and masked entries are never read"
+        refuse("GRPOLoss", reason, ref_log_prob_padding=not aligned)
+        self.actor_network, self.tensor_keys = actor_network, GRPOKeys()
         self.clip_low, self.clip_high = low, high
-        self.aggregation, self.max_tokens = aggregation, max_tokens
+        self.aggregation = "none" if reduction == "none" else aggregation
+        self.reduction, self.max_tokens = reduction, max_tokens
+        self.kl_mask_threshold = kl_mask_threshold
         self.entropy_coeff = entropy_coeff if entropy_bonus else None
-        self.kl_to_ref_coeff = kl_to_ref_coeff
-        self.dist = DISTS[masking_strategy]
+        self.kl_to_ref_coeff, self.kl_to_inference_coeff = kl_to_ref_coeff, kl_to_inference_coeff
+        self.masking_strategy = masking_strategy
 
-    def forward(self, tensordict: TensorDictBase) -> TensorDict:
-        """Return loss_objective (and loss_entropy, loss_kl_to_ref) and what they are made of."""
-        dist = getattr(self.actor_network, self.dist)(tensordict)
-        mask = dist.mask
-        if "loss_mask" in tensordict:
-            mask = mask & tensordict.get("loss_mask")
-        curr = _log_prob(dist, _need(tensordict, ("tokens", "full")))
-        gen = _per_token(_need(tensordict, ("log_probs", "full")), mask)
-        advantage = _per_token(_need(tensordict, "advantage"), mask)
+    def forward(self, tensordict: TensorDictBase) -> LLMLossOutput:
+        """Return the losses and what they are made of."""
+        td = tensordict.reshape(-1) if tensordict.ndim > 1 else tensordict
+        keys = self.tensor_keys
+        tokens = need(td, keys.action)
+        dist = getattr(self.actor_network, DISTS[self.masking_strategy])(td)
+        mask = self._mask(td, dist.mask)
+        curr = dist.log_prob(tokens.masked_fill(~dist.mask, dist.ignore_index))
+        gen = per_token(need(td, keys.sample_log_prob), mask, 0.0)
+        advantage = per_token(need(td, keys.advantage), mask, 0.0)
         if gen.requires_grad:
             raise RuntimeError("expected the generation log-probs without a gradient; detach them")
-        weight = _weights(mask, self.aggregation, self.max_tokens)
-        objective = clipped_policy_term(curr, gen, advantage, self.clip_low, self.clip_high)
-        out = TensorDict({"loss_objective": (weight * objective).sum()})
+        if self.kl_mask_threshold is not None:
+            mask = mask & (0.5 * (curr - gen).detach().square() <= self.kl_mask_threshold)
+        weight = self._weights(mask)
+        out = {"loss_objective": self._total(self._objective(curr, gen, advantage), weight)}
         with torch.no_grad():
-            out.update(_diagnostics(curr, gen, advantage, mask, self.clip_low, self.clip_high))
+            out |= self._diagnostics(curr, gen, advantage, mask)
         if self.entropy_coeff is not None:
-            entropy = (weight * dist.entropy()).sum()
-            out.set("entropy", entropy.detach())
-            out.set("loss_entropy", -self.entropy_coeff * entropy)
-        if self.kl_to_ref_coeff is not None:
-            ref = _per_token(_need(tensordict, ("ref_log_probs", "full")), mask)
-            kl = (weight * kl_term(curr, ref, "k3") * mask).sum()
-            out.set("kl_to_ref", kl.detach())
-            out.set("loss_kl_to_ref", self.kl_to_ref_coeff * kl)
-        return out
+            entropy = dist.entropy()
+            out["entropy"] = masked_mean(entropy.detach(), mask)
+            out["loss_entropy"] = -self.entropy_coeff * self._total(entropy, weight)
+        leashes = (
+            ("ref", self.kl_to_ref_coeff, keys.ref_log_probs),
+            ("inference", self.kl_to_inference_coeff, keys.sample_log_prob),
+        )
+        for name, coeff, key in leashes:
+            if coeff is not None:
+                kl = kl_term(curr, per_token(need(td, key), mask, 0.0), "k3")
+                out[f"kl_to_{name}"] = masked_mean(kl.detach(), mask)
+                out[f"loss_kl_to_{name}"] = coeff * self._total(kl, weight)
+        return self.output_type(**out, **self._more(td, mask, weight), batch_size=[])
+
+    def _more(self, td: TensorDictBase, mask: Tensor, weight: Tensor) -> dict[str, Tensor]:
+        """Return what a subclass adds to the output."""
+        return {}
+
+    def _mask(self, td: TensorDictBase, mask: Tensor) -> Tensor:
+        """Return the strategy's mask without tokens that nobody sampled or that were dropped."""
+        keys: tuple[NestedKey, ...] = ("loss_mask",)
+        keys += () if self.masking_strategy == "generic" else (RESPONSE,)
+        for key in keys:
+            value = find(td, key)
+            if value is not None:
+                mask = mask & per_token(value, mask).bool()
+        return mask
+
+    def _objective(self, curr: Tensor, gen: Tensor, advantage: Tensor) -> Tensor:
+        return clipped_policy_term(curr, gen, advantage, self.clip_low, self.clip_high)
+
+    def _clipped(self, moved: Tensor, advantage: Tensor) -> Tensor:
+        return is_clipped(moved, advantage, self.clip_low, self.clip_high)
+
+    def _weights(self, mask: Tensor) -> Tensor:
+        """Return what each token counts, [B, T]."""
+        if self.aggregation == "none":
+            return mask.float()
+        summed = self.reduction == "sum"
+        return weights(
+            mask,
+            "sequence_mean" if self.aggregation == "prompt_mean" else self.aggregation,
+            total_tokens=1 if summed else mask.sum(),
+            total_rows=1 if summed else mask.any(-1).sum(),
+            max_tokens=self.max_tokens,
+        )
+
+    def _total(self, term: Tensor, weight: Tensor) -> Tensor:
+        term = torch.where(weight > 0, term, 0.0) * weight  # no NaN from a masked token
+        return term if self.aggregation == "none" else term.sum()
+
+    def _diagnostics(self, curr, gen, advantage, mask) -> dict[str, Tensor]:
+        """Return masked averages of what tells whether the step is sane."""
+        moved = ratio(curr, gen)
+        kept = moved[mask]
+        return {
+            "clip_fraction": masked_mean(self._clipped(moved, advantage).float(), mask),
+            "kl_approx": masked_mean(gen - curr, mask),
+            "ESS": kept.sum() ** 2 / (kept**2).sum() / len(kept),
+        }
 
 
-class SFTLoss(nn.Module):
-    """Negative log-likelihood of the assistant's tokens, averaged per sample, then reduced.
+class DAPO(GRPOLoss):
+    """GRPOLoss under the name of DAPO (arXiv 2503.14476); its `clip_epsilon` is (0.2, 0.28)."""
 
-    Reads ("history","full") or tokens with masks; every sample needs an assistant token.
+    output_type = DAPOLossOutput
+
+
+class CISPOLoss(GRPOLoss):
+    """GRPOLoss with the objective -sg(clip(r)) A log pi: clipped tokens keep a gradient.
+
+    MiniMax-M1 (arXiv 2506.13585) eq. 4. `clip_fraction` counts all ratios outside the bounds.
     """
 
-    def __init__(
-        self,
-        actor_network: LLMWrapperBase,
-        *,
-        reduction: str = "mean",
-        normalize_by_seq_length: bool = True,
-    ) -> None:
-        super().__init__()
-        if reduction not in ("mean", "sum", "none"):
-            raise ValueError(f"expected reduction mean, sum or none, got {reduction!r}")
-        self.actor_network = actor_network
-        self.reduction, self.normalize = reduction, normalize_by_seq_length
+    output_type = CISPOLossOutput
 
-    def forward(self, tensordict: TensorDictBase) -> TensorDict:
-        """Return loss_sft: a scalar, or [B] with reduction="none"."""
-        td = tensordict.copy()
-        dist = self.actor_network._get_rlhf_dist(td)
-        mask = dist.mask
-        empty = (~mask.any(-1)).nonzero().squeeze(-1).tolist()
-        if empty:
-            raise ValueError(
-                f"expected assistant tokens in every sample, samples {empty} have none: check the "
-                "chat template's assistant mask"
-            )
-        total = _log_prob(dist, _need(td, ("tokens", "full"))).sum(-1)  # [B]
-        loss = -total / mask.sum(-1) if self.normalize else -total
-        reduced = {"mean": loss.mean, "sum": loss.sum, "none": lambda: loss}[self.reduction]()
-        return TensorDict({"loss_sft": reduced})
+    def _objective(self, curr: Tensor, gen: Tensor, advantage: Tensor) -> Tensor:
+        return cispo_term(curr, gen, advantage, self.clip_low, self.clip_high)
 
-
-def _need(td: TensorDictBase, key: str | tuple[str, ...]) -> Tensor:
-    """Return the value at a key, at the root or under "next"; ragged rows are padded left."""
-    path = (key,) if isinstance(key, str) else key
-    for place in (path, ("next", *path)):
-        values = rows(td, place)
-        if values is not None:
-            ragged = is_ragged(td) or is_ragged(td.get(place[:-1] or place))
-            return pad(values, side="left") if ragged else td.get(place)
-    raise ValueError(f"expected {key} at the root or under 'next', got {sorted(td.keys())}")
-
-
-def _log_prob(dist, tokens: Tensor) -> Tensor:
-    """Return log-probs [B, T], 0 where masked."""
-    return dist.log_prob(tokens.masked_fill(~dist.mask, dist.ignore_index))
-
-
-def _per_token(value: Tensor, mask: Tensor) -> Tensor:
-    """Return [B, T] from [B, T], [B, T, 1], [B, 1] or [B, 1, 1]."""
-    value = value.squeeze(-1) if value.ndim == mask.ndim + 1 else value
-    if value.shape != mask.shape and value.shape != (*mask.shape[:-1], 1):
-        raise ValueError(f"expected shape {tuple(mask.shape)}, got {tuple(value.shape)}")
-    return value.expand(mask.shape)
-
-
-def _weights(mask: Tensor, aggregation: str, max_tokens: int | None) -> Tensor:
-    return weights(
-        mask,
-        aggregation,
-        total_tokens=float(mask.sum()),
-        total_rows=float(mask.any(-1).sum()),
-        max_tokens=max_tokens,
-    )
-
-
-def _diagnostics(curr, gen, advantage, mask, low: float, high: float) -> dict[str, Tensor]:
-    """Return masked averages of what tells whether the step is sane."""
-    moved = ratio(curr, gen)
-    clipped = is_clipped(moved, advantage, low, high)
-    kept = moved[mask]
-    return {
-        "clip_fraction": clipped[mask].float().mean(),
-        "kl_approx": (gen - curr)[mask].mean(),
-        "ESS": kept.sum() ** 2 / (kept**2).sum() / len(kept),
-    }
+    def _clipped(self, moved: Tensor, advantage: Tensor) -> Tensor:
+        return (moved < 1 - self.clip_low) | (moved > 1 + self.clip_high)

@@ -1,0 +1,100 @@
+"""What the public losses share: keys that can be set, and input of any shape and layout.
+
+Values are looked for at the root and under "next"; they are dense, or ragged rows.
+"""
+
+from collections.abc import Iterable
+from dataclasses import fields, replace
+from typing import Any
+
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor, nn
+
+from policies.padding import is_ragged, pad, rows
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+class LossModule(nn.Module):
+    """Read from `tensor_keys`, which `set_keys(name=key)` changes."""
+
+    tensor_keys: Any
+
+    def set_keys(self, **keys: NestedKey) -> None:
+        """Read values under other keys; an unknown name is a ValueError."""
+        known = [f.name for f in fields(self.tensor_keys)]
+        unknown = sorted(set(keys) - set(known))
+        if unknown:
+            raise ValueError(f"expected names of keys among {known}, got {unknown}")
+        self.tensor_keys = replace(self.tensor_keys, **keys)
+
+
+def check(name: str, value: str, known: Iterable[str]) -> None:
+    if value not in known:
+        raise ValueError(f"expected {name} in {sorted(known)}, got {value!r}")
+
+
+def refuse(loss: str, reason: str, **given: Any) -> None:
+    """Raise for arguments that TorchRL documents and that can have no effect here."""
+    for name, value in given.items():
+        if value not in (None, False):
+            raise ValueError(f"{loss} has no {name}: {reason}; leave it out")
+
+
+def locate(td: TensorDictBase, key: NestedKey) -> tuple[str, ...] | None:
+    """Return where a key is: as it stands, else under "next" or without it; None if nowhere."""
+    path = (key,) if isinstance(key, str) else tuple(key)
+    other = path[1:] if path[0] == "next" else ("next", *path)
+    return next((p for p in (path, other) if p and rows(td, p) is not None), None)
+
+
+def find(td: TensorDictBase, key: NestedKey) -> Tensor | None:
+    """Return the value at a key, ragged rows padded left; None where there is none."""
+    place = locate(td, key)
+    if place is None:
+        return None
+    owner = td.get(place[:-1]) if len(place) > 1 else td
+    return pad(rows(td, place) or [], side="left") if is_ragged(owner) else td.get(place)
+
+
+def need(td: TensorDictBase, key: NestedKey) -> Tensor:
+    value = find(td, key)
+    if value is None:
+        raise missing(td, key)
+    return value
+
+
+def missing(td: TensorDictBase, key: NestedKey) -> ValueError:
+    keys = sorted(map(str, td.keys()))
+    return ValueError(f"expected {key} at the root or under 'next', got {keys}")
+
+
+def need_rows(td: TensorDictBase, key: NestedKey, real: list[Tensor]) -> list[Tensor]:
+    """Return each row of the value at a key, of its real tokens; `real` are the attention masks."""
+    place = locate(td, key)
+    if place is None:
+        raise missing(td, key)
+    out = []
+    for i, (row, keep) in enumerate(zip(rows(td, place) or [], real, strict=True)):
+        row = row.squeeze(-1) if row.ndim == 2 else row
+        if len(row) not in (len(keep), int(keep.sum())):
+            raise ValueError(
+                f"expected {int(keep.sum())} values in row {i} of {key}, one a token, got "
+                f"{len(row)}; was it padded (use the actor's pad_output) or another template?"
+            )
+        out.append(row[keep] if len(row) == len(keep) else row)
+    return out
+
+
+def per_token(value: Tensor, mask: Tensor, fill: float | None = None) -> Tensor:
+    """Return [B, T] from [B, T], [B, T, 1], [B, 1] or [B, 1, 1]; `fill` stands outside the mask."""
+    value = value.squeeze(-1) if value.ndim == mask.ndim + 1 else value
+    if value.shape != mask.shape and value.shape != (*mask.shape[:-1], 1):
+        raise ValueError(f"expected shape {tuple(mask.shape)}, got {tuple(value.shape)}")
+    value = value.expand(mask.shape)
+    return value if fill is None else value.masked_fill(~mask, fill)
+
+
+def masked_mean(value: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean over the mask, a scalar."""
+    return value[mask].mean()

@@ -1,0 +1,129 @@
+"""SFTLoss: imitation of the assistant behind TorchRL's keys and outputs, plain and minor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from tensordict import NestedKey, TensorClass, TensorDict, TensorDictBase, lazy_stack
+from torch import Tensor, nn
+
+from policies.padding import rows
+from trainer.loss_inputs import REDUCTIONS, LossModule, check, missing, need_rows, refuse
+from trainer.losses import kl_term
+
+if TYPE_CHECKING:
+    from policies.wrapper import LLMWrapperBase
+
+
+class SFTLossOutput(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments]
+    """Hold what SFTLoss returns; what was not asked for is None."""
+
+    loss_sft: Tensor
+    loss_kl_to_ref: Tensor | None = None
+    kl_to_ref: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class SFTKeys:
+    """Where SFTLoss finds its input, and the actor's log-probs in the actor's output."""
+
+    history: NestedKey = ("history", "full")
+    ref_log_prob: NestedKey = ("next", "ref_log_probs", "full")
+    log_probs: NestedKey = ("log_probs", "full")
+
+
+class SFTLoss(LossModule):
+    """Imitate the assistant's tokens: their log-probs are summed per sample, then reduced.
+
+    `normalize_by_seq_length` takes the mean over a sample's tokens in place of the sum l.
+    `loss_function`: sft, -l; minor_sft, -log sigmoid(beta (l - l_ref)) (arXiv 2408.10642).
+    `reduction` is over samples; none gives [B]. `kl_to_ref_coeff` adds that times the token mean
+    of k3 to the reference. `tokenizer` and `tokenizer_kwargs` (History.apply_chat_template's)
+    render the history where there are neither ids nor masks; by default the actor does. Padded and
+    ragged actors give the same. A sample without assistant tokens is a ValueError that names it.
+    """
+
+    def __init__(
+        self,
+        actor_network: LLMWrapperBase,
+        tokenizer: Any = None,
+        tokenizer_kwargs: dict[str, Any] | None = None,
+        reduction: Literal["mean", "sum", "none"] = "mean",
+        normalize_by_seq_length: bool = True,
+        kl_to_ref_coeff: float | None = None,
+        loss_function: Literal["sft", "minor_sft"] = "sft",
+        beta: float = 0.1,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        check("reduction", reduction, REDUCTIONS)
+        check("loss_function", loss_function, ("sft", "minor_sft"))
+        if loss_function == "minor_sft" and kl_to_ref_coeff:
+            raise ValueError(
+                f"minor_sft has its own pull to the reference: expected no kl_to_ref_coeff, got "
+                f"{kl_to_ref_coeff}"
+            )
+        if not beta > 0:
+            raise ValueError(f"expected beta > 0, got {beta}")
+        refuse("SFTLoss", "it runs where the actor is", device=device)
+        self.actor_network, self.tensor_keys = actor_network, SFTKeys()
+        self.tokenizer, self.tokenizer_kwargs = tokenizer, tokenizer_kwargs
+        self.reduction, self.normalize = reduction, normalize_by_seq_length
+        self.kl_to_ref_coeff, self.loss_function, self.beta = kl_to_ref_coeff, loss_function, beta
+
+    def forward(self, tensordict: TensorDictBase) -> SFTLossOutput:
+        """Return loss_sft (a scalar, or [B] with reduction="none") and the KL asked for."""
+        td = tensordict.reshape(-1) if tensordict.ndim > 1 else tensordict
+        out = self.actor_network(self._rendered(td))
+        masks_key = getattr(self.actor_network, "masks_key", "masks")
+        real = rows(out, (masks_key, "all_attention_mask"))
+        if real is None:
+            raise missing(out, (masks_key, "all_attention_mask"))
+        mask = need_rows(out, (masks_key, "all_assistant_mask"), real)
+        curr = need_rows(out, self.tensor_keys.log_probs, real)
+        empty = [i for i, row in enumerate(mask) if not row.any()]
+        if empty:
+            raise ValueError(
+                f"expected assistant tokens in every sample, samples {empty} have none: check the "
+                "chat template's assistant mask"
+            )
+        curr = [row[keep] for row, keep in zip(curr, mask, strict=True)]
+        loss = -self._totals(curr)  # [B]
+        more = {}
+        if self.kl_to_ref_coeff is not None or self.loss_function == "minor_sft":
+            ref = need_rows(td, self.tensor_keys.ref_log_prob, real)
+            ref = [row.detach()[keep] for row, keep in zip(ref, mask, strict=True)]
+            if self.loss_function == "minor_sft":
+                loss = -nn.functional.logsigmoid(self.beta * (-loss - self._totals(ref)))
+            if self.kl_to_ref_coeff is not None:
+                kl = kl_term(torch.cat(curr), torch.cat(ref), "k3").mean()
+                more = {"kl_to_ref": kl.detach(), "loss_kl_to_ref": self.kl_to_ref_coeff * kl}
+        reduced = {"mean": loss.mean, "sum": loss.sum, "none": lambda: loss}[self.reduction]()
+        return SFTLossOutput(loss_sft=reduced, **more, batch_size=[])
+
+    def _totals(self, values: list[Tensor]) -> Tensor:
+        """Return the sum, or the mean, of each sample's values, [B]."""
+        return torch.stack([v.mean() if self.normalize else v.sum() for v in values])
+
+    def _rendered(self, td: TensorDictBase) -> TensorDictBase:
+        """Return what the actor reads: the td, with ids and masks if this loss is to make them."""
+        actor, td = self.actor_network, td.copy()
+        history = td.get(self.tensor_keys.history, None)
+        if history is None:
+            return td
+        if self.tensor_keys.history != SFTKeys.history:
+            td.set(actor.in_keys[0], history)
+        known = any(rows(td, key) for key in (("masks", "all_assistant_mask"), ("tokens", "full")))
+        if not known and (self.tokenizer is not None or self.tokenizer_kwargs):
+            settings = {"tokenize": True, "return_dict": True, "add_generation_prompt": False}
+            settings |= {"return_assistant_tokens_mask": True, **(self.tokenizer_kwargs or {})}
+            tokenizer = actor.tokenizer if self.tokenizer is None else self.tokenizer
+            made = history.apply_chat_template(tokenizer=tokenizer, **settings)
+            ids, marks = (rows(made, key) or [] for key in ("input_ids", "assistant_masks"))
+            td.set("tokens", lazy_stack([TensorDict(full=row) for row in ids]))
+            td.set(
+                "masks", lazy_stack([TensorDict(all_assistant_mask=row.bool()) for row in marks])
+            )
+        return td
