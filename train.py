@@ -44,15 +44,16 @@ def train(cfg: DictConfig, folder: Path) -> float:
         )
         reference = make_reference(cfg, policy)
         retrieve = RetrieveKL(ref_model=reference, add_to_reward=False) if reference else Compose()
-        optimizer = trainer.make_optimizer(policy.model, **cfg.optimizer)
-        scorer, optimizer = runtime.accelerator.prepare(policy.scorer, optimizer)
         parts: dict[str, Any] = {"task": task, "env": env, "policy": policy, "runtime": runtime}
+        advantage = build(algorithm.advantage, kl=kl, **parts)  # may bring a critic to optimise
+        optimizer = trainer.make_optimizer(policy.scorer, **cfg.optimizer)
+        scorer, optimizer = runtime.accelerator.prepare(policy.scorer, optimizer)
         loop = trainer.Trainer(
             runtime=runtime,
             policy=policy,
             source=build(algorithm.source, size=cfg.trainer.prompts_per_iteration, **parts),
             retrieve_kl=retrieve,
-            advantage=build(algorithm.advantage, kl=kl),
+            advantage=advantage,
             update=trainer.Update(
                 scorer,
                 optimizer,

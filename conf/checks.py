@@ -22,6 +22,7 @@ CHOICES = {
     "kl.where": ("loss", "reward"),
     "algorithm.aggregation": ("token_mean", "sequence_mean", "constant"),
     "algorithm.credit": ("trajectory", "return_to_go"),
+    "algorithm.critic.kind": ("head", "separate"),
     "algorithm.mask": ("assistant", "prompt"),
     "optimizer.schedule": ("constant", "linear", "cosine"),
 }
@@ -36,6 +37,10 @@ AT_LEAST = {
     "algorithm.minibatches": 1,
     "algorithm.clip_high": 0,
     "algorithm.clip_low": 0,
+    "algorithm.value_clip": 0,
+    "algorithm.value_coeff": 0,
+    "algorithm.critic.lr_scale": 0,
+    "algorithm.critic.warmup": 0,
     "optimizer.lr": 0,
     "optimizer.weight_decay": 0,
     "optimizer.eps": 0,
@@ -119,7 +124,9 @@ def _leash(cfg: dict[str, Any]) -> Iterator[str]:
         if algorithm["aggregation"] == "constant":
             yield "algorithm.aggregation=constant divides by policy.max_new_tokens, which SFT lacks"
         return
-    if algorithm["group_size"] < 2:
+    if "critic" in algorithm:
+        yield from _critic(algorithm)
+    elif algorithm["group_size"] < 2:
         yield (
             f"a group baseline needs algorithm.group_size >= 2, got {algorithm['group_size']}: "
             "alone, every advantage is 0"
@@ -141,6 +148,15 @@ def _leash(cfg: dict[str, Any]) -> Iterator[str]:
         yield "kl.estimator=full is computed in the update only; use kl.where=loss"
     if kl["coeff"] > 0 and not kl["measure"]:
         yield f"kl.coeff={kl['coeff']} needs the reference; set kl.measure=true"
+
+
+def _critic(algorithm: dict[str, Any]) -> Iterator[str]:
+    for name in ("gamma", "lmbda"):
+        if not 0 <= algorithm[name] <= 1:
+            yield f"expected algorithm.{name} from 0 to 1, got {algorithm[name]}"
+    critic = algorithm["critic"]
+    if critic["kind"] == "separate" and critic["detach"]:
+        yield "algorithm.critic.detach is for a head; a separate critic has none: set it false"
 
 
 def _best(cfg: dict[str, Any]) -> Iterator[str]:

@@ -14,8 +14,14 @@ DATA = ("dataset", "eval_dataset", "columns", "split", "eval_split")  # keys of 
 
 
 def build(node: DictConfig, **parts: Any) -> Any:
-    """Make what a node's _target_ names; a fault in it is raised as it is, not Hydra's wrapping."""
+    """Make what a node's _target_ names, with those of `parts` that it takes.
+
+    A fault in it is raised as it is, not in Hydra's wrapping.
+    """
     try:
+        taken = inspect.signature(find(node["_target_"])).parameters
+        if not any(p.kind is p.VAR_KEYWORD for p in taken.values()):
+            parts = {k: v for k, v in parts.items() if k in taken or k.startswith("_")}
         return instantiate(node, **parts)
     except InstantiationException as error:
         raise (error.__cause__ or error) from None

@@ -74,6 +74,26 @@ class GRPOConfig(AlgorithmConfig):
 
 
 @dataclass
+class CriticConfig:
+    kind: str = MISSING
+    detach: bool = MISSING
+    lr_scale: float = MISSING
+    warmup: int = MISSING
+
+
+@dataclass
+class PPOConfig(AlgorithmConfig):
+    gamma: float = MISSING
+    lmbda: float = MISSING
+    whiten: bool = MISSING
+    clip_low: float = MISSING
+    clip_high: float = MISSING
+    value_coeff: float = MISSING
+    value_clip: float | None = None
+    critic: CriticConfig = field(default_factory=CriticConfig)
+
+
+@dataclass
 class SFTConfig(AlgorithmConfig):
     mask: str = MISSING
 
@@ -170,6 +190,7 @@ def register() -> None:
         "kl": {"schema": KLConfig},
         "algorithm": {
             "grpo_schema": GRPOConfig,
+            "ppo_schema": PPOConfig,
             "sft_schema": SFTConfig,
             "reward_schema": AlgorithmConfig,
         },

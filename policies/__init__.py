@@ -8,6 +8,7 @@ from typing import Any
 
 _HOME = {
     "ChatHistory": "containers",
+    "Critic": "value_head",
     "GPT2RewardModel": "reward_model",
     "History": "history",
     "LLMMaskedCategorical": "distributions",
@@ -25,9 +26,13 @@ _HOME = {
     "Text": "containers",
     "Tokens": "containers",
     "TransformersWrapper": "transformers_wrapper",
+    "ValueNetwork": "value_head",
+    "_extract_responses_from_full_histories": "history",
+    "add_chat_template": "templates",
     "load_policy": "load",
     "load_reference": "load",
     "load_reward_model": "reward_scorer",
+    "remove_chat_template": "templates",
     "vLLMWrapper": "vllm_wrapper",
 }
 __all__ = sorted(_HOME)

@@ -1,12 +1,18 @@
-"""A reward model where the trainer expects a scorer, and the policy-like object that carries it."""
+"""A reward model where the trainer expects a scorer, and one that scores whole chats."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from policies.chat_template import Renderer
 from policies.load import load_policy
-from policies.reward_model import GPT2RewardModel
+from policies.models import find_model, load_tokenizer
+from policies.packing import pack_rows
+from policies.padding import pad, pad_mask
+from policies.reward_model import WEIGHTS, GPT2RewardModel
 from policies.scorer import Scorer
 from policies.transformers_wrapper import TransformersWrapper
 
@@ -28,6 +34,40 @@ class RewardScorer(Scorer):
             return Rewards(tokens.float() + anchor)
         with self.precision():
             return Rewards(self.model(tokens, attention_mask)[0])
+
+
+def ids_to_end(renderer: Renderer, chat: list[dict], *, complete: bool = True) -> Tensor:
+    """Return the ids of a chat up to the end of its last turn; a cut one ends in its last token."""
+    done = renderer.render(chat, continue_final_message=not complete, require_assistant=complete)
+    if not complete:
+        return torch.tensor(done.ids)
+    end = max(place for place, kept in enumerate(done.assistant) if kept)
+    return torch.tensor(done.ids[: end + 1])
+
+
+class ChatRewards:
+    """Score chats by the reward model in a folder, which holds its tokenizer and template too.
+
+    `limit` bounds the padded tokens of one forward.
+    """
+
+    def __init__(self, folder: str | Path, *, limit: int = 2**15) -> None:
+        found = find_model(str(folder))
+        if not (found.folder / WEIGHTS).is_file():  # its head would be random
+            raise ValueError(f"expected a reward model with {WEIGHTS}, got {found.folder}")
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.model = GPT2RewardModel(found.folder).requires_grad_(False).eval().to(self.device)
+        self.renderer, self.limit = Renderer(load_tokenizer(found)), limit
+
+    @torch.no_grad()
+    def __call__(self, chats: list[list[dict]], complete: list[bool] | None = None) -> list[float]:
+        """Return the reward at the end of each chat; `complete` (default: all) says which ended."""
+        complete = [True] * len(chats) if complete is None else complete
+        pairs = zip(chats, complete, strict=True)
+        rows = [ids_to_end(self.renderer, chat, complete=ended) for chat, ended in pairs]
+        ids, mask = pad(rows).to(self.device), pad_mask([len(r) for r in rows], device=self.device)
+        ends = [self.model(ids[part], mask[part])[1] for part in pack_rows(mask, self.limit)]
+        return torch.cat(ends).flatten().tolist()
 
 
 def load_reward_model(model: str, **options: Any) -> TransformersWrapper:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,9 @@ from torch.utils.checkpoint import checkpoint
 from policies import layout
 from policies.packing import pack_rows
 from policies.padding import positions
+
+if TYPE_CHECKING:
+    from policies.value_head import Critic
 
 SLICE = 2**26  # logits held at a time, over the kept tokens: 256 MB of float32
 
@@ -32,13 +35,15 @@ class Scores:
     log_probs: Tensor
     entropy: Tensor | None = None  # nats, of the tempered distribution
     full_kl: Tensor | None = None  # nats, KL(policy || reference) over the whole vocabulary
+    values: Tensor | None = None  # reward, V(tokens < t) of the critic
 
 
 class Scorer(nn.Module):
     """Score sequences with a causal language model.
 
     `share_prompts` lets a forward hold the prompt of a group once (see policies/layout.py);
-    `autocast` is the dtype of the matrix products, None for that of the weights.
+    `autocast` is the dtype of the matrix products, None for that of the weights. A `critic`
+    (policies/value_head.py) that is set gives values from the same forward.
     """
 
     def __init__(
@@ -51,8 +56,8 @@ class Scorer(nn.Module):
         super().__init__()
         self.model = model
         self.autocast = autocast
-        family = getattr(model.config, "model_type", None)
-        self.share_prompts = share_prompts and family in layout.SHARES_PROMPTS
+        self.critic: Critic | None = None
+        self.share_prompts = share_prompts and layout.takes_masks(model.config)
 
     def forward(
         self,
@@ -64,20 +69,21 @@ class Scorer(nn.Module):
         group_id: Tensor | None = None,
         entropy: bool = False,
         reference: "Scorer | None" = None,
+        pack: bool = False,
     ) -> Scores:
         """Return log p(token t | tokens < t) at temperature-scaled logits.
 
         tokens [B, T] int64 padded on any side, attention_mask [B, T] bool, keep [B, T] bool
         (default: every attended token), temperature a number or [B], group_id [B] marks rows of
         one prompt. The first attended token has no prediction and reads 0. With `reference`, also
-        the exact KL to it.
+        the exact KL to it. `pack` lays the rows out after each other, without padding.
         """
-        keep = attention_mask if keep is None else keep & attention_mask
-        keep = keep & (positions(attention_mask) > 0)
+        keep = _predicted(attention_mask, keep)
         if not keep.any():
             return self._nothing(tokens, entropy, reference is not None)
-        lay = self._lay(tokens, attention_mask, keep, group_id)
+        lay = self._lay(tokens, attention_mask, keep, group_id, pack)
         states, heads = [self.hidden(lay)], [self.head()]  # [K, H]
+        value = self.critic(lay, states[0]) if self.critic is not None else None  # [K]
         if reference is not None:
             with torch.no_grad():
                 if reference.share_prompts != self.share_prompts:
@@ -92,12 +98,21 @@ class Scorer(nn.Module):
             score = partial(checkpoint, score, use_reentrant=False, preserve_rng_state=False)
         parts = [score([x[at] for x in states], target[at], scale[at]) for at in slices]
         columns = [torch.cat(c) if c[0] is not None else None for c in zip(*parts, strict=True)]
-        return Scores(*(None if c is None else _spread(c, keep) for c in columns))
+        return Scores(*(None if c is None else _spread(c, keep) for c in [*columns, value]))
 
-    def logits(self, tokens: Tensor, attention_mask: Tensor) -> Tensor:
+    def values(self, tokens: Tensor, attention: Tensor, keep: Tensor, group_id=None) -> Tensor:
+        """Return the values alone, [B, T], as `forward` does: without logits."""
+        assert self.critic is not None
+        keep = _predicted(attention, keep)
+        lay = self._lay(tokens, attention, keep, group_id)
+        states = self.hidden(lay) if self.critic.body is None else None
+        return _spread(self.critic(lay, states), keep)
+
+    def logits(self, tokens: Tensor, attention_mask: Tensor, *, pack: bool = False) -> Tensor:
         """Return aligned logits [B, T, V]: entry t predicts token t; unpredicted entries are 0."""
-        keep = attention_mask & (positions(attention_mask) > 0)
-        out = self.head()(self.hidden(layout.plain(tokens, attention_mask, keep)))  # [K, V]
+        keep = _predicted(attention_mask)
+        lay = self._lay(tokens, attention_mask, keep, None, pack)
+        out = self.head()(self.hidden(lay))  # [K, V]
         index = keep.unsqueeze(-1).expand(*keep.shape, out.shape[-1])
         full = out.new_zeros(index.shape)
         return full.masked_scatter(index, out)
@@ -126,7 +141,7 @@ class Scorer(nn.Module):
         device = next(self.model.parameters()).device.type
         return torch.autocast(device, self.autocast, enabled=self.autocast is not None)
 
-    def _lay(self, tokens, attention, keep, group_id) -> layout.Layout:
+    def _lay(self, tokens, attention, keep, group_id, pack: bool = False) -> layout.Layout:
         most = max_positions(self.model)
         if most is not None and tokens.shape[1] > most:  # the width first: it costs no transfer
             longest = int(attention.sum(-1).max())
@@ -135,13 +150,29 @@ class Scorer(nn.Module):
                     f"a row has {longest} tokens, the model's max_position_embeddings is {most}; "
                     "drop the row or lower policy.max_prompt_tokens and policy.max_new_tokens"
                 )
-        return layout.choose(tokens, attention, keep, group_id if self.share_prompts else None)
+        if not pack:
+            return layout.choose(tokens, attention, keep, group_id if self.share_prompts else None)
+        self.check_packing()
+        return layout.packed(tokens, attention, keep)
+
+    def check_packing(self) -> None:
+        """Raise where packed sequences could not be kept apart."""
+        if not layout.takes_masks(self.model.config):
+            raise ValueError(
+                f"expected a model of {sorted(layout.SHARES_PROMPTS)} without sliding windows to "
+                f"score packed sequences, got {type(self.model).__name__}; use pad_model_input=True"
+            )
 
     def _nothing(self, tokens: Tensor, entropy: bool, full: bool) -> Scores:
         """Return zeros that touch every parameter, so that ranks without rows keep in step."""
         anchor = sum(p.flatten()[0].float() * 0 for p in self.parameters() if p.requires_grad)
         zeros = torch.zeros(tokens.shape, device=tokens.device) + anchor
-        return Scores(zeros, zeros.detach() if entropy else None, zeros if full else None)
+        return Scores(
+            zeros,
+            zeros.detach() if entropy else None,
+            zeros if full else None,
+            zeros if self.critic is not None else None,
+        )
 
 
 @dataclass(frozen=True)
@@ -212,8 +243,12 @@ def score_in_parts(
     limit: int | None,
     temperature: Tensor | float = 1.0,
     group_id: Tensor | None = None,
+    **options: Any,
 ) -> Tensor:
-    """Return the log-probs [B, T] of forwards of at most `limit` padded tokens; None = one."""
+    """Return the log-probs [B, T] of forwards of at most `limit` padded tokens; None = one.
+
+    `options` go to the scorer.
+    """
     parts = [list(range(len(tokens)))]
     if limit is not None:
         parts = pack_rows(attention, limit, group_id=group_id)
@@ -224,9 +259,16 @@ def score_in_parts(
         ids, mask, kept, group, scale = (
             x[index] if isinstance(x, Tensor) and x.ndim else x for x in given
         )
-        done.append(scorer(ids, mask, kept, temperature=scale, group_id=group).log_probs)
+        part = scorer(ids, mask, kept, temperature=scale, group_id=group, **options)
+        done.append(part.log_probs)
     order = torch.tensor([row for rows in parts for row in rows], device=tokens.device)
     return torch.cat(done)[order.argsort()]
+
+
+def _predicted(attention: Tensor, keep: Tensor | None = None) -> Tensor:
+    """Return the tokens to keep that something stands before, [B, T]."""
+    keep = attention if keep is None else keep & attention
+    return keep & (positions(attention) > 0)
 
 
 def _slices(size: int, width: int) -> Iterator[slice]:

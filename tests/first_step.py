@@ -12,26 +12,27 @@ from pathlib import Path
 import contracts
 import torch
 from safetensors.torch import save_file
-from tensordict import TensorDict
 
 from envs.chat_env import ChatEnv
 from envs.transforms import RetrieveKL
 from policies.load import load_reference
 from policies.packing import pack_rows
-from trainer.advantage import GroupAdvantage
+from trainer.advantage import GAEAdvantage, GroupAdvantage
 from trainer.kl_control import ConstantKLController
-from trainer.objectives import GRPOObjective
+from trainer.objectives import GRPOObjective, PPOObjective
 from trainer.runtime import Runtime
 from trainer.sources import Rollouts
 from trainer.update import Update
 
 MICRO_BATCH = 50  # tokens; on two ranks the one has 4 micro-batches then, the other 6
-# Gradients by name: aggregation, micro-batch tokens, group whose replies are not learnt from.
+# Gradients by name: aggregation, micro-batch tokens, group whose replies are not learnt from. PPO
+# has its advantages whitened over both ranks, and trains the critic too.
 CASES = {
     "token_mean": ("token_mean", 10**6, ()),
     "micro_batches": ("token_mean", MICRO_BATCH, ()),
     "sequence_mean": ("sequence_mean", MICRO_BATCH, ()),
     "half_empty": ("token_mean", MICRO_BATCH, (2, 3)),
+    "ppo": ("token_mean", MICRO_BATCH, (2,)),
 }
 
 
@@ -56,7 +57,14 @@ def first_step(runtime: Runtime) -> FirstStep:
     source = Rollouts(task=task, env=env, policy=policy, runtime=runtime, size=4)
     kl = ConstantKLController(kl_coef=0.1)
     batch = RetrieveKL(ref_model=reference, add_to_reward=False)(source(0))
-    batch = GroupAdvantage(group_size=contracts.G, kl=kl)(batch)
+    grpo = GroupAdvantage(group_size=contracts.G, kl=kl)(batch.clone())
+    parts = (policy, runtime)
+    gradients = {n: gradient(grpo, *parts, *case) for n, case in CASES.items() if n != "ppo"}
+    ppo = GAEAdvantage(policy=policy, runtime=runtime, kl=kl, critic={"kind": "head"})
+    with torch.no_grad():
+        policy.scorer.critic.head.weight.fill_(0.01)
+    gradients["ppo"] = gradient(ppo(batch), *parts, *CASES["ppo"], objective=PPOObjective(kl=kl))
+    policy.scorer.critic = None  # others use this policy too
     prompts = [row["messages"][-1]["content"] for row in source.prompts(0).get("row").tolist()]
     attended = batch["masks", "all_attention_mask"]
     rows = [ids[keep].tolist() for ids, keep in zip(batch["tokens", "full"], attended, strict=True)]
@@ -65,11 +73,11 @@ def first_step(runtime: Runtime) -> FirstStep:
         prompts=list(chain(*runtime.gather(prompts))),
         rows=list(chain(*runtime.gather(rows))),
         micro_batches=runtime.gather(len(parts)),
-        gradients={name: gradient(batch, policy, runtime, *case) for name, case in CASES.items()},
+        gradients=gradients,
     )
 
 
-def gradient(batch: TensorDict, policy, runtime: Runtime, aggregation, tokens, unlearnt):
+def gradient(batch, policy, runtime: Runtime, aggregation, tokens, unlearnt, objective=None):
     """Return what one step of the real update hands to its optimiser, flattened."""
     grads: list[torch.Tensor] = []
 
@@ -79,12 +87,12 @@ def gradient(batch: TensorDict, policy, runtime: Runtime, aggregation, tokens, u
 
     for p in policy.model.parameters():
         p.requires_grad_(True)
-    optimizer = Keep(policy.model.parameters(), lr=0.0)
+    optimizer = Keep(policy.scorer.parameters(), lr=0.0)
     scorer, optimizer = runtime.accelerator.prepare(policy.scorer, optimizer)
     update = Update(
         scorer,
         optimizer,
-        GRPOObjective(kl=ConstantKLController(kl_coef=0.1)),
+        objective or GRPOObjective(kl=ConstantKLController(kl_coef=0.1)),
         runtime,
         lr=lambda step: 0.0,
         aggregation=aggregation,

@@ -9,6 +9,8 @@ from typing import Any
 
 import contracts
 import torch
+from test_gae import agrees_with_the_paper
+from test_ppo import values_are_those_of_a_plain_forward
 
 import envs.transforms.kl
 import policies.chat_template
@@ -16,6 +18,8 @@ import policies.layout
 import policies.sampler
 import policies.scorer
 import policies.transformers_wrapper
+import policies.value_head
+import trainer.gae
 import trainer.update
 
 
@@ -130,6 +134,24 @@ def score_first_turn_only(original):
     return step
 
 
+def walk_over_everything(original):
+    return lambda reward, value, mask, **options: (
+        original(reward, value, torch.ones_like(mask), **options) * mask
+    )
+
+
+def bootstrap_at_the_end(original):
+    def gae(reward, value, mask, **options):
+        last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
+        return original(reward + last * value, value, mask, **options)
+
+    return gae
+
+
+def one_state_late(original):
+    return lambda self, lay, states: original(self, lay, states).roll(-1)
+
+
 WRAPPER, SCORER = policies.transformers_wrapper, policies.scorer
 RENDERER = policies.chat_template.Renderer
 KL = envs.transforms.kl.KLComputation
@@ -156,5 +178,14 @@ MUTANTS = (
     Mutant("mask without end of turn", contracts.masks_are_exact, RENDERER, "render", content_only),
     Mutant("KL charged twice", contracts.one_leash, KL, "_step", charge_twice),
     Mutant("KL of some turns only", contracts.one_leash, KL, "_step", score_first_turn_only),
+    Mutant("GAE over tool tokens", agrees_with_the_paper, trainer.gae, "gae", walk_over_everything),
+    Mutant("a limit goes on", agrees_with_the_paper, trainer.gae, "gae", bootstrap_at_the_end),
+    Mutant(
+        "values of the next token",
+        values_are_those_of_a_plain_forward,
+        policies.value_head.Critic,
+        "forward",
+        one_state_late,
+    ),
     Mutant("global generator", contracts.same_seed, policies.sampler, "uniforms", global_generator),
 )

@@ -59,6 +59,7 @@ def needs(group: str) -> list[str]:
     return {
         "env=own": [f"env.task._target_={HERE}.Words", "allow_targets=true"],
         "env=chats": ["env.dataset=data.jsonl"],
+        "env=learnt_reward": ["env.task.reward_model=experiment:rm_tiny"],
         "env=preferences": ["algorithm=reward", *offline],
         "algorithm=sft": offline,
         "algorithm=reward": ["env=preferences", *offline],

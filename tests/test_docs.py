@@ -150,3 +150,10 @@ def test_own_task_page_shows_a_file_that_composes(place, monkeypatch) -> None:
     monkeypatch.setattr(explain, "FOLDER", place / "conf")
     task = compose_checked(["env=brief", "allow_targets=true"])["env"]["task"]
     assert task == {"_target_": "my_tasks.Brief", "limit": 10}
+
+
+def test_environments_page_runs_as_it_stands():
+    page = (ROOT / "docs" / "environments.md").read_text()
+    code = re.findall(r"^```python\n(.*?)^```", page, re.S | re.M)
+    assert len(code) == 3
+    exec(compile("\n".join(code), "docs/environments.md", "exec"), {})

@@ -29,10 +29,10 @@ def test_grpo_tiny_learns_in_25_iterations(small_run: Finished, tmp_path: Path) 
 
 
 @cache
-def whole_run(experiment: str, seed: int) -> tuple[Finished, list[dict]]:
-    """Run an experiment as it is and return how it went and its metrics."""
+def whole_run(experiment: str, seed: int, *words: str) -> tuple[Finished, list[dict]]:
+    """Run an experiment as it is, or but for some words; return how it went and its metrics."""
     folder = Path(mkdtemp()) / "run"
-    done = train(f"experiment={experiment}", f"seed={seed}", f"output_dir={folder}")
+    done = train(f"experiment={experiment}", f"seed={seed}", f"output_dir={folder}", *words)
     assert done.code == 0, done.text
     return done, lines(folder / "metrics.jsonl")
 
@@ -52,6 +52,28 @@ def test_grpo_tiny_learns_to_sort(seed: int) -> None:
     assert trained(rows, "kl/ref_sequence")[-1] > 0.5
     seconds = sorted(trained(rows, "time/iteration_s"))
     assert seconds[len(seconds) * 95 // 100] < 0.6, "95 of 100 iterations"
+
+
+@pytest.mark.learn
+@pytest.mark.parametrize("seed", SEEDS)
+def test_ppo_tiny_learns_to_sort_and_its_critic_to_expect(seed: int) -> None:
+    _, rows = whole_run("ppo_tiny", seed)
+    assert rows[0]["eval/sampled_accuracy"] < 0.35
+    assert rows[-1]["eval/sampled_accuracy"] > 0.8
+    assert rows[-1]["eval/greedy_accuracy"] > 0.9
+    assert sum(trained(rows, "value/explained_variance")[-10:]) / 10 > 0.3
+
+
+@pytest.mark.learn
+def test_ppo_tldr_tiny_is_gamed_on_a_long_leash_and_sorts_on_a_short_one() -> None:
+    _, short = whole_run("ppo_tldr_tiny", 101)
+    _, long = whole_run("ppo_tldr_tiny", 101, "kl.coeff=0")
+    for rows in (short, long):
+        assert rows[-1]["reward/raw_mean"] > rows[1]["reward/raw_mean"] + 3
+    assert short[-1]["eval/sampled_accuracy"] > 0.45
+    assert long[-1]["eval/sampled_accuracy"] < short[-1]["eval/sampled_accuracy"] - 0.2
+    assert long[-1]["reward/raw_mean"] > short[-1]["reward/raw_mean"]
+    assert long[-1]["kl/ref_sequence"] > short[-1]["kl/ref_sequence"] + 1
 
 
 @pytest.mark.learn

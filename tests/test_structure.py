@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = ("policies", "envs", "trainer")  # each may import those before it
-PACKAGES = ("policies", "envs", "envs.tasks", "envs.transforms", "trainer")
+PACKAGES = ("policies", "envs", "envs.rewards", "envs.tasks", "envs.transforms", "trainer")
 FILES = sorted(
     [ROOT / "train.py", *(p for name in (*LAYERS, "conf") for p in (ROOT / name).rglob("*.py"))]
 )
@@ -66,7 +66,8 @@ def test_every_public_name_is_there(package):
 
 def test_lazy_packages_load_nothing_heavy():
     light = ["policies", "envs", "envs.tasks", "envs.transforms", "trainer", "trainer.launch"]
-    light += ["trainer.report", "trainer.sweep", "conf.schema", "conf.checks", "train"]
+    light += ["envs.rewards", "envs.rewards.answers", "envs.sandbox", "trainer.report"]
+    light += ["trainer.sweep", "conf.schema", "conf.checks", "train"]
     light += [f"envs.tasks.{p.stem}" for p in (ROOT / "envs" / "tasks").glob("[a-z]*.py")]
     heavy = "{'torch', 'transformers', 'accelerate', 'tensordict', 'wandb', 'datasets'}"
     code = f"import sys, {', '.join(light)}; print(sorted({heavy} & set(sys.modules)))"

@@ -310,7 +310,10 @@ def test_epochs_and_minibatches_make_steps_of_whole_groups_at_the_rate_of_their_
 
 def test_minibatches_keep_groups_whole_and_must_divide_them():
     batch = TensorDict({"group_id": torch.tensor([3, 3, 1, 1, 2, 2, 9, 9])}, [8])
-    assert split_rows(batch, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert split_rows(batch, 2) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    # Two ranks with half of it each make the same two.
+    halves = [split_rows(batch[rows], 2) for rows in (slice(0, 4), slice(4, 8))]
+    assert halves == [[[0, 1], [2, 3]]] * 2
     with pytest.raises(ValueError, match=r"4 prompts .* algorithm.minibatches=3"):
         split_rows(batch, 3)
 

@@ -4,6 +4,8 @@ A checkpoint is written under a temporary name, every file is synced and listed 
 MANIFEST.json, and the folder is renamed into place. The newest one that verifies counts.
 
     checkpoints/iteration_000040/ model/ optimizer.safetensors state.json MANIFEST.json
+
+A critic goes into critic.safetensors beside the model, which stays an ordinary one.
 """
 
 import json
@@ -20,6 +22,7 @@ from policies.transformers_wrapper import TransformersWrapper
 from trainer.runtime import Runtime
 
 FORMAT = 1
+CRITIC = "critic.safetensors"
 
 
 class Checkpoints:
@@ -57,6 +60,8 @@ class Checkpoints:
             part = self.folder / f".part-{target.name}"
             part.mkdir()
             save_model(self.policy, part / "model")
+            if self.policy.scorer.critic is not None:
+                save_file(self.policy.scorer.critic.state_dict(), part / CRITIC)
             save_file(self._moments(), part / "optimizer.safetensors")
             content = {"format": FORMAT, "iteration": iteration, **state}
             (part / "state.json").write_text(json.dumps(content, indent=1))
@@ -92,6 +97,8 @@ class Checkpoints:
                 f"{folder} does not fit the model: missing {missing[:3]}, unexpected "
                 f"{unexpected[:3]}; resume with the run's own config"
             )
+        if self.policy.scorer.critic is not None:
+            self.policy.scorer.critic.load_state_dict(load_file(folder / CRITIC))
         saved = load_file(folder / "optimizer.safetensors")
         for name, param in _named(self.optimizer, self.policy):
             prefix = f"{name}/"
@@ -153,9 +160,9 @@ def discard(folder: Path) -> None:
 
 
 def _named(optimizer: torch.optim.Optimizer, policy: TransformersWrapper):
-    """Return (name, parameter) of what the optimiser trains."""
+    """Return (name, parameter) of what the optimiser trains, of the scorer and its critic."""
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return [(n, p) for n, p in policy.model.named_parameters() if id(p) in trained]
+    return [(n, p) for n, p in policy.scorer.named_parameters() if id(p) in trained]
 
 
 def _score(folder: Path) -> float:

@@ -66,10 +66,18 @@ def prepare(
     folder.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(folder / "errors", ignore_errors=True)  # an earlier attempt must not speak for
     (folder / "status.json").unlink(missing_ok=True)  # this one
-    model = resolve_experiment(config["policy"]["model"], compose, warm_up)
-    config = {**config, "policy": {**config["policy"], "model": model}}
+    config = _resolved(config, lambda name: resolve_experiment(name, compose, warm_up))
     (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     return folder
+
+
+def _resolved(node: Any, resolve: Callable[[str], str]) -> Any:
+    """Return a configuration with every text resolved: experiment:<name> may stand anywhere."""
+    if isinstance(node, dict):
+        return {key: _resolved(value, resolve) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_resolved(value, resolve) for value in node]
+    return resolve(node) if isinstance(node, str) else node
 
 
 def run(

@@ -7,6 +7,8 @@ exact KL stands in policies/scorer.py, where the logits are.
 Left out on purpose: logging, masks on the terms (a weight of 0 is the mask).
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -41,6 +43,23 @@ def clipped_policy_term(
     return -torch.minimum(r * advantage, r.clamp(1 - clip_low, 1 + clip_high) * advantage)
 
 
+def cispo_term(
+    curr: Tensor, gen: Tensor, advantage: Tensor, clip_low: float, clip_high: float
+) -> Tensor:
+    """Return -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi, to be minimised.
+
+    sg is stop-gradient: a clipped token keeps a gradient, of bounded weight. MiniMax-M1 (arXiv
+    2506.13585) eq. 4 and 5.
+
+    >>> curr = torch.tensor([-1.0], requires_grad=True)
+    >>> cispo_term(curr, curr.detach() - 1, torch.tensor([2.0]), 0.2, 0.5).sum().backward()
+    >>> curr.grad.tolist()
+    [-3.0]
+    """
+    held = ratio(curr, gen).detach().clamp(1 - clip_low, 1 + clip_high)
+    return -held * advantage * curr
+
+
 def is_clipped(moved: Tensor, advantage: Tensor, clip_low: float, clip_high: float) -> Tensor:
     """Return where the ratio `moved` is past the bound that stops its gradient, bool.
 
@@ -49,6 +68,33 @@ def is_clipped(moved: Tensor, advantage: Tensor, clip_low: float, clip_high: flo
     """
     low, high = moved < 1 - clip_low, moved > 1 + clip_high
     return (low & (advantage < 0)) | (high & (advantage > 0))
+
+
+def half_square(a: Tensor, b: Tensor) -> Tensor:
+    """Return (a - b)^2 / 2."""
+    return 0.5 * (a - b).square()
+
+
+def value_term(
+    value: Tensor,
+    old: Tensor,
+    returns: Tensor,
+    clip: float | None,
+    distance: Callable[[Tensor, Tensor], Tensor] = half_square,
+) -> Tensor:
+    """Return max(d(V, R), d(clip(V, old +- clip), R)); without a clip d(V, R).
+
+    d is (V - R)^2 / 2. The clipped form is that of the PPO implementations, not of the paper: once
+    V is `clip` away from what it was at sampling, towards R, its gradient stops.
+
+    >>> value_term(torch.tensor(1.0), torch.tensor(0.0), torch.tensor(2.0), 0.5).item()
+    1.125
+    """
+    loss = distance(value, returns)
+    if clip is not None:
+        near = old + (value - old).clamp(-clip, clip)
+        loss = torch.maximum(loss, distance(near, returns))
+    return loss
 
 
 def kl_term(curr: Tensor, ref: Tensor, estimator: str) -> Tensor:
@@ -118,6 +164,19 @@ def weights(
     return mask / count.clamp(min=1)
 
 
+def standardise(values: Tensor, *, floor: float = STD_FLOOR) -> Tensor:
+    """Return (x - mean) / (unbiased std + floor) over the last dimension.
+
+    >>> standardise(torch.tensor([1.0, 3.0]), floor=0.0).tolist()
+    [-0.7071067690849304, 0.7071067690849304]
+    """
+    return (values - values.mean(-1, keepdim=True)) / _scale(values, floor)
+
+
+def _scale(values: Tensor, floor: float) -> Tensor:
+    return values.std(-1, keepdim=True) + floor  # unbiased
+
+
 def group_advantage(
     reward: Tensor,
     reward_kl: Tensor,
@@ -154,8 +213,8 @@ def group_advantage(
         )
     task = _centred(reward, group_size, credit)
     if scale_by_std:
-        std = reward.sum(-1).view(-1, group_size).std(-1, keepdim=True)  # [P, 1], unbiased
-        task = task / (std + STD_FLOOR).repeat_interleave(group_size, 0)
+        scale = _scale(reward.sum(-1).view(-1, group_size), STD_FLOOR)  # [P, 1]
+        task = task / scale.repeat_interleave(group_size, 0)
     return (task + _centred(reward_kl, group_size, credit)) * loss_mask
 
 

@@ -9,31 +9,36 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from policies.packing import groups
+from trainer.gae import explained_variance, return_sums
 from trainer.losses import kl_term
 from trainer.runtime import Runtime
 
 
 def summarize(batch: TensorDictBase, runtime: Runtime) -> dict[str, float]:
     """Return the metrics of an iteration's batch (before the update)."""
-    mask = batch.get("loss_mask")  # [B, T]
+    mask, out = batch.get("loss_mask"), dict[str, float]()  # [B, T]
     sums = {"rows": float(mask.shape[0]), "tokens": float(mask.sum())}
     if "reward_raw" in batch:
         _rewards(batch, sums)
     if "kl_penalty" in batch:
         _kl(batch, sums)
+    if "returns" in batch:
+        fit = return_sums(batch.get("returns"), batch.get("value"), mask)
+        out["value/explained_variance"] = explained_variance(runtime.sums(fit))
     response = batch.get(("masks", "all_response_mask"), None)
     length = (mask if response is None else response).sum(-1).float()  # [B]
     sums["response/length_mean"] = float(length.sum())
     total = runtime.sums(sums)
     rows, tokens = max(total.pop("rows"), 1.0), max(total.pop("tokens"), 1.0)
     per_token = {"kl/ref", "kl/ref_k3"}
-    out = {k: v / (tokens if k in per_token else rows) for k, v in total.items()}
+    out |= {k: v / (tokens if k in per_token else rows) for k, v in total.items()}
     if "square" in out:
         variance = max(out.pop("square") - out["reward/raw_mean"] ** 2, 0.0)
         out["reward/std"] = variance**0.5
     if "groups" in out:
-        groups = out.pop("groups") * rows
-        out["group/zero_variance_fraction"] = out.pop("flat") * rows / max(groups, 1.0)
+        flat, groups = out.pop("flat"), out.pop("groups")
+        if groups:
+            out["group/zero_variance_fraction"] = flat / groups
     return out | runtime.maxima({"response/length_max": float(length.max())})
 
 
@@ -46,7 +51,8 @@ def _rewards(batch: TensorDictBase, sums: dict[str, float]) -> None:
     for name, value in () if parts is None else parts.items():
         sums[f"reward_part/{name}"] = float(value.sum())
     sums["response/truncated_fraction"] = float(batch.get("truncated").sum())
-    rows, values = groups(batch.get("group_id")), raw.tolist()
+    rows = [group for group in groups(batch.get("group_id")) if len(group) > 1]
+    values = raw.tolist()
     sums["groups"] = float(len(rows))
     sums["flat"] = float(sum(len({values[i] for i in group}) == 1 for group in rows))
 

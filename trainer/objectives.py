@@ -4,6 +4,7 @@ An objective maps (scores, batch) to `Terms` and never averages: `weight` [B, T]
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from policies.scorer import Scores
 from trainer.kl_control import KLControllerBase
-from trainer.losses import clipped_policy_term, is_clipped, kl_term, ratio
+from trainer.losses import clipped_policy_term, is_clipped, kl_term, ratio, value_term
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,36 @@ class GRPOObjective:
         if self.estimator == "full":
             return scores.full_kl
         return kl_term(scores.log_probs, batch.get(("ref_log_probs", "full")), self.estimator)
+
+
+class PPOObjective(GRPOObjective):
+    """Clipped policy gradient and the critic's squared error (PPO, arXiv 1707.06347 eq. 9).
+
+    Reads value and returns too. `value_clip` None does not clip the value.
+    """
+
+    def __init__(
+        self,
+        *,
+        value_coeff: float = 0.5,
+        value_clip: float | None = 0.2,
+        estimator: str = "k1",
+        where: str = "reward",
+        **options: Any,
+    ) -> None:
+        super().__init__(estimator=estimator, where=where, **options)
+        self.value_coeff, self.value_clip = value_coeff, value_clip
+
+    def __call__(self, scores: Scores, batch: TensorDictBase) -> Terms:
+        """Return the terms of a micro-batch."""
+        terms = super().__call__(scores, batch)
+        value, old, returns = scores.values, batch.get("value"), batch.get("returns")
+        assert value is not None, "GAEAdvantage gives the scorer its critic"
+        terms.loss["value"] = self.value_coeff * value_term(value, old, returns, self.value_clip)
+        if self.value_clip is not None:
+            moved = (value.detach() - old).abs() > self.value_clip
+            terms.means["value/clip_fraction"] = moved.float()
+        return terms
 
 
 class SFTObjective:

@@ -19,15 +19,28 @@ def make_optimizer(
 ) -> torch.optim.AdamW:
     """Return fused AdamW on the parameters that require a gradient.
 
-    Norms and biases (fewer than two dimensions) are not decayed.
+    Norms and biases (fewer than two dimensions) are not decayed. A scorer's critic has groups of
+    its own; what "scale" and "since" mean in a group is in trainer/update.py.
     """
+    critic = getattr(model, "critic", None)
+    theirs = set() if critic is None else set(critic.parameters())
     kept = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in kept if p.ndim > 1], "weight_decay": weight_decay},
-        {"params": [p for p in kept if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
+    policy: dict[str, Any] = {"params": [p for p in kept if p not in theirs]}
+    both = [policy]
+    if critic is not None:
+        policy["since"] = critic.warmup
+        own = [p for p in kept if p in theirs]
+        both.append({"params": own, "scale": critic.lr_scale})
+    groups = [part for group in both for part in _by_decay(group, weight_decay)]
     return torch.optim.AdamW(groups, lr=lr, betas=tuple(betas), eps=eps, fused=True)
+
+
+def _by_decay(group: dict[str, Any], weight_decay: float) -> list[dict[str, Any]]:
+    """Return a parameter group as its matrices, which are decayed, and the rest; none is empty."""
+    matrices = [p for p in group["params"] if p.ndim > 1]
+    others = [p for p in group["params"] if p.ndim <= 1]
+    parts = ((matrices, weight_decay), (others, 0.0))
+    return [{**group, "params": p, "weight_decay": decay} for p, decay in parts if p]
 
 
 def make_schedule(

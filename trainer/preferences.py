@@ -15,7 +15,7 @@ from envs.tasks.task import assistant
 from policies.containers import Masks, Tokens
 from policies.padding import pad, pad_mask
 from policies.reward_model import diverged, preference_term
-from policies.reward_scorer import Rewards
+from policies.reward_scorer import Rewards, ids_to_end
 from policies.transformers_wrapper import TransformersWrapper
 from trainer.objectives import Terms
 from trainer.runtime import Runtime
@@ -56,10 +56,7 @@ class PreferencePairs:
         return out.set("loss_mask", compared.repeat_interleave(2, 0))
 
     def _ids(self, row: dict[str, Any], reply: str) -> Tensor:
-        messages = [*self.env.messages(row), assistant(reply)]
-        done = self.policy.renderer.render(messages, require_assistant=True)
-        end = max(place for place, kept in enumerate(done.assistant) if kept)
-        return torch.tensor(done.ids[: end + 1])
+        return ids_to_end(self.policy.renderer, [*self.env.messages(row), assistant(reply)])
 
 
 class PreferenceObjective:

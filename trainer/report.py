@@ -59,7 +59,12 @@ PANELS = (
     Panel(
         "Loss",
         "mean of the last epoch's steps",
-        {"loss/total": "total", "loss/policy": "policy", "loss/kl": "kl"},
+        {
+            "loss/total": "total",
+            "loss/policy": "policy",
+            "loss/kl": "kl",
+            "loss/value": "value",
+        },
     ),
     Panel("Gradient norm", "before clipping", {"optim/grad_norm": "norm"}),
     Panel(
@@ -82,13 +87,14 @@ PANELS = (
             "time/sync_s": "sync",
         },
     ),
+    Panel("Critic", "explained variance", {"value/explained_variance": "explained"}),
     Panel("Learning rate", "mean of the last epoch's steps", {"optim/lr": "lr"}),
     Panel("Speed", "tokens per second", {"perf/tokens_per_s": "tokens"}),
     Panel("Reward on held-out prompts", "mean per reply", {"eval/reward": "reward"}),
     Panel("KL between policy and sampler", "nats per token", {"kl/behaviour": "behaviour"}),
     Panel("KL coefficient", "factor of the KL", {"kl/coeff": "coeff"}),
 )
-MAIN_PANELS = 12  # the rest is folded
+MAIN_PANELS = 13  # the rest is folded
 
 
 def write_report(folder: str | Path) -> Path:

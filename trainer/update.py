@@ -26,6 +26,8 @@ TENSORS = (
     "ref_log_probs",
     "loss_mask",
     "advantage",
+    "value",
+    "returns",
     "weight",
     "temperature",
     "group_id",
@@ -37,6 +39,7 @@ class Update:
 
     `scorer` is the module that `accelerator.prepare` returned; `lr` maps the optimiser step
     (0-based) to a learning rate; `micro_batch_tokens` bounds the padded tokens of one backward.
+    A parameter group's own "scale" multiplies the rate, and it waits for the iteration "since".
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class Update:
         totals = {"tokens": float(mask.sum()), "rows": float(mask.any(-1).sum())}
         totals = self.runtime.sums(totals)
         rate = self.lr(self.step)
+        iteration = self.step // (self.epochs * self.minibatches)
         self.step += 1
         if totals["tokens"] == 0:
             self.skipped += 1
@@ -110,7 +114,8 @@ class Update:
         limit = self.max_grad_norm or math.inf
         norm = float(self.runtime.accelerator.clip_grad_norm_(self.scorer.parameters(), limit))
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            waits = iteration < group.get("since", 0)
+            group["lr"] = 0.0 if waits else rate * group.get("scale", 1.0)
         if math.isfinite(norm):  # gradients are reduced, so all ranks agree
             self.optimizer.step()
         else:
@@ -157,15 +162,17 @@ def take(batch: TensorDictBase, rows: list[int]) -> TensorDictBase:
 
 
 def split_rows(batch: TensorDictBase, count: int) -> list[list[int]]:
-    """Return `count` minibatches of rows; the samples of a prompt stay together."""
+    """Return `count` minibatches of rows; the samples of a prompt stay together.
+
+    Every `count`-th prompt: what a minibatch holds on all ranks depends on no number of ranks.
+    """
     rows = groups(batch.get("group_id", torch.arange(batch.batch_size[0])))
     if len(rows) % count:
         raise ValueError(
             f"expected the {len(rows)} prompts of a rank to split into algorithm.minibatches="
             f"{count} equal parts; change trainer.prompts_per_iteration or algorithm.minibatches"
         )
-    each = len(rows) // count
-    return [list(chain(*rows[i : i + each])) for i in range(0, len(rows), each)]
+    return [list(chain(*rows[i::count])) for i in range(count)]
 
 
 class _Log:

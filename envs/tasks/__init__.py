@@ -7,6 +7,7 @@ _HOME = {
     "Chats": "dataset",
     "DatasetTask": "dataset",
     "Facts": "facts",
+    "LearntReward": "learnt_reward",
     "MathWords": "math_words",
     "Preferences": "preferences",
     "Reply": "task",

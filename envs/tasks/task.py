@@ -54,6 +54,10 @@ class Task:
             f"{type(self).__name__} rewards nothing, it is for SFT; override reward(row, reply)"
         )
 
+    def rewards(self, rows: Sequence[Row], replies: Sequence[Reply]) -> Sequence[Reward]:
+        """Return what each reply earns; override it where many at once are cheaper."""
+        return [self.reward(row, reply) for row, reply in zip(rows, replies, strict=True)]
+
     def respond(self, row: Row, reply: Reply) -> list[Message]:
         """Return the messages that follow the reply; none ends the episode."""
         return []

@@ -1,0 +1,179 @@
+"""Advantage estimation against the paper's sum, written as a double loop in float64."""
+
+import math
+
+import pytest
+import torch
+from contracts import one_process
+from tensordict import TensorDict
+from torch import Tensor
+
+import trainer.gae
+from policies import ValueNetwork, load_policy
+from trainer import GAE, GAEAdvantage
+from trainer.gae import explained_variance, return_sums
+from trainer.kl_control import ConstantKLController
+from trainer.metrics import summarize
+from trainer.runtime import Runtime
+
+
+def slow(reward: Tensor, value: Tensor, mask: Tensor, gamma: float, lmbda: float) -> Tensor:
+    """Return A_t = sum over l of (gamma lmbda)^l delta_(t+l), term by term over the kept tokens."""
+    out = torch.zeros_like(value)
+    for i in range(len(mask)):
+        steps = [t for t in range(mask.shape[1]) if mask[i, t]]
+        r, v = [float(reward[i, t]) for t in steps], [float(value[i, t]) for t in steps]
+        v.append(0.0)  # the episode is over, by itself or by a limit
+        for n, t in enumerate(steps):
+            for k in range(n, len(steps)):
+                delta = r[k] + gamma * v[k + 1] - v[k]
+                out[i, t] += (gamma * lmbda) ** (k - n) * delta
+    return out
+
+
+def random_case(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Return reward, value, mask [6, 12] with prompts, tool turns, padding and an empty row."""
+    draw = torch.Generator().manual_seed(seed)
+    reward, value = (torch.randn(6, 12, generator=draw, dtype=torch.float64) for _ in range(2))
+    mask = torch.rand(6, 12, generator=draw) < 0.6
+    mask[0], mask[1] = True, False
+    mask[2] = torch.tensor([0, 0, 1, 1, 0, 0, 0, 1, 1, 1, 0, 0]).bool()
+    return reward, value, mask
+
+
+def agrees_with_the_paper() -> None:
+    """Raise AssertionError unless gae is the sum of the paper over the kept tokens."""
+    reward, value, mask = random_case()
+    for gamma in (1.0, 0.9):
+        for lmbda in (0.0, 0.5, 0.95, 1.0):
+            got = trainer.gae.gae(reward, value, mask, gamma=gamma, lmbda=lmbda)
+            want = slow(reward, value, mask, gamma, lmbda)
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def test_it_is_the_sum_of_the_paper_over_the_kept_tokens():
+    agrees_with_the_paper()
+
+
+def test_what_user_and_tool_say_changes_nothing():
+    reward, value, mask = random_case()
+    want = trainer.gae.gae(reward, value, mask)
+    other = trainer.gae.gae(reward + 7.0 * ~mask, value - 3.0 * ~mask, mask)
+    assert torch.equal(other, want)
+    assert not want[~mask].any()
+    # Two turns with a tool's tokens between are one with them cut out.
+    dense = trainer.gae.gae(reward[2:3][:, mask[2]], value[2:3][:, mask[2]], torch.ones(1, 5) > 0)
+    assert torch.equal(want[2][mask[2]], dense[0])
+
+
+def test_the_closed_forms_at_both_ends_of_lambda():
+    reward, value, mask = random_case(1)
+    last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
+    to_go = (reward * mask).flip(-1).cumsum(-1).flip(-1)
+    whole = trainer.gae.gae(reward, value, mask, lmbda=1.0)
+    torch.testing.assert_close(whole, (to_go - value) * mask)  # return less value
+    step = trainer.gae.gae(reward, value, mask, lmbda=0.0, gamma=0.0)
+    torch.testing.assert_close(step, (reward - value) * mask)
+    for lmbda in (0.0, 0.95, 1.0):  # after a cut reply comes nothing either
+        got = trainer.gae.gae(reward, value, mask, lmbda=lmbda)
+        torch.testing.assert_close(got[last], (reward - value)[last])
+
+
+@pytest.mark.parametrize("wrong", [{"gamma": 1.1}, {"lmbda": -0.1}, {"lmbda": math.nan}])
+def test_gamma_and_lambda_are_shares(wrong):
+    with pytest.raises(ValueError, match="gamma and lmbda from 0 to 1"):
+        trainer.gae.gae(*random_case(), **wrong)
+
+
+# Explained variance.
+
+
+def test_explained_variance_is_over_the_kept_tokens():
+    returns = torch.tensor([[1.0, 9.0, 3.0], [5.0, 9.0, 9.0]])
+    value = torch.tensor([[0.0, 0.0, 3.0], [4.0, 0.0, 0.0]])
+    mask = torch.tensor([[1, 0, 1], [1, 0, 0]]).bool()
+    # Returns 1, 3, 5: variance 8/3. Errors 1, 0, 1: variance 2/9.
+    assert explained_variance(return_sums(returns, value, mask)) == pytest.approx(1 - 2 / 24)
+    constant = return_sums(torch.full((1, 3), 0.1), value[:1], mask[:1])
+    assert math.isnan(explained_variance(constant))
+    assert math.isnan(explained_variance(return_sums(returns, value, mask & False)))
+
+
+class TwoRanks(Runtime):
+    """This process and another one with the same batch."""
+
+    def sums(self, values):
+        return {k: 2 * v for k, v in values.items()}
+
+    def sum(self, values):
+        return 2 * values
+
+
+def test_explained_variance_and_whitening_are_over_all_ranks(tmp_path):
+    reward, value, mask = (x.float() if x.is_floating_point() else x for x in random_case(2))
+    td = TensorDict({"loss_mask": mask, "value": value, "returns": reward}, [6])
+    both = summarize(td, TwoRanks(tmp_path))["value/explained_variance"]
+    errors = (reward - value)[mask]
+    want = 1 - errors.var(correction=0) / reward[mask].var(correction=0)
+    assert both == pytest.approx(float(want), rel=1e-5)
+    policy, kl = load_policy("tiny"), ConstantKLController(kl_coef=0.0)
+    made = GAEAdvantage(policy=policy, runtime=TwoRanks(tmp_path), kl=kl)
+    kept = reward[mask]
+    std = torch.cat([kept, kept]).std()  # of all ranks, unbiased
+    want = (reward - kept.mean()) / (std + 1e-4) * mask
+    torch.testing.assert_close(made._whitened(reward, mask), want)
+
+
+# The public module.
+
+
+@pytest.mark.parametrize("shape", [(6, 12), (6, 12, 1)])
+def test_gae_takes_torchrl_shapes_and_writes_advantage_and_target(shape):
+    reward, value, mask = random_case(3)
+    td = TensorDict({"state_value": value.reshape(shape), "loss_mask": mask}, [6])
+    td["next", "reward"] = reward.reshape(shape)
+    td["next", "done"] = torch.ones(6, 1, dtype=torch.bool)  # of the row
+    out = GAE(gamma=0.9, lmbda=0.8)(td.clone())
+    want = slow(reward, value, mask, 0.9, 0.8)
+    assert out["advantage"].shape == out["value_target"].shape == shape
+    torch.testing.assert_close(out["advantage"].reshape(6, 12), want)
+    torch.testing.assert_close(out["value_target"].reshape(6, 12), (want + value) * mask)
+    white = GAE(gamma=0.9, lmbda=0.8, average_gae=True)(td)["advantage"].reshape(6, 12)[mask]
+    torch.testing.assert_close(white, (want[mask] - want[mask].mean()) / (want[mask].std() + 1e-4))
+
+
+def test_a_reward_of_the_row_is_paid_once_and_a_done_ends_an_episode_inside_it():
+    value = torch.zeros(2, 4)
+    mask = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1]]).bool()
+    td = TensorDict({"state_value": value, "loss_mask": mask}, [2])
+    td["next", "reward"] = torch.tensor([[1.0], [2.0]])
+    got = GAE(gamma=0.5, lmbda=1.0)(td)["advantage"]
+    assert got.tolist() == [[0.0, 0.5, 1.0, 0.0], [0.25, 0.5, 1.0, 2.0]]
+    td["next", "reward"] = torch.ones(2, 4, 1)
+    td["next", "done"] = torch.tensor([[0, 0, 1, 1], [0, 1, 0, 1]]).bool().unsqueeze(-1)
+    assert GAE(lmbda=1.0)(td)["advantage"].tolist() == [[0, 2, 1, 0], [2, 1, 2, 1]]
+
+
+def test_keys_and_the_value_network_can_be_given():
+    policy = load_policy("tiny")
+    network = ValueNetwork(policy)
+    torch.nn.init.normal_(policy.scorer.critic.head.weight)
+    td = TensorDict({("tokens", "full"): torch.tensor([[5, 6, 7, 8]])}, [1])
+    td["masks", "all_attention_mask"] = torch.ones(1, 4, dtype=torch.bool)
+    td["loss_mask"], td["score"] = torch.tensor([[0, 0, 1, 1]]).bool(), torch.tensor([[1.0]])
+    made = GAE(lmbda=1.0, value_network=network)
+    made.set_keys(reward="score", advantage="A")
+    value = made(td)["state_value"]
+    assert not value.requires_grad
+    assert value[0, 2:].all()
+    torch.testing.assert_close(td["A"], (1 - value) * td["loss_mask"])
+    with torch.no_grad():
+        torch.testing.assert_close(network(td)["state_value"], value)
+
+
+def test_an_advantage_without_a_measured_kl_is_refused():
+    made = GAEAdvantage(
+        policy=load_policy("tiny"), runtime=one_process(), kl=ConstantKLController(kl_coef=0.1)
+    )
+    with pytest.raises(ValueError, match=r"kl\.where=reward needs kl_penalty"):
+        made(TensorDict({"reward_raw": torch.zeros(1, 2), "loss_mask": torch.ones(1, 2) > 0}, [1]))

@@ -1,0 +1,391 @@
+"""PPO: loss and gradient against a loop over tokens in float64, the critic's life, a run."""
+
+from functools import partial
+
+import pytest
+import torch
+from contracts import close, make_policy, one_process, padded_left, rollout
+from omegaconf import OmegaConf
+from runs import Finished, lines
+from safetensors.torch import load_file
+from tensordict import TensorDict
+from test_gae import slow
+from test_update import Record, grad_of, make_update, scaled, tables
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import train
+from conf.compose import compose_checked
+from envs.transforms import RetrieveKL
+from policies import TransformersWrapper, ValueNetwork
+from policies.padding import pad
+from policies.value_head import Critic, values_in_parts
+from trainer import (
+    Checkpoints,
+    ConstantKLController,
+    GAEAdvantage,
+    GRPOLoss,
+    PPOLoss,
+    PPOObjective,
+    Runtime,
+    make_optimizer,
+)
+
+COEFF, LOW, HIGH, CLIP, WEIGHT = 0.3, 0.1, 0.3, 0.05, 0.7
+GAMMA, LMBDA = 0.97, 0.8
+CRITICS = {"head": {}, "detached": {"detach": True}, "separate": {"kind": "separate"}}
+
+
+@pytest.fixture
+def policy() -> TransformersWrapper:
+    """Return a policy of this test alone, in float64."""
+    policy = make_policy.__wrapped__()
+    policy.model.double()
+    return policy
+
+
+def nudge(parameters, factor: float) -> None:
+    with torch.no_grad():
+        for p in parameters:
+            p.mul_(factor)
+
+
+def prepared(policy, critic=None, **options) -> TensorDict:
+    """Return a batch of two turns with advantages; policy and critic have moved since."""
+    batch = rollout(policy, turns=2, count=2)
+    batch = RetrieveKL(ref_model=scaled(policy, 0.95), add_to_reward=False)(batch)
+    batch["loss_mask"][1] = False  # a row that counts for nothing
+    kl = ConstantKLController(kl_coef=COEFF)
+    options = {"gamma": GAMMA, "lmbda": LMBDA, "critic": critic, **options}
+    made = GAEAdvantage(policy=policy, runtime=one_process(), kl=kl, **options)
+    draw = torch.Generator().manual_seed(1)
+    head = policy.scorer.critic.head
+    with torch.no_grad():
+        head.weight.copy_(0.1 * torch.randn(head.weight.shape, generator=draw))
+        head.bias.fill_(0.3)
+    batch = made(batch)
+    nudge(policy.model.parameters(), 1.02)
+    nudge(policy.scorer.critic.parameters(), 1.1)
+    return batch
+
+
+def objective(**options) -> PPOObjective:
+    options = {"clip_low": LOW, "clip_high": HIGH, "value_coeff": WEIGHT, **options}
+    return PPOObjective(kl=ConstantKLController(kl_coef=COEFF), **{"value_clip": CLIP, **options})
+
+
+def gradient(policy, batch, **options) -> tuple[Tensor, dict]:
+    """Return what one step of the real update hands to its optimiser, and its metrics."""
+    optimizer = Record(policy.scorer.parameters())
+    metrics = make_update(policy, options.pop("objective", objective()), optimizer, **options)(
+        batch.clone()
+    )
+    return torch.cat(optimizer.grads), metrics
+
+
+def plain_values(policy, ids: Tensor) -> Tensor:
+    """Return V(tokens < t) of one sequence by a plain forward, [T]; entry 0 is not used."""
+    critic = policy.scorer.critic
+    body = policy.model.base_model if critic.body is None else critic.body.model
+    states = body(input_ids=ids[None]).last_hidden_state[0]  # [T, H]
+    states = states.detach() if critic.detach else states
+    return torch.cat([torch.zeros(1), states[:-1] @ critic.head.weight[0] + critic.head.bias])
+
+
+def slow_ppo(policy, batch, value_clip: float | None) -> dict[str, float]:
+    """Return the losses, token by token, and leave their gradient in policy and critic."""
+    ppo, fit, clipped, far = [], [], [], []
+    for i in range(batch.batch_size[0]):
+        real = batch["masks", "all_attention_mask"][i]
+        ids, keep = batch["tokens", "full"][i][real], batch["loss_mask"][i][real]
+        gen, old = batch["log_probs", "full"][i][real], batch["value"][i][real]
+        advantage, returns = batch["advantage"][i][real], batch["returns"][i][real]
+        table, value = tables(policy.model, ids), plain_values(policy, ids)
+        for t in range(1, len(ids)):
+            if not keep[t]:
+                continue
+            r, a = (table[t - 1, ids[t]] - gen[t]).exp(), advantage[t]
+            bounded = torch.clamp(r, 1 - LOW, 1 + HIGH)
+            ppo.append(-torch.minimum(r * a, bounded * a))
+            clipped.append(bool(r * a > bounded * a))
+            loss = (value[t] - returns[t]) ** 2
+            if value_clip is not None:
+                near = min(max(value[t], old[t] - value_clip), old[t] + value_clip)
+                loss = torch.maximum(loss, (near - returns[t]) ** 2)
+                far.append(bool(abs(value[t] - old[t]) > value_clip))
+            fit.append(WEIGHT * loss / 2)
+    losses = {"policy": sum(ppo) / len(ppo), "value": sum(fit) / len(fit)}
+    policy.scorer.zero_grad()
+    sum(losses.values()).backward()
+    shares = {"clipped": sum(clipped) / len(clipped), "far": sum(far) / max(len(far), 1)}
+    return {**{name: float(v.detach()) for name, v in losses.items()}, **shares}
+
+
+@pytest.mark.parametrize("value_clip", [CLIP, None])
+@pytest.mark.parametrize("critic", CRITICS)
+def test_loss_and_gradient_are_those_of_a_loop_over_tokens(policy, critic, value_clip):
+    batch = prepared(policy, CRITICS[critic])
+    options = {"objective": objective(value_clip=value_clip), "micro_batch_tokens": 120}
+    got, metrics = gradient(policy, batch, **options)
+    want = slow_ppo(policy, batch, value_clip)
+    wanted = torch.cat([p.grad.flatten() for p in policy.scorer.parameters()])
+    assert (got - wanted).norm() / wanted.norm() < 1e-5
+    assert metrics["loss/policy"] == pytest.approx(want["policy"], abs=1e-5)
+    assert metrics["loss/value"] == pytest.approx(want["value"], rel=1e-4)
+    assert metrics["loss/total"] == pytest.approx(want["policy"] + want["value"], abs=1e-5)
+    assert metrics["policy/clip_fraction"] == pytest.approx(want["clipped"])
+    assert 0 < want["clipped"] < 1
+    if value_clip is None:
+        assert "value/clip_fraction" not in metrics
+    else:
+        assert metrics["value/clip_fraction"] == pytest.approx(want["far"])
+        assert 0 < want["far"] < 1
+    reached = [p.grad.abs().sum() > 0 for p in policy.scorer.critic.parameters()]
+    assert all(reached)
+
+
+def test_only_a_head_that_is_not_detached_reaches_the_policy(policy):
+    batch = prepared(policy, CRITICS["head"])
+    batch["advantage"] = torch.zeros_like(batch["advantage"])  # the value's gradient alone
+    for detach in (False, True):
+        policy.scorer.critic.detach = detach
+        slow_ppo(policy, batch, None)
+        assert bool(grad_of(policy).any()) != detach
+
+
+def test_rewards_values_and_advantages_are_those_of_the_paper(policy):
+    batch = rollout(policy, turns=2, count=2)
+    batch = RetrieveKL(ref_model=scaled(policy, 0.95), add_to_reward=False)(batch)
+    batch["truncated"] = torch.ones_like(batch["truncated"])  # a limit is as terminal as an end
+    kl = ConstantKLController(kl_coef=COEFF)
+    options = {"policy": policy, "runtime": one_process(), "kl": kl}
+    made = GAEAdvantage(**options, gamma=GAMMA, lmbda=LMBDA, micro_batch_tokens=100)
+    torch.nn.init.normal_(policy.scorer.critic.head.weight, std=0.1)
+    batch, mask = made(batch), batch["loss_mask"]
+    value = torch.zeros_like(batch["value"])
+    with torch.no_grad():
+        for i in range(batch.batch_size[0]):
+            real = batch["masks", "all_attention_mask"][i]
+            value[i][real] = plain_values(policy, batch["tokens", "full"][i][real]).float()
+    close(batch["value"], value * mask, 1e-5, "values")
+    reward = batch["reward_raw"] - COEFF * batch["kl_penalty"] * mask
+    close(batch["reward"], reward, 1e-6, "rewards")
+    advantage = slow(reward.double(), value.double(), mask, GAMMA, LMBDA)
+    close(batch["returns"], (advantage + value) * mask, 1e-5, "returns")
+    white = (advantage - advantage[mask].mean()) / (advantage[mask].std() + 1e-4) * mask
+    close(batch["advantage"], white, 1e-5, "whitened")
+    raw = GAEAdvantage(**options, gamma=GAMMA, lmbda=LMBDA, whiten=False, where="loss")
+    other = raw(batch)
+    assert not other["reward_kl"].any()
+    want = slow(other["reward_raw"].double(), other["value"].double(), mask, GAMMA, LMBDA)
+    close(other["advantage"], want, 1e-5, "not whitened")
+
+
+def test_the_gradient_does_not_depend_on_micro_batches_padding_or_order(policy):
+    batch = prepared(policy, CRITICS["head"])
+    whole, metrics = gradient(policy, batch)
+    left = padded_left(batch)
+    width = batch["masks", "all_attention_mask"].sum(-1)
+    for key in ("value", "returns"):
+        rows = [r[:n] for r, n in zip(batch[key], width, strict=True)]
+        left[key] = pad(rows, side="left")
+    turned = batch[torch.arange(batch.batch_size[0] - 1, -1, -1)]
+    cases = {size: (batch, {"micro_batch_tokens": size}) for size in (30, 60, 200)}
+    cases |= {"left": (left, {}), "order": (turned, {"micro_batch_tokens": 90})}
+    for name, (other, options) in cases.items():
+        got, same = gradient(policy, other, **options)
+        assert (got - whole).norm() / whole.norm() < 1e-6, name
+        assert same == pytest.approx(metrics, rel=1e-4, abs=1e-7), name
+
+
+def values_are_those_of_a_plain_forward() -> None:
+    """Raise AssertionError unless value[t] is read off the state that predicts token t."""
+    policy = make_policy.__wrapped__()
+    batch = rollout(policy, count=2)
+    policy.scorer.critic = Critic(policy.scorer)
+    torch.nn.init.normal_(policy.scorer.critic.head.weight)
+    attended = batch["masks", "all_attention_mask"]
+    with torch.no_grad():
+        got = policy.scorer.values(batch["tokens", "full"], attended, batch["loss_mask"])
+        for i in range(batch.batch_size[0]):
+            want = plain_values(policy, batch["tokens", "full"][i][attended[i]])
+            kept = batch["loss_mask"][i][attended[i]]
+            close(got[i][attended[i]], want * kept, 1e-4, "values")
+
+
+def test_a_value_is_read_off_the_state_that_predicts_its_token():
+    values_are_those_of_a_plain_forward()
+
+
+def test_values_come_from_the_pass_that_scores_whatever_the_layout(policy):
+    batch = rollout(policy, count=2)
+    ids, mask = batch["tokens", "full"], batch["masks", "all_attention_mask"]
+    for critic in CRITICS.values():
+        policy.scorer.critic = Critic(policy.scorer, **critic)
+        torch.nn.init.normal_(policy.scorer.critic.head.weight)
+        score = partial(policy.scorer, ids, mask, batch["loss_mask"])
+        with torch.no_grad():
+            same_pass, shared = score(), score(group_id=batch["group_id"])
+        close(shared.log_probs, same_pass.log_probs, 1e-5, "log-probs")
+        close(shared.values, same_pass.values, 1e-5, "layout")
+        parts = values_in_parts(policy.scorer, ids, mask, batch["loss_mask"], limit=60)
+        close(parts, same_pass.values, 1e-5, "parts")
+        assert not parts[~batch["loss_mask"]].any()
+        assert parts[batch["loss_mask"]].all()
+        # A rank that has run out of rows still reaches every parameter.
+        policy.scorer(ids[:0], mask[:0]).values.sum().backward()
+        assert all(p.grad is not None for p in policy.scorer.parameters())
+        policy.scorer.zero_grad()
+
+
+def test_in_the_warm_up_the_critic_trains_alone_and_at_its_own_rate():
+    policy = make_policy.__wrapped__()
+    batch = prepared(policy, {"warmup": 2, "lr_scale": 10.0})
+    optimizer = make_optimizer(policy.scorer, lr=1e-3, weight_decay=0.1)
+    update = make_update(policy, objective(), optimizer, lr=1e-3, epochs=2, minibatches=2)
+    before = [p.detach().clone() for p in policy.model.parameters()]
+    head = policy.scorer.critic.head.weight
+    old = head.detach().clone()
+    for _ in range(2):
+        update(batch.clone())
+    assert all(torch.equal(p, b) for p, b in zip(policy.model.parameters(), before, strict=True))
+    # AdamW moves about its rate a step: 10 times 1e-3, 8 steps.
+    moved = (head - old).abs().mean().item()
+    assert 0.02 < moved < 0.09
+    update(batch.clone())
+    assert any(
+        not torch.equal(p, b) for p, b in zip(policy.model.parameters(), before, strict=True)
+    )
+
+
+def step(policy, batch) -> tuple:
+    optimizer = make_optimizer(policy.scorer, lr=1e-3)
+    return optimizer, make_update(policy, objective(), optimizer, lr=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["head", "separate"])
+def test_a_checkpoint_brings_back_the_critic_and_its_moments(tmp_path, kind):
+    policies = [make_policy.__wrapped__() for _ in range(2)]
+    batch = prepared(policies[0], {"kind": kind})
+    policies[1].scorer.critic = Critic(policies[1].scorer, kind=kind)
+    optimizers, updates = zip(*(step(policy, batch) for policy in policies), strict=True)
+    updates[0](batch.clone())
+    stores = [
+        Checkpoints(Runtime(tmp_path), policy, optimizer)
+        for policy, optimizer in zip(policies, optimizers, strict=True)
+    ]
+    stores[0].save(1, {})
+    stores[1].restore(stores[1].newest())
+    metrics = [update(batch.clone()) for update in updates]
+    assert metrics[0] == metrics[1]
+    both = zip(*(policy.scorer.named_parameters() for policy in policies), strict=True)
+    for (name, a), (_, b) in both:
+        assert torch.equal(a, b), name
+        moments = [o.state[p] for o, p in zip(optimizers, (a, b), strict=True)]
+        assert all(torch.equal(moments[0][k], moments[1][k]) for k in moments[0]), name
+    # The model in it is an ordinary one, without a critic.
+    folder = stores[0].newest()
+    loaded = AutoModelForCausalLM.from_pretrained(folder / "model")
+    assert not [
+        name for name in load_file(folder / "model" / "model.safetensors") if "head" in name
+    ]
+    assert loaded.num_parameters() == policies[0].model.num_parameters()
+
+
+def test_ppo_learns_and_so_does_its_critic(small_run: Finished, tmp_path):
+    warm = OmegaConf.load(small_run.folder / "config.yaml").policy.model
+    words = ["experiment=ppo_tiny", f"policy.model={warm}", "trainer.num_iterations=12", "seed=7"]
+    words += ["optimizer.lr=2e-4", "algorithm.critic.lr_scale=10", "eval.greedy=false"]
+    words += ["eval.max_rows=80", f"output_dir={tmp_path / 'run'}"]
+    train.train(OmegaConf.create(compose_checked(words)), tmp_path / "run")
+    rows = lines(tmp_path / "run" / "metrics.jsonl")
+    accuracy = [row["eval/sampled_accuracy"] for row in (rows[0], rows[-1])]
+    assert accuracy[1] > accuracy[0] + 0.25
+    explained = [row["value/explained_variance"] for row in rows[1:]]
+    assert abs(explained[0]) < 0.05, "a critic starts with nothing"
+    assert sum(explained[-5:]) / 5 > 0.2
+    assert abs(rows[1]["kl/ref_sequence"]) < 1e-4
+    assert rows[-1]["kl/ref_sequence"] > 0.5
+    for row in rows[1:]:  # the KL is paid in the reward
+        paid = row["reward/raw_mean"] - row["kl/coeff"] * row["kl/ref_sequence"]
+        assert row["reward/mean"] == pytest.approx(paid, abs=1e-5)
+        assert "loss/kl" not in row
+        assert "group/zero_variance_fraction" not in row
+
+
+# The public module.
+
+
+def actor(policy) -> TransformersWrapper:
+    """Return the policy as one that scores, by the same weights."""
+    return policy.get_new_version(model=policy.scorer, generate=False)
+
+
+def test_ppo_loss_is_the_objective_behind_torchrls_names(policy):
+    batch = prepared(policy, CRITICS["head"])
+    batch["state_value"], batch["value_target"] = batch["value"], batch["returns"]
+    options = {"clip_epsilon": (LOW, HIGH), "entropy_bonus": False}
+    loss = PPOLoss(
+        actor(policy),
+        ValueNetwork(policy),
+        critic_coeff=WEIGHT / 2,
+        loss_critic_type="l2",
+        clip_value=CLIP,
+        **options,
+    )
+    out = loss(batch)
+    got = torch.autograd.grad(out.loss_objective + out.loss_critic, [*policy.scorer.parameters()])
+    want = slow_ppo(policy, batch, CLIP)
+    wanted = torch.cat([p.grad.flatten() for p in policy.scorer.parameters()])
+    assert (torch.cat([g.flatten() for g in got]) - wanted).norm() / wanted.norm() < 1e-5
+    assert float(out.loss_critic.detach()) == pytest.approx(want["value"], rel=1e-4)
+    assert float(out.value_clip_fraction) == pytest.approx(want["far"])
+    assert float(out.clip_fraction) == pytest.approx(want["clipped"])
+    kept = batch["loss_mask"]
+    with torch.no_grad():
+        value = policy.scorer.values(
+            batch["tokens", "full"], batch["masks", "all_attention_mask"], kept
+        )
+    left = (batch["returns"] - value)[kept].var(correction=0)
+    explained = 1 - float(left / batch["returns"][kept].var(correction=0))
+    assert float(out.explained_variance) == pytest.approx(explained, abs=1e-5)
+    # Without a critic it is GRPOLoss.
+    alone, plain = (
+        PPOLoss(actor(policy), **options)(batch),
+        GRPOLoss(actor(policy), **options)(batch),
+    )
+    assert alone.loss_critic is None
+    assert torch.equal(alone.loss_objective, plain.loss_objective)
+
+
+def test_ppo_loss_measures_the_distance_that_is_asked_for(policy):
+    batch = prepared(policy, CRITICS["head"])
+    batch["value_target"] = batch["returns"]
+    kept = batch["loss_mask"]
+    with torch.no_grad():
+        value = ValueNetwork(policy)(batch.copy())["state_value"]
+    gap = (value - batch["returns"])[kept].abs()
+    smooth = torch.where(gap < 1, gap**2 / 2, gap - 0.5)
+    for kind, want in {"l1": gap, "l2": gap**2, "smooth_l1": smooth}.items():
+        loss = PPOLoss(actor(policy), ValueNetwork(policy), loss_critic_type=kind, critic_coeff=2.0)
+        assert float(loss(batch).loss_critic.detach()) == pytest.approx(
+            2 * float(want.mean()), rel=1e-5
+        )
+    clipping = PPOLoss(actor(policy), ValueNetwork(policy), clip_value=True)
+    assert clipping.value_clip == clipping.clip_low
+    with pytest.raises(ValueError, match="as it was at sampling"):
+        clipping(batch)
+    for wrong, text in (
+        ({"loss_critic_type": "l3"}, "loss_critic_type"),
+        ({"normalize_advantage": True}, r"average_gae=True"),
+        ({"clip_value": True, "clip_epsilon": (0.1, 0.2)}, "give a number"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            PPOLoss(actor(policy), ValueNetwork(policy), **wrong)
+
+
+def test_a_critic_that_cannot_be_is_refused(policy):
+    with pytest.raises(ValueError, match="head or separate, got 'twin'"):
+        Critic(policy.scorer, kind="twin")
+    with pytest.raises(ValueError, match="expected detach=False"):
+        Critic(policy.scorer, kind="separate", detach=True)

@@ -1,0 +1,96 @@
+"""PPOLoss: GRPOLoss with a critic, behind the keys and outputs of TorchRL's ClipPPOLoss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+
+from trainer.gae import explained_variance, return_sums
+from trainer.loss_inputs import check, find, masked_mean, need, per_token, refuse
+from trainer.loss_modules import GRPOKeys, GRPOLoss, LLMLossOutput
+from trainer.losses import value_term
+
+if TYPE_CHECKING:
+    from policies.wrapper import LLMWrapperBase
+
+DISTANCES = {"l1": F.l1_loss, "l2": F.mse_loss, "smooth_l1": F.smooth_l1_loss}
+
+
+class PPOLossOutput(LLMLossOutput):
+    """Hold what PPOLoss returns; losses (loss_*) are to be summed and minimised."""
+
+    loss_critic: Tensor | None = None
+    explained_variance: Tensor | None = None
+    value_clip_fraction: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class PPOKeys(GRPOKeys):
+    """Where PPOLoss finds its input."""
+
+    value: NestedKey = "state_value"
+    value_target: NestedKey = "value_target"
+
+
+class PPOLoss(GRPOLoss):
+    """Clipped surrogate with a critic's loss: critic_coeff * distance(V, value_target).
+
+    `critic_network` (td -> td) writes "state_value", e.g. `policies.ValueNetwork`; `GAE` writes the
+    target. `loss_critic_type`: l1, l2 (the square, not halved), smooth_l1. `clip_value` (True: the
+    clip_epsilon) clips V around the "state_value" that it finds, in rewards. Other arguments are
+    GRPOLoss's; without a critic_network it is that. Source: arXiv 1707.06347 eq. 9.
+    """
+
+    output_type = PPOLossOutput
+
+    def __init__(
+        self,
+        actor_network: LLMWrapperBase,
+        critic_network: Callable[[TensorDictBase], TensorDictBase] | None = None,
+        *,
+        critic_coeff: float = 1.0,
+        loss_critic_type: str = "smooth_l1",
+        clip_value: bool | float | None = None,
+        normalize_advantage: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(actor_network, **options)
+        check("loss_critic_type", loss_critic_type, DISTANCES)
+        reason = "GAE(average_gae=True) does it, over the whole batch"
+        refuse("PPOLoss", reason, normalize_advantage=normalize_advantage)
+        if clip_value is True and self.clip_low != self.clip_high:
+            raise ValueError("clip_value=True takes one clip_epsilon, got two; give a number")
+        self.critic_network, self.tensor_keys = critic_network, PPOKeys()
+        self.critic_coeff, self.distance = critic_coeff, DISTANCES[loss_critic_type]
+        self.value_clip = self.clip_low if clip_value is True else clip_value or None
+
+    def _more(self, td: TensorDictBase, mask: Tensor, weight: Tensor) -> dict[str, Tensor]:
+        """Return the critic's loss and how good it is."""
+        if self.critic_network is None:
+            return {}
+        keys = self.tensor_keys
+        old = find(td, keys.value)
+        if old is None and self.value_clip is not None:
+            raise ValueError(f"clip_value needs {keys.value} as it was at sampling, found none")
+        value = per_token(need(self.critic_network(td.copy()), keys.value), mask, 0.0)
+        old = value.detach() if old is None else per_token(old, mask, 0.0)
+        target = per_token(need(td, keys.value_target), mask, 0.0)
+
+        def distance(a: Tensor, b: Tensor) -> Tensor:
+            return self.distance(a, b, reduction="none")
+
+        term = value_term(value, old, target, self.value_clip, distance)
+        out = {"loss_critic": self.critic_coeff * self._total(term, weight)}
+        with torch.no_grad():
+            fit = explained_variance(return_sums(target, value, mask))
+            out["explained_variance"] = value.new_tensor(fit)
+            if self.value_clip is not None:
+                far = (value - old).abs() > self.value_clip
+                out["value_clip_fraction"] = masked_mean(far.float(), mask)
+        return out
