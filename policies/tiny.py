@@ -1,4 +1,4 @@
-"""The model `tiny`: a made-up Qwen2 of 0.15 M parameters that trains in seconds on one core.
+"""The model `tiny`: a made-up Qwen2 of 0.13 M parameters that trains in seconds on one core.
 
 Random weights, a byte-level BPE of about 400 tokens trained on the text below, ChatML with
 generation tags. It is a standard checkpoint: every run of `build_tiny` writes the same bytes.
