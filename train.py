@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from conf import compose
 from conf.parts import build, make_reference, make_task, make_tracker
 from trainer.failures import complain, last_words
-from trainer.launch import agree, prepare, start
+from trainer.launch import agree, prepare_joined, start
 from trainer.sweep import job_line, write_sweep
 
 OURS: dict[str, Any] = {"script": Path(__file__).resolve(), "compose": compose.compose_experiment}
@@ -30,7 +30,7 @@ def train(cfg: DictConfig, folder: Path) -> float:
     from envs import ChatEnv
     from envs.transforms import Compose, RetrieveKL
 
-    algorithm, total = cfg.algorithm, cfg.trainer.num_iterations
+    algorithm, total, opt = cfg.algorithm, cfg.trainer.num_iterations, cfg.optimizer
     steps = total * algorithm.epochs * algorithm.minibatches
     with trainer.Runtime(folder, seed=cfg.seed, device=cfg.policy.device) as runtime:
         policy = build(cfg.policy, device=str(runtime.device))
@@ -46,7 +46,8 @@ def train(cfg: DictConfig, folder: Path) -> float:
         retrieve = RetrieveKL(ref_model=reference, add_to_reward=False) if reference else Compose()
         parts: dict[str, Any] = {"task": task, "env": env, "policy": policy, "runtime": runtime}
         advantage = build(algorithm.advantage, kl=kl, **parts)  # may bring a critic to optimise
-        optimizer = trainer.make_optimizer(policy.scorer, **cfg.optimizer)
+        adam = OmegaConf.masked_copy(opt, ["lr", "weight_decay", "betas", "eps"])
+        optimizer = trainer.make_optimizer(policy.scorer, **adam)
         scorer, optimizer = runtime.accelerator.prepare(policy.scorer, optimizer)
         loop = trainer.Trainer(
             runtime=runtime,
@@ -59,13 +60,13 @@ def train(cfg: DictConfig, folder: Path) -> float:
                 optimizer,
                 build(algorithm.objective, kl=kl),
                 runtime,
-                lr=trainer.make_schedule(**cfg.optimizer, total=steps),
+                lr=trainer.make_schedule(opt.schedule, lr=opt.lr, warmup=opt.warmup, total=steps),
                 epochs=algorithm.epochs,
                 minibatches=algorithm.minibatches,
                 micro_batch_tokens=cfg.trainer.micro_batch_tokens,
                 aggregation=algorithm.aggregation,
                 max_tokens=cfg.policy.max_new_tokens * cfg.env.max_turns,
-                max_grad_norm=cfg.optimizer.max_grad_norm,
+                max_grad_norm=opt.max_grad_norm,
                 reference=reference.scorer if reference else None,
             ),
             evaluate=trainer.Evaluate(**parts, **cfg.eval),
@@ -98,7 +99,7 @@ def main(cfg: DictConfig) -> float:
 def join(words: list[str], ranks: int) -> int:
     """Be one rank of `torchrun train.py` or `accelerate launch train.py`; return the exit code."""
     config = compose.compose_joined(words, ranks=ranks)
-    folder = agree(lambda: prepare(config, compose.run_folder(words), **OURS), config)
+    folder = agree(lambda: prepare_joined(config, compose.run_folder(words), **OURS), config)
     return worker(str(folder / "config.yaml"), str(folder))
 
 
@@ -125,8 +126,7 @@ def cli(words: list[str]) -> int:
     try:
         if (ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
             return join(words, ranks)
-        resumed = compose.check_words(words)
-        if resumed is None:
+        if (resumed := compose.check_words(words)) is None:
             main()
         elif resumed.done:
             print(resumed.done)

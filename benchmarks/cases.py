@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -38,3 +39,8 @@ def both(works: dict[str, Callable], ours: type, theirs: type, what: str) -> Ite
     """Yield a case for each work, a function of the class."""
     for name, work in works.items():
         yield Case(f"{ours.__name__}, {what}: {name}", partial(work, ours), partial(work, theirs))
+
+
+def pair(ours: type, theirs: ModuleType) -> tuple[type, type]:
+    """Return a class and the one of its name in a module of the other package."""
+    return ours, getattr(theirs, ours.__name__)

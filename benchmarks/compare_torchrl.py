@@ -13,22 +13,26 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 
 from benchmarks.cases import Case, both, difference, gradient
 from benchmarks.compare_losses import losses, mc_advantage
+from benchmarks.compare_rollout import controllers, reward_model, rollout_from_model
+from benchmarks.compare_wrapper import kl_transforms, scoring
 from benchmarks.measure import seconds
 from policies import (
+    History,
     LLMMaskedCategorical,
     MaskedCategorical,
     MaskedOneHotCategorical,
     OneHotCategorical,
 )
+from policies.models import find_model, load_tokenizer
 
 
 def llm_masked_categorical(torchrl: ModuleType, dtype: torch.dtype) -> Iterator[Case]:
@@ -103,16 +107,10 @@ def masked_categorical(torchrl: ModuleType, dtype: torch.dtype) -> Iterator[Case
 
 
 def chats(torchrl: ModuleType, dtype: torch.dtype) -> Iterator[Case]:
-    """Compare chats made, grown, rendered and read, as text; needs transformers.
+    """Compare chats made, grown, rendered and read, as text.
 
     Left out: contents with blanks at their ends, and the parsers that strip, merge or raise.
     """
-    if find_spec("transformers") is None:
-        print("chats: left out, this environment has no transformers")
-        return
-    from policies import History
-    from policies.models import find_model, load_tokenizer
-
     tokenizer = load_tokenizer(find_model("tiny"))
     prompts = [
         [{"role": "system", "content": "Be kind"}, {"role": "user", "content": f"What is\n\n{i}?"}]
@@ -160,6 +158,11 @@ SYSTEMS: dict[str, Callable[[ModuleType, torch.dtype], Iterator[Case]]] = {
     "chats": chats,
     "losses": losses,
     "mc_advantage": mc_advantage,
+    "scoring": scoring,
+    "kl_transforms": kl_transforms,
+    "rollout_from_model": rollout_from_model,
+    "reward_model": reward_model,
+    "controllers": controllers,
 }
 
 
@@ -170,21 +173,25 @@ def main() -> None:
     wanted = parser.parse_args().system or list(SYSTEMS)
     try:
         import torchrl.data.llm
-        import torchrl.modules
+        import torchrl.envs.llm.transforms
+        import torchrl.modules.llm
+        import torchrl.modules.models.llm
         import torchrl.objectives.llm
     except ModuleNotFoundError:
         sys.exit(
             "expected torchrl beside leash, found none; make an environment of its own with "
             "'pip install torch==2.13.0 torchrl transformers' and run this file with its python"
         )
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
     print(f"torchrl {torchrl.__version__}, torch {torch.__version__}")
-    print(f"{'system':60} {'max abs difference':>18} {'time ratio':>10}")
+    print(f"{'system':72} {'max abs difference':>18} {'time ratio':>10}")
     for system in wanted:
         torch.manual_seed(1)
         exact = {c.name: difference(c) for c in SYSTEMS[system](torchrl, torch.float64)}
         for case in SYSTEMS[system](torchrl, torch.float32):
             ratio = seconds(case.theirs, 7) / seconds(case.ours, 7)
-            print(f"{case.name:60} {exact[case.name]:18.1e} {ratio:10.2f}")
+            print(f"{case.name:72} {exact[case.name]:18.1e} {ratio:10.2f}")
 
 
 if __name__ == "__main__":

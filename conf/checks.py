@@ -61,6 +61,7 @@ AT_LEAST = {
     "launch.num_processes": 1,
     "launch.threads": 1,
 }
+SILENT = ("Demonstrations", "PreferencePairs")  # sources that sample no replies
 BIASED = {
     ("loss", "k1"): "k1 in the loss has a gradient of zero; use kl.estimator=k3, k2 or full",
     ("reward", "k2"): "k2 in the reward has no KL gradient near the reference; use k1",
@@ -116,13 +117,14 @@ def _batches(cfg: dict[str, Any]) -> Iterator[str]:
 
 def _leash(cfg: dict[str, Any]) -> Iterator[str]:
     kl, algorithm = cfg["kl"], cfg["algorithm"]
-    if "clip_low" not in algorithm:  # imitation: no reward, no sampling
+    if algorithm["source"]["_target_"].rpartition(".")[2] in SILENT:
+        silent = "this algorithm samples no replies"
         if kl["coeff"] > 0:
-            yield f"SFT has no KL term, got kl.coeff={kl['coeff']}; set kl.coeff=0"
+            yield f"{silent} to put a KL on, got kl.coeff={kl['coeff']}; set kl.coeff=0"
         if kl["measure"]:
-            yield "SFT samples no reply to measure a KL on; set kl.measure=false"
+            yield f"{silent} to measure a KL on; set kl.measure=false"
         if algorithm["aggregation"] == "constant":
-            yield "algorithm.aggregation=constant divides by policy.max_new_tokens, which SFT lacks"
+            yield f"{silent}, whose longest length algorithm.aggregation=constant divides by"
         return
     if "critic" in algorithm:
         yield from _critic(algorithm)
@@ -131,7 +133,7 @@ def _leash(cfg: dict[str, Any]) -> Iterator[str]:
             f"a group baseline needs algorithm.group_size >= 2, got {algorithm['group_size']}: "
             "alone, every advantage is 0"
         )
-    if algorithm["clip_low"] >= 1:
+    if algorithm.get("clip_low", 0) >= 1:
         yield f"expected algorithm.clip_low < 1, got {algorithm['clip_low']}"
     if cfg["policy"]["temperature"] <= 0:
         yield (

@@ -6,7 +6,6 @@ Every fault is a ValueError of one line; conf/explain.py words those that Hydra 
 import dataclasses
 import hashlib
 import itertools
-from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime
 from functools import cache
@@ -22,7 +21,9 @@ from conf.checks import check
 from conf.explain import compose_raw, explain, nearest
 from conf.files import make_writable
 from conf.schema import register
+from conf.words import check_flags, check_overrides, list_experiments
 from trainer.launch import read_status
+from trainer.run_files import find_jobs, is_sweep
 
 RESUMABLE = ("trainer.num_iterations", "tracker", "launch", "checkpoint", "eval")
 LONGEST = 200  # bytes of a job's folder name; file systems refuse more than 255
@@ -74,6 +75,7 @@ def set_up() -> None:
     for resolver in (run_dir, sweep_dir):
         OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
     OmegaConf.register_new_resolver("job_dir", job_name, replace=True)
+    OmegaConf.register_new_resolver("experiments", list_experiments, replace=True)
 
 
 def compose_checked(words: Sequence[str]) -> dict[str, Any]:
@@ -118,12 +120,7 @@ def run_folder(words: Sequence[str], *, sweep: bool = False) -> Path:
 
 
 def _compose(words: Sequence[str]) -> DictConfig:
-    for word in words:
-        if "=" not in word and not word.startswith("~"):
-            raise ValueError(f"expected key=value, got {word!r}")
-    count = Counter(word.partition("=")[0].lstrip("+") for word in words)
-    for key in (key for key, times in count.items() if times > 1):
-        raise ValueError(f"{key} is given {count[key]} times; give it once, or sweep: -m {key}=a,b")
+    check_overrides(words)
     try:
         return compose_raw(words)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
@@ -169,6 +166,7 @@ def expand(words: Sequence[str]) -> list[list[str]]:
     >>> expand(["kl.coeff=0,0.1", "seed=1"])
     [['kl.coeff=0', 'seed=1'], ['kl.coeff=0.1', 'seed=1']]
     """
+    check_overrides(words)
     choices = []
     for word in words:
         try:
@@ -184,8 +182,6 @@ def expand(words: Sequence[str]) -> list[list[str]]:
 
 def _explain_sweep(word: str, error: Exception) -> str:
     key = word.partition("=")[0]
-    if "=" not in word:
-        return f"expected key=value, got {word!r}"
     if "glob(" in word or "interval(" in word:
         return f"{word}: a sweep takes values, {key}=a,b,c or {key}=range(0,3); glob does not work"
     return explain(error, [word])
@@ -205,6 +201,7 @@ def check_words(words: Sequence[str]) -> Resumed | None:
 
     With a flag that only shows something (--cfg, --help ...) the words are left to Hydra.
     """
+    check_flags(words)
     flags = {word for word in words if word.startswith("-")}
     overrides = [word for word in words if not word.startswith("-")]
     folder = next((w.removeprefix("resume=") for w in overrides if w.startswith("resume=")), None)
@@ -239,7 +236,7 @@ def load_for_resume(folder: str, words: Sequence[str]) -> dict[str, Any]:
     """Return the saved configuration of a run with the few overrides that may change on resume."""
     path = Path(folder) / "config.yaml"
     if not path.is_file():
-        raise ValueError(f"resume={folder}: expected a run folder with a config.yaml, got none")
+        raise ValueError(f"resume={folder}: {_no_run(Path(folder))}")
     keys = [word.partition("=")[0].lstrip("+~") for word in words]
     for key in keys:
         if not any(key == name or key.startswith(f"{name}.") for name in RESUMABLE):
@@ -256,10 +253,34 @@ def load_for_resume(folder: str, words: Sequence[str]) -> dict[str, Any]:
     return settle(saved)
 
 
+def _no_run(folder: Path) -> str:
+    if folder.is_file():
+        return f"expected the folder of a run, got a file; give resume={folder.parent}"
+    jobs = find_jobs(folder) if is_sweep(folder) else []
+    if jobs:
+        return f"expected one run, got a sweep; give one of its jobs, resume='{jobs[0]}'"
+    return "expected a run folder with a config.yaml, got none"
+
+
 def nothing_left(folder: Path, config: dict[str, Any]) -> str | None:
-    """Return a line if a run already did all iterations asked for, else None."""
+    """Return a line if a run already did all iterations asked for, else None.
+
+    More than were asked for, or more to do with no checkpoint to begin at, is a ValueError.
+    """
     status, asked = read_status(folder), config["trainer"]["num_iterations"]
-    done = status.get("iteration", 0)
-    if status.get("state") != "finished" or done < asked:
+    done, finished = status.get("iteration", 0), status.get("state") == "finished"
+    if done > asked:
+        raise ValueError(
+            f"{folder} has {done} iterations already, more than {asked}; give a larger "
+            "trainer.num_iterations, or leave it out"
+        )
+    saved = any((folder / "checkpoints").glob("iteration_*"))
+    if finished and done < asked and not saved:
+        raise ValueError(
+            f"{folder} is finished with {done} iterations and without a checkpoint; start a new "
+            f"run with trainer.num_iterations={asked}, and checkpoint.every=10 to prolong that one"
+        )
+    if not finished or done < asked:
         return None
-    return f"{folder} is finished: {done} of {asked} iterations; trainer.num_iterations= adds some"
+    more = "; a larger trainer.num_iterations goes on" if saved else ""
+    return f"{folder} is finished: {done} of {asked} iterations{more}"

@@ -31,6 +31,10 @@ def compose_raw(words: Sequence[str], *, hydra: bool = False) -> DictConfig:
 def explain(error: Exception, words: Sequence[str] = ()) -> str:
     """Return a complaint of Hydra or OmegaConf in one line."""
     text = "\n".join(str(e) for e in (error, error.__cause__) if e is not None)
+    swept = re.search(r"Ambiguous value for argument '(.*)'", text)
+    if swept:
+        value = swept[1].partition("=")[2]
+        return f"{swept[1]} is several values; to sweep: -m {swept[1]}; for one: '[{value}]'"
     group = re.search(r"Could not find '(\w+)/([^'/]*)'", text)
     if group:
         names = sorted(path.stem for path in (FOLDER / group[1]).glob("*.yaml"))
@@ -54,8 +58,11 @@ def explain(error: Exception, words: Sequence[str] = ()) -> str:
         return f"expected keys in {key[1]} ({names}), got {scalar[2]!r}"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     first = lines[0].removeprefix("Error merging override ")
-    if re.search(r"viable alternative|mismatched input|extraneous input|token recognition", first):
-        return f"cannot read {' '.join(words)}: {first}; quote values with special characters"
+    if re.search(r"viable ?alt|mismatched input|extraneous input|token recognition", first, re.I):
+        word = next((word for word in words if word in text), " ".join(words))
+        name, _, value = word.partition("=")
+        quoted = f"""'{name}="{value}"'"""
+        return f"cannot read {word}: {first}; quote values with special characters: {quoted}"
     details = [key[1]] if key and "=" not in first else []
     if error.__cause__ is not None:
         cause = str(error.__cause__).splitlines()[0].strip()
@@ -72,10 +79,15 @@ def nearest(key: str, words: Sequence[str] = ()) -> str:
     parent, _, leaf = key.rpartition(".")
     beside = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == parent]
     same = [name for name in known if name.rpartition(".")[2] == leaf]
-    close = same or difflib.get_close_matches(key, known, n=2, cutoff=0.6)
+    close = same or difflib.get_close_matches(key, [*known, "experiment"], n=2, cutoff=0.6)
     if parent and beside and (len(beside) <= FEW or not close):
         return f"; {parent} has {', '.join(beside)}"
     return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def is_known(name: str) -> bool:
+    """Return whether a name is that of a key or of a folder of files to choose from."""
+    return name == "experiment" or name in _known_keys(EITHER)
 
 
 @cache

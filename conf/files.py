@@ -1,5 +1,6 @@
 """What a configuration expects on disk: models, templates, places to write to. Torch-free."""
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,11 +25,41 @@ def findings(cfg: dict[str, Any]) -> Iterator[str]:
             model = Path(name).expanduser()
             if not (model / "config.json").is_file():
                 yield f"{key}: expected a model folder with a config.json, got {name}"
+    yield from _experiments(cfg, "")
+    if cfg["policy"]["_target_"] == "policies.load_policy":
+        yield from _positions(cfg["policy"])
     if cfg["policy"]["chat_template"] is not None:
         try:
             read_template(cfg["policy"]["chat_template"])
         except ValueError as error:
             yield f"policy.chat_template: {error}"
+
+
+def _experiments(node: Any, prefix: str) -> Iterator[str]:
+    """Yield each `experiment:<name>` that is not a file of conf/experiment."""
+    if isinstance(node, dict):
+        for key, value in node.items():
+            yield from _experiments(value, f"{prefix}.{key}" if prefix else key)
+    elif isinstance(node, str) and node.startswith("experiment:"):
+        names = sorted(path.stem for path in (Path(__file__).parent / "experiment").glob("*.yaml"))
+        if node.removeprefix("experiment:") not in names:
+            yield f"{prefix}={node}: there is no such experiment; there are {', '.join(names)}"
+
+
+def _positions(policy: dict[str, Any]) -> Iterator[str]:
+    """Yield that the longest sequence does not fit into a local model."""
+    try:
+        config = json.loads((Path(policy["model"]).expanduser() / "config.json").read_text())
+        most = config.get("text_config", config).get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError):  # no local model, or one that load names broken
+        return
+    prompt, new = policy["max_prompt_tokens"], policy["max_new_tokens"]
+    if isinstance(most, int) and (prompt or 1) + new > most:
+        asked = f"policy.max_prompt_tokens={prompt} and " if prompt else ""
+        yield (
+            f"{asked}policy.max_new_tokens={new} make up to {(prompt or 1) + new} tokens, "
+            f"{policy['model']} has max_position_embeddings {most}; lower one of them"
+        )
 
 
 def _holds_run(folder: Path) -> bool:

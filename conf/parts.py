@@ -1,5 +1,6 @@
 """The parts of a run that a configuration names by `_target_`."""
 
+import difflib
 import inspect
 from collections.abc import Mapping
 from importlib import import_module
@@ -41,9 +42,16 @@ def data_arguments(env: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find(target: str) -> Any:
-    """Return what a `_target_` names."""
+    """Return what a `_target_` names; a module without that name is a ValueError."""
     module, _, name = target.rpartition(".")
-    return getattr(import_module(module), name)
+    if not module:
+        raise ValueError(f"expected <module>.<name>, got {target!r}")
+    home = import_module(module)
+    if not hasattr(home, name):
+        names = getattr(home, "__all__", [n for n in vars(home) if not n.startswith("_")])
+        close = difflib.get_close_matches(name, names, n=1)
+        raise ValueError(f"{module} has no {name}{f'; did you mean {close[0]}?' if close else ''}")
+    return getattr(home, name)
 
 
 def make_tracker(cfg: DictConfig, folder: Path) -> Any:

@@ -4,8 +4,10 @@ The parent makes the task as the worker will and looks at its rows, before a wor
 set of the hub is left to the worker.
 """
 
+import difflib
 import inspect
 import json
+import re
 import traceback
 import types
 import typing
@@ -47,8 +49,9 @@ def findings(cfg: dict[str, Any]) -> Iterator[str]:
         signature.bind(**{**given, **arguments})
     except TypeError as error:
         yield f"env.task: {name}: {error}; give it as env.task.<argument>=..."
-    paths = [Path(env[key]).expanduser() for key in ("dataset", "eval_dataset") if env[key]]
-    local = [path for path in paths if is_file(str(path)) or path.is_file()]
+    named = [env[key] for key in ("dataset", "eval_dataset") if env[key]]
+    paths = [Path(name).expanduser() for name in named]
+    local = [path for name, path in zip(named, paths, strict=True) if is_file(name)]
     if local == paths:
         stamps = tuple(path.stat().st_mtime_ns for path in local if path.is_file())
         fault = _fault(json.dumps(env), cfg["algorithm"]["source"].get("_target_", ""), stamps)
@@ -69,11 +72,16 @@ def _misfits(name: str, signature: inspect.Signature, arguments: dict[str, Any])
     for key, value in arguments.items():
         if key not in parameters:
             if not takes_all:
-                known = ", ".join(parameters) or "no arguments"
-                yield f"env.task.{key}: {name} takes {known}"
+                yield _no_argument(name, key, list(parameters))
         elif not fits(value, parameters[key].annotation):
             kind = inspect.formatannotation(parameters[key].annotation)
             yield f"expected env.task.{key} to be {kind} ({name}), got {value!r}"
+
+
+def _no_argument(name: str, key: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(key, known, n=1)
+    meant = f"; did you mean {close[0]}?" if close else ""
+    return f"env.task.{key}: {name} takes {', '.join(known) or 'no arguments'}{meant}"
 
 
 def fits(value: Any, hint: Any) -> bool:
@@ -108,11 +116,20 @@ def _fault(env: str, source: str, stamps: tuple[int, ...]) -> str | None:
         if source in ROWS:
             wanted = getattr(task, ROWS[source], list)
             _check_rows(wanted(), f"{name}, {ROWS[source]}()")
-        elif source == "trainer.Rollouts" and type(task).reward is Task.reward:
-            return f"{name} rewards nothing, which GRPO needs; override reward(row, reply)"
+        elif source == "trainer.Rollouts" and _rewards_nothing(type(task)):
+            return f"{name} rewards nothing, which GRPO and PPO need; override reward(row, reply)"
     except Exception as error:  # a task is anybody's code
+        handed_on = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if handed_on and handed_on[1] in node["task"]:  # by **kwargs, to a base that lacks it
+            kinds = [kind.__init__ for kind in find(name).__mro__[:-1]]
+            taken = {key for kind in kinds for key in inspect.signature(kind).parameters}
+            return _no_argument(name, handed_on[1], sorted(taken - {"self", "args", "kwargs"}))
         return f"{name}: {_in_one_line(error)}"
     return None
+
+
+def _rewards_nothing(kind: type[Task]) -> bool:
+    return kind.reward is Task.reward and kind.rewards is Task.rewards
 
 
 def _check_rows(rows: Any, name: str) -> None:

@@ -36,11 +36,11 @@ class ChatEnv(EnvBase):
     """A single- or multi-turn chat, over a task or over any texts.
 
     `reset` reads `row` [P] (dicts with "messages") or `data_key` [P] (texts, lists of messages or
-    histories) and writes `history.prompt`, in the other input modes also `text.prompt` or
-    `tokens.prompt`, and `group_id`, `turn` [B]; other entries of its input are kept from turn to
-    turn. `step` reads the action, `history.full`, `text.full` or `tokens.full` [B], and writes
-    under "next": `reward` [B, 1], `reward_part.*`, `success`, `terminated`, `truncated`, `done`
-    [B, 1] and the next turn's prompt.
+    histories) and writes `history.prompt`, in the other input modes also `tokens.prompt`, in text
+    mode `text.prompt` too, and `group_id`, `turn` [B]; other entries of its input are kept from
+    turn to turn. `step` reads the action, `history.full`, `text.full` or `tokens.full` [B], and
+    writes under "next": `reward` [B, 1], `reward_part.*`, `success`, `terminated`, `truncated`,
+    `done` [B, 1] and the next turn's prompt.
 
     `batch_size`: (B,), checked, and an unbatched query is repeated to it; None takes what comes.
     `max_turns`: default 1 with a task; without a task None never ends an episode.
@@ -124,7 +124,7 @@ class ChatEnv(EnvBase):
         if self.task is not None and self._parts is None:  # an empty reply shows the parts
             row = self.task.make_example()
             said = {"role": self.policy_role, "content": ""}
-            self._outcome([self.task.reward(row, Reply("", True, [*row["messages"], said]))])
+            self._outcome(self.task.rewards([row], [Reply("", True, [*row["messages"], said])]))
         source = "row" if self.task is not None else self.data_key
         return chat_specs(self.batch_size, self.input_mode, source, self._parts or [])
 

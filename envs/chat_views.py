@@ -1,6 +1,8 @@
 """A chat seen as text or as tokens: what an env writes for a prompt, and how it reads a reply.
 
-The messages are the truth in every input mode; texts and ids stand beside them.
+The messages are the truth in every input mode; texts and ids stand beside them. What is generated
+from are ids in which only the template opens or closes a turn, whatever contents hold: a text alone
+cannot tell its markup from a content's, so in text mode too its ids stand beside it.
 Left out on purpose: replies that call tools in fields of their own (tool_calls).
 """
 
@@ -27,7 +29,8 @@ Said = tuple[str, bool]  # the text of a reply, and whether it ended by its own 
 def chat_specs(shape: torch.Size, mode: str, source: str, parts: list[str]) -> dict[str, Composite]:
     """Return the specs of a ChatEnv: `source` is what reset reads, `parts` those of the reward."""
     number = Unbounded(shape, dtype=torch.int64)
-    seen = {name: _container(name, "prompt", shape) for name in ("history", mode)}
+    names = ("history", mode, "tokens") if mode == "text" else ("history", mode)
+    seen = {name: _container(name, "prompt", shape) for name in names}
     flag, value = Unbounded((*shape, 1), dtype=torch.bool), Unbounded((*shape, 1))
     rewards: dict[str, Any] = {"reward": value, "success": flag}
     if parts:
@@ -92,12 +95,12 @@ def write_prompt(
     history: History,
     ids: list[Tensor] | None = None,
 ) -> TensorDictBase:
-    """Write the next prompt into td: messages, in the other modes also its text or ids [B]."""
+    """Write the next prompt into td: messages, in the other modes also its ids and text [B]."""
     td.set("history", ChatHistory(prompt=history, batch_size=td.batch_size))
     if mode == "text":
         texts = history.apply_chat_template(tokenizer=renderer, add_generation_prompt=True)
         td.set("text", Text(prompt=texts, batch_size=td.batch_size))
-    elif mode == "tokens":
+    if mode != "history":
         write_ids(td, ("tokens", "prompt"), fresh_ids(renderer, history) if ids is None else ids)
     return td
 

@@ -9,15 +9,20 @@ import csv
 import io
 import json
 import random
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from envs.hub import read_hub
+
 Message = dict[str, Any]
 
 COLUMNS = {"messages": "messages", "question": "question", "answer": "answer"}
 ROLES = ("system", "user", "assistant", "tool")
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:.*)?")  # org/name, name, either with a :subset
+EXTENSION = re.compile(r"^[^:/]*\.[^:/]*$|\.[A-Za-z]{2,}$")  # any dot in a bare word, or .txt
 EVAL_SHARE, EVAL_ROWS = 0.1, 200  # what is split off where there is no eval data, at most
 
 
@@ -144,8 +149,16 @@ def is_text(value: Any) -> TypeGuard[str]:
 
 
 def is_file(dataset: str) -> bool:
-    """Return whether a data set is named as a file, not as a hub id."""
-    return Path(dataset).suffix.lower() in READERS
+    """Return whether a data set is named as a file, not as a hub id or a folder.
+
+    >>> is_file("my.txt"), is_file("./rows"), is_file("org/v1.1"), is_file("org/name:part.a")
+    (True, True, False, False)
+    """
+    path = Path(dataset).expanduser()
+    if path.is_dir():
+        return False
+    named = path.suffix.lower() in READERS or not HUB_ID.fullmatch(dataset)
+    return named or EXTENSION.search(dataset) is not None or path.is_file()
 
 
 def load_table(dataset: str, *, split: str = "train") -> Table:
@@ -158,12 +171,7 @@ def load_table(dataset: str, *, split: str = "train") -> Table:
     ['question', 'answer']
     """
     path = Path(dataset).expanduser()
-    if is_file(dataset):
-        rows = _read_file(path)
-    elif path.is_file():
-        raise ValueError(f"{dataset}: expected a file named {', '.join(READERS)}, got {path.name}")
-    else:
-        rows = _read_hub(dataset, split)
+    rows = _read_file(path) if is_file(dataset) else _read_hub(dataset, split)
     for index, row in enumerate(rows):
         if not isinstance(row, dict):
             raise ValueError(f"{dataset}, row {index}: expected an object, got {row!r:.80}")
@@ -178,6 +186,8 @@ def _read_file(path: Path) -> list[Any]:
             f"no data file {path} (looked in {Path.cwd()}); give the path of a "
             f"{', '.join(READERS)} file, or a hub id"
         )
+    if path.suffix.lower() not in READERS:
+        raise ValueError(f"{path}: expected a file named {', '.join(READERS)}, got {path.name}")
     try:
         return READERS[path.suffix.lower()](path)
     except OSError as error:
@@ -250,23 +260,14 @@ READERS: dict[str, Callable[[Path], list[Any]]] = {
 
 
 def _read_hub(dataset: str, split: str) -> list[Any]:
-    """Download a data set, or read it from the cache of an earlier download."""
-    import datasets
-
     name, _, subset = dataset.partition(":")
-    bars = not datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
     try:
-        return datasets.load_dataset(name, subset or None, split=split).to_list()
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().split("\n")[0]
+        return read_hub(name, subset or None, split)
+    except ValueError as error:
         raise ValueError(
-            f"data set {dataset!r} (split {split!r}) not found: {reason}; give a file "
+            f"data set {dataset!r} (split {split!r}) not found: {error}; give a file "
             f"({', '.join(READERS)}) with env.dataset=/path/to/it"
         ) from None
-    finally:
-        if bars:
-            datasets.enable_progress_bars()
 
 
 def split_off(prompts: Sequence[str], *, seed: int = 0) -> tuple[list[int], list[int]]:

@@ -3,23 +3,30 @@
 The process: isolated mode without site-packages, no environment variables, an empty stdin, a
 temporary folder as its only belonging (removed in any case), limits on CPU time, memory, size of
 files, open files and processes, no core dumps. Output is cut, and at the timeout the process is
-killed with all of its children. As root it becomes the user nobody, and runs the first Python that
-nobody may read (this one, else the system's).
+killed with all of its children. As root each box has a user of its own (60000 to 64999), so that
+boxes neither read nor kill nor starve each other, and runs the first Python that anybody may read
+(this one, else the system's).
+A run is over when the process has stopped itself, which a supervisor above it says over a pipe that
+the code cannot touch: code that forges its end and goes on is timed out. Whether a run was good is
+the process's own word: code can always hide its errors.
 With the kernel's namespaces (`unshare`, if allowed) it has no network at all and its children
-cannot outlive it. Without them a child that starts a session of its own may live on until its CPU
-time is spent, and the network is open: `isolation()` tells which.
-Not prevented: reading files that everybody may read and writing to folders where everybody may
-write; without root, reading and writing whatever this user may.
+cannot outlive it. Without them the network is open, and, without root, a child that starts a
+session of its own may live on until its CPU time is spent: `isolation()` tells which.
+Not prevented: reading files that everybody may read, writing to folders where everybody may write,
+any number of files. Without root all boxes are this user: they may read, write and kill whatever it
+may, each other's included, and the limit on processes counts all of the user's.
 Against a determined attacker use a container or a virtual machine.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import selectors
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -29,42 +36,69 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 
-NOBODY = 65534
+COUNTS = ("memory", "file_size", "processes", "max_output")
+USERS = range(60_000, 65_000)  # one for each box of root
 FLAGS = ("-I", "-S", "-u", "-X", "utf8", "-c")
 BOOT = r"""
-import json, os, resource, sys, traceback
+import json, os, resource, signal, sys, traceback
 given = json.loads(sys.argv[1])
-commands, answers = os.fdopen(os.dup(0)), os.fdopen(given["answers"], "w")
-os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-for name, value in given["limits"].items():
-    limit = getattr(resource, name)
-    hard = resource.getrlimit(limit)[1]
-    value = value if hard < 0 else min(value, hard)
-    resource.setrlimit(limit, (value, value))
-if os.geteuid() == 0 and given["user"]:
-    os.setgroups([])
-    os.setgid(given["user"])
-    os.setuid(given["user"])
-names = {"__name__": "__main__"}
-for line in commands:
-    good = True
-    try:
-        exec(compile(json.loads(line), "<code>", "exec"), names)
-    except SystemExit as end:
-        good = end.code in (None, 0)
-    except SyntaxError as error:
-        good = False
-        traceback.print_exception(error, limit=0)
-    except BaseException as error:
-        good = False
-        traceback.print_exception(error.with_traceback(error.__traceback__.tb_next))
-    for stream in (sys.stdout, sys.stderr):
+code, report = os.pipe(), os.pipe()  # down to the worker, up from it
+def supervise(worker):
+    [os.close(fd) for fd in (code[0], report[1])]
+    os.set_blocking(report[0], False)
+    if os.geteuid():  # a process of the same user may not look into this one
+        import ctypes
+        ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
+    down = os.fdopen(code[1], "wb")
+    for line in sys.stdin.buffer:
+        os.kill(worker, signal.SIGCONT)
+        down.write(line)
+        down.flush()
+        while (ended := os.waitpid(-1, os.WUNTRACED))[0] != worker: pass  # an orphan
+        said = os.read(report[0], 2) if os.WIFSTOPPED(ended[1]) else b""
+        if said not in (b"1", b"0"):
+            break  # ended, or forged a byte too many
+        os.write(given["answers"], said)
+def work():
+    [os.close(fd) for fd in (code[1], report[0], given["answers"])]
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for name, value in given["limits"].items():
+        limit = getattr(resource, name)
+        hard = resource.getrlimit(limit)[1]
+        value = value if hard < 0 else min(value, hard)
+        resource.setrlimit(limit, (value, value))
+    if given["user"]:
+        os.setgroups([])
+        os.setgid(given["user"])
+        os.setuid(given["user"])
+    names, me = {"__name__": "__main__"}, os.getpid()
+    for line in os.fdopen(code[0]):
+        good = True
         try:
-            stream.flush()
-        except BaseException:
+            exec(compile(json.loads(line), "<code>", "exec"), names)
+        except SystemExit as end:
+            good = end.code in (None, 0)
+        except SyntaxError as error:
             good = False
-    answers.write("1" if good else "0")
-    answers.flush()
+            traceback.print_exception(error, limit=0)
+        except BaseException as error:
+            good = False
+            traceback.print_exception(error.with_traceback(error.__traceback__.tb_next))
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except BaseException:
+                good = False
+        if os.getpid() != me:
+            return  # a child of the code that ran to its end
+        os.write(report[1], b"1" if good else b"0")
+        os.kill(os.getpid(), signal.SIGSTOP)
+worker = os.fork()
+try:
+    supervise(worker) if worker else work()
+except (OSError, ValueError):
+    pass  # the pipe says it: the process ended
+os._exit(0)
 """
 
 
@@ -80,7 +114,8 @@ class Sandbox:
     """A Python process for code; names live on from `run` to `run` until `close`.
 
     `timeout` (seconds) is for one run; a run that exceeds it ends the process, and the next one
-    starts afresh. `memory` and `file_size` are in MiB, `max_output` in bytes.
+    starts afresh. `memory` (of each process) and `file_size` (of each file, not their sum) are in
+    MiB, `max_output` in bytes. Raises ValueError for limits that are no positive numbers.
 
     >>> with Sandbox(timeout=20) as box:
     ...     box.run("x = 6").ok, box.run("print(7 * x)").output
@@ -96,8 +131,12 @@ class Sandbox:
         processes: int = 16,
         max_output: int = 10_000,
     ) -> None:
-        if timeout <= 0:
-            raise ValueError(f"expected timeout > 0 seconds, got {timeout}")
+        number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+        if not (number and 0 < timeout < math.inf):
+            raise ValueError(f"expected timeout > 0 seconds, a finite number, got {timeout!r}")
+        for name, value in zip(COUNTS, (memory, file_size, processes, max_output), strict=True):
+            if type(value) is not int or not 0 < value < 1 << 40:
+                raise ValueError(f"expected {name} a whole number > 0, got {value!r}")
         self.timeout, self.max_output = timeout, max_output
         self._limits = {
             "RLIMIT_CPU": 10 * max(1, round(timeout + 1)),  # of all runs of one process
@@ -118,13 +157,17 @@ class Sandbox:
         process = self._process
         assert process is not None
         assert process.stdin is not None
+        assert process.stdout is not None
+        pipe = process.stdout.fileno()
+        os.set_blocking(pipe, False)
+        _read(pipe, 1 << 20)  # what children of the last run printed since
         try:
             process.stdin.write(json.dumps(code).encode() + b"\n")
             process.stdin.flush()
         except BrokenPipeError:
             self.close()
             return Ran(False, "[the process ended before the code ran]")
-        output, why = self._listen(process)
+        output, why = self._listen(pipe)
         if why not in ("1", "0"):
             self.close()
         text = output[: self.max_output].decode(errors="replace")
@@ -146,11 +189,12 @@ class Sandbox:
         self.close()
 
     def _start(self) -> None:
-        folder = tempfile.mkdtemp(prefix="leash-code-")
-        if os.geteuid() == 0:
-            os.chown(folder, NOBODY, NOBODY)
+        folder = tempfile.mkdtemp(prefix="leash-code-")  # only its owner may enter
+        user, lock = _take_user() if os.geteuid() == 0 else (0, None)
+        if user:
+            os.chown(folder, user, user)
         reading, writing = os.pipe()
-        given = {"answers": writing, "limits": self._limits, "user": NOBODY}
+        given = {"answers": writing, "limits": self._limits, "user": user}
         process = subprocess.Popen(
             [*isolation(), interpreter(), *FLAGS, BOOT, json.dumps(given)],
             cwd=folder,
@@ -163,13 +207,11 @@ class Sandbox:
         )
         os.close(writing)
         self._answers, self._process = reading, process
-        self._end = weakref.finalize(self, _end, process, reading, folder)
+        self._end = weakref.finalize(self, _end, process, reading, folder, user, lock)
 
-    def _listen(self, process: subprocess.Popen) -> tuple[bytes, str]:
+    def _listen(self, pipe: int) -> tuple[bytes, str]:
         """Return the output of a run and its answer, 1 or 0, or else why there is none."""
-        assert process.stdout is not None
-        pipe, deadline, output = process.stdout.fileno(), time.monotonic() + self.timeout, b""
-        os.set_blocking(pipe, False)
+        deadline, output = time.monotonic() + self.timeout, b""
         with selectors.DefaultSelector() as wait:
             wait.register(pipe, selectors.EVENT_READ)
             wait.register(self._answers, selectors.EVENT_READ)
@@ -189,19 +231,27 @@ class Sandbox:
 def _read(pipe: int, size: int) -> bytes:
     """Return what is in a pipe now, at most `size` bytes."""
     parts = []
-    while size > 0:
-        try:
-            part = os.read(pipe, size)
-        except BlockingIOError:
-            break
-        if not part:
-            break
-        parts.append(part)
-        size -= len(part)
+    with suppress(BlockingIOError):
+        while size > 0 and (part := os.read(pipe, size)):
+            parts.append(part)
+            size -= len(part)
     return b"".join(parts)
 
 
-def _end(process: subprocess.Popen, answers: int, folder: str) -> None:
+def _take_user() -> tuple[int, socket.socket]:
+    """Return a user that no other box has, and what keeps it: a name that dies with its socket."""
+    for user in USERS:
+        lock = socket.socket(socket.AF_UNIX)
+        with suppress(OSError):
+            lock.bind(f"\0leash-code-{user}")
+            return user, lock
+        lock.close()
+    raise RuntimeError(f"expected fewer than {len(USERS)} sandboxes at once; close some")
+
+
+def _end(
+    process: subprocess.Popen, answers: int, folder: str, user: int, lock: socket.socket | None
+) -> None:
     """Kill a process and its group, and remove what it leaves."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -210,7 +260,12 @@ def _end(process: subprocess.Popen, answers: int, folder: str) -> None:
             stream.close()  # type: ignore[union-attr]
     process.wait()
     os.close(answers)
+    if user and not isolation():  # children with a session of their own
+        kill = [interpreter(), *FLAGS, "import os; os.kill(-1, 9)"]
+        subprocess.run(kill, user=user, group=user, extra_groups=[], capture_output=True)
     shutil.rmtree(folder, ignore_errors=True)
+    if lock is not None:
+        lock.close()
 
 
 @cache
@@ -227,17 +282,18 @@ def isolation() -> tuple[str, ...]:
 
 @cache
 def interpreter() -> str:
-    """Return the Python that runs the code; RuntimeError if the user nobody can read none."""
+    """Return the Python that runs the code; RuntimeError if a box's user can read none."""
     own = os.path.realpath(sys.executable)
     if os.geteuid():
         return own
-    become = f"import os; os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY}); import socket"
+    user = USERS[0]
+    become = f"import os; os.setgroups([]); os.setgid({user}); os.setuid({user}); import socket"
     for python in (own, "/usr/bin/python3", "/usr/local/bin/python3"):
         if os.path.exists(python):
             tried = subprocess.run([python, *FLAGS, become], capture_output=True, check=False)
             if tried.returncode == 0:
                 return python
     raise RuntimeError(
-        f"a sandbox of root runs as the user nobody, who cannot read {own}; install a Python in "
+        f"a sandbox of root runs as another user, who cannot read {own}; install a Python in "
         "/usr/bin, or do not run as root"
     )

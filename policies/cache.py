@@ -22,8 +22,12 @@ SMALL = 1 << 20  # bytes; files up to this size are hashed even in a cheap check
 
 
 def cache_dir() -> Path:
-    """Return leash's cache folder: $LEASH_CACHE, or ~/.cache/leash. It need not exist yet."""
-    return Path(os.environ.get("LEASH_CACHE") or "~/.cache/leash").expanduser().absolute()
+    """Return leash's cache folder; it need not exist yet.
+
+    It is $LEASH_CACHE, else $XDG_CACHE_HOME/leash, else ~/.cache/leash.
+    """
+    given, home = os.environ.get("LEASH_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    return Path(given or f"{home or '~/.cache'}/leash").expanduser().absolute()
 
 
 def sha256_file(path: Path) -> str:

@@ -110,11 +110,6 @@ class Choice(Categorical):
         self._need_valid_classes()
         return self._class_of(self._scores.argmax(-1))
 
-    @property
-    def deterministic_sample(self) -> Tensor:
-        """Return the mode."""
-        return self.mode
-
     def expand(self, batch_shape: Size | Sequence[int], _instance: Any = None):
         """Return the same distribution over a larger batch, without copying."""
         new = copy.copy(self)

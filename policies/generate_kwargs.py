@@ -1,52 +1,19 @@
 """What a generating policy may be asked for, checked; an unknown or impossible wish is an error.
 
 Names are those of transformers' GenerationConfig, with the common other names of some. The sampler
-fulfils most wishes; those that only transformers' own `generate` can are handed on to it.
+fulfils most wishes; those that only transformers' own `generate` can are handed on to it. The names
+and what is refused: policies/wishes.py.
 """
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from difflib import get_close_matches
 from typing import Any
 
 from torch import Tensor
 from transformers import GenerationConfig
 
 from policies.filters import NO_FILTERS, Filters
-
-ALIASES = {
-    "max_tokens": "max_new_tokens",
-    "n": "num_return_sequences",
-    "stop_sequences": "stop",
-    "stop_strings": "stop",
-}
-FILTERS = tuple(asdict(NO_FILTERS))
-# Processors of transformers; what they leave of the distribution has log-probs like any other.
-HANDED_ON = (
-    *("typical_p", "top_h", "epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size"),
-    *("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias"),
-    *("exponential_decay_length_penalty", "renormalize_logits", "remove_invalid_values"),
-    *("forced_eos_token_id", "guidance_scale"),
-)
-# These say what `generate` returns; log-probs are returned anyway (return_log_probs).
-ALWAYS = frozenset({"output_scores", "output_logits", "return_dict_in_generate"})
-NEUTRAL = {
-    "num_beams": 1,
-    "num_beam_groups": 1,
-    "length_penalty": 1.0,
-    "diversity_penalty": 0.0,
-    "early_stopping": False,
-    "penalty_alpha": 0.0,
-    "use_cache": True,
-}
-REASONS = {
-    "beam": "a beam search draws from no distribution, so its replies have no log-probs",
-    "length": "lengths count new tokens here: max_new_tokens, min_new_tokens, max_prompt_tokens",
-    "time": "a reply would end where no token shows it",
-    "logprobs": "say return_log_probs of the wrapper",
-    "": "the wrapper does not offer it",
-}
-BEAM = ("num_beam", "early_stopping", "diversity", "length_penalty", "constraints", "force_words")
+from policies.wishes import COMPUTES, FILTERS, HANDED_ON, OWN, refuse, renamed
 
 
 @dataclass(frozen=True)
@@ -63,15 +30,16 @@ class GenerateKwargs:
     skip_special_tokens: bool = False  # in the texts
     filters: Filters = NO_FILTERS
     handed_on: dict[str, Any] = field(default_factory=dict)
+    computes: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def read(cls, kwargs: dict[str, Any]) -> "GenerateKwargs":
-        """Return the checked arguments; raises ValueError with the names and ranges expected.
+        """Return the checked arguments; ValueErrors say the names, types and ranges expected.
 
         >>> GenerateKwargs.read({"do_sample": False, "max_tokens": 5}).temperature
         0.0
         """
-        asked = {k: v for k, v in _renamed(kwargs).items() if v is not None}
+        asked = {k: v for k, v in renamed(kwargs).items() if v is not None}
         greedy = asked.pop("do_sample", True) is False
         if greedy and asked.get("temperature", 0) != 0:
             raise ValueError(
@@ -79,19 +47,17 @@ class GenerateKwargs:
                 f"{asked['temperature']}; drop one of them"
             )
         eos = asked.pop("eos_token_id", None)
-        stop = asked.pop("stop", ())
-        if isinstance(stop, str) or not all(stop):
-            raise ValueError(f"expected stop to be a list of texts, got {stop!r}")
         made = cls(
             temperature=0.0 if greedy else float(asked.pop("temperature", 1.0)),
-            max_new_tokens=int(asked.pop("max_new_tokens", 64)),
-            stop=tuple(stop),
+            max_new_tokens=asked.pop("max_new_tokens", 64),
+            stop=tuple(asked.pop("stop", ())),
             eos_token_id=None if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
             filters=Filters(**{k: asked.pop(k) for k in FILTERS if k in asked}),
-            **{k: asked.pop(k) for k in _OWN if k in asked},
+            **{k: asked.pop(k) for k in OWN if k in asked},
             handed_on={k: asked.pop(k) for k in HANDED_ON if k in asked},
+            computes={k: asked.pop(k) for k in COMPUTES if k in asked},
         )
-        _refuse(asked)
+        refuse(asked)
         made._check()
         return made
 
@@ -112,6 +78,8 @@ class GenerateKwargs:
                 f"expected stop or {sorted(self.handed_on)}, got both: with these, only tokens "
                 "(eos_token_id) can end a reply"
             )
+        if self.handed_on:
+            self.config()  # transformers' own checks, before anything is loaded or generated
 
     @property
     def num_samples(self) -> int | None:
@@ -130,7 +98,7 @@ class GenerateKwargs:
 
     def config(self) -> GenerationConfig:
         """Return the wishes for transformers' own generate."""
-        wishes = self._filters() | self.handed_on
+        wishes = self._filters() | self.handed_on | self.computes
         if self.temperature == 0:
             return GenerationConfig(do_sample=False, **wishes)
         return GenerationConfig(do_sample=True, temperature=self.temperature, **wishes)
@@ -174,33 +142,3 @@ class GenerateKwargs:
                 "policy.max_new_tokens, or drop the row (policy.max_prompt_tokens is the bound "
                 f"for it): {end!r}"
             )
-
-
-_OWN = ("max_prompt_tokens", "num_return_sequences", "pad_token_id", "skip_special_tokens")
-
-
-def _renamed(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the wishes under the names used here; one given under two names is a ValueError."""
-    out: dict[str, Any] = {}
-    for name, value in kwargs.items():
-        known = ALIASES.get(name, name)
-        if known in out:
-            both = sorted(k for k in kwargs if ALIASES.get(k, k) == known)
-            raise ValueError(f"expected {' or '.join(both)}, got both; drop one")
-        out[known] = value
-    return out
-
-
-def _refuse(asked: dict[str, Any]) -> None:
-    """Raise ValueError for the first wish that nothing here fulfils."""
-    known = {k for k in vars(GenerationConfig()) if not k.startswith("_")} | {"logprobs"}
-    for name, value in asked.items():
-        if name in ALWAYS or value == NEUTRAL.get(name, ...):
-            continue
-        if name not in known and name not in NEUTRAL:
-            offered = [*FILTERS, *HANDED_ON, *ALIASES, *_OWN, "temperature", "max_new_tokens"]
-            near = get_close_matches(name, offered, 1)
-            hint = f"did you mean {near[0]}?" if near else f"expected names of {sorted(offered)}"
-            raise ValueError(f"generate_kwargs has an unknown {name!r}; {hint}")
-        topic = "beam" if name.startswith(BEAM) else name.rpartition("_")[2]
-        raise ValueError(f"generate_kwargs has {name}={value!r}: {REASONS.get(topic, REASONS[''])}")

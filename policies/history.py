@@ -43,6 +43,9 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
 
         Raises ValueError if there is nothing in it or a message is malformed.
         """
+        if isinstance(chats, str) or not isinstance(chats, Sequence):
+            kind = type(chats).__name__
+            raise ValueError(f"expected a chat (a list of dicts) or a list of chats, got {kind}")
         if not chats:
             raise ValueError("expected a chat or a list of chats, got an empty list")
         if not isinstance(chats[0], dict):
@@ -63,6 +66,8 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         it is "chatml_format". A message that is not closed has `is_complete` False; the text of a
         generation prompt is an assistant message without content. Calls and results of tools are in
         `tool_calls` and `tool_responses`.
+        Only for texts that you trust: a text cannot tell a turn from a content that was written to
+        look like one (markup of turns, or dialogpt's EOS inside a message), and reads it as turns.
         Raises ValueError for an unknown name and where a text does not fit the template.
 
         >>> history = History.from_text("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nY")

@@ -118,9 +118,33 @@ class ReadsInputs:
             assistant = found.assistant and pad(found.assistant, False, side=side)
         if assistant is None:
             assistant = self._mask_of(td, tokens, "all_assistant_mask", side, strict=given)
+        if assistant is None and given and self.input_mode == "history":
+            attention, assistant = self._recognised(td, tokens, attention)
         response = self._mask_of(td, tokens, "all_response_mask", side, strict=given)
         seq = Sequences(tokens, attention, dense, assistant, response)
         return replace(seq, after=self._after_prompt(td, seq, self._prompt_key()))
+
+    def _recognised(
+        self, td: TensorDictBase, tokens: Tensor, attention: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the masks of ids [B, T]: with the assistant's, if they are the td's history.
+
+        Padding that no attention mask tells is recognised by it too.
+        """
+        history = td.get(self.in_keys[0], None)
+        if not isinstance(history, History):
+            return attention, None
+        found = self._rendered(history, add_generation_prompt=False)
+        sizes = [len(row) for row in found.ids]
+        masks = [attention]
+        if attention.all() and max(sizes) == tokens.shape[-1]:  # its padding may count as real
+            masks += [pad_mask(sizes, side=s, device=self.device) for s in ("left", "right")]
+        want, assistant = torch.cat(found.ids), torch.cat(found.assistant or [])
+        for mask in masks:
+            same = mask.sum(-1).tolist() == sizes and torch.equal(tokens[mask], want)
+            if same and (mask is attention or (tokens[~mask] == self.pad_token_id).all()):
+                return mask, torch.zeros_like(mask).masked_scatter(mask, assistant)
+        return attention, None
 
     def _ids_key(self, field: str) -> NestedKey:
         """Return where ids to read stand; nowhere, if histories and texts are preferred to ids."""

@@ -91,8 +91,9 @@ class MaskedCategorical(Choice):
     `indices` (int64 [*B, K]; entries equal to `padding_value` are ignored, repeated ones count
     once). What is left shares all the probability; `neg_inf` is the log-prob reported for the rest.
     `use_cross_entropy` scores without storing normalised log-probs (and without a second
-    derivative). `padding_side` (left | right) is kept for whoever pads values.
-    Anything else is a ValueError. Source: the TorchRL reference of the same name.
+    derivative). Nothing is padded here, and `padding_value` is ignored wherever it stands, so
+    `padding_side` takes its default only. Anything else is a ValueError.
+    Source: the TorchRL reference of the same name.
 
     >>> dist = MaskedCategorical(torch.zeros(4), mask=torch.tensor([True, False, True, True]))
     >>> dist.log_prob(torch.tensor([0, 1]))
@@ -114,14 +115,17 @@ class MaskedCategorical(Choice):
         if (mask is None) == (indices is None):
             got = "neither" if mask is None else "both"
             raise ValueError(f"expected a mask or indices, got {got}; give exactly one")
-        if padding_side not in ("left", "right"):
-            raise ValueError(f"expected padding_side 'left' or 'right', got {padding_side!r}")
+        if padding_side != "left":
+            raise ValueError(
+                f"expected padding_side 'left', got {padding_side!r}: nothing is padded here and "
+                "padding_value may stand on any side; leave it out"
+            )
         if not neg_inf <= 0:
             raise ValueError(f"expected a log-probability <= 0 as neg_inf, got {neg_inf}")
         super().__init__(
             logits, probs, mask=mask, indices=indices, neg_inf=neg_inf, padding_value=padding_value
         )
-        self._fused, self.padding_side = use_cross_entropy, padding_side
+        self._fused = use_cross_entropy
 
     @property
     def mask(self) -> Tensor:

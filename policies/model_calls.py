@@ -41,8 +41,8 @@ class CallsModel:
 
         `temperature` is a number or [B]; rows of one `group_id` [B] share their prompt.
         """
-        heat = torch.as_tensor(temperature, device=tokens.device).reshape(-1, 1, 1)
-        table = (self._logits(tokens, attention).float() / heat).log_softmax(-1)
+        temperature = torch.as_tensor(temperature, device=tokens.device).reshape(-1, 1, 1)
+        table = (self._logits(tokens, attention).float() / temperature).log_softmax(-1)
         keep = attention if keep is None else keep & attention
         keep = keep & (positions(attention) > 0)
         return table.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).masked_fill(~keep, 0)
@@ -64,8 +64,8 @@ class CallsModel:
         if self._runs_alone():
             return self._log_probs(seq.tokens, seq.attention, keep, temperature, group_id)
         keep = seq.attention if keep is None else keep
-        heat = torch.as_tensor(temperature).reshape(-1).expand(len(keep)).tolist()
-        columns = unpad(seq.tokens, seq.attention), unpad(keep, seq.attention), heat
+        each = torch.as_tensor(temperature).reshape(-1).expand(len(keep)).tolist()
+        columns = unpad(seq.tokens, seq.attention), unpad(keep, seq.attention), each
         done = self._queue(self._score_rows, list(zip(*columns, strict=True)))
         return _spread(done, seq.attention)
 
@@ -88,9 +88,9 @@ class CallsModel:
         return list(zip(*columns, strict=True))
 
     def _score_rows(self, rows: list[tuple[Tensor, Tensor, float]]) -> list[Tensor]:
-        ids, keep, heat = zip(*rows, strict=True)
+        ids, keep, temperatures = zip(*rows, strict=True)
         tokens, attention = _padded(ids)
-        temperature = torch.tensor(heat, device=tokens.device)
+        temperature = torch.tensor(temperatures, device=tokens.device)
         with torch.no_grad():
             done = self._log_probs(tokens, attention, pad(keep, False), temperature, None)
         return unpad(done, attention)

@@ -3,7 +3,8 @@
 What a template writes before and after a content of each role is learned by rendering chats whose
 contents nobody can guess; so every template that writes a turn the same way wherever it stands can
 be read, its contents exact to the last blank. A text cannot tell what a message brought along from
-what the template wrote: a content with the markup of a turn in it is an error.
+what the template wrote: a content with the markup of a turn in it is an error, or, forged well,
+turns of its own. So environments and training keep messages and never read texts back.
 
 Left out on purpose: contents that a template changes, and templates that write a turn otherwise
 once the chat goes on; give those an `inverse_parser` (policies/templates.py).

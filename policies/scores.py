@@ -46,9 +46,9 @@ class ScoresSequences:
             keep = self._mask_at(td, self.score_mask_key, "left")
         group = td.get("group_id", None)
         group = None if group is None else group.to(self.device)
-        return self._ask_log_probs(seq, keep, self._heat(td), group)
+        return self._ask_log_probs(seq, keep, self._temperature(td), group)
 
-    def _heat(self, td: TensorDictBase) -> Tensor | float:
+    def _temperature(self, td: TensorDictBase) -> Tensor | float:
         """Return the temperature of scoring: that of td [B], else the wrapper's; greedy is 1."""
         given = td.get("temperature", None)
         return (self.temperature or 1.0) if given is None else given.to(self.device)

@@ -79,6 +79,11 @@ class GivesDistributions:
                 f"expected padded logits for a mask, got {as_nested_tensor=}, {as_padded_tensor=} "
                 f"and {mask_key=}; drop the one or the other"
             )
+        if layout is not None and not nested:
+            raise ValueError(
+                f"layout is that of nested logits, got {layout} with {as_nested_tensor=}; set "
+                "as_nested_tensor=True, or drop it"
+            )
         seq, logits = self._with_logits(tensordict, padding_side)
         if nested:
             parts = unpad(logits, seq.attention)
@@ -132,12 +137,15 @@ class GivesDistributions:
         *,
         tensordict_out: TensorDictBase | None = None,
     ) -> LLMMaskedCategorical:
-        """Return the distribution masked to assistant tokens; writes tokens.full to the caller."""
+        """Return the distribution masked to assistant tokens.
+
+        Ids that were not read from tokens.full are written there, to the caller, over others.
+        """
         seq, logits = self._with_logits(tensordict, padding_side)
         key = assistant_mask_key or "all_assistant_mask"
         mask = self._find_mask(tensordict, seq, key, padding_side)
         full = self._key("tokens", "full")
-        if rows(flat(tensordict), full) is None:
+        if self._ids_key("full") != full or rows(flat(tensordict), full) is None:
             tensordict.set(full, seq.tokens.reshape(*tensordict.batch_size, -1))
         return self._dist(tensordict, logits, mask, tensordict_out, logits_key)
 
@@ -183,11 +191,18 @@ class GivesDistributions:
                 "a generating policy has no distribution over given tokens; "
                 "use policy.get_new_version(generate=False)"
             )
+        if side not in ("left", "right"):
+            raise ValueError(f"expected padding_side 'left' or 'right', got {side!r}")
         td = flat(tensordict)
         seq = self._sequences(td, side)
+        if seq.dense and side == "right" and (seq.attention[:, 1:] > seq.attention[:, :-1]).any():
+            raise ValueError(
+                "padding_side='right' pads ragged sequences, these are padded otherwise and stay "
+                "as they lie; give them ragged, or drop it"
+            )
         logits = self._ask_logits(seq)
-        scale = torch.as_tensor(self._heat(td), device=logits.device)
-        return seq, logits / scale.reshape(-1, 1, 1)
+        temperature = torch.as_tensor(self._temperature(td), device=logits.device)
+        return seq, logits / temperature.reshape(-1, 1, 1)
 
     def _find_mask(
         self, tensordict: TensorDictBase, seq: Sequences, key: NestedKey, side: str

@@ -32,6 +32,7 @@ class TransformersWrapper(LLMWrapperBase):
 
     def _set_model(self, model: Any) -> None:
         self.scorer = model if isinstance(model, Scorer) else Scorer(model)
+        self._settings["model"] = self.scorer  # every version shares it, autocast included
         if self.pad_model_input is False:
             self.scorer.check_packing()
 

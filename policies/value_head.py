@@ -64,6 +64,13 @@ class ValueNetwork(nn.Module):
 
     `critic`: arguments of `Critic`, for a policy that has none yet. It reads tokens.full and
     masks.all_attention_mask, and of the tokens those in "loss_mask" (default: every one).
+
+    >>> from tensordict import TensorDict
+    >>> from policies.load import load_policy
+    >>> td = TensorDict({("tokens", "full"): torch.tensor([[5, 6, 7]])}, [1])
+    >>> td["masks", "all_attention_mask"] = torch.ones(1, 3, dtype=torch.bool)
+    >>> ValueNetwork(load_policy("tiny"), kind="separate")(td)["state_value"].tolist()
+    [[0.0, 0.0, 0.0]]
     """
 
     def __init__(self, policy: Any, **critic: Any) -> None:

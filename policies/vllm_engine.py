@@ -110,11 +110,11 @@ class Engine(nn.Module):
     ) -> Scores:
         """Return aligned log-probs [B, T] as `Scorer` does; `group_id` changes nothing here."""
         rows = unpad(tokens.cpu(), attention_mask.cpu())
-        heat = torch.as_tensor(temperature, dtype=torch.float32).reshape(-1).expand(len(rows))
+        each = torch.as_tensor(temperature, dtype=torch.float32).reshape(-1).expand(len(rows))
         values = [torch.zeros(len(row)) for row in rows]
-        for value in heat.unique().tolist():
+        for value in each.unique().tolist():
             # A first token has nothing to be predicted from.
-            chosen = [i for i, t in enumerate(heat.tolist()) if t == value and len(rows[i]) > 1]
+            chosen = [i for i, t in enumerate(each.tolist()) if t == value and len(rows[i]) > 1]
             with self._tempered(value):
                 for i, scored in zip(chosen, self._scored([rows[i] for i in chosen]), strict=True):
                     values[i][1:] = scored

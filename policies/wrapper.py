@@ -32,6 +32,10 @@ from policies.scores import ScoresSequences
 from policies.settings import check_settings, queue_of, tokenizer_options
 from policies.token_dists import GivesDistributions, flat
 
+# What load_policy hangs on a wrapper: where the model is from, how names are looked for, the system
+# prompt of its chats.
+KEPT = ("found", "source", "system_prompt")
+
 InputMode = Literal["history", "text", "tokens"]
 
 
@@ -190,7 +194,8 @@ class LLMWrapperBase(
         """Return a wrapper over the same weights with some arguments changed.
 
         Every constructor argument may be named; an unknown one is a ValueError. Another direction
-        or mode reads its own field unless `input_key` says otherwise.
+        or mode reads its own field unless `input_key` says otherwise. Attributes in KEPT go along,
+        `found` with the same model only.
         """
         unknown = set(changes) - set(self._settings)
         if unknown:
@@ -202,7 +207,11 @@ class LLMWrapperBase(
         moved = [k for k in ("generate", "input_mode") if settings[k] != self._settings[k]]
         reset = {"input_key": None} if moved else {}
         reset |= {"pad_model_input": None} if "generate" in moved else {}
-        return type(self)(**{**settings, **reset, **changes})
+        new = type(self)(**{**settings, **reset, **changes})
+        for name in KEPT if new.model is self.model else KEPT[1:]:
+            if hasattr(self, name):
+                setattr(new, name, getattr(self, name))
+        return new
 
     def forward(
         self, tensordict: TensorDictBase, *, tensordict_out: TensorDictBase | None = None
@@ -272,10 +281,11 @@ class LLMWrapperBase(
 
     @property
     def dist_params_keys(self) -> list[NestedKey]:
-        """Return the key of the distribution's parameters."""
-        return ["logits"]
+        """Return what get_dist writes to `tensordict_out` by default; nothing if it generates."""
+        return [] if self.generate else ["logits"]
 
     @property
     def dist_sample_keys(self) -> list[NestedKey]:
-        """Return the key of the sampled tokens."""
-        return [] if self.tokens_key is None else [self._key("tokens", "response")]
+        """Return the key of the tokens: of those sampled, or of those scored."""
+        field = "response" if self.generate else "full"
+        return [] if self.tokens_key is None else [self._key("tokens", field)]

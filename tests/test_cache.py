@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from policies.cache import build_once, read_manifest
+from policies.cache import build_once, cache_dir, read_manifest
 
 ROOT = Path(__file__).parents[1]
 
@@ -25,6 +25,17 @@ def flip(path: Path, *, keep_time: bool = False) -> None:
     path.write_bytes(data)
     if keep_time:
         os.utime(path, ns=(time, time))
+
+
+def test_cache_follows_the_users_settings(tmp_path, monkeypatch):
+    monkeypatch.delenv("LEASH_CACHE")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    assert cache_dir() == tmp_path / "home" / ".cache" / "leash"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_dir() == tmp_path / "xdg" / "leash"
+    monkeypatch.setenv("LEASH_CACHE", str(tmp_path / "mine"))
+    assert cache_dir() == tmp_path / "mine"
 
 
 def test_sound_folder_is_reused(tmp_path):

@@ -123,8 +123,10 @@ def test_saves_come_when_due_and_only_the_last_are_kept(tmp_path):
     for iteration in range(1, 9):
         saved.maybe_save(iteration, {})
     assert names(saved) == ["iteration_000006", "iteration_000008"]
+    saved.maybe_save(9, {}, last=True)
+    assert names(saved) == ["iteration_000008", "iteration_000009"]
     _, _, never = make(tmp_path / "never")
-    never.maybe_save(2, {})
+    never.maybe_save(2, {}, last=True)
     assert not never.folder.exists()
 
 

@@ -119,12 +119,22 @@ def test_data_are_rows_texts_or_tensordicts_and_an_iterator_ends():
         dialog_turns_per_batch=2,
         dataloader=iter([["Hi", "Ho"], "Hey"]),
     )
+    last = {"yield_only_last_steps": True}
+    rows = [{"query": "Hi", "answer": 3, "more": 1}, {"query": "Ho", "answer": 4}]
+    asked = list(LLMCollector(ChatEnv(max_turns=1), policy=policy, dataloader=iter([rows]), **last))
+    assert [(row["query"], row["answer"]) for b in asked for row in b.unbind(0)] == [
+        ("Hi", 3),
+        ("Ho", 4),
+    ]
+    assert [b["history"].full.chats()[0][0]["content"] for b in asked] == ["Hi", "Ho"]
     (batch,) = talk  # the second cannot be filled
     said = [row["history"].full.messages() for row in batch.view(-1).unbind(0)]
     assert [chat[0] for chat in said] == [{"role": "user", "content": t} for t in ("Hi", "Ho")]
     assert {chat[1]["role"] for chat in said} == {"assistant"}
     with pytest.raises(TypeError, match=r"rows .dicts with 'messages'.*got int"):
         next(iter(LLMCollector(env, policy=policy, dataloader=[3], dialog_turns_per_batch=1)))
+    with pytest.raises(ValueError, match=r"'messages' or 'query'.*\['text'\]; rename"):
+        next(iter(LLMCollector(env, policy=policy, dataloader=[{"text": "Hi"}], **last)))
     with pytest.raises(RuntimeError, match="reset expected a td"):
         next(iter(LLMCollector(env, policy=policy, dialog_turns_per_batch=1)))
 

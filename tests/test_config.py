@@ -62,6 +62,16 @@ def test_default_is_the_real_model_on_facts():
     assert (config["kl"]["estimator"], config["kl"]["where"]) == ("k3", "loss")
 
 
+def test_ppo_pays_the_kl_in_the_reward_unless_told_otherwise():
+    def place(*words: str) -> tuple[str, str]:
+        kl = compose_checked(["algorithm=ppo", *words])["kl"]
+        return kl["where"], kl["estimator"]
+
+    assert place() == ("reward", "k1")
+    assert place("kl=default") == place("kl.where=loss", "kl.estimator=k3") == ("loss", "k3")
+    assert compose_checked(["algorithm=ppo", "experiment=grpo_tiny"])["kl"]["where"] == "reward"
+
+
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
@@ -70,10 +80,19 @@ def test_default_is_the_real_model_on_facts():
         (["algorithm=sft", "algorithm.clip_low=0.1"], ["algorithm.clip_low", "another algorithm"]),
         (["+kl.ceoff=0.1"], ["kl.ceoff", "kl.coeff"]),
         (["+bogus=1"], ["no key bogus"]),
-        (["foo"], ["key=value", "'foo'"]),
+        (["foo"], ["name=value", "'foo'"]),
+        (["grpo_tiny"], ["name=value, got 'grpo_tiny'; did you mean experiment=grpo_tiny?"]),
+        (["experiment", "=", "grpo_tiny"], ["experiment=grpo_tiny, without blanks"]),
+        (["kl.coeff"], ["got 'kl.coeff'; did you mean kl.coeff=...?"]),
+        (["kl.coeff=0,1"], ["to sweep: -m kl.coeff=0,1"]),
+        (["experment=grpo_tiny"], ["no key experment; did you mean experiment?"]),
+        (["experiment=grpo_tiny", "~seed"], ["~seed: no key can be removed", "seed=..."]),
+        (["~kl"], ["~kl: no key can be removed"]),
+        (["policy.model=experiment:nope"], ["policy.model=experiment:nope", "sft_tiny"]),
         (["kl.coeff="], ["kl.coeff=", "Float"]),
         (["kl=0.1"], ["kl=0.1", "default", "kl.coeff"]),
         (["kl.coeff=[1"], ["cannot read kl.coeff=[1"]),
+        (["seed=1", "env.dataset=~/a"], ["cannot read env.dataset=~/a", """'env.dataset="~/a"'"""]),
         (["policy.model=???"], ["policy.model", "got none"]),
         (["seed=1", "seed=2"], ["seed is given 2 times", "-m seed=a,b"]),
         (["experiment=grpo_tiny", "env.task.min_digitz=3"], ["min_digitz", "min_digits"]),
@@ -111,10 +130,22 @@ def test_default_is_the_real_model_on_facts():
         (["optimizer.lr=nan"], ["optimizer.lr"]),
         (["kl.coeff=-0.1"], ["kl.coeff >= 0"]),
         (["algorithm.clip_low=1.5"], ["clip_low < 1"]),
+        (["algorithm=ppo", "algorithm.lmbda=1.5"], ["algorithm.lmbda from 0 to 1", "1.5"]),
+        (["algorithm=ppo", "algorithm.gamma=nan"], ["algorithm.gamma from 0 to 1", "nan"]),
+        (["algorithm=ppo", "algorithm.critic.kind=twin"], ["head, separate", "twin"]),
+        (["algorithm=ppo", "algorithm.critic.warmup=-1"], ["algorithm.critic.warmup >= 0"]),
+        (["algorithm=ppo", "algorithm.critic.kinds=head"], ["critic.kinds", "critic.kind"]),
+        (
+            ["algorithm=ppo", "algorithm.critic.kind=separate", "algorithm.critic.detach=true"],
+            ["algorithm.critic.detach", "set it false"],
+        ),
+        (["algorithm=ppo", "kl.estimator=k3"], ["k3 in the reward", "use k1"]),
         (["kl.estimator=k9"], ["k1, k2, k3, full", "k9"]),
         (["optimizer.schedule=step"], ["constant, linear, cosine"]),
         (["kl.measure=false"], ["kl.measure=true"]),
-        (["experiment=sft_tiny", "kl.coeff=0.1"], ["SFT", "kl.coeff=0"]),
+        (["experiment=sft_tiny", "kl.coeff=0.1"], ["samples no replies", "kl.coeff=0"]),
+        (["experiment=rm_tiny", "kl.measure=true"], ["samples no replies", "kl.measure=false"]),
+        (["algorithm.source._target_=trainer.Demonstrations"], ["samples no replies"]),
         (["algorithm.source._target_=os.system"], ["os.system", "allow_targets=true"]),
     ],
 )
@@ -184,6 +215,16 @@ def test_resume_needs_a_run(tmp_path):
         load_for_resume(str(tmp_path / "none"), [])
 
 
+def test_resume_of_a_sweep_or_of_a_file_names_a_run(old_run):
+    with pytest.raises(ValueError, match=rf"got a file; give resume={old_run}$"):
+        load_for_resume(str(old_run / "config.yaml"), [])
+    (old_run / "sweep" / "seed=1").mkdir(parents=True)
+    (old_run / "sweep" / "multirun.yaml").write_text("")
+    shutil.copy(old_run / "config.yaml", old_run / "sweep" / "seed=1")
+    with pytest.raises(ValueError, match=rf"got a sweep.*resume='{old_run}/sweep/seed=1'$"):
+        load_for_resume(str(old_run / "sweep"), [])
+
+
 def test_parent_imports_nothing_heavy():
     heavy = "{'torch', 'transformers', 'accelerate', 'tensordict', 'wandb', 'datasets'}"
     code = f"import sys, train; print({heavy} & set(sys.modules))"
@@ -199,6 +240,8 @@ def test_parent_imports_nothing_heavy():
         ["kl.ceoff=1"],
         ["-m", "seed=1,2", "kl.coeff=0,-1"],
         ["resume="],
+        ["experiment=grpo_tiny", "~kl"],
+        ["-m", "grpo_tiny", "seed=1,2"],
         ["env=gsm8k", "env.dataset=no.jsonl"],
         ["output_dir=/dev/null/run"],
         ["-m", "seed=1,2", "hydra.sweep.dir=/dev/null/sweep"],
@@ -222,6 +265,45 @@ def test_help_and_job_answer_on_the_command_line(tmp_path):
         check=True,
     )
     assert "model: experiment:sft_tiny" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--experiment", "grpo_tiny"], "no flag --experiment; write experiment=grpo_tiny"),
+        (["--resume=X", "seed=1"], "no flag --resume; write resume=X"),
+        (["--seed", "kl.coeff=1"], "no flag --seed; write seed=..."),
+        (["--cfg", "jobs"], "expected --cfg job | hydra | all, got jobs"),
+        (["-x"], "no flag -x; see --help"),
+    ],
+)
+def test_flag_that_is_none_of_hydras_is_refused_in_one_line(words, said, capsys):
+    assert train.cli(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+def test_flags_of_hydra_are_left_to_it():
+    for words in (["--cfg", "job", "-p", "kl"], ["--cfg=all"], ["--info", "defaults"], ["-h"]):
+        assert check_words(words) is None
+
+
+def test_help_names_every_experiment_and_no_schema(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), "--help"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    listed = [line.split(maxsplit=1) for line in done.stdout.splitlines() if line[:2] == "  "]
+    about = {name: text for name, text in listed if name in EXPERIMENTS}
+    assert sorted(about) == EXPERIMENTS
+    assert "sorts digits" in about["grpo_tiny"]
+    assert "python train.py resume=outputs" in done.stdout
+    assert "--cfg job" in done.stdout
+    assert "schema" not in done.stdout
     assert list(tmp_path.iterdir()) == []
 
 
@@ -257,7 +339,13 @@ def test_resume_of_a_finished_run_says_so(old_run):
     assert line is not None
     assert "80 of 80" in line
     longer = load_for_resume(str(old_run), ["trainer.num_iterations=81"])
+    with pytest.raises(ValueError, match="80 iterations and without a checkpoint"):
+        nothing_left(old_run, longer)
+    (old_run / "checkpoints" / "iteration_000080").mkdir(parents=True)
     assert nothing_left(old_run, longer) is None
+    shorter = load_for_resume(str(old_run), ["trainer.num_iterations=5"])
+    with pytest.raises(ValueError, match="80 iterations already, more than 5"):
+        nothing_left(old_run, shorter)
 
 
 def test_typo_inside_an_experiment_file_names_key_and_file(monkeypatch, tmp_path):
@@ -282,7 +370,7 @@ def test_text_from_the_environment_is_looked_up_again_and_not_saved(monkeypatch)
 
 @pytest.mark.parametrize("word", ["experiment=glob(*)", "kl.coeff=interval(0,1)", "foo"])
 def test_sweep_that_cannot_be_listed_is_refused(word):
-    with pytest.raises(ValueError, match=r"sweep takes values|key=value"):
+    with pytest.raises(ValueError, match=r"sweep takes values|name=value"):
         expand([word])
 
 

@@ -53,6 +53,16 @@ class Bare(DatasetTask):
     """A task with a data set and no reward."""
 
 
+class Handing(Bare):
+    """A task that hands on what it does not know."""
+
+    def __init__(self, dataset, *, limit: int = 3, **kwargs) -> None:
+        super().__init__(dataset, **kwargs)
+
+    def reward(self, row, reply):
+        return Reward(total=0.0, parts={}, success=False)
+
+
 def needs(group: str) -> list[str]:
     """Return what a group file leaves to the user, or goes with."""
     offline = ["kl.coeff=0", "kl.measure=false"]
@@ -155,7 +165,20 @@ def test_file_that_changed_is_read_again(place):
         (["env=sort_digits", "env.task.num_rows=true"], ["env.task.num_rows", "int", "True"]),
         (["env=sort_digits", "env.task.min_digits=9"], ["min_digits <= max_digits", "9 and 5"]),
         (["env=sort_digits", "env.task.num_rows=0"], ["num_rows >= 1"]),
-        ([*OWN, f"env.task._target_={HERE}.Nope"], [f"{HERE}.Nope", "Nope"]),
+        ([*OWN, f"env.task._target_={HERE}.Wrods"], ["has no Wrods; did you mean Words?"]),
+        ([*OWN, f"env.task._target_={HERE}.Words", "env.task.wordss=1"], ["did you mean words?"]),
+        ([*OWN, f"env.task._target_={HERE}.Bare", "env.dataset=my.txt"], ["no data file my.txt"]),
+        (
+            [
+                *OWN,
+                f"env.task._target_={HERE}.Handing",
+                "env.dataset=data.jsonl",
+                "env.task.limitt=3",
+            ],
+            ["env.task.limitt", f"{HERE}.Handing takes", "did you mean limit?"],
+        ),
+        (["env=gsm8k", "env.dataset=sub/my.jsn"], ["no data file sub/my.jsn"]),
+        (["env=gsm8k", "env.dataset=./rows"], ["no data file rows (looked in"]),
         ([*OWN, "env.task._target_=no_such_file.Task"], ["No module named 'no_such_file'"]),
         ([*OWN, "env.task._target_=collections.Counter"], ["envs.tasks.Task", "Counter"]),
         ([*OWN, f"env.task._target_={HERE}.Words", "env.task.words=5"], ["list[str]", "5"]),
@@ -226,6 +249,24 @@ def test_chat_template_may_be_a_file(place):
     compose_checked([f"policy.chat_template={template}"])
     template.write_text("{% for m in messages %}")
     assert "line 1" in refusal(f"policy.chat_template={template}")
+
+
+def test_mistyped_class_is_said_without_a_line_of_ours():
+    assert "parts.py" not in refusal(*OWN, f"env.task._target_={HERE}.Wrods")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "new", "fits"), [(40, 24, True), (41, 24, False), (40, 25, False)]
+)
+def test_tokens_beyond_a_local_model_are_refused_by_the_parent(place, prompt, new, fits):
+    (place / "model").mkdir()
+    (place / "model" / "config.json").write_text('{"max_position_embeddings": 64}')
+    words = ["policy.model=model", f"policy.max_prompt_tokens={prompt}"]
+    words.append(f"policy.max_new_tokens={new}")
+    if fits:
+        compose_checked(words)
+    else:
+        assert "make up to 65 tokens, model has max_position_embeddings 64" in refusal(*words)
 
 
 def test_run_folder_that_cannot_be_written_to_is_one_line(place, capsys):

@@ -220,3 +220,18 @@ def test_data_sets_are_read_quietly(tmp_path, capfd):
     write_jsonl(folder / "train.jsonl", ROWS)
     load_table(str(folder))
     assert capfd.readouterr() == ("", "")
+
+
+def test_hub_out_of_reach_is_asked_once_and_quietly(monkeypatch, capfd):
+    import datasets
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    for home in (constants, datasets.config):
+        monkeypatch.setattr(home, "HF_HUB_OFFLINE", False)
+    level = datasets.logging.get_verbosity()
+    with pytest.raises(ValueError, match=r"'nobody/nothing' .*the hub cannot be reached; give a"):
+        load_table("nobody/nothing")
+    assert capfd.readouterr() == ("", "")
+    assert (constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE) == (False, False)
+    assert datasets.logging.get_verbosity() == level

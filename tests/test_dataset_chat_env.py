@@ -1,6 +1,7 @@
 """Environments that draw their prompts from data, and what answers earn in them."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from envs.rewards import (
     same_mathematics,
     solves_countdown,
 )
+from envs.rewards.answers import tagged
+from envs.tasks.math_words import marked_answer
 from policies.containers import ChatHistory
 from policies.history import History
 from trainer.collect import collect
@@ -221,10 +224,77 @@ def test_countdown_takes_each_number_once(said, good):
         ("x+1", r"\boxed{x + 1}", True),
         ("x-1", r"\boxed{x + 1}", False),
         ("12 cm", r"first \boxed{11}, then \boxed{12}", True),
+        ("anything", r"\boxed{\text{Evelyn}}", False),
+        (r"\text{Bob}", r"\boxed{\text{Evelyn}}", False),
+        ("evelyn", r"\boxed{\text{Evelyn}}", True),
+        ("", r"\boxed{}", False),
+        ("12", r"\boxed{12\text{ cm}}", True),
+        ("12 m", r"\boxed{12\text{ cm}}", False),
+        ("2", r"\boxed{2\text{ million people}}", False),
+        ("A", r"\boxed{\text{A}\text{B}}", False),
+        ("2 pi", r"\boxed{2}", False),
+        ("11/2", r"\boxed{1\frac{1}{2}}", False),
+        ("3/2", r"\boxed{1\frac{1}{2}}", True),
+        ("1 1/2", r"\boxed{1\frac12}", True),
+        ("-1.5", r"\boxed{-1\frac{1}{2}}", True),
+        ("a/b+c", r"\boxed{\frac{a}{b+c}}", False),
+        ("a/(b+c)", r"\boxed{\frac{a}{b+c}}", True),
+        ("1/2", r"\boxed{\frac12}", True),
+        (r"x^1/2", r"\boxed{x^\frac{1}{2}}", False),
+        ("1/2x", r"\boxed{\frac{1}{2x}}", False),
+        (r"x+\frac{1}{2}", r"\boxed{x+1/2}", True),
+        ("5", r"\boxed{x=5}", True),
+        ("x = 5", r"\boxed{5}", True),
+        ("y=5", r"\boxed{x=5}", False),
+        ("10^5", r"\boxed{5}", False),
+        ("3*8", r"\boxed{24}", False),
+        ("1+1/2", r"\boxed{\frac{3}{2}}", False),
+        (r"\frac{-3}{6}", r"\boxed{-0.5}", True),
+        ("1/0", r"\boxed{1}", False),
+        ("1 2", r"\boxed{12}", False),
+        ("1,234", r"\boxed{1234}", True),
+        ("(1,234)", r"\boxed{(1234)}", False),
+        (r"\leftarrow", r"\boxed{\rightarrow}", False),
+        ("1e5", r"\boxed{100000}", True),
+        ("1e999999999", r"\boxed{1}", False),
+        ("25%", r"\boxed{25\%}", True),
+        (r"\$5", r"\boxed{5}", True),
+        (r"90^\circ", r"\boxed{90}", True),
     ],
 )
-def test_mathematics_is_compared_without_its_spacing(said, right, good):
+def test_mathematics_is_the_same_only_where_it_is_exactly(said, right, good):
     assert same_mathematics(said, right) is good
+
+
+@pytest.mark.parametrize("solution", ["target=1.5, numbers=1,2", "target=24, numbers=1,2.5", "24"])
+def test_countdown_has_whole_numbers(solution):
+    with pytest.raises(ValueError, match="expected 'target=<int>"):
+        solves_countdown("1", solution)
+    assert solves_countdown("4 - 1", "numbers=1,4; target=3")
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("<think>a</think> <answer>1</answer>", ("a", "1")),
+        ("<think>so <answer>1</answer></think> hm", ("so <answer>1</answer>", "")),
+        ("<think>so <answer>1</answer>", ("", "")),
+        ("so <answer>1</answer></think> <Answer>2</ANSWER>", ("so <answer>1</answer>", "2")),
+        ("<answer>1</answer> <think>or <answer>2</answer>", ("", "1")),
+        ("<answer>1<answer>2</answer> </answer>", ("", "2")),
+        ("<answer>1 < 2 </b> </answer>", ("", "1 < 2 </b>")),
+    ],
+)
+def test_an_answer_stands_outside_of_thoughts(text, found):
+    assert tagged(text) == found
+
+
+@pytest.mark.parametrize("piece", ["<answer>", "<think>", "</think><think>", "<answer><", "<"])
+def test_tags_are_found_in_linear_time(piece):
+    start = time.monotonic()
+    tagged(piece * 20_000)
+    marked_answer(piece * 20_000)
+    assert time.monotonic() - start < 2, "38 s when every tag looked through the rest"
 
 
 def test_the_other_parsers_share_the_rewards():

@@ -110,11 +110,14 @@ def test_a_key_that_is_declared_or_written_alone_is_named(transform, text):
         check_env_specs(TransformedEnv(Counter(), transform))
 
 
-@pytest.mark.parametrize("mode", ["history", "text", "tokens"])
+KEYS = {"history": (), "text": ("text", "tokens"), "tokens": ("tokens",)}
+
+
+@pytest.mark.parametrize("mode", KEYS)
 def test_a_chat_env_keeps_to_its_specs_in_every_mode(mode):
     tokenizer = make_policy().tokenizer
     env = ChatEnv(batch_size=(3,), input_mode=mode, tokenizer=tokenizer)
-    assert set(env.full_observation_spec) == {"history", mode, "group_id", "turn"}
+    assert set(env.full_observation_spec) == {"history", "group_id", "turn", *KEYS[mode]}
     assert list(env.full_action_spec) == [mode]
     assert list(env.full_state_spec) == ["query"]
     check_env_specs(env)

@@ -79,10 +79,12 @@ def test_the_closed_forms_at_both_ends_of_lambda():
         torch.testing.assert_close(got[last], (reward - value)[last])
 
 
-@pytest.mark.parametrize("wrong", [{"gamma": 1.1}, {"lmbda": -0.1}, {"lmbda": math.nan}])
+@pytest.mark.parametrize("wrong", [{"gamma": 2}, {"lmbda": -0.1}, {"gamma": math.nan}])
 def test_gamma_and_lambda_are_shares(wrong):
     with pytest.raises(ValueError, match="gamma and lmbda from 0 to 1"):
         trainer.gae.gae(*random_case(), **wrong)
+    with pytest.raises(ValueError, match="gamma and lmbda from 0 to 1"):
+        GAE(**wrong)
 
 
 # Explained variance.

@@ -108,6 +108,10 @@ class TestMaking:
         [
             ([], "got an empty list"),
             ([[]], "got an empty list"),
+            ("hello", r"a chat \(a list of dicts\) or a list of chats, got str"),
+            (["hello"], "got str"),
+            ([3], "got int"),
+            (ASK, "got dict"),
             ([ASK, "Hi"], "message 1: expected a dict, got str"),
             ([{"role": "user"}], "message 0: expected 'content' to be a str, got NoneType"),
             ([{"role": 1, "content": ""}], "message 0: expected 'role' to be a str, got int"),

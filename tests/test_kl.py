@@ -142,7 +142,7 @@ def test_the_key_may_be_chosen():
     assert out["next", "ref"].shape == (2, T)
 
 
-def test_detach_detaches():
+def test_fault_16_detach_detaches():
     td = RetrieveLogProb(TinyPolicy(), assistant_only=False)(dense())
     assert not td["next", *FULL].requires_grad
     td = RetrieveLogProb(TinyPolicy(), assistant_only=False, detach=False)(dense())
@@ -366,7 +366,7 @@ def test_padding_side_places_ragged_kl_in_a_padded_reward(side):
     assert torch.allclose(out, want)
 
 
-def test_kl_errors_name_what_is_wrong():
+def test_fault_11_kl_errors_name_what_is_wrong():
     gen, ref = pair()
     kl = KLComputation()
     with pytest.raises(ValueError, match=r"Expected keys: \('log_probs', 'full'\), \('ref_log_pr"):
@@ -389,14 +389,16 @@ def test_kl_errors_name_what_is_wrong():
         kl(td)
 
 
-def test_documented_example_runs():
+@pytest.mark.usefixtures("list_setting")
+def test_fault_10_the_documented_example_runs_on_dense_data():
     gen, ref, reward = torch.randn(2, 10), torch.randn(2, 10), torch.randn(2, 10, 1)
     key = ("gen_log_probs", "full")
     next_td = TensorDict({key: gen, REF: ref, "reward": reward}, batch_size=(2,))
     out = KLComputation(
         gen_log_probs_full_key=key, ref_log_probs_full_key=REF, kl_key="kl_penalty", coeff=1.0
     )(TensorDict(next=next_td, batch_size=(2,)))
-    assert out["next"].get("kl_penalty").shape == (2, 10)
+    assert torch.equal(out["next"].get("kl_penalty"), gen - ref)
+    torch.testing.assert_close(out["next", "reward"][..., 0], reward[..., 0] - gen + ref)
 
 
 # RetrieveKL.
@@ -519,6 +521,12 @@ def test_retrieve_kl_refuses_what_cannot_work():
             RetrieveKL(**bad, **args)
     with pytest.raises(ValueError, match="different `log_probs_key`"):
         RetrieveKL(TinyPolicy(0), TinyPolicy(1), **args)
+    with pytest.raises(
+        ValueError, match=r"expected gen_model to be a wrapper or .*'from_colector'"
+    ):
+        RetrieveKL("from_colector", ref)
+    with pytest.raises(ValueError, match="expected ref_model to be a wrapper, got 'tiny'"):
+        RetrieveKL(gen, "tiny")
     with pytest.raises(ValueError, match="pad_output mismatch"):
         RetrieveKL(gen, TinyPolicy(1, key="ref_log_probs", padded=False), **args)
     with pytest.raises(ValueError, match="generation model must have `generate=False`"):

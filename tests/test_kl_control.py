@@ -57,14 +57,16 @@ def test_a_kl_reward_is_read_at_the_coefficient_it_was_made_with():
         AdaptiveKLController(init_kl_coef=0.1, target=6.0, horizon=10),
     ],
 )
-def test_no_values_change_nothing_and_numbers_stay_floats(control):
+def test_fault_31_no_values_change_nothing_and_numbers_stay_floats(control):
     assert control.update([]) == 0.1
     moved = control.update([torch.tensor(7.0), torch.tensor(6.5)])
     assert type(moved) is type(control.coeff) is float
     assert math.isfinite(moved)
 
 
-@pytest.mark.parametrize("values", [None, [float("nan")], [1.0, float("inf")]])
+@pytest.mark.parametrize(
+    "values", [None, 3.0, torch.tensor(3.0), [float("nan")], [1.0, float("inf")]]
+)
 def test_missing_and_broken_values_are_errors_that_leave_the_coefficient(values):
     for control in (
         TargetKLController(0.1, target=6.0, horizon=10),

@@ -1,5 +1,7 @@
 """Starting runs in fresh processes: status, failures, signals, folders; with a plain worker."""
 
+import errno
+import fcntl
 import json
 import os
 import signal
@@ -10,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from trainer.launch import prepare, read_status, resolve_experiment, run
+from trainer.launch import prepare, read_status, run
+from trainer.lock import held, sign, take
+from trainer.warm_up import resolve_experiment
 
 ROOT = Path(__file__).parents[1]
 WORKER = """
@@ -204,6 +208,77 @@ def test_hammering_ctrl_c_leaves_no_process_and_a_true_status(script):
     assert (status["state"], status["reason"]) == ("preempted", "stopped by Ctrl-C")
 
 
+def test_a_run_that_is_still_running_is_neither_resumed_nor_touched(script):
+    first = start(script, "seed=1", "output_dir=run", how="wait")
+    (path,) = wait_for("rank0.json", script.parent)
+    worker, folder = json.loads(path.read_text())["pid"], path.parent
+    (folder / "errors").mkdir()
+    before = {file: file.stat().st_mtime_ns for file in folder.rglob("*")}
+    try:
+        again = start(script, "resume=run", how="finish")
+        out, err = again.communicate(timeout=30)
+        line = f"run: this run is still running (pid {first.pid}); stop it first"
+        assert (again.returncode, out, err) == (2, "", f"error: {line}\n")
+        assert {file: file.stat().st_mtime_ns for file in folder.rglob("*")} == before
+        first.kill()  # the worker lives on for a while
+        first.wait()
+        again = start(script, "resume=run", how="finish")
+        assert again.stdout.readline() == (
+            f"run: its last run is still ending (pid {worker}): waiting for it\n"
+        )
+        assert (folder / "errors").is_dir()
+        assert alive(worker)
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        first.communicate()
+    assert again.communicate(timeout=30) == ("", "")
+    assert again.returncode == 0
+    assert read_status(folder)["state"] == "finished"
+
+
+def test_an_orphan_that_does_not_end_is_named_and_a_free_folder_can_be_taken_again(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("trainer.lock.WAIT", 0.3)
+    gone_pid, left = subprocess.Popen(["true"]), subprocess.Popen(["sleep", "60"])
+    gone_pid.wait()
+    try:
+        with held(tmp_path) as lock:
+            sign(lock, [gone_pid.pid, left.pid])
+            with pytest.raises(ValueError, match=rf"still running \(pid {left.pid}\); stop it"):
+                take(tmp_path)
+    finally:
+        left.kill()
+        left.wait()
+    with held(tmp_path):
+        pass
+
+
+def test_a_file_system_without_locks_is_noted_and_used(tmp_path, monkeypatch, capsys):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with held(tmp_path):
+        assert capsys.readouterr().out.startswith(f"note: {tmp_path} has no file locks")
+
+
+def test_a_warm_up_whose_launcher_was_killed_is_not_removed_under_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("LEASH_CACHE", str(tmp_path))
+    left: list[Path] = []
+
+    def killed(config: dict, folder: Path) -> None:
+        left.append(take(folder) and folder)  # as the worker of a killed launcher does
+        (folder / "config.yaml").write_text("seed: 1")
+        raise RuntimeError("killed")
+
+    for error, reason in ((RuntimeError, "killed"), (ValueError, "still running")):
+        with pytest.raises(error, match=reason):
+            resolve_experiment("experiment:warm", lambda _: {"seed": 1}, killed)
+    assert len(left) == 1
+    assert (left[0] / "config.yaml").is_file()
+
+
 def test_runs_of_the_same_second_have_folders_of_their_own(script):
     both = [start(script, how="finish") for _ in range(2)]
     assert [(process.communicate(timeout=30), process.returncode)[1] for process in both] == [0, 0]
@@ -328,8 +403,13 @@ import os, sys
 from pathlib import Path
 sys.path.insert(0, {root!r})
 import train
+from trainer.lock import take
 def fake(cfg, folder):
     (folder / ("saw" + os.environ["RANK"])).write_text(str(cfg.launch.num_processes))
+    try:
+        take(folder)
+    except ValueError as error:
+        (folder / ("refused" + os.environ["RANK"])).write_text(f"{{error}} {{os.getppid()}}")
 train.train = fake
 train.OURS["script"] = Path({script!r})
 sys.exit(train.cli(sys.argv[1:]))
@@ -346,4 +426,7 @@ def test_ranks_of_an_outside_launcher_agree_on_one_folder(script, tmp_path):
     (folder,) = (tmp_path / "outputs" / "grpo_smollm").iterdir()
     saw = {path.name: path.read_text() for path in folder.glob("saw*")}
     assert saw == {"saw0": "2", "saw1": "2"}
+    for path in (folder / "refused0", folder / "refused1"):
+        text, _, launcher = path.read_text().rpartition(" ")
+        assert text.endswith(f"this run is still running (pid {launcher}); stop it first")
     assert (folder / "config.yaml").is_file()

@@ -59,7 +59,7 @@ def test_a_reply_is_scored_at_its_end_against_the_label_within_the_clip(folder):
         label = end_score(folder, chat_text(question, row["answer"], "<|im_end|>"))
         assert reward.parts["score"] == pytest.approx(score, abs=1e-4)
         assert reward.total == pytest.approx(score - label, abs=1e-4)
-        assert task.reward(row, reply).total == pytest.approx(reward.total, abs=1e-4)
+        assert task.rewards([row], [reply])[0].total == pytest.approx(reward.total, abs=1e-4)
     assert [r.success for r in together] == [False, True, False, False]
     assert together[1].total == pytest.approx(0, abs=1e-5)
     plain = LearntReward(reward_model=str(folder), relative=False, score_clip=0.01)

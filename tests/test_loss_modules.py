@@ -150,6 +150,33 @@ def test_the_masking_strategy_picks_the_tokens(policy, strategy, padded):
     torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-4)
 
 
+@pytest.mark.parametrize("padded", [True, False])
+def test_the_rlhf_strategy_reads_histories_alone(policy, padded):
+    td = TensorDict({"advantage": torch.tensor([[1.0], [-2.0]])}, batch_size=[2])
+    td["history"] = ChatHistory(full=History.from_chats(CHATS), batch_size=[2])
+    actor = policy.get_new_version(generate=False, pad_output=padded)
+    with torch.no_grad():
+        td["log_probs"] = actor(td.copy())["log_probs"].select("full")
+    before = set(td.keys(True))
+    out = GRPOLoss(actor, masking_strategy="rlhf", entropy_bonus=False)(td)
+    assert set(td.keys(True)) == before
+    sizes = [sum(policy.renderer.render(chat).assistant) for chat in CHATS]
+    # At ratio 1 the loss is minus the mean advantage of the assistant's tokens.
+    want = -(1.0 * sizes[0] - 2.0 * sizes[1]) / sum(sizes)
+    assert float(out.loss_objective.detach()) == pytest.approx(want, abs=1e-4)
+
+
+def test_a_batch_without_a_token_counts_nothing(policy):
+    batch = moved(policy)
+    batch["loss_mask"][:] = False
+    actor = policy.get_new_version(generate=False, inplace=False)
+    out = GRPOLoss(actor, kl_to_ref_coeff=0.1, kl_to_inference_coeff=0.1)(batch)
+    values = {k: float(v.detach()) for k, v in out.items()}
+    assert values == dict.fromkeys(values, 0.0)
+    assert {"ESS", "clip_fraction", "kl_approx", "entropy", "kl_to_ref"} <= set(values)
+    assert not grad(policy, out.sum(reduce=True)).any()
+
+
 def ragged(batch: TensorDict) -> TensorDict:
     """Return the batch with its token-wise containers as lazy stacks."""
     out = batch.copy()
@@ -419,8 +446,35 @@ def test_fault_33_aggregation_and_reduction_do_what_they_say():
 
 def test_fault_34_dapo_is_the_clipped_surrogate_with_two_bounds():
     actor, td = table_batch()
-    dapo, plain = DAPO(actor, clip_epsilon=(0.2, 0.28)), GRPOLoss(actor, clip_epsilon=(0.2, 0.28))
+    dapo, plain = DAPO(actor), GRPOLoss(actor, clip_epsilon=(0.2, 0.28))
     assert float(dapo(td).loss_objective.detach()) == float(plain(td).loss_objective.detach())
+
+
+def test_no_gradient_reaches_the_reference_or_the_advantage():
+    actor, td = table_batch()
+    ref = td["ref_log_probs", "full"].clone().requires_grad_()
+    advantage = td["advantage"].clone().requires_grad_()
+    td["ref_log_probs", "full"], td["advantage"] = ref * 1.0, advantage * 1.0
+    GRPOLoss(actor, kl_to_ref_coeff=0.3)(td).sum(reduce=True).backward()
+    assert ref.grad is None
+    assert advantage.grad is None
+    assert actor.logits.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("kind", [GRPOLoss, CISPOLoss])
+def test_a_constant_divisor_does_not_depend_on_dropped_tokens(kind):
+    actor, td = table_batch()
+    settings = {"clip_epsilon": (0.2, 0.3), "aggregation": "constant", "max_tokens": 40}
+    term = grpo if kind is GRPOLoss else cispo
+    (terms, _), (pairs, _) = loop(td, term), loop(td, lambda c, g, *_: (c, g))
+    far = [0.5 * float((c - g).detach()) ** 2 for _, (c, g) in pairs]
+    row = terms[0][0]  # a threshold that empties this row
+    threshold = 0.99 * min(d for (i, _), d in zip(terms, far, strict=True) if i == row)
+    kept = [t for (_, t), d in zip(terms, far, strict=True) if d <= threshold]
+    assert len({i for i, _ in terms}) == B
+    got = kind(actor, kl_mask_threshold=threshold, **settings)(td).loss_objective
+    want = sum(float(t.detach()) for t in kept) / (B * 40)
+    assert float(got.detach()) == pytest.approx(want, abs=1e-7)
 
 
 def test_tokens_far_from_the_generator_are_dropped_from_every_average():

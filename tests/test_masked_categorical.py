@@ -179,9 +179,6 @@ def test_without_a_padding_value_every_index_counts():
     dist = MaskedCategorical(scores(), indices=torch.tensor([3, 0, 5]))
     assert dist.mask.nonzero().flatten().tolist() == [0, 3, 5]
     assert dist.padding_value == 0
-    assert MaskedCategorical(scores(), indices=torch.tensor([3])).padding_side == "left"
-    right = MaskedCategorical(scores(), indices=torch.tensor([3]), padding_side="right")
-    assert right.padding_side == "right"
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -307,7 +304,6 @@ def test_fault_29_ties_give_exactly_one_hot(sparse):
     )
     lowest = [0] * 4 if sparse is None else [min(v) for v in VALID]
     assert torch.equal(dist.mode, one_hot(torch.tensor(lowest), C))
-    assert torch.equal(dist.deterministic_sample, dist.mode)
 
 
 @pytest.mark.parametrize("cls", [OneHotCategorical, MaskedOneHotCategorical])
@@ -379,8 +375,8 @@ def test_wrong_parameters_and_values_are_value_errors():
         x[1, 4] = bad
         with pytest.raises(ValueError, match=f"expected {given}.*without NaN or inf at valid"):
             MaskedCategorical(**{given: x}, mask=MASK)
-    with pytest.raises(ValueError, match="expected padding_side 'left' or 'right', got 'top'"):
-        MaskedCategorical(scores(4), mask=MASK, padding_side="top")
+    with pytest.raises(ValueError, match="expected padding_side 'left', got 'right': nothing is"):
+        MaskedCategorical(scores(4), mask=MASK, padding_side="right")
     for how in ({"mask": MASK}, {"indices": INDICES, "padding_value": PAD}):
         dist = MaskedCategorical(scores(4), **how)
         for bad in (-1, 6):

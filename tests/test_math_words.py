@@ -39,6 +39,13 @@ def reply(text: str, *, complete: bool = True) -> Reply:
         ("London", "Paris", False),
         ("x + 1", "x+1", False),
         ("2", "x^2", False),
+        ("1e5", "1", False),
+        ("1e5", "100,000", True),
+        ("1e400", "1", False),
+        ("1e-9999", "9999", False),
+        ("2.5e-1", "1/4", True),
+        ("1e999999999", "1", False),
+        ("", "", False),
     ],
 )
 def test_answers_are_compared_as_numbers(said, right, same):
@@ -86,6 +93,9 @@ def test_math_rewards_the_marked_number_before_the_last_one(tmp_path):
     assert task.reward(row, reply("#### 7", complete=False)).parts["format"] == 0
     assert task.reward(row, reply("#### 8, not 7")).total == 1  # the mark's line, its last number
     assert task.reward(row, reply("#### 8")).total == 0
+    assert task.reward(row, reply("<think>#### 7</think> #### 8")).total == 0
+    assert task.reward(row, reply("<think>#### 7")).parts == {"correct": 0, "format": 0}
+    assert task.reward(row, reply("<think>#### 8</think> 7")).total == 1
 
 
 def test_gsm8k_solutions_earn_their_own_reward(tmp_path):

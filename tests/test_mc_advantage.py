@@ -92,8 +92,9 @@ def test_a_group_without_a_signal_is_dropped():
 
 
 def test_what_cannot_be_a_group_is_named(caplog):
-    with pytest.raises(ValueError, match="needs grpo_size >= 2, got 1"):
-        MCAdvantage(1)
+    for wrong in (1, 2.5, "4"):
+        with pytest.raises(ValueError, match=f"a whole grpo_size >= 2, got {wrong!r}"):
+            MCAdvantage(wrong)
     with pytest.raises(RuntimeError, match="Expected the trajectory to be done, got 2 turns"):
         MCAdvantage(2)(chat("a", [0.0, 0.0], done=False))
     with pytest.raises(TypeError, match="prompt_key 'query', got NoneType"):

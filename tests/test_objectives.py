@@ -90,3 +90,5 @@ def test_imitation_has_the_negative_log_likelihood_alone():
     assert set(terms.loss) == {"policy"}
     assert terms.loss["policy"].tolist() == [pytest.approx([-c for c in CURR])]
     assert not SFTObjective.needs_reference
+    with pytest.raises(TypeError, match="argument"):  # it has no leash to be put on
+        SFTObjective(kl=ConstantKLController(kl_coef=0.1))

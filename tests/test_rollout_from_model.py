@@ -91,6 +91,7 @@ def log_probs(model, prompt: list[int], reply: list[int], temperature: float = 1
     return torch.stack([row[token] for row, token in zip(every, reply, strict=True)])
 
 
+@pytest.mark.usefixtures("list_setting")
 def test_the_documented_example_gives_the_printed_keys_shapes_and_types(folders, tmp_path):
     dl = get_dataloader(
         batch_size=4,
@@ -123,7 +124,7 @@ def test_the_documented_example_gives_the_printed_keys_shapes_and_types(folders,
     assert rollout.names == [None, "time"]
 
 
-def test_the_score_is_paid_once_where_the_episode_ends(parts):
+def test_fault_06_the_score_is_paid_once_where_the_episode_ends(parts):
     td = parts.roll.rollout_from_data(parts.batch)
     replies, done = parts.replies(td), td["next", "done"].squeeze(-1)
     assert torch.equal(done, td["next", "terminated"].squeeze(-1))
@@ -157,7 +158,7 @@ def test_log_probs_are_those_of_a_plain_forward_and_never_nan(parts):
         )
 
 
-def test_nothing_is_nan_when_all_rows_stop_at_once(folders):
+def test_fault_07_nothing_is_nan_when_all_rows_stop_at_once(folders):
     parts = Parts(folders["gpt2"], ends=10_000)  # every token ends a reply
     for config in (None, GenerationConfig(do_sample=True)):
         td = parts.roll.rollout_from_data(parts.batch, config)
@@ -318,7 +319,25 @@ def test_the_documented_controller_gets_its_own_convention(folders):
     assert parts.roll.kl_coef == pytest.approx(0.3 * (1 + error * 3 / 10), rel=1e-5)
 
 
-def test_without_a_scheduler_stepping_does_nothing(folders):
+def test_impossible_settings_and_prompts_are_refused_where_they_are_given(folders):
+    nan, ids = float("nan"), torch.tensor([[5, 6, 7, 8]])
+    parts = Parts(folders["gpt2"])
+    for wrong in ({"kl_coef": -1}, {"kl_coef": nan}, {"score_clip": -1}, {"score_clip": nan}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            RolloutFromModel(parts.model, parts.ref, parts.reward, **wrong)
+    with pytest.raises(ValueError, match="a reward_model, got None"):
+        RolloutFromModel(parts.model, parts.ref, None)
+    for place in (4, -2):
+        with pytest.raises(ValueError, match=rf"below the 4 tokens of a row, got \[{place}\]"):
+            PromptData(
+                input_ids=ids,
+                attention_mask=ids > 0,
+                prompt_rindex=torch.tensor([place]),
+                batch_size=[1],
+            )
+
+
+def test_fault_31_without_a_scheduler_stepping_does_nothing(folders):
     parts = Parts(folders["gpt2"], kl_coef=0.3)
     parts.roll.rollout_from_data(parts.batch)
     parts.roll.step_scheduler()

@@ -108,7 +108,7 @@ def test_it_owns_nothing_but_a_folder_that_goes(tmp_path, monkeypatch):
         assert folder.is_dir()
         box.run("open('note', 'w').write('hi')")
         assert os.listdir(folder) == ["note"]
-        # Writing elsewhere is up to the user's rights: as root the code is nobody.
+        # Writing elsewhere is up to the user's rights: as root the code is a user of its own.
         other = tmp_path / "other"
         other.mkdir(mode=0o700)
         wrote = box.run(f"open({str(other / 'x')!r}, 'w')").ok
@@ -138,5 +138,83 @@ def test_names_live_until_the_process_ends():
         assert not box.run("while True: pass").ok
         assert "NameError" in box.run("print(x)").output, "it starts afresh"
     assert run("print('x' in dir())").output == "False\n"
-    with pytest.raises(ValueError, match="timeout > 0"):
-        Sandbox(timeout=0)
+
+
+FORGE = (  # what a run's end looks like, written to every pipe within reach
+    "import os\nfor fd in range(3, 64):\n    try: os.write(fd, b'1')\n    except OSError: pass\n"
+)
+
+
+def test_a_forged_answer_does_not_end_a_run():
+    with Sandbox(timeout=1) as box:
+        done = box.run(FORGE + "while True: pass")
+        assert (done.ok, done.output) == (False, "[stopped: no end within 1 s]")
+        assert not box.run(FORGE).ok, "a byte too many ends the box"
+        assert box.run("print(2)").output == "2\n"
+
+
+def test_a_child_that_outlives_its_run_does_not_speak_in_the_next():
+    late = "import os, time\nif os.fork() == 0:\n    time.sleep(0.2)\n    print('late')\n"
+    with Sandbox(timeout=20) as box:
+        assert box.run(late + "x = 1").output == ""
+        time.sleep(0.5)
+        assert box.run("print(x)").output == "1\n"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give each box a user")
+def test_boxes_do_not_reach_each_other():
+    boxes = [Sandbox(timeout=20, processes=4) for _ in range(8)]
+    start = "import os\nopen('note', 'w').write('mine')\nprint(os.getcwd(), os.getuid())"
+    folders, users = zip(*(box.run(start).output.split() for box in boxes), strict=True)
+    assert len(set(users)) == 8
+    assert "PermissionError" in boxes[0].run(f"os.listdir({folders[1]!r})").output
+    hold = "for _ in range(2):\n    if os.fork() == 0:\n        import time; time.sleep(60)"
+    assert all(box.run(hold).ok for box in boxes), "24 processes, at most 4 of one box"
+    for box in boxes:
+        box.close()
+    with Sandbox(timeout=20) as box:
+        again = int(box.run("import os\nprint(os.getuid())").output)
+    assert again <= max(map(int, users)), "a user is free again"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user's children are not told apart")
+def test_without_namespaces_a_child_with_a_session_of_its_own_ends_too(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")  # no unshare
+    isolation.cache_clear()
+    try:
+        assert isolation() == ()
+        code = (
+            "import os, time\n"
+            "if os.fork() == 0:\n"
+            "    os.setsid()\n"
+            "    time.sleep(60)\n"
+            "print(os.getuid())"
+        )
+        with Sandbox(timeout=20) as box:
+            user = int(box.run(code).output)
+        left = [p for p in Path("/proc").glob("[0-9]*") if _owner(p) == user]
+        assert not left
+    finally:
+        isolation.cache_clear()
+
+
+def _owner(path: Path) -> int | None:
+    try:
+        lines = (path / "status").read_text().splitlines()
+    except OSError:
+        return None
+    dead = any(line.startswith("State:\tZ") for line in lines)
+    return None if dead else next(int(x.split()[1]) for x in lines if x.startswith("Uid:"))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"timeout": t} for t in (0, -1, float("nan"), float("inf"), "a", True)),
+        *({name: n} for name in ("memory", "file_size", "max_output") for n in (-1, 0, 1.5)),
+        {"processes": "16"},
+    ],
+)
+def test_wrong_limits_are_errors(wrong):
+    with pytest.raises(ValueError, match=f"expected {next(iter(wrong))} "):
+        Sandbox(**wrong)

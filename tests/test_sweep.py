@@ -67,7 +67,8 @@ def test_the_csv_has_a_row_per_job_with_means_over_the_last_ten(tmp_path):
 def test_the_page_links_every_job_and_hides_secrets(tmp_path):
     text = write_sweep(make_sweep(tmp_path)).read_text(encoding="utf-8")
     links = re.findall(r'<a href="(.*?)">(.*?)</a>', text)
-    assert ("kl.coeff%3D10/report.html", "kl.coeff=10") in links
+    (label,) = [text for link, text in links if link == "kl.coeff%3D10/report.html"]
+    assert "kl.coeff=10.0" in label
     assert len(links) == 3
     for drawing in re.findall(r"<svg.*?</svg>", text):
         ElementTree.fromstring(drawing)
@@ -76,8 +77,9 @@ def test_the_page_links_every_job_and_hides_secrets(tmp_path):
 
 def test_the_table_holds_what_differs_between_the_jobs(tmp_path):
     for coeff in (0.0, 0.5):
-        make_job(tmp_path / f"kl.coeff={coeff}", coeff=coeff)
+        make_job(tmp_path / f"experiment=grpo_tiny,kl.coeff={coeff}", coeff=coeff)
     text = write_sweep(tmp_path).read_text(encoding="utf-8")
+    assert re.findall(r"<a [^>]*>(.*?)</a>", text) == ["kl.coeff=0.0", "kl.coeff=0.5"]
     # kl/coeff would repeat kl.coeff; the rest is equal
     assert re.findall("<th>(.*?)</th>", text) == ["job", "kl.coeff", "kl/ref_sequence"]
     same = "state finished, objective 0.5, eval/sampled_accuracy 0.75, reward/mean 10.5"

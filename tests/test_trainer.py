@@ -13,13 +13,13 @@ from runs import lines, metrics
 
 from envs.chat_env import ChatEnv
 from envs.tasks.task import Reply, Reward
-from envs.transforms import RetrieveKL
+from envs.transforms import Compose, RetrieveKL
 from policies.load import load_reference
 from trainer.advantage import GroupAdvantage
 from trainer.checkpoint import Checkpoints
 from trainer.display import Display
 from trainer.evaluate import Evaluate
-from trainer.kl_control import ConstantKLController
+from trainer.kl_control import ConstantKLController, TargetKLController
 from trainer.objectives import GRPOObjective
 from trainer.optimizer import make_optimizer
 from trainer.runtime import Runtime, Stopped
@@ -54,12 +54,25 @@ def crash() -> None:
     raise ZeroDivisionError("boom")
 
 
-def train(folder: Path, task: Words | None = None, *, resume: bool = False, every: int = 1) -> str:
+def train(
+    folder: Path,
+    task: Words | None = None,
+    *,
+    resume: bool = False,
+    every: int = 1,
+    measure: bool = True,
+) -> str:
     """Train four iterations, evaluating after the second and the last; return what was shown."""
     task, shown = task or Words(), io.StringIO()
     with Runtime(folder, seed=3, device="cpu") as runtime:
         policy, kl = make_policy.__wrapped__(), ConstantKLController(kl_coef=0.1)
-        env, reference = ChatEnv(task, group_size=G), load_reference(policy)
+        env, retrieve, where = ChatEnv(task, group_size=G), Compose(), "reward"
+        if measure:
+            retrieve = RetrieveKL(ref_model=load_reference(policy), add_to_reward=False)
+            where = "loss"
+        else:
+            kl = TargetKLController(0.1, target=1.0, horizon=10)
+        objective = GRPOObjective(kl=kl, where=where)
         optimizer = make_optimizer(policy.model, lr=1e-2)
         scorer, optimizer = runtime.accelerator.prepare(policy.scorer, optimizer)
         parts = {"task": task, "env": env, "policy": policy, "runtime": runtime}
@@ -68,9 +81,9 @@ def train(folder: Path, task: Words | None = None, *, resume: bool = False, ever
             runtime=runtime,
             policy=policy,
             source=Rollouts(**parts, size=4),
-            retrieve_kl=RetrieveKL(ref_model=reference, add_to_reward=False),
+            retrieve_kl=retrieve,
             advantage=GroupAdvantage(group_size=G, kl=kl),
-            update=Update(scorer, optimizer, GRPOObjective(kl=kl), runtime, lr=lambda _: 1e-2),
+            update=Update(scorer, optimizer, objective, runtime, lr=lambda _: 1e-2),
             evaluate=Evaluate(**parts, **options),
             kl=kl,
             checkpoints=Checkpoints(runtime, policy, optimizer, every=every, keep_last=0),
@@ -121,6 +134,13 @@ def test_an_evaluation_that_a_stop_cut_off_is_made_up_on_resume(straight, tmp_pa
     assert told(tmp_path) == told(straight)
 
 
+def test_a_kl_that_nobody_measured_does_not_move_the_coefficient(tmp_path) -> None:
+    train(tmp_path, every=0, measure=False)
+    rows = lines(tmp_path / "metrics.jsonl")
+    assert [row.get("kl/coeff") for row in rows] == [None, 0.1, 0.1, 0.1, 0.1]
+    assert not any("kl/ref_sequence" in row for row in rows)
+
+
 def test_damaged_checkpoints_are_skipped_by_name(straight, tmp_path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(straight, folder)
@@ -147,8 +167,10 @@ def test_without_checkpoints_a_resumed_run_starts_over(straight, tmp_path) -> No
     shown = train(tmp_path, Counted(IN_ITERATION_2, crash), every=3)
     assert shown.endswith("nothing is saved: it ended before its first checkpoint\nboom\n")
     assert [row["progress/iteration"] for row in metrics(tmp_path)] == [0, 1]
-    shown = train(tmp_path, resume=True)
+    shown = train(tmp_path, resume=True, every=20)
     assert "resumed  from iteration 0, there is no checkpoint" in shown
+    saved = [path.name for path in (tmp_path / "checkpoints").iterdir()]
+    assert saved == ["iteration_000004"], "the last iteration is saved, due or not"
     assert metrics(tmp_path) == metrics(straight)
     assert told(tmp_path) == told(straight)
 

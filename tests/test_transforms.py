@@ -108,6 +108,19 @@ def test_a_missing_key_is_an_error_in_a_step_and_skipped_at_reset():
         Transform(["total"])(td)
 
 
+def test_the_tolerance_of_a_compose_is_that_of_its_parts():
+    td = TensorDict({"total": torch.ones(2)}, [2])
+    whole = Compose(Compose(Scale(2.0, in_keys=["reward"])), Scale(3.0))
+    with pytest.raises(KeyError, match="reward"):
+        whole(td.clone())
+    whole.missing_tolerance = True
+    whole.append(Scale(2.0, in_keys=["later"]))
+    assert whole(td)["total"].tolist() == [3.0, 3.0]
+    whole.missing_tolerance = False
+    with pytest.raises(KeyError, match="reward"):
+        whole(td)
+
+
 def test_container_collector_and_parent():
     class Collector:
         pass

@@ -372,6 +372,10 @@ def test_schedules(schedule, want):
     assert rate(100) == pytest.approx(2 * want[-1])
 
 
-def test_an_unknown_schedule_is_refused():
+def test_unknown_schedules_and_settings_are_refused(policy):
     with pytest.raises(ValueError, match=r"constant.*'step'"):
         make_schedule("step", lr=1.0, total=2)
+    with pytest.raises(TypeError, match="warm_up"):
+        make_schedule("linear", lr=1.0, total=2, warm_up=1)
+    with pytest.raises(TypeError, match="decay"):
+        make_optimizer(policy.model, lr=1.0, decay=0.1)

@@ -16,6 +16,7 @@ from torch import nn
 from envs.transforms import RetrieveLogProb
 from policies.containers import ChatHistory, Text, Tokens
 from policies.history import History
+from policies.load import load_policy
 from policies.padding import is_ragged, pad, pad_mask, rows
 from policies.random import fold
 from policies.scorer import Scorer
@@ -50,6 +51,13 @@ def spoken(mode: str = "history") -> TensorDict:
         return td.set("text", Text(full=texts, batch_size=[3]))
     ids = [make_policy().tokenizer(t, add_special_tokens=False)["input_ids"] for t in texts]
     return td.set("tokens", lazy_stack([Tokens(full=torch.tensor(i)) for i in ids]))
+
+
+RESPONSE_LOG_PROBS = ("log_probs", "response")
+
+
+def policy_ids(chat) -> list[int]:
+    return make_policy().renderer.render(chat).ids
 
 
 def scoring(**changes) -> TransformersWrapper:
@@ -242,7 +250,20 @@ def test_prompts_over_the_limit_are_refused_by_number():
         ({"max_length": 9}, "max_length=9: lengths count new tokens"),
         ({"max_time": 1.0}, "max_time=1.0: a reply would end"),
         ({"logprobs": True}, "return_log_probs"),
-        ({"output_attentions": True}, "output_attentions=True: the wrapper does not offer it"),
+        ({"num_assistant_tokens": 3}, "num_assistant_tokens=3: there is no assistant model"),
+        ({"watermarking_config": {}}, "watermarking_config={}: a watermark shifts"),
+        ({"max_new_tokens": 2.7}, "expected max_new_tokens to be an integer, got 2.7"),
+        ({"max_tokens": True}, "expected max_tokens to be an integer, got True"),
+        (
+            {"eos_token_id": "x"},
+            "expected eos_token_id to be a token id or a list of them, got 'x'",
+        ),
+        ({"eos_token_id": [3, -1]}, "expected eos_token_id to be a token id or a list of them"),
+        ({"top_k": 50.5}, "expected top_k to be an integer, got 50.5"),
+        ({"temperature": "1"}, "expected temperature to be a number, got '1'"),
+        ({"do_sample": 0}, "expected do_sample to be True or False, got 0"),
+        ({"stop_strings": 2}, "expected stop_strings to be a list of texts, got 2"),
+        ({"bad_words_ids": [3]}, "expected bad_words_ids to be a list of lists of token ids"),
         ({"top_p": 1.5}, "top_p between 0 and 1"),
         ({"top_k": -1}, "top_k >= 0"),
         ({"min_p": -0.1}, "min_p between 0 and 1"),
@@ -257,6 +278,7 @@ def test_prompts_over_the_limit_are_refused_by_number():
         ({"n": 2, "num_return_sequences": 2}, "n or num_return_sequences, got both"),
         ({"stop": "end"}, "list of texts"),
         ({"stop": ["x"], "typical_p": 0.5}, "stop or .*typical_p.*, got both"),
+        ({"cache_implementation": "x", "typical_p": 0.5}, "Invalid `cache_implementation`"),
     ],
 )
 def test_fault_27_what_cannot_be_generated_is_refused(kwargs, message):
@@ -599,6 +621,40 @@ def test_histories_give_distributions_over_their_assistant_turns():
         assert set(td.keys()) == {"history", "tokens"} if "rlhf" in name else {"history"}
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("padded", [True, False])
+def test_the_distribution_under_the_assistant_mask_may_be_asked_for_again(side, padded):
+    policy = scoring(pad_output=padded)
+    td = spoken()
+    first, again = (policy._get_rlhf_dist(td, padding_side=side) for _ in range(2))
+    for dist in (again, policy._get_sft_dist(td, padding_side=side)):
+        assert torch.equal(dist.mask, first.mask)
+        assert torch.equal(dist.logits, first.logits)
+    fresh = policy.log_prob(spoken(), as_list=True)
+    for got in (policy.log_prob(td.copy(), as_list=True), rows(policy(td), RESPONSE_LOG_PROBS)):
+        for a, b in zip(got, fresh, strict=True):  # a padded one is as long as the longest
+            torch.testing.assert_close(a[: len(b)], b, atol=1e-5, rtol=0)
+
+
+def test_only_the_ids_of_the_history_have_its_assistant_mask():
+    td = scoring(pad_output=False)(spoken()).select("tokens", "history")
+    assert scoring()._get_rlhf_dist(td.copy()).mask.sum() > 0
+    rows(td, ("tokens", "full"))[1][2] += 1
+    with pytest.raises(ValueError, match="assistant mask"):
+        scoring()._get_rlhf_dist(td)
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_the_assistant_mask_replaces_ids_that_were_not_read(padded):
+    stale = scoring(pad_output=padded)(spoken())["tokens"]
+    stale = stale.select("full").apply(torch.zeros_like)
+    td = spoken().set("tokens", stale)
+    dist = scoring(prefer_tokens=False)._get_rlhf_dist(td)
+    want = [policy_ids(chat) for chat in SPOKEN]
+    assert [r[-len(w) :].tolist() for r, w in zip(td["tokens", "full"], want, strict=True)] == want
+    assert torch.equal(scoring()._get_rlhf_dist(td).mask, dist.mask)
+
+
 def test_padding_side_is_where_ragged_rows_are_padded():
     lengths = torch.tensor([len(make_policy().renderer.render(c).ids) for c in SPOKEN])[:, None]
     index = torch.arange(int(lengths.max()))
@@ -606,6 +662,13 @@ def test_padding_side_is_where_ragged_rows_are_padded():
     assert torch.equal(right, index < lengths)
     left = scoring().get_dist(spoken()).mask
     assert torch.equal(left, index >= lengths.max() - lengths)
+    for read in (scoring().get_dist, scoring()._get_rlhf_dist):
+        with pytest.raises(ValueError, match="padding_side='right' pads ragged sequences"):
+            read(make_policy()(prompts()), padding_side="right")
+        with pytest.raises(ValueError, match="expected padding_side 'left' or 'right', got 'top'"):
+            read(spoken(), padding_side="top")
+    with pytest.raises(ValueError, match="layout is that of nested logits"):
+        scoring().get_dist(spoken(), layout=torch.jagged)
 
 
 def test_distributions_without_their_mask_or_direction_are_refused():
@@ -641,7 +704,26 @@ def test_keys_tell_what_is_written():
     assert set(policy.out_keys) <= set(out.keys())
     assert policy.log_prob_keys == [("log_probs", "full")]
     assert all(key in out.keys(True) for key in policy.log_prob_keys + policy.dist_sample_keys)
+    assert policy.dist_params_keys == []  # a generating policy has no distributions
+    for score, td in ((scoring(), spoken()), (scoring(input_mode="text"), spoken("text"))):
+        shown = TensorDict(batch_size=[3])
+        score.get_dist(td, shown)
+        assert list(shown.keys()) == score.dist_params_keys == ["logits"]
+        written = score(td).keys(True)
+        assert all(key in written for key in score.log_prob_keys + score.dist_sample_keys)
     policy = policy.get_new_version()
     policy.log_prob_keys = ["mine"]
     assert policy.log_prob_keys == ["mine"]
     assert isinstance(policy.model, nn.Module)
+
+
+def test_versions_share_one_scorer_and_what_load_policy_knows():
+    bare = TransformersWrapper(make_policy().model, tokenizer=make_policy().tokenizer)
+    assert bare.get_new_version(generate=False).scorer is bare.scorer
+    loaded = load_policy("tiny", autocast="bfloat16", system_prompt="Sort.")
+    version = loaded.get_new_version(generate=False)
+    assert version.scorer.autocast is torch.bfloat16
+    assert (version.found, version.source, version.system_prompt) == (loaded.found, "auto", "Sort.")
+    other = loaded.get_new_version(model=make_policy().model)
+    assert other.system_prompt == "Sort."
+    assert not hasattr(other, "found")  # the weights are from elsewhere

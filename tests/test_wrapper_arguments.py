@@ -3,6 +3,7 @@
 import copy
 import math
 import warnings
+from collections import Counter
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from test_wrapper import CHATS, SPOKEN, prompts, same, scoring, sequences, spoke
 from torch import nn
 from torch.distributions import Categorical
 from transformers import (
+    GenerationConfig,
     LogitsProcessorList,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -23,6 +25,7 @@ from transformers import (
 )
 
 from envs.chat_env import ChatEnv
+from policies import wishes
 from policies.containers import ChatHistory, Text, Tokens
 from policies.history import History
 from policies.models import find_model, load_tokenizer
@@ -381,6 +384,31 @@ def test_what_only_transformers_can_do_is_handed_on_to_it():
         assert (values[mask] < 0).all()
     torch.manual_seed(0)
     same(out, asked(policy, suppress_tokens=banned, temperature=0.8)(prompts()).reshape(-1))
+
+
+def test_every_field_of_a_generation_config_is_offered_idle_or_refused():
+    offered = [name for _, names in wishes.TYPES.values() for name in names]
+    refused = [name for names in wishes.REFUSED.values() for name in names]
+    groups = Counter([*offered, *wishes.COMPUTES, *wishes.IDLE, *refused])
+    fields = {k for k in vars(GenerationConfig()) if not k.startswith("_")}
+    assert max(groups.values()) == 1
+    assert {wishes.ALIASES.get(k, k) for k in fields} <= set(groups)
+    # Whatever is offered has a type to be checked.
+    assert {*wishes.FILTERS, *wishes.HANDED_ON, *wishes.OWN} <= set(offered)
+
+
+def test_how_transformers_computes_changes_no_reply():
+    computes = {"use_cache": False, "return_dict_in_generate": False, "output_attentions": True}
+    computes |= {"prompt_lookup_num_tokens": 3, "bos_token_id": 1}
+    plain = make_policy().get_new_version(inplace=False)
+    same(asked(plain, **computes)(prompts()), plain(prompts()))
+    plain = asked(plain, suppress_tokens=[5, 6])
+    assert not asked(plain, **computes).limits.config().use_cache
+    outs = []
+    for policy in (plain, asked(plain, **computes)):
+        torch.manual_seed(0)
+        outs.append(policy(prompts()))
+    same(*outs)
 
 
 def test_other_names_of_wishes_are_understood():

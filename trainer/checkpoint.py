@@ -44,9 +44,9 @@ class Checkpoints:
         self.last: int | None = None  # iterations done in the one that was saved or restored last
         self.skipped: list[str] = []  # damaged ones that `newest` passed over
 
-    def maybe_save(self, iteration: int, state: dict[str, Any]) -> None:
-        """Save after every `every` iterations (rank 0; the others wait)."""
-        if self.every and iteration % self.every == 0:
+    def maybe_save(self, iteration: int, state: dict[str, Any], *, last: bool = False) -> None:
+        """Save after every `every` iterations and the last (rank 0; the others wait)."""
+        if self.every and (last or iteration % self.every == 0):
             self.save(iteration, state)
 
     def save(self, iteration: int, state: dict[str, Any]) -> None:

@@ -97,7 +97,7 @@ def ready(policy: Any, *, input_mode: str = "history", **needed: Any) -> Any:
         )
     if all(getattr(policy, name) == value for name, value in needed.items()):
         return policy
-    return policy.get_new_version(model=policy.scorer, **needed)
+    return policy.get_new_version(**needed)
 
 
 def carry(td: TensorDictBase, state: list[str]) -> TensorDictBase:

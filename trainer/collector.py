@@ -8,7 +8,7 @@ Left out on purpose: replay buffers, queues, environment pools, remote workers.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,9 +37,10 @@ class LLMCollector:
     turns; `yield_only_last_steps`: only the last turn of each. All turns that ran count towards
     `total_dialog_turns` (-1: no end). `reset_at_each_iter` gives up running chats between batches.
 
-    `dataloader` gives `env.reset` its data: TensorDicts, rows (dicts with "messages"), texts, or
-    lists of these. One that can be iterated again starts over; an iterator ends the collection, and
-    a batch [B, T] that it cannot fill is dropped. Without it the environment has its own data.
+    `dataloader` gives `env.reset` its data: TensorDicts, rows (dicts with "messages", or with
+    the environment's `data_key`, whose other entries are columns), texts, or lists of these. One
+    that can be iterated again starts over; an iterator ends the collection, and a batch [B, T] that
+    it cannot fill is dropped. Without it the environment has its own data.
     `postproc` maps each batch; None in return skips it. `track_policy_version` (True or a
     PolicyVersion) writes "policy_version", one more after each `update_policy_weights_`.
     ("collector", "traj_ids") numbers the chats. Rows hold the exact ids and no padding, also with a
@@ -268,11 +269,26 @@ def _as_td(data: Any, text_key: str) -> TensorDictBase:
     if items and all(isinstance(item, str) for item in items):
         return td.set(text_key, NonTensorStack(*items))
     if items and all(isinstance(item, Mapping) for item in items):
+        if not all("messages" in item for item in items):
+            return _columns(td, items, text_key)
         return td.set("row", NonTensorStack(*[NonTensorData(dict(item)) for item in items]))
     raise TypeError(
         "expected TensorDicts, rows (dicts with 'messages'), texts or lists of these from the "
         f"dataloader, got {type(items[0]).__name__ if items else 'an empty list'}"
     )
+
+
+def _columns(td: TensorDict, items: Sequence[Mapping], text_key: str) -> TensorDict:
+    """Return dicts with a chat under `text_key` as columns, those that all of them have."""
+    for item in items:
+        if text_key not in item:
+            raise ValueError(
+                f"expected rows with 'messages' or {text_key!r} from the dataloader, got one with "
+                f"{sorted(item)}; rename its text"
+            )
+    for name in sorted(set(items[0]).intersection(*items)):
+        td.set(name, NonTensorStack(*[NonTensorData(item[name]) for item in items]))
+    return td
 
 
 def _state_dict(source: Any) -> dict[str, Tensor]:

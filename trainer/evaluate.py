@@ -62,8 +62,9 @@ class Evaluate:
     @property
     def about(self) -> str:
         """Say what one evaluation plays: "40 prompts x 8 samples, greedy"."""
-        ways = {"sampled": "x {} samples", "greedy": "greedy"}
-        played = ", ".join(ways[name].format(env.group_size) for name, env, _ in self.plans)
+        sizes = {name: env.group_size for name, env, _ in self.plans}
+        ways = {"sampled": "x {} sample{}", "greedy": "greedy"}
+        played = ", ".join(ways[name].format(n, "" if n == 1 else "s") for name, n in sizes.items())
         return f"{len(self.rows)} prompts {played}"
 
     def __call__(
@@ -121,4 +122,4 @@ class Evaluate:
 def at_temperature(policy: TransformersWrapper, temperature: float) -> TransformersWrapper:
     """Return the same policy, by the same weights, at another temperature."""
     kwargs = {**policy.generate_kwargs, "temperature": temperature}
-    return policy.get_new_version(model=policy.scorer, generate_kwargs=kwargs)
+    return policy.get_new_version(generate_kwargs=kwargs)

@@ -35,8 +35,7 @@ def gae(
     >>> gae(reward, value, torch.tensor([[True, False, True]]), lmbda=0.5).tolist()
     [[0.125, 0.0, 0.75]]
     """
-    if not 0 <= gamma <= 1 or not 0 <= lmbda <= 1:
-        raise ValueError(f"expected gamma and lmbda from 0 to 1, got {gamma} and {lmbda}")
+    _check_shares(gamma, lmbda)
     out = torch.zeros_like(value)
     after = advantage = torch.zeros_like(value[:, 0])  # [B] V and A of the next kept token
     for t in mask.any(0).nonzero().squeeze(-1).flip(0).tolist():
@@ -49,6 +48,11 @@ def gae(
         after = torch.where(keep, value[:, t], after)
         out[:, t] = advantage * keep
     return out
+
+
+def _check_shares(gamma: float, lmbda: float) -> None:
+    if not 0 <= gamma <= 1 or not 0 <= lmbda <= 1:
+        raise ValueError(f"expected gamma and lmbda from 0 to 1, got {gamma} and {lmbda}")
 
 
 def return_sums(returns: Tensor, value: Tensor, mask: Tensor) -> dict[str, float]:
@@ -107,6 +111,7 @@ class GAE(LossModule):
         average_gae: bool = False,
     ) -> None:
         super().__init__()
+        _check_shares(gamma, lmbda)
         self.gamma, self.lmbda = float(gamma), float(lmbda)
         self.value_network, self.average_gae = value_network, average_gae
         self.tensor_keys = GAEKeys()

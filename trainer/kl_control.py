@@ -133,10 +133,11 @@ class AdaptiveKLController(TargetKLController):
 
 
 def _floats(values: Sequence[float]) -> list[float]:
-    """Return the values as plain numbers; None or one that is not finite is a ValueError."""
-    if values is None:
-        raise ValueError("expected kl_values, a sequence of numbers, got None")
-    out = [float(value) for value in values]
+    """Return the values as plain numbers; no sequence or one not finite is a ValueError."""
+    try:
+        out = [float(value) for value in values]
+    except TypeError:
+        raise ValueError(f"expected kl_values, a sequence of numbers, got {values!r}") from None
     if not all(map(math.isfinite, out)):
         raise ValueError(f"expected finite KL values, got {out}")
     return out

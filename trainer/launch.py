@@ -4,7 +4,6 @@ The parent never imports torch: what a job leaves behind in a process cannot rea
 Status travels by <folder>/status.json, errors by <folder>/errors/rank<k>.txt (trainer/failures.py).
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -16,18 +15,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from policies.cache import build_once, cache_dir
 from trainer.failures import complain, kill_reason, noted_errors, stop_reason
+from trainer.lock import held, sign, take
 from trainer.redact import redact_text
 from trainer.run_files import write_text
+from trainer.warm_up import resolve_experiment
 
-PREFIX = "experiment:"
 # What a launcher such as torchrun tells its ranks; a run started from one of them is its own.
 RANK = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 STOPPED = 143  # exit code of a rank that stopped because it was told to
@@ -41,18 +39,29 @@ class Interrupted(SystemExit):
 def start(
     config: dict[str, Any], folder: Path, *, script: Path, compose: Callable[[str], dict[str, Any]]
 ) -> float:
-    """Run one job in fresh processes, its warm-up first; return the metric of a sweep."""
-    try:
-        prepare(config, folder, script=script, compose=compose)
-    except (Interrupted, KeyboardInterrupt):
-        close_status(folder, "preempted", "stopped before it began")
-        raise
-    except (RuntimeError, ValueError, OSError) as error:
-        close_status(folder, "failed", str(error))
-        raise
-    ranks, threads = config["launch"]["num_processes"], config["launch"]["threads"]
-    status = run(script, folder / "config.yaml", folder, ranks=ranks, threads=threads)
+    """Run one job in fresh processes, its warm-up first; return the metric of a sweep.
+
+    ValueError if another run holds the folder; nothing in it is touched then.
+    """
+    with held(folder) as lock:
+        try:
+            prepare(config, folder, script=script, compose=compose)
+        except (Interrupted, KeyboardInterrupt):
+            close_status(folder, "preempted", "stopped before it began")
+            raise
+        except (RuntimeError, ValueError, OSError) as error:
+            close_status(folder, "failed", str(error))
+            raise
+        ranks, threads = config["launch"]["num_processes"], config["launch"]["threads"]
+        path = folder / "config.yaml"
+        status = run(script, path, folder, ranks=ranks, threads=threads, lock=lock)
     return float(status["objective"])
+
+
+def prepare_joined(config: dict[str, Any], folder: Path, **ours: Any) -> Path:
+    """Do `prepare` in rank 0 of an outside launcher, which holds the folder until it ends."""
+    take(folder)
+    return prepare(config, folder, **ours)
 
 
 def prepare(
@@ -81,7 +90,13 @@ def _resolved(node: Any, resolve: Callable[[str], str]) -> Any:
 
 
 def run(
-    script: str | Path, config: Path, folder: Path, *, ranks: int = 1, threads: int | None = None
+    script: str | Path,
+    config: Path,
+    folder: Path,
+    *,
+    ranks: int = 1,
+    threads: int | None = None,
+    lock: int | None = None,
 ) -> dict[str, Any]:
     """Run `script --worker config folder` and return its status; raise RuntimeError if it failed.
 
@@ -91,7 +106,8 @@ def run(
     words = [sys.executable, str(script), "--worker", str(config), str(folder)]
     each = threads or max((os.cpu_count() or 1) // ranks, 1)
     with _caught_signals() as got, _free_port() as port:
-        end = _wait(_start_ranks(words, ranks=ranks, threads=each, port=port), folder, got)
+        started = _start_ranks(words, ranks=ranks, threads=each, port=port, lock=lock)
+        end = _wait(started, folder, got)
         failure = _close(folder, end, got)
     status = read_status(folder)
     if got or status.get("state") == "preempted":
@@ -141,7 +157,7 @@ def _free_port() -> Iterator[int]:
 
 
 def _start_ranks(
-    words: Sequence[str], *, ranks: int, threads: int, port: int
+    words: Sequence[str], *, ranks: int, threads: int, port: int, lock: int | None
 ) -> list[subprocess.Popen]:
     """Start one process per rank, told about the others as torchrun would; no launcher between."""
     env = {k: v for k, v in os.environ.items() if k not in RANK and "TORCHELASTIC" not in k}
@@ -151,7 +167,14 @@ def _start_ranks(
     told = [
         size | {"RANK": str(k), "LOCAL_RANK": str(k)} if ranks > 1 else {} for k in range(ranks)
     ]
-    return [subprocess.Popen(words, start_new_session=True, env=env | mine) for mine in told]
+    kept = () if lock is None else (lock,)  # the folder stays held when this process is killed
+    out = [
+        subprocess.Popen(words, start_new_session=True, env=env | mine, pass_fds=kept)
+        for mine in told
+    ]
+    if lock is not None:
+        sign(lock, [os.getpid(), *(rank.pid for rank in out)])
+    return out
 
 
 @dataclass(frozen=True)
@@ -248,37 +271,3 @@ def agree(make: Callable[[], Any], config: dict[str, Any]) -> Any:
     state = PartialState(cpu=config["policy"]["device"] == "cpu" or not torch.cuda.is_available())
     values = [make() if state.is_main_process else None]
     return broadcast_object_list(values)[0]
-
-
-def resolve_experiment(
-    name: str, compose: Callable[[str], dict[str, Any]], start: Callable[[dict, Path], None]
-) -> str:
-    """Return the model folder of a finished experiment, from the cache or by running it now.
-
-    The cache is keyed by the experiment's resolved configuration and leash's version. `start` runs
-    a configuration in a folder; its `model` is what is kept.
-    """
-    if not name.startswith(PREFIX):
-        return name
-    experiment = name.removeprefix(PREFIX)
-    config = compose(experiment)
-    try:
-        release = version("leash")
-    except PackageNotFoundError:
-        release = "source"
-    kept = {k: v for k, v in config.items() if k not in ("tracker", "launch", "checkpoint")}
-    text = json.dumps([kept, release], sort_keys=True)
-    key = hashlib.sha256(text.encode()).hexdigest()[:12]
-
-    def build(work: Path) -> dict[str, Any]:
-        print(f"{experiment} is not in the cache yet: running it first", flush=True)
-        run_folder = folder.with_name(f"{folder.name}.run")  # outlives a failure, for its errors
-        shutil.rmtree(run_folder, ignore_errors=True)
-        start({**config, "experiment": experiment, "kept_in": str(folder)}, run_folder)
-        (run_folder / "model").rename(work / "model")
-        shutil.rmtree(run_folder)
-        return {"experiment": experiment, "config": config}
-
-    folder = cache_dir() / "experiments" / f"{experiment}-{key}"
-    build_once(folder, build)
-    return str(folder / "model")

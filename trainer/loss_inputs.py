@@ -96,5 +96,5 @@ def per_token(value: Tensor, mask: Tensor, fill: float | None = None) -> Tensor:
 
 
 def masked_mean(value: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean over the mask, a scalar."""
-    return value[mask].mean()
+    """Return the mean over the mask, a scalar; 0 over none."""
+    return value[mask].sum() / mask.sum().clamp(min=1)

@@ -7,7 +7,7 @@ none. Values may be [B, T], [B, T, 1], one per row, or ragged rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from tensordict import NestedKey, TensorClass, TensorDictBase
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 DISTS = {"sft": "_get_sft_dist", "rlhf": "_get_rlhf_dist", "generic": "_get_generic_dist"}
 AGGREGATIONS = ("token_mean", "prompt_mean", "sequence_mean", "constant", "none")
 RESPONSE = ("masks", "all_response_mask")
+TINY = torch.finfo(torch.float32).tiny
 
 
 class LLMLossOutput(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments]
@@ -141,20 +142,21 @@ class GRPOLoss(LossModule):
         self.masking_strategy = masking_strategy
 
     def forward(self, tensordict: TensorDictBase) -> LLMLossOutput:
-        """Return the losses and what they are made of."""
-        td = tensordict.reshape(-1) if tensordict.ndim > 1 else tensordict
+        """Return the losses and what they are made of; the td stays as it is."""
+        td = tensordict.reshape(-1) if tensordict.ndim > 1 else tensordict.copy()
         keys = self.tensor_keys
-        tokens = need(td, keys.action)
         dist = getattr(self.actor_network, DISTS[self.masking_strategy])(td)
+        tokens = need(td, keys.action)  # rlhf writes those of a history
         mask = self._mask(td, dist.mask)
         curr = dist.log_prob(tokens.masked_fill(~dist.mask, dist.ignore_index))
         gen = per_token(need(td, keys.sample_log_prob), mask, 0.0)
-        advantage = per_token(need(td, keys.advantage), mask, 0.0)
+        advantage = per_token(need(td, keys.advantage), mask, 0.0).detach()
         if gen.requires_grad:
             raise RuntimeError("expected the generation log-probs without a gradient; detach them")
+        rows = mask.any(-1).sum()  # a divisor that dropped tokens do not change
         if self.kl_mask_threshold is not None:
             mask = mask & (0.5 * (curr - gen).detach().square() <= self.kl_mask_threshold)
-        weight = self._weights(mask)
+        weight = self._weights(mask, rows)
         out = {"loss_objective": self._total(self._objective(curr, gen, advantage), weight)}
         with torch.no_grad():
             out |= self._diagnostics(curr, gen, advantage, mask)
@@ -168,7 +170,7 @@ class GRPOLoss(LossModule):
         )
         for name, coeff, key in leashes:
             if coeff is not None:
-                kl = kl_term(curr, per_token(need(td, key), mask, 0.0), "k3")
+                kl = kl_term(curr, per_token(need(td, key), mask, 0.0).detach(), "k3")
                 out[f"kl_to_{name}"] = masked_mean(kl.detach(), mask)
                 out[f"loss_kl_to_{name}"] = coeff * self._total(kl, weight)
         return self.output_type(**out, **self._more(td, mask, weight), batch_size=[])
@@ -193,16 +195,16 @@ class GRPOLoss(LossModule):
     def _clipped(self, moved: Tensor, advantage: Tensor) -> Tensor:
         return is_clipped(moved, advantage, self.clip_low, self.clip_high)
 
-    def _weights(self, mask: Tensor) -> Tensor:
-        """Return what each token counts, [B, T]."""
+    def _weights(self, mask: Tensor, rows: Tensor) -> Tensor:
+        """Return what each token counts, [B, T]; a constant divisor counts `rows` rows."""
         if self.aggregation == "none":
             return mask.float()
-        summed = self.reduction == "sum"
+        summed, constant = self.reduction == "sum", self.aggregation == "constant"
         return weights(
             mask,
             "sequence_mean" if self.aggregation == "prompt_mean" else self.aggregation,
             total_tokens=1 if summed else mask.sum(),
-            total_rows=1 if summed else mask.any(-1).sum(),
+            total_rows=1 if summed else rows if constant else mask.any(-1).sum(),
             max_tokens=self.max_tokens,
         )
 
@@ -217,14 +219,23 @@ class GRPOLoss(LossModule):
         return {
             "clip_fraction": masked_mean(self._clipped(moved, advantage).float(), mask),
             "kl_approx": masked_mean(gen - curr, mask),
-            "ESS": kept.sum() ** 2 / (kept**2).sum() / len(kept),
+            "ESS": kept.sum() ** 2 / (kept**2).sum().clamp(min=TINY) / max(len(kept), 1),
         }
 
 
 class DAPO(GRPOLoss):
-    """GRPOLoss under the name of DAPO (arXiv 2503.14476); its `clip_epsilon` is (0.2, 0.28)."""
+    """GRPOLoss under the name of DAPO (arXiv 2503.14476), which clips at (0.2, 0.28)."""
 
     output_type = DAPOLossOutput
+
+    def __init__(
+        self,
+        actor_network: Any = None,
+        *,
+        clip_epsilon: float | tuple[float, float] = (0.2, 0.28),
+        **settings: Any,
+    ) -> None:
+        super().__init__(actor_network, clip_epsilon=clip_epsilon, **settings)
 
 
 class CISPOLoss(GRPOLoss):

@@ -120,15 +120,6 @@ def kl_term(curr: Tensor, ref: Tensor, estimator: str) -> Tensor:
     raise ValueError(f"expected an estimator k1, k2 or k3 (full needs logits), got {estimator!r}")
 
 
-def totals(loss_mask: Tensor) -> Tensor:
-    """Return [tokens, rows with a token] of a mask; sum it over ranks before `weights`.
-
-    >>> totals(torch.tensor([[True, True], [False, False]])).tolist()
-    [2, 1]
-    """
-    return torch.stack([loss_mask.sum(), loss_mask.any(-1).sum()])
-
-
 def weights(
     loss_mask: Tensor,
     aggregation: str,

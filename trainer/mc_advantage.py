@@ -136,8 +136,8 @@ class MCAdvantage(GroupQueue):
         candidate_selection_min_size: int | None = None,
         candidate_selector: Any = None,
     ) -> None:
-        if grpo_size < 2:
-            raise ValueError(f"a group baseline needs grpo_size >= 2, got {grpo_size}")
+        if not isinstance(grpo_size, int) or grpo_size < 2:
+            raise ValueError(f"a group baseline needs a whole grpo_size >= 2, got {grpo_size!r}")
         if trajectory_return not in (None, *REDUCE):
             raise ValueError(
                 f"expected trajectory_return sum, max, mean or None, got {trajectory_return!r}"
@@ -191,10 +191,11 @@ class TopKRewardSelector(GroupQueue):
         done_key: NestedKey = ("next", "done"),
         verbose: bool = True,
     ) -> None:
-        if not 1 <= topk_size <= total_dialog_turns:
+        whole = isinstance(topk_size, int) and isinstance(total_dialog_turns, int)
+        if not whole or not 1 <= topk_size <= total_dialog_turns:
             raise ValueError(
-                f"expected 1 <= topk_size <= total_dialog_turns, got {topk_size=} and "
-                f"{total_dialog_turns=}"
+                "expected whole numbers, 1 <= topk_size <= total_dialog_turns, got "
+                f"{topk_size=} and {total_dialog_turns=}"
             )
         super().__init__(total_dialog_turns, prompt_key, rewards_key, done_key, verbose)
         self.total_dialog_turns, self.topk_size = total_dialog_turns, topk_size

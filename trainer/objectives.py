@@ -108,9 +108,6 @@ class SFTObjective:
 
     needs_reference = False
 
-    def __init__(self, *, kl: KLControllerBase | None = None) -> None:
-        pass
-
     def __call__(self, scores: Scores, batch: TensorDictBase) -> Terms:
         """Return the terms of a micro-batch."""
         means = {} if scores.entropy is None else {"policy/entropy": scores.entropy}

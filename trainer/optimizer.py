@@ -15,7 +15,6 @@ def make_optimizer(
     weight_decay: float = 0.0,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
-    **_: Any,
 ) -> torch.optim.AdamW:
     """Return fused AdamW on the parameters that require a gradient.
 
@@ -44,7 +43,7 @@ def _by_decay(group: dict[str, Any], weight_decay: float) -> list[dict[str, Any]
 
 
 def make_schedule(
-    schedule: str = "constant", *, lr: float, warmup: int = 0, total: int, **_: Any
+    schedule: str = "constant", *, lr: float, warmup: int = 0, total: int
 ) -> Callable[[int], float]:
     """Return step (0-based) -> learning rate: constant, linear or cosine to 0, after a warm-up.
 

@@ -67,9 +67,6 @@ class PreferenceObjective:
 
     needs_reference = False
 
-    def __init__(self, *, kl: Any = None) -> None:
-        pass
-
     def __call__(self, scores: Rewards, batch: TensorDictBase) -> Terms:
         """Return the terms of a micro-batch."""
         pair = batch.get("group_id")

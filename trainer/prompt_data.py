@@ -20,7 +20,7 @@ DEFAULT_DATASET = "CarperAI/openai_summarize_tldr"
 IGNORED = -100  # what transformers' losses leave out
 
 
-class PromptData(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments]
+class PromptData(TensorClass["nocast", "skip_post_init_on_rebuild"]):  # pyright: ignore[reportInvalidTypeArguments]
     """Hold prompts with their labels: ids [B, T] int64, attention_mask [B, T] bool.
 
     `prompt_rindex` [B] is the place of the prompt's last token. `labels` [B, T] are the ids, -100
@@ -39,6 +39,14 @@ class PromptData(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArg
     labels: Tensor | None = None
     logits: Tensor | None = None
     loss: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a `prompt_rindex` beyond the row; -1 is an empty prompt."""
+        last, width = self.prompt_rindex, self.input_ids.shape[-1]
+        if last.numel() and not (last >= -1).logical_and(last < width).all():
+            raise ValueError(
+                f"expected prompt_rindex below the {width} tokens of a row, got {last.tolist()}"
+            )
 
     def mask_label(self, pad_token_id: int = 0) -> "PromptData":
         """Return the prompts alone, whole, with padding in place of their labels."""

@@ -62,6 +62,12 @@ class RolloutFromModel:
         for name, value in (("max_new_tokens", max_new_tokens), ("num_steps", num_steps)):
             if value is not None and value < 1:
                 raise ValueError(f"expected {name} >= 1, got {value}")
+        if reward_model is None:
+            raise ValueError("expected a reward_model, got None; GPT2RewardModel makes one")
+        if not 0 <= kl_coef < torch.inf:
+            raise ValueError(f"expected a finite kl_coef >= 0, got {kl_coef}")
+        if not score_clip > 0:
+            raise ValueError(f"expected score_clip > 0 (inf clips nothing), got {score_clip}")
         self.model, self.ref_model, self.reward_model = model, ref_model, reward_model
         self.kl_coef, self.max_new_tokens, self.score_clip = kl_coef, max_new_tokens, score_clip
         self.kl_scheduler, self.num_steps = kl_scheduler, num_steps

@@ -87,14 +87,20 @@ def is_job(folder: Path) -> bool:
 def find_jobs(folder: str | Path) -> list[Path]:
     """List the job folders below `folder`, in natural order (2 before 10); failed ones too."""
     jobs = []
-    for here, names, files in os.walk(folder):
-        if Path(here) != Path(folder) and (
-            ".hydra" in names or {*_FILES, "config.yaml"} & {*files}
-        ):
-            jobs.append(Path(here))
+    for path, names, files in os.walk(folder):
+        here = Path(path)
+        if here != Path(folder) and (".hydra" in names or is_job(here) or _is_set_up(here, files)):
+            jobs.append(here)
             names.clear()
         names[:] = [name for name in names if not name.startswith(".")]
     return sorted(jobs, key=lambda job: _natural(str(job)))
+
+
+def _is_set_up(folder: Path, files: list[str]) -> bool:
+    """Tell whether the config.yaml of a folder is that of a run; Hydra's sources have one too."""
+    return "config.yaml" in files and {"policy", "algorithm"} <= {
+        *read_yaml(folder / "config.yaml")
+    }
 
 
 def find_runs(folder: Path) -> tuple[list[Path], list[Path]]:

@@ -267,10 +267,11 @@ def _table(rows: Sequence[Row]) -> str:
             same |= {title: cells[0]} if cells[0] else {}
         elif not any(_alike(cells, shown) for shown in columns.values()):
             columns[title] = cells
+    names = [page.escape(name) for name in labels(rows).values()]
     links = (f"{page.escape(quote(row.job))}/report.html" for row in rows)
     body = [
-        [f'<a href="{link}">{page.escape(row.job)}</a>', *map(page.escape, cells)]
-        for link, row, *cells in zip(links, rows, *columns.values(), strict=True)
+        [f'<a href="{link}">{name}</a>', *map(page.escape, cells)]
+        for link, name, *cells in zip(links, names, *columns.values(), strict=True)
     ]
     text = ", ".join(f"{title} {value}" for title, value in same.items())
     note = f'<p class="muted">the same in all jobs: {page.escape(text)}</p>' if same else ""

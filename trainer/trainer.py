@@ -2,7 +2,7 @@
 
     batch = source(i)            rollouts (reset -> generate -> step until done) or demonstrations
     batch = retrieve_kl(batch)   reference log-probs and the per-token KL, once per trajectory
-    batch = advantage(batch)     rewards placed, KL part, group baseline
+    batch = advantage(batch)     rewards placed, KL part, group baseline or GAE
     metrics = update(batch)      epochs x minibatches x micro-batches: the only gradients
 
 Left out on purpose: replay across iterations, asynchronous generation. A new feature is a file that
@@ -112,10 +112,12 @@ class Trainer:
         clock.lap("sync")
         metrics |= summarize(batch, self.runtime)
         metrics["kl/coeff"] = self.kl.coeff
-        self.kl.update([metrics.get("kl/ref_sequence", 0.0)])
+        measured = metrics.get("kl/ref_sequence")  # none in SFT, and with kl.measure=false
+        self.kl.update([] if measured is None else [measured])
         self._count(batch, metrics, clock)
         self._log(batch, metrics)
-        self.checkpoints.maybe_save(self.progress.iteration, self.state_dict())
+        done = self.progress.iteration
+        self.checkpoints.maybe_save(done, self.state_dict(), last=done == self.num_iterations)
 
     def _batch(self, i: int, clock: "Clock") -> TensorDictBase:
         """Return the iteration's batch with its KL; a stop up to here leaves the weights alone."""

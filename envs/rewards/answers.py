@@ -1,5 +1,7 @@
 """Is this answer right? Pure functions of texts; numbers are compared as in tasks/math_words.py.
 
+What cannot be compared exactly is not the same: a right answer in another form may earn nothing, a
+wrong one never does.
 Left out on purpose: symbolic equality by ourselves; math-verify does it where it is installed.
 """
 
@@ -9,28 +11,50 @@ import re
 from collections import Counter
 from fractions import Fraction
 
-from envs.tasks.math_words import ANSWER_TAG, marked_answer, same_answer
+from envs.tasks.math_words import (
+    ANSWER_TAG,
+    exactly,
+    marked_answer,
+    same_answer,
+    split_thoughts,
+)
 
-THINK_TAG = re.compile(r"<think>(.*?)</think>", re.DOTALL)
-FRACTION = re.compile(r"\\[dt]?frac\{([^{}]+)\}\{([^{}]+)\}")
-SPACING = re.compile(r"\\(?:left|right|[!,;:])|[\s$]|\\text\{[^{}]*\}$")
+# LaTeX: what says nothing (a blank between digits does), words, units, "x =", and fractions.
+IGNORED = re.compile(r"\\(?:left|right)(?![a-zA-Z])|\\[!,;:]|\\?\$|\\?%$|\^(?:\\circ|\{\\circ\})$")
+BLANK = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
+WORDS = re.compile(r"\\(?:text\w*|mbox|mathrm)\s*\{([^{}]*)\}")
+UNIT = re.compile(rf"(?<=[\w)}}])(?:\s*{WORDS.pattern}|(?<=[\d)}}])\s+([a-zA-Z]{{2,}}))$")
+NO_UNITS = {"dozen", "hundred", "thousand", "million", "billion", "trillion", "pi", "percent"}
+NAME = re.compile(r"([a-zA-Z])\s*=\s*(?!=)")
+PLAIN = re.compile(r"(?<![\w^/*.)}])(?:(\d+)\s+)?(\d+)/(\d+)(?![\w^(!./])")
+PART = r"\s*(?:\{([^{}]+)\}|([a-zA-Z\d]))"
+FRACTION = re.compile(rf"(?:(?<![\w^.)}}])(\d+)\s*)?\\[dt]?frac{PART}{PART}")
+THOUSANDS = re.compile(r"-?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+DECIMAL = r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
+RATIO = rf"(?:(\d+)\+(?=.*/))?({DECIMAL}|\(-?{DECIMAL}\))(?:/({DECIMAL}|\(-?{DECIMAL}\)))?"
+VALUE = re.compile(rf"(-?)(?:{RATIO}|\({RATIO}\))")  # as _plain writes numbers, no sums or products
+END = r"(?=\s*[,;]\s*[A-Za-z]|\s+[A-Za-z]|\s*$)"  # of a value in a Countdown solution
+TARGET = re.compile(rf"target\s*=\s*(-?\d+){END}")
+NUMBERS = re.compile(rf"numbers\s*=\s*(\d+(?:[,\s]+\d+)*){END}")
 OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
 }
+UNREADABLE = (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError)
 LONGEST = 500  # characters of an expression that is worth parsing
 
 
 def tagged(text: str) -> tuple[str, str]:
-    """Return what stands in the first <think> and in the last <answer>, "" without.
+    """Return what stands in the first <think> and in the last <answer> outside of it, "" without.
 
     >>> tagged("<think>6 * 7</think> <answer>41</answer> no, <answer>42</answer>")
     ('6 * 7', '42')
     """
-    thought, answers = THINK_TAG.search(text), ANSWER_TAG.findall(text)
-    return (thought[1].strip() if thought else "", answers[-1].strip() if answers else "")
+    thought, said = split_thoughts(text)
+    answers = ANSWER_TAG.findall(said)
+    return thought, answers[-1].strip() if answers else ""
 
 
 def final_answer(solution: str) -> str:
@@ -51,7 +75,8 @@ def same_number(said: str, solution: str) -> bool:
 def same_mathematics(said: str, solution: str, *, symbolic: bool = False) -> bool:
     r"""Return whether an answer is the boxed one of a solution, as in MATH.
 
-    Plain: the same number, else the same LaTeX without spacing. `symbolic` asks math-verify.
+    Plain: the same number, else the same LaTeX without spacing; units and "x =" count
+    only if both have them. `symbolic` asks math-verify.
 
     >>> same_mathematics("1/2", r"so \boxed{\dfrac{1}{2}}"), same_mathematics("x+1", r"\boxed{x}")
     (True, False)
@@ -59,15 +84,67 @@ def same_mathematics(said: str, solution: str, *, symbolic: bool = False) -> boo
     right = final_answer(solution)
     if symbolic:
         return _verify(said, right)
-    plain = [SPACING.sub("", FRACTION.sub(r"\1/\2", text)) for text in (said, right)]
-    return plain[0] == plain[1] or same_answer(*plain)
+    if max(len(said), len(right)) > LONGEST:
+        return said == right
+    one, other = _plain(final_answer(said)), _plain(right)
+    if not one[0] or any(a and b and a != b for a, b in zip(one[1:], other[1:], strict=True)):
+        return False
+    value = _number(one[0])
+    return one[0] == other[0] or (value is not None and value == _number(other[0]))
+
+
+def _plain(text: str) -> tuple[str, str, str]:
+    """Return an answer in plain signs, and what it has of a unit and of a name ("x =")."""
+    text = text.replace("\u2212", "-").replace("{,}", ",").replace("\\ ", " ").strip().rstrip(".")
+    text = IGNORED.sub("", text).strip()
+    found, unit = UNIT.search(text), ""
+    if found and not WORDS.search(text, 0, found.start()):
+        word = (found[1] or found[2] or "").strip()
+        if NO_UNITS.isdisjoint(word.split()):
+            text, unit = text[: found.start()], word
+    text, name = WORDS.sub(r"\1", text).strip(), ""
+    if named := NAME.match(text):
+        text, name = text[named.end() :], named[1]
+    text = PLAIN.sub(lambda m: _fraction(m, *m.groups()), text)
+    before = ""
+    while text != before:  # from the inside out
+        before = text
+        text = FRACTION.sub(lambda m: _fraction(m, m[1], m[2] or m[3], m[4] or m[5]), text)
+    text = BLANK.sub("", text)
+    if THOUSANDS.fullmatch(text):
+        text = text.replace(",", "")
+    return text.casefold() if re.fullmatch(r"[a-zA-Z]{3,}", text) else text, unit, name
+
+
+def _fraction(found: re.Match[str], whole: str | None, over: str, under: str) -> str:
+    """Return a fraction with the brackets that it needs; a whole number before it is added."""
+    over, under = (s if re.fullmatch(r"\d+|[a-zA-Z]", s) else f"({s})" for s in (over, under))
+    text = f"{over}/{under}"
+    if whole and (over + under).isdecimal():
+        text = f"{whole}+{text}"
+    elif whole:
+        return f"{whole}({text})"
+    return text if found[0] == found.string else f"({text})"
+
+
+def _number(text: str) -> Fraction | None:
+    """Return the exact value of a number that `_plain` wrote, None of anything else."""
+    found = VALUE.fullmatch(text)
+    if found is None:
+        return None
+    whole, over, under = found.groups()[1:4] if found[3] else found.groups()[4:7]
+    numbers = [exactly(part.strip("()")) for part in (whole or "0", over, under or "1")]
+    added, top, bottom = (Fraction(0) if n is None else n for n in numbers)
+    if None in numbers or not bottom:
+        return None
+    return (added + top / bottom) * (-1 if found[1] else 1)
 
 
 def _verify(said: str, right: str) -> bool:
     try:
         from math_verify import parse, verify  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise ImportError("symbolic=True needs math-verify: pip install math-verify") from error
+        raise ImportError("symbolic=True needs math-verify: pip install leash[math]") from error
     return bool(verify(parse(f"${right}$"), parse(f"${said}$")))
 
 
@@ -80,8 +157,7 @@ def solves_countdown(said: str, solution: str) -> bool:
     >>> solves_countdown("(2 * 3) * 4", solution), solves_countdown("4 * 6", solution)
     (True, False)
     """
-    target = re.search(r"target\s*=\s*(-?\d+)", solution)
-    numbers = re.search(r"numbers\s*=\s*([\d,\s]+)", solution)
+    target, numbers = TARGET.search(solution), NUMBERS.search(solution)
     if target is None or numbers is None:
         raise ValueError(f"expected 'target=<int>, numbers=<int>,<int>,...', got {solution[:80]!r}")
     given = Counter(int(n) for n in re.findall(r"\d+", numbers[1]))
@@ -89,7 +165,7 @@ def solves_countdown(said: str, solution: str) -> bool:
     try:
         tree = ast.parse(said.strip()[: LONGEST + 1], mode="eval").body
         value = _value(tree, used)
-    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+    except UNREADABLE:
         return False
     return len(said.strip()) <= LONGEST and not used - given and value == int(target[1])
 

@@ -60,10 +60,6 @@ class LearntReward(DatasetTask):
 
         return ChatRewards(self.reward_model)
 
-    def reward(self, row: Row, reply: Reply) -> Reward:
-        """Return what one reply earns."""
-        return self.rewards([row], [reply])[0]
-
     def rewards(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Reward]:
         """Return what each reply earns, all scored together."""
         scores = self._scorer([reply.messages for reply in replies], [r.complete for r in replies])

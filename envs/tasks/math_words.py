@@ -2,6 +2,7 @@
 
 The right answer is what the data's solution has after "####" (or in <answer> tags, or \\boxed),
 else the whole of it. Numbers are compared as exact fractions; $ % , and units do not count.
+What a reply thinks, between <think> tags or before a bare </think>, is not its answer.
 Left out on purpose: symbolic equality. An answer that is no number has to be the same text.
 """
 
@@ -13,11 +14,15 @@ from envs.tasks.task import Reply, Reward, Row
 
 # A minus after a letter or digit is a dash ("5-3" ends in 3). At most 40 digits, so that a reply
 # of endless digits costs nothing.
+EXPONENT = r"(?:[eE][+-]?\d+)?"
 NUMBER = re.compile(
-    r"(?<![\w.])-?(?:\d{1,3}(?:,\d{3})+|\d{1,40})(?:\.\d{1,40})?(?![\d])(?:/0{0,9}[1-9]\d{0,20})?"
-    r"|(?<![\w.])-?\.\d{1,40}(?!\d)"
+    r"(?<![\w.])-?(?:\d{1,3}(?:,\d{3})+|\d{1,40})(?:\.\d{1,40})?(?!\d)"
+    rf"{EXPONENT}(?:/0{{0,9}}[1-9]\d{{0,20}})?|(?<![\w.])-?\.\d{{1,40}}(?!\d){EXPONENT}"
 )
-ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+LARGEST = 999  # exponent: 1e999999999 would fill the memory
+# Possessive, and up to the next tag only: linear in the text, whatever it holds.
+ANSWER_TAG = re.compile(r"<answer>((?:[^<]++|<(?!/?answer>))*+)</answer>", re.IGNORECASE)
+THINK, THOUGHT = "<think>", "</think>"
 BOXED = "\\boxed{"
 
 
@@ -52,13 +57,39 @@ class MathWords(DatasetTask):
 
     def reward(self, row: Row, reply: Reply) -> Reward:
         """Return 1 if the reply's final answer is the right one, else 0."""
-        marked = marked_answer(reply.text)
-        correct = same_answer(reply.text if marked is None else marked, row["final"])
+        text = split_thoughts(reply.text)[1]
+        marked = marked_answer(text)
+        correct = same_answer(text if marked is None else marked, row["final"])
         parts = {
             "correct": float(correct),
             "format": float(marked is not None and reply.complete),
         }
         return Reward(total=parts["correct"], parts=parts, success=correct)
+
+
+def split_thoughts(text: str) -> tuple[str, str]:
+    """Return the first thought of a text, and what stands outside of all thoughts.
+
+    A thought begins at <think>, or where the text begins if that stood in the prompt, and ends at
+    </think>; one without an end is not returned, but nothing after it is outside.
+
+    >>> split_thoughts("<think>6 * 7</think> 42"), split_thoughts("6 * 7</think> 42 <think>or")
+    (('6 * 7', ' 42'), ('6 * 7', ' 42 '))
+    """
+    end, begin = text.find(THOUGHT), text.find(THINK)
+    if end >= 0 and not 0 <= begin < end:
+        text = THINK + text
+    thoughts, outside, place = [], [], 0
+    while (begin := text.find(THINK, place)) >= 0:
+        outside.append(text[place:begin])
+        end = text.find(THOUGHT, begin)
+        if end < 0:
+            break
+        thoughts.append(text[begin + len(THINK) : end])
+        place = end + len(THOUGHT)
+    else:
+        outside.append(text[place:])
+    return (thoughts[0].strip() if thoughts else ""), "".join(outside)
 
 
 def marked_answer(text: str) -> str | None:
@@ -89,7 +120,7 @@ def _braced(text: str) -> str:
 
 
 def last_number(text: str) -> Fraction | None:
-    """Return the last number of a text, exactly; None without one.
+    """Return the last number of a text, exactly; None without one, or beyond 1e999.
 
     >>> last_number("about -$1,234.50, or 25% of it"), last_number("none")
     (Fraction(25, 1), None)
@@ -98,7 +129,15 @@ def last_number(text: str) -> Fraction | None:
     found = NUMBER.findall(plain)
     if not found:
         return None
-    over, _, under = found[-1].replace(",", "").partition("/")
+    return exactly(found[-1].replace(",", ""))
+
+
+def exactly(number: str) -> Fraction | None:
+    """Return the value of "-1.5", "1e5" or "1/2"; None beyond 1e999."""
+    over, _, under = number.partition("/")
+    exponent = over.lower().partition("e")[2].lstrip("+-").lstrip("0")
+    if len(exponent) > len(str(LARGEST)):
+        return None
     return Fraction(over) / Fraction(under or 1)
 
 
@@ -112,7 +151,7 @@ def same_answer(said: str, right: str) -> bool:
     bare = NUMBER.sub("", right.replace("$", "").replace("\\", "").replace("\u2212", "-"))
     if number is not None and not re.sub(r"[\s%.]|[a-zA-Z]{3,}", "", bare):
         return last_number(said) == number
-    return _words(said) == _words(right)
+    return bool(_words(right)) and _words(said) == _words(right)
 
 
 def _words(text: str) -> str:

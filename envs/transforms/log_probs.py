@@ -137,7 +137,10 @@ def one_of(name: str, model: Any, factory: Callable[[], Any] | None) -> Any:
 
 
 def check_one(name: str, model: Any, factory: Callable[[], Any] | None) -> None:
-    """Raise unless exactly one of the two is given."""
+    """Raise unless exactly one of the two is given; "from_collector" is the only name for one."""
+    if isinstance(model, str) and (name, model) != ("gen", "from_collector"):
+        allowed = "a wrapper or 'from_collector'" if name == "gen" else "a wrapper"
+        raise ValueError(f"expected {name}_model to be {allowed}, got {model!r}")
     if model is not None and factory is not None:
         raise ValueError(
             f"Cannot provide both '{name}_model' and '{name}_model_factory'. Choose one."

@@ -168,7 +168,10 @@ def spec_hook(name: str) -> Any:
 
 
 class Compose(Transform):
-    """Run transforms one after the other (their inverses in the opposite order)."""
+    """Run transforms one after the other (their inverses in the opposite order).
+
+    `missing_tolerance`, once set, is that of all its parts, later ones too.
+    """
 
     def __init__(self, *transforms: Transform) -> None:
         super().__init__()
@@ -179,6 +182,8 @@ class Compose(Transform):
     def append(self, transform: Transform) -> None:
         """Add a transform at the end, before one that stays last."""
         transform.set_container(self)
+        if self.missing_tolerance:
+            transform.missing_tolerance = True
         last = len(self) > 0 and self[-1].stays_last
         self.transforms.insert(len(self) - last, transform)
 
@@ -201,6 +206,13 @@ class Compose(Transform):
         for transform in reversed(list(self)):
             tensordict = transform._inv_call(tensordict)
         return tensordict
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; the tolerance reaches the parts."""
+        super().__setattr__(name, value)
+        if name == "missing_tolerance" and "transforms" in self._modules:
+            for transform in self:
+                transform.missing_tolerance = value
 
     def _through(self, hook: str, spec: Composite) -> Composite:
         """Return what the spec hooks of all transforms make of a spec."""

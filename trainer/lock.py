@@ -1,0 +1,95 @@
+"""One run at a time in a run folder: a lock that the kernel lets go when its last holder is gone.
+
+The launcher takes it and every rank inherits it, so a worker whose launcher was killed still holds
+it. Torch-free.
+"""
+
+import errno
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+FILE = ".lock"
+WAIT = 10.0  # seconds for the workers of a killed launcher, which stop by themselves
+UNKNOWN = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[int]:
+    """Hold a run folder for a block; yield the descriptor for the processes of the run to inherit.
+
+    ValueError if another run holds it. At the end it stays held as long as one of them lives.
+    """
+    file = take(folder)
+    try:
+        yield file
+    finally:
+        os.close(file)  # LOCK_UN would take it from the others too
+
+
+def take(folder: Path) -> int:
+    """Lock a run folder until the descriptor that is returned is closed, by the end of the process.
+
+    ValueError if another run holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = os.open(folder / FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        _lock(file, folder)
+        launcher = [os.getppid()] if "TORCHELASTIC_RUN_ID" in os.environ else []
+        sign(file, [*launcher, os.getpid()])
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def sign(file: int, pids: Sequence[int]) -> None:
+    """Write down who holds the lock: the one to stop first, then its workers."""
+    text = " ".join([socket.gethostname(), *map(str, pids)]).encode()
+    os.ftruncate(file, 0)
+    os.pwrite(file, text, 0)
+
+
+def _lock(file: int, folder: Path) -> None:
+    limit, told = time.monotonic() + WAIT, False
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in UNKNOWN:
+                note = "has no file locks: see to it that only one run at a time uses it"
+                return print(f"note: {folder} {note}", flush=True)
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise
+        who, orphaned = _holder(file)
+        if not orphaned or time.monotonic() > limit:
+            raise ValueError(f"{folder}: this run is still running{who}; stop it first")
+        if not told:
+            told = True
+            print(f"{folder}: its last run is still ending{who}: waiting for it", flush=True)
+        time.sleep(0.1)
+
+
+def _holder(file: int) -> tuple[str, bool]:
+    """Return " (pid N)" of a process that holds the lock, and whether its launcher is gone."""
+    host, *pids = os.pread(file, 4096, 0).decode("utf-8", "replace").split() or [""]
+    if not pids:
+        return "", False  # it has just taken it
+    if host != socket.gethostname():
+        return f" (pid {pids[0]} on {host})", False
+    living = [pid for pid in pids if _lives(int(pid))]
+    return f" (pid {[*living, pids[0]][0]})", pids[0] not in living
+
+
+def _lives(pid: int) -> bool:
+    import psutil  # comes with accelerate
+
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,49 @@
+"""Models that another experiment trains first: experiment:<name>, run once and kept. Torch-free."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from policies.cache import build_once, cache_dir
+from trainer.lock import held
+
+PREFIX = "experiment:"
+
+
+def resolve_experiment(
+    name: str, compose: Callable[[str], dict[str, Any]], start: Callable[[dict, Path], None]
+) -> str:
+    """Return the model folder of a finished experiment, from the cache or by running it now.
+
+    The cache is keyed by the experiment's resolved configuration and leash's version. `start` runs
+    a configuration in a folder; its `model` is what is kept.
+    """
+    if not name.startswith(PREFIX):
+        return name
+    experiment = name.removeprefix(PREFIX)
+    config = compose(experiment)
+    try:
+        release = version("leash")
+    except PackageNotFoundError:
+        release = "source"
+    kept = {k: v for k, v in config.items() if k not in ("tracker", "launch", "checkpoint")}
+    text = json.dumps([kept, release], sort_keys=True)
+    key = hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def build(work: Path) -> dict[str, Any]:
+        print(f"{experiment} is not in the cache yet: running it first", flush=True)
+        run_folder = folder.with_name(f"{folder.name}.run")  # outlives a failure, for its errors
+        with held(run_folder):  # a killed one may still be ending
+            shutil.rmtree(run_folder, ignore_errors=True)
+        start({**config, "experiment": experiment, "kept_in": str(folder)}, run_folder)
+        (run_folder / "model").rename(work / "model")
+        shutil.rmtree(run_folder)
+        return {"experiment": experiment, "config": config}
+
+    folder = cache_dir() / "experiments" / f"{experiment}-{key}"
+    build_once(folder, build)
+    return str(folder / "model")
