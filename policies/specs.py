@@ -134,7 +134,8 @@ class NonTensor(Spec):
 class Composite(Spec):
     """Describe a TensorDict, or the tensorclass `data_cls`, by the specs of its entries.
 
-    `step_mdp_static`: the entry does not move from "next" to the root from step to step.
+    `step_mdp_static`: from step to step it moves from "next" to the root as a whole: a field that
+    the new one lacks does not stay behind from the old one. `trainer.collect.carry` moves all so.
 
     >>> spec = Composite({"obs": Unbounded((2, -1))}, shape=(2,))
     >>> spec["next", "reward"] = Unbounded((2, 1))

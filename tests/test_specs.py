@@ -6,6 +6,7 @@ from tensordict import TensorDict, lazy_stack
 
 from policies import ChatHistory, History, LogProbs, Masks, Text, Tokens
 from policies.specs import Composite, NonTensor, Unbounded
+from trainer.collect import carry
 
 CONTAINERS = {Tokens: torch.int64, LogProbs: torch.float32, Masks: torch.bool}
 
@@ -96,3 +97,17 @@ def test_a_clone_and_a_moved_copy_leave_the_original_alone():
     assert joined.get(("b", "x", "y")) is None
     with pytest.raises(KeyError, match="no spec for 'x'"):
         joined["x"]
+
+
+def test_containers_move_to_the_next_step_as_a_whole():
+    chats = [History.from_chats([[{"role": "user", "content": text}]]) for text in "abc"]
+    spec = ChatHistory.default_spec((1,))
+    td = TensorDict(
+        history=ChatHistory(prompt=chats[0], full=chats[1], batch_size=[1]), batch_size=[1]
+    )
+    following = ChatHistory(prompt=chats[2], batch_size=[1])
+    td["next"] = TensorDict(history=following, batch_size=[1])
+    moved = carry(td, ["history"])["history"]
+    assert spec.step_mdp_static
+    assert moved.prompt.chats()[0][0]["content"] == "c"
+    assert moved.full is None  # not that of the step before
