@@ -158,3 +158,10 @@ def test_a_row_of_its_own_and_a_policy_with_other_outputs():
     for changes in ({"num_samples": 2}, {"input_mode": "text"}, {"generate": False}):
         with pytest.raises(ValueError, match="collect expects a policy"):
             collect(prompts(1), ChatEnv(Words()), make_policy().get_new_version(**changes))
+
+
+def test_a_chat_that_nobody_ends_or_answers_is_an_error():
+    # without a task an env only keeps the conversation: the policy would talk to itself for ever
+    with pytest.raises(ValueError, match="give ChatEnv a task or max_turns=1"):
+        collect(prompts(1), ChatEnv(group_size=2), make_policy())
+    assert collect(prompts(1), ChatEnv(group_size=2, max_turns=1), make_policy()).shape == (2,)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from contracts import Words
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -38,7 +39,7 @@ def test_sampled_and_scored_log_probs_are_those_of_a_plain_forward(policy):
     td = TensorDict(batch_size=[2])
     td.set("stream", fold(3, torch.arange(2)))
     td.set("row", NonTensorStack(*[NonTensorData(row) for row in rows]))
-    batch = collect(td, ChatEnv(group_size=4), policy)
+    batch = collect(td, ChatEnv(Words(), group_size=4), policy)
     score = policy.get_new_version(generate=False, inplace=False)
     with torch.no_grad():
         scored = [score(batch), score(batch.exclude("group_id"))]
