@@ -167,10 +167,10 @@ def _continue(trajectories: list[Trajectory], alive: list[int], td: TensorDictBa
     after = td.get(("next", "history", "prompt")).chats()
     going = (~td.get(("next", "done"))).squeeze(-1).nonzero().squeeze(-1).tolist()
     for i, k in zip(alive, going, strict=True):
-        if len(after[k]) == len(before[k]):  # the policy would answer itself for ever
-            raise ValueError(
+        if len(after[k]) == len(before[k]) and "step_count" not in td.get("next"):
+            raise ValueError(  # the policy would answer itself for ever
                 "expected an env that ends a chat or answers it, got one that does neither; give "
-                "ChatEnv a task or max_turns=1"
+                "ChatEnv a task or max_turns=1, or append StepCounter(max_steps=...)"
             )
         row = trajectories[i]
         ids, new = prolong(policy, row.ids, before[k], after[k])
