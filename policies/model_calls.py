@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from policies.inputs import Sequences
-from policies.padding import pad, pad_mask, positions, unpad
+from policies.padding import pad, pad_mask, predicted, unpad
 from policies.sampler import Sampled
 
 
@@ -43,9 +43,8 @@ class CallsModel:
         """
         temperature = torch.as_tensor(temperature, device=tokens.device).reshape(-1, 1, 1)
         table = (self._logits(tokens, attention).float() / temperature).log_softmax(-1)
-        keep = attention if keep is None else keep & attention
-        keep = keep & (positions(attention) > 0)
-        return table.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).masked_fill(~keep, 0)
+        values = table.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+        return values.masked_fill(~predicted(attention, keep), 0)
 
     def _ask_draw(self, ids: list[Tensor], streams: Tensor) -> Sampled:
         if self._queue is None:

@@ -65,6 +65,16 @@ def positions(mask: Tensor) -> Tensor:
     return (mask.cumsum(-1) - 1).clamp(min=0)
 
 
+def predicted(attention: Tensor, keep: Tensor | None = None) -> Tensor:
+    """Return the tokens to keep that something stands before, [B, T]; padding is never kept.
+
+    >>> predicted(torch.tensor([[False, True, True]])).tolist()
+    [[False, False, True]]
+    """
+    keep = attention if keep is None else keep & attention
+    return keep & (positions(attention) > 0)
+
+
 def is_ragged(container: TensorDictBase) -> bool:
     """Return whether a TensorDict or tensorclass is a lazy stack of rows, or holds nested ones."""
     td = inner(container)

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from policies import layout
 from policies.packing import pack_rows
-from policies.padding import positions
+from policies.padding import predicted
 
 if TYPE_CHECKING:
     from policies.value_head import Critic
@@ -78,7 +78,7 @@ class Scorer(nn.Module):
         one prompt. The first attended token has no prediction and reads 0. With `reference`, also
         the exact KL to it. `pack` lays the rows out after each other, without padding.
         """
-        keep = _predicted(attention_mask, keep)
+        keep = predicted(attention_mask, keep)
         if not keep.any():
             return self._nothing(tokens, entropy, reference is not None)
         lay = self._lay(tokens, attention_mask, keep, group_id, pack)
@@ -103,14 +103,14 @@ class Scorer(nn.Module):
     def values(self, tokens: Tensor, attention: Tensor, keep: Tensor, group_id=None) -> Tensor:
         """Return the values alone, [B, T], as `forward` does: without logits."""
         assert self.critic is not None
-        keep = _predicted(attention, keep)
+        keep = predicted(attention, keep)
         lay = self._lay(tokens, attention, keep, group_id)
         states = self.hidden(lay) if self.critic.body is None else None
         return _spread(self.critic(lay, states), keep)
 
     def logits(self, tokens: Tensor, attention_mask: Tensor, *, pack: bool = False) -> Tensor:
         """Return aligned logits [B, T, V]: entry t predicts token t; unpredicted entries are 0."""
-        keep = _predicted(attention_mask)
+        keep = predicted(attention_mask)
         lay = self._lay(tokens, attention_mask, keep, None, pack)
         out = self.head()(self.hidden(lay))  # [K, V]
         index = keep.unsqueeze(-1).expand(*keep.shape, out.shape[-1])
@@ -263,12 +263,6 @@ def score_in_parts(
         done.append(part.log_probs)
     order = torch.tensor([row for rows in parts for row in rows], device=tokens.device)
     return torch.cat(done)[order.argsort()]
-
-
-def _predicted(attention: Tensor, keep: Tensor | None = None) -> Tensor:
-    """Return the tokens to keep that something stands before, [B, T]."""
-    keep = attention if keep is None else keep & attention
-    return keep & (positions(attention) > 0)
 
 
 def _slices(size: int, width: int) -> Iterator[slice]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from policies.models import find_model
-from policies.padding import positions, unpad
+from policies.padding import predicted, unpad
 from policies.sampler import Sampled
 from policies.scorer import Scores
 
@@ -120,8 +120,7 @@ class Engine(nn.Module):
                     values[i][1:] = scored
         mask = attention_mask.cpu()
         full = torch.zeros(mask.shape).masked_scatter(mask, torch.cat(values)).to(tokens.device)
-        keep = attention_mask if keep is None else keep & attention_mask
-        return Scores(full * (keep & (positions(attention_mask) > 0)))
+        return Scores(full * predicted(attention_mask, keep))
 
     def load_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Take new weights, named as in the model's checkpoint; forget what the old ones cached."""

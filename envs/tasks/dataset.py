@@ -25,6 +25,8 @@ class DatasetTask(Task):
     1.0
     """
 
+    packaged: str | None = None  # the data file taken where none is given
+
     def __init__(
         self,
         dataset: str | None = None,
@@ -36,7 +38,7 @@ class DatasetTask(Task):
         seed: int = 0,
     ) -> None:
         found = load_chats(
-            dataset,
+            dataset or self.packaged,
             eval_dataset=eval_dataset,
             columns=columns,
             split=split,

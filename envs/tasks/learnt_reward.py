@@ -23,6 +23,8 @@ class LearntReward(DatasetTask):
     is. A reply is right if it says the words of the data's own. The rest as in `DatasetTask`.
     """
 
+    packaged = str(SORTED_DIGITS)
+
     def __init__(
         self,
         dataset: str | None = None,
@@ -37,7 +39,7 @@ class LearntReward(DatasetTask):
         seed: int = 0,
     ) -> None:
         super().__init__(
-            dataset or str(SORTED_DIGITS),
+            dataset,
             eval_dataset=eval_dataset,
             columns=columns,
             split=split,

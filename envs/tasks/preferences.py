@@ -4,7 +4,7 @@ Without a data set of its own it uses the packaged pairs of sorted digits: the r
 the digits as they were, in descending order, with two of them swapped, or with one replaced.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from envs.data import is_text
@@ -24,24 +24,7 @@ class Preferences(DatasetTask):
     (True, True)
     """
 
-    def __init__(
-        self,
-        dataset: str | None = None,
-        *,
-        eval_dataset: str | None = None,
-        columns: Mapping[str, str | None] | None = None,
-        split: str = "train",
-        eval_split: str | None = None,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(
-            dataset or str(SORTED_DIGITS),
-            eval_dataset=eval_dataset,
-            columns=columns,
-            split=split,
-            eval_split=eval_split,
-            seed=seed,
-        )
+    packaged = str(SORTED_DIGITS)
 
     def prepare(self, row: Row) -> Row:
         """Return the row with its "chosen" and "rejected" reply."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
-from envs.transforms.transform import Compose, Transform, spec_hook
+from envs.transforms.transform import Compose, PassesSpecs, Transform
 from policies.outputs import home
 from policies.specs import Composite
 
@@ -26,7 +26,7 @@ PATIENCE = 30.0  # seconds until a user hears what an actor waits for
 REMEDY = "make the transform again, a new actor comes with it"
 
 
-class RayTransform(Transform):
+class RayTransform(PassesSpecs):
     """Run a transform in a Ray actor, which every RayTransform of the same `actor_name` uses.
 
     `make(**kwargs)` makes the transform, a class or any function: in the actor, once. Functions of
@@ -153,14 +153,6 @@ class RayTransform(Transform):
 
     def _through(self, hook: str, spec: Composite) -> Composite:
         return self._ask("spec", hook, spec)
-
-    transform_output_spec = spec_hook("transform_output_spec")
-    transform_input_spec = spec_hook("transform_input_spec")
-    transform_observation_spec = spec_hook("transform_observation_spec")
-    transform_reward_spec = spec_hook("transform_reward_spec")
-    transform_done_spec = spec_hook("transform_done_spec")
-    transform_action_spec = spec_hook("transform_action_spec")
-    transform_state_spec = spec_hook("transform_state_spec")
 
     def __repr__(self) -> str:
         state = self.__dict__  # asks nobody, and works half-made

@@ -162,12 +162,24 @@ class Transform(nn.Module):
         return env
 
 
-def spec_hook(name: str) -> Any:
+def _hook(name: str) -> Any:
     """Return a spec hook that asks the transform's `_through(name, spec)`."""
     return lambda self, spec: self._through(name, spec)
 
 
-class Compose(Transform):
+class PassesSpecs(Transform):
+    """A transform that has others make its specs: a subclass fills `_through(hook, spec)`."""
+
+    transform_output_spec = _hook("transform_output_spec")
+    transform_input_spec = _hook("transform_input_spec")
+    transform_observation_spec = _hook("transform_observation_spec")
+    transform_reward_spec = _hook("transform_reward_spec")
+    transform_done_spec = _hook("transform_done_spec")
+    transform_action_spec = _hook("transform_action_spec")
+    transform_state_spec = _hook("transform_state_spec")
+
+
+class Compose(PassesSpecs):
     """Run transforms one after the other (their inverses in the opposite order).
 
     `missing_tolerance`, once set, is that of all its parts, later ones too.
@@ -219,14 +231,6 @@ class Compose(Transform):
         for transform in self:
             spec = getattr(transform, hook)(spec)
         return spec
-
-    transform_output_spec = spec_hook("transform_output_spec")
-    transform_input_spec = spec_hook("transform_input_spec")
-    transform_observation_spec = spec_hook("transform_observation_spec")
-    transform_reward_spec = spec_hook("transform_reward_spec")
-    transform_done_spec = spec_hook("transform_done_spec")
-    transform_action_spec = spec_hook("transform_action_spec")
-    transform_state_spec = spec_hook("transform_state_spec")
 
     def __len__(self) -> int:
         return len(self.transforms)
