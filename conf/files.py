@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from policies.templates import read_template
+from policies.chats.templates import read_template
 
 
 def findings(cfg: dict[str, Any]) -> Iterator[str]:

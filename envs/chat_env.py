@@ -28,7 +28,7 @@ from envs.chat_views import (
 )
 from envs.env import EnvBase
 from envs.tasks.task import Reply, Reward, Task
-from policies.history import History
+from policies.chats.history import History
 from policies.random import fold
 
 

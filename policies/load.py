@@ -6,7 +6,7 @@ import torch
 
 from policies.models import FoundModel, find_model, load_model, load_tokenizer
 from policies.scorer import Scorer
-from policies.transformers_wrapper import TransformersWrapper
+from policies.wrappers.transformers_wrapper import TransformersWrapper
 
 
 def load_policy(

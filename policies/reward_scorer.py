@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policies.chat_template import Renderer
+from policies.chats.chat_template import Renderer
 from policies.load import load_policy
 from policies.models import find_model, load_tokenizer
 from policies.packing import pack_rows
 from policies.padding import pad, pad_mask
 from policies.reward_model import WEIGHTS, GPT2RewardModel
 from policies.scorer import Scorer
-from policies.transformers_wrapper import TransformersWrapper
+from policies.wrappers.transformers_wrapper import TransformersWrapper
 
 
 @dataclass(frozen=True)

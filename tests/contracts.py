@@ -16,7 +16,7 @@ from envs.transforms import RetrieveKL
 from policies.load import load_policy, load_reference
 from policies.padding import pad, pad_mask
 from policies.random import fold
-from policies.transformers_wrapper import TransformersWrapper
+from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer.advantage import GroupAdvantage
 from trainer.collect import collect
 from trainer.kl_control import ConstantKLController

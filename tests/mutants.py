@@ -13,12 +13,12 @@ from test_gae import agrees_with_the_paper
 from test_ppo import values_are_those_of_a_plain_forward
 
 import envs.transforms.kl
-import policies.chat_template
+import policies.chats.chat_template
 import policies.layout
 import policies.sampler
 import policies.scorer
-import policies.transformers_wrapper
 import policies.value_head
+import policies.wrappers.transformers_wrapper
 import trainer.gae
 import trainer.update
 
@@ -152,8 +152,8 @@ def one_state_late(original):
     return lambda self, lay, states: original(self, lay, states).roll(-1)
 
 
-WRAPPER, SCORER = policies.transformers_wrapper, policies.scorer
-RENDERER = policies.chat_template.Renderer
+WRAPPER, SCORER = policies.wrappers.transformers_wrapper, policies.scorer
+RENDERER = policies.chats.chat_template.Renderer
 KL = envs.transforms.kl.KLComputation
 MUTANTS = (
     Mutant("shift by one", contracts.alignment, SCORER, "_spread", roll),

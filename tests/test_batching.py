@@ -12,11 +12,11 @@ from contracts import make_policy
 from tensordict import TensorDict
 from test_wrapper import CHATS, prompts, same, scoring, spoken
 
-from policies.batching import BatchQueue
-from policies.containers import ChatHistory
-from policies.history import History
+from policies.chats.containers import ChatHistory
+from policies.chats.history import History
 from policies.padding import rows
-from policies.transformers_wrapper import TransformersWrapper
+from policies.wrappers.batching import BatchQueue
+from policies.wrappers.transformers_wrapper import TransformersWrapper
 
 SOON = 30  # seconds; nothing here takes as long
 

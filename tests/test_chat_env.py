@@ -7,7 +7,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from envs.chat_env import ChatEnv
 from envs.tasks.task import Reply, Reward, Task
-from policies.history import History
+from policies.chats.history import History
 from policies.random import fold
 
 ASKED = ["One?", "Two?", "Three?"]

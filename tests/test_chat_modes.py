@@ -6,8 +6,8 @@ from contracts import Words, make_policy, prompts
 from tensordict import TensorDict
 
 from envs import ChatEnv
-from policies.containers import ChatHistory
-from policies.history import History
+from policies.chats.containers import ChatHistory
+from policies.chats.history import History
 
 MODES = ("history", "text", "tokens")
 

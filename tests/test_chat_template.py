@@ -8,7 +8,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from policies.chat_template import Renderer
+from policies.chats.chat_template import Renderer
 from policies.models import find_model, load_tokenizer
 
 HEADER = "{{ '<|im_start|>' + m['role'] + '\n' }}"

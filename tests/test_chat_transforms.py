@@ -16,8 +16,8 @@ from envs.transforms import (
     PolicyVersion,
     ToolTransformBase,
 )
-from policies.containers import Tokens
-from policies.history import History
+from policies.chats.containers import Tokens
+from policies.chats.history import History
 from trainer.collect import collect
 
 

@@ -5,9 +5,9 @@ import torch
 from contracts import make_policy
 from tensordict import TensorDict, lazy_stack
 
-from policies.chat_template import Renderer
-from policies.containers import ChatHistory, LogProbs, Masks, Text, Tokens
-from policies.history import History
+from policies.chats.chat_template import Renderer
+from policies.chats.containers import ChatHistory, LogProbs, Masks, Text, Tokens
+from policies.chats.history import History
 from policies.padding import is_ragged, nested, rows
 
 pytestmark = pytest.mark.usefixtures("list_setting")

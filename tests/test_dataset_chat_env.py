@@ -20,8 +20,8 @@ from envs.rewards import (
 )
 from envs.rewards.answers import tagged
 from envs.tasks.math_words import marked_answer
-from policies.containers import ChatHistory
-from policies.history import History
+from policies.chats.containers import ChatHistory
+from policies.chats.history import History
 from trainer.collect import collect
 
 MODES = ("history", "text", "tokens")

@@ -11,7 +11,7 @@ from torch.autograd import gradcheck
 
 from benchmarks import compare_torchrl
 from benchmarks.measure import peak_bytes
-from policies.distributions import LLMMaskedCategorical, LogProbDistribution
+from policies.distributions.sequences import LLMMaskedCategorical, LogProbDistribution
 
 B, T, C = 2, 4, 5
 

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from envs.chat_env import ChatEnv
 from policies import layout
-from policies.containers import ChatHistory, Text, Tokens
-from policies.history import History
+from policies.chats.containers import ChatHistory, Text, Tokens
+from policies.chats.history import History
 from policies.load import load_policy, load_reference
 from policies.models import quiet
 from policies.padding import pad, pad_mask

@@ -9,8 +9,8 @@ from tensordict import TensorDict, lazy_stack
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from policies.chat_template import Renderer
-from policies.history import History
+from policies.chats.chat_template import Renderer
+from policies.chats.history import History
 
 ASK = {"role": "user", "content": "Hi"}
 REPLY = {"role": "assistant", "content": "Yo"}

@@ -9,11 +9,11 @@ from tensordict import TensorDict, lazy_stack
 from torch import Tensor, nn
 
 from envs.transforms import RetrieveKL
-from policies.containers import ChatHistory, Masks, Tokens
-from policies.distributions import LLMMaskedCategorical
-from policies.history import History
+from policies.chats.containers import ChatHistory, Masks, Tokens
+from policies.chats.history import History
+from policies.distributions.sequences import LLMMaskedCategorical
 from policies.load import load_reference
-from policies.transformers_wrapper import TransformersWrapper
+from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer.advantage import GroupAdvantage
 from trainer.kl_control import ConstantKLController
 from trainer.loss_modules import DAPO, CISPOLoss, GRPOLoss

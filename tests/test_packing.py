@@ -11,9 +11,9 @@ from tensordict import TensorDict, lazy_stack
 from transformers import MistralConfig, MistralForCausalLM
 
 from policies import layout
-from policies.containers import Tokens
+from policies.chats.containers import Tokens
 from policies.padding import is_ragged, pad, pad_mask, rows
-from policies.transformers_wrapper import TransformersWrapper
+from policies.wrappers.transformers_wrapper import TransformersWrapper
 
 SIZES = (3, 9, 1, 14, 6)
 

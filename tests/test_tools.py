@@ -19,7 +19,7 @@ from envs.transforms import (
     ToolRegistry,
     XMLBlockParser,
 )
-from policies.history import History
+from policies.chats.history import History
 from trainer.collect import collect
 
 

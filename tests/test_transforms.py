@@ -10,7 +10,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
 from envs.env import EnvBase, TransformedEnv
 from envs.transforms import Compose, Transform
 from envs.transforms.transform import each, find, read, write
-from policies.outputs import home
+from policies.wrappers.outputs import home
 
 
 class Counter(EnvBase):

@@ -12,7 +12,7 @@ from envs.chat_env import ChatEnv
 from envs.transforms import RetrieveKL
 from policies.load import load_reference
 from policies.packing import pack_rows
-from policies.transformers_wrapper import TransformersWrapper
+from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer.advantage import GroupAdvantage
 from trainer.kl_control import ConstantKLController
 from trainer.objectives import GRPOObjective, SFTObjective, Terms

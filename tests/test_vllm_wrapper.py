@@ -15,13 +15,13 @@ from tensordict import TensorDict
 from test_wrapper import prompts, sequences, spoken
 
 from envs.transforms import RetrieveKL
-from policies.containers import Tokens
+from policies.chats.containers import Tokens
 from policies.load import load_policy
 from policies.models import EMBEDDED
 from policies.padding import is_ragged, rows
 from policies.random import fold
-from policies.vllm_engine import Engine, load_engine
-from policies.vllm_wrapper import vLLMWrapper
+from policies.wrappers.vllm_engine import Engine, load_engine
+from policies.wrappers.vllm_wrapper import vLLMWrapper
 from trainer.weight_sync import weight_sync
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, of each engine

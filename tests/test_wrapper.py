@@ -14,13 +14,13 @@ from tensordict import TensorDict, lazy_stack
 from torch import nn
 
 from envs.transforms import RetrieveLogProb
-from policies.containers import ChatHistory, Text, Tokens
-from policies.history import History
+from policies.chats.containers import ChatHistory, Text, Tokens
+from policies.chats.history import History
 from policies.load import load_policy
 from policies.padding import is_ragged, pad, pad_mask, rows
 from policies.random import fold
 from policies.scorer import Scorer
-from policies.transformers_wrapper import TransformersWrapper
+from policies.wrappers.transformers_wrapper import TransformersWrapper
 
 TEXTS = ("Sort 3", "Write", "the house with the other people")
 CHATS = [[{"role": "user", "content": t}] for t in TEXTS]

@@ -25,15 +25,15 @@ from transformers import (
 )
 
 from envs.chat_env import ChatEnv
-from policies import wishes
-from policies.containers import ChatHistory, Text, Tokens
-from policies.history import History
+from policies.chats.containers import ChatHistory, Text, Tokens
+from policies.chats.history import History
 from policies.models import find_model, load_tokenizer
 from policies.padding import is_ragged, pad, pad_mask, rows
 from policies.random import fold
 from policies.sampler import Sampled
-from policies.transformers_wrapper import TransformersWrapper
-from policies.wrapper import LLMWrapperBase
+from policies.wrappers import wishes
+from policies.wrappers.transformers_wrapper import TransformersWrapper
+from policies.wrappers.wrapper import LLMWrapperBase
 from trainer.collect import collect
 
 

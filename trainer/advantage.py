@@ -7,8 +7,8 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from policies.transformers_wrapper import TransformersWrapper
 from policies.value_head import Critic, values_in_parts
+from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer.gae import gae
 from trainer.kl_control import KLControllerBase
 from trainer.losses import STD_FLOOR, group_advantage

@@ -14,9 +14,9 @@ from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor
 
 from envs.env import EnvBase
-from policies.containers import Tokens
+from policies.chats.containers import Tokens
 from policies.padding import rows
-from policies.wrapper import LLMWrapperBase
+from policies.wrappers.wrapper import LLMWrapperBase
 from trainer.collect import carry, prolong, ready
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from policies.cache import flush, read_manifest, write_manifest
 from policies.models import quiet
-from policies.transformers_wrapper import TransformersWrapper
+from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer.runtime import Runtime
 
 FORMAT = 1

@@ -12,9 +12,9 @@ from tensordict import NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
 from envs.env import EnvBase
-from policies.containers import LogProbs, Masks, Tokens
+from policies.chats.containers import LogProbs, Masks, Tokens
 from policies.padding import pad, pad_mask, unpad
-from policies.transformers_wrapper import TransformersWrapper
+from policies.wrappers.transformers_wrapper import TransformersWrapper
 
 
 @dataclass

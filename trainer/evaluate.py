@@ -14,7 +14,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from envs.chat_env import ChatEnv
 from envs.tasks.task import Task
 from policies.random import fold
-from policies.transformers_wrapper import TransformersWrapper
+from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer.collect import collect
 from trainer.metrics import transcript
 from trainer.runtime import Runtime

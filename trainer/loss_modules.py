@@ -26,7 +26,7 @@ from trainer.loss_inputs import (
 from trainer.losses import cispo_term, clipped_policy_term, is_clipped, kl_term, ratio, weights
 
 if TYPE_CHECKING:
-    from policies.wrapper import LLMWrapperBase
+    from policies.wrappers.wrapper import LLMWrapperBase
 
 DISTS = {"sft": "_get_sft_dist", "rlhf": "_get_rlhf_dist", "generic": "_get_generic_dist"}
 AGGREGATIONS = ("token_mean", "prompt_mean", "sequence_mean", "constant", "none")

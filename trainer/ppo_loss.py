@@ -17,7 +17,7 @@ from trainer.loss_modules import GRPOKeys, GRPOLoss, LLMLossOutput
 from trainer.losses import value_term
 
 if TYPE_CHECKING:
-    from policies.wrapper import LLMWrapperBase
+    from policies.wrappers.wrapper import LLMWrapperBase
 
 DISTANCES = {"l1": F.l1_loss, "l2": F.mse_loss, "smooth_l1": F.smooth_l1_loss}
 

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from envs.chat_env import ChatEnv
 from envs.tasks.task import assistant
-from policies.containers import Masks, Tokens
+from policies.chats.containers import Masks, Tokens
 from policies.padding import pad, pad_mask
 from policies.reward_model import diverged, preference_term
 from policies.reward_scorer import Rewards, ids_to_end
-from policies.transformers_wrapper import TransformersWrapper
+from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer.objectives import Terms
 from trainer.runtime import Runtime
 from trainer.sources import picks

@@ -17,10 +17,10 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
-from policies.generation_config import follow, temperature, token_ids, until_end
 from policies.padding import pad, pad_mask, unpad
 from policies.sampler import Sampled, Stop, sample
 from policies.scorer import Scorer
+from policies.wrappers.generation_config import follow, temperature, token_ids, until_end
 from trainer.kl_control import KLControllerBase
 from trainer.losses import kl_term
 from trainer.prompt_data import PromptData

@@ -14,7 +14,7 @@ from trainer.loss_inputs import REDUCTIONS, LossModule, check, missing, need_row
 from trainer.losses import kl_term
 
 if TYPE_CHECKING:
-    from policies.wrapper import LLMWrapperBase
+    from policies.wrappers.wrapper import LLMWrapperBase
 
 
 class SFTLossOutput(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments]

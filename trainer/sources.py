@@ -12,10 +12,10 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from envs.chat_env import ChatEnv
 from envs.tasks.task import Task
-from policies.containers import Masks, Tokens
+from policies.chats.containers import Masks, Tokens
 from policies.padding import pad, pad_mask
 from policies.random import fold
-from policies.transformers_wrapper import TransformersWrapper
+from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer.collect import collect
 from trainer.runtime import Runtime
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from policies.transformers_wrapper import TransformersWrapper
+from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer.checkpoint import Checkpoints, save_model
 from trainer.evaluate import Evaluate
 from trainer.kl_control import KLControllerBase

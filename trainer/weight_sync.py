@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from policies.transformers_wrapper import TransformersWrapper
+from policies.wrappers.transformers_wrapper import TransformersWrapper
 
 TOLERANCE = 1e-3  # nats a token, of two float32 engines; bfloat16 needs about 0.1
 

@@ -119,8 +119,8 @@ class GSM8KRewardParser(RewardParser):
     """Reward the number that a GSM8K solution has after ####.
 
     >>> from tensordict import TensorDict
-    >>> from policies.containers import ChatHistory
-    >>> from policies.history import History
+    >>> from policies.chats.containers import ChatHistory
+    >>> from policies.chats.history import History
     >>> said = {"role": "assistant", "content": "<answer>$72</answer>"}
     >>> full = History.from_chats([[{"role": "user", "content": "48 + 24?"}, said]])
     >>> td = TensorDict({"answer": ["#### 72"]}, batch_size=[1])

@@ -42,7 +42,7 @@ from policies.padding import pad
 from policies.specs import Composite
 
 if TYPE_CHECKING:
-    from policies.wrapper import LLMWrapperBase
+    from policies.wrappers.wrapper import LLMWrapperBase
 
 
 class KLComputation(Transform):

@@ -30,7 +30,7 @@ from envs.transforms.transform import NestedKey, Transform, Values, each, read, 
 from policies.specs import Composite
 
 if TYPE_CHECKING:
-    from policies.wrapper import LLMWrapperBase
+    from policies.wrappers.wrapper import LLMWrapperBase
 
 PROMPT = ("tokens", "prompt")
 HISTORY = ("history", "full")

@@ -14,12 +14,12 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from envs.transforms.transform import NestedKey, Transform, Values, each, read, write
-from policies.outputs import home
 from policies.padding import pad
 from policies.specs import Composite, Unbounded
+from policies.wrappers.outputs import home
 
 if TYPE_CHECKING:
-    from policies.wrapper import LLMWrapperBase
+    from policies.wrappers.wrapper import LLMWrapperBase
 
 RESPONSE = ("masks", "all_response_mask")
 ASSISTANT = ("masks", "all_assistant_mask")

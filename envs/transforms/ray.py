@@ -18,8 +18,8 @@ import torch
 from tensordict import TensorDictBase
 
 from envs.transforms.transform import Compose, PassesSpecs, Transform
-from policies.outputs import home
 from policies.specs import Composite
+from policies.wrappers.outputs import home
 
 NAMESPACE = "leash"  # Ray looks for a name in one namespace only, by default one per process
 PATIENCE = 30.0  # seconds until a user hears what an actor waits for

@@ -15,7 +15,7 @@ from envs.transforms.ray import RayTransform
 from policies.specs import Composite
 
 if TYPE_CHECKING:
-    from policies.wrapper import LLMWrapperBase
+    from policies.wrappers.wrapper import LLMWrapperBase
 
 RESOURCES = ("actor_name", "num_cpus", "num_gpus")
 

@@ -7,7 +7,7 @@ stacks no nested tensor: `rows` and `nested` of policies/padding.py read them al
 bool, False for lazy stacks. Anything called full, and every mask, has the shape of `tokens.full`.
 
 A view is made from another by `to_text`, `to_tokens` and `to_history`, row by row: rendering is the
-Renderer's, reading policies/parsing.py's. A wrapper's own ids are exact, a rendered history's need
+Renderer's, reading parsing.py's. A wrapper's own ids are exact, a rendered history's need
 not be them: score ids.
 """
 
@@ -18,9 +18,8 @@ import torch
 from tensordict import MetaData, TensorClass, lazy_stack
 from torch import Tensor
 
-from policies.history import History
-from policies.specs import Composite, NonTensor, Spec, Unbounded
-from policies.views import (
+from policies.chats.history import History
+from policies.chats.views import (
     by_row,
     decoded,
     dense,
@@ -30,6 +29,7 @@ from policies.views import (
     tokens_of,
     written,
 )
+from policies.specs import Composite, NonTensor, Spec, Unbounded
 
 
 def _spec(cls: type, leaves: dict[str, Spec], shape: tuple[int, ...], keys: Any) -> Composite:

@@ -7,7 +7,7 @@ what the template wrote: a content with the markup of a turn in it is an error, 
 turns of its own. So environments and training keep messages and never read texts back.
 
 Left out on purpose: contents that a template changes, and templates that write a turn otherwise
-once the chat goes on; give those an `inverse_parser` (policies/templates.py).
+once the chat goes on; give those an `inverse_parser` (policies/chats/templates.py).
 """
 
 import re
@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
-from policies.rendering import Message, write
-from policies.templates import find_template
-from policies.tool_markup import readings
+from policies.chats.rendering import Message, write
+from policies.chats.templates import find_template
+from policies.chats.tool_markup import readings
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The policy as a TensorDict module: what every engine shares.
 
 A wrapper either generates (prompt -> response) or scores (full -> log-probs). An engine says what a
-model does with token ids (policies/model_calls.py); reading, writing, keys, batch shapes, batching
+model does with token ids (model_calls.py); reading, writing, keys, batch shapes, batching
 and distributions are the same for all of them. B rows, T tokens, V vocabulary.
 Token in, token out: whatever carries ids is generated from or scored by those ids, in any input
 mode; a history or text is tokenised only where there are none.
@@ -18,19 +18,19 @@ from tensordict import TensorDictBase, unravel_key
 from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
-from policies.chat_template import Renderer
-from policies.generate_kwargs import GenerateKwargs
-from policies.generates import Generates
-from policies.generation_config import token_ids
-from policies.inputs import NestedKey, ReadsInputs
-from policies.model_calls import CallsModel
+from policies.chats.chat_template import Renderer
 from policies.models import find_model, load_model, load_tokenizer
-from policies.outputs import Form, home, put
 from policies.sampler import Stop
 from policies.scorer import max_positions
-from policies.scores import ScoresSequences
-from policies.settings import check_settings, queue_of, tokenizer_options
-from policies.token_dists import GivesDistributions, flat
+from policies.wrappers.generate_kwargs import GenerateKwargs
+from policies.wrappers.generates import Generates
+from policies.wrappers.generation_config import token_ids
+from policies.wrappers.inputs import NestedKey, ReadsInputs
+from policies.wrappers.model_calls import CallsModel
+from policies.wrappers.outputs import Form, home, put
+from policies.wrappers.scores import ScoresSequences
+from policies.wrappers.settings import check_settings, queue_of, tokenizer_options
+from policies.wrappers.token_dists import GivesDistributions, flat
 
 # What load_policy hangs on a wrapper: where the model is from, how names are looked for, the system
 # prompt of its chats.

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from policies.batching import BatchQueue
-from policies.generate_kwargs import GenerateKwargs
+from policies.wrappers.batching import BatchQueue
+from policies.wrappers.generate_kwargs import GenerateKwargs
 
 
 def check_settings(settings: dict[str, Any], limits: GenerateKwargs) -> None:

@@ -12,7 +12,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
-from policies.containers import LogProbs, Masks, Tokens
+from policies.chats.containers import LogProbs, Masks, Tokens
 from policies.padding import inner, is_ragged, pad, pad_around, unpad
 from policies.sampler import Sampled
 

@@ -129,7 +129,7 @@ class Engine(nn.Module):
         if not isinstance(self.llm.llm_engine.engine_core, InprocClient):
             raise ValueError(
                 f"expected a vLLM engine in this process; set {IN_PROCESS}=0 before it is made, or "
-                "use policies.vllm_engine.load_engine"
+                "use policies.wrappers.vllm_engine.load_engine"
             )
         weights = {"weights_iterator": list(named)}
         self.llm.collective_rpc("reload_weights", kwargs=weights)

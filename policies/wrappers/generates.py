@@ -7,11 +7,11 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from policies.containers import ChatHistory, LogProbs, Masks, Text, Tokens
-from policies.history import History
-from policies.outputs import generated
+from policies.chats.containers import ChatHistory, LogProbs, Masks, Text, Tokens
+from policies.chats.history import History
 from policies.random import fold
 from policies.sampler import Sampled
+from policies.wrappers.outputs import generated
 
 
 class Generates:

@@ -12,7 +12,12 @@ from torch import Size, Tensor
 from torch.distributions import Categorical, Distribution
 from torch.nn.functional import one_hot
 
-from policies.masked_rows import at_index, check_indices, masked_entropy, masked_log_prob
+from policies.distributions.masked_rows import (
+    at_index,
+    check_indices,
+    masked_entropy,
+    masked_log_prob,
+)
 
 
 class LLMMaskedCategorical(Distribution):

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policies.inputs import Sequences
 from policies.padding import pad, pad_mask, predicted, unpad
 from policies.sampler import Sampled
+from policies.wrappers.inputs import Sequences
 
 
 class CallsModel:

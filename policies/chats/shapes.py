@@ -9,8 +9,8 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from policies.rendering import Encoder, Message, Piece, Shape, Span, close_turn, cut, write
-from policies.templates import Template
+from policies.chats.rendering import Encoder, Message, Piece, Shape, Span, close_turn, cut, write
+from policies.chats.templates import Template
 
 _MAX_SHAPES = 512
 

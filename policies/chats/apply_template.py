@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 
-from policies.chat_template import Rendered, Renderer
+from policies.chats.chat_template import Rendered, Renderer
 from policies.padding import pad, pad_mask
 
 _PADDING = {False: "", "do_not_pad": "", True: "longest", "longest": "longest"}

@@ -1,6 +1,6 @@
 """The policy on vLLM: the same arguments, keys and alignment as TransformersWrapper.
 
-vLLM samples and scores (see policies/vllm_engine.py); rendering, masks and containers are shared.
+vLLM samples and scores (see vllm_engine.py); rendering, masks and containers are shared.
 Log-probs only: whole distributions need TransformersWrapper.
 """
 
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from policies.models import find_model, load_tokenizer
 from policies.sampler import Sampled
-from policies.transformers_wrapper import TransformersWrapper
-from policies.vllm_engine import Engine, load_engine
+from policies.wrappers.transformers_wrapper import TransformersWrapper
+from policies.wrappers.vllm_engine import Engine, load_engine
 
 # Further wishes, by the name that transformers gives them, and what vLLM calls them.
 EXTRA = {

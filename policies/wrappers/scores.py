@@ -8,11 +8,11 @@ from typing import Any
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from policies.containers import LogProbs, Masks, Tokens
-from policies.inputs import Sequences
-from policies.outputs import shown
+from policies.chats.containers import LogProbs, Masks, Tokens
 from policies.padding import unpad
-from policies.token_dists import flat
+from policies.wrappers.inputs import Sequences
+from policies.wrappers.outputs import shown
+from policies.wrappers.token_dists import flat
 
 
 class ScoresSequences:

@@ -1,6 +1,6 @@
 """Replies as a GenerationConfig of transformers asks for, by the model's own `generate`.
 
-For what leash's sampler leaves out (see policies/generate_kwargs.py). The log-prob of a token is
+For what leash's sampler leaves out (see generate_kwargs.py). The log-prob of a token is
 that of the processed scores it was drawn from. Letters: B rows, n tokens of a reply.
 """
 

@@ -10,10 +10,10 @@ import torch
 from tensordict import lazy_stack
 from torch import Tensor
 
-from policies.chat_template import Renderer
-from policies.history import History
+from policies.chats.chat_template import Renderer
+from policies.chats.history import History
+from policies.chats.parsing import Format, find_reader
 from policies.padding import pad, pad_around, rows
-from policies.parsing import Format, find_reader
 
 Written = dict[str, Any]  # by the fields prompt, response, full
 

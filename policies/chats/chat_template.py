@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from policies.rendering import (
+from policies.chats.rendering import (
     Encoder,
     Message,
     Piece,
@@ -26,8 +26,8 @@ from policies.rendering import (
     fill,
     mark,
 )
-from policies.shapes import Shapes
-from policies.templates import find_template
+from policies.chats.shapes import Shapes
+from policies.chats.templates import find_template
 
 _REMEDY = "set policy.chat_template=chatml, or to a template with {% generation %} tags"
 
@@ -44,7 +44,7 @@ class Renderer:
     r"""Render chats with one tokenizer and one template.
 
     `chat_template` is a Jinja text, a file or a name, `chat_template_name` a name ("chatml", see
-    policies/templates.py); None takes the tokenizer's own. `stop_ids` are the ids that end a turn:
+    templates.py); None takes the tokenizer's own. `stop_ids` are the ids that end a turn:
     the tokenizer's EOS and what the template writes after a reply.
     Raises ValueError if there is no template or it cannot render a plain exchange.
 

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from policies.history import History
+from policies.chats.history import History
 from policies.padding import attended, is_ragged, pad, pad_mask, rows
 
 NestedKey = str | tuple[str, ...]

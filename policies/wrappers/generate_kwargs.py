@@ -2,7 +2,7 @@
 
 Names are those of transformers' GenerationConfig, with the common other names of some. The sampler
 fulfils most wishes; those that only transformers' own `generate` can are handed on to it. The names
-and what is refused: policies/wishes.py.
+and what is refused: policies/wrappers/wishes.py.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from policies.filters import NO_FILTERS, Filters
-from policies.wishes import COMPUTES, FILTERS, HANDED_ON, OWN, refuse, renamed
+from policies.wrappers.wishes import COMPUTES, FILTERS, HANDED_ON, OWN, refuse, renamed
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,13 @@ from torch import Size, Tensor
 from torch.distributions import Categorical
 from torch.distributions.utils import lazy_property
 
-from policies.masked_rows import at_index, check_indices, masked_entropy, masked_log_prob, upcast
+from policies.distributions.masked_rows import (
+    at_index,
+    check_indices,
+    masked_entropy,
+    masked_log_prob,
+    upcast,
+)
 
 Shape = Size | Sequence[int] | None
 

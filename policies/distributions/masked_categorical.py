@@ -12,7 +12,7 @@ from torch import Size, Tensor
 from torch.distributions import RelaxedOneHotCategorical, constraints
 from torch.nn.functional import one_hot
 
-from policies.choice import Choice, Shape
+from policies.distributions.choice import Choice, Shape
 
 
 class ReparamGradientStrategy(Enum):

@@ -11,12 +11,12 @@ from typing import Any
 
 from tensordict import TensorClass, lazy_stack
 
-from policies.apply_template import Wishes, apply
-from policies.chat_template import Renderer
-from policies.messages import PADDING_ROLE, checked, columns, records_of
-from policies.parsing import Format, find_reader
+from policies.chats.apply_template import Wishes, apply
+from policies.chats.chat_template import Renderer
+from policies.chats.messages import PADDING_ROLE, checked, columns, records_of
+from policies.chats.parsing import Format, find_reader
+from policies.chats.templates import add_chat_template, remove_chat_template
 from policies.specs import Composite, NonTensor
-from policies.templates import add_chat_template, remove_chat_template
 
 
 class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments]

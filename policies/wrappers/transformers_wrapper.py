@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from policies.generation_config import follow
 from policies.sampler import Sampled, sample
 from policies.scorer import Scorer, score_in_parts
-from policies.wrapper import LLMWrapperBase
+from policies.wrappers.generation_config import follow
+from policies.wrappers.wrapper import LLMWrapperBase
 
 
 class TransformersWrapper(LLMWrapperBase):

@@ -11,9 +11,9 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torch.distributions import Categorical
 
-from policies.distributions import LLMMaskedCategorical
-from policies.inputs import NestedKey, Sequences
+from policies.distributions.sequences import LLMMaskedCategorical
 from policies.padding import rows, unpad
+from policies.wrappers.inputs import NestedKey, Sequences
 
 
 class RaggedCategorical(Categorical):

@@ -1,0 +1,1 @@
+"""Chats: messages as data, chat templates forwards and backwards, the views of one chat."""
