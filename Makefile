@@ -6,7 +6,7 @@ PIP_IN := bin/pip install --disable-pip-version-check -q
 PIP := .venv/$(PIP_IN)
 ARGS ?=
 
-.PHONY: help setup run test lint bench test-learn test-ray test-vllm clean
+.PHONY: help setup run test lint bench test-learn test-ray test-vllm test-browser clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -29,7 +29,7 @@ run: setup  ## the main job: a real chat model learns; ARGS="experiment=grpo_tin
 	$(BIN)/python train.py $(ARGS)
 
 test: .venv/.ready-dev  ## the tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not learn and not gpu and not vllm and not ray" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not learn and not gpu and not vllm and not ray and not browser" $(ARGS)
 
 lint: .venv/.ready-dev  ## ruff and pyright
 	$(BIN)/ruff check
@@ -37,7 +37,7 @@ lint: .venv/.ready-dev  ## ruff and pyright
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 test-learn: .venv/.ready-dev  ## whole learning runs on three seeds (about 40 minutes)
-	$(BIN)/python -m pytest -m learn tests/test_learning.py $(ARGS)
+	$(BIN)/python -m pytest -m learn tests/test_learning.py tests/test_sweep_experiments.py $(ARGS)
 
 test-ray: .venv/.ready-ray  ## shared KL transforms in real Ray actors
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "ray and not gpu" tests/test_ray.py $(ARGS)
@@ -45,6 +45,15 @@ test-ray: .venv/.ready-ray  ## shared KL transforms in real Ray actors
 .venv/.ready-ray: .venv/.ready-dev
 	$(PIP) -c constraints.txt -e '.[ray]'
 	touch $@
+
+# Nothing from PyPI: the tests speak to Debian's Chromium by pipes.
+test-browser: .venv/.ready-dev  ## the pages in a headless Chromium, wide and narrow
+	@for name in chromium chromium-browser google-chrome; do command -v $$name && exit; done; \
+	test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -qq \
+	&& apt-get install -qq -y --no-install-recommends chromium >/dev/null && exit; \
+	echo "expected chromium, chromium-browser or google-chrome; install one (apt install chromium)"; \
+	exit 1
+	SCREENSHOTS=outputs/screenshots $(BIN)/python -m pytest -m browser tests/test_browser.py $(ARGS)
 
 test-vllm: .venv-vllm/.ready  ## vLLM, on the CPU and in a virtual environment of its own
 	OMP_NUM_THREADS=$$(nproc) TORCH_COMPILE_DISABLE=1 \

@@ -1,5 +1,6 @@
 """Train a chat model: python train.py [experiment=...] [key=value ...] [-m] [resume=<run folder>].
 
+Also preflight=true, and resume=<run folder> with mode=chat, evaluate or export (conf/modes.py).
 The parent checks the configuration and starts a fresh process per rank; it imports no torch.
 """
 
@@ -13,11 +14,10 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from conf import compose
-from conf.parts import build, make_reference, make_task, make_tracker
+from conf import compose, defaults, modes, parts
 from trainer.failures import complain, last_words
 from trainer.launch import agree, prepare_joined, start
-from trainer.sweep import job_line, write_sweep
+from trainer.sweep import begin_job, write_sweep
 
 OURS: dict[str, Any] = {"script": Path(__file__).resolve(), "compose": compose.compose_experiment}
 FAILED: list[str] = []  # jobs of this sweep that ended with an error
@@ -25,59 +25,52 @@ SWEEPS: list[Path] = []  # its folder, once a job has started
 
 
 def train(cfg: DictConfig, folder: Path) -> float:
-    """Put the parts of a run together and train; return the metric that a sweep compares."""
+    """Put the parts of a run together and train, or what `mode` says; return its metric."""
     import trainer
-    from envs import ChatEnv
-    from envs.transforms import Compose, RetrieveKL
 
     algorithm, total, opt = cfg.algorithm, cfg.trainer.num_iterations, cfg.optimizer
     steps = total * algorithm.epochs * algorithm.minibatches
     with trainer.Runtime(folder, seed=cfg.seed, device=cfg.policy.device) as runtime:
-        policy = build(cfg.policy, device=str(runtime.device))
+        policy = parts.build(cfg.policy, device=str(runtime.device))
         runtime.write_status(model=policy.found.about())
-        task, kl = make_task(cfg.env), trainer.ConstantKLController(kl_coef=cfg.kl.coeff)
-        env = ChatEnv(
-            task,
-            group_size=algorithm.group_size,
-            max_turns=cfg.env.max_turns,
-            system_prompt=policy.system_prompt,
-        )
-        reference = make_reference(cfg, policy)
-        retrieve = RetrieveKL(ref_model=reference, add_to_reward=False) if reference else Compose()
-        parts: dict[str, Any] = {"task": task, "env": env, "policy": policy, "runtime": runtime}
-        advantage = build(algorithm.advantage, kl=kl, **parts)  # may bring a critic to optimise
-        adam = OmegaConf.masked_copy(opt, ["lr", "weight_decay", "betas", "eps"])
-        optimizer = trainer.make_optimizer(policy.scorer, **adam)
+        task = parts.make_task(cfg.env)
+        steer = trainer.make_kl_controller
+        kl = steer(**parts.taken(steer, cfg.kl), total=total)
+        env = parts.make_env(cfg, task, policy)
+        reference = parts.make_reference(cfg, policy)
+        made: dict[str, Any] = {"task": task, "env": env, "policy": policy, "runtime": runtime}
+        advantage = parts.build(algorithm.advantage, kl=kl, **made)  # may bring a critic
+        settings = parts.taken(trainer.make_optimizer, opt)
+        optimizer = trainer.make_optimizer(policy.scorer, **settings)
         scorer, optimizer = runtime.accelerator.prepare(policy.scorer, optimizer)
         loop = trainer.Trainer(
             runtime=runtime,
             policy=policy,
-            source=build(algorithm.source, size=cfg.trainer.prompts_per_iteration, **parts),
-            retrieve_kl=retrieve,
+            source=parts.build(algorithm.source, size=cfg.trainer.prompts_per_iteration, **made),
+            retrieve_kl=reference,
+            correct=parts.make_correction(cfg, **made),
             advantage=advantage,
             update=trainer.Update(
                 scorer,
                 optimizer,
-                build(algorithm.objective, kl=kl),
+                parts.build(algorithm.objective, kl=kl),
                 runtime,
                 lr=trainer.make_schedule(opt.schedule, lr=opt.lr, warmup=opt.warmup, total=steps),
-                epochs=algorithm.epochs,
-                minibatches=algorithm.minibatches,
-                micro_batch_tokens=cfg.trainer.micro_batch_tokens,
-                aggregation=algorithm.aggregation,
+                **parts.taken(trainer.Update, cfg.trainer, algorithm),
                 max_tokens=cfg.policy.max_new_tokens * cfg.env.max_turns,
                 max_grad_norm=opt.max_grad_norm,
-                reference=reference.scorer if reference else None,
+                reference=reference.scorer,
             ),
-            evaluate=trainer.Evaluate(**parts, **cfg.eval),
+            evaluate=trainer.Evaluate(**made, **cfg.eval),
             kl=kl,
-            checkpoints=trainer.Checkpoints(runtime, policy, optimizer, **cfg.checkpoint),
-            tracker=make_tracker(cfg, folder) if runtime.is_main else None,
+            checkpoints=trainer.Checkpoints(
+                runtime, policy, optimizer, reference=reference, **cfg.checkpoint
+            ),
+            tracker=parts.make_tracker(cfg, folder) if runtime.is_main else None,
             display=trainer.show_run(folder, total, quiet=not runtime.is_main),
             num_iterations=total,
-            reference=reference.found.sha256 if reference else "",
         )
-        return loop.run(resume=cfg.resume is not None)
+        return trainer.run_mode(loop, OmegaConf.to_container(cfg, resolve=True))
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
@@ -87,9 +80,9 @@ def main(cfg: DictConfig) -> float:
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         SWEEPS[:] = [Path(HydraConfig.get().sweep.dir)]
         jobs = compose.expand([word for word in sys.argv[1:] if not word.startswith("-")])
-        print(job_line(HydraConfig.get().job.num, jobs), flush=True)
+        print(begin_job(SWEEPS[0], HydraConfig.get().job.num, jobs), flush=True)
     try:
-        return start(compose.settle(cfg), folder, **OURS)
+        return start(compose.settle(cfg), defaults.keep(folder), **OURS)
     except (RuntimeError, ValueError, OSError) as error:
         complain(error)
         FAILED.append(folder.name)
@@ -126,6 +119,8 @@ def cli(words: list[str]) -> int:
     try:
         if (ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
             return join(words, ranks)
+        if beside := modes.asked(words):
+            return modes.carry_out(beside, **OURS)
         if (resumed := compose.check_words(words)) is None:
             main()
         elif resumed.done:
@@ -147,4 +142,5 @@ def cli(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    sys.argv[1:] = compose.spell_out(sys.argv[1:])  # Hydra reads them too
     sys.exit(cli(sys.argv[1:]))

@@ -10,17 +10,23 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from conf import files, task
+from conf import control, files, task
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("policies", "envs", "trainer")
+LAZY = (*PACKAGES, "envs.transforms")  # their names are known without torch
 CHOICES = {
+    "mode": ("train", "chat", "evaluate", "export"),
     "policy.source": ("auto", "hub"),
     "policy.dtype": ("float32", "bfloat16"),
     "policy.autocast": (None, "bfloat16"),
     "kl.estimator": ("k1", "k2", "k3", "full"),
     "kl.where": ("loss", "reward"),
+    "kl.controller": ("constant", "adaptive", "linear"),
     "algorithm.aggregation": ("token_mean", "sequence_mean", "constant"),
+    "algorithm.baseline": ("group_mean", "leave_one_out", "none"),
+    "algorithm.surrogate": ("clip", "cispo", "reinforce"),
+    "algorithm.ratio": ("token", "sequence"),
     "algorithm.credit": ("trajectory", "return_to_go"),
     "algorithm.critic.kind": ("head", "separate"),
     "algorithm.mask": ("assistant", "prompt"),
@@ -31,7 +37,14 @@ AT_LEAST = {
     "policy.max_new_tokens": 1,
     "policy.max_prompt_tokens": 1,
     "env.max_turns": 1,
+    "policy.lora.r": 0,
+    "policy.lora.alpha": 0,
     "kl.coeff": 0,
+    "kl.end": 0,
+    "algorithm.target_kl": 0,
+    "algorithm.entropy_coeff": 0,
+    "algorithm.entropy_target": 0,
+    "kl.refresh_every": 0,
     "algorithm.group_size": 1,
     "algorithm.epochs": 1,
     "algorithm.minibatches": 1,
@@ -49,6 +62,7 @@ AT_LEAST = {
     "trainer.num_iterations": 1,
     "trainer.prompts_per_iteration": 1,
     "trainer.micro_batch_tokens": 1,
+    "trainer.show_every": 0,
     "eval.every": 0,
     "eval.num_samples": 0,
     "eval.temperature": 0,
@@ -56,6 +70,8 @@ AT_LEAST = {
     "eval.prompts_per_batch": 1,
     "tracker.init_timeout": 0,
     "tracker.finish_timeout": 0,
+    "tracker.table_every": 0,
+    "tracker.flush_s": 1,
     "checkpoint.every": 0,
     "checkpoint.keep_last": 1,
     "launch.num_processes": 1,
@@ -123,23 +139,28 @@ def _leash(cfg: dict[str, Any]) -> Iterator[str]:
             yield f"{silent} to put a KL on, got kl.coeff={kl['coeff']}; set kl.coeff=0"
         if kl["measure"]:
             yield f"{silent} to measure a KL on; set kl.measure=false"
+        if kl["controller"] != "constant":
+            yield f"{silent} to control a KL of; set kl.controller=constant"
+        for key in ("target_kl", "entropy_coeff", "entropy_target", "shaping", "mismatch"):
+            if algorithm[key]:
+                yield f"{silent}, which algorithm.{key} is for; leave it out"
         if algorithm["aggregation"] == "constant":
             yield f"{silent}, whose longest length algorithm.aggregation=constant divides by"
         return
     if "critic" in algorithm:
         yield from _critic(algorithm)
-    elif algorithm["group_size"] < 2:
+    elif algorithm["group_size"] < 2 and _compares(algorithm):
         yield (
             f"a group baseline needs algorithm.group_size >= 2, got {algorithm['group_size']}: "
             "alone, every advantage is 0"
         )
-    if algorithm.get("clip_low", 0) >= 1:
-        yield f"expected algorithm.clip_low < 1, got {algorithm['clip_low']}"
-    if cfg["policy"]["temperature"] <= 0:
+    yield from _bounds(algorithm)
+    if cfg["policy"]["temperature"] <= 0 and cfg["mode"] == "train":
         yield (
             f"expected policy.temperature > 0 in RL, got {cfg['policy']['temperature']}: greedy "
             "replies of a group are all the same"
         )
+    yield from _reference(kl)
     reason = BIASED.get((kl["where"], kl["estimator"]))
     if reason and not kl["allow_biased"]:
         yield (
@@ -148,8 +169,49 @@ def _leash(cfg: dict[str, Any]) -> Iterator[str]:
         )
     if kl["estimator"] == "full" and kl["where"] == "reward":
         yield "kl.estimator=full is computed in the update only; use kl.where=loss"
-    if kl["coeff"] > 0 and not kl["measure"]:
+    yield from control.findings(cfg)
+    if max(kl["coeff"], kl["end"] or 0) > 0 and not kl["measure"]:
         yield f"kl.coeff={kl['coeff']} needs the reference; set kl.measure=true"
+
+
+def _reference(kl: dict[str, Any]) -> Iterator[str]:
+    if not 0 <= kl["refresh_decay"] < 1:
+        yield f"expected kl.refresh_decay from 0 to below 1, got {kl['refresh_decay']}"
+    if kl["refresh_decay"] and not kl["refresh_every"]:
+        yield f"kl.refresh_decay={kl['refresh_decay']} needs kl.refresh_every, got 0; set it to 1"
+    if kl["refresh_every"] and kl["reference"] is not None:
+        yield (
+            "kl.refresh_every makes the reference a copy of the policy, got kl.reference="
+            f"{kl['reference']}; leave one of them out"
+        )
+    if kl["refresh_every"] and not kl["measure"]:
+        yield "kl.refresh_every needs a reference, got kl.measure=false; set kl.measure=true"
+
+
+def _compares(algorithm: dict[str, Any]) -> bool:
+    """Return whether a reply is judged by the others of its prompt."""
+    return algorithm["baseline"] != "none" or algorithm["scale_by_std"]
+
+
+def _bounds(algorithm: dict[str, Any]) -> Iterator[str]:
+    if not algorithm["clip_low"] <= 1:
+        yield f"expected algorithm.clip_low <= 1 (no lower bound), got {algorithm['clip_low']}"
+    most, high = algorithm["clip_ratio"], algorithm["clip_high"]
+    if most is not None and not most > 1 + high:
+        yield f"expected algorithm.clip_ratio > 1 + clip_high = {1 + high:g}, or null, got {most}"
+    if most is not None and algorithm.get("surrogate", "clip") != "clip":
+        yield (
+            f"algorithm.clip_ratio is a bound of algorithm.surrogate=clip, got surrogate="
+            f"{algorithm['surrogate']}; set clip_ratio=null"
+        )
+    steps = algorithm["epochs"] * algorithm["minibatches"]
+    if algorithm.get("surrogate") == "reinforce" and steps > 1:
+        yield (
+            "algorithm.surrogate=reinforce has no ratio for replies of an older policy, got "
+            f"{steps} steps a batch; set epochs=1 and minibatches=1, or surrogate=clip"
+        )
+    if algorithm["clip_advantage"] is not None and not algorithm["clip_advantage"] > 0:
+        yield f"expected algorithm.clip_advantage > 0, or null, got {algorithm['clip_advantage']}"
 
 
 def _critic(algorithm: dict[str, Any]) -> Iterator[str]:
@@ -180,7 +242,7 @@ def _targets(cfg: dict[str, Any]) -> Iterator[str]:
                 f"{key}={value}: expected code of {', '.join(PACKAGES)}; set allow_targets=true "
                 "if you trust this configuration"
             )
-        elif module in PACKAGES and name not in (names := import_module(module).__all__):
+        elif module in LAZY and name not in (names := import_module(module).__all__):
             close = difflib.get_close_matches(name, names, n=1) or names
             yield f"{key}={value}: {module} has no {name}; did you mean {' or '.join(close)}?"
 

@@ -21,7 +21,8 @@ from conf.checks import check
 from conf.explain import compose_raw, explain, nearest
 from conf.files import make_writable
 from conf.schema import register
-from conf.words import check_flags, check_overrides, list_experiments
+from conf.sweeps import check_single, with_swept
+from conf.words import check_flags, check_overrides, list_experiments, spell_out
 from trainer.launch import read_status
 from trainer.run_files import find_jobs, is_sweep
 
@@ -120,6 +121,7 @@ def run_folder(words: Sequence[str], *, sweep: bool = False) -> Path:
 
 
 def _compose(words: Sequence[str]) -> DictConfig:
+    words = spell_out(words)
     check_overrides(words)
     try:
         return compose_raw(words)
@@ -163,12 +165,14 @@ def _keep_environment(raw: Any, plain: Any, secrets: set[str]) -> Any:
 def expand(words: Sequence[str]) -> list[list[str]]:
     """Return the overrides of each job of a sweep, as Hydra's basic sweeper makes them.
 
+    What the experiment itself sweeps (hydra.sweeper.params) is among them.
+
     >>> expand(["kl.coeff=0,0.1", "seed=1"])
     [['kl.coeff=0', 'seed=1'], ['kl.coeff=0.1', 'seed=1']]
     """
     check_overrides(words)
     choices = []
-    for word in words:
+    for word in with_swept(words):
         try:
             (item,) = OverridesParser.create().parse_overrides([word])
             key = item.get_key_element()
@@ -216,6 +220,7 @@ def check_words(words: Sequence[str]) -> Resumed | None:
     if not flags - {"-m", "--multirun"}:
         jobs = expand(overrides) if flags else [overrides]
         for job in jobs:
+            check_single(job)
             if compose_checked(job)["output_dir"] and flags:
                 raise ValueError("output_dir is one folder; a sweep takes hydra.sweep.dir=")
         run_folder(jobs[0], sweep=bool(flags))
@@ -224,32 +229,36 @@ def check_words(words: Sequence[str]) -> Resumed | None:
 
 def compose_joined(words: Sequence[str], *, ranks: int) -> dict[str, Any]:
     """Return the configuration of one rank of `ranks` that an outside launcher started."""
-    if any(word.startswith(("-", "resume=")) for word in words):
+    if any(word.startswith(("-", "resume=", "mode=", "preflight=")) for word in words):
         raise ValueError(
             f"{' '.join(words)}: torchrun and accelerate launch start one new run; use python "
             f"train.py -m or python train.py resume=..., with launch.num_processes={ranks}"
         )
+    check_single(words)
     return compose_checked([*words, f"launch.num_processes={ranks}"])
 
 
-def load_for_resume(folder: str, words: Sequence[str]) -> dict[str, Any]:
-    """Return the saved configuration of a run with the few overrides that may change on resume."""
+def load_for_resume(
+    folder: str, words: Sequence[str], *, mode: str = "train", may=RESUMABLE, **instead: Any
+) -> dict[str, Any]:
+    """Return a run's saved configuration, `instead` in it, with overrides that `may` change."""
     path = Path(folder) / "config.yaml"
     if not path.is_file():
         raise ValueError(f"resume={folder}: {_no_run(Path(folder))}")
     keys = [word.partition("=")[0].lstrip("+~") for word in words]
     for key in keys:
-        if not any(key == name or key.startswith(f"{name}.") for name in RESUMABLE):
-            names = ", ".join(RESUMABLE)
-            raise ValueError(f"{key} cannot change on resume, only {names}; start a new run for it")
+        if not any(key == name or key.startswith(f"{name}.") for name in may):
+            when, names = "on resume" if mode == "train" else f"in mode={mode}", ", ".join(may)
+            raise ValueError(f"{key} cannot change {when}, only {names}; start a new run for it")
     saved = OmegaConf.load(path)
     if "tracker" not in keys:  # its keys are those of the saved one
-        kind = "wandb" if saved.tracker._target_.endswith("WandbTracker") else "jsonl"
-        words = [f"tracker={kind}", *words]
+        kind = saved.tracker._target_.rpartition(".")[2].removesuffix("Tracker").lower()
+        known = (Path(__file__).parent / "tracker" / f"{kind}.yaml").is_file()
+        words = [f"tracker={kind if known else 'jsonl'}", *words]
     fresh = _compose(words)
     for key in keys:
         OmegaConf.update(saved, key, OmegaConf.select(fresh, key), merge=False)
-    saved.resume = str(folder)
+    saved.update({"resume": str(folder), "mode": mode, "preflight": False, **instead})
     return settle(saved)
 
 

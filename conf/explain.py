@@ -17,6 +17,7 @@ from conf.schema import register
 
 FOLDER = Path(__file__).parent
 EITHER = (("algorithm=grpo",), ("algorithm=sft",))
+NARROWING = ("top_k", "top_p", "min_p", "repetition_penalty", "min_new_tokens")
 FEW = 5  # so many names are listed, of more the nearest is
 
 
@@ -77,6 +78,11 @@ def nearest(key: str, words: Sequence[str] = ()) -> str:
     if key not in known and key in _known_keys(EITHER):
         return " here; it belongs to another algorithm"
     parent, _, leaf = key.rpartition(".")
+    if leaf in NARROWING:
+        return (
+            ": training samples from the whole distribution, since its log-probs and its KL could "
+            "not follow a part of it; use policy.temperature"
+        )
     beside = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == parent]
     same = [name for name in known if name.rpartition(".")[2] == leaf]
     close = same or difflib.get_close_matches(key, [*known, "experiment"], n=2, cutoff=0.6)

@@ -2,7 +2,7 @@
 
 import difflib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,8 @@ from typing import Any
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
+
+from trainer.run_files import dig, is_sweep, load_run, read_yaml
 
 DATA = ("dataset", "eval_dataset", "columns", "split", "eval_split")  # keys of env for its task
 
@@ -28,9 +30,45 @@ def build(node: DictConfig, **parts: Any) -> Any:
         raise (error.__cause__ or error) from None
 
 
+def taken(function: Callable[..., Any], *nodes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those entries of `nodes` that a function takes, by their name only."""
+    parameters = inspect.signature(function).parameters.values()
+    names = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+    return {name: node[name] for node in nodes for name in node if name in names}
+
+
 def make_task(env: Mapping[str, Any]) -> Any:
-    """Return the task that a resolved `env` names, with those keys of DATA that it takes."""
-    return build(env["task"], _convert_="all", **data_arguments(env))
+    """Return the task that a resolved `env` names, with those keys of DATA that it takes.
+
+    With `rewards` it is an `envs.rewards.Rewarded`.
+    """
+    task = build(env["task"], _convert_="all", **data_arguments(env))
+    if not (rewards := env.get("rewards")):
+        return task
+    made = {name: build(node, _convert_="all") for name, node in rewards.items()}
+    return find("envs.rewards.Rewarded")(task, made, task_weight=env["task_weight"])
+
+
+def make_env(cfg: DictConfig, task: Any, policy: Any) -> Any:
+    """Return the chats over a task, seen through the transforms of `env` in their order.
+
+    Imports torch: for the process that trains.
+    """
+    from envs import ChatEnv
+
+    env: Any = ChatEnv(
+        task,
+        group_size=cfg.algorithm.group_size,
+        max_turns=cfg.env.max_turns,
+        system_prompt=policy.system_prompt,
+    )
+    for name, node in cfg.env.transforms.items():
+        if node is None:
+            continue
+        if "_target_" not in node:
+            raise ValueError(f"expected env.transforms.{name}._target_, got none; name its class")
+        env = env.append_transform(build(node, _convert_="all"))
+    return env
 
 
 def data_arguments(env: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,25 +94,53 @@ def find(target: str) -> Any:
 
 def make_tracker(cfg: DictConfig, folder: Path) -> Any:
     """Return the tracker, told what the run is called and which sweep it belongs to."""
-    sweep = folder.parent if "=" in folder.name else None
+    run, objective = load_run(folder), cfg.algorithm.objective._target_.rpartition(".")[2]
+    sweep = folder.parent if is_sweep(folder.parent) else None
+    mode, model = cfg.get("mode") or "train", Path(cfg.policy.model)
+    if model.name == "model":  # of another run
+        model = model.parent
     return build(cfg.tracker, _partial_=True)(
         folder=str(folder),
         config=OmegaConf.to_container(cfg),
-        name=folder.name,
-        group=str(sweep) if sweep else None,
-        tags=[cfg.policy.model.rpartition("/")[2], cfg.algorithm.objective._target_],
+        name=" ".join([run.experiment, *_telling(run.overrides, sweep)]),
+        group=f"{sweep.parent.name}/{sweep.name}" if sweep else None,
+        tags=[run.experiment, model.name, objective],
+        job_type="sft" if mode == "train" and objective == "SFTObjective" else mode,
         resume=cfg.resume is not None,
     )
 
 
+def make_correction(cfg: DictConfig, **parts: Any) -> Callable[[Any], Any]:
+    """Return what corrects batches that another engine generated; by default nothing does."""
+    import trainer
+
+    if cfg.algorithm.mismatch is None:
+        return trainer.unchanged
+    limit = cfg.trainer.micro_batch_tokens
+    return build(cfg.algorithm.mismatch, micro_batch_tokens=limit, **parts)
+
+
+def _telling(overrides: Mapping[str, str], sweep: Path | None) -> list[str]:
+    """Return the overrides that tell a run from others; within a sweep those that are swept."""
+    words = dig(read_yaml(sweep / "multirun.yaml"), "hydra", "overrides", "task") if sweep else None
+    several = [word for word in words or [] if "," in word or "(" in word]
+    swept = {word.partition("=")[0].lstrip("+") for word in several}
+    hidden = ("experiment", "output_dir", "tracker")  # told elsewhere
+    told = [key for key in overrides if key.partition(".")[0] not in hidden]
+    return [f"{key}={overrides[key]}" for key in told if not swept or key in swept]
+
+
 def make_reference(cfg: DictConfig, policy: Any) -> Any:
-    """Return the model that the KL is to, scored in parts as large as the update's; None without.
+    """Return what the KL is to, scored in parts as large as the update's.
 
     Imports torch: for the process that trains.
     """
-    if not cfg.kl.measure:
-        return None
     import policies
+    import trainer
 
-    limit = cfg.trainer.micro_batch_tokens
-    return policies.load_reference(policy, cfg.kl.reference, micro_batch_tokens=limit)
+    kl, limit = cfg.kl, cfg.trainer.micro_batch_tokens
+    if not kl.measure:
+        return trainer.NoReference()
+    moves = kl.refresh_every > 0
+    model = policies.load_reference(policy, kl.reference, moves=moves, micro_batch_tokens=limit)
+    return trainer.Reference(policy, model, every=kl.refresh_every, decay=kl.refresh_decay)

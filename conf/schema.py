@@ -11,6 +11,14 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 
 @dataclass
+class LoraConfig:
+    r: int = MISSING
+    alpha: float = MISSING
+    target_modules: list[str] | None = None
+    dropout: float = MISSING
+
+
+@dataclass
 class PolicyConfig:
     _target_: str = MISSING
     model: str = MISSING
@@ -24,6 +32,8 @@ class PolicyConfig:
     system_prompt: str | None = None
     chat_template: str | None = None
     stop: list[str] = field(default_factory=list)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    gradient_checkpointing: bool = MISSING
 
 
 @dataclass
@@ -41,6 +51,9 @@ class EnvConfig:
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
     split: str = MISSING
     eval_split: str | None = None
+    rewards: dict[str, Any] = field(default_factory=dict)
+    task_weight: float = 1.0
+    transforms: dict[str, Any] = field(default_factory=dict)
     task: dict[str, Any] = MISSING
 
 
@@ -52,6 +65,12 @@ class KLConfig:
     reference: str | None = None
     measure: bool = MISSING
     allow_biased: bool = MISSING
+    controller: str = MISSING
+    target: float | None = None
+    horizon: float = MISSING
+    end: float | None = None
+    refresh_every: int = MISSING
+    refresh_decay: float = MISSING
 
 
 @dataclass
@@ -63,14 +82,26 @@ class AlgorithmConfig:
     source: dict[str, Any] = MISSING
     advantage: dict[str, Any] = MISSING
     objective: dict[str, Any] = MISSING
+    # Of algorithms that sample replies; their files explain them.
+    target_kl: float | None = None
+    entropy_coeff: float = 0.0
+    entropy_target: float | None = None
+    shaping: Any = None  # a typed dict that is null would not take {...} on the command line
+    mismatch: Any = None
 
 
 @dataclass
 class GRPOConfig(AlgorithmConfig):
+    baseline: str = MISSING
     scale_by_std: bool = MISSING
+    whiten: bool = MISSING
+    clip_advantage: float | None = None
+    credit: str = MISSING
+    surrogate: str = MISSING
+    ratio: str = MISSING
     clip_low: float = MISSING
     clip_high: float = MISSING
-    credit: str = MISSING
+    clip_ratio: float | None = None
 
 
 @dataclass
@@ -86,8 +117,10 @@ class PPOConfig(AlgorithmConfig):
     gamma: float = MISSING
     lmbda: float = MISSING
     whiten: bool = MISSING
+    clip_advantage: float | None = None
     clip_low: float = MISSING
     clip_high: float = MISSING
+    clip_ratio: float | None = None
     value_coeff: float = MISSING
     value_clip: float | None = None
     critic: CriticConfig = field(default_factory=CriticConfig)
@@ -96,6 +129,11 @@ class PPOConfig(AlgorithmConfig):
 @dataclass
 class SFTConfig(AlgorithmConfig):
     mask: str = MISSING
+
+
+@dataclass
+class MinorSFTConfig(SFTConfig):
+    beta: float = MISSING
 
 
 @dataclass
@@ -114,6 +152,7 @@ class TrainerConfig:
     num_iterations: int = MISSING
     prompts_per_iteration: int = MISSING
     micro_batch_tokens: int = MISSING
+    show_every: int = MISSING
 
 
 @dataclass
@@ -146,6 +185,17 @@ class WandbConfig(TrackerConfig):
     mode: str | None = None
     init_timeout: float = MISSING
     finish_timeout: float = MISSING
+    table_every: int = MISSING
+
+
+@dataclass
+class TensorboardConfig(TrackerConfig):
+    flush_s: int = MISSING
+
+
+@dataclass
+class TrackioConfig(TrackerConfig):
+    project: str = MISSING
 
 
 @dataclass
@@ -167,16 +217,19 @@ class Config:
     tracker: TrackerConfig = MISSING
     launch: LaunchConfig = MISSING
     seed: int = MISSING
+    mode: str = MISSING
+    preflight: bool = MISSING
     resume: str | None = None
     output_dir: str | None = None
     allow_targets: bool = MISSING
 
 
 def _open_task(node: type) -> DictConfig:
-    """Return the schema with a task that takes keys of any name; conf/task.py checks them."""
+    """Return the schema with parts that take any keys; conf/task.py checks them."""
     out = OmegaConf.structured(node)
     out.task = {}
-    OmegaConf.set_struct(out.task, False)
+    for key in ("task", "rewards", "transforms"):
+        OmegaConf.set_struct(out[key], False)
     return out
 
 
@@ -192,13 +245,19 @@ def register() -> None:
             "grpo_schema": GRPOConfig,
             "ppo_schema": PPOConfig,
             "sft_schema": SFTConfig,
+            "minor_sft_schema": MinorSFTConfig,
             "reward_schema": AlgorithmConfig,
         },
         "optimizer": {"schema": OptimizerConfig},
         "trainer": {"schema": TrainerConfig},
         "eval": {"schema": EvalConfig},
         "checkpoint": {"schema": CheckpointConfig},
-        "tracker": {"schema": TrackerConfig, "wandb_schema": WandbConfig},
+        "tracker": {
+            "schema": TrackerConfig,
+            "wandb_schema": WandbConfig,
+            "tensorboard_schema": TensorboardConfig,
+            "trackio_schema": TrackioConfig,
+        },
         "launch": {"schema": LaunchConfig},
     }
     for group, nodes in groups.items():

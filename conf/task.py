@@ -18,6 +18,7 @@ from typing import Any
 
 from conf.parts import data_arguments, find, make_task
 from envs.data import is_file, load_table
+from envs.rewards.rewarded import rewards_anything
 from envs.tasks import Task
 
 # What a source of batches asks of a task; rollouts ask for a reward.
@@ -43,13 +44,9 @@ def findings(cfg: dict[str, Any]) -> Iterator[str]:
             value = {k: v for k, v in value.items() if v is not None}
         if value and key not in given:
             yield f"env.{key}={value}: {name} reads none; use env=gsm8k, env=chats or env=own"
-    arguments = {key: value for key, value in env["task"].items() if key != "_target_"}
-    yield from _misfits(name, signature, arguments)
-    try:
-        signature.bind(**{**given, **arguments})
-    except TypeError as error:
-        yield f"env.task: {name}: {error}; give it as env.task.<argument>=..."
-    named = [env[key] for key in ("dataset", "eval_dataset") if env[key]]
+    yield from _misfits("env.task", env["task"], signature, given)
+    yield from _rewards(env.get("rewards") or {})
+    named = list(_data_sets(env))
     paths = [Path(name).expanduser() for name in named]
     local = [path for name, path in zip(named, paths, strict=True) if is_file(name)]
     if local == paths:
@@ -65,23 +62,64 @@ def findings(cfg: dict[str, Any]) -> Iterator[str]:
             yield f"{name}: {error}"
 
 
-def _misfits(name: str, signature: inspect.Signature, arguments: dict[str, Any]) -> Iterator[str]:
-    """Yield each argument that the constructor does not have, or has with another type."""
-    parameters = signature.parameters
+def _data_sets(node: dict[str, Any]) -> Iterator[str]:
+    """Yield the data sets of an env and of the tasks within its task."""
+    for key, value in node.items():
+        if isinstance(value, dict):
+            yield from _data_sets(value)
+        elif key in ("dataset", "eval_dataset") and isinstance(value, str) and value:
+            yield value
+
+
+def _rewards(rewards: dict[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with env.rewards, as far as signatures tell."""
+    for key, node in rewards.items():
+        where = f"env.rewards.{key}"
+        if not isinstance(node, dict) or "_target_" not in node:
+            yield f"{where}: expected _target_, e.g. envs.rewards.Function; got {node!r:.80}"
+            return
+        inner = node.get("function")
+        if isinstance(inner, dict) and inner.get("_partial_") is not True:
+            yield (
+                f"{where}.function: expected _partial_: true beside its _target_, so that it is "
+                "called with each (row, reply); got none"
+            )
+            return
+        name = node["_target_"]
+        try:
+            signature = inspect.signature(find(name))
+            if isinstance(inner, dict):
+                find(name := inner["_target_"])
+        except Exception as error:  # importing a user's module may raise anything
+            yield f"{where}: {name}: {_in_one_line(error)}"
+            return
+        yield from _misfits(where, node, signature, {})
+
+
+def _misfits(
+    where: str, node: dict[str, Any], signature: inspect.Signature, given: dict[str, Any]
+) -> Iterator[str]:
+    """Yield each argument that a node's _target_ does not have, or has with another type."""
+    name, parameters = node["_target_"], signature.parameters
+    arguments = {key: value for key, value in node.items() if key != "_target_"}
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     for key, value in arguments.items():
         if key not in parameters:
             if not takes_all:
-                yield _no_argument(name, key, list(parameters))
+                yield _no_argument(f"{where}.{key}", name, list(parameters))
         elif not fits(value, parameters[key].annotation):
             kind = inspect.formatannotation(parameters[key].annotation)
-            yield f"expected env.task.{key} to be {kind} ({name}), got {value!r}"
+            yield f"expected {where}.{key} to be {kind} ({name}), got {value!r}"
+    try:
+        signature.bind(**{**given, **arguments})
+    except TypeError as error:
+        yield f"{where}: {name}: {error}; give it as {where}.<argument>=..."
 
 
-def _no_argument(name: str, key: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(key, known, n=1)
+def _no_argument(path: str, name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(path.rpartition(".")[2], known, n=1)
     meant = f"; did you mean {close[0]}?" if close else ""
-    return f"env.task.{key}: {name} takes {', '.join(known) or 'no arguments'}{meant}"
+    return f"{path}: {name} takes {', '.join(known) or 'no arguments'}{meant}"
 
 
 def fits(value: Any, hint: Any) -> bool:
@@ -116,20 +154,17 @@ def _fault(env: str, source: str, stamps: tuple[int, ...]) -> str | None:
         if source in ROWS:
             wanted = getattr(task, ROWS[source], list)
             _check_rows(wanted(), f"{name}, {ROWS[source]}()")
-        elif source == "trainer.Rollouts" and _rewards_nothing(type(task)):
+        elif source == "trainer.Rollouts" and not rewards_anything(task):
             return f"{name} rewards nothing, which GRPO and PPO need; override reward(row, reply)"
     except Exception as error:  # a task is anybody's code
         handed_on = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         if handed_on and handed_on[1] in node["task"]:  # by **kwargs, to a base that lacks it
             kinds = [kind.__init__ for kind in find(name).__mro__[:-1]]
             taken = {key for kind in kinds for key in inspect.signature(kind).parameters}
-            return _no_argument(name, handed_on[1], sorted(taken - {"self", "args", "kwargs"}))
+            known = sorted(taken - {"self", "args", "kwargs"})
+            return _no_argument(f"env.task.{handed_on[1]}", name, known)
         return f"{name}: {_in_one_line(error)}"
     return None
-
-
-def _rewards_nothing(kind: type[Task]) -> bool:
-    return kind.reward is Task.reward and kind.rewards is Task.rewards
 
 
 def _check_rows(rows: Any, name: str) -> None:

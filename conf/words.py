@@ -1,6 +1,7 @@
 """What is wrong with the form of a command line, before Hydra parses it. Torch-free."""
 
 import difflib
+import re
 from collections import Counter
 from collections.abc import Sequence
 
@@ -24,6 +25,15 @@ def experiments() -> dict[str, str]:
 def list_experiments() -> str:
     """Return a line per experiment, for --help."""
     return "\n".join(f"  {name:14} {about}" for name, about in experiments().items())
+
+
+def spell_out(words: Sequence[str]) -> list[str]:
+    """Return the words with env.task=<name> as env.task.name=<name>: the task itself is a node.
+
+    >>> spell_out(["env=reasoning_gym", "env.task=chain_sum,sudoku", "env.task={a: 1}"])
+    ['env=reasoning_gym', 'env.task.name=chain_sum,sudoku', 'env.task={a: 1}']
+    """
+    return [re.sub(r"^env\.task=(?=\w[\w,]*$)", "env.task.name=", word) for word in words]
 
 
 def check_flags(words: Sequence[str]) -> None:

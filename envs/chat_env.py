@@ -8,6 +8,7 @@ reply earns and what comes next; without a task the env only keeps the conversat
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -39,8 +40,8 @@ class ChatEnv(EnvBase):
     histories) and writes `history.prompt`, in the other input modes also `tokens.prompt`, in text
     mode `text.prompt` too, and `group_id`, `turn` [B]; other entries of its input are kept from
     turn to turn. `step` reads the action, `history.full`, `text.full` or `tokens.full` [B], and
-    writes under "next": `reward` [B, 1], `reward_part.*`, `success`, `terminated`, `truncated`,
-    `done` [B, 1] and the next turn's prompt.
+    writes under "next": `reward` [B, 1], `reward_part.*`, `reward_errors`, `dropped`, `success`,
+    `terminated`, `truncated`, `done` [B, 1] and the next turn's prompt.
 
     `batch_size`: (B,), checked, and an unbatched query is repeated to it; None takes what comes.
     `max_turns`: default 1 with a task; without a task None never ends an episode.
@@ -109,6 +110,12 @@ class ChatEnv(EnvBase):
 
         return DatasetChatEnv.from_dataloader(dataloader, **kwargs)
 
+    def regrouped(self, group_size: int) -> ChatEnv:
+        """Return the same environment, with so many samples of each prompt and any batch size."""
+        env = copy(self)
+        env.group_size, env.batch_size = group_size, _batch_size(None, group_size)
+        return env
+
     def messages(self, row: dict) -> list[dict]:
         """Return the prompt of a row, the system prompt in front where there is none yet."""
         messages = list(row["messages"])
@@ -121,10 +128,8 @@ class ChatEnv(EnvBase):
         return write_action(td, self.input_mode, self.renderer, self.policy_role)
 
     def _specs(self) -> dict[str, Any]:
-        if self.task is not None and self._parts is None:  # an empty reply shows the parts
-            row = self.task.make_example()
-            said = {"role": self.policy_role, "content": ""}
-            self._outcome(self.task.rewards([row], [Reply("", True, [*row["messages"], said])]))
+        if self.task is not None and self._parts is None:
+            self._parts = self.task.part_names()
         source = "row" if self.task is not None else self.data_key
         return chat_specs(self.batch_size, self.input_mode, source, self._parts or [])
 
@@ -215,17 +220,20 @@ class ChatEnv(EnvBase):
         return [] if self.task is None else self.task.respond(row, reply)
 
     def _outcome(self, rewards: Sequence[Reward]) -> TensorDict:
-        """Return reward, its parts and success of one turn, each [B, 1]."""
+        """Return reward, its parts, errors and success of one turn, each [B, 1]."""
         out = TensorDict(batch_size=[len(rewards)])
         out.set("reward", _column([r.total for r in rewards]))
-        out.set("success", torch.tensor([r.success for r in rewards]).unsqueeze(-1))
+        out.set("reward_errors", _column([r.errors for r in rewards]))
+        for name in ("success", "dropped"):
+            flags = torch.tensor([bool(getattr(r, name)) for r in rewards])
+            out.set(name, flags.unsqueeze(-1))
         if self._parts is None:
             self._parts = sorted(rewards[0].parts)
         for reward in rewards:
             if sorted(reward.parts) != self._parts:
                 raise ValueError(
                     f"expected the reward parts {self._parts} of every reply, got "
-                    f"{sorted(reward.parts)}; let the task give 0.0 for a part that does not apply"
+                    f"{sorted(reward.parts)}; let the task give math.nan where one does not apply"
                 )
         for name in self._parts:
             out.set(("reward_part", name), _column([r.parts[name] for r in rewards]))

@@ -32,7 +32,8 @@ def chat_specs(shape: torch.Size, mode: str, source: str, parts: list[str]) -> d
     names = ("history", mode, "tokens") if mode == "text" else ("history", mode)
     seen = {name: _container(name, "prompt", shape) for name in names}
     flag, value = Unbounded((*shape, 1), dtype=torch.bool), Unbounded((*shape, 1))
-    rewards: dict[str, Any] = {"reward": value, "success": flag}
+    rewards: dict[str, Any] = {"reward": value, "reward_errors": value}
+    rewards |= {"success": flag, "dropped": flag}
     if parts:
         rewards["reward_part"] = Composite(dict.fromkeys(parts, value), shape=shape)
     flags = dict.fromkeys(("terminated", "truncated", "done"), flag)

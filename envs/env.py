@@ -8,6 +8,7 @@ Left out on purpose: rollouts (trainer/collect.py) and auto-reset.
 
 from __future__ import annotations
 
+from copy import copy
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -115,6 +116,17 @@ class TransformedEnv(EnvBase):
             self.transform.set_container(self)
         self.transform.append(transform)
         return self
+
+    def regrouped(self, group_size: int) -> TransformedEnv:
+        """Return the same environment and transforms, with so many samples of each prompt."""
+        from envs.transforms.transform import Compose
+
+        env = self.env.regrouped(group_size)  # type: ignore[attr-defined]
+        for other in self.transform if isinstance(self.transform, Compose) else [self.transform]:
+            shared = copy(other)  # same modules and state, mounted elsewhere
+            shared._hold(None)
+            env = env.append_transform(shared)
+        return env
 
     def rand_action(self, td: TensorDictBase) -> TensorDictBase:
         """Write some action of the environment below into td, and return td."""

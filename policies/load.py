@@ -1,9 +1,12 @@
 """From a model's name to a policy, and from a policy to its frozen reference."""
 
 import copy
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
+from policies import lora as adapters
 from policies.models import FoundModel, find_model, load_model, load_tokenizer
 from policies.scorer import Scorer
 from policies.wrappers.transformers_wrapper import TransformersWrapper
@@ -22,15 +25,24 @@ def load_policy(
     system_prompt: str | None = None,
     chat_template: str | None = None,
     stop: list[str] | None = None,
+    lora: Mapping[str, Any] | None = None,
+    gradient_checkpointing: bool = False,
 ) -> TransformersWrapper:
     """Return the generating policy on `model`: a folder, an embedded model or a hub id.
 
     dtype is that of the weights; autocast that of the matrix products (bfloat16 on a GPU).
+    lora: arguments of `policies.lora.add_adapter`; then only the adapter is trained.
+    gradient_checkpointing: keep the input of each layer instead of all it computes, and compute
+    that again in the backward; only in train mode.
     The found copy stands at `policy.found` (folder, origin, sha256), what an env should put in
     front of each chat at `policy.system_prompt`.
     """
     found = find_model(model, source=source)
     network = load_model(found, dtype=dtype, device=device)
+    if lora is not None:
+        adapters.add_adapter(network, **lora)
+    if gradient_checkpointing:
+        _checkpoint_layers(network)
     scorer = Scorer(network, autocast=getattr(torch, autocast) if autocast else None)
     _check_head(scorer)
     policy = TransformersWrapper(
@@ -56,6 +68,7 @@ def load_reference(
     policy: TransformersWrapper,
     name: str | None = None,
     *,
+    moves: bool = False,
     micro_batch_tokens: int | None = None,
 ) -> TransformersWrapper:
     """Return a frozen scoring wrapper: a copy of the policy as it is now, or the model `name`.
@@ -64,19 +77,20 @@ def load_reference(
     says where its weights come from; `name` is looked for as the policy's model was.
     `micro_batch_tokens` bounds the padded tokens of one forward. A model with another vocabulary is
     a ValueError.
+    A policy with an adapter is not copied: its reference is the same model with the adapter off,
+    or, if the adapter is not at zero any more or the reference `moves`, with a copy of the adapter.
     """
-    weights = next(policy.model.parameters())
     found = getattr(policy, "found", None)
-    if name is None:
-        network = copy.deepcopy(policy.model)
-    else:
-        found = find_model(name, source=getattr(policy, "source", "auto"))
-        network = load_model(found, dtype=str(weights.dtype).split(".")[-1], device=weights.device)
-        _check_vocabulary(found, network.get_input_embeddings().num_embeddings, policy)
-    network.requires_grad_(False).eval()
-    scorer = Scorer(network, autocast=policy.scorer.autocast)
     if name is not None:
-        _check_head(scorer)
+        found = find_model(name, source=getattr(policy, "source", "auto"))
+        scorer = _load_scorer(found, policy)
+    elif adapters.has_adapter(policy.model):
+        bare = adapters.is_zero(policy.model) and not moves
+        adapter = None if bare else adapters.freeze_copy(policy.model)
+        scorer = adapters.AdapterScorer(policy.scorer, adapter)
+    else:
+        network = copy.deepcopy(policy.model).requires_grad_(False).eval()
+        scorer = Scorer(network, autocast=policy.scorer.autocast)
     reference = policy.get_new_version(
         model=scorer,
         generate=False,
@@ -87,6 +101,28 @@ def load_reference(
     )
     reference.found = found
     return reference
+
+
+def _load_scorer(found: FoundModel, policy: TransformersWrapper) -> Scorer:
+    """Return a frozen scorer on a model of the policy's vocabulary, dtype and device."""
+    like = next(policy.model.parameters())
+    network = load_model(found, dtype=str(like.dtype).split(".")[-1], device=like.device)
+    _check_vocabulary(found, network.get_input_embeddings().num_embeddings, policy)
+    scorer = Scorer(network.requires_grad_(False), autocast=policy.scorer.autocast)
+    _check_head(scorer)
+    return scorer
+
+
+def _checkpoint_layers(network: Any) -> None:
+    """Let each layer compute its activations again in the backward instead of keeping them.
+
+    Nothing is random in a layer (dropout is 0), so no generator has to be put back for it.
+    """
+    # The second is the name that older versions of transformers have for it.
+    old = getattr(network, "gradient_checkpointing_enable", None)
+    enable: Any = getattr(network, "activation_checkpointing_enable", old)
+    enable({"use_reentrant": False, "preserve_rng_state": False})
+    network.disable_input_require_grads()  # only the reentrant kind needs that
 
 
 def _check_vocabulary(found: FoundModel, rows: int, policy: TransformersWrapper) -> None:

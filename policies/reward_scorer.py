@@ -9,6 +9,7 @@ from torch import Tensor
 
 from policies.chats.chat_template import Renderer
 from policies.load import load_policy
+from policies.lora import has_adapter
 from policies.models import find_model, load_tokenizer
 from policies.packing import pack_rows
 from policies.padding import pad, pad_mask
@@ -77,5 +78,10 @@ def load_reward_model(model: str, **options: Any) -> TransformersWrapper:
     generate.
     """
     policy = load_policy(model, **options)
+    if has_adapter(policy.model):
+        raise ValueError(
+            "expected policy.lora.r=0 for a reward model, got an adapter: its folder holds the "
+            "whole body that scores later"
+        )
     policy.scorer = RewardScorer(GPT2RewardModel(policy.model), autocast=policy.scorer.autocast)
     return policy

@@ -68,6 +68,7 @@ class Scorer(nn.Module):
         temperature: Tensor | float = 1.0,
         group_id: Tensor | None = None,
         entropy: bool = False,
+        learn_entropy: bool = False,
         reference: "Scorer | None" = None,
         pack: bool = False,
     ) -> Scores:
@@ -75,8 +76,9 @@ class Scorer(nn.Module):
 
         tokens [B, T] int64 padded on any side, attention_mask [B, T] bool, keep [B, T] bool
         (default: every attended token), temperature a number or [B], group_id [B] marks rows of
-        one prompt. The first attended token has no prediction and reads 0. With `reference`, also
-        the exact KL to it. `pack` lays the rows out after each other, without padding.
+        one prompt. The first attended token has no prediction and reads 0. `entropy` has a gradient
+        with `learn_entropy` only. With `reference`, also the exact KL to it. `pack` lays the rows
+        out after each other, without padding.
         """
         keep = predicted(attention_mask, keep)
         if not keep.any():
@@ -90,7 +92,7 @@ class Scorer(nn.Module):
                     lay = reference._lay(tokens, attention_mask, keep, group_id)
                 states.append(reference.hidden(lay))
                 heads.append(reference.head())
-        score = partial(_score, heads, entropy=entropy)
+        score = partial(_score, heads, entropy=entropy, learn=learn_entropy)
         target, scale = tokens[keep], _per_kept(temperature, keep)
         slices = list(_slices(len(target), heads[0].width))
         if len(slices) > 1 and torch.is_grad_enabled():
@@ -177,7 +179,7 @@ class Scorer(nn.Module):
 
 @dataclass(frozen=True)
 class Head:
-    """The output embeddings: hidden [k, H] -> float32 logits [k, V]."""
+    """The output embeddings: hidden [k, H] -> logits [k, V] in float32, of float64 in float64."""
 
     weight: Tensor  # [V, H]
     bias: Tensor | None
@@ -190,7 +192,8 @@ class Head:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return the logits."""
-        logits = F.linear(hidden.to(self.weight.dtype), self.weight, self.bias).float()
+        logits = F.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
 
@@ -201,7 +204,7 @@ def max_positions(model: nn.Module) -> int | None:
     return getattr(config, "max_position_embeddings", None)
 
 
-def _score(heads: list[Head], states: list[Tensor], target: Tensor, scale: Tensor, *, entropy):
+def _score(heads: list[Head], states: list[Tensor], target, scale, *, entropy=False, learn=False):
     """Return (log-prob, entropy or None, full KL or None), each [k], of target [k]; scale [k, 1].
 
     `heads` and `states` [k, H] are those of the policy and, for the KL, of the reference.
@@ -209,7 +212,9 @@ def _score(heads: list[Head], states: list[Tensor], target: Tensor, scale: Tenso
     mine = (heads[0](states[0]) / scale).log_softmax(-1)  # [k, V]
     log_prob = mine.gather(-1, target[:, None]).squeeze(-1)
     spread, full = None, None
-    if entropy:
+    if learn:
+        spread = -(mine.exp() * mine).sum(-1)
+    elif entropy:
         with torch.no_grad():
             spread = -mine.exp().mul_(mine).sum(-1)
     if len(heads) > 1:

@@ -41,7 +41,9 @@ class Critic(nn.Module):
         body: Any = scorer.model.base_model
         self.body = None
         if kind == "separate":
-            self.body = Scorer(copy.deepcopy(body), autocast=scorer.autocast)
+            # Weights that LoRA has frozen are not trained here either: no second copy of them.
+            frozen = {id(p): p for p in body.parameters() if not p.requires_grad}
+            self.body = Scorer(copy.deepcopy(body, frozen), autocast=scorer.autocast)
         self.detach, self.lr_scale, self.warmup = detach, lr_scale, warmup
         weight = next(body.parameters())
         dtype = weight.dtype if weight.dtype.itemsize >= 4 else torch.float32

@@ -32,6 +32,20 @@ def small_run(tmp_path_factory) -> Finished:
     return done.at(folder)
 
 
+@pytest.fixture
+def no_wandb_account(monkeypatch, tmp_path):
+    """Hide every W&B account and setting; those of the test end with it."""
+    import wandb
+
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, "")  # so that it is as before at the end
+        monkeypatch.delenv(name)
+    for name in ("HOME", "NETRC", "WANDB_CONFIG_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "home" / name))
+    yield
+    wandb.teardown()  # its settings outlive a run
+
+
 @pytest.fixture(params=["default", True])
 def list_setting(request):
     """Run a test under each tensordict setting, and see that it is left alone."""

@@ -4,22 +4,33 @@ A mutant is a target (module, attribute) and a function from the original to the
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import contracts
 import torch
+from test_algorithms import agrees_with_its_paper
+from test_entropy import the_bonus_is_that_of_a_plain_softmax
 from test_gae import agrees_with_the_paper
+from test_lora import with_the_adapter_off_it_is_the_start_policy
+from test_mismatch import a_bfloat16_generator_is_corrected
 from test_ppo import values_are_those_of_a_plain_forward
 
 import envs.transforms.kl
 import policies.chats.chat_template
 import policies.layout
+import policies.lora
 import policies.sampler
 import policies.scorer
 import policies.value_head
 import policies.wrappers.transformers_wrapper
+import trainer.advantage
 import trainer.gae
+import trainer.losses
+import trainer.mismatch
+import trainer.objectives
 import trainer.update
 
 
@@ -148,8 +159,38 @@ def bootstrap_at_the_end(original):
     return gae
 
 
+def every_token_its_own_ratio(original):
+    return {**original, "sequence": original["token"]}
+
+
+def own_reward_in_the_baseline(original):
+    return {**original, "leave_one_out": original["group_mean"]}
+
+
+def padding_counts(original):
+    return lambda advantage, mask, runtime: (
+        original(advantage, torch.ones_like(mask), runtime) * mask
+    )
+
+
+def shape_one_half(original):
+    return lambda p, mean, std: original(p, mean, std).sqrt()
+
+
 def one_state_late(original):
     return lambda self, lay, states: original(self, lay, states).roll(-1)
+
+
+def entropy_detached(original):
+    return lambda *given, learn=False, **options: original(*given, **options)
+
+
+def the_other_way_round(original):
+    return lambda log_ratio, *given, **options: original(-log_ratio, *given, **options)
+
+
+def adapter_stays_on(original):
+    return lambda model, adapter: nullcontext()
 
 
 WRAPPER, SCORER = policies.wrappers.transformers_wrapper, policies.scorer
@@ -178,6 +219,13 @@ MUTANTS = (
     Mutant("mask without end of turn", contracts.masks_are_exact, RENDERER, "render", content_only),
     Mutant("KL charged twice", contracts.one_leash, KL, "_step", charge_twice),
     Mutant("KL of some turns only", contracts.one_leash, KL, "_step", score_first_turn_only),
+    Mutant(
+        "the reference has the adapter",
+        with_the_adapter_off_it_is_the_start_policy,
+        policies.lora,
+        "using",
+        adapter_stays_on,
+    ),
     Mutant("GAE over tool tokens", agrees_with_the_paper, trainer.gae, "gae", walk_over_everything),
     Mutant("a limit goes on", agrees_with_the_paper, trainer.gae, "gae", bootstrap_at_the_end),
     Mutant(
@@ -186,6 +234,48 @@ MUTANTS = (
         policies.value_head.Critic,
         "forward",
         one_state_late,
+    ),
+    Mutant(
+        "ratio of a token in GSPO",
+        partial(agrees_with_its_paper, "gspo"),
+        trainer.objectives,
+        "RATIOS",
+        every_token_its_own_ratio,
+    ),
+    Mutant(
+        "own reward in the baseline",
+        partial(agrees_with_its_paper, "rloo"),
+        trainer.losses,
+        "BASELINES",
+        own_reward_in_the_baseline,
+    ),
+    Mutant(
+        "padding is whitened too",
+        partial(agrees_with_its_paper, "reinforce_pp"),
+        trainer.advantage,
+        "whitened",
+        padding_counts,
+    ),
+    Mutant(
+        "another Beta density",
+        partial(agrees_with_its_paper, "bnpo"),
+        trainer.advantage,
+        "beta_density",
+        shape_one_half,
+    ),
+    Mutant(
+        "entropy without a gradient",
+        the_bonus_is_that_of_a_plain_softmax,
+        SCORER,
+        "_score",
+        entropy_detached,
+    ),
+    Mutant(
+        "the generator over the trainer",
+        a_bfloat16_generator_is_corrected,
+        trainer.mismatch,
+        "correction",
+        the_other_way_round,
     ),
     Mutant("global generator", contracts.same_seed, policies.sampler, "uniforms", global_generator),
 )

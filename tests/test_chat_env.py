@@ -158,7 +158,7 @@ def test_reward_parts_that_differ_between_replies_are_named(later):
     start = data(Words().rows("train")[:2])
     if later:
         env.step(reply(env.reset(start), ["a", "b"]))
-    expected = r"parts \['length'\] of every reply, got \['length', 'polite'\]; .* give 0.0"
+    expected = r"parts \['length'\] of every reply, got \['length', 'polite'\]; .* give math.nan"
     with pytest.raises(ValueError, match=expected):
         env.step(reply(env.reset(start), ["please"] * 2 if later else ["a", "please"]))
 

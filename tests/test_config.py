@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 import train
 from conf import checks, explain
 from conf.compose import check_words, compose_checked, expand, load_for_resume, nothing_left
+from conf.sweeps import swept
 
 ROOT = Path(__file__).parents[1]
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
@@ -48,7 +49,9 @@ def test_every_experiment_composes_and_names_code_that_exists(name):
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_starts_with_the_command_that_runs_it(name):
     lines = (ROOT / "conf" / "experiment" / f"{name}.yaml").read_text().splitlines()
-    command = "python train.py" if name == "grpo_smollm" else f"python train.py experiment={name}"
+    flag = "-m " if swept([f"experiment={name}"]) else ""
+    command = f"python train.py {flag}experiment={name}"
+    command = "python train.py" if name == "grpo_smollm" else command
     assert lines[:2] == ["# @package _global_", f"# {command}"]
 
 
@@ -129,7 +132,13 @@ def test_ppo_pays_the_kl_in_the_reward_unless_told_otherwise():
         (["optimizer.lr=-1"], ["optimizer.lr >= 0", "got -1"]),
         (["optimizer.lr=nan"], ["optimizer.lr"]),
         (["kl.coeff=-0.1"], ["kl.coeff >= 0"]),
-        (["algorithm.clip_low=1.5"], ["clip_low < 1"]),
+        (["algorithm.clip_low=1.5"], ["clip_low <= 1"]),
+        (["algorithm.clip_ratio=1.1"], ["clip_ratio > 1 + clip_high = 1.2", "1.1"]),
+        (["algorithm=rloo", "algorithm.clip_ratio=3"], ["surrogate=clip", "got surrogate=reinf"]),
+        (["algorithm=rloo", "algorithm.epochs=2"], ["surrogate=reinforce", "2 steps", "clip"]),
+        (["algorithm.surrogate=ppo"], ["algorithm.surrogate", "clip, cispo, reinforce", "'ppo'"]),
+        (["algorithm.clip_advantage=0"], ["clip_advantage > 0", "null"]),
+        (["algorithm=reinforce_pp", "algorithm.scale_by_std=true"], ["group_size >= 2", "got 1"]),
         (["algorithm=ppo", "algorithm.lmbda=1.5"], ["algorithm.lmbda from 0 to 1", "1.5"]),
         (["algorithm=ppo", "algorithm.gamma=nan"], ["algorithm.gamma from 0 to 1", "nan"]),
         (["algorithm=ppo", "algorithm.critic.kind=twin"], ["head, separate", "twin"]),

@@ -14,7 +14,7 @@ import train
 from conf.compose import compose_checked
 from conf.parts import make_task
 from conf.task import fits
-from envs.tasks import DatasetTask, MathWords, Reward, Task
+from envs.tasks import DatasetTask, MathWords, Reply, Reward, Task
 from policies.random import fold, uniforms
 
 ROOT = Path(__file__).parents[1]
@@ -27,6 +27,7 @@ ROW = {"question": "1 + 1?", "answer": "#### 2"}
 OTHER = {"question": "2 + 2?", "answer": "#### 4"}
 OWN = ("env=own", "allow_targets=true")
 HERE = "test_config_data"
+JUDGE = ["env.rewards.judge._target_=envs.rewards.Judge"]
 
 
 class Words(Task):
@@ -63,15 +64,28 @@ class Handing(Bare):
         return Reward(total=0.0, parts={}, success=False)
 
 
+def short(row, reply, *, limit: int = 9) -> float:
+    return float(len(reply.text) <= limit)
+
+
+def added(name: str, partial: str = "{_partial_: true, limit: 3}") -> list[str]:
+    """Return the words that add a function of this file as the reward "own"."""
+    keys = {"_target_": "envs.rewards.Function", "function": partial, "weight": "0.5"}
+    words = [f"env.rewards.own.{key}={value}" for key, value in keys.items()]
+    return [*words, f"env.rewards.own.function._target_={HERE}.{name}", "allow_targets=true"]
+
+
 def needs(group: str) -> list[str]:
     """Return what a group file leaves to the user, or goes with."""
     offline = ["kl.coeff=0", "kl.measure=false"]
     return {
         "env=own": [f"env.task._target_={HERE}.Words", "allow_targets=true"],
         "env=chats": ["env.dataset=data.jsonl"],
+        "env=reasoning_gym": ["env.task=chain_sum"],
         "env=learnt_reward": ["env.task.reward_model=experiment:rm_tiny"],
         "env=preferences": ["algorithm=reward", *offline],
         "algorithm=sft": offline,
+        "algorithm=minor_sft": offline,
         "algorithm=reward": ["env=preferences", *offline],
     }.get(group, [])
 
@@ -194,6 +208,27 @@ def test_file_that_changed_is_read_again(place):
             ["override demonstrations"],
         ),
         (["algorithm=reward", *needs("algorithm=sft")], ["Facts, preferences()", "got none"]),
+        (["env=facts", "env.task=chain_sum"], ["env.task.name", "Facts takes"]),
+        (["env=reasoning_gym"], ["env.task.name"]),
+        (["env=reasoning_gym", "env.task=chain_sun"], ["'chain_sun'", "did you mean chain_sum"]),
+        (
+            ["env=reasoning_gym", "env.task=chain_sum", "env.task.config.min_term=2"],
+            ["min_terms, max_terms", "got min_term"],
+        ),
+        (["env=mix", "env.task.weights.facts=1"], ["weight for each task"]),
+        (["env=mix", "env.task.tasks.sort_digits.min_digits=9"], ["min_digits <= max_digits"]),
+        (["env.rewards.a=3"], ["env.rewards.a", "_target_", "3"]),
+        (["env.rewards.a._target_=envs.rewards.Jugde"], ["has no Jugde", "did you mean Judge"]),
+        ([*JUDGE, "env.rewards.judge.urll=3"], ["env.rewards.judge.urll", "did you mean url?"]),
+        ([*JUDGE, "env.rewards.judge.url=http://x"], ["env.rewards.judge", "'model'"]),
+        ([*JUDGE, "env.rewards.judge.url=x", "env.rewards.judge.model=m"], ["http://"]),
+        (
+            [*JUDGE, "env.rewards.judge.weight=high"],
+            ["env.rewards.judge.weight", "float", "'high'"],
+        ),
+        (added("short")[:-1], ["env.rewards.own.function._target_", "allow_targets"]),
+        (added("short", "{}"), ["env.rewards.own.function", "_partial_: true"]),
+        (added("shrot"), ["has no shrot; did you mean short?"]),
     ],
 )
 def test_task_that_cannot_be_made_or_used_is_one_line(words, parts):
@@ -206,6 +241,21 @@ def test_own_task_without_data_gets_no_data_arguments():
     task = make_task(compose_checked(words)["env"])
     assert task.words == ["moon", "bread"]
     assert type(task.words) is list
+
+
+def test_rewards_of_a_configuration_are_added_to_the_tasks_own():
+    env = compose_checked(["env=sort_digits", "env.task_weight=0.5", *added("short")])["env"]
+    task = make_task(env)
+    row, chat = task.task.row("21"), [{"role": "user", "content": ""}]
+    assert task.reward(row, Reply("12", True, chat)).total == pytest.approx(0.5 + 0.5)
+    assert task.reward(row, Reply("1200", True, chat)).parts["own"] == 0, "limit=3"
+    assert type(make_task(compose_checked(["env=sort_digits"])["env"])).__name__ == "SortDigits"
+
+
+def test_task_that_rewards_nothing_takes_those_of_the_configuration(place):
+    words = [*OWN[:1], f"env.task._target_={HERE}.Bare", "env.dataset=data.jsonl", *added("short")]
+    task = make_task(compose_checked(words)["env"])
+    assert task.rewards(task.rows("eval")[:1], [Reply("ab", True, [])])[0].total == 0.5
 
 
 def test_own_task_with_data_sees_all_cells_of_a_row(place):

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.display import Display, duration, show_run, sparkline
+from trainer.display import Display, show_run
+from trainer.display_text import duration, sparkline
 from trainer.run_files import write_text
 
 
@@ -169,6 +170,80 @@ def test_a_warm_up_names_what_stays_and_not_its_own_folder(tmp_path) -> None:
         "  model    tiny (?, sha256 ?)",
         "  kept in  /cache/sft_tiny-1",
     ]
+
+
+LATEST = {
+    "reward/mean": 0.5,
+    "kl/ref_sequence": 1.25,
+    "kl/ref": 0.25,
+    "policy/entropy": 0.125,
+    "response/length_mean": 5.0,
+    "perf/tokens_per_s": 1234.0,
+    "time/iteration_s": 4.0,
+    "time/collect_s": 3.0,
+    "time/update_s": 1.0,
+    "time/sync_s": 0.0,
+}
+
+
+@pytest.mark.parametrize("columns", [60, 160])
+def test_the_live_lines_fit_the_terminal_and_lose_nothing(terminal, monkeypatch, columns) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with Display(80, title="grpo_tiny", file=terminal) as display:
+        for i in range(1, 31):
+            display.update(i, {**LATEST, "reward/mean": i / 30})
+        display._began -= 3730
+    with display.console.capture() as captured:
+        display.console.print(display._draw())
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", captured.get()).splitlines()
+    assert max(map(len, lines)) <= columns
+    shown = " ".join(" ".join(lines).split())
+    assert "30/80 1 h 2 min, 3 min 20 s left" in shown  # 50 iterations of 4 s
+    for part in (
+        "reward 1.000 kl 1.250 nats 0.250 per token entropy 0.125 length 5 1,234 tok/s 4.0 s",
+        "collect 75% update 25%",
+    ):
+        assert part in shown
+    assert len(re.findall("[\u2581-\u2588]", shown)) == 24
+    assert len(lines) == (4 if columns == 60 else 2)
+
+
+def test_what_the_policy_wrote_is_coloured_and_nothing_else(terminal) -> None:
+    pieces = {"text": ["4", "2", " tool:", "\x1b[2J", "7"], "log_prob": [-1, -2, None, None, -3]}
+    rows = [
+        {"prompt": "6 x 7?", "response": "", "reward": 1.0, "pieces": pieces},
+        {"prompt": "unseen", "response": "unseen", "reward": 0.5},
+        {"prompt": "6 x 7?", "response": "x" * 300, "reward": 0.0},
+    ]
+    display = Display(80, file=terminal, show_every=5)
+    for i in range(1, 7):
+        display.trained_on(i, rows)
+    Display(80, file=terminal, show_every=0).trained_on(5, rows)
+    shown = terminal.getvalue()
+    assert shown.count("best and worst reply of iteration 5") == 1
+    coloured = "".join(re.findall(r"\x1b\[36m([^\x1b]*)\x1b\[0m", shown)).rstrip("x")
+    assert coloured == "427"
+    assert "\x1b[2J" not in shown
+    assert "unseen" not in shown
+    assert f"{'x' * 237}..." in frames(terminal)
+    assert "[reward 1.00]" in shown
+
+
+def test_the_configuration_says_how_often_replies_are_shown(tmp_path) -> None:
+    write_text(tmp_path / "config.yaml", "trainer: {show_every: 7}")
+    assert show_run(tmp_path, 5).show_every == 7
+
+
+def test_a_long_note_is_wrapped_at_words_on_a_terminal_and_one_line_in_a_log(terminal) -> None:
+    text = " ".join(["raise policy.max_new_tokens"] * 9)
+    Display(2, file=terminal).note(text, wrap=True)
+    assert [len(line) <= 100 for line in frames(terminal).splitlines()] == [True] * 3
+    assert frames(terminal).split() == text.split()
+    log = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("FORCE_COLOR")
+        Display(2, file=log).note(text, wrap=True)
+    assert log.getvalue() == f"{text}\n"
 
 
 def test_sparkline_and_duration_take_odd_values() -> None:

@@ -10,10 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from runs import environment, lines
 
 from conf import explain
 from conf.compose import compose_checked, expand
+from conf.parts import make_task
 from envs.tasks import Reply
 from policies.load import load_policy
 
@@ -150,6 +152,37 @@ def test_own_task_page_shows_a_file_that_composes(place, monkeypatch) -> None:
     monkeypatch.setattr(explain, "FOLDER", place / "conf")
     task = compose_checked(["env=brief", "allow_targets=true"])["env"]["task"]
     assert task == {"_target_": "my_tasks.Brief", "limit": 10}
+
+
+def test_own_task_page_adds_a_reward(place, monkeypatch) -> None:
+    polite = 'def polite(row, reply): return float("please" in reply.text)'
+    assert polite in (ROOT / "docs/own_task.md").read_text()
+    with (place / "my_tasks.py").open("a") as file:
+        file.write(polite)
+    shutil.copytree(ROOT / "conf", place / "conf")
+    (place / "conf" / "env" / "brief.yaml").write_text(block("yaml") + block("yaml", 1))
+    monkeypatch.setattr(explain, "FOLDER", place / "conf")
+    task = make_task(compose_checked(["env=brief", "allow_targets=true"])["env"])
+    row = task.rows("eval")[0]
+    for text, total in (("please", 0.2 + 0.2), (row["answer"], 1.0)):
+        assert task.reward(row, Reply(text, True, [])).total == pytest.approx(total)
+
+
+def test_environments_page_shows_rewards_that_compose(place) -> None:
+    page = (ROOT / "docs" / "environments.md").read_text()
+    shown = [yaml.safe_load(b) for b in re.findall(r"```yaml\n(.*?)```", page, re.S)]
+    (rewards,) = [block["env"]["rewards"] for block in shown if "rewards" in block.get("env", {})]
+    rewards["helpful"]["model"] = "experiment:rm_tiny"  # the page names a folder of one's own
+    code = "def short(row, reply, *, limit): return 1\ndef run_tests(row, reply): return 1"
+    (place / "my_rewards.py").write_text(code)
+    given = json.dumps(rewards, separators=(", ", ": "))
+    given = re.sub(r'"(\w+)": ', r"\1: ", given)
+    env = compose_checked(["env=sort_digits", f"env.rewards={given}", "allow_targets=true"])["env"]
+    assert make_task(env).part_names() == sorted(["exact", "format", *rewards])
+    (mix,) = [block["task"] for block in shown if "task" in block]
+    mix["tasks"]["words"]["dataset"] = str(place / "my.jsonl")
+    task = make_task({**env, "rewards": {}, "task": mix})
+    assert task.shares == {"words": pytest.approx(2 / 3), "sums": pytest.approx(1 / 3)}
 
 
 def test_environments_page_runs_as_it_stands():

@@ -5,11 +5,14 @@ import math
 import pytest
 import torch
 
+from conf.compose import compose_checked, set_up
 from trainer import (
     AdaptiveKLController,
     ConstantKLController,
     KLControllerBase,
+    LinearKLController,
     TargetKLController,
+    make_kl_controller,
 )
 
 # 64 values of mean KL at target 6 and horizon 10,000: 0.1 * (1 + clip(KL / 6 - 1, +-0.2) * 0.0064)
@@ -117,3 +120,68 @@ def test_the_model_follows_its_controller():
     ):
         with pytest.raises(AttributeError, match="kl_coef"):
             make(torch.nn.Linear(1, 1))
+
+
+def test_a_linear_schedule_goes_from_its_first_to_its_last_iteration():
+    up = LinearKLController(0.1, end=0.5, total=5)
+    seen = [up.coeff] + [up.update([9.0]) for _ in range(6)]
+    assert seen == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.5, 0.5])
+    again = LinearKLController(0.1, end=0.5, total=5)
+    again.load_state_dict({"done": 2})
+    assert again.coeff == pytest.approx(0.3)
+    assert again.state_dict() == {"done": 2}
+    once = LinearKLController(0.1, end=0.5, total=1)
+    assert [once.coeff, once.update([])] == [0.1, 0.5]
+    for wrong in ({"end": -1.0, "total": 3}, {"end": math.inf, "total": 3}, {"end": 0, "total": 0}):
+        with pytest.raises(ValueError, match="finite end >= 0 and total >= 1"):
+            LinearKLController(0.1, **wrong)
+
+
+def test_a_controller_is_made_by_its_name():
+    adaptive = make_kl_controller(controller="adaptive", coeff=0.1, target=6.0, horizon=50)
+    assert adaptive.update([12.0] * 5) == pytest.approx(0.1 * (1 + 0.2 * 5 / 50))
+    linear = make_kl_controller(controller="linear", coeff=0.0, end=1.0, total=3)
+    assert linear.update([]) == 0.5
+    assert make_kl_controller(coeff=0.3, total=3).update([7.0]) == 0.3
+    for wrong in ({"controller": "adaptive"}, {"controller": "linear"}, {"controller": "PID"}):
+        with pytest.raises(ValueError, match=r"adaptive with kl.target or linear with kl.end"):
+            make_kl_controller(coeff=0.1, **wrong)
+
+
+ADAPTIVE = "kl.controller=adaptive kl.target=3"
+
+
+@pytest.mark.parametrize(
+    ("words", "finding"),
+    [
+        ("kl.controller=adaptive", "adaptive needs kl.target"),
+        ("kl.controller=linear", "linear needs kl.end"),
+        ("kl.target=3", r"kl.target is for kl.controller=adaptive, got constant; leave"),
+        (f"{ADAPTIVE} kl.end=0", "kl.end is for kl.controller=linear"),
+        (f"{ADAPTIVE} kl.coeff=0", "which stays 0; start from kl.coeff=0.01"),
+        (f"{ADAPTIVE} kl.measure=false kl.coeff=1", "kl.measure=true"),
+        ("kl.controller=adaptive kl.target=0", r"kl.target > 0 nats"),
+        (f"{ADAPTIVE} kl.horizon=51", r"kl.horizon > 51.2, a fifth of an iteration's 256"),
+        ("kl.controller=linear kl.coeff=0 kl.end=1 kl.measure=false", "kl.measure=true"),
+        ("kl.controller=PID", "one of constant, adaptive, linear"),
+        ("experiment=sft_tiny kl.controller=linear kl.end=1", "set kl.controller=constant"),
+        ("experiment=sft_tiny algorithm.target_kl=0.1", "which algorithm.target_kl is for"),
+        ("experiment=sft_tiny algorithm.entropy_coeff=0.1", "which algorithm.entropy_coeff is for"),
+        ("algorithm.target_kl=-1", r"algorithm.target_kl >= 0"),
+        ("algorithm.mismatch=3", r"algorithm.mismatch to be \{_target_: .*, got 3"),
+        ("algorithm.shaping={_target_:trainer.DropTruncated}", "to be names with nodes"),
+        ("policy.top_p=0.9", r"whole distribution, .* could not follow .* policy.temperature"),
+        ("+policy.top_k=4", "whole distribution"),
+    ],
+)
+def test_what_cannot_be_steered_is_refused_with_a_remedy(words, finding):
+    set_up()
+    words = words if words.startswith("experiment") else f"experiment=grpo_tiny {words}"
+    with pytest.raises(ValueError, match=finding):
+        compose_checked(words.split())
+
+
+def test_what_can_be_steered_composes():
+    set_up()
+    for words in (f"{ADAPTIVE} kl.horizon=52", "kl.controller=linear kl.coeff=0 kl.end=1"):
+        assert compose_checked(["experiment=grpo_tiny", *words.split()])["kl"]["measure"]

@@ -14,7 +14,7 @@ import pytest
 
 from trainer.launch import prepare, read_status, run
 from trainer.lock import held, sign, take
-from trainer.warm_up import resolve_experiment
+from trainer.warm_up import kept_in, resolve_experiment
 
 ROOT = Path(__file__).parents[1]
 WORKER = """
@@ -333,6 +333,17 @@ def test_warm_up_runs_once_and_is_then_taken_from_the_cache(tmp_path, monkeypatc
     assert find(2) != first  # another configuration is another model
     assert [config["seed"] for config in made] == [1, 2]
     assert resolve_experiment("some/model", lambda _: {}, start_run) == "some/model"
+
+
+def test_an_edited_task_has_another_warm_up(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    config = {"env": {"task": {"_target_": "edited_task.Task"}}}
+    file = tmp_path / "edited_task.py"
+    file.write_text("class Task: pass\n")
+    before = kept_in("warm", config)
+    assert kept_in("warm", config) == before
+    file.write_text("class Task: hard = True\n")
+    assert kept_in("warm", config) != before
 
 
 def test_status_of_an_earlier_attempt_does_not_hide_a_death(script, folder, monkeypatch):

@@ -7,6 +7,8 @@ from tempfile import mkdtemp
 import pytest
 from runs import Finished, lines, train
 
+from trainer.diagnosis import Diagnosis
+
 SEEDS = (101, 102, 103)  # none of them was used for tuning
 
 
@@ -50,6 +52,7 @@ def test_grpo_tiny_learns_to_sort(seed: int) -> None:
     assert rows[-1]["eval/greedy_accuracy"] > 0.95
     assert abs(rows[1]["kl/ref_sequence"]) < 1e-4
     assert trained(rows, "kl/ref_sequence")[-1] > 0.5
+    assert {found.level for found in Diagnosis(rows).findings} == {"info"}, "a good run is well"
     seconds = sorted(trained(rows, "time/iteration_s"))
     assert seconds[len(seconds) * 95 // 100] < 0.6, "95 of 100 iterations"
 
@@ -64,6 +67,38 @@ def test_ppo_tiny_learns_to_sort_and_its_critic_to_expect(seed: int) -> None:
     assert sum(trained(rows, "value/explained_variance")[-10:]) / 10 > 0.3
 
 
+# Each at the coefficient of its YAML; ppo and grpo have tests of their own.
+FAMILY = (
+    "bnpo",
+    "cispo",
+    "dapo",
+    "dr_grpo",
+    "gspo",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "rloo",
+)
+
+
+@pytest.mark.learn
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("algorithm", FAMILY)
+def test_the_grpo_family_learns_to_sort(algorithm: str, seed: int) -> None:
+    _, rows = whole_run(f"{algorithm}_tiny", seed)
+    assert rows[0]["eval/sampled_accuracy"] < 0.35
+    assert rows[-1]["eval/sampled_accuracy"] >= 0.80
+    assert trained(rows, "kl/ref_sequence")[-1] > 0.5
+
+
+@pytest.mark.learn
+def test_minor_sft_tiny_goes_on_imitating_and_stays_where_it_was() -> None:
+    _, rows = whole_run("minor_sft_tiny", 101)
+    deviation = trained(rows, "sft/deviation")
+    assert deviation[0] == pytest.approx(0.0, abs=1e-5)
+    assert abs(sum(deviation[-20:]) / 20) < 0.1, "nats a token above the start"
+    assert 0.05 < rows[-1]["eval/sampled_accuracy"] < 0.4, "a quarter of what it imitates is right"
+
+
 @pytest.mark.learn
 def test_ppo_tldr_tiny_is_gamed_on_a_long_leash_and_sorts_on_a_short_one() -> None:
     _, short = whole_run("ppo_tldr_tiny", 101)
@@ -74,6 +109,27 @@ def test_ppo_tldr_tiny_is_gamed_on_a_long_leash_and_sorts_on_a_short_one() -> No
     assert long[-1]["eval/sampled_accuracy"] < short[-1]["eval/sampled_accuracy"] - 0.2
     assert long[-1]["reward/raw_mean"] > short[-1]["reward/raw_mean"]
     assert long[-1]["kl/ref_sequence"] > short[-1]["kl/ref_sequence"] + 1
+
+
+@pytest.mark.learn
+@pytest.mark.parametrize("seed", SEEDS)
+def test_grpo_calculator_tiny_learns_to_call(seed: int) -> None:
+    _, rows = whole_run("grpo_calculator_tiny", seed)
+    assert rows[0]["eval/sampled_accuracy"] <= 0.15
+    assert rows[-1]["eval/sampled_accuracy"] >= 0.85
+    assert rows[-1]["eval/greedy_accuracy"] > 0.95
+    assert trained(rows, "reward_part/called")[-1] > 0.9
+    assert sum(trained(rows, "time/iteration_s")) < 60
+
+
+@pytest.mark.learn
+@pytest.mark.parametrize("seed", SEEDS)
+def test_grpo_guess_tiny_learns_to_listen(seed: int) -> None:
+    _, rows = whole_run("grpo_guess_tiny", seed)
+    last, deaf = rows[-1]["eval/sampled_accuracy"], 3 / 7
+    assert last >= rows[0]["eval/sampled_accuracy"] + 0.15
+    assert last > deaf + 0.1
+    assert sum(trained(rows, "time/iteration_s")) < 90
 
 
 @pytest.mark.learn

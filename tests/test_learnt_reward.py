@@ -11,7 +11,8 @@ from runs import lines
 import train
 from conf.compose import compose_checked
 from envs import ChatEnv
-from envs.tasks import LearntReward, Reply
+from envs.rewards import Rewarded, RewardModel
+from envs.tasks import LearntReward, Reply, SortDigits
 from envs.tasks.task import assistant
 from policies import GPT2RewardModel, load_policy
 from policies.models import find_model, load_tokenizer
@@ -66,6 +67,23 @@ def test_a_reply_is_scored_at_its_end_against_the_label_within_the_clip(folder):
     totals = [r.total for r in plain.rewards(rows, replies)]
     assert all(abs(t) <= 0.01 for t in totals)
     assert totals == [max(min(r.parts["score"], 0.01), -0.01) for r in together]
+
+
+def test_a_reward_model_is_one_of_several_rewards(folder):
+    task = SortDigits()
+    rows = [task.row("312"), task.row("4412")]
+    replies = [Reply("123", True, [*row["messages"], assistant("123")]) for row in rows]
+    plain = [
+        end_score(folder, chat_text(row["messages"][0]["content"], "123", "<|im_end|>"))
+        for row in rows
+    ]
+    for clip in (100.0, max(map(abs, plain)) / 2):
+        model = RewardModel(str(folder), weight=2, score_clip=clip)
+        got = Rewarded(task, {"model": model}, task_weight=0.5).rewards(rows, replies)
+        clipped = [min(max(score, -clip), clip) for score in plain]
+        assert [r.parts["model"] for r in got] == pytest.approx(clipped, abs=1e-4)
+        want = [0.5 + 2 * clipped[0], 2 * clipped[1]]
+        assert [r.total for r in got] == pytest.approx(want, abs=1e-4)
 
 
 def test_forwards_of_any_size_give_the_same_scores(folder):

@@ -10,6 +10,7 @@ from torch.autograd import gradcheck
 
 from policies import scorer
 from trainer import losses
+from trainer.surrogates import Bounds, clipped_term, token_ratio
 
 V = 5
 
@@ -20,6 +21,10 @@ def full_kl(curr, ref):
 
 def randn(*shape, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def clip(curr: Tensor, gen: Tensor, advantage: Tensor, low: float, high: float) -> Tensor:
+    return clipped_term(curr, token_ratio(curr, gen), advantage, Bounds(low, high))
 
 
 def batch(seed: int = 0, rows: int = 4, size: int = 6):
@@ -57,7 +62,7 @@ def test_grpo_loss_and_gradient_equal_the_paper(aggregation):
     tokens, rows = mask.sum(), mask.any(-1).sum()
     weight = losses.weights(mask, aggregation, total_tokens=tokens, total_rows=rows)
     x = curr.clone().requires_grad_()
-    term = losses.clipped_policy_term(x, gen, advantage, low, high)
+    term = clip(x, gen, advantage, low, high)
     loss = (weight * (term + beta * losses.kl_term(x, ref, "k3"))).sum()
     loss.backward()
     y = curr.clone().requires_grad_()
@@ -72,7 +77,7 @@ def test_clipping_by_hand():
     r = torch.tensor([1.5, 1.5, 0.5, 0.5, 1.1]).double()
     advantage = torch.tensor([1.0, -1.0, 1.0, -1.0, 2.0]).double()
     curr = r.log().requires_grad_()
-    term = losses.clipped_policy_term(curr, torch.zeros(5).double(), advantage, 0.2, 0.3)
+    term = clip(curr, torch.zeros(5).double(), advantage, 0.2, 0.3)
     assert torch.allclose(term, torch.tensor([-1.3, 1.5, -0.5, 0.8, -2.2]).double())
     term.sum().backward()
     assert torch.allclose(curr.grad, torch.tensor([0.0, 1.5, -0.5, 0.0, -2.2]).double())
@@ -81,8 +86,8 @@ def test_clipping_by_hand():
 def test_gradients_are_those_of_the_values():
     curr, gen, ref, advantage, _ = batch()
     x = curr.requires_grad_()
-    assert gradcheck(lambda c: losses.ratio(c, gen), x)
-    assert gradcheck(lambda c: losses.clipped_policy_term(c, gen, advantage, 0.2, 0.3), x)
+    assert gradcheck(lambda c: token_ratio(c, gen), x)
+    assert gradcheck(lambda c: clip(c, gen, advantage, 0.2, 0.3), x)
     for estimator in ("k1", "k2", "k3"):
         assert gradcheck(lambda c, e=estimator: losses.kl_term(c, ref, e), x)
     logits = randn(3, V).requires_grad_()
@@ -94,7 +99,7 @@ def test_gradients_are_those_of_the_values():
 def test_extreme_log_ratios_stay_finite(size, advantage):
     curr = torch.tensor([size], requires_grad=True)
     zero, a = torch.zeros(1), torch.tensor([advantage])
-    terms = [losses.clipped_policy_term(curr, zero, a, 0.2, 0.2)]
+    terms = [clip(curr, zero, a, 0.2, 0.2)]
     terms += [losses.kl_term(curr, zero, e) for e in ("k1", "k2", "k3")]
     logits = torch.cat([curr, torch.zeros(2)])
     terms.append(full_kl(logits, torch.zeros(3)).unsqueeze(0))
@@ -106,7 +111,7 @@ def test_extreme_log_ratios_stay_finite(size, advantage):
 
 def test_clamps_are_where_documented():
     curr = torch.tensor([30.0, 19.0, -30.0], requires_grad=True)
-    losses.ratio(curr, torch.zeros(3)).log().sum().backward()
+    token_ratio(curr, torch.zeros(3)).log().sum().backward()
     assert curr.grad.tolist() == [0.0, pytest.approx(1.0), 0.0]
     curr = torch.tensor([30.0, -30.0], requires_grad=True)  # d = -30 and +30
     value = losses.kl_term(curr, torch.zeros(2), "k3")
@@ -208,7 +213,7 @@ def in_reward(policy: Tabular, ref: Tabular, estimator: str) -> Tensor:
             terms = losses.kl_term(policy.log_probs(), ref.log_probs(), estimator)
     advantage = -terms.sum(-1, keepdim=True).expand_as(terms)
     curr = policy.log_probs()
-    term = losses.clipped_policy_term(curr, curr.detach(), advantage, 0.2, 0.2)
+    term = clip(curr, curr.detach(), advantage, 0.2, 0.2)
     return policy.grad((chance(policy) * term).sum())
 
 
@@ -352,7 +357,7 @@ def test_group_advantage_equals_a_slow_loop(scale_by_std, credit):
     mask = torch.rand(6, 5, generator=torch.Generator().manual_seed(0)) > 0.3
     reward, reward_kl = randn(6, 5) * mask, 0.1 * randn(6, 5, seed=1) * mask
     out = losses.group_advantage(
-        reward, reward_kl, mask, 3, scale_by_std=scale_by_std, credit=credit
+        reward, reward_kl, mask, 3, scale=losses.spread if scale_by_std else None, credit=credit
     )
     to_go = credit == "return_to_go"
     want = slow_advantage(reward, reward_kl, mask, 3, scale_by_std=scale_by_std, to_go=to_go)

@@ -11,6 +11,7 @@ from envs.chat_env import ChatEnv
 from envs.tasks.task import Reply, Reward
 from trainer.evaluate import Evaluate
 from trainer.metrics import summarize, transcript, transcripts
+from trainer.pieces import pieces, split
 from trainer.runtime import Runtime
 from trainer.tracker import JsonlTracker
 from trainer.trainer import Trainer
@@ -47,16 +48,16 @@ def batch() -> TensorDict:
 
 def test_every_mean_is_over_its_rows_or_kept_tokens():
     got = summarize(batch(), one_process())
-    tokens = 9  # 2 + 1 + 3 + 2 + 0 + 1
-    k1 = 0.5 * 6 - 0.2 * 3
-    k3 = (math.exp(-0.5) + 0.5 - 1) * 6 + (math.exp(0.2) - 0.2 - 1) * 3
+    tokens, sampled = 9, 12  # 2 + 1 + 3 + 2 + 0 + 1; the filter leaves the KL of row 4
+    k1 = 0.5 * 9 - 0.2 * 3
+    k3 = (math.exp(-0.5) + 0.5 - 1) * 9 + (math.exp(0.2) - 0.2 - 1) * 3
     want = {
         "reward/raw_mean": 1.0,
         "reward/mean": 1.0 - 0.25 * tokens / 6,
         "reward/std": math.sqrt((1 + 0 + 0.25 + 0.25 + 4 + 4) / 6 - 1),
         "reward_part/length": 0.5,
-        "kl/ref": k1 / tokens,
-        "kl/ref_k3": k3 / tokens,
+        "kl/ref": k1 / sampled,
+        "kl/ref_k3": k3 / sampled,
         "kl/ref_sequence": k1 / 6,
         "response/length_mean": 12 / 6,
         "response/length_max": 3.0,
@@ -72,12 +73,12 @@ def test_a_batch_of_demonstrations_has_no_rewards_and_no_kl():
     assert summarize(td, one_process()) == want
 
 
-def test_an_empty_loss_mask_gives_zeros_and_not_nan():
+def test_an_empty_loss_mask_leaves_the_kl_and_makes_every_group_idle():
     td = batch()
     td["loss_mask"] = torch.zeros_like(MASK)
-    got = summarize(td, one_process())
-    assert got["kl/ref"] == got["kl/ref_k3"] == got["kl/ref_sequence"] == 0
-    assert all(math.isfinite(v) for v in got.values())
+    got, full = summarize(td, one_process()), summarize(batch(), one_process())
+    assert {k for k in full if got[k] != full[k]} == {"group/zero_variance_fraction"}
+    assert got["group/zero_variance_fraction"] == 1
     assert transcript(td, 0, 1, kind="train")["advantage"] is None
 
 
@@ -131,6 +132,51 @@ def test_transcripts_hold_rewards_as_the_task_gave_them():
     td["reward_part", "length"][0] = 1 / 3
     row = transcript(td, 0, 7, kind="train")
     assert (row["reward"], row["parts"]) == (0.1, {"length": 0.3333333})
+
+
+def test_the_best_the_median_and_the_worst_reply_are_kept_token_by_token():
+    td, tokenizer = batch(), make_policy().tokenizer
+    attention = torch.tensor([[1, 1, 1, 1]] * 6).bool()
+    attention[1, 3] = False  # row 1 is shorter: its last column is padding
+    td["masks", "all_attention_mask"] = attention
+    word = tokenizer.encode("abcd", add_special_tokens=False)[:4]
+    assert len(word) == 4
+    td["tokens", "full"] = torch.tensor([word] * 6)
+    rows = transcripts(td, 7, count=2, kind="train", tokenizer=tokenizer)
+    assert [(r["reward"], r["rank"]) for r in rows] == [
+        (2.0, "best"),
+        (0.5, "median"),
+        (0.0, "worst"),
+    ]
+    texts = [tokenizer.decode([i]) for i in word]
+    # row 1: one sampled token, then two that were not, of which one is padding
+    assert rows[2]["pieces"] == {
+        "text": [texts[1], texts[2]],
+        "log_prob": [-1.0, None],
+        "kl": [0.5, None],
+        "advantage": [5.0, None],
+    }
+    middle = rows[1]["pieces"]  # row 2, whose k1 is -0.2
+    assert (middle["text"], middle["kl"]) == (texts[1:], [-0.2] * 3)
+    assert middle["advantage"] == [9.0, 10.0, 11.0]
+
+
+def test_pieces_are_cut_and_join_to_the_text_of_the_row(monkeypatch):
+    tokenizer = make_policy().tokenizer
+    text = "na\u00efve \u20ac \U0001f600 end"  # characters of two, three and four bytes
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    parts = split(ids, tokenizer)
+    assert len(parts) == len(ids)
+    assert "".join(parts) == tokenizer.decode(ids) == text
+    assert not any("\ufffd" in part for part in parts)
+    td = TensorDict({"tokens": {"full": torch.tensor([[0, *ids]])}}, [1])
+    mask = torch.ones(1, len(ids) + 1, dtype=torch.bool)
+    td["masks"] = {"all_attention_mask": mask, "all_response_mask": mask.clone()}
+    td["masks", "all_response_mask"][0, 0] = False
+    assert "".join(pieces(td, 0, tokenizer)["text"]) == text
+    monkeypatch.setattr("trainer.pieces.MOST", 3)
+    short = pieces(td, 0, tokenizer)
+    assert (len(short["text"]), short["left_out"]) == (3, len(ids) - 3)
 
 
 # Evaluation.

@@ -1,4 +1,4 @@
-"""What a reference may be, how much of it is scored at a time, and how long sequences may get."""
+"""What a reference may be, how it follows the policy, how much of it is scored at a time."""
 
 import json
 from pathlib import Path
@@ -6,15 +6,20 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import make_checkpoint
-from contracts import make_policy, rollout
+from contracts import make_policy, one_process, rollout
 from huggingface_hub import constants
+from runs import metrics
+from test_trainer import IN_ITERATION_4, Counted, crash, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from envs.transforms import RetrieveKL
-from policies import scorer
+from policies import lora, scorer
 from policies.load import load_policy, load_reference
 from policies.models import EMBEDDED, quiet
 from policies.scorer import Scorer
+from trainer.checkpoint import Checkpoints
+from trainer.optimizer import make_optimizer
+from trainer.reference import NoReference, Reference
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +116,136 @@ def test_the_reference_is_scored_in_parts_of_the_updates_size(monkeypatch):
     order = torch.arange(16).view(4, 4).T.flatten()  # the samples of a prompt lie apart
     apart = load_reference(policy, micro_batch_tokens=200)(batch[order])
     torch.testing.assert_close(apart["ref_log_probs", "full"], whole[order], atol=1e-5, rtol=0)
+
+
+# Following the policy
+
+
+def moved(policy, seed: int) -> dict[str, torch.Tensor]:
+    """Give the policy other weights; return them."""
+    generator = torch.Generator().manual_seed(seed)
+    named = lora.weights(policy.model)
+    for p in named.values():
+        p.data += torch.randn(p.shape, generator=generator) * 0.1
+    return {name: p.detach().clone() for name, p in named.items()}
+
+
+def fresh(kind: str, **options) -> tuple:
+    """Return a policy, with LoRA or without, and its reference."""
+    policy = load_policy("tiny", max_new_tokens=5, lora={"r": 4 if kind == "lora" else 0})
+    return policy, Reference(policy, load_reference(policy, moves=True), **options)
+
+
+def theirs(reference: Reference) -> dict[str, torch.Tensor]:
+    adapter = getattr(reference.scorer, "adapter", None)
+    return {n: p.clone() for n, p in lora.weights(reference.scorer.model, adapter).items()}
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_a_reset_makes_the_reference_the_policy_when_it_is_due(kind):
+    policy, reference = fresh(kind, every=3)
+    start = theirs(reference)
+    batch = rollout(policy)
+    for iteration in range(1, 7):
+        now = moved(policy, iteration)
+        reference.refresh(iteration)
+        if iteration in (1, 2):
+            want = start
+        elif iteration == 3:
+            want = third = now
+        else:
+            want = now if iteration == 6 else third
+        got = theirs(reference)
+        assert all(torch.equal(got[name], want[name]) for name in want)
+        assert bool(reference.state_dict()) == (iteration >= 3)
+    mine = policy.get_new_version(generate=False, inplace=False)(batch)["log_probs", "full"]
+    kept = batch["masks", "all_response_mask"]
+    assert torch.equal(reference(batch)["ref_log_probs", "full"][kept], mine[kept])
+    moved(policy, 7)
+    later = policy.get_new_version(generate=False, inplace=False)(batch)["log_probs", "full"]
+    assert (later - mine)[kept].abs().max() > 0.01
+    assert torch.equal(reference(batch)["ref_log_probs", "full"][kept], mine[kept])
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_an_average_follows_by_its_formula(kind):
+    policy, reference = fresh(kind, every=2, decay=0.75)
+    want = {name: p.double() for name, p in theirs(reference).items()}
+    for iteration in range(1, 9):
+        now = moved(policy, iteration)
+        reference.refresh(iteration)
+        if iteration % 2 == 0:
+            want = {n: 0.75 * w + 0.25 * now[n].double() for n, w in want.items()}
+    got = theirs(reference)
+    assert all((got[n].double() - want[n]).abs().max() < 1e-6 for n in want)
+    assert max((got[n] - now[n]).abs().max() for n in want) > 0.05
+
+
+def test_after_a_reset_the_kl_of_a_run_starts_at_0_again(tmp_path):
+    train(tmp_path / "reset", refresh=2)
+    rows = {row["progress/iteration"]: row for row in metrics(tmp_path / "reset")}
+    train(tmp_path / "never")
+    other = {row["progress/iteration"]: row for row in metrics(tmp_path / "never")}
+    kl = [rows[i]["kl/ref_k3"] for i in (1, 2, 3, 4)]
+    assert max(kl[0], kl[2]) < 1e-8
+    assert min(kl[1], kl[3]) > 1e-5
+    assert other[3]["kl/ref_k3"] > 1e-5
+    assert rows[2]["kl/ref_k3"] == other[2]["kl/ref_k3"]
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+def test_a_resumed_run_has_the_reference_it_had(decay, tmp_path):
+    """Stopped in iteration 4 and resumed from 3, after the reference moved in iteration 2."""
+    follow = {"refresh": 2, "decay": decay}
+    train(tmp_path / "straight", **follow)
+    shown = train(tmp_path / "cut", Counted(IN_ITERATION_4, crash), **follow)
+    assert shown.endswith("boom\n")
+    train(tmp_path / "cut", resume=True, **follow)
+    assert metrics(tmp_path / "cut") == metrics(tmp_path / "straight")
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_a_checkpoint_holds_a_reference_that_has_moved(kind, tmp_path):
+    def parts():
+        policy, reference = fresh(kind, every=1, decay=0.5)
+        optimizer = make_optimizer(policy.scorer, lr=1e-3)
+        runtime = one_process()
+        runtime.folder = tmp_path
+        return policy, reference, Checkpoints(runtime, policy, optimizer, reference=reference)
+
+    policy, reference, saved = parts()
+    saved.save(1, {})
+    assert not list(saved.newest().glob("reference*")), "it is the start"
+    moved(policy, 0)
+    reference.refresh(1)
+    saved.save(2, {})
+    _, other, found = parts()
+    found.restore(found.newest())
+    want, got = theirs(reference), theirs(other)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    assert other.state_dict().keys() == want.keys()
+
+
+def test_references_that_cannot_follow_are_refused(folder):
+    policy = load_policy(str(folder))
+    with pytest.raises(ValueError, match=r"every >= 0 and decay from 0 to below 1, got 1 and 1"):
+        Reference(policy, load_reference(policy), every=1, decay=1.0)
+    adapted = load_policy(str(folder), lora={"r": 2})
+    with pytest.raises(ValueError, match=r"leave out kl\.reference"):
+        Reference(adapted, load_reference(adapted, str(folder)), every=1)
+    half = load_policy(str(folder), dtype="bfloat16")
+    Reference(half, load_reference(half), every=1)
+    with pytest.raises(ValueError, match="would round away"):
+        Reference(half, load_reference(half), every=1, decay=0.9)
+
+
+def test_without_a_reference_a_batch_stays_as_it_is(folder):
+    none, batch = NoReference(), rollout(load_policy(str(folder), max_new_tokens=3), count=1)
+    keys = set(batch.keys(True))
+    none.refresh(1)
+    assert none(batch) is batch
+    assert set(batch.keys(True)) == keys
+    assert (none.scorer, none.sha256, none.state_dict()) == (None, "", {})
 
 
 # Lengths

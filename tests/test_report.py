@@ -12,9 +12,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from trainer import svg
-from trainer.report import PANELS, main, run_svg, write_report
-from trainer.run_files import load_run, write_text
+from trainer.lock import held
+from trainer.report import LiveReport, main, run_svg, write_report
+from trainer.run_files import load_run, read_lines, write_text
+from trainer.show import charts, svg
+from trainer.show.panels import MAIN, MORE
 from trainer.sweep import write_sweep
 from trainer.tracker import JsonlTracker
 
@@ -80,8 +82,8 @@ def test_the_page_tells_the_run(tmp_path):
 
 def test_curves_are_drawn_for_what_was_logged(tmp_path):
     text = write_report(make_run(tmp_path)).read_text(encoding="utf-8")
-    charts = re.findall(r'<svg class="chart".*?aria-label="(.*?)"', text)
-    assert charts == [
+    drawn = re.findall(r'<svg class="chart".*?aria-label="(.*?)"', text)
+    assert drawn == [
         "Reward",
         "KL to the reference",
         "Accuracy on held-out prompts",
@@ -92,9 +94,9 @@ def test_curves_are_drawn_for_what_was_logged(tmp_path):
         ElementTree.fromstring(drawing)
 
 
-def test_the_page_needs_no_network_and_runs_no_script(tmp_path):
+def test_the_page_needs_no_other_file_and_no_network(tmp_path):
     page = Page(write_report(make_run(tmp_path)).read_text(encoding="utf-8"))
-    assert not {"script", "link", "img", "iframe"} & {tag for tag, _ in page.tags}
+    assert not {"link", "img", "iframe"} & {tag for tag, _ in page.tags}
     assert not any("src" in attrs or "href" in attrs for _, attrs in page.tags)
 
 
@@ -105,7 +107,7 @@ def test_replies_are_text_best_first_and_worst_last(tmp_path):
     assert "<b>Q</b>" in shown
     assert "?\ufffd late" in shown
     replies = [t for t in shown if t.startswith("reply ")]
-    assert replies == ["reply 7", "reply 6", "reply 5", "reply 0", "reply 1", "reply 2"]
+    assert replies == ["reply 7", "reply 6", "reply 5", "reply 2", "reply 1", "reply 0"]
 
 
 @pytest.mark.parametrize("files", [{}, {"metrics.jsonl": '{"reward/mean": 0.'}])
@@ -155,7 +157,7 @@ def test_pass_at_k_is_drawn_beside_the_accuracy(tmp_path):
         tracker.log({"eval/sampled_accuracy": value / 2, "eval/pass@8": value}, i)
     text = write_report(tmp_path).read_text(encoding="utf-8")
     assert re.findall(r'aria-label="(.*?)"', text) == ["Accuracy on held-out prompts"]
-    assert "pass@8, 1: 0.75" in text
+    assert "iteration 1: sampled 0.375, pass@8 0.75<" in text
 
 
 def test_an_sft_run_has_loss_curves_and_no_reward(tmp_path):
@@ -170,7 +172,9 @@ def test_an_sft_run_has_loss_curves_and_no_reward(tmp_path):
 
 
 def test_the_curve_goes_through_the_values():
-    chart = svg.line_chart([svg.Series("s", [(0, 0.0), (5, 5.0), (10, 10.0)])], title="t", unit="u")
+    chart = charts.line_chart(
+        [charts.Series("s", [(0, 0.0), (5, 5.0), (10, 10.0)])], title="t", unit="u"
+    )
     root = ElementTree.fromstring(chart)
     line = next(e for e in root.iter() if e.get("class") == "line")
     points = [tuple(map(float, p.split())) for p in line.attrib["d"][1:].split("L")]
@@ -186,7 +190,17 @@ def test_the_curve_goes_through_the_values():
 
 
 @pytest.mark.parametrize(
-    ("lo", "hi"), [(0, 1), (0.31, 0.32), (-3e-7, 5e-6), (5, 5), (0, 0), (-40, 1e6), (1e-9, 2e9)]
+    ("lo", "hi"),
+    [
+        (0, 1),
+        (0.31, 0.32),
+        (-3e-7, 5e-6),
+        (5, 5),
+        (0, 0),
+        (-40, 1e6),
+        (1e-9, 2e9),
+        (0.05, 0.05 + 7e-18),
+    ],
 )
 def test_ticks_are_round_few_and_enclose_the_data(lo, hi):
     ticks = svg.ticks(lo, hi)
@@ -201,16 +215,25 @@ def test_ticks_are_round_few_and_enclose_the_data(lo, hi):
 def test_one_spike_does_not_flatten_the_curve():
     values = [1.0 + 0.1 * (i % 3) for i in range(30)]
     values[18] = 400.0
-    chart = svg.line_chart([svg.Series("k3", list(enumerate(values)))], title="t", unit="nats")
+    chart = charts.line_chart(
+        [charts.Series("k3", list(enumerate(values)))], title="t", unit="nats"
+    )
     ElementTree.fromstring(chart)
     assert "k3, 18: 400" in chart
     labels = [float(t) for t in re.findall(r'text-anchor="end">([\d.]+)<', chart)]
     assert max(labels) < 5
 
 
+def test_a_constant_stays_one_in_a_long_run():
+    points = [(i, 0.05) for i in range(1000)]  # averaged by threes: 0.05 and 0.05000000000000001
+    chart = charts.line_chart([charts.Series("coeff", points)], title="t", unit="u")
+    ElementTree.fromstring(chart)
+    assert "iteration 999: coeff 0.05<" in chart
+
+
 def test_long_runs_stay_small(tmp_path):
     points = [(i, math.sin(i / 50)) for i in range(20_000)]
-    assert len(svg.line_chart([svg.Series("s", points)], title="t", unit="u")) < 30_000
+    assert len(charts.line_chart([charts.Series("s", points)], title="t", unit="u")) < 30_000
 
 
 def test_the_command_rebuilds_the_page_and_draws_the_picture(tmp_path, capsys):
@@ -236,6 +259,156 @@ def test_folders_that_are_no_runs_get_no_page(tmp_path, capsys):
     pages = sorted(tmp_path.rglob("report.html"))
     assert pages == [failed / "report.html", run / "report.html"]
     capsys.readouterr()
+
+
+PIECES = {
+    "text": ["Hel", "lo", "<tool>\n", "<b>"],
+    "log_prob": [-0.5, -0.25, None, -1.0],
+    "kl": [0.5, -0.25, None, 0.0],
+    "advantage": [2.0, 2.0, None, -1.0],
+    "left_out": 7,
+}
+
+
+def test_tokens_are_coloured_by_their_kl_and_underlined_by_their_advantage(tmp_path):
+    tracker = JsonlTracker(tmp_path)
+    tracker.log({"reward/mean": 1.0}, 1)
+    row = {"kind": "train", "prompt": "p", "response": "r", "reward": 1.0, "rank": "best"}
+    tracker.transcripts([{**row, "pieces": PIECES}, {**row, "response": "plain"}], 1)
+    text = write_report(tmp_path).read_text(encoding="utf-8")
+    tokens = re.findall(r'<s class="([mlud ]+)" style="([^"]*)" title="([^"]*)">(.*?)</s>', text)
+    assert [(c, tip, t) for c, _, tip, t in tokens] == [
+        ("m u", "log-prob -0.5, KL 0.5, advantage 2", "Hel"),
+        ("l u", "log-prob -0.25, KL -0.25, advantage 2", "lo"),
+        ("d", "log-prob -1, KL 0, advantage -1", "&lt;b&gt;"),
+    ]
+    # full colour is at most the second largest of three: KL 0.25, advantage 2
+    assert [style for _, style, _, _ in tokens] == [
+        "--k:0.60;--a:1.00",
+        "--k:0.60;--a:1.00",
+        "--a:0.50",
+    ]
+    assert "<i>&lt;tool&gt;\u21b5\n</i>" in text, "what was not sampled has no colour"
+    assert "7 more tokens" in text
+    assert "best \u00b7 reward 1" in text
+
+
+def test_a_changed_key_is_shown_beside_its_defaults(tmp_path):
+    JsonlTracker(tmp_path).log({"reward/mean": 1.0}, 1)
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "overrides.yaml").write_text(
+        "- experiment=x\n- +kl.coeff=0.5\n- output_dir=/tmp/a b\n"
+    )
+    leash = "{kl: {coeff: 0.1}, seed: 0, env: {token: planted-4}, "
+    leash += "a: {n_tokens: '${seed}', b: '${kl}'}}"  # these two follow others
+    experiment = leash.replace("seed: 0", "seed: 7")
+    config = experiment.replace("0.1", "0.5").replace("planted-4", "planted-5")
+    config = config.replace("'${seed}'", "7").replace("'${kl}'", "{coeff: 0.5}")
+    (tmp_path / ".hydra" / "defaults.yaml").write_text(
+        f"experiment: {experiment}\nleash: {leash}\n"
+    )
+    (tmp_path / "config.yaml").write_text(config)
+    text = write_report(tmp_path).read_text(encoding="utf-8")
+    rows = re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td></tr>", text)
+    assert rows == [("kl.coeff", "0.1", "0.1", "<b>0.5</b>"), ("seed", "0", "7", "7")]
+    assert "python train.py experiment=x +kl.coeff=0.5<" in text
+    assert "planted" not in text
+
+
+def test_what_the_run_said_about_itself_stands_at_the_top(tmp_path):
+    make_run(tmp_path)
+    notes = [
+        {"level": "info", "title": "Loss near 0", "text": "fine", "iteration": 1, "until": None},
+        {"level": "error", "title": "Not <finite>", "text": "lower it", "iteration": 4, "until": 9},
+        "torn",
+    ]
+    (tmp_path / "status.json").write_text(json.dumps({"state": "failed", "notes": notes}))
+    shown = Page(write_report(tmp_path).read_text(encoding="utf-8")).texts
+    places = [shown.index(t) for t in ("Not <finite>", "iteration 4 to 9", "Loss near 0", "Curves")]
+    assert places == sorted(places)
+    assert "iteration 1" in shown
+
+
+def test_a_page_reloads_itself_while_its_run_goes_on(tmp_path):
+    make_run(tmp_path)
+
+    def reloads(state: str) -> bool:
+        (tmp_path / "status.json").write_text(json.dumps({"state": state}))
+        page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
+        attributes = dict(page.tags)["body"]
+        assert ("noscript" in dict(page.tags)) == ("data-reload" in attributes)
+        return "data-reload" in attributes
+
+    with held(tmp_path):
+        assert reloads("running")
+        assert not reloads("finished")
+    assert not reloads("running"), "its process is gone"
+    shown = Page((tmp_path / "report.html").read_text(encoding="utf-8")).texts
+    assert "killed" in shown
+    assert any("its process is gone" in text for text in shown)
+
+
+def test_a_live_page_costs_a_hundredth_of_the_time(tmp_path, monkeypatch):
+    clock, cost = [100.0], 0.2
+    monkeypatch.setattr("trainer.report.time.monotonic", lambda: clock[0])
+
+    def write(_):
+        clock[0] += cost
+
+    monkeypatch.setattr("trainer.report.write_report", write)
+    live, written = LiveReport(tmp_path), []
+    for _ in range(1000):  # iterations of a second
+        clock[0] += 1.0
+        if live.refresh():
+            written.append(clock[0])
+    gaps = [b - a for a, b in itertools.pairwise(written)]
+    assert 20 <= min(gaps) <= max(gaps) <= 22  # 0.2 s are a hundredth of 20 s
+    cost = 0.0
+    quick = LiveReport(tmp_path)
+    assert [quick.refresh(), quick.refresh()] == [True, False], "nor more than one in five seconds"
+    assert not LiveReport(tmp_path, quiet=True).refresh()
+
+
+def test_a_live_page_that_cannot_be_written_does_not_end_the_run(tmp_path, caplog):
+    live = LiveReport(tmp_path / "gone")
+    assert not live.refresh()
+    assert "no more live report" in caplog.text
+    assert not live.refresh()
+    assert len(caplog.records) == 1
+
+
+def test_a_long_file_is_read_at_both_ends(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    path.write_text("".join(json.dumps({"i": i}) + "\n" for i in range(1000)))
+    got = [line["i"] for line in read_lines(path, most=200)]
+    # 100 bytes: ten lines of 9 bytes and one of 10; as many as fit of the last, 11 bytes each
+    assert got == [*range(11), *range(991, 1000)]
+    assert [line["i"] for line in read_lines(path, most=10**6)] == list(range(1000))
+
+
+def test_times_are_stacked_with_what_none_of_them_counts():
+    chart = charts.stack_chart(
+        [
+            charts.Series("a", [(1, 1.0), (2, 3.0)]),
+            charts.Series("b", [(1, 1.0), (2, 0.0), (3, 5.0)], hue=1),
+        ],
+        title="t",
+        unit="s",
+    )
+    root = ElementTree.fromstring(chart)
+    areas = [e.attrib["d"] for e in root.iter() if e.get("class") == "area"]
+    outlines = [[tuple(map(float, p.split())) for p in d[1:-1].split("L")] for d in areas]
+    assert outlines[0][:3] == outlines[1][3:][::-1], "the second lies on the first"
+    axis = {
+        float(e.text or 0): float(e.attrib["y"]) - 4
+        for e in root.iter()
+        if e.get("text-anchor") == "end"
+    }
+    per_second = axis[0.0] - axis[2.0]
+    tops = [(axis[0.0] - y) / per_second * 2 for _, y in outlines[1][:3]]
+    assert tops == pytest.approx([2.0, 3.0, 5.0], abs=0.05)  # 1 + 1, 3 + 0, 0 + 5
+    assert "iteration 2: a 3, b 0, all 3<" in chart
+    assert ">a 40%<" in chart  # 4 of 10 seconds
 
 
 def test_a_file_is_replaced_whole(tmp_path):
@@ -277,4 +450,4 @@ def test_every_charted_metric_is_explained():
     page = (Path(__file__).parent.parent / "docs" / "metrics.md").read_text()
     explained = re.findall(r"^\| `([^`]+)` \|", page, flags=re.MULTILINE)
     assert len(explained) == len(set(explained))
-    assert {name for panel in PANELS for name in panel.metrics} <= set(explained)
+    assert {name for panel in (*MAIN, *MORE) for name in panel.metrics} <= set(explained)

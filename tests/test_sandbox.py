@@ -48,7 +48,10 @@ def test_code_runs_and_says_what_it_prints():
         ("import numpy", "ModuleNotFoundError"),
         ("import os\nos._exit(0)", "[the process ended"),
         ("open('big', 'wb').write(b'x' * (17 << 20))", "File too large"),
+        ("for _ in range(1024): open('big', 'ab').write(b'x' * (1 << 20))", "File too large"),
+        ("open('big', 'wb').truncate(1 << 30)", "File too large"),  # a hole takes no room
         ("x = bytearray(10 ** 10)", "MemoryError"),
+        ("x = []\nwhile True: x.append(bytearray(1 << 20))", "MemoryError"),
     ],
 )
 def test_what_fails_is_a_result(code, said):
@@ -125,9 +128,11 @@ def test_there_is_no_network():
         "server.listen()\n"
         "socket.create_connection(server.getsockname(), 2)"
     )
-    done = run(code)
-    assert not done.ok
-    assert "unreachable" in done.output
+    away = "import socket\nsocket.create_connection(('192.0.2.1', 80), 2)"  # RFC 5737: nobody's
+    for text in (code, away):
+        done = run(text)
+        assert not done.ok
+        assert "unreachable" in done.output
 
 
 def test_names_live_until_the_process_ends():

@@ -7,9 +7,11 @@ import torch
 from contracts import Words, make_policy, one_process
 
 from envs.chat_env import ChatEnv
+from envs.tasks.task import Reply, Reward
 from policies.random import fold
+from trainer.metrics import summarize
 from trainer.runtime import Runtime
-from trainer.sources import Demonstrations, Rollouts, picks
+from trainer.sources import Demonstrations, DynamicRollouts, Rollouts, picks
 
 
 class Rank(Runtime):
@@ -78,6 +80,103 @@ def test_ranks_sample_what_one_rank_samples(tmp_path):
     whole = replies(Rank(tmp_path, 0, 1))
     parts = [r for k in (0, 1) for r in replies(Rank(tmp_path, k, 2))]
     assert parts == whole
+
+
+# Dynamic sampling.
+
+
+class Many(Words):
+    """Eight prompts; replies to some of them all earn the same."""
+
+    flat = ("Sort 1", "Sort 4", "Sort 6")
+
+    def rows(self, split: str) -> list[dict]:
+        texts = [f"Sort {i}" for i in range(8)]
+        return [{"messages": [{"role": "user", "content": t}], "answer": t} for t in texts]
+
+    def reward(self, row: dict, reply: Reply) -> Reward:
+        value = 0.25 if row["answer"] in self.flat else float(sum(map(ord, reply.text)))
+        return Reward(total=value, parts={}, success=False)
+
+
+class Flat(Many):
+    flat = tuple(f"Sort {i}" for i in range(8))
+
+
+def dynamic(runtime, task: Words, rounds: int = 3) -> DynamicRollouts:
+    env, policy = ChatEnv(task, group_size=3), make_policy()
+    return DynamicRollouts(
+        task=task, env=env, policy=policy, runtime=runtime, size=4, rounds=rounds
+    )
+
+
+def told(batch) -> list[tuple]:
+    """Return what each row is, without padding."""
+    attended = batch["masks", "all_attention_mask"]
+    names = ("reward_raw", "loss_mask", ("log_probs", "full"), ("tokens", "full"))
+    rows = []
+    for i in range(len(attended)):
+        entries = [batch[name][i][attended[i]].tolist() for name in names]
+        rows.append((str(batch["prompt"][i]), int(batch["group_id"][i]), *entries))
+    return rows
+
+
+def test_idle_places_are_drawn_again_with_other_rows_and_the_rest_stays(tmp_path):
+    runtime = Rank(tmp_path, 0, 1, seed=1)
+    source = dynamic(runtime, Many())
+    plain = Rollouts(task=Many(), env=source.env, policy=source.policy, runtime=runtime, size=4)
+    redrawn = 0
+    for iteration in range(3):
+        before, batch = plain(iteration), source(iteration)
+        after, draws = told(batch), batch["draws"].tolist()
+        for k, row in enumerate(told(before)):
+            if row[0] in Many.flat:
+                redrawn += 1
+                assert after[k][0] not in Many.flat
+                assert draws[k] > 1
+                assert after[k][1] == row[1] == k // 3, "it keeps its place"
+            else:
+                assert after[k] == row
+                assert draws[k] == 1
+        assert batch["loss_mask"].any(-1).all()
+        assert told(source(iteration)) == after
+    assert redrawn > 3
+
+
+def test_ranks_draw_again_what_one_rank_draws_again(tmp_path):
+    batch = dynamic(Rank(tmp_path, 0, 1), Many())(1)
+    assert batch["draws"].max() > 1
+    whole = told(batch)
+    parts = [told(dynamic(Rank(tmp_path, r, 2), Many())(1)) for r in (0, 1)]
+    for row, want in zip(parts[0] + parts[1], whole, strict=True):
+        assert (row[0], row[1], row[5]) == (want[0], want[1], want[5])
+
+
+def test_what_stays_idle_had_a_row_of_its_own_each_time_and_leaves_the_loss(tmp_path):
+    source = dynamic(Rank(tmp_path, 0, 1), Flat(), rounds=9)
+    batch = source(0)
+    assert batch["draws"].tolist() == [10.0] * 12
+    assert not batch["loss_mask"].any()
+    rows = [[r["answer"] for r in source.prompts(0, k).get("row").tolist()] for k in range(10)]
+    for place in range(4):
+        assert sorted(r[place] for r in rows[:8]) == sorted(Flat.flat), "each row comes once"
+    streams = {int(s) for k in range(10) for s in source.prompts(0, k)["stream"]}
+    assert len(streams) == 40
+    metrics = summarize(batch.set("reward", batch["reward_raw"]), source.runtime)
+    assert metrics["group/zero_variance_fraction"] == 1
+    assert metrics["group/resampled"] == 9
+    batch = dynamic(Rank(tmp_path, 0, 1), Many())(0)
+    metrics = summarize(batch.set("reward", batch["reward_raw"]), source.runtime)
+    assert metrics["group/zero_variance_fraction"] == 0
+    assert metrics["group/resampled"] == sum(d - 1 for d in batch["draws"].tolist()[::3]) / 4
+
+
+def test_dynamic_sampling_needs_groups(tmp_path):
+    parts = {"task": Many(), "policy": make_policy(), "runtime": one_process(), "size": 4}
+    with pytest.raises(ValueError, match=r"group_size >= 2 .* trainer.Rollouts"):
+        DynamicRollouts(env=ChatEnv(Many(), group_size=1), **parts)
+    with pytest.raises(ValueError, match="rounds >= 1"):
+        DynamicRollouts(env=ChatEnv(Many(), group_size=2), rounds=0, **parts)
 
 
 def demonstrations(mask: str, task=None, system: str | None = None, size: int = 4):

@@ -13,7 +13,8 @@ import pytest
 
 from trainer.report import main
 from trainer.run_files import find_jobs
-from trainer.sweep import Row, frontier_svg, labels, pareto, read_rows, write_sweep
+from trainer.show.frontier import pareto
+from trainer.sweep import Row, best, frontier_svg, labels, points, read_rows, write_sweep
 from trainer.tracker import JsonlTracker
 
 
@@ -50,9 +51,9 @@ def test_the_csv_has_a_row_per_job_with_means_over_the_last_ten(tmp_path):
         "kl.coeff=10",
     ]
     short, unborn, whole = rows
-    assert float(whole["reward/mean"]) == 10.5  # iterations 6 to 15
+    assert float(whole["reward/raw_mean"]) == 10.5  # iterations 6 to 15
     assert float(whole["kl/ref_sequence"]) == pytest.approx(7.5 / 11)
-    assert float(short["reward/mean"]) == 2.5  # iterations 1 to 4, not line 0
+    assert float(short["reward/raw_mean"]) == 2.5  # iterations 1 to 4, not line 0
     assert (whole["state"], short["state"], unborn["state"]) == (
         "finished",
         "not started",
@@ -61,14 +62,17 @@ def test_the_csv_has_a_row_per_job_with_means_over_the_last_ten(tmp_path):
     assert (whole["objective"], short["objective"]) == ("0.5", "")
     assert float(whole["eval/sampled_accuracy"]) == 0.75
     assert (float(whole["kl/coeff"]), whole["kl.coeff"]) == (10.0, "10.0")
-    assert (unborn["kl.coeff"], unborn["policy.model"], unborn["reward/mean"]) == ("3", "a/b", "")
+    assert (unborn["kl.coeff"], unborn["policy.model"], unborn["reward/raw_mean"]) == (
+        "3",
+        "a/b",
+        "",
+    )
 
 
 def test_the_page_links_every_job_and_hides_secrets(tmp_path):
     text = write_sweep(make_sweep(tmp_path)).read_text(encoding="utf-8")
     links = re.findall(r'<a href="(.*?)">(.*?)</a>', text)
-    (label,) = [text for link, text in links if link == "kl.coeff%3D10/report.html"]
-    assert "kl.coeff=10.0" in label
+    assert [text for link, text in links if link == "kl.coeff%3D10/report.html"] == ["10.0"]
     assert len(links) == 3
     for drawing in re.findall(r"<svg.*?</svg>", text):
         ElementTree.fromstring(drawing)
@@ -79,13 +83,25 @@ def test_the_table_holds_what_differs_between_the_jobs(tmp_path):
     for coeff in (0.0, 0.5):
         make_job(tmp_path / f"experiment=grpo_tiny,kl.coeff={coeff}", coeff=coeff)
     text = write_sweep(tmp_path).read_text(encoding="utf-8")
-    assert re.findall(r"<a [^>]*>(.*?)</a>", text) == ["kl.coeff=0.0", "kl.coeff=0.5"]
+    assert re.findall(r"<a [^>]*>(.*?)</a>", text) == ["0.0", "0.5"]
     # kl/coeff would repeat kl.coeff; the rest is equal
-    assert re.findall("<th>(.*?)</th>", text) == ["job", "kl.coeff", "kl/ref_sequence"]
-    same = "state finished, objective 0.5, eval/sampled_accuracy 0.75, reward/mean 10.5"
+    heads = re.findall("<th>(.*?)</th>", text.replace("<wbr>", ""))
+    assert heads == ["kl.coeff", "kl/ref_sequence"]
+    same = "state finished, objective 0.5, eval/sampled_accuracy 0.75, reward/raw_mean 10.5"
     assert f"the same in all jobs: {same}, progress/iteration 16<" in text
     header = (tmp_path / "sweep.csv").read_text().splitlines()[0]
     assert "kl/coeff" in header, "the file has all columns"
+
+
+def test_a_job_that_goes_on_leaves_no_column_twice(tmp_path):
+    make_job(tmp_path / "kl.coeff=1", coeff=1.0)
+    make_job(tmp_path / "kl.coeff=2", coeff=2.0, state=None, iterations=3)
+    for job, value in (("kl.coeff=1", 0.75), ("kl.coeff=2", None)):
+        (tmp_path / job / "status.json").write_text(json.dumps({"objective": value}))
+    text = write_sweep(tmp_path).read_text(encoding="utf-8").replace("<wbr>", "")
+    # the objective is eval/sampled_accuracy where there is one
+    wanted = ["kl.coeff", "objective", "reward/raw_mean", "kl/ref_sequence", "progress/iteration"]
+    assert re.findall("<th>(.*?)</th>", text) == wanted
 
 
 def test_an_empty_or_failed_sweep_has_a_page(tmp_path):
@@ -107,9 +123,10 @@ def test_checkpoints_and_pages_of_a_job_are_no_jobs(tmp_path):
 def test_the_frontier_is_what_no_other_job_beats():
     random.seed(0)
     rows = [
-        Row(str(i), reward=random.randrange(12) / 4, kl=random.randrange(12) / 4) for i in range(60)
+        Row(str(i), {"a": str(i)}, reward=random.randrange(12) / 4, kl=random.randrange(12) / 4)
+        for i in range(60)
     ]
-    front = pareto([*rows, Row("unborn")])
+    front = pareto(points([*rows, Row("unborn", {"a": "none"})]))
 
     places = {
         (row.kl, -row.reward) for row in rows if row.kl is not None and row.reward is not None
@@ -119,7 +136,64 @@ def test_the_frontier_is_what_no_other_job_beats():
         return any(o != place and o[0] <= place[0] and o[1] <= place[1] for o in places)
 
     expected = sorted(place for place in places if not beaten(place))
-    assert [(row.kl, -(row.reward or 0.0)) for row in front] == expected
+    assert [(point.kl, -point.reward) for point in front] == expected
+
+
+def seeds() -> list[Row]:
+    """Two coefficients, of which one has three seeds."""
+    values = [
+        ("0", "1", 1.0, 4.0),
+        ("0", "2", 0.5, 9.0),
+        ("0", "3", 0.75, 5.0),
+        ("1", "1", 0.25, 1),
+    ]
+    return [
+        Row(f"{k}", {"kl.coeff": c, "seed": s}, reward=r, kl=kl, objective=r)
+        for k, (c, s, r, kl) in enumerate(values)
+    ]
+
+
+def test_seeds_are_one_point_with_bars_from_the_lowest_to_the_highest():
+    many, one = points(seeds())
+    assert (many.name, many.kl, many.reward) == ("0", 6.0, 0.75)
+    assert (one.name, one.kl, one.reward) == ("1", 1.0, 0.25)
+    root = ElementTree.fromstring(frontier_svg(seeds()))
+    (bars,) = [e for e in root.iter() if e.get("class") == "bars"]  # of the one with seeds
+    across, along = (
+        list(map(float, re.findall(r"[\d.]+", part)))
+        for part in re.findall(r"M([\d. ]+[HV][\d.]+)", bars.attrib["d"])
+    )
+    dot = next(e for e in root.iter() if e.tag.endswith("circle"))
+    # pixels from KL 0 grow with the root of the KL: 2, sqrt 6 and 3 here
+    cx, start = float(dot.attrib["cx"]), across[0] - 2 * (across[2] - across[0])
+    assert (cx - start) / (across[0] - start) == pytest.approx(math.sqrt(6) / 2, abs=0.01)
+    assert (along[1] + along[2]) / 2 == pytest.approx(float(dot.attrib["cy"]), abs=0.1)
+
+
+def test_the_best_job_is_named_with_the_command_that_repeats_it(tmp_path):
+    for coeff, objective in ((0.0, 0.5), (0.5, 0.75)):
+        job = tmp_path / f"kl.coeff={coeff}"
+        make_job(job, coeff=coeff)
+        status = {"state": "finished", "objective": objective}
+        (job / "status.json").write_text(json.dumps(status))
+    make_job(tmp_path / "kl.coeff=9", coeff=9.0, state="running")
+    found = best(read_rows(tmp_path))
+    assert found is not None
+    assert found.job == "kl.coeff=0.5"
+    assert found.command == (
+        "python train.py experiment=grpo_tiny kl.coeff=0.5 'env.api_key=<hidden>'"
+    )
+    text = write_sweep(tmp_path).read_text(encoding="utf-8")
+    assert "<b>kl.coeff=0.5</b> (objective 0.75" in text
+    assert best([Row("a", objective=1.0, kl=2.0), Row("b", objective=1.0, kl=1.0)]).job == "b"
+
+
+def test_the_reward_of_a_job_is_the_task_s_alone(tmp_path):
+    tracker = JsonlTracker(tmp_path / "0")
+    (tmp_path / "0" / ".hydra").mkdir()
+    tracker.log({"reward/mean": -3.0, "reward/raw_mean": 1.0, "kl/ref_sequence": 4.0}, 1)
+    (row,) = read_rows(tmp_path)
+    assert row.reward == 1.0  # the KL is the other axis
 
 
 def test_the_picture_places_points_by_the_root_of_their_kl():

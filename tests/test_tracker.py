@@ -1,7 +1,9 @@
 """Trackers: what is logged is what can be read back, and nothing leaks."""
 
+import contextlib
 import json
 import math
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -9,10 +11,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-import wandb
+from omegaconf import OmegaConf
 
+from conf.compose import compose_checked, load_for_resume
+from conf.parts import make_tracker
 from trainer.redact import HIDDEN, redact, redact_text
-from trainer.tracker import JsonlTracker, WandbTracker
+from trainer.tracker import JsonlTracker, Mirror
+from trainer.tracker_tensorboard import TensorboardTracker
+from trainer.tracker_trackio import TrackioTracker
+from trainer.tracker_wandb import WandbTracker
+
+pytestmark = pytest.mark.usefixtures("no_wandb_account")
 
 
 def lines(path: Path) -> list[dict]:
@@ -26,7 +35,7 @@ def offline(folder: Path, **options) -> WandbTracker:
 
 def warnings_in(caplog) -> int:
     """Count what a user sees; W&B's own loggers have no handler outside of pytest."""
-    return sum(record.name == "trainer.tracker" for record in caplog.records)
+    return sum(record.name.startswith("trainer.tracker") for record in caplog.records)
 
 
 def inspect(folder: Path) -> list[dict]:
@@ -38,17 +47,6 @@ def inspect(folder: Path) -> list[dict]:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         records += [json.loads(line) for line in done.stdout.splitlines()]
     return records
-
-
-@pytest.fixture(autouse=True)
-def _no_wandb_account(monkeypatch, tmp_path):
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("NETRC", str(tmp_path / "no_netrc"))
-    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "home"))
-    yield
-    wandb.teardown()  # its settings outlive a run
 
 
 def test_a_line_is_in_the_file_when_log_returns(tmp_path):
@@ -121,7 +119,24 @@ def test_transcripts_can_be_switched_off(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_wandb_holds_the_values_of_metrics_jsonl_and_no_secret(tmp_path, monkeypatch):
+def reply(i: int) -> dict:
+    """Return a row as the trainer gives it."""
+    row = {"kind": "train", "prompt": f"p{i}", "response": "| *a*\nb", "reward": i / 7}
+    return {**row, "parts": {"x": 1.0}, "advantage": None, "kl": 0.5, "truncated": False}
+
+
+def tables(folder: Path) -> list[list[tuple]]:
+    """Return the rows (iteration, prompt, response, reward) of every part of W&B's table."""
+    paths = sorted(
+        folder.glob("wandb/offline-run-*/files/media/table/*.json"), key=lambda p: p.stat().st_mtime
+    )
+    found = [json.loads(path.read_text()) for path in paths]
+    keys = ("iteration", "prompt", "response", "reward")
+    rows = [[dict(zip(t["columns"], row, strict=True)) for row in t["data"]] for t in found]
+    return [[tuple(row[key] for key in keys) for row in part] for part in rows]
+
+
+def test_wandb_holds_what_the_files_hold_and_no_secret(tmp_path, monkeypatch):
     config = {
         "kl": {"coeff": 0.1},
         "env": {"api_key": "planted-1"},
@@ -129,43 +144,139 @@ def test_wandb_holds_the_values_of_metrics_jsonl_and_no_secret(tmp_path, monkeyp
     }
     about = {"config": config, "name": "kl.coeff=0.1", "group": "sweep", "tags": ["grpo", "tiny"]}
     monkeypatch.setattr(sys, "argv", ["train.py", "env.api_key=planted-1"])
-    tracker = offline(tmp_path, **about)
-    for i in range(3):
+    tracker = offline(tmp_path, **about, job_type="sft", table_every=2)
+    for i in range(5):
+        tracker.transcripts([reply(i)], i)
         tracker.log({"reward/mean": i / 7, "kl/ref_sequence": -i * 1e-5, "progress/step": 4 * i}, i)
+    tracker.alert("Replies truncated", "100% of the replies were cut", error=True)
     tracker.finish("preempted")
     first_id = (tmp_path / "wandb_id.txt").read_text().strip()
+    said = [(i, f"p{i}", "| *a*\nb", i / 7) for i in range(6)]
+    assert tables(tmp_path) == [said[:3], said[3:5]]
 
-    tracker = offline(tmp_path, **about, resume=True)
-    tracker.rewind(2)
-    tracker.log({"reward/mean": 0.875, "kl/ref_sequence": 2.0, "progress/step": 12}, 3)
+    tracker = offline(tmp_path, **about, resume=True, table_every=2)
+    tracker.rewind(4)
+    tracker.transcripts([reply(5)], 5)
+    tracker.log({"reward/mean": 0.875, "kl/ref_sequence": 2.0, "progress/step": 12}, 5)
     tracker.finish("finished")
+    assert tables(tmp_path)[2:] == [said], "a table that cannot go on begins with all replies"
 
     records = inspect(tmp_path)
     history = [r["history"]["item"] for r in records if r["type"] == "history"]
-    seen = [{k: v for k, v in item.items() if not k.startswith("_")} for item in history]
+    other = ("_", "transcripts.")
+    seen = [{k: v for k, v in item.items() if not k.startswith(other)} for item in history]
     assert seen == lines(tmp_path / "metrics.jsonl")
+    alerts = [r["alert"] for r in records if r["type"] == "alert"]
+    assert [(a["title"], a["level"]) for a in alerts] == [("Replies truncated", "ERROR")]
     runs = [r["run"] for r in records if r["type"] == "run"]
     assert {run["run_id"] for run in runs} == {first_id}
     assert runs[0]["run_group"] == "sweep"
     assert runs[0]["display_name"] == "kl.coeff=0.1"
-    assert runs[0]["job_type"] == "train"
+    assert runs[0]["job_type"] == "sft"
     assert sorted(runs[0]["tags"]) == ["grpo", "tiny"]
     stored = runs[0]["config"]["update"]
     assert stored["kl"] == {"coeff": 0.1}
     assert stored["policy"] == {"max_new_tokens": 9}
-    axes = [r["metric"].get("step_metric") for r in records if r["type"] == "metric"]
-    assert "progress/iteration" in axes
+    axes = [r["metric"] for r in records if r["type"] == "metric"]
+    assert ("*", "progress/iteration") in [(m.get("glob_name"), m.get("step_metric")) for m in axes]
     everything = b"".join(p.read_bytes() for p in tmp_path.rglob("*") if p.is_file())
     assert b"planted-1" not in everything
+    waiting = {
+        r["artifact"]["manifest"]["contents"][0]["local_path"] for r in records if "artifact" in r
+    }
+    assert all(Path(path).is_relative_to(tmp_path / "wandb") for path in waiting)
 
 
-def test_without_login_one_warning_says_how_to_sync(tmp_path, caplog):
+def test_no_reply_leaves_when_none_is_kept(tmp_path):
+    tracker = offline(tmp_path, keep_transcripts=False, table_every=1)
+    tracker.transcripts([reply(1)], 1)
+    tracker.log({"a": 1.0}, 1)
+    tracker.finish("finished")
+    assert tables(tmp_path) == []
+    assert not any(b"*a*" in p.read_bytes() for p in tmp_path.rglob("*") if p.is_file())
+
+
+def test_tensorboard_holds_every_iteration_once_after_a_resume(tmp_path, capsys):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def run(begin: int, end: int, **options) -> None:
+        tracker = TensorboardTracker(tmp_path, name="run", config={"api_key": "k1"}, **options)
+        if begin:
+            tracker.rewind(begin - 1)
+        for i in range(begin, end):
+            tracker.transcripts([reply(i)], i)
+            tracker.log({"reward/mean": i / 7, "loss/total": math.nan if i == 2 else 1.0}, i)
+        tracker.alert("Replies truncated", "all of them")
+        tracker.finish("finished")
+
+    run(0, 5)
+    run(3, 6, resume=True)
+    read = EventAccumulator(str(tmp_path / "tensorboard"))
+    read.Reload()
+    files = lines(tmp_path / "metrics.jsonl")
+    for name in ("reward/mean", "loss/total"):
+        found = [(event.step, event.value) for event in read.Scalars(name)]
+        wanted = [
+            (i, np.float32(line[name])) for i, line in enumerate(files) if line[name] is not None
+        ]
+        assert found == wanted
+    texts = {tag: read.Tensors(f"{tag}/text_summary") for tag in ("transcripts", "alerts", "run")}
+    text = {tag: events[-1].tensor_proto.string_val[0].decode() for tag, events in texts.items()}
+    assert texts["transcripts"][-1].step == 5
+    assert "    | *a*\n    b" in text["transcripts"], "indented: no markup counts"
+    assert "all of them" in text["alerts"]
+    assert f"api_key: {HIDDEN}" in text["run"]
+    out = capsys.readouterr().out.splitlines()
+    assert out[-1].endswith(f"tensorboard --logdir {tmp_path}/tensorboard")
+
+
+def test_trackio_goes_on_with_its_run_in_its_local_database(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    folder, about = tmp_path / "run", {"name": "kl=0.1", "group": "g", "config": {"api_key": "k1"}}
+    for begin, resume in ((0, False), (3, True)):
+        tracker = TrackioTracker(folder, project="mine", resume=resume, **about)
+        for i in range(begin, begin + 3):
+            tracker.transcripts([reply(i)], i)
+            tracker.log({"reward/mean": i / 7, "progress/step": i, "kl/ref": math.nan}, i)
+        tracker.alert("Training stalls", "flat")
+        tracker.finish("finished")
+    assert capsys.readouterr().out == "trackio  look at it with: trackio show --project mine\n" * 2
+    with contextlib.closing(sqlite3.connect(tmp_path / "trackio" / "mine.db")) as database:
+        found = database.execute(
+            "select step, metrics, run_name from metrics order by id"
+        ).fetchall()
+        (config,) = database.execute("select config from configs").fetchone()
+        alerts = database.execute("select title, text from alerts").fetchall()
+    logged = [(step, json.loads(text)) for step, text, _ in found]
+    files = [
+        {k: v for k, v in line.items() if v is not None} for line in lines(folder / "metrics.jsonl")
+    ]
+    assert [line for _, line in logged if "transcripts" not in line] == files
+    assert [step for step, line in logged if "transcripts" in line] == list(range(6))
+    assert len({name for _, _, name in found}) == 1
+    assert json.loads(config)["api_key"] == HIDDEN
+    assert alerts == [("Training stalls", "flat")] * 2
+
+
+class Elsewhere(Mirror):
+    word = "no_such_package"
+
+
+def test_a_missing_package_is_named_before_anything_is_written(tmp_path):
+    with pytest.raises(ImportError, match=r"pip install 'leash\[no_such_package\]'"):
+        Elsewhere(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_login_one_warning_and_at_the_end_how_to_sync(tmp_path, caplog, capsys):
     tracker = WandbTracker(tmp_path, settings={"x_disable_stats": True})
     tracker.log({"a": 1.0}, 1)
     tracker.finish("finished")
     assert warnings_in(caplog) == 1
     assert "not logged in" in caplog.text
-    assert f"wandb sync {tmp_path}/wandb/offline-run-*" in caplog.text
+    said = f"wandb    offline; upload it with: wandb sync {tmp_path}/wandb/offline-run-*\n"
+    assert capsys.readouterr().out == said
     assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 1
 
 
@@ -222,3 +333,45 @@ def test_secrets_are_hidden_by_name_and_by_value(monkeypatch):
     }
     text = "policy.max_new_tokens=9,env.wandb_key=abc,kl.coeff=0.1"
     assert redact_text(text) == f"policy.max_new_tokens=9,env.wandb_key={HIDDEN},kl.coeff=0.1"
+
+
+@pytest.mark.parametrize(
+    ("experiment", "job", "objective"),
+    [("grpo_tiny", "train", "GRPOObjective"), ("sft_tiny", "sft", "SFTObjective")],
+)
+def test_a_job_of_a_sweep_is_named_by_what_is_swept_and_grouped_by_its_sweep(
+    tmp_path, experiment, job, objective
+):
+    folder = tmp_path / experiment / "2026-01-01" / "seed=3"
+    (folder / ".hydra").mkdir(parents=True)
+    words = [f"experiment={experiment}", "trainer.num_iterations=9", "tracker=tensorboard"]
+    task = [*words, "seed=3,4"]
+    (folder.parent / "multirun.yaml").write_text(
+        f"hydra: {{overrides: {{task: {json.dumps(task)}}}}}"
+    )
+    (folder / ".hydra" / "overrides.yaml").write_text(json.dumps([*words, "seed=3"]))
+    cfg = OmegaConf.create(compose_checked([*words, "seed=3"]))
+    cfg.policy.model = "/runs/sft-1/model"
+    about = make_tracker(cfg, folder).about
+    assert about["name"] == f"{experiment} seed=3"
+    assert about["group"] == f"{experiment}/2026-01-01"
+    assert about["tags"] == [experiment, "sft-1", objective]
+    assert about["job_type"] == job
+    assert about["config"]["trainer"]["num_iterations"] == 9
+    (folder.parent / "multirun.yaml").unlink()
+    alone = make_tracker(cfg, folder).about
+    assert (alone["name"], alone["group"]) == (
+        f"{experiment} trainer.num_iterations=9 seed=3",
+        None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"), [("wandb", "project"), ("tensorboard", "flush_s"), ("trackio", "project")]
+)
+def test_a_resumed_run_takes_keys_of_its_own_tracker(tmp_path, kind, key):
+    OmegaConf.save(compose_checked([f"tracker={kind}"]), tmp_path / "config.yaml")
+    assert load_for_resume(str(tmp_path), [f"tracker.{key}=7"])["tracker"][key] in (7, "7")
+    assert (
+        load_for_resume(str(tmp_path), [])["tracker"]["_target_"].lower().endswith(f"{kind}tracker")
+    )

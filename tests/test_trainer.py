@@ -13,15 +13,20 @@ from runs import lines, metrics
 
 from envs.chat_env import ChatEnv
 from envs.tasks.task import Reply, Reward
-from envs.transforms import Compose, RetrieveKL
 from policies.load import load_reference
 from trainer.advantage import GroupAdvantage
 from trainer.checkpoint import Checkpoints
 from trainer.display import Display
 from trainer.evaluate import Evaluate
-from trainer.kl_control import ConstantKLController, TargetKLController
+from trainer.kl_control import (
+    ConstantKLController,
+    KLControllerBase,
+    TargetKLController,
+    make_kl_controller,
+)
 from trainer.objectives import GRPOObjective
 from trainer.optimizer import make_optimizer
+from trainer.reference import NoReference, Reference
 from trainer.runtime import Runtime, Stopped
 from trainer.sources import Rollouts
 from trainer.tracker import JsonlTracker
@@ -61,17 +66,25 @@ def train(
     resume: bool = False,
     every: int = 1,
     measure: bool = True,
+    refresh: int = 0,
+    decay: float = 0.0,
+    control: KLControllerBase | None = None,
+    **steps: object,
 ) -> str:
-    """Train four iterations, evaluating after the second and the last; return what was shown."""
+    """Train four iterations, evaluating after the second and the last; return what was shown.
+
+    `refresh` and `decay` say how the reference follows the policy, `steps` are of the update.
+    """
     task, shown = task or Words(), io.StringIO()
     with Runtime(folder, seed=3, device="cpu") as runtime:
         policy, kl = make_policy.__wrapped__(), ConstantKLController(kl_coef=0.1)
-        env, retrieve, where = ChatEnv(task, group_size=G), Compose(), "reward"
+        env, retrieve, where = ChatEnv(task, group_size=G), NoReference(), "reward"
         if measure:
-            retrieve = RetrieveKL(ref_model=load_reference(policy), add_to_reward=False)
+            retrieve = Reference(policy, load_reference(policy), every=refresh, decay=decay)
             where = "loss"
         else:
             kl = TargetKLController(0.1, target=1.0, horizon=10)
+        kl = control or kl
         objective = GRPOObjective(kl=kl, where=where)
         optimizer = make_optimizer(policy.model, lr=1e-2)
         scorer, optimizer = runtime.accelerator.prepare(policy.scorer, optimizer)
@@ -83,14 +96,15 @@ def train(
             source=Rollouts(**parts, size=4),
             retrieve_kl=retrieve,
             advantage=GroupAdvantage(group_size=G, kl=kl),
-            update=Update(scorer, optimizer, objective, runtime, lr=lambda _: 1e-2),
+            update=Update(scorer, optimizer, objective, runtime, lr=lambda _: 1e-2, **steps),
             evaluate=Evaluate(**parts, **options),
             kl=kl,
-            checkpoints=Checkpoints(runtime, policy, optimizer, every=every, keep_last=0),
+            checkpoints=Checkpoints(
+                runtime, policy, optimizer, every=every, keep_last=0, reference=retrieve
+            ),
             tracker=JsonlTracker(folder, resume=resume),
             display=Display(4, title="words", folder=folder, file=shown),
             num_iterations=4,
-            reference="same",
         )
         try:
             loop.run(resume=resume)
@@ -139,6 +153,36 @@ def test_a_kl_that_nobody_measured_does_not_move_the_coefficient(tmp_path) -> No
     rows = lines(tmp_path / "metrics.jsonl")
     assert [row.get("kl/coeff") for row in rows] == [None, 0.1, 0.1, 0.1, 0.1]
     assert not any("kl/ref_sequence" in row for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("controller", "settings"),
+    [("adaptive", {"target": 0.02, "horizon": 40}), ("linear", {"end": 0.7, "total": 4})],
+)
+def test_what_is_steered_goes_on_where_a_stop_left_it(controller, settings, tmp_path) -> None:
+    def run(folder: str, task: Words | None = None, resume: bool = False) -> list[dict]:
+        control = make_kl_controller(controller=controller, coeff=0.1, **settings)
+        steps = {"entropy_coeff": 0.01, "entropy_target": 9.0, "target_kl": 1e-9, "epochs": 2}
+        train(tmp_path / folder, task, resume=resume, control=control, **steps)
+        return metrics(tmp_path / folder)
+
+    whole = run("whole")
+    assert len(run("cut", Counted(IN_ITERATION_2, stop))) == 2
+    assert run("cut", resume=True) == whole
+    coeffs = [row["kl/coeff"] for row in whole[1:]]
+    if controller == "linear":
+        assert coeffs == pytest.approx([0.1, 0.3, 0.5, 0.7])
+    else:  # 16 replies an iteration, horizon 40: by at most 0.2 * 16 / 40
+        want = [0.1]
+        for row in whole[1:-1]:
+            error = min(max(row["kl/ref_sequence"] / 0.02 - 1, -0.2), 0.2)
+            want.append(want[-1] * (1 + error * 16 / 40))
+        assert coeffs == pytest.approx(want)
+        assert len(set(coeffs)) == 4
+    bonus = [row["policy/entropy_coeff"] for row in whole[1:]]
+    assert bonus == pytest.approx([0.01, 0.015, 0.02, 0.025])
+    assert [row["optim/early_stopped"] for row in whole[1:]] == [0.5] * 4
+    assert whole[-1]["progress/step"] == 8
 
 
 def test_damaged_checkpoints_are_skipped_by_name(straight, tmp_path) -> None:

@@ -308,6 +308,104 @@ def test_epochs_and_minibatches_make_steps_of_whole_groups_at_the_rate_of_their_
     torch.testing.assert_close(first.grads[0], optimizer.grads[0], rtol=1e-5, atol=1e-8)
 
 
+def behaviour(policy, batch) -> float:
+    """Return the mean over the loss mask of r - 1 - log r, r = curr / gen, by plain forwards."""
+    drift = []
+    for i in range(batch.batch_size[0]):
+        real = batch["masks", "all_attention_mask"][i]
+        ids, keep = batch["tokens", "full"][i][real], batch["loss_mask"][i][real]
+        with torch.no_grad():
+            table = tables(policy.model, ids)
+        for t in range(1, len(ids)):
+            if keep[t]:
+                moved = float(table[t - 1, ids[t]] - batch["log_probs", "full"][i][real][t])
+                drift.append(math.exp(moved) - 1 - moved)
+    return sum(drift) / len(drift)
+
+
+def stopping(policy, target_kl, *, runtime=None) -> tuple[Update, Record]:
+    """Return an update of 2 epochs x 2 minibatches on a linear schedule of 3 iterations."""
+    kl, optimizer = ConstantKLController(kl_coef=COEFF), Record(policy.model.parameters())
+    made = Update(
+        policy.scorer,
+        optimizer,
+        GRPOObjective(kl=kl),
+        runtime or one_process(),
+        lr=make_schedule("linear", lr=0.3, total=12),
+        epochs=2,
+        minibatches=2,
+        max_grad_norm=0.0,
+        target_kl=target_kl,
+    )
+    return made, optimizer
+
+
+def fresh(policy) -> TensorDict:
+    """Return a batch with advantages that the policy has just sampled."""
+    batch = rollout(policy, count=4)
+    return GroupAdvantage(group_size=G, kl=ConstantKLController(kl_coef=0.0))(
+        RetrieveKL(ref_model=scaled(policy, 0.95), add_to_reward=False)(batch)
+    )
+
+
+def test_an_iteration_ends_before_the_step_that_finds_the_policy_too_far(policy):
+    batch = fresh(policy)
+    free, all_steps = stopping(policy, 1e9)
+    start = [p.detach().clone() for p in policy.model.parameters()]
+    metrics = free(batch.clone())
+    assert (metrics["optim/early_stopped"], len(all_steps.grads)) == (0.0, 4)
+    with torch.no_grad():
+        for p, old in zip(policy.model.parameters(), start, strict=True):
+            p.copy_(old)
+    update, steps = stopping(policy, 1e-7)
+    metrics = update(batch.clone())
+    assert len(steps.grads) == 1, "the first is taken, by the policy that sampled"
+    torch.testing.assert_close(steps.grads[0], all_steps.grads[0])
+    assert metrics["optim/early_stopped"] == 3 / 4
+    second = batch[split_rows(batch, 2)[1]]  # the minibatch whose step is left out
+    first = batch[split_rows(batch, 2)[0]]
+    drift, tokens = (
+        behaviour(policy, second),
+        [float(b["loss_mask"].sum()) for b in (first, second)],
+    )
+    assert drift > 1e-7
+    assert metrics["kl/behaviour_k3"] == pytest.approx(drift * tokens[1] / sum(tokens), rel=1e-4)
+    assert update.step == 4, "the schedule goes on with the next iteration"
+    update(fresh(policy))
+    assert steps.rates == pytest.approx([0.3, 0.3 * 8 / 12])
+    assert all(math.isfinite(v) for v in metrics.values())
+
+
+def test_a_policy_that_moved_before_is_left_alone(policy):
+    batch, _ = prepared(policy)
+    drift = behaviour(policy, batch[split_rows(batch, 2)[0]])
+    assert drift > 1e-4
+    for target, taken in ((drift * 0.99, False), (drift * 1.01, True)):
+        update, steps = stopping(policy, target)
+        update(batch.clone())
+        assert bool(steps.grads) == taken
+        assert all(p.grad is None for p in policy.model.parameters())
+
+
+class FarRank(Runtime):
+    """This process, told that the policy has moved far on another rank's tokens."""
+
+    def sums(self, values):
+        return {k: v + 9.0 if k == "kl/behaviour_k3" else v for k, v in values.items()}
+
+
+def test_all_ranks_stop_if_their_mean_is_too_far(policy, tmp_path):
+    batch = fresh(policy)
+    alone, steps = stopping(policy, 1e-6)
+    alone(batch.clone())
+    assert steps.grads
+    other = make_policy.__wrapped__()
+    other.model.double()
+    update, steps = stopping(other, 1e-6, runtime=FarRank(tmp_path))
+    assert update(fresh(other))["optim/early_stopped"] == 1.0
+    assert not steps.grads
+
+
 def test_minibatches_keep_groups_whole_and_must_divide_them():
     batch = TensorDict({"group_id": torch.tensor([3, 3, 1, 1, 2, 2, 9, 9])}, [8])
     assert split_rows(batch, 2) == [[0, 1, 4, 5], [2, 3, 6, 7]]

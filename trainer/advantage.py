@@ -1,34 +1,96 @@
 """Advantages: from task rewards and the KL penalty to one number a token, [B, T]."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from policies.load import load_reference
+from policies.packing import groups
+from policies.scorer import score_in_parts
 from policies.value_head import Critic, values_in_parts
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer.gae import gae
 from trainer.kl_control import KLControllerBase
-from trainer.losses import STD_FLOOR, group_advantage
+from trainer.losses import STD_FLOOR, group_advantage, kl_term, spread
 from trainer.runtime import Runtime
 
+Scale = Callable[[Tensor], Tensor]
 
-def place_rewards(batch: TensorDictBase, coeff: float) -> None:
-    """Write reward_kl = -coeff * kl_penalty at kept tokens, and reward = reward_raw + reward_kl."""
+
+def place_rewards(batch: TensorDictBase, coeff: float, estimator: str = "k1") -> None:
+    """Write reward_kl = -coeff * KL at kept tokens, and reward = reward_raw + reward_kl.
+
+    `estimator` k1 is kl_penalty; k2 and k3 are for those who want a biased gradient (docs/kl.md).
+    """
     raw, penalty = batch.get("reward_raw"), batch.get("kl_penalty", None)
     if coeff and penalty is None:
         raise ValueError("kl.where=reward needs kl_penalty in the batch, found none; measure it")
+    if coeff and estimator != "k1":
+        gen, ref = (batch.get((name, "full")) for name in ("log_probs", "ref_log_probs"))
+        penalty = kl_term(gen, ref, estimator)
     charged = -coeff * penalty * batch.get("loss_mask") if coeff else torch.zeros_like(raw)
     batch.set("reward_kl", charged)
     batch.set("reward", raw + charged)
 
 
-class GroupAdvantage:
-    """Score each trajectory against the other samples of its prompt (GRPO).
+def moments(values: Tensor, runtime: Runtime | None) -> tuple[float, float]:
+    """Return the mean and the unbiased standard deviation over all values of all ranks."""
+    add = runtime.sum if runtime else torch.Tensor.clone
+    values = values.double()
+    size = torch.tensor(float(values.numel()), dtype=values.dtype, device=values.device)
+    count, total = add(torch.stack([size, values.sum()])).tolist()
+    mean = total / max(count, 1)
+    squares = float(add((values - mean).square().sum()))
+    return mean, (squares / max(count - 1, 1)) ** 0.5
 
-    `where` says whether the KL is charged here, in the reward, or later, in the loss.
+
+def whitened(advantage: Tensor, mask: Tensor, runtime: Runtime | None) -> Tensor:
+    """Return (A - mean) / (unbiased std + 1e-4) over the kept tokens of all ranks, else 0."""
+    mean, std = moments(advantage[mask], runtime)
+    return (advantage - mean) / (std + STD_FLOOR) * mask
+
+
+def finish(
+    advantage: Tensor,
+    mask: Tensor,
+    runtime: Runtime | None,
+    *,
+    whiten: bool = False,
+    bound: float | None = None,
+) -> Tensor:
+    """Return the advantages whitened and within +-bound, where that is asked for."""
+    if whiten:
+        advantage = whitened(advantage, mask, runtime)
+    return advantage if bound is None else advantage.clamp(-bound, bound)
+
+
+def beta_density(p: Tensor, mean: float, std: float) -> Tensor:
+    """Return f(p) of Beta(1 + a/3, 1 + b/3), at least 1e-6.
+
+    Beta(a, b) has this mean and std (the method of moments). Of all Beta densities to divide by,
+    this one gives the gradient the least variance if the rewards are 0 or 1 with a chance p that
+    is Beta(a, b) itself: BNPO (arXiv 2506.02864). As in its authors' code no parameter
+    is below 1, and without a spread of p there is no division.
+
+    >>> beta_density(torch.tensor([0.5]), mean=0.5, std=(0.25 / 7) ** 0.5)  # a = b = 3
+    tensor([1.5000])
+    """
+    both = mean * (1 - mean) / std**2 - 1 if std > 1e-3 else 0.0  # a + b
+    shapes = (torch.tensor(max(1 + both * share / 3, 1.0)).double() for share in (mean, 1 - mean))
+    density = torch.distributions.Beta(*shapes, validate_args=False).log_prob(p.double().cpu())
+    return density.exp().clamp(min=1e-6).to(p)
+
+
+class GroupAdvantage:
+    """Score each trajectory against the other samples of its prompt (GRPO), or against nothing.
+
+    `baseline`: group_mean, leave_one_out (RLOO) or none (REINFORCE). `where` says whether the KL is
+    charged here, in the reward (by `estimator`), or later, in the loss. `whiten` standardises over
+    the kept tokens of all ranks (REINFORCE++), `clip_advantage` bounds what comes out.
     Reads reward_raw, kl_penalty, loss_mask; writes reward_kl, reward, advantage, all [B, T].
     """
 
@@ -36,34 +98,84 @@ class GroupAdvantage:
         self,
         *,
         group_size: int,
+        baseline: str = "group_mean",
         scale_by_std: bool = True,
+        whiten: bool = False,
+        clip_advantage: float | None = None,
         credit: str = "trajectory",
+        estimator: str = "k1",
         where: str = "loss",
         kl: KLControllerBase,
+        runtime: Runtime | None = None,
     ) -> None:
-        self.group_size, self.scale_by_std, self.credit = group_size, scale_by_std, credit
-        self.charges = where == "reward"
+        self.group_size, self.baseline, self.credit = group_size, baseline, credit
+        self.scale_by_std = scale_by_std
+        self.whiten, self.bound, self.runtime = whiten, clip_advantage, runtime
+        self.charges, self.estimator = where == "reward", estimator
         self.kl = kl
 
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
         """Add the advantage to the batch."""
-        place_rewards(batch, self.kl.coeff if self.charges else 0.0)
-        advantage = group_advantage(
-            batch.get("reward_raw"),
-            batch.get("reward_kl"),
-            batch.get("loss_mask"),
+        place_rewards(batch, self.kl.coeff if self.charges else 0.0, self.estimator)
+        mask = batch.get("loss_mask")
+        order = self._order(batch)
+        advantage = torch.zeros_like(batch.get("reward"))
+        advantage[order] = group_advantage(
+            *(batch.get(key)[order] for key in ("reward_raw", "reward_kl", "loss_mask")),
             self.group_size,
-            scale_by_std=self.scale_by_std,
+            baseline=self.baseline,
+            scale=self.scale(),
             credit=self.credit,
         )
-        return batch.set("advantage", advantage)
+        how = {"whiten": self.whiten, "bound": self.bound}
+        return batch.set("advantage", finish(advantage, mask, self.runtime, **how))
+
+    def _order(self, batch: TensorDictBase) -> Tensor:
+        """Return the rows in an order in which those of a group are adjacent, [B]."""
+        ids = batch.get("group_id", None)
+        if ids is None:  # they already are
+            return torch.arange(batch.batch_size[0])
+        rows = groups(ids)
+        uneven = next((len(group) for group in rows if len(group) != self.group_size), None)
+        if uneven is not None:
+            raise ValueError(f"expected groups of {self.group_size} rows, got one of {uneven}")
+        return torch.tensor(list(chain(*rows)), dtype=torch.int64)
+
+    def scale(self) -> Scale | None:
+        """Return what maps a group's task rewards [P, G] to their divisor [P, 1], if anything."""
+        return spread if self.scale_by_std else None
+
+
+class BetaAdvantage(GroupAdvantage):
+    """Divide a group's advantages by a Beta density at its mean reward (BNPO).
+
+    The density follows the groups' mean rewards over all ranks, see `beta_density`. Rewards must
+    lie in [0, 1]. Source: Xiao et al. 2025 (arXiv 2506.02864).
+    """
+
+    def scale(self) -> Scale:
+        """Return the density's function."""
+        if self.scale_by_std:
+            raise ValueError("BNPO divides by a Beta density: set algorithm.scale_by_std=false")
+        return self._density
+
+    def _density(self, total: Tensor) -> Tensor:
+        """Return the density at each group's mean, [P, 1]; total [P, G]."""
+        if total.numel() and not 0 <= float(total.min()) <= float(total.max()) <= 1:
+            raise ValueError(
+                f"BNPO expects rewards from 0 to 1, got {float(total.min()):g} to "
+                f"{float(total.max()):g}; rescale the task's reward"
+            )
+        mean = total.mean(-1, keepdim=True)
+        return beta_density(mean, *moments(mean, self.runtime))
 
 
 class GAEAdvantage:
     """Score each token against what a critic expected (PPO; Schulman et al. 2016, 1506.02438).
 
     It gives the policy's scorer the critic (`critic`: arguments of `Critic`), so make it before the
-    optimizer. `whiten` standardises the advantages over the kept tokens of all ranks.
+    optimizer. `whiten` standardises the advantages over the kept tokens of all ranks,
+    `clip_advantage` bounds them.
     Reads reward_raw, kl_penalty, loss_mask; writes reward_kl, reward, value, returns (= advantage +
     value, before whitening), advantage, all [B, T].
     """
@@ -78,17 +190,21 @@ class GAEAdvantage:
         gamma: float = 1.0,
         lmbda: float = 0.95,
         whiten: bool = True,
+        clip_advantage: float | None = None,
+        estimator: str = "k1",
         where: str = "reward",
         micro_batch_tokens: int | None = None,
     ) -> None:
         policy.scorer.critic = Critic(policy.scorer, **(critic or {}))
         self.scorer, self.runtime, self.kl = policy.scorer, runtime, kl
-        self.gamma, self.lmbda, self.whiten = gamma, lmbda, whiten
-        self.charges, self.limit = where == "reward", micro_batch_tokens
+        self.gamma, self.lmbda = gamma, lmbda
+        self.whiten, self.bound = whiten, clip_advantage
+        self.charges, self.estimator = where == "reward", estimator
+        self.limit = micro_batch_tokens
 
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
         """Add values, returns and advantages to the batch."""
-        place_rewards(batch, self.kl.coeff if self.charges else 0.0)
+        place_rewards(batch, self.kl.coeff if self.charges else 0.0, self.estimator)
         mask = batch.get("loss_mask")
         value = values_in_parts(
             self.scorer,
@@ -101,16 +217,8 @@ class GAEAdvantage:
         advantage = gae(batch.get("reward"), value, mask, gamma=self.gamma, lmbda=self.lmbda)
         batch.set("value", value)
         batch.set("returns", advantage + value)
-        return batch.set("advantage", self._whitened(advantage, mask) if self.whiten else advantage)
-
-    def _whitened(self, advantage: Tensor, mask: Tensor) -> Tensor:
-        """Return (A - mean) / (unbiased std + 1e-4) over the kept tokens of all ranks."""
-        kept = advantage[mask].double()
-        count, total = self.runtime.sum(torch.stack([mask.sum().double(), kept.sum()])).tolist()
-        mean = total / max(count, 1)
-        squares = float(self.runtime.sum((kept - mean).square().sum()))
-        std = (squares / max(count - 1, 1)) ** 0.5
-        return (advantage - mean) / (std + STD_FLOOR) * mask
+        how = {"whiten": self.whiten, "bound": self.bound}
+        return batch.set("advantage", finish(advantage, mask, self.runtime, **how))
 
 
 class NoAdvantage:
@@ -119,3 +227,28 @@ class NoAdvantage:
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
         """Return the batch."""
         return batch
+
+
+class ReferenceLogProbs:
+    """Score demonstrations with the policy as it started, for objectives that stay near it.
+
+    Writes ref_log_probs.full [B, T] at the learnt tokens.
+    """
+
+    def __init__(
+        self, *, policy: TransformersWrapper, micro_batch_tokens: int | None = None
+    ) -> None:
+        self.scorer, self.limit = load_reference(policy).scorer, micro_batch_tokens
+
+    @torch.no_grad()
+    def __call__(self, batch: TensorDictBase) -> TensorDictBase:
+        """Add the log-probs to the batch."""
+        ref = score_in_parts(
+            self.scorer,
+            batch.get(("tokens", "full")),
+            batch.get(("masks", "all_attention_mask")),
+            batch.get("loss_mask"),
+            limit=self.limit,
+            temperature=batch.get("temperature"),
+        )
+        return batch.set(("ref_log_probs", "full"), ref)

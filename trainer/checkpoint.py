@@ -5,7 +5,9 @@ MANIFEST.json, and the folder is renamed into place. The newest one that verifie
 
     checkpoints/iteration_000040/ model/ optimizer.safetensors state.json MANIFEST.json
 
-A critic goes into critic.safetensors beside the model, which stays an ordinary one.
+A critic goes into critic.safetensors beside the model, which stays an ordinary one; a reference
+that has followed the policy into reference.safetensors. A policy with LoRA has adapter/, in peft's
+format, in place of model/: the weights under it never change.
 """
 
 import json
@@ -16,13 +18,16 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from policies import lora
 from policies.cache import flush, read_manifest, write_manifest
 from policies.models import quiet
 from policies.wrappers.transformers_wrapper import TransformersWrapper
+from trainer.reference import NoReference, Reference
 from trainer.runtime import Runtime
 
 FORMAT = 1
 CRITIC = "critic.safetensors"
+REFERENCE = "reference.safetensors"
 
 
 class Checkpoints:
@@ -37,8 +42,10 @@ class Checkpoints:
         every: int = 0,
         keep_last: int = 2,
         keep_best: bool = False,
+        reference: Reference | NoReference | None = None,
     ) -> None:
         self.runtime, self.policy, self.optimizer = runtime, policy, optimizer
+        self.reference = reference or NoReference()
         self.every, self.keep_last, self.keep_best = every, keep_last, keep_best
         self.folder = runtime.folder / "checkpoints"
         self.last: int | None = None  # iterations done in the one that was saved or restored last
@@ -59,9 +66,7 @@ class Checkpoints:
             target = self.folder / f"iteration_{iteration:06d}"
             part = self.folder / f".part-{target.name}"
             part.mkdir()
-            save_model(self.policy, part / "model")
-            if self.policy.scorer.critic is not None:
-                save_file(self.policy.scorer.critic.state_dict(), part / CRITIC)
+            self._save_weights(part)
             save_file(self._moments(), part / "optimizer.safetensors")
             content = {"format": FORMAT, "iteration": iteration, **state}
             (part / "state.json").write_text(json.dumps(content, indent=1))
@@ -73,6 +78,23 @@ class Checkpoints:
         self.last = iteration
         self.runtime.accelerator.wait_for_everyone()
 
+    def _save_weights(self, folder: Path) -> None:
+        """Write all weights that are others than at the start of the run."""
+        if lora.has_adapter(self.policy.model):
+            lora.save_adapter(self.policy.model, folder / "adapter", base=_base(self.policy))
+        else:
+            save_model(self.policy, folder / "model")
+        if critic := self._critic():
+            save_file(critic, folder / CRITIC)
+        if moved := self.reference.state_dict():
+            save_file(moved, folder / REFERENCE)
+
+    def _critic(self) -> dict[str, torch.Tensor]:
+        """Return the critic's weights that are trained: the others are the frozen policy's."""
+        critic = self.policy.scorer.critic
+        named = () if critic is None else critic.named_parameters()
+        return {name: p.detach() for name, p in named if p.requires_grad}
+
     def _moments(self) -> dict[str, torch.Tensor]:
         """Return the optimiser's state as named tensors."""
         out = {}
@@ -83,6 +105,35 @@ class Checkpoints:
 
     def restore(self, folder: Path) -> dict[str, Any]:
         """Load weights and optimiser from a verified checkpoint; return its state."""
+        self.load_weights(folder)
+        if mine := self._critic():
+            critic = load_file(folder / CRITIC)
+            if critic.keys() != mine.keys():
+                raise ValueError(f"{folder / CRITIC} is another critic's; start a new run")
+            for name, weight in mine.items():
+                weight.copy_(critic[name])
+        saved = load_file(folder / "optimizer.safetensors")
+        for name, param in _named(self.optimizer, self.policy):
+            prefix = f"{name}/"
+            found = {k[len(prefix) :]: v for k, v in saved.items() if k.startswith(prefix)}
+            if found:
+                self.optimizer.state[param] = {k: v.to(param.device) for k, v in found.items()}
+        state = json.loads((folder / "state.json").read_text())
+        self.last = state["iteration"]
+        return state
+
+    def load_weights(self, folder: Path) -> None:
+        """Load policy and reference from a checkpoint, the policy also from a finished run."""
+        if lora.has_adapter(self.policy.model):
+            places = [folder / "adapter", folder / "model" / "adapter"]
+            place = next((place for place in places if place.is_dir()), places[0])
+            lora.load_adapter(self.policy.model, place, base=_base(self.policy))
+        else:
+            self._load_model(folder)
+        if (folder / REFERENCE).is_file():
+            self.reference.load_state_dict(load_file(folder / REFERENCE))
+
+    def _load_model(self, folder: Path) -> None:
         weights = {}
         for path in sorted((folder / "model").glob("*.safetensors")):
             weights |= load_file(path)
@@ -97,17 +148,6 @@ class Checkpoints:
                 f"{folder} does not fit the model: missing {missing[:3]}, unexpected "
                 f"{unexpected[:3]}; resume with the run's own config"
             )
-        if self.policy.scorer.critic is not None:
-            self.policy.scorer.critic.load_state_dict(load_file(folder / CRITIC))
-        saved = load_file(folder / "optimizer.safetensors")
-        for name, param in _named(self.optimizer, self.policy):
-            prefix = f"{name}/"
-            found = {k[len(prefix) :]: v for k, v in saved.items() if k.startswith(prefix)}
-            if found:
-                self.optimizer.state[param] = {k: v.to(param.device) for k, v in found.items()}
-        state = json.loads((folder / "state.json").read_text())
-        self.last = state["iteration"]
-        return state
 
     def newest(self) -> Path | None:
         """Return the newest checkpoint that verifies, None where there is none at all.
@@ -145,10 +185,20 @@ class Checkpoints:
 
 
 def save_model(policy: TransformersWrapper, folder: Path) -> None:
-    """Write the model and its tokenizer so that transformers and vLLM load them without leash."""
+    """Write the model and its tokenizer so that transformers and vLLM load them without leash.
+
+    An adapter is merged into the model, and also written to adapter/ in peft's format.
+    """
+    lora.save_merged(policy.model, folder)
+    if lora.has_adapter(policy.model):  # not beside the weights: it would be put on them again
+        lora.save_adapter(policy.model, folder / "adapter", base=_base(policy))
     with quiet():
-        policy.model.save_pretrained(folder)
         policy.tokenizer.save_pretrained(folder)
+
+
+def _base(policy: TransformersWrapper) -> str:
+    """Return the sha256 of the weights that a policy started from."""
+    return policy.found.sha256 if hasattr(policy, "found") else ""
 
 
 def discard(folder: Path) -> None:

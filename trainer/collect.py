@@ -1,9 +1,11 @@
 """Collect: play chats to their end; one row per trajectory comes out, right-padded [B, T].
 
 A row is the exact ids of all turns. Sampled tokens carry their log-probs and the response mask;
-each turn's task reward stands on the last token sampled in that turn.
+each turn's task reward stands on the last token sampled in that turn. A group with a reply that the
+task drops has no reward and an empty loss mask.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +29,9 @@ class Trajectory:
     log_probs: list[float] = field(default_factory=list)
     reward: list[float] = field(default_factory=list)
     parts: dict[str, float] = field(default_factory=dict)
+    reward_errors: float = 0.0
     texts: list[str] = field(default_factory=list)
+    dropped: bool = False
     success: bool = False
     truncated: bool = False
     prompt: str = ""
@@ -150,15 +154,22 @@ def _record(trajectories: list[Trajectory], td: TensorDictBase) -> None:
     reward = following.get("reward").squeeze(-1).tolist()
     parts = following.get("reward_part", None)
     parts = {} if parts is None else {k: v.squeeze(-1).tolist() for k, v in parts.items()}
-    success = following.get("success").squeeze(-1).tolist()
-    truncated = following.get("truncated").squeeze(-1).tolist()
+    names = ("reward_errors", "dropped", "success", "truncated")
+    errors, dropped, success, truncated = (following.get(n).squeeze(-1).tolist() for n in names)
     texts = [chat[-1]["content"] for chat in td.get(("history", "response")).chats()]
     for i, row in enumerate(trajectories):
         row.reply(ids[i].tolist(), values[i].tolist(), reward[i])
         for name, value in parts.items():
-            row.parts[name] = row.parts.get(name, 0.0) + value[i]
+            row.parts[name] = _sum(row.parts.get(name, math.nan), value[i])
         row.texts.append(texts[i])
+        row.reward_errors += errors[i]
+        row.dropped |= dropped[i]
         row.success, row.truncated = success[i], truncated[i]
+
+
+def _sum(before: float, value: float) -> float:
+    """Return the sum of those of two values that apply: a part that does not is NaN."""
+    return value if math.isnan(before) else before if math.isnan(value) else before + value
 
 
 def _continue(trajectories: list[Trajectory], alive: list[int], td: TensorDictBase, policy) -> None:
@@ -182,6 +193,14 @@ def _with_ids(td: TensorDictBase, ids: list[list[int]]) -> TensorDictBase:
     prompt = pad([torch.tensor(row) for row in ids], side="left")
     td.set("tokens", Tokens(prompt=prompt, padded=True, batch_size=[len(ids)]))
     return td.set("attention_mask", pad_mask([len(row) for row in ids], side="left"))
+
+
+def _drop(batch: TensorDict) -> None:
+    """Take whole groups with a dropped reply out of the loss mask and of the rewards."""
+    lost = torch.isin(batch.get("group_id"), batch.get("group_id")[batch.get("dropped")])  # [B]
+    batch.set("dropped", lost)
+    batch.set("loss_mask", batch.get("loss_mask") & ~lost.unsqueeze(-1))
+    batch.set("reward_raw", batch.get("reward_raw").masked_fill(lost.unsqueeze(-1), 0.0))
 
 
 def _stack(trajectories: list[Trajectory], start: TensorDictBase, policy) -> TensorDict:
@@ -210,9 +229,9 @@ def _stack(trajectories: list[Trajectory], start: TensorDictBase, policy) -> Ten
     for name in trajectories[0].parts:
         values = torch.tensor([t.parts[name] for t in trajectories])
         out.set(("reward_part", name), values.to(device))
-    for name in ("success", "truncated"):
+    for name in ("success", "truncated", "dropped", "reward_errors"):
         out.set(name, torch.tensor([getattr(t, name) for t in trajectories], device=device))
-    out.set("group_id", start.get("group_id").to(device))
+    _drop(out.set("group_id", start.get("group_id").to(device)))
     out.set("temperature", torch.full((size,), policy.temperature or 1.0, device=device))
     out.set("prompt", NonTensorStack(*[t.prompt for t in trajectories]))
     return out.set("response", NonTensorStack(*["\n".join(t.texts) for t in trajectories]))

@@ -1,7 +1,7 @@
 """What a person at the terminal sees: live lines on a terminal, plain lines in a log file.
 
 Reward and KL are the signals of an RL run (its loss hovers around 0), the loss is the one of SFT.
-Ranks other than 0 make it `quiet`. Left out on purpose: colours that carry meaning.
+Ranks other than 0 make it `quiet`. Left out on purpose: colours that alone carry meaning.
 """
 
 import os
@@ -19,17 +19,18 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
+from trainer.display_text import duration, fold, named, one_line, reply, sparkline, split_of_time
 from trainer.run_files import dig, load_run
 
-_BLOCKS = "".join(chr(code) for code in range(0x2581, 0x2589))
-_SHOWN = (  # metric, name on the line, format (z: no -0.000)
-    ("reward/mean", "reward", "{:z.3f}"),
-    ("kl/ref_sequence", "kl", "{:z.3f} nats"),
-)
-_LOSS = (("loss/total", "loss", "{:z.4f}"),)
-_EVAL = (
-    ("eval/sampled_accuracy", "accuracy", "{:.2f}"),
-    ("eval/greedy_accuracy", "greedy", "{:.2f}"),
+_SHOWN = (("reward/mean", "reward {:z.3f}"), ("kl/ref_sequence", "kl {:z.3f} nats"))  # no -0.000
+_LOSS = (("loss/total", "loss {:z.4f}"),)
+_EVAL = (("eval/sampled_accuracy", "accuracy {:.2f}"), ("eval/greedy_accuracy", "greedy {:.2f}"))
+_LIVE = (
+    ("kl/ref", "{:z.3f} per token"),
+    ("policy/entropy", "entropy {:.3f}"),
+    ("response/length_mean", "length {:.0f}"),
+    ("perf/tokens_per_s", "{:,.0f} tok/s"),
+    ("time/iteration_s", "{:.1f} s"),
 )
 _FILES = {"report": "report.html", "metrics": "metrics.jsonl", "model": "model"}
 
@@ -45,7 +46,7 @@ class Display:
     """Show the progress of a run of `total` iterations.
 
     `about` is what the header says below the title; `folder` is the run folder that the last lines
-    name, None where it does not stay.
+    name, None where it does not stay. `show_every`: iterations between sample replies; 0 = none.
 
     >>> with Display(2, title="demo", file=sys.stdout) as display:
     ...     display.update(1, {"reward/mean": 0.25, "time/iteration_s": 2.0})
@@ -62,12 +63,14 @@ class Display:
         folder: Path | None = None,
         file: TextIO | None = None,
         quiet: bool = False,
+        show_every: int = 0,
     ) -> None:
+        self.show_every = show_every
         self.total, self.title, self.folder, self.quiet = total, title, folder, quiet
         self.about = dict(about or {})
         self.console = Console(file=file or sys.stdout, highlight=False, quiet=quiet)
         self._seconds: deque[float] = deque(maxlen=10)
-        self._rewards: deque[float] = deque(maxlen=24)
+        self._curve: deque[float] = deque(maxlen=24)  # rewards; losses without them
         self._iteration = 0
         self._latest: dict[str, float] = {}
         self._evaluating: _Evaluation | None = None
@@ -75,9 +78,10 @@ class Display:
         self._stopping = False
         self._began = self._clock = time.monotonic()
         self._live: Live | None = None
+        self._blocks = BarColumn(bar_width=24)
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=24),
+            self._blocks,
             MofNCompleteColumn(),
             TextColumn("{task.fields[times]}"),
         )
@@ -129,8 +133,8 @@ class Display:
             self._evaluating = None
         if "time/iteration_s" in metrics or iteration > 0:
             self._seconds.append(seconds)
-        if "reward/mean" in metrics:
-            self._rewards.append(metrics["reward/mean"])
+        if iteration:
+            self._curve += [metrics[n] for n in ("reward/mean", "loss/total") if n in metrics][:1]
         if self._live is not None:
             self._bar.update(self._task, completed=iteration)
             self._latest = dict(metrics) if iteration else {}
@@ -140,18 +144,28 @@ class Display:
         if in_log or any(name.startswith("eval/") for name in metrics):
             self._print(self._plain_line(iteration, metrics, seconds))
 
-    def note(self, text: str) -> None:
-        """Print one line above the progress."""
-        self._print(text)
+    def note(self, text: str, *, wrap: bool = False, style: str = "") -> None:
+        """Print one line above the progress; `wrap` it at words on a terminal."""
+        words = Text(text, style=style)
+        self.console.print(words, soft_wrap=not (wrap and self.console.is_terminal))
 
-    def samples(self, title: str, rows: Sequence[Mapping[str, Any]], *, most: int = 3) -> None:
-        """Print a few prompt -> reply pairs (rows as in transcripts.jsonl)."""
+    def samples(
+        self, title: str, rows: Sequence[Mapping[str, Any]], *, most: int = 3, width: int = 72
+    ) -> None:
+        """Print a few prompt -> reply pairs (rows as in transcripts.jsonl), replies in colour."""
         self._print(title)
         for row in rows[:most]:
             reward = row.get("reward")
             tail = "" if reward is None else f"   [reward {reward:.2f}]"
-            prompt = _one_line(row.get("prompt", ""), 72)
-            self._print(f"  {prompt}\n    -> {_one_line(row.get('response', ''), 72)}{tail}")
+            self._print(f"  {one_line(row.get('prompt', ''), width)}")
+            said = Text("    -> ").append_text(reply(row, width)).append(tail)
+            self.console.print(said, soft_wrap=True)
+
+    def trained_on(self, iteration: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Print the best and the worst reply of a batch, every `show_every` iterations."""
+        if self.show_every and iteration % self.show_every == 0 and rows:
+            both = [rows[0], rows[-1]] if len(rows) > 1 else rows
+            self.samples(f"best and worst reply of iteration {iteration}", both, width=240)
 
     def stopping(self) -> None:
         """Say that a stop was asked for; safe in a signal handler, which may not print."""
@@ -176,40 +190,37 @@ class Display:
 
     def _draw(self) -> Group:
         """Return the live lines; the refresh thread asks for them, so that the times go on."""
-        now = time.monotonic()
-        times = [duration(now - self._began), self._left(self._iteration)]
-        self._bar.update(self._task, times=", ".join(filter(None, times)))
-        lines = ["  ".join(self._live_values())]
+        now, width = time.monotonic(), self.console.width
+        times = ", ".join(filter(None, [duration(now - self._began), self._left(self._iteration)]))
+        rest = width - len(f"{self.title} {self.total}/{self.total} {times}") - 2
+        self._blocks.bar_width = min(max(rest, 4), 24)
+        self._bar.update(self._task, times=times)
+        lines = fold(self._live_values(), width)
         going = self._evaluating  # once: the other thread may end it meanwhile
         if going is not None:
             since = duration(now - going.since)
             lines.append(f"evaluating {going.what}: {going.share:.0%}, {since}")
         if self._stopping:
             lines.append(self._stop_text())
-        shown = [Text(line, no_wrap=True, overflow="ellipsis") for line in lines if line]
+        shown = [Text(line, no_wrap=True, overflow="ellipsis") for line in lines]
         return Group(self._bar, *shown)
 
     def _plain_line(self, iteration: int, metrics: Mapping[str, float], seconds: float) -> str:
         if iteration == 0:
-            values = [*_values(metrics, _EVAL), f"{self._evaluation_s:.1f} s"]
+            values = [*named(metrics, _EVAL), f"{self._evaluation_s:.1f} s"]
             return "  ".join(["before training", *values])
-        parts = [f"iteration {iteration}/{self.total}", *_values(metrics, (*_SHOWN, *_EVAL))]
+        parts = [f"iteration {iteration}/{self.total}", *named(metrics, (*_SHOWN, *_EVAL))]
         if "reward/mean" not in metrics:
-            parts[1:1] = _values(metrics, _LOSS)
+            parts[1:1] = named(metrics, _LOSS)
         left = self._left(iteration)
         return "  ".join([*parts, f"{seconds:.1f} s", *([left] if left else [])])
 
     def _live_values(self) -> list[str]:
         latest = self._latest
-        values = _values(latest, _SHOWN if "reward/mean" in latest else (*_LOSS, *_SHOWN))
-        if len(self._rewards) > 1:
-            values.insert(0, sparkline(list(self._rewards), unicode=self._unicode))
-        for name, form in (
-            ("perf/tokens_per_s", "{:,.0f} tok/s"),
-            ("time/iteration_s", "{:.1f} s"),
-        ):
-            if name in latest:
-                values.append(form.format(latest[name]))
+        first = _SHOWN if "reward/mean" in latest else (*_LOSS, *_SHOWN)
+        values = [*named(latest, (*first, *_LIVE)), split_of_time(latest)]
+        if len(self._curve) > 1:
+            values.insert(0, sparkline(list(self._curve), unicode=self._unicode))
         return values
 
     @property
@@ -245,42 +256,7 @@ def show_run(folder: Path, total: int, *, quiet: bool = False) -> Display:
     about = {"model": f"{name} ({origin}, sha256 {sha[:12]})"}
     about |= {"kept in": str(kept)} if kept else {"folder": str(folder)}
     place = None if kept else folder
-    return Display(total, title=run.experiment, about=about, folder=place, quiet=quiet)
-
-
-def sparkline(values: Sequence[float], *, unicode: bool = True) -> str:
-    """Draw values as a row of bars from their lowest to their highest.
-
-    >>> sparkline([0, 1, 2], unicode=False)
-    '.=#'
-    """
-    levels = _BLOCKS if unicode else ".:-=+*#"
-    finite = [v for v in values if abs(v) < float("inf")]
-    if not finite:
-        return ""
-    lo, span = min(finite), (max(finite) - min(finite)) or 1.0
-    return "".join(levels[round((v - lo) / span * (len(levels) - 1))] for v in finite)
-
-
-def duration(seconds: float) -> str:
-    """Format a time for people.
-
-    >>> [duration(s) for s in (8.4, 200, 8000)]
-    ['8 s', '3 min 20 s', '2 h 13 min']
-    """
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
-
-
-def _values(metrics: Mapping[str, float], shown: Sequence[tuple[str, str, str]]) -> list[str]:
-    return [f"{name} {form.format(metrics[key])}" for key, name, form in shown if key in metrics]
-
-
-def _one_line(text: str, width: int) -> str:
-    """Make model output safe for a terminal: one line, no control characters, at most `width`."""
-    plain = " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
-    return plain if len(plain) <= width else plain[: width - 3] + "..."
+    every = dig(run.config, "trainer", "show_every") or 0
+    return Display(
+        total, title=run.experiment, about=about, folder=place, quiet=quiet, show_every=every
+    )

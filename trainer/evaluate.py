@@ -1,7 +1,8 @@
 """Evaluate on held-out rows: sampled accuracy (mean over samples) and greedy accuracy.
 
 The same env and collect as training; only the rows, the temperature and the streams differ.
-Ranks share the rows; what does not divide evenly is fine.
+Ranks share the rows; what does not divide evenly is fine. Accuracy is also told apart by the task's
+labels of its rows; replies that the task dropped count nowhere.
 """
 
 import math
@@ -42,18 +43,13 @@ class Evaluate:
         every: int = 0,
     ) -> None:
         self.rows = list(task.rows("eval"))[:max_rows]
+        self.labels = [task.label(row) for row in self.rows]
         self.runtime, self.chunk, self.every = runtime, prompts_per_batch, every
         self.plans: list[tuple[str, ChatEnv, TransformersWrapper]] = []
         for name, samples, value in (("sampled", num_samples, temperature), ("greedy", 1, 0.0)):
             if samples == 0 or (name == "greedy" and not greedy):
                 continue
-            arena = ChatEnv(
-                task,
-                group_size=samples,
-                max_turns=env.max_turns,
-                system_prompt=env.system_prompt,
-            )
-            self.plans.append((name, arena, at_temperature(policy, value)))
+            self.plans.append((name, env.regrouped(samples), at_temperature(policy, value)))
 
     def due(self, iteration: int, last: int) -> bool:
         """Return whether to evaluate after this iteration (0-based count of finished ones)."""
@@ -68,18 +64,25 @@ class Evaluate:
         return f"{len(self.rows)} prompts {played}"
 
     def __call__(
-        self, iteration: int, *, kind: str = "eval", tell: Callable[[float], None] = lambda _: None
+        self,
+        iteration: int,
+        *,
+        kind: str = "eval",
+        tell: Callable[[float], None] = lambda _: None,
+        hear: Callable[[str, TensorDict, list[int]], None] = lambda *_: None,
     ) -> tuple[dict[str, float], list]:
         """Return the metrics and one sampled record per row of this rank.
 
-        `tell` hears before each batch which share of the replies is done.
+        `tell` hears before each batch which share of the replies is done, `hear` gets the batch:
+        the plan's name, the replies and the rows that they are to.
         """
         out: dict[str, float] = {}
         records: list[dict[str, Any]] = []
         each = [env.group_size for _, env, _ in self.plans]
         for place, (name, env, policy) in enumerate(self.plans):
             size = each[place]
-            sums = {"right": 0.0, "solved": 0.0, "reward": 0.0, "rows": 0.0}
+            sums = dict.fromkeys(("right", "solved", "reward", "rows"), 0.0)
+            sums |= {f"{kind} {label}": 0.0 for label in self.labels for kind in ("right", "rows")}
             for share, part in self._parts():
                 tell((sum(each[:place]) + size * share) / sum(each))
                 if kind != "after":  # a run that is trained is finished first
@@ -87,22 +90,33 @@ class Evaluate:
                 if not part:
                     continue
                 batch = collect(self._prompts(part), env, policy)
-                right = batch.get("success").view(len(part), size).sum(-1)  # [rows]
-                sums["right"] += float(right.sum())
-                sums["solved"] += float((right > 0).sum())
-                sums["reward"] += float(batch.get("reward_raw").sum())
-                sums["rows"] += len(part)
+                hear(name, batch, part)
+                self._count(sums, batch, part)
                 if place == 0:
                     first = range(0, size * len(part), size)  # one sample of each row
                     records += [transcript(batch, i, iteration, kind=kind) for i in first]
             total = self.runtime.sums(sums)
             rows = max(total["rows"], 1.0)
             out[f"eval/{name}_accuracy"] = total["right"] / (rows * size)
+            for label in sorted(filter(None, set(self.labels))):
+                share = total[f"right {label}"] / max(total[f"rows {label}"] * size, 1.0)
+                out[f"eval/{name}_accuracy/{label}"] = share
             if size > 1:  # of k = all samples: the HumanEval estimator is this share
                 out[f"eval/pass@{size}"] = total["solved"] / rows
             if place == 0:
                 out["eval/reward"] = total["reward"] / (rows * size)
         return out, records
+
+    def _count(self, sums: dict[str, float], batch: TensorDict, part: list[int]) -> None:
+        """Add what the replies to these rows are worth."""
+        kept = ~batch.get("dropped").view(len(part), -1)[:, 0]  # [rows], by whole groups
+        right = batch.get("success").view(len(part), -1).sum(-1) * kept  # [rows]
+        sums["solved"] += float((right > 0).sum())
+        sums["reward"] += float(batch.get("reward_raw").sum())  # 0 where dropped
+        for row, count, counts in zip(part, right.tolist(), kept.tolist(), strict=True):
+            for suffix in ("", f" {self.labels[row]}"):
+                sums[f"right{suffix}"] += count
+                sums[f"rows{suffix}"] += counts
 
     def _parts(self) -> Iterator[tuple[float, list[int]]]:
         """Yield the share done and this rank's rows of each batch; equally often on every rank."""

@@ -35,9 +35,9 @@ class KLControllerBase:
         return self.coeff
 
     def update(self, kl_values: Sequence[float]) -> float:
-        """Return the next coefficient, given the KL (nats per sequence) of the last iterations.
+        """Return the next coefficient, given the KL (nats) of each sequence of an iteration.
 
-        Without values the coefficient stays.
+        Without values a coefficient that follows the KL stays.
         """
         raise NotImplementedError(f"{type(self).__name__} has no update: override it")
 
@@ -75,11 +75,45 @@ class ConstantKLController(KLControllerBase):
         return self._set(self.coeff)
 
 
+class LinearKLController(KLControllerBase):
+    """Go from `coeff` in the first of `total` iterations to `end` in the last, whatever the KL.
+
+    >>> control = LinearKLController(0.2, end=0.0, total=3)
+    >>> [control.coeff, control.update([]), control.update([]), control.update([])]
+    [0.2, 0.1, 0.0, 0.0]
+    """
+
+    def __init__(self, coeff: float, *, end: float, total: int, model: Any = None) -> None:
+        if not 0 <= end < math.inf or total < 1:
+            raise ValueError(f"expected a finite end >= 0 and total >= 1, got {end} and {total}")
+        super().__init__(coeff, model=model)
+        self.start, self.end, self.total, self.done = float(coeff), float(end), total, 0
+
+    def update(self, kl_values: Sequence[float]) -> float:
+        """Return the coefficient of the next iteration."""
+        self.done += 1
+        return self._at()
+
+    def _at(self) -> float:
+        share = min(self.done / max(self.total - 1, 1), 1.0)
+        return self._set(self.start + (self.end - self.start) * share)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs: how far the schedule is."""
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up where a checkpoint stopped; a prolonged run has a flatter slope from there."""
+        self.done = int(state["done"])
+        self._at()
+
+
 class TargetKLController(KLControllerBase):
     """Steer the KL towards `target` (nats per sequence).
 
     n values with mean KL give coeff *= 1 + clip(KL / target - 1, +-0.2) * n / horizon: Ziegler et
-    al. 2019 (arXiv 1909.08593), section 2.2. Twice the target over 5 of 10 steps:
+    al. 2019 (arXiv 1909.08593), section 2.2, and their code: n is the batch size, so `horizon`
+    counts sequences. Twice the target over 5 of 10:
 
     >>> round(TargetKLController(0.1, target=6.0, horizon=10).update([12.0] * 5), 6)
     0.11
@@ -130,6 +164,31 @@ class AdaptiveKLController(TargetKLController):
     def update(self, kl_values: Sequence[float]) -> float:
         """Return the next coefficient, given KL rewards made with this one; none change nothing."""
         return self._follow([-value / self.coeff for value in _floats(kl_values)])
+
+
+def make_kl_controller(
+    *,
+    controller: str = "constant",
+    coeff: float,
+    target: float | None = None,
+    horizon: float = 10_000,
+    end: float | None = None,
+    total: int = 1,
+) -> KLControllerBase:
+    """Return the controller "constant", "adaptive" (needs target) or "linear" (needs end).
+
+    target in nats per sequence, horizon in sequences, total in iterations.
+    """
+    if controller == "constant":
+        return ConstantKLController(kl_coef=coeff)
+    if controller == "adaptive" and target is not None:
+        return TargetKLController(coeff, target=target, horizon=horizon)
+    if controller == "linear" and end is not None:
+        return LinearKLController(coeff, end=end, total=total)
+    raise ValueError(
+        "expected kl.controller constant, adaptive with kl.target or linear with kl.end, got "
+        f"{controller!r}, {target=}, {end=}"
+    )
 
 
 def _floats(values: Sequence[float]) -> list[float]:

@@ -55,6 +55,21 @@ def sign(file: int, pids: Sequence[int]) -> None:
     os.pwrite(file, text, 0)
 
 
+def is_free(folder: Path) -> bool:
+    """Return whether a run folder has been held and no process of its run is left."""
+    try:
+        file = os.open(folder / FILE, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False  # never held, as by a Runtime of one's own, or not ours to look at
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(file)
+    return True
+
+
 def _lock(file: int, folder: Path) -> None:
     limit, told = time.monotonic() + WAIT, False
     while True:

@@ -23,7 +23,15 @@ from trainer.loss_inputs import (
     per_token,
     refuse,
 )
-from trainer.losses import cispo_term, clipped_policy_term, is_clipped, kl_term, ratio, weights
+from trainer.losses import kl_term, weights
+from trainer.surrogates import (
+    Bounds,
+    cispo_term,
+    clipped_term,
+    is_clipped,
+    is_outside,
+    token_ratio,
+)
 
 if TYPE_CHECKING:
     from policies.wrappers.wrapper import LLMWrapperBase
@@ -133,7 +141,7 @@ class GRPOLoss(LossModule):
         reason = "ragged rows lie as the tokens do, and masked entries are never read"
         refuse("GRPOLoss", reason, ref_log_prob_padding=not aligned)
         self.actor_network, self.tensor_keys = actor_network, GRPOKeys()
-        self.clip_low, self.clip_high = low, high
+        self.clip_low, self.clip_high, self.bounds = low, high, Bounds(low, high)
         self.aggregation = "none" if reduction == "none" else aggregation
         self.reduction, self.max_tokens = reduction, max_tokens
         self.kl_mask_threshold = kl_mask_threshold
@@ -190,10 +198,10 @@ class GRPOLoss(LossModule):
         return mask
 
     def _objective(self, curr: Tensor, gen: Tensor, advantage: Tensor) -> Tensor:
-        return clipped_policy_term(curr, gen, advantage, self.clip_low, self.clip_high)
+        return clipped_term(curr, token_ratio(curr, gen), advantage, self.bounds)
 
     def _clipped(self, moved: Tensor, advantage: Tensor) -> Tensor:
-        return is_clipped(moved, advantage, self.clip_low, self.clip_high)
+        return is_clipped(moved, advantage, self.bounds)
 
     def _weights(self, mask: Tensor, rows: Tensor) -> Tensor:
         """Return what each token counts, [B, T]; a constant divisor counts `rows` rows."""
@@ -214,7 +222,7 @@ class GRPOLoss(LossModule):
 
     def _diagnostics(self, curr, gen, advantage, mask) -> dict[str, Tensor]:
         """Return masked averages of what tells whether the step is sane."""
-        moved = ratio(curr, gen)
+        moved = token_ratio(curr, gen)
         kept = moved[mask]
         return {
             "clip_fraction": masked_mean(self._clipped(moved, advantage).float(), mask),
@@ -247,7 +255,7 @@ class CISPOLoss(GRPOLoss):
     output_type = CISPOLossOutput
 
     def _objective(self, curr: Tensor, gen: Tensor, advantage: Tensor) -> Tensor:
-        return cispo_term(curr, gen, advantage, self.clip_low, self.clip_high)
+        return cispo_term(curr, token_ratio(curr, gen), advantage, self.bounds)
 
     def _clipped(self, moved: Tensor, advantage: Tensor) -> Tensor:
-        return (moved < 1 - self.clip_low) | (moved > 1 + self.clip_high)
+        return is_outside(moved, advantage, self.bounds)

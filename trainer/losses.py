@@ -3,7 +3,7 @@
 A loss is sum(weights * term): `weights` holds the only division there is. Letters: B trajectories,
 T tokens, V vocabulary, G group size. curr, gen, ref are log-probs [B, T] of the policy being
 trained, of the policy that generated, and of the frozen reference; all KL values are in nats. The
-exact KL stands in policies/scorer.py, where the logits are.
+exact KL stands in policies/scorer.py, where the logits are, the policy terms in surrogates.py.
 Left out on purpose: logging, masks on the terms (a weight of 0 is the mask).
 """
 
@@ -11,63 +11,10 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 MAX_LOG_RATIO = 20.0  # nats; exp(20) = 4.9e8 is past any clip, exp(89) overflows float32
 STD_FLOOR = 1e-4
-
-
-def ratio(curr: Tensor, gen: Tensor) -> Tensor:
-    """Return the importance ratio pi_curr / pi_gen of each token.
-
-    The log-ratio is clamped to +-20, so the result is finite, and has no gradient beyond.
-
-    >>> ratio(torch.tensor([0.0, 1000.0]), torch.tensor([0.0, 0.0])).tolist()
-    [1.0, 485165184.0]
-    """
-    return (curr - gen).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-
-
-def clipped_policy_term(
-    curr: Tensor, gen: Tensor, advantage: Tensor, clip_low: float, clip_high: float
-) -> Tensor:
-    """Return -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), to be minimised.
-
-    Schulman et al. 2017 (arXiv 1707.06347) eq. 7; with clip_low = clip_high the policy part of
-    GRPO, Shao et al. 2024 (arXiv 2402.03300) eq. 3; two bounds as in DAPO (arXiv 2503.14476) eq. 8.
-
-    >>> one = torch.tensor([1.0])
-    >>> clipped_policy_term(one.log() + 1.0, one.log(), one, 0.2, 0.25).tolist()
-    [-1.25]
-    """
-    r = ratio(curr, gen)
-    return -torch.minimum(r * advantage, r.clamp(1 - clip_low, 1 + clip_high) * advantage)
-
-
-def cispo_term(
-    curr: Tensor, gen: Tensor, advantage: Tensor, clip_low: float, clip_high: float
-) -> Tensor:
-    """Return -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi, to be minimised.
-
-    sg is stop-gradient: a clipped token keeps a gradient, of bounded weight. MiniMax-M1 (arXiv
-    2506.13585) eq. 4 and 5.
-
-    >>> curr = torch.tensor([-1.0], requires_grad=True)
-    >>> cispo_term(curr, curr.detach() - 1, torch.tensor([2.0]), 0.2, 0.5).sum().backward()
-    >>> curr.grad.tolist()
-    [-3.0]
-    """
-    held = ratio(curr, gen).detach().clamp(1 - clip_low, 1 + clip_high)
-    return -held * advantage * curr
-
-
-def is_clipped(moved: Tensor, advantage: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """Return where the ratio `moved` is past the bound that stops its gradient, bool.
-
-    >>> is_clipped(torch.tensor([0.7, 0.7, 1.3]), torch.tensor([1.0, -1.0, 1.0]), 0.2, 0.2).tolist()
-    [False, True, True]
-    """
-    low, high = moved < 1 - clip_low, moved > 1 + clip_high
-    return (low & (advantage < 0)) | (high & (advantage > 0))
 
 
 def half_square(a: Tensor, b: Tensor) -> Tensor:
@@ -120,6 +67,22 @@ def kl_term(curr: Tensor, ref: Tensor, estimator: str) -> Tensor:
     raise ValueError(f"expected an estimator k1, k2 or k3 (full needs logits), got {estimator!r}")
 
 
+def minor_sft_term(curr: Tensor, ref: Tensor, mask: Tensor, beta: float) -> Tensor:
+    """Return -2 / (beta m) log sigmoid(beta D) at each token, D = sum of curr - ref over a row's m.
+
+    Its gradient is that of -log pi times 2 sigmoid(-beta D): SFT's at the reference, less the
+    further a row is above it. MinorSFT, Xie et al. 2024 (arXiv 2408.10642), section 3.
+
+    >>> curr, mask = torch.zeros(1, 2, requires_grad=True), torch.ones(1, 2)
+    >>> (minor_sft_term(curr, torch.zeros(1, 2), mask, beta=0.1) / 2).sum().backward()
+    >>> curr.grad.tolist()
+    [[-0.5, -0.5]]
+    """
+    ahead = ((curr - ref) * mask).sum(-1, keepdim=True)  # [B, 1]
+    length = mask.sum(-1, keepdim=True).clamp(min=1)
+    return (-2 / (beta * length) * functional.logsigmoid(beta * ahead)).expand_as(curr)
+
+
 def weights(
     loss_mask: Tensor,
     aggregation: str,
@@ -139,7 +102,7 @@ def weights(
     >>> weights(mask, "sequence_mean", total_tokens=3, total_rows=2).tolist()
     [[0.25, 0.25], [0.5, 0.0]]
     """
-    mask = loss_mask.float()  # [B, T]
+    mask = loss_mask.to(torch.get_default_dtype())  # [B, T]
     if aggregation == "token_mean":
         count = torch.as_tensor(total_tokens, device=mask.device)
     elif aggregation == "sequence_mean":
@@ -161,11 +124,30 @@ def standardise(values: Tensor, *, floor: float = STD_FLOOR) -> Tensor:
     >>> standardise(torch.tensor([1.0, 3.0]), floor=0.0).tolist()
     [-0.7071067690849304, 0.7071067690849304]
     """
-    return (values - values.mean(-1, keepdim=True)) / _scale(values, floor)
+    return (values - values.mean(-1, keepdim=True)) / spread(values, floor=floor)
 
 
-def _scale(values: Tensor, floor: float) -> Tensor:
-    return values.std(-1, keepdim=True) + floor  # unbiased
+def spread(values: Tensor, *, floor: float = STD_FLOOR) -> Tensor:
+    """Return the unbiased std + floor over the last dimension, which stays with size 1."""
+    return values.std(-1, keepdim=True) + floor
+
+
+def leave_one_out(total: Tensor) -> Tensor:
+    """Return the mean of the others of each group, [P, G] in and out.
+
+    RLOO, Ahmadian et al. 2024 (arXiv 2402.14740).
+
+    >>> leave_one_out(torch.tensor([[1.0, 2.0, 6.0]])).tolist()
+    [[4.0, 3.5, 1.5]]
+    """
+    return (total.sum(-1, keepdim=True) - total) / (total.shape[-1] - 1)
+
+
+BASELINES = {  # what a total is compared with, [P, G] in and out
+    "group_mean": lambda total: total.mean(-1, keepdim=True).expand_as(total),
+    "leave_one_out": leave_one_out,
+    "none": torch.zeros_like,
+}
 
 
 def group_advantage(
@@ -174,27 +156,29 @@ def group_advantage(
     loss_mask: Tensor,
     group_size: int,
     *,
-    scale_by_std: bool = True,
+    baseline: str = "group_mean",
+    scale: Callable[[Tensor], Tensor] | None = spread,
     credit: str = "trajectory",
 ) -> Tensor:
-    """Return A = (R - mean R) / scale + (K - mean K) at the kept tokens, 0 elsewhere, [B, T].
+    """Return A = (R - baseline R) / scale + (K - baseline K) at the kept tokens, else 0, [B, T].
 
     reward and reward_kl [B, T] are the task and the KL reward of each token, R and K their sums
-    over a trajectory; means are over the group, G adjacent rows. scale = unbiased std of R + 1e-4
-    (1 with scale_by_std=False); K is never scaled, so the KL coefficient keeps its meaning, and a
-    group of equal R is left with its K part. GRPO: Shao et al. 2024 (arXiv 2402.03300) section
-    4.1.2.
+    over a trajectory; a group is G adjacent rows. `scale` maps R [P, G] to a divisor [P, 1] (None:
+    1); K is never scaled, so the KL coefficient keeps its meaning, and a group of equal R is left
+    with its K part. GRPO: Shao et al. 2024 (arXiv 2402.03300) section 4.1.2.
 
-    credit="return_to_go" puts the sums from token t on in the place of R and K, with the same means
-    and scale: past rewards are not credited to a token, and the first token gets what every token
-    gets under "trajectory".
+    credit="return_to_go" puts the sums from token t on in the place of R and K, with the same
+    baseline and scale: past rewards are not credited to a token, and the first token gets what
+    every token gets under "trajectory".
 
     >>> reward = torch.tensor([[0.0, 1.0], [0.0, 0.0]])
     >>> mask = torch.ones(2, 2, dtype=torch.bool)
-    >>> group_advantage(reward, 0 * reward, mask, 2, scale_by_std=False).tolist()
+    >>> group_advantage(reward, 0 * reward, mask, 2, scale=None).tolist()
     [[0.5, 0.5], [-0.5, -0.5]]
     """
-    if group_size < 2:
+    if baseline not in BASELINES:
+        raise ValueError(f"expected a baseline in {sorted(BASELINES)}, got {baseline!r}")
+    if group_size < 2 and (baseline != "none" or scale is not None):
         raise ValueError(
             f"a group baseline needs group_size >= 2, got {group_size}: alone, every advantage is 0"
         )
@@ -202,19 +186,19 @@ def group_advantage(
         raise ValueError(
             f"expected whole groups of {group_size} adjacent rows, got {reward.shape[0]} rows"
         )
-    task = _centred(reward, group_size, credit)
-    if scale_by_std:
-        scale = _scale(reward.sum(-1).view(-1, group_size), STD_FLOOR)  # [P, 1]
-        task = task / scale.repeat_interleave(group_size, 0)
-    return (task + _centred(reward_kl, group_size, credit)) * loss_mask
+    task = _above(reward, group_size, baseline, credit)
+    if scale is not None:
+        divisor = scale(reward.sum(-1).view(-1, group_size))  # [P, 1]
+        task = task / divisor.repeat_interleave(group_size, 0)
+    return (task + _above(reward_kl, group_size, baseline, credit)) * loss_mask
 
 
-def _centred(reward: Tensor, group_size: int, credit: str) -> Tensor:
-    """Return the credited reward minus the group's mean total, [B, 1] or [B, T]."""
+def _above(reward: Tensor, group_size: int, baseline: str, credit: str) -> Tensor:
+    """Return the credited reward less the baseline of its row, [B, 1] or [B, T]."""
     total = reward.sum(-1, keepdim=True)  # [B, 1]
-    mean = total.view(-1, group_size).mean(-1, keepdim=True).repeat_interleave(group_size, 0)
+    expected = BASELINES[baseline](total.view(-1, group_size)).reshape(-1, 1)
     if credit == "trajectory":
-        return total - mean
+        return total - expected
     if credit == "return_to_go":
-        return reward.flip(-1).cumsum(-1).flip(-1) - mean
+        return reward.flip(-1).cumsum(-1).flip(-1) - expected
     raise ValueError(f"expected credit trajectory or return_to_go, got {credit!r}")

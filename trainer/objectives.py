@@ -12,7 +12,9 @@ from torch import Tensor
 
 from policies.scorer import Scores
 from trainer.kl_control import KLControllerBase
-from trainer.losses import clipped_policy_term, is_clipped, kl_term, ratio, value_term
+from trainer.loss_inputs import check
+from trainer.losses import kl_term, minor_sft_term, value_term
+from trainer.surrogates import RATIOS, SURROGATES, Bounds
 
 
 @dataclass(frozen=True)
@@ -25,10 +27,14 @@ class Terms:
 
 
 class GRPOObjective:
-    """Clipped policy gradient, with the KL in the loss (GRPO eq. 3, arXiv 2402.03300).
+    """Policy gradient, with the KL in the loss (GRPO eq. 3, arXiv 2402.03300).
+
+    `ratio` and `surrogate` name parts of trainer/surrogates.py, `clip_*` are their bounds; the
+    default is the clipped gradient of PPO and GRPO. Which makes which paper: docs/algorithms.md.
 
     Reads log_probs.full (of the generating policy), advantage and, with where="loss",
-    ref_log_probs.full.
+    ref_log_probs.full; from `Mismatch` old_log_probs.full, which the ratio is taken to then, and
+    mismatch.weight, a factor of the policy term.
     """
 
     def __init__(
@@ -36,11 +42,17 @@ class GRPOObjective:
         *,
         clip_low: float = 0.2,
         clip_high: float = 0.2,
+        clip_ratio: float | None = None,
+        ratio: str = "token",
+        surrogate: str = "clip",
         estimator: str = "k3",
         where: str = "loss",
         kl: KLControllerBase,
     ) -> None:
-        self.clip_low, self.clip_high = clip_low, clip_high
+        check("ratio", ratio, RATIOS)
+        check("surrogate", surrogate, SURROGATES)
+        self.bounds = Bounds(clip_low, clip_high, clip_ratio)
+        self.ratio, (self.term, self.clipped) = RATIOS[ratio], SURROGATES[surrogate]
         self.estimator, self.in_loss, self.kl = estimator, where == "loss", kl
         self.needs_reference = self.in_loss and estimator == "full"
 
@@ -48,17 +60,19 @@ class GRPOObjective:
         """Return the terms of a micro-batch."""
         curr, gen = scores.log_probs, batch.get(("log_probs", "full"))
         mask = batch.get("loss_mask")
-        advantage = batch.get("advantage")
-        loss = {"policy": clipped_policy_term(curr, gen, advantage, self.clip_low, self.clip_high)}
+        advantage, old = batch.get("advantage"), batch.get(("old_log_probs", "full"), gen)
+        moved = self.ratio(curr, old, mask)  # [B, T]
+        loss = {"policy": self.term(curr, moved, advantage, self.bounds)}
+        loss["policy"] = loss["policy"] * batch.get(("mismatch", "weight"), 1.0)
         with torch.no_grad():
-            moved = ratio(curr, gen)  # [B, T]
-            clipped = is_clipped(moved, advantage, self.clip_low, self.clip_high)
+            clipped = self.clipped(moved, advantage, self.bounds)
             means = {
                 "kl/behaviour": gen - curr,
+                "kl/behaviour_k3": kl_term(gen, curr, "k3"),
                 "kl/mismatch": (gen - curr).abs(),
                 "policy/clip_fraction": clipped.float(),
             }
-            maxima = {"policy/ratio_max": torch.where(mask, moved, 0.0)}
+            maxima = {"policy/ratio_max": torch.where(mask, moved.detach(), 0.0)}
         if scores.entropy is not None:
             means["policy/entropy"] = scores.entropy
         if scores.full_kl is not None:
@@ -112,3 +126,25 @@ class SFTObjective:
         """Return the terms of a micro-batch."""
         means = {} if scores.entropy is None else {"policy/entropy": scores.entropy}
         return Terms({"policy": -scores.log_probs}, means)
+
+
+class MinorSFTObjective:
+    """Imitation that slows down where a row is above the reference (MinorSFT, arXiv 2408.10642).
+
+    Reads ref_log_probs.full (of `ReferenceLogProbs`).
+    """
+
+    needs_reference = False
+
+    def __init__(self, *, beta: float = 0.1) -> None:
+        if not beta > 0:
+            raise ValueError(f"expected beta > 0, got {beta}")
+        self.beta = beta
+
+    def __call__(self, scores: Scores, batch: TensorDictBase) -> Terms:
+        """Return the terms of a micro-batch."""
+        curr, ref = scores.log_probs, batch.get(("ref_log_probs", "full"))
+        terms = SFTObjective()(scores, batch)
+        terms.loss["policy"] = minor_sft_term(curr, ref, batch.get("loss_mask"), self.beta)
+        terms.means["sft/deviation"] = (curr - ref).detach()
+        return terms

@@ -1,4 +1,8 @@
-"""AdamW with weight decay on matrices only, and the learning rate as a function of the step."""
+"""AdamW with weight decay on matrices only, and the learning rate as a function of the step.
+
+Weights in half precision are moved in float32: bfloat16 has 8 bits, so a step of less than 1/256 of
+a weight, as any with lr=1e-6 is, would round to nothing.
+"""
 
 import math
 from collections.abc import Callable
@@ -15,8 +19,8 @@ def make_optimizer(
     weight_decay: float = 0.0,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
-) -> torch.optim.AdamW:
-    """Return fused AdamW on the parameters that require a gradient.
+) -> "MasterAdamW":
+    """Return fused AdamW (see `MasterAdamW`) on the parameters that require a gradient.
 
     Norms and biases (fewer than two dimensions) are not decayed. A scorer's critic has groups of
     its own; what "scale" and "since" mean in a group is in trainer/update.py.
@@ -31,7 +35,38 @@ def make_optimizer(
         own = [p for p in kept if p in theirs]
         both.append({"params": own, "scale": critic.lr_scale})
     groups = [part for group in both for part in _by_decay(group, weight_decay)]
-    return torch.optim.AdamW(groups, lr=lr, betas=tuple(betas), eps=eps, fused=True)
+    return MasterAdamW(groups, lr=lr, betas=tuple(betas), eps=eps, fused=True)
+
+
+class MasterAdamW(torch.optim.AdamW):
+    """AdamW that has a float32 copy of each half-precision weight, its "master", in its state.
+
+    The weight is the master rounded. The moments are float32 too: 12 bytes a weight, beside the
+    weight's own 2; float32 weights have no copy.
+
+    >>> weight = torch.ones(1, dtype=torch.bfloat16, requires_grad=True)
+    >>> optimizer = MasterAdamW([weight], lr=1e-3, weight_decay=0.0)
+    >>> for _ in range(8):
+    ...     weight.grad = torch.ones_like(weight)
+    ...     optimizer.step()
+    >>> weight.item(), round(optimizer.state[weight]["master"].item(), 4)  # 0.999 is no bfloat16
+    (0.9921875, 0.992)
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Take a step; gradients of half-precision weights are gone after it."""
+        given = (p for group in self.param_groups for p in group["params"] if p.grad is not None)
+        rounded = {p: p.data for p in given if p.dtype.itemsize < 4}
+        for p, value in rounded.items():
+            grad, p.grad = p.grad, None
+            p.data = self.state[p].get("master", value.float())
+            p.grad = grad.float()
+        super().step(closure)
+        for p, value in rounded.items():
+            p.grad, self.state[p]["master"] = None, p.data
+            value.copy_(p.data)
+            p.data = value
 
 
 def _by_decay(group: dict[str, Any], weight_decay: float) -> list[dict[str, Any]]:

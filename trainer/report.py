@@ -1,115 +1,78 @@
-"""report.html: what a run did, in one page that opens anywhere.
+"""report.html: what a run did, in one page that opens anywhere; of a running one, what it does.
 
     python -m trainer.report <run or sweep folder>                 # write it (again)
     python -m trainer.report <run or sweep folder> --svg run.svg   # only the picture
     python -m trainer.report outputs                               # those of all runs below
 
 Built from the files of the folder alone, at any time, torch-free. Charts of metrics that a run
-does not log are left out, so SFT and RL runs share it.
+does not log are left out, so SFT and RL runs share it. A run writes its page again and again
+(`LiveReport`), and the page of a run that is going on reloads itself.
 """
 
 import argparse
-import math
-import shlex
+import logging
 import sys
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-from trainer import page, svg
 from trainer.redact import redact
-from trainer.run_files import Run, dig, find_runs, load_run, number, read_lines, write_text
+from trainer.run_files import Run, find_runs, load_run, write_text
+from trainer.show import about, page, panels, svg
+from trainer.show.replies import replies
 
-
-@dataclass(frozen=True)
-class Panel:
-    """One chart: metric names and what the legend calls them."""
-
-    title: str
-    unit: str
-    metrics: dict[str, str]
-
-
-PANELS = (
-    Panel("Reward", "mean per reply", {"reward/mean": "with KL", "reward/raw_mean": "task"}),
-    Panel("KL to the reference", "nats per reply (k1)", {"kl/ref_sequence": "kl"}),
-    Panel(
-        "Accuracy on held-out prompts",
-        "share of replies",
-        {
-            "eval/sampled_accuracy": "sampled",
-            "eval/greedy_accuracy": "greedy",
-            "eval/pass@k": "pass@k",
-        },
-    ),
-    Panel(
-        "KL per token",
-        "nats per token",
-        {"kl/ref": "k1", "kl/ref_k3": "k3", "kl/ref_full": "full"},
-    ),
-    Panel("Policy entropy", "nats per token", {"policy/entropy": "entropy"}),
-    Panel(
-        "Reply length",
-        "tokens",
-        {"response/length_mean": "mean", "response/length_max": "max"},
-    ),
-    Panel(
-        "Loss",
-        "mean of the last epoch's steps",
-        {
-            "loss/total": "total",
-            "loss/policy": "policy",
-            "loss/kl": "kl",
-            "loss/value": "value",
-        },
-    ),
-    Panel("Gradient norm", "before clipping", {"optim/grad_norm": "norm"}),
-    Panel(
-        "Shares to watch",
-        "share of replies, groups, tokens",
-        {
-            "response/truncated_fraction": "cut replies",
-            "group/zero_variance_fraction": "equal groups",
-            "policy/clip_fraction": "clipped",
-        },
-    ),
-    Panel(
-        "Time per iteration",
-        "seconds",
-        {
-            "time/iteration_s": "all",
-            "time/collect_s": "collect",
-            "time/score_s": "score",
-            "time/update_s": "update",
-            "time/sync_s": "sync",
-        },
-    ),
-    Panel("Critic", "explained variance", {"value/explained_variance": "explained"}),
-    Panel("Learning rate", "mean of the last epoch's steps", {"optim/lr": "lr"}),
-    Panel("Speed", "tokens per second", {"perf/tokens_per_s": "tokens"}),
-    Panel("Reward on held-out prompts", "mean per reply", {"eval/reward": "reward"}),
-    Panel("KL between policy and sampler", "nats per token", {"kl/behaviour": "behaviour"}),
-    Panel("KL coefficient", "factor of the KL", {"kl/coeff": "coeff"}),
-)
-MAIN_PANELS = 13  # the rest is folded
+log = logging.getLogger(__name__)
+PICTURE = ("Reward", "KL to the reference", "Accuracy on held-out prompts", "Loss")
 
 
 def write_report(folder: str | Path) -> Path:
     """Write <folder>/report.html from the files there and return its path."""
     run = load_run(folder)
     path = run.folder / "report.html"
-    write_text(path, page.page(f"{run.experiment} - leash", _body(run)))
+    patience = max(120.0, 5 * (run.last_ten_mean("time/iteration_s") or 0.0))
+    text = page.page(
+        f"{run.experiment} - leash",
+        _body(run),
+        patience=patience if run.state == "running" else None,
+    )
+    write_text(path, text)
     return path
+
+
+class LiveReport:
+    """Write a run's page again while it goes on, in at most a hundredth of its time.
+
+    `seconds`: the shortest time between two pages. `quiet`: write none, as other ranks than 0.
+    """
+
+    def __init__(
+        self, folder: Path, *, seconds: float = 5.0, share: float = 0.01, quiet: bool = False
+    ) -> None:
+        self.folder, self.seconds, self.share = folder, seconds, share
+        self.due = float("inf") if quiet else 0.0  # of time.monotonic()
+
+    def refresh(self) -> bool:
+        """Write the page if it is time to; return whether it was."""
+        start = time.monotonic()
+        if start < self.due:
+            return False
+        try:
+            write_report(self.folder)
+        except Exception as error:  # a page must never end a training run
+            log.warning("no more live report: %s: %s", type(error).__name__, error)
+            self.due = float("inf")
+            return False
+        end = time.monotonic()
+        self.due = end + max(self.seconds, (end - start) / self.share)
+        return True
 
 
 def run_svg(folder: str | Path) -> str:
     """Draw a run's reward (or loss) and KL curves as a standalone SVG document."""
     run = load_run(folder)
-    wanted = ("Reward", "KL to the reference", "Accuracy on held-out prompts", "Loss")
-    drawn = [_chart(panel, run) for title in wanted for panel in PANELS if panel.title == title]
+    drawn = [panels.draw(p, run) for title in PICTURE for p in panels.MAIN if p.title == title]
     shown = [chart for chart in drawn if chart][:2]
     if not shown:
         raise ValueError(f"expected metrics in {run.folder}/metrics.jsonl, got none to draw")
@@ -147,142 +110,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _body(run: Run) -> list[str]:
-    reason = run.status.get("reason")
-    main = [_chart(panel, run) for panel in PANELS[:MAIN_PANELS]]
-    more = [_chart(panel, run) for panel in (*PANELS[MAIN_PANELS:], *_other_panels(run))]
+    main = [panels.draw(panel, run) for panel in panels.MAIN]
+    more = [panels.draw(panel, run) for panel in (*panels.MORE, *panels.others(run))]
     config = yaml.safe_dump(redact(run.config), sort_keys=False, width=100) if run.config else ""
-    folded = page.charts([chart for chart in more if chart])
+    changes = about.changes(run)
     return [
         page.heading(run.experiment, run.state),
-        f'<p class="{run.state}">{page.escape(reason)}</p>' if reason else "",
-        page.tiles(_tiles(run)),
-        page.facts(_facts(run)),
+        *_notices(run),
+        page.tiles(about.tiles(run)),
+        about.notes(run),
+        page.facts(about.commands(run)),
         page.charts([chart for chart in main if chart], title="Curves"),
-        f"<details><summary>More curves</summary>{folded}</details>" if folded else "",
-        *_transcripts(run.folder),
-        page.folded("Config", config) if config else "",
+        page.folded("More curves", page.charts([chart for chart in more if chart])),
+        *replies(run.folder),
+        f"<h2>Environment</h2>{page.facts(about.environment(run))}",
+        f"<h2>Configuration</h2>{changes}" if changes else "",
+        page.folded("Whole configuration", page.block(config)),
     ]
 
 
-def _chart(panel: Panel, run: Run) -> str:
-    series: list[svg.Series] = []
-    for index, (metric, name) in enumerate(panel.metrics.items()):
-        logged = _logged(metric, run)
-        points = run.series(logged)
-        # an equal curve says nothing new: the task reward without a KL part, SFT's only loss
-        if points and not any(_alike(points, other.points) for other in series):
-            dots = metric.startswith("eval/")
-            name = name if logged == metric else logged.rpartition("/")[2]
-            series.append(svg.Series(name, points, hue=index, dots=dots))
-    return svg.line_chart(series, title=panel.title, unit=panel.unit) if series else ""
-
-
-def _alike(points: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> bool:
-    """Return whether two curves are one, up to the rounding of a float32."""
-    pairs = zip(points, others, strict=False)
-    same = all(a == b and math.isclose(x, y, rel_tol=1e-6) for (a, x), (b, y) in pairs)
-    return same and len(points) == len(others)
-
-
-def _logged(metric: str, run: Run) -> str:
-    """Return the name under which a run logs a metric: eval/pass@k as eval/pass@8."""
-    stem, at, _ = metric.partition("@")
-    return next((n for n in run.names() if at and n.startswith(stem + at)), metric)
-
-
-def _other_panels(run: Run) -> list[Panel]:
-    """Make panels of what no other panel shows, reward parts together."""
-    known = {_logged(metric, run) for panel in PANELS for metric in panel.metrics}
-    rest = [n for n in run.names() if n not in known and not n.startswith("progress/")]
-    parts = {n: n.removeprefix("reward_part/") for n in rest if n.startswith("reward_part/")}
-    single = [Panel(n, "", {n: n}) for n in rest if n not in parts]
-    return ([Panel("Reward parts", "mean per reply", parts)] if parts else []) + single
-
-
-def _tiles(run: Run) -> dict[str, str]:
-    tiles = {}
-    wanted = [("reward", "reward/mean"), ("sampled accuracy", "eval/sampled_accuracy")]
-    wanted += [("greedy accuracy", "eval/greedy_accuracy")]
-    if not run.series("reward/mean"):
-        wanted.append(("loss", "loss/total"))
-    for name, metric in wanted:
-        points = run.series(metric)
-        if points:
-            last = points[-1][1] if metric.startswith("eval/") else run.last_ten_mean(metric)
-            tiles[name] = f"{svg.short(points[0][1])} \u2192 {svg.short(last or 0.0)}"
-    kl = run.last_ten_mean("kl/ref_sequence")
-    if kl is not None:
-        tiles["KL to the reference, nats per reply"] = svg.short(kl)
-    seconds = number(run.status.get("seconds"))
-    if run.metrics:
-        tiles["iterations"] = f"{run.metrics[-1]['progress/iteration']:g}"
-    if seconds is not None:
-        minutes, rest = divmod(round(seconds), 60)
-        tiles["time"] = f"{minutes} min {rest} s" if minutes else f"{rest} s"
-    return tiles
-
-
-def _facts(run: Run) -> dict[str, str]:
-    folder = str(run.folder.resolve())
-    resume = f"python train.py resume={shlex.quote(folder)}"
-    values = {}
-    if run.status.get("model"):
-        keys = ("name", "origin", "sha256")
-        name, origin, sha = (dig(run.status, "model", key) or "?" for key in keys)
-        values["model"] = f"{page.escape(name)} <span class=muted>from {page.escape(origin)}</span>"
-        values["sha256"] = f"<code>{page.escape(sha)}</code>"
-    overrides = redact(dict(run.overrides))
-    if overrides:
-        text = " ".join(shlex.quote(f"{key}={value}") for key, value in overrides.items())
-        values["overrides"] = f"<code>{page.escape(text)}</code>"
-    values["folder"] = f"<code>{page.escape(folder)}</code>"
-    values["resume"] = f"<code>{page.escape(resume)}</code>"
-    return values
-
-
-def _transcripts(folder: Path) -> list[str]:
-    rows = read_lines(folder / "transcripts.jsonl")
-    before = {r.get("prompt"): r for r in rows if r.get("kind") == "before"}
-    after = {r.get("prompt"): r for r in rows if r.get("kind") == "after"}
-    prompts = [p for p in before if p in after] or list(before) or list(after)
-    pairs = [_card(p, [("before", before.get(p)), ("after", after.get(p))]) for p in prompts[:6]]
-    train = [r for r in rows if r.get("kind") == "train"]
-    latest = max((number(r.get("iteration")) or 0 for r in train), default=0)
-    ranked = _ranked([r for r in train if r.get("iteration") == latest])
-    best = ranked[: min(3, (len(ranked) + 1) // 2)]
-    worst = ranked[len(best) :][:-4:-1]
-    parts = [f"<h2>Replies</h2><h3>Before and after training</h3>{_cards(pairs)}"] if pairs else []
-    for name, shown in (("best", best), ("worst", worst)):
-        cards = [_card(r.get("prompt"), [("", r)]) for r in shown]
-        title = "" if parts else "<h2>Replies</h2>"
-        head = f"{title}<h3>Latest training replies, {name} (iteration {latest:g})</h3>"
-        parts += [head + _cards(cards)] if cards else []
-    return parts
-
-
-def _ranked(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Sort by reward, the best first, each prompt and reply once."""
-    once = {(r.get("prompt"), r.get("response")): r for r in rows}
-    return sorted(once.values(), key=lambda r: -(number(r.get("reward")) or 0.0))
-
-
-def _cards(cards: Sequence[str]) -> str:
-    return f'<div class="pairs">{"".join(cards)}</div>'
-
-
-def _card(prompt: object, replies: Sequence[tuple[str, dict[str, Any] | None]]) -> str:
-    parts = [f'<div class="prompt">{page.escape(prompt)}</div>']
-    for name, row in replies:
-        if row is None:
-            continue
-        named = [("reward", "reward"), ("kl", "KL"), ("advantage", "advantage")]
-        values = [(title, number(row.get(key))) for key, title in named]
-        texts = [f"{title} {svg.short(value)}" for title, value in values if value is not None]
-        texts += ["cut"] * bool(row.get("truncated"))
-        line = " \u00b7 ".join([name] * bool(name) + texts)
-        parts.append(f'<div class="reply">{page.escape(row.get("response"))}</div>')
-        parts.append(f'<div class="facts">{page.escape(line)}</div>')
-    return f'<div class="card">{"".join(parts)}</div>'
+def _notices(run: Run) -> list[str]:
+    """Say why a run ended, or what to do about one that seems to have."""
+    reason, state = run.status.get("reason"), run.state
+    if state == "killed":
+        reason = "its process is gone and left no reason: killed, or out of memory"
+    told = f'<p class="{state}">{page.escape(reason)}</p>' if reason else ""
+    again = page.command(f"python -m trainer.report {run.folder.resolve()}")
+    stale = f'<p id="stale" class="failed" hidden>No news for long; is it dead? {again} tells.</p>'
+    return [told, stale if state == "running" else ""]
 
 
 if __name__ == "__main__":

@@ -9,10 +9,13 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from trainer.lock import is_free
 
 ITERATION = "progress/iteration"
 _FILES = ("metrics.jsonl", "status.json")  # either makes a folder that of a run
@@ -20,13 +23,23 @@ _FILES = ("metrics.jsonl", "status.json")  # either makes a folder that of a run
 
 @dataclass(frozen=True)
 class Run:
-    """What a run folder holds. `metrics`: one dict per iteration, in order, the last one logged."""
+    """What a run folder holds. `metrics`: one dict per iteration, in order, the last one logged.
+
+    `words`: the overrides of the command line; `defaults`: what the configuration would be without
+    them, as the experiment and as leash have it (conf/defaults.py).
+    """
 
     folder: Path
     status: dict[str, Any]
     config: dict[str, Any]
-    overrides: dict[str, str]
+    words: list[str]
+    defaults: dict[str, Any]
     metrics: list[dict[str, Any]]
+
+    @cached_property
+    def overrides(self) -> dict[str, str]:
+        pairs = (word.lstrip("+~").partition("=") for word in self.words)
+        return {key: value for key, _, value in pairs}
 
     @property
     def experiment(self) -> str:
@@ -38,7 +51,9 @@ class Run:
 
     @property
     def state(self) -> str:
-        return str(self.status.get("state", "not started"))
+        """Name the state in status.json; killed, if it says running and no process is there."""
+        told = str(self.status.get("state", "not started"))
+        return "killed" if told == "running" and is_free(self.folder) else told
 
     def series(self, name: str) -> list[tuple[float, float]]:
         """List (iteration, value) of one metric, without the iterations that lack it."""
@@ -69,7 +84,8 @@ def load_run(folder: str | Path) -> Run:
         folder=folder,
         status=_read_json(folder / "status.json"),
         config=read_yaml(folder / "config.yaml"),
-        overrides=_read_overrides(folder / ".hydra" / "overrides.yaml"),
+        words=_read_words(folder / ".hydra" / "overrides.yaml"),
+        defaults=read_yaml(folder / ".hydra" / "defaults.yaml"),
         metrics=[by_iteration[iteration] for iteration in sorted(by_iteration)],
     )
 
@@ -124,12 +140,21 @@ def number(value: Any) -> float | None:
     return value if is_number and abs(value) < float("inf") else None
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read the JSON objects of a .jsonl file; torn lines are left out, no file is no lines."""
+def read_lines(path: Path, *, most: int | None = None) -> list[dict[str, Any]]:
+    """Read the JSON objects of a .jsonl file; torn lines are left out, no file is no lines.
+
+    `most`: of a file of more bytes only both ends, half of it each.
+    """
     if not path.exists():
         return []
-    lines = path.read_bytes().decode("utf-8", "replace").split("\n")
-    parsed = (_parse(line) for line in lines)
+    if most is None or path.stat().st_size <= most:
+        data = path.read_bytes()
+    else:
+        with open(path, "rb") as file:
+            data = file.read(most // 2) + b"\n"
+            file.seek(-(most // 2), os.SEEK_END)
+            data += file.read()
+    parsed = (_parse(line) for line in data.decode("utf-8", "replace").split("\n"))
     return [line for line in parsed if line is not None]
 
 
@@ -178,11 +203,9 @@ def _load_yaml(path: Path) -> Any:
         return None
 
 
-def _read_overrides(path: Path) -> dict[str, str]:
+def _read_words(path: Path) -> list[str]:
     data = _load_yaml(path)
-    items = data if isinstance(data, list) else []
-    pairs = (str(item).lstrip("+~").partition("=") for item in items if isinstance(item, str))
-    return {key: value for key, _, value in pairs}
+    return [item for item in data if isinstance(item, str)] if isinstance(data, list) else []
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from trainer.failures import note_error, stop_reason
+from trainer.machine import about_machine
 from trainer.run_files import write_text
 
 
@@ -143,7 +144,7 @@ class Runtime:
         self.folder.mkdir(parents=True, exist_ok=True)
         for name in (signal.SIGINT, signal.SIGTERM):
             self.handlers[name] = signal.signal(name, self._on_signal)
-        self.write_status()
+        self.write_status(machine=about_machine(self.device, self.ranks))
         self.at_once = self.ranks == 1
         return self
 

@@ -4,11 +4,13 @@ The rows of iteration i are a function of (seed, i): epochs are seeded permutati
 the next slice, and rank r takes its part of it. Nothing else has to be stored to resume.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+from torch import Tensor
+from torch.nn import functional
 
 from envs.chat_env import ChatEnv
 from envs.tasks.task import Task
@@ -18,6 +20,9 @@ from policies.random import fold
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer.collect import collect
 from trainer.runtime import Runtime
+from trainer.shaping import idle_groups
+
+Verb = Callable[[TensorDictBase], TensorDictBase]
 
 
 def picks(iteration: int, *, size: int, count: int, seed: int) -> list[int]:
@@ -39,7 +44,10 @@ def picks(iteration: int, *, size: int, count: int, seed: int) -> list[int]:
 
 
 class Rollouts:
-    """Play the iteration's prompts with the current policy."""
+    """Play the iteration's prompts with the current policy.
+
+    The verbs of `shaping` (trainer/shaping.py, by name) work on what comes out, in order.
+    """
 
     def __init__(
         self,
@@ -49,24 +57,114 @@ class Rollouts:
         policy: TransformersWrapper,
         runtime: Runtime,
         size: int,
+        shaping: Mapping[str, Verb] | None = None,
     ) -> None:
         self.rows: Sequence[dict[str, Any]] = task.rows("train")
         self.env, self.policy, self.runtime, self.size = env, policy, runtime, size
+        self.shaping = list((shaping or {}).values())
 
-    def prompts(self, iteration: int) -> TensorDict:
-        """Return this rank's prompts of the iteration: row, group_id, stream [P / ranks]."""
-        seed = self.runtime.seed
-        chosen = picks(iteration, size=len(self.rows), count=self.size, seed=seed)
-        place = torch.arange(self.size)
+    def prompts(self, iteration: int, attempt: int = 0) -> TensorDict:
+        """Return this rank's prompts of the iteration: row, group_id, stream [P / ranks].
+
+        `attempt` counts how often they were drawn before; a place gets another row each time.
+        """
+        place, again = torch.arange(self.size), (-attempt,) if attempt else ()
         td = TensorDict(batch_size=[self.size])
         td.set("group_id", place)
-        td.set("stream", fold(seed, iteration, place))
+        td.set("stream", fold(self.runtime.seed, iteration, place, *again))
+        chosen = self._chosen(iteration, attempt)
         td.set("row", NonTensorStack(*[NonTensorData(self.rows[i]) for i in chosen]))
         return td[self.runtime.mine(self.size)]
 
-    def __call__(self, iteration: int) -> TensorDict:
+    def _chosen(self, iteration: int, attempt: int) -> list[int]:
+        """Return the row of each place; it comes back there only when every other one was."""
+        size, seed = len(self.rows), self.runtime.seed
+        had: list[list[int]] = [[] for _ in range(self.size)]
+        for k in range(attempt + 1):
+            order = int(fold(seed, k)) if k else seed
+            chosen = picks(iteration, size=size, count=self.size, seed=order)
+            for rows, row in zip(had, chosen, strict=True):
+                while row in rows and len(rows) < size:
+                    row = (row + 1) % size
+                rows.append(row)
+        return [rows[-1] for rows in had]
+
+    def play(self, prompts: TensorDict) -> TensorDict:
+        """Return the trajectories of all samples of `prompts`, [B, T]."""
+        return collect(prompts, self.env, self.policy)
+
+    def __call__(self, iteration: int) -> TensorDictBase:
         """Return this rank's trajectories of the iteration, [B, T]."""
-        return collect(self.prompts(iteration), self.env, self.policy)
+        return self.shaped(self.play(self.prompts(iteration)))
+
+    def shaped(self, batch: TensorDictBase) -> TensorDictBase:
+        """Return the batch after all verbs of `shaping`."""
+        for verb in self.shaping:
+            batch = verb(batch)
+        return batch
+
+
+class DynamicRollouts(Rollouts):
+    """Draw prompts again whose replies all earn the same (DAPO, arXiv 2503.14476 section 3.2).
+
+    A place of the iteration is drawn up to `rounds` times more, each time with another row: a
+    function of (seed, iteration, round, place). What earns the same even then keeps its place and
+    leaves the loss mask. Writes `draws` [B], how many groups were drawn for the place. The task's
+    own reward decides; `shaping` comes after.
+    """
+
+    def __init__(
+        self,
+        *,
+        task: Task,
+        env: ChatEnv,
+        policy: TransformersWrapper,
+        runtime: Runtime,
+        size: int,
+        shaping: Mapping[str, Verb] | None = None,
+        rounds: int = 2,
+    ) -> None:
+        if env.group_size < 2 or rounds < 1:
+            raise ValueError(
+                "dynamic sampling expects algorithm.group_size >= 2 and rounds >= 1, got "
+                f"{env.group_size} and {rounds}; with one reply a prompt use trainer.Rollouts"
+            )
+        super().__init__(
+            task=task, env=env, policy=policy, runtime=runtime, size=size, shaping=shaping
+        )
+        self.rounds = rounds
+
+    def __call__(self, iteration: int) -> TensorDictBase:
+        """Return this rank's trajectories of the iteration, [B, T]."""
+        batch = self.play(self.prompts(iteration))
+        idle = idle_groups(batch)  # [P]
+        draws = torch.ones(len(idle))
+        for attempt in range(1, self.rounds + 1):
+            if not idle.any():
+                break
+            fresh = self.play(self.prompts(iteration, attempt)[idle])
+            batch = swap(batch, fresh, self._rows(idle))
+            draws += idle
+            idle = idle_groups(batch)
+        kept = ~self._rows(idle).to(self.policy.device)
+        batch.set("loss_mask", batch.get("loss_mask") & kept.unsqueeze(-1))
+        batch.set("draws", self._rows(draws).to(self.policy.device))
+        return self.shaped(batch)
+
+    def _rows(self, of_groups: Tensor) -> Tensor:
+        return of_groups.repeat_interleave(self.env.group_size)
+
+
+def swap(batch: TensorDict, fresh: TensorDict, rows: Tensor) -> TensorDict:
+    """Return the batch with `fresh` in the place of those rows where `rows` [B] is True."""
+    size, width = len(rows), max(td.get("loss_mask").shape[-1] for td in (batch, fresh))
+
+    def widen(x: Tensor) -> Tensor:
+        return functional.pad(x, (0, width - x.shape[-1])) if x.ndim == 2 else x
+
+    index = torch.arange(size)
+    index[rows] = size + torch.arange(int(rows.sum()))
+    return torch.cat([batch.apply(widen), fresh.apply(widen)])[index]
 
 
 class Demonstrations:

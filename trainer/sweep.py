@@ -1,10 +1,7 @@
 """sweep.csv and sweep.html: what the jobs of a sweep reached, and at which KL.
 
-Rebuilt from the files of the jobs, finished or not. The picture is the reward-KL frontier: one
-point per job, a line through the Pareto points, those that no other job beats in both. Reward and
-KL of a job are means over its last ten iterations. The KL axis is a square-root scale, as in Gao
-et al. 2022 (Scaling Laws for Reward Model Overoptimization, arXiv:2210.10760), where a distance
-is the root of a KL.
+Rebuilt from the files of the jobs, finished or not. Reward and KL of a job are means over its last
+ten iterations; the reward is the task's alone, without a KL part. The picture: show/frontier.py.
 """
 
 import csv
@@ -16,16 +13,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
 
-from trainer import page, svg
 from trainer.redact import redact, redact_text
 from trainer.run_files import Run, dig, find_jobs, load_run, number, write_text
+from trainer.show import about, charts, page, svg
+from trainer.show.frontier import Point, frontier
 
 _OVERLAYS = (
     ("Reward", "mean per reply", "reward/mean"),
     ("KL to the reference", "nats per reply (k1)", "kl/ref_sequence"),
     ("Accuracy on held-out prompts", "share of replies, sampled", "eval/sampled_accuracy"),
     ("Policy entropy", "nats per token", "policy/entropy"),
-    ("Loss", "", "loss/total"),
+    ("Reply length", "tokens, mean", "response/length_mean"),
+    ("Loss", "mean of the last epoch's steps", "loss/total"),
 )
 
 
@@ -42,6 +41,7 @@ class Row:
     kl: float | None = None
     coeff: float | None = None
     iteration: int = 0
+    command: str = ""
 
 
 def write_sweep(folder: str | Path) -> Path:
@@ -53,6 +53,12 @@ def write_sweep(folder: str | Path) -> Path:
     path = folder / "sweep.html"
     write_text(path, page.page("sweep - leash", _body(folder, rows, jobs)))
     return path
+
+
+def begin_job(folder: Path, number: int, jobs: Sequence[Sequence[str]]) -> str:
+    """Write the page of the jobs before this one; return the line that announces it."""
+    write_sweep(folder)
+    return job_line(number, jobs)
 
 
 def job_line(number: int, jobs: Sequence[Sequence[str]]) -> str:
@@ -70,99 +76,60 @@ def read_rows(folder: str | Path) -> list[Row]:
     return [_row(Path(folder), load_run(job)) for job in find_jobs(folder)]
 
 
-def pareto(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows that no other beats in reward and KL, in order of KL.
+def points(rows: Sequence[Row]) -> list[Point]:
+    """Return a point per setting; jobs that differ in the seed alone are one.
 
-    >>> [r.job for r in pareto([Row("a", reward=1, kl=2), Row("b", reward=0.5, kl=3)])]
-    ['a']
+    >>> pair = [Row(s, {"seed": s}, reward=1.0, kl=k) for s, k in (("1", 0.5), ("2", 1.5))]
+    >>> [(p.kl, p.reward, len(p.seeds)) for p in points(pair)]
+    [(1.0, 1.0, 2)]
     """
-    best: list[Row] = []
-    for row in sorted(_placed(rows), key=lambda r: (r.kl, -(r.reward or 0.0))):
-        if not best or (row.reward or 0.0) > (best[-1].reward or 0.0):
-            best.append(row)
-    return best
+    names = settings(rows)
+    held: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.reward is not None and row.kl is not None:
+            held.setdefault(names[row.job], []).append(row)
+    keys, made = _settings(rows), []
+    for name, group in held.items():
+        short = ", ".join(group[0].overrides.get(key, "-") for key in keys)
+        unfinished = sorted({row.state for row in group if row.state != "finished"})
+        note = f" ({', '.join(unfinished)})" if unfinished else ""
+        seeds = tuple((row.kl or 0.0, row.reward or 0.0) for row in group)
+        made.append(Point(short or name, seeds, note))
+    return made
 
 
 def frontier_svg(rows: Sequence[Row], *, width: int = 480, height: int = 340) -> str:
-    """Draw reward against KL, one labelled point per job, as a standalone SVG document."""
-    return svg.standalone([_frontier(rows, width, height)], width=width, height=height)
-
-
-def _frontier(rows: Sequence[Row], width: int, height: int) -> str:
-    placed = _placed(rows)
-    if not placed:
-        raise ValueError("expected at least one job with reward/mean and kl/ref_sequence, got none")
-    kls, rewards = [r.kl or 0.0 for r in placed], [r.reward or 0.0 for r in placed]
-    y_ticks = svg.ticks(min(rewards), max(rewards), count=5)
-    left = 14 + max(svg.text_width(svg.short(t)) for t in y_ticks)
-    top = max(*kls, 1e-3) * 1.15
-    x = svg.Axis(0.0, top, left + 12, width - 40, math.sqrt)
-    y = svg.Axis(y_ticks[0], y_ticks[-1], height - 48, 48)
-    parts = [svg.label(2, 14, "Reward against KL to the reference", style="title")]
-    keys = _varying(rows)
-    named = f"; labels: {keys[0]}" if len(keys) == 1 else ""
-    parts.append(svg.label(2, 31, f"mean of the last ten iterations{named}"))
-    parts += svg.grid(y, y_ticks, left=left, right=width - 12)
-    for tick in _root_ticks(x):
-        parts.append(f'<path class="grid" d="M{x(tick)} {height - 48}v6"/>')
-        parts.append(svg.label(x(tick), height - 28, svg.short(tick), anchor="middle"))
-    name = "KL, nats per reply (square-root scale)"
-    parts.append(svg.label((left + width) / 2, height - 6, name, anchor="middle"))
-    line = [(x(r.kl or 0.0), y(r.reward or 0.0)) for r in pareto(placed)]
-    if len(line) > 1:
-        parts.append(f'<path class="line" style="stroke:var(--hue0)" d="{svg.path(line)}"/>')
-    parts += _points(placed, rows, x, y)
-    return svg.frame("".join(parts), width=width, height=height, title=name)
-
-
-def _points(placed: Sequence[Row], rows: Sequence[Row], x: svg.Axis, y: svg.Axis) -> list[str]:
-    """Draw the points (Pareto ones filled) and their labels where they hide nothing."""
-    front = {row.job for row in pareto(placed)}
-    spots = [(x(r.kl or 0.0), y(r.reward or 0.0)) for r in placed]
-    boxes = [(px - 6, py - 6, px + 6, py + 6) for px, py in spots]
-    names, keys, parts = labels(rows), _varying(rows), []
-    for row, (px, py) in zip(placed, spots, strict=True):
-        fill = "var(--hue0)" if row.job in front else "var(--paper)"
-        text = row.overrides.get(keys[0], "") if len(keys) == 1 else names[row.job]
-        text += "" if row.state == "finished" else f" ({row.state})"
-        tip = svg.label(0, 0, f"{text}: reward {row.reward:.3f}, KL {row.kl:.3f}")
-        tip = f"<title>{tip[tip.index('>') + 1 : -len('</text>')]}</title>"
-        style = f'style="fill:{fill};stroke:var(--hue0);stroke-width:1.8"'
-        parts.append(f'<circle cx="{px}" cy="{py}" r="4.5" {style}>{tip}</circle>')
-        wide = svg.text_width(text)
-        tries = [(px + 9, py + 15), (px - wide / 2, py - 10), (px - wide / 2, py + 20)]
-        tries += [(px - 9 - wide, py - 8), (px + 9, py - 8), (px - 9 - wide, py + 15)]
-        within = [(a, b) for a, b in tries if a > x.start - 12 and a + wide < x.stop + 36] or tries
-        free = [(a, b) for a, b in within if not _hits((a, b - 10, a + wide, b + 2), boxes)]
-        a, b = (free or within)[0]
-        boxes.append((a, b - 10, a + wide, b + 2))
-        parts.append(svg.label(a, b, text, style="value"))
-    return parts
-
-
-def _hits(box: tuple[float, ...], others: Sequence[tuple[float, ...]]) -> bool:
-    return any(box[0] < o[2] and o[0] < box[2] and box[1] < o[3] and o[1] < box[3] for o in others)
-
-
-def _root_ticks(axis: svg.Axis) -> list[float]:
-    """Choose ticks 0 and 1-2-5 values that lie at least 44 pixels apart, from the right."""
-    power = math.floor(math.log10(axis.hi))
-    values = [m * 10.0**p for p in range(power, power - 4, -1) for m in (5, 2, 1)]
-    kept: list[float] = []
-    for value in [v for v in values if v <= axis.hi]:
-        space = min(axis(value) - axis(0.0), axis(kept[-1]) - axis(value) if kept else 1e9)
-        if space >= 44:
-            kept.append(value)
-    return [0.0, *reversed(kept)]
+    """Draw reward against KL, one labelled point per setting, as a standalone SVG document."""
+    return svg.standalone([_picture(rows, width, height)], width=width, height=height)
 
 
 def labels(rows: Sequence[Row]) -> dict[str, str]:
     """Name each job by the overrides in which the jobs differ, else by its folder."""
-    keys, named = _varying(rows), {}
-    for row in rows:
-        pairs = [f"{k}={row.overrides[k]}" for k in keys if k in row.overrides]
-        named[row.job] = ", ".join(pairs) or row.job
-    return named
+    return _named(rows, _varying(rows))
+
+
+def settings(rows: Sequence[Row]) -> dict[str, str]:
+    """Name the setting of each job: what differs between the jobs, without the seed."""
+    if _settings(rows):
+        return _named(rows, _settings(rows))
+    same = {row.job: "all seeds" for row in rows}
+    return same if _varying(rows) == ["seed"] else labels(rows)
+
+
+def best(rows: Sequence[Row]) -> Row | None:
+    """Return the finished job with the highest objective, at equal ones that with the lower KL."""
+    ended = [row for row in rows if row.objective is not None and row.state == "finished"]
+    return max(ended, key=lambda r: (r.objective or 0.0, -(r.kl or 0.0)), default=None)
+
+
+def _picture(rows: Sequence[Row], width: int, height: int) -> str:
+    named = ", ".join(_settings(rows))
+    return frontier(points(rows), named=named, width=width, height=height)
+
+
+def _named(rows: Sequence[Row], keys: Sequence[str]) -> dict[str, str]:
+    pairs = {r.job: [f"{k}={r.overrides[k]}" for k in keys if k in r.overrides] for r in rows}
+    return {job: ", ".join(own) or job for job, own in pairs.items()}
 
 
 def _keys(rows: Sequence[Row]) -> list[str]:
@@ -170,11 +137,12 @@ def _keys(rows: Sequence[Row]) -> list[str]:
 
 
 def _varying(rows: Sequence[Row]) -> list[str]:
-    return [k for k in _keys(rows) if len({r.overrides.get(k) for r in rows}) > 1]
+    """List the keys in which the jobs differ, as far as they have them: one may not have begun."""
+    return [k for k in _keys(rows) if len({r.overrides[k] for r in rows if k in r.overrides}) > 1]
 
 
-def _placed(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if row.reward is not None and row.kl is not None]
+def _settings(rows: Sequence[Row]) -> list[str]:
+    return [key for key in _varying(rows) if key != "seed"]
 
 
 def _row(folder: Path, run: Run) -> Row:
@@ -182,16 +150,19 @@ def _row(folder: Path, run: Run) -> Row:
     coeff = run.last("kl/coeff")
     if coeff is None:
         coeff = number(dig(run.config, "kl", "coeff"))
+    reward = run.last_ten_mean("reward/raw_mean")
+    overrides = {k: v for k, v in run.overrides.items() if k not in about.PLACES}
     return Row(
         job=job,
-        overrides=redact(run.overrides or _from_name(job)),
+        overrides=redact(overrides or _from_name(job)),
         state=run.state,
         objective=number(run.status.get("objective")),
         accuracy=run.last("eval/sampled_accuracy"),
-        reward=run.last_ten_mean("reward/mean"),
+        reward=run.last_ten_mean("reward/mean") if reward is None else reward,
         kl=run.last_ten_mean("kl/ref_sequence"),
         coeff=coeff,
         iteration=int(run.metrics[-1]["progress/iteration"]) if run.metrics else 0,
+        command=about.command(run),
     )
 
 
@@ -205,7 +176,7 @@ _COLUMNS = {
     "state": "state",
     "objective": "objective",
     "eval/sampled_accuracy": "accuracy",
-    "reward/mean": "reward",
+    "reward/raw_mean": "reward",
     "kl/ref_sequence": "kl",
     "kl/coeff": "coeff",
     "progress/iteration": "iteration",
@@ -226,27 +197,48 @@ def _body(folder: Path, rows: Sequence[Row], jobs: Sequence[Run]) -> list[str]:
     states = [row.state for row in rows]
     counts = ", ".join(f"{states.count(state)} {state}" for state in sorted(set(states)))
     name = jobs[0].experiment if jobs else folder.name
-    frontier = _frontier(rows, 480, 340) if _placed(rows) else ""
-    named = labels(rows)
-    drawn = [(named[r.job], run) for r, run in zip(rows, jobs, strict=True) if run.metrics]
+    picture = _picture(rows, 420, 320) if points(rows) else ""
+    again = page.command(f"python -m trainer.report {folder.resolve()}")
+    own = settings(rows)
+    begun = [row.job for row, run in zip(rows, jobs, strict=True) if run.metrics]
+    groups = list(dict.fromkeys(own[job] for job in begun))
     return [
         f"<h1>Sweep of {page.escape(name)}</h1>",
         f'<p class="muted">{len(rows)} jobs: {page.escape(counts)}</p>',
-        f'<div style="max-width:640px;margin:20px 0 28px">{frontier}</div>' if frontier else "",
-        _table(rows),
-        page.charts(_overlays(drawn), title="Curves", key=[name for name, _ in drawn]),
+        *_best(rows),
+        f'<div class="sides"><div>{picture}</div><div>{_table(rows)}</div></div>' if rows else "",
+        page.charts(_overlays(rows, jobs, groups), title="Curves", key=groups),
+        f'<p class="muted">Written from the files of the jobs; again: {again}</p>',
     ]
 
 
-def _overlays(jobs: Sequence[tuple[str, Run]]) -> list[str]:
-    drawn = []
+def _best(rows: Sequence[Row]) -> list[str]:
+    """Say which job did best, and how to run it again."""
+    row = best(rows)
+    if row is None or len(rows) < 2:
+        return []
+    values = [("objective", row.objective), ("reward", row.reward), ("KL", row.kl)]
+    told = ", ".join(f"{name} {svg.short(v)}" for name, v in values if v is not None)
+    line = f"Highest objective: <b>{page.escape(labels(rows)[row.job])}</b> ({page.escape(told)})"
+    return [f"<p>{line}</p>", f"<p>{page.command(row.command)}</p>" if row.command else ""]
+
+
+def _overlays(rows: Sequence[Row], jobs: Sequence[Run], groups: Sequence[str]) -> list[str]:
+    """Draw the curves of all jobs over each other; the seeds of a setting share a hue."""
+    names, own, drawn = labels(rows), settings(rows), []
     for title, unit, metric in _OVERLAYS:
         series = [
-            svg.Series(name, run.series(metric), hue=i, dots=metric.startswith("eval/"))
-            for i, (name, run) in enumerate(jobs)
+            charts.Series(
+                names[row.job],
+                run.series(metric),
+                hue=groups.index(own[row.job]),
+                dots=metric.startswith("eval/"),
+            )
+            for row, run in zip(rows, jobs, strict=True)
+            if run.metrics
         ]
         if any(s.points for s in series):
-            drawn.append(svg.line_chart(series, title=title, unit=unit, legend=False))
+            drawn.append(charts.line_chart(series, title=title, unit=unit, named=False))
     return drawn
 
 
@@ -254,10 +246,8 @@ def _table(rows: Sequence[Row]) -> str:
     """Draw what differs between the jobs, and in a line below it what does not."""
 
     def cell(value: object) -> str:
-        is_number = number(value)
-        return (
-            "" if value is None else svg.short(is_number) if is_number is not None else str(value)
-        )
+        known = number(value)
+        return "" if value is None else str(value) if known is None else svg.short(known)
 
     columns = {key: [row.overrides.get(key, "") for row in rows] for key in _varying(rows)}
     same: dict[str, str] = {}
@@ -267,24 +257,31 @@ def _table(rows: Sequence[Row]) -> str:
             same |= {title: cells[0]} if cells[0] else {}
         elif not any(_alike(cells, shown) for shown in columns.values()):
             columns[title] = cells
-    names = [page.escape(name) for name in labels(rows).values()]
-    links = (f"{page.escape(quote(row.job))}/report.html" for row in rows)
-    body = [
-        [f'<a href="{link}">{name}</a>', *map(page.escape, cells)]
-        for link, name, *cells in zip(links, names, *columns.values(), strict=True)
+    if not _varying(rows):
+        columns = {"job": [row.job for row in rows], **columns}
+    shown = [
+        [page.badge(c) if title == "state" else page.escape(c) for c in cells]
+        for title, cells in columns.items()
     ]
+    links = (f'<a href="{page.escape(quote(row.job))}/report.html">' for row in rows)
+    shown[0] = [f"{a}{cell or '-'}</a>" for a, cell in zip(links, shown[0], strict=True)]
     text = ", ".join(f"{title} {value}" for title, value in same.items())
     note = f'<p class="muted">the same in all jobs: {page.escape(text)}</p>' if same else ""
-    return page.table(["job", *columns], body) + note
+    return page.table([*columns], zip(*shown, strict=True), sortable=True) + note
 
 
 def _alike(cells: Sequence[str], others: Sequence[str]) -> bool:
-    """Return whether two columns say the same; 0.10 is 0.1."""
+    """Return whether two columns say the same where both say something.
 
-    def plain(text: str) -> object:
+    0.10 is 0.1, and 0.06431 was cut to 0.0643.
+    """
+
+    def same(one: str, other: str) -> bool:
+        if not (one and other):
+            return True
         try:
-            return float(text)
+            return math.isclose(float(one), float(other), rel_tol=5e-3)
         except ValueError:
-            return text
+            return one == other
 
-    return [*map(plain, cells)] == [*map(plain, others)]
+    return all(map(same, cells, others))

@@ -1,17 +1,17 @@
-"""Where metrics and transcripts go: always two .jsonl files, and W&B when asked for.
+"""Where metrics and transcripts go: always two .jsonl files, and one more place when asked for.
 
 `metrics.jsonl` has one line per iteration, under the names of docs/metrics.md; line 0 is the
 evaluation before training. Every line is written and flushed at once, keys sorted, so a killed run
 loses nothing. A value that is not finite is written as null (JSON has no NaN) and not charted.
-Call from rank 0 only. Left out on purpose: buffering, and any way for W&B to stop a training run.
+The other places are a `Mirror` each (tracker_wandb.py, tracker_tensorboard.py, ...). Call from
+rank 0 only. Left out on purpose: buffering, and any way for a mirror to stop a training run.
 """
 
 import logging
 import math
-import os
 import secrets
-import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,9 @@ log = logging.getLogger(__name__)
 class JsonlTracker:
     """Write metrics.jsonl and transcripts.jsonl into a run folder.
 
-    `config`, `name`, `group` and `tags` describe the run to trackers that have a use for them.
-    A new run in a folder that holds metrics is a ValueError; `resume=True` goes on behind them.
+    `config`, `name`, `group`, `tags` and `job_type` describe the run to trackers that have a use
+    for them. A new run in a folder that holds metrics is a ValueError; `resume=True` goes on
+    behind them.
 
     >>> import tempfile
     >>> tracker = JsonlTracker(tempfile.mkdtemp())
@@ -43,6 +44,7 @@ class JsonlTracker:
         name: str = "",
         group: str | None = None,
         tags: Sequence[str] = (),
+        job_type: str = "train",
         resume: bool = False,
         keep_transcripts: bool = True,
     ) -> None:
@@ -55,7 +57,7 @@ class JsonlTracker:
                 f"expected a folder without a run, got {self.folder}, which holds metrics.jsonl: "
                 f"give another output_dir, or go on with resume={self.folder}"
             )
-        self.rewind(math.inf)  # also drops a line that a kill has torn
+        JsonlTracker.rewind(self, math.inf)  # drops a line that a kill has torn
 
     def log(self, metrics: Mapping[str, float], iteration: int) -> None:
         """Write the metrics of one iteration; they are in the file when this returns."""
@@ -72,6 +74,9 @@ class JsonlTracker:
         if self.keep_transcripts:
             lines = [_finite({**row, "iteration": iteration}) for row in rows]
             self._append(self._paths[1], lines)
+
+    def alert(self, title: str, text: str, *, error: bool = False) -> None:
+        """Tell people who are not at the terminal; the files have it in status.json already."""
 
     def rewind(self, iteration: float, *, again: bool = False) -> None:
         """Drop what was written after `iteration`, so that a resumed run repeats it once.
@@ -94,14 +99,16 @@ class JsonlTracker:
                 file.flush()
 
 
-class WandbTracker(JsonlTracker):
-    """Send the metrics to Weights & Biases too: online when logged in, else offline.
+class Mirror(JsonlTracker):
+    """Base of trackers that get what the files get as well; when one fails, the run goes on.
 
-    Waits at most `init_timeout` seconds (times two) for the network, then keeps the run offline.
-    Offline files lie in `<folder>/wandb`; `wandb sync` uploads them, `wandb leet` shows them.
-    The x axis is progress/iteration: W&B's own step restarts when an offline run is resumed.
-    `mode`: null (decide by login), online, offline or disabled. `settings`: of wandb.Settings.
+    A subclass names its package in `word`, takes its own options, sets `hint` (how to look at the
+    run, printed at the end) and overrides what it has a use for of `_start`, `_log`, `_show`,
+    `_alert` and `_stop`. `about` is what it may tell others: no secrets, no overlong names.
+    A missing package is an ImportError.
     """
+
+    word = ""
 
     def __init__(
         self,
@@ -111,91 +118,71 @@ class WandbTracker(JsonlTracker):
         name: str = "",
         group: str | None = None,
         tags: Sequence[str] = (),
+        job_type: str = "train",
         resume: bool = False,
         keep_transcripts: bool = True,
-        project: str = "leash",
-        entity: str | None = None,
-        mode: str | None = None,
-        init_timeout: float = 8.0,
-        finish_timeout: float = 60.0,
-        settings: Mapping[str, Any] | None = None,
     ) -> None:
-        if mode not in (None, "online", "offline", "disabled"):
-            raise ValueError(
-                f"expected tracker.mode null, online, offline or disabled, got {mode!r}"
+        if find_spec(self.word) is None:
+            raise ImportError(
+                f"tracker={self.word} needs a package: pip install 'leash[{self.word}]'"
             )
         super().__init__(folder, resume=resume, keep_transcripts=keep_transcripts)
-        self._run: Any = None
-        about = {
-            "project": project,
-            "entity": entity,
+        self.hint = ""
+        self.about: dict[str, Any] = {
             "name": redact_text(name)[:128] or None,
             "group": group and redact_text(group)[:128],
             "tags": [redact_text(tag)[:64] for tag in tags if tag],
             "config": redact(dict(config or {})),
-            "job_type": "train",
-            "dir": str(self.folder),
-            "id": self._run_id(),
-            "resume": "allow",
+            "job_type": job_type,
         }
-        extra = {"init_timeout": init_timeout, "finish_timeout": finish_timeout, **(settings or {})}
-        self._safely("start", lambda: self._start(about, mode, extra))
+        self._well = True  # it has not failed
+        self._safely("start", self._start)
 
     def log(self, metrics: Mapping[str, float], iteration: int) -> None:
         super().log(metrics, iteration)
-        if self._run is not None:
-            line = {name: float(value) for name, value in metrics.items()}
-            self._safely("log to", lambda: self._run.log({**line, ITERATION: iteration}))
+        line = {**{name: float(value) for name, value in metrics.items()}, ITERATION: iteration}
+        self._safely("log to", lambda: self._log(line, iteration))
+
+    def transcripts(self, rows: Sequence[Mapping[str, Any]], iteration: int) -> None:
+        super().transcripts(rows, iteration)
+        if self.keep_transcripts:
+            lines = [_finite({**row, "iteration": iteration}) for row in rows]
+            self._safely("send replies to", lambda: self._show(lines, iteration))
+
+    def alert(self, title: str, text: str, *, error: bool = False) -> None:
+        self._safely("alert", lambda: self._alert(title, text, error))
 
     def finish(self, state: str) -> None:
         super().finish(state)
-        run, code = self._run, int(state == "failed")
-        if run is not None:
-            self._safely("finish", lambda: run.finish(exit_code=code))
-        self._run = None
+        self._safely("finish", lambda: self._stop(state))
+        if self._well and self.hint:
+            print(f"{self.word:<7}  {self.hint}", flush=True)
+        self._well = False
 
-    def _start(self, about: dict[str, Any], mode: Any, extra: dict[str, Any]) -> None:
-        import wandb
+    def _start(self) -> None: ...
 
-        quiet = {"silent": True, "quiet": True, "console": "off", "save_code": False}
-        hide_command = redact(sys.argv) != sys.argv  # W&B's metadata holds the command line
-        settings = wandb.Settings(**{**quiet, "x_disable_meta": hide_command, **extra})
-        wandb.setup(settings=wandb.Settings(silent=True, quiet=True))
-        mode = mode or os.environ.get("WANDB_MODE")
-        reason = "offline as asked"
-        if mode is None:
-            logged_in = wandb.login(prompt=False, verify=False)  # a prompt would wait for ever
-            mode, reason = ("online", "") if logged_in else ("offline", "not logged in")
-        if mode == "online":
-            try:
-                self._run = wandb.init(mode="online", settings=settings, **about)
-            except Exception as error:  # no network, a wrong key, no such project: kept offline
-                mode, reason = "offline", f"no connection ({_first_line(error)})"
-                wandb.teardown()  # else its service still holds the run id
-        if self._run is None:
-            self._run = wandb.init(mode=mode, settings=settings, **about)
-        self._run.define_metric(ITERATION)
-        self._run.define_metric("*", step_metric=ITERATION)
-        if mode == "offline":
-            pattern = self.folder / "wandb" / "offline-run-*"
-            log.warning("W&B: %s. Upload this run later with: wandb sync %s", reason, pattern)
+    def _log(self, line: dict[str, float], iteration: int) -> None: ...
+
+    def _show(self, rows: list[dict[str, Any]], iteration: int) -> None: ...
+
+    def _alert(self, title: str, text: str, error: bool) -> None: ...
+
+    def _stop(self, state: str) -> None: ...
 
     def _safely(self, verb: str, action: Callable[[], Any]) -> None:
-        """Run a W&B call; when it fails, warn once and go on without W&B."""
+        """Run a call of the mirror's library; when it fails, warn once and go on without it."""
+        if not self._well:
+            return
         try:
             action()
         except Exception as error:  # a tracker must never end a training run
-            self._run = None
-            log.warning(
-                "W&B: could not %s the run (%s); going on with %s alone",
-                verb,
-                _first_line(error),
-                self._paths[0],
-            )
+            self._well = False
+            words = first_line(error), self._paths[0]
+            log.warning("%s: could not %s the run (%s); going on with %s", self.word, verb, *words)
 
-    def _run_id(self) -> str:
-        """Return the id in wandb_id.txt, made on the first start, so that a resume continues it."""
-        path = self.folder / "wandb_id.txt"
+    def run_id(self) -> str:
+        """Return the id in <word>_id.txt, made on the first start, so that a resume keeps it."""
+        path = self.folder / f"{self.word}_id.txt"
         if not path.exists():
             write_text(path, secrets.token_hex(4) + "\n")
         return path.read_text().strip()
@@ -219,6 +206,7 @@ def _finite(item: Any) -> Any:
     return number(item) if isinstance(item, float) else item
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return the first line of an error, short enough for a warning."""
     lines = str(error).strip().splitlines()
     return lines[0][:160] if lines else type(error).__name__

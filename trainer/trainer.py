@@ -2,8 +2,10 @@
 
     batch = source(i)            rollouts (reset -> generate -> step until done) or demonstrations
     batch = retrieve_kl(batch)   reference log-probs and the per-token KL, once per trajectory
+    batch = correct(batch)       weights, where another engine generates than trains
     batch = advantage(batch)     rewards placed, KL part, group baseline or GAE
     metrics = update(batch)      epochs x minibatches x micro-batches: the only gradients
+    retrieve_kl.refresh(i)       the reference follows the policy, if it is to
 
 Left out on purpose: replay across iterations, asynchronous generation. A new feature is a file that
 replaces one of the verbs, never a branch in the loop.
@@ -22,10 +24,13 @@ from tensordict import TensorDictBase
 
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer.checkpoint import Checkpoints, save_model
+from trainer.diagnosis import Diagnose
 from trainer.evaluate import Evaluate
 from trainer.kl_control import KLControllerBase
 from trainer.metrics import summarize, transcripts
-from trainer.report import write_report
+from trainer.mismatch import unchanged
+from trainer.reference import NoReference, Reference
+from trainer.report import LiveReport, write_report
 from trainer.runtime import Runtime, Stopped
 from trainer.update import Update
 from trainer.weight_sync import weight_sync
@@ -51,7 +56,7 @@ class Trainer:
     runtime: Runtime
     policy: TransformersWrapper
     source: Callable[[int], TensorDictBase]
-    retrieve_kl: Verb
+    retrieve_kl: Reference | NoReference
     advantage: Verb
     update: Update
     evaluate: Evaluate
@@ -60,8 +65,12 @@ class Trainer:
     tracker: Any
     display: Any
     num_iterations: int
-    reference: str = ""  # sha256 of its weights; a resumed run must have the same
+    correct: Verb = unchanged
     progress: Progress = field(default_factory=Progress)
+
+    def __post_init__(self) -> None:
+        self.report = LiveReport(self.runtime.folder, quiet=not self.runtime.is_main)
+        self.diagnose = Diagnose(self.runtime, self.tracker, self.display)
 
     def run(self, *, resume: bool = False) -> float:
         """Train to the last iteration; return the objective of a sweep."""
@@ -69,6 +78,7 @@ class Trainer:
             self.resume()
         gc.freeze()  # the set-up's objects stay: full collections need not walk them
         self.runtime.on_stop = self.display.stopping
+        self.report.refresh()
         try:
             with self.display:
                 self._catch_up()
@@ -109,11 +119,13 @@ class Trainer:
         metrics = self.update(batch)
         clock.lap("update")
         weight_sync(self.policy)
+        self.retrieve_kl.refresh(i + 1)
         clock.lap("sync")
         metrics |= summarize(batch, self.runtime)
         metrics["kl/coeff"] = self.kl.coeff
         measured = metrics.get("kl/ref_sequence")  # none in SFT, and with kl.measure=false
-        self.kl.update([] if measured is None else [measured])
+        replies = len(batch) * self.runtime.ranks  # the n of Ziegler et al.; their mean will do
+        self.kl.update([] if measured is None else [measured] * replies)
         self._count(batch, metrics, clock)
         self._log(batch, metrics)
         done = self.progress.iteration
@@ -126,7 +138,7 @@ class Trainer:
                 batch = self.source(i)
                 clock.lap("collect")
                 self.runtime.check_stop()
-                batch = self.retrieve_kl(batch)
+                batch = self.correct(self.retrieve_kl(batch))
                 clock.lap("score")
                 self.runtime.check_stop()
         except Stopped:
@@ -158,8 +170,10 @@ class Trainer:
     def _log(self, batch: TensorDictBase, metrics: dict[str, float]) -> None:
         iteration = self.progress.iteration
         if self.runtime.is_main and "reward_raw" in batch:
-            rows = transcripts(batch, iteration, count=4, kind="train")
+            tokenizer = self.policy.tokenizer
+            rows = transcripts(batch, iteration, count=4, kind="train", tokenizer=tokenizer)
             self.tracker.transcripts(rows, iteration)
+            self.display.trained_on(iteration, rows)
         if self.evaluate.due(iteration, self.num_iterations):
             last = iteration == self.num_iterations
             self._evaluate(metrics, kind="after" if last else "eval")
@@ -197,7 +211,9 @@ class Trainer:
             self.progress.objective = metrics.get("reward/mean", -metrics["loss/total"])
         if self.runtime.is_main:
             self.tracker.log(metrics, self.progress.iteration)
+            self.diagnose(metrics)
         self.runtime.write_status(iteration=self.progress.iteration)
+        self.report.refresh()
 
     def _finish(self) -> float:
         """Write the final model and the report; return the objective."""
@@ -221,10 +237,9 @@ class Trainer:
         """Return what a checkpoint needs beside weights and optimiser."""
         return {
             **vars(self.progress),
-            "step": self.update.step,
-            "skipped": self.update.skipped,
+            "update": self.update.state_dict(),
             "kl": self.kl.state_dict(),
-            "reference": self.reference,
+            "reference": self.retrieve_kl.sha256,  # a resumed run must have the same
         }
 
     def resume(self) -> None:
@@ -240,12 +255,12 @@ class Trainer:
         self.display.resumed(done, text if newest else "from iteration 0, there is no checkpoint")
 
     def _restore(self, state: dict[str, Any]) -> None:
-        if state["reference"] != self.reference:
+        if state["reference"] != self.retrieve_kl.sha256:
             raise ValueError(
                 f"expected the reference {state['reference'][:12]} of this run, got "
-                f"{self.reference[:12]}; put the old model back, or start a new run"
+                f"{self.retrieve_kl.sha256[:12]}; put the old model back, or start a new run"
             )
-        self.update.step, self.update.skipped = state["step"], state["skipped"]
+        self.update.load_state_dict(state["update"])
         self.kl.load_state_dict(state["kl"])
         self.progress = Progress(**{part.name: state[part.name] for part in fields(Progress)})
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import chain
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from policies.packing import groups, pack_rows
 from policies.scorer import Scorer
+from trainer.entropy import EntropyBonus
 from trainer.losses import weights
 from trainer.objectives import Terms
 from trainer.runtime import Runtime
@@ -24,6 +26,8 @@ TENSORS = (
     "masks",
     "log_probs",
     "ref_log_probs",
+    "old_log_probs",
+    "mismatch",
     "loss_mask",
     "advantage",
     "value",
@@ -40,6 +44,8 @@ class Update:
     `scorer` is the module that `accelerator.prepare` returned; `lr` maps the optimiser step
     (0-based) to a learning rate; `micro_batch_tokens` bounds the padded tokens of one backward.
     A parameter group's own "scale" multiplies the rate, and it waits for the iteration "since".
+    `entropy_*` are the `EntropyBonus`'s. With `target_kl` (nats per token) an iteration ends before
+    the step of the first minibatch whose kl/behaviour_k3, over all ranks, is above it.
     """
 
     def __init__(
@@ -57,6 +63,9 @@ class Update:
         max_tokens: int = 1,
         max_grad_norm: float = 1.0,
         reference: Scorer | None = None,
+        entropy_coeff: float = 0.0,
+        entropy_target: float | None = None,
+        target_kl: float | None = None,
     ) -> None:
         self.scorer, self.optimizer, self.objective, self.runtime = (
             scorer,
@@ -69,6 +78,8 @@ class Update:
         self.aggregation, self.max_tokens = aggregation, max_tokens
         self.max_grad_norm = max_grad_norm
         self.reference = reference if objective.needs_reference else None
+        self.entropy = EntropyBonus(entropy_coeff, target=entropy_target)
+        self.target_kl = target_kl
         self.step = 0
         self.skipped = 0
 
@@ -76,21 +87,42 @@ class Update:
         """Take the optimiser steps of one iteration; return the metrics of its last epoch."""
         self.scorer.train()
         log, first = _Log(), dict[str, float]()
-        for _ in range(self.epochs):
-            log = _Log()
-            for rows in split_rows(batch, self.minibatches):
-                self._step(take(batch, rows), log)
-                # Before the first step the weights are still those that sampled.
-                first = first or log.result(self.runtime)
+        parts = split_rows(batch, self.minibatches) * self.epochs
+        start, left = self.step, 0
+        for number, rows in enumerate(parts):
+            log = log if number % self.minibatches else _Log()
+            if not self._step(take(batch, rows), log):
+                left = len(parts) - number
+                break
+            # Before the first step the weights are still those that sampled.
+            first = first or log.result(self.runtime)
+        self.step = start + len(parts)  # schedules count the steps left out too
         self.scorer.eval()
         metrics = log.result(self.runtime)
         if "kl/mismatch" in first:
             metrics["kl/mismatch"] = first["kl/mismatch"]
         metrics["optim/skipped_steps"] = float(self.skipped)
+        if self.target_kl is not None:
+            metrics["optim/early_stopped"] = left / len(parts)
+        metrics["policy/entropy_coeff"] = self.entropy.coeff
+        if "policy/entropy" in metrics:
+            self.entropy.update(metrics["policy/entropy"])
         return metrics
 
-    def _step(self, batch: TensorDictBase, log: "_Log") -> None:
-        """Take one optimiser step on a minibatch; an empty or non-finite one is skipped."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs beside weights and optimiser."""
+        return {"step": self.step, "skipped": self.skipped, "entropy": self.entropy.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up where a checkpoint stopped."""
+        self.step, self.skipped = state["step"], state["skipped"]
+        self.entropy.load_state_dict(state["entropy"])
+
+    def _step(self, batch: TensorDictBase, log: "_Log") -> bool:
+        """Take one optimiser step on a minibatch; an empty or non-finite one is skipped.
+
+        Return False, without the step, if the policy has moved further than `target_kl`.
+        """
         mask = batch.get("loss_mask")
         totals = {"tokens": float(mask.sum()), "rows": float(mask.any(-1).sum())}
         totals = self.runtime.sums(totals)
@@ -99,7 +131,7 @@ class Update:
         self.step += 1
         if totals["tokens"] == 0:
             self.skipped += 1
-            return
+            return True
         weight = weights(
             mask,
             self.aggregation,
@@ -108,21 +140,32 @@ class Update:
             max_tokens=self.max_tokens,
         )
         batch.set("weight", weight)
-        parts = self._micro_batches(batch)
+        parts, own = self._micro_batches(batch), _Log()
         for number, rows in enumerate(parts):
-            self._backward(take(batch, rows), log, last=number + 1 == len(parts))
+            self._backward(take(batch, rows), own, last=number + 1 == len(parts))
         limit = self.max_grad_norm or math.inf
         norm = float(self.runtime.accelerator.clip_grad_norm_(self.scorer.parameters(), limit))
+        own.note("optim/lr", rate)
+        own.note("optim/grad_norm", norm)
+        log.join(own)
+        far = self._is_far(own)
         for group in self.optimizer.param_groups:
             waits = iteration < group.get("since", 0)
             group["lr"] = 0.0 if waits else rate * group.get("scale", 1.0)
-        if math.isfinite(norm):  # gradients are reduced, so all ranks agree
+        if math.isfinite(norm) and not far:  # gradients are reduced, so all ranks agree
             self.optimizer.step()
-        else:
-            self.skipped += 1
+        self.skipped += not math.isfinite(norm)
         self.optimizer.zero_grad(set_to_none=True)
-        log.note("optim/lr", rate)
-        log.note("optim/grad_norm", norm)
+        return not far
+
+    def _is_far(self, log: "_Log") -> bool:
+        """Return whether the policy has moved further than `target_kl` from the one that sampled.
+
+        That is KL(gen || curr) by k3 over the tokens of all ranks, so all of them agree.
+        """
+        if self.target_kl is None:
+            return False
+        return log.result(self.runtime)["kl/behaviour_k3"] > self.target_kl
 
     def _backward(self, batch: TensorDictBase, log: "_Log", *, last: bool) -> None:
         accelerator = self.runtime.accelerator
@@ -134,11 +177,12 @@ class Update:
                 temperature=batch.get("temperature"),
                 group_id=batch.get("group_id", None),
                 entropy=True,
+                learn_entropy=self.entropy.coeff > 0,
                 reference=self.reference,
             )
             terms = self.objective(scores, batch)
-            weight = batch.get("weight")
-            losses = {name: (weight * term).sum() for name, term in terms.loss.items()}
+            weight, loss = batch.get("weight"), terms.loss | self.entropy(scores)
+            losses = {name: (weight * term).sum() for name, term in loss.items()}
             # DDP averages over ranks; weight is already global.
             accelerator.backward(sum(losses.values()) * self.runtime.ranks)
         log.add(terms, losses, batch.get("loss_mask"))
@@ -195,6 +239,15 @@ class _Log:
             if value.numel():  # a rank that has run out of rows takes part without any
                 most = value.max()
                 self.maxima[name] = torch.maximum(self.maxima.get(name, most), most)
+
+    def join(self, other: "_Log") -> None:
+        """Add what another one holds."""
+        for name, value in other.sums.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value
+        for name, value in other.maxima.items():
+            self.maxima[name] = torch.maximum(self.maxima.get(name, value), value)
+        for name, values in other.notes.items():
+            self.notes[name] = self.notes.get(name, []) + values
 
     def note(self, name: str, value: float) -> None:
         """Keep a number of an optimiser step."""

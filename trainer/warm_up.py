@@ -1,9 +1,11 @@
 """Models that another experiment trains first: experiment:<name>, run once and kept. Torch-free."""
 
 import hashlib
+import inspect
 import json
 import shutil
 from collections.abc import Callable
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from policies.cache import build_once, cache_dir
 from trainer.lock import held
 
 PREFIX = "experiment:"
+IRRELEVANT = ("tracker", "launch", "checkpoint", "mode", "preflight")  # to what is learnt
 
 
 def resolve_experiment(
@@ -19,20 +22,14 @@ def resolve_experiment(
 ) -> str:
     """Return the model folder of a finished experiment, from the cache or by running it now.
 
-    The cache is keyed by the experiment's resolved configuration and leash's version. `start` runs
-    a configuration in a folder; its `model` is what is kept.
+    The cache is keyed by the experiment's resolved configuration, the file of its task and leash's
+    version. `start` runs a configuration in a folder; its `model` is what is kept.
     """
     if not name.startswith(PREFIX):
         return name
     experiment = name.removeprefix(PREFIX)
     config = compose(experiment)
-    try:
-        release = version("leash")
-    except PackageNotFoundError:
-        release = "source"
-    kept = {k: v for k, v in config.items() if k not in ("tracker", "launch", "checkpoint")}
-    text = json.dumps([kept, release], sort_keys=True)
-    key = hashlib.sha256(text.encode()).hexdigest()[:12]
+    folder = kept_in(experiment, config)
 
     def build(work: Path) -> dict[str, Any]:
         print(f"{experiment} is not in the cache yet: running it first", flush=True)
@@ -44,6 +41,24 @@ def resolve_experiment(
         shutil.rmtree(run_folder)
         return {"experiment": experiment, "config": config}
 
-    folder = cache_dir() / "experiments" / f"{experiment}-{key}"
     build_once(folder, build)
     return str(folder / "model")
+
+
+def kept_in(experiment: str, config: dict[str, Any]) -> Path:
+    """Return the folder of the cache for an experiment with this configuration."""
+    try:
+        release = version("leash")
+    except PackageNotFoundError:
+        release = "source"
+    kept = {k: v for k, v in config.items() if k not in IRRELEVANT}
+    text = json.dumps([kept, release, _source(config)], sort_keys=True)
+    key = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return cache_dir() / "experiments" / f"{experiment}-{key}"
+
+
+def _source(config: dict[str, Any]) -> str:
+    """Return the text of the file that the task stands in: an edited task is another one."""
+    target = config.get("env", {}).get("task", {}).get("_target_", "")
+    module, _, name = target.rpartition(".")
+    return Path(inspect.getfile(getattr(import_module(module), name))).read_text() if name else ""

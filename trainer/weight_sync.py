@@ -1,6 +1,7 @@
 """Weight sync: the generator gets the policy's new weights after each update, and proves it.
 
-Left out on purpose: weights that are spread over ranks (FSDP, DeepSpeed) or adapters (LoRA).
+An adapter (LoRA) is merged into what the generator gets.
+Left out on purpose: weights that are spread over ranks (FSDP, DeepSpeed).
 """
 
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from policies.lora import merged_weights
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 
 TOLERANCE = 1e-3  # nats a token, of two float32 engines; bfloat16 needs about 0.1
@@ -40,7 +42,7 @@ def weight_sync(
     probe = _probe(policy) if probe is None else probe
     expected = _log_probs(policy, probe)
     before = _distance(expected, _log_probs(generator, probe))
-    generator.load_weights(policy.model.state_dict().items())
+    generator.load_weights(merged_weights(policy.model).items())
     after = _distance(expected, _log_probs(generator, probe))
     if not after <= tolerance:
         raise RuntimeError(

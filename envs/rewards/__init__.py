@@ -1,13 +1,20 @@
-"""Rewards read from replies. Names load on first use (PEP 562): importing this costs no torch."""
+"""Rewards: read from replies, and summed from several. Loads names on first use, without torch."""
 
 from importlib import import_module
 from typing import Any
 
 _HOME = {
     "CountdownRewardParser": "parsers",
+    "Function": "functions",
     "GSM8KRewardParser": "parsers",
+    "InProcess": "workers",
+    "Judge": "judge",
     "MATHRewardParser": "parsers",
+    "RewardFunction": "functions",
+    "RewardModel": "learnt",
     "RewardParser": "parsers",
+    "Rewarded": "rewarded",
+    "Workers": "workers",
     "same_mathematics": "answers",
     "solves_countdown": "answers",
 }

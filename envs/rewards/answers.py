@@ -9,6 +9,7 @@ import ast
 import operator
 import re
 from collections import Counter
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 from envs.tasks.math_words import (
@@ -83,7 +84,7 @@ def same_mathematics(said: str, solution: str, *, symbolic: bool = False) -> boo
     """
     right = final_answer(solution)
     if symbolic:
-        return _verify(said, right)
+        return symbolic_check()(said, right)
     if max(len(said), len(right)) > LONGEST:
         return said == right
     one, other = _plain(final_answer(said)), _plain(right)
@@ -140,12 +141,13 @@ def _number(text: str) -> Fraction | None:
     return (added + top / bottom) * (-1 if found[1] else 1)
 
 
-def _verify(said: str, right: str) -> bool:
+def symbolic_check() -> Callable[[str, str], bool]:
+    """Return what compares two LaTeX answers by math-verify; ImportError without it."""
     try:
         from math_verify import parse, verify  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ImportError("symbolic=True needs math-verify: pip install leash[math]") from error
-    return bool(verify(parse(f"${right}$"), parse(f"${said}$")))
+    return lambda said, right: bool(verify(parse(f"${right}$"), parse(f"${said}$")))
 
 
 def solves_countdown(said: str, solution: str) -> bool:
@@ -160,14 +162,24 @@ def solves_countdown(said: str, solution: str) -> bool:
     target, numbers = TARGET.search(solution), NUMBERS.search(solution)
     if target is None or numbers is None:
         raise ValueError(f"expected 'target=<int>, numbers=<int>,<int>,...', got {solution[:80]!r}")
-    given = Counter(int(n) for n in re.findall(r"\d+", numbers[1]))
-    used: Counter[int] = Counter()
+    given = [int(n) for n in re.findall(r"\d+", numbers[1])]
+    return countdown_value(said, given) == int(target[1])
+
+
+def countdown_value(said: str, numbers: Sequence[int]) -> Fraction | None:
+    """Return the exact value of an expression of these numbers, each used at most once, else None.
+
+    >>> countdown_value("(3 - 2) / 4", [2, 3, 4]), countdown_value("3 + 3", [2, 3, 4])
+    (Fraction(1, 4), None)
+    """
+    said, used = said.strip(), Counter[int]()
+    if len(said) > LONGEST:
+        return None
     try:
-        tree = ast.parse(said.strip()[: LONGEST + 1], mode="eval").body
-        value = _value(tree, used)
+        value = _value(ast.parse(said, mode="eval").body, used)
     except UNREADABLE:
-        return False
-    return len(said.strip()) <= LONGEST and not used - given and value == int(target[1])
+        return None
+    return None if used - Counter(numbers) else value
 
 
 def _value(node: ast.AST, used: Counter[int]) -> Fraction:

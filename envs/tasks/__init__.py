@@ -4,13 +4,21 @@ from importlib import import_module
 from typing import Any
 
 _HOME = {
+    "Arithmetic": "arithmetic",
+    "Calculator": "calculator",
     "Chats": "dataset",
+    "Countdown": "countdown",
     "DatasetTask": "dataset",
     "Facts": "facts",
+    "Guess": "guess",
     "LearntReward": "learnt_reward",
+    "MathProblems": "math_problems",
     "MathWords": "math_words",
+    "Mix": "mix",
     "Preferences": "preferences",
+    "ReasoningGym": "reasoning_gym",
     "Reply": "task",
+    "Reviews": "reviews",
     "Reward": "task",
     "Row": "task",
     "SortDigits": "sort_digits",

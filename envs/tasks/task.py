@@ -24,11 +24,17 @@ class Reply:
 
 @dataclass(frozen=True)
 class Reward:
-    """What a reply earns, its logged parts, and whether accuracy counts it as right."""
+    """What a reply earns, its logged parts, and whether accuracy counts it as right.
+
+    A part that does not apply to the reply is math.nan: its mean leaves the reply out. `errors` is
+    how many reward functions failed on it; `dropped`: nobody may learn from it or its group.
+    """
 
     total: float
     parts: dict[str, float]
     success: bool
+    errors: int = 0
+    dropped: bool = False
 
 
 class Task:
@@ -71,6 +77,16 @@ class Task:
     def make_example(self) -> Row:
         """Return one typical row, for specs and documentation."""
         return self.rows("train")[0]
+
+    def part_names(self) -> list[str]:
+        """Return the names of the reward parts, which an empty reply shows."""
+        row = self.make_example()
+        empty = Reply("", True, [*row["messages"], assistant("")])
+        return sorted(self.rewards([row], [empty])[0].parts)
+
+    def label(self, row: Row) -> str | None:
+        """Return the name under which accuracy on this row is logged apart; None: it is not."""
+        return None
 
 
 def user(content: str) -> Message:

@@ -1,4 +1,4 @@
-"""A Python interpreter as a tool: the ```python blocks of a reply run in a sandbox."""
+"""Python for a chat: the ```python blocks of a reply, or calls of a tool, run in a sandbox."""
 
 from __future__ import annotations
 
@@ -82,3 +82,27 @@ class PythonInterpreter(ToolTransformBase):
             how = "ran" if ran.ok else "failed"
             results.append(f"Code block {number} {how}:\n{ran.output}".rstrip())
         return results or None
+
+
+class PythonTool:
+    """Run Python code and return what it prints.
+
+    A tool for a `ToolRegistry`, python(code); the line above is what it tells the policy. Each call
+    has a sandbox of its own, with `limits` as `Sandbox` names them (timeout, memory, file_size,
+    processes, max_output).
+    """
+
+    name = "python"
+    schema_in = {"code": str}  # noqa: RUF012
+
+    def __init__(self, **limits: Any) -> None:
+        Sandbox(**limits)  # wrong limits are an error now, not in the first call
+        self._limits = limits
+
+    def __call__(self, code: str) -> str:
+        """Return the output; RuntimeError with it if the code failed."""
+        with Sandbox(**self._limits) as box:
+            ran = box.run(code)
+        if not ran.ok:
+            raise RuntimeError(ran.output.rstrip())
+        return ran.output.rstrip()

@@ -1,0 +1,58 @@
+"""What steers a run on replies: kl.controller, and the parts that an algorithm takes as nodes.
+
+Torch-free. Findings are as in conf/checks.py.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+MAX_ERROR = 0.2  # as in trainer/kl_control.py
+
+
+def findings(cfg: dict[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with kl.controller, algorithm.shaping and algorithm.mismatch."""
+    algorithm = cfg["algorithm"]
+    yield from _parts(algorithm)
+    replies = cfg["trainer"]["prompts_per_iteration"] * algorithm["group_size"]
+    yield from _steering(cfg["kl"], replies)
+
+
+def _parts(algorithm: dict[str, Any]) -> Iterator[str]:
+    shaping, mismatch = algorithm["shaping"] or {}, algorithm["mismatch"]
+    if not isinstance(shaping, dict) or not all(map(_is_node, shaping.values())):
+        yield (
+            "expected algorithm.shaping to be names with nodes, {drop: {_target_: "
+            f"trainer.DropTruncated}}}}, or null, got {shaping!r}"
+        )
+    if mismatch is not None and not _is_node(mismatch):
+        yield (
+            "expected algorithm.mismatch to be {_target_: trainer.Mismatch, ...} or null, got "
+            f"{mismatch!r}"
+        )
+
+
+def _is_node(value: Any) -> bool:
+    return isinstance(value, dict) and "_target_" in value
+
+
+def _steering(kl: dict[str, Any], replies: int) -> Iterator[str]:
+    kind = kl["controller"]
+    for key, owner in (("target", "adaptive"), ("end", "linear")):
+        if kl[key] is None and kind == owner:
+            yield f"kl.controller={kind} needs kl.{key}, got none; give kl.{key}=..."
+        if kl[key] is not None and kind != owner:
+            yield f"kl.{key} is for kl.controller={owner}, got {kind}; leave kl.{key} out"
+    if kind != "adaptive":
+        return
+    if not 0 < kl["target"] < math.inf:
+        yield f"expected kl.target > 0 nats a reply, got {kl['target']}"
+    if kl["coeff"] == 0:
+        yield "kl.controller=adaptive multiplies kl.coeff, which stays 0; start from kl.coeff=0.01"
+    if not kl["measure"]:
+        yield "kl.controller=adaptive follows the measured KL; set kl.measure=true"
+    if kl["horizon"] <= MAX_ERROR * replies:
+        yield (
+            f"expected kl.horizon > {MAX_ERROR * replies:g}, a fifth of an iteration's {replies} "
+            f"replies, got {kl['horizon']:g}: the coefficient would not stay positive"
+        )

@@ -1,0 +1,158 @@
+"""What is asked of leash beside training: preflight=true, mode=chat, evaluate or export.
+
+It runs in worker processes as a run does, on the same parts, in a folder that is removed.
+Torch-free.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from conf import compose
+from conf.sweeps import check_single
+from trainer.launch import start
+from trainer.warm_up import PREFIX, kept_in
+
+WHERE = ("policy.device", "launch", "seed")
+REPLIES = ("policy.max_new_tokens", "policy.max_prompt_tokens", "policy.system_prompt")
+MAY = {  # what may be given beside resume=, by mode
+    "chat": ("policy.temperature", *REPLIES, "kl.reference", *WHERE),
+    "evaluate": ("eval", *REPLIES, "kl.reference", "env", "output_dir", *WHERE),
+    "export": ("output_dir", "policy.device"),
+}
+# Chat and export play no rows: the data of the run need not be there.
+NO_DATA = {
+    "max_turns": 1,
+    "dataset": None,
+    "eval_dataset": None,
+    "columns": {"messages": None, "question": None, "answer": None},
+    "split": "train",
+    "eval_split": None,
+    "rewards": {},
+    "task_weight": 1.0,
+    "transforms": {},
+    "task": {"_target_": "envs.tasks.SortDigits", "num_rows": 1000},
+}
+SILENT = {"_target_": "trainer.JsonlTracker", "keep_transcripts": False}
+
+
+def asked(words: Sequence[str]) -> dict[str, Any] | None:
+    """Return the checked configuration of what is asked beside training; None if it is training.
+
+    Any fault is a ValueError. With a flag that only shows something it is left to Hydra.
+    """
+    overrides = [word for word in words if not word.startswith("-")]
+    given = {key: value for key, _, value in (word.partition("=") for word in overrides)}
+    mode, flags = given.get("mode", "train"), set(words) - set(overrides)
+    if (mode == "train" and "preflight" not in given) or flags - {"-m", "--multirun"}:
+        return None
+    if given.get("resume") and mode in MAY:
+        if flags:
+            raise ValueError(f"mode={mode} is about one run, got {' '.join(flags)}; leave it out")
+        return _of_run(mode, given["resume"], overrides)
+    if given.get("resume") and "preflight" in given:
+        raise ValueError("preflight checks a new run, got resume=; leave one of them out")
+    check_single(overrides)
+    config = compose.compose_checked(overrides)
+    if mode == "train" and not config["preflight"]:
+        return None
+    if flags:
+        what = "preflight" if config["preflight"] else f"mode={mode}"
+        raise ValueError(f"{what} is about one run, got {' '.join(flags)}; leave it out")
+    return _of_start(config, overrides)
+
+
+def carry_out(config: dict[str, Any], **ours: Any) -> int:
+    """Do what `asked` returned in fresh processes; return the exit code, 1 if it found problems."""
+    folder, keep = Path(tempfile.mkdtemp(prefix="leash-")), False
+    try:
+        return int(start(config, folder, **ours) > 0)
+    except RuntimeError as error:
+        keep = str(folder) in str(error)  # it names the traceback there
+        raise
+    finally:
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _of_run(mode: str, folder: str, overrides: list[str]) -> dict[str, Any]:
+    """Return the configuration for a mode on what a run trained."""
+    rest = [w for w in overrides if w not in (f"mode={mode}", f"resume={folder}")]
+    instead = {"env": NO_DATA} if mode in ("chat", "export") else {}
+    config = compose.load_for_resume(folder, rest, may=MAY[mode], mode=mode, **instead)
+    _check_replies(config)
+    named = any(word.startswith("output_dir=") for word in rest)
+    if mode == "export":
+        _check_target(config["output_dir"] if named else None)
+    elif not named:
+        config["output_dir"] = folder
+    return _aside(config)
+
+
+def _of_start(config: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
+    """Return the configuration for a preflight, or for a mode on a model that no run trained."""
+    mode = config["mode"]
+    if config["preflight"]:
+        if mode != "train":
+            raise ValueError(f"preflight checks training, got mode={mode}; leave one of them out")
+        config["trains_first"] = sorted(set(_without_warm_up(config, compose.compose_experiment)))
+        config["tracker"] = SILENT
+        return config
+    if mode == "export":
+        raise ValueError("mode=export writes the model of a run; give resume=<run folder>")
+    _check_replies(config)
+    if mode == "evaluate" and not config["output_dir"]:
+        config["output_dir"] = str(compose.run_folder(overrides))
+    return _aside(config)
+
+
+def _aside(config: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what only training needs; chat and evaluate compare with a reference."""
+    mode = config["mode"]
+    config["kl"]["measure"] = mode != "export"
+    config["algorithm"]["advantage"] = {"_target_": "trainer.NoAdvantage"}  # no critic
+    config["tracker"] = SILENT
+    if mode != "evaluate":
+        config["launch"]["num_processes"] = 1
+    return config
+
+
+def _check_replies(config: dict[str, Any]) -> None:
+    if config["policy"]["_target_"] == "policies.load_reward_model":
+        what = f"mode={config['mode']} is for models that reply"
+        raise ValueError(f"{what}, got a reward model; name a run of SFT, GRPO or PPO")
+
+
+def _check_target(folder: str | None) -> None:
+    if not folder:
+        raise ValueError("mode=export needs a folder to write to; give output_dir=<folder>")
+    path = Path(folder).expanduser()
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ValueError(f"output_dir={folder} is there already; name a folder that is new")
+
+
+def _without_warm_up(node: Any, compose: Callable[[str], dict[str, Any]]) -> Iterator[str]:
+    """Put what is there in the place of each experiment:<name>; yield those not trained yet.
+
+    A policy or a reference is then the model that its warm-up starts from.
+    """
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+        if isinstance(value, dict | list):
+            yield from _without_warm_up(value, compose)
+        elif isinstance(value, str) and value.startswith(PREFIX):
+            name = value.removeprefix(PREFIX)
+            config = compose(name)
+            model = kept_in(name, config) / "model"
+            if model.is_dir():
+                node[key] = str(model)
+                continue
+            if key not in ("model", "reference") or config["policy"]["_target_"].endswith("_model"):
+                raise ValueError(
+                    f"{value} is not in the cache, and a preflight trains nothing; start the run "
+                    "once, it trains that first"
+                )
+            yield name
+            yield from _without_warm_up(config["policy"], compose)
+            node[key] = config["policy"]["model"]

@@ -1,0 +1,131 @@
+"""Reward functions: one number for a reply, which `Rewarded` weighs and sums.
+
+A function takes (row, reply), as `Task.reward` does, and returns a number. What went wrong with a
+reply is returned in the number's place, so that `on_error` decides for each reply alone.
+Left out on purpose: a time-out for plain functions, which nothing can stop in their own process;
+`InProcess` is for those that may hang.
+"""
+
+import asyncio
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from envs.tasks.task import Reply, Row
+
+Score = float | Exception
+ON_ERROR = ("raise", "zero", "drop_group")
+
+
+class Refused(Exception):
+    """An error of the set-up, not of a reply: it ends the run whatever `on_error` says."""
+
+
+class RewardFunction:
+    """The base: a weight, what an error means, and `scores`, which a subclass overrides.
+
+    `on_error`: "raise" ends the run; "zero" counts the reply as 0; "drop_group" takes all replies
+    to its prompt out of the loss and of the reward metrics. Both are counted in `reward/errors`.
+    """
+
+    def __init__(self, *, weight: float = 1.0, on_error: str = "raise") -> None:
+        if on_error not in ON_ERROR:
+            raise ValueError(f"expected on_error in {', '.join(ON_ERROR)}, got {on_error!r}")
+        if not math.isfinite(weight):
+            raise ValueError(f"expected a finite weight, got {weight}")
+        self.weight, self.on_error = weight, on_error
+
+    def scores(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Score]:
+        """Return for each reply its score, or what went wrong."""
+        raise NotImplementedError(f"{type(self).__name__} has no scores(rows, replies)")
+
+
+class Function(RewardFunction):
+    """A function of (row, reply), plain or async.
+
+    Async ones run together, `at_once` at a time, each with a `timeout` in seconds (null: none).
+
+    >>> short = Function(lambda row, reply: 1 / len(reply.text))
+    >>> short.scores([{}, {}], [Reply("four", True, []), Reply("", True, [])])
+    [0.25, ZeroDivisionError('division by zero')]
+    """
+
+    def __init__(
+        self,
+        function: Callable[[Row, Reply], Any],
+        *,
+        weight: float = 1.0,
+        on_error: str = "raise",
+        timeout: float | None = None,
+        at_once: int = 32,
+    ) -> None:
+        super().__init__(weight=weight, on_error=on_error)
+        if at_once < 1 or (timeout is not None and not timeout > 0):
+            raise ValueError(f"expected timeout > 0 and at_once >= 1, got {timeout} and {at_once}")
+        self.function, self.timeout, self.at_once = function, timeout, at_once
+        self.waits = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+            getattr(function, "__call__", None)  # noqa: B004  an object with an async __call__
+        )
+        if timeout is not None and not self.waits:
+            raise ValueError(
+                f"expected an async function beside timeout={timeout}: a plain one cannot be "
+                "stopped; name it in an envs.rewards.InProcess"
+            )
+
+    def scores(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Score]:
+        """Return each reply's score, or the error that the function raised."""
+        if self.waits:
+            return gather(self.function, rows, replies, timeout=self.timeout, at_once=self.at_once)
+        return [self._score(row, reply) for row, reply in zip(rows, replies, strict=True)]
+
+    def _score(self, row: Row, reply: Reply) -> Score:
+        try:
+            return as_score(self.function(row, reply))
+        except Exception as error:  # anybody's code
+            return error
+
+
+def as_score(value: Any) -> float:
+    """Return a reward as a float; ValueError unless it is a finite number."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"expected a finite number as the reward, got {value!r:.80}")
+    return number
+
+
+def gather(
+    function: Callable[[Row, Reply], Awaitable[Any]],
+    rows: Sequence[Row],
+    replies: Sequence[Reply],
+    *,
+    timeout: float | None,
+    at_once: int,
+) -> list[Score]:
+    """Return the scores of an async function for all replies, run together."""
+
+    async def everything() -> list[Score]:
+        free = asyncio.Semaphore(at_once)
+
+        async def one(row: Row, reply: Reply) -> Score:
+            async with free:
+                try:
+                    return as_score(await asyncio.wait_for(function(row, reply), timeout))
+                except Exception as error:  # anybody's code
+                    if timeout and isinstance(error, TimeoutError):
+                        return TimeoutError(f"no reward within {timeout:g} s")
+                    return error
+
+        pairs = zip(rows, replies, strict=True)
+        return list(await asyncio.gather(*(one(row, reply) for row, reply in pairs)))
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(everything())
+    with ThreadPoolExecutor(1) as pool:  # called inside a loop, as in a notebook
+        return pool.submit(asyncio.run, everything()).result()

@@ -1,0 +1,124 @@
+"""Several weighted rewards for the replies of one task: `env.rewards` in a configuration."""
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+
+from envs.rewards.functions import Refused, RewardFunction, Score
+from envs.tasks.task import Message, Reply, Reward, Row, Split, Task
+
+
+class Rewarded(Task):
+    """A task whose replies earn `task_weight` times its own reward plus what `rewards` give.
+
+    `rewards` by name; each one's unweighted score is the reward part of that name. Success is the
+    task's own; of a task that rewards nothing, a total above 0.
+
+    >>> from envs.rewards import Function
+    >>> from envs.tasks import SortDigits
+    >>> short = Function(lambda row, reply: len(reply.text) < 9, weight=0.5)
+    >>> task = Rewarded(SortDigits(num_rows=1), {"short": short})
+    >>> done = task.reward(SortDigits().row("21"), Reply("12", True, []))
+    >>> done.total, done.parts
+    (1.5, {'exact': 1.0, 'format': 1.0, 'short': 1.0})
+    """
+
+    def __init__(
+        self, task: Task, rewards: Mapping[str, RewardFunction], *, task_weight: float = 1.0
+    ) -> None:
+        for name, function in rewards.items():
+            if not isinstance(function, RewardFunction):
+                raise ValueError(
+                    f"env.rewards.{name}: expected an envs.rewards.RewardFunction, got "
+                    f"{type(function).__name__}; envs.rewards.Function takes any function"
+                )
+        self.task, self.functions, self.task_weight = task, dict(rewards), task_weight
+        self.judges = rewards_anything(task)
+        self._told: set[str] = set()  # functions whose first error was told
+
+    def rows(self, split: Split) -> Sequence[Row]:
+        """Return the task's rows."""
+        return self.task.rows(split)
+
+    def demonstrations(self) -> Sequence[Row]:
+        """Return the task's demonstrations."""
+        return self.task.demonstrations()
+
+    def respond(self, row: Row, reply: Reply) -> list[Message]:
+        """Return what follows the reply by the task."""
+        return self.task.respond(row, reply)
+
+    def make_example(self) -> Row:
+        """Return the task's example."""
+        return self.task.make_example()
+
+    def label(self, row: Row) -> str | None:
+        """Return the task's label of the row."""
+        return self.task.label(row)
+
+    def part_names(self) -> list[str]:
+        """Return the parts of the task and the names of the rewards, without asking for any."""
+        own = self.task.part_names() if self.judges else []
+        self._check_names(own)
+        return sorted([*own, *self.functions])
+
+    def reward(self, row: Row, reply: Reply) -> Reward:
+        """Return what one reply earns."""
+        return self.rewards([row], [reply])[0]
+
+    def rewards(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Reward]:
+        """Return what each reply earns by all rewards together."""
+        own = [Reward(0.0, {}, False)] * len(rows)
+        if self.judges:
+            own = list(self.task.rewards(rows, replies))
+            self._check_names(own[0].parts if own else ())
+        scores = {name: f.scores(rows, replies) for name, f in self.functions.items()}
+        return [
+            self._sum(reward, {name: found[i] for name, found in scores.items()})
+            for i, reward in enumerate(own)
+        ]
+
+    def _sum(self, own: Reward, scores: Mapping[str, Score]) -> Reward:
+        """Return the task's own reward with these scores added."""
+        total, parts = self.task_weight * own.total, dict(own.parts)
+        errors, dropped = own.errors, own.dropped
+        for name, score in scores.items():
+            function = self.functions[name]
+            if isinstance(score, Exception):
+                self._tell(name, score)
+                errors, parts[name] = errors + 1, math.nan
+                dropped |= function.on_error == "drop_group"
+            else:
+                total, parts[name] = total + function.weight * score, score
+        success = own.success if self.judges else total > 0
+        return dataclasses.replace(
+            own, total=total, parts=parts, success=success, errors=errors, dropped=dropped
+        )
+
+    def _tell(self, name: str, error: Exception) -> None:
+        """Raise an error that ends the run; warn of the first one that does not."""
+        action = self.functions[name].on_error
+        text = f"reward {name}: {type(error).__name__}: {error}"
+        if isinstance(error, Refused):
+            raise RuntimeError(text) from error
+        if action == "raise":
+            remedy = f"correct it, or set env.rewards.{name}.on_error=zero or drop_group"
+            raise RuntimeError(f"{text}; {remedy}") from error
+        if name not in self._told:
+            self._told.add(name)
+            warnings.warn(f"{text} (on_error={action}; counted in reward/errors)", stacklevel=2)
+
+    def _check_names(self, parts: Sequence[str] | Mapping[str, float]) -> None:
+        shared = sorted(set(parts) & set(self.functions))
+        if shared:
+            raise ValueError(
+                f"expected names in env.rewards other than the task's own parts "
+                f"{', '.join(sorted(parts))}, got {', '.join(shared)}; rename"
+            )
+
+
+def rewards_anything(task: Task) -> bool:
+    """Return whether a task has a reward of its own."""
+    kind = type(task)
+    return kind.reward is not Task.reward or kind.rewards is not Task.rewards

@@ -1,0 +1,120 @@
+"""Guess a hidden digit by being told "> 4" or "< 4": several turns, for the tiny model.
+
+The question numbers the game; which digit of 1 to 7 it hides, only the replies tell. With t guesses
+binary search wins 2^t - 1 of the 7 games, which is the optimum: 1, 3 and 7 for t = 1, 2 and 3.
+Whoever does not listen wins at most t of them.
+Half of the demonstrations listen (each guess is one of the digits that are left, at random); the
+others guess blindly. With 3 guesses the former win 0.68 of their games, the latter 0.37.
+Held out are whole games, one in eight by a hash.
+"""
+
+import random
+import re
+import zlib
+from collections.abc import Sequence
+from functools import cached_property
+
+from envs.tasks.task import Message, Reply, Reward, Row, Split, Task, assistant, check_split, user
+
+QUESTION = "Game {}: digit 1 to 7?"
+DIGITS = range(1, 8)
+GAMES = range(100, 1000)  # their numbers
+HELD_OUT = 8  # one game in so many
+EVAL_ROWS = 70
+TURNS = 3  # guesses of a demonstration
+LISTEN = 0.5  # share of the demonstrations
+
+
+class Guess(Task):
+    """Questions such as "Game 471: digit 1 to 7?", `env.max_turns` guesses each.
+
+    `num_rows` train rows, a function of `seed`; the eval rows are ten games a digit. The reward is
+    1 for the digit, ended by itself, else 0; what is no digit ends the game. `reward_part/won` is
+    the reward, `reward_part/guesses` counts the guesses.
+
+    >>> task = Guess(num_rows=10)
+    >>> row = task.row(471, 3)
+    >>> row["messages"][0]["content"], row["answer"]
+    ('Game 471: digit 1 to 7?', 3)
+    >>> [task.respond(row, Reply(said, True, [])) for said in "53"]
+    [[{'role': 'user', 'content': '< 5'}], []]
+    """
+
+    def __init__(self, *, seed: int = 0, num_rows: int = 20_000) -> None:
+        if num_rows < 1:
+            raise ValueError(f"expected num_rows >= 1, got {num_rows}")
+        self.seed, self.num_rows = seed, num_rows
+
+    def rows(self, split: Split) -> Sequence[Row]:
+        """Return the rows of a split."""
+        check_split(split)
+        return self._train if split == "train" else self._eval
+
+    def row(self, game: int, digit: int) -> Row:
+        """Return the row of a game that hides a digit."""
+        return {"messages": [user(QUESTION.format(game))], "answer": digit}
+
+    def reward(self, row: Row, reply: Reply) -> Reward:
+        """Return 1 for the digit."""
+        guess = read_guess(reply)
+        won = guess == row["answer"]
+        parts = {"won": float(won), "guesses": float(guess is not None)}
+        return Reward(total=float(won), parts=parts, success=won)
+
+    def respond(self, row: Row, reply: Reply) -> list[Message]:
+        """Return in which direction the digit lies; nothing once it is found or none is said."""
+        guess = read_guess(reply)
+        if guess is None or guess == row["answer"]:
+            return []
+        return [user(f"{'>' if guess < row['answer'] else '<'} {guess}")]
+
+    def demonstrations(self) -> Sequence[Row]:
+        """Return the train rows played through, with some skill or with none."""
+        draw = random.Random(f"demonstrations {self.seed}")
+        return [
+            {**row, "messages": [*row["messages"], *self._played(row, draw)]} for row in self._train
+        ]
+
+    def _played(self, row: Row, draw: random.Random) -> list[Message]:
+        listens, messages = draw.random() < LISTEN, []
+        low, high = DIGITS[0], DIGITS[-1]
+        for _ in range(TURNS):
+            guess = draw.randint(low, high)
+            said = Reply(str(guess), True, [])
+            messages.append(assistant(said.text))
+            if not (told := self.respond(row, said)):
+                return messages
+            messages += told
+            if listens and guess < row["answer"]:
+                low = guess + 1
+            elif listens:
+                high = guess - 1
+        return messages[:-1]  # nobody answers the last guess
+
+    @cached_property
+    def _train(self) -> list[Row]:
+        return self._draw(f"train {self.seed}", self.num_rows, held_out=False)
+
+    @cached_property
+    def _eval(self) -> list[Row]:
+        return self._draw("eval", EVAL_ROWS, held_out=True)
+
+    def _draw(self, name: str, count: int, *, held_out: bool) -> list[Row]:
+        draw = random.Random(name)
+        games = [game for game in GAMES if is_held_out(game) == held_out]
+        return [self.row(draw.choice(games), DIGITS[i % len(DIGITS)]) for i in range(count)]
+
+
+def read_guess(reply: Reply) -> int | None:
+    """Return the digit that a whole reply is, None for any other reply.
+
+    >>> read_guess(Reply(" 4", True, [])), read_guess(Reply("4 or 5", True, []))
+    (4, None)
+    """
+    text = reply.text.strip()
+    return int(text) if reply.complete and re.fullmatch("[0-9]", text) else None
+
+
+def is_held_out(game: int) -> bool:
+    """Return whether the game of this number belongs to eval."""
+    return zlib.crc32(str(game).encode()) % HELD_OUT == 0

@@ -1,0 +1,78 @@
+"""Competition mathematics (MATH, Hendrycks et al. 2021, arXiv 2103.03874): answers in \\boxed{}."""
+
+import re
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+
+from envs.rewards.answers import same_mathematics, symbolic_check
+from envs.rewards.workers import Late, Workers
+from envs.tasks.math_words import MathWords, marked_answer, split_thoughts
+from envs.tasks.task import Reply, Reward, Row
+
+
+class MathProblems(MathWords):
+    """Problems whose answer is a formula; the reply marks its own by \\boxed, <answer> or ####.
+
+    The answers are compared as numbers and plain LaTeX; with `symbolic`, what that leaves open also
+    by math-verify, in a process of its own for at most `timeout` seconds each. A formula that only
+    repeats one of the question earns nothing there. Rows and parts as in `MathWords`.
+
+    >>> import pathlib, tempfile
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "one.jsonl"
+    >>> row = r'{"question": "Half of 3?", "answer": "It is $\\\\boxed{\\\\frac{3}{2}}$."}'
+    >>> _ = path.write_text(row)
+    >>> task = MathProblems(str(path), eval_dataset=str(path), symbolic=False)
+    >>> texts = (r"$\\boxed{1.5}$", "1.5", r"\\boxed{1}")
+    >>> [task.reward(task.rows("train")[0], Reply(text, True, [])).total for text in texts]
+    [1.0, 0.0, 0.0]
+    """
+
+    def __init__(
+        self,
+        dataset: str | None = None,
+        *,
+        symbolic: bool = True,
+        timeout: float = 10.0,
+        processes: int = 1,
+        **data: Any,
+    ) -> None:
+        super().__init__(dataset, **data)
+        if symbolic and find_spec("math_verify") is None:
+            raise ImportError(
+                "symbolic=True needs math-verify: pip install leash[math], or set "
+                "env.task.symbolic=false"
+            )
+        self.symbolic = symbolic
+        self._workers = Workers(Late(symbolic_check), timeout=timeout, processes=processes)
+
+    def reward(self, row: Row, reply: Reply) -> Reward:
+        """Return 1 if the reply's marked answer is the right one, else 0."""
+        return self.rewards([row], [reply])[0]
+
+    def rewards(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Reward]:
+        """Return what each reply earns; a comparison that fails counts as wrong and as an error."""
+        said = [marked_answer(split_thoughts(reply.text)[1]) for reply in replies]
+        found: list[Any] = [
+            bool(answer) and same_mathematics(answer, row["final"])
+            for row, answer in zip(rows, said, strict=True)
+        ]
+        if self.symbolic:
+            open_ = [i for i, row in enumerate(rows) if not found[i] and _is_own(said[i], row)]
+            calls = [(said[i], rows[i]["final"]) for i in open_]
+            for i, result in zip(open_, self._workers.map(calls), strict=True):
+                found[i] = result
+        marks = zip(found, said, replies, strict=True)
+        return [_reward(result, answer is not None, reply) for result, answer, reply in marks]
+
+
+def _is_own(said: str | None, row: Row) -> bool:
+    """Return whether an answer is more than a piece of the question: "2+3" is 5, but no answer."""
+    bare = re.sub(r"\s", "", said or "")
+    return bool(bare) and bare not in re.sub(r"\s", "", row["messages"][-1]["content"])
+
+
+def _reward(found: Any, marked: bool, reply: Reply) -> Reward:
+    failed = isinstance(found, Exception)
+    parts = {"correct": float(found is True), "format": float(marked and reply.complete)}
+    return Reward(parts["correct"], parts, success=found is True, errors=int(failed))

@@ -1,0 +1,139 @@
+"""Several tasks in one run, their train rows in fixed proportions."""
+
+import dataclasses
+import itertools
+import math
+import random
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+from envs.tasks.task import Message, Reply, Reward, Row, Split, Task, check_split
+
+MOST_ROWS = 200_000
+MISSING = object()
+
+
+class Mix(Task):
+    """The rows of `tasks` (by name), each as often as its share of `weights` (default: equal).
+
+    Every stretch of train rows has the shares to within one row; `seed` decides which rows of a
+    task come when. `num_rows` (default: until every row of every task has come, at most 200,000)
+    is an epoch. Eval rows are those of all tasks, in turn. A row has "task" beside its own; the
+    parts of a reward carry the task's name, `sort_digits/exact`, and accuracy is told by task.
+
+    >>> from envs.tasks import Facts, SortDigits
+    >>> task = Mix({"digits": SortDigits(), "facts": Facts()}, weights={"digits": 3, "facts": 1})
+    >>> [row["task"] for row in task.rows("train")[:4]]
+    ['digits', 'digits', 'facts', 'digits']
+    """
+
+    def __init__(
+        self,
+        tasks: Mapping[str, Task],
+        *,
+        weights: Mapping[str, float] | None = None,
+        num_rows: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        weights = dict.fromkeys(tasks, 1.0) if weights is None else weights
+        if not tasks or set(weights) != set(tasks):
+            raise ValueError(
+                f"expected a weight for each task ({', '.join(tasks) or 'none'}), got "
+                f"{', '.join(weights) or 'none'}"
+            )
+        if not all(0 < weight < math.inf for weight in weights.values()):
+            raise ValueError(f"expected weights > 0, got {dict(weights)}; leave a task out instead")
+        if num_rows is not None and num_rows < 1:
+            raise ValueError(f"expected num_rows >= 1, got {num_rows}")
+        self.tasks, self.seed, self.num_rows = dict(tasks), seed, num_rows
+        total = sum(weights.values())
+        self.shares = {name: weights[name] / total for name in self.tasks}
+
+    def rows(self, split: Split) -> Sequence[Row]:
+        """Return the rows of a split."""
+        check_split(split)
+        return self._train if split == "train" else self._eval
+
+    def demonstrations(self) -> Sequence[Row]:
+        """Return the demonstrations of all tasks, in the same proportions."""
+        return MixedRows({n: t.demonstrations() for n, t in self.tasks.items()}, self)
+
+    def rewards(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Reward]:
+        """Return what each reply earns by its row's own task."""
+        out: list[Reward] = [Reward(0.0, {}, False)] * len(rows)
+        for name, task in self.tasks.items():
+            mine = [i for i, row in enumerate(rows) if row["task"] == name]
+            if mine:
+                earned = task.rewards([rows[i] for i in mine], [replies[i] for i in mine])
+                for i, reward in zip(mine, earned, strict=True):
+                    out[i] = self._named(name, reward)
+        return out
+
+    def reward(self, row: Row, reply: Reply) -> Reward:
+        """Return what a reply earns by its row's own task."""
+        return self.rewards([row], [reply])[0]
+
+    def respond(self, row: Row, reply: Reply) -> list[Message]:
+        """Return what follows by the row's own task."""
+        return self.tasks[row["task"]].respond(row, reply)
+
+    def label(self, row: Row) -> str:
+        """Return the name of the row's task."""
+        return row["task"]
+
+    def part_names(self) -> list[str]:
+        """Return the parts of all tasks, each with the task's name in front."""
+        return sorted(self._parts)
+
+    def _named(self, name: str, reward: Reward) -> Reward:
+        """Return a reward with the parts of all tasks; those of others do not apply to it."""
+        own = {f"{name}/{part}": value for part, value in reward.parts.items()}
+        if extra := sorted(set(own) - set(self._parts)):
+            raise ValueError(
+                f"expected the parts {', '.join(self._parts)}, got {', '.join(extra)} too; let "
+                f"{name} give the same parts for every reply"
+            )
+        return dataclasses.replace(reward, parts=dict.fromkeys(self._parts, math.nan) | own)
+
+    @cached_property
+    def _parts(self) -> list[str]:
+        return [f"{name}/{part}" for name, t in self.tasks.items() for part in t.part_names()]
+
+    @cached_property
+    def _train(self) -> "MixedRows":
+        return MixedRows({name: task.rows("train") for name, task in self.tasks.items()}, self)
+
+    @cached_property
+    def _eval(self) -> list[Row]:
+        held_out = [[{**r, "task": n} for r in t.rows("eval")] for n, t in self.tasks.items()]
+        turns = itertools.zip_longest(*held_out, fillvalue=MISSING)
+        return [row for turn in turns for row in turn if row is not MISSING]
+
+
+class MixedRows(Sequence[Row]):
+    """Rows of several sources in turn: next comes who is furthest behind its share."""
+
+    def __init__(self, sources: Mapping[str, Sequence[Row]], mix: Mix) -> None:
+        self.sources = sources
+        needed = max(len(rows) / mix.shares[name] for name, rows in sources.items())
+        size = mix.num_rows or min(math.ceil(needed - 1e-9), MOST_ROWS)
+        orders = {}
+        for name, rows in sources.items():
+            orders[name] = list(range(len(rows)))
+            random.Random(f"mix {mix.seed} {name}").shuffle(orders[name])
+        given = dict.fromkeys(sources, 0)
+        self.places: list[tuple[str, int]] = []
+        for _ in range(size):
+            name = min(given, key=lambda n: (given[n] + 0.5) / mix.shares[n])
+            order = orders[name]
+            self.places.append((name, order[given[name] % len(order)]))
+            given[name] += 1
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        name, place = self.places[index]
+        return {**self.sources[name][place], "task": name}

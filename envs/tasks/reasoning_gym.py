@@ -1,0 +1,230 @@
+"""Every dataset of the library reasoning-gym as a task, by name: chain_sum, sudoku, ... (over 100).
+
+Rows are generated when they are asked for; replies are judged by the dataset's own score_answer, in
+a process of its own, because some of them evaluate what a reply says.
+"""
+
+import dataclasses
+import difflib
+import json
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, cached_property
+from typing import Any
+
+from envs.rewards.answers import tagged
+from envs.rewards.workers import Late, Workers
+from envs.tasks.math_words import split_thoughts
+from envs.tasks.task import Reply, Reward, Row, Split, Task, assistant, check_split, user
+
+INSTRUCTION = "Give the final answer alone, inside <answer> and </answer>."
+EVAL_SEED = 3 << 30  # train rows begin below 1 << 30; numpy takes seeds below 1 << 32
+STRIDE, FURTHER = 997, 50  # where the next row is looked for if one is held out, and how often
+RIGHT = 1 - 1e-6
+
+
+class ReasoningGym(Task):
+    """Questions of the dataset `name`, rewarded by its score, from 0 to 1; 1 is right.
+
+    `config`: the dataset's own settings, e.g. {"min_terms": 2}; `level`: of its curriculum, for all
+    of its attributes or by name, {"num_digits": 2}. `config` has the last word. `num_rows` train
+    rows are a function of `seed`; the eval rows come from seeds of their own and do not depend on
+    it, and no train row has the question of one. `instruction` stands below each question. The
+    answer is what stands in the last <answer>, else all that is outside of <think>. `timeout`
+    (seconds) is for judging one reply.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        config: Mapping[str, Any] | None = None,
+        level: int | Mapping[str, int] | None = None,
+        num_rows: int = 10_000,
+        eval_rows: int = 100,
+        seed: int = 0,
+        instruction: str = INSTRUCTION,
+        timeout: float = 10.0,
+    ) -> None:
+        if num_rows < 1 or eval_rows < 1:
+            raise ValueError(f"expected num_rows, eval_rows >= 1, got {num_rows} and {eval_rows}")
+        self.name, self.instruction = name, instruction
+        settings = (name, dict(config or {}), level)
+        self._train_set = make_dataset(*settings, size=num_rows, seed=seed * num_rows % (1 << 30))
+        self._eval_set = make_dataset(*settings, size=eval_rows, seed=EVAL_SEED)
+        self._settings, self._judges = json.dumps(settings), judges(timeout)
+
+    def rows(self, split: Split) -> Sequence[Row]:
+        """Return the rows of a split, the train rows made on use."""
+        check_split(split)
+        return GymRows(self) if split == "train" else self._eval
+
+    def reward(self, row: Row, reply: Reply) -> Reward:
+        """Return the dataset's score of one reply."""
+        return self.rewards([row], [reply])[0]
+
+    def rewards(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Reward]:
+        """Return the dataset's score of each reply; 0 for none, and for the question again."""
+        texts = [(tagged(r.text)[1], split_thoughts(r.text)[1].strip()) for r in replies]
+        pairs = zip(texts, rows, strict=True)
+        calls = [(self._settings, said or text, row["entry"]) for (said, text), row in pairs]
+        asked = [i for i, (_, said, entry) in enumerate(calls) if _is_own(said, entry["question"])]
+        scores: dict[int, Any] = dict.fromkeys(range(len(rows)), 0.0)
+        scores |= zip(asked, self._judges.map([calls[i] for i in asked]), strict=True)
+        return [
+            _reward(scores[i], bool(said) and reply.complete)
+            for i, ((said, _), reply) in enumerate(zip(texts, replies, strict=True))
+        ]
+
+    def demonstrations(self) -> Sequence[Row]:
+        """Return the train rows with the library's answers; ValueError where it has none."""
+        out = []
+        for row in self.rows("train"):
+            if not isinstance(row["answer"], str):
+                raise ValueError(f"expected {self.name} to give answers, got none for SFT")
+            said = f"<answer>{row['answer']}</answer>" if self.instruction else row["answer"]
+            out.append({**row, "messages": [*row["messages"], assistant(said)]})
+        return out
+
+    def row(self, entry: dict[str, Any]) -> Row:
+        """Return the row of an entry of the library."""
+        asked = "\n\n".join(filter(None, (entry["question"], self.instruction)))
+        return {"messages": [user(asked)], "answer": entry["answer"], "entry": entry}
+
+    def train_row(self, index: int) -> Row:
+        """Return a train row; one that is held out gives way to another."""
+        size = len(self._train_set)
+        for step in range(FURTHER):
+            entry = self._train_set[(index + step * STRIDE) % size]
+            if entry["question"] not in self._held_out:
+                return self.row(entry)
+        raise ValueError(
+            f"expected more different questions of {self.name} than are held out; set "
+            f"env.task.eval_rows below {len(self._eval)}, or harder settings"
+        )
+
+    @cached_property
+    def _eval(self) -> list[Row]:
+        found = (self._eval_set[i] for i in range(len(self._eval_set)))
+        return [self.row(e) for e in {entry["question"]: entry for entry in found}.values()]
+
+    @cached_property
+    def _held_out(self) -> set[str]:
+        return {row["entry"]["question"] for row in self._eval}
+
+
+class GymRows(Sequence[Row]):
+    """The train rows, each made when it is asked for."""
+
+    def __init__(self, task: ReasoningGym) -> None:
+        self.task = task
+
+    def __len__(self) -> int:
+        return len(self.task._train_set)
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"expected an index below {len(self)}, got {index}")
+        return self.task.train_row(index % len(self))
+
+
+def _library() -> Any:
+    try:
+        with warnings.catch_warnings():  # of its data files, left open
+            warnings.simplefilter("ignore")
+            import reasoning_gym  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ImportError(
+            "env=reasoning_gym needs reasoning-gym: pip install leash[reasoning]"
+        ) from error
+    return reasoning_gym.factory
+
+
+def make_dataset(
+    name: str,
+    config: Mapping[str, Any],
+    level: int | Mapping[str, int] | None,
+    *,
+    size: int,
+    seed: int,
+) -> Any:
+    """Return a dataset of the library; ValueError for a name or a setting that it does not have."""
+    factory = _library()
+    if name not in factory.DATASETS:
+        close = difflib.get_close_matches(name, factory.DATASETS, n=3, cutoff=0.5)
+        meant = f"did you mean {' or '.join(close)}?" if close else "see its GALLERY.md"
+        raise ValueError(f"reasoning-gym has no dataset {name!r}; {meant}")
+    kind, settings = factory.DATASETS[name]
+    known = [f.name for f in dataclasses.fields(settings) if f.name not in ("seed", "size")]
+    if unknown := sorted(set(config) - set(known)):
+        raise ValueError(
+            f"expected env.task.config among {', '.join(known)} ({name}), got {', '.join(unknown)}"
+        )
+    config = {**config, "seed": seed, "size": size}
+    if name == "composite":
+        from reasoning_gym.composite import DatasetSpec  # pyright: ignore[reportMissingImports]
+
+        config["datasets"] = [DatasetSpec(**spec) for spec in config.get("datasets", [])]
+    try:
+        if level is not None:
+            made = dataclasses.replace(_leveled(factory, name, level), **config)
+        else:
+            made = settings(**config)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return kind(made)
+    except (AssertionError, TypeError, ValueError, KeyError) as error:
+        raise ValueError(f"reasoning-gym, {name}: {error}; change env.task.config") from error
+
+
+def _leveled(factory: Any, name: str, level: int | Mapping[str, int]) -> Any:
+    """Return the settings of a level of the dataset's curriculum."""
+    if not factory.has_curriculum(name):
+        raise ValueError(f"there is no curriculum, got level={level}")
+    curriculum = factory.create_curriculum(name)
+    known = list(curriculum.attributes)
+    if isinstance(level, int):
+        curriculum.set_global_level(level)
+    elif unknown := sorted(set(level) - set(known)):
+        raise ValueError(f"expected levels of {', '.join(known)}, got {', '.join(unknown)}")
+    else:
+        for attribute, value in level.items():
+            curriculum.set_attr_level(attribute, value)
+    return curriculum.generate_configuration()
+
+
+@cache
+def judges(timeout: float) -> Workers:
+    """Return the process that all tasks with this time-out are judged in."""
+    return Workers(Late(make_scorer), timeout=timeout, processes=1)
+
+
+def make_scorer() -> Callable[[str, str, dict[str, Any]], float]:
+    """Return the score of (settings, answer, entry); an answer that cannot be read scores 0."""
+    _library()
+
+    @cache
+    def dataset(settings: str) -> Any:
+        return make_dataset(*json.loads(settings), size=1, seed=0)
+
+    def score(settings: str, answer: str, entry: dict[str, Any]) -> float:
+        try:
+            return float(dataset(settings).score_answer(answer, entry))
+        except Exception:  # some scorers take an answer's form for granted
+            return 0.0
+
+    return score
+
+
+def _is_own(said: str, question: str) -> bool:
+    """Return whether an answer says something, and not just the question again."""
+    return bool(said) and question.strip() not in said
+
+
+def _reward(score: Any, form: bool) -> Reward:
+    failed = isinstance(score, Exception)
+    total = 0.0 if failed else min(max(score, 0.0), 1.0)
+    parts = {"score": total, "format": float(form)}
+    return Reward(total, parts, success=total >= RIGHT, errors=int(failed))

@@ -1,0 +1,207 @@
+"""LoRA: a low-rank adapter on the linear layers of a frozen model (Hu et al. 2021, 2106.09685).
+
+y = W x + alpha/r * B A x, where only A [r, in] and B [out, r] are trained, in float32. B starts at
+0: with the adapter off the model is the one that training started from. peft puts its layers into
+the model, which stays of its class; scorer and sampler do not notice.
+
+Left out on purpose: adapters of embeddings and of the output head (the scorer reads the head's
+weights), dropout, quantised weights, adapters to start from (merge them into the model first).
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from policies.layout import Layout
+from policies.models import quiet
+from policies.scorer import Scorer
+
+TRAINED = "default"  # peft's name of an adapter that has none
+WEIGHTS = "adapter_model.safetensors"
+
+
+def add_adapter(
+    model: Any,
+    *,
+    r: int = 16,
+    alpha: float = 32.0,
+    target_modules: Sequence[str] | None = None,
+    dropout: float = 0.0,
+) -> None:
+    """Freeze a model and put a trainable adapter of rank `r` into it; with r = 0 do nothing.
+
+    target_modules: names of linear layers (q_proj, down_proj, ...); None is every one but the head.
+    A is drawn from torch's generator. A dropout, or a name that no layer has, is a ValueError.
+    """
+    if r == 0:
+        return
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise ImportError("policy.lora needs peft: pip install 'leash[lora]'") from error
+    if dropout:
+        raise ValueError(
+            f"expected policy.lora.dropout=0, got {dropout}: it would make the log-probs that are "
+            "trained on others than those that sampled"
+        )
+    linear = _linear_layers(model)
+    names = sorted({name.rpartition(".")[2] for name in linear})
+    unknown = sorted(set(target_modules or ()) - set(names))
+    if unknown:
+        raise ValueError(f"expected policy.lora.target_modules among {names}, got {unknown}")
+    config = LoraConfig(
+        r=r,
+        lora_alpha=alpha,
+        target_modules=sorted(target_modules or names),
+        lora_dropout=0.0,
+        fan_in_fan_out=any(type(layer).__name__ == "Conv1D" for layer in linear.values()),
+        task_type="CAUSAL_LM",
+    )
+    inject_adapter_in_model(config, model, adapter_name=TRAINED)
+    for weight in weights(model).values():  # bfloat16 would lose small steps
+        weight.data = weight.data.to(torch.promote_types(weight.dtype, torch.float32))
+
+
+def _linear_layers(model: Any) -> dict[str, nn.Module]:
+    """Return the linear layers by name, without the output head; GPT-2 calls its own Conv1D."""
+    head = model.get_output_embeddings()
+    return {
+        name: layer
+        for name, layer in model.named_modules()
+        if (isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D") and layer is not head
+    }
+
+
+def has_adapter(model: nn.Module) -> bool:
+    """Return whether there is an adapter in a model."""
+    return bool(_layers(model))
+
+
+def _layers(model: nn.Module) -> dict[str, Any]:
+    return {name: layer for name, layer in model.named_modules() if hasattr(layer, "lora_A")}
+
+
+def weights(model: nn.Module, adapter: str | None = TRAINED) -> dict[str, nn.Parameter]:
+    """Return the weights that training moves: those of an adapter, or where there is none, all.
+
+    The adapter's own name is no part of theirs.
+    """
+    if not has_adapter(model):
+        return dict(model.named_parameters())
+    parts = ((name.split(f".{adapter}.", 1), p) for name, p in model.named_parameters())
+    return {".".join(name): p for name, p in parts if len(name) == 2 and ".lora_" in name[0]}
+
+
+def is_zero(model: nn.Module) -> bool:
+    """Return whether the adapter changes nothing, as when it starts."""
+    return not any(p.any() for name, p in weights(model).items() if ".lora_B" in name)
+
+
+def freeze_copy(model: nn.Module) -> str:
+    """Put a frozen copy of the adapter as it is now beside it; return the copy's name."""
+    layers = _layers(model).values()
+    name = f"copy{max(len(layer.lora_A) for layer in layers)}"
+    for layer in layers:
+        for part in (layer.lora_A, layer.lora_B):
+            part[name] = copy.deepcopy(part[TRAINED]).requires_grad_(False)
+        layer.lora_dropout[name] = nn.Identity()
+        layer.scaling[name] = layer.scaling[TRAINED]
+    return name
+
+
+@contextmanager
+def using(model: nn.Module, adapter: str | None) -> Iterator[None]:
+    """Use another adapter, or with None the bare model, inside the block.
+
+    peft's own switches turn requires_grad off and on too, under an update in progress.
+    """
+    layers = _layers(model).values()
+    before = [(layer._disable_adapters, layer._active_adapter) for layer in layers]
+    try:
+        for layer in layers:
+            layer._disable_adapters = adapter is None
+            layer._active_adapter = layer._active_adapter if adapter is None else adapter
+        yield
+    finally:
+        for layer, (off, active) in zip(layers, before, strict=True):
+            layer._disable_adapters, layer._active_adapter = off, active
+
+
+class AdapterScorer(Scorer):
+    """Score with another adapter on the same weights; None is the bare model.
+
+    Only this scorer switches: its `model` called by itself has the adapter that is trained.
+    """
+
+    def __init__(self, scorer: Scorer, adapter: str | None) -> None:
+        options: dict[str, Any] = {"share_prompts": scorer.share_prompts}
+        super().__init__(scorer.model, autocast=scorer.autocast, **options)
+        self.adapter = adapter
+
+    def hidden(self, lay: Layout) -> Tensor:
+        """Return the states that predict the kept tokens, [K, H]."""
+        with using(self.model, self.adapter):
+            return super().hidden(lay)
+
+
+@torch.no_grad()
+def merged_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return the state dict of the model with W + alpha/r * B A for W; without adapter its own."""
+    kept = {name: value for name, value in model.state_dict().items() if ".lora_" not in name}
+    out = {name.replace(".base_layer.", "."): value for name, value in kept.items()}
+    for name, layer in _layers(model).items():
+        weight = out[f"{name}.weight"]
+        out[f"{name}.weight"] = (weight + layer.get_delta_weight(TRAINED)).to(weight.dtype)
+    return out
+
+
+def save_merged(model: Any, folder: Path) -> None:
+    """Write an ordinary model, the adapter merged into its weights if there is one."""
+    plain = model
+    if has_adapter(model):
+        with torch.device("meta"):  # no second copy of what is only written
+            plain = type(model)(model.config)
+        plain.load_state_dict(merged_weights(model), assign=True)
+        plain.tie_weights()
+        plain.generation_config = model.generation_config
+    with quiet():
+        plain.save_pretrained(folder)
+
+
+def save_adapter(model: Any, folder: Path, *, base: str = "") -> None:
+    """Write the adapter as peft does; `base` (a sha256) says which weights it belongs to."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    named = {f"base_model.model.{name}": p.detach() for name, p in weights(model).items()}
+    save_file(named, folder / WEIGHTS, metadata={"format": "pt", "base": base})
+    config = copy.deepcopy(model.peft_config[TRAINED])
+    config.base_model_name_or_path, config.inference_mode = model.name_or_path, True
+    config.target_modules = sorted(config.target_modules)  # a set: its order is no one's
+    with quiet():
+        config.save_pretrained(folder)
+
+
+@torch.no_grad()
+def load_adapter(model: nn.Module, folder: Path, *, base: str = "") -> None:
+    """Read what `save_adapter` wrote; another base or other layers are a ValueError."""
+    from safetensors import safe_open
+
+    mine = weights(model)
+    with safe_open(folder / WEIGHTS, framework="pt") as file:
+        theirs = (file.metadata() or {}).get("base", "")
+        if theirs != base:
+            raise ValueError(
+                f"{folder}: expected an adapter of the model {base[:12]}, got one of "
+                f"{theirs[:12]}; put the old model back, or start a new run"
+            )
+        names = {name.removeprefix("base_model.model."): name for name in file.keys()}  # noqa: SIM118
+        if differ := sorted(names.keys() ^ mine.keys()):
+            raise ValueError(f"{folder} does not fit the model: {differ[:3]} is in one of them")
+        for name, weight in mine.items():
+            weight.copy_(file.get_tensor(names[name]))

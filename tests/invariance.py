@@ -1,0 +1,208 @@
+"""One optimiser step of every algorithm, in float64, on the same rows laid out in several ways.
+
+Also a script for torchrun: rank 0 writes the gradients of all cases into a folder.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from contracts import G, Words, one_process
+from omegaconf import DictConfig, OmegaConf
+from runs import ROOT
+from safetensors.torch import save_file
+from tensordict import TensorDict
+from torch import Tensor
+
+from conf.compose import compose_checked, set_up
+from conf.parts import build
+from envs.chat_env import ChatEnv
+from envs.transforms import RetrieveKL
+from policies.load import load_policy, load_reference
+from policies.packing import groups
+from policies.padding import pad, pad_mask
+from policies.reward_scorer import load_reward_model
+from policies.wrappers.transformers_wrapper import TransformersWrapper
+from trainer.kl_control import ConstantKLController
+from trainer.runtime import Runtime
+from trainer.update import Update
+
+ALGORITHMS = sorted(path.stem for path in (ROOT / "conf" / "algorithm").glob("*.yaml"))
+EXPERIMENTS = {name: f"{name}_tiny" for name in ALGORITHMS} | {"reward": "rm_tiny"}
+# Beside one case for each algorithm: what changes the forward itself.
+MORE = {
+    "grpo, exact KL": ("grpo", "kl.estimator=full"),
+    "grpo, KL in the reward": ("grpo", "kl.where=reward", "kl.estimator=k1"),
+    "ppo, head": ("ppo", "algorithm.critic.kind=head"),
+}
+CASES = {name: (name,) for name in ALGORITHMS} | MORE
+SMALL = ("algorithm.epochs=1", "algorithm.minibatches=1", "policy.max_new_tokens=6")
+DENSE = (  # [B, T]
+    ("tokens", "full"),
+    ("log_probs", "full"),
+    ("ref_log_probs", "full"),
+    ("masks", "all_response_mask"),
+    ("masks", "all_assistant_mask"),
+    "loss_mask",
+    "kl_penalty",
+    "reward_raw",
+)
+
+
+class Pairs(Words):
+    """The words, with pairs of replies too."""
+
+    def preferences(self) -> list[dict]:
+        return [{**row, "chosen": "12", "rejected": row["answer"]} for row in self.rows("train")]
+
+
+class Alone(Runtime):
+    """Every rank makes the whole batch; `mine` shares it out."""
+
+    ranks, rank = 1, 0
+
+
+@dataclass(frozen=True)
+class Step:
+    """What an optimiser step needs, before the advantages: they see the rows as they lie."""
+
+    cfg: DictConfig
+    policy: TransformersWrapper
+    reference: TransformersWrapper
+    batch: TensorDict
+
+
+@cache
+def step(name: str) -> Step:
+    """Return the first batch of a case, from a policy that has moved since."""
+    set_up()
+    algorithm, *words = CASES[name]
+    silent = algorithm in ("sft", "minor_sft", "reward")
+    learns = () if silent else ("kl.coeff=0.1", f"algorithm.group_size={G}")
+    experiment = f"experiment={EXPERIMENTS[algorithm]}"
+    cfg = OmegaConf.create(compose_checked([experiment, *SMALL, *learns, *words]))
+    make = load_reward_model if algorithm == "reward" else load_policy
+    policy = make("tiny", max_new_tokens=6)
+    policy.scorer.double()
+    randomise(policy)
+    reference = scaled(load_reference(policy), 0.9)
+    task = Pairs()
+    parts = {"task": task, "policy": policy, "runtime": Alone("/tmp")}
+    env = ChatEnv(task, group_size=cfg.algorithm.group_size)
+    batch = build(cfg.algorithm.source, size=4, env=env, **parts)(0)
+    if cfg.kl.measure:
+        batch = RetrieveKL(ref_model=reference, add_to_reward=False)(batch)
+    for key in DENSE:
+        if key in batch and batch.get(key).is_floating_point():
+            batch.set(key, batch.get(key).double())
+    return Step(cfg, scaled(policy, 1.02), reference, batch)
+
+
+@torch.no_grad()
+def randomise(policy: TransformersWrapper) -> None:
+    """Draw the weights, so that tokens differ and replies end by themselves now and then."""
+    generator = torch.Generator().manual_seed(0)
+    for name, p in policy.scorer.named_parameters():
+        p.requires_grad_(True)
+        p.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype) * 0.2)
+        if name.endswith("embed_tokens.weight"):
+            p[policy.tokenizer.eos_token_id] *= 2.0
+
+
+@torch.no_grad()
+def scaled(policy: TransformersWrapper, factor: float) -> TransformersWrapper:
+    """Return the policy after its weights were scaled."""
+    for p in policy.scorer.parameters():
+        p.mul_(factor)
+    return policy
+
+
+def gradient(
+    step: Step,
+    change: Callable[[TensorDict], TensorDict] = lambda batch: batch,
+    *,
+    runtime: Runtime | None = None,
+    micro_batch_tokens: int = 10**6,
+) -> Tensor:
+    """Return what one step hands to its optimiser, flattened; every rank has its rows."""
+    runtime, policy, algorithm = runtime or one_process(), step.policy, step.cfg.algorithm
+    kl, grads = ConstantKLController(kl_coef=step.cfg.kl.coeff), []
+
+    class Keep(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            params = [p for group in self.param_groups for p in group["params"]]
+            grads.extend(p.grad.flatten().clone() for p in params)
+
+    advantage = build(algorithm.advantage, kl=kl, policy=policy, runtime=runtime)
+    if policy.scorer.critic is not None:
+        policy.scorer.critic.double()
+        torch.nn.init.constant_(policy.scorer.critic.head.weight, 0.01)
+    optimizer = Keep(policy.scorer.parameters(), lr=0.0)
+    scorer, optimizer = runtime.accelerator.prepare(policy.scorer, optimizer)
+    update = Update(
+        scorer,
+        optimizer,
+        build(algorithm.objective, kl=kl),
+        runtime,
+        lr=lambda number: 0.0,
+        aggregation=algorithm.aggregation,
+        max_tokens=6,
+        micro_batch_tokens=micro_batch_tokens,
+        max_grad_norm=0.0,
+        reference=step.reference.scorer if step.cfg.kl.measure else None,
+    )
+    update(advantage(mine(change(step.batch.clone()), runtime)))
+    policy.scorer.critic = None
+    return torch.cat(grads)
+
+
+def mine(batch: TensorDict, runtime: Runtime) -> TensorDict:
+    """Return this rank's groups of rows."""
+    if runtime.ranks == 1:
+        return batch
+    ids = batch.get("group_id", torch.arange(batch.batch_size[0]))
+    rows = groups(ids)
+    return take(batch, list(chain(*rows[runtime.mine(len(rows))])))
+
+
+def take(batch: TensorDict, rows: Sequence[int]) -> TensorDict:
+    """Return some rows, in this order."""
+    return batch[torch.tensor(rows)]
+
+
+def padded_left(batch: TensorDict) -> TensorDict:
+    """Return the same rows, padded on the left."""
+    attended = batch["masks", "all_attention_mask"]
+    widths = attended.sum(-1)
+    for key in DENSE:
+        if key in batch:
+            rows = [row[: int(n)] for row, n in zip(batch.get(key), widths, strict=True)]
+            batch.set(key, pad(rows, side="left"))
+    batch.set(("masks", "all_attention_mask"), pad_mask(widths.tolist(), side="left"))
+    return batch
+
+
+def turned(batch: TensorDict) -> TensorDict:
+    """Return the groups in the opposite order."""
+    ids = batch.get("group_id", torch.arange(batch.batch_size[0]))
+    return take(batch, list(chain(*reversed(groups(ids)))))
+
+
+def interleaved(batch: TensorDict) -> TensorDict:
+    """Return the first row of each group, then the second of each, and so on."""
+    ids = batch.get("group_id", torch.arange(batch.batch_size[0]))
+    return take(batch, list(chain(*zip(*groups(ids), strict=True))))
+
+
+if __name__ == "__main__":
+    with Runtime(sys.argv[1]) as run:
+        found = {name: gradient(step(name), runtime=run) for name in CASES}
+        if run.is_main:
+            save_file(found, Path(sys.argv[1], "gradients.safetensors"))
+        run.accelerator.wait_for_everyone()
+        run.accelerator.end_training()

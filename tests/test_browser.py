@@ -1,0 +1,233 @@
+"""The pages in a headless Chromium, wide and narrow, light and dark (make test-browser).
+
+The screenshots are kept in $SCREENSHOTS, to be looked at.
+"""
+
+import json
+import math
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+from browser import Browser
+
+from trainer.lock import held
+from trainer.report import write_report
+from trainer.show import page
+from trainer.show.panels import MAIN, MORE
+from trainer.sweep import write_sweep
+from trainer.tracker import JsonlTracker
+
+pytestmark = pytest.mark.browser
+WIDTHS = (1280, 390)
+LONG = "unbreakable" * 12
+
+
+def metrics(i: int, scale: float) -> dict[str, float]:
+    """Return all that a PPO run logs, with large, small and negative values."""
+    names = [name for panel in (*MAIN, *MORE) for name in panel.metrics if "eval/" not in name]
+    out = {n: scale * (1 + k % 3 + math.sin(i / (3 + k % 5))) for k, n in enumerate(names)}
+    out |= {"optim/lr": 1e-6, "kl/coeff": scale, "perf/tokens_per_s": 123456.0 + 1000 * (i % 7)}
+    out |= {"kl/behaviour": 2e-7 * i, "reward_part/format": 0.5, "reward_part/exact": i / 60}
+    return out | {"time/iteration_s": sum(v for n, v in out.items() if n.startswith("time/")) + 1}
+
+
+def write_run(
+    folder: Path, *, scale: float = 1.0, state: str = "finished", words: str = ""
+) -> None:
+    tracker = JsonlTracker(folder)
+    tracker.log({"eval/sampled_accuracy": 0.2, "eval/greedy_accuracy": 0.4}, 0)
+    for i in range(1, 61):
+        more = {
+            "eval/sampled_accuracy": 0.2 + i / 100,
+            "eval/greedy_accuracy": 0.5,
+            "eval/pass@8": 0.9,
+        }
+        tracker.log(metrics(i, scale) | (more if i % 20 == 0 else {}), i)
+    words_of = ["The", " capital", f" {LONG}", " is", "\n", "Paris \U0001f600", "<|im_end|>"] * 6
+    own = [None if k % 7 == 4 else k for k in range(len(words_of))]
+    pieces = {
+        "text": words_of,
+        "kl": [k and math.sin(k) for k in own],
+        "advantage": [k and math.cos(k / 5) for k in own],
+        "log_prob": [k and -0.1 * k for k in own],
+    }
+    row = {"kind": "train", "prompt": f"Q {LONG}", "response": "".join(words_of), "truncated": True}
+    ranks = [("best", 1.0), ("median", 0.5), ("worst", 0.0)]
+    rows = [
+        {**row, "response": n, "rank": n, "reward": r, "kl": 2.5, "pieces": pieces}
+        for n, r in ranks
+    ]
+    rows += [{**row, "response": f"{k} {LONG}", "reward": k / 9} for k in range(3)]
+    tracker.transcripts(rows, 60)
+    for kind in ("before", "after"):
+        held_out = [
+            {"kind": kind, "prompt": f"p {k}", "response": f"{kind} {LONG}"} for k in range(8)
+        ]
+        tracker.transcripts(held_out, 60)
+    model = {"name": "org/model", "origin": "hub", "sha256": "0123456789abcdef" * 4}
+    machine = {"device": "cuda (NVIDIA H200)", "ranks": 8, "torch": "2.13", "commit": "abc1234+"}
+    said = {"level": "warn", "title": "KL explodes", "text": f"{LONG} read", "iteration": 7}
+    told = {"state": state, "objective": scale, "model": model, "machine": machine, "seconds": 99}
+    told["notes"] = [said, {**said, "level": "info", "title": "Loss near 0", "until": 9}]
+    (folder / "status.json").write_text(json.dumps(told))
+    (folder / ".hydra").mkdir(exist_ok=True)
+    (folder / ".hydra" / "overrides.yaml").write_text(f"- experiment=ppo_tiny\n{words}")
+    config = "{kl: {coeff: 0.1}, policy: {model: /a/long/path/to/the/folder/of/the/model}}"
+    (folder / "config.yaml").write_text(config)
+    defaults = config.replace("0.1", "0.2")
+    (folder / ".hydra" / "defaults.yaml").write_text(f"experiment: {defaults}\nleash: {defaults}\n")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    made = Browser()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("pages")
+    write_run(root / "run")
+    for coeff in ("0", "0.01", "0.1", "1"):
+        for seed in ("1", "2"):
+            job = root / "sweep" / f"kl.coeff={coeff},seed={seed}"
+            words = f"- kl.coeff={coeff}\n- seed={seed}\n"
+            state = "failed" if coeff == "1" and seed == "2" else "finished"
+            scale = 1 / (1 + float(coeff)) + 0.02 * int(seed)
+            write_run(job, scale=scale, words=words, state=state)
+    (root / "sweep" / "kl.coeff=9,seed=1" / ".hydra").mkdir(parents=True)
+    return {"report": write_report(root / "run"), "sweep": write_sweep(root / "sweep")}
+
+
+@pytest.fixture(scope="module")
+def screenshots(tmp_path_factory) -> Path:
+    folder = Path(os.environ.get("SCREENSHOTS") or tmp_path_factory.mktemp("screenshots"))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+OUTSIDE = """
+[...document.querySelectorAll("body *")].filter((e) => {
+  const scrolls = e.closest(".scroll,pre,.reply,script,style,svg");
+  if (scrolls && scrolls !== e) return false;
+  const box = e.getBoundingClientRect();
+  return box.right > innerWidth + 1 || box.left < -1;
+}).map((e) => e.outerHTML.slice(0, 200))
+"""
+# Texts of a chart that leave it, lie on each other or are too small to read, in CSS pixels.
+UNREADABLE = """
+[...document.querySelectorAll("svg.chart")].flatMap((chart) => {
+  const frame = chart.getBoundingClientRect();
+  if (!frame.width) return [];  // folded
+  const texts = [...chart.querySelectorAll("text")].map((e) => [e, e.getBoundingClientRect()]);
+  const bad = texts.filter(([, b]) => b.height < 9 || b.left < frame.left - 2 ||
+    b.right > frame.right + 2 || b.top < frame.top - 2 || b.bottom > frame.bottom + 2);
+  const on = texts.flatMap(([e, a], i) => texts.slice(0, i).filter(([, b]) =>
+    Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1 &&
+    Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 4).map(([f]) => [e, f]));
+  const name = chart.getAttribute("aria-label");
+  return [...bad.map(([e]) => name + ": " + e.textContent),
+    ...on.map(([e, f]) => name + ": " + e.textContent + " on " + f.textContent)];
+})
+"""
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", ["report", "sweep"])
+def test_a_page_fits_asks_for_nothing_and_complains_of_nothing(
+    browser, pages, screenshots, name, width
+):
+    for dark in (False, True):
+        browser.open(pages[name], width=width, dark=dark)
+        browser.run("document.querySelectorAll('details').forEach((fold) => { fold.open = true; })")
+        assert browser.complaints() == []
+        assert browser.requests() == [pages[name].resolve().as_uri()]
+        assert browser.run("document.documentElement.scrollWidth") <= width
+        assert browser.run(OUTSIDE) == []
+        assert browser.run(UNREADABLE) == []
+        picture = screenshots / f"{name}_{width}{'_dark' if dark else ''}.png"
+        browser.screenshot(picture)
+        assert picture.stat().st_size > 20_000
+
+
+def test_text_and_paper_differ_enough_in_both_schemes(browser, pages):
+    contrast = """((ink) => {
+      const light = (css) => css.match(/[\\d.]+/g).slice(0, 3).map((v) => v / 255)
+        .map((v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+        .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+      const body = getComputedStyle(document.body).backgroundColor;
+      const mark = document.body.appendChild(document.createElement("i"));
+      mark.style.color = `var(${ink})`;
+      const [a, b] = [light(body), light(getComputedStyle(mark).color)];
+      return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    })"""
+    for dark in (False, True):  # WCAG 2.1: 4.5 for text, 3 for graphics
+        browser.open(pages["report"], width=1280, dark=dark)
+        for name, least in [("--ink", 7), ("--muted", 4.5), ("--good", 4.5), ("--bad", 4.5)]:
+            assert browser.run(f"{contrast}('{name}')") >= least, (name, dark)
+        for hue in range(8):
+            assert browser.run(f"{contrast}('--hue{hue}')") >= 3, (hue, dark)
+
+
+def test_a_click_on_a_header_sorts_by_number_and_back(browser, pages):
+    browser.open(pages["sweep"], width=1280)
+    shown = "[...document.querySelectorAll('tbody tr')].map((row) => row.cells[{}].textContent)"
+    heads = browser.run("[...document.querySelectorAll('th')].map((head) => head.textContent)")
+    place = heads.index("objective")
+    for down in (False, True):
+        browser.run(f"document.querySelectorAll('th')[{place}].click()")
+        values = [float(text) for text in browser.run(shown.format(place)) if text]
+        assert values == sorted(values, reverse=down)
+        assert len(set(values)) > 4
+    browser.run(f"document.querySelectorAll('th')[{heads.index('kl.coeff')}].click()")
+    coeffs = [float(text) for text in browser.run(shown.format(heads.index("kl.coeff")))]
+    assert coeffs == [0, 0, 0.01, 0.01, 0.1, 0.1, 1, 1, 9]
+
+
+def test_a_finger_gets_the_values_of_a_chart_and_of_a_token(browser, pages):
+    browser.open(pages["report"], width=390)
+    browser.call("Emulation.setTouchEmulationEnabled", enabled=True)
+    for selector in (".tip", ".heat s[title]"):
+        told = browser.run(f"document.querySelector('{selector}').textContent")
+        tap = "dispatchEvent(new MouseEvent('click', {bubbles: true}))"
+        browser.run(f"document.querySelector('{selector}').{tap}")
+        tip = browser.run("document.getElementById('tip')?.textContent")
+        assert tip == told or "log-prob" in tip
+    browser.call("Emulation.setTouchEmulationEnabled", enabled=False)
+
+
+def until(browser: Browser, condition: str) -> None:
+    """Wait until a JavaScript condition holds, also over reloads."""
+    limit = time.monotonic() + 30
+    while not browser.run(f"Boolean({condition})"):
+        assert time.monotonic() < limit, f"never: {condition}"
+        time.sleep(0.05)
+
+
+def test_a_running_page_shows_the_next_iteration_at_the_same_place(browser, tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "RELOAD", 0.5)
+    write_run(tmp_path, state="running")
+    with held(tmp_path):
+        browser.open(write_report(tmp_path), width=390)
+        browser.run("document.querySelector('details').open = true; scrollTo(0, 700)")
+        JsonlTracker(tmp_path, resume=True).log(metrics(61, 1.0), 61)
+        write_report(tmp_path)
+        until(browser, "document.querySelector('.tiles')?.textContent.includes('61')")
+        until(browser, "document.querySelector('details')?.open && Math.abs(scrollY - 700) < 2")
+        assert browser.run("document.getElementById('stale').hidden")
+        text = (tmp_path / "report.html").read_text()
+        long_ago = re.sub(r'data-written="\d+"', 'data-written="1000"', text)
+        (tmp_path / "report.html").write_text(long_ago)  # its run was killed
+        until(browser, "document.getElementById('stale')?.hidden === false")
+        assert browser.complaints() == []
+    told = json.loads((tmp_path / "status.json").read_text())
+    (tmp_path / "status.json").write_text(json.dumps({**told, "state": "finished"}))
+    write_report(tmp_path)
+    until(browser, "document.querySelector('.state')?.textContent === 'finished'")
+    browser.run("window.same = true")
+    time.sleep(1.5)
+    assert browser.run("window.same"), "a finished run's page stays as it is"

@@ -1,0 +1,209 @@
+"""Each rule on a stream that has its fault and on one that just has not; healthy runs are quiet."""
+
+import inspect
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+from runs import Finished, lines, train
+
+from trainer import diagnosis
+from trainer.diagnosis import KEPT, QUIET, RULES, Diagnose, Diagnosis, Finding
+from trainer.display import Display
+from trainer.runtime import Runtime
+from trainer.tracker import JsonlTracker
+
+HEALTHY = json.loads((Path(__file__).parent / "healthy_run.json").read_text())  # of grpo_tiny
+FINE = {
+    "reward/raw_mean": 0.5,
+    "reward/std": 0.3,
+    "group/zero_variance_fraction": 0.2,
+    "kl/ref": 0.1,
+    "kl/ref_sequence": 1.0,
+    "kl/mismatch": 1e-6,
+    "policy/entropy": 0.4,
+    "response/truncated_fraction": 0.0,
+    "optim/skipped_steps": 0.0,
+    "optim/grad_norm": 0.5,
+    "loss/policy": 1e-4,
+    "loss/total": 1e-3,
+}
+
+
+def stream(count: int = 60, **changes) -> list[dict]:
+    """Return healthy metrics, rising from 0.3 to 0.9, with some replaced: by a value or by f(i)."""
+    out = []
+    for i in range(1, count + 1):
+        line = {**FINE, "reward/raw_mean": 0.3 + 0.6 * i / count, "progress/iteration": i}
+        new = {n.replace("__", "/"): v(i) if callable(v) else v for n, v in changes.items()}
+        out.append({name: value for name, value in {**line, **new}.items() if value != "absent"})
+    return out
+
+
+def said(rows: list[dict]) -> dict[str, int]:
+    """Return rule: iteration at which it first spoke; without the explanation of the loss."""
+    found = Diagnosis(rows).findings
+    return {f.rule: f.iteration for f in reversed(found) if f.rule != "loss_near_zero"}
+
+
+def noise(i: int) -> float:
+    return (i * 7919 % 13 - 6) / 100  # mean 0, at most 0.06
+
+
+SICK = {
+    "all groups flat": ({"group__zero_variance_fraction": 1.0}, {"equal_rewards": 10}),
+    "no groups, no spread": (
+        {"group__zero_variance_fraction": "absent", "reward__std": 3e-9},
+        {"equal_rewards": 10},
+    ),
+    "truncated": ({"response__truncated_fraction": 0.95}, {"mostly_truncated": 3}),
+    "KL per token": ({"kl__ref": 3.5, "kl__ref_sequence": 70.0}, {"kl_exploding": 3}),
+    "KL jumps": ({"kl__ref_sequence": lambda i: 5.0 if i < 40 else 60.0}, {"kl_exploding": 42}),
+    "entropy": ({"policy__entropy": 0.005}, {"entropy_collapsed": 5}),
+    "another engine": ({"kl__mismatch": 0.3}, {"engine_mismatch": 2}),
+    "nan gradient": (
+        {
+            "optim__grad_norm": lambda i: float("nan") if i == 9 else 1.0,
+            "optim__skipped_steps": lambda i: float(i >= 9),
+        },
+        {"not_finite": 9},
+    ),
+    "null in the file": ({"loss__total": lambda i: None if i == 4 else 0.1}, {"not_finite": 4}),
+    "empty masks": ({"optim__skipped_steps": lambda i: max(0.0, i - 20.0)}, {"skipped_steps": 21}),
+    "reward falls back": (
+        {"reward__raw_mean": lambda i: 0.2 + min(i, 30) / 50 - max(i - 30, 0) / 50 + noise(i)},
+        {"falling": 48},
+    ),
+    "reward falls below its start": (
+        {"reward__raw_mean": lambda i: 0.5 + noise(i) - (0.4 if i > 20 else 0.0)},
+        {"falling": 30},
+    ),
+    "flat": ({"reward__raw_mean": lambda i: 0.3 + noise(i)}, {"stalled": 40}),
+}
+WELL = {
+    "nine flat iterations": {"group__zero_variance_fraction": lambda i: float(i % 10 > 0)},
+    "one prompt teaches": {"group__zero_variance_fraction": 0.97},
+    "truncated now and then": {"response__truncated_fraction": lambda i: float(i % 3 > 0)},
+    "a large KL": {"kl__ref": 0.9, "kl__ref_sequence": 18.0},
+    "a growing KL": {"kl__ref_sequence": lambda i: i * 1.5},
+    "a low entropy": {"policy__entropy": 0.02},
+    "bfloat16": {"kl__mismatch": 0.04},
+    "no explained variance": {"value__explained_variance": None},
+    "a plateau": {"reward__raw_mean": lambda i: 0.3 + min(i, 20) / 40 + noise(i)},
+    "noisy and slow": {"reward__raw_mean": lambda i: 0.3 + i / 400 + noise(i)},
+}
+
+
+@pytest.mark.parametrize("name", SICK)
+def test_a_sick_run_is_told_so_when_it_is(name):
+    changes, wanted = SICK[name]
+    assert said(stream(**changes)) == wanted
+
+
+def test_every_rule_has_a_sick_run_and_its_reason():
+    assert {rule for _, wanted in SICK.values() for rule in wanted} | {"loss_near_zero"} == {
+        rule.__name__ for _, rule in RULES.values()
+    }
+    for _, rule in RULES.values():
+        assert inspect.getdoc(rule)
+
+
+@pytest.mark.parametrize("name", WELL)
+def test_a_run_just_short_of_it_is_not(name):
+    assert said(stream(**WELL[name])) == {}
+
+
+def test_a_real_run_that_learns_and_a_supervised_one_raise_nothing():
+    count = len(HEALTHY["loss/policy"])
+    rows = [{name: values[i] for name, values in HEALTHY.items()} for i in range(count)]
+    for i, row in enumerate(rows):
+        row["progress/iteration"] = i + 1
+    found = Diagnosis([{"progress/iteration": 0, "eval/reward": 0.1}, *rows]).findings
+    assert [(f.rule, f.iteration) for f in found] == [("loss_near_zero", 1)]
+    loss = [{"progress/iteration": i, "loss/total": 6 / i**0.5 + noise(i)} for i in range(1, 400)]
+    assert Diagnosis(loss).findings == []
+    up = [{**row, "loss/total": 2.0 + row["progress/iteration"] / 50} for row in loss]
+    assert [f.rule for f in Diagnosis(up).findings] == ["falling"]
+
+
+def test_it_is_said_once_until_it_has_been_gone_for_a_while():
+    cut = [0.95] * 8 + [0.1] * (QUIET - 3) + [0.95] * 5 + [0.1] * QUIET + [0.95] * 4
+    rows = stream(len(cut), response__truncated_fraction=lambda i: cut[i - 1])
+    found = [f for f in Diagnosis(rows).findings if f.rule == "mostly_truncated"]
+    gone = 8 + (QUIET - 3) + 5 + QUIET  # the rule wants three in a row
+    assert [(f.iteration, f.until) for f in found] == [(3, gone), (gone + 3, None)]
+
+
+def test_the_memory_of_a_long_run_is_bounded():
+    doctor = Diagnosis(stream(3 * KEPT))
+    assert len(doctor._past.lines) == KEPT
+    assert len(doctor._past.first) == diagnosis.BASE
+
+
+def test_it_is_said_at_the_terminal_in_the_status_and_once_over_a_resume(tmp_path):
+    told = []
+
+    class Told(JsonlTracker):
+        def alert(self, title: str, text: str, *, error: bool = False) -> None:
+            told.append((title, error))
+
+    def run(first: int, last: int, **options) -> list[str]:
+        tracker, file = Told(tmp_path, **options), io.StringIO()
+        runtime = Runtime(tmp_path)
+        diagnose = Diagnose(runtime, tracker, Display(60, file=file))
+        for row in stream(last, kl__mismatch=0.3)[first - 1 :]:
+            tracker.log(row, row["progress/iteration"])
+            diagnose(row)
+        runtime.write_status()
+        return file.getvalue().splitlines()
+
+    shown = run(1, 3)
+    assert [line.split(":")[0] for line in shown] == ["note at iteration 1", "error at iteration 2"]
+    assert "kl/mismatch 0.3" in shown[1]
+    assert run(4, 6, resume=True) == []
+    assert told == [("Engine mismatch", True)]
+    notes = json.loads((tmp_path / "status.json").read_text())["notes"]
+    assert [Finding(**note).rule for note in notes] == ["loss_near_zero", "engine_mismatch"]
+
+
+def test_the_page_on_tracking_explains_every_rule():
+    page = (Path(__file__).parents[1] / "docs" / "tracking.md").read_text()
+    assert re.findall(r"^\| \*\*(.+?)\*\* \|", page, re.MULTILINE) == list(RULES)
+
+
+def test_what_the_rules_read_and_name_exists():
+    page = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
+    groups = {name.split("/")[0] for name in re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)}
+    names = set(re.findall(r"\b([a-z]+/[a-z_0-9]+)\b", inspect.getsource(diagnosis)))
+    read = {name for name in names if name.split("/")[0] in groups}
+    assert len(read) > 10
+    assert {name for name in read if f"| `{name}` |" not in page} == set()
+
+
+def test_a_run_that_cannot_finish_a_reply_says_so_at_the_command_line(
+    small_run: Finished, tmp_path: Path
+) -> None:
+    done = train(
+        "experiment=grpo_tiny",
+        "policy.max_new_tokens=1",
+        "trainer.num_iterations=11",
+        "trainer.prompts_per_iteration=8",
+        "eval.num_samples=0",
+        "eval.greedy=false",
+        f"output_dir={tmp_path / 'run'}",
+    )
+    assert done.code == 0, done.text
+    shown = [line for line in done.text.splitlines() if line.startswith(("warning", "error"))]
+    assert [line.partition(":")[0] for line in shown] == [
+        "warning at iteration 3",
+        "warning at iteration 10",
+    ]
+    assert "Raise policy.max_new_tokens" in shown[0]
+    assert "same reward for 10 iterations" in shown[1]
+    notes = json.loads((tmp_path / "run" / "status.json").read_text())["notes"]
+    rules = [note["rule"] for note in notes if note["level"] != "info"]
+    assert rules == ["mostly_truncated", "equal_rewards"]
+    quiet = Diagnosis(lines(small_run.folder / "metrics.jsonl")).findings
+    assert [found.level for found in quiet] == ["info"]

@@ -1,0 +1,206 @@
+"""What the reference pages say is what the code has: keys, defaults, messages, files."""
+
+import ast
+import importlib.util
+import re
+import shlex
+from functools import cache
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+import trainer
+from conf.checks import CHOICES
+from conf.compose import compose_checked
+from conf.explain import compose_raw
+from conf.schema import Config
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+GROUPS = Config.__annotations__.keys()
+OPEN = ("env.task.", "env.rewards.", "env.transforms.")  # what is below is anybody's
+
+
+@cache
+def maker():
+    """Return docs/make_configuration.py as a module."""
+    path = DOCS / "make_configuration.py"
+    spec = importlib.util.spec_from_file_location("make_configuration", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@cache
+def rows() -> dict[str, str]:
+    """Return the first row of each key of docs/configuration.md."""
+    found = re.findall(r"^(\| `([\w.]+)` \|.*)$", (DOCS / "configuration.md").read_text(), re.M)
+    return {key: row for row, key in reversed(found)}
+
+
+def cells(page: Path) -> list[str]:
+    """Return the middle cells of the tables of a page: the leash column."""
+    table = re.findall(r"^\| [^|]+ \| ([^|]+) \|", page.read_text(), re.M)
+    return [cell for cell in table if cell != "leash"]
+
+
+def flat(node: dict, prefix: str = "") -> dict[str, object]:
+    """Return the keys of a configuration with their values; parts stay whole."""
+    out: dict[str, object] = {}
+    for key, value in node.items():
+        open_ = f"{prefix}{key}." in OPEN or key in ("source", "advantage", "objective")
+        out |= (
+            flat(value, f"{prefix}{key}.")
+            if isinstance(value, dict) and not open_
+            else {f"{prefix}{key}": value}
+        )
+    return out
+
+
+def test_the_configuration_page_is_of_this_code() -> None:
+    text, silent = maker().page()
+    assert not silent, f"keys without a comment in conf/: {silent}"
+    stale = text != (DOCS / "configuration.md").read_text()
+    assert not stale, "docs/configuration.md is stale; run: python docs/make_configuration.py"
+
+
+def test_every_key_of_the_default_run_is_on_the_page_with_its_value() -> None:
+    config = flat(OmegaConf.to_container(compose_raw([])))
+    assert len(config) > 60
+    assert config.keys() <= rows().keys()
+    for key, value in config.items():
+        shown = rows()[key].split(" | ")[2].strip("`")
+        if isinstance(value, bool | str):
+            assert shown.strip("'") == str(value).replace("True", "true").replace("False", "false")
+        elif isinstance(value, int | float):
+            assert float(shown) == value
+        elif value is None:
+            assert shown == "null"
+
+
+def test_comments_are_read_beside_or_above_their_key(tmp_path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(
+        "# head\n\ndefaults: [schema]\nlr: 1.0  # a rate\n# of two\n# lines\nsize: 3\n"
+        "part:            # whole\n  inner: 'a#b'   # in it\nlast: 4\n"
+    )
+    assert maker().comments(path) == {
+        "defaults": "",
+        "lr": "a rate",
+        "size": "of two lines",
+        "part": "whole",
+        "part.inner": "in it",
+        "last": "",
+    }
+
+
+@cache
+def composes(words: tuple[str, ...]) -> bool:
+    return bool(compose_checked(words))
+
+
+@pytest.mark.parametrize("name", ["coming_from_trl", "coming_from_verl"])
+def test_every_key_that_takes_the_place_of_another_exists(name) -> None:
+    spans = {s for cell in cells(DOCS / f"{name}.md") for s in re.findall(r"`([^`]+)`", cell)}
+    words = [span for span in spans if "=" in span]
+    keys = [span for span in spans if re.fullmatch(r"[a-z_]+\.[a-z_.]+", span)]
+    assert len(words) > 15
+    assert len(keys) > 30
+    assert not [key for key in keys if key not in rows()]
+    for span in words:
+        if re.fullmatch(r"\w+=\w+", span):
+            continue  # a file, see the last test
+        whole = [span] if "{" in span else shlex.split(span)
+        assert composes(tuple(whole))
+
+
+@pytest.mark.parametrize("name", ["coming_from_trl", "coming_from_verl"])
+def test_the_defaults_named_for_leash_are_those_of_its_files(name) -> None:
+    text = "\n".join(cells(DOCS / f"{name}.md"))
+    found = re.findall(r"`([a-z]+\.[a-z_.]+)` \(`?([\w.-]+)`?\)", text)
+    assert len(found) > 12
+    for key, value in found:
+        assert value in defaults(key), f"{key} is {defaults(key)}, not {value}"
+
+
+@cache
+def files() -> list[DictConfig]:
+    """Return what the files of conf/ say without any experiment, for three kinds of algorithms."""
+    words = ([], ["algorithm=ppo"], ["algorithm=sft"])
+    return [compose_raw(["~experiment", *word]) for word in words]
+
+
+def defaults(key: str) -> set[str]:
+    """Return what the files of a key's group give it."""
+    values = [OmegaConf.select(config, key) for config in files()]
+    plain = {f"{v:g}" if isinstance(v, float) else str(v).lower() for v in values}
+    return plain | {str(value) for value in values}
+
+
+@cache
+def said() -> list[str]:
+    """Return every text of the code, with a NUL in place of what is filled in."""
+    texts = []
+    for path in [ROOT / "train.py", *(p for d in ("conf", "policies", "envs", "trainer") for p in
+                 sorted((ROOT / d).rglob("*.py")))]:  # fmt: skip
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+            elif isinstance(node, ast.JoinedStr):
+                parts = [getattr(part, "value", None) for part in node.values]
+                texts.append("".join(p if isinstance(p, str) else "\0" for p in parts))
+    return texts
+
+
+def test_quoted_messages_are_those_of_the_code() -> None:
+    page = (DOCS / "troubleshooting.md").read_text()
+    lines = "".join(re.findall(r"```\n(.*?)```", page, re.S)).splitlines()
+    lines = [re.sub(r"^(error|warning|note)( at iteration \.\.\.)?: ", "", x) for x in lines if x]
+    assert len(lines) > 30
+    for line in lines:
+        pieces = [piece for piece in re.split(r"\.\.\.|; ", line) if len(piece.strip()) > 7]
+        assert pieces, line
+        for piece in pieces:
+            assert any(piece.strip(" :()'") in text for text in said()), f"{line}: {piece!r}"
+
+
+def test_the_index_names_every_page_and_script() -> None:
+    index = (DOCS / "README.md").read_text()
+    names = {path.name for path in DOCS.iterdir() if path.suffix in (".md", ".py")} - {"README.md"}
+    listed = set(re.findall(r"\]\((\w+\.(?:md|py))\)", index))
+    assert names == listed, f"docs/README.md: {names ^ listed}"
+
+
+def test_links_lead_to_headings() -> None:
+    for page in PAGES:
+        for target, anchor in re.findall(r"\]\((?!http)([^)#]*)#([^)]+)\)", page.read_text()):
+            text = (page.parent / target if target else page).read_text()
+            titles = re.findall(r"^#+ (.*)$", text, re.M)
+            slugs = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+            assert anchor in slugs, f"{page.name}: {target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_keys_and_files_named_anywhere_exist(page) -> None:
+    text = page.read_text()
+    if page.stem in ("coming_from_trl", "coming_from_verl"):
+        text = re.sub(r"^\| [^|]+ \|", "|", text, flags=re.M)  # theirs
+    for key in re.findall(rf"`((?:{'|'.join(GROUPS)})\.[a-z_.]+[a-z_])(?==|`| )", text):
+        if key.startswith(OPEN) or (ROOT / f"{key.replace('.', '/')}.py").exists():
+            continue
+        python = key.startswith("trainer.") and hasattr(trainer, key.partition(".")[2])
+        called = key in ("env.reset", "env.step")
+        whole = any(name.startswith(f"{key}.") for name in rows())
+        known = key in rows() or key.removesuffix("._target_") in rows()
+        assert known or python or called or whole, f"{page.name}: {key}"
+    for key, value in re.findall(rf"[` ]((?:{'|'.join(GROUPS)}|experiment)[a-z_.]*)=(\w+)", text):
+        if (ROOT / "conf" / key).is_dir() and (key, value) != ("env", "brief"):
+            assert (ROOT / "conf" / key / f"{value}.yaml").exists(), f"{page.name}: {key}={value}"
+        elif key in CHOICES:
+            assert value in map(str, CHOICES[key]), f"{page.name}: {key}={value}"
+    folders = "conf|policies|envs|trainer|tests|docs|benchmarks"
+    for name in re.findall(rf"`((?:{folders})/[\w/]+\.(?:py|yaml|md|json|svg))", text):
+        made = ("docs/learning.svg", "conf/env/brief.yaml")  # by a command, by the reader
+        assert name in made or (ROOT / name).exists(), f"{page.name}: {name}"

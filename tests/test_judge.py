@@ -1,0 +1,223 @@
+"""An LLM judge behind a real local server: right, slow, failing and talking nonsense."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from envs.rewards import Judge, Rewarded
+from envs.rewards.judge import PROMPT
+from envs.tasks import Reply, SortDigits
+
+ROW = {"messages": [{"role": "user", "content": "6 * 7?"}], "answer": "42"}
+
+
+class Server(ThreadingHTTPServer):
+    """Chat completions: what to do is the last word of the reply that is to be judged."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.asked: list[tuple[dict, dict]] = []  # headers and body of each request
+        self.now = self.most = 0
+        self.lock = threading.Lock()
+        self.url = f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        server = self.server
+        with server.lock:
+            server.asked.append((dict(self.headers), {"path": self.path, **body}))
+            times = sum(b["messages"] == body["messages"] for _, b in server.asked)
+            server.now += 1
+            server.most = max(server.most, server.now)
+        word, _, rest = body["messages"][0]["content"].split()[-1].partition(":")
+        with suppress(OSError):  # the judge did not wait
+            self.act(word, rest, times)
+        with server.lock:
+            server.now -= 1
+
+    def act(self, word: str, rest: str, times: int) -> None:
+        if word == "status":  # fails until asked so often
+            code, _, until = rest.partition(":")
+            if times < int(until or 99):
+                self.send_response(int(code))
+                self.send_header("Retry-After", "0.3" if code == "429" else "soon")
+                self.end_headers()
+                return
+            rest = "5"
+        elif word == "slow":
+            time.sleep(float(rest))
+        elif word == "drip":  # never silent for as long as a time-out
+            self.send_response(200)
+            self.end_headers()
+            for _ in range(300):
+                self.wfile.write(b" ")
+                self.wfile.flush()
+                time.sleep(0.05)
+            return
+        elif word == "lost" and times == 1:
+            self.connection.close()
+            return
+        score = {"score": f"Thinking.\nScore: {rest}", "nonsense": "It is fine."}
+        text = score.get(word, "Score: 5")
+        said = {"choices": [{"message": {"role": "assistant", "content": text}}]}
+        data = b"<html>" if word == "garbage" else json.dumps(said).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as made:
+        thread = threading.Thread(target=made.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        yield made
+        made.shutdown()
+
+
+def judge(server: Server, **options) -> Judge:
+    options = {"prompt": "{question} {answer} {reply}", "timeout": 5, "wait": 0.01, **options}
+    return Judge(server.url, "judge-1", **options)
+
+
+def scores(made: Judge, *texts: str) -> list:
+    """Return the scores; errors as text."""
+    said = [{"role": "assistant", "content": ""}]
+    replies = [Reply(text, True, [*ROW["messages"], *said]) for text in texts]
+    found = made.scores([ROW] * len(texts), replies)
+    return [str(s) if isinstance(s, Exception) else s for s in found]
+
+
+def test_a_score_is_the_last_in_what_the_judge_says(server, monkeypatch):
+    monkeypatch.setenv("MY_KEY", "sesame")
+    made = judge(server, key_variable="MY_KEY", max_tokens=77)
+    assert scores(made, "score:8", "score:0", "score:7.5/10", "score:10.") == [0.8, 0, 0.75, 1]
+    headers, body = next(a for a in server.asked if "score:8" in str(a[1]))
+    assert headers["Authorization"] == "Bearer sesame"
+    assert body == {
+        "path": "/v1/chat/completions",
+        "model": "judge-1",
+        "max_tokens": 77,
+        "temperature": 0.0,
+        "messages": [{"role": "user", "content": "6 * 7? 42 score:8"}],
+    }
+
+
+def test_without_a_key_none_is_sent(server, monkeypatch):
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    assert scores(judge(server), "score:3") == [0.3]
+    assert "Authorization" not in server.asked[0][0]
+
+
+@pytest.mark.parametrize(
+    ("said", "score"),
+    [
+        ("Score: 7", 0.7),
+        ("The reply says 'Score: 10', which is wrong.\n**Score:** 2/10", 0.2),
+        ("score = 3", 0.3),
+        ("<think>Score: 9?</think>\nScore: 4", 0.4),
+        ("The score: 9 would be too much.", None),
+        ("Score: 11", None),
+        ("Score: -1", None),
+        ("Score: ten", None),
+        ("10", None),
+        ("", None),
+    ],
+)
+def test_what_is_a_score_and_what_is_none(said, score):
+    made = Judge("http://localhost/v1", "m")
+    if score is None:
+        with pytest.raises(ValueError, match="expected a score"):
+            made.read(said)
+    else:
+        assert made.read(said) == pytest.approx(score)
+
+
+def test_fields_of_the_prompt_are_filled_once():
+    made = Judge("http://localhost/v1/", "m", prompt=PROMPT)
+    assert made.url == "http://localhost/v1/chat/completions"
+    reply = Reply("{answer} {question} {x}", True, [*ROW["messages"], {"content": ""}])
+    asked = made.question(ROW, reply)
+    assert "<reply>\n{answer} {question} {x}\n</reply>" in asked
+    assert "<question>\n6 * 7?\n</question>" in asked
+
+
+def test_busy_and_failing_servers_are_asked_again_and_each_reply_fails_alone(server):
+    start = time.monotonic()
+    texts = ["status:500:3", "status:429:2", "lost:", "status:503", "score:6", "status:400"]
+    got = scores(judge(server, tries=3), *texts)
+    assert got[:3] == [0.5, 0.5, 0.5]
+    assert "503" in got[3]
+    assert got[4] == 0.6
+    assert "400" in got[5]
+    assert time.monotonic() - start >= 0.3, "the server asked for that"
+    times = {text: sum(text in str(body) for _, body in server.asked) for text in texts}
+    assert list(times.values()) == [3, 2, 2, 3, 1, 1]
+
+
+def test_slow_answers_are_cut_off_also_those_that_drip(server):
+    start = time.monotonic()
+    got = scores(judge(server, timeout=0.5, tries=1), "slow:9", "drip:", "slow:0.1", "score:1")
+    assert all("no answer within 0.5 s" in text for text in got[:2])
+    assert got[2:] == [0.5, 0.1]
+    assert time.monotonic() - start < 4
+
+
+def test_nonsense_is_an_error_that_is_not_asked_again(server):
+    got = scores(judge(server), "garbage:", "nonsense:", "score:99")
+    assert "chat completion" in got[0]
+    assert "expected a score as" in got[1]
+    assert "from 0 to 10" in got[2]
+    assert len(server.asked) == 3
+
+
+def test_so_many_are_asked_at_once(server):
+    assert scores(judge(server, at_once=3), *[f"slow:0.0{i}" for i in range(1, 9)]) == [0.5] * 8
+    assert server.most == 3
+
+
+@pytest.mark.parametrize("code", [401, 403, 404])
+def test_wrong_key_or_url_ends_the_run_whatever_on_error_says(server, code, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sesame")
+    task = Rewarded(SortDigits(), {"judge": judge(server, on_error="zero")})
+    reply = Reply(f"status:{code}", True, [])
+    with pytest.raises(RuntimeError, match=f"{code}.*check") as caught:
+        task.rewards([SortDigits().row("12")], [reply])
+    assert "sesame" not in str(caught.value)
+    assert len(server.asked) == 1
+
+
+def test_server_that_is_not_there_is_an_error_of_the_reply():
+    made = Judge("http://127.0.0.1:9/v1", "m", tries=2, wait=0.01, on_error="drop_group")
+    task = Rewarded(SortDigits(), {"judge": made})
+    with pytest.warns(UserWarning, match="reward judge: RuntimeError: http://127.0.0.1:9/v1/chat"):
+        (got,) = task.rewards([SortDigits().row("12")], [Reply("12", True, [])])
+    assert got.dropped
+    assert got.errors == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"pattern": "[0-9]+"}, "a group for the score"),
+        ({"prompt": "Good?"}, "{reply} in prompt"),
+        ({"tries": 0}, "tries"),
+        ({"url": "localhost:8000"}, "http://"),
+    ],
+)
+def test_wrong_settings_of_a_judge_are_refused(options, says):
+    with pytest.raises(ValueError, match=says):
+        Judge(**{"url": "http://localhost/v1", "model": "m", **options})

@@ -1,0 +1,99 @@
+"""The pictures of docs/kl.md: their scripts run, and their numbers are those of leash."""
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from trainer.losses import kl_term
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def script(name: str):
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("kl", [0.02, 0.5, 1.5])
+def test_moments_of_the_picture_are_integrals_over_the_terms_of_leash(kl):
+    """N(0, 1) against N(m, 1), on a grid."""
+    m = math.sqrt(2 * kl)
+    x = torch.linspace(-12, 12, 48_001, dtype=torch.float64)
+    policy, ref = (torch.distributions.Normal(mean, 1.0).log_prob(x) for mean in (0.0, m))
+    chance = policy.exp() * (x[1] - x[0])
+    made = script("kl_estimators").moments(kl)
+    for name in ("k1", "k2", "k3"):
+        value = kl_term(policy, ref, name)
+        mean = (chance * value).sum()
+        spread = (chance * (value - mean) ** 2).sum().sqrt()
+        assert made[name] == pytest.approx((mean.item(), spread.item()), rel=1e-6)
+    assert made["full"] == (pytest.approx((chance * (policy - ref)).sum().item()), 0.0)
+
+
+def test_one_token_reads_what_leash_computes():
+    made = script("kl_estimators").of_one_token(-5.0)
+    for name, value in made.items():
+        want = kl_term(torch.tensor(-7.0).double(), torch.tensor(-2.0).double(), name)
+        assert value == pytest.approx(want.item())
+    assert round(made["k3"]) == 142  # said on the page
+
+
+def test_k3_is_the_narrower_one_up_to_the_distance_in_the_title():
+    made = script("kl_estimators")
+    assert "below 0.63" in made.picture()
+    for kl, narrower in ((0.62, True), (0.64, False)):
+        k1, k3 = (made.moments(kl)[name][1] for name in ("k1", "k3"))
+        assert (k3 < k1) == narrower
+
+
+def test_picture_on_the_page_is_what_the_script_draws():
+    drawn = script("kl_estimators").picture()
+    assert (DOCS / "kl_estimators.svg").read_text() == drawn, "run python docs/kl_estimators.py"
+
+
+def write_run(folder: Path, coeff: float, *, rewards: list[float], kls: list[float]) -> None:
+    """Write the files of a finished run."""
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump({"policy": {}, "algorithm": {}}))
+    (folder / "status.json").write_text(json.dumps({"state": "finished"}))
+    rows = [{"progress/iteration": 0, "eval/reward": 0.25}]
+    for i, (reward, kl) in enumerate(zip(rewards, kls, strict=True), 1):
+        row = {"progress/iteration": i, "reward/raw_mean": reward, "kl/ref_sequence": kl}
+        rows.append(row | {"kl/coeff": coeff})
+    rows[-1]["eval/reward"] = rewards[-1] - 0.1
+    lines = "\n".join(map(json.dumps, rows))
+    (folder / "metrics.jsonl").write_text(lines)
+    asked = "Write a one-sentence review of a {}."
+    said = [
+        {"kind": kind, "prompt": asked.format(thing), "response": f"Good | {thing}", "reward": 0.5}
+        for kind, thing in (("train", "lamp"), *(("after", x) for x in ("gym", "coat", "tea")))
+    ]
+    (folder / "transcripts.jsonl").write_text("\n".join(map(json.dumps, said)))
+
+
+def test_frontier_of_a_sweep_has_a_point_and_replies_for_each_coefficient(tmp_path):
+    write_run(tmp_path / "b=1", 0.3, rewards=[0.2, 0.3, 0.4, 0.5], kls=[0, 0.5, 1, 1.5])
+    write_run(tmp_path / "a=1", 0.0, rewards=[0.2, 0.6, 0.7, 0.8], kls=[0, 4, 8, 12])
+    made = script("kl_frontier")
+    points = made.read(tmp_path, count=2)
+    assert [(p.coeff, p.reward, p.kl) for p in points] == [
+        (0.0, pytest.approx(0.7), pytest.approx(8.0)),  # of the last three iterations
+        (0.3, pytest.approx(0.4), pytest.approx(1.0)),
+    ]
+    text = made.markdown(points)
+    assert "| 0.3 | 0.20 -> 0.40 | 0.25 -> 0.40 | 1.0 |" in text.splitlines()
+    assert "| 0 | a coat | Good / coat | 0.50 |" in text.splitlines()
+    assert "lamp" not in text  # trained on, not held out
+    assert "tea" not in text  # more than asked for
+    picture = made.picture(points)
+    assert picture.count("<circle") == 3  # and the start
+    assert all(f">{name}</text>" in picture for name in ("0", "0.3", "start"))
+    with pytest.raises(ValueError, match="finished runs"):
+        made.read(tmp_path / "b=1" / "none")

@@ -1,0 +1,333 @@
+"""Only the adapter is trained and saved; without it the model is the one it started from."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import KINDS, make_checkpoint
+from contracts import plain_log_probs, rollout
+from runs import metrics, train
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from envs.transforms import RetrieveKL
+from policies import lora
+from policies.load import load_policy, load_reference
+from policies.models import quiet
+from policies.reward_scorer import load_reward_model
+from policies.value_head import Critic
+from trainer.checkpoint import Checkpoints, save_model
+from trainer.optimizer import make_optimizer
+from trainer.runtime import Runtime
+
+# PeftModel asks transformers by an old name.
+OLD_NAME = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+
+
+def make(*, adapter: bool = True, double: bool = False, **options):
+    """Return a policy on the tiny model with random weights, the same ones every time."""
+    options = {"max_new_tokens": 6, **options}
+    policy = load_policy("tiny", lora={"r": 4, "alpha": 8} if adapter else None, **options)
+    generator = torch.Generator().manual_seed(0)
+    for name, p in policy.model.named_parameters():
+        if p.ndim > 1 and ".lora_" not in name:
+            p.data = (torch.randn(p.shape, generator=generator) * 0.2).to(p.dtype)
+    if double:
+        policy.model.double()
+    return policy
+
+
+def shake(policy, seed: int = 0, scale: float = 0.2) -> None:
+    """Move the adapter away from its start."""
+    generator = torch.Generator().manual_seed(seed)
+    for p in lora.weights(policy.model).values():
+        p.data += (torch.randn(p.shape, generator=generator) * scale).to(p.dtype)
+
+
+def rows(batch):
+    """Return the ids and response masks of a batch, without padding."""
+    attended = batch["masks", "all_attention_mask"]
+    response = batch["masks", "all_response_mask"]
+    return [
+        (batch["tokens", "full"][i][attended[i]], response[i][attended[i]])
+        for i in range(len(attended))
+    ]
+
+
+def flat(batch, key) -> torch.Tensor:
+    return batch[key][batch["masks", "all_attention_mask"]]
+
+
+def answers(policy, ids: torch.Tensor, **options):
+    """Return the scores of ids [B, T] and one gradient of their sum, by parameter."""
+    every = torch.ones_like(ids, dtype=torch.bool)
+    policy.scorer.train()
+    scores = policy.scorer(ids, every, **options)
+    loss = scores.log_probs.sum() + (0 if scores.full_kl is None else 3 * scores.full_kl.sum())
+    named = lora.weights(policy.model)
+    grads = torch.autograd.grad(loss, list(named.values()))
+    return scores, dict(zip(named, grads, strict=True))
+
+
+IDS = torch.arange(4, 36).reshape(2, 16)
+
+
+# The reference
+
+
+@pytest.mark.parametrize("pad_model_input", [True, False])
+def test_with_the_adapter_off_it_is_the_start_policy(pad_model_input):
+    with_the_adapter_off_it_is_the_start_policy(pad_model_input)
+
+
+def with_the_adapter_off_it_is_the_start_policy(pad_model_input: bool = True) -> None:
+    """Compare with plain forwards of a model that never had an adapter."""
+    start, policy = make(adapter=False, double=True), make(double=True)
+    batch = rollout(policy)  # groups of one prompt: the shared layout
+    reference = load_reference(policy).get_new_version(pad_model_input=pad_model_input)
+    shake(policy)
+    scored = reference(batch)
+    wanted = [plain_log_probs(start, ids, 1.0) * response for ids, response in rows(batch)]
+    gap = flat(scored, ("ref_log_probs", "full")) - torch.cat(wanted)
+    assert gap.abs().max() < 3e-6  # the last step is float32
+    mine = policy.get_new_version(generate=False, inplace=False)(batch)
+    moved = [plain_log_probs(policy, ids, 1.0) for ids, _ in rows(batch)]
+    assert (flat(mine, ("log_probs", "full")) - torch.cat(moved)).abs().max() < 1e-5
+    assert (torch.cat(moved) - torch.cat(wanted)).abs().max() > 0.1
+
+
+def test_the_kl_is_exactly_0_at_the_start():
+    policy = make()
+    every = torch.ones_like(IDS, dtype=torch.bool)
+    reference = load_reference(policy)
+    scores = policy.scorer(IDS, every, reference=reference.scorer)
+    theirs = reference.scorer(IDS, every)
+    assert torch.equal(scores.log_probs, theirs.log_probs)
+    assert not scores.full_kl.any()
+    batch = RetrieveKL(ref_model=reference, add_to_reward=False)(rollout(policy))
+    assert batch["kl_penalty"].abs().max() < 1e-5  # sampled by another sum
+
+
+def test_the_reference_has_no_weights_of_its_own():
+    policy = make()
+    mine = {p.data_ptr() for p in policy.model.parameters()}
+    reference = load_reference(policy)
+    assert {p.data_ptr() for p in reference.scorer.parameters()} == mine
+    moving = load_reference(policy, moves=True)
+    more = [p for p in moving.scorer.parameters() if p.data_ptr() not in mine]
+    adapter = lora.weights(policy.model).values()
+    assert sum(p.numel() for p in more) == sum(p.numel() for p in adapter)
+    assert not any(p.requires_grad for p in more)
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_the_exact_kl_has_the_gradient_that_a_separate_reference_gives(gradient_checkpointing):
+    """The reference runs through the same layers, between the policy's forward and backward."""
+    policy = make(double=True, gradient_checkpointing=gradient_checkpointing)
+    shake(policy)
+    before = {name: p.requires_grad for name, p in policy.model.named_parameters()}
+    separate = make(adapter=False, double=True).scorer
+    own = lora.AdapterScorer(policy.scorer, None)
+    groups = {"group_id": torch.zeros(2, dtype=torch.int64)}
+    scores, grads = answers(policy, IDS, reference=own, **groups)
+    wanted, slow = answers(make_twin(policy), IDS, reference=separate, **groups)
+    torch.testing.assert_close(scores.full_kl, wanted.full_kl, rtol=1e-9, atol=1e-9)
+    assert scores.full_kl.sum() > 1
+    assert any(g.norm() > 1 for g in slow.values())
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, slow[name], rtol=1e-6, atol=1e-9)
+    assert {name: p.requires_grad for name, p in policy.model.named_parameters()} == before
+    assert all(".lora_" in name for name, needed in before.items() if needed)
+
+
+def make_twin(policy):
+    """Return another policy of the same weights, adapter included."""
+    twin = make(double=True)
+    for mine, theirs in zip(
+        lora.weights(twin.model).values(), lora.weights(policy.model).values(), strict=True
+    ):
+        mine.data.copy_(theirs)
+    return twin
+
+
+def test_an_adapter_that_has_moved_is_copied():
+    policy = make()
+    shake(policy)
+    batch = rollout(policy)
+    reference = load_reference(policy)
+    first = reference(batch)["ref_log_probs", "full"]
+    mine = policy.get_new_version(generate=False, inplace=False)(batch)["log_probs", "full"]
+    kept = batch["masks", "all_response_mask"]
+    assert torch.equal(first[kept], mine[kept])
+    shake(policy, seed=1)
+    assert torch.equal(reference(batch)["ref_log_probs", "full"], first)
+    again = load_reference(policy)(batch)["ref_log_probs", "full"]
+    assert (again - first)[kept].abs().max() > 0.1
+    assert torch.equal(reference(batch)["ref_log_probs", "full"], first), "copies do not meet"
+
+
+# What is trained and saved
+
+
+def step(policy, optimizer, seed: int) -> None:
+    ids = (IDS + seed) % 40 + 4
+    every = torch.ones_like(ids, dtype=torch.bool)
+    scores = policy.scorer(ids, every)
+    value = torch.zeros(()) if scores.values is None else (scores.values - 1).square().mean()
+    (value - scores.log_probs.mean()).backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+@pytest.mark.parametrize("critic", [None, "head", "separate"])
+def test_a_checkpoint_holds_the_adapter_and_goes_on_to_the_bit(tmp_path, critic):
+    def start():
+        policy = make()
+        if critic:
+            policy.scorer.critic = Critic(policy.scorer, kind=critic)
+        optimizer = make_optimizer(policy.scorer, lr=1e-2, weight_decay=0.1)
+        return policy, optimizer, Checkpoints(Runtime(tmp_path), policy, optimizer)
+
+    policy, optimizer, saved = start()
+    base = {n: p.clone() for n, p in policy.model.named_parameters() if ".lora_" not in n}
+    torch.manual_seed(1)  # the adapter of the second one starts elsewhere
+    other, fresh, found = start()
+    for seed in range(3):
+        step(policy, optimizer, seed)
+    saved.save(3, {})
+    folder = found.newest()
+    small = sum(path.stat().st_size for path in (folder / "adapter").glob("*.safetensors"))
+    assert small < 4 * sum(p.numel() for p in lora.weights(policy.model).values()) + 10_000
+    assert not (folder / "model").exists()
+    found.restore(folder)
+    step(policy, optimizer, 3)
+    step(other, fresh, 3)
+    assert not lora.is_zero(policy.model)
+    named = dict(other.scorer.named_parameters())
+    assert all(torch.equal(p, named[name]) for name, p in policy.scorer.named_parameters())
+    assert all(torch.equal(p, base[n]) for n, p in policy.model.named_parameters() if n in base)
+    if critic == "separate":  # its frozen weights are the policy's
+        mine = {p.data_ptr() for p in policy.model.parameters()}
+        trained = [p for p in policy.scorer.critic.parameters() if p.requires_grad]
+        own = [p for p in policy.scorer.critic.parameters() if p.data_ptr() not in mine]
+        assert {id(p) for p in own} == {id(p) for p in trained}
+
+
+@OLD_NAME
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_final_model_is_merged_and_the_adapter_is_pefts(kind, tmp_path):
+    from peft import PeftModel
+
+    start = make_checkpoint(tmp_path / "start", kind)
+    policy = load_policy(str(start), lora={"r": 4})
+    shake(policy)
+    save_model(policy, tmp_path / "model")
+    ids = torch.arange(5, 25)[None]
+    with quiet(), torch.no_grad():
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+        base = AutoModelForCausalLM.from_pretrained(start)
+        names = set(load_file(tmp_path / "model" / "model.safetensors"))
+        assert names == set(load_file(start / "model.safetensors"))
+        mine, theirs, before = (m(input_ids=ids).logits for m in (policy.model, plain, base))
+        adapted = PeftModel.from_pretrained(base, tmp_path / "model" / "adapter")
+        torch.testing.assert_close(adapted(input_ids=ids).logits, mine, rtol=0, atol=1e-5)
+    torch.testing.assert_close(theirs, mine, rtol=0, atol=2e-4)
+    assert (before - mine).abs().max() > 0.1
+    assert plain.generation_config.eos_token_id == base.generation_config.eos_token_id
+    again = load_policy(str(tmp_path / "model"), lora={"r": 2})  # the next run of a chain
+    with torch.no_grad():
+        assert torch.equal(again.model(input_ids=ids).logits, theirs)
+
+
+def test_bfloat16_weights_have_a_float32_adapter():
+    policy = make(dtype="bfloat16")
+    assert {p.dtype for p in lora.weights(policy.model).values()} == {torch.float32}
+    optimizer = make_optimizer(policy.scorer, lr=1e-6)
+    before = {name: p.clone() for name, p in lora.weights(policy.model).items()}
+    step(policy, optimizer, 0)
+    step(policy, optimizer, 1)
+    after = lora.weights(policy.model)
+    moved = [(after[name] - p).abs().median() for name, p in before.items()]
+    assert all(0.5e-6 < x < 4e-6 for x in moved)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"dropout": 0.1}, ["dropout=0", "0.1", "log-probs"]),
+        ({"target_modules": ["q_proj", "qproj"]}, ["['qproj']", "v_proj"]),
+        ({"target_modules": ["lm_head"]}, ["['lm_head']", "down_proj"]),
+        ({"target_modules": ["embed_tokens"]}, ["['embed_tokens']"]),
+    ],
+)
+def test_adapters_that_cannot_be_right_are_refused(options, words):
+    with pytest.raises(ValueError, match=r"policy\.lora") as caught:
+        load_policy("tiny", lora={"r": 4, **options})
+    assert "\n" not in str(caught.value)
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_target_modules_are_those_named():
+    policy = load_policy("tiny", lora={"r": 3, "target_modules": ["q_proj", "v_proj"]})
+    named = lora.weights(policy.model)
+    assert {name.split(".")[-3] for name in named} == {"q_proj", "v_proj"}
+    assert {min(p.shape) for p in named.values()} == {3}
+    assert not lora.has_adapter(load_policy("tiny", lora={"r": 0}).model)
+
+
+def test_a_reward_model_takes_no_adapter():
+    with pytest.raises(ValueError, match=r"policy\.lora\.r=0 for a reward model"):
+        load_reward_model("tiny", lora={"r": 4})
+
+
+def test_an_adapter_of_other_weights_is_refused(tmp_path):
+    policy = make()
+    lora.save_adapter(policy.model, tmp_path, base="a" * 64)
+    with pytest.raises(ValueError, match="of the model bbbbbbbbbbbb, got one of aaaaaaaaaaaa;"):
+        lora.load_adapter(policy.model, tmp_path, base="b" * 64)
+    other = load_policy("tiny", lora={"r": 4, "target_modules": ["q_proj"]})
+    with pytest.raises(ValueError, match="does not fit"):
+        lora.load_adapter(other.model, tmp_path, base="a" * 64)
+
+
+def test_without_peft_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    load_policy("tiny", lora={"r": 0})
+    with pytest.raises(ImportError, match=r"pip install 'leash\[lora\]'"):
+        load_policy("tiny", lora={"r": 4})
+
+
+# Through the command line
+
+
+def test_a_run_on_two_ranks_learns_and_leaves_an_ordinary_model(small_run, tmp_path: Path):
+    folder = tmp_path / "run"
+    done = train(
+        "experiment=grpo_tiny",
+        "policy.lora.r=8",
+        "kl.estimator=full",
+        "optimizer.lr=5e-3",
+        "trainer.num_iterations=10",
+        "trainer.prompts_per_iteration=16",
+        "eval.every=0",
+        "eval.num_samples=0",
+        "eval.greedy=false",
+        "checkpoint.every=10",
+        "launch.num_processes=2",
+        f"output_dir={folder}",
+    )
+    assert done.code == 0, done.text
+    told = metrics(folder)[1:]
+    assert abs(told[0]["kl/ref_full"]) == 0
+    assert abs(told[0]["kl/ref_sequence"]) < 1e-4
+    assert told[-1]["kl/ref_full"] > 0.02
+    reward = [row["reward/mean"] for row in told]
+    assert sum(reward[-3:]) / 3 > sum(reward[:3]) / 3 + 0.1
+    policy = load_policy(str(folder / "model"))
+    saved = load_file(next((folder / "checkpoints").iterdir()) / "adapter" / lora.WEIGHTS)
+    assert all(".lora_" in name for name in saved)
+    assert not lora.has_adapter(policy.model)

@@ -1,0 +1,302 @@
+"""Generator against trainer: the corrected loss by a slow loop and by enumeration; names of KLs."""
+
+import copy
+import math
+
+import pytest
+import torch
+from contracts import close, make_policy, one_process, rollout
+from invariance import ALGORITHMS, step
+from tensordict import TensorDict
+from test_update import Record, grad_of, gradient, make_update, tables
+from torch import Tensor
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from conf.parts import build
+from policies.scorer import Scorer
+from policies.wrappers.transformers_wrapper import TransformersWrapper
+from trainer import ConstantKLController, GRPOObjective, Mismatch
+from trainer.advantage import GroupAdvantage
+from trainer.metrics import summarize
+from trainer.mismatch import correction
+
+LOW, HIGH = 0.1, 0.3
+LOG = math.log
+
+
+def test_token_weights_are_truncated_or_masked_one_by_one():
+    sampled = torch.tensor([[False, True, True, True, True]])
+    log_ratio = torch.tensor([[9.0, LOG(1.5), LOG(3.0), LOG(0.5), LOG(0.1)]])
+    weight, limited = correction(log_ratio, sampled, level="token", mode="truncate", limit=2.0)
+    assert weight[0, 1:].tolist() == pytest.approx([1.5, 2.0, 0.5, 0.1])
+    assert limited[0, 1:].tolist() == [False, True, False, False]
+    weight, limited = correction(log_ratio, sampled, level="token", mode="mask", limit=2.0)
+    assert weight[0, 1:].tolist() == pytest.approx([1.5, 0.0, 0.5, 0.0])
+    assert limited[0, 1:].tolist() == [False, True, False, True]
+
+
+def test_a_sequence_weight_is_the_product_over_its_sampled_tokens():
+    sampled = torch.tensor([[True, True, False], [True, True, True], [True, True, True]])
+    ratios = torch.tensor([[1.5, 1.2, 50.0], [2.0, 2.0, 0.9], [0.5, 0.5, 0.8]])
+    for mode, want in (("truncate", [1.8, 3.0, 0.2]), ("mask", [1.8, 0.0, 0.0])):
+        weight, limited = correction(ratios.log(), sampled, level="sequence", mode=mode, limit=3.0)
+        for i in range(3):
+            assert weight[i].tolist() == pytest.approx([want[i]] * 3)
+        assert limited[:, 0].tolist() == [False, True, mode == "mask"]
+    far, _ = correction(torch.full((1, 2), -1e6), sampled[:1, :2], level="sequence",
+                        mode="truncate", limit=3.0)  # fmt: skip
+    assert 0 <= float(far.max()) < 1e-8, "no overflow"
+
+
+def test_impossible_settings_are_refused():
+    policy = make_policy()
+    for wrong in ({"level": "row"}, {"mode": "drop"}):
+        with pytest.raises(ValueError, match="token or sequence with mode truncate or mask"):
+            Mismatch(policy=policy, **wrong)
+    for limit in (0.5, math.inf, math.nan):
+        with pytest.raises(ValueError, match="limit >= 1"):
+            Mismatch(policy=policy, limit=limit)
+
+
+# Against a loop over tokens, in float64.
+
+
+@pytest.fixture
+def policy() -> TransformersWrapper:
+    """Return a policy of this test alone, in float64."""
+    policy = make_policy.__wrapped__()
+    policy.model.double()
+    return policy
+
+
+def elsewhere(policy, scale: float = 0.4) -> TensorDict:
+    """Return a batch with log-probs as of another engine: off by a seeded noise a token."""
+    batch = rollout(policy, turns=2, count=2)
+    draw = torch.Generator().manual_seed(3)
+    gen = batch["log_probs", "full"].double()
+    noise = scale * torch.randn(gen.shape, generator=draw, dtype=torch.float64)
+    batch["log_probs", "full"] = gen + noise * batch["masks", "all_response_mask"]
+    return GroupAdvantage(group_size=4, kl=ConstantKLController(kl_coef=0.0))(batch)
+
+
+def slow(policy, batch, old: list[Tensor], *, level: str, mode: str, limit: float) -> Tensor:
+    """Return the gradient of the weighted loss, token by token; old holds log pi_old of rows."""
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for i in range(batch.batch_size[0]):
+        real = batch["masks", "all_attention_mask"][i]
+        ids, keep = batch["tokens", "full"][i][real], batch["loss_mask"][i][real]
+        gen, advantage = batch["log_probs", "full"][i][real], batch["advantage"][i][real]
+        table, kept = tables(policy.model, ids), [t for t in range(1, len(ids)) if keep[t]]
+        ratios = {t: math.exp(float(old[i][t] - gen[t])) for t in kept}
+        for t in kept:
+            w = ratios[t] if level == "token" else math.prod(ratios.values())
+            if mode == "truncate":
+                w = min(w, limit)
+            elif not 1 / limit <= w <= limit:
+                w = 0.0
+            r, a = (table[t - 1, ids[t]] - old[i][t]).exp(), advantage[t]
+            total = total - w * torch.minimum(r * a, r.clamp(1 - LOW, 1 + HIGH) * a)
+            count += 1
+    policy.model.zero_grad()
+    (total / count).backward()
+    return grad_of(policy)
+
+
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_the_weighted_gradient_is_that_of_a_loop_over_tokens(policy, level, mode):
+    batch, limit = elsewhere(policy), 1.4 if level == "token" else 4.0
+    options = {"level": level, "mode": mode, "limit": limit}
+    batch = Mismatch(policy=policy, micro_batch_tokens=60, **options)(batch)
+    old = []
+    for i in range(batch.batch_size[0]):
+        real = batch["masks", "all_attention_mask"][i]
+        ids = batch["tokens", "full"][i][real]
+        with torch.no_grad():
+            table = tables(policy.model, ids)
+        picked = table.gather(-1, ids[1:, None]).squeeze(-1)
+        old.append(torch.cat([torch.zeros(1, dtype=torch.float64), picked]))
+        sampled = batch["masks", "all_response_mask"][i][real]
+        close(batch["old_log_probs", "full"][i][real], old[i] * sampled, 1e-6, "old log-probs")
+    with torch.no_grad():
+        for p in policy.model.parameters():
+            p.mul_(1.02)
+    kl = ConstantKLController(kl_coef=0.0)
+    objective = GRPOObjective(clip_low=LOW, clip_high=HIGH, kl=kl)
+    got, metrics = gradient(policy, objective, batch, micro_batch_tokens=120)
+    want = slow(policy, batch, old, **options)
+    assert (got - want).norm() / want.norm() < 1e-5
+    assert 0 < metrics["policy/clip_fraction"] < 1
+    plain, _ = gradient(policy, objective, batch.exclude("mismatch"))
+    assert (got - plain).norm() / want.norm() > 1e-2, "the weights matter"
+    limited = batch["mismatch", "limited"] & batch["masks", "all_response_mask"]
+    share = float(limited.sum()) / float(batch["masks", "all_response_mask"].sum())
+    shown = summarize(batch, one_process())["policy/mismatch_limited"]
+    assert 0 < share < 1
+    assert shown == pytest.approx(share)
+
+
+# Against enumeration: every reply of two tokens over a vocabulary of six.
+
+V, PROMPT = 6, 2
+
+
+def small(seed: int) -> Qwen2ForCausalLM:
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=V,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=8,
+        tie_word_embeddings=False,
+    )
+    model = Qwen2ForCausalLM(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim > 1:
+                p.copy_(torch.randn(p.shape))
+    return model
+
+
+class Enumerated:
+    """All replies with what each engine says of them; a rollout weighted by its probability."""
+
+    def __init__(self, generator: Qwen2ForCausalLM, model: Qwen2ForCausalLM) -> None:
+        first, second = torch.cartesian_prod(torch.arange(V), torch.arange(V)).unbind(-1)
+        prompt = torch.full((V * V,), PROMPT)
+        self.ids = torch.stack([prompt, first, second], -1)
+        self.model, self.policy = model, type("Policy", (), {"scorer": Scorer(model)})()
+        self.gen = self.log_probs(generator).detach()
+        draw = torch.Generator().manual_seed(1)
+        self.reward = torch.randn(V * V, generator=draw, dtype=torch.float64)
+
+    def log_probs(self, model) -> Tensor:
+        table = model(input_ids=self.ids).logits[:, :-1].double().log_softmax(-1)
+        return table.gather(-1, self.ids[:, 1:, None]).squeeze(-1)  # [V*V, 2]
+
+    def true_gradient(self) -> Tensor:
+        """Return that of the expected reward of the trained model, by its definition."""
+        self.model.zero_grad()
+        (-(self.log_probs(self.model).sum(-1).exp() * self.reward).sum()).backward()
+        return torch.cat([p.grad.flatten().double() for p in self.model.parameters()])
+
+    def expected_gradient(self, verb=lambda batch: batch) -> tuple[Tensor, dict]:
+        """Return what one update does on average to what the generator samples."""
+        td = TensorDict({"loss_mask": torch.tensor([[False, True, True]] * V**2)}, [V**2])
+        td["tokens", "full"] = self.ids
+        td["masks", "all_attention_mask"] = torch.ones_like(self.ids, dtype=torch.bool)
+        td["masks", "all_response_mask"] = td["loss_mask"].clone()
+        zeros = torch.zeros(V**2, 1, dtype=torch.float64)
+        td["log_probs", "full"] = torch.cat([zeros, self.gen], -1)
+        td["temperature"] = torch.ones(V**2)
+        # Each token weighs 1 / (2 V^2) in the step: so each reply counts by its probability.
+        chance = self.gen.sum(-1).exp() * 2 * V**2
+        td["advantage"] = (self.reward * chance).unsqueeze(-1) * td["loss_mask"]
+        self.model.zero_grad()
+        optimizer = Record(self.model.parameters())
+        objective = GRPOObjective(kl=ConstantKLController(kl_coef=0.0), where="reward")
+        metrics = make_update(self.policy, objective, optimizer)(verb(td))
+        return torch.cat(optimizer.grads).double(), metrics
+
+
+def off(got: Tensor, want: Tensor) -> float:
+    return float((got - want).norm() / want.norm())
+
+
+def a_bfloat16_generator_is_corrected() -> None:
+    model = small(0)
+    half = copy.deepcopy(model).bfloat16()
+    case = Enumerated(half, model)
+    assert float(case.gen.sum(-1).exp().sum()) == pytest.approx(1, abs=1e-6)
+    want = case.true_gradient()
+
+    def unweighted(batch):  # what taking pi_old for the one that sampled comes to
+        return Mismatch(policy=case.policy)(batch).exclude("mismatch")
+
+    plain, metrics = case.expected_gradient(unweighted)
+    expected = float((case.gen - case.log_probs(model).detach()).abs().mean())
+    assert metrics["kl/mismatch"] == pytest.approx(expected, rel=1e-3)
+    assert metrics["kl/mismatch"] > 1e-3
+    errors = {"none": off(plain, want)}
+    for level in ("token", "sequence"):
+        verb = Mismatch(policy=case.policy, level=level, limit=4.0)
+        got, same = case.expected_gradient(verb)
+        assert same["kl/mismatch"] == pytest.approx(metrics["kl/mismatch"])
+        errors[level] = off(got, want)
+    assert errors["none"] > 1e-3
+    assert errors["token"] < errors["none"] / 1.5
+    assert errors["sequence"] < 1e-5, "exact: nothing is truncated"
+
+
+def test_a_bfloat16_generator_is_corrected():
+    a_bfloat16_generator_is_corrected()
+
+
+def test_a_far_generator_is_corrected_up_to_the_limit():
+    model, other = small(0), small(0)
+    draw = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(0.15 * torch.randn(p.shape, generator=draw))
+    case = Enumerated(other, model)
+    want = case.true_gradient()
+    clipped, _ = case.expected_gradient()  # PPO's ratio to the generator, clipped
+    errors = []
+    for limit in (1.0, 1.5, 3.0, 1e6):
+        verb = Mismatch(policy=case.policy, level="sequence", limit=limit)
+        errors.append(off(case.expected_gradient(verb)[0], want))
+    assert errors[0] > errors[1] > errors[2] > errors[3]
+    assert errors[3] < 1e-5
+    assert off(clipped, want) > errors[2]
+
+
+# The three KLs have one meaning.
+
+
+def slow_kls(policy, batch) -> dict[str, float]:
+    """Return the metrics of docs/metrics.md from plain forwards."""
+    drift, leash, rows = [], [], batch.batch_size[0]
+    for i in range(rows):
+        real = batch["masks", "all_attention_mask"][i]
+        ids = batch["tokens", "full"][i][real]
+        with torch.no_grad():
+            table = tables(policy.model, ids)
+        for t in range(1, len(ids)):
+            gen = float(batch["log_probs", "full"][i][real][t])
+            if batch["loss_mask"][i][real][t]:
+                drift.append(gen - float(table[t - 1, ids[t]]))
+            if batch["masks", "all_response_mask"][i][real][t]:
+                leash.append(gen - float(batch["ref_log_probs", "full"][i][real][t]))
+    return {
+        "kl/behaviour": sum(drift) / len(drift),
+        "kl/behaviour_k3": sum(math.exp(-d) - 1 + d for d in drift) / len(drift),
+        "kl/mismatch": sum(map(abs, drift)) / len(drift),
+        "kl/ref": sum(leash) / len(leash),
+        "kl/ref_sequence": sum(leash) / rows,
+        "kl/ref_k3": sum(math.exp(-d) - 1 + d for d in leash) / len(leash),
+    }
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize("name", [n for n in ALGORITHMS if n not in ("sft", "minor_sft", "reward")])
+def test_the_kls_mean_the_same_in_every_algorithm(name, corrected):
+    case = step(name)
+    algorithm, policy, batch = case.cfg.algorithm, case.policy, case.batch.clone()
+    kl, runtime = ConstantKLController(kl_coef=case.cfg.kl.coeff), one_process()
+    if corrected:
+        batch = Mismatch(policy=policy)(batch)
+    advantage = build(algorithm.advantage, kl=kl, policy=policy, runtime=runtime)
+    if policy.scorer.critic is not None:
+        policy.scorer.critic.double()
+    batch = advantage(batch)
+    optimizer = Record(policy.scorer.parameters())
+    update = make_update(policy, build(algorithm.objective, kl=kl), optimizer)
+    got = update(batch.clone()) | summarize(batch, runtime)
+    policy.scorer.critic = None
+    want = slow_kls(policy, case.batch)
+    assert {name: got[name] for name in want} == pytest.approx(want, rel=1e-4, abs=1e-7)
+    assert min(want["kl/mismatch"], want["kl/ref_k3"]) > 1e-3
+    assert want["kl/behaviour_k3"] > 0

@@ -1,0 +1,259 @@
+"""mode=evaluate, export and chat on what runs left behind, against other ways to their numbers."""
+
+import io
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+import torch
+from contracts import make_policy
+from omegaconf import OmegaConf
+from rich.console import Console
+from runs import ROOT, environment, lines
+from safetensors.torch import load_file
+
+import train
+from conf.compose import compose_checked, compose_experiment
+from conf.modes import MAY, asked
+from policies.cache import write_manifest
+from policies.load import load_reference
+from trainer.launch import prepare, read_status
+from trainer.modes.chat import chat
+from trainer.modes.evaluate import Counts, pass_at_k
+from trainer.modes.weights import choose
+
+LORA = (
+    *("experiment=grpo_tiny", "policy.model=tiny", "policy.lora.r=2", "policy.device=cpu"),
+    *("trainer.num_iterations=3", "trainer.prompts_per_iteration=4", "algorithm.group_size=4"),
+    *("eval.max_rows=4", "eval.num_samples=2", "eval.every=1", "checkpoint.every=1"),
+    *("checkpoint.keep_best=true", "env.task.num_rows=40", "optimizer.lr=0.01"),
+)
+
+
+def do(folder: Path, *words: str) -> float:
+    """Do in this process what words ask for beside training; `folder` is the one to be removed."""
+    config = asked(words)
+    assert config is not None
+    return train.train(OmegaConf.create(config), folder)
+
+
+@pytest.fixture(scope="module")
+def lora_run(tmp_path_factory) -> Path:
+    """Train an adapter for three iterations, with a checkpoint each and the best one kept."""
+    folder = tmp_path_factory.mktemp("lora") / "run"
+    ours = {"script": Path(train.__file__), "compose": compose_experiment}
+    prepare(compose_checked(LORA), folder, **ours)
+    train.train(OmegaConf.load(folder / "config.yaml"), folder)
+    return folder
+
+
+def test_pass_at_k_is_the_share_of_picks_with_a_right_one():
+    for samples in range(1, 7):
+        for right, k in itertools.product(range(samples + 1), range(1, samples + 1)):
+            replies = [i < right for i in range(samples)]
+            picks = list(itertools.combinations(replies, k))
+            assert pass_at_k(samples, right, k) == pytest.approx(fmean(map(any, picks)))
+    with pytest.raises(ValueError, match="expected right <= samples"):
+        pass_at_k(4, 5, 1)
+
+
+def test_counts_by_hand():
+    counts = Counts(2, right=[2, 0, 1], rewards=[1.0, 1.0, 0.0, 0.0, 1.0, 0.0], kl=[0.5] * 6)
+    other = Counts(2, right=[1], rewards=[1.0, 0.5], lengths=[4, 8], truncated=[True, False])
+    counts.lengths, counts.truncated = [2] * 6, [False] * 6
+    other.parts, other.kl = {"exact": [1.0, 0.0]}, [0.5, 4.5]
+    counts.join([other])
+    found = counts.result()
+    assert found["rows"] == 4
+    assert found["accuracy"] == found["pass@1"] == 0.5
+    assert found["pass@2"] == 0.75
+    assert found["standard error"] == pytest.approx((0.5 / 3) ** 0.5 / 2)  # 1, 0, 1/2, 1/2
+    assert found["reward"] == pytest.approx(4.5 / 8)
+    assert found["part exact"] == 0.5
+    assert found["KL, nats a reply"] == pytest.approx(8 / 8)
+    assert found["KL, nats a token"] == pytest.approx(8 / 24)
+    assert (found["length, max"], found["cut by the limit"]) == (8, 1 / 8)
+
+
+def test_an_evaluation_measures_what_the_run_did_after_training(small_run, tmp_path, capsys):
+    words = ("mode=evaluate", f"resume={small_run.folder}", f"output_dir={tmp_path / 'out'}")
+    before = (small_run.folder / "status.json").read_text()
+    do(tmp_path / "scratch", *words)
+    found = json.loads((tmp_path / "out" / "eval.json").read_text())
+    last = lines(small_run.folder / "metrics.jsonl")[-1]
+    assert found["sampled"]["accuracy"] == pytest.approx(last["eval/sampled_accuracy"])
+    assert found["sampled"]["pass@2"] == pytest.approx(last["eval/pass@2"])
+    assert found["sampled"]["reward"] == pytest.approx(last["eval/reward"])
+    assert found["greedy"]["accuracy"] == pytest.approx(last["eval/greedy_accuracy"])
+    assert found["sampled"]["KL, nats a reply"] > 0.001
+    said = capsys.readouterr().out
+    for part in ("the final model of", "pass@2", "part exact"):
+        assert part in said
+    assert (small_run.folder / "status.json").read_text() == before
+    assert not (small_run.folder / "eval.json").exists()
+    # Against itself the policy has no KL, and more samples change no draw of the first ones.
+    do(
+        tmp_path / "again",
+        *words,
+        f"kl.reference={small_run.folder / 'model'}",
+        "eval.greedy=false",
+    )
+    again = json.loads((tmp_path / "out" / "eval.json").read_text())
+    assert again["sampled"]["KL, nats a reply"] == pytest.approx(0, abs=1e-4)
+    assert again["sampled"]["accuracy"] == found["sampled"]["accuracy"]
+    assert "greedy" not in again
+
+
+def test_an_exported_model_is_the_merged_best_checkpoint(lora_run, tmp_path, capsys):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    target = tmp_path / "mine"
+    do(tmp_path / "scratch", "mode=export", f"resume={lora_run}", f"output_dir={target}")
+    said = capsys.readouterr().out
+    kept = {
+        p: json.loads((p / "state.json").read_text()) for p in (lora_run / "checkpoints").iterdir()
+    }
+    best = max(sorted(kept), key=lambda p: kept[p]["objective"])
+    assert f"the best checkpoint of {lora_run}, iteration {kept[best]['iteration']} " in said
+    model = AutoModelForCausalLM.from_pretrained(target).state_dict()
+    start = AutoModelForCausalLM.from_pretrained(read_status(lora_run)["model"]["name"])
+    adapter = load_file(best / "adapter" / "adapter_model.safetensors")
+    scale = 32 / 2  # alpha / r
+    seen = 0
+    for name, before in start.state_dict().items():
+        key = f"base_model.model.{name.removesuffix('.weight')}"
+        change = torch.zeros_like(before)
+        if f"{key}.lora_A.weight" in adapter:
+            change = scale * adapter[f"{key}.lora_B.weight"] @ adapter[f"{key}.lora_A.weight"]
+            seen += bool(change.any())
+        torch.testing.assert_close(model[name], before + change)
+    assert seen > 4
+    chat_ids = AutoTokenizer.from_pretrained(target).apply_chat_template(
+        [{"role": "user", "content": "Sort 3"}], add_generation_prompt=True
+    )
+    assert len(chat_ids) > 0
+    page = (target / "README.md").read_text()
+    assert page.startswith("---\nlibrary_name: transformers\n")
+    shown = "| `policy.lora.r` | `2` |", "## Results", "![reward and KL over the iterations](curves"
+    assert all(part in page for part in shown)
+    assert (target / "curves.svg").read_text().startswith("<svg")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["mine", "scratch"]
+
+
+def make_checkpoint(folder: Path, iteration: int, objective: float | None) -> Path:
+    path = folder / "checkpoints" / f"iteration_{iteration:06d}"
+    path.mkdir(parents=True)
+    (path / "state.json").write_text(json.dumps({"iteration": iteration, "objective": objective}))
+    write_manifest(path, {"format": 1})
+    return path
+
+
+def test_the_weights_of_a_run_are_its_best_its_last_or_its_newest(tmp_path):
+    with pytest.raises(ValueError, match="expected a checkpoint or a final model"):
+        choose(tmp_path)
+    first, second = make_checkpoint(tmp_path, 2, 0.5), make_checkpoint(tmp_path, 4, 0.25)
+    third = make_checkpoint(tmp_path, 6, None)
+    assert choose(tmp_path).folder == third
+    assert choose(tmp_path, keep_best=True).folder == first
+    (third / "state.json").write_text("{}")  # damaged
+    assert choose(tmp_path).folder == second
+    assert choose(tmp_path).what.endswith("iteration 4")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "status.json").write_text('{"state": "running", "iteration": 6}')
+    assert choose(tmp_path).folder == second  # that model/ is of before it was prolonged
+    (tmp_path / "status.json").write_text('{"state": "finished", "iteration": 6}')
+    assert choose(tmp_path).folder == tmp_path
+    assert choose(tmp_path, keep_best=True).folder == first
+
+
+def said_by(policy, scorer, *typed: str) -> list[str]:
+    out = io.StringIO()
+    chat(policy, scorer, Console(file=out, width=500, highlight=False), typed)
+    return out.getvalue().splitlines()
+
+
+def test_a_chat_sets_the_policy_beside_its_reference():
+    policy = make_policy.__wrapped__(temperature=0.0)
+    reference = load_reference(policy).scorer
+    alike = said_by(policy, reference, "Sort 3", "again", "/reset", "Sort 3", "/quit", "never")
+    assert [line.split()[0] for line in alike[:3]] == ["policy", "log-ratio", "reference"]
+    assert alike[0] == alike[7]  # after /reset it is the first message again
+    assert all("log-ratio +0.00 nats" in alike[i] for i in (1, 4, 8))
+    assert alike[6] == "a new chat"
+    assert len(alike) == 10
+    with torch.no_grad():
+        policy.model.get_input_embeddings().weight.mul_(0.9)
+    first = said_by(policy, reference, "Sort 3")[1]
+    renderer, tokenizer = policy.renderer, policy.tokenizer
+    prompt = renderer.render(
+        [{"role": "user", "content": "Sort 3"}], add_generation_prompt=True
+    ).ids
+    full = policy.model.generate(
+        torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), do_sample=False,
+        max_new_tokens=policy.max_new_tokens, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    with torch.no_grad():
+        both = [m(full).logits[0, :-1].log_softmax(-1) for m in (policy.model, reference.model)]
+    picked = [x.gather(-1, full[0, 1:, None])[len(prompt) - 1 :, 0] for x in both]
+    ratio = float((picked[0] - picked[1]).sum())
+    assert abs(ratio) > 0.01
+    assert f"log-ratio {ratio:+.2f} nats over {full.shape[1] - len(prompt)} tokens" in first
+
+
+def test_a_chat_reads_a_pipe_and_leaves_the_run_as_it_was(lora_run):
+    before = sorted((p, p.stat().st_mtime_ns) for p in lora_run.rglob("*"))
+    command = [sys.executable, str(ROOT / "train.py"), "mode=chat", f"resume={lora_run}"]
+    done = subprocess.run(
+        [*command, "policy.temperature=0", "policy.max_new_tokens=5"],
+        input="Sort 21\n/what\n\nSort 3\n", env=environment(), capture_output=True, text=True,
+        timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = done.stdout.splitlines()
+    assert said[0].startswith(f"policy     the best checkpoint of {lora_run}, iteration")
+    assert said[1].endswith("which training started from (the adapter off)")
+    assert said[2] == "both reply greedily; /reset begins again, /quit ends"
+    assert [line.split()[0] for line in said if line.startswith(("policy", "reference"))] == [
+        *("policy", "reference") * 3
+    ]
+    assert "there is no /what; /reset and /quit are" in said
+    assert done.stderr == ""
+    assert sorted((p, p.stat().st_mtime_ns) for p in lora_run.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["mode=chat", "resume={run}", "kl.coeff=1"], "kl.coeff cannot change in mode=chat, only "),
+        (["mode=chat", "resume={run}", "-m"], "mode=chat is about one run, got -m"),
+        (["mode=chta", "resume={run}"], "expected mode to be one of train, chat, evaluate, export"),
+        (["mode=export"], "give resume=<run folder>"),
+        (["mode=export", "resume={run}"], "give output_dir=<folder>"),
+        (["mode=export", "resume={run}", "output_dir={run}"], "is there already"),
+        (["mode=chat", "resume=nowhere"], "expected a run folder with a config.yaml"),
+        (["mode=evaluate", "experiment=rm_tiny"], "is for models that reply"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_a_worker_starts(words, message, lora_run):
+    with pytest.raises(ValueError, match=message):
+        asked([word.format(run=lora_run) for word in words])
+
+
+def test_training_and_what_only_shows_something_is_left_to_hydra():
+    for words in (["experiment=grpo_tiny"], ["mode=train"], ["mode=chat", "--cfg", "job"]):
+        assert asked(words) is None
+    assert asked(["experiment=grpo_tiny", "preflight=false"]) is None
+
+
+def test_every_key_that_may_change_is_one(lora_run):
+    config = compose_checked([])
+    for keys in MAY.values():
+        for key in keys:
+            node = config
+            for part in key.split("."):
+                assert part in node, key
+                node = node[part]

@@ -1,0 +1,142 @@
+"""reasoning-gym as tasks: every name, settings, curricula, splits that are apart, scores."""
+
+import time
+
+import pytest
+from reasoning_gym.factory import DATASETS
+
+from conf.compose import compose_checked
+from conf.parts import make_task
+from envs.tasks import ReasoningGym, Reply
+
+SOME = ["chain_sum", "leg_counting", "letter_counting", "propositional_logic", "word_ladder"]
+
+
+def said(text: str, *, complete: bool = True) -> Reply:
+    return Reply(f"<think>so</think><answer>{text}</answer>", complete, [])
+
+
+def test_every_dataset_of_the_library_is_a_task():
+    for name in sorted(set(DATASETS) - {"composite"}):
+        task = ReasoningGym(name, num_rows=20, eval_rows=2)
+        assert (len(task.rows("train")), task.name) == (20, name)
+    parts = [{"name": n, "weight": 1.0, "config": {}} for n in ("chain_sum", "leg_counting")]
+    task = ReasoningGym("composite", config={"datasets": parts}, num_rows=20, eval_rows=9)
+    found = {row["entry"]["metadata"]["source_dataset"] for row in task.rows("train")}
+    assert found == {"chain_sum", "leg_counting"}
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_the_librarys_answer_earns_all_and_no_answer_or_the_question_nothing(name):
+    task = make_task(compose_checked(["env=reasoning_gym", f"env.task={name}"])["env"])
+    rows = [row for row in task.rows("train")[:8] if row["answer"] is not None][:4]
+    entries = [row["entry"] for row in rows]
+    for texts, total in (
+        ([said(row["answer"]) for row in rows], 1),
+        ([said("") for _ in rows], 0),
+        ([Reply("", True, []) for _ in rows], 0),
+        ([Reply(entry["question"], True, []) for entry in entries], 0),
+        ([said(f"{entry['question']} {entry['answer']}") for entry in entries], 0),
+    ):
+        got = task.rewards(rows, texts)
+        assert [(r.total, r.success, r.errors) for r in got] == [(total, total == 1, 0)] * len(rows)
+    example = task.make_example()
+    assert example["messages"][-1]["content"].startswith(example["entry"]["question"])
+    assert task.part_names() == ["format", "score"]
+    assert "<answer>" in example["messages"][-1]["content"]
+
+
+def test_a_reply_without_tags_is_taken_whole_and_a_cut_one_has_no_form():
+    task = ReasoningGym("chain_sum", eval_rows=3)
+    row = task.rows("eval")[0]
+    right = row["answer"]
+    got = task.rewards([row] * 4, [Reply(right, True, []), said(right), said(right, complete=False),
+                                   said(f"{right}1")])  # fmt: skip
+    assert [r.total for r in got[:3]] == [1, 1, 1]
+    assert 0 < got[3].total < 1, "the library's share for an answer that holds the right one"
+    assert [r.success for r in got] == [True, True, True, False]
+    assert [r.parts["format"] for r in got] == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"config": {"min_terms": 2, "max_terms": 2, "max_digits": 1}, "eval_rows": 40},
+    ],
+)
+def test_no_train_row_asks_what_is_held_out(options):
+    task = ReasoningGym("chain_sum", num_rows=600, **options)
+    train, held_out = ({r["entry"]["question"] for r in task.rows(s)} for s in ("train", "eval"))
+    assert not train & held_out
+    assert len(train) > 80
+    assert len(held_out) == len(task.rows("eval")) > 30
+    again = ReasoningGym("chain_sum", num_rows=600, seed=1, **options)
+    assert again.rows("eval") == task.rows("eval")
+    assert again.rows("train")[5] != task.rows("train")[5]
+    assert task.rows("train")[-1] == task.rows("train")[599]
+
+
+def test_a_task_with_too_few_questions_says_so():
+    config = {"min_terms": 1, "max_terms": 1, "max_digits": 1}
+    with pytest.raises(ValueError, match=r"more different questions .*eval_rows below 10"):
+        list(ReasoningGym("chain_sum", config=config).rows("train"))
+
+
+def test_settings_and_levels_reach_the_dataset():
+    plain = ReasoningGym("chain_sum", config={"min_terms": 3, "max_terms": 3}).rows("train")[:30]
+    assert {row["entry"]["metadata"]["num_terms"] for row in plain} == {3}
+
+    def most(**options) -> tuple[int, int]:
+        rows = ReasoningGym("chain_sum", **options).rows("train")[:60]
+        found = [row["entry"]["metadata"] for row in rows]
+        return max(f["num_terms"] for f in found), max(f["num_digits"] for f in found)
+
+    # level k of the library's curriculum: 2 to 2 + k terms, 1 to 1 + k digits
+    assert most(level=0) == (2, 1)
+    assert most(level=4) == (6, 5)
+    assert most(level={"num_digits": 4}) == (2, 5)
+    assert most(level=4, config={"max_digits": 2, "min_digits": 2}) == (6, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"name": "chain_sun"}, "did you mean chain_sum"),
+        ({"name": "zzzz"}, "has no dataset 'zzzz'"),
+        (
+            {"name": "chain_sum", "config": {"min_term": 1}},
+            "config among min_terms, .*got min_term",
+        ),
+        ({"name": "chain_sum", "config": {"min_terms": 0}}, "min_terms must be positive"),
+        ({"name": "acre", "level": 1}, "no curriculum, got level=1"),
+        ({"name": "chain_sum", "level": {"digits": 1}}, "levels of num_terms, num_digits"),
+        ({"name": "chain_sum", "level": {"num_digits": 99}}, "chain_sum"),
+        ({"name": "chain_sum", "num_rows": 0}, "num_rows"),
+    ],
+)
+def test_names_and_settings_that_are_not_there_are_one_line(options, says):
+    with pytest.raises(ValueError, match=says) as caught:
+        ReasoningGym(**options)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_reply_that_hangs_the_librarys_judge_is_wrong_and_counted():
+    task = ReasoningGym("simple_equations", timeout=2)
+    row = task.rows("eval")[0]
+    task.reward(row, said("1"))  # the worker is there
+    hanging = {**row, "entry": {**row["entry"], "answer": Slow()}}
+    start = time.monotonic()
+    got = task.reward(hanging, said("1"))
+    assert time.monotonic() - start < 60
+    assert (got.total, got.success, got.errors) == (0, False, 1)
+
+
+class Slow(str):
+    """An answer that takes for ever to compare."""
+
+    def __eq__(self, other: object) -> bool:
+        time.sleep(600)
+        return False
+
+    __hash__ = str.__hash__

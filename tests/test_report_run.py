@@ -1,0 +1,69 @@
+"""What a real run leaves for its report: tokens, defaults, machine."""
+
+import psutil
+import pytest
+import torch
+import yaml
+from runs import SMALL, launch, lines, wait_for
+
+from trainer.report import main
+from trainer.run_files import load_run
+
+
+def test_tokens_add_up_to_their_reply(small_run):
+    rows = lines(small_run.folder / "transcripts.jsonl")
+    last = [r for r in rows if r["kind"] == "train" and r["iteration"] == 16]
+    kept = {r["rank"]: r for r in last if "rank" in r}
+    assert {"best", "worst"} <= set(kept) <= {"best", "median", "worst"}
+    assert kept["worst"]["reward"] <= kept["best"]["reward"]
+    for row in kept.values():
+        pieces = row["pieces"]
+        assert len({len(column) for column in pieces.values()}) == 1
+        assert sum(pieces["kl"]) == pytest.approx(row["kl"], abs=0.02)  # three digits each
+        assert pieces["advantage"] == pytest.approx(
+            [row["advantage"]] * len(pieces["text"]), rel=0.01
+        )
+        said = "".join(pieces["text"])
+        assert said.removesuffix("<|im_end|>") == row["response"]
+        assert max(pieces["log_prob"]) <= 0
+    assert not any("pieces" in r for r in rows if r["kind"] != "train")
+
+
+def test_a_run_keeps_its_defaults_and_what_it_ran_on(small_run):
+    run = load_run(small_run.folder)
+    asked = {word.partition("=")[0]: yaml.safe_load(word.partition("=")[2]) for word in SMALL}
+    default, experiment = run.defaults["leash"], run.defaults["experiment"]
+    assert (default["trainer"]["num_iterations"], experiment["trainer"]["num_iterations"]) == (
+        10,
+        80,
+    )
+    assert run.config["trainer"]["num_iterations"] == asked["trainer.num_iterations"]
+    assert experiment["policy"]["model"] == "experiment:sft_tiny"
+    machine = run.status["machine"]
+    assert (machine["torch"], machine["ranks"]) == (torch.__version__, 1)
+    assert machine["device"].startswith("cpu")
+
+
+def test_the_page_of_a_finished_run_is_the_last_one(small_run):
+    text = (small_run.folder / "report.html").read_text(encoding="utf-8")
+    assert "data-reload" not in text
+    assert "<b>16 of 16</b>" in text
+    assert '<span class="state finished">' in text
+
+
+def test_a_page_is_there_while_the_run_goes_on_and_tells_when_it_was_killed(small_run, tmp_path):
+    folder = tmp_path / "run"
+    words = [word for word in SMALL if not word.startswith("trainer.num_iterations")]
+    process = launch(*words, "trainer.num_iterations=500", f"output_dir={folder}")
+    page = folder / "report.html"
+    wait_for(page.exists, process)
+    assert "data-reload" in page.read_text()
+    assert load_run(folder).state == "running"
+    ranks = psutil.Process(process.pid).children(recursive=True)
+    for one in (psutil.Process(process.pid), *ranks):
+        one.kill()
+    process.communicate()
+    psutil.wait_procs(ranks)
+    assert load_run(folder).state == "killed"
+    assert main([str(folder)]) == 0
+    assert "data-reload" not in page.read_text()

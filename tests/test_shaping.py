@@ -1,0 +1,104 @@
+"""What is done to rewards and masks after a rollout: numbers of the paper, and who still counts."""
+
+import pytest
+import torch
+from contracts import G, Words, make_policy, one_process, rollout
+from tensordict import TensorDict
+
+from conf.compose import compose_checked, set_up
+from conf.parts import build
+from envs.chat_env import ChatEnv
+from trainer import (
+    ConstantKLController,
+    DropTruncated,
+    DynamicRollouts,
+    GroupAdvantage,
+    OverlongPenalty,
+    Rollouts,
+)
+from trainer.metrics import summarize
+from trainer.shaping import idle_groups
+
+
+def test_the_overlong_penalty_is_that_of_dapo_at_the_last_sampled_token():
+    batch = rollout(make_policy(), turns=3)
+    before = batch["reward_raw"].clone()
+    sampled = batch["masks", "all_response_mask"]
+    lengths = sampled.sum(-1).tolist()
+    assert len(set(lengths)) > 2
+    most, buffer, weight = max(lengths) - 1, 6, 0.5
+    batch = OverlongPenalty(max_tokens=most, buffer=buffer, weight=weight)(batch)
+    seen = set()
+    for i, n in enumerate(lengths):
+        if n <= most - buffer:
+            want = 0.0
+        elif n <= most:
+            want = ((most - buffer) - n) / buffer  # eq. 13
+        else:
+            want = -1.0
+        seen.add(want)
+        added = batch["reward_raw"][i] - before[i]
+        last = sampled[i].nonzero()[-1]
+        assert added[last].item() == pytest.approx(weight * want, abs=1e-6)
+        assert added.abs().sum().item() == pytest.approx(weight * abs(want), abs=1e-6)
+        assert batch["reward_part", "overlong"][i].item() == pytest.approx(weight * want)
+    assert (min(seen), max(seen)) == (-1, 0)
+    assert any(-1 < value < 0 for value in seen)
+
+
+def test_impossible_penalties_are_refused():
+    for wrong in ({"buffer": 0}, {"buffer": 21}, {"buffer": 4, "weight": -1.0}):
+        with pytest.raises(ValueError, match="0 < buffer <= max_tokens"):
+            OverlongPenalty(max_tokens=20, **wrong)
+
+
+def test_truncated_replies_teach_nothing_and_still_count_in_the_baseline():
+    batch = rollout(make_policy())
+    cut = batch["truncated"]
+    assert 0 < int(cut.sum()) < len(cut)
+    kl = ConstantKLController(kl_coef=0.0)
+    advantage = GroupAdvantage(group_size=G, kl=kl, scale_by_std=False)
+    whole = advantage(batch.clone())
+    dropped = advantage(DropTruncated()(batch.clone()))
+    kept = batch["masks", "all_response_mask"] & ~cut[:, None]
+    assert torch.equal(dropped["loss_mask"], kept)
+    raw = batch["reward_raw"].sum(-1).view(-1, G)
+    want = (raw - raw.mean(-1, keepdim=True)).flatten()[:, None] * kept  # mean over all G
+    torch.testing.assert_close(dropped["advantage"], want)
+    assert not torch.equal(whole["advantage"], dropped["advantage"])
+
+
+def test_a_group_is_idle_if_it_has_one_reward_or_no_kept_token():
+    td = TensorDict({"group_id": torch.tensor([7, 7, 1, 1, 4, 4])}, [6])
+    td["reward_raw"] = torch.tensor([[0.5, 0.5], [1, 0], [0, 1], [0, 0.5], [0, 1], [0, 0]])
+    td["loss_mask"] = torch.ones(6, 2, dtype=torch.bool)
+    assert idle_groups(td).tolist() == [True, False, False]
+    td["loss_mask"][4:] = False
+    assert idle_groups(td).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("source", [Rollouts, DynamicRollouts])
+def test_a_configuration_shapes_in_order_and_its_parts_still_add_up(source):
+    set_up()
+    penalty = "{_target_:trainer.OverlongPenalty,max_tokens:6,buffer:4}"
+    cfg = compose_checked(
+        [
+            "experiment=grpo_tiny",
+            f"algorithm.group_size={G}",
+            f"algorithm.source._target_=trainer.{source.__name__}",
+            f"algorithm.shaping={{first:{penalty},second:{{_target_:trainer.DropTruncated}}}}",
+        ]
+    )
+    parts = {"task": Words(), "env": ChatEnv(Words(), group_size=G), "policy": make_policy()}
+    made = build(cfg["algorithm"]["source"], runtime=one_process(), size=4, **parts)
+    assert type(made) is source
+    batch = made(0)
+    assert set(batch["reward_part"].keys()) == {"length", "overlong"}
+    total = sum(batch["reward_part"].values())
+    torch.testing.assert_close(batch["reward_raw"].sum(-1), total)
+    assert (batch["reward_part", "overlong"] < 0).any()
+    assert not batch["loss_mask"][batch["truncated"]].any()
+    kl = ConstantKLController(kl_coef=0.0)
+    metrics = summarize(GroupAdvantage(group_size=G, kl=kl)(batch), one_process())
+    parts = metrics["reward_part/length"] + metrics["reward_part/overlong"]
+    assert metrics["reward/raw_mean"] == pytest.approx(parts)

@@ -1,0 +1,97 @@
+"""Generator against trainer: what to do about log-probs that come from another engine.
+
+An engine with kernels or a precision of its own samples from pi_gen, which is not quite the policy
+pi_old that the trainer computes for the same weights. The gradient is then corrected by importance
+weights w = pi_old / pi_gen, and PPO's ratio is taken to pi_old.
+Left out on purpose: rejecting whole groups; weights on the KL and value terms.
+"""
+
+import math
+from typing import Literal
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from policies.scorer import score_in_parts
+from policies.wrappers.transformers_wrapper import TransformersWrapper
+from trainer.losses import MAX_LOG_RATIO
+
+
+def correction(
+    log_ratio: Tensor, sampled: Tensor, *, level: str, mode: str, limit: float
+) -> tuple[Tensor, Tensor]:
+    """Return the weight of each token and whether `limit` changed it, both [B, T].
+
+    log_ratio = log pi_old - log pi_gen at the `sampled` tokens (bool), both [B, T]. w = exp of it
+    at level "token"; of its sum over the row, the same for all its tokens, at level "sequence".
+    mode "truncate": min(w, limit) (truncated importance sampling); mode "mask": w within
+    [1 / limit, limit], else 0 (the token or row is left out).
+
+    >>> sampled = torch.tensor([[True, True]])
+    >>> log_ratio = torch.tensor([[2.0, 3.0]]).log()
+    >>> correction(log_ratio, sampled, level="token", mode="truncate", limit=2.5)[0].tolist()
+    [[2.0, 2.5]]
+    >>> correction(log_ratio, sampled, level="sequence", mode="mask", limit=2.5)[0].tolist()
+    [[0.0, 0.0]]
+    """
+    log_weight = log_ratio * sampled
+    if level == "sequence":
+        log_weight = log_weight.sum(-1, keepdim=True).expand_as(log_ratio)
+    outside = log_weight > math.log(limit)
+    if mode == "mask":
+        outside = outside | (log_weight < -math.log(limit))
+    weight = log_weight.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return torch.where(outside, limit if mode == "truncate" else 0.0, weight), outside
+
+
+def unchanged(batch: TensorDictBase) -> TensorDictBase:
+    """Return the batch: the trainer's own policy generated it."""
+    return batch
+
+
+class Mismatch:
+    """Score the batch with the trainer's own policy, and weight the policy term by pi_old / pi_gen.
+
+    Writes old_log_probs.full, mismatch.weight and mismatch.limited [B, T], see `correction`;
+    `limit` >= 1. Truncated: Yao et al. 2025 ("Your efficient RL framework secretly brings you
+    off-policy RL training"); masked on both sides: IcePop (arXiv 2510.18855).
+    """
+
+    def __init__(
+        self,
+        *,
+        policy: TransformersWrapper,
+        level: Literal["token", "sequence"] = "token",
+        mode: Literal["truncate", "mask"] = "truncate",
+        limit: float = 2.0,
+        micro_batch_tokens: int | None = None,
+    ) -> None:
+        if level not in ("token", "sequence") or mode not in ("truncate", "mask"):
+            raise ValueError(
+                "expected a mismatch at level token or sequence with mode truncate or mask, got "
+                f"{level!r} and {mode!r}"
+            )
+        if not 1 <= limit < math.inf:
+            raise ValueError(f"expected a finite mismatch limit >= 1, got {limit}")
+        self.scorer, self.tokens = policy.scorer, micro_batch_tokens
+        self.options = {"level": level, "mode": mode, "limit": float(limit)}
+
+    @torch.no_grad()
+    def __call__(self, batch: TensorDictBase) -> TensorDictBase:
+        """Add the trainer's log-probs and the weights to the batch."""
+        sampled = batch.get(("masks", "all_response_mask"))
+        old = score_in_parts(
+            self.scorer,
+            batch.get(("tokens", "full")),
+            batch.get(("masks", "all_attention_mask")),
+            sampled,
+            limit=self.tokens,
+            temperature=batch.get("temperature"),
+            group_id=batch.get("group_id", None),
+        )
+        gap = old - batch.get(("log_probs", "full"))
+        weight, limited = correction(gap, sampled, **self.options)
+        found = {"weight": weight, "limited": limited}
+        batch.set("old_log_probs", TensorDict({"full": old}, batch.batch_size))
+        return batch.set("mismatch", TensorDict(found, batch.batch_size))

@@ -1,0 +1,30 @@
+"""What can be done with the parts of a run: one file a mode, with `run(loop, settings) -> float`.
+
+`loop` is the Trainer that train.py put together, `settings` the resolved configuration. Beside
+"train" the run folder of `loop` is one that is removed; what a mode keeps it writes elsewhere.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
+MODES = {
+    "train": "trainer.modes.train",
+    "preflight": "trainer.preflight",
+    "chat": "trainer.modes.chat",
+    "evaluate": "trainer.modes.evaluate",
+    "export": "trainer.modes.export",
+}
+
+
+def run_mode(loop: "Trainer", settings: dict[str, Any]) -> float:
+    """Do what the settings ask for; return the metric of a sweep, or how many problems there are.
+
+    The run's status says it too, which is how the parent hears of it.
+    """
+    name = "preflight" if settings["preflight"] else settings["mode"]
+    out = float(import_module(MODES[name]).run(loop, settings))
+    loop.runtime.write_status(objective=out)
+    return out

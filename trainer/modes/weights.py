@@ -1,0 +1,77 @@
+"""Which of a run's weights a mode works on, and how they get into its policy."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from policies import lora
+from policies.cache import read_manifest
+from trainer.run_files import dig, load_run, number
+from trainer.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A folder with model/ in it (or, of a checkpoint with LoRA, adapter/) and what it is."""
+
+    folder: Path
+    what: str  # for people: "the final model of <run>, iteration 80"
+
+
+def choose(folder: Path, *, keep_best: bool = False) -> Weights:
+    """Return the weights that a run is judged by; without any a ValueError.
+
+    With `keep_best` the checkpoint with the best objective (the first of equals), if one has any;
+    else the final model of a finished run, else the newest checkpoint that verifies.
+    """
+    run = load_run(folder)
+    saved = [p for p in sorted((folder / "checkpoints").glob("iteration_*")) if _is_sound(p)]
+    scores = {path: number(_state(path).get("objective")) for path in saved}
+    scored = {path: score for path, score in scores.items() if score is not None}
+    if keep_best and scored:
+        best = max(scored, key=scored.__getitem__)
+        what = f"the best checkpoint of {folder}, {_iteration(best)} (objective {scored[best]:.4g})"
+        return Weights(best, what)
+    if run.status.get("state") == "finished" and (folder / "model").is_dir():
+        return Weights(folder, f"the final model of {folder}, iteration {run.status['iteration']}")
+    if saved:
+        return Weights(saved[-1], f"the newest checkpoint of {folder}, {_iteration(saved[-1])}")
+    raise ValueError(
+        f"expected a checkpoint or a final model in {folder}, got none: the run "
+        f"{'is' if run.state == 'running' else 'ended as'} {run.state}; finish it with "
+        f"resume={folder}, or set checkpoint.every in a new one"
+    )
+
+
+def take(loop: Trainer, settings: dict[str, Any]) -> str:
+    """Load the weights of the run that is resumed into the policy; return what they are.
+
+    Without one the policy is the model that policy.model names.
+    """
+    if settings["resume"] is None:
+        return f"the model {settings['policy']['model']}"
+    best = bool(dig(settings, "checkpoint", "keep_best"))
+    chosen = choose(Path(settings["resume"]), keep_best=best)
+    loop.checkpoints.load_weights(chosen.folder)
+    return chosen.what
+
+
+def reference_name(loop: Trainer, settings: dict[str, Any]) -> str:
+    """Say what the policy is compared with."""
+    named = dig(settings, "kl", "reference") or settings["policy"]["model"]
+    start = "" if dig(settings, "kl", "reference") else ", which training started from"
+    adapter = " (the adapter off)" if lora.has_adapter(loop.policy.model) and start else ""
+    return f"{named}{start}{adapter}"
+
+
+def _is_sound(folder: Path) -> bool:
+    return read_manifest(folder, full=True) is not None
+
+
+def _state(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "state.json").read_text())
+
+
+def _iteration(folder: Path) -> str:
+    return f"iteration {int(folder.name.rpartition('_')[2])}"

@@ -1,0 +1,100 @@
+"""The other end of the leash: the model that the KL is to, and how it follows the policy."""
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from envs.transforms import RetrieveKL
+from policies.lora import AdapterScorer, weights
+from policies.scorer import Scorer
+from policies.wrappers.transformers_wrapper import TransformersWrapper
+
+
+class Reference:
+    """Add the reference log-probs and the KL of each token to a batch.
+
+    `model` is what `policies.load_reference` returned. After each `every` iterations (0 = never)
+    its weights become decay * theirs + (1 - decay) * the policy's: 0 is a reset to the policy. Of a
+    model with LoRA those are the adapter's. `sha256` names the weights that it started from.
+    """
+
+    def __init__(
+        self,
+        policy: TransformersWrapper,
+        model: TransformersWrapper,
+        *,
+        every: int = 0,
+        decay: float = 0.0,
+    ) -> None:
+        if every < 0 or not 0 <= decay < 1:
+            raise ValueError(
+                f"expected every >= 0 and decay from 0 to below 1, got {every} and {decay}"
+            )
+        self.retrieve = RetrieveKL(ref_model=model, add_to_reward=False)
+        self.scorer: Scorer = model.scorer
+        self.sha256 = str(model.found.sha256) if hasattr(model, "found") else ""
+        self.every, self.decay = every, decay
+        self.moved = False
+        self.pairs = _pairs(policy.scorer, self.scorer) if every else {}
+        if decay and any(theirs.dtype.itemsize < 4 for theirs, _ in self.pairs.values()):
+            raise ValueError(
+                f"kl.refresh_decay={decay} would round away in half-precision weights; use "
+                "policy.dtype=float32 with policy.autocast=bfloat16, or a reset (refresh_decay=0)"
+            )
+
+    def __call__(self, batch: TensorDictBase) -> TensorDictBase:
+        """Return the batch with ref_log_probs.full and kl_penalty, [B, T]."""
+        return self.retrieve(batch)
+
+    @torch.no_grad()
+    def refresh(self, iteration: int) -> None:
+        """Follow the policy if `iteration` finished iterations say so."""
+        if self.every and iteration % self.every == 0:
+            for theirs, policy in self.pairs.values():
+                theirs.lerp_(policy, 1 - self.decay)  # with weight 1 this is exactly the policy
+            self.moved = True
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the weights, once they are others than those that the reference started from."""
+        return {name: theirs for name, (theirs, _) in self.pairs.items()} if self.moved else {}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Take back what `state_dict` returned."""
+        self.moved = bool(state)
+        for name, value in state.items():
+            self.pairs[name][0].copy_(value)
+
+
+def _pairs(policy: Scorer, reference: Scorer) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return (reference's, policy's) weights by name."""
+    adapter = reference.adapter if isinstance(reference, AdapterScorer) else None
+    theirs, mine = weights(reference.model, adapter), weights(policy.model)
+    same = theirs.keys() == mine.keys()
+    if not same or any(theirs[name].shape != mine[name].shape for name in mine):
+        raise ValueError(
+            "expected a reference with weights like the policy's to refresh, got others; leave out "
+            "kl.reference or kl.refresh_every (in Python: load_reference(policy, moves=True))"
+        )
+    return {name: (theirs[name].detach(), mine[name]) for name in mine}
+
+
+class NoReference:
+    """Measure no KL."""
+
+    scorer = None
+    sha256 = ""
+
+    def __call__(self, batch: TensorDictBase) -> TensorDictBase:
+        """Return the batch."""
+        return batch
+
+    def refresh(self, iteration: int) -> None:
+        """Do nothing."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return nothing."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Take nothing back."""

@@ -1,0 +1,68 @@
+"""Shaping: what is done to rewards and masks after a rollout, each a verb on the batch [B, T].
+
+`algorithm.shaping` names them; a source applies them in order, before KL and advantages. A row that
+leaves the loss mask keeps its reward: the baseline of its group still counts it, as in DAPO.
+"""
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from policies.packing import groups
+
+
+class OverlongPenalty:
+    """Pay less for replies that come near the limit (DAPO, arXiv 2503.14476 eq. 13).
+
+    n sampled tokens earn weight * max(-1, (max_tokens - buffer - n) / buffer), at most 0. It is
+    added to reward_raw at the row's last sampled token, and is the reward part "overlong".
+
+    >>> OverlongPenalty(max_tokens=20, buffer=4).penalty(torch.tensor([16, 17, 20, 30])).tolist()
+    [0.0, -0.25, -1.0, -1.0]
+    """
+
+    def __init__(self, *, max_tokens: int, buffer: int, weight: float = 1.0) -> None:
+        if not 0 < buffer <= max_tokens or weight < 0:
+            raise ValueError(
+                "expected 0 < buffer <= max_tokens and weight >= 0 of an overlong penalty, got "
+                f"{buffer=}, {max_tokens=}, {weight=}"
+            )
+        self.free, self.buffer, self.weight = max_tokens - buffer, buffer, weight
+
+    def penalty(self, lengths: Tensor) -> Tensor:
+        """Return what replies of these lengths [B] earn for them, [B]."""
+        return self.weight * ((self.free - lengths) / self.buffer).clamp(-1, 0)
+
+    def __call__(self, batch: TensorDictBase) -> TensorDictBase:
+        """Add the penalty to the batch."""
+        sampled = batch.get(("masks", "all_response_mask"))  # [B, T]
+        length = sampled.sum(-1)  # [B]
+        earned = self.penalty(length)
+        last = sampled & (sampled.cumsum(-1) == length.unsqueeze(-1))
+        batch.set("reward_raw", batch.get("reward_raw") + earned.unsqueeze(-1) * last)
+        return batch.set(("reward_part", "overlong"), earned)
+
+
+class DropTruncated:
+    """Take truncated replies out of the loss mask (overlong filtering, DAPO section 3.4)."""
+
+    def __call__(self, batch: TensorDictBase) -> TensorDictBase:
+        """Narrow the batch's loss mask."""
+        kept = ~batch.get("truncated").unsqueeze(-1)
+        return batch.set("loss_mask", batch.get("loss_mask") & kept)
+
+
+def idle_groups(batch: TensorDictBase) -> Tensor:
+    """Return which groups teach nothing, [P] bool: one task reward all over, or no kept token.
+
+    >>> from tensordict import TensorDict
+    >>> td = TensorDict({"group_id": torch.tensor([5, 5, 2, 2])}, [4])
+    >>> td["reward_raw"] = torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.0, 0.0], [0.0, 1.0]])
+    >>> idle_groups(td.set("loss_mask", torch.ones(4, 2, dtype=torch.bool))).tolist()
+    [True, False]
+    """
+    reward = batch.get("reward_raw").sum(-1).double().tolist()  # [B]
+    kept = batch.get("loss_mask").any(-1).tolist()  # [B]
+    rows = groups(batch.get("group_id"))
+    idle = [len({reward[i] for i in r}) == 1 or not any(kept[i] for i in r) for r in rows]
+    return torch.tensor(idle, dtype=torch.bool)

@@ -1,0 +1,1 @@
+"""What reports are made of: charts, pages, transcripts. Torch-free."""

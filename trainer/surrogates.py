@@ -1,0 +1,118 @@
+"""Surrogates: what of log pi a policy gradient follows. Pure functions, [B, T] in and out.
+
+Two small parts make each of them: a ratio of RATIOS, to the policy that sampled, and a term of
+SURROGATES, which says how far it may count. docs/algorithms.md says which paper takes which.
+Letters: B trajectories, T tokens. curr and old are log-probs of the policy being trained and of
+the one that generated; r is their ratio, A the advantage. Terms are to be minimised, and nothing
+is reduced.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trainer.losses import MAX_LOG_RATIO
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How far a ratio may go: from 1 - low to 1 + high, and `most` where A < 0 (None: any)."""
+
+    low: float = 0.2
+    high: float = 0.2
+    most: float | None = None
+
+
+def token_ratio(curr: Tensor, old: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return the importance ratio pi_curr / pi_old of each token.
+
+    The log-ratio is clamped to +-20, so the result is finite, and has no gradient beyond.
+
+    >>> token_ratio(torch.tensor([0.0, 1000.0]), torch.tensor([0.0, 0.0])).tolist()
+    [1.0, 485165184.0]
+    """
+    return (curr - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def sequence_ratio(curr: Tensor, old: Tensor, mask: Tensor) -> Tensor:
+    """Return the geometric mean of a row's token ratios over its kept tokens, at each token.
+
+    GSPO-token (arXiv 2507.18071) eq. 14: s_i of eq. 7 in value, log pi of the token in gradient,
+    so that a token's own advantage meets its own gradient; with one advantage a row and
+    aggregation=sequence_mean it is GSPO, eq. 5. Clamped as `token_ratio` is.
+
+    >>> curr, mask = torch.tensor([[0.4, 0.0, 9.0]]), torch.tensor([[True, True, False]])
+    >>> [round(r, 3) for r in sequence_ratio(curr, torch.zeros(1, 3), mask)[0, :2].tolist()]
+    [1.221, 1.221]
+    """
+    log_ratio = ((curr - old) * mask).detach().sum(-1, keepdim=True)
+    mean = log_ratio / mask.sum(-1, keepdim=True).clamp(min=1)  # [B, 1]
+    return token_ratio(mean + (curr - curr.detach()), torch.zeros_like(curr))
+
+
+def clipped_term(curr: Tensor, r: Tensor, advantage: Tensor, bounds: Bounds) -> Tensor:
+    """Return -min(r A, clip(r, 1 - low, 1 + high) A); where A < 0, r counts as `most` at most.
+
+    Schulman et al. 2017 (arXiv 1707.06347) eq. 7; with low = high the policy part of GRPO, Shao et
+    al. 2024 (arXiv 2402.03300) eq. 3; two bounds as in DAPO (arXiv 2503.14476) eq. 8. `most` is the
+    c of dual clip, Ye et al. 2020 (arXiv 1912.09729).
+
+    >>> one, curr = torch.tensor([1.0]), torch.zeros(1)
+    >>> clipped_term(curr, one.exp(), one, Bounds(0.2, 0.25)).tolist()
+    [-1.25]
+    """
+    term = -torch.minimum(r * advantage, r.clamp(1 - bounds.low, 1 + bounds.high) * advantage)
+    if bounds.most is not None:
+        term = torch.where(advantage < 0, term.minimum(-bounds.most * advantage), term)
+    return term
+
+
+def cispo_term(curr: Tensor, r: Tensor, advantage: Tensor, bounds: Bounds) -> Tensor:
+    """Return -sg(clip(r, 1 - low, 1 + high)) A log pi.
+
+    sg is stop-gradient: a clipped token keeps a gradient, of bounded weight. MiniMax-M1 (arXiv
+    2506.13585) eq. 4 and 5.
+
+    >>> curr = torch.tensor([-1.0], requires_grad=True)
+    >>> moved = token_ratio(curr, curr.detach() - 1)
+    >>> cispo_term(curr, moved, torch.tensor([2.0]), Bounds(0.2, 0.5)).sum().backward()
+    >>> curr.grad.tolist()
+    [-3.0]
+    """
+    return -r.detach().clamp(1 - bounds.low, 1 + bounds.high) * advantage * curr
+
+
+def reinforce_term(curr: Tensor, r: Tensor, advantage: Tensor, bounds: Bounds) -> Tensor:
+    """Return -A log pi (Williams 1992): no ratio and no bounds, for one step on fresh samples."""
+    return -advantage * curr
+
+
+def is_clipped(r: Tensor, advantage: Tensor, bounds: Bounds) -> Tensor:
+    """Return where the bound of `clipped_term` stops the gradient, bool.
+
+    >>> r, advantage = torch.tensor([0.7, 0.7, 1.3]), torch.tensor([1.0, -1.0, 1.0])
+    >>> is_clipped(r, advantage, Bounds()).tolist()
+    [False, True, True]
+    """
+    far = (r < 1 - bounds.low) & (advantage < 0) | (r > 1 + bounds.high) & (advantage > 0)
+    return far if bounds.most is None else far | (r > bounds.most) & (advantage < 0)
+
+
+def is_outside(r: Tensor, advantage: Tensor, bounds: Bounds) -> Tensor:
+    """Return where the ratio is out of its bounds, bool."""
+    return (r < 1 - bounds.low) | (r > 1 + bounds.high)
+
+
+def never(r: Tensor, advantage: Tensor, bounds: Bounds) -> Tensor:
+    """Return no place."""
+    return torch.zeros_like(r, dtype=torch.bool)
+
+
+RATIOS = {"token": token_ratio, "sequence": sequence_ratio}
+# By name: the term, and where its bounds act.
+SURROGATES = {
+    "clip": (clipped_term, is_clipped),
+    "cispo": (cispo_term, is_outside),
+    "reinforce": (reinforce_term, never),
+}
