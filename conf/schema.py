@@ -129,6 +129,7 @@ class PPOConfig(AlgorithmConfig):
 @dataclass
 class SFTConfig(AlgorithmConfig):
     mask: str = MISSING
+    packing: bool = MISSING
 
 
 @dataclass

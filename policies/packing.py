@@ -19,20 +19,28 @@ def groups(group_id: Tensor) -> list[list[int]]:
     return list(found.values())
 
 
-def pack_rows(attention: Tensor, limit: int, *, group_id: Tensor | None = None) -> list[list[int]]:
-    """Return rows whose padded size stays within `limit` tokens; attention [B, T].
+def pack_rows(
+    attention: Tensor, limit: int, *, group_id: Tensor | None = None, padded: bool = True
+) -> list[list[int]]:
+    """Return rows whose size stays within `limit` tokens; attention [B, T].
 
+    The size is that of the longest row for each, or with `padded=False` the sum of the rows'.
     Groups stay whole unless one alone exceeds the limit; a single row always fits.
     """
     sizes = attention.sum(-1).tolist()
+
+    def size(rows: list[int]) -> int:
+        each = [sizes[i] for i in rows]
+        return max(each) * len(each) if padded else sum(each)
+
     parts: list[list[int]] = []
     for group in [[i] for i in range(len(sizes))] if group_id is None else groups(group_id):
-        both = [*parts[-1], *group] if parts else group
-        if parts and max(sizes[i] for i in both) * len(both) <= limit:
-            parts[-1] = both
+        if parts and size(parts[-1] + group) <= limit:
+            parts[-1] += group
         else:
             parts.append(list(group))
-    return [piece for part in parts for piece in _fit(part, sizes, limit)]
+    fitting = ([p] if size(p) <= limit else _fit(p, sizes, limit) for p in parts)
+    return [piece for pieces in fitting for piece in pieces]
 
 
 def _fit(rows: list[int], sizes: list[int], limit: int) -> list[list[int]]:

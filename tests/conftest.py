@@ -13,12 +13,17 @@ from policies.cache import cache_dir
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory) -> Path:
-    """Put leash's cache into a temporary folder; a converted SmolLM2 is not made again."""
+    """Put leash's cache into a temporary folder; a converted SmolLM2 is not made again.
+
+    The processes of pytest-xdist share it, so that one of them warms up for all.
+    """
     users = sorted(cache_dir().glob("models/SmolLM2-*"))
-    folder = tmp_path_factory.mktemp("cache")
-    (folder / "models").mkdir()
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"
+    (folder / "models").mkdir(parents=True, exist_ok=True)
     for path in users:
-        (folder / "models" / path.name).symlink_to(path)
+        with contextlib.suppress(FileExistsError):  # another process was first
+            (folder / "models" / path.name).symlink_to(path)
     os.environ["LEASH_CACHE"] = str(folder)
     return folder
 

@@ -39,6 +39,7 @@ MORE = {
     "grpo, exact KL": ("grpo", "kl.estimator=full"),
     "grpo, KL in the reward": ("grpo", "kl.where=reward", "kl.estimator=k1"),
     "ppo, head": ("ppo", "algorithm.critic.kind=head"),
+    "sft, packed": ("sft", "algorithm.packing=true"),
 }
 CASES = {name: (name,) for name in ALGORITHMS} | MORE
 SMALL = ("algorithm.epochs=1", "algorithm.minibatches=1", "policy.max_new_tokens=6")
@@ -151,6 +152,7 @@ def gradient(
         runtime,
         lr=lambda number: 0.0,
         aggregation=algorithm.aggregation,
+        packing=algorithm.get("packing", False),
         max_tokens=6,
         micro_batch_tokens=micro_batch_tokens,
         max_grad_norm=0.0,

@@ -146,7 +146,7 @@ def dapo(c: Case, curr: Tensor) -> Tensor:
 
 
 def dr_grpo(c: Case, curr: Tensor) -> Tensor:
-    """arXiv 2503.20783, figure 1: neither the length nor the std divides."""
+    """arXiv 2503.20783 section 3.2: neither the length nor the std divides."""
     a = by_group(c, lambda r, group: r - mean(group))
     return -over_most(
         c,
@@ -158,7 +158,7 @@ def dr_grpo(c: Case, curr: Tensor) -> Tensor:
 
 
 def rloo(c: Case, curr: Tensor) -> Tensor:
-    """arXiv 2402.14740: r - beta log(pi / ref) of a reply, against the others'."""
+    """arXiv 2402.14740 section 2.3: r - beta log(pi / ref) of a reply, against the others'."""
     total = [
         REWARDS[i] - BETA * sum(float(c.gen[i, t] - c.ref[i, t]) for t in c.kept[i]) for i in c.rows
     ]
@@ -170,7 +170,7 @@ def rloo(c: Case, curr: Tensor) -> Tensor:
 
 
 def whitened(c: Case, curr: Tensor, a: dict[tuple[int, int], float]) -> Tensor:
-    """arXiv 2501.03262: advantages over the mean and std of all tokens, and PPO's clipping."""
+    """arXiv 2501.03262v9 eq. 5, 7: advantages over mean and std of all tokens, PPO's clipping."""
     found = list(a.values())
     return -over_tokens(
         c,
@@ -184,7 +184,7 @@ def whitened(c: Case, curr: Tensor, a: dict[tuple[int, int], float]) -> Tensor:
 
 
 def reinforce_pp(c: Case, curr: Tensor) -> Tensor:
-    """arXiv 2501.03262: A_t = r - beta (sum of KL from t on), whitened."""
+    """arXiv 2501.03262v9 eq. 4 and 5: A_t = r - beta (sum of KL from t on), whitened."""
     to_go = {
         (i, t): REWARDS[i]
         - BETA * sum(float(c.gen[i, s] - c.ref[i, s]) for s in c.kept[i] if s >= t)
@@ -195,7 +195,7 @@ def reinforce_pp(c: Case, curr: Tensor) -> Tensor:
 
 
 def reinforce_pp_baseline(c: Case, curr: Tensor) -> Tensor:
-    """arXiv 2501.03262: r less the group's mean, whitened; k2 in the loss."""
+    """arXiv 2501.03262v9 eq. 6 to 8: r less the group's mean, whitened; k2 in the loss."""
     a = by_group(c, lambda r, group: r - mean(group))
     kl = over_tokens(c, lambda i, t: (curr[i, t] - c.ref[i, t]) ** 2 / 2)
     return whitened(c, curr, {(i, t): a[i] for i in c.rows for t in c.kept[i]}) + BETA * kl
@@ -208,7 +208,7 @@ def beta_of(p: float, a: float, b: float) -> float:
 
 
 def bnpo(c: Case, curr: Tensor) -> Tensor:
-    """arXiv 2506.02864: (r - p) / f(p; 1 + a/3, 1 + b/3), a and b from the moments of p."""
+    """arXiv 2506.02864 theorem 1: (r - p) / f(p; 1 + a/3, 1 + b/3), a and b from p's moments."""
     chances = [mean([REWARDS[i] for i in group]) for group in c.groups]
     middle, both = mean(chances), mean(chances) * (1 - mean(chances)) / std(chances) ** 2 - 1
     shapes = 1 + both * middle / 3, 1 + both * (1 - middle) / 3
@@ -369,7 +369,7 @@ def test_a_token_that_is_clipped_with_its_sequence_has_no_gradient():
 
 
 def test_two_sided_clipping_by_hand():
-    """Dual clip (arXiv 1912.09729), c = 3: it acts where the advantage is negative."""
+    """Dual clip (arXiv 1912.09729 eq. 5), c = 3: it acts where the advantage is negative."""
     r = torch.tensor([2.0, 4.0, 4.0, 0.5], dtype=torch.float64)
     a = torch.tensor([-1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
     curr, bounds = r.log().requires_grad_(), Bounds(0.2, 0.2, most=3.0)

@@ -111,6 +111,10 @@ def test_two_ranks_have_the_gradient_of_one(name, whole, two_ranks) -> None:
     assert far(two_ranks[name], whole[name]) < TOLERANCE
 
 
+def test_packing_changes_the_layout_alone(whole) -> None:
+    assert far(whole["sft, packed"], whole["sft"]) < TOLERANCE
+
+
 def test_algorithms_differ(whole) -> None:
     """What is the same for all of them would be no test; cispo is grpo within its bounds."""
     for name in ("rloo", "dr_grpo", "bnpo", "gspo", "reinforce_pp", "grpo, exact KL"):

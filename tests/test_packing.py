@@ -12,6 +12,7 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from policies import layout
 from policies.chats.containers import Tokens
+from policies.packing import pack_rows
 from policies.padding import is_ragged, pad, pad_mask, rows
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 
@@ -117,3 +118,10 @@ def test_families_that_cannot_keep_sequences_apart_are_refused():
         scoring(mistral)
     with pytest.raises(ValueError, match="pad_model_input is not supported when generate=True"):
         make_policy().get_new_version(pad_model_input=True)
+
+
+def test_parts_of_packed_rows_are_bound_by_their_tokens_not_by_their_padding():
+    attention = torch.arange(6) < torch.tensor([[6], [1], [1], [2], [6], [5]])
+    assert pack_rows(attention, 10, padded=False) == [[0, 1, 2, 3], [4], [5]]
+    assert pack_rows(attention, 10) == [[0], [1, 2, 3], [4], [5]]
+    assert pack_rows(attention, 3, padded=False) == [[0], [1, 2], [3], [4], [5]]

@@ -17,6 +17,7 @@ from policies import lora, scorer
 from policies.load import load_policy, load_reference
 from policies.models import EMBEDDED, quiet
 from policies.scorer import Scorer
+from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer.checkpoint import Checkpoints
 from trainer.optimizer import make_optimizer
 from trainer.reference import NoReference, Reference
@@ -237,6 +238,17 @@ def test_references_that_cannot_follow_are_refused(folder):
     Reference(half, load_reference(half), every=1)
     with pytest.raises(ValueError, match="would round away"):
         Reference(half, load_reference(half), every=1, decay=0.9)
+
+
+def test_a_policy_that_was_made_by_hand_has_a_reference(folder):
+    loaded = load_policy(str(folder), max_new_tokens=3)
+    policy = TransformersWrapper(
+        Scorer(loaded.model), tokenizer=loaded.tokenizer, generate_kwargs={"max_new_tokens": 3}
+    )
+    reference = Reference(policy, load_reference(policy))
+    batch = reference(rollout(policy, count=1))
+    assert reference.sha256 == ""
+    assert batch["kl_penalty"].abs().max() < 1e-5
 
 
 def test_without_a_reference_a_batch_stays_as_it_is(folder):

@@ -110,11 +110,12 @@ def test_wrong_settings_are_refused_where_they_are_given(make, says):
 
 def test_worker_that_hangs_crashes_or_leaves_is_replaced_and_costs_its_reply_alone(tmp_path):
     function = InProcess(functools.partial(behave, folder=str(tmp_path)), timeout=1, processes=2)
-    said = ["1", "hang", "crash", "2", "exit", "raise no", "odd", "a b", "spawn", "print", "3"]
+    said = ["1", "hang", "crash", "2", "exit", "raise no", "odd", "a b"]
+    said += ["huge", "spawn", "print", "3"]
     start = time.monotonic()
     got = judged(function, *said)
     assert got == [1, "TimeoutError", "RuntimeError", 2, "RuntimeError", "ValueError",
-                   "RuntimeError", "ValueError", "TimeoutError", 1, 3]  # fmt: skip
+                   "RuntimeError", "ValueError", "OverflowError", "TimeoutError", 1, 3]  # fmt: skip
     assert time.monotonic() - start < 60, "two time-outs of a second, and starts of processes"
     child = int((tmp_path / "child").read_text())
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie"

@@ -57,6 +57,10 @@ def broken():
     raise OSError("no such disk")
 
 
+def leave():
+    raise SystemExit(2)
+
+
 def step(env, *replies: str) -> TensorDict:
     """Reset one chat for each reply, and say it."""
     td = env.reset(TensorDict({"query": ["Go."] * len(replies)}, batch_size=[len(replies)]))
@@ -81,6 +85,7 @@ def call(name: str, args: str = "", tag: str = "") -> str:
 def in_order(**options) -> ExecuteToolsInOrder:
     registry = ToolRegistry([add, Search()])
     registry.register(broken, name="disk")
+    registry.register(leave, name="end")
     return ExecuteToolsInOrder(registry, XMLBlockParser(), **options)
 
 
@@ -136,7 +141,7 @@ def test_calls_are_executed_in_their_order_and_answered_in_one_message():
 @pytest.mark.parametrize(
     ("reply", "said"),
     [
-        (call("shop"), "KeyError: Unknown tool: shop; there are ['add', 'disk', 'search']"),
+        (call("shop"), "KeyError: Unknown tool: shop; there are ['add', 'disk', 'end', 'search']"),
         (call("disk"), "OSError: no such disk"),
         (call("add", '{"a": "2"}'), "TypeError: expected a to be int, got str"),
         (call("add", '{"a": true}'), "TypeError: expected a to be int, got bool"),
@@ -148,6 +153,18 @@ def test_calls_are_executed_in_their_order_and_answered_in_one_message():
 def test_what_goes_wrong_is_told_to_the_policy(reply, said):
     out = step(ChatEnv(batch_size=(1,)).append_transform(in_order()), reply)
     assert f"failed: {said}" in last(out)[0]["content"]
+
+
+@pytest.mark.parametrize("timeout", [None, 9.0])
+def test_a_tool_that_leaves_has_failed_and_its_time_is_not_waited_for(timeout):
+    out = step(ChatEnv(batch_size=(1,)).append_transform(in_order(timeout=timeout)), call("end"))
+    assert last(out)[0]["content"] == "1. end failed: SystemExit: 2"
+
+
+def test_what_is_no_unicode_text_is_no_fault_of_the_next_prompt():
+    asked = call("search", '{"query": "\\ud83d?"}')  # half of a pair, as JSON may hold it
+    out = step(ChatEnv(batch_size=(1,)).append_transform(in_order()), asked)
+    assert last(out)[0]["content"] == '1. search gave: {"results": ["??"], "asked": 2}'
 
 
 def test_a_failure_may_stop_the_rest():

@@ -73,8 +73,8 @@ def beta_density(p: Tensor, mean: float, std: float) -> Tensor:
 
     Beta(a, b) has this mean and std (the method of moments). Of all Beta densities to divide by,
     this one gives the gradient the least variance if the rewards are 0 or 1 with a chance p that
-    is Beta(a, b) itself: BNPO (arXiv 2506.02864). As in its authors' code no parameter
-    is below 1, and without a spread of p there is no division.
+    is Beta(a, b) itself: BNPO (arXiv 2506.02864) theorem 1. As in its authors' code no parameter is
+    below 1, and without a spread of p there is no division.
 
     >>> beta_density(torch.tensor([0.5]), mean=0.5, std=(0.25 / 7) ** 0.5)  # a = b = 3
     tensor([1.5000])
@@ -88,9 +88,10 @@ def beta_density(p: Tensor, mean: float, std: float) -> Tensor:
 class GroupAdvantage:
     """Score each trajectory against the other samples of its prompt (GRPO), or against nothing.
 
-    `baseline`: group_mean, leave_one_out (RLOO) or none (REINFORCE). `where` says whether the KL is
-    charged here, in the reward (by `estimator`), or later, in the loss. `whiten` standardises over
-    the kept tokens of all ranks (REINFORCE++), `clip_advantage` bounds what comes out.
+    `baseline`: group_mean, leave_one_out (RLOO) or none (REINFORCE++). `where` says whether the KL
+    is charged here, in the reward (by `estimator`), or later, in the loss. `whiten` standardises
+    over the kept tokens of all ranks (REINFORCE++, arXiv 2501.03262v9 eq. 5 and 7),
+    `clip_advantage` bounds what comes out.
     Reads reward_raw, kl_penalty, loss_mask; writes reward_kl, reward, advantage, all [B, T].
     """
 
@@ -150,7 +151,7 @@ class BetaAdvantage(GroupAdvantage):
     """Divide a group's advantages by a Beta density at its mean reward (BNPO).
 
     The density follows the groups' mean rewards over all ranks, see `beta_density`. Rewards must
-    lie in [0, 1]. Source: Xiao et al. 2025 (arXiv 2506.02864).
+    lie in [0, 1]. Source: Xiao et al. 2025 (arXiv 2506.02864) theorem 1.
     """
 
     def scale(self) -> Scale:
@@ -171,7 +172,7 @@ class BetaAdvantage(GroupAdvantage):
 
 
 class GAEAdvantage:
-    """Score each token against what a critic expected (PPO; Schulman et al. 2016, 1506.02438).
+    """Score each token against what a critic expected (PPO; arXiv 1506.02438 eq. 16).
 
     It gives the policy's scorer the critic (`critic`: arguments of `Critic`), so make it before the
     optimizer. `whiten` standardises the advantages over the kept tokens of all ranks,

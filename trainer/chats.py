@@ -1,7 +1,7 @@
 """Chats that run beside each other, turn by turn; one that ends makes room for the next prompt.
 
 Each turn of a chat is a row: a TensorDict without padding, the policy's outputs at the root, the
-environment's under "next". The exact ids of a chat go from turn to turn (design.md contract 2).
+environment's under "next". The exact ids of a chat go from turn to turn.
 """
 
 from collections import deque

@@ -204,7 +204,7 @@ def _drop(batch: TensorDict) -> None:
 
 
 def _stack(trajectories: list[Trajectory], start: TensorDictBase, policy) -> TensorDict:
-    """Return the batch of design.md section 4 from finished trajectories."""
+    """Return finished trajectories as a batch, a row each."""
     size = len(trajectories)
     device = policy.device
 

@@ -90,8 +90,8 @@ class GRPOLoss(LossModule):
     "loss_mask" (if any) count, and with `kl_mask_threshold` those with (curr - gen)^2 / 2 <= it.
     `aggregation`: token_mean, prompt_mean (= sequence_mean), constant (divides by `max_tokens`),
     none ([B, T]); `reduction="sum"` sums in place of the last mean, "none" is aggregation none.
-    kl_to_ref_coeff=0 measures the KL. Source: arXiv 2402.03300, eq. 3; two bounds of `clip_epsilon`
-    (low, high): arXiv 2503.14476. Keep the model in eval mode.
+    kl_to_ref_coeff=0 measures the KL. Source: arXiv 2402.03300 eq. 3; two bounds of `clip_epsilon`
+    (low, high): arXiv 2503.14476 eq. 8. Keep the model in eval mode.
     """
 
     output_type: type[LLMLossOutput] = GRPOLossOutput
@@ -249,7 +249,7 @@ class DAPO(GRPOLoss):
 class CISPOLoss(GRPOLoss):
     """GRPOLoss with the objective -sg(clip(r)) A log pi: clipped tokens keep a gradient.
 
-    MiniMax-M1 (arXiv 2506.13585) eq. 4. `clip_fraction` counts all ratios outside the bounds.
+    MiniMax-M1 (arXiv 2506.13585) eq. 4 and 5. `clip_fraction` counts all ratios outside the bounds.
     """
 
     output_type = CISPOLossOutput

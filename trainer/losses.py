@@ -71,7 +71,7 @@ def minor_sft_term(curr: Tensor, ref: Tensor, mask: Tensor, beta: float) -> Tens
     """Return -2 / (beta m) log sigmoid(beta D) at each token, D = sum of curr - ref over a row's m.
 
     Its gradient is that of -log pi times 2 sigmoid(-beta D): SFT's at the reference, less the
-    further a row is above it. MinorSFT, Xie et al. 2024 (arXiv 2408.10642), section 3.
+    further a row is above it. MinorSFT, Xie et al. 2024 (arXiv 2408.10642).
 
     >>> curr, mask = torch.zeros(1, 2, requires_grad=True), torch.ones(1, 2)
     >>> (minor_sft_term(curr, torch.zeros(1, 2), mask, beta=0.1) / 2).sum().backward()
@@ -94,9 +94,10 @@ def weights(
     """Return what each token counts in one optimiser step, [B, T] float32; 0 outside the mask.
 
     `total_tokens` and `total_rows` (rows with at least one token) are over the whole step, on all
-    ranks, so nobody divides again. token_mean: 1 / total_tokens (DAPO, arXiv 2503.14476 eq. 8).
-    sequence_mean: 1 / (total_rows * tokens of the row) (GRPO, arXiv 2402.03300 eq. 3). constant:
-    1 / (total_rows * max_tokens) (Dr. GRPO, arXiv 2503.20783), the only one that does not sum to 1.
+    ranks, so nobody divides again. token_mean: 1 / total_tokens (DAPO, arXiv 2503.14476 eq. 8,
+    there of one prompt). sequence_mean: 1 / (total_rows * tokens of the row) (GRPO, arXiv
+    2402.03300 eq. 3). constant: 1 / (total_rows * max_tokens) (Dr. GRPO, arXiv 2503.20783 section
+    3.2), the only one that does not sum to 1.
 
     >>> mask = torch.tensor([[True, True], [True, False]])
     >>> weights(mask, "sequence_mean", total_tokens=3, total_rows=2).tolist()
@@ -135,7 +136,7 @@ def spread(values: Tensor, *, floor: float = STD_FLOOR) -> Tensor:
 def leave_one_out(total: Tensor) -> Tensor:
     """Return the mean of the others of each group, [P, G] in and out.
 
-    RLOO, Ahmadian et al. 2024 (arXiv 2402.14740).
+    RLOO, Ahmadian et al. 2024 (arXiv 2402.14740) section 2.3.
 
     >>> leave_one_out(torch.tensor([[1.0, 2.0, 6.0]])).tolist()
     [[4.0, 3.5, 1.5]]

@@ -32,7 +32,8 @@ class Reference:
             )
         self.retrieve = RetrieveKL(ref_model=model, add_to_reward=False)
         self.scorer: Scorer = model.scorer
-        self.sha256 = str(model.found.sha256) if hasattr(model, "found") else ""
+        found = getattr(model, "found", None)  # none of a model that was made by hand
+        self.sha256 = str(found.sha256) if found else ""
         self.every, self.decay = every, decay
         self.moved = False
         self.pairs = _pairs(policy.scorer, self.scorer) if every else {}

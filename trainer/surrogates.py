@@ -56,7 +56,7 @@ def clipped_term(curr: Tensor, r: Tensor, advantage: Tensor, bounds: Bounds) -> 
 
     Schulman et al. 2017 (arXiv 1707.06347) eq. 7; with low = high the policy part of GRPO, Shao et
     al. 2024 (arXiv 2402.03300) eq. 3; two bounds as in DAPO (arXiv 2503.14476) eq. 8. `most` is the
-    c of dual clip, Ye et al. 2020 (arXiv 1912.09729).
+    c of dual clip, Ye et al. 2020 (arXiv 1912.09729) eq. 5.
 
     >>> one, curr = torch.tensor([1.0]), torch.zeros(1)
     >>> clipped_term(curr, one.exp(), one, Bounds(0.2, 0.25)).tolist()
@@ -105,7 +105,7 @@ def is_outside(r: Tensor, advantage: Tensor, bounds: Bounds) -> Tensor:
 
 
 def never(r: Tensor, advantage: Tensor, bounds: Bounds) -> Tensor:
-    """Return no place."""
+    """Return nowhere: no bound acts."""
     return torch.zeros_like(r, dtype=torch.bool)
 
 

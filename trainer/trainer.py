@@ -5,7 +5,9 @@
     batch = correct(batch)       weights, where another engine generates than trains
     batch = advantage(batch)     rewards placed, KL part, group baseline or GAE
     metrics = update(batch)      epochs x minibatches x micro-batches: the only gradients
+    weight_sync(policy)          a new version; nothing to copy where the policy itself generates
     retrieve_kl.refresh(i)       the reference follows the policy, if it is to
+    kl.update(measured)          the coefficient follows the KL, if it is to
 
 Left out on purpose: replay across iterations, asynchronous generation. A new feature is a file that
 replaces one of the verbs, never a branch in the loop.

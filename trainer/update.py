@@ -42,7 +42,8 @@ class Update:
     """Optimise the policy on a batch.
 
     `scorer` is the module that `accelerator.prepare` returned; `lr` maps the optimiser step
-    (0-based) to a learning rate; `micro_batch_tokens` bounds the padded tokens of one backward.
+    (0-based) to a learning rate; `micro_batch_tokens` bounds the tokens of one backward, padding
+    included: `packing` lays the rows out after each other, without any.
     A parameter group's own "scale" multiplies the rate, and it waits for the iteration "since".
     `entropy_*` are the `EntropyBonus`'s. With `target_kl` (nats per token) an iteration ends before
     the step of the first minibatch whose kl/behaviour_k3, over all ranks, is above it.
@@ -66,6 +67,7 @@ class Update:
         entropy_coeff: float = 0.0,
         entropy_target: float | None = None,
         target_kl: float | None = None,
+        packing: bool = False,
     ) -> None:
         self.scorer, self.optimizer, self.objective, self.runtime = (
             scorer,
@@ -79,7 +81,7 @@ class Update:
         self.max_grad_norm = max_grad_norm
         self.reference = reference if objective.needs_reference else None
         self.entropy = EntropyBonus(entropy_coeff, target=entropy_target)
-        self.target_kl = target_kl
+        self.target_kl, self.packing = target_kl, packing
         self.step = 0
         self.skipped = 0
 
@@ -179,6 +181,7 @@ class Update:
                 entropy=True,
                 learn_entropy=self.entropy.coeff > 0,
                 reference=self.reference,
+                pack=self.packing,
             )
             terms = self.objective(scores, batch)
             weight, loss = batch.get("weight"), terms.loss | self.entropy(scores)
@@ -190,7 +193,8 @@ class Update:
     def _micro_batches(self, batch: TensorDictBase) -> list[list[int]]:
         """Return row lists within the token bound; every rank gets the same number of them."""
         attention, ids = batch.get(("masks", "all_attention_mask")), batch.get("group_id", None)
-        parts = pack_rows(attention, self.micro_batch_tokens, group_id=ids)
+        limit, padded = self.micro_batch_tokens, not self.packing
+        parts = pack_rows(attention, limit, group_id=ids, padded=padded)
         most = int(self.runtime.maxima({"n": float(len(parts))})["n"])
         while len(parts) < most:  # split the largest; with nothing left to split, repeat nothing
             parts.sort(key=len)

@@ -62,7 +62,7 @@ class InProcess(RewardFunction):
         for value in self.workers.map(list(zip(rows, replies, strict=True))):
             try:
                 out.append(value if isinstance(value, Exception) else as_score(value))
-            except ValueError as error:
+            except Exception as error:  # anybody's object, asked for its number
                 out.append(error)
         return out
 

@@ -41,9 +41,9 @@ class ToolTransformBase(Transform):
 
     def _format_result(self, result: str) -> str:
         """Return a result as the policy reads it, cut to a length it can bear."""
-        if len(result) <= LONGEST:
-            return result
-        return f"{result[:LONGEST]}\n[{len(result) - LONGEST} more characters]"
+        more = len(result) - LONGEST
+        text = result if more <= 0 else f"{result[:LONGEST]}\n[{more} more characters]"
+        return text.encode(errors="replace").decode()  # JSON writes lone surrogates too
 
     def _process_batch(self, contents: dict[int, str]) -> dict[int, list[str] | None]:
         """Return the results of each row that may call, one row after the other."""
@@ -127,7 +127,7 @@ class ExecuteToolsInOrder(ToolTransformBase):
             return True, _shown(
                 _within(self.timeout, self.registry.get(call.tool), call.args, state)
             )
-        except Exception as error:  # whatever a tool raises is for the policy to read
+        except (Exception, SystemExit) as error:  # whatever it raises is for the policy to read
             text = error.args[0] if isinstance(error, KeyError) and error.args else str(error)
             return False, f"{type(error).__name__}: {text}"
 
@@ -169,7 +169,7 @@ def _within(timeout: float | None, tool: Tool, args: dict, state: dict | None) -
     def work() -> None:
         try:
             box["value"] = tool(args, state)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             box["error"] = error
 
     thread = threading.Thread(target=work, daemon=True)

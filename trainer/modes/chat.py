@@ -114,8 +114,10 @@ def told(texts: list[str], ratios: list[float]) -> str:
     "log-ratio -1.00 nats over 2 tokens, most at 'is' -1.50"
     """
     place = max(range(len(ratios)), key=lambda i: abs(ratios[i]))
-    most = f", most at {texts[place]!r} {ratios[place]:+z.2f}" if abs(ratios[place]) >= 0.005 else ""
-    return f"log-ratio {sum(ratios):+z.2f} nats over {len(ratios)} tokens{most}"
+    out = f"log-ratio {sum(ratios):+z.2f} nats over {len(ratios)} tokens"
+    if abs(ratios[place]) < 0.005:
+        return out
+    return f"{out}, most at {texts[place]!r} {ratios[place]:+.2f}"
 
 
 def run(loop: Trainer, settings: dict[str, Any]) -> float:
@@ -125,7 +127,8 @@ def run(loop: Trainer, settings: dict[str, Any]) -> float:
     heat = loop.policy.temperature
     how = f"at temperature {heat:g}" if heat else "greedily"
     console.print(f"policy     {what}", markup=False, soft_wrap=True)
-    console.print(f"reference  {weights.reference_name(loop, settings)}", markup=False)
+    against = weights.reference_name(loop, settings)
+    console.print(f"reference  {against}", markup=False, soft_wrap=True)
     console.print(f"both reply {how}; {RESET} begins again, {QUIT} ends", markup=False)
     assert loop.retrieve_kl.scorer is not None  # conf/modes.py asks for one
     scorer = loop.retrieve_kl.scorer
@@ -168,10 +171,10 @@ def _reply(both: list[Talk], text: str, stream: Tensor, console: Console) -> Non
     mine, theirs = both
     ids, log_probs, _ = mine.answer(text, stream)
     texts, ratios = split(ids, mine.policy.tokenizer), log_ratio(mine, theirs.scorer, log_probs)
-    console.print(Text("policy     ", style="bold").append_text(coloured(texts, ratios)))
+    console.print(Text().append("policy     ", style="bold").append_text(coloured(texts, ratios)))
     console.print(Text(f"           {told(texts, ratios)}", style="dim"))
     said = theirs.answer(text, stream)[2]
-    console.print(Text("reference  ", style="bold").append(_plain(said)))
+    console.print(Text().append("reference  ", style="bold").append(_plain(said)))
 
 
 def _lines(console: Console) -> Iterator[str]:

@@ -47,10 +47,19 @@ def choose(folder: Path, *, keep_best: bool = False) -> Weights:
 def take(loop: Trainer, settings: dict[str, Any]) -> str:
     """Load the weights of the run that is resumed into the policy; return what they are.
 
-    Without one the policy is the model that policy.model names.
+    Without one the policy is the model that policy.model names. What it is compared with must be
+    the model that training started from, or one that is named.
     """
     if settings["resume"] is None:
         return f"the model {settings['policy']['model']}"
+    found: Any = loop.policy.found
+    started = dig(load_run(settings["resume"]).status, "model", "sha256")
+    compares = settings["kl"]["measure"] and settings["kl"]["reference"] is None
+    if compares and started not in (None, found.sha256):
+        raise ValueError(
+            f"expected the model {started[:12]} that the run started from in {found.folder}, got "
+            f"{found.sha256[:12]}; put the old one back, or give kl.reference=<model>"
+        )
     best = bool(dig(settings, "checkpoint", "keep_best"))
     chosen = choose(Path(settings["resume"]), keep_best=best)
     loop.checkpoints.load_weights(chosen.folder)
