@@ -7,6 +7,7 @@ reply earns and what comes next; without a task the env only keeps the conversat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from copy import copy
 from typing import Any
@@ -214,7 +215,14 @@ class ChatEnv(EnvBase):
     def _rewards(self, rows: list[dict], replies: list[Reply]) -> Sequence[Reward]:
         if self.task is None:
             return [Reward(total=0.0, parts={}, success=False)] * len(rows)
-        return self.task.rewards(rows, replies)
+        rewards = self.task.rewards(rows, replies)
+        for reply, reward in zip(replies, rewards, strict=True):
+            if not math.isfinite(reward.total):  # one would make every advantage NaN
+                raise ValueError(
+                    f"expected a finite reward of {type(self.task).__name__}, got {reward.total} "
+                    f"for the reply {reply.text!r:.80}; return a number"
+                )
+        return rewards
 
     def _respond(self, row: dict, reply: Reply) -> list[dict]:
         return [] if self.task is None else self.task.respond(row, reply)

@@ -1,5 +1,7 @@
 """The chat environment: what reset and step write, turn by turn."""
 
+import math
+
 import pytest
 import torch
 from contracts import Words
@@ -161,6 +163,17 @@ def test_reward_parts_that_differ_between_replies_are_named(later):
     expected = r"parts \['length'\] of every reply, got \['length', 'polite'\]; .* give math.nan"
     with pytest.raises(ValueError, match=expected):
         env.step(reply(env.reset(start), ["please"] * 2 if later else ["a", "please"]))
+
+
+@pytest.mark.parametrize("total", [math.nan, math.inf])
+def test_a_reward_that_is_no_number_is_an_error_that_shows_the_reply(total):
+    class Broken(Words):
+        def reward(self, row, reply):
+            return Reward(total=total, parts={}, success=False)
+
+    env = ChatEnv(Broken())
+    with pytest.raises(ValueError, match=r"finite reward of Broken, got (nan|inf) .*'please'"):
+        env.step(reply(env.reset(data(Words().rows("train")[:1])), ["please"]))
 
 
 def test_what_is_missing_is_named():

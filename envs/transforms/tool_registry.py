@@ -75,6 +75,11 @@ class ToolRegistry:
     ) -> None:
         """Add a tool, in place of another one of the same name."""
         for one in getattr(service, "tools", [service]):
+            if not isinstance(one, Tool) and not callable(one):
+                raise ValueError(
+                    f"expected a tool, a function or callable object, got {one!r}; "
+                    "is its name misspelt, or its _target_ missing?"
+                )
             tool = one if isinstance(one, Tool) else Tool.of(one, name, schema)
             self._tools[tool.name] = tool
 
