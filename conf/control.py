@@ -14,6 +14,7 @@ def findings(cfg: dict[str, Any]) -> Iterator[str]:
     """Yield what is wrong with kl.controller, algorithm.shaping and algorithm.mismatch."""
     algorithm = cfg["algorithm"]
     yield from _parts(algorithm)
+    yield from _lengths(cfg)
     replies = cfg["trainer"]["prompts_per_iteration"] * algorithm["group_size"]
     yield from _steering(cfg["kl"], replies)
 
@@ -30,6 +31,16 @@ def _parts(algorithm: dict[str, Any]) -> Iterator[str]:
             "expected algorithm.mismatch to be {_target_: trainer.Mismatch, ...} or null, got "
             f"{mismatch!r}"
         )
+
+
+def _lengths(cfg: dict[str, Any]) -> Iterator[str]:
+    """Yield the penalties of whole chats whose limit is that of a turn."""
+    turns, limit = cfg["env"]["max_turns"], cfg["policy"]["max_new_tokens"]
+    for name, node in (cfg["algorithm"]["shaping"] or {}).items():
+        whole = isinstance(node, dict) and "OverlongPenalty" in node.get("_target_", "")
+        if turns > 1 and whole and node.get("max_tokens") == limit:
+            key = f"algorithm.shaping.{name}.max_tokens"
+            yield f"{key} is of all {turns} turns, got that of one; give {key}={limit * turns}"
 
 
 def _is_node(value: Any) -> bool:

@@ -66,7 +66,12 @@ def headline(error: BaseException) -> str:
 
 
 def is_for_users(error: BaseException) -> bool:
-    """Return whether an error's message says what to do: ValueError or OSError, not a kin of it."""
+    """Return whether an error's message says what to do.
+
+    A ValueError or OSError, not a kin of it; an ImportError that names what to install.
+    """
+    if isinstance(error, ImportError):
+        return "pip install" in str(error)
     return (
         isinstance(error, (ValueError, OSError))
         and type(error).__module__ == "builtins"

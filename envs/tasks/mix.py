@@ -39,7 +39,7 @@ class Mix(Task):
         if not tasks or set(weights) != set(tasks):
             raise ValueError(
                 f"expected a weight for each task ({', '.join(tasks) or 'none'}), got "
-                f"{', '.join(weights) or 'none'}"
+                f"{', '.join(weights) or 'none'}; rename or remove one"
             )
         if not all(0 < weight < math.inf for weight in weights.values()):
             raise ValueError(f"expected weights > 0, got {dict(weights)}; leave a task out instead")
