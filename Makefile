@@ -36,7 +36,7 @@ lint: .venv/.ready-dev  ## ruff and pyright
 	$(BIN)/ruff format --check
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-test-learn: .venv/.ready-dev  ## whole learning runs on three seeds (about 40 minutes)
+test-learn: .venv/.ready-dev  ## whole learning runs on three seeds (about an hour)
 	$(BIN)/python -m pytest -m learn tests/test_learning.py tests/test_sweep_experiments.py $(ARGS)
 
 test-ray: .venv/.ready-ray  ## shared KL transforms in real Ray actors

@@ -400,7 +400,8 @@ def test_sweep_under_an_outside_launcher_is_refused_with_a_hint(script, monkeypa
     assert "python train.py -m" in err
 
 
-def test_folder_whose_warm_up_failed_says_so(script):
+def test_folder_whose_warm_up_failed_says_so(script, tmp_path, monkeypatch):
+    monkeypatch.setenv("LEASH_CACHE", str(tmp_path / "cache"))  # that of the session may have it
     process = start(script, "experiment=grpo_tiny", "output_dir=run", how="raise")
     out, err = process.communicate(timeout=30)
     assert "running it first" in out

@@ -58,8 +58,13 @@ def test_a_run_leaves_what_the_contract_lists(small_run: Finished, cache: Path) 
         folder / name for name in ("report.html", "metrics.jsonl", "model")
     ]
     titles = [line for line in small_run.text.splitlines() if line.endswith(" iterations")]
-    assert titles == ["sft_tiny: 400 iterations", "grpo_tiny: 16 iterations"]
-    assert f"kept in  {warm.parent}\n" in small_run.text
+    *warm_ups, last_title = titles
+    assert last_title == "grpo_tiny: 16 iterations"
+    if f"{warm.parent.name.partition('-')[0]} is not in the cache yet" in small_run.text:
+        assert warm_ups == ["sft_tiny: 400 iterations"]
+        assert f"kept in  {warm.parent}\n" in small_run.text
+    else:  # another process of the tests was first
+        assert warm_ups == []
     assert ".run" not in small_run.text, "the folder of a warm-up is deleted after it"
     report = (folder / "report.html").read_text()
     for part in ("<svg", "KL", "Sort the digits", "finished"):

@@ -128,7 +128,9 @@ class Judge(RewardFunction):
                     pause = max(pause, min(float(error.headers["Retry-After"]), 60.0))
             except (OSError, http.client.HTTPException) as error:  # a TimeoutError too
                 if not further:
-                    why = str(error) or f"no answer within {self.timeout:g} s"
+                    reason = getattr(error, "reason", error)  # a URLError holds the socket's own
+                    late = isinstance(reason, TimeoutError)
+                    why = f"no answer within {self.timeout:g} s" if late else str(error)
                     raise RuntimeError(f"{self.url}: {why}") from None
             await asyncio.sleep(pause)
         raise AssertionError("unreachable")
