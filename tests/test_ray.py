@@ -234,7 +234,7 @@ def test_from_collector_scores_with_the_weights_that_the_policy_has_now(ray, fol
     uniform = env.step(bare.copy())["next", "log_probs", "full"]
     vocabulary = collector.policy.model.config.vocab_size
     kept = td["masks", "all_response_mask"]
-    assert torch.allclose(uniform[kept], -torch.tensor(float(vocabulary)).log())
+    assert torch.allclose(uniform[kept].float(), -torch.tensor(float(vocabulary)).log())
 
 
 class Scale(Transform):
