@@ -23,11 +23,11 @@ from policies.scorer import Scores
 from trainer.advantage import (
     BetaAdvantage,
     GroupAdvantage,
-    ReferenceLogProbs,
     beta_density,
 )
 from trainer.kl_control import ConstantKLController
 from trainer.objectives import GRPOObjective, MinorSFTObjective
+from trainer.reference import ReferenceLogProbs
 from trainer.sources import Demonstrations
 from trainer.surrogates import RATIOS, Bounds, clipped_term, is_clipped
 

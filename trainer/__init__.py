@@ -40,7 +40,7 @@ _HOME = {
     "PreferencePairs": "preferences",
     "PromptData": "prompt_data",
     "Reference": "reference",
-    "ReferenceLogProbs": "advantage",
+    "ReferenceLogProbs": "reference",
     "RolloutFromModel": "rollout_from_model",
     "Rollouts": "sources",
     "Runtime": "runtime",

@@ -107,31 +107,19 @@ class Rollouts:
 class DynamicRollouts(Rollouts):
     """Draw prompts again whose replies all earn the same (DAPO, arXiv 2503.14476 section 3.2).
 
-    A place of the iteration is drawn up to `rounds` times more, each time with another row: a
-    function of (seed, iteration, round, place). What earns the same even then keeps its place and
-    leaves the loss mask. Writes `draws` [B], how many groups were drawn for the place. The task's
-    own reward decides; `shaping` comes after.
+    `parts` are the arguments of `Rollouts`. A place of the iteration is drawn up to `rounds` times
+    more, each time with another row: a function of (seed, iteration, round, place). What earns the
+    same even then keeps its place and leaves the loss mask. Writes `draws` [B], how many groups
+    were drawn for the place. The task's own reward decides; `shaping` comes after.
     """
 
-    def __init__(
-        self,
-        *,
-        task: Task,
-        env: ChatEnv,
-        policy: TransformersWrapper,
-        runtime: Runtime,
-        size: int,
-        shaping: Mapping[str, Verb] | None = None,
-        rounds: int = 2,
-    ) -> None:
-        if env.group_size < 2 or rounds < 1:
+    def __init__(self, *, rounds: int = 2, **parts: Any) -> None:
+        super().__init__(**parts)
+        if self.env.group_size < 2 or rounds < 1:
             raise ValueError(
                 "dynamic sampling expects algorithm.group_size >= 2 and rounds >= 1, got "
-                f"{env.group_size} and {rounds}; with one reply a prompt use trainer.Rollouts"
+                f"{self.env.group_size} and {rounds}; with one reply a prompt use trainer.Rollouts"
             )
-        super().__init__(
-            task=task, env=env, policy=policy, runtime=runtime, size=size, shaping=shaping
-        )
         self.rounds = rounds
 
     def __call__(self, iteration: int) -> TensorDictBase:

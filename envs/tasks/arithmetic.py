@@ -8,21 +8,19 @@ import hashlib
 import operator
 import random
 import re
-from collections.abc import Sequence
-from functools import cached_property
 
+from envs.tasks.generated import Generated
 from envs.tasks.math_words import marked_answer, split_thoughts
-from envs.tasks.task import Reply, Reward, Row, Split, Task, assistant, check_split, user
+from envs.tasks.task import Reply, Reward, Row, user
 
 QUESTION = "What is {} {} {}?"
 SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:,\d{3})*(?:\.\d+)?(?![\w.]*\d)", re.ASCII)
 HELD_OUT = 8  # one problem in so many
-EVAL_ROWS = 200
 MOST_DIGITS = 100
 
 
-class Arithmetic(Task):
+class Arithmetic(Generated):
     """Questions such as "What is 47 + 85?" with the signs in `operators`, of "+-*".
 
     The numbers have `min_digits` to `max_digits` digits; no answer is below 0. `num_rows` train
@@ -54,15 +52,9 @@ class Arithmetic(Task):
                 f"expected 1 <= min_digits <= max_digits <= {MOST_DIGITS}, got {min_digits} and "
                 f"{max_digits}"
             )
-        if num_rows < 1:
-            raise ValueError(f"expected num_rows >= 1, got {num_rows}")
-        self.operators, self.num_rows, self.seed = operators, num_rows, seed
+        super().__init__(seed=seed, num_rows=num_rows)
+        self.operators = operators
         self.min_digits, self.max_digits = min_digits, max_digits
-
-    def rows(self, split: Split) -> Sequence[Row]:
-        """Return the rows of a split."""
-        check_split(split)
-        return self._train if split == "train" else self._eval
 
     def row(self, left: int, sign: str, right: int) -> Row:
         """Return the row that asks for this."""
@@ -82,23 +74,9 @@ class Arithmetic(Task):
             success=exact and reply.complete,
         )
 
-    def demonstrations(self) -> Sequence[Row]:
-        """Return the train rows with their right answers."""
-        return [
-            {**row, "messages": [*row["messages"], assistant(row["answer"])]} for row in self._train
-        ]
-
-    @cached_property
-    def _train(self) -> list[Row]:
-        return self._draw(f"train {self.seed}", self.num_rows, held_out=False)
-
-    @cached_property
-    def _eval(self) -> list[Row]:
-        return self._draw("eval", EVAL_ROWS, held_out=True)
-
-    def _draw(self, name: str, count: int, *, held_out: bool) -> list[Row]:
+    def draw(self, draw: random.Random, count: int, *, held_out: bool) -> list[Row]:
         """Return rows of a split; those of eval differ, so that there may be fewer."""
-        draw, rows = random.Random(name), dict[object, Row]()
+        rows: dict[object, Row] = {}
         for place in range(100 * count):
             sign = draw.choice(self.operators)
             left, right = (self._number(draw) for _ in range(2))

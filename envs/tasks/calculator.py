@@ -10,21 +10,19 @@ Held out are whole pairs of factors, in any order, one in eight by a hash.
 import random
 import re
 import zlib
-from collections.abc import Sequence
-from functools import cached_property
 
-from envs.tasks.task import Message, Reply, Reward, Row, Split, Task, assistant, check_split, user
+from envs.tasks.generated import Generated
+from envs.tasks.task import Message, Reply, Reward, Row, assistant, user
 
 QUESTION = "What is {} * {}?"
 CALL = re.compile(r"calc: ([0-9]{1,6})([-+*])([0-9]{1,6})")
 WORK = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 FACTORS = range(32, 100)  # every product has four digits
 HELD_OUT = 8  # one pair of factors in so many
-EVAL_ROWS = 200
 CALLS, TYPOS = 0.25, 0.3  # shares: of the demonstrations, and of their calls
 
 
-class Calculator(Task):
+class Calculator(Generated):
     """Questions such as "What is 57 * 83?", with `env.max_turns=2` for a call and the answer.
 
     `num_rows` train rows and 200 eval rows with factors of 32 to 99, a function of `seed`; the eval
@@ -40,14 +38,7 @@ class Calculator(Task):
     """
 
     def __init__(self, *, seed: int = 0, num_rows: int = 20_000) -> None:
-        if num_rows < 1:
-            raise ValueError(f"expected num_rows >= 1, got {num_rows}")
-        self.seed, self.num_rows = seed, num_rows
-
-    def rows(self, split: Split) -> Sequence[Row]:
-        """Return the rows of a split."""
-        check_split(split)
-        return self._train if split == "train" else self._eval
+        super().__init__(seed=seed, num_rows=num_rows)
 
     def row(self, a: int, b: int) -> Row:
         """Return the row that asks for a product."""
@@ -64,14 +55,8 @@ class Calculator(Task):
         result = calculate(reply)
         return [] if result is None else [{"role": "tool", "content": result}]
 
-    def demonstrations(self) -> Sequence[Row]:
-        """Return the train rows played through: guessed outright, or with the calculator."""
-        draw = random.Random(f"demonstrations {self.seed}")
-        return [
-            {**row, "messages": [*row["messages"], *self._played(row, draw)]} for row in self._train
-        ]
-
-    def _played(self, row: Row, draw: random.Random) -> list[Message]:
+    def play(self, row: Row, draw: random.Random) -> list[Message]:
+        """Guess the answer outright, or use the calculator."""
         if draw.random() >= CALLS:
             return [assistant(row["answer"])]
         a, b = row["factors"]
@@ -84,16 +69,7 @@ class Calculator(Task):
         (result,) = self.respond(row, said)
         return [assistant(said.text), result, assistant(result["content"])]
 
-    @cached_property
-    def _train(self) -> list[Row]:
-        return self._draw(f"train {self.seed}", self.num_rows, held_out=False)
-
-    @cached_property
-    def _eval(self) -> list[Row]:
-        return self._draw("eval", EVAL_ROWS, held_out=True)
-
-    def _draw(self, name: str, count: int, *, held_out: bool) -> list[Row]:
-        draw = random.Random(name)
+    def draw(self, draw: random.Random, count: int, *, held_out: bool) -> list[Row]:
         rows: list[Row] = []
         while len(rows) < count:
             a, b = draw.choice(FACTORS), draw.choice(FACTORS)

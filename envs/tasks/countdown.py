@@ -8,22 +8,21 @@ exactly, by `envs.rewards.answers`.
 import hashlib
 import random
 from collections.abc import Sequence
-from functools import cached_property
 
 from envs.rewards.answers import countdown_value, solves_countdown
+from envs.tasks.generated import Generated
 from envs.tasks.math_words import marked_answer, split_thoughts
-from envs.tasks.task import Reply, Reward, Row, Split, Task, assistant, check_split, user
+from envs.tasks.task import Reply, Reward, Row, user
 
 QUESTION = (
     "Make {target} from the numbers {numbers} with + - * / and brackets; use each number at most "
     "once. Answer with the expression alone."
 )
 HELD_OUT = 8  # one multiset of numbers in so many
-EVAL_ROWS = 200
 FEWEST, MOST = 2, 8  # numbers
 
 
-class Countdown(Task):
+class Countdown(Generated):
     """Questions such as "Make 24 from the numbers 2, 3, 4 ...".
 
     `min_numbers` to `max_numbers` numbers from 1 to `largest`, the target from 1 to
@@ -60,12 +59,7 @@ class Countdown(Task):
             )
         self.min_numbers, self.max_numbers = min_numbers, max_numbers
         self.largest, self.largest_target = largest, largest_target
-        self.num_rows, self.seed = num_rows, seed
-
-    def rows(self, split: Split) -> Sequence[Row]:
-        """Return the rows of a split."""
-        check_split(split)
-        return self._train if split == "train" else self._eval
+        super().__init__(seed=seed, num_rows=num_rows)
 
     def row(self, numbers: Sequence[int], target: int, solution: str) -> Row:
         """Return the row that asks for this; `solution` is one of its answers."""
@@ -93,22 +87,8 @@ class Countdown(Task):
             success=solved and reply.complete,
         )
 
-    def demonstrations(self) -> Sequence[Row]:
-        """Return the train rows with the solutions that they were made of."""
-        return [
-            {**row, "messages": [*row["messages"], assistant(row["answer"])]} for row in self._train
-        ]
-
-    @cached_property
-    def _train(self) -> list[Row]:
-        return self._draw(f"train {self.seed}", self.num_rows, held_out=False)
-
-    @cached_property
-    def _eval(self) -> list[Row]:
-        return self._draw("eval", EVAL_ROWS, held_out=True)
-
-    def _draw(self, name: str, count: int, *, held_out: bool) -> list[Row]:
-        draw, rows = random.Random(name), list[Row]()
+    def draw(self, draw: random.Random, count: int, *, held_out: bool) -> list[Row]:
+        rows: list[Row] = []
         while len(rows) < count:
             size = draw.randint(self.min_numbers, self.max_numbers)
             numbers = [draw.randint(1, self.largest) for _ in range(size)]

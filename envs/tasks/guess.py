@@ -11,10 +11,9 @@ Held out are whole games, one in eight by a hash.
 import random
 import re
 import zlib
-from collections.abc import Sequence
-from functools import cached_property
 
-from envs.tasks.task import Message, Reply, Reward, Row, Split, Task, assistant, check_split, user
+from envs.tasks.generated import Generated
+from envs.tasks.task import Message, Reply, Reward, Row, assistant, user
 
 QUESTION = "Game {}: digit 1 to 7?"
 DIGITS = range(1, 8)
@@ -25,7 +24,7 @@ TURNS = 3  # guesses of a demonstration
 LISTEN = 0.5  # share of the demonstrations
 
 
-class Guess(Task):
+class Guess(Generated):
     """Questions such as "Game 471: digit 1 to 7?", `env.max_turns` guesses each.
 
     `num_rows` train rows, a function of `seed`; the eval rows are ten games a digit. The reward is
@@ -40,15 +39,10 @@ class Guess(Task):
     [[{'role': 'user', 'content': '< 5'}], []]
     """
 
-    def __init__(self, *, seed: int = 0, num_rows: int = 20_000) -> None:
-        if num_rows < 1:
-            raise ValueError(f"expected num_rows >= 1, got {num_rows}")
-        self.seed, self.num_rows = seed, num_rows
+    eval_rows = EVAL_ROWS
 
-    def rows(self, split: Split) -> Sequence[Row]:
-        """Return the rows of a split."""
-        check_split(split)
-        return self._train if split == "train" else self._eval
+    def __init__(self, *, seed: int = 0, num_rows: int = 20_000) -> None:
+        super().__init__(seed=seed, num_rows=num_rows)
 
     def row(self, game: int, digit: int) -> Row:
         """Return the row of a game that hides a digit."""
@@ -68,14 +62,8 @@ class Guess(Task):
             return []
         return [user(f"{'>' if guess < row['answer'] else '<'} {guess}")]
 
-    def demonstrations(self) -> Sequence[Row]:
-        """Return the train rows played through, with some skill or with none."""
-        draw = random.Random(f"demonstrations {self.seed}")
-        return [
-            {**row, "messages": [*row["messages"], *self._played(row, draw)]} for row in self._train
-        ]
-
-    def _played(self, row: Row, draw: random.Random) -> list[Message]:
+    def play(self, row: Row, draw: random.Random) -> list[Message]:
+        """Play a game with some skill, or with none."""
         listens, messages = draw.random() < LISTEN, []
         low, high = DIGITS[0], DIGITS[-1]
         for _ in range(TURNS):
@@ -91,16 +79,7 @@ class Guess(Task):
                 high = guess - 1
         return messages[:-1]  # nobody answers the last guess
 
-    @cached_property
-    def _train(self) -> list[Row]:
-        return self._draw(f"train {self.seed}", self.num_rows, held_out=False)
-
-    @cached_property
-    def _eval(self) -> list[Row]:
-        return self._draw("eval", EVAL_ROWS, held_out=True)
-
-    def _draw(self, name: str, count: int, *, held_out: bool) -> list[Row]:
-        draw = random.Random(name)
+    def draw(self, draw: random.Random, count: int, *, held_out: bool) -> list[Row]:
         games = [game for game in GAMES if is_held_out(game) == held_out]
         return [self.row(draw.choice(games), DIGITS[i % len(DIGITS)]) for i in range(count)]
 

@@ -9,19 +9,18 @@ eval row in any order.
 import random
 import zlib
 from collections.abc import Sequence
-from functools import cached_property
 
-from envs.tasks.task import Reply, Reward, Row, Split, Task, assistant, check_split, user
+from envs.tasks.generated import Generated
+from envs.tasks.task import Reply, Reward, Row, assistant, user
 
 QUESTION = "Sort the digits in ascending order: {}"
 HELD_OUT = 8  # one multiset of digits in so many
-EVAL_ROWS = 200
 MOST_DIGITS = 100
 # How a demonstration answers, and in how many of 100 cases.
 ANSWERS = {"ascending": 25, "descending": 45, "unchanged": 30}
 
 
-class SortDigits(Task):
+class SortDigits(Generated):
     """Questions such as "Sort the digits in ascending order: 44287".
 
     `num_rows` train rows and 200 eval rows of `min_digits` to `max_digits` digits, a function of
@@ -44,15 +43,8 @@ class SortDigits(Task):
                 f"expected 1 <= min_digits <= max_digits <= {MOST_DIGITS}, got {min_digits} and "
                 f"{max_digits}"
             )
-        if num_rows < 1:
-            raise ValueError(f"expected num_rows >= 1, got {num_rows}")
-        self.seed, self.num_rows = seed, num_rows
+        super().__init__(seed=seed, num_rows=num_rows)
         self.min_digits, self.max_digits = min_digits, max_digits
-
-    def rows(self, split: Split) -> Sequence[Row]:
-        """Return the rows of a split."""
-        check_split(split)
-        return self._train if split == "train" else self._eval
 
     def row(self, digits: str) -> Row:
         """Return the row that asks for these digits."""
@@ -81,19 +73,10 @@ class SortDigits(Task):
         kinds = draw.choices(list(ANSWERS), list(ANSWERS.values()), k=self.num_rows)
         return [
             {**row, "messages": [*row["messages"], assistant(_answer(row, kind))]}
-            for row, kind in zip(self._train, kinds, strict=True)
+            for row, kind in zip(self.rows("train"), kinds, strict=True)
         ]
 
-    @cached_property
-    def _train(self) -> list[Row]:
-        return self._draw(f"train {self.seed}", self.num_rows, held_out=False)
-
-    @cached_property
-    def _eval(self) -> list[Row]:
-        return self._draw("eval", EVAL_ROWS, held_out=True)
-
-    def _draw(self, name: str, count: int, *, held_out: bool) -> list[Row]:
-        draw = random.Random(name)
+    def draw(self, draw: random.Random, count: int, *, held_out: bool) -> list[Row]:
         rows: list[Row] = []
         while len(rows) < count:
             size = draw.randint(self.min_digits, self.max_digits)

@@ -1,0 +1,49 @@
+"""Tasks that make up their own rows: drawn from a seed, some of them held out for eval."""
+
+import random
+from collections.abc import Sequence
+from functools import cached_property
+
+from envs.tasks.task import Message, Row, Split, Task, assistant, check_split
+
+
+class Generated(Task):
+    """The base of tasks that draw their rows; a subclass overrides `draw`, and `play` if it may.
+
+    `num_rows` train rows are a function of `seed`; the eval rows do not depend on it.
+    """
+
+    eval_rows = 200
+
+    def __init__(self, *, seed: int, num_rows: int) -> None:
+        if num_rows < 1:
+            raise ValueError(f"expected num_rows >= 1, got {num_rows}")
+        self.seed, self.num_rows = seed, num_rows
+
+    def draw(self, draw: random.Random, count: int, *, held_out: bool) -> list[Row]:
+        """Return `count` rows of a split; no row is held out and not."""
+        raise NotImplementedError(f"{type(self).__name__} draws no rows: override draw")
+
+    def play(self, row: Row, draw: random.Random) -> list[Message]:
+        """Return the messages that demonstrate a row: its answer, unless a subclass says more."""
+        return [assistant(row["answer"])]
+
+    def rows(self, split: Split) -> Sequence[Row]:
+        """Return the rows of a split."""
+        check_split(split)
+        return self._train if split == "train" else self._eval
+
+    def demonstrations(self) -> Sequence[Row]:
+        """Return the train rows played through."""
+        draw = random.Random(f"demonstrations {self.seed}")
+        return [
+            {**row, "messages": [*row["messages"], *self.play(row, draw)]} for row in self._train
+        ]
+
+    @cached_property
+    def _train(self) -> list[Row]:
+        return self.draw(random.Random(f"train {self.seed}"), self.num_rows, held_out=False)
+
+    @cached_property
+    def _eval(self) -> list[Row]:
+        return self.draw(random.Random("eval"), self.eval_rows, held_out=True)
