@@ -17,11 +17,11 @@ from omegaconf import DictConfig, OmegaConf
 from conf import compose, defaults, modes, parts
 from trainer.failures import complain, last_words
 from trainer.launch import agree, prepare_joined, start
-from trainer.sweep import begin_job, write_sweep
+from trainer.sweep import LiveSweep
 
 OURS: dict[str, Any] = {"script": Path(__file__).resolve(), "compose": compose.compose_experiment}
 FAILED: list[str] = []  # jobs of this sweep that ended with an error
-SWEEPS: list[Path] = []  # its folder, once a job has started
+SWEEPS: list[LiveSweep] = []  # this sweep, once a job has started
 
 
 def train(cfg: DictConfig, folder: Path) -> float:
@@ -31,9 +31,9 @@ def train(cfg: DictConfig, folder: Path) -> float:
     algorithm, total, opt = cfg.algorithm, cfg.trainer.num_iterations, cfg.optimizer
     steps = total * algorithm.epochs * algorithm.minibatches
     with trainer.Runtime(folder, seed=cfg.seed, device=cfg.policy.device) as runtime:
+        task = parts.make_task(cfg.env)  # data that is not there is told before a model is loaded
         policy = parts.build(cfg.policy, device=str(runtime.device))
         runtime.write_status(model=policy.found.about())
-        task = parts.make_task(cfg.env)
         steer = trainer.make_kl_controller
         kl = steer(**parts.taken(steer, cfg.kl), total=total)
         env = parts.make_env(cfg, task, policy)
@@ -77,11 +77,11 @@ def train(cfg: DictConfig, folder: Path) -> float:
 def main(cfg: DictConfig) -> float:
     """Run one job in Hydra's folder; a failed job of a sweep does not stop the others."""
     folder = Path(HydraConfig.get().runtime.output_dir)
-    if HydraConfig.get().mode == RunMode.MULTIRUN:
-        SWEEPS[:] = [Path(HydraConfig.get().sweep.dir)]
-        jobs = compose.expand([word for word in sys.argv[1:] if not word.startswith("-")])
-        print(begin_job(SWEEPS[0], HydraConfig.get().job.num, jobs), flush=True)
     try:
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            jobs = compose.expand([word for word in sys.argv[1:] if not word.startswith("-")])
+            SWEEPS[:] = SWEEPS or [LiveSweep(Path(HydraConfig.get().sweep.dir), jobs)]
+            SWEEPS[0].begin(HydraConfig.get().job.num)
         return start(compose.settle(cfg), defaults.keep(folder), **OURS)
     except (RuntimeError, ValueError, OSError) as error:
         complain(error)
@@ -134,8 +134,8 @@ def cli(words: list[str]) -> int:
     except KeyboardInterrupt:  # outside of a run
         return 130
     finally:
-        for folder in SWEEPS:
-            print(f"sweep    {write_sweep(folder)}")
+        for sweep in SWEEPS:
+            sweep.end()
     for name in FAILED if SWEEPS else ():
         print(f"failed   {name}", file=sys.stderr)
     return 1 if FAILED else 0

@@ -5,12 +5,15 @@ Every finding is one line: expected, got, what to do.
 
 import difflib
 import math
+import os
+import re
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from conf import control, files, task
+from conf import control, files, nodes, task
+from policies import extras
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("policies", "envs", "trainer")
@@ -31,6 +34,7 @@ CHOICES = {
     "algorithm.critic.kind": ("head", "separate"),
     "algorithm.mask": ("assistant", "prompt"),
     "optimizer.schedule": ("constant", "linear", "cosine"),
+    "tracker.mode": (None, "online", "offline", "disabled"),
 }
 AT_LEAST = {
     "policy.temperature": 0,
@@ -77,6 +81,7 @@ AT_LEAST = {
     "launch.num_processes": 1,
     "launch.threads": 1,
 }
+CROWD = 4  # processes a core, above which there are surely too many
 SILENT = ("Demonstrations", "PreferencePairs")  # sources that sample no replies
 BIASED = {
     ("loss", "k1"): "k1 in the loss has a gradient of zero; use kl.estimator=k3, k2 or full",
@@ -92,11 +97,22 @@ def check(cfg: dict[str, Any]) -> None:
         raise ValueError(finding)
 
 
+def is_silent(cfg: Any) -> bool:
+    """Return whether a run samples no replies."""
+    return cfg["algorithm"]["source"]["_target_"].rpartition(".")[2] in SILENT
+
+
+def choices(cfg: Any) -> dict[str, tuple[str | None, ...]]:
+    """Return the values that each key with named values may have in this configuration."""
+    means = CHOICES["algorithm.aggregation"][:2]  # "constant" divides by the longest reply
+    return CHOICES | ({"algorithm.aggregation": means} if is_silent(cfg) else {})
+
+
 def _findings(cfg: dict[str, Any]) -> Iterator[str]:
     flat = dict(_leaves(cfg))
-    for key, choices in CHOICES.items():
-        if key in flat and flat[key] not in choices:
-            names = ", ".join(str(c).replace("None", "null") for c in choices)
+    for key, known in choices(cfg).items():
+        if key in flat and flat[key] not in known:
+            names = ", ".join(str(c).replace("None", "null") for c in known)
             yield f"expected {key} to be one of {names}, got {flat[key]!r}"
     for key, least in AT_LEAST.items():
         value = flat.get(key)
@@ -108,12 +124,32 @@ def _findings(cfg: dict[str, Any]) -> Iterator[str]:
         yield f"expected optimizer.betas to be two numbers from 0 to below 1, got {betas}"
     if not -(2**63) <= cfg["seed"] < 2**63:
         yield f"expected seed to fit into 64 bits, got {cfg['seed']}"
+    yield from _machine(cfg)
     yield from _batches(cfg)
     yield from _leash(cfg)
     yield from _best(cfg)
+    if missing := list(extras.findings(cfg)):
+        yield "; ".join(missing)
     yield from files.findings(cfg)
     yield from _targets(cfg)
+    yield from nodes.findings(cfg)
     yield from task.findings(cfg)
+
+
+def _machine(cfg: dict[str, Any]) -> Iterator[str]:
+    device, ranks, cores = cfg["policy"]["device"], cfg["launch"]["num_processes"], os.cpu_count()
+    if device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        yield f"expected policy.device to be cpu, cuda or null (a GPU or none), got {device}"
+    if ranks > CROWD * (cores or 1):
+        yield (
+            f"expected launch.num_processes for the {cores} cores of this machine, got {ranks}: "
+            "each is a process of its own with a model of its own; lower it"
+        )
+    if dropout := cfg["policy"]["lora"]["dropout"]:
+        yield (
+            f"expected policy.lora.dropout=0, got {dropout}: it would make the log-probs that are "
+            "trained on others than those that sampled"
+        )
 
 
 def _batches(cfg: dict[str, Any]) -> Iterator[str]:
@@ -133,7 +169,7 @@ def _batches(cfg: dict[str, Any]) -> Iterator[str]:
 
 def _leash(cfg: dict[str, Any]) -> Iterator[str]:
     kl, algorithm = cfg["kl"], cfg["algorithm"]
-    if algorithm["source"]["_target_"].rpartition(".")[2] in SILENT:
+    if is_silent(cfg):
         silent = "this algorithm samples no replies"
         if kl["coeff"] > 0:
             yield f"{silent} to put a KL on, got kl.coeff={kl['coeff']}; set kl.coeff=0"
@@ -144,8 +180,6 @@ def _leash(cfg: dict[str, Any]) -> Iterator[str]:
         for key in ("target_kl", "entropy_coeff", "entropy_target", "shaping", "mismatch"):
             if algorithm[key]:
                 yield f"{silent}, which algorithm.{key} is for; leave it out"
-        if algorithm["aggregation"] == "constant":
-            yield f"{silent}, whose longest length algorithm.aggregation=constant divides by"
         return
     if "critic" in algorithm:
         yield from _critic(algorithm)

@@ -4,7 +4,6 @@ Every fault is a ValueError of one line; conf/explain.py words those that Hydra 
 """
 
 import dataclasses
-import hashlib
 import itertools
 from collections.abc import Sequence
 from datetime import datetime
@@ -25,9 +24,9 @@ from conf.sweeps import check_single, with_swept
 from conf.words import check_flags, check_overrides, list_experiments, spell_out
 from trainer.launch import read_status
 from trainer.run_files import find_jobs, is_sweep
+from trainer.sweep import job_name
 
 RESUMABLE = ("trainer.num_iterations", "tracker", "launch", "checkpoint", "eval")
-LONGEST = 200  # bytes of a job's folder name; file systems refuse more than 255
 
 
 @cache
@@ -47,18 +46,6 @@ def unique_folder(parent: str) -> str:
             continue
         return str(folder)
     raise AssertionError("unreachable")
-
-
-def job_name(overrides: str) -> str:
-    """Return a folder name for a job of a sweep: its overrides, shortened if too long for a disk.
-
-    >>> job_name("kl.coeff=0.1,policy.model=a/b"), job_name("")
-    ('kl.coeff=0.1,policy.model=a_b', 'job')
-    """
-    name = overrides.replace("/", "_") or "job"
-    if len(name.encode()) <= LONGEST:
-        return name
-    return f"{name[:40]}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
 
 
 def set_up() -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from policies.chats.templates import read_template
+from policies.models import no_model
+from trainer.warm_up import PREFIX
 
 
 def findings(cfg: dict[str, Any]) -> Iterator[str]:
@@ -21,10 +23,8 @@ def findings(cfg: dict[str, Any]) -> Iterator[str]:
         ("policy.model", cfg["policy"]["model"]),
         ("kl.reference", cfg["kl"]["reference"]),
     ):
-        if name and name.startswith(("/", "./", "../", "~")):
-            model = Path(name).expanduser()
-            if not (model / "config.json").is_file():
-                yield f"{key}: expected a model folder with a config.json, got {name}"
+        if name is not None and not name.startswith(PREFIX) and (fault := no_model(name)):
+            yield f"{key}: {fault}"
     yield from _experiments(cfg, "")
     if cfg["policy"]["_target_"] == "policies.load_policy":
         yield from _positions(cfg["policy"])

@@ -4,7 +4,6 @@ The parent makes the task as the worker will and looks at its rows, before a wor
 set of the hub is left to the worker.
 """
 
-import difflib
 import inspect
 import json
 import re
@@ -16,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from conf.nodes import no_argument
 from conf.parts import data_arguments, find, make_task
 from envs.data import is_file, load_table
 from envs.rewards.rewarded import rewards_anything
@@ -106,7 +106,7 @@ def _misfits(
     for key, value in arguments.items():
         if key not in parameters:
             if not takes_all:
-                yield _no_argument(f"{where}.{key}", name, list(parameters))
+                yield no_argument(f"{where}.{key}", name, list(parameters))
         elif not fits(value, parameters[key].annotation):
             kind = inspect.formatannotation(parameters[key].annotation)
             yield f"expected {where}.{key} to be {kind} ({name}), got {value!r}"
@@ -114,12 +114,6 @@ def _misfits(
         signature.bind(**{**given, **arguments})
     except TypeError as error:
         yield f"{where}: {name}: {error}; give it as {where}.<argument>=..."
-
-
-def _no_argument(path: str, name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(path.rpartition(".")[2], known, n=1)
-    meant = f"; did you mean {close[0]}?" if close else ""
-    return f"{path}: {name} takes {', '.join(known) or 'no arguments'}{meant}"
 
 
 def fits(value: Any, hint: Any) -> bool:
@@ -162,7 +156,7 @@ def _fault(env: str, source: str, stamps: tuple[int, ...]) -> str | None:
             kinds = [kind.__init__ for kind in find(name).__mro__[:-1]]
             taken = {key for kind in kinds for key in inspect.signature(kind).parameters}
             known = sorted(taken - {"self", "args", "kwargs"})
-            return _no_argument(f"env.task.{handed_on[1]}", name, known)
+            return no_argument(f"env.task.{handed_on[1]}", name, known)
         return f"{name}: {_in_one_line(error)}"
     return None
 

@@ -18,7 +18,7 @@ import yaml
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from conf.checks import AT_LEAST, CHOICES
+from conf.checks import AT_LEAST, choices
 from conf.explain import FOLDER, compose_raw
 from conf.schema import Config, register
 
@@ -102,9 +102,10 @@ def _table(node: type, group: str, path: Path, words: list[str], seen: dict[str,
         full = f"{group}.{key}".lstrip(".")
         if full in seen and key not in said:  # of algorithms that this one is not
             continue
-        default = _shown(OmegaConf.select(_composed(tuple(words)), full))
+        cfg = _composed(tuple(words))
+        default = _shown(OmegaConf.select(cfg, full))
         about = _plain(said.get(key, ""))
-        row = f"| `{full}` | {_type(hint)} | {default} | {_allowed(full)} | {about} |"
+        row = f"| `{full}` | {_type(hint)} | {default} | {_allowed(full, cfg)} | {about} |"
         if seen.get(full) != row:
             out.append(row)
         seen[full] = row
@@ -151,9 +152,9 @@ def _shown(value: Any) -> str:
     return f"`{text}`"
 
 
-def _allowed(key: str) -> str:
-    if key in CHOICES:
-        return ", ".join(f"`{'null' if c is None else c}`" for c in CHOICES[key])
+def _allowed(key: str, cfg: DictConfig) -> str:
+    if known := choices(cfg).get(key):
+        return ", ".join(f"`{'null' if c is None else c}`" for c in known)
     return f"from {AT_LEAST[key]}" if key in AT_LEAST else ""
 
 

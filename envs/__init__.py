@@ -3,26 +3,20 @@
 Names load on first use (PEP 562), so that importing the package costs no torch.
 """
 
-from importlib import import_module
-from typing import Any
+from policies.lazy import loader
 
 _HOME = {
-    "ChatEnv": "envs.chat_env",
-    "Compose": "envs.transforms.transform",
+    "ChatEnv": ".chat_env",
+    "Compose": ".transforms.transform",
     "Composite": "policies.specs",
-    "DatasetChatEnv": "envs.dataset_chat_env",
-    "EnvBase": "envs.env",
-    "GSM8KEnv": "envs.gsm8k",
+    "DatasetChatEnv": ".dataset_chat_env",
+    "EnvBase": ".env",
+    "GSM8KEnv": ".gsm8k",
     "NonTensor": "policies.specs",
-    "Transform": "envs.transforms.transform",
-    "TransformedEnv": "envs.env",
+    "Transform": ".transforms.transform",
+    "TransformedEnv": ".env",
     "Unbounded": "policies.specs",
-    "check_env_specs": "envs.check",
+    "check_env_specs": ".check",
 }
 __all__ = sorted(_HOME)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"envs has no {name!r}; it has {', '.join(__all__)}")
-    return getattr(import_module(_HOME[name]), name)
+__getattr__ = loader(__name__, _HOME)

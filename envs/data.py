@@ -1,16 +1,15 @@
-"""Data sets for tasks: files and the hub, read into checked rows.
+"""Data sets: files and the hub, read into tables whose cells are checked when they are asked for.
 
 A data set is a path (.jsonl, .json, .csv, .parquet) or a hub id, "openai/gsm8k:main" with a subset.
-Rows are checked when they are loaded: an error names row, column, what was expected and got.
+An error names row, column, what was expected and got. Chats are made of tables in chat_rows.py.
 Hub data goes to the `datasets` package's own cache in the user's home, never to the run folder.
 """
 
 import csv
 import io
 import json
-import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -19,11 +18,17 @@ from envs.hub import read_hub
 
 Message = dict[str, Any]
 
-COLUMNS = {"messages": "messages", "question": "question", "answer": "answer"}
 ROLES = ("system", "user", "assistant", "tool")
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:.*)?")  # org/name, name, either with a :subset
 EXTENSION = re.compile(r"^[^:/]*\.[^:/]*$|\.[A-Za-z]{2,}$")  # any dot in a bare word, or .txt
-EVAL_SHARE, EVAL_ROWS = 0.1, 200  # what is split off where there is no eval data, at most
+
+
+class Malformed(ValueError):
+    """A cell that is not as expected; `fault` says so without the remedy."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__(f"{fault}; correct or remove the row")
+        self.fault = fault
 
 
 @dataclass(frozen=True)
@@ -34,14 +39,30 @@ class Table:
     columns: list[str]
     rows: list[dict[str, Any]]
 
-    def require(self, column: str) -> str:
-        """Return the column's name; one line with the columns there are if it is missing."""
+    def require(self, key: str, column: str) -> str:
+        """Return the column that env.columns.<key> names; one line with those there are without."""
         if column not in self.columns:
             raise ValueError(
                 f"{self.name}: expected a column {column!r}, got {', '.join(self.columns)}; name "
-                "the right one in env.columns"
+                f"the right one: env.columns.{key}=<column>"
             )
         return column
+
+    def each(self, read: Callable[[int], Any], remedy: str) -> list[Any]:
+        """Return what `read` gives for each index; `remedy` is for a table without a good row."""
+        good, bad = [], None
+        for index in range(len(self.rows)):
+            try:
+                good.append(read(index))
+            except Malformed as error:
+                bad = bad or error
+            if bad and good:
+                raise bad
+        if bad and len(self.rows) > 1:
+            raise ValueError(f"{bad.fault}, and none of the {len(self.rows)} rows fits; {remedy}")
+        if bad:
+            raise bad
+        return good
 
     def text(self, index: int, column: str) -> str:
         """Return a cell that has to be a text with something in it."""
@@ -65,82 +86,25 @@ class Table:
                 raise self.error(index, f"{where}.content", "a text", message.get("content"))
         return [{"role": m["role"], "content": m["content"]} for m in value]
 
-    def error(self, index: int, column: str, expected: str, got: Any) -> ValueError:
+    def turns(self, index: int, column: str, role: str) -> list[Message]:
+        """Return a cell that has to be a text of `role`, or messages of which it says the last."""
+        value = self.rows[index].get(column)
+        if not isinstance(value, list):
+            if not is_text(value) or not value.strip():
+                raise self.error(index, column, "a text or a list of messages", value)
+            return [{"role": role, "content": value}]
+        messages = self.messages(index, column)
+        if messages[-1]["role"] != role or not messages[-1]["content"].strip():
+            got = [m["role"] for m in messages]
+            raise self.error(index, column, f"a text of the {role} as the last message", got)
+        return messages
+
+    def error(self, index: int, column: str, expected: str, got: Any) -> Malformed:
         """Return the error for a malformed cell."""
         shown = repr(got)
         shown = shown if len(shown) <= 80 else shown[:77] + "..."
-        return ValueError(
-            f"{self.name}, row {index}, {column}: expected {expected}, got {shown} "
-            f"({type(got).__name__}); correct or remove the row"
-        )
-
-
-def load_chats(
-    dataset: str | None,
-    *,
-    eval_dataset: str | None = None,
-    columns: Mapping[str, str | None] | None = None,
-    split: str = "train",
-    eval_split: str | None = None,
-    seed: int = 0,
-) -> dict[str, list[dict[str, Any]]]:
-    """Return the checked "train" and "eval" rows of a data set.
-
-    A row has "messages" (the prompt), "answer" (the last reply), "index", and "columns": all its
-    cells by column name.
-
-    A column `messages` is used where there is one, else `question` and `answer`; `columns` renames
-    any of the three. Eval rows: `eval_dataset`, else `eval_split` of a hub data set, else a seeded
-    tenth of the data (`split_off`); a file has no splits.
-    """
-    if not dataset:
-        raise ValueError(
-            f"env.dataset: expected a file ({', '.join(READERS)}) or a hub id, got none; give one "
-            "with env.dataset=/path/to/it"
-        )
-    unknown = sorted(set(columns or {}) - set(COLUMNS))
-    if unknown:
-        raise ValueError(f"env.columns: expected keys among {sorted(COLUMNS)}, got {unknown}")
-    names = {name: column for name, column in (columns or {}).items() if column is not None}
-    train = _chats(load_table(dataset, split=split), names)
-    if eval_dataset or (eval_split and not is_file(dataset)):
-        table = load_table(eval_dataset or dataset, split=eval_split or split)
-        return {"train": train, "eval": _chats(table, names)}
-    kept, held_out = split_off([json.dumps(row["messages"]) for row in train], seed=seed)
-    return {"train": [train[i] for i in kept], "eval": [train[i] for i in held_out]}
-
-
-def _chats(table: Table, names: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return prompt and answer of each row of a table."""
-    column = names.get("messages", COLUMNS["messages"])
-    by_question = "question" in names or "answer" in names
-    if "messages" in names or (column in table.columns and not by_question):
-        table.require(column)
-        return [_chat(table, index, column) for index in range(len(table.rows))]
-    question, answer = (table.require(names.get(n, n)) for n in ("question", "answer"))
-    return [
-        {
-            "index": index,
-            "messages": [{"role": "user", "content": table.text(index, question)}],
-            "answer": table.text(index, answer),
-            "columns": table.rows[index],
-        }
-        for index in range(len(table.rows))
-    ]
-
-
-def _chat(table: Table, index: int, column: str) -> dict[str, Any]:
-    messages = table.messages(index, column)
-    last = messages[-1]
-    if last["role"] != "assistant" or not last["content"].strip() or len(messages) < 2:
-        expected = "a prompt and then a reply of the assistant as the last message"
-        raise table.error(index, column, expected, [m["role"] for m in messages])
-    return {
-        "index": index,
-        "messages": messages[:-1],
-        "answer": last["content"],
-        "columns": table.rows[index],
-    }
+        kind = type(got).__name__
+        return Malformed(f"{self.name}, row {index}, {column}: expected {expected}, got {shown} ({kind})")
 
 
 def is_text(value: Any) -> TypeGuard[str]:
@@ -268,24 +232,3 @@ def _read_hub(dataset: str, split: str) -> list[Any]:
             f"data set {dataset!r} (split {split!r}) not found: {error}; give a file "
             f"({', '.join(READERS)}) with env.dataset=/path/to/it"
         ) from None
-
-
-def split_off(prompts: Sequence[str], *, seed: int = 0) -> tuple[list[int], list[int]]:
-    """Return the indices of the train and of the eval rows, where no eval data is given.
-
-    A tenth of the distinct prompts, at most 200, goes to eval; equal prompts stay together.
-
-    >>> train, held_out = split_off(["a", "b", "a", "c"])
-    >>> len({"abac"[i] for i in held_out}), sorted(train + held_out)
-    (1, [0, 1, 2, 3])
-    """
-    distinct = list(dict.fromkeys(prompts))
-    if len(distinct) < 2:
-        raise ValueError(
-            f"expected at least 2 different prompts to split eval rows off, got {len(distinct)}; "
-            "give env.eval_dataset"
-        )
-    count = min(max(1, int(len(distinct) * EVAL_SHARE)), EVAL_ROWS)
-    chosen = set(random.Random(seed).sample(distinct, count))
-    train = [i for i, prompt in enumerate(prompts) if prompt not in chosen]
-    return train, [i for i, prompt in enumerate(prompts) if prompt in chosen]

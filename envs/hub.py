@@ -1,13 +1,13 @@
 """Rows of a data set of the hub, or of its cache, without the hub's own messages.
 
-Out of reach, the hub is asked once, not for a minute: what an earlier download left is read then.
+Out of reach (policies/hub.py), what an earlier download left is read.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-PATIENCE = 10  # seconds for the hub's first answer
+from policies.hub import why_unreachable
 
 
 def read_hub(name: str, subset: str | None, split: str) -> list[Any]:
@@ -15,24 +15,12 @@ def read_hub(name: str, subset: str | None, split: str) -> list[Any]:
     import datasets
 
     with _quiet():
-        reached = datasets.config.HF_HUB_OFFLINE or _answers()
-        with _offline(datasets.config.HF_HUB_OFFLINE or not reached):
+        alone = why_unreachable()
+        with _offline(alone is not None):
             try:
                 return datasets.load_dataset(name, subset, split=split).to_list()
             except (OSError, ValueError) as error:
-                reason = str(error).strip().split("\n")[0]
-                raise ValueError(reason if reached else "the hub cannot be reached") from None
-
-
-def _answers() -> bool:
-    """Return whether the hub can be reached; what it says does not matter."""
-    from huggingface_hub import constants, get_session
-
-    try:
-        get_session().head(constants.ENDPOINT, timeout=PATIENCE)
-    except Exception:  # of whichever HTTP package is below
-        return False
-    return True
+                raise ValueError(alone or str(error).strip().split("\n")[0]) from None
 
 
 @contextmanager

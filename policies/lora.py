@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from policies.extras import EXTRAS
 from policies.layout import Layout
-from policies.models import quiet
+from policies.reading import quiet
 from policies.scorer import Scorer
 
 TRAINED = "default"  # peft's name of an adapter that has none
@@ -43,7 +44,7 @@ def add_adapter(
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
-        raise ImportError("policy.lora needs peft: pip install 'leash[lora]'") from error
+        raise ImportError(EXTRAS["peft"]) from error
     if dropout:
         raise ValueError(
             f"expected policy.lora.dropout=0, got {dropout}: it would make the log-probs that are "

@@ -11,13 +11,14 @@ import hashlib
 import io
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from policies.cache import build_once, cache_dir, sha256_file
+from policies.hub import why_unreachable
+from policies.reading import quiet, readable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -66,16 +67,25 @@ def find_model(model: str, *, source: str = "auto") -> FoundModel:
         return FoundModel(folder.absolute(), "folder", hash_weights(folder))
     if model == TINY:
         return _find_tiny()
-    if folder.is_dir() or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", model):
-        raise ValueError(
-            f"model {model}: expected a folder with a config.json, there is none at "
-            f"{folder.absolute()}; give such a folder or a hub id like {EMBEDDED}"
-        )
+    if fault := no_model(model):
+        raise ValueError(fault)
     if model == EMBEDDED and source == "auto":
         embedded = find_embedded()
         if embedded is not None:
             return embedded
     return _find_on_hub(model, source=source)
+
+
+def no_model(model: str) -> str | None:
+    """Return why a name can be no model, without a look at the hub; None if it may be one."""
+    folder = Path(model).expanduser()
+    named = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", model) and not folder.is_dir()
+    if named or model == TINY or (folder / "config.json").is_file():
+        return None
+    return (
+        f"model {model}: expected a folder with a config.json, there is none at "
+        f"{folder.absolute()}; give such a folder or a hub id like {EMBEDDED}"
+    )
 
 
 def hash_weights(folder: Path) -> str:
@@ -163,8 +173,7 @@ def _find_on_hub(model: str, *, source: str) -> FoundModel:
         folder = Path(snapshot_download(model, local_files_only=True))
         if (folder / "config.json").is_file() and any([*folder.glob(p)] for p in WEIGHTS):
             return FoundModel(folder, "cache", hash_weights(folder))
-    reason = "HF_HUB_OFFLINE is set"
-    if not constants.HF_HUB_OFFLINE:
+    if (reason := why_unreachable()) is None:
         wanted = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
         try:
             folder = Path(snapshot_download(model, allow_patterns=wanted))
@@ -257,37 +266,6 @@ def load_tokenizer(found: FoundModel) -> "PreTrainedTokenizerFast":
                              "set eos_token in tokenizer_config.json")  # fmt: skip
         tokenizer.pad_token = pad
     return tokenizer
-
-
-@contextlib.contextmanager
-def readable(folder: Path, part: str) -> Iterator[None]:
-    """Turn what the libraries say of damaged files into a ValueError of one line with a remedy."""
-    try:
-        yield
-    except Exception as error:
-        if "memory" in str(error):  # not the folder's fault
-            raise
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(
-            f"{folder}: cannot read the {part} ({said}); is a file damaged, incomplete or another "
-            "model's? copy or download it again"
-        ) from error
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Silence transformers' progress bars and notes for a while, and put them back."""
-    from transformers.utils import logging
-
-    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase, is_tensorclass
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 
@@ -33,6 +34,17 @@ def pad_around(rows: Sequence[Tensor], cuts: Sequence[int], value: float | bool 
     head = [row[:cut] for row, cut in zip(rows, cuts, strict=True)]
     tail = [row[cut:] for row, cut in zip(rows, cuts, strict=True)]
     return torch.cat([pad(head, value, side="left"), pad(tail, value)], -1)
+
+
+def widen(values: Tensor, width: int, value: float | bool = 0, *, side: str = "right") -> Tensor:
+    """Return [B, t] filled up to [B, width] with `value` on `side`.
+
+    >>> widen(torch.tensor([[1, 2]]), 3, side="left").tolist()
+    [[0, 1, 2]]
+    """
+    more = width - values.shape[-1]
+    assert more >= 0, f"expected at most {width} columns, got {values.shape[-1]}"
+    return functional.pad(values, (0, more) if side == "right" else (more, 0), value=value)
 
 
 def pad_mask(lengths: Sequence[int], *, side: str = "right", device=None) -> Tensor:

@@ -1,4 +1,6 @@
-"""The first optimiser step of a run on the tiny model: the same on any number of ranks.
+"""The first optimiser step of a run on the tiny model, and an iteration of dynamic sampling.
+
+Both are the same on any number of ranks.
 
 Also a script for torchrun: rank 0 writes what `first_step` returns into a folder.
 """
@@ -12,6 +14,7 @@ from pathlib import Path
 import contracts
 import torch
 from safetensors.torch import save_file
+from test_sources import Many, dynamic
 
 from envs.chat_env import ChatEnv
 from envs.transforms import RetrieveKL
@@ -38,11 +41,17 @@ CASES = {
 
 @dataclass(frozen=True)
 class FirstStep:
-    """Prompts and sampled rows in order, the micro-batches of each rank, gradients by case."""
+    """Prompts and sampled rows in order, the micro-batches of each rank, gradients by case.
+
+    `drawn`: of each row of the dynamic sampling its prompt, reward and draws; `rounds`: how often
+    each rank played.
+    """
 
     prompts: list[str]
     rows: list[list[int]]
     micro_batches: list[int]
+    drawn: list[list]
+    rounds: list[int]
     gradients: dict[str, torch.Tensor]
 
 
@@ -69,12 +78,26 @@ def first_step(runtime: Runtime) -> FirstStep:
     attended = batch["masks", "all_attention_mask"]
     rows = [ids[keep].tolist() for ids, keep in zip(batch["tokens", "full"], attended, strict=True)]
     parts = pack_rows(attended, MICRO_BATCH, group_id=batch["group_id"])
+    drawn, rounds = drawn_again(runtime)
     return FirstStep(
+        drawn=list(chain(*runtime.gather(drawn))),
+        rounds=runtime.gather(rounds),
         prompts=list(chain(*runtime.gather(prompts))),
         rows=list(chain(*runtime.gather(rows))),
         micro_batches=runtime.gather(len(parts)),
         gradients=gradients,
     )
+
+
+def drawn_again(runtime: Runtime) -> tuple[list[list], int]:
+    """Return what each row of iteration 1 became by dynamic sampling, and how often it played."""
+    source, played = dynamic(runtime, Many()), []
+    play = source.play
+    source.play = lambda prompts: played.append(len(prompts)) or play(prompts)
+    batch = source(1)
+    reward = batch["reward_raw"].sum(-1).tolist()
+    rows = zip(map(str, batch["prompt"].tolist()), reward, batch["draws"].tolist(), strict=True)
+    return [list(row) for row in rows], len(played)
 
 
 def gradient(batch, policy, runtime: Runtime, aggregation, tokens, unlearnt, objective=None):

@@ -11,6 +11,7 @@ from typing import Any
 
 import contracts
 import torch
+from test_advantage import leaves_the_baseline
 from test_algorithms import agrees_with_its_paper
 from test_entropy import the_bonus_is_that_of_a_plain_softmax
 from test_gae import agrees_with_the_paper
@@ -167,6 +168,13 @@ def own_reward_in_the_baseline(original):
     return {**original, "leave_one_out": original["group_mean"]}
 
 
+def all_rows_count(original):
+    return {
+        name: lambda total, kept, baseline=baseline: baseline(total, torch.ones_like(kept))
+        for name, baseline in original.items()
+    }
+
+
 def padding_counts(original):
     return lambda advantage, mask, runtime: (
         original(advantage, torch.ones_like(mask), runtime) * mask
@@ -248,6 +256,13 @@ MUTANTS = (
         trainer.losses,
         "BASELINES",
         own_reward_in_the_baseline,
+    ),
+    Mutant(
+        "dropped rows in the baseline",
+        partial(leaves_the_baseline, "leave_one_out"),
+        trainer.losses,
+        "BASELINES",
+        all_rows_count,
     ),
     Mutant(
         "padding is whitened too",

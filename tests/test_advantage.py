@@ -1,10 +1,12 @@
 """Group advantages over a batch: what is written, by hand numbers."""
 
+import math
+
 import pytest
 import torch
 from tensordict import TensorDict
 
-from trainer.advantage import GroupAdvantage, NoAdvantage
+from trainer.advantage import BetaAdvantage, GroupAdvantage, NoAdvantage
 from trainer.kl_control import ConstantKLController
 
 MASK = torch.tensor([[0, 1, 1], [0, 1, 0], [0, 1, 1], [0, 1, 1]]).bool()
@@ -44,6 +46,55 @@ def test_the_kl_is_charged_at_kept_tokens_and_never_scaled():
 def test_without_scaling_rewards_keep_their_unit():
     out = advantage(scale_by_std=False)(batch())
     torch.testing.assert_close(out["advantage"][:2, 1], torch.tensor([0.5, -0.5]))
+
+
+# Task 1 and 0, KL -0.5 and -1.5: half of each difference around the mean, all of it alone.
+STD = 0.5**0.5 + 1e-4
+LEFT = {
+    "group_mean": ({}, 0.5 / STD + 0.5, -0.5 / STD - 0.5),
+    "leave_one_out": ({"scale_by_std": False}, 2.0, -2.0),
+    "none": ({"scale_by_std": False}, 0.5, -1.5),
+}
+
+
+@pytest.mark.parametrize("baseline", LEFT)
+def test_a_row_that_left_the_loss_enters_neither_baseline_nor_scale(baseline):
+    leaves_the_baseline(baseline)
+
+
+def leaves_the_baseline(baseline: str) -> None:
+    options, first, second = LEFT[baseline]
+    td = TensorDict(batch_size=[6])
+    td["reward_raw"] = torch.tensor([[1.0], [9.0], [0.0], [7.0], [2.0], [8.0]])
+    td["kl_penalty"] = torch.tensor([[1.0], [6.0], [3.0], [5.0], [2.0], [4.0]])
+    td["loss_mask"] = torch.tensor([[True], [False], [True], [False], [True], [False]])
+    made = GroupAdvantage(
+        group_size=3,
+        baseline=baseline,
+        kl=ConstantKLController(kl_coef=0.5),
+        where="reward",
+        **options,
+    )
+    alone = 2.0 - 0.5 * 2.0 if baseline == "none" else 0.0
+    want = torch.tensor([first, 0, second, 0, alone, 0])
+    torch.testing.assert_close(made(td)["advantage"].squeeze(-1), want)
+
+
+def test_the_density_of_bnpo_is_that_of_the_groups_that_are_learnt_from():
+    raw = torch.tensor([[1.0], [0.0], [1.0], [1.0], [0.0], [0.0], [0.0], [1.0]])
+    td = TensorDict({"reward_raw": raw, "loss_mask": raw >= 0}, [8])
+    td["loss_mask"][4:6] = False  # a reply that could not be judged took its group along
+    options = {"group_size": 2, "kl": ConstantKLController(kl_coef=0.0), "scale_by_std": False}
+    learnt = [0, 1, 2, 3, 6, 7]
+    want = BetaAdvantage(**options)(td[learnt].clone())["advantage"]
+    got = BetaAdvantage(**options)(td)["advantage"]
+    torch.testing.assert_close(got[learnt], want)
+    assert not got[4:6].any()
+    # Means 0.5, 1, 0.5 have mean 2/3 and variance 1/12, and so has Beta(10/9, 5/9).
+    shapes = (1 + 10 / 27, 1 + 5 / 27)
+    log_norm = math.lgamma(sum(shapes)) - sum(map(math.lgamma, shapes))
+    density = math.exp(log_norm) * 0.5 ** (sum(shapes) - 2)
+    assert got[0].item() == pytest.approx(0.5 / density, rel=1e-5)
 
 
 def test_return_to_go_credits_what_comes_after():

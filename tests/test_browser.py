@@ -208,6 +208,37 @@ def until(browser: Browser, condition: str) -> None:
         time.sleep(0.05)
 
 
+def test_a_sweep_that_goes_on_keeps_its_order_and_its_place(browser, tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "RELOAD", 0.5)
+
+    def job(coeff: int) -> None:
+        words = f"- kl.coeff={coeff}\n- env.dataset={LONG}{coeff}\n"
+        write_run(tmp_path / f"kl.coeff={coeff}", scale=1 / (1 + coeff), words=words)
+
+    for coeff in range(3):
+        job(coeff)
+    (tmp_path / "sweep.json").write_text('{"left": 2}')
+    first = "document.querySelector('tbody td')?.textContent"
+    with held(tmp_path):
+        browser.open(write_sweep(tmp_path), width=390)
+        browser.run("document.querySelector('th').click(), document.querySelector('th').click()")
+        assert browser.run(first) == "2"
+        browser.run("scrollTo(0, 500); document.querySelector('.scroll').scrollLeft = 40")
+        browser.run("window.same = true")
+        job(3)
+        write_sweep(tmp_path)
+        until(browser, f"!window.same && document.readyState === 'complete' && {first} === '3'")
+        until(browser, "Math.abs(scrollY - 500) < 2")
+        assert browser.run("document.querySelector('.scroll').scrollLeft") == 40
+        browser.run("window.same = true")
+    write_sweep(tmp_path)  # killed
+    until(browser, "document.querySelector('.state')?.textContent === 'stopped'")
+    browser.run("window.same = true")
+    time.sleep(1.5)
+    assert browser.run("window.same"), "the page of a dead sweep stays as it is"
+    assert browser.complaints() == []
+
+
 def test_a_running_page_shows_the_next_iteration_at_the_same_place(browser, tmp_path, monkeypatch):
     monkeypatch.setattr(page, "RELOAD", 0.5)
     write_run(tmp_path, state="running")
@@ -223,6 +254,11 @@ def test_a_running_page_shows_the_next_iteration_at_the_same_place(browser, tmp_
         long_ago = re.sub(r'data-written="\d+"', 'data-written="1000"', text)
         (tmp_path / "report.html").write_text(long_ago)  # its run was killed
         until(browser, "document.getElementById('stale')?.hidden === false")
+        browser.run("getSelection().selectAllChildren(document.querySelector('.command'))")
+        write_report(tmp_path)
+        time.sleep(7)  # 12 times 0.5 s: a stale page asks seldom
+        assert not browser.run("getSelection().isCollapsed"), "who copies is not disturbed"
+        browser.run("getSelection().empty()")
         assert browser.complaints() == []
     told = json.loads((tmp_path / "status.json").read_text())
     (tmp_path / "status.json").write_text(json.dumps({**told, "state": "finished"}))

@@ -1,9 +1,13 @@
 """What the command line accepts and refuses, before any model is loaded."""
 
+import inspect
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from importlib import import_module
 from pathlib import Path
 
@@ -11,9 +15,10 @@ import pytest
 from omegaconf import OmegaConf
 
 import train
-from conf import checks, explain
+from conf import checks, explain, nodes
 from conf.compose import check_words, compose_checked, expand, load_for_resume, nothing_left
 from conf.sweeps import swept
+from policies import extras
 
 ROOT = Path(__file__).parents[1]
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
@@ -115,6 +120,15 @@ def test_ppo_pays_the_kl_in_the_reward_unless_told_otherwise():
         (["env=gsm8k", "env.eval_dataset=missing.csv"], ["no data file missing.csv"]),
         (["policy.model=./nowhere"], ["policy.model", "./nowhere", "config.json"]),
         (["kl.reference=/nowhere"], ["kl.reference", "/nowhere"]),
+        (["policy.model=a/b/c"], ["policy.model", "a/b/c", "config.json", "hub id"]),
+        (["policy.model="], ["policy.model", "expected a folder"]),
+        (["policy.device=gpu"], ["policy.device", "cpu, cuda", "got gpu"]),
+        (["policy.lora.dropout=0.1"], ["policy.lora.dropout=0", "0.1"]),
+        (["tracker=wandb", "tracker.mode=off"], ["tracker.mode", "offline", "'off'"]),
+        (
+            ["launch.num_processes=4096", "trainer.prompts_per_iteration=4096"],
+            ["launch.num_processes", f"{os.cpu_count()} cores", "4096"],
+        ),
         (["launch.num_processes=3"], ["prompts_per_iteration=8", "num_processes=3"]),
         (["algorithm.minibatches=3"], ["minibatches=3"]),
         (["algorithm.group_size=1"], ["group_size >= 2", "got 1"]),
@@ -154,6 +168,7 @@ def test_ppo_pays_the_kl_in_the_reward_unless_told_otherwise():
         (["kl.measure=false"], ["kl.measure=true"]),
         (["experiment=sft_tiny", "kl.coeff=0.1"], ["samples no replies", "kl.coeff=0"]),
         (["experiment=rm_tiny", "kl.measure=true"], ["samples no replies", "kl.measure=false"]),
+        (["experiment=sft_tiny", "algorithm.aggregation=constant"], ["_mean, sequence_mean, got"]),
         (["algorithm.source._target_=trainer.Demonstrations"], ["samples no replies"]),
         (["algorithm.source._target_=os.system"], ["os.system", "allow_targets=true"]),
     ],
@@ -395,3 +410,92 @@ def test_an_overlong_penalty_of_chats_of_several_turns_knows_all_of_them():
     one = compose_checked(["experiment=grpo_calculator_tiny"])["policy"]["max_new_tokens"]
     assert int(limit) == 2 * one
     compose_checked([*words, f"algorithm.shaping.overlong.max_tokens={limit}"])
+
+
+NO_HUB = ["env.dataset=nobody/nothing"]  # of the hub: the parent does not make the task
+TOOLS = ["env=python_tool", *NO_HUB]
+SERVICES = "env.transforms.tools.registry.services"
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ([*TOOLS, f"{SERVICES}.python.timeot=2"], [f"{SERVICES}.python.timeot", "mean timeout"]),
+        ([*TOOLS, "env.transforms.tools.timout=2"], ["env.transforms.tools.timout", "timeout?"]),
+        ([*TOOLS, "env.transforms.tools.parser.tag=a"], ["parser.tag", "takes no arguments"]),
+        (["env.transforms.code.timeout=1"], ["expected env.transforms.code._target_"]),
+        (
+            ["env.transforms.a={_target_: envs.transforms.PythonInterpreter, memori: 9}"],
+            ["env.transforms.a.memori", "did you mean memory?"],
+        ),
+        (["env=math", *NO_HUB, "env.task.symbolc=1"], ["env.task.symbolc", "mean symbolic?"]),
+        (["algorithm.mismatch={_target_: trainer.Mismatch, limt: 2}"], ["mismatch.limt", "limit?"]),
+        (["env=mix", "env.task.weights.arithmetics=2"], ["arithmetics", "mean arithmetic?"]),
+        (["env=mix", "env.task.weights.arithmetic=much"], ["expected weights > 0", "'much'"]),
+    ],
+)
+def test_misspelt_arguments_of_parts_are_found_without_loading_them(words, parts):
+    message = refusal(*words)
+    assert [part for part in parts if part not in message] == []
+
+
+@pytest.mark.parametrize(
+    "package", ["envs.rewards", "envs.tasks", "envs.transforms", "policies", "trainer"]
+)
+def test_arguments_read_from_the_source_are_those_that_python_sees(package):
+    home, compared = import_module(package), 0
+    for name in home.__all__:
+        thing, found = getattr(home, name), nodes.takes(f"{package}.{name}")
+        if found is None or not callable(thing):
+            continue
+        seen = inspect.signature(thing).parameters.values()
+        plain = [p.name for p in seen if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        if any(p.kind is p.VAR_KEYWORD for p in seen):
+            assert set(plain) <= set(found), name
+        else:
+            assert plain == found, name
+        compared += 1
+    assert compared >= 5
+
+
+@pytest.mark.parametrize(
+    ("package", "words"),
+    [
+        ("peft", ["policy.lora.r=8"]),
+        ("math_verify", ["env=math", *NO_HUB]),
+        ("reasoning_gym", ["env=reasoning_gym", "env.task=chain_sum"]),
+        ("vaderSentiment", ["experiment=ppo_sentiment_smollm"]),
+        ("tensorboard", ["tracker=tensorboard"]),
+        ("trackio", ["tracker=trackio"]),
+        ("ray", ["env.transforms.kl._target_=envs.transforms.RayRetrieveKL"]),
+        ("vllm", ["policy._target_=policies.vLLMWrapper"]),
+        (
+            "mcp",
+            [*TOOLS, SERVICES + ".files={_target_: envs.transforms.MCPServer, command: [files]}"],
+        ),
+    ],
+)
+def test_a_missing_package_is_told_by_the_parent_with_its_extra(package, words, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    assert refusal(*words) == extras.EXTRAS[package]
+    if package == "peft":
+        compose_checked(["policy.lora.r=0"])
+        with pytest.raises(ValueError, match=r"leash\[lora\]"):  # before the first job of a sweep
+            check_words(["-m", "policy.lora.r=0,8"])
+
+
+def test_all_missing_packages_are_told_at_once(monkeypatch):
+    for package in ("peft", "trackio"):
+        monkeypatch.setitem(sys.modules, package, None)
+    both = [extras.EXTRAS[package] for package in ("peft", "trackio")]
+    words = ["policy.lora.r=8", "tracker=trackio"]
+    assert refusal(*words) == refusal(*words, "preflight=true") == "; ".join(both)
+
+
+def test_every_extra_is_in_the_package_and_asked_for_by_something_that_exists():
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for line in extras.EXTRAS.values():
+        assert re.search(r"'leash\[(\w+)\]'", line)[1] in declared["optional-dependencies"]
+    names = {n for p in checks.LAZY for n in import_module(p).__all__} | {"policy.lora"}
+    names |= set(import_module("envs.tasks").__all__) | set(import_module("envs.rewards").__all__)
+    assert set(extras.ASKING) <= names

@@ -168,6 +168,17 @@ def test_it_is_said_at_the_terminal_in_the_status_and_once_over_a_resume(tmp_pat
     assert [Finding(**note).rule for note in notes] == ["loss_near_zero", "engine_mismatch"]
 
 
+def test_an_iteration_whose_replies_were_all_dropped_is_not_judged_by_its_loss():
+    def reward(i: int) -> float | str:
+        return "absent" if i <= 10 or i > 50 else 0.5 + noise(i)
+
+    worse = stream(60, reward__raw_mean=reward, loss__total=lambda i: i / 10)
+    assert said(worse) == {}
+    for line in worse:
+        line.pop("reward/raw_mean", None)
+    assert "falling" in said(worse), "the loss of a supervised run is its signal"
+
+
 def test_the_page_on_tracking_explains_every_rule():
     page = (Path(__file__).parents[1] / "docs" / "tracking.md").read_text()
     assert re.findall(r"^\| \*\*(.+?)\*\* \|", page, re.MULTILINE) == list(RULES)

@@ -23,12 +23,13 @@ def terminal(monkeypatch) -> io.StringIO:
 
 def frames(file: io.StringIO) -> str:
     """Return all that was drawn, without colours and cursor movements."""
-    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", file.getvalue())
+    plain = re.sub(r"\x1b\]8;[^\x1b]*\x1b\\", "", file.getvalue())
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", plain)
 
 
 def test_a_log_file_gets_one_plain_line_per_iteration() -> None:
     file = io.StringIO()
-    about = {"model": "tiny", "folder": "/r"}
+    about = {"model": "tiny", "report": Path("/r/report.html")}
     with Display(3, title="grpo_tiny", about=about, folder=Path("/r"), file=file) as display:
         display.evaluating("40 prompts x 8 samples, greedy", 0.0)
         display.evaluating("40 prompts x 8 samples, greedy", 0.5)
@@ -43,7 +44,7 @@ def test_a_log_file_gets_one_plain_line_per_iteration() -> None:
     assert file.getvalue().splitlines() == [
         "grpo_tiny: 3 iterations",
         "  model   tiny",
-        "  folder  /r",
+        "  report  /r/report.html",
         "evaluating 40 prompts x 8 samples, greedy",
         "before training  accuracy 0.25  greedy 0.50  25.0 s",
         "iteration 2/3  reward 0.500  kl 0.000 nats  90.0 s  1 min 55 s left",
@@ -145,7 +146,7 @@ def shown_header(folder: Path) -> list[str]:
     return file.getvalue().splitlines()
 
 
-def test_the_header_names_experiment_model_and_folder(tmp_path) -> None:
+def test_the_header_names_experiment_model_and_the_live_report(tmp_path, monkeypatch) -> None:
     folder = tmp_path / "some" / "where"  # as output_dir= may be: no part of it is the experiment
     (folder / ".hydra").mkdir(parents=True)
     write_text(
@@ -158,8 +159,34 @@ def test_the_header_names_experiment_model_and_folder(tmp_path) -> None:
     assert shown_header(folder)[:3] == [
         "grpo_tiny: 5 iterations",
         "  model   org/name (cache, sha256 0123456789ab)",
-        f"  folder  {folder}",
+        f"  report  {folder}/report.html",
     ]
+    monkeypatch.chdir(folder.parent)  # resume=where names the same places
+    assert shown_header(Path("where")) == shown_header(folder)
+
+
+def test_a_click_on_the_report_s_path_opens_it(terminal) -> None:
+    report = Path("/my runs/1/report.html")
+    with Display(2, about={"report": report}, folder=report.parent, file=terminal) as display:
+        pass
+    display.finish()
+    links = re.findall(r"\x1b\]8;id=\d+;(.*?)\x1b\\(.*?)\x1b\]8;;", terminal.getvalue())
+    assert links[:2] == [("file:///my%20runs/1/report.html", "/my runs/1/report.html")] * 2
+
+
+def test_an_iteration_whose_replies_were_all_dropped_has_no_reward(terminal, monkeypatch) -> None:
+    dropped = {"reward/dropped_fraction": 1.0, "loss/total": 9.0, "time/iteration_s": 1.0}
+    with Display(3, file=terminal) as display:
+        for i in (1, 2):
+            display.update(i, {"reward/mean": i / 4, "reward/dropped_fraction": 0.0})
+        display.update(3, dropped)
+        assert list(display._curve) == [0.25, 0.5]
+    assert "reward none" in frames(terminal)
+    monkeypatch.delenv("FORCE_COLOR")
+    log = io.StringIO()
+    with Display(3, title="x", file=log) as display:
+        display.update(2, dropped)
+    assert log.getvalue().splitlines()[1] == "iteration 2/3  reward none  1.0 s  1 s left"
 
 
 def test_a_warm_up_names_what_stays_and_not_its_own_folder(tmp_path) -> None:

@@ -386,6 +386,9 @@ def test_mixture_that_cannot_be_is_refused():
     for weights, says in (({"a": 1}, "weight for each"), ({"a": 1, "b": 0}, "weights > 0")):
         with pytest.raises(ValueError, match=says):
             Mix(tasks, weights=weights)
+    row = {**SortDigits().rows("train")[0], "task": "c"}
+    with pytest.raises(ValueError, match="of a task among a, b, got 'c'; give"):
+        Mix(tasks).reward(row, Reply("1", True, []))
 
 
 def test_demonstrations_are_mixed_in_the_same_proportions():

@@ -52,6 +52,17 @@ def test_a_kl_reward_is_read_at_the_coefficient_it_was_made_with():
     assert scaled.coeff != 0.3
 
 
+@pytest.mark.parametrize(("kl", "expected"), BY_HAND)
+def test_the_mean_and_the_number_of_sequences_say_as_much_as_their_values(kl, expected):
+    for control in (
+        TargetKLController(0.1, target=6.0, horizon=10_000),
+        AdaptiveKLController(init_kl_coef=0.1, target=6.0, horizon=10_000),
+    ):
+        assert control.follow(None, sequences=64) == 0.1
+        assert control.follow(kl, sequences=0) == 0.1, "every reply was dropped"
+        assert control.follow(kl, sequences=64) == pytest.approx(expected, rel=1e-9)
+
+
 @pytest.mark.parametrize(
     "control",
     [

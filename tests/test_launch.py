@@ -346,6 +346,21 @@ def test_an_edited_task_has_another_warm_up(tmp_path, monkeypatch):
     assert kept_in("warm", config) != before
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_task_whose_base_was_edited_has_another_warm_up(wrapped, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    name = f"base_of_{wrapped}".lower()
+    (tmp_path / f"on_{name}.py").write_text(f"from {name} import Base\nclass Task(Base): pass\n")
+    base = tmp_path / f"{name}.py"
+    base.write_text("class Base: pass\n")
+    task = {"_target_": f"on_{name}.Task"}
+    config = {"env": {"task": {"tasks": {"one": task}} if wrapped else task}}
+    before = kept_in("warm", config)
+    assert kept_in("warm", config) == before
+    base.write_text("class Base: hard = True\n")
+    assert kept_in("warm", config) != before
+
+
 def test_status_of_an_earlier_attempt_does_not_hide_a_death(script, folder, monkeypatch):
     config = {"policy": {"model": "some/model"}}
     for how, reason in (("raise", "lr is sour"), ("die", "code 9")):

@@ -73,6 +73,16 @@ def test_a_batch_of_demonstrations_has_no_rewards_and_no_kl():
     assert summarize(td, one_process()) == want
 
 
+def test_a_batch_whose_replies_were_all_dropped_has_no_reward_and_no_kl():
+    td = batch()
+    td["dropped"], td["reward_errors"] = torch.ones(6, dtype=torch.bool), torch.ones(6)
+    got, full = summarize(td, one_process()), summarize(batch(), one_process())
+    assert (got["reward/errors"], got["reward/dropped_fraction"]) == (6, 1)
+    measured = ("reward/mean", "reward/raw_mean", "reward/std", "reward_part/length")
+    gone = {*measured, "kl/ref", "kl/ref_k3", "kl/ref_sequence", "group/zero_variance_fraction"}
+    assert full.keys() - got.keys() == gone
+
+
 def test_an_empty_loss_mask_leaves_the_kl_and_makes_every_group_idle():
     td = batch()
     td["loss_mask"] = torch.zeros_like(MASK)

@@ -45,6 +45,13 @@ def test_two_ranks_have_the_prompts_and_samples_of_one(one: FirstStep, two: Firs
     assert two.micro_batches[0] != two.micro_batches[1], "and different numbers of micro-batches"
 
 
+def test_two_ranks_draw_again_what_one_does_in_as_many_rounds_each(one, two) -> None:
+    assert two.drawn == one.drawn
+    first, second = ([draws for *_, draws in part] for part in (two.drawn[:6], two.drawn[6:]))
+    assert (max(first), max(second)) == (1, 3), "only one rank should have had idle places"
+    assert one.rounds * 2 == two.rounds == [3, 3]
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_the_whole_gradient_of_two_ranks_is_that_of_one(case, one, two) -> None:
     mine, theirs = one.gradients[case].double(), two.gradients[case].double()

@@ -20,6 +20,7 @@ from trainer.show.panels import MAIN, MORE
 from trainer.sweep import write_sweep
 from trainer.tracker import JsonlTracker
 
+FIRST = "reward, first \u2192 last ten"  # of the tiles
 VOID = {"meta", "br", "img", "link", "input", "hr"}
 
 
@@ -77,6 +78,7 @@ def test_the_page_tells_the_run(tmp_path):
     assert f"python train.py resume='{path.parent.resolve()}'" in shown
     assert "0.0625 \u2192 0.469" in shown  # first reward 1/16; mean of 3/16 ... 12/16 = 0.46875
     assert "1 min 15 s" in shown
+    assert "0.25" in page.texts, "an accuracy measured once does not go from there to there"
     assert "planted-2" not in text
 
 
@@ -324,9 +326,38 @@ def test_what_the_run_said_about_itself_stands_at_the_top(tmp_path):
     ]
     (tmp_path / "status.json").write_text(json.dumps({"state": "failed", "notes": notes}))
     shown = Page(write_report(tmp_path).read_text(encoding="utf-8")).texts
-    places = [shown.index(t) for t in ("Not <finite>", "iteration 4 to 9", "Loss near 0", "Curves")]
+    order = ("Not <finite>", "iteration 4 to 9", FIRST, "Loss near 0", "Curves")
+    places = [shown.index(text) for text in order]
     assert places == sorted(places)
     assert "iteration 1" in shown
+
+
+def test_why_a_run_failed_and_that_it_was_resumed_stand_above_all(tmp_path):
+    make_run(tmp_path)
+    (tmp_path / "errors").mkdir()
+    (tmp_path / "errors" / "rank1.txt").write_text("why")
+    told = {"state": "failed", "reason": "<i>why</i>", "resumed": "from iteration 7"}
+    (tmp_path / "status.json").write_text(json.dumps(told))
+    text = write_report(tmp_path).read_text(encoding="utf-8")
+    shown = Page(text).texts
+    order = ("failed", "<i>why</i>", "errors/rank1.txt", "resumed from iteration 7", FIRST)
+    assert [shown.index(t) for t in order] == sorted(shown.index(t) for t in order)
+    assert '<a href="errors/rank1.txt">' in text, "it lies beside the page: no network"
+
+
+def test_every_chart_says_what_is_healthy_and_which_metrics_it_shows(tmp_path):
+    assert all(panel.healthy for panel in (*MAIN, *MORE))
+    page = Page(write_report(make_run(tmp_path)).read_text(encoding="utf-8"))
+    titles = [attrs.get("title") for tag, attrs in page.tags if tag == "figcaption"]
+    assert titles[:2] == ["reward/mean (docs/metrics.md)", "kl/ref_sequence (docs/metrics.md)"]
+    assert "healthy: rises, then levels off" in page.texts
+
+
+def test_rounding_errors_do_not_fill_a_chart():
+    series = [charts.Series("drift", [(1, -4e-8), (2, 6e-8)])]
+    drawn = charts.line_chart(series, title="t", unit="u", least=1e-3)
+    labels = [float(text) for text in re.findall(r'text-anchor="end">([\d.e-]+)<', drawn)]
+    assert (min(labels), max(labels)) == (0.0, 1e-3)
 
 
 def test_a_page_reloads_itself_while_its_run_goes_on(tmp_path):

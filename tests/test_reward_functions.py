@@ -5,6 +5,7 @@ import functools
 import math
 import operator
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -62,6 +63,41 @@ def test_async_functions_run_together_and_each_has_its_own_time():
     got = judged(Function(wait, timeout=2), *times)
     assert got == [0.3] * 20 + ["TimeoutError", "ValueError"]
     assert time.monotonic() - start < 5, "20 waits of 0.3 s one after the other take 6 s"
+
+
+@pytest.mark.parametrize("fault", [SystemExit(3), asyncio.CancelledError()])
+def test_function_that_would_end_the_program_fails_for_its_own_reply_alone(fault):
+    def plain(row: dict, reply: Reply) -> float:
+        if reply.text == "x":
+            raise fault
+        return float(reply.text)
+
+    async def waiting(row: dict, reply: Reply) -> float:
+        await asyncio.sleep(0)
+        return plain(row, reply)
+
+    for function in (Function(plain), Function(waiting), Function(waiting, timeout=60)):
+        first, second, third = function.scores([{}] * 3, replies("1", "x", "2"))
+        assert (first, repr(second), third) == (1, f"RuntimeError({repr(fault)!r})", 2)
+
+
+def test_ctrl_c_in_a_function_stops_the_run():
+    def plain(row: dict, reply: Reply) -> float:
+        os.kill(os.getpid(), signal.SIGINT)
+        return 1.0
+
+    async def waiting(row: dict, reply: Reply) -> float:
+        plain(row, reply)
+        await asyncio.sleep(60)
+        return 1.0
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        for function in (Function(plain), Function(waiting, timeout=60)):
+            with pytest.raises(KeyboardInterrupt):
+                function.scores([{}] * 2, replies("1", "2"))
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_async_functions_run_so_many_at_once():
@@ -139,6 +175,17 @@ def test_worker_that_hangs_crashes_or_leaves_is_replaced_and_costs_its_reply_alo
         "the worker died (its pipe was closed)",
     ]
     function.workers.close()
+
+
+def test_worker_that_hangs_while_it_is_written_to_or_read_from_is_late_too():
+    call, long = ({}, replies("1")[0]), ({"text": "x" * 10_000_000}, replies("1")[0])
+    with Workers(behave, timeout=1, processes=1) as workers:
+        half, after = workers.map([({}, replies("half")[0]), call])
+        assert (repr(half), after) == ("TimeoutError('no reward within 1 s')", 1)
+        assert workers.map([({}, replies("deaf")[0])]) == [1]
+        time.sleep(1)  # it has stopped by now
+        late, after = workers.map([long, call])
+        assert (repr(late), after) == ("TimeoutError('no reward within 1 s')", 1)
 
 
 def test_workers_are_few_live_on_and_end_with_their_owner():
@@ -319,8 +366,8 @@ def test_batch_that_nobody_could_judge_has_no_mean_of_the_part():
     batch, _ = played(set(range(12)), "drop_group")
     batch["reward"] = batch["reward_raw"]
     got = summarize(batch, one_process())
-    assert "reward_part/judge" not in got
-    assert (got["reward/errors"], got["reward/raw_mean"]) == (12, 0)
+    assert (got["reward/errors"], got["reward/dropped_fraction"]) == (12, 1)
+    assert not {"reward_part/judge", "reward/raw_mean", "reward/mean", "reward/std"} & set(got)
     assert not batch["loss_mask"].any()
 
 

@@ -52,7 +52,7 @@ def test_impossible_penalties_are_refused():
             OverlongPenalty(max_tokens=20, **wrong)
 
 
-def test_truncated_replies_teach_nothing_and_still_count_in_the_baseline():
+def test_truncated_replies_teach_nothing_and_are_no_part_of_the_baseline():
     batch = rollout(make_policy())
     cut = batch["truncated"]
     assert 0 < int(cut.sum()) < len(cut)
@@ -62,19 +62,25 @@ def test_truncated_replies_teach_nothing_and_still_count_in_the_baseline():
     dropped = advantage(DropTruncated()(batch.clone()))
     kept = batch["masks", "all_response_mask"] & ~cut[:, None]
     assert torch.equal(dropped["loss_mask"], kept)
-    raw = batch["reward_raw"].sum(-1).view(-1, G)
-    want = (raw - raw.mean(-1, keepdim=True)).flatten()[:, None] * kept  # mean over all G
+    raw = batch["reward_raw"].sum(-1)
+    want = torch.zeros_like(dropped["advantage"])
+    for i in (~cut).nonzero().flatten().tolist():
+        others = [j for j in range(i // G * G, i // G * G + G) if not cut[j]]
+        want[i] = (raw[i] - raw[others].mean()) * kept[i]
     torch.testing.assert_close(dropped["advantage"], want)
+    assert want.abs().max() > 0.1
     assert not torch.equal(whole["advantage"], dropped["advantage"])
 
 
-def test_a_group_is_idle_if_it_has_one_reward_or_no_kept_token():
+def test_a_group_is_idle_if_its_kept_rows_have_one_reward_or_there_are_none():
     td = TensorDict({"group_id": torch.tensor([7, 7, 1, 1, 4, 4])}, [6])
     td["reward_raw"] = torch.tensor([[0.5, 0.5], [1, 0], [0, 1], [0, 0.5], [0, 1], [0, 0]])
     td["loss_mask"] = torch.ones(6, 2, dtype=torch.bool)
     assert idle_groups(td).tolist() == [True, False, False]
     td["loss_mask"][4:] = False
     assert idle_groups(td).tolist() == [True, False, True]
+    td["loss_mask"][3] = False
+    assert idle_groups(td).tolist() == [True, True, True], "one alone has nothing beside it"
 
 
 @pytest.mark.parametrize("source", [Rollouts, DynamicRollouts])

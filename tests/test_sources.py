@@ -143,15 +143,6 @@ def test_idle_places_are_drawn_again_with_other_rows_and_the_rest_stays(tmp_path
     assert redrawn > 3
 
 
-def test_ranks_draw_again_what_one_rank_draws_again(tmp_path):
-    batch = dynamic(Rank(tmp_path, 0, 1), Many())(1)
-    assert batch["draws"].max() > 1
-    whole = told(batch)
-    parts = [told(dynamic(Rank(tmp_path, r, 2), Many())(1)) for r in (0, 1)]
-    for row, want in zip(parts[0] + parts[1], whole, strict=True):
-        assert (row[0], row[1], row[5]) == (want[0], want[1], want[5])
-
-
 def test_what_stays_idle_had_a_row_of_its_own_each_time_and_leaves_the_loss(tmp_path):
     source = dynamic(Rank(tmp_path, 0, 1), Flat(), rounds=9)
     batch = source(0)

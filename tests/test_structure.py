@@ -47,6 +47,13 @@ def test_classes_take_plain_arguments(name):
     assert "cfg." not in (ROOT / name).read_text()
 
 
+def test_one_module_pads():
+    pads = re.compile(r"\b(?:functional|F)\.pad\(|\bpad_sequence\(")
+    assert [name for name in TREES if pads.search((ROOT / name).read_text())] == [
+        "policies/padding.py"
+    ]
+
+
 @pytest.mark.parametrize("name", TREES)
 def test_files_and_functions_are_short(name):
     limit = 150 if name == "train.py" else 300

@@ -6,15 +6,18 @@ import json
 import math
 import random
 import re
+import time
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
+from trainer.lock import held
 from trainer.report import main
 from trainer.run_files import find_jobs
 from trainer.show.frontier import pareto
-from trainer.sweep import Row, best, frontier_svg, labels, points, read_rows, write_sweep
+from trainer.show.jobs import Row, best, labels, points
+from trainer.sweep import PLAN, LiveSweep, frontier_svg, job_name, read_rows, write_sweep
 from trainer.tracker import JsonlTracker
 
 
@@ -27,6 +30,7 @@ def make_job(folder: Path, *, coeff: float, iterations: int = 15, state: str | N
     tracker.log({"eval/sampled_accuracy": 0.75}, iterations + 1)
     if state:
         (folder / "status.json").write_text(json.dumps({"state": state, "objective": 0.5}))
+    (folder / "report.html").touch()
     (folder / ".hydra").mkdir()
     overrides = f"- experiment=grpo_tiny\n- kl.coeff={coeff}\n- env.api_key=planted-3\n"
     (folder / ".hydra" / "overrides.yaml").write_text(overrides)
@@ -73,7 +77,7 @@ def test_the_page_links_every_job_and_hides_secrets(tmp_path):
     text = write_sweep(make_sweep(tmp_path)).read_text(encoding="utf-8")
     links = re.findall(r'<a href="(.*?)">(.*?)</a>', text)
     assert [text for link, text in links if link == "kl.coeff%3D10/report.html"] == ["10.0"]
-    assert len(links) == 3
+    assert len(links) == 2, "that of the third is not there yet"
     for drawing in re.findall(r"<svg.*?</svg>", text):
         ElementTree.fromstring(drawing)
     assert "planted-3" not in text + (tmp_path / "sweep.csv").read_text()
@@ -104,11 +108,75 @@ def test_a_job_that_goes_on_leaves_no_column_twice(tmp_path):
     assert re.findall("<th>(.*?)</th>", text) == wanted
 
 
+def test_folders_of_jobs_are_readable_safe_and_never_shared():
+    assert job_name("kl.coeff=0.1,seed=1") == "kl.coeff=0.1,seed=1"
+    texts = ["a/b", "a_b", "'a b'", '"a=b"', "../..", "$HOME;*", "\n", "[1,2]", "{a: 1}", "\u00e9"]
+    short = [f"kl.coeff=0,policy.system_prompt={text},seed=1" for text in texts]
+    long = [f"{word},z.text={'word ' * 99}{k}" for word in short for k in range(2)]
+    many = [",".join(f"algorithm.key_{k:02d}=0.{k}{end}" for k in range(40)) for end in (1, 2)]
+    names = [job_name(word) for word in (*short, *long, *many)]
+    assert len(set(names)) == len(names)
+    for name in names:
+        assert len(name.encode()) <= 200
+        assert re.fullmatch(r"[\w.,=+~@-]+", name, re.ASCII)
+        assert not name.startswith((".", "-"))
+    assert all(name.startswith("kl.coeff=0,policy.system_prompt=") for name in names[:-2])
+    assert all(",seed=1,z.text=word_word" in name for name in names[len(short) : -2])
+    assert names[-1].startswith("algorithm.key_00=0.02,algorithm.key_01=0.12,")
+
+
 def test_an_empty_or_failed_sweep_has_a_page(tmp_path):
     assert find_jobs(tmp_path) == []
     assert "0 jobs" in write_sweep(tmp_path).read_text()
     (tmp_path / "0" / ".hydra").mkdir(parents=True)
     assert "1 not started" in write_sweep(tmp_path).read_text()
+
+
+def test_the_page_of_a_sweep_lives_from_its_start_to_its_end(tmp_path, capsys):
+    page = tmp_path / "sweep.html"
+    live = LiveSweep(tmp_path, [["kl.coeff=0"], ["kl.coeff=1"], ["kl.coeff=2"]])
+    (tmp_path / "kl.coeff=0" / ".hydra").mkdir(parents=True)
+    live.begin(0)
+    assert capsys.readouterr().out.splitlines() == [f"sweep    {page}", "job 1 of 3: kl.coeff=0"]
+    text = page.read_text()
+    assert "data-reload" in text
+    assert "3 jobs: 1 starting, 2 to come<" in text
+    with pytest.raises(ValueError, match="still running"):
+        LiveSweep(tmp_path, [])
+    make_job(tmp_path / "kl.coeff=1", coeff=1.0)  # the first is still "starting"
+    live._page.due = 0.0  # its thread writes again within a second
+    limit = time.monotonic() + 20
+    while "1 finished" not in page.read_text():
+        assert time.monotonic() < limit
+        time.sleep(0.05)
+    live.begin(1)
+    assert "3 jobs: 1 finished, 1 starting, 1 to come" in write_sweep(tmp_path).read_text()
+    live.end()
+    text = page.read_text()
+    assert "data-reload" not in text
+    assert "3 jobs: 1 finished, 1 not started, 1 not begun<" in text
+    assert ">stopped<" in text
+    assert capsys.readouterr().out.splitlines()[-1] == f"sweep    {page}"
+    (tmp_path / PLAN).write_text('{"left": 1}')  # as a kill leaves it
+    assert ">stopped<" in write_sweep(tmp_path).read_text()
+
+
+def test_a_sweep_says_which_job_runs_and_how_long_the_rest_may_take(tmp_path):
+    for coeff, seconds in ((0, 100.0), (1, 140.0), (2, 30.0)):
+        job = tmp_path / f"kl.coeff={coeff}"
+        make_job(job, coeff=float(coeff), iterations=8)
+        (job / "config.yaml").write_text("trainer: {num_iterations: 40}\n")
+        state = "running" if coeff == 2 else "finished"
+        (job / "status.json").write_text(json.dumps({"state": state, "seconds": seconds}))
+    (tmp_path / PLAN).write_text('{"left": 2}')
+    with held(tmp_path), held(tmp_path / "kl.coeff=2"):
+        text = write_sweep(tmp_path).read_text(encoding="utf-8")
+    assert (
+        "5 jobs: 2 finished, 1 running, 2 to come; about 5 min 30 s left<" in text
+    )  # 2 x 120 + 90
+    assert (
+        '>Running: <a href="kl.coeff%3D2/report.html">kl.coeff=2.0</a>, iteration 9 of 40<' in text
+    )
 
 
 def test_checkpoints_and_pages_of_a_job_are_no_jobs(tmp_path):

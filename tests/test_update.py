@@ -278,6 +278,32 @@ def test_an_empty_loss_mask_skips_the_step(policy):
     assert all(math.isfinite(v) for v in metrics.values())
 
 
+def test_an_empty_minibatch_adds_nothing_to_a_mean_and_a_mean_over_nothing_is_absent(policy):
+    batch, _ = prepared(policy)
+    objective = GRPOObjective(kl=ConstantKLController(kl_coef=COEFF))
+    alone = gradient(policy, objective, batch[G:])[1]
+    batch["loss_mask"][:G] = False
+    beside = gradient(policy, objective, batch, minibatches=2)[1]
+    assert beside.pop("optim/skipped_steps") == 1 + alone.pop("optim/skipped_steps")
+    assert beside == pytest.approx(alone, rel=1e-6)
+    batch["loss_mask"][:] = False
+    optimizer = Record(policy.model.parameters())
+    left = make_update(policy, objective, optimizer)(batch)
+    assert {name for name in left if name.startswith(("loss/", "kl/"))} == {"loss/total"}
+
+
+def test_mismatch_is_measured_before_the_first_step_also_after_an_empty_minibatch(policy):
+    batch, _ = prepared(policy)
+    objective = GRPOObjective(kl=ConstantKLController(kl_coef=COEFF))
+    alone = gradient(policy, objective, batch[G:])[1]
+    batch["loss_mask"][:G] = False
+    options = {"lr": 1.0, "minibatches": 2, "epochs": 2}
+    moved = make_update(policy, objective, Record(policy.model.parameters(), lr=1.0), **options)
+    metrics = moved(batch)
+    assert metrics["kl/mismatch"] == pytest.approx(alone["kl/mismatch"], rel=1e-6)
+    assert metrics["kl/behaviour_k3"] != pytest.approx(alone["kl/behaviour_k3"], rel=0.01)
+
+
 def test_epochs_and_minibatches_make_steps_of_whole_groups_at_the_rate_of_their_number(policy):
     batch, _ = prepared(policy)
     optimizer = Record(policy.model.parameters())

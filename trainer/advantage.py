@@ -13,10 +13,10 @@ from policies.value_head import Critic, values_in_parts
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer.gae import gae
 from trainer.kl_control import KLControllerBase
-from trainer.losses import STD_FLOOR, group_advantage, kl_term, spread
+from trainer.losses import STD_FLOOR, group_advantage, group_mean, kl_term, spread
 from trainer.runtime import Runtime
 
-Scale = Callable[[Tensor], Tensor]
+Scale = Callable[[Tensor, Tensor], Tensor]
 
 
 def place_rewards(batch: TensorDictBase, coeff: float, estimator: str = "k1") -> None:
@@ -89,7 +89,8 @@ class GroupAdvantage:
     `baseline`: group_mean, leave_one_out (RLOO) or none (REINFORCE++). `where` says whether the KL
     is charged here, in the reward (by `estimator`), or later, in the loss. `whiten` standardises
     over the kept tokens of all ranks (REINFORCE++, arXiv 2501.03262v9 eq. 5 and 7),
-    `clip_advantage` bounds what comes out.
+    `clip_advantage` bounds what comes out. A row that left the loss mask enters no baseline and no
+    scale: those are of what is learnt from.
     Reads reward_raw, kl_penalty, loss_mask; writes reward_kl, reward, advantage, all [B, T].
     """
 
@@ -141,15 +142,16 @@ class GroupAdvantage:
         return torch.tensor(list(chain(*rows)), dtype=torch.int64)
 
     def scale(self) -> Scale | None:
-        """Return what maps a group's task rewards [P, G] to their divisor [P, 1], if anything."""
+        """Return what maps task rewards and kept rows [P, G] to the divisor [P, 1], if anything."""
         return spread if self.scale_by_std else None
 
 
 class BetaAdvantage(GroupAdvantage):
     """Divide a group's advantages by a Beta density at its mean reward (BNPO).
 
-    The density follows the groups' mean rewards over all ranks, see `beta_density`. Rewards must
-    lie in [0, 1]. Source: Xiao et al. 2025 (arXiv 2506.02864) theorem 1.
+    The density follows the groups' mean rewards over all ranks, see `beta_density`; a group that
+    left the loss mask has none. Rewards must lie in [0, 1]. Source: Xiao et al. 2025 (arXiv
+    2506.02864) theorem 1.
     """
 
     def scale(self) -> Scale:
@@ -158,15 +160,15 @@ class BetaAdvantage(GroupAdvantage):
             raise ValueError("BNPO divides by a Beta density: set algorithm.scale_by_std=false")
         return self._density
 
-    def _density(self, total: Tensor) -> Tensor:
-        """Return the density at each group's mean, [P, 1]; total [P, G]."""
+    def _density(self, total: Tensor, kept: Tensor) -> Tensor:
+        """Return the density at each group's mean, [P, 1]; total and kept rows [P, G]."""
         if total.numel() and not 0 <= float(total.min()) <= float(total.max()) <= 1:
             raise ValueError(
                 f"BNPO expects rewards from 0 to 1, got {float(total.min()):g} to "
                 f"{float(total.max()):g}; rescale the task's reward"
             )
-        mean = total.mean(-1, keepdim=True)
-        return beta_density(mean, *moments(mean, self.runtime))
+        mean = group_mean(total, kept)[:, :1]
+        return beta_density(mean, *moments(mean[kept.any(-1)], self.runtime))
 
 
 class GAEAdvantage:

@@ -153,17 +153,18 @@ def skipped_steps(past: Past) -> str | None:
     return (
         f"{new:.0f} optimiser steps of this iteration were left out: no token counted in them. "
         "Look at response/length_mean and at what empties the loss mask (filters of truncated "
-        "replies, prompts that leave no room for a reply)"
+        "replies, prompts that leave no room for a reply, reward/dropped_fraction)"
     )
 
 
 def falling(past: Past) -> str | None:
     """Half of what was gained is lost again, or more than that, by three standard errors."""
     name, values = _signal(past)
-    if past.count < 3 * BASE or len(values) < 2 * BASE:
+    first = _values(past.first, name)
+    if past.count < 3 * BASE or len(values) < 2 * BASE or not first:
         return None
     means = [sum(values[i : i + BASE]) / BASE for i in range(len(values) - BASE + 1)]
-    start, now = fmean(_values(past.first, name)), means[-1]
+    start, now = fmean(first), means[-1]
     best = max(means)
     peak = values[means.index(best) :][:BASE]
     noise = 3 * ((variance(peak) + variance(values[-BASE:])) / BASE) ** 0.5
@@ -281,7 +282,9 @@ class Diagnose:
 
 def _signal(past: Past) -> tuple[str, list[float]]:
     """Return the name of what should rise, and its values: the reward, else minus the loss."""
-    name = "reward/raw_mean" if "reward/raw_mean" in past.lines[-1] else "loss/total"
+    # not of the last line alone: the one whose replies were all dropped has no reward
+    rewarded = any("reward/raw_mean" in line for line in past.lines)
+    name = "reward/raw_mean" if rewarded else "loss/total"
     return name, _values(past.lines, name)
 
 

@@ -19,10 +19,20 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
-from trainer.display_text import duration, fold, named, one_line, reply, sparkline, split_of_time
+from trainer.display_text import (
+    duration,
+    fold,
+    named,
+    one_line,
+    reply,
+    shown,
+    sparkline,
+    split_of_time,
+)
 from trainer.run_files import dig, load_run
 
-_SHOWN = (("reward/mean", "reward {:z.3f}"), ("kl/ref_sequence", "kl {:z.3f} nats"))  # no -0.000
+_REWARD = (("reward/mean", "reward {:z.3f}"),)  # z: no -0.000
+_KL = (("kl/ref_sequence", "kl {:z.3f} nats"),)
 _LOSS = (("loss/total", "loss {:z.4f}"),)
 _EVAL = (("eval/sampled_accuracy", "accuracy {:.2f}"), ("eval/greedy_accuracy", "greedy {:.2f}"))
 _LIVE = (
@@ -45,8 +55,9 @@ class _Evaluation(NamedTuple):
 class Display:
     """Show the progress of a run of `total` iterations.
 
-    `about` is what the header says below the title; `folder` is the run folder that the last lines
-    name, None where it does not stay. `show_every`: iterations between sample replies; 0 = none.
+    `about` is what the header says below the title, a Path as a link; `folder` is the run folder
+    that the last lines name, None where it does not stay. `show_every`: iterations between sample
+    replies; 0 = none.
 
     >>> with Display(2, title="demo", file=sys.stdout) as display:
     ...     display.update(1, {"reward/mean": 0.25, "time/iteration_s": 2.0})
@@ -59,7 +70,7 @@ class Display:
         total: int,
         *,
         title: str = "",
-        about: Mapping[str, str] | None = None,
+        about: Mapping[str, str | Path] | None = None,
         folder: Path | None = None,
         file: TextIO | None = None,
         quiet: bool = False,
@@ -90,8 +101,8 @@ class Display:
     def __enter__(self) -> "Display":
         self._print(f"{self.title}: {self.total} iterations")
         width = max((len(name) for name in self.about), default=0)
-        for name, text in self.about.items():
-            self._print(f"  {name:<{width}}  {text}")
+        for name, value in self.about.items():
+            self._print(Text(f"  {name:<{width}}  ").append_text(shown(value)))
         self._began = self._clock = time.monotonic()
         if self.console.is_terminal and not self.console.is_dumb_terminal and not self.quiet:
             live = Live(get_renderable=self._draw, console=self.console, refresh_per_second=4)
@@ -134,7 +145,8 @@ class Display:
         if "time/iteration_s" in metrics or iteration > 0:
             self._seconds.append(seconds)
         if iteration:
-            self._curve += [metrics[n] for n in ("reward/mean", "loss/total") if n in metrics][:1]
+            names = ("reward/mean",) if _judged(metrics) else ("loss/total",)
+            self._curve += [metrics[n] for n in names if n in metrics]
         if self._live is not None:
             self._bar.update(self._task, completed=iteration)
             self._latest = dict(metrics) if iteration else {}
@@ -186,7 +198,7 @@ class Display:
     def finish(self) -> None:
         """Print where things are, as the last lines."""
         for name, file in _FILES.items() if self.folder else ():
-            self._print(f"{name:<7}  {self.folder}/{file}")
+            self._print(Text(f"{name:<7}  ").append_text(shown(Path(self.folder, file))))
 
     def _draw(self) -> Group:
         """Return the live lines; the refresh thread asks for them, so that the times go on."""
@@ -209,16 +221,13 @@ class Display:
         if iteration == 0:
             values = [*named(metrics, _EVAL), f"{self._evaluation_s:.1f} s"]
             return "  ".join(["before training", *values])
-        parts = [f"iteration {iteration}/{self.total}", *named(metrics, (*_SHOWN, *_EVAL))]
-        if "reward/mean" not in metrics:
-            parts[1:1] = named(metrics, _LOSS)
-        left = self._left(iteration)
-        return "  ".join([*parts, f"{seconds:.1f} s", *([left] if left else [])])
+        values = [*_signal(metrics), *named(metrics, (*_KL, *_EVAL)), f"{seconds:.1f} s"]
+        parts = [f"iteration {iteration}/{self.total}", *values, self._left(iteration)]
+        return "  ".join(filter(None, parts))
 
     def _live_values(self) -> list[str]:
         latest = self._latest
-        first = _SHOWN if "reward/mean" in latest else (*_LOSS, *_SHOWN)
-        values = [*named(latest, (*first, *_LIVE)), split_of_time(latest)]
+        values = [*_signal(latest), *named(latest, (*_KL, *_LIVE)), split_of_time(latest)]
         if len(self._curve) > 1:
             values.insert(0, sparkline(list(self._curve), unicode=self._unicode))
         return values
@@ -240,9 +249,21 @@ class Display:
         what = "ending with this evaluation" if last else "stopping at the next safe point"
         return f"{what}; Ctrl-C again stops at once"
 
-    def _print(self, text: str) -> None:
+    def _print(self, text: str | Text) -> None:
         # soft_wrap: paths stay in one piece; Text: a reply's [brackets] are no markup
-        self.console.print(Text(text), soft_wrap=True)
+        self.console.print(text if isinstance(text, Text) else Text(text), soft_wrap=True)
+
+
+def _judged(metrics: Mapping[str, float]) -> bool:
+    """Return whether replies were to be rewarded, also if all of them were dropped."""
+    return "reward/mean" in metrics or "reward/dropped_fraction" in metrics
+
+
+def _signal(metrics: Mapping[str, float]) -> list[str]:
+    """Return the reward, none if all replies were dropped, or the loss of SFT."""
+    if not _judged(metrics):
+        return named(metrics, _LOSS)
+    return named(metrics, _REWARD) or ["reward none"]
 
 
 def show_run(folder: Path, total: int, *, quiet: bool = False) -> Display:
@@ -250,11 +271,12 @@ def show_run(folder: Path, total: int, *, quiet: bool = False) -> Display:
 
     A warm-up's folder is deleted at its end: its config says where the model is kept instead.
     """
+    folder = Path(os.path.abspath(folder))  # as Hydra gives it, also where resume= did not
     run = load_run(folder)
     origin, sha = (dig(run.status, "model", key) or "?" for key in ("origin", "sha256"))
     name, kept = dig(run.config, "policy", "model"), run.config.get("kept_in")
-    about = {"model": f"{name} ({origin}, sha256 {sha[:12]})"}
-    about |= {"kept in": str(kept)} if kept else {"folder": str(folder)}
+    about: dict[str, str | Path] = {"model": f"{name} ({origin}, sha256 {sha[:12]})"}
+    about |= {"kept in": str(kept)} if kept else {"report": folder / _FILES["report"]}
     place = None if kept else folder
     every = dig(run.config, "trainer", "show_every") or 0
     return Display(

@@ -1,8 +1,10 @@
 """Numbers and replies as text for a terminal: pure functions, safe for whatever a model writes."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from rich.style import Style
 from rich.text import Text
 
 _BLOCKS = "".join(chr(code) for code in range(0x2581, 0x2589))
@@ -73,6 +75,12 @@ def fold(parts: Iterable[str], width: int) -> list[str]:
         else:
             lines.append(part)
     return lines
+
+
+def shown(value: str | Path) -> Text:
+    """Return a text, or a path that a click opens where the terminal can (OSC 8)."""
+    link = value.absolute().as_uri() if isinstance(value, Path) else None
+    return Text(str(value), style=Style(link=link) if link else "")
 
 
 def one_line(text: Any, width: int) -> str:

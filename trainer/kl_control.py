@@ -41,6 +41,19 @@ class KLControllerBase:
         """
         raise NotImplementedError(f"{type(self).__name__} has no update: override it")
 
+    def follow(self, kl: float | None, *, sequences: int) -> float:
+        """Return the next coefficient, given the mean KL (nats) of so many sequences.
+
+        The loop calls it once an iteration: `update` reads no more than the mean of its values and
+        their number, the n of Ziegler et al. None is a KL that nobody measured.
+
+        >>> round(TargetKLController(0.1, target=6.0, horizon=10).follow(12.0, sequences=5), 6)
+        0.11
+        """
+        if kl is None:
+            return self.update([])
+        return self.update([-self.coeff * kl if self.takes_rewards else kl] * sequences)
+
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs."""
         return {"coeff": self.coeff}

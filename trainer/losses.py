@@ -128,26 +128,40 @@ def standardise(values: Tensor, *, floor: float = STD_FLOOR) -> Tensor:
     return (values - values.mean(-1, keepdim=True)) / spread(values, floor=floor)
 
 
-def spread(values: Tensor, *, floor: float = STD_FLOOR) -> Tensor:
-    """Return the unbiased std + floor over the last dimension, which stays with size 1."""
-    return values.std(-1, keepdim=True) + floor
+def spread(values: Tensor, kept: Tensor | None = None, *, floor: float = STD_FLOOR) -> Tensor:
+    """Return the unbiased std + floor of the kept values of the last dimension, which is then 1.
+
+    A single one has no spread: floor.
+    """
+    kept = torch.ones_like(values, dtype=torch.bool) if kept is None else kept
+    squares = (values - group_mean(values, kept)).square() * kept
+    others = (kept.sum(-1, keepdim=True) - 1).clamp(min=1)
+    return (squares.sum(-1, keepdim=True) / others).sqrt() + floor
 
 
-def leave_one_out(total: Tensor) -> Tensor:
-    """Return the mean of the others of each group, [P, G] in and out.
+def group_mean(total: Tensor, kept: Tensor) -> Tensor:
+    """Return the mean of the kept of each group for all of it, [P, G] in and out."""
+    mean = (total * kept).sum(-1, keepdim=True) / kept.sum(-1, keepdim=True).clamp(min=1)
+    return mean.expand_as(total)
+
+
+def leave_one_out(total: Tensor, kept: Tensor) -> Tensor:
+    """Return the mean of the kept others of each group, [P, G] in and out; alone, one's own.
 
     RLOO, Ahmadian et al. 2024 (arXiv 2402.14740) section 2.3.
 
-    >>> leave_one_out(torch.tensor([[1.0, 2.0, 6.0]])).tolist()
+    >>> leave_one_out(torch.tensor([[1.0, 2.0, 6.0]]), torch.tensor([[True, True, True]])).tolist()
     [[4.0, 3.5, 1.5]]
     """
-    return (total.sum(-1, keepdim=True) - total) / (total.shape[-1] - 1)
+    own = total * kept
+    others = kept.sum(-1, keepdim=True) - kept.int()
+    return torch.where(others > 0, (own.sum(-1, keepdim=True) - own) / others.clamp(min=1), total)
 
 
-BASELINES = {  # what a total is compared with, [P, G] in and out
-    "group_mean": lambda total: total.mean(-1, keepdim=True).expand_as(total),
+BASELINES = {  # what a total is compared with: totals and which are kept, [P, G] in and out
+    "group_mean": group_mean,
     "leave_one_out": leave_one_out,
-    "none": torch.zeros_like,
+    "none": lambda total, kept: torch.zeros_like(total),
 }
 
 
@@ -158,15 +172,16 @@ def group_advantage(
     group_size: int,
     *,
     baseline: str = "group_mean",
-    scale: Callable[[Tensor], Tensor] | None = spread,
+    scale: Callable[[Tensor, Tensor], Tensor] | None = spread,
     credit: str = "trajectory",
 ) -> Tensor:
     """Return A = (R - baseline R) / scale + (K - baseline K) at the kept tokens, else 0, [B, T].
 
     reward and reward_kl [B, T] are the task and the KL reward of each token, R and K their sums
-    over a trajectory; a group is G adjacent rows. `scale` maps R [P, G] to a divisor [P, 1] (None:
-    1); K is never scaled, so the KL coefficient keeps its meaning, and a group of equal R is left
-    with its K part. GRPO: Shao et al. 2024 (arXiv 2402.03300) section 4.1.2.
+    over a trajectory; a group is G adjacent rows, less those without a kept token, which enter
+    neither baseline nor scale. `scale` maps R and which rows are kept [P, G] to a divisor [P, 1]
+    (None: 1); K is never scaled, so the KL coefficient keeps its meaning, and a group of equal R is
+    left with its K part. GRPO: Shao et al. 2024 (arXiv 2402.03300) section 4.1.2.
 
     credit="return_to_go" puts the sums from token t on in the place of R and K, with the same
     baseline and scale: past rewards are not credited to a token, and the first token gets what
@@ -187,17 +202,18 @@ def group_advantage(
         raise ValueError(
             f"expected whole groups of {group_size} adjacent rows, got {reward.shape[0]} rows"
         )
-    task = _above(reward, group_size, baseline, credit)
+    kept = loss_mask.any(-1).view(-1, group_size)  # [P, G]
+    task = _above(reward, kept, baseline, credit)
     if scale is not None:
-        divisor = scale(reward.sum(-1).view(-1, group_size))  # [P, 1]
+        divisor = scale(reward.sum(-1).view_as(kept), kept)  # [P, 1]
         task = task / divisor.repeat_interleave(group_size, 0)
-    return (task + _above(reward_kl, group_size, baseline, credit)) * loss_mask
+    return (task + _above(reward_kl, kept, baseline, credit)) * loss_mask
 
 
-def _above(reward: Tensor, group_size: int, baseline: str, credit: str) -> Tensor:
+def _above(reward: Tensor, kept: Tensor, baseline: str, credit: str) -> Tensor:
     """Return the credited reward less the baseline of its row, [B, 1] or [B, T]."""
     total = reward.sum(-1, keepdim=True)  # [B, 1]
-    expected = BASELINES[baseline](total.view(-1, group_size)).reshape(-1, 1)
+    expected = BASELINES[baseline](total.view_as(kept), kept).reshape(-1, 1)
     if credit == "trajectory":
         return total - expected
     if credit == "return_to_go":

@@ -27,9 +27,9 @@ def summarize(batch: TensorDictBase, runtime: Runtime) -> dict[str, float]:
     """Return the metrics of an iteration's batch (before the update)."""
     mask, out = batch.get("loss_mask"), dict[str, float]()  # [B, T]
     response = batch.get(("masks", "all_response_mask"), mask)
-    sampled = response & _kept(batch).unsqueeze(-1)
+    sampled = response & kept_rows(batch).unsqueeze(-1)
     sums = {"rows": float(mask.shape[0]), "tokens": float(sampled.sum())}
-    sums["kept"] = float(_kept(batch).sum())
+    sums["kept"] = float(kept_rows(batch).sum())
     if "reward_raw" in batch:
         _rewards(batch, sums)
     if "kl_penalty" in batch:
@@ -49,13 +49,13 @@ def summarize(batch: TensorDictBase, runtime: Runtime) -> dict[str, float]:
         variance = max(out.pop("square") - out["reward/raw_mean"] ** 2, 0.0)
         out["reward/std"] = variance**0.5
     if "groups" in out:
-        flat, groups = out.pop("flat"), out.pop("groups")
-        if groups:
-            out["group/zero_variance_fraction"] = flat / groups
+        flat, compared = out.pop("flat"), out.pop("groups")
+        if compared:
+            out["group/zero_variance_fraction"] = flat / compared
     return out | runtime.maxima({"response/length_max": float(length.max())})
 
 
-def _kept(batch: TensorDictBase) -> Tensor:
+def kept_rows(batch: TensorDictBase) -> Tensor:
     """Return which rows the task did not drop, [B]."""
     dropped = batch.get("dropped", None)
     every = torch.ones_like(batch.get("loss_mask")[:, 0], dtype=torch.bool)
@@ -63,8 +63,8 @@ def _kept(batch: TensorDictBase) -> Tensor:
 
 
 def _means(total: dict[str, float]) -> dict[str, float]:
-    """Return sums divided by what they are over; a part that fits no row has no mean."""
-    rows, kept, tokens = (max(total.pop(name), 1.0) for name in ("rows", "kept", "tokens"))
+    """Return sums divided by what they are over; what is over nothing has no mean."""
+    rows, kept, tokens = (total.pop(name) for name in ("rows", "kept", "tokens"))
     over = dict.fromkeys(total, rows) | dict.fromkeys(PER_TOKEN, tokens)
     over |= dict.fromkeys(PER_KEPT_ROW, kept) | {"reward/errors": 1.0}
     for name in [name for name in total if name.startswith("fits ")]:
@@ -73,7 +73,7 @@ def _means(total: dict[str, float]) -> dict[str, float]:
 
 
 def _rewards(batch: TensorDictBase, sums: dict[str, float]) -> None:
-    kept = _kept(batch)
+    kept = kept_rows(batch)
     raw = batch.get("reward_raw").sum(-1).double()  # [B]
     sums["reward/raw_mean"] = float(raw[kept].sum())
     sums["square"] = float((raw[kept] ** 2).sum())
@@ -109,7 +109,7 @@ def transcripts(
     and hold their tokens in `pieces`.
     """
     reward, prompts = batch.get("reward_raw").sum(-1).tolist(), batch.get("prompt").tolist()
-    kept = _kept(batch).nonzero().squeeze(-1).tolist()
+    kept = kept_rows(batch).nonzero().squeeze(-1).tolist()
     order = sorted(kept, key=reward.__getitem__, reverse=True)
 
     def once(rows: Iterable[int]) -> list[int]:

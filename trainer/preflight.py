@@ -1,13 +1,16 @@
-"""preflight=true: what a run would do, need and take, from one real iteration that nothing keeps.
+"""preflight=true: what a run would do, need and take, by a few iterations that nothing keeps.
 
 Every section prints what it found; a problem is a line with its remedy, and their number is the
 result. The formulas are in trainer/preflight_sums.py, what is said of rows in preflight_rows.py.
 """
 
+import gc
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 from rich.console import Console
 from rich.text import Text
 from tensordict import TensorDictBase
@@ -20,6 +23,8 @@ from trainer.preflight_memory import Peak
 from trainer.preflight_rows import Timed, judged, learnt, lengths, marked, timed_rewards
 from trainer.trainer import Clock, Trainer
 
+ENOUGH, MOST = 4.0, 6  # seconds of iterations that are timed, and their number
+MEASURED = 1  # the iteration whose memory is told: the first that has the optimizer's moments
 SLOW = 0.2  # share of an iteration that rewards may take without a word
 
 
@@ -30,6 +35,7 @@ class Report:
         self.console = Console(highlight=False, quiet=quiet)
         self.untrained = untrained  # another experiment would train the model first
         self.problems: list[str] = []
+        self.start = time.time() - psutil.Process().create_time()  # seconds to load everything
 
     def section(self, title: str, *lines: str | Text) -> None:
         """Print lines under a title, which may have been printed."""
@@ -69,26 +75,28 @@ def run(loop: Trainer, settings: dict[str, Any]) -> float:
         report.say(f"experiment {name} would be trained first; this looks at its untrained model")
     prompt, new = check_prompts(loop, settings, report)
     check_batches(settings, report, longest=prompt + new, rows=len(loop.source.rows))
-    iteration = play(loop, report)
-    if iteration is not None:
-        check_tokens(loop, iteration.batch, report)
-        if "reward_raw" in iteration.batch:
-            check_rewards(iteration, settings, report)
-        count, group = len(iteration.batch), settings["algorithm"]["group_size"]
+    played = play(loop, report)
+    if played:
+        first = played[0]
+        check_tokens(loop, first.batch, report)
+        if "reward_raw" in first.batch:
+            check_rewards(first, settings, report)
+        count, group = len(first.batch), settings["algorithm"]["group_size"]
         rows = sums.Rows(count, 0, prompt)
         if new:
             shared = group if loop.policy.scorer.share_prompts else 1
             rows = sums.Rows(count, prompt, new, shared=shared)
-        check_memory(loop, settings, iteration, report, rows)
-        check_time(loop, settings, iteration, report)
+        check_memory(loop, settings, played, report, rows)
+        check_time(loop, settings, played, report)
     check_disk(loop, settings, report)
     return loop.runtime.gather(report.finish())[0]
 
 
 class Iteration:
-    """One real iteration: its batch, metrics, seconds and the peak memory of each phase."""
+    """A real iteration: its batch, metrics, seconds and the peak memory of each phase."""
 
-    def __init__(self, loop: Trainer) -> None:
+    def __init__(self, loop: Trainer, number: int) -> None:
+        self.number = number
         self.peaks = {"loaded": Peak(loop.runtime.device).now()}
         self.clock, self.rewards = Clock(), Timed()
         batch = self._phase(loop, "generate", lambda: self._collect(loop))
@@ -102,26 +110,38 @@ class Iteration:
 
     def _collect(self, loop: Trainer) -> TensorDictBase:
         with timed_rewards(loop.source.env.base_env.task) as self.rewards:
-            return loop.source(0)
+            return loop.source(self.number)
 
     def _phase(self, loop: Trainer, name: str, work: Callable[[], Any]) -> Any:
-        peak = Peak(loop.runtime.device)
+        peak = Peak(loop.runtime.device, trim=self.number == MEASURED)
         out = work()
         self.peaks[name] = peak.highest()
         return out
 
 
-def play(loop: Trainer, report: Report) -> Iteration | None:
-    """Play one iteration; what it fails at is a problem, on several ranks an error."""
+def play(loop: Trainer, report: Report) -> list[Iteration]:
+    """Play a cold iteration and a warm one, more of these while they are too short to time.
+
+    What they fail at is a problem, on several ranks an error; none is returned then.
+    """
+    gc.freeze()  # as a run does
     try:
-        return Iteration(loop)
+        played = [Iteration(loop, number) for number in (0, 1)]
+        while len(played) < MOST and _seconds(loop, played) < ENOUGH:
+            played.append(Iteration(loop, len(played)))
+        return played
     except (ValueError, OSError, RuntimeError) as error:
         ours = isinstance(error, (ValueError, OSError)) or MEMORY.search(str(error))
         if loop.runtime.ranks > 1 or not ours:
             raise
-        report.section("One iteration")
+        report.section("Iterations")
         report.problem(headline(error))
-        return None
+        return []
+
+
+def _seconds(loop: Trainer, played: list[Iteration]) -> float:
+    """Return what the iterations took, the same on every rank: all play as many."""
+    return loop.runtime.maxima({"s": sum(done.seconds for done in played)})["s"]
 
 
 def samples(loop: Trainer) -> bool:
@@ -195,6 +215,13 @@ def check_batches(settings: dict[str, Any], report: Report, *, longest: int, row
         f"{cut.iterations} (iterations) x {cut.epochs * cut.minibatches} = {cut.steps} steps on "
         f"{cut.iterations * cut.sequences} sequences; {passes:.2g} times over the {rows} rows",
     )
+    if longest > limit:
+        report.say("a sequence may be longer than trainer.micro_batch_tokens: it goes alone then")
+    if (warmup := settings["optimizer"]["warmup"]) > cut.steps:
+        report.problem(
+            f"optimizer.warmup={warmup} is longer than the run's {cut.steps} steps, so that the "
+            "learning rate stays below optimizer.lr; lower it"
+        )
 
 
 def check_tokens(loop: Trainer, batch: TensorDictBase, report: Report) -> None:

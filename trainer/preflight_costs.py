@@ -1,6 +1,6 @@
 """What a run costs: the part of a preflight that is about memory, time and disk.
 
-Formulas are in trainer/preflight_sums.py; what one iteration took stands beside them.
+Formulas are in trainer/preflight_sums.py; what a few iterations took stands beside them.
 """
 
 import hashlib
@@ -10,6 +10,7 @@ import tempfile
 import time
 from copy import copy
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from policies import lora
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 FULL = 0.95  # of the device's memory
 PROBE = 2**26  # bytes written to time a disk
+PHASES = {"collect": "generate"}
 
 
 def model_sizes(loop: Trainer, settings: dict[str, Any]) -> sums.Sizes:
@@ -57,15 +59,17 @@ def model_sizes(loop: Trainer, settings: dict[str, Any]) -> sums.Sizes:
 def check_memory(
     loop: Trainer,
     settings: dict[str, Any],
-    done: "Iteration",
+    played: "list[Iteration]",
     report: "Report",
     rows: sums.Rows,
 ) -> None:
     """Compare what each phase needs by the formulas, at the limits, with what it took here."""
+    batch = played[-1].batch
+    peaks = played[1].peaks | {"loaded": played[0].peaks["loaded"]}
     sizes, limit = model_sizes(loop, settings), settings["trainer"]["micro_batch_tokens"]
     needed = sums.memory(sizes, rows, limit=limit)
-    rest = max(done.peaks["loaded"] - needed["loaded"], 0)  # the process: libraries, data
-    if "reward_raw" not in done.batch:  # nothing is generated, and nothing scored
+    rest = max(peaks["loaded"] - needed["loaded"], 0)  # the process: libraries, data
+    if "reward_raw" not in batch:  # nothing is generated, and nothing scored
         needed = {name: needed[name] for name in ("loaded", "update")}
     room = memory_of(loop.runtime.device)
     report.section(
@@ -73,13 +77,12 @@ def check_memory(
         f"weights {sums.gib(sizes.weights)}, reference {sums.gib(sizes.reference)}, optimizer "
         f"{sums.gib(sizes.moments)} (AdamW, {sizes.trained:,} weights), gradients "
         f"{sums.gib(sizes.gradient)}, the process itself {sums.gib(rest)}",
-        f"{'phase':<10}{'at the limits':>14}{'this iteration':>16}",
+        f"{'phase':<10}{'at the limits':>14}{'measured':>12}",
     )
     for name, size in needed.items():
-        took = done.peaks[name]
-        report.say(f"{name:<10}{sums.gib(size + rest):>14}{sums.gib(took):>16}")
+        report.say(f"{name:<10}{sums.gib(size + rest):>14}{sums.gib(peaks[name]):>12}")
     ranks = loop.runtime.ranks if loop.runtime.device.type == "cpu" else 1
-    most = ranks * max(max(needed.values()) + rest, *done.peaks.values())
+    most = ranks * max(max(needed.values()) + rest, *(max(done.peaks.values()) for done in played))
     shared = f" for {ranks} ranks" if ranks > 1 else ""
     report.say(f"the device has {sums.gib(room)}{shared}")
     if most > FULL * room:
@@ -88,31 +91,55 @@ def check_memory(
             f"{worst} needs up to {sums.gib(most)} of {sums.gib(room)}; {LESS_MEMORY}, "
             "policy.lora.r=16, or policy.gradient_checkpointing=true"
         )
-    attention = done.batch.get(("masks", "all_attention_mask"))
-    parts = pack_rows(attention, limit, group_id=done.batch.get("group_id", None))
-    report.say(f"this iteration's rows of the rank fill {len(parts)} micro-batches")
+    attention = batch.get(("masks", "all_attention_mask"))
+    parts = pack_rows(attention, limit, group_id=batch.get("group_id", None))
+    report.say(f"an iteration's rows of the rank fill {len(parts)} micro-batches")
 
 
 def check_time(
-    loop: Trainer, settings: dict[str, Any], done: "Iteration", report: "Report"
+    loop: Trainer, settings: dict[str, Any], played: "list[Iteration]", report: "Report"
 ) -> None:
-    """Predict how long the run takes: iterations, evaluations and checkpoints."""
-    run, every = settings["trainer"], settings["checkpoint"]["every"]
-    total = run["num_iterations"]
+    """Predict how long the run takes: its start, iterations, evaluations and checkpoints.
+
+    All iterations but the first count as the median of those played after it.
+    """
+    total, every = settings["trainer"]["num_iterations"], settings["checkpoint"]["every"]
+    took = [done.seconds for done in played]
     times = sums.evaluations(total, settings["eval"]["every"]) if loop.evaluate.plans else 0
     one, share = evaluation_seconds(loop) if times else (0.0, 1.0)
     saved = sums.saves(total, every)
-    save = write_seconds(place_of(settings), disk_need(loop, settings)["checkpoint"])
+    need = disk_need(loop, settings)
+    save = write_seconds(place_of(settings), need["checkpoint"])
     parts = {
-        f"{total} iterations of {done.seconds:.2f} s": total * done.seconds,
-        f"{times} evaluations of {one:.2f} s ({share:.0%} of one played)": times * one,
-        f"{saved} checkpoints of {save:.2f} s": saved * save,
+        "start": report.start,
+        f"{total} iterations of {_shown(median(took[1:]))}": sums.whole(took, total),
+        f"{times} evaluations of {_shown(one)} ({share:.0%} of one played)": times * one,
+        f"{saved} checkpoints of {_shown(save)}": saved * save,
+        "the final model": save * need["model"] / need["checkpoint"],
     }
-    phases = ", ".join(f"{name} {value:.2f} s" for name, value in done.clock.laps.items())
-    report.section("Time", f"one iteration, the first and thus a slow one: {phases}")
+    report.section(f"Time, by a first iteration and {len(played) - 1} after it on this machine now")
+    for name in played[0].clock.laps:
+        laps = [done.clock.laps[name] for done in played]
+        report.say(
+            f"{PHASES.get(name, name):<9} {_shown(median(laps[1:])):>8} (the first "
+            f"{_shown(laps[0])}), of the run {duration(sums.whole(laps, total))}"
+        )
     for name, seconds in parts.items():
         report.say(f"{name}: {duration(seconds)}")
-    report.say(f"the run: about {duration(sum(parts.values()))}")
+    report.say(f"the run: about {duration(sum(parts.values()))}{_basis(settings, played[-1])}")
+
+
+def _basis(settings: dict[str, Any], done: "Iteration") -> str:
+    """Return how long the replies were that a prediction rests on."""
+    if "reward_raw" not in done.batch:
+        return ""
+    sampled = done.batch.get(("masks", "all_response_mask")).sum(-1).float().mean()
+    most = settings["env"]["max_turns"] * settings["policy"]["max_new_tokens"]
+    return f", while replies stay at {float(sampled):.0f} tokens on average (the limit is {most})"
+
+
+def _shown(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
 
 
 def evaluation_seconds(loop: Trainer) -> tuple[float, float]:

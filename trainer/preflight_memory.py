@@ -1,6 +1,7 @@
 """How much memory there is and how much was used, of a GPU or of this process."""
 
 import contextlib
+import ctypes
 import resource
 from pathlib import Path
 
@@ -13,11 +14,15 @@ class Peak:
     """The highest use of memory from here on, bytes.
 
     Of a GPU what torch has allocated; else the resident memory of the process, whose high-water
-    mark Linux can set back (elsewhere it is the highest since its start).
+    mark Linux can set back (elsewhere it is the highest since its start). `trim` gives back first
+    what the allocator of the C library has kept of work that is done.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, trim: bool = False) -> None:
         self.device = device
+        if trim:
+            with contextlib.suppress(OSError, AttributeError):  # glibc has it
+                ctypes.CDLL(None).malloc_trim(0)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         else:

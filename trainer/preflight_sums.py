@@ -6,6 +6,7 @@ Every formula is in docs/preflight.md. Bytes and seconds throughout.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 SLICE = 2**26  # logits held at a time, as in policies/scorer.py
 
@@ -153,6 +154,15 @@ def memory(sizes: Sizes, rows: Rows, *, limit: int) -> dict[str, int]:
         "score": held + layer + 2 * logits,
         "update": held + sizes.gradient + sizes.activations(tokens) + 4 * logits,
     }
+
+
+def whole(times: Sequence[float], iterations: int) -> float:
+    """Return the seconds of a run by those of a first iteration and of some after it.
+
+    >>> whole([3.0, 1.0, 9.0, 1.0], iterations=10), whole([3.0, 1.0], iterations=1)
+    (12.0, 3.0)
+    """
+    return times[0] + (iterations - 1) * median(times[1:])
 
 
 def saves(iterations: int, every: int) -> int:

@@ -11,9 +11,10 @@ does not log are left out, so SFT and RL runs share it. A run writes its page ag
 
 import argparse
 import logging
+import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import yaml
@@ -42,24 +43,32 @@ def write_report(folder: str | Path) -> Path:
 
 
 class LiveReport:
-    """Write a run's page again while it goes on, in at most a hundredth of its time.
+    """Write a run's page again while it goes on, in at most a `share` of its time.
 
     `seconds`: the shortest time between two pages. `quiet`: write none, as other ranks than 0.
+    `write`: what writes the page of a folder; None is `write_report`.
     """
 
     def __init__(
-        self, folder: Path, *, seconds: float = 5.0, share: float = 0.01, quiet: bool = False
+        self,
+        folder: Path,
+        *,
+        seconds: float = 5.0,
+        share: float = 0.01,
+        quiet: bool = False,
+        write: Callable[[Path], Path] | None = None,
     ) -> None:
         self.folder, self.seconds, self.share = folder, seconds, share
+        self.write = write
         self.due = float("inf") if quiet else 0.0  # of time.monotonic()
 
-    def refresh(self) -> bool:
-        """Write the page if it is time to; return whether it was."""
+    def refresh(self, *, now: bool = False) -> bool:
+        """Write the page if it is time to, or `now`; return whether it was written."""
         start = time.monotonic()
-        if start < self.due:
+        if start < self.due and not (now and self.due < float("inf")):
             return False
         try:
-            write_report(self.folder)
+            (self.write or write_report)(self.folder)
         except Exception as error:  # a page must never end a training run
             log.warning("no more live report: %s: %s", type(error).__name__, error)
             self.due = float("inf")
@@ -110,18 +119,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _body(run: Run) -> list[str]:
-    main = [panels.draw(panel, run) for panel in panels.MAIN]
-    more = [panels.draw(panel, run) for panel in (*panels.MORE, *panels.others(run))]
+    more = panels.figures([*panels.MORE, *panels.others(run)], run)
     config = yaml.safe_dump(redact(run.config), sort_keys=False, width=100) if run.config else ""
     changes = about.changes(run)
+    wrong, explained = about.notes(run)
     return [
         page.heading(run.experiment, run.state),
         *_notices(run),
+        wrong,
         page.tiles(about.tiles(run)),
-        about.notes(run),
+        explained,
         page.facts(about.commands(run)),
-        page.charts([chart for chart in main if chart], title="Curves"),
-        page.folded("More curves", page.charts([chart for chart in more if chart])),
+        page.charts(panels.figures(panels.MAIN, run), title="Curves"),
+        page.folded("More curves", page.charts(more)),
         *replies(run.folder),
         f"<h2>Environment</h2>{page.facts(about.environment(run))}",
         f"<h2>Configuration</h2>{changes}" if changes else "",
@@ -134,10 +144,17 @@ def _notices(run: Run) -> list[str]:
     reason, state = run.status.get("reason"), run.state
     if state == "killed":
         reason = "its process is gone and left no reason: killed, or out of memory"
-    told = f'<p class="{state}">{page.escape(reason)}</p>' if reason else ""
-    again = page.command(f"python -m trainer.report {run.folder.resolve()}")
-    stale = f'<p id="stale" class="failed" hidden>No news for long; is it dead? {again} tells.</p>'
-    return [told, stale if state == "running" else ""]
+    told = f'<p class="{state}"><b>{page.escape(reason)}</b>{_traceback(run)}</p>' if reason else ""
+    resumed = run.status.get("resumed")
+    since = f'<p class="muted">resumed {page.escape(resumed)}</p>' if resumed else ""
+    again = page.command(f"python -m trainer.report {shlex.quote(str(run.folder.resolve()))}")
+    return [told, since, page.stale(again) if state == "running" else ""]
+
+
+def _traceback(run: Run) -> str:
+    """Link the files of the ranks that failed; they lie beside the page."""
+    files = sorted((run.folder / "errors").glob("rank*.txt")) if run.state == "failed" else []
+    return "".join(f' <a href="errors/{f.name}">errors/{f.name}</a>' for f in files)
 
 
 if __name__ == "__main__":

@@ -12,12 +12,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
-from policies.padding import pad, pad_mask, unpad
+from policies.padding import pad, pad_mask, unpad, widen
 from policies.sampler import Sampled, Stop, sample
 from policies.scorer import Scorer
 from policies.wrappers.generation_config import follow, temperature, token_ids, until_end
@@ -101,26 +100,26 @@ class RolloutFromModel:
         steps = getattr(generation_config, "max_new_tokens", None) or self.max_new_tokens
         with _evaluating(self.model, self.ref_model):
             drawn = self._draw(unpad(ids, prompt), steps, generation_config)
-            alive = _width(pad_mask([len(row) for row in drawn.ids], device=ids.device), steps)
+            alive = widen(pad_mask([len(row) for row in drawn.ids], device=ids.device), steps)
             columns = _columns(batch, steps)
             blank = self.pad_token_id
-            reply = _width(pad(drawn.ids, blank).to(ids.device), steps, blank)  # [B, N]
+            reply = widen(pad(drawn.ids, blank).to(ids.device), steps, blank)  # [B, N]
             total = ids.shape[1] + steps
-            generated = _width(ids.masked_fill(~prompt, blank), total, blank)
+            generated = widen(ids.masked_fill(~prompt, blank), total, blank)
             generated = generated.scatter(-1, columns, reply)  # [B, L]
-            keep = _width(torch.zeros_like(prompt), total).scatter(-1, columns, alive)
+            keep = widen(torch.zeros_like(prompt), total).scatter(-1, columns, alive)
             scored = [
                 _at_home(
                     scorer,
                     generated,
-                    _width(prompt, total) | keep,
+                    widen(prompt, total) | keep,
                     keep,
                     temperature=temperature(generation_config),
                 ).log_probs.to(ids.device)
                 for scorer in self._scorers
             ]
         log_ratio = kl_term(*scored, "k1").gather(-1, columns)
-        log_probs = _width(pad(drawn.log_probs).to(ids.device), steps)
+        log_probs = widen(pad(drawn.log_probs).to(ids.device), steps)
         return generated, log_probs.unsqueeze(-1), log_ratio
 
     @torch.no_grad()
@@ -146,11 +145,12 @@ class RolloutFromModel:
         steps = log_probs.shape[1]
         action = generated.gather(-1, _columns(batch, steps))
         alive = until_end(action, self._ends(generation_config))  # [B, N]
-        done = (alive & ~F.pad(alive[:, 1:], (0, 1))).unsqueeze(-1)  # [B, N, 1]
+        done = (alive & ~widen(alive[:, 1:], steps)).unsqueeze(-1)  # [B, N, 1]
         rindex = batch.get("prompt_rindex")[:, None]
         place = torch.arange(generated.shape[1], device=generated.device)
-        last = rindex + F.pad(alive.cumsum(-1), (1, 0))  # [B, N + 1] last column at each step
-        real = _width(prompt, len(place)) | (place > rindex)  # [B, L]
+        # The last column before each step, and after them all.
+        last = rindex + widen(alive.cumsum(-1), steps + 1, side="left")  # [B, N + 1]
+        real = widen(prompt, len(place)) | (place > rindex)  # [B, L]
         seen = (place <= last[:, :, None]) & real[:, None]  # [B, N + 1, L]
         score = self._scores(generated, seen[:, -1]) - self._label_scores(batch)  # [B]
         score = score.clamp(-self.score_clip, self.score_clip)
@@ -258,11 +258,6 @@ def _columns(batch: PromptData | TensorDictBase, steps: int) -> Tensor:
     """Return where the tokens of the reply stand in `generated`, [B, N]."""
     rindex = batch.get("prompt_rindex")
     return rindex[:, None] + 1 + torch.arange(steps, device=rindex.device)
-
-
-def _width(values: Tensor, width: int, value: float | bool = 0) -> Tensor:
-    """Return values [B, t] filled up to [B, width]."""
-    return F.pad(values, (0, width - values.shape[1]), value=value)
 
 
 def _home(module: nn.Module, otherwise: Tensor) -> torch.device:

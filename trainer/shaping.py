@@ -1,7 +1,7 @@
 """Shaping: what is done to rewards and masks after a rollout, each a verb on the batch [B, T].
 
 `algorithm.shaping` names them; a source applies them in order, before KL and advantages. A row that
-leaves the loss mask keeps its reward: the baseline of its group still counts it, as in DAPO.
+leaves the loss mask keeps its reward, which the metrics show, but enters no baseline and no scale.
 """
 
 import torch
@@ -53,7 +53,7 @@ class DropTruncated:
 
 
 def idle_groups(batch: TensorDictBase) -> Tensor:
-    """Return which groups teach nothing, [P] bool: one task reward all over, or no kept token.
+    """Return which groups teach nothing, [P] bool: their kept rows, if any, have one task reward.
 
     >>> from tensordict import TensorDict
     >>> td = TensorDict({"group_id": torch.tensor([5, 5, 2, 2])}, [4])
@@ -64,5 +64,5 @@ def idle_groups(batch: TensorDictBase) -> Tensor:
     reward = batch.get("reward_raw").sum(-1).double().tolist()  # [B]
     kept = batch.get("loss_mask").any(-1).tolist()  # [B]
     rows = groups(batch.get("group_id"))
-    idle = [len({reward[i] for i in r}) == 1 or not any(kept[i] for i in r) for r in rows]
+    idle = [len({reward[i] for i in row if kept[i]}) < 2 for row in rows]
     return torch.tensor(idle, dtype=torch.bool)

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
-from torch.nn import functional
 
 from envs.chat_env import ChatEnv
 from envs.tasks.task import Task
 from policies.chats.containers import Masks, Tokens
-from policies.padding import pad, pad_mask
+from policies.padding import pad, pad_mask, widen
 from policies.random import fold
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer.collect import collect
@@ -110,7 +109,8 @@ class DynamicRollouts(Rollouts):
     `parts` are the arguments of `Rollouts`. A place of the iteration is drawn up to `rounds` times
     more, each time with another row: a function of (seed, iteration, round, place). What earns the
     same even then keeps its place and leaves the loss mask. Writes `draws` [B], how many groups
-    were drawn for the place. The task's own reward decides; `shaping` comes after.
+    were drawn for the place. The task's own reward decides; `shaping` comes after. All ranks play
+    equally many rounds, until none has an idle place.
     """
 
     def __init__(self, *, rounds: int = 2, **parts: Any) -> None:
@@ -128,12 +128,16 @@ class DynamicRollouts(Rollouts):
         idle = idle_groups(batch)  # [P]
         draws = torch.ones(len(idle))
         for attempt in range(1, self.rounds + 1):
-            if not idle.any():
+            if not self.runtime.maxima({"idle": float(idle.any())})["idle"]:
                 break
-            fresh = self.play(self.prompts(iteration, attempt)[idle])
-            batch = swap(batch, fresh, self._rows(idle))
-            draws += idle
-            idle = idle_groups(batch)
+            # A model in shards generates only with all ranks, so who has no idle place plays one
+            # too and keeps nothing of it.
+            again = idle if idle.any() else torch.arange(len(idle)) == 0
+            fresh = self.play(self.prompts(iteration, attempt)[again])
+            if idle.any():
+                batch = swap(batch, fresh, self._rows(idle))
+                draws += idle
+                idle = idle_groups(batch)
         kept = ~self._rows(idle).to(self.policy.device)
         batch.set("loss_mask", batch.get("loss_mask") & kept.unsqueeze(-1))
         batch.set("draws", self._rows(draws).to(self.policy.device))
@@ -147,12 +151,12 @@ def swap(batch: TensorDict, fresh: TensorDict, rows: Tensor) -> TensorDict:
     """Return the batch with `fresh` in the place of those rows where `rows` [B] is True."""
     size, width = len(rows), max(td.get("loss_mask").shape[-1] for td in (batch, fresh))
 
-    def widen(x: Tensor) -> Tensor:
-        return functional.pad(x, (0, width - x.shape[-1])) if x.ndim == 2 else x
+    def widened(td: TensorDict) -> TensorDict:
+        return td.apply(lambda x: widen(x, width) if x.ndim == 2 else x)
 
     index = torch.arange(size)
     index[rows] = size + torch.arange(int(rows.sum()))
-    return torch.cat([batch.apply(widen), fresh.apply(widen)])[index]
+    return torch.cat([widened(batch), widened(fresh)])[index]
 
 
 class Demonstrations:

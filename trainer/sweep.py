@@ -1,64 +1,120 @@
 """sweep.csv and sweep.html: what the jobs of a sweep reached, and at which KL.
 
 Rebuilt from the files of the jobs, finished or not. Reward and KL of a job are means over its last
-ten iterations; the reward is the task's alone, without a KL part. The picture: show/frontier.py.
+ten iterations; the reward is the task's alone, without a KL part. The page: show/sweep_page.py.
 """
 
 import csv
+import hashlib
 import io
-import math
+import json
+import os
 import re
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
-from urllib.parse import quote
 
+from rich.console import Console
+from rich.text import Text
+
+from trainer.display_text import shown
+from trainer.lock import is_free, take
 from trainer.redact import redact, redact_text
-from trainer.run_files import Run, dig, find_jobs, load_run, number, write_text
-from trainer.show import about, charts, page, svg
-from trainer.show.frontier import Point, frontier
+from trainer.report import LiveReport
+from trainer.run_files import Run, dig, find_jobs, load_run, number, read_yaml, write_text
+from trainer.show import about, page, svg
+from trainer.show.jobs import Row, all_keys
+from trainer.show.sweep_page import COLUMNS, Sweep, body, picture
 
-_OVERLAYS = (
-    ("Reward", "mean per reply", "reward/mean"),
-    ("KL to the reference", "nats per reply (k1)", "kl/ref_sequence"),
-    ("Accuracy on held-out prompts", "share of replies, sampled", "eval/sampled_accuracy"),
-    ("Policy entropy", "nats per token", "policy/entropy"),
-    ("Reply length", "tokens, mean", "response/length_mean"),
-    ("Loss", "mean of the last epoch's steps", "loss/total"),
-)
-
-
-@dataclass(frozen=True)
-class Row:
-    """One job. `reward` and `kl` (nats per reply) are means over the last ten iterations."""
-
-    job: str
-    overrides: dict[str, str] = field(default_factory=dict)
-    state: str = "finished"
-    objective: float | None = None
-    accuracy: float | None = None
-    reward: float | None = None
-    kl: float | None = None
-    coeff: float | None = None
-    iteration: int = 0
-    command: str = ""
+PLAN = "sweep.json"  # how many jobs have not begun, and whether the sweep has ended
+PATIENCE = 300.0  # seconds; a page that is older may be called stale
+LONGEST = 200  # bytes of a job's folder name; file systems refuse more than 255
 
 
 def write_sweep(folder: str | Path) -> Path:
     """Write sweep.csv and sweep.html into a multirun folder; return the path of the page."""
     folder = Path(folder)
     jobs = [load_run(job) for job in find_jobs(folder)]
+    plan = read_yaml(folder / PLAN)  # JSON is YAML
+    live = not plan.get("ended") and not is_free(folder) if plan else None
     rows = [_row(folder, job) for job in jobs]
+    if live:  # one job at a time: the one that has no status yet is the one that begins
+        rows = [replace(row, state=row.state.replace("not started", "starting")) for row in rows]
     write_text(folder / "sweep.csv", _csv(rows))
+    left = number(plan.get("left"))
+    sweep = Sweep(folder, rows, jobs, left=None if left is None else int(left), live=live)
+    patience = PATIENCE if live else None
     path = folder / "sweep.html"
-    write_text(path, page.page("sweep - leash", _body(folder, rows, jobs)))
+    write_text(path, page.page("sweep - leash", body(sweep), patience=patience))
     return path
 
 
-def begin_job(folder: Path, number: int, jobs: Sequence[Sequence[str]]) -> str:
-    """Write the page of the jobs before this one; return the line that announces it."""
-    write_sweep(folder)
-    return job_line(number, jobs)
+class LiveSweep:
+    """Write the page of a sweep while it goes on: at its start, with every job and in between.
+
+    It holds the folder, so that whoever writes the page meanwhile knows whether the sweep lives.
+    ValueError if another sweep holds it.
+    """
+
+    def __init__(self, folder: Path, jobs: Sequence[Sequence[str]]) -> None:
+        self.folder, self.jobs = Path(os.path.abspath(folder)), jobs
+        self._lock = take(self.folder)
+        self._page = LiveReport(self.folder, write=write_sweep, share=0.02)
+        self._writing, self._over = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._begun = 0
+
+    def begin(self, number: int) -> None:
+        """Say that a job begins; the first time, where the page is."""
+        self._plan(left=len(self.jobs) - number - 1)
+        with self._writing:
+            self._page.refresh(now=True)
+        if not self._begun:
+            self._tell()
+            self._thread.start()
+        self._begun += 1
+        print(job_line(number, self.jobs), flush=True)
+
+    def end(self) -> None:
+        """Write the page for good, and say where it is."""
+        self._over.set()
+        if self._begun:
+            self._thread.join()
+        self._plan(left=len(self.jobs) - self._begun, ended=True)
+        os.close(self._lock)
+        write_sweep(self.folder)
+        self._tell()
+
+    def _follow(self) -> None:
+        while not self._over.wait(1.0):
+            with self._writing:
+                self._page.refresh()
+
+    def _plan(self, **plan: float) -> None:
+        write_text(self.folder / PLAN, json.dumps(plan))
+
+    def _tell(self) -> None:
+        line = Text("sweep    ").append_text(shown(self.folder / "sweep.html"))
+        Console(highlight=False).print(line, soft_wrap=True)
+
+
+def job_name(overrides: str) -> str:
+    """Return a folder name for a job of a sweep: its overrides, in the order of their keys.
+
+    What a shell or a disk would take amiss is a `_`, what is too long is cut; such a name ends in
+    a hash, so that no two jobs share one.
+
+    >>> job_name("kl.coeff=0.1,seed=1"), job_name("policy.model=a/b"), job_name("")
+    ('kl.coeff=0.1,seed=1', 'policy.model=a_b-07448723', 'job')
+    """
+    name = re.sub(r"[^\w.,=+~@-]+", "_", overrides, flags=re.ASCII)
+    if name == overrides and len(name) <= LONGEST:
+        return name or "job"
+    most, pairs = LONGEST - 9, re.split(r",(?=[\w.+~@]+=)", name)
+    cuts = (",".join(pair[:each] for pair in pairs) for each in range(most, 11, -1))
+    cut = next((short for short in cuts if len(short) <= most), name[:most])
+    return f"{cut}-{hashlib.sha256(overrides.encode()).hexdigest()[:8]}"
 
 
 def job_line(number: int, jobs: Sequence[Sequence[str]]) -> str:
@@ -76,73 +132,9 @@ def read_rows(folder: str | Path) -> list[Row]:
     return [_row(Path(folder), load_run(job)) for job in find_jobs(folder)]
 
 
-def points(rows: Sequence[Row]) -> list[Point]:
-    """Return a point per setting; jobs that differ in the seed alone are one.
-
-    >>> pair = [Row(s, {"seed": s}, reward=1.0, kl=k) for s, k in (("1", 0.5), ("2", 1.5))]
-    >>> [(p.kl, p.reward, len(p.seeds)) for p in points(pair)]
-    [(1.0, 1.0, 2)]
-    """
-    names = settings(rows)
-    held: dict[str, list[Row]] = {}
-    for row in rows:
-        if row.reward is not None and row.kl is not None:
-            held.setdefault(names[row.job], []).append(row)
-    keys, made = _settings(rows), []
-    for name, group in held.items():
-        short = ", ".join(group[0].overrides.get(key, "-") for key in keys)
-        unfinished = sorted({row.state for row in group if row.state != "finished"})
-        note = f" ({', '.join(unfinished)})" if unfinished else ""
-        seeds = tuple((row.kl or 0.0, row.reward or 0.0) for row in group)
-        made.append(Point(short or name, seeds, note))
-    return made
-
-
 def frontier_svg(rows: Sequence[Row], *, width: int = 480, height: int = 340) -> str:
     """Draw reward against KL, one labelled point per setting, as a standalone SVG document."""
-    return svg.standalone([_picture(rows, width, height)], width=width, height=height)
-
-
-def labels(rows: Sequence[Row]) -> dict[str, str]:
-    """Name each job by the overrides in which the jobs differ, else by its folder."""
-    return _named(rows, _varying(rows))
-
-
-def settings(rows: Sequence[Row]) -> dict[str, str]:
-    """Name the setting of each job: what differs between the jobs, without the seed."""
-    if _settings(rows):
-        return _named(rows, _settings(rows))
-    same = {row.job: "all seeds" for row in rows}
-    return same if _varying(rows) == ["seed"] else labels(rows)
-
-
-def best(rows: Sequence[Row]) -> Row | None:
-    """Return the finished job with the highest objective, at equal ones that with the lower KL."""
-    ended = [row for row in rows if row.objective is not None and row.state == "finished"]
-    return max(ended, key=lambda r: (r.objective or 0.0, -(r.kl or 0.0)), default=None)
-
-
-def _picture(rows: Sequence[Row], width: int, height: int) -> str:
-    named = ", ".join(_settings(rows))
-    return frontier(points(rows), named=named, width=width, height=height)
-
-
-def _named(rows: Sequence[Row], keys: Sequence[str]) -> dict[str, str]:
-    pairs = {r.job: [f"{k}={r.overrides[k]}" for k in keys if k in r.overrides] for r in rows}
-    return {job: ", ".join(own) or job for job, own in pairs.items()}
-
-
-def _keys(rows: Sequence[Row]) -> list[str]:
-    return list(dict.fromkeys(key for row in rows for key in row.overrides))
-
-
-def _varying(rows: Sequence[Row]) -> list[str]:
-    """List the keys in which the jobs differ, as far as they have them: one may not have begun."""
-    return [k for k in _keys(rows) if len({r.overrides[k] for r in rows if k in r.overrides}) > 1]
-
-
-def _settings(rows: Sequence[Row]) -> list[str]:
-    return [key for key in _varying(rows) if key != "seed"]
+    return svg.standalone([picture(rows, width, height)], width=width, height=height)
 
 
 def _row(folder: Path, run: Run) -> Row:
@@ -172,116 +164,11 @@ def _from_name(job: str) -> dict[str, str]:
     return dict(part.split("=", 1) for part in parts if "=" in part)
 
 
-_COLUMNS = {
-    "state": "state",
-    "objective": "objective",
-    "eval/sampled_accuracy": "accuracy",
-    "reward/raw_mean": "reward",
-    "kl/ref_sequence": "kl",
-    "kl/coeff": "coeff",
-    "progress/iteration": "iteration",
-}
-
-
 def _csv(rows: Sequence[Row]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["job", *_keys(rows), *_COLUMNS])
+    writer.writerow(["job", *all_keys(rows), *COLUMNS])
     for row in rows:
-        own = [row.overrides.get(key, "") for key in _keys(rows)]
-        writer.writerow([row.job, *own, *(getattr(row, name) for name in _COLUMNS.values())])
+        own = [row.overrides.get(key, "") for key in all_keys(rows)]
+        writer.writerow([row.job, *own, *(getattr(row, name) for name in COLUMNS.values())])
     return text.getvalue()
-
-
-def _body(folder: Path, rows: Sequence[Row], jobs: Sequence[Run]) -> list[str]:
-    states = [row.state for row in rows]
-    counts = ", ".join(f"{states.count(state)} {state}" for state in sorted(set(states)))
-    name = jobs[0].experiment if jobs else folder.name
-    picture = _picture(rows, 420, 320) if points(rows) else ""
-    again = page.command(f"python -m trainer.report {folder.resolve()}")
-    own = settings(rows)
-    begun = [row.job for row, run in zip(rows, jobs, strict=True) if run.metrics]
-    groups = list(dict.fromkeys(own[job] for job in begun))
-    return [
-        f"<h1>Sweep of {page.escape(name)}</h1>",
-        f'<p class="muted">{len(rows)} jobs: {page.escape(counts)}</p>',
-        *_best(rows),
-        f'<div class="sides"><div>{picture}</div><div>{_table(rows)}</div></div>' if rows else "",
-        page.charts(_overlays(rows, jobs, groups), title="Curves", key=groups),
-        f'<p class="muted">Written from the files of the jobs; again: {again}</p>',
-    ]
-
-
-def _best(rows: Sequence[Row]) -> list[str]:
-    """Say which job did best, and how to run it again."""
-    row = best(rows)
-    if row is None or len(rows) < 2:
-        return []
-    values = [("objective", row.objective), ("reward", row.reward), ("KL", row.kl)]
-    told = ", ".join(f"{name} {svg.short(v)}" for name, v in values if v is not None)
-    line = f"Highest objective: <b>{page.escape(labels(rows)[row.job])}</b> ({page.escape(told)})"
-    return [f"<p>{line}</p>", f"<p>{page.command(row.command)}</p>" if row.command else ""]
-
-
-def _overlays(rows: Sequence[Row], jobs: Sequence[Run], groups: Sequence[str]) -> list[str]:
-    """Draw the curves of all jobs over each other; the seeds of a setting share a hue."""
-    names, own, drawn = labels(rows), settings(rows), []
-    for title, unit, metric in _OVERLAYS:
-        series = [
-            charts.Series(
-                names[row.job],
-                run.series(metric),
-                hue=groups.index(own[row.job]),
-                dots=metric.startswith("eval/"),
-            )
-            for row, run in zip(rows, jobs, strict=True)
-            if run.metrics
-        ]
-        if any(s.points for s in series):
-            drawn.append(charts.line_chart(series, title=title, unit=unit, named=False))
-    return drawn
-
-
-def _table(rows: Sequence[Row]) -> str:
-    """Draw what differs between the jobs, and in a line below it what does not."""
-
-    def cell(value: object) -> str:
-        known = number(value)
-        return "" if value is None else str(value) if known is None else svg.short(known)
-
-    columns = {key: [row.overrides.get(key, "") for row in rows] for key in _varying(rows)}
-    same: dict[str, str] = {}
-    for title, name in _COLUMNS.items():
-        cells = [cell(getattr(row, name)) for row in rows]
-        if len(rows) > 1 and len(set(cells)) == 1:
-            same |= {title: cells[0]} if cells[0] else {}
-        elif not any(_alike(cells, shown) for shown in columns.values()):
-            columns[title] = cells
-    if not _varying(rows):
-        columns = {"job": [row.job for row in rows], **columns}
-    shown = [
-        [page.badge(c) if title == "state" else page.escape(c) for c in cells]
-        for title, cells in columns.items()
-    ]
-    links = (f'<a href="{page.escape(quote(row.job))}/report.html">' for row in rows)
-    shown[0] = [f"{a}{cell or '-'}</a>" for a, cell in zip(links, shown[0], strict=True)]
-    text = ", ".join(f"{title} {value}" for title, value in same.items())
-    note = f'<p class="muted">the same in all jobs: {page.escape(text)}</p>' if same else ""
-    return page.table([*columns], zip(*shown, strict=True), sortable=True) + note
-
-
-def _alike(cells: Sequence[str], others: Sequence[str]) -> bool:
-    """Return whether two columns say the same where both say something.
-
-    0.10 is 0.1, and 0.06431 was cut to 0.0643.
-    """
-
-    def same(one: str, other: str) -> bool:
-        if not (one and other):
-            return True
-        try:
-            return math.isclose(float(one), float(other), rel_tol=5e-3)
-        except ValueError:
-            return one == other
-
-    return all(map(same, cells, others))

@@ -7,7 +7,7 @@
     metrics = update(batch)      epochs x minibatches x micro-batches: the only gradients
     weight_sync(policy)          a new version; nothing to copy where the policy itself generates
     retrieve_kl.refresh(i)       the reference follows the policy, if it is to
-    kl.update(measured)          the coefficient follows the KL, if it is to
+    kl.follow(measured)          the coefficient follows the KL, if it is to
 
 Left out on purpose: replay across iterations, asynchronous generation. A new feature is a file that
 replaces one of the verbs, never a branch in the loop.
@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
-from functools import partial
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -29,7 +28,7 @@ from trainer.checkpoint import Checkpoints, save_model
 from trainer.diagnosis import Diagnose
 from trainer.evaluate import Evaluate
 from trainer.kl_control import KLControllerBase
-from trainer.metrics import summarize, transcripts
+from trainer.metrics import kept_rows, summarize, transcripts
 from trainer.mismatch import unchanged
 from trainer.reference import NoReference, Reference
 from trainer.report import LiveReport, write_report
@@ -125,9 +124,8 @@ class Trainer:
         clock.lap("sync")
         metrics |= summarize(batch, self.runtime)
         metrics["kl/coeff"] = self.kl.coeff
-        measured = metrics.get("kl/ref_sequence")  # none in SFT, and with kl.measure=false
-        replies = len(batch) * self.runtime.ranks  # the n of Ziegler et al.; their mean will do
-        self.kl.update([] if measured is None else [measured] * replies)
+        replies = self.runtime.sums({"kept": float(kept_rows(batch).sum())})
+        self.kl.follow(metrics.get("kl/ref_sequence"), sequences=int(replies["kept"]))
         self._count(batch, metrics, clock)
         self._log(batch, metrics)
         done = self.progress.iteration
@@ -186,7 +184,11 @@ class Trainer:
     def _evaluate(self, metrics: dict[str, float], *, kind: str) -> None:
         """Evaluate, log and show sample replies."""
         iteration, about = self.progress.iteration, self.evaluate.about
-        tell = partial(self.display.evaluating, about, last=kind == "after")
+
+        def tell(share: float) -> None:
+            self.display.evaluating(about, share, last=kind == "after")
+            self.report.refresh()  # a page that stands still says that the run is dead
+
         try:
             # A run that is trained is finished first.
             with nullcontext() if kind == "after" else self.runtime.stoppable():
@@ -209,7 +211,8 @@ class Trainer:
             self.display.samples(f"replies {when}", records)
 
     def _write(self, metrics: dict[str, float]) -> None:
-        if "loss/total" in metrics and not self.evaluate.plans:
+        judged = metrics.get("reward/dropped_fraction") != 1  # else there is no reward to go by
+        if "loss/total" in metrics and judged and not self.evaluate.plans:
             self.progress.objective = metrics.get("reward/mean", -metrics["loss/total"])
         if self.runtime.is_main:
             self.tracker.log(metrics, self.progress.iteration)
@@ -254,7 +257,9 @@ class Trainer:
             self.tracker.rewind(done or -1, again=unevaluated is not None)  # 0 is done again
         skipped = f", skipped damaged {', '.join(self.checkpoints.skipped)}"
         text = f"from iteration {done}{skipped if self.checkpoints.skipped else ''}"
-        self.display.resumed(done, text if newest else "from iteration 0, there is no checkpoint")
+        text = text if newest else "from iteration 0, there is no checkpoint"
+        self.runtime.status["resumed"] = text
+        self.display.resumed(done, text)
 
     def _restore(self, state: dict[str, Any]) -> None:
         if state["reference"] != self.retrieve_kl.sha256:

@@ -96,8 +96,8 @@ class Update:
             if not self._step(take(batch, rows), log):
                 left = len(parts) - number
                 break
-            # Before the first step the weights are still those that sampled.
-            first = first or log.result(self.runtime)
+            # Up to the first step, skipped ones aside, the weights are still those that sampled.
+            first = first or (log.result(self.runtime) if log.sums else {})
         self.step = start + len(parts)  # schedules count the steps left out too
         self.scorer.eval()
         metrics = log.result(self.runtime)

@@ -4,7 +4,7 @@ import hashlib
 import inspect
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,7 +22,7 @@ def resolve_experiment(
 ) -> str:
     """Return the model folder of a finished experiment, from the cache or by running it now.
 
-    The cache is keyed by the experiment's resolved configuration, the file of its task and leash's
+    The cache is keyed by the experiment's resolved configuration, the files of its task and leash's
     version. `start` runs a configuration in a folder; its `model` is what is kept.
     """
     if not name.startswith(PREFIX):
@@ -52,13 +52,26 @@ def kept_in(experiment: str, config: dict[str, Any]) -> Path:
     except PackageNotFoundError:
         release = "source"
     kept = {k: v for k, v in config.items() if k not in IRRELEVANT}
-    text = json.dumps([kept, release, _source(config)], sort_keys=True)
+    text = json.dumps([kept, release, *_sources(config.get("env", {}).get("task"))], sort_keys=True)
     key = hashlib.sha256(text.encode()).hexdigest()[:12]
     return cache_dir() / "experiments" / f"{experiment}-{key}"
 
 
-def _source(config: dict[str, Any]) -> str:
-    """Return the text of the file that the task stands in: an edited task is another one."""
-    target = config.get("env", {}).get("task", {}).get("_target_", "")
-    module, _, name = target.rpartition(".")
-    return Path(inspect.getfile(getattr(import_module(module), name))).read_text() if name else ""
+def _sources(task: Any) -> list[str]:
+    """Return the texts of the files that a task and its bases stand in, and those of its parts.
+
+    An edited task is another one, and so is one whose base was edited.
+    """
+    parts = [getattr(import_module(module), name) for module, name in _targets(task)]
+    bases = {base for part in parts for base in getattr(part, "__mro__", (part,))} - {object}
+    return [Path(file).read_text() for file in sorted({inspect.getfile(base) for base in bases})]
+
+
+def _targets(node: Any) -> Iterator[tuple[str, str]]:
+    """Yield module and name of each `_target_` in a node of a configuration."""
+    if isinstance(node, dict):
+        module, _, name = str(node.get("_target_") or "").rpartition(".")
+        if name:
+            yield module, name
+        for value in node.values():
+            yield from _targets(value)

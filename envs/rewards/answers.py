@@ -15,10 +15,11 @@ from fractions import Fraction
 from envs.tasks.math_words import (
     ANSWER_TAG,
     exactly,
-    marked_answer,
+    final_answer,
     same_answer,
     split_thoughts,
 )
+from policies.extras import EXTRAS
 
 # LaTeX: what says nothing (a blank between digits does), words, units, "x =", and fractions.
 IGNORED = re.compile(r"\\(?:left|right)(?![a-zA-Z])|\\[!,;:]|\\?\$|\\?%$|\^(?:\\circ|\{\\circ\})$")
@@ -56,12 +57,6 @@ def tagged(text: str) -> tuple[str, str]:
     thought, said = split_thoughts(text)
     answers = ANSWER_TAG.findall(said)
     return thought, answers[-1].strip() if answers else ""
-
-
-def final_answer(solution: str) -> str:
-    """Return the answer that a solution marks by ####, <answer> or \\boxed, else all of it."""
-    marked = marked_answer(solution)
-    return (solution if marked is None else marked).strip()
 
 
 def same_number(said: str, solution: str) -> bool:
@@ -146,7 +141,7 @@ def symbolic_check() -> Callable[[str, str], bool]:
     try:
         from math_verify import parse, verify  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise ImportError("symbolic=True needs math-verify: pip install leash[math]") from error
+        raise ImportError(EXTRAS["math_verify"]) from error
     return lambda said, right: bool(verify(parse(f"${right}$"), parse(f"${said}$")))
 
 

@@ -17,6 +17,7 @@ from envs.tasks.task import Reply, Row
 
 Score = float | Exception
 ON_ERROR = ("raise", "zero", "drop_group")
+FAULTS = (Exception, SystemExit, asyncio.CancelledError)  # of anybody's code; Ctrl-C is not one
 
 
 class Refused(Exception):
@@ -43,9 +44,11 @@ class RewardFunction:
 
 
 class Function(RewardFunction):
-    """A function of (row, reply), plain or async.
+    """A function of (row, reply), plain or async; SystemExit is an error of it like any other.
 
-    Async ones run together, `at_once` at a time, each with a `timeout` in seconds (null: none).
+    Async ones run together, `at_once` at a time, each with a `timeout` in seconds (null: none). It
+    works wherever the function awaits something: one that blocks (time.sleep, a plain HTTP request,
+    a long computation) is not stopped and holds up the others; name that in an `InProcess`.
 
     >>> short = Function(lambda row, reply: 1 / len(reply.text))
     >>> short.scores([{}, {}], [Reply("four", True, []), Reply("", True, [])])
@@ -83,8 +86,17 @@ class Function(RewardFunction):
     def _score(self, row: Row, reply: Reply) -> Score:
         try:
             return as_score(self.function(row, reply))
-        except Exception as error:  # anybody's code
-            return error
+        except FAULTS as error:
+            return as_error(error)
+
+
+def as_error(fault: BaseException) -> Exception:
+    """Return what a function raised as the error of its reply.
+
+    >>> as_error(SystemExit(3))
+    RuntimeError('SystemExit(3)')
+    """
+    return fault if isinstance(fault, Exception) else RuntimeError(repr(fault))
 
 
 def as_score(value: Any) -> float:
@@ -114,11 +126,12 @@ def gather(
         async def one(row: Row, reply: Reply) -> Score:
             async with free:
                 try:
-                    return as_score(await asyncio.wait_for(function(row, reply), timeout))
-                except Exception as error:  # anybody's code
+                    async with asyncio.timeout(timeout):
+                        return as_score(await function(row, reply))
+                except FAULTS as error:
                     if timeout and isinstance(error, TimeoutError):
                         return TimeoutError(f"no reward within {timeout:g} s")
-                    return error
+                    return as_error(error)
 
         pairs = zip(rows, replies, strict=True)
         return list(await asyncio.gather(*(one(row, reply) for row, reply in pairs)))

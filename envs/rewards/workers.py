@@ -16,11 +16,12 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -40,8 +41,9 @@ START = 120.0  # seconds for a worker's imports on a busy machine
 class InProcess(RewardFunction):
     """A function of (row, reply) in `processes` worker processes, killed after `timeout` seconds.
 
-    The function has to stand in a module, by a name; rows and replies are pickled. A batch of n
-    replies takes at most ceil(n / processes) time-outs.
+    The function has to stand in a module, by a name; rows and replies are pickled. The time-out
+    covers sending them, the call and receiving its result. A batch of n replies takes at most
+    ceil(n / processes) time-outs.
     """
 
     def __init__(
@@ -97,34 +99,33 @@ class Workers:
     def map(self, calls: Sequence[tuple]) -> list[Any]:
         """Return the result of each call, or the exception in its place."""
         out: list[Any] = [None] * len(calls)
-        todo, busy = deque(range(len(calls))), dict[Connection, tuple[Worker, int, float]]()
+        todo, busy = deque(range(len(calls))), dict[Connection, tuple[Worker, int]]()
         try:
             while todo or busy:
                 while todo and len(busy) < self.processes:
                     worker, call = self._take(), todo.popleft()
-                    busy[worker.pipe] = (worker, call, time.monotonic() + self.timeout)
-                    error = worker.send(calls[call])
+                    busy[worker.pipe] = (worker, call)
+                    error = worker.send(calls[call], timeout=self.timeout)
                     if error is not None:  # nothing was sent
                         out[call] = error
                         self._idle.append(busy.pop(worker.pipe)[0])
                 self._listen(busy, out)
         finally:
-            for worker, _, _ in busy.values():  # left by an error or a stop
+            for worker, _ in busy.values():  # left by an error or a stop
                 worker.close()
         return out
 
-    def _listen(self, busy: dict[Connection, tuple[Worker, int, float]], out: list[Any]) -> None:
+    def _listen(self, busy: dict[Connection, tuple[Worker, int]], out: list[Any]) -> None:
         """Take the results that come next, and kill who is late."""
         if not busy:
             return
-        first = min(deadline for _, _, deadline in busy.values())
-        ready = wait(list(busy), timeout=max(0.0, first - time.monotonic()))
+        ready = wait(list(busy), timeout=min(worker.left for worker, _ in busy.values()))
         for pipe in list(busy):
-            worker, call, deadline = busy[pipe]
+            worker, call = busy[pipe]
             if pipe in ready:
                 out[call], alive = worker.receive()
-            elif deadline <= time.monotonic():
-                out[call], alive = TimeoutError(f"no reward within {self.timeout:g} s"), False
+            elif not worker.left:
+                out[call], alive = worker.late(), False
             else:
                 continue
             del busy[pipe]
@@ -174,17 +175,31 @@ class Worker:
             start_new_session=True,
         )
         far.close()
-        self._end = weakref.finalize(self, _kill, self.process, self.pipe)
-        self.pipe.send_bytes(given)
-        fault, alive = self.receive() if self.pipe.poll(START) else ("it did not start", False)
+        self._end = weakref.finalize(self, _end, self.process, self.pipe)
+        self._begin(START)
+        with self._killed_late(), suppress(OSError):  # it died: receive tells
+            self.pipe.send_bytes(given)
+        fault, alive = self.receive()
+        fault = fault if self.left else f"it did not start within {START:g} s"
         if not alive or fault is not None:
             self.close()
             raise RuntimeError(f"no worker for {_name(function)}: {fault}")
 
-    def send(self, call: tuple) -> Exception | None:
-        """Send the arguments of a call; return why they could not be."""
+    @property
+    def left(self) -> float:
+        """Return the seconds left of the call's time, at least 0."""
+        return max(0.0, self._deadline - time.monotonic())
+
+    def late(self) -> TimeoutError:
+        """Return the error of a call whose time is over."""
+        return TimeoutError(f"no reward within {self._timeout:g} s")
+
+    def send(self, call: tuple, *, timeout: float) -> Exception | None:
+        """Send the arguments of a call, which has so many seconds; return why they could not be."""
+        self._begin(timeout)
         try:
-            self.pipe.send(call)
+            with self._killed_late():
+                self.pipe.send(call)
         except OSError:
             return None  # it died: receive tells
         except Exception as error:  # what cannot be pickled
@@ -194,8 +209,12 @@ class Worker:
     def receive(self) -> tuple[Any, bool]:
         """Return the result of a call and whether the worker lives on."""
         try:
-            return self.pipe.recv(), True
+            with self._killed_late():
+                result = self.pipe.recv()
+            return result, self.left > 0
         except (EOFError, OSError):
+            if not self.left:
+                return self.late(), False
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(1)  # it may also have closed the pipe and live on
             return RuntimeError(f"the worker died ({_ending(self.process.returncode)})"), False
@@ -205,6 +224,20 @@ class Worker:
     def close(self) -> None:
         """Kill the process with its children."""
         self._end()
+
+    def _begin(self, timeout: float) -> None:
+        self._timeout, self._deadline = timeout, time.monotonic() + timeout
+
+    @contextmanager
+    def _killed_late(self) -> Iterator[None]:
+        """Kill the process at the deadline, so that no half read or half written pipe blocks."""
+        timer = threading.Timer(self.left, _kill, [self.process])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
 
 def serve(pipe: int, owner: int) -> None:
@@ -238,9 +271,13 @@ def serve(pipe: int, owner: int) -> None:
             connection.send(RuntimeError(f"{type(result).__name__}: {result!s:.200} ({error})"))
 
 
-def _kill(process: subprocess.Popen, pipe: Connection) -> None:
+def _kill(process: subprocess.Popen) -> None:
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def _end(process: subprocess.Popen, pipe: Connection) -> None:
+    _kill(process)
     process.wait()
     pipe.close()
 

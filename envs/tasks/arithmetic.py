@@ -10,7 +10,7 @@ import random
 import re
 
 from envs.tasks.generated import Generated
-from envs.tasks.math_words import marked_answer, split_thoughts
+from envs.tasks.math_words import said_answer
 from envs.tasks.task import Reply, Reward, Row, user
 
 QUESTION = "What is {} {} {}?"
@@ -104,9 +104,7 @@ def said_number(text: str, problem: str) -> int | None:
     >>> said_number("47 + 85 = 132", "47 + 85"), said_number("47 + 85", "47 + 85")
     (132, None)
     """
-    said = split_thoughts(text)[1]
-    marked = marked_answer(said)
-    said = (said if marked is None else marked).replace("\u2212", "-")
+    said = said_answer(text)[0].replace("\u2212", "-")
     echo = r"\s*".join(map(re.escape, problem.split()))
     found = set(NUMBER.findall(re.sub(rf"(?<!\d){echo}(?!\d)", "", said)))
     values = {number.replace(",", "") for number in found}

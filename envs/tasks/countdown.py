@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from envs.rewards.answers import countdown_value, solves_countdown
 from envs.tasks.generated import Generated
-from envs.tasks.math_words import marked_answer, split_thoughts
+from envs.tasks.math_words import said_answer
 from envs.tasks.task import Reply, Reward, Row, user
 
 QUESTION = (
@@ -73,9 +73,7 @@ class Countdown(Generated):
 
     def reward(self, row: Row, reply: Reply) -> Reward:
         """Return 0.9 for a solution plus 0.1 for an expression of the numbers."""
-        said = split_thoughts(reply.text)[1]
-        marked = marked_answer(said)
-        said = (said if marked is None else marked).strip()
+        said, _ = said_answer(reply.text)
         target = row["problem"].partition(",")[0].removeprefix("target=")
         left, equals, right = said.partition("=")
         said = left if equals and right.strip() == target else said

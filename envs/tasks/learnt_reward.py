@@ -4,15 +4,52 @@ The prompts come from a data set whose own replies are the labels. Without one: 
 packaged pairs of sorted digits, whose reward model `experiment=rm_tiny` trains.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from envs.tasks.dataset import DatasetTask
 from envs.tasks.preferences import SORTED_DIGITS
-from envs.tasks.task import Reply, Reward, Row, assistant
+from envs.tasks.task import Message, Reply, Reward, Row, assistant
 
 WEIGHTS = "reward_model.safetensors"
+
+
+class LearntScore:
+    """Score chats by the `GPT2RewardModel` in a folder, loaded when the first chat comes.
+
+    The folder, which a user calls `name`, is looked for at once; experiment:<name> is made later.
+    """
+
+    def __init__(self, folder: str, clip: float, *, name: str) -> None:
+        if not clip > 0:
+            raise ValueError(f"expected score_clip > 0, got {clip}")
+        there = Path(folder, WEIGHTS).expanduser().is_file()
+        if not folder.startswith("experiment:") and not there:
+            raise ValueError(
+                f"expected {name} to be a folder with {WEIGHTS}, got {folder}; "
+                "python train.py experiment=rm_tiny makes one"
+            )
+        self.folder, self.clip = folder, clip
+
+    @cached_property
+    def _model(self):
+        from policies.reward_scorer import ChatRewards
+
+        return ChatRewards(self.folder)
+
+    def replies(self, replies: Sequence[Reply]) -> list[float]:
+        """Return the score at the end of each reply, all scored together."""
+        return self._model([reply.messages for reply in replies], [r.complete for r in replies])
+
+    def chats(self, chats: Sequence[list[Message]]) -> list[float]:
+        """Return the score at the end of each whole chat."""
+        return self._model(chats)
+
+    def clipped(self, score: float) -> float:
+        """Return a score within +-clip."""
+        return min(max(score, -self.clip), self.clip)
 
 
 class LearntReward(DatasetTask):
@@ -32,46 +69,21 @@ class LearntReward(DatasetTask):
         reward_model: str,
         relative: bool = True,
         score_clip: float = 10.0,
-        eval_dataset: str | None = None,
-        columns: Mapping[str, str | None] | None = None,
-        split: str = "train",
-        eval_split: str | None = None,
-        seed: int = 0,
+        **data: Any,
     ) -> None:
-        super().__init__(
-            dataset,
-            eval_dataset=eval_dataset,
-            columns=columns,
-            split=split,
-            eval_split=eval_split,
-            seed=seed,
-        )
-        if not score_clip > 0:
-            raise ValueError(f"expected score_clip > 0, got {score_clip}")
-        folder = Path(reward_model).expanduser()
-        if not reward_model.startswith("experiment:") and not (folder / WEIGHTS).is_file():
-            raise ValueError(
-                f"expected reward_model to be a folder with {WEIGHTS}, got {reward_model}; "
-                "python train.py experiment=rm_tiny makes one"
-            )
-        self.reward_model, self.relative, self.score_clip = reward_model, relative, score_clip
-
-    @cached_property
-    def _scorer(self):
-        from policies.reward_scorer import ChatRewards
-
-        return ChatRewards(self.reward_model)
+        super().__init__(dataset, **data)
+        self.score = LearntScore(reward_model, score_clip, name="reward_model")
+        self.relative = relative
 
     def rewards(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Reward]:
         """Return what each reply earns, all scored together."""
-        scores = self._scorer([reply.messages for reply in replies], [r.complete for r in replies])
-        labels = [0.0] * len(rows)
+        scores, labels = self.score.replies(replies), [0.0] * len(rows)
         if self.relative:
             chats = [[*row["messages"], assistant(row["answer"])] for row in rows]
-            labels = self._scorer(chats)
+            labels = self.score.chats(chats)
         return [self._reward(*each) for each in zip(rows, replies, scores, labels, strict=True)]
 
     def _reward(self, row: Row, reply: Reply, score: float, label: float) -> Reward:
         exact = reply.complete and reply.text.split() == row["answer"].split()
-        total = min(max(score - label, -self.score_clip), self.score_clip)
+        total = self.score.clipped(score - label)
         return Reward(total=total, parts={"score": score, "exact": float(exact)}, success=exact)

@@ -7,8 +7,9 @@ from typing import Any
 
 from envs.rewards.answers import same_mathematics, symbolic_check
 from envs.rewards.workers import Late, Workers
-from envs.tasks.math_words import MathWords, marked_answer, split_thoughts
+from envs.tasks.math_words import MathWords, said_answer
 from envs.tasks.task import Reply, Reward, Row
+from policies.extras import EXTRAS
 
 
 class MathProblems(MathWords):
@@ -39,10 +40,7 @@ class MathProblems(MathWords):
     ) -> None:
         super().__init__(dataset, **data)
         if symbolic and find_spec("math_verify") is None:
-            raise ImportError(
-                "symbolic=True needs math-verify: pip install leash[math], or set "
-                "env.task.symbolic=false"
-            )
+            raise ImportError(EXTRAS["math_verify"])
         self.symbolic = symbolic
         self._workers = Workers(Late(symbolic_check), timeout=timeout, processes=processes)
 
@@ -52,23 +50,23 @@ class MathProblems(MathWords):
 
     def rewards(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Reward]:
         """Return what each reply earns; a comparison that fails counts as wrong and as an error."""
-        said = [marked_answer(split_thoughts(reply.text)[1]) for reply in replies]
+        answers = [said_answer(reply.text) for reply in replies]
+        said = [answer if marked else "" for answer, marked in answers]
         found: list[Any] = [
-            bool(answer) and same_mathematics(answer, row["final"])
-            for row, answer in zip(rows, said, strict=True)
+            same_mathematics(answer, row["final"]) for row, answer in zip(rows, said, strict=True)
         ]
         if self.symbolic:
             open_ = [i for i, row in enumerate(rows) if not found[i] and _is_own(said[i], row)]
             calls = [(said[i], rows[i]["final"]) for i in open_]
             for i, result in zip(open_, self._workers.map(calls), strict=True):
                 found[i] = result
-        marks = zip(found, said, replies, strict=True)
-        return [_reward(result, answer is not None, reply) for result, answer, reply in marks]
+        marks = zip(found, answers, replies, strict=True)
+        return [_reward(result, marked, reply) for result, (_, marked), reply in marks]
 
 
-def _is_own(said: str | None, row: Row) -> bool:
+def _is_own(said: str, row: Row) -> bool:
     """Return whether an answer is more than a piece of the question: "2+3" is 5, but no answer."""
-    bare = re.sub(r"\s", "", said or "")
+    bare = re.sub(r"\s", "", said)
     return bool(bare) and bare not in re.sub(r"\s", "", row["messages"][-1]["content"])
 
 

@@ -46,8 +46,7 @@ class MathWords(DatasetTask):
 
     def prepare(self, row: Row) -> Row:
         """Return the row with its right answer as "final"."""
-        marked = marked_answer(row["answer"])
-        final = (row["answer"] if marked is None else marked).strip()
+        final = final_answer(row["answer"])
         if not final:
             raise ValueError(
                 f"row {row['index']}, answer: expected a final answer after its mark, got "
@@ -57,13 +56,9 @@ class MathWords(DatasetTask):
 
     def reward(self, row: Row, reply: Reply) -> Reward:
         """Return 1 if the reply's final answer is the right one, else 0."""
-        text = split_thoughts(reply.text)[1]
-        marked = marked_answer(text)
-        correct = same_answer(text if marked is None else marked, row["final"])
-        parts = {
-            "correct": float(correct),
-            "format": float(marked is not None and reply.complete),
-        }
+        said, marked = said_answer(reply.text)
+        correct = same_answer(said, row["final"])
+        parts = {"correct": float(correct), "format": float(marked and reply.complete)}
         return Reward(total=parts["correct"], parts=parts, success=correct)
 
 
@@ -107,6 +102,22 @@ def marked_answer(text: str) -> str | None:
         at = text.rindex(BOXED)
         found.append((at, _braced(text[at + len(BOXED) :])))
     return max(found)[1] if found else None
+
+
+def final_answer(text: str) -> str:
+    """Return the answer that a text marks, see `marked_answer`, else all of it."""
+    marked = marked_answer(text)
+    return (text if marked is None else marked).strip()
+
+
+def said_answer(text: str) -> tuple[str, bool]:
+    """Return the answer of a reply, its thoughts left out, and whether the reply marks it.
+
+    >>> said_answer("<think>#### 41</think> It is #### 42"), said_answer("</think> 42 it is")
+    (('42', True), ('42 it is', False))
+    """
+    outside = split_thoughts(text)[1]
+    return final_answer(outside), marked_answer(outside) is not None
 
 
 def _braced(text: str) -> str:

@@ -1,6 +1,7 @@
 """Several tasks in one run, their train rows in fixed proportions."""
 
 import dataclasses
+import difflib
 import itertools
 import math
 import random
@@ -36,12 +37,16 @@ class Mix(Task):
         seed: int = 0,
     ) -> None:
         weights = dict.fromkeys(tasks, 1.0) if weights is None else weights
+        for name in sorted(set(weights) - set(tasks)):
+            if close := difflib.get_close_matches(name, tasks, n=1):
+                raise ValueError(f"weights.{name}: no such task; did you mean {close[0]}?")
         if not tasks or set(weights) != set(tasks):
             raise ValueError(
                 f"expected a weight for each task ({', '.join(tasks) or 'none'}), got "
                 f"{', '.join(weights) or 'none'}; rename or remove one"
             )
-        if not all(0 < weight < math.inf for weight in weights.values()):
+        numbers = all(isinstance(weight, (int, float)) for weight in weights.values())
+        if not numbers or not all(0 < weight < math.inf for weight in weights.values()):
             raise ValueError(f"expected weights > 0, got {dict(weights)}; leave a task out instead")
         if num_rows is not None and num_rows < 1:
             raise ValueError(f"expected num_rows >= 1, got {num_rows}")
@@ -60,6 +65,12 @@ class Mix(Task):
 
     def rewards(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Reward]:
         """Return what each reply earns by its row's own task."""
+        for row in rows:
+            if row.get("task") not in self.tasks:
+                raise ValueError(
+                    f"expected a row of a task among {', '.join(self.tasks)}, got "
+                    f"{row.get('task')!r}; give rewards rows of this mix"
+                )
         out: list[Reward] = [Reward(0.0, {}, False)] * len(rows)
         for name, task in self.tasks.items():
             mine = [i for i, row in enumerate(rows) if row["task"] == name]

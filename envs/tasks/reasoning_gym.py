@@ -16,6 +16,7 @@ from envs.rewards.answers import tagged
 from envs.rewards.workers import Late, Workers
 from envs.tasks.math_words import split_thoughts
 from envs.tasks.task import Reply, Reward, Row, Split, Task, assistant, check_split, user
+from policies.extras import EXTRAS
 
 INSTRUCTION = "Give the final answer alone, inside <answer> and </answer>."
 EVAL_SEED = 3 << 30  # train rows begin below 1 << 30; numpy takes seeds below 1 << 32
@@ -136,9 +137,7 @@ def _library() -> Any:
             warnings.simplefilter("ignore")
             import reasoning_gym  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise ImportError(
-            "env=reasoning_gym needs reasoning-gym: pip install leash[reasoning]"
-        ) from error
+        raise ImportError(EXTRAS["reasoning_gym"]) from error
     return reasoning_gym.factory
 
 

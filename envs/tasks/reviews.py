@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from envs.tasks.task import Reply, Reward, Row, Split, Task, check_split, user
+from policies.extras import EXTRAS
 
 REQUEST = "Write a one-sentence review of {}."
 CLEAR = 0.5  # a reward above it counts as right; vaderSentiment calls 0.05 positive
@@ -71,5 +72,5 @@ def _scorer() -> Any:
     try:
         from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
     except ImportError:
-        raise ImportError("Reviews need vaderSentiment: pip install 'leash[sentiment]'") from None
+        raise ImportError(EXTRAS["vaderSentiment"]) from None
     return SentimentIntensityAnalyzer()

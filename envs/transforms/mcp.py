@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 
 from envs.transforms.tool_registry import Tool
+from policies.extras import EXTRAS
 
 MARK = "LEASH_MCP_SERVER"  # the environment variable that tells whose child a process is
 CLOSED = -32000  # the code of an answer that will not come, for the connection is closed
@@ -138,7 +139,7 @@ class _Session(threading.Thread):
         try:
             from mcp import Client, StdioServerParameters, stdio_client
         except ImportError as error:
-            missing = ImportError("MCPServer needs mcp: pip install 'leash[mcp]'")
+            missing = ImportError(EXTRAS["mcp"])
             missing.__cause__ = error
             self._ready.set_exception(missing)
             return

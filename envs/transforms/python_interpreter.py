@@ -44,7 +44,7 @@ class PythonInterpreter(ToolTransformBase):
         super().__init__()
         self.tool_role, self.persistent = tool_name, persistent
         self._settings = {"timeout": timeout, **limits}
-        Sandbox(**self._settings)  # wrong limits are an error now, not in the first step
+        Sandbox(timeout=timeout, **limits)  # wrong limits are an error now, not in the first step
         self._boxes: dict[Any, Sandbox] = {}
         self._owners: list[Any] = []
 

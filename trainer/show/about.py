@@ -4,6 +4,7 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
+from trainer.display_text import duration
 from trainer.redact import redact
 from trainer.run_files import Run, dig, number
 from trainer.show import page, svg
@@ -16,13 +17,16 @@ _LEFT_OUT = (*(f"{key}=" for key in PLACES), "hydra.")
 def tiles(run: Run) -> dict[str, str]:
     """Return the few numbers that tell how a run went: first and last."""
     out = {}
-    wanted = [("reward", "reward/mean"), ("sampled accuracy", "eval/sampled_accuracy")]
+    wanted = [("reward, first \u2192 last ten", "reward/mean")]
+    wanted += [("sampled accuracy", "eval/sampled_accuracy")]
     wanted += [("greedy accuracy", "eval/greedy_accuracy")]
     if not run.series("reward/mean"):
-        wanted.append(("loss", "loss/total"))
+        wanted.append(("loss, first \u2192 last ten", "loss/total"))
     for name, metric in wanted:
         points = run.series(metric)
-        if points:
+        if len(points) == 1:
+            out[name.partition(",")[0]] = svg.short(points[0][1])
+        elif points:
             last = points[-1][1] if metric.startswith("eval/") else run.last_ten_mean(metric)
             out[name] = f"{svg.short(points[0][1])} \u2192 {svg.short(last or 0.0)}"
     kl = run.last_ten_mean("kl/ref_sequence")
@@ -34,8 +38,7 @@ def tiles(run: Run) -> dict[str, str]:
         of = f" of {total:g}" if total else ""
         out["iterations"] = f"{run.metrics[-1]['progress/iteration']:g}{of}"
     if seconds is not None:
-        minutes, rest = divmod(round(seconds), 60)
-        out["time"] = f"{minutes} min {rest} s" if minutes else f"{rest} s"
+        out["time"] = duration(seconds)
     return out
 
 
@@ -54,27 +57,31 @@ def _safe(word: str) -> str:
     return f"{key}{sign}{redact({key: value})[key]}"
 
 
-def notes(run: Run) -> str:
-    """Draw what the run said about itself (trainer/diagnosis.py), the gravest first."""
+def notes(run: Run) -> tuple[str, str]:
+    """Draw what the run said about itself (trainer/diagnosis.py): what is wrong, what explains."""
     found = run.status.get("notes")
     held = [note for note in found if isinstance(note, dict)] if isinstance(found, list) else []
     held.sort(key=lambda note: LEVELS.get(str(note.get("level")), len(LEVELS)))
-    rows = []
-    for note in held:
-        when = f"iteration {note.get('iteration')}"
-        when += f" to {note['until']}" if note.get("until") is not None else ""
-        kind = "failed" if note.get("level") == "error" else str(note.get("level"))
-        rows.append(
-            f'<p class="note"><b class="{page.escape(kind)}">{page.escape(note.get("title"))}</b> '
-            f'<span class="muted">{page.escape(when)}</span><br>{page.escape(note.get("text"))}</p>'
-        )
-    return "".join(rows)
+    drawn = [(str(note.get("level")), _note(note)) for note in held]
+    wrong = "".join(text for level, text in drawn if level in ("error", "warn"))
+    return wrong, "".join(text for level, text in drawn if level not in ("error", "warn"))
+
+
+def _note(note: dict[str, Any]) -> str:
+    over = note.get("until")
+    when = f"iteration {note.get('iteration')}" + (f" to {over}" if over is not None else "")
+    level = page.escape(note.get("level"))
+    return (
+        f'<p class="note {level}"><b>{page.escape(note.get("title"))}</b> '
+        f'<span class="muted">{page.escape(when)}</span><br>{page.escape(note.get("text"))}</p>'
+    )
 
 
 def commands(run: Run) -> dict[str, str]:
     """Return how to repeat a run, and how to go on with one that is not finished; HTML."""
     resume = f"python train.py resume={shlex.quote(str(run.folder.resolve()))}"
-    told = {"repeat": command(run), "go on": "" if run.state == "finished" else resume}
+    over = run.state in ("finished", "running")
+    told = {"repeat": command(run), "go on": "" if over else resume}
     return {name: page.command(text) for name, text in told.items() if text}
 
 
@@ -103,12 +110,15 @@ def changes(run: Run) -> str:
     theirs, leash = run.defaults.get("experiment"), run.defaults.get("leash")
     if not (run.config and isinstance(theirs, dict) and isinstance(leash, dict)):
         return ""
-    derived = [key for key, value in _leaves(theirs) if str(value).startswith("${")]
+    known = {**dict(_leaves(leash)), **dict(_leaves(theirs))}
+    derived = [key for key, value in known.items() if str(value).startswith("${")]
     flat = [dict(_leaves(redact(node))) for node in (leash, theirs, run.config)]
     rows, own = [], []
     for key in dict.fromkeys(key for node in flat for key in node):
         default, asked, got = (_text(node, key) for node in flat)
-        if key in PLACES or any(key == other or key.startswith(f"{other}.") for other in derived):
+        if key not in flat[2] or key in PLACES:  # another algorithm's, or a place
+            continue
+        if any(key == other or key.startswith(f"{other}.") for other in derived):
             continue
         got = asked if asked.startswith("experiment:") else got  # its folder is above
         cells = [page.escape(text) for text in (key, default, asked, got)]

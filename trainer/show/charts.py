@@ -83,17 +83,18 @@ def line_chart(
     width: int = 360,
     height: int = 220,
     named: bool = True,
+    least: float = 0.0,
 ) -> str:
     """Draw curves over an integer axis; a value far above the rest is cut, marked by a triangle.
 
-    `named`: with a legend.
+    `named`: with a legend; `least`: a value that the axis reaches.
     """
     series = [Series(s.name, _thin(s.points), s.hue, s.dots) for s in series if s.points]
     if not series:
         raise ValueError(f"expected at least one point for chart {title!r}, got none")
     key = _key(series, width) if named else ("", 34)
     xs = [x for s in series for x, _ in s.points]
-    span = data_range([y for s in series for _, y in s.points])
+    span = data_range([y for s in series for _, y in s.points], least)
     made = plot(xs, span, title=title, unit=unit, x_label=x_label, key=key, size=(width, height))
     values: dict[float, list[str]] = {}
     for s in series:
@@ -176,12 +177,13 @@ def _curve(series: Series, x_axis: Axis, y_axis: Axis) -> str:
     return "".join(parts)
 
 
-def data_range(values: Sequence[float]) -> tuple[float, float]:
+def data_range(values: Sequence[float], least: float = 0.0) -> tuple[float, float]:
     """Choose what the y axis shows: 0 when near, but not a few values far above the rest."""
     lo, hi = min(values), max(values)
     if len(values) >= 10:
         high = sorted(values)[int(0.9 * (len(values) - 1))]
         hi = 1.5 * high if high > 0 and hi > 5 * high else hi
+    hi = max(hi, least) if least else hi
     # A rounding error below 0 is 0: it must not open a whole step of the axis.
     return (0.0 if -1e-3 * hi <= lo <= 0.6 * hi else lo), hi
 

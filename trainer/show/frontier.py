@@ -8,8 +8,9 @@ distance is the root of a KL.
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from trainer.show import svg
 
@@ -74,7 +75,7 @@ def frontier(points: Sequence[Point], *, named: str, width: int = 480, height: i
         parts.append(f'<path class="line" style="stroke:var(--hue0)" d="{svg.path(line)}"/>')
     parts += [_bars(point, x, y) for point in points if len(point.seeds) > 1]
     parts += [_dot(point, x, y, filled=point in best) for point in points]
-    parts += _names(points, x, y)
+    parts += _names(points, x, y, line)
     return svg.frame("".join(parts), width=width, height=height, title=name)
 
 
@@ -98,10 +99,14 @@ def _dot(point: Point, x: svg.Axis, y: svg.Axis, *, filled: bool) -> str:
     return f"<circle {where} {style}><title>{html.escape(tip)}</title></circle>"
 
 
-def _names(points: Sequence[Point], x: svg.Axis, y: svg.Axis) -> list[str]:
-    """Place the labels where they hide nothing; one that would has none, its tooltip tells."""
+def _names(points: Sequence[Point], x: svg.Axis, y: svg.Axis, line: Sequence[Spot]) -> list[str]:
+    """Place the labels where they hide nothing; one that would has none, its tooltip tells.
+
+    The line (pixels) is kept free too, where there is another place.
+    """
     spots = [(x(p.kl), y(p.reward)) for p in points]
     taken = [(px - 6, py - 6, px + 6, py + 6) for px, py in spots]
+    on_line = list(_along(line))
     parts = []
     for point, (px, py) in zip(points, spots, strict=True):
         text = f"{point.name}{point.note}"
@@ -110,14 +115,27 @@ def _names(points: Sequence[Point], x: svg.Axis, y: svg.Axis) -> list[str]:
         tries += [(px - 9 - wide, py - 8), (px + 9, py - 8), (px - 9 - wide, py + 15)]
         tries += [(px + 12, py + 4), (px - 12 - wide, py + 4)]
         tries += [(px - wide / 2, py + d) for d in (-24, 34)]
-        for a, b in tries:
-            box = (a - 4, b - 11, a + wide + 4, b + 3)
-            inside = box[0] > 0 and box[2] < x.stop + 40 and box[1] > y.stop - 12
-            if inside and box[3] < y.start + 10 and not _hits(box, taken):
-                taken.append(box)
-                parts.append(svg.label(a, b, text, style="value"))
-                break
+        boxes = {(a, b): (a - 4, b - 11, a + wide + 4, b + 3) for a, b in tries}
+        free = [spot for spot, box in boxes.items() if _inside(box, x, y) and not _hits(box, taken)]
+        if free:
+            a, b = min(free, key=lambda spot: _hits(boxes[spot], on_line))  # the first, else any
+            taken.append(boxes[a, b])
+            parts.append(svg.label(a, b, text, style="value"))
     return parts
+
+
+def _along(line: Sequence[Spot]) -> Iterator[tuple[float, ...]]:
+    """Cover a line with small boxes."""
+    for (ax, ay), (bx, by) in pairwise(line):
+        count = max(int(math.dist((ax, ay), (bx, by)) / 4), 1)
+        for k in range(count + 1):
+            cx, cy = ax + (bx - ax) * k / count, ay + (by - ay) * k / count
+            yield cx - 1, cy - 1, cx + 1, cy + 1
+
+
+def _inside(box: tuple[float, ...], x: svg.Axis, y: svg.Axis) -> bool:
+    across = box[0] > 0 and box[2] < x.stop + 40
+    return across and box[1] > y.stop - 12 and box[3] < y.start + 10
 
 
 def _hits(box: tuple[float, ...], others: Sequence[tuple[float, ...]]) -> bool:

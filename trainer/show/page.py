@@ -1,8 +1,8 @@
 """The HTML page around charts and texts: one file, no network, light and dark, wide and narrow.
 
 All text goes through `escape`: a model's replies may hold markup or bytes that are no text. The
-page says everything without its script (show/script.js), which only reloads the page of a running
-run, sorts tables and shows tooltips where there is no mouse.
+page says everything without its script (show/script.js), which only reloads the page of a run or
+sweep that goes on, sorts tables and shows tooltips where there is no mouse.
 """
 
 import html
@@ -53,8 +53,13 @@ def page(title: str, body: Iterable[str], *, patience: float | None = None) -> s
 
 
 def heading(title: str, state: str) -> str:
-    """Draw the title with the state of the run beside it."""
-    return f"<h1>{escape(title)}{badge(state)}</h1>"
+    """Draw the title with the state of the run beside it, if it is known."""
+    return f"<h1>{escape(title)}{badge(state) if state else ''}</h1>"
+
+
+def stale(again: str) -> str:
+    """Draw what the script shows when nobody has written the page for long; `again` tells more."""
+    return f'<p id="stale" class="failed" hidden>No news for long; is it dead? {again} tells.</p>'
 
 
 def badge(state: str) -> str:
@@ -95,6 +100,15 @@ def charts(drawn: Sequence[str], *, title: str = "", key: Sequence[str] = ()) ->
     )
     head += f'<div class="key">{"".join(names)}</div>' if key else ""
     return f'{head}<div class="charts">{"".join(drawn)}</div>'
+
+
+def figure(chart: str, healthy: str, metrics: str) -> str:
+    """Draw a chart with what is healthy below it; a tooltip names the metrics."""
+    if not healthy:
+        return chart
+    name = f"{metrics} (docs/metrics.md)"
+    note = f'<figcaption title="{escape(name)}">healthy: {escape(healthy)}</figcaption>'
+    return f"<figure>{chart}{note}</figure>"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, sortable: bool = False) -> str:

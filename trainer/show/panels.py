@@ -5,22 +5,38 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainer.run_files import Run
-from trainer.show import charts
+from trainer.show import charts, page
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One chart: metric names and what the legend calls them; `stacked`: parts of a whole."""
+    """One chart: metric names and what the legend calls them.
+
+    `healthy`: what a good run shows (docs/metrics.md); `stacked`: parts of a whole; `least`: the
+    axis reaches this value, so that rounding errors do not fill the chart.
+    """
 
     title: str
     unit: str
     metrics: dict[str, str]
+    healthy: str = ""
     stacked: bool = False
+    least: float = 0.0
 
 
 MAIN = (
-    Panel("Reward", "mean per reply", {"reward/mean": "with KL", "reward/raw_mean": "task"}),
-    Panel("KL to the reference", "nats per reply (k1)", {"kl/ref_sequence": "kl"}),
+    Panel(
+        "Reward",
+        "mean per reply",
+        {"reward/mean": "with KL", "reward/raw_mean": "task"},
+        "rises, then levels off",
+    ),
+    Panel(
+        "KL to the reference",
+        "nats per reply (k1)",
+        {"kl/ref_sequence": "kl"},
+        "from 0 to at most 20; a steady climb asks for a larger kl.coeff",
+    ),
     Panel(
         "Accuracy on held-out prompts",
         "share of replies",
@@ -29,23 +45,38 @@ MAIN = (
             "eval/greedy_accuracy": "greedy",
             "eval/pass@k": "pass@k",
         },
+        "sampled rises, greedy does not fall",
     ),
     Panel(
         "KL per token",
         "nats per token",
         {"kl/ref": "k1", "kl/ref_k3": "k3", "kl/ref_full": "full"},
+        "from 0 to between 0.01 and 1",
     ),
     Panel(
         "KL to the sampler",
         "nats per token",
         {"kl/behaviour": "drift in the update", "kl/mismatch": "engine mismatch"},
+        "drift below 0.05; mismatch below 1e-3, in bfloat16 below 0.05",
+        least=1e-3,
     ),
-    Panel("KL coefficient", "factor of the KL", {"kl/coeff": "coeff"}),
-    Panel("Policy entropy", "nats per token", {"policy/entropy": "entropy"}),
+    Panel(
+        "KL coefficient",
+        "factor of the KL",
+        {"kl/coeff": "coeff"},
+        "as configured; an adaptive one settles",
+    ),
+    Panel(
+        "Policy entropy",
+        "nats per token",
+        {"policy/entropy": "entropy"},
+        "falls slowly; near 0 nothing is explored",
+    ),
     Panel(
         "Reply length",
         "tokens",
         {"response/length_mean": "mean", "response/length_max": "max"},
+        "no drift that the task does not ask for",
     ),
     Panel(
         "Shares to watch",
@@ -55,6 +86,7 @@ MAIN = (
             "group/zero_variance_fraction": "equal groups",
             "policy/clip_fraction": "clipped",
         },
+        "cut and clipped below 0.2, equal groups below 0.8",
     ),
     Panel(
         "Loss",
@@ -65,12 +97,19 @@ MAIN = (
             "loss/kl": "kl",
             "loss/value": "value",
         },
+        "near 0 in RL, where it says little; falls in SFT",
     ),
-    Panel("Gradient norm", "before clipping", {"optim/grad_norm": "norm"}),
+    Panel(
+        "Gradient norm",
+        "before clipping",
+        {"optim/grad_norm": "norm"},
+        "steady; spikes are cut at optimizer.max_grad_norm",
+    ),
     Panel(
         "Critic",
         "share of the returns' variance explained",
         {"value/explained_variance": "explained"},
+        "above 0.3; 0 knows nothing, below 0 misleads",
     ),
     Panel(
         "Time per iteration",
@@ -81,19 +120,47 @@ MAIN = (
             "time/update_s": "update",
             "time/sync_s": "sync",
         },
+        "collect and update are the largest parts",
         stacked=True,
     ),
 )
 MORE = (  # folded
-    Panel("Learning rate", "mean of the last epoch's steps", {"optim/lr": "lr"}),
-    Panel("Speed", "tokens per second", {"perf/tokens_per_s": "tokens"}),
-    Panel("Reward on held-out prompts", "mean per reply", {"eval/reward": "reward"}),
-    Panel("Largest ratio", "policy / sampler, one token", {"policy/ratio_max": "ratio"}),
-    Panel("Spread of the reward", "standard deviation", {"reward/std": "std"}),
-    Panel("Peak memory", "GiB of the rank that needs most", {"perf/peak_memory_gib": "peak"}),
-    Panel("Steps left out", "optimiser steps so far", {"optim/skipped_steps": "steps"}),
-    Panel("Values clipped", "share of tokens", {"value/clip_fraction": "clipped"}),
+    Panel("Learning rate", "mean of the last epoch's steps", {"optim/lr": "lr"}, "as scheduled"),
+    Panel("Speed", "tokens per second", {"perf/tokens_per_s": "tokens"}, "steady"),
+    Panel(
+        "Reward on held-out prompts",
+        "mean per reply",
+        {"eval/reward": "reward"},
+        "follows the reward; a gap is over-fitting",
+    ),
+    Panel("Largest ratio", "policy / sampler, one token", {"policy/ratio_max": "ratio"}, "1 to 10"),
+    Panel(
+        "Spread of the reward",
+        "standard deviation",
+        {"reward/std": "std"},
+        "above 0; at 0 there is nothing to learn",
+    ),
+    Panel(
+        "Peak memory",
+        "GiB of the rank that needs most",
+        {"perf/peak_memory_gib": "peak"},
+        "levels off after two iterations",
+    ),
+    Panel("Steps left out", "optimiser steps so far", {"optim/skipped_steps": "steps"}, "0"),
+    Panel("Values clipped", "share of tokens", {"value/clip_fraction": "clipped"}, "below 0.3"),
 )
+
+
+def figures(panels: Sequence[Panel], run: Run) -> list[str]:
+    """Draw those panels that the run logs something of, each with what is healthy below (HTML)."""
+    drawn = ((panel, draw(panel, run)) for panel in panels)
+    return [figure(chart, panel, run.names()) for panel, chart in drawn if chart]
+
+
+def figure(chart: str, panel: Panel, names: Sequence[str]) -> str:
+    """Put what is healthy below a chart; a tooltip names its metrics."""
+    known = [name for name in panel.metrics if name in names]
+    return page.figure(chart, panel.healthy, ", ".join(known))
 
 
 def draw(panel: Panel, run: Run) -> str:
@@ -111,7 +178,9 @@ def draw(panel: Panel, run: Run) -> str:
             dots = metric.startswith("eval/")
             name = name if logged == metric else logged.rpartition("/")[2]
             series.append(charts.Series(name, points, hue=index, dots=dots))
-    return charts.line_chart(series, title=panel.title, unit=panel.unit) if series else ""
+    if not series:
+        return ""
+    return charts.line_chart(series, title=panel.title, unit=panel.unit, least=panel.least)
 
 
 def others(run: Run) -> list[Panel]:

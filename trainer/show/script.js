@@ -11,22 +11,21 @@
     if (isNaN(x) !== isNaN(y)) return isNaN(x) ? 1 : -1;
     return isNaN(x) ? a.localeCompare(b, undefined, {numeric: true}) : x - y;
   };
-  for (const table of document.querySelectorAll("table.sortable")) {
-    const heads = [...table.tHead.rows[0].cells];
-    heads.forEach((head, i) => {
-      head.setAttribute("role", "button");
-      head.tabIndex = 0;
-      const sort = () => {
-        const down = head.getAttribute("aria-sort") === "ascending";
-        heads.forEach((other) => other.removeAttribute("aria-sort"));
-        head.setAttribute("aria-sort", down ? "descending" : "ascending");
-        const rows = [...table.tBodies[0].rows];
-        rows.sort((a, b) => compare(value(a, i), value(b, i)) * (down ? -1 : 1));
-        table.tBodies[0].append(...rows);
-      };
-      head.addEventListener("click", sort);
-      head.addEventListener("keydown", (event) => event.key === "Enter" && sort());
-    });
+  const order = (head, down) => {
+    const i = head.cellIndex, body = head.closest("table").tBodies[0];
+    for (const other of head.parentNode.cells) other.removeAttribute("aria-sort");
+    head.setAttribute("aria-sort", down ? "descending" : "ascending");
+    const rows = [...body.rows];
+    rows.sort((a, b) => compare(value(a, i), value(b, i)) * (down ? -1 : 1));
+    body.append(...rows);
+  };
+  const heads = [...document.querySelectorAll("table.sortable th")];
+  for (const head of heads) {
+    head.setAttribute("role", "button");
+    head.tabIndex = 0;
+    const sort = () => order(head, head.getAttribute("aria-sort") === "ascending");
+    head.addEventListener("click", sort);
+    head.addEventListener("keydown", (event) => event.key === "Enter" && sort());
   }
 
   // Tooltips for fingers; a mouse has those of the browser.
@@ -38,22 +37,34 @@
     if (text) document.body.append(Object.assign(document.createElement("div"), {id: "tip", textContent: text}));
   });
 
-  // The page of a running run: again in a few seconds, at the same place.
+  // The page of what goes on: again in a few seconds, at the same place; once a minute when stale.
   const {written, patience, reload} = document.body.dataset;
   const store = (write) => { try { return write(sessionStorage); } catch { return null; } };
   const key = "leash " + location.pathname;
   const folds = [...document.querySelectorAll("details")];
+  const name = (fold) => fold.querySelector("summary").textContent;
+  const wide = [...document.querySelectorAll(".scroll")];
   const kept = JSON.parse(store((s) => s.getItem(key)) || "null");
   if (kept) {
     store((s) => s.removeItem(key));
-    folds.forEach((fold) => { fold.open = kept.open.includes(fold.querySelector("summary").textContent); });
+    folds.forEach((fold) => { fold.open = kept.open.includes(name(fold)); });
+    for (const head of heads) {
+      const how = kept.sorted[head.textContent];
+      if (how) order(head, how === "descending");
+    }
+    wide.forEach((e, i) => { e.scrollLeft = kept.x[i] || 0; });
     scrollTo(0, kept.y);
   }
   if (!reload) return;
-  if (Date.now() / 1000 - written > patience) document.getElementById("stale")?.removeAttribute("hidden");
-  setTimeout(() => {
-    const open = folds.filter((f) => f.open).map((f) => f.querySelector("summary").textContent);
-    store((s) => s.setItem(key, JSON.stringify({y: scrollY, open})));
+  const stale = Date.now() / 1000 - written > patience;
+  if (stale) document.getElementById("stale")?.removeAttribute("hidden");
+  const again = () => {
+    if (!getSelection().isCollapsed) return setTimeout(again, 1000);  // someone copies
+    const open = folds.filter((fold) => fold.open).map(name);
+    const sorted = Object.fromEntries(heads.map((h) => [h.textContent, h.getAttribute("aria-sort")]));
+    const x = wide.map((e) => e.scrollLeft);
+    store((s) => s.setItem(key, JSON.stringify({y: scrollY, x, open, sorted})));
     location.reload();
-  }, 1000 * reload);
+  };
+  setTimeout(again, 1000 * reload * (stale ? 12 : 1));
 })();

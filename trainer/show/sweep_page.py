@@ -1,0 +1,198 @@
+"""The page of a sweep: the frontier, a table of the jobs, their curves over each other."""
+
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+from trainer.display_text import duration
+from trainer.run_files import Run, dig, number
+from trainer.show import charts, page, svg
+from trainer.show.frontier import frontier
+from trainer.show.jobs import Row, best, labels, points, settings, varying
+from trainer.show.panels import MAIN
+
+_OVERLAYS = (
+    ("Reward", "mean per reply", "reward/mean"),
+    ("KL to the reference", "nats per reply (k1)", "kl/ref_sequence"),
+    ("Accuracy on held-out prompts", "share of replies, sampled", "eval/sampled_accuracy"),
+    ("Policy entropy", "nats per token", "policy/entropy"),
+    ("Reply length", "tokens, mean", "response/length_mean"),
+    ("Loss", "mean of the last epoch's steps", "loss/total"),
+)
+COLUMNS = {  # metric or state: field of Row
+    "state": "state",
+    "objective": "objective",
+    "eval/sampled_accuracy": "accuracy",
+    "reward/raw_mean": "reward",
+    "kl/ref_sequence": "kl",
+    "kl/coeff": "coeff",
+    "progress/iteration": "iteration",
+}
+
+GOING = ("running", "starting")
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What the page is of. `left`: jobs that have not begun; `live`: whether the sweep goes on.
+
+    Both are None where nobody wrote them down, as of a search by a script of one's own.
+    """
+
+    folder: Path
+    rows: Sequence[Row]
+    jobs: Sequence[Run]
+    left: int | None = None
+    live: bool | None = None
+
+
+def body(sweep: Sweep) -> list[str]:
+    """Return the parts of the page (HTML)."""
+    rows, jobs = sweep.rows, sweep.jobs
+    name = jobs[0].experiment if jobs else sweep.folder.name
+    drawing = picture(rows, 420, 320) if points(rows) else ""
+    again = page.command(f"python -m trainer.report {shlex.quote(str(sweep.folder.resolve()))}")
+    own = settings(rows)
+    begun = [row.job for row, run in zip(rows, jobs, strict=True) if run.metrics]
+    groups = list(dict.fromkeys(own[job] for job in begun))
+    sides = f'<div class="sides"><div>{drawing}</div><div>{_table(rows, jobs)}</div></div>'
+    return [
+        page.heading(f"Sweep of {name}", _state(sweep)),
+        *_progress(sweep),
+        page.stale(again) if sweep.live else "",
+        *_best(rows),
+        sides if rows else "",
+        page.charts(_overlays(rows, jobs, groups), title="Curves", key=groups),
+        f'<footer class="muted">Written from the files of the jobs; again: {again}</footer>',
+    ]
+
+
+def picture(rows: Sequence[Row], width: int, height: int) -> str:
+    """Draw the frontier of the jobs."""
+    named = ", ".join(key for key in varying(rows) if key != "seed")
+    return frontier(points(rows), named=named, width=width, height=height)
+
+
+def _state(sweep: Sweep) -> str:
+    if sweep.live is None:
+        return ""
+    ended = all(row.state in ("finished", "failed") for row in sweep.rows)
+    return "running" if sweep.live else "finished" if ended and not sweep.left else "stopped"
+
+
+def _progress(sweep: Sweep) -> list[str]:
+    """Say how many jobs are in which state, which one runs and how long the rest may take."""
+    states = [row.state for row in sweep.rows]
+    counts = [f"{states.count(state)} {state}" for state in dict.fromkeys(sorted(states))]
+    left = sweep.left or 0
+    counts += [f"{left} {'to come' if sweep.live else 'not begun'}"] * bool(left)
+    total = len(states) + left
+    line = f"{total} job{'s' * (total != 1)}: {', '.join(counts)}"
+    out = [f'<p class="muted">{line}{_rest(sweep, left)}</p>']
+    names = labels(sweep.rows)
+    for row, run in zip(sweep.rows, sweep.jobs, strict=True):
+        if row.state in GOING:
+            of = number(dig(run.config, "trainer", "num_iterations"))
+            where = f", iteration {row.iteration} of {of:g}" if of and run.metrics else ""
+            link = _link(run, row, page.escape(names[row.job]))
+            out.append(f"<p>{row.state.capitalize()}: {link}{where}</p>")
+    return out
+
+
+def _rest(sweep: Sweep, left: int) -> str:
+    """Estimate the time left from the jobs that are finished."""
+    seconds = [number(run.status.get("seconds")) or 0.0 for run in sweep.jobs]
+    pairs = list(zip(seconds, sweep.rows, strict=True))
+    done = [s for s, row in pairs if row.state == "finished"]
+    going = [s for s, row in pairs if row.state in GOING]
+    if not (sweep.live and done):
+        return ""
+    each = sum(done) / len(done)
+    return f"; about {duration(each * left + sum(max(each - s, 0.0) for s in going))} left"
+
+
+def _link(run: Run, row: Row, text: str) -> str:
+    """Link the page of a job (`text` is HTML), if it has one yet."""
+    if not (run.folder / "report.html").is_file():
+        return text
+    return f'<a href="{page.escape(quote(row.job))}/report.html">{text}</a>'
+
+
+def _best(rows: Sequence[Row]) -> list[str]:
+    """Say which job did best, and how to run it again."""
+    row = best(rows)
+    if row is None or len(rows) < 2:
+        return []
+    values = [("objective", row.objective), ("reward", row.reward), ("KL", row.kl)]
+    told = ", ".join(f"{name} {svg.short(v)}" for name, v in values if v is not None)
+    line = f"Highest objective: <b>{page.escape(labels(rows)[row.job])}</b> ({page.escape(told)})"
+    return [f"<p>{line}</p>", f"<p>{page.command(row.command)}</p>" if row.command else ""]
+
+
+def _overlays(rows: Sequence[Row], jobs: Sequence[Run], groups: Sequence[str]) -> list[str]:
+    """Draw the curves of all jobs over each other; the seeds of a setting share a hue."""
+    names, own, drawn = labels(rows), settings(rows), []
+    for title, unit, metric in _OVERLAYS:
+        series = [
+            charts.Series(
+                names[row.job],
+                run.series(metric),
+                hue=groups.index(own[row.job]),
+                dots=metric.startswith("eval/"),
+            )
+            for row, run in zip(rows, jobs, strict=True)
+            if run.metrics
+        ]
+        if any(s.points for s in series):
+            chart = charts.line_chart(series, title=title, unit=unit, named=False)
+            healthy = next(panel.healthy for panel in MAIN if metric in panel.metrics)
+            drawn.append(page.figure(chart, healthy, metric))
+    return drawn
+
+
+def _table(rows: Sequence[Row], jobs: Sequence[Run]) -> str:
+    """Draw what differs between the jobs, and in a line below it what does not."""
+
+    def cell(value: object) -> str:
+        known = number(value)
+        return "" if value is None else str(value) if known is None else svg.short(known)
+
+    columns = {key: [row.overrides.get(key, "") for row in rows] for key in varying(rows)}
+    same: dict[str, str] = {}
+    for title, name in COLUMNS.items():
+        cells = [cell(getattr(row, name)) for row in rows]
+        if len(rows) > 1 and len(set(cells)) == 1:
+            same |= {title: cells[0]} if cells[0] else {}
+        elif not any(_alike(cells, shown) for shown in columns.values()):
+            columns[title] = cells
+    if not varying(rows):
+        columns = {"job": [row.job for row in rows], **columns}
+    shown = [
+        [page.badge(c) if title == "state" else page.escape(c) for c in cells]
+        for title, cells in columns.items()
+    ]
+    firsts = zip(jobs, rows, shown[0], strict=True)
+    shown[0] = [_link(run, row, cell or "-") for run, row, cell in firsts]
+    text = ", ".join(f"{title} {value}" for title, value in same.items())
+    note = f'<p class="muted">the same in all jobs: {page.escape(text)}</p>' if same else ""
+    return page.table([*columns], zip(*shown, strict=True), sortable=True) + note
+
+
+def _alike(cells: Sequence[str], others: Sequence[str]) -> bool:
+    """Return whether two columns say the same where both say something.
+
+    0.10 is 0.1, and 0.06431 was cut to 0.0643.
+    """
+
+    def same(one: str, other: str) -> bool:
+        if not (one and other):
+            return True
+        try:
+            return math.isclose(float(one), float(other), rel_tol=5e-3)
+        except ValueError:
+            return one == other
+
+    return all(map(same, cells, others))
