@@ -14,7 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from conf import compose, defaults, modes, parts
+from conf import compose, continued, defaults, modes, parts
 from trainer.failures import complain, last_words
 from trainer.launch import agree, prepare_joined, start
 from trainer.sweep import LiveSweep
@@ -67,7 +67,7 @@ def train(cfg: DictConfig, folder: Path) -> float:
                 runtime, policy, optimizer, reference=reference, **cfg.checkpoint
             ),
             tracker=parts.make_tracker(cfg, folder) if runtime.is_main else None,
-            display=trainer.show_run(folder, total, quiet=not runtime.is_main),
+            display=trainer.show_run(runtime, total),
             num_iterations=total,
         )
         return trainer.run_mode(loop, OmegaConf.to_container(cfg, resolve=True))
@@ -78,11 +78,11 @@ def main(cfg: DictConfig) -> float:
     """Run one job in Hydra's folder; a failed job of a sweep does not stop the others."""
     folder = Path(HydraConfig.get().runtime.output_dir)
     try:
+        run = continued.find(compose.settle(cfg), folder)
         if HydraConfig.get().mode == RunMode.MULTIRUN:
-            jobs = compose.expand([word for word in sys.argv[1:] if not word.startswith("-")])
-            SWEEPS[:] = SWEEPS or [LiveSweep(Path(HydraConfig.get().sweep.dir), jobs)]
-            SWEEPS[0].begin(HydraConfig.get().job.num)
-        return start(compose.settle(cfg), defaults.keep(folder), **OURS)
+            SWEEPS[:] = SWEEPS or [continued.live(sys.argv[1:], HydraConfig.get().sweep.dir)]
+            SWEEPS[0].begin(HydraConfig.get().job.num, run.done)
+        return float("nan") if run.done else start(run.config, defaults.keep(folder), **OURS)
     except (RuntimeError, ValueError, OSError) as error:
         complain(error)
         FAILED.append(folder.name)
@@ -121,7 +121,7 @@ def cli(words: list[str]) -> int:
             return join(words, ranks)
         if beside := modes.asked(words):
             return modes.carry_out(beside, **OURS)
-        if (resumed := compose.check_words(words)) is None:
+        if (resumed := continued.check(words)) is None:
             main()
         elif resumed.done:
             print(resumed.done)
@@ -132,6 +132,7 @@ def cli(words: list[str]) -> int:
             complain(error)
         return 2
     except KeyboardInterrupt:  # outside of a run
+        print("stopped before it began; nothing is saved")
         return 130
     finally:
         for sweep in SWEEPS:
@@ -142,5 +143,7 @@ def cli(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # a reply may hold what this terminal cannot show
     sys.argv[1:] = compose.spell_out(sys.argv[1:])  # Hydra reads them too
     sys.exit(cli(sys.argv[1:]))

@@ -13,76 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from conf import control, files, nodes, task
+from conf.bounds import NUMBERS, RANGES, RELATED, choices, is_silent
 from policies import extras
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("policies", "envs", "trainer")
 LAZY = (*PACKAGES, "envs.transforms")  # their names are known without torch
-CHOICES = {
-    "mode": ("train", "chat", "evaluate", "export"),
-    "policy.source": ("auto", "hub"),
-    "policy.dtype": ("float32", "bfloat16"),
-    "policy.autocast": (None, "bfloat16"),
-    "kl.estimator": ("k1", "k2", "k3", "full"),
-    "kl.where": ("loss", "reward"),
-    "kl.controller": ("constant", "adaptive", "linear"),
-    "algorithm.aggregation": ("token_mean", "sequence_mean", "constant"),
-    "algorithm.baseline": ("group_mean", "leave_one_out", "none"),
-    "algorithm.surrogate": ("clip", "cispo", "reinforce"),
-    "algorithm.ratio": ("token", "sequence"),
-    "algorithm.credit": ("trajectory", "return_to_go"),
-    "algorithm.critic.kind": ("head", "separate"),
-    "algorithm.mask": ("assistant", "prompt"),
-    "optimizer.schedule": ("constant", "linear", "cosine"),
-    "tracker.mode": (None, "online", "offline", "disabled"),
-}
-AT_LEAST = {
-    "policy.temperature": 0,
-    "policy.max_new_tokens": 1,
-    "policy.max_prompt_tokens": 1,
-    "env.max_turns": 1,
-    "policy.lora.r": 0,
-    "policy.lora.alpha": 0,
-    "kl.coeff": 0,
-    "kl.end": 0,
-    "algorithm.target_kl": 0,
-    "algorithm.entropy_coeff": 0,
-    "algorithm.entropy_target": 0,
-    "kl.refresh_every": 0,
-    "algorithm.group_size": 1,
-    "algorithm.epochs": 1,
-    "algorithm.minibatches": 1,
-    "algorithm.clip_high": 0,
-    "algorithm.clip_low": 0,
-    "algorithm.value_clip": 0,
-    "algorithm.value_coeff": 0,
-    "algorithm.critic.lr_scale": 0,
-    "algorithm.critic.warmup": 0,
-    "optimizer.lr": 0,
-    "optimizer.weight_decay": 0,
-    "optimizer.eps": 0,
-    "optimizer.max_grad_norm": 0,
-    "optimizer.warmup": 0,
-    "trainer.num_iterations": 1,
-    "trainer.prompts_per_iteration": 1,
-    "trainer.micro_batch_tokens": 1,
-    "trainer.show_every": 0,
-    "eval.every": 0,
-    "eval.num_samples": 0,
-    "eval.temperature": 0,
-    "eval.max_rows": 1,
-    "eval.prompts_per_batch": 1,
-    "tracker.init_timeout": 0,
-    "tracker.finish_timeout": 0,
-    "tracker.table_every": 0,
-    "tracker.flush_s": 1,
-    "checkpoint.every": 0,
-    "checkpoint.keep_last": 1,
-    "launch.num_processes": 1,
-    "launch.threads": 1,
-}
 CROWD = 4  # processes a core, above which there are surely too many
-SILENT = ("Demonstrations", "PreferencePairs")  # sources that sample no replies
 BIASED = {
     ("loss", "k1"): "k1 in the loss has a gradient of zero; use kl.estimator=k3, k2 or full",
     ("reward", "k2"): "k2 in the reward has no KL gradient near the reference; use k1",
@@ -97,33 +34,22 @@ def check(cfg: dict[str, Any]) -> None:
         raise ValueError(finding)
 
 
-def is_silent(cfg: Any) -> bool:
-    """Return whether a run samples no replies."""
-    return cfg["algorithm"]["source"]["_target_"].rpartition(".")[2] in SILENT
-
-
-def choices(cfg: Any) -> dict[str, tuple[str | None, ...]]:
-    """Return the values that each key with named values may have in this configuration."""
-    means = CHOICES["algorithm.aggregation"][:2]  # "constant" divides by the longest reply
-    return CHOICES | ({"algorithm.aggregation": means} if is_silent(cfg) else {})
-
-
 def _findings(cfg: dict[str, Any]) -> Iterator[str]:
     flat = dict(_leaves(cfg))
     for key, known in choices(cfg).items():
         if key in flat and flat[key] not in known:
             names = ", ".join(str(c).replace("None", "null") for c in known)
             yield f"expected {key} to be one of {names}, got {flat[key]!r}"
-    for key, least in AT_LEAST.items():
+    for key, range_ in NUMBERS.items():
         value = flat.get(key)
-        if value is not None and not least <= value < math.inf:
+        if value is not None and not (math.isfinite(value) and RANGES[range_](value)):
             finite = "" if math.isfinite(value) else " and finite"
-            yield f"expected {key} >= {least}{finite}, got {value}"
+            yield f"expected {key} {range_}{finite}, got {value}"
     betas = cfg["optimizer"]["betas"]
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        yield f"expected optimizer.betas to be two numbers from 0 to below 1, got {betas}"
+        yield f"expected optimizer.betas {RELATED['optimizer.betas']}, got {betas}"
     if not -(2**63) <= cfg["seed"] < 2**63:
-        yield f"expected seed to fit into 64 bits, got {cfg['seed']}"
+        yield f"expected seed {RELATED['seed']}, got {cfg['seed']}"
     yield from _machine(cfg)
     yield from _batches(cfg)
     yield from _leash(cfg)
@@ -139,7 +65,7 @@ def _findings(cfg: dict[str, Any]) -> Iterator[str]:
 def _machine(cfg: dict[str, Any]) -> Iterator[str]:
     device, ranks, cores = cfg["policy"]["device"], cfg["launch"]["num_processes"], os.cpu_count()
     if device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", device):
-        yield f"expected policy.device to be cpu, cuda or null (a GPU or none), got {device}"
+        yield f"expected policy.device {RELATED['policy.device']} (a GPU or none), got {device}"
     if ranks > CROWD * (cores or 1):
         yield (
             f"expected launch.num_processes for the {cores} cores of this machine, got {ranks}: "
@@ -147,8 +73,8 @@ def _machine(cfg: dict[str, Any]) -> Iterator[str]:
         )
     if dropout := cfg["policy"]["lora"]["dropout"]:
         yield (
-            f"expected policy.lora.dropout=0, got {dropout}: it would make the log-probs that are "
-            "trained on others than those that sampled"
+            f"expected policy.lora.dropout {RELATED['policy.lora.dropout']}, got {dropout}: the "
+            "log-probs that are trained on would not be those that sampled"
         )
 
 
@@ -209,8 +135,6 @@ def _leash(cfg: dict[str, Any]) -> Iterator[str]:
 
 
 def _reference(kl: dict[str, Any]) -> Iterator[str]:
-    if not 0 <= kl["refresh_decay"] < 1:
-        yield f"expected kl.refresh_decay from 0 to below 1, got {kl['refresh_decay']}"
     if kl["refresh_decay"] and not kl["refresh_every"]:
         yield f"kl.refresh_decay={kl['refresh_decay']} needs kl.refresh_every, got 0; set it to 1"
     if kl["refresh_every"] and kl["reference"] is not None:
@@ -228,11 +152,10 @@ def _compares(algorithm: dict[str, Any]) -> bool:
 
 
 def _bounds(algorithm: dict[str, Any]) -> Iterator[str]:
-    if not algorithm["clip_low"] <= 1:
-        yield f"expected algorithm.clip_low <= 1 (no lower bound), got {algorithm['clip_low']}"
-    most, high = algorithm["clip_ratio"], algorithm["clip_high"]
-    if most is not None and not most > 1 + high:
-        yield f"expected algorithm.clip_ratio > 1 + clip_high = {1 + high:g}, or null, got {most}"
+    most, least = algorithm["clip_ratio"], 1 + algorithm["clip_high"]
+    if most is not None and not most > least:
+        above = RELATED["algorithm.clip_ratio"]
+        yield f"expected algorithm.clip_ratio {above} = {least:g}, or null, got {most}"
     if most is not None and algorithm.get("surrogate", "clip") != "clip":
         yield (
             f"algorithm.clip_ratio is a bound of algorithm.surrogate=clip, got surrogate="
@@ -244,14 +167,9 @@ def _bounds(algorithm: dict[str, Any]) -> Iterator[str]:
             "algorithm.surrogate=reinforce has no ratio for replies of an older policy, got "
             f"{steps} steps a batch; set epochs=1 and minibatches=1, or surrogate=clip"
         )
-    if algorithm["clip_advantage"] is not None and not algorithm["clip_advantage"] > 0:
-        yield f"expected algorithm.clip_advantage > 0, or null, got {algorithm['clip_advantage']}"
 
 
 def _critic(algorithm: dict[str, Any]) -> Iterator[str]:
-    for name in ("gamma", "lmbda"):
-        if not 0 <= algorithm[name] <= 1:
-            yield f"expected algorithm.{name} from 0 to 1, got {algorithm[name]}"
     critic = algorithm["critic"]
     if critic["kind"] == "separate" and critic["detach"]:
         yield "algorithm.critic.detach is for a head; a separate critic has none: set it false"

@@ -5,6 +5,7 @@ Every fault is a ValueError of one line; conf/explain.py words those that Hydra 
 
 import dataclasses
 import itertools
+import sys
 from collections.abc import Sequence
 from datetime import datetime
 from functools import cache
@@ -21,10 +22,9 @@ from conf.explain import compose_raw, explain, nearest
 from conf.files import make_writable
 from conf.schema import register
 from conf.sweeps import check_single, with_swept
-from conf.words import check_flags, check_overrides, list_experiments, spell_out
-from trainer.launch import read_status
-from trainer.run_files import find_jobs, is_sweep
-from trainer.sweep import job_name
+from conf.words import check_flags, check_overrides, list_experiments, spell_out, split
+from trainer.run_files import find_jobs, is_sweep, read_status
+from trainer.sweep import job_names
 
 RESUMABLE = ("trainer.num_iterations", "tracker", "launch", "checkpoint", "eval")
 
@@ -59,10 +59,17 @@ def set_up() -> None:
     def run_dir(plain: str | None, name: str) -> str:
         return str(Path(plain).expanduser()) if plain else unique_folder(f"outputs/{name}")
 
+    @cache
+    def names() -> list[str]:
+        return job_names(expand(split(sys.argv[1:])[1]))
+
+    def job_dir(number: int) -> str:
+        return names()[number]
+
     register()
     for resolver in (run_dir, sweep_dir):
         OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
-    OmegaConf.register_new_resolver("job_dir", job_name, replace=True)
+    OmegaConf.register_new_resolver("job_dir", job_dir, replace=True)
     OmegaConf.register_new_resolver("experiments", list_experiments, replace=True)
 
 
@@ -84,13 +91,13 @@ def settle(cfg: DictConfig) -> dict[str, Any]:
     """
     for key in _strangers(cfg, ""):
         raise ValueError(f"there is no key {key}{nearest(key)}")
-    missing = OmegaConf.missing_keys(cfg)
-    if missing:
-        raise ValueError(f"expected a value for {(key := min(missing))}, got none; give {key}=...")
     try:
-        plain = OmegaConf.to_container(cfg, resolve=True)
+        missing = OmegaConf.missing_keys(cfg)
+        plain = {} if missing else OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as error:
         raise ValueError(explain(error)) from error
+    if missing:
+        raise ValueError(f"expected a value for {(key := min(missing))}, got none; give {key}=...")
     check(plain)
     raw = OmegaConf.to_container(cfg, resolve=False)
     return _keep_environment(raw, plain, set(_from_environment(raw, plain)))
@@ -193,8 +200,7 @@ def check_words(words: Sequence[str]) -> Resumed | None:
     With a flag that only shows something (--cfg, --help ...) the words are left to Hydra.
     """
     check_flags(words)
-    flags = {word for word in words if word.startswith("-")}
-    overrides = [word for word in words if not word.startswith("-")]
+    flags, overrides = split(words)
     folder = next((w.removeprefix("resume=") for w in overrides if w.startswith("resume=")), None)
     if folder == "":
         raise ValueError("expected resume=<run folder>, got none; leave it out to start a new run")

@@ -14,7 +14,7 @@ from trainer.warm_up import PREFIX
 def findings(cfg: dict[str, Any]) -> Iterator[str]:
     """Yield what a resolved configuration names that is not there, or is there already."""
     folder = cfg["output_dir"]
-    if folder and not cfg["resume"] and _holds_run(Path(folder).expanduser()):
+    if folder and not cfg["resume"] and holds_run(Path(folder).expanduser()):
         yield (
             f"output_dir={folder} already holds a run; go on with it by resume={folder}, or name "
             "another folder"
@@ -40,9 +40,9 @@ def _experiments(node: Any, prefix: str) -> Iterator[str]:
     if isinstance(node, dict):
         for key, value in node.items():
             yield from _experiments(value, f"{prefix}.{key}" if prefix else key)
-    elif isinstance(node, str) and node.startswith("experiment:"):
+    elif isinstance(node, str) and node.startswith(PREFIX):
         names = sorted(path.stem for path in (Path(__file__).parent / "experiment").glob("*.yaml"))
-        if node.removeprefix("experiment:") not in names:
+        if node.removeprefix(PREFIX) not in names:
             yield f"{prefix}={node}: there is no such experiment; there are {', '.join(names)}"
 
 
@@ -62,7 +62,8 @@ def _positions(policy: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def _holds_run(folder: Path) -> bool:
+def holds_run(folder: Path) -> bool:
+    """Return whether a run has begun in a folder."""
     return any((folder / name).exists() for name in ("config.yaml", "status.json", "metrics.jsonl"))
 
 

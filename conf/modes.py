@@ -6,34 +6,21 @@ Torch-free.
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from conf import compose
 from conf.sweeps import check_single
+from conf.words import split
 from trainer.launch import start
 from trainer.warm_up import PREFIX, kept_in
 
-WHERE = ("policy.device", "launch", "seed")
-REPLIES = ("policy.max_new_tokens", "policy.max_prompt_tokens", "policy.system_prompt")
+BOTH = ("policy.max_new_tokens", "policy.system_prompt", "kl.reference", "seed", "policy.device")
 MAY = {  # what may be given beside resume=, by mode
-    "chat": ("policy.temperature", *REPLIES, "kl.reference", *WHERE),
-    "evaluate": ("eval", *REPLIES, "kl.reference", "env", "output_dir", *WHERE),
+    "chat": ("policy.temperature", *BOTH, "launch.threads"),
+    "evaluate": ("eval", *BOTH, "policy.max_prompt_tokens", "env", "output_dir", "launch"),
     "export": ("output_dir", "policy.device"),
-}
-# Chat and export play no rows: the data of the run need not be there.
-NO_DATA = {
-    "max_turns": 1,
-    "dataset": None,
-    "eval_dataset": None,
-    "columns": {"messages": None, "question": None, "answer": None},
-    "split": "train",
-    "eval_split": None,
-    "rewards": {},
-    "task_weight": 1.0,
-    "transforms": {},
-    "task": {"_target_": "envs.tasks.SortDigits", "num_rows": 1000},
 }
 SILENT = {"_target_": "trainer.JsonlTracker", "keep_transcripts": False}
 
@@ -43,9 +30,9 @@ def asked(words: Sequence[str]) -> dict[str, Any] | None:
 
     Any fault is a ValueError. With a flag that only shows something it is left to Hydra.
     """
-    overrides = [word for word in words if not word.startswith("-")]
+    flags, overrides = split(words)
     given = {key: value for key, _, value in (word.partition("=") for word in overrides)}
-    mode, flags = given.get("mode", "train"), set(words) - set(overrides)
+    mode = given.get("mode", "train")
     if (mode == "train" and "preflight" not in given) or flags - {"-m", "--multirun"}:
         return None
     if given.get("resume") and mode in MAY:
@@ -80,7 +67,9 @@ def carry_out(config: dict[str, Any], **ours: Any) -> int:
 def _of_run(mode: str, folder: str, overrides: list[str]) -> dict[str, Any]:
     """Return the configuration for a mode on what a run trained."""
     rest = [w for w in overrides if w not in (f"mode={mode}", f"resume={folder}")]
-    instead = {"env": NO_DATA} if mode in ("chat", "export") else {}
+    instead = {}
+    if mode in ("chat", "export"):  # they play no rows: the data of the run need not be there
+        instead["env"] = compose.compose_checked(["env=sort_digits"])["env"]
     config = compose.load_for_resume(folder, rest, may=MAY[mode], mode=mode, **instead)
     _check_replies(config)
     named = any(word.startswith("output_dir=") for word in rest)
@@ -97,11 +86,13 @@ def _of_start(config: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
     if config["preflight"]:
         if mode != "train":
             raise ValueError(f"preflight checks training, got mode={mode}; leave one of them out")
-        config["trains_first"] = sorted(set(_without_warm_up(config, compose.compose_experiment)))
+        config["trains_first"] = sorted(set(_without_warm_up(config)))
         config["tracker"] = SILENT
         return config
     if mode == "export":
         raise ValueError("mode=export writes the model of a run; give resume=<run folder>")
+    if mode == "chat" and (ranks := config["launch"]["num_processes"]) > 1:
+        raise ValueError(f"mode=chat is one process, got launch.num_processes={ranks}; set it to 1")
     _check_replies(config)
     if mode == "evaluate" and not config["output_dir"]:
         config["output_dir"] = str(compose.run_folder(overrides))
@@ -133,17 +124,17 @@ def _check_target(folder: str | None) -> None:
         raise ValueError(f"output_dir={folder} is there already; name a folder that is new")
 
 
-def _without_warm_up(node: Any, compose: Callable[[str], dict[str, Any]]) -> Iterator[str]:
+def _without_warm_up(node: Any) -> Iterator[str]:
     """Put what is there in the place of each experiment:<name>; yield those not trained yet.
 
     A policy or a reference is then the model that its warm-up starts from.
     """
     for key, value in node.items() if isinstance(node, dict) else enumerate(node):
         if isinstance(value, dict | list):
-            yield from _without_warm_up(value, compose)
+            yield from _without_warm_up(value)
         elif isinstance(value, str) and value.startswith(PREFIX):
             name = value.removeprefix(PREFIX)
-            config = compose(name)
+            config = compose.compose_experiment(name)
             model = kept_in(name, config) / "model"
             if model.is_dir():
                 node[key] = str(model)
@@ -154,5 +145,5 @@ def _without_warm_up(node: Any, compose: Callable[[str], dict[str, Any]]) -> Ite
                     "once, it trains that first"
                 )
             yield name
-            yield from _without_warm_up(config["policy"], compose)
+            yield from _without_warm_up(config["policy"])
             node[key] = config["policy"]["model"]

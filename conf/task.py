@@ -33,9 +33,15 @@ def findings(cfg: dict[str, Any]) -> Iterator[str]:
         yield "expected env.task._target_, e.g. envs.tasks.SortDigits; got none"
         return
     try:
-        signature = inspect.signature(find(name))
+        signature = inspect.signature(kind := find(name))
     except Exception as error:  # importing a user's module may raise anything
         yield f"env.task._target_={name}: {_in_one_line(error)}"
+        return
+    if inspect.isfunction(kind):
+        yield (
+            f"env.task._target_={name}: expected a task, which is a class (docs/own_task.md), got "
+            "a function; a reward function goes under env.rewards, as env.rewards.mine.function"
+        )
         return
     given = data_arguments(env)
     for key in ("dataset", "eval_dataset", "columns"):
@@ -149,7 +155,8 @@ def _fault(env: str, source: str, stamps: tuple[int, ...]) -> str | None:
             wanted = getattr(task, ROWS[source], list)
             _check_rows(wanted(), f"{name}, {ROWS[source]}()")
         elif source == "trainer.Rollouts" and not rewards_anything(task):
-            return f"{name} rewards nothing, which GRPO and PPO need; override reward(row, reply)"
+            remedy = "override reward(row, reply) or give env.rewards"
+            return f"{name} rewards nothing, which GRPO and PPO need; {remedy}"
     except Exception as error:  # a task is anybody's code
         handed_on = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         if handed_on and handed_on[1] in node["task"]:  # by **kwargs, to a base that lacks it

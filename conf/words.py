@@ -1,11 +1,15 @@
 """What is wrong with the form of a command line, before Hydra parses it. Torch-free."""
 
 import difflib
+import itertools
 import re
+import shutil
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 
 from conf import explain
+from conf.foreign import known_elsewhere
 
 SHOW = ("job", "hydra", "all")
 FLAGS = {  # of Hydra
@@ -16,15 +20,31 @@ FLAGS = {  # of Hydra
 }
 
 
-def experiments() -> dict[str, str]:
-    """Return what each file of conf/experiment says of itself, in its third line."""
-    files = sorted((explain.FOLDER / "experiment").glob("*.yaml"))
-    return {path.stem: path.read_text().splitlines()[2].lstrip("# ") for path in files}
+def about(group: str) -> dict[str, str]:
+    """Return what the files of a folder of conf/ say of themselves: first lines, less commands."""
+    out = {}
+    for path in sorted((explain.FOLDER / group).glob("*.yaml")):
+        head = itertools.takewhile(lambda line: line[:1] == "#", path.read_text().splitlines())
+        said = [line[2:] for line in head if not re.match("# ( |@|python train)", line)]
+        out[path.stem] = " ".join(said).rstrip(":")
+    return out
 
 
 def list_experiments() -> str:
-    """Return a line per experiment, for --help."""
-    return "\n".join(f"  {name:14} {about}" for name, about in experiments().items())
+    """Return a paragraph per experiment as wide as the terminal, for --help."""
+    said, width = about("experiment"), shutil.get_terminal_size((100, 0)).columns
+    edge = max(map(len, said)) + 4
+    fill = textwrap.TextWrapper(max(width, 2 * edge), subsequent_indent=" " * edge).fill
+    return "\n".join(fill(f"  {name:{edge - 2}}{text}") for name, text in said.items())
+
+
+def split(words: Sequence[str]) -> tuple[set[str], list[str]]:
+    """Return the flags of a command line, and its overrides in their order.
+
+    >>> split(["-m", "seed=1,2", "kl.coeff=0"])
+    ({'-m'}, ['seed=1,2', 'kl.coeff=0'])
+    """
+    return {w for w in words if w[:1] == "-"}, [w for w in words if w[:1] != "-"]
 
 
 def spell_out(words: Sequence[str]) -> list[str]:
@@ -44,7 +64,7 @@ def check_flags(words: Sequence[str]) -> None:
         value = value or (after if after[:1] != "-" and "=" not in after else "")
         if flag.startswith("-") and flag not in FLAGS:
             write = f"write {flag.lstrip('-')}={value or '...'}" if len(flag) > 2 else "see --help"
-            raise ValueError(f"there is no flag {flag}; {write}")
+            raise ValueError(f"there is no flag {flag}{known_elsewhere(flag) or f'; {write}'}")
         if flag in ("--cfg", "-c") and value not in SHOW:
             raise ValueError(f"expected {flag} {' | '.join(SHOW)}, got {value or 'none'}")
 
@@ -71,7 +91,7 @@ def _meant(word: str, words: Sequence[str]) -> str:
     after = list(words[place + 1 : place + 3])
     if after and after[0].startswith("="):
         return f"; write {word}{''.join(after if after[0] == '=' else after[:1])}, without blanks"
-    close = difflib.get_close_matches(word, experiments(), n=1)
+    close = difflib.get_close_matches(word, about("experiment"), n=1)
     if close:
         return f"; did you mean experiment={close[0]}?"
     if explain.is_known(word):

@@ -4,7 +4,6 @@ python docs/make_configuration.py
 """
 
 import dataclasses
-import itertools
 import re
 import sys
 import types
@@ -18,9 +17,10 @@ import yaml
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from conf.checks import AT_LEAST, choices
+from conf.bounds import NUMBERS, RELATED, choices
 from conf.explain import FOLDER, compose_raw
 from conf.schema import Config, register
+from conf.words import about
 
 PAGE = Path(__file__).with_name("configuration.md")
 INTRO = """\
@@ -28,12 +28,16 @@ INTRO = """\
 
 <!-- written by `python docs/make_configuration.py` from conf/: change the comments there -->
 
-Every key that `python train.py` takes: its type, its value in the default experiment (`python \
-train.py` is `experiment=grpo_smollm`), the values that it may have, and what it is. A key is \
-given as `key=value`, a file of a folder of `conf/` as `folder=file`; `python train.py \
+Every key of leash that `python train.py` takes: its type, its value in the default experiment \
+(`python train.py` is `experiment=grpo_smollm`), the values that it may have, and what it is. A \
+key is given as `key=value`, a file of a folder of `conf/` as `folder=file`; `python train.py \
 experiment=grpo_tiny --cfg job` prints all keys of another experiment. A key that does not exist \
 is an error that names the nearest one, and so is what does not go together, before any model is \
 loaded.
+
+What a `_target_` names takes the arguments of its constructor, whose docstring explains them, as \
+keys beside it: `env.task.min_digits=2`. Those that a file of `conf/` gives stand at the end of \
+their section; `???` is for you to give.
 """
 NAMES = {str: "text", bool: "true or false", int: "whole number", float: "number", Any: "any"}
 
@@ -59,7 +63,7 @@ def page() -> tuple[str, list[str]]:
             if words:
                 out.append(f"\n`{words[0]}`, without what is the same as above:\n")
             out += rows
-        out += ["", *_choices(group)]
+        out += ["", *_arguments(group), "", *_choices(group)]
     out += ["\n## experiment\n", *_choices("experiment")]
     text = "\n".join(out) + "\n"
     silent = re.findall(r"^\| `(\S+)` .* \|  \|$", text, re.M)
@@ -155,16 +159,33 @@ def _shown(value: Any) -> str:
 def _allowed(key: str, cfg: DictConfig) -> str:
     if known := choices(cfg).get(key):
         return ", ".join(f"`{'null' if c is None else c}`" for c in known)
-    return f"from {AT_LEAST[key]}" if key in AT_LEAST else ""
+    return _plain(NUMBERS.get(key) or RELATED.get(key, "").removeprefix("to be "))
+
+
+def _arguments(group: str) -> list[str]:
+    """Return a table of what the files of a folder give to the classes that they name."""
+    out = []
+    for path in _files(group):
+        said = comments(path)
+        for key, target, value in _given(yaml.safe_load(path.read_text()), ""):
+            about = f"{_shown(value)} | {_plain(said.get(key, ''))}"
+            out.append(f"| `{group}.{key}` | `{group}={path.stem}` | `{target}` | {about} |")
+    head = ["| argument | given by | to | value | |", "|---|---|---|---|---|"]
+    return [*head, *out] if out else []
+
+
+def _given(node: dict[str, Any], prefix: str) -> Iterator[tuple[str, str, Any]]:
+    """Yield each argument of a class below `node`, with the class and its value; no other key's."""
+    for key, value in node.items():
+        if isinstance(value, dict) and value:
+            yield from _given(value, f"{prefix}{key}.")
+        elif prefix and "_target_" in node and key != "_target_" and "${" not in str(value):
+            yield f"{prefix}{key}", node["_target_"], value
 
 
 def _choices(group: str) -> list[str]:
-    """Return a line for each file of a folder: what its first lines say, less their commands."""
-    out = []
-    for path in _files(group):
-        head = itertools.takewhile(lambda line: line[:1] == "#", path.read_text().splitlines())
-        said = [line[2:] for line in head if not re.match("# ( |@|python train)", line)]
-        out.append(f"- `{group}={path.stem}`: {_plain(' '.join(said).rstrip(':'))}")
+    """Return a line for each file of a folder, if there are several."""
+    out = [f"- `{group}={name}`: {_plain(said)}" for name, said in about(group).items()]
     return out if len(out) > 1 else []
 
 

@@ -19,15 +19,18 @@ def load_chats(
     split: str = "train",
     eval_split: str | None = None,
     seed: int = 0,
+    answers: bool = True,
 ) -> dict[str, list[dict[str, Any]]]:
     """Return the checked "train" and "eval" rows of a data set.
 
     A row has "messages" (the prompt), "answer" (the last reply), "index", and "columns": all its
     cells by column name.
 
-    A column `messages` is used where there is one, else `question` and `answer`; `columns` renames
-    any of the three. Eval rows: `eval_dataset`, else `eval_split` of a hub data set, else a seeded
-    tenth of the data (`split_off`); a file has no splits.
+    A column `messages` is used where there is one, else `question` and `answer`, each a text or
+    messages (then "question" has the cell as it is); `columns` renames any of the three. Without
+    `answers` an answer is read only if `columns` names it. Eval rows: `eval_dataset`, else
+    `eval_split` of a hub data set, else a seeded tenth of the data (`split_off`); a file has no
+    splits.
     """
     if not dataset:
         raise ValueError(
@@ -38,34 +41,42 @@ def load_chats(
     if unknown:
         raise ValueError(f"env.columns: expected keys among {sorted(COLUMNS)}, got {unknown}")
     names = {name: column for name, column in (columns or {}).items() if column is not None}
-    train = _chats(load_table(dataset, split=split), names)
+    train = _chats(load_table(dataset, split=split), names, answers)
     if eval_dataset or (eval_split and not is_file(dataset)):
         table = load_table(eval_dataset or dataset, split=eval_split or split)
-        return {"train": train, "eval": _chats(table, names)}
+        return {"train": train, "eval": _chats(table, names, answers)}
     kept, held_out = split_off([json.dumps(row["messages"]) for row in train], seed=seed)
     return {"train": [train[i] for i in kept], "eval": [train[i] for i in held_out]}
 
 
-def _chats(table: Table, names: Mapping[str, str]) -> list[dict[str, Any]]:
+def _chats(table: Table, names: Mapping[str, str], answers: bool) -> list[dict[str, Any]]:
     """Return prompt and answer of each row of a table."""
-    column = names.get("messages", COLUMNS["messages"])
+    column = names.get("messages", "messages")
     by_question = "question" in names or "answer" in names
     if "messages" in names or (column in table.columns and not by_question):
-        table.require(column)
-        return [_chat(table, index, column) for index in range(len(table.rows))]
-    question, answer = (table.require(names.get(n, n)) for n in ("question", "answer"))
-    return [
-        {
-            "index": index,
-            "messages": [{"role": "user", "content": table.text(index, question)}],
-            "answer": table.text(index, answer),
-            "columns": table.rows[index],
-        }
-        for index in range(len(table.rows))
+        table.require("messages", column)
+        remedy = f"if these are prompts alone, give env.columns.question={column} in its place"
+        return table.each(lambda index: _chat(table, index, column), remedy)
+    question = table.require("question", names.get("question", "question"))
+    there = f"=<column>, of {', '.join(table.columns)}"
+    remedy = f"name a column of prompts: env.columns.question{there}"
+    prompts = table.each(lambda index: table.turns(index, question, "user"), remedy)
+    rows = [
+        {"index": i, "messages": prompt, "columns": row, "question": row[question]}
+        for i, (prompt, row) in enumerate(zip(prompts, table.rows, strict=True))
     ]
+    if not answers and "answer" not in names:
+        return rows
+    answer = table.require("answer", names.get("answer", "answer"))
+    remedy = f"name a column of texts: env.columns.answer{there}"
+    replies = table.each(lambda index: table.turns(index, answer, "assistant"), remedy)
+    for row, reply in zip(rows, replies, strict=True):
+        row |= {"messages": row["messages"] + reply[:-1], "answer": reply[-1]["content"]}
+    return rows
 
 
 def _chat(table: Table, index: int, column: str) -> dict[str, Any]:
+    """Return prompt and answer of a row that holds a whole chat."""
     messages = table.messages(index, column)
     last = messages[-1]
     if last["role"] != "assistant" or not last["content"].strip() or len(messages) < 2:

@@ -103,8 +103,8 @@ class Table:
         """Return the error for a malformed cell."""
         shown = repr(got)
         shown = shown if len(shown) <= 80 else shown[:77] + "..."
-        kind = type(got).__name__
-        return Malformed(f"{self.name}, row {index}, {column}: expected {expected}, got {shown} ({kind})")
+        place = f"{self.name}, row {index}, {column}"
+        return Malformed(f"{place}: expected {expected}, got {shown} ({type(got).__name__})")
 
 
 def is_text(value: Any) -> TypeGuard[str]:

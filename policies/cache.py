@@ -90,8 +90,28 @@ def _is_sound(path: Path, entry: dict[str, Any], *, full: bool) -> bool:
     return True
 
 
+def share(place: Path) -> None:
+    """Give a file, or those of a folder, the mode of the umask: safetensors writes private ones.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "a"
+    >>> path.touch()
+    >>> usual = path.stat().st_mode
+    >>> path.chmod(0o600)
+    >>> share(path.parent)
+    >>> path.stat().st_mode == usual
+    True
+    """
+    mask = os.umask(0o077)  # there is no other way to read it
+    os.umask(mask)
+    for path in (place, *place.rglob("*")):
+        if path.is_file():
+            path.chmod(0o666 & ~mask)
+
+
 def write_manifest(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
     """List every file of a finished folder with its sha256, flush all to disk, return the list."""
+    share(folder)
     files = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         stat = path.stat()

@@ -1,4 +1,7 @@
-"""Whether the hub can be reached, found out once instead of by the libraries' many attempts."""
+"""Whether the hub can be reached, found out once instead of by the libraries' many attempts.
+
+W&B's server is asked in the same way (trainer/tracker_wandb.py).
+"""
 
 from threading import Thread
 
@@ -11,15 +14,23 @@ def why_unreachable() -> str | None:
 
     HF_HUB_OFFLINE asks nobody. Proxies are those of the libraries (HTTPS_PROXY ...).
     """
-    from huggingface_hub import constants, get_session
+    from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
-    address, said = constants.ENDPOINT, list[str | None]()
+    return why_silent(constants.ENDPOINT, PATIENCE)
+
+
+def why_silent(address: str, seconds: float) -> str | None:
+    """Return why a web server gives no answer within so many seconds; None if it gives any."""
+    from huggingface_hub import get_session
+
+    said = list[str | None]()
 
     def ask() -> None:
         try:
-            status = get_session().head(address, timeout=PATIENCE).status_code
+            # A second more: this only ends the thread.
+            status = get_session().head(address, timeout=seconds + 1).status_code
             said.append(f"{address} answers {status}" if status in GATEWAY else None)
         except Exception as error:  # of whichever HTTP package is below
             reason = str(error).strip().split("\n")[0] or type(error).__name__
@@ -28,5 +39,5 @@ def why_unreachable() -> str | None:
     # A thread, since a timeout of HTTP counts anew for each address that a name has.
     thread = Thread(target=ask, daemon=True)
     thread.start()
-    thread.join(PATIENCE)
-    return said[0] if said else f"no answer of {address} within {PATIENCE} s"
+    thread.join(seconds)
+    return said[0] if said else f"no answer of {address} within {seconds:g} s"

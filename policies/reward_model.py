@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from policies.cache import share
 from policies.models import find_model, load_model
 from policies.padding import positions
 
@@ -96,6 +97,7 @@ class GPT2RewardModel(nn.Module):
         self.config.save_pretrained(folder)
         weights = {name: value.contiguous() for name, value in self.state_dict().items()}
         save_file(weights, Path(folder) / WEIGHTS)
+        share(Path(folder) / WEIGHTS)
 
 
 def preference_term(chosen: Tensor, rejected: Tensor) -> Tensor:

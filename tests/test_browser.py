@@ -154,36 +154,56 @@ def test_a_page_fits_asks_for_nothing_and_complains_of_nothing(
         assert picture.stat().st_size > 20_000
 
 
+DIFFER = """(...colours) => {
+  const light = (css) => css.match(/[\\d.]+/g).slice(0, 3).map((v) => v / 255)
+    .map((v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const [a, b] = colours.map(light);
+  return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+}"""
+# The least contrast of a token's text on its colour, which is mixed with the paper.
+HEAT = f"""Math.min(...[...document.querySelectorAll(".heat u.m,.heat u.l")].map((token) => {{
+  const style = getComputedStyle(token), parts = (css) => css.match(/[\\d.]+/g).map(Number);
+  const paper = parts(getComputedStyle(document.body).backgroundColor);
+  const [red, green, blue, share] = parts(style.backgroundColor);
+  const mixed = [red, green, blue].map((v, i) => v * share + paper[i] * (1 - share));
+  return ({DIFFER})(`rgb(${{mixed}})`, style.color);
+}}))"""
+
+
 def test_text_and_paper_differ_enough_in_both_schemes(browser, pages):
-    contrast = """((ink) => {
-      const light = (css) => css.match(/[\\d.]+/g).slice(0, 3).map((v) => v / 255)
-        .map((v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
-        .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
-      const body = getComputedStyle(document.body).backgroundColor;
+    contrast = f"""((ink) => {{
       const mark = document.body.appendChild(document.createElement("i"));
-      mark.style.color = `var(${ink})`;
-      const [a, b] = [light(body), light(getComputedStyle(mark).color)];
-      return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
-    })"""
+      mark.style.color = `var(${{ink}})`;
+      const paper = getComputedStyle(document.body).backgroundColor;
+      return ({DIFFER})(paper, getComputedStyle(mark).color);
+    }})"""
     for dark in (False, True):  # WCAG 2.1: 4.5 for text, 3 for graphics
         browser.open(pages["report"], width=1280, dark=dark)
         for name, least in [("--ink", 7), ("--muted", 4.5), ("--good", 4.5), ("--bad", 4.5)]:
             assert browser.run(f"{contrast}('{name}')") >= least, (name, dark)
         for hue in range(8):
             assert browser.run(f"{contrast}('--hue{hue}')") >= 3, (hue, dark)
+        assert browser.run(HEAT) >= 4.5, dark  # the strongest background, on the card's paper
 
 
-def test_a_click_on_a_header_sorts_by_number_and_back(browser, pages):
+def test_the_button_in_a_header_sorts_by_number_and_back_with_empty_cells_last(browser, pages):
     browser.open(pages["sweep"], width=1280)
     shown = "[...document.querySelectorAll('tbody tr')].map((row) => row.cells[{}].textContent)"
     heads = browser.run("[...document.querySelectorAll('th')].map((head) => head.textContent)")
     place = heads.index("objective")
     for down in (False, True):
-        browser.run(f"document.querySelectorAll('th')[{place}].click()")
-        values = [float(text) for text in browser.run(shown.format(place)) if text]
+        browser.run(f"document.querySelectorAll('th button')[{place}].focus()")
+        for kind in ("keyDown", "keyUp"):  # as a keyboard does
+            browser.call("Input.dispatchKeyEvent", type=kind, key=" ", code="Space", text=" ")
+        texts = browser.run(shown.format(place))
+        values = [float(text) for text in texts if text]
         assert values == sorted(values, reverse=down)
         assert len(set(values)) > 4
-    browser.run(f"document.querySelectorAll('th')[{heads.index('kl.coeff')}].click()")
+        assert texts[len(values) :] == [""] * (len(texts) - len(values)) != []
+        sorts = browser.run("[...document.querySelectorAll('th')].map((head) => head.ariaSort)")
+        assert sorts[place] == ("descending" if down else "ascending")
+    browser.run(f"document.querySelectorAll('th button')[{heads.index('kl.coeff')}].click()")
     coeffs = [float(text) for text in browser.run(shown.format(heads.index("kl.coeff")))]
     assert coeffs == [0, 0, 0.01, 0.01, 0.1, 0.1, 1, 1, 9]
 
@@ -191,7 +211,7 @@ def test_a_click_on_a_header_sorts_by_number_and_back(browser, pages):
 def test_a_finger_gets_the_values_of_a_chart_and_of_a_token(browser, pages):
     browser.open(pages["report"], width=390)
     browser.call("Emulation.setTouchEmulationEnabled", enabled=True)
-    for selector in (".tip", ".heat s[title]"):
+    for selector in (".tip", ".heat u[title]"):
         told = browser.run(f"document.querySelector('{selector}').textContent")
         tap = "dispatchEvent(new MouseEvent('click', {bubbles: true}))"
         browser.run(f"document.querySelector('{selector}').{tap}")
@@ -217,11 +237,11 @@ def test_a_sweep_that_goes_on_keeps_its_order_and_its_place(browser, tmp_path, m
 
     for coeff in range(3):
         job(coeff)
-    (tmp_path / "sweep.json").write_text('{"left": 2}')
+    (tmp_path / "sweep.json").write_text('{"jobs": ["later"]}')
     first = "document.querySelector('tbody td')?.textContent"
     with held(tmp_path):
         browser.open(write_sweep(tmp_path), width=390)
-        browser.run("document.querySelector('th').click(), document.querySelector('th').click()")
+        browser.run("for (const _ of [1, 2]) document.querySelector('th button').click()")
         assert browser.run(first) == "2"
         browser.run("scrollTo(0, 500); document.querySelector('.scroll').scrollLeft = 40")
         browser.run("window.same = true")
@@ -236,6 +256,24 @@ def test_a_sweep_that_goes_on_keeps_its_order_and_its_place(browser, tmp_path, m
     browser.run("window.same = true")
     time.sleep(1.5)
     assert browser.run("window.same"), "the page of a dead sweep stays as it is"
+    assert browser.complaints() == []
+
+
+def test_a_button_copies_the_command_before_it_or_selects_it(browser, pages):
+    browser.open(pages["sweep"], width=390)
+    button, text = "document.querySelector('button.copy')", "document.querySelector('.command')"
+    command = browser.run(f"{text}.textContent")
+    assert command.startswith("python train.py ")
+    assert browser.run(f"{button}.getBoundingClientRect().width") > 20
+    clipboard = "Object.defineProperty(navigator, 'clipboard', {{value: {}, configurable: true}})"
+    browser.run(clipboard.format("{writeText: async (text) => { window.copied = text; }}"))
+    browser.run(f"{button}.click()")
+    until(browser, f"{button}.textContent === 'copied'")
+    assert browser.run("window.copied") == command
+    browser.run(clipboard.format("undefined"))  # as where a page is not trusted
+    browser.run(f"{button}.click()")
+    until(browser, "!getSelection().isCollapsed")
+    assert browser.run("String(getSelection())") == command
     assert browser.complaints() == []
 
 

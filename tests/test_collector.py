@@ -17,7 +17,7 @@ from envs.transforms.step_counter import StepCounter
 from envs.transforms.transform import Transform
 from policies.load import load_reference
 from trainer.collect import collect
-from trainer.collector import LLMCollector
+from trainer.torchrl.collector import LLMCollector
 
 TRAJ = ("collector", "traj_ids")
 FULL = ("tokens", "full")

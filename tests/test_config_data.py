@@ -81,6 +81,7 @@ def needs(group: str) -> list[str]:
     return {
         "env=own": [f"env.task._target_={HERE}.Words", "allow_targets=true"],
         "env=chats": ["env.dataset=data.jsonl"],
+        "env=prompts": ["env.dataset=data.jsonl", "env.columns.question=question", *added("short")],
         "env=reasoning_gym": ["env.task=chain_sum"],
         "env=learnt_reward": ["env.task.reward_model=experiment:rm_tiny"],
         "env=preferences": ["algorithm=reward", *offline],
@@ -195,6 +196,11 @@ def test_file_that_changed_is_read_again(place):
         (["env=gsm8k", "env.dataset=./rows"], ["no data file rows (looked in"]),
         ([*OWN, "env.task._target_=no_such_file.Task"], ["No module named 'no_such_file'"]),
         ([*OWN, "env.task._target_=collections.Counter"], ["envs.tasks.Task", "Counter"]),
+        (
+            [*OWN, f"env.task._target_={HERE}.short", "env.dataset=data.jsonl"],
+            [f"{HERE}.short", "is a class (docs/own_task.md), got a function", "env.rewards"],
+        ),
+        (["env=prompts", "env.dataset=data.jsonl"], ["'prompt', got question, answer"]),
         ([*OWN, f"env.task._target_={HERE}.Words", "env.task.words=5"], ["list[str]", "5"]),
         ([*OWN, f"env.task._target_={HERE}.Words", "env.task.share=2"], ["KeyError", HERE]),
         ([*OWN, f"env.task._target_={HERE}.Silent"], ["rows('eval')", "got none"]),

@@ -6,7 +6,8 @@ import json
 import pytest
 from datasets import Dataset
 
-from envs.data import load_chats, load_table, split_off
+from envs.chat_rows import load_chats, split_off
+from envs.data import load_table
 from tests.checkpoints import write_gsm8k_jsonl
 
 ROWS = [{"question": f"{i} + 1?", "answer": f"#### {i + 1}"} for i in range(30)]
@@ -80,6 +81,25 @@ def test_messages_column_wins_unless_question_is_named(tmp_path):
     assert found["train"][0]["answer"] == "Ho"
 
 
+def test_prompts_and_replies_may_be_texts_or_messages(tmp_path):
+    system, user, said = ({"role": r, "content": r[0]} for r in ("system", "user", "assistant"))
+    tool = {"role": "tool", "content": "t"}
+    names = {"question": "prompt", "answer": "completion"}
+    for prompt, completion, messages, answer in (
+        ("Hi", "Ho", [{"role": "user", "content": "Hi"}], "Ho"),
+        ([user], "Ho", [user], "Ho"),
+        ([system, user, said, user], [said], [system, user, said, user], "a"),
+        ([user], [said, tool, LAST], [user, said, tool], "Ho"),
+    ):
+        rows = [{"prompt": prompt, "completion": completion, "level": 3}] * 2
+        path = write_jsonl(tmp_path / "d.jsonl", rows)
+        row = load_chats(path, eval_dataset=path, columns=names)["train"][1]
+        assert (row["messages"], row["answer"]) == (messages, answer)
+        assert (row["question"], row["columns"]) == (prompt, rows[1])
+        bare = load_chats(path, eval_dataset=path, columns={"question": "prompt"}, answers=False)
+        assert "answer" not in bare["eval"][0]
+
+
 def test_split_off_is_seeded_disjoint_and_complete(tmp_path):
     path = write_gsm8k_jsonl(tmp_path / "g.jsonl", 100)
     splits = [load_chats(str(path), seed=seed) for seed in (0, 0, 1)]
@@ -133,11 +153,28 @@ LAST = {"role": "assistant", "content": "Ho"}
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
-        ({"question": None, "answer": "1"}, "row 2, question: expected a text, got None (NoneType"),
-        ({"question": "q", "answer": 5}, "row 2, answer: expected a text, got 5 (int)"),
-        ({"question": "q"}, "row 2, answer: expected a text, got None"),
-        ({"question": "  ", "answer": "1"}, "row 2, question: expected a text, got '  ' (str)"),
-        ({"question": "\ud83d", "answer": "1"}, r"row 2, question: expected a text, got '\ud83d'"),
+        ({"question": None, "answer": "1"}, "question: expected a text or a list of messages, got"),
+        (
+            {"question": "q", "answer": 5},
+            "answer: expected a text or a list of messages, got 5 (int)",
+        ),
+        ({"question": "q"}, "answer: expected a text or a list of messages, got None (NoneType)"),
+        ({"question": "  ", "answer": "1"}, "question: expected a text or a list of messages, got"),
+        ({"question": "\ud83d", "answer": "1"}, r"a list of messages, got '\ud83d'"),
+        ({"question": [], "answer": "1"}, "question: expected a list of messages, got []"),
+        ({"question": ["q"], "answer": "1"}, "question[0]: expected a dict with role and content"),
+        (
+            {"question": [{"role": "assistant", "content": "q"}], "answer": "1"},
+            "question: expected a text of the user as the last message, got ['assistant'] (list)",
+        ),
+        (
+            {"question": [{"role": "user", "content": " "}], "answer": "1"},
+            "question: expected a text of the user as the last message, got ['user'] (list)",
+        ),
+        (
+            {"question": "q", "answer": [{"role": "user", "content": "1"}]},
+            "answer: expected a text of the assistant as the last message, got ['user'] (list)",
+        ),
     ],
 )
 def test_malformed_cell_names_row_column_expected_and_got(tmp_path, bad, words):
@@ -145,6 +182,24 @@ def test_malformed_cell_names_row_column_expected_and_got(tmp_path, bad, words):
     with pytest.raises(ValueError, match="row 2") as caught:
         load_chats(path)
     assert words in str(caught.value)
+    assert str(caught.value).endswith("; correct or remove the row")
+    assert "\n" not in str(caught.value)
+
+
+def test_rows_that_are_all_malformed_name_the_key_of_the_column(tmp_path):
+    path = write_jsonl(tmp_path / "d.jsonl", [{"prompt": [GOOD], "n": i} for i in range(9)])
+    for columns, says in (
+        ({"messages": "prompt"}, "give env.columns.question=prompt in its place"),
+        (
+            {"question": "n", "answer": "prompt"},
+            "prompts: env.columns.question=<column>, of prompt, n",
+        ),
+        ({"question": "prompt", "answer": "n"}, "texts: env.columns.answer=<column>, of prompt, n"),
+    ):
+        with pytest.raises(ValueError, match=r"row 0, .* and none of the 9 rows fits; ") as caught:
+            load_chats(path, columns=columns)
+        assert str(caught.value).endswith(says)
+        assert "remove" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +227,9 @@ def test_malformed_chat_names_the_place(tmp_path, messages, words):
 
 def test_missing_column_lists_the_columns_there_are(tmp_path):
     path = write_jsonl(tmp_path / "d.jsonl", [{"prompt": "a", "label": "b"}])
-    with pytest.raises(ValueError, match="'question', got prompt, label") as caught:
+    with pytest.raises(
+        ValueError, match=r"'question', got prompt, label.*columns.question="
+    ) as caught:
         load_chats(path)
     assert "\n" not in str(caught.value)
     with pytest.raises(ValueError, match="'chat', got prompt, label"):

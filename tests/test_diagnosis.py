@@ -102,6 +102,15 @@ def test_a_sick_run_is_told_so_when_it_is(name):
     assert said(stream(**changes)) == wanted
 
 
+def test_equal_rewards_without_groups_name_no_group_size():
+    texts = [Diagnosis(stream(10, **SICK[name][0])).findings[-1].text for name in list(SICK)[:2]]
+    assert [text.partition(" got ")[0] for text in texts] == [
+        "all replies to a prompt",
+        "all replies",
+    ]
+    assert ["algorithm.group_size" in text for text in texts] == [True, False]
+
+
 def test_every_rule_has_a_sick_run_and_its_reason():
     assert {rule for _, wanted in SICK.values() for rule in wanted} | {"loss_near_zero"} == {
         rule.__name__ for _, rule in RULES.values()

@@ -10,7 +10,10 @@ import pytest
 
 from trainer.display import Display, show_run
 from trainer.display_text import duration, sparkline
-from trainer.run_files import write_text
+from trainer.run_files import load_run, write_text
+from trainer.runtime import Runtime
+from trainer.show import about
+from trainer.tracker import JsonlTracker
 
 
 @pytest.fixture
@@ -47,11 +50,12 @@ def test_a_log_file_gets_one_plain_line_per_iteration() -> None:
         "  report  /r/report.html",
         "evaluating 40 prompts x 8 samples, greedy",
         "before training  accuracy 0.25  greedy 0.50  25.0 s",
-        "iteration 2/3  reward 0.500  kl 0.000 nats  90.0 s  1 min 55 s left",
+        "iteration 2/3  reward 0.500  KL 0.000 nats per reply  90.0 s  1 min 55 s left",
         "iteration 3/3  reward 0.750  accuracy 0.50  30.0 s",
         "report   /r/report.html",
         "metrics  /r/metrics.jsonl",
         "model    /r/model",
+        "chat     python train.py mode=chat resume=/r",
     ]
 
 
@@ -105,7 +109,7 @@ def test_a_terminal_shows_the_evaluation_going_on_and_then_its_result_for_good(t
     assert "accuracy" not in later, "the accuracy before training does not stand beside the reward"
     assert "1/2 2 min 10 s, 1 min 15 s left" in shown  # one iteration of 5 s, then 70 s evaluation
     assert "reward 0.500  1,234 tok/s" in shown
-    assert shown.rstrip().endswith("model    /r/model")
+    assert shown.rstrip().endswith("mode=chat resume=/r")
 
 
 @pytest.mark.parametrize(
@@ -136,8 +140,31 @@ def test_what_is_saved_is_said_with_the_command_that_goes_on() -> None:
     )
 
 
+def test_the_last_lines_say_what_the_run_came_to_in_the_time_of_its_page(tmp_path) -> None:
+    tracker = JsonlTracker(tmp_path)
+    tracker.log({"eval/sampled_accuracy": 0.25, "eval/greedy_accuracy": 0.5}, 0)
+    for i in range(1, 13):
+        tracker.log({"reward/mean": i / 16, "kl/ref_sequence": i / 4}, i)
+    tracker.log({"reward/mean": 0.0, "kl/ref_sequence": 0.0, "eval/sampled_accuracy": 0.9}, 13)
+    write_text(tmp_path / "status.json", '{"state": "finished", "seconds": 84.2}')
+    file = io.StringIO()
+    Display(13, folder=tmp_path, file=file).finish()
+    # of 13 the last quarter: 11, 12 and a zero are 23 / 3, of 16 and of 4
+    assert file.getvalue().splitlines()[0] == (
+        "accuracy 0.25 -> 0.9 (held out, sampled), reward 0.0625 -> 0.479, "
+        "KL 1.92 nats per reply, 1 min 24 s"
+    )
+    assert about.tiles(load_run(tmp_path))["time"] == "1 min 24 s"
+
+
+def test_the_clock_is_that_of_the_run_and_not_of_its_first_iteration(terminal) -> None:
+    with Display(2, since=time.time() - 70, file=terminal) as display:
+        display.update(1, {"reward/mean": 0.5})
+    assert "1/2 1 min 10 s" in frames(terminal)
+
+
 def shown_header(folder: Path) -> list[str]:
-    display = show_run(folder, 5)
+    display = show_run(Runtime(folder), 5)
     display.console.file = file = io.StringIO()
     with display:
         pass
@@ -227,7 +254,8 @@ def test_the_live_lines_fit_the_terminal_and_lose_nothing(terminal, monkeypatch,
     shown = " ".join(" ".join(lines).split())
     assert "30/80 1 h 2 min, 3 min 20 s left" in shown  # 50 iterations of 4 s
     for part in (
-        "reward 1.000 kl 1.250 nats 0.250 per token entropy 0.125 length 5 1,234 tok/s 4.0 s",
+        "reward 1.000 KL 1.250 nats per reply 0.250 nats per token entropy 0.125 length 5",
+        "1,234 tok/s 4.0 s",
         "collect 75% update 25%",
     ):
         assert part in shown
@@ -258,7 +286,7 @@ def test_what_the_policy_wrote_is_coloured_and_nothing_else(terminal) -> None:
 
 def test_the_configuration_says_how_often_replies_are_shown(tmp_path) -> None:
     write_text(tmp_path / "config.yaml", "trainer: {show_every: 7}")
-    assert show_run(tmp_path, 5).show_every == 7
+    assert show_run(Runtime(tmp_path), 5).show_every == 7
 
 
 def test_a_long_note_is_wrapped_at_words_on_a_terminal_and_one_line_in_a_log(terminal) -> None:
@@ -277,4 +305,9 @@ def test_sparkline_and_duration_take_odd_values() -> None:
     assert sparkline([1.0, 1.0], unicode=False) == ".."
     assert sparkline([0.0, math.nan, 1.0], unicode=False) == ".#"
     assert sparkline([]) == ""
+    climb = [min(i, 100) / 100 + (i % 2) / 100 for i in range(1000)]  # then a plateau
+    drawn = sparkline(climb)
+    assert len(drawn) == 24
+    assert drawn[0] == "\u2581"
+    assert set(drawn[3:]) == {"\u2588"}, "a plateau is flat beside the climb"
     assert duration(59.6) == "1 min 0 s"

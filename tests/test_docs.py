@@ -1,5 +1,6 @@
 """What README and docs promise: commands compose, examples run, links lead somewhere."""
 
+import ast
 import importlib.util
 import json
 import re
@@ -20,12 +21,13 @@ from envs.tasks import Reply
 from policies.load import load_policy
 
 ROOT = Path(__file__).parent.parent
+TRL = "docs/coming_from_trl.md"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def commands() -> list[str]:
     """Return every train.py command of the pages that can be composed as it stands."""
-    text = "\n".join(page.read_text() for page in PAGES)
+    text = "\n".join(page.read_text() for page in PAGES).replace("\\\n", " ")
     found = re.findall(r"python train\.py(?: [^\n`|#(]*)?", text)
     needs_a_run = ("resume=", "--cfg")
     return sorted({c.strip() for c in found if not any(n in c for n in needs_a_run)})
@@ -44,21 +46,26 @@ def place(tmp_path, monkeypatch) -> Path:
         }
         for i in "abc"
     ]
-    for name, found in (("problems", rows), ("my", rows), ("chats", chats)):
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, found)))
+    pairs = [{"prompt": row["question"], "completion": row["answer"]} for row in rows]
+    found = {"problems": rows, "my": rows, "chats": chats, "pairs": pairs}
+    for name, lines_ in found.items():
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines_)))
+    (tmp_path / "sums.jsonl").write_text(block("json", page=TRL))
     (tmp_path / "my_tasks.py").write_text(block("python"))
+    (tmp_path / "my_rewards.py").write_text(block("python", page=TRL))
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "my_tasks", raising=False)
+    for name in ("my_tasks", "my_rewards"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     return tmp_path
 
 
-def block(language: str, number: int = 0) -> str:
-    """Return a block of code of docs/own_task.md."""
-    page = (ROOT / "docs/own_task.md").read_text()
-    return re.findall(rf"```{language}\n(.*?)```", page, re.S)[number]
+def block(language: str, number: int = 0, *, page: str = "docs/own_task.md") -> str:
+    """Return a block of code of a page."""
+    text = (ROOT / page).read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.S | re.M)[number]
 
 
 def test_there_are_commands_to_check() -> None:
@@ -115,6 +122,11 @@ def test_own_task_rewards_as_described(place) -> None:
         assert (reward.total, reward.success) == (pytest.approx(total), total == 1)
 
 
+def test_own_task_page_shows_what_a_try_prints(place, capsys) -> None:
+    exec(block("python", 1), {})
+    assert capsys.readouterr().out == block("text")
+
+
 def test_own_task_page_runs_as_it_stands_at_tiny_size(place) -> None:
     (place / "my.jsonl").unlink()  # the page writes it
     tiny = (
@@ -123,7 +135,7 @@ def test_own_task_page_runs_as_it_stands_at_tiny_size(place) -> None:
         "algorithm.group_size=2 eval.num_samples=1 checkpoint.every=0 output_dir=run"
     )
     leash = shlex.join([sys.executable, str(ROOT / "train.py")])
-    script = block("bash") + block("bash", 1).strip().replace("python train.py", leash)
+    script = block("bash") + block("bash", 2).strip().replace("python train.py", leash)
     done = subprocess.run(
         ["bash", "-euc", f"{script} {tiny}"],
         env=environment(PYTHONPATH=str(place)),
@@ -135,12 +147,13 @@ def test_own_task_page_runs_as_it_stands_at_tiny_size(place) -> None:
     rows = lines(place / "run" / "metrics.jsonl")
     assert len(rows) == 3
     assert 0 <= rows[-1]["reward_part/short"] <= 1
+    assert len(lines(place / "my.jsonl")) == 30
     prompts = {line["prompt"] for line in lines(place / "run" / "transcripts.jsonl")}
     assert all(prompt.startswith("What is the opposite of ") for prompt in prompts)
 
 
 def test_own_task_page_quotes_what_is_said_without_permission(place) -> None:
-    words = shlex.split(block("bash", 1))[2:]
+    words = shlex.split(block("bash", 2))[2:]
     with pytest.raises(ValueError, match="allow_targets") as caught:
         compose_checked([word for word in words if word != "allow_targets=true"])
     assert f"error: {caught.value}" in (ROOT / "docs/own_task.md").read_text().splitlines()
@@ -168,12 +181,32 @@ def test_own_task_page_adds_a_reward(place, monkeypatch) -> None:
         assert task.reward(row, Reply(text, True, [])).total == pytest.approx(total)
 
 
+def test_trl_page_takes_data_and_function_as_they_are(place) -> None:
+    command = block("bash", page=TRL).replace("\\\n", " ")
+    config = compose_checked(shlex.split(command)[2:])
+    before = ast.parse(block("python", 1, page=TRL))  # what it says to TRL is what leash gets
+    calls = [node for node in ast.walk(before) if isinstance(node, ast.Call)]
+    told = {k.arg: getattr(k.value, "value", None) for call in calls for k in call.keywords}
+    assert told["num_generations"] == config["algorithm"]["group_size"]
+    assert told["max_completion_length"] == config["policy"]["max_new_tokens"]
+    assert told["beta"] == config["kl"]["coeff"]
+    assert told["model"] == config["policy"]["model"]
+    assert told["data_files"] == config["env"]["dataset"]
+    task = make_task(config["env"])
+    rows = [*task.rows("train"), *task.rows("eval")]
+    assert {row["messages"][0]["content"] for row in rows} == {"What is 2 + 2?", "What is 3 * 4?"}
+    texts = [row["columns"]["answer"] for row in rows]
+    rewards = task.rewards(rows * 2, [Reply(f"It is {t}.", True, []) for t in [*texts, "7", "7"]])
+    assert [(r.total, r.success) for r in rewards] == [(1, True)] * 2 + [(0, False)] * 2
+
+
 def test_environments_page_shows_rewards_that_compose(place) -> None:
     page = (ROOT / "docs" / "environments.md").read_text()
     shown = [yaml.safe_load(b) for b in re.findall(r"```yaml\n(.*?)```", page, re.S)]
     (rewards,) = [block["env"]["rewards"] for block in shown if "rewards" in block.get("env", {})]
     rewards["helpful"]["model"] = "experiment:rm_tiny"  # the page names a folder of one's own
     code = "def short(row, reply, *, limit): return 1\ndef run_tests(row, reply): return 1"
+    code += "\ndef clear(completions, **columns): return [1] * len(completions)"
     (place / "my_rewards.py").write_text(code)
     given = json.dumps(rewards, separators=(", ", ": "))
     given = re.sub(r'"(\w+)": ', r"\1: ", given)

@@ -11,9 +11,10 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 import trainer
-from conf.checks import CHOICES
+from conf.bounds import CHOICES
 from conf.compose import compose_checked
-from conf.explain import compose_raw
+from conf.explain import compose_raw, nearest
+from conf.foreign import HERE
 from conf.schema import Config
 
 ROOT = Path(__file__).parent.parent
@@ -94,6 +95,26 @@ def test_comments_are_read_beside_or_above_their_key(tmp_path) -> None:
         "part.inner": "in it",
         "last": "",
     }
+
+
+@pytest.mark.parametrize("library", HERE)
+def test_the_hints_at_names_of_other_libraries_are_those_of_its_page(library) -> None:
+    pairs = set()
+    page = (DOCS / f"coming_from_{library}.md").read_text()
+    for theirs, ours in re.findall(r"^\| ([^|]+) \| ([^|]+) \|", page, re.M):
+        keys = {word.partition("=")[0] for span in spans(ours) for word in span.split()}
+        pairs |= {(span.partition("=")[0], key) for span in spans(theirs) for key in keys}
+    known = rows().keys() | {path.name for path in (ROOT / "conf").iterdir() if path.is_dir()}
+    assert len(HERE[library]) > 20
+    for name, key in HERE[library].items():
+        assert key in known, key
+        named = [theirs for theirs, ours in pairs if ours == key]
+        assert any(f".{theirs}".endswith(f".{name}") for theirs in named), f"{name}: {key}"
+        assert f"{name} is {key} here" in nearest(f"somewhere.{name}")
+
+
+def spans(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
 
 
 @cache

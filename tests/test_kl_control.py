@@ -171,7 +171,7 @@ ADAPTIVE = "kl.controller=adaptive kl.target=3"
         (f"{ADAPTIVE} kl.end=0", "kl.end is for kl.controller=linear"),
         (f"{ADAPTIVE} kl.coeff=0", "which stays 0; start from kl.coeff=0.01"),
         (f"{ADAPTIVE} kl.measure=false kl.coeff=1", "kl.measure=true"),
-        ("kl.controller=adaptive kl.target=0", r"kl.target > 0 nats"),
+        ("kl.controller=adaptive kl.target=0", r"kl.target > 0, got 0"),
         (f"{ADAPTIVE} kl.horizon=51", r"kl.horizon > 51.2, a fifth of an iteration's 256"),
         ("kl.controller=linear kl.coeff=0 kl.end=1 kl.measure=false", "kl.measure=true"),
         ("kl.controller=PID", "one of constant, adaptive, linear"),

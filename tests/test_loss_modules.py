@@ -16,10 +16,10 @@ from policies.load import load_reference
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer.advantage import GroupAdvantage
 from trainer.kl_control import ConstantKLController
-from trainer.loss_modules import DAPO, CISPOLoss, GRPOLoss
 from trainer.losses import weights
 from trainer.objectives import GRPOObjective, SFTObjective
-from trainer.sft_loss import SFTLoss
+from trainer.torchrl.loss_modules import DAPO, CISPOLoss, GRPOLoss
+from trainer.torchrl.sft_loss import SFTLoss
 
 COEFF = 0.3
 MOST = 17  # tokens a row may have, for the aggregation by a constant

@@ -8,9 +8,9 @@ from contracts import Words, make_policy, prompts
 from tensordict import TensorDict, lazy_stack
 
 from envs.chat_env import ChatEnv
-from trainer.collector import LLMCollector
-from trainer.loss_modules import GRPOLoss
-from trainer.mc_advantage import MCAdvantage, TopKRewardSelector
+from trainer.torchrl.collector import LLMCollector
+from trainer.torchrl.loss_modules import GRPOLoss
+from trainer.torchrl.mc_advantage import MCAdvantage, TopKRewardSelector
 
 
 def chat(prompt: str | int, rewards: list[float], done: bool = True) -> TensorDict:

@@ -3,6 +3,7 @@
 import io
 import itertools
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from statistics import fmean
 
 import pytest
 import torch
+import yaml
 from contracts import make_policy
 from omegaconf import OmegaConf
 from rich.console import Console
@@ -21,10 +23,12 @@ from conf.compose import compose_checked, compose_experiment
 from conf.modes import MAY, asked
 from policies.cache import write_manifest
 from policies.load import load_reference
-from trainer.launch import prepare, read_status
+from trainer.launch import prepare
+from trainer.modes.card import card
 from trainer.modes.chat import chat
-from trainer.modes.evaluate import Counts, pass_at_k
-from trainer.modes.weights import choose
+from trainer.modes.evaluate import Counts, pass_at_k, table_rows
+from trainer.modes.weights import Weights, choose
+from trainer.run_files import Run, read_status
 
 # Steps so large that the loss grows: the first checkpoint is the best.
 LORA = (
@@ -68,16 +72,34 @@ def test_counts_by_hand():
     counts.lengths, counts.truncated = [2] * 6, [False] * 6
     other.parts, other.kl = {"exact": [1.0, 0.0]}, [0.5, 4.5]
     counts.join([other])
-    found = counts.result()
+    found = counts.result({})
     assert found["rows"] == 4
-    assert found["accuracy"] == found["pass@1"] == 0.5
-    assert found["pass@2"] == 0.75
-    assert found["standard error"] == pytest.approx((0.5 / 3) ** 0.5 / 2)  # 1, 0, 1/2, 1/2
-    assert found["reward"] == pytest.approx(4.5 / 8)
-    assert found["part exact"] == 0.5
-    assert found["KL, nats a reply"] == pytest.approx(8 / 8)
-    assert found["KL, nats a token"] == pytest.approx(8 / 24)
-    assert (found["length, max"], found["cut by the limit"]) == (8, 1 / 8)
+    assert found["eval/pass@1"] == 0.5
+    assert found["eval/pass@2"] == 0.75
+    assert found["standard_error"] == pytest.approx((0.5 / 3) ** 0.5 / 2)  # 1, 0, 1/2, 1/2
+    assert found["eval/reward"] == pytest.approx(4.5 / 8)
+    assert found["reward_part/exact"] == 0.5
+    assert found["kl/ref_sequence"] == pytest.approx(8 / 8)
+    assert found["kl/ref"] == pytest.approx(8 / 24)
+    names = ("response/length_mean", "response/length_max", "response/truncated_fraction")
+    assert [found[name] for name in names] == [24 / 8, 8, 1 / 8]
+
+
+def test_a_table_has_words_and_of_pass_at_k_the_powers_of_two_and_the_last():
+    sampled = {"rows": 4, "samples": 6, "eval/sampled_accuracy": 0.5, "kl/ref_sequence": -1e-7}
+    sampled |= {f"eval/pass@{k}": k / 6 for k in range(1, 7)}
+    greedy = {"rows": 4, "eval/greedy_accuracy": 1.0, "eval/greedy_accuracy/sort": 0.25}
+    assert table_rows({"sampled": sampled, "greedy": greedy}) == [
+        ["rows", "4", "4"],
+        ["samples", "6", ""],
+        ["accuracy", "0.500", "1.000"],
+        ["KL, nats a reply", "0.000", ""],
+        ["pass@1", "0.167", ""],
+        ["pass@2", "0.333", ""],
+        ["pass@4", "0.667", ""],
+        ["pass@6", "1.000", ""],
+        ["accuracy, sort", "", "0.250"],
+    ]
 
 
 def test_an_evaluation_measures_what_the_run_did_after_training(small_run, tmp_path, capsys):
@@ -86,11 +108,10 @@ def test_an_evaluation_measures_what_the_run_did_after_training(small_run, tmp_p
     do(tmp_path / "scratch", *words)
     found = json.loads((tmp_path / "out" / "eval.json").read_text())
     last = lines(small_run.folder / "metrics.jsonl")[-1]
-    assert found["sampled"]["accuracy"] == pytest.approx(last["eval/sampled_accuracy"])
-    assert found["sampled"]["pass@2"] == pytest.approx(last["eval/pass@2"])
-    assert found["sampled"]["reward"] == pytest.approx(last["eval/reward"])
-    assert found["greedy"]["accuracy"] == pytest.approx(last["eval/greedy_accuracy"])
-    assert found["sampled"]["KL, nats a reply"] > 0.001
+    said_by_run = {name: last[name] for name in last if name.startswith("eval/")}
+    both = {**found["greedy"], **found["sampled"]}
+    assert {name: both[name] for name in said_by_run} == pytest.approx(said_by_run)
+    assert found["sampled"]["kl/ref_sequence"] > 0.001
     said = capsys.readouterr().out
     for part in ("the final model of", "pass@2", "part exact"):
         assert part in said
@@ -104,12 +125,25 @@ def test_an_evaluation_measures_what_the_run_did_after_training(small_run, tmp_p
         "eval.greedy=false",
     )
     again = json.loads((tmp_path / "out" / "eval.json").read_text())
-    assert again["sampled"]["KL, nats a reply"] == pytest.approx(0, abs=1e-4)
-    assert again["sampled"]["accuracy"] == found["sampled"]["accuracy"]
+    assert again["sampled"]["kl/ref_sequence"] == pytest.approx(0, abs=1e-4)
+    name = "eval/sampled_accuracy"
+    assert again["sampled"][name] == found["sampled"][name]
     assert "greedy" not in again
 
 
-def test_an_exported_model_is_the_merged_best_checkpoint(lora_run, tmp_path, capsys):
+def test_an_evaluation_of_several_tasks_tells_them_apart(small_run, tmp_path, capsys):
+    words = ("mode=evaluate", f"resume={small_run.folder}", f"output_dir={tmp_path / 'out'}")
+    do(tmp_path / "scratch", *words, "env=mix", "eval.max_rows=8", "eval.greedy=false")
+    found = json.loads((tmp_path / "out" / "eval.json").read_text())["sampled"]
+    each = [found[f"eval/sampled_accuracy/{task}"] for task in ("sort_digits", "arithmetic")]
+    assert each[0] > each[1] == 0  # of which the tiny model knows nothing
+    assert found["eval/sampled_accuracy"] == pytest.approx(fmean(each))  # rows in turn
+    said = capsys.readouterr().out
+    assert "accuracy, sort_digits" in said
+    assert "part sort_digits/exact" in said
+
+
+def test_an_exported_model_is_the_merged_best_checkpoint(lora_run, tmp_path, capsys, cache):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     target = tmp_path / "mine"
@@ -142,8 +176,40 @@ def test_an_exported_model_is_the_merged_best_checkpoint(lora_run, tmp_path, cap
     assert page.startswith("---\nlibrary_name: transformers\n")
     shown = "| `policy.lora.r` | `2` |", "## Results", "![reward and KL over the iterations](curves"
     assert all(part in page for part in shown)
+    assert not any(str(place) in page for place in (tmp_path.parent, cache, Path.home()))
+    by_iteration = {line["progress/iteration"]: line for line in lines(lora_run / "metrics.jsonl")}
+    first, at_best = (by_iteration[i]["loss/total"] for i in (1, kept[best]["iteration"]))
+    assert f"| loss | `loss/total` | {first:.3f} | {at_best:.3f} |" in page
+    mask = os.umask(0o077)
+    os.umask(mask)
+    weights = [*lora_run.rglob("*.safetensors"), *filter(Path.is_file, target.rglob("*"))]
+    assert {path.stat().st_mode & 0o777 for path in weights} == {0o666 & ~mask}
     assert (target / "curves.svg").read_text().startswith("<svg")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["mine", "scratch"]
+
+
+def test_a_card_names_where_its_model_came_from_and_no_folder(tmp_path):
+    model = tmp_path / "a run" / "model"
+    model.mkdir(parents=True)
+    base = "Qwen/Qwen2.5-0.5B-Instruct"
+    first = {"experiment": "sft_qwen", "policy": {"model": base}}
+    (tmp_path / "a run" / "config.yaml").write_text(json.dumps(first))
+    policy = {"model": str(model), "system_prompt": 'Be "so"'}
+    second = {"experiment": "grpo_qwen", "policy": policy}
+    data = str(tmp_path / "rows.jsonl")
+    second |= {"env": {"dataset": data}, "api_key": "planted-1", "kl": {"reference": str(model)}}
+    words = [f"policy.model={model}", f"env.dataset={data}", "seed=3"]
+    metrics = [{"progress/iteration": i, "reward/mean": i / 4} for i in (1, 2, 3)]
+    run = Run(tmp_path, {}, second, words, {}, metrics)
+    page = card(run, Weights(tmp_path, "the best checkpoint", str(tmp_path), 2), name="mine")
+    head = yaml.safe_load(page.split("---\n")[1])
+    assert (head["base_model"], head["license"]) == (base, "apache-2.0")
+    assert f"started from: `experiment:sft_qwen` <- `{base}`" in page
+    assert "| `reward/mean` | 0.250 | 0.500 |" in page
+    assert "policy.model=model env.dataset=rows.jsonl seed=3" in page
+    assert r'{"role": "system", "content": "Be \"so\""}, {"role": "user"' in page
+    assert str(tmp_path) not in page
+    assert "planted-1" not in page
 
 
 def make_checkpoint(folder: Path, iteration: int, objective: float | None) -> Path:
@@ -215,7 +281,8 @@ def test_a_chat_reads_a_pipe_and_leaves_the_run_as_it_was(lora_run):
         timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    said = done.stdout.splitlines()
+    first, *said = done.stdout.splitlines()
+    assert first == "chat: starting"
     assert said[0].startswith(f"policy     the best checkpoint of {lora_run}, iteration")
     assert said[1].endswith("which training started from (the adapter off)")
     assert said[2] == "both reply greedily; /reset begins again, /quit ends"
@@ -232,6 +299,12 @@ def test_a_chat_reads_a_pipe_and_leaves_the_run_as_it_was(lora_run):
     [
         (["mode=chat", "resume={run}", "kl.coeff=1"], "kl.coeff cannot change in mode=chat, only "),
         (["mode=chat", "resume={run}", "-m"], "mode=chat is about one run, got -m"),
+        (
+            ["mode=chat", "resume={run}", "policy.max_prompt_tokens=9"],
+            "policy.max_prompt_tokens cannot change in mode=chat",
+        ),
+        (["mode=chat", "resume={run}", "launch.num_processes=2"], "launch.num_processes cannot"),
+        (["mode=chat", "launch.num_processes=2"], "mode=chat is one process, got launch"),
         (["mode=chta", "resume={run}"], "expected mode to be one of train, chat, evaluate, export"),
         (["mode=export"], "give resume=<run folder>"),
         (["mode=export", "resume={run}"], "give output_dir=<folder>"),

@@ -15,7 +15,7 @@ import train
 from conf.modes import asked
 from policies.packing import pack_rows
 from trainer import preflight_sums as sums
-from trainer.preflight_memory import Peak, memory_of
+from trainer.memory import Peak, memory_of
 from trainer.preflight_rows import Lengths, learnt, marked
 
 SMALL = (
@@ -147,17 +147,20 @@ def test_a_sound_run_has_no_problem_and_leaves_nothing(tmp_path):
     done = train_by_command(*SMALL, f"output_dir={place / 'run'}", "checkpoint.every=10")
     assert done.code == 0, done.text
     assert "preflight: no problem found" in done.text
-    assert "sft_tiny would be trained first" in done.text or "sampled reply" in done.text
+    waits = ["playing iterations", "Tokens: a real sampled reply", "timing a batch", "Time, by a"]
+    assert waits == sorted(waits, key=done.text.index), "what takes a while is said before"
     assert "4 prompts x 4 = 16 sequences an iteration" in done.text
     assert "80 (iterations) x 1 = 80 steps" in done.text
     assert list(place.iterdir()) == []
 
 
-def test_problems_are_named_with_a_remedy(tmp_path, capsys):
+def test_problems_are_named_with_a_remedy(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("LEASH_CACHE", str(tmp_path / "cache"))  # no warm-up is in it
     few = ("trainer.micro_batch_tokens=20", "optimizer.warmup=81")
     found = look(tmp_path, "policy.max_prompt_tokens=20", "policy.max_new_tokens=492", *few)
     said = capsys.readouterr().out
     assert found >= 3
+    assert "experiment sft_tiny would be trained first" in said
     assert "optimizer.warmup=81 is longer than the run's 80 steps" in said
     assert "longer than trainer.micro_batch_tokens: it goes alone" in said
     assert "prompts are longer than policy.max_prompt_tokens=20" in said

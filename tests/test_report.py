@@ -20,7 +20,7 @@ from trainer.show.panels import MAIN, MORE
 from trainer.sweep import write_sweep
 from trainer.tracker import JsonlTracker
 
-FIRST = "reward, first \u2192 last ten"  # of the tiles
+FIRST = "reward, first \u2192 last 3"  # of the tiles
 VOID = {"meta", "br", "img", "link", "input", "hr"}
 
 
@@ -48,7 +48,7 @@ class Page(HTMLParser):
         self.texts.append(data)
 
 
-def make_run(folder: Path, *, iterations: int = 12) -> Path:
+def make_run(folder: Path, *, iterations: int = 12, state: str = "failed") -> Path:
     tracker = JsonlTracker(folder)
     tracker.log({"eval/sampled_accuracy": 0.25}, 0)
     before = {"kind": "before", "prompt": "<b>Q</b>", "response": "x </pre><script>1</script>"}
@@ -60,7 +60,7 @@ def make_run(folder: Path, *, iterations: int = 12) -> Path:
         tracker.transcripts([{"kind": "train", **row} for row in rows], i)
     tracker.transcripts([{**before, "kind": "after", "response": "\ud800\x00 late"}], iterations)
     model = {"name": "m", "origin": "folder", "sha256": "c0ffee"}
-    status = {"state": "failed", "reason": "<i>why</i>", "model": model, "seconds": 75.0}
+    status = {"state": state, "reason": "<i>why</i>", "model": model, "seconds": 75.0}
     (folder / "status.json").write_text(json.dumps(status))
     (folder / "config.yaml").write_text("experiment: demo\nenv:\n  api_key: planted-2\n")
     return folder
@@ -76,10 +76,18 @@ def test_the_page_tells_the_run(tmp_path):
     assert "<i>why</i>" in page.texts
     assert "c0ffee" in shown
     assert f"python train.py resume='{path.parent.resolve()}'" in shown
-    assert "0.0625 \u2192 0.469" in shown  # first reward 1/16; mean of 3/16 ... 12/16 = 0.46875
+    assert "0.0625 \u2192 0.688" in shown  # 1/16; 11/16 of the last three: a quarter of the run
     assert "1 min 15 s" in shown
     assert "0.25" in page.texts, "an accuracy measured once does not go from there to there"
     assert "planted-2" not in text
+
+
+def test_no_text_of_the_files_is_markup(tmp_path):
+    hostile = '"><script>alert(1)</script><p class="'
+    text = write_report(make_run(tmp_path, state=hostile)).read_text(encoding="utf-8")
+    page = Page(text)
+    assert [tag for tag, _ in page.tags].count("script") == 1  # the page's own
+    assert hostile in page.texts
 
 
 def test_curves_are_drawn_for_what_was_logged(tmp_path):
@@ -170,7 +178,7 @@ def test_an_sft_run_has_loss_curves_and_no_reward(tmp_path):
     text = write_report(tmp_path).read_text(encoding="utf-8")
     assert ">policy" not in text  # the same curve again
     assert re.findall(r'aria-label="(.*?)"', text) == ["Loss", "Learning rate"]
-    assert "3 \u2192 1.83" in text  # mean of 3, 1.5 and 1 is 1.8333
+    assert "3 \u2192 1<" in text
 
 
 def test_the_curve_goes_through_the_values():
@@ -226,6 +234,50 @@ def test_one_spike_does_not_flatten_the_curve():
     assert max(labels) < 5
 
 
+def test_what_is_nothing_beside_the_axis_is_0():
+    series = [
+        charts.Series("total", [(1, 0.25), (2, 0.5)]),
+        charts.Series("policy", [(1, 2e-9), (2, -1.12e-8)], hue=1),
+        charts.Series("small", [(1, 0.0), (2, 1e-5)], hue=2),
+    ]
+    chart = charts.line_chart(series, title="t", unit="u")
+    assert "iteration 2: total 0.5, policy 0, small 1e-5<" in chart
+    assert ">policy 0<" in chart
+
+
+def test_the_legend_has_the_last_value_of_a_long_run():
+    points = [(i, 0.0) for i in range(1, 1000)] + [(1000, 3.0)]  # drawn by threes
+    drawn = charts.line_chart([charts.Series("s", points)], title="t", unit="u")
+    assert re.findall(r'class="value">(.*?)<', drawn) == ["3"]
+
+
+def test_a_smoothed_curve_is_the_mean_around_each_value_without_plateaus():
+    values = [float(12 + i % 2 + i // 20) for i in range(60)]  # whole numbers, as lengths are
+    points = list(enumerate(values))
+    drawn = charts.line_chart([charts.Series("max", points)], title="t", unit="u")
+    raw, line = (
+        [
+            float(p.split()[1])
+            for p in re.search(rf'class="{c}"[^>]* d="M(.*?)"', drawn)[1].split("L")
+        ]
+        for c in ("raw", "line")
+    )
+    for i in (0, 2, 30, 57, 59):
+        near = raw[max(0, i - 3) : i + 4]
+        assert line[i] == pytest.approx(sum(near) / len(near), abs=0.11), i  # 0.1 pixel
+    assert len(set(line)) > 8, "medians of whole numbers are whole: 4"
+
+
+def test_control_characters_leave_a_picture_valid():
+    chart = charts.line_chart(
+        [charts.Series("a\x1b\x00", [(1, 1.0)])], title="\x07", unit="u\ufffe"
+    )
+    assert "\ufffd" in (
+        ElementTree.fromstring(svg.standalone([chart], width=9, height=9))[2][0].get("aria-label")
+        or ""
+    )
+
+
 def test_a_constant_stays_one_in_a_long_run():
     points = [(i, 0.05) for i in range(1000)]  # averaged by threes: 0.05 and 0.05000000000000001
     chart = charts.line_chart([charts.Series("coeff", points)], title="t", unit="u")
@@ -276,9 +328,10 @@ def test_tokens_are_coloured_by_their_kl_and_underlined_by_their_advantage(tmp_p
     tracker = JsonlTracker(tmp_path)
     tracker.log({"reward/mean": 1.0}, 1)
     row = {"kind": "train", "prompt": "p", "response": "r", "reward": 1.0, "rank": "best"}
-    tracker.transcripts([{**row, "pieces": PIECES}, {**row, "response": "plain"}], 1)
+    rows = [{**row, "pieces": PIECES}, {**row, "response": "plain"}, {**row, "rank": ""}]
+    tracker.transcripts(rows, 1)
     text = write_report(tmp_path).read_text(encoding="utf-8")
-    tokens = re.findall(r'<s class="([mlud ]+)" style="([^"]*)" title="([^"]*)">(.*?)</s>', text)
+    tokens = re.findall(r'<u class="([mlud ]+)" style="([^"]*)" title="([^"]*)">(.*?)</u>', text)
     assert [(c, tip, t) for c, _, tip, t in tokens] == [
         ("m u", "log-prob -0.5, KL 0.5, advantage 2", "Hel"),
         ("l u", "log-prob -0.25, KL -0.25, advantage 2", "lo"),
@@ -286,8 +339,8 @@ def test_tokens_are_coloured_by_their_kl_and_underlined_by_their_advantage(tmp_p
     ]
     # full colour is at most the second largest of three: KL 0.25, advantage 2
     assert [style for _, style, _, _ in tokens] == [
-        "--k:0.60;--a:1.00",
-        "--k:0.60;--a:1.00",
+        "--k:0.50;--a:1.00",
+        "--k:0.50;--a:1.00",
         "--a:0.50",
     ]
     assert "<i>&lt;tool&gt;\u21b5\n</i>" in text, "what was not sampled has no colour"
@@ -326,7 +379,8 @@ def test_what_the_run_said_about_itself_stands_at_the_top(tmp_path):
     ]
     (tmp_path / "status.json").write_text(json.dumps({"state": "failed", "notes": notes}))
     shown = Page(write_report(tmp_path).read_text(encoding="utf-8")).texts
-    order = ("Not <finite>", "iteration 4 to 9", FIRST, "Loss near 0", "Curves")
+    order = ("Not <finite>", "iteration 4 to 9", FIRST, "What the run explained", "Loss near 0")
+    order += ("Curves",)
     places = [shown.index(text) for text in order]
     assert places == sorted(places)
     assert "iteration 1" in shown
@@ -379,7 +433,22 @@ def test_a_page_reloads_itself_while_its_run_goes_on(tmp_path):
     assert any("its process is gone" in text for text in shown)
 
 
-def test_a_live_page_costs_a_hundredth_of_the_time(tmp_path, monkeypatch):
+def test_a_page_without_curves_says_when_they_come(tmp_path):
+    (tmp_path / "status.json").write_text('{"state": "running"}')
+    note = "The first curves come after iteration 1; this page reloads itself."
+    with held(tmp_path):
+        assert note in Page(write_report(tmp_path).read_text()).texts
+        JsonlTracker(tmp_path).log({"reward/mean": 0.5}, 1)
+        assert note not in Page(write_report(tmp_path).read_text()).texts
+
+
+def test_the_page_of_a_finished_run_has_the_command_to_talk_to_it(tmp_path):
+    path = write_report(make_run(tmp_path / "a run", state="finished"))
+    shown = Page(path.read_text(encoding="utf-8")).texts
+    assert f"python train.py mode=chat resume='{path.parent.resolve()}'" in shown
+
+
+def test_a_live_page_costs_a_fiftieth_of_the_time(tmp_path, monkeypatch):
     clock, cost = [100.0], 0.2
     monkeypatch.setattr("trainer.report.time.monotonic", lambda: clock[0])
 
@@ -393,7 +462,8 @@ def test_a_live_page_costs_a_hundredth_of_the_time(tmp_path, monkeypatch):
         if live.refresh():
             written.append(clock[0])
     gaps = [b - a for a, b in itertools.pairwise(written)]
-    assert 20 <= min(gaps) <= max(gaps) <= 22  # 0.2 s are a hundredth of 20 s
+    assert 10 <= min(gaps) <= max(gaps) <= 12  # 0.2 s are a fiftieth of 10 s
+    assert live.refresh(now=True), "the first iteration does not wait"
     cost = 0.0
     quick = LiveReport(tmp_path)
     assert [quick.refresh(), quick.refresh()] == [True, False], "nor more than one in five seconds"

@@ -59,6 +59,8 @@ def test_a_page_is_there_while_the_run_goes_on_and_tells_when_it_was_killed(smal
     wait_for(page.exists, process)
     assert "data-reload" in page.read_text()
     assert load_run(folder).state == "running"
+    wait_for(lambda: 'aria-label="Reward"' in page.read_text(), process)
+    assert "<b>1 of 500</b>" in page.read_text(), "the first curves do not wait for more"
     ranks = psutil.Process(process.pid).children(recursive=True)
     for one in (psutil.Process(process.pid), *ranks):
         one.kill()

@@ -1,6 +1,7 @@
 """sweep.csv and sweep.html: one row per job, finished or not, and the right frontier."""
 
 import csv
+import html
 import itertools
 import json
 import math
@@ -14,10 +15,21 @@ import pytest
 
 from trainer.lock import held
 from trainer.report import main
-from trainer.run_files import find_jobs
+from trainer.run_files import find_jobs, load_run
+from trainer.show import svg
+from trainer.show.charts import data_range
 from trainer.show.frontier import pareto
 from trainer.show.jobs import Row, best, labels, points
-from trainer.sweep import PLAN, LiveSweep, frontier_svg, job_name, read_rows, write_sweep
+from trainer.show.sweep_page import Sweep, results
+from trainer.sweep import (
+    PLAN,
+    LiveSweep,
+    frontier_svg,
+    job_name,
+    job_names,
+    read_rows,
+    write_sweep,
+)
 from trainer.tracker import JsonlTracker
 
 
@@ -45,7 +57,7 @@ def make_sweep(folder: Path) -> Path:
     return folder
 
 
-def test_the_csv_has_a_row_per_job_with_means_over_the_last_ten(tmp_path):
+def test_the_csv_has_a_row_per_job_with_means_over_its_end(tmp_path):
     write_sweep(make_sweep(tmp_path))
     with open(tmp_path / "sweep.csv", newline="") as file:
         rows = list(csv.DictReader(file))
@@ -55,9 +67,10 @@ def test_the_csv_has_a_row_per_job_with_means_over_the_last_ten(tmp_path):
         "kl.coeff=10",
     ]
     short, unborn, whole = rows
-    assert float(whole["reward/raw_mean"]) == 10.5  # iterations 6 to 15
-    assert float(whole["kl/ref_sequence"]) == pytest.approx(7.5 / 11)
-    assert float(short["reward/raw_mean"]) == 2.5  # iterations 1 to 4, not line 0
+    assert float(whole["reward/raw_mean"]) == 14  # iterations 13 to 15, a quarter
+    assert float(whole["kl/ref_sequence"]) == pytest.approx(11 / 11)
+    assert float(short["reward/raw_mean"]) == 4  # one iteration, not that after training
+    assert (whole["iterations_averaged"], short["iterations_averaged"]) == ("3", "1")
     assert (whole["state"], short["state"], unborn["state"]) == (
         "finished",
         "not started",
@@ -91,21 +104,36 @@ def test_the_table_holds_what_differs_between_the_jobs(tmp_path):
     # kl/coeff would repeat kl.coeff; the rest is equal
     heads = re.findall("<th>(.*?)</th>", text.replace("<wbr>", ""))
     assert heads == ["kl.coeff", "kl/ref_sequence"]
-    same = "state finished, objective 0.5, eval/sampled_accuracy 0.75, reward/raw_mean 10.5"
-    assert f"the same in all jobs: {same}, progress/iteration 16<" in text
+    same = "state finished, objective 0.5, eval/sampled_accuracy 0.75, reward/raw_mean 14"
+    assert f"the same in all jobs: {same}, progress/iteration 16, iterations_averaged 3<" in text
     header = (tmp_path / "sweep.csv").read_text().splitlines()[0]
     assert "kl/coeff" in header, "the file has all columns"
 
 
-def test_a_job_that_goes_on_leaves_no_column_twice(tmp_path):
+@pytest.mark.parametrize(("count", "averaged"), [(1, 1), (7, 1), (8, 2), (39, 9), (80, 10)])
+def test_what_a_run_came_to_is_its_end_not_its_start(tmp_path, count, averaged):
+    tracker = JsonlTracker(tmp_path)
+    for i in range(count + 1):  # the first line is of the untrained model
+        tracker.log({"reward/mean": float(i)}, i)
+    last = [float(i) for i in range(count + 1)][-averaged:]
+    assert load_run(tmp_path).last_ten("reward/mean") == last
+    assert load_run(tmp_path).last_ten_mean("reward/mean") == sum(last) / averaged
+
+
+def test_a_column_is_left_out_only_where_another_says_as_much(tmp_path):
     make_job(tmp_path / "kl.coeff=1", coeff=1.0)
     make_job(tmp_path / "kl.coeff=2", coeff=2.0, state=None, iterations=3)
     for job, value in (("kl.coeff=1", 0.75), ("kl.coeff=2", None)):
         (tmp_path / job / "status.json").write_text(json.dumps({"objective": value}))
     text = write_sweep(tmp_path).read_text(encoding="utf-8").replace("<wbr>", "")
-    # the objective is eval/sampled_accuracy where there is one
+    # kl/coeff would repeat kl.coeff; the job without an objective has an accuracy
     wanted = ["kl.coeff", "objective", "reward/raw_mean", "kl/ref_sequence", "progress/iteration"]
+    wanted += ["iterations_averaged"]
     assert re.findall("<th>(.*?)</th>", text) == wanted
+    tracker = JsonlTracker(tmp_path / "kl.coeff=2", resume=True)
+    tracker.log({"eval/sampled_accuracy": 0.25}, 5)
+    text = write_sweep(tmp_path).read_text(encoding="utf-8").replace("<wbr>", "")
+    assert re.findall("<th>(.*?)</th>", text)[1:3] == ["objective", "eval/sampled_accuracy"]
 
 
 def test_folders_of_jobs_are_readable_safe_and_never_shared():
@@ -125,6 +153,17 @@ def test_folders_of_jobs_are_readable_safe_and_never_shared():
     assert names[-1].startswith("algorithm.key_00=0.02,algorithm.key_01=0.12,")
 
 
+def test_folders_of_jobs_are_named_by_what_differs_between_them():
+    words = ["experiment=grpo_tiny", "trainer.num_iterations=8", "hydra.sweep.dir=/a"]
+    jobs = [[*words, f"seed={s}", f"kl.coeff={c}"] for s in (1, 2) for c in (0, 0.1)]
+    names = [f"kl.coeff={c},seed={s}" for s in (1, 2) for c in (0, 0.1)]
+    assert job_names(jobs) == names
+    assert job_names([[*words, "kl.coeff=0"]]) == ["kl.coeff=0,trainer.num_iterations=8"]
+    assert job_names([["experiment=grpo_tiny"]]) == ["experiment=grpo_tiny"]
+    assert job_names([[]]) == ["job"]
+    assert job_names([["seed=1"], ["seed=1"]]) == ["seed=1"] * 2  # the second finds it finished
+
+
 def test_an_empty_or_failed_sweep_has_a_page(tmp_path):
     assert find_jobs(tmp_path) == []
     assert "0 jobs" in write_sweep(tmp_path).read_text()
@@ -134,7 +173,8 @@ def test_an_empty_or_failed_sweep_has_a_page(tmp_path):
 
 def test_the_page_of_a_sweep_lives_from_its_start_to_its_end(tmp_path, capsys):
     page = tmp_path / "sweep.html"
-    live = LiveSweep(tmp_path, [["kl.coeff=0"], ["kl.coeff=1"], ["kl.coeff=2"]])
+    jobs = [["kl.coeff=0"], ["kl.coeff=1"], ["kl.coeff=2"]]
+    live = LiveSweep(tmp_path, jobs, words=["kl.coeff=0,1,2", "env.api_key=planted-3,planted-4"])
     (tmp_path / "kl.coeff=0" / ".hydra").mkdir(parents=True)
     live.begin(0)
     assert capsys.readouterr().out.splitlines() == [f"sweep    {page}", "job 1 of 3: kl.coeff=0"]
@@ -142,23 +182,33 @@ def test_the_page_of_a_sweep_lives_from_its_start_to_its_end(tmp_path, capsys):
     assert "data-reload" in text
     assert "3 jobs: 1 starting, 2 to come<" in text
     with pytest.raises(ValueError, match="still running"):
-        LiveSweep(tmp_path, [])
+        LiveSweep(tmp_path, jobs)
     make_job(tmp_path / "kl.coeff=1", coeff=1.0)  # the first is still "starting"
     live._page.due = 0.0  # its thread writes again within a second
     limit = time.monotonic() + 20
     while "1 finished" not in page.read_text():
         assert time.monotonic() < limit
         time.sleep(0.05)
-    live.begin(1)
+    live.begin(1, "finished already")
     assert "3 jobs: 1 finished, 1 starting, 1 to come" in write_sweep(tmp_path).read_text()
     live.end()
     text = page.read_text()
     assert "data-reload" not in text
     assert "3 jobs: 1 finished, 1 not started, 1 not begun<" in text
     assert ">stopped<" in text
-    assert capsys.readouterr().out.splitlines()[-1] == f"sweep    {page}"
-    (tmp_path / PLAN).write_text('{"left": 1}')  # as a kill leaves it
-    assert ">stopped<" in write_sweep(tmp_path).read_text()
+    told = capsys.readouterr().out.splitlines()
+    again = f"python train.py -m kl.coeff=0,1,2 'env.api_key=<hidden>' hydra.sweep.dir={tmp_path}"
+    assert told[:3] == [
+        "job 2 of 3: kl.coeff=1: finished already",
+        "setting       reward  KL   objective  state",
+        "kl.coeff=0    -       -    -          not started",
+    ]
+    assert told[-2:] == [f"1 not begun; continue with: {again}", f"sweep    {page}"]
+    plan = json.loads((tmp_path / PLAN).read_text())
+    (tmp_path / PLAN).write_text(json.dumps({**plan, "ended": False}))  # as a kill leaves it
+    text = write_sweep(tmp_path).read_text()
+    assert ">stopped<" in text
+    assert f'Continue it: <code class="command">{html.escape(again)}</code>' in text
 
 
 def test_a_sweep_says_which_job_runs_and_how_long_the_rest_may_take(tmp_path):
@@ -168,7 +218,7 @@ def test_a_sweep_says_which_job_runs_and_how_long_the_rest_may_take(tmp_path):
         (job / "config.yaml").write_text("trainer: {num_iterations: 40}\n")
         state = "running" if coeff == 2 else "finished"
         (job / "status.json").write_text(json.dumps({"state": state, "seconds": seconds}))
-    (tmp_path / PLAN).write_text('{"left": 2}')
+    (tmp_path / PLAN).write_text('{"jobs": ["kl.coeff=2", "kl.coeff=3", "kl.coeff=4"]}')
     with held(tmp_path), held(tmp_path / "kl.coeff=2"):
         text = write_sweep(tmp_path).read_text(encoding="utf-8")
     assert (
@@ -205,6 +255,51 @@ def test_the_frontier_is_what_no_other_job_beats():
 
     expected = sorted(place for place in places if not beaten(place))
     assert [(point.kl, -point.reward) for point in front] == expected
+
+
+def test_a_sweep_ends_with_a_table_of_its_settings_and_the_best(tmp_path):
+    rows = [
+        *(
+            Row(f"0{s}", {"kl.coeff": "0", "seed": s}, objective=o, reward=0.5, kl=2.0, command="a")
+            for s, o in (("1", 0.9), ("2", 0.1))
+        ),
+        *(Row(f"1{s}", {"kl.coeff": "1", "seed": s}, objective=0.6, kl=1.0) for s in "12"),
+        Row("13", {"kl.coeff": "1", "seed": "3"}, state="failed", objective=0.0),
+    ]
+    told = results(Sweep(tmp_path, rows, [], live=False, command="the command"))
+    assert told == [
+        "setting     reward  KL  objective  state",
+        "kl.coeff=0  0.5     2   0.5        2 finished",
+        "kl.coeff=1  -       1   0.6        2 finished, 1 failed",
+        "best     kl.coeff=1 (objective 0.6, KL 1; means of 2 seeds)",
+        "continue with: the command",
+    ]
+    many = [Row(str(k), {"kl.coeff": str(k)}, objective=k / 30) for k in range(30)]
+    told = results(Sweep(tmp_path, many, [], live=False, command="c"))
+    assert len(told) == 1 + 20 + 1 + 1
+    assert told[1].startswith("kl.coeff=29 ")
+    assert "10 more in sweep.html" in told[21]
+    assert results(Sweep(tmp_path, [], [])) == []
+
+
+def test_unfinished_jobs_enter_neither_means_nor_the_line():
+    rows = [
+        Row("a1", {"c": "a", "seed": "1"}, reward=1.0, kl=1.0),
+        Row("a2", {"c": "a", "seed": "2"}, reward=9.0, kl=0.1, state="running"),
+        Row("b1", {"c": "b", "seed": "1"}, reward=9.0, kl=0.1, state="running"),
+        Row("c1", {"c": "c", "seed": "1"}, reward=2.0, kl=4.0),
+    ]
+    a, b, c = points(rows)
+    assert (a.seeds, a.finished, a.note) == (((1.0, 1.0),), True, " (1 finished, 1 running)")
+    assert (b.seeds, b.finished, b.note) == (((0.1, 9.0),), False, " (running)")
+    assert pareto([a, b, c]) == [a, c]
+    root = ElementTree.fromstring(frontier_svg(rows))
+    styles = [e.attrib["style"] for e in root.iter() if e.tag.endswith("circle")]
+    assert ["fill:var(--paper)" in style for style in styles] == [False, True, False]
+    assert ["dasharray" in style for style in styles] == [False, True, False]
+    texts = ["".join(e.itertext()) for e in root.iter() if e.get("class") == "value"]
+    assert texts == ["a", "b (running)", "c"]
+    assert any("dashed: unfinished" in (e.text or "") for e in root.iter())
 
 
 def seeds() -> list[Row]:
@@ -247,13 +342,29 @@ def test_the_best_job_is_named_with_the_command_that_repeats_it(tmp_path):
     make_job(tmp_path / "kl.coeff=9", coeff=9.0, state="running")
     found = best(read_rows(tmp_path))
     assert found is not None
-    assert found.job == "kl.coeff=0.5"
-    assert found.command == (
-        "python train.py experiment=grpo_tiny kl.coeff=0.5 'env.api_key=<hidden>'"
-    )
+    assert found.name == "kl.coeff=0.5"
+    command = "python train.py experiment=grpo_tiny kl.coeff=0.5 'env.api_key=<hidden>'"
+    assert found.finished[0].command == command
     text = write_sweep(tmp_path).read_text(encoding="utf-8")
     assert "<b>kl.coeff=0.5</b> (objective 0.75" in text
-    assert best([Row("a", objective=1.0, kl=2.0), Row("b", objective=1.0, kl=1.0)]).job == "b"
+    assert f'<code class="command">{html.escape(command)}</code> <button' in text
+    assert "objective: held-out accuracy, sampled; reward and KL: mean of the last ten" in text
+    assert best([Row("a", objective=1.0, kl=2.0), Row("b", objective=1.0, kl=1.0)]).name == "b"
+
+
+def test_a_curve_far_above_the_others_is_shown_whole_and_a_spike_is_not():
+    calm, spike = [1.0] * 19 + [1.6], [1.0] * 19 + [50.0]
+    assert data_range(*[calm] * 11, [50.0] * 20)[1] == 50
+    assert data_range(*[calm] * 11, spike)[1] == 1.6
+    assert data_range(spike)[1] == 1.5
+
+
+def test_the_best_setting_is_not_that_of_the_luckiest_seed():
+    values = [("0", "1", 0.9), ("0", "2", 0.1), ("1", "1", 0.6), ("1", "2", 0.5)]
+    rows = [Row(c + s, {"kl.coeff": c, "seed": s}, objective=o) for c, s, o in values]
+    rows.append(Row("13", {"kl.coeff": "1", "seed": "3"}, objective=0.0, state="running"))
+    found = best(rows)
+    assert (found.name, found.mean("objective")) == ("kl.coeff=1", pytest.approx(0.55))
 
 
 def test_the_reward_of_a_job_is_the_task_s_alone(tmp_path):
@@ -274,6 +385,41 @@ def test_the_picture_places_points_by_the_root_of_their_kl():
     assert [b - a for a, b in itertools.pairwise(xs)] == pytest.approx([xs[1] - xs[0]] * 4, abs=0.2)
     assert [a - b for a, b in itertools.pairwise(ys)] == pytest.approx([ys[0] - ys[1]] * 4, abs=0.2)
     assert all(f">c{k}<" in picture for k in range(5))
+
+
+@pytest.mark.parametrize("most", [0.0, 0.004, 0.41, 1.0, 1.2, 50.0, 320.0])
+def test_the_kl_axis_has_ticks_up_to_the_data(most):
+    picture = frontier_svg([Row("a", {"k": "0"}, reward=0.0, kl=most), Row("b", reward=1, kl=0)])
+    root = ElementTree.fromstring(picture)
+    ticks = [e for e in root.iter() if e.get("class") == "grid" and e.attrib["d"].endswith("v6")]
+    labels = [e for e in root.iter() if e.get("text-anchor") == "middle"][: len(ticks)]
+    assert float(labels[-1].text) >= most
+    assert float(labels[-1].text) <= max(1.5 * most, 1e-3)
+    dots = [float(e.attrib["cx"]) for e in root.iter() if e.tag.endswith("circle")]
+    assert max(dots) <= float(labels[-1].attrib["x"])
+    assert next(root.iter("{http://www.w3.org/2000/svg}svg")) is root
+    names = [e.get("aria-label") for e in root.iter() if e.get("aria-label")]
+    assert names == ["Reward against KL to the reference"]
+
+
+def test_labels_keep_off_the_bars_of_seeds():
+    rows = [
+        Row(f"{k}{s}", {"kl.coeff": f"{k}", "seed": f"{s}"}, reward=0.1 * k + 0.2 * s, kl=k + 2 * s)
+        for k in range(3)
+        for s in range(3)
+    ]
+    root = ElementTree.fromstring(frontier_svg(rows))
+    names = [e for e in root.iter() if e.get("class") == "value"]
+    bars = [e.attrib["d"] for e in root.iter() if e.get("class") == "bars"]
+    assert len(names) == len(bars) == 3
+    for d in bars:
+        x0, y0, x1 = map(float, re.match(r"M([\d.]+) ([\d.]+)H([\d.]+)", d).groups())
+        cx, low, high = map(float, re.search(r"M([\d.]+) ([\d.]+)V([\d.]+)", d).groups())
+        for name in names:
+            left, base = float(name.attrib["x"]), float(name.attrib["y"])
+            right, top = left + svg.text_width(name.text, size=12), base - 9
+            assert not (left < x1 and x0 < right and top < y0 < base)
+            assert not (left < cx < right and top < low and high < base)
 
 
 def test_labels_lie_inside_the_picture_and_on_no_other_label():

@@ -1,17 +1,26 @@
-"""Sweeps that come with an experiment file, and a search by Optuna."""
+"""Sweeps that come with an experiment file, that are continued, and a search by Optuna."""
 
+import html
 import importlib.util
+import json
+import os
 import re
+import shlex
+import signal
+import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from runs import SMALL
+from runs import SMALL, launch, metrics, train, wait_for
 
+import train as script
 from conf import explain
 from conf.compose import check_words, compose_checked, compose_joined, expand, set_up
-from trainer.sweep import read_rows
+from trainer.run_files import read_lines, read_status
+from trainer.sweep import read_rows, write_sweep
 
 ROOT = Path(__file__).parents[1]
 NAMES = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("kl_sweep_*.yaml"))
@@ -46,6 +55,116 @@ def test_a_sweep_without_the_flag_says_so(tmp_path, monkeypatch):
         compose_joined([word, "kl.coeff=1"], ranks=2)
     assert list(tmp_path.iterdir()) == []
     check_words([word, "kl.coeff=1", "seed=3"])  # as sweep.html words a job
+
+
+WORKER = """
+import json, sys
+from pathlib import Path
+folder = Path(sys.argv[3])
+done = {"state": "finished", "objective": 0.5, "iteration": 1, "times": 1}
+(folder / "status.json").write_text(json.dumps(done))
+with open(folder / "begun", "a") as file:
+    file.write("x")
+"""
+
+
+@pytest.fixture
+def sweep(tmp_path, monkeypatch, capfd):
+    """Return what runs a sweep with a worker that only says it is finished: exit code and text."""
+    (tmp_path / "worker.py").write_text(WORKER)
+    monkeypatch.setitem(script.OURS, "script", tmp_path / "worker.py")
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str) -> tuple[int, str]:
+        for name in ("SWEEPS", "FAILED"):
+            monkeypatch.setattr(script, name, [])
+        monkeypatch.setattr(sys, "argv", ["train.py", *words])
+        code = script.cli([*words])
+        return code, "".join(capfd.readouterr())
+
+    return run
+
+
+def test_the_same_command_continues_a_sweep_where_it_is(sweep, tmp_path):
+    words = ["-m", "experiment=grpo_smollm", "kl.coeff=0,0.1,1", "seed=3"]
+    quoted = f"hydra.sweep.dir='{tmp_path / 'a sweep'}'"
+    assert sweep(*words, quoted)[0] == 0
+    jobs = [tmp_path / "a sweep" / f"kl.coeff={c}" for c in ("0", "0.1", "1")]
+    assert all((job / "begun").read_text() == "x" for job in jobs)
+    (jobs[1] / "status.json").write_text('{"state": "preempted"}')
+    for path in sorted(jobs[2].rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    jobs[2].rmdir()
+    page = html.unescape(write_sweep(tmp_path / "a sweep").read_text())
+    assert "3 jobs: 1 finished, 1 preempted, 1 not begun" in page
+    command = f"python train.py {shlex.join([*words, quoted])}"
+    assert f'Continue it: <code class="command">{command}</code>' in page
+    before = (jobs[0] / "status.json").stat().st_mtime_ns
+    code, text = sweep(*shlex.split(command)[2:])
+    assert code == 0, text
+    said = [line for line in text.splitlines() if line.startswith(("job", "grpo_smollm"))]
+    assert said[0] == "job 1 of 3: kl.coeff=0: finished already"
+    assert said[1] == "job 2 of 3: kl.coeff=0.1"
+    assert "going on" in said[2]
+    assert said[3] == "job 3 of 3: kl.coeff=1"
+    assert "starting" in said[4]
+    assert (jobs[0] / "status.json").stat().st_mtime_ns == before
+    assert [(job / "begun").read_text() for job in jobs] == ["x", "xx", "x"]
+    assert read_yaml_of(jobs[1])["resume"] == str(jobs[1])
+    assert "Continue it" not in (tmp_path / "a sweep" / "sweep.html").read_text()
+
+
+def read_yaml_of(folder: Path) -> dict:
+    return yaml.safe_load((folder / "config.yaml").read_text())
+
+
+def test_a_job_that_is_another_than_that_in_its_folder_is_refused_before_the_first(sweep, tmp_path):
+    words = ["-m", "kl.coeff=0,1", f"hydra.sweep.dir={tmp_path / 's'}"]
+    assert sweep(*words, "seed=3")[0] == 0
+    files = {path: path.read_bytes() for path in (tmp_path / "s").rglob("*") if path.is_file()}
+    code, text = sweep(*words, "seed=4", "policy.model=HuggingFaceTB/SmolLM2-135M-Instruct")
+    assert code == 2
+    assert "kl.coeff=0 holds a job with seed=3, got 4; give the words of that sweep" in text
+    code, text = sweep("hydra.run.dir='s/kl.coeff=0'", "seed=3")
+    assert code == 2
+    assert "already holds a run; go on with it by resume=" in text
+    now = {path: path.read_bytes() for path in (tmp_path / "s").rglob("*") if path.is_file()}
+    assert {path for path in now if files.get(path) != now[path]} <= {tmp_path / "s" / ".lock"}
+
+
+def test_jobs_that_share_a_folder_do_not_pass_for_each_other(sweep, tmp_path):
+    place = f"hydra.sweep.dir={tmp_path / 's'}"
+    code, text = sweep("-m", "seed=1,2", place, "hydra.sweep.subdir=one")
+    assert code == 1
+    assert "holds a job with seed=1, got 2" in text
+    assert read_status(tmp_path / "s" / "one")["state"] == "finished"
+
+
+def test_a_killed_sweep_is_continued_by_the_command_of_its_page(small_run, tmp_path):
+    plain = [word for word in SMALL if not word.startswith("kl.coeff")]
+    words = [*plain, "kl.coeff=0,1", f"hydra.sweep.dir={tmp_path}"]
+    ended, killed = tmp_path / "kl.coeff=0", tmp_path / "kl.coeff=1"
+    ended.mkdir()
+    (ended / "config.yaml").write_text(yaml.safe_dump(compose_checked([*plain, "kl.coeff=0"])))
+    (ended / "status.json").write_text(json.dumps({"state": "finished", "objective": 0.5}))
+    before = {path.name: path.read_bytes() for path in ended.iterdir()}
+    process = launch("-m", *words)
+    wait_for(lambda: any((killed / "checkpoints").glob("iteration_*4")), process)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    done = train(*words_of(write_sweep(tmp_path)))
+    assert done.code == 0, done.text
+    assert "job 1 of 2: kl.coeff=0: finished already" in done.text
+    assert re.search(r"resumed +from iteration (4|6|8|10|12|14|16)\b", done.text)
+    assert metrics(killed) == metrics(small_run.folder), "as if it had never been killed"
+    assert {name: (ended / name).read_bytes() for name in before} == before
+    assert len(read_lines(killed / "metrics.jsonl")) == 17
+
+
+def words_of(page: Path) -> list[str]:
+    """Return the arguments of the command that a page gives to continue its sweep."""
+    (command,) = re.findall(r"Continue it: <code[^>]*>(.*?)</code>", page.read_text())
+    return shlex.split(html.unescape(command))[2:]
 
 
 @pytest.mark.learn

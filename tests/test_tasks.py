@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from envs.tasks import Chats, Facts, MathWords, Reply, SortDigits, Task
+from envs.tasks import Chats, Facts, MathProblems, MathWords, Prompts, Reply, SortDigits, Task
 from envs.tasks.facts import plain_text
 from envs.tasks.sort_digits import is_held_out
 from tests.checkpoints import write_easy_jsonl
@@ -214,6 +214,34 @@ def test_chats_train_on_whole_conversations(tmp_path):
     assert row["messages"] == turns[:-1]
     assert task.reward(row, reply("So  long")).success
     assert not task.reward(row, reply("So long!")).success
+
+
+def test_prompts_alone_need_no_answer_and_keep_their_system_message(tmp_path):
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"prompt": turns, "solution": 4}))
+    task = Prompts(str(path), eval_dataset=str(path), columns={"question": "prompt"})
+    assert task.rows("eval")[0]["messages"] == turns
+    with pytest.raises(NotImplementedError, match="env=chats"):
+        task.demonstrations()
+
+
+def test_right_answers_without_a_number_are_refused_from_half_of_the_rows_on(tmp_path):
+    def rows(*answers: str) -> str:
+        cells = [{"question": f"{i}?", "answer": answer} for i, answer in enumerate(answers)]
+        (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, cells)))
+        return str(tmp_path / "a.jsonl")
+
+    for answers, count in (
+        (["cold", "dry", "low"], "3 of 3"),
+        (["4", "5 km", "dry", "x"], "2 of 4"),
+    ):
+        with pytest.raises(ValueError, match=f"{count} right answers hold no number.*env=chats"):
+            MathWords(rows(*answers))
+        MathProblems(rows(*answers), symbolic=False)
+    with pytest.warns(UserWarning, match="1 of 3 right answers hold no number, as 'dry'"):
+        MathWords(rows("4", "dry", "6"))
+    MathWords(rows("It is #### dry", "<answer>cold</answer>", "6 apples"))
 
 
 def test_every_task_ends_after_one_reply_and_refuses_unknown_splits(tmp_path):

@@ -280,6 +280,15 @@ def test_without_login_one_warning_and_at_the_end_how_to_sync(tmp_path, caplog, 
     assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 1
 
 
+def test_a_key_that_is_none_leaves_an_offline_run(tmp_path, caplog, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "abc")
+    tracker = WandbTracker(tmp_path, settings={"x_disable_stats": True})
+    tracker.finish("finished")
+    assert warnings_in(caplog) == 1
+    assert "not logged in (WANDB_API_KEY invalid" in caplog.text
+    assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 1
+
+
 def test_a_server_that_does_not_answer_leaves_an_offline_run(tmp_path, caplog, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens there

@@ -15,8 +15,7 @@ from checkpoints import make_checkpoint, write_easy_jsonl
 from runs import SMALL, Finished, environment, launch, lines, metrics, train, wait_for
 from safetensors.torch import load_file
 
-from trainer.launch import read_status
-from trainer.run_files import read_lines
+from trainer.run_files import read_lines, read_status
 
 
 def sha256(path: Path) -> str:
@@ -236,13 +235,14 @@ def environment_of(pid: int) -> list[bytes]:
     return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
 
 
-def test_a_stop_while_the_model_loads_is_quick_and_says_nothing(small_run, tmp_path):
+def test_a_stop_while_the_model_loads_is_quick_and_says_so(small_run, tmp_path):
     folder = tmp_path / "run"
     process = launch(*SMALL, "tracker=jsonl", f"output_dir={folder}")
     wait_for(lambda: read_state(folder) == "running", process)
     process.send_signal(signal.SIGINT)
     text = process.communicate(timeout=30)[0]
-    assert (process.returncode, text) == (130, "")
+    said = [f"grpo_tiny: starting in {folder}", "stopped before it began; nothing is saved"]
+    assert (process.returncode, text.splitlines()) == (130, said)
     assert (status(folder)["state"], status(folder)["reason"]) == ("preempted", "stopped by Ctrl-C")
 
 
@@ -319,7 +319,8 @@ def test_qwen_experiments_train_on_a_users_own_model_and_data(tmp_path) -> None:
 def test_a_missing_model_is_one_line_that_says_where_it_was_looked_for(tmp_path) -> None:
     done = train(*SMALL, "policy.model=nobody/nothing", f"output_dir={tmp_path / 'run'}")
     assert done.code != 0
-    said = [line for line in done.text.splitlines() if line.strip()]
+    first, *said = [line for line in done.text.splitlines() if line.strip()]
+    assert first == f"grpo_tiny: starting in {tmp_path / 'run'}"
     assert len(said) == 1
     assert said[0].startswith("error: model nobody/nothing not found;")
     for part in (

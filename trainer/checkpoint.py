@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from policies import lora
-from policies.cache import flush, read_manifest, write_manifest
+from policies.cache import flush, read_manifest, share, write_manifest
 from policies.models import quiet
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer.reference import NoReference, Reference
@@ -194,6 +194,7 @@ def save_model(policy: TransformersWrapper, folder: Path) -> None:
         lora.save_adapter(policy.model, folder / "adapter", base=_base(policy))
     with quiet():
         policy.tokenizer.save_pretrained(folder)
+    share(folder)
 
 
 def _base(policy: TransformersWrapper) -> str:

@@ -8,6 +8,7 @@ wandb-workspaces (`pip install 'leash[dashboard]'`) is imported here only. Names
 
 import argparse
 import json
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -15,45 +16,13 @@ from typing import Any
 
 from trainer.redact import redact_text
 from trainer.run_files import ITERATION
+from trainer.show.panels import MAIN, MORE, Panel
 from trainer.tracker import first_line
 
-# section: title of a panel: its metrics; a trailing /* is every metric of that group
-SECTIONS: dict[str, dict[str, list[str]]] = {
-    "Reward and leash": {
-        "Reward": ["reward/mean", "reward/raw_mean"],
-        "KL to the reference, per reply (nats)": ["kl/ref_sequence"],
-        "KL to the reference, per token (nats)": ["kl/ref", "kl/ref_k3", "kl/ref_full"],
-        "KL coefficient": ["kl/coeff"],
-        "Held-out accuracy": ["eval/sampled_accuracy", "eval/greedy_accuracy"],
-        "Reward parts": ["reward_part/*"],
-    },
-    "Is there something to learn from": {
-        "Spread of the reward": ["reward/std"],
-        "Prompts whose replies all got one reward": ["group/zero_variance_fraction"],
-        "Length of replies": ["response/length_mean", "response/length_max"],
-        "Replies that were cut": ["response/truncated_fraction"],
-    },
-    "Is the update sound": {
-        "Entropy (nats per token)": ["policy/entropy"],
-        "KL of the steps and of the engine": ["kl/behaviour", "kl/mismatch"],
-        "Clipped tokens": ["policy/clip_fraction"],
-        "Largest ratio": ["policy/ratio_max"],
-        "Gradient norm": ["optim/grad_norm"],
-        "Learning rate": ["optim/lr"],
-        "Loss": ["loss/total", "loss/policy", "loss/kl", "loss/value"],
-        "Explained variance of the critic": ["value/explained_variance"],
-        "Steps left out": ["optim/skipped_steps"],
-    },
-    "Speed": {
-        "Tokens per second": ["perf/tokens_per_s"],
-        "Time of an iteration (s)": [
-            "time/collect_s",
-            "time/score_s",
-            "time/update_s",
-            "time/sync_s",
-        ],
-        "Peak memory (GiB)": ["perf/peak_memory_gib"],
-    },
+# what report.html draws, and the parts of the reward, which it finds in the run
+SECTIONS: dict[str, Sequence[Panel]] = {
+    "Curves": (*MAIN, Panel("Reward parts", "mean per reply", {"reward_part/*": "part"})),
+    "More curves": MORE,
 }
 LOGIN = "no W&B login: run `wandb login` or set WANDB_API_KEY, then again; --dry-run needs none"
 
@@ -65,13 +34,15 @@ def workspace(entity: str, project: str) -> Any:
         import wandb_workspaces.reports.v2 as wr
         import wandb_workspaces.workspaces as ws
 
-    def plot(title: str, metrics: list[str]) -> Any:
-        group = metrics[0].removesuffix("*")
-        what = {"metric_regex": f"{group}.*"} if group != metrics[0] else {"y": metrics}
-        return wr.LinePlot(title=title, x=ITERATION, **what)
+    def plot(panel: Panel) -> Any:
+        names = [*panel.metrics]
+        # eval/pass@k is logged as eval/pass@8
+        patterns = [re.sub(r"\*$|(?<=@)k$", ".*", name) for name in names]
+        what = {"y": names} if patterns == names else {"metric_regex": f"^({'|'.join(patterns)})$"}
+        return wr.LinePlot(title=panel.title, title_y=panel.unit, x=ITERATION, **what)
 
     sections = [
-        ws.Section(name=name, is_open=True, panels=[plot(*panel) for panel in panels.items()])
+        ws.Section(name=name, is_open=panels is not MORE, panels=[*map(plot, panels)])
         for name, panels in SECTIONS.items()
     ]
     return ws.Workspace(entity=entity, project=project, name="leash", sections=sections)
@@ -97,7 +68,11 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--dry-run", action="store_true", help="print the sections as JSON")
     given = parser.parse_args(words)
     if given.dry_run:
-        print(json.dumps({"x": ITERATION, "sections": SECTIONS}, indent=1))
+        drawn = {
+            name: {panel.title: [*panel.metrics] for panel in panels}
+            for name, panels in SECTIONS.items()
+        }
+        print(json.dumps({"x": ITERATION, "sections": drawn}, indent=1))
         return 0
     try:
         print(f"dashboard  {create(given.entity, given.project)}")

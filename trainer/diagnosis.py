@@ -58,18 +58,20 @@ class Past:
 
 
 def equal_rewards(past: Past) -> str | None:
-    """All replies to a prompt got one reward, 10 iterations long: every advantage was 0."""
+    """All replies to a prompt (of a batch, without groups) got one reward, 10 iterations long."""
     flat, std = (past.last(n, 10) for n in ("group/zero_variance_fraction", "reward/std"))
     same = min(flat) == 1 if flat else bool(std) and max(std) < 1e-6  # rounding of a variance
     if not same:
         return None
     mean = (past.last("reward/raw_mean", 1) or [0.0])[0]
+    which, variety = (
+        ("all replies to a prompt", " or algorithm.group_size") if flat else ("all replies", "")
+    )
     return (
-        f"all replies to a prompt got the same reward for 10 iterations (mean {mean:.3g}): there "
-        "is nothing to learn from. Read transcripts.jsonl: if the replies differ in quality, the "
-        "reward function does not see it; if none succeeds, take easier prompts or start from SFT; "
-        "if all do, take harder ones; a higher policy.temperature or algorithm.group_size adds "
-        "variety"
+        f"{which} got the same reward for 10 iterations (mean {mean:.3g}): there is nothing to "
+        "learn from. Read transcripts.jsonl: if the replies differ in quality, the reward function "
+        "does not see it; if none succeeds, take easier prompts or start from SFT; if all do, take "
+        f"harder ones; a higher policy.temperature{variety} adds variety"
     )
 
 
@@ -86,7 +88,7 @@ def mostly_truncated(past: Past) -> str | None:
 
 
 def kl_exploding(past: Past) -> str | None:
-    """3 nats a token (the reference finds a token e^3 = 20 times less likely), or a fivefold jump.
+    """3 nats per token (to the reference one is e^3 = 20 times less likely), or a fivefold jump.
 
     The jump is that of three iterations over the median of 20, and beyond the healthy 20 nats.
     """
@@ -107,7 +109,7 @@ def kl_exploding(past: Past) -> str | None:
 
 
 def entropy_collapsed(past: Past) -> str | None:
-    """Below 0.01 nats a token (the sampled one has 0.998) all replies to a prompt are the same."""
+    """Below 0.01 nats per token (of two, one has 0.9987) all replies to a prompt are the same."""
     values = past.last("policy/entropy", 5)
     if not values or max(values) >= 0.01:
         return None
@@ -119,7 +121,7 @@ def entropy_collapsed(past: Past) -> str | None:
 
 
 def engine_mismatch(past: Past) -> str | None:
-    """Above 0.1 nats a token with unchanged weights, twice what bfloat16 explains."""
+    """Above 0.1 nats per token with unchanged weights, twice what bfloat16 explains."""
     if not past.all_above("kl/mismatch", 0.1, 2):
         return None
     value = past.last("kl/mismatch", 1)[0]
@@ -140,7 +142,7 @@ def not_finite(past: Past) -> str | None:
     return (
         f"{', '.join(names)} is not finite. Steps with such a gradient are left out, so the "
         "weights are as before. Look for rewards that are not finite; lower optimizer.lr, set "
-        "optimizer.max_grad_norm, or take policy.dtype=float32 or bfloat16 in place of float16"
+        "optimizer.max_grad_norm, or take policy.dtype=float32"
     )
 
 

@@ -5,7 +5,6 @@ Ranks other than 0 make it `quiet`. Left out on purpose: colours that alone carr
 """
 
 import os
-import shlex
 import sys
 import time
 from collections import deque
@@ -30,13 +29,14 @@ from trainer.display_text import (
     split_of_time,
 )
 from trainer.run_files import dig, load_run
+from trainer.show import about
 
 _REWARD = (("reward/mean", "reward {:z.3f}"),)  # z: no -0.000
-_KL = (("kl/ref_sequence", "kl {:z.3f} nats"),)
+_KL = (("kl/ref_sequence", "KL {:z.3f} nats per reply"),)
 _LOSS = (("loss/total", "loss {:z.4f}"),)
 _EVAL = (("eval/sampled_accuracy", "accuracy {:.2f}"), ("eval/greedy_accuracy", "greedy {:.2f}"))
 _LIVE = (
-    ("kl/ref", "{:z.3f} per token"),
+    ("kl/ref", "{:z.3f} nats per token"),
     ("policy/entropy", "entropy {:.3f}"),
     ("response/length_mean", "length {:.0f}"),
     ("perf/tokens_per_s", "{:,.0f} tok/s"),
@@ -57,7 +57,7 @@ class Display:
 
     `about` is what the header says below the title, a Path as a link; `folder` is the run folder
     that the last lines name, None where it does not stay. `show_every`: iterations between sample
-    replies; 0 = none.
+    replies; 0 = none. `since`: when the run began (time.time()); None is when the display does.
 
     >>> with Display(2, title="demo", file=sys.stdout) as display:
     ...     display.update(1, {"reward/mean": 0.25, "time/iteration_s": 2.0})
@@ -75,18 +75,20 @@ class Display:
         file: TextIO | None = None,
         quiet: bool = False,
         show_every: int = 0,
+        since: float | None = None,
     ) -> None:
         self.show_every = show_every
         self.total, self.title, self.folder, self.quiet = total, title, folder, quiet
         self.about = dict(about or {})
         self.console = Console(file=file or sys.stdout, highlight=False, quiet=quiet)
         self._seconds: deque[float] = deque(maxlen=10)
-        self._curve: deque[float] = deque(maxlen=24)  # rewards; losses without them
+        self._curve: list[float] = []  # rewards; losses without them
         self._iteration = 0
         self._latest: dict[str, float] = {}
         self._evaluating: _Evaluation | None = None
         self._evaluation_s = 0.0
         self._stopping = False
+        self._since = since
         self._began = self._clock = time.monotonic()
         self._live: Live | None = None
         self._blocks = BarColumn(bar_width=24)
@@ -104,6 +106,7 @@ class Display:
         for name, value in self.about.items():
             self._print(Text(f"  {name:<{width}}  ").append_text(shown(value)))
         self._began = self._clock = time.monotonic()
+        self._began -= 0.0 if self._since is None else time.time() - self._since
         if self.console.is_terminal and not self.console.is_dumb_terminal and not self.quiet:
             live = Live(get_renderable=self._draw, console=self.console, refresh_per_second=4)
             live.start()
@@ -192,13 +195,17 @@ class Display:
         if saved is None:
             self._print("nothing is saved: it ended before its first checkpoint")
         else:
-            words = f"python train.py resume={shlex.quote(str(self.folder))}"
-            self._print(f"saved at iteration {saved}; go on with: {words}")
+            self._print(f"saved at iteration {saved}; go on with: {about.resume(self.folder)}")
 
     def finish(self) -> None:
-        """Print where things are, as the last lines."""
-        for name, file in _FILES.items() if self.folder else ():
+        """Print what the run came to and where things are, as the last lines."""
+        if self.folder is None:
+            return
+        if words := about.summary(load_run(self.folder)):
+            self._print(words)
+        for name, file in _FILES.items():
             self._print(Text(f"{name:<7}  ").append_text(shown(Path(self.folder, file))))
+        self._print(f"{'chat':<7}  {about.resume(self.folder, mode='chat')}")
 
     def _draw(self) -> Group:
         """Return the live lines; the refresh thread asks for them, so that the times go on."""
@@ -229,7 +236,7 @@ class Display:
         latest = self._latest
         values = [*_signal(latest), *named(latest, (*_KL, *_LIVE)), split_of_time(latest)]
         if len(self._curve) > 1:
-            values.insert(0, sparkline(list(self._curve), unicode=self._unicode))
+            values.insert(0, sparkline(self._curve, unicode=self._unicode))
         return values
 
     @property
@@ -266,19 +273,25 @@ def _signal(metrics: Mapping[str, float]) -> list[str]:
     return named(metrics, _REWARD) or ["reward none"]
 
 
-def show_run(folder: Path, total: int, *, quiet: bool = False) -> Display:
-    """Return the display of the run in `folder`, called after its experiment.
+def show_run(runtime: Any, total: int) -> Display:
+    """Return the display of a runtime's run, called after its experiment.
 
     A warm-up's folder is deleted at its end: its config says where the model is kept instead.
     """
-    folder = Path(os.path.abspath(folder))  # as Hydra gives it, also where resume= did not
+    folder = Path(os.path.abspath(runtime.folder))  # as Hydra gives it, also where resume= did not
     run = load_run(folder)
     origin, sha = (dig(run.status, "model", key) or "?" for key in ("origin", "sha256"))
     name, kept = dig(run.config, "policy", "model"), run.config.get("kept_in")
-    about: dict[str, str | Path] = {"model": f"{name} ({origin}, sha256 {sha[:12]})"}
-    about |= {"kept in": str(kept)} if kept else {"report": folder / _FILES["report"]}
+    header: dict[str, str | Path] = {"model": f"{name} ({origin}, sha256 {sha[:12]})"}
+    header |= {"kept in": str(kept)} if kept else {"report": folder / _FILES["report"]}
     place = None if kept else folder
     every = dig(run.config, "trainer", "show_every") or 0
     return Display(
-        total, title=run.experiment, about=about, folder=place, quiet=quiet, show_every=every
+        total,
+        title=run.experiment,
+        about=header,
+        folder=place,
+        quiet=not runtime.is_main,
+        show_every=every,
+        since=runtime.started,
     )

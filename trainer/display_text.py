@@ -1,6 +1,7 @@
 """Numbers and replies as text for a terminal: pure functions, safe for whatever a model writes."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,22 @@ from rich.text import Text
 _BLOCKS = "".join(chr(code) for code in range(0x2581, 0x2589))
 
 
-def sparkline(values: Sequence[float], *, unicode: bool = True) -> str:
+def sparkline(values: Sequence[float], *, most: int = 24, unicode: bool = True) -> str:
     """Draw values as a row of bars from their lowest to their highest.
 
-    >>> sparkline([0, 1, 2], unicode=False)
-    '.=#'
+    More than `most` values are averaged to as many, so that the row is always the whole of them.
+
+    >>> sparkline([0, 1, 2], unicode=False), sparkline([0, 0, 1, 3, 4, 4], most=3, unicode=False)
+    ('.=#', '.=#')
     """
     levels = _BLOCKS if unicode else ".:-=+*#"
     finite = [v for v in values if abs(v) < float("inf")]
     if not finite:
         return ""
+    count = len(finite)
+    cells = min(count, most)
+    edges = [i * count // cells for i in range(cells + 1)]
+    finite = [sum(finite[a:b]) / (b - a) for a, b in pairwise(edges)]
     lo, span = min(finite), (max(finite) - min(finite)) or 1.0
     return "".join(levels[round((v - lo) / span * (len(levels) - 1))] for v in finite)
 

@@ -61,7 +61,8 @@ class Evaluate:
         sizes = {name: env.group_size for name, env, _ in self.plans}
         ways = {"sampled": "x {} sample{}", "greedy": "greedy"}
         played = ", ".join(ways[name].format(n, "" if n == 1 else "s") for name, n in sizes.items())
-        return f"{len(self.rows)} prompts {played}"
+        count = len(self.rows)
+        return f"{count} prompt{'' if count == 1 else 's'} {played}"
 
     def __call__(
         self,

@@ -4,6 +4,7 @@ An error that is worded for users is its message alone; an unexpected one keeps 
 class and says where its traceback is. Secrets are hidden in both.
 """
 
+import json
 import os
 import re
 import signal
@@ -13,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainer.redact import redact_text, secrets_of
-from trainer.run_files import read_yaml
+from trainer.run_files import read_status, read_yaml, write_text
 
 FULL = re.compile(r"No space left on device|os error 28|Disk quota exceeded")
 MEMORY = re.compile(r"out of memory|can't allocate memory", re.IGNORECASE)
@@ -90,7 +91,7 @@ def note_error(folder: Path, error: BaseException) -> str:
     story = redact_text("".join(traceback.format_exception(error)), hidden)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{line}\n\n{story}")
+        path.write_text(f"{line}\n\n{story}", encoding="utf-8")
     except OSError:  # the disk may be what failed
         complain(line)
     return line
@@ -115,8 +116,18 @@ def last_words(folder: Path, error: BaseException) -> None:
 def noted_errors(folder: Path) -> list[tuple[Path, str]]:
     """Return each rank's file and line, the rank that failed first in front: it is the cause."""
     files = sorted((p.stat().st_mtime_ns, p) for p in (folder / "errors").glob("rank*.txt"))
-    texts = [(path, path.read_text().strip()) for _, path in files]
+    texts = [(path, path.read_text(encoding="utf-8").strip()) for _, path in files]
     return [(path, text.splitlines()[0]) for path, text in texts if text]
+
+
+def close_status(folder: Path, state: str, reason: str) -> None:
+    """Say in status.json how a run ended, unless it is finished."""
+    status = read_status(folder)
+    if status.get("state") == "finished":
+        return
+    text = json.dumps({**status, "state": state, "reason": redact_text(reason)}, indent=1)
+    with suppress(OSError):  # the disk may be what failed; the reason is printed too
+        write_text(folder / "status.json", text)
 
 
 def complain(error: object) -> None:

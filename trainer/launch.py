@@ -4,7 +4,6 @@ The parent never imports torch: what a job leaves behind in a process cannot rea
 Status travels by <folder>/status.json, errors by <folder>/errors/rank<k>.txt (trainer/failures.py).
 """
 
-import json
 import os
 import shutil
 import signal
@@ -20,10 +19,10 @@ from typing import Any
 
 import yaml
 
-from trainer.failures import complain, kill_reason, noted_errors, stop_reason
+from trainer.failures import close_status, complain, kill_reason, noted_errors, stop_reason
 from trainer.lock import held, sign, take
-from trainer.redact import redact_text
-from trainer.run_files import write_text
+from trainer.run_files import read_status
+from trainer.start_up import announce, leave
 from trainer.warm_up import resolve_experiment
 
 # What a launcher such as torchrun tells its ranks; a run started from one of them is its own.
@@ -46,15 +45,15 @@ def start(
     with held(folder) as lock:
         try:
             prepare(config, folder, script=script, compose=compose)
-        except (Interrupted, KeyboardInterrupt):
-            close_status(folder, "preempted", "stopped before it began")
-            raise
+            ranks, threads = config["launch"]["num_processes"], config["launch"]["threads"]
+            path = folder / "config.yaml"
+            status = run(script, path, folder, ranks=ranks, threads=threads, lock=lock)
+        except (Interrupted, KeyboardInterrupt) as stop:
+            leave(config, folder)
+            raise stop if isinstance(stop, Interrupted) else Interrupted(130) from None
         except (RuntimeError, ValueError, OSError) as error:
             close_status(folder, "failed", str(error))
             raise
-        ranks, threads = config["launch"]["num_processes"], config["launch"]["threads"]
-        path = folder / "config.yaml"
-        status = run(script, path, folder, ranks=ranks, threads=threads, lock=lock)
     return float(status["objective"])
 
 
@@ -73,6 +72,7 @@ def prepare(
         start(config, folder, script=script, compose=compose)
 
     folder.mkdir(parents=True, exist_ok=True)
+    announce(config, folder)
     shutil.rmtree(folder / "errors", ignore_errors=True)  # an earlier attempt must not speak for
     (folder / "status.json").unlink(missing_ok=True)  # this one
     config = _resolved(config, lambda name: resolve_experiment(name, compose, warm_up))
@@ -236,24 +236,6 @@ def _kill_families(ranks: list[subprocess.Popen]) -> None:
                     process.kill()
         with suppress(ProcessLookupError):  # those whose parent is gone
             os.killpg(rank.pid, signal.SIGKILL)
-
-
-def read_status(folder: Path) -> dict[str, Any]:
-    """Return status.json, or {} before it is there."""
-    try:
-        return json.loads((folder / "status.json").read_text())
-    except (OSError, ValueError):
-        return {}
-
-
-def close_status(folder: Path, state: str, reason: str) -> None:
-    """Say in status.json how a run ended, unless it is finished."""
-    status = read_status(folder)
-    if status.get("state") == "finished":
-        return
-    text = json.dumps({**status, "state": state, "reason": redact_text(reason)}, indent=1)
-    with suppress(OSError):  # the disk may be what failed; the reason is printed too
-        write_text(folder / "status.json", text)
 
 
 def explain_failure(folder: Path, end: End) -> str:

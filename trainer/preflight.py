@@ -4,10 +4,8 @@ Every section prints what it found; a problem is a line with its remedy, and the
 result. The formulas are in trainer/preflight_sums.py, what is said of rows in preflight_rows.py.
 """
 
-import gc
 import math
 import time
-from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -17,14 +15,11 @@ from tensordict import TensorDictBase
 
 from policies.scorer import max_positions
 from trainer import preflight_sums as sums
-from trainer.failures import MEMORY, headline
 from trainer.preflight_costs import check_disk, check_memory, check_time
-from trainer.preflight_memory import Peak
-from trainer.preflight_rows import Timed, judged, learnt, lengths, marked, timed_rewards
-from trainer.trainer import Clock, Trainer
+from trainer.preflight_play import Iteration, play
+from trainer.preflight_rows import Lengths, judged, learnt, lengths, marked
+from trainer.trainer import Trainer
 
-ENOUGH, MOST = 4.0, 6  # seconds of iterations that are timed, and their number
-MEASURED = 1  # the iteration whose memory is told: the first that has the optimizer's moments
 SLOW = 0.2  # share of an iteration that rewards may take without a word
 
 
@@ -46,6 +41,10 @@ class Report:
     def say(self, line: str | Text) -> None:
         """Print a line of a section."""
         self.console.print(Text("  ").append(line), soft_wrap=True)
+
+    def wait(self, text: str) -> None:
+        """Say what takes a while before it starts."""
+        self.console.print(Text(f"{text} ...", style="dim"), soft_wrap=True)
 
     def problem(self, text: str) -> None:
         """Note something that is to be changed before the run."""
@@ -73,7 +72,9 @@ def run(loop: Trainer, settings: dict[str, Any]) -> float:
     report = Report(quiet=not loop.runtime.is_main, untrained=bool(first))
     for name in first:
         report.say(f"experiment {name} would be trained first; this looks at its untrained model")
-    prompt, new = check_prompts(loop, settings, report)
+    found = row_lengths(loop)
+    prompt, new = longest(loop, settings, found)
+    check_rows(loop, settings, report, found=found, most=prompt + new)
     check_batches(settings, report, longest=prompt + new, rows=len(loop.source.rows))
     played = play(loop, report)
     if played:
@@ -81,67 +82,14 @@ def run(loop: Trainer, settings: dict[str, Any]) -> float:
         check_tokens(loop, first.batch, report)
         if "reward_raw" in first.batch:
             check_rewards(first, settings, report)
-        count, group = len(first.batch), settings["algorithm"]["group_size"]
-        rows = sums.Rows(count, 0, prompt)
+        rows = sums.Rows(len(first.batch), 0, prompt)
         if new:
-            shared = group if loop.policy.scorer.share_prompts else 1
-            rows = sums.Rows(count, prompt, new, shared=shared)
-        check_memory(loop, settings, played, report, rows)
-        check_time(loop, settings, played, report)
+            shared = settings["algorithm"]["group_size"] if loop.policy.scorer.share_prompts else 1
+            rows = sums.Rows(len(first.batch), prompt, new, shared=shared)
+        check_memory(loop, settings, report, played=played, rows=rows)
+        check_time(loop, settings, report, played=played)
     check_disk(loop, settings, report)
     return loop.runtime.gather(report.finish())[0]
-
-
-class Iteration:
-    """A real iteration: its batch, metrics, seconds and the peak memory of each phase."""
-
-    def __init__(self, loop: Trainer, number: int) -> None:
-        self.number = number
-        self.peaks = {"loaded": Peak(loop.runtime.device).now()}
-        self.clock, self.rewards = Clock(), Timed()
-        batch = self._phase(loop, "generate", lambda: self._collect(loop))
-        self.clock.lap("collect")
-        batch = self._phase(loop, "score", lambda: loop.correct(loop.retrieve_kl(batch)))
-        self.clock.lap("score")
-        self.batch: TensorDictBase = loop.advantage(batch)
-        self.metrics = self._phase(loop, "update", lambda: loop.update(self.batch))
-        self.clock.lap("update")
-        self.seconds = self.clock.seconds()["time/iteration_s"]
-
-    def _collect(self, loop: Trainer) -> TensorDictBase:
-        with timed_rewards(loop.source.env.base_env.task) as self.rewards:
-            return loop.source(self.number)
-
-    def _phase(self, loop: Trainer, name: str, work: Callable[[], Any]) -> Any:
-        peak = Peak(loop.runtime.device, trim=self.number == MEASURED)
-        out = work()
-        self.peaks[name] = peak.highest()
-        return out
-
-
-def play(loop: Trainer, report: Report) -> list[Iteration]:
-    """Play a cold iteration and a warm one, more of these while they are too short to time.
-
-    What they fail at is a problem, on several ranks an error; none is returned then.
-    """
-    gc.freeze()  # as a run does
-    try:
-        played = [Iteration(loop, number) for number in (0, 1)]
-        while len(played) < MOST and _seconds(loop, played) < ENOUGH:
-            played.append(Iteration(loop, len(played)))
-        return played
-    except (ValueError, OSError, RuntimeError) as error:
-        ours = isinstance(error, (ValueError, OSError)) or MEMORY.search(str(error))
-        if loop.runtime.ranks > 1 or not ours:
-            raise
-        report.section("Iterations")
-        report.problem(headline(error))
-        return []
-
-
-def _seconds(loop: Trainer, played: list[Iteration]) -> float:
-    """Return what the iterations took, the same on every rank: all play as many."""
-    return loop.runtime.maxima({"s": sum(done.seconds for done in played)})["s"]
 
 
 def samples(loop: Trainer) -> bool:
@@ -149,42 +97,60 @@ def samples(loop: Trainer) -> bool:
     return hasattr(loop.source, "prompts")
 
 
-def check_prompts(loop: Trainer, settings: dict[str, Any], report: Report) -> tuple[int, int]:
-    """Say how long the rows are; return the most tokens of a prompt, and of replies to it.
-
-    Rows that are learnt as they are have no replies.
-    """
-    policy, env = settings["policy"], loop.source.env
-    most, room = max_positions(loop.policy.model), policy["max_prompt_tokens"]
-    new = settings["env"]["max_turns"] * policy["max_new_tokens"] if samples(loop) else 0
-    splits = {"train": loop.source.rows} | ({"eval": loop.evaluate.rows} if new else {})
-    report.section("Rows and their length")
-    longest = 1
+def row_lengths(loop: Trainer) -> dict[str, Lengths | ValueError]:
+    """Return how long the rows of each split are, or why the template cannot render them."""
+    splits, out = {"train": loop.source.rows}, {}
+    if samples(loop):
+        splits["eval"] = loop.evaluate.rows
     for name, rows in splits.items():
         try:
-            found = lengths(rows, env, loop.policy.renderer, prompts=samples(loop))
+            out[name] = lengths(rows, loop.source.env, loop.policy.renderer, prompts=samples(loop))
         except ValueError as error:
-            report.problem(str(error))
+            out[name] = error
+    return out
+
+
+def longest(
+    loop: Trainer, settings: dict[str, Any], found: dict[str, Lengths | ValueError]
+) -> tuple[int, int]:
+    """Return the most tokens of a train row, and of the replies that follow it."""
+    rows, most = found["train"], max_positions(loop.policy.model)
+    row = rows.at(1) if isinstance(rows, Lengths) else 1
+    new = settings["env"]["max_turns"] * settings["policy"]["max_new_tokens"]
+    return row, max(min(new, (most or math.inf) - row), 0) if samples(loop) else 0
+
+
+def check_rows(
+    loop: Trainer,
+    settings: dict[str, Any],
+    report: Report,
+    *,
+    found: dict[str, Lengths | ValueError],
+    most: int,
+) -> None:
+    """Say how long the rows are, which are too long, and the `most` tokens of a sequence."""
+    positions, room = max_positions(loop.policy.model), settings["policy"]["max_prompt_tokens"]
+    new = settings["policy"]["max_new_tokens"] if samples(loop) else 0
+    report.section("Rows and their length")
+    for name, rows in found.items():
+        if isinstance(rows, ValueError):
+            report.problem(str(rows))
             continue
-        longest = max(longest, found.at(1)) if name == "train" else longest
-        report.say(f"{name:<5}  {found}")
-        if new and (over := found.above(room)):
+        report.say(f"{name:<5}  {rows}")
+        if new and (over := rows.above(room)):
             report.problem(
-                f"{over} of {len(found.values)} {name} prompts are longer than "
-                f"policy.max_prompt_tokens={room}, which ends the run; raise it to {found.at(1)} "
+                f"{over} of {len(rows.values)} {name} prompts are longer than "
+                f"policy.max_prompt_tokens={room}, which ends the run; raise it to {rows.at(1)} "
                 "or drop those rows"
             )
-        one = policy["max_new_tokens"] if new else 0
-        if most is not None and (over := found.above(most - one)):
+        if positions is not None and (over := rows.above(positions - new)):
             report.problem(
-                f"{over} of {len(found.values)} {name} rows with up to {one} new tokens do not fit "
-                f"the model's {most} positions; drop those rows or lower policy.max_new_tokens"
+                f"{over} of {len(rows.values)} {name} rows with up to {new} new tokens do not fit "
+                f"the model's {positions} positions; drop those rows or lower policy.max_new_tokens"
             )
-    new = int(min(new, (most or math.inf) - longest))
-    limits = {"policy.max_prompt_tokens": room, "the model's positions": most}
+    limits = {"policy.max_prompt_tokens": room, "the model's positions": positions}
     told = ", ".join(f"{n} {'none' if v is None else v}" for n, v in limits.items())
-    report.say(f"limits {told}; a sequence has at most {longest + new} tokens")
-    return longest, max(new, 0)
+    report.say(f"limits {told}; a sequence has at most {most} tokens")
 
 
 def check_batches(settings: dict[str, Any], report: Report, *, longest: int, rows: int) -> None:
@@ -264,9 +230,9 @@ def check_rewards(iteration: Iteration, settings: dict[str, Any], report: Report
         f"mean {float(total.mean()):.3f}, from {float(total.min()):.3g} to "
         f"{float(total.max()):.3g} over {len(total)} replies",
         f"{took.seconds:.3f} s for {took.replies} replies, "
-        f"{took.seconds / iteration.seconds:.0%} of the iteration",
+        f"{took.seconds / iteration.total:.0%} of the iteration",
     )
-    if took.seconds > max(SLOW * iteration.seconds, 1.0):
+    if took.seconds > max(SLOW * iteration.total, 1.0):
         report.say("rewards are slow: env.rewards can run them in worker processes or together")
     if size < 2:
         return

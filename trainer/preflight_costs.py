@@ -18,15 +18,15 @@ from policies.packing import pack_rows
 from trainer import preflight_sums as sums
 from trainer.display_text import duration
 from trainer.failures import LESS_MEMORY
-from trainer.preflight_memory import memory_of
+from trainer.memory import memory_of
+from trainer.preflight_play import Iteration
 from trainer.trainer import Trainer
 
 if TYPE_CHECKING:
-    from trainer.preflight import Iteration, Report
+    from trainer.preflight import Report
 
 FULL = 0.95  # of the device's memory
 PROBE = 2**26  # bytes written to time a disk
-PHASES = {"collect": "generate"}
 
 
 def model_sizes(loop: Trainer, settings: dict[str, Any]) -> sums.Sizes:
@@ -59,8 +59,9 @@ def model_sizes(loop: Trainer, settings: dict[str, Any]) -> sums.Sizes:
 def check_memory(
     loop: Trainer,
     settings: dict[str, Any],
-    played: "list[Iteration]",
     report: "Report",
+    *,
+    played: list[Iteration],
     rows: sums.Rows,
 ) -> None:
     """Compare what each phase needs by the formulas, at the limits, with what it took here."""
@@ -97,15 +98,16 @@ def check_memory(
 
 
 def check_time(
-    loop: Trainer, settings: dict[str, Any], played: "list[Iteration]", report: "Report"
+    loop: Trainer, settings: dict[str, Any], report: "Report", *, played: list[Iteration]
 ) -> None:
     """Predict how long the run takes: its start, iterations, evaluations and checkpoints.
 
     All iterations but the first count as the median of those played after it.
     """
     total, every = settings["trainer"]["num_iterations"], settings["checkpoint"]["every"]
-    took = [done.seconds for done in played]
+    took = [done.total for done in played]
     times = sums.evaluations(total, settings["eval"]["every"]) if loop.evaluate.plans else 0
+    report.wait("timing a batch of the evaluation and a write to the disk")
     one, share = evaluation_seconds(loop) if times else (0.0, 1.0)
     saved = sums.saves(total, every)
     need = disk_need(loop, settings)
@@ -118,10 +120,10 @@ def check_time(
         "the final model": save * need["model"] / need["checkpoint"],
     }
     report.section(f"Time, by a first iteration and {len(played) - 1} after it on this machine now")
-    for name in played[0].clock.laps:
-        laps = [done.clock.laps[name] for done in played]
+    for name in played[0].seconds:
+        laps = [done.seconds[name] for done in played]
         report.say(
-            f"{PHASES.get(name, name):<9} {_shown(median(laps[1:])):>8} (the first "
+            f"{name:<9} {_shown(median(laps[1:])):>8} (the first "
             f"{_shown(laps[0])}), of the run {duration(sums.whole(laps, total))}"
         )
     for name, seconds in parts.items():
@@ -129,7 +131,7 @@ def check_time(
     report.say(f"the run: about {duration(sum(parts.values()))}{_basis(settings, played[-1])}")
 
 
-def _basis(settings: dict[str, Any], done: "Iteration") -> str:
+def _basis(settings: dict[str, Any], done: Iteration) -> str:
     """Return how long the replies were that a prediction rests on."""
     if "reward_raw" not in done.batch:
         return ""

@@ -1,4 +1,4 @@
-"""The arithmetic of a run before it is one: batches, idle groups, memory, disk, time. Torch-free.
+"""The arithmetic of a run before it is one: batches, idle groups, memory, disk, time.
 
 Every formula is in docs/preflight.md. Bytes and seconds throughout.
 """
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-SLICE = 2**26  # logits held at a time, as in policies/scorer.py
+from policies.scorer import SLICE
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ guessing secrets by their look.
 import os
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 HIDDEN = "<hidden>"
@@ -16,7 +17,11 @@ _WORD = re.compile(r"(?i)(key|token|secret|password|passwd|credential)s?$")
 _SPLIT = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])")
 _NUMBER = re.compile(r"[-+]?[\d.]+(e[-+]?\d+)?", re.IGNORECASE)
 _PLAIN = {"", "null", "none", "true", "false"}
-_ASSIGNMENT = re.compile(r"([\w.+/@-]+)(=|['\"]?:\s*)([^,\s}\]]+)")
+# Only names with such a word: any name at all would take `note:` and swallow the secret after it.
+_ASSIGNMENT = re.compile(
+    r"(?i)([\w.+/@-]*(?:key|token|secret|passw(?:or)?d|credential)[\w.+/@-]*)"
+    r"(=|['\"]?:\s*)([^,\s&}\]]+)"
+)
 _URL = re.compile(r"(\w://(?:[^/\s:@]*:)?)[^/\s:@]+@")
 _BEARER = re.compile(r"(?i)\b(bearer )\S+")
 _FROM_ENVIRONMENT = re.compile(r"oc\.env:(\w+)")
@@ -53,7 +58,8 @@ def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
 
     def hide(match: re.Match[str]) -> str:
         name, sign, value = match.groups()
-        return f"{name}{sign}{HIDDEN if _is_secret(name, value) else value}"
+        shown = HIDDEN if _is_secret(name, value) else _ASSIGNMENT.sub(hide, value)
+        return f"{name}{sign}{shown}"
 
     return _ASSIGNMENT.sub(hide, text)
 
@@ -74,6 +80,7 @@ def secrets_of(config: Any, *, name: str = "") -> list[str]:
     return [*values, str(config)] if _is_secret(name, config) else values
 
 
+@lru_cache(4096)  # the same keys and variables, for every text of a page
 def _words(name: str) -> list[str]:
     """List the words of `name` that say its value is a secret, in lower case."""
     if name.endswith(("Error", "Exception")):  # KeyError: 'a'

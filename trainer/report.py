@@ -26,6 +26,7 @@ from trainer.show.replies import replies
 
 log = logging.getLogger(__name__)
 PICTURE = ("Reward", "KL to the reference", "Accuracy on held-out prompts", "Loss")
+SECONDS, SHARE = 5.0, 0.02  # the least time from page to page; what pages may take of a run's time
 
 
 def write_report(folder: str | Path) -> Path:
@@ -43,23 +44,20 @@ def write_report(folder: str | Path) -> Path:
 
 
 class LiveReport:
-    """Write a run's page again while it goes on, in at most a `share` of its time.
+    """Write a run's page again while it goes on, every SECONDS and in at most a SHARE of its time.
 
-    `seconds`: the shortest time between two pages. `quiet`: write none, as other ranks than 0.
-    `write`: what writes the page of a folder; None is `write_report`.
+    `quiet`: write none, as other ranks than 0. `write`: what writes the page of a folder; None is
+    `write_report`.
     """
 
     def __init__(
         self,
         folder: Path,
         *,
-        seconds: float = 5.0,
-        share: float = 0.01,
         quiet: bool = False,
         write: Callable[[Path], Path] | None = None,
     ) -> None:
-        self.folder, self.seconds, self.share = folder, seconds, share
-        self.write = write
+        self.folder, self.write = folder, write
         self.due = float("inf") if quiet else 0.0  # of time.monotonic()
 
     def refresh(self, *, now: bool = False) -> bool:
@@ -74,7 +72,7 @@ class LiveReport:
             self.due = float("inf")
             return False
         end = time.monotonic()
-        self.due = end + max(self.seconds, (end - start) / self.share)
+        self.due = end + max(SECONDS, (end - start) / SHARE)
         return True
 
 
@@ -130,7 +128,7 @@ def _body(run: Run) -> list[str]:
         page.tiles(about.tiles(run)),
         explained,
         page.facts(about.commands(run)),
-        page.charts(panels.figures(panels.MAIN, run), title="Curves"),
+        _curves(run),
         page.folded("More curves", page.charts(more)),
         *replies(run.folder),
         f"<h2>Environment</h2>{page.facts(about.environment(run))}",
@@ -139,12 +137,24 @@ def _body(run: Run) -> list[str]:
     ]
 
 
+def _curves(run: Run) -> str:
+    """Draw the main curves, or say when they come."""
+    drawn = page.charts(panels.figures(panels.MAIN, run), title="Curves")
+    if drawn or run.state != "running":
+        return drawn
+    return '<p class="muted">The first curves come after iteration 1; this page reloads itself.</p>'
+
+
 def _notices(run: Run) -> list[str]:
     """Say why a run ended, or what to do about one that seems to have."""
     reason, state = run.status.get("reason"), run.state
     if state == "killed":
         reason = "its process is gone and left no reason: killed, or out of memory"
-    told = f'<p class="{state}"><b>{page.escape(reason)}</b>{_traceback(run)}</p>' if reason else ""
+    told = (
+        f'<p class="{page.look(state)}"><b>{page.escape(reason)}</b>{_traceback(run)}</p>'
+        if reason
+        else ""
+    )
     resumed = run.status.get("resumed")
     since = f'<p class="muted">resumed {page.escape(resumed)}</p>' if resumed else ""
     again = page.command(f"python -m trainer.report {shlex.quote(str(run.folder.resolve()))}")

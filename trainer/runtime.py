@@ -5,7 +5,6 @@ One Runtime a process. Only rank 0 writes files of the run; every rank writes it
 
 import json
 import os
-import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from trainer.failures import note_error, stop_reason
 from trainer.machine import about_machine
+from trainer.memory import peak
 from trainer.run_files import write_text
 
 
@@ -136,9 +136,7 @@ class Runtime:
 
     def peak_memory_gib(self) -> float:
         """Return the peak memory of this process so far: of the GPU if there is one, else RSS."""
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated() / 2**30
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        return peak(self.device) / 2**30
 
     def __enter__(self) -> "Runtime":
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,8 @@
 """sweep.csv and sweep.html: what the jobs of a sweep reached, and at which KL.
 
 Rebuilt from the files of the jobs, finished or not. Reward and KL of a job are means over its last
-ten iterations; the reward is the task's alone, without a KL part. The page: show/sweep_page.py.
+ten iterations, at most a quarter of them; the reward is the task's alone, without a KL part. The
+page: show/sweep_page.py. How a sweep is continued: conf/continued.py.
 """
 
 import csv
@@ -10,6 +11,7 @@ import io
 import json
 import os
 import re
+import shlex
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,15 +27,26 @@ from trainer.report import LiveReport
 from trainer.run_files import Run, dig, find_jobs, load_run, number, read_yaml, write_text
 from trainer.show import about, page, svg
 from trainer.show.jobs import Row, all_keys
-from trainer.show.sweep_page import COLUMNS, Sweep, body, picture
+from trainer.show.sweep_page import COLUMNS, Sweep, body, picture, results
 
-PLAN = "sweep.json"  # how many jobs have not begun, and whether the sweep has ended
+PLAN = "sweep.json"  # its words, the folders of its jobs, and whether the sweep has ended
 PATIENCE = 300.0  # seconds; a page that is older may be called stale
+PLACE = "hydra.sweep.dir="
 LONGEST = 200  # bytes of a job's folder name; file systems refuse more than 255
 
 
 def write_sweep(folder: str | Path) -> Path:
     """Write sweep.csv and sweep.html into a multirun folder; return the path of the page."""
+    sweep = load_sweep(folder)
+    write_text(sweep.folder / "sweep.csv", _csv(sweep.rows))
+    path = sweep.folder / "sweep.html"
+    patience = PATIENCE if sweep.live else None
+    write_text(path, page.page("sweep - leash", body(sweep), patience=patience))
+    return path
+
+
+def load_sweep(folder: str | Path) -> Sweep:
+    """Read a multirun folder, whatever state it is in."""
     folder = Path(folder)
     jobs = [load_run(job) for job in find_jobs(folder)]
     plan = read_yaml(folder / PLAN)  # JSON is YAML
@@ -41,49 +54,58 @@ def write_sweep(folder: str | Path) -> Path:
     rows = [_row(folder, job) for job in jobs]
     if live:  # one job at a time: the one that has no status yet is the one that begins
         rows = [replace(row, state=row.state.replace("not started", "starting")) for row in rows]
-    write_text(folder / "sweep.csv", _csv(rows))
-    left = number(plan.get("left"))
-    sweep = Sweep(folder, rows, jobs, left=None if left is None else int(left), live=live)
-    patience = PATIENCE if live else None
-    path = folder / "sweep.html"
-    write_text(path, page.page("sweep - leash", body(sweep), patience=patience))
-    return path
+    left = sum(not (folder / name).is_dir() for name in plan.get("jobs", []))
+    command = _command(folder, plan.get("words", [])) if plan else ""
+    return Sweep(folder, rows, jobs, left=left, live=live, command=command)
 
 
 class LiveSweep:
     """Write the page of a sweep while it goes on: at its start, with every job and in between.
 
-    It holds the folder, so that whoever writes the page meanwhile knows whether the sweep lives.
-    ValueError if another sweep holds it.
+    `jobs`: the overrides of each; `names`: their folders, without them those of `job_names`;
+    `words`: the command line. It holds the folder, so that whoever writes the page meanwhile knows
+    whether the sweep lives. ValueError if another sweep holds it.
     """
 
-    def __init__(self, folder: Path, jobs: Sequence[Sequence[str]]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        jobs: Sequence[Sequence[str]],
+        *,
+        names: Sequence[str] = (),
+        words: Sequence[str] = (),
+    ) -> None:
         self.folder, self.jobs = Path(os.path.abspath(folder)), jobs
+        self._words = [about.safe(word) for word in words if not word.startswith(PLACE)]
+        self._names = list(names or job_names(jobs))
         self._lock = take(self.folder)
-        self._page = LiveReport(self.folder, write=write_sweep, share=0.02)
+        self._page = LiveReport(self.folder, write=write_sweep)
         self._writing, self._over = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._begun = 0
 
-    def begin(self, number: int) -> None:
-        """Say that a job begins; the first time, where the page is."""
-        self._plan(left=len(self.jobs) - number - 1)
+    def begin(self, number: int, note: str | None = None) -> None:
+        """Say that a job begins, or in a `note` why not; the first time, where the page is."""
+        if not self._begun:
+            self._plan(ended=False)
         with self._writing:
             self._page.refresh(now=True)
         if not self._begun:
             self._tell()
             self._thread.start()
         self._begun += 1
-        print(job_line(number, self.jobs), flush=True)
+        print(": ".join(filter(None, [job_line(number, self.jobs), note])), flush=True)
 
     def end(self) -> None:
-        """Write the page for good, and say where it is."""
+        """Write the page for good, and say what came out and where the page is."""
         self._over.set()
         if self._begun:
             self._thread.join()
-        self._plan(left=len(self.jobs) - self._begun, ended=True)
+        self._plan(ended=True)
         os.close(self._lock)
         write_sweep(self.folder)
+        for line in results(load_sweep(self.folder)):
+            print(line)
         self._tell()
 
     def _follow(self) -> None:
@@ -91,16 +113,34 @@ class LiveSweep:
             with self._writing:
                 self._page.refresh()
 
-    def _plan(self, **plan: float) -> None:
-        write_text(self.folder / PLAN, json.dumps(plan))
+    def _plan(self, *, ended: bool) -> None:
+        plan = {"words": self._words, "jobs": self._names, "ended": ended}
+        write_text(self.folder / PLAN, json.dumps(plan, indent=1))
 
     def _tell(self) -> None:
         line = Text("sweep    ").append_text(shown(self.folder / "sweep.html"))
         Console(highlight=False).print(line, soft_wrap=True)
 
 
+def job_names(jobs: Sequence[Sequence[str]]) -> list[str]:
+    """Name the folder of each job of a sweep by its overrides that not all jobs have, sorted.
+
+    A job alone is named by all but its experiment.
+
+    >>> job_names([["seed=1", "kl.coeff=0"], ["seed=1", "kl.coeff=0.1"]])
+    ['kl.coeff=0', 'kl.coeff=0.1']
+    """
+    named = [[word for word in job if not word.startswith("hydra.")] for job in jobs]
+    if len(jobs) > 1:
+        shared = set(named[0]).intersection(*named)
+    else:
+        shared = {word for word in named[0] if word.startswith("experiment=")}
+    own = [sorted(set(job) - shared) or sorted(job) for job in named]
+    return [job_name(",".join(words)) for words in own]
+
+
 def job_name(overrides: str) -> str:
-    """Return a folder name for a job of a sweep: its overrides, in the order of their keys.
+    """Return overrides as the name of a folder.
 
     What a shell or a disk would take amiss is a `_`, what is too long is cut; such a name ends in
     a hash, so that no two jobs share one.
@@ -154,8 +194,17 @@ def _row(folder: Path, run: Run) -> Row:
         kl=run.last_ten_mean("kl/ref_sequence"),
         coeff=coeff,
         iteration=int(run.metrics[-1]["progress/iteration"]) if run.metrics else 0,
+        averaged=len(run.last_ten("kl/ref_sequence") or run.last_ten("reward/mean")),
         command=about.command(run),
     )
+
+
+def _command(folder: Path, words: Sequence[str]) -> str:
+    """Return the command that continues a sweep."""
+    place = str(folder.resolve())
+    plain = re.fullmatch(r"[\w./+-]+", place, re.ASCII)
+    quoted = place if plain else "'" + place.replace("'", "\\'") + "'"  # for Hydra's grammar
+    return shlex.join(["python", "train.py", "-m", *words, f"{PLACE}{quoted}"])
 
 
 def _from_name(job: str) -> dict[str, str]:

@@ -24,9 +24,8 @@ log = logging.getLogger(__name__)
 class JsonlTracker:
     """Write metrics.jsonl and transcripts.jsonl into a run folder.
 
-    `config`, `name`, `group`, `tags` and `job_type` describe the run to trackers that have a use
-    for them. A new run in a folder that holds metrics is a ValueError; `resume=True` goes on
-    behind them.
+    `about` is what a `Mirror` tells of the run; the files have it already. A new run in a folder
+    that holds metrics is a ValueError; `resume=True` goes on behind them.
 
     >>> import tempfile
     >>> tracker = JsonlTracker(tempfile.mkdtemp())
@@ -40,13 +39,9 @@ class JsonlTracker:
         self,
         folder: str | Path,
         *,
-        config: Mapping[str, Any] | None = None,
-        name: str = "",
-        group: str | None = None,
-        tags: Sequence[str] = (),
-        job_type: str = "train",
         resume: bool = False,
         keep_transcripts: bool = True,
+        **about: Any,
     ) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)

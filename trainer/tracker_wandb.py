@@ -9,19 +9,21 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from policies.hub import why_silent
 from trainer.redact import redact
 from trainer.run_files import ITERATION, read_lines
 from trainer.tracker import Mirror, first_line
 
 log = logging.getLogger(__name__)
 
+PATIENCE = 4.0  # seconds for the server's first answer; W&B itself asks again and again
 COLUMNS = ("iteration", "kind", "prompt", "response", "reward", "advantage", "kl", "truncated")
 
 
 class WandbTracker(Mirror):
     """Send a run to Weights & Biases too.
 
-    Waits at most `init_timeout` seconds (times two) for the network, then keeps the run offline.
+    Waits `init_timeout` seconds for a server that answers at all, then keeps the run offline.
     Offline files lie in `<folder>/wandb`; `wandb sync` uploads them, `wandb leet` shows them.
     `mode`: null (decide by login), online, offline or disabled. `table_every`: iterations from one
     part of the table of replies to the next (W&B shows the latest 100 parts); 0 sends no replies.
@@ -75,9 +77,12 @@ class WandbTracker(Mirror):
         about = {**self.about, **self._place, "dir": str(self.folder)}
         about |= {"id": self.run_id(), "resume": "allow"}
         mode, reason = self._mode or os.environ.get("WANDB_MODE"), ""
-        if mode is None:
-            logged_in = wandb.login(prompt=False, verify=False)  # a prompt would wait for ever
-            mode, reason = ("online", "") if logged_in else ("offline", "not logged in")
+        if mode is None and (reason := _not_logged_in()):
+            mode = "offline"
+        elif mode in (None, "online"):
+            server = self._settings.get("base_url") or wandb.setup().settings.base_url
+            silent = why_silent(server, PATIENCE)
+            mode, reason = ("offline", f"no connection ({silent})") if silent else ("online", "")
         if mode == "online":
             try:
                 self._run = wandb.init(mode="online", settings=settings, **about)
@@ -126,3 +131,13 @@ class WandbTracker(Mirror):
             self._table.add_data(*(row.get(name) for name in COLUMNS))
         self._rows = []
         return {"transcripts": self._table}
+
+
+def _not_logged_in() -> str:
+    """Return why W&B has no account to send to, "" if it has one."""
+    import wandb
+
+    try:  # a prompt would wait for ever
+        return "" if wandb.login(prompt=False, verify=False) else "not logged in"
+    except (ValueError, wandb.Error) as error:  # no key of W&B at all
+        return f"not logged in ({first_line(error)})"

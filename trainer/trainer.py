@@ -79,6 +79,7 @@ class Trainer:
             self.resume()
         gc.freeze()  # the set-up's objects stay: full collections need not walk them
         self.runtime.on_stop = self.display.stopping
+        self.runtime.write_status(iteration=self.progress.iteration)  # the parent: it has begun
         self.report.refresh()
         try:
             with self.display:
@@ -218,7 +219,7 @@ class Trainer:
             self.tracker.log(metrics, self.progress.iteration)
             self.diagnose(metrics)
         self.runtime.write_status(iteration=self.progress.iteration)
-        self.report.refresh()
+        self.report.refresh(now=self.progress.iteration <= 1)  # the first curves at once
 
     def _finish(self) -> float:
         """Write the final model and the report; return the objective."""

@@ -13,6 +13,7 @@ _HOME = {
     "RewardModel": ".learnt",
     "RewardParser": ".parsers",
     "Rewarded": ".rewarded",
+    "TRLFunction": ".trl_function",
     "Workers": ".workers",
     "same_mathematics": ".answers",
     "solves_countdown": ".answers",

@@ -9,13 +9,13 @@ Left out on purpose: a time-out for plain functions, which nothing can stop in t
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from envs.tasks.task import Reply, Row
 
-Score = float | Exception
+Score = float | Exception  # math.nan: the function does not apply to the reply
 ON_ERROR = ("raise", "zero", "drop_group")
 FAULTS = (Exception, SystemExit, asyncio.CancelledError)  # of anybody's code; Ctrl-C is not one
 
@@ -68,9 +68,7 @@ class Function(RewardFunction):
         if at_once < 1 or (timeout is not None and not timeout > 0):
             raise ValueError(f"expected timeout > 0 and at_once >= 1, got {timeout} and {at_once}")
         self.function, self.timeout, self.at_once = function, timeout, at_once
-        self.waits = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-            getattr(function, "__call__", None)  # noqa: B004  an object with an async __call__
-        )
+        self.waits = is_async(function)
         if timeout is not None and not self.waits:
             raise ValueError(
                 f"expected an async function beside timeout={timeout}: a plain one cannot be "
@@ -88,6 +86,12 @@ class Function(RewardFunction):
             return as_score(self.function(row, reply))
         except FAULTS as error:
             return as_error(error)
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Return whether a function has to be awaited, or an object with an async __call__."""
+    called = getattr(function, "__call__", None)  # noqa: B004
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
 
 
 def as_error(fault: BaseException) -> Exception:
@@ -136,9 +140,14 @@ def gather(
         pairs = zip(rows, replies, strict=True)
         return list(await asyncio.gather(*(one(row, reply) for row, reply in pairs)))
 
+    return finished(everything())
+
+
+def finished(work: Coroutine[Any, Any, Any]) -> Any:
+    """Return what a coroutine returns, run to its end."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(everything())
+        return asyncio.run(work)
     with ThreadPoolExecutor(1) as pool:  # called inside a loop, as in a notebook
-        return pool.submit(asyncio.run, everything()).result()
+        return pool.submit(asyncio.run, work).result()

@@ -12,8 +12,9 @@ from envs.tasks.task import Message, Reply, Reward, Row, Split, Task
 class Rewarded(Task):
     """A task whose replies earn `task_weight` times its own reward plus what `rewards` give.
 
-    `rewards` by name; each one's unweighted score is the reward part of that name. Success is the
-    task's own; of a task that rewards nothing, a total above 0.
+    `rewards` by name; each one's unweighted score is the reward part of that name, math.nan where
+    it does not apply. Success is the task's own; of a task that rewards nothing, a total above 0,
+    and a reply to which nothing applies is dropped.
 
     >>> from envs.rewards import Function
     >>> from envs.tasks import SortDigits
@@ -89,9 +90,13 @@ class Rewarded(Task):
                 self._tell(name, score)
                 errors, parts[name] = errors + 1, math.nan
                 dropped |= function.on_error == "drop_group"
-            else:
-                total, parts[name] = total + function.weight * score, score
+                continue
+            parts[name] = score
+            if not math.isnan(score):
+                total += function.weight * score
+        applied = self.judges or errors or not all(math.isnan(parts[name]) for name in scores)
         success = own.success if self.judges else total > 0
+        dropped |= not applied
         return dataclasses.replace(
             own, total=total, parts=parts, success=success, errors=errors, dropped=dropped
         )

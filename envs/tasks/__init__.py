@@ -15,6 +15,7 @@ _HOME = {
     "MathWords": ".math_words",
     "Mix": ".mix",
     "Preferences": ".preferences",
+    "Prompts": ".dataset",
     "ReasoningGym": ".reasoning_gym",
     "Reply": ".task",
     "Reviews": ".reviews",

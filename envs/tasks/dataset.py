@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 
-from envs.data import load_chats
+from envs.chat_rows import load_chats
 from envs.tasks.task import Reply, Reward, Row, Split, Task, assistant, check_split
 
 
 class DatasetTask(Task):
-    """Rows of a file or of the hub, as `envs.data.load_chats` reads them.
+    """Rows of a file or of the hub, as `envs.chat_rows.load_chats` reads them.
 
     A row has "messages" (the prompt), "answer" (the data's own reply), "index", "columns" (all its
     cells by column name) and what `prepare` adds. Override `reward`.
@@ -26,6 +26,7 @@ class DatasetTask(Task):
     """
 
     packaged: str | None = None  # the data file taken where none is given
+    answers = True  # whether every row needs one
 
     def __init__(
         self,
@@ -44,6 +45,7 @@ class DatasetTask(Task):
             split=split,
             eval_split=eval_split,
             seed=seed,
+            answers=self.answers,
         )
         self._rows = {name: [self.prepare(row) for row in rows] for name, rows in found.items()}
 
@@ -62,6 +64,25 @@ class DatasetTask(Task):
             {**row, "messages": [*row["messages"], assistant(row["answer"])]}
             for row in self._rows["train"]
         ]
+
+
+class Prompts(DatasetTask):
+    """Prompts alone, which `env.rewards` judges; a reply that earns more than 0 is right.
+
+    A row has an "answer" only if `columns` names its column; "columns" has all cells.
+
+    >>> import pathlib, tempfile
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "prompts.jsonl"
+    >>> _ = path.write_text('{"question": "Now?", "solution": 4}')
+    >>> Prompts(str(path), eval_dataset=str(path)).rows("train")[0]["columns"]["solution"]
+    4
+    """
+
+    answers = False
+
+    def demonstrations(self) -> Sequence[Row]:
+        """Refuse: there are no replies to imitate."""
+        raise NotImplementedError("Prompts has no replies to imitate; use env=chats for SFT")
 
 
 class Chats(DatasetTask):

@@ -29,6 +29,8 @@ class MathProblems(MathWords):
     [1.0, 0.0, 0.0]
     """
 
+    numbers = False
+
     def __init__(
         self,
         dataset: str | None = None,

@@ -7,7 +7,9 @@ Left out on purpose: symbolic equality. An answer that is no number has to be th
 """
 
 import re
+import warnings
 from fractions import Fraction
+from typing import Any
 
 from envs.tasks.dataset import DatasetTask
 from envs.tasks.task import Reply, Reward, Row
@@ -29,8 +31,10 @@ BOXED = "\\boxed{"
 class MathWords(DatasetTask):
     """Word problems from a data set, rewarded for the right final number.
 
-    `dataset` and the rest as in `envs.data.load_chats`; a row's "final" is its right answer. The
-    parts: correct (the reward), format (the reply marks its answer and ends by itself).
+    `dataset` and the rest as in `envs.chat_rows.load_chats`; a row's "final" is its right answer.
+    The parts: correct (the reward), format (the reply marks its answer and ends by itself). Data
+    of which half or more of the answers neither hold a number nor mark a text are a ValueError, a
+    smaller share is a warning.
 
     >>> import pathlib, tempfile
     >>> path = pathlib.Path(tempfile.mkdtemp()) / "two.jsonl"
@@ -43,6 +47,22 @@ class MathWords(DatasetTask):
     >>> [task.reward(row, Reply(text, True, [])).total for text in ("It is $42.00.", "42 or 43")]
     [1.0, 0.0]
     """
+
+    numbers = True  # whether the right answers should hold one
+
+    def __init__(self, dataset: str | None = None, **data: Any) -> None:
+        super().__init__(dataset, **data)
+        rows = [row for rows in self._rows.values() for row in rows]
+        odd = [row["answer"] for row in rows if not _has_number(row["answer"])]
+        if not self.numbers or not odd:
+            return
+        fault = f"{len(odd)} of {len(rows)} right answers hold no number, as {odd[0]!r:.60}"
+        if 2 * len(odd) >= len(rows):
+            raise ValueError(
+                f"{fault}; mark them by ####, or use env=chats (the same words) or a task of your "
+                "own (docs/own_task.md)"
+            )
+        warnings.warn(f"{fault}: only a reply of the same text earns these", stacklevel=2)
 
     def prepare(self, row: Row) -> Row:
         """Return the row with its right answer as "final"."""
@@ -60,6 +80,10 @@ class MathWords(DatasetTask):
         correct = same_answer(said, row["final"])
         parts = {"correct": float(correct), "format": float(marked and reply.complete)}
         return Reward(total=parts["correct"], parts=parts, success=correct)
+
+
+def _has_number(answer: str) -> bool:
+    return marked_answer(answer) is not None or last_number(answer) is not None
 
 
 def split_thoughts(text: str) -> tuple[str, str]:

@@ -1,15 +1,15 @@
 """mode=chat: a terminal chat with the policy beside the reference.
 
 Both answer the same message, each in a chat of its own. The policy's tokens are coloured by
-log pi - log ref at the sampling temperature (greedy: 1): green where training made a token more
-likely, red where less. Lines come from stdin, which may be a pipe.
+log pi - log ref at the sampling temperature (greedy: 1), in the colours of report.html: orange
+where training made a token likelier, blue where less likely. Lines come from stdin, or a pipe.
 """
 
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -27,6 +27,15 @@ from trainer.trainer import Trainer
 
 QUIT, RESET = "/quit", "/reset"
 STEPS = ((2.0, "bold "), (0.5, ""), (0.1, "dim "))  # nats from which a colour is that strong
+LIKELIER, LESS_LIKELY = "dark_orange", "dodger_blue1"  # --more and --less of show/style.css
+
+
+class Reply(NamedTuple):
+    """What one side said: its ids, their log-probs [n] and its text."""
+
+    ids: list[int]
+    log_probs: Tensor
+    text: str
 
 
 @dataclass
@@ -44,8 +53,8 @@ class Talk:
         self.messages = [{"role": "system", "content": system}] if system else []
         self.ids = []
 
-    def answer(self, text: str, stream: Tensor) -> tuple[list[int], Tensor, str]:
-        """Return the reply's ids, their log-probs [n] and its text."""
+    def answer(self, text: str, stream: Tensor) -> Reply:
+        """Return the reply to a message; a chat that the model has no room for is a ValueError."""
         renderer, new = self.policy.renderer, [{"role": "user", "content": text}]
         if self.ids:
             prompt = renderer.extend(self.ids, self.messages, new)
@@ -68,7 +77,7 @@ class Talk:
         said = self.policy.tokenizer.decode(ids, skip_special_tokens=True)
         self.messages += [*new, {"role": "assistant", "content": said}]
         self.ids = prompt + ids
-        return ids, drawn.log_probs[0], said
+        return Reply(ids, drawn.log_probs[0], said)
 
 
 def _switched(scorer: Scorer) -> AbstractContextManager[None]:
@@ -93,9 +102,9 @@ def style(ratio: float) -> str:
     """Return the colour of a log-ratio in nats; "" where both models are of one mind.
 
     >>> style(0.05), style(-0.7), style(3.0)
-    ('', 'red', 'bold green')
+    ('', 'dodger_blue1', 'bold dark_orange')
     """
-    hue = "green" if ratio > 0 else "red"
+    hue = LIKELIER if ratio > 0 else LESS_LIKELY
     return next((f"{strength}{hue}" for least, strength in STEPS if abs(ratio) >= least), "")
 
 
@@ -122,7 +131,7 @@ def told(texts: list[str], ratios: list[float]) -> str:
 
 def run(loop: Trainer, settings: dict[str, Any]) -> float:
     """Chat until the input ends, /quit or Ctrl-C."""
-    what = weights.take(loop, settings)
+    what = weights.take(loop, settings).what
     console = Console(highlight=False)
     heat = loop.policy.temperature
     how = f"at temperature {heat:g}" if heat else "greedily"
@@ -169,11 +178,12 @@ def chat(
 
 def _reply(both: list[Talk], text: str, stream: Tensor, console: Console) -> None:
     mine, theirs = both
-    ids, log_probs, _ = mine.answer(text, stream)
-    texts, ratios = split(ids, mine.policy.tokenizer), log_ratio(mine, theirs.scorer, log_probs)
+    reply = mine.answer(text, stream)
+    texts = split(reply.ids, mine.policy.tokenizer)
+    ratios = log_ratio(mine, theirs.scorer, reply.log_probs)
     console.print(Text().append("policy     ", style="bold").append_text(coloured(texts, ratios)))
     console.print(Text(f"           {told(texts, ratios)}", style="dim"))
-    said = theirs.answer(text, stream)[2]
+    said = theirs.answer(text, stream).text
     console.print(Text().append("reference  ", style="bold").append(_plain(said)))
 
 

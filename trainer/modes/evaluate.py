@@ -1,7 +1,8 @@
 """mode=evaluate: the eval rows of a task, a table of what the replies are worth, eval.json.
 
 pass@k is the unbiased estimate of Chen et al. 2021 (arXiv 2107.03374, eq. 1), a mean over the rows.
-Replies that the task dropped count nowhere, as in training.
+Replies that the task dropped count nowhere, as in training. Names are those of metrics.jsonl; the
+table has them in words.
 """
 
 import json
@@ -76,42 +77,47 @@ class Counts:
                 self.parts[name] = self.parts.get(name, []) + values
             self.dropped += other.dropped
 
-    def result(self) -> dict[str, float]:
-        """Return the numbers by their names; of no row at all, none."""
+    def result(self, accuracy: dict[str, float]) -> dict[str, float]:
+        """Return the numbers by their names, behind an accuracy that has been taken."""
         if not self.right:
-            return {"rows": 0, "dropped rows": self.dropped}
+            return {"rows": 0, "dropped_rows": self.dropped}
         rates = [count / self.samples for count in self.right]
-        out: dict[str, float] = {"rows": len(rates), "samples": self.samples}
-        out["accuracy"] = fmean(rates)
+        out: dict[str, float] = {"rows": len(rates), "samples": self.samples, **accuracy}
         if len(rates) > 1:  # over rows: a row's samples are not independent
-            out["standard error"] = stdev(rates) / len(rates) ** 0.5
+            out["standard_error"] = stdev(rates) / len(rates) ** 0.5
         for k in range(1, self.samples + 1) if self.samples > 1 else ():
-            out[f"pass@{k}"] = fmean(pass_at_k(self.samples, n, k) for n in self.right)
-        out["reward"] = fmean(self.rewards)
-        out |= {f"part {n}": fmean(values) for n, values in self.parts.items() if values}
+            out[f"eval/pass@{k}"] = fmean(pass_at_k(self.samples, n, k) for n in self.right)
+        out["eval/reward"] = fmean(self.rewards)
+        out |= {f"reward_part/{n}": fmean(values) for n, values in self.parts.items() if values}
         if self.kl:
-            out["KL, nats a reply"] = fmean(self.kl)
-            out["KL, nats a token"] = sum(self.kl) / max(sum(self.lengths), 1)
-        out["length, mean"], out["length, max"] = fmean(self.lengths), max(self.lengths)
-        out["cut by the limit"] = fmean(self.truncated)
-        return out | ({"dropped rows": self.dropped} if self.dropped else {})
+            out["kl/ref_sequence"] = fmean(self.kl)
+            out["kl/ref"] = sum(self.kl) / max(sum(self.lengths), 1)
+        out["response/length_mean"] = fmean(self.lengths)
+        out["response/length_max"] = max(self.lengths)
+        out["response/truncated_fraction"] = fmean(self.truncated)
+        return out | ({"dropped_rows": self.dropped} if self.dropped else {})
 
 
 def measure(loop: Trainer) -> dict[str, dict[str, float]]:
     """Play the eval rows; return the numbers of each plan, "sampled" and "greedy".
 
-    The KL is that of sampled replies at their own temperature; greedy ones have none.
+    The KL is that of sampled replies at their own temperature; greedy ones have none. Accuracy, by
+    the labels of the task too, is what a run logs.
     """
     counts = {name: Counts(env.group_size) for name, env, _ in loop.evaluate.plans}
 
     def hear(name: str, batch: TensorDict, _: list[int]) -> None:
         counts[name].add(loop.retrieve_kl(batch) if name == "sampled" else batch)
 
-    loop.evaluate(0, kind="eval", hear=hear)
+    scores, _ = loop.evaluate(0, kind="eval", hear=hear)
     gathered = loop.runtime.gather(counts)
     for name, held in gathered[0].items():
         held.join(other[name] for other in gathered[1:])
-    return {name: held.result() for name, held in gathered[0].items()}
+    out = {}
+    for name, held in gathered[0].items():
+        mine = f"eval/{name}_accuracy"
+        out[name] = held.result({k: v for k, v in scores.items() if k.startswith(mine)})
+    return out
 
 
 def run(loop: Trainer, settings: dict[str, Any]) -> float:
@@ -119,12 +125,13 @@ def run(loop: Trainer, settings: dict[str, Any]) -> float:
     if not loop.evaluate.plans:
         raise ValueError("expected replies to evaluate, got none; set eval.num_samples=8 or "
                          "eval.greedy=true")  # fmt: skip
-    what = weights.take(loop, settings)
+    taken = weights.take(loop, settings)
     found = measure(loop)
     if not loop.runtime.is_main:
         return 0.0
     about = {
-        "weights": what,
+        "weights": taken.what,
+        "iteration": taken.iteration,
         "reference": weights.reference_name(loop, settings),
         "task": settings["env"]["task"]["_target_"],
         "eval": settings["eval"],
@@ -143,21 +150,54 @@ def run(loop: Trainer, settings: dict[str, Any]) -> float:
     return 0.0
 
 
+WORDS = {  # of the table, for names that begin so
+    "rows": "rows",
+    "dropped_rows": "dropped rows",
+    "samples": "samples",
+    "eval/sampled_accuracy/": "accuracy, ",
+    "eval/greedy_accuracy/": "accuracy, ",
+    "eval/sampled_accuracy": "accuracy",
+    "eval/greedy_accuracy": "accuracy",
+    "standard_error": "standard error",
+    "eval/pass@": "pass@",
+    "eval/reward": "reward",
+    "reward_part/": "part ",
+    "kl/ref_sequence": "KL, nats a reply",
+    "kl/ref": "KL, nats a token",
+    "response/length_mean": "length, mean",
+    "response/length_max": "length, max",
+    "response/truncated_fraction": "cut by the limit",
+}
+
+
+def in_words(name: str) -> str:
+    """Return what a table calls a number of eval.json.
+
+    >>> in_words("eval/pass@4"), in_words("eval/greedy_accuracy/facts"), in_words("kl/ref_sequence")
+    ('pass@4', 'accuracy, facts', 'KL, nats a reply')
+    """
+    start = next((start for start in WORDS if name.startswith(start)), "")
+    return WORDS.get(start, "") + name.removeprefix(start)
+
+
+def table_rows(found: dict[str, dict[str, float]]) -> list[list[str]]:
+    """Return the numbers in words, a column a plan; of pass@k the powers of two and the last."""
+    last = max((int(n) for plan in found.values() if (n := plan.get("samples", 0))), default=0)
+    rows: dict[str, list[str]] = {}
+    for column, plan in enumerate(found.values()):
+        for name, value in plan.items():
+            k = int(name.partition("@")[2] or 0)
+            if k & (k - 1) == 0 or k == last:
+                row = rows.setdefault(in_words(name), [""] * len(found))
+                row[column] = str(value) if isinstance(value, int) else f"{value:z.3f}"
+    return [[name, *row] for name, row in rows.items()]
+
+
 def table(found: dict[str, dict[str, float]]) -> Table:
-    """Return the numbers as a table, a column a plan; of pass@k every power of two and the last."""
+    """Return the numbers as a table for a terminal."""
     out = Table("", *found, box=None, pad_edge=False, header_style="bold")
     for column in out.columns[1:]:
         column.justify = "right"
-    last = max((int(n) for plan in found.values() if (n := plan.get("samples", 0))), default=0)
-    for name in dict.fromkeys(name for plan in found.values() for name in plan):
-        k = int(name.partition("@")[2] or 0)
-        if k and k & (k - 1) and k != last:
-            continue
-        out.add_row(name, *(_short(plan.get(name)) for plan in found.values()))
+    for row in table_rows(found):
+        out.add_row(*row)
     return out
-
-
-def _short(value: float | None) -> str:
-    if value is None:
-        return ""
-    return str(value) if isinstance(value, int) else f"{value:.3f}"

@@ -16,7 +16,25 @@ class Weights:
     """A folder with model/ in it (or, of a checkpoint with LoRA, adapter/) and what it is."""
 
     folder: Path
-    what: str  # for people: "the final model of <run>, iteration 80"
+    kind: str  # "the final model"
+    run: str  # its folder, "" where no run trained it
+    iteration: int | None = None
+    objective: float | None = None
+
+    @property
+    def short(self) -> str:
+        """Say what it is, but not where: "the final model, iteration 80"."""
+        return f"{self.kind}{self._when}"
+
+    @property
+    def what(self) -> str:
+        """Say what it is: "the final model of <run>, iteration 80"."""
+        return f"{self.kind} of {self.run}{self._when}" if self.run else self.kind
+
+    @property
+    def _when(self) -> str:
+        score = "" if self.objective is None else f" (objective {self.objective:.4g})"
+        return "" if self.iteration is None else f", iteration {self.iteration}{score}"
 
 
 def choose(folder: Path, *, keep_best: bool = False) -> Weights:
@@ -31,12 +49,13 @@ def choose(folder: Path, *, keep_best: bool = False) -> Weights:
     scored = {path: score for path, score in scores.items() if score is not None}
     if keep_best and scored:
         best = max(scored, key=scored.__getitem__)
-        what = f"the best checkpoint of {folder}, {_iteration(best)} (objective {scored[best]:.4g})"
-        return Weights(best, what)
+        score = scored[best]
+        return Weights(best, "the best checkpoint", str(folder), _iteration(best), score)
     if run.status.get("state") == "finished" and (folder / "model").is_dir():
-        return Weights(folder, f"the final model of {folder}, iteration {run.status['iteration']}")
+        return Weights(folder, "the final model", str(folder), run.status["iteration"])
     if saved:
-        return Weights(saved[-1], f"the newest checkpoint of {folder}, {_iteration(saved[-1])}")
+        newest = saved[-1]
+        return Weights(newest, "the newest checkpoint", str(folder), _iteration(newest))
     raise ValueError(
         f"expected a checkpoint or a final model in {folder}, got none: the run "
         f"{'is' if run.state == 'running' else 'ended as'} {run.state}; finish it with "
@@ -44,15 +63,15 @@ def choose(folder: Path, *, keep_best: bool = False) -> Weights:
     )
 
 
-def take(loop: Trainer, settings: dict[str, Any]) -> str:
+def take(loop: Trainer, settings: dict[str, Any]) -> Weights:
     """Load the weights of the run that is resumed into the policy; return what they are.
 
     Without one the policy is the model that policy.model names. What it is compared with must be
     the model that training started from, or one that is named.
     """
-    if settings["resume"] is None:
-        return f"the model {settings['policy']['model']}"
     found: Any = loop.policy.found
+    if settings["resume"] is None:
+        return Weights(found.folder, f"the model {settings['policy']['model']}", run="")
     started = dig(load_run(settings["resume"]).status, "model", "sha256")
     compares = settings["kl"]["measure"] and settings["kl"]["reference"] is None
     if compares and started not in (None, found.sha256):
@@ -63,7 +82,7 @@ def take(loop: Trainer, settings: dict[str, Any]) -> str:
     best = bool(dig(settings, "checkpoint", "keep_best"))
     chosen = choose(Path(settings["resume"]), keep_best=best)
     loop.checkpoints.load_weights(chosen.folder)
-    return chosen.what
+    return chosen
 
 
 def reference_name(loop: Trainer, settings: dict[str, Any]) -> str:
@@ -82,5 +101,5 @@ def _state(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "state.json").read_text())
 
 
-def _iteration(folder: Path) -> str:
-    return f"iteration {int(folder.name.rpartition('_')[2])}"
+def _iteration(folder: Path) -> int:
+    return int(folder.name.rpartition("_")[2])

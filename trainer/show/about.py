@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from trainer.display_text import duration
@@ -11,24 +12,22 @@ from trainer.show import page, svg
 
 PLACES = ("output_dir", "resume")  # they name a place, not a run
 LEVELS = {"error": 0, "warn": 1, "info": 2}
+GAINS = {  # of a run with rewards the loss says little
+    "reward/mean": "reward",
+    "loss/total": "loss",
+    "eval/sampled_accuracy": "sampled accuracy",
+    "eval/greedy_accuracy": "greedy accuracy",
+}
 _LEFT_OUT = (*(f"{key}=" for key in PLACES), "hydra.")
 
 
 def tiles(run: Run) -> dict[str, str]:
     """Return the few numbers that tell how a run went: first and last."""
     out = {}
-    wanted = [("reward, first \u2192 last ten", "reward/mean")]
-    wanted += [("sampled accuracy", "eval/sampled_accuracy")]
-    wanted += [("greedy accuracy", "eval/greedy_accuracy")]
-    if not run.series("reward/mean"):
-        wanted.append(("loss, first \u2192 last ten", "loss/total"))
-    for name, metric in wanted:
-        points = run.series(metric)
-        if len(points) == 1:
-            out[name.partition(",")[0]] = svg.short(points[0][1])
-        elif points:
-            last = points[-1][1] if metric.startswith("eval/") else run.last_ten_mean(metric)
-            out[name] = f"{svg.short(points[0][1])} \u2192 {svg.short(last or 0.0)}"
+    for metric, ends in _gains(run).items():
+        count = 0 if metric.startswith("eval/") else len(run.last_ten(metric))
+        name = GAINS[metric] + (f", first \u2192 last {count}" if count > 1 else "")
+        out[name] = " \u2192 ".join(map(svg.short, ends))
     kl = run.last_ten_mean("kl/ref_sequence")
     if kl is not None:
         out["KL to the reference, nats per reply"] = svg.short(kl)
@@ -42,29 +41,66 @@ def tiles(run: Run) -> dict[str, str]:
     return out
 
 
+def summary(run: Run) -> str:
+    """Return in one line what a run came to: the numbers of its tiles, for a terminal."""
+    gains = {metric: " -> ".join(map(svg.short, ends)) for metric, ends in _gains(run).items()}
+    found = [metric for metric in gains if metric.startswith("eval/")]
+    told = [
+        f"accuracy {gains[metric]} (held out, {GAINS[metric].partition(' ')[0]})"
+        for metric in found[:1]
+    ]
+    told += [f"{GAINS[metric]} {value}" for metric, value in gains.items() if metric not in found]
+    kl, seconds = run.last_ten_mean("kl/ref_sequence"), number(run.status.get("seconds"))
+    told += [] if kl is None else [f"KL {svg.short(kl)} nats per reply"]
+    told += [] if seconds is None else [duration(seconds)]
+    return ", ".join(told)
+
+
+def _gains(run: Run) -> dict[str, list[float]]:
+    """Return the first value and the last (or mean of the `last_ten`) of what should improve."""
+    out = {}
+    for metric in GAINS:
+        points = run.series(metric)
+        last = run.last(metric) if metric.startswith("eval/") else run.last_ten_mean(metric)
+        if points and last is not None and not (metric == "loss/total" and "reward/mean" in out):
+            out[metric] = [points[0][1], last][: len(points)]
+    return out
+
+
 def command(run: Run) -> str:
     """Return the command that repeats a run, without its place; "" if Hydra did not start it."""
-    words = [_safe(word) for word in run.words if not word.startswith(_LEFT_OUT)]
+    words = [safe(word) for word in run.words if not word.startswith(_LEFT_OUT)]
     named = [word for word in words if word.startswith("experiment=")]
     first = named or [f"experiment={run.experiment}"]
     rest = [word for word in words if word not in named]
     return shlex.join(["python", "train.py", *first, *rest]) if run.words else ""
 
 
-def _safe(word: str) -> str:
+def resume(folder: Path, *, mode: str = "") -> str:
+    """Return the command that goes on with a run, or does something else with its model."""
+    words = [f"mode={mode}"] * bool(mode) + [f"resume={shlex.quote(str(folder.resolve()))}"]
+    return " ".join(["python train.py", *words])
+
+
+def safe(word: str) -> str:
     """Return an override without its secret."""
     key, sign, value = word.partition("=")
     return f"{key}{sign}{redact({key: value})[key]}"
 
 
 def notes(run: Run) -> tuple[str, str]:
-    """Draw what the run said about itself (trainer/diagnosis.py): what is wrong, what explains."""
+    """Draw what the run said about itself (trainer/diagnosis.py): what is wrong, what explains.
+
+    What explains is folded once the run is over.
+    """
     found = run.status.get("notes")
     held = [note for note in found if isinstance(note, dict)] if isinstance(found, list) else []
     held.sort(key=lambda note: LEVELS.get(str(note.get("level")), len(LEVELS)))
     drawn = [(str(note.get("level")), _note(note)) for note in held]
     wrong = "".join(text for level, text in drawn if level in ("error", "warn"))
-    return wrong, "".join(text for level, text in drawn if level not in ("error", "warn"))
+    explained = "".join(text for level, text in drawn if level not in ("error", "warn"))
+    over = run.state != "running"
+    return wrong, page.folded("What the run explained", explained) if over else explained
 
 
 def _note(note: dict[str, Any]) -> str:
@@ -78,11 +114,11 @@ def _note(note: dict[str, Any]) -> str:
 
 
 def commands(run: Run) -> dict[str, str]:
-    """Return how to repeat a run, and how to go on with one that is not finished; HTML."""
-    resume = f"python train.py resume={shlex.quote(str(run.folder.resolve()))}"
+    """Return how to repeat a run, to talk to a finished one, to go on with another; HTML."""
     over = run.state in ("finished", "running")
-    told = {"repeat": command(run), "go on": "" if over else resume}
-    return {name: page.command(text) for name, text in told.items() if text}
+    told = {"repeat": command(run), "go on": "" if over else resume(run.folder)}
+    told["chat"] = resume(run.folder, mode="chat") if run.state == "finished" else ""
+    return {name: page.copyable(text) for name, text in told.items() if text}
 
 
 def environment(run: Run) -> dict[str, str]:
@@ -95,10 +131,13 @@ def environment(run: Run) -> dict[str, str]:
         out["sha256"] = f"<code>{page.escape(sha)}</code>"
     machine = run.status.get("machine")
     if isinstance(machine, dict):
-        device = machine.get("device")
-        out |= {"device": page.escape(device)} if device else {}
-        rest = ", ".join(f"{k} {v}" for k, v in machine.items() if k != "device")
-        out["versions"] = page.escape(rest)
+        left = {key: str(value) for key, value in machine.items()}
+        ranks, device = left.pop("ranks", ""), left.pop("device", "")
+        many = f" on {ranks} ranks" if ranks not in ("", "1") else ""
+        rows = {"device": device + many, "system": left.pop("system", "")}
+        rows["leash"] = " at ".join(left.pop(key) for key in ("leash", "commit") if key in left)
+        rows["versions"] = ", ".join(f"{name} {version}" for name, version in left.items())
+        out |= {name: page.escape(value) for name, value in rows.items() if value}
     return out
 
 

@@ -4,14 +4,13 @@ Every chart carries its own title, unit, legend and ticks, so it stands in a pag
 its own. Left out on purpose: interaction beyond the tooltips that SVG's <title> gives.
 """
 
-import html
 import math
-import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainer.show.svg import (
     Axis,
+    escape,
     fill,
     frame,
     grid,
@@ -87,14 +86,18 @@ def line_chart(
 ) -> str:
     """Draw curves over an integer axis; a value far above the rest is cut, marked by a triangle.
 
-    `named`: with a legend; `least`: a value that the axis reaches.
+    `named`: with a legend; `least`: a value that the axis reaches. What is nothing beside the axis
+    (a rounding error) is 0.
     """
-    series = [Series(s.name, _thin(s.points), s.hue, s.dots) for s in series if s.points]
-    if not series:
+    whole = [s for s in series if s.points]
+    if not whole:
         raise ValueError(f"expected at least one point for chart {title!r}, got none")
-    key = _key(series, width) if named else ("", 34)
+    series = [replace(s, points=_thin(s.points)) for s in whole]
+    span = data_range(*([y for _, y in s.points] for s in series), least=least)
+    nothing = max(1e-5 * max(map(abs, span)), 1e-4 * least)
+    series = [_without(s, nothing) for s in series]
+    key = _key([_without(s, nothing) for s in whole], width) if named else ("", 34)
     xs = [x for s in series for x, _ in s.points]
-    span = data_range([y for s in series for _, y in s.points], least)
     made = plot(xs, span, title=title, unit=unit, x_label=x_label, key=key, size=(width, height))
     values: dict[float, list[str]] = {}
     for s in series:
@@ -103,6 +106,12 @@ def line_chart(
     curves = [_curve(s, made.x, made.y) for s in series]
     body = [*made.parts, *tips(values, made.x, made.y, x_label=x_label), *curves]
     return frame("".join(body), width=width, height=height, title=title)
+
+
+def _without(series: Series, nothing: float) -> Series:
+    """Put 0 in place of values that are at most `nothing`."""
+    points = [(x, y if abs(y) > nothing else 0.0) for x, y in series.points]
+    return replace(series, points=points)
 
 
 def stack_chart(
@@ -158,7 +167,7 @@ def _key(series: Sequence[Series], width: int) -> tuple[str, int]:
 def _curve(series: Series, x_axis: Axis, y_axis: Axis) -> str:
     place = [(x_axis(x), y_axis(y)) for x, y in series.points]
     stroke = f'style="{line_style(series.hue)}"'
-    smooth = _smooth([y for _, y in series.points]) if len(place) >= 40 else None
+    smooth = _smooth([min(y, y_axis.hi) for _, y in series.points]) if len(place) >= 40 else None
     parts = []
     if smooth:
         averaged = [(x, y_axis(v)) for (x, _), v in zip(place, smooth, strict=True)]
@@ -169,7 +178,7 @@ def _curve(series: Series, x_axis: Axis, y_axis: Axis) -> str:
     radius = 3.0 if series.dots or len(place) == 1 else 0.0
     for (x, y), (iteration, value) in zip(place, series.points, strict=True):
         if value > y_axis.hi:
-            tip = html.escape(f"{series.name}, {iteration:g}: {short(value)}")
+            tip = escape(f"{series.name}, {iteration:g}: {short(value)}")
             shape = f'd="M{x - 4:g} {y}h8l-4 -7z" {fill(series.hue)}'
             parts.append(f"<path {shape}><title>{tip}</title></path>")
         elif radius:
@@ -177,22 +186,31 @@ def _curve(series: Series, x_axis: Axis, y_axis: Axis) -> str:
     return "".join(parts)
 
 
-def data_range(values: Sequence[float], least: float = 0.0) -> tuple[float, float]:
-    """Choose what the y axis shows: 0 when near, but not a few values far above the rest."""
-    lo, hi = min(values), max(values)
-    if len(values) >= 10:
-        high = sorted(values)[int(0.9 * (len(values) - 1))]
-        hi = 1.5 * high if high > 0 and hi > 5 * high else hi
+def data_range(*curves: Sequence[float], least: float = 0.0) -> tuple[float, float]:
+    """Choose what the y axis shows: 0 when near, but not a few values far above the rest of a curve.
+
+    A curve that lies far above the others is shown.
+    """
+    lo, hi = min(map(min, curves)), max(map(_roof, curves))
     hi = max(hi, least) if least else hi
     # A rounding error below 0 is 0: it must not open a whole step of the axis.
     return (0.0 if -1e-3 * hi <= lo <= 0.6 * hi else lo), hi
 
 
+def _roof(values: Sequence[float]) -> float:
+    """Return the highest value of a curve, but for a few far above the rest."""
+    hi = max(values)
+    if len(values) < 10:
+        return hi
+    high = sorted(values)[int(0.9 * (len(values) - 1))]
+    return 1.5 * high if high > 0 and hi > 5 * high else hi
+
+
 def _smooth(values: Sequence[float]) -> list[float]:
-    """Take the median of each value and its neighbours: a tenth of the curve, centred."""
+    """Average each value with its neighbours: a tenth of the curve, centred."""
     half = len(values) // 20
     windows = (values[max(0, i - half) : i + half + 1] for i in range(len(values)))
-    return [statistics.median(window) for window in windows]
+    return [math.fsum(window) / len(window) for window in windows]
 
 
 def _thin(points: Points, *, most: int = 400) -> Points:

@@ -1,14 +1,16 @@
 """The jobs of a sweep as rows, and what they are called: by what differs between them."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from trainer.show.frontier import Point
 
 
 @dataclass(frozen=True)
 class Row:
-    """One job. `reward` and `kl` (nats per reply) are means over the last ten iterations."""
+    """One job. `reward` and `kl` (nats per reply) are means over the `averaged` last iterations."""
 
     job: str
     overrides: dict[str, str] = field(default_factory=dict)
@@ -19,7 +21,36 @@ class Row:
     kl: float | None = None
     coeff: float | None = None
     iteration: int = 0
+    averaged: int = 0
     command: str = ""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Jobs that differ in the seed alone. What is told of it is of its finished jobs, if any is."""
+
+    name: str
+    jobs: tuple[Row, ...]
+
+    @property
+    def finished(self) -> tuple[Row, ...]:
+        return tuple(job for job in self.jobs if job.state == "finished")
+
+    @property
+    def counted(self) -> tuple[Row, ...]:
+        return self.finished or self.jobs
+
+    @property
+    def state(self) -> str:
+        """Say in which states its jobs are: "finished", or "2 finished, 1 failed"."""
+        counts = Counter(job.state for job in self.jobs)
+        several = len(self.jobs) > 1
+        return ", ".join(f"{n} {state}" if several else state for state, n in counts.items())
+
+    def mean(self, name: str) -> float | None:
+        """Average a field of Row over the jobs that count and have it."""
+        values = [value for job in self.counted if (value := getattr(job, name)) is not None]
+        return fmean(values) if values else None
 
 
 def labels(rows: Sequence[Row]) -> dict[str, str]:
@@ -35,31 +66,47 @@ def settings(rows: Sequence[Row]) -> dict[str, str]:
     return same if varying(rows) == ["seed"] else labels(rows)
 
 
-def best(rows: Sequence[Row]) -> Row | None:
-    """Return the finished job with the highest objective, at equal ones that with the lower KL."""
-    ended = [row for row in rows if row.objective is not None and row.state == "finished"]
-    return max(ended, key=lambda r: (r.objective or 0.0, -(r.kl or 0.0)), default=None)
+def grouped(rows: Sequence[Row]) -> list[Setting]:
+    """Put the jobs of a setting together."""
+    names = settings(rows)
+    held: dict[str, list[Row]] = {}
+    for row in rows:
+        held.setdefault(names[row.job], []).append(row)
+    return [Setting(name, tuple(jobs)) for name, jobs in held.items()]
+
+
+def best(rows: Sequence[Row]) -> Setting | None:
+    """Return the setting whose finished jobs have the highest mean objective.
+
+    At equal ones that with the lower KL. Not that of the best job: with many seeds it is the
+    luckiest.
+    """
+    ended = [s for s in grouped(rows) if s.finished and s.mean("objective") is not None]
+
+    def worth(setting: Setting) -> tuple[float, float]:
+        return setting.mean("objective") or 0.0, -(setting.mean("kl") or 0.0)
+
+    return max(ended, key=worth, default=None)
 
 
 def points(rows: Sequence[Row]) -> list[Point]:
-    """Return a point per setting; jobs that differ in the seed alone are one.
+    """Return a point per setting, of its finished jobs if it has any.
 
     >>> pair = [Row(s, {"seed": s}, reward=1.0, kl=k) for s, k in (("1", 0.5), ("2", 1.5))]
     >>> [(p.kl, p.reward, len(p.seeds)) for p in points(pair)]
     [(1.0, 1.0, 2)]
     """
-    names = settings(rows)
-    held: dict[str, list[Row]] = {}
-    for row in rows:
-        if row.reward is not None and row.kl is not None:
-            held.setdefault(names[row.job], []).append(row)
     keys, made = _settings(rows), []
-    for name, group in held.items():
-        short = ", ".join(group[0].overrides.get(key, "-") for key in keys)
-        unfinished = sorted({row.state for row in group if row.state != "finished"})
-        note = f" ({', '.join(unfinished)})" if unfinished else ""
-        seeds = tuple((row.kl or 0.0, row.reward or 0.0) for row in group)
-        made.append(Point(short or name, seeds, note))
+    for setting in grouped(rows):
+        seeds = tuple(
+            (job.kl, job.reward)
+            for job in setting.counted
+            if job.kl is not None and job.reward is not None
+        )
+        short = ", ".join(setting.jobs[0].overrides.get(key, "-") for key in keys)
+        ended = len(setting.finished) == len(setting.jobs)
+        note, done = "" if ended else f" ({setting.state})", bool(setting.finished)
+        made += [Point(short or setting.name, seeds, note, done)] * bool(seeds)
     return made
 
 

@@ -5,31 +5,22 @@ page says everything without its script (show/script.js), which only reloads the
 sweep that goes on, sorts tables and shows tooltips where there is no mouse.
 """
 
-import html
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
 from trainer.show import svg
+from trainer.show.svg import escape
 
 RELOAD = 5  # seconds
+SMOOTHED = "Thin: the values. Thick: their mean over a tenth of the curve around each."
 STATES = ("finished", "failed", "running", "preempted", "killed")
 
 
 @cache
 def _asset(name: str) -> str:
     return (Path(__file__).parent / name).read_text(encoding="utf-8")
-
-
-def escape(text: object) -> str:
-    """Escape a text for HTML; control characters become the replacement character.
-
-    >>> escape("<b>")
-    '&lt;b&gt;'
-    """
-    shown = "".join(c if c in "\n\t" or ord(c) >= 32 else "\ufffd" for c in str(text))
-    return html.escape(shown)
 
 
 def page(title: str, body: Iterable[str], *, patience: float | None = None) -> str:
@@ -64,8 +55,12 @@ def stale(again: str) -> str:
 
 def badge(state: str) -> str:
     """Draw the state of a run."""
-    kind = state if state in STATES else "muted"
-    return f'<span class="state {kind}">{escape(state)}</span>'
+    return f'<span class="state {look(state)}">{escape(state)}</span>'
+
+
+def look(state: str) -> str:
+    """Return the CSS class of a state; status.json may hold anything."""
+    return state if state in STATES else "muted"
 
 
 def tiles(values: Mapping[str, str]) -> str:
@@ -88,6 +83,11 @@ def command(text: str) -> str:
     return f'<code class="command">{escape(text)}</code>'
 
 
+def copyable(text: str) -> str:
+    """Draw a command with a button that copies it; the script shows the button."""
+    return f'{command(text)} <button type="button" class="copy" hidden>copy</button>'
+
+
 def charts(drawn: Sequence[str], *, title: str = "", key: Sequence[str] = ()) -> str:
     """Lay charts out in as many columns as fit; `key` names the curves that they share."""
     if not drawn:
@@ -99,6 +99,8 @@ def charts(drawn: Sequence[str], *, title: str = "", key: Sequence[str] = ()) ->
         for i, n in enumerate(key)
     )
     head += f'<div class="key">{"".join(names)}</div>' if key else ""
+    if title and any('class="raw"' in chart for chart in drawn):
+        head += f'<p class="muted smooth">{SMOOTHED}</p>'
     return f'{head}<div class="charts">{"".join(drawn)}</div>'
 
 

@@ -28,7 +28,7 @@ MAIN = (
     Panel(
         "Reward",
         "mean per reply",
-        {"reward/mean": "with KL", "reward/raw_mean": "task"},
+        {"reward/raw_mean": "task", "reward/mean": "with KL"},
         "rises, then levels off",
     ),
     Panel(
@@ -56,7 +56,11 @@ MAIN = (
     Panel(
         "KL to the sampler",
         "nats per token",
-        {"kl/behaviour": "drift in the update", "kl/mismatch": "engine mismatch"},
+        {
+            "kl/behaviour": "drift in the update",
+            "kl/behaviour_k3": "drift k3",
+            "kl/mismatch": "engine mismatch",
+        },
         "drift below 0.05; mismatch below 1e-3, in bfloat16 below 0.05",
         least=1e-3,
     ),
@@ -85,8 +89,9 @@ MAIN = (
             "response/truncated_fraction": "cut replies",
             "group/zero_variance_fraction": "equal groups",
             "policy/clip_fraction": "clipped",
+            "policy/mismatch_limited": "weights limited",
         },
-        "cut and clipped below 0.2, equal groups below 0.8",
+        "cut and clipped below 0.2, equal groups below 0.8, weights limited below 0.01",
     ),
     Panel(
         "Loss",
@@ -96,6 +101,8 @@ MAIN = (
             "loss/policy": "policy",
             "loss/kl": "kl",
             "loss/value": "value",
+            "loss/entropy": "entropy",
+            "loss/preference": "preference",
         },
         "near 0 in RL, where it says little; falls in SFT",
     ),

@@ -1,31 +1,41 @@
 
 (() => {
-  // Tables: a click on a header sorts, the second one the other way round.
+  // Tables: the button in a header sorts, the second time the other way round; empty cells last.
   const value = (row, i) => row.cells[i].textContent.trim();
   const number = (text) => {
     const found = /^(-?[\d.,]+(?:e-?\d+)?)([kM]?)$/.exec(text);
     return found ? Number(found[1].replaceAll(",", "")) * ({k: 1e3, M: 1e6}[found[2]] || 1) : NaN;
   };
-  const compare = (a, b) => {
-    const [x, y] = [number(a), number(b)];
-    if (isNaN(x) !== isNaN(y)) return isNaN(x) ? 1 : -1;
-    return isNaN(x) ? a.localeCompare(b, undefined, {numeric: true}) : x - y;
+  const compare = (a, b, down) => {
+    if (!a || !b) return !a - !b;
+    const [x, y] = [number(a), number(b)], way = down ? -1 : 1;
+    if (isNaN(x) !== isNaN(y)) return isNaN(x) ? way : -way;
+    return way * (isNaN(x) ? a.localeCompare(b, undefined, {numeric: true}) : x - y);
   };
   const order = (head, down) => {
     const i = head.cellIndex, body = head.closest("table").tBodies[0];
     for (const other of head.parentNode.cells) other.removeAttribute("aria-sort");
     head.setAttribute("aria-sort", down ? "descending" : "ascending");
     const rows = [...body.rows];
-    rows.sort((a, b) => compare(value(a, i), value(b, i)) * (down ? -1 : 1));
+    rows.sort((a, b) => compare(value(a, i), value(b, i), down));
     body.append(...rows);
   };
   const heads = [...document.querySelectorAll("table.sortable th")];
   for (const head of heads) {
-    head.setAttribute("role", "button");
-    head.tabIndex = 0;
-    const sort = () => order(head, head.getAttribute("aria-sort") === "ascending");
-    head.addEventListener("click", sort);
-    head.addEventListener("keydown", (event) => event.key === "Enter" && sort());
+    const button = Object.assign(document.createElement("button"), {type: "button"});
+    button.append(...head.childNodes);
+    head.append(button);
+    button.addEventListener("click", () => order(head, head.getAttribute("aria-sort") === "ascending"));
+  }
+
+  // Commands: a button copies what stands before it, or selects it where a page may not copy.
+  for (const button of document.querySelectorAll("button.copy")) {
+    button.hidden = false;
+    button.addEventListener("click", async () => {
+      const text = button.previousElementSibling;
+      try { await navigator.clipboard.writeText(text.textContent); button.textContent = "copied"; }
+      catch { getSelection().selectAllChildren(text); }
+    });
   }
 
   // Tooltips for fingers; a mouse has those of the browser.

@@ -6,6 +6,7 @@ lighter, which the colour-blind tell apart too.
 
 import html
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,6 +19,7 @@ _DARK_INK = ("#e8ecf1", "#9aa7b5", "#313a45", "#171c22")
 _DASHES = ("", "5 3", "1.5 3", "8 3 1.5 3")  # of the curves that share a chart, beside their hues
 _WIDE = set("mwMWGOQ@%")
 MOST_TIPS = 120
+_NO_TEXT = re.compile("[^\n\t -\ufffd\U00010000-\U0010ffff]")  # control characters and the like
 
 
 def _variables(inks: Sequence[str], hues: Sequence[str]) -> str:
@@ -93,6 +95,15 @@ def short(value: float) -> str:
     return f"{value:.3g}"
 
 
+def escape(text: object) -> str:
+    """Escape a text for HTML and XML; what neither may hold becomes the replacement character.
+
+    >>> escape("<b>\x1b")
+    '&lt;b&gt;\ufffd'
+    """
+    return html.escape(_NO_TEXT.sub("\ufffd", str(text)))
+
+
 def text_width(text: str, *, size: float = 11.0) -> float:
     """Estimate the width in pixels of a text in the usual sans-serif fonts."""
     return size * sum(0.82 if c in _WIDE else 0.3 if c in "il.,:' |j" else 0.62 for c in text)
@@ -101,7 +112,7 @@ def text_width(text: str, *, size: float = 11.0) -> float:
 def label(x: float, y: float, text: str, *, anchor: str = "start", style: str = "") -> str:
     """Draw one escaped piece of text."""
     kind = f' class="{style}"' if style else ""
-    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}"{kind}>{html.escape(text)}</text>'
+    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}"{kind}>{escape(text)}</text>'
 
 
 def tips(
@@ -116,7 +127,7 @@ def tips(
     for x, lo, hi in zip(
         xs, [x_axis.start, *edges], [*edges, max(x_axis.stop, x_axis.start + 1)], strict=True
     ):
-        text = html.escape(f"{x_label} {x:g}: {', '.join(values[x])}")
+        text = escape(f"{x_label} {x:g}: {', '.join(values[x])}")
         box = f'x="{lo:g}" y="{top:g}" width="{hi - lo:g}" height="{bottom - top:g}"'
         out.append(f'<rect class="tip" {box}><title>{text}</title></rect>')
     return out
@@ -126,7 +137,7 @@ def frame(body: str, *, width: int, height: int, title: str) -> str:
     """Wrap drawn parts as an <svg> that scales to its box."""
     return (
         f'<svg class="chart" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'role="img" aria-label="{html.escape(title)}" xmlns="http://www.w3.org/2000/svg">{body}</svg>'
+        f'role="img" aria-label="{escape(title)}" xmlns="http://www.w3.org/2000/svg">{body}</svg>'
     )
 
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from trainer.display_text import duration
+from trainer.display_text import duration, one_line
 from trainer.run_files import Run, dig, number
 from trainer.show import charts, page, svg
-from trainer.show.frontier import frontier
-from trainer.show.jobs import Row, best, labels, points, settings, varying
+from trainer.show.frontier import AVERAGED, frontier
+from trainer.show.jobs import Row, Setting, best, grouped, labels, points, settings, varying
 from trainer.show.panels import MAIN
 
 _OVERLAYS = (
@@ -30,23 +30,38 @@ COLUMNS = {  # metric or state: field of Row
     "kl/ref_sequence": "kl",
     "kl/coeff": "coeff",
     "progress/iteration": "iteration",
+    "iterations_averaged": "averaged",
 }
-
+OBJECTIVES = {  # in the order in which a run takes them
+    "eval/sampled_accuracy": "held-out accuracy, sampled",
+    "eval/greedy_accuracy": "held-out accuracy, greedy",
+    "reward/mean": "mean reward of the last iteration",
+    "loss/total": "minus the loss of the last iteration",
+}
 GOING = ("running", "starting")
+MOST = 20  # settings that the terminal lists
 
 
 @dataclass(frozen=True)
 class Sweep:
     """What the page is of. `left`: jobs that have not begun; `live`: whether the sweep goes on.
 
-    Both are None where nobody wrote them down, as of a search by a script of one's own.
+    `live` is None where nobody wrote it down, as of a search by a script of one's own. `command`
+    continues the sweep.
     """
 
     folder: Path
     rows: Sequence[Row]
     jobs: Sequence[Run]
-    left: int | None = None
+    left: int = 0
     live: bool | None = None
+    command: str = ""
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether the sweep does not go on though jobs are not finished."""
+        ended = all(row.state == "finished" for row in self.rows)
+        return self.live is False and not (ended and not self.left)
 
 
 def body(sweep: Sweep) -> list[str]:
@@ -63,7 +78,8 @@ def body(sweep: Sweep) -> list[str]:
         page.heading(f"Sweep of {name}", _state(sweep)),
         *_progress(sweep),
         page.stale(again) if sweep.live else "",
-        *_best(rows),
+        f"<p>Continue it: {page.copyable(sweep.command)}</p>" if sweep.unfinished else "",
+        *_best(rows, jobs),
         sides if rows else "",
         page.charts(_overlays(rows, jobs, groups), title="Curves", key=groups),
         f'<footer class="muted">Written from the files of the jobs; again: {again}</footer>',
@@ -87,11 +103,10 @@ def _progress(sweep: Sweep) -> list[str]:
     """Say how many jobs are in which state, which one runs and how long the rest may take."""
     states = [row.state for row in sweep.rows]
     counts = [f"{states.count(state)} {state}" for state in dict.fromkeys(sorted(states))]
-    left = sweep.left or 0
-    counts += [f"{left} {'to come' if sweep.live else 'not begun'}"] * bool(left)
-    total = len(states) + left
+    counts += [f"{sweep.left} {'to come' if sweep.live else 'not begun'}"] * bool(sweep.left)
+    total = len(states) + sweep.left
     line = f"{total} job{'s' * (total != 1)}: {', '.join(counts)}"
-    out = [f'<p class="muted">{line}{_rest(sweep, left)}</p>']
+    out = [f'<p class="muted">{line}{_rest(sweep)}</p>']
     names = labels(sweep.rows)
     for row, run in zip(sweep.rows, sweep.jobs, strict=True):
         if row.state in GOING:
@@ -102,7 +117,7 @@ def _progress(sweep: Sweep) -> list[str]:
     return out
 
 
-def _rest(sweep: Sweep, left: int) -> str:
+def _rest(sweep: Sweep) -> str:
     """Estimate the time left from the jobs that are finished."""
     seconds = [number(run.status.get("seconds")) or 0.0 for run in sweep.jobs]
     pairs = list(zip(seconds, sweep.rows, strict=True))
@@ -111,7 +126,7 @@ def _rest(sweep: Sweep, left: int) -> str:
     if not (sweep.live and done):
         return ""
     each = sum(done) / len(done)
-    return f"; about {duration(each * left + sum(max(each - s, 0.0) for s in going))} left"
+    return f"; about {duration(each * sweep.left + sum(max(each - s, 0.0) for s in going))} left"
 
 
 def _link(run: Run, row: Row, text: str) -> str:
@@ -121,15 +136,57 @@ def _link(run: Run, row: Row, text: str) -> str:
     return f'<a href="{page.escape(quote(row.job))}/report.html">{text}</a>'
 
 
-def _best(rows: Sequence[Row]) -> list[str]:
-    """Say which job did best, and how to run it again."""
-    row = best(rows)
-    if row is None or len(rows) < 2:
+def _best(rows: Sequence[Row], jobs: Sequence[Run]) -> list[str]:
+    """Say which setting did best, and how to run it again."""
+    found = best(rows)
+    if found is None or len(rows) < 2:
         return []
-    values = [("objective", row.objective), ("reward", row.reward), ("KL", row.kl)]
-    told = ", ".join(f"{name} {svg.short(v)}" for name, v in values if v is not None)
-    line = f"Highest objective: <b>{page.escape(labels(rows)[row.job])}</b> ({page.escape(told)})"
-    return [f"<p>{line}</p>", f"<p>{page.command(row.command)}</p>" if row.command else ""]
+    line = f"Highest objective: <b>{page.escape(found.name)}</b> ({page.escape(_told(found))})"
+    command = found.finished[0].command
+    note = f"reward and KL: mean of the {AVERAGED}"
+    return [
+        f"<p>{line}</p>",
+        f"<p>{page.copyable(command)}</p>" if command else "",
+        f'<p class="muted">objective: {page.escape(_objective(jobs))}; {note}</p>',
+    ]
+
+
+def _told(setting: Setting) -> str:
+    values = [("objective", "objective"), ("reward", "reward"), ("KL", "kl")]
+    known = [(name, setting.mean(field)) for name, field in values]
+    told = ", ".join(f"{name} {svg.short(value)}" for name, value in known if value is not None)
+    count = len(setting.finished)
+    return f"{told}; means of {count} seeds" if count > 1 else told
+
+
+def _objective(jobs: Sequence[Run]) -> str:
+    """Say what the objective of the jobs is."""
+    used = [next((m for m in OBJECTIVES if run.series(m)), None) for run in jobs if run.metrics]
+    return " or ".join(OBJECTIVES[metric] for metric in dict.fromkeys(used) if metric)
+
+
+def results(sweep: Sweep) -> list[str]:
+    """Return what a sweep came to for a terminal: a line per setting, the best, what is left."""
+    made = grouped(sweep.rows)
+    if len(made) > MOST:  # the best of them
+        made = sorted(made, key=lambda s: -(s.mean("objective") or -math.inf))
+    fields = ("reward", "kl", "objective")
+    cells = [["setting", "reward", "KL", "objective", "state"]]
+    for setting in made[:MOST]:
+        values = [setting.mean(field) for field in fields]
+        shown = ["-" if value is None else svg.short(value) for value in values]
+        cells.append([one_line(setting.name, 48), *shown, setting.state])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
+    lines += [f"... {len(made) - MOST} more in sweep.html"] * (len(made) > MOST)
+    found = best(sweep.rows)
+    if found is not None and len(sweep.rows) > 1:
+        lines.append(f"best     {found.name} ({_told(found)})")
+        lines += [f"again    {found.finished[0].command}"] * bool(found.finished[0].command)
+    if sweep.unfinished:
+        left = f"{sweep.left} not begun; " if sweep.left else ""
+        lines.append(f"{left}continue with: {sweep.command}")
+    return lines if sweep.rows else []
 
 
 def _overlays(rows: Sequence[Row], jobs: Sequence[Run], groups: Sequence[str]) -> list[str]:
@@ -182,14 +239,14 @@ def _table(rows: Sequence[Row], jobs: Sequence[Run]) -> str:
 
 
 def _alike(cells: Sequence[str], others: Sequence[str]) -> bool:
-    """Return whether two columns say the same where both say something.
+    """Return whether a column says what another one says too, wherever it says something.
 
     0.10 is 0.1, and 0.06431 was cut to 0.0643.
     """
 
     def same(one: str, other: str) -> bool:
         if not (one and other):
-            return True
+            return not one
         try:
             return math.isclose(float(one), float(other), rel_tol=5e-3)
         except ValueError:

@@ -22,7 +22,7 @@ from policies.scorer import Scorer
 from policies.wrappers.generation_config import follow, temperature, token_ids, until_end
 from trainer.kl_control import KLControllerBase
 from trainer.losses import kl_term
-from trainer.prompt_data import PromptData
+from trainer.torchrl.prompt_data import PromptData
 
 
 class RolloutFromModel:

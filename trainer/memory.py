@@ -37,9 +37,14 @@ class Peak:
 
     def highest(self) -> int:
         """Return the peak."""
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
-        return _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return peak(self.device)
+
+
+def peak(device: torch.device) -> int:
+    """Return the highest use since the start, or since the latest `Peak`, bytes."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _status(name: str) -> int:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from trainer.gae import explained_variance, return_sums
 from trainer.loss_inputs import check, find, masked_mean, need, per_token, refuse
-from trainer.loss_modules import GRPOKeys, GRPOLoss, LLMLossOutput
 from trainer.losses import value_term
+from trainer.torchrl.loss_modules import GRPOKeys, GRPOLoss, LLMLossOutput
 
 if TYPE_CHECKING:
     from policies.wrappers.wrapper import LLMWrapperBase

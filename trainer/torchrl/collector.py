@@ -16,7 +16,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from envs.env import EnvBase, TransformedEnv
-from trainer.chats import Chats
+from trainer.torchrl.chats import Chats
 
 LOGGER = logging.getLogger(__name__)
 Policy = Callable[[TensorDictBase], TensorDictBase]

@@ -1,0 +1,96 @@
+"""A reward function that was written for TRL, as it is: of a whole batch, by keywords.
+
+Left out on purpose: what only TRL's trainer has (token ids, its state, its logs, environments).
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from envs.rewards.functions import (
+    FAULTS,
+    Refused,
+    RewardFunction,
+    Score,
+    as_error,
+    as_score,
+    finished,
+    is_async,
+)
+from envs.tasks.task import Reply, Row, assistant
+
+MISSING = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
+HIDDEN = {"messages", "prompt", "prompts", "completion", "completions", *MISSING}  # as columns
+NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+class TRLFunction(RewardFunction):
+    """A function f(prompts, completions, **columns) for TRL's GRPOTrainer, plain or async.
+
+    It returns a number for each reply, None for one that it does not judge. Prompts and completions
+    are texts where the data's prompts are, else lists of messages, unless `conversational` says
+    which; columns are those of the data. A batch that fails is tried again reply by reply, unless
+    on_error=raise.
+
+    >>> def short(completions, most, **kwargs):
+    ...     return [len(c[0]["content"]) <= n if n else None for c, n in zip(completions, most)]
+    >>> rows = [{"messages": [], "columns": {"most": n}} for n in (3, 2, 0)]
+    >>> TRLFunction(short).scores(rows, [Reply("Yes", True, [])] * 3)
+    [1.0, 0.0, nan]
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        weight: float = 1.0,
+        on_error: str = "raise",
+        conversational: bool | None = None,
+    ) -> None:
+        super().__init__(weight=weight, on_error=on_error)
+        self.function, self.conversational = function, conversational
+        parameters = inspect.signature(function).parameters.values()
+        self.needs = [p.name for p in parameters if p.kind in NAMED and p.default is p.empty]
+        if wanted := [name for name in self.needs if name in MISSING]:
+            raise ValueError(
+                f"expected a function that needs no {' and no '.join(wanted)}, which only TRL has; "
+                "give it a default"
+            )
+
+    def scores(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Score]:
+        """Return each reply's score, math.nan for None, or what went wrong."""
+        if not rows:
+            return []
+        try:
+            values = self.function(**self._arguments(rows, replies))
+            values = list(finished(values) if is_async(self.function) else values)
+            if len(values) != len(rows):
+                raise ValueError(f"expected {len(rows)} rewards, got {len(values)}")
+            return [math.nan if value is None else as_score(value) for value in values]
+        except FAULTS as error:
+            if self.on_error == "raise" or len(rows) == 1 or isinstance(error, Refused):
+                return [as_error(error)] * len(rows)
+        return [self.scores([row], [reply])[0] for row, reply in zip(rows, replies, strict=True)]
+
+    def _arguments(self, rows: Sequence[Row], replies: Sequence[Reply]) -> dict[str, Any]:
+        """Return what the function is called with; Refused if it needs more."""
+        pairs = list(zip(rows, replies, strict=True))
+        prompts: list[Any] = [reply.messages[:-1] or row["messages"] for row, reply in pairs]
+        said: list[Any] = [[assistant(reply.text)] for reply in replies]
+        texts = self.conversational is False
+        if texts or (self.conversational is None and isinstance(rows[0].get("question"), str)):
+            prompts = [chat[-1]["content"] for chat in prompts]
+            said = [reply.text for reply in replies]
+        cells = [row.get("columns", row) for row in rows]
+        names = [
+            name for name in dict.fromkeys(n for row in cells for n in row) if name not in HIDDEN
+        ]
+        out = {"prompts": prompts, "completions": said}
+        out |= {name: [row.get(name) for row in cells] for name in names}
+        if lacking := [name for name in self.needs if name not in out]:
+            raise Refused(
+                f"the function needs {', '.join(lacking)}, got the columns {', '.join(names)}; "
+                "rename a column or an argument"
+            )
+        return out

@@ -1,0 +1,37 @@
+"""Secrets in free text; what a tracker gets is in test_tracker.py."""
+
+import pytest
+
+from trainer.redact import HIDDEN, redact_text
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (
+            "see https://h.example/x?token=leak1&page=2",
+            f"see https://h.example/x?token={HIDDEN}&page=2",
+        ),
+        ("note: secret=leak2, seed=3", f"note: secret={HIDDEN}, seed=3"),
+        ("error: api_key=leak3", f"error: api_key={HIDDEN}"),
+        ("ValueError: token=leak4 bad", f"ValueError: token={HIDDEN} bad"),
+        ("see: hf_token: leak5", f"see: hf_token: {HIDDEN}"),
+        ("{'apiKey': 'leak6'}", "{'apiKey': " + HIDDEN + "}"),
+        ("https://u:leak7@h/", f"https://u:{HIDDEN}@h/"),
+    ],
+)
+def test_secrets_in_a_text_are_hidden_wherever_they_stand(text, shown):
+    assert redact_text(text) == shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "KeyError: 'a'",
+        "policy.max_new_tokens=16",
+        "trainer.micro_batch_tokens: 4096",
+        "tokenizer: Qwen2TokenizerFast, note: all well, a=b:c",
+    ],
+)
+def test_texts_without_a_secret_stay_as_they_are(text):
+    assert redact_text(text) == text
