@@ -3,6 +3,7 @@
 Every fault is a ValueError of one line; conf/explain.py words those that Hydra finds.
 """
 
+import atexit
 import dataclasses
 import itertools
 import sys
@@ -24,6 +25,7 @@ from conf.schema import register
 from conf.sweeps import check_single, with_swept
 from conf.words import check_flags, check_overrides, list_experiments, spell_out, split
 from trainer.run_files import find_jobs, is_sweep, read_status
+from trainer.start_up import drop_unused
 from trainer.sweep import job_names
 
 RESUMABLE = ("trainer.num_iterations", "tracker", "launch", "checkpoint", "eval")
@@ -44,6 +46,7 @@ def unique_folder(parent: str) -> str:
             folder.mkdir(parents=True)
         except FileExistsError:
             continue
+        atexit.register(drop_unused, folder.absolute())
         return str(folder)
     raise AssertionError("unreachable")
 

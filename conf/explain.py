@@ -30,7 +30,7 @@ KINDS = {  # what Hydra and OmegaConf say of a value, and what a key wants then
     "to string": "a text",
     "is not a ListConfig|object_type=list": "a list, [a, b]",
     r"to Dict\[|DictConfig with ListConfig": "keys with values, {a: 1}",
-    "is not Optional": "a value",
+    "is not Optional|Incompatible value 'None'": "a value, not null",
 }
 FEW = 5  # so many names are listed, of more the nearest is
 
@@ -46,10 +46,8 @@ def compose_raw(words: Sequence[str], *, hydra: bool = False) -> DictConfig:
 def explain(error: Exception, words: Sequence[str] = ()) -> str:
     """Return a complaint of Hydra or OmegaConf in one line."""
     text = "\n".join(str(e) for e in (error, error.__cause__) if e is not None)
-    swept = re.search(r"Ambiguous value for argument '(.*)'", text)
-    if swept:
-        value = swept[1].partition("=")[2]
-        return f"{swept[1]} is several values; to sweep: -m {swept[1]}; for one: '[{value}]'"
+    if found := _ill_formed(text, words) or _mistyped(text):
+        return found
     group = re.search(r"Could not find '(\w+)/([^'/]*)'", text)
     if group:
         names = sorted(path.stem for path in (FOLDER / group[1]).glob("*.yaml"))
@@ -71,10 +69,20 @@ def explain(error: Exception, words: Sequence[str] = ()) -> str:
     if scalar and key:
         names = ", ".join(n for n in _known_keys() if n.startswith(f"{key[1]}."))
         return f"expected keys in {key[1]} ({names}), got {scalar[2]!r}"
-    if found := _mistyped(text):
-        return found
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    first = lines[0].removeprefix("Error merging override ")
+    first = text.strip().splitlines()[0].removeprefix("Error merging override ")
+    details = [key[1]] if key and "=" not in first else []
+    if error.__cause__ is not None:
+        cause = str(error.__cause__).splitlines()[0].strip()
+        details += [] if cause in first else [cause]
+    return ": ".join([first, *details])
+
+
+def _ill_formed(text: str, words: Sequence[str]) -> str | None:
+    """Return the line on a word that Hydra cannot read or carry out, if a complaint is one."""
+    if swept := re.search(r"Ambiguous value for argument '(.*)'", text):
+        value = swept[1].partition("=")[2]
+        return f"{swept[1]} is several values; to sweep: -m {swept[1]}; for one: '[{value}]'"
+    first = text.partition("\n")[0]
     if re.search(r"parsing override|viable ?alt|mismatched|extraneous|token recog", first, re.I):
         word = next((word for word in words if word in text), " ".join(words))
         name, _, value = word.partition("=")
@@ -86,13 +94,10 @@ def explain(error: Exception, words: Sequence[str] = ()) -> str:
     if gone := re.search(r"Could not delete from config. '(\S+)' does not", text):
         return f"there is no key {gone[1]}; leave ~{gone[1]} out"
     if looked_up := re.search(r"Interpolation key '(\S+)' not found", text):
-        name, where = looked_up[1], f"{key[1]}: " if key else ""
+        name, key = looked_up[1], re.search(r"full_key: (\S+)", text)
+        where = f"{key[1]}: " if key else ""
         return f"{where}there is no key {name}; what the environment has is ${{oc.env:{name}}}"
-    details = [key[1]] if key and "=" not in first else []
-    if error.__cause__ is not None:
-        cause = str(error.__cause__).splitlines()[0].strip()
-        details += [] if cause in first else [cause]
-    return ": ".join([first, *details])
+    return None
 
 
 def _mistyped(text: str) -> str | None:
@@ -106,7 +111,7 @@ def _mistyped(text: str) -> str | None:
     if word and word[1].startswith(f"{name}."):
         return f"there is no key {word[1]}; {name} is {wants}"
     value = word or re.search(r"()Value '(.*?)' (?:of type|is not)", text)
-    got = repr(value[2]) if value else "another"
+    got = repr(value[2]) if value else "null"
     where = re.search(r"In '([^']+)'", text)
     place = f" (conf/{where[1]}.yaml)" if where else ""
     return f"expected {name} to be {wants}, got {got}{place}"

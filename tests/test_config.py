@@ -86,7 +86,10 @@ def test_ppo_pays_the_kl_in_the_reward_unless_told_otherwise():
     [
         (["kl.ceoff=0.1"], ["kl.ceoff", "kl.coeff"]),
         (["algorithm.clip_hgh=0.3"], ["algorithm.clip_high"]),
-        (["algorithm=sft", "algorithm.clip_low=0.1"], ["clip_low here; it belongs to algorithm=gr"]),
+        (
+            ["algorithm=sft", "algorithm.clip_low=0.1"],
+            ["clip_low here; it belongs to algorithm=gr"],
+        ),
         (["algorithm.gamma=0.9"], ["algorithm.gamma here; it belongs to algorithm=ppo"]),
         (["gamma=0.9"], ["no key gamma; did you mean algorithm.gamma?"]),
         (["tracker.project=mine"], ["tracker.project here; it belongs to tracker=wandb"]),
@@ -118,7 +121,7 @@ def test_ppo_pays_the_kl_in_the_reward_unless_told_otherwise():
         (["trainer.num_iterations=abc"], ["num_iterations to be a whole number, got 'abc'"]),
         (["trainer.num_iterations=2.5"], ["a whole number, got '2.5'"]),
         (["optimizer.lr=fast"], ["expected optimizer.lr to be a number, got 'fast'"]),
-        (["seed=null"], ["expected seed to be a value, got 'null'"]),
+        (["seed=null"], ["expected seed to be a value, not null"]),
         (["kl.measure=maybe"], ["expected kl.measure to be true or false, got 'maybe'"]),
         (["policy.stop=END"], ["expected policy.stop to be a list, [a, b], got 'END'"]),
         (["policy.stop={a: 1}"], ["expected policy.stop to be a list"]),
@@ -401,7 +404,7 @@ def test_resume_of_a_finished_run_says_so(old_run):
     [
         ("ceoff: 1", ["no key kl.ceoff", "(conf/experiment/typo.yaml)", "did you mean kl.coeff"]),
         ("coeff: high", ["kl.coeff to be a number, got 'high' (conf/experiment/typo.yaml)"]),
-        ("measure: null", ["kl.measure to be a value, got", "(conf/experiment/typo.yaml)"]),
+        ("measure: null", ["kl.measure to be a value, not null", "(conf/experiment/typo.yaml)"]),
     ],
 )
 def test_fault_inside_an_experiment_file_names_key_and_file(line, parts, monkeypatch, tmp_path):

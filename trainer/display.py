@@ -20,7 +20,7 @@ from rich.text import Text
 
 from trainer.display_text import (
     duration,
-    fold,
+    lay_out,
     named,
     one_line,
     reply,
@@ -214,7 +214,7 @@ class Display:
         rest = width - len(f"{self.title} {self.total}/{self.total} {times}") - 2
         self._blocks.bar_width = min(max(rest, 4), 24)
         self._bar.update(self._task, times=times)
-        lines = fold(self._live_values(), width)
+        lines = lay_out(self._live_values(), width)
         going = self._evaluating  # once: the other thread may end it meanwhile
         if going is not None:
             since = duration(now - going.since)

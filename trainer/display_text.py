@@ -69,10 +69,10 @@ def split_of_time(metrics: Mapping[str, float]) -> str:
     return " ".join(f"{name} {share:.0%}" for name, share in phases.items())
 
 
-def fold(parts: Iterable[str], width: int) -> list[str]:
+def lay_out(parts: Iterable[str], width: int) -> list[str]:
     """Lay parts out on as few lines of at most `width` as their order allows.
 
-    >>> fold(["reward 0.5", "kl 1.0", "entropy 2.0"], 20)
+    >>> lay_out(["reward 0.5", "kl 1.0", "entropy 2.0"], 20)
     ['reward 0.5  kl 1.0', 'entropy 2.0']
     """
     lines: list[str] = []

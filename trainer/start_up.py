@@ -47,6 +47,12 @@ def leave(config: dict[str, Any], folder: Path) -> None:
         shutil.rmtree(folder)
 
 
+def drop_unused(folder: Path) -> None:
+    """Remove a reserved folder that no run has got: at most Hydra has written its own there."""
+    if folder.is_dir() and {path.name for path in folder.iterdir()} <= {".hydra"}:
+        shutil.rmtree(folder)
+
+
 def _is_aside(config: dict[str, Any]) -> bool:
     """Return whether this is not a run that was asked for: a warm-up, a preflight, a mode."""
     return "kept_in" in config or _mode(config) != "train"

@@ -187,7 +187,7 @@ def _curve(series: Series, x_axis: Axis, y_axis: Axis) -> str:
 
 
 def data_range(*curves: Sequence[float], least: float = 0.0) -> tuple[float, float]:
-    """Choose what the y axis shows: 0 when near, but not a few values far above the rest of a curve.
+    """Choose what the y axis shows: 0 when near, but no few values far above a curve's rest.
 
     A curve that lies far above the others is shown.
     """
