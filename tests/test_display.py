@@ -3,6 +3,8 @@
 import io
 import math
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -311,3 +313,21 @@ def test_sparkline_and_duration_take_odd_values() -> None:
     assert drawn[0] == "\u2581"
     assert set(drawn[3:]) == {"\u2588"}, "a plateau is flat beside the climb"
     assert duration(59.6) == "1 min 0 s"
+
+
+def test_a_reader_that_goes_away_ends_the_display_and_not_the_run():
+    code = """
+import sys
+from trainer.display import Display
+with Display(3, title="demo") as display:
+    sys.stdin.read()  # until the pipe is closed
+    for i in range(1, 4):
+        display.update(i, {"reward/mean": 0.5})
+print("done", file=sys.stderr)
+"""
+    command = [sys.executable, "-c", code]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        process.stdout.close()
+        _, errors = process.communicate("")
+    assert (process.returncode, errors) == (0, "done\n")

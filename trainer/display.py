@@ -13,12 +13,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, TextIO
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
 from trainer.display_text import (
+    Output,
     duration,
     lay_out,
     named,
@@ -80,7 +81,7 @@ class Display:
         self.show_every = show_every
         self.total, self.title, self.folder, self.quiet = total, title, folder, quiet
         self.about = dict(about or {})
-        self.console = Console(file=file or sys.stdout, highlight=False, quiet=quiet)
+        self.console = Output(file=file or sys.stdout, highlight=False, quiet=quiet)
         self._seconds: deque[float] = deque(maxlen=10)
         self._curve: list[float] = []  # rewards; losses without them
         self._iteration = 0

@@ -1,14 +1,26 @@
-"""Numbers and replies as text for a terminal: pure functions, safe for whatever a model writes."""
+"""Numbers and replies as text for a terminal, safe for whatever a model writes."""
 
+import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
 _BLOCKS = "".join(chr(code) for code in range(0x2581, 0x2589))
+
+
+class Output(Console):
+    """A console that outlives its reader."""
+
+    def on_broken_pipe(self) -> None:
+        """Fall silent: `python train.py | head` has its lines, and the run goes on."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # others print there too
 
 
 def sparkline(values: Sequence[float], *, most: int = 24, unicode: bool = True) -> str:

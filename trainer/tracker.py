@@ -82,7 +82,7 @@ class JsonlTracker:
             last = iteration - (again and key == ITERATION)
             if path.exists():
                 lines = read_lines(path)
-                write_lines(path, (line for line in lines if line.get(key, 0) <= last))
+                write_lines(path, (line for line in lines if (number(line.get(key)) or 0) <= last))
 
     def finish(self, state: str) -> None:
         """Say how the run ended: `state` is finished, preempted or failed; files are closed."""
