@@ -18,7 +18,7 @@ from trainer.report import write_report
 from trainer.show import page
 from trainer.show.panels import MAIN, MORE
 from trainer.sweep import write_sweep
-from trainer.tracker import JsonlTracker
+from trainer.trackers.files import JsonlTracker
 
 pytestmark = pytest.mark.browser
 WIDTHS = (1280, 390)

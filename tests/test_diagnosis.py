@@ -11,9 +11,9 @@ from runs import Finished, lines, train
 
 from trainer import diagnosis
 from trainer.diagnosis import KEPT, QUIET, RULES, Diagnose, Diagnosis, Finding
-from trainer.display import Display
 from trainer.runtime import Runtime
-from trainer.tracker import JsonlTracker
+from trainer.show.display import Display
+from trainer.trackers.files import JsonlTracker
 
 HEALTHY = json.loads((Path(__file__).parent / "healthy_run.json").read_text())  # of grpo_tiny
 FINE = {

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from trainer.display import Display, show_run
-from trainer.display_text import duration, sparkline
 from trainer.run_files import load_run, write_text
 from trainer.runtime import Runtime
 from trainer.show import about
-from trainer.tracker import JsonlTracker
+from trainer.show.display import Display, show_run
+from trainer.show.text import duration, sparkline
+from trainer.trackers.files import JsonlTracker
 
 
 @pytest.fixture
@@ -318,7 +318,7 @@ def test_sparkline_and_duration_take_odd_values() -> None:
 def test_a_reader_that_goes_away_ends_the_display_and_not_the_run():
     code = """
 import sys
-from trainer.display import Display
+from trainer.show.display import Display
 with Display(3, title="demo") as display:
     sys.stdin.read()  # until the pipe is closed
     for i in range(1, 4):

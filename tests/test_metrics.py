@@ -13,7 +13,7 @@ from trainer.evaluate import Evaluate
 from trainer.metrics import summarize, transcript, transcripts
 from trainer.pieces import pieces, split
 from trainer.runtime import Runtime
-from trainer.tracker import JsonlTracker
+from trainer.trackers.files import JsonlTracker
 from trainer.trainer import Trainer
 
 MASK = torch.tensor(

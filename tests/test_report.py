@@ -18,7 +18,7 @@ from trainer.run_files import load_run, read_lines, write_text
 from trainer.show import charts, svg
 from trainer.show.panels import MAIN, MORE
 from trainer.sweep import write_sweep
-from trainer.tracker import JsonlTracker
+from trainer.trackers.files import JsonlTracker
 
 FIRST = "reward, first \u2192 last 3"  # of the tiles
 VOID = {"meta", "br", "img", "link", "input", "hr"}
@@ -538,7 +538,7 @@ def test_a_failed_write_leaves_the_old_page(tmp_path, monkeypatch):
 
 def test_reports_need_no_torch(tmp_path):
     code = (
-        "import sys, trainer.report, trainer.sweep, trainer.display, trainer.tracker\n"
+        "import sys, trainer.report, trainer.sweep, trainer.show.display, trainer.trackers.files\n"
         f"trainer.report.write_report({str(make_run(tmp_path))!r})\n"
         "heavy = {'torch', 'transformers', 'accelerate', 'wandb', 'tensordict', 'hydra'}\n"
         "print(*(heavy & set(sys.modules)))"

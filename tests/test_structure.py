@@ -86,8 +86,8 @@ def test_lazy_packages_load_nothing_heavy():
 
 METRIC = re.compile(r"[a-z]+/[a-z0-9_]+")
 # trainer/report.py and its like read names; what is written is collected from the others.
-READERS = ("report", "sweep", "display", "display_text", "diagnosis", "dashboard", "run_files")
-READERS += ("redact", "tracker", "launch")
+READERS = ("report", "sweep", "diagnosis", "dashboard", "run_files")
+READERS += ("redact", "launch", "export")
 
 
 def documented() -> set[str]:
@@ -100,7 +100,9 @@ def logged() -> set[str]:
     groups = {name.split("/")[0] for name in documented()}
     found = set()
     for name, tree in TREES.items():
-        reads = name.startswith("trainer/show/") or Path(name).stem in READERS
+        reads = (
+            name.startswith(("trainer/show/", "trainer/trackers/")) or Path(name).stem in READERS
+        )
         if not name.startswith("trainer/") or reads:
             continue
         for node in ast.walk(tree):

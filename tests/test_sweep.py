@@ -30,7 +30,7 @@ from trainer.sweep import (
     read_rows,
     write_sweep,
 )
-from trainer.tracker import JsonlTracker
+from trainer.trackers.files import JsonlTracker
 
 
 def make_job(folder: Path, *, coeff: float, iterations: int = 15, state: str | None = "finished"):

@@ -16,10 +16,11 @@ from omegaconf import OmegaConf
 from conf.compose import compose_checked, load_for_resume
 from conf.parts import make_tracker
 from trainer.redact import HIDDEN, redact, redact_text
-from trainer.tracker import JsonlTracker, Mirror
-from trainer.tracker_tensorboard import TensorboardTracker
-from trainer.tracker_trackio import TrackioTracker
-from trainer.tracker_wandb import WandbTracker
+from trainer.trackers.files import JsonlTracker
+from trainer.trackers.mirror import Mirror
+from trainer.trackers.tensorboard import TensorboardTracker
+from trainer.trackers.trackio import TrackioTracker
+from trainer.trackers.wandb import WandbTracker
 
 pytestmark = pytest.mark.usefixtures("no_wandb_account")
 
@@ -35,7 +36,7 @@ def offline(folder: Path, **options) -> WandbTracker:
 
 def warnings_in(caplog) -> int:
     """Count what a user sees; W&B's own loggers have no handler outside of pytest."""
-    return sum(record.name.startswith("trainer.tracker") for record in caplog.records)
+    return sum(record.name.startswith("trainer.trackers") for record in caplog.records)
 
 
 def inspect(folder: Path) -> list[dict]:

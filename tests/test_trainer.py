@@ -16,7 +16,6 @@ from envs.tasks.task import Reply, Reward
 from policies.load import load_reference
 from trainer.advantage import GroupAdvantage
 from trainer.checkpoint import Checkpoints
-from trainer.display import Display
 from trainer.evaluate import Evaluate
 from trainer.kl_control import (
     ConstantKLController,
@@ -28,8 +27,9 @@ from trainer.objectives import GRPOObjective
 from trainer.optimizer import make_optimizer
 from trainer.reference import NoReference, Reference
 from trainer.runtime import Runtime, Stopped
+from trainer.show.display import Display
 from trainer.sources import Rollouts
-from trainer.tracker import JsonlTracker
+from trainer.trackers.files import JsonlTracker
 from trainer.trainer import Trainer
 from trainer.update import Update
 

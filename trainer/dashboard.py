@@ -17,7 +17,7 @@ from typing import Any
 from trainer.redact import redact_text
 from trainer.run_files import ITERATION
 from trainer.show.panels import MAIN, MORE, Panel
-from trainer.tracker import first_line
+from trainer.trackers.mirror import first_line
 
 # what report.html draws, and the parts of the reward, which it finds in the run
 SECTIONS: dict[str, Sequence[Panel]] = {

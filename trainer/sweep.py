@@ -20,7 +20,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from trainer.display_text import shown
 from trainer.lock import is_free, take
 from trainer.redact import redact, redact_text
 from trainer.report import LiveReport
@@ -28,6 +27,7 @@ from trainer.run_files import Run, dig, find_jobs, load_run, number, read_yaml, 
 from trainer.show import about, page, svg
 from trainer.show.jobs import Row, all_keys
 from trainer.show.sweep_page import COLUMNS, Sweep, body, picture, results
+from trainer.show.text import shown
 
 PLAN = "sweep.json"  # its words, the folders of its jobs, and whether the sweep has ended
 PATIENCE = 300.0  # seconds; a page that is older may be called stale

@@ -10,14 +10,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
-MODES = {
-    "train": "trainer.modes.train",
-    "preflight": "trainer.preflight",
-    "chat": "trainer.modes.chat",
-    "evaluate": "trainer.modes.evaluate",
-    "export": "trainer.modes.export",
-}
-
 
 def run_mode(loop: "Trainer", settings: dict[str, Any]) -> float:
     """Do what the settings ask for; return the metric of a sweep, or how many problems there are.
@@ -25,6 +17,6 @@ def run_mode(loop: "Trainer", settings: dict[str, Any]) -> float:
     The run's status says it too, which is how the parent hears of it.
     """
     name = "preflight" if settings["preflight"] else settings["mode"]
-    out = float(import_module(MODES[name]).run(loop, settings))
+    out = float(import_module(f"trainer.modes.{name}").run(loop, settings))
     loop.runtime.write_status(objective=out)
     return out

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainer.display_text import duration
 from trainer.redact import redact
 from trainer.run_files import Run, dig, number
 from trainer.show import page, svg
+from trainer.show.text import duration
 
 PLACES = ("output_dir", "resume")  # they name a place, not a run
 LEVELS = {"error": 0, "warn": 1, "info": 2}

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from trainer.display_text import duration, one_line
 from trainer.run_files import Run, dig, number
 from trainer.show import charts, page, svg
 from trainer.show.frontier import AVERAGED, frontier
 from trainer.show.jobs import Row, Setting, best, grouped, labels, points, settings, varying
 from trainer.show.panels import MAIN
+from trainer.show.text import duration, one_line
 
 _OVERLAYS = (
     ("Reward", "mean per reply", "reward/mean"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from trainer.tracker import Mirror
+from trainer.trackers.mirror import Mirror
 
 
 class TensorboardTracker(Mirror):

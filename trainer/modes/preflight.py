@@ -1,69 +1,23 @@
 """preflight=true: what a run would do, need and take, by a few iterations that nothing keeps.
 
 Every section prints what it found; a problem is a line with its remedy, and their number is the
-result. The formulas are in trainer/preflight_sums.py, what is said of rows in preflight_rows.py.
+result. The formulas are in trainer/preflight/sums.py, what is said of rows in rows.py beside it.
 """
 
 import math
-import time
 from typing import Any
 
-import psutil
-from rich.console import Console
-from rich.text import Text
 from tensordict import TensorDictBase
 
 from policies.scorer import max_positions
-from trainer import preflight_sums as sums
-from trainer.preflight_costs import check_disk, check_memory, check_time
-from trainer.preflight_play import Iteration, play
-from trainer.preflight_rows import Lengths, judged, learnt, lengths, marked
+from trainer.preflight import sums
+from trainer.preflight.costs import check_disk, check_memory, check_time
+from trainer.preflight.play import Iteration, play
+from trainer.preflight.report import Report
+from trainer.preflight.rows import Lengths, judged, learnt, lengths, marked
 from trainer.trainer import Trainer
 
 SLOW = 0.2  # share of an iteration that rewards may take without a word
-
-
-class Report:
-    """Print sections and collect problems; `quiet` on ranks other than 0."""
-
-    def __init__(self, *, quiet: bool = False, untrained: bool = False) -> None:
-        self.console = Console(highlight=False, quiet=quiet)
-        self.untrained = untrained  # another experiment would train the model first
-        self.problems: list[str] = []
-        self.start = time.time() - psutil.Process().create_time()  # seconds to load everything
-
-    def section(self, title: str, *lines: str | Text) -> None:
-        """Print lines under a title, which may have been printed."""
-        self.console.print(Text(title, style="bold"))
-        for line in lines:
-            self.say(line)
-
-    def say(self, line: str | Text) -> None:
-        """Print a line of a section."""
-        self.console.print(Text("  ").append(line), soft_wrap=True)
-
-    def wait(self, text: str) -> None:
-        """Say what takes a while before it starts."""
-        self.console.print(Text(f"{text} ...", style="dim"), soft_wrap=True)
-
-    def problem(self, text: str) -> None:
-        """Note something that is to be changed before the run."""
-        self.problems.append(text)
-        self.console.print(Text(f"  problem: {text}", style="red"), soft_wrap=True)
-
-    def judge(self, text: str) -> None:
-        """Note a problem of what the model says: of one that is still to be trained it is none."""
-        if self.untrained:
-            self.say(f"of the untrained model: {text}")
-        else:
-            self.problem(text)
-
-    def finish(self) -> int:
-        """Say how many problems there are; return that."""
-        count = len(self.problems)
-        text = "no problem found" if not count else f"{count} problem{'s' if count > 1 else ''}:"
-        self.section(f"preflight: {text}", *[f"- {problem}" for problem in self.problems])
-        return count
 
 
 def run(loop: Trainer, settings: dict[str, Any]) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 from policies.hub import why_silent
 from trainer.redact import redact
 from trainer.run_files import ITERATION, read_lines
-from trainer.tracker import Mirror, first_line
+from trainer.trackers.mirror import Mirror, first_line
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +66,8 @@ class WandbTracker(Mirror):
             self._rows = read_lines(self.folder / "transcripts.jsonl")
 
     def _start(self) -> None:
+        # W&B's reports about itself hold a process up at its end where its server is silent.
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
         quiet = {"silent": True, "quiet": True, "console": "off", "save_code": False}

@@ -9,7 +9,7 @@ from contextlib import redirect_stdout
 from io import StringIO
 from typing import Any
 
-from trainer.tracker import Mirror
+from trainer.trackers.mirror import Mirror
 
 
 class TrackioTracker(Mirror):

@@ -3,17 +3,15 @@
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tensordict import TensorDictBase
 
 from trainer.failures import MEMORY, headline
 from trainer.memory import Peak
-from trainer.preflight_rows import Timed, timed_rewards
+from trainer.preflight.report import Report
+from trainer.preflight.rows import Timed, timed_rewards
 from trainer.trainer import Clock, Trainer
-
-if TYPE_CHECKING:
-    from trainer.preflight import Report
 
 ENOUGH, MOST = 4.0, 6  # seconds of iterations that are timed, and their number
 MEASURED = 1  # the iteration whose memory is told: the first that has the optimizer's moments
@@ -53,7 +51,7 @@ def play_one(loop: Trainer, number: int) -> Iteration:
     return Iteration(ready, rewards, clock.laps, peaks)
 
 
-def play(loop: Trainer, report: "Report") -> list[Iteration]:
+def play(loop: Trainer, report: Report) -> list[Iteration]:
     """Play a cold iteration and a warm one, more of these while they are too short to time.
 
     What they fail at is a problem, on several ranks an error; none is returned then.

@@ -1,6 +1,6 @@
 """What a run costs: the part of a preflight that is about memory, time and disk.
 
-Formulas are in trainer/preflight_sums.py; what a few iterations took stands beside them.
+Formulas are in trainer/preflight/sums.py; what a few iterations took stands beside them.
 """
 
 import hashlib
@@ -11,19 +11,17 @@ import time
 from copy import copy
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from policies import lora
 from policies.packing import pack_rows
-from trainer import preflight_sums as sums
-from trainer.display_text import duration
 from trainer.failures import LESS_MEMORY
 from trainer.memory import memory_of
-from trainer.preflight_play import Iteration
+from trainer.preflight import sums
+from trainer.preflight.play import Iteration
+from trainer.preflight.report import Report
+from trainer.show.text import duration
 from trainer.trainer import Trainer
-
-if TYPE_CHECKING:
-    from trainer.preflight import Report
 
 FULL = 0.95  # of the device's memory
 PROBE = 2**26  # bytes written to time a disk
@@ -59,7 +57,7 @@ def model_sizes(loop: Trainer, settings: dict[str, Any]) -> sums.Sizes:
 def check_memory(
     loop: Trainer,
     settings: dict[str, Any],
-    report: "Report",
+    report: Report,
     *,
     played: list[Iteration],
     rows: sums.Rows,
@@ -98,7 +96,7 @@ def check_memory(
 
 
 def check_time(
-    loop: Trainer, settings: dict[str, Any], report: "Report", *, played: list[Iteration]
+    loop: Trainer, settings: dict[str, Any], report: Report, *, played: list[Iteration]
 ) -> None:
     """Predict how long the run takes: its start, iterations, evaluations and checkpoints.
 
@@ -185,7 +183,7 @@ def place_of(settings: dict[str, Any]) -> Path:
     return next(p for p in (place, *place.parents) if p.is_dir())
 
 
-def check_disk(loop: Trainer, settings: dict[str, Any], report: "Report") -> None:
+def check_disk(loop: Trainer, settings: dict[str, Any], report: Report) -> None:
     """Compare what the run writes with what is free where it writes."""
     need, place = disk_need(loop, settings), place_of(settings)
     free, asked = shutil.disk_usage(place).free, need["checkpoints"] + need["model"]

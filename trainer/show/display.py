@@ -18,7 +18,9 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
-from trainer.display_text import (
+from trainer.run_files import dig, load_run
+from trainer.show import about
+from trainer.show.text import (
     Output,
     duration,
     lay_out,
@@ -29,8 +31,6 @@ from trainer.display_text import (
     sparkline,
     split_of_time,
 )
-from trainer.run_files import dig, load_run
-from trainer.show import about
 
 _REWARD = (("reward/mean", "reward {:z.3f}"),)  # z: no -0.000
 _KL = (("kl/ref_sequence", "KL {:z.3f} nats per reply"),)

@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 
 from policies.packing import groups
 from trainer.pieces import split
-from trainer.preflight_sums import idle_share
+from trainer.preflight.sums import idle_share
 from trainer.shaping import idle_groups
 
 MOST = 1000  # rows that are rendered to learn their lengths

@@ -1,0 +1,1 @@
+"""The parts of preflight=true; trainer/modes/preflight.py puts them together."""
