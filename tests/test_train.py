@@ -152,6 +152,7 @@ def test_a_run_stopped_and_killed_goes_on_as_if_nothing_had_happened(small_run, 
     assert process.returncode == 143, text
     assert status(folder)["state"] == "preempted"
     assert status(folder)["reason"] == "stopped by SIGTERM"
+    assert "stopped by SIGTERM" in (folder / "report.html").read_text()
     assert not (folder / "model").exists()
     reached = iterations(folder)
     assert 5 <= reached < 16, "the run should have been stopped half way"
@@ -169,6 +170,7 @@ def test_a_run_stopped_and_killed_goes_on_as_if_nothing_had_happened(small_run, 
     text = process.communicate(timeout=120)[0]
     assert process.returncode not in (0, 143), text
     assert status(folder)["state"] == "failed"
+    assert "was killed (signal 9, SIGKILL)" in (folder / "report.html").read_text()
     assert iterations(folder) < 16, "the run should have been killed half way"
 
     finished = train(f"resume={folder}")

@@ -1,6 +1,7 @@
 """The loop in this process: stops, resumes, and what the one at the terminal is told."""
 
 import io
+import json
 import os
 import shutil
 import signal
@@ -26,6 +27,7 @@ from trainer.kl_control import (
 from trainer.objectives import GRPOObjective
 from trainer.optimizer import make_optimizer
 from trainer.reference import NoReference, Reference
+from trainer.run_files import load_run, read_lines
 from trainer.runtime import Runtime, Stopped
 from trainer.show.display import Display
 from trainer.sources import Rollouts
@@ -195,6 +197,9 @@ def test_damaged_checkpoints_are_skipped_by_name(straight, tmp_path) -> None:
     )
     assert metrics(folder) == metrics(straight)
     assert told(folder) == told(straight)
+    saved = json.loads((folder / "checkpoints" / "iteration_000002" / "state.json").read_text())
+    took = sum(row["time/iteration_s"] for row in read_lines(folder / "metrics.jsonl")[-2:])
+    assert load_run(folder).status["seconds"] > saved["seconds"] + took, "of both starts"
 
 
 def test_nothing_but_damaged_checkpoints_is_an_error_and_changes_nothing(straight, tmp_path):

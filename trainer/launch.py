@@ -109,6 +109,8 @@ def run(
         started = _start_ranks(words, ranks=ranks, threads=each, port=port, lock=lock)
         end = _wait(started, folder, got)
         failure = _close(folder, end, got)
+    if end.code or got:
+        _tell(folder)
     status = read_status(folder)
     if got or status.get("state") == "preempted":
         if failure:
@@ -117,6 +119,15 @@ def run(
     if failure:
         raise RuntimeError(failure)
     return status
+
+
+def _tell(folder: Path) -> None:
+    """Write the report of a run that did not finish again: only now is it known why."""
+    from trainer.report import write_report
+
+    if (folder / "report.html").exists():
+        with suppress(Exception):  # a damaged folder or a full disk
+            write_report(folder)
 
 
 def _close(folder: Path, end: "End", got: list[int]) -> str | None:

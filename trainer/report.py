@@ -104,8 +104,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 2
     if not args.svg:
-        for path in [*map(write_report, runs), *map(sweep.write_sweep, sweeps)]:
-            print(path)
+        try:
+            for path in [*map(write_report, runs), *map(sweep.write_sweep, sweeps)]:
+                print(path)
+        except OSError as error:
+            print(f"cannot write the report: {error.strerror}: {args.folder}", file=sys.stderr)
+            return 2
         return 0
     if len(runs) + len(sweeps) > 1:
         print(f"--svg draws one run or sweep, got {args.folder} with several", file=sys.stderr)

@@ -48,6 +48,7 @@ class Progress:
     samples: int = 0
     objective: float | None = None
     unevaluated: dict[str, float] | None = None  # metrics whose evaluation a stop cut off
+    seconds: float = 0.0  # of wall time, those before a resume included
 
 
 @dataclass
@@ -157,6 +158,7 @@ class Trainer:
         self.progress.iteration += 1
         self.progress.tokens += int(total["tokens"])
         self.progress.samples += int(total["samples"])
+        self.progress.seconds = time.time() - self.runtime.started
         metrics |= {
             "progress/iteration": self.progress.iteration,
             "progress/step": self.update.step,
@@ -271,6 +273,7 @@ class Trainer:
         self.update.load_state_dict(state["update"])
         self.kl.load_state_dict(state["kl"])
         self.progress = Progress(**{part.name: state[part.name] for part in fields(Progress)})
+        self.runtime.started -= self.progress.seconds
 
 
 class Clock:

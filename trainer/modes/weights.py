@@ -87,10 +87,11 @@ def take(loop: Trainer, settings: dict[str, Any]) -> Weights:
 
 def reference_name(loop: Trainer, settings: dict[str, Any]) -> str:
     """Say what the policy is compared with."""
-    named = dig(settings, "kl", "reference") or settings["policy"]["model"]
-    start = "" if dig(settings, "kl", "reference") else ", which training started from"
-    adapter = " (the adapter off)" if lora.has_adapter(loop.policy.model) and start else ""
-    return f"{named}{start}{adapter}"
+    if named := dig(settings, "kl", "reference"):
+        return named
+    start = ", which training started from" if settings["resume"] else ""
+    adapter = " (the adapter off)" if lora.has_adapter(loop.policy.model) else ""
+    return f"{settings['policy']['model']}{start}{adapter}"
 
 
 def _is_sound(folder: Path) -> bool:

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from policies.hub import why_silent
@@ -60,10 +61,17 @@ class WandbTracker(Mirror):
         super().__init__(folder, **about)
 
     def rewind(self, iteration: float, *, again: bool = False) -> None:
-        """Rewind the files; a table that W&B cannot go on with begins with all replies so far."""
+        """Rewind the files; what W&B cannot go on with (offline) begins with all that they hold.
+
+        An offline file loses what it held when its process is killed.
+        """
         super().rewind(iteration, again=again)
-        if self._run is not None and not self._run.resumed:
-            self._rows = read_lines(self.folder / "transcripts.jsonl")
+        if self._run is None or self._run.resumed:
+            return
+        self._rows = read_lines(self.folder / "transcripts.jsonl")
+        for line in read_lines(self.folder / "metrics.jsonl"):
+            finite = {name: value for name, value in line.items() if value is not None}
+            self._safely("log to", partial(self._run.log, finite))
 
     def _start(self) -> None:
         # W&B's reports about itself hold a process up at its end where its server is silent.
