@@ -15,7 +15,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from conf import compose, continued, defaults, modes, parts
-from trainer.failures import complain, last_words
+from trainer.failures import complain, last_words, say
 from trainer.launch import agree, prepare_joined, start
 from trainer.sweep import LiveSweep
 
@@ -124,7 +124,7 @@ def cli(words: list[str]) -> int:
         if (resumed := continued.check(words)) is None:
             main()
         elif resumed.done:
-            print(resumed.done)
+            say(resumed.done)
         else:
             start(resumed.config, resumed.folder, **OURS)
     except (ValueError, RuntimeError, OSError) as error:
@@ -132,7 +132,7 @@ def cli(words: list[str]) -> int:
             complain(error)
         return 2
     except KeyboardInterrupt:  # outside of a run
-        print("stopped before it began; nothing is saved")
+        say("stopped between two jobs" if SWEEPS else "stopped before it began; nothing is saved")
         return 130
     finally:
         for sweep in SWEEPS:

@@ -12,12 +12,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from conf import control, files, nodes, task
+from conf import control, extras, files, nodes, task
 from conf.bounds import NUMBERS, RANGES, RELATED, choices, is_silent
-from policies import extras
+from conf.nodes import PACKAGES, walk
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("policies", "envs", "trainer")
 LAZY = (*PACKAGES, "envs.transforms")  # their names are known without torch
 CROWD = 4  # processes a core, above which there are surely too many
 BIASED = {
@@ -35,6 +34,7 @@ def check(cfg: dict[str, Any]) -> None:
 
 
 def _findings(cfg: dict[str, Any]) -> Iterator[str]:
+    yield from nodes.unnamed(cfg)
     flat = dict(_leaves(cfg))
     for key, known in choices(cfg).items():
         if key in flat and flat[key] not in known:
@@ -54,8 +54,7 @@ def _findings(cfg: dict[str, Any]) -> Iterator[str]:
     yield from _batches(cfg)
     yield from _leash(cfg)
     yield from _best(cfg)
-    if missing := list(extras.findings(cfg)):
-        yield "; ".join(missing)
+    yield from extras.findings(cfg)
     yield from files.findings(cfg)
     yield from _targets(cfg)
     yield from nodes.findings(cfg)
@@ -185,10 +184,9 @@ def _best(cfg: dict[str, Any]) -> Iterator[str]:
 
 
 def _targets(cfg: dict[str, Any]) -> Iterator[str]:
-    for key, value in _leaves(cfg):
-        if key.rpartition(".")[2] != "_target_" or cfg["allow_targets"]:
-            continue
-        module, _, name = str(value).rpartition(".")
+    for path, node in () if cfg["allow_targets"] else walk(cfg):
+        key, value = f"{path}._target_", node["_target_"]
+        module, _, name = value.rpartition(".")
         if not _is_ours(module):
             yield (
                 f"{key}={value}: expected code of {', '.join(PACKAGES)}; set allow_targets=true "

@@ -20,13 +20,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from conf.checks import check
 from conf.explain import compose_raw, explain, nearest
-from conf.files import make_writable
+from conf.files import holds_run, make_writable
+from conf.help import list_experiments
 from conf.schema import register
 from conf.sweeps import check_single, with_swept
-from conf.words import check_flags, check_overrides, list_experiments, spell_out, split
+from conf.words import check_flags, check_overrides, spell_out, split
+from trainer.job_names import job_names
 from trainer.run_files import find_jobs, is_sweep, read_status
 from trainer.start_up import drop_unused
-from trainer.sweep import job_names
 
 RESUMABLE = ("trainer.num_iterations", "tracker", "launch", "checkpoint", "eval")
 
@@ -219,7 +220,9 @@ def check_words(words: Sequence[str]) -> Resumed | None:
             check_single(job)
             if compose_checked(job)["output_dir"] and flags:
                 raise ValueError("output_dir is one folder; a sweep takes hydra.sweep.dir=")
-        run_folder(jobs[0], sweep=bool(flags))
+        there = run_folder(jobs[0], sweep=bool(flags))
+        if not flags and holds_run(there):
+            raise ValueError(f"{there} already holds a run; go on with it by resume={there}")
     return None
 
 

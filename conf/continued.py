@@ -1,7 +1,9 @@
-"""Going on with a sweep: the command of before with hydra.sweep.dir=<its folder>. Torch-free.
+"""The gate of every command line that trains, and sweeps that go on in their folder. Torch-free.
 
-Jobs that are finished stay as they are, others go on at their last checkpoint, as by resume=, or
-are begun. A job that is not the one in its folder is refused before the first one starts.
+`check` looks at the words and then at the folders that they name. A sweep goes on by the command of
+before with hydra.sweep.dir=<its folder>: jobs that are finished stay as they are, others go on at
+their last checkpoint, as by resume=, or are begun. A job that is not the one in its folder is
+refused before the first one starts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,27 +16,22 @@ from conf import compose
 from conf.explain import compose_raw
 from conf.files import holds_run
 from conf.words import split
+from trainer.job_names import job_names
 from trainer.lock import held
 from trainer.redact import redact
 from trainer.run_files import find_jobs, read_status, read_yaml
 from trainer.show.about import PLACES
-from trainer.sweep import LiveSweep, job_names
+from trainer.sweep import LiveSweep
 from trainer.warm_up import PREFIX
 
 
 def check(words: Sequence[str]) -> compose.Resumed | None:
-    """Do `compose.check_words`, then check what lies in the folders that the words name."""
+    """Do `compose.check_words`; of a sweep check the jobs that lie in its folder already."""
     resumed = compose.check_words(words)
     flags, given = split(words)
-    if resumed is not None or flags - {"-m", "--multirun"}:
-        return resumed
-    if flags:
+    if flags and flags <= {"-m", "--multirun"}:
         _check_jobs(compose.expand(given))
-    elif any(word.startswith("hydra.run.dir=") for word in given):
-        folder = compose.run_folder(given)
-        if holds_run(folder):
-            raise ValueError(f"{folder} already holds a run; go on with it by resume={folder}")
-    return None
+    return resumed
 
 
 def live(words: Sequence[str], folder: str) -> LiveSweep:

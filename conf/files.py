@@ -16,8 +16,8 @@ def findings(cfg: dict[str, Any]) -> Iterator[str]:
     folder = cfg["output_dir"]
     if folder and not cfg["resume"] and holds_run(Path(folder).expanduser()):
         yield (
-            f"output_dir={folder} already holds a run; go on with it by resume={folder}, or name "
-            "another folder"
+            f"output_dir={folder} already holds a run, or files that one would replace; go on with "
+            f"it by resume={folder}, or name another folder"
         )
     for key, name in (
         ("policy.model", cfg["policy"]["model"]),
@@ -62,9 +62,12 @@ def _positions(policy: dict[str, Any]) -> Iterator[str]:
         )
 
 
+RUN = "config.yaml status.json metrics.jsonl transcripts.jsonl report.html model errors checkpoints"
+
+
 def holds_run(folder: Path) -> bool:
-    """Return whether a run has begun in a folder."""
-    return any((folder / name).exists() for name in ("config.yaml", "status.json", "metrics.jsonl"))
+    """Return whether a run has begun in a folder, or something is there that one would replace."""
+    return any((folder / name).exists() for name in RUN.split())
 
 
 def make_writable(folder: str | Path, key: str) -> Path:

@@ -7,7 +7,7 @@ HERE = {
         "response_length": "policy.max_new_tokens",
         "generation_batch_size": "trainer.prompts_per_iteration",
         "per_device_train_batch_size": "trainer.micro_batch_tokens",
-        "gradient_accumulation_steps": "trainer.micro_batch_tokens",
+        "gradient_accumulation_steps": "algorithm.minibatches",
         "max_steps": "trainer.num_iterations",
         "num_train_epochs": "trainer.num_iterations",
         "beta": "kl.coeff",
@@ -28,6 +28,7 @@ HERE = {
         "num_mini_batches": "algorithm.minibatches",
         "entropy_coef": "algorithm.entropy_coeff",
         "reward_funcs": "env.rewards",
+        "reward_weights": "env.rewards",
         "model_name_or_path": "policy.model",
         "dataset_name": "env.dataset",
         "learning_rate": "optimizer.lr",
@@ -81,6 +82,11 @@ HERE = {
         "eps_clip": "algorithm.clip_low",
     },
 }
+UNITS = {  # where the number is another one too
+    "trainer.micro_batch_tokens": ", in padded tokens",
+    "trainer.prompts_per_iteration": ", in prompts of all devices",
+    "trainer.num_iterations": ", in batches of prompts",
+}
 
 
 def known_elsewhere(key: str) -> str:
@@ -95,5 +101,7 @@ def known_elsewhere(key: str) -> str:
     for page, names in HERE.items():
         for name in (parts[-1], ".".join(parts[-2:])):
             if name in names:
-                return f"; {name} is {names[name]} here (docs/coming_from_{page}.md)"
+                where = names[name]
+                unit = UNITS.get(where, "")
+                return f"; {name} is {where} here{unit} (docs/coming_from_{page}.md)"
     return ""

@@ -1,10 +1,11 @@
-"""Arguments of the parts that a configuration names by `_target_`, against their constructors.
+"""The nodes of a configuration, what has a `_target_`: their names, and their arguments.
 
-Those are read from leash's source, not imported: most import torch, and the parent does not.
+Constructors are read from leash's source, not imported: most import torch, and the parent does not.
 """
 
 import ast
 import difflib
+import re
 from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+PACKAGES = ("policies", "envs", "trainer")
 
 
 def findings(cfg: dict[str, Any]) -> Iterator[str]:
@@ -20,11 +22,20 @@ def findings(cfg: dict[str, Any]) -> Iterator[str]:
     for name, node in cfg["env"]["transforms"].items():
         if node is not None and not (isinstance(node, dict) and "_target_" in node):
             yield f"expected env.transforms.{name}._target_, got {node!r:.80}; name its class"
-    for path, node in _nodes(cfg, ""):
-        known = takes(str(node["_target_"]))
+    for path, node in walk(cfg):
+        known = takes(node["_target_"])
         for key in node:
             if known is not None and key not in known and not str(key).startswith("_"):
                 yield no_argument(f"{path}.{key}", node["_target_"], known)
+
+
+def unnamed(cfg: dict[str, Any]) -> Iterator[str]:
+    """Yield each _target_ that is no dotted name; all other findings take them for such."""
+    for path, node in walk(cfg):
+        target = node["_target_"]
+        if not isinstance(target, str) or not re.fullmatch(r"\w+(\.\w+)+", target):
+            got = "null" if target is None else f"{target!r:.80}"
+            yield f"expected {path}._target_ to be <module>.<name>, as envs.tasks.Facts; got {got}"
 
 
 def no_argument(path: str, target: str, known: list[str]) -> str:
@@ -34,15 +45,20 @@ def no_argument(path: str, target: str, known: list[str]) -> str:
     return f"{path}: {target} takes {', '.join(known) or 'no arguments'}{meant}"
 
 
-def _nodes(tree: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def walk(tree: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield path and node of every node, within lists and other nodes too.
+
+    >>> [path for path, _ in walk({"a": {"_target_": "x.y", "b": [{"_target_": "x.z"}]}})]
+    ['a', 'a.b[0]']
+    """
     if isinstance(tree, dict):
         if "_target_" in tree:
             yield path, tree
         for key, value in tree.items():
-            yield from _nodes(value, f"{path}.{key}" if path else str(key))
+            yield from walk(value, f"{path}.{key}" if path else str(key))
     elif isinstance(tree, list):
         for place, value in enumerate(tree):
-            yield from _nodes(value, f"{path}[{place}]")
+            yield from walk(value, f"{path}[{place}]")
 
 
 @cache
@@ -95,7 +111,7 @@ def _of_class(node: ast.ClassDef, module: str) -> list[str] | None:
 def _arguments(node: ast.FunctionDef, module: str, bases: list[str]) -> list[str] | None:
     given = node.args
     plain = [*given.posonlyargs, *given.args]
-    own = [a.arg for a in [*plain[bool(bases) or node.name == "__init__" :], *given.kwonlyargs]]
+    own = [a.arg for a in [*plain[node.name == "__init__" :], *given.kwonlyargs]]
     if given.kwarg is None:
         return own
     handed_on = []

@@ -1,15 +1,13 @@
 """What is wrong with the form of a command line, before Hydra parses it. Torch-free."""
 
 import difflib
-import itertools
 import re
-import shutil
-import textwrap
 from collections import Counter
 from collections.abc import Sequence
 
 from conf import explain
 from conf.foreign import known_elsewhere
+from conf.help import about
 
 SHOW = ("job", "hydra", "all")
 FLAGS = {  # of Hydra
@@ -18,24 +16,6 @@ FLAGS = {  # of Hydra
     *("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"),
     "--experimental-rerun",
 }
-
-
-def about(group: str) -> dict[str, str]:
-    """Return what the files of a folder of conf/ say of themselves: first lines, less commands."""
-    out = {}
-    for path in sorted((explain.FOLDER / group).glob("*.yaml")):
-        head = itertools.takewhile(lambda line: line[:1] == "#", path.read_text().splitlines())
-        said = [line[2:] for line in head if not re.match("# ( |@|python train)", line)]
-        out[path.stem] = " ".join(said).rstrip(":")
-    return out
-
-
-def list_experiments() -> str:
-    """Return a paragraph per experiment as wide as the terminal, for --help."""
-    said, width = about("experiment"), shutil.get_terminal_size((100, 0)).columns
-    edge = max(map(len, said)) + 4
-    fill = textwrap.TextWrapper(max(width, 2 * edge), subsequent_indent=" " * edge).fill
-    return "\n".join(fill(f"  {name:{edge - 2}}{text}") for name, text in said.items())
 
 
 def split(words: Sequence[str]) -> tuple[set[str], list[str]]:

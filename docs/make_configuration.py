@@ -19,8 +19,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from conf.bounds import NUMBERS, RELATED, choices
 from conf.explain import FOLDER, compose_raw
+from conf.help import about
 from conf.schema import Config, register
-from conf.words import about
 
 PAGE = Path(__file__).with_name("configuration.md")
 INTRO = """\

@@ -1,26 +1,32 @@
-"""Rows of a data set of the hub, or of its cache, without the hub's own messages.
+"""Rows of a data set of the hub, without the hub's own messages.
 
-Out of reach (policies/hub.py), what an earlier download left is read.
+What an earlier download left in the cache is read first, as with models: the hub is not waited for.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from policies.hub import why_unreachable
 
 
 def read_hub(name: str, subset: str | None, split: str) -> list[Any]:
-    """Download a data set, or read it from the cache; one that is nowhere is a ValueError."""
+    """Read a data set from the cache, or download it; one that is nowhere is a ValueError."""
     import datasets
 
     with _quiet():
-        alone = why_unreachable()
-        with _offline(alone is not None):
-            try:
-                return datasets.load_dataset(name, subset, split=split).to_list()
-            except (OSError, ValueError) as error:
-                raise ValueError(alone or str(error).strip().split("\n")[0]) from None
+
+        def load() -> list[Any]:
+            return datasets.load_dataset(name, subset, split=split).to_list()
+
+        with suppress(OSError, ValueError), _offline(True):
+            return load()
+        if alone := why_unreachable():
+            raise ValueError(alone)
+        try:
+            return load()
+        except (OSError, ValueError) as error:
+            raise ValueError(str(error).strip().split("\n")[0]) from None
 
 
 @contextmanager

@@ -154,6 +154,12 @@ def test_a_page_fits_asks_for_nothing_and_complains_of_nothing(
         assert picture.stat().st_size > 20_000
 
 
+def test_the_table_of_a_sweep_is_not_cut_on_a_wide_screen(browser, pages):
+    browser.open(pages["sweep"], width=1280)
+    cut = "[...document.querySelectorAll('.scroll')].map((e) => e.scrollWidth - e.clientWidth)"
+    assert browser.run(cut) == [0]
+
+
 DIFFER = """(...colours) => {
   const light = (css) => css.match(/[\\d.]+/g).slice(0, 3).map((v) => v / 255)
     .map((v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
@@ -293,8 +299,10 @@ def test_a_running_page_shows_the_next_iteration_at_the_same_place(browser, tmp_
         (tmp_path / "report.html").write_text(long_ago)  # its run was killed
         until(browser, "document.getElementById('stale')?.hidden === false")
         browser.run("getSelection().selectAllChildren(document.querySelector('.command'))")
+        count = "setTimeout = (...how) => { window.waits = true; real(...how); }"
+        browser.run(f"const real = setTimeout; {count}")
         write_report(tmp_path)
-        time.sleep(7)  # 12 times 0.5 s: a stale page asks seldom
+        until(browser, "window.waits")  # after 12 times 0.5 s: a stale page asks seldom
         assert not browser.run("getSelection().isCollapsed"), "who copies is not disturbed"
         browser.run("getSelection().empty()")
         assert browser.complaints() == []

@@ -15,11 +15,11 @@ import pytest
 from omegaconf import OmegaConf
 
 import train
-from conf import checks, explain, nodes
+from conf import checks, explain, extras, nodes
 from conf.compose import check_words, compose_checked, expand, load_for_resume, nothing_left
+from conf.help import list_experiments
 from conf.sweeps import swept
-from conf.words import list_experiments
-from policies import extras
+from policies.extras import EXTRAS
 
 ROOT = Path(__file__).parents[1]
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
@@ -192,6 +192,14 @@ def test_ppo_pays_the_kl_in_the_reward_unless_told_otherwise():
         (["experiment=sft_tiny", "algorithm.aggregation=constant"], ["_mean, sequence_mean, got"]),
         (["algorithm.source._target_=trainer.Demonstrations"], ["samples no replies"]),
         (["algorithm.source._target_=os.system"], ["os.system", "allow_targets=true"]),
+        (
+            ["env.transforms.a={_target_: envs.transforms.PythonTool, b: [{_target_: os.system}]}"],
+            ["env.transforms.a.b[0]._target_=os.system", "allow_targets=true"],
+        ),
+        (["env.task._target_=null"], ["expected env.task._target_ to be <module>", "got null"]),
+        (["env.task._target_=Facts"], ["expected env.task._target_ to be", "got 'Facts'"]),
+        (["algorithm.source._target_=3"], ["expected algorithm.source._target_ to be", "got 3"]),
+        (["env.transforms.x={_target_: null}"], ["expected env.transforms.x._target_", "got null"]),
     ],
 )
 def test_fault_is_one_line_that_says_what_to_do(words, parts):
@@ -348,8 +356,8 @@ def test_help_names_every_experiment_and_no_schema(tmp_path):
         text=True,
         check=True,
     )
-    listed = [line.split(maxsplit=1) for line in done.stdout.splitlines() if line[:2] == "  "]
-    about = {name: text for name, text in listed if name in EXPERIMENTS}
+    listed = re.findall(r"^  (\S+) +(.*(?:\n   .*)*)", done.stdout, re.MULTILINE)
+    about = {name: " ".join(text.split()) for name, text in listed if name in EXPERIMENTS}
     assert sorted(about) == EXPERIMENTS
     assert "sorts digits" in about["grpo_tiny"]
     assert "python train.py resume=outputs" in done.stdout
@@ -511,7 +519,7 @@ def test_arguments_read_from_the_source_are_those_that_python_sees(package):
 )
 def test_a_missing_package_is_told_by_the_parent_with_its_extra(package, words, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
-    assert refusal(*words) == extras.EXTRAS[package]
+    assert refusal(*words) == EXTRAS[package]
     if package == "peft":
         compose_checked(["policy.lora.r=0"])
         with pytest.raises(ValueError, match=r"leash\[lora\]"):  # before the first job of a sweep
@@ -521,15 +529,31 @@ def test_a_missing_package_is_told_by_the_parent_with_its_extra(package, words, 
 def test_all_missing_packages_are_told_at_once(monkeypatch):
     for package in ("peft", "trackio"):
         monkeypatch.setitem(sys.modules, package, None)
-    both = [extras.EXTRAS[package] for package in ("peft", "trackio")]
+    both = [EXTRAS[package] for package in ("peft", "trackio")]
     words = ["policy.lora.r=8", "tracker=trackio"]
     assert refusal(*words) == refusal(*words, "preflight=true") == "; ".join(both)
 
 
+def test_a_class_of_ones_own_may_have_the_name_of_one_of_leash(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vaderSentiment", None)
+    monkeypatch.syspath_prepend(tmp_path)
+    code = "from envs.tasks import SortDigits\nclass Reviews(SortDigits): ..."
+    (tmp_path / "my_own_reviews.py").write_text(code)
+    compose_checked(["env=own", "env.task._target_=my_own_reviews.Reviews", "allow_targets=true"])
+
+
 def test_every_extra_is_in_the_package_and_asked_for_by_something_that_exists():
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    for line in extras.EXTRAS.values():
+    for line in EXTRAS.values():
         assert re.search(r"'leash\[(\w+)\]'", line)[1] in declared["optional-dependencies"]
-    names = {n for p in checks.LAZY for n in import_module(p).__all__} | {"policy.lora"}
+    names = {n for p in checks.LAZY for n in import_module(p).__all__}
     names |= set(import_module("envs.tasks").__all__) | set(import_module("envs.rewards").__all__)
     assert set(extras.ASKING) <= names
+
+
+@pytest.mark.parametrize("name", ["model", "errors", "checkpoints", "metrics.jsonl"])
+@pytest.mark.parametrize("key", ["output_dir", "hydra.run.dir"])
+def test_a_folder_with_files_that_a_run_would_replace_is_refused(tmp_path, key, name):
+    (tmp_path / name).mkdir()
+    with pytest.raises(ValueError, match="already holds a run"):
+        check_words(["experiment=grpo_tiny", f"{key}={tmp_path}"])

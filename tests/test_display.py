@@ -318,9 +318,11 @@ def test_sparkline_and_duration_take_odd_values() -> None:
 def test_a_reader_that_goes_away_ends_the_display_and_not_the_run():
     code = """
 import sys
+from trainer.failures import say
 from trainer.show.display import Display
 with Display(3, title="demo") as display:
     sys.stdin.read()  # until the pipe is closed
+    say("as the parent does")
     for i in range(1, 4):
         display.update(i, {"reward/mean": 0.5})
 print("done", file=sys.stderr)

@@ -192,9 +192,9 @@ def test_signal_is_passed_on_once_and_stops_the_sweep(script, number, code, reas
     assert "sweep.html" in out
 
 
-@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("named", ["", "output_dir", "hydra.run.dir"])
 def test_a_run_stopped_before_it_began_says_so_and_leaves_no_dated_folder(script, named):
-    words = ["output_dir=run"] if named else []
+    words = [f"{named}=run"] if named else []
     process = start(script, *words, how="load")
     first = process.stdout.readline()
     (words_kept,) = wait_for("overrides.yaml", script.parent / "here")
@@ -204,8 +204,8 @@ def test_a_run_stopped_before_it_began_says_so_and_leaves_no_dated_folder(script
     out, err = process.communicate(timeout=30)
     assert (process.returncode, err) == (130, "")
     assert out == "stopped before it began; nothing is saved\n"
-    assert folder.exists() == named
-    if named:
+    assert folder.exists() == bool(named)
+    if named == "output_dir":
         assert read_status(folder)["state"] == "preempted"
 
 

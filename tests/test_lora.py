@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from envs.transforms import RetrieveKL
 from policies import lora
 from policies.load import load_policy, load_reference
-from policies.models import quiet
+from policies.reading import quiet
 from policies.reward_scorer import load_reward_model
 from policies.value_head import Critic
 from trainer.checkpoint import Checkpoints, save_model

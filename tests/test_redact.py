@@ -29,6 +29,9 @@ def test_secrets_in_a_text_are_hidden_wherever_they_stand(text, shown):
     [
         "KeyError: 'a'",
         "policy.max_new_tokens=16",
+        "monkey=banana, turkey: yes, in_keys=[tokens]",
+        "pad_token=<pad> eos_token: </s>",
+        "the bearer of news",
         "trainer.micro_batch_tokens: 4096",
         "tokenizer: Qwen2TokenizerFast, note: all well, a=b:c",
     ],

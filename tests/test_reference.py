@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from envs.transforms import RetrieveKL
 from policies import lora, scorer
 from policies.load import load_policy, load_reference
-from policies.models import EMBEDDED, quiet
+from policies.models import EMBEDDED
+from policies.reading import quiet
 from policies.scorer import Scorer
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer.checkpoint import Checkpoints

@@ -15,7 +15,7 @@ import pytest
 from trainer.lock import held
 from trainer.report import LiveReport, main, run_svg, write_report
 from trainer.run_files import load_run, read_lines, write_text
-from trainer.show import charts, svg
+from trainer.show import about, charts, svg
 from trainer.show.panels import MAIN, MORE
 from trainer.sweep import write_sweep
 from trainer.trackers.files import JsonlTracker
@@ -80,6 +80,15 @@ def test_the_page_tells_the_run(tmp_path):
     assert "1 min 15 s" in shown
     assert "0.25" in page.texts, "an accuracy measured once does not go from there to there"
     assert "planted-2" not in text
+
+
+def test_the_numbers_at_the_top_have_the_reward_without_a_kl_part(tmp_path):
+    tracker = JsonlTracker(tmp_path)
+    for i in range(1, 5):
+        tracker.log({"reward/raw_mean": i / 4, "reward/mean": i / 4 - 9, "loss/total": 0.5}, i)
+    run = load_run(tmp_path)
+    assert about.tiles(run) == {"task reward": "0.25 \u2192 1", "iterations": "4"}
+    assert about.summary(run) == "task reward 0.25 -> 1"
 
 
 def test_no_text_of_the_files_is_markup(tmp_path):

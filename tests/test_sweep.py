@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from trainer.job_names import job_name, job_names
 from trainer.lock import held
 from trainer.report import main
 from trainer.run_files import find_jobs, load_run
@@ -25,8 +26,6 @@ from trainer.sweep import (
     PLAN,
     LiveSweep,
     frontier_svg,
-    job_name,
-    job_names,
     read_rows,
     write_sweep,
 )
@@ -378,6 +377,23 @@ def test_the_reward_of_a_job_is_the_task_s_alone(tmp_path):
     assert row.reward == 1.0  # the KL is the other axis
 
 
+def test_the_curve_of_the_reward_has_the_numbers_of_the_table(tmp_path):
+    for job, names in {"a=1": ["reward/raw_mean", "reward/mean"], "a=2": ["reward/mean"]}.items():
+        tracker = JsonlTracker(tmp_path / job)
+        (tmp_path / job / ".hydra").mkdir()
+        for i in range(1, 9):  # with a KL part it is 100 less; the second has no KL
+            rewards = [float(i), i - 100.0] if len(names) == 2 else [i + 10.0]
+            tracker.log({**dict(zip(names, rewards, strict=True)), "kl/ref_sequence": 1.0}, i)
+    assert [row.reward for row in read_rows(tmp_path)] == [7.5, 17.5]
+    text = write_sweep(tmp_path).read_text(encoding="utf-8")
+    charts = [ElementTree.fromstring(drawing) for drawing in re.findall(r"<svg.*?</svg>", text)]
+    (chart,) = [chart for chart in charts if chart.get("aria-label") == "Reward"]
+    texts = ["".join(e.itertext()) for e in chart.iter() if e.tag.endswith("text")]
+    assert texts[:2] == ["Reward", "mean per reply, task"]
+    ticks = [float(text) for text in texts if re.fullmatch(r"-?[\d.]+", text)]
+    assert (min(ticks), max(ticks)) == (0, 20)  # 1 to 18
+
+
 def test_the_picture_places_points_by_the_root_of_their_kl():
     rows = [Row(f"{k}", {"kl.coeff": f"c{k}"}, reward=k / 8, kl=float(k * k)) for k in range(5)]
     picture = frontier_svg(rows)
@@ -455,7 +471,7 @@ def test_jobs_are_named_by_what_differs():
 
 
 def test_without_points_the_picture_says_what_is_missing():
-    with pytest.raises(ValueError, match="at least one job with reward/mean"):
+    with pytest.raises(ValueError, match="a job with reward/raw_mean"):
         frontier_svg([Row("a")])
 
 

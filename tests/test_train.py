@@ -51,9 +51,9 @@ def test_a_run_leaves_what_the_contract_lists(small_run: Finished, cache: Path) 
     found = {"name": str(warm), "origin": "folder", "sha256": sha256(warm / "model.safetensors")}
     assert state["model"] == found
     assert state["objective"] == metrics(folder)[-1]["eval/sampled_accuracy"]
-    last = [line.split() for line in small_run.text.splitlines() if line.strip()][-3:]
-    assert [words[0] for words in last] == ["report", "metrics", "model"]
-    assert [Path(words[1]) for words in last] == [
+    last = [line.split() for line in small_run.text.splitlines() if line.strip()][-4:]
+    assert [words[0] for words in last] == ["report", "metrics", "model", "chat"]
+    assert [Path(words[1]) for words in last[:3]] == [
         folder / name for name in ("report.html", "metrics.jsonl", "model")
     ]
     titles = [line for line in small_run.text.splitlines() if line.endswith(" iterations")]

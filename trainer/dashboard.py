@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from policies.extras import EXTRAS
 from trainer.redact import redact_text
 from trainer.run_files import ITERATION
 from trainer.show.panels import MAIN, MORE, Panel
@@ -77,8 +78,7 @@ def main(words: Sequence[str]) -> int:
     try:
         print(f"dashboard  {create(given.entity, given.project)}")
     except ImportError as error:
-        missing = "expected wandb-workspaces: pip install 'leash[dashboard]'"
-        print(f"error: {missing} ({error})", file=sys.stderr)
+        print(f"error: {EXTRAS['wandb_workspaces']} ({error})", file=sys.stderr)
         return 2
     except Exception as error:  # of the network or of W&B: one line is enough
         print(f"error: {redact_text(first_line(error))}", file=sys.stderr)

@@ -130,6 +130,19 @@ def close_status(folder: Path, state: str, reason: str) -> None:
         write_text(folder / "status.json", text)
 
 
+def say(text: str) -> None:
+    """Print a line at once; fall silent if nobody reads any more: the work goes on."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        silence()
+
+
+def silence() -> None:
+    """Send stdout nowhere: its reader has gone, as in `python train.py | head`."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def complain(error: object) -> None:
     """Print an error as one line, without secrets."""
     text = headline(error) if isinstance(error, (ValueError, OSError)) else str(error)

@@ -237,7 +237,7 @@ def _first_failure(ranks: list[subprocess.Popen]) -> End:
 
 def _kill_families(ranks: list[subprocess.Popen]) -> None:
     """Kill the ranks and their children, also those in sessions of their own."""
-    import psutil  # comes with accelerate
+    import psutil  # here: most starts do not need it
 
     for rank in ranks:
         with suppress(psutil.NoSuchProcess):

@@ -102,7 +102,7 @@ def _holder(file: int) -> tuple[str, bool]:
 
 
 def _lives(pid: int) -> bool:
-    import psutil  # comes with accelerate
+    import psutil  # here: most starts do not need it
 
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE

@@ -60,7 +60,7 @@ def memory_of(device: torch.device) -> int:
     """Return the memory of a GPU; else what the machine has, or the container may use."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    import psutil  # comes with accelerate
+    import psutil  # here: most starts do not need it
 
     limits = [psutil.virtual_memory().total]
     for path in CGROUPS:

@@ -13,7 +13,11 @@ from functools import lru_cache
 from typing import Any
 
 HIDDEN = "<hidden>"
-_WORD = re.compile(r"(?i)(key|token|secret|password|passwd|credential)s?$")
+_WORD = re.compile(
+    r"(?i)(?:(?<![a-z])|(?<=api)|(?<=access)|(?<=private))(key)$"
+    r"|(token|secret|password|passwd|credential)s?$"
+)
+_ROLE = re.compile(r"(?i)(pad|eos|bos|unk|stop|start|end)_token$")  # of a tokenizer
 _SPLIT = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])")
 _NUMBER = re.compile(r"[-+]?[\d.]+(e[-+]?\d+)?", re.IGNORECASE)
 _PLAIN = {"", "null", "none", "true", "false"}
@@ -23,7 +27,7 @@ _ASSIGNMENT = re.compile(
     r"(=|['\"]?:\s*)([^,\s&}\]]+)"
 )
 _URL = re.compile(r"(\w://(?:[^/\s:@]*:)?)[^/\s:@]+@")
-_BEARER = re.compile(r"(?i)\b(bearer )\S+")
+_BEARER = re.compile(r"(?i)\b(bearer )\S{8,}")
 _FROM_ENVIRONMENT = re.compile(r"oc\.env:(\w+)")
 
 
@@ -83,10 +87,10 @@ def secrets_of(config: Any, *, name: str = "") -> list[str]:
 @lru_cache(4096)  # the same keys and variables, for every text of a page
 def _words(name: str) -> list[str]:
     """List the words of `name` that say its value is a secret, in lower case."""
-    if name.endswith(("Error", "Exception")):  # KeyError: 'a'
+    if name.endswith(("Error", "Exception")) or _ROLE.search(name):  # KeyError: 'a'
         return []
     found = (_WORD.search(word) for word in _SPLIT.split(name))
-    return [match.group(1).lower() for match in found if match]
+    return [(match[1] or match[2]).lower() for match in found if match]
 
 
 def _is_secret(name: str, value: Any) -> bool:

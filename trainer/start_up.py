@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from trainer.failures import close_status
+from trainer.failures import close_status, say
 from trainer.run_files import load_run, read_status
 
 OURS = {".hydra", ".lock", "config.yaml", "status.json"}  # what is there before a run begins
@@ -19,12 +19,12 @@ def announce(config: dict[str, Any], folder: Path) -> None:
     if "kept_in" in config:  # a warm-up: that it begins has been said
         return
     if _is_aside(config):
-        print(f"{_mode(config)}: starting", flush=True)
+        say(f"{_mode(config)}: starting")
         return
     here = Path(os.path.relpath(folder))
     place = folder if here.parts[:1] == ("..",) else here
     verb = "going on" if config.get("resume") else "starting"
-    print(f"{load_run(folder).experiment}: {verb} in {place}", flush=True)
+    say(f"{load_run(folder).experiment}: {verb} in {place}")
 
 
 def leave(config: dict[str, Any], folder: Path) -> None:
@@ -40,11 +40,14 @@ def leave(config: dict[str, Any], folder: Path) -> None:
     if _is_aside(config):
         return
     if config.get("resume"):
-        print("stopped before it went on; what was saved before is still there", flush=True)
+        say("stopped before it went on; what was saved before is still there")
         return
-    print("stopped before it began; nothing is saved", flush=True)
+    say("stopped before it began; nothing is saved")
     if not config["output_dir"] and {path.name for path in folder.iterdir()} <= OURS:
-        shutil.rmtree(folder)
+        for name in OURS - {".hydra"}:
+            (folder / name).unlink(missing_ok=True)
+        if (folder.parent / "sweep.json").exists():  # a job's; a dated folder goes at exit
+            shutil.rmtree(folder)
 
 
 def drop_unused(folder: Path) -> None:

@@ -6,7 +6,6 @@ page: show/sweep_page.py. How a sweep is continued: conf/continued.py.
 """
 
 import csv
-import hashlib
 import io
 import json
 import os
@@ -17,22 +16,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
 from rich.text import Text
 
+from trainer.failures import say
+from trainer.job_names import job_line, job_names
 from trainer.lock import is_free, take
-from trainer.redact import redact, redact_text
+from trainer.redact import redact
 from trainer.report import LiveReport
 from trainer.run_files import Run, dig, find_jobs, load_run, number, read_yaml, write_text
 from trainer.show import about, page, svg
 from trainer.show.jobs import Row, all_keys
 from trainer.show.sweep_page import COLUMNS, Sweep, body, picture, results
-from trainer.show.text import shown
+from trainer.show.text import Output, shown
 
 PLAN = "sweep.json"  # its words, the folders of its jobs, and whether the sweep has ended
 PATIENCE = 300.0  # seconds; a page that is older may be called stale
 PLACE = "hydra.sweep.dir="
-LONGEST = 200  # bytes of a job's folder name; file systems refuse more than 255
 
 
 def write_sweep(folder: str | Path) -> Path:
@@ -94,7 +93,7 @@ class LiveSweep:
             self._tell()
             self._thread.start()
         self._begun += 1
-        print(": ".join(filter(None, [job_line(number, self.jobs), note])), flush=True)
+        say(": ".join(filter(None, [job_line(number, self.jobs), note])))
 
     def end(self) -> None:
         """Write the page for good, and say what came out and where the page is."""
@@ -105,7 +104,7 @@ class LiveSweep:
         os.close(self._lock)
         write_sweep(self.folder)
         for line in results(load_sweep(self.folder)):
-            print(line)
+            say(line)
         self._tell()
 
     def _follow(self) -> None:
@@ -119,52 +118,7 @@ class LiveSweep:
 
     def _tell(self) -> None:
         line = Text("sweep    ").append_text(shown(self.folder / "sweep.html"))
-        Console(highlight=False).print(line, soft_wrap=True)
-
-
-def job_names(jobs: Sequence[Sequence[str]]) -> list[str]:
-    """Name the folder of each job of a sweep by its overrides that not all jobs have, sorted.
-
-    A job alone is named by all but its experiment.
-
-    >>> job_names([["seed=1", "kl.coeff=0"], ["seed=1", "kl.coeff=0.1"]])
-    ['kl.coeff=0', 'kl.coeff=0.1']
-    """
-    named = [[word for word in job if not word.startswith("hydra.")] for job in jobs]
-    if len(jobs) > 1:
-        shared = set(named[0]).intersection(*named)
-    else:
-        shared = {word for word in named[0] if word.startswith("experiment=")}
-    own = [sorted(set(job) - shared) or sorted(job) for job in named]
-    return [job_name(",".join(words)) for words in own]
-
-
-def job_name(overrides: str) -> str:
-    """Return overrides as the name of a folder.
-
-    What a shell or a disk would take amiss is a `_`, what is too long is cut; such a name ends in
-    a hash, so that no two jobs share one.
-
-    >>> job_name("kl.coeff=0.1,seed=1"), job_name("policy.model=a/b"), job_name("")
-    ('kl.coeff=0.1,seed=1', 'policy.model=a_b-07448723', 'job')
-    """
-    name = re.sub(r"[^\w.,=+~@-]+", "_", overrides, flags=re.ASCII)
-    if name == overrides and len(name) <= LONGEST:
-        return name or "job"
-    most, pairs = LONGEST - 9, re.split(r",(?=[\w.+~@]+=)", name)
-    cuts = (",".join(pair[:each] for pair in pairs) for each in range(most, 11, -1))
-    cut = next((short for short in cuts if len(short) <= most), name[:most])
-    return f"{cut}-{hashlib.sha256(overrides.encode()).hexdigest()[:8]}"
-
-
-def job_line(number: int, jobs: Sequence[Sequence[str]]) -> str:
-    """Say which job of a sweep begins: its number, and the overrides that not all jobs have.
-
-    >>> job_line(1, [["seed=1", "kl.coeff=0"], ["seed=1", "kl.coeff=0.1"]])
-    'job 2 of 2: kl.coeff=0.1'
-    """
-    own = [word for word in jobs[number] if any(word not in job for job in jobs)]
-    return redact_text(f"job {number + 1} of {len(jobs)}: {' '.join(own)}".rstrip(": "))
+        Output(highlight=False).print(line, soft_wrap=True)
 
 
 def read_rows(folder: str | Path) -> list[Row]:
@@ -182,7 +136,6 @@ def _row(folder: Path, run: Run) -> Row:
     coeff = run.last("kl/coeff")
     if coeff is None:
         coeff = number(dig(run.config, "kl", "coeff"))
-    reward = run.last_ten_mean("reward/raw_mean")
     overrides = {k: v for k, v in run.overrides.items() if k not in about.PLACES}
     return Row(
         job=job,
@@ -190,7 +143,7 @@ def _row(folder: Path, run: Run) -> Row:
         state=run.state,
         objective=number(run.status.get("objective")),
         accuracy=run.last("eval/sampled_accuracy"),
-        reward=run.last_ten_mean("reward/mean") if reward is None else reward,
+        reward=run.last_ten_mean(about.task_reward(run)),
         kl=run.last_ten_mean("kl/ref_sequence"),
         coeff=coeff,
         iteration=int(run.metrics[-1]["progress/iteration"]) if run.metrics else 0,
@@ -208,7 +161,7 @@ def _command(folder: Path, words: Sequence[str]) -> str:
 
 
 def _from_name(job: str) -> dict[str, str]:
-    """Read `a=1,b=[2,3]`, the name Hydra gives a job's folder."""
+    """Read `a=1,b=2`, the name that `job_name` gives a job's folder."""
     parts = re.split(r",(?=[\w.+~/@]+=)", job)
     return dict(part.split("=", 1) for part in parts if "=" in part)
 

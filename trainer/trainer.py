@@ -126,12 +126,16 @@ class Trainer:
         clock.lap("sync")
         metrics |= summarize(batch, self.runtime)
         metrics["kl/coeff"] = self.kl.coeff
-        replies = self.runtime.sums({"kept": float(kept_rows(batch).sum())})
-        self.kl.follow(metrics.get("kl/ref_sequence"), sequences=int(replies["kept"]))
+        self._steer(batch, metrics)
         self._count(batch, metrics, clock)
         self._log(batch, metrics)
         done = self.progress.iteration
         self.checkpoints.maybe_save(done, self.state_dict(), last=done == self.num_iterations)
+
+    def _steer(self, batch: TensorDictBase, metrics: dict[str, float]) -> None:
+        """Let the KL controller see the iteration's KL, of so many replies on all ranks."""
+        replies = self.runtime.sums({"kept": float(kept_rows(batch).sum())})
+        self.kl.follow(metrics.get("kl/ref_sequence"), sequences=int(replies["kept"]))
 
     def _batch(self, i: int, clock: "Clock") -> TensorDictBase:
         """Return the iteration's batch with its KL; a stop up to here leaves the weights alone."""
@@ -262,7 +266,7 @@ class Trainer:
         text = f"from iteration {done}{skipped if self.checkpoints.skipped else ''}"
         text = text if newest else "from iteration 0, there is no checkpoint"
         self.runtime.status["resumed"] = text
-        self.display.resumed(done, text)
+        self.display.resumed(done, text, since=self.runtime.started)
 
     def _restore(self, state: dict[str, Any]) -> None:
         if state["reference"] != self.retrieve_kl.sha256:
@@ -272,7 +276,8 @@ class Trainer:
             )
         self.update.load_state_dict(state["update"])
         self.kl.load_state_dict(state["kl"])
-        self.progress = Progress(**{part.name: state[part.name] for part in fields(Progress)})
+        names = [part.name for part in fields(Progress)]
+        self.progress = Progress(**{name: state[name] for name in names if name in state})
         self.runtime.started -= self.progress.seconds
 
 

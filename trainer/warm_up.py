@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from policies.cache import build_once, cache_dir
+from trainer.failures import say
 from trainer.lock import held
 
 PREFIX = "experiment:"
@@ -32,7 +33,7 @@ def resolve_experiment(
     folder = kept_in(experiment, config)
 
     def build(work: Path) -> dict[str, Any]:
-        print(f"{experiment} is not in the cache yet: running it first", flush=True)
+        say(f"{experiment} is not in the cache yet: running it first")
         run_folder = folder.with_name(f"{folder.name}.run")  # outlives a failure, for its errors
         with held(run_folder):  # a killed one may still be ending
             shutil.rmtree(run_folder, ignore_errors=True)

@@ -54,8 +54,8 @@ class TRLFunction(RewardFunction):
         self.needs = [p.name for p in parameters if p.kind in NAMED and p.default is p.empty]
         if wanted := [name for name in self.needs if name in MISSING]:
             raise ValueError(
-                f"expected a function that needs no {' and no '.join(wanted)}, which only TRL has; "
-                "give it a default"
+                f"envs.rewards.TRLFunction: expected a function that needs no "
+                f"{' and no '.join(wanted)}, which only TRL has; give it a default"
             )
 
     def scores(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Score]:

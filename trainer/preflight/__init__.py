@@ -1,1 +1,1 @@
-"""The parts of preflight=true; trainer/modes/preflight.py puts them together."""
+"""The parts of preflight=true, which trainer/modes/preflight.py puts together."""

@@ -18,8 +18,8 @@ from policies.packing import pack_rows
 from trainer.failures import LESS_MEMORY
 from trainer.memory import memory_of
 from trainer.preflight import sums
+from trainer.preflight.findings import Findings
 from trainer.preflight.play import Iteration
-from trainer.preflight.report import Report
 from trainer.show.text import duration
 from trainer.trainer import Trainer
 
@@ -57,7 +57,7 @@ def model_sizes(loop: Trainer, settings: dict[str, Any]) -> sums.Sizes:
 def check_memory(
     loop: Trainer,
     settings: dict[str, Any],
-    report: Report,
+    findings: Findings,
     *,
     played: list[Iteration],
     rows: sums.Rows,
@@ -71,7 +71,7 @@ def check_memory(
     if "reward_raw" not in batch:  # nothing is generated, and nothing scored
         needed = {name: needed[name] for name in ("loaded", "update")}
     room = memory_of(loop.runtime.device)
-    report.section(
+    findings.section(
         "Memory of a rank",
         f"weights {sums.gib(sizes.weights)}, reference {sums.gib(sizes.reference)}, optimizer "
         f"{sums.gib(sizes.moments)} (AdamW, {sizes.trained:,} weights), gradients "
@@ -79,24 +79,24 @@ def check_memory(
         f"{'phase':<10}{'at the limits':>14}{'measured':>12}",
     )
     for name, size in needed.items():
-        report.say(f"{name:<10}{sums.gib(size + rest):>14}{sums.gib(peaks[name]):>12}")
+        findings.say(f"{name:<10}{sums.gib(size + rest):>14}{sums.gib(peaks[name]):>12}")
     ranks = loop.runtime.ranks if loop.runtime.device.type == "cpu" else 1
     most = ranks * max(max(needed.values()) + rest, *(max(done.peaks.values()) for done in played))
     shared = f" for {ranks} ranks" if ranks > 1 else ""
-    report.say(f"the device has {sums.gib(room)}{shared}")
+    findings.say(f"the device has {sums.gib(room)}{shared}")
     if most > FULL * room:
         worst = max(needed, key=needed.__getitem__)
-        report.problem(
+        findings.problem(
             f"{worst} needs up to {sums.gib(most)} of {sums.gib(room)}; {LESS_MEMORY}, "
             "policy.lora.r=16, or policy.gradient_checkpointing=true"
         )
     attention = batch.get(("masks", "all_attention_mask"))
     parts = pack_rows(attention, limit, group_id=batch.get("group_id", None))
-    report.say(f"an iteration's rows of the rank fill {len(parts)} micro-batches")
+    findings.say(f"an iteration's rows of the rank fill {len(parts)} micro-batches")
 
 
 def check_time(
-    loop: Trainer, settings: dict[str, Any], report: Report, *, played: list[Iteration]
+    loop: Trainer, settings: dict[str, Any], findings: Findings, *, played: list[Iteration]
 ) -> None:
     """Predict how long the run takes: its start, iterations, evaluations and checkpoints.
 
@@ -105,28 +105,30 @@ def check_time(
     total, every = settings["trainer"]["num_iterations"], settings["checkpoint"]["every"]
     took = [done.total for done in played]
     times = sums.evaluations(total, settings["eval"]["every"]) if loop.evaluate.plans else 0
-    report.wait("timing a batch of the evaluation and a write to the disk")
+    findings.wait("timing a batch of the evaluation and a write to the disk")
     one, share = evaluation_seconds(loop) if times else (0.0, 1.0)
     saved = sums.saves(total, every)
     need = disk_need(loop, settings)
     save = write_seconds(place_of(settings), need["checkpoint"])
     parts = {
-        "start": report.start,
+        "start": findings.start,
         f"{total} iterations of {_shown(median(took[1:]))}": sums.whole(took, total),
         f"{times} evaluations of {_shown(one)} ({share:.0%} of one played)": times * one,
         f"{saved} checkpoints of {_shown(save)}": saved * save,
         "the final model": save * need["model"] / need["checkpoint"],
     }
-    report.section(f"Time, by a first iteration and {len(played) - 1} after it on this machine now")
+    findings.section(
+        f"Time, by a first iteration and {len(played) - 1} after it on this machine now"
+    )
     for name in played[0].seconds:
         laps = [done.seconds[name] for done in played]
-        report.say(
+        findings.say(
             f"{name:<9} {_shown(median(laps[1:])):>8} (the first "
             f"{_shown(laps[0])}), of the run {duration(sums.whole(laps, total))}"
         )
     for name, seconds in parts.items():
-        report.say(f"{name}: {duration(seconds)}")
-    report.say(f"the run: about {duration(sum(parts.values()))}{_basis(settings, played[-1])}")
+        findings.say(f"{name}: {duration(seconds)}")
+    findings.say(f"the run: about {duration(sum(parts.values()))}{_basis(settings, played[-1])}")
 
 
 def _basis(settings: dict[str, Any], done: Iteration) -> str:
@@ -183,18 +185,18 @@ def place_of(settings: dict[str, Any]) -> Path:
     return next(p for p in (place, *place.parents) if p.is_dir())
 
 
-def check_disk(loop: Trainer, settings: dict[str, Any], report: Report) -> None:
+def check_disk(loop: Trainer, settings: dict[str, Any], findings: Findings) -> None:
     """Compare what the run writes with what is free where it writes."""
     need, place = disk_need(loop, settings), place_of(settings)
     free, asked = shutil.disk_usage(place).free, need["checkpoints"] + need["model"]
-    report.section(
+    findings.section(
         "Disk",
         f"a checkpoint {sums.gib(need['checkpoint'])}, those there at a time "
         f"{sums.gib(need['checkpoints'])}, the final model {sums.gib(need['model'])}",
         f"{sums.gib(asked)} of {sums.gib(free)} that are free at {place}",
     )
     if asked > free:
-        report.problem(
+        findings.problem(
             f"the run writes {sums.gib(asked)} and {place} has {sums.gib(free)}; write elsewhere "
             "with output_dir=, or lower checkpoint.keep_last"
         )

@@ -9,7 +9,7 @@ from tensordict import TensorDictBase
 
 from trainer.failures import MEMORY, headline
 from trainer.memory import Peak
-from trainer.preflight.report import Report
+from trainer.preflight.findings import Findings
 from trainer.preflight.rows import Timed, timed_rewards
 from trainer.trainer import Clock, Trainer
 
@@ -51,13 +51,13 @@ def play_one(loop: Trainer, number: int) -> Iteration:
     return Iteration(ready, rewards, clock.laps, peaks)
 
 
-def play(loop: Trainer, report: Report) -> list[Iteration]:
+def play(loop: Trainer, findings: Findings) -> list[Iteration]:
     """Play a cold iteration and a warm one, more of these while they are too short to time.
 
     What they fail at is a problem, on several ranks an error; none is returned then.
     """
     gc.freeze()  # as a run does
-    report.wait("playing iterations of the run, two or more")
+    findings.wait("playing iterations of the run, two or more")
     try:
         played = [play_one(loop, number) for number in (0, 1)]
         while len(played) < MOST and _seconds(loop, played) < ENOUGH:
@@ -67,8 +67,8 @@ def play(loop: Trainer, report: Report) -> list[Iteration]:
         ours = isinstance(error, (ValueError, OSError)) or MEMORY.search(str(error))
         if loop.runtime.ranks > 1 or not ours:
             raise
-        report.section("Iterations")
-        report.problem(headline(error))
+        findings.section("Iterations")
+        findings.problem(headline(error))
         return []
 
 

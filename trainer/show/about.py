@@ -12,7 +12,8 @@ from trainer.show.text import duration
 
 PLACES = ("output_dir", "resume")  # they name a place, not a run
 LEVELS = {"error": 0, "warn": 1, "info": 2}
-GAINS = {  # of a run with rewards the loss says little
+GAINS = {  # of those before the accuracies only the first that a run has
+    "reward/raw_mean": "task reward",
     "reward/mean": "reward",
     "loss/total": "loss",
     "eval/sampled_accuracy": "sampled accuracy",
@@ -60,11 +61,16 @@ def _gains(run: Run) -> dict[str, list[float]]:
     """Return the first value and the last (or mean of the `last_ten`) of what should improve."""
     out = {}
     for metric in GAINS:
-        points = run.series(metric)
-        last = run.last(metric) if metric.startswith("eval/") else run.last_ten_mean(metric)
-        if points and last is not None and not (metric == "loss/total" and "reward/mean" in out):
+        accuracy, points = metric.startswith("eval/"), run.series(metric)
+        last = run.last(metric) if accuracy else run.last_ten_mean(metric)
+        if points and last is not None and (accuracy or not out):
             out[metric] = [points[0][1], last][: len(points)]
     return out
+
+
+def task_reward(run: Run) -> str:
+    """Name the metric of the task's reward: that without a KL part, where a run has it."""
+    return "reward/raw_mean" if run.series("reward/raw_mean") else "reward/mean"
 
 
 def command(run: Run) -> str:

@@ -125,8 +125,9 @@ class Display:
             self._live.stop()
             self._live = None
 
-    def resumed(self, iteration: int, text: str) -> None:
-        """Start at an iteration; the header says so."""
+    def resumed(self, iteration: int, text: str, *, since: float | None = None) -> None:
+        """Start at an iteration; the header says so. `since` counts the earlier starts."""
+        self._since = since or self._since
         self._iteration = iteration
         self._bar.update(self._task, completed=iteration)
         self.about["resumed"] = text

@@ -58,7 +58,7 @@ def pareto(points: Sequence[Point]) -> list[Point]:
 def frontier(points: Sequence[Point], *, named: str, width: int = 480, height: int = 340) -> str:
     """Draw the points; `named` says what their labels are."""
     if not points:
-        raise ValueError("expected at least one job with reward/mean and kl/ref_sequence, got none")
+        raise ValueError("expected a job with reward/raw_mean and kl/ref_sequence, got none")
     spots = [spot for point in points for spot in point.seeds]
     rewards = [reward for _, reward in spots]
     y_ticks = svg.ticks(min(rewards), max(rewards), count=5)

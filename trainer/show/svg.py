@@ -66,7 +66,8 @@ def ticks(lo: float, hi: float, *, count: int = 4, whole: bool = False) -> list[
     >>> ticks(0.1, 0.72)
     [0.0, 0.2, 0.4, 0.6, 0.8]
     """
-    if hi - lo <= 1e-9 * max(abs(lo), abs(hi)):  # equal but for rounding
+    close = 1e-9 if whole else 1e-3  # equal to the digits that a tick shows
+    if hi - lo <= close * max(abs(lo), abs(hi)):
         lo, hi = (lo - abs(lo) / 2, hi + abs(hi) / 2) if lo else (0.0, 1.0)
     rough = (hi - lo) / count
     power = 10.0 ** math.floor(math.log10(rough))

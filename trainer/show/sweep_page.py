@@ -9,18 +9,19 @@ from urllib.parse import quote
 
 from trainer.run_files import Run, dig, number
 from trainer.show import charts, page, svg
+from trainer.show.about import task_reward
 from trainer.show.frontier import AVERAGED, frontier
 from trainer.show.jobs import Row, Setting, best, grouped, labels, points, settings, varying
 from trainer.show.panels import MAIN
 from trainer.show.text import duration, one_line
 
-_OVERLAYS = (
-    ("Reward", "mean per reply", "reward/mean"),
-    ("KL to the reference", "nats per reply (k1)", "kl/ref_sequence"),
-    ("Accuracy on held-out prompts", "share of replies, sampled", "eval/sampled_accuracy"),
-    ("Policy entropy", "nats per token", "policy/entropy"),
-    ("Reply length", "tokens, mean", "response/length_mean"),
-    ("Loss", "mean of the last epoch's steps", "loss/total"),
+_OVERLAYS = (  # each under the title and with the unit of its panel
+    "reward/raw_mean",
+    "kl/ref_sequence",
+    "eval/sampled_accuracy",
+    "policy/entropy",
+    "response/length_mean",
+    "loss/total",
 )
 COLUMNS = {  # metric or state: field of Row
     "state": "state",
@@ -35,7 +36,7 @@ COLUMNS = {  # metric or state: field of Row
 OBJECTIVES = {  # in the order in which a run takes them
     "eval/sampled_accuracy": "held-out accuracy, sampled",
     "eval/greedy_accuracy": "held-out accuracy, greedy",
-    "reward/mean": "mean reward of the last iteration",
+    "reward/mean": "mean reward of the last iteration, a KL in it included",
     "loss/total": "minus the loss of the last iteration",
 }
 GOING = ("running", "starting")
@@ -192,11 +193,11 @@ def results(sweep: Sweep) -> list[str]:
 def _overlays(rows: Sequence[Row], jobs: Sequence[Run], groups: Sequence[str]) -> list[str]:
     """Draw the curves of all jobs over each other; the seeds of a setting share a hue."""
     names, own, drawn = labels(rows), settings(rows), []
-    for title, unit, metric in _OVERLAYS:
+    for metric in _OVERLAYS:
         series = [
             charts.Series(
                 names[row.job],
-                run.series(metric),
+                run.series(task_reward(run) if metric == "reward/raw_mean" else metric),
                 hue=groups.index(own[row.job]),
                 dots=metric.startswith("eval/"),
             )
@@ -204,9 +205,11 @@ def _overlays(rows: Sequence[Row], jobs: Sequence[Run], groups: Sequence[str]) -
             if run.metrics
         ]
         if any(s.points for s in series):
-            chart = charts.line_chart(series, title=title, unit=unit, named=False)
-            healthy = next(panel.healthy for panel in MAIN if metric in panel.metrics)
-            drawn.append(page.figure(chart, healthy, metric))
+            panel = next(panel for panel in MAIN if metric in panel.metrics)
+            which = f", {panel.metrics[metric]}" if len(panel.metrics) > 1 else ""
+            unit = f"{panel.unit}{which}"
+            chart = charts.line_chart(series, title=panel.title, unit=unit, named=False)
+            drawn.append(page.figure(chart, panel.healthy, metric))
     return drawn
 
 

@@ -1,7 +1,5 @@
 """Numbers and replies as text for a terminal, safe for whatever a model writes."""
 
-import os
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +9,8 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
+from trainer.failures import silence
+
 _BLOCKS = "".join(chr(code) for code in range(0x2581, 0x2589))
 
 
@@ -18,9 +18,9 @@ class Output(Console):
     """A console that outlives its reader."""
 
     def on_broken_pipe(self) -> None:
-        """Fall silent: `python train.py | head` has its lines, and the run goes on."""
+        """Fall silent: the run goes on."""
         self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # others print there too
+        silence()
 
 
 def sparkline(values: Sequence[float], *, most: int = 24, unicode: bool = True) -> str:

@@ -10,6 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from policies.extras import EXTRAS
+from trainer.failures import say
 from trainer.redact import redact, redact_text
 from trainer.run_files import ITERATION, write_text
 from trainer.trackers.files import JsonlTracker, finite
@@ -41,9 +43,7 @@ class Mirror(JsonlTracker):
         keep_transcripts: bool = True,
     ) -> None:
         if find_spec(self.word) is None:
-            raise ImportError(
-                f"tracker={self.word} needs a package: pip install 'leash[{self.word}]'"
-            )
+            raise ImportError(EXTRAS.get(self.word, f"there is no package {self.word}; install it"))
         super().__init__(folder, resume=resume, keep_transcripts=keep_transcripts)
         self.hint = ""
         self.about: dict[str, Any] = {
@@ -74,7 +74,7 @@ class Mirror(JsonlTracker):
         super().finish(state)
         self._safely("finish", lambda: self._stop(state))
         if self._well and self.hint:
-            print(f"{self.word:<7}  {self.hint}", flush=True)
+            say(f"{self.word:<7}  {self.hint}")
         self._well = False
 
     def _start(self) -> None: ...

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from policies.hub import why_silent
@@ -104,7 +105,7 @@ class WandbTracker(Mirror):
         self._run.define_metric(ITERATION)
         self._run.define_metric("*", step_metric=ITERATION)
         if mode == "offline":
-            self.hint = f"offline; upload it with: wandb sync {self.folder / 'wandb'}/offline-run-*"
+            self.hint = f"offline; upload it with: wandb sync {Path(self._run.dir).parent}"
         elif self._run.url:
             self.hint = self._run.url
         if reason:

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.text import Text
 
 
-class Report:
+class Findings:
     """Print sections and collect problems; `quiet` on ranks other than 0."""
 
     def __init__(self, *, quiet: bool = False, untrained: bool = False) -> None:
