@@ -48,6 +48,8 @@ def find(config: dict[str, Any], folder: Path) -> compose.Resumed:
         if (folder / "metrics.jsonl").exists():
             raise ValueError(f"{folder} holds a run without its config.yaml; move it away")
         return compose.Resumed(folder, config, None)
+    if lost := config.keys() - saved.keys():
+        raise ValueError(f"{folder}/config.yaml is damaged: it has no {min(lost)}; move it away")
     for key, there, asked in _changes(saved, config):
         there, asked = (redact({key: value})[key] for value in (there, asked))
         raise ValueError(
@@ -63,8 +65,15 @@ def _check_jobs(jobs: Sequence[Sequence[str]]) -> None:
     folder = compose.run_folder(jobs[0], sweep=True)
     if not find_jobs(folder):
         return
+    names = _names(jobs)
+    for other in find_jobs(folder):
+        if str(other.relative_to(folder)) not in names:
+            raise ValueError(
+                f"{folder} holds {other.name}, which is none of these jobs; give the words of that "
+                "sweep (more values of a key may follow), or another hydra.sweep.dir"
+            )
     with held(folder):  # else another process goes on with it
-        for job, name in zip(jobs, _names(jobs), strict=True):
+        for job, name in zip(jobs, names, strict=True):
             if holds_run(folder / name):
                 find(compose.compose_checked(job), folder / name)
 

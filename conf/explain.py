@@ -53,7 +53,7 @@ def explain(error: Exception, words: Sequence[str] = ()) -> str:
         names = sorted(path.stem for path in (FOLDER / group[1]).glob("*.yaml"))
         return f"no {group[1]} {group[2]!r}; there are {', '.join(names)}"
     if "Config group override must be" in text:
-        word = next(word for word in words if _is_folder(word))
+        word = next(word for word in words if (FOLDER / word.partition("=")[0]).is_dir())
         folder = word.partition("=")[0]
         files = ", ".join(sorted(path.stem for path in (FOLDER / folder).glob("*.yaml")))
         keys = ", ".join(n for n in _known_keys() if n.startswith(f"{folder}."))
@@ -63,6 +63,11 @@ def explain(error: Exception, words: Sequence[str] = ()) -> str:
     if unknown or re.search(r"Key '.*' (is )?not in", text):
         name = unknown[1] if unknown else key[1] if key else text.splitlines()[0]
         where = re.search(r"In '([^']+)'", text)
+        if where and name in _all_keys() and (chosen := _chosen(words)):
+            return (
+                f"conf/{where[1]}.yaml sets {name}, which goes with another part than "
+                f"{' '.join(chosen)}; take another experiment, or leave {' '.join(chosen)} out"
+            )
         place = f" (conf/{where[1]}.yaml)" if where else ""
         return f"there is no key {name}{place}{nearest(name, words)}"
     scalar = re.search(r"(\w+) is not a subclass of \w+Config. value: (.*)", text)
@@ -119,8 +124,7 @@ def _mistyped(text: str) -> str | None:
 
 def nearest(key: str, words: Sequence[str] = ()) -> str:
     """Return a hint at known keys that look like an unknown one."""
-    chosen = [w for w in words if re.fullmatch(r"[a-z]+=\w+", w) and _is_folder(w)]
-    known = _known_keys(*chosen)
+    known = _known_keys(*(w for w in words if _is_choice(w)))
     parent, _, leaf = key.rpartition(".")
     if key not in known and (file := next((f for f in FILES if key in _known_keys(f)), "")):
         return f" here; it belongs to {file}"
@@ -140,8 +144,13 @@ def nearest(key: str, words: Sequence[str] = ()) -> str:
     return f"; did you mean {' or '.join(close)}?" if close else "; --cfg job prints all keys"
 
 
-def _is_folder(word: str) -> bool:
-    return (FOLDER / word.partition("=")[0]).is_dir()
+def _is_choice(word: str) -> bool:
+    """Return whether a word chooses a file of conf/, as algorithm=grpo does."""
+    return bool(re.fullmatch(r"[a-z]+=\w+", word)) and (FOLDER / word.partition("=")[0]).is_dir()
+
+
+def _chosen(words: Sequence[str]) -> list[str]:
+    return [w for w in words if _is_choice(w) and not w.startswith("experiment=")]
 
 
 def _topmost(keys: Sequence[str]) -> list[str]:

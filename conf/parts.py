@@ -14,9 +14,10 @@ from omegaconf import DictConfig, OmegaConf
 from trainer.run_files import dig, is_sweep, load_run, read_yaml
 
 DATA = ("dataset", "eval_dataset", "columns", "split", "eval_split")  # keys of env for its task
+NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-def build(node: DictConfig, **parts: Any) -> Any:
+def build(node: Mapping[str, Any] | DictConfig, **parts: Any) -> Any:
     """Make what a node's _target_ names, with those of `parts` that it takes.
 
     A fault in it is raised as it is, not in Hydra's wrapping.
@@ -42,11 +43,19 @@ def make_task(env: Mapping[str, Any]) -> Any:
 
     With `rewards` it is an `envs.rewards.Rewarded`.
     """
-    task = build(env["task"], _convert_="all", **data_arguments(env))
+    task = build({"_convert_": "all", **env["task"]}, **data_arguments(env))
     if not (rewards := env.get("rewards")):
         return task
-    made = {name: build(node, _convert_="all") for name, node in rewards.items()}
+    made = {name: _make_reward(name, node) for name, node in rewards.items()}
     return find("envs.rewards.Rewarded")(task, made, task_weight=env["task_weight"])
+
+
+def _make_reward(name: str, node: Mapping[str, Any]) -> Any:
+    """Return what env.rewards.<name> names; a ValueError of its constructor says the name."""
+    try:
+        return build({"_convert_": "all", **node})
+    except ValueError as error:
+        raise ValueError(f"env.rewards.{name}: {error}") from error
 
 
 def make_env(cfg: DictConfig, task: Any, policy: Any) -> Any:
@@ -72,11 +81,26 @@ def make_env(cfg: DictConfig, task: Any, policy: Any) -> Any:
 
 
 def data_arguments(env: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those keys of DATA that the task's constructor names and env.task does not give."""
-    parameters = inspect.signature(find(env["task"]["_target_"])).parameters
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    wanted = [key for key in DATA if takes_all or key in parameters]
-    return {key: env[key] for key in wanted if key not in env["task"]}
+    """Return those keys of DATA that the task's constructor names and env.task does not give.
+
+    What it hands on by **keywords counts where a base names it.
+    """
+    parameters = inspect.signature(kind := find(env["task"]["_target_"])).parameters
+    names = set(parameters)
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        names |= arguments_of(kind)
+    return {key: env[key] for key in DATA if key in names and key not in env["task"]}
+
+
+def arguments_of(kind: Any) -> set[str]:
+    """Return the arguments that the constructors of a class and of its bases name.
+
+    >>> sorted(arguments_of(find("envs.tasks.SortDigits")) - {"seed"})
+    ['max_digits', 'min_digits', 'num_rows']
+    """
+    made_by = [vars(base).get("__init__") for base in getattr(kind, "__mro__", ())[:-1]]
+    signatures = [inspect.signature(function) for function in made_by if function]
+    return {p.name for s in signatures for p in list(s.parameters.values())[1:] if p.kind in NAMED}
 
 
 def find(target: str) -> Any:

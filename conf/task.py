@@ -10,19 +10,20 @@ import re
 import traceback
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from conf.nodes import no_argument
-from conf.parts import data_arguments, find, make_task
+from conf.parts import arguments_of, data_arguments, find, make_task
 from envs.data import is_file, load_table
 from envs.rewards.rewarded import rewards_anything
 from envs.tasks import Task
 
 # What a source of batches asks of a task; rollouts ask for a reward.
 ROWS = {"trainer.Demonstrations": "demonstrations", "trainer.PreferencePairs": "preferences"}
+JUDGED = (bool, int, float, str, list, dict, types.NoneType)  # and those of collections.abc
 
 
 def findings(cfg: dict[str, Any]) -> Iterator[str]:
@@ -107,15 +108,19 @@ def _misfits(
 ) -> Iterator[str]:
     """Yield each argument that a node's _target_ does not have, or has with another type."""
     name, parameters = node["_target_"], signature.parameters
-    arguments = {key: value for key, value in node.items() if key != "_target_"}
+    arguments = {key: value for key, value in node.items() if not str(key).startswith("_")}
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     for key, value in arguments.items():
         if key not in parameters:
             if not takes_all:
                 yield no_argument(f"{where}.{key}", name, list(parameters))
         elif not fits(value, parameters[key].annotation):
-            kind = inspect.formatannotation(parameters[key].annotation)
-            yield f"expected {where}.{key} to be {kind} ({name}), got {value!r}"
+            hint = parameters[key].annotation
+            kind, remedy = inspect.formatannotation(hint), ""
+            if isinstance(value, str) and typing.get_origin(hint) is Callable:
+                kind = "a function"
+                remedy = f"; write {where}.{key}='{{_target_: {value}, _partial_: true}}'"
+            yield f"expected {where}.{key} to be {kind} ({name}), got {value!r}{remedy}"
     try:
         signature.bind(**{**given, **arguments})
     except TypeError as error:
@@ -123,15 +128,19 @@ def _misfits(
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Return whether a value of a configuration has an annotated type; True for odd annotations.
+    """Return whether a value of a configuration has an annotated type.
 
-    >>> fits(3, float), fits("3", int | None), fits([1], list[int]), fits(True, int)
-    (True, False, True, False)
+    True for types that YAML has no values of: what a constructor makes of those is its affair.
+
+    >>> fits(3, float), fits("3", int | None), fits([1], list[int]), fits("/tmp", Path)
+    (True, False, True, True)
     """
     origin = typing.get_origin(hint) or hint
     if origin in (typing.Union, types.UnionType):
         return any(fits(value, part) for part in typing.get_args(hint))
-    if not isinstance(origin, type) or origin is inspect.Parameter.empty:
+    if not isinstance(origin, type):
+        return True
+    if origin not in JUDGED and origin.__module__ != "collections.abc":
         return True
     if isinstance(value, dict) and "_target_" in value:  # to be made
         return True
@@ -160,11 +169,10 @@ def _fault(env: str, source: str, stamps: tuple[int, ...]) -> str | None:
     except Exception as error:  # a task is anybody's code
         handed_on = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         if handed_on and handed_on[1] in node["task"]:  # by **kwargs, to a base that lacks it
-            kinds = [kind.__init__ for kind in find(name).__mro__[:-1]]
-            taken = {key for kind in kinds for key in inspect.signature(kind).parameters}
-            known = sorted(taken - {"self", "args", "kwargs"})
+            known = sorted(arguments_of(find(name)))
             return no_argument(f"env.task.{handed_on[1]}", name, known)
-        return f"{name}: {_in_one_line(error)}"
+        text = _in_one_line(error)
+        return text if text.startswith("env.rewards.") else f"{name}: {text}"
     return None
 
 

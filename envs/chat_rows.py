@@ -24,7 +24,7 @@ def load_chats(
     """Return the checked "train" and "eval" rows of a data set.
 
     A row has "messages" (the prompt), "answer" (the last reply), "index", and "columns": all its
-    cells by column name.
+    cells by column name, None where the file has none.
 
     A column `messages` is used where there is one, else `question` and `answer`, each a text or
     messages (then "question" has the cell as it is); `columns` renames any of the three. Without
@@ -62,7 +62,7 @@ def _chats(table: Table, names: Mapping[str, str], answers: bool) -> list[dict[s
     remedy = f"name a column of prompts: env.columns.question{there}"
     prompts = table.each(lambda index: table.turns(index, question, "user"), remedy)
     rows = [
-        {"index": i, "messages": prompt, "columns": row, "question": row[question]}
+        {"index": i, "messages": prompt, "columns": table.cells(i), "question": row[question]}
         for i, (prompt, row) in enumerate(zip(prompts, table.rows, strict=True))
     ]
     if not answers and "answer" not in names:
@@ -86,7 +86,7 @@ def _chat(table: Table, index: int, column: str) -> dict[str, Any]:
         "index": index,
         "messages": messages[:-1],
         "answer": last["content"],
-        "columns": table.rows[index],
+        "columns": table.cells(index),
     }
 
 

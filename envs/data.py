@@ -64,6 +64,10 @@ class Table:
             raise bad
         return good
 
+    def cells(self, index: int) -> dict[str, Any]:
+        """Return a row with all columns of the table: None where it has no cell."""
+        return {name: self.rows[index].get(name) for name in self.columns}
+
     def text(self, index: int, column: str) -> str:
         """Return a cell that has to be a text with something in it."""
         value = self.rows[index].get(column)

@@ -85,6 +85,10 @@ def test_ppo_pays_the_kl_in_the_reward_unless_told_otherwise():
     ("words", "parts"),
     [
         (["kl.ceoff=0.1"], ["kl.ceoff", "kl.coeff"]),
+        (
+            ["experiment=ppo_tiny", "algorithm=grpo"],
+            ["ppo_tiny.yaml sets", "leave algorithm=grpo out"],
+        ),
         (["algorithm.clip_hgh=0.3"], ["algorithm.clip_high"]),
         (
             ["algorithm=sft", "algorithm.clip_low=0.1"],

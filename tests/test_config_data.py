@@ -4,17 +4,20 @@ import inspect
 import json
 import os
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Annotated, Any, Protocol, TypedDict
 
 import pytest
 import torch
+from omegaconf import ListConfig
 from test_config import refusal
 
 import train
 from conf.compose import compose_checked
 from conf.parts import make_task
 from conf.task import fits
-from envs.tasks import DatasetTask, MathWords, Reply, Reward, Task
+from envs.tasks import DatasetTask, MathWords, Reply, Reward, SortDigits, Task
 from policies.random import fold, uniforms
 
 ROOT = Path(__file__).parents[1]
@@ -27,6 +30,7 @@ ROW = {"question": "1 + 1?", "answer": "#### 2"}
 OTHER = {"question": "2 + 2?", "answer": "#### 4"}
 OWN = ("env=own", "allow_targets=true")
 HERE = "test_config_data"
+PARTIAL = "{_partial_: true}"
 JUDGE = ["env.rewards.judge._target_=envs.rewards.Judge"]
 
 
@@ -62,6 +66,26 @@ class Handing(Bare):
 
     def reward(self, row, reply):
         return Reward(total=0.0, parts={}, success=False)
+
+
+class Loose(SortDigits):
+    """A task that hands on what it does not know to one without a data set."""
+
+    def __init__(self, bonus: float = 1.0, **kwargs) -> None:
+        super().__init__(**kwargs)
+        self.bonus = bonus
+
+
+class Cells(TypedDict):
+    level: int
+
+
+class Named(Protocol):
+    name: str
+
+
+def ids(completions, completion_ids, **columns) -> list[float]:
+    return [0.0] * len(completions)
 
 
 def short(row, reply, *, limit: int = 9) -> float:
@@ -234,6 +258,14 @@ def test_file_that_changed_is_read_again(place):
         ),
         (added("short")[:-1], ["env.rewards.own.function._target_", "allow_targets"]),
         (added("short", "{}"), ["env.rewards.own.function", "_partial_: true"]),
+        (
+            ["env.rewards.own={_target_: envs.rewards.TRLFunction, function: my.own}"],
+            ["a function", "write env.rewards.own.function='{_target_: my.own, _partial_: true}'"],
+        ),
+        (
+            [w.replace("rewards.Function", "rewards.TRLFunction") for w in added("ids", PARTIAL)],
+            ["env.rewards.own: expected a function that needs no completion_ids, which only TRL"],
+        ),
         (added("shrot"), ["has no shrot; did you mean short?"]),
     ],
 )
@@ -247,6 +279,23 @@ def test_own_task_without_data_gets_no_data_arguments():
     task = make_task(compose_checked(words)["env"])
     assert task.words == ["moon", "bread"]
     assert type(task.words) is list
+
+
+def test_keywords_that_are_handed_on_are_given_what_a_base_names():
+    words = ["experiment=grpo_tiny", *OWN, f"env.task._target_={HERE}.Loose"]
+    task = make_task(compose_checked([*words, "env.task.num_rows=7", "env.task.bonus=2"])["env"])
+    assert (len(task.rows("train")), task.bonus) == (7, 2)
+    assert "env.dataset=data.jsonl" in refusal(*words, "env.dataset=data.jsonl")
+    handing = [*OWN, f"env.task._target_={HERE}.Handing", "env.dataset=data.jsonl"]
+    env = compose_checked([*handing, "env.eval_dataset=data.jsonl"])["env"]
+    assert [len(make_task(env).rows(split)) for split in ("train", "eval")] == [2, 2]
+
+
+def test_words_of_hydra_are_no_arguments():
+    words = ["env=own", f"env.task._target_={HERE}.Words", "env.task.words=[sea]", *added("short")]
+    words += ["env.task._convert_=none", "env.rewards.own._recursive_=true"]
+    task = make_task(compose_checked(words)["env"])
+    assert type(task.task.words) is ListConfig
 
 
 def test_rewards_of_a_configuration_are_added_to_the_tasks_own():
@@ -283,6 +332,20 @@ def test_own_task_with_data_sees_all_cells_of_a_row(place):
         ("a", "unresolved", True),
         ("a", inspect.Parameter.empty, True),
         ({"_target_": "x"}, Counter, True),
+        (None, type(None), True),
+        (0, type(None), False),
+        ([1], Sequence[int], True),
+        (1, Sequence[int], False),
+        ("x.y", Callable[..., int], False),
+        (1, Any, True),
+        ({}, Cells, True),
+        ("a", Named, True),
+        ([0, 2], tuple[int, int], True),
+        (["a"], set[str], True),
+        ("/tmp", Path, True),
+        ("/tmp", os.PathLike | None, True),
+        ("1", complex, True),
+        (1, Annotated[int, "rows"], True),
     ],
 )
 def test_types_of_a_configuration_are_compared_with_annotations(value, hint, fit):

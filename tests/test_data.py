@@ -100,6 +100,16 @@ def test_prompts_and_replies_may_be_texts_or_messages(tmp_path):
         assert "answer" not in bare["eval"][0]
 
 
+def test_columns_are_those_of_the_data_set_in_every_row(tmp_path):
+    chat = {"messages": [GOOD, LAST]}
+    for first, second in ((ROWS[0], ROWS[1]), (chat, chat)):
+        path = write_jsonl(tmp_path / "d.jsonl", [first, second | {"level": 3}])
+        rows = load_chats(path, eval_dataset=path)["train"]
+        assert [row["columns"] for row in rows] == [
+            {**first, "level": None}, {**second, "level": 3}
+        ]  # fmt: skip
+
+
 def test_split_off_is_seeded_disjoint_and_complete(tmp_path):
     path = write_gsm8k_jsonl(tmp_path / "g.jsonl", 100)
     splits = [load_chats(str(path), seed=seed) for seed in (0, 0, 1)]

@@ -194,7 +194,7 @@ def test_wrong_key_or_url_ends_the_run_whatever_on_error_says(server, code, monk
     monkeypatch.setenv("OPENAI_API_KEY", "sesame")
     task = Rewarded(SortDigits(), {"judge": judge(server, on_error="zero")})
     reply = Reply(f"status:{code}", True, [])
-    with pytest.raises(RuntimeError, match=f"{code}.*check") as caught:
+    with pytest.raises(ValueError, match=f"^env.rewards.judge: .*{code}.*check") as caught:
         task.rewards([SortDigits().row("12")], [reply])
     assert "sesame" not in str(caught.value)
     assert len(server.asked) == 1

@@ -495,3 +495,13 @@ def test_the_command_takes_a_sweep_folder(tmp_path, capsys):
     picture = tmp_path / "f.svg"
     assert main([str(folder), "--svg", str(picture)]) == 0
     assert picture.read_text() == frontier_svg(read_rows(folder))
+
+
+@pytest.mark.parametrize("plan", ['{"words": 5, "jobs": 3}', '{"jobs": [1, 2]}', "[", ""])
+def test_a_damaged_plan_leaves_the_jobs_on_the_page(tmp_path, plan):
+    make_sweep(tmp_path)
+    jobs = read_rows(tmp_path)
+    (tmp_path / "sweep.json").write_text(plan)
+    shown = write_sweep(tmp_path).read_text()
+    assert f"{len(jobs)} jobs" in shown
+    assert "not begun" not in shown

@@ -125,6 +125,9 @@ def test_a_job_that_is_another_than_that_in_its_folder_is_refused_before_the_fir
     code, text = sweep(*words, "seed=4", "policy.model=HuggingFaceTB/SmolLM2-135M-Instruct")
     assert code == 2
     assert "kl.coeff=0 holds a job with seed=3, got 4; give the words of that sweep" in text
+    code, text = sweep("-m", "kl.coeff=0,2", words[-1], "seed=3")
+    assert code == 2
+    assert "holds kl.coeff=1, which is none of these jobs" in text
     code, text = sweep("hydra.run.dir='s/kl.coeff=0'", "seed=3")
     assert code == 2
     assert "already holds a run; go on with it by resume=" in text

@@ -70,6 +70,20 @@ def test_async_function_and_one_with_arguments_of_its_own():
     assert function.scores(rows, [chat("4"), chat("4")]) == [3.0, 0.0]
 
 
+def test_function_that_hides_what_it_is_may_return_what_is_to_be_awaited():
+    async def waiting(completions, **kwargs):
+        await asyncio.sleep(0)
+        return [float(text) for text in completions]
+
+    @functools.wraps(waiting)
+    def decorated(*args, **kwargs):
+        return waiting(*args, **kwargs)
+
+    assert TRLFunction(decorated).scores([row("a")] * 2, [chat("1"), chat("2")]) == [1.0, 2.0]
+    (error,) = TRLFunction(max).scores([row("a")], [chat("1")])  # of C: without a signature
+    assert type(error) is TypeError
+
+
 def test_error_costs_its_own_reply_alone_unless_it_ends_the_run():
     def number(completions, **kwargs):
         return [float(text) for text in completions]
@@ -78,10 +92,15 @@ def test_error_costs_its_own_reply_alone_unless_it_ends_the_run():
     got = TRLFunction(number, on_error="zero").scores(rows, replies)
     assert [type(s).__name__ for s in got] == ["float", "ValueError", "float"]
     assert {type(s) for s in TRLFunction(number).scores(rows, replies)} == {ValueError}
-    (short,) = TRLFunction(lambda **_: []).scores([row("a")], [chat("1")])
-    assert str(short) == "expected 1 rewards, got 0"
     (odd,) = TRLFunction(lambda **_: [math.nan]).scores([row("a")], [chat("1")])
     assert "finite number" in str(odd)
+
+
+@pytest.mark.parametrize(("returned", "got"), [(None, "None"), (0.5, "0.5"), ([1.0], "1")])
+def test_anything_but_a_reward_for_each_reply_ends_the_run(returned, got):
+    task = Rewarded(SortDigits(), {"few": TRLFunction(lambda **_: returned, on_error="zero")})
+    with pytest.raises(ValueError, match=f"^env.rewards.few: expected 2 rewards, got {got}$"):
+        task.rewards([SortDigits().row("12")] * 2, [chat("12")] * 2)
 
 
 def test_what_a_function_needs_and_nobody_gives_is_told():

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from rich.text import Text
 
-from trainer.failures import say
+from trainer.failures import complain, say
 from trainer.job_names import job_line, job_names
 from trainer.lock import is_free, take
 from trainer.redact import redact
@@ -53,8 +53,8 @@ def load_sweep(folder: str | Path) -> Sweep:
     rows = [_row(folder, job) for job in jobs]
     if live:  # one job at a time: the one that has no status yet is the one that begins
         rows = [replace(row, state=row.state.replace("not started", "starting")) for row in rows]
-    left = sum(not (folder / name).is_dir() for name in plan.get("jobs", []))
-    command = _command(folder, plan.get("words", [])) if plan else ""
+    left = sum(not (folder / name).is_dir() for name in _texts(plan.get("jobs")))
+    command = _command(folder, _texts(plan.get("words"))) if plan else ""
     return Sweep(folder, rows, jobs, left=left, live=live, command=command)
 
 
@@ -100,12 +100,15 @@ class LiveSweep:
         self._over.set()
         if self._begun:
             self._thread.join()
-        self._plan(ended=True)
-        os.close(self._lock)
-        write_sweep(self.folder)
-        for line in results(load_sweep(self.folder)):
-            say(line)
-        self._tell()
+        try:
+            self._plan(ended=True)
+            os.close(self._lock)
+            write_sweep(self.folder)
+            for line in results(load_sweep(self.folder)):
+                say(line)
+            self._tell()
+        except OSError as error:  # a full disk, a folder that is gone
+            complain(error)
 
     def _follow(self) -> None:
         while not self._over.wait(1.0):
@@ -119,6 +122,11 @@ class LiveSweep:
     def _tell(self) -> None:
         line = Text("sweep    ").append_text(shown(self.folder / "sweep.html"))
         Output(highlight=False).print(line, soft_wrap=True)
+
+
+def _texts(found: object) -> list[str]:
+    """Return the texts of a list, of a damaged file none."""
+    return [item for item in found if isinstance(item, str)] if isinstance(found, list) else []
 
 
 def read_rows(folder: str | Path) -> list[Row]:

@@ -104,9 +104,9 @@ class Rewarded(Task):
     def _tell(self, name: str, error: Exception) -> None:
         """Raise an error that ends the run; warn of the first one that does not."""
         action = self.functions[name].on_error
-        text = f"reward {name}: {type(error).__name__}: {error}"
         if isinstance(error, Refused):
-            raise RuntimeError(text) from error
+            raise ValueError(f"env.rewards.{name}: {error}") from error
+        text = f"reward {name}: {type(error).__name__}: {error}"
         if action == "raise":
             remedy = f"correct it, or set env.rewards.{name}.on_error=zero or drop_group"
             raise RuntimeError(f"{text}; {remedy}") from error

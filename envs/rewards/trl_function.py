@@ -5,7 +5,8 @@ Left out on purpose: what only TRL's trainer has (token ids, its state, its logs
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from envs.rewards.functions import (
@@ -16,7 +17,6 @@ from envs.rewards.functions import (
     as_error,
     as_score,
     finished,
-    is_async,
 )
 from envs.tasks.task import Reply, Row, assistant
 
@@ -31,7 +31,7 @@ class TRLFunction(RewardFunction):
     It returns a number for each reply, None for one that it does not judge. Prompts and completions
     are texts where the data's prompts are, else lists of messages, unless `conversational` says
     which; columns are those of the data. A batch that fails is tried again reply by reply, unless
-    on_error=raise.
+    on_error=raise; anything but a reward for each reply ends the run.
 
     >>> def short(completions, most, **kwargs):
     ...     return [len(c[0]["content"]) <= n if n else None for c, n in zip(completions, most)]
@@ -50,12 +50,14 @@ class TRLFunction(RewardFunction):
     ) -> None:
         super().__init__(weight=weight, on_error=on_error)
         self.function, self.conversational = function, conversational
-        parameters = inspect.signature(function).parameters.values()
+        parameters: Sequence[inspect.Parameter] = ()
+        with suppress(ValueError):  # some functions in C have no signature
+            parameters = list(inspect.signature(function).parameters.values())
         self.needs = [p.name for p in parameters if p.kind in NAMED and p.default is p.empty]
         if wanted := [name for name in self.needs if name in MISSING]:
             raise ValueError(
-                f"envs.rewards.TRLFunction: expected a function that needs no "
-                f"{' and no '.join(wanted)}, which only TRL has; give it a default"
+                f"expected a function that needs no {' and no '.join(wanted)}, which only TRL has; "
+                "give it a default"
             )
 
     def scores(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Score]:
@@ -64,9 +66,12 @@ class TRLFunction(RewardFunction):
             return []
         try:
             values = self.function(**self._arguments(rows, replies))
-            values = list(finished(values) if is_async(self.function) else values)
+            values = finished(_wait(values)) if inspect.isawaitable(values) else values
+            if not isinstance(values, Iterable):
+                raise Refused(f"expected {len(rows)} rewards, got {values!r:.80}")
+            values = list(values)
             if len(values) != len(rows):
-                raise ValueError(f"expected {len(rows)} rewards, got {len(values)}")
+                raise Refused(f"expected {len(rows)} rewards, got {len(values)}")
             return [math.nan if value is None else as_score(value) for value in values]
         except FAULTS as error:
             if self.on_error == "raise" or len(rows) == 1 or isinstance(error, Refused):
@@ -94,3 +99,7 @@ class TRLFunction(RewardFunction):
                 "rename a column or an argument"
             )
         return out
+
+
+async def _wait(work: Awaitable[Any]) -> Any:
+    return await work

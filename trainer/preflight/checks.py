@@ -12,6 +12,7 @@ from trainer.preflight.play import Iteration
 from trainer.preflight.rows import Lengths, judged, learnt, lengths, marked
 from trainer.trainer import Trainer
 
+FEW = 10  # held-out rows whose accuracy is worth a word
 SLOW = 0.2  # share of an iteration that rewards may take without a word
 
 
@@ -60,6 +61,8 @@ def check_rows(
             findings.problem(str(rows))
             continue
         findings.say(f"{name:<5}  {rows}")
+        if name == "eval" and rows.rows < FEW:
+            findings.say("an accuracy of so few rows says little: name more by env.eval_dataset=")
         if new and (over := rows.above(room)):
             findings.problem(
                 f"{over} of {len(rows.values)} {name} prompts are longer than "
@@ -102,7 +105,7 @@ def check_batches(settings: dict[str, Any], findings: Findings, *, longest: int,
         f"micro-batches of {limit} tokens: at most {parts} a step and rank "
         f"(sequences of {longest} tokens)",
         f"{cut.iterations} (iterations) x {cut.epochs * cut.minibatches} = {cut.steps} steps on "
-        f"{cut.iterations * cut.sequences} sequences; {passes:.2g} times over the {rows} rows",
+        f"{cut.iterations * cut.sequences} sequences; {passes:,.1f} times over the {rows} rows",
     )
     if longest > limit:
         findings.say("a sequence may be longer than trainer.micro_batch_tokens: it goes alone then")
@@ -119,8 +122,8 @@ def check_tokens(loop: Trainer, batch: TensorDictBase, findings: Findings) -> No
     text = marked(batch, 0, loop.policy.tokenizer, colour=colour)
     size = int(batch.get(("masks", "all_attention_mask"))[0].sum())
     kept, total = int(batch.get("loss_mask")[0].sum()), len(batch)
-    what = "sampled reply" if samples(loop) else "row"
-    findings.section(f"Tokens: a real {what}; {kept} of {size} are learnt (green)", text)
+    what, how = "sampled reply" if samples(loop) else "row", "green" if colour else "in [[ ]]"
+    findings.section(f"Tokens: a real {what}; {kept} of {size} are learnt ({how})", text)
     ends = ", ".join(repr(loop.policy.tokenizer.decode([i])) for i in sorted(loop.policy.stop_ids))
     empty, ended = learnt(batch, loop.policy.stop_ids)
     findings.say(f"template {loop.policy.renderer.name}; a turn ends by {ends}")

@@ -69,6 +69,8 @@ def frontier(points: Sequence[Point], *, named: str, width: int = 480, height: i
     parts.append(svg.label(2, 30, f"mean reward per reply: {AVERAGED}"))
     notes = [f"labels: {named}"] * bool(named)
     notes += ["bars: lowest to highest seed"] * any(len(point.seeds) > 1 for point in points)
+    best = pareto(points)
+    notes += ["hollow: beaten in both"] * any(p.finished and p not in best for p in points)
     notes += ["dashed: unfinished"] * any(not point.finished for point in points)
     parts.append(svg.label(2, 45, "; ".join(notes)))
     parts += svg.grid(y, y_ticks, left=left, right=width - 12)
@@ -77,7 +79,6 @@ def frontier(points: Sequence[Point], *, named: str, width: int = 480, height: i
         parts.append(svg.label(x(tick), height - 28, svg.short(tick), anchor="middle"))
     name = "KL, nats per reply (square-root scale)"
     parts.append(svg.label((left + width) / 2, height - 6, name, anchor="middle"))
-    best = pareto(points)
     line = [(x(p.kl), y(p.reward)) for p in best]
     if len(line) > 1:
         parts.append(f'<path class="line" style="stroke:var(--hue0)" d="{svg.path(line)}"/>')

@@ -184,10 +184,11 @@ def results(sweep: Sweep) -> list[str]:
     if found is not None and len(sweep.rows) > 1:
         lines.append(f"best     {found.name} ({_told(found)})")
         lines += [f"again    {found.finished[0].command}"] * bool(found.finished[0].command)
+    lines = lines if sweep.rows else []
     if sweep.unfinished:
         left = f"{sweep.left} not begun; " if sweep.left else ""
         lines.append(f"{left}continue with: {sweep.command}")
-    return lines if sweep.rows else []
+    return lines
 
 
 def _overlays(rows: Sequence[Row], jobs: Sequence[Run], groups: Sequence[str]) -> list[str]:
