@@ -52,9 +52,9 @@ def summary(run: Run) -> str:
     ]
     told += [f"{GAINS[metric]} {value}" for metric, value in gains.items() if metric not in found]
     kl, seconds = run.last_ten_mean("kl/ref_sequence"), number(run.status.get("seconds"))
-    told += [] if kl is None else [f"KL {svg.short(kl)} nats per reply"]
-    count = len(run.last_ten("reward/raw_mean"))
-    told += [f"last {count} iterations"] if count > 1 else []
+    count = len(run.last_ten("kl/ref_sequence"))
+    mean = f" (last {count})" if count > 1 else ""
+    told += [] if kl is None else [f"KL {svg.short(kl)} nats per reply{mean}"]
     told += [] if seconds is None else [duration(seconds)]
     return ", ".join(told)
 
