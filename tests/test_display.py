@@ -154,7 +154,7 @@ def test_the_last_lines_say_what_the_run_came_to_in_the_time_of_its_page(tmp_pat
     # of 13 the last quarter: 11, 12 and a zero are 23 / 3, of 16 and of 4
     assert file.getvalue().splitlines()[0] == (
         "accuracy 0.25 -> 0.9 (held out, sampled), reward 0.0625 -> 0.479, "
-        "KL 1.92 nats per reply, 1 min 24 s"
+        "KL 1.92 nats per reply (last 3), 1 min 24 s"
     )
     assert about.tiles(load_run(tmp_path))["time"] == "1 min 24 s"
 
