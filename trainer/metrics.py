@@ -27,9 +27,9 @@ def summarize(batch: TensorDictBase, runtime: Runtime) -> dict[str, float]:
     """Return the metrics of an iteration's batch (before the update)."""
     mask, out = batch.get("loss_mask"), dict[str, float]()  # [B, T]
     response = batch.get(("masks", "all_response_mask"), mask)
-    sampled = response & kept_rows(batch).unsqueeze(-1)
+    sampled = response & _kept_rows(batch).unsqueeze(-1)
     sums = {"rows": float(mask.shape[0]), "tokens": float(sampled.sum())}
-    sums["kept"] = float(kept_rows(batch).sum())
+    sums["kept"] = float(_kept_rows(batch).sum())
     if "reward_raw" in batch:
         _rewards(batch, sums)
     if "kl_penalty" in batch:
@@ -55,7 +55,7 @@ def summarize(batch: TensorDictBase, runtime: Runtime) -> dict[str, float]:
     return out | runtime.maxima({"response/length_max": float(length.max())})
 
 
-def kept_rows(batch: TensorDictBase) -> Tensor:
+def _kept_rows(batch: TensorDictBase) -> Tensor:
     """Return which rows the task did not drop, [B]."""
     dropped = batch.get("dropped", None)
     every = torch.ones_like(batch.get("loss_mask")[:, 0], dtype=torch.bool)
@@ -73,7 +73,7 @@ def _means(total: dict[str, float]) -> dict[str, float]:
 
 
 def _rewards(batch: TensorDictBase, sums: dict[str, float]) -> None:
-    kept = kept_rows(batch)
+    kept = _kept_rows(batch)
     raw = batch.get("reward_raw").sum(-1).double()  # [B]
     sums["reward/raw_mean"] = float(raw[kept].sum())
     sums["square"] = float((raw[kept] ** 2).sum())
@@ -109,7 +109,7 @@ def transcripts(
     and hold their tokens in `pieces`.
     """
     reward, prompts = batch.get("reward_raw").sum(-1).tolist(), batch.get("prompt").tolist()
-    kept = kept_rows(batch).nonzero().squeeze(-1).tolist()
+    kept = _kept_rows(batch).nonzero().squeeze(-1).tolist()
     order = sorted(kept, key=reward.__getitem__, reverse=True)
 
     def once(rows: Iterable[int]) -> list[int]:

@@ -28,7 +28,7 @@ from trainer.checkpoint import Checkpoints, save_model
 from trainer.diagnosis import Diagnose
 from trainer.evaluate import Evaluate
 from trainer.kl_control import KLControllerBase
-from trainer.metrics import kept_rows, summarize, transcripts
+from trainer.metrics import summarize, transcripts
 from trainer.mismatch import unchanged
 from trainer.reference import NoReference, Reference
 from trainer.report import LiveReport, write_report
@@ -126,16 +126,13 @@ class Trainer:
         clock.lap("sync")
         metrics |= summarize(batch, self.runtime)
         metrics["kl/coeff"] = self.kl.coeff
-        self._steer(batch, metrics)
+        kept = 1 - metrics.get("reward/dropped_fraction", 0.0)
+        replies = round(len(batch) * self.runtime.ranks * kept)  # every rank has as many rows
+        self.kl.follow(metrics.get("kl/ref_sequence"), sequences=replies)
         self._count(batch, metrics, clock)
         self._log(batch, metrics)
         done = self.progress.iteration
         self.checkpoints.maybe_save(done, self.state_dict(), last=done == self.num_iterations)
-
-    def _steer(self, batch: TensorDictBase, metrics: dict[str, float]) -> None:
-        """Let the KL controller see the iteration's KL, of so many replies on all ranks."""
-        replies = self.runtime.sums({"kept": float(kept_rows(batch).sum())})
-        self.kl.follow(metrics.get("kl/ref_sequence"), sequences=int(replies["kept"]))
 
     def _batch(self, i: int, clock: "Clock") -> TensorDictBase:
         """Return the iteration's batch with its KL; a stop up to here leaves the weights alone."""
