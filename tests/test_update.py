@@ -1,6 +1,7 @@
 """The update: its gradient against a loop over tokens in float64, and when it refuses to step."""
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -197,24 +198,30 @@ def test_padding_side_and_micro_batches_do_not_change_the_metrics(policy):
     assert other == pytest.approx(whole, rel=1e-4, abs=1e-7)
 
 
+def drifts(policy, batch) -> Iterator[tuple[TensorDict, int, float, Tensor]]:
+    """Yield row, place t, log curr - log gen and log p(. | tokens < t) of each kept token."""
+    for row in batch.unbind(0):
+        places = row["masks", "all_attention_mask"].nonzero().squeeze(-1).tolist()
+        ids = row["tokens", "full"][places]
+        with torch.no_grad():
+            table = tables(policy.model, ids)
+        for number, t in enumerate(places):
+            if row["loss_mask"][t]:
+                drift = table[number - 1, ids[number]] - row["log_probs", "full"][t]
+                yield row, t, float(drift), table[number - 1]
+
+
 def test_metrics_are_means_over_the_loss_mask(policy):
     # Not as in TorchRL, which averages over padding and prompt too.
     batch, _ = prepared(policy)
     objective = GRPOObjective(clip_low=LOW, clip_high=HIGH, kl=ConstantKLController(kl_coef=0.0))
     _, metrics = gradient(policy, objective, batch)
     moved, entropies, clipped = [], [], []
-    for i in range(batch.batch_size[0]):
-        real = batch["masks", "all_attention_mask"][i]
-        ids, keep = batch["tokens", "full"][i][real], batch["loss_mask"][i][real]
-        with torch.no_grad():
-            table = tables(policy.model, ids)
-        for t in range(1, len(ids)):
-            if keep[t]:
-                gen = float(batch["log_probs", "full"][i][real][t])
-                moved.append(gen - float(table[t - 1, ids[t]]))
-                entropies.append(-float((table[t - 1].exp() * table[t - 1]).sum()))
-                r, a = math.exp(-moved[-1]), float(batch["advantage"][i][real][t])
-                clipped.append((r > 1 + HIGH and a > 0) or (r < 1 - LOW and a < 0))
+    for row, t, drift, after in drifts(policy, batch):
+        moved.append(-drift)
+        entropies.append(-float((after.exp() * after).sum()))
+        r, a = math.exp(drift), float(row["advantage"][t])
+        clipped.append((r > 1 + HIGH and a > 0) or (r < 1 - LOW and a < 0))
     count = len(moved)
     assert metrics["kl/behaviour"] == pytest.approx(sum(moved) / count, abs=1e-5)
     assert metrics["policy/entropy"] == pytest.approx(sum(entropies) / count, abs=1e-5)
@@ -336,17 +343,8 @@ def test_epochs_and_minibatches_make_steps_of_whole_groups_at_the_rate_of_their_
 
 def behaviour(policy, batch) -> float:
     """Return the mean over the loss mask of r - 1 - log r, r = curr / gen, by plain forwards."""
-    drift = []
-    for i in range(batch.batch_size[0]):
-        real = batch["masks", "all_attention_mask"][i]
-        ids, keep = batch["tokens", "full"][i][real], batch["loss_mask"][i][real]
-        with torch.no_grad():
-            table = tables(policy.model, ids)
-        for t in range(1, len(ids)):
-            if keep[t]:
-                moved = float(table[t - 1, ids[t]] - batch["log_probs", "full"][i][real][t])
-                drift.append(math.exp(moved) - 1 - moved)
-    return sum(drift) / len(drift)
+    terms = [math.exp(drift) - 1 - drift for _, _, drift, _ in drifts(policy, batch)]
+    return sum(terms) / len(terms)
 
 
 def stopping(policy, target_kl, *, runtime=None) -> tuple[Update, Record]:
