@@ -1,6 +1,7 @@
 """The first optimiser step of a run on the tiny model, and an iteration of dynamic sampling.
 
-Both are the same on any number of ranks.
+Both are the same on any number of ranks. And four steps in half precision, after which the ranks
+still hold the same weights.
 
 Also a script for torchrun: rank 0 writes what `first_step` returns into a folder.
 """
@@ -18,11 +19,14 @@ from test_sources import Many, dynamic
 
 from envs.chat_env import ChatEnv
 from envs.transforms import RetrieveKL
-from policies.load import load_reference
+from policies.load import load_policy, load_reference
 from policies.packing import pack_rows
+from policies.scorer import Scorer
+from trainer.agreement import check_agreement, checksums
 from trainer.advantage import GAEAdvantage, GroupAdvantage
 from trainer.kl_control import ConstantKLController
-from trainer.objectives import GRPOObjective, PPOObjective
+from trainer.objectives import GRPOObjective, PPOObjective, SFTObjective
+from trainer.optimizer import make_optimizer
 from trainer.runtime import Runtime
 from trainer.sources import Rollouts
 from trainer.update import Update
@@ -39,12 +43,22 @@ CASES = {
 }
 
 
+HALF = {
+    "bfloat16": {"dtype": "bfloat16"},
+    "lora": {"dtype": "bfloat16", "lora": {"r": 4, "alpha": 8.0}},
+    "autocast": {"autocast": "bfloat16"},
+}
+STEPS, LR = 4, 1e-3
+
+
 @dataclass(frozen=True)
 class FirstStep:
     """Prompts and sampled rows in order, the micro-batches of each rank, gradients by case.
 
     `drawn`: of each row of the dynamic sampling its prompt, reward and draws; `rounds`: how often
-    each rank played.
+    each rank played. `norms`: the gradient norm of each step in half precision, by case and rank;
+    `sums`: the checksums of the weights after them; `moved`: how far they are from their start;
+    `told`: what `check_agreement` says once a single bit of the last rank is another.
     """
 
     prompts: list[str]
@@ -52,7 +66,11 @@ class FirstStep:
     micro_batches: list[int]
     drawn: list[list]
     rounds: list[int]
+    norms: dict[str, list[list[float]]]
+    sums: dict[str, list[dict[str, int]]]
+    told: str
     gradients: dict[str, torch.Tensor]
+    moved: dict[str, torch.Tensor]
 
 
 def first_step(runtime: Runtime) -> FirstStep:
@@ -79,7 +97,12 @@ def first_step(runtime: Runtime) -> FirstStep:
     rows = [ids[keep].tolist() for ids, keep in zip(batch["tokens", "full"], attended, strict=True)]
     parts = pack_rows(attended, MICRO_BATCH, group_id=batch["group_id"])
     drawn, rounds = drawn_again(runtime)
+    half = {name: steps(batch.clone(), runtime, options) for name, options in HALF.items()}
     return FirstStep(
+        norms={name: runtime.gather(norms) for name, (norms, _, _) in half.items()},
+        sums={name: runtime.gather(checksums(scorer)) for name, (_, scorer, _) in half.items()},
+        moved={name: moved for name, (_, _, moved) in half.items()},
+        told=drifted(runtime, half["bfloat16"][1]),
         drawn=list(chain(*runtime.gather(drawn))),
         rounds=runtime.gather(rounds),
         prompts=list(chain(*runtime.gather(prompts))),
@@ -87,6 +110,40 @@ def first_step(runtime: Runtime) -> FirstStep:
         micro_batches=runtime.gather(len(parts)),
         gradients=gradients,
     )
+
+
+def steps(batch, runtime: Runtime, options: dict) -> tuple[list[float], Scorer, torch.Tensor]:
+    """Return gradient norms, scorer and weight changes of a few SFT steps in half precision."""
+    torch.manual_seed(0)  # of the adapter
+    policy = load_policy("tiny", max_new_tokens=6, **options)
+    scorer = policy.scorer
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in scorer.parameters():
+            if p.ndim > 1 and p.requires_grad:
+                p.copy_(torch.randn(p.shape, generator=generator) * 0.1)
+    before = trained(scorer)
+    optimizer = make_optimizer(scorer, lr=LR)
+    wrapped, optimizer = runtime.accelerator.prepare(scorer, optimizer)
+    update = Update(wrapped, optimizer, SFTObjective(), runtime, lr=lambda step: LR)
+    norms = [update(batch.clone())["optim/grad_norm"] for _ in range(STEPS)]
+    return norms, scorer, trained(scorer) - before
+
+
+def trained(scorer: Scorer) -> torch.Tensor:
+    return torch.cat([p.detach().flatten().float() for p in scorer.parameters() if p.requires_grad])
+
+
+def drifted(runtime: Runtime, scorer: Scorer) -> str:
+    """Return what is said when the last bit of one weight of the last rank is another."""
+    if runtime.rank == runtime.ranks - 1:
+        weight = next(p for p in scorer.parameters() if p.requires_grad)
+        weight.data.view(torch.int16)[0, 0] ^= 1
+    try:
+        check_agreement(scorer, runtime, iteration=STEPS)
+    except RuntimeError as error:
+        return str(error)
+    return ""
 
 
 def drawn_again(runtime: Runtime) -> tuple[list[list], int]:
@@ -133,8 +190,10 @@ if __name__ == "__main__":
     with Runtime(sys.argv[1]) as run:
         step = first_step(run)
         if run.is_main:
-            rest = {k: v for k, v in vars(step).items() if k != "gradients"}
+            tensors = ("gradients", "moved")
+            rest = {k: v for k, v in vars(step).items() if k not in tensors}
             Path(sys.argv[1], "rows.json").write_text(json.dumps(rest))
-            save_file(step.gradients, Path(sys.argv[1], "gradients.safetensors"))
+            for name in tensors:
+                save_file(getattr(step, name), Path(sys.argv[1], f"{name}.safetensors"))
         run.accelerator.wait_for_everyone()
         run.accelerator.end_training()

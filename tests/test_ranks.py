@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from contracts import one_process
-from first_step import CASES, FirstStep, first_step
+from first_step import CASES, HALF, FirstStep, first_step
 from runs import ROOT, SMALL, Finished, environment, metrics, train
 from safetensors.torch import load_file
 
@@ -33,7 +33,8 @@ def two(tmp_path_factory) -> FirstStep:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((folder / "rows.json").read_text())
-    return FirstStep(**found, gradients=load_file(folder / "gradients.safetensors"))
+    tensors = {n: load_file(folder / f"{n}.safetensors") for n in ("gradients", "moved")}
+    return FirstStep(**found, **tensors)
 
 
 def test_two_ranks_have_the_prompts_and_samples_of_one(one: FirstStep, two: FirstStep) -> None:
@@ -68,6 +69,26 @@ def test_micro_batches_and_an_empty_rank_are_different_cases(one: FirstStep) -> 
     torch.testing.assert_close(split, whole, rtol=0, atol=1e-5 * float(whole.norm()))
     assert (other - whole).norm() / whole.norm() > 1e-2
     assert (half - whole).norm() / whole.norm() > 1e-2
+
+
+@pytest.mark.parametrize("case", HALF)
+def test_ranks_stay_together_in_half_precision(case, one: FirstStep, two: FirstStep) -> None:
+    """Gradients are reduced in every step, not in the first alone."""
+    first, second = two.norms[case]
+    assert first == second
+    assert two.sums[case][0] == two.sums[case][1]
+    assert two.sums[case][0], "nothing is trained"
+    assert first == pytest.approx(one.norms[case][0], rel=0.05)
+    mine, theirs = one.moved[case], two.moved[case]
+    assert mine.norm() > 0.1
+    assert (mine - theirs).norm() / mine.norm() < 0.2, "rounding of the one against the other"
+
+
+def test_one_bit_on_one_rank_is_told(one: FirstStep, two: FirstStep) -> None:
+    assert one.told == ""
+    assert "the ranks have drifted apart: after iteration 4, 1 of " in two.told
+    assert "rank 1" in two.told
+    assert "launch.num_processes=1" in two.told
 
 
 def test_a_run_on_two_ranks_logs_what_one_logs(small_run: Finished, tmp_path: Path) -> None:

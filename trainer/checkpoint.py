@@ -22,6 +22,7 @@ from policies import lora
 from policies.cache import flush, read_manifest, share, write_manifest
 from policies.reading import quiet
 from policies.wrappers.transformers_wrapper import TransformersWrapper
+from trainer.agreement import check_agreement
 from trainer.reference import NoReference, Reference
 from trainer.runtime import Runtime
 
@@ -57,7 +58,8 @@ class Checkpoints:
             self.save(iteration, state)
 
     def save(self, iteration: int, state: dict[str, Any]) -> None:
-        """Write the checkpoint of `iteration` finished iterations."""
+        """Write the checkpoint of `iteration` finished iterations, if the ranks still agree."""
+        check_agreement(self.policy.scorer, self.runtime, iteration=iteration)
         if self.runtime.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
             for kind in ("part", "trash"):  # left by an interrupted save or removal

@@ -56,17 +56,28 @@ class MasterAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         """Take a step; gradients of half-precision weights are gone after it."""
-        given = (p for group in self.param_groups for p in group["params"] if p.grad is not None)
-        rounded = {p: p.data for p in given if p.dtype.itemsize < 4}
-        for p, value in rounded.items():
-            grad, p.grad = p.grad, None
-            p.data = self.state[p].get("master", value.float())
-            p.grad = grad.float()
+        half = [
+            (group["params"], i, p)
+            for group in self.param_groups
+            for i, p in enumerate(group["params"])
+            if p.grad is not None and p.dtype.itemsize < 4
+        ]
+        # The masters stand in for the weights. Never move a weight by another dtype in its `data`:
+        # autograd then makes a new gradient accumulator, DDP's hooks stay on the old one, and from
+        # the next step on no gradient is reduced.
+        for params, i, p in half:
+            state = self.state.pop(p, {})
+            master = nn.Parameter(state.pop("master", p.float()))
+            master.grad, p.grad = p.grad.float(), None
+            params[i] = master
+            if state:
+                self.state[master] = state
+        masters = [params[i] for params, i, _ in half]
         super().step(closure)
-        for p, value in rounded.items():
-            p.grad, self.state[p]["master"] = None, p.data
-            value.copy_(p.data)
-            p.data = value
+        for (params, i, p), master in zip(half, masters, strict=True):
+            params[i] = p
+            self.state[p] = {**self.state.pop(master), "master": master.data}
+            p.copy_(master)
 
 
 def _by_decay(group: dict[str, Any], weight_decay: float) -> list[dict[str, Any]]:

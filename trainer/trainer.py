@@ -24,6 +24,7 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from policies.wrappers.transformers_wrapper import TransformersWrapper
+from trainer.agreement import check_agreement
 from trainer.checkpoint import Checkpoints, save_model
 from trainer.diagnosis import Diagnose
 from trainer.evaluate import Evaluate
@@ -227,6 +228,7 @@ class Trainer:
     def _finish(self) -> float:
         """Write the final model and the report; return the objective."""
         folder = self.runtime.folder
+        check_agreement(self.policy.scorer, self.runtime, iteration=self.progress.iteration)
         if self.runtime.is_main:
             part = folder / ".part-model"
             shutil.rmtree(part, ignore_errors=True)
