@@ -34,12 +34,11 @@ def train(cfg: DictConfig, folder: Path) -> float:
         task = parts.make_task(cfg.env)  # data that is not there is told before a model is loaded
         policy = parts.build(cfg.policy, device=str(runtime.device))
         runtime.write_status(model=policy.found.about())
-        steer = trainer.make_kl_controller
-        kl = steer(**parts.taken(steer, cfg.kl), total=total)
+        leash = parts.make_leash(cfg)
         env = parts.make_env(cfg, task, policy)
         reference = parts.make_reference(cfg, policy)
         made: dict[str, Any] = {"task": task, "env": env, "policy": policy, "runtime": runtime}
-        advantage = parts.build(algorithm.advantage, kl=kl, **made)  # may bring a critic
+        advantage = parts.build(algorithm.advantage, leash=leash, **made)  # may bring a critic
         settings = parts.taken(trainer.make_optimizer, opt)
         optimizer = trainer.make_optimizer(policy.scorer, **settings)
         scorer, optimizer = runtime.accelerator.prepare(policy.scorer, optimizer)
@@ -53,7 +52,7 @@ def train(cfg: DictConfig, folder: Path) -> float:
             update=trainer.Update(
                 scorer,
                 optimizer,
-                parts.build(algorithm.objective, kl=kl),
+                parts.build(algorithm.objective, leash=leash),
                 runtime,
                 lr=trainer.make_schedule(opt.schedule, lr=opt.lr, warmup=opt.warmup, total=steps),
                 **parts.taken(trainer.Update, cfg.trainer, algorithm),
@@ -62,7 +61,7 @@ def train(cfg: DictConfig, folder: Path) -> float:
                 reference=reference.scorer,
             ),
             evaluate=trainer.Evaluate(**made, **cfg.eval),
-            kl=kl,
+            leash=leash,
             checkpoints=trainer.Checkpoints(
                 runtime, policy, optimizer, reference=reference, **cfg.checkpoint
             ),

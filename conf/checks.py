@@ -15,16 +15,11 @@ from typing import Any
 from conf import control, extras, files, nodes, task
 from conf.bounds import NUMBERS, RANGES, RELATED, choices, is_silent
 from conf.nodes import PACKAGES, walk
+from trainer.kl_control import check_place
 
 ROOT = Path(__file__).parents[1]
 LAZY = (*PACKAGES, "envs.transforms")  # their names are known without torch
 CROWD = 4  # processes a core, above which there are surely too many
-BIASED = {
-    ("loss", "k1"): "k1 in the loss has a gradient of zero; use kl.estimator=k3, k2 or full",
-    ("reward", "k2"): "k2 in the reward has no KL gradient near the reference; use k1",
-    ("reward", "k3"): "k3 in the reward has no KL gradient near the reference; use k1",
-    ("reward", "full"): "full in the reward does not depend on its own token; use k1",
-}
 
 
 def check(cfg: dict[str, Any]) -> None:
@@ -120,14 +115,10 @@ def _leash(cfg: dict[str, Any]) -> Iterator[str]:
             "replies of a group are all the same"
         )
     yield from _reference(kl)
-    reason = BIASED.get((kl["where"], kl["estimator"]))
-    if reason and not kl["allow_biased"]:
-        yield (
-            f"kl.estimator={kl['estimator']} with kl.where={kl['where']}: {reason}, or set "
-            "kl.allow_biased=true"
-        )
-    if kl["estimator"] == "full" and kl["where"] == "reward":
-        yield "kl.estimator=full is computed in the update only; use kl.where=loss"
+    try:
+        check_place(kl["where"], kl["estimator"], allow_biased=kl["allow_biased"])
+    except ValueError as error:
+        yield str(error)
     yield from control.findings(cfg)
     if max(kl["coeff"], kl["end"] or 0) > 0 and not kl["measure"]:
         yield f"kl.coeff={kl['coeff']} needs the reference; set kl.measure=true"

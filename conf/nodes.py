@@ -15,6 +15,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("policies", "envs", "trainer")
+# Parts of a run that nodes of algorithm.* are handed: never two of them, one leash above all.
+MADE = {"leash", "policy", "runtime", "task", "env", "size"}
 
 
 def findings(cfg: dict[str, Any]) -> Iterator[str]:
@@ -22,6 +24,9 @@ def findings(cfg: dict[str, Any]) -> Iterator[str]:
     for name, node in cfg["env"]["transforms"].items():
         if node is not None and not (isinstance(node, dict) and "_target_" in node):
             yield f"expected env.transforms.{name}._target_, got {node!r:.80}; name its class"
+    for path, node in walk(cfg["algorithm"], "algorithm"):
+        for key in MADE & set(node):
+            yield f"{path}.{key} is made by the run, for all parts alike; leave it out"
     for path, node in walk(cfg):
         known = takes(node["_target_"])
         for key in node:

@@ -25,8 +25,9 @@ def build(node: Mapping[str, Any] | DictConfig, **parts: Any) -> Any:
     try:
         taken = inspect.signature(find(node["_target_"])).parameters
         if not any(p.kind is p.VAR_KEYWORD for p in taken.values()):
-            parts = {k: v for k, v in parts.items() if k in taken or k.startswith("_")}
-        return instantiate(node, **parts)
+            parts = {k: v for k, v in parts.items() if k in taken}
+        make = instantiate(node, _partial_=True)  # given to Hydra, a dataclass would become a node
+        return make(**parts)
     except InstantiationException as error:
         raise (error.__cause__ or error) from None
 
@@ -76,7 +77,7 @@ def make_env(cfg: DictConfig, task: Any, policy: Any) -> Any:
             continue
         if "_target_" not in node:
             raise ValueError(f"expected env.transforms.{name}._target_, got none; name its class")
-        env = env.append_transform(build(node, _convert_="all"))
+        env = env.append_transform(build({"_convert_": "all", **node}))
     return env
 
 
@@ -123,7 +124,8 @@ def make_tracker(cfg: DictConfig, folder: Path) -> Any:
     mode, model = cfg.get("mode") or "train", Path(cfg.policy.model)
     if model.name == "model":  # of another run
         model = model.parent
-    return build(cfg.tracker, _partial_=True)(
+    return build(
+        cfg.tracker,
         folder=str(folder),
         config=OmegaConf.to_container(cfg),
         name=" ".join([run.experiment, *_telling(run.overrides, sweep)]),
@@ -132,6 +134,16 @@ def make_tracker(cfg: DictConfig, folder: Path) -> Any:
         job_type="sft" if mode == "train" and objective == "SFTObjective" else mode,
         resume=cfg.resume is not None,
     )
+
+
+def make_leash(cfg: DictConfig) -> Any:
+    """Return the one object that charges the KL, made from `kl.*`; imports torch."""
+    import trainer
+
+    steer = trainer.make_kl_controller
+    controller = steer(**taken(steer, cfg.kl), total=cfg.trainer.num_iterations)
+    kl = cfg.kl
+    return trainer.Leash(controller, kl.estimator, kl.where, allow_biased=kl.allow_biased)
 
 
 def make_correction(cfg: DictConfig, **parts: Any) -> Callable[[Any], Any]:

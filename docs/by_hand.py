@@ -11,6 +11,7 @@ from trainer import (
     ConstantKLController,
     GroupAdvantage,
     GRPOObjective,
+    Leash,
     Rollouts,
     Runtime,
     Update,
@@ -31,17 +32,17 @@ class Digits(Task):
 
 def train(policy: TransformersWrapper, *, iterations: int) -> list[float]:
     """Train the policy in place; return the mean task reward of each iteration."""
-    runtime, kl = Runtime("outputs/by_hand", seed=0), ConstantKLController(kl_coef=0.01)
+    runtime, leash = Runtime("outputs/by_hand", seed=0), Leash(ConstantKLController(kl_coef=0.01))
     task = Digits()
     source = Rollouts(
         task=task, env=ChatEnv(task, group_size=8), policy=policy, runtime=runtime, size=8
     )
     retrieve_kl = RetrieveKL(ref_model=load_reference(policy), add_to_reward=False)
-    advantage = GroupAdvantage(group_size=8, kl=kl)
+    advantage = GroupAdvantage(group_size=8, leash=leash)
     scorer, optimizer = runtime.accelerator.prepare(
         policy.scorer, make_optimizer(policy.model, lr=2e-3)
     )
-    update = Update(scorer, optimizer, GRPOObjective(kl=kl), runtime, lr=lambda step: 2e-3)
+    update = Update(scorer, optimizer, GRPOObjective(leash=leash), runtime, lr=lambda step: 2e-3)
     rewards = []
     for i in range(iterations):
         batch = advantage(retrieve_kl(source(i)))

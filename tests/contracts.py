@@ -19,6 +19,7 @@ from policies.random import fold
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer.advantage import GroupAdvantage
 from trainer.collect import collect
+from trainer.kl import Leash
 from trainer.kl_control import ConstantKLController
 from trainer.objectives import GRPOObjective
 from trainer.runtime import Runtime
@@ -66,6 +67,12 @@ def make_policy(temperature: float = 1.0, max_new_tokens: int = 6) -> Transforme
         end = policy.tokenizer.eos_token_id
         policy.model.get_input_embeddings().weight[end] *= 2.0
     return policy
+
+
+def leash(coeff: float = 0.1, where: str = "loss", estimator: str | None = None) -> Leash:
+    """Return a leash; by default k3 in the loss, k1 in the reward."""
+    kind = estimator or {"loss": "k3", "reward": "k1"}[where]
+    return Leash(ConstantKLController(kl_coef=coeff), kind, where, allow_biased=True)
 
 
 def prompts(count: int = 4, seed: int = 0, turns: int = 1) -> TensorDict:
@@ -166,7 +173,6 @@ def one_temperature() -> None:
 def gradient(batch: TensorDict, **options) -> Tensor:
     """Return the gradient of one optimiser step on a batch, flattened."""
     policy = make_policy()
-    kl = ConstantKLController(kl_coef=0.1)
     grads: list[Tensor] = []
 
     class Keep(torch.optim.SGD):
@@ -178,7 +184,7 @@ def gradient(batch: TensorDict, **options) -> Tensor:
     update = Update(
         policy.scorer,
         Keep(policy.model.parameters(), lr=0.0),
-        GRPOObjective(kl=kl),
+        GRPOObjective(leash=leash()),
         one_process(),
         lr=lambda step: 0.0,
         max_grad_norm=0.0,
@@ -203,8 +209,7 @@ def prepared() -> TensorDict:
         for p in reference.model.parameters():
             p.mul_(0.9)
     batch = RetrieveKL(ref_model=reference, add_to_reward=False)(batch)
-    kl = ConstantKLController(kl_coef=0.1)
-    return GroupAdvantage(group_size=G, kl=kl)(batch)
+    return GroupAdvantage(group_size=G, leash=leash())(batch)
 
 
 def padded_left(batch: TensorDict) -> TensorDict:
@@ -268,8 +273,7 @@ def one_leash() -> None:
         for p in reference.model.parameters():
             p.mul_(0.9)
     batch = RetrieveKL(ref_model=reference, add_to_reward=False)(batch)
-    kl = ConstantKLController(kl_coef=0.25)
-    batch = GroupAdvantage(group_size=G, kl=kl, where="reward")(batch)
+    batch = GroupAdvantage(group_size=G, leash=leash(0.25, "reward"))(batch)
     for i in range(batch.batch_size[0]):
         attended = batch["masks", "all_attention_mask"][i]
         ids = batch["tokens", "full"][i][attended]

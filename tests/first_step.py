@@ -14,6 +14,7 @@ from pathlib import Path
 
 import contracts
 import torch
+from contracts import leash
 from safetensors.torch import save_file
 from test_sources import Many, dynamic
 
@@ -22,9 +23,8 @@ from envs.transforms import RetrieveKL
 from policies.load import load_policy, load_reference
 from policies.packing import pack_rows
 from policies.scorer import Scorer
-from trainer.agreement import check_agreement, checksums
 from trainer.advantage import GAEAdvantage, GroupAdvantage
-from trainer.kl_control import ConstantKLController
+from trainer.agreement import check_agreement, checksums
 from trainer.objectives import GRPOObjective, PPOObjective, SFTObjective
 from trainer.optimizer import make_optimizer
 from trainer.runtime import Runtime
@@ -82,15 +82,16 @@ def first_step(runtime: Runtime) -> FirstStep:
             p.mul_(0.9)
     env = ChatEnv(task, group_size=contracts.G)
     source = Rollouts(task=task, env=env, policy=policy, runtime=runtime, size=4)
-    kl = ConstantKLController(kl_coef=0.1)
     batch = RetrieveKL(ref_model=reference, add_to_reward=False)(source(0))
-    grpo = GroupAdvantage(group_size=contracts.G, kl=kl)(batch.clone())
+    grpo = GroupAdvantage(group_size=contracts.G, leash=leash())(batch.clone())
     parts = (policy, runtime)
     gradients = {n: gradient(grpo, *parts, *case) for n, case in CASES.items() if n != "ppo"}
-    ppo = GAEAdvantage(policy=policy, runtime=runtime, kl=kl, critic={"kind": "head"})
+    paid = leash(where="reward")
+    ppo = GAEAdvantage(policy=policy, runtime=runtime, leash=paid, critic={"kind": "head"})
     with torch.no_grad():
         policy.scorer.critic.head.weight.fill_(0.01)
-    gradients["ppo"] = gradient(ppo(batch), *parts, *CASES["ppo"], objective=PPOObjective(kl=kl))
+    objective = PPOObjective(leash=paid)
+    gradients["ppo"] = gradient(ppo(batch), *parts, *CASES["ppo"], objective=objective)
     policy.scorer.critic = None  # others use this policy too
     prompts = [row["messages"][-1]["content"] for row in source.prompts(0).get("row").tolist()]
     attended = batch["masks", "all_attention_mask"]
@@ -172,7 +173,7 @@ def gradient(batch, policy, runtime: Runtime, aggregation, tokens, unlearnt, obj
     update = Update(
         scorer,
         optimizer,
-        objective or GRPOObjective(kl=ConstantKLController(kl_coef=0.1)),
+        objective or GRPOObjective(leash=leash()),
         runtime,
         lr=lambda step: 0.0,
         aggregation=aggregation,

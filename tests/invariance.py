@@ -20,7 +20,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from conf.compose import compose_checked, set_up
-from conf.parts import build
+from conf.parts import build, make_leash
 from envs.chat_env import ChatEnv
 from envs.transforms import RetrieveKL
 from policies.load import load_policy, load_reference
@@ -28,7 +28,6 @@ from policies.packing import groups
 from policies.padding import pad, pad_mask
 from policies.reward_scorer import load_reward_model
 from policies.wrappers.transformers_wrapper import TransformersWrapper
-from trainer.kl_control import ConstantKLController
 from trainer.runtime import Runtime
 from trainer.update import Update
 
@@ -132,14 +131,14 @@ def gradient(
 ) -> Tensor:
     """Return what one step hands to its optimiser, flattened; every rank has its rows."""
     runtime, policy, algorithm = runtime or one_process(), step.policy, step.cfg.algorithm
-    kl, grads = ConstantKLController(kl_coef=step.cfg.kl.coeff), []
+    own, grads = make_leash(step.cfg), []
 
     class Keep(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:
             params = [p for group in self.param_groups for p in group["params"]]
             grads.extend(p.grad.flatten().clone() for p in params)
 
-    advantage = build(algorithm.advantage, kl=kl, policy=policy, runtime=runtime)
+    advantage = build(algorithm.advantage, leash=own, policy=policy, runtime=runtime)
     if policy.scorer.critic is not None:
         policy.scorer.critic.double()
         torch.nn.init.constant_(policy.scorer.critic.head.weight, 0.01)
@@ -148,7 +147,7 @@ def gradient(
     update = Update(
         scorer,
         optimizer,
-        build(algorithm.objective, kl=kl),
+        build(algorithm.objective, leash=own),
         runtime,
         lr=lambda number: 0.0,
         aggregation=algorithm.aggregation,

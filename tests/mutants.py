@@ -15,6 +15,7 @@ from test_advantage import leaves_the_baseline
 from test_algorithms import agrees_with_its_paper
 from test_entropy import the_bonus_is_that_of_a_plain_softmax
 from test_gae import agrees_with_the_paper
+from test_leash import charged_once
 from test_lora import with_the_adapter_off_it_is_the_start_policy
 from test_mismatch import a_bfloat16_generator_is_corrected
 from test_ppo import values_are_those_of_a_plain_forward
@@ -33,6 +34,8 @@ import trainer.losses
 import trainer.mismatch
 import trainer.objectives
 import trainer.update
+from trainer.kl import Leash
+from trainer.kl_control import ConstantKLController
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,20 @@ def charge_twice(original):
     return step
 
 
+def loss_too(original):
+    def loss_term(self, scores, batch):
+        return original(replace(self, estimator="k3", where="loss"), scores, batch)
+
+    return loss_term
+
+
+def nowhere(original):
+    def charge_reward(self, batch):
+        return original(replace(self, controller=ConstantKLController(kl_coef=0.0)), batch)
+
+    return charge_reward
+
+
 def score_first_turn_only(original):
     def step(self, tensordict, following):
         out = original(self, tensordict, following)
@@ -204,6 +221,7 @@ def adapter_stays_on(original):
 WRAPPER, SCORER = policies.wrappers.transformers_wrapper, policies.scorer
 RENDERER = policies.chats.chat_template.Renderer
 KL = envs.transforms.kl.KLComputation
+in_the_reward = partial(charged_once, "grpo", "reward")
 MUTANTS = (
     Mutant("shift by one", contracts.alignment, SCORER, "_spread", roll),
     Mutant("drop the end token", contracts.alignment, WRAPPER, "sample", drop_end),
@@ -226,6 +244,8 @@ MUTANTS = (
     Mutant("mask all ones", contracts.masks_are_exact, RENDERER, "render", all_ones),
     Mutant("mask without end of turn", contracts.masks_are_exact, RENDERER, "render", content_only),
     Mutant("KL charged twice", contracts.one_leash, KL, "_step", charge_twice),
+    Mutant("KL in the loss too", in_the_reward, Leash, "loss_term", loss_too),
+    Mutant("KL never charged", in_the_reward, Leash, "charge_reward", nowhere),
     Mutant("KL of some turns only", contracts.one_leash, KL, "_step", score_first_turn_only),
     Mutant(
         "the reference has the adapter",

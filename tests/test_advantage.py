@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from contracts import leash
 from tensordict import TensorDict
 
 from trainer.advantage import BetaAdvantage, GroupAdvantage, NoAdvantage
@@ -19,8 +20,8 @@ def batch() -> TensorDict:
     return TensorDict({"reward_raw": raw, "kl_penalty": kl, "loss_mask": MASK}, [4])
 
 
-def advantage(**options) -> GroupAdvantage:
-    return GroupAdvantage(group_size=2, kl=ConstantKLController(kl_coef=0.5), **options)
+def advantage(where="loss", **options) -> GroupAdvantage:
+    return GroupAdvantage(group_size=2, leash=leash(0.5, where), **options)
 
 
 def test_without_a_kl_in_the_reward_the_task_alone_decides():
@@ -71,8 +72,7 @@ def leaves_the_baseline(baseline: str) -> None:
     made = GroupAdvantage(
         group_size=3,
         baseline=baseline,
-        kl=ConstantKLController(kl_coef=0.5),
-        where="reward",
+        leash=leash(0.5, "reward"),
         **options,
     )
     alone = 2.0 - 0.5 * 2.0 if baseline == "none" else 0.0
@@ -84,7 +84,7 @@ def test_the_density_of_bnpo_is_that_of_the_groups_that_are_learnt_from():
     raw = torch.tensor([[1.0], [0.0], [1.0], [1.0], [0.0], [0.0], [0.0], [1.0]])
     td = TensorDict({"reward_raw": raw, "loss_mask": raw >= 0}, [8])
     td["loss_mask"][4:6] = False  # a reply that could not be judged took its group along
-    options = {"group_size": 2, "kl": ConstantKLController(kl_coef=0.0), "scale_by_std": False}
+    options = {"group_size": 2, "leash": leash(0.0), "scale_by_std": False}
     learnt = [0, 1, 2, 3, 6, 7]
     want = BetaAdvantage(**options)(td[learnt].clone())["advantage"]
     got = BetaAdvantage(**options)(td)["advantage"]
@@ -109,7 +109,7 @@ def test_a_charge_without_a_measured_kl_is_refused():
     with pytest.raises(ValueError, match=r"kl\.where=reward needs kl_penalty"):
         advantage(where="reward")(batch().exclude("kl_penalty"))
     with pytest.raises(ValueError, match="group_size >= 2"):
-        GroupAdvantage(group_size=1, kl=ConstantKLController(kl_coef=0.5))(batch())
+        GroupAdvantage(group_size=1, leash=leash(0.5))(batch())
 
 
 def test_imitation_has_none():

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from contracts import Words, make_policy, one_process, plain_log_probs
+from contracts import Words, leash, make_policy, one_process, plain_log_probs
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 from torch import Tensor
 
 import trainer.losses
 from conf.compose import compose_checked, set_up
-from conf.parts import build
+from conf.parts import build, make_leash
 from envs.chat_env import ChatEnv
 from policies.scorer import Scores
 from trainer.advantage import (
@@ -25,7 +25,6 @@ from trainer.advantage import (
     GroupAdvantage,
     beta_density,
 )
-from trainer.kl_control import ConstantKLController
 from trainer.objectives import GRPOObjective, MinorSFTObjective
 from trainer.reference import ReferenceLogProbs
 from trainer.sources import Demonstrations
@@ -283,14 +282,15 @@ def agrees_with_its_paper(name: str) -> Tensor:
     """Raise AssertionError unless loss and gradient are the paper's; return where it clips."""
     cfg, kept = composed(name), torch.get_default_dtype()
     algorithm, c = cfg.algorithm, case(cfg.algorithm.group_size)
-    kl = ConstantKLController(kl_coef=0.0 if name == "dapo" else BETA)
+    cfg.kl.coeff = 0.0 if name == "dapo" else BETA
+    own = make_leash(cfg)
     batch, curr = batch_of(c), c.curr.clone().requires_grad_()
     mask = batch["loss_mask"]
     torch.set_default_dtype(torch.float64)
     try:
         if algorithm.source._target_ != "trainer.Demonstrations":
-            batch = build(algorithm.advantage, kl=kl, runtime=one_process())(batch)
-        terms = build(algorithm.objective, kl=kl)(Scores(curr), batch)
+            batch = build(algorithm.advantage, leash=own, runtime=one_process())(batch)
+        terms = build(algorithm.objective, leash=own)(Scores(curr), batch)
         weight = trainer.losses.weights(
             mask,
             algorithm.aggregation,
@@ -320,9 +320,10 @@ def test_loss_and_gradient_are_those_of_the_paper(name):
 # The parts.
 
 
-def advantage_of(part=GroupAdvantage, c: Case | None = None, **options) -> Tensor:
-    kl = ConstantKLController(kl_coef=BETA)
-    return part(group_size=G, kl=kl, **options)(batch_of(c or case()))["advantage"]
+def advantage_of(part=GroupAdvantage, c: Case | None = None, where="loss", **options) -> Tensor:
+    return part(group_size=G, leash=leash(BETA, where), **options)(batch_of(c or case()))[
+        "advantage"
+    ]
 
 
 def test_leave_one_out_is_the_centred_reward_times_g_over_g_minus_1():
@@ -335,7 +336,7 @@ def test_leave_one_out_is_the_centred_reward_times_g_over_g_minus_1():
 
 def test_a_group_need_not_lie_together():
     batch = batch_of(case())
-    made = GroupAdvantage(group_size=G, kl=ConstantKLController(kl_coef=BETA))
+    made = GroupAdvantage(group_size=G, leash=leash(BETA))
     want = made(batch.clone())["advantage"]
     order = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
     assert torch.equal(made(batch[order])["advantage"], want[order])
@@ -439,15 +440,15 @@ def test_bnpo_without_spread_is_reinforce_with_a_baseline_and_wants_rewards_from
     same = batch_of(c)
     same["reward_raw"] = torch.cat([same["reward_raw"][:G]] * 2)
     same["loss_mask"] = torch.cat([same["loss_mask"][:G]] * 2)
-    kl = ConstantKLController(kl_coef=BETA)
-    plain = GroupAdvantage(group_size=G, kl=kl, scale_by_std=False)(same.clone())["advantage"]
-    made = BetaAdvantage(group_size=G, kl=kl, scale_by_std=False)
+    options = {"group_size": G, "leash": leash(BETA)}
+    plain = GroupAdvantage(**options, scale_by_std=False)(same.clone())["advantage"]
+    made = BetaAdvantage(**options, scale_by_std=False)
     torch.testing.assert_close(made(same.clone())["advantage"], plain)
     same["reward_raw"] = -same["reward_raw"]
     with pytest.raises(ValueError, match="rewards from 0 to 1, got -1 to"):
         made(same)
     with pytest.raises(ValueError, match="scale_by_std=false"):
-        BetaAdvantage(group_size=G, kl=kl)(batch_of(c))
+        BetaAdvantage(**options)(batch_of(c))
 
 
 @torch.no_grad()
@@ -467,11 +468,10 @@ def test_the_reference_of_minor_sft_is_the_policy_as_it_started():
 
 
 def test_what_an_objective_does_not_know_is_refused():
-    kl = ConstantKLController(kl_coef=0.0)
     with pytest.raises(ValueError, match=r"surrogate in \['cispo', 'clip', 'reinforce'\]"):
-        GRPOObjective(surrogate="ppo", kl=kl)
+        GRPOObjective(surrogate="ppo", leash=leash())
     with pytest.raises(ValueError, match=r"ratio in \['sequence', 'token'\]"):
-        GRPOObjective(ratio="row", kl=kl)
+        GRPOObjective(ratio="row", leash=leash())
     with pytest.raises(ValueError, match="baseline in"):
         advantage_of(baseline="median")
     with pytest.raises(ValueError, match="beta > 0"):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from contracts import plain_log_probs
+from contracts import leash, plain_log_probs
 from omegaconf import OmegaConf
 from runs import lines
 from tensordict import NonTensorData, NonTensorStack, TensorDict
@@ -19,7 +19,6 @@ from policies.load import load_policy
 from policies.random import fold
 from trainer.advantage import GroupAdvantage
 from trainer.collect import collect
-from trainer.kl_control import ConstantKLController
 
 EIGHT = ("env.task.seed=2", "env.task.num_rows=8")  # three of these demonstrations call
 
@@ -158,7 +157,7 @@ def test_only_what_was_sampled_counts_and_it_counts_as_it_was_sampled(played):
 
 def test_both_turns_share_the_advantage_and_the_tool_between_them_has_none(played):
     batch, _, _ = played
-    batch = GroupAdvantage(group_size=8, kl=ConstantKLController(kl_coef=0.0))(batch.clone())
+    batch = GroupAdvantage(group_size=8, leash=leash(0.0))(batch.clone())
     total = batch["reward_raw"].sum(-1).double()
     for i in range(64):
         group = total[i // 8 * 8 : i // 8 * 8 + 8]

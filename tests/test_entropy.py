@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from contracts import make_policy, rollout
+from contracts import leash, make_policy, rollout
 from test_update import HIGH, LOW, Record, gradient, make_update, prepared, tables
 from torch import Tensor
 
 from policies import scorer as scoring
 from policies.wrappers.transformers_wrapper import TransformersWrapper
-from trainer import ConstantKLController, EntropyBonus, GRPOObjective
+from trainer import EntropyBonus, GRPOObjective
 
 BONUS = 0.7
 
@@ -24,7 +24,7 @@ policy = pytest.fixture(fresh)
 
 
 def objective() -> GRPOObjective:
-    return GRPOObjective(clip_low=LOW, clip_high=HIGH, kl=ConstantKLController(kl_coef=0.0))
+    return GRPOObjective(clip_low=LOW, clip_high=HIGH, leash=leash(0.0))
 
 
 def entropy_gradient(policy, batch) -> tuple[float, Tensor]:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from contracts import one_process
+from contracts import leash, one_process
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -13,7 +13,6 @@ from policies import ValueNetwork, load_policy
 from trainer import GAE, GAEAdvantage
 from trainer.advantage import whitened
 from trainer.gae import explained_variance, return_sums
-from trainer.kl_control import ConstantKLController
 from trainer.metrics import summarize
 from trainer.runtime import Runtime
 
@@ -174,7 +173,7 @@ def test_keys_and_the_value_network_can_be_given():
 
 def test_an_advantage_without_a_measured_kl_is_refused():
     made = GAEAdvantage(
-        policy=load_policy("tiny"), runtime=one_process(), kl=ConstantKLController(kl_coef=0.1)
+        policy=load_policy("tiny"), runtime=one_process(), leash=leash(0.1, "reward")
     )
     with pytest.raises(ValueError, match=r"kl\.where=reward needs kl_penalty"):
         made(TensorDict({"reward_raw": torch.zeros(1, 2), "loss_mask": torch.ones(1, 2) > 0}, [1]))

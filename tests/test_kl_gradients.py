@@ -14,11 +14,10 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from conf.checks import BIASED
 from policies.scorer import Scores, full_kl
-from trainer.advantage import place_rewards
 from trainer.gae import gae
-from trainer.kl_control import ConstantKLController
+from trainer.kl import Leash
+from trainer.kl_control import BIASED, ConstantKLController
 from trainer.losses import MAX_LOG_RATIO, kl_term
 from trainer.objectives import GRPOObjective
 
@@ -68,7 +67,6 @@ def estimate(policy: Table, ref: Table, estimator: str) -> Tensor:
 
 def expected(policy: Table, ref: Table, place: str, estimator: str) -> Tensor:
     """Return the expected gradient of a loss with nothing but the KL, for a coefficient of 1."""
-    kl = ConstantKLController(kl_coef=COEFF)
     penalty = estimate(policy, ref, estimator)
     curr = policy.log_probs()
     exact = estimator == "full"  # which leash does not charge in the reward: here as a kl_penalty
@@ -78,11 +76,13 @@ def expected(policy: Table, ref: Table, place: str, estimator: str) -> Tensor:
     batch["ref_log_probs", "full"] = ref.log_probs().detach()
     batch["loss_mask"] = torch.ones_like(SEQUENCES, dtype=torch.bool)
     batch["reward_raw"] = torch.zeros_like(curr.detach())
-    place_rewards(batch, kl.coeff if place == "reward" else 0.0, "k1" if exact else estimator)
+    kind = "k1" if exact and place == "reward" else estimator
+    leash = Leash(ConstantKLController(kl_coef=COEFF), kind, place, allow_biased=True)
+    leash.charge_reward(batch)
     value = torch.zeros_like(curr.detach())  # a critic that expects nothing
     batch["advantage"] = gae(batch["reward"], value, batch["loss_mask"], gamma=1.0, lmbda=1.0)
     full = penalty if exact else None
-    made = GRPOObjective(estimator=estimator, where=place, kl=kl)
+    made = GRPOObjective(leash=leash)
     terms = made(Scores(curr, full_kl=full), batch)
     loss = sum((policy.chance().detach() * term).sum() for term in terms.loss.values())
     return policy.gradient(loss) / COEFF

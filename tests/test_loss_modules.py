@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from contracts import G, make_policy, plain_log_probs, rollout
+from contracts import G, leash, make_policy, plain_log_probs, rollout
 from tensordict import TensorDict, lazy_stack
 from torch import Tensor, nn
 
@@ -15,7 +15,6 @@ from policies.distributions.sequences import LLMMaskedCategorical
 from policies.load import load_reference
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer.advantage import GroupAdvantage
-from trainer.kl_control import ConstantKLController
 from trainer.losses import weights
 from trainer.objectives import GRPOObjective, SFTObjective
 from trainer.torchrl.loss_modules import DAPO, CISPOLoss, GRPOLoss
@@ -43,7 +42,7 @@ def moved(policy) -> TensorDict:
         for p in reference.model.parameters():
             p.mul_(0.95)
     batch = RetrieveKL(ref_model=reference, add_to_reward=False)(batch)
-    batch = GroupAdvantage(group_size=G, kl=ConstantKLController(kl_coef=COEFF))(batch)
+    batch = GroupAdvantage(group_size=G, leash=leash(COEFF))(batch)
     with torch.no_grad():
         for p in policy.model.parameters():
             p.mul_(1.03)
@@ -68,8 +67,7 @@ def trainers_way(policy, batch, aggregation: str) -> tuple[dict, dict, torch.Ten
         total_rows=mask.any(-1).sum(),
         max_tokens=MOST,
     )
-    kl = ConstantKLController(kl_coef=COEFF)
-    terms = GRPOObjective(clip_low=0.1, clip_high=0.3, kl=kl)(scores, batch)
+    terms = GRPOObjective(clip_low=0.1, clip_high=0.3, leash=leash(COEFF))(scores, batch)
     losses = {k: (weight * v).sum() for k, v in terms.loss.items()}
     means = {k: float((v * mask).sum() / mask.sum()) for k, v in terms.means.items()}
     return losses, means, weight

@@ -5,17 +5,17 @@ import math
 
 import pytest
 import torch
-from contracts import close, make_policy, one_process, rollout
+from contracts import close, leash, make_policy, one_process, rollout
 from invariance import ALGORITHMS, step
 from tensordict import TensorDict
 from test_update import Record, grad_of, gradient, make_update, tables
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from conf.parts import build
+from conf.parts import build, make_leash
 from policies.scorer import Scorer
 from policies.wrappers.transformers_wrapper import TransformersWrapper
-from trainer import ConstantKLController, GRPOObjective, Mismatch
+from trainer import GRPOObjective, Mismatch
 from trainer.advantage import GroupAdvantage
 from trainer.metrics import summarize
 from trainer.mismatch import correction
@@ -76,7 +76,7 @@ def elsewhere(policy, scale: float = 0.4) -> TensorDict:
     gen = batch["log_probs", "full"].double()
     noise = scale * torch.randn(gen.shape, generator=draw, dtype=torch.float64)
     batch["log_probs", "full"] = gen + noise * batch["masks", "all_response_mask"]
-    return GroupAdvantage(group_size=4, kl=ConstantKLController(kl_coef=0.0))(batch)
+    return GroupAdvantage(group_size=4, leash=leash(0.0))(batch)
 
 
 def slow(policy, batch, old: list[Tensor], *, level: str, mode: str, limit: float) -> Tensor:
@@ -121,8 +121,7 @@ def test_the_weighted_gradient_is_that_of_a_loop_over_tokens(policy, level, mode
     with torch.no_grad():
         for p in policy.model.parameters():
             p.mul_(1.02)
-    kl = ConstantKLController(kl_coef=0.0)
-    objective = GRPOObjective(clip_low=LOW, clip_high=HIGH, kl=kl)
+    objective = GRPOObjective(clip_low=LOW, clip_high=HIGH, leash=leash(0.0))
     got, metrics = gradient(policy, objective, batch, micro_batch_tokens=120)
     want = slow(policy, batch, old, **options)
     assert (got - want).norm() / want.norm() < 1e-5
@@ -197,7 +196,7 @@ class Enumerated:
         td["advantage"] = (self.reward * chance).unsqueeze(-1) * td["loss_mask"]
         self.model.zero_grad()
         optimizer = Record(self.model.parameters())
-        objective = GRPOObjective(kl=ConstantKLController(kl_coef=0.0), where="reward")
+        objective = GRPOObjective(leash=leash(0.0))
         metrics = make_update(self.policy, objective, optimizer)(verb(td))
         return torch.cat(optimizer.grads).double(), metrics
 
@@ -285,15 +284,15 @@ def slow_kls(policy, batch) -> dict[str, float]:
 def test_the_kls_mean_the_same_in_every_algorithm(name, corrected):
     case = step(name)
     algorithm, policy, batch = case.cfg.algorithm, case.policy, case.batch.clone()
-    kl, runtime = ConstantKLController(kl_coef=case.cfg.kl.coeff), one_process()
+    own, runtime = make_leash(case.cfg), one_process()
     if corrected:
         batch = Mismatch(policy=policy)(batch)
-    advantage = build(algorithm.advantage, kl=kl, policy=policy, runtime=runtime)
+    advantage = build(algorithm.advantage, leash=own, policy=policy, runtime=runtime)
     if policy.scorer.critic is not None:
         policy.scorer.critic.double()
     batch = advantage(batch)
     optimizer = Record(policy.scorer.parameters())
-    update = make_update(policy, build(algorithm.objective, kl=kl), optimizer)
+    update = make_update(policy, build(algorithm.objective, leash=own), optimizer)
     got = update(batch.clone()) | summarize(batch, runtime)
     policy.scorer.critic = None
     want = slow_kls(policy, case.batch)

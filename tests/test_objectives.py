@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
+from contracts import leash
 from tensordict import TensorDict
 
 from policies.scorer import Scores
-from trainer.kl_control import ConstantKLController
 from trainer.objectives import GRPOObjective, SFTObjective
 
 GEN = [-1.0, -1.0, -1.0, -2.0]
@@ -29,9 +29,8 @@ def scores(**more) -> Scores:
     return Scores(torch.tensor([CURR], requires_grad=True), **more)
 
 
-def objective(coeff=0.5, **options) -> GRPOObjective:
-    options = {"clip_low": 0.2, "clip_high": 0.4, **options}
-    return GRPOObjective(kl=ConstantKLController(kl_coef=coeff), **options)
+def objective(coeff=0.5, where="loss", estimator=None) -> GRPOObjective:
+    return GRPOObjective(clip_low=0.2, clip_high=0.4, leash=leash(coeff, where, estimator))
 
 
 def test_the_policy_term_is_clipped_where_that_lowers_the_objective():
@@ -54,7 +53,7 @@ def test_the_kl_term_is_scaled_by_the_controllers_coefficient(estimator, of):
     terms = made(scores(), batch())
     want = [0.5 * of(c - r) for c, r in zip(CURR, REF, strict=True)]
     assert terms.loss["kl"].tolist() == [pytest.approx(want, abs=1e-6)]
-    made.kl.coeff = 0.25  # a controller may move it
+    made.leash.controller.coeff = 0.25  # a controller may move it
     half = made(scores(), batch()).loss["kl"]
     assert half.tolist() == [pytest.approx([w / 2 for w in want], abs=1e-6)]
 
@@ -70,7 +69,7 @@ def test_the_full_kl_is_that_of_the_scorer_and_needs_the_reference():
 
 
 def test_a_kl_in_the_reward_is_not_charged_again():
-    made = objective(coeff=0.5, estimator="full", where="reward")
+    made = objective(coeff=0.5, where="reward")
     assert not made.needs_reference
     assert set(made(scores(), batch()).loss) == {"policy"}
 
@@ -91,4 +90,4 @@ def test_imitation_has_the_negative_log_likelihood_alone():
     assert terms.loss["policy"].tolist() == [pytest.approx([-c for c in CURR])]
     assert not SFTObjective.needs_reference
     with pytest.raises(TypeError, match="argument"):  # it has no leash to be put on
-        SFTObjective(kl=ConstantKLController(kl_coef=0.1))
+        SFTObjective(leash=leash())

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from contracts import close, make_policy, one_process, padded_left, rollout
+from contracts import close, leash, make_policy, one_process, padded_left, rollout
 from omegaconf import OmegaConf
 from runs import Finished, lines
 from safetensors.torch import load_file
@@ -22,7 +22,6 @@ from policies.padding import pad
 from policies.value_head import Critic, values_in_parts
 from trainer import (
     Checkpoints,
-    ConstantKLController,
     GAEAdvantage,
     GRPOLoss,
     PPOLoss,
@@ -33,6 +32,7 @@ from trainer import (
 
 COEFF, LOW, HIGH, CLIP, WEIGHT = 0.3, 0.1, 0.3, 0.05, 0.7
 GAMMA, LMBDA = 0.97, 0.8
+PAID = leash(COEFF, "reward")
 CRITICS = {"head": {}, "detached": {"detach": True}, "separate": {"kind": "separate"}}
 
 
@@ -55,9 +55,8 @@ def prepared(policy, critic=None, **options) -> TensorDict:
     batch = rollout(policy, turns=2, count=2)
     batch = RetrieveKL(ref_model=scaled(policy, 0.95), add_to_reward=False)(batch)
     batch["loss_mask"][1] = False  # a row that counts for nothing
-    kl = ConstantKLController(kl_coef=COEFF)
     options = {"gamma": GAMMA, "lmbda": LMBDA, "critic": critic, **options}
-    made = GAEAdvantage(policy=policy, runtime=one_process(), kl=kl, **options)
+    made = GAEAdvantage(policy=policy, runtime=one_process(), leash=PAID, **options)
     draw = torch.Generator().manual_seed(1)
     head = policy.scorer.critic.head
     with torch.no_grad():
@@ -71,7 +70,7 @@ def prepared(policy, critic=None, **options) -> TensorDict:
 
 def objective(**options) -> PPOObjective:
     options = {"clip_low": LOW, "clip_high": HIGH, "value_coeff": WEIGHT, **options}
-    return PPOObjective(kl=ConstantKLController(kl_coef=COEFF), **{"value_clip": CLIP, **options})
+    return PPOObjective(leash=PAID, **{"value_clip": CLIP, **options})
 
 
 def gradient(policy, batch, **options) -> tuple[Tensor, dict]:
@@ -157,9 +156,8 @@ def test_rewards_values_and_advantages_are_those_of_the_paper(policy):
     batch = rollout(policy, turns=2, count=2)
     batch = RetrieveKL(ref_model=scaled(policy, 0.95), add_to_reward=False)(batch)
     batch["truncated"] = torch.ones_like(batch["truncated"])  # a limit is as terminal as an end
-    kl = ConstantKLController(kl_coef=COEFF)
-    options = {"policy": policy, "runtime": one_process(), "kl": kl}
-    made = GAEAdvantage(**options, gamma=GAMMA, lmbda=LMBDA, micro_batch_tokens=100)
+    options = {"policy": policy, "runtime": one_process()}
+    made = GAEAdvantage(**options, leash=PAID, gamma=GAMMA, lmbda=LMBDA, micro_batch_tokens=100)
     torch.nn.init.normal_(policy.scorer.critic.head.weight, std=0.1)
     batch, mask = made(batch), batch["loss_mask"]
     value = torch.zeros_like(batch["value"])
@@ -174,7 +172,8 @@ def test_rewards_values_and_advantages_are_those_of_the_paper(policy):
     close(batch["returns"], (advantage + value) * mask, 1e-5, "returns")
     white = (advantage - advantage[mask].mean()) / (advantage[mask].std() + 1e-4) * mask
     close(batch["advantage"], white, 1e-5, "whitened")
-    raw = GAEAdvantage(**options, gamma=GAMMA, lmbda=LMBDA, whiten=False, where="loss")
+    other = leash(COEFF, "loss")
+    raw = GAEAdvantage(**options, leash=other, gamma=GAMMA, lmbda=LMBDA, whiten=False)
     other = raw(batch)
     assert not other["reward_kl"].any()
     want = slow(other["reward_raw"].double(), other["value"].double(), mask, GAMMA, LMBDA)

@@ -4,12 +4,11 @@ import math
 
 import pytest
 import torch
-from contracts import G, one_process, rollout
+from contracts import G, leash, one_process, rollout
 
 from policies.load import load_policy, load_reference
 from policies.value_head import Critic
 from trainer.advantage import GroupAdvantage
-from trainer.kl_control import ConstantKLController
 from trainer.objectives import GRPOObjective, SFTObjective
 from trainer.optimizer import make_optimizer
 from trainer.reference import Reference
@@ -53,7 +52,7 @@ def test_log_probs_kl_entropy_and_values_are_float32(options):
 
 @pytest.mark.parametrize("options", HALF)
 def test_a_policy_step_is_finite_and_starts_on_the_reference(options):
-    kl, seen = ConstantKLController(kl_coef=0.1), []
+    own, seen = leash(), []
 
     class Objective(GRPOObjective):
         def __call__(self, scores, batch):
@@ -61,11 +60,11 @@ def test_a_policy_step_is_finite_and_starts_on_the_reference(options):
             seen.extend(value.dtype for value in terms.loss.values())
             return terms
 
-    policy, update = make(options, lr=1e-3, objective=Objective(kl=kl))
+    policy, update = make(options, lr=1e-3, objective=Objective(leash=own))
     reference = Reference(policy, load_reference(policy))
     first = None
     for _ in range(3):
-        batch = GroupAdvantage(group_size=G, kl=kl)(reference(rollout(policy)))
+        batch = GroupAdvantage(group_size=G, leash=own)(reference(rollout(policy)))
         first = batch["kl_penalty"] if first is None else first
         metrics = update(batch)
         assert all(math.isfinite(value) for value in metrics.values())

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from contracts import G, Words, make_policy, one_process, rollout
+from contracts import G, Words, leash, make_policy, one_process, rollout
 from tensordict import TensorDict
 
 from conf.compose import compose_checked, set_up
 from conf.parts import build
 from envs.chat_env import ChatEnv
 from trainer import (
-    ConstantKLController,
     DropTruncated,
     DynamicRollouts,
     GroupAdvantage,
@@ -56,8 +55,7 @@ def test_truncated_replies_teach_nothing_and_are_no_part_of_the_baseline():
     batch = rollout(make_policy())
     cut = batch["truncated"]
     assert 0 < int(cut.sum()) < len(cut)
-    kl = ConstantKLController(kl_coef=0.0)
-    advantage = GroupAdvantage(group_size=G, kl=kl, scale_by_std=False)
+    advantage = GroupAdvantage(group_size=G, leash=leash(0.0), scale_by_std=False)
     whole = advantage(batch.clone())
     dropped = advantage(DropTruncated()(batch.clone()))
     kept = batch["masks", "all_response_mask"] & ~cut[:, None]
@@ -104,7 +102,6 @@ def test_a_configuration_shapes_in_order_and_its_parts_still_add_up(source):
     torch.testing.assert_close(batch["reward_raw"].sum(-1), total)
     assert (batch["reward_part", "overlong"] < 0).any()
     assert not batch["loss_mask"][batch["truncated"]].any()
-    kl = ConstantKLController(kl_coef=0.0)
-    metrics = summarize(GroupAdvantage(group_size=G, kl=kl)(batch), one_process())
+    metrics = summarize(GroupAdvantage(group_size=G, leash=leash(0.0))(batch), one_process())
     parts = metrics["reward_part/length"] + metrics["reward_part/overlong"]
     assert metrics["reward/raw_mean"] == pytest.approx(parts)

@@ -18,6 +18,7 @@ from policies.load import load_reference
 from trainer.advantage import GroupAdvantage
 from trainer.checkpoint import Checkpoints
 from trainer.evaluate import Evaluate
+from trainer.kl import Leash
 from trainer.kl_control import (
     ConstantKLController,
     KLControllerBase,
@@ -26,7 +27,7 @@ from trainer.kl_control import (
 )
 from trainer.objectives import GRPOObjective
 from trainer.optimizer import make_optimizer
-from trainer.reference import NoReference, Reference
+from trainer.reference import Reference
 from trainer.run_files import load_run, read_lines
 from trainer.runtime import Runtime, Stopped
 from trainer.show.display import Display
@@ -53,6 +54,13 @@ class Counted(Words):
         return super().reward(row, reply)
 
 
+class Unjudged(Words):
+    """Drop every reply."""
+
+    def reward(self, row: dict, reply: Reply) -> Reward:
+        return Reward(total=0.0, parts={}, success=False, dropped=True)
+
+
 def stop() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -67,7 +75,6 @@ def train(
     *,
     resume: bool = False,
     every: int = 1,
-    measure: bool = True,
     refresh: int = 0,
     decay: float = 0.0,
     control: KLControllerBase | None = None,
@@ -79,15 +86,10 @@ def train(
     """
     task, shown = task or Words(), io.StringIO()
     with Runtime(folder, seed=3, device="cpu") as runtime:
-        policy, kl = make_policy.__wrapped__(), ConstantKLController(kl_coef=0.1)
-        env, retrieve, where = ChatEnv(task, group_size=G), NoReference(), "reward"
-        if measure:
-            retrieve = Reference(policy, load_reference(policy), every=refresh, decay=decay)
-            where = "loss"
-        else:
-            kl = TargetKLController(0.1, target=1.0, horizon=10)
-        kl = control or kl
-        objective = GRPOObjective(kl=kl, where=where)
+        policy, env = make_policy.__wrapped__(), ChatEnv(task, group_size=G)
+        retrieve = Reference(policy, load_reference(policy), every=refresh, decay=decay)
+        leash = Leash(control or ConstantKLController(kl_coef=0.1))
+        objective = GRPOObjective(leash=leash)
         optimizer = make_optimizer(policy.model, lr=1e-2)
         scorer, optimizer = runtime.accelerator.prepare(policy.scorer, optimizer)
         parts = {"task": task, "env": env, "policy": policy, "runtime": runtime}
@@ -97,10 +99,10 @@ def train(
             policy=policy,
             source=Rollouts(**parts, size=4),
             retrieve_kl=retrieve,
-            advantage=GroupAdvantage(group_size=G, kl=kl),
+            advantage=GroupAdvantage(group_size=G, leash=leash),
             update=Update(scorer, optimizer, objective, runtime, lr=lambda _: 1e-2, **steps),
             evaluate=Evaluate(**parts, **options),
-            kl=kl,
+            leash=leash,
             checkpoints=Checkpoints(
                 runtime, policy, optimizer, every=every, keep_last=0, reference=retrieve
             ),
@@ -151,7 +153,8 @@ def test_an_evaluation_that_a_stop_cut_off_is_made_up_on_resume(straight, tmp_pa
 
 
 def test_a_kl_that_nobody_measured_does_not_move_the_coefficient(tmp_path) -> None:
-    train(tmp_path, every=0, measure=False)
+    control = TargetKLController(0.1, target=1.0, horizon=10)
+    train(tmp_path, Unjudged(), every=0, control=control)
     rows = lines(tmp_path / "metrics.jsonl")
     assert [row.get("kl/coeff") for row in rows] == [None, 0.1, 0.1, 0.1, 0.1]
     assert not any("kl/ref_sequence" in row for row in rows)

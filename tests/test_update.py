@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from contracts import G, Words, make_policy, one_process, padded_left, rollout
+from contracts import G, Words, leash, make_policy, one_process, padded_left, rollout
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -15,7 +15,6 @@ from policies.load import load_reference
 from policies.packing import pack_rows
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer.advantage import GroupAdvantage
-from trainer.kl_control import ConstantKLController
 from trainer.objectives import GRPOObjective, SFTObjective, Terms
 from trainer.optimizer import make_optimizer, make_schedule
 from trainer.runtime import Runtime
@@ -62,8 +61,7 @@ def prepared(policy, where: str = "loss") -> tuple[TensorDict, TransformersWrapp
     batch = rollout(policy, turns=2, count=2)
     reference = scaled(policy, 0.95)
     batch = RetrieveKL(ref_model=reference, add_to_reward=False)(batch)
-    kl = ConstantKLController(kl_coef=COEFF)
-    batch = GroupAdvantage(group_size=G, kl=kl, where=where)(batch)
+    batch = GroupAdvantage(group_size=G, leash=leash(COEFF, where))(batch)
     with torch.no_grad():
         for p in policy.model.parameters():
             p.mul_(1.02)
@@ -135,8 +133,8 @@ def grad_of(policy) -> Tensor:
 def test_grpo_gradient_is_that_of_a_loop_over_tokens(policy, aggregation, estimator):
     batch, reference = prepared(policy)
     batch["loss_mask"][1] = False  # a row that counts for nothing
-    kl = ConstantKLController(kl_coef=COEFF)
-    objective = GRPOObjective(clip_low=LOW, clip_high=HIGH, estimator=estimator, kl=kl)
+    own = leash(COEFF, estimator=estimator)
+    objective = GRPOObjective(clip_low=LOW, clip_high=HIGH, leash=own)
     options = {"aggregation": aggregation, "reference": reference.scorer}
     got, metrics = gradient(policy, objective, batch, micro_batch_tokens=120, **options)
     loss = slow_grpo(policy, reference, batch, aggregation, estimator)
@@ -150,8 +148,7 @@ def test_grpo_gradient_is_that_of_a_loop_over_tokens(policy, aggregation, estima
 
 def test_kl_in_the_reward_moves_the_advantage_and_not_the_loss(policy):
     batch, reference = prepared(policy, where="reward")
-    kl = ConstantKLController(kl_coef=COEFF)
-    objective = GRPOObjective(clip_low=LOW, clip_high=HIGH, where="reward", estimator="k1", kl=kl)
+    objective = GRPOObjective(clip_low=LOW, clip_high=HIGH, leash=leash(COEFF, "reward"))
     # The advantage by hand: rewards over their std, the KL part as it is.
     raw, penalty = batch["reward_raw"].sum(-1), batch["kl_penalty"].sum(-1)
     for g in range(2):
@@ -192,7 +189,7 @@ def test_sft_gradient_is_that_of_a_loop_over_tokens(policy, aggregation, mask):
 
 def test_padding_side_and_micro_batches_do_not_change_the_metrics(policy):
     batch, _ = prepared(policy)
-    objective = GRPOObjective(kl=ConstantKLController(kl_coef=COEFF))
+    objective = GRPOObjective(leash=leash(COEFF))
     _, whole = gradient(policy, objective, batch)
     _, other = gradient(policy, objective, padded_left(batch), micro_batch_tokens=60)
     assert other == pytest.approx(whole, rel=1e-4, abs=1e-7)
@@ -214,7 +211,7 @@ def drifts(policy, batch) -> Iterator[tuple[TensorDict, int, float, Tensor]]:
 def test_metrics_are_means_over_the_loss_mask(policy):
     # Not as in TorchRL, which averages over padding and prompt too.
     batch, _ = prepared(policy)
-    objective = GRPOObjective(clip_low=LOW, clip_high=HIGH, kl=ConstantKLController(kl_coef=0.0))
+    objective = GRPOObjective(clip_low=LOW, clip_high=HIGH, leash=leash(0.0))
     _, metrics = gradient(policy, objective, batch)
     moved, entropies, clipped = [], [], []
     for row, t, drift, after in drifts(policy, batch):
@@ -232,7 +229,7 @@ def test_metrics_are_means_over_the_loss_mask(policy):
 
 def test_the_gradient_is_clipped_to_its_limit(policy):
     batch, _ = prepared(policy)
-    objective = GRPOObjective(kl=ConstantKLController(kl_coef=COEFF))
+    objective = GRPOObjective(leash=leash(COEFF))
     whole, metrics = gradient(policy, objective, batch)
     limit = float(whole.norm()) / 4
     cut, same = gradient(policy, objective, batch, max_grad_norm=limit)
@@ -257,7 +254,7 @@ def test_a_non_finite_step_is_skipped_counted_and_harmless(policy):
     batch, _ = prepared(policy)
     before = [p.detach().clone() for p in policy.model.parameters()]
     optimizer = make_optimizer(policy.model, lr=0.1)
-    objective = Poisoned(kl=ConstantKLController(kl_coef=COEFF))
+    objective = Poisoned(leash=leash(COEFF))
     update = make_update(policy, objective, optimizer, lr=0.1, max_grad_norm=1.0)
     metrics = update(batch.clone())
     assert metrics["optim/skipped_steps"] == 1
@@ -275,9 +272,7 @@ def test_an_empty_loss_mask_skips_the_step(policy):
     batch, _ = prepared(policy)
     batch["loss_mask"] = torch.zeros_like(batch["loss_mask"])
     optimizer = Record(policy.model.parameters(), lr=1.0)
-    update = make_update(
-        policy, GRPOObjective(kl=ConstantKLController(kl_coef=COEFF)), optimizer, lr=1.0
-    )
+    update = make_update(policy, GRPOObjective(leash=leash(COEFF)), optimizer, lr=1.0)
     metrics = update(batch)
     assert metrics["optim/skipped_steps"] == 1
     assert metrics["loss/total"] == 0
@@ -287,7 +282,7 @@ def test_an_empty_loss_mask_skips_the_step(policy):
 
 def test_an_empty_minibatch_adds_nothing_to_a_mean_and_a_mean_over_nothing_is_absent(policy):
     batch, _ = prepared(policy)
-    objective = GRPOObjective(kl=ConstantKLController(kl_coef=COEFF))
+    objective = GRPOObjective(leash=leash(COEFF))
     alone = gradient(policy, objective, batch[G:])[1]
     batch["loss_mask"][:G] = False
     beside = gradient(policy, objective, batch, minibatches=2)[1]
@@ -301,7 +296,7 @@ def test_an_empty_minibatch_adds_nothing_to_a_mean_and_a_mean_over_nothing_is_ab
 
 def test_mismatch_is_measured_before_the_first_step_also_after_an_empty_minibatch(policy):
     batch, _ = prepared(policy)
-    objective = GRPOObjective(kl=ConstantKLController(kl_coef=COEFF))
+    objective = GRPOObjective(leash=leash(COEFF))
     alone = gradient(policy, objective, batch[G:])[1]
     batch["loss_mask"][:G] = False
     options = {"lr": 1.0, "minibatches": 2, "epochs": 2}
@@ -318,7 +313,7 @@ def test_epochs_and_minibatches_make_steps_of_whole_groups_at_the_rate_of_their_
     update = Update(
         policy.scorer,
         optimizer,
-        GRPOObjective(kl=ConstantKLController(kl_coef=COEFF)),
+        GRPOObjective(leash=leash(COEFF)),
         one_process(),
         lr=rate,
         epochs=2,
@@ -349,11 +344,11 @@ def behaviour(policy, batch) -> float:
 
 def stopping(policy, target_kl, *, runtime=None) -> tuple[Update, Record]:
     """Return an update of 2 epochs x 2 minibatches on a linear schedule of 3 iterations."""
-    kl, optimizer = ConstantKLController(kl_coef=COEFF), Record(policy.model.parameters())
+    optimizer = Record(policy.model.parameters())
     made = Update(
         policy.scorer,
         optimizer,
-        GRPOObjective(kl=kl),
+        GRPOObjective(leash=leash(COEFF)),
         runtime or one_process(),
         lr=make_schedule("linear", lr=0.3, total=12),
         epochs=2,
@@ -367,7 +362,7 @@ def stopping(policy, target_kl, *, runtime=None) -> tuple[Update, Record]:
 def fresh(policy) -> TensorDict:
     """Return a batch with advantages that the policy has just sampled."""
     batch = rollout(policy, count=4)
-    return GroupAdvantage(group_size=G, kl=ConstantKLController(kl_coef=0.0))(
+    return GroupAdvantage(group_size=G, leash=leash(0.0))(
         RetrieveKL(ref_model=scaled(policy, 0.95), add_to_reward=False)(batch)
     )
 
@@ -461,7 +456,7 @@ class TwoRanks(Runtime):
 
 def test_a_rank_without_rows_left_takes_part_with_empty_micro_batches(policy, tmp_path):
     batch, _ = prepared(policy)
-    objective = GRPOObjective(kl=ConstantKLController(kl_coef=COEFF))
+    objective = GRPOObjective(leash=leash(COEFF))
     alone, metrics = gradient(policy, objective, batch)
     waiting, same = gradient(policy, objective, batch, runtime=TwoRanks(tmp_path))
     assert (alone - waiting).norm() / alone.norm() < 1e-5

@@ -26,6 +26,7 @@ _HOME = {
     "JsonlTracker": ".trackers.files",
     "KLControllerBase": ".kl_control",
     "LLMCollector": ".torchrl.collector",
+    "Leash": ".kl",
     "LinearKLController": ".kl_control",
     "MCAdvantage": ".torchrl.mc_advantage",
     "MinorSFTObjective": ".objectives",

@@ -1,4 +1,4 @@
-"""Advantages: from task rewards and the KL penalty to one number a token, [B, T]."""
+"""Advantages: from task rewards and the KL charged to them to one number a token, [B, T]."""
 
 from collections.abc import Callable, Mapping
 from itertools import chain
@@ -12,27 +12,11 @@ from policies.packing import groups
 from policies.value_head import Critic, values_in_parts
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer.gae import gae
-from trainer.kl_control import KLControllerBase
-from trainer.losses import STD_FLOOR, group_advantage, group_mean, kl_term, spread
+from trainer.kl import Leash
+from trainer.losses import STD_FLOOR, group_advantage, group_mean, spread
 from trainer.runtime import Runtime
 
 Scale = Callable[[Tensor, Tensor], Tensor]
-
-
-def place_rewards(batch: TensorDictBase, coeff: float, estimator: str = "k1") -> None:
-    """Write reward_kl = -coeff * KL at kept tokens, and reward = reward_raw + reward_kl.
-
-    `estimator` k1 is kl_penalty; k2 and k3 are for those who want a biased gradient (docs/kl.md).
-    """
-    raw, penalty = batch.get("reward_raw"), batch.get("kl_penalty", None)
-    if coeff and penalty is None:
-        raise ValueError("kl.where=reward needs kl_penalty in the batch, found none; measure it")
-    if coeff and estimator != "k1":
-        gen, ref = (batch.get((name, "full")) for name in ("log_probs", "ref_log_probs"))
-        penalty = kl_term(gen, ref, estimator)
-    charged = -coeff * penalty * batch.get("loss_mask") if coeff else torch.zeros_like(raw)
-    batch.set("reward_kl", charged)
-    batch.set("reward", raw + charged)
 
 
 def moments(values: Tensor, runtime: Runtime | None) -> tuple[float, float]:
@@ -86,12 +70,12 @@ def beta_density(p: Tensor, mean: float, std: float) -> Tensor:
 class GroupAdvantage:
     """Score each trajectory against the other samples of its prompt (GRPO), or against nothing.
 
-    `baseline`: group_mean, leave_one_out (RLOO) or none (REINFORCE++). `where` says whether the KL
-    is charged here, in the reward (by `estimator`), or later, in the loss. `whiten` standardises
-    over the kept tokens of all ranks (REINFORCE++, arXiv 2501.03262v9 eq. 5 and 7),
-    `clip_advantage` bounds what comes out. A row that left the loss mask enters no baseline and no
-    scale: those are of what is learnt from.
-    Reads reward_raw, kl_penalty, loss_mask; writes reward_kl, reward, advantage, all [B, T].
+    `baseline`: group_mean, leave_one_out (RLOO) or none (REINFORCE++). `whiten` standardises over
+    the kept tokens of all ranks (REINFORCE++, arXiv 2501.03262v9 eq. 5 and 7), `clip_advantage`
+    bounds what comes out. A row that left the loss mask enters no baseline and no scale: those are
+    of what is learnt from.
+    Reads reward_raw, loss_mask and what `Leash.charge_reward` reads; writes what that writes, and
+    advantage [B, T].
     """
 
     def __init__(
@@ -103,20 +87,17 @@ class GroupAdvantage:
         whiten: bool = False,
         clip_advantage: float | None = None,
         credit: str = "trajectory",
-        estimator: str = "k1",
-        where: str = "loss",
-        kl: KLControllerBase,
+        leash: Leash,
         runtime: Runtime | None = None,
     ) -> None:
         self.group_size, self.baseline, self.credit = group_size, baseline, credit
         self.scale_by_std = scale_by_std
         self.whiten, self.bound, self.runtime = whiten, clip_advantage, runtime
-        self.charges, self.estimator = where == "reward", estimator
-        self.kl = kl
+        self.leash = leash
 
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
         """Add the advantage to the batch."""
-        place_rewards(batch, self.kl.coeff if self.charges else 0.0, self.estimator)
+        self.leash.charge_reward(batch)
         mask = batch.get("loss_mask")
         order = self._order(batch)
         advantage = torch.zeros_like(batch.get("reward"))
@@ -177,8 +158,8 @@ class GAEAdvantage:
     It gives the policy's scorer the critic (`critic`: arguments of `Critic`), so make it before the
     optimizer. `whiten` standardises the advantages over the kept tokens of all ranks,
     `clip_advantage` bounds them.
-    Reads reward_raw, kl_penalty, loss_mask; writes reward_kl, reward, value, returns (= advantage +
-    value, before whitening), advantage, all [B, T].
+    Reads reward_raw, loss_mask and what `Leash.charge_reward` reads; writes what that writes, and
+    value, returns (= advantage + value, before whitening) and advantage [B, T].
     """
 
     def __init__(
@@ -186,26 +167,23 @@ class GAEAdvantage:
         *,
         policy: TransformersWrapper,
         runtime: Runtime,
-        kl: KLControllerBase,
+        leash: Leash,
         critic: Mapping[str, Any] | None = None,
         gamma: float = 1.0,
         lmbda: float = 0.95,
         whiten: bool = True,
         clip_advantage: float | None = None,
-        estimator: str = "k1",
-        where: str = "reward",
         micro_batch_tokens: int | None = None,
     ) -> None:
         policy.scorer.critic = Critic(policy.scorer, **(critic or {}))
-        self.scorer, self.runtime, self.kl = policy.scorer, runtime, kl
+        self.scorer, self.runtime, self.leash = policy.scorer, runtime, leash
         self.gamma, self.lmbda = gamma, lmbda
         self.whiten, self.bound = whiten, clip_advantage
-        self.charges, self.estimator = where == "reward", estimator
         self.limit = micro_batch_tokens
 
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
         """Add values, returns and advantages to the batch."""
-        place_rewards(batch, self.kl.coeff if self.charges else 0.0, self.estimator)
+        self.leash.charge_reward(batch)
         mask = batch.get("loss_mask")
         value = values_in_parts(
             self.scorer,

@@ -19,7 +19,9 @@ def checksums(module: nn.Module) -> dict[str, int]:
     {}
     """
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    sums = [p.detach().view(BITS[p.dtype.itemsize]).sum(dtype=torch.int64) for p in trained.values()]
+    sums = [
+        p.detach().view(BITS[p.dtype.itemsize]).sum(dtype=torch.int64) for p in trained.values()
+    ]
     return dict(zip(trained, torch.stack(sums).tolist() if sums else [], strict=True))
 
 

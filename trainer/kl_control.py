@@ -1,4 +1,4 @@
-"""KL control: one object owns the coefficient of the leash.
+"""KL control: which KL may act where, and the one object that owns the coefficient of the leash.
 
 `update` takes KL values in nats per sequence, unscaled, and returns the coefficient to use next.
 Only `AdaptiveKLController` speaks TorchRL's convention instead: it takes KL rewards, -coeff * KL.
@@ -8,7 +8,32 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+ESTIMATORS, PLACES = ("k1", "k2", "k3", "full"), ("loss", "reward")
+BIASED = {
+    ("loss", "k1"): "k1 in the loss has a gradient of zero; use kl.estimator=k3, k2 or full",
+    ("reward", "k2"): "k2 in the reward has no KL gradient near the reference; use k1",
+    ("reward", "k3"): "k3 in the reward has no KL gradient near the reference; use k1",
+    ("reward", "full"): "full in the reward does not depend on its own token; use k1",
+}
 MAX_ERROR = 0.2  # the relative error that a controller reacts to at most (Ziegler et al. 2019)
+
+
+def check_place(where: str, estimator: str, *, allow_biased: bool = False) -> None:
+    """Raise ValueError for an estimator whose gradient in this place is not that of the KL.
+
+    `allow_biased` lets all pass but the exact KL in the reward, which nothing computes.
+    """
+    if estimator not in ESTIMATORS or where not in PLACES:
+        raise ValueError(
+            f"expected kl.estimator in {ESTIMATORS} and kl.where in {PLACES}, got {estimator!r} "
+            f"and {where!r}"
+        )
+    if reason := BIASED.get((where, estimator)):
+        pair = f"kl.estimator={estimator} with kl.where={where}: {reason}"
+        if not allow_biased:
+            raise ValueError(f"{pair}, or set kl.allow_biased=true")
+        if estimator == "full":
+            raise ValueError("kl.estimator=full is computed in the update only; use kl.where=loss")
 
 
 class KLControllerBase:

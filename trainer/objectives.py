@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from policies.scorer import Scores
-from trainer.kl_control import KLControllerBase
+from trainer.kl import Leash
 from trainer.loss_inputs import check
 from trainer.losses import kl_term, minor_sft_term, value_term
 from trainer.surrogates import RATIOS, SURROGATES, Bounds
@@ -27,14 +27,14 @@ class Terms:
 
 
 class GRPOObjective:
-    """Policy gradient, with the KL in the loss (GRPO eq. 3, arXiv 2402.03300).
+    """Policy gradient, and the leash where it acts in the loss (GRPO eq. 3, arXiv 2402.03300).
 
     `ratio` and `surrogate` name parts of trainer/surrogates.py, `clip_*` are their bounds; the
     default is the clipped gradient of PPO and GRPO. Which makes which paper: docs/algorithms.md.
 
-    Reads log_probs.full (of the generating policy), advantage and, with where="loss",
-    ref_log_probs.full; from `Mismatch` old_log_probs.full, which the ratio is taken to then, and
-    mismatch.weight, a factor of the policy term.
+    Reads log_probs.full (of the generating policy), advantage and what `Leash.loss_term` reads;
+    from `Mismatch` old_log_probs.full, which the ratio is taken to then, and mismatch.weight, a
+    factor of the policy term.
     """
 
     def __init__(
@@ -45,16 +45,14 @@ class GRPOObjective:
         clip_ratio: float | None = None,
         ratio: str = "token",
         surrogate: str = "clip",
-        estimator: str = "k3",
-        where: str = "loss",
-        kl: KLControllerBase,
+        leash: Leash,
     ) -> None:
         check("ratio", ratio, RATIOS)
         check("surrogate", surrogate, SURROGATES)
         self.bounds = Bounds(clip_low, clip_high, clip_ratio)
         self.ratio, (self.term, self.clipped) = RATIOS[ratio], SURROGATES[surrogate]
-        self.estimator, self.in_loss, self.kl = estimator, where == "loss", kl
-        self.needs_reference = self.in_loss and estimator == "full"
+        self.leash = leash
+        self.needs_reference = leash.needs_reference
 
     def __call__(self, scores: Scores, batch: TensorDictBase) -> Terms:
         """Return the terms of a micro-batch."""
@@ -77,14 +75,7 @@ class GRPOObjective:
             means["policy/entropy"] = scores.entropy
         if scores.full_kl is not None:
             means["kl/ref_full"] = scores.full_kl.detach()
-        if self.in_loss and self.kl.coeff > 0:
-            loss["kl"] = self.kl.coeff * self._kl(scores, batch)
-        return Terms(loss, means, maxima)
-
-    def _kl(self, scores: Scores, batch: TensorDictBase) -> Tensor:
-        if self.estimator == "full":
-            return scores.full_kl
-        return kl_term(scores.log_probs, batch.get(("ref_log_probs", "full")), self.estimator)
+        return Terms(loss | self.leash.loss_term(scores, batch), means, maxima)
 
 
 class PPOObjective(GRPOObjective):
@@ -98,11 +89,9 @@ class PPOObjective(GRPOObjective):
         *,
         value_coeff: float = 0.5,
         value_clip: float | None = 0.2,
-        estimator: str = "k1",
-        where: str = "reward",
         **options: Any,
     ) -> None:
-        super().__init__(estimator=estimator, where=where, **options)
+        super().__init__(**options)
         self.value_coeff, self.value_clip = value_coeff, value_clip
 
     def __call__(self, scores: Scores, batch: TensorDictBase) -> Terms:
@@ -120,7 +109,7 @@ class PPOObjective(GRPOObjective):
 class SFTObjective:
     """Negative log-likelihood of the learnt tokens."""
 
-    needs_reference = False
+    leash, needs_reference = None, False
 
     def __call__(self, scores: Scores, batch: TensorDictBase) -> Terms:
         """Return the terms of a micro-batch."""
@@ -134,7 +123,7 @@ class MinorSFTObjective:
     Reads ref_log_probs.full (of `ReferenceLogProbs`).
     """
 
-    needs_reference = False
+    leash, needs_reference = None, False
 
     def __init__(self, *, beta: float = 0.1) -> None:
         if not beta > 0:

@@ -65,7 +65,7 @@ class PreferenceObjective:
     With aggregation=sequence_mean both rows of a pair bring half of its mean over tokens.
     """
 
-    needs_reference = False
+    leash, needs_reference = None, False
 
     def __call__(self, scores: Rewards, batch: TensorDictBase) -> Terms:
         """Return the terms of a micro-batch."""

@@ -7,7 +7,7 @@
     metrics = update(batch)      epochs x minibatches x micro-batches: the only gradients
     weight_sync(policy)          a new version; nothing to copy where the policy itself generates
     retrieve_kl.refresh(i)       the reference follows the policy, if it is to
-    kl.follow(measured)          the coefficient follows the KL, if it is to
+    leash.controller.follow(kl)  the coefficient follows the KL, if it is to
 
 Left out on purpose: replay across iterations, asynchronous generation. A new feature is a file that
 replaces one of the verbs, never a branch in the loop.
@@ -28,7 +28,7 @@ from trainer.agreement import check_agreement
 from trainer.checkpoint import Checkpoints, save_model
 from trainer.diagnosis import Diagnose
 from trainer.evaluate import Evaluate
-from trainer.kl_control import KLControllerBase
+from trainer.kl import Leash
 from trainer.metrics import summarize, transcripts
 from trainer.mismatch import unchanged
 from trainer.reference import NoReference, Reference
@@ -63,7 +63,7 @@ class Trainer:
     advantage: Verb
     update: Update
     evaluate: Evaluate
-    kl: KLControllerBase
+    leash: Leash
     checkpoints: Checkpoints
     tracker: Any
     display: Any
@@ -126,10 +126,10 @@ class Trainer:
         self.retrieve_kl.refresh(i + 1)
         clock.lap("sync")
         metrics |= summarize(batch, self.runtime)
-        metrics["kl/coeff"] = self.kl.coeff
+        metrics["kl/coeff"] = self.leash.coeff
         kept = 1 - metrics.get("reward/dropped_fraction", 0.0)
         replies = round(len(batch) * self.runtime.ranks * kept)  # every rank has as many rows
-        self.kl.follow(metrics.get("kl/ref_sequence"), sequences=replies)
+        self.leash.controller.follow(metrics.get("kl/ref_sequence"), sequences=replies)
         self._count(batch, metrics, clock)
         self._log(batch, metrics)
         done = self.progress.iteration
@@ -249,7 +249,7 @@ class Trainer:
         return {
             **vars(self.progress),
             "update": self.update.state_dict(),
-            "kl": self.kl.state_dict(),
+            "kl": self.leash.controller.state_dict(),
             "reference": self.retrieve_kl.sha256,  # a resumed run must have the same
         }
 
@@ -274,7 +274,7 @@ class Trainer:
                 f"{self.retrieve_kl.sha256[:12]}; put the old model back, or start a new run"
             )
         self.update.load_state_dict(state["update"])
-        self.kl.load_state_dict(state["kl"])
+        self.leash.controller.load_state_dict(state["kl"])
         names = [part.name for part in fields(Progress)]
         self.progress = Progress(**{name: state[name] for name in names if name in state})
         self.runtime.started -= self.progress.seconds

@@ -87,6 +87,8 @@ class Update:
 
     def __call__(self, batch: TensorDictBase) -> dict[str, float]:
         """Take the optimiser steps of one iteration; return the metrics of its last epoch."""
+        if self.objective.leash is not None:
+            self.objective.leash.check(batch)
         self.scorer.train()
         log, first = _Log(), dict[str, float]()
         parts = split_rows(batch, self.minibatches) * self.epochs

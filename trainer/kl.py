@@ -1,0 +1,100 @@
+"""The leash: the KL to the reference policy, charged once, in the reward or in the loss.
+
+Letters: B trajectories, T tokens.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from policies.scorer import Scores
+from trainer.kl_control import KLControllerBase, check_place
+from trainer.losses import kl_term
+
+
+@dataclass(frozen=True)
+class Leash:
+    """Charge coeff * KL of each sampled token, at one place.
+
+    One object is handed to the advantage, which calls `charge_reward`, and to the objective, which
+    calls `loss_term`; `where` ("reward" or "loss") says which of the two acts. `estimator` is k1,
+    k2, k3 or full, the coefficient that of `controller`. A pair whose gradient is not that of the
+    KL (docs/kl.md) is a ValueError unless `allow_biased`.
+
+    >>> from trainer.kl_control import ConstantKLController
+    >>> Leash(ConstantKLController(kl_coef=0.1), estimator="k1", where="loss")
+    Traceback (most recent call last):
+        ...
+    ValueError: kl.estimator=k1 with kl.where=loss: k1 in the loss has a gradient of zero; use \
+kl.estimator=k3, k2 or full, or set kl.allow_biased=true
+    """
+
+    controller: KLControllerBase
+    estimator: str = "k3"
+    where: str = "loss"
+    allow_biased: bool = False
+
+    def __post_init__(self) -> None:
+        check_place(self.where, self.estimator, allow_biased=self.allow_biased)
+
+    @property
+    def coeff(self) -> float:
+        """Return the weight of the KL (nats) beside the reward, now."""
+        return self.controller.coeff
+
+    @property
+    def needs_reference(self) -> bool:
+        """Return whether the update has to score the reference in the same pass."""
+        return self.where == "loss" and self.estimator == "full"
+
+    def charge_reward(self, batch: TensorDictBase) -> TensorDictBase:
+        """Write reward_kl, 0 unless the KL is charged here, and reward = reward_raw + reward_kl.
+
+        reward_kl [B, T] is -coeff * KL at the kept tokens. Reads reward_raw, loss_mask and, where
+        there is something to charge, kl_penalty (k1) or both log-probs. Writes kl_in_reward [B],
+        by which `check` knows who has charged.
+        """
+        raw, here = batch.get("reward_raw"), self.where == "reward"
+        charged = torch.zeros_like(raw)  # [B, T]
+        if here and self.coeff:
+            charged = -self.coeff * self._measured(batch) * batch.get("loss_mask")
+        batch.set("reward_kl", charged)
+        batch.set("kl_in_reward", torch.full_like(raw[:, 0], here, dtype=torch.bool))
+        return batch.set("reward", raw + charged)
+
+    def loss_term(self, scores: Scores, batch: TensorDictBase) -> dict[str, Tensor]:
+        """Return coeff * KL [B, T] by its name, nothing unless the KL is charged here."""
+        if self.where != "loss" or self.coeff == 0:
+            return {}
+        if self.estimator == "full":
+            assert scores.full_kl is not None
+            return {"kl": self.coeff * scores.full_kl}
+        ref = batch.get(("ref_log_probs", "full"), None)
+        if ref is None:
+            raise ValueError("kl.where=loss needs ref_log_probs.full, found none; score it")
+        return {"kl": self.coeff * kl_term(scores.log_probs, ref, self.estimator)}
+
+    def check(self, batch: TensorDictBase) -> None:
+        """Raise ValueError for a batch whose KL would be charged twice, or never."""
+        marked = batch.get("kl_in_reward", None)
+        charged = marked is not None and bool(marked.any())
+        if charged == (self.where == "reward"):
+            return
+        how, place = ("twice", "reward") if charged else ("never", "loss")
+        raise ValueError(
+            f"the KL of this batch would be charged {how}: its advantage is for where={place}, the "
+            f"objective for where={self.where}; hand the same Leash to both"
+        )
+
+    def _measured(self, batch: TensorDictBase) -> Tensor:
+        """Return the estimate of the KL of each token from the stored log-probs, [B, T]."""
+        if batch.get("kl_penalty", None) is None:
+            raise ValueError(
+                "kl.where=reward needs kl_penalty in the batch, found none; measure it"
+            )
+        if self.estimator == "k1":
+            return batch.get("kl_penalty")
+        gen, ref = (batch.get((name, "full")) for name in ("log_probs", "ref_log_probs"))
+        return kl_term(gen, ref, self.estimator)
