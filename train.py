@@ -15,9 +15,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from conf import compose, continued, defaults, modes, parts
-from trainer.failures import complain, last_words, say
-from trainer.launch import agree, prepare_joined, start
-from trainer.sweep import LiveSweep
+from trainer.reports.sweep import LiveSweep
+from trainer.runs.failures import complain, last_words, say
+from trainer.runs.launch import agree, prepare_joined, start
 
 OURS: dict[str, Any] = {"script": Path(__file__).resolve(), "compose": compose.compose_experiment}
 FAILED: list[str] = []  # jobs of this sweep that ended with an error

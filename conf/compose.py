@@ -25,9 +25,9 @@ from conf.help import list_experiments
 from conf.schema import register
 from conf.sweeps import check_single, with_swept
 from conf.words import check_flags, check_overrides, spell_out, split
-from trainer.job_names import job_names
-from trainer.run_files import find_jobs, is_sweep, read_status
-from trainer.start_up import drop_unused
+from trainer.runs.job_names import job_names
+from trainer.runs.run_files import find_jobs, is_sweep, read_status
+from trainer.runs.start_up import drop_unused
 
 RESUMABLE = ("trainer.num_iterations", "tracker", "launch", "checkpoint", "eval")
 

@@ -16,13 +16,13 @@ from conf import compose
 from conf.explain import compose_raw
 from conf.files import holds_run
 from conf.words import split
-from trainer.job_names import job_names
-from trainer.lock import held
-from trainer.redact import redact
-from trainer.run_files import find_jobs, read_status, read_yaml
-from trainer.show.about import PLACES
-from trainer.sweep import LiveSweep
-from trainer.warm_up import PREFIX
+from trainer.reports.about import PLACES
+from trainer.reports.sweep import LiveSweep
+from trainer.runs.job_names import job_names
+from trainer.runs.lock import held
+from trainer.runs.redact import redact
+from trainer.runs.run_files import find_jobs, read_status, read_yaml
+from trainer.runs.start_model import PREFIX
 
 
 def check(words: Sequence[str]) -> compose.Resumed | None:

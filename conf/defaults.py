@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from conf.explain import FOLDER, compose_raw
-from trainer.run_files import dig, read_yaml
+from trainer.runs.run_files import dig, read_yaml
 
 
 def keep(folder: Path) -> Path:

@@ -13,8 +13,8 @@ from typing import Any
 from conf import compose
 from conf.sweeps import check_single
 from conf.words import split
-from trainer.launch import start
-from trainer.warm_up import PREFIX, kept_in
+from trainer.runs.launch import start
+from trainer.runs.start_model import PREFIX, kept_in
 
 BOTH = ("policy.max_new_tokens", "policy.system_prompt", "kl.reference", "seed", "policy.device")
 MAY = {  # what may be given beside resume=, by mode

@@ -11,7 +11,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from trainer.run_files import dig, is_sweep, load_run, read_yaml
+from trainer.runs.run_files import dig, is_sweep, load_run, read_yaml
 
 DATA = ("dataset", "eval_dataset", "columns", "split", "eval_split")  # keys of env for its task
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from conf.explain import FOLDER
-from trainer.run_files import dig, read_yaml
+from trainer.runs.run_files import dig, read_yaml
 
 
 def swept(words: Sequence[str]) -> dict[str, str]:

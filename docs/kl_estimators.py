@@ -10,7 +10,7 @@ and variance 2 KL. The exact KL (full) is drawn as that of one state: no bias an
 import math
 from pathlib import Path
 
-from trainer.show import charts, svg
+from trainer.reports import charts, svg
 
 SIZE = {"width": 330, "height": 240}
 HUES = {"k1": 0, "k2": 1, "k3": 2, "full": 3}

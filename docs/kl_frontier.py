@@ -10,8 +10,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.run_files import Run, find_jobs, load_run, read_lines
-from trainer.show import svg
+from trainer.reports import svg
+from trainer.runs.run_files import Run, find_jobs, load_run, read_lines
 
 PICTURE = Path(__file__).with_name("sentiment_frontier.svg")
 WIDTH, HEIGHT, LAST = 480, 320, 3

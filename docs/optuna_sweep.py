@@ -13,8 +13,8 @@ from pathlib import Path
 
 import optuna
 
-from trainer.run_files import load_run
-from trainer.sweep import write_sweep
+from trainer.reports.sweep import write_sweep
+from trainer.runs.run_files import load_run
 
 LAMBDA = 0.05  # reward that a nat per reply is worth
 SPACE = {"kl.coeff": (1e-3, 1.0), "optimizer.lr": (1e-4, 2e-3)}  # searched on a log scale

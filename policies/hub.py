@@ -1,6 +1,6 @@
 """Whether the hub can be reached, found out once instead of by the libraries' many attempts.
 
-W&B's server is asked in the same way (trainer/trackers/wandb.py).
+W&B's server is asked in the same way (trainer/reports/trackers/wandb.py).
 """
 
 from threading import Thread

@@ -30,8 +30,8 @@ import policies.value_head
 import policies.wrappers.transformers_wrapper
 import trainer.advantage
 import trainer.gae
+import trainer.importance_sampling
 import trainer.losses
-import trainer.mismatch
 import trainer.objectives
 import trainer.update
 from trainer.kl import Leash
@@ -308,7 +308,7 @@ MUTANTS = (
     Mutant(
         "the generator over the trainer",
         a_bfloat16_generator_is_corrected,
-        trainer.mismatch,
+        trainer.importance_sampling,
         "correction",
         the_other_way_round,
     ),

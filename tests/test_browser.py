@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 from browser import Browser
 
-from trainer.lock import held
-from trainer.report import write_report
-from trainer.show import page
-from trainer.show.panels import MAIN, MORE
-from trainer.sweep import write_sweep
-from trainer.trackers.files import JsonlTracker
+from trainer.reports import page
+from trainer.reports.panels import MAIN, MORE
+from trainer.reports.report import write_report
+from trainer.reports.sweep import write_sweep
+from trainer.reports.trackers.files import JsonlTracker
+from trainer.runs.lock import held
 
 pytestmark = pytest.mark.browser
 WIDTHS = (1280, 390)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer import dashboard
+from trainer.reports import dashboard
 
 PAGE = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from runs import Finished, lines, train
 
-from trainer import diagnosis
-from trainer.diagnosis import KEPT, QUIET, RULES, Diagnose, Diagnosis, Finding
+from trainer.reports import diagnosis
+from trainer.reports.diagnosis import KEPT, QUIET, RULES, Diagnose, Diagnosis, Finding
+from trainer.reports.display import Display
+from trainer.reports.trackers.files import JsonlTracker
 from trainer.runtime import Runtime
-from trainer.show.display import Display
-from trainer.trackers.files import JsonlTracker
 
 HEALTHY = json.loads((Path(__file__).parent / "healthy_run.json").read_text())  # of grpo_tiny
 FINE = {

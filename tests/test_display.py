@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from trainer.run_files import load_run, write_text
+from trainer.reports import about
+from trainer.reports.display import Display, show_run
+from trainer.reports.text import duration, sparkline
+from trainer.reports.trackers.files import JsonlTracker
+from trainer.runs.run_files import load_run, write_text
 from trainer.runtime import Runtime
-from trainer.show import about
-from trainer.show.display import Display, show_run
-from trainer.show.text import duration, sparkline
-from trainer.trackers.files import JsonlTracker
 
 
 @pytest.fixture
@@ -318,8 +318,8 @@ def test_sparkline_and_duration_take_odd_values() -> None:
 def test_a_reader_that_goes_away_ends_the_display_and_not_the_run():
     code = """
 import sys
-from trainer.failures import say
-from trainer.show.display import Display
+from trainer.runs.failures import say
+from trainer.reports.display import Display
 with Display(3, title="demo") as display:
     sys.stdin.read()  # until the pipe is closed
     say("as the parent does")

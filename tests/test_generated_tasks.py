@@ -28,7 +28,7 @@ from envs.tasks import (
 from envs.tasks.countdown import is_held_out as countdown_held_out
 from policies.random import fold
 from trainer.collect import collect
-from trainer.evaluate import Evaluate
+from trainer.evaluation import Evaluate
 from trainer.metrics import summarize
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from trainer.launch import prepare, run
-from trainer.lock import held, sign, take
-from trainer.run_files import read_status
-from trainer.warm_up import kept_in, resolve_experiment
+from trainer.runs.launch import prepare, run
+from trainer.runs.lock import held, sign, take
+from trainer.runs.run_files import read_status
+from trainer.runs.start_model import kept_in, resolve_experiment
 
 ROOT = Path(__file__).parents[1]
 WORKER = """
@@ -161,7 +161,7 @@ def test_killed_rank_is_the_reason_not_what_the_others_say(script, folder, monke
 
 def test_rank_that_waits_for_a_failed_one_is_ended(script, folder, monkeypatch):
     monkeypatch.setenv("HOW", "slow")
-    monkeypatch.setattr("trainer.launch.PATIENCE", 0.5)
+    monkeypatch.setattr("trainer.runs.launch.PATIENCE", 0.5)
     with pytest.raises(RuntimeError, match=r"^the real reason$"):
         run(script, folder / "config.yaml", folder, ranks=2)
     assert gone(json.loads((folder / "rank0.json").read_text())["pid"])
@@ -273,7 +273,7 @@ def test_a_run_that_is_still_running_is_neither_resumed_nor_touched(script):
 def test_an_orphan_that_does_not_end_is_named_and_a_free_folder_can_be_taken_again(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("trainer.lock.WAIT", 0.3)
+    monkeypatch.setattr("trainer.runs.lock.WAIT", 0.3)
     gone_pid, left = subprocess.Popen(["true"]), subprocess.Popen(["sleep", "60"])
     gone_pid.wait()
     try:
@@ -464,7 +464,7 @@ import os, sys
 from pathlib import Path
 sys.path.insert(0, {root!r})
 import train
-from trainer.lock import take
+from trainer.runs.lock import take
 def fake(cfg, folder):
     (folder / ("saw" + os.environ["RANK"])).write_text(str(cfg.launch.num_processes))
     try:

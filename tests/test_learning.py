@@ -7,7 +7,7 @@ from tempfile import mkdtemp
 import pytest
 from runs import Finished, lines, train
 
-from trainer.diagnosis import Diagnosis
+from trainer.reports.diagnosis import Diagnosis
 
 SEEDS = (101, 102, 103)  # none of them was used for tuning
 

@@ -17,7 +17,7 @@ from envs.tasks.task import assistant
 from policies import GPT2RewardModel, load_policy
 from policies.models import find_model, load_tokenizer
 from policies.reward_scorer import ChatRewards
-from trainer.launch import prepare
+from trainer.runs.launch import prepare
 
 
 @pytest.fixture(scope="module")

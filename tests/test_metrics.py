@@ -9,11 +9,11 @@ from tensordict import NonTensorStack, TensorDict
 
 from envs.chat_env import ChatEnv
 from envs.tasks.task import Reply, Reward
-from trainer.evaluate import Evaluate
+from trainer.evaluation import Evaluate
 from trainer.metrics import summarize, transcript, transcripts
 from trainer.pieces import pieces, split
+from trainer.reports.trackers.files import JsonlTracker
 from trainer.runtime import Runtime
-from trainer.trackers.files import JsonlTracker
 from trainer.trainer import Trainer
 
 MASK = torch.tensor(
@@ -307,7 +307,16 @@ def test_when_evaluation_is_due():
 def test_without_evaluation_the_last_loss_or_reward_is_the_objective(tmp_path, metrics, want):
     tracker = JsonlTracker(str(tmp_path), config={}, name="run", group=None, tags=[], resume=False)
     parts = dict.fromkeys(
-        ("source", "retrieve_kl", "advantage", "update", "kl", "checkpoints", "display", "policy")
+        (
+            "source",
+            "retrieve_kl",
+            "advantage",
+            "update",
+            "leash",
+            "checkpoints",
+            "display",
+            "policy",
+        )
     )
     made = Trainer(
         runtime=Runtime(tmp_path),

@@ -17,8 +17,8 @@ from policies.scorer import Scorer
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer import GRPOObjective, Mismatch
 from trainer.advantage import GroupAdvantage
+from trainer.importance_sampling import correction
 from trainer.metrics import summarize
-from trainer.mismatch import correction
 
 LOW, HIGH = 0.1, 0.3
 LOG = math.log

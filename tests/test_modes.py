@@ -23,12 +23,12 @@ from conf.compose import compose_checked, compose_experiment
 from conf.modes import MAY, asked
 from policies.cache import write_manifest
 from policies.load import load_reference
-from trainer.launch import prepare
 from trainer.modes.card import card
 from trainer.modes.chat import chat
 from trainer.modes.evaluate import Counts, pass_at_k, table_rows
 from trainer.modes.weights import Weights, choose
-from trainer.run_files import Run, read_status
+from trainer.runs.launch import prepare
+from trainer.runs.run_files import Run, read_status
 
 # Steps so large that the loss grows: the first checkpoint is the best.
 LORA = (

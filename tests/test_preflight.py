@@ -15,8 +15,8 @@ import train
 from conf.modes import asked
 from policies.packing import pack_rows
 from trainer.memory import Peak, memory_of
-from trainer.preflight import sums
-from trainer.preflight.rows import Lengths, learnt, marked
+from trainer.modes.preflight import sums
+from trainer.modes.preflight.rows import Lengths, learnt, marked
 
 SMALL = (
     *("experiment=grpo_tiny", "preflight=true", "trainer.prompts_per_iteration=4"),
@@ -185,7 +185,7 @@ def test_a_template_whose_ends_are_not_learnt_is_a_problem(tmp_path, capsys):
 
 
 def test_idle_groups_and_a_full_disk_are_problems(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("trainer.preflight.costs.shutil.disk_usage", lambda _: Free(10))
+    monkeypatch.setattr("trainer.modes.preflight.costs.shutil.disk_usage", lambda _: Free(10))
     assert look(tmp_path, "policy.model=tiny") >= 2  # an untrained model is never right
     said = capsys.readouterr().out
     assert "groups earn one reward all over: nothing would be learnt" in said

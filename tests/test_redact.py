@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.redact import HIDDEN, redact_text
+from trainer.runs.redact import HIDDEN, redact_text
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,13 @@ from xml.etree import ElementTree
 
 import pytest
 
-from trainer.lock import held
-from trainer.report import LiveReport, main, run_svg, write_report
-from trainer.run_files import load_run, read_lines, write_text
-from trainer.show import about, charts, svg
-from trainer.show.panels import MAIN, MORE
-from trainer.sweep import write_sweep
-from trainer.trackers.files import JsonlTracker
+from trainer.reports import about, charts, svg
+from trainer.reports.panels import MAIN, MORE
+from trainer.reports.report import LiveReport, main, run_svg, write_report
+from trainer.reports.sweep import write_sweep
+from trainer.reports.trackers.files import JsonlTracker
+from trainer.runs.lock import held
+from trainer.runs.run_files import load_run, read_lines, write_text
 
 FIRST = "reward, first \u2192 last 3"  # of the tiles
 VOID = {"meta", "br", "img", "link", "input", "hr"}
@@ -459,12 +459,12 @@ def test_the_page_of_a_finished_run_has_the_command_to_talk_to_it(tmp_path):
 
 def test_a_live_page_costs_a_fiftieth_of_the_time(tmp_path, monkeypatch):
     clock, cost = [100.0], 0.2
-    monkeypatch.setattr("trainer.report.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("trainer.reports.report.time.monotonic", lambda: clock[0])
 
     def write(_):
         clock[0] += cost
 
-    monkeypatch.setattr("trainer.report.write_report", write)
+    monkeypatch.setattr("trainer.reports.report.write_report", write)
     live, written = LiveReport(tmp_path), []
     for _ in range(1000):  # iterations of a second
         clock[0] += 1.0
@@ -547,8 +547,9 @@ def test_a_failed_write_leaves_the_old_page(tmp_path, monkeypatch):
 
 def test_reports_need_no_torch(tmp_path):
     code = (
-        "import sys, trainer.report, trainer.sweep, trainer.show.display, trainer.trackers.files\n"
-        f"trainer.report.write_report({str(make_run(tmp_path))!r})\n"
+        "import sys, trainer.reports.report, trainer.reports.sweep, trainer.reports.display\n"
+        "import trainer.reports.trackers.files\n"
+        f"trainer.reports.report.write_report({str(make_run(tmp_path))!r})\n"
         "heavy = {'torch', 'transformers', 'accelerate', 'wandb', 'tensordict', 'hydra'}\n"
         "print(*(heavy & set(sys.modules)))"
     )

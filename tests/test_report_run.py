@@ -6,8 +6,8 @@ import torch
 import yaml
 from runs import SMALL, launch, lines, wait_for
 
-from trainer.report import main
-from trainer.run_files import load_run
+from trainer.reports.report import main
+from trainer.runs.run_files import load_run
 
 
 def test_tokens_add_up_to_their_reply(small_run):

@@ -22,7 +22,7 @@ from envs.rewards import Function, InProcess, Rewarded, RewardFunction, RewardMo
 from envs.rewards.workers import Late, Workers
 from envs.tasks import Reply, SortDigits, Task
 from trainer.collect import collect
-from trainer.evaluate import Evaluate
+from trainer.evaluation import Evaluate
 from trainer.metrics import summarize, transcript, transcripts
 
 ROOT = Path(__file__).parents[1]

@@ -72,9 +72,9 @@ def test_every_public_name_is_there_and_says_what_it_is(package):
 
 
 def test_lazy_packages_load_nothing_heavy():
-    light = ["policies", "envs", "envs.tasks", "envs.transforms", "trainer", "trainer.launch"]
-    light += ["envs.rewards", "envs.rewards.answers", "envs.sandbox", "trainer.report"]
-    light += ["trainer.sweep", "conf.schema", "conf.checks", "train"]
+    light = ["policies", "envs", "envs.tasks", "envs.transforms", "trainer", "trainer.runs.launch"]
+    light += ["envs.rewards", "envs.rewards.answers", "envs.sandbox", "trainer.reports.report"]
+    light += ["trainer.reports.sweep", "conf.schema", "conf.checks", "train"]
     light += [f"envs.tasks.{p.stem}" for p in (ROOT / "envs" / "tasks").glob("[a-z]*.py")]
     heavy = "{'torch', 'transformers', 'accelerate', 'tensordict', 'wandb', 'datasets'}"
     code = f"import sys, {', '.join(light)}; print(sorted({heavy} & set(sys.modules)))"
@@ -85,7 +85,7 @@ def test_lazy_packages_load_nothing_heavy():
 
 
 METRIC = re.compile(r"[a-z]+/[a-z0-9_]+")
-# trainer/report.py and its like read names; what is written is collected from the others.
+# trainer/reports/report.py and its like read names; what is written is collected from the others.
 READERS = ("report", "sweep", "diagnosis", "dashboard", "run_files")
 READERS += ("redact", "launch")
 
@@ -100,9 +100,7 @@ def logged() -> set[str]:
     groups = {name.split("/")[0] for name in documented()}
     found = set()
     for name, tree in TREES.items():
-        reads = (
-            name.startswith(("trainer/show/", "trainer/trackers/")) or Path(name).stem in READERS
-        )
+        reads = name.startswith("trainer/reports/") or Path(name).stem in READERS
         if not name.startswith("trainer/") or reads:
             continue
         for node in ast.walk(tree):

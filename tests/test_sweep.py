@@ -13,23 +13,23 @@ from xml.etree import ElementTree
 
 import pytest
 
-from trainer.job_names import job_name, job_names
-from trainer.lock import held
-from trainer.report import main
-from trainer.run_files import find_jobs, load_run
-from trainer.show import svg
-from trainer.show.charts import data_range
-from trainer.show.frontier import pareto
-from trainer.show.jobs import Row, best, labels, points
-from trainer.show.sweep_page import Sweep, results
-from trainer.sweep import (
+from trainer.reports import svg
+from trainer.reports.charts import data_range
+from trainer.reports.frontier import pareto
+from trainer.reports.jobs import Row, best, labels, points
+from trainer.reports.report import main
+from trainer.reports.sweep import (
     PLAN,
     LiveSweep,
     frontier_svg,
     read_rows,
     write_sweep,
 )
-from trainer.trackers.files import JsonlTracker
+from trainer.reports.sweep_page import Sweep, results
+from trainer.reports.trackers.files import JsonlTracker
+from trainer.runs.job_names import job_name, job_names
+from trainer.runs.lock import held
+from trainer.runs.run_files import find_jobs, load_run
 
 
 def make_job(folder: Path, *, coeff: float, iterations: int = 15, state: str | None = "finished"):

@@ -19,8 +19,8 @@ from runs import SMALL, launch, metrics, train, wait_for
 import train as script
 from conf import explain
 from conf.compose import check_words, compose_checked, compose_joined, expand, set_up
-from trainer.run_files import read_lines, read_status
-from trainer.sweep import read_rows, write_sweep
+from trainer.reports.sweep import read_rows, write_sweep
+from trainer.runs.run_files import read_lines, read_status
 
 ROOT = Path(__file__).parents[1]
 NAMES = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("kl_sweep_*.yaml"))

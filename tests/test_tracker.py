@@ -15,12 +15,12 @@ from omegaconf import OmegaConf
 
 from conf.compose import compose_checked, load_for_resume
 from conf.parts import make_tracker
-from trainer.redact import HIDDEN, redact, redact_text
-from trainer.trackers.files import JsonlTracker
-from trainer.trackers.mirror import Mirror
-from trainer.trackers.tensorboard import TensorboardTracker
-from trainer.trackers.trackio import TrackioTracker
-from trainer.trackers.wandb import WandbTracker
+from trainer.reports.trackers.files import JsonlTracker
+from trainer.reports.trackers.mirror import Mirror
+from trainer.reports.trackers.tensorboard import TensorboardTracker
+from trainer.reports.trackers.trackio import TrackioTracker
+from trainer.reports.trackers.wandb import WandbTracker
+from trainer.runs.redact import HIDDEN, redact, redact_text
 
 pytestmark = pytest.mark.usefixtures("no_wandb_account")
 
@@ -36,7 +36,7 @@ def offline(folder: Path, **options) -> WandbTracker:
 
 def warnings_in(caplog) -> int:
     """Count what a user sees; W&B's own loggers have no handler outside of pytest."""
-    return sum(record.name.startswith("trainer.trackers") for record in caplog.records)
+    return sum(record.name.startswith("trainer.reports.trackers") for record in caplog.records)
 
 
 def inspect(folder: Path) -> list[dict]:

@@ -15,7 +15,7 @@ from checkpoints import make_checkpoint, write_easy_jsonl
 from runs import SMALL, Finished, environment, launch, lines, metrics, train, wait_for
 from safetensors.torch import load_file
 
-from trainer.run_files import read_lines, read_status
+from trainer.runs.run_files import read_lines, read_status
 
 
 def sha256(path: Path) -> str:

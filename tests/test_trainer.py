@@ -17,7 +17,7 @@ from envs.tasks.task import Reply, Reward
 from policies.load import load_reference
 from trainer.advantage import GroupAdvantage
 from trainer.checkpoint import Checkpoints
-from trainer.evaluate import Evaluate
+from trainer.evaluation import Evaluate
 from trainer.kl import Leash
 from trainer.kl_control import (
     ConstantKLController,
@@ -28,11 +28,11 @@ from trainer.kl_control import (
 from trainer.objectives import GRPOObjective
 from trainer.optimizer import make_optimizer
 from trainer.reference import Reference
-from trainer.run_files import load_run, read_lines
+from trainer.reports.display import Display
+from trainer.reports.trackers.files import JsonlTracker
+from trainer.runs.run_files import load_run, read_lines
 from trainer.runtime import Runtime, Stopped
-from trainer.show.display import Display
 from trainer.sources import Rollouts
-from trainer.trackers.files import JsonlTracker
 from trainer.trainer import Trainer
 from trainer.update import Update
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from policies.scorer import Scores
 from trainer.kl import Leash
-from trainer.loss_inputs import check
 from trainer.losses import kl_term, minor_sft_term, value_term
 from trainer.surrogates import RATIOS, SURROGATES, Bounds
 
@@ -47,8 +46,9 @@ class GRPOObjective:
         surrogate: str = "clip",
         leash: Leash,
     ) -> None:
-        check("ratio", ratio, RATIOS)
-        check("surrogate", surrogate, SURROGATES)
+        for name, value, known in (("ratio", ratio, RATIOS), ("surrogate", surrogate, SURROGATES)):
+            if value not in known:
+                raise ValueError(f"expected {name} in {sorted(known)}, got {value!r}")
         self.bounds = Bounds(clip_low, clip_high, clip_ratio)
         self.ratio, (self.term, self.clipped) = RATIOS[ratio], SURROGATES[surrogate]
         self.leash = leash

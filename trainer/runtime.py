@@ -17,10 +17,10 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from trainer.failures import note_error, stop_reason
-from trainer.machine import about_machine
 from trainer.memory import peak
-from trainer.run_files import write_text
+from trainer.runs.failures import note_error, stop_reason
+from trainer.runs.run_files import write_text
+from trainer.runs.versions import about_machine
 
 
 class Stopped(BaseException):

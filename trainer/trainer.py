@@ -26,13 +26,13 @@ from tensordict import TensorDictBase
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer.agreement import check_agreement
 from trainer.checkpoint import Checkpoints, save_model
-from trainer.diagnosis import Diagnose
-from trainer.evaluate import Evaluate
+from trainer.evaluation import Evaluate
+from trainer.importance_sampling import unchanged
 from trainer.kl import Leash
 from trainer.metrics import summarize, transcripts
-from trainer.mismatch import unchanged
 from trainer.reference import NoReference, Reference
-from trainer.report import LiveReport, write_report
+from trainer.reports.diagnosis import Diagnose
+from trainer.reports.report import LiveReport, write_report
 from trainer.runtime import Runtime, Stopped
 from trainer.update import Update
 from trainer.weight_sync import weight_sync

@@ -14,9 +14,9 @@ import yaml
 
 from trainer.modes.evaluate import table_rows
 from trainer.modes.weights import Weights
-from trainer.redact import redact
-from trainer.run_files import Run, dig, load_run, number, read_yaml
-from trainer.show import about
+from trainer.reports import about
+from trainer.runs.redact import redact
+from trainer.runs.run_files import Run, dig, load_run, number, read_yaml
 
 SHOWN = (  # settings that a reader asks for first
     *("policy.model", "policy.dtype", "policy.temperature", "policy.max_new_tokens"),

@@ -27,7 +27,10 @@ from trainer.trainer import Trainer
 
 QUIT, RESET = "/quit", "/reset"
 STEPS = ((2.0, "bold "), (0.5, ""), (0.1, "dim "))  # nats from which a colour is that strong
-LIKELIER, LESS_LIKELY = "dark_orange", "dodger_blue1"  # --more and --less of show/style.css
+LIKELIER, LESS_LIKELY = (
+    "dark_orange",
+    "dodger_blue1",
+)  # --more and --less of trainer/reports/style.css
 
 
 class Reply(NamedTuple):

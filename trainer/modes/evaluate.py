@@ -18,7 +18,7 @@ from rich.table import Table
 from tensordict import TensorDict
 
 from trainer.modes import weights
-from trainer.run_files import write_text
+from trainer.runs.run_files import write_text
 from trainer.trainer import Trainer
 
 

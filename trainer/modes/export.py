@@ -11,8 +11,8 @@ from typing import Any
 from trainer.checkpoint import save_model
 from trainer.modes import weights
 from trainer.modes.card import card
-from trainer.report import run_svg
-from trainer.run_files import load_run, write_text
+from trainer.reports.report import run_svg
+from trainer.runs.run_files import load_run, write_text
 from trainer.trainer import Trainer
 
 

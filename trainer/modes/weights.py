@@ -7,7 +7,7 @@ from typing import Any
 
 from policies import lora
 from policies.cache import read_manifest
-from trainer.run_files import dig, load_run, number
+from trainer.runs.run_files import dig, load_run, number
 from trainer.trainer import Trainer
 
 

@@ -13,16 +13,6 @@ import torch
 from tensordict import NestedKey, TensorClass, TensorDictBase
 from torch import Tensor
 
-from trainer.loss_inputs import (
-    REDUCTIONS,
-    LossModule,
-    check,
-    find,
-    masked_mean,
-    need,
-    per_token,
-    refuse,
-)
 from trainer.losses import kl_term, weights
 from trainer.surrogates import (
     Bounds,
@@ -31,6 +21,16 @@ from trainer.surrogates import (
     is_clipped,
     is_outside,
     token_ratio,
+)
+from trainer.torchrl.loss_inputs import (
+    REDUCTIONS,
+    LossModule,
+    check,
+    find,
+    masked_mean,
+    need,
+    per_token,
+    refuse,
 )
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from trainer.gae import explained_variance, return_sums
-from trainer.loss_inputs import check, find, masked_mean, need, per_token, refuse
 from trainer.losses import value_term
+from trainer.torchrl.loss_inputs import check, find, masked_mean, need, per_token, refuse
 from trainer.torchrl.loss_modules import GRPOKeys, GRPOLoss, LLMLossOutput
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from tensordict import NestedKey, TensorClass, TensorDict, TensorDictBase, lazy_
 from torch import Tensor, nn
 
 from policies.padding import rows
-from trainer.loss_inputs import REDUCTIONS, LossModule, check, missing, need_rows, refuse
 from trainer.losses import kl_term
+from trainer.torchrl.loss_inputs import REDUCTIONS, LossModule, check, missing, need_rows, refuse
 
 if TYPE_CHECKING:
     from policies.wrappers.wrapper import LLMWrapperBase

@@ -1,1 +1,0 @@
-"""The parts of preflight=true, which trainer/modes/preflight.py puts together."""

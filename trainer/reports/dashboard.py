@@ -1,0 +1,90 @@
+"""Make a W&B workspace with the curves that matter.
+
+    python -m trainer.reports.dashboard --entity my-team --project leash
+    python -m trainer.reports.dashboard --dry-run     the sections as JSON, no network or login
+
+wandb-workspaces (`pip install 'leash[dashboard]'`) is imported here only. Names: docs/metrics.md.
+"""
+
+import argparse
+import json
+import re
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from policies.extras import EXTRAS
+from trainer.reports.panels import MAIN, MORE, Panel
+from trainer.reports.trackers.mirror import first_line
+from trainer.runs.redact import redact_text
+from trainer.runs.run_files import ITERATION
+
+# what report.html draws, and the parts of the reward, which it finds in the run
+SECTIONS: dict[str, Sequence[Panel]] = {
+    "Curves": (*MAIN, Panel("Reward parts", "mean per reply", {"reward_part/*": "part"})),
+    "More curves": MORE,
+}
+LOGIN = "no W&B login: run `wandb login` or set WANDB_API_KEY, then again; --dry-run needs none"
+
+
+def workspace(entity: str, project: str) -> Any:
+    """Return the workspace, not saved yet; every panel is drawn over progress/iteration."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of its own use of pydantic
+        import wandb_workspaces.reports.v2 as wr
+        import wandb_workspaces.workspaces as ws
+
+    def plot(panel: Panel) -> Any:
+        names = [*panel.metrics]
+        # eval/pass@k is logged as eval/pass@8
+        patterns = [re.sub(r"\*$|(?<=@)k$", ".*", name) for name in names]
+        what = {"y": names} if patterns == names else {"metric_regex": f"^({'|'.join(patterns)})$"}
+        return wr.LinePlot(title=panel.title, title_y=panel.unit, x=ITERATION, **what)
+
+    sections = [
+        ws.Section(name=name, is_open=panels is not MORE, panels=[*map(plot, panels)])
+        for name, panels in SECTIONS.items()
+    ]
+    return ws.Workspace(entity=entity, project=project, name="leash", sections=sections)
+
+
+def create(entity: str | None, project: str) -> str:
+    """Save the workspace on W&B and return its address; without a login a ValueError."""
+    import wandb
+
+    wandb.setup(settings=wandb.Settings(silent=True, quiet=True))
+    if not wandb.login(prompt=False, verify=False):
+        raise ValueError(LOGIN)
+    made = workspace(entity or wandb.Api().default_entity, project)
+    made.save()
+    return made.url
+
+
+def main(words: Sequence[str]) -> int:
+    """Create or print the workspace; return the exit code."""
+    parser = argparse.ArgumentParser("python -m trainer.reports.dashboard", description=LOGIN)
+    parser.add_argument("--entity", help="W&B team or user; default: yours")
+    parser.add_argument("--project", default="leash", help="as in tracker.project")
+    parser.add_argument("--dry-run", action="store_true", help="print the sections as JSON")
+    given = parser.parse_args(words)
+    if given.dry_run:
+        drawn = {
+            name: {panel.title: [*panel.metrics] for panel in panels}
+            for name, panels in SECTIONS.items()
+        }
+        print(json.dumps({"x": ITERATION, "sections": drawn}, indent=1))
+        return 0
+    try:
+        print(f"dashboard  {create(given.entity, given.project)}")
+    except ImportError as error:
+        print(f"error: {EXTRAS['wandb_workspaces']} ({error})", file=sys.stderr)
+        return 2
+    except Exception as error:  # of the network or of W&B: one line is enough
+        print(f"error: {redact_text(first_line(error))}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

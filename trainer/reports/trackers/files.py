@@ -1,0 +1,106 @@
+"""Where metrics and transcripts go: always two .jsonl files, and one more place when asked for.
+
+`metrics.jsonl` has one line per iteration, under the names of docs/metrics.md; line 0 is the
+evaluation before training. Every line is written and flushed at once, keys sorted, so a killed run
+loses nothing. A value that is not finite is written as null (JSON has no NaN) and not charted.
+The other places are a `Mirror` each (mirror.py). Call from rank 0 only. Left out on purpose:
+buffering.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.runs.run_files import ITERATION, json_line, number, read_lines, write_lines
+
+
+class JsonlTracker:
+    """Write metrics.jsonl and transcripts.jsonl into a run folder.
+
+    `about` is what a `Mirror` tells of the run; the files have it already. A new run in a folder
+    that holds metrics is a ValueError; `resume=True` goes on behind them.
+
+    >>> import tempfile
+    >>> tracker = JsonlTracker(tempfile.mkdtemp())
+    >>> tracker.log({"reward/mean": 0.5}, 1)
+    >>> tracker.finish("finished")
+    >>> print((tracker.folder / "metrics.jsonl").read_text(), end="")
+    {"progress/iteration": 1, "reward/mean": 0.5}
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        resume: bool = False,
+        keep_transcripts: bool = True,
+        **about: Any,
+    ) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.keep_transcripts = keep_transcripts
+        self._paths = [self.folder / "metrics.jsonl", self.folder / "transcripts.jsonl"]
+        if not resume and self._paths[0].exists():
+            raise ValueError(
+                f"expected a folder without a run, got {self.folder}, which holds metrics.jsonl: "
+                f"give another output_dir, or go on with resume={self.folder}"
+            )
+        JsonlTracker.rewind(self, math.inf)  # drops a line that a kill has torn
+
+    def log(self, metrics: Mapping[str, float], iteration: int) -> None:
+        """Write the metrics of one iteration; they are in the file when this returns."""
+        line = {name: _plain(value, name) for name, value in metrics.items()}
+        if line.setdefault(ITERATION, iteration) != iteration:
+            raise ValueError(
+                f"expected {ITERATION} {iteration}, got {line[ITERATION]}: "
+                "the iteration is the axis of every curve; log one iteration per call"
+            )
+        self._append(self._paths[0], [line])
+
+    def transcripts(self, rows: Sequence[Mapping[str, Any]], iteration: int) -> None:
+        """Write prompt and reply pairs; keys as in docs/metrics.md."""
+        if self.keep_transcripts:
+            lines = [finite({**row, "iteration": iteration}) for row in rows]
+            self._append(self._paths[1], lines)
+
+    def alert(self, title: str, text: str, *, error: bool = False) -> None:
+        """Tell people who are not at the terminal; the files have it in status.json already."""
+
+    def rewind(self, iteration: float, *, again: bool = False) -> None:
+        """Drop what was written after `iteration`, so that a resumed run repeats it once.
+
+        `again`: the metrics of `iteration` too, since they will be logged again.
+        """
+        for path, key in zip(self._paths, (ITERATION, "iteration"), strict=True):
+            last = iteration - (again and key == ITERATION)
+            if path.exists():
+                lines = read_lines(path)
+                write_lines(path, (line for line in lines if (number(line.get(key)) or 0) <= last))
+
+    def finish(self, state: str) -> None:
+        """Say how the run ended: `state` is finished, preempted or failed; files are closed."""
+
+    def _append(self, path: Path, lines: Sequence[dict[str, Any]]) -> None:
+        with open(path, "a", encoding="utf-8") as file:
+            for line in lines:
+                file.write(json_line(line))
+                file.flush()
+
+
+def _plain(value: Any, name: str = "") -> float | None:
+    """Return a JSON number: int stays int, a 0-d tensor becomes float, not finite becomes None."""
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return number(value)
+    raise ValueError(f"expected a number for metric {name!r}, got {value!r}: log no text here")
+
+
+def finite(item: Any) -> Any:
+    """Replace every float that is not finite by None, at any depth."""
+    if isinstance(item, dict):
+        return {key: finite(value) for key, value in item.items()}
+    if isinstance(item, (list, tuple)):
+        return [finite(value) for value in item]
+    return number(item) if isinstance(item, float) else item

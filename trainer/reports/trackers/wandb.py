@@ -1,0 +1,154 @@
+"""Weights & Biases: metrics, a table of replies and alerts; online when logged in, else offline.
+
+The x axis is progress/iteration: W&B's own step restarts when an offline run is resumed.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from policies.hub import why_silent
+from trainer.reports.trackers.mirror import Mirror, first_line
+from trainer.runs.redact import redact
+from trainer.runs.run_files import ITERATION, read_lines
+
+log = logging.getLogger(__name__)
+
+PATIENCE = 4.0  # seconds for the server's first answer; W&B itself asks again and again
+COLUMNS = ("iteration", "kind", "prompt", "response", "reward", "advantage", "kl", "truncated")
+
+
+class WandbTracker(Mirror):
+    """Send a run to Weights & Biases too.
+
+    Waits `init_timeout` seconds for a server that answers at all, then keeps the run offline.
+    Offline files lie in `<folder>/wandb`; `wandb sync` uploads them, `wandb leet` shows them.
+    `mode`: null (decide by login), online, offline or disabled. `table_every`: iterations from one
+    part of the table of replies to the next (W&B shows the latest 100 parts); 0 sends no replies.
+    `settings`: of wandb.Settings.
+    """
+
+    word = "wandb"
+
+    def __init__(
+        self,
+        folder: str,
+        *,
+        project: str = "leash",
+        entity: str | None = None,
+        mode: str | None = None,
+        init_timeout: float = 8.0,
+        finish_timeout: float = 60.0,
+        table_every: int = 10,
+        settings: Mapping[str, Any] | None = None,
+        **about: Any,
+    ) -> None:
+        if mode not in (None, "online", "offline", "disabled"):
+            raise ValueError(
+                f"expected tracker.mode null, online, offline or disabled, got {mode!r}"
+            )
+        self._place = {"project": project, "entity": entity}
+        self._mode, self._table_every = mode, table_every
+        timeouts = {"init_timeout": init_timeout, "finish_timeout": finish_timeout}
+        self._settings = {**timeouts, **(settings or {})}
+        self._run: Any = None
+        self._table: Any = None
+        self._rows: list[dict[str, Any]] = []  # replies that no part of the table holds yet
+        self._table_at = 0  # iteration of its latest part
+        super().__init__(folder, **about)
+
+    def rewind(self, iteration: float, *, again: bool = False) -> None:
+        """Rewind the files; what W&B cannot go on with (offline) begins with all that they hold.
+
+        An offline file loses what it held when its process is killed.
+        """
+        super().rewind(iteration, again=again)
+        if self._run is None or self._run.resumed:
+            return
+        self._rows = read_lines(self.folder / "transcripts.jsonl")
+        for line in read_lines(self.folder / "metrics.jsonl"):
+            finite = {name: value for name, value in line.items() if value is not None}
+            self._safely("log to", partial(self._run.log, finite))
+
+    def _start(self) -> None:
+        # W&B's reports about itself hold a process up at its end where its server is silent.
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        import wandb
+
+        quiet = {"silent": True, "quiet": True, "console": "off", "save_code": False}
+        hide_command = redact(sys.argv) != sys.argv  # W&B's metadata holds the command line
+        settings = wandb.Settings(**{**quiet, "x_disable_meta": hide_command, **self._settings})
+        wandb.setup(settings=wandb.Settings(silent=True, quiet=True))
+        # Tables wait for `wandb sync` in the run folder, not in the home.
+        os.environ.setdefault("WANDB_DATA_DIR", str(self.folder / "wandb" / "data"))
+        about = {**self.about, **self._place, "dir": str(self.folder)}
+        about |= {"id": self.run_id(), "resume": "allow"}
+        mode, reason = self._mode or os.environ.get("WANDB_MODE"), ""
+        if mode is None and (reason := _not_logged_in()):
+            mode = "offline"
+        elif mode in (None, "online"):
+            server = self._settings.get("base_url") or wandb.setup().settings.base_url
+            silent = why_silent(server, PATIENCE)
+            mode, reason = ("offline", f"no connection ({silent})") if silent else ("online", "")
+        if mode == "online":
+            try:
+                self._run = wandb.init(mode="online", settings=settings, **about)
+            except Exception as error:  # no network, a wrong key, no such project: kept offline
+                mode, reason = "offline", f"no connection ({first_line(error)})"
+                wandb.teardown()  # else its service still holds the run id
+        if self._run is None:
+            self._run = wandb.init(mode=mode, settings=settings, **about)
+        self._run.define_metric(ITERATION)
+        self._run.define_metric("*", step_metric=ITERATION)
+        if mode == "offline":
+            self.hint = f"offline; upload it with: wandb sync {Path(self._run.dir).parent}"
+        elif self._run.url:
+            self.hint = self._run.url
+        if reason:
+            log.warning("wandb: %s; the run is kept offline, to be uploaded later", reason)
+
+    def _log(self, line: dict[str, float], iteration: int) -> None:
+        due = self._table_every and iteration >= self._table_at + self._table_every
+        self._run.log({**line, **self._part(iteration)} if due else line)
+
+    def _show(self, rows: list[dict[str, Any]], iteration: int) -> None:
+        self._rows += rows if self._table_every else []
+
+    def _alert(self, title: str, text: str, error: bool) -> None:
+        self._run.alert(title=title[:63], text=text, level="ERROR" if error else "WARN")
+
+    def _stop(self, state: str) -> None:
+        if self._rows and self._table_every:
+            last = int(max(row["iteration"] for row in self._rows))
+            self._run.log({**self._part(last), ITERATION: last})
+        self._run.finish(exit_code=int(state == "failed"))
+
+    def _part(self, iteration: int) -> dict[str, Any]:
+        """Return the next part of the table: the replies since the one before."""
+        import wandb
+
+        self._table_at = iteration
+        if not self._rows:
+            return {}
+        if self._table is None:
+            self._table = wandb.Table(
+                columns=list(COLUMNS), log_mode="INCREMENTAL", allow_mixed_types=True
+            )
+        for row in self._rows:
+            self._table.add_data(*(row.get(name) for name in COLUMNS))
+        self._rows = []
+        return {"transcripts": self._table}
+
+
+def _not_logged_in() -> str:
+    """Return why W&B has no account to send to, "" if it has one."""
+    import wandb
+
+    try:  # a prompt would wait for ever
+        return "" if wandb.login(prompt=False, verify=False) else "not logged in"
+    except (ValueError, wandb.Error) as error:  # no key of W&B at all
+        return f"not logged in ({first_line(error)})"

@@ -1,0 +1,150 @@
+"""What ended a run badly: one line for its user, the whole story in errors/rank<k>.txt. Torch-free.
+
+An error that is worded for users is its message alone; an unexpected one keeps the name of its
+class and says where its traceback is. Secrets are hidden in both.
+"""
+
+import json
+import os
+import re
+import signal
+import sys
+import traceback
+from contextlib import suppress
+from pathlib import Path
+
+from trainer.runs.redact import redact_text, secrets_of
+from trainer.runs.run_files import read_status, read_yaml, write_text
+
+FULL = re.compile(r"No space left on device|os error 28|Disk quota exceeded")
+MEMORY = re.compile(r"out of memory|can't allocate memory", re.IGNORECASE)
+LOST = re.compile(r"Connection (closed|reset) by peer|remote process exited|Broken pipe.*gloo")
+LESS_MEMORY = (
+    "lower trainer.micro_batch_tokens (training) or algorithm.group_size (generation), or set "
+    "policy.dtype=bfloat16"
+)
+
+
+def stop_reason(number: int) -> str:
+    """Return what status.json says of a run that a signal stopped.
+
+    >>> stop_reason(2), stop_reason(15)
+    ('stopped by Ctrl-C', 'stopped by SIGTERM')
+    """
+    return f"stopped by {'Ctrl-C' if number == signal.SIGINT else signal.Signals(number).name}"
+
+
+def kill_reason(code: int, who: str) -> str:
+    """Return how a process ended that could not say so itself, from its exit code.
+
+    >>> kill_reason(-11, "rank 1")
+    'rank 1 was killed (signal 11, SIGSEGV)'
+    """
+    if code >= 0:
+        return f"{who} ended with code {code} and wrote no error"
+    killed = f"{who} was killed (signal {-code}, {signal.Signals(-code).name})"
+    return f"{killed}; out of memory? {LESS_MEMORY}" if -code == signal.SIGKILL else killed
+
+
+def headline(error: BaseException) -> str:
+    """Return an error as one line: its message if that is meant for users, else with its class.
+
+    >>> headline(ValueError("expected a, got b")), headline(KeyError("a"))
+    ('expected a, got b', "KeyError: 'a'")
+    """
+    text, name = str(error).strip(), type(error).__name__
+    plain = " ".join(text.split())
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and MEMORY.search(text)):
+        tried = re.search(r"tried to allocate ([\d.]+ \w+)", text, re.IGNORECASE)
+        return f"out of memory{f' (tried {tried[1]})' if tried else ''}; {LESS_MEMORY}"
+    if FULL.search(text):
+        return f"the disk is full ({plain}); free some space, or write elsewhere with output_dir="
+    if LOST.search(text) and isinstance(error, RuntimeError):
+        return "lost contact with another rank, which failed or was killed (out of memory?)"
+    if is_for_users(error):
+        return plain
+    return f"{name}: {text.splitlines()[0]}" if text else name
+
+
+def is_for_users(error: BaseException) -> bool:
+    """Return whether an error's message says what to do.
+
+    A ValueError or OSError, not a kin of it; an ImportError that names what to install.
+    """
+    if isinstance(error, ImportError):
+        return "pip install" in str(error)
+    return (
+        isinstance(error, (ValueError, OSError))
+        and type(error).__module__ == "builtins"
+        and not isinstance(error, UnicodeError)
+    )
+
+
+def note_error(folder: Path, error: BaseException) -> str:
+    """Write an error to errors/rank<k>.txt, its one line first, and return that line."""
+    path = _file(folder)
+    line = headline(error)
+    if line.startswith(type(error).__name__):
+        line += f" (traceback: {path})"
+    hidden = secrets_of(read_yaml(folder / "config.yaml"))
+    line = redact_text(line, hidden)
+    story = redact_text("".join(traceback.format_exception(error)), hidden)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{line}\n\n{story}", encoding="utf-8")
+    except OSError:  # the disk may be what failed
+        complain(line)
+    return line
+
+
+def _file(folder: Path) -> Path:
+    return folder / "errors" / f"rank{os.environ.get('RANK', '0')}.txt"
+
+
+def last_words(folder: Path, error: BaseException) -> None:
+    """Write an error down unless the run has done so; under an outside launcher print it too.
+
+    There the rank that failed first is the one to speak: the others only lost contact with it.
+    """
+    if not _file(folder).exists():
+        note_error(folder, error)
+    noted = noted_errors(folder)
+    if "LEASH_PARENT" not in os.environ and noted and noted[0][0] == _file(folder):
+        complain(noted[0][1])
+
+
+def noted_errors(folder: Path) -> list[tuple[Path, str]]:
+    """Return each rank's file and line, the rank that failed first in front: it is the cause."""
+    files = sorted((p.stat().st_mtime_ns, p) for p in (folder / "errors").glob("rank*.txt"))
+    texts = [(path, path.read_text(encoding="utf-8").strip()) for _, path in files]
+    return [(path, text.splitlines()[0]) for path, text in texts if text]
+
+
+def close_status(folder: Path, state: str, reason: str) -> None:
+    """Say in status.json how a run ended, unless it is finished."""
+    status = read_status(folder)
+    if status.get("state") == "finished":
+        return
+    text = json.dumps({**status, "state": state, "reason": redact_text(reason)}, indent=1)
+    with suppress(OSError):  # the disk may be what failed; the reason is printed too
+        write_text(folder / "status.json", text)
+
+
+def say(text: str) -> None:
+    """Print a line at once; fall silent if nobody reads any more: the work goes on."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        silence()
+
+
+def silence() -> None:
+    """Send stdout nowhere: its reader has gone, as in `python train.py | head`."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def complain(error: object) -> None:
+    """Print an error as one line, without secrets."""
+    text = headline(error) if isinstance(error, (ValueError, OSError)) else str(error)
+    with suppress(OSError):  # nobody may be listening any more
+        print(f"error: {redact_text(text)}", file=sys.stderr, flush=True)

@@ -1,0 +1,266 @@
+"""Starting a run in a fresh process, one per rank, and waiting for it. Torch-free.
+
+The parent never imports torch: what a job leaves behind in a process cannot reach the next one.
+Status travels by <folder>/status.json, errors by <folder>/errors/rank<k>.txt.
+"""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainer.runs.failures import close_status, complain, kill_reason, noted_errors, stop_reason
+from trainer.runs.lock import held, sign, take
+from trainer.runs.run_files import read_status
+from trainer.runs.start_model import resolve_experiment
+from trainer.runs.start_up import announce, leave
+
+# What a launcher such as torchrun tells its ranks; a run started from one of them is its own.
+RANK = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+STOPPED = 143  # exit code of a rank that stopped because it was told to
+PATIENCE = 30  # seconds; a rank that waits for a dead one may never notice (NCCL)
+
+
+class Interrupted(SystemExit):
+    """The run was stopped by a signal; a sweep stops with it."""
+
+
+def start(
+    config: dict[str, Any], folder: Path, *, script: Path, compose: Callable[[str], dict[str, Any]]
+) -> float:
+    """Run one job in fresh processes, its warm-up first; return the metric of a sweep.
+
+    ValueError if another run holds the folder; nothing in it is touched then.
+    """
+    with held(folder) as lock:
+        try:
+            prepare(config, folder, script=script, compose=compose)
+            ranks, threads = config["launch"]["num_processes"], config["launch"]["threads"]
+            path = folder / "config.yaml"
+            status = run(script, path, folder, ranks=ranks, threads=threads, lock=lock)
+        except (Interrupted, KeyboardInterrupt) as stop:
+            leave(config, folder)
+            raise stop if isinstance(stop, Interrupted) else Interrupted(130) from None
+        except (RuntimeError, ValueError, OSError) as error:
+            close_status(folder, "failed", str(error))
+            raise
+    return float(status["objective"])
+
+
+def prepare_joined(config: dict[str, Any], folder: Path, **ours: Any) -> Path:
+    """Do `prepare` in rank 0 of an outside launcher, which holds the folder until it ends."""
+    take(folder)
+    return prepare(config, folder, **ours)
+
+
+def prepare(
+    config: dict[str, Any], folder: Path, *, script: Path, compose: Callable[[str], dict[str, Any]]
+) -> Path:
+    """Write config.yaml into a run folder, after the warm-up it asks for; return the folder."""
+
+    def warm_up(config: dict[str, Any], folder: Path) -> None:
+        start(config, folder, script=script, compose=compose)
+
+    folder.mkdir(parents=True, exist_ok=True)
+    announce(config, folder)
+    shutil.rmtree(folder / "errors", ignore_errors=True)  # an earlier attempt must not speak for
+    (folder / "status.json").unlink(missing_ok=True)  # this one
+    config = _resolved(config, lambda name: resolve_experiment(name, compose, warm_up))
+    (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    return folder
+
+
+def _resolved(node: Any, resolve: Callable[[str], str]) -> Any:
+    """Return a configuration with every text resolved: experiment:<name> may stand anywhere."""
+    if isinstance(node, dict):
+        return {key: _resolved(value, resolve) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_resolved(value, resolve) for value in node]
+    return resolve(node) if isinstance(node, str) else node
+
+
+def run(
+    script: str | Path,
+    config: Path,
+    folder: Path,
+    *,
+    ranks: int = 1,
+    threads: int | None = None,
+    lock: int | None = None,
+) -> dict[str, Any]:
+    """Run `script --worker config folder` and return its status; raise RuntimeError if it failed.
+
+    SIGINT and SIGTERM are passed on once, for the run to stop at its next safe point; a second one
+    ends it at once. A stopped run raises `Interrupted` with 128 + the signal.
+    """
+    words = [sys.executable, str(script), "--worker", str(config), str(folder)]
+    each = threads or max((os.cpu_count() or 1) // ranks, 1)
+    with _caught_signals() as got, _free_port() as port:
+        started = _start_ranks(words, ranks=ranks, threads=each, port=port, lock=lock)
+        end = _wait(started, folder, got)
+        failure = _close(folder, end, got)
+    if end.code or got:
+        _tell(folder)
+    status = read_status(folder)
+    if got or status.get("state") == "preempted":
+        if failure:
+            complain(failure)
+        raise Interrupted(128 + got[0] if got else STOPPED)
+    if failure:
+        raise RuntimeError(failure)
+    return status
+
+
+def _tell(folder: Path) -> None:
+    """Write the report of a run that did not finish again: only now is it known why."""
+    from trainer.reports.report import write_report
+
+    if (folder / "report.html").exists():
+        with suppress(Exception):  # a damaged folder or a full disk
+            write_report(folder)
+
+
+def _close(folder: Path, end: "End", got: list[int]) -> str | None:
+    """Leave status.json telling how a run ended; return the reason if it failed."""
+    state = read_status(folder).get("state")
+    if got and (state != "failed" or end.killed):  # an error of its own stays one
+        close_status(folder, "preempted", stop_reason(got[0]))
+    elif end.code or state not in ("finished", "preempted"):
+        reason = explain_failure(folder, end)
+        close_status(folder, "failed", reason)
+        return reason
+    return None
+
+
+@contextmanager
+def _caught_signals() -> Iterator[list[int]]:
+    """Collect SIGINT and SIGTERM, from before the start: none may get lost.
+
+    After one the process is about to end; what is still hammered in is ignored.
+    """
+    got: list[int] = []
+    kinds = (signal.SIGINT, signal.SIGTERM)
+    previous = {kind: signal.signal(kind, lambda number, _: got.append(number)) for kind in kinds}
+    try:
+        yield got
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, signal.SIG_IGN if got else handler)
+
+
+@contextmanager
+def _free_port() -> Iterator[int]:
+    """Hold a port of this machine; with SO_REUSEADDR rank 0 can listen on it all the same."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
+
+
+def _start_ranks(
+    words: Sequence[str], *, ranks: int, threads: int, port: int, lock: int | None
+) -> list[subprocess.Popen]:
+    """Start one process per rank, told about the others as torchrun would; no launcher between."""
+    env = {k: v for k, v in os.environ.items() if k not in RANK and "TORCHELASTIC" not in k}
+    env |= {"OMP_NUM_THREADS": str(threads), "LEASH_PARENT": str(os.getpid())}
+    size = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    size |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    told = [
+        size | {"RANK": str(k), "LOCAL_RANK": str(k)} if ranks > 1 else {} for k in range(ranks)
+    ]
+    kept = () if lock is None else (lock,)  # the folder stays held when this process is killed
+    out = [
+        subprocess.Popen(words, start_new_session=True, env=env | mine, pass_fds=kept)
+        for mine in told
+    ]
+    if lock is not None:
+        sign(lock, [os.getpid(), *(rank.pid for rank in out)])
+    return out
+
+
+@dataclass(frozen=True)
+class End:
+    """How the processes of a run ended: the exit code of the first rank that failed, or 0."""
+
+    code: int = 0
+    rank: int = 0
+    ranks: int = 1
+
+    @property
+    def killed(self) -> bool:
+        return self.code < 0
+
+    def __str__(self) -> str:
+        return kill_reason(self.code, f"rank {self.rank}" if self.ranks > 1 else "the process")
+
+
+def _wait(ranks: list[subprocess.Popen], folder: Path, got: list[int]) -> End:
+    """Wait for all ranks; pass on the first signal in `got`, kill all processes at the second.
+
+    The others of a rank that failed get PATIENCE seconds for their own last words.
+    """
+    end, passed, limit = End(ranks=len(ranks)), False, float("inf")
+    while None in [rank.poll() for rank in ranks]:  # a list: each one is asked
+        if end.code == 0 and (end := _first_failure(ranks)).code:
+            limit = time.monotonic() + PATIENCE
+        if len(got) > 1 or time.monotonic() > limit:
+            _kill_families(ranks)
+        elif got and not passed:
+            passed = True
+            # Before a run has its handlers, SIGINT would be a KeyboardInterrupt with a traceback.
+            ready = "state" in read_status(folder)
+            for rank in ranks:
+                rank.send_signal(got[0] if ready else signal.SIGTERM)
+        time.sleep(0.05)
+    end = end if end.code else _first_failure(ranks)
+    if end.killed:
+        _kill_families(ranks)  # what it had started itself is still there
+    return end
+
+
+def _first_failure(ranks: list[subprocess.Popen]) -> End:
+    """Return the rank that has failed; of several that a signal killed: the others lost contact."""
+    codes = [(rank.returncode, k) for k, rank in enumerate(ranks)]
+    failed = [(code, k) for code, k in codes if code not in (None, 0, STOPPED)]
+    return End(*min(failed, default=(0, 0)), ranks=len(ranks))
+
+
+def _kill_families(ranks: list[subprocess.Popen]) -> None:
+    """Kill the ranks and their children, also those in sessions of their own."""
+    import psutil  # here: most starts do not need it
+
+    for rank in ranks:
+        with suppress(psutil.NoSuchProcess):
+            head = psutil.Process(rank.pid)
+            for process in [*head.children(recursive=True), head]:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+        with suppress(ProcessLookupError):  # those whose parent is gone
+            os.killpg(rank.pid, signal.SIGKILL)
+
+
+def explain_failure(folder: Path, end: End) -> str:
+    """Return one line on why a run failed: a killed rank, else what the first to fail wrote."""
+    noted = noted_errors(folder)
+    return noted[0][1] if noted and not end.killed else str(end)
+
+
+def agree(make: Callable[[], Any], config: dict[str, Any]) -> Any:
+    """Return rank 0's `make()` on every rank that an outside launcher started (torchrun ...)."""
+    import torch
+    from accelerate import PartialState
+    from accelerate.utils import broadcast_object_list
+
+    state = PartialState(cpu=config["policy"]["device"] == "cpu" or not torch.cuda.is_available())
+    values = [make() if state.is_main_process else None]
+    return broadcast_object_list(values)[0]

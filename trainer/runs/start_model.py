@@ -1,0 +1,78 @@
+"""Models that another experiment trains first: experiment:<name>, run once and kept. Torch-free."""
+
+import hashlib
+import inspect
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from policies.cache import build_once, cache_dir
+from trainer.runs.failures import say
+from trainer.runs.lock import held
+
+PREFIX = "experiment:"
+IRRELEVANT = ("tracker", "launch", "checkpoint", "mode", "preflight")  # to what is learnt
+
+
+def resolve_experiment(
+    name: str, compose: Callable[[str], dict[str, Any]], start: Callable[[dict, Path], None]
+) -> str:
+    """Return the model folder of a finished experiment, from the cache or by running it now.
+
+    The cache is keyed by the experiment's resolved configuration, the files of its task and leash's
+    version. `start` runs a configuration in a folder; its `model` is what is kept.
+    """
+    if not name.startswith(PREFIX):
+        return name
+    experiment = name.removeprefix(PREFIX)
+    config = compose(experiment)
+    folder = kept_in(experiment, config)
+
+    def build(work: Path) -> dict[str, Any]:
+        say(f"{experiment} is not in the cache yet: running it first")
+        run_folder = folder.with_name(f"{folder.name}.run")  # outlives a failure, for its errors
+        with held(run_folder):  # a killed one may still be ending
+            shutil.rmtree(run_folder, ignore_errors=True)
+        start({**config, "experiment": experiment, "kept_in": str(folder)}, run_folder)
+        (run_folder / "model").rename(work / "model")
+        shutil.rmtree(run_folder)
+        return {"experiment": experiment, "config": config}
+
+    build_once(folder, build)
+    return str(folder / "model")
+
+
+def kept_in(experiment: str, config: dict[str, Any]) -> Path:
+    """Return the folder of the cache for an experiment with this configuration."""
+    try:
+        release = version("leash")
+    except PackageNotFoundError:
+        release = "source"
+    kept = {k: v for k, v in config.items() if k not in IRRELEVANT}
+    text = json.dumps([kept, release, *_sources(config.get("env", {}).get("task"))], sort_keys=True)
+    key = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return cache_dir() / "experiments" / f"{experiment}-{key}"
+
+
+def _sources(task: Any) -> list[str]:
+    """Return the texts of the files that a task and its bases stand in, and those of its parts.
+
+    An edited task is another one, and so is one whose base was edited.
+    """
+    parts = [getattr(import_module(module), name) for module, name in _targets(task)]
+    bases = {base for part in parts for base in getattr(part, "__mro__", (part,))} - {object}
+    return [Path(file).read_text() for file in sorted({inspect.getfile(base) for base in bases})]
+
+
+def _targets(node: Any) -> Iterator[tuple[str, str]]:
+    """Yield module and name of each `_target_` in a node of a configuration."""
+    if isinstance(node, dict):
+        module, _, name = str(node.get("_target_") or "").rpartition(".")
+        if name:
+            yield module, name
+        for value in node.values():
+            yield from _targets(value)

@@ -1,0 +1,41 @@
+"""What a run ran on: versions and device, for status.json and the report."""
+
+import os
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+PACKAGES = ("leash", "torch", "transformers", "tensordict", "accelerate", "vllm")
+ROOT = Path(__file__).parents[2]
+
+
+def about_machine(device: torch.device, ranks: int) -> dict[str, str | int]:
+    """Return the device by name, the versions that matter and leash's commit, if it has one."""
+    if device.type == "cuda":
+        name = f"cuda ({torch.cuda.get_device_name(device)})"
+    else:
+        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        name = f"{device.type} ({platform.machine()}, {cpus} cores, {torch.get_num_threads()} used)"
+    out: dict[str, str | int] = {"device": name, "ranks": ranks}
+    out |= {"python": platform.python_version(), "system": platform.platform(terse=True)}
+    for package in PACKAGES:
+        try:
+            out[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return out | _commit()
+
+
+def _commit() -> dict[str, str]:
+    """Return the commit of a checkout, with a plus sign if files differ from it."""
+    if not (ROOT / ".git").exists():
+        return {}
+    words = ["git", "-C", str(ROOT), "describe", "--always", "--exclude=*", "--dirty=+"]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):  # no git, or a checkout that is not ours
+        return {}
+    return {"commit": done.stdout.strip()}

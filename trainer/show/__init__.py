@@ -1,1 +1,0 @@
-"""What reports are made of: charts, pages, transcripts. Torch-free."""
