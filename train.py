@@ -1,6 +1,6 @@
 """Train a chat model: python train.py [experiment=...] [key=value ...] [-m] [resume=<run folder>].
 
-Also preflight=true, and resume=<run folder> with mode=chat, evaluate or export (conf/modes.py).
+Also preflight=true, and resume=<run folder> with mode=chat, evaluate or export.
 The parent checks the configuration and starts a fresh process per rank; it imports no torch.
 """
 
@@ -10,18 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from conf import compose, continued, defaults, modes, parts
-from trainer.reports.sweep import LiveSweep
+from conf import build as parts
+from conf import preflight_and_modes, start
+from conf.command_line import help_text, spell_out
+from conf.compose import compose_experiment, compose_raw
 from trainer.runs.failures import complain, last_words, say
-from trainer.runs.launch import agree, prepare_joined, start
+from trainer.runs.launch import agree, prepare_joined
+from trainer.runs.launch import start as launch
 
-OURS: dict[str, Any] = {"script": Path(__file__).resolve(), "compose": compose.compose_experiment}
-FAILED: list[str] = []  # jobs of this sweep that ended with an error
-SWEEPS: list[LiveSweep] = []  # this sweep, once a job has started
+OURS: dict[str, Any] = {"script": Path(__file__).resolve(), "compose": compose_experiment}
 
 
 def train(cfg: DictConfig, folder: Path) -> float:
@@ -38,24 +37,28 @@ def train(cfg: DictConfig, folder: Path) -> float:
         env = parts.make_env(cfg, task, policy)
         reference = parts.make_reference(cfg, policy)
         made: dict[str, Any] = {"task": task, "env": env, "policy": policy, "runtime": runtime}
-        advantage = parts.build(algorithm.advantage, leash=leash, **made)  # may bring a critic
-        settings = parts.taken(trainer.make_optimizer, opt)
+        advantage = parts.build(
+            algorithm.advantage, algorithm, cfg.trainer, leash=leash, **made
+        )  # may bring a critic
+        settings = parts.keys_for(trainer.make_optimizer, opt)
         optimizer = trainer.make_optimizer(policy.scorer, **settings)
         scorer, optimizer = runtime.accelerator.prepare(policy.scorer, optimizer)
         loop = trainer.Trainer(
             runtime=runtime,
             policy=policy,
-            source=parts.build(algorithm.source, size=cfg.trainer.prompts_per_iteration, **made),
+            source=parts.build(
+                algorithm.source, algorithm, size=cfg.trainer.prompts_per_iteration, **made
+            ),
             retrieve_kl=reference,
             correct=parts.make_correction(cfg, **made),
             advantage=advantage,
             update=trainer.Update(
                 scorer,
                 optimizer,
-                parts.build(algorithm.objective, leash=leash),
+                parts.build(algorithm.objective, algorithm, leash=leash),
                 runtime,
                 lr=trainer.make_schedule(opt.schedule, lr=opt.lr, warmup=opt.warmup, total=steps),
-                **parts.taken(trainer.Update, cfg.trainer, algorithm),
+                **parts.keys_for(trainer.Update, cfg.trainer, algorithm),
                 max_tokens=cfg.policy.max_new_tokens * cfg.env.max_turns,
                 max_grad_norm=opt.max_grad_norm,
                 reference=reference.scorer,
@@ -73,25 +76,49 @@ def train(cfg: DictConfig, folder: Path) -> float:
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
-def main(cfg: DictConfig) -> float:
-    """Run one job in Hydra's folder; a failed job of a sweep does not stop the others."""
-    folder = Path(HydraConfig.get().runtime.output_dir)
+def show(cfg: DictConfig) -> None:
+    """Let Hydra show what a flag asks for: --cfg job ..."""
+
+
+def run(job: start.Job) -> None:
+    """Train what a job is, if something of it is left."""
+    if job.done:
+        say(job.done)
+    else:
+        launch(job.config, start.begin(job), **OURS)
+
+
+def run_sweep(sweep: start.Sweep) -> int:
+    """Run the jobs of a sweep, the others too if one fails; return the exit code."""
+    from trainer.reports.sweep import LiveSweep  # draws pages: nobody else needs it here
+
+    failed = []
+    pages = LiveSweep(sweep.folder, sweep.jobs, names=sweep.folders, words=sweep.words)
     try:
-        run = continued.find(compose.settle(cfg), folder)
-        if HydraConfig.get().mode == RunMode.MULTIRUN:
-            SWEEPS[:] = SWEEPS or [continued.live(sys.argv[1:], HydraConfig.get().sweep.dir)]
-            SWEEPS[0].begin(HydraConfig.get().job.num, run.done)
-        return float("nan") if run.done else start(run.config, defaults.keep(folder), **OURS)
-    except (RuntimeError, ValueError, OSError) as error:
-        complain(error)
-        FAILED.append(folder.name)
-        return float("nan")
+        for number, name in enumerate(sweep.folders):
+            try:
+                job = sweep.job(number)
+                pages.begin(number, job.done)
+                if not job.done:
+                    run(job)
+            except (RuntimeError, ValueError, OSError) as error:
+                complain(error)
+                failed.append(name)
+    except KeyboardInterrupt:  # outside of a run
+        say("stopped between two jobs")
+        return 130
+    finally:
+        pages.end()
+    for name in failed:
+        print(f"failed   {name}", file=sys.stderr)
+    return 1 if failed else 0
 
 
 def join(words: list[str], ranks: int) -> int:
     """Be one rank of `torchrun train.py` or `accelerate launch train.py`; return the exit code."""
-    config = compose.compose_joined(words, ranks=ranks)
-    folder = agree(lambda: prepare_joined(config, compose.run_folder(words), **OURS), config)
+    config = start.compose_joined(words, ranks=ranks)
+    composed = compose_raw(words, with_hydra=True)
+    folder = agree(lambda: prepare_joined(config, start.run_folder(composed), **OURS), config)
     return worker(str(folder / "config.yaml"), str(folder))
 
 
@@ -99,7 +126,7 @@ def worker(config: str, folder: str) -> int:
     """Train in this process; return its exit code."""
     from trainer import Stopped
 
-    compose.set_up()
+    start.set_up()
     try:
         train(OmegaConf.load(config), Path(folder))
     except Stopped:
@@ -114,35 +141,31 @@ def cli(words: list[str]) -> int:
     """Check everything that can be checked, then run; return the exit code."""
     if words[:1] == ["--worker"]:
         return worker(*words[1:])
-    compose.set_up()
+    if {"--help", "-h"} & {*words}:
+        print(help_text())
+        return 0
+    start.set_up()
     try:
         if (ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
             return join(words, ranks)
-        if beside := modes.asked(words):
-            return modes.carry_out(beside, **OURS)
-        if (resumed := continued.check(words)) is None:
-            main()
-        elif resumed.done:
-            say(resumed.done)
-        else:
-            start(resumed.config, resumed.folder, **OURS)
+        if beside := preflight_and_modes.asked(words):
+            return preflight_and_modes.carry_out(beside, **OURS)
+        asked = start.read_command(words)
+        if isinstance(asked, start.Sweep):
+            return run_sweep(asked)
+        run(asked) if asked else show()
     except (ValueError, RuntimeError, OSError) as error:
         if os.environ.get("RANK", "0") == "0":
             complain(error)
         return 2
     except KeyboardInterrupt:  # outside of a run
-        say("stopped between two jobs" if SWEEPS else "stopped before it began; nothing is saved")
+        say("stopped before it began; nothing is saved")
         return 130
-    finally:
-        for sweep in SWEEPS:
-            sweep.end()
-    for name in FAILED if SWEEPS else ():
-        print(f"failed   {name}", file=sys.stderr)
-    return 1 if FAILED else 0
+    return 0
 
 
 if __name__ == "__main__":
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # a reply may hold what this terminal cannot show
-    sys.argv[1:] = compose.spell_out(sys.argv[1:])  # Hydra reads them too
+    sys.argv[1:] = spell_out(sys.argv[1:])  # Hydra reads them too
     sys.exit(cli(sys.argv[1:]))

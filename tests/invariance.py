@@ -19,8 +19,9 @@ from safetensors.torch import save_file
 from tensordict import TensorDict
 from torch import Tensor
 
-from conf.compose import compose_checked, set_up
-from conf.parts import build, make_leash
+from conf.build import build, make_leash
+from conf.compose import compose_checked
+from conf.start import set_up
 from envs.chat_env import ChatEnv
 from envs.transforms import RetrieveKL
 from policies.load import load_policy, load_reference
@@ -94,7 +95,7 @@ def step(name: str) -> Step:
     task = Pairs()
     parts = {"task": task, "policy": policy, "runtime": Alone("/tmp")}
     env = ChatEnv(task, group_size=cfg.algorithm.group_size)
-    batch = build(cfg.algorithm.source, size=4, env=env, **parts)(0)
+    batch = build(cfg.algorithm.source, cfg.algorithm, size=4, env=env, **parts)(0)
     if cfg.kl.measure:
         batch = RetrieveKL(ref_model=reference, add_to_reward=False)(batch)
     for key in DENSE:
@@ -138,7 +139,7 @@ def gradient(
             params = [p for group in self.param_groups for p in group["params"]]
             grads.extend(p.grad.flatten().clone() for p in params)
 
-    advantage = build(algorithm.advantage, leash=own, policy=policy, runtime=runtime)
+    advantage = build(algorithm.advantage, algorithm, leash=own, policy=policy, runtime=runtime)
     if policy.scorer.critic is not None:
         policy.scorer.critic.double()
         torch.nn.init.constant_(policy.scorer.critic.head.weight, 0.01)
@@ -147,7 +148,7 @@ def gradient(
     update = Update(
         scorer,
         optimizer,
-        build(algorithm.objective, leash=own),
+        build(algorithm.objective, algorithm, leash=own),
         runtime,
         lr=lambda number: 0.0,
         aggregation=algorithm.aggregation,

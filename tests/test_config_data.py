@@ -14,9 +14,9 @@ from omegaconf import ListConfig
 from test_config import refusal
 
 import train
+from conf.build import make_task
 from conf.compose import compose_checked
-from conf.parts import make_task
-from conf.task import fits
+from conf.targets import fits
 from envs.tasks import DatasetTask, MathWords, Reply, Reward, SortDigits, Task
 from policies.random import fold, uniforms
 

@@ -11,7 +11,7 @@ from contracts import leash, one_process
 from invariance import ALGORITHMS, step
 from test_update import Record, make_update
 
-from conf.parts import build
+from conf.build import build
 from trainer.kl import Leash
 from trainer.kl_control import BIASED, ESTIMATORS, PLACES, ConstantKLController
 
@@ -28,10 +28,10 @@ def run(name: str, own: Leash, *, judged_by: Leash | None = None):
     case, runtime = step(name), one_process()
     policy, algorithm = case.policy, case.cfg.algorithm
     first = judged_by or own
-    advantage = build(algorithm.advantage, leash=first, policy=policy, runtime=runtime)
+    advantage = build(algorithm.advantage, algorithm, leash=first, policy=policy, runtime=runtime)
     if policy.scorer.critic is not None:
         policy.scorer.critic.double()
-    objective = build(algorithm.objective, leash=own)
+    objective = build(algorithm.objective, algorithm, leash=own)
     optimizer = Record(policy.scorer.parameters())
     batch = advantage(case.batch.clone())
     update = make_update(policy, objective, optimizer, aggregation=algorithm.aggregation)

@@ -12,7 +12,7 @@ from runs import train as train_by_command
 from tensordict import TensorDict
 
 import train
-from conf.modes import asked
+from conf.preflight_and_modes import asked
 from policies.packing import pack_rows
 from trainer.memory import Peak, memory_of
 from trainer.modes.preflight import sums

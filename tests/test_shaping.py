@@ -5,8 +5,9 @@ import torch
 from contracts import G, Words, leash, make_policy, one_process, rollout
 from tensordict import TensorDict
 
-from conf.compose import compose_checked, set_up
-from conf.parts import build
+from conf.build import build
+from conf.compose import compose_checked
+from conf.start import set_up
 from envs.chat_env import ChatEnv
 from trainer import (
     DropTruncated,
@@ -94,7 +95,9 @@ def test_a_configuration_shapes_in_order_and_its_parts_still_add_up(source):
         ]
     )
     parts = {"task": Words(), "env": ChatEnv(Words(), group_size=G), "policy": make_policy()}
-    made = build(cfg["algorithm"]["source"], runtime=one_process(), size=4, **parts)
+    made = build(
+        cfg["algorithm"]["source"], cfg["algorithm"], runtime=one_process(), size=4, **parts
+    )
     assert type(made) is source
     batch = made(0)
     assert set(batch["reward_part"].keys()) == {"length", "overlong"}

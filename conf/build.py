@@ -1,0 +1,165 @@
+"""The parts of a run, made from the nodes of its configuration."""
+
+from collections.abc import Callable, Mapping
+from inspect import Parameter, signature
+from pathlib import Path
+from typing import Any
+
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from conf.targets import arguments_of, find_target, takes_any, unknown_arguments
+from trainer.runs.run_files import is_sweep, load_run, read_yaml
+
+DATA = ("dataset", "eval_dataset", "columns", "split", "eval_split")  # keys of env for its task
+Section = Mapping[str, Any]  # of a configuration
+
+
+def build(node: Section, *sections: Section, where: str = "", **parts: Any) -> Any:
+    """Make what a node's _target_ names.
+
+    It gets those of `parts` that it takes, and by their names those keys of `sections` that it
+    takes: an objective has algorithm.clip_low without a word of it in its node. What the node gives
+    itself comes first. An argument that there is not is a ValueError; `where` is the node's name.
+    A fault in what is made is raised as it is, not in Hydra's wrapping.
+    """
+    if isinstance(node, DictConfig):
+        where = where or str(node._get_full_key(None) or "")
+    node, thing = _plain(node), find_target(node["_target_"])
+    known = arguments_of(thing)
+    keys = {name: _plain(s[name]) for s in sections for name in s if name in known}
+    node = {**{name: keys[name] for name in keys if name not in parts}, **node}
+    for fault in unknown_arguments(node, where or node["_target_"]):
+        raise ValueError(fault)
+    if not takes_any(thing):
+        parts = {name: part for name, part in parts.items() if name in known}
+    try:
+        return instantiate(node, _partial_=True)(**parts)  # given to Hydra, a dataclass is a node
+    except (InstantiationException, TypeError) as error:
+        cause = error.__cause__ or error
+        if "unexpected keyword argument" in str(cause):  # by **kwargs, to one that lacks it
+            raise ValueError(f"{where or node['_target_']}: {cause}") from cause
+        raise cause from None
+
+
+def _plain(value: Any) -> Any:
+    if OmegaConf.is_config(value):
+        return OmegaConf.to_container(value, resolve=True)
+    return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def keys_for(function: Callable[..., Any], *sections: Section) -> dict[str, Any]:
+    """Return those keys of `sections` that a function takes by keyword only."""
+    parameters = signature(function).parameters.values()
+    names = {p.name for p in parameters if p.kind is Parameter.KEYWORD_ONLY}
+    return {name: section[name] for section in sections for name in section if name in names}
+
+
+def make_task(env: Section) -> Any:
+    """Return the task that a resolved `env` names, with those keys of DATA that it takes.
+
+    With `rewards` it is an `envs.rewards.Rewarded`.
+    """
+    task = build({"_convert_": "all", **env["task"]}, where="env.task", **data_arguments(env))
+    if not (rewards := env.get("rewards")):
+        return task
+    made = {name: _make_reward(f"env.rewards.{name}", node) for name, node in rewards.items()}
+    return find_target("envs.rewards.Rewarded")(task, made, task_weight=env["task_weight"])
+
+
+def _make_reward(where: str, node: Section) -> Any:
+    """Return what a node of env.rewards names; a ValueError of its constructor says where."""
+    try:
+        return build({"_convert_": "all", **node})
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def data_arguments(env: Section) -> dict[str, Any]:
+    """Return those keys of DATA that the task's constructor names and env.task does not give."""
+    names = arguments_of(find_target(env["task"]["_target_"]))
+    return {key: env[key] for key in DATA if key in names and key not in env["task"]}
+
+
+def make_env(cfg: DictConfig, task: Any, policy: Any) -> Any:
+    """Return the chats over a task, seen through the transforms of `env` in their order.
+
+    Imports torch: for the process that trains.
+    """
+    from envs import ChatEnv
+
+    env: Any = ChatEnv(
+        task,
+        group_size=cfg.algorithm.group_size,
+        max_turns=cfg.env.max_turns,
+        system_prompt=policy.system_prompt,
+    )
+    for name, node in cfg.env.transforms.items():
+        if node is not None:
+            made = build({"_convert_": "all", **node}, where=f"env.transforms.{name}")
+            env = env.append_transform(made)
+    return env
+
+
+def make_leash(cfg: DictConfig) -> Any:
+    """Return the one object that charges the KL, made from `kl.*`; imports torch."""
+    import trainer
+
+    steer, kl = trainer.make_kl_controller, cfg.kl
+    controller = steer(**keys_for(steer, kl), total=cfg.trainer.num_iterations)
+    return trainer.Leash(controller, kl.estimator, kl.where, allow_biased=kl.allow_biased)
+
+
+def make_correction(cfg: DictConfig, **parts: Any) -> Callable[[Any], Any]:
+    """Return what corrects batches that another engine generated; by default nothing does."""
+    import trainer
+
+    if cfg.algorithm.mismatch is None:
+        return trainer.unchanged
+    return build(cfg.algorithm.mismatch, cfg.trainer, **parts)
+
+
+def make_reference(cfg: DictConfig, policy: Any) -> Any:
+    """Return what the KL is to, scored in parts as large as the update's.
+
+    Imports torch: for the process that trains.
+    """
+    import policies
+    import trainer
+
+    kl, limit = cfg.kl, cfg.trainer.micro_batch_tokens
+    if not kl.measure:
+        return trainer.NoReference()
+    moves = kl.refresh_every > 0
+    model = policies.load_reference(policy, kl.reference, moves=moves, micro_batch_tokens=limit)
+    return trainer.Reference(policy, model, every=kl.refresh_every, decay=kl.refresh_decay)
+
+
+def make_tracker(cfg: DictConfig, folder: Path) -> Any:
+    """Return the tracker, told what the run is called and which sweep it belongs to."""
+    run, objective = load_run(folder), cfg.algorithm.objective._target_.rpartition(".")[2]
+    sweep = folder.parent if is_sweep(folder.parent) else None
+    mode, model = cfg.get("mode") or "train", Path(cfg.policy.model)
+    if model.name == "model":  # of another run
+        model = model.parent
+    return build(
+        cfg.tracker,
+        folder=str(folder),
+        config=OmegaConf.to_container(cfg),
+        name=" ".join([run.experiment, *_telling(run.overrides, sweep)]),
+        group=f"{sweep.parent.name}/{sweep.name}" if sweep else None,
+        tags=[run.experiment, model.name, objective],
+        job_type="sft" if mode == "train" and objective == "SFTObjective" else mode,
+        resume=cfg.resume is not None,
+    )
+
+
+def _telling(overrides: Mapping[str, str], sweep: Path | None) -> list[str]:
+    """Return the overrides that tell a run from others; within a sweep those that are swept."""
+    words = read_yaml(sweep / "sweep.json").get("words", []) if sweep else []  # JSON is YAML
+    several = [word for word in words if "," in word or "(" in word]
+    swept = {word.partition("=")[0].lstrip("+") for word in several}
+    hidden = ("experiment", "output_dir", "tracker")  # told elsewhere
+    told = [key for key in overrides if key.partition(".")[0] not in hidden]
+    return [f"{key}={overrides[key]}" for key in told if not swept or key in swept]
