@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from trainer.runs.experiment_models import cache_folder, resolve_experiment
 from trainer.runs.launch import prepare, run
-from trainer.runs.lock import held, sign, take
+from trainer.runs.lock import held, lock_folder, write_holders
 from trainer.runs.run_files import read_status
-from trainer.runs.start_model import kept_in, resolve_experiment
 
 ROOT = Path(__file__).parents[1]
 WORKER = """
@@ -278,9 +278,9 @@ def test_an_orphan_that_does_not_end_is_named_and_a_free_folder_can_be_taken_aga
     gone_pid.wait()
     try:
         with held(tmp_path) as lock:
-            sign(lock, [gone_pid.pid, left.pid])
+            write_holders(lock, [gone_pid.pid, left.pid])
             with pytest.raises(ValueError, match=rf"still running \(pid {left.pid}\); stop it"):
-                take(tmp_path)
+                lock_folder(tmp_path)
     finally:
         left.kill()
         left.wait()
@@ -302,7 +302,7 @@ def test_a_warm_up_whose_launcher_was_killed_is_not_removed_under_it(tmp_path, m
     left: list[Path] = []
 
     def killed(config: dict, folder: Path) -> None:
-        left.append(take(folder) and folder)  # as the worker of a killed launcher does
+        left.append(lock_folder(folder) and folder)  # as the worker of a killed launcher does
         (folder / "config.yaml").write_text("seed: 1")
         raise RuntimeError("killed")
 
@@ -374,10 +374,10 @@ def test_an_edited_task_has_another_warm_up(tmp_path, monkeypatch):
     config = {"env": {"task": {"_target_": "edited_task.Task"}}}
     file = tmp_path / "edited_task.py"
     file.write_text("class Task: pass\n")
-    before = kept_in("warm", config)
-    assert kept_in("warm", config) == before
+    before = cache_folder("warm", config)
+    assert cache_folder("warm", config) == before
     file.write_text("class Task: hard = True\n")
-    assert kept_in("warm", config) != before
+    assert cache_folder("warm", config) != before
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -389,10 +389,10 @@ def test_a_task_whose_base_was_edited_has_another_warm_up(wrapped, tmp_path, mon
     base.write_text("class Base: pass\n")
     task = {"_target_": f"on_{name}.Task"}
     config = {"env": {"task": {"tasks": {"one": task}} if wrapped else task}}
-    before = kept_in("warm", config)
-    assert kept_in("warm", config) == before
+    before = cache_folder("warm", config)
+    assert cache_folder("warm", config) == before
     base.write_text("class Base: hard = True\n")
-    assert kept_in("warm", config) != before
+    assert cache_folder("warm", config) != before
 
 
 def test_status_of_an_earlier_attempt_does_not_hide_a_death(script, folder, monkeypatch):
@@ -464,11 +464,11 @@ import os, sys
 from pathlib import Path
 sys.path.insert(0, {root!r})
 import train
-from trainer.runs.lock import take
+from trainer.runs.lock import lock_folder
 def fake(cfg, folder):
     (folder / ("saw" + os.environ["RANK"])).write_text(str(cfg.launch.num_processes))
     try:
-        take(folder)
+        lock_folder(folder)
     except ValueError as error:
         (folder / ("refused" + os.environ["RANK"])).write_text(f"{{error}} {{os.getppid()}}")
 train.train = fake
