@@ -1,19 +1,42 @@
-"""What a preflight says of rows, batches, tokens and rewards; memory, time, disk: costs.py."""
+"""What a preflight says of rows, steps, tokens and rewards; memory, time, disk: costs.py."""
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
+from rich.text import Text
 from tensordict import TensorDictBase
 
+from policies.packing import groups
 from policies.scorer import max_positions
-from trainer.modes.preflight import sums
 from trainer.modes.preflight.findings import Findings
 from trainer.modes.preflight.play import Iteration
-from trainer.modes.preflight.rows import Lengths, judged, learnt, lengths, marked
+from trainer.pieces import split
+from trainer.shaping import idle_groups
 from trainer.trainer import Trainer
 
+RENDERED = 1000  # rows of a split that are rendered to learn their lengths
+LONG = 60  # tokens of a row shown at each end
 FEW = 10  # held-out rows whose accuracy is worth a word
 SLOW = 0.2  # share of an iteration that rewards may take without a word
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Lengths in tokens of the rows that were rendered, sorted."""
+
+    values: Sequence[int]
+    rows: int  # of the split, also those not rendered
+
+    def at(self, share: float) -> int:
+        """Return a quantile."""
+        return self.values[round(share * (len(self.values) - 1))]
+
+    def above(self, limit: int | None) -> int:
+        """Return how many are longer than a limit."""
+        return 0 if limit is None else sum(value > limit for value in self.values)
 
 
 def samples(loop: Trainer) -> bool:
@@ -22,26 +45,35 @@ def samples(loop: Trainer) -> bool:
 
 
 def row_lengths(loop: Trainer) -> dict[str, Lengths | ValueError]:
-    """Return how long the rows of each split are, or why the template cannot render them."""
+    """Return how long the rows of each split are, or why the template cannot render them.
+
+    As prompts where replies are sampled, else as whole chats; spread evenly over the split.
+    """
     splits, out = {"train": loop.source.rows}, {}
     if samples(loop):
         splits["eval"] = loop.evaluate.rows
+    env, renderer = loop.source.env, loop.policy.renderer
     for name, rows in splits.items():
+        some = rows[:: max(-(-len(rows) // RENDERED), 1)]
         try:
-            out[name] = lengths(rows, loop.source.env, loop.policy.renderer, prompts=samples(loop))
+            rendered = [
+                renderer.render(env.messages(row), add_generation_prompt=samples(loop)).ids
+                for row in some
+            ]
+            out[name] = Lengths(sorted(map(len, rendered)), len(rows))
         except ValueError as error:
             out[name] = error
     return out
 
 
-def longest(
+def longest_row(
     loop: Trainer, settings: dict[str, Any], found: dict[str, Lengths | ValueError]
-) -> tuple[int, int]:
-    """Return the most tokens of a train row, and of the replies that follow it."""
-    rows, most = found["train"], max_positions(loop.policy.model)
+) -> int:
+    """Return the most tokens of a sequence: the longest train row, and the replies that follow."""
+    rows = found["train"]
     row = rows.at(1) if isinstance(rows, Lengths) else 1
-    new = settings["env"]["max_turns"] * settings["policy"]["max_new_tokens"]
-    return row, max(min(new, (most or math.inf) - row), 0) if samples(loop) else 0
+    new = settings["env"]["max_turns"] * settings["policy"]["max_new_tokens"] * samples(loop)
+    return max(min(row + new, max_positions(loop.policy.model) or math.inf), row)
 
 
 def check_rows(
@@ -50,9 +82,9 @@ def check_rows(
     findings: Findings,
     *,
     found: dict[str, Lengths | ValueError],
-    most: int,
+    longest: int,
 ) -> None:
-    """Say how long the rows are, which are too long, and the `most` tokens of a sequence."""
+    """Say how long the rows are and which are too long."""
     positions, room = max_positions(loop.policy.model), settings["policy"]["max_prompt_tokens"]
     new = settings["policy"]["max_new_tokens"] if samples(loop) else 0
     findings.section("Rows and their length")
@@ -60,58 +92,44 @@ def check_rows(
         if isinstance(rows, ValueError):
             findings.problem(str(rows))
             continue
-        findings.say(f"{name:<5}  {rows}")
+        count = len(rows.values)
+        findings.say(
+            f"{name:<5}  {rows.rows} rows ({count} rendered), tokens: least {rows.at(0)}, "
+            f"median {rows.at(0.5)}, 95 % up to {rows.at(0.95)}, most {rows.at(1)}"
+        )
         if name == "eval" and rows.rows < FEW:
             findings.say("an accuracy of so few rows says little: name more by env.eval_dataset=")
         if new and (over := rows.above(room)):
             findings.problem(
-                f"{over} of {len(rows.values)} {name} prompts are longer than "
-                f"policy.max_prompt_tokens={room}, which ends the run; raise it to {rows.at(1)} "
-                "or drop those rows"
+                f"{over} of {count} {name} prompts are longer than policy.max_prompt_tokens={room},"
+                f" which ends the run; raise it to {rows.at(1)} or drop those rows"
             )
         if positions is not None and (over := rows.above(positions - new)):
             findings.problem(
-                f"{over} of {len(rows.values)} {name} rows with up to {new} new tokens do not fit "
-                f"the model's {positions} positions; drop those rows or lower policy.max_new_tokens"
+                f"{over} of {count} {name} rows with up to {new} new tokens do not fit the model's "
+                f"{positions} positions; drop those rows or lower policy.max_new_tokens"
             )
-    limits = {"policy.max_prompt_tokens": room, "the model's positions": positions}
-    told = ", ".join(f"{n} {'none' if v is None else v}" for n, v in limits.items())
-    findings.say(f"limits {told}; a sequence has at most {most} tokens")
+    findings.say(f"a sequence has at most {longest} tokens, the model takes {positions or 'any'}")
 
 
-def check_batches(settings: dict[str, Any], findings: Findings, *, longest: int, rows: int) -> None:
-    """Say how an iteration is cut up, and how much the run takes in all."""
-    algorithm, run = settings["algorithm"], settings["trainer"]
-    source = algorithm["source"]["_target_"].rpartition(".")[2]
-    group = {"Demonstrations": 1, "PreferencePairs": 2}.get(source, algorithm["group_size"])
-    cut = sums.Batches(
-        prompts=run["prompts_per_iteration"],
-        group=group,
-        ranks=settings["launch"]["num_processes"],
-        minibatches=algorithm["minibatches"],
-        epochs=algorithm["epochs"],
-        iterations=run["num_iterations"],
-    )
-    limit = run["micro_batch_tokens"]
-    parts = cut.backwards(limit=limit, longest=longest)
-    passes = cut.iterations * cut.prompts / rows
+def check_steps(
+    loop: Trainer, settings: dict[str, Any], findings: Findings, *, longest: int
+) -> None:
+    """Say how many steps the run takes, and how often it sees the rows."""
+    algorithm, trainer = settings["algorithm"], settings["trainer"]
+    prompts, iterations = trainer["prompts_per_iteration"], trainer["num_iterations"]
+    epochs, minibatches = algorithm["epochs"], algorithm["minibatches"]
+    steps, rows = iterations * epochs * minibatches, len(loop.source.rows)
     findings.section(
-        "Batches",
-        f"{cut.prompts} prompts x {group} = {cut.sequences} sequences an iteration, / {cut.ranks} "
-        f"(ranks) = {cut.per_rank} a rank, / {cut.minibatches} (minibatches) = {cut.per_step} a "
-        "step on all ranks",
-        f"{cut.epochs} (epochs) x {cut.minibatches} (minibatches) = "
-        f"{cut.epochs * cut.minibatches} steps an iteration",
-        f"micro-batches of {limit} tokens: at most {parts} a step and rank "
-        f"(sequences of {longest} tokens)",
-        f"{cut.iterations} (iterations) x {cut.epochs * cut.minibatches} = {cut.steps} steps on "
-        f"{cut.iterations * cut.sequences} sequences; {passes:,.1f} times over the {rows} rows",
+        "Steps",
+        f"{iterations} (iterations) x {epochs} (epochs) x {minibatches} (minibatches) = "
+        f"{steps} steps; {iterations * prompts / rows:,.1f} times over the {rows} rows",
     )
-    if longest > limit:
+    if longest > trainer["micro_batch_tokens"]:
         findings.say("a sequence may be longer than trainer.micro_batch_tokens: it goes alone then")
-    if (warmup := settings["optimizer"]["warmup"]) > cut.steps:
+    if (warmup := settings["optimizer"]["warmup"]) > steps:
         findings.problem(
-            f"optimizer.warmup={warmup} is longer than the run's {cut.steps} steps, so that the "
+            f"optimizer.warmup={warmup} is longer than the run's {steps} steps, so that the "
             "learning rate stays below optimizer.lr; lower it"
         )
 
@@ -119,59 +137,97 @@ def check_batches(settings: dict[str, Any], findings: Findings, *, longest: int,
 def check_tokens(loop: Trainer, batch: TensorDictBase, findings: Findings) -> None:
     """Show what is learnt of a real row, and whether it ends as a turn does."""
     colour = findings.console.is_terminal and not findings.console.no_color
-    text = marked(batch, 0, loop.policy.tokenizer, colour=colour)
-    size = int(batch.get(("masks", "all_attention_mask"))[0].sum())
-    kept, total = int(batch.get("loss_mask")[0].sum()), len(batch)
+    tokenizer, stop_ids = loop.policy.tokenizer, loop.policy.stop_ids
     what, how = "sampled reply" if samples(loop) else "row", "green" if colour else "in [[ ]]"
-    findings.section(f"Tokens: a real {what}; {kept} of {size} are learnt ({how})", text)
-    ends = ", ".join(repr(loop.policy.tokenizer.decode([i])) for i in sorted(loop.policy.stop_ids))
-    empty, ended = learnt(batch, loop.policy.stop_ids)
-    findings.say(f"template {loop.policy.renderer.name}; a turn ends by {ends}")
-    findings.say(f"{ended} of {total} rows end so, {empty} learn nothing")
-    if empty == total:
+    text = marked(batch, 0, tokenizer, colour=colour)
+    findings.section(f"Tokens: a real {what}, what is learnt of it {how}", text)
+    empty, ended = learnt(batch, stop_ids)
+    ends = ", ".join(repr(tokenizer.decode([i])) for i in sorted(stop_ids))
+    findings.say(
+        f"template {loop.policy.renderer.name}; a turn ends by {ends}: {ended} of {len(batch)} "
+        f"rows end so, {empty} learn nothing"
+    )
+    if empty == len(batch):
         findings.problem(
-            "no row has a token to learn; set policy.chat_template=chatml, or to a template with "
-            "{% generation %} tags"
-            if not samples(loop)
-            else "no reply has a token to learn; look at algorithm.shaping and at dropped replies"
+            "no reply has a token to learn; look at algorithm.shaping and at dropped replies"
+            if samples(loop)
+            else "no row has a token to learn; set policy.chat_template=chatml, or to a template "
+            "with {% generation %} tags"
         )
-    elif not ended and not samples(loop):
+    elif not ended and samples(loop):
+        findings.judge(
+            f"no reply of {len(batch)} ended by itself; raise policy.max_new_tokens, or begin with "
+            "a model that knows this template (policy.chat_template)"
+        )
+    elif not ended:
         findings.problem(
             "no row ends by an end of turn that is learnt, so that replies would not stop; set "
             "policy.chat_template=chatml"
         )
-    elif not ended:
-        findings.judge(
-            f"no reply of {total} ended by itself; raise policy.max_new_tokens, or begin with a "
-            "model that knows this template (policy.chat_template)"
-        )
 
 
-def check_rewards(iteration: Iteration, settings: dict[str, Any], findings: Findings) -> None:
+def marked(batch: TensorDictBase, i: int, tokenizer: Any, *, colour: bool) -> Text:
+    """Return row i, the tokens that are learnt in green, without colours in [[ ]]."""
+    size = int(batch.get(("masks", "all_attention_mask"))[i].sum())  # rows are right-padded
+    texts = split(batch.get(("tokens", "full"))[i, :size].tolist(), tokenizer)
+    kept = batch.get("loss_mask")[i, :size].tolist()
+    if size > 2 * LONG:
+        texts = [*texts[:LONG], f" ... {size - 2 * LONG} tokens ... ", *texts[-LONG:]]
+        kept = [*kept[:LONG], False, *kept[-LONG:]]
+    out = Text()
+    for learns, pairs in groupby(zip(kept, texts, strict=True), key=lambda pair: pair[0]):
+        text = "".join(part for _, part in pairs).replace("\n", "\\n")
+        text = "".join(c if c.isprintable() else " " for c in text)
+        shown = f"[[{text}]]" if learns and not colour else text
+        out.append(shown, style="green" if learns else "dim")
+    return out
+
+
+def learnt(batch: TensorDictBase, stop_ids: frozenset[int]) -> tuple[int, int]:
+    """Return how many rows learn nothing, and how many end their learnt tokens with a stop id."""
+    mask, ids = batch.get("loss_mask"), batch.get(("tokens", "full"))  # [B, T]
+    places = mask.int().cumsum(-1).argmax(-1)  # [B] the last kept token
+    last = ids.gather(-1, places.unsqueeze(-1)).squeeze(-1).tolist()
+    some = mask.any(-1).tolist()
+    ended = sum(any_ and token in stop_ids for any_, token in zip(some, last, strict=True))
+    return some.count(False), ended
+
+
+def check_rewards(played: Iteration, settings: dict[str, Any], findings: Findings) -> None:
     """Say how fast rewards are, and how many groups would teach nothing."""
-    took, batch, size = iteration.rewards, iteration.batch, settings["algorithm"]["group_size"]
-    total = batch.get("reward_raw").sum(-1)
+    batch, size = played.batch, settings["algorithm"]["group_size"]
+    total = batch.get("reward_raw").sum(-1)  # [B]
     findings.section(
         "Rewards",
         f"mean {float(total.mean()):.3f}, from {float(total.min()):.3g} to "
-        f"{float(total.max()):.3g} over {len(total)} replies",
-        f"{took.seconds:.3f} s for {took.replies} replies, "
-        f"{took.seconds / iteration.total:.0%} of the iteration",
+        f"{float(total.max()):.3g} over {len(total)} replies, in {played.rewards:.3f} s "
+        f"({played.rewards / played.seconds:.0%} of the iteration)",
     )
-    if took.seconds > max(SLOW * iteration.total, 1.0):
+    if played.rewards > max(SLOW * played.seconds, 1.0):
         findings.say("rewards are slow: env.rewards can run them in worker processes or together")
     if size < 2:
         return
-    found = judged(batch)
-    rate = sum(found.rates) / len(found.rates)
-    sizes = sorted({size, 4, 8, 16, 32})
-    told = ", ".join(f"{n}: {found.predicted(n):.0%}" for n in sizes)
-    findings.say(f"groups of {size} that earn one reward all over: {found.idle:.0%} measured")
+    right, idle = batch.get("success").tolist(), float(idle_groups(batch).float().mean())
+    rates = [sum(right[i] for i in rows) / len(rows) for rows in groups(batch.get("group_id"))]
+    shares = ", ".join(f"{n}: {idle_share(rates, n):.0%}" for n in sorted({size, 4, 8, 16, 32}))
+    findings.say(f"groups of {size} that earn one reward all over: {idle:.0%} measured")
     findings.say(
-        f"all right or all wrong, at the pass rate {rate:.2f}, by size of the group: {told}"
+        f"all right or all wrong, at the pass rate {sum(rates) / len(rates):.2f}, by size of the "
+        f"group: {shares}"
     )
-    if found.idle == 1:
+    if idle == 1:
         findings.judge(
-            f"all {len(found.rates)} groups earn one reward all over: nothing would be learnt; use "
+            f"all {len(rates)} groups earn one reward all over: nothing would be learnt; use "
             "easier rows, a larger algorithm.group_size, a warm-up by SFT, or a reward with degrees"
         )
+
+
+def idle_share(rates: Sequence[float], group: int) -> float:
+    """Return the expected share of groups whose replies are all right or all wrong.
+
+    The mean of p^G + (1 - p)^G over the prompts' pass rates: such a group has no advantage.
+
+    >>> round(idle_share([0.18], 4), 3), idle_share([0.0, 0.5], 2)
+    (0.453, 0.75)
+    """
+    return sum(p**group + (1 - p) ** group for p in rates) / len(rates)
