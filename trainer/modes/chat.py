@@ -114,12 +114,13 @@ def in_words(texts: list[str], ratios: list[float]) -> str:
 def run(loop: Trainer, settings: dict[str, Any]) -> float:
     """Chat until the input ends, /quit or Ctrl-C."""
     console = Console(highlight=False)
-    for name, text in {
+    told = {
         "policy": load_weights(loop, settings).what,
         "reference": reference_name(loop, settings),
-        "ends by": f"{QUIT}; {RESET} begins again",
-    }.items():
+    }
+    for name, text in told.items():
         console.print(f"{name:<10} {text}", markup=False, soft_wrap=True)
+    console.print(f"{RESET} begins again, {QUIT} ends", markup=False)
     assert loop.retrieve_kl.scorer is not None  # conf/modes.py asks for one
     scorer = loop.retrieve_kl.scorer
     chat(loop.policy, scorer, console, _lines(console), seed=settings["seed"])

@@ -11,8 +11,6 @@ from trainer.modes.preflight.checks import (
     check_rows,
     check_steps,
     check_tokens,
-    longest_row,
-    row_lengths,
 )
 from trainer.modes.preflight.costs import check_disk, check_memory, check_time
 from trainer.modes.preflight.findings import Findings
@@ -26,9 +24,7 @@ def run(loop: Trainer, settings: dict[str, Any]) -> float:
     findings = Findings(quiet=not loop.runtime.is_main, untrained=bool(untrained))
     for name in untrained:
         findings.say(f"experiment {name} would be trained first; this looks at its untrained model")
-    found = row_lengths(loop)
-    longest = longest_row(loop, settings, found)
-    check_rows(loop, settings, findings, found=found, longest=longest)
+    longest = check_rows(loop, settings, findings)
     check_steps(loop, settings, findings, longest=longest)
     played = play(loop, findings)
     if played:

@@ -1,8 +1,6 @@
 """What a preflight says of rows, steps, tokens and rewards; memory, time, disk: costs.py."""
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -19,24 +17,7 @@ from trainer.trainer import Trainer
 
 RENDERED = 1000  # rows of a split that are rendered to learn their lengths
 LONG = 60  # tokens of a row shown at each end
-FEW = 10  # held-out rows whose accuracy is worth a word
 SLOW = 0.2  # share of an iteration that rewards may take without a word
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Lengths in tokens of the rows that were rendered, sorted."""
-
-    values: Sequence[int]
-    rows: int  # of the split, also those not rendered
-
-    def at(self, share: float) -> int:
-        """Return a quantile."""
-        return self.values[round(share * (len(self.values) - 1))]
-
-    def above(self, limit: int | None) -> int:
-        """Return how many are longer than a limit."""
-        return 0 if limit is None else sum(value > limit for value in self.values)
 
 
 def samples(loop: Trainer) -> bool:
@@ -44,72 +25,58 @@ def samples(loop: Trainer) -> bool:
     return hasattr(loop.source, "prompts")
 
 
-def row_lengths(loop: Trainer) -> dict[str, Lengths | ValueError]:
-    """Return how long the rows of each split are, or why the template cannot render them.
+def check_rows(loop: Trainer, settings: dict[str, Any], findings: Findings) -> int:
+    """Say how long the rows are and which are too long; return the most tokens of a sequence.
 
-    As prompts where replies are sampled, else as whole chats; spread evenly over the split.
+    Rows are prompts where replies are sampled, else whole chats.
     """
-    splits, out = {"train": loop.source.rows}, {}
-    if samples(loop):
-        splits["eval"] = loop.evaluate.rows
-    env, renderer = loop.source.env, loop.policy.renderer
-    for name, rows in splits.items():
-        some = rows[:: max(-(-len(rows) // RENDERED), 1)]
-        try:
-            rendered = [
-                renderer.render(env.messages(row), add_generation_prompt=samples(loop)).ids
-                for row in some
-            ]
-            out[name] = Lengths(sorted(map(len, rendered)), len(rows))
-        except ValueError as error:
-            out[name] = error
-    return out
-
-
-def longest_row(
-    loop: Trainer, settings: dict[str, Any], found: dict[str, Lengths | ValueError]
-) -> int:
-    """Return the most tokens of a sequence: the longest train row, and the replies that follow."""
-    rows = found["train"]
-    row = rows.at(1) if isinstance(rows, Lengths) else 1
-    new = settings["env"]["max_turns"] * settings["policy"]["max_new_tokens"] * samples(loop)
-    return max(min(row + new, max_positions(loop.policy.model) or math.inf), row)
-
-
-def check_rows(
-    loop: Trainer,
-    settings: dict[str, Any],
-    findings: Findings,
-    *,
-    found: dict[str, Lengths | ValueError],
-    longest: int,
-) -> None:
-    """Say how long the rows are and which are too long."""
     positions, room = max_positions(loop.policy.model), settings["policy"]["max_prompt_tokens"]
     new = settings["policy"]["max_new_tokens"] if samples(loop) else 0
     findings.section("Rows and their length")
-    for name, rows in found.items():
-        if isinstance(rows, ValueError):
-            findings.problem(str(rows))
+    splits, longest = {"train": loop.source.rows}, 1
+    if samples(loop):
+        splits["eval"] = loop.evaluate.rows
+    for name, rows in splits.items():
+        try:
+            sizes = row_lengths(loop, rows)
+        except ValueError as error:
+            findings.problem(str(error))
             continue
-        count = len(rows.values)
+        least, half, most_of, most = (sizes[round(q * (len(sizes) - 1))] for q in (0, 0.5, 0.95, 1))
+        longest = most if name == "train" else longest
         findings.say(
-            f"{name:<5}  {rows.rows} rows ({count} rendered), tokens: least {rows.at(0)}, "
-            f"median {rows.at(0.5)}, 95 % up to {rows.at(0.95)}, most {rows.at(1)}"
+            f"{name:<5}  {len(rows)} rows ({len(sizes)} rendered), tokens: least {least}, "
+            f"median {half}, 95 % up to {most_of}, most {most}"
         )
-        if name == "eval" and rows.rows < FEW:
-            findings.say("an accuracy of so few rows says little: name more by env.eval_dataset=")
-        if new and (over := rows.above(room)):
+        if new and room is not None and most > room:
             findings.problem(
-                f"{over} of {count} {name} prompts are longer than policy.max_prompt_tokens={room},"
-                f" which ends the run; raise it to {rows.at(1)} or drop those rows"
+                f"{sum(n > room for n in sizes)} of {len(sizes)} {name} prompts are longer than "
+                f"policy.max_prompt_tokens={room}, which ends the run; raise it to {most} or drop "
+                "those rows"
             )
-        if positions is not None and (over := rows.above(positions - new)):
+        if positions is not None and most + new > positions:
             findings.problem(
-                f"{over} of {count} {name} rows with up to {new} new tokens do not fit the model's "
-                f"{positions} positions; drop those rows or lower policy.max_new_tokens"
+                f"{sum(n + new > positions for n in sizes)} of {len(sizes)} {name} rows with up to "
+                f"{new} new tokens do not fit the model's {positions} positions; drop those rows "
+                "or lower policy.max_new_tokens"
             )
-    findings.say(f"a sequence has at most {longest} tokens, the model takes {positions or 'any'}")
+    whole = longest + settings["env"]["max_turns"] * new
+    whole = max(min(whole, positions or whole), longest)
+    findings.say(f"a sequence has at most {whole} tokens, the model takes {positions or 'any'}")
+    return whole
+
+
+def row_lengths(loop: Trainer, rows: Sequence[dict[str, Any]]) -> list[int]:
+    """Return the lengths in tokens, sorted, of rows spread evenly over a split.
+
+    ValueError if the template cannot render them.
+    """
+    env, renderer = loop.source.env, loop.policy.renderer
+    some = range(0, len(rows), max(-(-len(rows) // RENDERED), 1))
+    return sorted(
+        len(renderer.render(env.messages(rows[i]), add_generation_prompt=samples(loop)).ids)
+        for i in some
+    )
 
 
 def check_steps(

@@ -98,14 +98,14 @@ def check_time(
         times = 1 + sum(loop.evaluate.due(i, total) for i in range(1, total + 1))
         one = evaluation_seconds(loop)
     need, place = disk_need(loop, settings), place_of(settings)
-    save = write_seconds(place, need["checkpoint"])
+    count, a_byte = saves(total, every), write_seconds(place, need["checkpoint"])
     first, second = played
     parts = {
         "start": findings.start,
         f"{total} iterations": first.seconds + (total - 1) * second.seconds,
         f"{times} evaluations of {one:.2f} s": times * one,
-        f"{saves(total, every)} checkpoints of {save:.2f} s": saves(total, every) * save,
-        "the final model": write_seconds(place, need["model"]),
+        f"{count} checkpoints and the final model": a_byte
+        * (count * need["checkpoint"] + need["model"]),
     }
     for name, phase in second.phases.items():
         findings.say(
@@ -139,15 +139,15 @@ def evaluation_seconds(loop: Trainer) -> float:
 
 
 def write_seconds(folder: Path, size: int) -> float:
-    """Return how long `size` bytes take to write and to hash in a folder, by a part of them."""
-    part = os.urandom(min(size, PROBE))
+    """Return how long a byte takes to write and to hash in a folder, by at most `size` bytes."""
+    part = os.urandom(max(min(size, PROBE), 1))
     start = time.perf_counter()
     with tempfile.TemporaryFile(dir=folder) as file:  # it has no name: nothing can be left over
         file.write(part)
         file.flush()
         os.fsync(file.fileno())
     hashlib.sha256(part).digest()
-    return (time.perf_counter() - start) * size / max(len(part), 1)
+    return (time.perf_counter() - start) / len(part)
 
 
 def disk_need(loop: Trainer, settings: dict[str, Any]) -> dict[str, int]:
