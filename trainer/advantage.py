@@ -1,17 +1,14 @@
 """Advantages: from task rewards and the KL charged to them to one number a token, [B, T]."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import chain
-from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
 from policies.packing import groups
-from policies.value_head import Critic, values_in_parts
-from policies.wrappers.transformers_wrapper import TransformersWrapper
-from trainer.gae import gae
+from trainer.batch import reads
 from trainer.kl import Leash
 from trainer.losses import STD_FLOOR, group_advantage, group_mean, spread
 from trainer.runtime import Runtime
@@ -74,9 +71,10 @@ class GroupAdvantage:
     the kept tokens of all ranks (REINFORCE++, arXiv 2501.03262v9 eq. 5 and 7), `clip_advantage`
     bounds what comes out. A row that left the loss mask enters no baseline and no scale: those are
     of what is learnt from.
-    Reads reward_raw, loss_mask and what `Leash.charge_reward` reads; writes what that writes, and
-    advantage [B, T].
+    Writes what `Leash.charge_reward` writes, and advantage [B, T].
     """
+
+    reads = (*Leash.charged, *reads("group_id"))
 
     def __init__(
         self,
@@ -152,56 +150,10 @@ class BetaAdvantage(GroupAdvantage):
         return beta_density(mean, *moments(mean[kept.any(-1)], self.runtime))
 
 
-class GAEAdvantage:
-    """Score each token against what a critic expected (PPO; arXiv 1506.02438 eq. 16).
-
-    It gives the policy's scorer the critic (`critic`: arguments of `Critic`), so make it before the
-    optimizer. `whiten` standardises the advantages over the kept tokens of all ranks,
-    `clip_advantage` bounds them.
-    Reads reward_raw, loss_mask and what `Leash.charge_reward` reads; writes what that writes, and
-    value, returns (= advantage + value, before whitening) and advantage [B, T].
-    """
-
-    def __init__(
-        self,
-        *,
-        policy: TransformersWrapper,
-        runtime: Runtime,
-        leash: Leash,
-        critic: Mapping[str, Any] | None = None,
-        gamma: float = 1.0,
-        lmbda: float = 0.95,
-        whiten: bool = True,
-        clip_advantage: float | None = None,
-        micro_batch_tokens: int | None = None,
-    ) -> None:
-        policy.scorer.critic = Critic(policy.scorer, **(critic or {}))
-        self.scorer, self.runtime, self.leash = policy.scorer, runtime, leash
-        self.gamma, self.lmbda = gamma, lmbda
-        self.whiten, self.bound = whiten, clip_advantage
-        self.limit = micro_batch_tokens
-
-    def __call__(self, batch: TensorDictBase) -> TensorDictBase:
-        """Add values, returns and advantages to the batch."""
-        self.leash.charge_reward(batch)
-        mask = batch.get("loss_mask")
-        value = values_in_parts(
-            self.scorer,
-            batch.get(("tokens", "full")),
-            batch.get(("masks", "all_attention_mask")),
-            mask,
-            limit=self.limit,
-            group_id=batch.get("group_id", None),
-        )
-        advantage = gae(batch.get("reward"), value, mask, gamma=self.gamma, lmbda=self.lmbda)
-        batch.set("value", value)
-        batch.set("returns", advantage + value)
-        how = {"whiten": self.whiten, "bound": self.bound}
-        return batch.set("advantage", finish(advantage, mask, self.runtime, **how))
-
-
 class NoAdvantage:
     """Leave the batch as it is: imitation has no reward."""
+
+    reads = ()
 
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
         """Return the batch."""
