@@ -19,7 +19,7 @@ Scale = Callable[[Tensor, Tensor], Tensor]
 def moments(values: Tensor, runtime: Runtime | None) -> tuple[float, float]:
     """Return the mean and the unbiased standard deviation over all values of all ranks."""
     add = runtime.sum if runtime else torch.Tensor.clone
-    values = values.double()
+    values = values.double()  # [K]
     size = torch.tensor(float(values.numel()), dtype=values.dtype, device=values.device)
     count, total = add(torch.stack([size, values.sum()])).tolist()
     mean = total / max(count, 1)
@@ -29,8 +29,8 @@ def moments(values: Tensor, runtime: Runtime | None) -> tuple[float, float]:
 
 def whitened(advantage: Tensor, mask: Tensor, runtime: Runtime | None) -> Tensor:
     """Return (A - mean) / (unbiased std + 1e-4) over the kept tokens of all ranks, else 0."""
-    mean, std = moments(advantage[mask], runtime)
-    return (advantage - mean) / (std + STD_FLOOR) * mask
+    mean, std = moments(advantage[mask], runtime)  # of [K] kept tokens
+    return (advantage - mean) / (std + STD_FLOOR) * mask  # [B, T]
 
 
 def finish(
@@ -61,7 +61,7 @@ def beta_density(p: Tensor, mean: float, std: float) -> Tensor:
     both = mean * (1 - mean) / std**2 - 1 if std > 1e-3 else 0.0  # a + b
     shapes = (torch.tensor(max(1 + both * share / 3, 1.0)).double() for share in (mean, 1 - mean))
     density = torch.distributions.Beta(*shapes, validate_args=False).log_prob(p.double().cpu())
-    return density.exp().clamp(min=1e-6).to(p)
+    return density.exp().clamp(min=1e-6).to(p)  # as p
 
 
 class GroupAdvantage:
@@ -96,9 +96,8 @@ class GroupAdvantage:
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
         """Add the advantage to the batch."""
         self.leash.charge_reward(batch)
-        mask = batch.get("loss_mask")
-        order = self._order(batch)
-        advantage = torch.zeros_like(batch.get("reward"))
+        mask, order = batch.get("loss_mask"), self._order(batch)  # [B, T], [B]
+        advantage = torch.zeros_like(batch.get("reward"))  # [B, T]
         advantage[order] = group_advantage(
             *(batch.get(key)[order] for key in ("reward_raw", "reward_kl", "loss_mask")),
             self.group_size,
@@ -114,11 +113,11 @@ class GroupAdvantage:
         ids = batch.get("group_id", None)
         if ids is None:  # they already are
             return torch.arange(batch.batch_size[0])
-        rows = groups(ids)
+        rows = groups(ids)  # P lists of G rows
         uneven = next((len(group) for group in rows if len(group) != self.group_size), None)
         if uneven is not None:
             raise ValueError(f"expected groups of {self.group_size} rows, got one of {uneven}")
-        return torch.tensor(list(chain(*rows)), dtype=torch.int64)
+        return torch.tensor(list(chain(*rows)), dtype=torch.int64)  # [B]
 
     def scale(self) -> Scale | None:
         """Return what maps task rewards and kept rows [P, G] to the divisor [P, 1], if anything."""
@@ -146,7 +145,7 @@ class BetaAdvantage(GroupAdvantage):
                 f"BNPO expects rewards from 0 to 1, got {float(total.min()):g} to "
                 f"{float(total.max()):g}; rescale the task's reward"
             )
-        mean = group_mean(total, kept)[:, :1]
+        mean = group_mean(total, kept)[:, :1]  # [P, 1]
         return beta_density(mean, *moments(mean[kept.any(-1)], self.runtime))
 
 

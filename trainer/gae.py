@@ -2,7 +2,7 @@
 
 Source: Schulman et al. 2016 (arXiv 1506.02438) eq. 16. Only kept tokens are steps: the next step of
 a token is the next kept one, over whatever a user or a tool says in between. The episode ends with
-the last kept token, by itself or by a limit. Letters: B rows, T tokens.
+the last kept token, by itself or by a limit. All tensors are [B, T].
 """
 
 import torch
@@ -94,8 +94,8 @@ class GAEAdvantage:
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
         """Add values, returns and advantages to the batch."""
         self.leash.charge_reward(batch)
-        mask = batch.get("loss_mask")
-        value = values_in_parts(
+        mask = batch.get("loss_mask")  # [B, T]
+        value = values_in_parts(  # [B, T]
             self.scorer,
             batch.get(("tokens", "full")),
             batch.get(("masks", "all_attention_mask")),
@@ -103,7 +103,8 @@ class GAEAdvantage:
             limit=self.limit,
             group_id=batch.get("group_id", None),
         )
-        advantage = gae(batch.get("reward"), value, mask, gamma=self.gamma, lmbda=self.lmbda)
+        reward = batch.get("reward")  # [B, T]
+        advantage = gae(reward, value, mask, gamma=self.gamma, lmbda=self.lmbda)  # [B, T]
         batch.set("value", value)
         batch.set("returns", advantage + value)
         how = {"whiten": self.whiten, "bound": self.bound}

@@ -61,7 +61,7 @@ kl.estimator=k3, k2 or full, or set kl.allow_biased=true
         reward_kl [B, T] is -coeff * KL at the kept tokens; kl_in_reward [B], by which `check` knows
         who has charged, is written too.
         """
-        raw, here = batch.get("reward_raw"), self.where == "reward"
+        raw, here = batch.get("reward_raw"), self.where == "reward"  # [B, T]
         charged = torch.zeros_like(raw)  # [B, T]
         if here and self.coeff:
             charged = -self.coeff * self._measured(batch) * batch.get("loss_mask")
@@ -75,8 +75,8 @@ kl.estimator=k3, k2 or full, or set kl.allow_biased=true
             return {}
         if self.estimator == "full":
             assert scores.full_kl is not None
-            return {"kl": self.coeff * scores.full_kl}
-        ref = batch.get(("ref_log_probs", "full"), None)
+            return {"kl": self.coeff * scores.full_kl}  # [B, T]
+        ref = batch.get(("ref_log_probs", "full"), None)  # [B, T]
         if ref is None:
             raise ValueError("kl.where=loss needs ref_log_probs.full, found none; score it")
         return {"kl": self.coeff * kl_term(scores.log_probs, ref, self.estimator)}

@@ -70,14 +70,14 @@ class GRPOObjective:
 
     def __call__(self, scores: Scores, batch: TensorDictBase) -> Terms:
         """Return the terms of a micro-batch."""
-        curr, gen = scores.log_probs, batch.get(("log_probs", "full"))
-        mask = batch.get("loss_mask")
+        curr, gen = scores.log_probs, batch.get(("log_probs", "full"))  # [B, T] each
+        mask = batch.get("loss_mask")  # [B, T]
         advantage, old = batch.get("advantage"), batch.get(("old_log_probs", "full"), gen)
         moved = self.ratio(curr, old, mask)  # [B, T]
-        loss = {"policy": self.term(curr, moved, advantage, self.bounds)}
+        loss = {"policy": self.term(curr, moved, advantage, self.bounds)}  # [B, T]
         loss["policy"] = loss["policy"] * batch.get("policy_weight", 1.0)
         with torch.no_grad():
-            clipped = self.clipped(moved, advantage, self.bounds)
+            clipped = self.clipped(moved, advantage, self.bounds)  # [B, T]
             means = {
                 "kl/behaviour": gen - curr,
                 "kl/behaviour_k3": kl_term(gen, curr, "k3"),
@@ -148,7 +148,7 @@ class MinorSFTObjective:
 
     def __call__(self, scores: Scores, batch: TensorDictBase) -> Terms:
         """Return the terms of a micro-batch."""
-        curr, ref = scores.log_probs, batch.get(("ref_log_probs", "full"))
+        curr, ref = scores.log_probs, batch.get(("ref_log_probs", "full"))  # [B, T] each
         terms = SFTObjective()(scores, batch)
         terms.loss["policy"] = minor_sft_term(curr, ref, batch.get("loss_mask"), self.beta)
         terms.means["sft/deviation"] = (curr - ref).detach()

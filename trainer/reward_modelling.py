@@ -1,7 +1,7 @@
 """Reward modelling: pairs of replies to one prompt, of which the first is preferred.
 
 A pair is two adjacent rows with one `group_id`, the chosen one first; a group stays in one
-micro-batch. Letters: P pairs, T tokens.
+micro-batch. Here P counts pairs.
 """
 
 from typing import Any

@@ -123,7 +123,7 @@ class Update:
 
         Return False, without the step, if the policy has moved further than `target_kl`.
         """
-        mask = batch.get("loss_mask")
+        mask = batch.get("loss_mask")  # [B, T] of the minibatch
         totals = {"tokens": float(mask.sum()), "rows": float(mask.any(-1).sum())}
         totals = self.runtime.sums(totals)
         rate = self.lr(self.step)
@@ -132,7 +132,7 @@ class Update:
         if totals["tokens"] == 0:
             self.skipped += 1
             return True
-        weight = weights(
+        weight = weights(  # [B, T]
             mask,
             self.aggregation,
             total_tokens=totals["tokens"],
@@ -181,9 +181,9 @@ class Update:
                 reference=self.reference,
                 pack=self.packing,
             )
-            terms = self.objective(scores, batch)
+            terms = self.objective(scores, batch)  # [B, T] each
             weight, loss = batch.get("weight"), terms.loss | self.entropy(scores)
-            losses = {name: (weight * term).sum() for name, term in loss.items()}
+            losses = {name: (weight * term).sum() for name, term in loss.items()}  # scalars
             # DDP averages over ranks; weight is already global.
             accelerator.backward(sum(losses.values()) * self.runtime.ranks)
         log.add(terms, losses, batch.get("loss_mask"))
