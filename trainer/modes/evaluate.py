@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 from tensordict import TensorDict
 
+from policies.cache import write_text
 from trainer.modes.weights import load_weights, reference_name
-from trainer.runs.run_files import write_text
 from trainer.trainer import Trainer
 
 LENGTH, TRUNCATED = "response/length_mean", "response/truncated_fraction"

@@ -27,10 +27,10 @@ from trainer.runs.failures import (
     kill_reason,
     noted_errors,
     say,
-    stop_reason,
 )
 from trainer.runs.lock import held, lock_folder, write_holders
 from trainer.runs.run_files import load_run, read_status
+from trainer.stops import stop_reason
 
 # What a launcher such as torchrun tells its ranks; a run started from one of them is its own.
 RANK = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}

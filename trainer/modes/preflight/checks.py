@@ -9,11 +9,11 @@ from tensordict import TensorDictBase
 
 from policies.packing import groups
 from policies.scorer import max_positions
+from trainer.metrics import idle_groups
 from trainer.modes.preflight.findings import Findings
 from trainer.modes.preflight.play import Iteration
-from trainer.pieces import split
-from trainer.shaping import idle_groups
 from trainer.trainer import Trainer
+from trainer.transcripts import split
 
 RENDERED = 1000  # rows of a split that are rendered to learn their lengths
 LONG = 60  # tokens of a row shown at each end
@@ -116,7 +116,7 @@ def check_tokens(loop: Trainer, batch: TensorDictBase, findings: Findings) -> No
     )
     if empty == len(batch):
         findings.problem(
-            "no reply has a token to learn; look at algorithm.shaping and at dropped replies"
+            "no reply has a token to learn; look at after_rollout and at dropped replies"
             if samples(loop)
             else "no row has a token to learn; set policy.chat_template=chatml, or to a template "
             "with {% generation %} tags"

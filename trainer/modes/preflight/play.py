@@ -68,7 +68,7 @@ def play_one(loop: Trainer, number: int) -> Iteration:
 
     with timed_rewards(loop.source.env.base_env.task) as seconds:
         batch = phase("generate", lambda: loop.source(number))
-    batch = phase("score", lambda: loop.advantage(loop.correct(loop.retrieve_kl(batch))))
+    batch = phase("score", lambda: loop.advantage(loop.retrieve_kl(batch)))
     phase("update", lambda: loop.update(batch))
     return Iteration(batch, phases, sum(seconds))
 
