@@ -1,8 +1,9 @@
 """The per-token maths of the losses: pure functions, [B, T] in and [B, T] out, nothing reduced.
 
-A loss is sum(weights * term): `weights` holds the only division there is. curr, gen, ref are log-probs [B, T] of the policy being
-trained, of the policy that generated, and of the frozen reference; all KL values are in nats. The
-exact KL stands in policies/scorer.py, where the logits are, the policy terms in surrogates.py.
+A loss is sum(weights * term): `weights` holds the only division there is. curr, gen, ref are
+log-probs [B, T] of the policy being trained, of the policy that generated, and of the frozen
+reference; all KL values are in nats. The exact KL stands in policies/scorer.py, where the logits
+are, the policy terms in surrogates.py.
 Left out on purpose: logging, masks on the terms (a weight of 0 is the mask).
 """
 
