@@ -30,7 +30,7 @@ from envs.transforms import (
     Transform,
 )
 from envs.transforms import ray as ray_module
-from envs.transforms.transform import read
+from envs.transforms.ragged import get_values
 from policies import TransformersWrapper
 
 REF = ("ref_log_probs", "full")
@@ -93,7 +93,7 @@ def rollout(folder: Path, *, padded: bool = True) -> TensorDict:
 def same(got: TensorDict, want: TensorDict, keys, atol: float = 1e-10) -> None:
     """Check that two tds, dense or ragged, hold the same numbers at the keys."""
     for key in keys:
-        for one, other in zip(read(got, key), read(want, key), strict=True):
+        for one, other in zip(get_values(key, got), get_values(key, want), strict=True):
             assert torch.allclose(one, other, atol=atol), key
             assert one.device == other.device
 
