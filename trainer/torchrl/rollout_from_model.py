@@ -16,6 +16,7 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
+from envs.transforms.kl import kl_reward
 from policies.padding import pad, pad_mask, unpad, widen
 from policies.sampler import Sampled, Stop, sample
 from policies.scorer import Scorer
@@ -155,7 +156,7 @@ class RolloutFromModel:
         score = self._scores(generated, seen[:, -1]) - self._label_scores(batch)  # [B]
         score = score.clamp(-self.score_clip, self.score_clip)
         reward_raw = torch.where(done, score[:, None, None], 0.0)
-        reward_kl = -self.kl_coef * log_ratio.unsqueeze(-1)
+        reward_kl = kl_reward(log_ratio, self.kl_coef)  # [B, N, 1]
         before, after = (
             torch.where(part, generated[:, None], self.pad_token_id)
             for part in (seen[:, :-1], seen[:, 1:])
