@@ -1,4 +1,4 @@
-"""TorchRL's GAE: the keys and shapes of its module, over `trainer.gae.gae`. B rows, T tokens."""
+"""TorchRL's GAE: the keys and shapes of its module, over `trainer.gae.gae`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """What the public losses share: keys that can be set, and input of any shape and layout.
 
 Values are looked for at the root and under "next". Ragged rows are padded here, once; inside all is
-dense: B rows, T tokens.
+dense, [B, T].
 """
 
 from collections.abc import Iterable
