@@ -274,8 +274,8 @@ class RetrieveKL(Shareable, Compose):
 def kl_reward(kl: Tensor, coeff: float | Tensor) -> Tensor:
     """Return what the KL of each token adds to its reward: -coeff * kl, [..., T] to [..., T, 1].
 
-    >>> kl_reward(torch.tensor([[0.5, -1.0]]), 0.1).tolist()
-    [[[-0.05000000074505806], [0.10000000149011612]]]
+    >>> kl_reward(torch.tensor([[0.5, -1.0]]), 2.0).flatten().tolist()
+    [-1.0, 2.0]
     """
     return -coeff * kl.unsqueeze(-1)
 
@@ -284,14 +284,13 @@ def _check_shapes(gen: Values, ref: Values) -> None:
     """Raise where a row of gen and of ref differ in shape."""
     if len(gen) != len(ref):
         raise ValueError(
-            f"Batch size mismatch: gen_log_probs has {len(gen)} samples, "
-            f"ref_log_probs has {len(ref)} samples"
+            f"Batch size mismatch: gen_log_probs has {len(gen)} samples, ref_log_probs {len(ref)}"
         )
     for i, (g, r) in enumerate(zip(gen, ref, strict=True)):
         if g.shape != r.shape:
             raise ValueError(
-                f"Sample {i} has different shapes: gen_log_probs[{i}].shape={tuple(g.shape)}, "
-                f"ref_log_probs[{i}].shape={tuple(r.shape)}; was one of them padded (pad_output)?"
+                f"Sample {i} has different shapes: gen_log_probs {tuple(g.shape)}, ref_log_probs "
+                f"{tuple(r.shape)}; was one of them padded (pad_output)?"
             )
 
 
