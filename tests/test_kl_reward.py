@@ -4,8 +4,7 @@ import copy
 
 import pytest
 import torch
-from tensordict import TensorDict, lazy_stack
-from test_kl import (
+from kl_cases import (
     ASSISTANT,
     ATTENTION,
     FULL,
@@ -18,7 +17,8 @@ from test_kl import (
     dense,
     slow_scores,
 )
-from test_kl import mask as marks
+from kl_cases import mask as marks
+from tensordict import TensorDict, lazy_stack
 from torch import Tensor
 
 from envs.env import TransformedEnv
@@ -72,7 +72,7 @@ MASKS = {
 
 @pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize("case", MASKS)
-def test_fault_13_and_14_every_mask_works_dense_and_ragged(case, padded):
+def test_every_mask_works_dense_and_ragged(case, padded):
     settings, parts, keep = MASKS[case]
     ref = TinyPolicy(1, padded=padded)
     td = rollout(**parts) if padded else unpadded(rollout(**parts))
@@ -88,12 +88,12 @@ def test_fault_13_and_14_every_mask_works_dense_and_ragged(case, padded):
     assert (out.exclude("next") == before.exclude("next")).all()
 
 
-def test_fault_15_a_missing_reward_is_skipped():
+def test_a_missing_reward_is_skipped():
     out = make()(rollout(prompt=True, reward=None))
     assert set(out["next"].keys()) == {"kl_penalty", "ref_log_prob"}
 
 
-def test_fault_15_detach_is_accepted_and_detaches():
+def test_detach_cuts_the_graph_of_kl_reference_and_reward():
     for detach in (True, False):
         td = rollout(prompt=True)
         td.set(FULL, GEN.clone().requires_grad_())
@@ -103,12 +103,12 @@ def test_fault_15_detach_is_accepted_and_detaches():
         ] * 3
 
 
-def test_fault_15_two_models_are_a_type_error_that_names_retrieve_kl():
+def test_two_models_are_a_type_error_that_names_retrieve_kl():
     with pytest.raises(TypeError, match=r"takes one model.*RetrieveKL\(gen_model, ref_model\)"):
         KLRewardTransform(TinyPolicy(0), TinyPolicy(1))
 
 
-def test_fault_15_it_works_inside_an_env_and_declares_what_it_writes():
+def test_it_works_inside_an_env_and_declares_what_it_writes():
     transform = make(in_keys=["reward"], out_keys=["shaped", "leash", "ref"], coef=0.5)
     env = TransformedEnv(Chat(), Compose(transform))
     start = rollout(prompt=True, reward=None).exclude("next")
@@ -126,7 +126,7 @@ def test_fault_15_it_works_inside_an_env_and_declares_what_it_writes():
 
 
 @pytest.mark.parametrize("collected", [False, True])
-def test_fault_18_arguments_act_in_both_parts_and_the_callers_dict_stays(collected):
+def test_arguments_act_in_both_parts_and_the_callers_dict_stays(collected):
     """Also when the generator comes from a collector, where the original lost some."""
     kwargs = {"padding": True}
     given = {"tokenizer": "one shorter", "tokenizer_kwargs": kwargs, "padding_side": "right"}
