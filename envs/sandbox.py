@@ -1,4 +1,4 @@
-"""Python code that nobody has read, in a process of its own that cannot do much harm.
+"""Untrusted Python code, in a process of its own that cannot do much harm.
 
 The process: isolated mode without site-packages, no environment variables, an empty stdin, a
 temporary folder as its only belonging (removed in any case), limits on CPU time, memory, size of

@@ -62,7 +62,7 @@ class InProcess(RewardFunction):
         for value in self.workers.map(list(zip(rows, replies, strict=True))):
             try:
                 out.append(value if isinstance(value, Exception) else as_score(value))
-            except Exception as error:  # anybody's object, asked for its number
+            except Exception as error:  # the float() of a user's object
                 out.append(error)
         return out
 
@@ -104,7 +104,7 @@ class Workers:
                     i, call = todo.popleft()
                     try:
                         given = pickle.dumps(call)
-                    except Exception as error:  # anybody's objects
+                    except Exception as error:  # a user's objects
                         out[i] = error
                         continue
                     busy[worker := self._get_idle()] = i
@@ -216,7 +216,7 @@ def serve(pipe: int, owner: int) -> None:
     connection = Connection(pipe)
     try:
         function = connection.recv()
-    except Exception as error:  # the import of anybody's module
+    except Exception as error:  # the import of a user's module
         connection.send(f"{type(error).__name__}: {error}")
         return
     connection.send(None)
@@ -225,7 +225,7 @@ def serve(pipe: int, owner: int) -> None:
             given = connection.recv_bytes()
             try:
                 result = function(*pickle.loads(given))
-            except Exception as error:  # anybody's code and objects
+            except Exception as error:  # a user's code and objects
                 result = error
             try:
                 connection.send(result)

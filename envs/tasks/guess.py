@@ -1,4 +1,4 @@
-"""Guess a hidden digit by being told "> 4" or "< 4": several turns, for the tiny model.
+"""Guess a hidden digit from answers "> 4" and "< 4": several turns, for the tiny model.
 
 The question numbers the game; which digit of 1 to 7 it hides, only the replies tell. With t guesses
 binary search wins 2^t - 1 of the 7 games, which is the optimum: 1, 3 and 7 for t = 1, 2 and 3.

@@ -1,4 +1,4 @@
-"""The leash inside an environment: reference log-probs, and the KL of each token.
+"""The KL to the reference inside an environment: log-probs, the KL of each token, its reward.
 
 kl_penalty = gen - ref (k1, nats, never multiplied by the coefficient), 0 at tokens that are not
 kept. Values come dense [B, T] or ragged (one [t] per row); what comes ragged goes out ragged.

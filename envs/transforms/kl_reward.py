@@ -1,4 +1,4 @@
-"""TorchRL's older KL reward, for code that still uses it: `RetrieveKL` does more and says more.
+"""TorchRL's older KL reward, for code that still uses it; `RetrieveKL` takes its place.
 
 The scoring is `RetrieveLogProb`'s and the KL `KLComputation`'s; here are the older names, the
 older masks and the older shapes: kl_penalty and ref_log_prob are [B, T, 1], as the reward is.

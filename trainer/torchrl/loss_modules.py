@@ -188,7 +188,7 @@ class GRPOLoss(LossModule):
         return {}
 
     def _mask(self, td: TensorDictBase, mask: Tensor) -> Tensor:
-        """Return the strategy's mask without tokens that nobody sampled or that were dropped."""
+        """Return the strategy's mask without tokens that were not sampled or that were dropped."""
         keys: tuple[NestedKey, ...] = ("loss_mask",)
         keys += () if self.masking_strategy == "generic" else (RESPONSE,)
         for key in keys:
