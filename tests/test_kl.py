@@ -285,6 +285,21 @@ def test_padding_side_places_ragged_kl_in_a_padded_reward(side):
     assert torch.allclose(out, want)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_ragged_row_without_a_kept_token_is_paid_at_its_last_token(side):
+    lps = [torch.randn(2).double(), torch.randn(4).double()]
+    rows = [
+        TensorDict(
+            {FULL: lp, REF: lp, "reward": torch.ones(1).double()}
+            | {("masks", "all_response_mask"): torch.zeros(len(lp), dtype=torch.bool)}
+        )
+        for lp in lps
+    ]
+    out = KLComputation(padding_side=side)(lazy_stack(rows))
+    paid = [row.squeeze(-1).tolist() for row in get_values("reward", out)]
+    assert paid == [[0, 1], [0, 0, 0, 1]]
+
+
 def test_kl_errors_name_what_is_wrong():
     gen, ref = pair()
     kl = KLComputation()
