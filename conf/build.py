@@ -9,7 +9,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from conf.targets import arguments_of, find_target, takes_any, unknown_arguments
+from conf.targets import arguments_of, bases_of, find_target, takes_any, unknown_arguments
 from trainer.runs.run_files import is_sweep, load_run, read_yaml
 
 DATA = ("dataset", "eval_dataset", "columns", "split", "eval_split")  # keys of env for its task
@@ -32,7 +32,7 @@ def build(node: Section, *sections: Section, where: str = "", **parts: Any) -> A
     node = {**{name: keys[name] for name in keys if name not in parts}, **node}
     for fault in unknown_arguments(node, where or node["_target_"]):
         raise ValueError(fault)
-    if not takes_any(thing):
+    if not takes_any(thing) or bases_of(thing):
         parts = {name: part for name, part in parts.items() if name in known}
     try:
         return instantiate(node, _partial_=True)(**parts)  # given to Hydra, a dataclass is a node
@@ -111,13 +111,12 @@ def make_leash(cfg: DictConfig) -> Any:
     return trainer.Leash(controller, kl.estimator, kl.where, allow_biased=kl.allow_biased)
 
 
-def make_correction(cfg: DictConfig, **parts: Any) -> Callable[[Any], Any]:
-    """Return what corrects batches that another engine generated; by default nothing does."""
-    import trainer
-
-    if cfg.algorithm.mismatch is None:
-        return trainer.unchanged
-    return build(cfg.algorithm.mismatch, cfg.trainer, **parts)
+def make_source(cfg: DictConfig, **parts: Any) -> Any:
+    """Return where batches come from, with the verbs of algorithm.after_rollout."""
+    nodes, size = cfg.algorithm.after_rollout or {}, cfg.trainer.prompts_per_iteration
+    verbs = [build(node, cfg.trainer, **parts) for node in nodes.values()]
+    own = {"size": size, "after_rollout": verbs}
+    return build(cfg.algorithm.source, cfg.algorithm, cfg.trainer, **own, **parts)
 
 
 def make_reference(cfg: DictConfig, policy: Any) -> Any:
@@ -134,6 +133,25 @@ def make_reference(cfg: DictConfig, policy: Any) -> Any:
     moves = kl.refresh_every > 0
     model = policies.load_reference(policy, kl.reference, moves=moves, micro_batch_tokens=limit)
     return trainer.Reference(policy, model, every=kl.refresh_every, decay=kl.refresh_decay)
+
+
+def make_observers(cfg: DictConfig, runtime: Any) -> Any:
+    """Return who watches the run: tracker, diagnosis, report and terminal, on rank 0."""
+    import trainer
+    from trainer.reports.diagnosis import Diagnose
+    from trainer.reports.display import show_run
+    from trainer.reports.report import LiveReport
+
+    if not runtime.is_main:
+        return trainer.Observer()
+    everyone = trainer.Observers()
+    everyone.each = [
+        make_tracker(cfg, runtime.folder),
+        Diagnose(runtime, everyone),
+        LiveReport(runtime.folder),
+        show_run(runtime, cfg.trainer.num_iterations),
+    ]
+    return everyone
 
 
 def make_tracker(cfg: DictConfig, folder: Path) -> Any:

@@ -21,14 +21,14 @@ from policies.chats.templates import read_template
 from policies.extras import EXTRAS
 from policies.models import no_model
 from trainer.kl_control import MAX_ERROR, check_place
+from trainer.runs.experiment_models import PREFIX
 from trainer.runs.folders import holds_run
-from trainer.runs.start_model import PREFIX
 
 LAZY = (*PACKAGES, "envs.transforms")  # their names are known without torch
 CROWD = 4  # processes a core, above which there are surely too many
 SILENT = ("Demonstrations", "PreferencePairs")  # sources that sample no replies
 # Parts of a run that nodes of algorithm.* are handed: never two of them, one leash above all.
-MADE = {"leash", "policy", "runtime", "task", "env", "size"}
+MADE = {"leash", "policy", "generator", "runtime", "task", "env", "size"}
 # Classes of leash that need an optional package, with the argument that asks for it and its
 # default; None: the class itself asks.
 ASKING: dict[str, tuple[str, str | None, Any]] = {
@@ -99,7 +99,7 @@ def _no_replies(cfg: dict[str, Any]) -> Iterator[str]:
         yield f"{what} to measure a KL on; set kl.measure=false"
     if kl["controller"] != "constant":
         yield f"{what} to control a KL of; set kl.controller=constant"
-    for key in ("target_kl", "entropy_coeff", "entropy_target", "shaping", "mismatch"):
+    for key in ("target_kl", "entropy_coeff", "entropy_target", "after_rollout"):
         if algorithm[key]:
             yield f"{what}, which algorithm.{key} is for; leave it out"
 
@@ -125,13 +125,13 @@ def _replies(cfg: dict[str, Any]) -> Iterator[str]:
 
 
 def _bounds(algorithm: dict[str, Any]) -> Iterator[str]:
-    most, least = algorithm["clip_ratio"], 1 + algorithm["clip_high"]
+    most, least = algorithm["dual_clip"], 1 + algorithm["clip_high"]
     if most is not None and not most > least:
-        yield (f"expected algorithm.clip_ratio > 1 + clip_high = {least:g}, or null, got {most}")
+        yield (f"expected algorithm.dual_clip > 1 + clip_high = {least:g}, or null, got {most}")
     if most is not None and algorithm.get("surrogate", "clip") != "clip":
         yield (
-            f"algorithm.clip_ratio is a bound of algorithm.surrogate=clip, got surrogate="
-            f"{algorithm['surrogate']}; set clip_ratio=null"
+            f"algorithm.dual_clip is a bound of algorithm.surrogate=clip, got surrogate="
+            f"{algorithm['surrogate']}; set dual_clip=null"
         )
     steps = algorithm["epochs"] * algorithm["minibatches"]
     if algorithm.get("surrogate") == "reinforce" and steps > 1:
@@ -142,23 +142,18 @@ def _bounds(algorithm: dict[str, Any]) -> Iterator[str]:
 
 
 def _parts(cfg: dict[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with the parts that an algorithm takes as nodes."""
-    shaping, mismatch = cfg["algorithm"]["shaping"] or {}, cfg["algorithm"]["mismatch"]
-    if not isinstance(shaping, dict) or not all(map(_is_node, shaping.values())):
+    """Yield what is wrong with the verbs after a rollout."""
+    verbs = cfg["algorithm"]["after_rollout"] or {}
+    if not isinstance(verbs, dict) or not all(map(_is_node, verbs.values())):
         yield (
-            "expected algorithm.shaping to be names with nodes, {drop: {_target_: "
-            f"trainer.DropTruncated}}}}, or null, got {shaping!r}"
-        )
-    if mismatch is not None and not _is_node(mismatch):
-        yield (
-            "expected algorithm.mismatch to be {_target_: trainer.Mismatch, ...} or null, got "
-            f"{mismatch!r}"
+            "expected algorithm.after_rollout to be names with nodes, {drop: {_target_: "
+            f"trainer.DropTruncated}}}}, or null, got {verbs!r}"
         )
     turns, limit = cfg["env"]["max_turns"], cfg["policy"]["max_new_tokens"]
-    for name, node in shaping.items():
+    for name, node in verbs.items():
         whole = "OverlongPenalty" in node.get("_target_", "")
         if turns > 1 and whole and node.get("max_tokens") == limit:
-            key = f"algorithm.shaping.{name}.max_tokens"
+            key = f"algorithm.after_rollout.{name}.max_tokens"
             yield f"{key} is of all {turns} turns, got that of one; give {key}={limit * turns}"
 
 

@@ -101,8 +101,8 @@ def _put_in(cfg: DictConfig, item: Override) -> None:
     """Do what an override says."""
     name, word = item.key_or_group, item.input_line
     if item.is_sweep_override():
-        one = f"'[{str(word).partition('=')[2]}]'"
-        raise ValueError(f"{word} is several values; to sweep: -m {word}; for one: {one}")
+        value = str(word).partition("=")[2]
+        raise ValueError(f"{word} is several values; to sweep: -m {word}; for one: '[{value}]'")
     parent, _, leaf = name.rpartition(".")
     around = OmegaConf.select(cfg, parent) if parent else cfg
     there = isinstance(around, DictConfig) and leaf in around.keys()  # noqa: SIM118

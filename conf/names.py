@@ -43,11 +43,11 @@ def known_elsewhere(key: str) -> str:
     """
     parts = key.lstrip("-+").replace("-", "_").split(".")
     units = other_names()["units"]
-    for page in ("trl", "verl"):
-        names = other_names()[page]
+    pages = {"trl": "docs/coming_from_trl.md", "verl": "docs/coming_from_verl.md"}
+    for library, page in (pages | {"leash": "CHANGELOG.md"}).items():
         for name in (parts[-1], ".".join(parts[-2:])):
-            if here := names.get(name):
-                return f"; {name} is {here} here{units.get(here, '')} (docs/coming_from_{page}.md)"
+            if here := other_names()[library].get(name):
+                return f"; {name} is {here} here{units.get(here, '')} ({page})"
     return ""
 
 

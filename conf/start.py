@@ -23,12 +23,12 @@ from conf.command_line import (
 )
 from conf.compose import compose_checked, compose_raw, settle
 from conf.schema import register
+from trainer.runs.experiment_models import PREFIX
 from trainer.runs.folders import holds_run, make_writable, no_run, nothing_left, unique_folder
 from trainer.runs.job_names import job_names
 from trainer.runs.lock import held
 from trainer.runs.redact import redact
 from trainer.runs.run_files import find_jobs, read_status, read_yaml
-from trainer.runs.start_model import PREFIX
 
 PLACES = ("output_dir", "resume")  # keys that name a place, not a run
 RESUMABLE = ("trainer.num_iterations", "tracker", "launch", "checkpoint", "eval")
@@ -135,7 +135,7 @@ def load_for_resume(
         if not any(key == name or key.startswith(f"{name}.") for name in may):
             when, allowed = "on resume" if mode == "train" else f"in mode={mode}", ", ".join(may)
             raise ValueError(f"{key} cannot change {when}, only {allowed}; start a new run for it")
-    saved = OmegaConf.load(path)
+    saved = OmegaConf.create(as_today(OmegaConf.to_container(OmegaConf.load(path))))
     if "tracker" not in changed:  # its keys are those of the saved one
         kind = saved.tracker._target_.rpartition(".")[2].removesuffix("Tracker").lower()
         known = (names.FOLDER / "tracker" / f"{kind}.yaml").is_file()
@@ -145,6 +145,26 @@ def load_for_resume(
         OmegaConf.update(saved, key, OmegaConf.select(fresh, key), merge=False)
     saved.update({"resume": str(folder), "mode": mode, "preflight": False, **instead})
     return settle(saved)
+
+
+def as_today(saved: Any) -> dict[str, Any]:
+    """Return a saved configuration with the names of today.
+
+    Older ones gave the parts of an algorithm its keys once more, in their nodes.
+    """
+    algorithm = dict(saved.get("algorithm") or {})
+    keys = {**(saved.get("trainer") or {}), **algorithm}
+    for part in ("source", "advantage", "objective"):
+        node = algorithm.get(part) or {}
+        algorithm[part] = {k: v for k, v in node.items() if k not in keys or v != keys[k]}
+    if "clip_ratio" in algorithm:
+        algorithm["dual_clip"] = algorithm.pop("clip_ratio")
+    if "shaping" in algorithm:
+        verbs, corrects = algorithm.pop("shaping") or {}, algorithm.pop("mismatch", None)
+        if corrects:
+            verbs = verbs | {"mismatch": corrects | {"_target_": "trainer.ImportanceSampling"}}
+        algorithm["after_rollout"] = verbs or None
+    return saved | {"algorithm": algorithm}
 
 
 def begin(job: Job) -> Path:
@@ -219,7 +239,7 @@ def continue_job(job: Job) -> Job:
         return job
     if lost := job.config.keys() - saved.keys():
         raise ValueError(f"{folder}/config.yaml is damaged: it has no {min(lost)}; move it away")
-    for key, there, asked in _changes(saved, job.config):
+    for key, there, asked in _changes(as_today(saved), job.config):
         there, asked = (redact({key: value})[key] for value in (there, asked))
         raise ValueError(
             f"{folder} holds a job with {key}={there}, got {asked}; give the words of that sweep, "

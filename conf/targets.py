@@ -59,7 +59,7 @@ def takes_any(thing: Any) -> bool:
     A task, or a part of an algorithm, hands them on to its base.
     """
     any_name = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(thing).parameters.values())
-    bases = _bases(thing) if thing.__module__.startswith(("envs.tasks.", "trainer.")) else []
+    bases = bases_of(thing) if thing.__module__.startswith(("envs.tasks.", "trainer.")) else []
     return takes_any(bases[0]) if any_name and bases else any_name
 
 
@@ -72,12 +72,12 @@ def arguments_of(thing: Any) -> list[str]:
     ['min_digits', 'max_digits', 'num_rows', 'seed']
     """
     open_ = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(thing).parameters.values())
-    made_by = [thing, *_bases(thing)] if open_ else [thing]
+    made_by = [thing, *bases_of(thing)] if open_ else [thing]
     parameters = [p for made in made_by for p in inspect.signature(made).parameters.values()]
     return list(dict.fromkeys(p.name for p in parameters if p.kind in NAMED))
 
 
-def _bases(thing: Any) -> list[type]:
+def bases_of(thing: Any) -> list[type]:
     """Return the bases of a class that have a constructor of their own, written in Python."""
     bases = getattr(thing, "__mro__", ())[1:-1]
     return [base for base in bases if inspect.isfunction(vars(base).get("__init__"))]

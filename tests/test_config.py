@@ -382,11 +382,11 @@ def test_resume_goes_with_no_flag(old_run):
 
 def test_an_overlong_penalty_of_chats_of_several_turns_knows_all_of_them():
     words = ["experiment=grpo_calculator_tiny", "algorithm=dapo"]
-    assert "algorithm.shaping.overlong.max_tokens=" in refusal(*words)
+    assert "algorithm.after_rollout.overlong.max_tokens=" in refusal(*words)
     limit = refusal(*words).rpartition("max_tokens=")[2]
     one = compose_checked(["experiment=grpo_calculator_tiny"])["policy"]["max_new_tokens"]
     assert int(limit) == 2 * one
-    compose_checked([*words, f"algorithm.shaping.overlong.max_tokens={limit}"])
+    compose_checked([*words, f"algorithm.after_rollout.overlong.max_tokens={limit}"])
 
 
 NO_HUB = ["env.dataset=nobody/nothing"]  # of the hub: the parent does not make the task

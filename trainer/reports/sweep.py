@@ -2,7 +2,7 @@
 
 Rebuilt from the files of the jobs, finished or not. Reward and KL of a job are means over its last
 ten iterations, at most a quarter of them; the reward is the task's alone, without a KL part. The
-page: sweep_page.py. How a sweep is continued: conf/continued.py.
+page: sweep_page.py. How a sweep is continued: conf/start.py.
 """
 
 import csv
@@ -18,6 +18,7 @@ from pathlib import Path
 
 from rich.text import Text
 
+from policies.cache import write_text
 from trainer.reports import about, page, svg
 from trainer.reports.jobs import Row, all_keys
 from trainer.reports.report import LiveReport
@@ -25,9 +26,9 @@ from trainer.reports.sweep_page import COLUMNS, Sweep, body, picture, results
 from trainer.reports.text import Output, shown
 from trainer.runs.failures import complain, say
 from trainer.runs.job_names import job_line, job_names
-from trainer.runs.lock import is_free, take
+from trainer.runs.lock import is_free, lock_folder
 from trainer.runs.redact import redact
-from trainer.runs.run_files import Run, dig, find_jobs, load_run, number, read_yaml, write_text
+from trainer.runs.run_files import Run, dig, find_jobs, load_run, number, read_yaml
 
 PLAN = "sweep.json"  # its words, the folders of its jobs, and whether the sweep has ended
 PATIENCE = 300.0  # seconds; a page that is older may be called stale
@@ -77,7 +78,7 @@ class LiveSweep:
         self.folder, self.jobs = Path(os.path.abspath(folder)), jobs
         self._words = [about.safe(word) for word in words if not word.startswith(PLACE)]
         self._names = list(names or job_names(jobs))
-        self._lock = take(self.folder)
+        self._lock = lock_folder(self.folder)
         self._page = LiveReport(self.folder, write=write_sweep)
         self._writing, self._over = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)

@@ -7,8 +7,7 @@ from datetime import datetime
 from functools import cache
 from pathlib import Path
 
-from trainer.runs.run_files import find_jobs, is_sweep, read_status
-from trainer.runs.start_up import drop_unused
+from trainer.runs.run_files import find_jobs, is_sweep, read_status, remove_unused
 
 RUN = "config.yaml status.json metrics.jsonl transcripts.jsonl report.html model errors checkpoints"
 
@@ -28,7 +27,7 @@ def unique_folder(parent: str) -> str:
             folder.mkdir(parents=True)
         except FileExistsError:
             continue
-        atexit.register(drop_unused, folder.absolute())
+        atexit.register(remove_unused, folder.absolute())
         return str(folder)
     raise AssertionError("unreachable")
 

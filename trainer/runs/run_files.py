@@ -7,6 +7,7 @@ reads as empty, a torn line is skipped. Torch-free.
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from policies.cache import write_text
 from trainer.runs.lock import is_free
 
 ITERATION = "progress/iteration"
@@ -27,7 +29,7 @@ class Run:
     """What a run folder holds. `metrics`: one dict per iteration, in order, the last one logged.
 
     `words`: the overrides of the command line; `defaults`: what the configuration would be without
-    them, as the experiment and as leash have it (conf/defaults.py).
+    them, as the experiment and as leash have it (conf/start.py).
     """
 
     folder: Path
@@ -146,6 +148,12 @@ def find_runs(folder: Path) -> tuple[list[Path], list[Path]]:
     return [j for j in jobs if not above[j]], list(dict.fromkeys(filter(None, above.values())))
 
 
+def remove_unused(folder: Path) -> None:
+    """Remove a reserved folder that no run has got: at most Hydra has written its own there."""
+    if folder.is_dir() and {path.name for path in folder.iterdir()} <= {".hydra"}:
+        shutil.rmtree(folder)
+
+
 def _natural(text: str) -> list[tuple[int, float, str]]:
     """Sort key in which numbers compare as numbers: kl.coeff=0.1 before kl.coeff=1."""
     parts = re.split(r"(\d+(?:\.\d+)?)", text)
@@ -174,19 +182,6 @@ def read_lines(path: Path, *, most: int | None = None) -> list[dict[str, Any]]:
             data += file.read()
     parsed = (_parse(line) for line in data.decode("utf-8", "replace").split("\n"))
     return [line for line in parsed if line is not None]
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replace a file in one piece: whoever reads sees the old text or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(text.encode("utf-8", "replace"))  # lone surrogates of a model's output
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)  # of a write that failed
 
 
 def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
