@@ -54,12 +54,7 @@ def roll(original):
 def drop_end(original):
     def sample(*args, **kwargs):
         out = original(*args, **kwargs)
-        cut = [
-            len(i) - int(c) if len(i) > 1 else 1 for i, c in zip(out.ids, out.complete, strict=True)
-        ]
-        ids = [row[:n] for row, n in zip(out.ids, cut, strict=True)]
-        values = [row[:n] for row, n in zip(out.log_probs, cut, strict=True)]
-        return replace(out, ids=ids, log_probs=values)
+        return replace(out, lengths=(out.lengths - out.complete.int()).clamp(min=1))
 
     return sample
 
@@ -67,8 +62,7 @@ def drop_end(original):
 def zero_first(original):
     def sample(*args, **kwargs):
         out = original(*args, **kwargs)
-        for row in out.log_probs:
-            row[0] = 0.0
+        out.log_probs[:, 0] = 0.0
         return out
 
     return sample

@@ -28,10 +28,10 @@ from envs.chat_env import ChatEnv
 from policies.chats.containers import ChatHistory, Text, Tokens
 from policies.chats.history import History
 from policies.models import find_model, load_tokenizer
-from policies.padding import is_ragged, pad, pad_mask, rows
+from policies.padding import is_ragged, pad, pad_mask, rows, unpad
 from policies.random import fold
 from policies.sampler import Sampled
-from policies.wrappers import wishes
+from policies.wrappers import generate_kwargs as known
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 from policies.wrappers.wrapper import LLMWrapperBase
 from trainer.collect import collect
@@ -387,14 +387,14 @@ def test_what_only_transformers_can_do_is_handed_on_to_it():
 
 
 def test_every_field_of_a_generation_config_is_offered_idle_or_refused():
-    offered = [name for _, names in wishes.TYPES.values() for name in names]
-    refused = [name for names in wishes.REFUSED.values() for name in names]
-    groups = Counter([*offered, *wishes.COMPUTES, *wishes.IDLE, *refused])
+    offered = " ".join(known.TYPES).split()
+    refused = " ".join(known.REFUSED).split()
+    groups = Counter([*offered, *known.COMPUTES, *known.IDLE, *refused])
     fields = {k for k in vars(GenerationConfig()) if not k.startswith("_")}
     assert max(groups.values()) == 1
-    assert {wishes.ALIASES.get(k, k) for k in fields} <= set(groups)
+    assert {known.ALIASES.get(k, k) for k in fields} <= set(groups)
     # Whatever is offered has a type to be checked.
-    assert {*wishes.FILTERS, *wishes.HANDED_ON, *wishes.OWN} <= set(offered)
+    assert {*known.FILTERS, *known.HANDED_ON, *known.OWN} <= set(offered)
 
 
 def test_how_transformers_computes_changes_no_reply():
@@ -592,9 +592,9 @@ class Bigrams(LLMWrapperBase):
         return self.model(last).masked_fill(~attention.unsqueeze(-1), 0.0)
 
     @torch.no_grad()
-    def _draw(self, ids, streams):
+    def _draw(self, prompts, attention, streams):
         replies, values = [], []
-        for row, stream in zip(ids, streams.tolist(), strict=True):
+        for row, stream in zip(unpad(prompts, attention), streams.tolist(), strict=True):
             generator = torch.Generator().manual_seed(stream % 2**32)
             reply, scores = [int(row[-1])], []
             while len(scores) < self.max_new_tokens and reply[-1] not in self.stop_ids:
@@ -604,7 +604,7 @@ class Bigrams(LLMWrapperBase):
             replies.append(torch.tensor(reply[1:]))
             values.append(torch.stack(scores))
         ended = torch.tensor([int(reply[-1]) in self.stop_ids for reply in replies])
-        return Sampled(replies, values, ended)
+        return Sampled.of_rows(replies, values, ended)
 
 
 @pytest.mark.parametrize("padded", [True, False])

@@ -13,7 +13,7 @@ from tensordict import TensorClass, lazy_stack
 
 from policies.chats.apply_template import Wishes, apply
 from policies.chats.chat_template import Renderer
-from policies.chats.messages import PADDING_ROLE, checked, columns, records_of
+from policies.chats.messages import PADDING_ROLE, checked, columns, records_of, visible
 from policies.chats.parsing import Format, find_reader
 from policies.chats.templates import add_chat_template, remove_chat_template
 from policies.specs import Composite, NonTensor
@@ -87,9 +87,13 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
     def from_replies(cls, texts: Sequence[str], complete: Sequence[bool]) -> "History":
         """Return one assistant message for each text, [B, 1]."""
         pairs = zip(texts, complete, strict=True)
-        return lazy_stack(
-            [_build([{"role": "assistant", "content": t, "is_complete": c}]) for t, c in pairs]
-        )
+        said = ({"role": "assistant", "content": t, "is_complete": c} for t, c in pairs)
+        return cls.from_records([[record] for record in said])
+
+    @classmethod
+    def from_records(cls, chats: Sequence[Sequence[dict[str, Any]]]) -> "History":
+        """Return chats [B, T] of messages that were checked before, with their flags."""
+        return lazy_stack([_build(chat) for chat in chats])
 
     @classmethod
     def default_spec(cls, shape: tuple[int, ...] = (-1,)) -> Composite:
@@ -105,11 +109,7 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         """
         if self.ndim != 1:
             raise ValueError(f"expected a history of shape [T], got {_shape(self)}; use chats()")
-        return [
-            {k: v for k, v in record.items() if k != "is_complete"}
-            for record in records_of(self)
-            if record["role"] != PADDING_ROLE
-        ]
+        return visible(records_of(self))
 
     def chats(self) -> list[list[dict[str, Any]]]:
         """Return the messages of every chat in this history, in row-major order."""

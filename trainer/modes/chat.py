@@ -70,7 +70,7 @@ class Talk:
         with self.scorer.precision(), _switched(self.scorer):
             drawn = sample(
                 self.scorer.model,
-                [torch.tensor(prompt, device=self.policy.device)],
+                torch.tensor([prompt], device=self.policy.device),
                 streams=stream,
                 stop=self.policy.stop,
                 max_new_tokens=self.policy.max_new_tokens,
