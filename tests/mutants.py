@@ -29,6 +29,7 @@ import policies.scorer
 import policies.value_head
 import policies.wrappers.transformers_wrapper
 import trainer.advantage
+import trainer.collect
 import trainer.gae
 import trainer.importance_sampling
 import trainer.losses
@@ -99,9 +100,7 @@ def content_only(original):
 
 
 def tokenise_again(original):
-    return lambda self, ids, messages, new: (
-        self.render([*messages, *new], add_generation_prompt=True).ids
-    )
+    return lambda td, ids, attention: td  # the policy finds no ids and renders the chat
 
 
 def leave_open(original):
@@ -213,6 +212,7 @@ def adapter_stays_on(original):
 
 
 WRAPPER, SCORER = policies.wrappers.transformers_wrapper, policies.scorer
+COLLECT = trainer.collect
 RENDERER = policies.chats.chat_template.Renderer
 KL = envs.transforms.kl.KLComputation
 in_the_reward = partial(charged_once, "grpo", "reward")
@@ -223,7 +223,7 @@ MUTANTS = (
     Mutant(
         "replies see each other", contracts.alignment, policies.layout, "_tree_mask", see_everything
     ),
-    Mutant("tokenise again", contracts.token_in_token_out, RENDERER, "extend", tokenise_again),
+    Mutant("tokenise again", contracts.token_in_token_out, COLLECT, "_with_ids", tokenise_again),
     Mutant("cut replies stay open", contracts.token_in_token_out, RENDERER, "extend", leave_open),
     Mutant(
         "ignore the temperature", contracts.one_temperature, SCORER, "_per_kept", ignore_temperature

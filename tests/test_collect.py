@@ -160,6 +160,16 @@ def test_a_row_of_its_own_and_a_policy_with_other_outputs():
             collect(prompts(1), ChatEnv(Words()), make_policy().get_new_version(**changes))
 
 
+def test_a_row_keeps_the_version_of_the_weights_that_sampled_it():
+    policy = make_policy().get_new_version()
+    policy.version = 7
+    batch = collect(start(Uneven()), ChatEnv(Uneven(), group_size=2, max_turns=2), policy)
+    assert batch["policy_version"].dtype == torch.int64
+    assert batch["policy_version"].tolist() == [7] * 6
+    policy.version = 8
+    assert rollout(policy)["policy_version"].tolist() == [8] * 4 * G
+
+
 def test_a_chat_that_nobody_ends_or_answers_is_an_error():
     # without a task an env only keeps the conversation: the policy would talk to itself for ever
     with pytest.raises(ValueError, match="give ChatEnv a task or max_turns=1"):

@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from policies.distributions.sequences import LLMMaskedCategorical
     from policies.wrappers.token_dists import TokenDists
 
-# What load_policy hangs on a wrapper: where the model is from, how names are looked for, the system
-# prompt of its chats.
-KEPT = ("found", "source", "system_prompt")
+# What goes along to another version: how names are looked for and the system prompt of the chats,
+# and with the same weights where they are from and how often they were synced.
+KEPT, KEPT_WITH_WEIGHTS = ("source", "system_prompt"), ("found", "version")
 
 InputMode = Literal["history", "text", "tokens"]
 
@@ -207,8 +207,8 @@ class LLMWrapperBase(TensorDictModuleBase):
         """Return a wrapper over the same weights with some arguments changed.
 
         Every constructor argument may be named; an unknown one is a ValueError. Another direction
-        or mode reads its own field unless `input_key` says otherwise. Attributes in KEPT go along,
-        `found` with the same model only.
+        or mode reads its own field unless `input_key` says otherwise. `version` and what
+        load_policy hung on the wrapper go along.
         """
         unknown = set(changes) - set(self._settings)
         if unknown:
@@ -221,7 +221,8 @@ class LLMWrapperBase(TensorDictModuleBase):
         reset = {"input_key": None} if moved else {}
         reset |= {"pad_model_input": None} if "generate" in moved else {}
         new = type(self)(**{**settings, **reset, **changes})
-        for name in KEPT if new.model is self.model else KEPT[1:]:
+        same = new.model is self.model
+        for name in (*KEPT, *KEPT_WITH_WEIGHTS) if same else KEPT:
             if hasattr(self, name):
                 setattr(new, name, getattr(self, name))
         return new
