@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from policies.extras import EXTRAS
 from policies.models import find_model
+from policies.optional_packages import EXTRAS
 from policies.padding import predicted, unpad
 from policies.sampler import Sampled
 from policies.scorer import Scores

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from policies.extras import EXTRAS
+from policies.optional_packages import EXTRAS
 from trainer.reports.trackers.files import JsonlTracker, finite
 from trainer.runs.failures import say
 from trainer.runs.redact import redact, redact_text
