@@ -11,7 +11,6 @@ from checkpoints import make_checkpoint
 from contracts import Words, make_policy, plain_log_probs
 from contracts import prompts as env_prompts
 from tensordict import TensorDict
-from test_wrapper import CHATS, SPOKEN, prompts, same, scoring, sequences, spoken
 from torch import nn
 from torch.distributions import Categorical
 from transformers import (
@@ -23,6 +22,7 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+from wrapped import CHATS, SPOKEN, prompts, same, scoring, sequences, spoken
 
 from envs.chat_env import ChatEnv
 from policies.chats.containers import ChatHistory, Text, Tokens
@@ -88,7 +88,7 @@ def test_tokenizer_kwargs_change_the_ids_of_texts_only(llama):
         policy.get_new_version(input_mode="history", tokenizer_kwargs=kwargs)
 
 
-def test_fault_26_padding_of_ids_is_the_pad_token_whatever_the_tokenizer_adds(llama):
+def test_padding_of_ids_is_the_pad_token_whatever_the_tokenizer_adds(llama):
     # Not as in TorchRL, which takes the BOS that the tokenizer puts before the pad token.
     policy = TransformersWrapper(str(llama), generate=False, pad_output=True)
     policy.tokenizer.pad_token = "<|end_of_text|>"
@@ -178,7 +178,7 @@ def test_keys_may_be_nested():
 
 @pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize("scored_padded", [True, False])
-def test_fault_23_scoring_in_place_keeps_prompts_and_responses(padded, scored_padded):
+def test_scoring_in_place_keeps_prompts_and_responses(padded, scored_padded):
     td = make_policy().get_new_version(pad_output=padded)(prompts())
     want = {key: rows(td, ("tokens", key)) for key in ("prompt", "response")}
     mask = rows(td, ("masks", "all_response_mask"))
@@ -525,7 +525,7 @@ def test_masks_may_stand_anywhere_and_are_not_changed(padded):
         policy._get_dist_with_custom_mask(td, torch.ones(logits.shape, dtype=torch.bool))
 
 
-def test_fault_03_losses_read_a_rollout_as_it_is():
+def test_losses_read_a_rollout_as_it_is():
     # Not as in TorchRL, where log_probs.full is None after generation.
     out = make_policy()(prompts())
     for field in ("prompt", "response", "full"):
@@ -536,14 +536,14 @@ def test_fault_03_losses_read_a_rollout_as_it_is():
 
 
 @pytest.mark.parametrize("inplace", [True, False, "empty"])
-def test_fault_24_rlhf_distributions_work_wherever_outputs_go(inplace):
+def test_rlhf_distributions_work_wherever_outputs_go(inplace):
     # Not as in TorchRL: KeyError "log_probs" with inplace=False.
     dist = scoring(inplace=inplace)._get_rlhf_dist(spoken())
     want = [sum(scoring().renderer.render(chat).assistant) for chat in SPOKEN]
     assert dist.mask.sum(-1).tolist() == want
 
 
-def test_fault_25_sft_distributions_read_the_same_masks_padded_or_ragged():
+def test_sft_distributions_read_the_same_masks_padded_or_ragged():
     # Not as in TorchRL, which wants them in the input when padded.
     masks = []
     for padded in (True, False):
@@ -572,7 +572,7 @@ def test_padded_prompts_that_lie_elsewhere_are_an_error_not_a_wrong_mask():
     scoring().get_dist(td.exclude(("tokens", "prompt")))
 
 
-def test_fault_44_nothing_deprecated_is_called():
+def test_nothing_deprecated_is_called():
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         td = make_policy().get_new_version(pad_output=False)(prompts())
