@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from policies.cache import write_text
 from trainer.reports import about
 from trainer.reports.display import Display, show_run
 from trainer.reports.text import duration, sparkline
 from trainer.reports.trackers.files import JsonlTracker
-from trainer.runs.run_files import load_run, write_text
+from trainer.runs.run_files import load_run
 from trainer.runtime import Runtime
 
 

@@ -12,13 +12,14 @@ from xml.etree import ElementTree
 
 import pytest
 
+from policies.cache import write_text
 from trainer.reports import about, charts, svg
 from trainer.reports.panels import MAIN, MORE
 from trainer.reports.report import LiveReport, main, run_svg, write_report
 from trainer.reports.sweep import write_sweep
 from trainer.reports.trackers.files import JsonlTracker
 from trainer.runs.lock import held
-from trainer.runs.run_files import load_run, read_lines, write_text
+from trainer.runs.run_files import load_run, read_lines
 
 FIRST = "reward, first \u2192 last 3"  # of the tiles
 VOID = {"meta", "br", "img", "link", "input", "hr"}
@@ -52,13 +53,15 @@ def make_run(folder: Path, *, iterations: int = 12, state: str = "failed") -> Pa
     tracker = JsonlTracker(folder)
     tracker.log({"eval/sampled_accuracy": 0.25}, 0)
     before = {"kind": "before", "prompt": "<b>Q</b>", "response": "x </pre><script>1</script>"}
-    tracker.transcripts([before], 0)
+    tracker.replies([before], 0, kind="train")
     for i in range(1, iterations + 1):
         metrics = {"reward/mean": i / 16, "kl/ref_sequence": i / 4, "my/own": 1.0}
         tracker.log({**metrics, "reward_part/format": 0.5, "optim/grad_norm": math.nan}, i)
         rows = [{"prompt": "p", "response": f"reply {k}", "reward": k / 8} for k in range(8)]
-        tracker.transcripts([{"kind": "train", **row} for row in rows], i)
-    tracker.transcripts([{**before, "kind": "after", "response": "\ud800\x00 late"}], iterations)
+        tracker.replies([{"kind": "train", **row} for row in rows], i, kind="train")
+    tracker.replies(
+        [{**before, "kind": "after", "response": "\ud800\x00 late"}], iterations, kind="train"
+    )
     model = {"name": "m", "origin": "folder", "sha256": "c0ffee"}
     status = {"state": state, "reason": "<i>why</i>", "model": model, "seconds": 75.0}
     (folder / "status.json").write_text(json.dumps(status))
@@ -338,7 +341,7 @@ def test_tokens_are_coloured_by_their_kl_and_underlined_by_their_advantage(tmp_p
     tracker.log({"reward/mean": 1.0}, 1)
     row = {"kind": "train", "prompt": "p", "response": "r", "reward": 1.0, "rank": "best"}
     rows = [{**row, "pieces": PIECES}, {**row, "response": "plain"}, {**row, "rank": ""}]
-    tracker.transcripts(rows, 1)
+    tracker.replies(rows, 1, kind="train")
     text = write_report(tmp_path).read_text(encoding="utf-8")
     tokens = re.findall(r'<u class="([mlud ]+)" style="([^"]*)" title="([^"]*)">(.*?)</u>', text)
     assert [(c, tip, t) for c, _, tip, t in tokens] == [

@@ -63,7 +63,7 @@ def test_a_line_is_in_the_file_when_log_returns(tmp_path):
 def test_what_is_not_finite_becomes_null(tmp_path):
     tracker = JsonlTracker(tmp_path)
     tracker.log({"a": math.nan, "b": -math.inf, "c": 1.0}, 1)
-    tracker.transcripts([{"prompt": "p", "parts": {"x": math.nan}, "kl": math.inf}], 1)
+    tracker.replies([{"prompt": "p", "parts": {"x": math.nan}, "kl": math.inf}], 1, kind="train")
     assert lines(tmp_path / "metrics.jsonl")[0] | {"progress/iteration": 0} == {
         "a": None,
         "b": None,
@@ -99,7 +99,7 @@ def test_rewind_and_repeat_gives_the_files_of_an_uninterrupted_run(tmp_path):
         tracker.rewind(begin - 1)
         for i in range(begin, until + 1):
             tracker.log({"a": i / 7}, i)
-            tracker.transcripts([{"prompt": f"p{i}"}, {"prompt": f"q{i}"}], i)
+            tracker.replies([{"prompt": f"p{i}"}, {"prompt": f"q{i}"}], i, kind="train")
 
     run(tmp_path / "whole", until=6)
     run(tmp_path / "cut", until=5)
@@ -116,7 +116,7 @@ def test_rewind_and_repeat_gives_the_files_of_an_uninterrupted_run(tmp_path):
 
 def test_transcripts_can_be_switched_off(tmp_path):
     tracker = JsonlTracker(tmp_path, keep_transcripts=False)
-    tracker.transcripts([{"prompt": "private"}], 1)
+    tracker.replies([{"prompt": "private"}], 1, kind="train")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -147,19 +147,19 @@ def test_wandb_holds_what_the_files_hold_and_no_secret(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "env.api_key=planted-1"])
     tracker = offline(tmp_path, **about, job_type="sft", table_every=2)
     for i in range(5):
-        tracker.transcripts([reply(i)], i)
+        tracker.replies([reply(i)], i, kind="train")
         tracker.log({"reward/mean": i / 7, "kl/ref_sequence": -i * 1e-5, "progress/step": 4 * i}, i)
     tracker.alert("Replies truncated", "100% of the replies were cut", error=True)
-    tracker.finish("preempted")
+    tracker.end("preempted", saved=None)
     first_id = (tmp_path / "wandb_id.txt").read_text().strip()
     said = [(i, f"p{i}", "| *a*\nb", i / 7) for i in range(6)]
     assert tables(tmp_path) == [said[:3], said[3:5]]
 
     tracker = offline(tmp_path, **about, resume=True, table_every=2)
     tracker.rewind(4)
-    tracker.transcripts([reply(5)], 5)
+    tracker.replies([reply(5)], 5)
     tracker.log({"reward/mean": 0.875, "kl/ref_sequence": 2.0, "progress/step": 12}, 5)
-    tracker.finish("finished")
+    tracker.end("finished", saved=None)
     assert tables(tmp_path)[2:] == [said], "a table that cannot go on begins with all replies"
 
     records = inspect(tmp_path)
@@ -191,9 +191,9 @@ def test_wandb_holds_what_the_files_hold_and_no_secret(tmp_path, monkeypatch):
 
 def test_no_reply_leaves_when_none_is_kept(tmp_path):
     tracker = offline(tmp_path, keep_transcripts=False, table_every=1)
-    tracker.transcripts([reply(1)], 1)
+    tracker.replies([reply(1)], 1, kind="train")
     tracker.log({"a": 1.0}, 1)
-    tracker.finish("finished")
+    tracker.end("finished", saved=None)
     assert tables(tmp_path) == []
     assert not any(b"*a*" in p.read_bytes() for p in tmp_path.rglob("*") if p.is_file())
 
@@ -206,10 +206,10 @@ def test_tensorboard_holds_every_iteration_once_after_a_resume(tmp_path, capsys)
         if begin:
             tracker.rewind(begin - 1)
         for i in range(begin, end):
-            tracker.transcripts([reply(i)], i)
+            tracker.replies([reply(i)], i, kind="train")
             tracker.log({"reward/mean": i / 7, "loss/total": math.nan if i == 2 else 1.0}, i)
         tracker.alert("Replies truncated", "all of them")
-        tracker.finish("finished")
+        tracker.end("finished", saved=None)
 
     run(0, 5)
     run(3, 6, resume=True)
@@ -239,10 +239,10 @@ def test_trackio_goes_on_with_its_run_in_its_local_database(tmp_path, monkeypatc
     for begin, resume in ((0, False), (3, True)):
         tracker = TrackioTracker(folder, project="mine", resume=resume, **about)
         for i in range(begin, begin + 3):
-            tracker.transcripts([reply(i)], i)
+            tracker.replies([reply(i)], i, kind="train")
             tracker.log({"reward/mean": i / 7, "progress/step": i, "kl/ref": math.nan}, i)
         tracker.alert("Training stalls", "flat")
-        tracker.finish("finished")
+        tracker.end("finished", saved=None)
     assert capsys.readouterr().out == "trackio  look at it with: trackio show --project mine\n" * 2
     with contextlib.closing(sqlite3.connect(tmp_path / "trackio" / "mine.db")) as database:
         found = database.execute(
@@ -277,7 +277,7 @@ def test_a_missing_package_is_named_before_anything_is_written(tmp_path, monkeyp
 def test_without_login_one_warning_and_at_the_end_how_to_sync(tmp_path, caplog, capsys):
     tracker = WandbTracker(tmp_path, settings={"x_disable_stats": True})
     tracker.log({"a": 1.0}, 1)
-    tracker.finish("finished")
+    tracker.end("finished", saved=None)
     assert warnings_in(caplog) == 1
     assert "not logged in" in caplog.text
     (kept,) = (tmp_path / "wandb").glob("offline-run-*")
@@ -288,7 +288,7 @@ def test_without_login_one_warning_and_at_the_end_how_to_sync(tmp_path, caplog, 
 def test_a_key_that_is_none_leaves_an_offline_run(tmp_path, caplog, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "abc")
     tracker = WandbTracker(tmp_path, settings={"x_disable_stats": True})
-    tracker.finish("finished")
+    tracker.end("finished", saved=None)
     assert warnings_in(caplog) == 1
     assert "not logged in (WANDB_API_KEY invalid" in caplog.text
     assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 1
@@ -299,7 +299,7 @@ def test_a_server_that_does_not_answer_leaves_an_offline_run(tmp_path, caplog, m
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens there
     tracker = WandbTracker(tmp_path, init_timeout=1.0, settings={"x_disable_stats": True})
     tracker.log({"a": 1.0}, 1)
-    tracker.finish("finished")
+    tracker.end("finished", saved=None)
     assert warnings_in(caplog) == 1
     assert "no connection" in caplog.text
     assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 1
@@ -311,7 +311,7 @@ def test_a_failing_wandb_does_not_stop_the_run(tmp_path, caplog):
     tracker = WandbTracker(tmp_path, mode="offline", settings=options)
     tracker.log({"a": 1.0}, 1)
     tracker.log({"a": 2.0}, 2)
-    tracker.finish("finished")
+    tracker.end("finished", saved=None)
     assert [line["a"] for line in lines(tmp_path / "metrics.jsonl")] == [1.0, 2.0]
     assert warnings_in(caplog) == 1
     assert "going on with" in caplog.text

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, median, variance
 from typing import Any
 
+from trainer.observer import Observer
 from trainer.runs.run_files import ITERATION, number, read_lines
 
 QUIET = 10  # iterations without a finding until it counts as gone: no flapping at a threshold
@@ -260,26 +261,29 @@ class Diagnosis:
         return new
 
 
-class Diagnose:
-    """The trainer's verb: say what is new at the terminal, in status.json and to the tracker."""
+class Diagnose(Observer):
+    """Say what is new to `everyone` who watches, and in the status of the run."""
 
-    def __init__(self, runtime: Any, tracker: Any, display: Any) -> None:
-        self._runtime, self._tracker, self._display = runtime, tracker, display
+    def __init__(self, runtime: Any, everyone: Observer) -> None:
+        self._runtime, self._everyone = runtime, everyone
         self._diagnosis: Diagnosis | None = None
 
-    def __call__(self, metrics: Mapping[str, float]) -> None:
+    def log(self, metrics: Mapping[str, float], iteration: int) -> None:
         if self._diagnosis is None:  # a resumed run has lines already; their findings were said
             lines = read_lines(self._runtime.folder / "metrics.jsonl")
-            here = metrics.get(ITERATION, 0)
-            self._diagnosis = Diagnosis(line for line in lines if line.get(ITERATION, 0) < here)
+            self._diagnosis = Diagnosis(
+                line for line in lines if line.get(ITERATION, 0) < iteration
+            )
         for found in self._diagnosis.see(metrics):
             word, style = SAID[found.level]
             text = f"{word} at iteration {found.iteration}: {found.text}"
-            self._display.note(text, wrap=True, style=style)
+            self._everyone.say(text, style=style)
             if found.level != "info":
-                self._tracker.alert(found.title, found.text, error=found.level == "error")
+                self._everyone.alert(found.title, found.text, error=found.level == "error")
         if self._diagnosis.findings:
-            self._runtime.status["notes"] = [asdict(found) for found in self._diagnosis.findings]
+            notes = [asdict(found) for found in self._diagnosis.findings]
+            if notes != self._runtime.status.get("notes"):
+                self._runtime.write_status(notes=notes)
 
 
 def _signal(past: Past) -> tuple[str, list[float]]:

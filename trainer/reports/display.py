@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, TextIO
 
 from rich.console import Group
@@ -18,6 +17,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
+from trainer.observer import Observer
 from trainer.reports import about
 from trainer.reports.text import (
     Output,
@@ -53,16 +53,17 @@ class _Evaluation(NamedTuple):
     last: bool
 
 
-class Display:
+class Display(Observer):
     """Show the progress of a run of `total` iterations.
 
     `about` is what the header says below the title, a Path as a link; `folder` is the run folder
     that the last lines name, None where it does not stay. `show_every`: iterations between sample
     replies; 0 = none. `since`: when the run began (time.time()); None is when the display does.
 
-    >>> with Display(2, title="demo", file=sys.stdout) as display:
-    ...     display.update(1, {"reward/mean": 0.25, "time/iteration_s": 2.0})
+    >>> display = Display(2, title="demo", file=sys.stdout)
+    >>> display.begin()
     demo: 2 iterations
+    >>> display.log({"reward/mean": 0.25, "time/iteration_s": 2.0}, 1)
     iteration 1/2  reward 0.250  2.0 s  2 s left
     """
 
@@ -101,7 +102,8 @@ class Display:
         )
         self._task = self._bar.add_task(title, total=total, times="")
 
-    def __enter__(self) -> "Display":
+    def begin(self) -> None:
+        """Print the header, and on a terminal start the live lines."""
         self._print(f"{self.title}: {self.total} iterations")
         width = max((len(name) for name in self.about), default=0)
         for name, value in self.about.items():
@@ -112,34 +114,29 @@ class Display:
             live = Live(get_renderable=self._draw, console=self.console, refresh_per_second=4)
             live.start()
             self._live = live
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._evaluating = None  # the last picture stays: nothing in it goes on
+    def close(self) -> None:
+        """Stop the live lines; their last picture stays."""
+        self._evaluating = None
         if self._live is not None:
             self._live.stop()
             self._live = None
 
-    def resumed(self, iteration: int, text: str, *, since: float | None = None) -> None:
-        """Start at an iteration; the header says so. `since` counts the earlier starts."""
-        self._since = since or self._since
+    def resume(self, iteration: int, text: str, *, again: bool, seconds: float) -> None:
+        """Start at an iteration; the header says so, the time counts the earlier starts."""
+        self._since = time.time() - seconds
         self._iteration = iteration
         self._bar.update(self._task, completed=iteration)
         self.about["resumed"] = text
 
-    def evaluating(self, what: str, share: float, *, last: bool = False) -> None:
+    def evaluating(self, what: str, share: float, *, last: bool) -> None:
         """Show that an evaluation goes on, of which `share` (0 to 1) is done."""
         if self._evaluating is None and self._live is None:
             self._print(f"evaluating {what}")
         since = self._evaluating.since if self._evaluating else time.monotonic()
         self._evaluating = _Evaluation(what, share, since, last)
 
-    def update(self, iteration: int, metrics: Mapping[str, float]) -> None:
+    def log(self, metrics: Mapping[str, float], iteration: int) -> None:
         """Show the metrics of a finished iteration; 0 is the evaluation before training."""
         now = time.monotonic()
         seconds = metrics.get("time/iteration_s", now - self._clock)
@@ -161,10 +158,17 @@ class Display:
         if in_log or any(name.startswith("eval/") for name in metrics):
             self._print(self._plain_line(iteration, metrics, seconds))
 
-    def note(self, text: str, *, wrap: bool = False, style: str = "") -> None:
-        """Print one line above the progress; `wrap` it at words on a terminal."""
-        words = Text(text, style=style)
-        self.console.print(words, soft_wrap=not (wrap and self.console.is_terminal))
+    def say(self, text: str, *, style: str = "") -> None:
+        """Print one line above the progress, wrapped at words on a terminal."""
+        self.console.print(Text(text, style=style), soft_wrap=not self.console.is_terminal)
+
+    def replies(self, rows: Sequence[Mapping[str, Any]], iteration: int, *, kind: str) -> None:
+        """Print what was said in an evaluation, and now and then in training."""
+        if kind == "train":
+            self.trained_on(iteration, rows)
+        else:
+            when = f"at iteration {iteration}" if kind == "eval" else f"{kind} training"
+            self.samples(f"replies {when}", rows)
 
     def samples(
         self, title: str, rows: Sequence[Mapping[str, Any]], *, most: int = 3, width: int = 72
@@ -190,19 +194,21 @@ class Display:
         if self._live is None and not self.quiet:
             os.write(2, f"{self._stop_text()}\n".encode())
 
-    def stopped(self, saved: int | None) -> None:
-        """Say what a run that did not finish has saved (iterations done), and how to go on."""
+    def end(self, state: str, *, saved: int | None) -> None:
+        """Print what the run came to, or what it has saved and how to go on."""
+        self.close()
         if self.folder is None:
             return
-        if saved is None:
+        if state == "finished":
+            self.finish()
+        elif saved is None:
             self._print("nothing is saved: it ended before its first checkpoint")
         else:
             self._print(f"saved at iteration {saved}; go on with: {about.resume(self.folder)}")
 
     def finish(self) -> None:
         """Print what the run came to and where things are, as the last lines."""
-        if self.folder is None:
-            return
+        assert self.folder is not None
         if words := about.summary(load_run(self.folder)):
             self._print(words)
         for name, file in _FILES.items():

@@ -89,7 +89,7 @@ MAIN = (
             "response/truncated_fraction": "cut replies",
             "group/zero_variance_fraction": "equal groups",
             "policy/clip_fraction": "clipped",
-            "policy/mismatch_limited": "weights limited",
+            "policy/importance_limited": "weights limited",
         },
         "cut and clipped below 0.2, equal groups below 0.8, weights limited below 0.01",
     ),

@@ -14,15 +14,17 @@ import logging
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import yaml
 
+from policies.cache import write_text
+from trainer.observer import Observer
 from trainer.reports import about, page, panels, svg
 from trainer.reports.replies import replies
 from trainer.runs.redact import redact
-from trainer.runs.run_files import Run, find_runs, load_run, write_text
+from trainer.runs.run_files import Run, find_runs, load_run
 
 log = logging.getLogger(__name__)
 PICTURE = ("Reward", "KL to the reference", "Accuracy on held-out prompts", "Loss")
@@ -43,7 +45,7 @@ def write_report(folder: str | Path) -> Path:
     return path
 
 
-class LiveReport:
+class LiveReport(Observer):
     """Write a run's page again while it goes on, every SECONDS and in at most a SHARE of its time.
 
     `quiet`: write none, as other ranks than 0. `write`: what writes the page of a folder; None is
@@ -59,6 +61,22 @@ class LiveReport:
     ) -> None:
         self.folder, self.write = folder, write
         self.due = float("inf") if quiet else 0.0  # of time.monotonic()
+
+    def begin(self) -> None:
+        """Write the first page."""
+        self.refresh()
+
+    def evaluating(self, what: str, share: float, *, last: bool) -> None:
+        """Keep the page alive: one that stands still says that the run is dead."""
+        self.refresh()
+
+    def log(self, metrics: Mapping[str, float], iteration: int) -> None:
+        """Write the page if it is time to; the first curves at once."""
+        self.refresh(now=iteration <= 1)
+
+    def end(self, state: str, *, saved: int | None) -> None:
+        """Write the last page."""
+        write_report(self.folder)
 
     def refresh(self, *, now: bool = False) -> bool:
         """Write the page if it is time to, or `now`; return whether it was written."""

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from rich.text import Text
 
+from policies.cache import write_text
 from trainer.reports import about, page, svg
 from trainer.reports.jobs import Row, all_keys
 from trainer.reports.report import LiveReport
@@ -27,7 +28,7 @@ from trainer.runs.failures import complain, say
 from trainer.runs.job_names import job_line, job_names
 from trainer.runs.lock import is_free, take
 from trainer.runs.redact import redact
-from trainer.runs.run_files import Run, dig, find_jobs, load_run, number, read_yaml, write_text
+from trainer.runs.run_files import Run, dig, find_jobs, load_run, number, read_yaml
 
 PLAN = "sweep.json"  # its words, the folders of its jobs, and whether the sweep has ended
 PATIENCE = 300.0  # seconds; a page that is older may be called stale

@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer.observer import Observer
 from trainer.runs.run_files import ITERATION, json_line, number, read_lines, write_lines
 
 
-class JsonlTracker:
+class JsonlTracker(Observer):
     """Write metrics.jsonl and transcripts.jsonl into a run folder.
 
     `about` is what a `Mirror` tells of the run; the files have it already. A new run in a folder
@@ -24,7 +25,7 @@ class JsonlTracker:
     >>> import tempfile
     >>> tracker = JsonlTracker(tempfile.mkdtemp())
     >>> tracker.log({"reward/mean": 0.5}, 1)
-    >>> tracker.finish("finished")
+    >>> tracker.end("finished", saved=None)
     >>> print((tracker.folder / "metrics.jsonl").read_text(), end="")
     {"progress/iteration": 1, "reward/mean": 0.5}
     """
@@ -58,14 +59,15 @@ class JsonlTracker:
             )
         self._append(self._paths[0], [line])
 
-    def transcripts(self, rows: Sequence[Mapping[str, Any]], iteration: int) -> None:
+    def replies(self, rows: Sequence[Mapping[str, Any]], iteration: int, *, kind: str) -> None:
         """Write prompt and reply pairs; keys as in docs/metrics.md."""
         if self.keep_transcripts:
             lines = [finite({**row, "iteration": iteration}) for row in rows]
             self._append(self._paths[1], lines)
 
-    def alert(self, title: str, text: str, *, error: bool = False) -> None:
-        """Tell people who are not at the terminal; the files have it in status.json already."""
+    def resume(self, iteration: int, text: str, *, again: bool, seconds: float) -> None:
+        """Drop what was written after `iteration`, which a resumed run writes once more."""
+        self.rewind(iteration or -1, again=again)
 
     def rewind(self, iteration: float, *, again: bool = False) -> None:
         """Drop what was written after `iteration`, so that a resumed run repeats it once.
@@ -77,9 +79,6 @@ class JsonlTracker:
             if path.exists():
                 lines = read_lines(path)
                 write_lines(path, (line for line in lines if (number(line.get(key)) or 0) <= last))
-
-    def finish(self, state: str) -> None:
-        """Say how the run ended: `state` is finished, preempted or failed; files are closed."""
 
     def _append(self, path: Path, lines: Sequence[dict[str, Any]]) -> None:
         with open(path, "a", encoding="utf-8") as file:

@@ -10,11 +10,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from policies.cache import write_text
 from policies.optional_packages import EXTRAS
 from trainer.reports.trackers.files import JsonlTracker, finite
 from trainer.runs.failures import say
 from trainer.runs.redact import redact, redact_text
-from trainer.runs.run_files import ITERATION, write_text
+from trainer.runs.run_files import ITERATION
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +62,8 @@ class Mirror(JsonlTracker):
         line = {**{name: float(value) for name, value in metrics.items()}, ITERATION: iteration}
         self._safely("log to", lambda: self._log(line, iteration))
 
-    def transcripts(self, rows: Sequence[Mapping[str, Any]], iteration: int) -> None:
-        super().transcripts(rows, iteration)
+    def replies(self, rows: Sequence[Mapping[str, Any]], iteration: int, *, kind: str) -> None:
+        super().replies(rows, iteration, kind=kind)
         if self.keep_transcripts:
             lines = [finite({**row, "iteration": iteration}) for row in rows]
             self._safely("send replies to", lambda: self._show(lines, iteration))
@@ -70,8 +71,7 @@ class Mirror(JsonlTracker):
     def alert(self, title: str, text: str, *, error: bool = False) -> None:
         self._safely("alert", lambda: self._alert(title, text, error))
 
-    def finish(self, state: str) -> None:
-        super().finish(state)
+    def end(self, state: str, *, saved: int | None) -> None:
         self._safely("finish", lambda: self._stop(state))
         if self._well and self.hint:
             say(f"{self.word:<7}  {self.hint}")
