@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 from browser import Browser
+from trainer.reports.trackers.files import JsonlTracker
 
 from trainer.reports import page
 from trainer.reports.panels import MAIN, MORE
 from trainer.reports.report import write_report
 from trainer.reports.sweep import write_sweep
-from trainer.reports.trackers.files import JsonlTracker
 from trainer.runs.lock import held
 
 pytestmark = pytest.mark.browser

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from runs import Finished, lines, train
+from trainer.reports.trackers.files import JsonlTracker
 
 from trainer.reports import diagnosis
 from trainer.reports.diagnosis import KEPT, QUIET, RULES, Diagnose, Diagnosis, Finding
 from trainer.reports.display import Display
-from trainer.reports.trackers.files import JsonlTracker
 from trainer.runtime import Runtime
 
 HEALTHY = json.loads((Path(__file__).parent / "healthy_run.json").read_text())  # of grpo_tiny

@@ -12,7 +12,7 @@ from envs.tasks.task import Reply, Reward
 from trainer.evaluation import Evaluate
 from trainer.metrics import summarize, transcript, transcripts
 from trainer.pieces import pieces, split
-from trainer.reports.trackers.files import JsonlTracker
+from trainer.reports.trackers.jsonl import JsonlTracker
 from trainer.runtime import Runtime
 from trainer.trainer import Trainer
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 from omegaconf import OmegaConf
+from trainer.reports.trackers.files import JsonlTracker
 
 from conf.compose import compose_checked, load_for_resume
 from conf.parts import make_tracker
-from trainer.reports.trackers.files import JsonlTracker
 from trainer.reports.trackers.mirror import Mirror
 from trainer.reports.trackers.tensorboard import TensorboardTracker
 from trainer.reports.trackers.trackio import TrackioTracker

@@ -29,7 +29,7 @@ from trainer.objectives import GRPOObjective
 from trainer.optimizer import make_optimizer
 from trainer.reference import Reference
 from trainer.reports.display import Display
-from trainer.reports.trackers.files import JsonlTracker
+from trainer.reports.trackers.jsonl import JsonlTracker
 from trainer.runs.run_files import load_run, read_lines
 from trainer.runtime import Runtime, Stopped
 from trainer.sources import Rollouts

@@ -23,7 +23,7 @@ _HOME = {
     "GRPOLoss": ".torchrl.loss_modules",
     "GRPOObjective": ".objectives",
     "GroupAdvantage": ".advantage",
-    "JsonlTracker": ".reports.trackers.files",
+    "JsonlTracker": ".reports.trackers.jsonl",
     "KLControllerBase": ".kl_control",
     "LLMCollector": ".torchrl.collector",
     "Leash": ".kl",

@@ -14,7 +14,7 @@ import yaml
 
 from trainer.modes.evaluate import table_rows
 from trainer.modes.weights import Weights
-from trainer.reports import about
+from trainer.reports.summary import repeat_command
 from trainer.runs.redact import redact
 from trainer.runs.run_files import Run, dig, load_run, number, read_yaml
 
@@ -169,7 +169,7 @@ def _settings(config: dict[str, Any]) -> str:
 
 def _command(run: Run) -> str:
     """Return the command that repeats the run, with files by their name alone."""
-    words = [word.partition("=") for word in shlex.split(about.command(run))]
+    words = [word.partition("=") for word in shlex.split(repeat_command(run))]
     told = shlex.join(f"{key}{sign}{_placeless(value)}" for key, sign, value in words)
     return f"Trained by:\n\n```\n{told}\n```" if told else ""
 

@@ -19,7 +19,7 @@ from trainer.memory import memory_of
 from trainer.modes.preflight import sums
 from trainer.modes.preflight.findings import Findings
 from trainer.modes.preflight.play import Iteration
-from trainer.reports.text import duration
+from trainer.reports.formats import duration
 from trainer.runs.failures import LESS_MEMORY
 from trainer.trainer import Trainer
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from policies.extras import EXTRAS
-from trainer.reports.trackers.files import JsonlTracker, finite
+from trainer.reports.trackers.jsonl import JsonlTracker, finite
 from trainer.runs.failures import say
 from trainer.runs.redact import redact, redact_text
 from trainer.runs.run_files import ITERATION, write_text
@@ -59,40 +59,33 @@ class Mirror(JsonlTracker):
     def log(self, metrics: Mapping[str, float], iteration: int) -> None:
         super().log(metrics, iteration)
         line = {**{name: float(value) for name, value in metrics.items()}, ITERATION: iteration}
-        self._safely("log to", lambda: self._log(line, iteration))
+        self._safely("log to", self._log, line, iteration)
 
-    def transcripts(self, rows: Sequence[Mapping[str, Any]], iteration: int) -> None:
-        super().transcripts(rows, iteration)
+    def replies(self, rows: Sequence[Mapping[str, Any]], iteration: int, *, kind: str) -> None:
+        super().replies(rows, iteration, kind=kind)
         if self.keep_transcripts:
             lines = [finite({**row, "iteration": iteration}) for row in rows]
-            self._safely("send replies to", lambda: self._show(lines, iteration))
+            self._safely("send replies to", self._show, lines, iteration)
 
     def alert(self, title: str, text: str, *, error: bool = False) -> None:
-        self._safely("alert", lambda: self._alert(title, text, error))
+        self._safely("alert", self._alert, title, text, error)
 
-    def finish(self, state: str) -> None:
-        super().finish(state)
-        self._safely("finish", lambda: self._stop(state))
+    def end(self, state: str, *, saved: int | None) -> None:
+        self._safely("finish", self._stop, state)
         if self._well and self.hint:
             say(f"{self.word:<7}  {self.hint}")
         self._well = False
 
-    def _start(self) -> None: ...
+    def _nothing(self, *_: Any) -> None: ...
 
-    def _log(self, line: dict[str, float], iteration: int) -> None: ...
+    _start = _log = _show = _alert = _stop = _nothing
 
-    def _show(self, rows: list[dict[str, Any]], iteration: int) -> None: ...
-
-    def _alert(self, title: str, text: str, error: bool) -> None: ...
-
-    def _stop(self, state: str) -> None: ...
-
-    def _safely(self, verb: str, action: Callable[[], Any]) -> None:
+    def _safely(self, verb: str, action: Callable[..., Any], *given: Any) -> None:
         """Run a call of the mirror's library; when it fails, warn once and go on without it."""
         if not self._well:
             return
         try:
-            action()
+            action(*given)
         except Exception as error:  # a tracker must never end a training run
             self._well = False
             words = first_line(error), self._paths[0]

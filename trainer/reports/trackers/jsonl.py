@@ -1,10 +1,9 @@
-"""Where metrics and transcripts go: always two .jsonl files, and one more place when asked for.
+"""Metrics and transcripts as two .jsonl files, which every run has, whatever else it is sent to.
 
 `metrics.jsonl` has one line per iteration, under the names of docs/metrics.md; line 0 is the
 evaluation before training. Every line is written and flushed at once, keys sorted, so a killed run
 loses nothing. A value that is not finite is written as null (JSON has no NaN) and not charted.
-The other places are a `Mirror` each (mirror.py). Call from rank 0 only. Left out on purpose:
-buffering.
+Left out on purpose: buffering.
 """
 
 import math
@@ -12,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer.observer import Observer
 from trainer.runs.run_files import ITERATION, json_line, number, read_lines, write_lines
 
 
-class JsonlTracker:
+class JsonlTracker(Observer):
     """Write metrics.jsonl and transcripts.jsonl into a run folder.
 
     `about` is what a `Mirror` tells of the run; the files have it already. A new run in a folder
@@ -24,7 +24,6 @@ class JsonlTracker:
     >>> import tempfile
     >>> tracker = JsonlTracker(tempfile.mkdtemp())
     >>> tracker.log({"reward/mean": 0.5}, 1)
-    >>> tracker.finish("finished")
     >>> print((tracker.folder / "metrics.jsonl").read_text(), end="")
     {"progress/iteration": 1, "reward/mean": 0.5}
     """
@@ -46,7 +45,11 @@ class JsonlTracker:
                 f"expected a folder without a run, got {self.folder}, which holds metrics.jsonl: "
                 f"give another output_dir, or go on with resume={self.folder}"
             )
-        JsonlTracker.rewind(self, math.inf)  # drops a line that a kill has torn
+        self._drop_after(math.inf, math.inf)  # only a line that a kill has torn
+
+    def resume(self, iteration: int, text: str, *, again: bool, seconds: float) -> None:
+        """Drop what was written after `iteration`, so that a resumed run repeats it once."""
+        self._drop_after(iteration - again, iteration or -1)  # of 0 all is said again
 
     def log(self, metrics: Mapping[str, float], iteration: int) -> None:
         """Write the metrics of one iteration; they are in the file when this returns."""
@@ -58,28 +61,19 @@ class JsonlTracker:
             )
         self._append(self._paths[0], [line])
 
-    def transcripts(self, rows: Sequence[Mapping[str, Any]], iteration: int) -> None:
+    def replies(self, rows: Sequence[Mapping[str, Any]], iteration: int, *, kind: str) -> None:
         """Write prompt and reply pairs; keys as in docs/metrics.md."""
         if self.keep_transcripts:
             lines = [finite({**row, "iteration": iteration}) for row in rows]
             self._append(self._paths[1], lines)
 
-    def alert(self, title: str, text: str, *, error: bool = False) -> None:
-        """Tell people who are not at the terminal; the files have it in status.json already."""
-
-    def rewind(self, iteration: float, *, again: bool = False) -> None:
-        """Drop what was written after `iteration`, so that a resumed run repeats it once.
-
-        `again`: the metrics of `iteration` too, since they will be logged again.
-        """
-        for path, key in zip(self._paths, (ITERATION, "iteration"), strict=True):
-            last = iteration - (again and key == ITERATION)
+    def _drop_after(self, metrics: float, transcripts: float) -> None:
+        """Drop what the files hold of iterations after these."""
+        ends = ((ITERATION, metrics), ("iteration", transcripts))
+        for path, (key, last) in zip(self._paths, ends, strict=True):
             if path.exists():
                 lines = read_lines(path)
                 write_lines(path, (line for line in lines if (number(line.get(key)) or 0) <= last))
-
-    def finish(self, state: str) -> None:
-        """Say how the run ended: `state` is finished, preempted or failed; files are closed."""
 
     def _append(self, path: Path, lines: Sequence[dict[str, Any]]) -> None:
         with open(path, "a", encoding="utf-8") as file:
@@ -88,7 +82,7 @@ class JsonlTracker:
                 file.flush()
 
 
-def _plain(value: Any, name: str = "") -> float | None:
+def _plain(value: Any, name: str) -> float | None:
     """Return a JSON number: int stays int, a 0-d tensor becomes float, not finite becomes None."""
     if hasattr(value, "item"):
         value = value.item()

@@ -1,0 +1,71 @@
+"""Who watches a run: the terminal, trackers, the report, the diagnosis. The loop knows no more.
+
+Rank 0 alone has observers. What they raise ends the run: one that may fail keeps that to itself.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partialmethod
+from typing import Any
+
+
+class Observer:
+    """Hear what happens in a run; a subclass overrides what it has a use for."""
+
+    def resume(self, iteration: int, text: str, *, again: bool, seconds: float) -> None:
+        """Go on from `iteration`; `text` says from where.
+
+        `again`: its metrics will be logged once more. `seconds`: what the run has taken so far.
+        """
+
+    def begin(self) -> None:
+        """Start, or go on."""
+
+    def evaluating(self, what: str, share: float, *, last: bool) -> None:
+        """Hear that an evaluation goes on, of which `share` (0 to 1) is done."""
+
+    def log(self, metrics: Mapping[str, float], iteration: int) -> None:
+        """Take the metrics of a finished iteration; 0 is the evaluation before training."""
+
+    def replies(self, rows: Sequence[dict[str, Any]], iteration: int, *, kind: str) -> None:
+        """Take transcripts (trainer/transcripts.py) of kind train, before, eval or after."""
+
+    def say(self, text: str, *, style: str = "") -> None:
+        """Tell people at the terminal."""
+
+    def alert(self, title: str, text: str, *, error: bool = False) -> None:
+        """Tell people who are not at the terminal."""
+
+    def stopping(self) -> None:
+        """Hear, in a signal handler, that a stop was asked for."""
+
+    def end(self, state: str, *, saved: int | None) -> None:
+        """End as finished, preempted or failed; `saved`: iterations in the newest checkpoint."""
+
+
+class Observers(Observer):
+    """Tell several observers, in their order.
+
+    >>> class Printer(Observer):
+    ...     def log(self, metrics, iteration):
+    ...         print(iteration, metrics)
+    >>> Observers([Printer(), Printer()]).log({"reward/mean": 0.5}, 1)
+    1 {'reward/mean': 0.5}
+    1 {'reward/mean': 0.5}
+    """
+
+    def __init__(self, each: Sequence[Observer] = ()) -> None:
+        self.each = each
+
+    def _tell(self, moment: str, *args: Any, **kwargs: Any) -> None:
+        for observer in self.each:
+            getattr(observer, moment)(*args, **kwargs)
+
+    resume = partialmethod(_tell, "resume")
+    begin = partialmethod(_tell, "begin")
+    evaluating = partialmethod(_tell, "evaluating")
+    log = partialmethod(_tell, "log")
+    replies = partialmethod(_tell, "replies")
+    say = partialmethod(_tell, "say")
+    alert = partialmethod(_tell, "alert")
+    stopping = partialmethod(_tell, "stopping")
+    end = partialmethod(_tell, "end")
