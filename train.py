@@ -26,33 +26,39 @@ SWEEPS: list[LiveSweep] = []  # this sweep, once a job has started
 
 def train(cfg: DictConfig, folder: Path) -> float:
     """Put the parts of a run together and train, or what `mode` says; return its metric."""
+    import policies
     import trainer
+    from trainer.modes import run_mode
+    from trainer.runs.versions import about_machine
 
     algorithm, total, opt = cfg.algorithm, cfg.trainer.num_iterations, cfg.optimizer
     steps = total * algorithm.epochs * algorithm.minibatches
     with trainer.Runtime(folder, seed=cfg.seed, device=cfg.policy.device) as runtime:
+        runtime.write_status(machine=about_machine(runtime.device, runtime.ranks))
         task = parts.make_task(cfg.env)  # data that is not there is told before a model is loaded
         policy = parts.build(cfg.policy, device=str(runtime.device))
         runtime.write_status(model=policy.found.about())
         leash = parts.make_leash(cfg)
-        env = parts.make_env(cfg, task, policy)
         reference = parts.make_reference(cfg, policy)
-        made: dict[str, Any] = {"task": task, "env": env, "policy": policy, "runtime": runtime}
-        advantage = parts.build(algorithm.advantage, leash=leash, **made)  # may bring a critic
+        if critic := algorithm.get("critic"):
+            policy.scorer.critic = policies.Critic(policy.scorer, **critic)
         settings = parts.taken(trainer.make_optimizer, opt)
         optimizer = trainer.make_optimizer(policy.scorer, **settings)
         scorer, optimizer = runtime.accelerator.prepare(policy.scorer, optimizer)
+        generator = policy  # the policy itself samples
+        made = {"task": task, "policy": policy, "generator": generator, "runtime": runtime}
+        made |= {"env": parts.make_env(cfg, task, policy), "leash": leash}
         loop = trainer.Trainer(
             runtime=runtime,
             policy=policy,
-            source=parts.build(algorithm.source, size=cfg.trainer.prompts_per_iteration, **made),
+            generator=generator,
+            source=parts.make_source(cfg, **made),
             retrieve_kl=reference,
-            correct=parts.make_correction(cfg, **made),
-            advantage=advantage,
+            advantage=parts.build(algorithm.advantage, **made),
             update=trainer.Update(
                 scorer,
                 optimizer,
-                parts.build(algorithm.objective, leash=leash),
+                parts.build(algorithm.objective, **made),
                 runtime,
                 lr=trainer.make_schedule(opt.schedule, lr=opt.lr, warmup=opt.warmup, total=steps),
                 **parts.taken(trainer.Update, cfg.trainer, algorithm),
@@ -60,16 +66,17 @@ def train(cfg: DictConfig, folder: Path) -> float:
                 max_grad_norm=opt.max_grad_norm,
                 reference=reference.scorer,
             ),
-            evaluate=trainer.Evaluate(**made, **cfg.eval),
+            evaluate=trainer.Evaluate(
+                task=task, env=made["env"], generator=generator, runtime=runtime, **cfg.eval
+            ),
             leash=leash,
             checkpoints=trainer.Checkpoints(
                 runtime, policy, optimizer, reference=reference, **cfg.checkpoint
             ),
-            tracker=parts.make_tracker(cfg, folder) if runtime.is_main else None,
-            display=trainer.show_run(runtime, total),
             num_iterations=total,
+            observers=parts.make_observers(cfg, runtime),
         )
-        return trainer.run_mode(loop, OmegaConf.to_container(cfg, resolve=True))
+        return run_mode(loop, OmegaConf.to_container(cfg, resolve=True))
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")

@@ -83,7 +83,7 @@ RELATED = {  # to other keys, or no plain range: conf/checks.py and conf/control
     "policy.device": "to be cpu, cuda, cuda:<number> or null",
     "policy.lora.dropout": "to be 0",
     "optimizer.betas": "to be two numbers from 0 to below 1",
-    "algorithm.clip_ratio": "> 1 + clip_high",
+    "algorithm.dual_clip": "> 1 + clip_high",
     "kl.horizon": "> a fifth of an iteration's replies",
 }
 SILENT = ("Demonstrations", "PreferencePairs")  # sources that sample no replies

@@ -97,7 +97,7 @@ def _leash(cfg: dict[str, Any]) -> Iterator[str]:
             yield f"{silent} to measure a KL on; set kl.measure=false"
         if kl["controller"] != "constant":
             yield f"{silent} to control a KL of; set kl.controller=constant"
-        for key in ("target_kl", "entropy_coeff", "entropy_target", "shaping", "mismatch"):
+        for key in ("target_kl", "entropy_coeff", "entropy_target", "after_rollout"):
             if algorithm[key]:
                 yield f"{silent}, which algorithm.{key} is for; leave it out"
         return
@@ -142,14 +142,14 @@ def _compares(algorithm: dict[str, Any]) -> bool:
 
 
 def _bounds(algorithm: dict[str, Any]) -> Iterator[str]:
-    most, least = algorithm["clip_ratio"], 1 + algorithm["clip_high"]
+    most, least = algorithm["dual_clip"], 1 + algorithm["clip_high"]
     if most is not None and not most > least:
-        above = RELATED["algorithm.clip_ratio"]
-        yield f"expected algorithm.clip_ratio {above} = {least:g}, or null, got {most}"
+        above = RELATED["algorithm.dual_clip"]
+        yield f"expected algorithm.dual_clip {above} = {least:g}, or null, got {most}"
     if most is not None and algorithm.get("surrogate", "clip") != "clip":
         yield (
-            f"algorithm.clip_ratio is a bound of algorithm.surrogate=clip, got surrogate="
-            f"{algorithm['surrogate']}; set clip_ratio=null"
+            f"algorithm.dual_clip is a bound of algorithm.surrogate=clip, got surrogate="
+            f"{algorithm['surrogate']}; set dual_clip=null"
         )
     steps = algorithm["epochs"] * algorithm["minibatches"]
     if algorithm.get("surrogate") == "reinforce" and steps > 1:

@@ -10,7 +10,7 @@ from trainer.kl_control import MAX_ERROR
 
 
 def findings(cfg: dict[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with kl.controller, algorithm.shaping and algorithm.mismatch."""
+    """Yield what is wrong with kl.controller and algorithm.after_rollout."""
     algorithm = cfg["algorithm"]
     yield from _parts(algorithm)
     yield from _lengths(cfg)
@@ -19,26 +19,21 @@ def findings(cfg: dict[str, Any]) -> Iterator[str]:
 
 
 def _parts(algorithm: dict[str, Any]) -> Iterator[str]:
-    shaping, mismatch = algorithm["shaping"] or {}, algorithm["mismatch"]
-    if not isinstance(shaping, dict) or not all(map(_is_node, shaping.values())):
+    verbs = algorithm["after_rollout"] or {}
+    if not isinstance(verbs, dict) or not all(map(_is_node, verbs.values())):
         yield (
-            "expected algorithm.shaping to be names with nodes, {drop: {_target_: "
-            f"trainer.DropTruncated}}}}, or null, got {shaping!r}"
-        )
-    if mismatch is not None and not _is_node(mismatch):
-        yield (
-            "expected algorithm.mismatch to be {_target_: trainer.Mismatch, ...} or null, got "
-            f"{mismatch!r}"
+            "expected algorithm.after_rollout to be names with nodes, {drop: {_target_: "
+            f"trainer.DropTruncated}}}}, or null, got {verbs!r}"
         )
 
 
 def _lengths(cfg: dict[str, Any]) -> Iterator[str]:
     """Yield the penalties of whole chats whose limit is that of a turn."""
     turns, limit = cfg["env"]["max_turns"], cfg["policy"]["max_new_tokens"]
-    for name, node in (cfg["algorithm"]["shaping"] or {}).items():
+    for name, node in (cfg["algorithm"]["after_rollout"] or {}).items():
         whole = isinstance(node, dict) and "OverlongPenalty" in node.get("_target_", "")
         if turns > 1 and whole and node.get("max_tokens") == limit:
-            key = f"algorithm.shaping.{name}.max_tokens"
+            key = f"algorithm.after_rollout.{name}.max_tokens"
             yield f"{key} is of all {turns} turns, got that of one; give {key}={limit * turns}"
 
 

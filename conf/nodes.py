@@ -16,7 +16,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("policies", "envs", "trainer")
 # Parts of a run that nodes of algorithm.* are handed: never two of them, one leash above all.
-MADE = {"leash", "policy", "runtime", "task", "env", "size"}
+MADE = {"leash", "policy", "generator", "runtime", "task", "env", "size"}
 
 
 def findings(cfg: dict[str, Any]) -> Iterator[str]:

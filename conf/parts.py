@@ -23,9 +23,9 @@ def build(node: Mapping[str, Any] | DictConfig, **parts: Any) -> Any:
     A fault in it is raised as it is, not in Hydra's wrapping.
     """
     try:
-        taken = inspect.signature(find(node["_target_"])).parameters
-        if not any(p.kind is p.VAR_KEYWORD for p in taken.values()):
-            parts = {k: v for k, v in parts.items() if k in taken}
+        taken = inspect.signature(kind := find(node["_target_"])).parameters
+        named = {*taken, *arguments_of(kind)}  # with those that a class hands on to its base
+        parts = {k: v for k, v in parts.items() if k in named}
         make = instantiate(node, _partial_=True)  # given to Hydra, a dataclass would become a node
         return make(**parts)
     except InstantiationException as error:
@@ -117,6 +117,25 @@ def find(target: str) -> Any:
     return getattr(home, name)
 
 
+def make_observers(cfg: DictConfig, runtime: Any) -> Any:
+    """Return who watches the run: tracker, diagnosis, report and terminal, on rank 0."""
+    import trainer
+    from trainer.reports.diagnosis import Diagnose
+    from trainer.reports.display import show_run
+    from trainer.reports.live import LiveReport
+
+    if not runtime.is_main:
+        return trainer.Observer()
+    everyone = trainer.Observers()
+    everyone.each = [
+        make_tracker(cfg, runtime.folder),
+        Diagnose(runtime, everyone),
+        LiveReport(runtime.folder),
+        show_run(runtime, cfg.trainer.num_iterations),
+    ]
+    return everyone
+
+
 def make_tracker(cfg: DictConfig, folder: Path) -> Any:
     """Return the tracker, told what the run is called and which sweep it belongs to."""
     run, objective = load_run(folder), cfg.algorithm.objective._target_.rpartition(".")[2]
@@ -146,14 +165,13 @@ def make_leash(cfg: DictConfig) -> Any:
     return trainer.Leash(controller, kl.estimator, kl.where, allow_biased=kl.allow_biased)
 
 
-def make_correction(cfg: DictConfig, **parts: Any) -> Callable[[Any], Any]:
-    """Return what corrects batches that another engine generated; by default nothing does."""
-    import trainer
-
-    if cfg.algorithm.mismatch is None:
-        return trainer.unchanged
-    limit = cfg.trainer.micro_batch_tokens
-    return build(cfg.algorithm.mismatch, micro_batch_tokens=limit, **parts)
+def make_source(cfg: DictConfig, **parts: Any) -> Any:
+    """Return where batches come from, with the verbs of algorithm.after_rollout."""
+    parts["micro_batch_tokens"] = cfg.trainer.micro_batch_tokens
+    named = (cfg.algorithm.after_rollout or {}).values()
+    verbs = [build(node, **parts) for node in named]
+    size = cfg.trainer.prompts_per_iteration
+    return build(cfg.algorithm.source, size=size, after_rollout=verbs, **parts)
 
 
 def _telling(overrides: Mapping[str, str], sweep: Path | None) -> list[str]:

@@ -86,8 +86,7 @@ class AlgorithmConfig:
     target_kl: float | None = None
     entropy_coeff: float = 0.0
     entropy_target: float | None = None
-    shaping: Any = None  # a typed dict that is null would not take {...} on the command line
-    mismatch: Any = None
+    after_rollout: Any = None  # a typed dict that is null would not take {...} on the command line
 
 
 @dataclass
@@ -101,7 +100,7 @@ class GRPOConfig(AlgorithmConfig):
     ratio: str = MISSING
     clip_low: float = MISSING
     clip_high: float = MISSING
-    clip_ratio: float | None = None
+    dual_clip: float | None = None
 
 
 @dataclass
@@ -120,7 +119,7 @@ class PPOConfig(AlgorithmConfig):
     clip_advantage: float | None = None
     clip_low: float = MISSING
     clip_high: float = MISSING
-    clip_ratio: float | None = None
+    dual_clip: float | None = None
     value_coeff: float = MISSING
     value_clip: float | None = None
     critic: CriticConfig = field(default_factory=CriticConfig)

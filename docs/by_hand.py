@@ -35,7 +35,7 @@ def train(policy: TransformersWrapper, *, iterations: int) -> list[float]:
     runtime, leash = Runtime("outputs/by_hand", seed=0), Leash(ConstantKLController(kl_coef=0.01))
     task = Digits()
     source = Rollouts(
-        task=task, env=ChatEnv(task, group_size=8), policy=policy, runtime=runtime, size=8
+        task=task, env=ChatEnv(task, group_size=8), generator=policy, runtime=runtime, size=8
     )
     retrieve_kl = RetrieveKL(ref_model=load_reference(policy), add_to_reward=False)
     advantage = GroupAdvantage(group_size=8, leash=leash)

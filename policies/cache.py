@@ -30,6 +30,19 @@ def cache_dir() -> Path:
     return Path(given or f"{home or '~/.cache'}/leash").expanduser().absolute()
 
 
+def write_text(path: Path, text: str) -> None:
+    """Replace a file in one piece: whoever reads sees the old text or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(text.encode("utf-8", "replace"))  # lone surrogates of a model's output
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)  # of a write that failed
+
+
 def sha256_file(path: Path) -> str:
     """Return the sha256 of a file as 64 hex digits."""
     with open(path, "rb") as file:

@@ -19,11 +19,12 @@ from policies.random import fold
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer.advantage import GroupAdvantage
 from trainer.collect import collect
+from trainer.demonstrations import Demonstrations
 from trainer.kl import Leash
 from trainer.kl_control import ConstantKLController
 from trainer.objectives import GRPOObjective
 from trainer.runtime import Runtime
-from trainer.sources import Demonstrations, Rollouts
+from trainer.sources import Rollouts
 from trainer.update import Update
 
 G = 4  # samples of a prompt
@@ -297,7 +298,7 @@ def same_seed() -> None:
     source = Rollouts(
         task=Words(),
         env=ChatEnv(Words(), group_size=G),
-        policy=policy,
+        generator=policy,
         runtime=one_process(),
         size=2,
     )

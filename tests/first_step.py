@@ -23,8 +23,10 @@ from envs.transforms import RetrieveKL
 from policies.load import load_policy, load_reference
 from policies.packing import pack_rows
 from policies.scorer import Scorer
-from trainer.advantage import GAEAdvantage, GroupAdvantage
+from policies.value_head import Critic
+from trainer.advantage import GroupAdvantage
 from trainer.agreement import check_agreement, checksums
+from trainer.gae import GAEAdvantage
 from trainer.objectives import GRPOObjective, PPOObjective, SFTObjective
 from trainer.optimizer import make_optimizer
 from trainer.runtime import Runtime
@@ -81,13 +83,14 @@ def first_step(runtime: Runtime) -> FirstStep:
         for p in reference.model.parameters():
             p.mul_(0.9)
     env = ChatEnv(task, group_size=contracts.G)
-    source = Rollouts(task=task, env=env, policy=policy, runtime=runtime, size=4)
+    source = Rollouts(task=task, env=env, generator=policy, runtime=runtime, size=4)
     batch = RetrieveKL(ref_model=reference, add_to_reward=False)(source(0))
     grpo = GroupAdvantage(group_size=contracts.G, leash=leash())(batch.clone())
     parts = (policy, runtime)
     gradients = {n: gradient(grpo, *parts, *case) for n, case in CASES.items() if n != "ppo"}
     paid = leash(where="reward")
-    ppo = GAEAdvantage(policy=policy, runtime=runtime, leash=paid, critic={"kind": "head"})
+    policy.scorer.critic = Critic(policy.scorer, kind="head")
+    ppo = GAEAdvantage(policy=policy, runtime=runtime, leash=paid)
     with torch.no_grad():
         policy.scorer.critic.head.weight.fill_(0.01)
     objective = PPOObjective(leash=paid)
@@ -154,7 +157,12 @@ def drawn_again(runtime: Runtime) -> tuple[list[list], int]:
     source.play = lambda prompts: played.append(len(prompts)) or play(prompts)
     batch = source(1)
     reward = batch["reward_raw"].sum(-1).tolist()
-    rows = zip(map(str, batch["prompt"].tolist()), reward, batch["draws"].tolist(), strict=True)
+    rows = zip(
+        map(str, batch["prompt"].tolist()),
+        reward,
+        (batch["logged", "group/resampled"] + 1).tolist(),
+        strict=True,
+    )
     return [list(row) for row in rows], len(played)
 
 

@@ -27,6 +27,7 @@ from policies.load import load_policy, load_reference
 from policies.packing import groups
 from policies.padding import pad, pad_mask
 from policies.reward_scorer import load_reward_model
+from policies.value_head import Critic
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer.runtime import Runtime
 from trainer.update import Update
@@ -92,7 +93,7 @@ def step(name: str) -> Step:
     randomise(policy)
     reference = scaled(load_reference(policy), 0.9)
     task = Pairs()
-    parts = {"task": task, "policy": policy, "runtime": Alone("/tmp")}
+    parts = {"task": task, "policy": policy, "generator": policy, "runtime": Alone("/tmp")}
     env = ChatEnv(task, group_size=cfg.algorithm.group_size)
     batch = build(cfg.algorithm.source, size=4, env=env, **parts)(0)
     if cfg.kl.measure:
@@ -138,10 +139,10 @@ def gradient(
             params = [p for group in self.param_groups for p in group["params"]]
             grads.extend(p.grad.flatten().clone() for p in params)
 
-    advantage = build(algorithm.advantage, leash=own, policy=policy, runtime=runtime)
-    if policy.scorer.critic is not None:
-        policy.scorer.critic.double()
+    if critic := algorithm.get("critic"):
+        policy.scorer.critic = Critic(policy.scorer, **critic).double()
         torch.nn.init.constant_(policy.scorer.critic.head.weight, 0.01)
+    advantage = build(algorithm.advantage, leash=own, policy=policy, runtime=runtime)
     optimizer = Keep(policy.scorer.parameters(), lr=0.0)
     scorer, optimizer = runtime.accelerator.prepare(policy.scorer, optimizer)
     update = Update(

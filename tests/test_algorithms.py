@@ -25,9 +25,8 @@ from trainer.advantage import (
     GroupAdvantage,
     beta_density,
 )
+from trainer.demonstrations import Demonstrations, ReferenceLogProbs
 from trainer.objectives import GRPOObjective, MinorSFTObjective
-from trainer.reference import ReferenceLogProbs
-from trainer.sources import Demonstrations
 from trainer.surrogates import RATIOS, Bounds, clipped_term, is_clipped
 
 G, MOST, BETA = 4, 7, 0.3  # replies a prompt, tokens a row may have, KL coefficient

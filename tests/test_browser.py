@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 from browser import Browser
-from trainer.reports.trackers.files import JsonlTracker
 
 from trainer.reports import page
 from trainer.reports.panels import MAIN, MORE
 from trainer.reports.report import write_report
 from trainer.reports.sweep import write_sweep
+from trainer.reports.trackers.jsonl import JsonlTracker
 from trainer.runs.lock import held
 
 pytestmark = pytest.mark.browser
@@ -61,12 +61,12 @@ def write_run(
         for n, r in ranks
     ]
     rows += [{**row, "response": f"{k} {LONG}", "reward": k / 9} for k in range(3)]
-    tracker.transcripts(rows, 60)
+    tracker.replies(rows, 60, kind="train")
     for kind in ("before", "after"):
         held_out = [
             {"kind": kind, "prompt": f"p {k}", "response": f"{kind} {LONG}"} for k in range(8)
         ]
-        tracker.transcripts(held_out, 60)
+        tracker.replies(held_out, 60, kind="train")
     model = {"name": "org/model", "origin": "hub", "sha256": "0123456789abcdef" * 4}
     machine = {"device": "cuda (NVIDIA H200)", "ranks": 8, "torch": "2.13", "commit": "abc1234+"}
     said = {"level": "warn", "title": "KL explodes", "text": f"{LONG} read", "iteration": 7}

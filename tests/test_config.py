@@ -176,8 +176,8 @@ def test_ppo_pays_the_kl_in_the_reward_unless_told_otherwise():
         (["optimizer.lr=nan"], ["optimizer.lr"]),
         (["kl.coeff=-0.1"], ["kl.coeff >= 0"]),
         (["algorithm.clip_low=1.5"], ["clip_low from 0 to 1, got 1.5"]),
-        (["algorithm.clip_ratio=1.1"], ["clip_ratio > 1 + clip_high = 1.2", "1.1"]),
-        (["algorithm=rloo", "algorithm.clip_ratio=3"], ["surrogate=clip", "got surrogate=reinf"]),
+        (["algorithm.dual_clip=1.1"], ["dual_clip > 1 + clip_high = 1.2", "1.1"]),
+        (["algorithm=rloo", "algorithm.dual_clip=3"], ["surrogate=clip", "got surrogate=reinf"]),
         (["algorithm=rloo", "algorithm.epochs=2"], ["surrogate=reinforce", "2 steps", "clip"]),
         (["algorithm.surrogate=ppo"], ["algorithm.surrogate", "clip, cispo, reinforce", "'ppo'"]),
         (["algorithm.clip_advantage=0"], ["clip_advantage > 0, got 0"]),
@@ -455,11 +455,11 @@ def test_resume_goes_with_no_flag(old_run):
 
 def test_an_overlong_penalty_of_chats_of_several_turns_knows_all_of_them():
     words = ["experiment=grpo_calculator_tiny", "algorithm=dapo"]
-    assert "algorithm.shaping.overlong.max_tokens=" in refusal(*words)
+    assert "algorithm.after_rollout.overlong.max_tokens=" in refusal(*words)
     limit = refusal(*words).rpartition("max_tokens=")[2]
     one = compose_checked(["experiment=grpo_calculator_tiny"])["policy"]["max_new_tokens"]
     assert int(limit) == 2 * one
-    compose_checked([*words, f"algorithm.shaping.overlong.max_tokens={limit}"])
+    compose_checked([*words, f"algorithm.after_rollout.overlong.max_tokens={limit}"])
 
 
 NO_HUB = ["env.dataset=nobody/nothing"]  # of the hub: the parent does not make the task
@@ -479,7 +479,10 @@ SERVICES = "env.transforms.tools.registry.services"
             ["env.transforms.a.memori", "did you mean memory?"],
         ),
         (["env=math", *NO_HUB, "env.task.symbolc=1"], ["env.task.symbolc", "mean symbolic?"]),
-        (["algorithm.mismatch={_target_: trainer.Mismatch, limt: 2}"], ["mismatch.limt", "limit?"]),
+        (
+            ["algorithm.after_rollout={is: {_target_: trainer.ImportanceSampling, limt: 2}}"],
+            ["after_rollout.is.limt", "limit?"],
+        ),
         (["env=mix", "env.task.weights.arithmetics=2"], ["arithmetics", "mean arithmetic?"]),
         (["env=mix", "env.task.weights.arithmetic=much"], ["expected weights > 0", "'much'"]),
     ],

@@ -22,7 +22,7 @@ def test_every_metric_is_one_of_the_metrics_page(capsys):
     assert len(drawn) == len(set(drawn)), "a metric is drawn twice"
     parts = {name for name in documented if name.startswith(("reward_part/", "loss/"))}
     wanted = {"reward/mean", "kl/ref", "kl/ref_sequence", "kl/ref_k3", "kl/coeff", "eval/pass@k"}
-    wanted |= {"eval/reward", "kl/behaviour_k3", "policy/mismatch_limited"}
+    wanted |= {"eval/reward", "kl/behaviour_k3", "policy/importance_limited"}
     assert wanted | {name for name in parts if "<" not in name} <= set(drawn)
     assert "reward_part/*" in drawn
     assert printed["x"] in documented

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from pages import write_lines, write_status
 
+from policies.cache import write_text
 from trainer.reports.display import Display, show_run, sparkline
-from trainer.runs.run_files import write_text
 from trainer.runtime import Runtime
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from trainer.runs.failures import LESS_MEMORY, headline, kill_reason
+from trainer.runs.failures import LESS_MEMORY, headline, kill_reason, last_words
 
 GLOO = "[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer. Check"
 CUDA = "CUDA out of memory. Tried to allocate 20.50 GiB. GPU 0 has a total capacity of 139.80 GiB"
@@ -62,3 +62,55 @@ def test_a_killed_process_is_asked_for_its_memory_only_where_that_can_be():
         f"rank 2 was killed (signal 9, SIGKILL); out of memory? {LESS_MEMORY}"
     )
     assert "memory" not in kill_reason(-11, "rank 2")
+
+
+def status(folder: Path) -> dict:
+    return json.loads((folder / "status.json").read_text())
+
+
+def test_a_run_that_fails_says_why_and_keeps_the_traceback(tmp_path):
+    try:
+        _ = 1 / 0
+    except ZeroDivisionError as error:
+        last_words(tmp_path, error)
+    assert status(tmp_path)["state"] == "failed"
+    path = tmp_path / "errors" / "rank0.txt"
+    assert f"ZeroDivisionError: division by zero (traceback: {path})" == status(tmp_path)["reason"]
+    text = path.read_text()
+    assert text.splitlines()[0] == status(tmp_path)["reason"]
+    assert "_ = 1 / 0" in text
+    assert text.rstrip().endswith("ZeroDivisionError: division by zero")
+
+
+def test_secrets_stay_out_of_what_a_failure_leaves(tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_HF_TOKEN", "hf_planted_1")
+    monkeypatch.setenv("PLACE", "from_planted_2")
+    config = "tracker: {api_key: sk_planted_3, entity: '${oc.env:PLACE}'}\npolicy: {model: plain}\n"
+    (tmp_path / "config.yaml").write_text(config)
+
+    def fail() -> None:
+        said = "401 for hf_planted_1, https://me:url_planted_4@hub/x, from_planted_2, sk_planted_3"
+        raise KeyError(f"{said}, extra_token=in_planted_5; plain") from ValueError("sk_planted_3")
+
+    with pytest.raises(KeyError) as caught:
+        fail()
+    last_words(tmp_path, caught.value)
+    for text in (status(tmp_path)["reason"], (tmp_path / "errors" / "rank0.txt").read_text()):
+        assert "planted" not in text
+        assert "plain" in text
+    assert status(tmp_path)["reason"].startswith(
+        "KeyError: '401 for <hidden>, https://me:<hidden>@"
+    )
+
+
+def test_failure_on_a_full_disk_is_still_told(tmp_path, capsys):
+    """Writing to /dev/full fails as writing to a full disk does."""
+    (tmp_path / "errors").mkdir()
+    (tmp_path / "errors" / "rank0.txt").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left") as caught:
+        Path("/dev/full").write_text("x")
+    last_words(tmp_path, caught.value)
+    assert capsys.readouterr().err == (
+        "error: the disk is full ([Errno 28] No space left on device); free some space, or write "
+        "elsewhere with output_dir=\n"
+    )

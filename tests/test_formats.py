@@ -20,7 +20,7 @@ from policies.padding import pad, pad_mask
 from policies.reading import quiet
 from trainer.checkpoint import save_model
 from trainer.collect import collect
-from trainer.sources import Demonstrations
+from trainer.demonstrations import Demonstrations
 
 G = 16  # replies a prompt: enough for every stop token to end one
 CHAT = [

@@ -9,11 +9,10 @@ from tensordict import TensorDict
 from torch import Tensor
 
 import trainer.gae
-from policies import ValueNetwork, load_policy
+from policies import Critic, ValueNetwork, load_policy
 from trainer import GAE, GAEAdvantage
 from trainer.advantage import whitened
-from trainer.gae import explained_variance, return_sums
-from trainer.metrics import summarize
+from trainer.metrics import explained_variance, return_sums, summarize
 from trainer.runtime import Runtime
 
 
@@ -172,8 +171,10 @@ def test_keys_and_the_value_network_can_be_given():
 
 
 def test_an_advantage_without_a_measured_kl_is_refused():
-    made = GAEAdvantage(
-        policy=load_policy("tiny"), runtime=one_process(), leash=leash(0.1, "reward")
-    )
+    policy, paid = load_policy("tiny"), leash(0.1, "reward")
+    with pytest.raises(ValueError, match=r"expected a policy with a critic.*policies\.Critic"):
+        GAEAdvantage(policy=policy, runtime=one_process(), leash=paid)
+    policy.scorer.critic = Critic(policy.scorer)
+    made = GAEAdvantage(policy=policy, runtime=one_process(), leash=paid)
     with pytest.raises(ValueError, match=r"kl\.where=reward needs kl_penalty"):
         made(TensorDict({"reward_raw": torch.zeros(1, 2), "loss_mask": torch.ones(1, 2) > 0}, [1]))

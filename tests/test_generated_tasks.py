@@ -369,7 +369,7 @@ def test_mixed_batches_keep_the_tasks_parts_and_accuracies_apart():
         mean = float(alone["reward_part", part].mean())
         assert got[f"reward_part/facts/{part}"] == pytest.approx(mean)
     assert got["reward_part/turns/said"] == 4.0, "two turns of 2"
-    evaluate = Evaluate(task=task, policy=policy, runtime=one_process(), env=env, num_samples=1,
+    evaluate = Evaluate(task=task, generator=policy, runtime=one_process(), env=env, num_samples=1,
                         max_rows=9)  # fmt: skip
     scores, _ = evaluate(0)
     names = {f"eval/{kind}_accuracy{task}" for kind in ("sampled", "greedy")

@@ -12,6 +12,7 @@ from invariance import ALGORITHMS, step
 from test_update import Record, make_update
 
 from conf.parts import build
+from policies.value_head import Critic
 from trainer.kl import Leash
 from trainer.kl_control import BIASED, ESTIMATORS, PLACES, ConstantKLController
 
@@ -28,9 +29,9 @@ def run(name: str, own: Leash, *, judged_by: Leash | None = None):
     case, runtime = step(name), one_process()
     policy, algorithm = case.policy, case.cfg.algorithm
     first = judged_by or own
+    if critic := algorithm.get("critic"):
+        policy.scorer.critic = Critic(policy.scorer, **critic).double()
     advantage = build(algorithm.advantage, leash=first, policy=policy, runtime=runtime)
-    if policy.scorer.critic is not None:
-        policy.scorer.critic.double()
     objective = build(algorithm.objective, leash=own)
     optimizer = Record(policy.scorer.parameters())
     batch = advantage(case.batch.clone())

@@ -10,11 +10,11 @@ from tensordict import NonTensorStack, TensorDict
 from envs.chat_env import ChatEnv
 from envs.tasks.task import Reply, Reward
 from trainer.evaluation import Evaluate
-from trainer.metrics import summarize, transcript, transcripts
-from trainer.pieces import pieces, split
+from trainer.metrics import summarize
 from trainer.reports.trackers.jsonl import JsonlTracker
 from trainer.runtime import Runtime
 from trainer.trainer import Trainer
+from trainer.transcripts import pieces, split, transcript, transcripts
 
 MASK = torch.tensor(
     [[0, 1, 1, 0], [0, 1, 0, 0], [0, 1, 1, 1], [0, 1, 1, 0], [0, 0, 0, 0], [0, 1, 0, 0]]
@@ -184,7 +184,7 @@ def test_pieces_are_cut_and_join_to_the_text_of_the_row(monkeypatch):
     td["masks"] = {"all_attention_mask": mask, "all_response_mask": mask.clone()}
     td["masks", "all_response_mask"][0, 0] = False
     assert "".join(pieces(td, 0, tokenizer)["text"]) == text
-    monkeypatch.setattr("trainer.pieces.MOST", 3)
+    monkeypatch.setattr("trainer.transcripts.MOST", 3)
     short = pieces(td, 0, tokenizer)
     assert (len(short["text"]), short["left_out"]) == (3, len(ids) - 3)
 
@@ -207,7 +207,8 @@ class Marked(Words):
 
 def evaluate(task=None, **options) -> Evaluate:
     task = task or Marked()
-    parts = {"task": task, "policy": make_policy(), "runtime": one_process(), "env": ChatEnv(task)}
+    parts = {"task": task, "generator": make_policy(), "runtime": one_process()}
+    parts["env"] = ChatEnv(task)
     return Evaluate(**parts, **{"num_samples": 3, "prompts_per_batch": 3, **options})
 
 
@@ -314,14 +315,14 @@ def test_without_evaluation_the_last_loss_or_reward_is_the_objective(tmp_path, m
             "update",
             "leash",
             "checkpoints",
-            "display",
+            "generator",
             "policy",
         )
     )
     made = Trainer(
         runtime=Runtime(tmp_path),
         evaluate=evaluate(num_samples=0, greedy=False),
-        tracker=tracker,
+        observers=tracker,
         num_iterations=2,
         **parts,
     )

@@ -61,7 +61,7 @@ def test_the_kl_term_is_scaled_by_the_controllers_coefficient(estimator, of):
 def test_the_full_kl_is_that_of_the_scorer_and_needs_the_reference():
     full = torch.tensor([[0.1, 0.2, 0.3, 0.4]], requires_grad=True)
     made = objective(coeff=0.5, estimator="full")
-    assert made.needs_reference
+    assert made.leash.needs_reference
     terms = made(scores(full_kl=full), batch())
     assert terms.loss["kl"].tolist() == [pytest.approx([0.05, 0.1, 0.15, 0.2])]
     assert terms.loss["kl"].requires_grad
@@ -70,7 +70,7 @@ def test_the_full_kl_is_that_of_the_scorer_and_needs_the_reference():
 
 def test_a_kl_in_the_reward_is_not_charged_again():
     made = objective(coeff=0.5, where="reward")
-    assert not made.needs_reference
+    assert not made.leash.needs_reference
     assert set(made(scores(), batch()).loss) == {"policy"}
 
 
@@ -88,6 +88,6 @@ def test_imitation_has_the_negative_log_likelihood_alone():
     terms = SFTObjective()(scores(), batch())
     assert set(terms.loss) == {"policy"}
     assert terms.loss["policy"].tolist() == [pytest.approx([-c for c in CURR])]
-    assert not SFTObjective.needs_reference
+    assert SFTObjective.leash is None
     with pytest.raises(TypeError, match="argument"):  # it has no leash to be put on
         SFTObjective(leash=leash())

@@ -55,7 +55,8 @@ def prepared(policy, critic=None, **options) -> TensorDict:
     batch = rollout(policy, turns=2, count=2)
     batch = RetrieveKL(ref_model=scaled(policy, 0.95), add_to_reward=False)(batch)
     batch["loss_mask"][1] = False  # a row that counts for nothing
-    options = {"gamma": GAMMA, "lmbda": LMBDA, "critic": critic, **options}
+    options = {"gamma": GAMMA, "lmbda": LMBDA, **options}
+    policy.scorer.critic = Critic(policy.scorer, **(critic or {}))
     made = GAEAdvantage(policy=policy, runtime=one_process(), leash=PAID, **options)
     draw = torch.Generator().manual_seed(1)
     head = policy.scorer.critic.head
@@ -157,6 +158,7 @@ def test_rewards_values_and_advantages_are_those_of_the_paper(policy):
     batch = RetrieveKL(ref_model=scaled(policy, 0.95), add_to_reward=False)(batch)
     batch["truncated"] = torch.ones_like(batch["truncated"])  # a limit is as terminal as an end
     options = {"policy": policy, "runtime": one_process()}
+    policy.scorer.critic = Critic(policy.scorer)
     made = GAEAdvantage(**options, leash=PAID, gamma=GAMMA, lmbda=LMBDA, micro_batch_tokens=100)
     torch.nn.init.normal_(policy.scorer.critic.head.weight, std=0.1)
     batch, mask = made(batch), batch["loss_mask"]

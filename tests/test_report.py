@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from pages import Page, Picture, write_lines, write_run, write_status, write_words
 
+from policies.cache import write_text
 from trainer.reports import chart, summary
 from trainer.reports.__main__ import main
 from trainer.reports.chart import Series, line_chart, stack_chart, standalone
@@ -20,7 +21,7 @@ from trainer.reports.report import run_svg, write_report
 from trainer.reports.sweep_page import write_sweep
 from trainer.reports.trackers.jsonl import JsonlTracker
 from trainer.runs.lock import held
-from trainer.runs.run_files import load_run, read_lines, write_text
+from trainer.runs.run_files import load_run, read_lines
 
 
 def drawn(*series: Series, **more) -> Picture:

@@ -374,7 +374,8 @@ def test_batch_that_nobody_could_judge_has_no_mean_of_the_part():
 @pytest.mark.filterwarnings("ignore:reward judge")
 def test_evaluation_leaves_dropped_rows_out():
     task = Rewarded(Words(), {"judge": Failing({0}, on_error="drop_group")})
-    parts = {"task": task, "policy": make_policy(), "runtime": one_process(), "env": ChatEnv(task)}
+    parts = {"task": task, "generator": make_policy(), "runtime": one_process()}
+    parts["env"] = ChatEnv(task)
     made = Evaluate(**parts, num_samples=2, greedy=False)
     assert made.about == f"{len(made.rows)} prompts x 2 samples"
     assert Evaluate(**parts, num_samples=1, max_rows=1).about == "1 prompt x 1 sample, greedy"

@@ -26,18 +26,6 @@ def test_a_run_that_ends_is_finished(tmp_path):
     assert sorted(p.name for p in runtime.folder.iterdir()) == ["status.json"]
 
 
-def test_a_run_that_fails_says_why_and_keeps_the_traceback(tmp_path):
-    with pytest.raises(ZeroDivisionError), Runtime(tmp_path):
-        _ = 1 / 0
-    assert status(tmp_path)["state"] == "failed"
-    path = tmp_path / "errors" / "rank0.txt"
-    assert f"ZeroDivisionError: division by zero (traceback: {path})" == status(tmp_path)["reason"]
-    text = path.read_text()
-    assert text.splitlines()[0] == status(tmp_path)["reason"]
-    assert "_ = 1 / 0" in text
-    assert text.rstrip().endswith("ZeroDivisionError: division by zero")
-
-
 STOPS = [(signal.SIGTERM, "stopped by SIGTERM"), (signal.SIGINT, "stopped by Ctrl-C")]
 
 
@@ -79,6 +67,12 @@ def test_a_signal_ends_what_holds_nothing_at_once(tmp_path, place):
     assert status(tmp_path)["state"] == "preempted"
 
 
+def test_a_run_that_fails_says_so(tmp_path):
+    with pytest.raises(ZeroDivisionError), Runtime(tmp_path):
+        _ = 1 / 0
+    assert status(tmp_path)["state"] == "failed"
+
+
 def test_stopped_is_not_an_ordinary_error():
     assert not issubclass(Stopped, Exception)
 
@@ -94,38 +88,6 @@ def test_a_second_signal_ends_the_process_at_once_with_a_true_status(tmp_path, m
         assert codes == []
         os.kill(os.getpid(), signal.SIGINT)
     assert codes == [(128 + signal.SIGINT, "stopped by SIGTERM")]
-
-
-def test_secrets_stay_out_of_what_a_failure_leaves(tmp_path, monkeypatch):
-    monkeypatch.setenv("MY_HF_TOKEN", "hf_planted_1")
-    monkeypatch.setenv("PLACE", "from_planted_2")
-    config = "tracker: {api_key: sk_planted_3, entity: '${oc.env:PLACE}'}\npolicy: {model: plain}\n"
-    (tmp_path / "config.yaml").write_text(config)
-
-    def fail() -> None:
-        said = "401 for hf_planted_1, https://me:url_planted_4@hub/x, from_planted_2, sk_planted_3"
-        raise KeyError(f"{said}, extra_token=in_planted_5; plain") from ValueError("sk_planted_3")
-
-    with pytest.raises(KeyError), Runtime(tmp_path):
-        fail()
-    for text in (status(tmp_path)["reason"], (tmp_path / "errors" / "rank0.txt").read_text()):
-        assert "planted" not in text
-        assert "plain" in text
-    assert status(tmp_path)["reason"].startswith(
-        "KeyError: '401 for <hidden>, https://me:<hidden>@"
-    )
-
-
-def test_failure_on_a_full_disk_is_still_told(tmp_path, capsys):
-    """Writing to /dev/full fails as writing to a full disk does."""
-    (tmp_path / "errors").mkdir()
-    (tmp_path / "errors" / "rank0.txt").symlink_to("/dev/full")
-    with pytest.raises(OSError, match="No space left"), Runtime(tmp_path):
-        Path("/dev/full").write_text("x")
-    assert capsys.readouterr().err == (
-        "error: the disk is full ([Errno 28] No space left on device); free some space, or write "
-        "elsewhere with output_dir=\n"
-    )
 
 
 def test_one_process_sums_and_gathers_itself(tmp_path):

@@ -9,9 +9,11 @@ from contracts import Words, make_policy, one_process
 from envs.chat_env import ChatEnv
 from envs.tasks.task import Reply, Reward
 from policies.random import fold
+from trainer.demonstrations import Demonstrations
+from trainer.dynamic_sampling import DynamicRollouts
 from trainer.metrics import summarize
 from trainer.runtime import Runtime
-from trainer.sources import Demonstrations, DynamicRollouts, Rollouts, picks
+from trainer.sources import Rollouts, picks
 
 
 class Rank(Runtime):
@@ -27,7 +29,7 @@ class Rank(Runtime):
 
 def rollouts(runtime, size: int = 2) -> Rollouts:
     env = ChatEnv(Words(), group_size=3)
-    return Rollouts(task=Words(), env=env, policy=make_policy(), runtime=runtime, size=size)
+    return Rollouts(task=Words(), env=env, generator=make_policy(), runtime=runtime, size=size)
 
 
 def test_every_epoch_holds_each_row_once_in_an_order_of_its_own():
@@ -106,7 +108,7 @@ class Flat(Many):
 def dynamic(runtime, task: Words, rounds: int = 3) -> DynamicRollouts:
     env, policy = ChatEnv(task, group_size=3), make_policy()
     return DynamicRollouts(
-        task=task, env=env, policy=policy, runtime=runtime, size=4, rounds=rounds
+        task=task, env=env, generator=policy, runtime=runtime, size=4, rounds=rounds
     )
 
 
@@ -124,11 +126,13 @@ def told(batch) -> list[tuple]:
 def test_idle_places_are_drawn_again_with_other_rows_and_the_rest_stays(tmp_path):
     runtime = Rank(tmp_path, 0, 1, seed=1)
     source = dynamic(runtime, Many())
-    plain = Rollouts(task=Many(), env=source.env, policy=source.policy, runtime=runtime, size=4)
+    plain = Rollouts(
+        task=Many(), env=source.env, generator=source.generator, runtime=runtime, size=4
+    )
     redrawn = 0
     for iteration in range(3):
         before, batch = plain(iteration), source(iteration)
-        after, draws = told(batch), batch["draws"].tolist()
+        after, draws = told(batch), (batch["logged", "group/resampled"] + 1).tolist()
         for k, row in enumerate(told(before)):
             if row[0] in Many.flat:
                 redrawn += 1
@@ -146,7 +150,7 @@ def test_idle_places_are_drawn_again_with_other_rows_and_the_rest_stays(tmp_path
 def test_what_stays_idle_had_a_row_of_its_own_each_time_and_leaves_the_loss(tmp_path):
     source = dynamic(Rank(tmp_path, 0, 1), Flat(), rounds=9)
     batch = source(0)
-    assert batch["draws"].tolist() == [10.0] * 12
+    assert (batch["logged", "group/resampled"] + 1).tolist() == [10.0] * 12
     assert not batch["loss_mask"].any()
     rows = [[r["answer"] for r in source.prompts(0, k).get("row").tolist()] for k in range(10)]
     for place in range(4):
@@ -159,11 +163,11 @@ def test_what_stays_idle_had_a_row_of_its_own_each_time_and_leaves_the_loss(tmp_
     batch = dynamic(Rank(tmp_path, 0, 1), Many())(0)
     metrics = summarize(batch.set("reward", batch["reward_raw"]), source.runtime)
     assert metrics["group/zero_variance_fraction"] == 0
-    assert metrics["group/resampled"] == sum(d - 1 for d in batch["draws"].tolist()[::3]) / 4
+    assert metrics["group/resampled"] == sum(batch["logged", "group/resampled"].tolist()[::3]) / 4
 
 
 def test_dynamic_sampling_needs_groups(tmp_path):
-    parts = {"task": Many(), "policy": make_policy(), "runtime": one_process(), "size": 4}
+    parts = {"task": Many(), "generator": make_policy(), "runtime": one_process(), "size": 4}
     with pytest.raises(ValueError, match=r"group_size >= 2 .* trainer.Rollouts"):
         DynamicRollouts(env=ChatEnv(Many(), group_size=1), **parts)
     with pytest.raises(ValueError, match="rounds >= 1"):

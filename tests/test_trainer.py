@@ -26,9 +26,11 @@ from trainer.kl_control import (
     make_kl_controller,
 )
 from trainer.objectives import GRPOObjective
+from trainer.observer import Observers
 from trainer.optimizer import make_optimizer
 from trainer.reference import Reference
 from trainer.reports.display import Display
+from trainer.reports.live import LiveReport
 from trainer.reports.trackers.jsonl import JsonlTracker
 from trainer.runs.run_files import load_run, read_lines
 from trainer.runtime import Runtime, Stopped
@@ -92,11 +94,13 @@ def train(
         objective = GRPOObjective(leash=leash)
         optimizer = make_optimizer(policy.model, lr=1e-2)
         scorer, optimizer = runtime.accelerator.prepare(policy.scorer, optimizer)
-        parts = {"task": task, "env": env, "policy": policy, "runtime": runtime}
+        parts = {"task": task, "env": env, "generator": policy, "runtime": runtime}
+        display = Display(4, title="words", folder=folder, file=shown)
         options = {"num_samples": 2, "prompts_per_batch": 2, "every": 2}
         loop = Trainer(
             runtime=runtime,
             policy=policy,
+            generator=policy,
             source=Rollouts(**parts, size=4),
             retrieve_kl=retrieve,
             advantage=GroupAdvantage(group_size=G, leash=leash),
@@ -106,9 +110,8 @@ def train(
             checkpoints=Checkpoints(
                 runtime, policy, optimizer, every=every, keep_last=0, reference=retrieve
             ),
-            tracker=JsonlTracker(folder, resume=resume),
-            display=Display(4, title="words", folder=folder, file=shown),
             num_iterations=4,
+            observers=Observers([JsonlTracker(folder, resume=resume), LiveReport(folder), display]),
         )
         try:
             loop.run(resume=resume)

@@ -15,10 +15,10 @@ from policies.load import load_reference
 from policies.packing import pack_rows
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer.advantage import GroupAdvantage
+from trainer.demonstrations import Demonstrations
 from trainer.objectives import GRPOObjective, SFTObjective, Terms
 from trainer.optimizer import make_optimizer, make_schedule
 from trainer.runtime import Runtime
-from trainer.sources import Demonstrations
 from trainer.update import Update, split_rows
 
 COEFF, LOW, HIGH = 0.3, 0.1, 0.3

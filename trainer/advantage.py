@@ -1,17 +1,14 @@
 """Advantages: from task rewards and the KL charged to them to one number a token, [B, T]."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import chain
-from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
 from policies.packing import groups
-from policies.value_head import Critic, values_in_parts
-from policies.wrappers.transformers_wrapper import TransformersWrapper
-from trainer.gae import gae
+from trainer.batch import reads
 from trainer.kl import Leash
 from trainer.losses import STD_FLOOR, group_advantage, group_mean, spread
 from trainer.runtime import Runtime
@@ -22,7 +19,7 @@ Scale = Callable[[Tensor, Tensor], Tensor]
 def moments(values: Tensor, runtime: Runtime | None) -> tuple[float, float]:
     """Return the mean and the unbiased standard deviation over all values of all ranks."""
     add = runtime.sum if runtime else torch.Tensor.clone
-    values = values.double()
+    values = values.double()  # [K]
     size = torch.tensor(float(values.numel()), dtype=values.dtype, device=values.device)
     count, total = add(torch.stack([size, values.sum()])).tolist()
     mean = total / max(count, 1)
@@ -32,8 +29,8 @@ def moments(values: Tensor, runtime: Runtime | None) -> tuple[float, float]:
 
 def whitened(advantage: Tensor, mask: Tensor, runtime: Runtime | None) -> Tensor:
     """Return (A - mean) / (unbiased std + 1e-4) over the kept tokens of all ranks, else 0."""
-    mean, std = moments(advantage[mask], runtime)
-    return (advantage - mean) / (std + STD_FLOOR) * mask
+    mean, std = moments(advantage[mask], runtime)  # of [K] kept tokens
+    return (advantage - mean) / (std + STD_FLOOR) * mask  # [B, T]
 
 
 def finish(
@@ -64,7 +61,7 @@ def beta_density(p: Tensor, mean: float, std: float) -> Tensor:
     both = mean * (1 - mean) / std**2 - 1 if std > 1e-3 else 0.0  # a + b
     shapes = (torch.tensor(max(1 + both * share / 3, 1.0)).double() for share in (mean, 1 - mean))
     density = torch.distributions.Beta(*shapes, validate_args=False).log_prob(p.double().cpu())
-    return density.exp().clamp(min=1e-6).to(p)
+    return density.exp().clamp(min=1e-6).to(p)  # as p
 
 
 class GroupAdvantage:
@@ -74,9 +71,10 @@ class GroupAdvantage:
     the kept tokens of all ranks (REINFORCE++, arXiv 2501.03262v9 eq. 5 and 7), `clip_advantage`
     bounds what comes out. A row that left the loss mask enters no baseline and no scale: those are
     of what is learnt from.
-    Reads reward_raw, loss_mask and what `Leash.charge_reward` reads; writes what that writes, and
-    advantage [B, T].
+    Writes what `Leash.charge_reward` writes, and advantage [B, T].
     """
+
+    reads = (*Leash.charged, *reads("group_id"))
 
     def __init__(
         self,
@@ -98,9 +96,8 @@ class GroupAdvantage:
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
         """Add the advantage to the batch."""
         self.leash.charge_reward(batch)
-        mask = batch.get("loss_mask")
-        order = self._order(batch)
-        advantage = torch.zeros_like(batch.get("reward"))
+        mask, order = batch.get("loss_mask"), self._order(batch)  # [B, T], [B]
+        advantage = torch.zeros_like(batch.get("reward"))  # [B, T]
         advantage[order] = group_advantage(
             *(batch.get(key)[order] for key in ("reward_raw", "reward_kl", "loss_mask")),
             self.group_size,
@@ -116,11 +113,11 @@ class GroupAdvantage:
         ids = batch.get("group_id", None)
         if ids is None:  # they already are
             return torch.arange(batch.batch_size[0])
-        rows = groups(ids)
+        rows = groups(ids)  # P lists of G rows
         uneven = next((len(group) for group in rows if len(group) != self.group_size), None)
         if uneven is not None:
             raise ValueError(f"expected groups of {self.group_size} rows, got one of {uneven}")
-        return torch.tensor(list(chain(*rows)), dtype=torch.int64)
+        return torch.tensor(list(chain(*rows)), dtype=torch.int64)  # [B]
 
     def scale(self) -> Scale | None:
         """Return what maps task rewards and kept rows [P, G] to the divisor [P, 1], if anything."""
@@ -148,60 +145,14 @@ class BetaAdvantage(GroupAdvantage):
                 f"BNPO expects rewards from 0 to 1, got {float(total.min()):g} to "
                 f"{float(total.max()):g}; rescale the task's reward"
             )
-        mean = group_mean(total, kept)[:, :1]
+        mean = group_mean(total, kept)[:, :1]  # [P, 1]
         return beta_density(mean, *moments(mean[kept.any(-1)], self.runtime))
-
-
-class GAEAdvantage:
-    """Score each token against what a critic expected (PPO; arXiv 1506.02438 eq. 16).
-
-    It gives the policy's scorer the critic (`critic`: arguments of `Critic`), so make it before the
-    optimizer. `whiten` standardises the advantages over the kept tokens of all ranks,
-    `clip_advantage` bounds them.
-    Reads reward_raw, loss_mask and what `Leash.charge_reward` reads; writes what that writes, and
-    value, returns (= advantage + value, before whitening) and advantage [B, T].
-    """
-
-    def __init__(
-        self,
-        *,
-        policy: TransformersWrapper,
-        runtime: Runtime,
-        leash: Leash,
-        critic: Mapping[str, Any] | None = None,
-        gamma: float = 1.0,
-        lmbda: float = 0.95,
-        whiten: bool = True,
-        clip_advantage: float | None = None,
-        micro_batch_tokens: int | None = None,
-    ) -> None:
-        policy.scorer.critic = Critic(policy.scorer, **(critic or {}))
-        self.scorer, self.runtime, self.leash = policy.scorer, runtime, leash
-        self.gamma, self.lmbda = gamma, lmbda
-        self.whiten, self.bound = whiten, clip_advantage
-        self.limit = micro_batch_tokens
-
-    def __call__(self, batch: TensorDictBase) -> TensorDictBase:
-        """Add values, returns and advantages to the batch."""
-        self.leash.charge_reward(batch)
-        mask = batch.get("loss_mask")
-        value = values_in_parts(
-            self.scorer,
-            batch.get(("tokens", "full")),
-            batch.get(("masks", "all_attention_mask")),
-            mask,
-            limit=self.limit,
-            group_id=batch.get("group_id", None),
-        )
-        advantage = gae(batch.get("reward"), value, mask, gamma=self.gamma, lmbda=self.lmbda)
-        batch.set("value", value)
-        batch.set("returns", advantage + value)
-        how = {"whiten": self.whiten, "bound": self.bound}
-        return batch.set("advantage", finish(advantage, mask, self.runtime, **how))
 
 
 class NoAdvantage:
     """Leave the batch as it is: imitation has no reward."""
+
+    reads = ()
 
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
         """Return the batch."""

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from policies import lora
 from policies.cache import flush, read_manifest, share, write_manifest
 from policies.reading import quiet
-from policies.wrappers.transformers_wrapper import TransformersWrapper
+from policies.roles import Policy
 from trainer.agreement import check_agreement
 from trainer.reference import NoReference, Reference
 from trainer.runtime import Runtime
@@ -37,7 +37,7 @@ class Checkpoints:
     def __init__(
         self,
         runtime: Runtime,
-        policy: TransformersWrapper,
+        policy: Policy,
         optimizer: torch.optim.Optimizer,
         *,
         every: int = 0,
@@ -186,7 +186,7 @@ class Checkpoints:
                 discard(folder)
 
 
-def save_model(policy: TransformersWrapper, folder: Path) -> None:
+def save_model(policy: Policy, folder: Path) -> None:
     """Write the model and its tokenizer so that transformers and vLLM load them without leash.
 
     An adapter is merged into the model, and also written to adapter/ in peft's format.
@@ -199,7 +199,7 @@ def save_model(policy: TransformersWrapper, folder: Path) -> None:
     share(folder)
 
 
-def _base(policy: TransformersWrapper) -> str:
+def _base(policy: Policy) -> str:
     """Return the sha256 of the weights that a policy started from."""
     return policy.found.sha256 if hasattr(policy, "found") else ""
 
@@ -212,7 +212,7 @@ def discard(folder: Path) -> None:
         shutil.rmtree(trash)
 
 
-def _named(optimizer: torch.optim.Optimizer, policy: TransformersWrapper):
+def _named(optimizer: torch.optim.Optimizer, policy: Policy):
     """Return (name, parameter) of what the optimiser trains, of the scorer and its critic."""
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     return [(n, p) for n, p in policy.scorer.named_parameters() if id(p) in trained]

@@ -232,6 +232,7 @@ def _stack(trajectories: list[Trajectory], start: TensorDictBase, policy) -> Ten
     for name in ("success", "truncated", "dropped", "reward_errors"):
         out.set(name, torch.tensor([getattr(t, name) for t in trajectories], device=device))
     _drop(out.set("group_id", start.get("group_id").to(device)))
+    out.set("policy_version", start.get("policy_version").to(device))  # of the first turn
     out.set("temperature", torch.full((size,), policy.temperature or 1.0, device=device))
     out.set("prompt", NonTensorStack(*[t.prompt for t in trajectories]))
     return out.set("response", NonTensorStack(*["\n".join(t.texts) for t in trajectories]))

@@ -15,14 +15,14 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from envs.chat_env import ChatEnv
 from envs.tasks.task import Task
 from policies.random import fold
-from policies.wrappers.transformers_wrapper import TransformersWrapper
+from policies.roles import Generator
 from trainer.collect import collect
-from trainer.metrics import transcript
 from trainer.runtime import Runtime
+from trainer.transcripts import transcript
 
 
 class Evaluate:
-    """Measure the policy on the task's eval rows.
+    """Measure the generator on the task's eval rows.
 
     `prompts_per_batch` prompts are played at a time; draws depend on (seed, row, sample) only, so
     that two evaluations differ by the weights alone.
@@ -32,7 +32,7 @@ class Evaluate:
         self,
         *,
         task: Task,
-        policy: TransformersWrapper,
+        generator: Generator,
         runtime: Runtime,
         env: ChatEnv,
         num_samples: int = 8,
@@ -45,11 +45,11 @@ class Evaluate:
         self.rows = list(task.rows("eval"))[:max_rows]
         self.labels = [task.label(row) for row in self.rows]
         self.runtime, self.chunk, self.every = runtime, prompts_per_batch, every
-        self.plans: list[tuple[str, ChatEnv, TransformersWrapper]] = []
+        self.plans: list[tuple[str, ChatEnv, Generator]] = []
         for name, samples, value in (("sampled", num_samples, temperature), ("greedy", 1, 0.0)):
             if samples == 0 or (name == "greedy" and not greedy):
                 continue
-            self.plans.append((name, env.regrouped(samples), at_temperature(policy, value)))
+            self.plans.append((name, env.regrouped(samples), at_temperature(generator, value)))
 
     def due(self, iteration: int, last: int) -> bool:
         """Return whether to evaluate after this iteration (0-based count of finished ones)."""
@@ -80,7 +80,7 @@ class Evaluate:
         out: dict[str, float] = {}
         records: list[dict[str, Any]] = []
         each = [env.group_size for _, env, _ in self.plans]
-        for place, (name, env, policy) in enumerate(self.plans):
+        for place, (name, env, generator) in enumerate(self.plans):
             size = each[place]
             sums = dict.fromkeys(("right", "solved", "reward", "rows"), 0.0)
             sums |= {f"{kind} {label}": 0.0 for label in self.labels for kind in ("right", "rows")}
@@ -90,7 +90,7 @@ class Evaluate:
                     self.runtime.check_stop()  # as often on every rank, rows or not
                 if not part:
                     continue
-                batch = collect(self._prompts(part), env, policy)
+                batch = collect(self._prompts(part), env, generator)
                 hear(name, batch, part)
                 self._count(sums, batch, part)
                 if place == 0:
@@ -134,7 +134,7 @@ class Evaluate:
         return td.set("row", NonTensorStack(*[NonTensorData(self.rows[i]) for i in index]))
 
 
-def at_temperature(policy: TransformersWrapper, temperature: float) -> TransformersWrapper:
-    """Return the same policy, by the same weights, at another temperature."""
-    kwargs = {**policy.generate_kwargs, "temperature": temperature}
-    return policy.get_new_version(generate_kwargs=kwargs)
+def at_temperature(generator: Generator, temperature: float) -> Generator:
+    """Return the same generator, with the same weights, at another temperature."""
+    kwargs = {**generator.generate_kwargs, "temperature": temperature}
+    return generator.get_new_version(generate_kwargs=kwargs)

@@ -1,14 +1,20 @@
-"""Generalised advantage estimation over the tokens of chats, a pure function.
+"""Generalised advantage estimation over the tokens of chats (PPO): the sum, and the verb.
 
 Source: Schulman et al. 2016 (arXiv 1506.02438) eq. 16. Only kept tokens are steps: the next step of
 a token is the next kept one, over whatever a user or a tool says in between. The episode ends with
-the last kept token, by itself or by a limit. Letters: B rows, T tokens.
+the last kept token, by itself or by a limit. All tensors are [B, T].
 """
 
-import math
-
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor
+
+from policies.roles import Policy
+from policies.value_head import values_in_parts
+from trainer.advantage import finish
+from trainer.batch import reads
+from trainer.kl import Leash
+from trainer.runtime import Runtime
 
 
 def gae(
@@ -49,22 +55,57 @@ def check_shares(gamma: float, lmbda: float) -> None:
         raise ValueError(f"expected gamma and lmbda from 0 to 1, got {gamma} and {lmbda}")
 
 
-def return_sums(returns: Tensor, value: Tensor, mask: Tensor) -> dict[str, float]:
-    """Return the sums over kept tokens that `explained_variance` needs; add them over ranks."""
-    y, error = returns[mask].double(), (returns - value)[mask].double()
-    numbers = torch.stack([y.sum(), (y**2).sum(), error.sum(), (error**2).sum()]).tolist()
-    return {"count": float(len(y)), **dict(zip(("y", "yy", "e", "ee"), numbers, strict=True))}
+class GAEAdvantage:
+    """Score each token against what a critic expected (PPO; arXiv 1506.02438 eq. 16).
 
-
-def explained_variance(sums: dict[str, float]) -> float:
-    """Return 1 - Var(returns - value) / Var(returns); NaN where the returns do not vary.
-
-    >>> y, v = torch.tensor([[0.0, 2.0]]), torch.tensor([[0.5, 1.5]])
-    >>> explained_variance(return_sums(y, v, y >= 0))
-    0.75
+    The critic is that of the policy's scorer (`policies.Critic`). `whiten` standardises the
+    advantages over the kept tokens of all ranks, `clip_advantage` bounds them.
+    Writes what `Leash.charge_reward` writes, and value, returns (= advantage + value, before
+    whitening) and advantage [B, T].
     """
-    count = max(sums["count"], 1.0)
-    total = sums["yy"] / count - (sums["y"] / count) ** 2
-    left = sums["ee"] / count - (sums["e"] / count) ** 2
-    floor = 1e-12 * sums["yy"] / count  # what rounding leaves of equal returns
-    return 1 - left / total if total > floor else math.nan
+
+    reads = (
+        *Leash.charged,
+        *reads("group_id", ("tokens", "full"), ("masks", "all_attention_mask")),
+    )
+
+    def __init__(
+        self,
+        *,
+        policy: Policy,
+        runtime: Runtime,
+        leash: Leash,
+        gamma: float = 1.0,
+        lmbda: float = 0.95,
+        whiten: bool = True,
+        clip_advantage: float | None = None,
+        micro_batch_tokens: int | None = None,
+    ) -> None:
+        if policy.scorer.critic is None:
+            raise ValueError(
+                "expected a policy with a critic, got none; before the optimizer is made, set "
+                "policy.scorer.critic = policies.Critic(policy.scorer)"
+            )
+        self.scorer, self.runtime, self.leash = policy.scorer, runtime, leash
+        self.gamma, self.lmbda = gamma, lmbda
+        self.whiten, self.bound = whiten, clip_advantage
+        self.limit = micro_batch_tokens
+
+    def __call__(self, batch: TensorDictBase) -> TensorDictBase:
+        """Add values, returns and advantages to the batch."""
+        self.leash.charge_reward(batch)
+        mask = batch.get("loss_mask")  # [B, T]
+        value = values_in_parts(  # [B, T]
+            self.scorer,
+            batch.get(("tokens", "full")),
+            batch.get(("masks", "all_attention_mask")),
+            mask,
+            limit=self.limit,
+            group_id=batch.get("group_id", None),
+        )
+        reward = batch.get("reward")  # [B, T]
+        advantage = gae(reward, value, mask, gamma=self.gamma, lmbda=self.lmbda)  # [B, T]
+        batch.set("value", value)
+        batch.set("returns", advantage + value)
+        how = {"whiten": self.whiten, "bound": self.bound}
+        return batch.set("advantage", finish(advantage, mask, self.runtime, **how))

@@ -1,4 +1,4 @@
-"""Generator against trainer: what to do about log-probs that come from another engine.
+"""Truncated importance sampling: what to do about replies that another engine has sampled.
 
 An engine with kernels or a precision of its own samples from pi_gen, which is not quite the policy
 pi_old that the trainer computes for the same weights. The gradient is then corrected by importance
@@ -13,8 +13,8 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from policies.roles import Policy
 from policies.scorer import score_in_parts
-from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer.losses import MAX_LOG_RATIO
 
 
@@ -45,23 +45,19 @@ def correction(
     return torch.where(outside, limit if mode == "truncate" else 0.0, weight), outside
 
 
-def unchanged(batch: TensorDictBase) -> TensorDictBase:
-    """Return the batch: the trainer's own policy generated it."""
-    return batch
+class ImportanceSampling:
+    """Score the batch with the policy that learns, and weight the policy term by pi_old / pi_gen.
 
-
-class Mismatch:
-    """Score the batch with the trainer's own policy, and weight the policy term by pi_old / pi_gen.
-
-    Writes old_log_probs.full, mismatch.weight and mismatch.limited [B, T], see `correction`;
-    `limit` >= 1. Truncated: Yao et al. 2025 ("Your efficient RL framework secretly brings you
-    off-policy RL training"); masked on both sides: IcePop (arXiv 2510.18855).
+    A verb of `after_rollout`. Writes old_log_probs.full and policy_weight [B, T], see `correction`,
+    and logs policy/importance_limited; `limit` >= 1. Truncated: Yao et al. 2025 ("Your efficient RL
+    framework secretly brings you off-policy RL training"); masked on both sides: IcePop (arXiv
+    2510.18855).
     """
 
     def __init__(
         self,
         *,
-        policy: TransformersWrapper,
+        policy: Policy,
         level: Literal["token", "sequence"] = "token",
         mode: Literal["truncate", "mask"] = "truncate",
         limit: float = 2.0,
@@ -69,11 +65,11 @@ class Mismatch:
     ) -> None:
         if level not in ("token", "sequence") or mode not in ("truncate", "mask"):
             raise ValueError(
-                "expected a mismatch at level token or sequence with mode truncate or mask, got "
-                f"{level!r} and {mode!r}"
+                "expected importance sampling at level token or sequence, with mode truncate or "
+                f"mask, got {level!r} and {mode!r}"
             )
         if not 1 <= limit < math.inf:
-            raise ValueError(f"expected a finite mismatch limit >= 1, got {limit}")
+            raise ValueError(f"expected a finite limit >= 1 of importance weights, got {limit}")
         self.scorer, self.tokens = policy.scorer, micro_batch_tokens
         self.options = {"level": level, "mode": mode, "limit": float(limit)}
 
@@ -92,6 +88,6 @@ class Mismatch:
         )
         gap = old - batch.get(("log_probs", "full"))
         weight, limited = correction(gap, sampled, **self.options)
-        found = {"weight": weight, "limited": limited}
         batch.set("old_log_probs", TensorDict({"full": old}, batch.batch_size))
-        return batch.set("mismatch", TensorDict(found, batch.batch_size))
+        batch.set(("logged", "policy/importance_limited"), limited)
+        return batch.set("policy_weight", weight)

@@ -1,15 +1,15 @@
-"""The leash: the KL to the reference policy, charged once, in the reward or in the loss.
+"""The leash: the KL to the reference policy, charged once, in the reward or in the loss."""
 
-Letters: B trajectories, T tokens.
-"""
-
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
 from policies.scorer import Scores
+from trainer.batch import reads
 from trainer.kl_control import KLControllerBase, check_place
 from trainer.losses import kl_term
 
@@ -30,6 +30,12 @@ class Leash:
     ValueError: kl.estimator=k1 with kl.where=loss: k1 in the loss has a gradient of zero; use \
 kl.estimator=k3, k2 or full, or set kl.allow_biased=true
     """
+
+    # What `charge_reward` reads and what `loss_term` reads.
+    charged: ClassVar = reads(
+        "reward_raw", "loss_mask", "kl_penalty", ("log_probs", "full"), ("ref_log_probs", "full")
+    )
+    learnt: ClassVar = reads(("ref_log_probs", "full"))
 
     controller: KLControllerBase
     estimator: str = "k3"
@@ -52,11 +58,10 @@ kl.estimator=k3, k2 or full, or set kl.allow_biased=true
     def charge_reward(self, batch: TensorDictBase) -> TensorDictBase:
         """Write reward_kl, 0 unless the KL is charged here, and reward = reward_raw + reward_kl.
 
-        reward_kl [B, T] is -coeff * KL at the kept tokens. Reads reward_raw, loss_mask and, where
-        there is something to charge, kl_penalty (k1) or both log-probs. Writes kl_in_reward [B],
-        by which `check` knows who has charged.
+        reward_kl [B, T] is -coeff * KL at the kept tokens; kl_in_reward [B], by which `check` knows
+        who has charged, is written too.
         """
-        raw, here = batch.get("reward_raw"), self.where == "reward"
+        raw, here = batch.get("reward_raw"), self.where == "reward"  # [B, T]
         charged = torch.zeros_like(raw)  # [B, T]
         if here and self.coeff:
             charged = -self.coeff * self._measured(batch) * batch.get("loss_mask")
@@ -70,8 +75,8 @@ kl.estimator=k3, k2 or full, or set kl.allow_biased=true
             return {}
         if self.estimator == "full":
             assert scores.full_kl is not None
-            return {"kl": self.coeff * scores.full_kl}
-        ref = batch.get(("ref_log_probs", "full"), None)
+            return {"kl": self.coeff * scores.full_kl}  # [B, T]
+        ref = batch.get(("ref_log_probs", "full"), None)  # [B, T]
         if ref is None:
             raise ValueError("kl.where=loss needs ref_log_probs.full, found none; score it")
         return {"kl": self.coeff * kl_term(scores.log_probs, ref, self.estimator)}
@@ -87,6 +92,15 @@ kl.estimator=k3, k2 or full, or set kl.allow_biased=true
             f"the KL of this batch would be charged {how}: its advantage is for where={place}, the "
             f"objective for where={self.where}; hand the same Leash to both"
         )
+
+    def follow(self, metrics: Mapping[str, float], *, replies: int) -> None:
+        """Let the coefficient follow the KL of an iteration, if it is to.
+
+        `replies` of all ranks; those that the task dropped have no KL.
+        """
+        kept = 1 - metrics.get("reward/dropped_fraction", 0.0)
+        measured = metrics.get("kl/ref_sequence")
+        self.controller.follow(measured, sequences=round(replies * kept))
 
     def _measured(self, batch: TensorDictBase) -> Tensor:
         """Return the estimate of the KL of each token from the stored log-probs, [B, T]."""

@@ -1,9 +1,9 @@
 """The per-token maths of the losses: pure functions, [B, T] in and [B, T] out, nothing reduced.
 
-A loss is sum(weights * term): `weights` holds the only division there is. Letters: B trajectories,
-T tokens, V vocabulary, G group size. curr, gen, ref are log-probs [B, T] of the policy being
-trained, of the policy that generated, and of the frozen reference; all KL values are in nats. The
-exact KL stands in policies/scorer.py, where the logits are, the policy terms in surrogates.py.
+A loss is sum(weights * term): `weights` holds the only division there is. curr, gen, ref are
+log-probs [B, T] of the policy being trained, of the policy that generated, and of the frozen
+reference; all KL values are in nats. The exact KL stands in policies/scorer.py, where the logits
+are, the policy terms in surrogates.py.
 Left out on purpose: logging, masks on the terms (a weight of 0 is the mask).
 """
 
@@ -140,13 +140,13 @@ def spread(values: Tensor, kept: Tensor | None = None, *, floor: float = STD_FLO
 
 
 def group_mean(total: Tensor, kept: Tensor) -> Tensor:
-    """Return the mean of the kept of each group for all of it, [P, G] in and out."""
+    """Return the group mean of the kept rows, for each row; [P, G] in and out."""
     mean = (total * kept).sum(-1, keepdim=True) / kept.sum(-1, keepdim=True).clamp(min=1)
     return mean.expand_as(total)
 
 
 def leave_one_out(total: Tensor, kept: Tensor) -> Tensor:
-    """Return the mean of the kept others of each group, [P, G] in and out; alone, one's own.
+    """Return the group mean of the other kept rows, [P, G] in and out; a lone row gets its own.
 
     RLOO, Ahmadian et al. 2024 (arXiv 2402.14740) section 2.3.
 

@@ -5,21 +5,17 @@ kl/ref_sequence leave out the rows that the task dropped, a reward part those th
 The KL is over all sampled tokens: filters of the loss mask do not shorten the leash.
 """
 
-from collections.abc import Iterable
-from typing import Any
+import math
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
 from policies.packing import groups
-from trainer.gae import explained_variance, return_sums
 from trainer.losses import kl_term
-from trainer.pieces import pieces
 from trainer.runtime import Runtime
-from trainer.shaping import idle_groups
 
-PER_TOKEN = ("kl/ref", "kl/ref_k3", "policy/mismatch_limited")
+PER_TOKEN = ("kl/ref", "kl/ref_k3")
 PER_KEPT_ROW = ("reward/mean", "reward/raw_mean", "square", "kl/ref_sequence")
 
 
@@ -27,24 +23,23 @@ def summarize(batch: TensorDictBase, runtime: Runtime) -> dict[str, float]:
     """Return the metrics of an iteration's batch (before the update)."""
     mask, out = batch.get("loss_mask"), dict[str, float]()  # [B, T]
     response = batch.get(("masks", "all_response_mask"), mask)
-    sampled = response & _kept_rows(batch).unsqueeze(-1)
+    sampled = response & kept_rows(batch).unsqueeze(-1)
     sums = {"rows": float(mask.shape[0]), "tokens": float(sampled.sum())}
-    sums["kept"] = float(_kept_rows(batch).sum())
+    sums["kept"] = float(kept_rows(batch).sum())
     if "reward_raw" in batch:
         _rewards(batch, sums)
     if "kl_penalty" in batch:
         _kl(batch, sampled, sums)
-    if "mismatch" in batch:
-        limited = batch.get(("mismatch", "limited")) & sampled
-        sums["policy/mismatch_limited"] = float(limited.sum())
-    if "draws" in batch:
-        sums["group/resampled"] = float((batch.get("draws") - 1).sum())
+    logged, per_token = batch.get("logged", {}), [*PER_TOKEN]
+    for name, value in logged.items():  # [B, T] or [B]
+        per_token += [name] if value.ndim == 2 else []
+        sums[name] = float((value * sampled if value.ndim == 2 else value).sum())
     if "returns" in batch:
         fit = return_sums(batch.get("returns"), batch.get("value"), mask)
         out["value/explained_variance"] = explained_variance(runtime.sums(fit))
     length = response.sum(-1).float()  # [B]
     sums["response/length_mean"] = float(length.sum())
-    out |= _means(runtime.sums(sums))
+    out |= _means(runtime.sums(sums), per_token)
     if "square" in out:
         variance = max(out.pop("square") - out["reward/raw_mean"] ** 2, 0.0)
         out["reward/std"] = variance**0.5
@@ -55,17 +50,17 @@ def summarize(batch: TensorDictBase, runtime: Runtime) -> dict[str, float]:
     return out | runtime.maxima({"response/length_max": float(length.max())})
 
 
-def _kept_rows(batch: TensorDictBase) -> Tensor:
+def kept_rows(batch: TensorDictBase) -> Tensor:
     """Return which rows the task did not drop, [B]."""
     dropped = batch.get("dropped", None)
     every = torch.ones_like(batch.get("loss_mask")[:, 0], dtype=torch.bool)
     return every if dropped is None else ~dropped
 
 
-def _means(total: dict[str, float]) -> dict[str, float]:
+def _means(total: dict[str, float], per_token: list[str]) -> dict[str, float]:
     """Return sums divided by what they are over; what is over nothing has no mean."""
     rows, kept, tokens = (total.pop(name) for name in ("rows", "kept", "tokens"))
-    over = dict.fromkeys(total, rows) | dict.fromkeys(PER_TOKEN, tokens)
+    over = dict.fromkeys(total, rows) | dict.fromkeys(per_token, tokens)
     over |= dict.fromkeys(PER_KEPT_ROW, kept) | {"reward/errors": 1.0}
     for name in [name for name in total if name.startswith("fits ")]:
         over[name.removeprefix("fits ")] = total.pop(name)
@@ -73,7 +68,7 @@ def _means(total: dict[str, float]) -> dict[str, float]:
 
 
 def _rewards(batch: TensorDictBase, sums: dict[str, float]) -> None:
-    kept = _kept_rows(batch)
+    kept = kept_rows(batch)
     raw = batch.get("reward_raw").sum(-1).double()  # [B]
     sums["reward/raw_mean"] = float(raw[kept].sum())
     sums["square"] = float((raw[kept] ** 2).sum())
@@ -99,68 +94,38 @@ def _kl(batch: TensorDictBase, mask: Tensor, sums: dict[str, float]) -> None:
     sums["kl/ref_k3"] = float((kl_term(gen, ref, "k3") * mask).sum())
 
 
-def transcripts(
-    batch: TensorDictBase, iteration: int, *, count: int, kind: str, tokenizer: Any = None
-) -> list[dict]:
-    """Return the best and worst replies of a batch as plain records for transcripts.jsonl.
+def idle_groups(batch: TensorDictBase) -> Tensor:
+    """Return which groups teach nothing, [P] bool: their kept rows, if any, have one task reward.
 
-    A prompt stands once among the best and once among the worst; dropped replies do not. With a
-    tokenizer the median one stands between them, and it, the best and the worst say so in `rank`
-    and hold their tokens in `pieces`.
+    >>> from tensordict import TensorDict
+    >>> td = TensorDict({"group_id": torch.tensor([5, 5, 2, 2])}, [4])
+    >>> td["reward_raw"] = torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.0, 0.0], [0.0, 1.0]])
+    >>> idle_groups(td.set("loss_mask", torch.ones(4, 2, dtype=torch.bool))).tolist()
+    [True, False]
     """
-    reward, prompts = batch.get("reward_raw").sum(-1).tolist(), batch.get("prompt").tolist()
-    kept = _kept_rows(batch).nonzero().squeeze(-1).tolist()
-    order = sorted(kept, key=reward.__getitem__, reverse=True)
-
-    def once(rows: Iterable[int]) -> list[int]:
-        first: dict[str, int] = {}
-        for i in rows:
-            first.setdefault(prompts[i], i)
-        return list(first.values())
-
-    best = once(order)[: count // 2]
-    worst = once(i for i in reversed(order) if i not in best)[: count - count // 2]
-    wanted = order[len(order) // 2 :][:1] if tokenizer is not None else []
-    median = [i for i in wanted if i not in (*best, *worst)]
-    chosen = [*best, *median, *reversed(worst)]
-    rows = {i: transcript(batch, i, iteration, kind=kind) for i in chosen}
-    for rank, held in (("best", best), ("median", median), ("worst", worst)):
-        for i in held[:1] if tokenizer is not None else ():
-            rows[i] |= {"rank": rank, "pieces": pieces(batch, i, tokenizer)}
-    return list(rows.values())
+    reward = batch.get("reward_raw").sum(-1).double().tolist()  # [B]
+    kept = batch.get("loss_mask").any(-1).tolist()  # [B]
+    rows = groups(batch.get("group_id"))
+    idle = [len({reward[i] for i in row if kept[i]}) < 2 for row in rows]
+    return torch.tensor(idle, dtype=torch.bool)
 
 
-def transcript(batch: TensorDictBase, i: int, iteration: int, *, kind: str) -> dict:
-    """Return row i of a batch as a plain record."""
-    mask = batch.get("loss_mask")[i]
-    sampled = batch.get(("masks", "all_response_mask"), batch.get("loss_mask"))[i]
-    parts = batch.get("reward_part", None)
-    advantage = batch.get("advantage", None)
-    penalty = batch.get("kl_penalty", None)
-    return {
-        "iteration": iteration,
-        "kind": kind,
-        "prompt": batch.get("prompt")[i].data,
-        "response": batch.get("response")[i].data,
-        "reward": _short(batch.get("reward_raw")[i].sum()),
-        "parts": _parts(() if parts is None else parts.items(), i),
-        "advantage": _mean(advantage, i, mask),
-        "kl": None if penalty is None else _short((penalty[i] * sampled).sum()),
-        "truncated": bool(batch.get("truncated")[i]),
-    }
+def return_sums(returns: Tensor, value: Tensor, mask: Tensor) -> dict[str, float]:
+    """Return the sums over kept tokens that `explained_variance` needs; add them over ranks."""
+    y, error = returns[mask].double(), (returns - value)[mask].double()
+    numbers = torch.stack([y.sum(), (y**2).sum(), error.sum(), (error**2).sum()]).tolist()
+    return {"count": float(len(y)), **dict(zip(("y", "yy", "e", "ee"), numbers, strict=True))}
 
 
-def _parts(parts: Iterable[tuple[str, Tensor]], i: int) -> dict[str, float]:
-    """Return those parts that fit row i."""
-    return {name: _short(value[i]) for name, value in parts if not bool(value[i].isnan())}
+def explained_variance(sums: dict[str, float]) -> float:
+    """Return 1 - Var(returns - value) / Var(returns); NaN where the returns do not vary.
 
-
-def _mean(values, i: int, mask) -> float | None:
-    if values is None or not bool(mask.any()):
-        return None
-    return _short(values[i][mask].mean())
-
-
-def _short(value: Tensor) -> float:
-    """Return a float32 as a person wrote it: 0.1, not 0.10000000149."""
-    return float(f"{value:.7g}")
+    >>> y, v = torch.tensor([[0.0, 2.0]]), torch.tensor([[0.5, 1.5]])
+    >>> explained_variance(return_sums(y, v, y >= 0))
+    0.75
+    """
+    count = max(sums["count"], 1.0)
+    total = sums["yy"] / count - (sums["y"] / count) ** 2
+    left = sums["ee"] / count - (sums["e"] / count) ** 2
+    floor = 1e-12 * sums["yy"] / count  # what rounding leaves of equal returns
+    return 1 - left / total if total > floor else math.nan

@@ -1,16 +1,18 @@
 """Objectives: per-token loss terms, to be weighted and summed once, in trainer/update.py.
 
-An objective maps (scores, batch) to `Terms` and never averages: `weight` [B, T] does that.
+An objective maps (scores, batch) to `Terms` and never averages: `weight` [B, T] does that. It says
+which keys of the batch it `reads` beside those that the update hands to the scorer.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from policies.scorer import Scores
+from trainer.batch import reads
 from trainer.kl import Leash
 from trainer.losses import kl_term, minor_sft_term, value_term
 from trainer.surrogates import RATIOS, SURROGATES, Bounds
@@ -25,23 +27,36 @@ class Terms:
     maxima: dict[str, Tensor] = field(default_factory=dict)
 
 
+class Objective(Protocol):
+    """What the update asks of an objective; `leash` is None where no KL is charged."""
+
+    reads: tuple[NestedKey, ...]
+    leash: Leash | None
+
+    def __call__(self, scores: Any, batch: TensorDictBase) -> Terms: ...
+
+
 class GRPOObjective:
     """Policy gradient, and the leash where it acts in the loss (GRPO eq. 3, arXiv 2402.03300).
 
     `ratio` and `surrogate` name parts of trainer/surrogates.py, `clip_*` are their bounds; the
     default is the clipped gradient of PPO and GRPO. Which makes which paper: docs/algorithms.md.
 
-    Reads log_probs.full (of the generating policy), advantage and what `Leash.loss_term` reads;
-    from `Mismatch` old_log_probs.full, which the ratio is taken to then, and mismatch.weight, a
-    factor of the policy term.
+    The ratio is to old_log_probs.full where the batch has them (another engine has sampled), else
+    to the log_probs.full of who sampled; policy_weight is a factor of the policy term.
     """
+
+    reads = (
+        *Leash.learnt,
+        *reads("advantage", ("log_probs", "full"), ("old_log_probs", "full"), "policy_weight"),
+    )
 
     def __init__(
         self,
         *,
         clip_low: float = 0.2,
         clip_high: float = 0.2,
-        clip_ratio: float | None = None,
+        dual_clip: float | None = None,
         ratio: str = "token",
         surrogate: str = "clip",
         leash: Leash,
@@ -49,21 +64,20 @@ class GRPOObjective:
         for name, value, known in (("ratio", ratio, RATIOS), ("surrogate", surrogate, SURROGATES)):
             if value not in known:
                 raise ValueError(f"expected {name} in {sorted(known)}, got {value!r}")
-        self.bounds = Bounds(clip_low, clip_high, clip_ratio)
+        self.bounds = Bounds(clip_low, clip_high, dual_clip)
         self.ratio, (self.term, self.clipped) = RATIOS[ratio], SURROGATES[surrogate]
         self.leash = leash
-        self.needs_reference = leash.needs_reference
 
     def __call__(self, scores: Scores, batch: TensorDictBase) -> Terms:
         """Return the terms of a micro-batch."""
-        curr, gen = scores.log_probs, batch.get(("log_probs", "full"))
-        mask = batch.get("loss_mask")
+        curr, gen = scores.log_probs, batch.get(("log_probs", "full"))  # [B, T] each
+        mask = batch.get("loss_mask")  # [B, T]
         advantage, old = batch.get("advantage"), batch.get(("old_log_probs", "full"), gen)
         moved = self.ratio(curr, old, mask)  # [B, T]
-        loss = {"policy": self.term(curr, moved, advantage, self.bounds)}
-        loss["policy"] = loss["policy"] * batch.get(("mismatch", "weight"), 1.0)
+        loss = {"policy": self.term(curr, moved, advantage, self.bounds)}  # [B, T]
+        loss["policy"] = loss["policy"] * batch.get("policy_weight", 1.0)
         with torch.no_grad():
-            clipped = self.clipped(moved, advantage, self.bounds)
+            clipped = self.clipped(moved, advantage, self.bounds)  # [B, T]
             means = {
                 "kl/behaviour": gen - curr,
                 "kl/behaviour_k3": kl_term(gen, curr, "k3"),
@@ -81,8 +95,10 @@ class GRPOObjective:
 class PPOObjective(GRPOObjective):
     """Clipped policy gradient and the critic's squared error (PPO, arXiv 1707.06347 eq. 9).
 
-    Reads value and returns too. `value_clip` None does not clip the value.
+    `value_clip` None does not clip the value.
     """
+
+    reads = (*GRPOObjective.reads, *reads("value", "returns"))
 
     def __init__(
         self,
@@ -98,7 +114,7 @@ class PPOObjective(GRPOObjective):
         """Return the terms of a micro-batch."""
         terms = super().__call__(scores, batch)
         value, old, returns = scores.values, batch.get("value"), batch.get("returns")
-        assert value is not None, "GAEAdvantage gives the scorer its critic"
+        assert value is not None, "GAEAdvantage asks for a critic"
         terms.loss["value"] = self.value_coeff * value_term(value, old, returns, self.value_clip)
         if self.value_clip is not None:
             moved = (value.detach() - old).abs() > self.value_clip
@@ -109,7 +125,7 @@ class PPOObjective(GRPOObjective):
 class SFTObjective:
     """Negative log-likelihood of the learnt tokens."""
 
-    leash, needs_reference = None, False
+    leash, reads = None, ()
 
     def __call__(self, scores: Scores, batch: TensorDictBase) -> Terms:
         """Return the terms of a micro-batch."""
@@ -120,10 +136,10 @@ class SFTObjective:
 class MinorSFTObjective:
     """Imitation that slows down where a row is above the reference (MinorSFT, arXiv 2408.10642).
 
-    Reads ref_log_probs.full (of `ReferenceLogProbs`).
+    The reference is that of `ReferenceLogProbs`.
     """
 
-    leash, needs_reference = None, False
+    leash, reads = None, reads(("ref_log_probs", "full"))
 
     def __init__(self, *, beta: float = 0.1) -> None:
         if not beta > 0:
@@ -132,7 +148,7 @@ class MinorSFTObjective:
 
     def __call__(self, scores: Scores, batch: TensorDictBase) -> Terms:
         """Return the terms of a micro-batch."""
-        curr, ref = scores.log_probs, batch.get(("ref_log_probs", "full"))
+        curr, ref = scores.log_probs, batch.get(("ref_log_probs", "full"))  # [B, T] each
         terms = SFTObjective()(scores, batch)
         terms.loss["policy"] = minor_sft_term(curr, ref, batch.get("loss_mask"), self.beta)
         terms.means["sft/deviation"] = (curr - ref).detach()

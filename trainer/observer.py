@@ -4,7 +4,6 @@ Rank 0 alone has observers. What they raise ends the run: one that may fail keep
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partialmethod
 from typing import Any
 
 
@@ -56,16 +55,38 @@ class Observers(Observer):
     def __init__(self, each: Sequence[Observer] = ()) -> None:
         self.each = each
 
-    def _tell(self, moment: str, *args: Any, **kwargs: Any) -> None:
+    def resume(self, iteration: int, text: str, *, again: bool, seconds: float) -> None:
         for observer in self.each:
-            getattr(observer, moment)(*args, **kwargs)
+            observer.resume(iteration, text, again=again, seconds=seconds)
 
-    resume = partialmethod(_tell, "resume")
-    begin = partialmethod(_tell, "begin")
-    evaluating = partialmethod(_tell, "evaluating")
-    log = partialmethod(_tell, "log")
-    replies = partialmethod(_tell, "replies")
-    say = partialmethod(_tell, "say")
-    alert = partialmethod(_tell, "alert")
-    stopping = partialmethod(_tell, "stopping")
-    end = partialmethod(_tell, "end")
+    def begin(self) -> None:
+        for observer in self.each:
+            observer.begin()
+
+    def evaluating(self, what: str, share: float, *, last: bool) -> None:
+        for observer in self.each:
+            observer.evaluating(what, share, last=last)
+
+    def log(self, metrics: Mapping[str, float], iteration: int) -> None:
+        for observer in self.each:
+            observer.log(metrics, iteration)
+
+    def replies(self, rows: Sequence[dict[str, Any]], iteration: int, *, kind: str) -> None:
+        for observer in self.each:
+            observer.replies(rows, iteration, kind=kind)
+
+    def say(self, text: str, *, style: str = "") -> None:
+        for observer in self.each:
+            observer.say(text, style=style)
+
+    def alert(self, title: str, text: str, *, error: bool = False) -> None:
+        for observer in self.each:
+            observer.alert(title, text, error=error)
+
+    def stopping(self) -> None:
+        for observer in self.each:
+            observer.stopping()
+
+    def end(self, state: str, *, saved: int | None) -> None:
+        for observer in self.each:
+            observer.end(state, saved=saved)

@@ -5,10 +5,9 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from envs.transforms import RetrieveKL
-from policies.load import load_reference
 from policies.lora import AdapterScorer, weights
-from policies.scorer import Scorer, score_in_parts
-from policies.wrappers.transformers_wrapper import TransformersWrapper
+from policies.roles import Policy
+from policies.scorer import Scorer
 
 
 class Reference:
@@ -21,8 +20,8 @@ class Reference:
 
     def __init__(
         self,
-        policy: TransformersWrapper,
-        model: TransformersWrapper,
+        policy: Policy,
+        model: Policy,
         *,
         every: int = 0,
         decay: float = 0.0,
@@ -100,28 +99,3 @@ class NoReference:
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Take nothing back."""
-
-
-class ReferenceLogProbs:
-    """Score demonstrations with the policy as it started, for objectives that stay near it.
-
-    Writes ref_log_probs.full [B, T] at the learnt tokens.
-    """
-
-    def __init__(
-        self, *, policy: TransformersWrapper, micro_batch_tokens: int | None = None
-    ) -> None:
-        self.scorer, self.limit = load_reference(policy).scorer, micro_batch_tokens
-
-    @torch.no_grad()
-    def __call__(self, batch: TensorDictBase) -> TensorDictBase:
-        """Add the log-probs to the batch."""
-        ref = score_in_parts(
-            self.scorer,
-            batch.get(("tokens", "full")),
-            batch.get(("masks", "all_attention_mask")),
-            batch.get("loss_mask"),
-            limit=self.limit,
-            temperature=batch.get("temperature"),
-        )
-        return batch.set(("ref_log_probs", "full"), ref)

@@ -1,7 +1,7 @@
 """Reward modelling: pairs of replies to one prompt, of which the first is preferred.
 
 A pair is two adjacent rows with one `group_id`, the chosen one first; a group stays in one
-micro-batch. Letters: P pairs, T tokens.
+micro-batch. Here P counts pairs.
 """
 
 from typing import Any
@@ -16,7 +16,8 @@ from policies.chats.containers import Masks, Tokens
 from policies.padding import pad, pad_mask
 from policies.reward_model import diverged, preference_term
 from policies.reward_scorer import Rewards, ids_to_end
-from policies.wrappers.transformers_wrapper import TransformersWrapper
+from policies.roles import Policy
+from trainer.batch import reads
 from trainer.objectives import Terms
 from trainer.runtime import Runtime
 from trainer.sources import picks
@@ -30,7 +31,7 @@ class PreferencePairs:
     """
 
     def __init__(
-        self, *, task: Any, env: ChatEnv, policy: TransformersWrapper, runtime: Runtime, size: int
+        self, *, task: Any, env: ChatEnv, policy: Policy, runtime: Runtime, size: int
     ) -> None:
         self.rows = task.preferences()
         self.env, self.policy, self.runtime, self.size = env, policy, runtime, size
@@ -65,7 +66,7 @@ class PreferenceObjective:
     With aggregation=sequence_mean both rows of a pair bring half of its mean over tokens.
     """
 
-    leash, needs_reference = None, False
+    leash, reads = None, reads("group_id")
 
     def __call__(self, scores: Rewards, batch: TensorDictBase) -> Terms:
         """Return the terms of a micro-batch."""

@@ -1,6 +1,6 @@
 """The run and its ranks: Accelerate, sums over ranks, the run folder, status and stop signals.
 
-One Runtime a process. Only rank 0 writes files of the run; every rank writes its own error file.
+One Runtime a process. Only rank 0 writes; who starts a run keeps what an error said.
 """
 
 import json
@@ -17,21 +17,16 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from policies.cache import write_text
 from trainer.memory import peak
-from trainer.runs.failures import note_error, stop_reason
-from trainer.runs.run_files import write_text
-from trainer.runs.versions import about_machine
-
-
-class Stopped(BaseException):
-    """Raised at a safe point after a stop signal; the run can be resumed."""
+from trainer.stops import Stopped, stop_reason
 
 
 class Runtime:
     """Start the ranks of a run and keep its status.json true.
 
     Use it as a context manager: leaving it normally writes "finished", by `Stopped` "preempted",
-    by an error "failed" and errors/rank<k>.txt. A stop signal raises `Stopped` at `check_stop` and
+    by an error "failed". A stop signal raises `Stopped` at `check_stop` and
     within `stoppable` blocks, and before the first of them: a set-up holds nothing to save.
     """
 
@@ -142,7 +137,7 @@ class Runtime:
         self.folder.mkdir(parents=True, exist_ok=True)
         for name in (signal.SIGINT, signal.SIGTERM):
             self.handlers[name] = signal.signal(name, self._on_signal)
-        self.write_status(machine=about_machine(self.device, self.ranks))
+        self.write_status()
         self.at_once = self.ranks == 1
         return self
 
@@ -174,9 +169,8 @@ class Runtime:
         elif isinstance(error, Stopped):
             self.write_status(state="preempted", reason=str(error))
         else:
-            reason = note_error(self.folder, error)
             with suppress(OSError):  # the disk may be what failed
-                self.write_status(state="failed", reason=reason)
+                self.write_status(state="failed")
         for name, handler in self.handlers.items():  # last: a second signal finds the status told
             signal.signal(name, handler)
         return False

@@ -2,9 +2,8 @@
 
 Two small parts make each of them: a ratio of RATIOS, to the policy that sampled, and a term of
 SURROGATES, which says how far it may count. docs/algorithms.md says which paper takes which.
-Letters: B trajectories, T tokens. curr and old are log-probs of the policy being trained and of
-the one that generated; r is their ratio, A the advantage. Terms are to be minimised, and nothing
-is reduced.
+curr and old are log-probs of the policy being trained and of the one that generated; r is their
+ratio, A the advantage. Terms are to be minimised, and nothing is reduced.
 """
 
 from dataclasses import dataclass

@@ -1,16 +1,15 @@
-"""The loop: a list of verbs on one TensorDict.
+"""The loop: a list of verbs on one TensorDict, whose keys trainer/batch.py says.
 
     batch = source(i)            rollouts (reset -> generate -> step until done) or demonstrations
     batch = retrieve_kl(batch)   reference log-probs and the per-token KL, once per trajectory
-    batch = correct(batch)       weights, where another engine generates than trains
-    batch = advantage(batch)     rewards placed, KL part, group baseline or GAE
+    batch = advantage(batch)     the leash in the reward, group baseline or GAE
     metrics = update(batch)      epochs x minibatches x micro-batches: the only gradients
-    weight_sync(policy)          a new version; nothing to copy where the policy itself generates
+    weight_sync(policy, gen)     the generator gets the new weights; it may be the policy itself
     retrieve_kl.refresh(i)       the reference follows the policy, if it is to
-    leash.controller.follow(kl)  the coefficient follows the KL, if it is to
+    leash.follow(metrics)        the coefficient follows the KL, if it is to
 
 Left out on purpose: replay across iterations, asynchronous generation. A new feature is a file that
-replaces one of the verbs, never a branch in the loop.
+replaces one of the verbs, never a branch in the loop. Who watches is an observer.
 """
 
 import gc
@@ -23,17 +22,16 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from policies.wrappers.transformers_wrapper import TransformersWrapper
+from policies.roles import Generator, Policy
 from trainer.agreement import check_agreement
 from trainer.checkpoint import Checkpoints, save_model
 from trainer.evaluation import Evaluate
-from trainer.importance_sampling import unchanged
 from trainer.kl import Leash
-from trainer.metrics import summarize, transcripts
+from trainer.metrics import summarize
+from trainer.observer import Observer
 from trainer.reference import NoReference, Reference
-from trainer.reports.diagnosis import Diagnose
-from trainer.reports.report import LiveReport, write_report
 from trainer.runtime import Runtime, Stopped
+from trainer.transcripts import transcripts
 from trainer.update import Update
 from trainer.weight_sync import weight_sync
 
@@ -54,10 +52,14 @@ class Progress:
 
 @dataclass
 class Trainer:
-    """Run the loop on the parts that train.py put together."""
+    """Run the loop on the parts that train.py put together.
+
+    `policy` learns, `generator` samples: the policy itself unless an engine does.
+    """
 
     runtime: Runtime
-    policy: TransformersWrapper
+    policy: Policy
+    generator: Generator
     source: Callable[[int], TensorDictBase]
     retrieve_kl: Reference | NoReference
     advantage: Verb
@@ -65,71 +67,40 @@ class Trainer:
     evaluate: Evaluate
     leash: Leash
     checkpoints: Checkpoints
-    tracker: Any
-    display: Any
     num_iterations: int
-    correct: Verb = unchanged
+    observers: Observer = field(default_factory=Observer)
     progress: Progress = field(default_factory=Progress)
-
-    def __post_init__(self) -> None:
-        self.report = LiveReport(self.runtime.folder, quiet=not self.runtime.is_main)
-        self.diagnose = Diagnose(self.runtime, self.tracker, self.display)
 
     def run(self, *, resume: bool = False) -> float:
         """Train to the last iteration; return the objective of a sweep."""
         if resume:
             self.resume()
         gc.freeze()  # the set-up's objects stay: full collections need not walk them
-        self.runtime.on_stop = self.display.stopping
+        self.runtime.on_stop = self.observers.stopping
         self.runtime.write_status(iteration=self.progress.iteration)  # the parent: it has begun
-        self.report.refresh()
         try:
-            with self.display:
-                self._catch_up()
-                for i in range(self.progress.iteration, self.num_iterations):
-                    self._iteration(i)
+            self.observers.begin()
+            self._catch_up()
+            for i in range(self.progress.iteration, self.num_iterations):
+                self._iteration(i)
             return self._finish()
         except BaseException as error:
             try:
-                self._close("preempted" if isinstance(error, Stopped) else "failed")
+                self._end("preempted" if isinstance(error, Stopped) else "failed")
             except Exception as second:  # the first error is the one to tell
-                self.display.note(f"and then, on leaving: {type(second).__name__}: {second}")
+                self.observers.say(f"and then, on leaving: {type(second).__name__}: {second}")
             raise
-
-    def _catch_up(self) -> None:
-        """Evaluate before training, or make up for the evaluation that a stop cut off."""
-        unevaluated = self.progress.unevaluated
-        if self.progress.iteration == 0:
-            self._evaluate({}, kind="before")
-        elif unevaluated is not None:
-            self._evaluate(unevaluated, kind="eval")
-
-    def _save(self) -> None:
-        """Save now, if this run keeps checkpoints."""
-        if self.checkpoints.every and self.progress.iteration:
-            self.checkpoints.save(self.progress.iteration, self.state_dict())
-
-    def _close(self, state: str) -> None:
-        """Leave a run that did not finish readable, and say how to go on."""
-        self.runtime.write_status(state=state)
-        if self.runtime.is_main:
-            self.tracker.finish(state)
-            write_report(self.runtime.folder)
-            self.display.stopped(self.checkpoints.last)
 
     def _iteration(self, i: int) -> None:
         clock = Clock()
         batch = self.advantage(self._batch(i, clock))
         metrics = self.update(batch)
         clock.lap("update")
-        weight_sync(self.policy)
+        weight_sync(self.policy, self.generator)
         self.retrieve_kl.refresh(i + 1)
         clock.lap("sync")
-        metrics |= summarize(batch, self.runtime)
-        metrics["kl/coeff"] = self.leash.coeff
-        kept = 1 - metrics.get("reward/dropped_fraction", 0.0)
-        replies = round(len(batch) * self.runtime.ranks * kept)  # every rank has as many rows
-        self.leash.controller.follow(metrics.get("kl/ref_sequence"), sequences=replies)
+        metrics |= summarize(batch, self.runtime) | {"kl/coeff": self.leash.coeff}
+        self.leash.follow(metrics, replies=len(batch) * self.runtime.ranks)
         self._count(batch, metrics, clock)
         self._log(batch, metrics)
         done = self.progress.iteration
@@ -142,13 +113,21 @@ class Trainer:
                 batch = self.source(i)
                 clock.lap("collect")
                 self.runtime.check_stop()
-                batch = self.correct(self.retrieve_kl(batch))
+                batch = self.retrieve_kl(batch)
                 clock.lap("score")
                 self.runtime.check_stop()
         except Stopped:
             self._save()
             raise
         return batch
+
+    def _catch_up(self) -> None:
+        """Evaluate before training, or make up for the evaluation that a stop cut off."""
+        unevaluated = self.progress.unevaluated
+        if self.progress.iteration == 0:
+            self._evaluate({}, kind="before")
+        elif unevaluated is not None:
+            self._evaluate(unevaluated, kind="eval")
 
     def _count(self, batch: TensorDictBase, metrics: dict[str, float], clock: "Clock") -> None:
         """Add the progress, time and perf metrics."""
@@ -177,22 +156,19 @@ class Trainer:
         if self.runtime.is_main and "reward_raw" in batch:
             tokenizer = self.policy.tokenizer
             rows = transcripts(batch, iteration, count=4, kind="train", tokenizer=tokenizer)
-            self.tracker.transcripts(rows, iteration)
-            self.display.trained_on(iteration, rows)
+            self.observers.replies(rows, iteration, kind="train")
         if self.evaluate.due(iteration, self.num_iterations):
             last = iteration == self.num_iterations
             self._evaluate(metrics, kind="after" if last else "eval")
         else:
             self._write(metrics)
-            self.display.update(iteration, metrics)
 
     def _evaluate(self, metrics: dict[str, float], *, kind: str) -> None:
         """Evaluate, log and show sample replies."""
         iteration, about = self.progress.iteration, self.evaluate.about
 
         def tell(share: float) -> None:
-            self.display.evaluating(about, share, last=kind == "after")
-            self.report.refresh()  # a page that stands still says that the run is dead
+            self.observers.evaluating(about, share, last=kind == "after")
 
         try:
             # A run that is trained is finished first.
@@ -209,21 +185,20 @@ class Trainer:
         if scores:
             self.progress.objective = next(iter(scores.values()))
         self._write(metrics)
-        self.display.update(iteration, metrics)
-        if self.runtime.is_main and records:
-            self.tracker.transcripts(records, iteration)
-            when = f"at iteration {iteration}" if kind == "eval" else f"{kind} training"
-            self.display.samples(f"replies {when}", records)
+        if records:
+            self.observers.replies(records, iteration, kind=kind)
 
     def _write(self, metrics: dict[str, float]) -> None:
         judged = metrics.get("reward/dropped_fraction") != 1  # else there is no reward to go by
         if "loss/total" in metrics and judged and not self.evaluate.plans:
             self.progress.objective = metrics.get("reward/mean", -metrics["loss/total"])
-        if self.runtime.is_main:
-            self.tracker.log(metrics, self.progress.iteration)
-            self.diagnose(metrics)
         self.runtime.write_status(iteration=self.progress.iteration)
-        self.report.refresh(now=self.progress.iteration <= 1)  # the first curves at once
+        self.observers.log(metrics, self.progress.iteration)
+
+    def _save(self) -> None:
+        """Save now, if this run keeps checkpoints."""
+        if self.checkpoints.every and self.progress.iteration:
+            self.checkpoints.save(self.progress.iteration, self.state_dict())
 
     def _finish(self) -> float:
         """Write the final model and the report; return the objective."""
@@ -237,12 +212,13 @@ class Trainer:
             part.rename(folder / "model")
         self.runtime.accelerator.wait_for_everyone()
         objective = float(self.progress.objective or 0.0)
-        self.runtime.write_status(state="finished", objective=objective)
-        if self.runtime.is_main:
-            self.tracker.finish("finished")
-            write_report(folder)
-            self.display.finish()
+        self._end("finished", objective=objective)
         return objective
+
+    def _end(self, state: str, **status: Any) -> None:
+        """Leave a run readable; one that did not finish says how to go on."""
+        self.runtime.write_status(state=state, **status)
+        self.observers.end(state, saved=self.checkpoints.last)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs beside weights and optimiser."""
@@ -258,14 +234,12 @@ class Trainer:
         newest = self.checkpoints.newest()
         if newest is not None:
             self._restore(self.checkpoints.restore(newest))
-        done, unevaluated = self.progress.iteration, self.progress.unevaluated
-        if self.runtime.is_main:
-            self.tracker.rewind(done or -1, again=unevaluated is not None)  # 0 is done again
-        skipped = f", skipped damaged {', '.join(self.checkpoints.skipped)}"
-        text = f"from iteration {done}{skipped if self.checkpoints.skipped else ''}"
+        done, skipped = self.progress.iteration, ", ".join(self.checkpoints.skipped)
+        text = f"from iteration {done}{f', skipped damaged {skipped}' if skipped else ''}"
         text = text if newest else "from iteration 0, there is no checkpoint"
         self.runtime.status["resumed"] = text
-        self.display.resumed(done, text, since=self.runtime.started)
+        again = done == 0 or self.progress.unevaluated is not None
+        self.observers.resume(done, text, again=again, seconds=self.progress.seconds)
 
     def _restore(self, state: dict[str, Any]) -> None:
         if state["reference"] != self.retrieve_kl.sha256:

@@ -16,23 +16,17 @@ from torch import Tensor
 
 from policies.packing import groups, pack_rows
 from policies.scorer import Scorer
+from trainer.batch import reads
 from trainer.entropy import EntropyBonus
 from trainer.losses import weights
-from trainer.objectives import Terms
+from trainer.objectives import Objective, Terms
 from trainer.runtime import Runtime
 
-TENSORS = (
-    "tokens",
-    "masks",
-    "log_probs",
-    "ref_log_probs",
-    "old_log_probs",
-    "mismatch",
+# What the update itself and the scorer need; the rest an objective says it `reads`.
+SCORED = reads(
+    ("tokens", "full"),
+    ("masks", "all_attention_mask"),
     "loss_mask",
-    "advantage",
-    "value",
-    "returns",
-    "weight",
     "temperature",
     "group_id",
 )
@@ -53,7 +47,7 @@ class Update:
         self,
         scorer: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        objective: Callable[..., Terms],
+        objective: Objective,
         runtime: Runtime,
         *,
         lr: Callable[[int], float],
@@ -79,7 +73,8 @@ class Update:
         self.micro_batch_tokens = micro_batch_tokens
         self.aggregation, self.max_tokens = aggregation, max_tokens
         self.max_grad_norm = max_grad_norm
-        self.reference = reference if objective.needs_reference else None
+        exact = objective.leash is not None and objective.leash.needs_reference
+        self.reference = reference if exact else None
         self.entropy = EntropyBonus(entropy_coeff, target=entropy_target)
         self.target_kl, self.packing = target_kl, packing
         self.step = 0
@@ -89,6 +84,7 @@ class Update:
         """Take the optimiser steps of one iteration; return the metrics of its last epoch."""
         if self.objective.leash is not None:
             self.objective.leash.check(batch)
+        batch = batch.select(*SCORED, *self.objective.reads, strict=False)
         self.scorer.train()
         log, first = _Log(), dict[str, float]()
         parts = split_rows(batch, self.minibatches) * self.epochs
@@ -127,7 +123,7 @@ class Update:
 
         Return False, without the step, if the policy has moved further than `target_kl`.
         """
-        mask = batch.get("loss_mask")
+        mask = batch.get("loss_mask")  # [B, T] of the minibatch
         totals = {"tokens": float(mask.sum()), "rows": float(mask.any(-1).sum())}
         totals = self.runtime.sums(totals)
         rate = self.lr(self.step)
@@ -136,7 +132,7 @@ class Update:
         if totals["tokens"] == 0:
             self.skipped += 1
             return True
-        weight = weights(
+        weight = weights(  # [B, T]
             mask,
             self.aggregation,
             total_tokens=totals["tokens"],
@@ -185,9 +181,9 @@ class Update:
                 reference=self.reference,
                 pack=self.packing,
             )
-            terms = self.objective(scores, batch)
+            terms = self.objective(scores, batch)  # [B, T] each
             weight, loss = batch.get("weight"), terms.loss | self.entropy(scores)
-            losses = {name: (weight * term).sum() for name, term in loss.items()}
+            losses = {name: (weight * term).sum() for name, term in loss.items()}  # scalars
             # DDP averages over ranks; weight is already global.
             accelerator.backward(sum(losses.values()) * self.runtime.ranks)
         log.add(terms, losses, batch.get("loss_mask"))
@@ -207,8 +203,8 @@ class Update:
 
 
 def take(batch: TensorDictBase, rows: list[int]) -> TensorDictBase:
-    """Return the tensors of some rows, possibly none."""
-    return batch.select(*TENSORS, strict=False)[torch.tensor(rows, dtype=torch.int64)]
+    """Return some rows, possibly none."""
+    return batch[torch.tensor(rows, dtype=torch.int64)]
 
 
 def split_rows(batch: TensorDictBase, count: int) -> list[list[int]]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from policies.lora import merged_weights
-from policies.wrappers.transformers_wrapper import TransformersWrapper
+from policies.roles import Engine, Generator, Policy
 
 TOLERANCE = 1e-3  # nats a token, of two float32 engines; bfloat16 needs about 0.1
 
@@ -24,8 +24,8 @@ class Synced:
 
 
 def weight_sync(
-    policy: TransformersWrapper,
-    generator: TransformersWrapper | None = None,
+    policy: Policy,
+    generator: Generator | None = None,
     *,
     probe: Tensor | None = None,
     tolerance: float = TOLERANCE,
@@ -54,14 +54,14 @@ def weight_sync(
     return Synced(before, after)
 
 
-def _probe(policy: TransformersWrapper) -> Tensor:
+def _probe(policy: Policy) -> Tensor:
     """Return ids from all over the vocabulary, [2, 16]."""
     size = policy.model.get_input_embeddings().num_embeddings
     return torch.linspace(0, size - 1, 32).long().reshape(2, 16)
 
 
 @torch.no_grad()
-def _log_probs(policy: TransformersWrapper, probe: Tensor) -> Tensor:
+def _log_probs(policy: Policy | Engine, probe: Tensor) -> Tensor:
     ids = probe.to(policy.device)
     return policy.scorer(ids, torch.ones_like(ids, dtype=torch.bool)).log_probs.cpu()
 

@@ -22,8 +22,8 @@ from policies.sampler import sample
 from policies.scorer import Scorer, max_positions
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer.modes import weights
-from trainer.pieces import split
 from trainer.trainer import Trainer
+from trainer.transcripts import split
 
 QUIT, RESET = "/quit", "/reset"
 STEPS = ((2.0, "bold "), (0.5, ""), (0.1, "dim "))  # nats from which a colour is that strong

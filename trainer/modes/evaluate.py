@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 from tensordict import TensorDict
 
+from policies.cache import write_text
 from trainer.modes import weights
-from trainer.runs.run_files import write_text
 from trainer.trainer import Trainer
 
 

@@ -8,11 +8,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from policies.cache import write_text
 from trainer.checkpoint import save_model
 from trainer.modes import weights
 from trainer.modes.card import card
 from trainer.reports.report import run_svg
-from trainer.runs.run_files import load_run, write_text
+from trainer.runs.run_files import load_run
 from trainer.trainer import Trainer
 
 

@@ -10,9 +10,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from policies.cache import write_text
 from trainer.reports.report import run_svg, write_report
 from trainer.reports.sweep_page import sweep_svg, write_sweep
-from trainer.runs.run_files import find_runs, write_text
+from trainer.runs.run_files import find_runs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

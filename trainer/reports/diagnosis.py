@@ -169,7 +169,7 @@ def loss_near_zero(past: Past) -> Values:
     return {} if loss and abs(loss[0]) <= 0.1 and past.last("reward/raw_mean", 1) else None
 
 
-ASKED: tuple[Callable[[Past], Values], ...] = (
+RULES: tuple[Callable[[Past], Values], ...] = (
     *(equal_rewards, mostly_truncated, kl_exploding, entropy_collapsed, engine_mismatch),
     *(not_finite, skipped_steps, falling, stalled, loss_near_zero),
 )
@@ -198,7 +198,7 @@ class Diagnosis:
             return []
         self._past.add(metrics)
         new = []
-        for rule in ASKED:
+        for rule in RULES:
             name, values = rule.__name__, rule(self._past)
             words = WORDS[name]
             latest = next((f for f in reversed(self.findings) if f.rule == name), None)

@@ -1,6 +1,6 @@
 """Pages of what goes on, written again and again. Light: what draws them is imported when they are.
 
-A page must never end what it shows: one that cannot be written says so and is left alone.
+Such a page must never end what it shows: when it cannot be written, it says so once and is left.
 """
 
 import logging
@@ -24,7 +24,7 @@ class LivePage:
     def refresh(self, *, now: bool = False) -> bool:
         """Write the page if it is time to, or `now`; return whether it was written."""
         start = time.monotonic()
-        if start < self._due and not now:
+        if start < self._due and not (now and self._due < float("inf")):
             return False
         try:
             self._write()
@@ -59,4 +59,4 @@ class LiveReport(Observer):
         self._page.refresh(now=iteration <= 1)  # the first curves at once
 
     def end(self, state: str, *, saved: int | None) -> None:
-        self._page.refresh(now=True)
+        self._write()

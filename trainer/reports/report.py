@@ -10,13 +10,14 @@ from typing import Any
 
 import yaml
 
+from policies.cache import write_text
 from trainer.reports import markup, panels, summary
 from trainer.reports.chart import standalone
 from trainer.reports.formats import escape
 from trainer.reports.replies import sections
 from trainer.reports.sweep import PLACES
 from trainer.runs.redact import redact
-from trainer.runs.run_files import Run, dig, load_run, write_text
+from trainer.runs.run_files import Run, dig, load_run
 
 PICTURE = ("Reward", "KL to the reference", "Accuracy on held-out prompts", "Loss")
 LEVELS = ("error", "warn", "info")

@@ -10,11 +10,11 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from policies.cache import write_text
 from trainer.reports.live import LivePage
 from trainer.runs.failures import complain, say
 from trainer.runs.job_names import job_line, job_names
 from trainer.runs.lock import take
-from trainer.runs.run_files import write_text
 
 PLAN = "sweep.json"  # its words, the folders of its jobs, and whether the sweep has ended
 PLACE = "hydra.sweep.dir="

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from urllib.parse import quote
 
+from policies.cache import write_text
 from trainer.reports import markup, summary
 from trainer.reports.chart import Axis, Chart, Series, line_chart, standalone, text_width
 from trainer.reports.formats import duration, escape, short
@@ -28,7 +29,7 @@ from trainer.reports.sweep_jobs import (
     load_sweep,
     varying,
 )
-from trainer.runs.run_files import dig, number, write_text
+from trainer.runs.run_files import dig, number
 
 AVERAGED = "last ten iterations, at most a quarter of all"
 OBJECTIVES = {  # in the order in which a run takes them

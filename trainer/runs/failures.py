@@ -13,8 +13,9 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
+from policies.cache import write_text
 from trainer.runs.redact import redact_text, secrets_of
-from trainer.runs.run_files import read_status, read_yaml, write_text
+from trainer.runs.run_files import read_status, read_yaml
 
 FULL = re.compile(r"No space left on device|os error 28|Disk quota exceeded")
 MEMORY = re.compile(r"out of memory|can't allocate memory", re.IGNORECASE)
@@ -23,15 +24,6 @@ LESS_MEMORY = (
     "lower trainer.micro_batch_tokens (training) or algorithm.group_size (generation), or set "
     "policy.dtype=bfloat16"
 )
-
-
-def stop_reason(number: int) -> str:
-    """Return what status.json says of a run that a signal stopped.
-
-    >>> stop_reason(2), stop_reason(15)
-    ('stopped by Ctrl-C', 'stopped by SIGTERM')
-    """
-    return f"stopped by {'Ctrl-C' if number == signal.SIGINT else signal.Signals(number).name}"
 
 
 def kill_reason(code: int, who: str) -> str:
@@ -102,12 +94,13 @@ def _file(folder: Path) -> Path:
 
 
 def last_words(folder: Path, error: BaseException) -> None:
-    """Write an error down unless the run has done so; under an outside launcher print it too.
+    """Write down why this process ends; under an outside launcher print it too.
 
     There the rank that failed first is the one to speak: the others only lost contact with it.
     """
-    if not _file(folder).exists():
-        note_error(folder, error)
+    line = note_error(folder, error)
+    if os.environ.get("RANK", "0") == "0":
+        close_status(folder, "failed", line)
     noted = noted_errors(folder)
     if "LEASH_PARENT" not in os.environ and noted and noted[0][0] == _file(folder):
         complain(noted[0][1])

@@ -19,11 +19,12 @@ from typing import Any
 
 import yaml
 
-from trainer.runs.failures import close_status, complain, kill_reason, noted_errors, stop_reason
+from trainer.runs.failures import close_status, complain, kill_reason, noted_errors
 from trainer.runs.lock import held, sign, take
 from trainer.runs.run_files import read_status
 from trainer.runs.start_model import resolve_experiment
 from trainer.runs.start_up import announce, leave
+from trainer.stops import stop_reason
 
 # What a launcher such as torchrun tells its ranks; a run started from one of them is its own.
 RANK = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}

@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from policies.cache import write_text
 from trainer.runs.lock import is_free
 
 ITERATION = "progress/iteration"
@@ -174,19 +175,6 @@ def read_lines(path: Path, *, most: int | None = None) -> list[dict[str, Any]]:
             data += file.read()
     parsed = (_parse(line) for line in data.decode("utf-8", "replace").split("\n"))
     return [line for line in parsed if line is not None]
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replace a file in one piece: whoever reads sees the old text or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(text.encode("utf-8", "replace"))  # lone surrogates of a model's output
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)  # of a write that failed
 
 
 def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from trainer.gae import explained_variance, return_sums
 from trainer.losses import value_term
+from trainer.metrics import explained_variance, return_sums
 from trainer.torchrl.loss_inputs import check, find, masked_mean, need, per_token, refuse
 from trainer.torchrl.loss_modules import GRPOKeys, GRPOLoss, LLMLossOutput
 

@@ -133,7 +133,7 @@ def check_tokens(loop: Trainer, batch: TensorDictBase, findings: Findings) -> No
             "no row has a token to learn; set policy.chat_template=chatml, or to a template with "
             "{% generation %} tags"
             if not samples(loop)
-            else "no reply has a token to learn; look at algorithm.shaping and at dropped replies"
+            else "no reply has a token to learn; look at after_rollout and at dropped replies"
         )
     elif not ended and not samples(loop):
         findings.problem(

@@ -45,7 +45,7 @@ def play_one(loop: Trainer, number: int) -> Iteration:
 
     with timed_rewards(loop.source.env.base_env.task) as rewards:
         batch = phase("generate", lambda: loop.source(number))
-    scored = phase("score", lambda: loop.correct(loop.retrieve_kl(batch)))
+    scored = phase("score", lambda: loop.retrieve_kl(batch))
     ready = loop.advantage(scored)
     phase("update", lambda: loop.update(ready))
     return Iteration(ready, rewards, clock.laps, peaks)

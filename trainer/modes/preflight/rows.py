@@ -11,9 +11,9 @@ from rich.text import Text
 from tensordict import TensorDictBase
 
 from policies.packing import groups
+from trainer.metrics import idle_groups
 from trainer.modes.preflight.sums import idle_share
-from trainer.pieces import split
-from trainer.shaping import idle_groups
+from trainer.transcripts import split
 
 MOST = 1000  # rows that are rendered to learn their lengths
 LONG = 60  # tokens of a row shown at each end

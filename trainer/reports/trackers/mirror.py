@@ -10,11 +10,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from policies.cache import write_text
 from policies.extras import EXTRAS
 from trainer.reports.trackers.jsonl import JsonlTracker, finite
 from trainer.runs.failures import say
 from trainer.runs.redact import redact, redact_text
-from trainer.runs.run_files import ITERATION, write_text
+from trainer.runs.run_files import ITERATION
 
 log = logging.getLogger(__name__)
 

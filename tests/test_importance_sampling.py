@@ -14,8 +14,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from conf.parts import build, make_leash
 from policies.scorer import Scorer
+from policies.value_head import Critic
 from policies.wrappers.transformers_wrapper import TransformersWrapper
-from trainer import GRPOObjective, Mismatch
+from trainer import GRPOObjective, ImportanceSampling
 from trainer.advantage import GroupAdvantage
 from trainer.importance_sampling import correction
 from trainer.metrics import summarize
@@ -51,11 +52,11 @@ def test_a_sequence_weight_is_the_product_over_its_sampled_tokens():
 def test_impossible_settings_are_refused():
     policy = make_policy()
     for wrong in ({"level": "row"}, {"mode": "drop"}):
-        with pytest.raises(ValueError, match="token or sequence with mode truncate or mask"):
-            Mismatch(policy=policy, **wrong)
+        with pytest.raises(ValueError, match="token or sequence, with mode truncate or mask"):
+            ImportanceSampling(policy=policy, **wrong)
     for limit in (0.5, math.inf, math.nan):
         with pytest.raises(ValueError, match="limit >= 1"):
-            Mismatch(policy=policy, limit=limit)
+            ImportanceSampling(policy=policy, limit=limit)
 
 
 # Against a loop over tokens, in float64.
@@ -107,7 +108,7 @@ def slow(policy, batch, old: list[Tensor], *, level: str, mode: str, limit: floa
 def test_the_weighted_gradient_is_that_of_a_loop_over_tokens(policy, level, mode):
     batch, limit = elsewhere(policy), 1.4 if level == "token" else 4.0
     options = {"level": level, "mode": mode, "limit": limit}
-    batch = Mismatch(policy=policy, micro_batch_tokens=60, **options)(batch)
+    batch = ImportanceSampling(policy=policy, micro_batch_tokens=60, **options)(batch)
     old = []
     for i in range(batch.batch_size[0]):
         real = batch["masks", "all_attention_mask"][i]
@@ -126,11 +127,11 @@ def test_the_weighted_gradient_is_that_of_a_loop_over_tokens(policy, level, mode
     want = slow(policy, batch, old, **options)
     assert (got - want).norm() / want.norm() < 1e-5
     assert 0 < metrics["policy/clip_fraction"] < 1
-    plain, _ = gradient(policy, objective, batch.exclude("mismatch"))
+    plain, _ = gradient(policy, objective, batch.exclude("policy_weight"))
     assert (got - plain).norm() / want.norm() > 1e-2, "the weights matter"
-    limited = batch["mismatch", "limited"] & batch["masks", "all_response_mask"]
+    limited = batch["logged", "policy/importance_limited"] & batch["masks", "all_response_mask"]
     share = float(limited.sum()) / float(batch["masks", "all_response_mask"].sum())
-    shown = summarize(batch, one_process())["policy/mismatch_limited"]
+    shown = summarize(batch, one_process())["policy/importance_limited"]
     assert 0 < share < 1
     assert shown == pytest.approx(share)
 
@@ -213,7 +214,7 @@ def a_bfloat16_generator_is_corrected() -> None:
     want = case.true_gradient()
 
     def unweighted(batch):  # what taking pi_old for the one that sampled comes to
-        return Mismatch(policy=case.policy)(batch).exclude("mismatch")
+        return ImportanceSampling(policy=case.policy)(batch).exclude("policy_weight")
 
     plain, metrics = case.expected_gradient(unweighted)
     expected = float((case.gen - case.log_probs(model).detach()).abs().mean())
@@ -221,7 +222,7 @@ def a_bfloat16_generator_is_corrected() -> None:
     assert metrics["kl/mismatch"] > 1e-3
     errors = {"none": off(plain, want)}
     for level in ("token", "sequence"):
-        verb = Mismatch(policy=case.policy, level=level, limit=4.0)
+        verb = ImportanceSampling(policy=case.policy, level=level, limit=4.0)
         got, same = case.expected_gradient(verb)
         assert same["kl/mismatch"] == pytest.approx(metrics["kl/mismatch"])
         errors[level] = off(got, want)
@@ -245,7 +246,7 @@ def test_a_far_generator_is_corrected_up_to_the_limit():
     clipped, _ = case.expected_gradient()  # PPO's ratio to the generator, clipped
     errors = []
     for limit in (1.0, 1.5, 3.0, 1e6):
-        verb = Mismatch(policy=case.policy, level="sequence", limit=limit)
+        verb = ImportanceSampling(policy=case.policy, level="sequence", limit=limit)
         errors.append(off(case.expected_gradient(verb)[0], want))
     assert errors[0] > errors[1] > errors[2] > errors[3]
     assert errors[3] < 1e-5
@@ -286,10 +287,10 @@ def test_the_kls_mean_the_same_in_every_algorithm(name, corrected):
     algorithm, policy, batch = case.cfg.algorithm, case.policy, case.batch.clone()
     own, runtime = make_leash(case.cfg), one_process()
     if corrected:
-        batch = Mismatch(policy=policy)(batch)
+        batch = ImportanceSampling(policy=policy)(batch)
+    if critic := algorithm.get("critic"):
+        policy.scorer.critic = Critic(policy.scorer, **critic).double()
     advantage = build(algorithm.advantage, leash=own, policy=policy, runtime=runtime)
-    if policy.scorer.critic is not None:
-        policy.scorer.critic.double()
     batch = advantage(batch)
     optimizer = Record(policy.scorer.parameters())
     update = make_update(policy, build(algorithm.objective, leash=own), optimizer)

@@ -3,10 +3,11 @@
 import pytest
 import torch
 from contracts import G, Words, leash, make_policy, one_process, rollout
+from omegaconf import OmegaConf
 from tensordict import TensorDict
 
 from conf.compose import compose_checked, set_up
-from conf.parts import build
+from conf.parts import make_source
 from envs.chat_env import ChatEnv
 from trainer import (
     DropTruncated,
@@ -15,8 +16,7 @@ from trainer import (
     OverlongPenalty,
     Rollouts,
 )
-from trainer.metrics import summarize
-from trainer.shaping import idle_groups
+from trainer.metrics import idle_groups, summarize
 
 
 def test_the_overlong_penalty_is_that_of_dapo_at_the_last_sampled_token():
@@ -89,12 +89,13 @@ def test_a_configuration_shapes_in_order_and_its_parts_still_add_up(source):
         [
             "experiment=grpo_tiny",
             f"algorithm.group_size={G}",
+            "trainer.prompts_per_iteration=4",
             f"algorithm.source._target_=trainer.{source.__name__}",
-            f"algorithm.shaping={{first:{penalty},second:{{_target_:trainer.DropTruncated}}}}",
+            f"algorithm.after_rollout={{first:{penalty},second:{{_target_:trainer.DropTruncated}}}}",
         ]
     )
-    parts = {"task": Words(), "env": ChatEnv(Words(), group_size=G), "policy": make_policy()}
-    made = build(cfg["algorithm"]["source"], runtime=one_process(), size=4, **parts)
+    parts = {"task": Words(), "env": ChatEnv(Words(), group_size=G), "generator": make_policy()}
+    made = make_source(OmegaConf.create(cfg), runtime=one_process(), **parts)
     assert type(made) is source
     batch = made(0)
     assert set(batch["reward_part"].keys()) == {"length", "overlong"}

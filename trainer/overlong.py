@@ -1,14 +1,11 @@
-"""Shaping: what is done to rewards and masks after a rollout, each a verb on the batch [B, T].
+"""Overlong replies: pay less for them, or learn nothing from them. Verbs of `after_rollout`.
 
-`algorithm.shaping` names them; a source applies them in order, before KL and advantages. A row that
-leaves the loss mask keeps its reward, which the metrics show, but enters no baseline and no scale.
+A row that leaves the loss mask keeps its reward, which the metrics show, but enters no baseline and
+no scale.
 """
 
-import torch
 from tensordict import TensorDictBase
 from torch import Tensor
-
-from policies.packing import groups
 
 
 class OverlongPenalty:
@@ -50,19 +47,3 @@ class DropTruncated:
         """Narrow the batch's loss mask."""
         kept = ~batch.get("truncated").unsqueeze(-1)
         return batch.set("loss_mask", batch.get("loss_mask") & kept)
-
-
-def idle_groups(batch: TensorDictBase) -> Tensor:
-    """Return which groups teach nothing, [P] bool: their kept rows, if any, have one task reward.
-
-    >>> from tensordict import TensorDict
-    >>> td = TensorDict({"group_id": torch.tensor([5, 5, 2, 2])}, [4])
-    >>> td["reward_raw"] = torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.0, 0.0], [0.0, 1.0]])
-    >>> idle_groups(td.set("loss_mask", torch.ones(4, 2, dtype=torch.bool))).tolist()
-    [True, False]
-    """
-    reward = batch.get("reward_raw").sum(-1).double().tolist()  # [B]
-    kept = batch.get("loss_mask").any(-1).tolist()  # [B]
-    rows = groups(batch.get("group_id"))
-    idle = [len({reward[i] for i in row if kept[i]}) < 2 for row in rows]
-    return torch.tensor(idle, dtype=torch.bool)

@@ -1,0 +1,130 @@
+"""Replies as plain records, for transcripts.jsonl and what shows it: rows, and their tokens."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from trainer.metrics import kept_rows
+
+MOST = 256  # tokens of a row: some ten kilobytes
+
+
+def transcripts(
+    batch: TensorDictBase, iteration: int, *, count: int, kind: str, tokenizer: Any = None
+) -> list[dict]:
+    """Return the best and worst replies of a batch as plain records for transcripts.jsonl.
+
+    A prompt stands once among the best and once among the worst; dropped replies do not. With a
+    tokenizer the median one stands between them, and it, the best and the worst say so in `rank`
+    and hold their tokens in `pieces`.
+    """
+    reward, prompts = batch.get("reward_raw").sum(-1).tolist(), batch.get("prompt").tolist()
+    kept = kept_rows(batch).nonzero().squeeze(-1).tolist()
+    order = sorted(kept, key=reward.__getitem__, reverse=True)
+
+    def once(rows: Iterable[int]) -> list[int]:
+        first: dict[str, int] = {}
+        for i in rows:
+            first.setdefault(prompts[i], i)
+        return list(first.values())
+
+    best = once(order)[: count // 2]
+    worst = once(i for i in reversed(order) if i not in best)[: count - count // 2]
+    wanted = order[len(order) // 2 :][:1] if tokenizer is not None else []
+    median = [i for i in wanted if i not in (*best, *worst)]
+    chosen = [*best, *median, *reversed(worst)]
+    rows = {i: transcript(batch, i, iteration, kind=kind) for i in chosen}
+    for rank, held in (("best", best), ("median", median), ("worst", worst)):
+        for i in held[:1] if tokenizer is not None else ():
+            rows[i] |= {"rank": rank, "pieces": pieces(batch, i, tokenizer)}
+    return list(rows.values())
+
+
+def transcript(batch: TensorDictBase, i: int, iteration: int, *, kind: str) -> dict:
+    """Return row i of a batch as a plain record."""
+    mask = batch.get("loss_mask")[i]
+    sampled = batch.get(("masks", "all_response_mask"), batch.get("loss_mask"))[i]
+    parts = batch.get("reward_part", None)
+    advantage = batch.get("advantage", None)
+    penalty = batch.get("kl_penalty", None)
+    return {
+        "iteration": iteration,
+        "kind": kind,
+        "prompt": batch.get("prompt")[i].data,
+        "response": batch.get("response")[i].data,
+        "reward": _short(batch.get("reward_raw")[i].sum()),
+        "parts": _parts(() if parts is None else parts.items(), i),
+        "advantage": _mean(advantage, i, mask),
+        "kl": None if penalty is None else _short((penalty[i] * sampled).sum()),
+        "truncated": bool(batch.get("truncated")[i]),
+    }
+
+
+def _parts(parts: Iterable[tuple[str, Tensor]], i: int) -> dict[str, float]:
+    """Return those parts that fit row i."""
+    return {name: _short(value[i]) for name, value in parts if not bool(value[i].isnan())}
+
+
+def _mean(values, i: int, mask) -> float | None:
+    if values is None or not bool(mask.any()):
+        return None
+    return _short(values[i][mask].mean())
+
+
+def _short(value: Tensor) -> float:
+    """Return a float32 as a person wrote it: 0.1, not 0.10000000149."""
+    return float(f"{value:.7g}")
+
+
+def pieces(batch: TensorDictBase, i: int, tokenizer: Any) -> dict[str, Any]:
+    """Return row i from its first sampled token on, as columns of equal length.
+
+    `text`; `log_prob`, `kl` (k1) and `advantage`, in nats and null where nothing was sampled: such
+    tokens stand together. `left_out`: how many tokens beyond the first MOST the row has.
+    """
+    sampled = batch.get(("masks", "all_response_mask"))[i]
+    length = int(batch.get(("masks", "all_attention_mask"))[i].sum())  # rows are right-padded
+    start = int(sampled.int().argmax()) if bool(sampled.any()) else length
+    ids = batch.get(("tokens", "full"))[i, start:length].tolist()[:MOST]
+    texts = split(ids, tokenizer)
+    sources = {"log_prob": ("log_probs", "full"), "kl": "kl_penalty", "advantage": "advantage"}
+    found = {name: batch.get(key, None) for name, key in sources.items()}
+    values = {n: _plain(v[i, start:]) for n, v in found.items() if v is not None}
+    out: dict[str, Any] = {"text": [], **{name: [] for name in values}}
+    own, before = sampled[start:length].tolist(), True
+    for k, text in enumerate(texts):
+        if not own[k] and not before:
+            out["text"][-1] += text
+            continue
+        before = own[k]
+        out["text"].append(text)
+        for name, column in values.items():
+            out[name].append(column[k] if own[k] else None)
+    left_out = length - start - len(ids)
+    return out | ({"left_out": left_out} if left_out else {})
+
+
+def split(ids: list[int], tokenizer: Any) -> list[str]:
+    """Return the text of each token, so that together they are the text of all.
+
+    A character of several tokens stands with the last of them, the others are empty.
+    """
+
+    def decode(a: int, b: int) -> str:
+        return tokenizer.decode(ids[a:b], clean_up_tokenization_spaces=False)
+
+    out, context, done = [], 0, 0  # as in streaming: decode behind the token before
+    for end in range(1, len(ids) + 1):
+        text = decode(context, end)
+        if text.endswith("\ufffd") and end < len(ids):
+            out.append("")
+            continue
+        out.append(text[len(decode(context, done)) :])
+        context, done = done, end
+    return out
+
+
+def _plain(values: Tensor) -> list[float]:
+    return [float(f"{value:.3g}") for value in values.tolist()]
