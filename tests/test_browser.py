@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from browser import Browser
 
-from trainer.reports import page
+from trainer.reports import markup
 from trainer.reports.panels import MAIN, MORE
 from trainer.reports.report import write_report
-from trainer.reports.sweep import write_sweep
+from trainer.reports.sweep_page import write_sweep
 from trainer.reports.trackers.jsonl import JsonlTracker
 from trainer.runs.lock import held
 
@@ -235,7 +235,7 @@ def until(browser: Browser, condition: str) -> None:
 
 
 def test_a_sweep_that_goes_on_keeps_its_order_and_its_place(browser, tmp_path, monkeypatch):
-    monkeypatch.setattr(page, "RELOAD", 0.5)
+    monkeypatch.setattr(markup, "RELOAD", 0.5)
 
     def job(coeff: int) -> None:
         words = f"- kl.coeff={coeff}\n- env.dataset={LONG}{coeff}\n"
@@ -284,7 +284,7 @@ def test_a_button_copies_the_command_before_it_or_selects_it(browser, pages):
 
 
 def test_a_running_page_shows_the_next_iteration_at_the_same_place(browser, tmp_path, monkeypatch):
-    monkeypatch.setattr(page, "RELOAD", 0.5)
+    monkeypatch.setattr(markup, "RELOAD", 0.5)
     write_run(tmp_path, state="running")
     with held(tmp_path):
         browser.open(write_report(tmp_path), width=390)

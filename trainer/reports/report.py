@@ -48,6 +48,10 @@ def _body(run: Run) -> list[str]:
     config = yaml.safe_dump(redact(run.config), sort_keys=False, width=100) if run.config else ""
     changes = _changes(run)
     wrong, explained = _notes(run)
+    curves = markup.charts(panels.figures(panels.MAIN, run), title="Curves")
+    early = (
+        '<p class="muted">The first curves come after iteration 1; this page reloads itself.</p>'
+    )
     return [
         f"<h1>{escape(run.experiment)}{markup.badge(run.state)}</h1>",
         *_notices(run),
@@ -55,7 +59,7 @@ def _body(run: Run) -> list[str]:
         markup.tiles(summary.tiles(run)),
         explained,
         markup.facts(_commands(run)),
-        _curves(run),
+        curves or early * (run.state == "running"),
         markup.folded("More curves", markup.charts(more)),
         *sections(run.folder),
         f"<h2>Environment</h2>{markup.facts(_environment(run))}",
@@ -109,14 +113,6 @@ def _commands(run: Run) -> dict[str, str]:
     elif run.state != "running":
         told["go on"] = summary.resume_command(run.folder)
     return {name: markup.command(text, copy=True) for name, text in told.items() if text}
-
-
-def _curves(run: Run) -> str:
-    """Draw the main curves, or say when they come."""
-    drawn = markup.charts(panels.figures(panels.MAIN, run), title="Curves")
-    if drawn or run.state != "running":
-        return drawn
-    return '<p class="muted">The first curves come after iteration 1; this page reloads itself.</p>'
 
 
 def _environment(run: Run) -> dict[str, str]:

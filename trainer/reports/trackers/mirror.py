@@ -4,6 +4,7 @@ Left out on purpose: any way for a mirror to stop a training run.
 """
 
 import logging
+import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
@@ -59,7 +60,8 @@ class Mirror(JsonlTracker):
 
     def log(self, metrics: Mapping[str, float], iteration: int) -> None:
         super().log(metrics, iteration)
-        line = {**{name: float(value) for name, value in metrics.items()}, ITERATION: iteration}
+        values = {name: float(value) for name, value in metrics.items()} | {ITERATION: iteration}
+        line = {name: value for name, value in values.items() if math.isfinite(value)}
         self._safely("log to", self._log, line, iteration)
 
     def replies(self, rows: Sequence[Mapping[str, Any]], iteration: int, *, kind: str) -> None:

@@ -3,7 +3,6 @@
 TensorBoard (`pip install 'leash[tensorboard]'`) is imported here only.
 """
 
-import math
 from typing import Any
 
 import yaml
@@ -35,8 +34,7 @@ class TensorboardTracker(Mirror):
     def _log(self, line: dict[str, float], iteration: int) -> None:
         self._iteration = iteration
         for name, value in line.items():
-            if math.isfinite(value):
-                self._open().add_scalar(name, value, iteration)
+            self._open().add_scalar(name, value, iteration)
 
     def _show(self, rows: list[dict[str, Any]], iteration: int) -> None:
         self._open().add_text("transcripts", "\n\n---\n\n".join(map(_markdown, rows)), iteration)
