@@ -35,6 +35,12 @@ def live_lines(display: Display) -> list[str]:
     return display._draw().plain.splitlines()
 
 
+def age(display: Display, seconds: float) -> None:
+    """Make the evaluation that goes on older."""
+    assert display._evaluating is not None
+    display._evaluating = display._evaluating._replace(since=time.monotonic() - seconds)
+
+
 def begun(total: int, **options) -> Display:
     display = Display(total, **options)
     display.begin()
@@ -47,7 +53,7 @@ def test_a_log_file_gets_one_plain_line_per_iteration(tmp_path):
     display = begun(3, title="grpo_tiny", header=header, folder=folder, file=file)
     display.evaluating("40 prompts, greedy", 0.0, last=False)
     display.evaluating("40 prompts, greedy", 0.5, last=False)
-    display._evaluating = display._evaluating._replace(since=time.monotonic() - 25)
+    age(display, 25)
     display.log({"eval/sampled_accuracy": 0.25, "eval/greedy_accuracy": 0.5}, 0)
     display.log({"reward/mean": 0.5, "kl/ref_sequence": -0.0004, "time/iteration_s": 90.0}, 2)
     last = {"reward/mean": 0.75, "eval/sampled_accuracy": 0.5, "time/iteration_s": 30.0}
@@ -114,7 +120,7 @@ def test_what_the_policy_wrote_is_coloured_and_nothing_else(terminal):
 def test_a_terminal_shows_the_evaluation_going_on_and_then_its_result_for_good(terminal):
     display = begun(2, title="run", folder=Path("/r"), file=terminal)
     display.evaluating("40 prompts", 0.25, last=False)
-    display._evaluating = display._evaluating._replace(since=time.monotonic() - 70)
+    age(display, 70)
     assert "evaluating 40 prompts: 25%, 1 min 10 s" in live_lines(display)
     display.log({"eval/sampled_accuracy": 0.125}, 0)
     assert "before training  accuracy 0.12  70.0 s" in plain(terminal.getvalue())
@@ -271,6 +277,7 @@ print("done", file=sys.stderr)
     command = [sys.executable, "-c", code]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
         process.stdout.close()
         _, errors = process.communicate("")
     assert (process.returncode, errors) == (0, "done\n")

@@ -14,8 +14,7 @@ from omegaconf import OmegaConf
 
 from conf.compose import compose_checked, load_for_resume
 from conf.parts import make_tracker
-from trainer.reports.trackers.jsonl import JsonlTracker
-from trainer.reports.trackers.mirror import Mirror
+from trainer.reports.trackers.jsonl import JsonlTracker, Mirror
 from trainer.reports.trackers.tensorboard import TensorboardTracker
 from trainer.reports.trackers.trackio import TrackioTracker
 from trainer.reports.trackers.wandb import WandbTracker

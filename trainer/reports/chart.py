@@ -62,9 +62,7 @@ class Chart:
         self.text(2, 14, title, style="title")
         self.text(2, 30, unit)
 
-    def text(
-        self, x: float, y: float, text: str, *, anchor: str = "start", style: str = ""
-    ) -> None:
+    def text(self, x: float, y: float, text: str, anchor: str = "start", style: str = "") -> None:
         """Draw one piece of text."""
         look = f' class="{style}"' if style else ""
         drawn = f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}"{look}>{escape(text)}</text>'
@@ -87,7 +85,7 @@ class Chart:
         x: tuple[float, float],
         y: tuple[float, float],
         *,
-        x_label: str,
+        x_label: str = "iteration",
         x_ticks: Callable[[Axis], Sequence[float]] | None = None,
         warp: Callable[[float], float] = float,
         inset: tuple[float, float] = (0, 0),
@@ -96,6 +94,7 @@ class Chart:
 
         Without `x_ticks` those of x are whole numbers. `inset`: pixels left free at the sides.
         """
+        self.x_label = x_label
         y_ticks = ticks(*y, count=max(4, self.height // 64))
         left, right = 14 + max(text_width(short(t)) for t in y_ticks), self.width - 12
         lo, hi = x if x[1] > x[0] else (x[0] - 1, x[1] + 1)
@@ -110,9 +109,7 @@ class Chart:
             self.text(self.x(tick), self.height - 21, short(tick), anchor="middle")
         self.text((left + right) / 2, self.height - 5, x_label, anchor="middle")
 
-    def path(
-        self, points: Iterable[tuple[float, float]], style: str, *, kind: str = "line"
-    ) -> None:
+    def path(self, points: Iterable[tuple[float, float]], style: str, kind: str = "line") -> None:
         """Draw a line through points of the data."""
         placed = "L".join(f"{self.x(x)} {self.y(y)}" for x, y in points)
         self.parts.append(f'<path class="{kind}" style="{style}" d="M{placed}"/>')
@@ -123,13 +120,7 @@ class Chart:
         where = f'cx="{self.x(x)}" cy="{self.y(y)}" r="{radius:g}"'
         self.parts.append(f'<circle {where} style="{style}">{title}</circle>')
 
-    def tips(
-        self,
-        curves: Iterable[tuple[str, Points]],
-        *,
-        x_label: str = "iteration",
-        form: Callable[[float], str] = short,
-    ) -> None:
+    def tips(self, curves: Iterable[tuple[str, Points]], form: Callable[[float], str]) -> None:
         """Draw a column per x that tells the values of (name, points); of a long run every n-th."""
         told: dict[float, list[str]] = {}
         for name, points in curves:
@@ -140,15 +131,14 @@ class Chart:
         edges = [self.x.start, *middles, max(self.x.stop, self.x.start + 1)]
         top, height = self.y.stop, self.y.start - self.y.stop
         for x, (lo, hi) in zip(xs, pairwise(edges), strict=True):
-            text = escape(f"{x_label} {x:g}: {', '.join(told[x])}")
+            text = escape(f"{self.x_label} {x:g}: {', '.join(told[x])}")
             box = f'x="{lo:g}" y="{top:g}" width="{hi - lo:g}" height="{height:g}"'
             self.parts.append(f'<rect class="tip" {box}><title>{text}</title></rect>')
 
     def svg(self) -> str:
         """Return the drawing as an <svg> that scales to its box."""
-        size = (
-            f'viewBox="0 0 {self.width} {self.height}" width="{self.width}" height="{self.height}"'
-        )
+        wide, high = self.width, self.height
+        size = f'viewBox="0 0 {wide} {high}" width="{wide}" height="{high}"'
         name = f'role="img" aria-label="{escape(self.title)}" xmlns="http://www.w3.org/2000/svg"'
         return f'<svg class="chart" {size} {name}>{"".join(self.parts)}</svg>'
 
@@ -186,7 +176,7 @@ def line_chart(
         chart.legend((s.hue, f"{s.name} {told(s.points[-1][1])}") for s in whole)
     xs = [x for _, points in curves for x, _ in points]
     chart.axes((min(xs), max(xs)), span, x_label=x_label)
-    chart.tips(((s.name, points) for s, points in curves), x_label=x_label, form=told)
+    chart.tips(((s.name, points) for s, points in curves), told)
     for s, points in curves:
         _draw_curve(chart, s, points)
     return chart.svg()
@@ -226,14 +216,14 @@ def stack_chart(series: Sequence[Series], *, title: str, unit: str) -> str:
     whole = sum(totals) or 1.0
     chart = Chart(title, unit)
     chart.legend((s.hue, f"{s.name} {sum(values.values()) / whole:.0%}") for s, values in held)
-    chart.axes((xs[0], xs[-1]), (0.0, data_range(totals)[1]), x_label="iteration")
+    chart.axes((xs[0], xs[-1]), (0.0, data_range(totals)[1]))
     lo, hi = chart.x.lo, chart.x.hi  # those of the data, but around a single iteration
     for count in range(len(held), 0, -1):  # each lies on those above it
         roof = [(x, sum(values.get(x, 0.0) for _, values in held[:count])) for x in xs]
         outline = [(lo, 0.0), (lo, roof[0][1]), *roof, (hi, roof[-1][1]), (hi, 0.0)]
         chart.path(outline, f"fill:{colour(held[count - 1][0].hue)}", kind="area")
     curves = [(s.name, [*values.items()]) for s, values in held]
-    chart.tips([*curves, ("all", [*zip(xs, totals, strict=True)])])
+    chart.tips([*curves, ("all", [*zip(xs, totals, strict=True)])], short)
     return chart.svg()
 
 
@@ -272,17 +262,13 @@ def data_range(*curves: Sequence[float], least: float = 0.0) -> tuple[float, flo
 
     A curve that lies far above the others is shown.
     """
-    lo, hi = min(map(min, curves)), max(map(_roof, curves))
-    hi = max(hi, least) if least else hi
+    lo, hi = min(map(min, curves)), least or -math.inf
+    for values in curves:
+        high = sorted(values)[int(0.9 * (len(values) - 1))]
+        spiky = len(values) >= 10 and 0 < high < max(values) / 5
+        hi = max(hi, 1.5 * high if spiky else max(values))
     # A rounding error below 0 is 0: it must not open a whole step of the axis.
     return (0.0 if -1e-3 * hi <= lo <= 0.6 * hi else lo), hi
-
-
-def _roof(values: Sequence[float]) -> float:
-    """Return the highest value of a curve, but for a few far above the rest."""
-    high = sorted(values)[int(0.9 * (len(values) - 1))]
-    spiky = len(values) >= 10 and 0 < high < max(values) / 5
-    return 1.5 * high if spiky else max(values)
 
 
 def _thin(points: Points) -> Points:
