@@ -1,6 +1,6 @@
 """Which optional packages the parts of a configuration need, looked for before a worker starts.
 
-None of them is imported. What is said of a missing one: policies/extras.py. Torch-free.
+None of them is imported. What is said of a missing one: policies/optional_packages.py. Torch-free.
 """
 
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from conf.nodes import PACKAGES, walk
-from policies.extras import EXTRAS
+from policies.optional_packages import EXTRAS
 
 # A class of leash by its name: the package, and the argument that asks for it with its default;
 # None: the class itself asks.

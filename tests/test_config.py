@@ -19,7 +19,7 @@ from conf import checks, explain, extras, nodes
 from conf.compose import check_words, compose_checked, expand, load_for_resume, nothing_left
 from conf.help import list_experiments
 from conf.sweeps import swept
-from policies.extras import EXTRAS
+from policies.optional_packages import EXTRAS
 
 ROOT = Path(__file__).parents[1]
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))

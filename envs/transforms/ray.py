@@ -18,7 +18,7 @@ import torch
 from tensordict import TensorDictBase
 
 from envs.transforms.transform import Compose, PassesSpecs, Transform
-from policies.extras import EXTRAS
+from policies.optional_packages import EXTRAS
 from policies.specs import Composite
 from policies.wrappers.outputs import home
 
@@ -163,7 +163,7 @@ class RayTransform(PassesSpecs):
 
 
 class _Host:
-    """What the actor is: one transform, made by whoever comes first."""
+    """The actor: one transform, made by its first user."""
 
     transform: Transform | None = None
     settings: dict[str, str] | None = None

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from policies.extras import EXTRAS
+from policies.optional_packages import EXTRAS
 from trainer.reports.panels import MAIN, MORE, Panel
 from trainer.reports.trackers.jsonl import first_line
 from trainer.runs.redact import redact_text

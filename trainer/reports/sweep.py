@@ -14,7 +14,7 @@ from policies.cache import write_text
 from trainer.reports.live import LivePage
 from trainer.runs.failures import complain, say
 from trainer.runs.job_names import job_line, job_names
-from trainer.runs.lock import take
+from trainer.runs.lock import lock_folder
 
 PLAN = "sweep.json"  # its words, the folders of its jobs, and whether the sweep has ended
 PLACE = "hydra.sweep.dir="
@@ -42,7 +42,7 @@ class LiveSweep:
         self.folder, self.jobs = Path(os.path.abspath(folder)), jobs
         self._words = [without_secret(word) for word in words if not word.startswith(PLACE)]
         self._names = list(names or job_names(jobs))
-        self._lock = take(self.folder)
+        self._lock = lock_folder(self.folder)
         self._page = LivePage(self._write)
         self._writing, self._over = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)

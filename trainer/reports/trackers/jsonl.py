@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from policies.cache import write_text
-from policies.extras import EXTRAS
+from policies.optional_packages import EXTRAS
 from trainer.observer import Observer
 from trainer.runs.failures import say
 from trainer.runs.redact import redact, redact_text

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from policies.hub import why_silent
+from policies.reachable import why_silent
 from trainer.reports.trackers.jsonl import Mirror, first_line
 from trainer.runs.redact import redact
 from trainer.runs.run_files import ITERATION, read_lines
