@@ -317,26 +317,13 @@ def test_an_unknown_mode_is_refused_before_anything_is_written(tmp_path):
 
 def test_secrets_are_hidden_by_name_and_by_value(monkeypatch):
     monkeypatch.setenv("MY_HF_TOKEN", "hf_0123456789")
-    config = {
-        "api_key": "a",
-        "nested": [{"db-password": 12345, "apiKey": "b", "url": "https://u:hf_0123456789@x"}],
-        "secrets": {"any": "c"},
-        "value": "hf_0123456789",
-        "max_new_tokens": 16,
-        "aggregation": "token_mean",
-        "hf_token": None,
-        "keyword": "sort",
-    }
-    assert redact(config) == {
-        "api_key": HIDDEN,
-        "nested": [{"db-password": HIDDEN, "apiKey": HIDDEN, "url": f"https://u:{HIDDEN}@x"}],
-        "secrets": {"any": HIDDEN},
-        "value": HIDDEN,
-        "max_new_tokens": 16,
-        "aggregation": "token_mean",
-        "hf_token": None,
-        "keyword": "sort",
-    }
+    nested = {"db-password": 12345, "apiKey": "b", "url": "https://u:hf_0123456789@x"}
+    secret = {"api_key": "a", "nested": [nested], "secrets": {"c": "c"}, "value": "hf_0123456789"}
+    hidden = {"db-password": HIDDEN, "apiKey": HIDDEN, "url": f"https://u:{HIDDEN}@x"}
+    wanted = {"api_key": HIDDEN, "nested": [hidden], "secrets": {"c": HIDDEN}, "value": HIDDEN}
+    assert redact(secret) == wanted
+    known = {"max_new_tokens": 16, "aggregation": "token_mean", "hf_token": None, "keyword": "sort"}
+    assert redact(known) == known
     text = "policy.max_new_tokens=9,env.wandb_key=abc,kl.coeff=0.1"
     assert redact_text(text) == f"policy.max_new_tokens=9,env.wandb_key={HIDDEN},kl.coeff=0.1"
 

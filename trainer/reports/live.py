@@ -59,4 +59,4 @@ class LiveReport(Observer):
         self._page.refresh(now=iteration <= 1)  # the first curves at once
 
     def end(self, state: str, *, saved: int | None) -> None:
-        self._write()
+        LivePage(self._write).refresh()  # also where it could not be written before
