@@ -16,8 +16,7 @@ from conf import compose
 from conf.explain import compose_raw
 from conf.files import holds_run
 from conf.words import split
-from trainer.reports.about import PLACES
-from trainer.reports.sweep import LiveSweep
+from trainer.reports.sweep import PLACES, LiveSweep
 from trainer.runs.experiment_models import PREFIX
 from trainer.runs.job_names import job_names
 from trainer.runs.lock import held

@@ -122,7 +122,7 @@ def make_observers(cfg: DictConfig, runtime: Any) -> Any:
     import trainer
     from trainer.reports.diagnosis import Diagnose
     from trainer.reports.display import show_run
-    from trainer.reports.report import LiveReport
+    from trainer.reports.live import LiveReport
 
     if not runtime.is_main:
         return trainer.Observer()
