@@ -19,6 +19,7 @@ from conf.compose import compose_experiment, compose_raw
 from trainer.runs.failures import complain, last_words, say
 from trainer.runs.launch import agree, prepare_joined
 from trainer.runs.launch import start as launch
+from trainer.runs.sweep_loop import run_sweep
 
 OURS: dict[str, Any] = {"script": Path(__file__).resolve(), "compose": compose_experiment}
 
@@ -91,32 +92,6 @@ def run(job: start.Job) -> None:
         launch(job.config, start.begin(job), **OURS)
 
 
-def run_sweep(sweep: start.Sweep) -> int:
-    """Run the jobs of a sweep, the others too if one fails; return the exit code."""
-    from trainer.reports.sweep import LiveSweep  # draws pages: nobody else needs it here
-
-    failed = []
-    pages = LiveSweep(sweep.folder, sweep.jobs, names=sweep.folders, words=sweep.words)
-    try:
-        for number, name in enumerate(sweep.folders):
-            try:
-                job = sweep.job(number)
-                pages.begin(number, job.done)
-                if not job.done:
-                    run(job)
-            except (RuntimeError, ValueError, OSError) as error:
-                complain(error)
-                failed.append(name)
-    except KeyboardInterrupt:  # outside of a run
-        say("stopped between two jobs")
-        return 130
-    finally:
-        pages.end()
-    for name in failed:
-        print(f"failed   {name}", file=sys.stderr)
-    return 1 if failed else 0
-
-
 def join(words: list[str], ranks: int) -> int:
     """Be one rank of `torchrun train.py` or `accelerate launch train.py`; return the exit code."""
     config = start.compose_joined(words, ranks=ranks)
@@ -155,7 +130,7 @@ def cli(words: list[str]) -> int:
             return preflight_and_modes.carry_out(beside, **OURS)
         asked = start.read_command(words)
         if isinstance(asked, start.Sweep):
-            return run_sweep(asked)
+            return run_sweep(asked, run)
         run(asked) if asked else show()
     except (ValueError, RuntimeError, OSError) as error:
         if os.environ.get("RANK", "0") == "0":

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.measure import seconds
 from policies import load_policy
-from policies.padding import pad, pad_mask
+from policies.padding import pad, pad_mask, unpad
 from policies.random import fold
 from policies.sampler import Stop, sample
 
@@ -35,18 +35,17 @@ def main() -> None:
     prompts = [torch.tensor(i) for i in ids for _ in range(args.group)]
     streams = fold(0, torch.arange(len(prompts)))
     stop = Stop(policy.stop_ids)
+    left = pad(prompts, side="left"), pad_mask([len(p) for p in prompts], side="left")
 
     def roll():
-        return sample(model, prompts, streams=streams, stop=stop, max_new_tokens=args.tokens)
+        return sample(model, *left, streams=streams, stop=stop, max_new_tokens=args.tokens)
 
     def roll_plain():
-        left = {
-            "input_ids": pad(prompts, side="left"),
-            "attention_mask": pad_mask([len(p) for p in prompts], side="left").long(),
-        }
-        return model.generate(**left, max_new_tokens=args.tokens, do_sample=True, top_k=0)
+        given = {"input_ids": left[0], "attention_mask": left[1].long()}
+        return model.generate(**given, max_new_tokens=args.tokens, do_sample=True, top_k=0)
 
-    replies = roll().ids
+    drawn = roll()
+    replies = unpad(drawn.ids, drawn.mask)
     rows = [torch.cat(pair) for pair in zip(prompts, replies, strict=True)]
     tokens, mask = pad(rows), pad_mask([len(r) for r in rows])
     starts = torch.tensor([len(p) for p in prompts])[:, None]

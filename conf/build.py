@@ -1,5 +1,6 @@
 """The parts of a run, made from the nodes of its configuration."""
 
+import re
 from collections.abc import Callable, Mapping
 from inspect import Parameter, signature
 from pathlib import Path
@@ -9,8 +10,14 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from conf.targets import arguments_of, bases_of, find_target, takes_any, unknown_arguments
-from trainer.runs.run_files import is_sweep, load_run, read_yaml
+from trainer.runs.targets import (
+    arguments_of,
+    bases_of,
+    find_target,
+    takes_any,
+    unknown_argument,
+    unknown_arguments,
+)
 
 DATA = ("dataset", "eval_dataset", "columns", "split", "eval_split")  # keys of env for its task
 Section = Mapping[str, Any]  # of a configuration
@@ -38,8 +45,10 @@ def build(node: Section, *sections: Section, where: str = "", **parts: Any) -> A
         return instantiate(node, _partial_=True)(**parts)  # given to Hydra, a dataclass is a node
     except (InstantiationException, TypeError) as error:
         cause = error.__cause__ or error
-        if "unexpected keyword argument" in str(cause):  # by **kwargs, to one that lacks it
-            raise ValueError(f"{where or node['_target_']}: {cause}") from cause
+        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(cause))  # of **kwargs
+        if unknown and unknown[1] in node:
+            place = f"{where or node['_target_']}.{unknown[1]}"
+            raise ValueError(unknown_argument(place, node["_target_"], known)) from cause
         raise cause from None
 
 
@@ -140,7 +149,7 @@ def make_observers(cfg: DictConfig, runtime: Any) -> Any:
     import trainer
     from trainer.reports.diagnosis import Diagnose
     from trainer.reports.display import show_run
-    from trainer.reports.report import LiveReport
+    from trainer.reports.live import LiveReport
 
     if not runtime.is_main:
         return trainer.Observer()
@@ -156,28 +165,8 @@ def make_observers(cfg: DictConfig, runtime: Any) -> Any:
 
 def make_tracker(cfg: DictConfig, folder: Path) -> Any:
     """Return the tracker, told what the run is called and which sweep it belongs to."""
-    run, objective = load_run(folder), cfg.algorithm.objective._target_.rpartition(".")[2]
-    sweep = folder.parent if is_sweep(folder.parent) else None
-    mode, model = cfg.get("mode") or "train", Path(cfg.policy.model)
-    if model.name == "model":  # of another run
-        model = model.parent
-    return build(
-        cfg.tracker,
-        folder=str(folder),
-        config=OmegaConf.to_container(cfg),
-        name=" ".join([run.experiment, *_telling(run.overrides, sweep)]),
-        group=f"{sweep.parent.name}/{sweep.name}" if sweep else None,
-        tags=[run.experiment, model.name, objective],
-        job_type="sft" if mode == "train" and objective == "SFTObjective" else mode,
-        resume=cfg.resume is not None,
-    )
+    from trainer.reports.trackers.labels import run_labels
 
-
-def _telling(overrides: Mapping[str, str], sweep: Path | None) -> list[str]:
-    """Return the overrides that tell a run from others; within a sweep those that are swept."""
-    words = read_yaml(sweep / "sweep.json").get("words", []) if sweep else []  # JSON is YAML
-    several = [word for word in words if "," in word or "(" in word]
-    swept = {word.partition("=")[0].lstrip("+") for word in several}
-    hidden = ("experiment", "output_dir", "tracker")  # told elsewhere
-    told = [key for key in overrides if key.partition(".")[0] not in hidden]
-    return [f"{key}={overrides[key]}" for key in told if not swept or key in swept]
+    config = OmegaConf.to_container(cfg)
+    told = {"folder": str(folder), "config": config, "resume": cfg.resume is not None}
+    return build(cfg.tracker, **told, **run_labels(folder, config))

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from conf import check_task, names, schema
-from conf.targets import PACKAGES, ROOT, walk, walk_texts
 from policies.chats.templates import read_template
-from policies.extras import EXTRAS
 from policies.models import no_model
+from policies.optional_packages import EXTRAS
 from trainer.kl_control import MAX_ERROR, check_place
 from trainer.runs.experiment_models import PREFIX
 from trainer.runs.folders import holds_run
+from trainer.runs.targets import PACKAGES, ROOT, walk, walk_texts
 
 LAZY = (*PACKAGES, "envs.transforms")  # their names are known without torch
 CROWD = 4  # processes a core, above which there are surely too many

@@ -6,18 +6,14 @@ set of the hub is left to the worker.
 
 import inspect
 import json
-import re
-import traceback
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from conf.build import data_arguments, make_task
-from conf.targets import arguments_of, find_target, misfits, unknown_argument
-from envs.data import is_file, load_table
-from envs.rewards.rewarded import rewards_anything
-from envs.tasks import Task
+from envs.task_trial import complaint, in_one_line
+from trainer.runs.targets import find_target, misfits
 
 # What a source of batches asks of a task; rollouts ask for a reward.
 ROWS = {"trainer.Demonstrations": "demonstrations", "trainer.PreferencePairs": "preferences"}
@@ -34,7 +30,7 @@ def findings(cfg: dict[str, Any]) -> Iterator[str]:
         kind = find_target(name)
         given = data_arguments(env)
     except Exception as error:  # importing a user's module may raise anything
-        yield f"env.task._target_={name}: {_in_one_line(error)}"
+        yield f"env.task._target_={name}: {in_one_line(error)}"
         return
     if inspect.isfunction(kind):
         yield (
@@ -42,28 +38,33 @@ def findings(cfg: dict[str, Any]) -> Iterator[str]:
             "a function; a reward function goes under env.rewards, as env.rewards.mine.function"
         )
         return
-    for key in ("dataset", "eval_dataset", "columns"):
-        value = env[key]
-        if isinstance(value, dict):
-            value = {k: v for k, v in value.items() if v is not None}
-        if value and key not in given:
+    columns = {key: value for key, value in env["columns"].items() if value is not None}
+    for key, value in {**env, "columns": columns}.items():
+        if key in ("dataset", "eval_dataset", "columns") and value and key not in given:
             yield f"env.{key}={value}: {name} reads none; use env=gsm8k, env=chats or env=own"
     yield from misfits("env.task", env["task"], given)
     for reward, node in (env.get("rewards") or {}).items():
         yield from _reward(f"env.rewards.{reward}", node)
-    named = list(_data_sets(env))
-    local = [Path(name).expanduser() for name in named if is_file(name)]
-    if len(local) == len(named):
-        stamps = tuple(path.stat().st_mtime_ns for path in local if path.is_file())
-        source = cfg["algorithm"]["source"].get("_target_", "")
+    yield from _data(env, cfg["algorithm"]["source"].get("_target_", ""))
+
+
+def _data(env: dict[str, Any], source: str) -> Iterator[str]:
+    """Yield what is wrong with the rows of a task; with a data set of the hub, with other files."""
+    files: list[Path] = []
+    if named := list(_data_sets(env)):
+        from envs.data import is_file, load_table
+
+        files = [Path(name).expanduser() for name in named if is_file(name)]
+    if len(files) == len(named):
+        stamps = tuple(path.stat().st_mtime_ns for path in files if path.is_file())
         if fault := made_and_read(json.dumps(env), source, stamps):
             yield fault
         return
-    for path in local:
+    for path in files:
         try:
             load_table(str(path))
         except ValueError as error:
-            yield f"{name}: {error}"
+            yield f"{env['task']['_target_']}: {error}"
 
 
 def _data_sets(node: dict[str, Any]) -> Iterator[str]:
@@ -86,15 +87,11 @@ def _reward(where: str, node: Any) -> Iterator[str]:
             f"{where}.function: expected _partial_: true beside its _target_, so that it is "
             "called with each (row, reply); got none"
         )
-        return
-    name = node["_target_"]
-    try:
-        find_target(name)
-        if isinstance(inner, dict):
-            find_target(name := inner["_target_"])
-    except Exception as error:  # importing a user's module may raise anything
-        yield f"{where}: {name}: {_in_one_line(error)}"
-        return
+    for name in (part["_target_"] for part in (node, inner) if isinstance(part, dict)):
+        try:
+            find_target(name)
+        except Exception as error:  # importing a user's module may raise anything
+            yield f"{where}: {name}: {in_one_line(error)}"
     yield from misfits(where, node, {})
 
 
@@ -105,39 +102,6 @@ def made_and_read(env: str, source: str, stamps: tuple[int, ...]) -> str | None:
     `stamps`: when its files were changed, as a part of the key of the cache.
     """
     node = json.loads(env)
+    rewards = source == "trainer.Rollouts"
     name = node["task"]["_target_"]
-    try:
-        task = make_task(node)
-        if not isinstance(task, Task):
-            return f"env.task._target_={name}: expected an envs.tasks.Task, got {type(task)}"
-        for split in ("train", "eval"):
-            _check_rows(task.rows(split), f"{name}, rows({split!r})")
-        if source in ROWS:
-            wanted = getattr(task, ROWS[source], list)
-            _check_rows(wanted(), f"{name}, {ROWS[source]}()")
-        elif source == "trainer.Rollouts" and not rewards_anything(task):
-            remedy = "override reward(row, reply) or give env.rewards"
-            return f"{name} rewards nothing, which GRPO and PPO need; {remedy}"
-    except Exception as error:  # a task is anybody's code
-        handed_on = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-        if handed_on and handed_on[1] in node["task"]:  # by **kwargs, to a base that lacks it
-            known = sorted(arguments_of(find_target(name)))
-            return unknown_argument(f"env.task.{handed_on[1]}", name, known)
-        text = _in_one_line(error)
-        return text if text.startswith("env.rewards.") else f"{name}: {text}"
-    return None
-
-
-def _check_rows(rows: Any, name: str) -> None:
-    if not len(rows):
-        raise ValueError(f"expected at least one row of {name}, got none")
-    if not isinstance(rows[0], dict) or not rows[0].get("messages"):
-        raise ValueError(f'expected rows with "messages" of {name}, got {rows[0]!r:.80}')
-
-
-def _in_one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    if type(error) in (ValueError, NotImplementedError, ImportError, ModuleNotFoundError):
-        return text
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {text} ({last.filename}, line {last.lineno})"
+    return complaint(lambda: make_task(node), name, rows=ROWS.get(source), rewards=rewards)

@@ -6,14 +6,14 @@ Torch-free.
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from conf.command_line import SWEEP, check_single, flags_and_overrides
 from conf.compose import compose_checked, compose_experiment, compose_raw
 from conf.start import load_for_resume, run_folder
-from trainer.runs.experiment_models import PREFIX, cache_folder
+from trainer.runs.experiment_models import without_training
 from trainer.runs.launch import start
 
 BOTH = ("policy.max_new_tokens", "policy.system_prompt", "kl.reference", "seed", "policy.device")
@@ -86,7 +86,7 @@ def _of_start(config: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
     if config["preflight"]:
         if mode != "train":
             raise ValueError(f"preflight checks training, got mode={mode}; leave one of them out")
-        config["trains_first"] = sorted(set(_without_warm_up(config)))
+        config["trains_first"] = sorted(set(without_training(config, compose_experiment)))
         config["tracker"] = SILENT
         return config
     if mode == "export":
@@ -122,28 +122,3 @@ def _check_target(folder: str | None) -> None:
     path = Path(folder).expanduser()
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"output_dir={folder} is there already; name a folder that is new")
-
-
-def _without_warm_up(node: Any) -> Iterator[str]:
-    """Put what is there in the place of each experiment:<name>; yield those not trained yet.
-
-    A policy or a reference is then the model that its warm-up starts from.
-    """
-    for key, value in node.items() if isinstance(node, dict) else enumerate(node):
-        if isinstance(value, dict | list):
-            yield from _without_warm_up(value)
-        elif isinstance(value, str) and value.startswith(PREFIX):
-            name = value.removeprefix(PREFIX)
-            config = compose_experiment(name)
-            model = cache_folder(name, config) / "model"
-            if model.is_dir():
-                node[key] = str(model)
-                continue
-            if key not in ("model", "reference") or config["policy"]["_target_"].endswith("_model"):
-                raise ValueError(
-                    f"{value} is not in the cache, and a preflight trains nothing; start the run "
-                    "once, it trains that first"
-                )
-            yield name
-            yield from _without_warm_up(config["policy"])
-            node[key] = config["policy"]["model"]

@@ -10,7 +10,7 @@ and variance 2 KL. The exact KL (full) is drawn as that of one state: no bias an
 import math
 from pathlib import Path
 
-from trainer.reports import charts, svg
+from trainer.reports.chart import Series, line_chart, standalone
 
 SIZE = {"width": 330, "height": 240}
 HUES = {"k1": 0, "k2": 1, "k3": 2, "full": 3}
@@ -41,21 +41,21 @@ def picture() -> str:
         "Spread: k3 beats k1 below 0.63": [_curve(name, kls, 1) for name in HUES],
     }
     drawn = [
-        charts.line_chart(curves, title=title, unit="nats", x_label="true KL, nats", **SIZE)
+        line_chart(curves, title=title, unit="nats", x_label="true KL, nats", **SIZE)
         for title, curves in titled.items()
     ]
     curves = [
-        charts.Series(name, [(x, values[name]) for x, values in ratios], HUES[name])
+        Series(name, [(x, values[name]) for x, values in ratios], HUES[name])
         for name in ("k1", "k2", "k3")
     ]
     title, x_label = "One token: k3 has a tail", "log(policy / reference), nats"
-    drawn.append(charts.line_chart(curves, title=title, unit="nats", x_label=x_label, **SIZE))
-    return svg.standalone(drawn, **SIZE)
+    drawn.append(line_chart(curves, title=title, unit="nats", x_label=x_label, **SIZE))
+    return standalone(drawn, **SIZE)
 
 
-def _curve(name: str, kls: list, which: int) -> charts.Series:
+def _curve(name: str, kls: list, which: int) -> Series:
     """Return the means (0) or standard deviations (1) of an estimator against the KL."""
-    return charts.Series(name, [(kl, values[name][which]) for kl, values in kls], HUES[name])
+    return Series(name, [(kl, values[name][which]) for kl, values in kls], HUES[name])
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.reports import svg
+from trainer.reports.chart import Chart, colour, standalone
+from trainer.reports.formats import short
 from trainer.runs.run_files import Run, find_jobs, load_run, read_lines
 
 PICTURE = Path(__file__).with_name("sentiment_frontier.svg")
@@ -65,27 +66,18 @@ def _subject(prompt: str) -> str:
 
 def picture(points: list[Point]) -> str:
     """Return sentiment against KL as an SVG document, a labelled point per coefficient."""
-    start = points[0].before
-    rewards = [start, *(point.reward for point in points)]
-    y_ticks = svg.ticks(min(rewards), max(rewards), count=5)
-    x_ticks = svg.ticks(0.0, max(point.kl for point in points), count=6)
-    x = svg.Axis(0.0, x_ticks[-1], 56, WIDTH - 48)
-    y = svg.Axis(y_ticks[0], y_ticks[-1], HEIGHT - 46, 52)
-    title, unit = "Sentiment against KL to the reference", "KL, nats per reply"
-    parts = [svg.label(2, 14, title, style="title")]
-    parts.append(svg.label(2, 31, "reward from -1 to 1; labels: kl.coeff"))
-    parts += svg.grid(y, y_ticks, left=44, right=WIDTH - 12)
-    parts += [svg.label(x(t), HEIGHT - 28, svg.short(t), anchor="middle") for t in x_ticks]
-    parts.append(svg.label((44 + WIDTH) / 2, HEIGHT - 6, unit, anchor="middle"))
-    spots = {svg.short(point.coeff): (x(point.kl), y(point.reward)) for point in points}
-    spots["start"] = (x(0.0), y(start))
-    line = svg.path(sorted(spots.values()))
-    parts.append(f'<path class="line" {svg.fill(0, "stroke")} d="{line}"/>')
-    for name, (a, b) in spots.items():
-        parts.append(f'<circle cx="{a}" cy="{b}" r="4.5" {svg.fill(0)}/>')
-        parts.append(svg.label(a + 9, b + 15, name, style="value"))
-    chart = svg.frame("".join(parts), width=WIDTH, height=HEIGHT, title=title)
-    return svg.standalone([chart], width=WIDTH, height=HEIGHT)
+    spots = {short(point.coeff): (point.kl, point.reward) for point in points}
+    spots["start"] = (0.0, points[0].before)
+    kls, rewards = zip(*spots.values(), strict=True)
+    title, unit = "Sentiment against KL to the reference", "reward from -1 to 1; labels: kl.coeff"
+    chart = Chart(title, unit, width=WIDTH, height=HEIGHT)
+    ends = (min(rewards), max(rewards))
+    chart.axes((0.0, max(kls)), ends, x_label="KL, nats per reply", inset=(12, 36))
+    chart.path(sorted(spots.values()), f"stroke:{colour(0)}")
+    for name, (kl, reward) in spots.items():
+        chart.dot(kl, reward, f"fill:{colour(0)}", radius=4.5)
+        chart.text(chart.x(kl) + 9, chart.y(reward) + 15, name, style="value")
+    return standalone([chart.svg()], width=WIDTH, height=HEIGHT)
 
 
 def markdown(points: list[Point]) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import optuna
 
-from trainer.reports.sweep import write_sweep
+from trainer.reports.sweep_page import write_sweep
 from trainer.runs.run_files import load_run
 
 LAMBDA = 0.05  # reward that a nat per reply is worth

@@ -180,8 +180,9 @@ class ChatEnv(EnvBase):
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Reward the last reply of each chat and ask the task what comes next."""
-        full, said = read_action(tensordict, self.input_mode, self.renderer, self.policy_role)
-        chats, size = full.chats(), len(said)
+        views = (self.input_mode, self.renderer, self.policy_role)
+        full, chats, said = read_action(tensordict, *views)
+        size = len(said)
         if self.task is not None and "row" not in tensordict:
             raise ValueError("step expected 'row', as reset and step give it, found none")
         rows = tensordict.get("row").tolist() if self.task is not None else [{}] * size

@@ -130,22 +130,29 @@ def read_replies(td: TensorDictBase, mode: str, renderer: Any) -> list[Said]:
     if mode == "tokens":
         return said_in_tokens(td, renderer)
     full = read_history(td, ("history", "full"))
-    pairs = zip(full.chats(), full.get("is_complete"), strict=True)
-    return [(chat[-1]["content"], bool(flags[-1])) for chat, flags in pairs]
+    return _said_in_chats(full, full.chats())
 
 
 def read_action(
     td: TensorDictBase, mode: str, renderer: Any, role: str
-) -> tuple[History, list[Said]]:
-    """Return the chats with their replies, and what the replies say."""
-    said = read_replies(td, mode, renderer)
+) -> tuple[History, list[Chat], list[Said]]:
+    """Return the chats with their replies, as a history and as messages, and the replies."""
     if mode == "history":
-        return read_history(td, ("history", "full")), said
+        full = read_history(td, ("history", "full"))
+        chats = full.chats()
+        return full, chats, _said_in_chats(full, chats)
+    said = read_replies(td, mode, renderer)
     prompt = td.get(("history", "prompt"), None)
     if prompt is None:
         raise ValueError("step expected history.prompt, as reset and step give it, found none")
     replies = [[{"role": role, "content": text, "is_complete": end}] for text, end in said]
-    return prompt.extend(History.from_chats(replies), inplace=False, dim=-1), said
+    full = prompt.extend(History.from_chats(replies), inplace=False, dim=-1)
+    return full, full.chats(), said
+
+
+def _said_in_chats(full: History, chats: list[Chat]) -> list[Said]:
+    pairs = zip(chats, full.get("is_complete"), strict=True)
+    return [(chat[-1]["content"], bool(flags[-1])) for chat, flags in pairs]
 
 
 def read_history(td: TensorDictBase, key: tuple[str, ...]) -> History:

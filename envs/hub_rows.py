@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from policies.hub import why_unreachable
+from policies.reachable import why_unreachable
 
 
 def read_hub(name: str, subset: str | None, split: str) -> list[Any]:

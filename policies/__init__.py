@@ -26,7 +26,7 @@ _HOME = {
     "Tokens": ".chats.containers",
     "TransformersWrapper": ".wrappers.transformers_wrapper",
     "ValueNetwork": ".value_head",
-    "_extract_responses_from_full_histories": ".chats.history",
+    "_extract_responses_from_full_histories": ".chats.conversions",
     "add_chat_template": ".chats.templates",
     "load_policy": ".load",
     "load_reference": ".load",

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from policies import lora as adapters
-from policies.models import FoundModel, find_model, load_model, load_tokenizer
+from policies.models import FoundModel, find_model, has_adapter, load_model, load_tokenizer
 from policies.scorer import Scorer
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 
@@ -40,7 +39,9 @@ def load_policy(
     found = find_model(model, source=source)
     network = load_model(found, dtype=dtype, device=device)
     if lora is not None:
-        adapters.add_adapter(network, **lora)
+        from policies.lora import add_adapter
+
+        add_adapter(network, **lora)
     if gradient_checkpointing:
         _checkpoint_layers(network)
     scorer = Scorer(network, autocast=getattr(torch, autocast) if autocast else None)
@@ -84,7 +85,9 @@ def load_reference(
     if name is not None:
         found = find_model(name, source=getattr(policy, "source", "auto"))
         scorer = _load_scorer(found, policy)
-    elif adapters.has_adapter(policy.model):
+    elif has_adapter(policy.model):
+        from policies import lora as adapters
+
         bare = adapters.is_zero(policy.model) and not moves
         adapter = None if bare else adapters.freeze_copy(policy.model)
         scorer = adapters.AdapterScorer(policy.scorer, adapter)

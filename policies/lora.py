@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from policies.extras import EXTRAS
 from policies.layout import Layout
-from policies.reading import quiet
+from policies.models import has_adapter
+from policies.optional_packages import EXTRAS
+from policies.quiet import quiet
 from policies.scorer import Scorer
 
 TRAINED = "default"  # peft's name of an adapter that has none
@@ -64,7 +65,7 @@ def add_adapter(
         task_type="CAUSAL_LM",
     )
     inject_adapter_in_model(config, model, adapter_name=TRAINED)
-    for weight in weights(model).values():  # bfloat16 would lose small steps
+    for weight in trained_weights(model).values():  # bfloat16 would lose small steps
         weight.data = weight.data.to(torch.promote_types(weight.dtype, torch.float32))
 
 
@@ -78,16 +79,11 @@ def _linear_layers(model: Any) -> dict[str, nn.Module]:
     }
 
 
-def has_adapter(model: nn.Module) -> bool:
-    """Return whether there is an adapter in a model."""
-    return bool(_layers(model))
-
-
 def _layers(model: nn.Module) -> dict[str, Any]:
     return {name: layer for name, layer in model.named_modules() if hasattr(layer, "lora_A")}
 
 
-def weights(model: nn.Module, adapter: str | None = TRAINED) -> dict[str, nn.Parameter]:
+def trained_weights(model: nn.Module, adapter: str | None = TRAINED) -> dict[str, nn.Parameter]:
     """Return the weights that training moves: those of an adapter, or where there is none, all.
 
     The adapter's own name is no part of theirs.
@@ -100,7 +96,7 @@ def weights(model: nn.Module, adapter: str | None = TRAINED) -> dict[str, nn.Par
 
 def is_zero(model: nn.Module) -> bool:
     """Return whether the adapter changes nothing, as when it starts."""
-    return not any(p.any() for name, p in weights(model).items() if ".lora_B" in name)
+    return not any(p.any() for name, p in trained_weights(model).items() if ".lora_B" in name)
 
 
 def freeze_copy(model: nn.Module) -> str:
@@ -179,7 +175,7 @@ def save_adapter(model: Any, folder: Path, *, base: str = "") -> None:
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    named = {f"base_model.model.{name}": p.detach() for name, p in weights(model).items()}
+    named = {f"base_model.model.{name}": p.detach() for name, p in trained_weights(model).items()}
     save_file(named, folder / WEIGHTS, metadata={"format": "pt", "base": base})
     config = copy.deepcopy(model.peft_config[TRAINED])
     config.base_model_name_or_path, config.inference_mode = model.name_or_path, True
@@ -193,7 +189,7 @@ def load_adapter(model: nn.Module, folder: Path, *, base: str = "") -> None:
     """Read what `save_adapter` wrote; another base or other layers are a ValueError."""
     from safetensors import safe_open
 
-    mine = weights(model)
+    mine = trained_weights(model)
     with safe_open(folder / WEIGHTS, framework="pt") as file:
         theirs = (file.metadata() or {}).get("base", "")
         if theirs != base:

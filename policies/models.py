@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from policies.cache import build_once, cache_dir, sha256_file
-from policies.hub import why_unreachable
-from policies.reading import quiet, readable
+from policies.quiet import quiet, readable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -169,6 +168,8 @@ def _find_on_hub(model: str, *, source: str) -> FoundModel:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
+    from policies.reachable import why_unreachable
+
     with contextlib.suppress(LocalEntryNotFoundError, HFValidationError):
         folder = Path(snapshot_download(model, local_files_only=True))
         if (folder / "config.json").is_file() and any([*folder.glob(p)] for p in WEIGHTS):
@@ -266,6 +267,17 @@ def load_tokenizer(found: FoundModel) -> "PreTrainedTokenizerFast":
                              "set eos_token in tokenizer_config.json")  # fmt: skip
         tokenizer.pad_token = pad
     return tokenizer
+
+
+def has_adapter(model: Any) -> bool:
+    """Return whether there is a LoRA adapter in a model (see policies/lora.py)."""
+    return any(hasattr(layer, "lora_A") for layer in model.modules())
+
+
+def token_ids(source: Any, name: str) -> list[int]:
+    """Return the ids that a config or tokenizer has under a name: none, one or several."""
+    value = getattr(source, name, None)
+    return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 if __name__ == "__main__":

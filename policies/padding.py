@@ -68,6 +68,20 @@ def unpad(values: Tensor, mask: Tensor) -> list[Tensor]:
     return list(flat.split(mask.sum(-1).tolist()))
 
 
+def compact(
+    values: Tensor, mask: Tensor, value: float | bool = 0, *, side: str = "right"
+) -> Tensor:
+    """Return the kept entries of each row of [B, T] next to each other, padded on `side`.
+
+    >>> compact(torch.tensor([[1, 2, 3]]), torch.tensor([[True, False, True]])).tolist()
+    [[1, 3]]
+    """
+    size = int(mask.sum(-1).max())
+    order = mask.int().argsort(dim=-1, descending=side == "right", stable=True)
+    order = order[:, :size] if side == "right" else order[:, mask.shape[-1] - size :]
+    return values.gather(-1, order).masked_fill(~mask.gather(-1, order), value)
+
+
 def positions(mask: Tensor) -> Tensor:
     """Return the index of each kept token within its row, [B, T]; padding reads 0.
 

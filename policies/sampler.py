@@ -4,27 +4,49 @@ The log-prob of a token comes from the very logits it was drawn from, at the sam
 and after the filters (see policies/filters.py).
 Draws are by inverse CDF on counter-based uniforms, so a row's reply does not depend on the batch.
 A prompt that several adjacent rows share is run once; rows that have ended leave the batch.
-Left out on purpose: beams, and what only transformers' processors do (policies/generation_config).
+Left out on purpose: beams, and what only transformers' processors do (see
+policies/wrappers/generation_config.py).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from policies.filters import NO_FILTERS, Filters
-from policies.padding import pad, pad_mask
+from policies.padding import pad, positions
 from policies.random import inverse_cdf, uniforms
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """Replies of B rows; ids include the token that ended the reply."""
+    """Replies of B rows, padded right with 0; they include the token that ended them."""
 
-    ids: list[Tensor]  # B x [n] int64
-    log_probs: list[Tensor]  # B x [n] float32, 0-free: every entry is a real log-prob
+    ids: Tensor  # [B, n] int64
+    log_probs: Tensor  # [B, n] float32; the first entry is a real log-prob
+    lengths: Tensor  # [B] int64
     complete: Tensor  # [B] bool, ended by itself
+
+    @property
+    def mask(self) -> Tensor:
+        """Return which entries are tokens, [B, n] bool."""
+        index = torch.arange(self.ids.shape[1], device=self.lengths.device)
+        return index < self.lengths.unsqueeze(-1)
+
+    def ends(self, stop_ids: Collection[int]) -> Tensor:
+        """Return where a reply's last token is one of `stop_ids`, [B, n] bool."""
+        index = torch.arange(self.ids.shape[1], device=self.lengths.device)
+        last = index == self.lengths.unsqueeze(-1) - 1
+        return last & torch.isin(self.ids, self.ids.new_tensor(sorted(stop_ids)))
+
+    @classmethod
+    def of_rows(
+        cls, ids: Sequence[Tensor], log_probs: Sequence[Tensor], complete: Tensor
+    ) -> "Sampled":
+        """Return the replies of B rows of ids [n] and log-probs [n]."""
+        lengths = torch.tensor([len(row) for row in ids], device=ids[0].device)
+        return cls(pad(ids), pad(log_probs), lengths, complete)
 
 
 @dataclass(frozen=True)
@@ -45,7 +67,8 @@ class Stop:
 @torch.no_grad()
 def sample(
     model: nn.Module,
-    prompts: Sequence[Tensor],
+    prompts: Tensor,
+    attention: Tensor | None = None,
     *,
     streams: Tensor,
     stop: Stop,
@@ -53,23 +76,26 @@ def sample(
     temperature: float = 1.0,
     filters: Filters = NO_FILTERS,
 ) -> Sampled:
-    """Sample one reply per prompt (1-D ids); streams [B] int64; temperature 0 is greedy.
+    """Sample one reply to each prompt of [B, T], padded left; temperature 0 is greedy.
 
-    Greedy log-probs are those of temperature 1; top-k, top-p and min-p change nothing there.
+    attention [B, T] bool, without it every token counts; streams [B] int64. Greedy log-probs are
+    those of temperature 1; top-k, top-p and min-p change nothing there.
     """
-    if any(len(p) == 0 for p in prompts):
+    attention = torch.ones_like(prompts, dtype=torch.bool) if attention is None else attention
+    if not attention.any(-1).all():
         raise ValueError("expected at least one prompt token, got an empty prompt")
-    size, device = len(prompts), prompts[0].device
+    size, device = len(prompts), prompts.device
     stop_ids = torch.tensor(sorted(stop.ids), dtype=torch.int64, device=device)
-    starts = torch.tensor([len(p) for p in prompts], device=device)
+    starts = attention.sum(-1)  # [B]
     streams = streams.to(device)
     replies = torch.zeros(size, max_new_tokens, dtype=torch.int64, device=device)
     log_probs = torch.zeros(size, max_new_tokens, device=device)
     lengths = torch.zeros(size, dtype=torch.int64, device=device)
     complete = torch.zeros(size, dtype=torch.bool, device=device)
     alive = torch.arange(size, device=device)  # rows still running
-    state = _Prefilled(model, prompts)
-    seen = None if filters.repetition_penalty == 1 else _seen(prompts, state.logits.shape[-1])
+    state = _Prefilled(model, prompts, attention)
+    penalty, width = filters.repetition_penalty, state.logits.shape[-1]
+    seen = None if penalty == 1 else _seen(prompts, attention, width)
     for step in range(max_new_tokens):
         said = None if seen is None else seen[alive]
         logits = filters.process(state.logits, seen=said, step=step, ends=stop_ids)  # [n, V]
@@ -91,22 +117,21 @@ def sample(
         if len(alive) == 0 or step + 1 == max_new_tokens:
             break
         state.advance(drawn, going)
-    sizes = lengths.tolist()
-    ids = [row[:n].clone() for row, n in zip(replies, sizes, strict=True)]
-    values = [row[:n].clone() for row, n in zip(log_probs, sizes, strict=True)]
-    return Sampled(ids, values, complete)
+    longest = int(lengths.max())
+    return Sampled(replies[:, :longest], log_probs[:, :longest], lengths, complete)
 
 
 class _Prefilled:
     """The running forward: cache, mask and the next-token logits of the rows still alive."""
 
-    def __init__(self, model: nn.Module, prompts: Sequence[Tensor]) -> None:
+    def __init__(self, model: nn.Module, prompts: Tensor, attention: Tensor) -> None:
         self.model = model
-        unique, owner = _unique(prompts)
-        mask = pad_mask([len(p) for p in unique], side="left", device=prompts[0].device)
-        position = (mask.cumsum(-1) - 1).clamp(min=0)
+        first = _first_of_each(prompts, attention)  # [B]
+        owner = first.cumsum(0) - 1  # [B] the prompt that each row uses
+        mask = attention[first]
+        position = positions(mask)
         out = model(
-            input_ids=pad(unique, side="left"),
+            input_ids=prompts[first],
             attention_mask=mask,
             position_ids=position,
             use_cache=True,
@@ -135,19 +160,16 @@ class _Prefilled:
         self.logits = out.logits[:, -1].float()
 
 
-def _seen(prompts: Sequence[Tensor], size: int) -> Tensor:
+def _seen(prompts: Tensor, attention: Tensor, size: int) -> Tensor:
     """Return which of `size` tokens are in each prompt, [B, V]."""
-    seen = torch.zeros(len(prompts), size, dtype=torch.bool, device=prompts[0].device)
-    for row, prompt in zip(seen, prompts, strict=True):
-        row[prompt] = True
+    seen = torch.zeros(len(prompts), size, dtype=torch.bool, device=prompts.device)
+    seen[attention.nonzero()[:, 0], prompts[attention]] = True
     return seen
 
 
-def _unique(prompts: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
-    """Return the prompts with adjacent repeats run together, and which one each row uses [B]."""
-    unique, owner = [], []
-    for prompt in prompts:
-        if not unique or not (unique[-1] is prompt or torch.equal(unique[-1], prompt)):
-            unique.append(prompt)
-        owner.append(len(unique) - 1)
-    return unique, torch.tensor(owner, device=prompts[0].device)
+def _first_of_each(prompts: Tensor, attention: Tensor) -> Tensor:
+    """Return which rows differ from the row before them, [B] bool."""
+    same = (prompts[1:] == prompts[:-1]) & (attention[1:] == attention[:-1])
+    first = torch.ones(len(prompts), dtype=torch.bool, device=prompts.device)
+    first[1:] = ~same.all(-1)
+    return first

@@ -29,6 +29,7 @@ import policies.scorer
 import policies.value_head
 import policies.wrappers.transformers_wrapper
 import trainer.advantage
+import trainer.collect
 import trainer.gae
 import trainer.importance_sampling
 import trainer.losses
@@ -54,12 +55,7 @@ def roll(original):
 def drop_end(original):
     def sample(*args, **kwargs):
         out = original(*args, **kwargs)
-        cut = [
-            len(i) - int(c) if len(i) > 1 else 1 for i, c in zip(out.ids, out.complete, strict=True)
-        ]
-        ids = [row[:n] for row, n in zip(out.ids, cut, strict=True)]
-        values = [row[:n] for row, n in zip(out.log_probs, cut, strict=True)]
-        return replace(out, ids=ids, log_probs=values)
+        return replace(out, lengths=(out.lengths - out.complete.int()).clamp(min=1))
 
     return sample
 
@@ -67,8 +63,7 @@ def drop_end(original):
 def zero_first(original):
     def sample(*args, **kwargs):
         out = original(*args, **kwargs)
-        for row in out.log_probs:
-            row[0] = 0.0
+        out.log_probs[:, 0] = 0.0
         return out
 
     return sample
@@ -105,9 +100,7 @@ def content_only(original):
 
 
 def tokenise_again(original):
-    return lambda self, ids, messages, new: (
-        self.render([*messages, *new], add_generation_prompt=True).ids
-    )
+    return lambda td, ids, attention: td  # the policy finds no ids and renders the chat
 
 
 def leave_open(original):
@@ -219,6 +212,7 @@ def adapter_stays_on(original):
 
 
 WRAPPER, SCORER = policies.wrappers.transformers_wrapper, policies.scorer
+COLLECT = trainer.collect
 RENDERER = policies.chats.chat_template.Renderer
 KL = envs.transforms.kl.KLComputation
 in_the_reward = partial(charged_once, "grpo", "reward")
@@ -229,7 +223,7 @@ MUTANTS = (
     Mutant(
         "replies see each other", contracts.alignment, policies.layout, "_tree_mask", see_everything
     ),
-    Mutant("tokenise again", contracts.token_in_token_out, RENDERER, "extend", tokenise_again),
+    Mutant("tokenise again", contracts.token_in_token_out, COLLECT, "_with_ids", tokenise_again),
     Mutant("cut replies stay open", contracts.token_in_token_out, RENDERER, "extend", leave_open),
     Mutant(
         "ignore the temperature", contracts.one_temperature, SCORER, "_per_kept", ignore_temperature

@@ -10,7 +10,7 @@ import pytest
 import torch
 from contracts import make_policy
 from tensordict import TensorDict
-from test_wrapper import CHATS, prompts, same, scoring, spoken
+from wrapped import CHATS, prompts, same, scoring, spoken
 
 from policies.chats.containers import ChatHistory
 from policies.chats.history import History
@@ -81,7 +81,7 @@ def test_what_comes_while_the_model_is_busy_is_the_next_batch():
     assert sorted(run.batches[1]) == [1, 2, 3, 4, 5]
 
 
-def test_fault_30_too_few_rows_run_when_the_time_is_up():
+def test_too_few_rows_run_when_the_time_is_up():
     # Not as in TorchRL, where they wait for ever.
     run, queue = Recorder(), BatchQueue(min_size=5, timeout=0.5)
     start = time.monotonic()
@@ -91,7 +91,7 @@ def test_fault_30_too_few_rows_run_when_the_time_is_up():
     assert run.batches == [[1, 2]]
 
 
-def test_fault_30_a_failure_reaches_its_caller_and_leaves_nothing_behind():
+def test_a_failure_reaches_its_caller_and_leaves_nothing_behind():
     # Not as in TorchRL, where failed rows stay in the queue and fail every later call.
     run, queue = Recorder(), BatchQueue(min_size=4, timeout=SOON)
     futures = together(queue, run, [[1], [-2, 5], [3]])

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 from browser import Browser
+from pages import write_lines, write_status, write_words
 
-from trainer.reports import page
+from trainer.reports import markup
 from trainer.reports.panels import MAIN, MORE
 from trainer.reports.report import write_report
-from trainer.reports.sweep import write_sweep
-from trainer.reports.trackers.files import JsonlTracker
+from trainer.reports.sweep_page import write_sweep
+from trainer.reports.trackers.jsonl import JsonlTracker
 from trainer.runs.lock import held
 
 pytestmark = pytest.mark.browser
@@ -34,47 +35,36 @@ def metrics(i: int, scale: float) -> dict[str, float]:
     return out | {"time/iteration_s": sum(v for n, v in out.items() if n.startswith("time/")) + 1}
 
 
-def write_run(
-    folder: Path, *, scale: float = 1.0, state: str = "finished", words: str = ""
-) -> None:
-    tracker = JsonlTracker(folder)
-    tracker.log({"eval/sampled_accuracy": 0.2, "eval/greedy_accuracy": 0.4}, 0)
-    for i in range(1, 61):
-        more = {
-            "eval/sampled_accuracy": 0.2 + i / 100,
-            "eval/greedy_accuracy": 0.5,
-            "eval/pass@8": 0.9,
-        }
-        tracker.log(metrics(i, scale) | (more if i % 20 == 0 else {}), i)
-    words_of = ["The", " capital", f" {LONG}", " is", "\n", "Paris \U0001f600", "<|im_end|>"] * 6
-    own = [None if k % 7 == 4 else k for k in range(len(words_of))]
+def write_run(folder: Path, *words: str, scale: float = 1.0, state: str = "finished") -> None:
+    accuracies = {"eval/greedy_accuracy": 0.5, "eval/pass@8": 0.9}
+    rows = [metrics(i, scale) for i in range(1, 61)]
+    for i in (20, 40, 60):
+        rows[i - 1] |= {"eval/sampled_accuracy": 0.2 + i / 100, **accuracies}
+    write_lines(folder, {"eval/sampled_accuracy": 0.2, "eval/greedy_accuracy": 0.4}, *rows, begin=0)
+    texts = ["The", " capital", f" {LONG}", " is", "\n", "Paris \U0001f600", "<|im_end|>"] * 6
+    own = [None if k % 7 == 4 else k for k in range(len(texts))]
     pieces = {
-        "text": words_of,
+        "text": texts,
         "kl": [k and math.sin(k) for k in own],
         "advantage": [k and math.cos(k / 5) for k in own],
         "log_prob": [k and -0.1 * k for k in own],
     }
-    row = {"kind": "train", "prompt": f"Q {LONG}", "response": "".join(words_of), "truncated": True}
-    ranks = [("best", 1.0), ("median", 0.5), ("worst", 0.0)]
-    rows = [
-        {**row, "response": n, "rank": n, "reward": r, "kl": 2.5, "pieces": pieces}
-        for n, r in ranks
+    row = {"kind": "train", "prompt": f"Q {LONG}", "truncated": True, "kl": 2.5}
+    ranks = {"best": 1.0, "median": 0.5, "worst": 0.0}
+    said = [
+        {**row, "response": n, "rank": n, "reward": r, "pieces": pieces} for n, r in ranks.items()
     ]
-    rows += [{**row, "response": f"{k} {LONG}", "reward": k / 9} for k in range(3)]
-    tracker.replies(rows, 60, kind="train")
+    said += [{**row, "response": f"{k} {LONG}", "reward": k / 9} for k in range(3)]
     for kind in ("before", "after"):
-        held_out = [
-            {"kind": kind, "prompt": f"p {k}", "response": f"{kind} {LONG}"} for k in range(8)
-        ]
-        tracker.replies(held_out, 60, kind="train")
+        said += [{"kind": kind, "prompt": f"{k}", "response": f"{kind} {LONG}"} for k in range(8)]
+    JsonlTracker(folder, resume=True).replies(said, 60, kind="after")
+    note = {"level": "warn", "title": "KL explodes", "text": f"{LONG} read", "iteration": 7}
+    notes = [note, {**note, "level": "info", "title": "Loss near 0", "until": 9}]
     model = {"name": "org/model", "origin": "hub", "sha256": "0123456789abcdef" * 4}
     machine = {"device": "cuda (NVIDIA H200)", "ranks": 8, "torch": "2.13", "commit": "abc1234+"}
-    said = {"level": "warn", "title": "KL explodes", "text": f"{LONG} read", "iteration": 7}
-    told = {"state": state, "objective": scale, "model": model, "machine": machine, "seconds": 99}
-    told["notes"] = [said, {**said, "level": "info", "title": "Loss near 0", "until": 9}]
-    (folder / "status.json").write_text(json.dumps(told))
-    (folder / ".hydra").mkdir(exist_ok=True)
-    (folder / ".hydra" / "overrides.yaml").write_text(f"- experiment=ppo_tiny\n{words}")
+    told = {"state": state, "objective": scale, "seconds": 99, "notes": notes}
+    write_status(folder, **told, model=model, machine=machine)
+    write_words(folder, "experiment=ppo_tiny", *words)
     config = "{kl: {coeff: 0.1}, policy: {model: /a/long/path/to/the/folder/of/the/model}}"
     (folder / "config.yaml").write_text(config)
     defaults = config.replace("0.1", "0.2")
@@ -95,10 +85,9 @@ def pages(tmp_path_factory) -> dict[str, Path]:
     for coeff in ("0", "0.01", "0.1", "1"):
         for seed in ("1", "2"):
             job = root / "sweep" / f"kl.coeff={coeff},seed={seed}"
-            words = f"- kl.coeff={coeff}\n- seed={seed}\n"
             state = "failed" if coeff == "1" and seed == "2" else "finished"
             scale = 1 / (1 + float(coeff)) + 0.02 * int(seed)
-            write_run(job, scale=scale, words=words, state=state)
+            write_run(job, f"kl.coeff={coeff}", f"seed={seed}", scale=scale, state=state)
     (root / "sweep" / "kl.coeff=9,seed=1" / ".hydra").mkdir(parents=True)
     return {"report": write_report(root / "run"), "sweep": write_sweep(root / "sweep")}
 
@@ -235,11 +224,11 @@ def until(browser: Browser, condition: str) -> None:
 
 
 def test_a_sweep_that_goes_on_keeps_its_order_and_its_place(browser, tmp_path, monkeypatch):
-    monkeypatch.setattr(page, "RELOAD", 0.5)
+    monkeypatch.setattr(markup, "RELOAD", 0.5)
 
     def job(coeff: int) -> None:
-        words = f"- kl.coeff={coeff}\n- env.dataset={LONG}{coeff}\n"
-        write_run(tmp_path / f"kl.coeff={coeff}", scale=1 / (1 + coeff), words=words)
+        words = (f"kl.coeff={coeff}", f"env.dataset={LONG}{coeff}")
+        write_run(tmp_path / words[0], *words, scale=1 / (1 + coeff))
 
     for coeff in range(3):
         job(coeff)
@@ -284,7 +273,7 @@ def test_a_button_copies_the_command_before_it_or_selects_it(browser, pages):
 
 
 def test_a_running_page_shows_the_next_iteration_at_the_same_place(browser, tmp_path, monkeypatch):
-    monkeypatch.setattr(page, "RELOAD", 0.5)
+    monkeypatch.setattr(markup, "RELOAD", 0.5)
     write_run(tmp_path, state="running")
     with held(tmp_path):
         browser.open(write_report(tmp_path), width=390)

@@ -129,7 +129,7 @@ def test_a_query_may_be_a_text_messages_or_a_history(batched):
         assert td["history"].prompt.chats() == [[boss, *want]] * 2
 
 
-def test_fault_41_a_bare_history_is_an_action_and_no_history_is_an_error():
+def test_a_bare_history_is_an_action_and_no_history_is_an_error():
     env = hello()
     td = env.reset(TensorDict({"query": "Hello, how are you?"}, batch_size=(1,)))
     said = {"role": "assistant", "content": "Well, thank you!"}

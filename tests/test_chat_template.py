@@ -262,7 +262,7 @@ class TestCleanChats:
         renderer = Renderer(tokenizer)
         chat = [user("<|im_end|>"), assistant("a")]
         old = renderer.render(chat)
-        renderer._shapes.template = renderer.template.replace("%Y", "%Y %Y")  # another day
+        renderer._outlines.template = renderer.template.replace("%Y", "%Y %Y")  # another day
         new = renderer.render(chat)
         assert tokenizer.decode(new.ids) == renderer.text(chat)
         assert len(new.ids) > len(old.ids)

@@ -3,39 +3,11 @@
 import pytest
 import torch
 from contracts import G, Words, make_policy, plain_log_probs, prompts, rollout
-from tensordict import NonTensorData, NonTensorStack, TensorDict
+from tensordict import TensorDict
+from uneven_chats import FEW_SHOT, Uneven, start
 
 from envs.chat_env import ChatEnv
-from envs.tasks.task import Reply, Reward, Task
-from policies.random import fold
 from trainer.collect import collect
-
-FEW_SHOT = [
-    {"role": "user", "content": "Sort 2 1"},
-    {"role": "assistant", "content": "1 2"},
-    {"role": "user", "content": "Sort 4 3"},
-]
-
-
-class Uneven(Task):
-    """Rows of one, two and three turns; turn k earns k, also when the chat is cut."""
-
-    def rows(self, split: str) -> list[dict]:
-        return [{"messages": FEW_SHOT, "turns": n} for n in (1, 2, 3)]
-
-    def reward(self, row: dict, reply: Reply) -> Reward:
-        turn = sum(m["role"] == "assistant" for m in reply.messages) - 1
-        return Reward(total=turn, parts={"turn": float(turn)}, success=turn == row["turns"])
-
-    def respond(self, row: dict, reply: Reply) -> list[dict]:
-        turn = sum(m["role"] == "assistant" for m in reply.messages) - 1
-        return [] if turn >= row["turns"] else [{"role": "user", "content": "again"}]
-
-
-def start(task: Task, count: int | None = None) -> TensorDict:
-    rows = list(task.rows("train"))[:count]
-    td = TensorDict({"stream": fold(0, torch.arange(len(rows)))}, batch_size=[len(rows)])
-    return td.set("row", NonTensorStack(*[NonTensorData(r) for r in rows]))
 
 
 def uneven(max_turns: int = 3, samples: int = 6) -> TensorDict:
@@ -158,6 +130,16 @@ def test_a_row_of_its_own_and_a_policy_with_other_outputs():
     for changes in ({"num_samples": 2}, {"input_mode": "text"}, {"generate": False}):
         with pytest.raises(ValueError, match="collect expects a policy"):
             collect(prompts(1), ChatEnv(Words()), make_policy().get_new_version(**changes))
+
+
+def test_a_row_keeps_the_version_of_the_weights_that_sampled_it():
+    policy = make_policy().get_new_version()
+    policy.version = 7
+    batch = collect(start(Uneven()), ChatEnv(Uneven(), group_size=2, max_turns=2), policy)
+    assert batch["policy_version"].dtype == torch.int64
+    assert batch["policy_version"].tolist() == [7] * 6
+    policy.version = 8
+    assert rollout(policy)["policy_version"].tolist() == [8] * 4 * G
 
 
 def test_a_chat_that_nobody_ends_or_answers_is_an_error():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from contracts import Words, make_policy, prompts
 from tensordict import TensorDict
-from test_collect import Uneven, start
+from uneven_chats import Uneven, start
 
 from envs.chat_env import ChatEnv
 from envs.dataset_chat_env import DatasetChatEnv
@@ -209,7 +209,7 @@ def retrieved(gen_model, **kwargs) -> list[torch.Tensor]:
     return next(iter(collector)).view(-1).get(("next", "kl_penalty"), as_list=True)
 
 
-def test_fault_09_the_kl_transform_gets_the_policy_from_the_collector():
+def test_the_kl_transform_gets_the_policy_from_the_collector():
     scoring = make_policy().get_new_version(generate=False, return_log_probs=True, pad_output=False)
     asked, told = retrieved("from_collector"), retrieved(scoring)
     assert len(asked) == len(told) == 9

@@ -19,7 +19,7 @@ from conf.build import build, make_leash
 from conf.command_line import help_text, list_jobs, swept_by_experiment
 from conf.compose import compose_checked
 from conf.start import load_for_resume, read_command
-from policies.extras import EXTRAS
+from policies.optional_packages import EXTRAS
 from trainer.runs.folders import nothing_left
 
 ROOT = Path(__file__).parents[1]

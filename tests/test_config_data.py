@@ -16,9 +16,9 @@ from test_config import refusal
 import train
 from conf.build import make_task
 from conf.compose import compose_checked
-from conf.targets import fits
 from envs.tasks import DatasetTask, MathWords, Reply, Reward, SortDigits, Task
 from policies.random import fold, uniforms
+from trainer.runs.targets import fits
 
 ROOT = Path(__file__).parents[1]
 GROUPS = sorted(

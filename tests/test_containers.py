@@ -303,7 +303,7 @@ ENDS = {
 
 class TestFaults:
     @pytest.mark.parametrize("name", ENDS)
-    def test_fault_43_the_end_of_a_turn_is_the_assistants(self, name, tokenizer):
+    def test_the_end_of_a_turn_is_the_assistants(self, name, tokenizer):
         td = History.from_chats([ASK, REPLY, ASK, REPLY]).apply_chat_template(
             tokenizer=tokenizer,
             chat_template_name=name,
@@ -312,7 +312,7 @@ class TestFaults:
         )
         assert tokenizer.decode(td["input_ids"][td["assistant_masks"]]) == 2 * ENDS[name]
 
-    def test_fault_42_specs_fit_what_a_wrapper_writes(self):
+    def test_specs_fit_what_a_wrapper_writes(self):
         td = TensorDict(history=spoken("full"), batch_size=[2])
         out = make_policy().get_new_version(generate=False, pad_output=True)(td)
         for key, cls in (("tokens", Tokens), ("log_probs", LogProbs), ("masks", Masks)):

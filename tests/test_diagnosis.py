@@ -1,7 +1,6 @@
 """Each rule on a stream that has its fault and on one that just has not; healthy runs are quiet."""
 
 import inspect
-import io
 import json
 import re
 from pathlib import Path
@@ -9,10 +8,10 @@ from pathlib import Path
 import pytest
 from runs import Finished, lines, train
 
+from trainer.observer import Observer
 from trainer.reports import diagnosis
-from trainer.reports.diagnosis import KEPT, QUIET, RULES, Diagnose, Diagnosis, Finding
-from trainer.reports.display import Display
-from trainer.reports.trackers.files import JsonlTracker
+from trainer.reports.diagnosis import KEPT, QUIET, RULES, WORDS, Diagnose, Diagnosis, Finding
+from trainer.reports.trackers.jsonl import JsonlTracker
 from trainer.runtime import Runtime
 
 HEALTHY = json.loads((Path(__file__).parent / "healthy_run.json").read_text())  # of grpo_tiny
@@ -111,12 +110,11 @@ def test_equal_rewards_without_groups_name_no_group_size():
     assert ["algorithm.group_size" in text for text in texts] == [True, False]
 
 
-def test_every_rule_has_a_sick_run_and_its_reason():
-    assert {rule for _, wanted in SICK.values() for rule in wanted} | {"loss_near_zero"} == {
-        rule.__name__ for _, rule in RULES.values()
-    }
-    for _, rule in RULES.values():
-        assert inspect.getdoc(rule)
+def test_every_rule_has_a_sick_run_its_reason_and_its_words():
+    names = [rule.__name__ for rule in RULES]
+    sick = {rule for _, wanted in SICK.values() for rule in wanted}
+    assert sorted(sick | {"loss_near_zero"}) == sorted(names) == sorted(WORDS)
+    assert all(inspect.getdoc(rule) for rule in RULES)
 
 
 @pytest.mark.parametrize("name", WELL)
@@ -151,28 +149,36 @@ def test_the_memory_of_a_long_run_is_bounded():
     assert len(doctor._past.first) == diagnosis.BASE
 
 
+class Heard(Observer):
+    """Keep what is said to people, and what is sent to those who are not at the terminal."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.alerts: list[tuple[str, bool]] = []
+
+    def say(self, text: str, *, style: str = "") -> None:
+        self.said.append(text)
+
+    def alert(self, title: str, text: str, *, error: bool = False) -> None:
+        self.alerts.append((title, error))
+
+
 def test_it_is_said_at_the_terminal_in_the_status_and_once_over_a_resume(tmp_path):
-    told = []
-
-    class Told(JsonlTracker):
-        def alert(self, title: str, text: str, *, error: bool = False) -> None:
-            told.append((title, error))
-
-    def run(first: int, last: int, **options) -> list[str]:
-        tracker, file = Told(tmp_path, **options), io.StringIO()
-        runtime = Runtime(tmp_path)
-        diagnose = Diagnose(runtime, tracker, Display(60, file=file))
+    def run(first: int, last: int, **options) -> Heard:
+        tracker, heard = JsonlTracker(tmp_path, **options), Heard()
+        diagnose = Diagnose(Runtime(tmp_path), heard)
         for row in stream(last, kl__mismatch=0.3)[first - 1 :]:
-            tracker.log(row, row["progress/iteration"])
-            diagnose(row)
-        runtime.write_status()
-        return file.getvalue().splitlines()
+            for observer in (tracker, diagnose):
+                observer.log(row, row["progress/iteration"])
+        return heard
 
-    shown = run(1, 3)
-    assert [line.split(":")[0] for line in shown] == ["note at iteration 1", "error at iteration 2"]
-    assert "kl/mismatch 0.3" in shown[1]
-    assert run(4, 6, resume=True) == []
-    assert told == [("Engine mismatch", True)]
+    heard = run(1, 3)
+    starts = ["note at iteration 1", "error at iteration 2"]
+    assert [line.split(":")[0] for line in heard.said] == starts
+    assert "kl/mismatch 0.3" in heard.said[1]
+    assert heard.alerts == [("Engine mismatch", True)]
+    later = run(4, 6, resume=True)
+    assert later.said == later.alerts == []
     notes = json.loads((tmp_path / "status.json").read_text())["notes"]
     assert [Finding(**note).rule for note in notes] == ["loss_near_zero", "engine_mismatch"]
 
@@ -190,13 +196,15 @@ def test_an_iteration_whose_replies_were_all_dropped_is_not_judged_by_its_loss()
 
 def test_the_page_on_tracking_explains_every_rule():
     page = (Path(__file__).parents[1] / "docs" / "tracking.md").read_text()
-    assert re.findall(r"^\| \*\*(.+?)\*\* \|", page, re.MULTILINE) == list(RULES)
+    titles = [words["title"] for words in WORDS.values()]
+    assert re.findall(r"^\| \*\*(.+?)\*\* \|", page, re.MULTILINE) == titles
 
 
 def test_what_the_rules_read_and_name_exists():
     page = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
     groups = {name.split("/")[0] for name in re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)}
-    names = set(re.findall(r"\b([a-z]+/[a-z_0-9]+)\b", inspect.getsource(diagnosis)))
+    told = inspect.getsource(diagnosis) + json.dumps(WORDS)
+    names = set(re.findall(r"\b([a-z]+/[a-z_0-9]+)\b", told))
     read = {name for name in names if name.split("/")[0] in groups}
     assert len(read) > 10
     assert {name for name in read if f"| `{name}` |" not in page} == set()

@@ -71,7 +71,7 @@ def test_log_prob_and_entropy_equal_a_slow_loop(kind):
             assert mode[b, t].item() == (best if valid else -100)
 
 
-def test_fault_28_a_real_token_at_a_fully_masked_position_is_minus_infinity_not_nan():
+def test_a_real_token_at_a_fully_masked_position_is_minus_infinity_not_nan():
     dist = LLMMaskedCategorical(logits(), TOKENS)
     value = torch.full((B, T), 2)
     value[1] = -100
@@ -109,7 +109,7 @@ def test_no_gradient_is_nan_whatever_masked_rows_and_tokens_hold():
 
 @pytest.mark.parametrize("shape", [None, (), (3,), (2, 3)])
 @pytest.mark.parametrize("kind", ["positions", "tokens"])
-def test_fault_28_samples_respect_the_mask_and_have_a_log_prob(kind, shape):
+def test_samples_respect_the_mask_and_have_a_log_prob(kind, shape):
     mask = POSITIONS if kind == "positions" else TOKENS
     dist = LLMMaskedCategorical(logits(), mask, ignore_index=-7)
     valid = mask if kind == "positions" else mask.any(-1)
@@ -135,7 +135,7 @@ def test_sample_frequencies_are_the_masked_probabilities():
     assert torch.allclose(dist.masked_dist.probs[0, 0], weight / weight.sum())
 
 
-def test_fault_28_rsample_has_the_gradient_of_the_probabilities():
+def test_rsample_has_the_gradient_of_the_probabilities():
     x, w = logits().requires_grad_(), logits(1)
     assert LLMMaskedCategorical.has_rsample
     (LLMMaskedCategorical(x, TOKENS).rsample() * w).sum().backward()
@@ -222,7 +222,7 @@ def test_the_meter_of_memory_sees_copies_and_temporaries():
 
 
 @pytest.mark.parametrize("kind", ["positions", "tokens"])
-def test_fault_28_expand_works(kind):
+def test_expand_works(kind):
     mask = POSITIONS if kind == "positions" else TOKENS
     dist = LLMMaskedCategorical(logits(), mask)
     wide = dist.expand((3, B, T))
@@ -254,7 +254,7 @@ def test_half_precision_logits_give_float32_log_probs():
     assert x.grad.dtype == torch.bfloat16
 
 
-def test_fault_28_by_hand():
+def test_log_probs_entropy_and_mode_by_hand():
     x = torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 7.0]])
     token_mask = torch.tensor([[True, True, False], [False, False, False]])
     dist = LLMMaskedCategorical(x, token_mask)
@@ -273,7 +273,7 @@ def test_fault_28_by_hand():
     assert dist.rsample()[0].tolist() == [0.0, 0.0, 0.0]
 
 
-def test_fault_28_a_mask_that_is_not_bool_is_refused_at_once():
+def test_a_mask_that_is_not_bool_is_refused_at_once():
     for mask in (POSITIONS.long(), TOKENS.float()):
         with pytest.raises(ValueError, match="expected a bool mask"):
             LLMMaskedCategorical(logits(), mask)

@@ -8,7 +8,7 @@ from threading import Thread
 import pytest
 from huggingface_hub import constants
 
-from policies import hub
+from policies import reachable
 from policies.models import find_model
 
 
@@ -16,7 +16,7 @@ from policies.models import find_model
 def nowhere(monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(hub, "PATIENCE", 0.5)
+    monkeypatch.setattr(reachable, "PATIENCE", 0.5)
 
 
 def answering(status: int) -> HTTPServer:
@@ -51,10 +51,10 @@ def test_a_hub_that_says_nothing_is_given_up_in_time(nowhere, monkeypatch):
     ("status", "why"), [(200, None), (404, None), (407, None), (503, "answers 503")]
 )
 def test_any_answer_but_a_gateways_will_do(nowhere, monkeypatch, status, why):
-    monkeypatch.setattr(hub, "PATIENCE", 5)
+    monkeypatch.setattr(reachable, "PATIENCE", 5)
     server = answering(status)
     monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-    said = hub.why_unreachable()
+    said = reachable.why_unreachable()
     server.shutdown()
     server.server_close()
     assert said is None if why is None else why in str(said)
@@ -64,7 +64,7 @@ def test_offline_asks_nobody(nowhere, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        assert hub.why_unreachable() == "HF_HUB_OFFLINE is set"
+        assert reachable.why_unreachable() == "HF_HUB_OFFLINE is set"
         silent.settimeout(0.1)
         with pytest.raises(TimeoutError):
             silent.accept()

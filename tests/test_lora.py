@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from envs.transforms import RetrieveKL
 from policies import lora
 from policies.load import load_policy, load_reference
-from policies.reading import quiet
+from policies.quiet import quiet
 from policies.reward_scorer import load_reward_model
 from policies.value_head import Critic
 from trainer.checkpoint import Checkpoints, save_model
@@ -41,7 +41,7 @@ def make(*, adapter: bool = True, double: bool = False, **options):
 def shake(policy, seed: int = 0, scale: float = 0.2) -> None:
     """Move the adapter away from its start."""
     generator = torch.Generator().manual_seed(seed)
-    for p in lora.weights(policy.model).values():
+    for p in lora.trained_weights(policy.model).values():
         p.data += (torch.randn(p.shape, generator=generator) * scale).to(p.dtype)
 
 
@@ -65,7 +65,7 @@ def answers(policy, ids: torch.Tensor, **options):
     policy.scorer.train()
     scores = policy.scorer(ids, every, **options)
     loss = scores.log_probs.sum() + (0 if scores.full_kl is None else 3 * scores.full_kl.sum())
-    named = lora.weights(policy.model)
+    named = lora.trained_weights(policy.model)
     grads = torch.autograd.grad(loss, list(named.values()))
     return scores, dict(zip(named, grads, strict=True))
 
@@ -116,7 +116,7 @@ def test_the_reference_has_no_weights_of_its_own():
     assert {p.data_ptr() for p in reference.scorer.parameters()} == mine
     moving = load_reference(policy, moves=True)
     more = [p for p in moving.scorer.parameters() if p.data_ptr() not in mine]
-    adapter = lora.weights(policy.model).values()
+    adapter = lora.trained_weights(policy.model).values()
     assert sum(p.numel() for p in more) == sum(p.numel() for p in adapter)
     assert not any(p.requires_grad for p in more)
 
@@ -144,9 +144,8 @@ def test_the_exact_kl_has_the_gradient_that_a_separate_reference_gives(gradient_
 def make_twin(policy):
     """Return another policy of the same weights, adapter included."""
     twin = make(double=True)
-    for mine, theirs in zip(
-        lora.weights(twin.model).values(), lora.weights(policy.model).values(), strict=True
-    ):
+    pair = (lora.trained_weights(p.model).values() for p in (twin, policy))
+    for mine, theirs in zip(*pair, strict=True):
         mine.data.copy_(theirs)
     return twin
 
@@ -198,7 +197,7 @@ def test_a_checkpoint_holds_the_adapter_and_goes_on_to_the_bit(tmp_path, critic)
     saved.save(3, {})
     folder = found.newest()
     small = sum(path.stat().st_size for path in (folder / "adapter").glob("*.safetensors"))
-    assert small < 4 * sum(p.numel() for p in lora.weights(policy.model).values()) + 10_000
+    assert small < 4 * sum(p.numel() for p in lora.trained_weights(policy.model).values()) + 10_000
     assert not (folder / "model").exists()
     found.restore(folder)
     step(policy, optimizer, 3)
@@ -242,12 +241,12 @@ def test_the_final_model_is_merged_and_the_adapter_is_pefts(kind, tmp_path):
 
 def test_bfloat16_weights_have_a_float32_adapter():
     policy = make(dtype="bfloat16")
-    assert {p.dtype for p in lora.weights(policy.model).values()} == {torch.float32}
+    assert {p.dtype for p in lora.trained_weights(policy.model).values()} == {torch.float32}
     optimizer = make_optimizer(policy.scorer, lr=1e-6)
-    before = {name: p.clone() for name, p in lora.weights(policy.model).items()}
+    before = {name: p.clone() for name, p in lora.trained_weights(policy.model).items()}
     step(policy, optimizer, 0)
     step(policy, optimizer, 1)
-    after = lora.weights(policy.model)
+    after = lora.trained_weights(policy.model)
     moved = [(after[name] - p).abs().median() for name, p in before.items()]
     assert all(0.5e-6 < x < 4e-6 for x in moved)
 
@@ -273,7 +272,7 @@ def test_adapters_that_cannot_be_right_are_refused(options, words):
 
 def test_target_modules_are_those_named():
     policy = load_policy("tiny", lora={"r": 3, "target_modules": ["q_proj", "v_proj"]})
-    named = lora.weights(policy.model)
+    named = lora.trained_weights(policy.model)
     assert {name.split(".")[-3] for name in named} == {"q_proj", "v_proj"}
     assert {min(p.shape) for p in named.values()} == {3}
     assert not lora.has_adapter(load_policy("tiny", lora={"r": 0}).model)

@@ -265,7 +265,7 @@ def test_relaxed_one_hot_is_the_hard_gumbel_softmax(sparse):
 
 
 @pytest.mark.parametrize("sparse", [False, True])
-def test_fault_29_a_row_without_valid_classes_has_log_probs_but_no_samples(sparse):
+def test_a_row_without_valid_classes_has_log_probs_but_no_samples(sparse):
     mask = MASK.clone()
     mask[2] = False
     indices = INDICES.clone()
@@ -295,7 +295,7 @@ def test_fault_29_a_row_without_valid_classes_has_log_probs_but_no_samples(spars
 
 
 @pytest.mark.parametrize("sparse", [False, True, None])
-def test_fault_29_ties_give_exactly_one_hot(sparse):
+def test_ties_give_exactly_one_hot(sparse):
     x = torch.zeros(4, C)
     dist = (
         OneHotCategorical(x)
@@ -308,14 +308,14 @@ def test_fault_29_ties_give_exactly_one_hot(sparse):
 
 @pytest.mark.parametrize("cls", [OneHotCategorical, MaskedOneHotCategorical])
 @pytest.mark.parametrize("method", ["PassThrough", 1, None])
-def test_fault_29_an_unknown_grad_method_is_a_value_error(cls, method):
+def test_an_unknown_grad_method_is_a_value_error(cls, method):
     how = {} if cls is OneHotCategorical else {"mask": MASK}
     with pytest.raises(ValueError, match=r"expected a grad_method among .*PassThrough.*RelaxedOne"):
         cls(scores(4), **how, grad_method=method)
 
 
 @pytest.mark.parametrize("cls", [MaskedCategorical, MaskedOneHotCategorical, OneHotCategorical])
-def test_fault_29_neither_or_both_of_logits_and_probs_is_a_value_error(cls):
+def test_neither_or_both_of_logits_and_probs_is_a_value_error(cls):
     how = {} if cls is OneHotCategorical else {"mask": MASK}
     with pytest.raises(ValueError, match="expected logits or probs, got neither"):
         cls(**how)

@@ -11,7 +11,7 @@ from envs.chat_env import ChatEnv
 from envs.tasks.task import Reply, Reward
 from trainer.evaluation import Evaluate
 from trainer.metrics import summarize
-from trainer.reports.trackers.files import JsonlTracker
+from trainer.reports.trackers.jsonl import JsonlTracker
 from trainer.runtime import Runtime
 from trainer.trainer import Trainer
 from trainer.transcripts import pieces, split, transcript, transcripts

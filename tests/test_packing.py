@@ -58,7 +58,7 @@ def test_packed_scores_are_those_of_each_sequence_alone(kind, width, tmp_path, m
         torch.testing.assert_close(picked[1:], want[1:], atol=1e-5, rtol=0)
 
 
-def test_fault_04_packed_tokens_see_neither_what_follows_nor_other_sequences():
+def test_packed_tokens_see_neither_what_follows_nor_other_sequences():
     policy = scoring(make_policy().scorer)
     base = rows(policy(ragged(ids())), ("log_probs", "full"))
     changed = ids()

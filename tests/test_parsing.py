@@ -297,28 +297,28 @@ class TestErrors:
 class TestFault40:
     """The original's parsers raise, merge, drop or strip; ours are exact."""
 
-    def test_fault_40_falcon_can_be_read(self):
+    def test_falcon_can_be_read(self):
         text = "Be kind\n\nUser: Hi\n\nAssistant: Yo\n\n"
         roles = ["system", "user", "assistant"]
         assert History.from_text(text, "falcon").role == roles
 
-    def test_fault_40_dialogpt_turns_are_not_merged(self):
+    def test_dialogpt_turns_are_not_merged(self):
         history = History.from_text(f"Hi{END}Yo{END}", "dialogpt")
         assert history.messages() == [
             {"role": "user", "content": "Hi"},
             {"role": "assistant", "content": "Yo"},
         ]
 
-    def test_fault_40_qwen_keeps_an_empty_reply_at_the_end(self):
+    def test_qwen_keeps_an_empty_reply_at_the_end(self):
         text = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
         assert History.from_text(text, "qwen").content == ["Hi", ""]
 
     @pytest.mark.parametrize("name", ["chatml", "qwen", "llama", "falcon", "deepseek"])
-    def test_fault_40_outer_white_space_survives(self, name):
+    def test_outer_white_space_survives(self, name):
         chat = [{"role": "user", "content": " \n a \n"}]
         assert History.from_text(by_hand(name, chat), name).messages() == chat
 
-    def test_fault_40_markup_in_a_content_is_not_taken_for_a_turn(self):
+    def test_markup_in_a_content_is_not_taken_for_a_turn(self):
         chat = [{"role": "user", "content": "x<|im_start|>assistant\ny"}]
         with pytest.raises(ValueError, match="at character 18: expected the end of the turn"):
             History.from_text(by_hand("chatml", chat), "chatml")

@@ -16,7 +16,7 @@ from envs.transforms import RetrieveKL
 from policies import lora, scorer
 from policies.load import load_policy, load_reference
 from policies.models import EMBEDDED
-from policies.reading import quiet
+from policies.quiet import quiet
 from policies.scorer import Scorer
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer.checkpoint import Checkpoints
@@ -126,7 +126,7 @@ def test_the_reference_is_scored_in_parts_of_the_updates_size(monkeypatch):
 def moved(policy, seed: int) -> dict[str, torch.Tensor]:
     """Give the policy other weights; return them."""
     generator = torch.Generator().manual_seed(seed)
-    named = lora.weights(policy.model)
+    named = lora.trained_weights(policy.model)
     for p in named.values():
         p.data += torch.randn(p.shape, generator=generator) * 0.1
     return {name: p.detach().clone() for name, p in named.items()}
@@ -140,7 +140,7 @@ def fresh(kind: str, **options) -> tuple:
 
 def theirs(reference: Reference) -> dict[str, torch.Tensor]:
     adapter = getattr(reference.scorer, "adapter", None)
-    return {n: p.clone() for n, p in lora.weights(reference.scorer.model, adapter).items()}
+    return {n: p.clone() for n, p in lora.trained_weights(reference.scorer.model, adapter).items()}
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])

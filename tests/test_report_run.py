@@ -6,7 +6,7 @@ import torch
 import yaml
 from runs import SMALL, launch, lines, wait_for
 
-from trainer.reports.report import main
+from trainer.reports.__main__ import main
 from trainer.runs.run_files import load_run
 
 

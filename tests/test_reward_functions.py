@@ -23,7 +23,8 @@ from envs.rewards.workers import Late, Workers
 from envs.tasks import Reply, SortDigits, Task
 from trainer.collect import collect
 from trainer.evaluation import Evaluate
-from trainer.metrics import summarize, transcript, transcripts
+from trainer.metrics import summarize
+from trainer.transcripts import transcript, transcripts
 
 ROOT = Path(__file__).parents[1]
 

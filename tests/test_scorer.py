@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from policies import layout, scorer
-from policies.padding import pad, pad_mask
+from policies.padding import pad, pad_mask, unpad
 from policies.random import fold, inverse_cdf, uniforms
 from policies.sampler import Stop, sample
 from policies.scorer import Scorer
@@ -207,7 +207,8 @@ def test_sampled_log_probs_are_those_of_the_logits_drawn_from() -> None:
     prompts = [row[:cut] for row, cut in zip(rows, cuts, strict=True)]
     out = sample(
         model,
-        prompts,
+        pad(prompts, side="left"),
+        pad_mask([len(p) for p in prompts], side="left"),
         streams=fold(0, torch.arange(12)),
         stop=Stop(frozenset([7, 8, 9])),
         max_new_tokens=8,
@@ -216,7 +217,11 @@ def test_sampled_log_probs_are_those_of_the_logits_drawn_from() -> None:
     assert out.complete.any()
     assert not out.complete.all()
     for prompt, ids, values, done in zip(
-        prompts, out.ids, out.log_probs, out.complete, strict=True
+        prompts,
+        unpad(out.ids, out.mask),
+        unpad(out.log_probs, out.mask),
+        out.complete,
+        strict=True,
     ):
         want = plain(model, torch.cat([prompt, ids]), 0.8)[len(prompt) :]
         torch.testing.assert_close(values, want.detach(), atol=1e-5, rtol=0)
@@ -229,8 +234,9 @@ def test_sampled_log_probs_are_those_of_the_logits_drawn_from() -> None:
 def test_greedy_takes_the_most_likely_token_and_scores_it_at_temperature_one() -> None:
     model = make_model(dtype=torch.float32)
     prompt = torch.tensor([3, 4, 5])
-    out = sample(model, [prompt], streams=torch.zeros(1, dtype=torch.int64), stop=Stop(frozenset()),
-                 max_new_tokens=4, temperature=0.0)  # fmt: skip
+    streams, never = torch.zeros(1, dtype=torch.int64), Stop(frozenset())
+    settings = {"streams": streams, "stop": never, "max_new_tokens": 4, "temperature": 0.0}
+    out = sample(model, prompt[None], **settings)
     row = prompt
     for token, value in zip(out.ids[0], out.log_probs[0], strict=True):
         logits = model(row[None]).logits[0, -1]
@@ -241,7 +247,7 @@ def test_greedy_takes_the_most_likely_token_and_scores_it_at_temperature_one() -
 
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(ValueError, match="empty prompt"):
-        sample(make_model(), [torch.tensor([], dtype=torch.int64)], streams=torch.zeros(1),
+        sample(make_model(), torch.zeros(1, 0, dtype=torch.int64), streams=torch.zeros(1),
                stop=Stop(frozenset()), max_new_tokens=2)  # fmt: skip
 
 

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from envs.chat_env import ChatEnv
 from policies.load import load_policy
 from policies.models import EMBEDDED
+from policies.quiet import quiet
 from policies.random import fold
-from policies.reading import quiet
 from trainer.checkpoint import save_model
 from trainer.collect import collect
 

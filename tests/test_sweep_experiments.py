@@ -19,7 +19,8 @@ import train as script
 from conf.command_line import list_jobs
 from conf.compose import compose_checked, compose_raw
 from conf.start import compose_joined, read_command, set_up
-from trainer.reports.sweep import read_rows, write_sweep
+from trainer.reports.sweep_jobs import load_sweep
+from trainer.reports.sweep_page import write_sweep
 from trainer.runs.run_files import read_lines, read_status
 
 ROOT = Path(__file__).parents[1]
@@ -179,9 +180,10 @@ def test_optuna_searches_for_reward_less_kl(tmp_path):
     folder = tmp_path / "search"
     module.search(folder, 1, words)
     study = module.search(folder, 1, words)  # goes on
-    rows = read_rows(folder)
-    assert [row.job for row in rows] == ["000", "001"]
-    for row, trial in zip(rows, study.trials, strict=True):
-        assert trial.value == pytest.approx(row.reward - module.LAMBDA * row.kl)
-        assert float(row.overrides["kl.coeff"]) == pytest.approx(trial.params["kl.coeff"], rel=1e-3)
+    jobs = load_sweep(folder).jobs
+    assert [job.name for job in jobs] == ["000", "001"]
+    for job, trial in zip(jobs, study.trials, strict=True):
+        reward, kl = (job.reached[name] for name in ("reward/raw_mean", "kl/ref_sequence"))
+        assert trial.value == pytest.approx(reward - module.LAMBDA * kl)
+        assert float(job.overrides["kl.coeff"]) == pytest.approx(trial.params["kl.coeff"], rel=1e-3)
     assert (folder / "sweep.html").is_file()

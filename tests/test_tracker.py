@@ -7,7 +7,6 @@ import sqlite3
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +15,7 @@ from omegaconf import OmegaConf
 from conf.build import make_tracker
 from conf.compose import compose_checked
 from conf.start import load_for_resume
-from trainer.reports.trackers.files import JsonlTracker
-from trainer.reports.trackers.mirror import Mirror
+from trainer.reports.trackers.jsonl import JsonlTracker, Mirror
 from trainer.reports.trackers.tensorboard import TensorboardTracker
 from trainer.reports.trackers.trackio import TrackioTracker
 from trainer.reports.trackers.wandb import WandbTracker
@@ -51,26 +49,15 @@ def inspect(folder: Path) -> list[dict]:
     return records
 
 
-def test_a_line_is_in_the_file_when_log_returns(tmp_path):
+def test_a_line_is_in_the_file_when_log_returns_and_what_is_not_finite_is_null(tmp_path):
     tracker = JsonlTracker(tmp_path)
-    metrics: dict[str, Any] = {"reward/mean": np.float32(0.5), "kl/ref": 0.1, "progress/step": 3}
-    tracker.log(metrics, 1)
+    values = {"reward/mean": np.float32(0.5), "kl/ref": math.nan, "progress/step": 3}
+    tracker.log(values, 1)
     text = (tmp_path / "metrics.jsonl").read_text()
-    assert (
-        text == '{"kl/ref": 0.1, "progress/iteration": 1, "progress/step": 3, "reward/mean": 0.5}\n'
-    )
-
-
-def test_what_is_not_finite_becomes_null(tmp_path):
-    tracker = JsonlTracker(tmp_path)
-    tracker.log({"a": math.nan, "b": -math.inf, "c": 1.0}, 1)
-    tracker.replies([{"prompt": "p", "parts": {"x": math.nan}, "kl": math.inf}], 1, kind="train")
-    assert lines(tmp_path / "metrics.jsonl")[0] | {"progress/iteration": 0} == {
-        "a": None,
-        "b": None,
-        "c": 1.0,
-        "progress/iteration": 0,
-    }
+    wanted = '{"kl/ref": null, "progress/iteration": 1, "progress/step": 3, "reward/mean": 0.5}'
+    assert text == f"{wanted}\n"
+    row = {"prompt": "p", "parts": {"x": math.nan}, "kl": math.inf}
+    tracker.replies([row], 1, kind="train")
     expected = {"prompt": "p", "parts": {"x": None}, "kl": None, "iteration": 1}
     assert lines(tmp_path / "transcripts.jsonl") == [expected]
 
@@ -94,25 +81,29 @@ def test_a_folder_with_a_run_is_refused_unless_resumed(tmp_path):
     assert [line["a"] for line in lines(tmp_path / "metrics.jsonl")] == [1.0, 2.0]
 
 
-def test_rewind_and_repeat_gives_the_files_of_an_uninterrupted_run(tmp_path):
-    def run(folder: Path, *, until: int, begin: int = 0, resume: bool = False) -> None:
-        tracker = JsonlTracker(folder, resume=resume)
-        tracker.rewind(begin - 1)
-        for i in range(begin, until + 1):
-            tracker.log({"a": i / 7}, i)
-            tracker.replies([{"prompt": f"p{i}"}, {"prompt": f"q{i}"}], i, kind="train")
+def go_on(tracker: JsonlTracker, iteration: int, *, again: bool = False) -> None:
+    tracker.resume(iteration, "from there", again=again, seconds=9.0)
 
-    run(tmp_path / "whole", until=6)
-    run(tmp_path / "cut", until=5)
+
+@pytest.mark.parametrize(("done", "again"), [(3, False), (3, True), (0, True)])
+def test_a_resume_gives_the_files_of_an_uninterrupted_run(tmp_path, done, again):
+    def log(tracker: JsonlTracker, first: int, last: int, *, cut_off: bool = False) -> None:
+        for i in range(first, last + 1):
+            if not (cut_off and i == first):  # what was sampled is known, its evaluation is not
+                tracker.replies([{"prompt": f"p{i}"}], i, kind="train")
+            tracker.log({"a": i / 7}, i)
+            tracker.replies([{"prompt": f"q{i}"}] if i != done else [], i, kind="eval")
+
+    log(JsonlTracker(tmp_path / "whole"), 0, 6)
+    log(JsonlTracker(tmp_path / "cut"), 0, 5)
     with open(tmp_path / "cut" / "metrics.jsonl", "a") as file:
         file.write('{"a": 0.85, "progr')  # the kill came inside a line
-    run(tmp_path / "cut", begin=4, until=6, resume=True)
+    tracker = JsonlTracker(tmp_path / "cut", resume=True)
+    go_on(tracker, done, again=again)
+    log(tracker, done + 1 - again, 6, cut_off=again and done > 0)
     for name in ("metrics.jsonl", "transcripts.jsonl"):
         assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-    assert sorted(p.name for p in (tmp_path / "cut").iterdir()) == [
-        "metrics.jsonl",
-        "transcripts.jsonl",
-    ]
+    assert len(list((tmp_path / "cut").iterdir())) == 2
 
 
 def test_transcripts_can_be_switched_off(tmp_path):
@@ -157,8 +148,8 @@ def test_wandb_holds_what_the_files_hold_and_no_secret(tmp_path, monkeypatch):
     assert tables(tmp_path) == [said[:3], said[3:5]]
 
     tracker = offline(tmp_path, **about, resume=True, table_every=2)
-    tracker.rewind(4)
-    tracker.replies([reply(5)], 5)
+    go_on(tracker, 4)
+    tracker.replies([reply(5)], 5, kind="train")
     tracker.log({"reward/mean": 0.875, "kl/ref_sequence": 2.0, "progress/step": 12}, 5)
     tracker.end("finished", saved=None)
     assert tables(tmp_path)[2:] == [said], "a table that cannot go on begins with all replies"
@@ -205,7 +196,7 @@ def test_tensorboard_holds_every_iteration_once_after_a_resume(tmp_path, capsys)
     def run(begin: int, end: int, **options) -> None:
         tracker = TensorboardTracker(tmp_path, name="run", config={"api_key": "k1"}, **options)
         if begin:
-            tracker.rewind(begin - 1)
+            go_on(tracker, begin - 1)
         for i in range(begin, end):
             tracker.replies([reply(i)], i, kind="train")
             tracker.log({"reward/mean": i / 7, "loss/total": math.nan if i == 2 else 1.0}, i)
@@ -275,35 +266,36 @@ def test_a_missing_package_is_named_before_anything_is_written(tmp_path, monkeyp
     assert not (tmp_path / "run").exists()
 
 
-def test_without_login_one_warning_and_at_the_end_how_to_sync(tmp_path, caplog, capsys):
-    tracker = WandbTracker(tmp_path, settings={"x_disable_stats": True})
+@pytest.mark.parametrize(
+    ("account", "why"),
+    [
+        ({}, "not logged in"),
+        ({"WANDB_API_KEY": "abc"}, "not logged in (WANDB_API_KEY invalid"),
+        # nobody listens there
+        ({"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}, "no connection"),
+    ],
+)
+def test_without_account_or_server_the_run_is_offline(
+    tmp_path, caplog, capsys, monkeypatch, account, why
+):
+    for name, value in account.items():
+        monkeypatch.setenv(name, value)
+    tracker = WandbTracker(tmp_path, init_timeout=1.0, settings={"x_disable_stats": True})
     tracker.log({"a": 1.0}, 1)
     tracker.end("finished", saved=None)
     assert warnings_in(caplog) == 1
-    assert "not logged in" in caplog.text
+    assert why in caplog.text
     (kept,) = (tmp_path / "wandb").glob("offline-run-*")
     said = f"wandb    offline; upload it with: wandb sync {kept}\n"
     assert capsys.readouterr().out == said
 
 
-def test_a_key_that_is_none_leaves_an_offline_run(tmp_path, caplog, monkeypatch):
-    monkeypatch.setenv("WANDB_API_KEY", "abc")
-    tracker = WandbTracker(tmp_path, settings={"x_disable_stats": True})
-    tracker.end("finished", saved=None)
-    assert warnings_in(caplog) == 1
-    assert "not logged in (WANDB_API_KEY invalid" in caplog.text
-    assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 1
-
-
-def test_a_server_that_does_not_answer_leaves_an_offline_run(tmp_path, caplog, monkeypatch):
-    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens there
-    tracker = WandbTracker(tmp_path, init_timeout=1.0, settings={"x_disable_stats": True})
+def test_a_switched_off_wandb_says_and_writes_nothing(tmp_path, caplog, capsys):
+    tracker = WandbTracker(tmp_path, mode="disabled")
     tracker.log({"a": 1.0}, 1)
     tracker.end("finished", saved=None)
-    assert warnings_in(caplog) == 1
-    assert "no connection" in caplog.text
-    assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 1
+    assert (warnings_in(caplog), capsys.readouterr().out) == (0, "")
+    assert not (tmp_path / "wandb").exists()
 
 
 def test_a_failing_wandb_does_not_stop_the_run(tmp_path, caplog):
@@ -326,26 +318,13 @@ def test_an_unknown_mode_is_refused_before_anything_is_written(tmp_path):
 
 def test_secrets_are_hidden_by_name_and_by_value(monkeypatch):
     monkeypatch.setenv("MY_HF_TOKEN", "hf_0123456789")
-    config = {
-        "api_key": "a",
-        "nested": [{"db-password": 12345, "apiKey": "b", "url": "https://u:hf_0123456789@x"}],
-        "secrets": {"any": "c"},
-        "value": "hf_0123456789",
-        "max_new_tokens": 16,
-        "aggregation": "token_mean",
-        "hf_token": None,
-        "keyword": "sort",
-    }
-    assert redact(config) == {
-        "api_key": HIDDEN,
-        "nested": [{"db-password": HIDDEN, "apiKey": HIDDEN, "url": f"https://u:{HIDDEN}@x"}],
-        "secrets": {"any": HIDDEN},
-        "value": HIDDEN,
-        "max_new_tokens": 16,
-        "aggregation": "token_mean",
-        "hf_token": None,
-        "keyword": "sort",
-    }
+    nested = {"db-password": 12345, "apiKey": "b", "url": "https://u:hf_0123456789@x"}
+    secret = {"api_key": "a", "nested": [nested], "secrets": {"c": "c"}, "value": "hf_0123456789"}
+    hidden = {"db-password": HIDDEN, "apiKey": HIDDEN, "url": f"https://u:{HIDDEN}@x"}
+    wanted = {"api_key": HIDDEN, "nested": [hidden], "secrets": {"c": HIDDEN}, "value": HIDDEN}
+    assert redact(secret) == wanted
+    known = {"max_new_tokens": 16, "aggregation": "token_mean", "hf_token": None, "keyword": "sort"}
+    assert redact(known) == known
     text = "policy.max_new_tokens=9,env.wandb_key=abc,kl.coeff=0.1"
     assert redact_text(text) == f"policy.max_new_tokens=9,env.wandb_key={HIDDEN},kl.coeff=0.1"
 

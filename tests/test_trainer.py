@@ -30,8 +30,8 @@ from trainer.observer import Observers
 from trainer.optimizer import make_optimizer
 from trainer.reference import Reference
 from trainer.reports.display import Display
-from trainer.reports.report import LiveReport
-from trainer.reports.trackers.files import JsonlTracker
+from trainer.reports.live import LiveReport
+from trainer.reports.trackers.jsonl import JsonlTracker
 from trainer.runs.run_files import load_run, read_lines
 from trainer.runtime import Runtime, Stopped
 from trainer.sources import Rollouts
@@ -230,11 +230,23 @@ def test_without_checkpoints_a_resumed_run_starts_over(straight, tmp_path) -> No
     assert told(tmp_path) == told(straight)
 
 
-def test_an_error_on_leaving_does_not_hide_the_one_that_ended_the_run(tmp_path) -> None:
-    (tmp_path / "report.html").mkdir()  # the report cannot be written
+def test_a_page_that_cannot_be_written_ends_no_run(tmp_path) -> None:
+    (tmp_path / "report.html").mkdir()
+    shown = train(tmp_path).splitlines()
+    assert shown[-1].startswith("chat     python train.py mode=chat")
+    assert len(metrics(tmp_path)) == 5
+
+
+def test_an_error_on_leaving_does_not_hide_the_one_that_ended_the_run(
+    tmp_path, monkeypatch
+) -> None:
+    def fail(*_, **__) -> None:
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(JsonlTracker, "end", fail)
     shown = train(tmp_path, Counted(IN_ITERATION_4, crash)).splitlines()
     assert shown[-1] == "boom"
-    assert shown[-2].startswith("and then, on leaving: IsADirectoryError")
+    assert shown[-2] == "and then, on leaving: OSError: the disk is gone"
     assert len(metrics(tmp_path)) == 4  # iterations 0 to 3
 
 

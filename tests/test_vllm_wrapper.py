@@ -12,7 +12,7 @@ import torch
 from checkpoints import make_checkpoint
 from contracts import make_policy, plain_log_probs, rollout
 from tensordict import TensorDict
-from test_wrapper import prompts, sequences, spoken
+from wrapped import prompts, sequences, spoken
 
 from envs.transforms import RetrieveKL
 from policies.chats.containers import Tokens

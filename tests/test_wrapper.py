@@ -10,74 +10,28 @@ import inspect
 import pytest
 import torch
 from contracts import make_policy, plain_log_probs
-from tensordict import TensorDict, lazy_stack
+from tensordict import TensorDict
 from torch import nn
+from wrapped import (
+    CHATS,
+    RESPONSE_LOG_PROBS,
+    SPOKEN,
+    TEXTS,
+    policy_ids,
+    prompts,
+    same,
+    scoring,
+    sequences,
+    spoken,
+)
 
 from envs.transforms import RetrieveLogProb
-from policies.chats.containers import ChatHistory, Text, Tokens
-from policies.chats.history import History
+from policies.chats.containers import Tokens
 from policies.load import load_policy
-from policies.padding import is_ragged, pad, pad_mask, rows
+from policies.padding import is_ragged, rows
 from policies.random import fold
 from policies.scorer import Scorer
 from policies.wrappers.transformers_wrapper import TransformersWrapper
-
-TEXTS = ("Sort 3", "Write", "the house with the other people")
-CHATS = [[{"role": "user", "content": t}] for t in TEXTS]
-SPOKEN = [[*c, {"role": "assistant", "content": c[0]["content"][::-1]}] for c in CHATS]
-
-
-def prompts(mode: str = "history") -> TensorDict:
-    """Return three prompts of different lengths in one of the input modes."""
-    policy = make_policy()
-    td = TensorDict({"stream": fold(0, torch.arange(3))}, batch_size=[3])
-    texts = [policy.renderer.text(chat, add_generation_prompt=True) for chat in CHATS]
-    if mode == "history":
-        return td.set("history", ChatHistory(prompt=History.from_chats(CHATS), batch_size=[3]))
-    if mode == "text":
-        return td.set("text", Text(prompt=texts, batch_size=[3]))
-    ids = [torch.tensor(policy.tokenizer(t, add_special_tokens=False)["input_ids"]) for t in texts]
-    td.set("tokens", Tokens(prompt=pad(ids, side="left"), padded=True, batch_size=[3]))
-    return td.set("attention_mask", pad_mask([len(i) for i in ids], side="left"))
-
-
-def spoken(mode: str = "history") -> TensorDict:
-    """Return three whole chats."""
-    td = TensorDict(batch_size=[3])
-    if mode == "history":
-        return td.set("history", ChatHistory(full=History.from_chats(SPOKEN), batch_size=[3]))
-    texts = [make_policy().renderer.text(chat) for chat in SPOKEN]
-    if mode == "text":
-        return td.set("text", Text(full=texts, batch_size=[3]))
-    ids = [make_policy().tokenizer(t, add_special_tokens=False)["input_ids"] for t in texts]
-    return td.set("tokens", lazy_stack([Tokens(full=torch.tensor(i)) for i in ids]))
-
-
-RESPONSE_LOG_PROBS = ("log_probs", "response")
-
-
-def policy_ids(chat) -> list[int]:
-    return make_policy().renderer.render(chat).ids
-
-
-def scoring(**changes) -> TransformersWrapper:
-    return make_policy().get_new_version(**{"generate": False, **changes})
-
-
-def sequences(td) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Return (ids, log-probs, response mask) of each row of a generated td, without padding."""
-    keys = (("tokens", "full"), ("log_probs", "full"), ("masks", "all_response_mask"))
-    columns = [rows(td, key) for key in keys]
-    keep = rows(td, ("masks", "all_attention_mask"))
-    return [tuple(v[m] for v in row) for *row, m in zip(*columns, keep, strict=True)]
-
-
-def same(a: TensorDict, b: TensorDict) -> None:
-    for (ids, values, mask), (ids2, values2, mask2) in zip(sequences(a), sequences(b), strict=True):
-        assert torch.equal(ids, ids2)
-        assert torch.equal(mask, mask2)
-        torch.testing.assert_close(values, values2, atol=1e-5, rtol=0)
-
 
 # Generation.
 
@@ -109,7 +63,7 @@ def test_ragged_outputs_hold_what_padded_ones_do():
 
 
 @pytest.mark.parametrize("padded", [True, False])
-def test_fault_01_every_sampled_token_has_its_log_prob_the_first_and_the_last_too(padded):
+def test_every_sampled_token_has_its_log_prob_the_first_and_the_last_too(padded):
     # Not as in TorchRL: there the first is 0, and full and prompt are None.
     policy = make_policy()
     out = policy.get_new_version(pad_output=padded)(prompts())
@@ -122,7 +76,7 @@ def test_fault_01_every_sampled_token_has_its_log_prob_the_first_and_the_last_to
         assert not rows(out, ("log_probs", "prompt"))[i].any()
 
 
-def test_fault_02_the_end_of_turn_is_kept_when_it_is_the_padding_token():
+def test_the_end_of_turn_is_kept_when_it_is_the_padding_token():
     # Not as in TorchRL: there it is taken for padding and neither stored nor trained.
     tokenizer = copy.deepcopy(make_policy().tokenizer)
     tokenizer.pad_token = tokenizer.eos_token
@@ -134,7 +88,7 @@ def test_fault_02_the_end_of_turn_is_kept_when_it_is_the_padding_token():
     assert all(reply.index(tokenizer.eos_token_id) == len(reply) - 1 for reply in ends)
 
 
-def test_fault_05_log_probs_are_those_at_the_sampling_temperature():
+def test_log_probs_are_those_at_the_sampling_temperature():
     policy = make_policy()
     kwargs = {**policy.generate_kwargs, "temperature": 0.3}
     out = policy.get_new_version(generate_kwargs=kwargs)(prompts())
@@ -281,7 +235,7 @@ def test_prompts_over_the_limit_are_refused_by_number():
         ({"cache_implementation": "x", "typical_p": 0.5}, "Invalid `cache_implementation`"),
     ],
 )
-def test_fault_27_what_cannot_be_generated_is_refused(kwargs, message):
+def test_what_cannot_be_generated_is_refused(kwargs, message):
     # Not as in TorchRL, which drops names that it does not know.
     with pytest.raises(ValueError, match=message):
         make_policy().get_new_version(generate_kwargs=kwargs)
@@ -352,7 +306,7 @@ def test_the_callers_data_is_not_changed(changes):
     assert policy.get_new_version().max_new_tokens == 3
 
 
-def test_fault_23_scoring_in_place_keeps_what_was_there():
+def test_scoring_in_place_keeps_what_was_there():
     # Not as in TorchRL: there prompt and response vanish.
     td = make_policy()(prompts())
     before = td.clone()
@@ -426,7 +380,7 @@ def test_log_probs_may_be_left_out():
 # Versions.
 
 
-def test_fault_22_a_new_version_takes_every_argument():
+def test_a_new_version_takes_every_argument():
     # Not as in TorchRL, which ignores several of them without a word.
     policy = make_policy()
     arguments = set(inspect.signature(TransformersWrapper).parameters)
@@ -532,7 +486,7 @@ def test_a_scored_history_holds_its_assistant_part_and_its_response(padded):
             torch.testing.assert_close(values, part, atol=1e-5, rtol=0)
 
 
-def test_fault_21_log_prob_returns_that_of_the_response():
+def test_log_prob_returns_that_of_the_response():
     # Not as in TorchRL, where it is an AttributeError.
     td = make_policy()(prompts())
     stored = td["log_probs", "response"].clone()
@@ -603,7 +557,7 @@ def test_distributions_give_the_scored_log_probs(padded, inplace):
             torch.testing.assert_close(got[1:], expected, atol=1e-5, rtol=0)
 
 
-def test_fault_20_get_dist_works_with_its_defaults():
+def test_get_dist_works_with_its_defaults():
     td = make_policy()(prompts())
     assert torch.equal(scoring().get_dist(td).mask, td["masks", "all_attention_mask"])
 

@@ -11,7 +11,6 @@ from checkpoints import make_checkpoint
 from contracts import Words, make_policy, plain_log_probs
 from contracts import prompts as env_prompts
 from tensordict import TensorDict
-from test_wrapper import CHATS, SPOKEN, prompts, same, scoring, sequences, spoken
 from torch import nn
 from torch.distributions import Categorical
 from transformers import (
@@ -23,15 +22,16 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+from wrapped import CHATS, SPOKEN, prompts, same, scoring, sequences, spoken
 
 from envs.chat_env import ChatEnv
 from policies.chats.containers import ChatHistory, Text, Tokens
 from policies.chats.history import History
 from policies.models import find_model, load_tokenizer
-from policies.padding import is_ragged, pad, pad_mask, rows
+from policies.padding import is_ragged, pad, pad_mask, rows, unpad
 from policies.random import fold
 from policies.sampler import Sampled
-from policies.wrappers import wishes
+from policies.wrappers import generate_kwargs as known
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 from policies.wrappers.wrapper import LLMWrapperBase
 from trainer.collect import collect
@@ -88,7 +88,7 @@ def test_tokenizer_kwargs_change_the_ids_of_texts_only(llama):
         policy.get_new_version(input_mode="history", tokenizer_kwargs=kwargs)
 
 
-def test_fault_26_padding_of_ids_is_the_pad_token_whatever_the_tokenizer_adds(llama):
+def test_padding_of_ids_is_the_pad_token_whatever_the_tokenizer_adds(llama):
     # Not as in TorchRL, which takes the BOS that the tokenizer puts before the pad token.
     policy = TransformersWrapper(str(llama), generate=False, pad_output=True)
     policy.tokenizer.pad_token = "<|end_of_text|>"
@@ -178,7 +178,7 @@ def test_keys_may_be_nested():
 
 @pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize("scored_padded", [True, False])
-def test_fault_23_scoring_in_place_keeps_prompts_and_responses(padded, scored_padded):
+def test_scoring_in_place_keeps_prompts_and_responses(padded, scored_padded):
     td = make_policy().get_new_version(pad_output=padded)(prompts())
     want = {key: rows(td, ("tokens", key)) for key in ("prompt", "response")}
     mask = rows(td, ("masks", "all_response_mask"))
@@ -387,14 +387,14 @@ def test_what_only_transformers_can_do_is_handed_on_to_it():
 
 
 def test_every_field_of_a_generation_config_is_offered_idle_or_refused():
-    offered = [name for _, names in wishes.TYPES.values() for name in names]
-    refused = [name for names in wishes.REFUSED.values() for name in names]
-    groups = Counter([*offered, *wishes.COMPUTES, *wishes.IDLE, *refused])
+    offered = " ".join(known.TYPES).split()
+    refused = " ".join(known.REFUSED).split()
+    groups = Counter([*offered, *known.COMPUTES, *known.IDLE, *refused])
     fields = {k for k in vars(GenerationConfig()) if not k.startswith("_")}
     assert max(groups.values()) == 1
-    assert {wishes.ALIASES.get(k, k) for k in fields} <= set(groups)
+    assert {known.ALIASES.get(k, k) for k in fields} <= set(groups)
     # Whatever is offered has a type to be checked.
-    assert {*wishes.FILTERS, *wishes.HANDED_ON, *wishes.OWN} <= set(offered)
+    assert {*known.FILTERS, *known.HANDED_ON, *known.OWN} <= set(offered)
 
 
 def test_how_transformers_computes_changes_no_reply():
@@ -525,7 +525,7 @@ def test_masks_may_stand_anywhere_and_are_not_changed(padded):
         policy._get_dist_with_custom_mask(td, torch.ones(logits.shape, dtype=torch.bool))
 
 
-def test_fault_03_losses_read_a_rollout_as_it_is():
+def test_losses_read_a_rollout_as_it_is():
     # Not as in TorchRL, where log_probs.full is None after generation.
     out = make_policy()(prompts())
     for field in ("prompt", "response", "full"):
@@ -536,14 +536,14 @@ def test_fault_03_losses_read_a_rollout_as_it_is():
 
 
 @pytest.mark.parametrize("inplace", [True, False, "empty"])
-def test_fault_24_rlhf_distributions_work_wherever_outputs_go(inplace):
+def test_rlhf_distributions_work_wherever_outputs_go(inplace):
     # Not as in TorchRL: KeyError "log_probs" with inplace=False.
     dist = scoring(inplace=inplace)._get_rlhf_dist(spoken())
     want = [sum(scoring().renderer.render(chat).assistant) for chat in SPOKEN]
     assert dist.mask.sum(-1).tolist() == want
 
 
-def test_fault_25_sft_distributions_read_the_same_masks_padded_or_ragged():
+def test_sft_distributions_read_the_same_masks_padded_or_ragged():
     # Not as in TorchRL, which wants them in the input when padded.
     masks = []
     for padded in (True, False):
@@ -572,7 +572,7 @@ def test_padded_prompts_that_lie_elsewhere_are_an_error_not_a_wrong_mask():
     scoring().get_dist(td.exclude(("tokens", "prompt")))
 
 
-def test_fault_44_nothing_deprecated_is_called():
+def test_nothing_deprecated_is_called():
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         td = make_policy().get_new_version(pad_output=False)(prompts())
@@ -592,9 +592,9 @@ class Bigrams(LLMWrapperBase):
         return self.model(last).masked_fill(~attention.unsqueeze(-1), 0.0)
 
     @torch.no_grad()
-    def _draw(self, ids, streams):
+    def _draw(self, prompts, attention, streams):
         replies, values = [], []
-        for row, stream in zip(ids, streams.tolist(), strict=True):
+        for row, stream in zip(unpad(prompts, attention), streams.tolist(), strict=True):
             generator = torch.Generator().manual_seed(stream % 2**32)
             reply, scores = [int(row[-1])], []
             while len(scores) < self.max_new_tokens and reply[-1] not in self.stop_ids:
@@ -604,7 +604,7 @@ class Bigrams(LLMWrapperBase):
             replies.append(torch.tensor(reply[1:]))
             values.append(torch.stack(scores))
         ended = torch.tensor([int(reply[-1]) in self.stop_ids for reply in replies])
-        return Sampled(replies, values, ended)
+        return Sampled.of_rows(replies, values, ended)
 
 
 @pytest.mark.parametrize("padded", [True, False])

@@ -24,7 +24,7 @@ _HOME = {
     "GRPOObjective": ".objectives",
     "GroupAdvantage": ".advantage",
     "ImportanceSampling": ".importance_sampling",
-    "JsonlTracker": ".reports.trackers.files",
+    "JsonlTracker": ".reports.trackers.jsonl",
     "KLControllerBase": ".kl_control",
     "LLMCollector": ".torchrl.collector",
     "Leash": ".kl",

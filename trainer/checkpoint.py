@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from policies import lora
 from policies.cache import flush, read_manifest, share, write_manifest
-from policies.reading import quiet
+from policies.quiet import quiet
 from policies.roles import Policy
 from trainer.agreement import check_agreement
 from trainer.reference import NoReference, Reference

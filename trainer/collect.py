@@ -5,8 +5,6 @@ each turn's task reward stands on the last token sampled in that turn. A group w
 task drops has no reward and an empty loss mask.
 """
 
-import math
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,71 +13,148 @@ from torch import Tensor
 
 from envs.env import EnvBase
 from policies.chats.containers import LogProbs, Masks, Tokens
-from policies.padding import pad, pad_mask, unpad
-from policies.wrappers.transformers_wrapper import TransformersWrapper
+from policies.padding import compact, pad, pad_mask, positions, widen
+from policies.roles import Generator
+
+FLAGS = ("success", "truncated", "dropped")
 
 
-@dataclass
-class Trajectory:
-    """One chat as it grows: parallel lists over its tokens, and what happened."""
+class Trajectories:
+    """Chats as they grow, a row each: tensors [B, T], padded right with 0, and what happened [B].
 
-    ids: list[int]
-    assistant: list[bool]
-    response: list[bool] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    reward: list[float] = field(default_factory=list)
-    parts: dict[str, float] = field(default_factory=dict)
-    reward_errors: float = 0.0
-    texts: list[str] = field(default_factory=list)
-    dropped: bool = False
-    success: bool = False
-    truncated: bool = False
-    prompt: str = ""
+    `first` is the policy's output of the first turn, whose prompts begin the rows.
+    """
 
-    def __post_init__(self) -> None:
-        self.extend(self.ids, assistant=self.assistant, start=0)
+    def __init__(self, first: TensorDictBase) -> None:
+        prompt = first.get(("masks", "all_attention_mask")) & ~_sampled(first)  # [B, P]
+        size, device = len(prompt), prompt.device
+        self.lengths = torch.zeros(size, dtype=torch.int64, device=device)
+        self.tokens = {
+            name: torch.zeros(size, 0, dtype=dtype, device=device)
+            for name, dtype in (
+                ("ids", torch.int64),
+                ("assistant", torch.bool),
+                ("response", torch.bool),
+                ("log_probs", torch.float32),
+                ("reward", torch.float32),
+            )
+        }
+        self.flags = {name: torch.zeros(size, dtype=torch.bool) for name in FLAGS}
+        self.errors = torch.zeros(size, dtype=torch.float64)
+        self.parts: dict[str, Tensor] = {}  # name -> [B] float64, NaN where a part never applied
+        self.version = first.get("policy_version")
+        self.prompts = _last_contents(first, "prompt")
+        self.texts: list[list[str]] = [[] for _ in range(size)]
+        ids, marks = first.get(("tokens", "full")), first.get(("masks", "all_assistant_mask"))
+        self.append(torch.arange(size, device=device), prompt, ids=ids, assistant=marks)
 
-    def extend(self, ids: list[int], *, assistant: list[bool], start: int) -> None:
-        """Take the whole row `ids`, whose tokens from `start` on are new and were not sampled."""
-        new = len(ids) - start
-        self.ids, self.assistant = ids, assistant
-        self.response += [False] * new
-        self.log_probs += [0.0] * new
-        self.reward += [0.0] * new
+    def append(self, rows: Tensor, mask: Tensor, **values: Tensor) -> None:
+        """Append the kept entries of `values` [A, n] to these rows [A]; other fields read 0."""
+        place = (self.lengths[rows].unsqueeze(-1) + positions(mask))[mask]
+        owner = rows.unsqueeze(-1).expand_as(mask)[mask]
+        self.lengths[rows] += mask.sum(-1)
+        width = int(self.lengths.max())
+        for name, before in self.tokens.items():
+            after = widen(before, width)
+            if name in values:
+                after[owner, place] = values[name][mask]
+            self.tokens[name] = after
 
-    def reply(self, ids: list[int], log_probs: list[float], reward: float) -> None:
-        """Append a sampled reply and its reward."""
-        self.ids = self.ids + ids
-        self.assistant = self.assistant + [True] * len(ids)
-        self.response += [True] * len(ids)
-        self.log_probs += log_probs
-        self.reward += [0.0] * (len(ids) - 1) + [reward]
+    def record(self, rows: Tensor, td: TensorDictBase) -> None:
+        """Add one turn of these rows [A]: the reply with its log-probs, reward and flags."""
+        sampled, log_probs = _sampled(td), td.get(("log_probs", "full"))
+        given = {"ids": td.get(("tokens", "full")), "log_probs": log_probs}
+        self.append(rows, sampled, **given, assistant=sampled, response=sampled)
+        following, alive = td.get("next"), rows.cpu()
+        reward = following.get("reward").squeeze(-1).to(log_probs)
+        self.tokens["reward"][rows, self.lengths[rows] - 1] = reward
+        self.errors[alive] += following.get("reward_errors").squeeze(-1).cpu()
+        for name, flags in self.flags.items():
+            now = following.get(name).squeeze(-1).cpu()
+            flags[alive] = flags[alive] | now if name == "dropped" else now
+        for name, value in following.get("reward_part", TensorDict()).items():
+            total = self.parts.setdefault(name, torch.full_like(self.errors, torch.nan))
+            total[alive] = _sum(total[alive], value.squeeze(-1).double().cpu())
+        for row, text in zip(alive.tolist(), _last_contents(td, "response"), strict=True):
+            self.texts[row].append(text)
+
+    def prolong(self, rows: Tensor, td: TensorDictBase, policy: Generator) -> None:
+        """Append what the template puts between a reply and the next generation prompt.
+
+        td are the turns [A] that these rows just had.
+        """
+        before = td.get(("history", "full")).chats()
+        after = td.get(("next", "history", "prompt")).chats()
+        last = self.tokens["ids"][rows, self.lengths[rows] - 1].tolist()
+        if "step_count" not in td.get("next") and any(map(_unanswered, before, after)):
+            raise ValueError(  # the policy would answer itself for ever
+                "expected an env that ends a chat or answers it, got one that does neither; give "
+                "ChatEnv a task or max_turns=1, or append StepCounter(max_steps=...)"
+            )
+        new = [prolong(policy, *turn) for turn in zip(last, before, after, strict=True)]
+        ids, marks = (pad(column).to(rows.device) for column in zip(*new, strict=True))
+        mask = pad_mask([len(row) for row, _ in new], device=rows.device)
+        self.append(rows, mask, ids=ids, assistant=marks)
+
+    @property
+    def attention(self) -> Tensor:
+        """Return which entries are tokens, [B, T]."""
+        index = torch.arange(self.tokens["ids"].shape[1], device=self.lengths.device)
+        return index < self.lengths.unsqueeze(-1)
+
+    def batch(self, group_id: Tensor, policy: Generator) -> TensorDict:
+        """Return finished trajectories as a batch [B, T] on the policy's device."""
+        size, device = len(self.lengths), policy.device
+        tokens = {name: value.to(device) for name, value in self.tokens.items()}
+        common: Any = {"padded": True, "batch_size": [size]}
+        out = TensorDict(batch_size=[size])
+        out.set("tokens", Tokens(full=tokens["ids"], **common))
+        masks = Masks(
+            all_attention_mask=self.attention.to(device),
+            all_assistant_mask=tokens["assistant"],
+            all_response_mask=tokens["response"],
+            **common,
+        )
+        out.set("masks", masks)
+        out.set("log_probs", LogProbs(full=tokens["log_probs"], **common))
+        out.set("loss_mask", tokens["response"].clone())
+        out.set("reward_raw", tokens["reward"])
+        for name, total in self.parts.items():
+            out.set(("reward_part", name), total.float().to(device))
+        for name, flags in self.flags.items():
+            out.set(name, flags.to(device))
+        out.set("reward_errors", self.errors.float().to(device))
+        out.set("group_id", group_id.to(device))
+        out.set("policy_version", self.version.to(device))
+        out.set("temperature", torch.full((size,), policy.temperature or 1.0, device=device))
+        out.set("prompt", NonTensorStack(*self.prompts))
+        out.set("response", NonTensorStack(*["\n".join(texts) for texts in self.texts]))
+        return _without_dropped(out)
 
 
-def collect(
-    prompts: TensorDictBase,
-    env: EnvBase,
-    policy: TransformersWrapper,
-) -> TensorDict:
-    """Return the trajectories of all samples of `prompts` [P] as one batch [B, T]."""
+def collect(prompts: TensorDictBase, env: EnvBase, policy: Generator) -> TensorDict:
+    """Return the trajectories of all samples of `prompts` [P] as one batch [B, T].
+
+    Keys: tokens.full, log_probs.full, masks.*, loss_mask and reward_raw [B, T]; reward_part.*,
+    reward_errors, success, truncated, dropped, group_id, temperature, prompt and response [B];
+    policy_version [B] int64, the version of the weights that sampled the row's first turn.
+    """
     policy = ready(policy, pad_output=True, return_log_probs=True, text_key=None)
     td = env.reset(prompts)
-    start, state = td, list(td.keys())
-    trajectories: list[Trajectory] = []
-    alive = torch.arange(td.batch_size[0])
+    group_id, state = td.get("group_id"), list(td.keys())
+    td = policy(td)
+    done = Trajectories(td)
+    rows = torch.arange(td.batch_size[0], device=done.lengths.device)  # those still going
     while True:
-        td = policy(td)
-        if not trajectories:
-            trajectories = _begin(td)
         td = env.step(td)
-        _record([trajectories[i] for i in alive.tolist()], td)
+        done.record(rows, td)
         going = (~td.get(("next", "done"))).squeeze(-1)
         if not going.any():
-            return _stack(trajectories, start, policy)
-        alive = alive[going]
-        _continue(trajectories, alive.tolist(), td, policy)
-        ids = [trajectories[i].ids for i in alive.tolist()]
-        td = _with_ids(carry(td, state)[going], ids)
+            return done.batch(group_id, policy)
+        rows, td = rows[going.to(rows.device)], td[going]
+        done.prolong(rows, td, policy)
+        td = _with_ids(carry(td, state), done.tokens["ids"][rows], done.attention[rows])
+        td = policy(td)
 
 
 def ready(policy: Any, *, input_mode: str = "history", **needed: Any) -> Any:
@@ -113,126 +188,53 @@ def carry(td: TensorDictBase, state: list[str]) -> TensorDictBase:
     return out
 
 
-def prolong(
-    policy: Any, ids: list[int], before: list[dict], after: list[dict]
-) -> tuple[list[int], list[bool]]:
-    """Return the ids of a row up to its next reply, and which of the new ones are the assistant's.
+def prolong(policy: Any, last: int, before: list[dict], after: list[dict]) -> tuple[Tensor, Tensor]:
+    """Return the ids [n] between a reply and the next one, and which are the assistant's [n].
 
-    `ids` end in a reply; `before` and `after` are the messages then and at the next prompt.
+    `last` is the reply's last id; `before` and `after` are the messages then and at the next
+    prompt.
     """
     if after[: len(before)] != before:
         raise ValueError(
             "expected the next prompt to go on from the sampled turns, got one that a transform "
             "edited; let it add a message instead (AddThinkingPrompt: edit_last_turn=False)"
         )
-    start = len(ids)
-    ids = policy.renderer.extend(ids, before, after[len(before) :])
+    ids = torch.tensor(policy.renderer.extend([last], before, after[len(before) :])[1:])
+    marks = torch.zeros(len(ids), dtype=torch.bool)
     # A reply cut by the token limit was closed: that end of turn is the assistant's.
-    closed = ids[start] in policy.stop_ids
-    return ids, [closed] + [False] * (len(ids) - start - 1)
+    marks[0] = int(ids[0]) in policy.stop_ids
+    return ids, marks
 
 
-def _begin(td: TensorDictBase) -> list[Trajectory]:
-    """Return one trajectory per row, holding its prompt."""
-    attention = td.get(("masks", "all_attention_mask"))
-    full, assistant = td.get(("tokens", "full")), td.get(("masks", "all_assistant_mask"))
-    prompt = attention & ~td.get(("masks", "all_response_mask"))
-    chats = td.get(("history", "prompt")).chats()
-    ids, marks = unpad(full, prompt), unpad(assistant, prompt)
-    return [
-        Trajectory(i.tolist(), a.tolist(), prompt=chat[-1]["content"])
-        for i, a, chat in zip(ids, marks, chats, strict=True)
-    ]
-
-
-def _record(trajectories: list[Trajectory], td: TensorDictBase) -> None:
-    """Add one turn's reply, log-probs and reward to each trajectory."""
-    mask = td.get(("masks", "all_response_mask"))
-    ids = unpad(td.get(("tokens", "full")), mask)
-    values = unpad(td.get(("log_probs", "full")), mask)
-    following = td.get("next")
-    reward = following.get("reward").squeeze(-1).tolist()
-    parts = following.get("reward_part", None)
-    parts = {} if parts is None else {k: v.squeeze(-1).tolist() for k, v in parts.items()}
-    names = ("reward_errors", "dropped", "success", "truncated")
-    errors, dropped, success, truncated = (following.get(n).squeeze(-1).tolist() for n in names)
-    texts = [chat[-1]["content"] for chat in td.get(("history", "response")).chats()]
-    for i, row in enumerate(trajectories):
-        row.reply(ids[i].tolist(), values[i].tolist(), reward[i])
-        for name, value in parts.items():
-            row.parts[name] = _sum(row.parts.get(name, math.nan), value[i])
-        row.texts.append(texts[i])
-        row.reward_errors += errors[i]
-        row.dropped |= dropped[i]
-        row.success, row.truncated = success[i], truncated[i]
-
-
-def _sum(before: float, value: float) -> float:
-    """Return the sum of those of two values that apply: a part that does not is NaN."""
-    return value if math.isnan(before) else before if math.isnan(value) else before + value
-
-
-def _continue(trajectories: list[Trajectory], alive: list[int], td: TensorDictBase, policy) -> None:
-    """Append what the template puts between a reply and the next generation prompt."""
-    before = td.get(("history", "full")).chats()
-    after = td.get(("next", "history", "prompt")).chats()
-    going = (~td.get(("next", "done"))).squeeze(-1).nonzero().squeeze(-1).tolist()
-    for i, k in zip(alive, going, strict=True):
-        if len(after[k]) == len(before[k]) and "step_count" not in td.get("next"):
-            raise ValueError(  # the policy would answer itself for ever
-                "expected an env that ends a chat or answers it, got one that does neither; give "
-                "ChatEnv a task or max_turns=1, or append StepCounter(max_steps=...)"
-            )
-        row = trajectories[i]
-        ids, new = prolong(policy, row.ids, before[k], after[k])
-        row.extend(ids, assistant=row.assistant + new, start=len(row.ids))
-
-
-def _with_ids(td: TensorDictBase, ids: list[list[int]]) -> TensorDictBase:
-    """Give the next turn's input its exact ids as the prompt."""
-    prompt = pad([torch.tensor(row) for row in ids], side="left")
+def _with_ids(td: TensorDictBase, ids: Tensor, attention: Tensor) -> TensorDictBase:
+    """Give the next turn's input its exact ids [A, T] as the prompt, padded left."""
+    prompt = compact(ids, attention, side="left")
     td.set("tokens", Tokens(prompt=prompt, padded=True, batch_size=[len(ids)]))
-    return td.set("attention_mask", pad_mask([len(row) for row in ids], side="left"))
+    return td.set("attention_mask", compact(attention, attention, side="left"))
 
 
-def _drop(batch: TensorDict) -> None:
+def _sampled(td: TensorDictBase) -> Tensor:
+    return td.get(("masks", "all_response_mask"))
+
+
+def _last_contents(td: TensorDictBase, field: str) -> list[str]:
+    """Return what the last message of each chat says."""
+    return [chat[-1] for chat in td.get(("history", field)).get("content")]
+
+
+def _unanswered(before: list[dict], after: list[dict]) -> bool:
+    return len(after) == len(before)
+
+
+def _sum(before: Tensor, value: Tensor) -> Tensor:
+    """Return the sum of those of two values that apply: a part that does not is NaN."""
+    both = torch.where(before.isnan(), value, before + value)
+    return torch.where(value.isnan(), before, both)
+
+
+def _without_dropped(batch: TensorDict) -> TensorDict:
     """Take whole groups with a dropped reply out of the loss mask and of the rewards."""
     lost = torch.isin(batch.get("group_id"), batch.get("group_id")[batch.get("dropped")])  # [B]
     batch.set("dropped", lost)
     batch.set("loss_mask", batch.get("loss_mask") & ~lost.unsqueeze(-1))
-    batch.set("reward_raw", batch.get("reward_raw").masked_fill(lost.unsqueeze(-1), 0.0))
-
-
-def _stack(trajectories: list[Trajectory], start: TensorDictBase, policy) -> TensorDict:
-    """Return finished trajectories as a batch, a row each."""
-    size = len(trajectories)
-    device = policy.device
-
-    def dense(name: str, dtype: torch.dtype) -> Tensor:
-        return pad([torch.tensor(getattr(t, name), dtype=dtype) for t in trajectories]).to(device)
-
-    response = dense("response", torch.bool)
-    out = TensorDict(batch_size=[size])
-    out.set("tokens", Tokens(full=dense("ids", torch.int64), padded=True, batch_size=[size]))
-    masks = Masks(
-        all_attention_mask=pad_mask([len(t.ids) for t in trajectories], device=device),
-        all_assistant_mask=dense("assistant", torch.bool),
-        all_response_mask=response,
-        padded=True,
-        batch_size=[size],
-    )
-    out.set("masks", masks)
-    gen = LogProbs(full=dense("log_probs", torch.float32), padded=True, batch_size=[size])
-    out.set("log_probs", gen)
-    out.set("loss_mask", response.clone())
-    out.set("reward_raw", dense("reward", torch.float32))
-    for name in trajectories[0].parts:
-        values = torch.tensor([t.parts[name] for t in trajectories])
-        out.set(("reward_part", name), values.to(device))
-    for name in ("success", "truncated", "dropped", "reward_errors"):
-        out.set(name, torch.tensor([getattr(t, name) for t in trajectories], device=device))
-    _drop(out.set("group_id", start.get("group_id").to(device)))
-    out.set("policy_version", start.get("policy_version").to(device))  # of the first turn
-    out.set("temperature", torch.full((size,), policy.temperature or 1.0, device=device))
-    out.set("prompt", NonTensorStack(*[t.prompt for t in trajectories]))
-    return out.set("response", NonTensorStack(*["\n".join(t.texts) for t in trajectories]))
+    return batch.set("reward_raw", batch.get("reward_raw").masked_fill(lost.unsqueeze(-1), 0.0))

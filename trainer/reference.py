@@ -5,7 +5,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from envs.transforms import RetrieveKL
-from policies.lora import AdapterScorer, weights
+from policies.lora import AdapterScorer, trained_weights
 from policies.roles import Policy
 from policies.scorer import Scorer
 
@@ -70,7 +70,7 @@ class Reference:
 def _pairs(policy: Scorer, reference: Scorer) -> dict[str, tuple[Tensor, Tensor]]:
     """Return (reference's, policy's) weights by name."""
     adapter = reference.adapter if isinstance(reference, AdapterScorer) else None
-    theirs, mine = weights(reference.model, adapter), weights(policy.model)
+    theirs, mine = trained_weights(reference.model, adapter), trained_weights(policy.model)
     same = theirs.keys() == mine.keys()
     if not same or any(theirs[name].shape != mine[name].shape for name in mine):
         raise ValueError(

@@ -19,7 +19,7 @@ from envs.tasks.math_words import (
     same_answer,
     split_thoughts,
 )
-from policies.extras import EXTRAS
+from policies.optional_packages import EXTRAS
 
 # LaTeX: what says nothing (a blank between digits does), words, units, "x =", and fractions.
 IGNORED = re.compile(r"\\(?:left|right)(?![a-zA-Z])|\\[!,;:]|\\?\$|\\?%$|\^(?:\\circ|\{\\circ\})$")

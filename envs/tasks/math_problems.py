@@ -9,7 +9,7 @@ from envs.rewards.answers import same_mathematics, symbolic_check
 from envs.rewards.workers import Late, Workers
 from envs.tasks.math_words import MathWords, said_answer
 from envs.tasks.task import Reply, Reward, Row
-from policies.extras import EXTRAS
+from policies.optional_packages import EXTRAS
 
 
 class MathProblems(MathWords):

@@ -16,7 +16,7 @@ from envs.rewards.answers import tagged
 from envs.rewards.workers import Late, Workers
 from envs.tasks.math_words import split_thoughts
 from envs.tasks.task import Reply, Reward, Row, Split, Task, assistant, check_split, user
-from policies.extras import EXTRAS
+from policies.optional_packages import EXTRAS
 
 INSTRUCTION = "Give the final answer alone, inside <answer> and </answer>."
 EVAL_SEED = 3 << 30  # train rows begin below 1 << 30; numpy takes seeds below 1 << 32

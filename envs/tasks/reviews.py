@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from envs.tasks.task import Reply, Reward, Row, Split, Task, check_split, user
-from policies.extras import EXTRAS
+from policies.optional_packages import EXTRAS
 
 REQUEST = "Write a one-sentence review of {}."
 CLEAR = 0.5  # a reward above it counts as right; vaderSentiment calls 0.05 positive

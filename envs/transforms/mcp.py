@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 from envs.transforms.tool_registry import Tool
-from policies.extras import EXTRAS
+from policies.optional_packages import EXTRAS
 
 MARK = "LEASH_MCP_SERVER"  # the environment variable that tells whose child a process is
 CLOSED = -32000  # the code of an answer that will not come, for the connection is closed

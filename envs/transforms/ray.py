@@ -18,7 +18,7 @@ import torch
 from tensordict import TensorDictBase
 
 from envs.transforms.transform import Compose, PassesSpecs, Transform
-from policies.extras import EXTRAS
+from policies.optional_packages import EXTRAS
 from policies.specs import Composite
 from policies.wrappers.outputs import home
 

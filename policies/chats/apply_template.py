@@ -18,7 +18,7 @@ _TRUNCATION = {False: False, "do_not_truncate": False, True: True, "longest_firs
 
 
 @dataclass(frozen=True)
-class Wishes:
+class Options:
     """What `History.apply_chat_template` was asked for; a contradiction is a ValueError."""
 
     add_generation_prompt: bool
@@ -35,9 +35,9 @@ class Wishes:
         if self.return_tensors not in (None, "pt"):
             raise ValueError(f"expected return_tensors None or 'pt', got {self.return_tensors!r}")
         known = {**_PADDING, "max_length": "max_length"}
-        for name, options in (("padding", known), ("truncation", _TRUNCATION)):
-            if (value := getattr(self, name)) not in options:
-                raise ValueError(f"expected {name} in {list(options)}, got {value!r}")
+        for name, allowed in (("padding", known), ("truncation", _TRUNCATION)):
+            if (value := getattr(self, name)) not in allowed:
+                raise ValueError(f"expected {name} in {list(allowed)}, got {value!r}")
         if (self.pads and not self.as_dict) or (
             self.as_dict and False in (self.tokenize, self.return_dict)
         ):
@@ -57,8 +57,8 @@ class Wishes:
     @property
     def as_dict(self) -> bool:
         """Whether the result is a TensorDict."""
-        wishes = (self.return_dict, self.return_tensors, self.return_assistant_tokens_mask)
-        return any(map(bool, wishes))
+        asked = (self.return_dict, self.return_tensors, self.return_assistant_tokens_mask)
+        return any(map(bool, asked))
 
     @property
     def pads(self) -> bool:
@@ -71,31 +71,31 @@ class Wishes:
         return _TRUNCATION[self.truncation]
 
 
-def apply(history: Any, renderer: Renderer, wishes: Wishes) -> Any:
+def apply(history: Any, renderer: Renderer, options: Options) -> Any:
     """Return the rendered history; see `History.apply_chat_template`."""
     ends = {
-        "add_generation_prompt": wishes.add_generation_prompt,
-        "continue_final_message": wishes.continue_final_message,
+        "add_generation_prompt": options.add_generation_prompt,
+        "continue_final_message": options.continue_final_message,
     }
-    if not wishes.as_dict and not wishes.tokenize:
+    if not options.as_dict and not options.tokenize:
         return _map(history, lambda chat: renderer.text(chat, **ends))
 
     def render(chat: list[dict[str, Any]]) -> Rendered:
         # a mask without a token is right where nobody has answered
         answered = any(message["role"] == "assistant" for message in chat)
-        need = wishes.return_assistant_tokens_mask and answered
-        return _cut(renderer.render(chat, **ends, require_assistant=need), renderer, wishes)
+        need = options.return_assistant_tokens_mask and answered
+        return _cut(renderer.render(chat, **ends, require_assistant=need), renderer, options)
 
     done = _map(history, render)
-    if not wishes.as_dict:
+    if not options.as_dict:
         return _map(done, lambda rendered: rendered.ids)
-    return _padded(done, renderer.tokenizer, wishes) if wishes.pads else _as_tensordict(done)
+    return _padded(done, renderer.tokenizer, options) if options.pads else _as_tensordict(done)
 
 
-def _cut(done: Rendered, renderer: Renderer, wishes: Wishes) -> Rendered:
+def _cut(done: Rendered, renderer: Renderer, options: Options) -> Rendered:
     """Return a rendered chat without what is too long, cut on the tokenizer's truncation side."""
-    size = wishes.max_length or renderer.tokenizer.model_max_length
-    if not wishes.cuts or len(done.ids) <= size:
+    size = options.max_length or renderer.tokenizer.model_max_length
+    if not options.cuts or len(done.ids) <= size:
         return done
     kept = slice(-size, None) if renderer.tokenizer.truncation_side == "left" else slice(size)
     return Rendered(done.ids[kept], done.assistant[kept])
@@ -121,14 +121,14 @@ def _as_tensordict(done: Any) -> TensorDictBase:
     )
 
 
-def _padded(done: Any, tokenizer: Any, wishes: Wishes) -> TensorDictBase:
+def _padded(done: Any, tokenizer: Any, options: Options) -> TensorDictBase:
     """Return rendered chats [B] as dense tensors [B, T]."""
     rows = done if isinstance(done, list) else [done]
     if rows and isinstance(rows[0], list):
         raise ValueError("expected a history of shape [T] or [B, T] for padding; flatten it")
     side = tokenizer.padding_side
     filler = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-    size = wishes.max_length if wishes.padding == "max_length" else None
+    size = options.max_length if options.padding == "max_length" else None
     size = max(size or 0, *(len(row.ids) for row in rows))
     # a row of the full size, dropped again, makes the others as long
     ids = [*(torch.tensor(row.ids) for row in rows), torch.zeros(size, dtype=torch.int64)]

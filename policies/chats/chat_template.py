@@ -16,17 +16,17 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+from policies.chats.outlines import Outlines
 from policies.chats.rendering import (
     Encoder,
     Message,
+    Outline,
     Piece,
-    Shape,
     check_messages,
     close_turn,
     fill,
     mark,
 )
-from policies.chats.shapes import Shapes
 from policies.chats.templates import find_template
 
 _REMEDY = "set policy.chat_template=chatml, or to a template with {% generation %} tags"
@@ -69,12 +69,12 @@ class Renderer:
         self._encoder = Encoder(tokenizer)
         found = find_template(tokenizer, chat_template, chat_template_name)
         self.name, self.template = found.label, found.text
-        self._shapes = Shapes(found, tokenizer.special_tokens_map, self._encoder)
+        self._outlines = Outlines(found, tokenizer.special_tokens_map, self._encoder)
         eos = tokenizer.eos_token_id
         self.stop_ids = frozenset() if eos is None else frozenset([eos])
-        self._end = self._shapes.find_end_of_turn()
+        self._end = self._outlines.find_end_of_turn()
         self.stop_ids |= frozenset() if self._end is None else frozenset([self._end])
-        self._shapes.ends = [tokenizer.convert_ids_to_tokens(i) for i in self.stop_ids]
+        self._outlines.ends = [tokenizer.convert_ids_to_tokens(i) for i in self.stop_ids]
 
     def text(
         self,
@@ -89,7 +89,7 @@ class Renderer:
         """
         if continue_final_message:
             return "".join(self._open_end(check_messages(messages), add_generation_prompt)[1])
-        return self._shapes.write(messages, add_generation_prompt)[0]
+        return self._outlines.text(messages, add_generation_prompt)[0]
 
     def render(
         self,
@@ -107,16 +107,16 @@ class Renderer:
         messages = check_messages(messages)
         if continue_final_message:
             pieces, texts = self._open_end(messages, add_generation_prompt)
-            return self._encode(pieces, texts, self._shapes.control_of(pieces))
+            return self._encode(pieces, texts, self._outlines.control_of(pieces))
         text = self.text(messages, add_generation_prompt=add_generation_prompt)
-        shape = self._shapes.of(messages, add_generation_prompt)
-        if require_assistant and shape.fault:
-            raise ValueError(f"{self.name} {shape.fault}; {_REMEDY}")
-        texts = fill(shape.pieces, _contents(messages), text)
+        outline = self._outlines.of(messages, add_generation_prompt)
+        if require_assistant and outline.fault:
+            raise ValueError(f"{self.name} {outline.fault}; {_REMEDY}")
+        texts = fill(outline.pieces, _contents(messages), text)
         if texts is None:
-            done = self._encode_rewritten(messages, add_generation_prompt, shape)
+            done = self._encode_rewritten(messages, add_generation_prompt, outline)
         else:
-            done = self._encode(shape.pieces, texts, shape.control)
+            done = self._encode(outline.pieces, texts, outline.control)
         if require_assistant and (all(done.assistant) or not any(done.assistant)):
             found = "every token" if any(done.assistant) else "no token"
             raise ValueError(
@@ -141,23 +141,23 @@ class Renderer:
             roles = [m["role"] for m in messages]
             raise ValueError(f"expected a prompt and the assistant's reply, got roles {roles}")
         chat, last = [*messages, *new_messages], len(messages) - 1
-        shape = self._shapes.of(chat, True)
-        where = next((k for k, p in enumerate(shape.pieces) if p.message == last), 0)
-        before = "".join(p.text for p in shape.pieces[:where])
-        prompt = self._shapes.write(self._shapes.blank(messages[:-1]), True)[0]
+        outline = self._outlines.of(chat, True)
+        where = next((k for k, p in enumerate(outline.pieces) if p.message == last), 0)
+        before = "".join(p.text for p in outline.pieces[:where])
+        prompt = self._outlines.text(self._outlines.blank(messages[:-1]), True)[0]
         text = self.text(chat, add_generation_prompt=True)
-        texts = fill(shape.pieces, _contents(chat), text)
+        texts = fill(outline.pieces, _contents(chat), text)
         if texts is None or before != prompt:
             raise ValueError(
                 f"{self.name} rewrites earlier turns: what it writes for turn {len(messages)} "
                 "changes when the chat goes on, so the sampled ids would not match the next "
                 "prompt; set policy.chat_template=chatml, or env.max_turns=1"
             )
-        pieces, texts = shape.pieces[where + 1 :], texts[where + 1 :]
+        pieces, texts = outline.pieces[where + 1 :], texts[where + 1 :]
         if ids and ids[-1] == self._end:  # closed by itself: skip the template's own end
             skip = next((k for k, p in enumerate(pieces) if not p.assistant), 0)
             pieces, texts = pieces[skip:], texts[skip:]
-        return [*ids, *self._encode(pieces, texts, self._shapes.control_of(pieces)).ids]
+        return [*ids, *self._encode(pieces, texts, self._outlines.control_of(pieces)).ids]
 
     def _open_end(self, messages: list[Message], prompt: bool) -> tuple[list[Piece], list[str]]:
         """Return the pieces up to the last content, and their texts.
@@ -172,17 +172,17 @@ class Renderer:
         last = len(messages) - 1
         empty = last > 0 and messages[last]["role"] == "assistant" and not messages[last]["content"]
         chat = messages[:last] if empty else messages
-        shape = self._shapes.of(chat, empty)
-        texts = fill(shape.pieces, _contents(chat), self._shapes.write(chat, empty)[0])
+        outline = self._outlines.of(chat, empty)
+        texts = fill(outline.pieces, _contents(chat), self._outlines.text(chat, empty)[0])
         if texts is None:
             raise ValueError(
                 f"{self.name} rewrites contents, so that a message cannot be left open; "
                 "set policy.chat_template=chatml"
             )
         if empty:
-            return shape.pieces, texts
-        stop = next(k for k, p in enumerate(shape.pieces) if p.message == last) + 1
-        return shape.pieces[:stop], texts[:stop]
+            return outline.pieces, texts
+        stop = next(k for k, p in enumerate(outline.pieces) if p.message == last) + 1
+        return outline.pieces[:stop], texts[:stop]
 
     # Ids.
 
@@ -209,22 +209,22 @@ class Renderer:
         return Rendered(ids, assistant)
 
     def _encode_rewritten(
-        self, messages: Sequence[Message], prompt: bool, shape: Shape
+        self, messages: Sequence[Message], prompt: bool, outline: Outline
     ) -> Rendered:
         """Encode a chat whose contents the template changes (beyond white space at their ends).
 
         Safe only while no control token is where the template alone would not put it.
         """
-        text, spans = self._shapes.write(messages, prompt)
+        text, spans = self._outlines.text(messages, prompt)
         ids, offsets = self._encoder.encode(text)
-        fault = "" if self._shapes.tagged else shape.fault
-        if not self._shapes.tagged and not fault:
-            spans, fault = self._shapes.find_turns(messages, text)
-        if self._encoder.find_control(ids) != shape.control:
+        fault = "" if self._outlines.tagged else outline.fault
+        if not self._outlines.tagged and not fault:
+            spans, fault = self._outlines.find_turns(messages, text)
+        if self._encoder.find_control(ids) != outline.control:
             fault = "rewrites contents, and this chat's contents hold the text of control tokens"
         if fault:
             raise ValueError(f"{self.name} {fault}; {_REMEDY}")
-        spans = [close_turn(text, span, self._shapes.ends) for span in spans]
+        spans = [close_turn(text, span, self._outlines.ends) for span in spans]
         return Rendered(ids, mark(offsets, spans, len(text)))
 
 

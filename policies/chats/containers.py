@@ -19,16 +19,6 @@ from tensordict import MetaData, TensorClass, lazy_stack
 from torch import Tensor
 
 from policies.chats.history import History
-from policies.chats.views import (
-    by_row,
-    decoded,
-    dense,
-    encoded,
-    read_chat,
-    renderer_of,
-    tokens_of,
-    written,
-)
 from policies.specs import Composite, NonTensor, Spec, Unbounded
 
 
@@ -45,6 +35,13 @@ def _share_padded(container: Any) -> None:
     padded = container.padded
     if isinstance(padded, bool):
         container.padded = MetaData(padded)
+
+
+def _conversions() -> Any:
+    """Return what makes one view of another: a parser of texts comes with it, so only if asked."""
+    from policies.chats import conversions
+
+    return conversions
 
 
 def _known(names: Any, keys: Sequence[str] | None) -> list[str]:
@@ -93,6 +90,7 @@ class Tokens(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgumen
     ) -> "Text":
         """Return the decoded tokens. Padded ones need the mask of `full` (ValueError without)."""
         if self.ndim == 0:
+            decoded = _conversions().decoded
             return Text(**decoded(self, tokenizer, attention_mask, skip=skip_special_tokens))
         masks = [None] * len(self) if attention_mask is None else attention_mask
         options = (tokenizer, skip_special_tokens)
@@ -204,8 +202,12 @@ class ChatHistory(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeAr
         that was cut is closed by the template. Raises ValueError if full does not start with the
         prompt. `tokenizer` may be a `Renderer`.
         """
-        renderer = renderer_of(tokenizer, chat_template_name, chat_template)
-        return by_row(self._rows(), lambda row: Tokens(**tokens_of(row, renderer), padded=False))
+        conversions = _conversions()
+        renderer = conversions.renderer_of(tokenizer, chat_template_name, chat_template)
+        tokens_of = conversions.tokens_of
+        return conversions.by_row(
+            self._rows(), lambda row: Tokens(**tokens_of(row, renderer), padded=False)
+        )
 
     def to_text(
         self,
@@ -214,8 +216,10 @@ class ChatHistory(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeAr
         chat_template: str | None = None,
     ) -> "Text":
         """Return the rendered chats as texts; see `to_tokens`."""
-        renderer = renderer_of(tokenizer, chat_template_name, chat_template)
-        return by_row(self._rows(), lambda row: Text(**written(row, renderer.text)))
+        conversions = _conversions()
+        renderer = conversions.renderer_of(tokenizer, chat_template_name, chat_template)
+        written = conversions.written
+        return conversions.by_row(self._rows(), lambda row: Text(**written(row, renderer.text)))
 
     def _rows(self) -> "ChatHistory":
         """Return this with the batch size of its histories, where it was made without one."""
@@ -266,10 +270,14 @@ class Text(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments
         if return_tensors != "pt":
             raise ValueError(f"expected return_tensors='pt', got {return_tensors!r}")
         limit = {"truncation": truncation, "max_length": max_length}
-        ragged = by_row(self, lambda row: Tokens(**encoded(row, tokenizer, limit), padded=False))
+        conversions = _conversions()
+        encoded = conversions.encoded
+        ragged = conversions.by_row(
+            self, lambda row: Tokens(**encoded(row, tokenizer, limit), padded=False)
+        )
         if not padding:
             return ragged
-        fields = dense(ragged, tokenizer.pad_token_id)
+        fields = conversions.dense(ragged, tokenizer.pad_token_id)
         return Tokens(**fields, padded=True, batch_size=self.batch_size)
 
     def to_history(
@@ -281,6 +289,8 @@ class Text(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments
         prompt in `full`, or if they are not both there, what follows a generation prompt.
         Raises ValueError where a text does not fit the template (see `History.from_text`).
         """
-        return by_row(
+        conversions = _conversions()
+        read_chat = conversions.read_chat
+        return conversions.by_row(
             self, lambda row: ChatHistory(**read_chat(row, tokenizer, chat_template_name))
         )

@@ -11,10 +11,8 @@ from typing import Any
 
 from tensordict import TensorClass, lazy_stack
 
-from policies.chats.apply_template import Wishes, apply
 from policies.chats.chat_template import Renderer
-from policies.chats.messages import PADDING_ROLE, checked, columns, records_of
-from policies.chats.parsing import Format, find_reader
+from policies.chats.messages import checked, columns, records_of, visible
 from policies.chats.templates import add_chat_template, remove_chat_template
 from policies.specs import Composite, NonTensor
 
@@ -74,6 +72,8 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         >>> history.messages()[1], list(history.is_complete)
         ({'role': 'assistant', 'content': 'Y'}, [True, False])
         """
+        from policies.chats.parsing import find_reader
+
         read = find_reader(tokenizer, chat_template, chat_template_name)
         if isinstance(text, str):
             found = read(text)
@@ -87,9 +87,13 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
     def from_replies(cls, texts: Sequence[str], complete: Sequence[bool]) -> "History":
         """Return one assistant message for each text, [B, 1]."""
         pairs = zip(texts, complete, strict=True)
-        return lazy_stack(
-            [_build([{"role": "assistant", "content": t, "is_complete": c}]) for t, c in pairs]
-        )
+        said = ({"role": "assistant", "content": t, "is_complete": c} for t, c in pairs)
+        return cls.from_records([[record] for record in said])
+
+    @classmethod
+    def from_records(cls, chats: Sequence[Sequence[dict[str, Any]]]) -> "History":
+        """Return chats [B, T] of messages that were checked before, with their flags."""
+        return lazy_stack([_build(chat) for chat in chats])
 
     @classmethod
     def default_spec(cls, shape: tuple[int, ...] = (-1,)) -> Composite:
@@ -105,11 +109,7 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         """
         if self.ndim != 1:
             raise ValueError(f"expected a history of shape [T], got {_shape(self)}; use chats()")
-        return [
-            {k: v for k, v in record.items() if k != "is_complete"}
-            for record in records_of(self)
-            if record["role"] != PADDING_ROLE
-        ]
+        return visible(records_of(self))
 
     def chats(self) -> list[list[dict[str, Any]]]:
         """Return the messages of every chat in this history, in row-major order."""
@@ -189,13 +189,15 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         Raises ValueError on a chat that the template refuses, on options that contradict, and if
         the assistant mask of a chat with replies is of a single value.
         """
-        given = {k: v for k, v in locals().items() if k in Wishes.__dataclass_fields__}
-        wishes = Wishes(**given)
+        given = {**locals()}
+        from policies.chats.apply_template import Options, apply
+
+        options = Options(**{k: v for k, v in given.items() if k in Options.__dataclass_fields__})
         if not isinstance(tokenizer, Renderer):
             tokenizer = Renderer(tokenizer, chat_template, chat_template_name)
         elif chat_template is not None or chat_template_name is not None:
             raise ValueError("expected chat_template=None with a Renderer, which has its own")
-        return apply(self, tokenizer, wishes)
+        return apply(self, tokenizer, options)
 
     add_chat_template = staticmethod(add_chat_template)
     remove_chat_template = staticmethod(remove_chat_template)
@@ -233,42 +235,3 @@ def _replace(history: History, new: History) -> History:
 
 def _shape(history: History) -> list[int]:
     return list(history.shape)
-
-
-def _extract_responses_from_full_histories(
-    text_full: Sequence[str],
-    prompt_histories: History,
-    chat_template_name: str | None = None,
-    tokenizer: Any = None,
-) -> History:
-    """Return the messages that follow each prompt in the texts, [B, N].
-
-    No reply is an assistant message without content. Rows with fewer messages than the longest are
-    padded with role "<none>". The template is chosen as in `History.from_text`.
-    Raises RuntimeError if a text holds fewer messages than its prompt.
-    """
-    read = find_reader(tokenizer, None, chat_template_name)
-    pairs = zip(text_full, prompt_histories.chats(), strict=True)
-    rows = [_replies(read, text, prompt) for text, prompt in pairs]
-    size = max(map(len, rows))
-    filler = {"role": PADDING_ROLE, "content": "", "is_complete": True}
-    return lazy_stack([_build(row + [filler] * (size - len(row))) for row in rows])
-
-
-def _replies(read: Any, text: str, prompt: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return what follows the prompt in a text, as records."""
-    if isinstance(read, Format):  # exact, whatever the prompt's contents
-        begin = read.write(prompt, add_generation_prompt=True)
-        if text.startswith(begin):
-            return read.reply(text[len(begin) :])
-    found = read(text)
-    found = records_of(found if isinstance(found, History) else History.from_chats(found))
-    if found[0]["role"] == "system" != prompt[0]["role"]:
-        found = found[1:]  # the template's own
-    if len(found) < len(prompt):
-        raise RuntimeError(
-            f"parsing lost messages: expected at least the {len(prompt)} of the prompt, got "
-            f"{len(found)} from {text[:80]!r}; name the template that wrote the text"
-        )
-    silent = {"role": "assistant", "content": "", "is_complete": False}
-    return found[len(prompt) :] or [silent]

@@ -42,6 +42,12 @@ def records_of(history: Any) -> list[dict[str, Any]]:
     return records
 
 
+def visible(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages that a template is to see: no padding, no flags."""
+    shown = (record for record in records if record["role"] != PADDING_ROLE)
+    return [{k: v for k, v in record.items() if k != "is_complete"} for record in shown]
+
+
 def checked(message: Any, index: int) -> dict[str, Any]:
     """Return a message as a record; raise ValueError if it is not one."""
     if not isinstance(message, dict):

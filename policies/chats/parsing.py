@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
-from policies.chats.rendering import Message, write
+from policies.chats.rendering import Message, render_template
 from policies.chats.templates import find_template
 from policies.chats.tool_markup import readings
 
@@ -44,8 +44,8 @@ class Format:
 
     def write(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
         """Return the chat as the template writes it."""
-        wishes = {"add_generation_prompt": add_generation_prompt}
-        return write(messages, self.template, self.variables, **wishes)[0]
+        options = {"add_generation_prompt": add_generation_prompt}
+        return render_template(messages, self.template, self.variables, **options)[0]
 
     def __call__(self, text: str) -> list[Message]:
         """Return the messages of a text with `is_complete`; ValueError where it does not fit."""
@@ -241,7 +241,7 @@ class _Around:
         names = [f"x{secrets.token_hex(8)}x" for _ in roles]
         chat = [{"role": r, "content": n} for r, n in zip(roles, names, strict=True)]
         try:
-            text = write(chat, self._template, self._variables)[0]
+            text = render_template(chat, self._template, self._variables)[0]
         except ValueError:
             return None
         if re.findall("|".join(names), text) != names:
@@ -251,6 +251,7 @@ class _Around:
     def prompt(self) -> str:
         """Return the generation prompt, "" if there is none."""
         chat = [{"role": "user", "content": "x"}]
-        plain = write(chat, self._template, self._variables)[0]
-        asked = write(chat, self._template, self._variables, add_generation_prompt=True)[0]
+        given = (chat, self._template, self._variables)
+        plain = render_template(*given)[0]
+        asked = render_template(*given, add_generation_prompt=True)[0]
         return asked.removeprefix(plain) if asked.startswith(plain) else ""

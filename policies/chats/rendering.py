@@ -1,8 +1,8 @@
-"""The parts of rendering that know text and tokens but no chat: spelling, spans, shapes.
+"""The parts of rendering that know text and tokens but no chat: spelling, spans, outlines.
 
-A *shape* is a chat rendered with unguessable placeholders for its contents and cut into pieces, so
-that what the template wrote and what a message brought along can be told apart. A *control token*
-is an added token of the tokenizer, special or not, other than white space.
+An *outline* is a chat rendered with unguessable placeholders for its contents and cut into pieces,
+so that what the template wrote and what a message brought along can be told apart. A *control
+token* is an added token of the tokenizer, special or not, other than white space.
 
 Left out on purpose: slow tokenizers, which give no offsets.
 """
@@ -32,7 +32,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Shape:
+class Outline:
     """What a template makes of a list of roles, whatever the contents."""
 
     pieces: list[Piece]
@@ -117,7 +117,7 @@ def _without_added_tokens(tokenizer: Tokenizer) -> Tokenizer:
     return Tokenizer.from_str(json.dumps(spec))
 
 
-def write(
+def render_template(
     messages: Sequence[Message],
     template: str,
     variables: Mapping[str, Any],

@@ -1,8 +1,7 @@
 """The chat templates that have a name, those that a user adds, and which one holds for a tokenizer.
 
 An explicit template comes before a name, a name before an added template whose keywords are in the
-tokenizer's name, that before the tokenizer's own. Each template here writes a turn the same way
-whatever follows, has no white space stripped, and refuses roles that it cannot write.
+tokenizer's name, that before the tokenizer's own.
 
 Left out on purpose: guessing a family from a model's name. The tokenizer's own template is exact.
 """
@@ -14,80 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, TemplateSyntaxError
-
-_PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
-    "{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
-    "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}" + _PROMPT
-)
-# A default system message; calls and results of tools in turns of their own. A content that has
-# its calls written out already is not given them twice.
-QWEN = (
-    "{% if messages[0]['role'] != 'system' %}"
-    "{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}{% endif %}"
-    "{% for message in messages %}{% set content = message['content'] %}"
-    "{% if message['role'] == 'tool' %}"
-    "{% if loop.first or messages[loop.index0 - 1]['role'] != 'tool' %}"
-    "{{ '<|im_start|>tool' }}{% endif %}"
-    "{% for result in message['tool_responses'] or [content] %}"
-    "{{ '\n<tool_response>\n' + result + '\n</tool_response>' }}{% endfor %}"
-    "{% if loop.last or messages[loop.index0 + 1]['role'] != 'tool' %}"
-    "{{ '<|im_end|>\n' }}{% endif %}"
-    "{% elif message['role'] == 'assistant' %}{{ '<|im_start|>assistant\n' }}"
-    "{% generation %}{{ content }}"
-    "{% if message['tool_calls'] and '<tool_call>' not in content %}"
-    "{% for entry in message['tool_calls'] %}{% set call = entry['function'] or entry %}"
-    "{{ '\n' if content or not loop.first else '' }}"
-    "{{ '<tool_call>\n{\"name\": \"' + call['name'] + '\", \"arguments\": ' }}"
-    "{{ call['arguments'] if call['arguments'] is string else call['arguments'] | tojson }}"
-    "{{ '}\n</tool_call>' }}{% endfor %}{% endif %}"
-    "{{ '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
-    "{% else %}{{ '<|im_start|>' + message['role'] + '\n' + content + '<|im_end|>\n' }}{% endif %}"
-    "{% endfor %}" + _PROMPT
-)
-LLAMA = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{{ '<|header_start|>' + message['role'] + '<|header_end|>\n\n' }}"
-    "{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] + '<|eot|>' }}{% endgeneration %}"
-    "{% else %}{{ message['content'] + '<|eot|>' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|header_start|>assistant<|header_end|>\n\n' }}{% endif %}"
-)
-
-
-def _lines(start: str, system: str, user: str, assistant: str, prompt: str) -> str:
-    """Return a template of plain lines; each argument is the Jinja expression of one turn."""
-    return (
-        f"{start}{{% for message in messages %}}{{% set content = message['content'] %}}"
-        f"{{% if message['role'] == 'user' %}}{{{{ {user} }}}}"
-        "{% elif message['role'] == 'assistant' %}" + assistant + "{% elif message['role'] == "
-        f"'system' and loop.first %}}{{{{ {system} }}}}"
-        "{% else %}{{ raise_exception('no turn for role ' + message['role'] + ' here') }}"
-        "{% endif %}"
-        f"{{% endfor %}}{{% if add_generation_prompt %}}{{{{ '{prompt}' }}}}{{% endif %}}"
-    )
-
-
-_SAID = "{{{{ 'Assistant:' }}}}{{% generation %}}{{{{ ' ' + content + {} }}}}{{% endgeneration %}}"
-FALCON = _lines(
-    "", "content + '\n\n'", "'User: ' + content + '\n\n'", _SAID.format("'\n\n'"), "Assistant:"
-)
-DEEPSEEK = _lines(
-    "{{ bos_token }}",
-    "content + '\n\n'",
-    "'User: ' + content + '\n\n'",
-    _SAID.format("eos_token"),
-    "Assistant:",
-)
-DIALOGPT = _lines(
-    "",
-    "raise_exception('no turn for role system here')",
-    "content + eos_token",
-    "{% generation %}{{ content + eos_token }}{% endgeneration %}",
-    "",
-)
 
 
 @dataclass(frozen=True)
@@ -105,30 +30,13 @@ class Template:
     keywords: tuple[str, ...] = ()
 
 
-_GPT2 = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
-_DEEPSEEK = {
-    "bos_token": "<\uff5cbegin\u2581of\u2581sentence\uff5c>",
-    "eos_token": "<\uff5cend\u2581of\u2581sentence\uff5c>",
-}
-_LLAMA = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot|>"}
 _ALIASES = {"chatml": "chatml_format"}
-_KNOWN = {
-    name: Template(text, f"chat template {name!r}", tokens)
-    for name, text, tokens in (
-        ("chatml_format", CHATML, {"eos_token": "<|endoftext|>"}),
-        ("qwen", QWEN, {"eos_token": "<|endoftext|>"}),
-        ("llama", LLAMA, _LLAMA),
-        ("deepseek", DEEPSEEK, _DEEPSEEK),
-        ("falcon", FALCON, _GPT2),
-        ("dialogpt", DIALOGPT, _GPT2),
-    )
-}
 _ADDED: dict[str, Template] = {}
 
 
 def names() -> list[str]:
     """Return the names of the templates that there are, "chatml" among them."""
-    return sorted({*_ALIASES, *_KNOWN, *_ADDED})
+    return sorted({*_ALIASES, *_known(), *_ADDED})
 
 
 def add_chat_template(
@@ -162,15 +70,21 @@ def remove_chat_template(template_name: str) -> None:
     del _ADDED[template_name]
 
 
+def _known() -> dict[str, Template]:
+    from policies.chats.known_templates import KNOWN
+
+    return KNOWN
+
+
 def _named(name: str) -> Template | None:
-    return _ADDED.get(name) or _KNOWN.get(_ALIASES.get(name, name))
+    return _ADDED.get(name) or _known().get(_ALIASES.get(name, name))
 
 
 def read_template(chat_template: str) -> str:
     """Return the Jinja text of a name, of a file, or the given text; ValueError for others.
 
-    >>> read_template("chatml") == CHATML, read_template("{{ messages[0]['content'] }}")[:11]
-    (True, '{{ messages')
+    >>> read_template("falcon")[:26], read_template("{{ messages[0]['content'] }}")[:11]
+    ('{% for message in messages', '{{ messages')
     """
     known = _named(chat_template)
     text = chat_template if known is None else known.text
@@ -213,7 +127,7 @@ def find_template(
     if asked is not None:
         return Template(read_template(asked))
     if tokenizer is None:
-        return _KNOWN["chatml_format"]
+        return _known()["chatml_format"]
     if not tokenizer.chat_template:
         raise ValueError(
             f"expected a chat template, the tokenizer {tokenizer.name_or_path!r} has none; "
@@ -225,7 +139,7 @@ def find_template(
 
 def _with_end(template: Template, tokenizer: Any) -> Template:
     """Return ChatML with an end of turn that the tokenizer has; any other template as it is."""
-    if template.text != CHATML or tokenizer is None:
+    if tokenizer is None or template.text != _known()["chatml_format"].text:
         return template
     if "<|im_end|>" in tokenizer.get_added_vocab():
         return template

@@ -12,7 +12,7 @@ from torch import Size, Tensor
 from torch.distributions import RelaxedOneHotCategorical, constraints
 from torch.nn.functional import one_hot
 
-from policies.distributions.choice import Choice, Shape
+from policies.distributions.masked_classes import MaskedClasses, Shape
 
 
 class ReparamGradientStrategy(Enum):
@@ -22,7 +22,7 @@ class ReparamGradientStrategy(Enum):
     RelaxedOneHot = 2  # the same with softmax(logits + Gumbel noise) as probs, sample its argmax
 
 
-class _OneHot(Choice):
+class _OneHot(MaskedClasses):
     """Read and give one-hots [*S, *B, C] instead of classes."""
 
     _event_dims = 1
@@ -84,7 +84,7 @@ class _OneHot(Choice):
         return one_hot(super().enumerate_support(expand), self.num_samples)
 
 
-class MaskedCategorical(Choice):
+class MaskedCategorical(MaskedClasses):
     """Hold a categorical distribution over the classes that a mask or a list of indices leaves.
 
     logits or probs [*B, C] float, unnormalised; exactly one of `mask` (bool, same shape) and

@@ -11,6 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from policies.padding import pad, pad_mask, unpad
+from policies.sampler import Sampled
+
 Run = Callable[[list[Any]], Sequence[Any]]
 
 
@@ -107,11 +113,11 @@ class BatchQueue:
                 due = left <= 0 or len(self._waiting) >= self.min_size
                 if due and self._waiting and not self._busy:
                     self._busy = True
-                    return self._take()
+                    return self._next_batch()
                 self._changed.wait(None if due else left)
         return []
 
-    def _take(self) -> list[tuple[_Call, int]]:
+    def _next_batch(self) -> list[tuple[_Call, int]]:
         run, batch = self._waiting[0][0].run, []
         while self._waiting and self._waiting[0][0].run == run and len(batch) != self.max_size:
             batch.append(self._waiting.popleft())
@@ -143,3 +149,84 @@ class BatchQueue:
 
 def _make(min_size: int, max_size: int | None, timeout: float) -> BatchQueue:
     return BatchQueue(min_size=min_size, max_size=max_size, timeout=timeout)
+
+
+class BatchedCalls:
+    """Make the calls of a model for several threads at once, their rows together.
+
+    `model` has `_draw`, `_logits` and `_log_probs` as LLMWrapperBase does, and so has this. A call
+    that needs a gradient runs alone: backwards of several threads cannot share a graph.
+    """
+
+    def __init__(self, model: Any, queue: BatchQueue) -> None:
+        self.model, self.queue = model, queue
+
+    def _draw(self, prompts: Tensor, attention: Tensor, streams: Tensor) -> Sampled:
+        rows = zip(unpad(prompts, attention), streams.tolist(), strict=True)
+        ids, log_probs, complete = zip(*self.queue(self._draw_rows, list(rows)), strict=True)
+        return Sampled.of_rows(ids, log_probs, torch.tensor(complete, device=prompts.device))
+
+    def _logits(self, tokens: Tensor, attention: Tensor) -> Tensor:
+        if self._learns():
+            return self.model._logits(tokens, attention)
+        return _spread(self.queue(self._logit_rows, unpad(tokens, attention)), attention)
+
+    def _log_probs(self, tokens, attention, keep, temperature, group_id) -> Tensor:
+        if self._learns():
+            return self.model._log_probs(tokens, attention, keep, temperature, group_id)
+        keep = attention if keep is None else keep
+        each = torch.as_tensor(temperature).reshape(-1).expand(len(keep)).tolist()
+        rows = zip(unpad(tokens, attention), unpad(keep, attention), each, strict=True)
+        return _spread(self.queue(self._score_rows, list(rows)), attention)
+
+    def _learns(self) -> bool:
+        return torch.is_grad_enabled() and any(p.requires_grad for p in self.model.parameters())
+
+    # Batches of the queue: rows of any callers in, one result a row out.
+
+    def _draw_rows(self, rows: list[tuple[Tensor, int]]) -> list[Any]:
+        ids, streams = zip(*rows, strict=True)
+        drawn = self.model._draw(*_padded(ids, "left"), torch.tensor(streams))
+        columns = unpad(drawn.ids, drawn.mask), unpad(drawn.log_probs, drawn.mask)
+        return list(zip(*columns, drawn.complete.tolist(), strict=True))
+
+    @torch.no_grad()
+    def _score_rows(self, rows: list[tuple[Tensor, Tensor, float]]) -> list[Tensor]:
+        ids, keep, temperatures = zip(*rows, strict=True)
+        tokens, attention = _padded(ids)
+        temperature = torch.tensor(temperatures, device=tokens.device)
+        done = self.model._log_probs(tokens, attention, pad(keep, False), temperature, None)
+        return unpad(done, attention)
+
+    @torch.no_grad()
+    def _logit_rows(self, rows: list[Tensor]) -> list[Tensor]:
+        tokens, attention = _padded(rows)
+        return unpad(self.model._logits(tokens, attention), attention)
+
+
+def _padded(rows: Sequence[Tensor], side: str = "right") -> tuple[Tensor, Tensor]:
+    mask = pad_mask([len(row) for row in rows], side=side, device=rows[0].device)
+    return pad(rows, side=side), mask
+
+
+def _spread(rows: list[Tensor], attention: Tensor) -> Tensor:
+    """Return rows [t, ...] at the attended places of zeros [B, T, ...]."""
+    values = torch.cat(rows)
+    out = values.new_zeros(*attention.shape, *values.shape[1:])
+    out[attention] = values
+    return out
+
+
+def batched_calls(
+    model: Any,
+    batching: bool | None,
+    min_size: int | None,
+    max_size: int | None,
+    timeout: float,
+) -> BatchedCalls:
+    """Return what a wrapper's batching arguments ask for; sizes alone ask for a queue."""
+    sized = min_size is not None or max_size is not None
+    if batching is False and sized:
+        raise ValueError("min_batch_size and max_batch_size must be None if batching is False.")
+    size = 1 if min_size is None else min_size
+    return BatchedCalls(model, BatchQueue(min_size=size, max_size=max_size, timeout=timeout))

@@ -1,17 +1,16 @@
 """Replies as a GenerationConfig of transformers asks for, by the model's own `generate`.
 
 For what leash's sampler leaves out (see generate_kwargs.py). The log-prob of a token is
-that of the processed scores it was drawn from. Letters: B rows, n tokens of a reply.
+that of the processed scores it was drawn from.
 """
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from policies.padding import pad, pad_mask, unpad
 from policies.sampler import Sampled
 
 # What a row of a batch cannot hold: several replies a prompt, or an end that no token shows.
@@ -28,14 +27,15 @@ NEUTRAL = {
 
 def follow(
     model: nn.Module,
-    prompts: Sequence[Tensor],
+    prompts: Tensor,
+    attention: Tensor,
     config: Any,
     *,
     max_new_tokens: int,
     ends: Collection[int],
     pad_token_id: int,
 ) -> Sampled:
-    """Return one reply per prompt (1-D ids) as `config` asks for it.
+    """Return a reply to each prompt [B, T], padded left, as `config` asks for it.
 
     `max_new_tokens` and the EOS ids `ends` replace those of the config. Beams, several replies a
     prompt and ends that no token shows are ValueErrors.
@@ -51,29 +51,22 @@ def follow(
     config.max_new_tokens, config.max_length = max_new_tokens, None
     config.eos_token_id, config.pad_token_id = sorted(ends) or None, pad_token_id
     config.return_dict_in_generate = config.output_scores = True
-    ids = pad(prompts, pad_token_id, side="left")
-    mask = pad_mask([len(row) for row in prompts], side="left", device=ids.device)
-    out = model.generate(ids, attention_mask=mask, generation_config=config)
-    reply = out.sequences[:, ids.shape[1] :]  # [B, n]
+    out = model.generate(prompts, attention_mask=attention, generation_config=config)
+    reply = out.sequences[:, prompts.shape[1] :]  # [B, n]
     log_probs = [
         scores.float().log_softmax(-1).gather(-1, token[:, None]).squeeze(-1)
         for scores, token in zip(out.scores, reply.unbind(-1), strict=True)
     ]
     played = until_end(reply, ends)
     complete = torch.isin(reply, _tensor(ends, reply)).any(-1)
-    return Sampled(unpad(reply, played), unpad(torch.stack(log_probs, -1), played), complete)
+    ids, values = reply.masked_fill(~played, 0), torch.stack(log_probs, -1).masked_fill(~played, 0)
+    return Sampled(ids, values, played.sum(-1), complete)
 
 
 def temperature(config: Any) -> float:
     """Return the temperature that a config samples at; greedy and no config count as 1."""
     asked = getattr(config, "temperature", None)
     return 1.0 if asked is None or not config.do_sample else float(asked)
-
-
-def token_ids(source: Any, name: str) -> list[int]:
-    """Return the ids that a config or tokenizer has under a name: none, one or several."""
-    value = getattr(source, name, None)
-    return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def until_end(reply: Tensor, ends: Collection[int]) -> Tensor:

@@ -1,6 +1,6 @@
 """What a wrapper reads from a td: ids if there are any, else the rendered history or the text.
 
-B rows, T tokens.
+Everything comes out dense: ids [B, T] with bool masks [B, T]; ragged rows are padded here, once.
 """
 
 from dataclasses import dataclass, replace
@@ -11,22 +11,16 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from policies.chats.history import History
-from policies.padding import attended, is_ragged, pad, pad_mask, rows
+from policies.chats.messages import records_of, visible
+from policies.padding import attended, compact, is_ragged, pad, pad_mask, rows
 
 NestedKey = str | tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Ragged sequences: B x [t] ids, and the assistant mask of each where it is known."""
-
-    ids: list[Tensor]
-    assistant: list[Tensor] | None = None
+Records = list[list[dict[str, Any]]]  # the messages of B chats, with their flags
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """Whole sequences padded on any side: ids [B, T] and bool masks [B, T], None where unknown.
+    """Prompts or whole sequences: ids [B, T] and bool masks [B, T], None where unknown.
 
     `response` holds what was sampled, `after` all that follows the prompt; `dense` ones lie as they
     were given.
@@ -34,10 +28,15 @@ class Sequences:
 
     tokens: Tensor
     attention: Tensor
-    dense: bool
+    dense: bool = False
     assistant: Tensor | None = None
     response: Tensor | None = None
     after: Tensor | None = None
+
+    def repeated(self, times: int) -> "Sequences":
+        """Return each row so many times in a row."""
+        fields = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **{k: v.repeat_interleave(times, 0) for k, v in fields.items()})
 
     def parts(self) -> dict[str, Tensor]:
         """Return where prompt, response and assistant are, as far as it is known, [B, T] each.
@@ -54,133 +53,102 @@ class Sequences:
         return parts
 
 
-class ReadsInputs:
-    """The reading half of a wrapper, over its keys, tokenizer and renderer."""
+@dataclass(frozen=True)
+class InputReader:
+    """Read ids, histories and texts by the keys and with the tokenizer of a wrapper.
 
-    def _rows(self, td: TensorDictBase, field: str) -> Rows:
-        """Return the prompt or full sequences of td as ragged ids."""
-        ids = rows(td, self._ids_key(field))
-        if ids is not None:
-            masks = rows(td, self.attention_mask_key)
-            if masks is None and field == "prompt":  # it fills the first columns of an output
-                masks = rows(td, self._key("masks", "all_attention_mask"))
-                masks = masks and [mask[: len(row)] for mask, row in zip(masks, ids, strict=True)]
-            ids = attended(ids, masks, ragged=is_ragged(td.get(self._key("tokens"), td)))
-            return Rows([row.to(self.device) for row in ids])
-        value = td.get(self.in_keys[0], None)
+    `key` is where the input of `mode` stands. With prefer_tokens=False ids are not looked for.
+    """
+
+    mode: str
+    key: NestedKey
+    tokens_key: NestedKey
+    masks_key: NestedKey
+    attention_mask_key: NestedKey
+    prefer_tokens: bool
+    tokenizer: Any
+    tokenizer_kwargs: dict[str, Any]
+    renderer: Any
+    pad_token_id: int
+    device: torch.device
+
+    def records(self, td: TensorDictBase) -> Records | None:
+        """Return the messages of each chat; None without a history."""
+        value = td.get(self.key, None) if self.mode == "history" else None
         if value is None:
-            raise ValueError(
-                f"expected {self.in_keys[0]} or token ids at {self._key('tokens', field)} for "
-                f"input_mode={self.input_mode!r}, got keys {sorted(map(str, td.keys()))}"
-            )
-        if self.input_mode == "history":
-            return self._rendered(value, add_generation_prompt=field == "prompt")
-        return self._tokenized(value if isinstance(value, list) else value.tolist())
-
-    def _rendered(self, history: History, *, add_generation_prompt: bool) -> Rows:
-        """Render each chat once; adjacent repeats (the samples of a group) share the work."""
-        if not isinstance(history, History):
+            return None
+        if not isinstance(value, History):
             raise TypeError(
-                f"Expected History object for {self.in_keys[0]!r}, got {type(history).__name__}; "
+                f"Expected History object for {self.key!r}, got {type(value).__name__}; "
                 "make one by History.from_chats"
             )
-        ids, assistant, last = [], [], None
-        for chat in history.chats():
-            if chat != last:
-                done = self.renderer.render(chat, add_generation_prompt=add_generation_prompt)
-                last = chat
-                row = torch.tensor(done.ids, device=self.device)
-                mask = torch.tensor(done.assistant, dtype=torch.bool, device=self.device)
-            ids.append(row)
-            assistant.append(mask)
-        return Rows(ids, assistant)
+        return [records_of(chat) for chat in value.unbind(0)]
 
-    def _tokenized(self, texts: list[Any]) -> Rows:
-        wrong = next((text for text in texts if not isinstance(text, str)), None)
-        if wrong is not None:
-            raise TypeError(f"expected str at {self.in_keys[0]!r}, got {type(wrong).__name__}")
-        options = {"add_special_tokens": False, **self.tokenizer_kwargs}
-        ids = [self.tokenizer(text, **options)["input_ids"] for text in texts]
-        return Rows([torch.tensor(i, dtype=torch.int64, device=self.device) for i in ids])
+    def prompts(self, td: TensorDictBase, records: Records | None) -> Sequences:
+        """Return the prompts, padded left; `records` are those of td."""
+        key = self.ids_key("prompt")
+        ids = rows(td, key)
+        if ids is None:
+            return self._fresh(td, "prompt", records, "left")
+        masks = rows(td, self.attention_mask_key)
+        if masks is None:  # a prompt fills the first columns of an output
+            masks = rows(td, (*_path(self.masks_key), "all_attention_mask"))
+            masks = masks and [mask[: len(row)] for mask, row in zip(masks, ids, strict=True)]
+        if _ragged(td, key):
+            return self._padded(attended(ids, masks, ragged=True), "left")
+        tokens = td.get(key).to(self.device)
+        keep = torch.ones_like(tokens, dtype=torch.bool)
+        if masks is not None:
+            if any(mask.shape != ids[0].shape for mask in masks):
+                raise ValueError(
+                    "expected an attention mask with an entry for each token id, got "
+                    f"{len(masks[0])} entries for {len(ids[0])} ids"
+                )
+            keep = torch.stack(masks).bool().to(self.device)
+        tokens = compact(tokens, keep, self.pad_token_id, side="left")
+        return Sequences(tokens, compact(keep, keep, side="left"))
 
-    def _sequences(self, td: TensorDictBase, side: str = "left") -> Sequences:
+    def sequences(self, td: TensorDictBase, side: str = "left") -> Sequences:
         """Return what stands at `full`: as it lies if dense, else padded on `side`."""
-        key = self._ids_key("full")
-        given = rows(td, key) is not None
-        dense = given and not is_ragged(td if isinstance(key, str) else td.get(key[:-1]))
-        if dense:
-            tokens, assistant = td.get(key).to(self.device), None
-            attention = self._attention(td, tokens)
+        key = self.ids_key("full")
+        given = rows(td, key)
+        if given is None:
+            seq = self._fresh(td, "full", self.records(td), side)
+        elif _ragged(td, key):
+            masks = rows(td, self.attention_mask_key)
+            seq = self._padded(attended(given, masks, ragged=True), side)
         else:
-            found = self._rows(td, "full")
-            tokens = pad(found.ids, self.pad_token_id, side=side)
-            attention = pad_mask([len(r) for r in found.ids], side=side, device=self.device)
-            assistant = found.assistant and pad(found.assistant, False, side=side)
-        if assistant is None:
-            assistant = self._mask_of(td, tokens, "all_assistant_mask", side, strict=given)
-        if assistant is None and given and self.input_mode == "history":
-            attention, assistant = self._recognised(td, tokens, attention)
-        response = self._mask_of(td, tokens, "all_response_mask", side, strict=given)
-        seq = Sequences(tokens, attention, dense, assistant, response)
-        return replace(seq, after=self._after_prompt(td, seq, self._prompt_key()))
+            tokens = td.get(key).to(self.device)
+            seq = Sequences(tokens, self._attention(td, tokens), dense=True)
+        strict, tokens = given is not None, seq.tokens
+        if seq.assistant is None:
+            mask = self._mask_of(td, tokens, "all_assistant_mask", side, strict=strict)
+            seq = replace(seq, assistant=mask)
+        if seq.assistant is None and given is not None and self.mode == "history":
+            seq = self._recognised(td, seq)
+        response = self._mask_of(td, tokens, "all_response_mask", side, strict=strict)
+        seq = replace(seq, response=response)
+        return replace(seq, after=self.after_prompt(td, seq, self.prompt_key))
 
-    def _recognised(
-        self, td: TensorDictBase, tokens: Tensor, attention: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the masks of ids [B, T]: with the assistant's, if they are the td's history.
-
-        Padding that no attention mask tells is recognised by it too.
-        """
-        history = td.get(self.in_keys[0], None)
-        if not isinstance(history, History):
-            return attention, None
-        found = self._rendered(history, add_generation_prompt=False)
-        sizes = [len(row) for row in found.ids]
-        masks = [attention]
-        if attention.all() and max(sizes) == tokens.shape[-1]:  # its padding may count as real
-            masks += [pad_mask(sizes, side=s, device=self.device) for s in ("left", "right")]
-        want, assistant = torch.cat(found.ids), torch.cat(found.assistant or [])
-        for mask in masks:
-            same = mask.sum(-1).tolist() == sizes and torch.equal(tokens[mask], want)
-            if same and (mask is attention or (tokens[~mask] == self.pad_token_id).all()):
-                return mask, torch.zeros_like(mask).masked_scatter(mask, assistant)
-        return attention, None
-
-    def _ids_key(self, field: str) -> NestedKey:
-        """Return where ids to read stand; nowhere, if histories and texts are preferred to ids."""
-        if self.input_mode == "tokens":
-            return self.in_keys[0]
-        return self._key("tokens", field) if self.prefer_tokens else ()
-
-    def _mask_of(
-        self, td: TensorDictBase, tokens: Tensor, name: str, side: str, *, strict: bool
-    ) -> Tensor | None:
-        """Return the mask of tokens [B, T] by its name in td; None without.
-
-        One of another shape is an error if `strict`, else it is of other ids than these.
-        """
-        mask = self._mask_at(td, self._key("masks", name), side)
-        if mask is None or mask.shape == tokens.shape:
-            return mask
-        if strict:
-            raise ValueError(
-                f"expected {name} of shape {tuple(tokens.shape)} as the tokens have, got "
-                f"{tuple(mask.shape)}"
-            )
-        return None
-
-    def _mask_at(self, td: TensorDictBase, key: NestedKey, side: str) -> Tensor | None:
+    def mask_at(self, td: TensorDictBase, key: NestedKey, side: str = "left") -> Tensor | None:
         """Return the mask at a key as bool [B, T], ragged ones padded on `side`; None without."""
         mask = rows(td, key)
         if mask is None:
             return None
         return pad([row.bool() for row in mask], False, side=side).to(self.device)
 
-    def _prompt_key(self) -> NestedKey:
-        """Return where the prompt's ids stand; nowhere, if what is read is rendered anew."""
-        return self._key("tokens", "prompt") if self._ids_key("full") else ()
+    def ids_key(self, field: str) -> NestedKey:
+        """Return where ids to read stand; nowhere, if histories and texts are preferred to ids."""
+        if self.mode == "tokens":
+            return self.key
+        return (*_path(self.tokens_key), field) if self.prefer_tokens else ()
 
-    def _after_prompt(self, td: TensorDictBase, seq: Sequences, key: NestedKey) -> Tensor | None:
+    @property
+    def prompt_key(self) -> NestedKey:
+        """Return where the prompt's ids stand; nowhere, if what is read is rendered anew."""
+        return (*_path(self.tokens_key), "prompt") if self.ids_key("full") else ()
+
+    def after_prompt(self, td: TensorDictBase, seq: Sequences, key: NestedKey) -> Tensor | None:
         """Return which attended tokens [B, T] follow the prompt ids at `key`; None without them.
 
         A padded prompt must fill the first columns of padded sequences.
@@ -188,7 +156,7 @@ class ReadsInputs:
         prompt = rows(td, key)
         if prompt is None:
             return None
-        if seq.dense and not is_ragged(td if isinstance(key, str) else td.get(key[:-1])):
+        if seq.dense and not _ragged(td, key):
             given = torch.stack(prompt).to(self.device)  # [B, P]
             size = given.shape[-1]
             if ((seq.tokens[:, :size] != given) & seq.attention[:, :size]).any():
@@ -201,10 +169,90 @@ class ReadsInputs:
         sizes = torch.tensor([len(row) for row in prompt], device=self.device)[:, None]
         return seq.attention & (seq.attention.cumsum(-1) > sizes)
 
+    # Histories and texts.
+
+    def _fresh(
+        self, td: TensorDictBase, field: str, records: Records | None, side: str
+    ) -> Sequences:
+        """Return the ids of histories or texts, and the assistant mask where it is known."""
+        value = td.get(self.key, None)
+        if value is None:
+            raise ValueError(
+                f"expected {self.key} or token ids at {(*_path(self.tokens_key), field)} for "
+                f"input_mode={self.mode!r}, got keys {sorted(map(str, td.keys()))}"
+            )
+        if self.mode == "history":
+            return self._rendered(records or [], side, add_generation_prompt=field == "prompt")
+        texts = value if isinstance(value, list) else value.tolist()
+        wrong = next((text for text in texts if not isinstance(text, str)), None)
+        if wrong is not None:
+            raise TypeError(f"expected str at {self.key!r}, got {type(wrong).__name__}")
+        options = {"add_special_tokens": False, **self.tokenizer_kwargs}
+        ids = [self.tokenizer(text, **options)["input_ids"] for text in texts]
+        return self._padded([torch.tensor(row, dtype=torch.int64) for row in ids], side)
+
+    def _rendered(self, records: Records, side: str, *, add_generation_prompt: bool) -> Sequences:
+        """Render each chat once; adjacent repeats (the samples of a group) share the work."""
+        ids, assistant, last = [], [], None
+        for chat in map(visible, records):
+            if chat != last:
+                done = self.renderer.render(chat, add_generation_prompt=add_generation_prompt)
+                last = chat
+                row, mask = torch.tensor(done.ids), torch.tensor(done.assistant, dtype=torch.bool)
+            ids.append(row)
+            assistant.append(mask)
+        marks = pad(assistant, False, side=side).to(self.device)
+        return replace(self._padded(ids, side), assistant=marks)
+
+    def _padded(self, ids: list[Tensor], side: str) -> Sequences:
+        tokens = pad(ids, self.pad_token_id, side=side).to(self.device)
+        return Sequences(tokens, pad_mask([len(r) for r in ids], side=side, device=self.device))
+
+    # Masks.
+
+    def _recognised(self, td: TensorDictBase, seq: Sequences) -> Sequences:
+        """Return sequences with the assistant mask of td's history, if it is that of their ids.
+
+        Padding that no attention mask tells is recognised by it too.
+        """
+        value = td.get(self.key, None)
+        if not isinstance(value, History):
+            return seq
+        found = self._rendered(self.records(td) or [], "left", add_generation_prompt=False)
+        assert found.assistant is not None
+        sizes, masks = found.attention.sum(-1), [seq.attention]
+        if seq.attention.all() and found.tokens.shape == seq.tokens.shape:
+            # No mask: its padding may count as real, on either side.
+            masks += [found.attention, found.attention.flip(-1)]
+        want, assistant = found.tokens[found.attention], found.assistant[found.attention]
+        for mask in masks:
+            same = torch.equal(mask.sum(-1), sizes) and torch.equal(seq.tokens[mask], want)
+            if same and (mask is seq.attention or (seq.tokens[~mask] == self.pad_token_id).all()):
+                marks = torch.zeros_like(mask).masked_scatter(mask, assistant)
+                return replace(seq, attention=mask, assistant=marks)
+        return seq
+
+    def _mask_of(
+        self, td: TensorDictBase, tokens: Tensor, name: str, side: str, *, strict: bool
+    ) -> Tensor | None:
+        """Return the mask of tokens [B, T] by its name in td; None without.
+
+        One of another shape is an error if `strict`, else it is of other ids than these.
+        """
+        mask = self.mask_at(td, (*_path(self.masks_key), name), side)
+        if mask is None or mask.shape == tokens.shape:
+            return mask
+        if strict:
+            raise ValueError(
+                f"expected {name} of shape {tuple(tokens.shape)} as the tokens have, got "
+                f"{tuple(mask.shape)}"
+            )
+        return None
+
     def _attention(self, td: TensorDictBase, tokens: Tensor) -> Tensor:
         """Return the attention mask of dense tokens [B, T]; without one, all count."""
-        for key in (self._key("masks", "all_attention_mask"), self.attention_mask_key):
-            mask = self._mask_at(td, key, "left")
+        for key in ((*_path(self.masks_key), "all_attention_mask"), self.attention_mask_key):
+            mask = self.mask_at(td, key)
             if mask is not None and mask.shape != tokens.shape:
                 raise ValueError(
                     f"expected an attention mask of shape {tuple(tokens.shape)} as the tokens "
@@ -213,3 +261,40 @@ class ReadsInputs:
             if mask is not None:
                 return mask
         return torch.ones_like(tokens, dtype=torch.bool)
+
+
+def flat(td: TensorDictBase) -> TensorDictBase:
+    """Return a td of any batch shape with one batch dimension."""
+    return td if td.ndim == 1 else td.unsqueeze(0) if td.ndim == 0 else td.reshape(-1)
+
+
+def tokenizer_options(kwargs: dict[str, Any] | None, input_mode: str) -> dict[str, Any]:
+    """Return what of tokenizer_kwargs changes the ids of a text.
+
+    Padding, masks and tensors are the wrapper's own business: it pads left, by lengths.
+    """
+    options = dict(kwargs or {})
+    options.pop("padding", None)
+    for name, only in (
+        ("return_attention_mask", (True, None)),
+        ("return_tensors", ("pt", None)),
+        ("padding_side", ("left", None)),
+    ):
+        value = options.pop(name, None)
+        if value not in only:
+            raise ValueError(f"expected tokenizer_kwargs with {name}={only[0]!r}, got {value!r}")
+    if options and input_mode != "text":
+        raise ValueError(
+            f"tokenizer_kwargs {sorted(options)} are for input_mode='text', got {input_mode!r}: a "
+            "chat's ids come from its template, tokens are ids already"
+        )
+    return options
+
+
+def _path(key: NestedKey) -> tuple[str, ...]:
+    return (key,) if isinstance(key, str) else key
+
+
+def _ragged(td: TensorDictBase, key: NestedKey) -> bool:
+    """Return whether the rows at a key have lengths of their own."""
+    return is_ragged(td if isinstance(key, str) else td.get(key[:-1]))

@@ -1,4 +1,4 @@
-"""How a wrapper writes ragged rows into the containers: padded, lazily stacked or nested.
+"""How a wrapper writes into the containers: dense, as everything is computed, or ragged if asked.
 
 Fields named prompt are padded left, response and assistant right, everything else (full and the
 masks) around the column where the prompt ends. Padding of ids is the pad token, of the rest 0.
@@ -13,55 +13,47 @@ from tensordict import LazyStackedTensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
 from policies.chats.containers import LogProbs, Masks, Tokens
-from policies.padding import inner, is_ragged, pad, pad_around, unpad
+from policies.padding import compact, inner, is_ragged, pad, unpad
 from policies.sampler import Sampled
+from policies.wrappers.inputs import Sequences
 
 
 @dataclass(frozen=True)
 class Form:
-    """The form of one call's outputs; `layout` is that of nested tensors, None a lazy stack."""
+    """The form of one call's outputs: dense if `padded`, else ragged rows without padding.
+
+    `layout` is that of nested tensors; None stacks the rows lazily. A field is given as its values
+    [B, T] and the mask [B, T] of what is no padding.
+    """
 
     padded: bool
     layout: torch.layout | None = None
     pad_token_id: int = 0
     _offsets: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
-    def store(self, container: type, fields: dict[str, list[Tensor]], cuts: Sequence[int]) -> Any:
-        """Return `container` [B] of the rows in `fields`; cuts [B] are the prompt lengths."""
-        size = len(cuts)
+    def store(self, container: type, fields: dict[str, tuple[Tensor, Tensor]]) -> Any:
+        """Return `container` [B] of these fields."""
+        size = len(next(iter(fields.values()))[0])
         if self.padded:
-            dense = {k: self._dense(container, k, rows, cuts) for k, rows in fields.items()}
+            dense = {name: values for name, (values, _) in fields.items()}
             return container(**dense, padded=True, batch_size=[size])
+        ragged = {name: unpad(values, mask) for name, (values, mask) in fields.items()}
         if self.layout is not None:
-            nested = {k: self._nested(rows) for k, rows in fields.items()}
+            nested = {name: self._nested(rows) for name, rows in ragged.items()}
             return container(**nested, padded=False, batch_size=[size])
-        rows = [{name: values[i] for name, values in fields.items()} for i in range(size)]
+        rows = [{name: values[i] for name, values in ragged.items()} for i in range(size)]
         return lazy_stack([container(**row, padded=False) for row in rows])
 
-    def store_aligned(
-        self,
-        container: type,
-        fields: dict[str, Tensor],
-        attention: Tensor,
-        parts: dict[str, Tensor] | None = None,
-    ) -> Any:
-        """Return `container` [B] of dense fields [B, T], without their padding unless `padded`.
-
-        `parts` are masks [B, T]: each names a field that holds the entries of `full` inside it.
-        """
-        cuts = [0] * len(attention)
-        inside = {name: unpad(fields["full"], mask) for name, mask in (parts or {}).items()}
+    def part(self, container: type, name: str, full: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the field that holds the entries of `full` [B, T] inside a mask."""
         if not self.padded:
-            ragged = {name: unpad(value, attention) for name, value in fields.items()}
-            return self.store(container, ragged | inside, cuts)
-        dense = {k: self._dense(container, k, rows, cuts) for k, rows in inside.items()}
-        return container(**fields, **dense, padded=True, batch_size=[len(attention)])
+            return full, mask
+        fill, side = self.filler(container), "left" if name == "prompt" else "right"
+        return compact(full, mask, fill, side=side), compact(mask, mask, side=side)
 
-    def _dense(self, container, name: str, rows: list[Tensor], cuts: Sequence[int]) -> Tensor:
-        fill = self.pad_token_id if container is Tokens else 0
-        if name in ("prompt", "response", "assistant"):
-            return pad(rows, fill, side="left" if name == "prompt" else "right")
-        return pad_around(rows, cuts, fill)
+    def filler(self, container: type) -> int:
+        """Return what padding holds: the pad token among ids, else 0."""
+        return self.pad_token_id if container is Tokens else 0
 
     def _nested(self, rows: list[Tensor]) -> Tensor:
         """Return rows as a nested tensor; rows of equal lengths share offsets, so they add up."""
@@ -73,28 +65,44 @@ class Form:
             self._offsets[sizes] = ends.cumsum(0)
         return torch.nested.nested_tensor_from_jagged(torch.cat(rows), self._offsets[sizes])
 
+    def generated(self, prompts: Sequences, drawn: Sampled) -> dict[type, Any]:
+        """Return Tokens, Masks and LogProbs of prompts and replies; those of prompts read 0."""
+        real, reply = prompts.attention, drawn.mask
+        known = torch.zeros_like(real) if prompts.assistant is None else prompts.assistant
+        zeros = torch.zeros(real.shape, device=real.device)
+        ids = drawn.ids.masked_fill(~reply, self.pad_token_id)
+        attention = torch.cat([real, reply], -1)  # [B, T]
+        masks = {
+            "all_attention_mask": attention,
+            "all_assistant_mask": torch.cat([known, reply], -1),
+            "all_response_mask": torch.cat([torch.zeros_like(real), reply], -1),
+        }
+        done: dict[type, Any] = {Masks: {name: (m, attention) for name, m in masks.items()}}
+        for kind, prompt, response in (
+            (Tokens, prompts.tokens, ids),
+            (LogProbs, zeros, drawn.log_probs),
+        ):
+            both = torch.cat([prompt, response], -1)
+            parts = {"prompt": (prompt, real), "response": (response, reply)}
+            done[kind] = {**parts, "full": (both, attention)}
+        return {kind: self.store(kind, fields) for kind, fields in done.items()}
 
-def generated(prompts: list[Tensor], assistant: list[Tensor], drawn: Sampled) -> dict[type, dict]:
-    """Return the rows of prompts and replies: container -> field -> B rows.
-
-    `assistant` are the assistant masks of the prompts; log-probs of prompt tokens read 0.
-    """
-    pairs = list(zip(prompts, drawn.ids, strict=True))
-    full = [torch.cat(pair) for pair in pairs]
-    reply = [torch.arange(len(p) + len(r), device=p.device) >= len(p) for p, r in pairs]
-    zeros = [torch.zeros(len(p), device=p.device) for p in prompts]
-    values = [torch.cat(pair) for pair in zip(zeros, drawn.log_probs, strict=True)]
-    marks = [torch.cat([a, m[len(a) :]]) for a, m in zip(assistant, reply, strict=True)]
-    masks = {
-        "all_attention_mask": [torch.ones_like(m) for m in reply],
-        "all_assistant_mask": marks,
-        "all_response_mask": reply,
-    }
-    return {
-        Tokens: {"prompt": prompts, "response": drawn.ids, "full": full},
-        Masks: masks,
-        LogProbs: {"prompt": zeros, "response": drawn.log_probs, "full": values},
-    }
+    def scored(self, seq: Sequences, log_probs: Tensor) -> dict[type, Any]:
+        """Return Masks, Tokens and LogProbs of whole sequences, as far as each is known."""
+        parts, real = seq.parts(), seq.attention
+        if self.padded:  # a padded prompt fills the first columns of `full`; it need not here
+            parts.pop("prompt", None)
+        masks = {
+            "all_attention_mask": real,
+            "all_assistant_mask": seq.assistant,
+            "all_response_mask": seq.response,
+        }
+        known = {name: (mask, real) for name, mask in masks.items() if mask is not None}
+        done = {Masks: self.store(Masks, known)}
+        for kind, full in ((Tokens, seq.tokens), (LogProbs, log_probs)):
+            inside = {name: self.part(kind, name, full, mask) for name, mask in parts.items()}
+            done[kind] = self.store(kind, {"full": (full, real), **inside})
+        return done
 
 
 def put(out: TensorDictBase, target: TensorDictBase) -> TensorDictBase:

@@ -1,7 +1,4 @@
-"""The policy on a Hugging Face causal language model: its sampler and its scorer.
-
-B rows, T tokens, V vocabulary.
-"""
+"""The policy on a Hugging Face causal language model: its sampler and its scorer."""
 
 from typing import Any
 
@@ -10,7 +7,6 @@ from torch import Tensor, nn
 
 from policies.sampler import Sampled, sample
 from policies.scorer import Scorer, score_in_parts
-from policies.wrappers.generation_config import follow
 from policies.wrappers.wrapper import LLMWrapperBase
 
 
@@ -41,16 +37,17 @@ class TransformersWrapper(LLMWrapperBase):
         """Return the language model."""
         return self.scorer.model
 
-    def _draw(self, ids: list[Tensor], streams: Tensor) -> Sampled:
+    def _draw(self, prompts: Tensor, attention: Tensor, streams: Tensor) -> Sampled:
         training = self.model.training
         self.model.eval()
         with self.scorer.precision():
             if self.limits.handed_on:
-                drawn = self._follow(ids)
+                drawn = self._follow(prompts, attention)
             else:
                 drawn = sample(
                     self.model,
-                    ids,
+                    prompts,
+                    attention,
                     streams=streams,
                     stop=self.stop,
                     max_new_tokens=self.max_new_tokens,
@@ -61,16 +58,13 @@ class TransformersWrapper(LLMWrapperBase):
         return drawn
 
     @torch.no_grad()
-    def _follow(self, ids: list[Tensor]) -> Sampled:
+    def _follow(self, prompts: Tensor, attention: Tensor) -> Sampled:
         """Return replies by transformers' own generate, which draws from torch's generator."""
-        return follow(
-            self.model,
-            ids,
-            self.limits.config(),
-            max_new_tokens=self.max_new_tokens,
-            ends=self.stop_ids,
-            pad_token_id=self.pad_token_id,
-        )
+        from policies.wrappers.generation_config import follow
+
+        limits = {"max_new_tokens": self.max_new_tokens, "pad_token_id": self.pad_token_id}
+        config = self.limits.config()
+        return follow(self.model, prompts, attention, config, ends=self.stop_ids, **limits)
 
     def _logits(self, tokens: Tensor, attention: Tensor) -> Tensor:
         return self.scorer.logits(tokens, attention, **self._options())

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from policies.extras import EXTRAS
 from policies.models import find_model
+from policies.optional_packages import EXTRAS
 from policies.padding import predicted, unpad
 from policies.sampler import Sampled
 from policies.scorer import Scores
@@ -51,20 +51,15 @@ class Engine(nn.Module):
         self.generation_config = GenerationConfig(**about.try_get_generation_config())
         _check_head(about)
 
-    @property
-    def model(self) -> "Engine":
-        """Return what has the model's config and generation config, as a language model does."""
-        return self
-
-    def params(self, *, temperature: float, **wishes: Any) -> Callable[..., Any]:
+    def params(self, *, temperature: float, **more: Any) -> Callable[..., Any]:
         """Return what makes the vllm.SamplingParams of a seed.
 
-        `wishes` are more of its fields. Raises ValueError where vLLM cannot do as asked.
+        `more` are other fields of it. Raises ValueError where vLLM cannot do as asked.
         """
         if 0 < temperature < 0.01:
             raise ValueError(f"expected temperature 0, or 0.01 to 2 with vLLM, got {temperature}")
         plain = {"max_tokens", "stop", "stop_token_ids"}
-        if self.mode == "raw_logprobs" and (temperature not in (0, 1) or set(wishes) - plain):
+        if self.mode == "raw_logprobs" and (temperature not in (0, 1) or set(more) - plain):
             raise ValueError(
                 "expected log-probs of the distribution sampled from, this engine returns the "
                 "model's own; use vllm.LLM(..., logprobs_mode='processed_logprobs'), or "
@@ -76,9 +71,9 @@ class Engine(nn.Module):
             logprobs=0,  # of the sampled token alone
             flat_logprobs=True,
             ignore_eos=True,  # stop_token_ids say it all
-            detokenize=bool(wishes.get("stop")),
+            detokenize=bool(more.get("stop")),
             skip_special_tokens=False,  # a stop text may hold some
-            **wishes,
+            **more,
         )
         try:
             make(seed=0)  # vLLM checks the ranges
@@ -94,7 +89,7 @@ class Engine(nn.Module):
         made = [params(seed=stream & (2**62 - 1)) for stream in streams.tolist()]
         self._check_lengths(prompts, made[0].max_tokens if made else 0)
         replies = [done.outputs[0] for done in self._run(prompts, made)]
-        return Sampled(
+        return Sampled.of_rows(
             [torch.tensor(r.token_ids, dtype=torch.int64) for r in replies],
             [torch.tensor(r.logprobs.logprobs, dtype=torch.float32) for r in replies],
             torch.tensor([r.finish_reason == "stop" for r in replies], dtype=torch.bool),

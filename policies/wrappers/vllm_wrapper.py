@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from policies.models import find_model, load_tokenizer
+from policies.padding import unpad
 from policies.sampler import Sampled
-from policies.wrappers.transformers_wrapper import TransformersWrapper
+from policies.scorer import score_in_parts
 from policies.wrappers.vllm_engine import Engine, load_engine
+from policies.wrappers.wrapper import LLMWrapperBase
 
-# Further wishes, by the name that transformers gives them, and what vLLM calls them.
+# Further arguments, by the name that transformers gives them, and what vLLM calls them.
 EXTRA = {
     "top_p": "top_p",
     "top_k": "top_k",
@@ -29,7 +31,7 @@ EXTRA = {
 ITS_OWN = ("presence_penalty", "frequency_penalty")  # transformers has no such names
 
 
-class vLLMWrapper(TransformersWrapper):
+class vLLMWrapper(LLMWrapperBase):
     """Generate with or score by vLLM; in and out is one TensorDict.
 
     `model` is a vllm.LLM, or the folder or name of a model to start one on (float32; for more say
@@ -51,24 +53,29 @@ class vLLMWrapper(TransformersWrapper):
         engine = model if isinstance(model, Engine) else Engine(model)
         if tokenizer is None or isinstance(tokenizer, str | Path):
             tokenizer = load_tokenizer(find_model(str(tokenizer or engine.folder)))
-        wishes = dict(generate_kwargs or {})
-        common = {k: v for k, v in wishes.items() if k not in ITS_OWN}
+        asked = dict(generate_kwargs or {})
+        common = {k: v for k, v in asked.items() if k not in ITS_OWN}
         super().__init__(engine, tokenizer=tokenizer, generate_kwargs=common, **settings)
         if self.limits.handed_on:
             raise ValueError(f"vLLM does not offer {sorted(self.limits.handed_on)}; drop them")
-        self.generate_kwargs = self._settings["generate_kwargs"] = wishes
+        self.generate_kwargs = self._settings["generate_kwargs"] = asked
         self.params = engine.params(
             temperature=self.temperature,
             max_tokens=self.max_new_tokens,
             stop=list(self.limits.stop),
             stop_token_ids=sorted(self.stop_ids),
-            **{EXTRA[k]: v for k, v in wishes.items() if k in EXTRA},
+            **{EXTRA[k]: v for k, v in asked.items() if k in EXTRA},
         )
 
     def _set_model(self, model: Engine) -> None:
         if self.pad_model_input is not None:
             raise ValueError("vLLM lays out its own batches; drop pad_model_input")
         self.scorer = model
+
+    @property
+    def model(self) -> Engine:
+        """Return the engine, which has the model's configs as a language model does."""
+        return self.scorer
 
     @property
     def device(self) -> torch.device:
@@ -79,8 +86,19 @@ class vLLMWrapper(TransformersWrapper):
         """Take new weights, named as in the model's checkpoint."""
         self.scorer.load_weights(named)
 
-    def _draw(self, ids: list[Tensor], streams: Tensor) -> Sampled:
-        return self.scorer.sample(ids, streams=streams, params=self.params)
+    def _draw(self, prompts: Tensor, attention: Tensor, streams: Tensor) -> Sampled:
+        return self.scorer.sample(unpad(prompts, attention), streams=streams, params=self.params)
+
+    def _log_probs(self, tokens, attention, keep, temperature, group_id) -> Tensor:
+        return score_in_parts(
+            self.scorer,
+            tokens,
+            attention,
+            keep,
+            limit=self.micro_batch_tokens,
+            temperature=temperature,
+            group_id=group_id,
+        )
 
     def _logits(self, tokens: Tensor, attention: Tensor) -> Tensor:
         raise NotImplementedError(

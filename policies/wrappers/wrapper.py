@@ -1,50 +1,58 @@
 """The policy as a TensorDict module: what every engine shares.
 
-A wrapper either generates (prompt -> response) or scores (full -> log-probs). An engine says what a
-model does with token ids (model_calls.py); reading, writing, keys, batch shapes, batching
-and distributions are the same for all of them. B rows, T tokens, V vocabulary.
+A wrapper either generates (prompt -> response) or scores (full -> log-probs). What it reads and
+writes is in inputs.py and outputs.py; an engine says what a model does with token ids.
 Token in, token out: whatever carries ids is generated from or scored by those ids, in any input
 mode; a history or text is tokenised only where there are none.
 Alignment everywhere: entry t of a `full` belongs to token t; unscored entries are 0.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import ref
 
 import torch
-from tensordict import TensorDictBase, unravel_key
+from tensordict import TensorDict, TensorDictBase, unravel_key
 from tensordict.nn import TensorDictModuleBase
-from torch import nn
+from torch import Tensor, nn
+from torch.distributions import Categorical
 
 from policies.chats.chat_template import Renderer
-from policies.models import find_model, load_model, load_tokenizer
-from policies.sampler import Stop
+from policies.chats.containers import ChatHistory, LogProbs, Masks, Text, Tokens
+from policies.chats.history import History
+from policies.models import find_model, load_model, load_tokenizer, token_ids
+from policies.padding import predicted, unpad
+from policies.random import fold
+from policies.sampler import Sampled, Stop
 from policies.scorer import max_positions
 from policies.wrappers.generate_kwargs import GenerateKwargs
-from policies.wrappers.generates import Generates
-from policies.wrappers.generation_config import token_ids
-from policies.wrappers.inputs import NestedKey, ReadsInputs
-from policies.wrappers.model_calls import CallsModel
-from policies.wrappers.outputs import Form, home, put
-from policies.wrappers.scores import ScoresSequences
-from policies.wrappers.settings import check_settings, queue_of, tokenizer_options
-from policies.wrappers.token_dists import GivesDistributions, flat
+from policies.wrappers.inputs import (
+    InputReader,
+    NestedKey,
+    Records,
+    Sequences,
+    flat,
+    tokenizer_options,
+)
+from policies.wrappers.outputs import Form, home, put, shown
 
-# What load_policy hangs on a wrapper: where the model is from, how names are looked for, the system
-# prompt of its chats.
-KEPT = ("found", "source", "system_prompt")
+if TYPE_CHECKING:
+    from policies.distributions.sequences import LLMMaskedCategorical
+    from policies.wrappers.token_dists import TokenDists
+
+# What goes along to another version: how names are looked for and the system prompt of the chats,
+# and with the same weights where they are from and how often they were synced.
+KEPT, KEPT_WITH_WEIGHTS = ("source", "system_prompt"), ("found", "version")
 
 InputMode = Literal["history", "text", "tokens"]
 
 
-class LLMWrapperBase(
-    ReadsInputs, CallsModel, Generates, ScoresSequences, GivesDistributions, TensorDictModuleBase
-):
+class LLMWrapperBase(TensorDictModuleBase):
     """Generate with or score by a language model; in and out is one TensorDict.
 
-    A subclass implements `_draw(ids, streams)` and `_logits(tokens, attention)`; see CallsModel.
+    A subclass implements `_draw` to generate and `_logits` to score, and `_log_probs` if it has a
+    better way than those logits.
 
     model, tokenizer: objects, folders or names; without a tokenizer that of the model named.
     input_mode: what is read: "history", "text" or "tokens"; `input_key` renames the field.
@@ -104,9 +112,14 @@ class LLMWrapperBase(
         super().__init__()
         settings = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         self.limits = GenerateKwargs.read(generate_kwargs or {})
-        check_settings(settings, self.limits)
+        _check_settings(settings, self.limits)
         self.tokenizer_kwargs = tokenizer_options(tokenizer_kwargs, input_mode)
-        self._queue = queue_of(batching, min_batch_size, max_batch_size, batching_timeout)
+        self._batched: Any = None  # the calls of several threads run together
+        if batching or min_batch_size is not None or max_batch_size is not None:
+            from policies.wrappers.batching import batched_calls
+
+            sizes = (min_batch_size, max_batch_size, batching_timeout)
+            self._batched = batched_calls(self, batching, *sizes)
         for name, value in settings.items():
             if name not in ("model", "device", "tokenizer_kwargs"):
                 setattr(self, name, value)
@@ -120,10 +133,10 @@ class LLMWrapperBase(
         self.return_log_probs = return_log_probs is not False and log_probs_key is not None
         self.temperature, self.max_new_tokens = self.limits.temperature, self.limits.max_new_tokens
         self.version = 0  # counts the weight syncs
-        self._take(model, tokenizer)
+        self._load(model, tokenizer)
         self._set_keys()
 
-    def _take(self, model: Any, tokenizer: Any) -> None:
+    def _load(self, model: Any, tokenizer: Any) -> None:
         """Keep model and tokenizer, loaded where they are named, and what follows from them."""
         if isinstance(tokenizer, str | Path):
             tokenizer = load_tokenizer(find_model(str(tokenizer)))
@@ -147,7 +160,7 @@ class LLMWrapperBase(
         ends += self.renderer.stop_ids if self.renderer else ()
         asked = self.limits.eos_token_id
         self.stop_ids = frozenset(ends if asked is None else asked)
-        self.stop = Stop(self.stop_ids, self.limits.found(tokenizer))
+        self.stop = Stop(self.stop_ids, self.limits.stop_finder(tokenizer))
         pads = [self.limits.pad_token_id, *token_ids(tokenizer, "pad_token_id"), *ends, 0]
         self.pad_token_id = next(i for i in pads if i is not None)
         self.max_positions = max_positions(self.model)
@@ -194,8 +207,8 @@ class LLMWrapperBase(
         """Return a wrapper over the same weights with some arguments changed.
 
         Every constructor argument may be named; an unknown one is a ValueError. Another direction
-        or mode reads its own field unless `input_key` says otherwise. Attributes in KEPT go along,
-        `found` with the same model only.
+        or mode reads its own field unless `input_key` says otherwise. `version` and what
+        load_policy hung on the wrapper go along.
         """
         unknown = set(changes) - set(self._settings)
         if unknown:
@@ -208,7 +221,8 @@ class LLMWrapperBase(
         reset = {"input_key": None} if moved else {}
         reset |= {"pad_model_input": None} if "generate" in moved else {}
         new = type(self)(**{**settings, **reset, **changes})
-        for name in KEPT if new.model is self.model else KEPT[1:]:
+        same = new.model is self.model
+        for name in (*KEPT, *KEPT_WITH_WEIGHTS) if same else KEPT:
             if hasattr(self, name):
                 setattr(new, name, getattr(self, name))
         return new
@@ -244,19 +258,319 @@ class LLMWrapperBase(
             )
         return out.reshape(*like.batch_size, *out.batch_size[1:])
 
+    # Generating.
+
+    def _generate(self, td: TensorDictBase) -> TensorDictBase:
+        """Return replies to the prompts of td [B], in n samples of each [B, n]."""
+        reader = self._reader()
+        records = reader.records(td)
+        prompts = reader.prompts(td, records)
+        self.limits.check_lengths(
+            prompts.tokens, prompts.attention, self.tokenizer, self.max_positions
+        )
+        size, times = len(prompts.tokens), self.num_samples or 1
+        streams = td.get("stream", None)
+        if streams is None:
+            streams = torch.randint(2**62, (size,))
+        if times > 1:
+            streams = fold(streams[:, None], torch.arange(times)).flatten()
+            prompts = prompts.repeated(times)
+            records = records and [row for row in records for _ in range(times)]
+        drawn = self._calls._draw(prompts.tokens, prompts.attention, streams.cpu())
+        done = self._form().generated(prompts, drawn)
+        if not self.return_log_probs:
+            del done[LogProbs]
+        out = self._placed(done, batch_size=[size * times])
+        out.set("policy_version", torch.full((size * times,), self.version))
+        out.set("temperature", torch.full((size * times,), self.temperature or 1.0))
+        asked = None if records is None else td.get(self.in_keys[0])
+        self._write_words(out, prompts, drawn, asked, records)
+        return out if self.num_samples is None else out.reshape(size, times)
+
+    def _write_words(
+        self,
+        out: TensorDict,
+        prompts: Sequences,
+        drawn: Sampled,
+        asked: Any,
+        records: Records | None,
+    ) -> None:
+        """Add the texts and, in history mode, the histories of prompt, response and both.
+
+        `asked` are the prompts as they were given, `records` their messages.
+        """
+        text = self.input_mode != "tokens" and self.text_key is not None
+        history = records is not None and self.history_key is not None
+        if not text and not history:
+            return
+        said = self._decode(drawn.ids, drawn.mask & ~drawn.ends(self.stop_ids))
+        if text:
+            whole = torch.cat([prompts.tokens, drawn.ids], -1)
+            fields = {
+                "prompt": self._decode(prompts.tokens, prompts.attention),
+                "response": said,
+                "full": self._decode(whole, torch.cat([prompts.attention, drawn.mask], -1)),
+            }
+            out.set(self.text_key, Text(**fields, batch_size=[len(said)]))
+        if history:
+            pairs = zip(said, drawn.complete.tolist(), strict=True)
+            replies = [[{"role": "assistant", "content": t, "is_complete": c}] for t, c in pairs]
+            full = [[*chat, *reply] for chat, reply in zip(records or [], replies, strict=True)]
+            chats = {
+                "prompt": asked if len(asked) == len(said) else History.from_records(records or []),
+                "response": History.from_records(replies),
+                "full": History.from_records(full),
+            }
+            out.set(self.history_key, ChatHistory(**chats, batch_size=[len(said)]))
+
+    def _decode(self, ids: Tensor, mask: Tensor) -> list[str]:
+        rows = [row.tolist() for row in unpad(ids, mask)]
+        skip = self.limits.skip_special_tokens
+        return self.tokenizer.batch_decode(rows, skip_special_tokens=skip)
+
+    # Scoring.
+
+    def _score(self, td: TensorDictBase) -> TensorDictBase:
+        """Return masks, tokens and log-probs of the whole sequences of td [B]."""
+        seq = self._reader().sequences(td)
+        done = self._form().scored(seq, self._scored(td, seq))
+        return self._placed(done, batch_size=td.batch_size)
+
+    def _scored(self, td: TensorDictBase, seq: Sequences) -> Tensor:
+        """Return the log-probs [B, T] of a td's sequences at its temperature."""
+        keep = None
+        if self.score_mask_key is not None:
+            keep = self._reader().mask_at(td, self.score_mask_key)
+        group = td.get("group_id", None)
+        group = None if group is None else group.to(self.device)
+        return self._calls._log_probs(seq.tokens, seq.attention, keep, self._temperature(td), group)
+
+    def _temperature(self, td: TensorDictBase) -> Tensor | float:
+        """Return the temperature of scoring: that of td [B], else the wrapper's; greedy is 1."""
+        given = td.get("temperature", None)
+        return (self.temperature or 1.0) if given is None else given.to(self.device)
+
+    def log_prob(self, data: TensorDictBase, **get_kwargs: Any) -> Tensor | list[Tensor]:
+        """Return the log-probs of the response, padded right (or ragged if outputs are).
+
+        get_kwargs are those of `shown`: as_list, as_padded_tensor, as_nested_tensor, ...
+        """
+        if self.generate:
+            raise RuntimeError("log_prob scores; expected generate=False, got generate=True")
+        td = flat(data)
+        seq = self._reader().sequences(td)
+        part = seq.parts().get("response")
+        if part is None:
+            raise ValueError(
+                "expected prompt tokens or an assistant mask to tell the response from the prompt, "
+                "found neither; use input_mode='history' or give "
+                f"{self._key('tokens', 'prompt')}"
+            )
+        get_kwargs = get_kwargs or {"as_padded_tensor": self.pad_output}
+        return shown(unpad(self._scored(td, seq), part), data.batch_size, **get_kwargs)
+
+    # What an engine does with token ids.
+
+    def _draw(self, prompts: Tensor, attention: Tensor, streams: Tensor) -> Sampled:
+        """Return a reply to each prompt [B, T], padded left; streams [B] fix the draws."""
+        raise NotImplementedError(f"{type(self).__name__} does not generate: it has no _draw")
+
+    def _logits(self, tokens: Tensor, attention: Tensor) -> Tensor:
+        """Return logits [B, T, V] at temperature 1; entry t predicts token t from those before."""
+        raise NotImplementedError(f"{type(self).__name__} does not score: it has no _logits")
+
+    def _log_probs(
+        self,
+        tokens: Tensor,
+        attention: Tensor,
+        keep: Tensor | None,
+        temperature: Tensor | float,
+        group_id: Tensor | None,
+    ) -> Tensor:
+        """Return the log-probs [B, T] of the tokens kept (None = all), 0 elsewhere.
+
+        `temperature` is a number or [B]; rows of one `group_id` [B] share their prompt.
+        """
+        temperature = torch.as_tensor(temperature, device=tokens.device).reshape(-1, 1, 1)
+        table = (self._logits(tokens, attention).float() / temperature).log_softmax(-1)
+        values = table.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+        return values.masked_fill(~predicted(attention, keep), 0)
+
+    @property
+    def _calls(self) -> Any:
+        """Return what makes those calls: this, or the queue that gathers several threads."""
+        return self if self._batched is None else self._batched
+
+    # Reading and writing.
+
+    def _reader(self) -> InputReader:
+        return InputReader(
+            mode=self.input_mode,
+            key=self.in_keys[0],
+            tokens_key=self._key("tokens"),
+            masks_key=self._key("masks"),
+            attention_mask_key=self.attention_mask_key,
+            prefer_tokens=self.prefer_tokens,
+            tokenizer=self.tokenizer,
+            tokenizer_kwargs=self.tokenizer_kwargs,
+            renderer=self.renderer,
+            pad_token_id=self.pad_token_id,
+            device=self.device,
+        )
+
     def _form(self) -> Form:
         return Form(self.pad_output, None if self.pad_output else self.layout, self.pad_token_id)
 
-    # The queue.
+    def _placed(self, done: dict[type, Any], *, batch_size: Sequence[int]) -> TensorDict:
+        """Return a td with the containers at their keys; those without one are left out."""
+        keys = {Tokens: self.tokens_key, Masks: self.masks_key, LogProbs: self.log_probs_key}
+        out = TensorDict(batch_size=batch_size)
+        for kind, container in done.items():
+            if keys[kind] is not None:
+                out.set(keys[kind], container)
+        return out
+
+    # Distributions, as losses ask a scoring wrapper for them; a generating one refuses.
+
+    def get_dist(
+        self,
+        tensordict: TensorDictBase,
+        tensordict_out: TensorDictBase | None = None,
+        logits_key: NestedKey = "logits",
+        mask_key: NestedKey | None = None,
+        as_padded_tensor: bool | None = None,
+        as_nested_tensor: bool | None = None,
+        padding_value: float | None = None,
+        padding_side: str = "left",
+        layout: torch.layout | None = None,
+    ) -> "LLMMaskedCategorical | Categorical":
+        """Return the distribution of each token given those before it, over [B, T, V] logits.
+
+        Padded (the default), it is masked by the attention mask, or by that at `mask_key`: an
+        LLMMaskedCategorical whose padding holds `padding_value` (0). Ragged sequences are padded on
+        `padding_side`; padded ones stay as they lie. With `as_nested_tensor` it is a Categorical
+        over nested logits of `layout` (strided), with as_padded_tensor=False one over rows of equal
+        lengths; neither has a mask. `tensordict_out` gets the logits, at `logits_key`.
+        """
+        nested = as_nested_tensor is True
+        if (nested or as_padded_tensor is False) and (mask_key is not None or as_padded_tensor):
+            raise ValueError(
+                f"expected padded logits for a mask, got {as_nested_tensor=}, {as_padded_tensor=} "
+                f"and {mask_key=}; drop the one or the other"
+            )
+        if layout is not None and not nested:
+            raise ValueError(
+                f"layout is that of nested logits, got {layout} with {as_nested_tensor=}; set "
+                "as_nested_tensor=True, or drop it"
+            )
+        dists = self._dists(tensordict, padding_side, tensordict_out, logits_key)
+        if nested:
+            return dists.nested(layout or torch.strided)
+        if as_padded_tensor is False:
+            return dists.stacked()
+        return dists.masked(dists.mask_at(mask_key or "all_attention_mask"), padding_value)
+
+    def _get_dist_with_prompt_mask(
+        self,
+        tensordict: TensorDictBase,
+        tokens_key: NestedKey | None = None,
+        logits_key: NestedKey = "logits",
+        assistant_mask_key: NestedKey | None = None,
+        attention_mask_key: NestedKey | None = None,
+        padding_side: str = "left",
+        *,
+        tensordict_out: TensorDictBase | None = None,
+    ) -> "LLMMaskedCategorical":
+        """Return the distribution masked to what follows the prompt, else to the assistant mask.
+
+        `tokens_key` names the prompt's ids.
+        """
+        dists = self._dists(tensordict, padding_side, tensordict_out, logits_key)
+        after = dists.after_prompt(tokens_key)
+        if after is None:
+            return dists.masked(dists.mask_at(assistant_mask_key or "all_assistant_mask"))
+        return dists.masked(dists.mask_at(attention_mask_key or "all_attention_mask") & after)
+
+    def _get_dist_with_assistant_mask(
+        self,
+        tensordict: TensorDictBase,
+        assistant_mask_key: NestedKey | None = None,
+        logits_key: NestedKey = "logits",
+        padding_side: str = "left",
+        *,
+        tensordict_out: TensorDictBase | None = None,
+    ) -> "LLMMaskedCategorical":
+        """Return the distribution masked to assistant tokens.
+
+        Ids that were not read from tokens.full are written there, to the caller, over others.
+        """
+        dists = self._dists(tensordict, padding_side, tensordict_out, logits_key)
+        mask = dists.mask_at(assistant_mask_key or "all_assistant_mask")
+        dists.keep_ids(self._key("tokens", "full"))
+        return dists.masked(mask)
+
+    def _get_dist_with_attention_mask(
+        self,
+        tensordict: TensorDictBase,
+        attention_mask_key: NestedKey | None = None,
+        logits_key: NestedKey = "logits",
+        padding_side: str = "left",
+        *,
+        tensordict_out: TensorDictBase | None = None,
+    ) -> "LLMMaskedCategorical":
+        """Return the distribution masked to real tokens."""
+        dists = self._dists(tensordict, padding_side, tensordict_out, logits_key)
+        return dists.masked(dists.mask_at(attention_mask_key or "all_attention_mask"))
+
+    def _get_dist_with_custom_mask(
+        self,
+        tensordict: TensorDictBase,
+        mask: Tensor,
+        logits_key: NestedKey = "logits",
+        padding_side: str = "left",
+        *,
+        tensordict_out: TensorDictBase | None = None,
+    ) -> "LLMMaskedCategorical":
+        """Return the distribution under a bool mask, one entry a token."""
+        return self._dists(tensordict, padding_side, tensordict_out, logits_key).masked(mask)
+
+    _get_sft_dist = _get_dist_with_prompt_mask
+    _get_rlhf_dist = _get_dist_with_assistant_mask
+    _get_generic_dist = _get_dist_with_attention_mask
+
+    def _dists(
+        self, td: TensorDictBase, side: str, out: TensorDictBase | None, logits_key: NestedKey
+    ) -> "TokenDists":
+        """Return the sequences of td with their tempered logits."""
+        if self.generate:
+            raise NotImplementedError(
+                "a generating policy has no distribution over given tokens; "
+                "use policy.get_new_version(generate=False)"
+            )
+        from policies.wrappers.token_dists import TokenDists
+
+        return TokenDists(
+            self._reader(),
+            self._calls._logits,
+            td,
+            temperature=self._temperature(flat(td)),
+            side=side,
+            out=out,
+            logits_key=logits_key,
+        )
+
+    # The batch queue.
 
     def cleanup_batching(self, flush: bool = False) -> None:
         """Empty the batch queue: with `flush` run what waits, else its callers get an error."""
-        if self._queue is not None:
-            self._queue.cleanup(flush=flush)
+        if self._batched is not None:
+            self._batched.queue.cleanup(flush=flush)
 
     def get_batching_state(self) -> dict[str, Any]:
         """Return the settings of the batch queue and what it holds."""
-        return {"batching_enabled": False} if self._queue is None else self._queue.state()
+        if self._batched is None:
+            return {"batching_enabled": False}
+        return self._batched.queue.state()
 
     # The collector, for transforms that ask for the policy behind an env.
 
@@ -289,3 +603,47 @@ class LLMWrapperBase(
         """Return the key of the tokens: of those sampled, or of those scored."""
         field = "response" if self.generate else "full"
         return [] if self.tokens_key is None else [self._key("tokens", field)]
+
+
+def _check_settings(settings: dict[str, Any], limits: GenerateKwargs) -> None:
+    """Raise ValueError for arguments of a wrapper that do not go together."""
+    mode, generate = settings["input_mode"], settings["generate"]
+    if mode not in ("history", "text", "tokens"):
+        raise ValueError(f"input_mode must be one of history, text, tokens; got {mode!r}")
+    if not isinstance(settings["pad_output"], bool):
+        raise ValueError(f"pad_output must be a boolean, got {settings['pad_output']!r}")
+    if settings["inplace"] not in (True, False, "empty", None):
+        raise ValueError(f"inplace must be True, False or 'empty', got {settings['inplace']!r}")
+    silent = settings["return_log_probs"] is False or settings["log_probs_key"] is None
+    if not generate and silent:
+        raise ValueError(
+            "return_log_probs must be True when generate=False. It is what scoring returns; give "
+            "it a log_probs_key too"
+        )
+    if generate and settings["pad_model_input"] is not None:
+        raise ValueError(
+            "pad_model_input is not supported when generate=True: it is how sequences are scored"
+        )
+    layout = settings["layout"]
+    if layout not in (None, torch.strided, torch.jagged):
+        raise ValueError(f"expected layout torch.strided or torch.jagged, got {layout!r}")
+    if generate:
+        _check_samples(settings, limits)
+
+
+def _check_samples(settings: dict[str, Any], limits: GenerateKwargs) -> None:
+    asked, count = settings["num_samples"], settings["num_samples"] or limits.num_samples
+    if asked is not None and asked < 1:
+        raise ValueError(f"expected num_samples >= 1, got {asked}")
+    if asked is not None and limits.num_samples not in (None, asked):
+        raise ValueError(
+            f"num_samples={asked} differs from generate_kwargs['n']={limits.num_samples}; drop one"
+        )
+    if count is None:
+        return
+    if settings["inplace"] in (True, "empty"):
+        raise ValueError("num_samples changes the batch shape; expected inplace=False (or None)")
+    if count > 1 and limits.temperature == 0:
+        raise ValueError(f"num_samples={count} greedy replies are all the same; raise temperature")
+    if settings["layout"] is not None and not settings["pad_output"]:
+        raise ValueError("nested outputs have one batch dimension; drop num_samples or layout")

@@ -66,7 +66,7 @@ class Talk:
         with self.scorer.precision(), own:
             drawn = sample(
                 self.scorer.model,
-                [torch.tensor(prompt, device=policy.device)],
+                torch.tensor([prompt], device=policy.device),
                 streams=stream,
                 stop=policy.stop,
                 max_new_tokens=policy.max_new_tokens,

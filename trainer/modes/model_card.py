@@ -14,7 +14,7 @@ import yaml
 
 from trainer.modes.evaluate import table_rows
 from trainer.modes.weights import Weights
-from trainer.reports import about
+from trainer.reports.summary import repeat_command
 from trainer.runs.redact import redact
 from trainer.runs.run_files import Run, dig, load_run, read_yaml
 
@@ -72,7 +72,7 @@ def card(run: Run, chosen: Weights, *, name: str, curves: str = "") -> str:
     most = dig(config, "policy", "max_new_tokens") or 64
     settings = ((key, dig(config, *key.split("."))) for key in SHOWN)
     told = [(f"`{key}`", f"`{_placeless(v)}`") for key, v in settings if v is not None]
-    words = [word.partition("=") for word in shlex.split(about.command(run))]
+    words = [word.partition("=") for word in shlex.split(repeat_command(run))]
     command = shlex.join(f"{key}{sign}{_placeless(value)}" for key, sign, value in words)
     parts = [
         f"{_head(base, by)}\n# {name}",

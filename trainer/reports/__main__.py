@@ -1,7 +1,51 @@
-"""python -m trainer.reports <folder>: write report.html or sweep.html again; see report.py."""
+"""Write the pages of runs and sweeps again, from the files in their folders.
 
+python -m trainer.reports <run or sweep folder>                 # its page
+python -m trainer.reports <run or sweep folder> --svg run.svg   # only the picture
+python -m trainer.reports outputs                               # the pages of all runs below
+"""
+
+import argparse
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
-from trainer.reports.report import main
+from policies.cache import write_text
+from trainer.reports.report import run_svg, write_report
+from trainer.reports.sweep_page import sweep_svg, write_sweep
+from trainer.runs.run_files import find_runs
 
-sys.exit(main())
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the report of a run, a sweep or all that lie below a folder; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m trainer.reports", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--svg", type=Path, help="write only the main picture to this file")
+    args = parser.parse_args(arguments)
+    runs, sweeps = find_runs(args.folder)
+    if not runs and not sweeps:
+        print(
+            f"expected a run or sweep folder, got {args.folder} without metrics.jsonl or "
+            "status.json in it: see outputs/ and multirun/",
+            file=sys.stderr,
+        )
+        return 2
+    if args.svg and len(runs) + len(sweeps) > 1:
+        print(f"--svg draws one run or sweep, got {args.folder} with several", file=sys.stderr)
+        return 2
+    try:
+        if args.svg:
+            write_text(args.svg, run_svg(runs[0]) if runs else sweep_svg(sweeps[0]))
+            print(args.svg)
+        else:
+            for path in [*map(write_report, runs), *map(write_sweep, sweeps)]:
+                print(path)
+    except OSError as error:
+        print(f"cannot write the report: {error.strerror}: {args.folder}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

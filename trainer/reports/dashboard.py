@@ -14,9 +14,9 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from policies.extras import EXTRAS
+from policies.optional_packages import EXTRAS
 from trainer.reports.panels import MAIN, MORE, Panel
-from trainer.reports.trackers.mirror import first_line
+from trainer.reports.trackers.jsonl import first_line
 from trainer.runs.redact import redact_text
 from trainer.runs.run_files import ITERATION
 
@@ -69,19 +69,14 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--dry-run", action="store_true", help="print the sections as JSON")
     given = parser.parse_args(words)
     if given.dry_run:
-        drawn = {
-            name: {panel.title: [*panel.metrics] for panel in panels}
-            for name, panels in SECTIONS.items()
-        }
+        drawn = {name: {p.title: [*p.metrics] for p in held} for name, held in SECTIONS.items()}
         print(json.dumps({"x": ITERATION, "sections": drawn}, indent=1))
         return 0
     try:
         print(f"dashboard  {create(given.entity, given.project)}")
-    except ImportError as error:
-        print(f"error: {EXTRAS['wandb_workspaces']} ({error})", file=sys.stderr)
-        return 2
     except Exception as error:  # of the network or of W&B: one line is enough
-        print(f"error: {redact_text(first_line(error))}", file=sys.stderr)
+        missing = f"{EXTRAS['wandb_workspaces']} ({error})" * isinstance(error, ImportError)
+        print(f"error: {missing or redact_text(first_line(error))}", file=sys.stderr)
         return 2
     return 0
 

@@ -1,49 +1,52 @@
 """What a person at the terminal sees: live lines on a terminal, plain lines in a log file.
 
 Reward and KL are the signals of an RL run (its loss hovers around 0), the loss is the one of SFT.
-Ranks other than 0 make it `quiet`. Left out on purpose: colours that alone carry meaning.
+Left out on purpose: colours that alone carry meaning.
 """
 
 import os
 import sys
+import textwrap
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from rich.console import Group
+from rich.console import Console
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.style import Style
 from rich.text import Text
 
 from trainer.observer import Observer
-from trainer.reports import about
-from trainer.reports.text import (
-    Output,
-    duration,
-    lay_out,
-    named,
-    one_line,
-    reply,
-    shown,
-    sparkline,
-    split_of_time,
-)
+from trainer.reports import summary
+from trainer.reports.formats import duration, one_line, printable
+from trainer.runs.failures import silence
 from trainer.runs.run_files import dig, load_run
 
-_REWARD = (("reward/mean", "reward {:z.3f}"),)  # z: no -0.000
-_KL = (("kl/ref_sequence", "KL {:z.3f} nats per reply"),)
-_LOSS = (("loss/total", "loss {:z.4f}"),)
-_EVAL = (("eval/sampled_accuracy", "accuracy {:.2f}"), ("eval/greedy_accuracy", "greedy {:.2f}"))
-_LIVE = (
-    ("kl/ref", "{:z.3f} nats per token"),
-    ("policy/entropy", "entropy {:.3f}"),
-    ("response/length_mean", "length {:.0f}"),
-    ("perf/tokens_per_s", "{:,.0f} tok/s"),
-    ("time/iteration_s", "{:.1f} s"),
-)
+_REWARD = {"reward/mean": "reward {:z.3f}"}  # z: no -0.000
+_LOSS = {"loss/total": "loss {:z.4f}"}
+_KL = {"kl/ref_sequence": "KL {:z.3f} nats per reply"}
+_EVAL = {"eval/sampled_accuracy": "accuracy {:.2f}", "eval/greedy_accuracy": "greedy {:.2f}"}
+_LIVE = {
+    "kl/ref": "{:z.3f} nats per token",
+    "policy/entropy": "entropy {:.3f}",
+    "response/length_mean": "length {:.0f}",
+    "perf/tokens_per_s": "{:,.0f} tok/s",
+    "time/iteration_s": "{:.1f} s",
+}
 _FILES = {"report": "report.html", "metrics": "metrics.jsonl", "model": "model"}
+_BLOCKS = "".join(chr(code) for code in range(0x2581, 0x2589))
+
+
+class Output(Console):
+    """A console that outlives its reader."""
+
+    def on_broken_pipe(self) -> None:
+        """Fall silent: the run goes on."""
+        self.quiet = True
+        silence()
 
 
 class _Evaluation(NamedTuple):
@@ -56,9 +59,9 @@ class _Evaluation(NamedTuple):
 class Display(Observer):
     """Show the progress of a run of `total` iterations.
 
-    `about` is what the header says below the title, a Path as a link; `folder` is the run folder
-    that the last lines name, None where it does not stay. `show_every`: iterations between sample
-    replies; 0 = none. `since`: when the run began (time.time()); None is when the display does.
+    `header` is what stands below the title, a Path as a link; `folder` is the run folder that the
+    last lines name, None where it does not stay. `show_every`: iterations between sample replies;
+    0 = none. `since`: when the run began (time.time()); None is when the display does.
 
     >>> display = Display(2, title="demo", file=sys.stdout)
     >>> display.begin()
@@ -72,184 +75,136 @@ class Display(Observer):
         total: int,
         *,
         title: str = "",
-        about: Mapping[str, str | Path] | None = None,
+        header: Mapping[str, str | Path] | None = None,
         folder: Path | None = None,
         file: TextIO | None = None,
-        quiet: bool = False,
         show_every: int = 0,
         since: float | None = None,
     ) -> None:
         self.show_every = show_every
-        self.total, self.title, self.folder, self.quiet = total, title, folder, quiet
-        self.about = dict(about or {})
-        self.console = Output(file=file or sys.stdout, highlight=False, quiet=quiet)
+        self.total, self.title, self.folder = total, title, folder
+        self.header = dict(header or {})
+        self.console = Output(file=file or sys.stdout, highlight=False)
         self._seconds: deque[float] = deque(maxlen=10)
         self._curve: list[float] = []  # rewards; losses without them
         self._iteration = 0
-        self._latest: dict[str, float] = {}
+        self._latest: Mapping[str, float] = {}
         self._evaluating: _Evaluation | None = None
         self._evaluation_s = 0.0
         self._stopping = False
         self._since = since
         self._began = self._clock = time.monotonic()
         self._live: Live | None = None
-        self._blocks = BarColumn(bar_width=24)
-        self._bar = Progress(
-            TextColumn("{task.description}", markup=False),
-            self._blocks,
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[times]}"),
-        )
-        self._task = self._bar.add_task(title, total=total, times="")
+
+    def resume(self, iteration: int, text: str, *, again: bool, seconds: float) -> None:
+        self._since = time.time() - seconds
+        self._iteration = iteration
+        self.header["resumed"] = text
 
     def begin(self) -> None:
-        """Print the header, and on a terminal start the live lines."""
         self._print(f"{self.title}: {self.total} iterations")
-        width = max((len(name) for name in self.about), default=0)
-        for name, value in self.about.items():
-            self._print(Text(f"  {name:<{width}}  ").append_text(shown(value)))
+        width = max((len(name) for name in self.header), default=0)
+        for name, value in self.header.items():
+            self._print(linked(f"  {name:<{width}}  ", value))
         self._began = self._clock = time.monotonic()
         self._began -= 0.0 if self._since is None else time.time() - self._since
-        if self.console.is_terminal and not self.console.is_dumb_terminal and not self.quiet:
+        if self.console.is_terminal and not self.console.is_dumb_terminal:
             live = Live(get_renderable=self._draw, console=self.console, refresh_per_second=4)
             live.start()
             self._live = live
 
-    def close(self) -> None:
-        """Stop the live lines; their last picture stays."""
-        self._evaluating = None
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
-
-    def resume(self, iteration: int, text: str, *, again: bool, seconds: float) -> None:
-        """Start at an iteration; the header says so, the time counts the earlier starts."""
-        self._since = time.time() - seconds
-        self._iteration = iteration
-        self._bar.update(self._task, completed=iteration)
-        self.about["resumed"] = text
-
     def evaluating(self, what: str, share: float, *, last: bool) -> None:
-        """Show that an evaluation goes on, of which `share` (0 to 1) is done."""
         if self._evaluating is None and self._live is None:
             self._print(f"evaluating {what}")
         since = self._evaluating.since if self._evaluating else time.monotonic()
         self._evaluating = _Evaluation(what, share, since, last)
 
     def log(self, metrics: Mapping[str, float], iteration: int) -> None:
-        """Show the metrics of a finished iteration; 0 is the evaluation before training."""
         now = time.monotonic()
         seconds = metrics.get("time/iteration_s", now - self._clock)
         self._clock, self._iteration = now, iteration
         if self._evaluating is not None:
             self._evaluation_s = now - self._evaluating.since
             self._evaluating = None
-        if "time/iteration_s" in metrics or iteration > 0:
-            self._seconds.append(seconds)
         if iteration:
-            names = ("reward/mean",) if _judged(metrics) else ("loss/total",)
-            self._curve += [metrics[n] for n in names if n in metrics]
+            self._seconds.append(seconds)
+            signal = "reward/mean" if _judged(metrics) else "loss/total"
+            self._curve += [metrics[signal]] if signal in metrics else []
         if self._live is not None:
-            self._bar.update(self._task, completed=iteration)
             self._latest = dict(metrics) if iteration else {}
             self._live.refresh()
         # In a log a hundred lines are enough; evaluations stay in sight everywhere.
         in_log = self._live is None and iteration % max(self.total // 100, 1) == 0
         if in_log or any(name.startswith("eval/") for name in metrics):
-            self._print(self._plain_line(iteration, metrics, seconds))
-
-    def say(self, text: str, *, style: str = "") -> None:
-        """Print one line above the progress, wrapped at words on a terminal."""
-        self.console.print(Text(text, style=style), soft_wrap=not self.console.is_terminal)
+            start, values = "before training", _named(metrics, _EVAL)
+            if iteration:
+                start = f"iteration {iteration}/{self.total}"
+                values = [*_signal(metrics), *_named(metrics, _KL | _EVAL)]
+            took = seconds if iteration else self._evaluation_s
+            parts = [start, *values, f"{took:.1f} s", self._left(iteration)]
+            self._print("  ".join(filter(None, parts)))
 
     def replies(self, rows: Sequence[Mapping[str, Any]], iteration: int, *, kind: str) -> None:
-        """Print what was said in an evaluation, and now and then in training."""
+        """Print a few replies of an evaluation; of training the best and worst, now and then."""
         if kind == "train":
-            self.trained_on(iteration, rows)
-        else:
+            if self.show_every and iteration % self.show_every == 0 and rows:
+                best_and_worst = [rows[0], rows[-1]] if len(rows) > 1 else rows
+                title = f"best and worst reply of iteration {iteration}"
+                self._print_replies(title, best_and_worst, width=240)
+        elif rows:
             when = f"at iteration {iteration}" if kind == "eval" else f"{kind} training"
-            self.samples(f"replies {when}", rows)
+            self._print_replies(f"replies {when}", rows[:3], width=72)
 
-    def samples(
-        self, title: str, rows: Sequence[Mapping[str, Any]], *, most: int = 3, width: int = 72
-    ) -> None:
-        """Print a few prompt -> reply pairs (rows as in transcripts.jsonl), replies in colour."""
-        self._print(title)
-        for row in rows[:most]:
-            reward = row.get("reward")
-            tail = "" if reward is None else f"   [reward {reward:.2f}]"
-            self._print(f"  {one_line(row.get('prompt', ''), width)}")
-            said = Text("    -> ").append_text(reply(row, width)).append(tail)
-            self.console.print(said, soft_wrap=True)
-
-    def trained_on(self, iteration: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Print the best and the worst reply of a batch, every `show_every` iterations."""
-        if self.show_every and iteration % self.show_every == 0 and rows:
-            both = [rows[0], rows[-1]] if len(rows) > 1 else rows
-            self.samples(f"best and worst reply of iteration {iteration}", both, width=240)
+    def say(self, text: str, *, style: str = "") -> None:
+        self.console.print(Text(text, style=style), soft_wrap=not self.console.is_terminal)
 
     def stopping(self) -> None:
         """Say that a stop was asked for; safe in a signal handler, which may not print."""
         self._stopping = True  # the live lines show it at their next refresh
-        if self._live is None and not self.quiet:
+        if self._live is None:
             os.write(2, f"{self._stop_text()}\n".encode())
 
     def end(self, state: str, *, saved: int | None) -> None:
-        """Print what the run came to, or what it has saved and how to go on."""
-        self.close()
+        self._evaluating = None  # the last picture stays: nothing in it goes on
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
         if self.folder is None:
             return
         if state == "finished":
-            self.finish()
+            if words := summary.in_one_line(load_run(self.folder)):
+                self._print(words)
+            for name, file in _FILES.items():
+                self._print(linked(f"{name:<7}  ", Path(self.folder, file)))
+            self._print(f"{'chat':<7}  {summary.resume_command(self.folder, mode='chat')}")
         elif saved is None:
             self._print("nothing is saved: it ended before its first checkpoint")
         else:
-            self._print(f"saved at iteration {saved}; go on with: {about.resume(self.folder)}")
+            command = summary.resume_command(self.folder)
+            self._print(f"saved at iteration {saved}; go on with: {command}")
 
-    def finish(self) -> None:
-        """Print what the run came to and where things are, as the last lines."""
-        assert self.folder is not None
-        if words := about.summary(load_run(self.folder)):
-            self._print(words)
-        for name, file in _FILES.items():
-            self._print(Text(f"{name:<7}  ").append_text(shown(Path(self.folder, file))))
-        self._print(f"{'chat':<7}  {about.resume(self.folder, mode='chat')}")
-
-    def _draw(self) -> Group:
+    def _draw(self) -> Text:
         """Return the live lines; the refresh thread asks for them, so that the times go on."""
-        now, width = time.monotonic(), self.console.width
+        now, width, latest = time.monotonic(), self.console.width, self._latest
+        unicode = self.console.encoding.lower().startswith("utf")
         times = ", ".join(filter(None, [duration(now - self._began), self._left(self._iteration)]))
-        rest = width - len(f"{self.title} {self.total}/{self.total} {times}") - 2
-        self._blocks.bar_width = min(max(rest, 4), 24)
-        self._bar.update(self._task, times=times)
-        lines = lay_out(self._live_values(), width)
+        told = f"{self._iteration}/{self.total} {times}"
+        size = min(max(width - len(f"{self.title} {told}") - 2, 4), 24)
+        done = size * self._iteration // max(self.total, 1)
+        full, empty = "\u2588\u2591" if unicode else "#-"
+        values = [*_signal(latest), *_named(latest, _KL | _LIVE), split_of_time(latest)]
+        if len(self._curve) > 1:
+            values.insert(0, sparkline(self._curve, unicode=unicode))
+        # no line breaks inside of a value: a no-break space is none to textwrap
+        joined = "  ".join(value.replace(" ", "\xa0") for value in values if value)
+        lines = [f"{self.title} {full * done}{empty * (size - done)} {told}"]
+        lines += [line.replace("\xa0", " ") for line in textwrap.wrap(joined, width)]
         going = self._evaluating  # once: the other thread may end it meanwhile
         if going is not None:
             since = duration(now - going.since)
             lines.append(f"evaluating {going.what}: {going.share:.0%}, {since}")
-        if self._stopping:
-            lines.append(self._stop_text())
-        shown = [Text(line, no_wrap=True, overflow="ellipsis") for line in lines]
-        return Group(self._bar, *shown)
-
-    def _plain_line(self, iteration: int, metrics: Mapping[str, float], seconds: float) -> str:
-        if iteration == 0:
-            values = [*named(metrics, _EVAL), f"{self._evaluation_s:.1f} s"]
-            return "  ".join(["before training", *values])
-        values = [*_signal(metrics), *named(metrics, (*_KL, *_EVAL)), f"{seconds:.1f} s"]
-        parts = [f"iteration {iteration}/{self.total}", *values, self._left(iteration)]
-        return "  ".join(filter(None, parts))
-
-    def _live_values(self) -> list[str]:
-        latest = self._latest
-        values = [*_signal(latest), *named(latest, (*_KL, *_LIVE)), split_of_time(latest)]
-        if len(self._curve) > 1:
-            values.insert(0, sparkline(self._curve, unicode=self._unicode))
-        return values
-
-    @property
-    def _unicode(self) -> bool:
-        return self.console.encoding.lower().startswith("utf")
+        lines += [self._stop_text()] * self._stopping
+        return Text("\n".join(lines), no_wrap=True, overflow="ellipsis")
 
     def _left(self, iteration: int) -> str:
         """Return the time left; the last evaluation takes as long as the one before."""
@@ -264,21 +219,27 @@ class Display(Observer):
         what = "ending with this evaluation" if last else "stopping at the next safe point"
         return f"{what}; Ctrl-C again stops at once"
 
+    def _print_replies(self, title: str, rows: Sequence[Mapping[str, Any]], *, width: int) -> None:
+        """Print prompts and replies (rows of transcripts.jsonl), sampled tokens in colour."""
+        self._print(title)
+        for row in rows:
+            self._print(f"  {one_line(row.get('prompt', ''), width)}")
+            pieces = row.get("pieces") or {}
+            texts = pieces.get("text") or [row.get("response", "")]
+            said = Text()
+            for text, value in zip(
+                texts, pieces.get("log_prob") or [0.0] * len(texts), strict=True
+            ):
+                said.append(printable(text), style="dim" if value is None else "cyan")
+            if len(said) > width:
+                said = said[: width - 3].append("...")
+            reward = row.get("reward")
+            tail = "" if reward is None else f"   [reward {reward:.2f}]"
+            self._print(Text("    -> ").append_text(said).append(tail))
+
     def _print(self, text: str | Text) -> None:
         # soft_wrap: paths stay in one piece; Text: a reply's [brackets] are no markup
         self.console.print(text if isinstance(text, Text) else Text(text), soft_wrap=True)
-
-
-def _judged(metrics: Mapping[str, float]) -> bool:
-    """Return whether replies were to be rewarded, also if all of them were dropped."""
-    return "reward/mean" in metrics or "reward/dropped_fraction" in metrics
-
-
-def _signal(metrics: Mapping[str, float]) -> list[str]:
-    """Return the reward, none if all replies were dropped, or the loss of SFT."""
-    if not _judged(metrics):
-        return named(metrics, _LOSS)
-    return named(metrics, _REWARD) or ["reward none"]
 
 
 def show_run(runtime: Any, total: int) -> Display:
@@ -292,14 +253,65 @@ def show_run(runtime: Any, total: int) -> Display:
     name, kept = dig(run.config, "policy", "model"), run.config.get("kept_in")
     header: dict[str, str | Path] = {"model": f"{name} ({origin}, sha256 {sha[:12]})"}
     header |= {"kept in": str(kept)} if kept else {"report": folder / _FILES["report"]}
-    place = None if kept else folder
-    every = dig(run.config, "trainer", "show_every") or 0
     return Display(
         total,
         title=run.experiment,
-        about=header,
-        folder=place,
-        quiet=not runtime.is_main,
-        show_every=every,
+        header=header,
+        folder=None if kept else folder,
+        show_every=dig(run.config, "trainer", "show_every") or 0,
         since=runtime.started,
     )
+
+
+def linked(name: str, value: str | Path) -> Text:
+    """Return a name and a text, or a path that a click opens where the terminal can (OSC 8)."""
+    link = value.absolute().as_uri() if isinstance(value, Path) else None
+    return Text(name).append(str(value), style=Style(link=link) if link else "")
+
+
+def sparkline(values: Sequence[float], *, most: int = 24, unicode: bool = True) -> str:
+    """Draw values as a row of bars from their lowest to their highest.
+
+    More than `most` values are averaged to as many, so that the row is always the whole of them.
+
+    >>> sparkline([0, 1, 2], unicode=False), sparkline([0, 0, 1, 3, 4, 4], most=3, unicode=False)
+    ('.=#', '.=#')
+    """
+    levels = _BLOCKS if unicode else ".:-=+*#"
+    finite = [v for v in values if abs(v) < float("inf")]
+    count = len(finite)
+    edges = [i * count // min(count, most) for i in range(min(count, most) + 1)] if finite else []
+    means = [sum(finite[a:b]) / (b - a) for a, b in pairwise(edges)]
+    lo, hi = min(means, default=0.0), max(means, default=0.0)
+    return "".join(levels[round((v - lo) / (hi - lo or 1.0) * (len(levels) - 1))] for v in means)
+
+
+def split_of_time(metrics: Mapping[str, float]) -> str:
+    """Return which share of an iteration each phase of at least 1 % took.
+
+    >>> split_of_time({"time/iteration_s": 4.0, "time/collect_s": 3.0, "time/update_s": 1.0})
+    'collect 75% update 25%'
+    """
+    whole = metrics.get("time/iteration_s", 0.0)
+    return " ".join(
+        f"{name.removeprefix('time/').removesuffix('_s')} {value / whole:.0%}"
+        for name, value in metrics.items()
+        if name.startswith("time/") and name != "time/iteration_s" and value >= whole / 100 > 0
+    )
+
+
+def _named(metrics: Mapping[str, float], forms: Mapping[str, str]) -> list[str]:
+    """Format those metrics of `forms` that are there."""
+    return [form.format(metrics[name]) for name, form in forms.items() if name in metrics]
+
+
+def _judged(metrics: Mapping[str, float]) -> bool:
+    """Return whether replies were to be rewarded, also if all of them were dropped."""
+    return "reward/mean" in metrics or "reward/dropped_fraction" in metrics
+
+
+def _signal(metrics: Mapping[str, float]) -> list[str]:
+    """Return the reward, none if all replies were dropped, or the loss of SFT."""
+    if not _judged(metrics):
+        return _named(metrics, _LOSS)
+    return _named(metrics, _REWARD) or ["reward none"]

@@ -4,157 +4,132 @@ Of the best, the median and the worst reply of the latest iteration every token 
 KL (background) and its advantage (underline); texts that were not sampled stay uncoloured.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.reports import page, svg
+from trainer.reports.formats import escape, short
 from trainer.runs.run_files import number, read_lines
 
 PAIRS = 6
 SIDE = 3  # so many of the best and of the worst
 STRONGEST = 0.5  # opacity of the background: text on it keeps a contrast of 4.5
+Reply = dict[str, Any]  # a row of transcripts.jsonl
 
 
-def replies(folder: Path) -> list[str]:
+def sections(folder: Path) -> list[str]:
     """Return the sections (HTML) of a run's transcripts.jsonl."""
     rows = read_lines(folder / "transcripts.jsonl", most=2**21)
     train = [r for r in rows if r.get("kind") == "train"]
     latest = max((number(r.get("iteration")) or 0 for r in train), default=0)
-    parts = _latest([r for r in train if r.get("iteration") == latest], latest)
-    parts += _before_and_after(rows)
+    parts = [*_latest([r for r in train if r.get("iteration") == latest], latest), *_held_out(rows)]
     return ["<h2>Replies</h2>", *parts] if parts else []
 
 
-def _latest(rows: Sequence[dict[str, Any]], iteration: float) -> list[str]:
-    """Draw the replies of one iteration: three token by token, the rest as cards."""
-    ranked = _ranked(rows)
-    full = [r for r in ranked if _pieces(r)]
-    parts = [_heat(full, iteration)] if full else []
-    rest = [r for r in ranked if not _pieces(r)]
-    shown = rest if len(rest) <= 2 * SIDE else [*rest[:SIDE], *rest[-SIDE:]]
-    cards = [_card(r.get("prompt"), [("", r)]) for r in shown]
-    which = "Others of this iteration" if full else f"Latest replies: iteration {iteration:g}"
-    return parts + ([f"<h3>{which}, the best first</h3>{_cards(cards)}"] if cards else [])
-
-
-def _before_and_after(rows: Sequence[dict[str, Any]]) -> list[str]:
-    before = {r.get("prompt"): r for r in rows if r.get("kind") == "before"}
-    after = {r.get("prompt"): r for r in rows if r.get("kind") == "after"}
-    prompts = [p for p in before if p in after] or list(before) or list(after)
-    pairs = [
-        _card(p, [("before", before.get(p)), ("after", after.get(p))]) for p in prompts[:PAIRS]
-    ]
-    when = [name for name, held in (("Before", before), ("after", after)) if held]
-    title = f"{' and '.join(when).capitalize()} training, on held-out prompts"
-    return [f"<h3>{title}</h3>{_cards(pairs)}"] if pairs else []
-
-
-def _ranked(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Sort by reward, the best first, each prompt and reply once, with its tokens if it has any."""
-    once: dict[tuple[Any, Any], dict[str, Any]] = {}
-    for row in sorted(rows, key=_pieces, reverse=True):  # a stable sort
+def _latest(rows: Sequence[Reply], iteration: float) -> Iterator[str]:
+    """Draw the replies of an iteration, the best first: three token by token, others as cards."""
+    once: dict[tuple[Any, Any], Reply] = {}  # each prompt and reply, with its tokens if it has any
+    for row in sorted(rows, key=_has_tokens, reverse=True):
         once.setdefault((row.get("prompt"), row.get("response")), row)
-    return sorted(once.values(), key=lambda r: -(number(r.get("reward")) or 0.0))
+    ranked = sorted(once.values(), key=lambda r: -(number(r.get("reward")) or 0.0))
+    full = [r for r in ranked if _has_tokens(r)]
+    rest = [r for r in ranked if not _has_tokens(r)]
+    if full:
+        most = {key: _full_colour(full, key) for key in ("kl", "advantage")}
+        cards = [_card(r, [(str(r.get("rank") or ""), r)], most) for r in full]
+        short_ones = all(len(str(r.get("response"))) < 300 for r in full)
+        yield f"<h3>Token by token: iteration {iteration:g}</h3>" + _legend(most["kl"])
+        yield _grid(cards) if short_ones else "".join(cards)
+    if rest:
+        which = "Others of this iteration" if full else f"Latest replies: iteration {iteration:g}"
+        shown = rest if len(rest) <= 2 * SIDE else [*rest[:SIDE], *rest[-SIDE:]]
+        yield f"<h3>{which}, the best first</h3>" + _grid([_card(r, [("", r)]) for r in shown])
 
 
-def _heat(rows: Sequence[dict[str, Any]], iteration: float) -> str:
-    """Draw replies token by token, on one scale."""
-    most = {
-        key: max(_high(abs(v) for row in rows for v in _values(row, key)), 1e-3)
-        for key in ("kl", "advantage")
+def _held_out(rows: Sequence[Reply]) -> Iterator[str]:
+    """Draw what was said to held-out prompts before and after training."""
+    said = {
+        kind: {r.get("prompt"): r for r in rows if r.get("kind") == kind}
+        for kind in ("before", "after")
     }
-    cards = []
-    for row in rows:
-        about = page.escape(_about(row, str(row.get("rank") or "")))
-        text = "".join(_tokens(row["pieces"], most))
-        cut = row["pieces"].get("left_out")
-        text += f"<i> ... {cut:g} more tokens</i>" if number(cut) else ""
-        cards.append(
-            f'<div class="card"><div class="prompt">{page.escape(row.get("prompt"))}</div>'
-            f'<div class="reply heat">{text}</div><div class="facts">{about}</div></div>'
-        )
-    title = f"<h3>Token by token: iteration {iteration:g}</h3>"
-    short = all(len(str(row.get("response"))) < 300 for row in rows)
-    return title + _legend(most, rows) + (_cards(cards) if short else "".join(cards))
+    there = [kind for kind, held in said.items() if held]
+    if there:
+        both = [p for p in said[there[0]] if p in said[there[-1]]] or list(said[there[0]])
+        pairs = [[(kind, said[kind][p]) for kind in there if p in said[kind]] for p in both[:PAIRS]]
+        title = f"{' and '.join(there).capitalize()} training, on held-out prompts"
+        yield f"<h3>{title}</h3>" + _grid([_card(pair[0][1], pair) for pair in pairs])
 
 
-def _legend(most: dict[str, float], rows: Sequence[dict[str, Any]]) -> str:
-    """Explain the colours that occur."""
-    entries = []
-    if any(_values(row, "kl") for row in rows):
-        strong = f"full colour: {svg.short(most['kl'])} nats per token"
-        entries += [
-            f'<u class="m" style="--k:{STRONGEST}">likelier</u>than under the reference ({strong})',
-            f'<u class="l" style="--k:{STRONGEST}">less likely</u>than under the reference',
-        ]
-    advantages = [v for row in rows for v in _values(row, "advantage")]
-    if any(v > 0 for v in advantages):
-        entries.append('<u class="u" style="--a:1">advantage above 0</u>made likelier')
-    if any(v < 0 for v in advantages):
-        entries.append('<u class="d" style="--a:1">advantage below 0</u>made less likely')
+def _grid(cards: Sequence[str]) -> str:
+    return f'<div class="pairs">{"".join(cards)}</div>'
+
+
+def _card(
+    row: Reply, replies: Sequence[tuple[str, Reply]], most: dict[str, float] | None = None
+) -> str:
+    """Draw a prompt and what was replied; with `most` (the scale of the colours) its tokens."""
+    parts = [f'<div class="prompt">{escape(row.get("prompt"))}</div>']
+    for name, said in replies:
+        text = "".join(_tokens(said["pieces"], most)) if most else escape(said.get("response"))
+        parts.append(f'<div class="reply{" heat" if most else ""}">{text}</div>')
+        parts.append(f'<div class="facts">{escape(_numbers(said, name))}</div>')
+    return f'<div class="card">{"".join(parts)}</div>'
+
+
+def _numbers(row: Reply, name: str) -> str:
+    """Return the line below a reply."""
+    named = [("reward", "reward", ""), ("kl", "KL", " nats"), ("advantage", "advantage", "")]
+    values = [(title, number(row.get(key)), unit) for key, title, unit in named]
+    texts = [f"{title} {short(value)}{unit}" for title, value, unit in values if value is not None]
+    return " \u00b7 ".join([*[name] * bool(name), *texts, *["cut"] * bool(row.get("truncated"))])
+
+
+def _legend(full: float) -> str:
+    """Explain the colours; `full` is the KL of the strongest."""
+    entries = (
+        f'<u class="m" style="--k:{STRONGEST}">likelier</u>than under the reference '
+        f"(full colour: {short(full)} nats per token)",
+        f'<u class="l" style="--k:{STRONGEST}">less likely</u>than under the reference',
+        '<u class="u" style="--a:1">advantage above 0</u>made likelier',
+        '<u class="d" style="--a:1">advantage below 0</u>made less likely',
+    )
     return f'<p class="legend heat">{"".join(f"<span>{e}</span>" for e in entries)}</p>'
 
 
-def _tokens(pieces: dict[str, Any], most: dict[str, float]) -> Iterable[str]:
+def _tokens(pieces: Reply, most: dict[str, float]) -> Iterable[str]:
+    """Draw each token in the colour of its KL, underlined by its advantage."""
     columns = [pieces.get(key) or [] for key in ("kl", "advantage", "log_prob")]
     for i, text in enumerate(pieces["text"]):
         kl, advantage, log_prob = (number(c[i]) if i < len(c) else None for c in columns)
-        shown = page.escape(text).replace("\n", "\u21b5\n")
+        drawn = escape(text).replace("\n", "\u21b5\n")
         if log_prob is None:  # not sampled
-            yield f"<i>{shown}</i>"
+            yield f"<i>{drawn}</i>"
             continue
         named = (("log-prob", log_prob), ("KL", kl), ("advantage", advantage))
-        tip = ", ".join(f"{name} {svg.short(v)}" for name, v in named if v is not None)
+        tip = ", ".join(f"{name} {short(v)}" for name, v in named if v is not None)
         styles, classes = [], []
         for value, key, signs, name, full in (
-            (kl, "kl", "ml", "k", STRONGEST),
-            (advantage, "advantage", "ud", "a", 1.0),
+            (kl or 0.0, "kl", "ml", "k", STRONGEST),
+            (advantage or 0.0, "advantage", "ud", "a", 1.0),
         ):
-            strength = min(abs(value or 0.0) / most[key], 1.0) * full
+            strength = min(abs(value) / most[key], 1.0) * full
             if strength >= 0.01:
-                classes.append(signs[(value or 0.0) < 0])
+                classes.append(signs[value < 0])
                 styles.append(f"--{name}:{strength:.2f}")
         look = f' class="{" ".join(classes)}" style="{";".join(styles)}"' if classes else ""
-        yield f'<u{look} title="{tip}">{shown}</u>'
+        yield f'<u{look} title="{tip}">{drawn}</u>'
+    if cut := number(pieces.get("left_out")):
+        yield f"<i> ... {cut:g} more tokens</i>"
 
 
-def _pieces(row: dict[str, Any]) -> bool:
+def _has_tokens(row: Reply) -> bool:
     pieces = row.get("pieces")
     return isinstance(pieces, dict) and isinstance(pieces.get("text"), list)
 
 
-def _values(row: dict[str, Any], key: str) -> list[float]:
-    found = row["pieces"].get(key)
-    values = found if isinstance(found, list) else []
-    return [v for v in map(number, values) if v is not None]
-
-
-def _high(values: Iterable[float]) -> float:
+def _full_colour(rows: Sequence[Reply], key: str) -> float:
     """Return what all but the largest twentieth lie below: one outlier must not pale the rest."""
-    ordered = sorted(values)
-    return ordered[int(0.95 * (len(ordered) - 1))] if ordered else 0.0
-
-
-def _cards(cards: Sequence[str]) -> str:
-    return f'<div class="pairs">{"".join(cards)}</div>'
-
-
-def _card(prompt: object, shown: Sequence[tuple[str, dict[str, Any] | None]]) -> str:
-    parts = [f'<div class="prompt">{page.escape(prompt)}</div>']
-    for name, row in shown:
-        if row is not None:
-            parts.append(f'<div class="reply">{page.escape(row.get("response"))}</div>')
-            parts.append(f'<div class="facts">{page.escape(_about(row, name))}</div>')
-    return f'<div class="card">{"".join(parts)}</div>'
-
-
-def _about(row: dict[str, Any], name: str) -> str:
-    """Return the line below a reply."""
-    named = [("reward", "reward", ""), ("kl", "KL", " nats"), ("advantage", "advantage", "")]
-    values = [(title, number(row.get(key)), unit) for key, title, unit in named]
-    texts = [
-        f"{title} {svg.short(value)}{unit}" for title, value, unit in values if value is not None
-    ]
-    texts += ["cut"] * bool(row.get("truncated"))
-    return " \u00b7 ".join([name] * bool(name) + texts)
+    columns = [row["pieces"].get(key) for row in rows]
+    values = [number(v) for column in columns if isinstance(column, list) for v in column]
+    sizes = sorted(abs(v) for v in values if v is not None)
+    return max(sizes[int(0.95 * (len(sizes) - 1))] if sizes else 0.0, 1e-3)

@@ -1,34 +1,26 @@
 """report.html: what a run did, in one page that opens anywhere; of a running one, what it does.
 
-    python -m trainer.reports <run or sweep folder>                 # write it (again)
-    python -m trainer.reports <run or sweep folder> --svg run.svg   # only the picture
-    python -m trainer.reports outputs                               # those of all runs below
-
-Built from the files of the folder alone, at any time, torch-free. Charts of metrics that a run
-does not log are left out, so SFT and RL runs share it. A run writes its page again and again
-(`LiveReport`), and the page of a run that is going on reloads itself.
+Built from the files of the folder alone, at any time (`python -m trainer.reports`), torch-free.
+Charts of metrics that a run does not log are left out, so SFT and RL runs share it.
 """
 
-import argparse
-import logging
-import shlex
-import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from policies.cache import write_text
-from trainer.observer import Observer
-from trainer.reports import about, page, panels, svg
-from trainer.reports.replies import replies
+from trainer.reports import markup, panels, summary
+from trainer.reports.chart import standalone
+from trainer.reports.formats import escape
+from trainer.reports.replies import sections
+from trainer.reports.sweep import PLACES
 from trainer.runs.redact import redact
-from trainer.runs.run_files import Run, find_runs, load_run
+from trainer.runs.run_files import Run, dig, load_run
 
-log = logging.getLogger(__name__)
 PICTURE = ("Reward", "KL to the reference", "Accuracy on held-out prompts", "Loss")
-SECONDS, SHARE = 5.0, 0.02  # the least time from page to page; what pages may take of a run's time
+LEVELS = ("error", "warn", "info")
 
 
 def write_report(folder: str | Path) -> Path:
@@ -36,62 +28,9 @@ def write_report(folder: str | Path) -> Path:
     run = load_run(folder)
     path = run.folder / "report.html"
     patience = max(120.0, 5 * (run.last_ten_mean("time/iteration_s") or 0.0))
-    text = page.page(
-        f"{run.experiment} - leash",
-        _body(run),
-        patience=patience if run.state == "running" else None,
-    )
-    write_text(path, text)
+    going = run.state == "running"
+    write_text(path, markup.page(run.experiment, _body(run), patience=patience if going else None))
     return path
-
-
-class LiveReport(Observer):
-    """Write a run's page again while it goes on, every SECONDS and in at most a SHARE of its time.
-
-    `quiet`: write none, as other ranks than 0. `write`: what writes the page of a folder; None is
-    `write_report`.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        quiet: bool = False,
-        write: Callable[[Path], Path] | None = None,
-    ) -> None:
-        self.folder, self.write = folder, write
-        self.due = float("inf") if quiet else 0.0  # of time.monotonic()
-
-    def begin(self) -> None:
-        """Write the first page."""
-        self.refresh()
-
-    def evaluating(self, what: str, share: float, *, last: bool) -> None:
-        """Keep the page alive: one that stands still says that the run is dead."""
-        self.refresh()
-
-    def log(self, metrics: Mapping[str, float], iteration: int) -> None:
-        """Write the page if it is time to; the first curves at once."""
-        self.refresh(now=iteration <= 1)
-
-    def end(self, state: str, *, saved: int | None) -> None:
-        """Write the last page."""
-        write_report(self.folder)
-
-    def refresh(self, *, now: bool = False) -> bool:
-        """Write the page if it is time to, or `now`; return whether it was written."""
-        start = time.monotonic()
-        if start < self.due and not (now and self.due < float("inf")):
-            return False
-        try:
-            (self.write or write_report)(self.folder)
-        except Exception as error:  # a page must never end a training run
-            log.warning("no more live report: %s: %s", type(error).__name__, error)
-            self.due = float("inf")
-            return False
-        end = time.monotonic()
-        self.due = end + max(SECONDS, (end - start) / SHARE)
-        return True
 
 
 def run_svg(folder: str | Path) -> str:
@@ -101,89 +40,127 @@ def run_svg(folder: str | Path) -> str:
     shown = [chart for chart in drawn if chart][:2]
     if not shown:
         raise ValueError(f"expected metrics in {run.folder}/metrics.jsonl, got none to draw")
-    return svg.standalone(shown, width=360, height=220)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the report of a run, a sweep or all that lie below a folder; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m trainer.reports", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--svg", type=Path, help="write only the main picture to this file")
-    args = parser.parse_args(arguments)
-    from trainer.reports import sweep
-
-    runs, sweeps = find_runs(args.folder)
-    if not runs and not sweeps:
-        print(
-            f"expected a run or sweep folder, got {args.folder} without metrics.jsonl or "
-            "status.json in it: see outputs/ and multirun/",
-            file=sys.stderr,
-        )
-        return 2
-    if not args.svg:
-        try:
-            for path in [*map(write_report, runs), *map(sweep.write_sweep, sweeps)]:
-                print(path)
-        except OSError as error:
-            print(f"cannot write the report: {error.strerror}: {args.folder}", file=sys.stderr)
-            return 2
-        return 0
-    if len(runs) + len(sweeps) > 1:
-        print(f"--svg draws one run or sweep, got {args.folder} with several", file=sys.stderr)
-        return 2
-    text = run_svg(runs[0]) if runs else sweep.frontier_svg(sweep.read_rows(sweeps[0]))
-    write_text(args.svg, text)
-    print(args.svg)
-    return 0
+    return standalone(shown, width=360, height=220)
 
 
 def _body(run: Run) -> list[str]:
     more = panels.figures([*panels.MORE, *panels.others(run)], run)
     config = yaml.safe_dump(redact(run.config), sort_keys=False, width=100) if run.config else ""
-    changes = about.changes(run)
-    wrong, explained = about.notes(run)
+    changes = _changes(run)
+    wrong, explained = _notes(run)
+    curves = markup.charts(panels.figures(panels.MAIN, run), title="Curves")
+    early = (
+        '<p class="muted">The first curves come after iteration 1; this page reloads itself.</p>'
+    )
     return [
-        page.heading(run.experiment, run.state),
+        f"<h1>{escape(run.experiment)}{markup.badge(run.state)}</h1>",
         *_notices(run),
         wrong,
-        page.tiles(about.tiles(run)),
+        markup.tiles(summary.tiles(run)),
         explained,
-        page.facts(about.commands(run)),
-        _curves(run),
-        page.folded("More curves", page.charts(more)),
-        *replies(run.folder),
-        f"<h2>Environment</h2>{page.facts(about.environment(run))}",
+        markup.facts(_commands(run)),
+        curves or early * (run.state == "running"),
+        markup.folded("More curves", markup.charts(more)),
+        *sections(run.folder),
+        f"<h2>Environment</h2>{markup.facts(_environment(run))}",
         f"<h2>Configuration</h2>{changes}" if changes else "",
-        page.folded("Whole configuration", page.block(config)),
+        markup.folded("Whole configuration", f"<pre>{escape(config)}</pre>" if config else ""),
     ]
 
 
-def _curves(run: Run) -> str:
-    """Draw the main curves, or say when they come."""
-    drawn = page.charts(panels.figures(panels.MAIN, run), title="Curves")
-    if drawn or run.state != "running":
-        return drawn
-    return '<p class="muted">The first curves come after iteration 1; this page reloads itself.</p>'
-
-
-def _notices(run: Run) -> list[str]:
+def _notices(run: Run) -> Iterator[str]:
     """Say why a run ended, or what to do about one that seems to have."""
     reason, state = run.status.get("reason"), run.state
     if state == "killed":
         reason = "its process is gone and left no reason: killed, or out of memory"
-    told = (
-        f'<p class="{page.look(state)}"><b>{page.escape(reason)}</b>{_traceback(run)}</p>'
-        if reason
-        else ""
-    )
-    resumed = run.status.get("resumed")
-    since = f'<p class="muted">resumed {page.escape(resumed)}</p>' if resumed else ""
-    again = page.command(f"python -m trainer.reports {shlex.quote(str(run.folder.resolve()))}")
-    return [told, since, page.stale(again) if state == "running" else ""]
+    if reason:  # the files of the ranks that failed lie beside the page
+        files = sorted((run.folder / "errors").glob("rank*.txt")) if state == "failed" else []
+        links = "".join(f' <a href="errors/{f.name}">errors/{f.name}</a>' for f in files)
+        yield f'<p class="{markup.look(state)}"><b>{escape(reason)}</b>{links}</p>'
+    if resumed := run.status.get("resumed"):
+        yield f'<p class="muted">resumed {escape(resumed)}</p>'
+    if state == "running":
+        yield markup.stale(run.folder)
 
 
-def _traceback(run: Run) -> str:
-    """Link the files of the ranks that failed; they lie beside the page."""
-    files = sorted((run.folder / "errors").glob("rank*.txt")) if run.state == "failed" else []
-    return "".join(f' <a href="errors/{f.name}">errors/{f.name}</a>' for f in files)
+def _notes(run: Run) -> tuple[str, str]:
+    """Draw what the run said about itself (diagnosis.py): what is wrong, what explains.
+
+    What explains is folded once the run is over.
+    """
+    found = run.status.get("notes")
+    notes = [note for note in found if isinstance(note, dict)] if isinstance(found, list) else []
+    by_level = dict.fromkeys(LEVELS, "")
+    for note in notes:
+        over, level = note.get("until"), str(note.get("level"))
+        when = f"iteration {note.get('iteration')}" + (f" to {over}" if over is not None else "")
+        level = level if level in LEVELS else "info"
+        by_level[level] += (
+            f'<p class="note {level}"><b>{escape(note.get("title"))}</b> '
+            f'<span class="muted">{escape(when)}</span><br>{escape(note.get("text"))}</p>'
+        )
+    explained = by_level["info"]
+    if run.state != "running":
+        explained = markup.folded("What the run explained", explained)
+    return by_level["error"] + by_level["warn"], explained
+
+
+def _commands(run: Run) -> dict[str, str]:
+    """Return how to repeat a run, to talk to a finished one, to go on with another; HTML."""
+    told = {"repeat": summary.repeat_command(run)}
+    if run.state == "finished":
+        told["chat"] = summary.resume_command(run.folder, mode="chat")
+    elif run.state != "running":
+        told["go on"] = summary.resume_command(run.folder)
+    return {name: markup.command(text, copy=True) for name, text in told.items() if text}
+
+
+def _environment(run: Run) -> dict[str, str]:
+    """Return the folder, the model and the machine; HTML."""
+    out = {"folder": f"<code>{escape(run.folder.resolve())}</code>"}
+    if run.status.get("model"):
+        keys = ("name", "origin", "sha256")
+        name, origin, sha = (escape(dig(run.status, "model", key) or "?") for key in keys)
+        out["model"] = f"{name} <span class=muted>from {origin}</span>"
+        out["sha256"] = f"<code>{sha}</code>"
+    machine = run.status.get("machine")
+    if isinstance(machine, dict):
+        out["machine"] = escape(", ".join(f"{name} {value}" for name, value in machine.items()))
+    return out
+
+
+def _changes(run: Run) -> str:
+    """Draw a table of what the run and its experiment changed, "" if nothing is known of it.
+
+    Keys that follow another (`${kl.where}`) are left out: the other one is there.
+    """
+    theirs, leash = run.defaults.get("experiment"), run.defaults.get("leash")
+    if not (run.config and isinstance(theirs, dict) and isinstance(leash, dict)):
+        return ""
+    known = {**dict(_leaves(leash)), **dict(_leaves(theirs))}
+    derived = tuple(f"{key}." for key, value in known.items() if str(value).startswith("${"))
+    flat = [dict(_leaves(redact(node))) for node in (leash, theirs, run.config)]
+    asked_by_hand, by_experiment = [], []
+    for key in dict.fromkeys(key for node in flat for key in node):
+        # left out: another algorithm's keys, places, what follows another key
+        if key not in flat[2] or key in PLACES or f"{key}.".startswith(derived):
+            continue
+        values = ["null" if node.get(key, "") is None else str(node.get(key, "")) for node in flat]
+        if values[1].startswith("experiment:"):
+            values[2] = values[1]  # its folder is above
+        cells = [escape(text) for text in (key, *values)]
+        if values[2] != values[1]:
+            asked_by_hand.append([*cells[:3], f"<b>{cells[3]}</b>"])
+        elif values[1] != values[0]:
+            by_experiment.append(cells)
+    rows = [*asked_by_hand, *by_experiment]
+    head = ("key", "default", f"experiment {run.experiment}", "this run")
+    return markup.table(head, rows) if rows else ""
+
+
+def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(node, dict) and node:
+        for key, value in node.items():
+            yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, node

@@ -1,38 +1,37 @@
-"""The page of a sweep: the frontier, a table of the jobs, their curves over each other."""
+"""sweep.html: the jobs of a sweep as a picture, a table and curves over each other.
+
+The picture is reward against KL, a point per setting, bars from the lowest to the highest seed. The
+line joins the Pareto points, those that no other beats in both; a setting without a finished job is
+on no line. The KL axis is a square-root scale, as in Gao et al. 2022 (Scaling Laws for Reward Model
+Overoptimization, arXiv:2210.10760), where a distance is the root of a KL.
+"""
 
 import math
-import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 from urllib.parse import quote
 
-from trainer.reports import charts, page, svg
-from trainer.reports.about import task_reward
-from trainer.reports.frontier import AVERAGED, frontier
-from trainer.reports.jobs import Row, Setting, best, grouped, labels, points, settings, varying
-from trainer.reports.panels import MAIN
-from trainer.reports.text import duration, one_line
-from trainer.runs.run_files import Run, dig, number
-
-_OVERLAYS = (  # each under the title and with the unit of its panel
-    "reward/raw_mean",
-    "kl/ref_sequence",
-    "eval/sampled_accuracy",
-    "policy/entropy",
-    "response/length_mean",
-    "loss/total",
+from policies.cache import write_text
+from trainer.reports import markup, summary
+from trainer.reports.chart import Axis, Chart, Series, line_chart, standalone, text_width
+from trainer.reports.formats import duration, escape, short
+from trainer.reports.panels import MAIN, figure
+from trainer.reports.sweep_jobs import (
+    REWARD,
+    Job,
+    Setting,
+    Sweep,
+    as_csv,
+    best,
+    grouped,
+    load_sweep,
+    varying,
 )
-COLUMNS = {  # metric or state: field of Row
-    "state": "state",
-    "objective": "objective",
-    "eval/sampled_accuracy": "accuracy",
-    "reward/raw_mean": "reward",
-    "kl/ref_sequence": "kl",
-    "kl/coeff": "coeff",
-    "progress/iteration": "iteration",
-    "iterations_averaged": "averaged",
-}
+from trainer.runs.run_files import dig, number
+
+AVERAGED = "last ten iterations, at most a quarter of all"
 OBJECTIVES = {  # in the order in which a run takes them
     "eval/sampled_accuracy": "held-out accuracy, sampled",
     "eval/greedy_accuracy": "held-out accuracy, greedy",
@@ -40,220 +39,215 @@ OBJECTIVES = {  # in the order in which a run takes them
     "loss/total": "minus the loss of the last iteration",
 }
 GOING = ("running", "starting")
-MOST = 20  # settings that the terminal lists
+PATIENCE = 300.0  # seconds; a page that is older may be called stale
+Box = tuple[float, float, float, float]  # left, top, right, bottom, in pixels
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """What the page is of. `left`: jobs that have not begun; `live`: whether the sweep goes on.
-
-    `live` is None where nobody wrote it down, as of a search by a script of one's own. `command`
-    continues the sweep.
-    """
-
-    folder: Path
-    rows: Sequence[Row]
-    jobs: Sequence[Run]
-    left: int = 0
-    live: bool | None = None
-    command: str = ""
-
-    @property
-    def unfinished(self) -> bool:
-        """Whether the sweep does not go on though jobs are not finished."""
-        ended = all(row.state == "finished" for row in self.rows)
-        return self.live is False and not (ended and not self.left)
+def write_sweep(folder: str | Path) -> Path:
+    """Write sweep.csv and sweep.html into a multirun folder; return the path of the page."""
+    sweep = load_sweep(folder)
+    write_text(sweep.folder / "sweep.csv", as_csv(sweep.jobs))
+    path = sweep.folder / "sweep.html"
+    patience = PATIENCE if sweep.live else None
+    write_text(path, markup.page("sweep", _body(sweep), patience=patience))
+    return path
 
 
-def body(sweep: Sweep) -> list[str]:
-    """Return the parts of the page (HTML)."""
-    rows, jobs = sweep.rows, sweep.jobs
-    name = jobs[0].experiment if jobs else sweep.folder.name
-    drawing = picture(rows, 420, 320) if points(rows) else ""
-    again = page.command(f"python -m trainer.reports {shlex.quote(str(sweep.folder.resolve()))}")
-    own = settings(rows)
-    begun = [row.job for row, run in zip(rows, jobs, strict=True) if run.metrics]
-    groups = list(dict.fromkeys(own[job] for job in begun))
-    sides = f'<div class="sides"><div>{drawing}</div><div>{_table(rows, jobs)}</div></div>'
-    return [
-        page.heading(f"Sweep of {name}", _state(sweep)),
-        *_progress(sweep),
-        page.stale(again) if sweep.live else "",
-        f"<p>Continue it: {page.copyable(sweep.command)}</p>" if sweep.unfinished else "",
-        *_best(rows, jobs),
-        sides if rows else "",
-        page.charts(_overlays(rows, jobs, groups), title="Curves", key=groups),
-        f'<footer class="muted">Written from the files of the jobs; again: {again}</footer>',
-    ]
+def sweep_svg(folder: str | Path) -> str:
+    """Draw the frontier of a multirun folder as a standalone SVG document."""
+    drawn = frontier(load_sweep(folder).jobs, width=480, height=340)
+    return standalone([drawn], width=480, height=340)
 
 
-def picture(rows: Sequence[Row], width: int, height: int) -> str:
-    """Draw the frontier of the jobs."""
-    named = ", ".join(key for key in varying(rows) if key != "seed")
-    return frontier(points(rows), named=named, width=width, height=height)
-
-
-def _state(sweep: Sweep) -> str:
-    if sweep.live is None:
-        return ""
-    ended = all(row.state in ("finished", "failed") for row in sweep.rows)
-    return "running" if sweep.live else "finished" if ended and not sweep.left else "stopped"
-
-
-def _progress(sweep: Sweep) -> list[str]:
-    """Say how many jobs are in which state, which one runs and how long the rest may take."""
-    states = [row.state for row in sweep.rows]
-    counts = [f"{states.count(state)} {state}" for state in dict.fromkeys(sorted(states))]
-    counts += [f"{sweep.left} {'to come' if sweep.live else 'not begun'}"] * bool(sweep.left)
-    total = len(states) + sweep.left
-    line = f"{total} job{'s' * (total != 1)}: {', '.join(counts)}"
-    out = [f'<p class="muted">{line}{_rest(sweep)}</p>']
-    names = labels(sweep.rows)
-    for row, run in zip(sweep.rows, sweep.jobs, strict=True):
-        if row.state in GOING:
-            of = number(dig(run.config, "trainer", "num_iterations"))
-            where = f", iteration {row.iteration} of {of:g}" if of and run.metrics else ""
-            link = _link(run, row, page.escape(names[row.job]))
-            out.append(f"<p>{row.state.capitalize()}: {link}{where}</p>")
-    return out
-
-
-def _rest(sweep: Sweep) -> str:
-    """Estimate the time left from the jobs that are finished."""
-    seconds = [number(run.status.get("seconds")) or 0.0 for run in sweep.jobs]
-    pairs = list(zip(seconds, sweep.rows, strict=True))
-    done = [s for s, row in pairs if row.state == "finished"]
-    going = [s for s, row in pairs if row.state in GOING]
-    if not (sweep.live and done):
-        return ""
-    each = sum(done) / len(done)
-    return f"; about {duration(each * sweep.left + sum(max(each - s, 0.0) for s in going))} left"
-
-
-def _link(run: Run, row: Row, text: str) -> str:
-    """Link the page of a job (`text` is HTML), if it has one yet."""
-    if not (run.folder / "report.html").is_file():
-        return text
-    return f'<a href="{page.escape(quote(row.job))}/report.html">{text}</a>'
-
-
-def _best(rows: Sequence[Row], jobs: Sequence[Run]) -> list[str]:
-    """Say which setting did best, and how to run it again."""
-    found = best(rows)
-    if found is None or len(rows) < 2:
-        return []
-    line = f"Highest objective: <b>{page.escape(found.name)}</b> ({page.escape(_told(found))})"
-    command = found.finished[0].command
-    note = f"reward and KL: mean of the {AVERAGED}"
-    return [
-        f"<p>{line}</p>",
-        f"<p>{page.copyable(command)}</p>" if command else "",
-        f'<p class="muted">objective: {page.escape(_objective(jobs))}; {note}</p>',
-    ]
-
-
-def _told(setting: Setting) -> str:
-    values = [("objective", "objective"), ("reward", "reward"), ("KL", "kl")]
-    known = [(name, setting.mean(field)) for name, field in values]
-    told = ", ".join(f"{name} {svg.short(value)}" for name, value in known if value is not None)
-    count = len(setting.finished)
-    return f"{told}; means of {count} seeds" if count > 1 else told
-
-
-def _objective(jobs: Sequence[Run]) -> str:
-    """Say what the objective of the jobs is."""
-    used = [next((m for m in OBJECTIVES if run.series(m)), None) for run in jobs if run.metrics]
-    return " or ".join(OBJECTIVES[metric] for metric in dict.fromkeys(used) if metric)
-
-
-def results(sweep: Sweep) -> list[str]:
-    """Return what a sweep came to for a terminal: a line per setting, the best, what is left."""
-    made = grouped(sweep.rows)
-    if len(made) > MOST:  # the best of them
-        made = sorted(made, key=lambda s: -(s.mean("objective") or -math.inf))
-    fields = ("reward", "kl", "objective")
-    cells = [["setting", "reward", "KL", "objective", "state"]]
-    for setting in made[:MOST]:
-        values = [setting.mean(field) for field in fields]
-        shown = ["-" if value is None else svg.short(value) for value in values]
-        cells.append([one_line(setting.name, 48), *shown, setting.state])
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
-    lines += [f"... {len(made) - MOST} more in sweep.html"] * (len(made) > MOST)
-    found = best(sweep.rows)
-    if found is not None and len(sweep.rows) > 1:
-        lines.append(f"best     {found.name} ({_told(found)})")
-        lines += [f"again    {found.finished[0].command}"] * bool(found.finished[0].command)
-    lines = lines if sweep.rows else []
+def _body(sweep: Sweep) -> Iterator[str]:
+    """Yield the parts of the page (HTML)."""
+    jobs, made = sweep.jobs, grouped(sweep.jobs)
+    name = jobs[0].run.experiment if jobs else sweep.folder.name
+    over = all(job.state in ("finished", "failed") for job in jobs) and not sweep.left
+    state = "running" if sweep.live else "finished" if over else "stopped"
+    known = "" if sweep.live is None else markup.badge(state)
+    yield f"<h1>{escape(f'Sweep of {name}')}{known}</h1>"
+    yield from _progress(sweep)
+    if sweep.live:
+        yield markup.stale(sweep.folder)
     if sweep.unfinished:
-        left = f"{sweep.left} not begun; " if sweep.left else ""
-        lines.append(f"{left}continue with: {sweep.command}")
-    return lines
+        yield f"<p>Continue it: {markup.command(sweep.command, copy=True)}</p>"
+    if found := best(jobs):
+        again = summary.repeat_command(found.finished[0].run)
+        used = dict.fromkeys(next(filter(job.run.series, OBJECTIVES), "none") for job in jobs)
+        objective = " or ".join(OBJECTIVES[metric] for metric in used if metric in OBJECTIVES)
+        note = f"objective: {objective}; reward and KL: mean of the {AVERAGED}"
+        yield f"<p>Highest objective: <b>{escape(found.name)}</b> ({escape(found.numbers())})</p>"
+        yield f"<p>{markup.command(again, copy=True)}</p>" if again else ""
+        yield f'<p class="muted">{escape(note)}</p>'
+    if jobs:
+        drawn = frontier(jobs, width=420, height=320) if any(s.spots for s in made) else ""
+        yield f'<div class="sides"><div>{drawn}</div><div>{_table(jobs)}</div></div>'
+    begun = [setting for setting in made if any(job.run.metrics for job in setting.jobs)]
+    drawn = list(_overlays(begun, varying(jobs)))
+    yield markup.charts(drawn, title="Curves", names=[setting.name for setting in begun])
+    again = f"Written from the files of the jobs; again: {markup.rewrite(sweep.folder)}"
+    yield f'<footer class="muted">{again}</footer>'
 
 
-def _overlays(rows: Sequence[Row], jobs: Sequence[Run], groups: Sequence[str]) -> list[str]:
-    """Draw the curves of all jobs over each other; the seeds of a setting share a hue."""
-    names, own, drawn = labels(rows), settings(rows), []
-    for metric in _OVERLAYS:
-        series = [
-            charts.Series(
-                names[row.job],
-                run.series(task_reward(run) if metric == "reward/raw_mean" else metric),
-                hue=groups.index(own[row.job]),
-                dots=metric.startswith("eval/"),
-            )
-            for row, run in zip(rows, jobs, strict=True)
-            if run.metrics
-        ]
-        if any(s.points for s in series):
-            panel = next(panel for panel in MAIN if metric in panel.metrics)
-            which = f", {panel.metrics[metric]}" if len(panel.metrics) > 1 else ""
-            unit = f"{panel.unit}{which}"
-            chart = charts.line_chart(series, title=panel.title, unit=unit, named=False)
-            drawn.append(page.figure(chart, panel.healthy, metric))
-    return drawn
+def _progress(sweep: Sweep) -> Iterator[str]:
+    """Say how many jobs are in which state, which one runs and how long the rest may take."""
+    counts = Counter(sorted(job.state for job in sweep.jobs))
+    states = [f"{count} {state}" for state, count in counts.items()]
+    states += [f"{sweep.left} {'to come' if sweep.live else 'not begun'}"] * bool(sweep.left)
+    total = len(sweep.jobs) + sweep.left
+    line = f"{total} job{'s' * (total != 1)}: {', '.join(states)}"
+    took = [(job.state, number(job.run.status.get("seconds")) or 0.0) for job in sweep.jobs]
+    done = [seconds for state, seconds in took if state == "finished"]
+    if sweep.live and done:
+        each = fmean(done)
+        going = sum(max(each - seconds, 0.0) for state, seconds in took if state in GOING)
+        line += f"; about {duration(each * sweep.left + going)} left"
+    yield f'<p class="muted">{line}</p>'
+    for job in (job for job in sweep.jobs if job.state in GOING):
+        of = number(dig(job.run.config, "trainer", "num_iterations"))
+        here = f", iteration {job.reached['progress/iteration']} of {of:g}" if of else ""
+        link = _link(job, job.called(varying(sweep.jobs)))
+        yield f"<p>{job.state.capitalize()}: {link}{here if job.run.metrics else ''}</p>"
 
 
-def _table(rows: Sequence[Row], jobs: Sequence[Run]) -> str:
+def _link(job: Job, text: str) -> str:
+    """Link the page of a job, if it has one yet."""
+    if not (job.run.folder / "report.html").is_file():
+        return escape(text)
+    return f'<a href="{escape(quote(job.name))}/report.html">{escape(text)}</a>'
+
+
+def _table(jobs: Sequence[Job]) -> str:
     """Draw what differs between the jobs, and in a line below it what does not."""
-
-    def cell(value: object) -> str:
-        known = number(value)
-        return "" if value is None else str(value) if known is None else svg.short(known)
-
-    columns = {key: [row.overrides.get(key, "") for row in rows] for key in varying(rows)}
-    same: dict[str, str] = {}
-    for title, name in COLUMNS.items():
-        cells = [cell(getattr(row, name)) for row in rows]
-        if len(rows) > 1 and len(set(cells)) == 1:
-            same |= {title: cells[0]} if cells[0] else {}
-        elif not any(_alike(cells, shown) for shown in columns.values()):
-            columns[title] = cells
-    if not varying(rows):
-        columns = {"job": [row.job for row in rows], **columns}
-    shown = [
-        [page.badge(c) if title == "state" else page.escape(c) for c in cells]
-        for title, cells in columns.items()
-    ]
-    firsts = zip(jobs, rows, shown[0], strict=True)
-    shown[0] = [_link(run, row, cell or "-") for run, row, cell in firsts]
-    text = ", ".join(f"{title} {value}" for title, value in same.items())
-    note = f'<p class="muted">the same in all jobs: {page.escape(text)}</p>' if same else ""
-    return page.table([*columns], zip(*shown, strict=True), sortable=True) + note
+    columns = {key: [job.overrides.get(key, "") for job in jobs] for key in varying(jobs)}
+    columns, same = columns or {"job": [job.name for job in jobs]}, []
+    for title in jobs[0].reached:
+        values = [job.reached[title] for job in jobs]
+        cells = [v if isinstance(v, str) else "" if v is None else short(v) for v in values]
+        if len(jobs) > 1 and len(set(cells)) == 1:
+            same += [f"{title} {cells[0]}"] * bool(cells[0])
+        elif cells not in columns.values() and title.replace("/", ".") not in columns:
+            columns[title] = cells  # but not kl/coeff beside kl.coeff
+    first, *rest = columns
+    drawn = [[_link(job, cell or "-") for job, cell in zip(jobs, columns[first], strict=True)]]
+    for title in rest:
+        draw = markup.badge if title == "state" else escape
+        drawn.append([draw(cell) for cell in columns[title]])
+    text = f"the same in all jobs: {', '.join(same)}"
+    note = f'<p class="muted">{escape(text)}</p>' if same else ""
+    return markup.table(columns, zip(*drawn, strict=True), sortable=True) + note
 
 
-def _alike(cells: Sequence[str], others: Sequence[str]) -> bool:
-    """Return whether a column says what another one says too, wherever it says something.
+def _overlays(begun: Sequence[Setting], keys: Sequence[str]) -> Iterator[str]:
+    """Draw the curves of all jobs over each other; the seeds of a setting share a hue."""
+    for panel in (panel for panel in MAIN if panel.swept):
+        series = []
+        for hue, job in ((hue, job) for hue, setting in enumerate(begun) for job in setting.jobs):
+            task = panel.swept == REWARD
+            points = job.run.series(summary.task_reward(job.run) if task else panel.swept)
+            dots = panel.swept.startswith("eval/")
+            series += [Series(job.called(keys), points, hue, dots)] * bool(points)
+        if series:
+            which = f", {panel.metrics[panel.swept]}" if len(panel.metrics) > 1 else ""
+            chart = line_chart(series, title=panel.title, unit=panel.unit + which, named=False)
+            yield figure(chart, panel.healthy, [panel.swept])
 
-    0.10 is 0.1, and 0.06431 was cut to 0.0643.
-    """
 
-    def same(one: str, other: str) -> bool:
-        if not (one and other):
-            return not one
-        try:
-            return math.isclose(float(one), float(other), rel_tol=5e-3)
-        except ValueError:
-            return one == other
+def frontier(jobs: Sequence[Job], *, width: int, height: int) -> str:
+    """Draw reward against KL, one labelled point per setting."""
+    placed = [setting for setting in grouped(jobs) if setting.spots]
+    if not placed:
+        raise ValueError("expected a job with reward/raw_mean and kl/ref_sequence, got none")
+    line = pareto(placed)
+    named = ", ".join(key for key in varying(jobs) if key != "seed")
+    notes = [f"labels: {named}"] * bool(named)
+    notes += ["bars: lowest to highest seed"] * any(len(s.spots) > 1 for s in placed)
+    notes += ["hollow: beaten in both"] * any(s.finished and s not in line for s in placed)
+    notes += ["dashed: unfinished"] * any(not s.finished for s in placed)
+    title, unit = "Reward against KL to the reference", f"mean reward per reply: {AVERAGED}"
+    chart = Chart(title, unit, width=width, height=height)
+    chart.text(2, 45, "; ".join(notes))
+    chart.top = 49
+    kls, rewards = zip(*(spot for setting in placed for spot in setting.spots), strict=True)
+    chart.axes(
+        (0.0, max(*kls, 1e-3)),
+        (min(rewards), max(rewards)),
+        x_label="KL, nats per reply (square-root scale)",
+        x_ticks=_root_ticks,
+        warp=math.sqrt,
+        inset=(12, 28),  # for the labels of the outermost points
+    )
+    if len(line) > 1:
+        chart.path([setting.place for setting in line], "stroke:var(--hue0)")
+    taken: list[Box] = []  # what no label may cover: points, bars, other labels
+    for setting in placed:
+        taken += _draw(chart, setting, filled=setting in line)
+    for setting in placed:
+        taken += _label(chart, setting, taken)
+    return chart.svg()
 
-    return all(map(same, cells, others))
+
+def pareto(settings: Sequence[Setting]) -> list[Setting]:
+    """Return the finished settings that no other beats in reward and KL, in order of KL."""
+    front: list[Setting] = []
+    done = [setting for setting in settings if setting.finished]
+    for setting in sorted(done, key=lambda s: (s.place[0], -s.place[1])):
+        if not front or setting.place[1] > front[-1].place[1]:
+            front.append(setting)
+    return front
+
+
+def _draw(chart: Chart, setting: Setting, *, filled: bool) -> list[Box]:
+    """Draw a point, filled if no other beats it, dashed if it is not finished; return its boxes."""
+    kl, reward = setting.place
+    x, y = chart.x(kl), chart.y(reward)
+    boxes: list[Box] = [(x - 6, y - 6, x + 6, y + 6)]
+    count = len(setting.spots)
+    if count > 1:  # bars: how far the seeds lie apart, in both directions
+        xs, ys = (
+            sorted(chart.x(k) for k, _ in setting.spots),
+            [chart.y(r) for _, r in setting.spots],
+        )
+        left, right, top, bottom = xs[0], xs[-1], min(ys), max(ys)
+        across = f"M{left} {y}H{right}M{left} {y - 3:g}v6M{right} {y - 3:g}v6"
+        along = f"M{x} {bottom}V{top}M{x - 3:g} {bottom}h6M{x - 3:g} {top}h6"
+        chart.parts.append(f'<path class="bars" d="{across}{along}"/>')
+        boxes += [(left - 1, y - 3, right + 1, y + 3), (x - 3, top - 1, x + 3, bottom + 1)]
+    paint = "var(--hue0)" if filled else "var(--paper)"
+    dashes = "" if setting.finished else ";stroke-dasharray:3 2"
+    style = f"fill:{paint};stroke:var(--hue0);stroke-width:1.8{dashes}"
+    tip = f"{setting.label}{_open(setting)}: reward {reward:.3f}, KL {kl:.3f}"
+    chart.dot(kl, reward, style, radius=4.5, tip=tip + f", {count} seeds" * (count > 1))
+    return boxes
+
+
+def _open(setting: Setting) -> str:
+    """Say which jobs of a setting are not finished."""
+    return "" if len(setting.finished) == len(setting.jobs) else f" ({setting.state})"
+
+
+def _label(chart: Chart, setting: Setting, taken: Sequence[Box]) -> list[Box]:
+    """Name a point where that hides nothing and return the box; without room its tooltip tells."""
+    text = setting.label + ("" if setting.finished else _open(setting))
+    wide, (kl, reward) = text_width(text, size=12), setting.place
+    for side in (10, -10 - wide, -wide / 2, 18, -18 - wide):  # right, left, centred, further off
+        for drop in (15, -8, 4, 24, -17, 34, -24):
+            x, y = chart.x(kl) + side, chart.y(reward) + drop
+            a, b, c, d = x - 4, y - 11, x + wide + 4, y + 3
+            inside = a > 0 and c < chart.width and chart.y.stop - 12 < b and d < chart.y.start + 10
+            if inside and not any(a < g and e < c and b < h and f < d for e, f, g, h in taken):
+                chart.text(x, y, text, style="value")
+                return [(a, b, c, d)]
+    return []
+
+
+def _root_ticks(axis: Axis) -> list[float]:
+    """Choose 0 and round values at least 44 pixels apart, from the right."""
+    powers = range(math.floor(math.log10(axis.hi)), -5, -1)
+    kept: list[float] = []
+    for value in (m * 10.0**power for power in powers for m in (5, 2, 1)):
+        end = axis(kept[-1]) if kept else math.inf
+        if value <= axis.hi and min(axis(value) - axis.start, end - axis(value)) >= 44:
+            kept.append(value)
+    return [0.0, *kept]

@@ -61,7 +61,7 @@ class Chats:
         playing = [chat for chat in self.places if chat is not None]
         if not playing:
             return []
-        if self.player is not self.policy:  # another version of it counts its own syncs
+        if self.player is not self.policy:  # made before the syncs that the policy counts since
             self.player.version = self.policy.version
         td = self.player(lazy_stack([chat.state for chat in playing]))
         self._mark_assistant(td, playing)
@@ -125,18 +125,19 @@ class Chats:
         before, after = _messages(row, "full"), _messages(chat.state)
         if after[: len(before)] != before:  # the environment rewrote what was said
             return self._render(chat, after)
-        so_far = row.get((self.player.tokens_key, "full")).tolist()
-        ids, new = prolong(self.player, so_far, before, after)
-        marks = row.get((self.player.masks_key, "all_assistant_mask")).tolist()
-        self._set_prompt(chat, ids, marks + new)
+        ids = row.get((self.player.tokens_key, "full"))
+        marks = row.get((self.player.masks_key, "all_assistant_mask"))
+        new, more = prolong(self.player, int(ids[-1]), before, after)
+        self._set_prompt(chat, torch.cat([ids.cpu(), new]), torch.cat([marks.cpu(), more]))
 
     def _render(self, chat: Chat, messages: list[dict]) -> None:
         done = self.player.renderer.render(messages, add_generation_prompt=True)
-        self._set_prompt(chat, done.ids, done.assistant)
+        marks = torch.tensor(done.assistant, dtype=torch.bool)
+        self._set_prompt(chat, torch.tensor(done.ids), marks)
 
-    def _set_prompt(self, chat: Chat, ids: list[int], assistant: list[bool]) -> None:
-        chat.state.set(self.player.tokens_key, Tokens(prompt=torch.tensor(ids), batch_size=[]))
-        chat.assistant = torch.tensor(assistant, dtype=torch.bool)
+    def _set_prompt(self, chat: Chat, ids: Tensor, assistant: Tensor) -> None:
+        chat.state.set(self.player.tokens_key, Tokens(prompt=ids, batch_size=[]))
+        chat.assistant = assistant
 
     def _mark_assistant(self, td: TensorDictBase, playing: list[Chat]) -> None:
         """Mark what the assistant said before: the policy only marks the reply that it adds."""

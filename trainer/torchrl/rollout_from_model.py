@@ -17,10 +17,11 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
 from envs.transforms.kl import kl_reward
-from policies.padding import pad, pad_mask, unpad, widen
+from policies.models import token_ids
+from policies.padding import compact, widen
 from policies.sampler import Sampled, Stop, sample
 from policies.scorer import Scorer
-from policies.wrappers.generation_config import follow, temperature, token_ids, until_end
+from policies.wrappers.generation_config import follow, temperature, until_end
 from trainer.kl_control import KLControllerBase
 from trainer.losses import kl_term
 from trainer.torchrl.prompt_data import PromptData
@@ -100,11 +101,11 @@ class RolloutFromModel:
         ids, prompt = _prompts(batch)
         steps = getattr(generation_config, "max_new_tokens", None) or self.max_new_tokens
         with _evaluating(self.model, self.ref_model):
-            drawn = self._draw(unpad(ids, prompt), steps, generation_config)
-            alive = widen(pad_mask([len(row) for row in drawn.ids], device=ids.device), steps)
+            drawn = self._draw(ids, prompt, steps, generation_config)
+            alive = widen(drawn.mask.to(ids.device), steps)
             columns = _columns(batch, steps)
             blank = self.pad_token_id
-            reply = widen(pad(drawn.ids, blank).to(ids.device), steps, blank)  # [B, S]
+            reply = widen(drawn.ids.to(ids.device), steps).masked_fill(~alive, blank)  # [B, N]
             total = ids.shape[1] + steps
             generated = widen(ids.masked_fill(~prompt, blank), total, blank)
             generated = generated.scatter(-1, columns, reply)  # [B, T]
@@ -120,7 +121,7 @@ class RolloutFromModel:
                 for scorer in self._scorers
             ]
         log_ratio = kl_term(*scored, "k1").gather(-1, columns)
-        log_probs = widen(pad(drawn.log_probs).to(ids.device), steps)
+        log_probs = widen(drawn.log_probs.to(ids.device), steps)
         return generated, log_probs.unsqueeze(-1), log_ratio
 
     @torch.no_grad()
@@ -195,16 +196,16 @@ class RolloutFromModel:
         """
         return logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
 
-    def _draw(self, prompts: list[Tensor], steps: int, config: Any) -> Sampled:
+    def _draw(self, ids: Tensor, mask: Tensor, steps: int, config: Any) -> Sampled:
         """Return a reply to each prompt, by leash's own sampler on torch's seed or as asked."""
-        prompts = [row.to(_home(self.model, row)) for row in prompts]
-        ends = self._ends(config)
+        home, ends = _home(self.model, ids), self._ends(config)
+        given = compact(ids, mask, side="left").to(home), compact(mask, mask, side="left").to(home)
         if config is None:
-            streams = torch.randint(2**62, (len(prompts),))
+            streams = torch.randint(2**62, (len(ids),))
             stop = Stop(ends)
-            return sample(self.model, prompts, streams=streams, stop=stop, max_new_tokens=steps)
+            return sample(self.model, *given, streams=streams, stop=stop, max_new_tokens=steps)
         limits = {"max_new_tokens": steps, "ends": ends, "pad_token_id": self.pad_token_id}
-        return follow(self.model, prompts, config, **limits)
+        return follow(self.model, *given, config, **limits)
 
     def _ends(self, config: Any) -> frozenset[int]:
         return frozenset(token_ids(config, "eos_token_id")) or self.eos_token_ids

@@ -17,7 +17,7 @@ from policies.packing import pack_rows
 from trainer.memory import memory_of
 from trainer.modes.preflight.findings import Findings
 from trainer.modes.preflight.play import Iteration, Phase
-from trainer.reports.text import duration
+from trainer.reports.formats import duration
 from trainer.runs.failures import LESS_MEMORY
 from trainer.trainer import Trainer
 

@@ -3,12 +3,11 @@
 TensorBoard (`pip install 'leash[tensorboard]'`) is imported here only.
 """
 
-import math
 from typing import Any
 
 import yaml
 
-from trainer.reports.trackers.mirror import Mirror
+from trainer.reports.trackers.jsonl import Mirror
 
 
 class TensorboardTracker(Mirror):
@@ -27,16 +26,15 @@ class TensorboardTracker(Mirror):
         super().__init__(folder, **about)
         self.hint = f"look at it with: tensorboard --logdir {self.folder / 'tensorboard'}"
 
-    def rewind(self, iteration: float, *, again: bool = False) -> None:
-        """Rewind the files; TensorBoard drops what it has from there on."""
-        super().rewind(iteration, again=again)
-        self._from = int(iteration) + 1 - again
+    def resume(self, iteration: int, text: str, *, again: bool, seconds: float) -> None:
+        """Go back in the files; TensorBoard drops what it has from there on."""
+        super().resume(iteration, text, again=again, seconds=seconds)
+        self._from = iteration + 1 - again
 
     def _log(self, line: dict[str, float], iteration: int) -> None:
         self._iteration = iteration
         for name, value in line.items():
-            if math.isfinite(value):
-                self._open().add_scalar(name, value, iteration)
+            self._open().add_scalar(name, value, iteration)
 
     def _show(self, rows: list[dict[str, Any]], iteration: int) -> None:
         self._open().add_text("transcripts", "\n\n---\n\n".join(map(_markdown, rows)), iteration)
@@ -48,7 +46,7 @@ class TensorboardTracker(Mirror):
         self._open().close()
 
     def _open(self) -> Any:
-        """Return the writer, opened when `rewind` has said where the run goes on."""
+        """Return the writer, opened when `resume` has said where the run goes on."""
         from torch.utils.tensorboard import SummaryWriter
 
         if self._writer is None:
@@ -60,11 +58,10 @@ class TensorboardTracker(Mirror):
 
 
 def _markdown(row: dict[str, Any]) -> str:
-    texts = {name: row.get(name) or "" for name in ("prompt", "response")}
-    kept = {k: v for k, v in row.items() if k not in texts and not isinstance(v, (list, dict))}
-    numbers = yaml.safe_dump({**kept, **(row.get("parts") or {})})
-    parts = {"reply": numbers, **texts}
-    return "\n\n".join(f"**{name}**\n\n{_block(str(text))}" for name, text in parts.items())
+    numbers = {k: v for k, v in row.items() if isinstance(v, (int, float, bool))}
+    numbers |= row.get("parts") or {}
+    texts = {"reply": yaml.safe_dump(numbers), **{k: row.get(k) for k in ("prompt", "response")}}
+    return "\n\n".join(f"**{name}**\n\n{_block(str(text or ''))}" for name, text in texts.items())
 
 
 def _block(text: str) -> str:

@@ -4,12 +4,11 @@ Trackio (`pip install 'leash[trackio]'`) is imported here only. TRACKIO_DIR says
 is (default: beside the hub's cache), TRACKIO_SPACE_ID sends the run to a Hugging Face Space.
 """
 
-import math
 from contextlib import redirect_stdout
 from io import StringIO
 from typing import Any
 
-from trainer.reports.trackers.mirror import Mirror
+from trainer.reports.trackers.jsonl import Mirror
 
 
 class TrackioTracker(Mirror):
@@ -44,8 +43,7 @@ class TrackioTracker(Mirror):
             )
 
     def _log(self, line: dict[str, float], iteration: int) -> None:
-        finite = {name: value for name, value in line.items() if math.isfinite(value)}
-        self._run.log(finite, step=iteration)
+        self._run.log(line, step=iteration)
 
     def _show(self, rows: list[dict[str, Any]], iteration: int) -> None:
         import trackio

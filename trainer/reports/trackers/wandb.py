@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from policies.hub import why_silent
-from trainer.reports.trackers.mirror import Mirror, first_line
+from policies.reachable import why_silent
+from trainer.reports.trackers.jsonl import Mirror, first_line
 from trainer.runs.redact import redact
 from trainer.runs.run_files import ITERATION, read_lines
 
@@ -61,18 +61,18 @@ class WandbTracker(Mirror):
         self._table_at = 0  # iteration of its latest part
         super().__init__(folder, **about)
 
-    def rewind(self, iteration: float, *, again: bool = False) -> None:
-        """Rewind the files; what W&B cannot go on with (offline) begins with all that they hold.
+    def resume(self, iteration: int, text: str, *, again: bool, seconds: float) -> None:
+        """Go back in the files; a run that W&B cannot resume (offline) begins with what they hold.
 
         An offline file loses what it held when its process is killed.
         """
-        super().rewind(iteration, again=again)
+        super().resume(iteration, text, again=again, seconds=seconds)
         if self._run is None or self._run.resumed:
             return
         self._rows = read_lines(self.folder / "transcripts.jsonl")
         for line in read_lines(self.folder / "metrics.jsonl"):
             finite = {name: value for name, value in line.items() if value is not None}
-            self._safely("log to", partial(self._run.log, finite))
+            self._safely("log to", self._run.log, finite)
 
     def _start(self) -> None:
         # W&B's reports about itself hold a process up at its end where its server is silent.
@@ -80,34 +80,32 @@ class WandbTracker(Mirror):
         import wandb
 
         quiet = {"silent": True, "quiet": True, "console": "off", "save_code": False}
-        hide_command = redact(sys.argv) != sys.argv  # W&B's metadata holds the command line
-        settings = wandb.Settings(**{**quiet, "x_disable_meta": hide_command, **self._settings})
+        quiet["x_disable_meta"] = redact(sys.argv) != sys.argv  # it holds the command line
+        settings = wandb.Settings(**{**quiet, **self._settings})
         wandb.setup(settings=wandb.Settings(silent=True, quiet=True))
         # Tables wait for `wandb sync` in the run folder, not in the home.
         os.environ.setdefault("WANDB_DATA_DIR", str(self.folder / "wandb" / "data"))
         about = {**self.about, **self._place, "dir": str(self.folder)}
-        about |= {"id": self.run_id(), "resume": "allow"}
+        start = partial(wandb.init, settings=settings, id=self.run_id(), resume="allow", **about)
         mode, reason = self._mode or os.environ.get("WANDB_MODE"), ""
         if mode is None and (reason := _not_logged_in()):
             mode = "offline"
         elif mode in (None, "online"):
             server = self._settings.get("base_url") or wandb.setup().settings.base_url
-            silent = why_silent(server, PATIENCE)
-            mode, reason = ("offline", f"no connection ({silent})") if silent else ("online", "")
-        if mode == "online":
+            reason = why_silent(server, PATIENCE)
             try:
-                self._run = wandb.init(mode="online", settings=settings, **about)
+                self._run = None if reason else start(mode="online")
             except Exception as error:  # no network, a wrong key, no such project: kept offline
-                mode, reason = "offline", f"no connection ({first_line(error)})"
+                reason = first_line(error)
                 wandb.teardown()  # else its service still holds the run id
+            mode, reason = "offline", reason and f"no connection ({reason})"
         if self._run is None:
-            self._run = wandb.init(mode=mode, settings=settings, **about)
+            self._run = start(mode=mode)
         self._run.define_metric(ITERATION)
         self._run.define_metric("*", step_metric=ITERATION)
-        if mode == "offline":
+        self.hint = self._run.url or ""
+        if self._run.offline:
             self.hint = f"offline; upload it with: wandb sync {Path(self._run.dir).parent}"
-        elif self._run.url:
-            self.hint = self._run.url
         if reason:
             log.warning("wandb: %s; the run is kept offline, to be uploaded later", reason)
 

@@ -1,7 +1,7 @@
-"""Shapes: what a chat template writes around the contents, and where the assistant speaks in it.
+"""What a chat template writes around the contents, and where the assistant speaks in it.
 
-A *shape* is a chat rendered with unguessable placeholders for its contents and cut into pieces, so
-that what the template wrote and what a message brought along can be told apart.
+An *outline* is a chat rendered with unguessable placeholders for its contents and cut into pieces,
+so that what the template wrote and what a message brought along can be told apart.
 """
 
 import re
@@ -9,14 +9,23 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from policies.chats.rendering import Encoder, Message, Piece, Shape, Span, close_turn, cut, write
+from policies.chats.rendering import (
+    Encoder,
+    Message,
+    Outline,
+    Piece,
+    Span,
+    close_turn,
+    cut,
+    render_template,
+)
 from policies.chats.templates import Template
 
-_MAX_SHAPES = 512
+_MAX_KEPT = 512
 
 
-class Shapes:
-    """The shapes of one template, with the special tokens in `variables`, kept for reuse.
+class Outlines:
+    """The outlines of one template, with the special tokens in `variables`, kept for reuse.
 
     `ends` are the tokens that end a turn, as text. `label` names the template in errors.
     """
@@ -27,28 +36,28 @@ class Shapes:
         self._variables, self._encoder = dict(variables), encoder
         self._dated = "strftime_now" in self.template
         self._nonce = secrets.token_hex(16)
-        self._known: dict[str, Shape] = {}
+        self._known: dict[str, Outline] = {}
 
-    def write(self, messages: Sequence[Message], prompt: bool) -> tuple[str, list[Span]]:
+    def text(self, messages: Sequence[Message], prompt: bool) -> tuple[str, list[Span]]:
         """Return the rendered text and the spans of its generation tags."""
-        wishes = {"add_generation_prompt": prompt, "tagged": self.tagged}
+        options = {"add_generation_prompt": prompt, "tagged": self.tagged}
         try:
-            return write(messages, self.template, self._variables, **wishes)
+            return render_template(messages, self.template, self._variables, **options)
         except ValueError as error:
             raise ValueError(
                 f"{self.label} {error}; "
                 "change the roles (env, policy.system_prompt) or set policy.chat_template=chatml"
             ) from error
 
-    def of(self, messages: Sequence[Message], prompt: bool) -> Shape:
-        """Return the shape of a chat; chats that differ in contents only share one."""
+    def of(self, messages: Sequence[Message], prompt: bool) -> Outline:
+        """Return the outline of a chat; chats that differ in contents only share one."""
         blank = self.blank(messages)
         key = f"{prompt}{blank}"
         found = None if self._dated else self._known.get(key)
         if found is None:
             self._refuse_markup(messages)
-            found = self._make_shape(blank, prompt)
-            if len(self._known) >= _MAX_SHAPES:
+            found = self._make(blank, prompt)
+            if len(self._known) >= _MAX_KEPT:
                 self._known.clear()
             self._known[key] = found
         return found
@@ -58,8 +67,8 @@ class Shapes:
         names = [f"x{self._nonce}x{i}x" for i in range(len(messages))]
         return [m | {"content": name} for m, name in zip(messages, names, strict=True)]
 
-    def _make_shape(self, blank: Sequence[Message], prompt: bool) -> Shape:
-        text, spans = self.write(blank, prompt)
+    def _make(self, blank: Sequence[Message], prompt: bool) -> Outline:
+        text, spans = self.text(blank, prompt)
         fault = ""
         if not self.tagged:
             spans, fault = self.find_turns(blank, text)
@@ -72,7 +81,7 @@ class Shapes:
         if fault:  # the mask by its definition: content and end of turn
             spans = [span for span, replied in places if replied]
         pieces = cut(text, list(names), [close_turn(text, span, self.ends) for span in spans])
-        return Shape(pieces, self.control_of(pieces), fault)
+        return Outline(pieces, self.control_of(pieces), fault)
 
     def find_turns(self, messages: Sequence[Message], text: str) -> tuple[list[Span], str]:
         """Return the spans of assistant turns in `text`, or what forbids to find them.
@@ -83,9 +92,9 @@ class Shapes:
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            after = self.write(messages[: i + 1], False)[0].rstrip()
+            after = self.text(messages[: i + 1], False)[0].rstrip()
             if i:
-                before = self.write(messages[:i], True)[0]
+                before = self.text(messages[:i], True)[0]
             else:  # templates expect at least one message
                 before = after.rpartition(message["content"])[0]
             start, stop = close_turn(after, (len(before), len(after)), self.ends)
@@ -99,7 +108,7 @@ class Shapes:
     def find_end_of_turn(self) -> int | None:
         """Return the token that the template writes right after a reply, if it is a control one."""
         blank = self.blank([{"role": "user"}, {"role": "assistant"}])
-        tail = self.write(blank, False)[0].rpartition(blank[-1]["content"])[2]
+        tail = self.text(blank, False)[0].rpartition(blank[-1]["content"])[2]
         ids, offsets = self._encoder.encode(tail)
         for token, (start, _) in zip(ids, offsets, strict=True):
             if token in self._encoder.control:

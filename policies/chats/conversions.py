@@ -3,7 +3,7 @@
 Batches are done row by row (`by_row`) and come out as lazy stacks of rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from policies.chats.chat_template import Renderer
 from policies.chats.history import History
+from policies.chats.messages import PADDING_ROLE, records_of
 from policies.chats.parsing import Format, find_reader
 from policies.padding import pad, pad_around, rows
 
@@ -162,3 +163,42 @@ def read_chat(text: Any, tokenizer: Any, name: str | None) -> dict[str, History]
 def _history(read: Callable[[str], Any], text: str) -> History:
     found = read(text)
     return found if isinstance(found, History) else History.from_chats(found)
+
+
+def _extract_responses_from_full_histories(
+    text_full: Sequence[str],
+    prompt_histories: History,
+    chat_template_name: str | None = None,
+    tokenizer: Any = None,
+) -> History:
+    """Return the messages that follow each prompt in the texts, [B, N].
+
+    No reply is an assistant message without content. Rows with fewer messages than the longest are
+    padded with role "<none>". The template is chosen as in `History.from_text`.
+    Raises RuntimeError if a text holds fewer messages than its prompt.
+    """
+    read = find_reader(tokenizer, None, chat_template_name)
+    pairs = zip(text_full, prompt_histories.chats(), strict=True)
+    found = [_replies(read, text, prompt) for text, prompt in pairs]
+    size = max(map(len, found))
+    filler = {"role": PADDING_ROLE, "content": "", "is_complete": True}
+    return History.from_records([row + [filler] * (size - len(row)) for row in found])
+
+
+def _replies(read: Any, text: str, prompt: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what follows the prompt in a text, as records."""
+    if isinstance(read, Format):  # exact, whatever the prompt's contents
+        begin = read.write(prompt, add_generation_prompt=True)
+        if text.startswith(begin):
+            return read.reply(text[len(begin) :])
+    found = read(text)
+    found = records_of(found if isinstance(found, History) else History.from_chats(found))
+    if found[0]["role"] == "system" != prompt[0]["role"]:
+        found = found[1:]  # the template's own
+    if len(found) < len(prompt):
+        raise RuntimeError(
+            f"parsing lost messages: expected at least the {len(prompt)} of the prompt, got "
+            f"{len(found)} from {text[:80]!r}; name the template that wrote the text"
+        )
+    silent = {"role": "assistant", "content": "", "is_complete": False}
+    return found[len(prompt) :] or [silent]

@@ -1,4 +1,7 @@
-"""What the nodes of a configuration name by `_target_`: where it is, and the arguments it takes."""
+"""What nodes of a configuration name by `_target_`: where it is, the arguments that it takes.
+
+Plain inspection, without Hydra. Torch-free, as long as what is named is.
+"""
 
 import difflib
 import inspect
@@ -9,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PACKAGES = ("policies", "envs", "trainer")  # of leash
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 JUDGED = (bool, int, float, str, list, dict, types.NoneType)  # and those of collections.abc

@@ -5,22 +5,20 @@ page says everything without its script (script.js), which only reloads the page
 sweep that goes on, sorts tables and shows tooltips where there is no mouse.
 """
 
+import shlex
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 
-from trainer.reports import svg
-from trainer.reports.svg import escape
+from trainer.reports.chart import CSS, line_style
+from trainer.reports.formats import escape
 
 RELOAD = 5  # seconds
-SMOOTHED = "Thin: the values. Thick: their mean over a tenth of the curve around each."
-STATES = ("finished", "failed", "running", "preempted", "killed")
-
-
-@cache
-def _asset(name: str) -> str:
-    return (Path(__file__).parent / name).read_text(encoding="utf-8")
+STATES = ("finished", "failed", "running", "preempted", "killed")  # style.css has their colours
+_STYLE, _SCRIPT = (
+    Path(__file__).with_name(name).read_text(encoding="utf-8")
+    for name in ("style.css", "script.js")
+)
 
 
 def page(title: str, body: Iterable[str], *, patience: float | None = None) -> str:
@@ -36,31 +34,32 @@ def page(title: str, body: Iterable[str], *, patience: float | None = None) -> s
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"{reload}<title>{escape(title)}</title>"
-        f"<style>{svg.CSS}{_asset('style.css')}</style></head>\n<body{attributes}>\n"
+        f"{reload}<title>{escape(title)} - leash</title>"
+        f"<style>{CSS}{_STYLE}</style></head>\n<body{attributes}>\n"
         + "\n".join(part for part in body if part)
-        + f"\n<script>{_asset('script.js')}</script></body></html>\n"
+        + f"\n<script>{_SCRIPT}</script></body></html>\n"
     )
 
 
-def heading(title: str, state: str) -> str:
-    """Draw the title with the state of the run beside it, if it is known."""
-    return f"<h1>{escape(title)}{badge(state) if state else ''}</h1>"
-
-
-def stale(again: str) -> str:
-    """Draw what the script shows when nobody has written the page for long; `again` tells more."""
-    return f'<p id="stale" class="failed" hidden>No news for long; is it dead? {again} tells.</p>'
-
-
 def badge(state: str) -> str:
-    """Draw the state of a run."""
-    return f'<span class="state {look(state)}">{escape(state)}</span>'
+    """Draw the state of a run, "" if it is not known."""
+    return f'<span class="state {look(state)}">{escape(state)}</span>' if state else ""
 
 
 def look(state: str) -> str:
     """Return the CSS class of a state; status.json may hold anything."""
     return state if state in STATES else "muted"
+
+
+def rewrite(folder: Path) -> str:
+    """Draw the command that writes a page again."""
+    return command(f"python -m trainer.reports {shlex.quote(str(folder.resolve()))}")
+
+
+def stale(folder: Path) -> str:
+    """Draw what the script shows when nobody has written the page for long."""
+    text = f"No news for long; is it dead? {rewrite(folder)} tells."
+    return f'<p id="stale" class="failed" hidden>{text}</p>'
 
 
 def tiles(values: Mapping[str, str]) -> str:
@@ -78,42 +77,30 @@ def facts(values: Mapping[str, str]) -> str:
     return f"<dl>{rows}</dl>" if values else ""
 
 
-def command(text: str) -> str:
-    """Draw a command; one click selects all of it."""
-    return f'<code class="command">{escape(text)}</code>'
+def command(text: str, *, copy: bool = False) -> str:
+    """Draw a command; one click selects it, and a button, which the script shows, copies it."""
+    button = ' <button type="button" class="copy" hidden>copy</button>' if copy else ""
+    return f'<code class="command">{escape(text)}</code>{button}'
 
 
-def copyable(text: str) -> str:
-    """Draw a command with a button that copies it; the script shows the button."""
-    return f'{command(text)} <button type="button" class="copy" hidden>copy</button>'
-
-
-def charts(drawn: Sequence[str], *, title: str = "", key: Sequence[str] = ()) -> str:
-    """Lay charts out in as many columns as fit; `key` names the curves that they share."""
+def charts(drawn: Sequence[str], *, title: str = "", names: Sequence[str] = ()) -> str:
+    """Lay charts out in as many columns as fit; `names` are those of the curves that they share."""
     if not drawn:
         return ""
     head = f"<h2>{escape(title)}</h2>" if title else ""
-    names = (
+    key = (
         f'<span><svg width="22" height="10" aria-hidden="true"><path d="M1 5h20" '
-        f'style="{svg.line_style(i)};stroke-width:3"/></svg>{escape(n)}</span>'
-        for i, n in enumerate(key)
+        f'style="{line_style(i)};stroke-width:3"/></svg>{escape(name)}</span>'
+        for i, name in enumerate(names)
     )
-    head += f'<div class="key">{"".join(names)}</div>' if key else ""
+    head += f'<div class="key">{"".join(key)}</div>' if names else ""
     if title and any('class="raw"' in chart for chart in drawn):
-        head += f'<p class="muted smooth">{SMOOTHED}</p>'
+        text = "Thin: the values. Thick: their mean over a tenth of the curve around each."
+        head += f'<p class="muted smooth">{text}</p>'
     return f'{head}<div class="charts">{"".join(drawn)}</div>'
 
 
-def figure(chart: str, healthy: str, metrics: str) -> str:
-    """Draw a chart with what is healthy below it; a tooltip names the metrics."""
-    if not healthy:
-        return chart
-    name = f"{metrics} (docs/metrics.md)"
-    note = f'<figcaption title="{escape(name)}">healthy: {escape(healthy)}</figcaption>'
-    return f"<figure>{chart}{note}</figure>"
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, sortable: bool = False) -> str:
+def table(header: Iterable[str], rows: Iterable[Sequence[str]], *, sortable: bool = False) -> str:
     """Draw a table (the cells are HTML, the header is text); its columns scroll where too wide."""
     breaks = (escape(name).replace("/", "/<wbr>").replace("_", "_<wbr>") for name in header)
     top = "".join(f"<th>{name}</th>" for name in breaks)
@@ -126,8 +113,3 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, sortable: boo
 def folded(title: str, body: str) -> str:
     """Draw a part (HTML) that opens on a click."""
     return f"<details><summary>{escape(title)}</summary>{body}</details>" if body else ""
-
-
-def block(text: str) -> str:
-    """Draw a block of text as it stands."""
-    return f"<pre>{escape(text)}</pre>" if text else ""

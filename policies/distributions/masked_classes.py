@@ -27,7 +27,7 @@ from policies.distributions.masked_rows import (
 Shape = Size | Sequence[int] | None
 
 
-class Choice(Categorical):
+class MaskedClasses(Categorical):
     """Be a categorical distribution over the classes that are left, as class indices.
 
     logits or probs [*B, C] float, exactly one; mask [*B, C] bool or indices [*B, K] int64 or

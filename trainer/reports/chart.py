@@ -1,0 +1,294 @@
+"""Charts as SVG text: axes, ticks, legends, curves and areas, alone or in a page.
+
+Colours (chart.css) follow the reader's light or dark scheme; curves beyond the palette are dashed.
+Left out on purpose: interaction beyond the tooltips that SVG's <title> gives.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from trainer.reports.formats import escape, short
+
+CSS = Path(__file__).with_name("chart.css").read_text(encoding="utf-8")
+HUES = 8  # of chart.css
+MOST_TIPS, MOST_POINTS = 120, 400  # of one chart, however long the run
+_DASHES = ("", "5 3", "1.5 3", "8 3 1.5 3")
+_WIDE = set("mwMWGOQ@%")
+Points = Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Series:
+    """One curve. `hue`: index into the palette; `dots`: mark every point (sparse values)."""
+
+    name: str
+    points: Points
+    hue: int = 0
+    dots: bool = False
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Data from `lo` to `hi` onto pixels from `start` to `stop`; `warp` bends the scale."""
+
+    lo: float
+    hi: float
+    start: float
+    stop: float
+    warp: Callable[[float], float] = float
+
+    def __call__(self, value: float) -> float:
+        lo, hi = self.warp(self.lo), self.warp(self.hi)
+        share = (self.warp(min(max(value, self.lo), self.hi)) - lo) / (hi - lo)
+        return round(self.start + share * (self.stop - self.start), 1)
+
+
+class Chart:
+    """A drawing of one size: title and unit at once, then a legend, the axes, what they hold.
+
+    `parts` are the SVG elements so far; `x` and `y` map data to pixels once there are `axes`.
+    """
+
+    x: Axis
+    y: Axis
+
+    def __init__(self, title: str, unit: str, *, width: int = 360, height: int = 220) -> None:
+        self.title, self.width, self.height = title, width, height
+        self.parts: list[str] = []
+        self.top = 34.0  # where the text above the plot ends
+        self.text(2, 14, title, style="title")
+        self.text(2, 30, unit)
+
+    def text(self, x: float, y: float, text: str, anchor: str = "start", style: str = "") -> None:
+        """Draw one piece of text."""
+        look = f' class="{style}"' if style else ""
+        drawn = f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}"{look}>{escape(text)}</text>'
+        self.parts += [drawn] * bool(text)
+
+    def legend(self, entries: Iterable[tuple[int, str]]) -> None:
+        """Draw (hue, text) pairs on as many lines as they need."""
+        x, self.top = 2.0, 47
+        for hue, text in entries:
+            need = text_width(text) + 24
+            if x > 2 and x + need > self.width:
+                x, self.top = 2.0, self.top + 15
+            box = f'x="{x:g}" y="{self.top - 8}" width="9" height="9" rx="2"'
+            self.parts.append(f'<rect {box} style="fill:{colour(hue)}"/>')
+            self.text(x + 13, self.top, text)
+            x += need
+
+    def axes(
+        self,
+        x: tuple[float, float],
+        y: tuple[float, float],
+        *,
+        x_label: str = "iteration",
+        x_ticks: Callable[[Axis], Sequence[float]] | None = None,
+        warp: Callable[[float], float] = float,
+        inset: tuple[float, float] = (0, 0),
+    ) -> None:
+        """Draw grid and ticks for data in the ranges `x` and `y`.
+
+        Without `x_ticks` those of x are whole numbers. `inset`: pixels left free at the sides.
+        """
+        self.x_label = x_label
+        y_ticks = ticks(*y, count=max(4, self.height // 64))
+        left, right = 14 + max(text_width(short(t)) for t in y_ticks), self.width - 12
+        lo, hi = x if x[1] > x[0] else (x[0] - 1, x[1] + 1)
+        self.x = Axis(lo, hi, left + inset[0], right - inset[1], warp)
+        self.y = Axis(y_ticks[0], y_ticks[-1], self.height - 36, self.top + 13)
+        for tick in y_ticks:
+            self.parts.append(f'<path class="grid" d="M{left:g} {self.y(tick)}H{right:g}"/>')
+            self.text(left - 6, self.y(tick) + 4, short(tick), anchor="end")
+        found = x_ticks(self.x) if x_ticks else ticks(*x, count=self.width // 80, whole=True)
+        for tick in (t for t in found if lo <= t <= hi):
+            self.parts.append(f'<path class="grid" d="M{self.x(tick)} {self.height - 36}v4"/>')
+            self.text(self.x(tick), self.height - 21, short(tick), anchor="middle")
+        self.text((left + right) / 2, self.height - 5, x_label, anchor="middle")
+
+    def path(self, points: Iterable[tuple[float, float]], style: str, kind: str = "line") -> None:
+        """Draw a line through points of the data."""
+        placed = "L".join(f"{self.x(x)} {self.y(y)}" for x, y in points)
+        self.parts.append(f'<path class="{kind}" style="{style}" d="M{placed}"/>')
+
+    def dot(self, x: float, y: float, style: str, *, radius: float = 3, tip: str = "") -> None:
+        """Draw a point of the data."""
+        title = f"<title>{escape(tip)}</title>" if tip else ""
+        where = f'cx="{self.x(x)}" cy="{self.y(y)}" r="{radius:g}"'
+        self.parts.append(f'<circle {where} style="{style}">{title}</circle>')
+
+    def tips(self, curves: Iterable[tuple[str, Points]], form: Callable[[float], str]) -> None:
+        """Draw a column per x that tells the values of (name, points); of a long run every n-th."""
+        told: dict[float, list[str]] = {}
+        for name, points in curves:
+            for x, y in points:
+                told.setdefault(x, []).append(f"{name} {form(y)}")
+        xs = sorted(told)[:: -(-len(told) // MOST_TIPS)]
+        middles = [(a + b) / 2 for a, b in pairwise(map(self.x, xs))]
+        edges = [self.x.start, *middles, max(self.x.stop, self.x.start + 1)]
+        top, height = self.y.stop, self.y.start - self.y.stop
+        for x, (lo, hi) in zip(xs, pairwise(edges), strict=True):
+            text = escape(f"{self.x_label} {x:g}: {', '.join(told[x])}")
+            box = f'x="{lo:g}" y="{top:g}" width="{hi - lo:g}" height="{height:g}"'
+            self.parts.append(f'<rect class="tip" {box}><title>{text}</title></rect>')
+
+    def svg(self) -> str:
+        """Return the drawing as an <svg> that scales to its box."""
+        wide, high = self.width, self.height
+        size = f'viewBox="0 0 {wide} {high}" width="{wide}" height="{high}"'
+        name = f'role="img" aria-label="{escape(self.title)}" xmlns="http://www.w3.org/2000/svg"'
+        return f'<svg class="chart" {size} {name}>{"".join(self.parts)}</svg>'
+
+
+def line_chart(
+    series: Sequence[Series],
+    *,
+    title: str,
+    unit: str,
+    x_label: str = "iteration",
+    width: int = 360,
+    height: int = 220,
+    named: bool = True,
+    least: float = 0.0,
+) -> str:
+    """Draw curves over an integer axis; a value far above the rest is cut, marked by a triangle.
+
+    `named`: with a legend; `least`: a value that the axis reaches. What is nothing beside the axis
+    (a rounding error) is told as 0.
+    """
+    whole = [s for s in series if s.points]
+    if not whole:
+        raise ValueError(f"expected at least one point for chart {title!r}, got none")
+    curves = [(s, _thin(s.points)) for s in whole]
+    span = data_range(*([y for _, y in points] for _, points in curves), least=least)
+    nothing = max(1e-5 * max(map(abs, span)), 1e-4 * least)
+
+    def told(value: float) -> str:
+        return short(value if abs(value) > nothing else 0.0)
+
+    chart = Chart(title, unit, width=width, height=height)
+    if named and len(whole) == 1:
+        chart.text(width - 12, 14, told(whole[0].points[-1][1]), anchor="end", style="value")
+    elif named:
+        chart.legend((s.hue, f"{s.name} {told(s.points[-1][1])}") for s in whole)
+    xs = [x for _, points in curves for x, _ in points]
+    chart.axes((min(xs), max(xs)), span, x_label=x_label)
+    chart.tips(((s.name, points) for s, points in curves), told)
+    for s, points in curves:
+        _draw_curve(chart, s, points)
+    return chart.svg()
+
+
+def _draw_curve(chart: Chart, series: Series, points: Points) -> None:
+    """Draw a curve; a long one thin, and thick the mean of a tenth of it around each value."""
+    style, most = line_style(series.hue), chart.y.hi
+    if half := len(points) // 20 * (len(points) >= 40):
+        chart.path(points, style, kind="raw")
+        cut = [min(y, most) for _, y in points]
+        near = [cut[max(0, i - half) : i + half + 1] for i in range(len(cut))]
+        smooth = [math.fsum(values) / len(values) for values in near]
+        chart.path(zip((x for x, _ in points), smooth, strict=True), style)
+    else:
+        chart.path(points, style)
+    fill = f"fill:{colour(series.hue)}"
+    for x, y in points:
+        if y > most:
+            tip = escape(f"{series.name}, {x:g}: {short(y)}")
+            shape = f'd="M{chart.x(x) - 4:g} {chart.y(y)}h8l-4 -7z" style="{fill}"'
+            chart.parts.append(f"<path {shape}><title>{tip}</title></path>")
+        elif series.dots or len(points) == 1:
+            chart.dot(x, y, fill)
+
+
+def stack_chart(series: Sequence[Series], *, title: str, unit: str) -> str:
+    """Draw values on top of each other, the first at the bottom; the legend has their shares.
+
+    A series that lacks an iteration counts as 0 there.
+    """
+    held = [(s, dict(_thin(s.points))) for s in series if s.points]
+    xs = sorted({x for _, values in held for x in values})
+    if not xs:
+        raise ValueError(f"expected at least one point for chart {title!r}, got none")
+    totals = [sum(values.get(x, 0.0) for _, values in held) for x in xs]
+    whole = sum(totals) or 1.0
+    chart = Chart(title, unit)
+    chart.legend((s.hue, f"{s.name} {sum(values.values()) / whole:.0%}") for s, values in held)
+    chart.axes((xs[0], xs[-1]), (0.0, data_range(totals)[1]))
+    lo, hi = chart.x.lo, chart.x.hi  # those of the data, but around a single iteration
+    for count in range(len(held), 0, -1):  # each lies on those above it
+        roof = [(x, sum(values.get(x, 0.0) for _, values in held[:count])) for x in xs]
+        outline = [(lo, 0.0), (lo, roof[0][1]), *roof, (hi, roof[-1][1]), (hi, 0.0)]
+        chart.path(outline, f"fill:{colour(held[count - 1][0].hue)}", kind="area")
+    curves = [(s.name, [*values.items()]) for s, values in held]
+    chart.tips([*curves, ("all", [*zip(xs, totals, strict=True)])], short)
+    return chart.svg()
+
+
+def standalone(charts: Sequence[str], *, width: int, height: int) -> str:
+    """Put charts of one size side by side into an SVG document with its own colours and paper."""
+    step = width + 24
+    full = len(charts) * step - 24
+    size = f'width="{full + 32}" height="{height + 24}"'
+    placed = (f'<g transform="translate({i * step})">{c}</g>' for i, c in enumerate(charts))
+    paper = f'<g class="chart"><rect class="paper" x="-16" y="-12" {size} rx="8"/></g>'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-16 -12 {full + 32} {height + 24}" '
+        f"{size}><style>{CSS}</style>{paper}{''.join(placed)}</svg>\n"
+    )
+
+
+def ticks(lo: float, hi: float, *, count: int = 4, whole: bool = False) -> list[float]:
+    """Choose about `count` round numbers that enclose [lo, hi]; `whole` keeps to integers.
+
+    >>> ticks(0.1, 0.72)
+    [0.0, 0.2, 0.4, 0.6, 0.8]
+    """
+    close = 1e-9 if whole else 1e-3  # equal to the digits that a tick shows
+    if hi - lo <= close * max(abs(lo), abs(hi)):
+        lo, hi = (lo - abs(lo) / 2, hi + abs(hi) / 2) if lo else (0.0, 1.0)
+    rough = (hi - lo) / max(count, 2)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = power * next(m for m in (1, 2, 5, 10) if rough <= m * power * 1.0001)
+    step = max(1.0, step) if whole else step
+    first, last = math.floor(lo / step + 1e-9), math.ceil(hi / step - 1e-9)
+    return [float(f"{k * step:.10g}") for k in range(first, last + 1)]
+
+
+def data_range(*curves: Sequence[float], least: float = 0.0) -> tuple[float, float]:
+    """Choose what the y axis shows: 0 when near, but no few values far above a curve's rest.
+
+    A curve that lies far above the others is shown.
+    """
+    lo, hi = min(map(min, curves)), least or -math.inf
+    for values in curves:
+        high = sorted(values)[int(0.9 * (len(values) - 1))]
+        spiky = len(values) >= 10 and 0 < high < max(values) / 5
+        hi = max(hi, 1.5 * high if spiky else max(values))
+    # A rounding error below 0 is 0: it must not open a whole step of the axis.
+    return (0.0 if -1e-3 * hi <= lo <= 0.6 * hi else lo), hi
+
+
+def _thin(points: Points) -> Points:
+    """Average neighbours so that a curve of a long run stays small."""
+    size = math.ceil(len(points) / MOST_POINTS)
+    groups = [points[i : i + size] for i in range(0, len(points), size)]
+    return [(g[-1][0], sum(y for _, y in g) / len(g)) for g in groups]
+
+
+def text_width(text: str, *, size: float = 11.0) -> float:
+    """Estimate the width in pixels of a text in the usual sans-serif fonts."""
+    return size * sum(0.82 if c in _WIDE else 0.3 if c in "il.,:' |j" else 0.62 for c in text)
+
+
+def colour(hue: int) -> str:
+    """Return a colour of the palette as CSS."""
+    return f"var(--hue{hue % HUES})"
+
+
+def line_style(hue: int) -> str:
+    """Return the CSS of a curve; those beyond the palette repeat its colours, dashed."""
+    dash = _DASHES[hue // HUES % len(_DASHES)]
+    return f"stroke:{colour(hue)}" + (f";stroke-dasharray:{dash}" if dash else "")

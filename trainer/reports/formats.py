@@ -1,0 +1,60 @@
+"""Numbers, times and replies as text for people, in pages and at the terminal."""
+
+import html
+import re
+from typing import Any
+
+_NO_TEXT = re.compile("[^\n\t -\ufffd\U00010000-\U0010ffff]")  # control characters and the like
+
+
+def short(value: float) -> str:
+    """Format a value with three significant digits.
+
+    >>> [short(v) for v in (0, 0.12345, 1234.5, 45678, 2e-05)]
+    ['0', '0.123', '1,234', '45.7k', '2e-5']
+    """
+    size = abs(value)
+    if size >= 999_500:
+        return f"{value / 1e6:.3g}M"
+    if size >= 9_999.5:
+        return f"{value / 1e3:.3g}k"
+    if size >= 99.95:
+        return f"{value:,.0f}"
+    if 0 < size < 1e-3:
+        mantissa, _, power = f"{value:.2e}".partition("e")
+        return f"{float(mantissa):g}e{int(power)}"
+    return f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """Format a time.
+
+    >>> [duration(s) for s in (8.4, 59.6, 200, 8000)]
+    ['8 s', '1 min 0 s', '3 min 20 s', '2 h 13 min']
+    """
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def escape(text: object) -> str:
+    """Escape a text for HTML and XML; what neither may hold becomes the replacement character.
+
+    >>> escape("<b>\x1b")
+    '&lt;b&gt;\ufffd'
+    """
+    return html.escape(_NO_TEXT.sub("\ufffd", str(text)))
+
+
+def printable(text: Any) -> str:
+    """Replace what could move a terminal's cursor or change its colours by spaces."""
+    return "".join(c if c.isprintable() else " " for c in str(text))
+
+
+def one_line(text: Any, width: int) -> str:
+    """Make model output safe for a terminal: one line of at most `width` characters."""
+    plain = " ".join(printable(text).split())
+    return plain if len(plain) <= width else plain[: width - 3] + "..."

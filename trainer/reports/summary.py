@@ -1,0 +1,79 @@
+"""What a run came to, in a few numbers, and the commands that repeat it or go on with it."""
+
+import shlex
+from pathlib import Path
+
+from trainer.reports.formats import duration, short
+from trainer.reports.sweep import PLACES
+from trainer.runs.redact import redact
+from trainer.runs.run_files import Run, dig, number
+
+GAINS = {  # of those before the accuracies only the first that a run has
+    "reward/raw_mean": "task reward",
+    "reward/mean": "reward",
+    "loss/total": "loss",
+    "eval/sampled_accuracy": "sampled accuracy",
+    "eval/greedy_accuracy": "greedy accuracy",
+}
+
+
+def tiles(run: Run) -> dict[str, str]:
+    """Return the few numbers that tell how a run went: first and last."""
+    out = {}
+    for metric, ends in _gains(run).items():
+        count = 0 if metric.startswith("eval/") else len(run.last_ten(metric))
+        name = GAINS[metric] + (f", first \u2192 last {count}" if count > 1 else "")
+        out[name] = " \u2192 ".join(map(short, ends))
+    kl = run.last_ten_mean("kl/ref_sequence")
+    if kl is not None:
+        out["KL to the reference, nats per reply"] = short(kl)
+    if run.metrics:
+        total = number(dig(run.config, "trainer", "num_iterations"))
+        of = f" of {total:g}" if total else ""
+        out["iterations"] = f"{run.metrics[-1]['progress/iteration']:g}{of}"
+    seconds = number(run.status.get("seconds"))
+    return out if seconds is None else {**out, "time": duration(seconds)}
+
+
+def in_one_line(run: Run) -> str:
+    """Return what a run came to for a terminal: the numbers of its tiles."""
+    told = (f"{name.partition(',')[0]} {value}" for name, value in tiles(run).items())
+    return ", ".join(told).replace("\u2192", "->")
+
+
+def _gains(run: Run) -> dict[str, list[float]]:
+    """Return the first value and the last (or mean of the `last_ten`) of what should improve."""
+    out = {}
+    for metric in GAINS:
+        accuracy, points = metric.startswith("eval/"), run.series(metric)
+        last = run.last(metric) if accuracy else run.last_ten_mean(metric)
+        if points and last is not None and (accuracy or not out):
+            out[metric] = [points[0][1], last][: len(points)]
+    return out
+
+
+def task_reward(run: Run) -> str:
+    """Name the metric of the task's reward: that without a KL part, where a run has it."""
+    return "reward/raw_mean" if run.series("reward/raw_mean") else "reward/mean"
+
+
+def repeat_command(run: Run) -> str:
+    """Return the command that repeats a run, without its place; "" if Hydra did not start it."""
+    left_out = (*(f"{key}=" for key in PLACES), "hydra.")
+    words = [without_secret(word) for word in run.words if not word.startswith(left_out)]
+    named = [word for word in words if word.startswith("experiment=")]
+    first = named or [f"experiment={run.experiment}"]
+    rest = [word for word in words if word not in named]
+    return shlex.join(["python", "train.py", *first, *rest]) if run.words else ""
+
+
+def resume_command(folder: Path, *, mode: str = "") -> str:
+    """Return the command that goes on with a run, or does something else with its model."""
+    words = [f"mode={mode}"] * bool(mode) + [f"resume={shlex.quote(str(folder.resolve()))}"]
+    return " ".join(["python train.py", *words])
+
+
+def without_secret(word: str) -> str:
+    """Return an override `key=value` with its value hidden if that is a secret."""
+    key, sign, value = word.partition("=")
+    return f"{key}{sign}{redact({key: value})[key]}"
