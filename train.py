@@ -13,9 +13,9 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from conf import build as parts
-from conf import preflight_and_modes, start
+from conf import start
 from conf.command_line import help_text, spell_out
-from conf.compose import compose_experiment, compose_raw
+from conf.compose import compose_experiment
 from trainer.runs.failures import complain, last_words, say
 from trainer.runs.launch import agree, prepare_joined
 from trainer.runs.launch import start as launch
@@ -85,18 +85,14 @@ def show(cfg: DictConfig) -> None:
 
 
 def run(job: start.Job) -> None:
-    """Train what a job is, if something of it is left."""
-    if job.done:
-        say(job.done)
-    else:
-        launch(job.config, start.begin(job), **OURS)
+    """Train what is left of a job."""
+    say(job.done) if job.done else launch(job.config, start.begin(job), **OURS)
 
 
 def join(words: list[str], ranks: int) -> int:
     """Be one rank of `torchrun train.py` or `accelerate launch train.py`; return the exit code."""
     config = start.compose_joined(words, ranks=ranks)
-    composed = compose_raw(words, with_hydra=True)
-    folder = agree(lambda: prepare_joined(config, start.run_folder(composed), **OURS), config)
+    folder = agree(lambda: prepare_joined(config, start.run_folder(words), **OURS), config)
     return worker(str(folder / "config.yaml"), str(folder))
 
 
@@ -126,8 +122,11 @@ def cli(words: list[str]) -> int:
     try:
         if (ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
             return join(words, ranks)
-        if beside := preflight_and_modes.asked(words):
-            return preflight_and_modes.carry_out(beside, **OURS)
+        if any(word.startswith(("mode=", "preflight=")) for word in words):
+            from conf import preflight_and_modes as aside
+
+            if config := aside.asked(words):
+                return aside.carry_out(config, **OURS)
         asked = start.read_command(words)
         if isinstance(asked, start.Sweep):
             return run_sweep(asked, run)

@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from conf import check_task, names, schema
-from policies.chats.templates import read_template
-from policies.models import no_model
 from policies.optional_packages import EXTRAS
 from trainer.kl_control import MAX_ERROR, check_place
 from trainer.runs.experiment_models import PREFIX
@@ -225,8 +223,11 @@ def _disk(cfg: dict[str, Any]) -> Iterator[str]:
             f"it by resume={folder}, or name another folder"
         )
     for key, name in ("policy.model", policy["model"]), ("kl.reference", cfg["kl"]["reference"]):
-        if name is not None and not name.startswith(PREFIX) and (fault := no_model(name)):
-            yield f"{key}: {fault}"
+        if name is not None and not name.startswith(PREFIX):
+            from policies.models import no_model
+
+            if fault := no_model(name):
+                yield f"{key}: {fault}"
     experiments = sorted(path.stem for path in (names.FOLDER / "experiment").glob("*.yaml"))
     for key, value in walk_texts(cfg):
         if value.startswith(PREFIX) and value.removeprefix(PREFIX) not in experiments:
@@ -235,6 +236,8 @@ def _disk(cfg: dict[str, Any]) -> Iterator[str]:
     if policy["_target_"] == "policies.load_policy":
         yield from _positions(policy)
     if policy["chat_template"] is not None:
+        from policies.chats.templates import read_template
+
         try:
             read_template(policy["chat_template"])
         except ValueError as error:

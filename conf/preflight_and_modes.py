@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.command_line import SWEEP, check_single, flags_and_overrides
-from conf.compose import compose_checked, compose_experiment, compose_raw
+from conf.compose import compose_checked, compose_experiment
 from conf.start import load_for_resume, run_folder
 from trainer.runs.experiment_models import without_training
 from trainer.runs.launch import start
@@ -95,7 +95,7 @@ def _of_start(config: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
         raise ValueError(f"mode=chat is one process, got launch.num_processes={ranks}; set it to 1")
     _check_replies(config)
     if mode == "evaluate" and not config["output_dir"]:
-        config["output_dir"] = str(run_folder(compose_raw(overrides, with_hydra=True)))
+        config["output_dir"] = str(run_folder(overrides))
     return _aside(config)
 
 

@@ -77,12 +77,13 @@ def set_up() -> None:
         OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
 
 
-def run_folder(composed: DictConfig, *, sweep: bool = False) -> Path:
+def run_folder(words: Sequence[str], *, sweep: bool = False) -> Path:
     """Return the folder of a run, or of a sweep, made and open to writing."""
+    hydra = compose_raw(words, with_hydra=True).hydra
     try:
         if sweep:
-            return make_writable(composed.hydra.sweep.dir, "hydra.sweep.dir")
-        return make_writable(composed.hydra.run.dir, "output_dir")
+            return make_writable(hydra.sweep.dir, "hydra.sweep.dir")
+        return make_writable(hydra.run.dir, "output_dir")
     except OmegaConfBaseException as error:  # from run_dir or sweep_dir
         raise ValueError(str(error).splitlines()[0].rpartition("interpolation: ")[2]) from error
 
@@ -107,7 +108,7 @@ def read_command(words: Sequence[str]) -> Job | Sweep | None:
         return _read_sweep(overrides) if flags <= SWEEP else None
     check_single(overrides)
     config, composed = compose_checked(overrides), compose_raw(overrides, with_hydra=True)
-    if holds_run(there := run_folder(composed)):
+    if holds_run(there := run_folder(overrides)):
         raise ValueError(f"{there} already holds a run; go on with it by resume={there}")
     return Job(there, config, composed=composed)
 
@@ -200,7 +201,7 @@ def _read_sweep(words: list[str]) -> Sweep:
         check_single(job)
         if compose_checked(job)["output_dir"]:
             raise ValueError("output_dir is one folder; a sweep takes hydra.sweep.dir=")
-    folder = run_folder(compose_raw(jobs[0], with_hydra=True), sweep=True)
+    folder = run_folder(jobs[0], sweep=True)
     sweep = Sweep(folder, words, jobs, _job_folders(jobs))
     for other in (there := find_jobs(folder)):
         if str(other.relative_to(folder)) not in sweep.folders:
