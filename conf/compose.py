@@ -29,6 +29,7 @@ from conf.check import check
 from conf.command_line import check_overrides, read_override, spell_out
 from conf.names import all_keys, nearest
 from conf.schema import keys, register
+from trainer.runs.redact import keep_environment
 
 UNKNOWN = (ConfigAttributeError, ConfigKeyError)
 
@@ -64,18 +65,13 @@ def _compose_files(chosen: tuple[str, ...], folder: Path) -> DictConfig:
     register()
     GlobalHydra.instance().clear()
     try:
-        with initialize(folder):
+        with hydra.initialize_config_dir(str(folder), version_base="1.3"):
             return hydra.compose("config", overrides=list(chosen), return_hydra_config=True)
     except MissingConfigException as error:
         group, _, name = str(error.missing_cfg_file).partition("/")
         raise ValueError(_no_file(group, name)) from None
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(_fault_of_file(error, chosen)) from error
-
-
-def initialize(folder: Path) -> Any:
-    """Return the context in which Hydra composes from a folder."""
-    return hydra.initialize_config_dir(str(folder), version_base="1.3")
 
 
 def _is_choice(item: Override) -> bool:
@@ -178,21 +174,4 @@ def settle(cfg: DictConfig) -> dict[str, Any]:
         raise ValueError(f"expected a value for {(key := min(missing))}, got none; give {key}=...")
     check(plain)
     raw = OmegaConf.to_container(cfg, resolve=False)
-    return _keep_environment(raw, plain, set(_from_environment(raw, plain)))
-
-
-def _from_environment(raw: Any, plain: Any) -> list[str]:
-    if isinstance(raw, (dict, list)):
-        items = raw.items() if isinstance(raw, dict) else enumerate(raw)
-        return [text for key, item in items for text in _from_environment(item, plain[key])]
-    return [plain] if isinstance(plain, str) and "oc.env:" in str(raw) else []
-
-
-def _keep_environment(raw: Any, plain: Any, secrets: set[str]) -> Any:
-    if isinstance(raw, dict):
-        return {key: _keep_environment(raw[key], plain[key], secrets) for key in raw}
-    if isinstance(raw, list):
-        return [_keep_environment(*pair, secrets) for pair in zip(raw, plain, strict=True)]
-    if not isinstance(plain, str):
-        return plain
-    return raw if plain in secrets and "${" in str(raw) else plain.replace("${", "\\${")
+    return keep_environment(raw, plain)

@@ -1,11 +1,8 @@
 """What is asked of leash beside training: preflight=true, mode=chat, evaluate or export.
 
-It runs in worker processes as a run does, on the same parts, in a folder that is removed.
-Torch-free.
+It runs on the same parts as a run (trainer/runs/aside.py). Torch-free.
 """
 
-import shutil
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +11,6 @@ from conf.command_line import SWEEP, check_single, flags_and_overrides
 from conf.compose import compose_checked, compose_experiment
 from conf.start import load_for_resume, run_folder
 from trainer.runs.experiment_models import without_training
-from trainer.runs.launch import start
 
 BOTH = ("policy.max_new_tokens", "policy.system_prompt", "kl.reference", "seed", "policy.device")
 MAY = {  # what may be given beside resume=, by mode
@@ -49,19 +45,6 @@ def asked(words: Sequence[str]) -> dict[str, Any] | None:
         what = "preflight" if config["preflight"] else f"mode={mode}"
         raise ValueError(f"{what} is about one run, got {' '.join(flags)}; leave it out")
     return _of_start(config, overrides)
-
-
-def carry_out(config: dict[str, Any], **ours: Any) -> int:
-    """Do what `asked` returned in fresh processes; return the exit code, 1 if it found problems."""
-    folder, keep = Path(tempfile.mkdtemp(prefix="leash-")), False
-    try:
-        return int(start(config, folder, **ours) > 0)
-    except RuntimeError as error:
-        keep = str(folder) in str(error)  # it names the traceback there
-        raise
-    finally:
-        if not keep:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _of_run(mode: str, folder: str, overrides: list[str]) -> dict[str, Any]:
