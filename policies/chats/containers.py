@@ -11,7 +11,7 @@ Renderer's, reading parsing.py's. A wrapper's own ids are exact, a rendered hist
 not be them: score ids.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,12 +22,21 @@ from policies.chats.history import History
 from policies.specs import Composite, NonTensor, Spec, Unbounded
 
 
-def _spec(cls: type, leaves: dict[str, Spec], shape: tuple[int, ...], keys: Any) -> Composite:
-    """Return the spec of a container with the leaves asked for, and `padded` where it has it."""
-    found: dict[str, Spec] = {key: leaves[key] for key in _known(leaves, keys)}
-    if "padded" in cls.__annotations__:
-        found["padded"] = NonTensor(shape[:-1], example_data=False)
-    return Composite(found, shape=shape[:-1], data_cls=cls, step_mdp_static=True)
+def _default_spec(names: Sequence[str], leaf: Callable[[tuple[int, ...]], Spec]) -> Any:
+    """Return the `default_spec` of a container with these fields; `leaf` makes the spec of one."""
+
+    def default_spec(
+        cls: Any, shape: tuple[int, ...] = (-1,), keys: Sequence[str] | None = None
+    ) -> Composite:
+        """Return the spec of a batch of `shape`, with all fields or the `keys` named."""
+        if unknown := set(keys or ()) - set(names):
+            raise ValueError(f"expected keys among {sorted(names)}, got {sorted(unknown)}")
+        found: dict[str, Spec] = {name: leaf(shape) for name in (names if keys is None else keys)}
+        if "padded" in cls.__annotations__:
+            found["padded"] = NonTensor(shape[:-1], example_data=False)
+        return Composite(found, shape=shape[:-1], data_cls=cls, step_mdp_static=True)
+
+    return classmethod(default_spec)
 
 
 def _share_padded(container: Any) -> None:
@@ -42,14 +51,6 @@ def _conversions() -> Any:
     from policies.chats import conversions
 
     return conversions
-
-
-def _known(names: Any, keys: Sequence[str] | None) -> list[str]:
-    """Return the keys asked for, or all; an unknown one is a ValueError."""
-    unknown = set(keys or ()) - set(names)
-    if unknown:
-        raise ValueError(f"expected keys among {sorted(names)}, got {sorted(unknown)}")
-    return list(names if keys is None else keys)
 
 
 class Tokens(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments]
@@ -72,14 +73,10 @@ class Tokens(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgumen
     def __post_init__(self) -> None:
         _share_padded(self)
 
-    @classmethod
-    def default_spec(
-        cls, shape: tuple[int, ...] = (-1,), keys: Sequence[str] | None = None
-    ) -> Composite:
-        """Return the spec of a batch of `shape`, with all fields or the `keys` named."""
-        names = ("prompt", "response", "assistant", "full")
-        leaves = {name: Unbounded((*shape, -1), dtype=torch.int64) for name in names}
-        return _spec(cls, leaves, shape, keys)
+    default_spec = _default_spec(
+        ("prompt", "response", "assistant", "full"),
+        lambda shape: Unbounded((*shape, -1), dtype=torch.int64),
+    )
 
     def to_text(
         self,
@@ -129,14 +126,10 @@ class LogProbs(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgum
     def __post_init__(self) -> None:
         _share_padded(self)
 
-    @classmethod
-    def default_spec(
-        cls, shape: tuple[int, ...] = (-1,), keys: Sequence[str] | None = None
-    ) -> Composite:
-        """Return the spec of a batch of `shape`, with all fields or the `keys` named."""
-        names = ("prompt", "response", "assistant", "full")
-        leaves = {name: Unbounded((*shape, -1), dtype=torch.float32) for name in names}
-        return _spec(cls, leaves, shape, keys)
+    default_spec = _default_spec(
+        ("prompt", "response", "assistant", "full"),
+        lambda shape: Unbounded((*shape, -1), dtype=torch.float32),
+    )
 
 
 class Masks(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments]
@@ -159,14 +152,10 @@ class Masks(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgument
     def __post_init__(self) -> None:
         _share_padded(self)
 
-    @classmethod
-    def default_spec(
-        cls, shape: tuple[int, ...] = (-1,), keys: Sequence[str] | None = None
-    ) -> Composite:
-        """Return the spec of a batch of `shape`, with all fields or the `keys` named."""
-        names = ("all_attention_mask", "all_assistant_mask", "all_response_mask")
-        leaves = {name: Unbounded((*shape, -1), dtype=torch.bool) for name in names}
-        return _spec(cls, leaves, shape, keys)
+    default_spec = _default_spec(
+        ("all_attention_mask", "all_assistant_mask", "all_response_mask"),
+        lambda shape: Unbounded((*shape, -1), dtype=torch.bool),
+    )
 
 
 class ChatHistory(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments]
@@ -181,14 +170,9 @@ class ChatHistory(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeAr
     response: History | None = None
     full: History | None = None
 
-    @classmethod
-    def default_spec(
-        cls, shape: tuple[int, ...] = (-1,), keys: Sequence[str] | None = None
-    ) -> Composite:
-        """Return the spec of a batch of `shape`, with all fields or the `keys` named."""
-        names = ("prompt", "response", "full")
-        leaves = {name: History.default_spec((*shape, -1)) for name in names}
-        return _spec(cls, leaves, shape, keys)
+    default_spec = _default_spec(
+        ("prompt", "response", "full"), lambda shape: History.default_spec((*shape, -1))
+    )
 
     def to_tokens(
         self,
@@ -243,14 +227,9 @@ class Text(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments
     response: str | None = None
     full: str | None = None
 
-    @classmethod
-    def default_spec(
-        cls, shape: tuple[int, ...] = (-1,), keys: Sequence[str] | None = None
-    ) -> Composite:
-        """Return the spec of a batch of `shape`, with all fields or the `keys` named."""
-        names = ("prompt", "response", "full")
-        leaves = {name: NonTensor(shape, example_data="a string") for name in names}
-        return _spec(cls, leaves, shape, keys)
+    default_spec = _default_spec(
+        ("prompt", "response", "full"), lambda shape: NonTensor(shape, example_data="a string")
+    )
 
     def to_tokens(
         self,
