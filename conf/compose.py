@@ -26,8 +26,7 @@ from conf.schema import register
 from conf.sweeps import check_single, with_swept
 from conf.words import check_flags, check_overrides, spell_out, split
 from trainer.runs.job_names import job_names
-from trainer.runs.run_files import find_jobs, is_sweep, read_status
-from trainer.runs.start_up import drop_unused
+from trainer.runs.run_files import find_jobs, is_sweep, read_status, remove_unused
 
 RESUMABLE = ("trainer.num_iterations", "tracker", "launch", "checkpoint", "eval")
 
@@ -47,7 +46,7 @@ def unique_folder(parent: str) -> str:
             folder.mkdir(parents=True)
         except FileExistsError:
             continue
-        atexit.register(drop_unused, folder.absolute())
+        atexit.register(remove_unused, folder.absolute())
         return str(folder)
     raise AssertionError("unreachable")
 

@@ -18,11 +18,11 @@ from conf.files import holds_run
 from conf.words import split
 from trainer.reports.about import PLACES
 from trainer.reports.sweep import LiveSweep
+from trainer.runs.experiment_models import PREFIX
 from trainer.runs.job_names import job_names
 from trainer.runs.lock import held
 from trainer.runs.redact import redact
 from trainer.runs.run_files import find_jobs, read_status, read_yaml
-from trainer.runs.start_model import PREFIX
 
 
 def check(words: Sequence[str]) -> compose.Resumed | None:

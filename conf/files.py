@@ -8,7 +8,7 @@ from typing import Any
 
 from policies.chats.templates import read_template
 from policies.models import no_model
-from trainer.runs.start_model import PREFIX
+from trainer.runs.experiment_models import PREFIX
 
 
 def findings(cfg: dict[str, Any]) -> Iterator[str]:

@@ -13,8 +13,8 @@ from typing import Any
 from conf import compose
 from conf.sweeps import check_single
 from conf.words import split
+from trainer.runs.experiment_models import PREFIX, cache_folder
 from trainer.runs.launch import start
-from trainer.runs.start_model import PREFIX, kept_in
 
 BOTH = ("policy.max_new_tokens", "policy.system_prompt", "kl.reference", "seed", "policy.device")
 MAY = {  # what may be given beside resume=, by mode
@@ -135,7 +135,7 @@ def _without_warm_up(node: Any) -> Iterator[str]:
         elif isinstance(value, str) and value.startswith(PREFIX):
             name = value.removeprefix(PREFIX)
             config = compose.compose_experiment(name)
-            model = kept_in(name, config) / "model"
+            model = cache_folder(name, config) / "model"
             if model.is_dir():
                 node[key] = str(model)
                 continue

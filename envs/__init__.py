@@ -16,7 +16,7 @@ _HOME = {
     "Transform": ".transforms.transform",
     "TransformedEnv": ".env",
     "Unbounded": "policies.specs",
-    "check_env_specs": ".check",
+    "check_env_specs": ".spec_check",
 }
 __all__ = sorted(_HOME)
 __getattr__ = loader(__name__, _HOME)

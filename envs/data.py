@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from envs.hub import read_hub
-
 Message = dict[str, Any]
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -228,6 +226,8 @@ READERS: dict[str, Callable[[Path], list[Any]]] = {
 
 
 def _read_hub(dataset: str, split: str) -> list[Any]:
+    from envs.hub_rows import read_hub  # few runs read one
+
     name, _, subset = dataset.partition(":")
     try:
         return read_hub(name, subset or None, split)

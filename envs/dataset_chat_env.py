@@ -194,10 +194,10 @@ class DatasetChatEnv(TransformedEnv):
 
     def _reset(self, td: TensorDictBase | None) -> TensorDictBase:
         if td is None or (self.base_env.data_key not in td and "row" not in td):
-            td = self._draw()
+            td = self._next_prompts()
         return super()._reset(td)
 
-    def _draw(self) -> TensorDict:
+    def _next_prompts(self) -> TensorDict:
         """Return the next prompts [P] with their other columns."""
         rows = [next(self._rows) for _ in range(self._prompts)]
         td = TensorDict(batch_size=[len(rows)])

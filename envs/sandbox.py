@@ -1,4 +1,4 @@
-"""Python code that nobody has read, in a process of its own that cannot do much harm.
+"""Untrusted Python code, in a process of its own that cannot do much harm.
 
 The process: isolated mode without site-packages, no environment variables, an empty stdin, a
 temporary folder as its only belonging (removed in any case), limits on CPU time, memory, size of
@@ -190,7 +190,7 @@ class Sandbox:
 
     def _start(self) -> None:
         folder = tempfile.mkdtemp(prefix="leash-code-")  # only its owner may enter
-        user, lock = _take_user() if os.geteuid() == 0 else (0, None)
+        user, lock = _reserve_user() if os.geteuid() == 0 else (0, None)
         if user:
             os.chown(folder, user, user)
         reading, writing = os.pipe()
@@ -238,7 +238,7 @@ def _read(pipe: int, size: int) -> bytes:
     return b"".join(parts)
 
 
-def _take_user() -> tuple[int, socket.socket]:
+def _reserve_user() -> tuple[int, socket.socket]:
     """Return a user that no other box has, and what keeps it: a name that dies with its socket."""
     for user in USERS:
         lock = socket.socket(socket.AF_UNIX)

@@ -72,7 +72,7 @@ def rendered(tokenizer, chats, **kwargs) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("late", [True, False])
-def test_fault_38_ids_after_a_step_are_those_of_a_fresh_rendering(late):
+def test_ids_after_a_step_are_those_of_a_fresh_rendering(late):
     """End of turn, tool and user messages and the generation prompt included."""
     tokenizer = make_policy().tokenizer
     env = ChatEnv(Hints(), max_turns=3, tokenizer=tokenizer, with_tokenizer=True)
@@ -162,7 +162,7 @@ def wrong(td) -> bool:
 
 
 @pytest.mark.parametrize("end", ["", "<|im_end|>"])
-def test_fault_37_the_last_turn_is_really_edited(end):
+def test_the_last_turn_is_really_edited(end):
     add = AddThinkingPrompt(wrong, "Wait, once more.")
     out = thinking(add, ANSWERED + end, "no tags" + end, "<answer>72</answer>" + end)
     said = [chat[-1]["content"] for chat in out["history"].prompt.chats()]

@@ -60,7 +60,7 @@ def say(env, td: TensorDict, *texts: str) -> TensorDict:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_fault_35_a_right_answer_earns_its_reward_in_every_mode(sums, mode):
+def test_a_right_answer_earns_its_reward_in_every_mode(sums, mode):
     """The system prompt has the tags too: only the reply counts."""
     tokenizer = make_policy().tokenizer
     env = GSM8KEnv(dataset=sums, shuffle=False, num_envs=3, tokenizer=tokenizer, input_mode=mode)
@@ -87,7 +87,7 @@ def test_fault_35_a_right_answer_earns_its_reward_in_every_mode(sums, mode):
     ("ends", "done"),
     [("right", [True, False, False]), (True, [True, True, False]), (False, [False] * 3)],
 )
-def test_fault_36_a_wrong_answer_ends_the_episode_only_where_asked(sums, ends, done):
+def test_a_wrong_answer_ends_the_episode_only_where_asked(sums, ends, done):
     env = GSM8KEnv(dataset=sums, shuffle=False, num_envs=3, max_steps=2, set_done_if_answer=ends)
     replies = ("<answer>1</answer>", "<answer>7</answer>", "hm")
     out = say(env, env.reset(), *replies)

@@ -138,7 +138,7 @@ def test_specs_do_not_move_the_env():
     assert isinstance(env.full_state_spec["row"], NonTensor)
 
 
-def test_fault_17_retrieve_log_prob_declares_the_key_that_it_writes():
+def test_retrieve_log_prob_declares_the_key_that_it_writes():
     reference = load_reference(make_policy())
     env = ChatEnv(Words(), group_size=2).append_transform(RetrieveLogProb(reference))
     assert env.full_observation_spec["ref_log_probs", "full"].shape == (-1, -1)

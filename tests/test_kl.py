@@ -1,110 +1,44 @@
-"""The KL transforms, on a tiny language model that really scores."""
+"""The KL transforms, on a tiny language model that really scores; tests/test_ray.py has Ray."""
 
 import gc
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
-from tensordict import TensorClass, TensorDict, lazy_stack
-from torch import Tensor, nn
+from kl_cases import (
+    ASSISTANT,
+    ATTENTION,
+    FULL,
+    REF,
+    RESPONSE,
+    Chat,
+    Collector,
+    T,
+    TinyPolicy,
+    Turns,
+    dense,
+    mask,
+    ragged,
+    slow_scores,
+)
+from tensordict import TensorDict, lazy_stack
+from torch import Tensor
 
-from envs.env import EnvBase, TransformedEnv
-from envs.transforms import Compose, KLComputation, RetrieveKL, RetrieveLogProb
-from envs.transforms.transform import read
-
-V, T = 11, 6
-FULL, REF = ("log_probs", "full"), ("ref_log_probs", "full")
-
-
-class TinyPolicy(nn.Module):
-    """A language model over the running mean of embeddings, behind the interface of a wrapper."""
-
-    def __init__(self, seed=0, *, key="log_probs", mode="tokens", padded=True, generate=False):
-        super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            self.embed, self.head = nn.Embedding(V, 8), nn.Linear(8, V)
-        self.double()
-        self.log_probs_key, self.input_mode, self.pad_output = key, mode, padded
-        self.generate, self.return_log_probs, self.in_keys = generate, True, [(mode, "full")]
-        self.seed, self.calls, self.tokenizer = seed, 0, None
-
-    def get_new_version(self, **changes):
-        self.asked = changes
-        made = TinyPolicy(self.seed, key=changes["log_probs_key"], padded=changes["pad_output"])
-        made.input_mode, made.in_keys = changes["input_mode"], [changes["input_key"]]
-        return made
-
-    def score(self, ids: Tensor) -> Tensor:
-        """[t] ids without padding -> [t] log-probs, the first is 0."""
-        count = torch.arange(1, len(ids) + 1).unsqueeze(-1)
-        table = self.head(self.embed(ids).cumsum(0) / count).log_softmax(-1)  # [t, V]
-        known = table[:-1].gather(-1, ids[1:, None]).squeeze(-1)
-        return torch.cat([known.new_zeros(1), known])
-
-    def forward(self, td):
-        """Score tokens.full in place, as wrappers do."""
-        self.calls += 1
-        ids = read(td, ("tokens", "full"))
-        if isinstance(ids, list):
-            lps = [self.score(r) for r in ids]
-        else:
-            masks = read(td, ("masks", "all_attention_mask"))
-            lps = [torch.zeros(ids.shape[1]).double() for _ in ids]
-            lps = [
-                z.masked_scatter(m, self.score(r[m]))
-                for z, r, m in zip(lps, ids, masks, strict=True)
-            ]
-        if self.pad_output and not isinstance(ids, list):
-            td.set((self.log_probs_key, "full"), torch.stack(lps))
-        elif isinstance(ids, list):
-            td.set(self.log_probs_key, lazy_stack([TensorDict(full=lp) for lp in lps]))
-        return td
-
-
-def mask(*rows: str) -> Tensor:
-    return torch.tensor([[c == "1" for c in row] for row in rows])
-
-
-ATTENTION = mask("111111", "001111")  # left-padded
-ASSISTANT = mask("011011", "000111")
-RESPONSE = mask("000011", "000110")
-IDS = torch.randint(0, V, (2, T), generator=torch.Generator().manual_seed(0)) * ATTENTION
-
-
-def dense(*, response=True, assistant=True, nxt=True, **more) -> TensorDict:
-    masks = {"all_attention_mask": ATTENTION}
-    masks |= {"all_assistant_mask": ASSISTANT} if assistant else {}
-    masks |= {"all_response_mask": RESPONSE} if response else {}
-    td = TensorDict({"tokens": {"full": IDS}, "masks": masks, **more}, batch_size=[2])
-    return td.set("next", TensorDict(batch_size=[2])) if nxt else td
-
-
-def ragged(**more) -> TensorDict:
-    """The same rows without padding, in a lazily stacked td."""
-    rows = [
-        TensorDict({("tokens", "full"): IDS[i][m], ("masks", "all_response_mask"): RESPONSE[i][m]})
-        for i, m in enumerate(ATTENTION)
-    ]
-    for i, row in enumerate(rows):
-        row.set("next", TensorDict({k: v[i] for k, v in more.items()}))
-    return lazy_stack(rows)
-
-
-def slow_scores(model: TinyPolicy, keep: Tensor) -> Tensor:
-    """Score by one forward per token over its prefix, [2, T], 0 outside keep."""
-    out = torch.zeros(2, T).double()
-    with torch.no_grad():
-        for b in range(2):
-            prefix: list[int] = []
-            for t in range(T):
-                if ATTENTION[b, t]:
-                    if prefix and keep[b, t]:
-                        state = model.embed.weight[prefix].mean(0)
-                        logits = model.head.weight @ state + model.head.bias
-                        out[b, t] = logits[IDS[b, t]] - logits.exp().sum().log()
-                    prefix.append(int(IDS[b, t]))
-    return out
-
+from envs.env import TransformedEnv
+from envs.transforms import (
+    Compose,
+    KLComputation,
+    KLRewardTransform,
+    RayKLRewardTransform,
+    RayRetrieveKL,
+    RayTransform,
+    RetrieveKL,
+    RetrieveLogProb,
+)
+from envs.transforms.ragged import get_values
 
 # RetrieveLogProb.
 
@@ -142,7 +76,7 @@ def test_the_key_may_be_chosen():
     assert out["next", "ref"].shape == (2, T)
 
 
-def test_fault_16_detach_detaches():
+def test_detach_cuts_the_graph():
     td = RetrieveLogProb(TinyPolicy(), assistant_only=False)(dense())
     assert not td["next", *FULL].requires_grad
     td = RetrieveLogProb(TinyPolicy(), assistant_only=False, detach=False)(dense())
@@ -176,21 +110,6 @@ def test_the_callers_tokenizer_kwargs_are_not_changed():
     assert transform.tokenizer_kwargs["return_assistant_tokens_mask"] is True
 
 
-class Turns(TensorClass["nocast"]):
-    """A history of one "question>answer" text per row; a character is a token."""
-
-    text: list
-
-    def apply_chat_template(self, *, tokenizer, return_assistant_tokens_mask, **_):
-        assert return_assistant_tokens_mask
-        rows = [
-            torch.tensor([0] * (t.index(">") + 1) + [1] * len(t.split(">")[1])) for t in self.text
-        ]
-        if tokenizer == "one shorter":
-            rows = [r[1:] for r in rows]
-        return lazy_stack([TensorDict(assistant_masks=r) for r in rows])
-
-
 def test_an_assistant_mask_is_rendered_where_nobody_gives_one():
     model = TinyPolicy(mode="history", padded=False)
     td = ragged().exclude(("masks", "all_response_mask"))
@@ -206,9 +125,9 @@ def test_an_assistant_mask_is_rendered_where_nobody_gives_one():
     keep = mask("000111", "000011")
     out = RetrieveLogProb(model)(td)
     want = slow_scores(model, keep)
-    for row, w, m in zip(read(out, FULL), want, ATTENTION, strict=True):
+    for row, w, m in zip(get_values(FULL, out), want, ATTENTION, strict=True):
         assert torch.allclose(row, w[m])
-    with pytest.raises(ValueError, match="expected a mask of shape"):
+    with pytest.raises(ValueError, match=r"expected a mask of \[6, 4\] tokens a row, got \[5, 3\]"):
         RetrieveLogProb(model, tokenizer="one shorter")(td)
 
 
@@ -344,7 +263,7 @@ def test_ragged_kl_equals_the_dense_one(holder, scalar):
     out = KLComputation(coeff=0.3)(other)
     out = out["next"] if holder == "lazy td" else out
     for key in ("kl_penalty", "reward"):
-        for i, row in enumerate(read(out, key)):
+        for i, row in enumerate(get_values(key, out)):
             assert torch.allclose(row, want[key][i][ATTENTION[i]])
 
 
@@ -366,7 +285,22 @@ def test_padding_side_places_ragged_kl_in_a_padded_reward(side):
     assert torch.allclose(out, want)
 
 
-def test_fault_11_kl_errors_name_what_is_wrong():
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_ragged_row_without_a_kept_token_is_paid_at_its_last_token(side):
+    lps = [torch.randn(2).double(), torch.randn(4).double()]
+    rows = [
+        TensorDict(
+            {FULL: lp, REF: lp, "reward": torch.ones(1).double()}
+            | {("masks", "all_response_mask"): torch.zeros(len(lp), dtype=torch.bool)}
+        )
+        for lp in lps
+    ]
+    out = KLComputation(padding_side=side)(lazy_stack(rows))
+    paid = [row.squeeze(-1).tolist() for row in get_values("reward", out)]
+    assert paid == [[0, 1], [0, 0, 0, 1]]
+
+
+def test_kl_errors_name_what_is_wrong():
     gen, ref = pair()
     kl = KLComputation()
     with pytest.raises(ValueError, match=r"Expected keys: \('log_probs', 'full'\), \('ref_log_pr"):
@@ -377,20 +311,17 @@ def test_fault_11_kl_errors_name_what_is_wrong():
     td = TensorDict({FULL: gen, "ref_log_probs": {"full": ref[:1]}}, [])
     with pytest.raises(ValueError, match="Batch size mismatch: gen_log_probs has 2 samples"):
         kl(td)
-    for shape in [(2,), (2, T), (2, T, 1, 1)]:
+    for shape in [(2,), (2, T), (2, T, 1, 1), (2, 4, 1)]:
         td = TensorDict({FULL: gen, REF: ref, "reward": torch.zeros(shape)}, [2])
-        with pytest.raises(ValueError, match="should have one more dimension than the KL"):
+        with pytest.raises(ValueError, match=r"expected one reward per token, \(2, 6, 1\)"):
             kl(td)
-    td = TensorDict({FULL: gen, REF: ref, "reward": torch.zeros(2, 4, 1)}, [2])
-    with pytest.raises(ValueError, match="one reward per token"):
-        kl(td)
     td = TensorDict({FULL: gen, REF: ref, ("masks", "all_response_mask"): RESPONSE[:, 1:]}, [2])
     with pytest.raises(ValueError, match="expected a mask of shape"):
         kl(td)
 
 
 @pytest.mark.usefixtures("list_setting")
-def test_fault_10_the_documented_example_runs_on_dense_data():
+def test_the_documented_kl_example_runs_on_dense_data():
     gen, ref, reward = torch.randn(2, 10), torch.randn(2, 10), torch.randn(2, 10, 1)
     key = ("gen_log_probs", "full")
     next_td = TensorDict({key: gen, REF: ref, "reward": reward}, batch_size=(2,))
@@ -444,19 +375,6 @@ def test_a_given_generator_is_scored_even_where_log_probs_are():
     out = RetrieveKL(gen, ref, assistant_only=False)(td)
     assert torch.allclose(out["next", *FULL], slow_scores(gen, RESPONSE))
     assert torch.allclose(out["next", "kl_penalty"], slow_scores(gen, RESPONSE) - out["next", *REF])
-
-
-class Chat(EnvBase):
-    def _reset(self, td):
-        return td
-
-    def _step(self, td):
-        return TensorDict({"reward": torch.ones(2, 1).double()}, [2])
-
-
-class Collector:
-    def __init__(self, policy):
-        self.policy = policy
 
 
 def test_the_collectors_policy_is_asked_only_when_log_probs_are_missing():
@@ -563,3 +481,72 @@ def test_equal_models_have_no_kl_and_the_whole_td_is_otherwise_untouched():
     assert (out["next", "kl_penalty"] == 0).all()
     new = {("next", "kl_penalty"), ("next", *FULL), ("next", *REF)}
     assert set(out.keys(True, True)) == keys | new
+
+
+# Ray, where there is none.
+
+
+USE = """
+from envs.transforms import RetrieveKL
+from kl_cases import TinyPolicy, dense
+RetrieveKL(TinyPolicy(0), TinyPolicy(1, key="ref_log_probs"), assistant_only=False)(dense())
+print(sorted(name for name in sys.modules if name.startswith(("ray", "envs.transforms.ray"))))
+"""
+
+
+def test_a_use_without_ray_imports_nothing_of_it():
+    tests = Path(__file__).parent
+    code = f"import sys; sys.path[:0] = {[str(tests), str(tests.parent)]}\n{USE}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.fixture
+def no_ray(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+
+
+@pytest.mark.usefixtures("no_ray")
+@pytest.mark.filterwarnings("ignore:.*KLRewardTransform is deprecated:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (partial(RayRetrieveKL, None, 1), ValueError, "exactly one of 'gen_model'"),
+        (partial(RayRetrieveKL, 1), ValueError, "exactly one of 'ref_model'"),
+        (partial(RayRetrieveKL, 1, 1, gen_model_factory=dense), ValueError, "provide both 'gen_"),
+        (partial(RayRetrieveKL, 1, 1, ref_model_factory=dense), ValueError, "provide both 'ref_"),
+        (partial(RayRetrieveKL, 1, 1, detach=False), ValueError, "no gradient crosses Ray"),
+        (partial(RayKLRewardTransform), ValueError, "exactly one of 'ref_model'"),
+        (partial(RayKLRewardTransform, 1, ref_model_factory=dense), ValueError, "provide both"),
+        (partial(RayKLRewardTransform, 1, 2), TypeError, r"RetrieveKL\(gen_model, ref_model\)"),
+        (partial(RayKLRewardTransform, 1, detach=False), ValueError, "no gradient crosses"),
+        (partial(RetrieveKL, 1, 1, actor_name="kl"), ValueError, "actor_name: expected use_ray"),
+        (partial(KLRewardTransform, 1, num_gpus=1), ValueError, "num_gpus: expected use_ray"),
+        (partial(RetrieveKL, use_ray_service=True), ValueError, "exactly one of 'ref_model'"),
+        (partial(RayTransform, dense), ImportError, r"pip install 'leash\[ray\]'"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused_before_ray_is_asked(make, error, words):
+    with pytest.raises(error, match=words):
+        make()
+
+
+def test_a_subclass_is_not_silently_replaced():
+    class Mine(RetrieveKL):
+        pass
+
+    with pytest.raises(TypeError, match=r"Mine has no Ray version; use RayTransform\(Mine\)"):
+        Mine(use_ray_service=True)
+
+
+@pytest.mark.usefixtures("no_ray")
+def test_the_older_reward_is_deprecated_on_ray_too():
+    with (
+        pytest.warns(DeprecationWarning, match="use RayRetrieveKL"),
+        pytest.raises(ImportError, match="leash"),
+    ):
+        KLRewardTransform(1, use_ray_service=True)
+
+
+def test_repr_works_half_made():
+    assert repr(RayTransform.__new__(RayTransform)) == "RayTransform(actor_name=None)"

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from trainer.runs.experiment_models import cache_folder, resolve_experiment
 from trainer.runs.launch import prepare, run
-from trainer.runs.lock import held, sign, take
+from trainer.runs.lock import held, lock_folder, write_holders
 from trainer.runs.run_files import read_status
-from trainer.runs.start_model import kept_in, resolve_experiment
 
 ROOT = Path(__file__).parents[1]
 WORKER = """
@@ -126,16 +126,14 @@ def gone(pid: int) -> bool:
     return False
 
 
-def test_status_comes_back_and_threads_are_set(script, folder):
+def test_status_comes_back_and_threads_are_set(script, folder, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")  # of an outer launcher: it does not reach the run
     status = run(script, folder / "config.yaml", folder, threads=3)
     assert status["objective"] == 0.25
     about = json.loads((folder / "rank0.json").read_text())
-    assert about["OMP_NUM_THREADS"] == "3"
+    assert (about["OMP_NUM_THREADS"], about["WORLD_SIZE"]) == ("3", None)
     assert about["pid"] != os.getpid()
-
-
-def test_cores_are_shared_out_when_threads_are_not_given(script, folder):
-    run(script, folder / "config.yaml", folder)
+    run(script, folder / "config.yaml", folder)  # without threads the cores are shared out
     about = json.loads((folder / "rank0.json").read_text())
     assert about["OMP_NUM_THREADS"] == str(os.cpu_count())
 
@@ -278,9 +276,9 @@ def test_an_orphan_that_does_not_end_is_named_and_a_free_folder_can_be_taken_aga
     gone_pid.wait()
     try:
         with held(tmp_path) as lock:
-            sign(lock, [gone_pid.pid, left.pid])
+            write_holders(lock, [gone_pid.pid, left.pid])
             with pytest.raises(ValueError, match=rf"still running \(pid {left.pid}\); stop it"):
-                take(tmp_path)
+                lock_folder(tmp_path)
     finally:
         left.kill()
         left.wait()
@@ -302,7 +300,7 @@ def test_a_warm_up_whose_launcher_was_killed_is_not_removed_under_it(tmp_path, m
     left: list[Path] = []
 
     def killed(config: dict, folder: Path) -> None:
-        left.append(take(folder) and folder)  # as the worker of a killed launcher does
+        left.append(lock_folder(folder) and folder)  # as the worker of a killed launcher does
         (folder / "config.yaml").write_text("seed: 1")
         raise RuntimeError("killed")
 
@@ -325,7 +323,8 @@ def test_runs_of_the_same_second_have_folders_of_their_own(script):
 
 
 def test_sweep_runs_every_job_and_ends_with_the_report(script):
-    process = start(script, "-m", "kl.coeff=0,0.1", "seed=3", how="finish")
+    long = "policy.system_prompt=" + "x" * 400  # no part of a folder's name
+    process = start(script, "-m", "kl.coeff=0,0.1", "seed=3", long, how="finish")
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     (sweep,) = (script.parent / "here" / "multirun" / "grpo_smollm").iterdir()
@@ -335,16 +334,17 @@ def test_sweep_runs_every_job_and_ends_with_the_report(script):
     assert str(sweep.relative_to(script.parent / "here") / "sweep.html") in out
 
 
-def test_failed_jobs_are_named_and_the_others_still_run(script):
-    process = start(script, "-m", "kl.coeff=0,0.1", how="raise")
+def test_failed_jobs_are_named_and_the_others_still_run_also_of_several_experiments(script):
+    process = start(script, "-m", "experiment=grpo_smollm,sft_tiny", how="raise")
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert err.count("error: lr is sour") == 2
-    assert [line.split()[1] for line in err.splitlines() if line.startswith("failed")] == [
-        "kl.coeff=0",
-        "kl.coeff=0.1",
-    ]
+    names = ["experiment=grpo_smollm", "experiment=sft_tiny"]
+    said = err.splitlines()
+    assert said.count("error: lr is sour") == 2
+    assert [line.split()[1] for line in said if line.startswith("failed")] == names
     assert "Traceback (most recent" not in err
+    (page,) = (script.parent / "here").rglob("sweep.html")
+    assert sorted(path.parent.name for path in page.parent.glob("*/status.json")) == names
 
 
 def test_warm_up_runs_once_and_is_then_taken_from_the_cache(tmp_path, monkeypatch, capsys):
@@ -369,19 +369,8 @@ def test_warm_up_runs_once_and_is_then_taken_from_the_cache(tmp_path, monkeypatc
     assert resolve_experiment("some/model", lambda _: {}, start_run) == "some/model"
 
 
-def test_an_edited_task_has_another_warm_up(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    config = {"env": {"task": {"_target_": "edited_task.Task"}}}
-    file = tmp_path / "edited_task.py"
-    file.write_text("class Task: pass\n")
-    before = kept_in("warm", config)
-    assert kept_in("warm", config) == before
-    file.write_text("class Task: hard = True\n")
-    assert kept_in("warm", config) != before
-
-
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_a_task_whose_base_was_edited_has_another_warm_up(wrapped, tmp_path, monkeypatch):
+def test_an_edited_task_or_base_of_one_has_another_warm_up(wrapped, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     name = f"base_of_{wrapped}".lower()
     (tmp_path / f"on_{name}.py").write_text(f"from {name} import Base\nclass Task(Base): pass\n")
@@ -389,10 +378,14 @@ def test_a_task_whose_base_was_edited_has_another_warm_up(wrapped, tmp_path, mon
     base.write_text("class Base: pass\n")
     task = {"_target_": f"on_{name}.Task"}
     config = {"env": {"task": {"tasks": {"one": task}} if wrapped else task}}
-    before = kept_in("warm", config)
-    assert kept_in("warm", config) == before
+    before = cache_folder("warm", config)
+    assert cache_folder("warm", config) == before
     base.write_text("class Base: hard = True\n")
-    assert kept_in("warm", config) != before
+    edited = cache_folder("warm", config)
+    assert edited != before
+    with (tmp_path / f"on_{name}.py").open("a") as file:
+        file.write("hard = True\n")
+    assert cache_folder("warm", config) not in (before, edited)
 
 
 def test_status_of_an_earlier_attempt_does_not_hide_a_death(script, folder, monkeypatch):
@@ -419,28 +412,6 @@ def test_errors_of_a_failed_warm_up_stay_readable(script, tmp_path, monkeypatch)
     assert "Traceback: long" in path.read_text()
 
 
-def test_sweep_over_experiments_is_one_sweep(script):
-    process = start(script, "-m", "experiment=grpo_smollm,sft_tiny", how="finish")
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
-    (page,) = (script.parent / "here").rglob("sweep.html")
-    jobs = {path.parent.name for path in page.parent.glob("*/status.json")}
-    assert jobs == {"experiment=grpo_smollm", "experiment=sft_tiny"}
-
-
-def test_job_with_very_long_overrides_gets_a_folder(script):
-    process = start(script, "-m", "seed=1,2", "policy.system_prompt=" + "x" * 400, how="finish")
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
-    assert len(list((script.parent / "here").rglob("status.json"))) == 2
-
-
-def test_environment_of_an_outer_launcher_does_not_reach_the_run(script, folder, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    run(script, folder / "config.yaml", folder)
-    assert json.loads((folder / "rank0.json").read_text())["WORLD_SIZE"] is None
-
-
 def test_sweep_under_an_outside_launcher_is_refused_with_a_hint(script, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     process = start(script, "-m", "seed=1,2", how="finish")
@@ -464,11 +435,11 @@ import os, sys
 from pathlib import Path
 sys.path.insert(0, {root!r})
 import train
-from trainer.runs.lock import take
+from trainer.runs.lock import lock_folder
 def fake(cfg, folder):
     (folder / ("saw" + os.environ["RANK"])).write_text(str(cfg.launch.num_processes))
     try:
-        take(folder)
+        lock_folder(folder)
     except ValueError as error:
         (folder / ("refused" + os.environ["RANK"])).write_text(f"{{error}} {{os.getppid()}}")
 train.train = fake

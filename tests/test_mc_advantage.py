@@ -124,7 +124,7 @@ def selected(rewards: list[float], k: int, selector=None) -> list[float]:
     return [] if out is None else [float(row["next", "reward"]) for row in out.unbind(0)]
 
 
-def test_fault_39_the_best_of_each_group_come_out_once_and_ties_stay():
+def test_the_best_of_each_group_come_out_once_and_ties_stay():
     assert selected([0.0, 1.0, 2.0, 3.0, 4.0], 3) == [4.0, 3.0, 2.0]
     assert selected([1.0, 1.0, 0.0], 2) == [1.0, 1.0]
     assert selected([1.0, 1.0, 0.0], 3) == [1.0, 1.0]

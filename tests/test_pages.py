@@ -12,7 +12,7 @@ policies/common.py 100-116 test_containers.py::test_the_prompt_of_a_page_example
 kl.py 63-75                test_ray.py::test_another_process_uses_the_actor_and_leaves_it_alive
 kl.py 169, option 1        test_ray.py::test_environments_share_one_actor_whose_models_a_...
 kl.py 169, option 2        test_ray.py::test_fault_18_and_19_models_cross_with_every_option_...
-kl.py 179                  test_kl.py::test_fault_10_the_documented_example_runs_on_dense_data
+kl.py 179                  test_kl.py::test_the_documented_kl_example_runs_on_dense_data
 RolloutFromModel 36-81     test_rollout_from_model.py::test_the_documented_example_gives_the_...
 """
 
@@ -202,7 +202,7 @@ def test_the_older_reward_as_on_its_page(tokenizer, model):
     torch.testing.assert_close(*rewards)
 
 
-def test_fault_26_padding_is_the_pad_token_of_a_tokenizer_that_adds_a_bos(tokenizer, model):
+def test_padding_is_the_pad_token_of_a_tokenizer_that_adds_a_bos(tokenizer, model):
     # Not as in TorchRL, which takes the first id of tokenizer("<pad>"), the BOS.
     assert tokenizer("<pad>").input_ids == [2, 1]
     tokenizer.pad_token = "<pad>"
@@ -320,7 +320,7 @@ PAGES = {
 
 
 @pytest.mark.parametrize("what", PAGES, ids=lambda what: what.__name__)
-def test_fault_12_documented_arguments_are_those_of_the_code(what):
+def test_documented_arguments_are_those_of_the_code(what):
     has = inspect.signature(what).parameters
     for name, default in PAGES[what].items():
         assert name in has

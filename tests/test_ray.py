@@ -1,6 +1,6 @@
 """Transforms in a Ray actor, with real Ray: shared, correct, on their resources, and when they die.
 
-`make test-ray` runs what needs Ray; what must fail before Ray is asked runs in `make test`.
+For `make test-ray`; what must fail before Ray is asked stands in tests/test_kl.py.
 """
 
 import copy
@@ -30,7 +30,7 @@ from envs.transforms import (
     Transform,
 )
 from envs.transforms import ray as ray_module
-from envs.transforms.transform import read
+from envs.transforms.ragged import get_values
 from policies import TransformersWrapper
 
 REF = ("ref_log_probs", "full")
@@ -93,7 +93,7 @@ def rollout(folder: Path, *, padded: bool = True) -> TensorDict:
 def same(got: TensorDict, want: TensorDict, keys, atol: float = 1e-10) -> None:
     """Check that two tds, dense or ragged, hold the same numbers at the keys."""
     for key in keys:
-        for one, other in zip(read(got, key), read(want, key), strict=True):
+        for one, other in zip(get_values(key, got), get_values(key, want), strict=True):
             assert torch.allclose(one, other, atol=atol), key
             assert one.device == other.device
 
@@ -147,7 +147,7 @@ def wait_for(fact) -> None:
 
 
 @pytest.mark.ray
-def test_fault_18_and_19_models_cross_with_every_option_and_stay_the_callers(ray, folder):
+def test_models_cross_with_every_option_and_stay_the_callers(ray, folder):
     """Models may be passed; no option is lost, and neither models nor dicts are changed."""
     gen, ref = load(folder, "gen_log_probs", seed=1), load(folder)
     kwargs = {"padding": True}
@@ -310,57 +310,3 @@ def test_a_gpu_is_asked_for_and_used(ray, folder):
     want = TransformedEnv(ChatEnv(), RetrieveKL(**factories)).step(td.cpu())["next"]
     assert out["kl_penalty"].device.type == "cuda"
     same(out.cpu(), want, [REF, "kl_penalty"], atol=1e-5)
-
-
-# What needs no Ray.
-
-
-def test_without_ray_the_extra_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ImportError, match=r"pip install 'leash\[ray\]'"):
-        RayTransform(Scale, factor=1.0)
-
-
-@pytest.mark.filterwarnings("ignore:.*KLRewardTransform is deprecated:DeprecationWarning")
-@pytest.mark.parametrize(
-    ("make", "error", "words"),
-    [
-        (partial(RayRetrieveKL, None, 1), ValueError, "exactly one of 'gen_model'"),
-        (partial(RayRetrieveKL, 1), ValueError, "exactly one of 'ref_model'"),
-        (partial(RayRetrieveKL, 1, 1, gen_model_factory=load), ValueError, "provide both 'gen_"),
-        (partial(RayRetrieveKL, 1, 1, ref_model_factory=load), ValueError, "provide both 'ref_"),
-        (partial(RayRetrieveKL, 1, 1, detach=False), ValueError, "no gradient crosses Ray"),
-        (partial(RayKLRewardTransform), ValueError, "exactly one of 'ref_model'"),
-        (partial(RayKLRewardTransform, 1, ref_model_factory=load), ValueError, "provide both"),
-        (partial(RayKLRewardTransform, 1, 2), TypeError, r"RetrieveKL\(gen_model, ref_model\)"),
-        (partial(RayKLRewardTransform, 1, detach=False), ValueError, "no gradient crosses"),
-        (partial(RetrieveKL, 1, 1, actor_name="kl"), ValueError, "actor_name: expected use_ray"),
-        (partial(KLRewardTransform, 1, num_gpus=1), ValueError, "num_gpus: expected use_ray"),
-        (partial(RetrieveKL, use_ray_service=True), ValueError, "exactly one of 'ref_model'"),
-    ],
-)
-def test_what_cannot_be_shared_is_refused_before_ray_is_asked(make, error, words, monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(error, match=words):
-        make()
-
-
-def test_a_subclass_is_not_silently_replaced():
-    class Mine(RetrieveKL):
-        pass
-
-    with pytest.raises(TypeError, match=r"Mine has no Ray version; use RayTransform\(Mine\)"):
-        Mine(use_ray_service=True)
-
-
-def test_the_older_reward_is_deprecated_on_ray_too(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with (
-        pytest.warns(DeprecationWarning, match="use RayRetrieveKL"),
-        pytest.raises(ImportError, match="leash"),
-    ):
-        KLRewardTransform(1, use_ray_service=True)
-
-
-def test_repr_works_half_made():
-    assert repr(RayTransform.__new__(RayTransform)) == "RayTransform(actor_name=None)"

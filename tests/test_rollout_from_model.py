@@ -124,7 +124,7 @@ def test_the_documented_example_gives_the_printed_keys_shapes_and_types(folders,
     assert rollout.names == [None, "time"]
 
 
-def test_fault_06_the_score_is_paid_once_where_the_episode_ends(parts):
+def test_the_score_is_paid_once_where_the_episode_ends(parts):
     td = parts.roll.rollout_from_data(parts.batch)
     replies, done = parts.replies(td), td["next", "done"].squeeze(-1)
     assert torch.equal(done, td["next", "terminated"].squeeze(-1))
@@ -158,7 +158,7 @@ def test_log_probs_are_those_of_a_plain_forward_and_never_nan(parts):
         )
 
 
-def test_fault_07_nothing_is_nan_when_all_rows_stop_at_once(folders):
+def test_nothing_is_nan_when_all_rows_stop_at_once(folders):
     parts = Parts(folders["gpt2"], ends=10_000)  # every token ends a reply
     for config in (None, GenerationConfig(do_sample=True)):
         td = parts.roll.rollout_from_data(parts.batch, config)
@@ -337,7 +337,7 @@ def test_impossible_settings_and_prompts_are_refused_where_they_are_given(folder
             )
 
 
-def test_fault_31_without_a_scheduler_stepping_does_nothing(folders):
+def test_without_a_scheduler_stepping_does_nothing(folders):
     parts = Parts(folders["gpt2"], kl_coef=0.3)
     parts.roll.rollout_from_data(parts.batch)
     parts.roll.step_scheduler()

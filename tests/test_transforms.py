@@ -9,7 +9,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
 
 from envs.env import EnvBase, TransformedEnv
 from envs.transforms import Compose, Transform
-from envs.transforms.transform import each, find, read, write
+from envs.transforms.ragged import Border, get_values, set_values
 from policies.wrappers.outputs import home
 
 
@@ -186,38 +186,62 @@ def ragged_tds():
 
 @pytest.mark.parametrize("index", range(4))
 def test_ragged_rows_are_read_whatever_holds_them(index):
-    rows = read(ragged_tds()[index], ("a", "full"))
+    rows = get_values(("a", "full"), ragged_tds()[index])
     assert isinstance(rows, list)
     assert [r.tolist() for r in rows] == [[1.0, 2.0], [3.0]]
-    assert read(ragged_tds()[index], ("b", "full")) is None
-    assert read(ragged_tds()[index], ("a", "b")) is None
+    assert get_values(("b", "full"), ragged_tds()[index]) is None
+    assert get_values(("a", "b"), ragged_tds()[index]) is None
 
 
 @pytest.mark.parametrize("key", ["b", ("b", "full"), ("a", "other")])
 @pytest.mark.parametrize("index", range(4))
 def test_what_is_written_is_read_back_and_the_rest_stays(index, key):
     td = ragged_tds()[index]
-    write(td, key, ROWS)
-    assert [r.tolist() for r in read(td, key)] == [[1.0, 2.0], [3.0]]
-    assert [r.tolist() for r in read(td, ("a", "full"))] == [[1.0, 2.0], [3.0]]
+    set_values(td, key, ROWS)
+    assert [r.tolist() for r in get_values(key, td)] == [[1.0, 2.0], [3.0]]
+    assert [r.tolist() for r in get_values(("a", "full"), td)] == [[1.0, 2.0], [3.0]]
     assert td[1].get(key).tolist() == [3.0]
 
 
 def test_dense_values_stay_dense():
     td = TensorDict({"x": torch.ones(2, 3)}, [2])
-    write(td, ("a", "full"), torch.zeros(2, 3))
-    assert torch.equal(read(td, ("a", "full")), torch.zeros(2, 3))
+    set_values(td, ("a", "full"), torch.zeros(2, 3))
+    assert torch.equal(get_values(("a", "full"), td), torch.zeros(2, 3))
     assert not isinstance(td["a"], LazyStackedTensorDict)
-    assert torch.equal(each(torch.add, td["x"], td["x"]), 2 * td["x"])
-    assert [r.tolist() for r in each(torch.add, ROWS, torch.ones(2, 1))] == [[2, 3], [4]]
-    with pytest.raises(ValueError, match="Batch size mismatch"):
-        each(torch.add, ROWS, torch.ones(3, 1))
+    border = Border(td["x"], None, side="left")
+    assert border.dense(td["x"]) is td["x"]
+    assert border.ragged(td["x"]) is td["x"]
+    with pytest.raises(ValueError, match=r"expected masks of equally many tokens a row"):
+        border.dense(ROWS, "masks")
+
+
+@pytest.mark.parametrize(
+    ("side", "want"), [("left", [[1, 2], [0, 3]]), ("right", [[1, 2], [3, 0]])]
+)
+def test_ragged_rows_cross_the_border_once_each_way(side, want):
+    border = Border(torch.ones(2, 2), ROWS, side=side)
+    dense = border.dense(ROWS)
+    assert dense.tolist() == want
+    assert [row.tolist() for row in border.ragged(dense)] == [[1.0, 2.0], [3.0]]
+    columns = border.dense([row.unsqueeze(-1) for row in ROWS])
+    assert [row.tolist() for row in border.ragged(columns)] == [[[1.0], [2.0]], [[3.0]]]
+    for bad in (
+        torch.ones(2, 2),
+        [torch.ones(2), torch.ones(2)],
+        ROWS[:1],
+    ):  # padded, others, fewer
+        with pytest.raises(ValueError, match=r"expected masks of \[2, 1\] tokens a row"):
+            border.dense(bad, "masks")
 
 
 def test_the_first_td_that_has_a_key_gives_it():
     one, two = TensorDict({"x": torch.ones(1)}, [1]), TensorDict({"y": torch.zeros(1)}, [1])
-    assert find("y", one, two).tolist() == [0.0]
-    assert find("z", one, two) is None
+    assert get_values("y", one, two).tolist() == [0.0]
+    assert get_values("z", one, two) is None
+
+
+def test_the_device_of_a_td_is_found_wherever_it_stands():
+    one = TensorDict({"x": torch.ones(1)}, [1])
     assert home(one) == torch.device("cpu")
     assert home(TensorDict({"a": {"b": torch.ones(1, device="meta")}}, [])).type == "meta"
     assert home(TensorDict(device="meta")).type == "meta"

@@ -17,7 +17,7 @@ from envs.tasks.task import Reply, Row
 
 Score = float | Exception  # math.nan: the function does not apply to the reply
 ON_ERROR = ("raise", "zero", "drop_group")
-FAULTS = (Exception, SystemExit, asyncio.CancelledError)  # of anybody's code; Ctrl-C is not one
+FAULTS = (Exception, SystemExit, asyncio.CancelledError)  # of a user's code; Ctrl-C is not one
 
 
 class Refused(Exception):

@@ -160,7 +160,7 @@ def content(answer: bytes) -> str:
 
 
 async def in_thread(function: Any, *args: Any) -> Any:
-    """Return function(*args), run in a thread that nobody waits for: a time-out leaves it behind.
+    """Return function(*args), run in a thread that a time-out leaves behind.
 
     asyncio's own threads would have to end before the program can.
     """

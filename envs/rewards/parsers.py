@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from envs.chat_views import make_renderer, read_replies
 from envs.rewards.answers import same_mathematics, same_number, solves_countdown, tagged
-from envs.transforms.transform import NestedKey, Transform, find
+from envs.transforms.ragged import get_values
+from envs.transforms.transform import Transform
 from policies.specs import Composite, Unbounded
 
 NAMES = ("reward_answer", "reward_think", "reward_right", "reward", "success")
@@ -68,7 +69,7 @@ class RewardParser(Transform):
         return self._mode or getattr(base, "input_mode", "history")
 
     def _step(self, tensordict: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
-        solutions = find(self.in_keys[1] if self.in_keys else "answer", next_td, tensordict)
+        solutions = get_values(self.in_keys[1] if self.in_keys else "answer", next_td, tensordict)
         if solutions is None:
             raise ValueError(
                 f"{type(self).__name__} expected the right answers at "

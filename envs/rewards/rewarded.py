@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 
 from envs.rewards.functions import Refused, RewardFunction, Score
-from envs.tasks.task import Message, Reply, Reward, Row, Split, Task
+from envs.tasks.task import Message, Reply, Reward, Row, Split, Task, rewards_anything
 
 
 class Rewarded(Task):
@@ -121,9 +121,3 @@ class Rewarded(Task):
                 f"expected names in env.rewards other than the task's own parts "
                 f"{', '.join(sorted(parts))}, got {', '.join(shared)}; rename"
             )
-
-
-def rewards_anything(task: Task) -> bool:
-    """Return whether a task has a reward of its own."""
-    kind = type(task)
-    return kind.reward is not Task.reward or kind.rewards is not Task.rewards

@@ -1,15 +1,14 @@
 """Functions in processes of their own, which are killed when they hang and replaced when they die.
 
-For trusted code that may be slow, hang in C or crash: a rank that waits for it waits for a bounded
-time. A worker is a fresh Python (no fork: safe beside CUDA and threads) in a session of its own, so
-that its children die with it; it ends when its owner does. What it prints goes to stderr.
+For trusted code that may be slow, hang in C or crash: a rank waits for it for a bounded time. A
+worker is a fresh Python (no fork: safe beside CUDA and threads) in a session of its own, so that
+its children die with it; it ends when its owner does. What it prints goes to stderr.
 Code of the policy belongs into envs/sandbox.py.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import json
 import os
 import pickle
@@ -17,11 +16,10 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -64,7 +62,7 @@ class InProcess(RewardFunction):
         for value in self.workers.map(list(zip(rows, replies, strict=True))):
             try:
                 out.append(value if isinstance(value, Exception) else as_score(value))
-            except Exception as error:  # anybody's object, asked for its number
+            except Exception as error:  # the float() of a user's object
                 out.append(error)
         return out
 
@@ -99,42 +97,31 @@ class Workers:
     def map(self, calls: Sequence[tuple]) -> list[Any]:
         """Return the result of each call, or the exception in its place."""
         out: list[Any] = [None] * len(calls)
-        todo, busy = deque(range(len(calls))), dict[Connection, tuple[Worker, int]]()
+        todo, busy = deque(enumerate(calls)), dict[Worker, int]()
         try:
             while todo or busy:
                 while todo and len(busy) < self.processes:
-                    worker, call = self._take(), todo.popleft()
-                    busy[worker.pipe] = (worker, call)
-                    error = worker.send(calls[call], timeout=self.timeout)
-                    if error is not None:  # nothing was sent
-                        out[call] = error
-                        self._idle.append(busy.pop(worker.pipe)[0])
-                self._listen(busy, out)
+                    i, call = todo.popleft()
+                    try:
+                        given = pickle.dumps(call)
+                    except Exception as error:  # a user's objects
+                        out[i] = error
+                        continue
+                    busy[worker := self._get_idle()] = i
+                    worker.ask(given, self.timeout)
+                ready = wait(list(busy), timeout=1.0) if busy else []
+                for worker in [w for w in busy if w in ready or w.late]:
+                    out[busy.pop(worker)] = worker.answer()
+                    if worker.alive:
+                        self._idle.append(worker)
+                    else:
+                        worker.close()
         finally:
-            for worker, _ in busy.values():  # left by an error or a stop
+            for worker in busy:  # left by an error or a stop
                 worker.close()
         return out
 
-    def _listen(self, busy: dict[Connection, tuple[Worker, int]], out: list[Any]) -> None:
-        """Take the results that come next, and kill who is late."""
-        if not busy:
-            return
-        ready = wait(list(busy), timeout=min(worker.left for worker, _ in busy.values()))
-        for pipe in list(busy):
-            worker, call = busy[pipe]
-            if pipe in ready:
-                out[call], alive = worker.receive()
-            elif not worker.left:
-                out[call], alive = worker.late(), False
-            else:
-                continue
-            del busy[pipe]
-            if alive:
-                self._idle.append(worker)
-            else:
-                worker.close()
-
-    def _take(self) -> Worker:
+    def _get_idle(self) -> Worker:
         while self._idle:
             if (worker := self._idle.pop()).process.poll() is None:
                 return worker
@@ -165,79 +152,59 @@ class Worker:
                 f" ({error}); move it to a file"
             ) from error
         self.pipe, far = Pipe()
-        paths = [str(ROOT), *(path or os.getcwd() for path in sys.path)]
-        command = [sys.executable, "-c", BOOT, str(far.fileno()), json.dumps(paths)]
+        paths = json.dumps([str(ROOT), *(path or os.getcwd() for path in sys.path)])
         self.process = subprocess.Popen(
-            [*command, str(os.getpid())],
+            [sys.executable, "-c", BOOT, str(far.fileno()), paths, str(os.getpid())],
             pass_fds=[far.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=2,  # what it prints is no output of ours
             start_new_session=True,
         )
         far.close()
-        self._end = weakref.finalize(self, _end, self.process, self.pipe)
-        self._begin(START)
-        with self._killed_late(), suppress(OSError):  # it died: receive tells
-            self.pipe.send_bytes(given)
-        fault, alive = self.receive()
-        fault = fault if self.left else f"it did not start within {START:g} s"
-        if not alive or fault is not None:
+        self.close = weakref.finalize(self, _end, self.process, self.pipe)
+        self.fileno, self.alive = self.pipe.fileno, True
+        self.ask(given, START)
+        fault = self.answer()
+        if fault is not None:
             self.close()
-            raise RuntimeError(f"no worker for {_name(function)}: {fault}")
+            name = getattr(function, "__qualname__", function)
+            raise RuntimeError(f"no worker for {name}: {fault}")
 
-    @property
-    def left(self) -> float:
-        """Return the seconds left of the call's time, at least 0."""
-        return max(0.0, self._deadline - time.monotonic())
+    def ask(self, given: bytes, timeout: float) -> None:
+        """Send a pickled call. At the time-out the process dies, whatever it or the pipe is at."""
+        self.late = False
+        self._clock = threading.Timer(timeout, self._stop)
+        self._clock.daemon = True
+        self._clock.start()
+        with suppress(OSError):  # it died: the answer tells
+            self.pipe.send_bytes(given)
 
-    def late(self) -> TimeoutError:
-        """Return the error of a call whose time is over."""
-        return TimeoutError(f"no reward within {self._timeout:g} s")
+    def _stop(self) -> None:
+        self.late = True
+        _kill(self.process)
 
-    def send(self, call: tuple, *, timeout: float) -> Exception | None:
-        """Send the arguments of a call, which has so many seconds; return why they could not be."""
-        self._begin(timeout)
+    def answer(self) -> Any:
+        """Wait for the result of the call; what went wrong is returned in its place."""
+        result: Any = None
         try:
-            with self._killed_late():
-                self.pipe.send(call)
-        except OSError:
-            return None  # it died: receive tells
-        except Exception as error:  # what cannot be pickled
-            return error
-        return None
-
-    def receive(self) -> tuple[Any, bool]:
-        """Return the result of a call and whether the worker lives on."""
-        try:
-            with self._killed_late():
+            if not self.late:
                 result = self.pipe.recv()
-            return result, self.left > 0
         except (EOFError, OSError):
-            if not self.left:
-                return self.late(), False
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(1)  # it may also have closed the pipe and live on
-            return RuntimeError(f"the worker died ({_ending(self.process.returncode)})"), False
+            self.alive = False
         except Exception as error:  # a result that cannot be unpickled here
-            return error, True
-
-    def close(self) -> None:
-        """Kill the process with its children."""
-        self._end()
-
-    def _begin(self, timeout: float) -> None:
-        self._timeout, self._deadline = timeout, time.monotonic() + timeout
-
-    @contextmanager
-    def _killed_late(self) -> Iterator[None]:
-        """Kill the process at the deadline, so that no half read or half written pipe blocks."""
-        timer = threading.Timer(self.left, _kill, [self.process])
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
+            result = error
+        self._clock.cancel()
+        if self.late:
+            self.alive = False
+            return TimeoutError(f"no reward within {self._clock.interval:g} s")
+        if self.alive:
+            return result
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(1)  # it may also have closed the pipe and live on
+        code = self.process.returncode
+        end = "its pipe was closed" if code is None else f"exit code {code}"
+        end = f"signal {signal.Signals(-code).name}" if code and code < 0 else end
+        return RuntimeError(f"the worker died ({end})")
 
 
 def serve(pipe: int, owner: int) -> None:
@@ -248,27 +215,22 @@ def serve(pipe: int, owner: int) -> None:
         return
     connection = Connection(pipe)
     try:
-        function = pickle.loads(connection.recv_bytes())
-    except Exception as error:  # the import of anybody's module
+        function = connection.recv()
+    except Exception as error:  # the import of a user's module
         connection.send(f"{type(error).__name__}: {error}")
         return
     connection.send(None)
-    while True:
-        try:
-            call = connection.recv()
-        except EOFError:
-            return
-        except Exception as error:  # an argument that cannot be unpickled here
-            connection.send(error)
-            continue
-        try:
-            result = function(*call)
-        except Exception as error:  # anybody's code
-            result = error
-        try:
-            connection.send(result)
-        except Exception as error:  # a result or an exception that cannot be pickled
-            connection.send(RuntimeError(f"{type(result).__name__}: {result!s:.200} ({error})"))
+    with suppress(EOFError):
+        while True:
+            given = connection.recv_bytes()
+            try:
+                result = function(*pickle.loads(given))
+            except Exception as error:  # a user's code and objects
+                result = error
+            try:
+                connection.send(result)
+            except Exception as error:  # what cannot be pickled
+                connection.send(RuntimeError(f"{type(result).__name__}: {result!s:.200} ({error})"))
 
 
 def _kill(process: subprocess.Popen) -> None:
@@ -280,14 +242,3 @@ def _end(process: subprocess.Popen, pipe: Connection) -> None:
     _kill(process)
     process.wait()
     pipe.close()
-
-
-def _ending(code: int | None) -> str:
-    if code is None:
-        return "its pipe was closed"
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-
-def _name(function: Any) -> str:
-    plain = function.func if isinstance(function, functools.partial) else function
-    return getattr(plain, "__qualname__", repr(plain))

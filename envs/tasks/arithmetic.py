@@ -74,12 +74,12 @@ class Arithmetic(Generated):
             success=exact and reply.complete,
         )
 
-    def draw(self, draw: random.Random, count: int, *, held_out: bool) -> list[Row]:
+    def sample_rows(self, rng: random.Random, count: int, *, held_out: bool) -> list[Row]:
         """Return rows of a split; those of eval differ, so that there may be fewer."""
         rows: dict[object, Row] = {}
         for place in range(100 * count):
-            sign = draw.choice(self.operators)
-            left, right = (self._number(draw) for _ in range(2))
+            sign = rng.choice(self.operators)
+            left, right = (self._number(rng) for _ in range(2))
             left, right = (max(left, right), min(left, right)) if sign == "-" else (left, right)
             if is_held_out(left, sign, right) == held_out:
                 key = _same(left, sign, right) if held_out else place
@@ -93,9 +93,9 @@ class Arithmetic(Generated):
             )
         return list(rows.values())
 
-    def _number(self, draw: random.Random) -> int:
-        size = draw.randint(self.min_digits, self.max_digits)
-        return draw.randrange(0 if size == 1 else 10 ** (size - 1), 10**size)
+    def _number(self, rng: random.Random) -> int:
+        size = rng.randint(self.min_digits, self.max_digits)
+        return rng.randrange(0 if size == 1 else 10 ** (size - 1), 10**size)
 
 
 def said_number(text: str, problem: str) -> int | None:

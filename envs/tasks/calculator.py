@@ -55,24 +55,24 @@ class Calculator(Generated):
         result = calculate(reply)
         return [] if result is None else [{"role": "tool", "content": result}]
 
-    def play(self, row: Row, draw: random.Random) -> list[Message]:
+    def play(self, row: Row, rng: random.Random) -> list[Message]:
         """Guess the answer outright, or use the calculator."""
-        if draw.random() >= CALLS:
+        if rng.random() >= CALLS:
             return [assistant(row["answer"])]
         a, b = row["factors"]
         typed = f"{a}*{b}"
-        if draw.random() < TYPOS:
-            place = draw.choice([0, 1, 3, 4])
-            wrong = draw.choice([d for d in "123456789" if d != typed[place]])
+        if rng.random() < TYPOS:
+            place = rng.choice([0, 1, 3, 4])
+            wrong = rng.choice([d for d in "123456789" if d != typed[place]])
             typed = typed[:place] + wrong + typed[place + 1 :]
         said = Reply(f"calc: {typed}", True, [])
         (result,) = self.respond(row, said)
         return [assistant(said.text), result, assistant(result["content"])]
 
-    def draw(self, draw: random.Random, count: int, *, held_out: bool) -> list[Row]:
+    def sample_rows(self, rng: random.Random, count: int, *, held_out: bool) -> list[Row]:
         rows: list[Row] = []
         while len(rows) < count:
-            a, b = draw.choice(FACTORS), draw.choice(FACTORS)
+            a, b = rng.choice(FACTORS), rng.choice(FACTORS)
             if is_held_out(a, b) == held_out:
                 rows.append(self.row(a, b))
         return rows

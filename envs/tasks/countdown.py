@@ -85,20 +85,20 @@ class Countdown(Generated):
             success=solved and reply.complete,
         )
 
-    def draw(self, draw: random.Random, count: int, *, held_out: bool) -> list[Row]:
+    def sample_rows(self, rng: random.Random, count: int, *, held_out: bool) -> list[Row]:
         rows: list[Row] = []
         while len(rows) < count:
-            size = draw.randint(self.min_numbers, self.max_numbers)
-            numbers = [draw.randint(1, self.largest) for _ in range(size)]
+            size = rng.randint(self.min_numbers, self.max_numbers)
+            numbers = [rng.randint(1, self.largest) for _ in range(size)]
             if is_held_out(numbers) != held_out:
                 continue
-            target, solution = combine(draw, numbers)
+            target, solution = combine(rng, numbers)
             if target <= self.largest_target and target not in numbers:
                 rows.append(self.row(numbers, target, solution))
         return rows
 
 
-def combine(draw: random.Random, numbers: Sequence[int]) -> tuple[int, str]:
+def combine(rng: random.Random, numbers: Sequence[int]) -> tuple[int, str]:
     """Return a random result of joining all numbers, each step whole and positive, and how.
 
     >>> target, solution = combine(random.Random(0), [3, 5])
@@ -107,11 +107,11 @@ def combine(draw: random.Random, numbers: Sequence[int]) -> tuple[int, str]:
     """
     parts = [(number, str(number)) for number in numbers]
     while len(parts) > 1:
-        draw.shuffle(parts)
+        rng.shuffle(parts)
         (a, one), (b, other) = sorted((parts.pop(), parts.pop()), reverse=True)
         steps = {"+": a + b, "*": a * b} | ({"-": a - b} if a > b else {})
         steps |= {"/": a // b} if a % b == 0 else {}
-        sign = draw.choice(list(steps))
+        sign = rng.choice(list(steps))
         parts.append((steps[sign], f"({one} {sign} {other})"))
     value, text = parts[0]
     return value, text[1:-1]

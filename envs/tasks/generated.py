@@ -8,7 +8,7 @@ from envs.tasks.task import Message, Row, Split, Task, assistant, check_split
 
 
 class Generated(Task):
-    """The base of tasks that draw their rows; a subclass overrides `draw`, and `play` if it may.
+    """The base of tasks that make up their rows; override `sample_rows`, and `play` where needed.
 
     `num_rows` train rows are a function of `seed`; the eval rows do not depend on it.
     """
@@ -20,11 +20,11 @@ class Generated(Task):
             raise ValueError(f"expected num_rows >= 1, got {num_rows}")
         self.seed, self.num_rows = seed, num_rows
 
-    def draw(self, draw: random.Random, count: int, *, held_out: bool) -> list[Row]:
+    def sample_rows(self, rng: random.Random, count: int, *, held_out: bool) -> list[Row]:
         """Return `count` rows of a split; no row is held out and not."""
-        raise NotImplementedError(f"{type(self).__name__} draws no rows: override draw")
+        raise NotImplementedError(f"{type(self).__name__} has no rows: override sample_rows")
 
-    def play(self, row: Row, draw: random.Random) -> list[Message]:
+    def play(self, row: Row, rng: random.Random) -> list[Message]:
         """Return the messages that demonstrate a row: its answer, unless a subclass says more."""
         return [assistant(row["answer"])]
 
@@ -35,15 +35,15 @@ class Generated(Task):
 
     def demonstrations(self) -> Sequence[Row]:
         """Return the train rows played through."""
-        draw = random.Random(f"demonstrations {self.seed}")
+        rng = random.Random(f"demonstrations {self.seed}")
         return [
-            {**row, "messages": [*row["messages"], *self.play(row, draw)]} for row in self._train
+            {**row, "messages": [*row["messages"], *self.play(row, rng)]} for row in self._train
         ]
 
     @cached_property
     def _train(self) -> list[Row]:
-        return self.draw(random.Random(f"train {self.seed}"), self.num_rows, held_out=False)
+        return self.sample_rows(random.Random(f"train {self.seed}"), self.num_rows, held_out=False)
 
     @cached_property
     def _eval(self) -> list[Row]:
-        return self.draw(random.Random("eval"), self.eval_rows, held_out=True)
+        return self.sample_rows(random.Random("eval"), self.eval_rows, held_out=True)

@@ -1,4 +1,4 @@
-"""Guess a hidden digit by being told "> 4" or "< 4": several turns, for the tiny model.
+"""Guess a hidden digit from answers "> 4" and "< 4": several turns, for the tiny model.
 
 The question numbers the game; which digit of 1 to 7 it hides, only the replies tell. With t guesses
 binary search wins 2^t - 1 of the 7 games, which is the optimum: 1, 3 and 7 for t = 1, 2 and 3.
@@ -62,12 +62,12 @@ class Guess(Generated):
             return []
         return [user(f"{'>' if guess < row['answer'] else '<'} {guess}")]
 
-    def play(self, row: Row, draw: random.Random) -> list[Message]:
+    def play(self, row: Row, rng: random.Random) -> list[Message]:
         """Play a game with some skill, or with none."""
-        listens, messages = draw.random() < LISTEN, []
+        listens, messages = rng.random() < LISTEN, []
         low, high = DIGITS[0], DIGITS[-1]
         for _ in range(TURNS):
-            guess = draw.randint(low, high)
+            guess = rng.randint(low, high)
             said = Reply(str(guess), True, [])
             messages.append(assistant(said.text))
             if not (told := self.respond(row, said)):
@@ -79,9 +79,9 @@ class Guess(Generated):
                 high = guess - 1
         return messages[:-1]  # nobody answers the last guess
 
-    def draw(self, draw: random.Random, count: int, *, held_out: bool) -> list[Row]:
+    def sample_rows(self, rng: random.Random, count: int, *, held_out: bool) -> list[Row]:
         games = [game for game in GAMES if is_held_out(game) == held_out]
-        return [self.row(draw.choice(games), DIGITS[i % len(DIGITS)]) for i in range(count)]
+        return [self.row(rng.choice(games), DIGITS[i % len(DIGITS)]) for i in range(count)]
 
 
 def read_guess(reply: Reply) -> int | None:

@@ -20,7 +20,7 @@ class Mix(Task):
     Every stretch of train rows has the shares to within one row; `seed` decides which rows of a
     task come when. `num_rows` (default: until every row of every task has come, at most 200,000)
     is an epoch. Eval rows are those of all tasks, in turn. A row has "task" beside its own; the
-    parts of a reward carry the task's name, `sort_digits/exact`, and accuracy is told by task.
+    parts of a reward carry the task's name, `sort_digits/exact`, and accuracy is logged by task.
 
     >>> from envs.tasks import Facts, SortDigits
     >>> task = Mix({"digits": SortDigits(), "facts": Facts()}, weights={"digits": 3, "facts": 1})

@@ -69,18 +69,18 @@ class SortDigits(Generated):
 
     def demonstrations(self) -> Sequence[Row]:
         """Return the train rows with an answer each, right in about a quarter of them."""
-        draw = random.Random(f"demonstrations {self.seed}")
-        kinds = draw.choices(list(ANSWERS), list(ANSWERS.values()), k=self.num_rows)
+        rng = random.Random(f"demonstrations {self.seed}")
+        kinds = rng.choices(list(ANSWERS), list(ANSWERS.values()), k=self.num_rows)
         return [
             {**row, "messages": [*row["messages"], assistant(_answer(row, kind))]}
             for row, kind in zip(self.rows("train"), kinds, strict=True)
         ]
 
-    def draw(self, draw: random.Random, count: int, *, held_out: bool) -> list[Row]:
+    def sample_rows(self, rng: random.Random, count: int, *, held_out: bool) -> list[Row]:
         rows: list[Row] = []
         while len(rows) < count:
-            size = draw.randint(self.min_digits, self.max_digits)
-            row = self.row(str(draw.randrange(10**size)).zfill(size))
+            size = rng.randint(self.min_digits, self.max_digits)
+            row = self.row(str(rng.randrange(10**size)).zfill(size))
             if is_held_out(row["answer"]) == held_out:
                 rows.append(row)
         return rows

@@ -1,8 +1,8 @@
-"""The leash inside an environment: reference log-probs, and the KL of each token.
+"""The KL to the reference inside an environment: log-probs, the KL of each token, its reward.
 
 kl_penalty = gen - ref (k1, nats, never multiplied by the coefficient), 0 at tokens that are not
-kept. Values are dense [B, T] or ragged (one [t] per row); what comes in ragged goes out ragged.
-Transforms write their own keys into the td they are given, and touch no other.
+kept. Values come dense [B, T] or ragged (one [t] per row); what comes ragged goes out ragged.
+Inside all is dense. Transforms write their own keys into the td they are given, and no other.
 """
 
 from __future__ import annotations
@@ -11,34 +11,22 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from envs.transforms.log_probs import (
-    ASSISTANT,
-    ATTENTION,
+    MASKS,
     RESPONSE,
     RetrieveLogProb,
+    Shareable,
     add_per_token,
     check_model,
-    check_shapes,
     check_side,
     keep_only,
-    kept_tokens,
     one_of,
 )
-from envs.transforms.ray_kl import OnRay, RayRetrieveKL
-from envs.transforms.transform import (
-    Compose,
-    NestedKey,
-    Transform,
-    Values,
-    each,
-    find,
-    read,
-    write,
-)
-from policies.padding import pad
+from envs.transforms.ragged import Border, Values, get_values, set_values
+from envs.transforms.transform import Compose, Transform
 from policies.specs import Composite
 
 if TYPE_CHECKING:
@@ -82,27 +70,29 @@ class KLComputation(Transform):
         self.padding_side = check_side(padding_side)
 
     def _step(self, tensordict: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
-        gen = find(self.gen_log_probs_full_key, next_td, tensordict)
-        ref = find(self.ref_log_probs_full_key, next_td, tensordict)
+        keys = (self.gen_log_probs_full_key, self.ref_log_probs_full_key)
+        gen, ref = (get_values(key, next_td, tensordict) for key in keys)
         if gen is None or ref is None:
             raise ValueError(
-                f"Log-probs not found. Expected keys: {self.gen_log_probs_full_key}, "
-                f"{self.ref_log_probs_full_key} in next or at the root"
+                f"Log-probs not found. Expected keys: {keys[0]}, {keys[1]} in next or at the root"
             )
-        check_shapes(gen, ref)
-        response = find(RESPONSE, tensordict, next_td)
-        kl = each(lambda g, r, m: keep_only(g - r, m), gen, ref, response)
-        write(next_td, self.kl_key, kl)
-        reward = read(next_td, "reward") if self.add_to_reward else None
+        _check_shapes(gen, ref)
+        response = get_values(RESPONSE, tensordict, next_td)
+        border = Border(gen, ref, response, side=self.padding_side)
+        gen, ref = border.dense(gen), border.dense(ref)  # [B, T]
+        kl = gen - ref  # [B, T]
+        if response is not None:
+            kl = keep_only(kl, border.dense(response, "a mask"))
+        set_values(next_td, self.kl_key, border.ragged(kl))
+        reward = get_values("reward", next_td) if self.add_to_reward else None
         if reward is not None:
-            kept = each(kept_tokens, gen, ref, self._mask(tensordict, next_td))
-            if (
-                isinstance(kl, list)
-                and isinstance(reward, Tensor)
-                and reward.shape[1:-1].numel() > 1
-            ):
-                kl, kept = (pad(list(rows), side=self.padding_side) for rows in (kl, kept))
-            write(next_td, "reward", each(self._charge, reward, kl, kept))
+            masks = (get_values(key, tensordict, next_td) for key in MASKS)
+            mask = next((border.dense(m, "a mask") for m in masks if m is not None), None)
+            known = (gen != 0) | (ref != 0)  # [B, T]; scoring leaves the other tokens 0
+            kept = known if mask is None else keep_only(torch.ones_like(known), mask)
+            charged = self._charge(reward, kl, kept, border)  # [B, T, 1]
+            padded = isinstance(reward, Tensor) and reward.shape[1:-1].numel() > 1
+            set_values(next_td, "reward", charged if padded else border.ragged(charged))
         return next_td
 
     def _reset(self, tensordict: TensorDictBase | None, td_reset: TensorDictBase) -> TensorDictBase:
@@ -118,31 +108,26 @@ class KLComputation(Transform):
             add_per_token(reward_spec, "reward", 1)
         return reward_spec
 
-    def _mask(self, *tds: TensorDictBase) -> Values | None:
-        found = (find(key, *tds) for key in (RESPONSE, ASSISTANT, ATTENTION))
-        return next((mask for mask in found if mask is not None), None)
-
-    def _charge(self, reward: Tensor, kl: Tensor, kept: Tensor) -> Tensor:
-        """Return reward - coeff * kl, [..., T, 1]; kl and kept [..., T]."""
+    def _charge(self, reward: Values, kl: Tensor, kept: Tensor, border: Border) -> Tensor:
+        """Return the reward with the KL charged, [B, T, 1]; kl and kept [B, T]."""
+        if isinstance(reward, list):
+            each = all(row.numel() == 1 for row in reward)  # one number per row
+            reward = torch.stack(reward) if each else border.dense(reward, "rewards")
         if reward.shape == (*kl.shape[:-1], 1, 1):
             reward = reward.squeeze(-1)
         if reward.shape == (*kl.shape[:-1], 1):
-            reward = _at_last(reward, kept).unsqueeze(-1)
-        if reward.ndim != kl.ndim + 1:
+            real = torch.ones_like(kept) if border.real is None else border.real
+            reward = _at_last(reward, torch.where(kept.any(-1, keepdim=True), kept, real))
+        if reward.shape != (*kl.shape, 1):
             raise ValueError(
                 f"The rewards have shape {tuple(reward.shape)} but the kl has shape "
-                f"{tuple(kl.shape)}. The rewards should have one more dimension than the KL, "
-                "[..., T, 1], or be one number per row"
+                f"{tuple(kl.shape)}: expected one reward per token, {(*kl.shape, 1)}, or one "
+                f"number per row, {(*kl.shape[:-1], 1)}"
             )
-        if reward.shape[:-1] != kl.shape:
-            raise ValueError(
-                f"The rewards have shape {tuple(reward.shape)} but the kl has shape "
-                f"{tuple(kl.shape)}: expected one reward per token"
-            )
-        return reward - self.coeff * kl.unsqueeze(-1)
+        return reward + kl_reward(kl, self.coeff)
 
 
-class RetrieveKL(OnRay, Compose):
+class RetrieveKL(Shareable, Compose):
     """Score the reference, and the generator where needed, and write their KL of each token.
 
     The generator is scored when `gen_model` (or its factory) is given. With "from_collector" the
@@ -154,8 +139,6 @@ class RetrieveKL(OnRay, Compose):
     `KLComputation`; `history_key` is where the collector's policy finds the history.
     `use_ray_service=True`, with `actor_name`, `num_cpus` and `num_gpus`, gives a `RayRetrieveKL`.
     """
-
-    _on_ray = RayRetrieveKL
 
     def __init__(
         self,
@@ -238,13 +221,13 @@ class RetrieveKL(OnRay, Compose):
     ) -> TensorDictBase:
         """Return next_td with generation log-probs: those there are, else scored ones."""
         key = self.gen_log_probs_full_key
-        found = None if self.always_score else find(key, next_td, tensordict)
+        found = None if self.always_score else get_values(key, next_td, tensordict)
         if found is None:
             if self.generator is None:
                 self.generator = self._generator(self._from_collector())
             next_td = self.generator._step(tensordict, next_td)
-        elif read(next_td, key) is None:
-            write(next_td, key, found)
+        elif get_values(key, next_td) is None:
+            set_values(next_td, key, found)
         return next_td
 
     def _generator(self, model: Any) -> RetrieveLogProb:
@@ -288,8 +271,30 @@ class RetrieveKL(OnRay, Compose):
         return self.collector.policy
 
 
+def kl_reward(kl: Tensor, coeff: float | Tensor) -> Tensor:
+    """Return what the KL of each token adds to its reward: -coeff * kl, [..., T] to [..., T, 1].
+
+    >>> kl_reward(torch.tensor([[0.5, -1.0]]), 2.0).flatten().tolist()
+    [-1.0, 2.0]
+    """
+    return -coeff * kl.unsqueeze(-1)
+
+
+def _check_shapes(gen: Values, ref: Values) -> None:
+    """Raise where a row of gen and of ref differ in shape."""
+    if len(gen) != len(ref):
+        raise ValueError(
+            f"Batch size mismatch: gen_log_probs has {len(gen)} samples, ref_log_probs {len(ref)}"
+        )
+    for i, (g, r) in enumerate(zip(gen, ref, strict=True)):
+        if g.shape != r.shape:
+            raise ValueError(
+                f"Sample {i} has different shapes: gen_log_probs {tuple(g.shape)}, ref_log_probs "
+                f"{tuple(r.shape)}; was one of them padded (pad_output)?"
+            )
+
+
 def _at_last(reward: Tensor, kept: Tensor) -> Tensor:
-    """Return reward [..., 1] at the last kept token (the last of all if none is), [..., T]."""
-    order = torch.arange(1, kept.shape[-1] + 1, device=kept.device)
-    last = torch.where(kept.any(-1, keepdim=True), kept * order, order).argmax(-1, keepdim=True)
-    return reward.new_zeros(kept.shape).scatter(-1, last, reward)
+    """Return reward [B, 1] at the last kept token, 0 elsewhere, [B, T, 1]."""
+    last = (kept * torch.arange(kept.shape[-1], device=kept.device)).argmax(-1, keepdim=True)
+    return reward.new_zeros(kept.shape).scatter(-1, last, reward).unsqueeze(-1)

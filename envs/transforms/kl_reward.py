@@ -1,4 +1,4 @@
-"""TorchRL's older KL reward, for code that still uses it: `RetrieveKL` does more and says more.
+"""TorchRL's older KL reward, for code that still uses it; `RetrieveKL` takes its place.
 
 The scoring is `RetrieveLogProb`'s and the KL `KLComputation`'s; here are the older names, the
 older masks and the older shapes: kl_penalty and ref_log_prob are [B, T, 1], as the reward is.
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from envs.transforms.kl import KLComputation
@@ -22,11 +22,13 @@ from envs.transforms.log_probs import (
     RESPONSE,
     TEMPLATE_KWARGS,
     RetrieveLogProb,
+    Shareable,
     add_per_token,
     one_of,
+    rendered_mask,
 )
-from envs.transforms.ray_kl import OnRay, RayKLRewardTransform
-from envs.transforms.transform import NestedKey, Transform, Values, each, read, write
+from envs.transforms.ragged import Values, get_values, set_values
+from envs.transforms.transform import Transform
 from policies.specs import Composite
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ HISTORY = ("history", "full")
 REF = ("ref_log_probs", "full")  # of the working td
 
 
-class KLRewardTransform(OnRay, Transform):
+class KLRewardTransform(Shareable, Transform):
     """Charge coef * (generation log-prob - reference log-prob) of each token to the reward.
 
     Deprecated: use `RetrieveKL`, or `RetrieveLogProb` and `KLComputation`.
@@ -58,7 +60,6 @@ class KLRewardTransform(OnRay, Transform):
     `RayKLRewardTransform`. No token ids: RuntimeError. No log-probs, no mask: ValueError.
     """
 
-    _on_ray = RayKLRewardTransform
     coef: Tensor
     reference: RetrieveLogProb
 
@@ -126,27 +127,27 @@ class KLRewardTransform(OnRay, Transform):
         return self.reference.in_keys[0]
 
     def _step(self, tensordict: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
-        if read(tensordict, self.action_key) is None:
+        if get_values(self.action_key, tensordict) is None:
             if self.missing_tolerance:
                 return next_td
             raise RuntimeError(
                 f"expected token ids at {self.action_key}, got keys "
                 f"{sorted(map(str, tensordict.keys()))}"
             )
-        reward = read(next_td, self.in_keys[0]) if self.add_to_reward else None
+        reward = get_values(self.in_keys[0], next_td) if self.add_to_reward else None
         td, work = tensordict.copy(), next_td.copy().exclude("reward")
         mask = self._mask(td)
         if mask is not None:
-            write(td, RESPONSE, mask)  # the one mask that both parts honour
+            set_values(td, RESPONSE, mask)  # the one mask that both parts honour
         if reward is not None:
-            write(work, "reward", reward)
+            set_values(work, "reward", reward)
         self.kl.coeff = self.coef
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detach):
             work = self.kl._step(td, self.reference._step(td, work))
         if reward is not None:
-            write(next_td, self.out_keys[0], read(work, "reward"))
+            set_values(next_td, self.out_keys[0], get_values("reward", work))
         for out_key, key in zip(self.out_keys[1:], ("kl_penalty", REF), strict=True):
-            write(next_td, out_key, each(lambda v: v.unsqueeze(-1), read(work, key)))
+            set_values(next_td, out_key, _column(get_values(key, work)))
         return next_td
 
     def _reset(self, tensordict: TensorDictBase | None, td_reset: TensorDictBase) -> TensorDictBase:
@@ -173,17 +174,14 @@ class KLRewardTransform(OnRay, Transform):
 
     def _mask(self, td: TensorDictBase) -> Values | None:
         """Return the mask of the kept tokens; None keeps all real ones."""
-        mask = read(td, RESPONSE)
+        mask = get_values(RESPONSE, td)
         if mask is None and self.assistant_only:
-            mask = read(td, ASSISTANT)
-            attention, prompt = read(td, ATTENTION), read(td, PROMPT)
+            mask = get_values(ASSISTANT, td)
+            attention, prompt = get_values(ATTENTION, td), get_values(PROMPT, td)
             if mask is None and attention is not None and prompt is not None:
                 mask = _after(prompt, attention)
             if mask is None and td.get(HISTORY, None) is not None:
-                out = td.get(HISTORY).apply_chat_template(
-                    tokenizer=self.tokenizer, **TEMPLATE_KWARGS
-                )
-                mask = each(Tensor.bool, read(out, "assistant_masks"))
+                mask = rendered_mask(td.get(HISTORY), self.tokenizer, **TEMPLATE_KWARGS)
             if mask is None:
                 raise ValueError(
                     f"found neither {RESPONSE} nor {ASSISTANT}, nor {PROMPT} with {ATTENTION}, nor "
@@ -216,7 +214,15 @@ def _out_keys(in_keys: list[NestedKey], out_keys: Sequence[NestedKey] | None) ->
 
 def _after(prompt: Values, attention: Values) -> Values:
     """Return the attended tokens after the prompt; a padded prompt fills its width of columns."""
-    if isinstance(prompt, Tensor) and isinstance(attention, Tensor):
-        columns = torch.arange(attention.shape[-1], device=attention.device)
-        return attention.bool() & (columns >= prompt.shape[-1])
-    return each(lambda a, p: a.bool() & (a.cumsum(-1) > p.shape[-1]), attention, prompt)
+    rows = [
+        keep.bool() & (torch.arange(len(keep), device=keep.device) >= len(before))
+        for before, keep in zip(prompt, attention, strict=True)
+    ]
+    return torch.stack(rows) if isinstance(attention, Tensor) else rows
+
+
+def _column(values: Values) -> Values:
+    """Return values [..., T] as [..., T, 1]."""
+    if isinstance(values, Tensor):
+        return values.unsqueeze(-1)
+    return [row.unsqueeze(-1) for row in values]

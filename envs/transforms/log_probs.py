@@ -1,6 +1,7 @@
 """Score a td inside an environment, with the reference or any other model.
 
-Values are dense [B, T] or ragged (one [t] per row); what comes in ragged goes out ragged.
+Values come dense [B, T] or ragged (one [t] per row); what comes ragged goes out ragged. Inside
+all is dense.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from envs.transforms.transform import NestedKey, Transform, Values, each, read, write
-from policies.padding import pad
+from envs.transforms.ragged import Border, Values, get_values, set_values
+from envs.transforms.transform import Transform
 from policies.specs import Composite, Unbounded
 from policies.wrappers.outputs import home
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 RESPONSE = ("masks", "all_response_mask")
 ASSISTANT = ("masks", "all_assistant_mask")
 ATTENTION = ("masks", "all_attention_mask")
+MASKS = (RESPONSE, ASSISTANT, ATTENTION)  # the first that is there says which tokens are kept
+RESOURCES = ("actor_name", "num_cpus", "num_gpus")
 TEMPLATE_KWARGS = {
     "return_assistant_tokens_mask": True,
     "tokenize": True,
@@ -77,13 +80,14 @@ class RetrieveLogProb(Transform):
         td = tensordict if self.device is None else tensordict.to(self.device)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detach):
             scored = self.model(td.copy())  # a copy: wrappers may write in place
-            log_probs = read(scored, full_key(self.model.log_probs_key))
-            values = each(keep_only, log_probs, self._mask(td, scored))
-        if self.model.pad_output and isinstance(values, list):
-            values = pad(values, side=self.padding_side)
+            log_probs = get_values(full_key(self.model.log_probs_key), scored)
+            mask = self._mask(td, scored)
+            border = Border(log_probs, mask, side=self.padding_side)
+            values = keep_only(border.dense(log_probs), border.dense(mask, "a mask"))  # [B, T]
         if self.device is not None:
-            values = each(lambda v: v.to(home(tensordict)), values)
-        write(next_td, self.log_probs_full_key, values)
+            values = values.to(home(tensordict))
+        padded = self.model.pad_output
+        set_values(next_td, self.log_probs_full_key, values if padded else border.ragged(values))
         return next_td
 
     def _reset(self, tensordict: TensorDictBase | None, td_reset: TensorDictBase) -> TensorDictBase:
@@ -94,11 +98,12 @@ class RetrieveLogProb(Transform):
         return add_per_token(observation_spec, self.log_probs_full_key)
 
     def _mask(self, td: TensorDictBase, scored: TensorDictBase) -> Values:
-        mask = read(td, RESPONSE)
+        mask = get_values(RESPONSE, td)
         if mask is None:
-            mask = read(scored, ASSISTANT if self.assistant_only else ATTENTION)
+            mask = get_values(ASSISTANT if self.assistant_only else ATTENTION, scored)
         if mask is None and self.assistant_only and td.get(self.in_keys[0], None) is not None:
-            mask = self._rendered_mask(td)
+            tokenizer = self.model.tokenizer if self.tokenizer is None else self.tokenizer
+            mask = rendered_mask(td.get(self.in_keys[0]), tokenizer, **self.tokenizer_kwargs)
         if mask is None:
             raise ValueError(
                 f"found neither {RESPONSE} nor {ASSISTANT if self.assistant_only else ATTENTION}: "
@@ -106,17 +111,37 @@ class RetrieveLogProb(Transform):
             )
         return mask
 
-    def _rendered_mask(self, td: TensorDictBase) -> Values | None:
-        tokenizer = self.model.tokenizer if self.tokenizer is None else self.tokenizer
-        history = td.get(self.in_keys[0])
-        out = history.apply_chat_template(tokenizer=tokenizer, **self.tokenizer_kwargs)
-        return each(Tensor.bool, read(out, "assistant_masks"))
+
+def rendered_mask(history: Any, tokenizer: Any, **kwargs: Any) -> Values | None:
+    """Return the assistant mask of histories, as rendered with `kwargs` (TEMPLATE_KWARGS)."""
+    out = history.apply_chat_template(tokenizer=tokenizer, **kwargs)
+    return get_values("assistant_masks", out)
 
 
 def add_per_token(spec: Composite, key: NestedKey, *tail: int) -> Composite:
     """Add floats for each token at a key, [B, T, *tail]; returns the spec."""
     spec[key] = Unbounded((*spec.shape, -1, *tail), device=spec.device)
     return spec
+
+
+class Shareable:
+    """A class that gives its Ray version, Ray<name>, when asked with use_ray_service=True.
+
+    Ray, and our files for it, are imported only then.
+    """
+
+    def __new__(cls, *args: Any, use_ray_service: bool = False, **kwargs: Any) -> Any:
+        """Return an object of the class, or the Ray version; resources need Ray."""
+        from envs import transforms
+
+        if not use_ray_service:
+            given = [name for name in RESOURCES if kwargs.get(name) is not None]
+            if given:
+                raise ValueError(f"{', '.join(given)}: expected use_ray_service=True with them")
+            return super().__new__(cls)
+        if getattr(transforms, cls.__name__, None) is not cls:
+            raise TypeError(f"{cls.__name__} has no Ray version; use RayTransform({cls.__name__})")
+        return getattr(transforms, f"Ray{cls.__name__}")(*args, **kwargs)
 
 
 def check_model(model: Any, what: str, user: str) -> None:
@@ -149,37 +174,14 @@ def check_one(name: str, model: Any, factory: Callable[[], Any] | None) -> None:
         raise ValueError(f"Must provide exactly one of '{name}_model' or '{name}_model_factory'.")
 
 
-def keep_only(values: Tensor, mask: Tensor | None) -> Tensor:
-    """Return values with 0 outside the mask."""
-    if mask is None:
-        return values
+def keep_only(values: Tensor, mask: Tensor) -> Tensor:
+    """Return values with 0 outside the mask, [B, T]."""
     if mask.shape != values.shape:
         raise ValueError(
             f"expected a mask of shape {tuple(values.shape)} as the log-probs have, got "
             f"{tuple(mask.shape)}; was one of them padded (pad_output)?"
         )
-    return values.masked_fill(~mask, 0)
-
-
-def check_shapes(gen: Values, ref: Values) -> None:
-    """Raise where a row of gen and of ref differ in shape."""
-    if len(gen) != len(ref):
-        raise ValueError(
-            f"Batch size mismatch: gen_log_probs has {len(gen)} samples, "
-            f"ref_log_probs has {len(ref)} samples"
-        )
-    for i, (g, r) in enumerate(zip(gen, ref, strict=True)):
-        if g.shape != r.shape:
-            raise ValueError(
-                f"Sample {i} has different shapes: gen_log_probs[{i}].shape={tuple(g.shape)}, "
-                f"ref_log_probs[{i}].shape={tuple(r.shape)}; was one of them padded (pad_output)?"
-            )
-
-
-def kept_tokens(gen: Tensor, ref: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the mask; without one, the tokens with a log-prob (scoring leaves the others 0)."""
-    known = (gen != 0) | (ref != 0)
-    return known if mask is None else keep_only(torch.ones_like(known), mask)
+    return values.masked_fill(~mask.bool(), 0)
 
 
 def full_key(log_probs_key: Any) -> tuple[str, ...]:

@@ -163,7 +163,7 @@ class RayTransform(PassesSpecs):
 
 
 class _Host:
-    """What the actor is: one transform, made by whoever comes first."""
+    """The actor: one transform, made by its first user."""
 
     transform: Transform | None = None
     settings: dict[str, str] | None = None

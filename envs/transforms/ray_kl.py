@@ -10,33 +10,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from tensordict import TensorDictBase
 
+from envs.transforms.kl import RetrieveKL
+from envs.transforms.kl_reward import KLRewardTransform, check_call
 from envs.transforms.log_probs import check_one
 from envs.transforms.ray import RayTransform
 from policies.specs import Composite
 
 if TYPE_CHECKING:
     from policies.wrappers.wrapper import LLMWrapperBase
-
-RESOURCES = ("actor_name", "num_cpus", "num_gpus")
-
-
-class OnRay:
-    """Make the Ray version of a class, `_on_ray`, when asked with use_ray_service=True."""
-
-    _on_ray: type
-
-    def __new__(cls, *args: Any, use_ray_service: bool = False, **kwargs: Any) -> Any:
-        """Return the Ray version, or an object of the class; resources need Ray."""
-        if use_ray_service:
-            if "_on_ray" not in vars(cls):
-                raise TypeError(
-                    f"{cls.__name__} has no Ray version; use RayTransform({cls.__name__})"
-                )
-            return cls._on_ray(*args, **kwargs)
-        given = [name for name in RESOURCES if kwargs.get(name) is not None]
-        if given:
-            raise ValueError(f"{', '.join(given)}: expected use_ray_service=True with them")
-        return super().__new__(cls)
 
 
 class RayRetrieveKL(RayTransform):
@@ -66,8 +47,6 @@ class RayRetrieveKL(RayTransform):
         actor_name: str | None = None,
         **kwargs: Any,
     ) -> None:
-        from envs.transforms.kl import RetrieveKL
-
         if gen_model == "from_collector" and gen_model_factory is not None:
             gen_model = None
         check_one("gen", gen_model, gen_model_factory)
@@ -123,8 +102,6 @@ class RayKLRewardTransform(RayTransform):
         actor_name: str | None = None,
         **kwargs: Any,
     ) -> None:
-        from envs.transforms.kl_reward import KLRewardTransform, check_call
-
         check_call(more)
         warnings.warn(
             "RayKLRewardTransform is deprecated; use RayRetrieveKL",

@@ -89,7 +89,7 @@ class ExecuteToolsInOrder(ToolTransformBase):
     All results of a reply are one message. `stop_on_error` leaves out what follows a failed call.
     `pass_state_to_tools` gives tools that take `_state` a dict: "messages" (the chat) and "index"
     (its row). `timeout` (seconds): a tool that takes longer has failed; it is not stopped, for it
-    runs in this process. Use `PythonInterpreter` for code that nobody has read.
+    runs in this process. Use `PythonInterpreter` for untrusted code.
     """
 
     def __init__(

@@ -2,26 +2,21 @@
 
 `_step(td, next_td)` reads the step's td and writes next_td; `_reset(td, td_reset)` does the same
 for a first state; `_call` is for transforms that need one td only. Called on a plain td, a
-transform writes under "next", or into the td itself when it has no "next". `read`, `each` and
-`write` treat dense values [B, ...] and ragged ones (one tensor per row) alike.
+transform writes under "next", or into the td itself when it has no "next".
 `transform_*_spec` tell what a transform adds to, or changes in, what the environment declares.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from typing import Any
 
-import torch
-from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
-from torch import Tensor, nn
+from tensordict import NestedKey, TensorDictBase
+from torch import nn
 
 from envs.env import EnvBase, TransformedEnv
 from policies.specs import Composite
-
-NestedKey = str | tuple[str, ...]
-Values = Tensor | list[Tensor]  # dense [B, ...], or one tensor per row
 
 
 class Transform(nn.Module):
@@ -240,61 +235,3 @@ class Compose(PassesSpecs):
 
     def __getitem__(self, index: int) -> Transform:
         return self.transforms[index]  # type: ignore[return-value]
-
-
-def read(td: TensorDictBase, key: NestedKey) -> Values | None:
-    """Return what is at a key: a tensor where it is dense, a list of rows where it is ragged.
-
-    >>> read(lazy_stack([TensorDict(a=torch.ones(1)), TensorDict(a=torch.ones(2))]), "a")
-    [tensor([1.]), tensor([1., 1.])]
-    """
-    *path, name = (key,) if isinstance(key, str) else key
-    owner: Any = td.get(tuple(path), None) if path else td
-    if owner is None:
-        return None
-    inner = getattr(owner, "_tensordict", owner)  # a tensorclass wraps its tensordict
-    as_list = {"as_list": True} if isinstance(inner, LazyStackedTensorDict) else {}
-    value = inner.get(name, None, **as_list)
-    if isinstance(value, Tensor):
-        return list(value.unbind()) if value.is_nested else value
-    return value if value is None or isinstance(value, list) else value.tolist()
-
-
-def find(key: NestedKey, *tds: TensorDictBase) -> Values | None:
-    """Return what the first of the tds that has the key holds there."""
-    found = (read(td, key) for td in tds)
-    return next((value for value in found if value is not None), None)
-
-
-def each(function: Callable[..., Tensor], *values: Values | None) -> Values:
-    """Apply a function to dense values at once, or row by row when any of them is ragged."""
-    sizes = {len(v) for v in values if isinstance(v, list)}
-    if not sizes:
-        return function(*values)
-    sizes |= {len(v) for v in values if isinstance(v, Tensor)}
-    if len(sizes) > 1:
-        raise ValueError(f"Batch size mismatch: expected as many rows in each, got {sorted(sizes)}")
-    size = sizes.pop()
-    columns = [[None] * size if v is None else list(v) for v in values]
-    return [function(*row) for row in zip(*columns, strict=True)]
-
-
-def write(td: TensorDictBase, key: NestedKey, values: Values) -> None:
-    """Set dense values as they are, and rows as a lazy stack.
-
-    A dense td has no lazy stack to hold rows at a single-name key: there they are jagged.
-    """
-    *path, name = (key,) if isinstance(key, str) else key
-    if isinstance(values, Tensor):
-        td.set(key, values)
-    elif isinstance(td, LazyStackedTensorDict):
-        for row_td, value in zip(td.tensordicts, values, strict=True):
-            row_td.set(key, value)
-    elif path:
-        owner = td.get(tuple(path), None)
-        rows = [TensorDict() for _ in values] if owner is None else list(owner.unbind(0))
-        for row_td, value in zip(rows, values, strict=True):
-            row_td.set(name, value)
-        td.set(tuple(path), lazy_stack(rows))
-    else:
-        td.set(name, torch.nested.as_nested_tensor(values, layout=torch.jagged))

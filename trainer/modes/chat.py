@@ -7,9 +7,9 @@ where training made a token likelier, blue where less likely. Lines come from st
 
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -21,24 +21,13 @@ from policies.random import fold
 from policies.sampler import sample
 from policies.scorer import Scorer, max_positions
 from policies.wrappers.transformers_wrapper import TransformersWrapper
-from trainer.modes import weights
+from trainer.modes.weights import load_weights, reference_name
 from trainer.trainer import Trainer
 from trainer.transcripts import split
 
 QUIT, RESET = "/quit", "/reset"
 STEPS = ((2.0, "bold "), (0.5, ""), (0.1, "dim "))  # nats from which a colour is that strong
-LIKELIER, LESS_LIKELY = (
-    "dark_orange",
-    "dodger_blue1",
-)  # --more and --less of trainer/reports/style.css
-
-
-class Reply(NamedTuple):
-    """What one side said: its ids, their log-probs [n] and its text."""
-
-    ids: list[int]
-    log_probs: Tensor
-    text: str
+LIKELIER, LESS_LIKELY = "dark_orange", "dodger_blue1"  # as in trainer/reports/style.css
 
 
 @dataclass
@@ -56,44 +45,44 @@ class Talk:
         self.messages = [{"role": "system", "content": system}] if system else []
         self.ids = []
 
-    def answer(self, text: str, stream: Tensor) -> Reply:
-        """Return the reply to a message; a chat that the model has no room for is a ValueError."""
-        renderer, new = self.policy.renderer, [{"role": "user", "content": text}]
+    def answer(self, text: str, stream: Tensor) -> Tensor:
+        """Reply to a message; return the log-probs [n] of the reply's tokens.
+
+        ValueError if the model has no room for the chat.
+        """
+        policy, new = self.policy, [{"role": "user", "content": text}]
         if self.ids:
-            prompt = renderer.extend(self.ids, self.messages, new)
+            prompt = policy.renderer.extend(self.ids, self.messages, new)
         else:
-            prompt = renderer.render([*self.messages, *new], add_generation_prompt=True).ids
-        most, longest = max_positions(self.scorer.model), len(prompt) + self.policy.max_new_tokens
+            chat = [*self.messages, *new]
+            prompt = policy.renderer.render(chat, add_generation_prompt=True).ids
+        most, longest = max_positions(self.scorer.model), len(prompt) + policy.max_new_tokens
         if most is not None and longest > most:
             raise ValueError(f"the chat would have {longest} tokens, the model takes {most}; "
                              f"{RESET} begins a new one")  # fmt: skip
-        with self.scorer.precision(), _switched(self.scorer):
+        own = nullcontext()
+        if isinstance(self.scorer, lora.AdapterScorer):  # its model is the policy's too
+            own = lora.using(self.scorer.model, self.scorer.adapter)
+        with self.scorer.precision(), own:
             drawn = sample(
                 self.scorer.model,
-                torch.tensor([prompt], device=self.policy.device),
+                torch.tensor([prompt], device=policy.device),
                 streams=stream,
-                stop=self.policy.stop,
-                max_new_tokens=self.policy.max_new_tokens,
-                temperature=self.policy.temperature,
+                stop=policy.stop,
+                max_new_tokens=policy.max_new_tokens,
+                temperature=policy.temperature,
             )
         ids = drawn.ids[0].tolist()
-        said = self.policy.tokenizer.decode(ids, skip_special_tokens=True)
+        said = policy.tokenizer.decode(ids, skip_special_tokens=True)
         self.messages += [*new, {"role": "assistant", "content": said}]
         self.ids = prompt + ids
-        return Reply(ids, drawn.log_probs[0], said)
-
-
-def _switched(scorer: Scorer) -> AbstractContextManager[None]:
-    """Let a reference by adapter generate with its own one: its model is the policy's too."""
-    if isinstance(scorer, lora.AdapterScorer):
-        return lora.using(scorer.model, scorer.adapter)
-    return nullcontext()
+        return drawn.log_probs[0]
 
 
 @torch.no_grad()
 def log_ratio(talk: Talk, reference: Scorer, log_probs: Tensor) -> list[float]:
     """Return log pi - log ref of the tokens of the last reply, nats."""
-    ids = torch.tensor([talk.ids], device=log_probs.device)
+    ids = torch.tensor([talk.ids], device=log_probs.device)  # [1, T]
     every = torch.ones_like(ids, dtype=torch.bool)
     keep = every.clone()
     keep[:, : -len(log_probs)] = False
@@ -111,37 +100,27 @@ def style(ratio: float) -> str:
     return next((f"{strength}{hue}" for least, strength in STEPS if abs(ratio) >= least), "")
 
 
-def coloured(texts: Iterable[str], ratios: Iterable[float]) -> Text:
-    """Return a reply with each token in its colour."""
-    out = Text()
-    for text, ratio in zip(texts, ratios, strict=True):
-        out.append(_plain(text), style=style(ratio))
-    return out
+def in_words(texts: list[str], ratios: list[float]) -> str:
+    """Return the sum of the log-ratios and the token that moved most.
 
-
-def told(texts: list[str], ratios: list[float]) -> str:
-    """Return the same in words: the sum, and the token that moved most.
-
-    >>> told(["Par", "is"], [0.5, -1.5])
+    >>> in_words(["Par", "is"], [0.5, -1.5])
     "log-ratio -1.00 nats over 2 tokens, most at 'is' -1.50"
     """
-    place = max(range(len(ratios)), key=lambda i: abs(ratios[i]))
+    most, text = max(zip(ratios, texts, strict=True), key=lambda pair: abs(pair[0]))
     out = f"log-ratio {sum(ratios):+z.2f} nats over {len(ratios)} tokens"
-    if abs(ratios[place]) < 0.005:
-        return out
-    return f"{out}, most at {texts[place]!r} {ratios[place]:+.2f}"
+    return out if abs(most) < 0.005 else f"{out}, most at {text!r} {most:+.2f}"
 
 
 def run(loop: Trainer, settings: dict[str, Any]) -> float:
     """Chat until the input ends, /quit or Ctrl-C."""
-    what = weights.take(loop, settings).what
     console = Console(highlight=False)
-    heat = loop.policy.temperature
-    how = f"at temperature {heat:g}" if heat else "greedily"
-    console.print(f"policy     {what}", markup=False, soft_wrap=True)
-    against = weights.reference_name(loop, settings)
-    console.print(f"reference  {against}", markup=False, soft_wrap=True)
-    console.print(f"both reply {how}; {RESET} begins again, {QUIT} ends", markup=False)
+    told = {
+        "policy": load_weights(loop, settings).what,
+        "reference": reference_name(loop, settings),
+    }
+    for name, text in told.items():
+        console.print(f"{name:<10} {text}", markup=False, soft_wrap=True)
+    console.print(f"{RESET} begins again, {QUIT} ends", markup=False)
     assert loop.retrieve_kl.scorer is not None  # conf/modes.py asks for one
     scorer = loop.retrieve_kl.scorer
     chat(loop.policy, scorer, console, _lines(console), seed=settings["seed"])
@@ -181,13 +160,17 @@ def chat(
 
 def _reply(both: list[Talk], text: str, stream: Tensor, console: Console) -> None:
     mine, theirs = both
-    reply = mine.answer(text, stream)
-    texts = split(reply.ids, mine.policy.tokenizer)
-    ratios = log_ratio(mine, theirs.scorer, reply.log_probs)
-    console.print(Text().append("policy     ", style="bold").append_text(coloured(texts, ratios)))
-    console.print(Text(f"           {told(texts, ratios)}", style="dim"))
-    said = theirs.answer(text, stream).text
-    console.print(Text().append("reference  ", style="bold").append(_plain(said)))
+    log_probs = mine.answer(text, stream)
+    texts = split(mine.ids[-len(log_probs) :], mine.policy.tokenizer)
+    ratios = log_ratio(mine, theirs.scorer, log_probs)
+    said = Text().append("policy     ", style="bold")
+    for part, ratio in zip(texts, ratios, strict=True):
+        said.append(_plain(part), style=style(ratio))
+    console.print(said)
+    console.print(Text(f"           {in_words(texts, ratios)}", style="dim"))
+    theirs.answer(text, stream)
+    answer = _plain(theirs.messages[-1]["content"])
+    console.print(Text().append("reference  ", style="bold").append(answer))
 
 
 def _lines(console: Console) -> Iterator[str]:
@@ -200,8 +183,6 @@ def _lines(console: Console) -> Iterator[str]:
             console.print("you        ", end="", style="bold")
         line = sys.stdin.readline()
         if not line:
-            if asks:
-                console.print()
             return
         if not asks:
             console.print(Text(f"you        {_plain(line)}", style="bold"))

@@ -1,7 +1,7 @@
 """mode=export: a run's model as a folder for others, with a model card and its curves.
 
 The folder holds an ordinary model, an adapter merged into it: AutoModelForCausalLM and vLLM load
-it. The card is in card.py.
+it. The card is in model_card.py.
 """
 
 import shutil
@@ -10,8 +10,8 @@ from typing import Any
 
 from policies.cache import write_text
 from trainer.checkpoint import save_model
-from trainer.modes import weights
-from trainer.modes.card import card
+from trainer.modes.model_card import card
+from trainer.modes.weights import load_weights
 from trainer.reports.report import run_svg
 from trainer.runs.run_files import load_run
 from trainer.trainer import Trainer
@@ -19,25 +19,22 @@ from trainer.trainer import Trainer
 
 def run(loop: Trainer, settings: dict[str, Any]) -> float:
     """Write the model folder; it is there whole or not at all."""
-    taken = weights.take(loop, settings)
+    chosen = load_weights(loop, settings)
     target = Path(settings["output_dir"]).expanduser()
     part = target.with_name(f".part-{target.name}")
     shutil.rmtree(part, ignore_errors=True)
     part.parent.mkdir(parents=True, exist_ok=True)
     save_model(loop.policy, part)
-    done = load_run(Path(settings["resume"]))
+    trained = load_run(Path(settings["resume"]))
     try:
-        write_text(part / "curves.svg", run_svg(done.folder))
+        write_text(part / "curves.svg", run_svg(trained.folder))
     except ValueError:  # no metrics to draw: a run of which only a checkpoint is left
         curves = ""
     else:
         curves = "![reward and KL over the iterations](curves.svg)"
-    write_text(part / "README.md", card(done, taken, name=target.name, curves=curves))
+    write_text(part / "README.md", card(trained, chosen, name=target.name, curves=curves))
     if target.is_dir():  # an empty one: the parent has looked
         target.rmdir()
     part.rename(target)
-    print(
-        f"exported   {taken.what}\nmodel      {target}\nmodel card {target / 'README.md'}",
-        flush=True,
-    )
+    print(f"exported   {chosen.what}\nmodel      {target}", flush=True)
     return 0.0

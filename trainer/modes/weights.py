@@ -19,43 +19,42 @@ class Weights:
     kind: str  # "the final model"
     run: str  # its folder, "" where no run trained it
     iteration: int | None = None
-    objective: float | None = None
 
     @property
     def short(self) -> str:
         """Say what it is, but not where: "the final model, iteration 80"."""
-        return f"{self.kind}{self._when}"
+        return self.kind + ("" if self.iteration is None else f", iteration {self.iteration}")
 
     @property
     def what(self) -> str:
-        """Say what it is: "the final model of <run>, iteration 80"."""
-        return f"{self.kind} of {self.run}{self._when}" if self.run else self.kind
-
-    @property
-    def _when(self) -> str:
-        score = "" if self.objective is None else f" (objective {self.objective:.4g})"
-        return "" if self.iteration is None else f", iteration {self.iteration}{score}"
+        """Say what it is: "the final model, iteration 80, of <run>"."""
+        return f"{self.short}, of {self.run}" if self.run else self.kind
 
 
-def choose(folder: Path, *, keep_best: bool = False) -> Weights:
-    """Return the weights that a run is judged by; without any a ValueError.
+def choose_weights(folder: Path, *, keep_best: bool = False) -> Weights:
+    """Return the weights that a run is judged by; ValueError if it has none.
 
     With `keep_best` the checkpoint with the best objective (the first of equals), if one has any;
     else the final model of a finished run, else the newest checkpoint that verifies.
     """
     run = load_run(folder)
-    saved = [p for p in sorted((folder / "checkpoints").glob("iteration_*")) if _is_sound(p)]
-    scores = {path: number(_state(path).get("objective")) for path in saved}
-    scored = {path: score for path, score in scores.items() if score is not None}
+    saved = sorted((folder / "checkpoints").glob("iteration_*"))
+    states = {
+        path: json.loads((path / "state.json").read_text())
+        for path in saved
+        if read_manifest(path, full=True) is not None
+    }
+    scored = {
+        p: s for p, state in states.items() if (s := number(state.get("objective"))) is not None
+    }
     if keep_best and scored:
         best = max(scored, key=scored.__getitem__)
-        score = scored[best]
-        return Weights(best, "the best checkpoint", str(folder), _iteration(best), score)
+        return Weights(best, "the best checkpoint", str(folder), states[best]["iteration"])
     if run.status.get("state") == "finished" and (folder / "model").is_dir():
         return Weights(folder, "the final model", str(folder), run.status["iteration"])
-    if saved:
-        newest = saved[-1]
-        return Weights(newest, "the newest checkpoint", str(folder), _iteration(newest))
+    if states:
+        newest, state = list(states.items())[-1]
+        return Weights(newest, "the newest checkpoint", str(folder), state["iteration"])
     raise ValueError(
         f"expected a checkpoint or a final model in {folder}, got none: the run "
         f"{'is' if run.state == 'running' else 'ended as'} {run.state}; finish it with "
@@ -63,7 +62,7 @@ def choose(folder: Path, *, keep_best: bool = False) -> Weights:
     )
 
 
-def take(loop: Trainer, settings: dict[str, Any]) -> Weights:
+def load_weights(loop: Trainer, settings: dict[str, Any]) -> Weights:
     """Load the weights of the run that is resumed into the policy; return what they are.
 
     Without one the policy is the model that policy.model names. What it is compared with must be
@@ -72,15 +71,15 @@ def take(loop: Trainer, settings: dict[str, Any]) -> Weights:
     found: Any = loop.policy.found
     if settings["resume"] is None:
         return Weights(found.folder, f"the model {settings['policy']['model']}", run="")
-    started = dig(load_run(settings["resume"]).status, "model", "sha256")
+    folder = Path(settings["resume"])
+    started = dig(load_run(folder).status, "model", "sha256")
     compares = settings["kl"]["measure"] and settings["kl"]["reference"] is None
     if compares and started not in (None, found.sha256):
         raise ValueError(
             f"expected the model {started[:12]} that the run started from in {found.folder}, got "
             f"{found.sha256[:12]}; put the old one back, or give kl.reference=<model>"
         )
-    best = bool(dig(settings, "checkpoint", "keep_best"))
-    chosen = choose(Path(settings["resume"]), keep_best=best)
+    chosen = choose_weights(folder, keep_best=bool(dig(settings, "checkpoint", "keep_best")))
     loop.checkpoints.load_weights(chosen.folder)
     return chosen
 
@@ -92,15 +91,3 @@ def reference_name(loop: Trainer, settings: dict[str, Any]) -> str:
     start = ", which training started from" if settings["resume"] else ""
     adapter = " (the adapter off)" if lora.has_adapter(loop.policy.model) else ""
     return f"{settings['policy']['model']}{start}{adapter}"
-
-
-def _is_sound(folder: Path) -> bool:
-    return read_manifest(folder, full=True) is not None
-
-
-def _state(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "state.json").read_text())
-
-
-def _iteration(folder: Path) -> int:
-    return int(folder.name.rpartition("_")[2])

@@ -26,7 +26,7 @@ from trainer.reports.sweep_page import COLUMNS, Sweep, body, picture, results
 from trainer.reports.text import Output, shown
 from trainer.runs.failures import complain, say
 from trainer.runs.job_names import job_line, job_names
-from trainer.runs.lock import is_free, take
+from trainer.runs.lock import is_free, lock_folder
 from trainer.runs.redact import redact
 from trainer.runs.run_files import Run, dig, find_jobs, load_run, number, read_yaml
 
@@ -78,7 +78,7 @@ class LiveSweep:
         self.folder, self.jobs = Path(os.path.abspath(folder)), jobs
         self._words = [about.safe(word) for word in words if not word.startswith(PLACE)]
         self._names = list(names or job_names(jobs))
-        self._lock = take(self.folder)
+        self._lock = lock_folder(self.folder)
         self._page = LiveReport(self.folder, write=write_sweep)
         self._writing, self._over = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)

@@ -108,9 +108,10 @@ def last_words(folder: Path, error: BaseException) -> None:
 
 def noted_errors(folder: Path) -> list[tuple[Path, str]]:
     """Return each rank's file and line, the rank that failed first in front: it is the cause."""
-    files = sorted((p.stat().st_mtime_ns, p) for p in (folder / "errors").glob("rank*.txt"))
-    texts = [(path, path.read_text(encoding="utf-8").strip()) for _, path in files]
-    return [(path, text.splitlines()[0]) for path, text in texts if text]
+    files = [path for path in (folder / "errors").glob("rank*.txt") if path.is_file()]
+    files.sort(key=lambda path: (path.stat().st_mtime_ns, path))
+    lines = [(path, path.read_text(encoding="utf-8").partition("\n")[0]) for path in files]
+    return [(path, line) for path, line in lines if line]
 
 
 def close_status(folder: Path, state: str, reason: str) -> None:

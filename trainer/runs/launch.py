@@ -1,7 +1,8 @@
-"""Starting a run in a fresh process, one per rank, and waiting for it. Torch-free.
+"""Start a run in fresh processes, one per rank, and wait for it. Torch-free.
 
 The parent never imports torch: what a job leaves behind in a process cannot reach the next one.
-Status travels by <folder>/status.json, errors by <folder>/errors/rank<k>.txt.
+Status travels by <folder>/status.json, errors by <folder>/errors/rank<k>.txt. A run has begun once
+its status.json has an iteration: from then on it speaks for itself.
 """
 
 import os
@@ -19,17 +20,23 @@ from typing import Any
 
 import yaml
 
-from trainer.runs.failures import close_status, complain, kill_reason, noted_errors
-from trainer.runs.lock import held, sign, take
-from trainer.runs.run_files import read_status
-from trainer.runs.start_model import resolve_experiment
-from trainer.runs.start_up import announce, leave
+from trainer.runs.experiment_models import resolve_experiment
+from trainer.runs.failures import (
+    close_status,
+    complain,
+    kill_reason,
+    noted_errors,
+    say,
+)
+from trainer.runs.lock import held, lock_folder, write_holders
+from trainer.runs.run_files import load_run, read_status
 from trainer.stops import stop_reason
 
 # What a launcher such as torchrun tells its ranks; a run started from one of them is its own.
 RANK = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 STOPPED = 143  # exit code of a rank that stopped because it was told to
 PATIENCE = 30  # seconds; a rank that waits for a dead one may never notice (NCCL)
+OURS = {".hydra", ".lock", "config.yaml", "status.json"}  # what is there before a run begins
 
 
 class Interrupted(SystemExit):
@@ -50,7 +57,7 @@ def start(
             path = folder / "config.yaml"
             status = run(script, path, folder, ranks=ranks, threads=threads, lock=lock)
         except (Interrupted, KeyboardInterrupt) as stop:
-            leave(config, folder)
+            _leave(config, folder)
             raise stop if isinstance(stop, Interrupted) else Interrupted(130) from None
         except (RuntimeError, ValueError, OSError) as error:
             close_status(folder, "failed", str(error))
@@ -60,7 +67,7 @@ def start(
 
 def prepare_joined(config: dict[str, Any], folder: Path, **ours: Any) -> Path:
     """Do `prepare` in rank 0 of an outside launcher, which holds the folder until it ends."""
-    take(folder)
+    lock_folder(folder)
     return prepare(config, folder, **ours)
 
 
@@ -69,25 +76,60 @@ def prepare(
 ) -> Path:
     """Write config.yaml into a run folder, after the warm-up it asks for; return the folder."""
 
-    def warm_up(config: dict[str, Any], folder: Path) -> None:
+    def train_first(config: dict[str, Any], folder: Path) -> None:
         start(config, folder, script=script, compose=compose)
 
+    def resolve(node: Any) -> Any:  # experiment:<name> may stand anywhere
+        if isinstance(node, dict):
+            return {key: resolve(value) for key, value in node.items()}
+        if isinstance(node, list):
+            return [resolve(value) for value in node]
+        return resolve_experiment(node, compose, train_first) if isinstance(node, str) else node
+
     folder.mkdir(parents=True, exist_ok=True)
-    announce(config, folder)
+    _announce(config, folder)
     shutil.rmtree(folder / "errors", ignore_errors=True)  # an earlier attempt must not speak for
     (folder / "status.json").unlink(missing_ok=True)  # this one
-    config = _resolved(config, lambda name: resolve_experiment(name, compose, warm_up))
-    (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    (folder / "config.yaml").write_text(yaml.safe_dump(resolve(config), sort_keys=False))
     return folder
 
 
-def _resolved(node: Any, resolve: Callable[[str], str]) -> Any:
-    """Return a configuration with every text resolved: experiment:<name> may stand anywhere."""
-    if isinstance(node, dict):
-        return {key: _resolved(value, resolve) for key, value in node.items()}
-    if isinstance(node, list):
-        return [_resolved(value, resolve) for value in node]
-    return resolve(node) if isinstance(node, str) else node
+def _announce(config: dict[str, Any], folder: Path) -> None:
+    """Say at once what starts: a run's own first word comes when torch and a model are loaded."""
+    if "kept_in" in config:  # a warm-up: that it begins has been said
+        return
+    if (mode := _mode(config)) != "train":
+        return say(f"{mode}: starting")
+    here = Path(os.path.relpath(folder))
+    place = folder if here.parts[:1] == ("..",) else here
+    verb = "going on" if config.get("resume") else "starting"
+    say(f"{load_run(folder).experiment}: {verb} in {place}")
+
+
+def _leave(config: dict[str, Any], folder: Path) -> None:
+    """Say that a run was stopped before it began, if it was; of a dated folder nothing stays.
+
+    A folder that was named stays, and so does one in which anything is that a run wrote.
+    """
+    status = read_status(folder)
+    if "iteration" in status:
+        return
+    if not status.get("reason"):
+        close_status(folder, "preempted", "stopped before it began")
+    if "kept_in" in config or _mode(config) != "train":
+        return
+    if config.get("resume"):
+        return say("stopped before it went on; what was saved before is still there")
+    say("stopped before it began; nothing is saved")
+    if not config["output_dir"] and {path.name for path in folder.iterdir()} <= OURS:
+        for name in OURS - {".hydra"}:
+            (folder / name).unlink(missing_ok=True)
+        if (folder.parent / "sweep.json").exists():  # a job's; a dated folder goes at exit
+            shutil.rmtree(folder)
+
+
+def _mode(config: dict[str, Any]) -> str:
+    return "preflight" if config.get("preflight") else config.get("mode", "train")
 
 
 def run(
@@ -111,7 +153,7 @@ def run(
         end = _wait(started, folder, got)
         failure = _close(folder, end, got)
     if end.code or got:
-        _tell(folder)
+        _rewrite_report(folder)
     status = read_status(folder)
     if got or status.get("state") == "preempted":
         if failure:
@@ -120,27 +162,6 @@ def run(
     if failure:
         raise RuntimeError(failure)
     return status
-
-
-def _tell(folder: Path) -> None:
-    """Write the report of a run that did not finish again: only now is it known why."""
-    from trainer.reports.report import write_report
-
-    if (folder / "report.html").exists():
-        with suppress(Exception):  # a damaged folder or a full disk
-            write_report(folder)
-
-
-def _close(folder: Path, end: "End", got: list[int]) -> str | None:
-    """Leave status.json telling how a run ended; return the reason if it failed."""
-    state = read_status(folder).get("state")
-    if got and (state != "failed" or end.killed):  # an error of its own stays one
-        close_status(folder, "preempted", stop_reason(got[0]))
-    elif end.code or state not in ("finished", "preempted"):
-        reason = explain_failure(folder, end)
-        close_status(folder, "failed", reason)
-        return reason
-    return None
 
 
 @contextmanager
@@ -174,18 +195,16 @@ def _start_ranks(
     """Start one process per rank, told about the others as torchrun would; no launcher between."""
     env = {k: v for k, v in os.environ.items() if k not in RANK and "TORCHELASTIC" not in k}
     env |= {"OMP_NUM_THREADS": str(threads), "LEASH_PARENT": str(os.getpid())}
-    size = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    size |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    told = [
-        size | {"RANK": str(k), "LOCAL_RANK": str(k)} if ranks > 1 else {} for k in range(ranks)
-    ]
-    kept = () if lock is None else (lock,)  # the folder stays held when this process is killed
-    out = [
-        subprocess.Popen(words, start_new_session=True, env=env | mine, pass_fds=kept)
-        for mine in told
-    ]
+    if ranks > 1:
+        env |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    out = []
+    for rank in map(str, range(ranks)):
+        mine = {"RANK": rank, "LOCAL_RANK": rank} if ranks > 1 else {}
+        kept = () if lock is None else (lock,)  # it stays locked when this process is killed
+        out.append(subprocess.Popen(words, start_new_session=True, env=env | mine, pass_fds=kept))
     if lock is not None:
-        sign(lock, [os.getpid(), *(rank.pid for rank in out)])
+        write_holders(lock, [os.getpid(), *(rank.pid for rank in out)])
     return out
 
 
@@ -197,20 +216,13 @@ class End:
     rank: int = 0
     ranks: int = 1
 
-    @property
-    def killed(self) -> bool:
-        return self.code < 0
-
-    def __str__(self) -> str:
-        return kill_reason(self.code, f"rank {self.rank}" if self.ranks > 1 else "the process")
-
 
 def _wait(ranks: list[subprocess.Popen], folder: Path, got: list[int]) -> End:
     """Wait for all ranks; pass on the first signal in `got`, kill all processes at the second.
 
     The others of a rank that failed get PATIENCE seconds for their own last words.
     """
-    end, passed, limit = End(ranks=len(ranks)), False, float("inf")
+    end, passed, limit = End(), False, float("inf")
     while None in [rank.poll() for rank in ranks]:  # a list: each one is asked
         if end.code == 0 and (end := _first_failure(ranks)).code:
             limit = time.monotonic() + PATIENCE
@@ -224,13 +236,13 @@ def _wait(ranks: list[subprocess.Popen], folder: Path, got: list[int]) -> End:
                 rank.send_signal(got[0] if ready else signal.SIGTERM)
         time.sleep(0.05)
     end = end if end.code else _first_failure(ranks)
-    if end.killed:
+    if end.code < 0:
         _kill_families(ranks)  # what it had started itself is still there
     return end
 
 
 def _first_failure(ranks: list[subprocess.Popen]) -> End:
-    """Return the rank that has failed; of several that a signal killed: the others lost contact."""
+    """Return the rank that has failed; of several one that a signal killed: it is the cause."""
     codes = [(rank.returncode, k) for k, rank in enumerate(ranks)]
     failed = [(code, k) for code, k in codes if code not in (None, 0, STOPPED)]
     return End(*min(failed, default=(0, 0)), ranks=len(ranks))
@@ -250,10 +262,30 @@ def _kill_families(ranks: list[subprocess.Popen]) -> None:
             os.killpg(rank.pid, signal.SIGKILL)
 
 
-def explain_failure(folder: Path, end: End) -> str:
-    """Return one line on why a run failed: a killed rank, else what the first to fail wrote."""
-    noted = noted_errors(folder)
-    return noted[0][1] if noted and not end.killed else str(end)
+def _close(folder: Path, end: End, got: list[int]) -> str | None:
+    """Leave status.json telling how a run ended; return the reason if it failed.
+
+    It is what the rank that failed first wrote, but of a killed rank that it was killed.
+    """
+    state = read_status(folder).get("state")
+    if got and (state != "failed" or end.code < 0):  # an error of its own stays one
+        close_status(folder, "preempted", stop_reason(got[0]))
+    elif end.code or state not in ("finished", "preempted"):
+        noted = noted_errors(folder)
+        who = f"rank {end.rank}" if end.ranks > 1 else "the process"
+        reason = noted[0][1] if noted and end.code >= 0 else kill_reason(end.code, who)
+        close_status(folder, "failed", reason)
+        return reason
+    return None
+
+
+def _rewrite_report(folder: Path) -> None:
+    """Write the report of a run that did not finish again: only now is it known why."""
+    from trainer.reports.report import write_report
+
+    if (folder / "report.html").exists():
+        with suppress(Exception):  # a damaged folder or a full disk
+            write_report(folder)
 
 
 def agree(make: Callable[[], Any], config: dict[str, Any]) -> Any:

@@ -10,7 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 FILE = ".lock"
@@ -24,35 +24,34 @@ def held(folder: Path) -> Iterator[int]:
 
     ValueError if another run holds it. At the end it stays held as long as one of them lives.
     """
-    file = take(folder)
+    file = lock_folder(folder)
     try:
         yield file
     finally:
         os.close(file)  # LOCK_UN would take it from the others too
 
 
-def take(folder: Path) -> int:
-    """Lock a run folder until the descriptor that is returned is closed, by the end of the process.
+def lock_folder(folder: Path) -> int:
+    """Lock a run folder until the returned descriptor is closed, at the latest with the process.
 
     ValueError if another run holds it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = os.open(folder / FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        _lock(file, folder)
+        _wait_for_lock(file, folder)
         launcher = [os.getppid()] if "TORCHELASTIC_RUN_ID" in os.environ else []
-        sign(file, [*launcher, os.getpid()])
+        write_holders(file, [*launcher, os.getpid()])
     except BaseException:
         os.close(file)
         raise
     return file
 
 
-def sign(file: int, pids: Sequence[int]) -> None:
-    """Write down who holds the lock: the one to stop first, then its workers."""
-    text = " ".join([socket.gethostname(), *map(str, pids)]).encode()
+def write_holders(file: int, pids: Sequence[int]) -> None:
+    """Write down who holds the lock: the process to stop first, then its workers."""
     os.ftruncate(file, 0)
-    os.pwrite(file, text, 0)
+    os.pwrite(file, " ".join([socket.gethostname(), *map(str, pids)]).encode(), 0)
 
 
 def is_free(folder: Path) -> bool:
@@ -70,8 +69,9 @@ def is_free(folder: Path) -> bool:
     return True
 
 
-def _lock(file: int, folder: Path) -> None:
-    limit, told = time.monotonic() + WAIT, False
+def _wait_for_lock(file: int, folder: Path) -> None:
+    """Lock an open file; wait only for workers whose launcher is gone."""
+    limit, waiting = time.monotonic() + WAIT, False
     while True:
         try:
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -84,27 +84,24 @@ def _lock(file: int, folder: Path) -> None:
         who, orphaned = _holder(file)
         if not orphaned or time.monotonic() > limit:
             raise ValueError(f"{folder}: this run is still running{who}; stop it first")
-        if not told:
-            told = True
+        if not waiting:
+            waiting = True
             print(f"{folder}: its last run is still ending{who}: waiting for it", flush=True)
         time.sleep(0.1)
 
 
 def _holder(file: int) -> tuple[str, bool]:
     """Return " (pid N)" of a process that holds the lock, and whether its launcher is gone."""
+    import psutil  # here: most starts do not need it
+
     host, *pids = os.pread(file, 4096, 0).decode("utf-8", "replace").split() or [""]
     if not pids:
         return "", False  # it has just taken it
     if host != socket.gethostname():
         return f" (pid {pids[0]} on {host})", False
-    living = [pid for pid in pids if _lives(int(pid))]
+    living = []
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            if psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE:
+                living.append(pid)
     return f" (pid {[*living, pids[0]][0]})", pids[0] not in living
-
-
-def _lives(pid: int) -> bool:
-    import psutil  # here: most starts do not need it
-
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

@@ -7,6 +7,7 @@ reads as empty, a torn line is skipped. Torch-free.
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -145,6 +146,12 @@ def find_runs(folder: Path) -> tuple[list[Path], list[Path]]:
     jobs = find_jobs(folder)
     above = {job: next((p for p in job.parents if is_sweep(p)), None) for job in jobs}
     return [j for j in jobs if not above[j]], list(dict.fromkeys(filter(None, above.values())))
+
+
+def remove_unused(folder: Path) -> None:
+    """Remove a reserved folder that no run has got: at most Hydra has written its own there."""
+    if folder.is_dir() and {path.name for path in folder.iterdir()} <= {".hydra"}:
+        shutil.rmtree(folder)
 
 
 def _natural(text: str) -> list[tuple[int, float, str]]:

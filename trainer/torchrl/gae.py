@@ -1,4 +1,4 @@
-"""TorchRL's GAE: the keys and shapes of its module, over `trainer.gae.gae`. B rows, T tokens."""
+"""TorchRL's GAE: the keys and shapes of its module, over `trainer.gae.gae`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trainer.gae import check_shares, gae
 from trainer.losses import standardise
-from trainer.torchrl.loss_inputs import LossModule, find, need, per_token
+from trainer.torchrl.loss_inputs import LossModule, get_dense, per_token, require
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,14 @@ class GAE(LossModule):
         keys = self.tensor_keys
         if self.value_network is not None:
             self.value_network(tensordict)
-        given = need(tensordict, keys.value)
+        given = require(tensordict, keys.value)
         value = given.squeeze(-1) if given.ndim == 3 else given  # [B, T]
         every = torch.ones_like(value, dtype=torch.bool)
-        mask = find(tensordict, keys.mask)
+        mask = get_dense(tensordict, keys.mask)
         mask = every if mask is None else per_token(mask, every)
-        done = find(tensordict, keys.done)
+        done = get_dense(tensordict, keys.done)
         done = per_token(done, every) if done is not None and done.numel() == mask.numel() else None
-        reward = _placed(need(tensordict, keys.reward), mask)
+        reward = _placed(require(tensordict, keys.reward), mask)
         advantage = gae(reward, value, mask, gamma=self.gamma, lmbda=self.lmbda, done=done)
         target = (advantage + value) * mask
         if self.average_gae:

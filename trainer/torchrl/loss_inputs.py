@@ -1,12 +1,14 @@
 """What the public losses share: keys that can be set, and input of any shape and layout.
 
-Values are looked for at the root and under "next"; they are dense, or ragged rows.
+Values are looked for at the root and under "next". Ragged rows are padded here, once; inside all is
+dense, [B, T].
 """
 
 from collections.abc import Iterable
 from dataclasses import fields, replace
 from typing import Any
 
+import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
 
@@ -29,7 +31,8 @@ class LossModule(nn.Module):
         self.tensor_keys = replace(self.tensor_keys, **keys)
 
 
-def check(name: str, value: str, known: Iterable[str]) -> None:
+def check_choice(name: str, value: str, known: Iterable[str]) -> None:
+    """Raise ValueError unless the value is one of those known."""
     if value not in known:
         raise ValueError(f"expected {name} in {sorted(known)}, got {value!r}")
 
@@ -48,7 +51,7 @@ def locate(td: TensorDictBase, key: NestedKey) -> tuple[str, ...] | None:
     return next((p for p in (path, other) if p and rows(td, p) is not None), None)
 
 
-def find(td: TensorDictBase, key: NestedKey) -> Tensor | None:
+def get_dense(td: TensorDictBase, key: NestedKey) -> Tensor | None:
     """Return the value at a key, ragged rows padded left; None where there is none."""
     place = locate(td, key)
     if place is None:
@@ -57,37 +60,36 @@ def find(td: TensorDictBase, key: NestedKey) -> Tensor | None:
     return pad(rows(td, place) or [], side="left") if is_ragged(owner) else td.get(place)
 
 
-def need(td: TensorDictBase, key: NestedKey) -> Tensor:
-    value = find(td, key)
+def require(td: TensorDictBase, key: NestedKey) -> Tensor:
+    """Return the value at a key as `get_dense` does; ValueError where there is none."""
+    value = get_dense(td, key)
     if value is None:
-        raise missing(td, key)
+        keys = sorted(map(str, td.keys()))
+        raise ValueError(f"expected {key} at the root or under 'next', got {keys}")
     return value
 
 
-def missing(td: TensorDictBase, key: NestedKey) -> ValueError:
-    keys = sorted(map(str, td.keys()))
-    return ValueError(f"expected {key} at the root or under 'next', got {keys}")
+def aligned(td: TensorDictBase, key: NestedKey, real: Tensor, *, ragged: bool) -> Tensor:
+    """Return the value at a key where the tokens are, [B, T].
 
-
-def need_rows(td: TensorDictBase, key: NestedKey, real: list[Tensor]) -> list[Tensor]:
-    """Return each row of the value at a key, of its real tokens; `real` are the attention masks."""
-    place = locate(td, key)
-    if place is None:
-        raise missing(td, key)
-    out = []
-    for i, (row, keep) in enumerate(zip(rows(td, place) or [], real, strict=True)):
-        row = row.squeeze(-1) if row.ndim == 2 else row
-        if len(row) not in (len(keep), int(keep.sum())):
-            raise ValueError(
-                f"expected {int(keep.sum())} values in row {i} of {key}, one a token, got "
-                f"{len(row)}; was it padded (use the actor's pad_output) or another template?"
-            )
-        out.append(row[keep] if len(row) == len(keep) else row)
-    return out
+    `real` [B, T] is the attention mask, padded here if `ragged`. A row holds a value for each real
+    token or, in a batch that came dense, for each column.
+    """
+    require(td, key)
+    found = [row.squeeze(-1) if row.ndim == 2 else row for row in rows(td, locate(td, key)) or []]
+    sizes, lengths = [len(row) for row in found], real.sum(-1).tolist()
+    if not ragged and sizes == [real.shape[1]] * len(real):
+        return torch.stack(found)
+    if sizes != lengths:
+        raise ValueError(
+            f"expected {lengths} values in the rows of {key}, one a token, got {sizes}; was it "
+            "padded (use the actor's pad_output) or another template?"
+        )
+    return found[0].new_zeros(real.shape).masked_scatter(real, torch.cat(found))
 
 
 def per_token(value: Tensor, mask: Tensor, fill: float | None = None) -> Tensor:
-    """Return [B, T] from [B, T], [B, T, 1], [B, 1] or [B, 1, 1]; `fill` stands outside the mask."""
+    """Return [B, T] from [B, T], [B, T, 1], [B, 1] or [B, 1, 1], with `fill` outside the mask."""
     value = value.squeeze(-1) if value.ndim == mask.ndim + 1 else value
     if value.shape != mask.shape and value.shape != (*mask.shape[:-1], 1):
         raise ValueError(f"expected shape {tuple(mask.shape)}, got {tuple(value.shape)}")

@@ -25,12 +25,12 @@ from trainer.surrogates import (
 from trainer.torchrl.loss_inputs import (
     REDUCTIONS,
     LossModule,
-    check,
-    find,
+    check_choice,
+    get_dense,
     masked_mean,
-    need,
     per_token,
     refuse,
+    require,
 )
 
 if TYPE_CHECKING:
@@ -124,9 +124,9 @@ class GRPOLoss(LossModule):
                 f"expected clip_epsilon with 0 <= low < 1 and high >= 0, got {low, high}"
             )
         aggregation, reduction = aggregation or "token_mean", reduction or "mean"
-        check("masking_strategy", masking_strategy, DISTS)
-        check("aggregation", aggregation, AGGREGATIONS)
-        check("reduction", reduction, REDUCTIONS)
+        check_choice("masking_strategy", masking_strategy, DISTS)
+        check_choice("aggregation", aggregation, AGGREGATIONS)
+        check_choice("reduction", reduction, REDUCTIONS)
         if aggregation == "constant" and (max_tokens is None or max_tokens < 1):
             raise ValueError(
                 f"aggregation='constant' divides by the most tokens a row may have, got max_tokens="
@@ -154,11 +154,11 @@ class GRPOLoss(LossModule):
         td = tensordict.reshape(-1) if tensordict.ndim > 1 else tensordict.copy()
         keys = self.tensor_keys
         dist = getattr(self.actor_network, DISTS[self.masking_strategy])(td)
-        tokens = need(td, keys.action)  # rlhf writes those of a history
+        tokens = require(td, keys.action)  # rlhf writes those of a history
         mask = self._mask(td, dist.mask)
         curr = dist.log_prob(tokens.masked_fill(~dist.mask, dist.ignore_index))
-        gen = per_token(need(td, keys.sample_log_prob), mask, 0.0)
-        advantage = per_token(need(td, keys.advantage), mask, 0.0).detach()
+        gen = per_token(require(td, keys.sample_log_prob), mask, 0.0)
+        advantage = per_token(require(td, keys.advantage), mask, 0.0).detach()
         if gen.requires_grad:
             raise RuntimeError("expected the generation log-probs without a gradient; detach them")
         rows = mask.any(-1).sum()  # a divisor that dropped tokens do not change
@@ -178,7 +178,7 @@ class GRPOLoss(LossModule):
         )
         for name, coeff, key in leashes:
             if coeff is not None:
-                kl = kl_term(curr, per_token(need(td, key), mask, 0.0).detach(), "k3")
+                kl = kl_term(curr, per_token(require(td, key), mask, 0.0).detach(), "k3")
                 out[f"kl_to_{name}"] = masked_mean(kl.detach(), mask)
                 out[f"loss_kl_to_{name}"] = coeff * self._total(kl, weight)
         return self.output_type(**out, **self._more(td, mask, weight), batch_size=[])
@@ -188,11 +188,11 @@ class GRPOLoss(LossModule):
         return {}
 
     def _mask(self, td: TensorDictBase, mask: Tensor) -> Tensor:
-        """Return the strategy's mask without tokens that nobody sampled or that were dropped."""
+        """Return the strategy's mask without tokens that were not sampled or that were dropped."""
         keys: tuple[NestedKey, ...] = ("loss_mask",)
         keys += () if self.masking_strategy == "generic" else (RESPONSE,)
         for key in keys:
-            value = find(td, key)
+            value = get_dense(td, key)
             if value is not None:
                 mask = mask & per_token(value, mask).bool()
         return mask

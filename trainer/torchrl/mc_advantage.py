@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-from tensordict import NonTensorData, TensorDictBase, lazy_stack
+from tensordict import NestedKey, NonTensorData, TensorDictBase, lazy_stack
 from torch import Tensor
 
-from envs.transforms.transform import NestedKey, Transform
+from envs.transforms.transform import Transform
 from trainer.losses import standardise
 
 LOGGER = logging.getLogger(__name__)

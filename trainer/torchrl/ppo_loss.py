@@ -13,7 +13,14 @@ from torch import Tensor
 
 from trainer.losses import value_term
 from trainer.metrics import explained_variance, return_sums
-from trainer.torchrl.loss_inputs import check, find, masked_mean, need, per_token, refuse
+from trainer.torchrl.loss_inputs import (
+    check_choice,
+    get_dense,
+    masked_mean,
+    per_token,
+    refuse,
+    require,
+)
 from trainer.torchrl.loss_modules import GRPOKeys, GRPOLoss, LLMLossOutput
 
 if TYPE_CHECKING:
@@ -61,7 +68,7 @@ class PPOLoss(GRPOLoss):
         **options: Any,
     ) -> None:
         super().__init__(actor_network, **options)
-        check("loss_critic_type", loss_critic_type, DISTANCES)
+        check_choice("loss_critic_type", loss_critic_type, DISTANCES)
         reason = "GAE(average_gae=True) does it, over the whole batch"
         refuse("PPOLoss", reason, normalize_advantage=normalize_advantage)
         if clip_value is True and self.clip_low != self.clip_high:
@@ -75,12 +82,12 @@ class PPOLoss(GRPOLoss):
         if self.critic_network is None:
             return {}
         keys = self.tensor_keys
-        old = find(td, keys.value)
+        old = get_dense(td, keys.value)
         if old is None and self.value_clip is not None:
             raise ValueError(f"clip_value needs {keys.value} as it was at sampling, found none")
-        value = per_token(need(self.critic_network(td.copy()), keys.value), mask, 0.0)
+        value = per_token(require(self.critic_network(td.copy()), keys.value), mask, 0.0)
         old = value.detach() if old is None else per_token(old, mask, 0.0)
-        target = per_token(need(td, keys.value_target), mask, 0.0)
+        target = per_token(require(td, keys.value_target), mask, 0.0)
 
         def distance(a: Tensor, b: Tensor) -> Tensor:
             return self.distance(a, b, reduction="none")

@@ -1,7 +1,7 @@
 """Prompts with their labels as tokens: TL;DR-style data sets for `RolloutFromModel`.
 
 A row of the data has the texts "prompt" and "label"; as tokens it is prompt, label and EOS after
-each other, padded right to `max_length`. Letters: B rows, T = max_length tokens.
+each other, padded right to `max_length`, T tokens.
 Left out on purpose: memory-mapped copies on disk. The tokens are held in memory.
 """
 

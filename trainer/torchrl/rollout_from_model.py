@@ -1,9 +1,9 @@
 """Rollouts of a causal language model, scored by a reward model: one step a token, as TorchRL's.
 
-Letters: B rows, Ti tokens of a row of the data, N new tokens, L = Ti + N. A row of `generated`
-[B, L] is the prompt where the data has it, the reply right after it, then padding. Which of its
-tokens are real follows from the attention mask, from `prompt_rindex` and from the first end token
-of the reply, never from a token's id in the prompt.
+A row of the data has T0 tokens, a reply S at most, a row of `generated` [B, T] both: the prompt
+where the data has it, the reply right after it, then padding. Which of its tokens are real follows
+from the attention mask, from `prompt_rindex` and from the first end token of the reply, never from
+a token's id in the prompt.
 """
 
 from collections import deque
@@ -16,6 +16,7 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
+from envs.transforms.kl import kl_reward
 from policies.models import token_ids
 from policies.padding import compact, widen
 from policies.sampler import Sampled, Stop, sample
@@ -32,7 +33,7 @@ class RolloutFromModel:
     `model` and `ref_model` are causal language models of transformers; `reward_model` maps
     input_ids and attention_mask to rewards and end_scores, as a module or a TensorDictModule.
     `kl_coef` is the coefficient to begin with; it follows `kl_scheduler` after every `num_steps`
-    rollouts and whenever `step_scheduler` is called. `max_new_tokens` is N; scores are clipped to
+    rollouts and whenever `step_scheduler` is called. `max_new_tokens` is S; scores are clipped to
     +-`score_clip`. EOS and pad ids are those of the model and of `tokenizer`. All models run in
     eval mode and without gradients.
 
@@ -89,10 +90,10 @@ class RolloutFromModel:
     def generate(
         self, batch: PromptData, generation_config: Any = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (generated [B, L], log_probs [B, N, 1], log_ratio [B, N]), a reply to each prompt.
+        """Return (generated [B, T], log_probs [B, S, 1], log_ratio [B, S]), a reply to each prompt.
 
         Without a GenerationConfig tokens are drawn from the model's whole distribution. With one
-        the model's own `generate` follows it; its max_new_tokens, if any, is N. log_probs are those
+        the model's own `generate` follows it; its max_new_tokens, if any, is S. log_probs are those
         that the tokens were drawn with; log_ratio is log p(model) - log p(ref_model) at the
         sampling temperature; both are 0 after the end. Beams, several replies a prompt and ends
         that no token shows are ValueErrors.
@@ -107,7 +108,7 @@ class RolloutFromModel:
             reply = widen(drawn.ids.to(ids.device), steps).masked_fill(~alive, blank)  # [B, N]
             total = ids.shape[1] + steps
             generated = widen(ids.masked_fill(~prompt, blank), total, blank)
-            generated = generated.scatter(-1, columns, reply)  # [B, L]
+            generated = generated.scatter(-1, columns, reply)  # [B, T]
             keep = widen(torch.zeros_like(prompt), total).scatter(-1, columns, alive)
             scored = [
                 _at_home(
@@ -133,30 +134,30 @@ class RolloutFromModel:
         *,
         generation_config: Any = None,
     ) -> TensorDict:
-        """Return the rollout [B, N] that an environment would give that samples a token a step.
+        """Return the rollout [B, S] that an environment would give that samples a token a step.
 
         Takes what `generate` returns (with its `generation_config`, whose EOS ids count). Keys:
-        action [B, N]; input_ids, attention_mask [B, N, L] before the token and, under "next",
-        after it; sample_log_prob [B, N, 1]; next.{terminated, done, reward, reward_raw, reward_kl}
-        [B, N, 1]. An episode is done at its first EOS or else at its last step; there reward_raw is
+        action [B, S]; input_ids, attention_mask [B, S, T] before the token and, under "next",
+        after it; sample_log_prob [B, S, 1]; next.{terminated, done, reward, reward_raw, reward_kl}
+        [B, S, 1]. An episode is done at its first EOS or else at its last step; there reward_raw is
         the clipped end score, less that of the label where the row has one. Afterwards the tokens
         stay, and all rewards are 0.
         """
         _, prompt = _prompts(batch)
         steps = log_probs.shape[1]
         action = generated.gather(-1, _columns(batch, steps))
-        alive = until_end(action, self._ends(generation_config))  # [B, N]
-        done = (alive & ~widen(alive[:, 1:], steps)).unsqueeze(-1)  # [B, N, 1]
+        alive = until_end(action, self._ends(generation_config))  # [B, S]
+        done = (alive & ~widen(alive[:, 1:], steps)).unsqueeze(-1)  # [B, S, 1]
         rindex = batch.get("prompt_rindex")[:, None]
         place = torch.arange(generated.shape[1], device=generated.device)
         # The last column before each step, and after them all.
-        last = rindex + widen(alive.cumsum(-1), steps + 1, side="left")  # [B, N + 1]
-        real = widen(prompt, len(place)) | (place > rindex)  # [B, L]
-        seen = (place <= last[:, :, None]) & real[:, None]  # [B, N + 1, L]
+        last = rindex + widen(alive.cumsum(-1), steps + 1, side="left")  # [B, S + 1]
+        real = widen(prompt, len(place)) | (place > rindex)  # [B, T]
+        seen = (place <= last[:, :, None]) & real[:, None]  # [B, S + 1, T]
         score = self._scores(generated, seen[:, -1]) - self._label_scores(batch)  # [B]
         score = score.clamp(-self.score_clip, self.score_clip)
         reward_raw = torch.where(done, score[:, None, None], 0.0)
-        reward_kl = -self.kl_coef * log_ratio.unsqueeze(-1)
+        reward_kl = kl_reward(log_ratio, self.kl_coef)  # [B, S, 1]
         before, after = (
             torch.where(part, generated[:, None], self.pad_token_id)
             for part in (seen[:, :-1], seen[:, 1:])
@@ -210,7 +211,7 @@ class RolloutFromModel:
         return frozenset(token_ids(config, "eos_token_id")) or self.eos_token_ids
 
     def _scores(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Return the end scores [B] of sequences [B, L]."""
+        """Return the end scores [B] of sequences [B, T]."""
         model = self.reward_model
         with _evaluating(model):
             if isinstance(model, TensorDictModuleBase):
@@ -243,7 +244,7 @@ class RolloutFromModel:
 
 
 def _prompts(batch: PromptData | TensorDictBase) -> tuple[Tensor, Tensor]:
-    """Return the ids [B, Ti] of a batch and which of them are the prompt's."""
+    """Return the ids [B, T0] of a batch and which of them are the prompt's."""
     ids, mask, rindex = (batch.get(k) for k in ("input_ids", "attention_mask", "prompt_rindex"))
     place = torch.arange(ids.shape[1], device=ids.device)
     prompt = mask.bool() & (place <= rindex[:, None])
@@ -256,7 +257,7 @@ def _prompts(batch: PromptData | TensorDictBase) -> tuple[Tensor, Tensor]:
 
 
 def _columns(batch: PromptData | TensorDictBase, steps: int) -> Tensor:
-    """Return where the tokens of the reply stand in `generated`, [B, N]."""
+    """Return where the tokens of the reply stand in `generated`, [B, S]."""
     rindex = batch.get("prompt_rindex")
     return rindex[:, None] + 1 + torch.arange(steps, device=rindex.device)
 

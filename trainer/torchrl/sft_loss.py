@@ -9,9 +9,17 @@ import torch
 from tensordict import NestedKey, TensorClass, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor, nn
 
-from policies.padding import rows
+from policies.padding import is_ragged, rows
 from trainer.losses import kl_term
-from trainer.torchrl.loss_inputs import REDUCTIONS, LossModule, check, missing, need_rows, refuse
+from trainer.torchrl.loss_inputs import (
+    REDUCTIONS,
+    LossModule,
+    aligned,
+    check_choice,
+    masked_mean,
+    refuse,
+    require,
+)
 
 if TYPE_CHECKING:
     from policies.wrappers.wrapper import LLMWrapperBase
@@ -58,8 +66,8 @@ class SFTLoss(LossModule):
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        check("reduction", reduction, REDUCTIONS)
-        check("loss_function", loss_function, ("sft", "minor_sft"))
+        check_choice("reduction", reduction, REDUCTIONS)
+        check_choice("loss_function", loss_function, ("sft", "minor_sft"))
         if loss_function == "minor_sft" and kl_to_ref_coeff:
             raise ValueError(
                 f"minor_sft has its own pull to the reference: expected no kl_to_ref_coeff, got "
@@ -76,36 +84,34 @@ class SFTLoss(LossModule):
     def forward(self, tensordict: TensorDictBase) -> SFTLossOutput:
         """Return loss_sft (a scalar, or [B] with reduction="none") and the KL asked for."""
         td = tensordict.reshape(-1) if tensordict.ndim > 1 else tensordict
+        keys, masks = self.tensor_keys, getattr(self.actor_network, "masks_key", "masks")
         out = self.actor_network(self._rendered(td))
-        masks_key = getattr(self.actor_network, "masks_key", "masks")
-        real = rows(out, (masks_key, "all_attention_mask"))
-        if real is None:
-            raise missing(out, (masks_key, "all_attention_mask"))
-        mask = need_rows(out, (masks_key, "all_assistant_mask"), real)
-        curr = need_rows(out, self.tensor_keys.log_probs, real)
-        empty = [i for i, row in enumerate(mask) if not row.any()]
+        real = require(out, (masks, "all_attention_mask")).bool()  # [B, T]
+        ragged = is_ragged(out.get(masks))
+        mask = aligned(out, (masks, "all_assistant_mask"), real, ragged=ragged) & real
+        empty = (~mask.any(-1)).nonzero().flatten().tolist()
         if empty:
             raise ValueError(
                 f"expected assistant tokens in every sample, samples {empty} have none: check the "
                 "chat template's assistant mask"
             )
-        curr = [row[keep] for row, keep in zip(curr, mask, strict=True)]
-        loss = -self._totals(curr)  # [B]
+        curr = aligned(out, keys.log_probs, real, ragged=ragged)  # [B, T]
+        loss = -self._totals(curr, mask)  # [B]
         more = {}
         if self.kl_to_ref_coeff is not None or self.loss_function == "minor_sft":
-            ref = need_rows(td, self.tensor_keys.ref_log_prob, real)
-            ref = [row.detach()[keep] for row, keep in zip(ref, mask, strict=True)]
+            ref = aligned(td, keys.ref_log_prob, real, ragged=ragged).detach()  # [B, T]
             if self.loss_function == "minor_sft":
-                loss = -nn.functional.logsigmoid(self.beta * (-loss - self._totals(ref)))
+                loss = -nn.functional.logsigmoid(self.beta * self._totals(curr - ref, mask))
             if self.kl_to_ref_coeff is not None:
-                kl = kl_term(torch.cat(curr), torch.cat(ref), "k3").mean()
+                kl = masked_mean(kl_term(curr, ref, "k3"), mask)
                 more = {"kl_to_ref": kl.detach(), "loss_kl_to_ref": self.kl_to_ref_coeff * kl}
         reduced = {"mean": loss.mean, "sum": loss.sum, "none": lambda: loss}[self.reduction]()
         return SFTLossOutput(loss_sft=reduced, **more, batch_size=[])
 
-    def _totals(self, values: list[Tensor]) -> Tensor:
-        """Return the sum, or the mean, of each sample's values, [B]."""
-        return torch.stack([v.mean() if self.normalize else v.sum() for v in values])
+    def _totals(self, values: Tensor, mask: Tensor) -> Tensor:
+        """Return the sum, or the mean, of each sample's values over the mask, [B]."""
+        total = values.where(mask, 0.0).sum(-1)
+        return total / mask.sum(-1) if self.normalize else total
 
     def _rendered(self, td: TensorDictBase) -> TensorDictBase:
         """Return what the actor reads: the td, with ids and masks if this loss is to make them."""

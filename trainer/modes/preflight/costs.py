@@ -1,24 +1,22 @@
-"""What a run costs: the part of a preflight that is about memory, time and disk.
-
-Formulas are in trainer/modes/preflight/sums.py; what a few iterations took stands beside them.
-"""
+"""What a run costs in memory, time and disk, by what the iterations of a preflight took."""
 
 import hashlib
 import os
 import shutil
 import tempfile
 import time
+from collections.abc import Iterable
 from copy import copy
 from pathlib import Path
-from statistics import median
 from typing import Any
+
+from torch import Tensor
 
 from policies import lora
 from policies.packing import pack_rows
 from trainer.memory import memory_of
-from trainer.modes.preflight import sums
 from trainer.modes.preflight.findings import Findings
-from trainer.modes.preflight.play import Iteration
+from trainer.modes.preflight.play import Iteration, Phase
 from trainer.reports.text import duration
 from trainer.runs.failures import LESS_MEMORY
 from trainer.trainer import Trainer
@@ -27,72 +25,63 @@ FULL = 0.95  # of the device's memory
 PROBE = 2**26  # bytes written to time a disk
 
 
-def model_sizes(loop: Trainer, settings: dict[str, Any]) -> sums.Sizes:
-    """Return what the parts at hand hold."""
+def held(loop: Trainer) -> dict[str, int]:
+    """Return the bytes of what a rank holds between iterations, and of the gradients."""
     own = {id(p): p for p in loop.policy.scorer.parameters()}
     theirs = loop.retrieve_kl.scorer
-    others = {id(p): p for p in theirs.parameters()} if theirs is not None else {}
-    trained = [p for p in own.values() if p.requires_grad]
-    shape = loop.policy.model.config.get_text_config()
-    heads = shape.num_attention_heads
-    half = settings["policy"]["autocast"] or next(iter(own.values())).element_size() == 2
-    return sums.Sizes(
-        weights=sum(p.numel() * p.element_size() for p in own.values()),
-        reference=sum(p.numel() * p.element_size() for i, p in others.items() if i not in own),
-        trained=sum(p.numel() for p in trained),
-        gradient=sum(p.numel() * p.element_size() for p in trained),
-        half=any(p.element_size() < 4 for p in trained),
-        layers=shape.num_hidden_layers,
-        hidden=shape.hidden_size,
-        heads=heads,
-        kv_heads=getattr(shape, "num_key_value_heads", None) or heads,
-        head_dim=getattr(shape, "head_dim", None) or shape.hidden_size // heads,
-        intermediate=getattr(shape, "intermediate_size", None) or 4 * shape.hidden_size,
-        vocabulary=loop.policy.model.get_input_embeddings().num_embeddings,
-        width=2 if half else 4,
-        checkpointing=settings["policy"]["gradient_checkpointing"],
-    )
+    others = () if theirs is None else [p for p in theirs.parameters() if id(p) not in own]
+    moments = [value for state in loop.checkpoints.optimizer.state.values()
+               for value in state.values() if isinstance(value, Tensor)]  # fmt: skip
+    return {
+        "weights": _size(own.values()),
+        "reference": _size(others),
+        "optimizer": _size(moments),
+        "gradients": _size(p for p in own.values() if p.requires_grad),
+    }
+
+
+def _size(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def check_memory(
-    loop: Trainer,
-    settings: dict[str, Any],
-    findings: Findings,
-    *,
-    played: list[Iteration],
-    rows: sums.Rows,
+    loop: Trainer, settings: dict[str, Any], findings: Findings, *, played: Iteration, longest: int
 ) -> None:
-    """Compare what each phase needs by the formulas, at the limits, with what it took here."""
-    batch = played[-1].batch
-    peaks = played[1].peaks | {"loaded": played[0].peaks["loaded"]}
-    sizes, limit = model_sizes(loop, settings), settings["trainer"]["micro_batch_tokens"]
-    needed = sums.memory(sizes, rows, limit=limit)
-    rest = max(peaks["loaded"] - needed["loaded"], 0)  # the process: libraries, data
-    if "reward_raw" not in batch:  # nothing is generated, and nothing scored
-        needed = {name: needed[name] for name in ("loaded", "update")}
-    room = memory_of(loop.runtime.device)
+    """Scale what each phase took up to sequences of `longest` tokens; compare with the device."""
+    batch, limit = played.batch, settings["trainer"]["micro_batch_tokens"]
+    attention = batch.get(("masks", "all_attention_mask"))  # [B, T]
+    lengths = attention.sum(-1)
+    parts = pack_rows(attention, limit, group_id=batch.get("group_id", None))
+    seen = max(len(part) * int(lengths[part].max()) for part in parts)
+    forward = min(max(limit, longest), len(batch) * longest) / seen
+    scale = {"generate": longest / int(lengths.max()), "score": forward, "update": forward}
+    sizes, room = held(loop), memory_of(loop.runtime.device)
     findings.section(
         "Memory of a rank",
-        f"weights {sums.gib(sizes.weights)}, reference {sums.gib(sizes.reference)}, optimizer "
-        f"{sums.gib(sizes.moments)} (AdamW, {sizes.trained:,} weights), gradients "
-        f"{sums.gib(sizes.gradient)}, the process itself {sums.gib(rest)}",
+        ", ".join(f"{name} {gib(size)}" for name, size in sizes.items()),
+        f"{len(batch)} rows in {len(parts)} micro-batches of at most {limit} tokens",
         f"{'phase':<10}{'at the limits':>14}{'measured':>12}",
     )
-    for name, size in needed.items():
-        findings.say(f"{name:<10}{sums.gib(size + rest):>14}{sums.gib(peaks[name]):>12}")
+    needed = {}
+    for name in played.phases if "reward_raw" in batch else ("update",):
+        phase, gradients = played.phases[name], sizes["gradients"] * (name == "update")
+        needed[name] = at_limits(phase, scale=scale[name], gradients=gradients)
+        findings.say(f"{name:<10}{gib(needed[name]):>14}{gib(phase.peak):>12}")
+    worst = max(needed, key=needed.__getitem__)
     ranks = loop.runtime.ranks if loop.runtime.device.type == "cpu" else 1
-    most = ranks * max(max(needed.values()) + rest, *(max(done.peaks.values()) for done in played))
-    shared = f" for {ranks} ranks" if ranks > 1 else ""
-    findings.say(f"the device has {sums.gib(room)}{shared}")
+    most, shared = ranks * needed[worst], f" for {ranks} ranks" if ranks > 1 else ""
+    findings.say(f"the device has {gib(room)}{shared}")
     if most > FULL * room:
-        worst = max(needed, key=needed.__getitem__)
         findings.problem(
-            f"{worst} needs up to {sums.gib(most)} of {sums.gib(room)}; {LESS_MEMORY}, "
-            "policy.lora.r=16, or policy.gradient_checkpointing=true"
+            f"{worst} needs up to {gib(most)} of {gib(room)}; {LESS_MEMORY}, policy.lora.r=16, or "
+            "policy.gradient_checkpointing=true"
         )
-    attention = batch.get(("masks", "all_attention_mask"))
-    parts = pack_rows(attention, limit, group_id=batch.get("group_id", None))
-    findings.say(f"an iteration's rows of the rank fill {len(parts)} micro-batches")
+
+
+def at_limits(phase: Phase, *, scale: float, gradients: int = 0) -> int:
+    """Return the bytes of a phase if what it took beyond the gradients grows by `scale`."""
+    fixed = min(phase.before + gradients, phase.peak)
+    return int(fixed + (phase.peak - fixed) * max(scale, 1.0))
 
 
 def check_time(
@@ -100,83 +89,80 @@ def check_time(
 ) -> None:
     """Predict how long the run takes: its start, iterations, evaluations and checkpoints.
 
-    All iterations but the first count as the median of those played after it.
+    All iterations but the first count as the second.
     """
     total, every = settings["trainer"]["num_iterations"], settings["checkpoint"]["every"]
-    took = [done.total for done in played]
-    times = sums.evaluations(total, settings["eval"]["every"]) if loop.evaluate.plans else 0
-    findings.wait("timing a batch of the evaluation and a write to the disk")
-    one, share = evaluation_seconds(loop) if times else (0.0, 1.0)
-    saved = sums.saves(total, every)
-    need = disk_need(loop, settings)
-    save = write_seconds(place_of(settings), need["checkpoint"])
+    findings.section("Time on this machine now, by two iterations and a batch of the evaluation")
+    times, one = 0, 0.0
+    if loop.evaluate.plans:  # one before the run, too
+        times = 1 + sum(loop.evaluate.due(i, total) for i in range(1, total + 1))
+        one = evaluation_seconds(loop)
+    need, place = disk_need(loop, settings), place_of(settings)
+    count, a_byte = saves(total, every), write_seconds(place, need["checkpoint"])
+    first, second = played
     parts = {
         "start": findings.start,
-        f"{total} iterations of {_shown(median(took[1:]))}": sums.whole(took, total),
-        f"{times} evaluations of {_shown(one)} ({share:.0%} of one played)": times * one,
-        f"{saved} checkpoints of {_shown(save)}": saved * save,
-        "the final model": save * need["model"] / need["checkpoint"],
+        f"{total} iterations": first.seconds + (total - 1) * second.seconds,
+        f"{times} evaluations of {one:.2f} s": times * one,
+        f"{count} checkpoints and the final model": a_byte
+        * (count * need["checkpoint"] + need["model"]),
     }
-    findings.section(
-        f"Time, by a first iteration and {len(played) - 1} after it on this machine now"
-    )
-    for name in played[0].seconds:
-        laps = [done.seconds[name] for done in played]
+    for name, phase in second.phases.items():
         findings.say(
-            f"{name:<9} {_shown(median(laps[1:])):>8} (the first "
-            f"{_shown(laps[0])}), of the run {duration(sums.whole(laps, total))}"
+            f"{name:<9} {phase.seconds:.2f} s (the first {first.phases[name].seconds:.2f} s)"
         )
     for name, seconds in parts.items():
         findings.say(f"{name}: {duration(seconds)}")
-    findings.say(f"the run: about {duration(sum(parts.values()))}{_basis(settings, played[-1])}")
+    basis = ""
+    if "reward_raw" in second.batch:
+        replied = second.batch.get(("masks", "all_response_mask")).sum(-1).float().mean()
+        basis = f", while replies stay at {float(replied):.0f} tokens on average"
+    findings.say(f"the run: about {duration(sum(parts.values()))}{basis}")
 
 
-def _basis(settings: dict[str, Any], done: Iteration) -> str:
-    """Return how long the replies were that a prediction rests on."""
-    if "reward_raw" not in done.batch:
-        return ""
-    sampled = done.batch.get(("masks", "all_response_mask")).sum(-1).float().mean()
-    most = settings["env"]["max_turns"] * settings["policy"]["max_new_tokens"]
-    return f", while replies stay at {float(sampled):.0f} tokens on average (the limit is {most})"
+def saves(total: int, every: int) -> int:
+    """Return how many checkpoints a run writes: every so many iterations and at its end; 0 = none.
+
+    >>> saves(10, 4), saves(8, 4), saves(8, 0)
+    (3, 2, 0)
+    """
+    return -(-total // every) if every else 0
 
 
-def _shown(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
-
-
-def evaluation_seconds(loop: Trainer) -> tuple[float, float]:
-    """Time one batch of the evaluation; return what a whole one takes, and which share it was."""
+def evaluation_seconds(loop: Trainer) -> float:
+    """Time one batch of the evaluation; return what a whole one takes."""
     few = copy(loop.evaluate)
     few.rows = few.rows[: few.chunk * loop.runtime.ranks]
     start = time.perf_counter()
     few(0)
-    share = len(few.rows) / max(len(loop.evaluate.rows), 1)
-    return (time.perf_counter() - start) / max(share, 1e-9), share
+    return (time.perf_counter() - start) * len(loop.evaluate.rows) / max(len(few.rows), 1)
 
 
 def write_seconds(folder: Path, size: int) -> float:
-    """Return how long `size` bytes take to write and to hash in a folder, by a part of them."""
-    part = os.urandom(min(size, PROBE))
+    """Return how long a byte takes to write and to hash in a folder, by at most `size` bytes."""
+    part = os.urandom(max(min(size, PROBE), 1))
     start = time.perf_counter()
     with tempfile.TemporaryFile(dir=folder) as file:  # it has no name: nothing can be left over
         file.write(part)
         file.flush()
         os.fsync(file.fileno())
     hashlib.sha256(part).digest()
-    return (time.perf_counter() - start) * size / max(len(part), 1)
+    return (time.perf_counter() - start) / len(part)
 
 
 def disk_need(loop: Trainer, settings: dict[str, Any]) -> dict[str, int]:
-    """Return the bytes that the run's checkpoints and its final model take."""
-    kept, total = settings["checkpoint"], settings["trainer"]["num_iterations"]
-    return sums.disk(
-        model_sizes(loop, settings),
-        adapter=lora.has_adapter(loop.policy.model),
-        moves=settings["kl"]["refresh_every"] > 0,
-        saved=sums.saves(total, kept["every"]),
-        keep_last=kept["keep_last"],
-        keep_best=kept["keep_best"],
-    )
+    """Return the bytes of a checkpoint, of those there at a time, and of the final model.
+
+    With LoRA a checkpoint has the adapter alone. One more than is kept is there while it is
+    written.
+    """
+    kept, sizes = settings["checkpoint"], held(loop)
+    adapter = sizes["gradients"] if lora.has_adapter(loop.policy.model) else 0
+    one = (adapter or sizes["weights"]) + sizes["optimizer"]
+    one += sizes["gradients"] if settings["kl"]["refresh_every"] else 0  # a reference of its own
+    count = saves(settings["trainer"]["num_iterations"], kept["every"])
+    most = min(count, kept["keep_last"] + int(kept["keep_best"]) + 1)
+    return {"checkpoint": one, "checkpoints": most * one, "model": sizes["weights"] + adapter}
 
 
 def place_of(settings: dict[str, Any]) -> Path:
@@ -191,12 +177,21 @@ def check_disk(loop: Trainer, settings: dict[str, Any], findings: Findings) -> N
     free, asked = shutil.disk_usage(place).free, need["checkpoints"] + need["model"]
     findings.section(
         "Disk",
-        f"a checkpoint {sums.gib(need['checkpoint'])}, those there at a time "
-        f"{sums.gib(need['checkpoints'])}, the final model {sums.gib(need['model'])}",
-        f"{sums.gib(asked)} of {sums.gib(free)} that are free at {place}",
+        f"a checkpoint {gib(need['checkpoint'])}, those there at a time "
+        f"{gib(need['checkpoints'])}, the final model {gib(need['model'])}",
+        f"{gib(asked)} of {gib(free)} that are free at {place}",
     )
     if asked > free:
         findings.problem(
-            f"the run writes {sums.gib(asked)} and {place} has {sums.gib(free)}; write elsewhere "
-            "with output_dir=, or lower checkpoint.keep_last"
+            f"the run writes {gib(asked)} and {place} has {gib(free)}; write elsewhere with "
+            "output_dir=, or lower checkpoint.keep_last"
         )
+
+
+def gib(size: float) -> str:
+    """Return bytes for people.
+
+    >>> gib(3 * 2**30), gib(5 * 2**20), gib(2000)
+    ('3.0 GiB', '5 MiB', '0 MiB')
+    """
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

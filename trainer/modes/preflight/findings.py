@@ -22,28 +22,24 @@ class Findings:
         for line in lines:
             self.say(line)
 
-    def say(self, line: str | Text) -> None:
+    def say(self, line: str | Text, *, style: str = "") -> None:
         """Print a line of a section."""
-        self.console.print(Text("  ").append(line), soft_wrap=True)
-
-    def wait(self, text: str) -> None:
-        """Say what takes a while before it starts."""
-        self.console.print(Text(f"{text} ...", style="dim"), soft_wrap=True)
+        self.console.print(Text("  ", style=style).append(line), soft_wrap=True)
 
     def problem(self, text: str) -> None:
-        """Note something that is to be changed before the run."""
+        """Note something to change before the run."""
         self.problems.append(text)
-        self.console.print(Text(f"  problem: {text}", style="red"), soft_wrap=True)
+        self.say(f"problem: {text}", style="red")
 
     def judge(self, text: str) -> None:
-        """Note a problem of what the model says: of one that is still to be trained it is none."""
+        """Note a problem of what the model says; it is none if the model is yet to be trained."""
         if self.untrained:
             self.say(f"of the untrained model: {text}")
         else:
             self.problem(text)
 
     def finish(self) -> int:
-        """Say how many problems there are; return that."""
+        """Print and return how many problems there are."""
         count = len(self.problems)
         text = "no problem found" if not count else f"{count} problem{'s' if count > 1 else ''}:"
         self.section(f"preflight: {text}", *[f"- {problem}" for problem in self.problems])

@@ -1,4 +1,4 @@
-"""Models that another experiment trains first: experiment:<name>, run once and kept. Torch-free."""
+"""`experiment:<name>` as a model: that experiment is trained first, once, and kept. Torch-free."""
 
 import hashlib
 import inspect
@@ -23,14 +23,14 @@ def resolve_experiment(
 ) -> str:
     """Return the model folder of a finished experiment, from the cache or by running it now.
 
-    The cache is keyed by the experiment's resolved configuration, the files of its task and leash's
-    version. `start` runs a configuration in a folder; its `model` is what is kept.
+    `start` runs a configuration in a folder; its `model` is what is kept. Any other name is
+    returned as it is.
     """
     if not name.startswith(PREFIX):
         return name
     experiment = name.removeprefix(PREFIX)
     config = compose(experiment)
-    folder = kept_in(experiment, config)
+    folder = cache_folder(experiment, config)
 
     def build(work: Path) -> dict[str, Any]:
         say(f"{experiment} is not in the cache yet: running it first")
@@ -46,8 +46,11 @@ def resolve_experiment(
     return str(folder / "model")
 
 
-def kept_in(experiment: str, config: dict[str, Any]) -> Path:
-    """Return the folder of the cache for an experiment with this configuration."""
+def cache_folder(experiment: str, config: dict[str, Any]) -> Path:
+    """Return the folder of the cache for an experiment with this configuration.
+
+    Its key is made of the configuration, the source files of the task and leash's version.
+    """
     try:
         release = version("leash")
     except PackageNotFoundError:
@@ -59,12 +62,9 @@ def kept_in(experiment: str, config: dict[str, Any]) -> Path:
 
 
 def _sources(task: Any) -> list[str]:
-    """Return the texts of the files that a task and its bases stand in, and those of its parts.
-
-    An edited task is another one, and so is one whose base was edited.
-    """
-    parts = [getattr(import_module(module), name) for module, name in _targets(task)]
-    bases = {base for part in parts for base in getattr(part, "__mro__", (part,))} - {object}
+    """Return the texts of the files that define a task, its parts and their base classes."""
+    classes = [getattr(import_module(module), name) for module, name in _targets(task)]
+    bases = {base for cls in classes for base in getattr(cls, "__mro__", (cls,))} - {object}
     return [Path(file).read_text() for file in sorted({inspect.getfile(base) for base in bases})]
 
 
