@@ -11,27 +11,41 @@ Renderer's, reading parsing.py's. A wrapper's own ids are exact, a rendered hist
 not be them: score ids.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import MetaData, TensorClass, lazy_stack
 from torch import Tensor
 
 from policies.chats.history import History
-from policies.specs import Composite, NonTensor, Spec, Unbounded
+
+if TYPE_CHECKING:
+    from policies.specs import Composite, Spec
 
 
-def _default_spec(names: Sequence[str], leaf: Callable[[tuple[int, ...]], Spec]) -> Any:
-    """Return the `default_spec` of a container with these fields; `leaf` makes the spec of one."""
+def _default_spec(names: Sequence[str], of: Any) -> Any:
+    """Return the `default_spec` of a container with these fields.
+
+    They hold a History, a text (`of` is str) or a value of a dtype for each token.
+    """
 
     def default_spec(
         cls: Any, shape: tuple[int, ...] = (-1,), keys: Sequence[str] | None = None
-    ) -> Composite:
+    ) -> "Composite":
         """Return the spec of a batch of `shape`, with all fields or the `keys` named."""
+        from policies.specs import Composite, NonTensor, Unbounded
+
         if unknown := set(keys or ()) - set(names):
             raise ValueError(f"expected keys among {sorted(names)}, got {sorted(unknown)}")
-        found: dict[str, Spec] = {name: leaf(shape) for name in (names if keys is None else keys)}
+        found: dict[str, Spec] = {}
+        for name in names if keys is None else keys:
+            if of is History:
+                found[name] = History.default_spec((*shape, -1))
+            elif of is str:
+                found[name] = NonTensor(shape, example_data="a string")
+            else:
+                found[name] = Unbounded((*shape, -1), dtype=of)
         if "padded" in cls.__annotations__:
             found["padded"] = NonTensor(shape[:-1], example_data=False)
         return Composite(found, shape=shape[:-1], data_cls=cls, step_mdp_static=True)
@@ -73,10 +87,7 @@ class Tokens(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgumen
     def __post_init__(self) -> None:
         _share_padded(self)
 
-    default_spec = _default_spec(
-        ("prompt", "response", "assistant", "full"),
-        lambda shape: Unbounded((*shape, -1), dtype=torch.int64),
-    )
+    default_spec = _default_spec(("prompt", "response", "assistant", "full"), torch.int64)
 
     def to_text(
         self,
@@ -126,10 +137,7 @@ class LogProbs(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgum
     def __post_init__(self) -> None:
         _share_padded(self)
 
-    default_spec = _default_spec(
-        ("prompt", "response", "assistant", "full"),
-        lambda shape: Unbounded((*shape, -1), dtype=torch.float32),
-    )
+    default_spec = _default_spec(("prompt", "response", "assistant", "full"), torch.float32)
 
 
 class Masks(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments]
@@ -153,8 +161,7 @@ class Masks(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgument
         _share_padded(self)
 
     default_spec = _default_spec(
-        ("all_attention_mask", "all_assistant_mask", "all_response_mask"),
-        lambda shape: Unbounded((*shape, -1), dtype=torch.bool),
+        ("all_attention_mask", "all_assistant_mask", "all_response_mask"), torch.bool
     )
 
 
@@ -170,9 +177,7 @@ class ChatHistory(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeAr
     response: History | None = None
     full: History | None = None
 
-    default_spec = _default_spec(
-        ("prompt", "response", "full"), lambda shape: History.default_spec((*shape, -1))
-    )
+    default_spec = _default_spec(("prompt", "response", "full"), History)
 
     def to_tokens(
         self,
@@ -227,9 +232,7 @@ class Text(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments
     response: str | None = None
     full: str | None = None
 
-    default_spec = _default_spec(
-        ("prompt", "response", "full"), lambda shape: NonTensor(shape, example_data="a string")
-    )
+    default_spec = _default_spec(("prompt", "response", "full"), str)
 
     def to_tokens(
         self,
