@@ -12,7 +12,7 @@ from test_update import Record, grad_of, gradient, make_update, tables
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from conf.parts import build, make_leash
+from conf.build import build, make_leash
 from policies.scorer import Scorer
 from policies.value_head import Critic
 from policies.wrappers.transformers_wrapper import TransformersWrapper
@@ -290,10 +290,10 @@ def test_the_kls_mean_the_same_in_every_algorithm(name, corrected):
         batch = ImportanceSampling(policy=policy)(batch)
     if critic := algorithm.get("critic"):
         policy.scorer.critic = Critic(policy.scorer, **critic).double()
-    advantage = build(algorithm.advantage, leash=own, policy=policy, runtime=runtime)
+    advantage = build(algorithm.advantage, algorithm, leash=own, policy=policy, runtime=runtime)
     batch = advantage(batch)
     optimizer = Record(policy.scorer.parameters())
-    update = make_update(policy, build(algorithm.objective, leash=own), optimizer)
+    update = make_update(policy, build(algorithm.objective, algorithm, leash=own), optimizer)
     got = update(batch.clone()) | summarize(batch, runtime)
     policy.scorer.critic = None
     want = slow_kls(policy, case.batch)
