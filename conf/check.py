@@ -16,10 +16,10 @@ from typing import Any
 
 from conf import check_task, names, schema
 from policies.optional_packages import EXTRAS, package_of
-from trainer.kl_control import MAX_ERROR, check_place
+from trainer.kl_control import faults_of
 from trainer.runs.experiment_models import PREFIX
 from trainer.runs.folders import holds_run
-from trainer.runs.targets import PACKAGES, is_ours, walk, walk_texts
+from trainer.runs.targets import PACKAGES, is_node, is_ours, walk, walk_texts
 
 LAZY = (*PACKAGES, "envs.transforms")  # their names are known without torch
 CROWD = 4  # processes a core, above which there are surely too many
@@ -38,30 +38,24 @@ def _findings(cfg: dict[str, Any]) -> Iterator[str]:
     yield from _unnamed(cfg)
     yield from schema.faults(cfg)
     silent = cfg["algorithm"]["source"]["_target_"].rpartition(".")[2] in SILENT
-    for look in (_machine, _batches, _no_replies if silent else _replies, _packages, _disk):
+    for look in (_batches, _no_replies if silent else _replies, _packages, _disk):
         yield from look(cfg)
     yield from _nodes(cfg)
     yield from check_task.findings(cfg)
 
 
-def _machine(cfg: dict[str, Any]) -> Iterator[str]:
-    ranks, cores = cfg["launch"]["num_processes"], os.cpu_count()
-    if ranks > CROWD * (cores or 1):
-        what = f"launch.num_processes for the {cores} cores of this machine"
-        yield f"expected {what}, got {ranks}: each loads a model of its own; lower it"
-
-
 def _batches(cfg: dict[str, Any]) -> Iterator[str]:
     prompts, ranks = cfg["trainer"]["prompts_per_iteration"], cfg["launch"]["num_processes"]
+    if ranks > CROWD * (cores := os.cpu_count() or 1):
+        what = f"launch.num_processes for the {cores} cores of this machine"
+        yield f"expected {what}, got {ranks}: each loads a model of its own; lower it"
     parts, saved, every = cfg["algorithm"]["minibatches"], cfg["checkpoint"], cfg["eval"]["every"]
     if prompts % ranks:
         told = f"trainer.prompts_per_iteration={prompts} to be divisible by"
         yield f"expected {told} launch.num_processes={ranks}: every process plays whole groups"
     if (prompts // ranks) % parts:
-        yield (
-            f"expected the {prompts // ranks} prompts of a process to split into "
-            f"algorithm.minibatches={parts} equal parts; change trainer.prompts_per_iteration"
-        )
+        what = f"the {prompts // ranks} prompts of a process to split into equal parts"
+        yield f"expected {what}, got algorithm.minibatches={parts}; change one of them"
     if saved["keep_best"] and saved["every"] and (not every or saved["every"] % every):
         what = "checkpoint.keep_best needs an evaluation at each checkpoint"
         yield f"{what}, got eval.every={every}; set eval.every={saved['every']}"
@@ -81,7 +75,7 @@ def _no_replies(cfg: dict[str, Any]) -> Iterator[str]:
 
 
 def _replies(cfg: dict[str, Any]) -> Iterator[str]:
-    kl, algorithm, size = cfg["kl"], cfg["algorithm"], cfg["algorithm"]["group_size"]
+    algorithm, size = cfg["algorithm"], cfg["algorithm"]["group_size"]
     critic = algorithm.get("critic")
     if critic and critic["kind"] == "separate" and critic["detach"]:
         yield "algorithm.critic.detach is for a head; a separate critic has none: set it false"
@@ -91,7 +85,7 @@ def _replies(cfg: dict[str, Any]) -> Iterator[str]:
         yield "expected policy.temperature > 0 in RL: greedy replies of a group are all the same"
     yield from _bounds(algorithm)
     yield from _parts(cfg)
-    yield from _leash(kl, replies=cfg["trainer"]["prompts_per_iteration"] * size)
+    yield from faults_of(cfg["kl"], replies=cfg["trainer"]["prompts_per_iteration"] * size)
 
 
 def _bounds(algorithm: dict[str, Any]) -> Iterator[str]:
@@ -112,7 +106,7 @@ def _bounds(algorithm: dict[str, Any]) -> Iterator[str]:
 def _parts(cfg: dict[str, Any]) -> Iterator[str]:
     """Yield what is wrong with the verbs after a rollout."""
     verbs = cfg["algorithm"]["after_rollout"] or {}
-    if not isinstance(verbs, dict) or not all(map(_is_node, verbs.values())):
+    if not isinstance(verbs, dict) or not all(map(is_node, verbs.values())):
         yield (
             "expected algorithm.after_rollout to be names with nodes, {drop: {_target_: "
             f"trainer.DropTruncated}}}}, or null, got {verbs!r}"
@@ -123,36 +117,6 @@ def _parts(cfg: dict[str, Any]) -> Iterator[str]:
         if turns > 1 and whole and node.get("max_tokens") == limit:
             key = f"algorithm.after_rollout.{name}.max_tokens"
             yield f"{key} is of all {turns} turns, got that of one; give {key}={limit * turns}"
-
-
-def _leash(kl: dict[str, Any], *, replies: int) -> Iterator[str]:
-    if kl["refresh_decay"] and not kl["refresh_every"]:
-        yield f"kl.refresh_decay={kl['refresh_decay']} needs kl.refresh_every, got 0; set it to 1"
-    if kl["refresh_every"] and kl["reference"] is not None:
-        yield "kl.refresh_every moves the reference; leave it out, or kl.reference"
-    if kl["refresh_every"] and not kl["measure"]:
-        yield "kl.refresh_every needs a reference, got kl.measure=false; set kl.measure=true"
-    try:
-        check_place(kl["where"], kl["estimator"], allow_biased=kl["allow_biased"])
-    except ValueError as error:
-        yield str(error)
-    steers = kl["controller"]
-    for key, owner in (("target", "adaptive"), ("end", "linear")):
-        if kl[key] is None and steers == owner:
-            yield f"kl.controller={steers} needs kl.{key}, got none; give kl.{key}=..."
-        if kl[key] is not None and steers != owner:
-            yield f"kl.{key} is for kl.controller={owner}, got {steers}; leave kl.{key} out"
-    if steers == "adaptive" and kl["coeff"] == 0:
-        yield "kl.controller=adaptive multiplies kl.coeff, which stays 0; start from kl.coeff=0.01"
-    if steers == "adaptive" and not kl["measure"]:
-        yield "kl.controller=adaptive follows the measured KL; set kl.measure=true"
-    if steers == "adaptive" and kl["horizon"] <= MAX_ERROR * replies:
-        yield (
-            f"expected kl.horizon > {MAX_ERROR * replies:g}, a fifth of an iteration's {replies} "
-            f"replies, got {kl['horizon']:g}: the coefficient would not stay positive"
-        )
-    if max(kl["coeff"], kl["end"] or 0) > 0 and not kl["measure"]:
-        yield f"kl.coeff={kl['coeff']} needs the reference; set kl.measure=true"
 
 
 def _packages(cfg: dict[str, Any]) -> Iterator[str]:
@@ -181,8 +145,7 @@ def _disk(cfg: dict[str, Any]) -> Iterator[str]:
     experiments = sorted(path.stem for path in (names.FOLDER / "experiment").glob("*.yaml"))
     for key, value in walk_texts(cfg):
         if value.startswith(PREFIX) and value.removeprefix(PREFIX) not in experiments:
-            there = ", ".join(experiments)
-            yield f"{key}={value}: there is no such experiment; there are {there}"
+            yield f"{key}={value}: there is no such experiment, only {', '.join(experiments)}"
     if policy["chat_template"] is not None:
         from policies.chats.templates import read_template
 
@@ -190,10 +153,6 @@ def _disk(cfg: dict[str, Any]) -> Iterator[str]:
             read_template(policy["chat_template"])
         except ValueError as error:
             yield f"policy.chat_template: {error}"
-
-
-def _is_node(value: Any) -> bool:
-    return isinstance(value, dict) and "_target_" in value
 
 
 def _unnamed(cfg: dict[str, Any]) -> Iterator[str]:
@@ -208,7 +167,7 @@ def _unnamed(cfg: dict[str, Any]) -> Iterator[str]:
 def _nodes(cfg: dict[str, Any]) -> Iterator[str]:
     """Yield what is wrong with the nodes: who may be named, and what must not be given."""
     for name, node in cfg["env"]["transforms"].items():
-        if node is not None and not _is_node(node):
+        if node is not None and not is_node(node):
             yield f"expected env.transforms.{name}._target_, got {node!r:.80}; name its class"
     for path, node in walk(cfg["algorithm"], "algorithm"):
         for key in MADE & set(node):
@@ -217,10 +176,8 @@ def _nodes(cfg: dict[str, Any]) -> Iterator[str]:
         key, value = f"{path}._target_", node["_target_"]
         module, _, name = value.rpartition(".")
         if not is_ours(module):
-            yield (
-                f"{key}={value}: expected code of {', '.join(PACKAGES)}; set allow_targets=true "
-                "if you trust this configuration"
-            )
+            ours = ", ".join(PACKAGES)
+            yield f"{key}={value}: expected code of {ours}; set allow_targets=true if you trust it"
         elif module in LAZY and name not in (there := import_module(module).__all__):
             close = difflib.get_close_matches(name, there, n=1) or there
             yield f"{key}={value}: {module} has no {name}; did you mean {' or '.join(close)}?"

@@ -13,7 +13,7 @@ from typing import Any
 
 from conf.build import data_arguments, make_task
 from envs.task_trial import complaint, in_one_line
-from trainer.runs.targets import argument_faults, find_target
+from trainer.runs.targets import argument_faults, find_target, is_node
 
 # What a source of batches asks of a task; rollouts ask for a reward.
 ROWS = {"trainer.Demonstrations": "demonstrations", "trainer.PreferencePairs": "preferences"}
@@ -78,15 +78,13 @@ def _data_sets(node: dict[str, Any]) -> Iterator[str]:
 
 def _node(where: str, node: Any) -> Iterator[str]:
     """Yield what is wrong with the task or with one of env.rewards, as far as signatures tell."""
-    if not isinstance(node, dict) or "_target_" not in node:
+    if not is_node(node):
         yield f"{where}: expected _target_, e.g. envs.rewards.Function; got {node!r:.80}"
         return
     inner = node.get("function")
     if isinstance(inner, dict) and inner.get("_partial_") is not True:
-        yield (
-            f"{where}.function: expected _partial_: true beside its _target_, so that it is "
-            "called with each (row, reply); got none"
-        )
+        what = f"{where}.function: expected _partial_: true beside its _target_"
+        yield f"{what}, so that it is called with each (row, reply); got none"
     try:
         yield from argument_faults(node, where)
     except Exception as error:  # importing a user's module may raise anything

@@ -17,12 +17,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
-from omegaconf.errors import (
-    ConfigAttributeError,
-    ConfigKeyError,
-    InterpolationKeyError,
-    OmegaConfBaseException,
-)
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from conf import names
 from conf.check import check
@@ -104,9 +99,9 @@ def _put_in(cfg: DictConfig, item: Override) -> None:
     there = isinstance(around, DictConfig) and leaf in around.keys()  # noqa: SIM118
     if item.is_add() and there:
         raise ValueError(f"there is a key {name}; leave the + out: {name}=...")
-    if item.is_delete() and not there:
-        raise ValueError(f"there is no key {name}; leave ~{name} out")
     if item.is_delete():
+        if not there:
+            raise ValueError(f"there is no key {name}; leave ~{name} out")
         with open_dict(around):
             del around[leaf]
         return
@@ -135,8 +130,8 @@ def _fault(error: OmegaConfBaseException, name: str, value: Any, place: str = ""
     if name.startswith(f"{key}."):
         return f"there is no key {name}; {key} is {declared[0].kind}"
     got = value if name == key else error.value
-    shown = "null" if got is None else repr(got)
-    return f"expected {key} to be {declared[0].kind}, got {shown}{place}"
+    got = "null" if got is None else repr(got)
+    return f"expected {key} to be {declared[0].kind}, got {got}{place}"
 
 
 def _fault_of_file(error: Exception, chosen: Sequence[str]) -> str:
@@ -148,10 +143,8 @@ def _fault_of_file(error: Exception, chosen: Sequence[str]) -> str:
     key, file = cause.full_key or "", f"conf/{where[1]}.yaml"
     others = " ".join(word for word in chosen if not word.startswith("experiment="))
     if isinstance(cause, UNKNOWN) and key in all_keys() and others:
-        return (
-            f"{file} sets {key}, which goes with another part than {others}; take another "
-            f"experiment, or leave {others} out"
-        )
+        what = f"{file} sets {key}, which goes with another part than {others}"
+        return f"{what}; take another experiment, or leave {others} out"
     return _fault(cause, key, cause.value, f" ({file})")
 
 
@@ -166,12 +159,10 @@ def settle(cfg: DictConfig) -> dict[str, Any]:
         plain = {} if missing else OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as error:
         text = str(error).splitlines()[0]
-        if isinstance(error, InterpolationKeyError):
-            name = re.sub(r".*'(\S+)'.*", r"\1", text)
-            text = f"there is no key {name}; what the environment has is ${{oc.env:{name}}}"
+        if name := re.fullmatch(r"Interpolation key '(\S+)' not found", text):
+            text = f"there is no key {name[1]}; what the environment has is ${{oc.env:{name[1]}}}"
         raise ValueError(f"{error.full_key}: {text}") from error
     if missing:
         raise ValueError(f"expected a value for {(key := min(missing))}, got none; give {key}=...")
     check(plain)
-    raw = OmegaConf.to_container(cfg, resolve=False)
-    return keep_environment(raw, plain)
+    return keep_environment(OmegaConf.to_container(cfg), plain)

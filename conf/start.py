@@ -7,6 +7,7 @@ not the one in its folder is refused before the first starts.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +15,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from conf import names
-from conf.command_line import (
-    SWEEP,
-    check_flags,
-    check_single,
-    flags_and_overrides,
-    list_jobs,
-)
+from conf.command_line import SWEEP, check_flags, check_single, flags_and_overrides, list_jobs
 from conf.compose import compose_checked, compose_raw, settle
 from conf.schema import register
 from trainer.runs.folders import holds_run, make_writable, no_run, nothing_left, unique_folder
 from trainer.runs.job_names import job_names
 from trainer.runs.lock import held
-from trainer.runs.redact import redact
-from trainer.runs.run_files import find_jobs, read_status, read_yaml
-from trainer.runs.saved_configs import as_today, changes
+from trainer.runs.run_files import find_jobs, read_status
+from trainer.runs.saved_configs import as_today, holds_same
 
 RESUMABLE = ("trainer.num_iterations", "tracker", "launch", "checkpoint", "eval")
 
@@ -64,25 +58,23 @@ class Sweep:
 
 def set_up() -> None:
     """Register the schema and the names that conf/config.yaml uses for folders."""
-
-    def run_dir(plain: str | None, name: str) -> str:
-        return str(Path(plain).expanduser()) if plain else unique_folder(f"outputs/{name}")
-
-    def sweep_dir(name: str) -> str:
-        return unique_folder(f"multirun/{name}")
-
     register()
-    for resolver in (run_dir, sweep_dir):
-        OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
+    dated = {"run_dir": "outputs", "sweep_dir": "multirun"}
+    for name, parent in dated.items():
+        resolver = partial(_folder, parent)
+        OmegaConf.register_new_resolver(name, resolver, replace=True)
+
+
+def _folder(parent: str, plain: str | None, name: str) -> str:
+    return str(Path(plain).expanduser()) if plain else unique_folder(f"{parent}/{name}")
 
 
 def run_folder(words: Sequence[str], *, sweep: bool = False) -> Path:
     """Return the folder of a run, or of a sweep, made and open to writing."""
     hydra = compose_raw(words, with_hydra=True).hydra
     try:
-        if sweep:
-            return make_writable(hydra.sweep.dir, "hydra.sweep.dir")
-        return make_writable(hydra.run.dir, "output_dir")
+        place = hydra.sweep.dir if sweep else hydra.run.dir
+        return make_writable(place, "hydra.sweep.dir" if sweep else "output_dir")
     except OmegaConfBaseException as error:  # from run_dir or sweep_dir
         raise ValueError(str(error).splitlines()[0].rpartition("interpolation: ")[2]) from error
 
@@ -207,19 +199,8 @@ def _job_folders(jobs: Sequence[Sequence[str]]) -> list[str]:
 def continue_job(job: Job) -> Job:
     """Return what is to be done of a job in its folder: all, the rest, or nothing (`done`)."""
     folder = job.folder
-    saved = read_yaml(folder / "config.yaml")
-    if not saved:
-        if (folder / "metrics.jsonl").exists():
-            raise ValueError(f"{folder} holds a run without its config.yaml; move it away")
+    if not holds_same(folder, job.config):
         return job
-    if lost := job.config.keys() - saved.keys():
-        raise ValueError(f"{folder}/config.yaml is damaged: it has no {min(lost)}; move it away")
-    for key, there, asked in changes(as_today(saved), job.config):
-        there, asked = (redact({key: value})[key] for value in (there, asked))
-        raise ValueError(
-            f"{folder} holds a job with {key}={there}, got {asked}; give the words of that sweep, "
-            "or another hydra.sweep.dir"
-        )
     if read_status(folder).get("state") == "finished":
         return Job(folder, job.config, "finished already")
     return Job(folder, load_for_resume(str(folder), []))

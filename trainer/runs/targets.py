@@ -34,6 +34,11 @@ def walk(tree: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
             yield from walk(value, f"{path}[{place}]")
 
 
+def is_node(value: Any) -> bool:
+    """Return whether a value of a configuration is to be made."""
+    return isinstance(value, dict) and "_target_" in value
+
+
 def walk_texts(tree: Any, path: str = "") -> Iterator[tuple[str, str]]:
     """Yield path and value of every text."""
     if isinstance(tree, dict):
@@ -138,7 +143,7 @@ def fits(value: Any, hint: Any) -> bool:
         return True
     if origin not in JUDGED and origin.__module__ != "collections.abc":
         return True
-    if isinstance(value, dict) and "_target_" in value:  # to be made
+    if is_node(value):
         return True
     if origin in (int, float) and isinstance(value, bool):
         return False
