@@ -89,9 +89,8 @@ def read_override(word: str) -> Override:
     except HydraException:
         name, _, value = word.partition("=")
         quoted = shlex.quote('{}="{}"'.format(name, value.replace('"', r"\"")))
-        raise ValueError(
-            f"cannot read {word}; quote values with special characters: {quoted}"
-        ) from None
+        fault = f"cannot read {word}; quote values with special characters: {quoted}"
+        raise ValueError(fault) from None
 
 
 def list_jobs(words: Sequence[str]) -> list[list[str]]:
