@@ -119,6 +119,7 @@ def cli(words: list[str]) -> int:
         print(help_text())
         return 0
     start.set_up()
+    failed = 2  # before a run begins
     try:
         if (ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
             return join(words, ranks)
@@ -128,14 +129,14 @@ def cli(words: list[str]) -> int:
 
             if config := asked(words):
                 return run_aside(config, **OURS)
-        wanted = start.read_command(words)
+        wanted, failed = start.read_command(words), 1
         if isinstance(wanted, start.Sweep):
             return run_sweep(wanted, run)
         run(wanted) if wanted else show()
     except (ValueError, RuntimeError, OSError) as error:
         if os.environ.get("RANK", "0") == "0":
             complain(error)
-        return 2
+        return failed
     except KeyboardInterrupt:  # outside of a run
         say("stopped before it began; nothing is saved")
         return 130
