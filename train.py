@@ -136,7 +136,7 @@ def cli(words: list[str]) -> int:
     except (ValueError, RuntimeError, OSError) as error:
         if os.environ.get("RANK", "0") == "0":
             complain(error)
-        return failed
+        return failed if isinstance(error, RuntimeError) else 2
     except KeyboardInterrupt:  # outside of a run
         say("stopped before it began; nothing is saved")
         return 130
