@@ -71,7 +71,7 @@ def test_the_mean_and_the_number_of_sequences_say_as_much_as_their_values(kl, ex
         AdaptiveKLController(init_kl_coef=0.1, target=6.0, horizon=10),
     ],
 )
-def test_fault_31_no_values_change_nothing_and_numbers_stay_floats(control):
+def test_no_values_change_nothing_and_numbers_stay_floats(control):
     assert control.update([]) == 0.1
     moved = control.update([torch.tensor(7.0), torch.tensor(6.5)])
     assert type(moved) is type(control.coeff) is float
