@@ -1,6 +1,6 @@
 """Train a chat model: python train.py [experiment=...] [key=value ...] [-m] [resume=<run folder>].
 
-Also preflight=true, and resume=<run folder> with mode=chat, evaluate or export (conf/modes.py).
+Also preflight=true, and resume=<run folder> with mode=chat, evaluate or export.
 The parent checks the configuration and starts a fresh process per rank; it imports no torch.
 """
 
@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from conf import compose, continued, defaults, modes, parts
-from trainer.reports.sweep import LiveSweep
+from conf import build as parts
+from conf import start
+from conf.command_line import help_text, spell_out
+from conf.compose import compose_experiment
 from trainer.runs.failures import complain, last_words, say
-from trainer.runs.launch import agree, prepare_joined, start
+from trainer.runs.launch import agree, prepare_joined
+from trainer.runs.launch import start as launch
+from trainer.runs.sweep_loop import run_sweep
 
-OURS: dict[str, Any] = {"script": Path(__file__).resolve(), "compose": compose.compose_experiment}
-FAILED: list[str] = []  # jobs of this sweep that ended with an error
-SWEEPS: list[LiveSweep] = []  # this sweep, once a job has started
+OURS: dict[str, Any] = {"script": Path(__file__).resolve(), "compose": compose_experiment}
 
 
 def train(cfg: DictConfig, folder: Path) -> float:
@@ -42,7 +42,7 @@ def train(cfg: DictConfig, folder: Path) -> float:
         reference = parts.make_reference(cfg, policy)
         if critic := algorithm.get("critic"):
             policy.scorer.critic = policies.Critic(policy.scorer, **critic)
-        settings = parts.taken(trainer.make_optimizer, opt)
+        settings = parts.keys_for(trainer.make_optimizer, opt)
         optimizer = trainer.make_optimizer(policy.scorer, **settings)
         scorer, optimizer = runtime.accelerator.prepare(policy.scorer, optimizer)
         generator = policy  # the policy itself samples
@@ -54,14 +54,14 @@ def train(cfg: DictConfig, folder: Path) -> float:
             generator=generator,
             source=parts.make_source(cfg, **made),
             retrieve_kl=reference,
-            advantage=parts.build(algorithm.advantage, **made),
+            advantage=parts.build(algorithm.advantage, algorithm, cfg.trainer, **made),
             update=trainer.Update(
                 scorer,
                 optimizer,
-                parts.build(algorithm.objective, **made),
+                parts.build(algorithm.objective, algorithm, **made),
                 runtime,
                 lr=trainer.make_schedule(opt.schedule, lr=opt.lr, warmup=opt.warmup, total=steps),
-                **parts.taken(trainer.Update, cfg.trainer, algorithm),
+                **parts.keys_for(trainer.Update, cfg.trainer, algorithm),
                 max_tokens=cfg.policy.max_new_tokens * cfg.env.max_turns,
                 max_grad_norm=opt.max_grad_norm,
                 reference=reference.scorer,
@@ -80,25 +80,19 @@ def train(cfg: DictConfig, folder: Path) -> float:
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
-def main(cfg: DictConfig) -> float:
-    """Run one job in Hydra's folder; a failed job of a sweep does not stop the others."""
-    folder = Path(HydraConfig.get().runtime.output_dir)
-    try:
-        run = continued.find(compose.settle(cfg), folder)
-        if HydraConfig.get().mode == RunMode.MULTIRUN:
-            SWEEPS[:] = SWEEPS or [continued.live(sys.argv[1:], HydraConfig.get().sweep.dir)]
-            SWEEPS[0].begin(HydraConfig.get().job.num, run.done)
-        return float("nan") if run.done else start(run.config, defaults.keep(folder), **OURS)
-    except (RuntimeError, ValueError, OSError) as error:
-        complain(error)
-        FAILED.append(folder.name)
-        return float("nan")
+def show(cfg: DictConfig) -> None:
+    """Let Hydra show what a flag asks for: --cfg job ..."""
+
+
+def run(job: start.Job) -> None:
+    """Train what is left of a job."""
+    say(job.done) if job.done else launch(job.config, start.begin(job), **OURS)
 
 
 def join(words: list[str], ranks: int) -> int:
     """Be one rank of `torchrun train.py` or `accelerate launch train.py`; return the exit code."""
-    config = compose.compose_joined(words, ranks=ranks)
-    folder = agree(lambda: prepare_joined(config, compose.run_folder(words), **OURS), config)
+    config = start.compose_joined(words, ranks=ranks)
+    folder = agree(lambda: prepare_joined(config, start.run_folder(words), **OURS), config)
     return worker(str(folder / "config.yaml"), str(folder))
 
 
@@ -106,7 +100,7 @@ def worker(config: str, folder: str) -> int:
     """Train in this process; return its exit code."""
     from trainer import Stopped
 
-    compose.set_up()
+    start.set_up()
     try:
         train(OmegaConf.load(config), Path(folder))
     except Stopped:
@@ -121,35 +115,34 @@ def cli(words: list[str]) -> int:
     """Check everything that can be checked, then run; return the exit code."""
     if words[:1] == ["--worker"]:
         return worker(*words[1:])
-    compose.set_up()
+    if {"--help", "-h"} & {*words}:
+        print(help_text())
+        return 0
+    start.set_up()
     try:
         if (ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
             return join(words, ranks)
-        if beside := modes.asked(words):
-            return modes.carry_out(beside, **OURS)
-        if (resumed := continued.check(words)) is None:
-            main()
-        elif resumed.done:
-            say(resumed.done)
-        else:
-            start(resumed.config, resumed.folder, **OURS)
+        if any(word.startswith(("mode=", "preflight=")) for word in words):
+            from conf import preflight_and_modes as aside
+
+            if config := aside.asked(words):
+                return aside.carry_out(config, **OURS)
+        asked = start.read_command(words)
+        if isinstance(asked, start.Sweep):
+            return run_sweep(asked, run)
+        run(asked) if asked else show()
     except (ValueError, RuntimeError, OSError) as error:
         if os.environ.get("RANK", "0") == "0":
             complain(error)
         return 2
     except KeyboardInterrupt:  # outside of a run
-        say("stopped between two jobs" if SWEEPS else "stopped before it began; nothing is saved")
+        say("stopped before it began; nothing is saved")
         return 130
-    finally:
-        for sweep in SWEEPS:
-            sweep.end()
-    for name in FAILED if SWEEPS else ():
-        print(f"failed   {name}", file=sys.stderr)
-    return 1 if FAILED else 0
+    return 0
 
 
 if __name__ == "__main__":
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # a reply may hold what this terminal cannot show
-    sys.argv[1:] = compose.spell_out(sys.argv[1:])  # Hydra reads them too
+    sys.argv[1:] = spell_out(sys.argv[1:])  # Hydra reads them too
     sys.exit(cli(sys.argv[1:]))

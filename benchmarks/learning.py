@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from conf.compose import compose_checked, set_up
+from conf.compose import compose_checked
+from conf.start import set_up
 
 ROOT = Path(__file__).parents[1]
 EXPERIMENTS = (

@@ -1,265 +1,171 @@
-"""What a configuration may hold: names and types. Torch-free; Hydra checks every file against it.
+"""The types that Hydra checks every file and word against, made from conf/keys.yaml. Torch-free.
 
-Comments and units stand in the YAML files. What goes together with what is in conf/checks.py.
+What goes together with what is in conf/check.py; docs/configuration.md is written from here.
 """
 
-from dataclasses import dataclass, field
+import math
+import re
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass, field, make_dataclass
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING, OmegaConf
+
+TYPES: dict[str, tuple[Any, str]] = {  # with what a message calls a value of them
+    "int": (int, "a whole number"),
+    "float": (float, "a number"),
+    "bool": (bool, "true or false"),
+    "str": (str, "a text"),
+    "list of str": (list[str], "a list, [a, b]"),
+    "list of float": (list[float], "a list, [a, b]"),
+    "dict": (dict[str, Any], "keys with values, {a: 1}"),
+    "any": (Any, "anything"),  # a typed dict that is null would not take {...} as a word
+}
+RANGES: dict[str, Callable[[Any], bool]] = {  # numbers are finite besides
+    ">= 0": lambda x: x >= 0,
+    ">= 1": lambda x: x >= 1,
+    "> 0": lambda x: x > 0,
+    "> 1": lambda x: x > 1,
+    "from 0 to 1": lambda x: 0 <= x <= 1,
+    "from 0 to below 1": lambda x: 0 <= x < 1,
+    "to be 0": lambda x: x == 0,
+    "to be of 64 bits": lambda x: -(2**63) <= x < 2**63,
+    "to be two numbers from 0 to below 1": lambda x: len(x) == 2 and all(0 <= b < 1 for b in x),
+    "to be cpu, cuda or cuda:<number>": lambda x: bool(re.fullmatch(r"cpu|cuda(:\d+)?", x)),
+}
+NULL = " | null"
+OPEN = ("env.task", "env.rewards", "env.transforms")  # take any keys: conf/check.py looks at them
 
 
-@dataclass
-class LoraConfig:
-    r: int = MISSING
-    alpha: float = MISSING
-    target_modules: list[str] | None = None
-    dropout: float = MISSING
+@dataclass(frozen=True)
+class Key:
+    """A declared key. `within`: a name of RANGES, for values but null; `among`: all its values."""
+
+    type: str
+    default: Any
+    about: str
+    limit: Any = None
+
+    @property
+    def kind(self) -> str:
+        return TYPES[self.plain][1] + " or null" * self.optional
+
+    @property
+    def plain(self) -> str:
+        return self.type.removesuffix(NULL)
+
+    @property
+    def optional(self) -> bool:
+        return self.type.endswith(NULL)
+
+    @property
+    def among(self) -> list[Any] | None:
+        return self.limit if isinstance(self.limit, list) else None
+
+    @property
+    def within(self) -> str | None:
+        return self.limit if isinstance(self.limit, str) else None
 
 
-@dataclass
-class PolicyConfig:
-    _target_: str = MISSING
-    model: str = MISSING
-    source: str = MISSING
-    dtype: str = MISSING
-    device: str | None = None
-    autocast: str | None = None
-    temperature: float = MISSING
-    max_new_tokens: int = MISSING
-    max_prompt_tokens: int | None = None
-    system_prompt: str | None = None
-    chat_template: str | None = None
-    stop: list[str] = field(default_factory=list)
-    lora: LoraConfig = field(default_factory=LoraConfig)
-    gradient_checkpointing: bool = MISSING
+@cache
+def declared() -> dict[str, dict[str, Any]]:
+    """Return the tree of keys of "root", of each group, and of each file that has others.
 
-
-@dataclass
-class ColumnsConfig:
-    messages: str | None = None
-    question: str | None = None
-    answer: str | None = None
-
-
-@dataclass
-class EnvConfig:
-    max_turns: int = MISSING
-    dataset: str | None = None
-    eval_dataset: str | None = None
-    columns: ColumnsConfig = field(default_factory=ColumnsConfig)
-    split: str = MISSING
-    eval_split: str | None = None
-    rewards: dict[str, Any] = field(default_factory=dict)
-    task_weight: float = 1.0
-    transforms: dict[str, Any] = field(default_factory=dict)
-    task: dict[str, Any] = MISSING
-
-
-@dataclass
-class KLConfig:
-    coeff: float = MISSING
-    estimator: str = MISSING
-    where: str = MISSING
-    reference: str | None = None
-    measure: bool = MISSING
-    allow_biased: bool = MISSING
-    controller: str = MISSING
-    target: float | None = None
-    horizon: float = MISSING
-    end: float | None = None
-    refresh_every: int = MISSING
-    refresh_decay: float = MISSING
-
-
-@dataclass
-class AlgorithmConfig:
-    group_size: int = MISSING
-    aggregation: str = MISSING
-    epochs: int = MISSING
-    minibatches: int = MISSING
-    source: dict[str, Any] = MISSING
-    advantage: dict[str, Any] = MISSING
-    objective: dict[str, Any] = MISSING
-    # Of algorithms that sample replies; their files explain them.
-    target_kl: float | None = None
-    entropy_coeff: float = 0.0
-    entropy_target: float | None = None
-    after_rollout: Any = None  # a typed dict that is null would not take {...} on the command line
-
-
-@dataclass
-class GRPOConfig(AlgorithmConfig):
-    baseline: str = MISSING
-    scale_by_std: bool = MISSING
-    whiten: bool = MISSING
-    clip_advantage: float | None = None
-    credit: str = MISSING
-    surrogate: str = MISSING
-    ratio: str = MISSING
-    clip_low: float = MISSING
-    clip_high: float = MISSING
-    dual_clip: float | None = None
-
-
-@dataclass
-class CriticConfig:
-    kind: str = MISSING
-    detach: bool = MISSING
-    lr_scale: float = MISSING
-    warmup: int = MISSING
-
-
-@dataclass
-class PPOConfig(AlgorithmConfig):
-    gamma: float = MISSING
-    lmbda: float = MISSING
-    whiten: bool = MISSING
-    clip_advantage: float | None = None
-    clip_low: float = MISSING
-    clip_high: float = MISSING
-    dual_clip: float | None = None
-    value_coeff: float = MISSING
-    value_clip: float | None = None
-    critic: CriticConfig = field(default_factory=CriticConfig)
-
-
-@dataclass
-class SFTConfig(AlgorithmConfig):
-    mask: str = MISSING
-    packing: bool = MISSING
-
-
-@dataclass
-class MinorSFTConfig(SFTConfig):
-    beta: float = MISSING
-
-
-@dataclass
-class OptimizerConfig:
-    lr: float = MISSING
-    weight_decay: float = MISSING
-    betas: list[float] = MISSING
-    eps: float = MISSING
-    max_grad_norm: float = MISSING
-    schedule: str = MISSING
-    warmup: int = MISSING
-
-
-@dataclass
-class TrainerConfig:
-    num_iterations: int = MISSING
-    prompts_per_iteration: int = MISSING
-    micro_batch_tokens: int = MISSING
-    show_every: int = MISSING
-
-
-@dataclass
-class EvalConfig:
-    every: int = MISSING
-    num_samples: int = MISSING
-    temperature: float = MISSING
-    greedy: bool = MISSING
-    max_rows: int | None = None
-    prompts_per_batch: int = MISSING
-
-
-@dataclass
-class CheckpointConfig:
-    every: int = MISSING
-    keep_last: int = MISSING
-    keep_best: bool = MISSING
-
-
-@dataclass
-class TrackerConfig:
-    _target_: str = MISSING
-    keep_transcripts: bool = MISSING
-
-
-@dataclass
-class WandbConfig(TrackerConfig):
-    project: str = MISSING
-    entity: str | None = None
-    mode: str | None = None
-    init_timeout: float = MISSING
-    finish_timeout: float = MISSING
-    table_every: int = MISSING
-
-
-@dataclass
-class TensorboardConfig(TrackerConfig):
-    flush_s: int = MISSING
-
-
-@dataclass
-class TrackioConfig(TrackerConfig):
-    project: str = MISSING
-
-
-@dataclass
-class LaunchConfig:
-    num_processes: int = MISSING
-    threads: int | None = None
-
-
-@dataclass
-class Config:
-    policy: PolicyConfig = MISSING
-    env: EnvConfig = MISSING
-    kl: KLConfig = MISSING
-    algorithm: AlgorithmConfig = MISSING
-    optimizer: OptimizerConfig = MISSING
-    trainer: TrainerConfig = MISSING
-    eval: EvalConfig = MISSING
-    checkpoint: CheckpointConfig = MISSING
-    tracker: TrackerConfig = MISSING
-    launch: LaunchConfig = MISSING
-    seed: int = MISSING
-    mode: str = MISSING
-    preflight: bool = MISSING
-    resume: str | None = None
-    output_dir: str | None = None
-    allow_targets: bool = MISSING
-
-
-def _open_task(node: type) -> DictConfig:
-    """Return the schema with parts that take any keys; conf/task.py checks them."""
-    out = OmegaConf.structured(node)
-    out.task = {}
-    for key in ("task", "rewards", "transforms"):
-        OmegaConf.set_struct(out[key], False)
+    >>> declared()["kl"]["coeff"].default, sorted(declared()["policy"]["lora"])[:2]
+    (0.02, ['alpha', 'dropout'])
+    >>> set(declared()["algorithm=ppo"]) - set(declared()["algorithm=grpo"]) > {"gamma", "critic"}
+    True
+    """
+    read = yaml.safe_load(Path(__file__).with_name("keys.yaml").read_text())
+    out = {name: _tree(node) for name, node in read.items() if "=" not in name}
+    for name, node in read.items():
+        group, _, files = name.partition("=")
+        for file in filter(None, files.split("|")):
+            here = f"{group}={file}"
+            out[here] = out.get(here, out[group]) | _tree(node)
     return out
 
 
+def _tree(node: Any) -> Any:
+    return {k: _tree(v) for k, v in node.items()} if isinstance(node, dict) else Key(*node)
+
+
+def leaves(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, Key]]:
+    """Yield every key of a tree by its full name."""
+    for name, node in tree.items():
+        if isinstance(node, Key):
+            yield f"{prefix}{name}", node
+        else:
+            yield from leaves(node, f"{prefix}{name}.")
+
+
+def prefix(part: str) -> str:
+    """Return what the names of the keys of a part of `declared` begin with."""
+    return "" if part == "root" else f"{part.partition('=')[0]}."
+
+
+@cache
+def keys() -> dict[str, dict[str, Key]]:
+    """Return every key by its full name, with its declarations by the part that makes them."""
+    out: dict[str, dict[str, Key]] = {}
+    for part, tree in declared().items():
+        for name, key in leaves(tree, prefix(part)):
+            out.setdefault(name, {})[part] = key
+    return out
+
+
+def faults(config: dict[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with single values of a resolved configuration."""
+    for group in (part for part in declared() if "=" not in part):
+        node = config if group == "root" else config[group]
+        parts = [part for part in declared() if part.partition("=")[0] == group]
+        closest = min(parts, key=lambda part: len(declared()[part].keys() ^ node.keys()))
+        for name, key in leaves(declared()[closest], prefix(closest)):
+            value: Any = config
+            for step in name.split("."):
+                value = value.get(step)
+            if key.among and value not in key.among:
+                known = ", ".join("null" if c is None else c for c in key.among)
+                yield f"expected {name} to be one of {known}, got {value!r}"
+            elif value is not None and key.within:
+                finite = not isinstance(value, float) or math.isfinite(value)
+                if not (finite and RANGES[key.within](value)):
+                    also = "" if finite else " and finite"
+                    yield f"expected {name} {key.within}{also}, got {value}"
+
+
+def _typed(name: str, tree: dict[str, Any], *bases: type) -> type:
+    """Return a tree as a dataclass, which Hydra takes for a schema."""
+    fields: list[Any] = []
+    for key, node in tree.items():
+        if isinstance(node, Key):
+            hint = TYPES[node.plain][0] | None if node.optional else TYPES[node.plain][0]
+            fields.append((key, hint, field(default_factory=partial(deepcopy, node.default))))
+        else:
+            inner = _typed(key, node)
+            fields.append((key, inner, field(default_factory=inner)))
+    return make_dataclass(name, fields, bases=bases)
+
+
+@cache
 def register() -> None:
-    """Make the schema known to Hydra: the root, and one entry for each group."""
-    store = ConfigStore.instance()
-    store.store(name="schema", node=Config)
-    groups = {
-        "policy": {"schema": PolicyConfig},
-        "env": {"schema": _open_task(EnvConfig)},
-        "kl": {"schema": KLConfig},
-        "algorithm": {
-            "grpo_schema": GRPOConfig,
-            "ppo_schema": PPOConfig,
-            "sft_schema": SFTConfig,
-            "minor_sft_schema": MinorSFTConfig,
-            "reward_schema": AlgorithmConfig,
-        },
-        "optimizer": {"schema": OptimizerConfig},
-        "trainer": {"schema": TrainerConfig},
-        "eval": {"schema": EvalConfig},
-        "checkpoint": {"schema": CheckpointConfig},
-        "tracker": {
-            "schema": TrackerConfig,
-            "wandb_schema": WandbConfig,
-            "tensorboard_schema": TensorboardConfig,
-            "trackio_schema": TrackioConfig,
-        },
-        "launch": {"schema": LaunchConfig},
-    }
-    for group, nodes in groups.items():
-        for name, node in nodes.items():
-            store.store(group=group, name=name, node=node)
+    """Make the declarations known to Hydra: the root, and one for each group and such files."""
+    store, groups = ConfigStore.instance(), {}
+    for part, tree in declared().items():
+        group, _, file = part.partition("=")
+        if group == "root":
+            continue
+        kind = _typed(part, tree, *([groups[group]] if file else []))
+        groups.setdefault(group, kind)
+        node = OmegaConf.structured(kind)
+        for name in (key for key in OPEN if key.startswith(f"{group}.")):
+            OmegaConf.set_struct(node[name.partition(".")[2]], False)
+        store.store(group=group, name=f"{file}_schema".lstrip("_"), node=node)
+    sections = [(group, kind, field(default=MISSING)) for group, kind in groups.items()]
+    own = _typed("root", declared()["root"])
+    store.store(name="schema", node=make_dataclass("leash", sections, bases=(own,)))

@@ -6,8 +6,10 @@ cannot tell its markup from a content's, so in text mode too its ids stand besid
 Left out on purpose: replies that call tools in fields of their own (tool_calls).
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDictBase, lazy_stack
@@ -17,7 +19,9 @@ from policies.chats.chat_template import Renderer
 from policies.chats.containers import ChatHistory, Text, Tokens
 from policies.chats.history import History
 from policies.padding import attended, is_ragged, rows
-from policies.specs import Composite, NonTensor, Unbounded
+
+if TYPE_CHECKING:
+    from policies.specs import Composite
 
 CONTAINERS = {"history": ChatHistory, "text": Text, "tokens": Tokens}
 POLICY_KEYS = (*CONTAINERS, "masks", "log_probs")  # what a policy writes, new in every turn
@@ -28,6 +32,8 @@ Said = tuple[str, bool]  # the text of a reply, and whether it ended by its own 
 
 def chat_specs(shape: torch.Size, mode: str, source: str, parts: list[str]) -> dict[str, Composite]:
     """Return the specs of a ChatEnv: `source` is what reset reads, `parts` those of the reward."""
+    from policies.specs import Composite, NonTensor, Unbounded
+
     number = Unbounded(shape, dtype=torch.int64)
     names = ("history", mode, "tokens") if mode == "text" else ("history", mode)
     seen = {name: _container(name, "prompt", shape) for name in names}

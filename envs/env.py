@@ -14,10 +14,9 @@ from weakref import ref
 
 from tensordict import TensorDictBase
 
-from policies.specs import Composite
-
 if TYPE_CHECKING:
     from envs.transforms.transform import Transform
+    from policies.specs import Composite
 
 OUTPUTS = ("full_observation_spec", "full_reward_spec", "full_done_spec")
 INPUTS = ("full_action_spec", "full_state_spec")
@@ -65,14 +64,12 @@ class EnvBase:
     @property
     def output_spec(self) -> Composite:
         """Return the specs of what comes out, by their names."""
-        own = self._specs()
-        return Composite({name: own.get(name, Composite()) for name in OUTPUTS})
+        return _declared(self._specs(), OUTPUTS)
 
     @property
     def input_spec(self) -> Composite:
         """Return the specs of what is read, by their names."""
-        own = self._specs()
-        return Composite({name: own.get(name, Composite()) for name in INPUTS})
+        return _declared(self._specs(), INPUTS)
 
     full_observation_spec = property(lambda self: self.output_spec["full_observation_spec"])
     full_reward_spec = property(lambda self: self.output_spec["full_reward_spec"])
@@ -89,6 +86,12 @@ class EnvBase:
 
     def _step(self, td: TensorDictBase) -> TensorDictBase:
         raise NotImplementedError(f"{type(self).__name__} has no _step(td)")
+
+
+def _declared(own: dict[str, Composite], names: tuple[str, ...]) -> Composite:
+    from policies.specs import Composite  # a run declares nothing
+
+    return Composite({name: own.get(name, Composite()) for name in names})
 
 
 class TransformedEnv(EnvBase):

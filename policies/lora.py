@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from policies.cache import share
 from policies.layout import Layout
-from policies.models import has_adapter
 from policies.optional_packages import EXTRAS
 from policies.quiet import quiet
 from policies.scorer import Scorer
+from policies.weights import ModelWeights
 
 TRAINED = "default"  # peft's name of an adapter that has none
 WEIGHTS = "adapter_model.safetensors"
@@ -84,12 +85,7 @@ def _layers(model: nn.Module) -> dict[str, Any]:
 
 
 def trained_weights(model: nn.Module, adapter: str | None = TRAINED) -> dict[str, nn.Parameter]:
-    """Return the weights that training moves: those of an adapter, or where there is none, all.
-
-    The adapter's own name is no part of theirs.
-    """
-    if not has_adapter(model):
-        return dict(model.named_parameters())
+    """Return the weights of an adapter; its own name is no part of theirs."""
     parts = ((name.split(f".{adapter}.", 1), p) for name, p in model.named_parameters())
     return {".".join(name): p for name, p in parts if len(name) == 2 and ".lora_" in name[0]}
 
@@ -157,19 +153,6 @@ def merged_weights(model: nn.Module) -> dict[str, Tensor]:
     return out
 
 
-def save_merged(model: Any, folder: Path) -> None:
-    """Write an ordinary model, the adapter merged into its weights if there is one."""
-    plain = model
-    if has_adapter(model):
-        with torch.device("meta"):  # no second copy of what is only written
-            plain = type(model)(model.config)
-        plain.load_state_dict(merged_weights(model), assign=True)
-        plain.tie_weights()
-        plain.generation_config = model.generation_config
-    with quiet():
-        plain.save_pretrained(folder)
-
-
 def save_adapter(model: Any, folder: Path, *, base: str = "") -> None:
     """Write the adapter as peft does; `base` (a sha256) says which weights it belongs to."""
     from safetensors.torch import save_file
@@ -202,3 +185,44 @@ def load_adapter(model: nn.Module, folder: Path, *, base: str = "") -> None:
             raise ValueError(f"{folder} does not fit the model: {differ[:3]} is in one of them")
         for name, weight in mine.items():
             weight.copy_(file.get_tensor(names[name]))
+
+
+class AdapterWeights(ModelWeights):
+    """The weights of an adapter; the model under it never changes."""
+
+    def __init__(self, model: Any, adapter: str | None = TRAINED) -> None:
+        super().__init__(model)
+        self.adapter = adapter
+
+    def named(self) -> dict[str, nn.Parameter]:
+        """Return the weights of the adapter, by name."""
+        return trained_weights(self.model, self.adapter)
+
+    def merged(self) -> dict[str, Tensor]:
+        """Return the state dict of the model with the adapter in its weights."""
+        return merged_weights(self.model)
+
+    def plain(self) -> Any:
+        """Return a model with the adapter in its weights."""
+        with torch.device("meta"):  # no second copy of what is only written
+            plain = type(self.model)(self.model.config)
+        plain.load_state_dict(self.merged(), assign=True)
+        plain.tie_weights()
+        plain.generation_config = self.model.generation_config
+        return plain
+
+    def export(self, folder: Path, tokenizer: Any, *, base: str = "") -> None:
+        """Write the merged model, and the adapter apart: beside it, it would be put on twice."""
+        super().export(folder, tokenizer)
+        save_adapter(self.model, folder / "adapter", base=base)
+        share(folder)
+
+    def save(self, folder: Path, tokenizer: Any, *, base: str = "") -> None:
+        """Write the adapter into the folder of a checkpoint."""
+        save_adapter(self.model, folder / "adapter", base=base)
+
+    def load(self, folder: Path, *, base: str = "") -> None:
+        """Read the adapter of a checkpoint or of a finished run."""
+        places = [folder / "adapter", folder / "model" / "adapter"]
+        place = next((place for place in places if place.is_dir()), places[0])
+        load_adapter(self.model, place, base=base)

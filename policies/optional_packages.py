@@ -1,6 +1,6 @@
 """What is said where an optional package is missing, and by which extra it is installed.
 
-Which configuration needs which: conf/extras.py. Torch-free.
+Which configuration needs which: conf/check.py. Torch-free.
 """
 
 EXTRAS = {  # by the name that is imported

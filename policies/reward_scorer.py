@@ -9,8 +9,7 @@ from torch import Tensor
 
 from policies.chats.chat_template import Renderer
 from policies.load import load_policy
-from policies.lora import has_adapter
-from policies.models import find_model, load_tokenizer
+from policies.models import find_model, has_adapter, load_tokenizer
 from policies.packing import pack_rows
 from policies.padding import pad, pad_mask
 from policies.reward_model import WEIGHTS, GPT2RewardModel

@@ -6,7 +6,7 @@ from contracts import leash, one_process
 from invariance import ALGORITHMS, step
 from steps import Record, make_update
 
-from conf.parts import build
+from conf.build import build
 from policies.value_head import Critic
 from trainer.kl import Leash
 
@@ -21,8 +21,8 @@ def run(name: str, own: Leash, *, judged_by: Leash | None = None):
     first = judged_by or own
     if critic := algorithm.get("critic"):
         policy.scorer.critic = Critic(policy.scorer, **critic).double()
-    advantage = build(algorithm.advantage, leash=first, policy=policy, runtime=runtime)
-    objective = build(algorithm.objective, leash=own)
+    advantage = build(algorithm.advantage, algorithm, leash=first, policy=policy, runtime=runtime)
+    objective = build(algorithm.objective, algorithm, leash=own)
     optimizer = Record(policy.scorer.parameters())
     batch = advantage(case.batch.clone())
     update = make_update(policy, objective, optimizer, aggregation=algorithm.aggregation)

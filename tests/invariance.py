@@ -19,8 +19,9 @@ from safetensors.torch import save_file
 from tensordict import TensorDict
 from torch import Tensor
 
-from conf.compose import compose_checked, set_up
-from conf.parts import build, make_leash
+from conf.build import build, make_leash
+from conf.compose import compose_checked
+from conf.start import set_up
 from envs.chat_env import ChatEnv
 from envs.transforms import RetrieveKL
 from policies.load import load_policy, load_reference
@@ -142,13 +143,13 @@ def gradient(
     if critic := algorithm.get("critic"):
         policy.scorer.critic = Critic(policy.scorer, **critic).double()
         torch.nn.init.constant_(policy.scorer.critic.head.weight, 0.01)
-    advantage = build(algorithm.advantage, leash=own, policy=policy, runtime=runtime)
+    advantage = build(algorithm.advantage, algorithm, leash=own, policy=policy, runtime=runtime)
     optimizer = Keep(policy.scorer.parameters(), lr=0.0)
     scorer, optimizer = runtime.accelerator.prepare(policy.scorer, optimizer)
     update = Update(
         scorer,
         optimizer,
-        build(algorithm.objective, leash=own),
+        build(algorithm.objective, algorithm, leash=own),
         runtime,
         lr=lambda number: 0.0,
         aggregation=algorithm.aggregation,

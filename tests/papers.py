@@ -11,8 +11,9 @@ from tensordict import TensorDict
 from torch import Tensor
 
 import trainer.losses
-from conf.compose import compose_checked, set_up
-from conf.parts import build, make_leash
+from conf.build import build, make_leash
+from conf.compose import compose_checked
+from conf.start import set_up
 from policies.scorer import Scores
 
 G, MOST, BETA = 4, 7, 0.3  # replies a prompt, tokens a row may have, KL coefficient
@@ -274,8 +275,8 @@ def agrees_with_its_paper(name: str) -> Tensor:
     torch.set_default_dtype(torch.float64)
     try:
         if algorithm.source._target_ != "trainer.Demonstrations":
-            batch = build(algorithm.advantage, leash=own, runtime=one_process())(batch)
-        terms = build(algorithm.objective, leash=own)(Scores(curr), batch)
+            batch = build(algorithm.advantage, algorithm, leash=own, runtime=one_process())(batch)
+        terms = build(algorithm.objective, algorithm, leash=own)(Scores(curr), batch)
         weight = trainer.losses.weights(
             mask,
             algorithm.aggregation,

@@ -14,11 +14,11 @@ from omegaconf import ListConfig
 from test_config import refusal
 
 import train
+from conf.build import make_task
 from conf.compose import compose_checked
-from conf.parts import make_task
-from conf.task import fits
 from envs.tasks import DatasetTask, MathWords, Reply, Reward, SortDigits, Task
 from policies.random import fold, uniforms
+from trainer.runs.targets import fits
 
 ROOT = Path(__file__).parents[1]
 GROUPS = sorted(

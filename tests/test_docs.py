@@ -14,9 +14,10 @@ import pytest
 import yaml
 from runs import environment, lines
 
-from conf import explain
-from conf.compose import compose_checked, expand
-from conf.parts import make_task
+from conf import names
+from conf.build import make_task
+from conf.command_line import list_jobs
+from conf.compose import compose_checked
 from envs.tasks import Reply
 from policies.load import load_policy
 
@@ -79,7 +80,7 @@ def test_documented_command_composes(command, place) -> None:
     overrides = [w for w in words if not w.startswith("-") and "..." not in w]
     if "env=brief" in overrides:
         return  # needs the file that the page shows: see below
-    for job in expand(overrides) if "-m" in words else [overrides]:
+    for job in list_jobs(overrides) if "-m" in words else [overrides]:
         assert compose_checked(job)["trainer"]["num_iterations"] >= 1
 
 
@@ -163,7 +164,7 @@ def test_own_task_page_quotes_what_is_said_without_permission(place) -> None:
 def test_own_task_page_shows_a_file_that_composes(place, monkeypatch) -> None:
     shutil.copytree(ROOT / "conf", place / "conf")
     (place / "conf" / "env" / "brief.yaml").write_text(block("yaml"))
-    monkeypatch.setattr(explain, "FOLDER", place / "conf")
+    monkeypatch.setattr(names, "FOLDER", place / "conf")
     task = compose_checked(["env=brief", "allow_targets=true"])["env"]["task"]
     assert task == {"_target_": "my_tasks.Brief", "limit": 10}
 
@@ -175,7 +176,7 @@ def test_own_task_page_adds_a_reward(place, monkeypatch) -> None:
         file.write(polite)
     shutil.copytree(ROOT / "conf", place / "conf")
     (place / "conf" / "env" / "brief.yaml").write_text(block("yaml") + block("yaml", 1))
-    monkeypatch.setattr(explain, "FOLDER", place / "conf")
+    monkeypatch.setattr(names, "FOLDER", place / "conf")
     task = make_task(compose_checked(["env=brief", "allow_targets=true"])["env"])
     row = task.rows("eval")[0]
     for text, total in (("please", 0.2 + 0.2), (row["answer"], 1.0)):

@@ -12,7 +12,7 @@ import torch
 from contracts import make_policy, one_process
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from conf.parts import make_task
+from conf.build import make_task
 from envs.chat_env import ChatEnv
 from envs.tasks import (
     Arithmetic,

@@ -11,7 +11,7 @@ from steps import Record, double_policy, grad_of, gradient, make_update, tables
 from tensordict import TensorDict
 from torch import Tensor
 
-from conf.parts import build, make_leash
+from conf.build import build, make_leash
 from policies.value_head import Critic
 from trainer import GRPOObjective, ImportanceSampling
 from trainer.advantage import GroupAdvantage
@@ -190,10 +190,10 @@ def test_the_kls_mean_the_same_in_every_algorithm(name, corrected):
         batch = ImportanceSampling(policy=policy)(batch)
     if critic := algorithm.get("critic"):
         policy.scorer.critic = Critic(policy.scorer, **critic).double()
-    advantage = build(algorithm.advantage, leash=own, policy=policy, runtime=runtime)
+    advantage = build(algorithm.advantage, algorithm, leash=own, policy=policy, runtime=runtime)
     batch = advantage(batch)
     optimizer = Record(policy.scorer.parameters())
-    update = make_update(policy, build(algorithm.objective, leash=own), optimizer)
+    update = make_update(policy, build(algorithm.objective, algorithm, leash=own), optimizer)
     got = update(batch.clone()) | summarize(batch, runtime)
     policy.scorer.critic = None
     want = slow_kls(policy, case.batch)

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from conf.compose import compose_checked, set_up
+from conf.compose import compose_checked
+from conf.start import set_up
 from trainer import (
     AdaptiveKLController,
     ConstantKLController,

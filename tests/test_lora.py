@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from envs.transforms import RetrieveKL
 from policies import lora
 from policies.load import load_policy, load_reference
+from policies.models import has_adapter
 from policies.quiet import quiet
 from policies.reward_scorer import load_reward_model
 from policies.value_head import Critic
@@ -226,7 +227,7 @@ def test_target_modules_are_those_named():
     named = lora.trained_weights(policy.model)
     assert {name.split(".")[-3] for name in named} == {"q_proj", "v_proj"}
     assert {min(p.shape) for p in named.values()} == {3}
-    assert not lora.has_adapter(load_policy("tiny", lora={"r": 0}).model)
+    assert not has_adapter(load_policy("tiny", lora={"r": 0}).model)
 
 
 def test_a_reward_model_takes_no_adapter():
@@ -280,4 +281,4 @@ def test_a_run_on_two_ranks_learns_and_leaves_an_ordinary_model(small_run, tmp_p
     policy = load_policy(str(folder / "model"))
     saved = load_file(next((folder / "checkpoints").iterdir()) / "adapter" / lora.WEIGHTS)
     assert all(".lora_" in name for name in saved)
-    assert not lora.has_adapter(policy.model)
+    assert not has_adapter(policy.model)

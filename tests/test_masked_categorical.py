@@ -350,8 +350,8 @@ WRONG = [
     ({"indices": INDICES + 3, "padding_value": 2}, r"in 0..5, got 8; padding_value is 2"),
     ({"indices": INDICES.double()}, "expected integers in 0..5, got torch.float64"),
     ({"indices": MASK}, "expected integers in 0..5, got torch.bool"),
-    ({"indices": INDICES[0]}, r"indices of shape \[4, K\] with K > 0, got \(5,\)"),
-    ({"indices": INDICES[:, :0]}, r"indices of shape \[4, K\] with K > 0, got \(4, 0\)"),
+    ({"indices": INDICES[0]}, r"indices of shape \[4, I\] with I > 0, got \(5,\)"),
+    ({"indices": INDICES[:, :0]}, r"indices of shape \[4, I\] with I > 0, got \(4, 0\)"),
     ({"mask": MASK, "neg_inf": math.nan}, "as neg_inf, got nan"),
     ({"mask": MASK, "neg_inf": 1.0}, "as neg_inf, got 1.0"),
 ]

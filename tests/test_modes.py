@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 import train
 from conf.compose import compose_checked, compose_experiment
-from conf.modes import MAY, asked
+from conf.preflight_and_modes import MAY, asked
 from policies.cache import write_manifest
 from policies.load import load_reference
 from trainer.modes.chat import chat

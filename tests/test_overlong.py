@@ -6,8 +6,9 @@ from contracts import G, Words, leash, make_policy, one_process, rollout
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 
-from conf.compose import compose_checked, set_up
-from conf.parts import make_source
+from conf.build import make_source
+from conf.compose import compose_checked
+from conf.start import set_up
 from envs.chat_env import ChatEnv
 from trainer import (
     DropTruncated,

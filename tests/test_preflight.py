@@ -11,7 +11,7 @@ from runs import train as train_by_command
 from tensordict import TensorDict
 
 import train
-from conf.modes import asked
+from conf.preflight_and_modes import asked
 from trainer.memory import Peak, memory_of
 from trainer.modes.preflight import costs
 from trainer.modes.preflight.checks import idle_share, learnt, marked

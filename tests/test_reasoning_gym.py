@@ -5,8 +5,8 @@ import time
 import pytest
 from reasoning_gym.factory import DATASETS
 
+from conf.build import make_task
 from conf.compose import compose_checked
-from conf.parts import make_task
 from envs.tasks import ReasoningGym, Reply
 
 SOME = ["chain_sum", "leg_counting", "letter_counting", "propositional_logic", "word_ladder"]

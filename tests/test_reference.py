@@ -13,11 +13,12 @@ from small_runs import IN_ITERATION_4, Counted, crash, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from envs.transforms import RetrieveKL
-from policies import lora, scorer
+from policies import scorer
 from policies.load import load_policy, load_reference
 from policies.models import EMBEDDED
 from policies.quiet import quiet
 from policies.scorer import Scorer
+from policies.weights import weights_of
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer.checkpoint import Checkpoints
 from trainer.optimizer import make_optimizer
@@ -126,7 +127,7 @@ def test_the_reference_is_scored_in_parts_of_the_updates_size(monkeypatch):
 def moved(policy, seed: int) -> dict[str, torch.Tensor]:
     """Give the policy other weights; return them."""
     generator = torch.Generator().manual_seed(seed)
-    named = lora.trained_weights(policy.model)
+    named = weights_of(policy.scorer).named()
     for p in named.values():
         p.data += torch.randn(p.shape, generator=generator) * 0.1
     return {name: p.detach().clone() for name, p in named.items()}
@@ -139,8 +140,7 @@ def fresh(kind: str, **options) -> tuple:
 
 
 def theirs(reference: Reference) -> dict[str, torch.Tensor]:
-    adapter = getattr(reference.scorer, "adapter", None)
-    return {n: p.clone() for n, p in lora.trained_weights(reference.scorer.model, adapter).items()}
+    return {n: p.clone() for n, p in weights_of(reference.scorer).named().items()}
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])

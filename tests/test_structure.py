@@ -71,7 +71,7 @@ def test_every_public_name_is_there_and_says_what_it_is(package):
 def test_lazy_packages_load_nothing_heavy():
     light = ["policies", "envs", "envs.tasks", "envs.transforms", "trainer", "trainer.runs.launch"]
     light += ["envs.rewards", "envs.rewards.answers", "envs.sandbox", "trainer.reports.report"]
-    light += ["trainer.reports.sweep", "conf.schema", "conf.checks", "train"]
+    light += ["trainer.reports.sweep", "conf.schema", "conf.check", "train"]
     light += [f"envs.tasks.{p.stem}" for p in (ROOT / "envs" / "tasks").glob("[a-z]*.py")]
     heavy = "{'torch', 'transformers', 'accelerate', 'tensordict', 'wandb', 'datasets'}"
     code = f"import sys, {', '.join(light)}; print(sorted({heavy} & set(sys.modules)))"

@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,8 +16,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from runs import SMALL, launch, metrics, train, wait_for
 
 import train as script
-from conf import explain
-from conf.compose import check_words, compose_checked, compose_joined, expand, set_up
+from conf.command_line import list_jobs
+from conf.compose import compose_checked, compose_raw
+from conf.start import compose_joined, read_command, set_up
 from trainer.reports.sweep_jobs import load_sweep
 from trainer.reports.sweep_page import write_sweep
 from trainer.runs.run_files import read_lines, read_status
@@ -31,16 +31,16 @@ NAMES = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("kl_swe
 @pytest.mark.parametrize("words", [[], ["seed=7,8,9", "trainer.num_iterations=3"], ["kl.coeff=5"]])
 def test_the_jobs_are_those_that_hydra_makes(name, words):
     words = [f"experiment={name}", *words]
-    params = explain.compose_raw([f"experiment={name}"], hydra=True).hydra.sweeper.params
+    params = compose_raw([f"experiment={name}"], with_hydra=True).hydra.sweeper.params
     given = [*(f"{key}={values}" for key, values in params.items()), *words]
     parsed = OverridesParser.create().parse_overrides(given)
     (jobs,) = BasicSweeper.split_arguments(parsed, None)
-    assert expand(words) == jobs
+    assert list_jobs(words) == jobs
     assert compose_checked(jobs[-1])["kl"]["coeff"] == float(jobs[-1][0].partition("=")[2])
 
 
 def test_a_sweep_of_tiny_models_is_grpo_tiny_but_for_what_is_swept():
-    job = expand(["experiment=kl_sweep_tiny"])[0]
+    job = list_jobs(["experiment=kl_sweep_tiny"])[0]
     plain = ["experiment=grpo_tiny", "kl.coeff=0", "seed=1"]
     assert compose_checked(job) == compose_checked(plain)
 
@@ -51,11 +51,11 @@ def test_a_sweep_without_the_flag_says_so(tmp_path, monkeypatch):
     word = "experiment=kl_sweep_tiny"
     remedy = f"python train.py -m {word}; for one run give kl.coeff=... seed=..."
     with pytest.raises(ValueError, match=re.escape(f"a sweep over kl.coeff, seed: {remedy}")):
-        check_words([word])
+        read_command([word])
     with pytest.raises(ValueError, match=r"a sweep over seed: .* give seed=\.\.\.$"):
         compose_joined([word, "kl.coeff=1"], ranks=2)
     assert list(tmp_path.iterdir()) == []
-    check_words([word, "kl.coeff=1", "seed=3"])  # as sweep.html words a job
+    read_command([word, "kl.coeff=1", "seed=3"])  # as sweep.html words a job
 
 
 WORKER = """
@@ -77,9 +77,6 @@ def sweep(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
 
     def run(*words: str) -> tuple[int, str]:
-        for name in ("SWEEPS", "FAILED"):
-            monkeypatch.setattr(script, name, [])
-        monkeypatch.setattr(sys, "argv", ["train.py", *words])
         code = script.cli([*words])
         return code, "".join(capfd.readouterr())
 

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from conf.compose import compose_checked, load_for_resume
-from conf.parts import make_tracker
+from conf.build import make_tracker
+from conf.compose import compose_checked
+from conf.start import load_for_resume
 from trainer.reports.trackers.jsonl import JsonlTracker, Mirror
 from trainer.reports.trackers.tensorboard import TensorboardTracker
 from trainer.reports.trackers.trackio import TrackioTracker
@@ -339,9 +340,8 @@ def test_a_job_of_a_sweep_is_named_by_what_is_swept_and_grouped_by_its_sweep(
     (folder / ".hydra").mkdir(parents=True)
     words = [f"experiment={experiment}", "trainer.num_iterations=9", "tracker=tensorboard"]
     task = [*words, "seed=3,4"]
-    (folder.parent / "multirun.yaml").write_text(
-        f"hydra: {{overrides: {{task: {json.dumps(task)}}}}}"
-    )
+    (folder.parent / "sweep.json").write_text(json.dumps({"words": task}))
+    (folder.parent / "sweep.csv").touch()
     (folder / ".hydra" / "overrides.yaml").write_text(json.dumps([*words, "seed=3"]))
     cfg = OmegaConf.create(compose_checked([*words, "seed=3"]))
     cfg.policy.model = "/runs/sft-1/model"
@@ -351,7 +351,7 @@ def test_a_job_of_a_sweep_is_named_by_what_is_swept_and_grouped_by_its_sweep(
     assert about["tags"] == [experiment, "sft-1", objective]
     assert about["job_type"] == job
     assert about["config"]["trainer"]["num_iterations"] == 9
-    (folder.parent / "multirun.yaml").unlink()
+    (folder.parent / "sweep.csv").unlink()
     alone = make_tracker(cfg, folder).about
     assert (alone["name"], alone["group"]) == (
         f"{experiment} trainer.num_iterations=9 seed=3",

@@ -31,7 +31,7 @@ from policies.models import find_model, load_tokenizer
 from policies.padding import is_ragged, pad, pad_mask, rows, unpad
 from policies.random import fold
 from policies.sampler import Sampled
-from policies.wrappers import generate_kwargs as known
+from policies.wrappers import more_kwargs as more
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 from policies.wrappers.wrapper import LLMWrapperBase
 from trainer.collect import collect
@@ -387,14 +387,11 @@ def test_what_only_transformers_can_do_is_handed_on_to_it():
 
 
 def test_every_field_of_a_generation_config_is_offered_idle_or_refused():
-    offered = " ".join(known.TYPES).split()
-    refused = " ".join(known.REFUSED).split()
-    groups = Counter([*offered, *known.COMPUTES, *known.IDLE, *refused])
+    refused = " ".join(more.REFUSED).split()
+    groups = Counter([*more.OWN, *more.HANDED_ON, *more.COMPUTES, *more.IDLE, *refused])
     fields = {k for k in vars(GenerationConfig()) if not k.startswith("_")}
     assert max(groups.values()) == 1
-    assert {known.ALIASES.get(k, k) for k in fields} <= set(groups)
-    # Whatever is offered has a type to be checked.
-    assert {*known.FILTERS, *known.HANDED_ON, *known.OWN} <= set(offered)
+    assert {more.ALIASES.get(k, k) for k in fields} <= set(groups)
 
 
 def test_how_transformers_computes_changes_no_reply():

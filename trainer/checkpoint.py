@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from policies import lora
-from policies.cache import flush, read_manifest, share, write_manifest
-from policies.quiet import quiet
+from policies.cache import flush, read_manifest, write_manifest
 from policies.roles import Policy
+from policies.weights import weights_of
 from trainer.agreement import check_agreement
 from trainer.reference import NoReference, Reference
 from trainer.runtime import Runtime
@@ -82,10 +81,8 @@ class Checkpoints:
 
     def _save_weights(self, folder: Path) -> None:
         """Write all weights that are others than at the start of the run."""
-        if lora.has_adapter(self.policy.model):
-            lora.save_adapter(self.policy.model, folder / "adapter", base=_base(self.policy))
-        else:
-            save_model(self.policy, folder / "model")
+        weights = weights_of(self.policy.scorer)
+        weights.save(folder, self.policy.tokenizer, base=_base(self.policy))
         if critic := self._critic():
             save_file(critic, folder / CRITIC)
         if moved := self.reference.state_dict():
@@ -126,30 +123,9 @@ class Checkpoints:
 
     def load_weights(self, folder: Path) -> None:
         """Load policy and reference from a checkpoint, the policy also from a finished run."""
-        if lora.has_adapter(self.policy.model):
-            places = [folder / "adapter", folder / "model" / "adapter"]
-            place = next((place for place in places if place.is_dir()), places[0])
-            lora.load_adapter(self.policy.model, place, base=_base(self.policy))
-        else:
-            self._load_model(folder)
+        weights_of(self.policy.scorer).load(folder, base=_base(self.policy))
         if (folder / REFERENCE).is_file():
             self.reference.load_state_dict(load_file(folder / REFERENCE))
-
-    def _load_model(self, folder: Path) -> None:
-        weights = {}
-        for path in sorted((folder / "model").glob("*.safetensors")):
-            weights |= load_file(path)
-        missing, unexpected = self.policy.model.load_state_dict(weights, strict=False)
-        model = self.policy.model
-        tied = (
-            getattr(model, "_tied_weights_keys", None) if model.config.tie_word_embeddings else ()
-        )
-        missing = [name for name in missing if name not in (tied or ())]
-        if missing or unexpected:
-            raise ValueError(
-                f"{folder} does not fit the model: missing {missing[:3]}, unexpected "
-                f"{unexpected[:3]}; resume with the run's own config"
-            )
 
     def newest(self) -> Path | None:
         """Return the newest checkpoint that verifies, None where there is none at all.
@@ -191,12 +167,7 @@ def save_model(policy: Policy, folder: Path) -> None:
 
     An adapter is merged into the model, and also written to adapter/ in peft's format.
     """
-    lora.save_merged(policy.model, folder)
-    if lora.has_adapter(policy.model):  # not beside the weights: it would be put on them again
-        lora.save_adapter(policy.model, folder / "adapter", base=_base(policy))
-    with quiet():
-        policy.tokenizer.save_pretrained(folder)
-    share(folder)
+    weights_of(policy.scorer).export(folder, policy.tokenizer, base=_base(policy))
 
 
 def _base(policy: Policy) -> str:

@@ -4,6 +4,7 @@ Rank 0 alone has observers. What they raise ends the run: one that may fail keep
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 
@@ -88,5 +89,6 @@ class Observers(Observer):
             observer.stopping()
 
     def end(self, state: str, *, saved: int | None) -> None:
-        for observer in self.each:
-            observer.end(state, saved=saved)
+        with ExitStack() as stack:  # all of them end, also if one fails
+            for observer in reversed(self.each):
+                stack.callback(observer.end, state, saved=saved)

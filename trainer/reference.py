@@ -5,9 +5,9 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from envs.transforms import RetrieveKL
-from policies.lora import AdapterScorer, trained_weights
 from policies.roles import Policy
 from policies.scorer import Scorer
+from policies.weights import weights_of
 
 
 class Reference:
@@ -69,8 +69,7 @@ class Reference:
 
 def _pairs(policy: Scorer, reference: Scorer) -> dict[str, tuple[Tensor, Tensor]]:
     """Return (reference's, policy's) weights by name."""
-    adapter = reference.adapter if isinstance(reference, AdapterScorer) else None
-    theirs, mine = trained_weights(reference.model, adapter), trained_weights(policy.model)
+    theirs, mine = weights_of(reference).named(), weights_of(policy).named()
     same = theirs.keys() == mine.keys()
     if not same or any(theirs[name].shape != mine[name].shape for name in mine):
         raise ValueError(

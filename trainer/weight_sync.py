@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from policies.lora import merged_weights
 from policies.roles import Engine, Generator, Policy
+from policies.weights import weights_of
 
 TOLERANCE = 1e-3  # nats a token, of two float32 engines; bfloat16 needs about 0.1
 
@@ -42,7 +42,7 @@ def weight_sync(
     probe = _probe(policy) if probe is None else probe
     expected = _log_probs(policy, probe)
     before = _distance(expected, _log_probs(generator, probe))
-    generator.load_weights(merged_weights(policy.model).items())
+    generator.load_weights(weights_of(policy.scorer).merged().items())
     after = _distance(expected, _log_probs(generator, probe))
     if not after <= tolerance:
         raise RuntimeError(

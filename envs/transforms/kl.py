@@ -27,9 +27,9 @@ from envs.transforms.log_probs import (
 )
 from envs.transforms.ragged import Border, Values, get_values, set_values
 from envs.transforms.transform import Compose, Transform
-from policies.specs import Composite
 
 if TYPE_CHECKING:
+    from policies.specs import Composite
     from policies.wrappers.wrapper import LLMWrapperBase
 
 

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from envs.transforms.ragged import Border, Values, get_values, set_values
 from envs.transforms.transform import Transform
-from policies.specs import Composite, Unbounded
 from policies.wrappers.outputs import home
 
 if TYPE_CHECKING:
+    from policies.specs import Composite
     from policies.wrappers.wrapper import LLMWrapperBase
 
 RESPONSE = ("masks", "all_response_mask")
@@ -120,6 +120,8 @@ def rendered_mask(history: Any, tokenizer: Any, **kwargs: Any) -> Values | None:
 
 def add_per_token(spec: Composite, key: NestedKey, *tail: int) -> Composite:
     """Add floats for each token at a key, [B, T, *tail]; returns the spec."""
+    from policies.specs import Unbounded
+
     spec[key] = Unbounded((*spec.shape, -1, *tail), device=spec.device)
     return spec
 

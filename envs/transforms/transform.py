@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from copy import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tensordict import NestedKey, TensorDictBase
 from torch import nn
 
+if TYPE_CHECKING:
+    from policies.specs import Composite
+
 from envs.env import EnvBase, TransformedEnv
-from policies.specs import Composite
 
 
 class Transform(nn.Module):

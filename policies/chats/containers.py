@@ -12,22 +12,45 @@ not be them: score ids.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import MetaData, TensorClass, lazy_stack
 from torch import Tensor
 
 from policies.chats.history import History
-from policies.specs import Composite, NonTensor, Spec, Unbounded
+
+if TYPE_CHECKING:
+    from policies.specs import Composite, Spec
 
 
-def _spec(cls: type, leaves: dict[str, Spec], shape: tuple[int, ...], keys: Any) -> Composite:
-    """Return the spec of a container with the leaves asked for, and `padded` where it has it."""
-    found: dict[str, Spec] = {key: leaves[key] for key in _known(leaves, keys)}
-    if "padded" in cls.__annotations__:
-        found["padded"] = NonTensor(shape[:-1], example_data=False)
-    return Composite(found, shape=shape[:-1], data_cls=cls, step_mdp_static=True)
+def _default_spec(names: Sequence[str], of: Any) -> Any:
+    """Return the `default_spec` of a container with these fields.
+
+    They hold a History, a text (`of` is str) or a value of a dtype for each token.
+    """
+
+    def default_spec(
+        cls: Any, shape: tuple[int, ...] = (-1,), keys: Sequence[str] | None = None
+    ) -> "Composite":
+        """Return the spec of a batch of `shape`, with all fields or the `keys` named."""
+        from policies.specs import Composite, NonTensor, Unbounded
+
+        if unknown := set(keys or ()) - set(names):
+            raise ValueError(f"expected keys among {sorted(names)}, got {sorted(unknown)}")
+        found: dict[str, Spec] = {}
+        for name in names if keys is None else keys:
+            if of is History:
+                found[name] = History.default_spec((*shape, -1))
+            elif of is str:
+                found[name] = NonTensor(shape, example_data="a string")
+            else:
+                found[name] = Unbounded((*shape, -1), dtype=of)
+        if "padded" in cls.__annotations__:
+            found["padded"] = NonTensor(shape[:-1], example_data=False)
+        return Composite(found, shape=shape[:-1], data_cls=cls, step_mdp_static=True)
+
+    return classmethod(default_spec)
 
 
 def _share_padded(container: Any) -> None:
@@ -42,14 +65,6 @@ def _conversions() -> Any:
     from policies.chats import conversions
 
     return conversions
-
-
-def _known(names: Any, keys: Sequence[str] | None) -> list[str]:
-    """Return the keys asked for, or all; an unknown one is a ValueError."""
-    unknown = set(keys or ()) - set(names)
-    if unknown:
-        raise ValueError(f"expected keys among {sorted(names)}, got {sorted(unknown)}")
-    return list(names if keys is None else keys)
 
 
 class Tokens(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments]
@@ -72,14 +87,7 @@ class Tokens(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgumen
     def __post_init__(self) -> None:
         _share_padded(self)
 
-    @classmethod
-    def default_spec(
-        cls, shape: tuple[int, ...] = (-1,), keys: Sequence[str] | None = None
-    ) -> Composite:
-        """Return the spec of a batch of `shape`, with all fields or the `keys` named."""
-        names = ("prompt", "response", "assistant", "full")
-        leaves = {name: Unbounded((*shape, -1), dtype=torch.int64) for name in names}
-        return _spec(cls, leaves, shape, keys)
+    default_spec = _default_spec(("prompt", "response", "assistant", "full"), torch.int64)
 
     def to_text(
         self,
@@ -129,14 +137,7 @@ class LogProbs(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgum
     def __post_init__(self) -> None:
         _share_padded(self)
 
-    @classmethod
-    def default_spec(
-        cls, shape: tuple[int, ...] = (-1,), keys: Sequence[str] | None = None
-    ) -> Composite:
-        """Return the spec of a batch of `shape`, with all fields or the `keys` named."""
-        names = ("prompt", "response", "assistant", "full")
-        leaves = {name: Unbounded((*shape, -1), dtype=torch.float32) for name in names}
-        return _spec(cls, leaves, shape, keys)
+    default_spec = _default_spec(("prompt", "response", "assistant", "full"), torch.float32)
 
 
 class Masks(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments]
@@ -159,14 +160,9 @@ class Masks(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgument
     def __post_init__(self) -> None:
         _share_padded(self)
 
-    @classmethod
-    def default_spec(
-        cls, shape: tuple[int, ...] = (-1,), keys: Sequence[str] | None = None
-    ) -> Composite:
-        """Return the spec of a batch of `shape`, with all fields or the `keys` named."""
-        names = ("all_attention_mask", "all_assistant_mask", "all_response_mask")
-        leaves = {name: Unbounded((*shape, -1), dtype=torch.bool) for name in names}
-        return _spec(cls, leaves, shape, keys)
+    default_spec = _default_spec(
+        ("all_attention_mask", "all_assistant_mask", "all_response_mask"), torch.bool
+    )
 
 
 class ChatHistory(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments]
@@ -181,14 +177,7 @@ class ChatHistory(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeAr
     response: History | None = None
     full: History | None = None
 
-    @classmethod
-    def default_spec(
-        cls, shape: tuple[int, ...] = (-1,), keys: Sequence[str] | None = None
-    ) -> Composite:
-        """Return the spec of a batch of `shape`, with all fields or the `keys` named."""
-        names = ("prompt", "response", "full")
-        leaves = {name: History.default_spec((*shape, -1)) for name in names}
-        return _spec(cls, leaves, shape, keys)
+    default_spec = _default_spec(("prompt", "response", "full"), History)
 
     def to_tokens(
         self,
@@ -243,14 +232,7 @@ class Text(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments
     response: str | None = None
     full: str | None = None
 
-    @classmethod
-    def default_spec(
-        cls, shape: tuple[int, ...] = (-1,), keys: Sequence[str] | None = None
-    ) -> Composite:
-        """Return the spec of a batch of `shape`, with all fields or the `keys` named."""
-        names = ("prompt", "response", "full")
-        leaves = {name: NonTensor(shape, example_data="a string") for name in names}
-        return _spec(cls, leaves, shape, keys)
+    default_spec = _default_spec(("prompt", "response", "full"), str)
 
     def to_tokens(
         self,

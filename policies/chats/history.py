@@ -7,14 +7,16 @@ Left out on purpose: images, and message fields beyond those below.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorClass, lazy_stack
 
 from policies.chats.chat_template import Renderer
 from policies.chats.messages import checked, columns, records_of, visible
 from policies.chats.templates import add_chat_template, remove_chat_template
-from policies.specs import Composite, NonTensor
+
+if TYPE_CHECKING:
+    from policies.specs import Composite
 
 
 class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments]
@@ -96,8 +98,10 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         return lazy_stack([_build(chat) for chat in chats])
 
     @classmethod
-    def default_spec(cls, shape: tuple[int, ...] = (-1,)) -> Composite:
+    def default_spec(cls, shape: tuple[int, ...] = (-1,)) -> "Composite":
         """Return the spec of a history of `shape`, the messages along the last dimension."""
+        from policies.specs import Composite, NonTensor
+
         fields = {"role": "user", "content": "a string", "is_complete": True}
         leaves = {name: NonTensor(shape, example_data=value) for name, value in fields.items()}
         return Composite(leaves, shape=shape, data_cls=cls)

@@ -1,6 +1,6 @@
 """The public categorical distributions: masked, one-hot, and both. `choice.py` does the work.
 
-Letters: *B batch, C classes, K given indices, *S sample shape.
+Letters: *B batch, C classes, I given indices, *S sample shape.
 Left out on purpose: TorchRL's `sparse_mask` argument (`indices` are sparse, a `mask` is dense) and
 its dropping of a last dimension of size 1 (one class is one class).
 """
@@ -88,7 +88,7 @@ class MaskedCategorical(MaskedClasses):
     """Hold a categorical distribution over the classes that a mask or a list of indices leaves.
 
     logits or probs [*B, C] float, unnormalised; exactly one of `mask` (bool, same shape) and
-    `indices` (int64 [*B, K]; entries equal to `padding_value` are ignored, repeated ones count
+    `indices` (int64 [*B, I]; entries equal to `padding_value` are ignored, repeated ones count
     once). What is left shares all the probability; `neg_inf` is the log-prob reported for the rest.
     `use_cross_entropy` scores without storing normalised log-probs (and without a second
     derivative). Nothing is padded here, and `padding_value` is ignored wherever it stands, so

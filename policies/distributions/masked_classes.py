@@ -1,7 +1,7 @@
 """A categorical distribution over the classes that a mask or a list of indices leaves.
 
-Letters: *B batch, C classes, K given indices, *S sample shape, N rows (the product of *B). It holds
-a column of scores per class (dense) or per given index, sorted (sparse), so sparse work costs K
+Letters: *B batch, C classes, I given indices, *S sample shape, R rows (the product of *B). It holds
+a column of scores per class (dense) or per given index, sorted (sparse), so sparse work costs I
 instead of C. A class with probability 0 counts as masked. A row without a valid class has log-probs
 but neither mode nor samples.
 Left out on purpose: masks that broadcast. A mask has the shape of the logits.
@@ -30,7 +30,7 @@ Shape = Size | Sequence[int] | None
 class MaskedClasses(Categorical):
     """Be a categorical distribution over the classes that are left, as class indices.
 
-    logits or probs [*B, C] float, exactly one; mask [*B, C] bool or indices [*B, K] int64 or
+    logits or probs [*B, C] float, exactly one; mask [*B, C] bool or indices [*B, I] int64 or
     neither. Half precision becomes float32. Its public faces are in `masked_categorical.py`.
     """
 
@@ -70,7 +70,7 @@ class MaskedClasses(Categorical):
             raise ValueError(
                 f"expected {what} without NaN or inf at valid classes, got some; mask them out"
             )
-        self._scores = kept if probs is None else _log(kept)  # [*B, C or K], -inf if masked
+        self._scores = kept if probs is None else _log(kept)  # [*B, C or I], -inf if masked
 
     @lazy_property
     def logits(self) -> Tensor:
@@ -107,7 +107,7 @@ class MaskedClasses(Categorical):
         self._need_valid_classes()
         with torch.no_grad():
             rows = self._column_probs.reshape(-1, self._scores.shape[-1])
-            drawn = torch.multinomial(rows, shape.numel(), replacement=True).T  # [S, N]
+            drawn = torch.multinomial(rows, shape.numel(), replacement=True).T  # [S, R]
         return self._class_of(drawn.reshape(shape + self.batch_shape))
 
     @property
@@ -156,7 +156,7 @@ class MaskedClasses(Categorical):
             return value, at_index(self._valid, value, size)
         count = self.batch_shape.numel()
         drawn = value.shape[: value.ndim - len(self.batch_shape)].numel()
-        rows, wanted = self._classes.reshape(count, size), value.reshape(drawn, count).T  # [N, *]
+        rows, wanted = self._classes.reshape(count, size), value.reshape(drawn, count).T  # [R, *]
         found = torch.searchsorted(rows.contiguous(), wanted.contiguous()).clamp(max=size - 1)
         column = found.T.reshape(value.shape)
         same = at_index(self._classes, column, size) == value
@@ -168,7 +168,7 @@ class MaskedClasses(Categorical):
         return at_index(self._classes, column, self._scores.shape[-1])
 
     def _spread(self, columns: Tensor, fill: float) -> Tensor:
-        """Return columns [*B, K] at their classes in [*B, C], `fill` elsewhere."""
+        """Return columns [*B, I] at their classes in [*B, C], `fill` elsewhere."""
         if self._classes is None:
             return columns
         size = self.num_samples
@@ -213,11 +213,11 @@ def _check_mask(mask: Tensor, shape: Size) -> None:
 
 
 def _sorted_classes(indices: Tensor, shape: Size, padding: int | None) -> tuple[Tensor, Tensor]:
-    """Return the classes [*B, K] sorted, padding as C, and where a class first stands."""
+    """Return the classes [*B, I] sorted, padding as C, and where a class first stands."""
     if indices.ndim != len(shape) or indices.shape[:-1] != shape[:-1] or not indices.shape[-1]:
         lead = "".join(f"{n}, " for n in shape[:-1])
         raise ValueError(
-            f"expected indices of shape [{lead}K] with K > 0, got {tuple(indices.shape)}; "
+            f"expected indices of shape [{lead}I] with I > 0, got {tuple(indices.shape)}; "
             "pad the rows and name the padding_value"
         )
     size = shape[-1]

@@ -1,6 +1,6 @@
 """Log-probabilities and entropies of rows of logits, some entries masked, without a copy of them.
 
-Letters: *B batch, C classes, N rows (the product of *B), *S sample shape. `allowed` is bool:
+Letters: *B batch, C classes, R rows (the product of *B), *S sample shape. `allowed` is bool:
 [*B, C] masks entries, [*B, 1] rows; a row without an allowed entry may hold anything, NaN too.
 Work goes by blocks of rows, and the backward computes the softmax again instead of storing it.
 Left out on purpose: second derivatives.
@@ -32,7 +32,7 @@ def masked_log_prob(logits: Tensor, index: Tensor, keep: Tensor, allowed: Tensor
     """
     rows = logits.shape[:-1].numel()
     drawn = index.shape[: index.ndim - logits.ndim + 1].numel()
-    columns = [x.reshape(drawn, rows).T for x in (index.long(), keep)]  # [N, S]
+    columns = [x.reshape(drawn, rows).T for x in (index.long(), keep)]  # [R, S]
     out = _LogProb.apply(logits, *columns, allowed.reshape(rows, allowed.shape[-1]))
     return out.T.reshape(index.shape)
 
@@ -71,7 +71,7 @@ def upcast(x: Tensor) -> Tensor:
 
 
 class _LogProb(torch.autograd.Function):
-    """logits [*B, C], target [N, S], keep [N, S], allowed [N, C or 1] -> [N, S]."""
+    """logits [*B, C], target [R, S], keep [R, S], allowed [R, C or 1] -> [R, S]."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, keep: Tensor, allowed: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class _LogProb(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:  # type: ignore[override]
         logits, target, keep, allowed = ctx.saved_tensors
-        grad = grad_outputs[0].masked_fill(~keep, 0)  # [N, S]
+        grad = grad_outputs[0].masked_fill(~keep, 0)  # [R, S]
         out = logits.new_empty(len(target), logits.shape[-1])
         for at, rows in _blocks(logits):
             part = _masked(rows, allowed[at]).softmax(-1).mul_(-grad[at].sum(-1, keepdim=True))
@@ -95,7 +95,7 @@ class _LogProb(torch.autograd.Function):
 
 
 class _Entropy(torch.autograd.Function):
-    """logits [*B, C], allowed [N, C or 1] -> [*B]; its gradient is -p (log p + entropy)."""
+    """logits [*B, C], allowed [R, C or 1] -> [*B]; its gradient is -p (log p + entropy)."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, allowed: Tensor) -> Tensor:

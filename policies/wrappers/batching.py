@@ -67,13 +67,13 @@ class BatchQueue:
         with self._changed:
             self._waiting.extend((call, i) for i in range(len(call.rows)))
             self._changed.notify_all()
-        while batch := self._claim(call):
-            try:
-                self._work(batch)
-            finally:
-                with self._changed:
-                    self._busy = False
-                    self._changed.notify_all()
+            while call.open:
+                left = call.deadline - time.monotonic()
+                due = left <= 0 or len(self._waiting) >= self.min_size
+                if due and self._waiting and not self._busy:
+                    self._run_batch()
+                else:
+                    self._changed.wait(None if due else left)
         if call.error is not None:
             raise call.error
         return [call.results[i] for i in range(len(call.rows))]
@@ -105,23 +105,19 @@ class BatchQueue:
         """Copy the settings; locks and waiting callers stay here."""
         return _make, (self.min_size, self.max_size, self.timeout)
 
-    def _claim(self, call: _Call) -> list[tuple[_Call, int]]:
-        """Wait until a batch is this thread's to run and return it; none once `call` is done."""
-        with self._changed:
-            while call.open:
-                left = call.deadline - time.monotonic()
-                due = left <= 0 or len(self._waiting) >= self.min_size
-                if due and self._waiting and not self._busy:
-                    self._busy = True
-                    return self._next_batch()
-                self._changed.wait(None if due else left)
-        return []
-
-    def _next_batch(self) -> list[tuple[_Call, int]]:
-        run, batch = self._waiting[0][0].run, []
+    def _run_batch(self) -> None:
+        """Run the next batch with the lock given back for as long as it takes."""
+        run, batch = self._waiting[0][0].run, list[tuple[_Call, int]]()
         while self._waiting and self._waiting[0][0].run == run and len(batch) != self.max_size:
             batch.append(self._waiting.popleft())
-        return batch
+        self._busy = True
+        self._changed.release()
+        try:
+            self._work(batch)
+        finally:
+            self._changed.acquire()
+            self._busy = False
+            self._changed.notify_all()
 
     def _work(self, batch: list[tuple[_Call, int]]) -> None:
         """Run a batch; if it fails, each caller's rows alone, so that failures find their owner."""

@@ -4,8 +4,7 @@ Entry t of the logits [B, T, V] predicts token t. Nothing here has a state that 
 threads may ask at once.
 """
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDictBase, unravel_key
@@ -14,7 +13,10 @@ from torch.distributions import Categorical
 
 from policies.distributions.sequences import LLMMaskedCategorical
 from policies.padding import rows, unpad
-from policies.wrappers.inputs import InputReader, NestedKey, flat
+from policies.wrappers.inputs import NestedKey, flat
+
+if TYPE_CHECKING:
+    from policies.wrappers.wrapper import LLMWrapperBase
 
 
 class RaggedCategorical(Categorical):
@@ -54,40 +56,36 @@ class RaggedCategorical(Categorical):
 class TokenDists:
     """The sequences of a td and their logits, from which each kind of distribution is made.
 
-    `logits_of` maps (tokens, attention) to logits; `temperature` is a number or [B]. `out` gets the
-    logits of the distribution made, at `logits_key`. The td may have any number of batch
-    dimensions.
+    `out` gets the logits of the distribution made, at `logits_key`. The td may have any number of
+    batch dimensions.
     """
 
     def __init__(
         self,
-        reader: InputReader,
-        logits_of: Callable[[Tensor, Tensor], Tensor],
+        wrapper: "LLMWrapperBase",
         td: TensorDictBase,
-        *,
-        temperature: Tensor | float,
         side: str,
         out: TensorDictBase | None,
         logits_key: NestedKey,
     ) -> None:
+        if wrapper.generate:
+            raise NotImplementedError(
+                "a generating policy has no distribution over given tokens; "
+                "use policy.get_new_version(generate=False)"
+            )
         if side not in ("left", "right"):
             raise ValueError(f"expected padding_side 'left' or 'right', got {side!r}")
-        self.reader, self.td, self.side, self.out, self.logits_key = (
-            reader,
-            td,
-            side,
-            out,
-            logits_key,
-        )
-        self.seq = seq = reader.sequences(flat(td), side)
+        self.reader, self.td, self.side = wrapper.reader(), td, side
+        self.out, self.logits_key = out, logits_key
+        self.seq = seq = self.reader.sequences(flat(td), side)
         if seq.dense and side == "right" and (seq.attention[:, 1:] > seq.attention[:, :-1]).any():
             raise ValueError(
                 "padding_side='right' pads ragged sequences, these are padded otherwise and stay "
                 "as they lie; give them ragged, or drop it"
             )
-        logits = logits_of(seq.tokens, seq.attention)
-        scale = torch.as_tensor(temperature, device=logits.device).reshape(-1, 1, 1)
-        self.logits = logits / scale  # [B, T, V]
+        logits = wrapper.calls._logits(seq.tokens, seq.attention)
+        scale = torch.as_tensor(wrapper.scoring_temperature(flat(td)), device=logits.device)
+        self.logits = logits / scale.reshape(-1, 1, 1)  # [B, T, V]
 
     def mask_at(self, key: NestedKey) -> Tensor:
         """Return a mask [B, T] by the name of its field in the masks or by its key in td."""

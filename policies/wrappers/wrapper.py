@@ -262,7 +262,7 @@ class LLMWrapperBase(TensorDictModuleBase):
 
     def _generate(self, td: TensorDictBase) -> TensorDictBase:
         """Return replies to the prompts of td [B], in n samples of each [B, n]."""
-        reader = self._reader()
+        reader = self.reader()
         records = reader.records(td)
         prompts = reader.prompts(td, records)
         self.limits.check_lengths(
@@ -276,7 +276,7 @@ class LLMWrapperBase(TensorDictModuleBase):
             streams = fold(streams[:, None], torch.arange(times)).flatten()
             prompts = prompts.repeated(times)
             records = records and [row for row in records for _ in range(times)]
-        drawn = self._calls._draw(prompts.tokens, prompts.attention, streams.cpu())
+        drawn = self.calls._draw(prompts.tokens, prompts.attention, streams.cpu())
         done = self._form().generated(prompts, drawn)
         if not self.return_log_probs:
             del done[LogProbs]
@@ -332,7 +332,7 @@ class LLMWrapperBase(TensorDictModuleBase):
 
     def _score(self, td: TensorDictBase) -> TensorDictBase:
         """Return masks, tokens and log-probs of the whole sequences of td [B]."""
-        seq = self._reader().sequences(td)
+        seq = self.reader().sequences(td)
         done = self._form().scored(seq, self._scored(td, seq))
         return self._placed(done, batch_size=td.batch_size)
 
@@ -340,12 +340,14 @@ class LLMWrapperBase(TensorDictModuleBase):
         """Return the log-probs [B, T] of a td's sequences at its temperature."""
         keep = None
         if self.score_mask_key is not None:
-            keep = self._reader().mask_at(td, self.score_mask_key)
+            keep = self.reader().mask_at(td, self.score_mask_key)
         group = td.get("group_id", None)
         group = None if group is None else group.to(self.device)
-        return self._calls._log_probs(seq.tokens, seq.attention, keep, self._temperature(td), group)
+        return self.calls._log_probs(
+            seq.tokens, seq.attention, keep, self.scoring_temperature(td), group
+        )
 
-    def _temperature(self, td: TensorDictBase) -> Tensor | float:
+    def scoring_temperature(self, td: TensorDictBase) -> Tensor | float:
         """Return the temperature of scoring: that of td [B], else the wrapper's; greedy is 1."""
         given = td.get("temperature", None)
         return (self.temperature or 1.0) if given is None else given.to(self.device)
@@ -358,7 +360,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         if self.generate:
             raise RuntimeError("log_prob scores; expected generate=False, got generate=True")
         td = flat(data)
-        seq = self._reader().sequences(td)
+        seq = self.reader().sequences(td)
         part = seq.parts().get("response")
         if part is None:
             raise ValueError(
@@ -397,13 +399,14 @@ class LLMWrapperBase(TensorDictModuleBase):
         return values.masked_fill(~predicted(attention, keep), 0)
 
     @property
-    def _calls(self) -> Any:
+    def calls(self) -> Any:
         """Return what makes those calls: this, or the queue that gathers several threads."""
         return self if self._batched is None else self._batched
 
     # Reading and writing.
 
-    def _reader(self) -> InputReader:
+    def reader(self) -> InputReader:
+        """Return what reads a td by the keys, mode, tokenizer and device of now."""
         return InputReader(
             mode=self.input_mode,
             key=self.in_keys[0],
@@ -538,26 +541,10 @@ class LLMWrapperBase(TensorDictModuleBase):
     _get_rlhf_dist = _get_dist_with_assistant_mask
     _get_generic_dist = _get_dist_with_attention_mask
 
-    def _dists(
-        self, td: TensorDictBase, side: str, out: TensorDictBase | None, logits_key: NestedKey
-    ) -> "TokenDists":
-        """Return the sequences of td with their tempered logits."""
-        if self.generate:
-            raise NotImplementedError(
-                "a generating policy has no distribution over given tokens; "
-                "use policy.get_new_version(generate=False)"
-            )
+    def _dists(self, *given: Any) -> "TokenDists":
         from policies.wrappers.token_dists import TokenDists
 
-        return TokenDists(
-            self._reader(),
-            self._calls._logits,
-            td,
-            temperature=self._temperature(flat(td)),
-            side=side,
-            out=out,
-            logits_key=logits_key,
-        )
+        return TokenDists(self, *given)
 
     # The batch queue.
 

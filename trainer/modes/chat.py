@@ -121,7 +121,7 @@ def run(loop: Trainer, settings: dict[str, Any]) -> float:
     for name, text in told.items():
         console.print(f"{name:<10} {text}", markup=False, soft_wrap=True)
     console.print(f"{RESET} begins again, {QUIT} ends", markup=False)
-    assert loop.retrieve_kl.scorer is not None  # conf/modes.py asks for one
+    assert loop.retrieve_kl.scorer is not None  # conf/preflight_and_modes.py asks for one
     scorer = loop.retrieve_kl.scorer
     chat(loop.policy, scorer, console, _lines(console), seed=settings["seed"])
     return 0.0

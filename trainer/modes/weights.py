@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from policies import lora
 from policies.cache import read_manifest
+from policies.models import has_adapter
 from trainer.runs.run_files import dig, load_run, number
 from trainer.trainer import Trainer
 
@@ -89,5 +89,5 @@ def reference_name(loop: Trainer, settings: dict[str, Any]) -> str:
     if named := dig(settings, "kl", "reference"):
         return named
     start = ", which training started from" if settings["resume"] else ""
-    adapter = " (the adapter off)" if lora.has_adapter(loop.policy.model) else ""
+    adapter = " (the adapter off)" if has_adapter(loop.policy.model) else ""
     return f"{settings['policy']['model']}{start}{adapter}"

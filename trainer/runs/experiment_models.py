@@ -5,7 +5,6 @@ import inspect
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from policies.cache import build_once, cache_dir
 from trainer.runs.failures import say
 from trainer.runs.lock import held
+from trainer.runs.targets import find_target, walk
 
 PREFIX = "experiment:"
 IRRELEVANT = ("tracker", "launch", "checkpoint", "mode", "preflight")  # to what is learnt
@@ -63,16 +63,31 @@ def cache_folder(experiment: str, config: dict[str, Any]) -> Path:
 
 def _sources(task: Any) -> list[str]:
     """Return the texts of the files that define a task, its parts and their base classes."""
-    classes = [getattr(import_module(module), name) for module, name in _targets(task)]
+    classes = [find_target(node["_target_"]) for _, node in walk(task)]
     bases = {base for cls in classes for base in getattr(cls, "__mro__", (cls,))} - {object}
     return [Path(file).read_text() for file in sorted({inspect.getfile(base) for base in bases})]
 
 
-def _targets(node: Any) -> Iterator[tuple[str, str]]:
-    """Yield module and name of each `_target_` in a node of a configuration."""
-    if isinstance(node, dict):
-        module, _, name = str(node.get("_target_") or "").rpartition(".")
-        if name:
-            yield module, name
-        for value in node.values():
-            yield from _targets(value)
+def without_training(node: Any, compose: Callable[[str], dict[str, Any]]) -> Iterator[str]:
+    """Put what is there in the place of each experiment:<name>; yield those not trained yet.
+
+    For a preflight. A policy or a reference is then the model that its experiment starts from.
+    """
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+        if isinstance(value, dict | list):
+            yield from without_training(value, compose)
+        elif isinstance(value, str) and value.startswith(PREFIX):
+            name = value.removeprefix(PREFIX)
+            config = compose(name)
+            model = cache_folder(name, config) / "model"
+            if model.is_dir():
+                node[key] = str(model)
+                continue
+            if key not in ("model", "reference") or config["policy"]["_target_"].endswith("_model"):
+                raise ValueError(
+                    f"{value} is not in the cache, and a preflight trains nothing; start the run "
+                    "once, it trains that first"
+                )
+            yield name
+            yield from without_training(config["policy"], compose)
+            node[key] = config["policy"]["model"]

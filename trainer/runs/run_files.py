@@ -29,7 +29,7 @@ class Run:
     """What a run folder holds. `metrics`: one dict per iteration, in order, the last one logged.
 
     `words`: the overrides of the command line; `defaults`: what the configuration would be without
-    them, as the experiment and as leash have it (conf/defaults.py).
+    them, as the experiment and as leash have it (conf/start.py).
     """
 
     folder: Path

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from policies import lora
+from policies.models import has_adapter
 from policies.packing import pack_rows
 from trainer.memory import memory_of
 from trainer.modes.preflight.findings import Findings
@@ -157,7 +157,7 @@ def disk_need(loop: Trainer, settings: dict[str, Any]) -> dict[str, int]:
     written.
     """
     kept, sizes = settings["checkpoint"], held(loop)
-    adapter = sizes["gradients"] if lora.has_adapter(loop.policy.model) else 0
+    adapter = sizes["gradients"] if has_adapter(loop.policy.model) else 0
     one = (adapter or sizes["weights"]) + sizes["optimizer"]
     one += sizes["gradients"] if settings["kl"]["refresh_every"] else 0  # a reference of its own
     count = saves(settings["trainer"]["num_iterations"], kept["every"])

@@ -6,14 +6,14 @@ Torch-free.
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from conf import compose
-from conf.sweeps import check_single
-from conf.words import split
-from trainer.runs.experiment_models import PREFIX, cache_folder
+from conf.command_line import SWEEP, check_single, flags_and_overrides
+from conf.compose import compose_checked, compose_experiment
+from conf.start import load_for_resume, run_folder
+from trainer.runs.experiment_models import without_training
 from trainer.runs.launch import start
 
 BOTH = ("policy.max_new_tokens", "policy.system_prompt", "kl.reference", "seed", "policy.device")
@@ -30,10 +30,10 @@ def asked(words: Sequence[str]) -> dict[str, Any] | None:
 
     Any fault is a ValueError. With a flag that only shows something it is left to Hydra.
     """
-    flags, overrides = split(words)
+    flags, overrides = flags_and_overrides(words)
     given = {key: value for key, _, value in (word.partition("=") for word in overrides)}
     mode = given.get("mode", "train")
-    if (mode == "train" and "preflight" not in given) or flags - {"-m", "--multirun"}:
+    if (mode == "train" and "preflight" not in given) or flags - SWEEP:
         return None
     if given.get("resume") and mode in MAY:
         if flags:
@@ -42,7 +42,7 @@ def asked(words: Sequence[str]) -> dict[str, Any] | None:
     if given.get("resume") and "preflight" in given:
         raise ValueError("preflight checks a new run, got resume=; leave one of them out")
     check_single(overrides)
-    config = compose.compose_checked(overrides)
+    config = compose_checked(overrides)
     if mode == "train" and not config["preflight"]:
         return None
     if flags:
@@ -69,8 +69,8 @@ def _of_run(mode: str, folder: str, overrides: list[str]) -> dict[str, Any]:
     rest = [w for w in overrides if w not in (f"mode={mode}", f"resume={folder}")]
     instead = {}
     if mode in ("chat", "export"):  # they play no rows: the data of the run need not be there
-        instead["env"] = compose.compose_checked(["env=sort_digits"])["env"]
-    config = compose.load_for_resume(folder, rest, may=MAY[mode], mode=mode, **instead)
+        instead["env"] = compose_checked(["env=sort_digits"])["env"]
+    config = load_for_resume(folder, rest, may=MAY[mode], mode=mode, **instead)
     _check_replies(config)
     named = any(word.startswith("output_dir=") for word in rest)
     if mode == "export":
@@ -86,7 +86,7 @@ def _of_start(config: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
     if config["preflight"]:
         if mode != "train":
             raise ValueError(f"preflight checks training, got mode={mode}; leave one of them out")
-        config["trains_first"] = sorted(set(_without_warm_up(config)))
+        config["trains_first"] = sorted(set(without_training(config, compose_experiment)))
         config["tracker"] = SILENT
         return config
     if mode == "export":
@@ -95,7 +95,7 @@ def _of_start(config: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
         raise ValueError(f"mode=chat is one process, got launch.num_processes={ranks}; set it to 1")
     _check_replies(config)
     if mode == "evaluate" and not config["output_dir"]:
-        config["output_dir"] = str(compose.run_folder(overrides))
+        config["output_dir"] = str(run_folder(overrides))
     return _aside(config)
 
 
@@ -122,28 +122,3 @@ def _check_target(folder: str | None) -> None:
     path = Path(folder).expanduser()
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"output_dir={folder} is there already; name a folder that is new")
-
-
-def _without_warm_up(node: Any) -> Iterator[str]:
-    """Put what is there in the place of each experiment:<name>; yield those not trained yet.
-
-    A policy or a reference is then the model that its warm-up starts from.
-    """
-    for key, value in node.items() if isinstance(node, dict) else enumerate(node):
-        if isinstance(value, dict | list):
-            yield from _without_warm_up(value)
-        elif isinstance(value, str) and value.startswith(PREFIX):
-            name = value.removeprefix(PREFIX)
-            config = compose.compose_experiment(name)
-            model = cache_folder(name, config) / "model"
-            if model.is_dir():
-                node[key] = str(model)
-                continue
-            if key not in ("model", "reference") or config["policy"]["_target_"].endswith("_model"):
-                raise ValueError(
-                    f"{value} is not in the cache, and a preflight trains nothing; start the run "
-                    "once, it trains that first"
-                )
-            yield name
-            yield from _without_warm_up(config["policy"])
-            node[key] = config["policy"]["model"]

@@ -1,0 +1,172 @@
+"""The parts of a run, made from the nodes of its configuration."""
+
+import re
+from collections.abc import Callable, Mapping
+from inspect import Parameter, signature
+from pathlib import Path
+from typing import Any
+
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from trainer.runs.targets import (
+    arguments_of,
+    bases_of,
+    find_target,
+    takes_any,
+    unknown_argument,
+    unknown_arguments,
+)
+
+DATA = ("dataset", "eval_dataset", "columns", "split", "eval_split")  # keys of env for its task
+Section = Mapping[str, Any]  # of a configuration
+
+
+def build(node: Section, *sections: Section, where: str = "", **parts: Any) -> Any:
+    """Make what a node's _target_ names.
+
+    It gets those of `parts` that it takes, and by their names those keys of `sections` that it
+    takes: an objective has algorithm.clip_low without a word of it in its node. What the node gives
+    itself comes first. An argument that there is not is a ValueError; `where` is the node's name.
+    A fault in what is made is raised as it is, not in Hydra's wrapping.
+    """
+    if isinstance(node, DictConfig):
+        where = where or str(node._get_full_key(None) or "")
+    node, thing = _plain(node), find_target(node["_target_"])
+    known = arguments_of(thing)
+    keys = {name: _plain(s[name]) for s in sections for name in s if name in known}
+    node = {**{name: keys[name] for name in keys if name not in parts}, **node}
+    for fault in unknown_arguments(node, where or node["_target_"]):
+        raise ValueError(fault)
+    if not takes_any(thing) or bases_of(thing):
+        parts = {name: part for name, part in parts.items() if name in known}
+    try:
+        return instantiate(node, _partial_=True)(**parts)  # given to Hydra, a dataclass is a node
+    except (InstantiationException, TypeError) as error:
+        cause = error.__cause__ or error
+        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(cause))  # of **kwargs
+        if unknown and unknown[1] in node:
+            place = f"{where or node['_target_']}.{unknown[1]}"
+            raise ValueError(unknown_argument(place, node["_target_"], known)) from cause
+        raise cause from None
+
+
+def _plain(value: Any) -> Any:
+    if OmegaConf.is_config(value):
+        return OmegaConf.to_container(value, resolve=True)
+    return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def keys_for(function: Callable[..., Any], *sections: Section) -> dict[str, Any]:
+    """Return those keys of `sections` that a function takes by keyword only."""
+    parameters = signature(function).parameters.values()
+    names = {p.name for p in parameters if p.kind is Parameter.KEYWORD_ONLY}
+    return {name: section[name] for section in sections for name in section if name in names}
+
+
+def make_task(env: Section) -> Any:
+    """Return the task that a resolved `env` names, with those keys of DATA that it takes.
+
+    With `rewards` it is an `envs.rewards.Rewarded`.
+    """
+    task = build({"_convert_": "all", **env["task"]}, where="env.task", **data_arguments(env))
+    if not (rewards := env.get("rewards")):
+        return task
+    made = {name: _make_reward(f"env.rewards.{name}", node) for name, node in rewards.items()}
+    return find_target("envs.rewards.Rewarded")(task, made, task_weight=env["task_weight"])
+
+
+def _make_reward(where: str, node: Section) -> Any:
+    """Return what a node of env.rewards names; a ValueError of its constructor says where."""
+    try:
+        return build({"_convert_": "all", **node})
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def data_arguments(env: Section) -> dict[str, Any]:
+    """Return those keys of DATA that the task's constructor names and env.task does not give."""
+    names = arguments_of(find_target(env["task"]["_target_"]))
+    return {key: env[key] for key in DATA if key in names and key not in env["task"]}
+
+
+def make_env(cfg: DictConfig, task: Any, policy: Any) -> Any:
+    """Return the chats over a task, seen through the transforms of `env` in their order.
+
+    Imports torch: for the process that trains.
+    """
+    from envs import ChatEnv
+
+    env: Any = ChatEnv(
+        task,
+        group_size=cfg.algorithm.group_size,
+        max_turns=cfg.env.max_turns,
+        system_prompt=policy.system_prompt,
+    )
+    for name, node in cfg.env.transforms.items():
+        if node is not None:
+            made = build({"_convert_": "all", **node}, where=f"env.transforms.{name}")
+            env = env.append_transform(made)
+    return env
+
+
+def make_leash(cfg: DictConfig) -> Any:
+    """Return the one object that charges the KL, made from `kl.*`; imports torch."""
+    import trainer
+
+    steer, kl = trainer.make_kl_controller, cfg.kl
+    controller = steer(**keys_for(steer, kl), total=cfg.trainer.num_iterations)
+    return trainer.Leash(controller, kl.estimator, kl.where, allow_biased=kl.allow_biased)
+
+
+def make_source(cfg: DictConfig, **parts: Any) -> Any:
+    """Return where batches come from, with the verbs of algorithm.after_rollout."""
+    nodes, size = cfg.algorithm.after_rollout or {}, cfg.trainer.prompts_per_iteration
+    verbs = [build(node, cfg.trainer, **parts) for node in nodes.values()]
+    own = {"size": size, "after_rollout": verbs}
+    return build(cfg.algorithm.source, cfg.algorithm, cfg.trainer, **own, **parts)
+
+
+def make_reference(cfg: DictConfig, policy: Any) -> Any:
+    """Return what the KL is to, scored in parts as large as the update's.
+
+    Imports torch: for the process that trains.
+    """
+    import policies
+    import trainer
+
+    kl, limit = cfg.kl, cfg.trainer.micro_batch_tokens
+    if not kl.measure:
+        return trainer.NoReference()
+    moves = kl.refresh_every > 0
+    model = policies.load_reference(policy, kl.reference, moves=moves, micro_batch_tokens=limit)
+    return trainer.Reference(policy, model, every=kl.refresh_every, decay=kl.refresh_decay)
+
+
+def make_observers(cfg: DictConfig, runtime: Any) -> Any:
+    """Return who watches the run: tracker, diagnosis, report and terminal, on rank 0."""
+    import trainer
+    from trainer.reports.diagnosis import Diagnose
+    from trainer.reports.display import show_run
+    from trainer.reports.live import LiveReport
+
+    if not runtime.is_main:
+        return trainer.Observer()
+    everyone = trainer.Observers()
+    everyone.each = [
+        make_tracker(cfg, runtime.folder),
+        Diagnose(runtime, everyone),
+        LiveReport(runtime.folder),
+        show_run(runtime, cfg.trainer.num_iterations),
+    ]
+    return everyone
+
+
+def make_tracker(cfg: DictConfig, folder: Path) -> Any:
+    """Return the tracker, told what the run is called and which sweep it belongs to."""
+    from trainer.reports.trackers.labels import run_labels
+
+    config = OmegaConf.to_container(cfg)
+    told = {"folder": str(folder), "config": config, "resume": cfg.resume is not None}
+    return build(cfg.tracker, **told, **run_labels(folder, config))

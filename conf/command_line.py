@@ -1,0 +1,165 @@
+"""The words of a command line, before anything is composed: flags, overrides, jobs of a sweep.
+
+Torch-free. Also what the files of conf/ say of themselves, for --help.
+"""
+
+import difflib
+import itertools
+import re
+import shlex
+import shutil
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from conf import names
+from conf.names import all_keys, known_elsewhere
+from trainer.runs.run_files import dig, read_yaml
+
+SHOW = ("job", "hydra", "all")
+FLAGS = {  # of Hydra
+    *("--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--resolve", "--package", "-p"),
+    *("--run", "-r", "--multirun", "-m", "--shell-completion", "-sc", "--info", "-i"),
+    *("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"),
+    "--experimental-rerun",
+}
+SWEEP = {"-m", "--multirun"}
+
+
+def flags_and_overrides(words: Sequence[str]) -> tuple[set[str], list[str]]:
+    """Return the flags of a command line, and its overrides in their order.
+
+    >>> flags_and_overrides(["-m", "seed=1,2", "kl.coeff=0"])
+    ({'-m'}, ['seed=1,2', 'kl.coeff=0'])
+    """
+    return {w for w in words if w[:1] == "-"}, [w for w in words if w[:1] != "-"]
+
+
+def spell_out(words: Sequence[str]) -> list[str]:
+    """Return the words with env.task=<name> as env.task.name=<name>: the task itself is a node.
+
+    >>> spell_out(["env=reasoning_gym", "env.task=chain_sum,sudoku", "env.task={a: 1}"])
+    ['env=reasoning_gym', 'env.task.name=chain_sum,sudoku', 'env.task={a: 1}']
+    """
+    return [re.sub(r"^env\.task=(?=\w[\w,]*$)", "env.task.name=", word) for word in words]
+
+
+def check_flags(words: Sequence[str]) -> None:
+    """Raise ValueError for a flag that Hydra does not have."""
+    for place, word in enumerate(words):
+        flag, _, value = word.partition("=")
+        after = next(iter(words[place + 1 :]), "")
+        value = value or (after if after[:1] != "-" and "=" not in after else "")
+        if flag.startswith("-") and flag not in FLAGS:
+            write = f"write {flag.lstrip('-')}={value or '...'}" if len(flag) > 2 else "see --help"
+            raise ValueError(f"there is no flag {flag}{known_elsewhere(flag) or f'; {write}'}")
+        if flag in ("--cfg", "-c") and value not in SHOW:
+            raise ValueError(f"expected {flag} {' | '.join(SHOW)}, got {value or 'none'}")
+
+
+def check_overrides(words: Sequence[str]) -> None:
+    """Raise ValueError for a word that is no name=value, removes a key or repeats a name."""
+    for word in words:
+        name = word.partition("=")[0]
+        if word.startswith("~") and not word.startswith("~env.task."):
+            raise ValueError(f"{word}: no key can be removed; give it a value, {name[1:]}=...")
+        if not word.startswith("~") and ("=" not in word or not name):
+            raise ValueError(f"expected name=value, got {word!r}{_meant(word, list(words))}")
+    count = Counter(word.partition("=")[0].lstrip("+") for word in words)
+    for key in (key for key, times in count.items() if times > 1):
+        raise ValueError(f"{key} is given {count[key]} times; give it once, or sweep: -m {key}=a,b")
+
+
+def _meant(word: str, words: list[str]) -> str:
+    """Return a hint at the override that a word without a name or a value stands for."""
+    after = words[words.index(word) + 1 :][:2]
+    if after and after[0].startswith("="):
+        return f"; write {word}{''.join(after if after[0] == '=' else after[:1])}, without blanks"
+    if close := difflib.get_close_matches(word, first_lines("experiment"), n=1):
+        return f"; did you mean experiment={close[0]}?"
+    if word == "experiment" or word in all_keys():
+        return f"; did you mean {word}={after[0] if after and '=' not in after[0] else '...'}?"
+    return ""
+
+
+def read_override(word: str) -> Override:
+    """Return an override as Hydra reads it."""
+    try:
+        return OverridesParser.create().parse_override(word)
+    except HydraException:
+        name, _, value = word.partition("=")
+        quoted = shlex.quote('{}="{}"'.format(name, value.replace('"', r"\"")))
+        raise ValueError(
+            f"cannot read {word}; quote values with special characters: {quoted}"
+        ) from None
+
+
+def list_jobs(words: Sequence[str]) -> list[list[str]]:
+    """Return the overrides of each job of a sweep, as Hydra's basic sweeper makes them.
+
+    What the experiment itself sweeps (hydra.sweeper.params) is among them.
+
+    >>> list_jobs(["kl.coeff=0,0.1", "seed=1"])
+    [['kl.coeff=0', 'seed=1'], ['kl.coeff=0.1', 'seed=1']]
+    """
+    check_overrides(words)
+    brought = {key: f"{key}={values}" for key, values in swept_by_experiment(words).items()}
+    choices = []
+    for word in (brought | {word.partition("=")[0]: word for word in words}).values():
+        item = read_override(word)
+        if not item.is_sweep_override():
+            choices.append([word])
+            continue
+        key = item.get_key_element()
+        if item.is_interval_sweep() or "glob(" in word:
+            values = f"{key}=a,b,c or {key}=range(0,3)"
+            raise ValueError(f"{word}: a sweep takes values, {values}; glob does not work")
+        choices.append([f"{key}={value}" for value in item.sweep_string_iterator()])
+    return [list(job) for job in itertools.product(*choices)]
+
+
+def swept_by_experiment(words: Sequence[str]) -> dict[str, str]:
+    """Return the keys and values that the experiment named in `words` sweeps; {} if it is none.
+
+    >>> swept_by_experiment(["experiment=kl_sweep_tiny", "seed=3"])["seed"]
+    '1,2'
+    """
+    name = next((w.partition("=")[2] for w in words if w.startswith("experiment=")), "")
+    path = names.FOLDER / "experiment" / f"{name}.yaml"
+    params = dig(read_yaml(path), "hydra", "sweeper", "params")
+    return {str(key): str(value) for key, value in (params or {}).items()}
+
+
+def check_single(words: Sequence[str]) -> None:
+    """Raise ValueError if one run is asked of an experiment that is a sweep."""
+    given = {word.partition("=")[0] for word in words}
+    left = [key for key in swept_by_experiment(words) if key not in given]
+    if left:
+        name = next(word for word in words if word.startswith("experiment="))
+        raise ValueError(
+            f"{name} is a sweep over {', '.join(left)}: python train.py -m {name}; for one run "
+            f"give {' '.join(f'{key}=...' for key in left)}"
+        )
+
+
+def first_lines(group: str) -> dict[str, str]:
+    """Return what the files of a folder of conf/ say of themselves: first lines, less commands."""
+    out = {}
+    for path in sorted((names.FOLDER / group).glob("*.yaml")):
+        head = itertools.takewhile(lambda line: line[:1] == "#", path.read_text().splitlines())
+        said = [line[2:] for line in head if not re.match("# ( |@|python train)", line)]
+        out[path.stem] = " ".join(said).rstrip(":")
+    return out
+
+
+def help_text() -> str:
+    """Return what --help shows: conf/help.txt, with a paragraph per experiment in its place."""
+    said, width = first_lines("experiment"), shutil.get_terminal_size((100, 0)).columns
+    edge = max(map(len, said)) + 4
+    fill = textwrap.TextWrapper(max(width, 2 * edge), subsequent_indent=" " * edge).fill
+    shown = "\n".join(fill(f"  {name:{edge - 2}}{text}") for name, text in said.items())
+    return (names.FOLDER / "help.txt").read_text().replace("{experiments}", shown)
