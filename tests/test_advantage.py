@@ -8,7 +8,7 @@ from baselines import LEFT, leaves_the_baseline
 from contracts import leash
 from tensordict import TensorDict
 
-from trainer.advantage import BetaAdvantage, GroupAdvantage, NoAdvantage
+from trainer.advantage import BetaAdvantage, GroupAdvantage
 from trainer.kl_control import ConstantKLController
 
 MASK = torch.tensor([[0, 1, 1], [0, 1, 0], [0, 1, 1], [0, 1, 1]]).bool()
@@ -43,11 +43,6 @@ def test_the_kl_is_charged_at_kept_tokens_and_never_scaled():
     scale = 0.5**0.5 + 1e-4
     want = torch.tensor([0.5 / scale + 0.5, -0.5 / scale - 0.5, 0.5, -0.5])[:, None] * MASK
     torch.testing.assert_close(out["advantage"], want)
-
-
-def test_without_scaling_rewards_keep_their_unit():
-    out = advantage(scale_by_std=False)(batch())
-    torch.testing.assert_close(out["advantage"][:2, 1], torch.tensor([0.5, -0.5]))
 
 
 @pytest.mark.parametrize("baseline", LEFT)
@@ -85,12 +80,6 @@ def test_a_charge_without_a_measured_kl_is_refused():
         advantage(where="reward")(batch().exclude("kl_penalty"))
     with pytest.raises(ValueError, match="group_size >= 2"):
         GroupAdvantage(group_size=1, leash=leash(0.5))(batch())
-
-
-def test_imitation_has_none():
-    td = batch()
-    assert NoAdvantage()(td) is td
-    assert set(td.keys()) == {"reward_raw", "kl_penalty", "loss_mask"}
 
 
 def test_a_constant_controller_keeps_its_coefficient_through_a_checkpoint():

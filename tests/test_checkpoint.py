@@ -91,12 +91,6 @@ def test_a_damaged_checkpoint_does_not_count(tmp_path, file, damage):
         saved.newest()
 
 
-def test_no_checkpoint_is_no_error(tmp_path):
-    found = make(tmp_path)[2]
-    assert found.newest() is None
-    assert (found.skipped, found.last) == ([], None)
-
-
 def test_saves_come_when_due_and_only_the_last_are_kept(tmp_path):
     _, _, saved = make(tmp_path, every=2, keep_last=2)
     for iteration in range(1, 9):

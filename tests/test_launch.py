@@ -318,18 +318,6 @@ def test_runs_of_the_same_second_have_folders_of_their_own(script):
         assert {".hydra", "config.yaml", "rank0.json", "status.json"} <= names
 
 
-def test_sweep_runs_every_job_and_ends_with_the_report(script):
-    long = "policy.system_prompt=" + "x" * 400  # no part of a folder's name
-    process = start(script, "-m", "kl.coeff=0,0.1", "seed=3", long, how="finish")
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
-    (sweep,) = (script.parent / "here" / "multirun" / "grpo_smollm").iterdir()
-    jobs = {path.parent.name for path in sweep.glob("*/status.json")}
-    assert jobs == {"kl.coeff=0", "kl.coeff=0.1"}
-    assert (sweep / "sweep.csv").read_text().count("\n") == 3
-    assert str(sweep.relative_to(script.parent / "here") / "sweep.html") in out
-
-
 def test_failed_jobs_are_named_and_the_others_still_run_also_of_several_experiments(script):
     process = start(script, "-m", "experiment=grpo_smollm,sft_tiny", how="raise")
     _, err = process.communicate(timeout=60)
