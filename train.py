@@ -123,14 +123,15 @@ def cli(words: list[str]) -> int:
         if (ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
             return join(words, ranks)
         if any(word.startswith(("mode=", "preflight=")) for word in words):
-            from conf import preflight_and_modes as aside
+            from conf.preflight_and_modes import asked
+            from trainer.runs.aside import run_aside
 
-            if config := aside.asked(words):
-                return aside.carry_out(config, **OURS)
-        asked = start.read_command(words)
-        if isinstance(asked, start.Sweep):
-            return run_sweep(asked, run)
-        run(asked) if asked else show()
+            if config := asked(words):
+                return run_aside(config, **OURS)
+        wanted = start.read_command(words)
+        if isinstance(wanted, start.Sweep):
+            return run_sweep(wanted, run)
+        run(wanted) if wanted else show()
     except (ValueError, RuntimeError, OSError) as error:
         if os.environ.get("RANK", "0") == "0":
             complain(error)

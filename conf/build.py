@@ -10,14 +10,8 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from trainer.runs.targets import (
-    arguments_of,
-    bases_of,
-    find_target,
-    takes_any,
-    unknown_argument,
-    unknown_arguments,
-)
+from trainer.runs import targets
+from trainer.runs.targets import arguments_of, find_target
 
 DATA = ("dataset", "eval_dataset", "columns", "split", "eval_split")  # keys of env for its task
 Section = Mapping[str, Any]  # of a configuration
@@ -33,13 +27,14 @@ def build(node: Section, *sections: Section, where: str = "", **parts: Any) -> A
     """
     if isinstance(node, DictConfig):
         where = where or str(node._get_full_key(None) or "")
-    node, thing = _plain(node), find_target(node["_target_"])
+    node, where = _plain(node), where or node["_target_"]
+    for fault in targets.argument_faults(node, where):
+        raise ValueError(fault)
+    thing = find_target(node["_target_"])
     known = arguments_of(thing)
     keys = {name: _plain(s[name]) for s in sections for name in s if name in known}
-    node = {**{name: keys[name] for name in keys if name not in parts}, **node}
-    for fault in unknown_arguments(node, where or node["_target_"]):
-        raise ValueError(fault)
-    if not takes_any(thing) or bases_of(thing):
+    node = {name: keys[name] for name in keys if name not in parts} | node
+    if not targets.takes_any(thing) or targets.bases_of(thing):
         parts = {name: part for name, part in parts.items() if name in known}
     try:
         return instantiate(node, _partial_=True)(**parts)  # given to Hydra, a dataclass is a node
@@ -47,8 +42,8 @@ def build(node: Section, *sections: Section, where: str = "", **parts: Any) -> A
         cause = error.__cause__ or error
         unknown = re.search(r"unexpected keyword argument '(\w+)'", str(cause))  # of **kwargs
         if unknown and unknown[1] in node:
-            place = f"{where or node['_target_']}.{unknown[1]}"
-            raise ValueError(unknown_argument(place, node["_target_"], known)) from cause
+            fault = targets.unknown_argument(f"{where}.{unknown[1]}", node["_target_"], known)
+            raise ValueError(fault) from cause
         raise cause from None
 
 
@@ -81,7 +76,7 @@ def _make_reward(where: str, node: Section) -> Any:
     """Return what a node of env.rewards names; a ValueError of its constructor says where."""
     try:
         return build({"_convert_": "all", **node})
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from error
 
 
@@ -92,10 +87,7 @@ def data_arguments(env: Section) -> dict[str, Any]:
 
 
 def make_env(cfg: DictConfig, task: Any, policy: Any) -> Any:
-    """Return the chats over a task, seen through the transforms of `env` in their order.
-
-    Imports torch: for the process that trains.
-    """
+    """Return the chats over a task, seen through the transforms of `env` in their order."""
     from envs import ChatEnv
 
     env: Any = ChatEnv(
@@ -129,10 +121,7 @@ def make_source(cfg: DictConfig, **parts: Any) -> Any:
 
 
 def make_reference(cfg: DictConfig, policy: Any) -> Any:
-    """Return what the KL is to, scored in parts as large as the update's.
-
-    Imports torch: for the process that trains.
-    """
+    """Return what the KL is to, scored in parts as large as the update's."""
     import policies
     import trainer
 

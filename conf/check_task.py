@@ -13,7 +13,7 @@ from typing import Any
 
 from conf.build import data_arguments, make_task
 from envs.task_trial import complaint, in_one_line
-from trainer.runs.targets import find_target, misfits
+from trainer.runs.targets import argument_faults, find_target, is_node
 
 # What a source of batches asks of a task; rollouts ask for a reward.
 ROWS = {"trainer.Demonstrations": "demonstrations", "trainer.PreferencePairs": "preferences"}
@@ -42,9 +42,9 @@ def findings(cfg: dict[str, Any]) -> Iterator[str]:
     for key, value in {**env, "columns": columns}.items():
         if key in ("dataset", "eval_dataset", "columns") and value and key not in given:
             yield f"env.{key}={value}: {name} reads none; use env=gsm8k, env=chats or env=own"
-    yield from misfits("env.task", env["task"], given)
+    yield from _node("env.task", env["task"])
     for reward, node in (env.get("rewards") or {}).items():
-        yield from _reward(f"env.rewards.{reward}", node)
+        yield from _node(f"env.rewards.{reward}", node)
     yield from _data(env, cfg["algorithm"]["source"].get("_target_", ""))
 
 
@@ -76,23 +76,19 @@ def _data_sets(node: dict[str, Any]) -> Iterator[str]:
             yield value
 
 
-def _reward(where: str, node: Any) -> Iterator[str]:
-    """Yield what is wrong with one of env.rewards."""
-    if not isinstance(node, dict) or "_target_" not in node:
+def _node(where: str, node: Any) -> Iterator[str]:
+    """Yield what is wrong with the task or with one of env.rewards, as far as signatures tell."""
+    if not is_node(node):
         yield f"{where}: expected _target_, e.g. envs.rewards.Function; got {node!r:.80}"
         return
     inner = node.get("function")
     if isinstance(inner, dict) and inner.get("_partial_") is not True:
-        yield (
-            f"{where}.function: expected _partial_: true beside its _target_, so that it is "
-            "called with each (row, reply); got none"
-        )
-    for name in (part["_target_"] for part in (node, inner) if isinstance(part, dict)):
-        try:
-            find_target(name)
-        except Exception as error:  # importing a user's module may raise anything
-            yield f"{where}: {name}: {in_one_line(error)}"
-    yield from misfits(where, node, {})
+        what = f"{where}.function: expected _partial_: true beside its _target_"
+        yield f"{what}, so that it is called with each (row, reply); got none"
+    try:
+        yield from argument_faults(node, where)
+    except Exception as error:  # importing a user's module may raise anything
+        yield f"{where}: {in_one_line(error)}"
 
 
 @lru_cache(maxsize=8)  # a sweep asks for each of its jobs

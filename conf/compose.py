@@ -17,18 +17,14 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
-from omegaconf.errors import (
-    ConfigAttributeError,
-    ConfigKeyError,
-    InterpolationKeyError,
-    OmegaConfBaseException,
-)
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from conf import names
 from conf.check import check
 from conf.command_line import check_overrides, read_override, spell_out
 from conf.names import all_keys, nearest
 from conf.schema import keys, register
+from trainer.runs.redact import keep_environment
 
 UNKNOWN = (ConfigAttributeError, ConfigKeyError)
 
@@ -64,18 +60,13 @@ def _compose_files(chosen: tuple[str, ...], folder: Path) -> DictConfig:
     register()
     GlobalHydra.instance().clear()
     try:
-        with initialize(folder):
+        with hydra.initialize_config_dir(str(folder), version_base="1.3"):
             return hydra.compose("config", overrides=list(chosen), return_hydra_config=True)
     except MissingConfigException as error:
         group, _, name = str(error.missing_cfg_file).partition("/")
         raise ValueError(_no_file(group, name)) from None
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(_fault_of_file(error, chosen)) from error
-
-
-def initialize(folder: Path) -> Any:
-    """Return the context in which Hydra composes from a folder."""
-    return hydra.initialize_config_dir(str(folder), version_base="1.3")
 
 
 def _is_choice(item: Override) -> bool:
@@ -108,9 +99,9 @@ def _put_in(cfg: DictConfig, item: Override) -> None:
     there = isinstance(around, DictConfig) and leaf in around.keys()  # noqa: SIM118
     if item.is_add() and there:
         raise ValueError(f"there is a key {name}; leave the + out: {name}=...")
-    if item.is_delete() and not there:
-        raise ValueError(f"there is no key {name}; leave ~{name} out")
     if item.is_delete():
+        if not there:
+            raise ValueError(f"there is no key {name}; leave ~{name} out")
         with open_dict(around):
             del around[leaf]
         return
@@ -139,8 +130,8 @@ def _fault(error: OmegaConfBaseException, name: str, value: Any, place: str = ""
     if name.startswith(f"{key}."):
         return f"there is no key {name}; {key} is {declared[0].kind}"
     got = value if name == key else error.value
-    shown = "null" if got is None else repr(got)
-    return f"expected {key} to be {declared[0].kind}, got {shown}{place}"
+    got = "null" if got is None else repr(got)
+    return f"expected {key} to be {declared[0].kind}, got {got}{place}"
 
 
 def _fault_of_file(error: Exception, chosen: Sequence[str]) -> str:
@@ -152,10 +143,8 @@ def _fault_of_file(error: Exception, chosen: Sequence[str]) -> str:
     key, file = cause.full_key or "", f"conf/{where[1]}.yaml"
     others = " ".join(word for word in chosen if not word.startswith("experiment="))
     if isinstance(cause, UNKNOWN) and key in all_keys() and others:
-        return (
-            f"{file} sets {key}, which goes with another part than {others}; take another "
-            f"experiment, or leave {others} out"
-        )
+        what = f"{file} sets {key}, which goes with another part than {others}"
+        return f"{what}; take another experiment, or leave {others} out"
     return _fault(cause, key, cause.value, f" ({file})")
 
 
@@ -170,29 +159,10 @@ def settle(cfg: DictConfig) -> dict[str, Any]:
         plain = {} if missing else OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as error:
         text = str(error).splitlines()[0]
-        if isinstance(error, InterpolationKeyError):
-            name = re.sub(r".*'(\S+)'.*", r"\1", text)
-            text = f"there is no key {name}; what the environment has is ${{oc.env:{name}}}"
+        if name := re.fullmatch(r"Interpolation key '(\S+)' not found", text):
+            text = f"there is no key {name[1]}; what the environment has is ${{oc.env:{name[1]}}}"
         raise ValueError(f"{error.full_key}: {text}") from error
     if missing:
         raise ValueError(f"expected a value for {(key := min(missing))}, got none; give {key}=...")
     check(plain)
-    raw = OmegaConf.to_container(cfg, resolve=False)
-    return _keep_environment(raw, plain, set(_from_environment(raw, plain)))
-
-
-def _from_environment(raw: Any, plain: Any) -> list[str]:
-    if isinstance(raw, (dict, list)):
-        items = raw.items() if isinstance(raw, dict) else enumerate(raw)
-        return [text for key, item in items for text in _from_environment(item, plain[key])]
-    return [plain] if isinstance(plain, str) and "oc.env:" in str(raw) else []
-
-
-def _keep_environment(raw: Any, plain: Any, secrets: set[str]) -> Any:
-    if isinstance(raw, dict):
-        return {key: _keep_environment(raw[key], plain[key], secrets) for key in raw}
-    if isinstance(raw, list):
-        return [_keep_environment(*pair, secrets) for pair in zip(raw, plain, strict=True)]
-    if not isinstance(plain, str):
-        return plain
-    return raw if plain in secrets and "${" in str(raw) else plain.replace("${", "\\${")
+    return keep_environment(OmegaConf.to_container(cfg), plain)

@@ -57,10 +57,8 @@ def nearest(key: str) -> str:
     if key in all_keys():
         return f" here; it belongs to {all_keys()[key]}"
     if leaf in NARROWING:
-        return (
-            ": training samples from the whole distribution, since its log-probs and its KL could "
-            "not follow a part of it; use policy.temperature"
-        )
+        whole = "training samples from the whole distribution, since its log-probs and its KL could"
+        return f": {whole} not follow a part of it; use policy.temperature"
     usual = [k for k, choice in all_keys().items() if "=" not in choice or choice.endswith("grpo")]
     close = _topmost([name for name in usual if name.rpartition(".")[2] == leaf])
     if not close and (hint := known_elsewhere(key)):

@@ -1,20 +1,16 @@
 """What is asked of leash beside training: preflight=true, mode=chat, evaluate or export.
 
-It runs in worker processes as a run does, on the same parts, in a folder that is removed.
-Torch-free.
+It runs on the same parts as a run (trainer/runs/aside.py). Torch-free.
 """
 
-import shutil
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from conf.command_line import SWEEP, check_single, flags_and_overrides
 from conf.compose import compose_checked, compose_experiment
 from conf.start import load_for_resume, run_folder
+from trainer.runs.aside import SILENT, check_replies, check_target, without_training_parts
 from trainer.runs.experiment_models import without_training
-from trainer.runs.launch import start
 
 BOTH = ("policy.max_new_tokens", "policy.system_prompt", "kl.reference", "seed", "policy.device")
 MAY = {  # what may be given beside resume=, by mode
@@ -22,7 +18,6 @@ MAY = {  # what may be given beside resume=, by mode
     "evaluate": ("eval", *BOTH, "policy.max_prompt_tokens", "env", "output_dir", "launch"),
     "export": ("output_dir", "policy.device"),
 }
-SILENT = {"_target_": "trainer.JsonlTracker", "keep_transcripts": False}
 
 
 def asked(words: Sequence[str]) -> dict[str, Any] | None:
@@ -35,33 +30,18 @@ def asked(words: Sequence[str]) -> dict[str, Any] | None:
     mode = given.get("mode", "train")
     if (mode == "train" and "preflight" not in given) or flags - SWEEP:
         return None
-    if given.get("resume") and mode in MAY:
-        if flags:
-            raise ValueError(f"mode={mode} is about one run, got {' '.join(flags)}; leave it out")
-        return _of_run(mode, given["resume"], overrides)
-    if given.get("resume") and "preflight" in given:
+    resumed = mode in MAY and given.get("resume")
+    if not resumed and given.get("resume"):
         raise ValueError("preflight checks a new run, got resume=; leave one of them out")
-    check_single(overrides)
-    config = compose_checked(overrides)
+    if not resumed:
+        check_single(overrides)
+    config = {} if resumed else compose_checked(overrides)
     if mode == "train" and not config["preflight"]:
         return None
     if flags:
-        what = "preflight" if config["preflight"] else f"mode={mode}"
+        what = "preflight" if config.get("preflight") else f"mode={mode}"
         raise ValueError(f"{what} is about one run, got {' '.join(flags)}; leave it out")
-    return _of_start(config, overrides)
-
-
-def carry_out(config: dict[str, Any], **ours: Any) -> int:
-    """Do what `asked` returned in fresh processes; return the exit code, 1 if it found problems."""
-    folder, keep = Path(tempfile.mkdtemp(prefix="leash-")), False
-    try:
-        return int(start(config, folder, **ours) > 0)
-    except RuntimeError as error:
-        keep = str(folder) in str(error)  # it names the traceback there
-        raise
-    finally:
-        if not keep:
-            shutil.rmtree(folder, ignore_errors=True)
+    return _of_run(mode, resumed, overrides) if resumed else _of_start(config, overrides)
 
 
 def _of_run(mode: str, folder: str, overrides: list[str]) -> dict[str, Any]:
@@ -71,13 +51,13 @@ def _of_run(mode: str, folder: str, overrides: list[str]) -> dict[str, Any]:
     if mode in ("chat", "export"):  # they play no rows: the data of the run need not be there
         instead["env"] = compose_checked(["env=sort_digits"])["env"]
     config = load_for_resume(folder, rest, may=MAY[mode], mode=mode, **instead)
-    _check_replies(config)
+    check_replies(config)
     named = any(word.startswith("output_dir=") for word in rest)
     if mode == "export":
-        _check_target(config["output_dir"] if named else None)
+        check_target(config["output_dir"] if named else None)
     elif not named:
         config["output_dir"] = folder
-    return _aside(config)
+    return without_training_parts(config)
 
 
 def _of_start(config: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
@@ -93,32 +73,7 @@ def _of_start(config: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
         raise ValueError("mode=export writes the model of a run; give resume=<run folder>")
     if mode == "chat" and (ranks := config["launch"]["num_processes"]) > 1:
         raise ValueError(f"mode=chat is one process, got launch.num_processes={ranks}; set it to 1")
-    _check_replies(config)
+    check_replies(config)
     if mode == "evaluate" and not config["output_dir"]:
         config["output_dir"] = str(run_folder(overrides))
-    return _aside(config)
-
-
-def _aside(config: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what only training needs; chat and evaluate compare with a reference."""
-    mode = config["mode"]
-    config["kl"]["measure"] = mode != "export"
-    config["algorithm"]["advantage"] = {"_target_": "trainer.NoAdvantage"}  # no critic
-    config["tracker"] = SILENT
-    if mode != "evaluate":
-        config["launch"]["num_processes"] = 1
-    return config
-
-
-def _check_replies(config: dict[str, Any]) -> None:
-    if config["policy"]["_target_"] == "policies.load_reward_model":
-        what = f"mode={config['mode']} is for models that reply"
-        raise ValueError(f"{what}, got a reward model; name a run of SFT, GRPO or PPO")
-
-
-def _check_target(folder: str | None) -> None:
-    if not folder:
-        raise ValueError("mode=export needs a folder to write to; give output_dir=<folder>")
-    path = Path(folder).expanduser()
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ValueError(f"output_dir={folder} is there already; name a folder that is new")
+    return without_training_parts(config)

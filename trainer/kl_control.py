@@ -5,7 +5,7 @@ Only `AdaptiveKLController` speaks TorchRL's convention instead: it takes KL rew
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 ESTIMATORS, PLACES = ("k1", "k2", "k3", "full"), ("loss", "reward")
@@ -34,6 +34,37 @@ def check_place(where: str, estimator: str, *, allow_biased: bool = False) -> No
             raise ValueError(f"{pair}, or set kl.allow_biased=true")
         if estimator == "full":
             raise ValueError("kl.estimator=full is computed in the update only; use kl.where=loss")
+
+
+def faults_of(kl: Mapping[str, Any], *, replies: int) -> Iterator[str]:
+    """Yield what does not go together among the keys of `kl.*`; `replies` an iteration."""
+    if kl["refresh_decay"] and not kl["refresh_every"]:
+        yield f"kl.refresh_decay={kl['refresh_decay']} needs kl.refresh_every, got 0; set it to 1"
+    if kl["refresh_every"] and kl["reference"] is not None:
+        yield "kl.refresh_every moves the reference; leave it out, or kl.reference"
+    if kl["refresh_every"] and not kl["measure"]:
+        yield "kl.refresh_every needs a reference, got kl.measure=false; set kl.measure=true"
+    try:
+        check_place(kl["where"], kl["estimator"], allow_biased=kl["allow_biased"])
+    except ValueError as error:
+        yield str(error)
+    steers = kl["controller"]
+    for key, owner in (("target", "adaptive"), ("end", "linear")):
+        if kl[key] is None and steers == owner:
+            yield f"kl.controller={steers} needs kl.{key}, got none; give kl.{key}=..."
+        if kl[key] is not None and steers != owner:
+            yield f"kl.{key} is for kl.controller={owner}, got {steers}; leave kl.{key} out"
+    if steers == "adaptive" and kl["coeff"] == 0:
+        yield "kl.controller=adaptive multiplies kl.coeff, which stays 0; start from kl.coeff=0.01"
+    if steers == "adaptive" and not kl["measure"]:
+        yield "kl.controller=adaptive follows the measured KL; set kl.measure=true"
+    if steers == "adaptive" and kl["horizon"] <= MAX_ERROR * replies:
+        yield (
+            f"expected kl.horizon > {MAX_ERROR * replies:g}, a fifth of an iteration's {replies} "
+            f"replies, got {kl['horizon']:g}: the coefficient would not stay positive"
+        )
+    if max(kl["coeff"], kl["end"] or 0) > 0 and not kl["measure"]:
+        yield f"kl.coeff={kl['coeff']} needs the reference; set kl.measure=true"
 
 
 class KLControllerBase:

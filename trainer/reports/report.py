@@ -15,9 +15,9 @@ from trainer.reports import markup, panels, summary
 from trainer.reports.chart import standalone
 from trainer.reports.formats import escape
 from trainer.reports.replies import sections
-from trainer.reports.sweep import PLACES
 from trainer.runs.redact import redact
 from trainer.runs.run_files import Run, dig, load_run
+from trainer.runs.saved_configs import PLACES
 
 PICTURE = ("Reward", "KL to the reference", "Accuracy on held-out prompts", "Loss")
 LEVELS = ("error", "warn", "info")

@@ -4,9 +4,9 @@ import shlex
 from pathlib import Path
 
 from trainer.reports.formats import duration, short
-from trainer.reports.sweep import PLACES
 from trainer.runs.redact import redact
 from trainer.runs.run_files import Run, dig, number
+from trainer.runs.saved_configs import PLACES
 
 GAINS = {  # of those before the accuracies only the first that a run has
     "reward/raw_mean": "task reward",

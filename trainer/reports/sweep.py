@@ -18,7 +18,6 @@ from trainer.runs.lock import lock_folder
 
 PLAN = "sweep.json"  # its words, the folders of its jobs, and whether the sweep has ended
 PLACE = "hydra.sweep.dir="
-PLACES = ("output_dir", "resume")  # keys that name a place, not a run
 
 
 class LiveSweep:

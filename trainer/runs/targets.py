@@ -34,6 +34,11 @@ def walk(tree: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
             yield from walk(value, f"{path}[{place}]")
 
 
+def is_node(value: Any) -> bool:
+    """Return whether a value of a configuration is to be made."""
+    return isinstance(value, dict) and "_target_" in value
+
+
 def walk_texts(tree: Any, path: str = "") -> Iterator[tuple[str, str]]:
     """Yield path and value of every text."""
     if isinstance(tree, dict):
@@ -41,6 +46,17 @@ def walk_texts(tree: Any, path: str = "") -> Iterator[tuple[str, str]]:
             yield from walk_texts(value, f"{path}.{key}" if path else str(key))
     elif isinstance(tree, str):
         yield path, tree
+
+
+def is_ours(module: str) -> bool:
+    """Return whether a dotted name is a module of leash, not something that one imports.
+
+    >>> is_ours("envs.tasks"), is_ours("policies.cache.os"), is_ours("os")
+    (True, False, False)
+    """
+    path = ROOT.joinpath(*module.split("."))
+    there = path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+    return module.split(".")[0] in PACKAGES and there
 
 
 def find_target(target: str) -> Any:
@@ -93,37 +109,23 @@ def unknown_argument(path: str, target: str, known: list[str]) -> str:
     return f"{path}: {target} takes {', '.join(known) or 'no arguments'}{meant}"
 
 
-def unknown_arguments(node: dict[str, Any], path: str) -> Iterator[str]:
-    """Yield each argument in a node, and in those within it, that what is named does not take."""
+def argument_faults(node: dict[str, Any], path: str) -> Iterator[str]:
+    """Yield each argument in a node, and in those within it, that there is not or is of no type."""
     for where, inner in walk(node, path):
-        thing = find_target(inner["_target_"])
-        known = inner.keys() if takes_any(thing) else arguments_of(thing)
-        for key in inner:
-            if key not in known and not str(key).startswith("_"):
-                yield unknown_argument(f"{where}.{key}", inner["_target_"], list(known))
-
-
-def misfits(where: str, node: dict[str, Any], given: dict[str, Any]) -> Iterator[str]:
-    """Yield each argument that a node's _target_ lacks, has with another type, or still needs."""
-    name, thing = node["_target_"], find_target(node["_target_"])
-    signature = inspect.signature(thing)
-    arguments = {key: value for key, value in node.items() if not str(key).startswith("_")}
-    for key, value in arguments.items():
-        if key not in (known := arguments_of(thing)):
-            if not takes_any(thing):
-                yield unknown_argument(f"{where}.{key}", name, known)
-        elif key not in signature.parameters:
-            continue
-        elif not fits(value, hint := signature.parameters[key].annotation):
-            wanted, remedy = inspect.formatannotation(hint), ""
-            if isinstance(value, str) and typing.get_origin(hint) is Callable:
-                wanted = "a function"
-                remedy = f"; write {where}.{key}='{{_target_: {value}, _partial_: true}}'"
-            yield f"expected {where}.{key} to be {wanted} ({name}), got {value!r}{remedy}"
-    try:
-        signature.bind(**{**given, **arguments})
-    except TypeError as error:
-        yield f"{where}: {name}: {error}; give it as {where}.<argument>=..."
+        name, thing = inner["_target_"], find_target(inner["_target_"])
+        known, parameters = arguments_of(thing), inspect.signature(thing).parameters
+        for key, value in inner.items():
+            place = f"{where}.{key}"
+            if str(key).startswith("_"):
+                continue
+            if key not in known and not takes_any(thing):
+                yield unknown_argument(place, name, known)
+            if key in parameters and not fits(value, hint := parameters[key].annotation):
+                wanted, remedy = inspect.formatannotation(hint), ""
+                if isinstance(value, str) and typing.get_origin(hint) is Callable:
+                    wanted = "a function"
+                    remedy = f"; write {place}='{{_target_: {value}, _partial_: true}}'"
+                yield f"expected {place} to be {wanted} ({name}), got {value!r}{remedy}"
 
 
 def fits(value: Any, hint: Any) -> bool:
@@ -141,7 +143,7 @@ def fits(value: Any, hint: Any) -> bool:
         return True
     if origin not in JUDGED and origin.__module__ != "collections.abc":
         return True
-    if isinstance(value, dict) and "_target_" in value:  # to be made
+    if is_node(value):
         return True
     if origin in (int, float) and isinstance(value, bool):
         return False

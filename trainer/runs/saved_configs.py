@@ -1,0 +1,64 @@
+"""Saved configurations: with the names of today, and how two differ. Torch-free."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from trainer.runs.experiment_models import PREFIX
+from trainer.runs.redact import redact
+from trainer.runs.run_files import read_yaml
+
+PLACES = ("output_dir", "resume")  # keys that name a place, not a run
+
+
+def as_today(saved: Any) -> dict[str, Any]:
+    """Return a saved configuration with the names of today.
+
+    Older ones gave the parts of an algorithm its keys once more, in their nodes.
+    """
+    algorithm = dict(saved.get("algorithm") or {})
+    keys = {**(saved.get("trainer") or {}), **algorithm}
+    for part in ("source", "advantage", "objective"):
+        node = algorithm.get(part) or {}
+        algorithm[part] = {k: v for k, v in node.items() if k not in keys or v != keys[k]}
+    if "clip_ratio" in algorithm:
+        algorithm["dual_clip"] = algorithm.pop("clip_ratio")
+    if "shaping" in algorithm:
+        verbs, corrects = algorithm.pop("shaping") or {}, algorithm.pop("mismatch", None)
+        if corrects:
+            verbs = verbs | {"mismatch": corrects | {"_target_": "trainer.ImportanceSampling"}}
+        algorithm["after_rollout"] = verbs or None
+    return saved | {"algorithm": algorithm}
+
+
+def holds_same(folder: Path, config: dict[str, Any]) -> bool:
+    """Return whether a folder holds a job with this configuration; False if it holds none.
+
+    A job with another one, or a damaged one, is a ValueError.
+    """
+    saved = read_yaml(folder / "config.yaml")
+    if not saved and (folder / "metrics.jsonl").exists():
+        raise ValueError(f"{folder} holds a run without its config.yaml; move it away")
+    if saved and (lost := config.keys() - saved.keys()):
+        raise ValueError(f"{folder}/config.yaml is damaged: it has no {min(lost)}; move it away")
+    for key, there, asked in _changes(as_today(saved), config) if saved else ():
+        there, asked = (redact({key: value})[key] for value in (there, asked))
+        raise ValueError(
+            f"{folder} holds a job with {key}={there}, got {asked}; give the words of that sweep, "
+            "or another hydra.sweep.dir"
+        )
+    return bool(saved)
+
+
+def _changes(saved: Any, config: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield key, saved and asked value of what differs.
+
+    Of a warm-up the folder of its model is saved.
+    """
+    if isinstance(saved, dict) and isinstance(config, dict):
+        for name in dict.fromkeys([*saved, *config]):
+            path = f"{key}.{name}" if key else name
+            if path not in PLACES:
+                yield from _changes(saved.get(name), config.get(name), path)
+    elif saved != config and not str(config).startswith(PREFIX):
+        yield key, saved, config
