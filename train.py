@@ -4,24 +4,12 @@ Also preflight=true, and resume=<run folder> with mode=chat, evaluate or export.
 The parent checks the configuration and starts a fresh process per rank; it imports no torch.
 """
 
-import os
 import sys
 from pathlib import Path
-from typing import Any
 
-import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from conf import build as parts
-from conf import start
-from conf.command_line import help_text, spell_out
-from conf.compose import compose_experiment
-from trainer.runs.failures import complain, last_words, say
-from trainer.runs.launch import agree, prepare_joined
-from trainer.runs.launch import start as launch
-from trainer.runs.sweep_loop import run_sweep
-
-OURS: dict[str, Any] = {"script": Path(__file__).resolve(), "compose": compose_experiment}
 
 
 def train(cfg: DictConfig, folder: Path) -> float:
@@ -79,28 +67,11 @@ def train(cfg: DictConfig, folder: Path) -> float:
         return run_mode(loop, OmegaConf.to_container(cfg, resolve=True))
 
 
-@hydra.main(version_base="1.3", config_path="conf", config_name="config")
-def show(cfg: DictConfig) -> None:
-    """Let Hydra show what a flag asks for: --cfg job ..."""
-
-
-def run(job: start.Job) -> None:
-    """Train what is left of a job."""
-    say(job.done) if job.done else launch(job.config, start.begin(job), **OURS)
-
-
-def join(words: list[str], ranks: int) -> int:
-    """Be one rank of `torchrun train.py` or `accelerate launch train.py`; return the exit code."""
-    config = start.compose_joined(words, ranks=ranks)
-    folder = agree(lambda: prepare_joined(config, start.run_folder(words), **OURS), config)
-    return worker(str(folder / "config.yaml"), str(folder))
-
-
 def worker(config: str, folder: str) -> int:
     """Train in this process; return its exit code."""
-    from trainer import Stopped
+    from trainer.runs.failures import last_words
+    from trainer.stops import Stopped
 
-    start.set_up()
     try:
         train(OmegaConf.load(config), Path(folder))
     except Stopped:
@@ -112,39 +83,15 @@ def worker(config: str, folder: str) -> int:
 
 
 def cli(words: list[str]) -> int:
-    """Check everything that can be checked, then run; return the exit code."""
+    """Do what a command line asks for; return the exit code."""
     if words[:1] == ["--worker"]:
         return worker(*words[1:])
-    if {"--help", "-h"} & {*words}:
-        print(help_text())
-        return 0
-    start.set_up()
-    failed = 2  # before a run begins
-    try:
-        if (ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
-            return join(words, ranks)
-        if any(word.startswith(("mode=", "preflight=")) for word in words):
-            from conf.preflight_and_modes import asked
-            from trainer.runs.aside import run_aside
+    from conf.shell import run_command  # a worker needs nothing of it
 
-            if config := asked(words):
-                return run_aside(config, **OURS)
-        wanted, failed = start.read_command(words), 1
-        if isinstance(wanted, start.Sweep):
-            return run_sweep(wanted, run)
-        run(wanted) if wanted else show()
-    except (ValueError, RuntimeError, OSError) as error:
-        if os.environ.get("RANK", "0") == "0":
-            complain(error)
-        return failed if isinstance(error, RuntimeError) else 2
-    except KeyboardInterrupt:  # outside of a run
-        say("stopped before it began; nothing is saved")
-        return 130
-    return 0
+    return run_command(words, script=Path(__file__).resolve(), worker=worker)
 
 
 if __name__ == "__main__":
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # a reply may hold what this terminal cannot show
-    sys.argv[1:] = spell_out(sys.argv[1:])  # Hydra reads them too
     sys.exit(cli(sys.argv[1:]))

@@ -6,7 +6,7 @@
 Prints the largest absolute difference (inputs in float64) and the time of TorchRL over that of
 leash (float32; above 1 leash is faster). TorchRL is a dependency of nothing here, hence the
 environment of its own. A new system is a function that yields cases, and its line in SYSTEMS. What
-the original gets wrong is left out; the tests named test_fault_* hold it.
+the original gets wrong is left out; docs/coming_from_torchrl.md names the tests that hold it.
 """
 
 import argparse

@@ -38,7 +38,7 @@ def load_policy(
     """
     found = find_model(model, source=source)
     network = load_model(found, dtype=dtype, device=device)
-    if lora is not None:
+    if lora and lora.get("r") != 0:
         from policies.lora import add_adapter
 
         add_adapter(network, **lora)

@@ -1,6 +1,8 @@
 """What the whole session shares: a cache of its own, and runs that several files read."""
 
 import contextlib
+import fcntl
+import json
 import os
 from pathlib import Path
 
@@ -29,12 +31,21 @@ def cache(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def small_run(tmp_path_factory) -> Finished:
-    """Run a short grpo_tiny end to end, with W&B offline; its warm-up fills the cache."""
-    folder = tmp_path_factory.mktemp("small") / "run"
-    done = train(*SMALL, *WANDB, f"output_dir={folder}")
-    assert done.code == 0, done.text
-    return done.at(folder)
+def small_run(cache) -> Finished:
+    """Run a short grpo_tiny end to end, with W&B offline; its warm-up fills the cache.
+
+    One process of pytest-xdist runs it, the others wait; no test writes into its folder.
+    """
+    folder = cache.parent / "small" / "run"
+    folder.parent.mkdir(exist_ok=True)
+    told = folder.with_name("told.json")
+    with open(folder.with_name("lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not told.exists():
+            done = train(*SMALL, *WANDB, f"output_dir={folder}")
+            assert done.code == 0, done.text
+            told.write_text(json.dumps([done.code, done.text, done.seconds]))
+    return Finished(*json.loads(told.read_text())).at(folder)
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from pathlib import Path
 import contracts
 import torch
 from contracts import leash
+from drawn import Many, dynamic
 from safetensors.torch import save_file
-from test_sources import Many, dynamic
 
 from envs.chat_env import ChatEnv
 from envs.transforms import RetrieveKL

@@ -11,14 +11,14 @@ from typing import Any
 
 import contracts
 import torch
-from test_advantage import leaves_the_baseline
-from test_algorithms import agrees_with_its_paper
-from test_entropy import the_bonus_is_that_of_a_plain_softmax
-from test_gae import agrees_with_the_paper
-from test_importance_sampling import a_bfloat16_generator_is_corrected
-from test_leash import charged_once
-from test_lora import with_the_adapter_off_it_is_the_start_policy
-from test_ppo import values_are_those_of_a_plain_forward
+from adapted import with_the_adapter_off_it_is_the_start_policy
+from baselines import leaves_the_baseline
+from charges import charged_once
+from enumeration import a_bfloat16_generator_is_corrected
+from gae_by_hand import agrees_with_the_paper
+from papers import agrees_with_its_paper
+from plain_entropy import the_bonus_is_that_of_a_plain_softmax
+from plain_values import values_are_those_of_a_plain_forward
 
 import envs.transforms.kl
 import policies.chats.chat_template

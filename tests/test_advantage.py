@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
+from baselines import LEFT, leaves_the_baseline
 from contracts import leash
 from tensordict import TensorDict
 
-from trainer.advantage import BetaAdvantage, GroupAdvantage, NoAdvantage
+from trainer.advantage import BetaAdvantage, GroupAdvantage
 from trainer.kl_control import ConstantKLController
 
 MASK = torch.tensor([[0, 1, 1], [0, 1, 0], [0, 1, 1], [0, 1, 1]]).bool()
@@ -44,40 +45,9 @@ def test_the_kl_is_charged_at_kept_tokens_and_never_scaled():
     torch.testing.assert_close(out["advantage"], want)
 
 
-def test_without_scaling_rewards_keep_their_unit():
-    out = advantage(scale_by_std=False)(batch())
-    torch.testing.assert_close(out["advantage"][:2, 1], torch.tensor([0.5, -0.5]))
-
-
-# Task 1 and 0, KL -0.5 and -1.5: half of each difference around the mean, all of it alone.
-STD = 0.5**0.5 + 1e-4
-LEFT = {
-    "group_mean": ({}, 0.5 / STD + 0.5, -0.5 / STD - 0.5),
-    "leave_one_out": ({"scale_by_std": False}, 2.0, -2.0),
-    "none": ({"scale_by_std": False}, 0.5, -1.5),
-}
-
-
 @pytest.mark.parametrize("baseline", LEFT)
 def test_a_row_that_left_the_loss_enters_neither_baseline_nor_scale(baseline):
     leaves_the_baseline(baseline)
-
-
-def leaves_the_baseline(baseline: str) -> None:
-    options, first, second = LEFT[baseline]
-    td = TensorDict(batch_size=[6])
-    td["reward_raw"] = torch.tensor([[1.0], [9.0], [0.0], [7.0], [2.0], [8.0]])
-    td["kl_penalty"] = torch.tensor([[1.0], [6.0], [3.0], [5.0], [2.0], [4.0]])
-    td["loss_mask"] = torch.tensor([[True], [False], [True], [False], [True], [False]])
-    made = GroupAdvantage(
-        group_size=3,
-        baseline=baseline,
-        leash=leash(0.5, "reward"),
-        **options,
-    )
-    alone = 2.0 - 0.5 * 2.0 if baseline == "none" else 0.0
-    want = torch.tensor([first, 0, second, 0, alone, 0])
-    torch.testing.assert_close(made(td)["advantage"].squeeze(-1), want)
 
 
 def test_the_density_of_bnpo_is_that_of_the_groups_that_are_learnt_from():
@@ -110,12 +80,6 @@ def test_a_charge_without_a_measured_kl_is_refused():
         advantage(where="reward")(batch().exclude("kl_penalty"))
     with pytest.raises(ValueError, match="group_size >= 2"):
         GroupAdvantage(group_size=1, leash=leash(0.5))(batch())
-
-
-def test_imitation_has_none():
-    td = batch()
-    assert NoAdvantage()(td) is td
-    assert set(td.keys()) == {"reward_raw", "kl_penalty", "loss_mask"}
 
 
 def test_a_constant_controller_keeps_its_coefficient_through_a_checkpoint():

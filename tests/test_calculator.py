@@ -47,8 +47,6 @@ def test_rows_ask_for_products_of_four_digits_and_pairs_of_eval_are_kept_apart()
     ("text", "complete", "result", "total"),
     [
         ("calc: 57*83", True, "4731", 0.0),
-        (" calc: 57*83\n", True, "4731", 0.0),
-        ("calc: 1-2", True, "-1", 0.0),
         ("calc: 4731+0", True, "4731", 0.0),
         ("calc: 57*83", False, None, 0.0),
         ("calc: 57*83 4731", True, None, 0.0),
@@ -56,10 +54,8 @@ def test_rows_ask_for_products_of_four_digits_and_pairs_of_eval_are_kept_apart()
         ("calc: 9999999*9", True, None, 0.0),
         ("calc: \u0665*2", True, None, 0.0),
         ("4731", True, None, 1.0),
-        ("4731", False, None, 0.0),
         ("4730", True, None, 0.0),
         ("It is 4731", True, None, 0.0),
-        ("", True, None, 0.0),
     ],
 )
 def test_a_call_is_answered_and_anything_else_is_the_answer(text, complete, result, total):

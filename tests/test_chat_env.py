@@ -129,22 +129,6 @@ def test_how_an_episode_ends():
     assert td["next", "success"].all(), "the second turn of Counting is a success"
 
 
-def test_a_chat_of_one_row_and_an_empty_reply():
-    task = Counting()
-    env = ChatEnv(task)
-    td = env.step(reply(env.reset(data([row("Hi")])), [""]))
-    assert task.seen[0].text == ""
-    assert td["next", "terminated"].tolist() == [[True]]
-
-
-def test_a_batch_of_one_kind_of_task_has_rewards_per_row():
-    env = ChatEnv(Words(), group_size=2)
-    td = env.reset(data(Words().rows("train")[:2]))
-    td = env.step(reply(td, ["", "a", "ab", "abc"]))
-    assert td["next", "reward"].flatten().tolist() == [0.0, 0.5, 1.0, 0.0]
-    assert td["next", "success"].flatten().tolist() == [False, False, True, False]
-
-
 class Lenient(Words):
     """Report a part only where it applies."""
 

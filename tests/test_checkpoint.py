@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from contracts import make_policy
+from saved import make, step, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer.checkpoint import Checkpoints, save_model
@@ -17,28 +18,6 @@ from trainer.optimizer import make_optimizer
 from trainer.runtime import Runtime
 
 ROOT = Path(__file__).parents[1]
-
-
-def step(policy, optimizer, seed: int) -> None:
-    """Take one AdamW step on a loss of its own."""
-    generator = torch.Generator().manual_seed(seed)
-    loss = sum((p * torch.randn(p.shape, generator=generator)).sum() for p in weights(policy))
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-
-
-def weights(policy) -> list:
-    return list(policy.model.parameters())
-
-
-def make(folder: Path, *, steps: int = 0, **options):
-    """Return a policy and optimiser after some steps, and their checkpoints."""
-    policy = make_policy.__wrapped__()
-    optimizer = make_optimizer(policy.model, lr=1e-3, weight_decay=0.1)
-    for seed in range(steps):
-        step(policy, optimizer, seed)
-    return policy, optimizer, Checkpoints(Runtime(folder), policy, optimizer, **options)
 
 
 def names(checkpoints: Checkpoints) -> list[str]:
@@ -112,12 +91,6 @@ def test_a_damaged_checkpoint_does_not_count(tmp_path, file, damage):
         saved.newest()
 
 
-def test_no_checkpoint_is_no_error(tmp_path):
-    found = make(tmp_path)[2]
-    assert found.newest() is None
-    assert (found.skipped, found.last) == ([], None)
-
-
 def test_saves_come_when_due_and_only_the_last_are_kept(tmp_path):
     _, _, saved = make(tmp_path, every=2, keep_last=2)
     for iteration in range(1, 9):
@@ -173,7 +146,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, "tests")
 import trainer.checkpoint as checkpoint
-from test_checkpoint import make
+from saved import make
 _, _, saved = make(Path(sys.argv[1]), steps=1, keep_last=1)
 saved.save(1, {})
 checkpoint.write_manifest = lambda *_: os.kill(os.getpid(), signal.SIGKILL)

@@ -6,7 +6,7 @@ from contracts import make_policy
 from tensordict import TensorDict, lazy_stack
 
 from policies.chats.chat_template import Renderer
-from policies.chats.containers import ChatHistory, LogProbs, Masks, Text, Tokens
+from policies.chats.containers import ChatHistory, LogProbs, Masks, Tokens
 from policies.chats.history import History
 from policies.padding import is_ragged, nested, rows
 
@@ -22,11 +22,6 @@ def make_tokens(size):
 
 
 class TestContainers:
-    def test_fields_are_none_by_default(self):
-        for container in (Tokens, LogProbs, Masks, ChatHistory, Text):
-            empty = container(batch_size=[2])
-            assert all(getattr(empty, f) is None for f in container.__dataclass_fields__)
-
     def test_padded_batch(self):
         full = torch.arange(6).reshape(2, 3)
         tokens = Tokens(full=full, response=full[:, 1:], padded=True, batch_size=[2])
@@ -56,17 +51,6 @@ class TestContainers:
         assert td[1]["tokens", "assistant"].tolist() == [1, 2, 3, 4]
         assert td.get("tokens")[0].prompt.tolist() == [0]
 
-    def test_masks_and_log_probs(self):
-        rows = [torch.tensor([True, False]), torch.tensor([True, True, False])]
-        masks = lazy_stack([Masks(all_response_mask=r, padded=False) for r in rows])
-        padded = masks.get("all_response_mask", as_padded_tensor=True, padding_value=False)
-        assert padded.dtype == torch.bool
-        assert padded.tolist() == [[True, False, False], [True, True, False]]
-        values = [torch.tensor([-1.0]), torch.tensor([-2.0, -3.0])]
-        log_probs = lazy_stack([LogProbs(response=v, assistant=v, padded=False) for v in values])
-        sums = [v.sum().item() for v in log_probs.get("assistant", as_list=True)]
-        assert sums == [-1.0, -5.0]
-
     def test_histories(self):
         prompt = History.from_chats([SHORT, LONG])
         response = History.from_replies(["a", "b"], [True, True])
@@ -78,12 +62,6 @@ class TestContainers:
         assert td[1]["history"].prompt.messages() == LONG
         again = lazy_stack([td[1], td[0]])
         assert again["history", "prompt"].chats() == [LONG, SHORT]
-
-    def test_texts(self):
-        text = Text(prompt=["a", "bc"], batch_size=[2])
-        assert text.prompt == ["a", "bc"]
-        assert text[1].prompt == "bc"
-        assert TensorDict(text=text, batch_size=[2])["text", "prompt"] == ["a", "bc"]
 
 
 def ragged(*sizes):
@@ -222,17 +200,6 @@ class TestViews:
         assert tokens.to_history(tokenizer).full.chats() == [[*p, *r] for p, r in CHATS]
         short = text.to_tokens(tokenizer, truncation=True, max_length=3)
         assert as_lists(short, "full") == [row[:3] for row in as_lists(tokens, "full")]
-
-    @pytest.mark.parametrize(
-        "fields", [("prompt",), ("full",), ("response",), ("prompt", "response")]
-    )
-    def test_views_of_a_part(self, fields, tokenizer):
-        whole, part = spoken().to_text(tokenizer), spoken(*fields).to_text(tokenizer)
-        again = part.to_history(tokenizer)
-        for name in ("prompt", "response", "full"):
-            assert part.get(name, None) == (whole.get(name) if name in fields else None)
-            if name in fields:
-                assert again.get(name).chats() == spoken().get(name).chats()
 
     def test_padded_tokens_are_read_by_their_mask(self, tokenizer):
         td = TensorDict(history=spoken("prompt"), stream=torch.arange(2), batch_size=[2])

@@ -134,13 +134,6 @@ def test_split_off_takes_at_most_200():
     assert len(split_off([str(i) for i in range(5000)])[1]) == 200
 
 
-def test_eval_data_of_its_own_leaves_the_train_rows_whole(tmp_path):
-    train = write_jsonl(tmp_path / "train.jsonl", ROWS)
-    held_out = write_jsonl(tmp_path / "eval.jsonl", ROWS[:3])
-    found = load_chats(train, eval_dataset=held_out)
-    assert (len(found["train"]), len(found["eval"])) == (30, 3)
-
-
 def test_file_has_no_splits_so_eval_split_is_split_off(tmp_path):
     path = write_jsonl(tmp_path / "train.jsonl", ROWS)
     assert load_chats(path, eval_split="test") == load_chats(path)
@@ -168,18 +161,11 @@ LAST = {"role": "assistant", "content": "Ho"}
             {"question": "q", "answer": 5},
             "answer: expected a text or a list of messages, got 5 (int)",
         ),
-        ({"question": "q"}, "answer: expected a text or a list of messages, got None (NoneType)"),
-        ({"question": "  ", "answer": "1"}, "question: expected a text or a list of messages, got"),
         ({"question": "\ud83d", "answer": "1"}, r"a list of messages, got '\ud83d'"),
-        ({"question": [], "answer": "1"}, "question: expected a list of messages, got []"),
         ({"question": ["q"], "answer": "1"}, "question[0]: expected a dict with role and content"),
         (
             {"question": [{"role": "assistant", "content": "q"}], "answer": "1"},
             "question: expected a text of the user as the last message, got ['assistant'] (list)",
-        ),
-        (
-            {"question": [{"role": "user", "content": " "}], "answer": "1"},
-            "question: expected a text of the user as the last message, got ['user'] (list)",
         ),
         (
             {"question": "q", "answer": [{"role": "user", "content": "1"}]},
@@ -216,7 +202,6 @@ def test_rows_that_are_all_malformed_name_the_key_of_the_column(tmp_path):
     ("messages", "words"),
     [
         ("hello", "row 1, messages: expected a list of messages, got 'hello' (str)"),
-        ([], "row 1, messages: expected a list of messages, got [] (list)"),
         ([GOOD, "Ho"], "row 1, messages[1]: expected a dict with role and content, got 'Ho'"),
         (
             [{"role": "bot", "content": "x"}, LAST],
@@ -224,7 +209,6 @@ def test_rows_that_are_all_malformed_name_the_key_of_the_column(tmp_path):
         ),
         ([{"role": "user"}, LAST], "row 1, messages[0].content: expected a text, got None"),
         ([GOOD], "a reply of the assistant as the last message, got ['user']"),
-        ([LAST], "a reply of the assistant as the last message, got ['assistant']"),
         ([GOOD, LAST | {"content": " "}], "a reply of the assistant as the last message"),
     ],
 )
@@ -253,9 +237,7 @@ def test_missing_column_lists_the_columns_there_are(tmp_path):
     [
         ("a.jsonl", '{"question": "a"}\n{oops', "line 2: expected a JSON object, got '{oops'"),
         ("a.jsonl", "[1]\n", "row 0: expected an object, got [1]"),
-        ("a.jsonl", "\n", "at least one row"),
         ("a.json", '{"a": 1}', "expected a JSON list of objects, got dict"),
-        ("a.json", "[", "expected a JSON list of objects"),
         ("a.csv", "question,answer\n", "at least one row"),
         ("a.parquet", "not parquet", "expected a parquet file"),
     ],

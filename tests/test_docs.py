@@ -69,10 +69,6 @@ def block(language: str, number: int = 0, *, page: str = "docs/own_task.md") -> 
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.S | re.M)[number]
 
 
-def test_there_are_commands_to_check() -> None:
-    assert len(commands()) >= 10
-
-
 @pytest.mark.parametrize("command", commands())
 def test_documented_command_composes(command, place) -> None:
     named = command.replace("/path/to/model", str(place / "model")).replace("<date_time>", "old")
@@ -80,7 +76,8 @@ def test_documented_command_composes(command, place) -> None:
     overrides = [w for w in words if not w.startswith("-") and "..." not in w]
     if "env=brief" in overrides:
         return  # needs the file that the page shows: see below
-    for job in list_jobs(overrides) if "-m" in words else [overrides]:
+    jobs = list_jobs(overrides) if "-m" in words else [overrides]
+    for job in (jobs[0], jobs[-1]) if jobs[1:] else jobs:
         assert compose_checked(job)["trainer"]["num_iterations"] >= 1
 
 
@@ -104,24 +101,6 @@ def test_the_script_by_hand_learns_and_leaves_the_built_model_alone(tmp_path, mo
     assert any((before[name] - value).abs().max() > 1e-3 for name, value in moved.items())
     again = load_policy("tiny").model.state_dict()  # the built model is read, never written
     assert all((before[name] == value).all() for name, value in again.items())
-
-
-def test_own_task_rewards_as_described(place) -> None:
-    brief = importlib.import_module("my_tasks").Brief
-    (place / "q.jsonl").write_text(
-        "\n".join(json.dumps({"question": q, "answer": "cold"}) for q in ("Hot?", "Warm?"))
-    )
-    task = brief("q.jsonl", limit=12)
-    row = task.rows("train")[0]
-    for text, complete, total in (
-        ("Cold.", True, 1.0),
-        ("Cold.", False, 0.8),
-        ("It is very cold.", True, 0.8),
-        ("Warm.", True, 0.2),
-        ("It is very warm.", True, 0.0),
-    ):
-        reward = task.reward(row, Reply(text, complete, []))
-        assert (reward.total, reward.success) == (pytest.approx(total), total == 1)
 
 
 def test_own_task_page_shows_what_a_try_prints(place, capsys) -> None:
@@ -159,14 +138,6 @@ def test_own_task_page_quotes_what_is_said_without_permission(place) -> None:
     with pytest.raises(ValueError, match="allow_targets") as caught:
         compose_checked([word for word in words if word != "allow_targets=true"])
     assert f"error: {caught.value}" in (ROOT / "docs/own_task.md").read_text().splitlines()
-
-
-def test_own_task_page_shows_a_file_that_composes(place, monkeypatch) -> None:
-    shutil.copytree(ROOT / "conf", place / "conf")
-    (place / "conf" / "env" / "brief.yaml").write_text(block("yaml"))
-    monkeypatch.setattr(names, "FOLDER", place / "conf")
-    task = compose_checked(["env=brief", "allow_targets=true"])["env"]["task"]
-    assert task == {"_target_": "my_tasks.Brief", "limit": 10}
 
 
 def test_own_task_page_adds_a_reward(place, monkeypatch) -> None:

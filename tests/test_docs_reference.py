@@ -46,52 +46,9 @@ def cells(page: Path) -> list[str]:
     return [cell for cell in table if cell != "leash"]
 
 
-def flat(node: dict, prefix: str = "") -> dict[str, object]:
-    """Return the keys of a configuration with their values; parts stay whole."""
-    out: dict[str, object] = {}
-    for key, value in node.items():
-        open_ = f"{prefix}{key}." in OPEN or key in ("source", "advantage", "objective")
-        out |= (
-            flat(value, f"{prefix}{key}.")
-            if isinstance(value, dict) and not open_
-            else {f"{prefix}{key}": value}
-        )
-    return out
-
-
 def test_the_configuration_page_is_of_this_code() -> None:
     stale = maker().page() != (DOCS / "configuration.md").read_text()
     assert not stale, "docs/configuration.md is stale; run: python docs/make_configuration.py"
-
-
-def test_every_key_of_the_default_run_is_on_the_page_with_its_value() -> None:
-    config = flat(OmegaConf.to_container(compose_raw([])))
-    assert len(config) > 60
-    assert config.keys() <= rows().keys()
-    for key, value in config.items():
-        shown = rows()[key].split(" | ")[2].strip("`")
-        if isinstance(value, bool | str):
-            assert shown.strip("'") == str(value).replace("True", "true").replace("False", "false")
-        elif isinstance(value, int | float):
-            assert float(shown) == value
-        elif value is None:
-            assert shown == "null"
-
-
-def test_comments_are_read_beside_or_above_their_key(tmp_path) -> None:
-    path = tmp_path / "x.yaml"
-    path.write_text(
-        "# head\n\ndefaults: [schema]\nlr: 1.0  # a rate\n# of two\n# lines\nsize: 3\n"
-        "part:            # whole\n  inner: 'a#b'   # in it\nlast: 4\n"
-    )
-    assert maker().comments(path) == {
-        "defaults": "",
-        "lr": "a rate",
-        "size": "of two lines",
-        "part": "whole",
-        "part.inner": "in it",
-        "last": "",
-    }
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

@@ -26,9 +26,7 @@ def fault(action) -> Exception:
     [
         (lambda: torch.empty(2**50), f"out of memory (tried {2**52} bytes); {LESS_MEMORY}"),
         (lambda: json.loads("{"), "JSONDecodeError: Expecting property name enclosed in double"),
-        (lambda: [][0], "IndexError: list index out of range"),
         (lambda: Path("/no/such").read_text(), "[Errno 2] No such file or directory: '/no/such'"),
-        (lambda: "\ud800".encode(), "UnicodeEncodeError: 'utf-8' codec can't encode"),
         (
             lambda: save_file({"a": torch.ones(1)}, "/dev/full/x"),
             "SafetensorError: Error while serializing: I/O error: Not a directory (os error 20)",
@@ -44,12 +42,10 @@ def test_errors_of_libraries_become_one_line(action, line):
     [
         (ValueError("expected a,\n  got b"), "expected a, got b"),
         (ImportError("it needs peft: pip install 'leash[lora]'"), "it needs peft: pip install"),
-        (ImportError("cannot import name 'x'"), "ImportError: cannot import name"),
         (RuntimeError("first\nException raised from here"), "RuntimeError: first"),
         (torch.OutOfMemoryError(CUDA), f"out of memory (tried 20.50 GiB); {LESS_MEMORY}"),
         (MemoryError(), f"out of memory; {LESS_MEMORY}"),
         (RuntimeError(GLOO), "lost contact with another rank, which failed or was killed"),
-        (AssertionError(), "AssertionError"),
     ],
 )
 def test_each_kind_of_error_has_its_line(error, line):

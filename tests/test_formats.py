@@ -163,15 +163,6 @@ def test_sft_learns_the_reply_and_the_token_that_ends_the_turn(kind, folders):
     assert batch["loss_mask"].sum() < batch["masks", "all_attention_mask"].sum()
 
 
-def test_a_tokenizer_without_pad_token_gets_one_and_pad_may_be_eos(folders):
-    assert AutoTokenizer.from_pretrained(folders["llama"]).pad_token is None
-    llama = load_policy(str(folders["llama"])).tokenizer
-    assert llama.pad_token_id is not None
-    assert llama.eos_token == "<|eot_id|>"
-    gpt2 = load_policy(str(folders["gpt2"])).tokenizer
-    assert gpt2.pad_token_id == gpt2.eos_token_id
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_history_text_and_tokens_give_the_same_log_probs(kind, folders):
     policy = load_policy(str(folders[kind]))

@@ -53,12 +53,8 @@ def test_the_stated_optimum_is_that_of_all_strategies():
     ("text", "complete", "said", "won"),
     [
         ("5", True, None, True),
-        (" 5\n", True, None, True),
-        ("5", False, None, False),
         ("4", True, "> 4", False),
-        ("9", True, "< 9", False),
         ("> 4", True, None, False),
-        ("4 5", True, None, False),
         ("\u0665", True, None, False),
         ("", True, None, False),
     ],

@@ -1,21 +1,18 @@
 """Generator against trainer: the corrected loss by a slow loop and by enumeration; names of KLs."""
 
-import copy
 import math
 
 import pytest
 import torch
 from contracts import close, leash, make_policy, one_process, rollout
+from enumeration import Enumerated, a_bfloat16_generator_is_corrected, off, small
 from invariance import ALGORITHMS, step
+from steps import Record, double_policy, grad_of, gradient, make_update, tables
 from tensordict import TensorDict
-from test_update import Record, grad_of, gradient, make_update, tables
 from torch import Tensor
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from conf.build import build, make_leash
-from policies.scorer import Scorer
 from policies.value_head import Critic
-from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer import GRPOObjective, ImportanceSampling
 from trainer.advantage import GroupAdvantage
 from trainer.importance_sampling import correction
@@ -62,12 +59,7 @@ def test_impossible_settings_are_refused():
 # Against a loop over tokens, in float64.
 
 
-@pytest.fixture
-def policy() -> TransformersWrapper:
-    """Return a policy of this test alone, in float64."""
-    policy = make_policy.__wrapped__()
-    policy.model.double()
-    return policy
+policy = pytest.fixture(double_policy)
 
 
 def elsewhere(policy, scale: float = 0.4) -> TensorDict:
@@ -137,98 +129,6 @@ def test_the_weighted_gradient_is_that_of_a_loop_over_tokens(policy, level, mode
 
 
 # Against enumeration: every reply of two tokens over a vocabulary of six.
-
-V, PROMPT = 6, 2
-
-
-def small(seed: int) -> Qwen2ForCausalLM:
-    torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=V,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=8,
-        tie_word_embeddings=False,
-    )
-    model = Qwen2ForCausalLM(config).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.ndim > 1:
-                p.copy_(torch.randn(p.shape))
-    return model
-
-
-class Enumerated:
-    """All replies with what each engine says of them; a rollout weighted by its probability."""
-
-    def __init__(self, generator: Qwen2ForCausalLM, model: Qwen2ForCausalLM) -> None:
-        first, second = torch.cartesian_prod(torch.arange(V), torch.arange(V)).unbind(-1)
-        prompt = torch.full((V * V,), PROMPT)
-        self.ids = torch.stack([prompt, first, second], -1)
-        self.model, self.policy = model, type("Policy", (), {"scorer": Scorer(model)})()
-        self.gen = self.log_probs(generator).detach()
-        draw = torch.Generator().manual_seed(1)
-        self.reward = torch.randn(V * V, generator=draw, dtype=torch.float64)
-
-    def log_probs(self, model) -> Tensor:
-        table = model(input_ids=self.ids).logits[:, :-1].double().log_softmax(-1)
-        return table.gather(-1, self.ids[:, 1:, None]).squeeze(-1)  # [V*V, 2]
-
-    def true_gradient(self) -> Tensor:
-        """Return that of the expected reward of the trained model, by its definition."""
-        self.model.zero_grad()
-        (-(self.log_probs(self.model).sum(-1).exp() * self.reward).sum()).backward()
-        return torch.cat([p.grad.flatten().double() for p in self.model.parameters()])
-
-    def expected_gradient(self, verb=lambda batch: batch) -> tuple[Tensor, dict]:
-        """Return what one update does on average to what the generator samples."""
-        td = TensorDict({"loss_mask": torch.tensor([[False, True, True]] * V**2)}, [V**2])
-        td["tokens", "full"] = self.ids
-        td["masks", "all_attention_mask"] = torch.ones_like(self.ids, dtype=torch.bool)
-        td["masks", "all_response_mask"] = td["loss_mask"].clone()
-        zeros = torch.zeros(V**2, 1, dtype=torch.float64)
-        td["log_probs", "full"] = torch.cat([zeros, self.gen], -1)
-        td["temperature"] = torch.ones(V**2)
-        # Each token weighs 1 / (2 V^2) in the step: so each reply counts by its probability.
-        chance = self.gen.sum(-1).exp() * 2 * V**2
-        td["advantage"] = (self.reward * chance).unsqueeze(-1) * td["loss_mask"]
-        self.model.zero_grad()
-        optimizer = Record(self.model.parameters())
-        objective = GRPOObjective(leash=leash(0.0))
-        metrics = make_update(self.policy, objective, optimizer)(verb(td))
-        return torch.cat(optimizer.grads).double(), metrics
-
-
-def off(got: Tensor, want: Tensor) -> float:
-    return float((got - want).norm() / want.norm())
-
-
-def a_bfloat16_generator_is_corrected() -> None:
-    model = small(0)
-    half = copy.deepcopy(model).bfloat16()
-    case = Enumerated(half, model)
-    assert float(case.gen.sum(-1).exp().sum()) == pytest.approx(1, abs=1e-6)
-    want = case.true_gradient()
-
-    def unweighted(batch):  # what taking pi_old for the one that sampled comes to
-        return ImportanceSampling(policy=case.policy)(batch).exclude("policy_weight")
-
-    plain, metrics = case.expected_gradient(unweighted)
-    expected = float((case.gen - case.log_probs(model).detach()).abs().mean())
-    assert metrics["kl/mismatch"] == pytest.approx(expected, rel=1e-3)
-    assert metrics["kl/mismatch"] > 1e-3
-    errors = {"none": off(plain, want)}
-    for level in ("token", "sequence"):
-        verb = ImportanceSampling(policy=case.policy, level=level, limit=4.0)
-        got, same = case.expected_gradient(verb)
-        assert same["kl/mismatch"] == pytest.approx(metrics["kl/mismatch"])
-        errors[level] = off(got, want)
-    assert errors["none"] > 1e-3
-    assert errors["token"] < errors["none"] / 1.5
-    assert errors["sequence"] < 1e-5, "exact: nothing is truncated"
 
 
 def test_a_bfloat16_generator_is_corrected():

@@ -72,7 +72,7 @@ def test_the_mean_and_the_number_of_sequences_say_as_much_as_their_values(kl, ex
         AdaptiveKLController(init_kl_coef=0.1, target=6.0, horizon=10),
     ],
 )
-def test_fault_31_no_values_change_nothing_and_numbers_stay_floats(control):
+def test_no_values_change_nothing_and_numbers_stay_floats(control):
     assert control.update([]) == 0.1
     moved = control.update([torch.tensor(7.0), torch.tensor(6.5)])
     assert type(moved) is type(control.coeff) is float
@@ -169,20 +169,14 @@ ADAPTIVE = "kl.controller=adaptive kl.target=3"
         ("kl.controller=adaptive", "adaptive needs kl.target"),
         ("kl.controller=linear", "linear needs kl.end"),
         ("kl.target=3", r"kl.target is for kl.controller=adaptive, got constant; leave"),
-        (f"{ADAPTIVE} kl.end=0", "kl.end is for kl.controller=linear"),
         (f"{ADAPTIVE} kl.coeff=0", "which stays 0; start from kl.coeff=0.01"),
         (f"{ADAPTIVE} kl.measure=false kl.coeff=1", "kl.measure=true"),
-        ("kl.controller=adaptive kl.target=0", r"kl.target > 0, got 0"),
         (f"{ADAPTIVE} kl.horizon=51", r"kl.horizon > 51.2, a fifth of an iteration's 256"),
-        ("kl.controller=linear kl.coeff=0 kl.end=1 kl.measure=false", "kl.measure=true"),
-        ("kl.controller=PID", "one of constant, adaptive, linear"),
         ("experiment=sft_tiny kl.controller=linear kl.end=1", "set kl.controller=constant"),
         ("experiment=sft_tiny algorithm.target_kl=0.1", "which algorithm.target_kl is for"),
-        ("experiment=sft_tiny algorithm.entropy_coeff=0.1", "which algorithm.entropy_coeff is for"),
         ("algorithm.target_kl=-1", r"algorithm.target_kl >= 0"),
         ("algorithm.after_rollout={_target_:trainer.DropTruncated}", "to be names with nodes"),
         ("policy.top_p=0.9", r"whole distribution, .* could not follow .* policy.temperature"),
-        ("+policy.top_k=4", "whole distribution"),
     ],
 )
 def test_what_cannot_be_steered_is_refused_with_a_remedy(words, finding):

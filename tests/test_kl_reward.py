@@ -212,12 +212,6 @@ def test_a_factory_makes_the_reference_and_log_probs_may_have_another_key():
     assert made.ref_model.log_probs_key == "ref"
 
 
-def test_to_reaches_the_reference():
-    transform = make(TinyPolicy(1))
-    transform.to(torch.float32)
-    assert {p.dtype for p in transform.ref_model.parameters()} == {torch.float32}
-
-
 @pytest.mark.gpu
 def test_device_moves_inputs_in_and_results_back():
     transform = make(TinyPolicy(1), device="cuda").to("cuda")

@@ -173,24 +173,20 @@ def test_worker_that_dies_without_a_word_is_recorded_as_failed(script, folder, m
     assert read_status(folder)["state"] == "failed"
 
 
-@pytest.mark.parametrize(
-    ("number", "code", "reason"),
-    [(signal.SIGINT, 130, "stopped by Ctrl-C"), (signal.SIGTERM, 143, "stopped by SIGTERM")],
-)
-def test_signal_is_passed_on_once_and_stops_the_sweep(script, number, code, reason):
+def test_signal_is_passed_on_once_and_stops_the_sweep(script):
     process = start(script, "-m", "seed=1,2", how="wait")
     place = script.parent / "here"
     wait_for("rank0.json", place)
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=30)
-    assert (process.returncode, err) == (code, "")
+    assert (process.returncode, err) == (143, "")
     (path,) = place.rglob("status.json")  # the second job never started
     status = json.loads(path.read_text())
-    assert (status["state"], status["reason"]) == ("preempted", reason)
+    assert (status["state"], status["reason"]) == ("preempted", "stopped by SIGTERM")
     assert "sweep.html" in out
 
 
-@pytest.mark.parametrize("named", ["", "output_dir", "hydra.run.dir"])
+@pytest.mark.parametrize("named", ["", "output_dir"])
 def test_a_run_stopped_before_it_began_says_so_and_leaves_no_dated_folder(script, named):
     words = [f"{named}=run"] if named else []
     process = start(script, *words, how="load")
@@ -322,18 +318,6 @@ def test_runs_of_the_same_second_have_folders_of_their_own(script):
         assert {".hydra", "config.yaml", "rank0.json", "status.json"} <= names
 
 
-def test_sweep_runs_every_job_and_ends_with_the_report(script):
-    long = "policy.system_prompt=" + "x" * 400  # no part of a folder's name
-    process = start(script, "-m", "kl.coeff=0,0.1", "seed=3", long, how="finish")
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
-    (sweep,) = (script.parent / "here" / "multirun" / "grpo_smollm").iterdir()
-    jobs = {path.parent.name for path in sweep.glob("*/status.json")}
-    assert jobs == {"kl.coeff=0", "kl.coeff=0.1"}
-    assert (sweep / "sweep.csv").read_text().count("\n") == 3
-    assert str(sweep.relative_to(script.parent / "here") / "sweep.html") in out
-
-
 def test_failed_jobs_are_named_and_the_others_still_run_also_of_several_experiments(script):
     process = start(script, "-m", "experiment=grpo_smollm,sft_tiny", how="raise")
     _, err = process.communicate(timeout=60)
@@ -418,16 +402,6 @@ def test_sweep_under_an_outside_launcher_is_refused_with_a_hint(script, monkeypa
     _, err = process.communicate(timeout=30)
     assert (process.returncode, len(err.splitlines())) == (2, 1)
     assert "python train.py -m" in err
-
-
-def test_folder_whose_warm_up_failed_says_so(script, tmp_path, monkeypatch):
-    monkeypatch.setenv("LEASH_CACHE", str(tmp_path / "cache"))  # that of the session may have it
-    process = start(script, "experiment=grpo_tiny", "output_dir=run", how="raise")
-    out, err = process.communicate(timeout=30)
-    assert "running it first" in out
-    assert (process.returncode, err) == (1, "error: lr is sour\n")
-    status = read_status(script.parent / "here" / "run")
-    assert (status["state"], status["reason"]) == ("failed", "lr is sour")
 
 
 OUTER = """

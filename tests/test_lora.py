@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from adapted import make, shake, with_the_adapter_off_it_is_the_start_policy
 from checkpoints import KINDS, make_checkpoint
-from contracts import plain_log_probs, rollout
+from contracts import rollout
 from runs import metrics, train
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -24,40 +25,6 @@ from trainer.runtime import Runtime
 
 # PeftModel asks transformers by an old name.
 OLD_NAME = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
-
-
-def make(*, adapter: bool = True, double: bool = False, **options):
-    """Return a policy on the tiny model with random weights, the same ones every time."""
-    options = {"max_new_tokens": 6, **options}
-    policy = load_policy("tiny", lora={"r": 4, "alpha": 8} if adapter else None, **options)
-    generator = torch.Generator().manual_seed(0)
-    for name, p in policy.model.named_parameters():
-        if p.ndim > 1 and ".lora_" not in name:
-            p.data = (torch.randn(p.shape, generator=generator) * 0.2).to(p.dtype)
-    if double:
-        policy.model.double()
-    return policy
-
-
-def shake(policy, seed: int = 0, scale: float = 0.2) -> None:
-    """Move the adapter away from its start."""
-    generator = torch.Generator().manual_seed(seed)
-    for p in lora.trained_weights(policy.model).values():
-        p.data += (torch.randn(p.shape, generator=generator) * scale).to(p.dtype)
-
-
-def rows(batch):
-    """Return the ids and response masks of a batch, without padding."""
-    attended = batch["masks", "all_attention_mask"]
-    response = batch["masks", "all_response_mask"]
-    return [
-        (batch["tokens", "full"][i][attended[i]], response[i][attended[i]])
-        for i in range(len(attended))
-    ]
-
-
-def flat(batch, key) -> torch.Tensor:
-    return batch[key][batch["masks", "all_attention_mask"]]
 
 
 def answers(policy, ids: torch.Tensor, **options):
@@ -80,22 +47,6 @@ IDS = torch.arange(4, 36).reshape(2, 16)
 @pytest.mark.parametrize("pad_model_input", [True, False])
 def test_with_the_adapter_off_it_is_the_start_policy(pad_model_input):
     with_the_adapter_off_it_is_the_start_policy(pad_model_input)
-
-
-def with_the_adapter_off_it_is_the_start_policy(pad_model_input: bool = True) -> None:
-    """Compare with plain forwards of a model that never had an adapter."""
-    start, policy = make(adapter=False, double=True), make(double=True)
-    batch = rollout(policy)  # groups of one prompt: the shared layout
-    reference = load_reference(policy).get_new_version(pad_model_input=pad_model_input)
-    shake(policy)
-    scored = reference(batch)
-    wanted = [plain_log_probs(start, ids, 1.0) * response for ids, response in rows(batch)]
-    gap = flat(scored, ("ref_log_probs", "full")) - torch.cat(wanted)
-    assert gap.abs().max() < 3e-6  # the last step is float32
-    mine = policy.get_new_version(generate=False, inplace=False)(batch)
-    moved = [plain_log_probs(policy, ids, 1.0) for ids, _ in rows(batch)]
-    assert (flat(mine, ("log_probs", "full")) - torch.cat(moved)).abs().max() < 1e-5
-    assert (torch.cat(moved) - torch.cat(wanted)).abs().max() > 0.1
 
 
 def test_the_kl_is_exactly_0_at_the_start():

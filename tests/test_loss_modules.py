@@ -206,20 +206,9 @@ def test_what_grpo_loss_cannot_use_is_named(policy):
             GRPOLoss(actor, clip_epsilon=wrong)
     with pytest.raises(ValueError, match="got max_tokens=None; give max_tokens"):
         GRPOLoss(actor, aggregation="constant")
-    with pytest.raises(ValueError, match="masking_strategy"):
-        GRPOLoss(actor, masking_strategy="all")
-    with pytest.raises(ValueError, match="aggregation"):
-        GRPOLoss(actor, aggregation="mean")
     with pytest.raises(ValueError, match="kl_mask_threshold > 0"):
         GRPOLoss(actor, kl_mask_threshold=0.0)
-    refused = {
-        "gamma": 0.9,
-        "clip_value": True,
-        "samples_mc_entropy": 2,
-        "device": "cpu",
-        "ref_log_prob_padding_side": "right",
-    }
-    for name, value in refused.items():
+    for name, value in {"gamma": 0.9, "ref_log_prob_padding_side": "right"}.items():
         with pytest.raises(ValueError, match=f"GRPOLoss has no {name.removesuffix('_side')}"):
             GRPOLoss(actor, **{name: value})
 
@@ -263,13 +252,7 @@ def test_one_sample_without_assistant_tokens_is_refused(policy):
     with pytest.raises(ValueError, match=r"samples \[1\] have none"):
         SFTLoss(actor)(td)
     assert float(SFTLoss(actor)(td[:1]).loss_sft.detach()) > 0
-    wrong = {
-        "reduction": "max",
-        "loss_function": "dpo",
-        "beta": 0.0,
-        "device": "cpu",
-    }
-    for name, value in wrong.items():
+    for name, value in {"reduction": "max", "loss_function": "dpo", "beta": 0.0}.items():
         with pytest.raises(ValueError, match=name):
             SFTLoss(actor, **{name: value})
     with pytest.raises(ValueError, match="minor_sft has its own pull"):
@@ -400,18 +383,6 @@ def test_losses_and_gradients_are_those_of_a_slow_loop(kind, term):
         assert 0 < clipped < 1
     ess = sum(ratios) ** 2 / sum(r * r for r in ratios) / len(ratios)
     assert float(out.ESS) == pytest.approx(ess, rel=1e-5)
-
-
-def test_a_clipped_token_keeps_its_gradient_in_cispo_only():
-    # Log-ratio 1 with a positive advantage: past the upper bound.
-    actor, td = table_batch(shift=1.0)
-    td["advantage"] = torch.ones(B, 1, dtype=torch.float64)
-    size = {}
-    for kind in (GRPOLoss, CISPOLoss):
-        loss = kind(actor, entropy_bonus=False)(td).loss_objective
-        size[kind] = float(torch.autograd.grad(loss, actor.logits)[0].abs().sum())
-    assert size[GRPOLoss] == 0
-    assert size[CISPOLoss] > 0.1
 
 
 def test_aggregation_and_reduction_do_what_they_say():

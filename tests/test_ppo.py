@@ -5,12 +5,13 @@ from functools import partial
 import pytest
 import torch
 from contracts import close, leash, make_policy, one_process, padded_left, rollout
+from gae_by_hand import slow
 from omegaconf import OmegaConf
+from plain_values import plain_values, values_are_those_of_a_plain_forward
 from runs import Finished, lines
 from safetensors.torch import load_file
+from steps import Record, double_policy, grad_of, make_update, scaled, tables
 from tensordict import TensorDict
-from test_gae import slow
-from test_update import Record, grad_of, make_update, scaled, tables
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -36,12 +37,7 @@ PAID = leash(COEFF, "reward")
 CRITICS = {"head": {}, "detached": {"detach": True}, "separate": {"kind": "separate"}}
 
 
-@pytest.fixture
-def policy() -> TransformersWrapper:
-    """Return a policy of this test alone, in float64."""
-    policy = make_policy.__wrapped__()
-    policy.model.double()
-    return policy
+policy = pytest.fixture(double_policy)
 
 
 def nudge(parameters, factor: float) -> None:
@@ -81,15 +77,6 @@ def gradient(policy, batch, **options) -> tuple[Tensor, dict]:
         batch.clone()
     )
     return torch.cat(optimizer.grads), metrics
-
-
-def plain_values(policy, ids: Tensor) -> Tensor:
-    """Return V(tokens < t) of one sequence by a plain forward, [T]; entry 0 is not used."""
-    critic = policy.scorer.critic
-    body = policy.model.base_model if critic.body is None else critic.body.model
-    states = body(input_ids=ids[None]).last_hidden_state[0]  # [T, H]
-    states = states.detach() if critic.detach else states
-    return torch.cat([torch.zeros(1), states[:-1] @ critic.head.weight[0] + critic.head.bias])
 
 
 def slow_ppo(policy, batch, value_clip: float | None) -> dict[str, float]:
@@ -197,21 +184,6 @@ def test_the_gradient_does_not_depend_on_micro_batches_padding_or_order(policy):
         got, same = gradient(policy, other, **options)
         assert (got - whole).norm() / whole.norm() < 1e-6, name
         assert same == pytest.approx(metrics, rel=1e-4, abs=1e-7), name
-
-
-def values_are_those_of_a_plain_forward() -> None:
-    """Raise AssertionError unless value[t] is read off the state that predicts token t."""
-    policy = make_policy.__wrapped__()
-    batch = rollout(policy, count=2)
-    policy.scorer.critic = Critic(policy.scorer)
-    torch.nn.init.normal_(policy.scorer.critic.head.weight)
-    attended = batch["masks", "all_attention_mask"]
-    with torch.no_grad():
-        got = policy.scorer.values(batch["tokens", "full"], attended, batch["loss_mask"])
-        for i in range(batch.batch_size[0]):
-            want = plain_values(policy, batch["tokens", "full"][i][attended[i]])
-            kept = batch["loss_mask"][i][attended[i]]
-            close(got[i][attended[i]], want * kept, 1e-4, "values")
 
 
 def test_a_value_is_read_off_the_state_that_predicts_its_token():

@@ -9,7 +9,7 @@ from checkpoints import make_checkpoint
 from contracts import make_policy, one_process, rollout
 from huggingface_hub import constants
 from runs import metrics
-from test_trainer import IN_ITERATION_4, Counted, crash, train
+from small_runs import IN_ITERATION_4, Counted, crash, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from envs.transforms import RetrieveKL

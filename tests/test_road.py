@@ -6,6 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
+
+from conf.compose import compose_checked
+from conf.start import set_up
 
 ROOT = Path(__file__).parents[1]
 OURS = ("train", "conf", "policies", "envs", "trainer")
@@ -22,7 +26,7 @@ print(json.dumps({{"composed": len(composed), "files": [f for f in files if f],
                   "modules": sorted(sys.modules)}}))
 """
 STARTED = """
-import train
+import conf.shell, train
 
 class Started(Exception):
     '''In place of the worker.'''
@@ -30,7 +34,7 @@ class Started(Exception):
 def start(config, folder, **ours):
     raise Started
 
-train.launch = start
+conf.shell.launch = start
 try:
     train.cli({words!r})
 except Started:
@@ -79,3 +83,46 @@ def test_what_only_shows_something_composes_once_and_loads_no_torch(flag, tmp_pa
     assert found["composed"] <= 1
     assert not {"torch", "transformers", "tensordict"} & {*found["modules"]}
     assert list(tmp_path.iterdir()) == []
+
+
+WORKER = """
+import json, sys
+sys.path.insert(0, {root!r})
+import train
+code = train.worker({config!r}, {folder!r})
+files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+print(json.dumps({{"code": code, "files": [f for f in files if f]}}))
+"""
+
+
+def test_a_grpo_worker_imports_what_a_run_uses_and_nothing_else(tmp_path):
+    """Pages, trackers and the terminal included: they watch in the same process."""
+    set_up()
+    words = ["policy.model=tiny", "trainer.num_iterations=1", "eval.max_rows=4", "tracker=none"]
+    config = compose_checked(["experiment=grpo_tiny", *words, "policy.max_new_tokens=4"])
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    code = WORKER.format(root=str(ROOT), config=str(folder / "config.yaml"), folder=str(folder))
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["code"] == 0
+    lines = lines_of_ours(found["files"])
+    assert "trainer/update.py" in lines
+    assert sum(lines.values()) <= 13_200, lines
+    unused = (
+        "ray",
+        "mcp",
+        "lora",
+        "gae",
+        "importance_sampling",
+        "demonstrations",
+        "sweep",
+        "shell",
+    )
+    unused += ("parsing", "token_dists", "value_head", "reward_model", "sandbox", "launch", "check")
+    loaded = {Path(file).stem for file in lines}
+    assert not loaded & {*unused}
+    assert not any(file.startswith(("trainer/torchrl", "policies/distributions")) for file in lines)

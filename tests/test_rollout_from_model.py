@@ -1,7 +1,6 @@
 """RolloutFromModel: the documented rollout, the score paid once, exact log-probs and masks."""
 
 import json
-import math
 
 import pytest
 import torch
@@ -356,17 +355,6 @@ def test_pad_and_eos_come_from_model_or_tokenizer(folders):
     told = RolloutFromModel(model, model, torch.nn.Identity(), tokenizer=tokenizer)
     assert (told.pad_token_id, told.eos_token_ids) == (0, {2})
     assert RolloutFromModel(model, model, torch.nn.Identity()).eos_token_ids == frozenset()
-
-
-def test_logprobs_of_labels_are_those_of_the_labels():
-    logits = torch.randn(2, 3, 5, dtype=torch.float64)
-    labels = torch.randint(5, (2, 3))
-    found = RolloutFromModel.logprobs_of_labels(logits, labels)
-    for i in range(2):
-        for t in range(3):
-            row = logits[i, t].tolist()
-            want = row[labels[i, t]] - math.log(sum(map(math.exp, row)))
-            assert found[i, t].item() == pytest.approx(want)
 
 
 def test_a_data_set_keeps_the_whole_prompt_and_ends_the_label(folders, tmp_path):

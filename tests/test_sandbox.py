@@ -217,8 +217,9 @@ def _owner(path: Path) -> int | None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        *({"timeout": t} for t in (0, -1, float("nan"), float("inf"), "a", True)),
-        *({name: n} for name in ("memory", "file_size", "max_output") for n in (-1, 0, 1.5)),
+        *({"timeout": t} for t in (0, float("nan"), "a")),
+        {"memory": -1},
+        {"file_size": 1.5},
         {"processes": "16"},
     ],
 )

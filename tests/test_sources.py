@@ -5,9 +5,9 @@ from collections import Counter
 import pytest
 import torch
 from contracts import Words, make_policy, one_process
+from drawn import Flat, Many, dynamic
 
 from envs.chat_env import ChatEnv
-from envs.tasks.task import Reply, Reward
 from policies.random import fold
 from trainer.demonstrations import Demonstrations
 from trainer.dynamic_sampling import DynamicRollouts
@@ -85,31 +85,6 @@ def test_ranks_sample_what_one_rank_samples(tmp_path):
 
 
 # Dynamic sampling.
-
-
-class Many(Words):
-    """Eight prompts; replies to some of them all earn the same."""
-
-    flat = ("Sort 1", "Sort 4", "Sort 6")
-
-    def rows(self, split: str) -> list[dict]:
-        texts = [f"Sort {i}" for i in range(8)]
-        return [{"messages": [{"role": "user", "content": t}], "answer": t} for t in texts]
-
-    def reward(self, row: dict, reply: Reply) -> Reward:
-        value = 0.25 if row["answer"] in self.flat else float(sum(map(ord, reply.text)))
-        return Reward(total=value, parts={}, success=False)
-
-
-class Flat(Many):
-    flat = tuple(f"Sort {i}" for i in range(8))
-
-
-def dynamic(runtime, task: Words, rounds: int = 3) -> DynamicRollouts:
-    env, policy = ChatEnv(task, group_size=3), make_policy()
-    return DynamicRollouts(
-        task=task, env=env, generator=policy, runtime=runtime, size=4, rounds=rounds
-    )
 
 
 def told(batch) -> list[tuple]:

@@ -14,7 +14,7 @@ CONTAINERS = {Tokens: torch.int64, LogProbs: torch.float32, Masks: torch.bool}
 @pytest.mark.parametrize("cls", CONTAINERS)
 @pytest.mark.parametrize("how", ["zero", "rand"])
 def test_container_examples_have_the_dtype_of_real_data(cls, how):
-    # fault 42: the original's are float32, whatever the data are
+    # The original's are float32, whatever the data are.
     example = getattr(cls.default_spec((3,)), how)()
     assert isinstance(example, cls)
     assert example.padded is False

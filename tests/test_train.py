@@ -254,8 +254,9 @@ def test_a_stop_while_the_model_loads_is_quick_and_says_so(small_run, tmp_path):
 
 
 def test_a_sweep_makes_one_folder_a_job_and_no_job_changes_the_next(small_run, tmp_path) -> None:
-    words = [word for word in SMALL if not word.startswith("kl.coeff")]
-    done = train("-m", *words, "kl.coeff=0,1", f"hydra.sweep.dir={tmp_path}")
+    words = [w for w in SMALL if not w.startswith(("kl.coeff", "trainer.num_iterations"))]
+    words += ["kl.coeff=0,1", "trainer.num_iterations=4", f"hydra.sweep.dir={tmp_path}"]
+    done = train("-m", *words)
     assert done.code == 0, done.text
     folders = sorted(path.parent for path in tmp_path.glob("*/metrics.jsonl"))
     assert len(folders) == 2
@@ -266,7 +267,7 @@ def test_a_sweep_makes_one_folder_a_job_and_no_job_changes_the_next(small_run, t
     assert said == [f"job {i} of 2: kl.coeff={c}" for i, c in enumerate("01", 1)]
     coeff = {metrics(folder)[-1]["kl/coeff"]: folder for folder in folders}
     assert sorted(coeff) == [0, 1]
-    assert metrics(coeff[1]) == metrics(small_run.folder)
+    assert metrics(coeff[1])[:4] == metrics(small_run.folder)[:4], "the fifth has an evaluation"
     assert metrics(coeff[0]) != metrics(coeff[1])
     assert all(status(folder)["state"] == "finished" for folder in folders)
     last = {c: metrics(folder)[-1]["kl/ref_k3"] for c, folder in coeff.items()}
@@ -312,25 +313,6 @@ def test_qwen_experiments_train_on_a_users_own_model_and_data(tmp_path) -> None:
     assert before.keys() == after.keys()
     assert all((before[name] != after[name]).any() for name in before)
     assert all((weights(start)[name] != before[name]).any() for name in before)
-
-
-def test_a_missing_model_is_one_line_that_says_where_it_was_looked_for(tmp_path) -> None:
-    done = train(*SMALL, "policy.model=nobody/nothing", f"output_dir={tmp_path / 'run'}")
-    assert done.code != 0
-    first, *said = [line for line in done.text.splitlines() if line.strip()]
-    assert first == f"grpo_tiny: starting in {tmp_path / 'run'}"
-    assert len(said) == 1
-    assert said[0].startswith("error: model nobody/nothing not found;")
-    for part in (
-        "nobody/nothing",
-        "a folder of that name",
-        "the hub cache",
-        "HF_HUB_OFFLINE",
-        "policy.model=/path",
-    ):
-        assert part in said[0]
-    told = status(tmp_path / "run")
-    assert (told["state"], f"error: {told['reason']}") == ("failed", said[0])
 
 
 def test_a_resumed_run_refuses_another_reference(small_run, tmp_path):

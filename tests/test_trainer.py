@@ -1,125 +1,32 @@
 """The loop in this process: stops, resumes, and what the one at the terminal is told."""
 
-import io
 import json
-import os
 import shutil
-import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from contracts import G, Words, make_policy
+from contracts import Words, make_policy
 from runs import lines, metrics
+from small_runs import (
+    IN_EVALUATION_2,
+    IN_ITERATION_2,
+    IN_ITERATION_4,
+    Counted,
+    Unjudged,
+    crash,
+    stop,
+    train,
+)
 
-from envs.chat_env import ChatEnv
-from envs.tasks.task import Reply, Reward
-from policies.load import load_reference
-from trainer.advantage import GroupAdvantage
 from trainer.checkpoint import Checkpoints
-from trainer.evaluation import Evaluate
-from trainer.kl import Leash
 from trainer.kl_control import (
-    ConstantKLController,
-    KLControllerBase,
     TargetKLController,
     make_kl_controller,
 )
-from trainer.objectives import GRPOObjective
-from trainer.observer import Observers
 from trainer.optimizer import make_optimizer
-from trainer.reference import Reference
-from trainer.reports.display import Display
-from trainer.reports.live import LiveReport
 from trainer.reports.trackers.jsonl import JsonlTracker
 from trainer.runs.run_files import load_run, read_lines
-from trainer.runtime import Runtime, Stopped
-from trainer.sources import Rollouts
-from trainer.trainer import Trainer
-from trainer.update import Update
-
-# Of 4 rows: 12 replies an evaluation (2 samples, 1 greedy), 16 an iteration (4 samples).
-IN_ITERATION_2, IN_EVALUATION_2, IN_ITERATION_4 = 36, 46, 80
-
-
-class Counted(Words):
-    """Do something when the reply of a given number is rewarded."""
-
-    def __init__(self, at: int = 0, action: Callable[[], object] = lambda: None) -> None:
-        super().__init__()
-        self.at, self.action, self.count = at, action, 0
-
-    def reward(self, row: dict, reply: Reply) -> Reward:
-        self.count += 1
-        if self.count == self.at:
-            self.action()
-        return super().reward(row, reply)
-
-
-class Unjudged(Words):
-    """Drop every reply."""
-
-    def reward(self, row: dict, reply: Reply) -> Reward:
-        return Reward(total=0.0, parts={}, success=False, dropped=True)
-
-
-def stop() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def crash() -> None:
-    raise ZeroDivisionError("boom")
-
-
-def train(
-    folder: Path,
-    task: Words | None = None,
-    *,
-    resume: bool = False,
-    every: int = 1,
-    refresh: int = 0,
-    decay: float = 0.0,
-    control: KLControllerBase | None = None,
-    **steps: object,
-) -> str:
-    """Train four iterations, evaluating after the second and the last; return what was shown.
-
-    `refresh` and `decay` say how the reference follows the policy, `steps` are of the update.
-    """
-    task, shown = task or Words(), io.StringIO()
-    with Runtime(folder, seed=3, device="cpu") as runtime:
-        policy, env = make_policy.__wrapped__(), ChatEnv(task, group_size=G)
-        retrieve = Reference(policy, load_reference(policy), every=refresh, decay=decay)
-        leash = Leash(control or ConstantKLController(kl_coef=0.1))
-        objective = GRPOObjective(leash=leash)
-        optimizer = make_optimizer(policy.model, lr=1e-2)
-        scorer, optimizer = runtime.accelerator.prepare(policy.scorer, optimizer)
-        parts = {"task": task, "env": env, "generator": policy, "runtime": runtime}
-        display = Display(4, title="words", folder=folder, file=shown)
-        options = {"num_samples": 2, "prompts_per_batch": 2, "every": 2}
-        loop = Trainer(
-            runtime=runtime,
-            policy=policy,
-            generator=policy,
-            source=Rollouts(**parts, size=4),
-            retrieve_kl=retrieve,
-            advantage=GroupAdvantage(group_size=G, leash=leash),
-            update=Update(scorer, optimizer, objective, runtime, lr=lambda _: 1e-2, **steps),
-            evaluate=Evaluate(**parts, **options),
-            leash=leash,
-            checkpoints=Checkpoints(
-                runtime, policy, optimizer, every=every, keep_last=0, reference=retrieve
-            ),
-            num_iterations=4,
-            observers=Observers([JsonlTracker(folder, resume=resume), LiveReport(folder), display]),
-        )
-        try:
-            loop.run(resume=resume)
-        except Stopped:
-            shown.write("stopped\n")
-        except ZeroDivisionError as error:
-            shown.write(f"{error}\n")
-    return shown.getvalue()
+from trainer.runtime import Runtime
 
 
 @pytest.fixture(scope="module")

@@ -161,15 +161,6 @@ def test_envs_nest_and_copy():
     assert env.base_env is env.env.env
 
 
-def test_compose_is_a_sequence_and_registers_its_modules():
-    both = Compose(Scale(2.0))
-    both.append(Shift())
-    assert len(both) == 2
-    assert isinstance(both[1], Shift)
-    assert [type(t).__name__ for t in both] == ["Scale", "Shift"]
-    assert [type(m).__name__ for m in both.modules()].count("Compose") == 1
-
-
 ROWS = [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]
 
 
@@ -232,12 +223,6 @@ def test_ragged_rows_cross_the_border_once_each_way(side, want):
     ):  # padded, others, fewer
         with pytest.raises(ValueError, match=r"expected masks of \[2, 1\] tokens a row"):
             border.dense(bad, "masks")
-
-
-def test_the_first_td_that_has_a_key_gives_it():
-    one, two = TensorDict({"x": torch.ones(1)}, [1]), TensorDict({"y": torch.zeros(1)}, [1])
-    assert get_values("y", one, two).tolist() == [0.0]
-    assert get_values("z", one, two) is None
 
 
 def test_the_device_of_a_td_is_found_wherever_it_stands():

@@ -5,15 +5,26 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from contracts import G, Words, leash, make_policy, one_process, padded_left, rollout
+from contracts import G, Words, leash, make_policy, one_process, rollout
+from steps import (
+    COEFF,
+    HIGH,
+    LOW,
+    Record,
+    double_policy,
+    grad_of,
+    gradient,
+    make_update,
+    prepared,
+    scaled,
+    tables,
+)
 from tensordict import TensorDict
 from torch import Tensor
 
 from envs.chat_env import ChatEnv
 from envs.transforms import RetrieveKL
-from policies.load import load_reference
 from policies.packing import pack_rows
-from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer.advantage import GroupAdvantage
 from trainer.demonstrations import Demonstrations
 from trainer.objectives import GRPOObjective, SFTObjective, Terms
@@ -21,69 +32,7 @@ from trainer.optimizer import make_optimizer, make_schedule
 from trainer.runtime import Runtime
 from trainer.update import Update, split_rows
 
-COEFF, LOW, HIGH = 0.3, 0.1, 0.3
-
-
-class Record(torch.optim.SGD):
-    """SGD that keeps the gradient and learning rate of each step; it does step."""
-
-    def __init__(self, params, lr=0.0):
-        super().__init__(params, lr=lr)
-        self.grads: list[Tensor] = []
-        self.rates: list[float] = []
-
-    def step(self, closure=None):
-        params = [p for group in self.param_groups for p in group["params"]]
-        self.grads.append(torch.cat([p.grad.flatten().clone() for p in params]))
-        self.rates.append(self.param_groups[0]["lr"])
-        return super().step(closure)
-
-
-@pytest.fixture
-def policy() -> TransformersWrapper:
-    """Return a policy of this test alone, in float64."""
-    policy = make_policy.__wrapped__()
-    policy.model.double()
-    return policy
-
-
-def scaled(policy: TransformersWrapper, factor: float) -> TransformersWrapper:
-    """Return a reference with other weights."""
-    reference = load_reference(policy)
-    with torch.no_grad():
-        for p in reference.model.parameters():
-            p.mul_(factor)
-    return reference
-
-
-def prepared(policy, where: str = "loss") -> tuple[TensorDict, TransformersWrapper]:
-    """Return a batch with advantages; the policy has moved since it generated."""
-    batch = rollout(policy, turns=2, count=2)
-    reference = scaled(policy, 0.95)
-    batch = RetrieveKL(ref_model=reference, add_to_reward=False)(batch)
-    batch = GroupAdvantage(group_size=G, leash=leash(COEFF, where))(batch)
-    with torch.no_grad():
-        for p in policy.model.parameters():
-            p.mul_(1.02)
-    return batch, reference
-
-
-def make_update(policy, objective, optimizer, *, runtime=None, lr=0.0, **options) -> Update:
-    options = {"max_grad_norm": 0.0, "max_tokens": 12, **options}
-    return Update(
-        policy.scorer, optimizer, objective, runtime or one_process(), lr=lambda step: lr, **options
-    )
-
-
-def gradient(policy, objective, batch, **options) -> tuple[Tensor, dict]:
-    optimizer = Record(policy.model.parameters())
-    metrics = make_update(policy, objective, optimizer, **options)(batch.clone())
-    return torch.cat(optimizer.grads), metrics
-
-
-def tables(model, ids: Tensor) -> Tensor:
-    """Return log p(. | tokens < t) for each t from 1 on, [t - 1, V], by one plain forward."""
-    return model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+policy = pytest.fixture(double_policy)
 
 
 def slow_grpo(policy, reference, batch, aggregation: str, estimator: str | None) -> float:
@@ -122,10 +71,6 @@ def slow_grpo(policy, reference, batch, aggregation: str, estimator: str | None)
     policy.model.zero_grad()
     total.backward()
     return float(total.detach())
-
-
-def grad_of(policy) -> Tensor:
-    return torch.cat([p.grad.flatten() for p in policy.model.parameters()])
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
@@ -185,14 +130,6 @@ def test_sft_gradient_is_that_of_a_loop_over_tokens(policy, aggregation, mask):
     loss.backward()
     assert (got - grad_of(policy)).norm() / grad_of(policy).norm() < 1e-5
     assert metrics["loss/total"] == pytest.approx(float(loss.detach()), abs=1e-5)
-
-
-def test_padding_side_and_micro_batches_do_not_change_the_metrics(policy):
-    batch, _ = prepared(policy)
-    objective = GRPOObjective(leash=leash(COEFF))
-    _, whole = gradient(policy, objective, batch)
-    _, other = gradient(policy, objective, padded_left(batch), micro_batch_tokens=60)
-    assert other == pytest.approx(whole, rel=1e-4, abs=1e-7)
 
 
 def drifts(policy, batch) -> Iterator[tuple[TensorDict, int, float, Tensor]]:

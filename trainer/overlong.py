@@ -14,6 +14,7 @@ class OverlongPenalty:
     n sampled tokens earn weight * max(-1, (max_tokens - buffer - n) / buffer), at most 0. It is
     added to reward_raw at the row's last sampled token, and is the reward part "overlong".
 
+    >>> import torch
     >>> OverlongPenalty(max_tokens=20, buffer=4).penalty(torch.tensor([16, 17, 20, 30])).tolist()
     [0.0, -0.25, -1.0, -1.0]
     """

@@ -1,0 +1,68 @@
+"""What a command line sets going: the parent of a run, of a sweep or of a mode. Torch-free."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hydra
+from omegaconf import DictConfig
+
+from conf import start
+from conf.command_line import help_text, spell_out
+from conf.compose import compose_experiment
+from trainer.runs.failures import complain, say
+from trainer.runs.launch import agree, prepare_joined
+from trainer.runs.launch import start as launch
+from trainer.runs.sweep_loop import run_sweep
+
+Worker = Callable[[str, str], int]  # config.yaml, run folder -> exit code
+
+
+@hydra.main(version_base="1.3", config_path=".", config_name="config")
+def show(cfg: DictConfig) -> None:
+    """Let Hydra show what a flag asks for: --cfg job ..."""
+
+
+def run_command(words: list[str], *, script: Path, worker: Worker) -> int:
+    """Check everything that can be checked, then run `script`; return the exit code."""
+    if {"--help", "-h"} & {*words}:
+        print(help_text())
+        return 0
+    words = sys.argv[1:] = spell_out(words)  # Hydra reads them too
+    ours: dict[str, Any] = {"script": script, "compose": compose_experiment}
+
+    def run(job: start.Job) -> None:
+        say(job.done) if job.done else launch(job.config, start.begin(job), **ours)
+
+    start.set_up()
+    failed = 2  # before a run begins
+    try:
+        if (ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+            return join(words, ranks, worker, **ours)
+        if any(word.startswith(("mode=", "preflight=")) for word in words):
+            from conf.preflight_and_modes import asked
+            from trainer.runs.aside import run_aside
+
+            if config := asked(words):
+                return run_aside(config, **ours)
+        wanted, failed = start.read_command(words), 1
+        if isinstance(wanted, start.Sweep):
+            return run_sweep(wanted, run)
+        run(wanted) if wanted else show()
+    except (ValueError, RuntimeError, OSError) as error:
+        if os.environ.get("RANK", "0") == "0":
+            complain(error)
+        return failed if isinstance(error, RuntimeError) else 2  # refused
+    except KeyboardInterrupt:  # outside of a run
+        say("stopped before it began; nothing is saved")
+        return 130
+    return 0
+
+
+def join(words: list[str], ranks: int, worker: Worker, **ours: Any) -> int:
+    """Be one rank of `torchrun train.py` or `accelerate launch train.py`; return the exit code."""
+    config = start.compose_joined(words, ranks=ranks)
+    folder = agree(lambda: prepare_joined(config, start.run_folder(words), **ours), config)
+    return worker(str(folder / "config.yaml"), str(folder))

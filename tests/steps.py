@@ -1,0 +1,79 @@
+"""Steps of the real update and what they hand to the optimiser, on the tiny model."""
+
+import torch
+from contracts import G, leash, make_policy, one_process, rollout
+from tensordict import TensorDict
+from torch import Tensor
+
+from envs.transforms import RetrieveKL
+from policies.load import load_reference
+from policies.wrappers.transformers_wrapper import TransformersWrapper
+from trainer.advantage import GroupAdvantage
+from trainer.update import Update
+
+COEFF, LOW, HIGH = 0.3, 0.1, 0.3
+
+
+def double_policy() -> TransformersWrapper:
+    """Return a policy of one test alone, in float64."""
+    policy = make_policy.__wrapped__()
+    policy.model.double()
+    return policy
+
+
+class Record(torch.optim.SGD):
+    """SGD that keeps the gradient and learning rate of each step; it does step."""
+
+    def __init__(self, params, lr=0.0):
+        super().__init__(params, lr=lr)
+        self.grads: list[Tensor] = []
+        self.rates: list[float] = []
+
+    def step(self, closure=None):
+        params = [p for group in self.param_groups for p in group["params"]]
+        self.grads.append(torch.cat([p.grad.flatten().clone() for p in params]))
+        self.rates.append(self.param_groups[0]["lr"])
+        return super().step(closure)
+
+
+def scaled(policy: TransformersWrapper, factor: float) -> TransformersWrapper:
+    """Return a reference with other weights."""
+    reference = load_reference(policy)
+    with torch.no_grad():
+        for p in reference.model.parameters():
+            p.mul_(factor)
+    return reference
+
+
+def prepared(policy, where: str = "loss") -> tuple[TensorDict, TransformersWrapper]:
+    """Return a batch with advantages; the policy has moved since it generated."""
+    batch = rollout(policy, turns=2, count=2)
+    reference = scaled(policy, 0.95)
+    batch = RetrieveKL(ref_model=reference, add_to_reward=False)(batch)
+    batch = GroupAdvantage(group_size=G, leash=leash(COEFF, where))(batch)
+    with torch.no_grad():
+        for p in policy.model.parameters():
+            p.mul_(1.02)
+    return batch, reference
+
+
+def make_update(policy, objective, optimizer, *, runtime=None, lr=0.0, **options) -> Update:
+    options = {"max_grad_norm": 0.0, "max_tokens": 12, **options}
+    return Update(
+        policy.scorer, optimizer, objective, runtime or one_process(), lr=lambda step: lr, **options
+    )
+
+
+def gradient(policy, objective, batch, **options) -> tuple[Tensor, dict]:
+    optimizer = Record(policy.model.parameters())
+    metrics = make_update(policy, objective, optimizer, **options)(batch.clone())
+    return torch.cat(optimizer.grads), metrics
+
+
+def tables(model, ids: Tensor) -> Tensor:
+    """Return log p(. | tokens < t) for each t from 1 on, [t - 1, V], by one plain forward."""
+    return model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+
+
+def grad_of(policy) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in policy.model.parameters()])
