@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import yaml
 from omegaconf import OmegaConf
 
 import train
@@ -21,6 +22,7 @@ from conf.compose import compose_checked
 from conf.start import load_for_resume, read_command
 from policies.optional_packages import ASKING, EXTRAS
 from trainer.runs.folders import nothing_left
+from trainer.runs.saved_configs import as_today, holds_same
 
 ROOT = Path(__file__).parents[1]
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
@@ -477,3 +479,20 @@ def test_a_folder_with_files_that_a_run_would_replace_is_refused(tmp_path, key, 
     (tmp_path / name).mkdir()
     with pytest.raises(ValueError, match="already holds a run"):
         read_command(["experiment=grpo_tiny", f"{key}={tmp_path}"])
+
+
+def test_a_run_that_was_saved_with_the_names_of_before_goes_on(tmp_path):
+    config = compose_checked(["experiment=dapo_tiny", "algorithm.dual_clip=3"])
+    before = json.loads(json.dumps(config))
+    algorithm = before["algorithm"]
+    algorithm["clip_ratio"] = algorithm.pop("dual_clip")
+    algorithm["shaping"], algorithm["mismatch"] = algorithm.pop("after_rollout"), None
+    algorithm["source"]["shaping"] = algorithm["shaping"]
+    algorithm["advantage"] |= {"group_size": 8, "baseline": "group_mean", "whiten": False}
+    algorithm["objective"] |= {"clip_high": 0.28, "clip_ratio": 3.0}
+    assert as_today(before) == config
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(before))
+    assert holds_same(tmp_path, config)
+    assert load_for_resume(str(tmp_path), []) == {**config, "resume": str(tmp_path)}
+    algorithm["objective"]["clip_high"] = 0.5  # given in the node, beside the algorithm's key
+    assert as_today(before)["algorithm"]["objective"]["clip_high"] == 0.5

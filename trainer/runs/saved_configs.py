@@ -17,7 +17,7 @@ def as_today(saved: Any) -> dict[str, Any]:
     Older ones gave the parts of an algorithm its keys once more, in their nodes.
     """
     algorithm = dict(saved.get("algorithm") or {})
-    keys = {**(saved.get("trainer") or {}), **algorithm}
+    keys = {**(saved.get("kl") or {}), **(saved.get("trainer") or {}), **algorithm}
     for part in ("source", "advantage", "objective"):
         node = algorithm.get(part) or {}
         algorithm[part] = {k: v for k, v in node.items() if k not in keys or v != keys[k]}
