@@ -126,6 +126,8 @@ def said() -> list[str]:
             elif isinstance(node, ast.JoinedStr):
                 parts = [getattr(part, "value", None) for part in node.values]
                 texts.append("".join(p if isinstance(p, str) else "\0" for p in parts))
+    for path in (ROOT / "trainer").rglob("*.yaml"):
+        texts.append(re.sub(r"\{[^}]*\}", "\0", " ".join(path.read_text().split())))
     return texts
 
 
