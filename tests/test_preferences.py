@@ -6,11 +6,9 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 from contracts import one_process
-from omegaconf import OmegaConf
+from runs import train_here
 from tensordict import TensorDict
 
-import train
-from conf.compose import compose_checked
 from envs import ChatEnv
 from envs.tasks import Preferences
 from policies import GPT2RewardModel, load_policy, load_reward_model
@@ -110,8 +108,7 @@ def test_the_packaged_pairs_are_right_and_share_nothing_with_eval():
 
 def test_rm_tiny_learns_and_its_model_scores_rollouts(tmp_path):
     words = ["experiment=rm_tiny", "trainer.num_iterations=60", "tracker=none"]
-    cfg = OmegaConf.create(compose_checked([*words, f"output_dir={tmp_path / 'run'}"]))
-    train.train(cfg, tmp_path / "run")
+    train_here(tmp_path / "run", *words, f"output_dir={tmp_path / 'run'}")
     reward = GPT2RewardModel(tmp_path / "run" / "model")
     source = pairs()
     batch = source.batch(list(Preferences().rows("eval")))
