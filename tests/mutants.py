@@ -74,12 +74,12 @@ def ignore_temperature(original):
 
 
 def mean_per_micro_batch(original):
-    def take(batch, rows):
+    def select_rows(batch, rows):
         out = original(batch, rows)
         weight = out.get("weight", None)
         return out if weight is None else out.set("weight", weight / weight.sum().clamp(min=1e-9))
 
-    return take
+    return select_rows
 
 
 def all_ones(original):
@@ -232,7 +232,7 @@ MUTANTS = (
         "mean per micro-batch",
         contracts.global_normalisation,
         trainer.update,
-        "take",
+        "select_rows",
         mean_per_micro_batch,
     ),
     Mutant("mask all ones", contracts.masks_are_exact, RENDERER, "render", all_ones),

@@ -277,7 +277,7 @@ def agrees_with_its_paper(name: str) -> Tensor:
         if algorithm.source._target_ != "trainer.Demonstrations":
             batch = build(algorithm.advantage, algorithm, leash=own, runtime=one_process())(batch)
         terms = build(algorithm.objective, algorithm, leash=own)(Scores(curr), batch)
-        weight = trainer.losses.weights(
+        weight = trainer.losses.token_weights(
             mask,
             algorithm.aggregation,
             total_tokens=int(mask.sum()),

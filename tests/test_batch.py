@@ -88,13 +88,13 @@ def test_every_entry_of_a_batch_is_in_the_table_with_its_shape_and_dtype(made) -
 def test_weight_is_what_the_update_adds(made, monkeypatch) -> None:
     batch, policy = made[0], make_policy()
     objective, held = trainer.GRPOObjective(leash=leash()), []
-    original = trainer.update.take
+    original = trainer.update.select_rows
 
-    def take(td: TensorDictBase, rows: list[int]) -> TensorDictBase:
+    def select_rows(td: TensorDictBase, rows: list[int]) -> TensorDictBase:
         held.append(td)
         return original(td, rows)
 
-    monkeypatch.setattr("trainer.update.take", take)
+    monkeypatch.setattr("trainer.update.select_rows", select_rows)
     optimizer = torch.optim.SGD(policy.model.parameters(), lr=0.0)
     update = Update(policy.scorer, optimizer, objective, one_process(), lr=lambda step: 0.0)
     update(batch.clone())

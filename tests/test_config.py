@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
+from refusals import refusal
 
 import train
 from conf import check, names
@@ -32,14 +33,6 @@ def targets(node):
         if key == "_target_":
             yield value
         yield from targets(value)
-
-
-def refusal(*words: str) -> str:
-    with pytest.raises(ValueError, match=r".") as caught:
-        compose_checked(words)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

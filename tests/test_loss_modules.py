@@ -15,7 +15,7 @@ from policies.distributions.sequences import LLMMaskedCategorical
 from policies.load import load_reference
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer.advantage import GroupAdvantage
-from trainer.losses import weights
+from trainer.losses import token_weights
 from trainer.objectives import GRPOObjective, SFTObjective
 from trainer.torchrl.loss_modules import DAPO, CISPOLoss, GRPOLoss
 from trainer.torchrl.sft_loss import SFTLoss
@@ -60,7 +60,7 @@ def trainers_way(policy, batch, aggregation: str) -> tuple[dict, dict, torch.Ten
         entropy=True,
     )
     mask = batch["loss_mask"]
-    weight = weights(
+    weight = token_weights(
         mask,
         aggregation,
         total_tokens=mask.sum(),

@@ -60,7 +60,7 @@ def test_grpo_loss_and_gradient_equal_the_paper(aggregation):
     curr, gen, ref, advantage, mask = batch()
     low, high, beta = 0.2, 0.28, 0.04
     tokens, rows = mask.sum(), mask.any(-1).sum()
-    weight = losses.weights(mask, aggregation, total_tokens=tokens, total_rows=rows)
+    weight = losses.token_weights(mask, aggregation, total_tokens=tokens, total_rows=rows)
     x = curr.clone().requires_grad_()
     term = clip(x, gen, advantage, low, high)
     loss = (weight * (term + beta * losses.kl_term(x, ref, "k3"))).sum()
@@ -131,9 +131,9 @@ def test_unknown_names_are_value_errors():
     with pytest.raises(ValueError, match="k1, k2 or k3"):
         losses.kl_term(x, x, "full")
     with pytest.raises(ValueError, match="aggregation"):
-        losses.weights(x.bool(), "mean", total_tokens=1, total_rows=1)
+        losses.token_weights(x.bool(), "mean", total_tokens=1, total_rows=1)
     with pytest.raises(ValueError, match="max_tokens"):
-        losses.weights(x.bool(), "constant", total_tokens=1, total_rows=1)
+        losses.token_weights(x.bool(), "constant", total_tokens=1, total_rows=1)
     with pytest.raises(ValueError, match="credit"):
         losses.group_advantage(x, x, x.bool(), 2, credit="turn")
 
@@ -288,12 +288,12 @@ def test_group_advantage_of_the_kl_reward_is_the_reverse_kl(credit):
 def test_weights_by_hand():
     mask = torch.tensor([[1, 1, 1, 0], [0, 1, 0, 0], [0, 0, 0, 0]]).bool()
     args = {"total_tokens": 4, "total_rows": 2}
-    token = losses.weights(mask, "token_mean", **args)
+    token = losses.token_weights(mask, "token_mean", **args)
     assert token.tolist() == [[0.25, 0.25, 0.25, 0], [0, 0.25, 0, 0], [0, 0, 0, 0]]
-    sequence = losses.weights(mask, "sequence_mean", **args)
+    sequence = losses.token_weights(mask, "sequence_mean", **args)
     third = pytest.approx([1 / 6, 1 / 6, 1 / 6, 0])
     assert sequence.tolist() == [third, [0, 0.5, 0, 0], [0, 0, 0, 0]]
-    constant = losses.weights(mask, "constant", max_tokens=5, **args)
+    constant = losses.token_weights(mask, "constant", max_tokens=5, **args)
     tenth = pytest.approx([0.1, 0.1, 0.1, 0])
     assert constant.tolist() == [tenth, pytest.approx([0, 0.1, 0, 0]), [0, 0, 0, 0]]
 
@@ -301,7 +301,7 @@ def test_weights_by_hand():
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
 def test_an_empty_mask_weighs_nothing(aggregation):
     mask = torch.zeros(2, 3).bool()
-    out = losses.weights(mask, aggregation, total_tokens=0, total_rows=0, max_tokens=4)
+    out = losses.token_weights(mask, aggregation, total_tokens=0, total_rows=0, max_tokens=4)
     assert out.tolist() == [[0.0] * 3] * 2
 
 

@@ -14,7 +14,7 @@ from trainer.metrics import summarize
 from trainer.reports.trackers.jsonl import JsonlTracker
 from trainer.runtime import Runtime
 from trainer.trainer import Trainer
-from trainer.transcripts import pieces, split, transcript, transcripts
+from trainer.transcripts import pieces, token_texts, transcript, transcripts
 
 MASK = torch.tensor(
     [[0, 1, 1, 0], [0, 1, 0, 0], [0, 1, 1, 1], [0, 1, 1, 0], [0, 0, 0, 0], [0, 1, 0, 0]]
@@ -169,7 +169,7 @@ def test_pieces_are_cut_and_join_to_the_text_of_the_row(monkeypatch):
     tokenizer = make_policy().tokenizer
     text = "na\u00efve \u20ac \U0001f600 end"  # characters of two, three and four bytes
     ids = tokenizer.encode(text, add_special_tokens=False)
-    parts = split(ids, tokenizer)
+    parts = token_texts(ids, tokenizer)
     assert len(parts) == len(ids)
     assert "".join(parts) == tokenizer.decode(ids) == text
     assert not any("\ufffd" in part for part in parts)

@@ -27,7 +27,7 @@ from policies.load import load_reference
 from trainer.modes.chat import chat
 from trainer.modes.evaluate import pass_at_k, summarize, table_rows
 from trainer.modes.model_card import card
-from trainer.modes.weights import Weights, choose_weights
+from trainer.modes.run_weights import Weights, choose_weights
 from trainer.runs.launch import prepare
 from trainer.runs.run_files import Run, read_status
 

@@ -1,6 +1,6 @@
 """The per-token maths of the losses: pure functions, [B, T] in and [B, T] out, nothing reduced.
 
-A loss is sum(weights * term): `weights` holds the only division there is. curr, gen, ref are
+A loss is sum(weight * term): `token_weights` holds the only division there is. curr, gen, ref are
 log-probs [B, T] of the policy being trained, of the policy that generated, and of the frozen
 reference; all KL values are in nats. The exact KL stands in policies/scorer.py, where the logits
 are, the policy terms in surrogates.py.
@@ -83,7 +83,7 @@ def minor_sft_term(curr: Tensor, ref: Tensor, mask: Tensor, beta: float) -> Tens
     return (-2 / (beta * length) * functional.logsigmoid(beta * ahead)).expand_as(curr)
 
 
-def weights(
+def token_weights(
     loss_mask: Tensor,
     aggregation: str,
     *,
@@ -100,7 +100,7 @@ def weights(
     3.2), the only one that does not sum to 1.
 
     >>> mask = torch.tensor([[True, True], [True, False]])
-    >>> weights(mask, "sequence_mean", total_tokens=3, total_rows=2).tolist()
+    >>> token_weights(mask, "sequence_mean", total_tokens=3, total_rows=2).tolist()
     [[0.25, 0.25], [0.5, 0.0]]
     """
     mask = loss_mask.to(torch.get_default_dtype())  # [B, T]

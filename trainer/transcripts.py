@@ -88,7 +88,7 @@ def pieces(batch: TensorDictBase, i: int, tokenizer: Any) -> dict[str, Any]:
     length = int(batch.get(("masks", "all_attention_mask"))[i].sum())  # rows are right-padded
     start = int(sampled.int().argmax()) if bool(sampled.any()) else length
     ids = batch.get(("tokens", "full"))[i, start:length].tolist()[:MOST]
-    texts = split(ids, tokenizer)
+    texts = token_texts(ids, tokenizer)
     sources = {"log_prob": ("log_probs", "full"), "kl": "kl_penalty", "advantage": "advantage"}
     found = {name: batch.get(key, None) for name, key in sources.items()}
     values = {n: _plain(v[i, start:]) for n, v in found.items() if v is not None}
@@ -106,7 +106,7 @@ def pieces(batch: TensorDictBase, i: int, tokenizer: Any) -> dict[str, Any]:
     return out | ({"left_out": left_out} if left_out else {})
 
 
-def split(ids: list[int], tokenizer: Any) -> list[str]:
+def token_texts(ids: list[int], tokenizer: Any) -> list[str]:
     """Return the text of each token, so that together they are the text of all.
 
     A character of several tokens stands with the last of them, the others are empty.

@@ -18,7 +18,7 @@ from policies.packing import groups, pack_rows
 from policies.scorer import Scorer
 from trainer.batch import reads
 from trainer.entropy import EntropyBonus
-from trainer.losses import weights
+from trainer.losses import token_weights
 from trainer.objectives import Objective, Terms
 from trainer.runtime import Runtime
 
@@ -91,7 +91,7 @@ class Update:
         start, left = self.step, 0
         for number, rows in enumerate(parts):
             log = log if number % self.minibatches else _Log()
-            if not self._step(take(batch, rows), log):
+            if not self._step(select_rows(batch, rows), log):
                 left = len(parts) - number
                 break
             # Up to the first step, skipped ones aside, the weights are still those that sampled.
@@ -132,7 +132,7 @@ class Update:
         if totals["tokens"] == 0:
             self.skipped += 1
             return True
-        weight = weights(  # [B, T]
+        weight = token_weights(  # [B, T]
             mask,
             self.aggregation,
             total_tokens=totals["tokens"],
@@ -142,7 +142,7 @@ class Update:
         batch.set("weight", weight)
         parts, own = self._micro_batches(batch), _Log()
         for number, rows in enumerate(parts):
-            self._backward(take(batch, rows), own, last=number + 1 == len(parts))
+            self._backward(select_rows(batch, rows), own, last=number + 1 == len(parts))
         limit = self.max_grad_norm or math.inf
         norm = float(self.runtime.accelerator.clip_grad_norm_(self.scorer.parameters(), limit))
         own.note("optim/lr", rate)
@@ -202,7 +202,7 @@ class Update:
         return parts
 
 
-def take(batch: TensorDictBase, rows: list[int]) -> TensorDictBase:
+def select_rows(batch: TensorDictBase, rows: list[int]) -> TensorDictBase:
     """Return some rows, possibly none."""
     return batch[torch.tensor(rows, dtype=torch.int64)]
 

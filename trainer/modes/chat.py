@@ -21,9 +21,9 @@ from policies.random import fold
 from policies.sampler import sample
 from policies.scorer import Scorer, max_positions
 from policies.wrappers.transformers_wrapper import TransformersWrapper
-from trainer.modes.weights import load_weights, reference_name
+from trainer.modes.run_weights import load_weights, reference_name
 from trainer.trainer import Trainer
-from trainer.transcripts import split
+from trainer.transcripts import token_texts
 
 QUIT, RESET = "/quit", "/reset"
 STEPS = ((2.0, "bold "), (0.5, ""), (0.1, "dim "))  # nats from which a colour is that strong
@@ -161,7 +161,7 @@ def chat(
 def _reply(both: list[Talk], text: str, stream: Tensor, console: Console) -> None:
     mine, theirs = both
     log_probs = mine.answer(text, stream)
-    texts = split(mine.ids[-len(log_probs) :], mine.policy.tokenizer)
+    texts = token_texts(mine.ids[-len(log_probs) :], mine.policy.tokenizer)
     ratios = log_ratio(mine, theirs.scorer, log_probs)
     said = Text().append("policy     ", style="bold")
     for part, ratio in zip(texts, ratios, strict=True):

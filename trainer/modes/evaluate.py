@@ -16,7 +16,7 @@ from rich.table import Table
 from tensordict import TensorDict
 
 from policies.cache import write_text
-from trainer.modes.weights import load_weights, reference_name
+from trainer.modes.run_weights import load_weights, reference_name
 from trainer.trainer import Trainer
 
 LENGTH, TRUNCATED = "response/length_mean", "response/truncated_fraction"

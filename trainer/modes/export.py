@@ -11,7 +11,7 @@ from typing import Any
 from policies.cache import write_text
 from trainer.checkpoint import save_model
 from trainer.modes.model_card import card
-from trainer.modes.weights import load_weights
+from trainer.modes.run_weights import load_weights
 from trainer.reports.report import run_svg
 from trainer.runs.run_files import load_run
 from trainer.trainer import Trainer

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from trainer.modes.evaluate import table_rows
-from trainer.modes.weights import Weights
+from trainer.modes.run_weights import Weights
 from trainer.reports.summary import repeat_command
 from trainer.runs.redact import redact
 from trainer.runs.run_files import Run, dig, load_run, read_yaml

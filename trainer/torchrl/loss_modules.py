@@ -13,7 +13,7 @@ import torch
 from tensordict import NestedKey, TensorClass, TensorDictBase
 from torch import Tensor
 
-from trainer.losses import kl_term, weights
+from trainer.losses import kl_term, token_weights
 from trainer.surrogates import (
     Bounds,
     cispo_term,
@@ -208,7 +208,7 @@ class GRPOLoss(LossModule):
         if self.aggregation == "none":
             return mask.float()
         summed, constant = self.reduction == "sum", self.aggregation == "constant"
-        return weights(
+        return token_weights(
             mask,
             "sequence_mean" if self.aggregation == "prompt_mean" else self.aggregation,
             total_tokens=1 if summed else mask.sum(),

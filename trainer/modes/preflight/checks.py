@@ -13,7 +13,7 @@ from trainer.metrics import idle_groups
 from trainer.modes.preflight.findings import Findings
 from trainer.modes.preflight.play import Iteration
 from trainer.trainer import Trainer
-from trainer.transcripts import split
+from trainer.transcripts import token_texts
 
 RENDERED = 1000  # rows of a split that are rendered to learn their lengths
 LONG = 60  # tokens of a row shown at each end
@@ -136,7 +136,7 @@ def check_tokens(loop: Trainer, batch: TensorDictBase, findings: Findings) -> No
 def marked(batch: TensorDictBase, i: int, tokenizer: Any, *, colour: bool) -> Text:
     """Return row i, the tokens that are learnt in green, without colours in [[ ]]."""
     size = int(batch.get(("masks", "all_attention_mask"))[i].sum())  # rows are right-padded
-    texts = split(batch.get(("tokens", "full"))[i, :size].tolist(), tokenizer)
+    texts = token_texts(batch.get(("tokens", "full"))[i, :size].tolist(), tokenizer)
     kept = batch.get("loss_mask")[i, :size].tolist()
     if size > 2 * LONG:
         texts = [*texts[:LONG], f" ... {size - 2 * LONG} tokens ... ", *texts[-LONG:]]
