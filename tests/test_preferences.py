@@ -14,7 +14,7 @@ from envs.tasks import Preferences
 from policies import GPT2RewardModel, load_policy, load_reward_model
 from policies.reward_scorer import Rewards
 from trainer import Checkpoints, PreferenceObjective, PreferencePairs, PromptData, RolloutFromModel
-from trainer.losses import weights
+from trainer.losses import token_weights
 
 ROW = {"messages": [{"role": "user", "content": "Sort 312"}], "chosen": "123", "rejected": "12"}
 
@@ -46,7 +46,7 @@ def test_the_weighted_terms_are_the_documented_loss_in_any_micro_batch(cut):
     rewards = torch.randn(mask.shape, generator=torch.Generator().manual_seed(0))
     mine, theirs = (rewards.clone().requires_grad_() for _ in range(2))
     total = {"total_tokens": float(mask.sum()), "total_rows": float(mask.any(-1).sum())}
-    batch["weight"] = weights(mask, "sequence_mean", **total)
+    batch["weight"] = token_weights(mask, "sequence_mean", **total)
     objective, loss = PreferenceObjective(), 0.0
     for rows in torch.arange(16).split(16 // cut):
         part = batch.select("weight", "group_id")[rows]
