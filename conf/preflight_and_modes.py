@@ -31,7 +31,7 @@ def asked(words: Sequence[str]) -> dict[str, Any] | None:
     if (mode == "train" and "preflight" not in given) or flags - SWEEP:
         return None
     resumed = mode in MAY and given.get("resume")
-    if not resumed and given.get("resume"):
+    if not resumed and given.get("resume") and "preflight" in given:
         raise ValueError("preflight checks a new run, got resume=; leave one of them out")
     if not resumed:
         check_single(overrides)

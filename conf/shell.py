@@ -37,6 +37,7 @@ def run_command(words: list[str], *, script: Path, worker: Worker) -> int:
         say(job.done) if job.done else launch(job.config, start.begin(job), **ours)
 
     start.set_up()
+    failed = 2  # before a run begins
     try:
         if (ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
             return join(words, ranks, worker, **ours)
@@ -46,14 +47,14 @@ def run_command(words: list[str], *, script: Path, worker: Worker) -> int:
 
             if config := asked(words):
                 return run_aside(config, **ours)
-        wanted = start.read_command(words)
+        wanted, failed = start.read_command(words), 1
         if isinstance(wanted, start.Sweep):
             return run_sweep(wanted, run)
         run(wanted) if wanted else show()
     except (ValueError, RuntimeError, OSError) as error:
         if os.environ.get("RANK", "0") == "0":
             complain(error)
-        return 2
+        return failed if isinstance(error, RuntimeError) else 2  # refused
     except KeyboardInterrupt:  # outside of a run
         say("stopped before it began; nothing is saved")
         return 130

@@ -69,8 +69,8 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {root!r})
 import train
-train.OURS["script"] = Path({script!r})
-sys.exit(train.cli(sys.argv[1:]))
+from conf.shell import run_command
+sys.exit(run_command(sys.argv[1:], script=Path({script!r}), worker=train.worker))
 """
 
 
@@ -403,8 +403,8 @@ def fake(cfg, folder):
     except ValueError as error:
         (folder / ("refused" + os.environ["RANK"])).write_text(f"{{error}} {{os.getppid()}}")
 train.train = fake
-train.OURS["script"] = Path({script!r})
-sys.exit(train.cli(sys.argv[1:]))
+from conf.shell import run_command
+sys.exit(run_command(sys.argv[1:], script=Path({script!r}), worker=train.worker))
 """
 
 

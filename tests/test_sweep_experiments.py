@@ -18,6 +18,7 @@ from runs import SMALL, launch, metrics, train, wait_for
 import train as script
 from conf.command_line import list_jobs
 from conf.compose import compose_checked, compose_raw
+from conf.shell import run_command
 from conf.start import compose_joined, read_command, set_up
 from trainer.reports.sweep_jobs import load_sweep
 from trainer.reports.sweep_page import write_sweep
@@ -73,11 +74,10 @@ with open(folder / "begun", "a") as file:
 def sweep(tmp_path, monkeypatch, capfd):
     """Return what runs a sweep with a worker that only says it is finished: exit code and text."""
     (tmp_path / "worker.py").write_text(WORKER)
-    monkeypatch.setitem(script.OURS, "script", tmp_path / "worker.py")
     monkeypatch.chdir(tmp_path)
 
     def run(*words: str) -> tuple[int, str]:
-        code = script.cli([*words])
+        code = run_command([*words], script=tmp_path / "worker.py", worker=script.worker)
         return code, "".join(capfd.readouterr())
 
     return run
