@@ -30,7 +30,9 @@ def asked(words: Sequence[str]) -> dict[str, Any] | None:
     mode = given.get("mode", "train")
     if (mode == "train" and "preflight" not in given) or flags - SWEEP:
         return None
-    resumed = mode in MAY and given.get("resume")
+    if mode not in (known := ("train", *MAY)):
+        raise ValueError(f"expected mode to be one of {', '.join(known)}, got {mode!r}")
+    resumed = mode != "train" and given.get("resume")
     if not resumed and given.get("resume") and "preflight" in given:
         raise ValueError("preflight checks a new run, got resume=; leave one of them out")
     if not resumed:

@@ -60,6 +60,17 @@ def train(*overrides: str, **changes: str) -> Finished:
     return Finished(process.returncode, text, time.perf_counter() - start)
 
 
+def train_here(folder: Path, *words: str) -> list[dict]:
+    """Run in this process what words compose, in a folder; return the lines of its metrics."""
+    from omegaconf import OmegaConf
+
+    import train as script
+    from conf.compose import compose_checked
+
+    script.train(OmegaConf.create(compose_checked(words)), folder)
+    return lines(folder / "metrics.jsonl")
+
+
 def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 

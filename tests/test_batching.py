@@ -135,7 +135,6 @@ def test_cleanup_runs_or_drops_what_waits():
     [
         ({"min_batch_size": 5, "max_batch_size": 2}, r"\(5\) must be <= max_batch_size \(2\)"),
         ({"batching": False, "max_batch_size": 2}, "must be None if batching is False"),
-        ({"min_batch_size": 0}, "min_batch_size and max_batch_size >= 1"),
         ({"batching": True, "batching_timeout": -1.0}, "batching_timeout >= 0"),
     ],
 )

@@ -6,12 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from contracts import leash, plain_log_probs
-from omegaconf import OmegaConf
-from runs import lines
+from runs import train_here
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-import train
-from conf.compose import compose_checked
 from envs import ChatEnv
 from envs.tasks import Calculator, Reply
 from envs.tasks.calculator import is_held_out
@@ -96,17 +93,14 @@ def taught(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("taught") / "run"
     words = ("num_iterations=50", "prompts_per_iteration=32")
     words = [f"trainer.{word}" for word in words] + ["eval.num_samples=0", "eval.max_rows=2"]
-    config = compose_checked(["experiment=sft_calculator_tiny", *EIGHT, *words])
-    train.train(OmegaConf.create(config), folder)
+    train_here(folder, "experiment=sft_calculator_tiny", *EIGHT, *words)
     return folder / "model"
 
 
 def test_an_iteration_of_the_experiment(taught: Path, tmp_path: Path):
     words = [*EIGHT, "trainer.num_iterations=1", f"policy.model={taught}"]
     words += ["trainer.prompts_per_iteration=8", "eval.max_rows=8", "eval.greedy=false"]
-    config = compose_checked(["experiment=grpo_calculator_tiny", *words])
-    train.train(OmegaConf.create(config), tmp_path / "run")
-    (row,) = lines(tmp_path / "run" / "metrics.jsonl")[1:]
+    (row,) = train_here(tmp_path / "run", "experiment=grpo_calculator_tiny", *words)[1:]
     assert row["reward_part/called"] > 0
     assert row["reward/raw_mean"] == pytest.approx(row["reward_part/exact"])
     assert row["kl/ref_sequence"] == pytest.approx(0, abs=1e-4)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from omegaconf import OmegaConf
+from refusals import refusal
 
 import train
 from conf import check, names
@@ -34,14 +35,6 @@ def targets(node):
         if key == "_target_":
             yield value
         yield from targets(value)
-
-
-def refusal(*words: str) -> str:
-    with pytest.raises(ValueError, match=r".") as caught:
-        compose_checked(words)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

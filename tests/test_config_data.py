@@ -11,7 +11,7 @@ from typing import Annotated, Any, Protocol, TypedDict
 import pytest
 import torch
 from omegaconf import ListConfig
-from test_config import refusal
+from refusals import refusal
 
 import train
 from conf.build import make_task

@@ -2,7 +2,6 @@
 
 import json
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -141,19 +140,6 @@ def test_the_order_is_that_of_the_seed(sums):
     assert drawn(1) == drawn(1) != drawn(2)
     assert sorted(drawn(1)[:5]) == drawn(1, shuffle=False)[:5], "an epoch holds each row once"
     assert drawn(1)[:5] != drawn(1)[5:], "each epoch has an order of its own"
-
-
-def test_the_data_may_be_a_file_or_a_folder(sums, tmp_path, monkeypatch):
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    table = tmp_path / "sums.csv"
-    table.write_text("question,answer\n0 + 1?,#### 1\n")
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    (folder / "train.jsonl").write_text(Path(sums).read_text())
-    for dataset in (sums, str(table), str(folder)):
-        assert asked(GSM8KEnv(dataset=dataset, shuffle=False).reset()) == ["0 + 1?"]
 
 
 def test_any_loader_of_rows_will_do(sums):

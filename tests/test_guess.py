@@ -5,11 +5,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
-from runs import lines
+from runs import train_here
 
-import train
-from conf.compose import compose_checked
 from envs.tasks import Guess, Reply
 from envs.tasks.guess import DIGITS, TURNS, is_held_out
 
@@ -104,8 +101,7 @@ def test_demonstrations_are_games_by_the_rules_and_half_of_them_listen():
 def run(folder: Path, *words: str) -> dict:
     """Run an experiment in this process; return the metrics of its last iteration."""
     sizes = ("trainer.prompts_per_iteration=32", "eval.num_samples=0", "eval.max_rows=7")
-    train.train(OmegaConf.create(compose_checked([*words, *sizes])), folder)
-    return lines(folder / "metrics.jsonl")[-1]
+    return train_here(folder, *words, *sizes)[-1]
 
 
 def test_an_iteration_of_the_experiment(tmp_path: Path):

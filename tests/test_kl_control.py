@@ -34,15 +34,6 @@ def test_the_coefficient_follows_ziegler(kl, expected):
     assert control.coeff == control.coef == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize(("kl", "expected"), BY_HAND)
-def test_the_documented_class_takes_kl_rewards(kl, expected):
-    rewards = [-0.1 * (kl - 1), -0.1 * (kl + 1)] * 32
-    control = AdaptiveKLController(init_kl_coef=0.1, target=6.0, horizon=10_000)
-    assert control.update(rewards) == pytest.approx(expected, rel=1e-9)
-    assert control.takes_rewards
-    assert not TargetKLController.takes_rewards
-
-
 def test_a_kl_reward_is_read_at_the_coefficient_it_was_made_with():
     scaled = AdaptiveKLController(init_kl_coef=0.3, target=2.0, horizon=20)
     plain = TargetKLController(0.3, target=2.0, horizon=20)

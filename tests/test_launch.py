@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from processes import alive, gone
 
 from trainer.runs.experiment_models import cache_folder, resolve_experiment
 from trainer.runs.launch import prepare, run
@@ -109,21 +110,6 @@ def wait_for(pattern: str, place: Path, count: int = 1) -> list[Path]:
             return found
         time.sleep(0.05)
     raise AssertionError(f"no {pattern} in {place}")
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def gone(pid: int) -> bool:
-    for _ in range(100):
-        if not alive(pid):
-            return True
-        time.sleep(0.05)
-    return False
 
 
 def test_status_comes_back_and_threads_are_set(script, folder, monkeypatch):

@@ -5,11 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from omegaconf import OmegaConf
-from runs import lines
+from runs import train_here
 
-import train
-from conf.compose import compose_checked
 from envs import ChatEnv
 from envs.rewards import Rewarded, RewardModel
 from envs.tasks import LearntReward, Reply, SortDigits
@@ -112,9 +109,7 @@ def test_ppo_trains_through_it(folder, tmp_path):
         "eval.max_rows=4",
         f"env.task.reward_model={folder}",
     ]
-    config = compose_checked([*words, f"output_dir={tmp_path / 'run'}"])
-    train.train(OmegaConf.create(config), tmp_path / "run")
-    rows = lines(tmp_path / "run" / "metrics.jsonl")
+    rows = train_here(tmp_path / "run", *words, f"output_dir={tmp_path / 'run'}")
     assert {"reward_part/score", "kl/ref_sequence", "value/explained_variance"} <= rows[2].keys()
     assert rows[1]["reward_part/score"] != rows[2]["reward_part/score"]
     assert rows[2]["reward/raw_mean"] != 0

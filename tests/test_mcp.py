@@ -3,10 +3,10 @@
 import gc
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from processes import alive, gone
 from tensordict import TensorDict
 
 from envs import ChatEnv
@@ -54,21 +54,6 @@ server.run("stdio")
 '''
 
 
-def alive(pid: int) -> bool:
-    """Return whether a process runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def gone(pids: list[int], patience: float = 10.0) -> bool:
-    end = time.monotonic() + patience
-    while any(map(alive, pids)) and time.monotonic() < end:
-        time.sleep(0.05)
-    return not any(map(alive, pids))
-
-
 @pytest.fixture(scope="module")
 def program(tmp_path_factory) -> list[str]:
     """Return the command of a server that notes the ids of its processes in its argument."""
@@ -110,7 +95,7 @@ def test_a_chat_calls_the_tools_of_a_server(program, tmp_path):
         assert "4. add failed: RuntimeError: " in "\n".join(said[3:]), "the server misses a"
         started = [int(word) for word in notes(tmp_path / "pids")[0].split()]
         assert all(map(alive, started))
-    assert gone(started), "the server and its child end with the context"
+    assert gone(*started), "the server and its child end with the context"
 
 
 def test_a_slow_call_times_out_and_a_lost_server_starts_again(program, tmp_path):
@@ -122,11 +107,11 @@ def test_a_slow_call_times_out_and_a_lost_server_starts_again(program, tmp_path)
         server.call("leave", {})
     assert server.call("add", {"a": 1}) == "2.0"
     hung, left, last = ([int(w) for w in line.split()] for line in notes(tmp_path / "pids"))
-    assert gone([*hung, *left])
+    assert gone(*hung, *left)
     assert all(map(alive, last))
     del server
     gc.collect()  # what is forgotten is closed
-    assert gone(last)
+    assert gone(*last)
 
 
 def test_what_is_no_server_is_named(tmp_path):
@@ -138,7 +123,7 @@ def test_what_is_no_server_is_named(tmp_path):
     code = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
     with pytest.raises(ValueError, match="no answer within 2 s"):
         MCPServer([*python, code, str(note)], start_timeout=2)
-    assert gone([int(note.read_text())])
+    assert gone(int(note.read_text()))
     with pytest.raises(ValueError, match="list of words"):
         MCPServer("uvx server")
 
@@ -151,4 +136,4 @@ def test_the_end_of_the_process_ends_the_server(program, tmp_path):
     command = [sys.executable, "-c", code, *program, str(tmp_path / "pids")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "2.0\n", "")
-    assert gone([int(word) for word in (tmp_path / "pids").read_text().split()])
+    assert gone(*(int(word) for word in (tmp_path / "pids").read_text().split()))

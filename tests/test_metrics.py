@@ -67,12 +67,6 @@ def test_every_mean_is_over_its_rows_or_kept_tokens():
     assert got == pytest.approx(want, abs=1e-6)
 
 
-def test_a_batch_of_demonstrations_has_no_rewards_and_no_kl():
-    td = TensorDict({"loss_mask": MASK}, [6])
-    want = {"response/length_mean": 9 / 6, "response/length_max": 3.0}
-    assert summarize(td, one_process()) == want
-
-
 def test_a_batch_whose_replies_were_all_dropped_has_no_reward_and_no_kl():
     td = batch()
     td["dropped"], td["reward_errors"] = torch.ones(6, dtype=torch.bool), torch.ones(6)

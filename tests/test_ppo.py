@@ -8,15 +8,13 @@ from contracts import close, leash, make_policy, one_process, padded_left, rollo
 from gae_by_hand import slow
 from omegaconf import OmegaConf
 from plain_values import plain_values, values_are_those_of_a_plain_forward
-from runs import Finished, lines
+from runs import Finished, train_here
 from safetensors.torch import load_file
 from steps import Record, double_policy, grad_of, make_update, scaled, tables
 from tensordict import TensorDict
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-import train
-from conf.compose import compose_checked
 from envs.transforms import RetrieveKL
 from policies import TransformersWrapper, ValueNetwork
 from policies.padding import pad
@@ -270,8 +268,7 @@ def test_ppo_learns_and_so_does_its_critic(small_run: Finished, tmp_path):
     words = ["experiment=ppo_tiny", f"policy.model={warm}", "trainer.num_iterations=12", "seed=7"]
     words += ["optimizer.lr=2e-4", "algorithm.critic.lr_scale=10", "eval.greedy=false"]
     words += ["eval.max_rows=80", f"output_dir={tmp_path / 'run'}"]
-    train.train(OmegaConf.create(compose_checked(words)), tmp_path / "run")
-    rows = lines(tmp_path / "run" / "metrics.jsonl")
+    rows = train_here(tmp_path / "run", *words)
     accuracy = [row["eval/sampled_accuracy"] for row in (rows[0], rows[-1])]
     assert accuracy[1] > accuracy[0] + 0.25
     explained = [row["value/explained_variance"] for row in rows[1:]]

@@ -6,17 +6,15 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 from contracts import one_process
-from omegaconf import OmegaConf
+from runs import train_here
 from tensordict import TensorDict
 
-import train
-from conf.compose import compose_checked
 from envs import ChatEnv
 from envs.tasks import Preferences
 from policies import GPT2RewardModel, load_policy, load_reward_model
 from policies.reward_scorer import Rewards
 from trainer import Checkpoints, PreferenceObjective, PreferencePairs, PromptData, RolloutFromModel
-from trainer.losses import weights
+from trainer.losses import token_weights
 
 ROW = {"messages": [{"role": "user", "content": "Sort 312"}], "chosen": "123", "rejected": "12"}
 
@@ -48,7 +46,7 @@ def test_the_weighted_terms_are_the_documented_loss_in_any_micro_batch(cut):
     rewards = torch.randn(mask.shape, generator=torch.Generator().manual_seed(0))
     mine, theirs = (rewards.clone().requires_grad_() for _ in range(2))
     total = {"total_tokens": float(mask.sum()), "total_rows": float(mask.any(-1).sum())}
-    batch["weight"] = weights(mask, "sequence_mean", **total)
+    batch["weight"] = token_weights(mask, "sequence_mean", **total)
     objective, loss = PreferenceObjective(), 0.0
     for rows in torch.arange(16).split(16 // cut):
         part = batch.select("weight", "group_id")[rows]
@@ -110,8 +108,7 @@ def test_the_packaged_pairs_are_right_and_share_nothing_with_eval():
 
 def test_rm_tiny_learns_and_its_model_scores_rollouts(tmp_path):
     words = ["experiment=rm_tiny", "trainer.num_iterations=60", "tracker=none"]
-    cfg = OmegaConf.create(compose_checked([*words, f"output_dir={tmp_path / 'run'}"]))
-    train.train(cfg, tmp_path / "run")
+    train_here(tmp_path / "run", *words, f"output_dir={tmp_path / 'run'}")
     reward = GPT2RewardModel(tmp_path / "run" / "model")
     source = pairs()
     batch = source.batch(list(Preferences().rows("eval")))

@@ -162,7 +162,6 @@ class Free:
     ("words", "message"),
     [
         (["preflight=true", "mode=chat"], "preflight checks training, got mode=chat"),
-        (["preflight=true", "-m", "seed=1"], "preflight is about one run, got -m"),
         (["preflight=true", "resume=somewhere"], "preflight checks a new run"),
     ],
 )

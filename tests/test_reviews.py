@@ -77,10 +77,3 @@ def test_a_missing_scorer_is_one_line_that_names_the_extra():
     with pytest.raises(ValueError, match=r"Reviews need vaderSentiment.*leash\[sentiment\]") as e:
         compose_checked(["experiment=ppo_sentiment_smollm"])
     assert "\n" not in str(e.value)
-
-
-def test_the_experiment_holds_the_leash_by_default():
-    cfg = compose_checked(["experiment=ppo_sentiment_smollm"])
-    assert (cfg["kl"]["where"], cfg["kl"]["estimator"]) == ("reward", "k1")
-    assert cfg["kl"]["coeff"] > 0
-    assert "critic" in cfg["algorithm"]

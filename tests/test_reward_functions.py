@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 from contracts import Words, make_policy, one_process, prompts
+from processes import gone
 from reward_cases import behave
 
 from envs.chat_env import ChatEnv
@@ -143,19 +144,6 @@ def test_wrong_settings_are_refused_where_they_are_given(make, says):
 
 
 # Worker processes
-
-
-def gone(pid: int, within: float = 10.0) -> bool:
-    """Return whether a killed process ends: a signal takes its time on a busy machine."""
-    end = time.monotonic() + within
-    while time.monotonic() < end:
-        try:
-            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-                return True
-        except psutil.NoSuchProcess:
-            return True
-        time.sleep(0.02)
-    return False
 
 
 def test_worker_that_hangs_crashes_or_leaves_is_replaced_and_costs_its_reply_alone(tmp_path):

@@ -90,17 +90,6 @@ def test_a_second_signal_ends_the_process_at_once_with_a_true_status(tmp_path, m
     assert codes == [(128 + signal.SIGINT, "stopped by SIGTERM")]
 
 
-def test_one_process_sums_and_gathers_itself(tmp_path):
-    runtime = Runtime(tmp_path)
-    assert (runtime.rank, runtime.ranks, runtime.is_main) == (0, 1, True)
-    assert runtime.sums({"b": 2.0, "a": 1e-12 + 1}) == {"a": 1e-12 + 1, "b": 2.0}
-    assert runtime.maxima({"a": 3.0}) == {"a": 3.0}
-    assert runtime.gather("x") == ["x"]
-    assert runtime.mine(4) == slice(0, 4)
-    assert runtime.sum(torch.tensor([1, 2])).tolist() == [1, 2]
-    assert 0 < runtime.peak_memory_gib() < 1000
-
-
 def test_the_seed_is_that_of_torch(tmp_path):
     drawn = []
     for seed in (5, 5, 6):

@@ -191,13 +191,3 @@ def test_demonstrations_are_rendered_with_the_system_prompt_and_padded_right():
     system = {"role": "system", "content": "Be brief."}
     chats = [[system, *row["messages"]] for row in Words().demonstrations()]
     assert texts == {policy.renderer.text(chat) for chat in chats}
-
-
-class Silent(Words):
-    def demonstrations(self) -> list[dict]:
-        return [{"messages": [{"role": "user", "content": "Hi"}]}]
-
-
-def test_a_demonstration_without_an_assistant_is_refused():
-    with pytest.raises(ValueError, match="expected some tokens of the assistant, got no token"):
-        demonstrations("assistant", Silent(), size=1)

@@ -53,6 +53,13 @@ def test_the_loop_imports_no_other_room():
             assert not any(m.startswith(f"trainer.{r}") for m in modules for r in rooms), name
 
 
+def test_no_test_module_imports_another():
+    """What tests share is in modules of its own."""
+    for path in (ROOT / "tests").glob("*.py"):
+        found = re.findall(r"^\s*(?:from|import) (?:tests\.)?(test_\w+)", path.read_text(), re.M)
+        assert not found, f"{path.name} imports {found}"
+
+
 def test_one_module_pads():
     pads = re.compile(r"\b(?:functional|F)\.pad\(|\bpad_sequence\(")
     assert [name for name in TREES if pads.search((ROOT / name).read_text())] == [

@@ -8,12 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from contracts import Words, make_policy, plain_log_probs, prompts
-from omegaconf import OmegaConf
-from runs import lines
+from runs import lines, train_here
 from tensordict import TensorDict
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import train
 from conf.compose import compose_checked
 from envs import ChatEnv
 from envs.tasks.task import Reply, Reward, Task
@@ -95,9 +93,7 @@ def in_order(**options) -> ExecuteToolsInOrder:
         ('<tool name="a" tag="T">{"x": 1}</tool> Hm.', [ToolCall("a", {"x": 1}, "T")], "Hm."),
         ('A\n<tool name="a"></tool>', [ToolCall("a", {})], "A"),
         ('<tool name="a">not json</tool>', [ToolCall("a", {"raw": "not json"})], ""),
-        ('<tool name="a">[1]</tool>', [ToolCall("a", {"raw": "[1]"})], ""),
         ('<tool name="a">{"x": 1}', [], '<tool name="a">{"x": 1}'),
-        ("no call", [], "no call"),
     ],
 )
 def test_xml_blocks(text, calls, rest):
@@ -116,7 +112,6 @@ def test_xml_blocks(text, calls, rest):
         ('{"tools": {"tool": "a"}}', [ToolCall("a", {})], ""),
         ('{"tools": ["a", 3]}', [ToolCall("a", {}), ToolCall("3", {})], ""),
         ("{broken", [], "{broken"),
-        ("42", [], "42"),
         ("[" * 100_000, [], "[" * 100_000),
     ],
 )  # fmt: skip
@@ -144,10 +139,8 @@ def test_calls_are_executed_in_their_order_and_answered_in_one_message():
         (call("shop"), "KeyError: Unknown tool: shop; there are ['add', 'disk', 'end', 'search']"),
         (call("disk"), "OSError: no such disk"),
         (call("add", '{"a": "2"}'), "TypeError: expected a to be int, got str"),
-        (call("add", '{"a": true}'), "TypeError: expected a to be int, got bool"),
         (call("add", '{"c": 2}'), "TypeError: no arguments ['c']; it takes ['a', 'b']"),
         (call("add", '{"a": 2, "_state": 1}'), "TypeError: no arguments ['_state']"),
-        (call("add", "{"), "TypeError: no arguments ['raw']"),
     ],
 )
 def test_what_goes_wrong_is_told_to_the_policy(reply, said):
@@ -369,7 +362,7 @@ def test_python_is_also_a_tool_to_call():
 def run(folder: Path, iterations: int, *words: str) -> Path:
     """Run an experiment in this process, four prompts an iteration."""
     sizes = (f"trainer.num_iterations={iterations}", "trainer.prompts_per_iteration=4")
-    train.train(OmegaConf.create(compose_checked([*sizes, *words])), folder)
+    train_here(folder, *sizes, *words)
     return folder
 
 
