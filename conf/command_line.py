@@ -20,10 +20,9 @@ from conf import names
 from conf.names import all_keys, known_elsewhere
 from trainer.runs.run_files import dig, read_yaml
 
-FLAGS = (  # of Hydra
-    "--help -h --hydra-help --version --cfg -c --resolve --package -p --run -r --multirun -m -sc "
-    "--shell-completion --info -i --config-path -cp --config-name -cn --config-dir -cd "
-    "--experimental-rerun"
+FLAGS = (  # -m, and those of Hydra that show something and run nothing
+    "--help -h --hydra-help --version --cfg -c --resolve --package -p --multirun -m -sc "
+    "--shell-completion --info -i"
 )
 SWEEP = {"-m", "--multirun"}
 
@@ -63,6 +62,8 @@ def check_overrides(words: Sequence[str]) -> None:
         name = word.partition("=")[0]
         if word.startswith("~") and not word.startswith("~env.task."):
             raise ValueError(f"{word}: no key can be removed; give it a value, {name[1:]}=...")
+        if re.match(r"\+*hydra([/.]launcher|[/.]sweeper|\.callbacks)", name):
+            raise ValueError(f"{word}: leash runs the jobs of a sweep itself, one after the other")
         if not word.startswith("~") and ("=" not in word or not name):
             raise ValueError(f"expected name=value, got {word!r}{_meant(word, list(words))}")
     count = Counter(word.partition("=")[0].lstrip("+") for word in words)

@@ -9,7 +9,7 @@ import pytest
 from charges import COEFF, SAMPLING, charged_once, run
 from contracts import leash
 
-from trainer.kl import Leash
+from trainer.kl import Leash, check_charged
 from trainer.kl_control import BIASED, ESTIMATORS, PLACES, ConstantKLController
 
 
@@ -23,8 +23,19 @@ def test_the_kl_is_charged_once(name, where):
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_two_leashes_that_disagree_are_refused(name, charges, learns, how):
     places = ("loss", "reward")
-    with pytest.raises(ValueError, match=f"charged {how}.*hand the same Leash to both"):
+    with pytest.raises(ValueError, match=f"charged {how}.*hand one Leash to both"):
         run(name, leash(COEFF, places[learns]), judged_by=leash(COEFF, places[charges]))
+
+
+def test_an_objective_without_a_leash_charges_nothing_that_is_left_to_it():
+    batch = TensorDict({"kl_left": torch.full((2,), 0.3)}, [2])
+    with pytest.raises(ValueError, match="charged never: its advantage leaves it to the loss"):
+        check_charged(batch, None)
+    with pytest.raises(ValueError, match="charged never: its advantage has no leash"):
+        check_charged(batch.exclude("kl_left"), leash(0.3, "reward"))
+    batch["kl_left"].zero_()  # paid in the reward, or at coefficient 0
+    for own in (None, leash(0.3, "reward"), leash(0.0, "loss")):
+        check_charged(batch, own)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)

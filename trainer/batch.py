@@ -78,7 +78,7 @@ KEYS: dict[NestedKey, Key] = {
     ),
     "reward_kl": Key("[B, T]", "float32", "kl", ("advantage",), "-coeff * KL, or 0"),
     "reward": Key("[B, T]", "float32", "kl", ("gae", "metrics"), "reward_raw + reward_kl"),
-    "kl_in_reward": Key("[B]", "bool", "kl", ("kl",), "where the KL of this row is charged"),
+    "kl_left": Key("[B]", "float32", "kl", ("kl",), "the coefficient left for the loss to charge"),
     "advantage": Key("[B, T]", "float32", "advantage", ("objectives", "transcripts"), "A"),
     "value": Key("[B, T]", "float32", "gae", ("objectives", "metrics"), "V(tokens < t)"),
     "returns": Key("[B, T]", "float32", "gae", ("objectives", "metrics"), "advantage + value"),

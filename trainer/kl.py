@@ -58,15 +58,15 @@ kl.estimator=k3, k2 or full, or set kl.allow_biased=true
     def charge_reward(self, batch: TensorDictBase) -> TensorDictBase:
         """Write reward_kl, 0 unless the KL is charged here, and reward = reward_raw + reward_kl.
 
-        reward_kl [B, T] is -coeff * KL at the kept tokens; kl_in_reward [B], by which `check` knows
-        who has charged, is written too.
+        reward_kl [B, T] is -coeff * KL at the kept tokens. kl_left [B] is the coefficient that the
+        loss has still to charge, by which `check_charged` knows what was done.
         """
         raw, here = batch.get("reward_raw"), self.where == "reward"  # [B, T]
         charged = torch.zeros_like(raw)  # [B, T]
         if here and self.coeff:
             charged = -self.coeff * self._measured(batch) * batch.get("loss_mask")
         batch.set("reward_kl", charged)
-        batch.set("kl_in_reward", torch.full_like(raw[:, 0], here, dtype=torch.bool))
+        batch.set("kl_left", torch.full_like(raw[:, 0], 0.0 if here else self.coeff))
         return batch.set("reward", raw + charged)
 
     def loss_term(self, scores: Scores, batch: TensorDictBase) -> dict[str, Tensor]:
@@ -80,18 +80,6 @@ kl.estimator=k3, k2 or full, or set kl.allow_biased=true
         if ref is None:
             raise ValueError("kl.where=loss needs ref_log_probs.full, found none; score it")
         return {"kl": self.coeff * kl_term(scores.log_probs, ref, self.estimator)}
-
-    def check(self, batch: TensorDictBase) -> None:
-        """Raise ValueError for a batch whose KL would be charged twice, or never."""
-        marked = batch.get("kl_in_reward", None)
-        charged = marked is not None and bool(marked.any())
-        if charged == (self.where == "reward"):
-            return
-        how, place = ("twice", "reward") if charged else ("never", "loss")
-        raise ValueError(
-            f"the KL of this batch would be charged {how}: its advantage is for where={place}, the "
-            f"objective for where={self.where}; hand the same Leash to both"
-        )
 
     def follow(self, metrics: Mapping[str, float], *, replies: int) -> None:
         """Let the coefficient follow the KL of an iteration, if it is to.
@@ -112,3 +100,22 @@ kl.estimator=k3, k2 or full, or set kl.allow_biased=true
             return batch.get("kl_penalty")
         gen, ref = (batch.get((name, "full")) for name in ("log_probs", "ref_log_probs"))
         return kl_term(gen, ref, self.estimator)
+
+
+def check_charged(batch: TensorDictBase, leash: Leash | None) -> None:
+    """Raise ValueError for a batch whose KL would be charged twice, or never.
+
+    `leash` is that of the objective, None where it has none.
+    """
+    left = batch.get("kl_left", None)  # [B]
+    due, paid = left is not None and bool(left.any()), left is not None and not left.any()
+    here = leash is not None and leash.where == "loss"
+    if here and leash.coeff and paid:
+        how = "twice, by the advantage in the reward and by the objective in the loss"
+    elif due and not here:
+        how = "never: its advantage leaves it to the loss, the objective does not charge it there"
+    elif leash is not None and leash.where == "reward" and leash.coeff and left is None:
+        how = "never: its advantage has no leash"
+    else:
+        return
+    raise ValueError(f"the KL of this batch would be charged {how}; hand one Leash to both")

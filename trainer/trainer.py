@@ -217,8 +217,10 @@ class Trainer:
 
     def _end(self, state: str, **status: Any) -> None:
         """Leave a run readable; one that did not finish says how to go on."""
-        self.runtime.write_status(state=state, **status)
-        self.observers.end(state, saved=self.checkpoints.last)
+        try:
+            self.runtime.write_status(state=state, **status)
+        finally:
+            self.observers.end(state, saved=self.checkpoints.last)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs beside weights and optimiser."""
@@ -226,6 +228,7 @@ class Trainer:
             **vars(self.progress),
             "update": self.update.state_dict(),
             "kl": self.leash.controller.state_dict(),
+            "version": self.policy.version,
             "reference": self.retrieve_kl.sha256,  # a resumed run must have the same
         }
 
@@ -252,6 +255,8 @@ class Trainer:
         names = [part.name for part in fields(Progress)]
         self.progress = Progress(**{name: state[name] for name in names if name in state})
         self.runtime.started -= self.progress.seconds
+        self.policy.version = state.get("version", self.progress.iteration) - 1
+        weight_sync(self.policy, self.generator)  # a generator of its own has the start's weights
 
 
 class Clock:

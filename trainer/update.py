@@ -18,6 +18,7 @@ from policies.packing import groups, pack_rows
 from policies.scorer import Scorer
 from trainer.batch import reads
 from trainer.entropy import EntropyBonus
+from trainer.kl import check_charged
 from trainer.losses import token_weights
 from trainer.objectives import Objective, Terms
 from trainer.runtime import Runtime
@@ -82,8 +83,7 @@ class Update:
 
     def __call__(self, batch: TensorDictBase) -> dict[str, float]:
         """Take the optimiser steps of one iteration; return the metrics of its last epoch."""
-        if self.objective.leash is not None:
-            self.objective.leash.check(batch)
+        check_charged(batch, self.objective.leash)
         batch = batch.select(*SCORED, *self.objective.reads, strict=False)
         self.scorer.train()
         log, first = _Log(), dict[str, float]()

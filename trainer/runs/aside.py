@@ -27,7 +27,8 @@ def without_training_parts(config: dict[str, Any]) -> dict[str, Any]:
     """Leave out what only training needs; chat and evaluate compare with a reference."""
     mode = config["mode"]
     config["kl"]["measure"] = mode != "export"
-    config["algorithm"]["advantage"] = {"_target_": "trainer.NoAdvantage"}  # no critic
+    config["algorithm"]["advantage"] = {"_target_": "trainer.NoAdvantage"}
+    config["algorithm"].pop("critic", None)
     config["tracker"] = SILENT
     if mode != "evaluate":
         config["launch"]["num_processes"] = 1
