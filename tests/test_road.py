@@ -14,7 +14,7 @@ from conf.start import set_up
 ROOT = Path(__file__).parents[1]
 OURS = ("train", "conf", "policies", "envs", "trainer")
 MEASURE = """
-import json, sys
+import json, sys, time
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
 composed = []
@@ -23,7 +23,7 @@ ConfigLoaderImpl.load_configuration = lambda *a, **k: composed.append(a) or comp
 {body}
 files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
 print(json.dumps({{"composed": len(composed), "files": [f for f in files if f],
-                  "modules": sorted(sys.modules)}}))
+                  "modules": sorted(sys.modules), "cpu": time.process_time()}}))
 """
 STARTED = """
 import conf.shell, train
@@ -81,6 +81,7 @@ def test_what_only_shows_something_composes_once_and_loads_no_torch(flag, tmp_pa
     body = f"sys.argv[1:] = {flag!r}\n{body}"
     found = measure(body, tmp_path)
     assert found["composed"] <= 1
+    assert found["cpu"] < 1.5, "a second on a quiet core"
     assert not {"torch", "transformers", "tensordict"} & {*found["modules"]}
     assert list(tmp_path.iterdir()) == []
 
