@@ -20,9 +20,9 @@ Section = Mapping[str, Any]  # of a configuration
 def build(node: Section, *sections: Section, where: str = "", **parts: Any) -> Any:
     """Make what a node's _target_ names.
 
-    It gets those of `parts` that it takes, and by their names those keys of `sections` that it
-    takes: an objective has algorithm.clip_low without a word of it in its node. Parts come first, then
-    what the node gives itself. An argument that there is not is a ValueError; `where` is the node's name.
+    It gets those of `parts` that it takes, what the node gives, and by their names those keys of
+    `sections` that it takes: an objective has algorithm.clip_low without a word of it in its node.
+    An argument that there is not is a ValueError; `where` is the node's name.
     A fault in what is made is raised as it is, not in Hydra's wrapping.
     """
     if isinstance(node, DictConfig):

@@ -6,8 +6,10 @@ For every algorithm file that samples and in both places, against plain forwards
 from functools import partial
 
 import pytest
+import torch
 from charges import COEFF, SAMPLING, charged_once, run
 from contracts import leash
+from tensordict import TensorDict
 
 from trainer.kl import Leash, check_charged
 from trainer.kl_control import BIASED, ESTIMATORS, PLACES, ConstantKLController

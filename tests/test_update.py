@@ -299,7 +299,7 @@ def stopping(policy, target_kl, *, runtime=None) -> tuple[Update, Record]:
 def fresh(policy) -> TensorDict:
     """Return a batch with advantages that the policy has just sampled."""
     batch = rollout(policy, count=4)
-    return GroupAdvantage(group_size=G, leash=leash(0.0))(
+    return GroupAdvantage(group_size=G, leash=leash(COEFF))(
         RetrieveKL(ref_model=scaled(policy, 0.95), add_to_reward=False)(batch)
     )
 

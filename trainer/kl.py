@@ -109,12 +109,12 @@ def check_charged(batch: TensorDictBase, leash: Leash | None) -> None:
     """
     left = batch.get("kl_left", None)  # [B]
     due, paid = left is not None and bool(left.any()), left is not None and not left.any()
-    here = leash is not None and leash.where == "loss"
-    if here and leash.coeff and paid:
+    place, coeff = ("", 0.0) if leash is None else (leash.where, leash.coeff)
+    if place == "loss" and coeff and paid:
         how = "twice, by the advantage in the reward and by the objective in the loss"
-    elif due and not here:
+    elif due and place != "loss":
         how = "never: its advantage leaves it to the loss, the objective does not charge it there"
-    elif leash is not None and leash.where == "reward" and leash.coeff and left is None:
+    elif place == "reward" and coeff and left is None:
         how = "never: its advantage has no leash"
     else:
         return

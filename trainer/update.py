@@ -74,6 +74,12 @@ class Update:
         self.micro_batch_tokens = micro_batch_tokens
         self.aggregation, self.max_tokens = aggregation, max_tokens
         self.max_grad_norm = max_grad_norm
+        for name in ("reads", "leash"):
+            if not hasattr(objective, name):
+                raise ValueError(
+                    f"expected an objective with `{name}` (docs/algorithms.md), "
+                    f"{type(objective).__name__} has none"
+                )
         exact = objective.leash is not None and objective.leash.needs_reference
         self.reference = reference if exact else None
         self.entropy = EntropyBonus(entropy_coeff, target=entropy_target)
