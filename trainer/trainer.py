@@ -73,6 +73,8 @@ class Trainer:
 
     def run(self, *, resume: bool = False) -> float:
         """Train to the last iteration; return the objective of a sweep."""
+        if self.update.objective.leash not in (None, self.leash):
+            raise ValueError("expected one Leash, got two: hand the Trainer that of its objective")
         if resume:
             self.resume()
         gc.freeze()  # the set-up's objects stay: full collections need not walk them

@@ -12,12 +12,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from threading import Lock
 from typing import Any
 
 from jinja2.exceptions import TemplateError
 from tokenizers import Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
+_RENDERING = Lock()  # threads would share the compiled template's one tracker of tagged spans
 Message = dict[str, Any]
 Span = tuple[int, int]  # [start, end) in characters
 
@@ -131,13 +133,14 @@ def render_template(
     """
     chat = [{k: v for k, v in m.items() if v is not None} for m in messages]
     try:
-        rendered: Any = render_jinja_template(
-            conversations=[chat],
-            chat_template=template,
-            return_assistant_tokens_mask=tagged,
-            add_generation_prompt=add_generation_prompt,
-            **variables,
-        )
+        with _RENDERING:
+            rendered: Any = render_jinja_template(
+                conversations=[chat],
+                chat_template=template,
+                return_assistant_tokens_mask=tagged,
+                add_generation_prompt=add_generation_prompt,
+                **variables,
+            )
     except (TemplateError, TypeError) as error:
         raise ValueError(
             f"refuses a chat with roles {[m['role'] for m in messages]}: {error}"
