@@ -108,9 +108,9 @@ def check_charged(batch: TensorDictBase, leash: Leash | None) -> None:
     `leash` is that of the objective, None where it has none.
     """
     left = batch.get("kl_left", None)  # [B]
-    due, paid = left is not None and bool(left.any()), left is not None and not left.any()
+    due = left is not None and bool(left.any())  # the one wait for the device
     place, coeff = ("", 0.0) if leash is None else (leash.where, leash.coeff)
-    if place == "loss" and coeff and paid:
+    if place == "loss" and coeff and left is not None and not due:
         how = "twice, by the advantage in the reward and by the objective in the loss"
     elif due and place != "loss":
         how = "never: its advantage leaves it to the loss, the objective does not charge it there"
