@@ -195,17 +195,15 @@ class Update:
         log.add(terms, losses, batch.get("loss_mask"))
 
     def _micro_batches(self, batch: TensorDictBase) -> list[list[int]]:
-        """Return row lists within the token bound; every rank gets the same number of them."""
+        """Return row lists within the token bound, as many on every rank: some may be empty.
+
+        What `pack_rows` has put together, such as a pair, is never cut here.
+        """
         attention, ids = batch.get(("masks", "all_attention_mask")), batch.get("group_id", None)
         limit, padded = self.micro_batch_tokens, not self.packing
         parts = pack_rows(attention, limit, group_id=ids, padded=padded)
         most = int(self.runtime.maxima({"n": float(len(parts))})["n"])
-        while len(parts) < most:  # split the largest; with nothing left to split, repeat nothing
-            parts.sort(key=len)
-            largest = parts.pop()
-            half = max(len(largest) // 2, 1)
-            parts += [largest[:half], largest[half:]]
-        return parts
+        return parts + [[]] * (most - len(parts))
 
 
 def select_rows(batch: TensorDictBase, rows: list[int]) -> TensorDictBase:
