@@ -44,19 +44,19 @@ class Demonstrations:
         ]
         done = [self._render(self.rows[i]) for i in chosen]
         device, size = self.policy.device, len(done)
-        out = TensorDict(batch_size=[size])
+        batch = TensorDict(batch_size=[size])
         full = pad([torch.tensor(ids) for ids, _, _ in done]).to(device)
         learnt = pad([torch.tensor(keep) for _, _, keep in done], False).to(device)
-        out.set("tokens", Tokens(full=full, padded=True, batch_size=[size]))
+        batch.set("tokens", Tokens(full=full, padded=True, batch_size=[size]))
         masks = Masks(
             all_attention_mask=pad_mask([len(ids) for ids, _, _ in done], device=device),
             all_assistant_mask=pad([torch.tensor(a) for _, a, _ in done], False).to(device),
             padded=True,
             batch_size=[size],
         )
-        out.set("masks", masks)
-        out.set("temperature", torch.ones(size, device=device))
-        return out.set("loss_mask", learnt)
+        batch.set("masks", masks)
+        batch.set("temperature", torch.ones(size, device=device))
+        return batch.set("loss_mask", learnt)
 
     def _render(self, row: dict[str, Any]) -> tuple[list[int], list[bool], list[bool]]:
         messages = self.env.messages(row)

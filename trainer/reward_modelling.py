@@ -49,12 +49,12 @@ class PreferencePairs:
         mask = pad_mask([len(row) for row in ids], device=device)
         compared = diverged(full[0::2], mask[0::2], full[1::2], mask[1::2])  # [P, T]
         size = len(ids)
-        out = TensorDict(batch_size=[size])
-        out.set("tokens", Tokens(full=full, padded=True, batch_size=[size]))
-        out.set("masks", Masks(all_attention_mask=mask, padded=True, batch_size=[size]))
-        out.set("temperature", torch.ones(size, device=device))
-        out.set("group_id", torch.arange(size, device=device) // 2)
-        return out.set("loss_mask", compared.repeat_interleave(2, 0))
+        batch = TensorDict(batch_size=[size])
+        batch.set("tokens", Tokens(full=full, padded=True, batch_size=[size]))
+        batch.set("masks", Masks(all_attention_mask=mask, padded=True, batch_size=[size]))
+        batch.set("temperature", torch.ones(size, device=device))
+        batch.set("group_id", torch.arange(size, device=device) // 2)
+        return batch.set("loss_mask", compared.repeat_interleave(2, 0))
 
     def _ids(self, row: dict[str, Any], reply: str) -> Tensor:
         return ids_to_end(self.policy.renderer, [*self.env.messages(row), assistant(reply)])
