@@ -50,8 +50,9 @@ KEYS: dict[NestedKey, Key] = {
     "loss_mask": Key(
         "[B, T] bool",
         "tokens to learn from",
-        "collect demonstrations dynamic_sampling overlong reward_modelling > advantage collect "
-        "demonstrations dynamic_sampling gae kl metrics objectives overlong transcripts update",
+        "collect demonstrations dynamic_sampling overlong reward_modelling sources > advantage "
+        "collect demonstrations dynamic_sampling gae kl metrics objectives overlong sources "
+        "transcripts update",
     ),
     "reward_raw": Key(
         "[B, T] float32",

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tensordict import TensorDictBase
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -79,6 +80,18 @@ class TokenDistribution:
         assert found.entropy is not None
         return found.entropy
 
+    @property
+    def mode(self) -> Tensor:
+        """Return the likeliest tokens, [B, T]."""
+        with torch.no_grad():
+            parts = [
+                self.head(self.states[at]).argmax(-1)
+                for at in _slices(len(self.states), self.head.width)
+            ]
+        return spread(torch.cat(parts), self.mask)
+
+    deterministic_sample = mode
+
     def scores(
         self,
         value: Tensor,
@@ -104,17 +117,17 @@ class TokenDistribution:
         return Scores(*(None if c is None else spread(c, self.mask) for c in columns))
 
 
-def named_mask(masks: Any, name: str) -> Tensor:
-    """Return which tokens [B, T] of a batch with `masks` (policies.Masks) a name means.
+def named_mask(batch: TensorDictBase, name: str) -> Tensor:
+    """Return which tokens of trajectories a name means, [B, T].
 
-    attention: all; assistant: those of assistant messages; response: those that were sampled;
-    prompt: of these what follows the last prompt, the last turn. Rows are dense.
+    response: what was sampled; prompt: of that what follows the last prompt, the last turn;
+    assistant: the assistant's messages, a data set's too; attention: all tokens.
     """
     if name not in NAMES:
         raise ValueError(f"expected a mask among {NAMES}, got {name!r}")
     if name != "prompt":
-        return masks.get(f"all_{name}_mask")
-    sampled = masks.get("all_response_mask")  # [B, T]
+        return batch.get(("masks", f"all_{name}_mask"))
+    sampled = batch.get(("masks", "all_response_mask"))  # [B, T]
     begins = sampled.clone()
     begins[:, 1:] &= ~sampled[:, :-1]
     turn = begins.cumsum(-1)  # of each token, from 1
