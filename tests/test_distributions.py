@@ -200,6 +200,7 @@ def test_expand_works(kind):
     assert wide.sample((2,)).shape == (2, 3, B, T)
     assert torch.equal(wide.entropy()[2], dist.entropy())
     assert torch.equal(wide.mode[0], dist.mode)
+    assert torch.equal(dist.deterministic_sample, dist.mode)
     assert wide.expand((4, 3, B, T)).position_level_masking is (kind == "positions")
 
 

@@ -72,6 +72,8 @@ def test_everything_equals_a_categorical_over_the_valid_classes(lead, sparse, gi
         best = valid[int(want.probs.argmax())]
         assert dist.mode[at] == best
         assert hot.mode[at].tolist() == [int(c == best) for c in range(C)]
+        assert dist.deterministic_sample[at] == best
+        assert torch.equal(hot.deterministic_sample, hot.mode)
     assert dist.batch_shape == hot.batch_shape == torch.Size(lead)
     assert (dist.event_shape, hot.event_shape) == ((), (C,))
 

@@ -342,8 +342,8 @@ def test_ppo_loss_measures_the_distance_that_is_asked_for(policy):
             2 * float(want.mean()), rel=1e-5
         )
     clipping = PPOLoss(actor(policy), ValueNetwork(policy), clip_value=True)
-    assert clipping.value_clip == clipping.clip_low
-    with pytest.raises(ValueError, match="as it was at sampling"):
+    assert clipping.objective.value_clip == clipping.objective.bounds.low
+    with pytest.raises(KeyError, match="as it was at sampling"):
         clipping(batch)
     for wrong, text in (
         ({"loss_critic_type": "l3"}, "loss_critic_type"),

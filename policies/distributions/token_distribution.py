@@ -90,8 +90,6 @@ class TokenDistribution:
             ]
         return spread(torch.cat(parts), self.mask)
 
-    deterministic_sample = mode
-
     def scores(
         self,
         value: Tensor,
