@@ -98,10 +98,12 @@ class Scorer(nn.Module):
     def _dist(self, lay: layout.Layout, keep: Tensor, temperature) -> TokenDistribution:
         return TokenDistribution(self.head(), self.hidden(lay), keep, temperature=temperature)
 
-    def values(self, tokens: Tensor, attention: Tensor, keep: Tensor, group_id=None) -> Tensor:
+    def values(self, tokens: Tensor, attention: Tensor, keep: Tensor, *, group_id=None) -> Tensor:
         """Return the values alone, [B, T], as `forward` does: without logits."""
         assert self.critic is not None
         keep = predicted(attention, keep)
+        if not keep.any():
+            return torch.zeros(keep.shape, device=keep.device)
         lay = self._lay(tokens, attention, keep, group_id)
         states = self.hidden(lay) if self.critic.body is None else None
         return spread(self.critic(lay, states), keep)
@@ -181,19 +183,19 @@ def max_positions(model: nn.Module) -> int | None:
 
 
 def score_in_parts(
-    scorer: Callable[..., Scores],
+    score: Callable[..., Scores | Tensor],
     tokens: Tensor,
     attention: Tensor,
     keep: Tensor | None = None,
     *,
     limit: int | None,
-    temperature: Tensor | float = 1.0,
     group_id: Tensor | None = None,
+    temperature: Tensor | float | None = None,
     **options: Any,
 ) -> Tensor:
     """Return the log-probs [B, T] of forwards of at most `limit` padded tokens; None = one.
 
-    `options` go to the scorer.
+    `score` is a scorer, or its `values`, which are then returned; `options` go to it.
     """
     parts = [list(range(len(tokens)))]
     if limit is not None:
@@ -205,7 +207,9 @@ def score_in_parts(
         ids, mask, kept, group, scale = (
             x[index] if isinstance(x, Tensor) and x.ndim else x for x in given
         )
-        part = scorer(ids, mask, kept, temperature=scale, group_id=group, **options)
-        done.append(part.log_probs)
+        if scale is not None:
+            options["temperature"] = scale
+        part = score(ids, mask, kept, group_id=group, **options)
+        done.append(part if isinstance(part, Tensor) else part.log_probs)
     order = torch.tensor([row for rows in parts for row in rows], device=tokens.device)
     return torch.cat(done)[order.argsort()]

@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM
 from envs.transforms import RetrieveKL
 from policies import TransformersWrapper, ValueNetwork
 from policies.padding import pad
-from policies.value_head import Critic, values_in_parts
+from policies.scorer import score_in_parts
+from policies.value_head import Critic
 from trainer import (
     Checkpoints,
     GAEAdvantage,
@@ -199,7 +200,7 @@ def test_values_come_from_the_pass_that_scores_whatever_the_layout(policy):
             same_pass, shared = score(), score(group_id=batch["group_id"])
         close(shared.log_probs, same_pass.log_probs, 1e-5, "log-probs")
         close(shared.values, same_pass.values, 1e-5, "layout")
-        parts = values_in_parts(policy.scorer, ids, mask, batch["loss_mask"], limit=60)
+        parts = score_in_parts(policy.scorer.values, ids, mask, batch["loss_mask"], limit=60)
         close(parts, same_pass.values, 1e-5, "parts")
         assert not parts[~batch["loss_mask"]].any()
         assert parts[batch["loss_mask"]].all()

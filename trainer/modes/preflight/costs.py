@@ -14,8 +14,8 @@ from torch import Tensor
 
 from policies.models import has_adapter
 from policies.packing import pack_rows
-from trainer.memory import memory_of
 from trainer.modes.preflight.findings import Findings
+from trainer.modes.preflight.memory import memory_of
 from trainer.modes.preflight.play import Iteration, Phase
 from trainer.reports.formats import duration
 from trainer.runs.failures import LESS_MEMORY

@@ -9,8 +9,8 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from trainer.memory import Peak
 from trainer.modes.preflight.findings import Findings
+from trainer.modes.preflight.memory import Peak
 from trainer.runs.failures import MEMORY, headline
 from trainer.trainer import Trainer
 
