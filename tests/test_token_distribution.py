@@ -71,7 +71,6 @@ def test_the_road_and_the_public_distribution_give_the_same_numbers(monkeypatch,
         ids, attention, keep, temperature=batch["temperature"], group_id=batch["group_id"]
     )
     torch.testing.assert_close(scores.log_probs, mine.log_prob(ids), atol=1e-4, rtol=1e-4)
-    assert torch.equal(mine.mode.where(known, -100), theirs.mode.where(known, -100))
 
 
 @pytest.mark.parametrize("kind", [Rollouts, DynamicRollouts])

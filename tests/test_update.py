@@ -384,22 +384,6 @@ def test_micro_batches_stay_within_their_tokens_and_hold_each_row_once():
     assert pack_rows(mask, 1000, group_id=ids) == [list(range(8))]
 
 
-class TwoRanks(Runtime):
-    """This process, told that another rank needs more micro-batches than it has rows."""
-
-    def maxima(self, values):
-        return {k: v + 30 if k == "n" else v for k, v in values.items()}
-
-
-def test_a_rank_without_rows_left_takes_part_with_empty_micro_batches(policy, tmp_path):
-    batch, _ = prepared(policy)
-    objective = GRPOObjective(leash=leash(COEFF))
-    alone, metrics = gradient(policy, objective, batch)
-    waiting, same = gradient(policy, objective, batch, runtime=TwoRanks(tmp_path))
-    assert (alone - waiting).norm() / alone.norm() < 1e-5
-    assert same == pytest.approx(metrics, rel=1e-5, abs=1e-7)
-
-
 def test_only_matrices_are_decayed_and_frozen_parts_left_out():
     policy = make_policy.__wrapped__()
     next(policy.model.parameters()).requires_grad_(False)

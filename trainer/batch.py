@@ -23,14 +23,14 @@ KEYS: dict[NestedKey, Key] = {
     ("tokens", "full"): Key(
         "[B, T] int64",
         "the exact ids of all turns",
-        "collect demonstrations reward_modelling > "
-        "demonstrations gae importance_sampling reference transcripts update",
+        "collect demonstrations > demonstrations gae importance_sampling reference "
+        "reward_modelling transcripts update",
     ),
     ("masks", "all_attention_mask"): Key(
         "[B, T] bool",
         "real tokens",
-        "collect demonstrations reward_modelling > "
-        "demonstrations gae importance_sampling reference trainer transcripts update",
+        "collect demonstrations > demonstrations gae importance_sampling reference "
+        "reward_modelling trainer transcripts update",
     ),
     ("masks", "all_assistant_mask"): Key(
         "[B, T] bool",
@@ -75,8 +75,7 @@ KEYS: dict[NestedKey, Key] = {
     "temperature": Key(
         "[B] float32",
         "of the sampling",
-        "collect demonstrations reward_modelling > "
-        "demonstrations importance_sampling reference update",
+        "collect demonstrations > demonstrations importance_sampling reference update",
     ),
     "policy_version": Key("[B] int64", "the weights that sampled, by syncs", "collect >"),
     "prompt": Key("[B] text", "the last message of the prompt", "collect > transcripts"),

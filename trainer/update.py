@@ -154,7 +154,9 @@ class Update:
         own.note("optim/lr", rate)
         own.note("optim/grad_norm", norm)
         log.join(own)
-        far = self._is_far(own)
+        far = self.target_kl is not None and (  # of the tokens of all ranks, so all of them agree
+            own.result(self.runtime)["kl/behaviour_k3"] > self.target_kl
+        )
         for group in self.optimizer.param_groups:
             waits = iteration < group.get("since", 0)
             group["lr"] = 0.0 if waits else rate * group.get("scale", 1.0)
@@ -163,15 +165,6 @@ class Update:
         self.skipped += not math.isfinite(norm)
         self.optimizer.zero_grad(set_to_none=True)
         return not far
-
-    def _is_far(self, log: "_Log") -> bool:
-        """Return whether the policy has moved further than `target_kl` from the one that sampled.
-
-        That is KL(gen || curr) by k3 over the tokens of all ranks, so all of them agree.
-        """
-        if self.target_kl is None:
-            return False
-        return log.result(self.runtime)["kl/behaviour_k3"] > self.target_kl
 
     def _backward(self, batch: TensorDictBase, log: "_Log", *, last: bool) -> None:
         accelerator = self.runtime.accelerator

@@ -80,16 +80,6 @@ class TokenDistribution:
         assert found.entropy is not None
         return found.entropy
 
-    @property
-    def mode(self) -> Tensor:
-        """Return the likeliest tokens, [B, T]."""
-        with torch.no_grad():
-            parts = [
-                self.head(self.states[at]).argmax(-1)
-                for at in _slices(len(self.states), self.head.width)
-            ]
-        return spread(torch.cat(parts), self.mask)
-
     def scores(
         self,
         value: Tensor,
