@@ -15,7 +15,6 @@ from policies.cache import write_text
 from trainer.reports import chart, summary
 from trainer.reports.__main__ import main
 from trainer.reports.chart import Series, line_chart, stack_chart, standalone
-from trainer.reports.live import LivePage, LiveReport
 from trainer.reports.panels import MAIN, MORE
 from trainer.reports.report import run_svg, write_report
 from trainer.reports.sweep_page import write_sweep
@@ -175,44 +174,6 @@ def test_a_page_reloads_itself_while_its_run_goes_on(tmp_path):
     assert not page.goes_on
     assert "killed" in page.texts
     assert any("its process is gone" in text for text in page.texts)
-
-
-def test_a_live_page_costs_a_fiftieth_of_the_time(monkeypatch):
-    clock, cost = [100.0], 0.2
-    monkeypatch.setattr("trainer.reports.live.time.monotonic", lambda: clock[0])
-
-    def write():
-        clock[0] += cost
-
-    live, written = LivePage(write), []
-    for _ in range(1000):  # iterations of a second
-        clock[0] += 1.0
-        if live.refresh():
-            written.append(clock[0])
-    gaps = [b - a for a, b in itertools.pairwise(written)]
-    assert 10 <= min(gaps) <= max(gaps) <= 12  # 0.2 s are a fiftieth of 10 s
-    assert live.refresh(now=True), "the first iteration does not wait"
-    cost = 0.0
-    quick = LivePage(write)
-    assert [quick.refresh(), quick.refresh()] == [True, False], "nor more than one in five seconds"
-
-
-def test_a_report_follows_its_run_and_never_ends_it(tmp_path, caplog):
-    report = LiveReport(write_status(tmp_path / "run", state="running"))
-    page = tmp_path / "run" / "report.html"
-    with held(tmp_path / "run"):
-        report.begin()
-        write_lines(tmp_path / "run", {"reward/mean": 0.5})
-        report.log({}, 1)
-        assert "Reward" in Page(page).charts()
-        report.evaluating("4 prompts", 0.5, last=False)
-    write_status(tmp_path / "run", state="finished")
-    report.end("finished", saved=None)
-    assert "finished" in Page(page).texts
-    lost = LiveReport(tmp_path / "gone")
-    lost.begin()
-    lost.evaluating("4 prompts", 0.5, last=False)
-    assert [record.message.split(":")[0] for record in caplog.records] == ["no more live report"]
 
 
 def test_a_page_is_written_wherever_the_files_were_cut(tmp_path):

@@ -170,7 +170,7 @@ def test_the_page_of_a_sweep_lives_from_its_start_to_its_end(tmp_path, capsys):
     with pytest.raises(ValueError, match="still running"):
         LiveSweep(tmp_path, jobs)
     write_job(tmp_path / "kl.coeff=1", coeff=1.0)  # the first is still "starting"
-    live._page._due = 0.0  # its thread writes again within a second
+    live._page.wanted = True  # its thread has it written within a second
     limit = time.monotonic() + 20
     while "1 finished" not in page.read_text():
         assert time.monotonic() < limit

@@ -15,11 +15,12 @@ from omegaconf import OmegaConf
 from conf.build import make_tracker
 from conf.compose import compose_checked
 from conf.start import load_for_resume
-from trainer.reports.trackers.jsonl import JsonlTracker, Mirror
+from trainer.reports.trackers.jsonl import JsonlTracker
+from trainer.reports.trackers.mirror import Mirror
 from trainer.reports.trackers.tensorboard import TensorboardTracker
 from trainer.reports.trackers.trackio import TrackioTracker
 from trainer.reports.trackers.wandb import WandbTracker
-from trainer.runs.redact import HIDDEN, redact, redact_text
+from trainer.runs.redact import HIDDEN, redact, redact_text, redact_word
 
 pytestmark = pytest.mark.usefixtures("no_wandb_account")
 
@@ -329,6 +330,15 @@ def test_secrets_are_hidden_by_name_and_by_value(monkeypatch):
     assert redact_text(text) == f"policy.max_new_tokens=9,env.wandb_key={HIDDEN},kl.coeff=0.1"
 
 
+@pytest.mark.parametrize("form", ["{},{}", "[{}, {}]", "choice({},{})", "range({},{})"])
+def test_a_sweep_over_counts_is_told_and_one_over_secrets_is_not(form):
+    for word in ("policy.max_prompt_tokens", "policy.special_tokens"):
+        told = f"{word}={form.format(8, 16)}"
+        assert redact_word(told) == redact_text(told) == told
+    for key, values in (("env.api_key", "ab"), ("env.password", "12"), ("env.tokens", "ab")):
+        assert redact_word(f"{key}={form.format(*values)}") == f"{key}={HIDDEN}"
+
+
 @pytest.mark.parametrize(
     ("experiment", "job", "objective"),
     [("grpo_tiny", "train", "GRPOObjective"), ("sft_tiny", "sft", "SFTObjective")],
@@ -341,7 +351,6 @@ def test_a_job_of_a_sweep_is_named_by_what_is_swept_and_grouped_by_its_sweep(
     words = [f"experiment={experiment}", "trainer.num_iterations=9", "tracker=tensorboard"]
     task = [*words, "seed=3,4"]
     (folder.parent / "sweep.json").write_text(json.dumps({"words": task}))
-    (folder.parent / "sweep.csv").touch()
     (folder / ".hydra" / "overrides.yaml").write_text(json.dumps([*words, "seed=3"]))
     cfg = OmegaConf.create(compose_checked([*words, "seed=3"]))
     cfg.policy.model = "/runs/sft-1/model"
@@ -351,7 +360,7 @@ def test_a_job_of_a_sweep_is_named_by_what_is_swept_and_grouped_by_its_sweep(
     assert about["tags"] == [experiment, "sft-1", objective]
     assert about["job_type"] == job
     assert about["config"]["trainer"]["num_iterations"] == 9
-    (folder.parent / "sweep.csv").unlink()
+    (folder.parent / "sweep.json").unlink()
     alone = make_tracker(cfg, folder).about
     assert (alone["name"], alone["group"]) == (
         f"{experiment} trainer.num_iterations=9 seed=3",

@@ -22,8 +22,7 @@ from trainer.reports.formats import one_line, short
 from trainer.reports.sweep import PLACE, PLAN
 from trainer.runs.lock import is_free
 from trainer.runs.redact import redact
-from trainer.runs.run_files import Run, dig, find_jobs, load_run, number, read_yaml
-from trainer.runs.saved_configs import PLACES
+from trainer.runs.run_files import PLACES, Run, dig, find_jobs, load_run, number, read_yaml
 
 OBJECTIVE, REWARD, KL = "objective", "reward/raw_mean", "kl/ref_sequence"
 MOST = 20  # settings that the terminal lists
