@@ -1,7 +1,7 @@
 """The page of a run or a sweep that goes on, drawn by processes of its own.
 
-A page never ends or holds up what it shows: one that cannot be drawn is told once, and only the
-last one is waited for.
+It never ends or holds up what it shows: a page that cannot be drawn is told once, and only the last
+one is waited for.
 """
 
 import logging
@@ -17,8 +17,7 @@ from trainer.observer import Observer
 
 log = logging.getLogger(__name__)
 SECONDS, SHARE = 5.0, 0.02  # the least time from page to page; what they may take of one core
-LAST = 20.0  # seconds that the last page may take
-NICER = 10  # so much less urgent than the run
+LAST, NICER = 20.0, 10  # seconds that the last page may take; how much less urgent than the run
 ROOT = Path(__file__).parents[2]  # the folder of the package
 
 
@@ -79,19 +78,12 @@ class LivePage:
             code = process.wait(max(seconds, 0.0))
         except subprocess.TimeoutExpired:
             return False
-        after, errors = os.times(), self._close(process)
-        took = after.children_user + after.children_system
-        took -= before.children_user + before.children_system  # that of what was reaped just now
+        took = sum(b - a for a, b in zip(before[2:4], os.times()[2:4], strict=True))  # of children
         self._due = time.monotonic() + max(SECONDS, took / SHARE)
+        self._process, (_, errors) = None, process.communicate()
         if code:
-            self._fail(errors.rpartition("\n")[2] or f"exit code {code}")
+            self._fail(errors.strip().rpartition("\n")[2] or f"exit code {code}")
         return True
-
-    def _close(self, process: subprocess.Popen[str]) -> str:
-        """Forget a process that has ended; return what it said of errors."""
-        self._process = None
-        with process:
-            return process.stderr.read().strip() if process.stderr else ""
 
     def _fail(self, why: str) -> None:
         """Say once that there are no more pages."""
@@ -100,7 +92,8 @@ class LivePage:
         self._failed, self._due = True, float("inf")
         if self._process is not None:
             self._process.kill()
-            self._close(self._process)
+            self._process.communicate()
+            self._process = None
 
 
 class LiveReport(Observer):

@@ -13,8 +13,7 @@ import yaml
 
 from policies.cache import write_text
 from trainer.reports import markup, panels, summary
-from trainer.reports.chart import standalone
-from trainer.reports.formats import escape
+from trainer.reports.chart import escape, standalone
 from trainer.reports.replies import sections
 from trainer.runs.redact import redact
 from trainer.runs.run_files import PLACES, Run, dig, load_run, read_status
@@ -111,7 +110,7 @@ def _notes(run: Run) -> tuple[str, str]:
 
 def _commands(run: Run) -> dict[str, str]:
     """Return how to repeat a run, to talk to a finished one, to go on with another; HTML."""
-    told = {"repeat": summary.repeat_command(run)}
+    told = {"repeat": markup.repeat_command(run)}
     if run.state == "finished":
         told["chat"] = summary.resume_command(run.folder, mode="chat")
     elif run.state != "running":

@@ -1,11 +1,10 @@
-"""What a run came to, in a few numbers, and the commands that repeat it or go on with it."""
+"""What a run came to, in a few numbers, and the command that goes on with it."""
 
 import shlex
 from pathlib import Path
 
 from trainer.reports.formats import duration, short
-from trainer.runs.redact import redact_word
-from trainer.runs.run_files import PLACES, Run, dig, number
+from trainer.runs.run_files import Run, dig, number
 
 GAINS = {  # of those before the accuracies only the first that a run has
     "reward/raw_mean": "task reward",
@@ -54,22 +53,7 @@ def _gains(run: Run) -> dict[str, list[float]]:
     return out
 
 
-def task_reward(run: Run) -> str:
-    """Name the metric of the task's reward: that without a KL part, where a run has it."""
-    return "reward/raw_mean" if run.series("reward/raw_mean") else "reward/mean"
-
-
-def repeat_command(run: Run) -> str:
-    """Return the command that repeats a run, without its place; "" if Hydra did not start it."""
-    left_out = (*(f"{key}=" for key in PLACES), "hydra.")
-    words = [redact_word(word) for word in run.words if not word.startswith(left_out)]
-    named = [word for word in words if word.startswith("experiment=")]
-    first = named or [f"experiment={run.experiment}"]
-    rest = [word for word in words if word not in named]
-    return shlex.join(["python", "train.py", *first, *rest]) if run.words else ""
-
-
 def resume_command(folder: Path, *, mode: str = "") -> str:
     """Return the command that goes on with a run, or does something else with its model."""
-    words = [f"mode={mode}"] * bool(mode) + [f"resume={shlex.quote(str(folder.resolve()))}"]
-    return " ".join(["python train.py", *words])
+    what = f"mode={mode} " if mode else ""
+    return f"python train.py {what}resume={shlex.quote(str(folder.resolve()))}"

@@ -17,8 +17,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from trainer.reports import summary
 from trainer.reports.formats import one_line, short
+from trainer.reports.markup import repeat_command
 from trainer.reports.sweep import PLACE, PLAN
 from trainer.runs.lock import is_free
 from trainer.runs.redact import redact
@@ -184,7 +184,7 @@ def results(sweep: Sweep) -> list[str]:
         lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
     lines += [f"... {len(made) - MOST} more in sweep.html"] * (len(made) > MOST)
     if found := best(sweep.jobs):
-        again = summary.repeat_command(found.finished[0].run)
+        again = repeat_command(found.finished[0].run)
         lines.append(f"best     {found.name} ({found.numbers()})")
         lines += [f"again    {again}"] * bool(again)
     if sweep.unfinished:
@@ -204,6 +204,11 @@ def as_csv(jobs: Sequence[Job]) -> str:
     return text.getvalue()
 
 
+def task_reward(run: Run) -> str:
+    """Name the metric of the task's reward: that without a KL part, where a run has it."""
+    return "reward/raw_mean" if run.series("reward/raw_mean") else "reward/mean"
+
+
 def _texts(found: object) -> list[str]:
     """Return the texts of a list, of a damaged file none."""
     return [item for item in found if isinstance(item, str)] if isinstance(found, list) else []
@@ -220,7 +225,7 @@ def _read_job(folder: Path, run: Run) -> Job:
         "state": run.state,
         OBJECTIVE: number(run.status.get("objective")),
         "eval/sampled_accuracy": run.last("eval/sampled_accuracy"),
-        REWARD: run.last_ten_mean(summary.task_reward(run)),
+        REWARD: run.last_ten_mean(task_reward(run)),
         KL: run.last_ten_mean(KL),
         "kl/coeff": number(dig(run.config, "kl", "coeff")) if coeff is None else coeff,
         "progress/iteration": int(run.metrics[-1]["progress/iteration"]) if run.metrics else 0,

@@ -14,9 +14,17 @@ from statistics import fmean
 from urllib.parse import quote
 
 from policies.cache import write_text
-from trainer.reports import markup, summary
-from trainer.reports.chart import Axis, Chart, Series, line_chart, standalone, text_width
-from trainer.reports.formats import duration, escape, short
+from trainer.reports import markup
+from trainer.reports.chart import (
+    Axis,
+    Chart,
+    Series,
+    escape,
+    line_chart,
+    standalone,
+    text_width,
+)
+from trainer.reports.formats import duration, short
 from trainer.reports.panels import MAIN, figure
 from trainer.reports.sweep_jobs import (
     REWARD,
@@ -27,6 +35,7 @@ from trainer.reports.sweep_jobs import (
     best,
     grouped,
     load_sweep,
+    task_reward,
     varying,
 )
 from trainer.runs.run_files import dig, number
@@ -73,7 +82,7 @@ def _body(sweep: Sweep) -> Iterator[str]:
     if sweep.unfinished:
         yield f"<p>Continue it: {markup.command(sweep.command, copy=True)}</p>"
     if found := best(jobs):
-        again = summary.repeat_command(found.finished[0].run)
+        again = markup.repeat_command(found.finished[0].run)
         used = dict.fromkeys(next(filter(job.run.series, OBJECTIVES), "none") for job in jobs)
         objective = " or ".join(OBJECTIVES[metric] for metric in used if metric in OBJECTIVES)
         note = f"objective: {objective}; reward and KL: mean of the {AVERAGED}"
@@ -145,7 +154,7 @@ def _overlays(begun: Sequence[Setting], keys: Sequence[str]) -> Iterator[str]:
         series = []
         for hue, job in ((hue, job) for hue, setting in enumerate(begun) for job in setting.jobs):
             task = panel.swept == REWARD
-            points = job.run.series(summary.task_reward(job.run) if task else panel.swept)
+            points = job.run.series(task_reward(job.run) if task else panel.swept)
             dots = panel.swept.startswith("eval/")
             series += [Series(job.called(keys), points, hue, dots)] * bool(points)
         if series:

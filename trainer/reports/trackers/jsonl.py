@@ -77,9 +77,7 @@ class JsonlTracker(Observer):
 
     def _append(self, path: Path, lines: Sequence[dict[str, Any]]) -> None:
         with open(path, "a", encoding="utf-8") as file:
-            for line in lines:
-                file.write(json_line(line))
-                file.flush()
+            file.writelines(map(json_line, lines))
 
 
 def _plain(value: Any, name: str) -> float | None:

@@ -104,7 +104,6 @@ def first_line(error: Exception) -> str:
     return lines[0][:160] if lines else type(error).__name__
 
 
-
 def names_of(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return name, group (its sweep), tags and job_type of the run in a folder."""
     run, mode = load_run(folder), config.get("mode") or "train"
