@@ -46,13 +46,6 @@ def test_a_run_keeps_its_defaults_and_what_it_ran_on(small_run):
     assert machine["device"].startswith("cpu")
 
 
-def test_the_page_of_a_finished_run_is_the_last_one(small_run):
-    text = (small_run.folder / "report.html").read_text(encoding="utf-8")
-    assert "data-reload" not in text
-    assert "<b>16 of 16</b>" in text
-    assert '<span class="state finished">' in text
-
-
 def test_a_page_is_there_while_the_run_goes_on_and_tells_when_it_was_killed(small_run, tmp_path):
     folder = tmp_path / "run"
     words = [word for word in SMALL if not word.startswith("trainer.num_iterations")]
