@@ -25,7 +25,7 @@ from conf.preflight_and_modes import MAY, asked
 from policies.cache import write_manifest
 from policies.load import load_reference
 from trainer.modes.chat import chat
-from trainer.modes.evaluate import pass_at_k, summarize
+from trainer.modes.evaluate import pass_at_k, tally
 from trainer.modes.model_card import card
 from trainer.modes.run_weights import Weights, choose_weights
 from trainer.runs.launch import prepare
@@ -76,7 +76,7 @@ def test_replies_are_summarized_by_hand():
     # four rows of two replies: both, none, one and one right; a fifth row was dropped
     replies = [reply(r, r, 2, 0.5) for r in (1, 1, 0, 0, 1, 0)]
     replies += [{}, {}, reply(1, 1.0, 4, 0.5, part=1.0), reply(0, 0.5, 8, 4.5, part=math.nan)]
-    found = summarize(replies, 2, {"eval/sampled_accuracy": 0.5})
+    found = tally(replies, 2, {"eval/sampled_accuracy": 0.5})
     assert (found["rows"], found["samples"], found["dropped_rows"]) == (4, 2, 1)
     assert found["eval/pass@1"] == found["eval/sampled_accuracy"] == 0.5
     assert found["eval/pass@2"] == 0.75
@@ -87,7 +87,7 @@ def test_replies_are_summarized_by_hand():
     assert found["kl/ref"] == pytest.approx(8 / 24)
     names = ("response/length_mean", "response/length_max", "response/truncated_fraction")
     assert [found[name] for name in names] == [24 / 8, 8, 1 / 8]
-    assert summarize([{}, {}], 2, {}) == {"rows": 0, "dropped_rows": 1}
+    assert tally([{}, {}], 2, {}) == {"rows": 0, "dropped_rows": 1}
 
 
 def test_an_evaluation_measures_what_the_run_did_after_training(small_run, tmp_path, capsys):

@@ -15,8 +15,18 @@ from pages import Page, Picture, write_lines, write_status, write_words
 
 from trainer.reports.__main__ import main
 from trainer.reports.sweep import PLAN, LiveSweep
-from trainer.reports.sweep_jobs import Job, Sweep, best, grouped, load_sweep, results
-from trainer.reports.sweep_page import frontier, pareto, sweep_svg, write_sweep
+from trainer.reports.sweep_page import (
+    Job,
+    Sweep,
+    best,
+    frontier,
+    grouped,
+    load_sweep,
+    pareto,
+    results,
+    sweep_svg,
+    write_sweep,
+)
 from trainer.runs.job_names import job_name, job_names
 from trainer.runs.lock import held
 from trainer.runs.run_files import load_run
