@@ -87,7 +87,7 @@ class Setting:
     def state(self) -> str:
         """Say in which states its jobs are: "finished", or "2 finished, 1 failed"."""
         told = _counted(job.state for job in self.jobs)
-        return told if len(self.jobs) > 1 else self.jobs[0].state
+        return told.removeprefix("1 ") if len(self.jobs) == 1 else told
 
     @property
     def spots(self) -> list[tuple[float, float]]:
