@@ -340,7 +340,7 @@ class TestAddedTemplates:
         def parse(text):
             return kind([{"role": "user", "content": part} for part in text.split("|")])
 
-        History.add_chat_template(
+        add_chat_template(
             "parts", "{% for m in messages %}{{ m['content'] }}|{% endfor %}", parse
         )
         try:
@@ -349,7 +349,7 @@ class TestAddedTemplates:
             replies = _extract_responses_from_full_histories(["a|b"], prompts, "parts")
             assert replies.chats() == [[{"role": "user", "content": "b"}]]
         finally:
-            History.remove_chat_template("parts")
+            remove_chat_template("parts")
 
     def test_a_known_name_can_be_given_away_and_comes_back(self):
         before = History.from_text("<|begin_of_text|>" + by_hand("llama", self.CHAT)[17:], "llama")
