@@ -8,7 +8,8 @@ Left out on purpose: bounded and categorical leaves, which nothing here needs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -45,9 +46,7 @@ class Spec:
 
     def clone(self) -> Spec:
         """Return a copy that shares nothing that can be changed."""
-        done = object.__new__(type(self))
-        done.__dict__.update(self.__dict__)
-        return done
+        return copy(self)
 
     def to(self, device: Any) -> Spec:
         """Return a copy on another device."""
@@ -239,8 +238,7 @@ class Composite(Spec):
 
     def to(self, device: Any) -> Composite:
         """Return a copy on another device, entries included."""
-        done = self.clone()
-        done.device = None if device is None else torch.device(device)
+        done = super().to(device)
         done._specs = {key: spec.to(device) for key, spec in self._specs.items()}
         return done
 
@@ -273,6 +271,26 @@ class Composite(Spec):
             if text := spec.explain(found):
                 return f"{key}: {text}"
         return ""
+
+
+def container_spec(
+    cls: Any, of: Any, shape: tuple[int, ...], keys: Sequence[str] | None
+) -> Composite:
+    """Return the spec of a tensorclass of Histories, texts (str) or values of a dtype."""
+    names = [name for name in cls.__annotations__ if name != "padded"]
+    if unknown := set(keys or ()) - set(names):
+        raise ValueError(f"expected keys among {sorted(names)}, got {sorted(unknown)}")
+    found: dict[str, Spec] = {}
+    for name in names if keys is None else keys:
+        if isinstance(of, torch.dtype):
+            found[name] = Unbounded((*shape, -1), dtype=of)
+        elif of is str:
+            found[name] = NonTensor(shape, example_data="a string")
+        else:
+            found[name] = of.default_spec((*shape, -1))
+    if "padded" in cls.__annotations__:
+        found["padded"] = NonTensor(shape[:-1], example_data=False)
+    return Composite(found, shape=shape[:-1], data_cls=cls, step_mdp_static=True)
 
 
 def _path(key: NestedKey) -> tuple[str, ...]:

@@ -53,7 +53,7 @@ class TestContainers:
 
     def test_histories(self):
         prompt = History.from_chats([SHORT, LONG])
-        response = History.from_replies(["a", "b"], [True, True])
+        response = History.from_chats([[{"role": "assistant", "content": t}] for t in "ab"])
         full = prompt.extend(response, inplace=False, dim=1)
         history = ChatHistory(prompt=prompt, response=response, full=full, batch_size=[2])
         td = TensorDict(history=history, batch_size=[2])

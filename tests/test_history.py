@@ -36,6 +36,12 @@ def tokenizer():
     return tokenizer
 
 
+def replies(*texts, complete):
+    pairs = zip(texts, complete, strict=True)
+    said = ({"role": "assistant", "content": t, "is_complete": c} for t, c in pairs)
+    return History.from_chats([[message] for message in said])
+
+
 class TestMaking:
     def test_one_chat(self):
         history = History.from_chats(LONG)
@@ -56,7 +62,7 @@ class TestMaking:
         assert history[1].messages() == LONG
 
     def test_replies(self):
-        history = History.from_replies(["a", "b"], [True, False])
+        history = replies("a", "b", complete=[True, False])
         assert history.shape == (2, 1)
         assert history.get("is_complete") == [[True], [False]]
         assert history.chats() == [[{"role": "assistant", "content": t}] for t in "ab"]
@@ -127,8 +133,8 @@ class TestGrowing:
     @pytest.mark.parametrize("dim", [1, -1])
     def test_extend_each_chat_by_its_reply(self, dim):
         history = History.from_chats([SHORT, LONG])
-        replies = History.from_replies(["a", "b"], [False, True])
-        full = history.extend(replies, inplace=False, dim=dim)
+        said = replies("a", "b", complete=[False, True])
+        full = history.extend(said, inplace=False, dim=dim)
         assert full.chats() == [
             [*SHORT, {"role": "assistant", "content": "a"}],
             [*LONG, {"role": "assistant", "content": "b"}],

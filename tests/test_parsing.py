@@ -340,9 +340,7 @@ class TestAddedTemplates:
         def parse(text):
             return kind([{"role": "user", "content": part} for part in text.split("|")])
 
-        add_chat_template(
-            "parts", "{% for m in messages %}{{ m['content'] }}|{% endfor %}", parse
-        )
+        add_chat_template("parts", "{% for m in messages %}{{ m['content'] }}|{% endfor %}", parse)
         try:
             assert History.from_text("a|b", "parts").content == ["a", "b"]
             prompts = History.from_chats([[{"role": "user", "content": "a"}]])

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from policies.chats.outlines import Outlines
 from policies.chats.rendering import (
     Encoder,
     Message,
     Outline,
+    Outlines,
     Piece,
     check_messages,
     close_turn,

@@ -85,13 +85,6 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         return lazy_stack([cls.from_text(one, *options) for one in text])
 
     @classmethod
-    def from_replies(cls, texts: Sequence[str], complete: Sequence[bool]) -> "History":
-        """Return one assistant message for each text, [B, 1]."""
-        pairs = zip(texts, complete, strict=True)
-        said = ({"role": "assistant", "content": t, "is_complete": c} for t, c in pairs)
-        return cls.from_records([[record] for record in said])
-
-    @classmethod
     def from_records(cls, chats: Sequence[Sequence[dict[str, Any]]]) -> "History":
         """Return chats [B, T] of messages that were checked before, with their flags."""
         return lazy_stack([_build(chat) for chat in chats])
@@ -111,7 +104,9 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         Raises ValueError unless there is exactly one batch dimension; see `chats`.
         """
         if self.ndim != 1:
-            raise ValueError(f"expected a history of shape [T], got {list(self.shape)}; use chats()")
+            raise ValueError(
+                f"expected a history of shape [T], got {list(self.shape)}; use chats()"
+            )
         return visible(records_of(self))
 
     def chats(self) -> list[list[dict[str, Any]]]:
@@ -168,15 +163,16 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         Raises ValueError on a chat that the template refuses, on options that contradict, and if
         the assistant mask of a chat with replies is of a single value.
         """
-        given = {**locals()}
-        from policies.chats.apply_template import Options, apply
+        options = {**locals()}
+        for name in ("self", "tokenizer", "chat_template", "chat_template_name"):
+            del options[name]
+        from policies.chats.apply_template import apply
 
-        options = Options(**{k: v for k, v in given.items() if k in Options.__dataclass_fields__})
         if not isinstance(tokenizer, Renderer):
             tokenizer = Renderer(tokenizer, chat_template, chat_template_name)
         elif chat_template is not None or chat_template_name is not None:
             raise ValueError("expected chat_template=None with a Renderer, which has its own")
-        return apply(self, tokenizer, options)
+        return apply(self, tokenizer, **options)
 
 
 def _grown(history: History, new: History, dim: int, *, one: bool) -> History:

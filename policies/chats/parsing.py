@@ -87,7 +87,7 @@ class Format:
         for role, turn in self._by_length:
             if turn.opener and text.startswith(turn.opener, place):
                 return role, place + len(turn.opener)
-        if self._any is not None and (found := self._any.match(text, place)):
+        if "" in self.turns and (found := self._openers[-1].match(text, place)):
             return found[1], found.end()
         answers = last not in ("", "assistant")
         bare = self.turns["assistant"].opener
@@ -159,10 +159,6 @@ class Format:
     def _by_length(self) -> list[tuple[str, Turn]]:
         named = [(role, turn) for role, turn in self.turns.items() if role]
         return sorted(named, key=lambda pair: -len(pair[1].opener))
-
-    @cached_property
-    def _any(self) -> re.Pattern[str] | None:
-        return self._openers[-1] if "" in self.turns else None
 
     @cached_property
     def _openers(self) -> list[re.Pattern[str]]:
