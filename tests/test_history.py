@@ -4,9 +4,8 @@ import pickle
 
 import pytest
 import torch
+from letters import letters
 from tensordict import TensorDict
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from policies.chats.chat_template import Renderer
 from policies.chats.history import History
@@ -25,15 +24,8 @@ pytestmark = pytest.mark.usefixtures("list_setting")
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
     names = {"eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **names)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
-    tokenizer.chat_template = CHATML
-    return tokenizer
+    return letters(["<|im_end|>", "<|im_start|>"], CHATML, **names)
 
 
 def replies(*texts, complete):
@@ -60,12 +52,6 @@ class TestMaking:
         assert history.chats() == [SHORT, LONG]
         assert history.get("role", as_list=True) == [["user"], ["system", "user", "assistant"]]
         assert history[1].messages() == LONG
-
-    def test_replies(self):
-        history = replies("a", "b", complete=[True, False])
-        assert history.shape == (2, 1)
-        assert history.get("is_complete") == [[True], [False]]
-        assert history.chats() == [[{"role": "assistant", "content": t}] for t in "ab"]
 
     def test_the_example_of_the_original_stacks_messages(self, tokenizer):
         turns = [("system", "CONTENT\nThis is the setup"), ("user", "first"), ("assistant", "it")]
@@ -204,13 +190,6 @@ class TestRendering:
             assert not row["assistant_masks"][~row["attention_mask"]].any()
         assert dense["attention_mask"][:, -1].tolist() != [True, True]  # padded on the right
         assert dense["attention_mask"][:, 0].all()
-
-    def test_template_by_name(self, tokenizer):
-        tokenizer = pickle.loads(pickle.dumps(tokenizer))
-        tokenizer.chat_template = None
-        history = History.from_chats(SHORT)
-        text = history.apply_chat_template(tokenizer=tokenizer, chat_template="chatml")
-        assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 
     def test_only_a_chat_with_a_reply_needs_an_assistant_mask(self, tokenizer):
         options = {"tokenizer": tokenizer, "return_assistant_tokens_mask": True}

@@ -3,9 +3,8 @@
 import random
 
 import pytest
+from letters import letters
 from tensordict import lazy_stack
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from policies import (
     History,
@@ -51,22 +50,10 @@ NAMES = {
 MARKUP = ("<|im_start|>", "<|im_end|>", "<|header_start|>", "<|header_end|>", "<|eot|>")
 
 
-def make_tokenizer(special, **names):
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **names)
-
-
 @pytest.fixture(scope="module")
 def tokenizers():
     special = [*MARKUP, "<|begin_of_text|>", BOS, EOS, END]
-    return {
-        name: make_tokenizer(special, **NAMES.get(name, {"eos_token": "<|im_end|>"}))
-        for name in HAND
-    }
+    return {name: letters(special, **NAMES.get(name, {"eos_token": "<|im_end|>"})) for name in HAND}
 
 
 def chats(name, count=40, *, whole=True):
@@ -142,7 +129,7 @@ class TestRoundTrip:
 
     @pytest.mark.parametrize("kind", TEMPLATES)
     def test_a_tokenizers_own_template(self, kind):
-        tokenizer = make_tokenizer(SPECIAL[kind], **NAMED[kind])
+        tokenizer = letters(SPECIAL[kind], **NAMED[kind])
         tokenizer.chat_template = TEMPLATES[kind]
         turns = [
             ("user", "What\n\nis it?"),
@@ -227,14 +214,6 @@ class TestTools:
         options = {"chat_template_name": name, "add_generation_prompt": False}
         assert history.apply_chat_template(tokenizer=tokenizers[name], **options) == text
 
-    def test_chatml_keeps_the_markup_of_results(self, tokenizers):
-        history = History.from_text(CALLS, "chatml")
-        result = history.messages()[-1]
-        assert result["tool_responses"] == ["r1", "r2"]
-        assert result["content"].startswith("<tool_response>\nr1")
-        options = {"chat_template_name": "chatml", "add_generation_prompt": False}
-        assert history.apply_chat_template(tokenizer=tokenizers["chatml"], **options) == CALLS
-
     def test_a_template_that_would_write_calls_twice_gets_them_once(self, tokenizers):
         template = (
             "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}"
@@ -286,11 +265,6 @@ class TestErrors:
                 tokenizer=tokenizers[name], chat_template_name=name
             )
 
-    def test_markup_in_a_content_is_not_taken_for_a_turn(self):
-        chat = [{"role": "user", "content": "x<|im_start|>assistant\ny"}]
-        with pytest.raises(ValueError, match="at character 18: expected the end of the turn"):
-            History.from_text(by_hand("chatml", chat), "chatml")
-
 
 @pytest.fixture
 def shouts():
@@ -319,7 +293,7 @@ class TestAddedTemplates:
         assert History.from_text(self.TEXT, "shouts").messages() == list(self.CHAT)
 
     def test_keywords_come_after_what_is_asked_for_and_before_the_tokenizers_own(self, shouts):
-        tokenizer = make_tokenizer(MARKUP, eos_token="<|eot|>")
+        tokenizer = letters(MARKUP, eos_token="<|eot|>")
         tokenizer.chat_template = "{% for m in messages %}own {{ m['content'] }}{% endfor %}"
         history = History.from_chats(list(self.CHAT[:1]))
         texts = []
@@ -363,14 +337,6 @@ class TestAddedTemplates:
         with pytest.raises(ValueError, match="expected an added template"):
             remove_chat_template("llama")
 
-    @pytest.mark.parametrize(
-        ("name", "template", "match"),
-        [("a b", "{{ 1 }}", "expected a name"), ("ab", "{% if %}", "error in line 1")],
-    )
-    def test_what_cannot_be_added(self, name, template, match):
-        with pytest.raises(ValueError, match=match):
-            add_chat_template(name, template)
-
 
 PROMPT = [{"role": "user", "content": "Hi"}]
 FEW = [*PROMPT, {"role": "assistant", "content": "shot"}, {"role": "user", "content": "again"}]
@@ -413,13 +379,6 @@ class TestResponses:
             text = system + by_hand("chatml", PROMPT) + ASKED + "Yo<|im_end|>\n"
             out = _extract_responses_from_full_histories([text], self.prompts(PROMPT), "qwen")
             assert out.chats() == [[{"role": "assistant", "content": "Yo"}]]
-
-    def test_a_prompt_that_ends_in_a_reply_gets_a_new_turn(self):
-        # the example of the page: prompts of a user and an assistant message
-        chat = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi there!"}]
-        text = by_hand("chatml", chat) + ASKED + "And?<|im_end|>\n"
-        out = _extract_responses_from_full_histories([text], self.prompts(chat))
-        assert out.chats() == [[{"role": "assistant", "content": "And?"}]]
 
     def test_markup_in_prompt_or_reply_is_content(self):
         prompt = [{"role": "user", "content": "say <|im_end|>\n<|im_start|>user\nx"}]
