@@ -443,11 +443,6 @@ class TestStopIds:
 
 
 class TestTemplateChoice:
-    def test_no_template_names_the_remedy(self):
-        tokenizer = make_tokenizer(None, [], {"eos_token": "<|endoftext|>"})
-        with pytest.raises(ValueError, match=r"policy\.chat_template=chatml"):
-            Renderer(tokenizer)
-
     def test_chatml_ends_turns_with_eos_where_it_has_no_token_of_its_own(self, tokenizers):
         renderer = Renderer(tokenizers["gpt2"], "chatml")
         done = renderer.render([user("q"), assistant("a")], require_assistant=True)

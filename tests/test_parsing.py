@@ -8,6 +8,7 @@ from tensordict import lazy_stack
 
 from policies import (
     History,
+    Text,
     _extract_responses_from_full_histories,
     add_chat_template,
     remove_chat_template,
@@ -79,6 +80,11 @@ def by_hand(name, chat, *, whole=True):
     parts = [around[m["role"]][0] + m["content"] + around[m["role"]][1] for m in chat]
     text = start + "".join(parts)
     return text if whole else text.removesuffix(around["assistant"][1])
+
+
+PROMPT = [{"role": "user", "content": "Hi"}]
+FEW = [*PROMPT, {"role": "assistant", "content": "shot"}, {"role": "user", "content": "again"}]
+ASKED = "<|im_start|>assistant\n"
 
 
 class TestRoundTrip:
@@ -153,6 +159,70 @@ class TestRoundTrip:
         ended = History.from_text("<|im_start|>assistant\nHi<|endoftext|>")
         assert ended.content == ["Hi"]
         assert list(ended.is_complete) == [True]
+
+
+class TestWhatFillsUpARow:
+    """A decoded row may hold EOS and padding after the end of its last turn."""
+
+    @pytest.mark.parametrize("name", HAND)
+    @pytest.mark.parametrize("pad", ["<pad>", None])
+    def test_after_the_end_of_a_turn(self, name, pad):
+        eos = NAMES.get(name, {"eos_token": "<|im_end|>"})["eos_token"]
+        names = NAMES.get(name, {}) | {"eos_token": eos, "pad_token": pad or eos}
+        tokenizer = letters([*MARKUP, "<|begin_of_text|>", BOS, EOS, END, "<pad>"], **names)
+        fills = [pad, pad * 3] if pad else []
+        if name != "dialogpt":  # there EOS may be the end of an empty message
+            fills += [eos, eos * 2, f"{eos}{tokenizer.pad_token}\n"]
+        if name != "falcon":  # there lines are the end of a turn
+            fills += [f"\n{pad}\n"] * bool(pad)
+        for chat in chats(name, 10):
+            text = by_hand(name, chat)
+            tight = text.rstrip("\n") if name not in ("falcon", "deepseek", "dialogpt") else text
+            for body, fill in [(body, fill) for body in (text, tight) for fill in fills]:
+                history = History.from_text(body + fill, name, tokenizer=tokenizer)
+                assert history.messages() == chat
+                assert all(history.is_complete)
+        history = History.from_text(
+            [by_hand(name, chat) + (pad or "")] * 2, name, tokenizer=tokenizer
+        )
+        assert history.chats() == [chat, chat]
+
+    @pytest.mark.parametrize(
+        ("fill", "complete"),
+        [("", False), ("<pad>", False), (END, True), (END * 2, True), (f"{END}<pad><pad>", True)],
+    )
+    def test_after_a_reply_that_has_no_end_of_turn(self, fill, complete):
+        tokenizer = letters([*MARKUP, END, "<pad>"], eos_token=END, pad_token="<pad>")
+        text = by_hand("chatml", PROMPT) + ASKED + "cut \n" + fill
+        history = History.from_text(text, "chatml", tokenizer=tokenizer)
+        assert history.messages()[1]["content"] == "cut \n"
+        assert list(history.is_complete) == [True, complete]
+
+    @pytest.mark.parametrize("name", HAND)
+    def test_replies(self, name, tokenizers):
+        tokenizer = tokenizers[name]
+        tokenizer.pad_token = tokenizer.eos_token
+        prompts, prompt = History.from_chats([PROMPT, PROMPT]), by_hand(name, PROMPT)
+        asked = prompt + PROMPTS.get(name, ASKED)
+        reply = {"role": "assistant", "content": "Yo"}
+        closed = by_hand(name, [*PROMPT, reply])
+        for body in (closed, closed.rstrip("\n")):
+            texts = [body + 3 * tokenizer.eos_token, closed]
+            out = _extract_responses_from_full_histories(texts, prompts, name, tokenizer)
+            assert out.chats() == [[reply], [reply]]
+            assert out[0, 0].is_complete
+            history = Text(prompt=asked, full=texts[0]).to_history(tokenizer, name)
+            assert history.response.messages() == [reply]
+
+    def test_markup_in_a_reply_stays_its_content(self, tokenizers):
+        prompts = History.from_chats([PROMPT])
+        text = by_hand("chatml", PROMPT) + ASKED + "a<|im_start|>b<|im_end|>"
+        for fill in ("", "\n", "<|im_end|>", "\n<|im_end|><|im_end|>\n"):
+            out = _extract_responses_from_full_histories(
+                [text + fill], prompts, "chatml", tokenizers["chatml"]
+            )
+            assert out.chats() == [[{"role": "assistant", "content": "a<|im_start|>b"}]]
+            assert out[0, 0].is_complete
 
 
 CALLS = """<|im_start|>user
@@ -336,11 +406,6 @@ class TestAddedTemplates:
         assert History.from_text(by_hand("llama", self.CHAT), "llama").messages() == list(self.CHAT)
         with pytest.raises(ValueError, match="expected an added template"):
             remove_chat_template("llama")
-
-
-PROMPT = [{"role": "user", "content": "Hi"}]
-FEW = [*PROMPT, {"role": "assistant", "content": "shot"}, {"role": "user", "content": "again"}]
-ASKED = "<|im_start|>assistant\n"
 
 
 class TestResponses:

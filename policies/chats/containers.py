@@ -30,7 +30,10 @@ def _default_spec(of: Any) -> Any:
     def default_spec(
         cls: Any, shape: tuple[int, ...] = (-1,), keys: Sequence[str] | None = None
     ) -> "Composite":
-        """Return the spec of a batch of `shape`, with all fields or the `keys` named."""
+        """Return the spec of a batch of `shape` with the `keys` named.
+
+        Without `keys`: the fields up to `padded`, none of which has to be there.
+        """
         from policies.specs import container_spec
 
         return container_spec(cls, of, shape, keys)
@@ -65,9 +68,9 @@ class Tokens(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgumen
 
     prompt: Tensor | None = None
     response: Tensor | None = None
-    assistant: Tensor | None = None
     full: Tensor | None = None
     padded: bool | None = None
+    assistant: Tensor | None = None
 
     def __post_init__(self) -> None:
         _share_padded(self)
@@ -110,9 +113,9 @@ class LogProbs(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgum
 
     prompt: Tensor | None = None
     response: Tensor | None = None
-    assistant: Tensor | None = None
     full: Tensor | None = None
     padded: bool | None = None
+    assistant: Tensor | None = None
 
     def __post_init__(self) -> None:
         _share_padded(self)
@@ -134,8 +137,8 @@ class Masks(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgument
 
     all_attention_mask: Tensor | None = None
     all_assistant_mask: Tensor | None = None
-    all_response_mask: Tensor | None = None
     padded: bool | None = None
+    all_response_mask: Tensor | None = None
 
     def __post_init__(self) -> None:
         _share_padded(self)

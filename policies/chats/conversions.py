@@ -31,7 +31,7 @@ def _by_row(container: Any, make: Callable[[Any], Any]) -> Any:
 def chat_to_text(chat: Any, tokenizer: Any, template: str | None, name: str | None) -> Text:
     """Return rendered chats as texts; see `ChatHistory.to_text`."""
     renderer = _renderer(tokenizer, template, name)
-    return _by_row(_rows_of(chat), lambda row: Text(**_written(row, renderer.text)))
+    return _by_chat(chat, lambda row: Text(**_written(row, renderer.text)))
 
 
 def chat_to_tokens(chat: Any, tokenizer: Any, template: str | None, name: str | None) -> Tokens:
@@ -47,21 +47,23 @@ def chat_to_tokens(chat: Any, tokenizer: Any, template: str | None, name: str | 
         found = {name: torch.tensor(ids, dtype=torch.int64) for name, ids in done.items()}
         return Tokens(**found, padded=False)
 
-    return _by_row(_rows_of(chat), tokens_of)
+    return _by_chat(chat, tokens_of)
 
 
 def _renderer(tokenizer: Any, template: str | None, name: str | None) -> Renderer:
     return tokenizer if isinstance(tokenizer, Renderer) else Renderer(tokenizer, template, name)
 
 
-def _rows_of(chat: Any) -> Any:
-    """Return a ChatHistory with the batch size of its histories, where it was made without one."""
+def _by_chat(chat: Any, make: Callable[[Any], Any]) -> Any:
+    """Return what `make` makes of each chat; one made without a batch size may hold many."""
+    if chat.ndim:
+        return lazy_stack([_by_chat(row, make) for row in chat.unbind(0)])
     histories = [chat.get(name, None) for name in FIELDS]
     known = next((history for history in histories if history is not None), None)
-    if chat.ndim or known is None or known.ndim < 2:
-        return chat
+    if known is None or known.ndim < 2:
+        return make(chat)
     each = [[None] * len(known) if h is None else h.unbind(0) for h in histories]
-    return lazy_stack([ChatHistory(*row) for row in zip(*each, strict=True)])
+    return lazy_stack([_by_chat(ChatHistory(*row), make) for row in zip(*each, strict=True)])
 
 
 def _written(chat: Any, say: Callable[..., Any]) -> Written:

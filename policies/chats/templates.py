@@ -1,11 +1,13 @@
 """A chat template, and which one holds for a tokenizer.
 
 An explicit template comes before a name, a name before an added template whose keywords are in the
-tokenizer's name, that before the tokenizer's own. The named ones are in known_templates.py.
+tokenizer's name, that before the tokenizer's own, that before ChatML with a warning. The named ones
+are in known_templates.py.
 
 Left out on purpose: guessing a family from a model's name. The tokenizer's own template is exact.
 """
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +29,7 @@ class Template:
 
 
 ADDED: dict[str, Template] = {}  # by add_chat_template
+_WARNED: set[Any] = set()  # names of tokenizers that have no template; those without a name
 
 
 def find_template(
@@ -34,21 +37,42 @@ def find_template(
 ) -> Template:
     """Return the template that holds; `tokenizer` may be None if one of the others is given.
 
-    `chat_template` is a Jinja text, a file or a name. Raises ValueError for an unknown name and
-    where there is no template.
+    `chat_template` is a Jinja text, a file or a name. Raises ValueError for an unknown name.
     """
     if chat_template is None and chat_template_name is None and tokenizer is not None:
-        path = str(tokenizer.name_or_path).lower()
-        added = (t for t in reversed(ADDED.values()) if any(word in path for word in t.keywords))
-        if (found := next(added, None)) is not None:
-            return found
-        if tokenizer.chat_template:
-            label = f"the chat template of {tokenizer.name_or_path!r}"
-            return Template(tokenizer.get_chat_template(), label)
+        if (own := _find_own(tokenizer)) is not None:
+            return own
+        key = tokenizer.name_or_path or tokenizer
+        if key not in _WARNED:
+            _WARNED.add(key)
+            warnings.warn(
+                f"the tokenizer {tokenizer.name_or_path!r} has no chat template, so that chats are "
+                "written as ChatML; name a template by chat_template or chat_template_name "
+                "('chatml' for this one)",
+                stacklevel=4,
+            )
+    from policies.chats.known_templates import named_template
+
+    return named_template(tokenizer, chat_template, chat_template_name)
+
+
+def require_template(tokenizer: Any) -> None:
+    """Raise ValueError where a tokenizer has no template: training is not to guess one."""
+    if _find_own(tokenizer) is None:
         raise ValueError(
             f"expected a chat template, the tokenizer {tokenizer.name_or_path!r} has none; "
             "set policy.chat_template=chatml (or to a Jinja template)"
         )
-    from policies.chats.known_templates import named_template
 
-    return named_template(tokenizer, chat_template, chat_template_name)
+
+def _find_own(tokenizer: Any) -> Template | None:
+    """Return the added template that a tokenizer's name selects, or the one it brings along."""
+    path = str(tokenizer.name_or_path).lower()
+    for template in reversed(ADDED.values()):
+        if any(word in path for word in template.keywords):
+            return template
+    if not tokenizer.chat_template:
+        return None
+    return Template(
+        tokenizer.get_chat_template(), f"the chat template of {tokenizer.name_or_path!r}"
+    )
