@@ -317,6 +317,10 @@ class TestFaults:
                 for name, value in found.items():
                     for batch in (tuple(out.batch_size), (-1,) * out.ndim):
                         assert names[name].default_spec(batch).explain(value) == ""
+                if mode == "history" and not generate:
+                    for name, cls in (("tokens", Tokens), ("log_probs", LogProbs)):
+                        spec = cls.default_spec((2,), keys=["full", "assistant"])
+                        assert spec.explain(found[name]) == ""
 
     def test_default_specs_refuse_what_a_wrapper_does_not_write(self):
         ids = torch.zeros(2, 3)
