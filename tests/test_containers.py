@@ -61,26 +61,6 @@ class TestContainers:
         assert right.tolist() == [[1, 2, -1, -1], [1, 2, 3, 4]]
         assert [row.padded for row in td.get("tokens").unbind(0)] == [False, False]
 
-    def test_ragged_container_inside_a_dense_tensordict(self):
-        td = TensorDict(batch_size=[2])
-        td.set("tokens", lazy_stack([make_tokens(3), make_tokens(5)]))
-        td.set("reward", torch.zeros(2))
-        assert [len(r) for r in td.get(("tokens", "full"), as_list=True)] == [3, 5]
-        assert td[1]["tokens", "assistant"].tolist() == [1, 2, 3, 4]
-        assert td.get("tokens")[0].prompt.tolist() == [0]
-
-    def test_histories(self):
-        prompt = History.from_chats([SHORT, LONG])
-        response = History.from_chats([[{"role": "assistant", "content": t}] for t in "ab"])
-        full = prompt.extend(response, inplace=False, dim=1)
-        history = ChatHistory(prompt=prompt, response=response, full=full, batch_size=[2])
-        td = TensorDict(history=history, batch_size=[2])
-        assert td["history", "prompt"].chats() == [SHORT, LONG]
-        assert td["history"].full.chats()[0] == [*SHORT, {"role": "assistant", "content": "a"}]
-        assert td[1]["history"].prompt.messages() == LONG
-        again = lazy_stack([td[1], td[0]])
-        assert again["history", "prompt"].chats() == [LONG, SHORT]
-
 
 def ragged(*sizes):
     return lazy_stack([make_tokens(size) for size in sizes])
@@ -311,7 +291,8 @@ class TestFaults:
             for shape in (*shapes, *([{"num_samples": 2}] if generate else [])):
                 policy = make_policy().get_new_version(input_mode=mode, generate=generate, **shape)
                 out = policy(td)
-                names = {"tokens": Tokens, "log_probs": LogProbs, "masks": Masks, "text": Text}
+                names = {"tokens": Tokens, "log_probs": LogProbs, "masks": Masks}
+                names |= {"text": Text, "history": ChatHistory}
                 found = {n: out.get(n) for n in names if out.get(n, None) is not None}
                 assert set(found) >= {"tokens", "log_probs", "masks"}
                 for name, value in found.items():

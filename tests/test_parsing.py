@@ -156,9 +156,10 @@ class TestRoundTrip:
         history = History.from_text("<|im_start|>user\nHi<|im_end|>")
         assert history.messages() == [{"role": "user", "content": "Hi"}]
         assert list(history.is_complete) == [True]  # the line end after it is no sign of a cut
-        ended = History.from_text("<|im_start|>assistant\nHi<|endoftext|>")
-        assert ended.content == ["Hi"]
-        assert list(ended.is_complete) == [True]
+        for end in ("<|endoftext|>", "<|im_end|><|endoftext|>", "<|im_end|>\n" + 3 * END):
+            ended = History.from_text("<|im_start|>assistant\nHi" + end)
+            assert ended.content == ["Hi"]
+            assert list(ended.is_complete) == [True]
 
 
 class TestWhatFillsUpARow:
