@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 
 from policies.chats.chat_template import Rendered, Renderer
+from policies.chats.rendering import Message, Outlines, Piece, fill
 from policies.padding import pad, pad_mask
 
 _PADDING = {False: False, "do_not_pad": False, True: True, "longest": True, "max_length": True}
@@ -110,3 +111,31 @@ def _padded(done: Any, tokenizer: Any, size: int | None) -> TensorDictBase:
         batch_size=[len(rows)],
     )
     return td if isinstance(done, list) else td[0]
+
+
+def open_end(
+    outlines: Outlines, messages: list[Message], *, prompt: bool
+) -> tuple[list[Piece], list[str]]:
+    """Return the pieces of a chat up to its last content, and their texts.
+
+    A last message without content continues the generation prompt before it.
+    """
+    if prompt:
+        raise ValueError(
+            "continue_final_message leaves the last message open, add_generation_prompt begins "
+            "another; set one of them to False"
+        )
+    last = len(messages) - 1
+    empty = last > 0 and messages[last]["role"] == "assistant" and not messages[last]["content"]
+    chat = messages[:last] if empty else messages
+    outline = outlines.of(chat, empty)
+    texts = fill(outline.pieces, chat, outlines.text(chat, empty)[0])
+    if texts is None:
+        raise ValueError(
+            f"{outlines.label} rewrites contents, so that a message cannot be left open; "
+            "set policy.chat_template=chatml"
+        )
+    if empty:
+        return outline.pieces, texts
+    stop = next(k for k, p in enumerate(outline.pieces) if p.message == last) + 1
+    return outline.pieces[:stop], texts[:stop]

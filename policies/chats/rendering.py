@@ -151,14 +151,15 @@ def cut(text: str, placeholders: Sequence[str], spans: Sequence[Span]) -> list[P
     return [Piece(part, number.get(part), marked) for part, marked in parts]
 
 
-def fill(pieces: Sequence[Piece], contents: Sequence[str], text: str) -> list[str] | None:
+def fill(pieces: Sequence[Piece], messages: Sequence[Message], text: str) -> list[str] | None:
     """Return the texts of the pieces of `text`; None if it is not the pieces with the contents.
 
     A content may have lost white space at its ends, which many templates strip.
 
-    >>> fill([Piece("<"), Piece("x", 0), Piece(">")], [" a "], "<a>")
+    >>> fill([Piece("<"), Piece("x", 0), Piece(">")], [{"content": " a "}], "<a>")
     ['<', 'a', '>']
     """
+    contents = [m["content"] for m in messages]
     for strip in (str, str.strip):
         texts = [p.text if p.message is None else strip(contents[p.message]) for p in pieces]
         if "".join(texts) == text:
