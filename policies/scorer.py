@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from policies import layout
-from policies.distributions.token_distribution import Head, Scores, TokenDistribution, spread
 from policies.packing import pack_rows
 from policies.padding import predicted
+from policies.token_distribution import Head, Scores, TokenDistribution, spread
 
 if TYPE_CHECKING:
     from policies.value_head import Critic

@@ -22,10 +22,10 @@ from plain_values import values_are_those_of_a_plain_forward
 
 import envs.transforms.kl
 import policies.chats.chat_template
-import policies.distributions.token_distribution
 import policies.layout
 import policies.lora
 import policies.sampler
+import policies.token_distribution
 import policies.value_head
 import policies.wrappers.transformers_wrapper
 import trainer.advantage
@@ -212,7 +212,7 @@ def adapter_stays_on(original):
 
 
 WRAPPER = policies.wrappers.transformers_wrapper
-DIST = policies.distributions.token_distribution
+DIST = policies.token_distribution
 COLLECT = trainer.collect
 RENDERER = policies.chats.chat_template.Renderer
 KL = envs.transforms.kl.KLComputation

@@ -6,7 +6,7 @@ from contracts import rollout
 from plain_entropy import entropy_gradient, objective, the_bonus_is_that_of_a_plain_softmax
 from steps import Record, double_policy, make_update, prepared
 
-from policies.distributions import token_distribution
+from policies import token_distribution
 from trainer import EntropyBonus
 
 policy = pytest.fixture(double_policy)

@@ -14,8 +14,7 @@ from runs import ROOT, environment
 from safetensors.torch import load_file
 from torch import Tensor
 
-from policies import layout
-from policies.distributions import token_distribution
+from policies import layout, token_distribution
 
 TOLERANCE = 1e-6  # relative
 

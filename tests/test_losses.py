@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from policies.distributions import token_distribution
+from policies import token_distribution
 from trainer import losses
 from trainer.surrogates import Bounds, clipped_term, token_ratio
 

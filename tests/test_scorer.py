@@ -4,8 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from policies import layout
-from policies.distributions import token_distribution
+from policies import layout, token_distribution
 from policies.padding import pad, pad_mask, unpad
 from policies.random import fold, inverse_cdf, uniforms
 from policies.sampler import Stop, sample

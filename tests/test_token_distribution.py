@@ -7,9 +7,9 @@ from tensordict import TensorDict, lazy_stack
 from torch import Tensor
 
 from envs.chat_env import ChatEnv
-from policies.distributions import token_distribution
-from policies.distributions.token_distribution import NAMES, named_mask
+from policies import token_distribution
 from policies.padding import predicted
+from policies.token_distribution import NAMES, named_mask
 from trainer import Demonstrations, DynamicRollouts, Rollouts
 
 
@@ -71,6 +71,13 @@ def test_the_road_and_the_public_distribution_give_the_same_numbers(monkeypatch,
         ids, attention, keep, temperature=batch["temperature"], group_id=batch["group_id"]
     )
     torch.testing.assert_close(scores.log_probs, mine.log_prob(ids), atol=1e-4, rtol=1e-4)
+
+
+def test_a_distribution_over_no_token_says_nothing():
+    policy, ids = make_policy(), torch.tensor([[5, 6, 7]])
+    dist = policy.scorer.dist(ids, ids > 0, ids > 9)
+    assert not dist.log_prob(ids).any()
+    assert not dist.entropy().any()
 
 
 @pytest.mark.parametrize("kind", [Rollouts, DynamicRollouts])

@@ -12,9 +12,9 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from envs.chat_env import ChatEnv
 from envs.tasks.task import Task
-from policies.distributions.token_distribution import named_mask
 from policies.random import fold
 from policies.roles import Generator
+from policies.token_distribution import named_mask
 from trainer.collect import collect
 from trainer.runtime import Runtime
 

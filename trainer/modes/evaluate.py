@@ -16,7 +16,7 @@ from rich.table import Table
 from tensordict import TensorDict
 
 from policies.cache import write_text
-from trainer.modes.run_weights import take_weights, reference_name
+from trainer.modes.run_weights import reference_name, take_weights
 from trainer.trainer import Trainer
 
 LENGTH, TRUNCATED = "response/length_mean", "response/truncated_fraction"

@@ -6,7 +6,7 @@ a mask; masks have names: response, assistant, prompt, attention.
 Letters: B rows, T tokens, K kept tokens, V vocabulary, H hidden.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -38,11 +38,6 @@ class Head:
     weight: Tensor  # [V, H]
     bias: Tensor | None
     cap: float | None  # of the logits, as Gemma 2 has it
-
-    @property
-    def width(self) -> int:
-        """Return V."""
-        return len(self.weight)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return the logits."""
@@ -96,7 +91,8 @@ class TokenDistribution:
         states, heads = [d.states for d in both], [d.head for d in both]
         score: Callable[..., Any] = partial(_score, heads, entropy=entropy, learn=learn)
         target, scale = value[self.mask], self.scale
-        slices = list(_slices(len(target), self.head.width))
+        step = max(SLICE // len(self.head.weight), 1)
+        slices = [slice(i, i + step) for i in range(0, max(len(target), 1), step)]
         if len(slices) > 1 and torch.is_grad_enabled():
             # One slice's logits at a time in the backward too, for one more product with the head.
             score = partial(checkpoint, score, use_reentrant=False, preserve_rng_state=False)
@@ -155,12 +151,6 @@ def full_kl(curr: Tensor, ref: Tensor) -> Tensor:
     curr, ref = curr[..., :size], ref[..., :size]
     log_ratio = (curr - ref).masked_fill(curr == -torch.inf, 0)
     return (curr.exp() * log_ratio).sum(-1)
-
-
-def _slices(size: int, width: int) -> Iterator[slice]:
-    """Return slices of `size` tokens whose logits of `width` fit SLICE."""
-    step = max(SLICE // width, 1)
-    return (slice(i, i + step) for i in range(0, size, step))
 
 
 def _per_kept(temperature: Tensor | float, keep: Tensor) -> Tensor:
