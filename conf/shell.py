@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 from conf import start
 from conf.command_line import help_text, spell_out
 from conf.compose import compose_experiment
+from trainer.accelerate_settings import check_accelerate
 from trainer.runs.failures import complain, say
 from trainer.runs.launch import agree, prepare_joined
 from trainer.runs.launch import start as launch
@@ -39,6 +40,7 @@ def run_command(words: list[str], *, script: Path, worker: Worker) -> int:
     start.set_up()
     failed = 2  # before a run begins
     try:
+        check_accelerate()
         if (ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
             return join(words, ranks, worker, **ours)
         if any(word.startswith(("mode=", "preflight=")) for word in words):
