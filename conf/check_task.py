@@ -13,7 +13,8 @@ from typing import Any
 
 from conf.build import data_arguments, make_task
 from envs.task_trial import complaint, in_one_line
-from trainer.runs.targets import argument_faults, find_target, is_node
+from trainer.runs.nodes import argument_faults, is_node
+from trainer.runs.targets import find_target
 
 # What a source of batches asks of a task; rollouts ask for a reward.
 ROWS = {"trainer.Demonstrations": "demonstrations", "trainer.PreferencePairs": "preferences"}

@@ -62,7 +62,7 @@ def check_overrides(words: Sequence[str]) -> None:
         name = word.partition("=")[0]
         if word.startswith("~") and not word.startswith("~env.task."):
             raise ValueError(f"{word}: no key can be removed; give it a value, {name[1:]}=...")
-        if re.match(r"\+*hydra([/.]launcher|[/.]sweeper|\.callbacks)", name):
+        if re.match(r"\+*hydra[/.=](launcher|sweeper|callbacks)", word):
             raise ValueError(f"{word}: leash runs the jobs of a sweep itself, one after the other")
         if not word.startswith("~") and ("=" not in word or not name):
             raise ValueError(f"expected name=value, got {word!r}{_meant(word, list(words))}")

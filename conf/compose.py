@@ -24,7 +24,6 @@ from conf.check import check
 from conf.command_line import check_overrides, read_override, spell_out
 from conf.names import all_keys, nearest
 from conf.schema import keys, register
-from trainer.runs.redact import keep_environment
 
 UNKNOWN = (ConfigAttributeError, ConfigKeyError)
 
@@ -40,8 +39,13 @@ def compose_experiment(name: str) -> dict[str, Any]:
     return compose_checked([f"experiment={name}"])
 
 
-def compose_raw(words: Sequence[str], *, with_hydra: bool = False) -> DictConfig:
-    """Return what the words make of the files of conf/; with Hydra's own settings or without."""
+def compose_raw(
+    words: Sequence[str], *, with_hydra: bool = False, files_only: bool = False
+) -> DictConfig:
+    """Return what the words make of the files of conf/; with Hydra's own settings or without.
+
+    `files_only`: of the words only those count that choose a file.
+    """
     items = [read_override(word) for word in spell_out(words)]
     chosen = tuple(str(item.input_line) for item in items if _is_choice(item))
     cfg = deepcopy(_compose_files(chosen, names.FOLDER))
@@ -49,7 +53,7 @@ def compose_raw(words: Sequence[str], *, with_hydra: bool = False) -> DictConfig
         cfg.hydra.overrides.task = [item.input_line for item in items]
         if not with_hydra:
             del cfg["hydra"]
-    for item in items:
+    for item in [] if files_only else items:
         if not _is_choice(item) and (with_hydra or not item.key_or_group.startswith("hydra.")):
             _put_in(cfg, item)
     return cfg
@@ -165,4 +169,29 @@ def settle(cfg: DictConfig) -> dict[str, Any]:
     if missing:
         raise ValueError(f"expected a value for {(key := min(missing))}, got none; give {key}=...")
     check(plain)
-    return keep_environment(OmegaConf.to_container(cfg), plain)
+    return _keep_environment(OmegaConf.to_container(cfg), plain)
+
+
+def _keep_environment(raw: Any, plain: Any) -> Any:
+    """Return a resolved configuration with texts from the environment as they are written.
+
+    `raw`: before it was resolved. `${oc.env:NAME}` may be a secret; who reads it looks it up again.
+    """
+    return _as_written(raw, plain, set(_from_environment(raw, plain)))
+
+
+def _from_environment(raw: Any, plain: Any) -> list[str]:
+    if isinstance(raw, (dict, list)):
+        items = raw.items() if isinstance(raw, dict) else enumerate(raw)
+        return [text for key, item in items for text in _from_environment(item, plain[key])]
+    return [plain] if isinstance(plain, str) and "oc.env:" in str(raw) else []
+
+
+def _as_written(raw: Any, plain: Any, secrets: set[str]) -> Any:
+    if isinstance(raw, dict):
+        return {key: _as_written(raw[key], plain[key], secrets) for key in raw}
+    if isinstance(raw, list):
+        return [_as_written(*pair, secrets) for pair in zip(raw, plain, strict=True)]
+    if not isinstance(plain, str):
+        return plain
+    return raw if plain in secrets and "${" in str(raw) else plain.replace("${", "\\${")

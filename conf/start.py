@@ -18,10 +18,17 @@ from conf import names
 from conf.command_line import SWEEP, check_flags, check_single, flags_and_overrides, list_jobs
 from conf.compose import compose_checked, compose_raw, settle
 from conf.schema import register
-from trainer.runs.folders import holds_run, make_writable, no_run, nothing_left, unique_folder
+from trainer.runs.folders import (
+    find_jobs,
+    holds_run,
+    make_writable,
+    no_run,
+    nothing_left,
+    unique_folder,
+)
 from trainer.runs.job_names import job_names
 from trainer.runs.lock import held
-from trainer.runs.run_files import find_jobs, read_status
+from trainer.runs.run_files import read_status
 from trainer.runs.saved_configs import as_today, holds_same
 
 RESUMABLE = ("trainer.num_iterations", "tracker", "launch", "checkpoint", "eval")
@@ -142,15 +149,15 @@ def load_for_resume(
 def begin(job: Job) -> Path:
     """Leave in a new run's folder what it was composed of (.hydra/*.yaml); return the folder.
 
-    defaults.yaml is for the report: what the configuration would be without its overrides, as the
-    `experiment` has it, and as `leash` has it with the same choice of policy, env, algorithm ...
+    defaults.yaml is for the report: what the configuration would be with the same choice of policy,
+    env, algorithm ... but no other override, as the `experiment` has it and as `leash` has it.
     """
     if (cfg := job.composed) is None:
         return job.folder
     task, choices = list(cfg.hydra.overrides.task), cfg.hydra.runtime.choices
     groups = [g for g in choices if g != "experiment" and (names.FOLDER / g).is_dir()]
     held = {
-        "experiment": compose_raw([word for word in task if word.startswith("experiment=")]),
+        "experiment": compose_raw(task, files_only=True),
         "leash": compose_raw(["~experiment", *(f"{group}={choices[group]}" for group in groups)]),
     }
     files = {

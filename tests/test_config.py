@@ -23,7 +23,9 @@ from conf.compose import compose_checked
 from conf.start import load_for_resume, read_command
 from policies.optional_packages import ASKING, EXTRAS
 from trainer.runs.folders import nothing_left
+from trainer.runs.nodes import arguments_in_source
 from trainer.runs.saved_configs import as_today, holds_same
+from trainer.runs.targets import arguments_of, find_target, takes_any
 
 ROOT = Path(__file__).parents[1]
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
@@ -88,6 +90,8 @@ FAULTS = [  # one a kind
     (["algorithm.kl_ctrl.kl_coef=0.1"], ["kl_ctrl.kl_coef; kl_coef is kl.coeff here"]),
     (["+algorithm.objective.leash=1"], ["algorithm.objective.leash is made by the run"]),
     (["experiment=ppo_tiny", "algorithm=grpo"], ["ppo_tiny.yaml sets", "leave algorithm=grpo out"]),
+    (["algorithm.shaping.overlong.buffer=3"], ["shaping is algorithm.after_rollout here"]),
+    (["algorithm.mismatch._target_=trainer.Mismatch"], ["mismatch is algorithm.after_rollout"]),
     (["env=nope"], ["env=nope", "chats", "facts", "gsm8k", "sort_digits"]),
     (["kl=0.1"], ["kl=0.1", "default", "kl.coeff"]),
     # Words.
@@ -96,6 +100,7 @@ FAULTS = [  # one a kind
     (["seed=1", "seed=2"], ["seed is given 2 times", "-m seed=a,b"]),
     (["kl.coeff=0,1"], ["to sweep: -m kl.coeff=0,1"]),
     (["~kl"], ["~kl: no key can be removed", "kl=..."]),
+    (["hydra=launcher/basic"], ["leash runs the jobs of a sweep itself"]),
     (["+seed=3"], ["leave the + out: seed="]),
     (["seed=1", "env.dataset=~/a"], ["cannot read env.dataset=~/a", """'env.dataset="~/a"'"""]),
     # Types, ranges, values.
@@ -111,6 +116,7 @@ FAULTS = [  # one a kind
     (["experiment=sft_tiny", "algorithm.aggregation=constant"], ["_mean, sequence_mean, got"]),
     # What goes together, the machine, the disk.
     (["algorithm.minibatches=3"], ["minibatches=3"]),
+    (["policy.temperature=0"], ["policy.temperature > 0, got 0"]),
     (["algorithm.group_size=1"], ["group_size >= 2", "got 1"]),
     (["algorithm=rloo", "algorithm.epochs=2"], ["surrogate=reinforce", "2 steps", "clip"]),
     (["experiment=sft_tiny", "kl.coeff=0.1"], ["samples no replies", "kl.coeff=0"]),
@@ -123,6 +129,16 @@ FAULTS = [  # one a kind
     (
         ["env.transforms.a={_target_: envs.transforms.PythonTool, b: [{_target_: os.system}]}"],
         ["env.transforms.a.b[0]._target_=os.system", "allow_targets=true"],
+    ),
+    (["algorithm.after_rollout={m: {_target_: trainer.Mismatch}}"], ["is trainer.ImportanceSam"]),
+    (["algorithm.after_rollout={m: {_target_: trainer.OverlongPenalty, bufer: 1}}"], ["buffer?"]),
+    (["+algorithm.objective.where=reward"], ["algorithm.objective.where: trainer.GRPOObj"]),
+    (["+algorithm.source.taks=1"], ["algorithm.source.taks: trainer.Rollouts takes"]),
+    (["algorithm=ppo", "+algorithm.objective.clip_lo=1"], ["trainer.PPOObjective", "clip_low?"]),
+    (["algorithm=ppo", "+algorithm.advantage.whitn=1"], ["algorithm.advantage.whitn", "whiten?"]),
+    (
+        ["env.transforms.a={_target_: envs.transforms.StepCounter, max_step: 3}"],
+        ["env.transforms.a.max_step", "did you mean max_steps?"],
     ),
     (["env.task._target_=Facts"], ["expected env.task._target_ to be", "got 'Facts'"]),
     (["env.transforms.code.timeout=1"], ["expected env.transforms.code._target_"]),
@@ -388,22 +404,24 @@ TOOLS = ["env=python_tool", *NO_HUB]
 SERVICES = "env.transforms.tools.registry.services"
 
 
-@pytest.mark.parametrize(
-    ("words", "part", "said"),
-    [
-        (
-            ["+algorithm.objective.where=reward"],
-            "objective",
-            "algorithm.objective.where: trainer.GRPOObj",
-        ),
-        (["+algorithm.source.taks=1"], "source", "algorithm.source.taks: trainer.Rollouts takes"),
-        (["algorithm=ppo", "+algorithm.objective.clip_lo=1"], "objective", "clip_low?"),
-    ],
-)
-def test_misspelt_arguments_of_what_needs_torch_are_told_by_who_makes_it(words, part, said):
-    cfg = OmegaConf.create(compose_checked(words))
-    with pytest.raises(ValueError, match=re.escape(said)):
-        build(cfg.algorithm[part], cfg.algorithm)
+def test_arguments_read_in_source_are_those_of_the_imported_class():
+    count = 0
+    for package in ("trainer", "envs.transforms", "envs.tasks"):
+        for name in import_module(package).__all__:
+            read, thing = arguments_in_source(f"{package}.{name}"), find_target(f"{package}.{name}")
+            count += read is not None
+            assert read is None or (not takes_any(thing) and {*read} == {*arguments_of(thing)}), (
+                name
+            )
+    for path in (ROOT / "conf" / "algorithm").glob("*.yaml"):
+        for target in targets(yaml.safe_load(path.read_text())):
+            assert arguments_in_source(target) is not None, target
+    assert count > 50
+
+
+def test_what_builds_a_part_of_ones_own_tells_a_misspelt_argument_too():
+    with pytest.raises(ValueError, match=r"task\.num_row: envs.*takes .*; did you mean num_rows\?"):
+        build({"_target_": "envs.tasks.SortDigits", "num_row": 3}, where="task")
 
 
 def test_a_part_gets_its_keys_by_name_and_what_its_node_gives_comes_first():

@@ -18,7 +18,7 @@ from conf.build import make_task
 from conf.compose import compose_checked
 from envs.tasks import DatasetTask, MathWords, Reply, Reward, SortDigits, Task
 from policies.random import fold, uniforms
-from trainer.runs.targets import fits
+from trainer.runs.nodes import fits
 
 ROOT = Path(__file__).parents[1]
 GROUPS = sorted(

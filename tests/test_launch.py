@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 from processes import alive, gone
 
 from trainer.runs.experiment_models import cache_folder, resolve_experiment
@@ -193,14 +194,22 @@ def test_a_stop_before_a_run_goes_on_keeps_what_it_had(script):
     place = script.parent / "here"
     start(script, "output_dir=run", how="finish").communicate(timeout=30)
     (place / "run" / "status.json").unlink()
-    before = {path.name for path in (place / "run").iterdir()}
-    process = start(script, "resume=run", how="load")
+    with (place / "run" / "config.yaml").open("a") as file:
+        file.write("# as an older leash wrote it\n")
+    before = {path: path.read_bytes() for path in (place / "run").glob("*.y*ml")}
+    process = start(script, "resume=run", "eval.every=3", how="raise")
+    assert "lr is sour" in process.communicate(timeout=30)[1]
+    assert (place / "run" / "config.yaml").read_bytes() == before[place / "run" / "config.yaml"]
+    process = start(script, "resume=run", "eval.every=3", how="load")
     assert process.stdout.readline() == "grpo_smollm: going on in run\n"
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=30)
     said = "stopped before it went on; what was saved before is still there\n"
     assert (process.returncode, out) == (130, said)
-    assert {path.name for path in (place / "run").iterdir()} == before | {"status.json"}
+    (place / "run" / "status.json").unlink()
+    assert {path: path.read_bytes() for path in (place / "run").glob("*.y*ml")} == before
+    start(script, "resume=run", "eval.every=3", how="finish").communicate(timeout=30)
+    assert yaml.safe_load((place / "run" / "config.yaml").read_text())["eval"]["every"] == 3
 
 
 def test_hammering_ctrl_c_leaves_no_process_and_a_true_status(script):

@@ -62,7 +62,12 @@ def lines_of_ours(files: list[str]) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     "words",
-    [["experiment=grpo_tiny"], ["experiment=grpo_tiny", "kl.coeff=0.1"], ["experiment=ppo_tiny"]],
+    [
+        ["experiment=grpo_tiny"],
+        ["experiment=grpo_tiny", "kl.coeff=0.1"],
+        ["experiment=ppo_tiny"],
+        ["experiment=grpo_tiny", "algorithm=dapo", "policy=qwen", "seed=3"],
+    ],
     ids=" ".join,
 )
 def test_the_parent_is_light_and_composes_at_most_twice(words, tmp_path):

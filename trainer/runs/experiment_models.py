@@ -12,7 +12,8 @@ from typing import Any
 from policies.cache import build_once, cache_dir
 from trainer.runs.failures import say
 from trainer.runs.lock import held
-from trainer.runs.targets import find_target, walk
+from trainer.runs.nodes import walk
+from trainer.runs.targets import find_target
 
 PREFIX = "experiment:"
 IRRELEVANT = ("tracker", "launch", "checkpoint", "mode", "preflight")  # to what is learnt

@@ -7,7 +7,6 @@ class and says where its traceback is. Secrets are hidden in both.
 import json
 import os
 import re
-import signal
 import sys
 import traceback
 from contextlib import suppress
@@ -24,18 +23,6 @@ LESS_MEMORY = (
     "lower trainer.micro_batch_tokens (training) or algorithm.group_size (generation), or set "
     "policy.dtype=bfloat16"
 )
-
-
-def kill_reason(code: int, who: str) -> str:
-    """Return how a process ended that could not say so itself, from its exit code.
-
-    >>> kill_reason(-11, "rank 1")
-    'rank 1 was killed (signal 11, SIGSEGV)'
-    """
-    if code >= 0:
-        return f"{who} ended with code {code} and wrote no error"
-    killed = f"{who} was killed (signal {-code}, {signal.Signals(-code).name})"
-    return f"{killed}; out of memory? {LESS_MEMORY}" if -code == signal.SIGKILL else killed
 
 
 def headline(error: BaseException) -> str:

@@ -1,14 +1,17 @@
-"""Where a run may lie: a folder of its own that can be written to and holds no other run."""
+"""Where runs lie, and where one may: a folder of its own, open to writing, without another run."""
 
 import atexit
 import itertools
 import os
+import re
+import shutil
 from datetime import datetime
 from functools import cache
 from pathlib import Path
 
-from trainer.runs.run_files import find_jobs, is_sweep, read_status, remove_unused
+from trainer.runs.run_files import is_sweep, read_status, read_yaml
 
+_FILES = ("metrics.jsonl", "status.json")  # either makes a folder that of a run
 RUN = "config.yaml status.json metrics.jsonl transcripts.jsonl report.html model errors checkpoints"
 
 
@@ -84,3 +87,48 @@ def nothing_left(folder: Path, asked: int) -> str | None:
         return None
     more = "; a larger trainer.num_iterations goes on" if saved else ""
     return f"{folder} is finished: {done} of {asked} iterations{more}"
+
+
+def is_job(folder: Path) -> bool:
+    """Tell whether a folder is that of one run."""
+    return any((folder / name).is_file() for name in _FILES)
+
+
+def find_jobs(folder: str | Path) -> list[Path]:
+    """List the job folders below `folder`, in natural order (2 before 10); failed ones too."""
+    jobs = []
+    for path, names, files in os.walk(folder):
+        here = Path(path)
+        if here != Path(folder) and (".hydra" in names or is_job(here) or _is_set_up(here, files)):
+            jobs.append(here)
+            names.clear()
+        names[:] = [name for name in names if not name.startswith(".")]
+    return sorted(jobs, key=lambda job: _natural(str(job)))
+
+
+def _is_set_up(folder: Path, files: list[str]) -> bool:
+    """Tell whether the config.yaml of a folder is that of a run; Hydra's sources have one too."""
+    return "config.yaml" in files and {"policy", "algorithm"} <= {
+        *read_yaml(folder / "config.yaml")
+    }
+
+
+def find_runs(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Return the runs and the sweeps that a folder is or holds; a job goes with its sweep."""
+    if is_job(folder) or is_sweep(folder):
+        return ([folder], []) if is_job(folder) else ([], [folder])
+    jobs = find_jobs(folder)
+    above = {job: next((p for p in job.parents if is_sweep(p)), None) for job in jobs}
+    return [j for j in jobs if not above[j]], list(dict.fromkeys(filter(None, above.values())))
+
+
+def remove_unused(folder: Path) -> None:
+    """Remove a reserved folder that no run has got: at most Hydra has written its own there."""
+    if folder.is_dir() and {path.name for path in folder.iterdir()} <= {".hydra"}:
+        shutil.rmtree(folder)
+
+
+def _natural(text: str) -> list[tuple[int, float, str]]:
+    """Sort key in which numbers compare as numbers: kl.coeff=0.1 before kl.coeff=1."""
+    parts = re.split(r"(\d+(?:\.\d+)?)", text)
+    return [(0, float(p), "") if p[:1].isdigit() else (1, 0.0, p) for p in parts if p]

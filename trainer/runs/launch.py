@@ -21,13 +21,7 @@ from typing import Any
 import yaml
 
 from trainer.runs.experiment_models import resolve_experiment
-from trainer.runs.failures import (
-    close_status,
-    complain,
-    kill_reason,
-    noted_errors,
-    say,
-)
+from trainer.runs.failures import LESS_MEMORY, close_status, complain, noted_errors, say
 from trainer.runs.lock import held, lock_folder, write_holders
 from trainer.runs.run_files import load_run, read_status
 from trainer.stops import stop_reason
@@ -48,13 +42,14 @@ def start(
 ) -> float:
     """Run one job in fresh processes, its warm-up first; return the metric of a sweep.
 
-    ValueError if another run holds the folder; nothing in it is touched then.
+    ValueError if another run holds the folder; nothing in it is touched then. One that does not
+    get as far as to go on again keeps its config.yaml.
     """
-    with held(folder) as lock:
+    path = folder / "config.yaml"
+    with held(folder) as lock, _kept(path):
         try:
             prepare(config, folder, script=script, compose=compose)
             ranks, threads = config["launch"]["num_processes"], config["launch"]["threads"]
-            path = folder / "config.yaml"
             status = run(script, path, folder, ranks=ranks, threads=threads, lock=lock)
         except (Interrupted, KeyboardInterrupt) as stop:
             _leave(config, folder)
@@ -63,6 +58,18 @@ def start(
             close_status(folder, "failed", str(error))
             raise
     return float(status["objective"])
+
+
+@contextmanager
+def _kept(config: Path) -> Iterator[None]:
+    """Put a saved config.yaml back where a block fails before its run has begun."""
+    before = config.read_bytes() if config.exists() else None
+    try:
+        yield
+    except BaseException:
+        if before is not None and "iteration" not in read_status(config.parent):
+            config.write_bytes(before)
+        raise
 
 
 def prepare_joined(config: dict[str, Any], folder: Path, **ours: Any) -> Path:
@@ -277,6 +284,18 @@ def _close(folder: Path, end: End, got: list[int]) -> str | None:
         close_status(folder, "failed", reason)
         return reason
     return None
+
+
+def kill_reason(code: int, who: str) -> str:
+    """Return how a process ended that could not say so itself, from its exit code.
+
+    >>> kill_reason(-11, "rank 1")
+    'rank 1 was killed (signal 11, SIGSEGV)'
+    """
+    if code >= 0:
+        return f"{who} ended with code {code} and wrote no error"
+    killed = f"{who} was killed (signal {-code}, {signal.Signals(-code).name})"
+    return f"{killed}; out of memory? {LESS_MEMORY}" if -code == signal.SIGKILL else killed
 
 
 def _rewrite_report(folder: Path) -> None:
