@@ -4,6 +4,7 @@ Hydra composes the files that the words choose, once for all jobs of a sweep; th
 put in here, so that a fault is known by its word. Every fault is a ValueError of one line.
 """
 
+import os
 import re
 from collections.abc import Sequence
 from copy import deepcopy
@@ -169,29 +170,18 @@ def settle(cfg: DictConfig) -> dict[str, Any]:
     if missing:
         raise ValueError(f"expected a value for {(key := min(missing))}, got none; give {key}=...")
     check(plain)
-    return _keep_environment(OmegaConf.to_container(cfg), plain)
+    raw = OmegaConf.to_container(cfg)
+    secrets = [os.environ.get(name, "") for name in re.findall(r"oc\.env:(\w+)", str(raw))]
+    return _as_written(raw, plain, [*filter(None, secrets)])
 
 
-def _keep_environment(raw: Any, plain: Any) -> Any:
-    """Return a resolved configuration with texts from the environment as they are written.
-
-    `raw`: before it was resolved. `${oc.env:NAME}` may be a secret; who reads it looks it up again.
-    """
-    return _as_written(raw, plain, set(_from_environment(raw, plain)))
-
-
-def _from_environment(raw: Any, plain: Any) -> list[str]:
-    if isinstance(raw, (dict, list)):
-        items = raw.items() if isinstance(raw, dict) else enumerate(raw)
-        return [text for key, item in items for text in _from_environment(item, plain[key])]
-    return [plain] if isinstance(plain, str) and "oc.env:" in str(raw) else []
-
-
-def _as_written(raw: Any, plain: Any, secrets: set[str]) -> Any:
+def _as_written(raw: Any, plain: Any, secrets: Sequence[str]) -> Any:
+    """Return a resolved configuration, but texts that hold what the environment has as in `raw`."""
     if isinstance(raw, dict):
         return {key: _as_written(raw[key], plain[key], secrets) for key in raw}
     if isinstance(raw, list):
         return [_as_written(*pair, secrets) for pair in zip(raw, plain, strict=True)]
     if not isinstance(plain, str):
         return plain
-    return raw if plain in secrets and "${" in str(raw) else plain.replace("${", "\\${")
+    looked_up = "oc.env:" in str(raw) or any(secret in plain for secret in secrets)
+    return raw if looked_up and "${" in str(raw) else plain.replace("${", "\\${")

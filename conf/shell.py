@@ -14,8 +14,9 @@ from conf.command_line import help_text, spell_out
 from conf.compose import compose_experiment
 from trainer.accelerate_settings import check_accelerate
 from trainer.runs.failures import complain, say
-from trainer.runs.launch import agree, prepare_joined
+from trainer.runs.launch import agree, prepare
 from trainer.runs.launch import start as launch
+from trainer.runs.lock import lock_folder
 from trainer.runs.sweep_loop import run_sweep
 
 Worker = Callable[[str, str], int]  # config.yaml, run folder -> exit code
@@ -66,5 +67,10 @@ def run_command(words: list[str], *, script: Path, worker: Worker) -> int:
 def join(words: list[str], ranks: int, worker: Worker, **ours: Any) -> int:
     """Be one rank of `torchrun train.py` or `accelerate launch train.py`; return the exit code."""
     config = start.compose_joined(words, ranks=ranks)
-    folder = agree(lambda: prepare_joined(config, start.run_folder(words), **ours), config)
+
+    def make() -> Path:
+        lock_folder(folder := start.run_folder(words))  # until this process ends
+        return prepare(config, folder, **ours)
+
+    folder = agree(make, config)
     return worker(str(folder / "config.yaml"), str(folder))

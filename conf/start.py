@@ -7,7 +7,6 @@ not the one in its folder is refused before the first starts.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +35,7 @@ RESUMABLE = ("trainer.num_iterations", "tracker", "launch", "checkpoint", "eval"
 
 @dataclass(frozen=True)
 class Job:
-    """A run to start or to go on with; `done` says so if nothing is left to do.
-
-    `composed`: what Hydra made of the words, of a run that begins.
-    """
+    """A run to start (`composed` by Hydra), or to go on with unless it is `done`."""
 
     folder: Path
     config: dict[str, Any]
@@ -60,20 +56,22 @@ class Sweep:
         """Return what is to be done of a job: all, the rest, or nothing."""
         config, place = compose_checked(self.jobs[number]), self.folder / self.folders[number]
         composed = compose_raw(self.jobs[number], with_hydra=True)
-        return continue_job(Job(place, config, composed=composed))
+        if not holds_same(place, config):
+            return Job(place, config, composed=composed)
+        if read_status(place).get("state") == "finished":
+            return Job(place, config, "finished already")
+        return Job(place, load_for_resume(str(place), []))
 
 
 def set_up() -> None:
     """Register the schema and the names that conf/config.yaml uses for folders."""
     register()
-    dated = {"run_dir": "outputs", "sweep_dir": "multirun"}
-    for name, parent in dated.items():
-        resolver = partial(_folder, parent)
-        OmegaConf.register_new_resolver(name, resolver, replace=True)
+    for name, parent in ("run_dir", "outputs"), ("sweep_dir", "multirun"):
 
+        def folder(plain: str | None, name: str, parent: str = parent) -> str:
+            return str(Path(plain).expanduser()) if plain else unique_folder(f"{parent}/{name}")
 
-def _folder(parent: str, plain: str | None, name: str) -> str:
-    return str(Path(plain).expanduser()) if plain else unique_folder(f"{parent}/{name}")
+        OmegaConf.register_new_resolver(name, folder, replace=True)
 
 
 def run_folder(words: Sequence[str], *, sweep: bool = False) -> Path:
@@ -201,13 +199,3 @@ def _job_folders(jobs: Sequence[Sequence[str]]) -> list[str]:
         return job_names(jobs)
     numbered = ([*job, f"hydra.job.num={number}"] for number, job in enumerate(jobs))
     return [str(compose_raw(job, with_hydra=True).hydra.sweep.subdir) for job in numbered]
-
-
-def continue_job(job: Job) -> Job:
-    """Return what is to be done of a job in its folder: all, the rest, or nothing (`done`)."""
-    folder = job.folder
-    if not holds_same(folder, job.config):
-        return job
-    if read_status(folder).get("state") == "finished":
-        return Job(folder, job.config, "finished already")
-    return Job(folder, load_for_resume(str(folder), []))

@@ -13,9 +13,9 @@ from policies.cache import build_once, cache_dir
 from trainer.runs.failures import say
 from trainer.runs.lock import held
 from trainer.runs.nodes import walk
+from trainer.runs.saved_configs import PREFIX
 from trainer.runs.targets import find_target
 
-PREFIX = "experiment:"
 IRRELEVANT = ("tracker", "launch", "checkpoint", "mode", "preflight")  # to what is learnt
 
 
@@ -24,8 +24,7 @@ def resolve_experiment(
 ) -> str:
     """Return the model folder of a finished experiment, from the cache or by running it now.
 
-    `start` runs a configuration in a folder; its `model` is what is kept. Any other name is
-    returned as it is.
+    `start` runs a configuration in a folder. Any name of another kind is returned as it is.
     """
     if not name.startswith(PREFIX):
         return name

@@ -1,9 +1,8 @@
 """Keep secrets out of everything a run writes: configs, names, reports, W&B.
 
-A value is hidden when its name ends a word in key, token, secret, password or credential
-(`api_key`, `hf_token`, `apiKey`; not `max_new_tokens: 16`, a number), and wherever the value of an
-environment variable with such a name turns up, as are passwords in URLs. Left out on purpose:
-guessing secrets by their look.
+A value is hidden when its name has the word key, token, secret, password or credential (`api_key`,
+`apiKey`; not `max_new_tokens: 16`), and wherever the value of an environment variable with such a
+name turns up, as are passwords in URLs. Left out on purpose: guessing secrets by their look.
 """
 
 import os
