@@ -18,7 +18,7 @@ from refusals import refusal
 import train
 from conf import check, names
 from conf.build import build, make_leash
-from conf.command_line import help_text, list_jobs, swept_by_experiment
+from conf.command_line import swept_by_experiment
 from conf.compose import compose_checked
 from conf.start import load_for_resume, read_command
 from policies.optional_packages import ASKING, EXTRAS
@@ -59,16 +59,6 @@ def test_every_experiment_starts_with_the_command_that_runs_it(name):
     assert lines[:2] == ["# @package _global_", f"# {command}"]
 
 
-def test_default_is_the_real_model_on_facts():
-    config = compose_checked([])
-    assert config == compose_checked(["experiment=grpo_smollm"])
-    assert config["policy"]["model"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
-    assert config["env"]["task"]["_target_"] == "envs.tasks.Facts"
-    assert config["algorithm"]["group_size"] == 8
-    assert config["optimizer"]["lr"] == pytest.approx(2e-5)
-    assert (config["kl"]["estimator"], config["kl"]["where"]) == ("k3", "loss")
-
-
 def test_ppo_pays_the_kl_in_the_reward_unless_told_otherwise():
     def place(*words: str) -> tuple[str, str]:
         kl = compose_checked(["algorithm=ppo", *words])["kl"]
@@ -83,7 +73,6 @@ FAULTS = [  # one a kind
     # Names.
     (["kl.ceoff=0.1"], ["no key kl.ceoff", "did you mean kl.coeff"]),
     (["+kl.ceoff=0.1"], ["no key kl.ceoff", "did you mean kl.coeff"]),
-    (["env.columns.quest=q"], ["env.columns.quest", "messages, question, answer"]),
     (["gamma=0.9"], ["no key gamma; did you mean algorithm.gamma?"]),
     (["algorithm.gamma=0.9"], ["algorithm.gamma here; it belongs to algorithm=ppo"]),
     (["algorithm.objective.estimator=k1"], ["no key algorithm.objective.est", "mean kl.estimator"]),
@@ -92,7 +81,7 @@ FAULTS = [  # one a kind
     (["experiment=ppo_tiny", "algorithm=grpo"], ["ppo_tiny.yaml sets", "leave algorithm=grpo out"]),
     (["algorithm.shaping.overlong.buffer=3"], ["shaping is algorithm.after_rollout here"]),
     (["algorithm.mismatch._target_=trainer.Mismatch"], ["mismatch is algorithm.after_rollout"]),
-    (["env=nope"], ["env=nope", "chats", "facts", "gsm8k", "sort_digits"]),
+    (["env=nope"], ["env=nope", "chats", "facts"]),
     (["kl=0.1"], ["kl=0.1", "default", "kl.coeff"]),
     # Words.
     (["grpo_tiny"], ["name=value, got 'grpo_tiny'; did you mean experiment=grpo_tiny?"]),
@@ -140,6 +129,7 @@ FAULTS = [  # one a kind
         ["env.transforms.a={_target_: envs.transforms.StepCounter, max_step: 3}"],
         ["env.transforms.a.max_step", "did you mean max_steps?"],
     ),
+    (["algorithm.source._target_=policies.cache.os.system"], ["policies.cache.os.system"]),
     (["env.task._target_=Facts"], ["expected env.task._target_ to be", "got 'Facts'"]),
     (["env.transforms.code.timeout=1"], ["expected env.transforms.code._target_"]),
     (["env=math", "env.dataset=nobody/nothing", "env.task.symbolc=1"], ["symbolc", "symbolic?"]),
@@ -166,24 +156,6 @@ def test_biased_kl_needs_an_explicit_yes(estimator, where):
             compose_checked([*words, "kl.allow_biased=true"])
 
 
-def test_check_needs_no_hydra():
-    config = compose_checked([])
-    config["trainer"]["prompts_per_iteration"] = 0
-    with pytest.raises(ValueError, match="prompts_per_iteration >= 1, got 0"):
-        check.check(config)
-
-
-def test_foreign_targets_are_taken_with_permission():
-    compose_checked(["algorithm.source._target_=collections.Counter", "allow_targets=true"])
-
-
-def test_sweep_expands_as_a_product():
-    jobs = list_jobs(["kl.coeff=0,0.1", "seed=range(1,3)", "experiment=grpo_tiny"])
-    assert len(jobs) == 4
-    assert jobs[0] == ["kl.coeff=0", "seed=1", "experiment=grpo_tiny"]
-    assert jobs[-1] == ["kl.coeff=0.1", "seed=2", "experiment=grpo_tiny"]
-
-
 @pytest.fixture
 def old_run(tmp_path):
     config = compose_checked(["experiment=grpo_tiny", "seed=5", "policy.model=tiny"])
@@ -206,12 +178,9 @@ def test_resume_refuses_other_overrides_by_name(old_run, word):
     assert "trainer.num_iterations" in str(caught.value)
 
 
-def test_resume_needs_a_run(tmp_path):
-    with pytest.raises(ValueError, match=r"config\.yaml"):
-        load_for_resume(str(tmp_path / "none"), [])
-
-
-def test_resume_of_a_sweep_or_of_a_file_names_a_run(old_run):
+def test_resume_of_what_is_no_run_names_one(old_run):
+    with pytest.raises(ValueError, match=r"expected a run folder with a config\.yaml"):
+        load_for_resume(str(old_run / "none"), [])
     with pytest.raises(ValueError, match=rf"got a file; give resume={old_run}$"):
         load_for_resume(str(old_run / "config.yaml"), [])
     (old_run / "sweep" / "seed=1").mkdir(parents=True)
@@ -232,6 +201,9 @@ def test_resume_of_a_sweep_or_of_a_file_names_a_run(old_run):
         ["env=gsm8k", "env.dataset=no.jsonl"],
         ["output_dir=/dev/null/run"],
         ["-m", "seed=1,2", "hydra.sweep.dir=/dev/null/sweep"],
+        ["-m", "seed=1,2", "output_dir=here"],
+        ["-m", "kl.coeff=interval(0,1)"],
+        ["--cfg", "job", "resume=nowhere"],
     ],
 )
 def test_refused_command_leaves_nothing_on_disk(words, tmp_path, monkeypatch, capsys):
@@ -241,18 +213,6 @@ def test_refused_command_leaves_nothing_on_disk(words, tmp_path, monkeypatch, ca
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert lines[0].startswith("error: ")
-
-
-def test_help_and_job_answer_on_the_command_line(tmp_path):
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), "experiment=grpo_tiny", "--cfg", "job"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "model: experiment:sft_tiny" in done.stdout
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -276,23 +236,6 @@ def test_flags_of_hydra_are_left_to_it():
         assert read_command(words) is None
 
 
-def test_help_has_what_the_files_of_experiments_say_of_themselves(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "90")
-    text = help_text().partition("(conf/experiment):\n")[2]
-    lines = text.partition("\n\n")[0].splitlines()
-    starts = [i for i, line in enumerate(lines) if line[2] != " "]
-    assert max(map(len, lines)) <= 90
-    assert [lines[i].split()[0] for i in starts] == EXPERIMENTS
-    column = len(max(EXPERIMENTS, key=len)) + 4
-    assert {line[:column].rstrip()[2:] for line in lines} == {"", *EXPERIMENTS}
-    for name, i, j in zip(EXPERIMENTS, starts, [*starts[1:], None], strict=True):
-        shown = " ".join(line[column:] for line in lines[i:j])
-        text = (ROOT / "conf" / "experiment" / f"{name}.yaml").read_text()
-        head = [line[2:] for line in text.splitlines()[2:]]
-        assert " ".join(head).startswith(shown)
-        assert shown.endswith((".", ")")), shown
-
-
 def test_help_names_every_experiment_and_no_schema(tmp_path):
     done = subprocess.run(
         [sys.executable, str(ROOT / "train.py"), "--help"],
@@ -311,22 +254,10 @@ def test_help_names_every_experiment_and_no_schema(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("target", ["policies.cache.os.system", "envs.tasks.nowhere.Rows"])
-def test_target_must_be_directly_in_a_module_of_leash(target):
-    assert target in refusal(f"algorithm.source._target_={target}")
-
-
 def test_output_dir_that_holds_a_run_is_refused(old_run):
     message = refusal(f"output_dir={old_run}")
     assert f"resume={old_run}" in message
     assert compose_checked([f"output_dir={old_run / 'new'}"])["output_dir"] == str(old_run / "new")
-
-
-def test_output_dir_is_refused_in_a_sweep(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert train.cli(["-m", "seed=1,2", "output_dir=here"]) == 2
-    assert "hydra.sweep.dir" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_resume_takes_keys_of_the_saved_tracker(old_run):
@@ -377,17 +308,6 @@ def test_text_from_the_environment_is_looked_up_again_and_not_saved(monkeypatch)
     seen = OmegaConf.to_container(OmegaConf.create(config), resolve=True)
     assert seen["policy"]["system_prompt"] == "hunter2-is-secret"
     assert seen["policy"]["stop"] == ["hunter2-is-secret"]
-
-
-@pytest.mark.parametrize("word", ["experiment=glob(*)", "kl.coeff=interval(0,1)", "foo"])
-def test_sweep_that_cannot_be_listed_is_refused(word):
-    with pytest.raises(ValueError, match=r"sweep takes values|name=value"):
-        list_jobs([word])
-
-
-def test_resume_goes_with_no_flag(old_run):
-    with pytest.raises(ValueError, match="goes with no flag"):
-        read_command(["--cfg", "job", f"resume={old_run}"])
 
 
 def test_an_overlong_penalty_of_chats_of_several_turns_knows_all_of_them():
