@@ -17,7 +17,6 @@ from typing import Any
 from conf import check_task, names, schema
 from policies.optional_packages import EXTRAS, package_of
 from trainer.kl_control import faults_of
-from trainer.runs.experiment_models import PREFIX
 from trainer.runs.folders import holds_run
 from trainer.runs.nodes import (
     PACKAGES,
@@ -27,6 +26,7 @@ from trainer.runs.nodes import (
     walk,
     walk_texts,
 )
+from trainer.runs.run_files import PREFIX
 from trainer.runs.targets import unknown_argument
 
 LAZY = (*PACKAGES, "envs.transforms")  # their names are known without torch

@@ -94,30 +94,6 @@ def read_override(word: str) -> Override:
         raise ValueError(fault) from None
 
 
-def list_jobs(words: Sequence[str]) -> list[list[str]]:
-    """Return the overrides of each job of a sweep, as Hydra's basic sweeper makes them.
-
-    What the experiment itself sweeps (hydra.sweeper.params) is among them.
-
-    >>> list_jobs(["kl.coeff=0,0.1", "seed=1"])
-    [['kl.coeff=0', 'seed=1'], ['kl.coeff=0.1', 'seed=1']]
-    """
-    check_overrides(words)
-    brought = {key: f"{key}={values}" for key, values in swept_by_experiment(words).items()}
-    choices = []
-    for word in (brought | {word.partition("=")[0]: word for word in words}).values():
-        item = read_override(word)
-        if not item.is_sweep_override():
-            choices.append([word])
-            continue
-        key = item.get_key_element()
-        if item.is_interval_sweep() or "glob(" in word:
-            values = f"{key}=a,b,c or {key}=range(0,3)"
-            raise ValueError(f"{word}: a sweep takes values, {values}; glob does not work")
-        choices.append([f"{key}={value}" for value in item.sweep_string_iterator()])
-    return [list(job) for job in itertools.product(*choices)]
-
-
 def swept_by_experiment(words: Sequence[str]) -> dict[str, str]:
     """Return the keys and values that the experiment named in `words` sweeps; {} if it is none.
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from conf.command_line import SWEEP, check_single, flags_and_overrides
 from conf.compose import compose_checked, compose_experiment
-from conf.start import load_for_resume, run_folder
+from conf.resume import load_for_resume
+from conf.start import run_folder
 from trainer.runs.aside import SILENT, check_replies, check_target, without_training_parts
 from trainer.runs.experiment_models import without_training
 

@@ -17,7 +17,6 @@ from trainer.runs.failures import complain, say
 from trainer.runs.launch import agree, prepare
 from trainer.runs.launch import start as launch
 from trainer.runs.lock import lock_folder
-from trainer.runs.sweep_loop import run_sweep
 
 Worker = Callable[[str, str], int]  # config.yaml, run folder -> exit code
 
@@ -51,9 +50,12 @@ def run_command(words: list[str], *, script: Path, worker: Worker) -> int:
             if config := asked(words):
                 return run_aside(config, **ours)
         wanted, failed = start.read_command(words), 1
-        if isinstance(wanted, start.Sweep):
-            return run_sweep(wanted, run)
-        run(wanted) if wanted else show()
+        if wanted is None:
+            show()
+        elif isinstance(wanted, start.Job):
+            run(wanted)
+        else:
+            return wanted.run(run)
     except (ValueError, RuntimeError, OSError) as error:
         if os.environ.get("RANK", "0") == "0":
             complain(error)

@@ -1,9 +1,4 @@
-"""What a command line asks to be trained: a new run, the jobs of a sweep, or a run that goes on.
-
-A sweep goes on by the command of before with hydra.sweep.dir=<its folder>: jobs that are finished
-stay as they are, others go on at their last checkpoint, as by resume=, or are begun. A job that is
-not the one in its folder is refused before the first starts.
-"""
+"""What a command line asks to be trained: a new run, the jobs of a sweep, or a run that goes on."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,23 +9,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from conf import names
-from conf.command_line import SWEEP, check_flags, check_single, flags_and_overrides, list_jobs
-from conf.compose import compose_checked, compose_raw, settle
+from conf.command_line import SWEEP, check_flags, check_single, flags_and_overrides
+from conf.compose import compose_checked, compose_raw
 from conf.schema import register
-from trainer.runs.folders import (
-    find_jobs,
-    holds_run,
-    make_writable,
-    no_run,
-    nothing_left,
-    unique_folder,
-)
-from trainer.runs.job_names import job_names
-from trainer.runs.lock import held
-from trainer.runs.run_files import read_status
-from trainer.runs.saved_configs import as_today, holds_same
-
-RESUMABLE = ("trainer.num_iterations", "tracker", "launch", "checkpoint", "eval")
+from trainer.runs.folders import holds_run, make_writable, unique_folder
 
 
 @dataclass(frozen=True)
@@ -41,26 +23,6 @@ class Job:
     config: dict[str, Any]
     done: str | None = None
     composed: DictConfig | None = None
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """The folder of a sweep, its words, and the words and the folder of each of its jobs."""
-
-    folder: Path
-    words: list[str]
-    jobs: list[list[str]]
-    folders: list[str]
-
-    def job(self, number: int) -> Job:
-        """Return what is to be done of a job: all, the rest, or nothing."""
-        config, place = compose_checked(self.jobs[number]), self.folder / self.folders[number]
-        composed = compose_raw(self.jobs[number], with_hydra=True)
-        if not holds_same(place, config):
-            return Job(place, config, composed=composed)
-        if read_status(place).get("state") == "finished":
-            return Job(place, config, "finished already")
-        return Job(place, load_for_resume(str(place), []))
 
 
 def set_up() -> None:
@@ -84,8 +46,8 @@ def run_folder(words: Sequence[str], *, sweep: bool = False) -> Path:
         raise ValueError(str(error).splitlines()[0].rpartition("interpolation: ")[2]) from error
 
 
-def read_command(words: Sequence[str]) -> Job | Sweep | None:
-    """Check a command line, every job of a sweep too, and return what it asks for.
+def read_command(words: Sequence[str]) -> Any:
+    """Check a command line, every job of a sweep too, and return the Job or the Sweep it asks for.
 
     None: a flag that only shows something (--cfg, --help ...), which is left to Hydra.
     """
@@ -97,11 +59,18 @@ def read_command(words: Sequence[str]) -> Job | Sweep | None:
     if folder and flags:
         raise ValueError(f"resume={folder} goes with no flag, got {' '.join(sorted(flags))}")
     if folder:
+        from conf.resume import load_for_resume  # here: most starts do not need it
+        from trainer.runs.find import nothing_left
+
         config = load_for_resume(folder, [word for word in overrides if word != f"resume={folder}"])
         left = nothing_left(Path(folder), config["trainer"]["num_iterations"])
         return Job(Path(folder), config, left)
     if flags:
-        return _read_sweep(overrides) if flags <= SWEEP else None
+        if not flags <= SWEEP:
+            return None
+        from conf.sweep import read_sweep  # here: a single run needs none
+
+        return read_sweep(overrides)
     check_single(overrides)
     config, composed = compose_checked(overrides), compose_raw(overrides, with_hydra=True)
     if holds_run(there := run_folder(overrides)):
@@ -118,30 +87,6 @@ def compose_joined(words: Sequence[str], *, ranks: int) -> dict[str, Any]:
         )
     check_single(words)
     return compose_checked([*words, f"launch.num_processes={ranks}"])
-
-
-def load_for_resume(
-    folder: str, words: Sequence[str], *, mode: str = "train", may=RESUMABLE, **instead: Any
-) -> dict[str, Any]:
-    """Return a run's saved configuration, `instead` in it, with overrides that `may` change."""
-    path = Path(folder) / "config.yaml"
-    if not path.is_file():
-        raise ValueError(f"resume={folder}: {no_run(Path(folder))}")
-    changed = [word.partition("=")[0].lstrip("+~") for word in words]
-    for key in changed:
-        if not any(key == name or key.startswith(f"{name}.") for name in may):
-            when, allowed = "on resume" if mode == "train" else f"in mode={mode}", ", ".join(may)
-            raise ValueError(f"{key} cannot change {when}, only {allowed}; start a new run for it")
-    saved = OmegaConf.create(as_today(OmegaConf.to_container(OmegaConf.load(path))))
-    if "tracker" not in changed:  # its keys are those of the saved one
-        kind = saved.tracker._target_.rpartition(".")[2].removesuffix("Tracker").lower()
-        known = (names.FOLDER / "tracker" / f"{kind}.yaml").is_file()
-        words = [f"tracker={kind if known else 'jsonl'}", *words]
-    fresh = compose_raw(words)
-    for key in changed:
-        OmegaConf.update(saved, key, OmegaConf.select(fresh, key), merge=False)
-    saved.update({"resume": str(folder), "mode": mode, "preflight": False, **instead})
-    return settle(saved)
 
 
 def begin(job: Job) -> Path:
@@ -168,34 +113,3 @@ def begin(job: Job) -> Path:
     for name, node in files.items():
         (job.folder / ".hydra" / f"{name}.yaml").write_text(OmegaConf.to_yaml(node))
     return job.folder
-
-
-def _read_sweep(words: list[str]) -> Sweep:
-    """Check the jobs of a sweep, and those that lie in its folder already."""
-    jobs = list_jobs(words)
-    for job in jobs:
-        check_single(job)
-        if compose_checked(job)["output_dir"]:
-            raise ValueError("output_dir is one folder; a sweep takes hydra.sweep.dir=")
-    folder = run_folder(jobs[0], sweep=True)
-    sweep = Sweep(folder, words, jobs, _job_folders(jobs))
-    for other in (there := find_jobs(folder)):
-        if str(other.relative_to(folder)) not in sweep.folders:
-            raise ValueError(
-                f"{folder} holds {other.name}, which is none of these jobs; give the words of that "
-                "sweep (more values of a key may follow), or another hydra.sweep.dir"
-            )
-    if there:
-        with held(folder):  # else another process goes on with it
-            for number, name in enumerate(sweep.folders):
-                if holds_run(folder / name):
-                    sweep.job(number)
-    return sweep
-
-
-def _job_folders(jobs: Sequence[Sequence[str]]) -> list[str]:
-    """Return the names of the jobs' folders, also where hydra.sweep.subdir= gives others."""
-    if not any(word.startswith("hydra.sweep.subdir=") for word in jobs[0]):
-        return job_names(jobs)
-    numbered = ([*job, f"hydra.job.num={number}"] for number, job in enumerate(jobs))
-    return [str(compose_raw(job, with_hydra=True).hydra.sweep.subdir) for job in numbered]

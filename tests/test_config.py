@@ -20,9 +20,10 @@ from conf import check, names
 from conf.build import build, make_leash
 from conf.command_line import swept_by_experiment
 from conf.compose import compose_checked
-from conf.start import load_for_resume, read_command
+from conf.resume import load_for_resume
+from conf.start import read_command
 from policies.optional_packages import ASKING, EXTRAS
-from trainer.runs.folders import nothing_left
+from trainer.runs.find import nothing_left
 from trainer.runs.nodes import arguments_in_source
 from trainer.runs.saved_configs import as_today, holds_same
 from trainer.runs.targets import arguments_of, find_target, takes_any

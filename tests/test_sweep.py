@@ -18,7 +18,7 @@ from trainer.reports.chart import text_width
 from trainer.reports.sweep import PLAN, LiveSweep
 from trainer.reports.sweep_jobs import Job, Sweep, best, grouped, load_sweep, results, varying
 from trainer.reports.sweep_page import frontier, pareto, sweep_svg, write_sweep
-from trainer.runs.folders import find_jobs
+from trainer.runs.find import find_jobs
 from trainer.runs.job_names import job_name, job_names
 from trainer.runs.lock import held
 from trainer.runs.run_files import load_run

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from conf.build import make_tracker
 from conf.compose import compose_checked
-from conf.start import load_for_resume
+from conf.resume import load_for_resume
 from trainer.reports.trackers.jsonl import JsonlTracker, Mirror
 from trainer.reports.trackers.tensorboard import TensorboardTracker
 from trainer.reports.trackers.trackio import TrackioTracker

@@ -1,7 +1,7 @@
 """A sweep while it goes on: its page at its start, with every job and in between.
 
 Light, for the process that starts the jobs: the page and what draws it are in sweep_page.py, which
-is imported when a page is written. How a sweep is continued: conf/start.py.
+is imported when a page is written. How a sweep is continued: conf/sweep.py.
 """
 
 import json

@@ -20,7 +20,7 @@ from typing import Any
 from trainer.reports import summary
 from trainer.reports.formats import one_line, short
 from trainer.reports.sweep import PLACE, PLAN
-from trainer.runs.folders import find_jobs
+from trainer.runs.find import find_jobs
 from trainer.runs.lock import is_free
 from trainer.runs.redact import redact
 from trainer.runs.run_files import Run, dig, load_run, number, read_yaml

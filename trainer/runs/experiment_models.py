@@ -13,7 +13,7 @@ from policies.cache import build_once, cache_dir
 from trainer.runs.failures import say
 from trainer.runs.lock import held
 from trainer.runs.nodes import walk
-from trainer.runs.saved_configs import PREFIX
+from trainer.runs.run_files import PREFIX
 from trainer.runs.targets import find_target
 
 IRRELEVANT = ("tracker", "launch", "checkpoint", "mode", "preflight")  # to what is learnt

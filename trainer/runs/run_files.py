@@ -17,6 +17,7 @@ import yaml
 from policies.cache import write_text
 
 ITERATION = "progress/iteration"
+PREFIX = "experiment:"  # of a model that an experiment trains first
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster where libyaml is
 
 

@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.runs.redact import redact
-from trainer.runs.run_files import read_yaml
+from trainer.runs.run_files import PREFIX, read_yaml
 
-PREFIX = "experiment:"  # of a model that an experiment trains first
 PLACES = ("output_dir", "resume")  # keys that name a place, not a run
 
 
