@@ -1,8 +1,7 @@
 """What a resolved configuration must fulfil before any model is loaded. Needs no torch, no Hydra.
 
-Every finding is one line: expected, got, what to do. What a key may be by itself stands in
-conf/schema.py; here is what goes together with what, with this machine, its disk and its packages.
-The task of a configuration: conf/check_task.py.
+What goes together with what, with this machine, its disk and its packages; what a key may be by
+itself is in conf/schema.py, what a task must be in conf/check_task.py.
 """
 
 import difflib

@@ -94,9 +94,9 @@ def _node(where: str, node: Any) -> Iterator[str]:
 
 @lru_cache(maxsize=8)  # a sweep asks for each of its jobs
 def made_and_read(env: str, source: str, stamps: tuple[int, ...]) -> str | None:
-    """Return what making a task and reading its rows complains about; None if all is well.
+    """Return what making a task and reading its rows complains about, or None.
 
-    `stamps`: when its files were changed, as a part of the key of the cache.
+    `stamps`: when its files were changed, for the cache.
     """
     node = json.loads(env)
     rewards = source == "trainer.Rollouts"

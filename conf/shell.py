@@ -44,8 +44,7 @@ def run_command(words: list[str], *, script: Path, worker: Worker) -> int:
         if (ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
             return join(words, ranks, worker, **ours)
         if any(word.startswith(("mode=", "preflight=")) for word in words):
-            from conf.preflight_and_modes import asked
-            from trainer.runs.aside import run_aside
+            from conf.preflight_and_modes import asked, run_aside
 
             if config := asked(words):
                 return run_aside(config, **ours)

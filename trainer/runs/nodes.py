@@ -1,7 +1,6 @@
 """The nodes of a configuration, looked at before anything of them is made. Torch-free.
 
-What loads torch is not imported for it: the arguments of leash's own classes are read in their
-files.
+What loads torch is not imported: the arguments of leash's own classes are read in their files.
 """
 
 import ast
