@@ -23,12 +23,11 @@ Section = Mapping[str, Any]  # of a configuration
 
 
 def build(node: Section, *sections: Section, where: str = "", **parts: Any) -> Any:
-    """Make what a node's _target_ names.
+    """Make what a node's _target_ names; `where` is the node's own name.
 
     It gets those of `parts` that it takes, what the node gives, and by their names those keys of
     `sections` that it takes: an objective has algorithm.clip_low without a word of it in its node.
-    An argument that there is not is a ValueError; `where` is the node's name.
-    A fault in what is made is raised as it is, not in Hydra's wrapping.
+    An argument that there is not is a ValueError, any other fault is raised as it is.
     """
     if isinstance(node, DictConfig):
         where = where or str(node._get_full_key(None) or "")

@@ -96,23 +96,18 @@ def _statements(module: str) -> list[ast.stmt]:
 def _arguments_of_class(node: ast.ClassDef, module: str) -> list[str] | None:
     """Return the arguments of a constructor; None of one that is inherited from elsewhere."""
     made = [n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
+    own = _named(made[0])[1:] if made else []
     if made and not made[0].args.kwarg:
-        return _named(made[0])[1:]
+        return own
     if not made and node.decorator_list:  # a dataclass
         fields = [n for n in node.body if isinstance(n, ast.AnnAssign)]
-        return [
-            ast.unparse(n.target) for n in fields if "ClassVar" not in ast.unparse(n.annotation)
-        ]
+        return [n.target.id for n in fields if "ClassVar" not in ast.unparse(n.annotation)]
     if not node.bases:
         return None if made else []
     if made and not module.startswith(("envs.tasks.", "trainer.")):
         return None  # what it hands on goes elsewhere than to its bases
     base = arguments_in_source(f"{module}.{ast.unparse(node.bases[0])}")
-    return (
-        None
-        if base is None or (made and not base)
-        else [*(_named(made[0])[1:] if made else []), *base]
-    )
+    return None if base is None or (made and not base) else [*own, *base]
 
 
 def _named(node: ast.FunctionDef) -> list[str]:
@@ -139,9 +134,7 @@ def argument_faults(node: dict[str, Any], path: str) -> Iterator[str]:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Return whether a value of a configuration has an annotated type.
-
-    True for types that YAML has no values of: what a constructor makes of those is its affair.
+    """Return whether a value of a configuration has an annotated type, if YAML has values of it.
 
     >>> fits(3, float), fits("3", int | None), fits([1], list[int]), fits("/tmp", Path)
     (True, False, True, True)
@@ -149,11 +142,8 @@ def fits(value: Any, hint: Any) -> bool:
     origin = typing.get_origin(hint) or hint
     if origin in (typing.Union, types.UnionType):
         return any(fits(value, part) for part in typing.get_args(hint))
-    if not isinstance(origin, type):
-        return True
-    if origin not in JUDGED and origin.__module__ != "collections.abc":
-        return True
-    if is_node(value):
+    judged = origin in JUDGED or getattr(origin, "__module__", "") == "collections.abc"
+    if not (isinstance(origin, type) and judged) or is_node(value):
         return True
     if origin in (int, float) and isinstance(value, bool):
         return False
