@@ -18,6 +18,7 @@ from policies.cache import write_text
 
 ITERATION = "progress/iteration"
 PREFIX = "experiment:"  # of a model that an experiment trains first
+PLACES = ("output_dir", "resume")  # keys that name a place, not a run
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster where libyaml is
 
 
@@ -110,8 +111,8 @@ def read_status(folder: Path) -> dict[str, Any]:
 
 
 def is_sweep(folder: Path) -> bool:
-    """Tell whether a folder is that of one sweep: Hydra and `write_sweep` leave their files."""
-    return any((folder / name).is_file() for name in ("multirun.yaml", "sweep.csv"))
+    """Tell whether a folder is that of one sweep: Hydra, its start and its page leave files."""
+    return any((folder / name).is_file() for name in ("multirun.yaml", "sweep.json", "sweep.csv"))
 
 
 def number(value: Any) -> float | None:

@@ -5,9 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.runs.redact import redact
-from trainer.runs.run_files import PREFIX, read_yaml
-
-PLACES = ("output_dir", "resume")  # keys that name a place, not a run
+from trainer.runs.run_files import PLACES, PREFIX, read_yaml
 
 
 def as_today(saved: Any) -> dict[str, Any]:
