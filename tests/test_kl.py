@@ -27,7 +27,7 @@ from kl_cases import (
 from tensordict import TensorDict, lazy_stack
 from torch import Tensor
 
-from envs.env import TransformedEnv
+from envs.transformed_env import TransformedEnv
 from envs.transforms import (
     Compose,
     KLComputation,

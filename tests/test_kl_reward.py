@@ -21,7 +21,7 @@ from kl_cases import mask as marks
 from tensordict import TensorDict, lazy_stack
 from torch import Tensor
 
-from envs.env import TransformedEnv
+from envs.transformed_env import TransformedEnv
 from envs.transforms import Compose, KLRewardTransform, RetrieveKL
 from envs.transforms.ragged import get_values
 

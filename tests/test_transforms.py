@@ -7,7 +7,8 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
 
-from envs.env import EnvBase, TransformedEnv
+from envs.env import EnvBase
+from envs.transformed_env import TransformedEnv
 from envs.transforms import Compose, Transform
 from envs.transforms.ragged import Border, get_values, set_values
 from policies.wrappers.outputs import home
