@@ -90,7 +90,7 @@ def messages_of(value: Any, role: str) -> list[list[dict[str, Any]]]:
 def write_rendered(
     td: TensorDictBase, mode: str, renderer: Any, history: History, ids: list[Tensor] | None
 ) -> None:
-    """Write the ids of the next prompt, rendered anew if they are None, and in text mode its text."""
+    """Write the ids of the next prompt, rendered anew if None, and in text mode its text."""
     if mode == "text":
         texts = history.apply_chat_template(tokenizer=renderer, add_generation_prompt=True)
         td.set("text", Text(prompt=texts, batch_size=td.batch_size))

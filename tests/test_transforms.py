@@ -10,7 +10,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
 from envs.env import EnvBase
 from envs.transformed_env import TransformedEnv
 from envs.transforms import Compose, Transform
-from envs.transforms.ragged import Border, get_values, set_values
+from envs.transforms.values import border, get_values, set_values
 from policies.wrappers.outputs import home
 
 
@@ -200,30 +200,27 @@ def test_dense_values_stay_dense():
     set_values(td, ("a", "full"), torch.zeros(2, 3))
     assert torch.equal(get_values(("a", "full"), td), torch.zeros(2, 3))
     assert not isinstance(td["a"], LazyStackedTensorDict)
-    border = Border(td["x"], None, side="left")
-    assert border.dense(td["x"]) is td["x"]
-    assert border.ragged(td["x"]) is td["x"]
-    with pytest.raises(ValueError, match=r"expected masks of equally many tokens a row"):
-        border.dense(ROWS, "masks")
+    edge = border(td["x"], None, side="left")
+    assert edge.dense(td["x"]) is edge.ragged(td["x"]) is td["x"]
 
 
 @pytest.mark.parametrize(
     ("side", "want"), [("left", [[1, 2], [0, 3]]), ("right", [[1, 2], [3, 0]])]
 )
 def test_ragged_rows_cross_the_border_once_each_way(side, want):
-    border = Border(torch.ones(2, 2), ROWS, side=side)
-    dense = border.dense(ROWS)
+    edge = border(torch.ones(2, 2), ROWS, side=side)
+    dense = edge.dense(ROWS)
     assert dense.tolist() == want
-    assert [row.tolist() for row in border.ragged(dense)] == [[1.0, 2.0], [3.0]]
-    columns = border.dense([row.unsqueeze(-1) for row in ROWS])
-    assert [row.tolist() for row in border.ragged(columns)] == [[[1.0], [2.0]], [[3.0]]]
+    assert [row.tolist() for row in edge.ragged(dense)] == [[1.0, 2.0], [3.0]]
+    columns = edge.dense([row.unsqueeze(-1) for row in ROWS])
+    assert [row.tolist() for row in edge.ragged(columns)] == [[[1.0], [2.0]], [[3.0]]]
     for bad in (
         torch.ones(2, 2),
         [torch.ones(2), torch.ones(2)],
         ROWS[:1],
     ):  # padded, others, fewer
         with pytest.raises(ValueError, match=r"expected masks of \[2, 1\] tokens a row"):
-            border.dense(bad, "masks")
+            edge.dense(bad, "masks")
 
 
 def test_the_device_of_a_td_is_found_wherever_it_stands():

@@ -15,8 +15,8 @@ from torch import Tensor
 from envs.chat_modes import make_renderer
 from envs.chat_views import read_replies
 from envs.rewards.answers import same_mathematics, same_number, solves_countdown, tagged
-from envs.transforms.ragged import get_values
 from envs.transforms.transform import Transform
+from envs.transforms.values import get_values
 from policies.specs import Composite, Unbounded
 
 NAMES = ("reward_answer", "reward_think", "reward_right", "reward", "success")
