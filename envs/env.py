@@ -3,7 +3,7 @@
 `reset(td)` gives the first state; `step(td)` reads the action in td and writes the outcome (reward,
 done, the next state) under "next", so that `td["next"]` is what the policy reads in the next turn.
 A subclass fills `_reset` and `_step`, and `_specs` to say what they read and write.
-Left out on purpose: rollouts (trainer/collect.py) and auto-reset.
+Left out on purpose: auto-reset (LLMCollector gives a place to the next chat).
 """
 
 from __future__ import annotations
@@ -42,6 +42,12 @@ class EnvBase:
     def rand_action(self, td: TensorDictBase) -> TensorDictBase:
         """Write some action that fits `full_action_spec` into td, and return td."""
         return td.update(self.full_action_spec.rand())
+
+    def rollout(self, max_steps: int, policy: Any = None, **options: Any) -> TensorDictBase:
+        """Return at most `max_steps` steps of a policy, [B, T]; see `envs.rollout.rollout`."""
+        from envs.rollout import rollout
+
+        return rollout(self, max_steps, policy, **options)
 
     @property
     def base_env(self) -> EnvBase:

@@ -28,6 +28,7 @@ from kl_cases import (
 from tensordict import TensorDict, lazy_stack
 from torch import Tensor
 
+from conf.compose import compose_checked
 from envs.transformed_env import TransformedEnv
 from envs.transforms import (
     Compose,
@@ -479,6 +480,16 @@ def test_equal_models_have_no_kl_and_the_whole_td_is_otherwise_untouched():
     assert (out["next", "kl_penalty"] == 0).all()
     new = {("next", "kl_penalty"), ("next", *FULL), ("next", *REF)}
     assert set(out.keys(True, True)) == keys | new
+
+
+@pytest.mark.parametrize("name", ["RetrieveKL", "KLRewardTransform"])
+@pytest.mark.parametrize("nested", ["", ".tools.inside"])
+def test_a_kl_transform_of_a_run_is_refused_in_one_line_that_names_the_keys(name, nested):
+    given = f"env.transforms.leash{nested}._target_=envs.transforms.{name}"
+    outer = ["env.transforms.leash._target_=envs.transforms.Compose"] if nested else []
+    with pytest.raises(ValueError, match=rf"{name}: a run .* by kl.coeff, kl.where") as told:
+        compose_checked(["experiment=grpo_tiny", *outer, given])
+    assert "\n" not in str(told.value)
 
 
 # Ray, where there is none.

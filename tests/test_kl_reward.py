@@ -203,6 +203,20 @@ def test_the_reward_may_have_any_key_or_stay_as_it_is():
     assert out["kl_penalty"].shape == (2, 6, 1)
 
 
+def test_the_documented_attributes_are_there():
+    ref = TinyPolicy(1, padded=False)
+    made = make(ref, padding_side="right", device="cpu", tokenizer=(shorter := Shorter()))
+    assert KLRewardTransform.DEFAULT_IN_KEYS == ["reward"] == made.in_keys[:1]
+    assert (made.pad_output, made.padding_side, made.device) == (
+        False,
+        "right",
+        torch.device("cpu"),
+    )
+    assert made.tokenizer is shorter
+    plain = make()
+    assert (plain.pad_output, plain.padding_side, plain.device) == (True, "left", None)
+
+
 def test_a_factory_makes_the_reference_and_log_probs_may_have_another_key():
     with pytest.warns(DeprecationWarning, match="use RetrieveKL"):
         made = KLRewardTransform(

@@ -24,7 +24,8 @@ class Counter(EnvBase):
         return TensorDict({"total": start}, batch_size=[2])
 
     def _step(self, td):
-        return TensorDict({"total": td["total"] + td["action"], "reward": td["action"]}, [2])
+        total = td["total"] + td["action"]
+        return TensorDict({"total": total, "reward": td["action"], "done": total > 99}, [2])
 
 
 class Scale(Transform):
@@ -230,3 +231,30 @@ def test_the_device_of_a_td_is_found_wherever_it_stands():
     assert home(TensorDict(device="meta")).type == "meta"
     ragged = lazy_stack([TensorDict({"a": torch.ones(n, device="meta")}) for n in (1, 2)])
     assert home(ragged).type == "meta"
+
+
+def test_a_popped_transform_acts_elsewhere():
+    whole = Compose(Scale(2.0), Shift())
+    env = TransformedEnv(Counter(), whole)
+    popped = whole.pop(0)
+    assert (len(whole), popped.container, env.reset()["total"].tolist()) == (1, None, [1.0, 1.0])
+    other = TransformedEnv(Counter(), popped)
+    start = TensorDict({"start": torch.ones(2)}, [2])
+    assert other.reset(start)["total"].tolist() == [2.0, 2.0]
+    assert isinstance(whole.pop(), Shift)
+
+
+def test_a_rollout_is_the_steps_of_a_policy_one_after_the_other():
+    env = Counter()
+    out = env.rollout(3, act)
+    assert out.batch_size == (2, 3)
+    assert out["total"].tolist() == [[0.0, 3.0, 6.0]] * 2
+    assert out["next", "total"].tolist() == [[3.0, 6.0, 9.0]] * 2
+    first = TensorDict({"total": torch.ones(2)}, [2])
+    out = env.rollout(1, act, tensordict=first, auto_reset=False)
+    assert out["next", "total"].tolist() == [[4.0], [4.0]]
+    for bad in ({"max_steps": 0}, {"max_steps": 1, "break_when_any_done": False}):
+        with pytest.raises(ValueError, match="LLMCollector"):
+            env.rollout(**bad)
+    with pytest.raises(ValueError, match="auto_reset=False, got None"):
+        env.rollout(1, auto_reset=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -59,7 +59,7 @@ class KLRewardTransform(Shareable, Transform):
     `RayKLRewardTransform`. No token ids: RuntimeError. No log-probs, no mask: ValueError.
     """
 
-    DEFAULT_IN_KEYS = ("reward",)
+    DEFAULT_IN_KEYS: ClassVar = ["reward"]
     coef: Tensor
     reference: RetrieveLogProb
 

@@ -201,6 +201,12 @@ class Compose(PassesSpecs):
         last = len(self) > 0 and self[-1].stays_last
         self.transforms.insert(len(self) - last, transform)
 
+    def pop(self, index: int = -1) -> Transform:
+        """Take a transform out and return it; it may be mounted elsewhere."""
+        transform: Any = self.transforms.pop(index)
+        transform._hold(None)
+        return transform
+
     def _step(self, tensordict: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
         for transform in self:
             next_td = transform._step(tensordict, next_td)
