@@ -17,7 +17,8 @@ from torch import Tensor
 
 from envs.transforms.kl import KLComputation
 from envs.transforms.log_probs import RetrieveLogProb, add_per_token, one_of
-from envs.transforms.ragged import Rows, lay_out, layout_of, rendered_mask
+from envs.transforms.ragged import Rows, lay_out, layout_of
+from envs.transforms.rendered import rendered_mask
 from envs.transforms.shareable import Shareable
 from envs.transforms.transform import Transform
 from envs.transforms.values import ASSISTANT, ATTENTION, RESPONSE, Values, get_values, set_values

@@ -28,11 +28,6 @@ if TYPE_CHECKING:
     from policies.specs import Composite
     from policies.wrappers.wrapper import LLMWrapperBase
 
-# What of tokenizer_kwargs is as it is, and what may be chosen.
-RENDERED = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-RENDERED |= {"add_generation_prompt": False, "return_tensors": "pt"}
-CHOSEN = ("chat_template", "chat_template_name")
-
 
 class RetrieveLogProb(Transform):
     """Score a td with `model` and write the log-probs of the kept tokens, 0 elsewhere.
@@ -75,16 +70,12 @@ class RetrieveLogProb(Transform):
         self.model, self.assistant_only, self.detach = model, assistant_only, detach
         self.device = None if device is None else torch.device(device)
         self.tokenizer, self.padding_side = tokenizer, check_side(padding_side)
-        self.tokenizer_kwargs = _template_of(tokenizer_kwargs or {})
-        other = tokenizer is not None and tokenizer is not getattr(model, "tokenizer", None)
-        self._renders = bool(other or self.tokenizer_kwargs)
-        if other and not hasattr(tokenizer, "apply_chat_template"):
-            raise ValueError(f"expected a tokenizer with a chat template, got {tokenizer!r:.80}")
-        if self._renders and not assistant_only:
-            raise ValueError(
-                "tokenizer and tokenizer_kwargs render the assistant mask, got them with "
-                "assistant_only=False; leave them out"
-            )
+        self._renders = False
+        if tokenizer is not None or tokenizer_kwargs:
+            from envs.transforms.rendered import check_rendering
+
+            self._renders = check_rendering(self, tokenizer_kwargs or {})
+        self.tokenizer_kwargs = dict(tokenizer_kwargs or {})
 
     def _step(self, tensordict: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
         td = tensordict if self.device is None else tensordict.to(self.device)
@@ -133,22 +124,18 @@ class RetrieveLogProb(Transform):
         if not self.assistant_only:
             return get_values(_of(owner, ATTENTION), scored)
         history = td.get(self.in_keys[0], None) if self.model.input_mode == "history" else None
-        given = get_values(ASSISTANT, td)
-        if given is None and self._renders and history is not None:
-            return self._rendered(history)
-        mask = get_values(_of(owner, ASSISTANT), scored)
-        mask = get_values(_of(owner, RESPONSE), scored) if mask is None else mask
-        if mask is None and history is not None:
-            return self._rendered(history)
-        if mask is None:
+        mask = None
+        if not self._renders or history is None or get_values(ASSISTANT, td) is not None:
+            masks = (get_values(_of(owner, key), scored) for key in (ASSISTANT, RESPONSE))
+            mask = next((m for m in masks if m is not None), None)
+        if mask is not None:
+            return mask
+        if history is None:
             raise ValueError(
                 f"found neither {ASSISTANT} nor {RESPONSE}: give a history, or masks with the "
                 "tokens, or set assistant_only=False"
             )
-        return mask
-
-    def _rendered(self, history: Any) -> Values:
-        from envs.transforms.ragged import rendered_mask
+        from envs.transforms.rendered import rendered_mask
 
         tokenizer = self.model.tokenizer if self.tokenizer is None else self.tokenizer
         return rendered_mask(history, tokenizer, self.tokenizer_kwargs)
@@ -170,21 +157,6 @@ def _ids_key(model: Any) -> NestedKey:
 def _of(owner: NestedKey, key: tuple[str, str]) -> NestedKey:
     """Return the key of a mask in a model's own container."""
     return (*full_key(owner)[:-1], key[1])
-
-
-def _template_of(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the template in tokenizer_kwargs; ValueError for what would change nothing."""
-    wrong = {
-        name: value
-        for name, value in given.items()
-        if name not in (*CHOSEN, "padding") and (name not in RENDERED or RENDERED[name] != value)
-    }
-    if wrong:
-        raise ValueError(
-            f"tokenizer_kwargs: expected {' or '.join(CHOSEN)}, and {RENDERED} as it is, got "
-            f"{wrong}; how the model reads a history is an argument of the model"
-        )
-    return {name: given[name] for name in CHOSEN if name in given}
 
 
 def add_per_token(spec: Composite, key: NestedKey, *tail: int) -> Composite:

@@ -138,15 +138,6 @@ def _attended(values: Values, real: Values | None) -> list[Tensor]:
     return [row[keep.bool()] for row, keep in zip(values, real, strict=True)]
 
 
-def rendered_mask(history: Any, tokenizer: Any, options: dict[str, Any]) -> list[Tensor]:
-    """Return the assistant mask of histories, a row each, as a template renders them."""
-    given = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-    given |= {"padding": False, "add_generation_prompt": False, **options}
-    out = history.apply_chat_template(tokenizer=tokenizer, **given)
-    owner: Any = out
-    return list(read_rows(owner, "assistant_masks"))
-
-
 def check_shapes(gen: Values, ref: Values) -> None:
     """Raise where a row of gen and of ref differ in shape."""
     if len(gen) != len(ref):
