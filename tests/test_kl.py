@@ -91,15 +91,6 @@ def test_detach_cuts_the_graph():
     assert td["next", *FULL].requires_grad
 
 
-def test_ragged_rows_stay_ragged_and_equal_the_padded_ones():
-    model = TinyPolicy(padded=False)
-    want = slow_scores(model, ATTENTION)
-    out = RetrieveLogProb(model, assistant_only=False)(ragged())
-    rows = out.get(("next", *FULL), as_list=True)
-    for i, m in enumerate(ATTENTION):
-        assert torch.allclose(rows[i], want[i][m])
-
-
 class Elsewhere(TinyPolicy):
     """A model that has the ids by itself."""
 
@@ -458,18 +449,6 @@ def test_retrieve_kl_refuses_what_cannot_work():
         RetrieveKL(gen, ref, ref_log_probs_full_key=FULL, **args)
     with pytest.raises(ValueError, match="expected a log-probs key"):
         RetrieveKL(gen, ref, gen_log_probs_full_key="log_probs", **args)
-
-
-def test_ragged_retrieve_kl_equals_the_dense_one():
-    gen, ref = models(padded=False)
-    reward = torch.tensor([[1.0], [2.0]]).double()
-    out = RetrieveKL(gen, ref, assistant_only=False, coeff=0.2)(ragged(reward=reward))
-    g, r = slow_scores(gen, ATTENTION), slow_scores(ref, ATTENTION)
-    kl = out.get(("next", "kl_penalty"), as_list=True)
-    for i, row in enumerate(kl):
-        assert torch.allclose(row, (g - r)[i][ATTENTION[i]])
-    sums = torch.stack([x.sum() for x in out.get(("next", "reward"), as_list=True)])
-    assert torch.allclose(sums, reward.squeeze(-1) - 0.2 * (g - r).sum(-1))
 
 
 def test_equal_models_have_no_kl_and_the_whole_td_is_otherwise_untouched():
