@@ -6,10 +6,11 @@ from contracts import G, Words, make_policy, one_process, rollout
 from tensordict import TensorDict, lazy_stack
 from torch import Tensor
 
+from benchmarks.measure import peak_bytes
 from envs.chat_env import ChatEnv
 from policies import token_distribution
 from policies.padding import predicted
-from policies.token_distribution import NAMES, named_mask
+from policies.token_distribution import NAMES, Head, TokenDistribution, named_mask
 from trainer import Demonstrations, DynamicRollouts, Rollouts
 
 
@@ -71,6 +72,22 @@ def test_the_road_and_the_public_distribution_give_the_same_numbers(monkeypatch,
         ids, attention, keep, temperature=batch["temperature"], group_id=batch["group_id"]
     )
     torch.testing.assert_close(scores.log_probs, mine.log_prob(ids), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("wanted", ["log_prob", "entropy"])
+def test_logits_of_whole_sequences_never_exist(monkeypatch, wanted):
+    width, ids = 20_000, torch.randint(9, (4, 32))
+    head = Head(torch.randn(width, 8, requires_grad=True), None, None)
+    dist = TokenDistribution(head, torch.randn(ids.numel(), 8), ids >= 0)
+    whole = 4 * ids.numel() * width  # bytes of [B, T, V]
+
+    def run() -> None:
+        out = dist.log_prob(ids) if wanted == "log_prob" else dist.entropy()
+        torch.autograd.grad(out.sum(), head.weight)
+
+    assert peak_bytes(run) > whole, "the meter sees logits"
+    monkeypatch.setattr(token_distribution, "SLICE", 4 * width)
+    assert peak_bytes(run) < 0.25 * whole
 
 
 def test_a_distribution_over_no_token_says_nothing():
