@@ -320,10 +320,8 @@ def test_an_iteration_ends_before_the_step_that_finds_the_policy_too_far(policy)
     assert metrics["optim/early_stopped"] == 3 / 4
     second = batch[split_rows(batch, 2)[1]]  # the minibatch whose step is left out
     first = batch[split_rows(batch, 2)[0]]
-    drift, tokens = (
-        behaviour(policy, second),
-        [float(b["loss_mask"].sum()) for b in (first, second)],
-    )
+    drift = behaviour(policy, second)
+    tokens = [float(b["loss_mask"].sum()) for b in (first, second)]
     assert drift > 1e-7
     assert metrics["kl/behaviour_k3"] == pytest.approx(drift * tokens[1] / sum(tokens), rel=1e-4)
     assert update.step == 4, "the schedule goes on with the next iteration"

@@ -64,16 +64,11 @@ class Update:
         target_kl: float | None = None,
         packing: bool = False,
     ) -> None:
-        self.scorer, self.optimizer, self.objective, self.runtime = (
-            scorer,
-            optimizer,
-            objective,
-            runtime,
-        )
+        self.scorer, self.optimizer = scorer, optimizer
+        self.objective, self.runtime = objective, runtime
         self.lr, self.epochs, self.minibatches = lr, epochs, minibatches
-        self.micro_batch_tokens = micro_batch_tokens
         self.aggregation, self.max_tokens = aggregation, max_tokens
-        self.max_grad_norm = max_grad_norm
+        self.micro_batch_tokens, self.max_grad_norm = micro_batch_tokens, max_grad_norm
         for name in ("reads", "leash"):
             if not hasattr(objective, name):
                 raise ValueError(
@@ -193,8 +188,8 @@ class Update:
         What `pack_rows` has put together, such as a pair, is never cut here.
         """
         attention, ids = batch.get(("masks", "all_attention_mask")), batch.get("group_id", None)
-        limit, padded = self.micro_batch_tokens, not self.packing
-        parts = pack_rows(attention, limit, group_id=ids, padded=padded)
+        limit = self.micro_batch_tokens
+        parts = pack_rows(attention, limit, group_id=ids, padded=not self.packing)
         most = int(self.runtime.maxima({"n": float(len(parts))})["n"])
         return parts + [[]] * (most - len(parts))
 
