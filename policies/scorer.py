@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from policies import layout
 from policies.packing import pack_rows
 from policies.padding import predicted
-from policies.token_distribution import Head, Scores, TokenDistribution, spread
+from policies.token_distribution import Head, Scores, TokenDistribution, placed
 
 if TYPE_CHECKING:
     from policies.value_head import Critic
@@ -78,7 +78,7 @@ class Scorer(nn.Module):
                     lay = reference._lay(tokens, attention_mask, keep, group_id)
                 theirs = reference._dist(lay, keep, temperature)
         found = mine.scores(tokens, entropy=entropy, learn=learn_entropy, reference=theirs)
-        return found if value is None else replace(found, values=spread(value, keep))
+        return found if value is None else replace(found, values=placed(value, keep))
 
     def dist(
         self,
@@ -106,7 +106,7 @@ class Scorer(nn.Module):
             return torch.zeros(keep.shape, device=keep.device)
         lay = self._lay(tokens, attention, keep, group_id)
         states = self.hidden(lay) if self.critic.body is None else None
-        return spread(self.critic(lay, states), keep)
+        return placed(self.critic(lay, states), keep)
 
     def logits(self, tokens: Tensor, attention_mask: Tensor, *, pack: bool = False) -> Tensor:
         """Return aligned logits [B, T, V]: entry t predicts token t; unpredicted entries are 0."""

@@ -98,7 +98,7 @@ class TokenDistribution:
             score = partial(checkpoint, score, use_reentrant=False, preserve_rng_state=False)
         parts = [score([x[at] for x in states], target[at], scale[at]) for at in slices]
         columns = [torch.cat(c) if c[0] is not None else None for c in zip(*parts, strict=True)]
-        return Scores(*(None if c is None else spread(c, self.mask) for c in columns))
+        return Scores(*(None if c is None else placed(c, self.mask) for c in columns))
 
 
 def named_mask(batch: TensorDictBase, name: str) -> Tensor:
@@ -160,6 +160,6 @@ def _per_kept(temperature: Tensor | float, keep: Tensor) -> Tensor:
     return value[keep].unsqueeze(-1)
 
 
-def spread(values: Tensor, keep: Tensor) -> Tensor:
+def placed(values: Tensor, keep: Tensor) -> Tensor:
     """Put values [K] at the kept places of a zero [B, T]."""
     return values.new_zeros(keep.shape).masked_scatter(keep, values)

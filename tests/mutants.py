@@ -218,7 +218,7 @@ RENDERER = policies.chats.chat_template.Renderer
 KL = envs.transforms.kl.KLComputation
 in_the_reward = partial(charged_once, "grpo", "reward")
 MUTANTS = (
-    Mutant("shift by one", contracts.alignment, DIST, "spread", roll),
+    Mutant("shift by one", contracts.alignment, DIST, "placed", roll),
     Mutant("drop the end token", contracts.alignment, WRAPPER, "sample", drop_end),
     Mutant("first log-prob zero", contracts.alignment, WRAPPER, "sample", zero_first),
     Mutant(

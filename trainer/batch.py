@@ -11,7 +11,7 @@ from tensordict import NestedKey
 
 
 @dataclass(frozen=True)
-class Key:
+class Entry:
     """One key: shape and dtype, what it is, and the files of trainer/ it goes from > to."""
 
     kind: str
@@ -19,93 +19,93 @@ class Key:
     files: str
 
 
-KEYS: dict[NestedKey, Key] = {
-    ("tokens", "full"): Key(
+KEYS: dict[NestedKey, Entry] = {
+    ("tokens", "full"): Entry(
         "[B, T] int64",
         "the exact ids of all turns",
         "collect demonstrations > demonstrations gae importance_sampling reference "
         "reward_modelling transcripts update",
     ),
-    ("masks", "all_attention_mask"): Key(
+    ("masks", "all_attention_mask"): Entry(
         "[B, T] bool",
         "real tokens",
         "collect demonstrations > demonstrations gae importance_sampling reference "
         "reward_modelling trainer transcripts update",
     ),
-    ("masks", "all_assistant_mask"): Key(
+    ("masks", "all_assistant_mask"): Entry(
         "[B, T] bool",
         "tokens of assistant messages, ends of turn included",
         "collect demonstrations >",
     ),
-    ("masks", "all_response_mask"): Key(
+    ("masks", "all_response_mask"): Entry(
         "[B, T] bool",
         "sampled tokens",
         "collect > importance_sampling metrics overlong reference transcripts",
     ),
-    ("log_probs", "full"): Key(
+    ("log_probs", "full"): Entry(
         "[B, T] float32",
         "of who sampled, else 0",
         "collect > importance_sampling kl metrics objectives reference transcripts",
     ),
-    "loss_mask": Key(
+    "loss_mask": Entry(
         "[B, T] bool",
         "tokens to learn from",
         "collect demonstrations dynamic_sampling overlong reward_modelling sources > advantage "
         "collect demonstrations dynamic_sampling gae kl metrics objectives overlong sources "
         "transcripts update",
     ),
-    "reward_raw": Key(
+    "reward_raw": Entry(
         "[B, T] float32",
         "task reward of each turn",
         "collect overlong > advantage collect evaluation kl metrics overlong trainer transcripts",
     ),
-    ("reward_part", "<name>"): Key(
+    ("reward_part", "<name>"): Entry(
         "[B] float32", "a part of it; NaN: does not apply", "collect overlong > metrics transcripts"
     ),
-    "reward_errors": Key("[B] float32", "reward functions that failed", "collect > metrics"),
-    "success": Key("[B] bool", "the task says the reply is right", "collect > evaluation"),
-    "truncated": Key("[B] bool", "cut by a limit", "collect > metrics overlong transcripts"),
-    "dropped": Key("[B] bool", "its group is not judged", "collect > collect evaluation metrics"),
-    "group_id": Key(
+    "reward_errors": Entry("[B] float32", "reward functions that failed", "collect > metrics"),
+    "success": Entry("[B] bool", "the task says the reply is right", "collect > evaluation"),
+    "truncated": Entry("[B] bool", "cut by a limit", "collect > metrics overlong transcripts"),
+    "dropped": Entry("[B] bool", "its group is not judged", "collect > collect evaluation metrics"),
+    "group_id": Entry(
         "[B] int64",
         "the samples of a prompt",
         "collect reward_modelling > "
         "advantage collect gae importance_sampling metrics reference reward_modelling update",
     ),
-    "temperature": Key(
+    "temperature": Entry(
         "[B] float32",
         "of the sampling",
         "collect demonstrations > demonstrations importance_sampling reference update",
     ),
-    "policy_version": Key("[B] int64", "the weights that sampled, by syncs", "collect >"),
-    "prompt": Key("[B] text", "the last message of the prompt", "collect > transcripts"),
-    "response": Key("[B] text", "the replies, joined", "collect > transcripts"),
-    ("logged", "<metric>"): Key(
+    "policy_version": Entry("[B] int64", "the weights that sampled, by syncs", "collect >"),
+    "prompt": Entry("[B] text", "the last message of the prompt", "collect > transcripts"),
+    "response": Entry("[B] text", "the replies, joined", "collect > transcripts"),
+    ("logged", "<metric>"): Entry(
         "[B, T] or [B] any",
         "what a verb wants on the curves: a mean over sampled tokens or over rows",
         "dynamic_sampling importance_sampling > metrics",
     ),
-    ("old_log_probs", "full"): Key(
+    ("old_log_probs", "full"): Entry(
         "[B, T] float32", "of the policy that learns", "importance_sampling > objectives"
     ),
-    "policy_weight": Key(
+    "policy_weight": Entry(
         "[B, T] float32", "factor of the policy term", "importance_sampling > objectives"
     ),
-    ("ref_log_probs", "full"): Key(
+    ("ref_log_probs", "full"): Entry(
         "[B, T] float32", "its own", "demonstrations reference > kl metrics objectives"
     ),
-    "kl_penalty": Key(
+    "kl_penalty": Entry(
         "[B, T] float32",
         "k1 in nats, without the coefficient",
         "reference > kl metrics transcripts",
     ),
-    "reward_kl": Key("[B, T] float32", "-coeff * KL, or 0", "kl > advantage"),
-    "reward": Key("[B, T] float32", "reward_raw + reward_kl", "kl > advantage gae metrics"),
-    "kl_left": Key("[B] float32", "the coefficient left for the loss to charge", "kl > kl"),
-    "advantage": Key("[B, T] float32", "A", "advantage gae > objectives transcripts"),
-    "value": Key("[B, T] float32", "V(tokens < t)", "gae > metrics objectives"),
-    "returns": Key("[B, T] float32", "advantage + value", "gae > metrics objectives"),
-    "weight": Key("[B, T] float32", "what a token counts in a step", "update > update"),
+    "reward_kl": Entry("[B, T] float32", "-coeff * KL, or 0", "kl > advantage"),
+    "reward": Entry("[B, T] float32", "reward_raw + reward_kl", "kl > advantage gae metrics"),
+    "kl_left": Entry("[B] float32", "the coefficient left for the loss to charge", "kl > kl"),
+    "advantage": Entry("[B, T] float32", "A", "advantage gae > objectives transcripts"),
+    "value": Entry("[B, T] float32", "V(tokens < t)", "gae > metrics objectives"),
+    "returns": Entry("[B, T] float32", "advantage + value", "gae > metrics objectives"),
+    "weight": Entry("[B, T] float32", "what a token counts in a step", "update > update"),
 }
 
 

@@ -38,7 +38,7 @@ def transcripts(
     rows = {i: transcript(batch, i, iteration, kind=kind) for i in chosen}
     for rank, held in (("best", best), ("median", median), ("worst", worst)):
         for i in held[:1] if tokenizer is not None else ():
-            rows[i] |= {"rank": rank, "pieces": columns(batch, i, tokenizer)}
+            rows[i] |= {"rank": rank, "pieces": token_columns(batch, i, tokenizer)}
     return list(rows.values())
 
 
@@ -78,7 +78,7 @@ def _short(value: Tensor) -> float:
     return float(f"{value:.7g}")
 
 
-def columns(batch: TensorDictBase, i: int, tokenizer: Any) -> dict[str, Any]:
+def token_columns(batch: TensorDictBase, i: int, tokenizer: Any) -> dict[str, Any]:
     """Return row i from its first sampled token on, as columns of equal length.
 
     `text`; `log_prob`, `kl` (k1) and `advantage`, in nats and null where nothing was sampled: such
