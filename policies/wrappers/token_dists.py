@@ -143,3 +143,110 @@ class TokenDists:
         if self.out is not None:
             self.out.set(self.logits_key, logits)
         return logits
+
+
+def get_dist(
+    wrapper: "LLMWrapperBase",
+    tensordict: TensorDictBase,
+    tensordict_out: TensorDictBase | None = None,
+    logits_key: NestedKey = "logits",
+    mask_key: NestedKey | None = None,
+    as_padded_tensor: bool | None = None,
+    as_nested_tensor: bool | None = None,
+    padding_value: float | None = None,
+    padding_side: str = "left",
+    layout: torch.layout | None = None,
+) -> LLMMaskedCategorical | Categorical:
+    """Return the distribution of each token given those before it, over [B, T, V] logits.
+
+    Padded (the default), it is masked by the attention mask, or by that at `mask_key`: an
+    LLMMaskedCategorical whose padding holds `padding_value` (0). Ragged sequences are padded on
+    `padding_side`; padded ones stay as they lie. With `as_nested_tensor` it is a Categorical
+    over nested logits of `layout` (strided), with as_padded_tensor=False one over rows of equal
+    lengths; neither has a mask. `tensordict_out` gets the logits, at `logits_key`.
+    """
+    nested = as_nested_tensor is True
+    if (nested or as_padded_tensor is False) and (mask_key is not None or as_padded_tensor):
+        raise ValueError(
+            f"expected padded logits for a mask, got {as_nested_tensor=}, {as_padded_tensor=} "
+            f"and {mask_key=}; drop the one or the other"
+        )
+    if layout is not None and not nested:
+        raise ValueError(
+            f"layout is that of nested logits, got {layout} with {as_nested_tensor=}; set "
+            "as_nested_tensor=True, or drop it"
+        )
+    dists = TokenDists(wrapper, tensordict, padding_side, tensordict_out, logits_key)
+    if nested:
+        return dists.nested(layout or torch.strided)
+    if as_padded_tensor is False:
+        return dists.stacked()
+    return dists.masked(dists.mask_at(mask_key or "all_attention_mask"), padding_value)
+
+
+def with_prompt_mask(
+    wrapper: "LLMWrapperBase",
+    tensordict: TensorDictBase,
+    tokens_key: NestedKey | None = None,
+    logits_key: NestedKey = "logits",
+    assistant_mask_key: NestedKey | None = None,
+    attention_mask_key: NestedKey | None = None,
+    padding_side: str = "left",
+    *,
+    tensordict_out: TensorDictBase | None = None,
+) -> LLMMaskedCategorical:
+    """Return the distribution masked to what follows the prompt, else to the assistant mask.
+
+    `tokens_key` names the prompt's ids.
+    """
+    dists = TokenDists(wrapper, tensordict, padding_side, tensordict_out, logits_key)
+    after = dists.after_prompt(tokens_key)
+    if after is None:
+        return dists.masked(dists.mask_at(assistant_mask_key or "all_assistant_mask"))
+    return dists.masked(dists.mask_at(attention_mask_key or "all_attention_mask") & after)
+
+
+def with_assistant_mask(
+    wrapper: "LLMWrapperBase",
+    tensordict: TensorDictBase,
+    assistant_mask_key: NestedKey | None = None,
+    logits_key: NestedKey = "logits",
+    padding_side: str = "left",
+    *,
+    tensordict_out: TensorDictBase | None = None,
+) -> LLMMaskedCategorical:
+    """Return the distribution masked to assistant tokens.
+
+    Ids that were not read from tokens.full are written there, to the caller, over others.
+    """
+    dists = TokenDists(wrapper, tensordict, padding_side, tensordict_out, logits_key)
+    mask = dists.mask_at(assistant_mask_key or "all_assistant_mask")
+    dists.keep_ids(wrapper._key("tokens", "full"))
+    return dists.masked(mask)
+
+
+def with_attention_mask(
+    wrapper: "LLMWrapperBase",
+    tensordict: TensorDictBase,
+    attention_mask_key: NestedKey | None = None,
+    logits_key: NestedKey = "logits",
+    padding_side: str = "left",
+    *,
+    tensordict_out: TensorDictBase | None = None,
+) -> LLMMaskedCategorical:
+    """Return the distribution masked to real tokens."""
+    dists = TokenDists(wrapper, tensordict, padding_side, tensordict_out, logits_key)
+    return dists.masked(dists.mask_at(attention_mask_key or "all_attention_mask"))
+
+
+def with_custom_mask(
+    wrapper: "LLMWrapperBase",
+    tensordict: TensorDictBase,
+    mask: Tensor,
+    logits_key: NestedKey = "logits",
+    padding_side: str = "left",
+    *,
+    tensordict_out: TensorDictBase | None = None,
+) -> LLMMaskedCategorical:
+    """Return the distribution under a bool mask, one entry a token."""
+    return TokenDists(wrapper, tensordict, padding_side, tensordict_out, logits_key).masked(mask)

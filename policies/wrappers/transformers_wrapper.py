@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from policies.sampler import Sampled, sample
-from policies.scorer import Scorer, score_in_parts
+from policies.scorer import Scorer
 from policies.wrappers.wrapper import LLMWrapperBase
 
 
@@ -67,19 +67,4 @@ class TransformersWrapper(LLMWrapperBase):
         return follow(self.model, prompts, attention, config, ends=self.stop_ids, **limits)
 
     def _logits(self, tokens: Tensor, attention: Tensor) -> Tensor:
-        return self.scorer.logits(tokens, attention, **self._options())
-
-    def _log_probs(self, tokens, attention, keep, temperature, group_id) -> Tensor:
-        return score_in_parts(
-            self.scorer,
-            tokens,
-            attention,
-            keep,
-            limit=self.micro_batch_tokens,
-            temperature=temperature,
-            group_id=group_id,
-            **self._options(),
-        )
-
-    def _options(self) -> dict[str, bool]:
-        return {"pack": True} if self.pad_model_input is False else {}
+        return self.scorer.logits(tokens, attention, **self._packing())

@@ -16,7 +16,6 @@ import torch
 from tensordict import TensorDict, TensorDictBase, unravel_key
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
-from torch.distributions import Categorical
 
 from policies.chats.chat_template import Renderer
 from policies.chats.containers import ChatHistory, LogProbs, Masks, Text, Tokens
@@ -25,7 +24,7 @@ from policies.models import find_model, load_model, load_tokenizer, token_ids
 from policies.padding import predicted, unpad
 from policies.random import fold
 from policies.sampler import Sampled, Stop
-from policies.scorer import max_positions
+from policies.scorer import max_positions, score_in_parts
 from policies.wrappers.generate_kwargs import GenerateKwargs
 from policies.wrappers.inputs import (
     InputReader,
@@ -38,8 +37,7 @@ from policies.wrappers.inputs import (
 from policies.wrappers.outputs import Form, home, put, shown
 
 if TYPE_CHECKING:
-    from policies.distributions.sequences import LLMMaskedCategorical
-    from policies.wrappers.token_dists import TokenDists
+    from torch.distributions import Categorical
 
 # What goes along to another version: how names are looked for and the system prompt of the chats,
 # and with the same weights where they are from and how often they were synced.
@@ -168,7 +166,7 @@ class LLMWrapperBase(TensorDictModuleBase):
             self.limits.check_positions(self.max_positions)
 
     def _set_model(self, model: Any) -> None:
-        self.model = model
+        self.model, self.scorer = model, None
 
     @property
     def device(self) -> torch.device:
@@ -391,12 +389,20 @@ class LLMWrapperBase(TensorDictModuleBase):
     ) -> Tensor:
         """Return the log-probs [B, T] of the tokens kept (None = all), 0 elsewhere.
 
-        `temperature` is a number or [B]; rows of one `group_id` [B] share their prompt.
+        Those of the wrapper's `scorer`, else of its logits. `temperature` is a number or [B]; rows
+        of one `group_id` [B] share their prompt.
         """
+        if self.scorer is not None:
+            options = {"temperature": temperature, "group_id": group_id, **self._packing()}
+            limit = self.micro_batch_tokens
+            return score_in_parts(self.scorer, tokens, attention, keep, limit=limit, **options)
         temperature = torch.as_tensor(temperature, device=tokens.device).reshape(-1, 1, 1)
         table = (self._logits(tokens, attention).float() / temperature).log_softmax(-1)
         values = table.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
         return values.masked_fill(~predicted(attention, keep), 0)
+
+    def _packing(self) -> dict[str, bool]:
+        return {"pack": True} if self.pad_model_input is False else {}
 
     @property
     def calls(self) -> Any:
@@ -435,116 +441,30 @@ class LLMWrapperBase(TensorDictModuleBase):
 
     # Distributions, as losses ask a scoring wrapper for them; a generating one refuses.
 
-    def get_dist(
-        self,
-        tensordict: TensorDictBase,
-        tensordict_out: TensorDictBase | None = None,
-        logits_key: NestedKey = "logits",
-        mask_key: NestedKey | None = None,
-        as_padded_tensor: bool | None = None,
-        as_nested_tensor: bool | None = None,
-        padding_value: float | None = None,
-        padding_side: str = "left",
-        layout: torch.layout | None = None,
-    ) -> "LLMMaskedCategorical | Categorical":
-        """Return the distribution of each token given those before it, over [B, T, V] logits.
+    def get_dist(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> "Categorical":
+        """Return the distribution of each token given those before it: `token_dists.get_dist`."""
+        return self._dist("get_dist", tensordict, *args, **kwargs)
 
-        Padded (the default), it is masked by the attention mask, or by that at `mask_key`: an
-        LLMMaskedCategorical whose padding holds `padding_value` (0). Ragged sequences are padded on
-        `padding_side`; padded ones stay as they lie. With `as_nested_tensor` it is a Categorical
-        over nested logits of `layout` (strided), with as_padded_tensor=False one over rows of equal
-        lengths; neither has a mask. `tensordict_out` gets the logits, at `logits_key`.
-        """
-        nested = as_nested_tensor is True
-        if (nested or as_padded_tensor is False) and (mask_key is not None or as_padded_tensor):
-            raise ValueError(
-                f"expected padded logits for a mask, got {as_nested_tensor=}, {as_padded_tensor=} "
-                f"and {mask_key=}; drop the one or the other"
-            )
-        if layout is not None and not nested:
-            raise ValueError(
-                f"layout is that of nested logits, got {layout} with {as_nested_tensor=}; set "
-                "as_nested_tensor=True, or drop it"
-            )
-        dists = self._dists(tensordict, padding_side, tensordict_out, logits_key)
-        if nested:
-            return dists.nested(layout or torch.strided)
-        if as_padded_tensor is False:
-            return dists.stacked()
-        return dists.masked(dists.mask_at(mask_key or "all_attention_mask"), padding_value)
+    def _get_dist_with_prompt_mask(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any):
+        return self._dist("with_prompt_mask", tensordict, *args, **kwargs)
 
-    def _get_dist_with_prompt_mask(
-        self,
-        tensordict: TensorDictBase,
-        tokens_key: NestedKey | None = None,
-        logits_key: NestedKey = "logits",
-        assistant_mask_key: NestedKey | None = None,
-        attention_mask_key: NestedKey | None = None,
-        padding_side: str = "left",
-        *,
-        tensordict_out: TensorDictBase | None = None,
-    ) -> "LLMMaskedCategorical":
-        """Return the distribution masked to what follows the prompt, else to the assistant mask.
+    def _get_dist_with_assistant_mask(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any):
+        return self._dist("with_assistant_mask", tensordict, *args, **kwargs)
 
-        `tokens_key` names the prompt's ids.
-        """
-        dists = self._dists(tensordict, padding_side, tensordict_out, logits_key)
-        after = dists.after_prompt(tokens_key)
-        if after is None:
-            return dists.masked(dists.mask_at(assistant_mask_key or "all_assistant_mask"))
-        return dists.masked(dists.mask_at(attention_mask_key or "all_attention_mask") & after)
+    def _get_dist_with_attention_mask(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any):
+        return self._dist("with_attention_mask", tensordict, *args, **kwargs)
 
-    def _get_dist_with_assistant_mask(
-        self,
-        tensordict: TensorDictBase,
-        assistant_mask_key: NestedKey | None = None,
-        logits_key: NestedKey = "logits",
-        padding_side: str = "left",
-        *,
-        tensordict_out: TensorDictBase | None = None,
-    ) -> "LLMMaskedCategorical":
-        """Return the distribution masked to assistant tokens.
-
-        Ids that were not read from tokens.full are written there, to the caller, over others.
-        """
-        dists = self._dists(tensordict, padding_side, tensordict_out, logits_key)
-        mask = dists.mask_at(assistant_mask_key or "all_assistant_mask")
-        dists.keep_ids(self._key("tokens", "full"))
-        return dists.masked(mask)
-
-    def _get_dist_with_attention_mask(
-        self,
-        tensordict: TensorDictBase,
-        attention_mask_key: NestedKey | None = None,
-        logits_key: NestedKey = "logits",
-        padding_side: str = "left",
-        *,
-        tensordict_out: TensorDictBase | None = None,
-    ) -> "LLMMaskedCategorical":
-        """Return the distribution masked to real tokens."""
-        dists = self._dists(tensordict, padding_side, tensordict_out, logits_key)
-        return dists.masked(dists.mask_at(attention_mask_key or "all_attention_mask"))
-
-    def _get_dist_with_custom_mask(
-        self,
-        tensordict: TensorDictBase,
-        mask: Tensor,
-        logits_key: NestedKey = "logits",
-        padding_side: str = "left",
-        *,
-        tensordict_out: TensorDictBase | None = None,
-    ) -> "LLMMaskedCategorical":
-        """Return the distribution under a bool mask, one entry a token."""
-        return self._dists(tensordict, padding_side, tensordict_out, logits_key).masked(mask)
+    def _get_dist_with_custom_mask(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any):
+        return self._dist("with_custom_mask", tensordict, *args, **kwargs)
 
     _get_sft_dist = _get_dist_with_prompt_mask
     _get_rlhf_dist = _get_dist_with_assistant_mask
     _get_generic_dist = _get_dist_with_attention_mask
 
-    def _dists(self, *given: Any) -> "TokenDists":
-        from policies.wrappers.token_dists import TokenDists
+    def _dist(self, kind: str, *args: Any, **kwargs: Any) -> Any:
+        from policies.wrappers import token_dists
 
-        return TokenDists(self, *given)
+        return getattr(token_dists, kind)(self, *args, **kwargs)
 
     # The batch queue.
 
