@@ -30,11 +30,6 @@ def is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def is_number(value: Any) -> bool:
-    """Return whether a value is a whole number or a float."""
-    return is_int(value) or isinstance(value, float)
-
-
 def is_id(value: Any) -> bool:
     """Return whether a value may be a token id."""
     return is_int(value) and value >= 0
@@ -45,7 +40,7 @@ def is_list(value: Any, of: Callable[[Any], bool]) -> bool:
     return isinstance(value, list | tuple | set | frozenset) and all(map(of, value))
 
 
-WHOLE, NUMBER = ("an integer", is_int), ("a number", is_number)
+WHOLE, NUMBER = ("an integer", is_int), ("a number", lambda v: is_int(v) or isinstance(v, float))
 FLAG = ("True or False", lambda v: isinstance(v, bool))
 IDS = ("a token id or a list of them", lambda v: is_id(v) or is_list(v, is_id))
 # What the sampler follows: by name, what is expected and whether a value is that.
@@ -116,17 +111,15 @@ class GenerateKwargs:
         return made
 
     def _check(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"expected temperature >= 0, got {self.temperature}")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"expected max_new_tokens >= 1, got {self.max_new_tokens}")
-        if self.num_return_sequences is not None and self.num_return_sequences < 1:
-            raise ValueError(f"expected n >= 1, got {self.num_return_sequences}")
-        if self.filters.min_new_tokens > self.max_new_tokens:
-            raise ValueError(
-                f"expected min_new_tokens <= max_new_tokens, got {self.filters.min_new_tokens} and "
-                f"{self.max_new_tokens}"
-            )
+        least, count = self.filters.min_new_tokens, self.num_return_sequences
+        for good, wanted, got in (
+            (0 <= self.temperature < float("inf"), "temperature >= 0", self.temperature),
+            (self.max_new_tokens >= 1, "max_new_tokens >= 1", self.max_new_tokens),
+            (count is None or count >= 1, "n >= 1", count),
+            (least <= self.max_new_tokens, "min_new_tokens <= max_new_tokens", least),
+        ):
+            if not good:
+                raise ValueError(f"expected {wanted}, got {got}")
         if self.handed_on and self.stop:
             raise ValueError(
                 f"expected stop or {sorted(self.handed_on)}, got both: with these, only tokens "
@@ -169,39 +162,35 @@ class GenerateKwargs:
 
     def check_positions(self, most: int | None) -> None:
         """Raise where the longest prompt and reply together exceed the model's `most` positions."""
-        asked = f"policy.max_new_tokens={self.max_new_tokens}"
-        if self.max_prompt_tokens is not None:
-            asked = f"policy.max_prompt_tokens={self.max_prompt_tokens} and {asked}"
         total = (self.max_prompt_tokens or 1) + self.max_new_tokens
         if most is not None and total > most:
             raise ValueError(
-                f"{asked} make up to {total} tokens, the model's max_position_embeddings is "
-                f"{most}; lower policy.max_prompt_tokens or policy.max_new_tokens"
+                f"policy.max_prompt_tokens={self.max_prompt_tokens} and policy.max_new_tokens="
+                f"{self.max_new_tokens} make up to {total} tokens, the model's "
+                f"max_position_embeddings is {most}; lower one of them"
             )
 
     def check_lengths(
         self, prompts: Tensor, attention: Tensor, tokenizer: Any, most: int | None = None
     ) -> None:
         """Raise where a prompt [B, T] exceeds max_prompt_tokens, or with its reply `most`."""
-        limit, new = self.max_prompt_tokens, self.max_new_tokens
+        limit, room = self.max_prompt_tokens, None if most is None else most - self.max_new_tokens
+        least = min((n for n in (limit, room) if n is not None), default=None)
         sizes = attention.sum(-1)  # [B]
-        room = float("inf") if most is None else most - new
-        over = sizes > min(room, float("inf") if limit is None else limit)
-        if not over.any():
+        if least is None or not (over := sizes > least).any():
             return
         i = int(over.int().argmax())
         size, end = int(sizes[i]), prompts[i][attention[i]][-40:].tolist()
         end = end if tokenizer is None else tokenizer.decode(end)
-        if limit is not None and size > limit:
-            raise ValueError(
-                f"prompt {i} of the batch has {size} tokens, policy.max_prompt_tokens is "
-                f"{limit}; raise it, or drop the row: {end!r}"
+        bound = f"policy.max_prompt_tokens is {limit}; raise it"
+        if limit is None or size <= limit:
+            bound = (
+                f"with policy.max_new_tokens={self.max_new_tokens} that is more than the model's "
+                f"max_position_embeddings={most}; lower it"
             )
         raise ValueError(
-            f"prompt {i} of the batch has {size} tokens, with policy.max_new_tokens={new} "
-            f"more than the model's max_position_embeddings={most}; lower "
-            "policy.max_new_tokens, or drop the row (policy.max_prompt_tokens is the bound "
-            f"for it): {end!r}"
+            f"prompt {i} of the batch has {size} tokens, {bound}, or drop the row "
+            f"(policy.max_prompt_tokens is the bound for it): {end!r}"
         )
 
 

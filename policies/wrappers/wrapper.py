@@ -44,6 +44,12 @@ if TYPE_CHECKING:
 KEPT, KEPT_WITH_WEIGHTS = ("source", "system_prompt"), ("found", "version")
 
 InputMode = Literal["history", "text", "tokens"]
+CHOICES = {
+    "input_mode": ("history", "text", "tokens"),
+    "pad_output": (True, False),
+    "inplace": (True, False, "empty", None),
+    "layout": (None, torch.strided, torch.jagged),
+}
 
 
 class LLMWrapperBase(TensorDictModuleBase):
@@ -514,37 +520,30 @@ class LLMWrapperBase(TensorDictModuleBase):
 
 def _check_settings(settings: dict[str, Any], limits: GenerateKwargs) -> None:
     """Raise ValueError for arguments of a wrapper that do not go together."""
-    mode, generate = settings["input_mode"], settings["generate"]
-    if mode not in ("history", "text", "tokens"):
-        raise ValueError(f"input_mode must be one of history, text, tokens; got {mode!r}")
-    if not isinstance(settings["pad_output"], bool):
-        raise ValueError(f"pad_output must be a boolean, got {settings['pad_output']!r}")
-    if settings["inplace"] not in (True, False, "empty", None):
-        raise ValueError(f"inplace must be True, False or 'empty', got {settings['inplace']!r}")
-    silent = settings["return_log_probs"] is False or settings["log_probs_key"] is None
-    if not generate and silent:
+    for name, allowed in CHOICES.items():
+        if settings[name] not in allowed:
+            raise ValueError(f"{name} must be one of {allowed}, got {settings[name]!r}")
+    if settings["generate"]:
+        if settings["pad_model_input"] is not None:
+            raise ValueError(
+                "pad_model_input is not supported when generate=True: it is how sequences are "
+                "scored"
+            )
+        _check_samples(settings, limits)
+    elif settings["return_log_probs"] is False or settings["log_probs_key"] is None:
         raise ValueError(
             "return_log_probs must be True when generate=False. It is what scoring returns; give "
             "it a log_probs_key too"
         )
-    if generate and settings["pad_model_input"] is not None:
-        raise ValueError(
-            "pad_model_input is not supported when generate=True: it is how sequences are scored"
-        )
-    layout = settings["layout"]
-    if layout not in (None, torch.strided, torch.jagged):
-        raise ValueError(f"expected layout torch.strided or torch.jagged, got {layout!r}")
-    if generate:
-        _check_samples(settings, limits)
 
 
 def _check_samples(settings: dict[str, Any], limits: GenerateKwargs) -> None:
-    asked, count = settings["num_samples"], settings["num_samples"] or limits.num_samples
-    if asked is not None and asked < 1:
-        raise ValueError(f"expected num_samples >= 1, got {asked}")
-    if asked is not None and limits.num_samples not in (None, asked):
+    asked = settings["num_samples"]
+    count = asked or limits.num_samples
+    if asked is not None and (asked < 1 or limits.num_samples not in (None, asked)):
         raise ValueError(
-            f"num_samples={asked} differs from generate_kwargs['n']={limits.num_samples}; drop one"
+            "expected num_samples >= 1 and as generate_kwargs says, got "
+            f"num_samples={asked} and n={limits.num_samples}; drop one"
         )
     if count is None:
         return
