@@ -37,6 +37,7 @@ class Generator(Protocol):
     pad_output: bool
     return_log_probs: bool
     text_key: str | tuple[str, ...] | None
+    prefer_tokens: bool | str
     tokenizer: Any
     renderer: Any
     stop_ids: frozenset[int]

@@ -578,11 +578,12 @@ def test_the_distribution_under_the_assistant_mask_may_be_asked_for_again(side, 
 
 
 def test_only_the_ids_of_the_history_have_its_assistant_mask():
-    td = scoring(pad_output=False)(spoken()).select("tokens", "history")
-    assert scoring()._get_rlhf_dist(td.copy()).mask.sum() > 0
+    td = scoring(pad_output=False)(spoken()).select(("tokens", "full"), "history")
+    policy = scoring(prefer_tokens="always")
+    assert policy._get_rlhf_dist(td.copy()).mask.sum() > 0
     rows(td, ("tokens", "full"))[1][2] += 1
     with pytest.raises(ValueError, match="assistant mask"):
-        scoring()._get_rlhf_dist(td)
+        policy._get_rlhf_dist(td)
 
 
 @pytest.mark.parametrize("padded", [True, False])

@@ -1,5 +1,6 @@
 """What a wrapper reads from a td: ids if there are any, else the rendered history or the text.
 
+Ids win only while they are those of the history or text beside them; see `InputReader.follows`.
 Everything comes out dense: ids [B, T] with bool masks [B, T]; ragged rows are padded here, once.
 """
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from policies.chats.history import History
 from policies.chats.messages import records_of, visible
-from policies.padding import attended, compact, is_ragged, pad, pad_mask, rows
+from policies.padding import attended, compact, is_ragged, pad, pad_mask, rows, unpad
 
 NestedKey = str | tuple[str, ...]
 Records = list[list[dict[str, Any]]]  # the messages of B chats, with their flags
@@ -57,7 +58,8 @@ class Sequences:
 class InputReader:
     """Read ids, histories and texts by the keys and with the tokenizer of a wrapper.
 
-    `key` is where the input of `mode` stands. With prefer_tokens=False ids are not looked for.
+    `key` is where the input of `mode` stands. With prefer_tokens=False ids are not looked for,
+    with "always" they are not compared with what stands there.
     """
 
     mode: str
@@ -65,11 +67,12 @@ class InputReader:
     tokens_key: NestedKey
     masks_key: NestedKey
     attention_mask_key: NestedKey
-    prefer_tokens: bool
+    prefer_tokens: bool | str
     tokenizer: Any
     tokenizer_kwargs: dict[str, Any]
     renderer: Any
     pad_token_id: int
+    stop_ids: frozenset[int]
     device: torch.device
 
     def records(self, td: TensorDictBase) -> Records | None:
@@ -90,23 +93,31 @@ class InputReader:
         ids = rows(td, key)
         if ids is None:
             return self._fresh(td, "prompt", records, "left")
-        masks = rows(td, self.attention_mask_key)
-        if masks is None:  # a prompt fills the first columns of an output
-            masks = rows(td, (*_path(self.masks_key), "all_attention_mask"))
-            masks = masks and [mask[: len(row)] for mask, row in zip(masks, ids, strict=True)]
         if _ragged(td, key):
-            return self._padded(attended(ids, masks, ragged=True), "left")
-        tokens = td.get(key).to(self.device)
-        keep = torch.ones_like(tokens, dtype=torch.bool)
-        if masks is not None:
-            if any(mask.shape != ids[0].shape for mask in masks):
+            seq = self._padded(attended(ids, self._prompt_masks(td, ids), ragged=True), "left")
+        else:
+            tokens = td.get(key).to(self.device)
+            masks = self._prompt_masks(td, ids)
+            if masks is not None and any(mask.shape != ids[0].shape for mask in masks):
                 raise ValueError(
                     "expected an attention mask with an entry for each token id, got "
                     f"{len(masks[0])} entries for {len(ids[0])} ids"
                 )
-            keep = torch.stack(masks).bool().to(self.device)
-        tokens = compact(tokens, keep, self.pad_token_id, side="left")
-        return Sequences(tokens, compact(keep, keep, side="left"))
+            keep = torch.ones_like(tokens, dtype=torch.bool)
+            keep = keep if masks is None else torch.stack(masks).bool().to(self.device)
+            tokens = compact(tokens, keep, self.pad_token_id, side="left")
+            seq = Sequences(tokens, compact(keep, keep, side="left"))
+        if self.follows(td, "prompt", seq, records):
+            return seq
+        return self._fresh(td, "prompt", records, "left")
+
+    def _prompt_masks(self, td: TensorDictBase, ids: list[Tensor]) -> list[Tensor] | None:
+        """Return the attention masks of prompts: an output's prompt fills its first columns."""
+        masks = rows(td, self.attention_mask_key)
+        if masks is None:
+            masks = rows(td, (*_path(self.masks_key), "all_attention_mask"))
+            masks = masks and [mask[: len(row)] for mask, row in zip(masks, ids, strict=True)]
+        return masks
 
     def sequences(self, td: TensorDictBase, side: str = "left") -> Sequences:
         """Return what stands at `full`: as it lies if dense, else padded on `side`."""
@@ -115,11 +126,12 @@ class InputReader:
         if given is None:
             seq = self._fresh(td, "full", self.records(td), side)
         elif _ragged(td, key):
-            masks = rows(td, self.attention_mask_key)
-            seq = self._padded(attended(given, masks, ragged=True), side)
+            seq = self._stacked(td, given, side)
         else:
             tokens = td.get(key).to(self.device)
             seq = Sequences(tokens, self._attention(td, tokens), dense=True)
+        if given is not None:
+            self.follows(td, "full", seq, None)
         strict, tokens = given is not None, seq.tokens
         if seq.assistant is None:
             mask = self._mask_of(td, tokens, "all_assistant_mask", side, strict=strict)
@@ -165,9 +177,56 @@ class InputReader:
                     "sequences, found other ids there; give them ragged, or without the prompts"
                 )
             return seq.attention & (torch.arange(seq.tokens.shape[-1], device=self.device) >= size)
-        prompt = attended(prompt, rows(td, self.attention_mask_key), ragged=True)
+        prompt = attended(prompt, self._prompt_masks(td, prompt), ragged=True)
+        begins = unpad(seq.tokens, seq.attention)
+        if any(
+            row.tolist() != ids[: len(row)].tolist()
+            for row, ids in zip(prompt, begins, strict=True)
+        ):
+            raise ValueError(
+                f"expected the prompts at {key} at the start of the sequences, found other ids "
+                "there; give rows without padding, or leave the prompts out"
+            )
         sizes = torch.tensor([len(row) for row in prompt], device=self.device)[:, None]
         return seq.attention & (seq.attention.cumsum(-1) > sizes)
+
+    def follows(
+        self, td: TensorDictBase, field: str, seq: Sequences, records: Records | None
+    ) -> bool:
+        """Return whether ids are those of the history or text beside them, if there is one.
+
+        They are if they read alike: other ids for the same words (sampled ones are no tokenizer's),
+        blanks and what ends a turn do not count. A prompt that the chat has gone on from is False:
+        to be rendered anew. Everything else is a ValueError with the remedies.
+        """
+        if self.prefer_tokens == "always" or self.mode == "tokens" or self.tokenizer is None:
+            return True
+        if td.get(self.key, None) is None:
+            return True
+        records = self.records(td) if records is None else records
+        fresh = self._fresh(td, field, records, "left")
+        mine, theirs = (unpad(x.tokens, x.attention) for x in (seq, fresh))
+        if all(map(torch.equal, mine, theirs)):
+            return True
+        pairs = [(self._words(a), self._words(b)) for a, b in zip(mine, theirs, strict=True)]
+        if all(ids == said for ids, said in pairs):
+            return True
+        if field == "prompt" and all(said.startswith(ids) for ids, said in pairs):
+            return False
+        row = next(i for i, (ids, said) in enumerate(pairs) if ids != said)
+        raise ValueError(
+            f"expected the ids of {self.key} at {self.ids_key(field)}, row {row} has other ones: "
+            "was one of the two changed? Take the ids out of the input to have it tokenised anew "
+            "(or say prefer_tokens=False), or go by the ids alone: prefer_tokens='always'"
+        )
+
+    def _words(self, ids: Tensor) -> str:
+        """Return what ids say, without padding, ends of turns and the number of blanks."""
+        text = self.tokenizer.decode(ids).replace("\N{REPLACEMENT CHARACTER}", "")
+        ends = {*self.tokenizer.convert_ids_to_tokens([self.pad_token_id, *self.stop_ids])}
+        for token in {*self.tokenizer.all_special_tokens, *ends}:
+            text = text.replace(token, " " if token in ends else f" {token} ")
+        return " ".join(text.split())
 
     # Histories and texts.
 
@@ -203,6 +262,15 @@ class InputReader:
             assistant.append(mask)
         marks = pad(assistant, False, side=side).to(self.device)
         return replace(self._padded(ids, side), assistant=marks)
+
+    def _stacked(self, td: TensorDictBase, ids: list[Tensor], side: str) -> Sequences:
+        """Return rows of a lazy stack or a nested tensor, which may hold padding of their own."""
+        keys = ((*_path(self.masks_key), "all_attention_mask"), self.attention_mask_key)
+        for masks in (rows(td, key) for key in keys):
+            if masks and all(m.shape == row.shape for m, row in zip(masks, ids, strict=True)):
+                keep = pad([mask.bool() for mask in masks], False, side=side).to(self.device)
+                return Sequences(pad(ids, self.pad_token_id, side=side).to(self.device), keep)
+        return self._padded(ids, side)
 
     def _padded(self, ids: list[Tensor], side: str) -> Sequences:
         tokens = pad(ids, self.pad_token_id, side=side).to(self.device)

@@ -48,6 +48,7 @@ CHOICES = {
     "input_mode": ("history", "text", "tokens"),
     "pad_output": (True, False),
     "inplace": (True, False, "empty", None),
+    "prefer_tokens": (True, False, "always"),
     "layout": (None, torch.strided, torch.jagged),
 }
 
@@ -72,7 +73,9 @@ class LLMWrapperBase(TensorDictModuleBase):
     *_key: where each output stands; None leaves it out.
     batching: rows of several threads run together (see BatchQueue for sizes and timeout, in
     seconds); sizes alone switch it on.
-    prefer_tokens: False renders histories and texts even where there are ids.
+    prefer_tokens: ids are read before the history or text that they are of. A prompt that has gone
+    on is rendered anew, other ids than its own are a ValueError; "always" goes by the ids without
+    that look, False renders even where there are ids.
     score_mask_key: a bool mask [B, T]; only its tokens are scored, the others read 0.
     micro_batch_tokens: the most padded tokens of one scoring forward.
 
@@ -109,7 +112,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         min_batch_size: int | None = None,
         max_batch_size: int | None = None,
         batching_timeout: float = 10.0,
-        prefer_tokens: bool = True,
+        prefer_tokens: bool | Literal["always"] = True,
         score_mask_key: NestedKey | None = None,
         micro_batch_tokens: int | None = None,
     ) -> None:
@@ -430,6 +433,7 @@ class LLMWrapperBase(TensorDictModuleBase):
             tokenizer_kwargs=self.tokenizer_kwargs,
             renderer=self.renderer,
             pad_token_id=self.pad_token_id,
+            stop_ids=self.stop_ids,
             device=self.device,
         )
 
