@@ -100,6 +100,7 @@ def load_reference(
         model=scorer,
         generate=False,
         log_probs_key="ref_log_probs",
+        text_key=None,
         score_mask_key=("masks", "all_response_mask"),
         micro_batch_tokens=micro_batch_tokens,
         inplace=False,

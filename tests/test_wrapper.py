@@ -93,7 +93,12 @@ def test_log_probs_are_those_at_the_sampling_temperature():
     kwargs = {**policy.generate_kwargs, "temperature": 0.3}
     out = policy.get_new_version(generate_kwargs=kwargs)(prompts())
     assert out["temperature"].tolist() == [pytest.approx(0.3)] * 3
-    scored = scoring(inplace=False)(out)  # the temperature travels with the batch
+    # The temperature travels with the batch, for whoever asks for it.
+    scored = scoring(inplace=False)(out, temperature_key="temperature")
+    torch.testing.assert_close(
+        scoring(inplace=False)(out)["log_probs"].full,
+        scoring(inplace=False)(out.exclude("temperature"))["log_probs"].full,
+    )
     for i, (ids, values, mask) in enumerate(sequences(out)):
         want = plain_log_probs(policy, ids, 0.3)
         torch.testing.assert_close(values.double(), want * mask, atol=1e-5, rtol=0)
@@ -323,7 +328,7 @@ def test_keys_may_be_renamed():
     out = policy(td)
     assert set(out.keys()) == {*names.values(), "policy_version", "temperature"}
     scored = scoring(**names, inplace=False)(out)
-    assert set(scored.keys()) == {"my_masks", "my_tokens", "my_log_probs"}
+    assert set(scored.keys()) == {*names.values()}
     plain = make_policy()(prompts())
     assert torch.equal(out["my_tokens", "full"], plain["tokens", "full"])
     free = make_policy().get_new_version(input_key="chat", inplace=False)
@@ -640,10 +645,34 @@ def test_the_collector_is_held_weakly():
     assert policy.collector is None
 
 
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("mode", ["history", "text", "tokens"])
+def test_out_keys_are_exactly_what_is_written_and_the_words_are_those_of_the_ids(mode, padded):
+    settings = {"input_mode": mode, "pad_output": padded, "inplace": False}
+    policy = make_policy().get_new_version(**settings)
+    said = policy(prompts(mode))
+    assert set(said.keys()) == {*policy.out_keys}
+    score = policy.get_new_version(generate=False)
+    for td in (said, spoken(mode)):
+        out = score(td)
+        assert set(out.keys()) == {*score.out_keys}
+        if mode == "tokens":
+            assert "text" not in out
+            continue
+        keep, ids = (rows(out, k) for k in (("masks", "all_attention_mask"), ("tokens", "full")))
+        whole = [policy.tokenizer.decode(row[mask]) for row, mask in zip(ids, keep, strict=True)]
+        assert out["text"].full == whole
+        if mode == "history":
+            assert out["history"].full.chats() == td["history"].full.chats()
+    if mode != "tokens":  # the second scoring of a generation says what the generation said
+        again = score(said)["text"]
+        for field in ("prompt", "response", "full"):
+            assert again.get(field) == said["text"].get(field)
+
+
 def test_keys_tell_what_is_written():
     policy = make_policy()
     out = policy(prompts())
-    assert set(policy.out_keys) <= set(out.keys())
     assert policy.log_prob_keys == [("log_probs", "full")]
     assert all(key in out.keys(True) for key in policy.log_prob_keys + policy.dist_sample_keys)
     assert policy.dist_params_keys == []  # a generating policy has no distributions

@@ -70,7 +70,8 @@ def test_model_and_tokenizer_may_be_names_or_folders(llama):
     ids = TransformersWrapper(by_name.model, input_mode="tokens", **settings)
     tokens = by_name(td).select("tokens").set("stream", td["stream"])
     same(ids(tokens), by_name(td))
-    assert set(ids.out_keys) == {"masks", "tokens", "log_probs"}
+    counts = {"policy_version", "temperature"}
+    assert set(ids.out_keys) == {"masks", "tokens", "log_probs", *counts}
 
 
 def test_tokenizer_kwargs_change_the_ids_of_texts_only(llama):

@@ -8,12 +8,11 @@ import pytest
 import torch
 from contracts import make_policy, plain_log_probs
 from tensordict import TensorDict, lazy_stack
-from wrapped import CHATS, SPOKEN, policy_ids, prompts, scoring, sequences, spoken
+from wrapped import SPOKEN, policy_ids, prompts, scoring, sequences, spoken
 
 from policies.chats.containers import ChatHistory, Text, Tokens
 from policies.chats.history import History
 from policies.padding import rows
-from trainer import GRPOLoss
 
 
 def histories(field: str, chats) -> ChatHistory:
@@ -75,7 +74,7 @@ def test_padding_is_no_token_however_the_rows_are_held(form, mode, equal):
 def test_prompts_that_lie_elsewhere_in_a_lazy_stack_are_an_error():
     td = make_policy()(prompts()).select("tokens", "masks").to_lazystack(0)
     rows(td, ("tokens", "prompt"))[0].add_(1)
-    with pytest.raises(ValueError, match="prompts at .* other ids"):
+    with pytest.raises(ValueError, match=r"prompts at .* other ids"):
         scoring()._get_sft_dist(td)
 
 

@@ -79,7 +79,9 @@ class RetrieveLogProb(Transform):
     def _step(self, tensordict: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
         td = tensordict if self.device is None else tensordict.to(self.device)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detach):
-            scored = self.model(td.copy())  # a copy: wrappers may write in place
+            # At the temperature of the sampling; a copy, for wrappers may write in place.
+            asked = {"temperature_key": "temperature"} if hasattr(self.model, "limits") else {}
+            scored = self.model(td.copy(), **asked)
             log_probs = get_values(full_key(self.model.log_probs_key), scored)
             mask = self._mask(td, scored)
             border = Border(log_probs, mask, side=self.padding_side)

@@ -139,6 +139,16 @@ class GenerateKwargs:
         """Return what makes the log-probs others than those of the model at the temperature."""
         return [*self._filters(), *self.handed_on]
 
+    @property
+    def cuts(self) -> bool:
+        """Return whether `cut` leaves anything out; greedy log-probs are the whole model's."""
+        found = self.filters
+        return self.temperature > 0 and bool(found.top_k or found.top_p < 1 or found.min_p)
+
+    def cut(self, logits: Tensor) -> Tensor:
+        """Return tempered logits [..., V] with -inf at what is never sampled of them."""
+        return self.filters.cut(logits) if self.cuts else logits
+
     def _filters(self) -> dict[str, Any]:
         chosen, neutral = asdict(self.filters), asdict(NO_FILTERS)
         return {k: v for k, v in chosen.items() if v != neutral[k]}

@@ -242,13 +242,18 @@ class InputReader:
             )
         if self.mode == "history":
             return self._rendered(records or [], side, add_generation_prompt=field == "prompt")
+        options = {"add_special_tokens": False, **self.tokenizer_kwargs}
+        ids = [self.tokenizer(text, **options)["input_ids"] for text in self.texts(td)]
+        return self._padded([torch.tensor(row, dtype=torch.int64) for row in ids], side)
+
+    def texts(self, td: TensorDictBase) -> list[str]:
+        """Return the texts that stand at the key."""
+        value = td.get(self.key)
         texts = value if isinstance(value, list) else value.tolist()
         wrong = next((text for text in texts if not isinstance(text, str)), None)
         if wrong is not None:
             raise TypeError(f"expected str at {self.key!r}, got {type(wrong).__name__}")
-        options = {"add_special_tokens": False, **self.tokenizer_kwargs}
-        ids = [self.tokenizer(text, **options)["input_ids"] for text in texts]
-        return self._padded([torch.tensor(row, dtype=torch.int64) for row in ids], side)
+        return texts
 
     def _rendered(self, records: Records, side: str, *, add_generation_prompt: bool) -> Sequences:
         """Render each chat once; adjacent repeats (the samples of a group) share the work."""

@@ -1,7 +1,7 @@
 """The distribution of each token of given sequences, as losses ask a scoring wrapper for it.
 
 Entry t of the logits [B, T, V] predicts token t. Nothing here has a state that a call changes, so
-threads may ask at once.
+threads may ask at once. Arguments that are not named have no effect (the pages' **kwargs).
 """
 
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributions import Categorical
 
 from policies.distributions.sequences import LLMMaskedCategorical
-from policies.padding import rows, unpad
+from policies.padding import predicted, rows, unpad
 from policies.wrappers.inputs import NestedKey, flat
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class TokenDists:
             )
         if side not in ("left", "right"):
             raise ValueError(f"expected padding_side 'left' or 'right', got {side!r}")
-        self.reader, self.td, self.side = wrapper.reader(), td, side
+        self.reader, self.td, self.side = wrapper.reader(flat(td)), td, side
         self.out, self.logits_key = out, logits_key
         self.seq = seq = self.reader.sequences(flat(td), side)
         if seq.dense and side == "right" and (seq.attention[:, 1:] > seq.attention[:, :-1]).any():
@@ -84,8 +84,12 @@ class TokenDists:
                 "as they lie; give them ragged, or drop it"
             )
         logits = wrapper.calls._logits(seq.tokens, seq.attention)
-        scale = torch.as_tensor(wrapper.scoring_temperature(flat(td)), device=logits.device)
-        self.logits = logits / scale.reshape(-1, 1, 1)  # [B, T, V]
+        # Losses ask for it: the ratio to what was sampled is at the temperature of the sampling.
+        scale = wrapper.scoring_temperature(flat(td), "temperature")
+        scale = torch.as_tensor(scale, device=logits.device).reshape(-1, 1, 1)
+        told = predicted(seq.attention).unsqueeze(-1)
+        logits = logits / scale
+        self.logits = torch.where(told, wrapper.limits.cut(logits), logits)  # [B, T, V]
 
     def mask_at(self, key: NestedKey) -> Tensor:
         """Return a mask [B, T] by the name of its field in the masks or by its key in td."""
@@ -156,6 +160,7 @@ def get_dist(
     padding_value: float | None = None,
     padding_side: str = "left",
     layout: torch.layout | None = None,
+    **_: Any,
 ) -> LLMMaskedCategorical | Categorical:
     """Return the distribution of each token given those before it, over [B, T, V] logits.
 
@@ -194,6 +199,7 @@ def with_prompt_mask(
     padding_side: str = "left",
     *,
     tensordict_out: TensorDictBase | None = None,
+    **_: Any,
 ) -> LLMMaskedCategorical:
     """Return the distribution masked to what follows the prompt, else to the assistant mask.
 
@@ -214,6 +220,7 @@ def with_assistant_mask(
     padding_side: str = "left",
     *,
     tensordict_out: TensorDictBase | None = None,
+    **_: Any,
 ) -> LLMMaskedCategorical:
     """Return the distribution masked to assistant tokens.
 
@@ -233,6 +240,7 @@ def with_attention_mask(
     padding_side: str = "left",
     *,
     tensordict_out: TensorDictBase | None = None,
+    **_: Any,
 ) -> LLMMaskedCategorical:
     """Return the distribution masked to real tokens."""
     dists = TokenDists(wrapper, tensordict, padding_side, tensordict_out, logits_key)
@@ -247,6 +255,7 @@ def with_custom_mask(
     padding_side: str = "left",
     *,
     tensordict_out: TensorDictBase | None = None,
+    **_: Any,
 ) -> LLMMaskedCategorical:
     """Return the distribution under a bool mask, one entry a token."""
     return TokenDists(wrapper, tensordict, padding_side, tensordict_out, logits_key).masked(mask)

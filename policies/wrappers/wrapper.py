@@ -60,7 +60,8 @@ class LLMWrapperBase(TensorDictModuleBase):
     better way than those logits.
 
     model, tokenizer: objects, folders or names; without a tokenizer that of the model named.
-    input_mode: what is read: "history", "text" or "tokens"; `input_key` renames the field.
+    input_mode: what is read: "history", "text" or "tokens". `input_key` is where those, or their
+    container, stand.
     attention_mask_key: the mask of given ids, where there is no (masks_key, "all_attention_mask").
     generate_kwargs: see GenerateKwargs. tokenizer_kwargs: for texts.
     pad_output: dense [B, T] instead of ragged outputs; those are lazy stacks, or nested tensors of
@@ -80,7 +81,7 @@ class LLMWrapperBase(TensorDictModuleBase):
     micro_batch_tokens: the most padded tokens of one scoring forward.
 
     A `stream` [B] in the input fixes the draws of each row; otherwise torch's generator seeds them.
-    A `temperature` [B] in the input is that of scoring.
+    Scores are of the distribution that generate_kwargs say: their temperature, top-k, top-p, min-p.
     """
 
     def __init__(
@@ -194,15 +195,13 @@ class LLMWrapperBase(TensorDictModuleBase):
 
     def _set_keys(self) -> None:
         """Derive in_keys and out_keys."""
-        self.in_keys = [
-            self.input_key or self._key(self.input_mode, "prompt" if self.generate else "full")
-        ]
-        # Words are only written where there is a reply to write.
-        text = self.generate and self.input_mode != "tokens"
-        history = self.generate and self.input_mode == "history"
-        keys = [self.text_key if text else None, self.masks_key, self.tokens_key]
+        self._field = "prompt" if self.generate else "full"
+        self.in_keys = [self.input_key or self._key(self.input_mode, self._field)]
+        keys = [None if self.input_mode == "tokens" else self.text_key]
+        keys += [self.masks_key, self.tokens_key]
         keys += [self.log_probs_key if self.return_log_probs else None]
-        keys += [self.history_key if history else None]
+        keys += [self.history_key if self.input_mode == "history" else None]
+        keys += ["policy_version", "temperature"] if self.generate else []
         self.out_keys = [key for key in keys if key is not None]
 
     def _key(self, container: str, field: str | None = None) -> NestedKey:
@@ -235,15 +234,21 @@ class LLMWrapperBase(TensorDictModuleBase):
         return new
 
     def forward(
-        self, tensordict: TensorDictBase, *, tensordict_out: TensorDictBase | None = None
+        self,
+        tensordict: TensorDictBase,
+        *,
+        tensordict_out: TensorDictBase | None = None,
+        temperature_key: NestedKey | None = None,
     ) -> TensorDictBase:
         """Generate or score; batches of any number of dimensions, unbatched ones too.
 
-        Outputs go to `tensordict_out` if it is given, else where `inplace` says.
+        Outputs go to `tensordict_out` if it is given, else where `inplace` says. Scores are at the
+        temperatures [B] at `temperature_key`, if there are any, else at the wrapper's own.
         """
         if 0 in tensordict.batch_size:
             raise ValueError(f"expected at least one row, got batch_size {tensordict.batch_size}")
-        out = self._generate(flat(tensordict)) if self.generate else self._score(flat(tensordict))
+        td = flat(tensordict)
+        out = self._generate(td) if self.generate else self._score(td, temperature_key)
         out = self._shaped(out, tensordict)
         if self._settings["device"] is not None:
             out = out.to(home(tensordict)).clear_device_()
@@ -269,7 +274,7 @@ class LLMWrapperBase(TensorDictModuleBase):
 
     def _generate(self, td: TensorDictBase) -> TensorDictBase:
         """Return replies to the prompts of td [B], in n samples of each [B, n]."""
-        reader = self.reader()
+        reader = self.reader(td)
         records = reader.records(td)
         prompts = reader.prompts(td, records)
         self.limits.check_lengths(
@@ -290,7 +295,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         out = self._placed(done, batch_size=[size * times])
         out.set("policy_version", torch.full((size * times,), self.version))
         out.set("temperature", torch.full((size * times,), self.temperature or 1.0))
-        asked = None if records is None else td.get(self.in_keys[0])
+        asked = None if records is None else td.get(reader.key)
         self._write_words(out, prompts, drawn, asked, records)
         return out if self.num_samples is None else out.reshape(size, times)
 
@@ -337,26 +342,50 @@ class LLMWrapperBase(TensorDictModuleBase):
 
     # Scoring.
 
-    def _score(self, td: TensorDictBase) -> TensorDictBase:
-        """Return masks, tokens and log-probs of the whole sequences of td [B]."""
-        seq = self.reader().sequences(td)
-        done = self._form().scored(seq, self._scored(td, seq))
-        return self._placed(done, batch_size=td.batch_size)
+    def _score(self, td: TensorDictBase, temperature_key: NestedKey | None) -> TensorDictBase:
+        """Return masks, tokens, log-probs and words of the whole sequences of td [B]."""
+        reader = self.reader(td)
+        seq = reader.sequences(td)
+        done = self._form().scored(seq, self._scored(td, seq, temperature_key))
+        out = self._placed(done, batch_size=td.batch_size)
+        if self.text_key is not None and self.input_mode != "tokens":
+            out.set(self.text_key, self._said(td, seq, reader))
+        if self.history_key is not None and reader.records(td) is not None:
+            given = ChatHistory(full=td.get(reader.key), batch_size=td.batch_size)
+            out.set(self.history_key, given)
+        return out
 
-    def _scored(self, td: TensorDictBase, seq: Sequences) -> Tensor:
-        """Return the log-probs [B, T] of a td's sequences at its temperature."""
+    def _said(self, td: TensorDictBase, seq: Sequences, reader: InputReader) -> Text:
+        """Return what whole sequences say; the response without the token that ends it."""
+        parts = seq.parts()
+        texts = {"full": self._decode(seq.tokens, seq.attention)}
+        if self.input_mode == "text" and td.get(reader.key, None) is not None:
+            texts["full"] = reader.texts(td)
+        if "prompt" in parts:
+            after = parts["response"]
+            last = after & ~(after.flip(-1).cumsum(-1).flip(-1) > 1)
+            ends = last & torch.isin(seq.tokens, seq.tokens.new_tensor(sorted(self.stop_ids)))
+            texts["prompt"] = self._decode(seq.tokens, parts["prompt"])
+            texts["response"] = self._decode(seq.tokens, after & ~ends)
+        return Text(**texts, batch_size=td.batch_size)
+
+    def _scored(
+        self, td: TensorDictBase, seq: Sequences, temperature_key: NestedKey | None = None
+    ) -> Tensor:
+        """Return the log-probs [B, T] of a td's sequences."""
         keep = None
         if self.score_mask_key is not None:
-            keep = self.reader().mask_at(td, self.score_mask_key)
+            keep = self.reader(td).mask_at(td, self.score_mask_key)
         group = td.get("group_id", None)
         group = None if group is None else group.to(self.device)
-        return self.calls._log_probs(
-            seq.tokens, seq.attention, keep, self.scoring_temperature(td), group
-        )
+        scale = self.scoring_temperature(td, temperature_key)
+        return self.calls._log_probs(seq.tokens, seq.attention, keep, scale, group)
 
-    def scoring_temperature(self, td: TensorDictBase) -> Tensor | float:
-        """Return the temperature of scoring: that of td [B], else the wrapper's; greedy is 1."""
-        given = td.get("temperature", None)
+    def scoring_temperature(
+        self, td: TensorDictBase, key: NestedKey | None = None
+    ) -> Tensor | float:
+        """Return the temperature of scoring: that of td [B] at `key`, else the wrapper's own."""
+        given = None if key is None else td.get(key, None)
         return (self.temperature or 1.0) if given is None else given.to(self.device)
 
     def log_prob(self, data: TensorDictBase, **get_kwargs: Any) -> Tensor | list[Tensor]:
@@ -367,7 +396,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         if self.generate:
             raise RuntimeError("log_prob scores; expected generate=False, got generate=True")
         td = flat(data)
-        seq = self.reader().sequences(td)
+        seq = self.reader(td).sequences(td)
         part = seq.parts().get("response")
         if part is None:
             raise ValueError(
@@ -401,12 +430,13 @@ class LLMWrapperBase(TensorDictModuleBase):
         Those of the wrapper's `scorer`, else of its logits. `temperature` is a number or [B]; rows
         of one `group_id` [B] share their prompt.
         """
-        if self.scorer is not None:
+        if self.scorer is not None and not self.limits.cuts:
             options = {"temperature": temperature, "group_id": group_id, **self._packing()}
             limit = self.micro_batch_tokens
             return score_in_parts(self.scorer, tokens, attention, keep, limit=limit, **options)
         temperature = torch.as_tensor(temperature, device=tokens.device).reshape(-1, 1, 1)
-        table = (self._logits(tokens, attention).float() / temperature).log_softmax(-1)
+        logits = self._logits(tokens, attention).float() / temperature  # [B, T, V]
+        table = self.limits.cut(logits).log_softmax(-1)
         values = table.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
         return values.masked_fill(~predicted(attention, keep), 0)
 
@@ -420,11 +450,16 @@ class LLMWrapperBase(TensorDictModuleBase):
 
     # Reading and writing.
 
-    def reader(self) -> InputReader:
+    def reader(self, td: TensorDictBase) -> InputReader:
         """Return what reads a td by the keys, mode, tokenizer and device of now."""
+        key = self.in_keys[0]
+        if self.input_key is not None and isinstance(
+            td.get(key, None), Text | Tokens | ChatHistory
+        ):
+            key = unravel_key((key, self._field))
         return InputReader(
             mode=self.input_mode,
-            key=self.in_keys[0],
+            key=key,
             tokens_key=self._key("tokens"),
             masks_key=self._key("masks"),
             attention_mask_key=self.attention_mask_key,
