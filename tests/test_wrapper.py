@@ -204,7 +204,7 @@ def test_prompts_over_the_limit_are_refused_by_number():
     [
         ({"seed": 3}, "unknown 'seed'"),
         ({"min_tokens": 3}, "unknown 'min_tokens'; did you mean min_new_tokens"),
-        ({"num_beams": 2}, "num_beams=2: a beam search"),
+        ({"num_beams": 2}, "num_beams=2: it has no log-probs"),
         ({"max_length": 9}, "max_length=9: lengths count new tokens"),
         ({"logprobs": True}, "return_log_probs"),
         ({"max_new_tokens": 2.7}, "expected max_new_tokens to be an integer, got 2.7"),

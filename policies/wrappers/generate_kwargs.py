@@ -77,20 +77,28 @@ class GenerateKwargs:
     filters: Filters = NO_FILTERS
     handed_on: dict[str, Any] = field(default_factory=dict)
     computes: dict[str, Any] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)  # of no config: logits_processor, ...
 
     @classmethod
-    def read(cls, kwargs: dict[str, Any]) -> "GenerateKwargs":
+    def read(cls, kwargs: dict[str, Any], *, log_probs: bool = True) -> "GenerateKwargs":
         """Return the checked arguments; ValueErrors say the names, types and ranges expected.
+
+        A `generation_config` stands for its fields. Without `log_probs`, what has none is allowed.
 
         >>> GenerateKwargs.read({"do_sample": False, "max_tokens": 5}).temperature
         0.0
         """
+        config = kwargs.get("generation_config")
+        if config is not None:
+            others = {k: v for k, v in kwargs.items() if k != "generation_config"}
+            kwargs = {**config.to_diff_dict(), **others}
         asked = {k: v for k, v in _renamed(kwargs).items() if v is not None}
         more: dict[str, Any] = {}
         if not asked.keys() <= OWN.keys():
             from policies.wrappers import more_kwargs
 
-            more = more_kwargs.sort({k: asked.pop(k) for k in list(asked) if k not in OWN})
+            rare = {k: asked.pop(k) for k in list(asked) if k not in OWN}
+            more = more_kwargs.sort(rare, log_probs=log_probs)
         greedy = asked.pop("do_sample", True) is False
         if greedy and asked.get("temperature", 0) != 0:
             raise ValueError(
@@ -120,9 +128,9 @@ class GenerateKwargs:
         ):
             if not good:
                 raise ValueError(f"expected {wanted}, got {got}")
-        if self.handed_on and self.stop:
+        if self.foreign and self.stop:
             raise ValueError(
-                f"expected stop or {sorted(self.handed_on)}, got both: with these, only tokens "
+                f"expected stop or {self.foreign}, got both: with these, only tokens "
                 "(eos_token_id) can end a reply"
             )
         if self.handed_on:
@@ -137,7 +145,12 @@ class GenerateKwargs:
     @property
     def narrowed(self) -> list[str]:
         """Return what makes the log-probs others than those of the model at the temperature."""
-        return [*self._filters(), *self.handed_on]
+        return [*self._filters(), *self.foreign]
+
+    @property
+    def foreign(self) -> list[str]:
+        """Return what only transformers' own `generate` does."""
+        return sorted({*self.handed_on, *self.objects})
 
     @property
     def cuts(self) -> bool:

@@ -1,6 +1,6 @@
 """What a wrapper reads from a td: ids if there are any, else the rendered history or the text.
 
-Ids win only while they are those of the history or text beside them; see `InputReader.follows`.
+Ids win only while they are those of the history or text beside them; see same_words.py.
 Everything comes out dense: ids [B, T] with bool masks [B, T]; ragged rows are padded here, once.
 """
 
@@ -107,9 +107,8 @@ class InputReader:
             keep = keep if masks is None else torch.stack(masks).bool().to(self.device)
             tokens = compact(tokens, keep, self.pad_token_id, side="left")
             seq = Sequences(tokens, compact(keep, keep, side="left"))
-        if self.follows(td, "prompt", seq, records):
-            return seq
-        return self._fresh(td, "prompt", records, "left")
+        beside = self._beside(td, "prompt", records) if self.prefer_tokens != "always" else None
+        return seq if beside is None or self._same(seq, beside, "prompt") else beside
 
     def _prompt_masks(self, td: TensorDictBase, ids: list[Tensor]) -> list[Tensor] | None:
         """Return the attention masks of prompts: an output's prompt fills its first columns."""
@@ -130,14 +129,17 @@ class InputReader:
         else:
             tokens = td.get(key).to(self.device)
             seq = Sequences(tokens, self._attention(td, tokens), dense=True)
-        if given is not None:
-            self.follows(td, "full", seq, None)
         strict, tokens = given is not None, seq.tokens
         if seq.assistant is None:
             mask = self._mask_of(td, tokens, "all_assistant_mask", side, strict=strict)
             seq = replace(seq, assistant=mask)
-        if seq.assistant is None and given is not None and self.mode == "history":
-            seq = self._recognised(td, seq)
+        checked = self.prefer_tokens != "always"
+        if strict and (checked or seq.assistant is None):
+            beside = self._beside(td, "full", None)
+            if beside is not None:
+                if checked:
+                    self._same(seq, beside, "full")
+                seq = self._recognised(seq, beside)
         response = self._mask_of(td, tokens, "all_response_mask", side, strict=strict)
         seq = replace(seq, response=response)
         return replace(seq, after=self.after_prompt(td, seq, self.prompt_key))
@@ -178,11 +180,8 @@ class InputReader:
                 )
             return seq.attention & (torch.arange(seq.tokens.shape[-1], device=self.device) >= size)
         prompt = attended(prompt, self._prompt_masks(td, prompt), ragged=True)
-        begins = unpad(seq.tokens, seq.attention)
-        if any(
-            row.tolist() != ids[: len(row)].tolist()
-            for row, ids in zip(prompt, begins, strict=True)
-        ):
+        pairs = zip(prompt, unpad(seq.tokens, seq.attention), strict=True)
+        if not all(torch.equal(row.to(ids), ids[: len(row)]) for row, ids in pairs):
             raise ValueError(
                 f"expected the prompts at {key} at the start of the sequences, found other ids "
                 "there; give rows without padding, or leave the prompts out"
@@ -190,43 +189,42 @@ class InputReader:
         sizes = torch.tensor([len(row) for row in prompt], device=self.device)[:, None]
         return seq.attention & (seq.attention.cumsum(-1) > sizes)
 
-    def follows(
-        self, td: TensorDictBase, field: str, seq: Sequences, records: Records | None
-    ) -> bool:
-        """Return whether ids are those of the history or text beside them, if there is one.
+    # The same chat as ids and as a history or text.
 
-        They are if they read alike: other ids for the same words (sampled ones are no tokenizer's),
-        blanks and what ends a turn do not count. A prompt that the chat has gone on from is False:
-        to be rendered anew. Everything else is a ValueError with the remedies.
-        """
-        if self.prefer_tokens == "always" or self.mode == "tokens" or self.tokenizer is None:
-            return True
-        if td.get(self.key, None) is None:
-            return True
-        records = self.records(td) if records is None else records
-        fresh = self._fresh(td, field, records, "left")
-        mine, theirs = (unpad(x.tokens, x.attention) for x in (seq, fresh))
+    def _beside(self, td: TensorDictBase, field: str, records: Records | None) -> Sequences | None:
+        """Return the tokenised history or text beside ids; None without any."""
+        if self.mode == "tokens" or self.tokenizer is None or td.get(self.key, None) is None:
+            return None
+        return self._fresh(td, field, self.records(td) if records is None else records, "left")
+
+    def _same(self, seq: Sequences, beside: Sequences, field: str) -> bool:
+        """Return whether ids are those of what stands beside them, False for a prompt's start."""
+        mine, theirs = (unpad(x.tokens, x.attention) for x in (seq, beside))
         if all(map(torch.equal, mine, theirs)):
             return True
-        pairs = [(self._words(a), self._words(b)) for a, b in zip(mine, theirs, strict=True)]
-        if all(ids == said for ids, said in pairs):
-            return True
-        if field == "prompt" and all(said.startswith(ids) for ids, said in pairs):
-            return False
-        row = next(i for i, (ids, said) in enumerate(pairs) if ids != said)
-        raise ValueError(
-            f"expected the ids of {self.key} at {self.ids_key(field)}, row {row} has other ones: "
-            "was one of the two changed? Take the ids out of the input to have it tokenised anew "
-            "(or say prefer_tokens=False), or go by the ids alone: prefer_tokens='always'"
-        )
+        from policies.wrappers.same_words import same_words
 
-    def _words(self, ids: Tensor) -> str:
-        """Return what ids say, without padding, ends of turns and the number of blanks."""
-        text = self.tokenizer.decode(ids).replace("\N{REPLACEMENT CHARACTER}", "")
-        ends = {*self.tokenizer.convert_ids_to_tokens([self.pad_token_id, *self.stop_ids])}
-        for token in {*self.tokenizer.all_special_tokens, *ends}:
-            text = text.replace(token, " " if token in ends else f" {token} ")
-        return " ".join(text.split())
+        return same_words(mine, theirs, self, field)
+
+    def _recognised(self, seq: Sequences, beside: Sequences) -> Sequences:
+        """Return ids with the assistant mask of the history beside them, if they are its very ids.
+
+        Padding that no attention mask tells is recognised by it too.
+        """
+        if seq.assistant is not None or beside.assistant is None:
+            return seq
+        sizes, masks = beside.attention.sum(-1), [seq.attention]
+        if seq.attention.all() and beside.tokens.shape == seq.tokens.shape:
+            # No mask: its padding may count as real, on either side.
+            masks += [beside.attention, beside.attention.flip(-1)]
+        want = beside.tokens[beside.attention]
+        for mask in masks:
+            same = torch.equal(mask.sum(-1), sizes) and torch.equal(seq.tokens[mask], want)
+            if same and (mask is seq.attention or (seq.tokens[~mask] == self.pad_token_id).all()):
+                marks = beside.assistant[beside.attention]
+                marks = torch.zeros_like(mask).masked_scatter(mask, marks)
+                return replace(seq, attention=mask, assistant=marks)
+        return seq
 
     # Histories and texts.
 
@@ -282,28 +280,6 @@ class InputReader:
         return Sequences(tokens, pad_mask([len(r) for r in ids], side=side, device=self.device))
 
     # Masks.
-
-    def _recognised(self, td: TensorDictBase, seq: Sequences) -> Sequences:
-        """Return sequences with the assistant mask of td's history, if it is that of their ids.
-
-        Padding that no attention mask tells is recognised by it too.
-        """
-        value = td.get(self.key, None)
-        if not isinstance(value, History):
-            return seq
-        found = self._rendered(self.records(td) or [], "left", add_generation_prompt=False)
-        assert found.assistant is not None
-        sizes, masks = found.attention.sum(-1), [seq.attention]
-        if seq.attention.all() and found.tokens.shape == seq.tokens.shape:
-            # No mask: its padding may count as real, on either side.
-            masks += [found.attention, found.attention.flip(-1)]
-        want, assistant = found.tokens[found.attention], found.assistant[found.attention]
-        for mask in masks:
-            same = torch.equal(mask.sum(-1), sizes) and torch.equal(seq.tokens[mask], want)
-            if same and (mask is seq.attention or (seq.tokens[~mask] == self.pad_token_id).all()):
-                marks = torch.zeros_like(mask).masked_scatter(mask, assistant)
-                return replace(seq, attention=mask, assistant=marks)
-        return seq
 
     def _mask_of(
         self, td: TensorDictBase, tokens: Tensor, name: str, side: str, *, strict: bool

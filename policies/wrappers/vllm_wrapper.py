@@ -55,8 +55,8 @@ class vLLMWrapper(LLMWrapperBase):
         asked = dict(generate_kwargs or {})
         common = {k: v for k, v in asked.items() if k not in ITS_OWN}
         super().__init__(engine, tokenizer=tokenizer, generate_kwargs=common, **settings)
-        if self.limits.handed_on:
-            raise ValueError(f"vLLM does not offer {sorted(self.limits.handed_on)}; drop them")
+        if self.limits.foreign:
+            raise ValueError(f"vLLM does not offer {self.limits.foreign}; drop them")
         self.generate_kwargs = self._settings["generate_kwargs"] = asked
         self.params = engine.params(
             temperature=self.temperature,

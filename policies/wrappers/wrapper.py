@@ -39,6 +39,8 @@ from policies.wrappers.outputs import Form, home, put, shown
 if TYPE_CHECKING:
     from torch.distributions import Categorical
 
+    from policies.distributions.sequences import LLMMaskedCategorical
+
 # What goes along to another version: how names are looked for and the system prompt of the chats,
 # and with the same weights where they are from and how often they were synced.
 KEPT, KEPT_WITH_WEIGHTS = ("source", "system_prompt"), ("found", "version")
@@ -119,7 +121,9 @@ class LLMWrapperBase(TensorDictModuleBase):
     ) -> None:
         super().__init__()
         settings = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
-        self.limits = GenerateKwargs.read(generate_kwargs or {})
+        self.return_log_probs = return_log_probs is not False and log_probs_key is not None
+        told = generate and self.return_log_probs
+        self.limits = GenerateKwargs.read(generate_kwargs or {}, log_probs=told)
         _check_settings(settings, self.limits)
         self.tokenizer_kwargs = tokenizer_options(tokenizer_kwargs, input_mode)
         self._batched: Any = None  # the calls of several threads run together
@@ -129,7 +133,7 @@ class LLMWrapperBase(TensorDictModuleBase):
             sizes = (min_batch_size, max_batch_size, batching_timeout)
             self._batched = batched_calls(self, batching, *sizes)
         for name, value in settings.items():
-            if name not in ("model", "device", "tokenizer_kwargs"):
+            if name not in ("model", "device", "tokenizer_kwargs", "return_log_probs"):
                 setattr(self, name, value)
         self.generate_kwargs = dict(generate_kwargs or {})
         self._settings = settings | {
@@ -138,7 +142,6 @@ class LLMWrapperBase(TensorDictModuleBase):
         }
         self.num_samples = num_samples or self.limits.num_samples
         self.inplace = (self.num_samples is None) if inplace is None else inplace
-        self.return_log_probs = return_log_probs is not False and log_probs_key is not None
         self.temperature, self.max_new_tokens = self.limits.temperature, self.limits.max_new_tokens
         self.version = 0  # counts the weight syncs
         self._load(model, tokenizer)
@@ -486,9 +489,25 @@ class LLMWrapperBase(TensorDictModuleBase):
 
     # Distributions, as losses ask a scoring wrapper for them; a generating one refuses.
 
-    def get_dist(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> "Categorical":
-        """Return the distribution of each token given those before it: `token_dists.get_dist`."""
-        return self._dist("get_dist", tensordict, *args, **kwargs)
+    def get_dist(
+        self,
+        tensordict: TensorDictBase,
+        tensordict_out: TensorDictBase | None = None,
+        logits_key: NestedKey = "logits",
+        mask_key: NestedKey | None = None,
+        as_padded_tensor: bool | None = None,
+        as_nested_tensor: bool | None = None,
+        padding_value: float | None = None,
+        padding_side: str = "left",
+        layout: torch.layout | None = None,
+        **_: Any,
+    ) -> "LLMMaskedCategorical | Categorical":
+        """Return the distribution of each token given those before it; see `token_dists.get_dist`.
+
+        Over [B, T, V] logits; padded and masked by the attention mask unless asked otherwise.
+        """
+        out = (tensordict_out, logits_key, mask_key, as_padded_tensor, as_nested_tensor)
+        return self._dist("get_dist", tensordict, *out, padding_value, padding_side, layout)
 
     def _get_dist_with_prompt_mask(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any):
         return self._dist("with_prompt_mask", tensordict, *args, **kwargs)
