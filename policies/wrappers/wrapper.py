@@ -258,7 +258,10 @@ class LLMWrapperBase(TensorDictModuleBase):
         if tensordict_out is None and self.inplace is False:
             return out
         target = tensordict if self.inplace is True else tensordict.empty()
-        return put(out, target if tensordict_out is None else tensordict_out)
+        target = target if tensordict_out is None else tensordict_out
+        if not self.generate and self.history_key in out and self.history_key in target:
+            del out[self.history_key]  # it was read, and stays as it is
+        return put(out, target)
 
     def _shaped(self, out: TensorDictBase, like: TensorDictBase) -> TensorDictBase:
         """Return a td [B] or [B, n] in the batch shape of `like`, and n."""
@@ -321,22 +324,24 @@ class LLMWrapperBase(TensorDictModuleBase):
         said = self._decode(drawn.ids, drawn.mask & ~drawn.ends(self.stop_ids))
         if text:
             whole = torch.cat([prompts.tokens, drawn.ids], -1)
-            fields = {
-                "prompt": self._decode(prompts.tokens, prompts.attention),
-                "response": said,
-                "full": self._decode(whole, torch.cat([prompts.attention, drawn.mask], -1)),
-            }
-            out.set(self.text_key, Text(**fields, batch_size=[len(said)]))
+            prompt = self._decode(prompts.tokens, prompts.attention)
+            full = self._decode(whole, torch.cat([prompts.attention, drawn.mask], -1))
+            texts = Text(prompt=prompt, response=said, full=full, batch_size=[len(said)])
+            out.set(self.text_key, texts)
         if history:
-            pairs = zip(said, drawn.complete.tolist(), strict=True)
-            replies = [[{"role": "assistant", "content": t, "is_complete": c}] for t, c in pairs]
-            full = [[*chat, *reply] for chat, reply in zip(records or [], replies, strict=True)]
-            chats = {
-                "prompt": asked if len(asked) == len(said) else History.from_records(records or []),
-                "response": History.from_records(replies),
-                "full": History.from_records(full),
-            }
-            out.set(self.history_key, ChatHistory(**chats, batch_size=[len(said)]))
+            before = records or []
+            replies = [
+                [{"role": "assistant", "content": text, "is_complete": complete}]
+                for text, complete in zip(said, drawn.complete.tolist(), strict=True)
+            ]
+            both = [[*chat, *reply] for chat, reply in zip(before, replies, strict=True)]
+            chats = ChatHistory(
+                prompt=asked if len(asked) == len(said) else History.from_records(before),
+                response=History.from_records(replies),
+                full=History.from_records(both),
+                batch_size=[len(said)],
+            )
+            out.set(self.history_key, chats)
 
     def _decode(self, ids: Tensor, mask: Tensor) -> list[str]:
         rows = [row.tolist() for row in unpad(ids, mask)]
@@ -352,25 +357,13 @@ class LLMWrapperBase(TensorDictModuleBase):
         done = self._form().scored(seq, self._scored(td, seq, temperature_key))
         out = self._placed(done, batch_size=td.batch_size)
         if self.text_key is not None and self.input_mode != "tokens":
-            out.set(self.text_key, self._said(td, seq, reader))
+            from policies.wrappers.scored_texts import scored_texts
+
+            out.set(self.text_key, scored_texts(self, td, seq, reader))
         if self.history_key is not None and reader.records(td) is not None:
             given = ChatHistory(full=td.get(reader.key), batch_size=td.batch_size)
             out.set(self.history_key, given)
         return out
-
-    def _said(self, td: TensorDictBase, seq: Sequences, reader: InputReader) -> Text:
-        """Return what whole sequences say; the response without the token that ends it."""
-        parts = seq.parts()
-        texts = {"full": self._decode(seq.tokens, seq.attention)}
-        if self.input_mode == "text" and td.get(reader.key, None) is not None:
-            texts["full"] = reader.texts(td)
-        if "prompt" in parts:
-            after = parts["response"]
-            last = after & ~(after.flip(-1).cumsum(-1).flip(-1) > 1)
-            ends = last & torch.isin(seq.tokens, seq.tokens.new_tensor(sorted(self.stop_ids)))
-            texts["prompt"] = self._decode(seq.tokens, parts["prompt"])
-            texts["response"] = self._decode(seq.tokens, after & ~ends)
-        return Text(**texts, batch_size=td.batch_size)
 
     def _scored(
         self, td: TensorDictBase, seq: Sequences, temperature_key: NestedKey | None = None
