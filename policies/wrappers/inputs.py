@@ -1,6 +1,6 @@
 """What a wrapper reads from a td: ids if there are any, else the rendered history or the text.
 
-Ids win only while they are those of the history or text beside them; see same_words.py.
+Ids win only while they are those of the history or text beside them; see same_chat.py.
 Everything comes out dense: ids [B, T] with bool masks [B, T]; ragged rows are padded here, once.
 """
 
@@ -107,8 +107,12 @@ class InputReader:
             keep = keep if masks is None else torch.stack(masks).bool().to(self.device)
             tokens = compact(tokens, keep, self.pad_token_id, side="left")
             seq = Sequences(tokens, compact(keep, keep, side="left"))
-        beside = self._beside(td, "prompt", records) if self.prefer_tokens != "always" else None
-        return seq if beside is None or self._same(seq, beside, "prompt") else beside
+        if self.prefer_tokens == "always" or not self._has_words(td):
+            return seq
+        from policies.wrappers.same_chat import is_same
+
+        fresh = self._fresh(td, "prompt", records, "left")
+        return seq if is_same(self, seq, fresh, "prompt") else fresh
 
     def _prompt_masks(self, td: TensorDictBase, ids: list[Tensor]) -> list[Tensor] | None:
         """Return the attention masks of prompts: an output's prompt fills its first columns."""
@@ -134,12 +138,13 @@ class InputReader:
             mask = self._mask_of(td, tokens, "all_assistant_mask", side, strict=strict)
             seq = replace(seq, assistant=mask)
         checked = self.prefer_tokens != "always"
-        if strict and (checked or seq.assistant is None):
-            beside = self._beside(td, "full", None)
-            if beside is not None:
-                if checked:
-                    self._same(seq, beside, "full")
-                seq = self._recognised(seq, beside)
+        if strict and (checked or seq.assistant is None) and self._has_words(td):
+            from policies.wrappers.same_chat import is_same, recognised
+
+            fresh = self._fresh(td, "full", self.records(td), "left")
+            if checked:
+                is_same(self, seq, fresh, "full")
+            seq = recognised(self, seq, fresh)
         response = self._mask_of(td, tokens, "all_response_mask", side, strict=strict)
         seq = replace(seq, response=response)
         return replace(seq, after=self.after_prompt(td, seq, self.prompt_key))
@@ -189,44 +194,12 @@ class InputReader:
         sizes = torch.tensor([len(row) for row in prompt], device=self.device)[:, None]
         return seq.attention & (seq.attention.cumsum(-1) > sizes)
 
-    # The same chat as ids and as a history or text.
-
-    def _beside(self, td: TensorDictBase, field: str, records: Records | None) -> Sequences | None:
-        """Return the tokenised history or text beside ids; None without any."""
-        if self.mode == "tokens" or self.tokenizer is None or td.get(self.key, None) is None:
-            return None
-        return self._fresh(td, field, self.records(td) if records is None else records, "left")
-
-    def _same(self, seq: Sequences, beside: Sequences, field: str) -> bool:
-        """Return whether ids are those of what stands beside them, False for a prompt's start."""
-        mine, theirs = (unpad(x.tokens, x.attention) for x in (seq, beside))
-        if all(map(torch.equal, mine, theirs)):
-            return True
-        from policies.wrappers.same_words import same_words
-
-        return same_words(mine, theirs, self, field)
-
-    def _recognised(self, seq: Sequences, beside: Sequences) -> Sequences:
-        """Return ids with the assistant mask of the history beside them, if they are its very ids.
-
-        Padding that no attention mask tells is recognised by it too.
-        """
-        if seq.assistant is not None or beside.assistant is None:
-            return seq
-        sizes, masks = beside.attention.sum(-1), [seq.attention]
-        if seq.attention.all() and beside.tokens.shape == seq.tokens.shape:
-            # No mask: its padding may count as real, on either side.
-            masks += [beside.attention, beside.attention.flip(-1)]
-        want = beside.tokens[beside.attention]
-        for mask in masks:
-            same = torch.equal(mask.sum(-1), sizes) and torch.equal(seq.tokens[mask], want)
-            if same and (mask is seq.attention or (seq.tokens[~mask] == self.pad_token_id).all()):
-                marks = beside.assistant[beside.attention]
-                marks = torch.zeros_like(mask).masked_scatter(mask, marks)
-                return replace(seq, attention=mask, assistant=marks)
-        return seq
-
     # Histories and texts.
+
+    def _has_words(self, td: TensorDictBase) -> bool:
+        """Return whether there is a history or text, which may stand beside ids."""
+        known = self.mode != "tokens" and self.tokenizer is not None
+        return known and td.get(self.key, None) is not None
 
     def _fresh(
         self, td: TensorDictBase, field: str, records: Records | None, side: str
@@ -315,29 +288,6 @@ class InputReader:
 def flat(td: TensorDictBase) -> TensorDictBase:
     """Return a td of any batch shape with one batch dimension."""
     return td if td.ndim == 1 else td.unsqueeze(0) if td.ndim == 0 else td.reshape(-1)
-
-
-def tokenizer_options(kwargs: dict[str, Any] | None, input_mode: str) -> dict[str, Any]:
-    """Return what of tokenizer_kwargs changes the ids of a text.
-
-    Padding, masks and tensors are the wrapper's own business: it pads left, by lengths.
-    """
-    options = dict(kwargs or {})
-    options.pop("padding", None)
-    for name, only in (
-        ("return_attention_mask", (True, None)),
-        ("return_tensors", ("pt", None)),
-        ("padding_side", ("left", None)),
-    ):
-        value = options.pop(name, None)
-        if value not in only:
-            raise ValueError(f"expected tokenizer_kwargs with {name}={only[0]!r}, got {value!r}")
-    if options and input_mode != "text":
-        raise ValueError(
-            f"tokenizer_kwargs {sorted(options)} are for input_mode='text', got {input_mode!r}: a "
-            "chat's ids come from its template, tokens are ids already"
-        )
-    return options
 
 
 def _path(key: NestedKey) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ Entry t of the logits [B, T, V] predicts token t. Nothing here has a state that 
 threads may ask at once. Arguments that are not named have no effect (the pages' **kwargs).
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.distributions import Categorical
 
 from policies.distributions.sequences import LLMMaskedCategorical
-from policies.padding import predicted, rows, unpad
+from policies.padding import pad, predicted, rows, unpad
 from policies.wrappers.inputs import NestedKey, flat
 
 if TYPE_CHECKING:
@@ -259,3 +260,50 @@ def with_custom_mask(
 ) -> LLMMaskedCategorical:
     """Return the distribution under a bool mask, one entry a token."""
     return TokenDists(wrapper, tensordict, padding_side, tensordict_out, logits_key).masked(mask)
+
+
+def response_log_probs(
+    wrapper: "LLMWrapperBase", data: TensorDictBase, **get_kwargs: Any
+) -> Tensor | list[Tensor]:
+    """Return the log-probs of the response; see `LLMWrapperBase.log_prob`."""
+    if wrapper.generate:
+        raise RuntimeError("log_prob scores; expected generate=False, got generate=True")
+    td = flat(data)
+    seq = wrapper.reader(td).sequences(td)
+    part = seq.parts().get("response")
+    if part is None:
+        raise ValueError(
+            "expected prompt tokens or an assistant mask to tell the response from the prompt, "
+            "found neither; use input_mode='history' or give "
+            f"{wrapper._key('tokens', 'prompt')}"
+        )
+    get_kwargs = get_kwargs or {"as_padded_tensor": wrapper.pad_output}
+    return _shown(unpad(wrapper._scored(td, seq), part), data.batch_size, **get_kwargs)
+
+
+def _shown(
+    rows: list[Tensor],
+    batch_size: Sequence[int],
+    *,
+    as_list: bool = False,
+    as_padded_tensor: bool = False,
+    as_nested_tensor: bool = False,
+    layout: torch.layout | None = None,
+    padding_value: float = 0.0,
+    padding_side: str = "right",
+) -> Tensor | list[Tensor]:
+    """Return ragged rows as a list, a nested tensor, or dense in a batch shape.
+
+    Without `as_padded_tensor`, dense rows must be of one length.
+    """
+    if as_list:
+        return rows
+    if as_nested_tensor:
+        return torch.nested.as_nested_tensor(rows, layout=layout or torch.strided)
+    sizes = [len(row) for row in rows]
+    if not as_padded_tensor and len(set(sizes)) > 1:
+        raise ValueError(
+            f"expected rows of one length to stack, got {sizes}; ask as_list=True or "
+            "as_padded_tensor=True"
+        )
+    return pad(rows, padding_value, side=padding_side).reshape(*batch_size, -1)

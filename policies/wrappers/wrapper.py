@@ -26,15 +26,8 @@ from policies.random import fold
 from policies.sampler import Sampled, Stop
 from policies.scorer import max_positions, score_in_parts
 from policies.wrappers.generate_kwargs import GenerateKwargs
-from policies.wrappers.inputs import (
-    InputReader,
-    NestedKey,
-    Records,
-    Sequences,
-    flat,
-    tokenizer_options,
-)
-from policies.wrappers.outputs import Form, home, put, shown
+from policies.wrappers.inputs import InputReader, NestedKey, Records, Sequences, flat
+from policies.wrappers.outputs import Form, home, put
 
 if TYPE_CHECKING:
     from torch.distributions import Categorical
@@ -125,7 +118,11 @@ class LLMWrapperBase(TensorDictModuleBase):
         told = generate and self.return_log_probs
         self.limits = GenerateKwargs.read(generate_kwargs or {}, log_probs=told)
         _check_settings(settings, self.limits)
-        self.tokenizer_kwargs = tokenizer_options(tokenizer_kwargs, input_mode)
+        self.tokenizer_kwargs: dict[str, Any] = {}
+        if tokenizer_kwargs:
+            from policies.wrappers.tokenizer_kwargs import tokenizer_options
+
+            self.tokenizer_kwargs = tokenizer_options(tokenizer_kwargs, input_mode)
         self._batched: Any = None  # the calls of several threads run together
         if batching or min_batch_size is not None or max_batch_size is not None:
             from policies.wrappers.batching import batched_calls
@@ -387,21 +384,9 @@ class LLMWrapperBase(TensorDictModuleBase):
     def log_prob(self, data: TensorDictBase, **get_kwargs: Any) -> Tensor | list[Tensor]:
         """Return the log-probs of the response, padded right (or ragged if outputs are).
 
-        get_kwargs are those of `shown`: as_list, as_padded_tensor, as_nested_tensor, ...
+        get_kwargs: as_list, as_padded_tensor, as_nested_tensor, layout, padding_value and _side.
         """
-        if self.generate:
-            raise RuntimeError("log_prob scores; expected generate=False, got generate=True")
-        td = flat(data)
-        seq = self.reader(td).sequences(td)
-        part = seq.parts().get("response")
-        if part is None:
-            raise ValueError(
-                "expected prompt tokens or an assistant mask to tell the response from the prompt, "
-                "found neither; use input_mode='history' or give "
-                f"{self._key('tokens', 'prompt')}"
-            )
-        get_kwargs = get_kwargs or {"as_padded_tensor": self.pad_output}
-        return shown(unpad(self._scored(td, seq), part), data.batch_size, **get_kwargs)
+        return self._dist("response_log_probs", data, **get_kwargs)
 
     # What an engine does with token ids.
 
