@@ -190,9 +190,10 @@ def load_tokenizer(found: FoundModel) -> "PreTrainedTokenizerFast":
     if not any((found.folder / name).is_file() for name in VOCABULARIES):  # would load an empty one
         raise ValueError(f"{found.folder}: expected a tokenizer ({' or '.join(VOCABULARIES)}), got "
                          "none; copy it from the model that this one came from")  # fmt: skip
+    with quiet(), readable(found.folder, "config.json"):
+        rows = AutoConfig.from_pretrained(found.folder, **local).get_text_config().vocab_size
     with quiet(), readable(found.folder, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(found.folder, use_fast=True, **local)
-        rows = AutoConfig.from_pretrained(found.folder, **local).get_text_config().vocab_size
     if not tokenizer.is_fast:
         raise ValueError(f"{found.folder}: expected a fast tokenizer (tokenizer.json), got a slow "
                          f"{type(tokenizer).__name__}; save it with its fast version")  # fmt: skip

@@ -205,15 +205,16 @@ class GenerateKwargs:
         i = int(over.int().argmax())
         size, end = int(sizes[i]), prompts[i][attention[i]][-40:].tolist()
         end = end if tokenizer is None else tokenizer.decode(end)
-        bound = f"policy.max_prompt_tokens is {limit}; raise it"
-        if limit is None or size <= limit:
-            bound = (
-                f"with policy.max_new_tokens={self.max_new_tokens} that is more than the model's "
-                f"max_position_embeddings={most}; lower it"
+        if limit is not None and size > limit:
+            raise ValueError(
+                f"prompt {i} of the batch has {size} tokens, policy.max_prompt_tokens is {limit}; "
+                f"raise it, or drop the row: {end!r}"
             )
         raise ValueError(
-            f"prompt {i} of the batch has {size} tokens, {bound}, or drop the row "
-            f"(policy.max_prompt_tokens is the bound for it): {end!r}"
+            f"prompt {i} of the batch has {size} tokens, with policy.max_new_tokens="
+            f"{self.max_new_tokens} more than the model's max_position_embeddings={most}; lower "
+            "policy.max_new_tokens, or drop the row (policy.max_prompt_tokens is the bound for "
+            f"it): {end!r}"
         )
 
 
