@@ -200,7 +200,7 @@ def test_scoring_in_place_keeps_prompts_and_responses(padded, scored_padded):
         assert torch.equal(response[:size], want["response"][i][:size])
         assert int(rows(out, ("masks", "all_response_mask"))[i].sum()) == size
     # What is in place now gives the same distribution.
-    assert scoring()._get_sft_dist(out).mask.sum() == sum(int(m.sum()) for m in mask)
+    assert scoring()._get_sft_dist(out).mask.sum() == sum(int(m.sum()) for m in mask or ())
 
 
 # torch warns that strided nested tensors are a prototype; whoever asks for them may know.
@@ -603,7 +603,7 @@ def test_masks_may_stand_anywhere_and_are_not_changed(padded):
         assert shown["raw"] is named.logits
         counts = named.mask.sum(-1).tolist()
         want = {"get_dist": "all_response_mask"}.get(name)
-        want = counts if want is None else [int(m.sum()) for m in rows(td, ("masks", want))]
+        want = counts if want is None else [int(m.sum()) for m in rows(td, ("masks", want)) or ()]
         assert counts == want
         if name != "get_dist":
             assert torch.equal(named.mask, plain.mask)
