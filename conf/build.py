@@ -153,9 +153,6 @@ def make_observers(cfg: DictConfig, runtime: Any) -> Any:
 
 
 def make_tracker(cfg: DictConfig, folder: Path) -> Any:
-    """Return the tracker, told what the run is called and which sweep it belongs to."""
-    from trainer.reports.trackers.labels import run_labels
-
-    config = OmegaConf.to_container(cfg)
-    told = {"folder": str(folder), "config": config, "resume": cfg.resume is not None}
-    return build(cfg.tracker, **told, **run_labels(folder, config))
+    """Return the tracker of a run folder."""
+    told = {"folder": str(folder), "config": OmegaConf.to_container(cfg)}
+    return build(cfg.tracker, **told, resume=cfg.resume is not None)

@@ -147,7 +147,7 @@ def _disk(cfg: dict[str, Any]) -> Iterator[str]:
         if value.startswith(PREFIX) and value.removeprefix(PREFIX) not in experiments:
             yield f"{key}={value}: there is no such experiment, only {', '.join(experiments)}"
     if policy["chat_template"] is not None:
-        from policies.chats.templates import read_template
+        from policies.chats.known_templates import read_template
 
         try:
             read_template(policy["chat_template"])

@@ -27,11 +27,11 @@ _HOME = {
     "TransformersWrapper": ".wrappers.transformers_wrapper",
     "ValueNetwork": ".value_head",
     "_extract_responses_from_full_histories": ".chats.conversions",
-    "add_chat_template": ".chats.templates",
+    "add_chat_template": ".chats.known_templates",
     "load_policy": ".load",
     "load_reference": ".load",
     "load_reward_model": ".reward_scorer",
-    "remove_chat_template": ".chats.templates",
+    "remove_chat_template": ".chats.known_templates",
     "vLLMWrapper": ".wrappers.vllm_wrapper",
 }
 __all__ = sorted(_HOME)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from policies.chats.templates import require_template
 from policies.models import FoundModel, find_model, has_adapter, load_model, load_tokenizer
 from policies.scorer import Scorer
 from policies.wrappers.transformers_wrapper import TransformersWrapper
@@ -37,6 +38,9 @@ def load_policy(
     front of each chat at `policy.system_prompt`.
     """
     found = find_model(model, source=source)
+    tokenizer = load_tokenizer(found)
+    if chat_template is None:
+        require_template(tokenizer)
     network = load_model(found, dtype=dtype, device=device)
     if lora and lora.get("r") != 0:
         from policies.lora import add_adapter
@@ -48,7 +52,7 @@ def load_policy(
     _check_head(scorer)
     policy = TransformersWrapper(
         scorer,
-        tokenizer=load_tokenizer(found),
+        tokenizer=tokenizer,
         generate_kwargs={
             "temperature": temperature,
             "max_new_tokens": max_new_tokens,

@@ -25,17 +25,6 @@ def pad(rows: Sequence[Tensor], value: float | bool = 0, *, side: str = "right")
     return pad_sequence(list(rows), batch_first=True, padding_value=value, padding_side=side)
 
 
-def pad_around(rows: Sequence[Tensor], cuts: Sequence[int], value: float | bool = 0) -> Tensor:
-    """Stack rows with all their cuts in one column, padded left before it and right after it.
-
-    >>> pad_around([torch.tensor([1, 2]), torch.tensor([3, 4, 5])], [1, 2]).tolist()
-    [[0, 1, 2], [3, 4, 5]]
-    """
-    head = [row[:cut] for row, cut in zip(rows, cuts, strict=True)]
-    tail = [row[cut:] for row, cut in zip(rows, cuts, strict=True)]
-    return torch.cat([pad(head, value, side="left"), pad(tail, value)], -1)
-
-
 def widen(values: Tensor, width: int, value: float | bool = 0, *, side: str = "right") -> Tensor:
     """Return [B, t] filled up to [B, width] with `value` on `side`.
 

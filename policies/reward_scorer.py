@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from policies.chats.chat_template import Renderer
+from policies.chats.templates import require_template
 from policies.load import load_policy
 from policies.models import find_model, has_adapter, load_tokenizer
 from policies.packing import pack_rows
@@ -57,7 +58,9 @@ class ChatRewards:
             raise ValueError(f"expected a reward model with {WEIGHTS}, got {found.folder}")
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.model = GPT2RewardModel(found.folder).requires_grad_(False).eval().to(self.device)
-        self.renderer, self.limit = Renderer(load_tokenizer(found)), limit
+        tokenizer = load_tokenizer(found)
+        require_template(tokenizer)
+        self.renderer, self.limit = Renderer(tokenizer), limit
 
     @torch.no_grad()
     def __call__(self, chats: list[list[dict]], complete: list[bool] | None = None) -> list[float]:

@@ -8,14 +8,23 @@ Left out on purpose: bounded and categorical leaves, which nothing here needs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from itertools import takewhile
 from typing import Any
 
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, is_tensorclass
+from tensordict import (
+    LazyStackedTensorDict,
+    NonTensorData,
+    NonTensorStack,
+    TensorDict,
+    TensorDictBase,
+    is_tensorclass,
+)
 from torch import Tensor
 
-from policies.padding import is_ragged
+from policies.padding import inner
 
 NestedKey = str | tuple[str, ...]
 
@@ -45,9 +54,7 @@ class Spec:
 
     def clone(self) -> Spec:
         """Return a copy that shares nothing that can be changed."""
-        done = object.__new__(type(self))
-        done.__dict__.update(self.__dict__)
-        return done
+        return copy(self)
 
     def to(self, device: Any) -> Spec:
         """Return a copy on another device."""
@@ -94,7 +101,9 @@ class Unbounded(Spec):
         return torch.randint(2, size, device=self.device).to(self.dtype)
 
     def explain(self, value: Any) -> str:
-        """Return what does not fit: a type, a dtype or a shape; ragged values come as a list."""
+        """Return what does not fit: a type, a dtype or a shape; ragged values may be a list."""
+        if isinstance(value, Tensor) and value.is_nested:
+            value = list(value.unbind())
         if isinstance(value, list):
             row = Unbounded(self.shape[1:], dtype=self.dtype)
             count = _unequal(self.shape[:1], [len(value)])
@@ -136,6 +145,7 @@ class Composite(Spec):
 
     `step_mdp_static`: from step to step it moves from "next" to the root as a whole: a field that
     the new one lacks does not stay behind from the old one. `trainer.collect.carry` moves all so.
+    `optional`: what is missing fits.
 
     >>> spec = Composite({"obs": Unbounded((2, -1))}, shape=(2,))
     >>> spec["next", "reward"] = Unbounded((2, 1))
@@ -153,9 +163,10 @@ class Composite(Spec):
         device: Any = None,
         data_cls: type | None = None,
         step_mdp_static: bool = False,
+        optional: bool = False,
     ) -> None:
         super().__init__(shape, device=device)
-        self.data_cls, self.step_mdp_static = data_cls, step_mdp_static
+        self.data_cls, self.step_mdp_static, self.optional = data_cls, step_mdp_static, optional
         self._specs: dict[str, Spec] = {}
         for key, spec in (specs or {}).items():
             self[key] = spec
@@ -239,8 +250,7 @@ class Composite(Spec):
 
     def to(self, device: Any) -> Composite:
         """Return a copy on another device, entries included."""
-        done = self.clone()
-        done.device = None if device is None else torch.device(device)
+        done = super().to(device)
         done._specs = {key: spec.to(device) for key, spec in self._specs.items()}
         return done
 
@@ -265,14 +275,39 @@ class Composite(Spec):
             return f"expected a TensorDict, got {type(value).__name__}"
         if text := _unequal(self.shape, value.batch_size[: len(self.shape)]):
             return f"batch size: {text}"
+        lazy = isinstance(inner(value), LazyStackedTensorDict)
         for key, spec in self._specs.items():
-            found = value.get(key, None, **({"as_list": True} if is_ragged(value) else {}))
-            found = value.get(key, None) if isinstance(spec, (Composite, NonTensor)) else found
+            options = {"as_list": True} if lazy and isinstance(spec, Unbounded) else {}
+            found = value.get(key, None, **options)
+            if found is None and self.optional:
+                continue
             if found is None and not isinstance(spec, NonTensor):
                 return f"{key}: missing"
             if text := spec.explain(found):
                 return f"{key}: {text}"
         return ""
+
+
+def container_spec(
+    cls: Any, of: Any, shape: tuple[int, ...], keys: Sequence[str] | None
+) -> Composite:
+    """Return the spec of a tensorclass of Histories, texts (str) or values of a dtype."""
+    known = [name for name in cls.__annotations__ if name != "padded"]
+    common = takewhile(lambda name: name != "padded", cls.__annotations__)
+    if unknown := set(keys or ()) - set(known):
+        raise ValueError(f"expected keys among {known}, got {sorted(unknown)}")
+    found: dict[str, Spec] = {}
+    for name in common if keys is None else keys:
+        if isinstance(of, torch.dtype):
+            found[name] = Unbounded((*shape, -1), dtype=of)
+        elif of is str:
+            found[name] = NonTensor(shape, example_data="a string")
+        else:
+            found[name] = of.default_spec((*shape, -1))
+    if "padded" in cls.__annotations__:
+        found["padded"] = NonTensor(shape[:-1], example_data=False)
+    options = {"step_mdp_static": True, "optional": keys is None}
+    return Composite(found, shape=shape[:-1], data_cls=cls, **options)
 
 
 def _path(key: NestedKey) -> tuple[str, ...]:

@@ -42,7 +42,9 @@ def data(rows: list[dict]) -> TensorDict:
 
 def reply(td: TensorDict, texts: list[str], complete: list[bool] | None = None) -> TensorDict:
     """Write the replies as a policy would."""
-    said = History.from_replies(texts, complete or [True] * len(texts))
+    pairs = zip(texts, complete or [True] * len(texts), strict=True)
+    messages = ({"role": "assistant", "content": t, "is_complete": c} for t, c in pairs)
+    said = History.from_chats([[message] for message in messages])
     full = td["history"].prompt.extend(said, inplace=False, dim=-1)
     return td.set(("history", "full"), full)
 

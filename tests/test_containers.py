@@ -6,7 +6,7 @@ from contracts import make_policy
 from tensordict import TensorDict, lazy_stack
 
 from policies.chats.chat_template import Renderer
-from policies.chats.containers import ChatHistory, LogProbs, Masks, Tokens
+from policies.chats.containers import ChatHistory, LogProbs, Masks, Text, Tokens
 from policies.chats.history import History
 from policies.padding import is_ragged, nested, rows
 
@@ -22,6 +22,24 @@ def make_tokens(size):
 
 
 class TestContainers:
+    def test_fields_by_place_are_those_of_the_page(self):
+        a, b, c, d = torch.arange(4).unsqueeze(-1).unbind()
+        for cls in (Tokens, LogProbs):
+            made = cls(a, b, c, False, d)
+            found = [made.prompt, made.response, made.full, made.assistant]
+            assert [v.item() for v in found] == [0, 1, 2, 3]
+            assert made.padded is False
+        masks = Masks(a, b, True, c)
+        found = [masks.all_attention_mask, masks.all_assistant_mask, masks.all_response_mask]
+        assert [v.item() for v in found] == [0, 1, 2]
+        assert masks.padded is True
+        text = Text("p", "r", "f")
+        assert (text.prompt, text.response, text.full) == ("p", "r", "f")
+        chats = [History.from_chats([message]) for message in (ASK, REPLY, ASK)]
+        made = ChatHistory(*chats)
+        assert made.response.messages() == [REPLY]
+        assert made.full.messages() == [ASK]
+
     def test_padded_batch(self):
         full = torch.arange(6).reshape(2, 3)
         tokens = Tokens(full=full, response=full[:, 1:], padded=True, batch_size=[2])
@@ -42,26 +60,6 @@ class TestContainers:
         right = td.get(("tokens", "response"), padding_side="right", **options)
         assert right.tolist() == [[1, 2, -1, -1], [1, 2, 3, 4]]
         assert [row.padded for row in td.get("tokens").unbind(0)] == [False, False]
-
-    def test_ragged_container_inside_a_dense_tensordict(self):
-        td = TensorDict(batch_size=[2])
-        td.set("tokens", lazy_stack([make_tokens(3), make_tokens(5)]))
-        td.set("reward", torch.zeros(2))
-        assert [len(r) for r in td.get(("tokens", "full"), as_list=True)] == [3, 5]
-        assert td[1]["tokens", "assistant"].tolist() == [1, 2, 3, 4]
-        assert td.get("tokens")[0].prompt.tolist() == [0]
-
-    def test_histories(self):
-        prompt = History.from_chats([SHORT, LONG])
-        response = History.from_replies(["a", "b"], [True, True])
-        full = prompt.extend(response, inplace=False, dim=1)
-        history = ChatHistory(prompt=prompt, response=response, full=full, batch_size=[2])
-        td = TensorDict(history=history, batch_size=[2])
-        assert td["history", "prompt"].chats() == [SHORT, LONG]
-        assert td["history"].full.chats()[0] == [*SHORT, {"role": "assistant", "content": "a"}]
-        assert td[1]["history"].prompt.messages() == LONG
-        again = lazy_stack([td[1], td[0]])
-        assert again["history", "prompt"].chats() == [LONG, SHORT]
 
 
 def ragged(*sizes):
@@ -279,15 +277,58 @@ class TestFaults:
         )
         assert tokenizer.decode(td["input_ids"][td["assistant_masks"]]) == 2 * ENDS[name]
 
-    def test_specs_fit_what_a_wrapper_writes(self):
-        td = TensorDict(history=spoken("full"), batch_size=[2])
-        out = make_policy().get_new_version(generate=False, pad_output=True)(td)
-        for key, cls in (("tokens", Tokens), ("log_probs", LogProbs), ("masks", Masks)):
-            found = [k for k, v in out[key].items() if isinstance(v, torch.Tensor)]
-            assert ("assistant" in found) == (cls is not Masks)
-            spec = cls.default_spec((2,), keys=found)
-            for name in found:
-                assert spec[name].explain(out[key].get(name)) == ""
+    @pytest.mark.parametrize("mode", ["history", "text", "tokens"])
+    @pytest.mark.parametrize("generate", [True, False])
+    def test_default_specs_fit_what_a_wrapper_writes(self, mode, generate, tokenizer):
+        for pair in (CHATS, [CHATS[0], CHATS[0]]):  # rows of unequal and of equal length
+            said = [p if generate else [*p, *r] for p, r in pair]
+            field = "prompt" if generate else "full"
+            chats = ChatHistory(**{field: History.from_chats(said)}, batch_size=[2])
+            given = {"history": chats}
+            given |= {"text": chats.to_text(tokenizer), "tokens": chats.to_tokens(tokenizer)}
+            td = TensorDict({mode: given[mode], "stream": torch.arange(2)}, batch_size=[2])
+            shapes = [{"pad_output": True}, {"pad_output": False}, {"layout": torch.jagged}]
+            for shape in (*shapes, *([{"num_samples": 2}] if generate else [])):
+                policy = make_policy().get_new_version(input_mode=mode, generate=generate, **shape)
+                out = policy(td)
+                names = {"tokens": Tokens, "log_probs": LogProbs, "masks": Masks}
+                names |= {"text": Text, "history": ChatHistory}
+                found = {n: out.get(n) for n in names if out.get(n, None) is not None}
+                assert set(found) >= {"tokens", "log_probs", "masks"}
+                for name, value in found.items():
+                    for batch in (tuple(out.batch_size), (-1,) * out.ndim):
+                        assert names[name].default_spec(batch).explain(value) == ""
+                if mode == "history" and not generate:
+                    for name, cls in (("tokens", Tokens), ("log_probs", LogProbs)):
+                        spec = cls.default_spec((2,), keys=["full", "assistant"])
+                        assert spec.explain(found[name]) == ""
+
+    def test_default_specs_refuse_what_a_wrapper_does_not_write(self):
+        ids = torch.zeros(2, 3)
+        tokens = Tokens(full=ids, padded=True, batch_size=[2])
+        assert Tokens.default_spec((2,)).explain(tokens).startswith("full: expected torch.int64")
+        tokens = Tokens(full=ids.long(), padded=True, batch_size=[2])
+        assert Tokens.default_spec((3,)).explain(tokens).startswith("full: expected shape [3, -1]")
+        named = Tokens.default_spec((2,), keys=["full", "assistant"])
+        assert named.explain(tokens) == "assistant: missing"
+
+    def test_a_stack_of_chats_made_one_by_one_renders(self, tokenizer):
+        singles = [ChatHistory(prompt=History.from_chats([prompt])) for prompt, _ in CHATS]
+        bare = [ChatHistory(prompt=History.from_chats(prompt)) for prompt, _ in CHATS]
+        expected = spoken("prompt").to_text(tokenizer).prompt
+        stack = lazy_stack(singles)
+        assert stack.to_text(tokenizer).prompt == [[text] for text in expected]
+        ids = [
+            [row.tolist() for row in part] for part in rows(stack.to_tokens(tokenizer), "prompt")
+        ]
+        assert ids == [[tokenizer(text)["input_ids"]] for text in expected]
+        assert lazy_stack(bare).to_text(tokenizer).prompt == expected
+        stream = torch.arange(2)
+        td = TensorDict(history=spoken("prompt"), stream=stream, batch_size=[2])
+        want = make_policy()(td)
+        for made in (stack, lazy_stack(bare)):
+            out = make_policy()(TensorDict(history=made, stream=stream, batch_size=[2]))
+            assert out["text"].full == want["text"].full
 
     def test_an_example_of_a_history_is_a_chat(self, tokenizer):
         example = ChatHistory.default_spec((2, -1), keys=["prompt"]).zero().prompt

@@ -6,11 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
-from runs import Finished, lines, train
 
 from trainer.observer import Observer
 from trainer.reports import diagnosis
-from trainer.reports.diagnosis import KEPT, QUIET, RULES, WORDS, Diagnose, Diagnosis, Finding
+from trainer.reports.diagnosis import QUIET, RULES, WORDS, Diagnose, Diagnosis, Finding
 from trainer.reports.trackers.jsonl import JsonlTracker
 from trainer.runtime import Runtime
 
@@ -101,15 +100,6 @@ def test_a_sick_run_is_told_so_when_it_is(name):
     assert said(stream(**changes)) == wanted
 
 
-def test_equal_rewards_without_groups_name_no_group_size():
-    texts = [Diagnosis(stream(10, **SICK[name][0])).findings[-1].text for name in list(SICK)[:2]]
-    assert [text.partition(" got ")[0] for text in texts] == [
-        "all replies to a prompt",
-        "all replies",
-    ]
-    assert ["algorithm.group_size" in text for text in texts] == [True, False]
-
-
 def test_every_rule_has_a_sick_run_its_reason_and_its_words():
     names = [rule.__name__ for rule in RULES]
     sick = {rule for _, wanted in SICK.values() for rule in wanted}
@@ -141,12 +131,6 @@ def test_it_is_said_once_until_it_has_been_gone_for_a_while():
     found = [f for f in Diagnosis(rows).findings if f.rule == "mostly_truncated"]
     gone = 8 + (QUIET - 3) + 5 + QUIET  # the rule wants three in a row
     assert [(f.iteration, f.until) for f in found] == [(3, gone), (gone + 3, None)]
-
-
-def test_the_memory_of_a_long_run_is_bounded():
-    doctor = Diagnosis(stream(3 * KEPT))
-    assert len(doctor._past.lines) == KEPT
-    assert len(doctor._past.first) == diagnosis.BASE
 
 
 class Heard(Observer):
@@ -208,30 +192,3 @@ def test_what_the_rules_read_and_name_exists():
     read = {name for name in names if name.split("/")[0] in groups}
     assert len(read) > 10
     assert {name for name in read if f"| `{name}` |" not in page} == set()
-
-
-def test_a_run_that_cannot_finish_a_reply_says_so_at_the_command_line(
-    small_run: Finished, tmp_path: Path
-) -> None:
-    done = train(
-        "experiment=grpo_tiny",
-        "policy.max_new_tokens=1",
-        "trainer.num_iterations=11",
-        "trainer.prompts_per_iteration=8",
-        "eval.num_samples=0",
-        "eval.greedy=false",
-        f"output_dir={tmp_path / 'run'}",
-    )
-    assert done.code == 0, done.text
-    shown = [line for line in done.text.splitlines() if line.startswith(("warning", "error"))]
-    assert [line.partition(":")[0] for line in shown] == [
-        "warning at iteration 3",
-        "warning at iteration 10",
-    ]
-    assert "Raise policy.max_new_tokens" in shown[0]
-    assert "same reward for 10 iterations" in shown[1]
-    notes = json.loads((tmp_path / "run" / "status.json").read_text())["notes"]
-    rules = [note["rule"] for note in notes if note["level"] != "info"]
-    assert rules == ["mostly_truncated", "equal_rewards"]
-    quiet = Diagnosis(lines(small_run.folder / "metrics.jsonl")).findings
-    assert [found.level for found in quiet] == ["info"]

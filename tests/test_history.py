@@ -4,9 +4,8 @@ import pickle
 
 import pytest
 import torch
+from letters import letters
 from tensordict import TensorDict
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from policies.chats.chat_template import Renderer
 from policies.chats.history import History
@@ -25,15 +24,14 @@ pytestmark = pytest.mark.usefixtures("list_setting")
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
     names = {"eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **names)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
-    tokenizer.chat_template = CHATML
-    return tokenizer
+    return letters(["<|im_end|>", "<|im_start|>"], CHATML, **names)
+
+
+def replies(*texts, complete):
+    pairs = zip(texts, complete, strict=True)
+    said = ({"role": "assistant", "content": t, "is_complete": c} for t, c in pairs)
+    return History.from_chats([[message] for message in said])
 
 
 class TestMaking:
@@ -55,12 +53,6 @@ class TestMaking:
         assert history.get("role", as_list=True) == [["user"], ["system", "user", "assistant"]]
         assert history[1].messages() == LONG
 
-    def test_replies(self):
-        history = History.from_replies(["a", "b"], [True, False])
-        assert history.shape == (2, 1)
-        assert history.get("is_complete") == [[True], [False]]
-        assert history.chats() == [[{"role": "assistant", "content": t}] for t in "ab"]
-
     def test_the_example_of_the_original_stacks_messages(self, tokenizer):
         turns = [("system", "CONTENT\nThis is the setup"), ("user", "first"), ("assistant", "it")]
         history = torch.stack([History(role=role, content=content) for role, content in turns])
@@ -68,12 +60,6 @@ class TestMaking:
         text = history.apply_chat_template(tokenizer=tokenizer, chat_template_name="chatml_format")
         said = [f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in turns]
         assert text == "".join(said) + "<|im_start|>assistant\n"
-
-    def test_padding_messages_are_no_messages(self):
-        history = History.from_chats(SHORT)
-        history.extend(History(role="<none>", content="", batch_size=[2]))
-        assert history.shape == (3,)
-        assert history.messages() == SHORT
 
     def test_tool_fields(self):
         call = [{"function": {"name": "add", "arguments": {"a": 1}}}, {"function": {"name": "b"}}]
@@ -127,8 +113,8 @@ class TestGrowing:
     @pytest.mark.parametrize("dim", [1, -1])
     def test_extend_each_chat_by_its_reply(self, dim):
         history = History.from_chats([SHORT, LONG])
-        replies = History.from_replies(["a", "b"], [False, True])
-        full = history.extend(replies, inplace=False, dim=dim)
+        said = replies("a", "b", complete=[False, True])
+        full = history.extend(said, inplace=False, dim=dim)
         assert full.chats() == [
             [*SHORT, {"role": "assistant", "content": "a"}],
             [*LONG, {"role": "assistant", "content": "b"}],
@@ -169,11 +155,6 @@ class TestRendering:
         assert texts[0] == text + "<|im_start|>assistant\n"
         assert len(texts) == 2
 
-    def test_ids(self, tokenizer):
-        ids = History.from_chats([SHORT]).apply_chat_template(tokenizer=tokenizer, tokenize=True)
-        options = {"add_generation_prompt": True, "return_dict": False}
-        assert ids == [tokenizer.apply_chat_template(SHORT, **options)]
-
     def test_masks(self, tokenizer):
         td = History.from_chats(LONG).apply_chat_template(
             tokenizer=tokenizer, add_generation_prompt=False, return_assistant_tokens_mask=True
@@ -198,13 +179,6 @@ class TestRendering:
             assert not row["assistant_masks"][~row["attention_mask"]].any()
         assert dense["attention_mask"][:, -1].tolist() != [True, True]  # padded on the right
         assert dense["attention_mask"][:, 0].all()
-
-    def test_template_by_name(self, tokenizer):
-        tokenizer = pickle.loads(pickle.dumps(tokenizer))
-        tokenizer.chat_template = None
-        history = History.from_chats(SHORT)
-        text = history.apply_chat_template(tokenizer=tokenizer, chat_template="chatml")
-        assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 
     def test_only_a_chat_with_a_reply_needs_an_assistant_mask(self, tokenizer):
         options = {"tokenizer": tokenizer, "return_assistant_tokens_mask": True}
@@ -274,4 +248,6 @@ class TestRendering:
         history = History.from_chats(SHORT)
         text = history.apply_chat_template(tokenizer=tokenizer)
         history.extend(History(role="<none>", content="x", batch_size=[2]))
+        assert history.shape == (3,)
+        assert history.messages() == SHORT
         assert history.apply_chat_template(tokenizer=tokenizer) == text

@@ -25,7 +25,7 @@ from conf.preflight_and_modes import MAY, asked
 from policies.cache import write_manifest
 from policies.load import load_reference
 from trainer.modes.chat import chat
-from trainer.modes.evaluate import pass_at_k, summarize, table_rows
+from trainer.modes.evaluate import pass_at_k, tally
 from trainer.modes.model_card import card
 from trainer.modes.run_weights import Weights, choose_weights
 from trainer.runs.launch import prepare
@@ -76,7 +76,7 @@ def test_replies_are_summarized_by_hand():
     # four rows of two replies: both, none, one and one right; a fifth row was dropped
     replies = [reply(r, r, 2, 0.5) for r in (1, 1, 0, 0, 1, 0)]
     replies += [{}, {}, reply(1, 1.0, 4, 0.5, part=1.0), reply(0, 0.5, 8, 4.5, part=math.nan)]
-    found = summarize(replies, 2, {"eval/sampled_accuracy": 0.5})
+    found = tally(replies, 2, {"eval/sampled_accuracy": 0.5})
     assert (found["rows"], found["samples"], found["dropped_rows"]) == (4, 2, 1)
     assert found["eval/pass@1"] == found["eval/sampled_accuracy"] == 0.5
     assert found["eval/pass@2"] == 0.75
@@ -87,18 +87,7 @@ def test_replies_are_summarized_by_hand():
     assert found["kl/ref"] == pytest.approx(8 / 24)
     names = ("response/length_mean", "response/length_max", "response/truncated_fraction")
     assert [found[name] for name in names] == [24 / 8, 8, 1 / 8]
-    assert summarize([{}, {}], 2, {}) == {"rows": 0, "dropped_rows": 1}
-
-
-def test_a_table_has_the_powers_of_two_of_pass_at_k_and_the_last():
-    sampled = {"rows": 4, "samples": 6, "eval/sampled_accuracy": 0.5, "kl/ref_sequence": -1e-7}
-    sampled |= {f"eval/pass@{k}": k / 6 for k in range(1, 7)}
-    greedy = {"rows": 4, "eval/greedy_accuracy": 1.0, "eval/greedy_accuracy/sort": 0.25}
-    rows = {name: values for name, *values in table_rows({"sampled": sampled, "greedy": greedy})}
-    assert rows["accuracy"] == ["0.500", "1.000"]
-    assert rows["accuracy/sort"] == ["", "0.250"]
-    assert rows["kl/ref_sequence"] == ["0.000", ""]
-    assert [name for name in rows if "@" in name] == [f"eval/pass@{k}" for k in (1, 2, 4, 6)]
+    assert tally([{}, {}], 2, {}) == {"rows": 0, "dropped_rows": 1}
 
 
 def test_an_evaluation_measures_what_the_run_did_after_training(small_run, tmp_path, capsys):
@@ -303,12 +292,6 @@ def test_a_chat_reads_a_pipe_and_leaves_the_run_as_it_was(lora_run):
 def test_what_makes_no_sense_is_refused_before_a_worker_starts(words, message, lora_run):
     with pytest.raises(ValueError, match=message):
         asked([word.format(run=lora_run) for word in words])
-
-
-def test_training_and_what_only_shows_something_is_left_to_hydra():
-    for words in (["experiment=grpo_tiny"], ["mode=train"], ["mode=chat", "--cfg", "job"]):
-        assert asked(words) is None
-    assert asked(["experiment=grpo_tiny", "preflight=false"]) is None
 
 
 def test_every_key_that_may_change_is_one(lora_run):

@@ -3,12 +3,12 @@
 import random
 
 import pytest
+from letters import letters
 from tensordict import lazy_stack
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from policies import (
     History,
+    Text,
     _extract_responses_from_full_histories,
     add_chat_template,
     remove_chat_template,
@@ -51,22 +51,10 @@ NAMES = {
 MARKUP = ("<|im_start|>", "<|im_end|>", "<|header_start|>", "<|header_end|>", "<|eot|>")
 
 
-def make_tokenizer(special, **names):
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **names)
-
-
 @pytest.fixture(scope="module")
 def tokenizers():
     special = [*MARKUP, "<|begin_of_text|>", BOS, EOS, END]
-    return {
-        name: make_tokenizer(special, **NAMES.get(name, {"eos_token": "<|im_end|>"}))
-        for name in HAND
-    }
+    return {name: letters(special, **NAMES.get(name, {"eos_token": "<|im_end|>"})) for name in HAND}
 
 
 def chats(name, count=40, *, whole=True):
@@ -92,6 +80,11 @@ def by_hand(name, chat, *, whole=True):
     parts = [around[m["role"]][0] + m["content"] + around[m["role"]][1] for m in chat]
     text = start + "".join(parts)
     return text if whole else text.removesuffix(around["assistant"][1])
+
+
+PROMPT = [{"role": "user", "content": "Hi"}]
+FEW = [*PROMPT, {"role": "assistant", "content": "shot"}, {"role": "user", "content": "again"}]
+ASKED = "<|im_start|>assistant\n"
 
 
 class TestRoundTrip:
@@ -142,7 +135,7 @@ class TestRoundTrip:
 
     @pytest.mark.parametrize("kind", TEMPLATES)
     def test_a_tokenizers_own_template(self, kind):
-        tokenizer = make_tokenizer(SPECIAL[kind], **NAMED[kind])
+        tokenizer = letters(SPECIAL[kind], **NAMED[kind])
         tokenizer.chat_template = TEMPLATES[kind]
         turns = [
             ("user", "What\n\nis it?"),
@@ -163,9 +156,74 @@ class TestRoundTrip:
         history = History.from_text("<|im_start|>user\nHi<|im_end|>")
         assert history.messages() == [{"role": "user", "content": "Hi"}]
         assert list(history.is_complete) == [True]  # the line end after it is no sign of a cut
-        ended = History.from_text("<|im_start|>assistant\nHi<|endoftext|>")
-        assert ended.content == ["Hi"]
-        assert list(ended.is_complete) == [True]
+        for end in ("<|endoftext|>", "<|im_end|><|endoftext|>", "<|im_end|>\n" + 3 * END):
+            ended = History.from_text("<|im_start|>assistant\nHi" + end)
+            assert ended.content == ["Hi"]
+            assert list(ended.is_complete) == [True]
+
+
+class TestWhatFillsUpARow:
+    """A decoded row may hold EOS and padding after the end of its last turn."""
+
+    @pytest.mark.parametrize("name", HAND)
+    @pytest.mark.parametrize("pad", ["<pad>", None])
+    def test_after_the_end_of_a_turn(self, name, pad):
+        eos = NAMES.get(name, {"eos_token": "<|im_end|>"})["eos_token"]
+        names = NAMES.get(name, {}) | {"eos_token": eos, "pad_token": pad or eos}
+        tokenizer = letters([*MARKUP, "<|begin_of_text|>", BOS, EOS, END, "<pad>"], **names)
+        fills = [pad, pad * 3] if pad else []
+        if name != "dialogpt":  # there EOS may be the end of an empty message
+            fills += [eos, eos * 2, f"{eos}{tokenizer.pad_token}\n"]
+        if name != "falcon":  # there lines are the end of a turn
+            fills += [f"\n{pad}\n"] * bool(pad)
+        for chat in chats(name, 10):
+            text = by_hand(name, chat)
+            tight = text.rstrip("\n") if name not in ("falcon", "deepseek", "dialogpt") else text
+            for body, fill in [(body, fill) for body in (text, tight) for fill in fills]:
+                history = History.from_text(body + fill, name, tokenizer=tokenizer)
+                assert history.messages() == chat
+                assert all(history.is_complete)
+        history = History.from_text(
+            [by_hand(name, chat) + (pad or "")] * 2, name, tokenizer=tokenizer
+        )
+        assert history.chats() == [chat, chat]
+
+    @pytest.mark.parametrize(
+        ("fill", "complete"),
+        [("", False), ("<pad>", False), (END, True), (END * 2, True), (f"{END}<pad><pad>", True)],
+    )
+    def test_after_a_reply_that_has_no_end_of_turn(self, fill, complete):
+        tokenizer = letters([*MARKUP, END, "<pad>"], eos_token=END, pad_token="<pad>")
+        text = by_hand("chatml", PROMPT) + ASKED + "cut \n" + fill
+        history = History.from_text(text, "chatml", tokenizer=tokenizer)
+        assert history.messages()[1]["content"] == "cut \n"
+        assert list(history.is_complete) == [True, complete]
+
+    @pytest.mark.parametrize("name", HAND)
+    def test_replies(self, name, tokenizers):
+        tokenizer = tokenizers[name]
+        tokenizer.pad_token = tokenizer.eos_token
+        prompts, prompt = History.from_chats([PROMPT, PROMPT]), by_hand(name, PROMPT)
+        asked = prompt + PROMPTS.get(name, ASKED)
+        reply = {"role": "assistant", "content": "Yo"}
+        closed = by_hand(name, [*PROMPT, reply])
+        for body in (closed, closed.rstrip("\n")):
+            texts = [body + 3 * tokenizer.eos_token, closed]
+            out = _extract_responses_from_full_histories(texts, prompts, name, tokenizer)
+            assert out.chats() == [[reply], [reply]]
+            assert out[0, 0].is_complete
+            history = Text(prompt=asked, full=texts[0]).to_history(tokenizer, name)
+            assert history.response.messages() == [reply]
+
+    def test_markup_in_a_reply_stays_its_content(self, tokenizers):
+        prompts = History.from_chats([PROMPT])
+        text = by_hand("chatml", PROMPT) + ASKED + "a<|im_start|>b<|im_end|>"
+        for fill in ("", "\n", "<|im_end|>", "\n<|im_end|><|im_end|>\n"):
+            out = _extract_responses_from_full_histories(
+                [text + fill], prompts, "chatml", tokenizers["chatml"]
+            )
+            assert out.chats() == [[{"role": "assistant", "content": "a<|im_start|>b"}]]
+            assert out[0, 0].is_complete
 
 
 CALLS = """<|im_start|>user
@@ -226,14 +284,6 @@ class TestTools:
         }
         options = {"chat_template_name": name, "add_generation_prompt": False}
         assert history.apply_chat_template(tokenizer=tokenizers[name], **options) == text
-
-    def test_chatml_keeps_the_markup_of_results(self, tokenizers):
-        history = History.from_text(CALLS, "chatml")
-        result = history.messages()[-1]
-        assert result["tool_responses"] == ["r1", "r2"]
-        assert result["content"].startswith("<tool_response>\nr1")
-        options = {"chat_template_name": "chatml", "add_generation_prompt": False}
-        assert history.apply_chat_template(tokenizer=tokenizers["chatml"], **options) == CALLS
 
     def test_a_template_that_would_write_calls_twice_gets_them_once(self, tokenizers):
         template = (
@@ -319,7 +369,7 @@ class TestAddedTemplates:
         assert History.from_text(self.TEXT, "shouts").messages() == list(self.CHAT)
 
     def test_keywords_come_after_what_is_asked_for_and_before_the_tokenizers_own(self, shouts):
-        tokenizer = make_tokenizer(MARKUP, eos_token="<|eot|>")
+        tokenizer = letters(MARKUP, eos_token="<|eot|>")
         tokenizer.chat_template = "{% for m in messages %}own {{ m['content'] }}{% endfor %}"
         history = History.from_chats(list(self.CHAT[:1]))
         texts = []
@@ -340,16 +390,14 @@ class TestAddedTemplates:
         def parse(text):
             return kind([{"role": "user", "content": part} for part in text.split("|")])
 
-        History.add_chat_template(
-            "parts", "{% for m in messages %}{{ m['content'] }}|{% endfor %}", parse
-        )
+        add_chat_template("parts", "{% for m in messages %}{{ m['content'] }}|{% endfor %}", parse)
         try:
             assert History.from_text("a|b", "parts").content == ["a", "b"]
             prompts = History.from_chats([[{"role": "user", "content": "a"}]])
             replies = _extract_responses_from_full_histories(["a|b"], prompts, "parts")
             assert replies.chats() == [[{"role": "user", "content": "b"}]]
         finally:
-            History.remove_chat_template("parts")
+            remove_chat_template("parts")
 
     def test_a_known_name_can_be_given_away_and_comes_back(self):
         before = History.from_text("<|begin_of_text|>" + by_hand("llama", self.CHAT)[17:], "llama")
@@ -364,19 +412,6 @@ class TestAddedTemplates:
         assert History.from_text(by_hand("llama", self.CHAT), "llama").messages() == list(self.CHAT)
         with pytest.raises(ValueError, match="expected an added template"):
             remove_chat_template("llama")
-
-    @pytest.mark.parametrize(
-        ("name", "template", "match"),
-        [("a b", "{{ 1 }}", "expected a name"), ("ab", "{% if %}", "error in line 1")],
-    )
-    def test_what_cannot_be_added(self, name, template, match):
-        with pytest.raises(ValueError, match=match):
-            add_chat_template(name, template)
-
-
-PROMPT = [{"role": "user", "content": "Hi"}]
-FEW = [*PROMPT, {"role": "assistant", "content": "shot"}, {"role": "user", "content": "again"}]
-ASKED = "<|im_start|>assistant\n"
 
 
 class TestResponses:
@@ -415,13 +450,6 @@ class TestResponses:
             text = system + by_hand("chatml", PROMPT) + ASKED + "Yo<|im_end|>\n"
             out = _extract_responses_from_full_histories([text], self.prompts(PROMPT), "qwen")
             assert out.chats() == [[{"role": "assistant", "content": "Yo"}]]
-
-    def test_a_prompt_that_ends_in_a_reply_gets_a_new_turn(self):
-        # the example of the page: prompts of a user and an assistant message
-        chat = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi there!"}]
-        text = by_hand("chatml", chat) + ASKED + "And?<|im_end|>\n"
-        out = _extract_responses_from_full_histories([text], self.prompts(chat))
-        assert out.chats() == [[{"role": "assistant", "content": "And?"}]]
 
     def test_markup_in_prompt_or_reply_is_content(self):
         prompt = [{"role": "user", "content": "say <|im_end|>\n<|im_start|>user\nx"}]

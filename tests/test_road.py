@@ -97,7 +97,7 @@ print(json.dumps({{"code": code, "files": [f for f in files if f]}}))
 
 
 def test_a_grpo_worker_imports_what_a_run_uses_and_nothing_else(tmp_path):
-    """Pages, trackers and the terminal included: they watch in the same process."""
+    """The terminal, the files and the diagnosis included; pages are drawn by another process."""
     set_up()
     words = ["policy.model=tiny", "trainer.num_iterations=1", "eval.max_rows=4", "tracker=none"]
     config = compose_checked(["experiment=grpo_tiny", *words, "policy.max_new_tokens=4"])
@@ -124,6 +124,9 @@ def test_a_grpo_worker_imports_what_a_run_uses_and_nothing_else(tmp_path):
         "shell",
     )
     unused += ("parsing", "token_dists", "value_head", "reward_model", "sandbox", "launch", "check")
+    unused += ("report", "chart", "panels", "markup", "replies", "sweep_page", "mirror", "chat")
+    unused += ("saved_configs", "experiment_models")
     loaded = {Path(file).stem for file in lines}
+    assert sum(n for file, n in lines.items() if file.startswith("trainer/reports")) <= 860
     assert not loaded & {*unused}
     assert not any(file.startswith(("trainer/torchrl", "policies/distributions")) for file in lines)

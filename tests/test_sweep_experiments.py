@@ -20,8 +20,7 @@ from conf.command_line import list_jobs
 from conf.compose import compose_checked, compose_raw
 from conf.shell import run_command
 from conf.start import compose_joined, read_command, set_up
-from trainer.reports.sweep_jobs import load_sweep
-from trainer.reports.sweep_page import write_sweep
+from trainer.reports.sweep_page import load_sweep, write_sweep
 from trainer.runs.run_files import read_lines, read_status
 
 ROOT = Path(__file__).parents[1]

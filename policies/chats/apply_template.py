@@ -4,101 +4,73 @@ Left out on purpose: tools and documents for the template; images.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 
 from policies.chats.chat_template import Rendered, Renderer
+from policies.chats.rendering import Message, Outlines, Piece, fill
 from policies.padding import pad, pad_mask
 
-_PADDING = {False: "", "do_not_pad": "", True: "longest", "longest": "longest"}
+_PADDING = {False: False, "do_not_pad": False, True: True, "longest": True, "max_length": True}
 _TRUNCATION = {False: False, "do_not_truncate": False, True: True, "longest_first": True}
 
 
-@dataclass(frozen=True)
-class Options:
-    """What `History.apply_chat_template` was asked for; a contradiction is a ValueError."""
-
-    add_generation_prompt: bool
-    continue_final_message: bool
-    tokenize: bool | None
-    padding: bool | str
-    truncation: bool | str
-    max_length: int | None
-    return_tensors: str | None
-    return_dict: bool | None
-    return_assistant_tokens_mask: bool
-
-    def __post_init__(self) -> None:
-        if self.return_tensors not in (None, "pt"):
-            raise ValueError(f"expected return_tensors None or 'pt', got {self.return_tensors!r}")
-        known = {**_PADDING, "max_length": "max_length"}
-        for name, allowed in (("padding", known), ("truncation", _TRUNCATION)):
-            if (value := getattr(self, name)) not in allowed:
-                raise ValueError(f"expected {name} in {list(allowed)}, got {value!r}")
-        if (self.pads and not self.as_dict) or (
-            self.as_dict and False in (self.tokenize, self.return_dict)
-        ):
-            raise ValueError(
-                "masks, tensors and padding come as a TensorDict of tokens; set return_dict=True "
-                "and leave tokenize alone"
-            )
-        if self.cuts and not (self.as_dict or self.tokenize):
-            raise ValueError("truncation cuts tokens; set tokenize=True or return_dict=True")
-        wide = self.padding == "max_length"
-        if (wide and self.max_length is None) or (self.max_length and not (wide or self.cuts)):
-            raise ValueError(
-                "max_length goes with truncation=True or padding='max_length', got "
-                f"{self.max_length}, {self.truncation!r} and {self.padding!r}"
-            )
-
-    @property
-    def as_dict(self) -> bool:
-        """Whether the result is a TensorDict."""
-        asked = (self.return_dict, self.return_tensors, self.return_assistant_tokens_mask)
-        return any(map(bool, asked))
-
-    @property
-    def pads(self) -> bool:
-        """Whether rows get one length."""
-        return self.padding == "max_length" or bool(_PADDING[self.padding])
-
-    @property
-    def cuts(self) -> bool:
-        """Whether rows that are too long lose tokens."""
-        return _TRUNCATION[self.truncation]
-
-
-def apply(history: Any, renderer: Renderer, options: Options) -> Any:
+def apply(
+    history: Any,
+    renderer: Renderer,
+    *,
+    tokenize: bool | None,
+    padding: bool | str,
+    truncation: bool | str,
+    max_length: int | None,
+    return_tensors: str | None,
+    return_dict: bool | None,
+    return_assistant_tokens_mask: bool,
+    **ends: bool,
+) -> Any:
     """Return the rendered history; see `History.apply_chat_template`."""
-    ends = {
-        "add_generation_prompt": options.add_generation_prompt,
-        "continue_final_message": options.continue_final_message,
-    }
-    if not options.as_dict and not options.tokenize:
+    if return_tensors not in (None, "pt"):
+        raise ValueError(f"expected return_tensors None or 'pt', got {return_tensors!r}")
+    if padding not in _PADDING or truncation not in _TRUNCATION:
+        raise ValueError(
+            f"expected padding in {list(_PADDING)} and truncation in {list(_TRUNCATION)}, got "
+            f"{padding!r} and {truncation!r}"
+        )
+    pads, cuts, wide = _PADDING[padding], _TRUNCATION[truncation], padding == "max_length"
+    as_dict = bool(return_dict or return_tensors or return_assistant_tokens_mask)
+    if (pads and not as_dict) or (as_dict and False in (tokenize, return_dict)):
+        raise ValueError(
+            "masks, tensors and padding come as a TensorDict of tokens; set return_dict=True "
+            "and leave tokenize alone"
+        )
+    if cuts and not (as_dict or tokenize):
+        raise ValueError("truncation cuts tokens; set tokenize=True or return_dict=True")
+    if (wide and max_length is None) or (max_length and not (wide or cuts)):
+        raise ValueError(
+            "max_length goes with truncation=True or padding='max_length', got "
+            f"{max_length}, {truncation!r} and {padding!r}"
+        )
+    if not as_dict and not tokenize:
         return _map(history, lambda chat: renderer.text(chat, **ends))
+    size = max_length or renderer.tokenizer.model_max_length
+    kept = slice(-size, None) if renderer.tokenizer.truncation_side == "left" else slice(size)
 
     def render(chat: list[dict[str, Any]]) -> Rendered:
         # a mask without a token is right where nobody has answered
         answered = any(message["role"] == "assistant" for message in chat)
-        need = options.return_assistant_tokens_mask and answered
-        return _cut(renderer.render(chat, **ends, require_assistant=need), renderer, options)
+        need = return_assistant_tokens_mask and answered
+        done = renderer.render(chat, **ends, require_assistant=need)
+        too_long = cuts and len(done.ids) > size
+        return Rendered(done.ids[kept], done.assistant[kept]) if too_long else done
 
     done = _map(history, render)
-    if not options.as_dict:
+    if not as_dict:
         return _map(done, lambda rendered: rendered.ids)
-    return _padded(done, renderer.tokenizer, options) if options.pads else _as_tensordict(done)
-
-
-def _cut(done: Rendered, renderer: Renderer, options: Options) -> Rendered:
-    """Return a rendered chat without what is too long, cut on the tokenizer's truncation side."""
-    size = options.max_length or renderer.tokenizer.model_max_length
-    if not options.cuts or len(done.ids) <= size:
-        return done
-    kept = slice(-size, None) if renderer.tokenizer.truncation_side == "left" else slice(size)
-    return Rendered(done.ids[kept], done.assistant[kept])
+    if pads:
+        return _padded(done, renderer.tokenizer, max_length if wide else None)
+    return _as_tensordict(done)
 
 
 def _map(rows: Any, render: Callable[[Any], Any]) -> Any:
@@ -121,14 +93,13 @@ def _as_tensordict(done: Any) -> TensorDictBase:
     )
 
 
-def _padded(done: Any, tokenizer: Any, options: Options) -> TensorDictBase:
+def _padded(done: Any, tokenizer: Any, size: int | None) -> TensorDictBase:
     """Return rendered chats [B] as dense tensors [B, T]."""
     rows = done if isinstance(done, list) else [done]
     if rows and isinstance(rows[0], list):
         raise ValueError("expected a history of shape [T] or [B, T] for padding; flatten it")
     side = tokenizer.padding_side
     filler = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-    size = options.max_length if options.padding == "max_length" else None
     size = max(size or 0, *(len(row.ids) for row in rows))
     # a row of the full size, dropped again, makes the others as long
     ids = [*(torch.tensor(row.ids) for row in rows), torch.zeros(size, dtype=torch.int64)]
@@ -140,3 +111,31 @@ def _padded(done: Any, tokenizer: Any, options: Options) -> TensorDictBase:
         batch_size=[len(rows)],
     )
     return td if isinstance(done, list) else td[0]
+
+
+def open_end(
+    outlines: Outlines, messages: list[Message], *, prompt: bool
+) -> tuple[list[Piece], list[str]]:
+    """Return the pieces of a chat up to its last content, and their texts.
+
+    A last message without content continues the generation prompt before it.
+    """
+    if prompt:
+        raise ValueError(
+            "continue_final_message leaves the last message open, add_generation_prompt begins "
+            "another; set one of them to False"
+        )
+    last = len(messages) - 1
+    empty = last > 0 and messages[last]["role"] == "assistant" and not messages[last]["content"]
+    chat = messages[:last] if empty else messages
+    outline = outlines.of(chat, empty)
+    texts = fill(outline.pieces, chat, outlines.text(chat, empty)[0])
+    if texts is None:
+        raise ValueError(
+            f"{outlines.label} rewrites contents, so that a message cannot be left open; "
+            "set policy.chat_template=chatml"
+        )
+    if empty:
+        return outline.pieces, texts
+    stop = next(k for k, p in enumerate(outline.pieces) if p.message == last) + 1
+    return outline.pieces[:stop], texts[:stop]

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from policies.chats.outlines import Outlines
 from policies.chats.rendering import (
     Encoder,
     Message,
     Outline,
+    Outlines,
     Piece,
     check_messages,
     close_turn,
@@ -88,7 +88,7 @@ class Renderer:
         `continue_final_message` leaves the last message open: the text ends in its content.
         """
         if continue_final_message:
-            return "".join(self._open_end(check_messages(messages), add_generation_prompt)[1])
+            return "".join(self._open_end(messages, add_generation_prompt)[1])
         return self._outlines.text(messages, add_generation_prompt)[0]
 
     def render(
@@ -104,15 +104,15 @@ class Renderer:
         `require_assistant` is for training data: a mask of all zeros or all ones, or a template
         that writes a turn otherwise once the chat goes on, is a ValueError.
         """
-        messages = check_messages(messages)
         if continue_final_message:
             pieces, texts = self._open_end(messages, add_generation_prompt)
             return self._encode(pieces, texts, self._outlines.control_of(pieces))
+        messages = check_messages(messages)
         text = self.text(messages, add_generation_prompt=add_generation_prompt)
         outline = self._outlines.of(messages, add_generation_prompt)
         if require_assistant and outline.fault:
             raise ValueError(f"{self.name} {outline.fault}; {_REMEDY}")
-        texts = fill(outline.pieces, _contents(messages), text)
+        texts = fill(outline.pieces, messages, text)
         if texts is None:
             done = self._encode_rewritten(messages, add_generation_prompt, outline)
         else:
@@ -146,7 +146,7 @@ class Renderer:
         before = "".join(p.text for p in outline.pieces[:where])
         prompt = self._outlines.text(self._outlines.blank(messages[:-1]), True)[0]
         text = self.text(chat, add_generation_prompt=True)
-        texts = fill(outline.pieces, _contents(chat), text)
+        texts = fill(outline.pieces, chat, text)
         if texts is None or before != prompt:
             raise ValueError(
                 f"{self.name} rewrites earlier turns: what it writes for turn {len(messages)} "
@@ -159,32 +159,10 @@ class Renderer:
             pieces, texts = pieces[skip:], texts[skip:]
         return [*ids, *self._encode(pieces, texts, self._outlines.control_of(pieces)).ids]
 
-    def _open_end(self, messages: list[Message], prompt: bool) -> tuple[list[Piece], list[str]]:
-        """Return the pieces up to the last content, and their texts.
+    def _open_end(self, messages: Sequence[Message], prompt: bool) -> tuple[list[Piece], list[str]]:
+        from policies.chats.apply_template import open_end
 
-        A last message without content continues the generation prompt before it.
-        """
-        if prompt:
-            raise ValueError(
-                "continue_final_message leaves the last message open, add_generation_prompt begins "
-                "another; set one of them to False"
-            )
-        last = len(messages) - 1
-        empty = last > 0 and messages[last]["role"] == "assistant" and not messages[last]["content"]
-        chat = messages[:last] if empty else messages
-        outline = self._outlines.of(chat, empty)
-        texts = fill(outline.pieces, _contents(chat), self._outlines.text(chat, empty)[0])
-        if texts is None:
-            raise ValueError(
-                f"{self.name} rewrites contents, so that a message cannot be left open; "
-                "set policy.chat_template=chatml"
-            )
-        if empty:
-            return outline.pieces, texts
-        stop = next(k for k, p in enumerate(outline.pieces) if p.message == last) + 1
-        return outline.pieces[:stop], texts[:stop]
-
-    # Ids.
+        return open_end(self._outlines, check_messages(messages), prompt=prompt)
 
     def _encode(self, pieces: Sequence[Piece], texts: list[str], control: list[int]) -> Rendered:
         """Encode pieces that were filled with `texts`; `control` is all that may come out.
@@ -226,7 +204,3 @@ class Renderer:
             raise ValueError(f"{self.name} {fault}; {_REMEDY}")
         spans = [close_turn(text, span, self._outlines.ends) for span in spans]
         return Rendered(ids, mark(offsets, spans, len(text)))
-
-
-def _contents(messages: Sequence[Message]) -> list[str]:
-    return [m["content"] for m in messages]

@@ -15,40 +15,28 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import MetaData, TensorClass, lazy_stack
+from tensordict import MetaData, TensorClass
 from torch import Tensor
 
 from policies.chats.history import History
 
 if TYPE_CHECKING:
-    from policies.specs import Composite, Spec
+    from policies.specs import Composite
 
 
-def _default_spec(names: Sequence[str], of: Any) -> Any:
-    """Return the `default_spec` of a container with these fields.
-
-    They hold a History, a text (`of` is str) or a value of a dtype for each token.
-    """
+def _default_spec(of: Any) -> Any:
+    """Return the `default_spec` of a container of Histories, texts (str) or values of a dtype."""
 
     def default_spec(
         cls: Any, shape: tuple[int, ...] = (-1,), keys: Sequence[str] | None = None
     ) -> "Composite":
-        """Return the spec of a batch of `shape`, with all fields or the `keys` named."""
-        from policies.specs import Composite, NonTensor, Unbounded
+        """Return the spec of a batch of `shape` with the `keys` named.
 
-        if unknown := set(keys or ()) - set(names):
-            raise ValueError(f"expected keys among {sorted(names)}, got {sorted(unknown)}")
-        found: dict[str, Spec] = {}
-        for name in names if keys is None else keys:
-            if of is History:
-                found[name] = History.default_spec((*shape, -1))
-            elif of is str:
-                found[name] = NonTensor(shape, example_data="a string")
-            else:
-                found[name] = Unbounded((*shape, -1), dtype=of)
-        if "padded" in cls.__annotations__:
-            found["padded"] = NonTensor(shape[:-1], example_data=False)
-        return Composite(found, shape=shape[:-1], data_cls=cls, step_mdp_static=True)
+        Without `keys`: the fields up to `padded`, none of which has to be there.
+        """
+        from policies.specs import container_spec
+
+        return container_spec(cls, of, shape, keys)
 
     return classmethod(default_spec)
 
@@ -80,14 +68,14 @@ class Tokens(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgumen
 
     prompt: Tensor | None = None
     response: Tensor | None = None
-    assistant: Tensor | None = None
     full: Tensor | None = None
     padded: bool | None = None
+    assistant: Tensor | None = None
 
     def __post_init__(self) -> None:
         _share_padded(self)
 
-    default_spec = _default_spec(("prompt", "response", "assistant", "full"), torch.int64)
+    default_spec = _default_spec(torch.int64)
 
     def to_text(
         self,
@@ -97,13 +85,8 @@ class Tokens(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgumen
         attention_mask: Tensor | None = None,
     ) -> "Text":
         """Return the decoded tokens. Padded ones need the mask of `full` (ValueError without)."""
-        if self.ndim == 0:
-            decoded = _conversions().decoded
-            return Text(**decoded(self, tokenizer, attention_mask, skip=skip_special_tokens))
-        masks = [None] * len(self) if attention_mask is None else attention_mask
-        options = (tokenizer, skip_special_tokens)
-        pairs = zip(self.unbind(0), masks, strict=True)
-        return lazy_stack([row.to_text(*options, attention_mask=mask) for row, mask in pairs])
+        options = {"skip": skip_special_tokens}
+        return _conversions().tokens_to_text(self, tokenizer, attention_mask, **options)
 
     def to_history(
         self,
@@ -130,14 +113,14 @@ class LogProbs(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgum
 
     prompt: Tensor | None = None
     response: Tensor | None = None
-    assistant: Tensor | None = None
     full: Tensor | None = None
     padded: bool | None = None
+    assistant: Tensor | None = None
 
     def __post_init__(self) -> None:
         _share_padded(self)
 
-    default_spec = _default_spec(("prompt", "response", "assistant", "full"), torch.float32)
+    default_spec = _default_spec(torch.float32)
 
 
 class Masks(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments]
@@ -154,15 +137,13 @@ class Masks(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgument
 
     all_attention_mask: Tensor | None = None
     all_assistant_mask: Tensor | None = None
-    all_response_mask: Tensor | None = None
     padded: bool | None = None
+    all_response_mask: Tensor | None = None
 
     def __post_init__(self) -> None:
         _share_padded(self)
 
-    default_spec = _default_spec(
-        ("all_attention_mask", "all_assistant_mask", "all_response_mask"), torch.bool
-    )
+    default_spec = _default_spec(torch.bool)
 
 
 class ChatHistory(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments]
@@ -177,7 +158,7 @@ class ChatHistory(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeAr
     response: History | None = None
     full: History | None = None
 
-    default_spec = _default_spec(("prompt", "response", "full"), History)
+    default_spec = _default_spec(History)
 
     def to_tokens(
         self,
@@ -191,12 +172,7 @@ class ChatHistory(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeAr
         that was cut is closed by the template. Raises ValueError if full does not start with the
         prompt. `tokenizer` may be a `Renderer`.
         """
-        conversions = _conversions()
-        renderer = conversions.renderer_of(tokenizer, chat_template_name, chat_template)
-        tokens_of = conversions.tokens_of
-        return conversions.by_row(
-            self._rows(), lambda row: Tokens(**tokens_of(row, renderer), padded=False)
-        )
+        return _conversions().chat_to_tokens(self, tokenizer, chat_template, chat_template_name)
 
     def to_text(
         self,
@@ -205,20 +181,7 @@ class ChatHistory(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeAr
         chat_template: str | None = None,
     ) -> "Text":
         """Return the rendered chats as texts; see `to_tokens`."""
-        conversions = _conversions()
-        renderer = conversions.renderer_of(tokenizer, chat_template_name, chat_template)
-        written = conversions.written
-        return conversions.by_row(self._rows(), lambda row: Text(**written(row, renderer.text)))
-
-    def _rows(self) -> "ChatHistory":
-        """Return this with the batch size of its histories, where it was made without one."""
-        histories = (self.prompt, self.response, self.full)
-        known = next((history for history in histories if history is not None), None)
-        if self.ndim or known is None or known.ndim < 2:
-            return self
-        each = [[None] * len(known) if h is None else h.unbind(0) for h in histories]
-        rows = zip(*each, strict=True)
-        return lazy_stack([ChatHistory(prompt=p, response=r, full=f) for p, r, f in rows])
+        return _conversions().chat_to_text(self, tokenizer, chat_template, chat_template_name)
 
 
 class Text(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments]
@@ -232,7 +195,7 @@ class Text(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments
     response: str | None = None
     full: str | None = None
 
-    default_spec = _default_spec(("prompt", "response", "full"), str)
+    default_spec = _default_spec(str)
 
     def to_tokens(
         self,
@@ -252,15 +215,7 @@ class Text(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments
         if return_tensors != "pt":
             raise ValueError(f"expected return_tensors='pt', got {return_tensors!r}")
         limit = {"truncation": truncation, "max_length": max_length}
-        conversions = _conversions()
-        encoded = conversions.encoded
-        ragged = conversions.by_row(
-            self, lambda row: Tokens(**encoded(row, tokenizer, limit), padded=False)
-        )
-        if not padding:
-            return ragged
-        fields = conversions.dense(ragged, tokenizer.pad_token_id)
-        return Tokens(**fields, padded=True, batch_size=self.batch_size)
+        return _conversions().text_to_tokens(self, tokenizer, limit, padding=padding)
 
     def to_history(
         self, tokenizer: Any = None, chat_template_name: str | None = None
@@ -271,8 +226,4 @@ class Text(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments
         prompt in `full`, or if they are not both there, what follows a generation prompt.
         Raises ValueError where a text does not fit the template (see `History.from_text`).
         """
-        conversions = _conversions()
-        read_chat = conversions.read_chat
-        return conversions.by_row(
-            self, lambda row: ChatHistory(**read_chat(row, tokenizer, chat_template_name))
-        )
+        return _conversions().text_to_history(self, tokenizer, chat_template_name)

@@ -1,6 +1,6 @@
-"""One row of a container in another view: messages to text or ids, ids to text, text to messages.
+"""The other views of a container: messages as text or ids, ids as text, text as messages or ids.
 
-Batches are done row by row (`by_row`) and come out as lazy stacks of rows.
+Batches are done row by row (`_by_row`) and come out as lazy stacks of rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,38 +11,69 @@ from tensordict import lazy_stack
 from torch import Tensor
 
 from policies.chats.chat_template import Renderer
+from policies.chats.containers import ChatHistory, Text, Tokens
 from policies.chats.history import History
 from policies.chats.messages import PADDING_ROLE, records_of
 from policies.chats.parsing import Format, find_reader
-from policies.padding import pad, pad_around, rows
+from policies.padding import pad, rows
 
-Written = dict[str, Any]  # by the fields prompt, response, full
+FIELDS = ("prompt", "response", "full")
+Written = dict[str, Any]  # by these fields
 
 
-def by_row(container: Any, make: Callable[[Any], Any]) -> Any:
+def _by_row(container: Any, make: Callable[[Any], Any]) -> Any:
     """Return what `make` makes of each row of a container, as a lazy stack."""
     if container.ndim == 0:
         return make(container)
-    return lazy_stack([by_row(row, make) for row in container.unbind(0)])
+    return lazy_stack([_by_row(row, make) for row in container.unbind(0)])
 
 
-def renderer_of(tokenizer: Any, name: str | None, chat_template: str | None) -> Renderer:
-    """Return a renderer; a tokenizer may be one itself."""
-    if isinstance(tokenizer, Renderer):
-        return tokenizer
-    return Renderer(tokenizer, chat_template, name)
+def chat_to_text(chat: Any, tokenizer: Any, template: str | None, name: str | None) -> Text:
+    """Return rendered chats as texts; see `ChatHistory.to_text`."""
+    renderer = _renderer(tokenizer, template, name)
+    return _by_chat(chat, lambda row: Text(**_written(row, renderer.text)))
 
 
-def written(chat: Any, say: Callable[..., Any]) -> Written:
+def chat_to_tokens(chat: Any, tokenizer: Any, template: str | None, name: str | None) -> Tokens:
+    """Return the ids of rendered chats, those inside the assistant mask of `full` too."""
+    renderer = _renderer(tokenizer, template, name)
+
+    def tokens_of(row: Any) -> Tokens:
+        done = _written(row, lambda messages, **ends: renderer.render(messages, **ends).ids)
+        if row.full is not None:
+            whole = renderer.render(row.full.messages())
+            pairs = zip(whole.ids, whole.assistant, strict=True)
+            done["assistant"] = [i for i, said in pairs if said]
+        found = {name: torch.tensor(ids, dtype=torch.int64) for name, ids in done.items()}
+        return Tokens(**found, padded=False)
+
+    return _by_chat(chat, tokens_of)
+
+
+def _renderer(tokenizer: Any, template: str | None, name: str | None) -> Renderer:
+    return tokenizer if isinstance(tokenizer, Renderer) else Renderer(tokenizer, template, name)
+
+
+def _by_chat(chat: Any, make: Callable[[Any], Any]) -> Any:
+    """Return what `make` makes of each chat; one made without a batch size may hold many."""
+    if chat.ndim:
+        return lazy_stack([_by_chat(row, make) for row in chat.unbind(0)])
+    histories = [chat.get(name, None) for name in FIELDS]
+    known = next((history for history in histories if history is not None), None)
+    if known is None or known.ndim < 2:
+        return make(chat)
+    each = [[None] * len(known) if h is None else h.unbind(0) for h in histories]
+    return lazy_stack([_by_chat(ChatHistory(*row), make) for row in zip(*each, strict=True)])
+
+
+def _written(chat: Any, say: Callable[..., Any]) -> Written:
     """Return what `say` makes of the histories of one chat, strings or lists of ids.
 
     The response is what follows the prompt in both together; ValueError if it does not.
     """
+    found = [chat.get(name, None) for name in FIELDS]
+    prompt, response, full = [None if h is None else h.messages() for h in found]
     done: Written = {}
-    prompt, response, full = (
-        None if history is None else history.messages()
-        for history in (chat.prompt, chat.response, chat.full)
-    )
     if prompt is not None:
         done["prompt"] = say(prompt, add_generation_prompt=True)
     if full is not None:
@@ -66,39 +97,33 @@ def _after(prompt: Any, full: Any) -> Any:
     return full[len(prompt) :]
 
 
-def tokens_of(chat: Any, renderer: Renderer) -> dict[str, Tensor]:
-    """Return the ids of one chat, those inside the assistant mask of `full` too."""
-    done = written(chat, lambda messages, **ends: renderer.render(messages, **ends).ids)
-    if chat.full is not None:
-        whole = renderer.render(chat.full.messages())
-        pairs = zip(whole.ids, whole.assistant, strict=True)
-        done["assistant"] = [i for i, said in pairs if said]
-    return {name: torch.tensor(ids, dtype=torch.int64) for name, ids in done.items()}
+def tokens_to_text(tokens: Any, tokenizer: Any, masks: Any, *, skip: bool) -> Text:
+    """Return decoded tokens; see `Tokens.to_text`.
 
-
-def decoded(tokens: Any, tokenizer: Any, mask: Tensor | None, *, skip: bool) -> Written:
-    """Return the texts of one row of tokens.
-
-    `mask` [T] tells the tokens of `full` from padding, and those of prompt and response where these
-    stand side by side in it. Raises ValueError if the tokens are padded and there is none.
+    The mask of a row tells the tokens of `full` from padding, and those of prompt and response
+    where these stand side by side in it.
     """
-    found = {name: tokens.get(name, None) for name in ("prompt", "response", "full")}
-    done = {}
-    for name, ids in found.items():
-        if ids is not None:
-            kept = ids if mask is None else ids[_columns(found, name, mask).bool()]
-            if mask is None and tokens.padded:
-                raise ValueError(
-                    "expected attention_mask=masks.all_attention_mask for padded tokens: padding "
-                    "cannot be told from the ids, where pad and end token may be the same"
-                )
-            done[name] = tokenizer.decode(kept.tolist(), skip_special_tokens=skip)
-    return done
+    if tokens.ndim:
+        masks = [None] * len(tokens) if masks is None else masks
+        pairs = zip(tokens.unbind(0), masks, strict=True)
+        return lazy_stack([tokens_to_text(row, tokenizer, mask, skip=skip) for row, mask in pairs])
+    found = {name: tokens.get(name, None) for name in FIELDS}
+    found = {name: ids for name, ids in found.items() if ids is not None}
+    if masks is None and tokens.padded and found:
+        raise ValueError(
+            "expected attention_mask=masks.all_attention_mask for padded tokens: padding "
+            "cannot be told from the ids, where pad and end token may be the same"
+        )
+    if masks is not None:
+        found = {name: ids[_columns(found, name, masks).bool()] for name, ids in found.items()}
+    return Text(
+        **{k: tokenizer.decode(v.tolist(), skip_special_tokens=skip) for k, v in found.items()}
+    )
 
 
-def _columns(found: dict[str, Tensor | None], name: str, mask: Tensor) -> Tensor:
+def _columns(found: dict[str, Tensor], name: str, mask: Tensor) -> Tensor:
     """Return the part of the mask that belongs to a field."""
-    sizes = {key: len(ids) for key, ids in found.items() if ids is not None}
+    sizes = {key: len(ids) for key, ids in found.items()}
     if sizes[name] == len(mask) and (name == "full" or "full" not in sizes):
         return mask
     if sizes.get("prompt", 0) + sizes.get("response", 0) != len(mask):
@@ -109,59 +134,70 @@ def _columns(found: dict[str, Tensor | None], name: str, mask: Tensor) -> Tensor
     return mask[: sizes[name]] if name == "prompt" else mask[-sizes[name] :]
 
 
-def encoded(text: Any, tokenizer: Any, limit: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the ids of one row of texts, each as it stands: no special tokens are added."""
-    done = {}
-    for name in ("prompt", "response", "full"):
-        if (value := text.get(name, None)) is not None:
-            ids = tokenizer(value, add_special_tokens=False, **limit)["input_ids"]
-            done[name] = torch.tensor(ids, dtype=torch.int64)
-    return done
+def text_to_tokens(text: Any, tokenizer: Any, limit: dict[str, Any], *, padding: bool) -> Tokens:
+    """Return the ids of each text as it stands: no special tokens are added."""
+
+    def encoded(row: Any) -> Tokens:
+        texts = {name: row.get(name, None) for name in FIELDS}
+        found = {
+            name: tokenizer(value, add_special_tokens=False, **limit)["input_ids"]
+            for name, value in texts.items()
+            if value is not None
+        }
+        return Tokens(
+            **{name: torch.tensor(ids, dtype=torch.int64) for name, ids in found.items()},
+            padded=False,
+        )
+
+    ragged = _by_row(text, encoded)
+    return _dense(ragged, tokenizer.pad_token_id) if padding else ragged
 
 
-def dense(tokens: Any, filler: int | None) -> dict[str, Tensor]:
-    """Return the fields of ragged tokens [B] padded: prompts left, responses right, full around."""
+def _dense(tokens: Any, filler: int | None) -> Tokens:
+    """Return ragged tokens [B] padded: prompts left, responses right, full around both."""
     if tokens.ndim != 1 or filler is None:
         raise ValueError(
             "padding needs a batch [B] and a tokenizer with a pad token, got batch size "
             f"{list(tokens.batch_size)} and pad_token_id {filler}; leave padding alone and read "
             "rows with get(key, as_padded_tensor=True, padding_value=...)"
         )
-    prompt, response, full = (rows(tokens, name) for name in ("prompt", "response", "full"))
-    done = {}
+    prompt, response, full = (rows(tokens, name) for name in FIELDS)
+    done: dict[str, Tensor] = {}
     if prompt is not None:
         done["prompt"] = pad(prompt, filler, side="left")
     if response is not None:
         done["response"] = pad(response, filler)
     if full is not None:
         cuts = [len(row) for row in prompt or full]  # without a prompt all padding is left
-        done["full"] = pad_around(full, cuts, filler)
-    return done
+        heads = [row[:cut] for row, cut in zip(full, cuts, strict=True)]
+        tails = [row[cut:] for row, cut in zip(full, cuts, strict=True)]
+        done["full"] = torch.cat([pad(heads, filler, side="left"), pad(tails, filler)], -1)
+    return Tokens(**done, padded=True, batch_size=tokens.batch_size)
 
 
-def read_chat(text: Any, tokenizer: Any, name: str | None) -> dict[str, History]:
-    """Return the histories of one row of texts.
-
-    A generation prompt at the end of the prompt is no message. A response alone is read as what
-    follows one.
-    """
+def text_to_history(text: Any, tokenizer: Any, name: str | None) -> ChatHistory:
+    """Return the histories of texts; see `Text.to_history`."""
     read = find_reader(tokenizer, None, name)
-    prompt, response, full = (text.get(key, None) for key in ("prompt", "response", "full"))
     exact = isinstance(read, Format)
-    done = {}
-    if prompt is not None:
-        done["prompt"] = _history(read, prompt.removesuffix(read.prompt) if exact else prompt)
-    if full is not None:
-        done["full"] = _history(read, full)
-    if exact and prompt is not None and full is not None and full.startswith(prompt):
-        response = full[len(prompt) :]
-    if response is not None:
-        done["response"] = History.from_chats(read.reply(response) if exact else read(response))
-    return done
+
+    def chat_of(row: Any) -> ChatHistory:
+        prompt, response, full = (row.get(key, None) for key in FIELDS)
+        done = {}
+        if prompt is not None:
+            said = prompt.removesuffix(read.prompt) if exact else prompt
+            done["prompt"] = _history(read(said))
+        if full is not None:
+            done["full"] = _history(read(full))
+        if exact and prompt is not None and full is not None and full.startswith(prompt):
+            response = full[len(prompt) :]
+        if response is not None:
+            done["response"] = _history(read.reply(response) if exact else read(response))
+        return ChatHistory(**done)
+
+    return _by_row(text, chat_of)
 
 
-def _history(read: Callable[[str], Any], text: str) -> History:
-    found = read(text)
+def _history(found: Any) -> History:
     return found if isinstance(found, History) else History.from_chats(found)
 
 
@@ -191,8 +227,7 @@ def _replies(read: Any, text: str, prompt: list[dict[str, Any]]) -> list[dict[st
         begin = read.write(prompt, add_generation_prompt=True)
         if text.startswith(begin):
             return read.reply(text[len(begin) :])
-    found = read(text)
-    found = records_of(found if isinstance(found, History) else History.from_chats(found))
+    found = records_of(_history(read(text)))
     if found[0]["role"] == "system" != prompt[0]["role"]:
         found = found[1:]  # the template's own
     if len(found) < len(prompt):

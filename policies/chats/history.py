@@ -13,7 +13,6 @@ from tensordict import TensorClass, lazy_stack
 
 from policies.chats.chat_template import Renderer
 from policies.chats.messages import checked, columns, records_of, visible
-from policies.chats.templates import add_chat_template, remove_chat_template
 
 if TYPE_CHECKING:
     from policies.specs import Composite
@@ -86,13 +85,6 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         return lazy_stack([cls.from_text(one, *options) for one in text])
 
     @classmethod
-    def from_replies(cls, texts: Sequence[str], complete: Sequence[bool]) -> "History":
-        """Return one assistant message for each text, [B, 1]."""
-        pairs = zip(texts, complete, strict=True)
-        said = ({"role": "assistant", "content": t, "is_complete": c} for t, c in pairs)
-        return cls.from_records([[record] for record in said])
-
-    @classmethod
     def from_records(cls, chats: Sequence[Sequence[dict[str, Any]]]) -> "History":
         """Return chats [B, T] of messages that were checked before, with their flags."""
         return lazy_stack([_build(chat) for chat in chats])
@@ -112,7 +104,9 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         Raises ValueError unless there is exactly one batch dimension; see `chats`.
         """
         if self.ndim != 1:
-            raise ValueError(f"expected a history of shape [T], got {_shape(self)}; use chats()")
+            raise ValueError(
+                f"expected a history of shape [T], got {list(self.shape)}; use chats()"
+            )
         return visible(records_of(self))
 
     def chats(self) -> list[list[dict[str, Any]]]:
@@ -127,19 +121,7 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         Raises RuntimeError if this is a single message or `history` does not have one dimension
         less. Changes and returns this history unless `inplace=False`.
         """
-        dim = _checked_dim(self, dim)
-        if history.ndim != self.ndim - 1:
-            raise RuntimeError(
-                f"The history to append must have one dimension less than self, {_shape(self)}; "
-                f"got {_shape(history)}. Use extend for one with as many dimensions."
-            )
-        if self.ndim == 1:
-            done = _build([*records_of(self), *records_of(history)])
-        elif dim == 0:
-            done = lazy_stack([*self.unbind(0), history])
-        else:
-            pairs = _pair_rows(self, history)
-            done = lazy_stack([a.append(b, inplace=False, dim=dim - 1) for a, b in pairs])
+        done = _grown(self, history, dim, one=True)
         return _replace(self, done) if inplace else done
 
     def extend(self, history: "History", *, inplace: bool = True, dim: int = 0) -> "History":
@@ -148,19 +130,7 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         Raises RuntimeError if this is a single message or `history` has other dimensions.
         Changes and returns this history unless `inplace=False`.
         """
-        dim = _checked_dim(self, dim)
-        if history.ndim != self.ndim:
-            raise RuntimeError(
-                "The new history to extend must have as many dimensions as self, "
-                f"{_shape(self)}; got {_shape(history)}. Use append for one entry."
-            )
-        if self.ndim == 1:
-            done = _build([*records_of(self), *records_of(history)])
-        elif dim == 0:
-            done = lazy_stack([*self.unbind(0), *history.unbind(0)])
-        else:
-            pairs = _pair_rows(self, history)
-            done = lazy_stack([a.extend(b, inplace=False, dim=dim - 1) for a, b in pairs])
+        done = _grown(self, history, dim, one=False)
         return _replace(self, done) if inplace else done
 
     def apply_chat_template(
@@ -193,37 +163,43 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         Raises ValueError on a chat that the template refuses, on options that contradict, and if
         the assistant mask of a chat with replies is of a single value.
         """
-        given = {**locals()}
-        from policies.chats.apply_template import Options, apply
+        options = {**locals()}
+        for name in ("self", "tokenizer", "chat_template", "chat_template_name"):
+            del options[name]
+        from policies.chats.apply_template import apply
 
-        options = Options(**{k: v for k, v in given.items() if k in Options.__dataclass_fields__})
         if not isinstance(tokenizer, Renderer):
             tokenizer = Renderer(tokenizer, chat_template, chat_template_name)
         elif chat_template is not None or chat_template_name is not None:
             raise ValueError("expected chat_template=None with a Renderer, which has its own")
-        return apply(self, tokenizer, options)
-
-    add_chat_template = staticmethod(add_chat_template)
-    remove_chat_template = staticmethod(remove_chat_template)
+        return apply(self, tokenizer, **options)
 
 
-def _checked_dim(history: History, dim: int) -> int:
-    """Return `dim` as a non-negative number."""
+def _grown(history: History, new: History, dim: int, *, one: bool) -> History:
+    """Return the history and, along `dim`, `new` as one entry or the entries of it."""
     if history.ndim == 0:
         raise RuntimeError(
             "Cannot add to a single message without batch dimensions. Call unsqueeze(dim=0) first."
         )
     if not -history.ndim <= dim < history.ndim:
-        raise RuntimeError(f"expected dim within the shape {_shape(history)}, got {dim}")
-    return dim % history.ndim
-
-
-def _pair_rows(left: History, right: History) -> list[tuple[History, History]]:
-    if left.shape[0] != right.shape[0]:
+        raise RuntimeError(f"expected dim within the shape {list(history.shape)}, got {dim}")
+    if new.ndim != history.ndim - one:
+        size = "one dimension less than" if one else "as many dimensions as"
         raise RuntimeError(
-            f"expected as many rows as self has, {left.shape[0]}; got {right.shape[0]}"
+            f"The new history must have {size} self, {list(history.shape)}; got "
+            f"{list(new.shape)}. Append adds one entry, extend those of a history."
         )
-    return list(zip(left.unbind(0), right.unbind(0), strict=True))
+    dim %= history.ndim
+    if history.ndim == 1:
+        return _build([*records_of(history), *records_of(new)])
+    if dim == 0:
+        return lazy_stack([*history.unbind(0), *([new] if one else new.unbind(0))])
+    if history.shape[0] != new.shape[0]:
+        raise RuntimeError(
+            f"expected as many rows as self has, {history.shape[0]}; got {new.shape[0]}"
+        )
+    pairs = zip(history.unbind(0), new.unbind(0), strict=True)
+    return lazy_stack([_grown(a, b, dim - 1, one=one) for a, b in pairs])
 
 
 def _build(records: Sequence[dict[str, Any]]) -> History:
@@ -235,7 +211,3 @@ def _replace(history: History, new: History) -> History:
     """Make `history` hold what `new` holds."""
     history.__dict__["_tensordict"] = new.__dict__["_tensordict"]
     return history
-
-
-def _shape(history: History) -> list[int]:
-    return list(history.shape)

@@ -25,7 +25,12 @@ def columns(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def records_of(history: Any) -> list[dict[str, Any]]:
-    """Return the fields of a history [] or [T], message by message, without those that are None."""
+    """Return the fields of a history [] or [T], message by message, without those that are None.
+
+    A batch of one, [1, T], as stacks of single chats hold it, is that one.
+    """
+    while history.ndim > 1 and history.shape[0] == 1:
+        history = history[0]
     rows = [history] if history.ndim == 0 else None
     size = 1 if rows else history.shape[0]
     records: list[dict[str, Any]] = [{} for _ in range(size)]

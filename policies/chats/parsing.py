@@ -63,8 +63,9 @@ class Format:
             return self._parse(text, reply=True)
         except ValueError:
             core = self.turns["assistant"].closer.rstrip()
-            closed = bool(core) and text.rstrip().endswith(core)
-            content = text.rstrip().removesuffix(core) if closed else text
+            content, closed = self._without_filler(text, 0, reply=True)
+            if core and content.rstrip().endswith(core):
+                content, closed = content.rstrip().removesuffix(core), True
             return [{"role": "assistant", "content": content, "is_complete": closed}]
 
     def _parse(self, text: str, *, reply: bool = False) -> list[Message]:
@@ -75,10 +76,11 @@ class Format:
                 role, begin = "assistant", self._rest_of_opener(text)
             else:
                 role, begin = self._open(text, place, done)
-            stop, after, complete = self._close(text, begin, role)
+            stop, after, complete = self._close(text, begin, role, reply=reply)
             self._check_inside(text, begin, stop)
             done += self._read(role, text[begin:stop], complete, done)
-            place = after
+            filled = re.compile(rf"\s*{self._filler(reply=reply)}").match(text, after)
+            place = len(text) if filled else after
         return done
 
     def _open(self, text: str, place: int, done: list[Message]) -> tuple[str, int]:
@@ -87,7 +89,7 @@ class Format:
         for role, turn in self._by_length:
             if turn.opener and text.startswith(turn.opener, place):
                 return role, place + len(turn.opener)
-        if self._any is not None and (found := self._any.match(text, place)):
+        if "" in self.turns and (found := self._openers[-1].match(text, place)):
             return found[1], found.end()
         answers = last not in ("", "assistant")
         bare = self.turns["assistant"].opener
@@ -106,25 +108,46 @@ class Format:
         rest = opener.removeprefix(self.prompt) if opener.startswith(self.prompt) else ""
         return len(rest) if text.startswith(rest) else 0
 
-    def _close(self, text: str, begin: int, role: str) -> tuple[int, int, bool]:
+    def _close(self, text: str, begin: int, role: str, *, reply: bool) -> tuple[int, int, bool]:
         """Return where the content ends, where the next turn begins, and whether it was closed."""
         closer = self.turns[role if role in self.turns else ""].closer
-        core = closer.rstrip()
+        core, filler = closer.rstrip(), self._filler(reply=reply)
         if not core:  # white space alone ends a turn only before another, or at the end
-            found = re.compile(re.escape(closer) + self._ahead).search(text, begin)
+            ahead = f"(?={self._ahead}|{filler})"
+            found = re.compile(re.escape(closer) + ahead).search(text, begin)
             if found:
                 return found.start(), found.end(), True
         elif (stop := text.find(core, begin)) >= 0:
             after = stop + len(core)
-            if after == len(text):
+            if after == len(text) or re.compile(rf"\s*{filler}").match(text, after):
                 return stop, after, True
             if not text.startswith(closer, stop):
                 raise self._misfit(text, after, repr(closer[len(core) :]))
             return stop, stop + len(closer), True
-        end = self.variables.get("eos_token")
-        if end and role == "assistant" and text.endswith(end) and len(text) - len(end) >= begin:
-            return len(text) - len(end), len(text), True
-        return len(text), len(text), False
+        if role != "assistant":
+            return len(text), len(text), False
+        content, ended = self._without_filler(text, begin, reply=reply)
+        return begin + len(content), len(text), ended
+
+    def _without_filler(self, text: str, begin: int, *, reply: bool) -> tuple[str, bool]:
+        """Return the text from `begin` without what fills it up, and whether EOS ends it."""
+        rest = text[begin:]
+        found = re.search(self._filler(reply=reply), rest)
+        if found is None:
+            return rest, False
+        end = self.variables.get("eos_token", "")
+        return rest[: found.start()], bool(end) and rest.startswith(end, found.start())
+
+    def _filler(self, *, reply: bool) -> str:
+        """Return a pattern of what may follow the last turn: EOS and padding up to the end.
+
+        Where EOS alone tells one turn from the next, only a reply can be followed by more of it.
+        """
+        tokens = {self.variables.get(name) for name in ("eos_token", "pad_token")} - {None, ""}
+        if not self.turns["user"].opener and not reply:
+            tokens -= {turn.closer.rstrip() for turn in self.turns.values()}
+        one = "|".join(map(re.escape, sorted(tokens))) or "(?!)"
+        return rf"(?:{one})(?:\s*(?:{one}))*\s*\Z"
 
     def _check_inside(self, text: str, begin: int, stop: int) -> None:
         """Raise if a content holds what begins a turn, unless it is mere words ("User: ")."""
@@ -161,10 +184,6 @@ class Format:
         return sorted(named, key=lambda pair: -len(pair[1].opener))
 
     @cached_property
-    def _any(self) -> re.Pattern[str] | None:
-        return self._openers[-1] if "" in self.turns else None
-
-    @cached_property
     def _openers(self) -> list[re.Pattern[str]]:
         """Return patterns of what begins a turn, that of any role last."""
         texts = [re.escape(turn.opener) for turn in self.turns.values() if turn.opener.strip()]
@@ -172,11 +191,11 @@ class Format:
 
     @cached_property
     def _ahead(self) -> str:
-        """Return a pattern that sees what may follow a turn."""
+        """Return a pattern of what may follow a turn."""
         begins = [pattern.pattern for pattern in self._openers]
         if self.prompt:
             begins.append(re.escape(self.prompt))
-        return "(?=" + "|".join([*begins, r"\Z"]) + ")"
+        return "|".join([*begins, r"\Z"])
 
 
 def find_reader(

@@ -1,4 +1,4 @@
-"""The parts of rendering that know text and tokens but no chat: spelling, spans, outlines.
+"""What a chat template writes around the contents, where the assistant speaks in it, and encoding.
 
 An *outline* is a chat rendered with unguessable placeholders for its contents and cut into pieces,
 so that what the template wrote and what a message brought along can be told apart. A *control
@@ -7,8 +7,8 @@ token* is an added token of the tokenizer, special or not, other than white spac
 Left out on purpose: slow tokenizers, which give no offsets.
 """
 
-import json
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,7 +19,10 @@ from jinja2.exceptions import TemplateError
 from tokenizers import Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from policies.chats.templates import Template
+
 _RENDERING = Lock()  # threads would share the compiled template's one tracker of tagged spans
+_MAX_KEPT = 512
 Message = dict[str, Any]
 Span = tuple[int, int]  # [start, end) in characters
 
@@ -60,9 +63,7 @@ class Encoder:
         self._whole.no_padding()
         self._whole.no_truncation()
         self._whole.post_processor = None  # it may trim spaces off the offsets
-        self._spelling: Tokenizer | None = None
-        self._blanks = {t.content: i for i, t in added.items() if t.content.isspace()}
-        self._renumber: dict[int | None, int] = {}
+        self._spelling: Any = None
 
     def encode(self, text: str) -> tuple[list[int], list[Span]]:
         """Return the ids of `text` and their spans, as `tokenizer(text)` has them."""
@@ -73,18 +74,13 @@ class Encoder:
         """Return the control tokens among `ids`, in order."""
         return [i for i in ids if i in self.control]
 
-    def token(self, index: int) -> str:
-        """Return the text of a token."""
-        return str(self._whole.id_to_token(index))
-
     def spell(self, text: str) -> list[int]:
         """Return ids of `text` none of which is a control token."""
         if self._spelling is None:
-            self._spelling = _without_added_tokens(self._whole)
-            # what a copy keeps of the added tokens gets new ids
-            self._renumber = {self._spelling.token_to_id(t): i for t, i in self._blanks.items()}
-        ids = self._spelling.encode(text, add_special_tokens=False).ids
-        ids = [self._renumber.get(i, i) for i in ids]
+            from policies.chats.spelling import Spelling
+
+            self._spelling = Spelling(self._whole)
+        ids = self._spelling(text)
         if self.find_control(ids):
             raise ValueError(
                 "expected a tokenizer that can spell out the text of its control tokens, got "
@@ -92,31 +88,6 @@ class Encoder:
                 "that markup from the data"
             )
         return ids
-
-
-def _without_added_tokens(tokenizer: Tokenizer) -> Tokenizer:
-    """Return a copy that knows only white space among its added tokens.
-
-    It encodes parts of a text, so it must not put the blank of a text's first word before each.
-    """
-
-    def walk(node: Any) -> None:
-        if isinstance(node, dict):
-            if node.get("type") == "Metaspace":
-                node["prepend_scheme"] = "never"
-            elif node.get("type") == "Prepend":
-                node["prepend"] = ""
-            elif node.get("type") == "ByteLevel" and "add_prefix_space" in node:
-                node["add_prefix_space"] = False
-            node = list(node.values())
-        for value in node if isinstance(node, list) else []:
-            walk(value)
-
-    spec = json.loads(tokenizer.to_str())
-    spec["added_tokens"] = [t for t in spec["added_tokens"] if t["content"].isspace()]
-    walk(spec["normalizer"])
-    walk(spec["pre_tokenizer"])
-    return Tokenizer.from_str(json.dumps(spec))
 
 
 def render_template(
@@ -180,14 +151,15 @@ def cut(text: str, placeholders: Sequence[str], spans: Sequence[Span]) -> list[P
     return [Piece(part, number.get(part), marked) for part, marked in parts]
 
 
-def fill(pieces: Sequence[Piece], contents: Sequence[str], text: str) -> list[str] | None:
+def fill(pieces: Sequence[Piece], messages: Sequence[Message], text: str) -> list[str] | None:
     """Return the texts of the pieces of `text`; None if it is not the pieces with the contents.
 
     A content may have lost white space at its ends, which many templates strip.
 
-    >>> fill([Piece("<"), Piece("x", 0), Piece(">")], [" a "], "<a>")
+    >>> fill([Piece("<"), Piece("x", 0), Piece(">")], [{"content": " a "}], "<a>")
     ['<', 'a', '>']
     """
+    contents = [m["content"] for m in messages]
     for strip in (str, str.strip):
         texts = [p.text if p.message is None else strip(contents[p.message]) for p in pieces]
         if "".join(texts) == text:
@@ -236,3 +208,113 @@ def check_messages(messages: Sequence[Message]) -> list[Message]:
                 f"message {i}: expected Unicode text, got lone surrogates in {content[:40]!a}"
             )
     return [m if m.get("content") is not None else {**m, "content": ""} for m in messages]
+
+
+class Outlines:
+    """The outlines of one template, with the special tokens in `variables`, kept for reuse.
+
+    `ends` are the tokens that end a turn, as text. `label` names the template in errors.
+    """
+
+    def __init__(self, template: Template, variables: Mapping[str, Any], encoder: Encoder) -> None:
+        self.template, self.label, self.ends = template.text, template.label, list[str]()
+        self.tagged = re.search(r"\{%-?\s*generation\s*-?%\}", self.template) is not None
+        self._variables, self._encoder = dict(variables), encoder
+        self._dated = "strftime_now" in self.template
+        self._nonce = secrets.token_hex(16)
+        self._known: dict[str, Outline] = {}
+
+    def text(self, messages: Sequence[Message], prompt: bool) -> tuple[str, list[Span]]:
+        """Return the rendered text and the spans of its generation tags."""
+        options = {"add_generation_prompt": prompt, "tagged": self.tagged}
+        try:
+            return render_template(messages, self.template, self._variables, **options)
+        except ValueError as error:
+            raise ValueError(
+                f"{self.label} {error}; "
+                "change the roles (env, policy.system_prompt) or set policy.chat_template=chatml"
+            ) from error
+
+    def of(self, messages: Sequence[Message], prompt: bool) -> Outline:
+        """Return the outline of a chat; chats that differ in contents only share one."""
+        blank = self.blank(messages)
+        key = f"{prompt}{blank}"
+        found = None if self._dated else self._known.get(key)
+        if found is None:
+            self._refuse_markup(messages)
+            found = self._make(blank, prompt)
+            if len(self._known) >= _MAX_KEPT:
+                self._known.clear()
+            self._known[key] = found
+        return found
+
+    def blank(self, messages: Sequence[Message]) -> list[Message]:
+        """Return the chat with a placeholder, which nobody can guess, for each content."""
+        names = [f"x{self._nonce}x{i}x" for i in range(len(messages))]
+        return [m | {"content": name} for m, name in zip(messages, names, strict=True)]
+
+    def _make(self, blank: Sequence[Message], prompt: bool) -> Outline:
+        text, spans = self.text(blank, prompt)
+        fault = ""
+        if not self.tagged:
+            spans, fault = self.find_turns(blank, text)
+        names = {m["content"]: m["role"] == "assistant" for m in blank}
+        places = [(m.span(), names[m[0]]) for m in re.finditer("|".join(names), text)]
+        for (a, b), replied in places:
+            covered = [(max(a, s), min(b, e)) for s, e in spans if s < b and a < e]
+            if covered and (not replied or covered != [(a, b)]):
+                fault = "puts other text than the assistant's into its turns"
+        if fault:  # the mask by its definition: content and end of turn
+            spans = [span for span, replied in places if replied]
+        pieces = cut(text, list(names), [close_turn(text, span, self.ends) for span in spans])
+        return Outline(pieces, self.control_of(pieces), fault)
+
+    def find_turns(self, messages: Sequence[Message], text: str) -> tuple[list[Span], str]:
+        """Return the spans of assistant turns in `text`, or what forbids to find them.
+
+        A turn is what rendering one more message adds to the generation prompt before it.
+        """
+        spans = []
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            after = self.text(messages[: i + 1], False)[0].rstrip()
+            if i:
+                before = self.text(messages[:i], True)[0]
+            else:  # templates expect at least one message
+                before = after.rpartition(message["content"])[0]
+            start, stop = close_turn(after, (len(before), len(after)), self.ends)
+            if not after.startswith(before):
+                return [], f"writes turn {i + 1} otherwise than its own generation prompt begins it"
+            if not text.startswith(after[:stop]):
+                return [], f"rewrites earlier turns: turn {i + 1} changes when the chat goes on"
+            spans.append((start, stop))
+        return spans, ""
+
+    def find_end_of_turn(self) -> int | None:
+        """Return the token that the template writes right after a reply, if it is a control one."""
+        blank = self.blank([{"role": "user"}, {"role": "assistant"}])
+        tail = self.text(blank, False)[0].rpartition(blank[-1]["content"])[2]
+        ids, offsets = self._encoder.encode(tail)
+        for token, (start, _) in zip(ids, offsets, strict=True):
+            if token in self._encoder.control:
+                return token if not tail[:start].strip() else None
+        return None
+
+    def _refuse_markup(self, messages: Sequence[Message]) -> None:
+        """Raise if a field other than the content, which is not spelled out, has control tokens."""
+        for i, message in enumerate(messages):
+            other = str({k: v for k, v in message.items() if k != "content"})
+            ids, spans = self._encoder.encode(other)
+            found = [span for k, span in zip(ids, spans, strict=True) if k in self._encoder.control]
+            if found:
+                raise ValueError(
+                    "expected no control tokens outside of contents, got "
+                    f"{other[slice(*found[0])]!r} in message {i}: {other[:100]}; "
+                    "remove that markup from the data"
+                )
+
+    def control_of(self, pieces: Sequence[Piece]) -> list[int]:
+        """Return the control tokens of what the template wrote itself, in order."""
+        own = [self._encoder.encode(p.text)[0] for p in pieces if p.message is None]
+        return self._encoder.find_control([i for ids in own for i in ids])

@@ -9,30 +9,15 @@ _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _RESULT = re.compile(r"<tool_response>\n?(.*?)\n?</tool_response>", re.DOTALL)
 
 
-def tool_calls(content: str) -> list[dict[str, Any]]:
-    """Return the calls in a content; what is no JSON object is left out.
-
-    >>> tool_calls('<tool_call>\\n{"name": "add"}\\n</tool_call><tool_call>oops</tool_call>')
-    [{'name': 'add'}]
-    """
-    done = []
+def _calls(content: str) -> Iterator[dict[str, Any]]:
+    """Yield the calls in a content; what is no JSON object is left out."""
     for text in _CALL.findall(content):
         try:
             call = json.loads(text)
         except ValueError:
             continue
         if isinstance(call, dict):
-            done.append(call)
-    return done
-
-
-def tool_responses(content: str) -> list[str]:
-    """Return the results in a content.
-
-    >>> tool_responses("<tool_response>\\n7\\n</tool_response>")
-    ['7']
-    """
-    return _RESULT.findall(content)
+            yield call
 
 
 def readings(role: str, content: str) -> Iterator[list[dict[str, Any]]]:
@@ -41,8 +26,8 @@ def readings(role: str, content: str) -> Iterator[list[dict[str, Any]]]:
     The last one is the plain content.
     """
     message = {"role": role, "content": content}
-    calls = tool_calls(content) if role == "assistant" else []
-    results = tool_responses(content)
+    calls = list(_calls(content)) if role == "assistant" else []
+    results = _RESULT.findall(content)
     if calls:
         before, _, _ = content.partition("<tool_call>")
         if not _CALL.sub("", content[len(before) :]).strip():

@@ -17,6 +17,9 @@ def run_mode(loop: "Trainer", settings: dict[str, Any]) -> float:
     The run's status says it too, which is how the parent hears of it.
     """
     name = "preflight" if settings["preflight"] else settings["mode"]
-    out = float(import_module(f"trainer.modes.{name}").run(loop, settings))
+    if name == "train":
+        out = loop.run(resume=settings["resume"] is not None)
+    else:
+        out = float(import_module(f"trainer.modes.{name}").run(loop, settings))
     loop.runtime.write_status(objective=out)
     return out

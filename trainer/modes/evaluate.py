@@ -55,7 +55,7 @@ def read_replies(batch: TensorDict) -> list[dict[str, float]]:
     return [{} if gone else row for row, gone in zip(rows, dropped, strict=True)]
 
 
-def summarize(
+def tally(
     replies: Sequence[dict[str, float]], samples: int, accuracy: dict[str, float]
 ) -> dict[str, float]:
     """Return the numbers of replies, each row's `samples` after each other.
@@ -101,7 +101,7 @@ def measure(loop: Trainer) -> dict[str, dict[str, float]]:
     for name, count in samples.items():
         accuracy = {k: v for k, v in scores.items() if k.startswith(f"eval/{name}_accuracy")}
         each = [reply for part in gathered for reply in part[name]]
-        out[name] = summarize(each, count, accuracy)
+        out[name] = tally(each, count, accuracy)
     return out
 
 

@@ -14,7 +14,7 @@ import yaml
 
 from trainer.modes.evaluate import table_rows
 from trainer.modes.run_weights import Weights
-from trainer.reports.summary import repeat_command
+from trainer.reports.markup import repeat_command
 from trainer.runs.redact import redact
 from trainer.runs.run_files import Run, dig, load_run, read_yaml
 

@@ -4,20 +4,32 @@ Colours (chart.css) follow the reader's light or dark scheme; curves beyond the 
 Left out on purpose: interaction beyond the tooltips that SVG's <title> gives.
 """
 
+import html
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from trainer.reports.formats import escape, short
+from trainer.reports.formats import short
 
 CSS = Path(__file__).with_name("chart.css").read_text(encoding="utf-8")
 HUES = 8  # of chart.css
 MOST_TIPS, MOST_POINTS = 120, 400  # of one chart, however long the run
 _DASHES = ("", "5 3", "1.5 3", "8 3 1.5 3")
 _WIDE = set("mwMWGOQ@%")
+_NO_TEXT = re.compile("[^\n\t -\ufffd\U00010000-\U0010ffff]")  # control characters and the like
 Points = Sequence[tuple[float, float]]
+
+
+def escape(text: object) -> str:
+    """Escape a text for HTML and XML; what neither may hold becomes the replacement character.
+
+    >>> escape("<b>\x1b")
+    '&lt;b&gt;\ufffd'
+    """
+    return html.escape(_NO_TEXT.sub("\ufffd", str(text)))
 
 
 @dataclass(frozen=True)

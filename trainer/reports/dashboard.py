@@ -16,7 +16,7 @@ from typing import Any
 
 from policies.optional_packages import EXTRAS
 from trainer.reports.panels import MAIN, MORE, Panel
-from trainer.reports.trackers.jsonl import first_line
+from trainer.reports.trackers.mirror import first_line
 from trainer.runs.redact import redact_text
 from trainer.runs.run_files import ITERATION
 

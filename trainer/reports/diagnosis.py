@@ -1,9 +1,8 @@
 """What is wrong with a run, in words, from its metrics alone.
 
 A rule is a pure function of the past: it returns the values for its text (diagnosis.yaml), or None.
-Each is said once until it has been quiet for `QUIET` iterations. There is no state to save: a
-resumed run reads its metrics.jsonl again. Thresholds stand where healthy runs of docs/metrics.md
-never come. Left out on purpose: rules that stop a run or change it.
+Each is said once until it has been quiet for `QUIET` iterations. A resumed run reads its
+metrics.jsonl again. Thresholds stand where healthy runs of docs/metrics.md never come.
 """
 
 from collections import deque
@@ -60,10 +59,7 @@ class Past:
         return min(self.last(name, size), default=limit) > limit
 
     def signal(self) -> tuple[str, float, list[float], list[float]]:
-        """Return the reward, else the loss: its name, the sign that makes it rise, its values.
-
-        First the values of the `first` iterations, then those of the `lines`.
-        """
+        """Return the reward, else the loss: name, sign that makes it rise, `first` and `lines`."""
         # not of the last line alone: the one whose replies were all dropped has no reward
         rewarded = any("reward/raw_mean" in line for line in self.lines)
         name, sign = ("reward/raw_mean", 1.0) if rewarded else ("loss/total", -1.0)
@@ -199,8 +195,7 @@ class Diagnosis:
         self._past.add(metrics)
         new = []
         for rule in RULES:
-            name, values = rule.__name__, rule(self._past)
-            words = WORDS[name]
+            name, values, words = rule.__name__, rule(self._past), WORDS[rule.__name__]
             latest = next((f for f in reversed(self.findings) if f.rule == name), None)
             if values is None:  # what only explains is explained once for ever
                 gone = iteration - self._seen.get(name, iteration) >= QUIET

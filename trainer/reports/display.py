@@ -1,7 +1,6 @@
 """What a person at the terminal sees: live lines on a terminal, plain lines in a log file.
 
 Reward and KL are the signals of an RL run (its loss hovers around 0), the loss is the one of SFT.
-Left out on purpose: colours that alone carry meaning.
 """
 
 import os
@@ -37,7 +36,7 @@ _LIVE = {
     "time/iteration_s": "{:.1f} s",
 }
 _FILES = {"report": "report.html", "metrics": "metrics.jsonl", "model": "model"}
-_BLOCKS = "".join(chr(code) for code in range(0x2581, 0x2589))
+_BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 
 
 class Output(Console):
@@ -51,17 +50,17 @@ class Output(Console):
 
 class _Evaluation(NamedTuple):
     what: str
-    share: float  # done
-    since: float  # seconds
+    share: float  # of it that is done
+    since: float  # of time.monotonic()
     last: bool
 
 
 class Display(Observer):
     """Show the progress of a run of `total` iterations.
 
-    `header` is what stands below the title, a Path as a link; `folder` is the run folder that the
-    last lines name, None where it does not stay. `show_every`: iterations between sample replies;
-    0 = none. `since`: when the run began (time.time()); None is when the display does.
+    `header`: what stands below the title, a Path as a link. `folder`: the run folder that the last
+    lines name, if it stays. `show_every`: iterations between sample replies; 0 = none. `since`:
+    when the run began (time.time()); None is when the display does.
 
     >>> display = Display(2, title="demo", file=sys.stdout)
     >>> display.begin()
@@ -87,12 +86,10 @@ class Display(Observer):
         self.console = Output(file=file or sys.stdout, highlight=False)
         self._seconds: deque[float] = deque(maxlen=10)
         self._curve: list[float] = []  # rewards; losses without them
-        self._iteration = 0
         self._latest: Mapping[str, float] = {}
         self._evaluating: _Evaluation | None = None
-        self._evaluation_s = 0.0
-        self._stopping = False
-        self._since = since
+        self._iteration, self._evaluation_s = 0, 0.0
+        self._stopping, self._since = False, since
         self._began = self._clock = time.monotonic()
         self._live: Live | None = None
 
@@ -106,18 +103,19 @@ class Display(Observer):
         width = max((len(name) for name in self.header), default=0)
         for name, value in self.header.items():
             self._print(linked(f"  {name:<{width}}  ", value))
-        self._began = self._clock = time.monotonic()
-        self._began -= 0.0 if self._since is None else time.time() - self._since
+        self._clock = time.monotonic()
+        self._began = self._clock - (time.time() - self._since if self._since else 0.0)
         if self.console.is_terminal and not self.console.is_dumb_terminal:
-            live = Live(get_renderable=self._draw, console=self.console, refresh_per_second=4)
-            live.start()
-            self._live = live
+            self._live = Live(get_renderable=self._draw, console=self.console, refresh_per_second=4)
+            self._live.start()
 
     def evaluating(self, what: str, share: float, *, last: bool) -> None:
-        if self._evaluating is None and self._live is None:
+        before = self._evaluating
+        if before is None and self._live is None:
             self._print(f"evaluating {what}")
-        since = self._evaluating.since if self._evaluating else time.monotonic()
-        self._evaluating = _Evaluation(what, share, since, last)
+        self._evaluating = _Evaluation(
+            what, share, getattr(before, "since", time.monotonic()), last
+        )
 
     def log(self, metrics: Mapping[str, float], iteration: int) -> None:
         now = time.monotonic()
@@ -128,29 +126,25 @@ class Display(Observer):
             self._evaluating = None
         if iteration:
             self._seconds.append(seconds)
-            signal = "reward/mean" if _judged(metrics) else "loss/total"
-            self._curve += [metrics[signal]] if signal in metrics else []
+            self._curve += [metrics[name] for name in _signals(metrics) if name in metrics]
         if self._live is not None:
             self._latest = dict(metrics) if iteration else {}
             self._live.refresh()
         # In a log a hundred lines are enough; evaluations stay in sight everywhere.
         in_log = self._live is None and iteration % max(self.total // 100, 1) == 0
         if in_log or any(name.startswith("eval/") for name in metrics):
-            start, values = "before training", _named(metrics, _EVAL)
+            parts = ["before training", *_named(metrics, _EVAL), f"{self._evaluation_s:.1f} s"]
             if iteration:
-                start = f"iteration {iteration}/{self.total}"
                 values = [*_signal(metrics), *_named(metrics, _KL | _EVAL)]
-            took = seconds if iteration else self._evaluation_s
-            parts = [start, *values, f"{took:.1f} s", self._left(iteration)]
-            self._print("  ".join(filter(None, parts)))
+                parts = [f"iteration {iteration}/{self.total}", *values, f"{seconds:.1f} s"]
+            self._print("  ".join(filter(None, [*parts, self._left(iteration)])))
 
     def replies(self, rows: Sequence[Mapping[str, Any]], iteration: int, *, kind: str) -> None:
         """Print a few replies of an evaluation; of training the best and worst, now and then."""
         if kind == "train":
             if self.show_every and iteration % self.show_every == 0 and rows:
-                best_and_worst = [rows[0], rows[-1]] if len(rows) > 1 else rows
                 title = f"best and worst reply of iteration {iteration}"
-                self._print_replies(title, best_and_worst, width=240)
+                self._print_replies(title, rows[:: max(len(rows) - 1, 1)], width=240)
         elif rows:
             when = f"at iteration {iteration}" if kind == "eval" else f"{kind} training"
             self._print_replies(f"replies {when}", rows[:3], width=72)
@@ -180,8 +174,8 @@ class Display(Observer):
         elif saved is None:
             self._print("nothing is saved: it ended before its first checkpoint")
         else:
-            command = summary.resume_command(self.folder)
-            self._print(f"saved at iteration {saved}; go on with: {command}")
+            go_on = summary.resume_command(self.folder)
+            self._print(f"saved at iteration {saved}; go on with: {go_on}")
 
     def _draw(self) -> Text:
         """Return the live lines; the refresh thread asks for them, so that the times go on."""
@@ -199,23 +193,21 @@ class Display(Observer):
         joined = "  ".join(value.replace(" ", "\xa0") for value in values if value)
         lines = [f"{self.title} {full * done}{empty * (size - done)} {told}"]
         lines += [line.replace("\xa0", " ") for line in textwrap.wrap(joined, width)]
-        going = self._evaluating  # once: the other thread may end it meanwhile
-        if going is not None:
+        if (going := self._evaluating) is not None:  # once: the other thread may end it meanwhile
             since = duration(now - going.since)
             lines.append(f"evaluating {going.what}: {going.share:.0%}, {since}")
         lines += [self._stop_text()] * self._stopping
         return Text("\n".join(lines), no_wrap=True, overflow="ellipsis")
 
     def _left(self, iteration: int) -> str:
-        """Return the time left; the last evaluation takes as long as the one before."""
+        """Return the time left, an evaluation at the end included."""
         if not self._seconds or iteration >= self.total:
             return ""
         each = sum(self._seconds) / len(self._seconds)
         return f"{duration((self.total - iteration) * each + self._evaluation_s)} left"
 
     def _stop_text(self) -> str:
-        going = self._evaluating
-        last = going is not None and going.last  # a run that is trained is finished first
+        last = getattr(self._evaluating, "last", False)  # a run that is trained is finished first
         what = "ending with this evaluation" if last else "stopping at the next safe point"
         return f"{what}; Ctrl-C again stops at once"
 
@@ -226,13 +218,11 @@ class Display(Observer):
             self._print(f"  {one_line(row.get('prompt', ''), width)}")
             pieces = row.get("pieces") or {}
             texts = pieces.get("text") or [row.get("response", "")]
+            sampled = pieces.get("log_prob") or [0.0] * len(texts)
             said = Text()
-            for text, value in zip(
-                texts, pieces.get("log_prob") or [0.0] * len(texts), strict=True
-            ):
+            for text, value in zip(texts, sampled, strict=True):
                 said.append(printable(text), style="dim" if value is None else "cyan")
-            if len(said) > width:
-                said = said[: width - 3].append("...")
+            said = said if len(said) <= width else said[: width - 3].append("...")
             reward = row.get("reward")
             tail = "" if reward is None else f"   [reward {reward:.2f}]"
             self._print(Text("    -> ").append_text(said).append(tail))
@@ -243,10 +233,7 @@ class Display(Observer):
 
 
 def show_run(runtime: Any, total: int) -> Display:
-    """Return the display of a runtime's run, called after its experiment.
-
-    A warm-up's folder is deleted at its end: its config says where the model is kept instead.
-    """
+    """Return the display of a runtime's run; that of a warm-up names where its model is kept."""
     folder = Path(os.path.abspath(runtime.folder))  # as Hydra gives it, also where resume= did not
     run = load_run(folder)
     origin, sha = (dig(run.status, "model", key) or "?" for key in ("origin", "sha256"))
@@ -270,17 +257,15 @@ def linked(name: str, value: str | Path) -> Text:
 
 
 def sparkline(values: Sequence[float], *, most: int = 24, unicode: bool = True) -> str:
-    """Draw values as a row of bars from their lowest to their highest.
-
-    More than `most` values are averaged to as many, so that the row is always the whole of them.
+    """Draw values as a row of bars from lowest to highest; more than `most` are averaged.
 
     >>> sparkline([0, 1, 2], unicode=False), sparkline([0, 0, 1, 3, 4, 4], most=3, unicode=False)
     ('.=#', '.=#')
     """
     levels = _BLOCKS if unicode else ".:-=+*#"
     finite = [v for v in values if abs(v) < float("inf")]
-    count = len(finite)
-    edges = [i * count // min(count, most) for i in range(min(count, most) + 1)] if finite else []
+    bars = min(len(finite), most)
+    edges = [i * len(finite) // bars for i in range(bars + 1)] if finite else []
     means = [sum(finite[a:b]) / (b - a) for a, b in pairwise(edges)]
     lo, hi = min(means, default=0.0), max(means, default=0.0)
     return "".join(levels[round((v - lo) / (hi - lo or 1.0) * (len(levels) - 1))] for v in means)
@@ -301,17 +286,15 @@ def split_of_time(metrics: Mapping[str, float]) -> str:
 
 
 def _named(metrics: Mapping[str, float], forms: Mapping[str, str]) -> list[str]:
-    """Format those metrics of `forms` that are there."""
     return [form.format(metrics[name]) for name, form in forms.items() if name in metrics]
 
 
-def _judged(metrics: Mapping[str, float]) -> bool:
-    """Return whether replies were to be rewarded, also if all of them were dropped."""
-    return "reward/mean" in metrics or "reward/dropped_fraction" in metrics
+def _signals(metrics: Mapping[str, float]) -> Mapping[str, str]:
+    """Return what to go by: the reward, also if all replies were dropped, or the loss of SFT."""
+    judged = "reward/mean" in metrics or "reward/dropped_fraction" in metrics
+    return _REWARD if judged else _LOSS
 
 
 def _signal(metrics: Mapping[str, float]) -> list[str]:
-    """Return the reward, none if all replies were dropped, or the loss of SFT."""
-    if not _judged(metrics):
-        return _named(metrics, _LOSS)
-    return _named(metrics, _REWARD) or ["reward none"]
+    forms = _signals(metrics)
+    return _named(metrics, forms) or ["reward none"] * (forms is _REWARD)

@@ -1,10 +1,6 @@
 """Numbers, times and replies as text for people, in pages and at the terminal."""
 
-import html
-import re
 from typing import Any
-
-_NO_TEXT = re.compile("[^\n\t -\ufffd\U00010000-\U0010ffff]")  # control characters and the like
 
 
 def short(value: float) -> str:
@@ -38,15 +34,6 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60} s"
     return f"{whole // 3600} h {whole % 3600 // 60} min"
-
-
-def escape(text: object) -> str:
-    """Escape a text for HTML and XML; what neither may hold becomes the replacement character.
-
-    >>> escape("<b>\x1b")
-    '&lt;b&gt;\ufffd'
-    """
-    return html.escape(_NO_TEXT.sub("\ufffd", str(text)))
 
 
 def printable(text: Any) -> str:

@@ -10,8 +10,9 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from trainer.reports.chart import CSS, line_style
-from trainer.reports.formats import escape
+from trainer.reports.chart import CSS, escape, line_style
+from trainer.runs.redact import redact_word
+from trainer.runs.run_files import PLACES, Run
 
 RELOAD = 5  # seconds
 STATES = ("finished", "failed", "running", "preempted", "killed")  # style.css has their colours
@@ -75,6 +76,16 @@ def facts(values: Mapping[str, str]) -> str:
     """Draw a list of names and values (the values are HTML)."""
     rows = "".join(f"<dt>{escape(k)}</dt><dd>{v}</dd>" for k, v in values.items())
     return f"<dl>{rows}</dl>" if values else ""
+
+
+def repeat_command(run: Run) -> str:
+    """Return the command that repeats a run, without its place; "" if Hydra did not start it."""
+    left_out = (*(f"{key}=" for key in PLACES), "hydra.")
+    words = [redact_word(word) for word in run.words if not word.startswith(left_out)]
+    named = [word for word in words if word.startswith("experiment=")]
+    first = named or [f"experiment={run.experiment}"]
+    rest = [word for word in words if word not in named]
+    return shlex.join(["python", "train.py", *first, *rest]) if run.words else ""
 
 
 def command(text: str, *, copy: bool = False) -> str:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from trainer.reports.chart import Points, Series, line_chart, stack_chart
-from trainer.reports.formats import escape
+from trainer.reports.chart import Points, Series, escape, line_chart, stack_chart
 from trainer.runs.run_files import Run
 
 

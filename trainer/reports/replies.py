@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.reports.formats import escape, short
+from trainer.reports.chart import escape
+from trainer.reports.formats import short
 from trainer.runs.run_files import number, read_lines
 
 PAIRS = 6

@@ -5,6 +5,7 @@ Charts of metrics that a run does not log are left out, so SFT and RL runs share
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,10 @@ import yaml
 
 from policies.cache import write_text
 from trainer.reports import markup, panels, summary
-from trainer.reports.chart import standalone
-from trainer.reports.formats import escape
+from trainer.reports.chart import escape, standalone
 from trainer.reports.replies import sections
 from trainer.runs.redact import redact
-from trainer.runs.run_files import Run, dig, load_run
-from trainer.runs.saved_configs import PLACES
+from trainer.runs.run_files import PLACES, Run, dig, load_run, read_status
 
 PICTURE = ("Reward", "KL to the reference", "Accuracy on held-out prompts", "Loss")
 LEVELS = ("error", "warn", "info")
@@ -25,12 +24,16 @@ LEVELS = ("error", "warn", "info")
 
 def write_report(folder: str | Path) -> Path:
     """Write <folder>/report.html from the files there and return its path."""
-    run = load_run(folder)
-    path = run.folder / "report.html"
-    patience = max(120.0, 5 * (run.last_ten_mean("time/iteration_s") or 0.0))
-    going = run.state == "running"
-    write_text(path, markup.page(run.experiment, _body(run), patience=patience if going else None))
-    return path
+    while True:
+        run = load_run(folder)
+        path, state = run.folder / "report.html", run.state
+        patience = max(120.0, 5 * (run.last_ten_mean("time/iteration_s") or 0.0))
+        live = patience if state == "running" else None
+        write_text(path, markup.page(run.experiment, _body(run), patience=live))
+        # A run that ended meanwhile: whoever writes last must have seen it.
+        now = replace(run, status=read_status(run.folder))
+        if (state, run.status.get("reason")) == (now.state, now.status.get("reason")):
+            return path
 
 
 def run_svg(folder: str | Path) -> str:
@@ -107,7 +110,7 @@ def _notes(run: Run) -> tuple[str, str]:
 
 def _commands(run: Run) -> dict[str, str]:
     """Return how to repeat a run, to talk to a finished one, to go on with another; HTML."""
-    told = {"repeat": summary.repeat_command(run)}
+    told = {"repeat": markup.repeat_command(run)}
     if run.state == "finished":
         told["chat"] = summary.resume_command(run.folder, mode="chat")
     elif run.state != "running":

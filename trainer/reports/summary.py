@@ -1,12 +1,10 @@
-"""What a run came to, in a few numbers, and the commands that repeat it or go on with it."""
+"""What a run came to, in a few numbers, and the command that goes on with it."""
 
 import shlex
 from pathlib import Path
 
 from trainer.reports.formats import duration, short
-from trainer.runs.redact import redact
 from trainer.runs.run_files import Run, dig, number
-from trainer.runs.saved_configs import PLACES
 
 GAINS = {  # of those before the accuracies only the first that a run has
     "reward/raw_mean": "task reward",
@@ -37,7 +35,10 @@ def tiles(run: Run) -> dict[str, str]:
 
 def in_one_line(run: Run) -> str:
     """Return what a run came to for a terminal: the numbers of its tiles."""
-    told = (f"{name.partition(',')[0]} {value}" for name, value in tiles(run).items())
+    told = []
+    for title, value in tiles(run).items():
+        name, _, note = title.partition(", ")  # a unit, or which values
+        told.append(f"{name} {value}" + f" {note}" * note.startswith("nats"))
     return ", ".join(told).replace("\u2192", "->")
 
 
@@ -52,28 +53,7 @@ def _gains(run: Run) -> dict[str, list[float]]:
     return out
 
 
-def task_reward(run: Run) -> str:
-    """Name the metric of the task's reward: that without a KL part, where a run has it."""
-    return "reward/raw_mean" if run.series("reward/raw_mean") else "reward/mean"
-
-
-def repeat_command(run: Run) -> str:
-    """Return the command that repeats a run, without its place; "" if Hydra did not start it."""
-    left_out = (*(f"{key}=" for key in PLACES), "hydra.")
-    words = [without_secret(word) for word in run.words if not word.startswith(left_out)]
-    named = [word for word in words if word.startswith("experiment=")]
-    first = named or [f"experiment={run.experiment}"]
-    rest = [word for word in words if word not in named]
-    return shlex.join(["python", "train.py", *first, *rest]) if run.words else ""
-
-
 def resume_command(folder: Path, *, mode: str = "") -> str:
     """Return the command that goes on with a run, or does something else with its model."""
-    words = [f"mode={mode}"] * bool(mode) + [f"resume={shlex.quote(str(folder.resolve()))}"]
-    return " ".join(["python train.py", *words])
-
-
-def without_secret(word: str) -> str:
-    """Return an override `key=value` with its value hidden if that is a secret."""
-    key, sign, value = word.partition("=")
-    return f"{key}{sign}{redact({key: value})[key]}"
+    what = f"mode={mode} " if mode else ""
+    return f"python train.py {what}resume={shlex.quote(str(folder.resolve()))}"

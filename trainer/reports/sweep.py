@@ -1,7 +1,6 @@
-"""A sweep while it goes on: its page at its start, with every job and in between.
+"""A sweep while it goes on, for the process that starts its jobs: its page and its last lines.
 
-Light, for the process that starts the jobs: the page and what draws it are in sweep_page.py, which
-is imported when a page is written. How a sweep is continued: conf/start.py.
+How a sweep is continued: conf/start.py.
 """
 
 import json
@@ -15,6 +14,7 @@ from trainer.reports.live import LivePage
 from trainer.runs.failures import complain, say
 from trainer.runs.job_names import job_line, job_names
 from trainer.runs.lock import lock_folder
+from trainer.runs.redact import redact_word
 
 PLAN = "sweep.json"  # its words, the folders of its jobs, and whether the sweep has ended
 PLACE = "hydra.sweep.dir="
@@ -36,32 +36,29 @@ class LiveSweep:
         names: Sequence[str] = (),
         words: Sequence[str] = (),
     ) -> None:
-        from trainer.reports.summary import without_secret
-
         self.folder, self.jobs = Path(os.path.abspath(folder)), jobs
-        self._words = [without_secret(word) for word in words if not word.startswith(PLACE)]
+        self._words = [redact_word(word) for word in words if not word.startswith(PLACE)]
         self._names = list(names or job_names(jobs))
         self._lock = lock_folder(self.folder)
-        self._page = LivePage(self._write)
-        self._writing, self._over = threading.Lock(), threading.Event()
+        self._page = LivePage(self.folder)
+        self._over = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
-        self._begun = 0
+        self._begun = False
 
     def begin(self, number: int, note: str | None = None) -> None:
         """Say that a job begins, or in a `note` why not; the first time, where the page is."""
         if not self._begun:
+            self._begun = True
             self._plan(ended=False)
-        with self._writing:
-            self._page.refresh(now=True)
-        if not self._begun:
+            self._page.finish()
             self._tell()
             self._thread.start()
-        self._begun += 1
+        self._page.wanted = True
         say(": ".join(filter(None, [job_line(number, self.jobs), note])))
 
     def end(self) -> None:
         """Write the page for good, and say what came out and where the page is."""
-        from trainer.reports.sweep_jobs import load_sweep, results
+        from trainer.reports.sweep_page import load_sweep, results
 
         self._over.set()
         if self._begun:
@@ -69,22 +66,16 @@ class LiveSweep:
         try:
             self._plan(ended=True)
             os.close(self._lock)
-            self._write()
+            self._page.finish()
             for line in results(load_sweep(self.folder)):
                 say(line)
             self._tell()
         except OSError as error:  # a full disk, a folder that is gone
             complain(error)
 
-    def _write(self) -> None:
-        from trainer.reports.sweep_page import write_sweep
-
-        write_sweep(self.folder)
-
     def _follow(self) -> None:
-        while not self._over.wait(1.0):
-            with self._writing:
-                self._page.refresh()
+        while not self._over.wait(0.5):
+            self._page.refresh()
 
     def _plan(self, *, ended: bool) -> None:
         plan = {"words": self._words, "jobs": self._names, "ended": ended}

@@ -17,9 +17,10 @@ _WORD = re.compile(
     r"(?i)(?:(?<![a-z])|(?<=api)|(?<=access)|(?<=private))(key)$"
     r"|(token|secret|password|passwd|credential)s?$"
 )
-_ROLE = re.compile(r"(?i)(pad|eos|bos|unk|stop|start|end)_token$")  # of a tokenizer
+_ROLE = re.compile(r"(?i)(pad|eos|bos|unk|stop|start|end|special)_tokens?$")  # of a tokenizer
 _SPLIT = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])")
 _NUMBER = re.compile(r"[-+]?[\d.]+(e[-+]?\d+)?", re.IGNORECASE)
+_SEVERAL = re.compile(r"(?:\w+\(|\[)?([^()\[\]]*)[)\]]?")  # 8,16 or [8,16] or choice(8,16)
 _PLAIN = {"", "null", "none", "true", "false"}
 # Only names with such a word: any name at all would take `note:` and swallow the secret after it.
 _ASSIGNMENT = re.compile(
@@ -68,6 +69,16 @@ def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
     return _ASSIGNMENT.sub(hide, text)
 
 
+def redact_word(word: str) -> str:
+    """Return an override `key=value` with its value hidden if that is a secret.
+
+    >>> redact_word("policy.max_new_tokens=choice(8, 16)"), redact_word("env.api_key=a,b")
+    ('policy.max_new_tokens=choice(8, 16)', 'env.api_key=<hidden>')
+    """
+    key, sign, value = word.partition("=")
+    return f"{key}{sign}{redact({key: value})[key]}"
+
+
 def secrets_of(config: Any, *, name: str = "") -> list[str]:
     """List the secrets of a configuration: by name, and whatever it takes from the environment.
 
@@ -97,8 +108,10 @@ def _is_secret(name: str, value: Any) -> bool:
     words = _words(name)
     if not words or isinstance(value, bool) or str(value).lower() in _PLAIN:
         return False
-    is_number = _NUMBER.fullmatch(str(value)) is not None  # max_new_tokens=16, pad_token_id=2
-    return not is_number or bool({"secret", "password", "passwd"} & set(words))
+    several = _SEVERAL.fullmatch(str(value).strip())
+    parts = [part.strip().lower() for part in several[1].split(",")] if several else [str(value)]
+    counts = all(part in _PLAIN or _NUMBER.fullmatch(part) for part in parts)  # max_tokens=16,32
+    return not counts or bool({"secret", "password", "passwd"} & set(words))
 
 
 def _environment_secrets() -> list[str]:

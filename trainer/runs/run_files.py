@@ -20,6 +20,7 @@ from policies.cache import write_text
 from trainer.runs.lock import is_free
 
 ITERATION = "progress/iteration"
+PLACES = ("output_dir", "resume")  # keys that name a place, not a run
 _FILES = ("metrics.jsonl", "status.json")  # either makes a folder that of a run
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster where libyaml is
 
@@ -111,8 +112,8 @@ def read_status(folder: Path) -> dict[str, Any]:
 
 
 def is_sweep(folder: Path) -> bool:
-    """Tell whether a folder is that of one sweep: Hydra and `write_sweep` leave their files."""
-    return any((folder / name).is_file() for name in ("multirun.yaml", "sweep.csv"))
+    """Tell whether a folder is that of one sweep: Hydra, its start and its page leave files."""
+    return any((folder / name).is_file() for name in ("multirun.yaml", "sweep.json", "sweep.csv"))
 
 
 def is_job(folder: Path) -> bool:

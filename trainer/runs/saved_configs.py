@@ -6,9 +6,7 @@ from typing import Any
 
 from trainer.runs.experiment_models import PREFIX
 from trainer.runs.redact import redact
-from trainer.runs.run_files import read_yaml
-
-PLACES = ("output_dir", "resume")  # keys that name a place, not a run
+from trainer.runs.run_files import PLACES, read_yaml
 
 
 def as_today(saved: Any) -> dict[str, Any]:

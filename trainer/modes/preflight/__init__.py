@@ -6,15 +6,9 @@ result. Numbers are counted or measured; how they are scaled to the whole run: d
 
 from typing import Any
 
-from trainer.modes.preflight.checks import (
-    check_rewards,
-    check_rows,
-    check_steps,
-    check_tokens,
-)
+from trainer.modes.preflight.checks import check_rewards, check_rows, check_steps, check_tokens
 from trainer.modes.preflight.costs import check_disk, check_memory, check_time
-from trainer.modes.preflight.findings import Findings
-from trainer.modes.preflight.play import play
+from trainer.modes.preflight.play import Findings, play
 from trainer.trainer import Trainer
 
 

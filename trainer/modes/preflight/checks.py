@@ -10,8 +10,7 @@ from tensordict import TensorDictBase
 from policies.packing import groups
 from policies.scorer import max_positions
 from trainer.metrics import idle_groups
-from trainer.modes.preflight.findings import Findings
-from trainer.modes.preflight.play import Iteration
+from trainer.modes.preflight.play import Findings, Iteration
 from trainer.trainer import Trainer
 from trainer.transcripts import token_texts
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from policies.models import has_adapter
 from policies.packing import pack_rows
 from trainer.memory import memory_of
-from trainer.modes.preflight.findings import Findings
-from trainer.modes.preflight.play import Iteration, Phase
+from trainer.modes.preflight.play import Findings, Iteration, Phase
 from trainer.reports.formats import duration
 from trainer.runs.failures import LESS_MEMORY
 from trainer.trainer import Trainer
@@ -104,9 +103,9 @@ def check_time(
         "start": findings.start,
         f"{total} iterations": first.seconds + (total - 1) * second.seconds,
         f"{times} evaluations of {one:.2f} s": times * one,
-        f"{count} checkpoints and the final model": a_byte
-        * (count * need["checkpoint"] + need["model"]),
     }
+    written = count * need["checkpoint"] + need["model"]
+    parts[f"{count} checkpoints and the final model"] = a_byte * written
     for name, phase in second.phases.items():
         findings.say(
             f"{name:<9} {phase.seconds:.2f} s (the first {first.phases[name].seconds:.2f} s)"

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from trainer.reports.trackers.jsonl import Mirror
+from trainer.reports.trackers.mirror import Mirror
 
 
 class TensorboardTracker(Mirror):

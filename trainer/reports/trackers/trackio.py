@@ -8,7 +8,7 @@ from contextlib import redirect_stdout
 from io import StringIO
 from typing import Any
 
-from trainer.reports.trackers.jsonl import Mirror
+from trainer.reports.trackers.mirror import Mirror
 
 
 class TrackioTracker(Mirror):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from policies.reachable import why_silent
-from trainer.reports.trackers.jsonl import Mirror, first_line
+from trainer.reports.trackers.mirror import Mirror, first_line
 from trainer.runs.redact import redact
 from trainer.runs.run_files import ITERATION, read_lines
 
