@@ -28,17 +28,11 @@ DIFFERS = {
         TORCHRL,
         "`device` loads a named model there and moves no model object",
     ),
-    "arg input_key: defaults to the input_mode name": Differs(
-        "part",
-        "(input_mode, 'prompt'); the container is a TypeError",
-        TORCHRL,
-        "`input_key` is the key of what is read, by default (mode, 'prompt') or (mode, 'full')",
-    ),
     "arg tokenizer_kwargs: for histories": Differs(
         "part",
         "ValueError for all but padding: ids come from the template",
         TORCHRL,
-        "`tokenizer_kwargs` are for texts",
+        "`tokenizer_kwargs` of a wrapper are for texts",
     ),
     "forward is TensorDictSequential's: more keyword arguments": Differs(
         "part",
@@ -99,12 +93,6 @@ DIFFERS = {
         "only where the td has no generation log-probs",
         TORCHRL,
         "KL transforms use the generation log-probs that are there",
-    ),
-    "RetrieveKL tokenizer_kwargs: documented defaults": Differs(
-        "part",
-        "RetrieveLogProb's",
-        TORCHRL,
-        "Examples and prose of the KL transforms name arguments and defaults",
     ),
     "container.empty_cache() and self.empty_cache()": Differs(
         "no", "specs are not cached", TORCHRL, "no spec is cached, so there is no `empty_cache`"

@@ -1,5 +1,6 @@
 """S3, second part: KLRewardTransform, and the transforms in a Ray actor."""
 
+import copy
 import os
 import sys
 import warnings
@@ -115,7 +116,7 @@ def kl_reward_arguments():
     right(older(add_to_reward=False), td, RESPONSE)
     assert torch.equal(td["next", "reward"], given)
     yield "KLRewardTransform.tokenizer: that given, or the reference's"
-    mine = object()
+    mine = copy.deepcopy(make_policy().tokenizer)
     assert made.tokenizer is make_policy().tokenizer
     assert older(tokenizer=mine).tokenizer is mine
     yield "KLRewardTransform assistant_only=True: the assistant mask"

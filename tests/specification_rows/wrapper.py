@@ -117,7 +117,8 @@ def a_tokenizer_without_a_template():
     model, tokenizer = no_template()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        policy = TransformersWrapper(model, tokenizer=tokenizer, generate=False, inplace=False)
+        settings = {"generate": False, "inplace": False, "pad_output": True}
+        policy = TransformersWrapper(model, tokenizer=tokenizer, **settings)
         ids = policy(spoken())["tokens"].full
     told = [str(w.message) for w in seen if "chatml" in str(w.message).lower()]
     assert len(told) == 1, told
@@ -139,7 +140,7 @@ def input_modes():
         assert fresh(input_mode=mode).in_keys == [(mode, "prompt")]
     texts = [make_policy().renderer.text(chat, add_generation_prompt=True) for chat in CHATS]
     assert fresh()(prompts())["text"].prompt == texts
-    with raises(ValueError, "history, text, tokens", "'words'"):
+    with raises(ValueError, *MODES, "'words'"):
         fresh(input_mode="words")
     yield "arg input_key: any key, also nested"
     td, plain = prompts(), fresh()(prompts())
@@ -148,9 +149,6 @@ def input_modes():
         same(fresh(input_key=key)(td.copy().set(key, chats)), plain)
     td.set("q", Text(full=texts, batch_size=[3]))
     same(fresh(input_mode="text", input_key=("q", "full"))(td), plain)
-    yield "arg input_key: defaults to the input_mode name"
-    with raises(TypeError, "ChatHistory"):
-        fresh(input_key="history")(prompts())
     yield "arg attention_mask_key, used in tokens mode"
     td = prompts("tokens").rename_key_("attention_mask", "keep")
     same(fresh(input_mode="tokens", attention_mask_key="keep")(td), plain)
@@ -162,6 +160,13 @@ def input_modes():
     with raises(ValueError, "input_mode='text'"):
         score(tokenizer_kwargs=kwargs)
     score(tokenizer_kwargs={"padding": True})
+
+
+@S1.rows()
+def a_container_by_its_name():
+    yield "arg input_key: defaults to the input_mode name"
+    for mode in MODES:
+        same(fresh(input_mode=mode, input_key=mode)(prompts(mode)), fresh()(prompts()))
 
 
 @S1.rows()
