@@ -76,14 +76,14 @@ def application():
     yield "... or an RL loss (GRPO, PPO)"
     for name in ("GRPO", "PPO"):
         assert name in composed(f"{name.lower()}_tiny")["algorithm"]["objective"]["_target_"]
-    yield "a run leaves metrics, checkpoints and a report; never a bare kl"
+    yield "a run leaves metrics and checkpoints; never a bare kl"
     path = Path(folder().name) / "run"
     path.mkdir()
     train(path)
     lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     assert {"kl/ref", "kl/ref_sequence", "kl/coeff", "reward/mean"} <= set(lines[-1])
     assert "kl" not in {name for line in lines for name in line}
-    assert {"report.html", "status.json", "checkpoints"} <= set(os.listdir(path))
+    assert {"metrics.jsonl", "status.json", "checkpoints"} <= set(os.listdir(path))
     yield "swept with one command: python train.py -m ... kl.coeff=0,0.01,0.1,1"
     check_overrides(["experiment=grpo_tiny", "kl.coeff=0,0.01,0.1,1"])
     assert re.search(r"train\.py -m .*kl\.coeff=", (ROOT / "README.md").read_text())

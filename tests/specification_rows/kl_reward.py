@@ -27,7 +27,7 @@ from envs.transforms import (
 from policies.optional_packages import EXTRAS
 from policies.padding import rows
 from specification_rows.containers import ASSISTANT, ATTENTION, RESPONSE, generated
-from specification_rows.kl import FULL, S3, as_ragged, gen, plain, ref
+from specification_rows.kl import FULL, S3, as_ragged, gen, plain, plain_kl, ref
 from specification_rows.row import ROOT, close, defaults, raises
 
 LOG = ["reward", "kl_penalty", "ref_log_prob"]
@@ -44,6 +44,12 @@ def rewarded(*without: Any) -> TensorDict:
     td = generated().copy().exclude(*without)
     reward = torch.randn(*td["tokens"].full.shape, 1)
     return td.set("next", TensorDict({"reward": reward}, [3]))
+
+
+def known_everywhere(*without: Any) -> TensorDict:
+    """Return the same with generation log-probs of the prompts too."""
+    td = rewarded(*without)
+    return td.set(FULL, plain(make_policy(), td, ATTENTION).float())
 
 
 def ragged(*without: Any) -> TensorDict:
@@ -125,7 +131,8 @@ def kl_reward_arguments():
     right(made, rewarded(RESPONSE, ASSISTANT, "history"), RESPONSE)
     right(older(tokens_ref(pad_output=False)), ragged(RESPONSE, ASSISTANT, "history"), RESPONSE)
     yield "KLRewardTransform assistant_only=False: all tokens"
-    right(older(assistant_only=False), rewarded(RESPONSE), ATTENTION)
+    kl = older(assistant_only=False)(known_everywhere(RESPONSE))["next", "kl_penalty"][..., 0]
+    close(kl, plain_kl(generated(), ATTENTION), 1e-4)
     yield "KLRewardTransform detach, default True"
     for detach in (True, False):
         out = older(detach=detach)(rewarded())["next"]
@@ -209,10 +216,8 @@ def kl_reward_attributes():
 @S3.rows()
 def kl_reward_of_all_tokens():
     yield "KLRewardTransform assistant_only=False where the td has a response mask"
-    td = rewarded()
-    td[FULL] = plain(make_policy(), td, ATTENTION).float()  # both sides are known everywhere
-    kl = older(assistant_only=False)(td)["next", "kl_penalty"][..., 0]
-    close(kl, td[FULL] - plain(ref(), td, ATTENTION), 1e-4)
+    kl = older(assistant_only=False)(known_everywhere())["next", "kl_penalty"][..., 0]
+    close(kl, plain_kl(generated(), ATTENTION), 1e-4)
 
 
 @S3.rows()
