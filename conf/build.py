@@ -10,39 +10,41 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from trainer.runs import targets
-from trainer.runs.targets import arguments_of, find_target
+from trainer.runs.targets import (
+    arguments_of,
+    bases_of,
+    find_target,
+    takes_any,
+    unknown_argument,
+)
 
 DATA = ("dataset", "eval_dataset", "columns", "split", "eval_split")  # keys of env for its task
 Section = Mapping[str, Any]  # of a configuration
 
 
 def build(node: Section, *sections: Section, where: str = "", **parts: Any) -> Any:
-    """Make what a node's _target_ names.
+    """Make what a node's _target_ names; `where` is the node's own name.
 
     It gets those of `parts` that it takes, what the node gives, and by their names those keys of
     `sections` that it takes: an objective has algorithm.clip_low without a word of it in its node.
-    An argument that there is not is a ValueError; `where` is the node's name.
-    A fault in what is made is raised as it is, not in Hydra's wrapping.
+    An argument that there is not is a ValueError, any other fault is raised as it is.
     """
     if isinstance(node, DictConfig):
         where = where or str(node._get_full_key(None) or "")
     node, where = _plain(node), where or node["_target_"]
-    for fault in targets.argument_faults(node, where):
-        raise ValueError(fault)
     thing = find_target(node["_target_"])
     known = arguments_of(thing)
     keys = {name: _plain(s[name]) for s in sections for name in s if name in known}
     node = {name: keys[name] for name in keys if name not in parts} | node
-    if not targets.takes_any(thing) or targets.bases_of(thing):
+    if not takes_any(thing) or bases_of(thing):
         parts = {name: part for name, part in parts.items() if name in known}
     try:
         return instantiate(node, _partial_=True)(**parts)  # given to Hydra, a dataclass is a node
     except (InstantiationException, TypeError) as error:
         cause = error.__cause__ or error
-        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(cause))  # of **kwargs
+        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(cause))
         if unknown and unknown[1] in node:
-            fault = targets.unknown_argument(f"{where}.{unknown[1]}", node["_target_"], known)
+            fault = unknown_argument(f"{where}.{unknown[1]}", node["_target_"], known)
             raise ValueError(fault) from cause
         raise cause from None
 

@@ -1,8 +1,7 @@
 """What a resolved configuration must fulfil before any model is loaded. Needs no torch, no Hydra.
 
-Every finding is one line: expected, got, what to do. What a key may be by itself stands in
-conf/schema.py; here is what goes together with what, with this machine, its disk and its packages.
-The task of a configuration: conf/check_task.py.
+What goes together with what, with this machine, its disk and its packages; what a key may be by
+itself is in conf/schema.py, what a task must be in conf/check_task.py.
 """
 
 import difflib
@@ -17,9 +16,17 @@ from typing import Any
 from conf import check_task, names, schema
 from policies.optional_packages import EXTRAS, package_of
 from trainer.kl_control import faults_of
-from trainer.runs.experiment_models import PREFIX
 from trainer.runs.folders import holds_run
-from trainer.runs.targets import PACKAGES, is_node, is_ours, walk, walk_texts
+from trainer.runs.nodes import (
+    PACKAGES,
+    arguments_in_source,
+    is_node,
+    is_ours,
+    walk,
+    walk_texts,
+)
+from trainer.runs.run_files import PREFIX
+from trainer.runs.targets import unknown_argument
 
 LAZY = (*PACKAGES, "envs.transforms")  # their names are known without torch
 CROWD = 4  # processes a core, above which there are surely too many
@@ -82,7 +89,7 @@ def _replies(cfg: dict[str, Any]) -> Iterator[str]:
     if not critic and size < 2 and (algorithm["baseline"] != "none" or algorithm["scale_by_std"]):
         yield f"a group baseline needs algorithm.group_size >= 2, got {size}: advantages are 0"
     if cfg["policy"]["temperature"] <= 0 and cfg["mode"] == "train":
-        yield "expected policy.temperature > 0 in RL: greedy replies of a group are all the same"
+        yield "expected policy.temperature > 0, got 0: greedy replies of a group are all the same"
     yield from _bounds(algorithm)
     yield from _parts(cfg)
     yield from faults_of(cfg["kl"], replies=cfg["trainer"]["prompts_per_iteration"] * size)
@@ -179,5 +186,11 @@ def _nodes(cfg: dict[str, Any]) -> Iterator[str]:
             ours = ", ".join(PACKAGES)
             yield f"{key}={value}: expected code of {ours}; set allow_targets=true if you trust it"
         elif module in LAZY and name not in (there := import_module(module).__all__):
-            close = difflib.get_close_matches(name, there, n=1) or there
-            yield f"{key}={value}: {module} has no {name}; did you mean {' or '.join(close)}?"
+            close = difflib.get_close_matches(name, there, n=2, cutoff=0)
+            hint = names.known_elsewhere(value) or f"; did you mean {' or '.join(close)}?"
+            yield f"{key}={value}: {module} has no {name}{hint}"
+    for path, node in walk({key: cfg[key] for key in ("algorithm", "env")}):
+        known = arguments_in_source(node["_target_"])
+        for key in node:
+            if key[:1] != "_" and known is not None and key not in known:
+                yield unknown_argument(f"{path}.{key}", node["_target_"], known)

@@ -13,7 +13,8 @@ from typing import Any
 
 from conf.build import data_arguments, make_task
 from envs.task_trial import complaint, in_one_line
-from trainer.runs.targets import argument_faults, find_target, is_node
+from trainer.runs.nodes import argument_faults, is_node
+from trainer.runs.targets import find_target
 
 # What a source of batches asks of a task; rollouts ask for a reward.
 ROWS = {"trainer.Demonstrations": "demonstrations", "trainer.PreferencePairs": "preferences"}
@@ -93,9 +94,9 @@ def _node(where: str, node: Any) -> Iterator[str]:
 
 @lru_cache(maxsize=8)  # a sweep asks for each of its jobs
 def made_and_read(env: str, source: str, stamps: tuple[int, ...]) -> str | None:
-    """Return what making a task and reading its rows complains about; None if all is well.
+    """Return what making a task and reading its rows complains about, or None.
 
-    `stamps`: when its files were changed, as a part of the key of the cache.
+    `stamps`: when its files were changed, for the cache.
     """
     node = json.loads(env)
     rewards = source == "trainer.Rollouts"

@@ -62,7 +62,7 @@ def check_overrides(words: Sequence[str]) -> None:
         name = word.partition("=")[0]
         if word.startswith("~") and not word.startswith("~env.task."):
             raise ValueError(f"{word}: no key can be removed; give it a value, {name[1:]}=...")
-        if re.match(r"\+*hydra([/.]launcher|[/.]sweeper|\.callbacks)", name):
+        if re.match(r"\+*hydra[/.=](launcher|sweeper|callbacks)", word):
             raise ValueError(f"{word}: leash runs the jobs of a sweep itself, one after the other")
         if not word.startswith("~") and ("=" not in word or not name):
             raise ValueError(f"expected name=value, got {word!r}{_meant(word, list(words))}")
@@ -92,30 +92,6 @@ def read_override(word: str) -> Override:
         quoted = shlex.quote('{}="{}"'.format(name, value.replace('"', r"\"")))
         fault = f"cannot read {word}; quote values with special characters: {quoted}"
         raise ValueError(fault) from None
-
-
-def list_jobs(words: Sequence[str]) -> list[list[str]]:
-    """Return the overrides of each job of a sweep, as Hydra's basic sweeper makes them.
-
-    What the experiment itself sweeps (hydra.sweeper.params) is among them.
-
-    >>> list_jobs(["kl.coeff=0,0.1", "seed=1"])
-    [['kl.coeff=0', 'seed=1'], ['kl.coeff=0.1', 'seed=1']]
-    """
-    check_overrides(words)
-    brought = {key: f"{key}={values}" for key, values in swept_by_experiment(words).items()}
-    choices = []
-    for word in (brought | {word.partition("=")[0]: word for word in words}).values():
-        item = read_override(word)
-        if not item.is_sweep_override():
-            choices.append([word])
-            continue
-        key = item.get_key_element()
-        if item.is_interval_sweep() or "glob(" in word:
-            values = f"{key}=a,b,c or {key}=range(0,3)"
-            raise ValueError(f"{word}: a sweep takes values, {values}; glob does not work")
-        choices.append([f"{key}={value}" for value in item.sweep_string_iterator()])
-    return [list(job) for job in itertools.product(*choices)]
 
 
 def swept_by_experiment(words: Sequence[str]) -> dict[str, str]:

@@ -4,6 +4,7 @@ Hydra composes the files that the words choose, once for all jobs of a sweep; th
 put in here, so that a fault is known by its word. Every fault is a ValueError of one line.
 """
 
+import os
 import re
 from collections.abc import Sequence
 from copy import deepcopy
@@ -24,7 +25,6 @@ from conf.check import check
 from conf.command_line import check_overrides, read_override, spell_out
 from conf.names import all_keys, nearest
 from conf.schema import keys, register
-from trainer.runs.redact import keep_environment
 
 UNKNOWN = (ConfigAttributeError, ConfigKeyError)
 
@@ -40,8 +40,13 @@ def compose_experiment(name: str) -> dict[str, Any]:
     return compose_checked([f"experiment={name}"])
 
 
-def compose_raw(words: Sequence[str], *, with_hydra: bool = False) -> DictConfig:
-    """Return what the words make of the files of conf/; with Hydra's own settings or without."""
+def compose_raw(
+    words: Sequence[str], *, with_hydra: bool = False, files_only: bool = False
+) -> DictConfig:
+    """Return what the words make of the files of conf/; with Hydra's own settings or without.
+
+    `files_only`: of the words only those count that choose a file.
+    """
     items = [read_override(word) for word in spell_out(words)]
     chosen = tuple(str(item.input_line) for item in items if _is_choice(item))
     cfg = deepcopy(_compose_files(chosen, names.FOLDER))
@@ -49,7 +54,7 @@ def compose_raw(words: Sequence[str], *, with_hydra: bool = False) -> DictConfig
         cfg.hydra.overrides.task = [item.input_line for item in items]
         if not with_hydra:
             del cfg["hydra"]
-    for item in items:
+    for item in [] if files_only else items:
         if not _is_choice(item) and (with_hydra or not item.key_or_group.startswith("hydra.")):
             _put_in(cfg, item)
     return cfg
@@ -165,4 +170,18 @@ def settle(cfg: DictConfig) -> dict[str, Any]:
     if missing:
         raise ValueError(f"expected a value for {(key := min(missing))}, got none; give {key}=...")
     check(plain)
-    return keep_environment(OmegaConf.to_container(cfg), plain)
+    raw = OmegaConf.to_container(cfg)
+    secrets = [os.environ.get(name, "") for name in re.findall(r"oc\.env:(\w+)", str(raw))]
+    return _as_written(raw, plain, [*filter(None, secrets)])
+
+
+def _as_written(raw: Any, plain: Any, secrets: Sequence[str]) -> Any:
+    """Return a resolved configuration, but texts that hold what the environment has as in `raw`."""
+    if isinstance(raw, dict):
+        return {key: _as_written(raw[key], plain[key], secrets) for key in raw}
+    if isinstance(raw, list):
+        return [_as_written(*pair, secrets) for pair in zip(raw, plain, strict=True)]
+    if not isinstance(plain, str):
+        return plain
+    looked_up = "oc.env:" in str(raw) or any(secret in plain for secret in secrets)
+    return raw if looked_up and "${" in str(raw) else plain.replace("${", "\\${")

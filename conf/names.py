@@ -45,7 +45,8 @@ def known_elsewhere(key: str) -> str:
     units = other_names()["units"]
     pages = {"trl": "docs/coming_from_trl.md", "verl": "docs/coming_from_verl.md"}
     for library, page in (pages | {"leash": "CHANGELOG.md"}).items():
-        for name in (parts[-1], ".".join(parts[-2:])):
+        sections = parts if library == "leash" else parts[-1:]  # shaping.overlong.buffer
+        for name in (*sections, ".".join(parts[-2:])):
             if here := other_names()[library].get(name):
                 return f"; {name} is {here} here{units.get(here, '')} ({page})"
     return ""
@@ -59,6 +60,8 @@ def nearest(key: str) -> str:
     if leaf in NARROWING:
         whole = "training samples from the whole distribution, since its log-probs and its KL could"
         return f": {whole} not follow a part of it; use policy.temperature"
+    if key.startswith(("algorithm.shaping", "algorithm.mismatch")):  # of before, with what is in it
+        return known_elsewhere(key)
     usual = [k for k, choice in all_keys().items() if "=" not in choice or choice.endswith("grpo")]
     close = _topmost([name for name in usual if name.rpartition(".")[2] == leaf])
     if not close and (hint := known_elsewhere(key)):

@@ -1,17 +1,23 @@
 """What is asked of leash beside training: preflight=true, mode=chat, evaluate or export.
 
-It runs on the same parts as a run (trainer/runs/aside.py). Torch-free.
+It runs on the same parts as a run, in a folder that is removed. Torch-free.
 """
 
-from collections.abc import Sequence
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from conf.command_line import SWEEP, check_single, flags_and_overrides
 from conf.compose import compose_checked, compose_experiment
-from conf.start import load_for_resume, run_folder
-from trainer.runs.aside import SILENT, check_replies, check_target, without_training_parts
-from trainer.runs.experiment_models import without_training
+from conf.resume import load_for_resume
+from conf.start import run_folder
+from trainer.runs.experiment_models import cache_folder
+from trainer.runs.launch import start
+from trainer.runs.run_files import PREFIX
 
+SILENT = {"_target_": "trainer.JsonlTracker", "keep_transcripts": False}
 BOTH = ("policy.max_new_tokens", "policy.system_prompt", "kl.reference", "seed", "policy.device")
 MAY = {  # what may be given beside resume=, by mode
     "chat": ("policy.temperature", *BOTH, "launch.threads"),
@@ -68,7 +74,7 @@ def _of_start(config: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
     if config["preflight"]:
         if mode != "train":
             raise ValueError(f"preflight checks training, got mode={mode}; leave one of them out")
-        config["trains_first"] = sorted(set(without_training(config, compose_experiment)))
+        config["trains_first"] = sorted(set(without_training(config)))
         config["tracker"] = SILENT
         return config
     if mode == "export":
@@ -79,3 +85,69 @@ def _of_start(config: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
     if mode == "evaluate" and not config["output_dir"]:
         config["output_dir"] = str(run_folder(overrides))
     return without_training_parts(config)
+
+
+def without_training(node: Any) -> Iterator[str]:
+    """Put what is there in the place of each experiment:<name>; yield those not trained yet.
+
+    A policy or a reference is then the model that its experiment starts from.
+    """
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+        if isinstance(value, dict | list):
+            yield from without_training(value)
+        elif isinstance(value, str) and value.startswith(PREFIX):
+            name = value.removeprefix(PREFIX)
+            config = compose_experiment(name)
+            model = cache_folder(name, config) / "model"
+            if model.is_dir():
+                node[key] = str(model)
+                continue
+            if key not in ("model", "reference") or config["policy"]["_target_"].endswith("_model"):
+                raise ValueError(
+                    f"{value} is not in the cache, and a preflight trains nothing; start the run "
+                    "once, it trains that first"
+                )
+            yield name
+            yield from without_training(config["policy"])
+            node[key] = config["policy"]["model"]
+
+
+def run_aside(config: dict[str, Any], **ours: Any) -> int:
+    """Run a configuration in fresh processes; return the exit code, 1 if it found problems."""
+    folder, keep = Path(tempfile.mkdtemp(prefix="leash-")), False
+    try:
+        return int(start(config, folder, **ours) > 0)
+    except RuntimeError as error:
+        keep = str(folder) in str(error)  # it names the traceback there
+        raise
+    finally:
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def without_training_parts(config: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what only training needs; chat and evaluate compare with a reference."""
+    mode = config["mode"]
+    config["kl"]["measure"] = mode != "export"
+    config["algorithm"]["advantage"] = {"_target_": "trainer.NoAdvantage"}
+    config["algorithm"].pop("critic", None)
+    config["tracker"] = SILENT
+    if mode != "evaluate":
+        config["launch"]["num_processes"] = 1
+    return config
+
+
+def check_replies(config: dict[str, Any]) -> None:
+    """Raise ValueError for a model that does not reply."""
+    if config["policy"]["_target_"] == "policies.load_reward_model":
+        what = f"mode={config['mode']} is for models that reply"
+        raise ValueError(f"{what}, got a reward model; name a run of SFT, GRPO or PPO")
+
+
+def check_target(folder: str | None) -> None:
+    """Raise ValueError unless a model can be written to a folder."""
+    if not folder:
+        raise ValueError("mode=export needs a folder to write to; give output_dir=<folder>")
+    path = Path(folder).expanduser()
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ValueError(f"output_dir={folder} is there already; name a folder that is new")

@@ -68,8 +68,6 @@ class Key:
 def declared() -> dict[str, dict[str, Any]]:
     """Return the tree of keys of "root", of each group, and of each file that has others.
 
-    >>> declared()["kl"]["coeff"].default, sorted(declared()["policy"]["lora"])[:2]
-    (0.02, ['alpha', 'dropout'])
     >>> set(declared()["algorithm=ppo"]) - set(declared()["algorithm=grpo"]) > {"gamma", "critic"}
     True
     """

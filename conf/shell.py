@@ -12,10 +12,11 @@ from omegaconf import DictConfig
 from conf import start
 from conf.command_line import help_text, spell_out
 from conf.compose import compose_experiment
+from trainer.accelerate_settings import check_accelerate
 from trainer.runs.failures import complain, say
-from trainer.runs.launch import agree, prepare_joined
+from trainer.runs.launch import agree, prepare
 from trainer.runs.launch import start as launch
-from trainer.runs.sweep_loop import run_sweep
+from trainer.runs.lock import lock_folder
 
 Worker = Callable[[str, str], int]  # config.yaml, run folder -> exit code
 
@@ -39,18 +40,21 @@ def run_command(words: list[str], *, script: Path, worker: Worker) -> int:
     start.set_up()
     failed = 2  # before a run begins
     try:
+        check_accelerate()
         if (ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
             return join(words, ranks, worker, **ours)
         if any(word.startswith(("mode=", "preflight=")) for word in words):
-            from conf.preflight_and_modes import asked
-            from trainer.runs.aside import run_aside
+            from conf.preflight_and_modes import asked, run_aside
 
             if config := asked(words):
                 return run_aside(config, **ours)
         wanted, failed = start.read_command(words), 1
-        if isinstance(wanted, start.Sweep):
-            return run_sweep(wanted, run)
-        run(wanted) if wanted else show()
+        if wanted is None:
+            show()
+        elif isinstance(wanted, start.Job):
+            run(wanted)
+        else:
+            return wanted.run(run)
     except (ValueError, RuntimeError, OSError) as error:
         if os.environ.get("RANK", "0") == "0":
             complain(error)
@@ -64,5 +68,10 @@ def run_command(words: list[str], *, script: Path, worker: Worker) -> int:
 def join(words: list[str], ranks: int, worker: Worker, **ours: Any) -> int:
     """Be one rank of `torchrun train.py` or `accelerate launch train.py`; return the exit code."""
     config = start.compose_joined(words, ranks=ranks)
-    folder = agree(lambda: prepare_joined(config, start.run_folder(words), **ours), config)
+
+    def make() -> Path:
+        lock_folder(folder := start.run_folder(words))  # until this process ends
+        return prepare(config, folder, **ours)
+
+    folder = agree(make, config)
     return worker(str(folder / "config.yaml"), str(folder))

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from trainer.reports.chart import Chart, colour, standalone
 from trainer.reports.formats import short
-from trainer.runs.run_files import Run, find_jobs, load_run, read_lines
+from trainer.runs.find import find_jobs
+from trainer.runs.run_files import Run, load_run, read_lines
 
 PICTURE = Path(__file__).with_name("sentiment_frontier.svg")
 WIDTH, HEIGHT, LAST = 480, 320, 3

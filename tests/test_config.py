@@ -18,12 +18,15 @@ from refusals import refusal
 import train
 from conf import check, names
 from conf.build import build, make_leash
-from conf.command_line import help_text, list_jobs, swept_by_experiment
+from conf.command_line import swept_by_experiment
 from conf.compose import compose_checked
-from conf.start import load_for_resume, read_command
+from conf.resume import load_for_resume
+from conf.start import read_command
 from policies.optional_packages import ASKING, EXTRAS
-from trainer.runs.folders import nothing_left
+from trainer.runs.find import nothing_left
+from trainer.runs.nodes import arguments_in_source
 from trainer.runs.saved_configs import as_today, holds_same
+from trainer.runs.targets import arguments_of, find_target, takes_any
 
 ROOT = Path(__file__).parents[1]
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
@@ -57,16 +60,6 @@ def test_every_experiment_starts_with_the_command_that_runs_it(name):
     assert lines[:2] == ["# @package _global_", f"# {command}"]
 
 
-def test_default_is_the_real_model_on_facts():
-    config = compose_checked([])
-    assert config == compose_checked(["experiment=grpo_smollm"])
-    assert config["policy"]["model"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
-    assert config["env"]["task"]["_target_"] == "envs.tasks.Facts"
-    assert config["algorithm"]["group_size"] == 8
-    assert config["optimizer"]["lr"] == pytest.approx(2e-5)
-    assert (config["kl"]["estimator"], config["kl"]["where"]) == ("k3", "loss")
-
-
 def test_ppo_pays_the_kl_in_the_reward_unless_told_otherwise():
     def place(*words: str) -> tuple[str, str]:
         kl = compose_checked(["algorithm=ppo", *words])["kl"]
@@ -81,14 +74,15 @@ FAULTS = [  # one a kind
     # Names.
     (["kl.ceoff=0.1"], ["no key kl.ceoff", "did you mean kl.coeff"]),
     (["+kl.ceoff=0.1"], ["no key kl.ceoff", "did you mean kl.coeff"]),
-    (["env.columns.quest=q"], ["env.columns.quest", "messages, question, answer"]),
     (["gamma=0.9"], ["no key gamma; did you mean algorithm.gamma?"]),
     (["algorithm.gamma=0.9"], ["algorithm.gamma here; it belongs to algorithm=ppo"]),
     (["algorithm.objective.estimator=k1"], ["no key algorithm.objective.est", "mean kl.estimator"]),
     (["algorithm.kl_ctrl.kl_coef=0.1"], ["kl_ctrl.kl_coef; kl_coef is kl.coeff here"]),
     (["+algorithm.objective.leash=1"], ["algorithm.objective.leash is made by the run"]),
     (["experiment=ppo_tiny", "algorithm=grpo"], ["ppo_tiny.yaml sets", "leave algorithm=grpo out"]),
-    (["env=nope"], ["env=nope", "chats", "facts", "gsm8k", "sort_digits"]),
+    (["algorithm.shaping.overlong.buffer=3"], ["shaping is algorithm.after_rollout here"]),
+    (["algorithm.mismatch._target_=trainer.Mismatch"], ["mismatch is algorithm.after_rollout"]),
+    (["env=nope"], ["env=nope", "chats", "facts"]),
     (["kl=0.1"], ["kl=0.1", "default", "kl.coeff"]),
     # Words.
     (["grpo_tiny"], ["name=value, got 'grpo_tiny'; did you mean experiment=grpo_tiny?"]),
@@ -96,6 +90,7 @@ FAULTS = [  # one a kind
     (["seed=1", "seed=2"], ["seed is given 2 times", "-m seed=a,b"]),
     (["kl.coeff=0,1"], ["to sweep: -m kl.coeff=0,1"]),
     (["~kl"], ["~kl: no key can be removed", "kl=..."]),
+    (["hydra=launcher/basic"], ["leash runs the jobs of a sweep itself"]),
     (["+seed=3"], ["leave the + out: seed="]),
     (["seed=1", "env.dataset=~/a"], ["cannot read env.dataset=~/a", """'env.dataset="~/a"'"""]),
     # Types, ranges, values.
@@ -111,6 +106,7 @@ FAULTS = [  # one a kind
     (["experiment=sft_tiny", "algorithm.aggregation=constant"], ["_mean, sequence_mean, got"]),
     # What goes together, the machine, the disk.
     (["algorithm.minibatches=3"], ["minibatches=3"]),
+    (["policy.temperature=0"], ["policy.temperature > 0, got 0"]),
     (["algorithm.group_size=1"], ["group_size >= 2", "got 1"]),
     (["algorithm=rloo", "algorithm.epochs=2"], ["surrogate=reinforce", "2 steps", "clip"]),
     (["experiment=sft_tiny", "kl.coeff=0.1"], ["samples no replies", "kl.coeff=0"]),
@@ -124,6 +120,17 @@ FAULTS = [  # one a kind
         ["env.transforms.a={_target_: envs.transforms.PythonTool, b: [{_target_: os.system}]}"],
         ["env.transforms.a.b[0]._target_=os.system", "allow_targets=true"],
     ),
+    (["algorithm.after_rollout={m: {_target_: trainer.Mismatch}}"], ["is trainer.ImportanceSam"]),
+    (["algorithm.after_rollout={m: {_target_: trainer.OverlongPenalty, bufer: 1}}"], ["buffer?"]),
+    (["+algorithm.objective.where=reward"], ["algorithm.objective.where: trainer.GRPOObj"]),
+    (["+algorithm.source.taks=1"], ["algorithm.source.taks: trainer.Rollouts takes"]),
+    (["algorithm=ppo", "+algorithm.objective.clip_lo=1"], ["trainer.PPOObjective", "clip_low?"]),
+    (["algorithm=ppo", "+algorithm.advantage.whitn=1"], ["algorithm.advantage.whitn", "whiten?"]),
+    (
+        ["env.transforms.a={_target_: envs.transforms.StepCounter, max_step: 3}"],
+        ["env.transforms.a.max_step", "did you mean max_steps?"],
+    ),
+    (["algorithm.source._target_=policies.cache.os.system"], ["policies.cache.os.system"]),
     (["env.task._target_=Facts"], ["expected env.task._target_ to be", "got 'Facts'"]),
     (["env.transforms.code.timeout=1"], ["expected env.transforms.code._target_"]),
     (["env=math", "env.dataset=nobody/nothing", "env.task.symbolc=1"], ["symbolc", "symbolic?"]),
@@ -150,24 +157,6 @@ def test_biased_kl_needs_an_explicit_yes(estimator, where):
             compose_checked([*words, "kl.allow_biased=true"])
 
 
-def test_check_needs_no_hydra():
-    config = compose_checked([])
-    config["trainer"]["prompts_per_iteration"] = 0
-    with pytest.raises(ValueError, match="prompts_per_iteration >= 1, got 0"):
-        check.check(config)
-
-
-def test_foreign_targets_are_taken_with_permission():
-    compose_checked(["algorithm.source._target_=collections.Counter", "allow_targets=true"])
-
-
-def test_sweep_expands_as_a_product():
-    jobs = list_jobs(["kl.coeff=0,0.1", "seed=range(1,3)", "experiment=grpo_tiny"])
-    assert len(jobs) == 4
-    assert jobs[0] == ["kl.coeff=0", "seed=1", "experiment=grpo_tiny"]
-    assert jobs[-1] == ["kl.coeff=0.1", "seed=2", "experiment=grpo_tiny"]
-
-
 @pytest.fixture
 def old_run(tmp_path):
     config = compose_checked(["experiment=grpo_tiny", "seed=5", "policy.model=tiny"])
@@ -190,12 +179,9 @@ def test_resume_refuses_other_overrides_by_name(old_run, word):
     assert "trainer.num_iterations" in str(caught.value)
 
 
-def test_resume_needs_a_run(tmp_path):
-    with pytest.raises(ValueError, match=r"config\.yaml"):
-        load_for_resume(str(tmp_path / "none"), [])
-
-
-def test_resume_of_a_sweep_or_of_a_file_names_a_run(old_run):
+def test_resume_of_what_is_no_run_names_one(old_run):
+    with pytest.raises(ValueError, match=r"expected a run folder with a config\.yaml"):
+        load_for_resume(str(old_run / "none"), [])
     with pytest.raises(ValueError, match=rf"got a file; give resume={old_run}$"):
         load_for_resume(str(old_run / "config.yaml"), [])
     (old_run / "sweep" / "seed=1").mkdir(parents=True)
@@ -216,6 +202,9 @@ def test_resume_of_a_sweep_or_of_a_file_names_a_run(old_run):
         ["env=gsm8k", "env.dataset=no.jsonl"],
         ["output_dir=/dev/null/run"],
         ["-m", "seed=1,2", "hydra.sweep.dir=/dev/null/sweep"],
+        ["-m", "seed=1,2", "output_dir=here"],
+        ["-m", "kl.coeff=interval(0,1)"],
+        ["--cfg", "job", "resume=nowhere"],
     ],
 )
 def test_refused_command_leaves_nothing_on_disk(words, tmp_path, monkeypatch, capsys):
@@ -225,18 +214,6 @@ def test_refused_command_leaves_nothing_on_disk(words, tmp_path, monkeypatch, ca
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert lines[0].startswith("error: ")
-
-
-def test_help_and_job_answer_on_the_command_line(tmp_path):
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), "experiment=grpo_tiny", "--cfg", "job"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "model: experiment:sft_tiny" in done.stdout
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -260,23 +237,6 @@ def test_flags_of_hydra_are_left_to_it():
         assert read_command(words) is None
 
 
-def test_help_has_what_the_files_of_experiments_say_of_themselves(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "90")
-    text = help_text().partition("(conf/experiment):\n")[2]
-    lines = text.partition("\n\n")[0].splitlines()
-    starts = [i for i, line in enumerate(lines) if line[2] != " "]
-    assert max(map(len, lines)) <= 90
-    assert [lines[i].split()[0] for i in starts] == EXPERIMENTS
-    column = len(max(EXPERIMENTS, key=len)) + 4
-    assert {line[:column].rstrip()[2:] for line in lines} == {"", *EXPERIMENTS}
-    for name, i, j in zip(EXPERIMENTS, starts, [*starts[1:], None], strict=True):
-        shown = " ".join(line[column:] for line in lines[i:j])
-        text = (ROOT / "conf" / "experiment" / f"{name}.yaml").read_text()
-        head = [line[2:] for line in text.splitlines()[2:]]
-        assert " ".join(head).startswith(shown)
-        assert shown.endswith((".", ")")), shown
-
-
 def test_help_names_every_experiment_and_no_schema(tmp_path):
     done = subprocess.run(
         [sys.executable, str(ROOT / "train.py"), "--help"],
@@ -295,22 +255,10 @@ def test_help_names_every_experiment_and_no_schema(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("target", ["policies.cache.os.system", "envs.tasks.nowhere.Rows"])
-def test_target_must_be_directly_in_a_module_of_leash(target):
-    assert target in refusal(f"algorithm.source._target_={target}")
-
-
 def test_output_dir_that_holds_a_run_is_refused(old_run):
     message = refusal(f"output_dir={old_run}")
     assert f"resume={old_run}" in message
     assert compose_checked([f"output_dir={old_run / 'new'}"])["output_dir"] == str(old_run / "new")
-
-
-def test_output_dir_is_refused_in_a_sweep(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert train.cli(["-m", "seed=1,2", "output_dir=here"]) == 2
-    assert "hydra.sweep.dir" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_resume_takes_keys_of_the_saved_tracker(old_run):
@@ -363,17 +311,6 @@ def test_text_from_the_environment_is_looked_up_again_and_not_saved(monkeypatch)
     assert seen["policy"]["stop"] == ["hunter2-is-secret"]
 
 
-@pytest.mark.parametrize("word", ["experiment=glob(*)", "kl.coeff=interval(0,1)", "foo"])
-def test_sweep_that_cannot_be_listed_is_refused(word):
-    with pytest.raises(ValueError, match=r"sweep takes values|name=value"):
-        list_jobs([word])
-
-
-def test_resume_goes_with_no_flag(old_run):
-    with pytest.raises(ValueError, match="goes with no flag"):
-        read_command(["--cfg", "job", f"resume={old_run}"])
-
-
 def test_an_overlong_penalty_of_chats_of_several_turns_knows_all_of_them():
     words = ["experiment=grpo_calculator_tiny", "algorithm=dapo"]
     assert "algorithm.after_rollout.overlong.max_tokens=" in refusal(*words)
@@ -388,22 +325,24 @@ TOOLS = ["env=python_tool", *NO_HUB]
 SERVICES = "env.transforms.tools.registry.services"
 
 
-@pytest.mark.parametrize(
-    ("words", "part", "said"),
-    [
-        (
-            ["+algorithm.objective.where=reward"],
-            "objective",
-            "algorithm.objective.where: trainer.GRPOObj",
-        ),
-        (["+algorithm.source.taks=1"], "source", "algorithm.source.taks: trainer.Rollouts takes"),
-        (["algorithm=ppo", "+algorithm.objective.clip_lo=1"], "objective", "clip_low?"),
-    ],
-)
-def test_misspelt_arguments_of_what_needs_torch_are_told_by_who_makes_it(words, part, said):
-    cfg = OmegaConf.create(compose_checked(words))
-    with pytest.raises(ValueError, match=re.escape(said)):
-        build(cfg.algorithm[part], cfg.algorithm)
+def test_arguments_read_in_source_are_those_of_the_imported_class():
+    count = 0
+    for package in ("trainer", "envs.transforms", "envs.tasks"):
+        for name in import_module(package).__all__:
+            read, thing = arguments_in_source(f"{package}.{name}"), find_target(f"{package}.{name}")
+            count += read is not None
+            assert read is None or (not takes_any(thing) and {*read} == {*arguments_of(thing)}), (
+                name
+            )
+    for path in (ROOT / "conf" / "algorithm").glob("*.yaml"):
+        for target in targets(yaml.safe_load(path.read_text())):
+            assert arguments_in_source(target) is not None, target
+    assert count > 50
+
+
+def test_what_builds_a_part_of_ones_own_tells_a_misspelt_argument_too():
+    with pytest.raises(ValueError, match=r"task\.num_row: envs.*takes .*; did you mean num_rows\?"):
+        build({"_target_": "envs.tasks.SortDigits", "num_row": 3}, where="task")
 
 
 def test_a_part_gets_its_keys_by_name_and_what_its_node_gives_comes_first():

@@ -16,8 +16,8 @@ from runs import environment, lines
 
 from conf import names
 from conf.build import make_task
-from conf.command_line import list_jobs
 from conf.compose import compose_checked
+from conf.sweep import list_jobs
 from envs.tasks import Reply
 from policies.load import load_policy
 

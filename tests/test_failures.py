@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from trainer.runs.failures import LESS_MEMORY, headline, kill_reason, last_words
+from trainer.runs.failures import LESS_MEMORY, headline, last_words
+from trainer.runs.launch import kill_reason
 
 GLOO = "[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer. Check"
 CUDA = "CUDA out of memory. Tried to allocate 20.50 GiB. GPU 0 has a total capacity of 139.80 GiB"

@@ -3,12 +3,17 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+import train
 from trainer.runtime import Runtime, Stopped
+
+ROOT = Path(__file__).parents[1]
 
 
 def status(folder: Path) -> dict:
@@ -96,3 +101,68 @@ def test_the_seed_is_that_of_torch(tmp_path):
         Runtime(tmp_path, seed=seed)
         drawn.append(torch.rand(3).tolist())
     assert drawn[0] == drawn[1] != drawn[2]
+
+
+REFUSED = [  # what `accelerate launch --help` offers and what says the same here
+    ("ACCELERATE_MIXED_PRECISION", "bf16", "policy.autocast"),
+    ("ACCELERATE_MIXED_PRECISION", "fp8", "policy.autocast"),
+    ("ACCELERATE_DOWNCAST_BF16", "true", "policy.dtype"),
+    ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", "trainer.micro_batch_tokens"),
+    ("ACCELERATE_GRADIENT_CLIPPING", "0.5", "optimizer.max_grad_norm"),
+    ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "no model is compiled"),
+    ("ACCELERATE_USE_FSDP", "true", "trainer.micro_batch_tokens"),
+    ("ACCELERATE_USE_DEEPSPEED", "true", "nothing is sharded"),
+    ("ACCELERATE_USE_MEGATRON_LM", "true", "nothing is sharded"),
+    ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "policy.lora.r"),
+]
+
+
+@pytest.mark.parametrize(("variable", "value", "instead"), REFUSED)
+def test_a_setting_of_accelerate_is_refused_by_the_parent_and_by_a_runtime(
+    variable, value, instead, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(variable, value)
+    assert train.cli(["experiment=grpo_tiny"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert f"{variable}={value}" in line
+    assert instead in line
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ValueError, match=instead):
+        Runtime(tmp_path)
+
+
+def test_what_accelerate_launch_always_sets_is_no_setting(tmp_path, monkeypatch):
+    usual = {"MIXED_PRECISION": "no", "DYNAMO_BACKEND": "NO", "GRADIENT_ACCUMULATION_STEPS": "1"}
+    usual |= {"DYNAMO_MODE": "default", "USE_CPU": "True", "USE_FSDP": "false"}
+    for name, value in usual.items():
+        monkeypatch.setenv(f"ACCELERATE_{name}", value)
+    assert Runtime(tmp_path).accelerator.gradient_accumulation_steps == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        (["--cpu", "--mixed_precision", "bf16"], ["mixed_precision", "policy.autocast"]),
+        (["--cpu", "--gradient_accumulation_steps=4"], ["trainer.micro_batch_tokens"]),
+        (["--config_file", "accelerate.yaml"], ["fsdp", "nothing is sharded"]),
+    ],
+    ids=str,
+)
+def test_a_flag_or_a_file_of_the_real_accelerate_launch_is_refused(flags, parts, tmp_path):
+    settings = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP"}
+    settings |= {"fsdp_config": {"fsdp_version": 2}, "num_processes": 1, "use_cpu": False}
+    (tmp_path / "accelerate.yaml").write_text(json.dumps(settings))
+    words = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", *flags]
+    done = subprocess.run(
+        [*words, str(ROOT / "train.py"), "experiment=grpo_tiny", "policy.model=tiny"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert [part for part in parts if part not in line] == []
+    assert done.returncode != 0
+    assert "starting in" not in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["accelerate.yaml"]

@@ -16,10 +16,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from runs import SMALL, launch, metrics, train, wait_for
 
 import train as script
-from conf.command_line import list_jobs
 from conf.compose import compose_checked, compose_raw
 from conf.shell import run_command
 from conf.start import compose_joined, read_command, set_up
+from conf.sweep import list_jobs
 from trainer.reports.sweep_page import load_sweep, write_sweep
 from trainer.runs.run_files import read_lines, read_status
 

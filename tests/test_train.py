@@ -17,7 +17,7 @@ from runs import ROOT, SMALL, Finished, environment, launch, lines, metrics, tra
 from safetensors.torch import load_file
 
 from conf.compose import compose_checked, compose_experiment
-from conf.start import load_for_resume
+from conf.resume import load_for_resume
 from train import train as train_config
 from trainer.runs.launch import prepare
 from trainer.runs.run_files import read_lines, read_status

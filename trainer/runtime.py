@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from policies.cache import write_text
+from trainer.accelerate_settings import check_accelerate
 from trainer.memory import peak
 from trainer.stops import Stopped, stop_reason
 
@@ -33,10 +34,9 @@ class Runtime:
     def __init__(self, folder: str | Path, *, seed: int = 0, device: str | None = None) -> None:
         if device not in (None, "cpu") and not torch.cuda.is_available():
             raise ValueError(f"no GPU for policy.device={device}; set it to null or cpu")
+        check_accelerate()
         cpu = device == "cpu" or not torch.cuda.is_available()
         self.accelerator = Accelerator(cpu=cpu, mixed_precision="no")  # policy.autocast says it
-        # Weights are global: an ACCELERATE_* variable must not divide the gradient again.
-        self.accelerator.gradient_accumulation_steps = 1
         self.folder = Path(folder)
         self.seed = seed
         self.status: dict[str, Any] = {"state": "running", "reason": None, "objective": None}

@@ -13,7 +13,7 @@ from pathlib import Path
 from policies.cache import write_text
 from trainer.reports.report import run_svg, write_report
 from trainer.reports.sweep_page import sweep_svg, write_sweep
-from trainer.runs.run_files import find_runs
+from trainer.runs.find import find_runs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

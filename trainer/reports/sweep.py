@@ -1,6 +1,6 @@
 """A sweep while it goes on, for the process that starts its jobs: its page and its last lines.
 
-How a sweep is continued: conf/start.py.
+How a sweep is continued: conf/sweep.py.
 """
 
 import json

@@ -30,9 +30,10 @@ from trainer.reports.formats import duration, one_line, short
 from trainer.reports.markup import escape, repeat_command
 from trainer.reports.panels import MAIN, figure
 from trainer.reports.sweep import PLACE, PLAN
+from trainer.runs.find import find_jobs
 from trainer.runs.lock import is_free
 from trainer.runs.redact import redact
-from trainer.runs.run_files import PLACES, Run, dig, find_jobs, load_run, number, read_yaml
+from trainer.runs.run_files import PLACES, Run, dig, load_run, number, read_yaml
 
 OBJECTIVE, REWARD, KL = "objective", "reward/raw_mean", "kl/ref_sequence"
 COLUMNS = {"objective": OBJECTIVE, "reward": REWARD, "KL": KL}

@@ -4,7 +4,7 @@ import hashlib
 import inspect
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,10 @@ from typing import Any
 from policies.cache import build_once, cache_dir
 from trainer.runs.failures import say
 from trainer.runs.lock import held
-from trainer.runs.targets import find_target, walk
+from trainer.runs.nodes import walk
+from trainer.runs.run_files import PREFIX
+from trainer.runs.targets import find_target
 
-PREFIX = "experiment:"
 IRRELEVANT = ("tracker", "launch", "checkpoint", "mode", "preflight")  # to what is learnt
 
 
@@ -23,8 +24,7 @@ def resolve_experiment(
 ) -> str:
     """Return the model folder of a finished experiment, from the cache or by running it now.
 
-    `start` runs a configuration in a folder; its `model` is what is kept. Any other name is
-    returned as it is.
+    `start` runs a configuration in a folder. Any name of another kind is returned as it is.
     """
     if not name.startswith(PREFIX):
         return name
@@ -66,28 +66,3 @@ def _sources(task: Any) -> list[str]:
     classes = [find_target(node["_target_"]) for _, node in walk(task)]
     bases = {base for cls in classes for base in getattr(cls, "__mro__", (cls,))} - {object}
     return [Path(file).read_text() for file in sorted({inspect.getfile(base) for base in bases})]
-
-
-def without_training(node: Any, compose: Callable[[str], dict[str, Any]]) -> Iterator[str]:
-    """Put what is there in the place of each experiment:<name>; yield those not trained yet.
-
-    For a preflight. A policy or a reference is then the model that its experiment starts from.
-    """
-    for key, value in node.items() if isinstance(node, dict) else enumerate(node):
-        if isinstance(value, dict | list):
-            yield from without_training(value, compose)
-        elif isinstance(value, str) and value.startswith(PREFIX):
-            name = value.removeprefix(PREFIX)
-            config = compose(name)
-            model = cache_folder(name, config) / "model"
-            if model.is_dir():
-                node[key] = str(model)
-                continue
-            if key not in ("model", "reference") or config["policy"]["_target_"].endswith("_model"):
-                raise ValueError(
-                    f"{value} is not in the cache, and a preflight trains nothing; start the run "
-                    "once, it trains that first"
-                )
-            yield name
-            yield from without_training(config["policy"], compose)
-            node[key] = config["policy"]["model"]

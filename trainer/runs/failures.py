@@ -7,7 +7,6 @@ class and says where its traceback is. Secrets are hidden in both.
 import json
 import os
 import re
-import signal
 import sys
 import traceback
 from contextlib import suppress
@@ -24,18 +23,6 @@ LESS_MEMORY = (
     "lower trainer.micro_batch_tokens (training) or algorithm.group_size (generation), or set "
     "policy.dtype=bfloat16"
 )
-
-
-def kill_reason(code: int, who: str) -> str:
-    """Return how a process ended that could not say so itself, from its exit code.
-
-    >>> kill_reason(-11, "rank 1")
-    'rank 1 was killed (signal 11, SIGSEGV)'
-    """
-    if code >= 0:
-        return f"{who} ended with code {code} and wrote no error"
-    killed = f"{who} was killed (signal {-code}, {signal.Signals(-code).name})"
-    return f"{killed}; out of memory? {LESS_MEMORY}" if -code == signal.SIGKILL else killed
 
 
 def headline(error: BaseException) -> str:
@@ -59,10 +46,7 @@ def headline(error: BaseException) -> str:
 
 
 def is_for_users(error: BaseException) -> bool:
-    """Return whether an error's message says what to do.
-
-    A ValueError or OSError, not a kin of it; an ImportError that names what to install.
-    """
+    """Return whether an error's message says what to do, as that of a plain ValueError does."""
     if isinstance(error, ImportError):
         return "pip install" in str(error)
     return (
@@ -74,8 +58,7 @@ def is_for_users(error: BaseException) -> bool:
 
 def note_error(folder: Path, error: BaseException) -> str:
     """Write an error to errors/rank<k>.txt, its one line first, and return that line."""
-    path = _file(folder)
-    line = headline(error)
+    path, line = _file(folder), headline(error)
     if line.startswith(type(error).__name__):
         line += f" (traceback: {path})"
     hidden = secrets_of(read_yaml(folder / "config.yaml"))
@@ -94,10 +77,7 @@ def _file(folder: Path) -> Path:
 
 
 def last_words(folder: Path, error: BaseException) -> None:
-    """Write down why this process ends; under an outside launcher print it too.
-
-    There the rank that failed first is the one to speak: the others only lost contact with it.
-    """
+    """Write down why this process ends; below an outside launcher the first to fail prints it."""
     line = note_error(folder, error)
     if os.environ.get("RANK", "0") == "0":
         close_status(folder, "failed", line)
@@ -116,8 +96,7 @@ def noted_errors(folder: Path) -> list[tuple[Path, str]]:
 
 def close_status(folder: Path, state: str, reason: str) -> None:
     """Say in status.json how a run ended, unless it is finished."""
-    status = read_status(folder)
-    if status.get("state") == "finished":
+    if (status := read_status(folder)).get("state") == "finished":
         return
     text = json.dumps({**status, "state": state, "reason": redact_text(reason)}, indent=1)
     with suppress(OSError):  # the disk may be what failed; the reason is printed too

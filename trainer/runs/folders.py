@@ -3,11 +3,10 @@
 import atexit
 import itertools
 import os
+import shutil
 from datetime import datetime
 from functools import cache
 from pathlib import Path
-
-from trainer.runs.run_files import find_jobs, is_sweep, read_status, remove_unused
 
 RUN = "config.yaml status.json metrics.jsonl transcripts.jsonl report.html model errors checkpoints"
 
@@ -52,35 +51,7 @@ def holds_run(folder: Path) -> bool:
     return any((folder / name).exists() for name in RUN.split())
 
 
-def no_run(folder: Path) -> str:
-    """Return why a folder without a config.yaml cannot be gone on with."""
-    if folder.is_file():
-        return f"expected the folder of a run, got a file; give resume={folder.parent}"
-    jobs = find_jobs(folder) if is_sweep(folder) else []
-    if jobs:
-        return f"expected one run, got a sweep; give one of its jobs, resume='{jobs[0]}'"
-    return "expected a run folder with a config.yaml, got none"
-
-
-def nothing_left(folder: Path, asked: int) -> str | None:
-    """Return a line if a run already did all iterations that are asked for, else None.
-
-    More than were asked for, or more to do with no checkpoint to begin at, is a ValueError.
-    """
-    status = read_status(folder)
-    done, finished = status.get("iteration", 0), status.get("state") == "finished"
-    if done > asked:
-        raise ValueError(
-            f"{folder} has {done} iterations already, more than {asked}; give a larger "
-            "trainer.num_iterations, or leave it out"
-        )
-    saved = any((folder / "checkpoints").glob("iteration_*"))
-    if finished and done < asked and not saved:
-        raise ValueError(
-            f"{folder} is finished with {done} iterations and without a checkpoint; start a new "
-            f"run with trainer.num_iterations={asked}, and checkpoint.every=10 to prolong that one"
-        )
-    if not finished or done < asked:
-        return None
-    more = "; a larger trainer.num_iterations goes on" if saved else ""
-    return f"{folder} is finished: {done} of {asked} iterations{more}"
+def remove_unused(folder: Path) -> None:
+    """Remove a reserved folder that no run has got: at most Hydra has written its own there."""
+    if folder.is_dir() and {path.name for path in folder.iterdir()} <= {".hydra"}:
+        shutil.rmtree(folder)

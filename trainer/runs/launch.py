@@ -14,21 +14,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from trainer.runs.experiment_models import resolve_experiment
-from trainer.runs.failures import (
-    close_status,
-    complain,
-    kill_reason,
-    noted_errors,
-    say,
-)
-from trainer.runs.lock import held, lock_folder, write_holders
+from trainer.runs.failures import LESS_MEMORY, close_status, complain, noted_errors, say
+from trainer.runs.lock import held, write_holders
 from trainer.runs.run_files import load_run, read_status
 from trainer.stops import stop_reason
 
@@ -48,13 +41,14 @@ def start(
 ) -> float:
     """Run one job in fresh processes, its warm-up first; return the metric of a sweep.
 
-    ValueError if another run holds the folder; nothing in it is touched then.
+    ValueError if another run holds the folder; nothing in it is touched then. One that does not
+    get as far as to go on again keeps its config.yaml.
     """
-    with held(folder) as lock:
+    path = folder / "config.yaml"
+    with held(folder) as lock, _kept(path):
         try:
             prepare(config, folder, script=script, compose=compose)
             ranks, threads = config["launch"]["num_processes"], config["launch"]["threads"]
-            path = folder / "config.yaml"
             status = run(script, path, folder, ranks=ranks, threads=threads, lock=lock)
         except (Interrupted, KeyboardInterrupt) as stop:
             _leave(config, folder)
@@ -65,10 +59,16 @@ def start(
     return float(status["objective"])
 
 
-def prepare_joined(config: dict[str, Any], folder: Path, **ours: Any) -> Path:
-    """Do `prepare` in rank 0 of an outside launcher, which holds the folder until it ends."""
-    lock_folder(folder)
-    return prepare(config, folder, **ours)
+@contextmanager
+def _kept(config: Path) -> Iterator[None]:
+    """Put a saved config.yaml back where a block fails before its run has begun."""
+    before = config.read_bytes() if config.exists() else None
+    try:
+        yield
+    except BaseException:
+        if before is not None and "iteration" not in read_status(config.parent):
+            config.write_bytes(before)
+        raise
 
 
 def prepare(
@@ -107,9 +107,9 @@ def _announce(config: dict[str, Any], folder: Path) -> None:
 
 
 def _leave(config: dict[str, Any], folder: Path) -> None:
-    """Say that a run was stopped before it began, if it was; of a dated folder nothing stays.
+    """Say that a run was stopped before it began, if it was.
 
-    A folder that was named stays, and so does one in which anything is that a run wrote.
+    A dated folder is removed then, unless anything is in it that a run wrote.
     """
     status = read_status(folder)
     if "iteration" in status:
@@ -150,9 +150,10 @@ def run(
     each = threads or max((os.cpu_count() or 1) // ranks, 1)
     with _caught_signals() as got, _free_port() as port:
         started = _start_ranks(words, ranks=ranks, threads=each, port=port, lock=lock)
-        end = _wait(started, folder, got)
-        failure = _close(folder, end, got)
-    if end.code or got:
+        code, first = _wait(started, folder, got)
+        who = f"rank {first}" if ranks > 1 else "the process"
+        failure = _close(folder, code, got, who=who)
+    if code or got:
         _rewrite_report(folder)
     status = read_status(folder)
     if got or status.get("state") == "preempted":
@@ -166,10 +167,7 @@ def run(
 
 @contextmanager
 def _caught_signals() -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM, from before the start: none may get lost.
-
-    After one the process is about to end; what is still hammered in is ignored.
-    """
+    """Collect SIGINT and SIGTERM; after one, what is still hammered in is ignored."""
     got: list[int] = []
     kinds = (signal.SIGINT, signal.SIGTERM)
     previous = {kind: signal.signal(kind, lambda number, _: got.append(number)) for kind in kinds}
@@ -208,23 +206,16 @@ def _start_ranks(
     return out
 
 
-@dataclass(frozen=True)
-class End:
-    """How the processes of a run ended: the exit code of the first rank that failed, or 0."""
+def _wait(ranks: list[subprocess.Popen], folder: Path, got: list[int]) -> tuple[int, int]:
+    """Wait for all ranks; return exit code and number of the one that failed first, or 0 and 0.
 
-    code: int = 0
-    rank: int = 0
-    ranks: int = 1
-
-
-def _wait(ranks: list[subprocess.Popen], folder: Path, got: list[int]) -> End:
-    """Wait for all ranks; pass on the first signal in `got`, kill all processes at the second.
-
-    The others of a rank that failed get PATIENCE seconds for their own last words.
+    The first signal in `got` is passed on, at the second all processes are killed. The others of a
+    rank that failed get PATIENCE seconds for their own last words.
     """
-    end, passed, limit = End(), False, float("inf")
+    code, first, passed, limit = 0, 0, False, float("inf")
     while None in [rank.poll() for rank in ranks]:  # a list: each one is asked
-        if end.code == 0 and (end := _first_failure(ranks)).code:
+        if not code and (failed := _first_failure(ranks))[0]:
+            code, first = failed
             limit = time.monotonic() + PATIENCE
         if len(got) > 1 or time.monotonic() > limit:
             _kill_families(ranks)
@@ -235,17 +226,16 @@ def _wait(ranks: list[subprocess.Popen], folder: Path, got: list[int]) -> End:
             for rank in ranks:
                 rank.send_signal(got[0] if ready else signal.SIGTERM)
         time.sleep(0.05)
-    end = end if end.code else _first_failure(ranks)
-    if end.code < 0:
+    code, first = (code, first) if code else _first_failure(ranks)
+    if code < 0:
         _kill_families(ranks)  # what it had started itself is still there
-    return end
+    return code, first
 
 
-def _first_failure(ranks: list[subprocess.Popen]) -> End:
-    """Return the rank that has failed; of several one that a signal killed: it is the cause."""
+def _first_failure(ranks: list[subprocess.Popen]) -> tuple[int, int]:
+    """Return code and number of a failed rank; of several one that was killed: it is the cause."""
     codes = [(rank.returncode, k) for k, rank in enumerate(ranks)]
-    failed = [(code, k) for code, k in codes if code not in (None, 0, STOPPED)]
-    return End(*min(failed, default=(0, 0)), ranks=len(ranks))
+    return min((end for end in codes if end[0] not in (None, 0, STOPPED)), default=(0, 0))
 
 
 def _kill_families(ranks: list[subprocess.Popen]) -> None:
@@ -262,21 +252,28 @@ def _kill_families(ranks: list[subprocess.Popen]) -> None:
             os.killpg(rank.pid, signal.SIGKILL)
 
 
-def _close(folder: Path, end: End, got: list[int]) -> str | None:
+def _close(folder: Path, code: int, got: list[int], *, who: str) -> str | None:
     """Leave status.json telling how a run ended; return the reason if it failed.
 
     It is what the rank that failed first wrote, but of a killed rank that it was killed.
     """
     state = read_status(folder).get("state")
-    if got and (state != "failed" or end.code < 0):  # an error of its own stays one
+    if got and (state != "failed" or code < 0):  # an error of its own stays one
         close_status(folder, "preempted", stop_reason(got[0]))
-    elif end.code or state not in ("finished", "preempted"):
+    elif code or state not in ("finished", "preempted"):
         noted = noted_errors(folder)
-        who = f"rank {end.rank}" if end.ranks > 1 else "the process"
-        reason = noted[0][1] if noted and end.code >= 0 else kill_reason(end.code, who)
+        reason = noted[0][1] if noted and code >= 0 else kill_reason(code, who)
         close_status(folder, "failed", reason)
         return reason
     return None
+
+
+def kill_reason(code: int, who: str) -> str:
+    """Return how a process ended that could not say so itself, from its exit code."""
+    if code >= 0:
+        return f"{who} ended with code {code} and wrote no error"
+    killed = f"{who} was killed (signal {-code}, {signal.Signals(-code).name})"
+    return f"{killed}; out of memory? {LESS_MEMORY}" if -code == signal.SIGKILL else killed
 
 
 def _rewrite_report(folder: Path) -> None:

@@ -20,9 +20,9 @@ UNKNOWN = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EI
 
 @contextmanager
 def held(folder: Path) -> Iterator[int]:
-    """Hold a run folder for a block; yield the descriptor for the processes of the run to inherit.
+    """Hold a run folder for a block, and as long as a process lives that inherits the descriptor.
 
-    ValueError if another run holds it. At the end it stays held as long as one of them lives.
+    ValueError if another run holds it.
     """
     file = lock_folder(folder)
     try:

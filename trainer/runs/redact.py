@@ -1,9 +1,8 @@
 """Keep secrets out of everything a run writes: configs, names, reports, W&B.
 
-A value is hidden when its name ends a word in key, token, secret, password or credential
-(`api_key`, `hf_token`, `apiKey`; not `max_new_tokens: 16`, a number), and wherever the value of an
-environment variable with such a name turns up, as are passwords in URLs. Left out on purpose:
-guessing secrets by their look.
+A value is hidden when its name has the word key, token, secret, password or credential (`api_key`,
+`apiKey`; not `max_new_tokens: 16`), and wherever the value of an environment variable with such a
+name turns up, as are passwords in URLs. Left out on purpose: guessing secrets by their look.
 """
 
 import os
@@ -117,28 +116,3 @@ def _is_secret(name: str, value: Any) -> bool:
 def _environment_secrets() -> list[str]:
     values = {value for name, value in os.environ.items() if _words(name)}
     return sorted(v for v in values if len(v) >= 4 and v.lower() not in _PLAIN)
-
-
-def keep_environment(raw: Any, plain: Any) -> Any:
-    """Return a resolved configuration with texts from the environment as they are written.
-
-    `raw`: before it was resolved. `${oc.env:NAME}` may be a secret; who reads it looks it up again.
-    """
-    return _as_written(raw, plain, set(_from_environment(raw, plain)))
-
-
-def _from_environment(raw: Any, plain: Any) -> list[str]:
-    if isinstance(raw, (dict, list)):
-        items = raw.items() if isinstance(raw, dict) else enumerate(raw)
-        return [text for key, item in items for text in _from_environment(item, plain[key])]
-    return [plain] if isinstance(plain, str) and "oc.env:" in str(raw) else []
-
-
-def _as_written(raw: Any, plain: Any, secrets: set[str]) -> Any:
-    if isinstance(raw, dict):
-        return {key: _as_written(raw[key], plain[key], secrets) for key in raw}
-    if isinstance(raw, list):
-        return [_as_written(*pair, secrets) for pair in zip(raw, plain, strict=True)]
-    if not isinstance(plain, str):
-        return plain
-    return raw if plain in secrets and "${" in str(raw) else plain.replace("${", "\\${")

@@ -6,8 +6,6 @@ reads as empty, a torn line is skipped. Torch-free.
 
 import json
 import os
-import re
-import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,11 +15,10 @@ from typing import Any
 import yaml
 
 from policies.cache import write_text
-from trainer.runs.lock import is_free
 
 ITERATION = "progress/iteration"
+PREFIX = "experiment:"  # of a model that an experiment trains first
 PLACES = ("output_dir", "resume")  # keys that name a place, not a run
-_FILES = ("metrics.jsonl", "status.json")  # either makes a folder that of a run
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster where libyaml is
 
 
@@ -56,6 +53,8 @@ class Run:
     @property
     def state(self) -> str:
         """Name the state in status.json; killed, if it says running and no process is there."""
+        from trainer.runs.lock import is_free  # here: a worker does not ask
+
         told = str(self.status.get("state", "not started"))
         return "killed" if told == "running" and is_free(self.folder) else told
 
@@ -114,51 +113,6 @@ def read_status(folder: Path) -> dict[str, Any]:
 def is_sweep(folder: Path) -> bool:
     """Tell whether a folder is that of one sweep: Hydra, its start and its page leave files."""
     return any((folder / name).is_file() for name in ("multirun.yaml", "sweep.json", "sweep.csv"))
-
-
-def is_job(folder: Path) -> bool:
-    """Tell whether a folder is that of one run."""
-    return any((folder / name).is_file() for name in _FILES)
-
-
-def find_jobs(folder: str | Path) -> list[Path]:
-    """List the job folders below `folder`, in natural order (2 before 10); failed ones too."""
-    jobs = []
-    for path, names, files in os.walk(folder):
-        here = Path(path)
-        if here != Path(folder) and (".hydra" in names or is_job(here) or _is_set_up(here, files)):
-            jobs.append(here)
-            names.clear()
-        names[:] = [name for name in names if not name.startswith(".")]
-    return sorted(jobs, key=lambda job: _natural(str(job)))
-
-
-def _is_set_up(folder: Path, files: list[str]) -> bool:
-    """Tell whether the config.yaml of a folder is that of a run; Hydra's sources have one too."""
-    return "config.yaml" in files and {"policy", "algorithm"} <= {
-        *read_yaml(folder / "config.yaml")
-    }
-
-
-def find_runs(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Return the runs and the sweeps that a folder is or holds; a job goes with its sweep."""
-    if is_job(folder) or is_sweep(folder):
-        return ([folder], []) if is_job(folder) else ([], [folder])
-    jobs = find_jobs(folder)
-    above = {job: next((p for p in job.parents if is_sweep(p)), None) for job in jobs}
-    return [j for j in jobs if not above[j]], list(dict.fromkeys(filter(None, above.values())))
-
-
-def remove_unused(folder: Path) -> None:
-    """Remove a reserved folder that no run has got: at most Hydra has written its own there."""
-    if folder.is_dir() and {path.name for path in folder.iterdir()} <= {".hydra"}:
-        shutil.rmtree(folder)
-
-
-def _natural(text: str) -> list[tuple[int, float, str]]:
-    """Sort key in which numbers compare as numbers: kl.coeff=0.1 before kl.coeff=1."""
-    parts = re.split(r"(\d+(?:\.\d+)?)", text)
-    return [(0, float(p), "") if p[:1].isdigit() else (1, 0.0, p) for p in parts if p]
 
 
 def number(value: Any) -> float | None:

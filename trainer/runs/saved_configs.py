@@ -4,16 +4,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainer.runs.experiment_models import PREFIX
 from trainer.runs.redact import redact
-from trainer.runs.run_files import PLACES, read_yaml
+from trainer.runs.run_files import PLACES, PREFIX, read_yaml
 
 
 def as_today(saved: Any) -> dict[str, Any]:
-    """Return a saved configuration with the names of today.
-
-    Older ones gave the parts of an algorithm its keys once more, in their nodes.
-    """
+    """Return a saved configuration with the names of today, and no key of an algorithm twice."""
     algorithm = dict(saved.get("algorithm") or {})
     keys = {**(saved.get("kl") or {}), **(saved.get("trainer") or {}), **algorithm}
     for part in ("source", "advantage", "objective"):
@@ -49,10 +45,7 @@ def holds_same(folder: Path, config: dict[str, Any]) -> bool:
 
 
 def _changes(saved: Any, config: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield key, saved and asked value of what differs.
-
-    Of a warm-up the folder of its model is saved.
-    """
+    """Yield key, saved and asked value of what differs; of a warm-up its folder is saved."""
     if isinstance(saved, dict) and isinstance(config, dict):
         for name in dict.fromkeys([*saved, *config]):
             path = f"{key}.{name}" if key else name

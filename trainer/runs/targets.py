@@ -1,62 +1,11 @@
-"""What nodes of a configuration name by `_target_`: where it is, the arguments that it takes.
-
-Plain inspection, without Hydra. Torch-free, as long as what is named is.
-"""
+"""What a `_target_` names, and the arguments that it takes. Torch-free, as long as that is."""
 
 import difflib
 import inspect
-import types
-import typing
-from collections.abc import Callable, Iterator
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-PACKAGES = ("policies", "envs", "trainer")  # of leash
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-JUDGED = (bool, int, float, str, list, dict, types.NoneType)  # and those of collections.abc
-
-
-def walk(tree: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield path and node of every node, within lists and other nodes too.
-
-    >>> [path for path, _ in walk({"a": {"_target_": "x.y", "b": [{"_target_": "x.z"}]}})]
-    ['a', 'a.b[0]']
-    """
-    if isinstance(tree, dict):
-        if "_target_" in tree:
-            yield path, tree
-        for key, value in tree.items():
-            yield from walk(value, f"{path}.{key}" if path else str(key))
-    elif isinstance(tree, list):
-        for place, value in enumerate(tree):
-            yield from walk(value, f"{path}[{place}]")
-
-
-def is_node(value: Any) -> bool:
-    """Return whether a value of a configuration is to be made."""
-    return isinstance(value, dict) and "_target_" in value
-
-
-def walk_texts(tree: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield path and value of every text."""
-    if isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from walk_texts(value, f"{path}.{key}" if path else str(key))
-    elif isinstance(tree, str):
-        yield path, tree
-
-
-def is_ours(module: str) -> bool:
-    """Return whether a dotted name is a module of leash, not something that one imports.
-
-    >>> is_ours("envs.tasks"), is_ours("policies.cache.os"), is_ours("os")
-    (True, False, False)
-    """
-    path = ROOT.joinpath(*module.split("."))
-    there = path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
-    return module.split(".")[0] in PACKAGES and there
 
 
 def find_target(target: str) -> Any:
@@ -107,44 +56,3 @@ def unknown_argument(path: str, target: str, known: list[str]) -> str:
     close = difflib.get_close_matches(path.rpartition(".")[2], known, n=1)
     meant = f"; did you mean {close[0]}?" if close else ""
     return f"{path}: {target} takes {', '.join(known) or 'no arguments'}{meant}"
-
-
-def argument_faults(node: dict[str, Any], path: str) -> Iterator[str]:
-    """Yield each argument in a node, and in those within it, that there is not or is of no type."""
-    for where, inner in walk(node, path):
-        name, thing = inner["_target_"], find_target(inner["_target_"])
-        known, parameters = arguments_of(thing), inspect.signature(thing).parameters
-        for key, value in inner.items():
-            place = f"{where}.{key}"
-            if str(key).startswith("_"):
-                continue
-            if key not in known and not takes_any(thing):
-                yield unknown_argument(place, name, known)
-            if key in parameters and not fits(value, hint := parameters[key].annotation):
-                wanted, remedy = inspect.formatannotation(hint), ""
-                if isinstance(value, str) and typing.get_origin(hint) is Callable:
-                    wanted = "a function"
-                    remedy = f"; write {place}='{{_target_: {value}, _partial_: true}}'"
-                yield f"expected {place} to be {wanted} ({name}), got {value!r}{remedy}"
-
-
-def fits(value: Any, hint: Any) -> bool:
-    """Return whether a value of a configuration has an annotated type.
-
-    True for types that YAML has no values of: what a constructor makes of those is its affair.
-
-    >>> fits(3, float), fits("3", int | None), fits([1], list[int]), fits("/tmp", Path)
-    (True, False, True, True)
-    """
-    origin = typing.get_origin(hint) or hint
-    if origin in (typing.Union, types.UnionType):
-        return any(fits(value, part) for part in typing.get_args(hint))
-    if not isinstance(origin, type):
-        return True
-    if origin not in JUDGED and origin.__module__ != "collections.abc":
-        return True
-    if is_node(value):
-        return True
-    if origin in (int, float) and isinstance(value, bool):
-        return False
-    return isinstance(value, (int, float) if origin is float else origin)

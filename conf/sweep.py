@@ -1,0 +1,125 @@
+"""The jobs of a sweep, one after the other.
+
+A sweep goes on by the command of before with hydra.sweep.dir=<its folder>: jobs that are finished
+stay as they are, others go on at their last checkpoint, as by resume=, or are begun. A job that is
+not the one in its folder is refused before the first starts.
+"""
+
+import itertools
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from conf.command_line import check_overrides, check_single, read_override, swept_by_experiment
+from conf.compose import compose_checked, compose_raw
+from conf.resume import load_for_resume
+from conf.start import Job, run_folder
+from trainer.reports.sweep import LiveSweep
+from trainer.runs.failures import complain, say
+from trainer.runs.find import find_jobs
+from trainer.runs.folders import holds_run
+from trainer.runs.job_names import job_names
+from trainer.runs.lock import held
+from trainer.runs.run_files import read_status
+from trainer.runs.saved_configs import holds_same
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The folder of a sweep, its words, and the words and the folder of each of its jobs."""
+
+    folder: Path
+    words: list[str]
+    jobs: list[list[str]]
+    folders: list[str]
+
+    def job(self, number: int) -> Job:
+        """Return what is to be done of a job: all, the rest, or nothing."""
+        config, place = compose_checked(self.jobs[number]), self.folder / self.folders[number]
+        composed = compose_raw(self.jobs[number], with_hydra=True)
+        if not holds_same(place, config):
+            return Job(place, config, composed=composed)
+        if read_status(place).get("state") == "finished":
+            return Job(place, config, "finished already")
+        return Job(place, load_for_resume(str(place), []))
+
+    def run(self, run: Callable[[Job], None]) -> int:
+        """Call `run` with each job, the others too if one fails; return the exit code.
+
+        The page of the sweep is kept up to date.
+        """
+        failed, pages = [], LiveSweep(self.folder, self.jobs, names=self.folders, words=self.words)
+        try:
+            for number, name in enumerate(self.folders):
+                try:
+                    job = self.job(number)
+                    pages.begin(number, job.done)
+                    if not job.done:
+                        run(job)
+                except (RuntimeError, ValueError, OSError) as error:
+                    complain(error)
+                    failed.append(name)
+        except KeyboardInterrupt:  # outside of a run
+            say("stopped between two jobs")
+            return 130
+        finally:
+            pages.end()
+        for name in failed:
+            print(f"failed   {name}", file=sys.stderr)
+        return 1 if failed else 0
+
+
+def list_jobs(words: Sequence[str]) -> list[list[str]]:
+    """Return the overrides of each job of a sweep, as Hydra's basic sweeper makes them.
+
+    What the experiment itself sweeps (hydra.sweeper.params) is among them.
+
+    >>> list_jobs(["kl.coeff=0,0.1", "seed=1"])
+    [['kl.coeff=0', 'seed=1'], ['kl.coeff=0.1', 'seed=1']]
+    """
+    check_overrides(words)
+    brought = {key: f"{key}={values}" for key, values in swept_by_experiment(words).items()}
+    choices = []
+    for word in (brought | {word.partition("=")[0]: word for word in words}).values():
+        item = read_override(word)
+        if not item.is_sweep_override():
+            choices.append([word])
+            continue
+        key = item.get_key_element()
+        if item.is_interval_sweep() or "glob(" in word:
+            values = f"{key}=a,b,c or {key}=range(0,3)"
+            raise ValueError(f"{word}: a sweep takes values, {values}; glob does not work")
+        choices.append([f"{key}={value}" for value in item.sweep_string_iterator()])
+    return [list(job) for job in itertools.product(*choices)]
+
+
+def read_sweep(words: list[str]) -> Sweep:
+    """Check the jobs of a sweep, and those that lie in its folder already."""
+    jobs = list_jobs(words)
+    for job in jobs:
+        check_single(job)
+        if compose_checked(job)["output_dir"]:
+            raise ValueError("output_dir is one folder; a sweep takes hydra.sweep.dir=")
+    folder = run_folder(jobs[0], sweep=True)
+    sweep = Sweep(folder, words, jobs, _job_folders(jobs))
+    for other in (there := find_jobs(folder)):
+        if str(other.relative_to(folder)) not in sweep.folders:
+            raise ValueError(
+                f"{folder} holds {other.name}, which is none of these jobs; give the words of that "
+                "sweep (more values of a key may follow), or another hydra.sweep.dir"
+            )
+    if there:
+        with held(folder):  # else another process goes on with it
+            for number, name in enumerate(sweep.folders):
+                if holds_run(folder / name):
+                    sweep.job(number)
+    return sweep
+
+
+def _job_folders(jobs: Sequence[Sequence[str]]) -> list[str]:
+    """Return the names of the jobs' folders, also where hydra.sweep.subdir= gives others."""
+    if not any(word.startswith("hydra.sweep.subdir=") for word in jobs[0]):
+        return job_names(jobs)
+    numbered = ([*job, f"hydra.job.num={number}"] for number, job in enumerate(jobs))
+    return [str(compose_raw(job, with_hydra=True).hydra.sweep.subdir) for job in numbered]

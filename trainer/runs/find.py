@@ -1,0 +1,82 @@
+"""Runs that are there already: those below a folder, and what is left of one to do."""
+
+import os
+import re
+from pathlib import Path
+
+from trainer.runs.run_files import is_sweep, read_status, read_yaml
+
+_FILES = ("metrics.jsonl", "status.json")  # either makes a folder that of a run
+
+
+def is_job(folder: Path) -> bool:
+    """Tell whether a folder is that of one run."""
+    return any((folder / name).is_file() for name in _FILES)
+
+
+def find_jobs(folder: str | Path) -> list[Path]:
+    """List the job folders below `folder`, in natural order (2 before 10); failed ones too."""
+    jobs = []
+    for path, names, files in os.walk(folder):
+        here = Path(path)
+        if here != Path(folder) and (".hydra" in names or is_job(here) or _is_set_up(here, files)):
+            jobs.append(here)
+            names.clear()
+        names[:] = [name for name in names if not name.startswith(".")]
+    return sorted(jobs, key=lambda job: _natural(str(job)))
+
+
+def _is_set_up(folder: Path, files: list[str]) -> bool:
+    """Tell whether the config.yaml of a folder is that of a run; Hydra's sources have one too."""
+    return "config.yaml" in files and {"policy", "algorithm"} <= {
+        *read_yaml(folder / "config.yaml")
+    }
+
+
+def find_runs(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Return the runs and the sweeps that a folder is or holds; a job goes with its sweep."""
+    if is_job(folder) or is_sweep(folder):
+        return ([folder], []) if is_job(folder) else ([], [folder])
+    jobs = find_jobs(folder)
+    above = {job: next((p for p in job.parents if is_sweep(p)), None) for job in jobs}
+    return [j for j in jobs if not above[j]], list(dict.fromkeys(filter(None, above.values())))
+
+
+def no_run(folder: Path) -> str:
+    """Return why a folder without a config.yaml cannot be gone on with."""
+    if folder.is_file():
+        return f"expected the folder of a run, got a file; give resume={folder.parent}"
+    jobs = find_jobs(folder) if is_sweep(folder) else []
+    if jobs:
+        return f"expected one run, got a sweep; give one of its jobs, resume='{jobs[0]}'"
+    return "expected a run folder with a config.yaml, got none"
+
+
+def nothing_left(folder: Path, asked: int) -> str | None:
+    """Return a line if a run already did all iterations that are asked for, else None.
+
+    More than were asked for, or more to do with no checkpoint to begin at, is a ValueError.
+    """
+    status = read_status(folder)
+    done, finished = status.get("iteration", 0), status.get("state") == "finished"
+    if done > asked:
+        raise ValueError(
+            f"{folder} has {done} iterations already, more than {asked}; give a larger "
+            "trainer.num_iterations, or leave it out"
+        )
+    saved = any((folder / "checkpoints").glob("iteration_*"))
+    if finished and done < asked and not saved:
+        raise ValueError(
+            f"{folder} is finished with {done} iterations and without a checkpoint; start a new "
+            f"run with trainer.num_iterations={asked}, and checkpoint.every=10 to prolong that one"
+        )
+    if not finished or done < asked:
+        return None
+    more = "; a larger trainer.num_iterations goes on" if saved else ""
+    return f"{folder} is finished: {done} of {asked} iterations{more}"
+
+
+def _natural(text: str) -> list[tuple[int, float, str]]:
+    """Sort key in which numbers compare as numbers: kl.coeff=0.1 before kl.coeff=1."""
+    parts = re.split(r"(\d+(?:\.\d+)?)", text)
+    return [(0, float(p), "") if p[:1].isdigit() else (1, 0.0, p) for p in parts if p]
