@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from conf import check_task, names, schema
+from envs.transforms import is_leash
 from policies.optional_packages import EXTRAS, package_of
 from trainer.kl_control import faults_of
 from trainer.runs.folders import holds_run
@@ -176,6 +177,10 @@ def _nodes(cfg: dict[str, Any]) -> Iterator[str]:
     for name, node in cfg["env"]["transforms"].items():
         if node is not None and not is_node(node):
             yield f"expected env.transforms.{name}._target_, got {node!r:.80}; name its class"
+    for path, node in walk(cfg["env"]["transforms"], "env.transforms"):
+        if is_leash(target := node["_target_"]):
+            told = "a run measures and charges the KL itself, by kl.coeff, kl.where, kl.estimator"
+            yield f"{path}._target_={target}: {told}; leave it out"
     for path, node in walk(cfg["algorithm"], "algorithm"):
         for key in MADE & set(node):
             yield f"{path}.{key} is made by the run, for all parts alike; leave it out"

@@ -14,7 +14,7 @@ _HOME = {
     "GSM8KEnv": ".gsm8k",
     "NonTensor": "policies.specs",
     "Transform": ".transforms.transform",
-    "TransformedEnv": ".env",
+    "TransformedEnv": ".transformed_env",
     "Unbounded": "policies.specs",
     "check_env_specs": ".spec_check",
 }

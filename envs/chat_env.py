@@ -16,18 +16,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
-from envs.chat_views import (
-    CONTAINERS,
-    POLICY_KEYS,
-    chat_specs,
-    full_ids,
-    make_renderer,
-    messages_of,
-    next_ids,
-    read_action,
-    write_action,
-    write_prompt,
-)
+from envs.chat_views import MODES, POLICY_KEYS, read_action, write_prompt
 from envs.env import EnvBase
 from envs.tasks.task import Reply, Reward, Task
 from policies.chats.history import History
@@ -83,15 +72,19 @@ class ChatEnv(EnvBase):
             raise ValueError(
                 f"expected max_turns and group_size >= 1, got {max_turns} and {group_size}"
             )
-        if input_mode not in CONTAINERS:
-            raise ValueError(f"expected input_mode in {list(CONTAINERS)}, got {input_mode!r}")
+        if input_mode not in MODES:
+            raise ValueError(f"expected input_mode in {list(MODES)}, got {input_mode!r}")
         self.task, self.group_size, self.input_mode = task, group_size, input_mode
         self.max_turns = 1 if max_turns is None and task is not None else max_turns
         self.batch_size = _batch_size(batch_size, group_size)
         self.system_prompt, self.data_key = system_prompt, data_key or "query"
         self.system_role, self.user_role, self.policy_role = system_role, user_role, policy_role
         self.tokenizer, self.device = tokenizer, device
-        self.renderer = make_renderer(tokenizer, template_kwargs, input_mode)
+        self.renderer = None
+        if tokenizer is not None or template_kwargs or input_mode != "history":
+            from envs.chat_modes import make_renderer
+
+            self.renderer = make_renderer(tokenizer, template_kwargs, input_mode)
         self._parts: list[str] | None = None  # names of the reward parts, from the first reply on
         self._kept: list[str] = []  # entries that go on from turn to turn, from the last reset
 
@@ -126,9 +119,13 @@ class ChatEnv(EnvBase):
 
     def rand_action(self, td: TensorDictBase) -> TensorDictBase:
         """Write the reply "a string" to every chat."""
+        from envs.chat_modes import write_action
+
         return write_action(td, self.input_mode, self.renderer, self.policy_role)
 
     def _specs(self) -> dict[str, Any]:
+        from envs.chat_modes import chat_specs
+
         if self.task is not None and self._parts is None:
             self._parts = self.task.part_names()
         source = "row" if self.task is not None else self.data_key
@@ -176,6 +173,8 @@ class ChatEnv(EnvBase):
             raise RuntimeError(
                 f"reset expected 'row' or {self.data_key!r}, got {sorted(tensordict.keys())}"
             )
+        from envs.chat_modes import messages_of
+
         return [{"messages": chat} for chat in messages_of(found, self.user_role)]
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -205,6 +204,8 @@ class ChatEnv(EnvBase):
         history = History.from_chats(after) if any(more) else full
         ids = None
         if self.input_mode == "tokens":
+            from envs.chat_modes import full_ids, next_ids
+
             triples = zip(full_ids(tensordict), chats, after, strict=True)
             ids = [next_ids(self.renderer, *triple) for triple in triples]
         done = write_prompt(following, self.input_mode, self.renderer, history, ids)

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from envs.chat_env import ChatEnv
 from envs.data import is_file, load_table
-from envs.env import TransformedEnv
+from envs.transformed_env import TransformedEnv
 from envs.transforms.transform import Compose
 from policies.specs import Composite, NonTensor, Unbounded
 

@@ -1,20 +1,20 @@
-"""Environments over TensorDicts, and an environment seen through transforms.
+"""Environments over TensorDicts.
 
 `reset(td)` gives the first state; `step(td)` reads the action in td and writes the outcome (reward,
 done, the next state) under "next", so that `td["next"]` is what the policy reads in the next turn.
 A subclass fills `_reset` and `_step`, and `_specs` to say what they read and write.
-Left out on purpose: rollouts (trainer/collect.py) and auto-reset.
+Left out on purpose: auto-reset (LLMCollector gives a place to the next chat).
 """
 
 from __future__ import annotations
 
-from copy import copy
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from tensordict import TensorDictBase
 
 if TYPE_CHECKING:
+    from envs.transformed_env import TransformedEnv
     from envs.transforms.transform import Transform
     from policies.specs import Composite
 
@@ -43,6 +43,12 @@ class EnvBase:
         """Write some action that fits `full_action_spec` into td, and return td."""
         return td.update(self.full_action_spec.rand())
 
+    def rollout(self, max_steps: int, policy: Any = None, **options: Any) -> TensorDictBase:
+        """Return at most `max_steps` steps of a policy, [B, T]; see `envs.rollout.rollout`."""
+        from envs.rollout import rollout
+
+        return rollout(self, max_steps, policy, **options)
+
     @property
     def base_env(self) -> EnvBase:
         """Return the environment below all transforms."""
@@ -50,6 +56,8 @@ class EnvBase:
 
     def append_transform(self, transform: Transform) -> TransformedEnv:
         """Return this environment seen through one more transform."""
+        from envs.transformed_env import TransformedEnv
+
         return TransformedEnv(self, transform)
 
     def register_collector(self, collector: Any) -> None:
@@ -92,68 +100,3 @@ def _declared(own: dict[str, Composite], names: tuple[str, ...]) -> Composite:
     from policies.specs import Composite  # a run declares nothing
 
     return Composite({name: own.get(name, Composite()) for name in names})
-
-
-class TransformedEnv(EnvBase):
-    """Run `transform` on what `env` gives (and its inverse on what `env` is given).
-
-    Attributes that it does not have are those of `env`. Several transforms go in a `Compose`.
-    """
-
-    def __init__(self, env: EnvBase, transform: Transform) -> None:
-        transform.set_container(self)
-        self.env, self.transform = env, transform
-
-    @property
-    def base_env(self) -> EnvBase:
-        """Return the environment below all transforms."""
-        return self.env.base_env
-
-    def append_transform(self, transform: Transform) -> TransformedEnv:
-        """Add a transform after the others; returns this environment."""
-        from envs.transforms.transform import Compose
-
-        if not isinstance(self.transform, Compose):
-            self.transform._hold(None)
-            self.transform = Compose(self.transform)
-            self.transform.set_container(self)
-        self.transform.append(transform)
-        return self
-
-    def regrouped(self, group_size: int) -> TransformedEnv:
-        """Return the same environment and transforms, with so many samples of each prompt."""
-        from envs.transforms.transform import Compose
-
-        env = self.env.regrouped(group_size)  # type: ignore[attr-defined]
-        for other in self.transform if isinstance(self.transform, Compose) else [self.transform]:
-            shared = copy(other)  # same modules and state, mounted elsewhere
-            shared._hold(None)
-            env = env.append_transform(shared)
-        return env
-
-    def rand_action(self, td: TensorDictBase) -> TensorDictBase:
-        """Write some action of the environment below into td, and return td."""
-        return self.env.rand_action(td)
-
-    @property
-    def output_spec(self) -> Composite:
-        """Return the specs of what comes out, by their names."""
-        return self.transform.transform_output_spec(self.env.output_spec.clone())
-
-    @property
-    def input_spec(self) -> Composite:
-        """Return the specs of what is read, by their names."""
-        return self.transform.transform_input_spec(self.env.input_spec.clone())
-
-    def __getattr__(self, name: str) -> Any:
-        # Only public names: copy and pickle look for dunders before `env` is there.
-        if name.startswith("_") or name in ("env", "transform"):
-            raise AttributeError(f"{type(self).__name__} has no {name!r}")
-        return getattr(self.env, name)
-
-    def _reset(self, td: TensorDictBase | None) -> TensorDictBase:
-        return self.transform._reset(td, self.env.reset(td))
-
-    def _step(self, td: TensorDictBase) -> TensorDictBase:
-        out = self.env.step(self.transform.inv(td))
-        return self.transform._step(td, out.get("next"))

@@ -5,7 +5,7 @@ from tensordict import TensorClass, TensorDict, lazy_stack
 from torch import Tensor, nn
 
 from envs.env import EnvBase
-from envs.transforms.ragged import get_values
+from envs.transforms.values import get_values
 
 V, T = 11, 6
 FULL, REF = ("log_probs", "full"), ("ref_log_probs", "full")
@@ -102,6 +102,13 @@ def slow_scores(model: TinyPolicy, keep: Tensor) -> Tensor:
     return out
 
 
+class Shorter:
+    """A tokenizer whose renderings have one token less."""
+
+    def apply_chat_template(self):
+        raise NotImplementedError
+
+
 class Turns(TensorClass["nocast"]):
     """A history of one "question>answer" text per row; a character is a token."""
 
@@ -112,7 +119,7 @@ class Turns(TensorClass["nocast"]):
         rows = [
             torch.tensor([0] * (t.index(">") + 1) + [1] * len(t.split(">")[1])) for t in self.text
         ]
-        if tokenizer == "one shorter":
+        if isinstance(tokenizer, Shorter):
             rows = [r[1:] for r in rows]
         return lazy_stack([TensorDict(assistant_masks=r) for r in rows])
 

@@ -175,3 +175,16 @@ def test_what_is_missing_is_named():
     for wrong in ({"group_size": 0}, {"max_turns": 0}):
         with pytest.raises(ValueError, match="max_turns and group_size >= 1"):
             ChatEnv(**wrong)
+
+
+def test_a_rollout_of_chats_ends_with_the_first_of_them():
+    env = ChatEnv(Counting(), max_turns=3)
+    start = data([row("One?", 2), row("Two?", 3)])
+    out = env.rollout(5, lambda td: reply(td, ["a", "b"]), tensordict=start)
+    assert out.batch_size == (2, 2)
+    assert out["next", "done"].squeeze(-1).tolist() == [[False, True], [False, False]]
+    said = [[len(turn["history"].full.messages()) for turn in chat.unbind(0)] for chat in out]
+    assert said == [[2, 4], [2, 4]]
+    data_given = TensorDict({"query": NonTensorStack("Hi", "Ho")}, batch_size=[2])
+    by_itself = ChatEnv(max_turns=2).rollout(4, tensordict=data_given)
+    assert by_itself.batch_size == (2, 2)

@@ -10,7 +10,8 @@ from uneven_chats import Uneven, start
 
 from envs.chat_env import ChatEnv
 from envs.dataset_chat_env import DatasetChatEnv
-from envs.env import EnvBase, TransformedEnv
+from envs.env import EnvBase
+from envs.transformed_env import TransformedEnv
 from envs.transforms import RetrieveKL
 from envs.transforms.policy_version import PolicyVersion
 from envs.transforms.step_counter import StepCounter

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from torch.utils.data import DataLoader
 
 from envs import ChatEnv, DatasetChatEnv, GSM8KEnv, check_env_specs
-from envs.chat_views import write_action
+from envs.chat_modes import write_action
 from envs.rewards import (
     CountdownRewardParser,
     MATHRewardParser,

@@ -16,6 +16,7 @@ from kl_cases import (
     RESPONSE,
     Chat,
     Collector,
+    Shorter,
     T,
     TinyPolicy,
     Turns,
@@ -27,7 +28,8 @@ from kl_cases import (
 from tensordict import TensorDict, lazy_stack
 from torch import Tensor
 
-from envs.env import TransformedEnv
+from conf.compose import compose_checked
+from envs.transformed_env import TransformedEnv
 from envs.transforms import (
     Compose,
     KLComputation,
@@ -38,7 +40,7 @@ from envs.transforms import (
     RetrieveKL,
     RetrieveLogProb,
 )
-from envs.transforms.ragged import get_values
+from envs.transforms.values import get_values
 
 # RetrieveLogProb.
 
@@ -46,8 +48,8 @@ from envs.transforms.ragged import get_values
 @pytest.mark.parametrize(
     ("response", "assistant_only", "keep"),
     [
-        (True, True, RESPONSE),
-        (True, False, RESPONSE),
+        (True, True, ASSISTANT),
+        (True, False, ATTENTION),
         (False, True, ASSISTANT),
         (False, False, ATTENTION),
     ],
@@ -65,7 +67,13 @@ def test_kept_tokens_are_scored_and_the_rest_is_zero(response, assistant_only, k
 def test_the_root_is_written_when_there_is_no_next():
     model = TinyPolicy(key="ref_log_probs")
     out = RetrieveLogProb(model, assistant_only=False)(dense(nxt=False))
-    assert torch.allclose(out[REF], slow_scores(model, RESPONSE))
+    assert torch.allclose(out[REF], slow_scores(model, ATTENTION))
+
+
+def test_without_an_assistant_mask_the_sampled_tokens_are_the_assistants():
+    model = TinyPolicy(mode="history")
+    out = RetrieveLogProb(model)(dense(assistant=False))
+    assert torch.allclose(out["next", *FULL], slow_scores(model, RESPONSE))
 
 
 def test_the_key_may_be_chosen():
@@ -83,23 +91,24 @@ def test_detach_cuts_the_graph():
     assert td["next", *FULL].requires_grad
 
 
-def test_ragged_rows_stay_ragged_and_equal_the_padded_ones():
-    model = TinyPolicy(padded=False)
-    want = slow_scores(model, RESPONSE)
-    out = RetrieveLogProb(model, assistant_only=False)(ragged())
-    rows = out.get(("next", *FULL), as_list=True)
-    for i, m in enumerate(ATTENTION):
-        assert torch.allclose(rows[i], want[i][m])
+class Elsewhere(TinyPolicy):
+    """A model that has the ids by itself."""
+
+    def forward(self, td):
+        scored = super().forward(ragged())
+        return td.set(self.log_probs_key, scored[self.log_probs_key])
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_side_pads_the_rows_of_a_padding_model(side):
-    model = TinyPolicy(padded=True)  # told to pad, but given ragged rows it returns them ragged
-    out = RetrieveLogProb(model, assistant_only=False, padding_side=side)(ragged())
-    want = slow_scores(model, RESPONSE)
+    model = Elsewhere(padded=True)  # told to pad, but it returns rows; nobody else has ids
+    out = RetrieveLogProb(model, assistant_only=False, padding_side=side)(
+        TensorDict(batch_size=[2])
+    )
+    want = slow_scores(model, ATTENTION)
     if side == "right":
         want[1] = want[1].roll(-2)
-    assert torch.allclose(out["next", *FULL], want)
+    assert torch.allclose(out[FULL], want)
 
 
 def test_an_assistant_mask_is_rendered_where_nobody_gives_one():
@@ -120,7 +129,7 @@ def test_an_assistant_mask_is_rendered_where_nobody_gives_one():
     for row, w, m in zip(get_values(FULL, out), want, ATTENTION, strict=True):
         assert torch.allclose(row, w[m])
     with pytest.raises(ValueError, match=r"expected a mask of \[6, 4\] tokens a row, got \[5, 3\]"):
-        RetrieveLogProb(model, tokenizer="one shorter")(td)
+        RetrieveLogProb(model, tokenizer=Shorter())(td)
 
 
 def test_wrong_models_and_inputs_are_value_errors():
@@ -150,13 +159,13 @@ def test_the_model_sees_its_device_and_the_caller_keeps_theirs():
     out = RetrieveLogProb(model, assistant_only=False, device="cpu")(td)
     assert model.seen[0] == torch.device("cpu")
     assert out.device is None
-    assert torch.allclose(out["next", *FULL], slow_scores(model, RESPONSE))
+    assert torch.allclose(out["next", *FULL], slow_scores(model, ATTENTION))
 
 
 @pytest.mark.gpu
 def test_results_come_back_from_another_device():
     model = Watched()
-    want = slow_scores(model, RESPONSE)
+    want = slow_scores(model, ATTENTION)
     model = model.to("cuda")
     model.score = lambda ids: TinyPolicy.score(model.cpu(), ids.cpu()).cuda()
     out = RetrieveLogProb(model, assistant_only=False, device="cuda")(dense())
@@ -174,7 +183,7 @@ def pair(keep=RESPONSE):
 
 @pytest.mark.parametrize("where", ["next", "root", "no next"])
 def test_kl_penalty_is_gen_minus_ref_unscaled(where):
-    gen, ref = pair(ATTENTION)
+    gen, ref = pair(ATTENTION)[0] * RESPONSE, pair(ATTENTION)[1]
     td = dense(nxt=where != "no next")
     target = td["next"] if where != "no next" else td
     target.set(REF, ref)
@@ -345,7 +354,7 @@ def test_both_models_are_scored(factories):
     td = dense()
     td["next"].set("reward", torch.ones(2, 1).double())
     out = transform(td)["next"]
-    g, r = slow_scores(gen, RESPONSE), slow_scores(ref, RESPONSE)
+    g, r = slow_scores(gen, ATTENTION), slow_scores(ref, ATTENTION)
     assert torch.allclose(out[FULL], g)
     assert torch.allclose(out[REF], r)
     assert torch.allclose(out["kl_penalty"], g - r)
@@ -357,6 +366,7 @@ def test_log_probs_of_the_generation_are_used_and_the_generator_is_not_scored():
     given = torch.randn(2, T).double() * RESPONSE
     out = RetrieveKL(ref_model=ref, assistant_only=False)(dense().set(FULL, given))
     assert torch.equal(out["next", *FULL], given)
+    assert torch.allclose(out["next", *REF], slow_scores(ref, ATTENTION))
     assert torch.allclose(out["next", "kl_penalty"], given - slow_scores(ref, RESPONSE))
     assert ref.calls == 1
 
@@ -365,8 +375,9 @@ def test_a_given_generator_is_scored_even_where_log_probs_are():
     gen, ref = models()
     td = dense().set(FULL, torch.full((2, T), -9.0).double())
     out = RetrieveKL(gen, ref, assistant_only=False)(td)
-    assert torch.allclose(out["next", *FULL], slow_scores(gen, RESPONSE))
-    assert torch.allclose(out["next", "kl_penalty"], slow_scores(gen, RESPONSE) - out["next", *REF])
+    assert torch.allclose(out["next", *FULL], slow_scores(gen, ATTENTION))
+    want = slow_scores(gen, ATTENTION) - slow_scores(ref, ATTENTION)
+    assert torch.allclose(out["next", "kl_penalty"], want)
 
 
 def test_the_collectors_policy_is_asked_only_when_log_probs_are_missing():
@@ -382,7 +393,7 @@ def test_the_collectors_policy_is_asked_only_when_log_probs_are_missing():
     env.register_collector(collector)
     for _ in range(2):
         out = env.step(dense(nxt=False))
-        want = slow_scores(TinyPolicy(0), RESPONSE) - slow_scores(ref, RESPONSE)
+        want = slow_scores(TinyPolicy(0), ATTENTION) - slow_scores(ref, ATTENTION)
         assert torch.allclose(out["next", "kl_penalty"], want)
         assert torch.allclose(out["next", "reward"].sum((1, 2)), 1 - 0.1 * want.sum(-1))
     assert collector.policy.asked == {
@@ -440,18 +451,6 @@ def test_retrieve_kl_refuses_what_cannot_work():
         RetrieveKL(gen, ref, gen_log_probs_full_key="log_probs", **args)
 
 
-def test_ragged_retrieve_kl_equals_the_dense_one():
-    gen, ref = models(padded=False)
-    reward = torch.tensor([[1.0], [2.0]]).double()
-    out = RetrieveKL(gen, ref, assistant_only=False, coeff=0.2)(ragged(reward=reward))
-    g, r = slow_scores(gen, RESPONSE), slow_scores(ref, RESPONSE)
-    kl = out.get(("next", "kl_penalty"), as_list=True)
-    for i, row in enumerate(kl):
-        assert torch.allclose(row, (g - r)[i][ATTENTION[i]])
-    sums = torch.stack([x.sum() for x in out.get(("next", "reward"), as_list=True)])
-    assert torch.allclose(sums, reward.squeeze(-1) - 0.2 * (g - r).sum(-1))
-
-
 def test_equal_models_have_no_kl_and_the_whole_td_is_otherwise_untouched():
     gen, ref = TinyPolicy(0, key="gen_log_probs"), TinyPolicy(0, key="ref_log_probs")
     td = dense()
@@ -460,6 +459,16 @@ def test_equal_models_have_no_kl_and_the_whole_td_is_otherwise_untouched():
     assert (out["next", "kl_penalty"] == 0).all()
     new = {("next", "kl_penalty"), ("next", *FULL), ("next", *REF)}
     assert set(out.keys(True, True)) == keys | new
+
+
+@pytest.mark.parametrize("name", ["RetrieveKL", "KLRewardTransform"])
+@pytest.mark.parametrize("nested", ["", ".tools.inside"])
+def test_a_kl_transform_of_a_run_is_refused_in_one_line_that_names_the_keys(name, nested):
+    given = f"env.transforms.leash{nested}._target_=envs.transforms.{name}"
+    outer = ["env.transforms.leash._target_=envs.transforms.Compose"] if nested else []
+    with pytest.raises(ValueError, match=rf"{name}: a run .* by kl.coeff, kl.where") as told:
+        compose_checked(["experiment=grpo_tiny", *outer, given])
+    assert "\n" not in str(told.value)
 
 
 # Ray, where there is none.

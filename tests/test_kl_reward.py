@@ -12,6 +12,7 @@ from kl_cases import (
     RESPONSE,
     Chat,
     Collector,
+    Shorter,
     TinyPolicy,
     Turns,
     dense,
@@ -21,12 +22,13 @@ from kl_cases import mask as marks
 from tensordict import TensorDict, lazy_stack
 from torch import Tensor
 
-from envs.env import TransformedEnv
+from envs.transformed_env import TransformedEnv
 from envs.transforms import Compose, KLRewardTransform, RetrieveKL
-from envs.transforms.ragged import get_values
+from envs.transforms.values import get_values
 
 AFTER = marks("000111", "000111")  # what follows the prompt, which is three columns wide
 GEN = torch.randn(2, 6, generator=torch.Generator().manual_seed(1)).double() * ATTENTION
+GEN[0, 0] = GEN[1, 2] = 0  # nothing stands before the first token
 REWARD = torch.arange(12.0).reshape(2, 6, 1).double()
 
 
@@ -65,8 +67,9 @@ MASKS = {
     "assistant": ({}, {"assistant": True, "prompt": True}, ASSISTANT),
     "after the prompt": ({}, {"prompt": True}, AFTER),
     "everything": ({"assistant_only": False}, {"assistant": True, "prompt": True}, ATTENTION),
-    "response": ({}, {"response": True, "assistant": True}, RESPONSE),
-    "response of all": ({"assistant_only": False}, {"response": True}, RESPONSE),
+    "assistant beside the response": ({}, {"response": True, "assistant": True}, ASSISTANT),
+    "response": ({}, {"response": True}, RESPONSE),
+    "all beside the response": ({"assistant_only": False}, {"response": True}, ATTENTION),
 }
 
 
@@ -129,7 +132,7 @@ def test_it_works_inside_an_env_and_declares_what_it_writes():
 def test_arguments_act_in_both_parts_and_the_callers_dict_stays(collected):
     """Also when the generator comes from a collector, where the original lost some."""
     kwargs = {"padding": True}
-    given = {"tokenizer": "one shorter", "tokenizer_kwargs": kwargs, "padding_side": "right"}
+    given = {"tokenizer": Shorter(), "tokenizer_kwargs": kwargs, "padding_side": "right"}
     gen, ref = (TinyPolicy(i, key=f"{i}", mode="history", padded=False) for i in (0, 1))
     both = RetrieveKL(*(() if collected else (gen,)), ref_model=ref, detach=False, **given)
     if collected:
@@ -142,9 +145,8 @@ def test_arguments_act_in_both_parts_and_the_callers_dict_stays(collected):
         with pytest.raises(ValueError, match="expected a mask of"):  # it was asked
             env.step(td.set("history", TensorDict({"full": history}, [2])))
     for part in (both.generator, both[0]):
-        assert (part.tokenizer, part.detach, part.padding_side) == ("one shorter", False, "right")
-        assert part.tokenizer_kwargs["padding"] is True
-    assert both.generator.tokenizer_kwargs is not both[0].tokenizer_kwargs
+        assert isinstance(part.tokenizer, Shorter)
+        assert (part.detach, part.padding_side) == (False, "right")
     assert both[1].padding_side == "right"
     assert kwargs == {"padding": True}
 
@@ -158,12 +160,12 @@ def test_a_tokenizer_marks_the_replies_of_a_history():
         lazy_stack([TensorDict(full=g[m]) for g, m in zip(GEN, ATTENTION, strict=True)]),
     )
     td.set("history", TensorDict({"full": history}, [2]))
-    out = make(TinyPolicy(1, padded=False), tokenizer="any")(td)
+    out = make(TinyPolicy(1, padded=False), tokenizer=None)(td)
     kl = (GEN - slow_scores(TinyPolicy(1), ATTENTION)) * marks("000111", "000011")
     for got, row, there in zip(get_values("kl_penalty", out), kl, ATTENTION, strict=True):
         assert torch.allclose(got, row[there].unsqueeze(-1))
     with pytest.raises(ValueError, match="expected a mask of"):
-        make(TinyPolicy(1, padded=False), tokenizer="one shorter")(td)
+        make(TinyPolicy(1, padded=False), tokenizer=Shorter())(td)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -199,6 +201,17 @@ def test_the_reward_may_have_any_key_or_stay_as_it_is():
     out = make(add_to_reward=False)(rollout(prompt=True))["next"]
     assert torch.equal(out["reward"], REWARD)
     assert out["kl_penalty"].shape == (2, 6, 1)
+
+
+def test_the_documented_attributes_are_there():
+    ref = TinyPolicy(1, padded=False)
+    made = make(ref, padding_side="right", device="cpu", tokenizer=(shorter := Shorter()))
+    assert KLRewardTransform.DEFAULT_IN_KEYS == ["reward"] == made.in_keys[:1]
+    assert (made.pad_output, made.padding_side) == (False, "right")
+    assert made.device == torch.device("cpu")
+    assert made.tokenizer is shorter
+    plain = make()
+    assert (plain.pad_output, plain.padding_side, plain.device) == (True, "left", None)
 
 
 def test_a_factory_makes_the_reference_and_log_probs_may_have_another_key():

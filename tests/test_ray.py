@@ -30,7 +30,7 @@ from envs.transforms import (
     Transform,
 )
 from envs.transforms import ray as ray_module
-from envs.transforms.ragged import get_values
+from envs.transforms.values import get_values
 from policies import TransformersWrapper
 
 REF = ("ref_log_probs", "full")

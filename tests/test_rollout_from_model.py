@@ -274,6 +274,8 @@ def test_scores_are_clipped(folders):
     assert raw.abs().max() == pytest.approx(0.05)
     assert (raw == raw.max()).sum() > 1
     assert (raw == raw.min()).sum() > 1
+    nothing = Parts(folders["gpt2"], score_clip=0).roll.rollout_from_data(parts.batch)
+    assert not nothing["next", "reward_raw"].any()
 
 
 class Noting(KLControllerBase):

@@ -175,6 +175,9 @@ def test_a_registry_takes_functions_and_objects():
     want = "add(a: int, b: float): Add two numbers.\nsearch(query: str): Find pages."
     assert registry.describe() == want
     assert registry.get("add")({"a": 1, "b": 2}) == 3, "JSON writes 2 for 2.0"
+    assert registry.get("add")(a=1, b=2) == registry.get("add")({"a": 1}, b=2) == 3
+    with pytest.raises(TypeError, match="no arguments"):
+        registry.get("add")(a=1, c=2)
     with pytest.raises(KeyError, match="Unknown tool: x"):
         registry.get("x")
 

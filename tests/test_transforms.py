@@ -7,9 +7,10 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
 
-from envs.env import EnvBase, TransformedEnv
+from envs.env import EnvBase
+from envs.transformed_env import TransformedEnv
 from envs.transforms import Compose, Transform
-from envs.transforms.ragged import Border, get_values, set_values
+from envs.transforms.values import border, get_values, set_values
 from policies.wrappers.outputs import home
 
 
@@ -23,7 +24,8 @@ class Counter(EnvBase):
         return TensorDict({"total": start}, batch_size=[2])
 
     def _step(self, td):
-        return TensorDict({"total": td["total"] + td["action"], "reward": td["action"]}, [2])
+        total = td["total"] + td["action"]
+        return TensorDict({"total": total, "reward": td["action"], "done": total > 99}, [2])
 
 
 class Scale(Transform):
@@ -199,30 +201,27 @@ def test_dense_values_stay_dense():
     set_values(td, ("a", "full"), torch.zeros(2, 3))
     assert torch.equal(get_values(("a", "full"), td), torch.zeros(2, 3))
     assert not isinstance(td["a"], LazyStackedTensorDict)
-    border = Border(td["x"], None, side="left")
-    assert border.dense(td["x"]) is td["x"]
-    assert border.ragged(td["x"]) is td["x"]
-    with pytest.raises(ValueError, match=r"expected masks of equally many tokens a row"):
-        border.dense(ROWS, "masks")
+    edge = border(td["x"], None, side="left")
+    assert edge.dense(td["x"]) is edge.ragged(td["x"]) is td["x"]
 
 
 @pytest.mark.parametrize(
     ("side", "want"), [("left", [[1, 2], [0, 3]]), ("right", [[1, 2], [3, 0]])]
 )
 def test_ragged_rows_cross_the_border_once_each_way(side, want):
-    border = Border(torch.ones(2, 2), ROWS, side=side)
-    dense = border.dense(ROWS)
+    edge = border(torch.ones(2, 2), ROWS, side=side)
+    dense = edge.dense(ROWS)
     assert dense.tolist() == want
-    assert [row.tolist() for row in border.ragged(dense)] == [[1.0, 2.0], [3.0]]
-    columns = border.dense([row.unsqueeze(-1) for row in ROWS])
-    assert [row.tolist() for row in border.ragged(columns)] == [[[1.0], [2.0]], [[3.0]]]
+    assert [row.tolist() for row in edge.ragged(dense)] == [[1.0, 2.0], [3.0]]
+    columns = edge.dense([row.unsqueeze(-1) for row in ROWS])
+    assert [row.tolist() for row in edge.ragged(columns)] == [[[1.0], [2.0]], [[3.0]]]
     for bad in (
         torch.ones(2, 2),
         [torch.ones(2), torch.ones(2)],
         ROWS[:1],
     ):  # padded, others, fewer
         with pytest.raises(ValueError, match=r"expected masks of \[2, 1\] tokens a row"):
-            border.dense(bad, "masks")
+            edge.dense(bad, "masks")
 
 
 def test_the_device_of_a_td_is_found_wherever_it_stands():
@@ -232,3 +231,30 @@ def test_the_device_of_a_td_is_found_wherever_it_stands():
     assert home(TensorDict(device="meta")).type == "meta"
     ragged = lazy_stack([TensorDict({"a": torch.ones(n, device="meta")}) for n in (1, 2)])
     assert home(ragged).type == "meta"
+
+
+def test_a_popped_transform_acts_elsewhere():
+    whole = Compose(Scale(2.0), Shift())
+    env = TransformedEnv(Counter(), whole)
+    popped = whole.pop(0)
+    assert (len(whole), popped.container, env.reset()["total"].tolist()) == (1, None, [1.0, 1.0])
+    other = TransformedEnv(Counter(), popped)
+    start = TensorDict({"start": torch.ones(2)}, [2])
+    assert other.reset(start)["total"].tolist() == [2.0, 2.0]
+    assert isinstance(whole.pop(), Shift)
+
+
+def test_a_rollout_is_the_steps_of_a_policy_one_after_the_other():
+    env = Counter()
+    out = env.rollout(3, act)
+    assert out.batch_size == (2, 3)
+    assert out["total"].tolist() == [[0.0, 3.0, 6.0]] * 2
+    assert out["next", "total"].tolist() == [[3.0, 6.0, 9.0]] * 2
+    first = TensorDict({"total": torch.ones(2)}, [2])
+    out = env.rollout(1, act, tensordict=first, auto_reset=False)
+    assert out["next", "total"].tolist() == [[4.0], [4.0]]
+    for bad in ({"max_steps": 0}, {"max_steps": 1, "break_when_any_done": False}):
+        with pytest.raises(ValueError, match="LLMCollector"):
+            env.rollout(**bad)
+    with pytest.raises(ValueError, match="auto_reset=False, got None"):
+        env.rollout(1, auto_reset=False)

@@ -12,10 +12,11 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from envs.chat_views import make_renderer, read_replies
+from envs.chat_modes import make_renderer
+from envs.chat_views import read_replies
 from envs.rewards.answers import same_mathematics, same_number, solves_countdown, tagged
-from envs.transforms.ragged import get_values
 from envs.transforms.transform import Transform
+from envs.transforms.values import get_values
 from policies.specs import Composite, Unbounded
 
 NAMES = ("reward_answer", "reward_think", "reward_right", "reward", "success")

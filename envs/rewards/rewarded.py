@@ -64,10 +64,6 @@ class Rewarded(Task):
         self._check_names(own)
         return sorted([*own, *self.functions])
 
-    def reward(self, row: Row, reply: Reply) -> Reward:
-        """Return what one reply earns."""
-        return self.rewards([row], [reply])[0]
-
     def rewards(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Reward]:
         """Return what each reply earns by all rewards together."""
         own = [Reward(0.0, {}, False)] * len(rows)

@@ -80,10 +80,6 @@ class Mix(Task):
                     out[i] = self._named(name, reward)
         return out
 
-    def reward(self, row: Row, reply: Reply) -> Reward:
-        """Return what a reply earns by its row's own task."""
-        return self.rewards([row], [reply])[0]
-
     def respond(self, row: Row, reply: Reply) -> list[Message]:
         """Return what follows by the row's own task."""
         return self.tasks[row["task"]].respond(row, reply)

@@ -60,10 +60,6 @@ class ReasoningGym(Task):
         check_split(split)
         return GymRows(self) if split == "train" else self._eval
 
-    def reward(self, row: Row, reply: Reply) -> Reward:
-        """Return the dataset's score of one reply."""
-        return self.rewards([row], [reply])[0]
-
     def rewards(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Reward]:
         """Return the dataset's score of each reply; 0 for none, and for the question again."""
         texts = [(tagged(r.text)[1], split_thoughts(r.text)[1].strip()) for r in replies]

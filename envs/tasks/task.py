@@ -55,7 +55,9 @@ class Task:
         raise NotImplementedError(f"{type(self).__name__} has no rows: override rows(split)")
 
     def reward(self, row: Row, reply: Reply) -> Reward:
-        """Return what a reply to this row earns."""
+        """Return what a reply to this row earns; by `rewards`, where only that is overridden."""
+        if type(self).rewards is not Task.rewards:
+            return self.rewards([row], [reply])[0]
         raise NotImplementedError(
             f"{type(self).__name__} rewards nothing, it is for SFT; override reward(row, reply)"
         )

@@ -31,5 +31,15 @@ _HOME = {
     "Transform": ".transform",
     "XMLBlockParser": ".tool_parsers",
 }
+LEASHES = ("KLComputation", "KLRewardTransform", "RetrieveKL", "RetrieveLogProb")
 __all__ = sorted(_HOME)
 __getattr__ = loader(__name__, _HOME)
+
+
+def is_leash(target: str) -> bool:
+    """Return whether a class scores or charges the KL, which a run does by itself.
+
+    >>> is_leash("envs.transforms.RayRetrieveKL"), is_leash("envs.transforms.StepCounter")
+    (True, False)
+    """
+    return target.rpartition(".")[2].removeprefix("Ray") in LEASHES

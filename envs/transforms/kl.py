@@ -15,18 +15,22 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from envs.transforms.log_probs import (
-    MASKS,
-    RESPONSE,
     RetrieveLogProb,
-    Shareable,
     add_per_token,
     check_model,
     check_side,
-    keep_only,
     one_of,
 )
-from envs.transforms.ragged import Border, Values, get_values, set_values
+from envs.transforms.shareable import Shareable
 from envs.transforms.transform import Compose, Transform
+from envs.transforms.values import (
+    ASSISTANT,
+    ATTENTION,
+    RESPONSE,
+    border,
+    get_values,
+    set_values,
+)
 
 if TYPE_CHECKING:
     from policies.specs import Composite
@@ -36,11 +40,13 @@ if TYPE_CHECKING:
 class KLComputation(Transform):
     """Write kl_key = gen - ref per token, and charge coeff * kl_penalty to the reward.
 
-    Log-probs are taken from "next", else from the root; tokens outside `masks.all_response_mask`
-    (where there is one) read 0. A reward [B, T, 1] is charged token by token; one number per row,
-    [B, 1] or [B, 1, 1], first goes to the row's last kept token, so that its sum over tokens stays
-    what it was; a missing reward is skipped. `padding_side` says where a dense reward is padded
-    when the log-probs are ragged. Missing log-probs and shapes that differ are ValueErrors.
+    Log-probs are taken from "next", else from the root. A row reads 0 outside
+    `masks.all_response_mask` and `masks.all_assistant_mask` where either model has no log-prob
+    there, as the generation has none of what it did not sample. A reward [B, T, 1] is charged token
+    by token; one number per row, [B, 1] or [B, 1, 1], first goes to the row's last token of the
+    response (else of the assistant, else of all), so that its sum over tokens stays what it was; a
+    missing reward is skipped. `padding_side` says where a dense reward is padded when the log-probs
+    are ragged. Missing log-probs and shapes that differ are ValueErrors.
 
     >>> from tensordict import TensorDict
     >>> td = TensorDict({("log_probs", "full"): torch.tensor([[-1.0, -2.0]]),
@@ -76,23 +82,26 @@ class KLComputation(Transform):
             raise ValueError(
                 f"Log-probs not found. Expected keys: {keys[0]}, {keys[1]} in next or at the root"
             )
-        _check_shapes(gen, ref)
-        response = get_values(RESPONSE, tensordict, next_td)
-        border = Border(gen, ref, response, side=self.padding_side)
-        gen, ref = border.dense(gen), border.dense(ref)  # [B, T]
-        kl = gen - ref  # [B, T]
-        if response is not None:
-            kl = keep_only(kl, border.dense(response, "a mask"))
-        set_values(next_td, self.kl_key, border.ragged(kl))
+        if not isinstance(gen, Tensor) or getattr(ref, "shape", None) != gen.shape:
+            from envs.transforms.ragged import check_shapes
+
+            check_shapes(gen, ref)
         reward = get_values("reward", next_td) if self.add_to_reward else None
+        keys = (RESPONSE, ASSISTANT, *([] if reward is None else [ATTENTION]))
+        given = [m for key in keys if (m := get_values(key, tensordict, next_td)) is not None]
+        edge = border(gen, ref, *given, side=self.padding_side)
+        gen, ref = edge.dense(gen), edge.dense(ref)  # [B, T]
+        masks = [_like(gen, edge.dense(mask, "a mask")) for mask in given]
+        kl = gen - ref  # [B, T]
+        for mask in masks:
+            kl = _narrow(kl, gen, ref, mask)
+        set_values(next_td, self.kl_key, edge.ragged(kl))
         if reward is not None:
-            masks = (get_values(key, tensordict, next_td) for key in MASKS)
-            mask = next((border.dense(m, "a mask") for m in masks if m is not None), None)
+            from envs.transforms.charge import charge
+
             known = (gen != 0) | (ref != 0)  # [B, T]; scoring leaves the other tokens 0
-            kept = known if mask is None else keep_only(torch.ones_like(known), mask)
-            charged = self._charge(reward, kl, kept, border)  # [B, T, 1]
-            padded = isinstance(reward, Tensor) and reward.shape[1:-1].numel() > 1
-            set_values(next_td, "reward", charged if padded else border.ragged(charged))
+            kept = masks[0] if masks else known
+            set_values(next_td, "reward", charge(reward, kl, kept, edge, coeff=self.coeff))
         return next_td
 
     def _reset(self, tensordict: TensorDictBase | None, td_reset: TensorDictBase) -> TensorDictBase:
@@ -108,24 +117,6 @@ class KLComputation(Transform):
             add_per_token(reward_spec, "reward", 1)
         return reward_spec
 
-    def _charge(self, reward: Values, kl: Tensor, kept: Tensor, border: Border) -> Tensor:
-        """Return the reward with the KL charged, [B, T, 1]; kl and kept [B, T]."""
-        if isinstance(reward, list):
-            each = all(row.numel() == 1 for row in reward)  # one number per row
-            reward = torch.stack(reward) if each else border.dense(reward, "rewards")
-        if reward.shape == (*kl.shape[:-1], 1, 1):
-            reward = reward.squeeze(-1)
-        if reward.shape == (*kl.shape[:-1], 1):
-            real = torch.ones_like(kept) if border.real is None else border.real
-            reward = _at_last(reward, torch.where(kept.any(-1, keepdim=True), kept, real))
-        if reward.shape != (*kl.shape, 1):
-            raise ValueError(
-                f"The rewards have shape {tuple(reward.shape)} but the kl has shape "
-                f"{tuple(kl.shape)}: expected one reward per token, {(*kl.shape, 1)}, or one "
-                f"number per row, {(*kl.shape[:-1], 1)}"
-            )
-        return reward + kl_reward(kl, self.coeff)
-
 
 class RetrieveKL(Shareable, Compose):
     """Score the reference, and the generator where needed, and write their KL of each token.
@@ -133,8 +124,8 @@ class RetrieveKL(Shareable, Compose):
     The generator is scored when `gen_model` (or its factory) is given. With "from_collector" the
     generation log-probs in the td (next, else root) are used, and only where there are none the
     collector's policy is asked for a scoring version. Writes the two log-prob keys, `kl_key` and,
-    with `add_to_reward`, "reward" into next. The generator must score like the reference:
-    both generate=False, equal pad_output, different log_probs_key. Exactly one of ref_model and
+    with `add_to_reward`, "reward" into next. A given generator must score like the reference: both
+    generate=False, equal pad_output, different log_probs_key. Exactly one of ref_model and
     ref_model_factory must be given. Other arguments are those of `RetrieveLogProb` and
     `KLComputation`; `history_key` is where the collector's policy finds the history.
     `use_ray_service=True`, with `actor_name`, `num_cpus` and `num_gpus`, gives a `RayRetrieveKL`.
@@ -198,7 +189,12 @@ class RetrieveKL(Shareable, Compose):
         self.history_key, self.gen_log_probs_full_key = history_key, gen_log_probs_full_key
         self._settings = settings
         self.always_score = gen != "from_collector"
-        self.generator = self._generator(gen) if self.always_score else None
+        self.generator: RetrieveLogProb | None = None
+        if self.always_score:
+            from envs.transforms.generator import check_pair
+
+            check_pair(gen, ref)
+            self.generator = self.scorer_of(gen)
 
     @property
     def ref_model(self) -> Any:
@@ -210,7 +206,9 @@ class RetrieveKL(Shareable, Compose):
 
     def _through(self, hook: str, spec: Composite) -> Composite:
         if not self.always_score:
-            self._collector_policy()  # who asks for specs is about to use the environment
+            from envs.transforms.generator import collector_policy
+
+            collector_policy(self)  # who asks for specs is about to use the environment
         spec = super()._through(hook, spec)
         if hook in ("transform_observation_spec", "transform_output_spec"):
             add_per_token(spec.get("full_observation_spec", spec), self.gen_log_probs_full_key)
@@ -224,51 +222,18 @@ class RetrieveKL(Shareable, Compose):
         found = None if self.always_score else get_values(key, next_td, tensordict)
         if found is None:
             if self.generator is None:
-                self.generator = self._generator(self._from_collector())
+                from envs.transforms.generator import from_collector
+
+                self.generator = from_collector(self)
             next_td = self.generator._step(tensordict, next_td)
         elif get_values(key, next_td) is None:
             set_values(next_td, key, found)
         return next_td
 
-    def _generator(self, model: Any) -> RetrieveLogProb:
-        check_model(model, "generation model", "RetrieveKL")
-        ref = self.ref_model
-        if model.pad_output != ref.pad_output:
-            raise ValueError(
-                f"pad_output mismatch: gen_model.pad_output={model.pad_output}, "
-                f"ref_model.pad_output={ref.pad_output}; the KL needs equal shapes, use one value"
-            )
-        if model.log_probs_key == ref.log_probs_key:
-            raise ValueError(
-                "The generation and reference models must have different `log_probs_key` values, "
-                f"got {ref.log_probs_key!r} for both"
-            )
+    def scorer_of(self, model: Any) -> RetrieveLogProb:
+        """Return what scores a generation model as the reference is scored."""
         key = self.gen_log_probs_full_key
         return RetrieveLogProb(model, log_probs_full_key=key, **self._settings)
-
-    def _from_collector(self) -> Any:
-        """Return a scoring version of the policy of the collector that runs the environment."""
-        policy = self._collector_policy()
-        path = self.gen_log_probs_full_key[:-1]
-        mode = self.ref_model.input_mode
-        return policy.get_new_version(
-            generate=False,
-            return_log_probs=True,
-            log_probs_key=path[0] if len(path) == 1 else path,
-            input_mode=mode,
-            input_key=(self.history_key if mode == "history" else mode, "full"),
-            pad_output=self.ref_model.pad_output,
-        )
-
-    def _collector_policy(self) -> Any:
-        """Return the policy of the collector that runs the environment, or say who is missing."""
-        remedy = "register one, pass gen_model, or give generation log-probs at "
-        remedy += str(self.gen_log_probs_full_key)
-        if self.container is None:
-            raise ValueError(f"The container is not set: mount this on a TransformedEnv; {remedy}")
-        if self.collector is None:
-            raise ValueError(f"The collector is not set; {remedy}")
-        return self.collector.policy
 
 
 def kl_reward(kl: Tensor, coeff: float | Tensor) -> Tensor:
@@ -280,21 +245,17 @@ def kl_reward(kl: Tensor, coeff: float | Tensor) -> Tensor:
     return -coeff * kl.unsqueeze(-1)
 
 
-def _check_shapes(gen: Values, ref: Values) -> None:
-    """Raise where a row of gen and of ref differ in shape."""
-    if len(gen) != len(ref):
+def _like(log_probs: Tensor, mask: Tensor) -> Tensor:
+    """Return the mask as bool; ValueError unless it is of these log-probs [B, T]."""
+    if mask.shape != log_probs.shape:
         raise ValueError(
-            f"Batch size mismatch: gen_log_probs has {len(gen)} samples, ref_log_probs {len(ref)}"
+            f"expected a mask of shape {tuple(log_probs.shape)} as the log-probs have, got "
+            f"{tuple(mask.shape)}; was one of them padded (pad_output)?"
         )
-    for i, (g, r) in enumerate(zip(gen, ref, strict=True)):
-        if g.shape != r.shape:
-            raise ValueError(
-                f"Sample {i} has different shapes: gen_log_probs {tuple(g.shape)}, ref_log_probs "
-                f"{tuple(r.shape)}; was one of them padded (pad_output)?"
-            )
+    return mask.bool()
 
 
-def _at_last(reward: Tensor, kept: Tensor) -> Tensor:
-    """Return reward [B, 1] at the last kept token, 0 elsewhere, [B, T, 1]."""
-    last = (kept * torch.arange(kept.shape[-1], device=kept.device)).argmax(-1, keepdim=True)
-    return reward.new_zeros(kept.shape).scatter(-1, last, reward).unsqueeze(-1)
+def _narrow(kl: Tensor, gen: Tensor, ref: Tensor, mask: Tensor) -> Tensor:
+    """Return kl [B, T], 0 outside the mask in rows where gen or ref has no log-prob there."""
+    beyond = [((values != 0) & ~mask).any(-1, keepdim=True) for values in (gen, ref)]  # [B, 1]
+    return kl.masked_fill(~(mask | (beyond[0] & beyond[1])), 0)

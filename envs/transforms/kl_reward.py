@@ -9,34 +9,33 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from envs.transforms.kl import KLComputation
-from envs.transforms.log_probs import (
-    ASSISTANT,
-    ATTENTION,
-    RESPONSE,
-    TEMPLATE_KWARGS,
-    RetrieveLogProb,
-    Shareable,
-    add_per_token,
-    one_of,
-    rendered_mask,
-)
-from envs.transforms.ragged import Values, get_values, set_values
+from envs.transforms.log_probs import RetrieveLogProb, add_per_token, one_of
+from envs.transforms.ragged import Rows, lay_out, layout_of
+from envs.transforms.rendered import rendered_mask
+from envs.transforms.shareable import Shareable
 from envs.transforms.transform import Transform
-from policies.specs import Composite
+from envs.transforms.values import ASSISTANT, ATTENTION, RESPONSE, Values, get_values, set_values
 
 if TYPE_CHECKING:
+    from policies.specs import Composite
     from policies.wrappers.wrapper import LLMWrapperBase
 
 PROMPT = ("tokens", "prompt")
 HISTORY = ("history", "full")
 REF = ("ref_log_probs", "full")  # of the working td
+
+
+class _TokenScorer(RetrieveLogProb):
+    """Score token ids; the assistant mask stands beside them."""
+
+    modes = ("tokens",)
 
 
 class KLRewardTransform(Shareable, Transform):
@@ -50,9 +49,10 @@ class KLRewardTransform(Shareable, Transform):
     left out of the list. Ragged rows are [t, 1] each. One reward per row goes to its last kept
     token; a missing reward is skipped; without `add_to_reward` the reward stays as it is.
 
-    Kept are the tokens of `masks.all_response_mask` where there is one; else, with
-    `assistant_only`, those of `masks.all_assistant_mask`, or those after `tokens.prompt`, or those
-    that `tokenizer` (default: the reference's) marks in `history.full`; else all real tokens.
+    With `assistant_only` the tokens of `masks.all_assistant_mask` are kept, else those after
+    `tokens.prompt`, those that `tokenizer` (default: the reference's) marks in `history.full`, or
+    those of `masks.all_response_mask`; without it all real ones are. As in `KLComputation`, what
+    the generation has no log-probs of has no KL.
     `detach` cuts the graph, `device` is where the reference is (`to` moves it), `padding_side` says
     where a dense reward is padded when the log-probs are ragged. `coef` is a buffer and the whole
     state_dict. At reset a reward key of its own reads 0, [B, 1].
@@ -60,6 +60,7 @@ class KLRewardTransform(Shareable, Transform):
     `RayKLRewardTransform`. No token ids: RuntimeError. No log-probs, no mask: ValueError.
     """
 
+    DEFAULT_IN_KEYS: ClassVar = ["reward"]
     coef: Tensor
     reference: RetrieveLogProb
 
@@ -93,15 +94,16 @@ class KLRewardTransform(Shareable, Transform):
                 f"The ref_model must have `input_mode='tokens'`, got {model.input_mode!r}: "
                 "pass ref_model.get_new_version(input_mode='tokens'), or use RetrieveKL"
             )
-        reference = RetrieveLogProb(
+        reference = _TokenScorer(
             model,
             log_probs_full_key=REF,
-            assistant_only=False,
+            assistant_only=assistant_only,
+            tokenizer=tokenizer,
             detach=detach,
             device=device,
             padding_side=padding_side,
         )
-        keys = _out_keys(in_keys := list(in_keys or ["reward"]), out_keys)
+        keys = _out_keys(in_keys := list(in_keys or self.DEFAULT_IN_KEYS), out_keys)
         super().__init__([*in_keys, *reference.in_keys], keys)
         self.__dict__["reference"] = reference  # past nn.Module: its weights are no state of ours
         self.kl = KLComputation(
@@ -109,7 +111,7 @@ class KLRewardTransform(Shareable, Transform):
         )
         self.register_buffer("coef", torch.as_tensor(coef))
         self.assistant_only, self.add_to_reward, self.detach = assistant_only, add_to_reward, detach
-        self.log_prob_full_key, self._tokenizer = log_prob_key, tokenizer
+        self.log_prob_full_key = log_prob_key
 
     @property
     def ref_model(self) -> Any:
@@ -119,7 +121,23 @@ class KLRewardTransform(Shareable, Transform):
     @property
     def tokenizer(self) -> Any:
         """Return the tokenizer that was given, else the reference's."""
-        return self.ref_model.tokenizer if self._tokenizer is None else self._tokenizer
+        given = self.reference.tokenizer
+        return self.ref_model.tokenizer if given is None else given
+
+    @property
+    def pad_output(self) -> bool:
+        """Return whether the reference pads its outputs."""
+        return self.ref_model.pad_output
+
+    @property
+    def padding_side(self) -> str:
+        """Return where ragged rows are padded."""
+        return self.kl.padding_side
+
+    @property
+    def device(self) -> torch.device | None:
+        """Return where the reference scores, None where it is left."""
+        return self.reference.device
 
     @property
     def action_key(self) -> NestedKey:
@@ -136,9 +154,8 @@ class KLRewardTransform(Shareable, Transform):
             )
         reward = get_values(self.in_keys[0], next_td) if self.add_to_reward else None
         td, work = tensordict.copy(), next_td.copy().exclude("reward")
-        mask = self._mask(td)
-        if mask is not None:
-            set_values(td, RESPONSE, mask)  # the one mask that both parts honour
+        if self.assistant_only:
+            set_values(td, ASSISTANT, self._mask(td))
         if reward is not None:
             set_values(work, "reward", reward)
         self.kl.coeff = self.coef
@@ -172,22 +189,24 @@ class KLRewardTransform(Shareable, Transform):
         self.reference._apply(fn, recurse)
         return super()._apply(fn, recurse)
 
-    def _mask(self, td: TensorDictBase) -> Values | None:
-        """Return the mask of the kept tokens; None keeps all real ones."""
-        mask = get_values(RESPONSE, td)
-        if mask is None and self.assistant_only:
-            mask = get_values(ASSISTANT, td)
-            attention, prompt = get_values(ATTENTION, td), get_values(PROMPT, td)
-            if mask is None and attention is not None and prompt is not None:
-                mask = _after(prompt, attention)
-            if mask is None and td.get(HISTORY, None) is not None:
-                mask = rendered_mask(td.get(HISTORY), self.tokenizer, **TEMPLATE_KWARGS)
-            if mask is None:
-                raise ValueError(
-                    f"found neither {RESPONSE} nor {ASSISTANT}, nor {PROMPT} with {ATTENTION}, nor "
-                    f"{HISTORY}: give one of them or set assistant_only=False"
-                )
-        return mask
+    def _mask(self, td: TensorDictBase) -> Values:
+        """Return the mask of the assistant's tokens, as the ids lie."""
+        found = get_values(ASSISTANT, td)
+        attention, prompt = get_values(ATTENTION, td), get_values(PROMPT, td)
+        if found is None and attention is not None and prompt is not None:
+            found = _after(prompt, attention)
+        history = td.get(HISTORY, None)
+        if found is None and history is not None:
+            rows: Any = rendered_mask(history, self.tokenizer, {})
+            own = get_values(self.action_key, td), attention
+            found = lay_out(rows, rows, None, own, side=self.padding_side, padded=self.pad_output)
+        found = get_values(RESPONSE, td) if found is None else found
+        if found is None:
+            raise ValueError(
+                f"found neither {ASSISTANT} nor {RESPONSE}, nor {PROMPT} with {ATTENTION}, nor "
+                f"{HISTORY}: give one of them or set assistant_only=False"
+            )
+        return found
 
 
 def check_call(more: tuple[Any, ...]) -> None:
@@ -218,11 +237,11 @@ def _after(prompt: Values, attention: Values) -> Values:
         keep.bool() & (torch.arange(len(keep), device=keep.device) >= len(before))
         for before, keep in zip(prompt, attention, strict=True)
     ]
-    return torch.stack(rows) if isinstance(attention, Tensor) else rows
+    return torch.stack(rows) if isinstance(attention, Tensor) else Rows.of(rows, layout_of(prompt))
 
 
 def _column(values: Values) -> Values:
     """Return values [..., T] as [..., T, 1]."""
     if isinstance(values, Tensor):
         return values.unsqueeze(-1)
-    return [row.unsqueeze(-1) for row in values]
+    return Rows.of([row.unsqueeze(-1) for row in values], layout_of(values))

@@ -1,7 +1,6 @@
 """Score a td inside an environment, with the reference or any other model.
 
-Values come dense [B, T] or ragged (one [t] per row); what comes ragged goes out ragged. Inside
-all is dense.
+Values come dense [B, T] or ragged (one [t] per row), and go out as the td's token ids lie.
 """
 
 from __future__ import annotations
@@ -14,39 +13,36 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from envs.transforms.ragged import Border, Values, get_values, set_values
 from envs.transforms.transform import Transform
+from envs.transforms.values import (
+    ASSISTANT,
+    ATTENTION,
+    RESPONSE,
+    Values,
+    get_values,
+    set_values,
+)
 from policies.wrappers.outputs import home
 
 if TYPE_CHECKING:
     from policies.specs import Composite
     from policies.wrappers.wrapper import LLMWrapperBase
 
-RESPONSE = ("masks", "all_response_mask")
-ASSISTANT = ("masks", "all_assistant_mask")
-ATTENTION = ("masks", "all_attention_mask")
-MASKS = (RESPONSE, ASSISTANT, ATTENTION)  # the first that is there says which tokens are kept
-RESOURCES = ("actor_name", "num_cpus", "num_gpus")
-TEMPLATE_KWARGS = {
-    "return_assistant_tokens_mask": True,
-    "tokenize": True,
-    "return_dict": True,
-    "padding": False,
-    "add_generation_prompt": False,
-}
-
 
 class RetrieveLogProb(Transform):
     """Score a td with `model` and write the log-probs of the kept tokens, 0 elsewhere.
 
-    Kept are the tokens of `masks.all_response_mask` where the input has it, else the assistant's
-    with `assistant_only` (the model must then read histories), else all real tokens. Token ids in
-    the td are scored as they are. The key is `log_probs_full_key`, by default
-    (model.log_probs_key, "full"). `device` is where the model is: inputs move there, results back.
-    `tokenizer` (default: the model's) and `tokenizer_kwargs` render the history for its assistant
-    mask where neither the td nor the model gives one. `padding_side` says how rows are padded
-    when a model with pad_output=True returns them ragged.
+    With `assistant_only` the tokens of `masks.all_assistant_mask` are kept, of the td, else as the
+    model renders the history (it must then read histories), else those of `masks.all_response_mask`
+    if there is one; without it all real tokens are. Token ids in the td are scored as they are, and
+    the log-probs lie as they do, padded or ragged; where there are none the model's `pad_output`
+    says, and `padding_side` how ragged ones of a model are padded. The key is `log_probs_full_key`,
+    by default (model.log_probs_key, "full"). `device` is where the model is: inputs move there,
+    results back. `tokenizer` (default: the model's) and `tokenizer_kwargs` (chat_template or
+    chat_template_name) render the history for its assistant mask where the td has none.
     """
+
+    modes = ("history",)  # of a model that can tell the assistant's tokens
 
     def __init__(
         self,
@@ -61,7 +57,7 @@ class RetrieveLogProb(Transform):
         padding_side: str = "left",
     ) -> None:
         check_model(model, "model", "RetrieveLogProb")
-        if assistant_only and model.input_mode != "history":
+        if assistant_only and model.input_mode not in self.modes:
             raise ValueError(
                 "The model must have `input_mode='history'` when `assistant_only=True`, got "
                 f"{model.input_mode!r}; set `assistant_only=False` to keep all real tokens"
@@ -74,20 +70,20 @@ class RetrieveLogProb(Transform):
         self.model, self.assistant_only, self.detach = model, assistant_only, detach
         self.device = None if device is None else torch.device(device)
         self.tokenizer, self.padding_side = tokenizer, check_side(padding_side)
-        self.tokenizer_kwargs = {**TEMPLATE_KWARGS, **(tokenizer_kwargs or {})}
+        self._renders = False
+        if tokenizer is not None or tokenizer_kwargs:
+            from envs.transforms.rendered import check_rendering
+
+            self._renders = check_rendering(self, tokenizer_kwargs or {})
+        self.tokenizer_kwargs = dict(tokenizer_kwargs or {})
 
     def _step(self, tensordict: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
         td = tensordict if self.device is None else tensordict.to(self.device)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detach):
-            scored = self.model(td.copy())  # a copy: wrappers may write in place
-            log_probs = get_values(full_key(self.model.log_probs_key), scored)
-            mask = self._mask(td, scored)
-            border = Border(log_probs, mask, side=self.padding_side)
-            values = keep_only(border.dense(log_probs), border.dense(mask, "a mask"))  # [B, T]
+            values = self._scored(td)
         if self.device is not None:
-            values = values.to(home(tensordict))
-        padded = self.model.pad_output
-        set_values(next_td, self.log_probs_full_key, values if padded else border.ragged(values))
+            values = _moved(values, home(tensordict))
+        set_values(next_td, self.log_probs_full_key, values)
         return next_td
 
     def _reset(self, tensordict: TensorDictBase | None, td_reset: TensorDictBase) -> TensorDictBase:
@@ -97,25 +93,70 @@ class RetrieveLogProb(Transform):
         """Add the key that is written."""
         return add_per_token(observation_spec, self.log_probs_full_key)
 
-    def _mask(self, td: TensorDictBase, scored: TensorDictBase) -> Values:
-        mask = get_values(RESPONSE, td)
-        if mask is None:
-            mask = get_values(ASSISTANT if self.assistant_only else ATTENTION, scored)
-        if mask is None and self.assistant_only and td.get(self.in_keys[0], None) is not None:
-            tokenizer = self.model.tokenizer if self.tokenizer is None else self.tokenizer
-            mask = rendered_mask(td.get(self.in_keys[0]), tokenizer, **self.tokenizer_kwargs)
-        if mask is None:
+    def _scored(self, td: TensorDictBase) -> Values:
+        """Return the log-probs of a td, 0 at tokens that are not kept."""
+        model = self.model
+        if getattr(model, "masks_key", True) is None:  # nobody else knows its padding
+            model = model.get_new_version(masks_key="masks")
+        scored = model(td.copy())  # a copy: wrappers may write in place
+        log_probs = get_values(full_key(model.log_probs_key), scored)
+        owner = getattr(model, "masks_key", None) or "masks"
+        mask = self._mask(td, scored, owner)
+        seen, own = get_values(ATTENTION, td), get_values(_ids_key(model), td)
+        own = seen if own is None else own
+        mask = log_probs if mask is None else mask
+        alike = isinstance(log_probs, Tensor) and isinstance(mask, Tensor)
+        if alike and log_probs.shape == mask.shape and not isinstance(own, list):
+            return log_probs.masked_fill(~mask.bool(), 0)
+        from envs.transforms.ragged import lay_out
+
+        return lay_out(
+            log_probs,
+            mask,
+            get_values(_of(owner, ATTENTION), scored),
+            (own, seen),
+            side=self.padding_side,
+            padded=model.pad_output,
+        )
+
+    def _mask(self, td: TensorDictBase, scored: TensorDictBase, owner: NestedKey) -> Values | None:
+        """Return the mask of the kept tokens; None keeps all."""
+        if not self.assistant_only:
+            return get_values(_of(owner, ATTENTION), scored)
+        history = td.get(self.in_keys[0], None) if self.model.input_mode == "history" else None
+        mask = None
+        if not self._renders or history is None or get_values(ASSISTANT, td) is not None:
+            masks = (get_values(_of(owner, key), scored) for key in (ASSISTANT, RESPONSE))
+            mask = next((m for m in masks if m is not None), None)
+        if mask is not None:
+            return mask
+        if history is None:
             raise ValueError(
-                f"found neither {RESPONSE} nor {ASSISTANT if self.assistant_only else ATTENTION}: "
-                "give a history or masks with the tokens, or set assistant_only=False"
+                f"found neither {ASSISTANT} nor {RESPONSE}: give a history, or masks with the "
+                "tokens, or set assistant_only=False"
             )
-        return mask
+        from envs.transforms.rendered import rendered_mask
+
+        tokenizer = self.model.tokenizer if self.tokenizer is None else self.tokenizer
+        return rendered_mask(history, tokenizer, self.tokenizer_kwargs)
 
 
-def rendered_mask(history: Any, tokenizer: Any, **kwargs: Any) -> Values | None:
-    """Return the assistant mask of histories, as rendered with `kwargs` (TEMPLATE_KWARGS)."""
-    out = history.apply_chat_template(tokenizer=tokenizer, **kwargs)
-    return get_values("assistant_masks", out)
+def _moved(values: Values, device: torch.device) -> Values:
+    if isinstance(values, Tensor):
+        return values.to(device)
+    values[:] = [row.to(device) for row in values]
+    return values
+
+
+def _ids_key(model: Any) -> NestedKey:
+    if model.input_mode == "tokens":
+        return model.in_keys[0]
+    return full_key(getattr(model, "tokens_key", None) or "tokens")
+
+
+def _of(owner: NestedKey, key: tuple[str, str]) -> NestedKey:
+    """Return the key of a mask in a model's own container."""
+    return (*full_key(owner)[:-1], key[1])
 
 
 def add_per_token(spec: Composite, key: NestedKey, *tail: int) -> Composite:
@@ -124,26 +165,6 @@ def add_per_token(spec: Composite, key: NestedKey, *tail: int) -> Composite:
 
     spec[key] = Unbounded((*spec.shape, -1, *tail), device=spec.device)
     return spec
-
-
-class Shareable:
-    """A class that gives its Ray version, Ray<name>, when asked with use_ray_service=True.
-
-    Ray, and our files for it, are imported only then.
-    """
-
-    def __new__(cls, *args: Any, use_ray_service: bool = False, **kwargs: Any) -> Any:
-        """Return an object of the class, or the Ray version; resources need Ray."""
-        from envs import transforms
-
-        if not use_ray_service:
-            given = [name for name in RESOURCES if kwargs.get(name) is not None]
-            if given:
-                raise ValueError(f"{', '.join(given)}: expected use_ray_service=True with them")
-            return super().__new__(cls)
-        if getattr(transforms, cls.__name__, None) is not cls:
-            raise TypeError(f"{cls.__name__} has no Ray version; use RayTransform({cls.__name__})")
-        return getattr(transforms, f"Ray{cls.__name__}")(*args, **kwargs)
 
 
 def check_model(model: Any, what: str, user: str) -> None:
@@ -174,16 +195,6 @@ def check_one(name: str, model: Any, factory: Callable[[], Any] | None) -> None:
         )
     if model is None and factory is None:
         raise ValueError(f"Must provide exactly one of '{name}_model' or '{name}_model_factory'.")
-
-
-def keep_only(values: Tensor, mask: Tensor) -> Tensor:
-    """Return values with 0 outside the mask, [B, T]."""
-    if mask.shape != values.shape:
-        raise ValueError(
-            f"expected a mask of shape {tuple(values.shape)} as the log-probs have, got "
-            f"{tuple(mask.shape)}; was one of them padded (pad_output)?"
-        )
-    return values.masked_fill(~mask.bool(), 0)
 
 
 def full_key(log_probs_key: Any) -> tuple[str, ...]:

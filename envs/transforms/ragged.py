@@ -1,7 +1,7 @@
 """The border of the KL transforms: what comes as ragged rows is dense inside, [B, T].
 
 Rows come as lazy stacks or as nested tensors. They are padded once on the way in; what goes out
-has their lengths again.
+has their lengths again, and nested rows their layout.
 """
 
 from __future__ import annotations
@@ -9,24 +9,30 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tensordict import (
-    LazyStackedTensorDict,
-    NestedKey,
-    TensorDict,
-    TensorDictBase,
-    lazy_stack,
-)
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
-from policies.padding import inner, pad, pad_mask, unpad
+from envs.transforms.values import Dense, Values
+from policies.padding import pad, pad_mask, unpad
 
-Values = Tensor | list[Tensor]  # dense [B, ...], or one tensor per row
+
+class Rows(list):
+    """Tensors, one per row; `layout` is that of the nested tensor they came from, if any."""
+
+    layout: torch.layout | None = None
+
+    @classmethod
+    def of(cls, rows: Any, layout: torch.layout | None) -> Rows:
+        """Return rows with this layout."""
+        made = cls(rows)
+        made.layout = layout
+        return made
 
 
-class Border:
-    """The lengths of the rows of `values`, if any of them is ragged, and how they are padded.
+class Border(Dense):
+    """The lengths of the rows of `values`, some of which are ragged, and how they are padded.
 
-    `real` [B, T] says which entries of a padded batch are tokens; None if all came dense.
+    `real` [B, T] says which entries of a padded batch are tokens.
 
     >>> rows = [torch.tensor([1, 2]), torch.tensor([3])]
     >>> border = Border(rows, side="left")
@@ -34,72 +40,113 @@ class Border:
     ([[1, 2], [0, 3]], [3])
     """
 
-    real: Tensor | None = None
-    lengths: list[int] | str = "equally many"
-
     def __init__(self, *values: Values | None, side: str) -> None:
         self.side = side
-        rows = next((v for v in values if isinstance(v, list)), None)
-        if rows is not None:
-            self.lengths = [len(row) for row in rows]
-            self.real = pad_mask(self.lengths, side=side, device=rows[0].device)  # [B, T]
+        found = [value for value in values if isinstance(value, list)]
+        self.lengths = [len(row) for row in found[0]]
+        self.layout = next((layout for rows in found if (layout := layout_of(rows))), None)
+        self.real = pad_mask(self.lengths, side=side, device=found[0][0].device)  # [B, T]
 
     def dense(self, values: Values, what: str = "values") -> Tensor:
         """Return values as [B, T, ...]; rows of other lengths than the first are a ValueError."""
-        if self.real is None and isinstance(values, Tensor):
-            return values
-        lengths = [len(row) for row in values]
-        if lengths != self.lengths:
-            raise ValueError(
-                f"expected {what} of {self.lengths} tokens a row, got {lengths}; was one of them "
-                "padded (pad_output)?"
-            )
+        check_lengths(self.lengths, values, what)
         return values if isinstance(values, Tensor) else pad(values, side=self.side)
 
     def ragged(self, values: Tensor) -> Values:
-        """Return values [B, T, ...] as rows without padding, or as they are if all came dense."""
-        return values if self.real is None else unpad(values, self.real.to(values.device))
+        """Return values [B, T, ...] as rows without padding."""
+        assert self.real is not None
+        return Rows.of(unpad(values, self.real.to(values.device)), self.layout)
 
 
-def get_values(key: NestedKey, *tds: TensorDictBase) -> Any:
-    """Return what the first td that has the key holds there: dense, or a list of its rows.
-
-    Also a list of texts, for keys that hold some. None where no td has the key.
-
-    >>> get_values("a", lazy_stack([TensorDict(a=torch.ones(1)), TensorDict(a=torch.ones(2))]))
-    [tensor([1.]), tensor([1., 1.])]
-    """
-    *path, name = (key,) if isinstance(key, str) else key
-    for td in tds:
-        owner: Any = td.get(tuple(path), None) if path else td
-        if owner is None:
-            continue
-        held = inner(owner)
-        as_list = {"as_list": True} if isinstance(held, LazyStackedTensorDict) else {}
-        value = held.get(name, None, **as_list)
-        if isinstance(value, Tensor):
-            return list(value.unbind()) if value.is_nested else value
-        if value is not None:
-            return value if isinstance(value, list) else value.tolist()
-    return None
+def layout_of(rows: Any) -> torch.layout | None:
+    """Return the layout of the nested tensor that rows came from, None for other rows."""
+    return getattr(rows, "layout", None)
 
 
-def set_values(td: TensorDictBase, key: NestedKey, values: Values) -> None:
-    """Set dense values as they are, and rows as a lazy stack.
+def check_lengths(lengths: list[int], values: Values, what: str) -> None:
+    """Raise unless the rows of `values` have these lengths."""
+    if (got := [len(row) for row in values]) != lengths:
+        raise ValueError(
+            f"expected {what} of {lengths} tokens a row, got {got}; was one of them padded "
+            "(pad_output)?"
+        )
+
+
+def read_rows(held: TensorDictBase, name: str) -> Any:
+    """Return the rows at a name of a lazy stack, of a nested tensor, or a list of texts."""
+    options = {"as_list": True} if isinstance(held, LazyStackedTensorDict) else {}
+    value = held.get(name, None, **options)
+    if isinstance(value, Tensor):
+        return Rows.of(value.unbind(), value.layout) if value.is_nested else value
+    return value if value is None or isinstance(value, list) else value.tolist()
+
+
+def write_rows(td: TensorDictBase, key: NestedKey, values: list[Tensor]) -> None:
+    """Set rows: nested ones as they came, others as a lazy stack.
 
     A dense td has no lazy stack to hold rows at a single-name key: there they are jagged.
     """
     *path, name = (key,) if isinstance(key, str) else key
-    if isinstance(values, Tensor):
-        td.set(key, values)
-    elif isinstance(td, LazyStackedTensorDict):
+    layout = layout_of(values)
+    if isinstance(td, LazyStackedTensorDict):
         for row_td, value in zip(td.tensordicts, values, strict=True):
             row_td.set(key, value)
-    elif path:
+    elif path and layout is None:
         owner = td.get(tuple(path), None)
         rows = [TensorDict() for _ in values] if owner is None else list(owner.unbind(0))
         for row_td, value in zip(rows, values, strict=True):
             row_td.set(name, value)
         td.set(tuple(path), lazy_stack(rows))
     else:
-        td.set(name, torch.nested.as_nested_tensor(values, layout=torch.jagged))
+        nested = torch.nested.as_nested_tensor(list(values), layout=layout or torch.jagged)
+        td.set(key, nested)
+
+
+def lay_out(
+    log_probs: Values,
+    mask: Values,
+    real: Values | None,
+    own: tuple[Values | None, Values | None],
+    *,
+    side: str,
+    padded: bool,
+) -> Values:
+    """Return log-probs with 0 outside the mask, as the td's own rows lie.
+
+    `real` are the attended tokens of what was scored. `own` are the td's ids, or masks in place of
+    them, and its attention mask. Where they hold no such rows the values are dense if `padded`,
+    filled up on `side`, else ragged.
+    """
+    scored, kept = _attended(log_probs, real), _attended(mask, real)
+    check_lengths([len(row) for row in scored], kept, "a mask")
+    rows = [row.masked_fill(~m.bool(), 0) for row, m in zip(scored, kept, strict=True)]
+    lengths, (ids, seen) = [len(row) for row in rows], own
+    if ids is not None and [len(row) for row in _attended(ids, seen)] == lengths:
+        places = [torch.ones_like(row, dtype=torch.bool) for row in ids]
+        if seen is not None:
+            places = [row.bool() for row in seen]
+        pairs = zip(places, rows, strict=True)
+        lain = [torch.zeros_like(m, dtype=r.dtype).masked_scatter(m, r) for m, r in pairs]
+        return torch.stack(lain) if isinstance(ids, Tensor) else Rows.of(lain, layout_of(ids))
+    return pad(rows, side=side) if padded else Rows.of(rows, layout_of(log_probs))
+
+
+def _attended(values: Values, real: Values | None) -> list[Tensor]:
+    """Return the rows of values without padding; those that the mask is not of have none."""
+    if real is None or any(len(v) != len(m) for v, m in zip(values, real, strict=True)):
+        return list(values)
+    return [row[keep.bool()] for row, keep in zip(values, real, strict=True)]
+
+
+def check_shapes(gen: Values, ref: Values) -> None:
+    """Raise where a row of gen and of ref differ in shape."""
+    if len(gen) != len(ref):
+        raise ValueError(
+            f"Batch size mismatch: gen_log_probs has {len(gen)} samples, ref_log_probs {len(ref)}"
+        )
+    for i, (g, r) in enumerate(zip(gen, ref, strict=True)):
+        if g.shape != r.shape:
+            raise ValueError(
+                f"Sample {i} has different shapes: gen_log_probs {tuple(g.shape)}, ref_log_probs "
+                f"{tuple(r.shape)}; was one of them padded (pad_output)?"
+            )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+Args = dict[str, Any]
 NUMBERS = {float: (int, float), int: (int,)}  # what JSON may write for them
 
 
@@ -33,8 +34,11 @@ class Tool:
         out = getattr(service, "schema_out", {})
         return cls(found, service, known, out, (text or "").strip().split("\n")[0])
 
-    def __call__(self, args: dict[str, Any], state: dict[str, Any] | None = None) -> Any:
-        """Return what the function makes of the arguments; wrong ones are a TypeError."""
+    def __call__(
+        self, args: Args | None = None, state: dict[str, Any] | None = None, /, **named: Any
+    ) -> Any:
+        """Return what the function makes of arguments, in a dict or by name; or TypeError."""
+        args = {**(args or {}), **named}
         parameters = inspect.signature(self.function).parameters
         names = {p.name for p in parameters.values()}
         open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -59,8 +63,8 @@ class ToolRegistry:
     ...     "Add two numbers."
     ...     return a + b
     >>> registry = ToolRegistry([add])
-    >>> registry.get("add")({"a": 1, "b": 2})
-    3
+    >>> registry.get("add")({"a": 1, "b": 2}), registry.get("add")(a=1, b=2)
+    (3, 3)
     >>> registry.describe()
     'add(a: int, b: int): Add two numbers.'
     """

@@ -16,9 +16,9 @@ from tensordict import NestedKey, TensorDictBase
 from torch import nn
 
 if TYPE_CHECKING:
+    from envs.env import EnvBase
+    from envs.transformed_env import TransformedEnv
     from policies.specs import Composite
-
-from envs.env import EnvBase, TransformedEnv
 
 
 class Transform(nn.Module):
@@ -147,16 +147,21 @@ class Transform(nn.Module):
     @property
     def parent(self) -> EnvBase | None:
         """Return the environment as this transform sees it: with the transforms before it."""
+        from envs.transformed_env import TransformedEnv
+
         holder = self._container
         if not isinstance(holder, Compose):
             return None if holder is None else holder.env
         env = holder.parent
         for other in list(holder)[: list(holder).index(self)]:
-            if env is not None:
-                shared = copy(other)  # same modules and buffers, mounted elsewhere
-                shared._hold(None)
-                env = TransformedEnv(env, shared)
+            env = None if env is None else TransformedEnv(env, other.unmounted())
         return env
+
+    def unmounted(self) -> Transform:
+        """Return this transform, its modules and its state, to be mounted elsewhere."""
+        shared = copy(self)
+        shared._hold(None)
+        return shared
 
 
 def _hook(name: str) -> Any:
@@ -195,6 +200,12 @@ class Compose(PassesSpecs):
             transform.missing_tolerance = True
         last = len(self) > 0 and self[-1].stays_last
         self.transforms.insert(len(self) - last, transform)
+
+    def pop(self, index: int = -1) -> Transform:
+        """Take a transform out and return it; it may be mounted elsewhere."""
+        transform: Any = self.transforms.pop(index)
+        transform._hold(None)
+        return transform
 
     def _step(self, tensordict: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
         for transform in self:

@@ -111,7 +111,8 @@ def put(out: TensorDictBase, target: TensorDictBase) -> TensorDictBase:
         old = target.get(key, None)
         if old is None or isinstance(old, Tensor) or isinstance(value, Tensor):
             continue
-        if is_ragged(value) != is_ragged(old):  # these do not share a container
+        alike = is_ragged(value) == is_ragged(old) and type(inner(value)) is type(inner(old))
+        if not alike:  # these do not share a container
             target.set(key, value)
     return target.update(out)
 

@@ -15,7 +15,8 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor, nn
 
-from envs.env import EnvBase, TransformedEnv
+from envs.env import EnvBase
+from envs.transformed_env import TransformedEnv
 from trainer.torchrl.chats import Chats
 
 LOGGER = logging.getLogger(__name__)

@@ -67,8 +67,8 @@ class RolloutFromModel:
             raise ValueError("expected a reward_model, got None; GPT2RewardModel makes one")
         if not 0 <= kl_coef < torch.inf:
             raise ValueError(f"expected a finite kl_coef >= 0, got {kl_coef}")
-        if not score_clip > 0:
-            raise ValueError(f"expected score_clip > 0 (inf clips nothing), got {score_clip}")
+        if not score_clip >= 0:
+            raise ValueError(f"expected score_clip >= 0 (inf clips nothing), got {score_clip}")
         self.model, self.ref_model, self.reward_model = model, ref_model, reward_model
         self.kl_coef, self.max_new_tokens, self.score_clip = kl_coef, max_new_tokens, score_clip
         self.kl_scheduler, self.num_steps = kl_scheduler, num_steps
