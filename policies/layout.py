@@ -5,8 +5,8 @@ token comes out. Nothing outside the scorer sees it.
 
 `shared` puts a group into one row, [prompt, reply 1, ..., reply G]: position ids restart after the
 prompt for each reply and a [R, 1, L, L] mask lets a reply see the prompt and itself. It is exact
-(the same sums in another order) and saves (G-1) prompts a group. `packed` puts whole sequences
-after each other in the same way, without anything to share.
+(the same sums in another order) and saves (G-1) prompts a group. packed_layout.py puts whole
+sequences after each other in the same way, without anything to share.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,6 @@ from policies.padding import pad, positions, unpad
 
 # Families whose forward takes position ids and an explicit 4-D mask; checked in the tests.
 SHARES_PROMPTS = frozenset({"llama", "qwen2", "qwen3", "gpt2", "gemma"})
-PACKED = 2048  # tokens of a packed row; its mask takes the square of that in bytes
 
 
 def takes_masks(config: Any) -> bool:
@@ -86,46 +85,7 @@ def shared(tokens: Tensor, attention: Tensor, keep: Tensor, group_id: Tensor) ->
     before = positions(attention) - 1  # [B, T] place of the state that predicts each token
     column = torch.where(before < prefix, before, base + before - prefix)
     source = (tree * input_ids.shape[1] + column)[keep]
-    return Layout(input_ids, pad(places), _tree_mask(segment_ids), source, tokens[keep])
-
-
-def packed(tokens: Tensor, attention: Tensor, keep: Tensor) -> Layout:
-    """Lay out sequences after each other, in rows of PACKED tokens or the longest sequence."""
-    rows, device = unpad(tokens, attention), tokens.device
-    bins = _bins([len(row) for row in rows], PACKED)
-    start = torch.zeros(len(rows), 2, dtype=torch.int64)  # row of the layout, first column
-    segments, places = [], []
-    for r, members in enumerate(bins):
-        sizes = [len(rows[i]) for i in members]
-        start[members, 0] = r
-        start[members, 1] = torch.tensor([0, *sizes[:-1]]).cumsum(0)
-        segments.append(torch.repeat_interleave(torch.tensor(sizes)).to(device) + 1)
-        places.append(torch.cat([torch.arange(n, device=device) for n in sizes]))
-    input_ids = pad([torch.cat([rows[i] for i in members]) for members in bins])  # [R, L]
-    tree, base = start.to(device).unbind(-1)
-    column = base[:, None] + positions(attention) - 1  # [B, T] the state before predicts a token
-    source = (tree[:, None] * input_ids.shape[1] + column)[keep]
-    mask = _tree_mask(pad(segments, -1))
-    return Layout(input_ids, pad(places), mask, source, tokens[keep])
-
-
-def _bins(sizes: list[int], limit: int) -> list[list[int]]:
-    """Return rows that fit `limit` tokens together, the longest first; one alone always fits.
-
-    >>> _bins([3, 9, 2, 1], 5)
-    [[1], [0, 2], [3]]
-    """
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        at = next((b for b, free in enumerate(room) if free >= sizes[i]), None)
-        if at is None:
-            bins.append([i])
-            room.append(limit - sizes[i])
-        else:
-            bins[at].append(i)
-            room[at] -= sizes[i]
-    return bins
+    return Layout(input_ids, pad(places), tree_mask(segment_ids), source, tokens[keep])
 
 
 def choose(tokens: Tensor, attention: Tensor, keep: Tensor, group_id: Tensor | None) -> Layout:
@@ -159,7 +119,7 @@ def _common_prefix(rows: list[Tensor]) -> int:
     return int(differ[0]) if len(differ) else size
 
 
-def _tree_mask(segment: Tensor) -> Tensor:
+def tree_mask(segment: Tensor) -> Tensor:
     """Return who sees whom, [R, 1, L, L]: causal, within the reply and the shared prompt."""
     size = segment.shape[1]
     key, query = segment[:, None, :], segment[:, :, None]

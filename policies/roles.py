@@ -1,10 +1,11 @@
 """Who samples and who learns: two roles, which one wrapper may play both.
 
-Protocols: an engine that samples (vLLM) is no kind of model that learns.
+Protocols: an engine that samples (vLLM) is no kind of model that learns. A test holds them to what
+the loop asks of the two.
 """
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from tensordict import TensorDictBase
@@ -12,18 +13,31 @@ from torch import Tensor
 
 from policies.scorer import Scorer
 
+if TYPE_CHECKING:
+    from policies.models import FoundModel
+    from policies.wrappers.generate_kwargs import GenerateKwargs
+
 
 class Generator(Protocol):
     """Sample replies: a call writes tokens, masks, log-probs and histories into a TensorDict.
 
     `version` counts the weights that it has had, `get_new_version` returns the same weights with
-    other settings.
+    other settings: those of LLMWrapperBase.
     """
 
     version: int
     temperature: float
     max_new_tokens: int
     generate_kwargs: dict[str, Any]
+    limits: "GenerateKwargs"
+    generate: bool
+    input_mode: str
+    num_samples: int | None
+    inplace: bool | str
+    pad_output: bool
+    return_log_probs: bool
+    text_key: str | tuple[str, ...] | None
+    prefer_tokens: bool | str
     tokenizer: Any
     renderer: Any
     stop_ids: frozenset[int]
@@ -45,9 +59,15 @@ class Engine(Generator, Protocol):
 
 
 class Policy(Generator, Protocol):
-    """Learn: the scorer around the model is what the optimiser moves; it can sample too."""
+    """Learn: the scorer around the model is what the optimiser moves; it can sample too.
+
+    `found` says where its weights came from, `system_prompt` what stands before each chat; a
+    policy that was made by hand may have neither.
+    """
 
     scorer: Scorer
+    found: "FoundModel"
+    system_prompt: str | None
 
     @property
     def model(self) -> Any: ...

@@ -153,7 +153,9 @@ class Scorer(nn.Module):
         if not pack:
             return layout.choose(tokens, attention, keep, group_id if self.share_prompts else None)
         self.check_packing()
-        return layout.packed(tokens, attention, keep)
+        from policies.packed_layout import packed
+
+        return packed(tokens, attention, keep)
 
     def check_packing(self) -> None:
         """Raise where packed sequences could not be kept apart."""

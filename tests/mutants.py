@@ -222,7 +222,7 @@ MUTANTS = (
     Mutant("drop the end token", contracts.alignment, WRAPPER, "sample", drop_end),
     Mutant("first log-prob zero", contracts.alignment, WRAPPER, "sample", zero_first),
     Mutant(
-        "replies see each other", contracts.alignment, policies.layout, "_tree_mask", see_everything
+        "replies see each other", contracts.alignment, policies.layout, "tree_mask", see_everything
     ),
     Mutant("tokenise again", contracts.token_in_token_out, COLLECT, "_with_ids", tokenise_again),
     Mutant("cut replies stay open", contracts.token_in_token_out, RENDERER, "extend", leave_open),

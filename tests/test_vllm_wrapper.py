@@ -20,7 +20,7 @@ from policies.load import load_policy
 from policies.models import EMBEDDED
 from policies.padding import is_ragged, rows
 from policies.random import fold
-from policies.wrappers.vllm_engine import Engine, load_engine
+from policies.wrappers.vllm_engine import VLLMEngine, load_engine
 from policies.wrappers.vllm_wrapper import vLLMWrapper
 from trainer.weight_sync import weight_sync
 
@@ -43,7 +43,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def engine(folder) -> Engine:
+def engine(folder) -> VLLMEngine:
     return load_engine(folder, **SMALL)
 
 
@@ -297,13 +297,13 @@ def test_new_weights_reach_vllm_and_what_the_old_ones_cached_is_gone(engine, pol
             teacher.model.get_input_embeddings().weight.mul_(2)
         assert weight_sync(teacher, speak).before > 0.1
     finally:
-        engine.load_weights(make_policy().model.state_dict().items())
+        engine.update_weights(make_policy().model.state_dict().items())
 
 
 @vllm_test
 def test_a_sync_that_does_not_arrive_is_an_error(policy, monkeypatch):
     teacher = load_policy("tiny")
-    monkeypatch.setattr(Engine, "load_weights", lambda self, named: None)
+    monkeypatch.setattr(VLLMEngine, "update_weights", lambda self, named: None)
     with pytest.raises(RuntimeError, match="weight sync failed"):
         weight_sync(teacher, policy)
     assert policy.version == 0

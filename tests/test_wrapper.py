@@ -93,7 +93,12 @@ def test_log_probs_are_those_at_the_sampling_temperature():
     kwargs = {**policy.generate_kwargs, "temperature": 0.3}
     out = policy.get_new_version(generate_kwargs=kwargs)(prompts())
     assert out["temperature"].tolist() == [pytest.approx(0.3)] * 3
-    scored = scoring(inplace=False)(out)  # the temperature travels with the batch
+    # The temperature travels with the batch, for whoever asks for it.
+    scored = scoring(inplace=False)(out, temperature_key="temperature")
+    torch.testing.assert_close(
+        scoring(inplace=False)(out)["log_probs"].full,
+        scoring(inplace=False)(out.exclude("temperature"))["log_probs"].full,
+    )
     for i, (ids, values, mask) in enumerate(sequences(out)):
         want = plain_log_probs(policy, ids, 0.3)
         torch.testing.assert_close(values.double(), want * mask, atol=1e-5, rtol=0)
@@ -199,7 +204,7 @@ def test_prompts_over_the_limit_are_refused_by_number():
     [
         ({"seed": 3}, "unknown 'seed'"),
         ({"min_tokens": 3}, "unknown 'min_tokens'; did you mean min_new_tokens"),
-        ({"num_beams": 2}, "num_beams=2: a beam search"),
+        ({"num_beams": 2}, "num_beams=2: it has no log-probs"),
         ({"max_length": 9}, "max_length=9: lengths count new tokens"),
         ({"logprobs": True}, "return_log_probs"),
         ({"max_new_tokens": 2.7}, "expected max_new_tokens to be an integer, got 2.7"),
@@ -293,14 +298,17 @@ def test_the_callers_data_is_not_changed(changes):
     assert policy.get_new_version().max_new_tokens == 3
 
 
-def test_scoring_in_place_keeps_what_was_there():
+@pytest.mark.parametrize("lazy", [True, False])
+def test_scoring_in_place_keeps_what_was_there(lazy):
     # Not as in TorchRL: there prompt and response vanish.
     td = make_policy()(prompts())
+    td = td.to_lazystack(0) if lazy else td
     before = td.clone()
     out = scoring()(td)
     assert out is td
     for key in (("tokens", "prompt"), ("tokens", "response"), ("tokens", "full")):
-        assert torch.equal(out[key], before[key])
+        assert lazy or torch.equal(out[key], before[key])
+    assert list(out["text"].prompt) == list(before["text"].prompt)
     assert out["history", "prompt"].chats() == CHATS
     assert out["history", "full"].chats() == before["history", "full"].chats()
 
@@ -323,7 +331,7 @@ def test_keys_may_be_renamed():
     out = policy(td)
     assert set(out.keys()) == {*names.values(), "policy_version", "temperature"}
     scored = scoring(**names, inplace=False)(out)
-    assert set(scored.keys()) == {"my_masks", "my_tokens", "my_log_probs"}
+    assert set(scored.keys()) == {*names.values()}
     plain = make_policy()(prompts())
     assert torch.equal(out["my_tokens", "full"], plain["tokens", "full"])
     free = make_policy().get_new_version(input_key="chat", inplace=False)
@@ -578,11 +586,12 @@ def test_the_distribution_under_the_assistant_mask_may_be_asked_for_again(side, 
 
 
 def test_only_the_ids_of_the_history_have_its_assistant_mask():
-    td = scoring(pad_output=False)(spoken()).select("tokens", "history")
-    assert scoring()._get_rlhf_dist(td.copy()).mask.sum() > 0
+    td = scoring(pad_output=False)(spoken()).select(("tokens", "full"), "history")
+    policy = scoring(prefer_tokens="always")
+    assert policy._get_rlhf_dist(td.copy()).mask.sum() > 0
     rows(td, ("tokens", "full"))[1][2] += 1
     with pytest.raises(ValueError, match="assistant mask"):
-        scoring()._get_rlhf_dist(td)
+        policy._get_rlhf_dist(td)
 
 
 @pytest.mark.parametrize("padded", [True, False])
@@ -639,10 +648,34 @@ def test_the_collector_is_held_weakly():
     assert policy.collector is None
 
 
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("mode", ["history", "text", "tokens"])
+def test_out_keys_are_exactly_what_is_written_and_the_words_are_those_of_the_ids(mode, padded):
+    settings = {"input_mode": mode, "pad_output": padded, "inplace": False}
+    policy = make_policy().get_new_version(**settings)
+    said = policy(prompts(mode))
+    assert set(said.keys()) == {*policy.out_keys}
+    score = policy.get_new_version(generate=False)
+    for td in (said, spoken(mode)):
+        out = score(td)
+        assert set(out.keys()) == {*score.out_keys}
+        if mode == "tokens":
+            assert "text" not in out
+            continue
+        keep, ids = (rows(out, k) for k in (("masks", "all_attention_mask"), ("tokens", "full")))
+        whole = [policy.tokenizer.decode(row[mask]) for row, mask in zip(ids, keep, strict=True)]
+        assert out["text"].full == whole
+        if mode == "history":
+            assert out["history"].full.chats() == td["history"].full.chats()
+    if mode != "tokens":  # the second scoring of a generation says what the generation said
+        again = score(said)["text"]
+        for field in ("prompt", "response", "full"):
+            assert again.get(field) == said["text"].get(field)
+
+
 def test_keys_tell_what_is_written():
     policy = make_policy()
     out = policy(prompts())
-    assert set(policy.out_keys) <= set(out.keys())
     assert policy.log_prob_keys == [("log_probs", "full")]
     assert all(key in out.keys(True) for key in policy.log_prob_keys + policy.dist_sample_keys)
     assert policy.dist_params_keys == []  # a generating policy has no distributions

@@ -1,6 +1,7 @@
 """The arguments of a wrapper, one by one, and a wrapper of a user's own."""
 
 import copy
+import inspect
 import math
 import warnings
 from collections import Counter
@@ -15,6 +16,7 @@ from torch import nn
 from torch.distributions import Categorical
 from transformers import (
     GenerationConfig,
+    GenerationMixin,
     LogitsProcessorList,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -70,7 +72,8 @@ def test_model_and_tokenizer_may_be_names_or_folders(llama):
     ids = TransformersWrapper(by_name.model, input_mode="tokens", **settings)
     tokens = by_name(td).select("tokens").set("stream", td["stream"])
     same(ids(tokens), by_name(td))
-    assert set(ids.out_keys) == {"masks", "tokens", "log_probs"}
+    counts = {"policy_version", "temperature"}
+    assert set(ids.out_keys) == {"masks", "tokens", "log_probs", *counts}
 
 
 def test_tokenizer_kwargs_change_the_ids_of_texts_only(llama):
@@ -129,7 +132,8 @@ def test_a_template_may_be_named_or_given():
 def test_ids_come_first_unless_histories_are_preferred():
     policy = scoring(inplace=False, pad_output=False)
     td = spoken().set("tokens", Tokens(full=torch.arange(6).reshape(3, 2) + 40, batch_size=[3]))
-    assert torch.equal(torch.stack(rows(policy(td), ("tokens", "full"))), td["tokens"].full)
+    always = policy.get_new_version(prefer_tokens="always")
+    assert torch.equal(torch.stack(rows(always(td), ("tokens", "full"))), td["tokens"].full)
     fresh = policy.get_new_version(prefer_tokens=False)(td)
     for row, chat in zip(rows(fresh, ("tokens", "full")), SPOKEN, strict=True):
         assert row.tolist() == policy.renderer.render(chat).ids
@@ -196,7 +200,7 @@ def test_scoring_in_place_keeps_prompts_and_responses(padded, scored_padded):
         assert torch.equal(response[:size], want["response"][i][:size])
         assert int(rows(out, ("masks", "all_response_mask"))[i].sum()) == size
     # What is in place now gives the same distribution.
-    assert scoring()._get_sft_dist(out).mask.sum() == sum(int(m.sum()) for m in mask)
+    assert scoring()._get_sft_dist(out).mask.sum() == sum(int(m.sum()) for m in mask or ())
 
 
 # torch warns that strided nested tensors are a prototype; whoever asks for them may know.
@@ -259,11 +263,11 @@ def test_no_rows_and_wrong_types_are_named():
     td = TensorDict(batch_size=[1]).set("history", Text(prompt=["x"], batch_size=[1]))
     with pytest.raises(TypeError, match="Expected History object"):
         make_policy()(td)
-    with pytest.raises(ValueError, match="pad_output must be a boolean"):
+    with pytest.raises(ValueError, match="pad_output must be one of"):
         make_policy().get_new_version(pad_output="yes")
-    with pytest.raises(ValueError, match="inplace must be"):
+    with pytest.raises(ValueError, match="inplace must be one of"):
         make_policy().get_new_version(inplace="maybe")
-    with pytest.raises(ValueError, match=r"layout torch\.strided or torch\.jagged"):
+    with pytest.raises(ValueError, match=r"layout must be one of .*torch\.strided, torch\.jagged"):
         make_policy().get_new_version(layout=torch.sparse_coo)
 
 
@@ -336,6 +340,96 @@ def test_filters_and_their_log_probs_are_those_of_transformers(name):
     assert moved > 10, "the filter should matter"
 
 
+@pytest.mark.parametrize("name", ["top_k", "top_p", "min_p", "all"])
+@pytest.mark.parametrize("padded", [True, False])
+def test_scores_are_those_of_the_filtered_distribution_too(name, padded):
+    kwargs = {k: v for k, v in FILTERS[name][0].items() if k != "repetition_penalty"}
+    policy = asked(make_policy().get_new_version(inplace=False, pad_output=padded), **kwargs)
+    out = policy(prompts())
+    score = policy.get_new_version(generate=False)
+    scored, dist = score(out), score._get_sft_dist(out)
+    told = score.log_prob(out, as_list=True)
+    entropy = scoring(inplace=False)._get_sft_dist(out).entropy()
+    for i, (_, values, mask) in enumerate(sequences(out)):
+        keep = rows(scored, ("masks", "all_attention_mask"))[i]
+        got = rows(scored, ("log_probs", "full"))[i][keep]
+        torch.testing.assert_close(got[mask], values[mask], atol=1e-4, rtol=0)
+        torch.testing.assert_close(told[i], values[mask], atol=1e-4, rtol=0)
+        response = rows(out, ("tokens", "full"))[i][rows(out, ("masks", "all_response_mask"))[i]]
+        table = dist.logits[i][dist.mask[i]].log_softmax(-1)
+        torch.testing.assert_close(
+            table.gather(-1, response[:, None]).squeeze(-1), values[mask], atol=1e-4, rtol=0
+        )
+    assert (dist.entropy()[dist.mask] < entropy[dist.mask]).all()
+    plain = score.get_new_version(generate_kwargs={"temperature": kwargs.get("temperature", 1.0)})
+    assert (plain.log_prob(out, as_list=True)[2] - told[2]).min() < -1e-3
+
+
+def banning(banned: list[int]):
+    """Return a processor of a user's own."""
+
+    def ban(ids, scores):
+        return scores.index_fill(-1, torch.tensor(banned), -math.inf)
+
+    return ban
+
+
+def test_processors_of_ones_own_have_log_probs_and_training_refuses_them():
+    policy = make_policy().get_new_version(inplace=False)
+    banned = [i for i in range(400) if i % 3 and i not in policy.stop_ids]
+    mine = {"logits_processor": LogitsProcessorList([banning(banned)])}
+    by_prefix = {"prefix_allowed_tokens_fn": lambda _, ids: sorted({*range(400)} - {*banned})}
+    for kwargs in (mine, by_prefix):
+        own = asked(policy, **kwargs, temperature=0.8)
+        for ids, values, mask in sequences(own(prompts())):
+            assert not {*ids[mask].tolist()} & {*banned}
+            start = int((~mask).sum())
+            with torch.no_grad():
+                logits = policy.model(input_ids=ids[None]).logits[0, start - 1 : -1] / 0.8
+            logits[:, banned] = -math.inf
+            want = logits.log_softmax(-1).gather(-1, ids[start:, None]).squeeze(-1)
+            torch.testing.assert_close(values[start:], want, atol=1e-4, rtol=0)
+        with pytest.raises(ValueError, match=next(iter(kwargs))):
+            collect(env_prompts(1), ChatEnv(Words()), own)
+
+
+def test_what_has_no_log_probs_works_where_none_are_asked_for():
+    policy = make_policy().get_new_version(inplace=False, return_log_probs=False)
+    beams = asked(policy, temperature=0, num_beams=3)
+    out = beams(prompts())
+    assert "log_probs" not in out
+    assert (
+        beams.get_new_version(generate=False, return_log_probs=None)(out)["log_probs"] is not None
+    )
+    tokens, masks = rows(out, ("tokens", "full")), out["masks"]
+    for row, keep, mask in zip(
+        tokens, masks.all_attention_mask, masks.all_response_mask, strict=True
+    ):
+        prompt = row[keep & ~mask]
+        made = policy.model.generate(
+            prompt[None], max_new_tokens=6, num_beams=3, do_sample=False,
+            eos_token_id=sorted(policy.stop_ids), pad_token_id=policy.pad_token_id,
+        )[0, len(prompt):]  # fmt: skip
+        assert row[mask].tolist() == made[: int(mask.sum())].tolist()
+    two = asked(
+        policy, stopping_criteria=[lambda ids, _: torch.full([len(ids)], ids.shape[1] > 20)]
+    )
+    lengths = two(prompts())["masks"].all_response_mask.sum(-1)
+    assert 0 < int(lengths.max()) < 6
+    with pytest.raises(ValueError, match=r"stopping_criteria.*return_log_probs=False"):
+        asked(stopping_criteria=[])
+
+
+def test_a_generation_config_stands_for_its_fields():
+    plain = make_policy().get_new_version(inplace=False)
+    config = GenerationConfig(temperature=0.7, top_k=5, max_new_tokens=4)
+    by_config = plain.get_new_version(generate_kwargs={"generation_config": config})
+    named = {"temperature": 0.7, "top_k": 5, "max_new_tokens": 4}
+    same(by_config(prompts()), plain.get_new_version(generate_kwargs=named)(prompts()))
+    shorter = {"generation_config": config, "max_new_tokens": 2}
+    assert plain.get_new_version(generate_kwargs=shorter).max_new_tokens == 2
+
+
 def test_filters_off_and_greedy_change_nothing():
     plain = make_policy().get_new_version(inplace=False)
     off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "min_new_tokens": 0, "repetition_penalty": 1.0}
@@ -388,10 +482,13 @@ def test_what_only_transformers_can_do_is_handed_on_to_it():
 
 def test_every_field_of_a_generation_config_is_offered_idle_or_refused():
     refused = " ".join(more.REFUSED).split()
+    refused += more.SILENT
     groups = Counter([*more.OWN, *more.HANDED_ON, *more.COMPUTES, *more.IDLE, *refused])
     fields = {k for k in vars(GenerationConfig()) if not k.startswith("_")}
     assert max(groups.values()) == 1
     assert {more.ALIASES.get(k, k) for k in fields} <= set(groups)
+    taken = {*inspect.signature(GenerationMixin.generate).parameters}
+    assert {*more.OBJECTS, *more.SILENT_OBJECTS} <= taken
 
 
 def test_how_transformers_computes_changes_no_reply():
@@ -423,7 +520,7 @@ def test_other_names_of_wishes_are_understood():
             many.reshape(-1),
         )
     assert asked(plain, n=1)(prompts()).batch_size == (3,)
-    with pytest.raises(ValueError, match=r"num_samples=3 differs from generate_kwargs\['n'\]=2"):
+    with pytest.raises(ValueError, match="num_samples=3 and n=2"):
         plain.get_new_version(num_samples=3, generate_kwargs={"n": 2})
     with pytest.raises(ValueError, match="2 greedy replies are all the same"):
         plain.get_new_version(num_samples=2, generate_kwargs={"do_sample": False})
@@ -506,7 +603,7 @@ def test_masks_may_stand_anywhere_and_are_not_changed(padded):
         assert shown["raw"] is named.logits
         counts = named.mask.sum(-1).tolist()
         want = {"get_dist": "all_response_mask"}.get(name)
-        want = counts if want is None else [int(m.sum()) for m in rows(td, ("masks", want))]
+        want = counts if want is None else [int(m.sum()) for m in rows(td, ("masks", want)) or ()]
         assert counts == want
         if name != "get_dist":
             assert torch.equal(named.mask, plain.mask)

@@ -140,7 +140,9 @@ def collect(prompts: TensorDictBase, env: EnvBase, policy: Generator) -> TensorD
     reward_errors, success, truncated, dropped, group_id, temperature, prompt and response [B];
     policy_version [B] int64, the version of the weights that sampled the row's first turn.
     """
-    policy = ready(policy, pad_output=True, return_log_probs=True, text_key=None)
+    policy = ready(
+        policy, pad_output=True, return_log_probs=True, text_key=None, prefer_tokens="always"
+    )
     td = env.reset(prompts)
     group_id, state = td.get("group_id"), list(td.keys())
     td = policy(td)

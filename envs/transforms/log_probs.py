@@ -98,7 +98,9 @@ class RetrieveLogProb(Transform):
         model = self.model
         if getattr(model, "masks_key", True) is None:  # nobody else knows its padding
             model = model.get_new_version(masks_key="masks")
-        scored = model(td.copy())  # a copy: wrappers may write in place
+        # At the temperature of the sampling; a copy, for wrappers may write in place.
+        asked = {"temperature_key": "temperature"} if hasattr(model, "limits") else {}
+        scored = model(td.copy(), **asked)
         log_probs = get_values(full_key(model.log_probs_key), scored)
         owner = getattr(model, "masks_key", None) or "masks"
         mask = self._mask(td, scored, owner)

@@ -30,11 +30,6 @@ def is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def is_number(value: Any) -> bool:
-    """Return whether a value is a whole number or a float."""
-    return is_int(value) or isinstance(value, float)
-
-
 def is_id(value: Any) -> bool:
     """Return whether a value may be a token id."""
     return is_int(value) and value >= 0
@@ -45,7 +40,7 @@ def is_list(value: Any, of: Callable[[Any], bool]) -> bool:
     return isinstance(value, list | tuple | set | frozenset) and all(map(of, value))
 
 
-WHOLE, NUMBER = ("an integer", is_int), ("a number", is_number)
+WHOLE, NUMBER = ("an integer", is_int), ("a number", lambda v: is_int(v) or isinstance(v, float))
 FLAG = ("True or False", lambda v: isinstance(v, bool))
 IDS = ("a token id or a list of them", lambda v: is_id(v) or is_list(v, is_id))
 # What the sampler follows: by name, what is expected and whether a value is that.
@@ -82,20 +77,28 @@ class GenerateKwargs:
     filters: Filters = NO_FILTERS
     handed_on: dict[str, Any] = field(default_factory=dict)
     computes: dict[str, Any] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)  # of no config: logits_processor, ...
 
     @classmethod
-    def read(cls, kwargs: dict[str, Any]) -> "GenerateKwargs":
+    def read(cls, kwargs: dict[str, Any], *, log_probs: bool = True) -> "GenerateKwargs":
         """Return the checked arguments; ValueErrors say the names, types and ranges expected.
+
+        A `generation_config` stands for its fields. Without `log_probs`, what has none is allowed.
 
         >>> GenerateKwargs.read({"do_sample": False, "max_tokens": 5}).temperature
         0.0
         """
+        config = kwargs.get("generation_config")
+        if config is not None:
+            others = {k: v for k, v in kwargs.items() if k != "generation_config"}
+            kwargs = {**config.to_diff_dict(), **others}
         asked = {k: v for k, v in _renamed(kwargs).items() if v is not None}
         more: dict[str, Any] = {}
         if not asked.keys() <= OWN.keys():
             from policies.wrappers import more_kwargs
 
-            more = more_kwargs.sort({k: asked.pop(k) for k in list(asked) if k not in OWN})
+            rare = {k: asked.pop(k) for k in list(asked) if k not in OWN}
+            more = more_kwargs.sort(rare, log_probs=log_probs)
         greedy = asked.pop("do_sample", True) is False
         if greedy and asked.get("temperature", 0) != 0:
             raise ValueError(
@@ -116,20 +119,18 @@ class GenerateKwargs:
         return made
 
     def _check(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"expected temperature >= 0, got {self.temperature}")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"expected max_new_tokens >= 1, got {self.max_new_tokens}")
-        if self.num_return_sequences is not None and self.num_return_sequences < 1:
-            raise ValueError(f"expected n >= 1, got {self.num_return_sequences}")
-        if self.filters.min_new_tokens > self.max_new_tokens:
+        least, count = self.filters.min_new_tokens, self.num_return_sequences
+        for good, wanted, got in (
+            (0 <= self.temperature < float("inf"), "temperature >= 0", self.temperature),
+            (self.max_new_tokens >= 1, "max_new_tokens >= 1", self.max_new_tokens),
+            (count is None or count >= 1, "n >= 1", count),
+            (least <= self.max_new_tokens, "min_new_tokens <= max_new_tokens", least),
+        ):
+            if not good:
+                raise ValueError(f"expected {wanted}, got {got}")
+        if self.foreign and self.stop:
             raise ValueError(
-                f"expected min_new_tokens <= max_new_tokens, got {self.filters.min_new_tokens} and "
-                f"{self.max_new_tokens}"
-            )
-        if self.handed_on and self.stop:
-            raise ValueError(
-                f"expected stop or {sorted(self.handed_on)}, got both: with these, only tokens "
+                f"expected stop or {self.foreign}, got both: with these, only tokens "
                 "(eos_token_id) can end a reply"
             )
         if self.handed_on:
@@ -144,7 +145,22 @@ class GenerateKwargs:
     @property
     def narrowed(self) -> list[str]:
         """Return what makes the log-probs others than those of the model at the temperature."""
-        return [*self._filters(), *self.handed_on]
+        return [*self._filters(), *self.foreign]
+
+    @property
+    def foreign(self) -> list[str]:
+        """Return what only transformers' own `generate` does."""
+        return sorted({*self.handed_on, *self.objects})
+
+    @property
+    def cuts(self) -> bool:
+        """Return whether `cut` leaves anything out; greedy log-probs are the whole model's."""
+        found = self.filters
+        return self.temperature > 0 and bool(found.top_k or found.top_p < 1 or found.min_p)
+
+    def cut(self, logits: Tensor) -> Tensor:
+        """Return tempered logits [..., V] with -inf at what is never sampled of them."""
+        return self.filters.cut(logits) if self.cuts else logits
 
     def _filters(self) -> dict[str, Any]:
         chosen, neutral = asdict(self.filters), asdict(NO_FILTERS)
@@ -169,39 +185,36 @@ class GenerateKwargs:
 
     def check_positions(self, most: int | None) -> None:
         """Raise where the longest prompt and reply together exceed the model's `most` positions."""
-        asked = f"policy.max_new_tokens={self.max_new_tokens}"
-        if self.max_prompt_tokens is not None:
-            asked = f"policy.max_prompt_tokens={self.max_prompt_tokens} and {asked}"
         total = (self.max_prompt_tokens or 1) + self.max_new_tokens
         if most is not None and total > most:
             raise ValueError(
-                f"{asked} make up to {total} tokens, the model's max_position_embeddings is "
-                f"{most}; lower policy.max_prompt_tokens or policy.max_new_tokens"
+                f"policy.max_prompt_tokens={self.max_prompt_tokens} and policy.max_new_tokens="
+                f"{self.max_new_tokens} make up to {total} tokens, the model's "
+                f"max_position_embeddings is {most}; lower one of them"
             )
 
     def check_lengths(
         self, prompts: Tensor, attention: Tensor, tokenizer: Any, most: int | None = None
     ) -> None:
         """Raise where a prompt [B, T] exceeds max_prompt_tokens, or with its reply `most`."""
-        limit, new = self.max_prompt_tokens, self.max_new_tokens
+        limit, room = self.max_prompt_tokens, None if most is None else most - self.max_new_tokens
+        least = min((n for n in (limit, room) if n is not None), default=None)
         sizes = attention.sum(-1)  # [B]
-        room = float("inf") if most is None else most - new
-        over = sizes > min(room, float("inf") if limit is None else limit)
-        if not over.any():
+        if least is None or not (over := sizes > least).any():
             return
         i = int(over.int().argmax())
         size, end = int(sizes[i]), prompts[i][attention[i]][-40:].tolist()
         end = end if tokenizer is None else tokenizer.decode(end)
         if limit is not None and size > limit:
             raise ValueError(
-                f"prompt {i} of the batch has {size} tokens, policy.max_prompt_tokens is "
-                f"{limit}; raise it, or drop the row: {end!r}"
+                f"prompt {i} of the batch has {size} tokens, policy.max_prompt_tokens is {limit}; "
+                f"raise it, or drop the row: {end!r}"
             )
         raise ValueError(
-            f"prompt {i} of the batch has {size} tokens, with policy.max_new_tokens={new} "
-            f"more than the model's max_position_embeddings={most}; lower "
-            "policy.max_new_tokens, or drop the row (policy.max_prompt_tokens is the bound "
-            f"for it): {end!r}"
+            f"prompt {i} of the batch has {size} tokens, with policy.max_new_tokens="
+            f"{self.max_new_tokens} more than the model's max_position_embeddings={most}; lower "
+            "policy.max_new_tokens, or drop the row (policy.max_prompt_tokens is the bound for "
+            f"it): {end!r}"
         )
 
 

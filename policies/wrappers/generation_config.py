@@ -34,13 +34,16 @@ def follow(
     max_new_tokens: int,
     ends: Collection[int],
     pad_token_id: int,
+    log_probs: bool = True,
+    **objects: Any,
 ) -> Sampled:
     """Return a reply to each prompt [B, T], padded left, as `config` asks for it.
 
     `max_new_tokens` and the EOS ids `ends` replace those of the config. Beams, several replies a
-    prompt and ends that no token shows are ValueErrors.
+    prompt and ends that no token shows are ValueErrors; without `log_probs`, which then read 0,
+    they are not. `objects` are further arguments of `generate`.
     """
-    for name, only in REFUSED.items():
+    for name, only in REFUSED.items() if log_probs else ():
         value = getattr(config, name, None)
         if value is not None and value != only:
             raise ValueError(f"expected a generation_config without {name}, got {value!r}")
@@ -51,15 +54,21 @@ def follow(
     config.max_new_tokens, config.max_length = max_new_tokens, None
     config.eos_token_id, config.pad_token_id = sorted(ends) or None, pad_token_id
     config.return_dict_in_generate = config.output_scores = True
-    out = model.generate(prompts, attention_mask=attention, generation_config=config)
+    out = model.generate(prompts, attention_mask=attention, generation_config=config, **objects)
     reply = out.sequences[:, prompts.shape[1] :]  # [B, n]
-    log_probs = [
-        scores.float().log_softmax(-1).gather(-1, token[:, None]).squeeze(-1)
-        for scores, token in zip(out.scores, reply.unbind(-1), strict=True)
-    ]
+    values = torch.zeros(reply.shape, device=reply.device)
+    if log_probs:
+        told = [
+            scores.float().log_softmax(-1).gather(-1, token[:, None]).squeeze(-1)
+            for scores, token in zip(out.scores, reply.unbind(-1), strict=True)
+        ]
+        values = torch.stack(told, -1)
     played = until_end(reply, ends)
     complete = torch.isin(reply, _tensor(ends, reply)).any(-1)
-    ids, values = reply.masked_fill(~played, 0), torch.stack(log_probs, -1).masked_fill(~played, 0)
+    if not log_probs:  # rows that something else than a token has ended are filled up
+        filled = (reply == pad_token_id).flip(-1).cumprod(-1).flip(-1).bool()
+        played &= ~filled | complete[:, None]
+    ids, values = reply.masked_fill(~played, 0), values.masked_fill(~played, 0)
     return Sampled(ids, values, played.sum(-1), complete)
 
 

@@ -1,5 +1,6 @@
 """What a wrapper reads from a td: ids if there are any, else the rendered history or the text.
 
+Ids win only while they are those of the history or text beside them; see same_chat.py.
 Everything comes out dense: ids [B, T] with bool masks [B, T]; ragged rows are padded here, once.
 """
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from policies.chats.history import History
 from policies.chats.messages import records_of, visible
-from policies.padding import attended, compact, is_ragged, pad, pad_mask, rows
+from policies.padding import attended, compact, is_ragged, pad, pad_mask, rows, unpad
 
 NestedKey = str | tuple[str, ...]
 Records = list[list[dict[str, Any]]]  # the messages of B chats, with their flags
@@ -57,7 +58,8 @@ class Sequences:
 class InputReader:
     """Read ids, histories and texts by the keys and with the tokenizer of a wrapper.
 
-    `key` is where the input of `mode` stands. With prefer_tokens=False ids are not looked for.
+    `key` is where the input of `mode` stands. With prefer_tokens=False ids are not looked for,
+    with "always" they are not compared with what stands there.
     """
 
     mode: str
@@ -65,11 +67,12 @@ class InputReader:
     tokens_key: NestedKey
     masks_key: NestedKey
     attention_mask_key: NestedKey
-    prefer_tokens: bool
+    prefer_tokens: bool | str
     tokenizer: Any
     tokenizer_kwargs: dict[str, Any]
     renderer: Any
     pad_token_id: int
+    stop_ids: frozenset[int]
     device: torch.device
 
     def records(self, td: TensorDictBase) -> Records | None:
@@ -90,23 +93,34 @@ class InputReader:
         ids = rows(td, key)
         if ids is None:
             return self._fresh(td, "prompt", records, "left")
-        masks = rows(td, self.attention_mask_key)
-        if masks is None:  # a prompt fills the first columns of an output
-            masks = rows(td, (*_path(self.masks_key), "all_attention_mask"))
-            masks = masks and [mask[: len(row)] for mask, row in zip(masks, ids, strict=True)]
         if _ragged(td, key):
-            return self._padded(attended(ids, masks, ragged=True), "left")
-        tokens = td.get(key).to(self.device)
-        keep = torch.ones_like(tokens, dtype=torch.bool)
-        if masks is not None:
-            if any(mask.shape != ids[0].shape for mask in masks):
+            seq = self._padded(attended(ids, self._prompt_masks(td, ids), ragged=True), "left")
+        else:
+            tokens = td.get(key).to(self.device)
+            masks = self._prompt_masks(td, ids)
+            if masks is not None and any(mask.shape != ids[0].shape for mask in masks):
                 raise ValueError(
                     "expected an attention mask with an entry for each token id, got "
                     f"{len(masks[0])} entries for {len(ids[0])} ids"
                 )
-            keep = torch.stack(masks).bool().to(self.device)
-        tokens = compact(tokens, keep, self.pad_token_id, side="left")
-        return Sequences(tokens, compact(keep, keep, side="left"))
+            keep = torch.ones_like(tokens, dtype=torch.bool)
+            keep = keep if masks is None else torch.stack(masks).bool().to(self.device)
+            tokens = compact(tokens, keep, self.pad_token_id, side="left")
+            seq = Sequences(tokens, compact(keep, keep, side="left"))
+        if self.prefer_tokens == "always" or not self._has_words(td):
+            return seq
+        from policies.wrappers.same_chat import is_same
+
+        fresh = self._fresh(td, "prompt", records, "left")
+        return seq if is_same(self, seq, fresh, "prompt") else fresh
+
+    def _prompt_masks(self, td: TensorDictBase, ids: list[Tensor]) -> list[Tensor] | None:
+        """Return the attention masks of prompts: an output's prompt fills its first columns."""
+        masks = rows(td, self.attention_mask_key)
+        if masks is None:
+            masks = rows(td, (*_path(self.masks_key), "all_attention_mask"))
+            masks = masks and [mask[: len(row)] for mask, row in zip(masks, ids, strict=True)]
+        return masks
 
     def sequences(self, td: TensorDictBase, side: str = "left") -> Sequences:
         """Return what stands at `full`: as it lies if dense, else padded on `side`."""
@@ -115,8 +129,7 @@ class InputReader:
         if given is None:
             seq = self._fresh(td, "full", self.records(td), side)
         elif _ragged(td, key):
-            masks = rows(td, self.attention_mask_key)
-            seq = self._padded(attended(given, masks, ragged=True), side)
+            seq = self._stacked(td, given, side)
         else:
             tokens = td.get(key).to(self.device)
             seq = Sequences(tokens, self._attention(td, tokens), dense=True)
@@ -124,8 +137,14 @@ class InputReader:
         if seq.assistant is None:
             mask = self._mask_of(td, tokens, "all_assistant_mask", side, strict=strict)
             seq = replace(seq, assistant=mask)
-        if seq.assistant is None and given is not None and self.mode == "history":
-            seq = self._recognised(td, seq)
+        checked = self.prefer_tokens != "always"
+        if strict and (checked or seq.assistant is None) and self._has_words(td):
+            from policies.wrappers.same_chat import is_same, recognised
+
+            fresh = self._fresh(td, "full", self.records(td), "left")
+            if checked:
+                is_same(self, seq, fresh, "full")
+            seq = recognised(self, seq, fresh)
         response = self._mask_of(td, tokens, "all_response_mask", side, strict=strict)
         seq = replace(seq, response=response)
         return replace(seq, after=self.after_prompt(td, seq, self.prompt_key))
@@ -165,11 +184,22 @@ class InputReader:
                     "sequences, found other ids there; give them ragged, or without the prompts"
                 )
             return seq.attention & (torch.arange(seq.tokens.shape[-1], device=self.device) >= size)
-        prompt = attended(prompt, rows(td, self.attention_mask_key), ragged=True)
+        prompt = attended(prompt, self._prompt_masks(td, prompt), ragged=True)
+        pairs = zip(prompt, unpad(seq.tokens, seq.attention), strict=True)
+        if not all(torch.equal(row.to(ids), ids[: len(row)]) for row, ids in pairs):
+            raise ValueError(
+                f"expected the prompts at {key} at the start of the sequences, found other ids "
+                "there; give rows without padding, or leave the prompts out"
+            )
         sizes = torch.tensor([len(row) for row in prompt], device=self.device)[:, None]
         return seq.attention & (seq.attention.cumsum(-1) > sizes)
 
     # Histories and texts.
+
+    def _has_words(self, td: TensorDictBase) -> bool:
+        """Return whether there is a history or text, which may stand beside ids."""
+        known = self.mode != "tokens" and self.tokenizer is not None
+        return known and td.get(self.key, None) is not None
 
     def _fresh(
         self, td: TensorDictBase, field: str, records: Records | None, side: str
@@ -183,13 +213,18 @@ class InputReader:
             )
         if self.mode == "history":
             return self._rendered(records or [], side, add_generation_prompt=field == "prompt")
+        options = {"add_special_tokens": False, **self.tokenizer_kwargs}
+        ids = [self.tokenizer(text, **options)["input_ids"] for text in self.texts(td)]
+        return self._padded([torch.tensor(row, dtype=torch.int64) for row in ids], side)
+
+    def texts(self, td: TensorDictBase) -> list[str]:
+        """Return the texts that stand at the key."""
+        value = td.get(self.key)
         texts = value if isinstance(value, list) else value.tolist()
         wrong = next((text for text in texts if not isinstance(text, str)), None)
         if wrong is not None:
             raise TypeError(f"expected str at {self.key!r}, got {type(wrong).__name__}")
-        options = {"add_special_tokens": False, **self.tokenizer_kwargs}
-        ids = [self.tokenizer(text, **options)["input_ids"] for text in texts]
-        return self._padded([torch.tensor(row, dtype=torch.int64) for row in ids], side)
+        return texts
 
     def _rendered(self, records: Records, side: str, *, add_generation_prompt: bool) -> Sequences:
         """Render each chat once; adjacent repeats (the samples of a group) share the work."""
@@ -204,33 +239,20 @@ class InputReader:
         marks = pad(assistant, False, side=side).to(self.device)
         return replace(self._padded(ids, side), assistant=marks)
 
+    def _stacked(self, td: TensorDictBase, ids: list[Tensor], side: str) -> Sequences:
+        """Return rows of a lazy stack or a nested tensor, which may hold padding of their own."""
+        keys = ((*_path(self.masks_key), "all_attention_mask"), self.attention_mask_key)
+        for masks in (rows(td, key) for key in keys):
+            if masks and all(m.shape == row.shape for m, row in zip(masks, ids, strict=True)):
+                keep = pad([mask.bool() for mask in masks], False, side=side).to(self.device)
+                return Sequences(pad(ids, self.pad_token_id, side=side).to(self.device), keep)
+        return self._padded(ids, side)
+
     def _padded(self, ids: list[Tensor], side: str) -> Sequences:
         tokens = pad(ids, self.pad_token_id, side=side).to(self.device)
         return Sequences(tokens, pad_mask([len(r) for r in ids], side=side, device=self.device))
 
     # Masks.
-
-    def _recognised(self, td: TensorDictBase, seq: Sequences) -> Sequences:
-        """Return sequences with the assistant mask of td's history, if it is that of their ids.
-
-        Padding that no attention mask tells is recognised by it too.
-        """
-        value = td.get(self.key, None)
-        if not isinstance(value, History):
-            return seq
-        found = self._rendered(self.records(td) or [], "left", add_generation_prompt=False)
-        assert found.assistant is not None
-        sizes, masks = found.attention.sum(-1), [seq.attention]
-        if seq.attention.all() and found.tokens.shape == seq.tokens.shape:
-            # No mask: its padding may count as real, on either side.
-            masks += [found.attention, found.attention.flip(-1)]
-        want, assistant = found.tokens[found.attention], found.assistant[found.attention]
-        for mask in masks:
-            same = torch.equal(mask.sum(-1), sizes) and torch.equal(seq.tokens[mask], want)
-            if same and (mask is seq.attention or (seq.tokens[~mask] == self.pad_token_id).all()):
-                marks = torch.zeros_like(mask).masked_scatter(mask, assistant)
-                return replace(seq, attention=mask, assistant=marks)
-        return seq
 
     def _mask_of(
         self, td: TensorDictBase, tokens: Tensor, name: str, side: str, *, strict: bool
@@ -266,29 +288,6 @@ class InputReader:
 def flat(td: TensorDictBase) -> TensorDictBase:
     """Return a td of any batch shape with one batch dimension."""
     return td if td.ndim == 1 else td.unsqueeze(0) if td.ndim == 0 else td.reshape(-1)
-
-
-def tokenizer_options(kwargs: dict[str, Any] | None, input_mode: str) -> dict[str, Any]:
-    """Return what of tokenizer_kwargs changes the ids of a text.
-
-    Padding, masks and tensors are the wrapper's own business: it pads left, by lengths.
-    """
-    options = dict(kwargs or {})
-    options.pop("padding", None)
-    for name, only in (
-        ("return_attention_mask", (True, None)),
-        ("return_tensors", ("pt", None)),
-        ("padding_side", ("left", None)),
-    ):
-        value = options.pop(name, None)
-        if value not in only:
-            raise ValueError(f"expected tokenizer_kwargs with {name}={only[0]!r}, got {value!r}")
-    if options and input_mode != "text":
-        raise ValueError(
-            f"tokenizer_kwargs {sorted(options)} are for input_mode='text', got {input_mode!r}: a "
-            "chat's ids come from its template, tokens are ids already"
-        )
-    return options
 
 
 def _path(key: NestedKey) -> tuple[str, ...]:

@@ -56,26 +56,25 @@ IDLE = _names(
     "return_legacy_cache prompt_lookup_num_tokens max_matching_ngram_size "
     "continuous_batching_config bos_token_id transformers_version"
 )
+# Arguments of `generate` that are in no config: processors whose log-probs are followed.
+OBJECTS = _names("logits_processor prefix_allowed_tokens_fn")
+# What draws from no distribution, or ends where no token shows it: only without log-probs.
+SILENT = _names(
+    "num_beams num_beam_groups early_stopping length_penalty diversity_penalty constraints "
+    "force_words_ids penalty_alpha dola_layers max_time watermarking_config"
+)
+SILENT_OBJECTS = _names("stopping_criteria assistant_model streamer custom_generate")
 # What is refused, at other values than those of NEUTRAL, and why.
 REFUSED = {
-    "num_beams num_beam_groups early_stopping length_penalty diversity_penalty constraints "
-    "force_words_ids": (
-        "a beam search draws from no distribution, so its replies have no log-probs"
-    ),
-    "penalty_alpha dola_layers": (
-        "candidates or layers are compared, so a reply is drawn from no distribution of the model"
-    ),
     "max_length min_length": (
         "lengths count new tokens here: max_new_tokens, min_new_tokens, max_prompt_tokens"
     ),
-    "max_time": "a reply would end where no token shows it",
     "logprobs prompt_logprobs": "say return_log_probs of the wrapper",
     "is_assistant num_assistant_tokens num_assistant_tokens_schedule use_mtp "
     "assistant_confidence_threshold assistant_early_exit assistant_lookbehind "
     "assistant_ensemble_weight target_lookbehind speculation_type": (
         "there is no assistant model to draft with, and drafts would change the speed only"
     ),
-    "watermarking_config": "a watermark shifts the logits by a key that no scoring knows",
     "encoder_repetition_penalty encoder_no_repeat_ngram_size decoder_start_token_id "
     "forced_bos_token_id": ("it is for models with an encoder, this one continues its prompt"),
     "token_healing": "it would change the ids of the prompt, which are kept",
@@ -88,22 +87,31 @@ NEUTRAL |= dict.fromkeys(
 )
 
 
-def sort(asked: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return what is handed on, and how transformers is to compute; refuse what has no use here."""
+def sort(asked: dict[str, Any], *, log_probs: bool) -> dict[str, dict[str, Any]]:
+    """Return what is handed on, and how transformers is to compute; refuse what has no use here.
+
+    Without `log_probs` also what draws from no distribution.
+    """
     reasons = {name: reason for names, reason in REFUSED.items() for name in _names(names)}
-    done: dict[str, dict[str, Any]] = {"handed_on": {}, "computes": {}}
+    silent = "it has no log-probs that could be followed; say return_log_probs=False with it"
+    reasons |= dict.fromkeys((*SILENT, *SILENT_OBJECTS), silent)
+    done: dict[str, dict[str, Any]] = {"handed_on": {}, "computes": {}, "objects": {}}
     for name, value in asked.items():
         if name in HANDED_ON:
             check_type(name, value, HANDED_ON[name])
             done["handed_on"][name] = value
         elif name in COMPUTES:
             done["computes"][name] = value
-        elif name in IDLE or value == NEUTRAL.get(name, ...):
+        elif name in IDLE or (name in NEUTRAL and value == NEUTRAL[name]):
             continue
+        elif name in SILENT and not log_probs:
+            done["handed_on"][name] = value
+        elif name in OBJECTS or (name in SILENT_OBJECTS and not log_probs):
+            done["objects"][name] = value
         elif name in reasons:
             raise ValueError(f"generate_kwargs has {name}={value!r}: {reasons[name]}")
         else:
-            offered = [*OWN, *HANDED_ON, *ALIASES]
+            offered = [*OWN, *HANDED_ON, *OBJECTS, *ALIASES]
             near = get_close_matches(name, offered, 1)
             hint = f"did you mean {near[0]}?" if near else f"expected names of {sorted(offered)}"
             raise ValueError(f"generate_kwargs has an unknown {name!r}; {hint}")

@@ -4,7 +4,6 @@ Fields named prompt are padded left, response and assistant right, everything el
 masks) around the column where the prompt ends. Padding of ids is the pad token, of the rest 0.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +12,7 @@ from tensordict import LazyStackedTensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
 from policies.chats.containers import LogProbs, Masks, Tokens
-from policies.padding import compact, inner, is_ragged, pad, unpad
+from policies.padding import compact, inner, is_ragged, unpad
 from policies.sampler import Sampled
 from policies.wrappers.inputs import Sequences
 
@@ -129,31 +128,3 @@ def _device_of(value: Any) -> torch.device | None:
     # The rows of a lazy stack, for ragged ones have no values of their own.
     parts = td.tensordicts if isinstance(td, LazyStackedTensorDict) else td.values()
     return next((d for d in map(_device_of, parts) if d is not None), None)
-
-
-def shown(
-    rows: list[Tensor],
-    batch_size: Sequence[int],
-    *,
-    as_list: bool = False,
-    as_padded_tensor: bool = False,
-    as_nested_tensor: bool = False,
-    layout: torch.layout | None = None,
-    padding_value: float = 0.0,
-    padding_side: str = "right",
-) -> Tensor | list[Tensor]:
-    """Return ragged rows as a list, a nested tensor, or dense in a batch shape.
-
-    Without `as_padded_tensor`, dense rows must be of one length.
-    """
-    if as_list:
-        return rows
-    if as_nested_tensor:
-        return torch.nested.as_nested_tensor(rows, layout=layout or torch.strided)
-    sizes = [len(row) for row in rows]
-    if not as_padded_tensor and len(set(sizes)) > 1:
-        raise ValueError(
-            f"expected rows of one length to stack, got {sizes}; ask as_list=True or "
-            "as_padded_tensor=True"
-        )
-    return pad(rows, padding_value, side=padding_side).reshape(*batch_size, -1)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from policies.sampler import Sampled, sample
-from policies.scorer import Scorer, score_in_parts
+from policies.scorer import Scorer
 from policies.wrappers.wrapper import LLMWrapperBase
 
 
@@ -41,7 +41,7 @@ class TransformersWrapper(LLMWrapperBase):
         training = self.model.training
         self.model.eval()
         with self.scorer.precision():
-            if self.limits.handed_on:
+            if self.limits.foreign:
                 drawn = self._follow(prompts, attention)
             else:
                 drawn = sample(
@@ -62,24 +62,17 @@ class TransformersWrapper(LLMWrapperBase):
         """Return replies by transformers' own generate, which draws from torch's generator."""
         from policies.wrappers.generation_config import follow
 
-        limits = {"max_new_tokens": self.max_new_tokens, "pad_token_id": self.pad_token_id}
-        config = self.limits.config()
-        return follow(self.model, prompts, attention, config, ends=self.stop_ids, **limits)
-
-    def _logits(self, tokens: Tensor, attention: Tensor) -> Tensor:
-        return self.scorer.logits(tokens, attention, **self._options())
-
-    def _log_probs(self, tokens, attention, keep, temperature, group_id) -> Tensor:
-        return score_in_parts(
-            self.scorer,
-            tokens,
+        return follow(
+            self.model,
+            prompts,
             attention,
-            keep,
-            limit=self.micro_batch_tokens,
-            temperature=temperature,
-            group_id=group_id,
-            **self._options(),
+            self.limits.config(),
+            max_new_tokens=self.max_new_tokens,
+            ends=self.stop_ids,
+            pad_token_id=self.pad_token_id,
+            log_probs=self.return_log_probs,
+            **self.limits.objects,
         )
 
-    def _options(self) -> dict[str, bool]:
-        return {"pack": True} if self.pad_model_input is False else {}
+    def _logits(self, tokens: Tensor, attention: Tensor) -> Tensor:
+        return self.scorer.logits(tokens, attention, **self._packing())

@@ -1,6 +1,6 @@
 """vLLM behind the borders of the sampler and the scorer: ids in, ids and log-probs out.
 
-An `Engine` stands where TransformersWrapper has its Scorer. Prompts and sequences cross as token
+A `VLLMEngine` stands where TransformersWrapper has its Scorer. Prompts and sequences cross as token
 ids; text only ends a reply (stop texts). This is the one file that imports vllm.
 Left out on purpose: engines in another process or on another host; weights reach this one by
 reference.
@@ -28,7 +28,7 @@ from policies.scorer import Scores
 IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"  # vLLM's switch; 0 = no process of its own
 
 
-class Engine(nn.Module):
+class VLLMEngine(nn.Module):
     """Sample and score with a `vllm.LLM`.
 
     Log-probs are those of the distribution sampled from, so the engine's `logprobs_mode` must be
@@ -118,7 +118,7 @@ class Engine(nn.Module):
         full = torch.zeros(mask.shape).masked_scatter(mask, torch.cat(values)).to(tokens.device)
         return Scores(full * predicted(attention_mask, keep))
 
-    def load_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
+    def update_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Take new weights, named as in the model's checkpoint; forget what the old ones cached."""
         from vllm.v1.engine.core_client import InprocClient  # pyright: ignore[reportMissingImports]
 
@@ -169,7 +169,7 @@ class Engine(nn.Module):
 
 def load_engine(
     model: str | Path, *, source: str = "auto", dtype: str = "float32", **engine: Any
-) -> Engine:
+) -> VLLMEngine:
     """Return an engine in this process on a folder, an embedded model or a hub id.
 
     `engine` are arguments of vllm.LLM. On a CPU nothing is compiled unless asked for (it takes
@@ -187,7 +187,7 @@ def load_engine(
     os.environ[IN_PROCESS] = "0"
     try:
         with torch.random.fork_rng():
-            made = Engine(LLM(str(found.folder), **{**settings, **engine}))
+            made = VLLMEngine(LLM(str(found.folder), **{**settings, **engine}))
     finally:
         os.environ.pop(IN_PROCESS)
         os.environ.update({} if before is None else {IN_PROCESS: before})

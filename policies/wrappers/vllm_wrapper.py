@@ -14,8 +14,7 @@ from torch import Tensor
 from policies.models import find_model, load_tokenizer
 from policies.padding import unpad
 from policies.sampler import Sampled
-from policies.scorer import score_in_parts
-from policies.wrappers.vllm_engine import Engine, load_engine
+from policies.wrappers.vllm_engine import VLLMEngine, load_engine
 from policies.wrappers.wrapper import LLMWrapperBase
 
 # Further arguments, by the name that transformers gives them, and what vLLM calls them.
@@ -50,14 +49,14 @@ class vLLMWrapper(LLMWrapperBase):
     ) -> None:
         if isinstance(model, str | Path):
             model = load_engine(model)
-        engine = model if isinstance(model, Engine) else Engine(model)
+        engine = model if isinstance(model, VLLMEngine) else VLLMEngine(model)
         if tokenizer is None or isinstance(tokenizer, str | Path):
             tokenizer = load_tokenizer(find_model(str(tokenizer or engine.folder)))
         asked = dict(generate_kwargs or {})
         common = {k: v for k, v in asked.items() if k not in ITS_OWN}
         super().__init__(engine, tokenizer=tokenizer, generate_kwargs=common, **settings)
-        if self.limits.handed_on:
-            raise ValueError(f"vLLM does not offer {sorted(self.limits.handed_on)}; drop them")
+        if self.limits.foreign:
+            raise ValueError(f"vLLM does not offer {self.limits.foreign}; drop them")
         self.generate_kwargs = self._settings["generate_kwargs"] = asked
         self.params = engine.params(
             temperature=self.temperature,
@@ -67,13 +66,13 @@ class vLLMWrapper(LLMWrapperBase):
             **{EXTRA[k]: v for k, v in asked.items() if k in EXTRA},
         )
 
-    def _set_model(self, model: Engine) -> None:
+    def _set_model(self, model: VLLMEngine) -> None:
         if self.pad_model_input is not None:
             raise ValueError("vLLM lays out its own batches; drop pad_model_input")
         self.scorer = model
 
     @property
-    def model(self) -> Engine:
+    def model(self) -> VLLMEngine:
         """Return the engine, which has the model's configs as a language model does."""
         return self.scorer
 
@@ -84,21 +83,10 @@ class vLLMWrapper(LLMWrapperBase):
 
     def load_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Take new weights, named as in the model's checkpoint."""
-        self.scorer.load_weights(named)
+        self.scorer.update_weights(named)
 
     def _draw(self, prompts: Tensor, attention: Tensor, streams: Tensor) -> Sampled:
         return self.scorer.sample(unpad(prompts, attention), streams=streams, params=self.params)
-
-    def _log_probs(self, tokens, attention, keep, temperature, group_id) -> Tensor:
-        return score_in_parts(
-            self.scorer,
-            tokens,
-            attention,
-            keep,
-            limit=self.micro_batch_tokens,
-            temperature=temperature,
-            group_id=group_id,
-        )
 
     def _logits(self, tokens: Tensor, attention: Tensor) -> Tensor:
         raise NotImplementedError(

@@ -16,7 +16,6 @@ import torch
 from tensordict import TensorDict, TensorDictBase, unravel_key
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
-from torch.distributions import Categorical
 
 from policies.chats.chat_template import Renderer
 from policies.chats.containers import ChatHistory, LogProbs, Masks, Text, Tokens
@@ -25,27 +24,28 @@ from policies.models import find_model, load_model, load_tokenizer, token_ids
 from policies.padding import predicted, unpad
 from policies.random import fold
 from policies.sampler import Sampled, Stop
-from policies.scorer import max_positions
+from policies.scorer import max_positions, score_in_parts
 from policies.wrappers.generate_kwargs import GenerateKwargs
-from policies.wrappers.inputs import (
-    InputReader,
-    NestedKey,
-    Records,
-    Sequences,
-    flat,
-    tokenizer_options,
-)
-from policies.wrappers.outputs import Form, home, put, shown
+from policies.wrappers.inputs import InputReader, NestedKey, Records, Sequences, flat
+from policies.wrappers.outputs import Form, home, put
 
 if TYPE_CHECKING:
+    from torch.distributions import Categorical
+
     from policies.distributions.sequences import LLMMaskedCategorical
-    from policies.wrappers.token_dists import TokenDists
 
 # What goes along to another version: how names are looked for and the system prompt of the chats,
 # and with the same weights where they are from and how often they were synced.
 KEPT, KEPT_WITH_WEIGHTS = ("source", "system_prompt"), ("found", "version")
 
 InputMode = Literal["history", "text", "tokens"]
+CHOICES = {
+    "input_mode": ("history", "text", "tokens"),
+    "pad_output": (True, False),
+    "inplace": (True, False, "empty", None),
+    "prefer_tokens": (True, False, "always"),
+    "layout": (None, torch.strided, torch.jagged),
+}
 
 
 class LLMWrapperBase(TensorDictModuleBase):
@@ -55,7 +55,8 @@ class LLMWrapperBase(TensorDictModuleBase):
     better way than those logits.
 
     model, tokenizer: objects, folders or names; without a tokenizer that of the model named.
-    input_mode: what is read: "history", "text" or "tokens"; `input_key` renames the field.
+    input_mode: what is read: "history", "text" or "tokens". `input_key` is where those, or their
+    container, stand.
     attention_mask_key: the mask of given ids, where there is no (masks_key, "all_attention_mask").
     generate_kwargs: see GenerateKwargs. tokenizer_kwargs: for texts.
     pad_output: dense [B, T] instead of ragged outputs; those are lazy stacks, or nested tensors of
@@ -68,12 +69,14 @@ class LLMWrapperBase(TensorDictModuleBase):
     *_key: where each output stands; None leaves it out.
     batching: rows of several threads run together (see BatchQueue for sizes and timeout, in
     seconds); sizes alone switch it on.
-    prefer_tokens: False renders histories and texts even where there are ids.
+    prefer_tokens: ids are read before the history or text that they are of. A prompt that has gone
+    on is rendered anew, other ids than its own are a ValueError; "always" goes by the ids without
+    that look, False renders even where there are ids.
     score_mask_key: a bool mask [B, T]; only its tokens are scored, the others read 0.
     micro_batch_tokens: the most padded tokens of one scoring forward.
 
     A `stream` [B] in the input fixes the draws of each row; otherwise torch's generator seeds them.
-    A `temperature` [B] in the input is that of scoring.
+    Scores are of the distribution that generate_kwargs say: their temperature, top-k, top-p, min-p.
     """
 
     def __init__(
@@ -105,15 +108,21 @@ class LLMWrapperBase(TensorDictModuleBase):
         min_batch_size: int | None = None,
         max_batch_size: int | None = None,
         batching_timeout: float = 10.0,
-        prefer_tokens: bool = True,
+        prefer_tokens: bool | Literal["always"] = True,
         score_mask_key: NestedKey | None = None,
         micro_batch_tokens: int | None = None,
     ) -> None:
         super().__init__()
         settings = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
-        self.limits = GenerateKwargs.read(generate_kwargs or {})
+        self.return_log_probs = return_log_probs is not False and log_probs_key is not None
+        told = generate and self.return_log_probs
+        self.limits = GenerateKwargs.read(generate_kwargs or {}, log_probs=told)
         _check_settings(settings, self.limits)
-        self.tokenizer_kwargs = tokenizer_options(tokenizer_kwargs, input_mode)
+        self.tokenizer_kwargs: dict[str, Any] = {}
+        if tokenizer_kwargs:
+            from policies.wrappers.tokenizer_kwargs import tokenizer_options
+
+            self.tokenizer_kwargs = tokenizer_options(tokenizer_kwargs, input_mode)
         self._batched: Any = None  # the calls of several threads run together
         if batching or min_batch_size is not None or max_batch_size is not None:
             from policies.wrappers.batching import batched_calls
@@ -121,7 +130,7 @@ class LLMWrapperBase(TensorDictModuleBase):
             sizes = (min_batch_size, max_batch_size, batching_timeout)
             self._batched = batched_calls(self, batching, *sizes)
         for name, value in settings.items():
-            if name not in ("model", "device", "tokenizer_kwargs"):
+            if name not in ("model", "device", "tokenizer_kwargs", "return_log_probs"):
                 setattr(self, name, value)
         self.generate_kwargs = dict(generate_kwargs or {})
         self._settings = settings | {
@@ -130,7 +139,6 @@ class LLMWrapperBase(TensorDictModuleBase):
         }
         self.num_samples = num_samples or self.limits.num_samples
         self.inplace = (self.num_samples is None) if inplace is None else inplace
-        self.return_log_probs = return_log_probs is not False and log_probs_key is not None
         self.temperature, self.max_new_tokens = self.limits.temperature, self.limits.max_new_tokens
         self.version = 0  # counts the weight syncs
         self._load(model, tokenizer)
@@ -168,7 +176,7 @@ class LLMWrapperBase(TensorDictModuleBase):
             self.limits.check_positions(self.max_positions)
 
     def _set_model(self, model: Any) -> None:
-        self.model = model
+        self.model, self.scorer = model, None
 
     @property
     def device(self) -> torch.device:
@@ -187,15 +195,13 @@ class LLMWrapperBase(TensorDictModuleBase):
 
     def _set_keys(self) -> None:
         """Derive in_keys and out_keys."""
-        self.in_keys = [
-            self.input_key or self._key(self.input_mode, "prompt" if self.generate else "full")
-        ]
-        # Words are only written where there is a reply to write.
-        text = self.generate and self.input_mode != "tokens"
-        history = self.generate and self.input_mode == "history"
-        keys = [self.text_key if text else None, self.masks_key, self.tokens_key]
+        self._field = "prompt" if self.generate else "full"
+        self.in_keys = [self.input_key or self._key(self.input_mode, self._field)]
+        keys = [None if self.input_mode == "tokens" else self.text_key]
+        keys += [self.masks_key, self.tokens_key]
         keys += [self.log_probs_key if self.return_log_probs else None]
-        keys += [self.history_key if history else None]
+        keys += [self.history_key if self.input_mode == "history" else None]
+        keys += ["policy_version", "temperature"] if self.generate else []
         self.out_keys = [key for key in keys if key is not None]
 
     def _key(self, container: str, field: str | None = None) -> NestedKey:
@@ -228,22 +234,31 @@ class LLMWrapperBase(TensorDictModuleBase):
         return new
 
     def forward(
-        self, tensordict: TensorDictBase, *, tensordict_out: TensorDictBase | None = None
+        self,
+        tensordict: TensorDictBase,
+        *,
+        tensordict_out: TensorDictBase | None = None,
+        temperature_key: NestedKey | None = None,
     ) -> TensorDictBase:
         """Generate or score; batches of any number of dimensions, unbatched ones too.
 
-        Outputs go to `tensordict_out` if it is given, else where `inplace` says.
+        Outputs go to `tensordict_out` if it is given, else where `inplace` says. Scores are at the
+        temperatures [B] at `temperature_key`, if there are any, else at the wrapper's own.
         """
         if 0 in tensordict.batch_size:
             raise ValueError(f"expected at least one row, got batch_size {tensordict.batch_size}")
-        out = self._generate(flat(tensordict)) if self.generate else self._score(flat(tensordict))
+        td = flat(tensordict)
+        out = self._generate(td) if self.generate else self._score(td, temperature_key)
         out = self._shaped(out, tensordict)
         if self._settings["device"] is not None:
             out = out.to(home(tensordict)).clear_device_()
         if tensordict_out is None and self.inplace is False:
             return out
         target = tensordict if self.inplace is True else tensordict.empty()
-        return put(out, target if tensordict_out is None else tensordict_out)
+        target = target if tensordict_out is None else tensordict_out
+        if not self.generate and self.history_key in out and self.history_key in target:
+            del out[self.history_key]  # it was read, and stays as it is
+        return put(out, target)
 
     def _shaped(self, out: TensorDictBase, like: TensorDictBase) -> TensorDictBase:
         """Return a td [B] or [B, n] in the batch shape of `like`, and n."""
@@ -262,7 +277,7 @@ class LLMWrapperBase(TensorDictModuleBase):
 
     def _generate(self, td: TensorDictBase) -> TensorDictBase:
         """Return replies to the prompts of td [B], in n samples of each [B, n]."""
-        reader = self.reader()
+        reader = self.reader(td)
         records = reader.records(td)
         prompts = reader.prompts(td, records)
         self.limits.check_lengths(
@@ -283,7 +298,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         out = self._placed(done, batch_size=[size * times])
         out.set("policy_version", torch.full((size * times,), self.version))
         out.set("temperature", torch.full((size * times,), self.temperature or 1.0))
-        asked = None if records is None else td.get(self.in_keys[0])
+        asked = None if records is None else td.get(reader.key)
         self._write_words(out, prompts, drawn, asked, records)
         return out if self.num_samples is None else out.reshape(size, times)
 
@@ -306,22 +321,24 @@ class LLMWrapperBase(TensorDictModuleBase):
         said = self._decode(drawn.ids, drawn.mask & ~drawn.ends(self.stop_ids))
         if text:
             whole = torch.cat([prompts.tokens, drawn.ids], -1)
-            fields = {
-                "prompt": self._decode(prompts.tokens, prompts.attention),
-                "response": said,
-                "full": self._decode(whole, torch.cat([prompts.attention, drawn.mask], -1)),
-            }
-            out.set(self.text_key, Text(**fields, batch_size=[len(said)]))
+            prompt = self._decode(prompts.tokens, prompts.attention)
+            full = self._decode(whole, torch.cat([prompts.attention, drawn.mask], -1))
+            texts = Text(prompt=prompt, response=said, full=full, batch_size=[len(said)])
+            out.set(self.text_key, texts)
         if history:
-            pairs = zip(said, drawn.complete.tolist(), strict=True)
-            replies = [[{"role": "assistant", "content": t, "is_complete": c}] for t, c in pairs]
-            full = [[*chat, *reply] for chat, reply in zip(records or [], replies, strict=True)]
-            chats = {
-                "prompt": asked if len(asked) == len(said) else History.from_records(records or []),
-                "response": History.from_records(replies),
-                "full": History.from_records(full),
-            }
-            out.set(self.history_key, ChatHistory(**chats, batch_size=[len(said)]))
+            before = records or []
+            replies = [
+                [{"role": "assistant", "content": text, "is_complete": complete}]
+                for text, complete in zip(said, drawn.complete.tolist(), strict=True)
+            ]
+            both = [[*chat, *reply] for chat, reply in zip(before, replies, strict=True)]
+            chats = ChatHistory(
+                prompt=asked if len(asked) == len(said) else History.from_records(before),
+                response=History.from_records(replies),
+                full=History.from_records(both),
+                batch_size=[len(said)],
+            )
+            out.set(self.history_key, chats)
 
     def _decode(self, ids: Tensor, mask: Tensor) -> list[str]:
         rows = [row.tolist() for row in unpad(ids, mask)]
@@ -330,46 +347,46 @@ class LLMWrapperBase(TensorDictModuleBase):
 
     # Scoring.
 
-    def _score(self, td: TensorDictBase) -> TensorDictBase:
-        """Return masks, tokens and log-probs of the whole sequences of td [B]."""
-        seq = self.reader().sequences(td)
-        done = self._form().scored(seq, self._scored(td, seq))
-        return self._placed(done, batch_size=td.batch_size)
+    def _score(self, td: TensorDictBase, temperature_key: NestedKey | None) -> TensorDictBase:
+        """Return masks, tokens, log-probs and words of the whole sequences of td [B]."""
+        reader = self.reader(td)
+        seq = reader.sequences(td)
+        done = self._form().scored(seq, self._scored(td, seq, temperature_key))
+        out = self._placed(done, batch_size=td.batch_size)
+        if self.text_key is not None and self.input_mode != "tokens":
+            from policies.wrappers.scored_texts import scored_texts
 
-    def _scored(self, td: TensorDictBase, seq: Sequences) -> Tensor:
-        """Return the log-probs [B, T] of a td's sequences at its temperature."""
+            out.set(self.text_key, scored_texts(self, td, seq, reader))
+        if self.history_key is not None and reader.records(td) is not None:
+            given = ChatHistory(full=td.get(reader.key), batch_size=td.batch_size)
+            out.set(self.history_key, given)
+        return out
+
+    def _scored(
+        self, td: TensorDictBase, seq: Sequences, temperature_key: NestedKey | None = None
+    ) -> Tensor:
+        """Return the log-probs [B, T] of a td's sequences."""
         keep = None
         if self.score_mask_key is not None:
-            keep = self.reader().mask_at(td, self.score_mask_key)
+            keep = self.reader(td).mask_at(td, self.score_mask_key)
         group = td.get("group_id", None)
         group = None if group is None else group.to(self.device)
-        return self.calls._log_probs(
-            seq.tokens, seq.attention, keep, self.scoring_temperature(td), group
-        )
+        scale = self.scoring_temperature(td, temperature_key)
+        return self.calls._log_probs(seq.tokens, seq.attention, keep, scale, group)
 
-    def scoring_temperature(self, td: TensorDictBase) -> Tensor | float:
-        """Return the temperature of scoring: that of td [B], else the wrapper's; greedy is 1."""
-        given = td.get("temperature", None)
+    def scoring_temperature(
+        self, td: TensorDictBase, key: NestedKey | None = None
+    ) -> Tensor | float:
+        """Return the temperature of scoring: that of td [B] at `key`, else the wrapper's own."""
+        given = None if key is None else td.get(key, None)
         return (self.temperature or 1.0) if given is None else given.to(self.device)
 
     def log_prob(self, data: TensorDictBase, **get_kwargs: Any) -> Tensor | list[Tensor]:
         """Return the log-probs of the response, padded right (or ragged if outputs are).
 
-        get_kwargs are those of `shown`: as_list, as_padded_tensor, as_nested_tensor, ...
+        get_kwargs: as_list, as_padded_tensor, as_nested_tensor, layout, padding_value and _side.
         """
-        if self.generate:
-            raise RuntimeError("log_prob scores; expected generate=False, got generate=True")
-        td = flat(data)
-        seq = self.reader().sequences(td)
-        part = seq.parts().get("response")
-        if part is None:
-            raise ValueError(
-                "expected prompt tokens or an assistant mask to tell the response from the prompt, "
-                "found neither; use input_mode='history' or give "
-                f"{self._key('tokens', 'prompt')}"
-            )
-        get_kwargs = get_kwargs or {"as_padded_tensor": self.pad_output}
-        return shown(unpad(self._scored(td, seq), part), data.batch_size, **get_kwargs)
+        return self._dist("response_log_probs", data, **get_kwargs)
 
     # What an engine does with token ids.
 
@@ -391,12 +408,21 @@ class LLMWrapperBase(TensorDictModuleBase):
     ) -> Tensor:
         """Return the log-probs [B, T] of the tokens kept (None = all), 0 elsewhere.
 
-        `temperature` is a number or [B]; rows of one `group_id` [B] share their prompt.
+        Those of the wrapper's `scorer`, else of its logits. `temperature` is a number or [B]; rows
+        of one `group_id` [B] share their prompt.
         """
+        if self.scorer is not None and not self.limits.cuts:
+            options = {"temperature": temperature, "group_id": group_id, **self._packing()}
+            limit = self.micro_batch_tokens
+            return score_in_parts(self.scorer, tokens, attention, keep, limit=limit, **options)
         temperature = torch.as_tensor(temperature, device=tokens.device).reshape(-1, 1, 1)
-        table = (self._logits(tokens, attention).float() / temperature).log_softmax(-1)
+        logits = self._logits(tokens, attention).float() / temperature  # [B, T, V]
+        table = self.limits.cut(logits).log_softmax(-1)
         values = table.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
         return values.masked_fill(~predicted(attention, keep), 0)
+
+    def _packing(self) -> dict[str, bool]:
+        return {"pack": True} if self.pad_model_input is False else {}
 
     @property
     def calls(self) -> Any:
@@ -405,11 +431,16 @@ class LLMWrapperBase(TensorDictModuleBase):
 
     # Reading and writing.
 
-    def reader(self) -> InputReader:
+    def reader(self, td: TensorDictBase) -> InputReader:
         """Return what reads a td by the keys, mode, tokenizer and device of now."""
+        key = self.in_keys[0]
+        if self.input_key is not None and isinstance(
+            td.get(key, None), Text | Tokens | ChatHistory
+        ):
+            key = unravel_key((key, self._field))
         return InputReader(
             mode=self.input_mode,
-            key=self.in_keys[0],
+            key=key,
             tokens_key=self._key("tokens"),
             masks_key=self._key("masks"),
             attention_mask_key=self.attention_mask_key,
@@ -418,6 +449,7 @@ class LLMWrapperBase(TensorDictModuleBase):
             tokenizer_kwargs=self.tokenizer_kwargs,
             renderer=self.renderer,
             pad_token_id=self.pad_token_id,
+            stop_ids=self.stop_ids,
             device=self.device,
         )
 
@@ -446,105 +478,35 @@ class LLMWrapperBase(TensorDictModuleBase):
         padding_value: float | None = None,
         padding_side: str = "left",
         layout: torch.layout | None = None,
+        **_: Any,
     ) -> "LLMMaskedCategorical | Categorical":
-        """Return the distribution of each token given those before it, over [B, T, V] logits.
+        """Return the distribution of each token given those before it; see `token_dists.get_dist`.
 
-        Padded (the default), it is masked by the attention mask, or by that at `mask_key`: an
-        LLMMaskedCategorical whose padding holds `padding_value` (0). Ragged sequences are padded on
-        `padding_side`; padded ones stay as they lie. With `as_nested_tensor` it is a Categorical
-        over nested logits of `layout` (strided), with as_padded_tensor=False one over rows of equal
-        lengths; neither has a mask. `tensordict_out` gets the logits, at `logits_key`.
+        Over [B, T, V] logits; padded and masked by the attention mask unless asked otherwise.
         """
-        nested = as_nested_tensor is True
-        if (nested or as_padded_tensor is False) and (mask_key is not None or as_padded_tensor):
-            raise ValueError(
-                f"expected padded logits for a mask, got {as_nested_tensor=}, {as_padded_tensor=} "
-                f"and {mask_key=}; drop the one or the other"
-            )
-        if layout is not None and not nested:
-            raise ValueError(
-                f"layout is that of nested logits, got {layout} with {as_nested_tensor=}; set "
-                "as_nested_tensor=True, or drop it"
-            )
-        dists = self._dists(tensordict, padding_side, tensordict_out, logits_key)
-        if nested:
-            return dists.nested(layout or torch.strided)
-        if as_padded_tensor is False:
-            return dists.stacked()
-        return dists.masked(dists.mask_at(mask_key or "all_attention_mask"), padding_value)
+        out = (tensordict_out, logits_key, mask_key, as_padded_tensor, as_nested_tensor)
+        return self._dist("get_dist", tensordict, *out, padding_value, padding_side, layout)
 
-    def _get_dist_with_prompt_mask(
-        self,
-        tensordict: TensorDictBase,
-        tokens_key: NestedKey | None = None,
-        logits_key: NestedKey = "logits",
-        assistant_mask_key: NestedKey | None = None,
-        attention_mask_key: NestedKey | None = None,
-        padding_side: str = "left",
-        *,
-        tensordict_out: TensorDictBase | None = None,
-    ) -> "LLMMaskedCategorical":
-        """Return the distribution masked to what follows the prompt, else to the assistant mask.
+    def _get_dist_with_prompt_mask(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any):
+        return self._dist("with_prompt_mask", tensordict, *args, **kwargs)
 
-        `tokens_key` names the prompt's ids.
-        """
-        dists = self._dists(tensordict, padding_side, tensordict_out, logits_key)
-        after = dists.after_prompt(tokens_key)
-        if after is None:
-            return dists.masked(dists.mask_at(assistant_mask_key or "all_assistant_mask"))
-        return dists.masked(dists.mask_at(attention_mask_key or "all_attention_mask") & after)
+    def _get_dist_with_assistant_mask(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any):
+        return self._dist("with_assistant_mask", tensordict, *args, **kwargs)
 
-    def _get_dist_with_assistant_mask(
-        self,
-        tensordict: TensorDictBase,
-        assistant_mask_key: NestedKey | None = None,
-        logits_key: NestedKey = "logits",
-        padding_side: str = "left",
-        *,
-        tensordict_out: TensorDictBase | None = None,
-    ) -> "LLMMaskedCategorical":
-        """Return the distribution masked to assistant tokens.
+    def _get_dist_with_attention_mask(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any):
+        return self._dist("with_attention_mask", tensordict, *args, **kwargs)
 
-        Ids that were not read from tokens.full are written there, to the caller, over others.
-        """
-        dists = self._dists(tensordict, padding_side, tensordict_out, logits_key)
-        mask = dists.mask_at(assistant_mask_key or "all_assistant_mask")
-        dists.keep_ids(self._key("tokens", "full"))
-        return dists.masked(mask)
-
-    def _get_dist_with_attention_mask(
-        self,
-        tensordict: TensorDictBase,
-        attention_mask_key: NestedKey | None = None,
-        logits_key: NestedKey = "logits",
-        padding_side: str = "left",
-        *,
-        tensordict_out: TensorDictBase | None = None,
-    ) -> "LLMMaskedCategorical":
-        """Return the distribution masked to real tokens."""
-        dists = self._dists(tensordict, padding_side, tensordict_out, logits_key)
-        return dists.masked(dists.mask_at(attention_mask_key or "all_attention_mask"))
-
-    def _get_dist_with_custom_mask(
-        self,
-        tensordict: TensorDictBase,
-        mask: Tensor,
-        logits_key: NestedKey = "logits",
-        padding_side: str = "left",
-        *,
-        tensordict_out: TensorDictBase | None = None,
-    ) -> "LLMMaskedCategorical":
-        """Return the distribution under a bool mask, one entry a token."""
-        return self._dists(tensordict, padding_side, tensordict_out, logits_key).masked(mask)
+    def _get_dist_with_custom_mask(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any):
+        return self._dist("with_custom_mask", tensordict, *args, **kwargs)
 
     _get_sft_dist = _get_dist_with_prompt_mask
     _get_rlhf_dist = _get_dist_with_assistant_mask
     _get_generic_dist = _get_dist_with_attention_mask
 
-    def _dists(self, *given: Any) -> "TokenDists":
-        from policies.wrappers.token_dists import TokenDists
+    def _dist(self, kind: str, *args: Any, **kwargs: Any) -> Any:
+        from policies.wrappers import token_dists
 
-        return TokenDists(self, *given)
+        return getattr(token_dists, kind)(self, *args, **kwargs)
 
     # The batch queue.
 
@@ -594,37 +556,30 @@ class LLMWrapperBase(TensorDictModuleBase):
 
 def _check_settings(settings: dict[str, Any], limits: GenerateKwargs) -> None:
     """Raise ValueError for arguments of a wrapper that do not go together."""
-    mode, generate = settings["input_mode"], settings["generate"]
-    if mode not in ("history", "text", "tokens"):
-        raise ValueError(f"input_mode must be one of history, text, tokens; got {mode!r}")
-    if not isinstance(settings["pad_output"], bool):
-        raise ValueError(f"pad_output must be a boolean, got {settings['pad_output']!r}")
-    if settings["inplace"] not in (True, False, "empty", None):
-        raise ValueError(f"inplace must be True, False or 'empty', got {settings['inplace']!r}")
-    silent = settings["return_log_probs"] is False or settings["log_probs_key"] is None
-    if not generate and silent:
+    for name, allowed in CHOICES.items():
+        if settings[name] not in allowed:
+            raise ValueError(f"{name} must be one of {allowed}, got {settings[name]!r}")
+    if settings["generate"]:
+        if settings["pad_model_input"] is not None:
+            raise ValueError(
+                "pad_model_input is not supported when generate=True: it is how sequences are "
+                "scored"
+            )
+        _check_samples(settings, limits)
+    elif settings["return_log_probs"] is False or settings["log_probs_key"] is None:
         raise ValueError(
             "return_log_probs must be True when generate=False. It is what scoring returns; give "
             "it a log_probs_key too"
         )
-    if generate and settings["pad_model_input"] is not None:
-        raise ValueError(
-            "pad_model_input is not supported when generate=True: it is how sequences are scored"
-        )
-    layout = settings["layout"]
-    if layout not in (None, torch.strided, torch.jagged):
-        raise ValueError(f"expected layout torch.strided or torch.jagged, got {layout!r}")
-    if generate:
-        _check_samples(settings, limits)
 
 
 def _check_samples(settings: dict[str, Any], limits: GenerateKwargs) -> None:
-    asked, count = settings["num_samples"], settings["num_samples"] or limits.num_samples
-    if asked is not None and asked < 1:
-        raise ValueError(f"expected num_samples >= 1, got {asked}")
-    if asked is not None and limits.num_samples not in (None, asked):
+    asked = settings["num_samples"]
+    count = asked or limits.num_samples
+    if asked is not None and (asked < 1 or limits.num_samples not in (None, asked)):
         raise ValueError(
-            f"num_samples={asked} differs from generate_kwargs['n']={limits.num_samples}; drop one"
+            "expected num_samples >= 1 and as generate_kwargs says, got "
+            f"num_samples={asked} and n={limits.num_samples}; drop one"
         )
     if count is None:
         return

@@ -48,7 +48,8 @@ class Chats:
         self.env, self.policy, self.data, self.tracker = env, policy, data, tracker
         self.player = policy
         if isinstance(policy, LLMWrapperBase):  # turns differ in length: rows without padding
-            self.player = ready(policy, input_mode=policy.input_mode, pad_output=False)
+            ids = {"prefer_tokens": policy.prefer_tokens and "always"}  # they go from turn to turn
+            self.player = ready(policy, input_mode=policy.input_mode, pad_output=False, **ids)
         self.places: list[Chat | None] = []
         self.finished: deque[Chat] = deque()
         self._waiting: deque[Chat] = deque()

@@ -133,4 +133,5 @@ class SFTLoss(LossModule):
             td.set(
                 "masks", lazy_stack([TensorDict(all_assistant_mask=row.bool()) for row in marks])
             )
+            return td.exclude(actor.in_keys[0])  # the actor would render it in its own way
         return td
