@@ -10,7 +10,7 @@ from contracts import make_policy, plain_log_probs
 from tensordict import TensorDict, lazy_stack
 from wrapped import SPOKEN, policy_ids, prompts, scoring, sequences, spoken
 
-from policies.chats.containers import ChatHistory, Text, Tokens
+from policies.chats.containers import ChatHistory, Masks, Text, Tokens
 from policies.chats.history import History
 from policies.padding import rows
 
@@ -19,6 +19,10 @@ def histories(field: str, chats) -> ChatHistory:
     return ChatHistory(**{field: History.from_chats(chats)}, batch_size=[len(chats)])
 
 
+DROPS = """{% for m in messages %}<|im_start|>{{ m['role'] }}
+{{ m['content'].split('</think>')[-1] if m['role'] == 'assistant' else m['content'] }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
 FORMS = {
     "dense": lambda td: td,
     "lazy stack": lambda td: td.to_lazystack(0),
@@ -194,3 +198,60 @@ def test_the_input_key_may_name_the_container(mode):
         torch.testing.assert_close(
             policy.get_new_version(input_key="mine")(moved)["log_probs"].full, a
         )
+
+
+@pytest.mark.parametrize("name", ["qwen", "llama", "deepseek", "falcon", "thoughts dropped"])
+def test_a_wrapper_scores_what_it_generated_under_every_template(name):
+    """Templates put blanks, plain words or nothing around a reply, or leave thoughts out."""
+    chosen = (
+        {"chat_template": DROPS} if name == "thoughts dropped" else {"chat_template_name": name}
+    )
+    hot = {"max_new_tokens": 30, "temperature": 1.5}
+    policy = make_policy().get_new_version(generate_kwargs=hot, inplace=False, **chosen)
+    score = policy.get_new_version(generate=False)
+    asked = [[{"role": "user", "content": f"Sort {i} 1"}] for i in range(8)]
+    td = policy(TensorDict(batch_size=[8]).set("history", histories("prompt", asked)))
+    scored = rows(score(td), ("log_probs", "response"))
+    for mine, theirs in zip(rows(td, ("log_probs", "response")), scored, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=0)
+
+
+def test_thoughts_that_a_template_drops_stay_in_the_ids():
+    score = make_policy().get_new_version(generate=False, inplace=False, chat_template=DROPS)
+    chat = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "<think>a b</think>yes"},
+    ]
+    ids = [*score.renderer.render(chat[:1], add_generation_prompt=True).ids]
+    ids += [*score.tokenizer(chat[1]["content"])["input_ids"], min(score.stop_ids)]
+    td = TensorDict(batch_size=[1]).set("history", histories("full", [chat]))
+    td.set("tokens", Tokens(full=torch.tensor([ids]), batch_size=[1]))
+    td.set(
+        "masks", Masks(all_assistant_mask=torch.ones(1, len(ids), dtype=torch.bool), batch_size=[1])
+    )
+    assert rows(score(td), ("tokens", "full"))[0].tolist() == ids
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("if x:\n  y", "if x:\ny"), ("1 2\n3", "1\n2 3"), ("a\tb", "a b")]
+)
+def test_blanks_within_a_content_are_content(before, after):
+    policy = make_policy().get_new_version(inplace=False)
+    chats = [[{"role": "user", "content": text}] for text in (before, "hello")]
+    td = policy(TensorDict(batch_size=[2]).set("history", histories("prompt", chats)))
+    chats[0][0]["content"] = after
+    with pytest.raises(ValueError, match="row 0 has other ones"):
+        policy(td.copy().set("history", histories("prompt", chats)))
+
+
+def test_a_mask_of_other_lengths_in_a_lazy_stack_is_an_error():
+    score = scoring(input_mode="tokens")
+    parts = [
+        TensorDict(
+            tokens=Tokens(full=torch.tensor([5, 6, 7, 0, 0])),
+            masks=Masks(all_attention_mask=torch.ones(size, dtype=torch.bool)),
+        )
+        for size in (3, 5)
+    ]
+    with pytest.raises(ValueError, match=r"\[5, 5\], got \[3, 5\]"):
+        score(lazy_stack(parts))

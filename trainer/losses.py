@@ -2,8 +2,8 @@
 
 A loss is sum(weight * term): `token_weights` holds the only division there is. curr, gen, ref are
 log-probs [B, T] of the policy being trained, of the policy that generated, and of the frozen
-reference; all KL values are in nats. The exact KL stands in policies/scorer.py, where the logits
-are, the policy terms in surrogates.py.
+reference; all KL values are in nats. The exact KL stands where the logits are, in
+policies/token_distribution.py, the policy terms in surrogates.py.
 Left out on purpose: logging, masks on the terms (a weight of 0 is the mask).
 """
 

@@ -43,9 +43,10 @@ class KLComputation(Transform):
     Log-probs are taken from "next", else from the root. A row reads 0 outside
     `masks.all_response_mask` and `masks.all_assistant_mask` where either model has no log-prob
     there, as the generation has none of what it did not sample. A reward [B, T, 1] is charged token
-    by token; one number per row, [B, 1] or [B, 1, 1], first goes to the row's last token of the
-    response (else of the assistant, else of all), so that its sum over tokens stays what it was; a
-    missing reward is skipped. `padding_side` says where a dense reward is padded when the log-probs
+    by token, in the later turns of an env the response alone: the others were charged before. One
+    number per row, [B, 1] or [B, 1, 1], first goes to the row's last token of the response (else of
+    the assistant, else of all), so that its sum over tokens stays what it was; a missing reward is
+    skipped. `padding_side` says where a dense reward is padded when the log-probs
     are ragged. Missing log-probs and shapes that differ are ValueErrors.
 
     >>> from tensordict import TensorDict
@@ -101,6 +102,10 @@ class KLComputation(Transform):
 
             known = (gen != 0) | (ref != 0)  # [B, T]; scoring leaves the other tokens 0
             kept = masks[0] if masks else known
+            turn = tensordict.get("turn", None)
+            if turn is not None and get_values(RESPONSE, tensordict, next_td) is not None:
+                first = turn.reshape(-1, 1).to(kl.device) == 0  # [B, 1]
+                kl = kl.where(kept | first, 0.0)  # earlier turns were charged in theirs
             set_values(next_td, "reward", charge(reward, kl, kept, edge, coeff=self.coeff))
         return next_td
 

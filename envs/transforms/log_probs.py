@@ -106,16 +106,16 @@ class RetrieveLogProb(Transform):
         mask = self._mask(td, scored, owner)
         seen, own = get_values(ATTENTION, td), get_values(_ids_key(model), td)
         own = seen if own is None else own
-        mask = log_probs if mask is None else mask
+        mask, real = log_probs if mask is None else mask, get_values(_of(owner, ATTENTION), scored)
         alike = isinstance(log_probs, Tensor) and isinstance(mask, Tensor)
-        if alike and log_probs.shape == mask.shape and not isinstance(own, list):
+        if alike and log_probs.shape == mask.shape and _lie_alike(real, seen, own):
             return log_probs.masked_fill(~mask.bool(), 0)
         from envs.transforms.ragged import lay_out
 
         return lay_out(
             log_probs,
             mask,
-            get_values(_of(owner, ATTENTION), scored),
+            real,
             (own, seen),
             side=self.padding_side,
             padded=model.pad_output,
@@ -141,6 +141,13 @@ class RetrieveLogProb(Transform):
 
         tokenizer = self.model.tokenizer if self.tokenizer is None else self.tokenizer
         return rendered_mask(history, tokenizer, self.tokenizer_kwargs)
+
+
+def _lie_alike(real: Values | None, seen: Values | None, own: Values | None) -> bool:
+    """Return whether scored tokens (`real` ones) lie as the td's ids `own` (`seen` ones) do."""
+    if isinstance(own, list) or isinstance(real, list) or isinstance(seen, list):
+        return False
+    return real is None or seen is None or (real.shape == seen.shape and bool((real == seen).all()))
 
 
 def _moved(values: Values, device: torch.device) -> Values:

@@ -112,7 +112,7 @@ class InputReader:
         from policies.wrappers.same_chat import is_same
 
         fresh = self._fresh(td, "prompt", records, "left")
-        return seq if is_same(self, seq, fresh, "prompt") else fresh
+        return seq if is_same(self, seq, fresh, "prompt", records) else fresh
 
     def _prompt_masks(self, td: TensorDictBase, ids: list[Tensor]) -> list[Tensor] | None:
         """Return the attention masks of prompts: an output's prompt fills its first columns."""
@@ -141,9 +141,10 @@ class InputReader:
         if strict and (checked or seq.assistant is None) and self._has_words(td):
             from policies.wrappers.same_chat import is_same, recognised
 
-            fresh = self._fresh(td, "full", self.records(td), "left")
+            records = self.records(td)
+            fresh = self._fresh(td, "full", records, "left")
             if checked:
-                is_same(self, seq, fresh, "full")
+                is_same(self, seq, fresh, "full", records)
             seq = recognised(self, seq, fresh)
         response = self._mask_of(td, tokens, "all_response_mask", side, strict=strict)
         seq = replace(seq, response=response)
@@ -241,9 +242,16 @@ class InputReader:
 
     def _stacked(self, td: TensorDictBase, ids: list[Tensor], side: str) -> Sequences:
         """Return rows of a lazy stack or a nested tensor, which may hold padding of their own."""
-        keys = ((*_path(self.masks_key), "all_attention_mask"), self.attention_mask_key)
-        for masks in (rows(td, key) for key in keys):
-            if masks and all(m.shape == row.shape for m, row in zip(masks, ids, strict=True)):
+        key = (*_path(self.masks_key), "all_attention_mask")
+        own = rows(td, key)
+        for masks in (own, rows(td, self.attention_mask_key)):  # the other may be of prompts
+            alike = masks and all(m.shape == row.shape for m, row in zip(masks, ids, strict=True))
+            if masks is own and masks and not alike:
+                sizes = [[len(row) for row in part] for part in (ids, masks)]
+                raise ValueError(
+                    f"expected {key} with an entry for each token id, {sizes[0]}, got {sizes[1]}"
+                )
+            if masks and alike:
                 keep = pad([mask.bool() for mask in masks], False, side=side).to(self.device)
                 return Sequences(pad(ids, self.pad_token_id, side=side).to(self.device), keep)
         return self._padded(ids, side)

@@ -1,38 +1,48 @@
 """Whether ids are those of the history or text beside them, and what that then tells of them.
 
-Sampled ids are often others than the tokenizer's for the same words, and go on winning. So what
-counts is how both read, but for blanks, padding and the tokens that end a turn: templates strip
-contents, and a reply may be cut or end in another end token than the template's.
+Sampled ids are often others than the tokenizer's for the same words, and go on winning. So what is
+compared are words: the contents of a chat to the letter (but for blanks around them, which
+templates strip), what a template writes around them but for blanks and special tokens, for a reply
+may be cut or end in another end token than the template's. A content that the template leaves out
+(earlier thoughts) tells nothing.
 """
 
+import re
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from policies.chats.messages import visible
 from policies.padding import unpad
 
 if TYPE_CHECKING:
-    from policies.wrappers.inputs import InputReader, Sequences
+    from policies.wrappers.inputs import InputReader, Records, Sequences
 
 
-def is_same(reader: "InputReader", seq: "Sequences", fresh: "Sequences", field: str) -> bool:
+def is_same(
+    reader: "InputReader",
+    seq: "Sequences",
+    fresh: "Sequences",
+    field: str,
+    records: "Records | None",
+) -> bool:
     """Return whether ids read as those made anew from what stands beside them.
 
-    False for a prompt that the chat has gone on from. Other ids are a ValueError.
+    `records` are the messages of each chat, None for texts. False for a prompt that the chat has
+    gone on from. Other ids are a ValueError.
     """
     ids, anew = (unpad(x.tokens, x.attention) for x in (seq, fresh))
     if all(map(torch.equal, ids, anew)):
         return True
-    ends = [reader.pad_token_id, *reader.stop_ids]
-    mine, theirs = ([_words(row, reader.tokenizer, ends) for row in x] for x in (ids, anew))
-    if mine == theirs:
+    chats = [[]] * len(ids) if records is None else [visible(chat) for chat in records]
+    found = [_compared(reader, *row) for row in zip(ids, anew, chats, strict=True)]
+    if all(word == "same" for word in found):
         return True
-    pairs = list(zip(mine, theirs, strict=True))
-    if field == "prompt" and all(said.startswith(words) for words, said in pairs):
+    if field == "prompt" and "other" not in found:
         return False
-    row = next(i for i, (words, said) in enumerate(pairs) if words != said)
+    row = next(i for i, word in enumerate(found) if word != "same")
     raise ValueError(
         f"expected the ids of {reader.key} at {reader.ids_key(field)}, row {row} has other ones: "
         "was one of the two changed? Take the ids out of the input to have it tokenised anew (or "
@@ -60,9 +70,50 @@ def recognised(reader: "InputReader", seq: "Sequences", fresh: "Sequences") -> "
     return seq
 
 
-def _words(ids: Tensor, tokenizer: Any, ends: list[int]) -> str:
-    text = tokenizer.decode(ids).replace("\N{REPLACEMENT CHARACTER}", "")
-    blank = {*tokenizer.convert_ids_to_tokens(ends)}
-    for token in {*tokenizer.all_special_tokens, *blank}:
-        text = text.replace(token, " " if token in blank else f" {token} ")
-    return " ".join(text.split())
+def _compared(reader: "InputReader", ids: Tensor, anew: Tensor, chat: list[dict]) -> str:
+    """Return same, longer (what stands beside the ids goes on after them) or other."""
+    mine, theirs = (_words(reader, reader.tokenizer.decode(row)) for row in (ids, anew))
+    texts = [m["content"] for m in chat if isinstance(m.get("content"), str)]
+    contents = [word for text in texts if (word := _words(reader, text).strip())]
+    around, shown = _split(theirs, contents)
+    if not shown:
+        mine, theirs = mine.rstrip(), theirs.rstrip()
+        return "same" if mine == theirs else "longer" if theirs.startswith(mine) else "other"
+    own, held = _split(mine, contents)
+    whole = held == contents
+    if shown != contents and not whole:  # the template leaves some out, and so may the ids
+        own, held = _split(mine, shown)
+    size = len(held)
+    end = size if shown != contents and not whole else min(size, len(shown))
+    if not held or held != (contents if whole else shown)[:size]:
+        return "other"
+    own, around = ([re.sub(r"\s+", "", piece) for piece in part] for part in (own, around))
+    alike = own[:size] == around[:size] or shown != contents
+    if not alike or not around[end].startswith(own[size]):
+        return "other"
+    return "same" if whole or size == len(shown) else "longer"
+
+
+def _split(text: str, contents: list[str]) -> tuple[list[str], list[str]]:
+    """Return what stands before, between and after the contents found in turn, and those."""
+    pieces, found = [], []
+    for content in contents:
+        before, held, after = text.partition(content)
+        if held:
+            pieces.append(before)
+            found.append(content)
+            text = after
+    return [*pieces, text], found
+
+
+def _words(reader: "InputReader", text: str) -> str:
+    """Return a text without special tokens, and without what is half a character."""
+    tokenizer = reader.tokenizer
+    ends = tokenizer.convert_ids_to_tokens([reader.pad_token_id, *reader.stop_ids])
+    known = {
+        *tokenizer.all_special_tokens,
+        *(end for end in ends if end in tokenizer.get_added_vocab()),
+    }
+    for token in ("\N{REPLACEMENT CHARACTER}", *sorted(known, key=len, reverse=True)):
+        text = text.replace(token, "")
+    return text

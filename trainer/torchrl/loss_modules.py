@@ -14,6 +14,7 @@ import torch
 from tensordict import NestedKey, TensorClass, TensorDict, TensorDictBase
 from torch import Tensor
 
+from policies.padding import predicted
 from policies.scorer import Scores
 from trainer.kl import Leash
 from trainer.kl_control import ConstantKLController
@@ -203,6 +204,8 @@ class GRPOLoss(LossModule):
         """Return the strategy's mask without tokens that were not sampled or that were dropped."""
         keys: tuple[NestedKey, ...] = ("loss_mask",)
         keys += () if self.masking_strategy == "generic" else (RESPONSE,)
+        if self.masking_strategy == "generic":
+            mask = predicted(mask)  # nothing predicts a first token
         for key in keys:
             value = get_dense(td, key)
             if value is not None:
