@@ -67,13 +67,14 @@ def train(cfg: DictConfig, folder: Path) -> float:
         return run_mode(loop, OmegaConf.to_container(cfg, resolve=True))
 
 
-def worker(config: str, folder: str) -> int:
-    """Train in this process; return its exit code."""
+def worker(config: str, folder: str, resume: str | None = None) -> int:
+    """Train in this process, or go on with the run `resume`; return the exit code."""
     from trainer.runs.failures import last_words
     from trainer.stops import Stopped
 
     try:
-        train(OmegaConf.load(config), Path(folder))
+        cfg = OmegaConf.load(config)
+        train(OmegaConf.merge(cfg, {"resume": resume}) if resume else cfg, Path(folder))
     except Stopped:
         return 143
     except Exception as error:  # the parent says it in one line

@@ -73,5 +73,5 @@ def join(words: list[str], ranks: int, worker: Worker, **ours: Any) -> int:
         lock_folder(folder := start.run_folder(words))  # until this process ends
         return prepare(config, folder, **ours)
 
-    folder = agree(make, config)
-    return worker(str(folder / "config.yaml"), str(folder))
+    path = agree(make, config)
+    return worker(str(path), str(path.parent))

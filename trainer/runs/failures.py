@@ -61,12 +61,12 @@ def note_error(folder: Path, error: BaseException) -> str:
     path, line = _file(folder), headline(error)
     if line.startswith(type(error).__name__):
         line += f" (traceback: {path})"
-    hidden = secrets_of(read_yaml(folder / "config.yaml"))
+    hidden = secrets_of([read_yaml(each) for each in folder.glob("*config*.yaml")])
     line = redact_text(line, hidden)
     story = redact_text("".join(traceback.format_exception(error)), hidden)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{line}\n\n{story}", encoding="utf-8")
+        write_text(path, f"{line}\n\n{story}")
     except OSError:  # the disk may be what failed
         complain(line)
     return line
