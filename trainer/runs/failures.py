@@ -19,6 +19,7 @@ from trainer.runs.run_files import read_status, read_yaml
 FULL = re.compile(r"No space left on device|os error 28|Disk quota exceeded")
 MEMORY = re.compile(r"out of memory|can't allocate memory", re.IGNORECASE)
 LOST = re.compile(r"Connection (closed|reset) by peer|remote process exited|Broken pipe.*gloo")
+LONG, LONGEST = 2_000, 1 << 20  # letters of a line, and of a story: a policy may have written them
 LESS_MEMORY = (
     "lower trainer.micro_batch_tokens (training) or algorithm.group_size (generation), or set "
     "policy.dtype=bfloat16"
@@ -62,14 +63,18 @@ def note_error(folder: Path, error: BaseException) -> str:
     if line.startswith(type(error).__name__):
         line += f" (traceback: {path})"
     hidden = secrets_of([read_yaml(each) for each in folder.glob("*config*.yaml")])
-    line = redact_text(line, hidden)
-    story = redact_text("".join(traceback.format_exception(error)), hidden)
+    line = _short(redact_text(line, hidden))
+    story = redact_text("".join(traceback.format_exception(error))[:LONGEST], hidden)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, f"{line}\n\n{story}")
     except OSError:  # the disk may be what failed
         complain(line)
     return line
+
+
+def _short(line: str) -> str:
+    return line if len(line) <= LONG else f"{line[:LONG]} ... ({len(line):,} letters)"
 
 
 def _file(folder: Path) -> Path:
@@ -120,4 +125,4 @@ def complain(error: object) -> None:
     """Print an error as one line, without secrets."""
     text = headline(error) if isinstance(error, (ValueError, OSError)) else str(error)
     with suppress(OSError):  # nobody may be listening any more
-        print(f"error: {redact_text(text)}", file=sys.stderr, flush=True)
+        print(f"error: {_short(redact_text(text))}", file=sys.stderr, flush=True)
