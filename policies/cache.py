@@ -84,14 +84,24 @@ def build_once(
 
 
 def read_manifest(folder: Path, *, full: bool = False) -> dict[str, Any] | None:
-    """Return the manifest of a sound folder; None if it is absent, incomplete or damaged."""
+    """Return the manifest of a sound folder; None if it is absent, incomplete or damaged.
+
+    With `full` a file that it does not list is damage too: who loads a folder would take it.
+    """
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         sound = all(_is_sound(folder / name, entry, full=full)
                     for name, entry in manifest["files"].items())  # fmt: skip
+        sound = sound and (not full or _files(folder) <= {MANIFEST, *manifest["files"]})
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return manifest if sound and "about" in manifest else None
+
+
+def _files(folder: Path) -> set[str]:
+    """List the files of a folder but hidden ones, which tools leave (.DS_Store, .nfs0001)."""
+    paths = (path.relative_to(folder) for path in folder.rglob("[!.]*") if not path.is_dir())
+    return {path.as_posix() for path in paths}
 
 
 def _is_sound(path: Path, entry: dict[str, Any], *, full: bool) -> bool:

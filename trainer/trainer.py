@@ -239,7 +239,12 @@ class Trainer:
         newest = self.checkpoints.newest()
         if newest is not None:
             self._restore(self.checkpoints.restore(newest))
-        done, skipped = self.progress.iteration, ", ".join(self.checkpoints.skipped)
+        if (done := self.progress.iteration) > self.num_iterations:
+            raise ValueError(
+                f"expected a checkpoint of at most trainer.num_iterations={self.num_iterations}, "
+                f"got {newest}; give a larger number, or move it away"
+            )
+        skipped = ", ".join(self.checkpoints.skipped)
         text = f"from iteration {done}{f', skipped damaged {skipped}' if skipped else ''}"
         text = text if newest else "from iteration 0, there is no checkpoint"
         self.runtime.status["resumed"] = text

@@ -13,7 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from policies.cache import write_text
-from trainer.runs.redact import redact_text, secrets_of
 from trainer.runs.run_files import read_status, read_yaml
 
 FULL = re.compile(r"No space left on device|os error 28|Disk quota exceeded")
@@ -62,6 +61,8 @@ def note_error(folder: Path, error: BaseException) -> str:
     path, line = _file(folder), headline(error)
     if line.startswith(type(error).__name__):
         line += f" (traceback: {path})"
+    from trainer.runs.redact import redact_text, secrets_of  # here: most runs have no error
+
     hidden = secrets_of([read_yaml(each) for each in folder.glob("*config*.yaml")])
     line = _short(redact_text(line, hidden))
     story = redact_text("".join(traceback.format_exception(error))[:LONGEST], hidden)
@@ -101,6 +102,8 @@ def noted_errors(folder: Path) -> list[tuple[Path, str]]:
 
 def close_status(folder: Path, state: str, reason: str) -> None:
     """Say in status.json how a run ended, unless it is finished."""
+    from trainer.runs.redact import redact_text
+
     if (status := read_status(folder)).get("state") == "finished":
         return
     text = json.dumps({**status, "state": state, "reason": redact_text(reason)}, indent=1)
@@ -123,6 +126,8 @@ def silence() -> None:
 
 def complain(error: object) -> None:
     """Print an error as one line, without secrets."""
+    from trainer.runs.redact import redact_text
+
     text = headline(error) if isinstance(error, (ValueError, OSError)) else str(error)
     with suppress(OSError):  # nobody may be listening any more
         print(f"error: {_short(redact_text(text))}", file=sys.stderr, flush=True)
