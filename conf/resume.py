@@ -57,7 +57,7 @@ def read_saved(path: Path) -> dict[str, Any]:
 
 def _damage(saved: Any) -> Iterator[str]:
     """Yield what a saved configuration lacks, has too much or of a wrong type."""
-    if not isinstance(saved, dict):
+    if not isinstance(saved, dict) or not saved:
         yield f"expected keys with values, got {repr(saved)[:40] if saved else 'nothing'}"
     groups = [part for part in schema.declared() if "=" not in part and part != "root"]
     for group in groups:

@@ -49,6 +49,16 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def sha256_of_data(node: Any, key: str = "env") -> dict[str, str]:
+    """Return the sha256 of each file that a key of a configuration named dataset gives, by key."""
+    out = {}
+    for name, value in node.items() if hasattr(node, "items") else ():
+        out |= sha256_of_data(value, f"{key}.{name}")
+        if name in ("dataset", "eval_dataset") and value and Path(str(value)).is_file():
+            out[f"{key}.{name}"] = sha256_file(Path(str(value)))
+    return out
+
+
 def build_once(
     folder: Path, build: Callable[[Path], dict[str, Any] | None], *, full: bool = False
 ) -> dict[str, Any]:
@@ -69,7 +79,14 @@ def build_once(
     manifest = read_manifest(folder, full=full)
     if manifest is not None:
         return manifest
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(folder.with_name(f".{folder.name}.lock"), os.O_WRONLY | os.O_CREAT, 0o666))
+    except OSError as error:
+        raise ValueError(
+            f"cannot write to the cache {folder.parent} ({error.strerror}); give a folder with "
+            "LEASH_CACHE=/path/to/it"
+        ) from error
     with _lock(folder.with_name(f".{folder.name}.lock")):
         manifest = read_manifest(folder, full=full)  # another process may have built it meanwhile
         if manifest is None:

@@ -359,6 +359,19 @@ def test_warm_up_runs_once_and_is_then_taken_from_the_cache(tmp_path, monkeypatc
     assert resolve_experiment("some/model", lambda _: {}, start_run) == "some/model"
 
 
+def test_an_experiment_that_trains_itself_first_is_told_with_its_chain(tmp_path, monkeypatch):
+    monkeypatch.setenv("LEASH_CACHE", str(tmp_path))
+
+    def start_run(config: dict, folder: Path) -> None:
+        resolve_experiment(config["model"], compose, start_run)
+
+    def compose(name: str) -> dict:
+        return {"model": f"experiment:{'b' if name == 'a' else 'a'}"}
+
+    with pytest.raises(ValueError, match=r"experiment:a is .* by itself \(a -> b -> a\); name"):
+        resolve_experiment("experiment:a", compose, start_run)
+
+
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_an_edited_task_or_base_of_one_has_another_warm_up(wrapped, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
@@ -400,6 +413,13 @@ def test_errors_of_a_failed_warm_up_stay_readable(script, tmp_path, monkeypatch)
     assert str(caught.value) == "lr is sour"
     (path,) = (tmp_path / "cache").rglob("rank0.txt")
     assert "Traceback: long" in path.read_text()
+
+
+def test_a_launcher_that_names_no_number_of_ranks_is_told(script, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "abc")
+    process = start(script, "seed=1", how="finish")
+    assert "expected WORLD_SIZE to be a number of ranks, got 'abc'" in process.communicate()[1]
+    assert process.returncode == 2
 
 
 def test_sweep_under_an_outside_launcher_is_refused_with_a_hint(script, monkeypatch):

@@ -69,11 +69,15 @@ class Checkpoints:
             target = self.folder / f"iteration_{iteration:06d}"
             part = self.folder / f".part-{target.name}"
             part.mkdir()
-            self._save_weights(part)
-            save_file(self._moments(), part / "optimizer.safetensors")
-            content = {"format": FORMAT, "iteration": iteration, **state}
-            (part / "state.json").write_text(json.dumps(content, indent=1))
-            write_manifest(part, {"format": FORMAT})
+            try:
+                self._save_weights(part)
+                save_file(self._moments(), part / "optimizer.safetensors")
+                content = {"format": FORMAT, "iteration": iteration, **state}
+                (part / "state.json").write_text(json.dumps(content, indent=1))
+                write_manifest(part, {"format": FORMAT})
+            except BaseException:  # on a full disk the last words need the room
+                shutil.rmtree(part, ignore_errors=True)
+                raise
             discard(target)
             part.rename(target)
             flush(self.folder)

@@ -22,13 +22,22 @@ import yaml
 
 from policies.cache import write_text
 from trainer.runs.experiment_models import resolve_experiment
-from trainer.runs.failures import LESS_MEMORY, close_status, complain, noted_errors, say
+from trainer.runs.failures import LESS_MEMORY, TOLD, close_status, complain, noted_errors, say
 from trainer.runs.lock import held, write_holders
 from trainer.runs.run_files import load_run, read_status, read_yaml
 from trainer.stops import stop_reason
 
 # What a launcher such as torchrun tells its ranks; a run started from one of them is its own.
-RANK = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+# PYTHONOPTIMIZE=2 would take from transformers the docstrings that it reads.
+RANK = {
+    "PYTHONOPTIMIZE",
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+}
 STOPPED = 143  # exit code of a rank that stopped because it was told to
 PATIENCE = 30  # seconds; a rank that waits for a dead one may never notice (NCCL)
 NEXT = ".config.next.yaml"  # of a run that goes on otherwise, until it has begun
@@ -58,7 +67,8 @@ def start(
             _leave(config, folder)
             raise stop if isinstance(stop, Interrupted) else Interrupted(130) from None
         except (RuntimeError, ValueError, OSError) as error:
-            close_status(folder, "failed", str(error))
+            if str(error):
+                close_status(folder, "failed", str(error))
             raise
         finally:
             (folder / NEXT).unlink(missing_ok=True)
@@ -180,7 +190,7 @@ def run(
             complain(failure)
         raise Interrupted(128 + got[0] if got else STOPPED)
     if failure:
-        raise RuntimeError(failure)
+        raise RuntimeError("" if code == TOLD else failure)
     _put_in_place(config, folder, ended=True)
     return status
 
@@ -286,7 +296,9 @@ def _close(folder: Path, code: int, got: list[int], *, who: str) -> str | None:
         close_status(folder, "preempted", stop_reason(got[0]))
     elif code or state not in ("finished", "preempted"):
         noted = noted_errors(folder)
-        reason = noted[0][1] if noted and code >= 0 else kill_reason(code, who)
+        told = read_status(folder).get("reason") if state == "failed" else None
+        said = noted[0][1] if noted else told  # no file where the disk is full
+        reason = said if said and code >= 0 else kill_reason(code, who)
         close_status(folder, "failed", reason)
         return reason
     return None
@@ -295,7 +307,8 @@ def _close(folder: Path, code: int, got: list[int], *, who: str) -> str | None:
 def kill_reason(code: int, who: str) -> str:
     """Return how a process ended that could not say so itself, from its exit code."""
     if code >= 0:
-        return f"{who} ended with code {code} and wrote no error"
+        why = "could not write why" if code == TOLD else "wrote no error"
+        return f"{who} ended with code {code} and {why}"
     killed = f"{who} was killed (signal {-code}, {signal.Signals(-code).name})"
     return f"{killed}; out of memory? {LESS_MEMORY}" if -code == signal.SIGKILL else killed
 
