@@ -4,6 +4,7 @@ Also preflight=true, and resume=<run folder> with mode=chat, evaluate or export.
 The parent checks the configuration and starts a fresh process per rank; it imports no torch.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ def train(cfg: DictConfig, folder: Path) -> float:
     """Put the parts of a run together and train, or what `mode` says; return its metric."""
     import policies
     import trainer
+    from policies.cache import sha256_of_data
     from trainer.modes import run_mode
     from trainer.runs.versions import about_machine
 
@@ -62,23 +64,24 @@ def train(cfg: DictConfig, folder: Path) -> float:
                 runtime, policy, optimizer, reference=reference, **cfg.checkpoint
             ),
             num_iterations=total,
+            data=sha256_of_data(cfg.env),
             observers=parts.make_observers(cfg, runtime),
         )
         return run_mode(loop, OmegaConf.to_container(cfg, resolve=True))
 
 
-def worker(config: str, folder: str) -> int:
-    """Train in this process; return its exit code."""
+def worker(config: str, folder: str, resume: str | None = None) -> int:
+    """Train in this process, or go on with the run `resume`; return the exit code."""
     from trainer.runs.failures import last_words
     from trainer.stops import Stopped
 
     try:
-        train(OmegaConf.load(config), Path(folder))
+        cfg = OmegaConf.load(config)
+        train(OmegaConf.merge(cfg, {"resume": resume}) if resume else cfg, Path(folder))
     except Stopped:
         return 143
-    except Exception as error:  # the parent says it in one line
-        last_words(Path(folder), error)
-        return 1
+    except BaseException as error:  # a reward may raise SystemExit; the parent says it in a line
+        return last_words(Path(folder), error)
     return 0
 
 
@@ -91,7 +94,14 @@ def cli(words: list[str]) -> int:
     return run_command(words, script=Path(__file__).resolve(), worker=worker)
 
 
+def open_streams() -> None:
+    """Open to nowhere what a daemon is started without: the next file would get its number."""
+    for name, mode in ("stdin", "r"), ("stdout", "w"), ("stderr", "w"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+        getattr(sys, name).reconfigure(errors="replace")  # of what a terminal cannot show
+
+
 if __name__ == "__main__":
-    for stream in (sys.stdin, sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # a reply may hold what this terminal cannot show
+    open_streams()
     sys.exit(cli(sys.argv[1:]))

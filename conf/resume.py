@@ -1,16 +1,19 @@
 """The saved configuration of a run that goes on or that a mode is for, with what may change."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 
-from conf import names
+from conf import names, schema
 from conf.compose import compose_raw, settle
 from trainer.runs.find import no_run
 from trainer.runs.saved_configs import as_today
 
+KINDS: dict[str, Any] = {"int": int, "float": int | float, "bool": bool, "str": str, "dict": dict}
+BESIDE = {"experiment", "kept_in", "trains_first"}  # of a warm-up, of a preflight
 RESUMABLE = ("trainer.num_iterations", "tracker", "launch", "checkpoint", "eval")
 
 
@@ -26,7 +29,7 @@ def load_for_resume(
         if not any(key == name or key.startswith(f"{name}.") for name in may):
             when, allowed = "on resume" if mode == "train" else f"in mode={mode}", ", ".join(may)
             raise ValueError(f"{key} cannot change {when}, only {allowed}; start a new run for it")
-    saved = OmegaConf.create(as_today(OmegaConf.to_container(OmegaConf.load(path))))
+    saved = OmegaConf.create(read_saved(path))
     if "tracker" not in changed:  # its keys are those of the saved one
         kind = saved.tracker._target_.rpartition(".")[2].removesuffix("Tracker").lower()
         known = (names.FOLDER / "tracker" / f"{kind}.yaml").is_file()
@@ -36,3 +39,59 @@ def load_for_resume(
         OmegaConf.update(saved, key, OmegaConf.select(fresh, key), merge=False)
     saved.update({"resume": str(folder), "mode": mode, "preflight": False, **instead})
     return settle(saved)
+
+
+def read_saved(path: Path) -> dict[str, Any]:
+    """Read the config.yaml of a run; a damaged one is a ValueError of one line."""
+    try:
+        saved = OmegaConf.to_container(OmegaConf.load(path))
+        fault = next(_damage(saved), None)
+    except (OSError, UnicodeError, yaml.YAMLError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = "it" if mark is None else f"line {mark.line + 1}"
+        fault = getattr(error, "strerror", None) or f"{where} is no YAML of keys with values"
+    if fault is None:
+        return as_today(saved)
+    raise ValueError(f"{path} is damaged: {fault}; put a copy of it back, or start a new run")
+
+
+def _damage(saved: Any) -> Iterator[str]:
+    """Yield what a saved configuration lacks, has too much or of a wrong type."""
+    if not isinstance(saved, dict) or not saved:
+        yield f"expected keys with values, got {repr(saved)[:40] if saved else 'nothing'}"
+    groups = [part for part in schema.declared() if "=" not in part and part != "root"]
+    for group in groups:
+        if not isinstance(saved.get(group), dict):
+            yield f"expected keys in {group}, got {repr(saved.get(group))[:40]}"
+    today = as_today(saved)
+    for group in ("root", *groups):
+        node = today if group == "root" else today[group]
+        parts = [part for part in schema.declared() if part.partition("=")[0] == group]
+        part = min(parts, key=lambda part: len(schema.declared()[part].keys() ^ node.keys()))
+        prefix, more = schema.prefix(part), {*groups, *BESIDE} if group == "root" else set()
+        yield from _differences(schema.declared()[part], node, prefix, more)
+
+
+def _differences(tree: dict[str, Any], node: Any, prefix: str, more: set[str]) -> Iterator[str]:
+    if not isinstance(node, dict):
+        yield f"expected keys in {prefix.rstrip('.')}, got {repr(node)[:40]}"
+    for name in {str(name) for name in node} - tree.keys() - more:
+        yield f"there is no key {prefix}{name}"
+    for name, key in tree.items():
+        if name not in node:
+            yield f"it has no {prefix}{name}"
+        elif isinstance(key, dict):
+            yield from _differences(key, node[name], f"{prefix}{name}.", set())
+        elif not _fits(key.type, node[name]):
+            yield f"expected {prefix}{name} to be {key.kind}, got {repr(node[name])[:40]}"
+
+
+def _fits(kind: str, value: Any) -> bool:
+    plain = kind.removesuffix(" | null")
+    if value is None:
+        return plain != kind or plain == "any"
+    if isinstance(value, str) and "${" in value:  # looked up when it is resolved
+        return True
+    if isinstance(value, bool):
+        return plain in ("bool", "any")
+    return isinstance(value, list if plain.startswith("list") else KINDS.get(plain, object))

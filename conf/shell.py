@@ -14,9 +14,10 @@ from conf.command_line import help_text, spell_out
 from conf.compose import compose_experiment
 from trainer.accelerate_settings import check_accelerate
 from trainer.runs.failures import complain, say
-from trainer.runs.launch import agree, prepare
+from trainer.runs.launch import Interrupted, agree, prepare
 from trainer.runs.launch import start as launch
 from trainer.runs.lock import lock_folder
+from trainer.runs.run_files import read_status
 
 Worker = Callable[[str, str], int]  # config.yaml, run folder -> exit code
 
@@ -41,7 +42,10 @@ def run_command(words: list[str], *, script: Path, worker: Worker) -> int:
     failed = 2  # before a run begins
     try:
         check_accelerate()
-        if (ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        if not (size := os.environ.get("WORLD_SIZE") or "1").isdecimal():
+            meant = "unset it, or start by torchrun or accelerate launch"
+            raise ValueError(f"expected WORLD_SIZE to be a number of ranks, got {size!r}; {meant}")
+        if (ranks := int(size)) > 1:
             return join(words, ranks, worker, **ours)
         if any(word.startswith(("mode=", "preflight=")) for word in words):
             from conf.preflight_and_modes import asked, run_aside
@@ -52,7 +56,11 @@ def run_command(words: list[str], *, script: Path, worker: Worker) -> int:
         if wanted is None:
             show()
         elif isinstance(wanted, start.Job):
-            run(wanted)
+            try:
+                run(wanted)
+            except Interrupted:  # a run that is finished has ended well, whatever came then
+                if read_status(wanted.folder).get("state") != "finished":
+                    raise
         else:
             return wanted.run(run)
     except (ValueError, RuntimeError, OSError) as error:
@@ -73,5 +81,5 @@ def join(words: list[str], ranks: int, worker: Worker, **ours: Any) -> int:
         lock_folder(folder := start.run_folder(words))  # until this process ends
         return prepare(config, folder, **ours)
 
-    folder = agree(make, config)
-    return worker(str(folder / "config.yaml"), str(folder))
+    path = agree(make, config)
+    return worker(str(path), str(path.parent))

@@ -12,6 +12,7 @@ from conf import names
 from conf.command_line import SWEEP, check_flags, check_single, flags_and_overrides
 from conf.compose import compose_checked, compose_raw
 from conf.schema import register
+from policies.cache import write_text
 from trainer.runs.folders import holds_run, make_writable, unique_folder
 
 
@@ -111,5 +112,5 @@ def begin(job: Job) -> Path:
     }
     (job.folder / ".hydra").mkdir(parents=True, exist_ok=True)
     for name, node in files.items():
-        (job.folder / ".hydra" / f"{name}.yaml").write_text(OmegaConf.to_yaml(node))
+        write_text(job.folder / ".hydra" / f"{name}.yaml", OmegaConf.to_yaml(node))
     return job.folder

@@ -6,6 +6,7 @@ not the one in its folder is refused before the first starts.
 """
 
 import itertools
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from trainer.runs.job_names import job_names
 from trainer.runs.lock import held
 from trainer.runs.run_files import read_status
 from trainer.runs.saved_configs import holds_same
+
+MOST = 1_000  # jobs; each is checked before the first starts
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,13 @@ def list_jobs(words: Sequence[str]) -> list[list[str]]:
         if item.is_interval_sweep() or "glob(" in word:
             values = f"{key}=a,b,c or {key}=range(0,3)"
             raise ValueError(f"{word}: a sweep takes values, {values}; glob does not work")
-        choices.append([f"{key}={value}" for value in item.sweep_string_iterator()])
+        values = itertools.islice(item.sweep_string_iterator(), MOST + 1)
+        choices.append([f"{key}={value}" for value in values])
+        if not choices[-1]:
+            raise ValueError(f"{word} gives no value; a range ends before its stop: range(0,3)")
+    if (count := math.prod(map(len, choices))) > MOST:
+        few = "give fewer values, or several sweeps"
+        raise ValueError(f"expected at most {MOST:,} jobs of a sweep, got {count:,} or more; {few}")
     return [list(job) for job in itertools.product(*choices)]
 
 

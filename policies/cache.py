@@ -49,6 +49,16 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def sha256_of_data(node: Any, key: str = "env") -> dict[str, str]:
+    """Return the sha256 of each file that a key of a configuration named dataset gives, by key."""
+    out = {}
+    for name, value in node.items() if hasattr(node, "items") else ():
+        out |= sha256_of_data(value, f"{key}.{name}")
+        if name in ("dataset", "eval_dataset") and value and Path(str(value)).is_file():
+            out[f"{key}.{name}"] = sha256_file(Path(str(value)))
+    return out
+
+
 def build_once(
     folder: Path, build: Callable[[Path], dict[str, Any] | None], *, full: bool = False
 ) -> dict[str, Any]:
@@ -69,7 +79,14 @@ def build_once(
     manifest = read_manifest(folder, full=full)
     if manifest is not None:
         return manifest
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(folder.with_name(f".{folder.name}.lock"), os.O_WRONLY | os.O_CREAT, 0o666))
+    except OSError as error:
+        raise ValueError(
+            f"cannot write to the cache {folder.parent} ({error.strerror}); give a folder with "
+            "LEASH_CACHE=/path/to/it"
+        ) from error
     with _lock(folder.with_name(f".{folder.name}.lock")):
         manifest = read_manifest(folder, full=full)  # another process may have built it meanwhile
         if manifest is None:
@@ -84,14 +101,24 @@ def build_once(
 
 
 def read_manifest(folder: Path, *, full: bool = False) -> dict[str, Any] | None:
-    """Return the manifest of a sound folder; None if it is absent, incomplete or damaged."""
+    """Return the manifest of a sound folder; None if it is absent, incomplete or damaged.
+
+    With `full` a file that it does not list is damage too: who loads a folder would take it.
+    """
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         sound = all(_is_sound(folder / name, entry, full=full)
                     for name, entry in manifest["files"].items())  # fmt: skip
+        sound = sound and (not full or _files(folder) <= {MANIFEST, *manifest["files"]})
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return manifest if sound and "about" in manifest else None
+
+
+def _files(folder: Path) -> set[str]:
+    """List the files of a folder but hidden ones, which tools leave (.DS_Store, .nfs0001)."""
+    paths = (path.relative_to(folder) for path in folder.rglob("[!.]*") if not path.is_dir())
+    return {path.as_posix() for path in paths}
 
 
 def _is_sound(path: Path, entry: dict[str, Any], *, full: bool) -> bool:

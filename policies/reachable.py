@@ -23,16 +23,16 @@ def why_unreachable() -> str | None:
 
 def why_silent(address: str, seconds: float) -> str | None:
     """Return why a web server gives no answer within so many seconds; None if it gives any."""
-    from huggingface_hub import get_session
+    import httpx  # the hub's own session refuses under HF_HUB_OFFLINE, which is not about W&B
 
     said = list[str | None]()
 
     def ask() -> None:
         try:
             # A second more: this only ends the thread.
-            status = get_session().head(address, timeout=seconds + 1).status_code
+            status = httpx.head(address, timeout=seconds + 1).status_code
             said.append(f"{address} answers {status}" if status in GATEWAY else None)
-        except Exception as error:  # of whichever HTTP package is below
+        except Exception as error:
             reason = str(error).strip().split("\n")[0] or type(error).__name__
             said.append(f"{address} cannot be reached: {reason}")
 

@@ -73,6 +73,7 @@ def train(
     refresh: int = 0,
     decay: float = 0.0,
     control: KLControllerBase | None = None,
+    data: dict[str, str] | None = None,
     **steps: object,
 ) -> str:
     """Train four iterations, evaluating after the second and the last; return what was shown.
@@ -104,6 +105,7 @@ def train(
                 runtime, policy, optimizer, every=every, keep_last=0, reference=retrieve
             ),
             num_iterations=4,
+            data=data or {},
             observers=Observers([JsonlTracker(folder, resume=resume), LiveReport(folder), display]),
         )
         try:

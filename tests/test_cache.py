@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from policies.cache import build_once, cache_dir, read_manifest
+from policies.cache import build_once, cache_dir, read_manifest, sha256_of_data
 
 ROOT = Path(__file__).parents[1]
 
@@ -110,3 +110,23 @@ def test_killed_build_counts_for_nothing_and_is_cleaned_up(tmp_path):
     assert not (tmp_path / "a").exists()
     assert start(tmp_path / "a", "live").wait(60) == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == [".a.lock", "a", "builds.txt"]
+
+
+def test_the_data_files_of_a_configuration_are_known_by_their_content(tmp_path):
+    """Also those of the tasks of a mixture; what is no file is the hub's."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("a")
+    task = {"tasks": {"one": {"dataset": str(path)}}}
+    env = {"dataset": str(path), "eval_dataset": "openai/gsm8k", "task": task, "columns": None}
+    names = ("env.dataset", "env.task.tasks.one.dataset")
+    for text in ("a", "b"):
+        path.write_text(text)
+        assert sha256_of_data(env) == dict.fromkeys(
+            names, hashlib.sha256(text.encode()).hexdigest()
+        )
+
+
+def test_a_cache_that_cannot_be_written_names_its_remedy(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"cannot write to the cache .*LEASH_CACHE="):
+        build_once(tmp_path / "file" / "models" / "x", lambda _: None)

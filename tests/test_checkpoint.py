@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from contracts import make_policy
 from saved import make, step, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from policies.cache import write_manifest
 from trainer.checkpoint import Checkpoints, save_model
 from trainer.optimizer import make_optimizer
 from trainer.runtime import Runtime
@@ -91,6 +93,111 @@ def test_a_damaged_checkpoint_does_not_count(tmp_path, file, damage):
         saved.newest()
 
 
+def sealed(folder: Path, **state) -> None:
+    """Change the state of a checkpoint and list its files anew, hashes right."""
+    old = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps({**old, **state}))
+    (folder / "MANIFEST.json").unlink()
+    write_manifest(folder, {"format": 1})
+
+
+def other_weights(folder: Path) -> None:
+    shutil.copy(folder / "model/model.safetensors", folder / "model/zzz.safetensors")
+
+
+def empty_manifest(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+    write_manifest(folder, {"format": 1})
+
+
+def without_weights(folder: Path) -> None:
+    shutil.rmtree(folder / "model")
+    sealed(folder)
+
+
+def a_file(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.write_text("")
+
+
+def dangling(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.symlink_to("/nowhere")
+
+
+def beyond(folder: Path) -> None:
+    sealed(folder, iteration=10**6)
+
+
+@pytest.mark.parametrize(
+    "damage", [other_weights, empty_manifest, without_weights, a_file, dangling, beyond]
+)
+def test_what_only_looks_like_a_checkpoint_is_passed_over_and_goes(tmp_path, damage):
+    """Other weights beside the listed ones were loaded once, without a word."""
+    _, _, saved = make(tmp_path, steps=1, keep_last=2)
+    for iteration in (1, 2):
+        saved.save(iteration, {})
+    damage(saved.folder / "iteration_000002")
+    _, _, found = make(tmp_path, keep_last=1)
+    assert found.newest().name == "iteration_000001"
+    assert found.skipped == ["iteration_000002"]
+    found.save(2, {})
+    found.save(3, {})
+    assert names(found) == ["iteration_000003"]
+
+
+def test_files_that_tools_leave_are_no_damage(tmp_path):
+    _, _, saved = make(tmp_path)
+    saved.save(1, {})
+    (saved.newest() / "model" / ".DS_Store").touch()
+    (saved.folder / "iteration_000001 (copy)").mkdir()
+    assert saved.newest().name == "iteration_000001"
+    assert saved.skipped == []
+
+
+def test_a_checkpoint_of_a_later_leash_is_refused_by_its_format(tmp_path):
+    _, _, saved = make(tmp_path)
+    saved.save(1, {})
+    saved.save(2, {})
+    sealed(saved.newest(), format=2)
+    with pytest.raises(ValueError, match=r"iteration_000002 is of format 2, this leash reads 1; "):
+        saved.newest()
+
+
+def test_a_linked_checkpoint_counts_and_only_the_link_goes(tmp_path):
+    _, _, saved = make(tmp_path, steps=1, keep_last=1)
+    saved.save(1, {})
+    elsewhere, place = tmp_path / "disk 2", saved.newest()
+    place.rename(elsewhere)
+    place.symlink_to(elsewhere)
+    assert saved.restore(saved.newest())["iteration"] == 1
+    for iteration in (2, 3):
+        saved.save(iteration, {})
+    assert names(saved) == ["iteration_000003"]
+    assert (elsewhere / "MANIFEST.json").is_file()
+
+
+def test_a_million_iterations_come_after_those_before(tmp_path):
+    _, _, saved = make(tmp_path, keep_last=2)
+    for iteration in (999_999, 1_000_000, 1_000_001):
+        saved.save(iteration, {})
+    assert saved.newest().name == "iteration_1000001"
+    assert names(saved) == ["iteration_1000000", "iteration_1000001"]
+
+
+@pytest.mark.parametrize("text", ["{torn", "[1]", '{"objective": "high"}', None])
+def test_a_damaged_one_is_never_the_best(tmp_path, text):
+    _, _, saved = make(tmp_path, keep_last=1, keep_best=True)
+    for iteration, objective in ((1, 0.9), (2, 0.5)):
+        saved.save(iteration, {"objective": objective})
+    state = saved.folder / "iteration_000001" / "state.json"
+    state.unlink() if text is None else state.write_text(text)
+    saved.save(3, {"objective": 0.1})
+    saved.save(4, {"objective": 0.6})
+    assert names(saved) == ["iteration_000004"]
+
+
 def test_saves_come_when_due_and_only_the_last_are_kept(tmp_path):
     _, _, saved = make(tmp_path, every=2, keep_last=2)
     for iteration in range(1, 9):
@@ -141,6 +248,7 @@ def test_saving_again_replaces_and_clears_what_was_left_behind(tmp_path):
 
 SAVER = """
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path

@@ -429,3 +429,8 @@ def test_a_run_that_was_saved_with_the_names_of_before_goes_on(tmp_path):
     assert load_for_resume(str(tmp_path), []) == {**config, "resume": str(tmp_path)}
     algorithm["objective"]["clip_high"] = 0.5  # given in the node, beside the algorithm's key
     assert as_today(before)["algorithm"]["objective"]["clip_high"] == 0.5
+
+
+@pytest.mark.parametrize("word", ["kl=[1,2]", "checkpoint=[1]", f"trainer.num_iterations={10**30}"])
+def test_lists_for_groups_and_numbers_beyond_all_counting_are_one_line(word):
+    assert word.partition("=")[0] in refusal(word)

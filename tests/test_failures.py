@@ -1,13 +1,14 @@
 """What an error says to the user: one line, with a remedy where it is known."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from trainer.runs.failures import LESS_MEMORY, headline, last_words
+from trainer.runs.failures import LESS_MEMORY, TOLD, headline, last_words
 from trainer.runs.launch import kill_reason
 
 GLOO = "[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer. Check"
@@ -79,6 +80,14 @@ def test_a_run_that_fails_says_why_and_keeps_the_traceback(tmp_path):
     assert text.rstrip().endswith("ZeroDivisionError: division by zero")
 
 
+def test_a_text_that_a_policy_wrote_ends_a_run_quickly_and_in_a_line_of_bounded_length(tmp_path):
+    for text in ("key" * 700, "1" * 60_000):
+        start = time.process_time()
+        last_words(tmp_path, RuntimeError(f"bad reply {text}"))
+        assert time.process_time() - start < 2
+        assert len(status(tmp_path)["reason"]) < 2_200
+
+
 def test_secrets_stay_out_of_what_a_failure_leaves(tmp_path, monkeypatch):
     monkeypatch.setenv("MY_HF_TOKEN", "hf_planted_1")
     monkeypatch.setenv("PLACE", "from_planted_2")
@@ -100,14 +109,32 @@ def test_secrets_stay_out_of_what_a_failure_leaves(tmp_path, monkeypatch):
     )
 
 
-def test_failure_on_a_full_disk_is_still_told(tmp_path, capsys):
-    """Writing to /dev/full fails as writing to a full disk does."""
-    (tmp_path / "errors").mkdir()
-    (tmp_path / "errors" / "rank0.txt").symlink_to("/dev/full")
+def fault_on_a_full_disk() -> OSError:
     with pytest.raises(OSError, match="No space left") as caught:
         Path("/dev/full").write_text("x")
-    last_words(tmp_path, caught.value)
-    assert capsys.readouterr().err == (
-        "error: the disk is full ([Errno 28] No space left on device); free some space, or write "
-        "elsewhere with output_dir=\n"
-    )
+    return caught.value
+
+
+def test_failure_on_a_full_disk_is_still_told(tmp_path, capsys, monkeypatch):
+    """By the status of the run, which is written where it is; else at the terminal, once."""
+    monkeypatch.setenv("LEASH_PARENT", "1")
+    monkeypatch.setattr("trainer.runs.failures.write_text", lambda *_: fail_to_write())
+    line = "the disk is full ([Errno 28] No space left on device); free some space, or write "
+    for there, code in ((True, 1), (False, TOLD)):
+        if there:
+            (tmp_path / "status.json").write_text(json.dumps({"state": "running", "iteration": 2}))
+        assert last_words(tmp_path, fault_on_a_full_disk()) == code
+        said = capsys.readouterr().err
+        if there:
+            assert (said, status(tmp_path)["state"], status(tmp_path)["iteration"]) == (
+                *("", "failed"),
+                2,
+            )
+            assert status(tmp_path)["reason"].startswith(line)
+            (tmp_path / "status.json").unlink()
+        else:
+            assert said == f"error: {line}elsewhere with output_dir=\n"
+
+
+def fail_to_write() -> None:
+    raise fault_on_a_full_disk()

@@ -68,3 +68,12 @@ def test_offline_asks_nobody(nowhere, monkeypatch):
         silent.settimeout(0.1)
         with pytest.raises(TimeoutError):
             silent.accept()
+
+
+def test_a_server_of_another_kind_is_asked_also_without_the_hub(monkeypatch):
+    """HF_HUB_OFFLINE is about the hub: W&B's server is there all the same."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    server = answering(200)
+    assert reachable.why_silent(f"http://127.0.0.1:{server.server_port}", 5) is None
+    server.shutdown()
+    server.server_close()

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from faulty import at_call, forked, full, kill
 from processes import alive, gone
 
 from trainer.runs.experiment_models import cache_folder, resolve_experiment
-from trainer.runs.launch import prepare, run
+from trainer.runs.launch import _put_in_place, prepare, run
 from trainer.runs.lock import held, lock_folder, write_holders
 from trainer.runs.run_files import read_status
 
@@ -197,6 +198,31 @@ def test_a_stop_before_a_run_goes_on_keeps_what_it_had(script):
     assert yaml.safe_load((place / "run" / "config.yaml").read_text())["eval"]["every"] == 3
 
 
+@pytest.mark.parametrize("fault", [kill, full])
+@pytest.mark.parametrize("asked", [8, 9])
+def test_a_fault_at_any_write_of_a_resume_leaves_a_whole_config(fault, asked, tmp_path):
+    """One that changes nothing does not write it at all."""
+    config = {"trainer": {"num_iterations": 8}, "mode": "train", "resume": None}
+    saved = tmp_path / "run" / "config.yaml"
+    prepare(config, tmp_path / "run", script=Path(), compose=lambda _: {})
+    new = {**config, "trainer": {"num_iterations": asked}, "resume": "run"}
+    before, codes = saved.stat().st_mtime_ns, []
+    for number in range(1, 16):
+
+        def work(number: int = number) -> int:
+            at_call(number, fault)
+            path = prepare(new, tmp_path / "run", script=Path(), compose=lambda _: {})
+            _put_in_place(path, tmp_path / "run", ended=True)
+            return 0
+
+        codes.append(forked(work))
+        assert yaml.safe_load(saved.read_text()) in (config, config | {"trainer": new["trainer"]})
+        assert asked != 8 or saved.stat().st_mtime_ns == before
+    assert codes[-1] == 0, "every write had its turn"
+    assert min(codes) < 0 if fault is kill else max(codes) > 0 or asked == 8
+    assert yaml.safe_load(saved.read_text())["trainer"] == new["trainer"]
+
+
 def test_hammering_ctrl_c_leaves_no_process_and_a_true_status(script):
     process = start(script, "output_dir=run", "launch.num_processes=2", how="stubborn")
     place = script.parent / "here"
@@ -333,6 +359,19 @@ def test_warm_up_runs_once_and_is_then_taken_from_the_cache(tmp_path, monkeypatc
     assert resolve_experiment("some/model", lambda _: {}, start_run) == "some/model"
 
 
+def test_an_experiment_that_trains_itself_first_is_told_with_its_chain(tmp_path, monkeypatch):
+    monkeypatch.setenv("LEASH_CACHE", str(tmp_path))
+
+    def start_run(config: dict, folder: Path) -> None:
+        resolve_experiment(config["model"], compose, start_run)
+
+    def compose(name: str) -> dict:
+        return {"model": f"experiment:{'b' if name == 'a' else 'a'}"}
+
+    with pytest.raises(ValueError, match=r"experiment:a is .* by itself \(a -> b -> a\); name"):
+        resolve_experiment("experiment:a", compose, start_run)
+
+
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_an_edited_task_or_base_of_one_has_another_warm_up(wrapped, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
@@ -356,7 +395,7 @@ def test_status_of_an_earlier_attempt_does_not_hide_a_death(script, folder, monk
     config = {"policy": {"model": "some/model"}}
     for how, reason in (("raise", "lr is sour"), ("die", "code 9")):
         monkeypatch.setenv("HOW", how)
-        path = prepare(config, folder, script=script, compose=lambda _: {}) / "config.yaml"
+        path = prepare(config, folder, script=script, compose=lambda _: {})
         with pytest.raises(RuntimeError, match=reason):
             run(script, path, folder)
         assert reason in read_status(folder)["reason"]
@@ -374,6 +413,13 @@ def test_errors_of_a_failed_warm_up_stay_readable(script, tmp_path, monkeypatch)
     assert str(caught.value) == "lr is sour"
     (path,) = (tmp_path / "cache").rglob("rank0.txt")
     assert "Traceback: long" in path.read_text()
+
+
+def test_a_launcher_that_names_no_number_of_ranks_is_told(script, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "abc")
+    process = start(script, "seed=1", how="finish")
+    assert "expected WORLD_SIZE to be a number of ranks, got 'abc'" in process.communicate()[1]
+    assert process.returncode == 2
 
 
 def test_sweep_under_an_outside_launcher_is_refused_with_a_hint(script, monkeypatch):

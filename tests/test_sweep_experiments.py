@@ -186,3 +186,17 @@ def test_optuna_searches_for_reward_less_kl(tmp_path):
         assert trial.value == pytest.approx(reward - module.LAMBDA * kl)
         assert float(job.overrides["kl.coeff"]) == pytest.approx(trial.params["kl.coeff"], rel=1e-3)
     assert (folder / "sweep.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["seed=range(0,1000000)"], "at most 1,000 jobs"),
+        (["seed=range(0,100)", "kl.coeff=range(0,11)"], "got 1,100"),
+        (["seed=range(0,1000000000000)"], "at most 1,000 jobs"),
+        (["seed=range(0,0)"], "gives no value"),
+    ],
+)
+def test_a_sweep_of_too_many_jobs_or_none_is_told_at_once(words, said):
+    with pytest.raises(ValueError, match=said):
+        list_jobs(words)

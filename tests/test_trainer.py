@@ -1,6 +1,7 @@
 """The loop in this process: stops, resumes, and what the one at the terminal is told."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from small_runs import (
     train,
 )
 
+from policies.cache import write_manifest
 from trainer.checkpoint import Checkpoints
 from trainer.kl_control import (
     TargetKLController,
@@ -174,3 +176,32 @@ def test_the_checkpoint_that_rank_0_chose_is_taken_on_all(tmp_path) -> None:
     (found.folder / "iteration_000009").mkdir(parents=True)
     assert found.newest() == Second.chosen[0]
     assert found.skipped == ["iteration_000003"]
+
+
+def test_a_run_goes_on_with_the_data_that_it_began_with(tmp_path):
+    data = {"env.dataset": "a" * 64}
+    train(tmp_path, Counted(IN_ITERATION_4, stop), data=data)
+    with pytest.raises(ValueError, match=r"the data of env\.dataset .*put the old file back"):
+        train(tmp_path, resume=True, data={"env.dataset": "b" * 64})
+    train(tmp_path, resume=True, data=data)
+    assert load_run(tmp_path).state == "finished"
+
+
+def test_a_run_whose_folder_is_removed_says_so_and_makes_no_new_one(tmp_path):
+    folder = tmp_path / "run"
+    gone = Counted(IN_ITERATION_2, lambda: shutil.rmtree(folder))
+    with pytest.raises(FileNotFoundError, match=re.escape(str(folder))):
+        train(folder, gone)
+    assert not (folder / "model").exists()
+
+
+def test_a_checkpoint_beyond_the_last_iteration_is_refused(tmp_path):
+    train(tmp_path)
+    (saved,) = tmp_path.glob("checkpoints/iteration_000004")
+    late = saved.rename(saved.with_name("iteration_1000000"))
+    state = json.loads((late / "state.json").read_text())
+    (late / "state.json").write_text(json.dumps({**state, "iteration": 10**6}))
+    (late / "MANIFEST.json").unlink()
+    write_manifest(late, {"format": 1})
+    with pytest.raises(ValueError, match=r"at most trainer\.num_iterations=4, got .*1000000"):
+        train(tmp_path, resume=True)

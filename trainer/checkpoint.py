@@ -11,6 +11,8 @@ format, in place of model/: the weights under it never change.
 """
 
 import json
+import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -63,15 +65,19 @@ class Checkpoints:
             self.folder.mkdir(parents=True, exist_ok=True)
             for kind in ("part", "trash"):  # left by an interrupted save or removal
                 for leftover in self.folder.glob(f".{kind}-*"):
-                    shutil.rmtree(leftover)
+                    _remove(leftover)
             target = self.folder / f"iteration_{iteration:06d}"
             part = self.folder / f".part-{target.name}"
             part.mkdir()
-            self._save_weights(part)
-            save_file(self._moments(), part / "optimizer.safetensors")
-            content = {"format": FORMAT, "iteration": iteration, **state}
-            (part / "state.json").write_text(json.dumps(content, indent=1))
-            write_manifest(part, {"format": FORMAT})
+            try:
+                self._save_weights(part)
+                save_file(self._moments(), part / "optimizer.safetensors")
+                content = {"format": FORMAT, "iteration": iteration, **state}
+                (part / "state.json").write_text(json.dumps(content, indent=1))
+                write_manifest(part, {"format": FORMAT})
+            except BaseException:  # on a full disk the last words need the room
+                shutil.rmtree(part, ignore_errors=True)
+                raise
             discard(target)
             part.rename(target)
             flush(self.folder)
@@ -133,10 +139,10 @@ class Checkpoints:
         Rank 0 looks and the others take its choice. Nothing but damaged ones is a ValueError.
         """
         found, damaged = None, []
-        for folder in sorted(self.folder.glob("iteration_*"), reverse=True):
+        for folder in reversed(saved_in(self.folder)):
             if not self.runtime.is_main:
                 break
-            if read_manifest(folder, full=True) is not None:
+            if read_state(folder) is not None:
                 found = folder
                 break
             damaged.append(folder.name)
@@ -150,7 +156,7 @@ class Checkpoints:
 
     def _prune(self, newest: Path) -> None:
         """Keep what was asked for. Later iterations than the newest were found damaged: they go."""
-        done = sorted(self.folder.glob("iteration_*"))
+        done = saved_in(self.folder)
         for folder in done[done.index(newest) + 1 :]:
             discard(folder)
         done = done[: done.index(newest) + 1]
@@ -160,6 +166,31 @@ class Checkpoints:
         for folder in done:
             if folder not in keep:
                 discard(folder)
+
+
+def saved_in(folder: Path) -> list[Path]:
+    """List what is named like a checkpoint in a folder, the latest iteration last."""
+    named = ((re.fullmatch(r"iteration_(\d+)", path.name), path) for path in folder.glob("*"))
+    return [path for _, path in sorted((int(name[1]), path) for name, path in named if name)]
+
+
+def read_state(folder: Path) -> dict[str, Any] | None:
+    """Return the state of a checkpoint that verifies, None of a damaged one.
+
+    One that a later leash has written is a ValueError.
+    """
+    manifest = read_manifest(folder, full=True)
+    files = manifest["files"] if manifest else {}
+    whole = {"state.json", "optimizer.safetensors"} <= {*files}
+    if not whole or not any(re.fullmatch(r"(model|adapter)/.*safetensors", f) for f in files):
+        return None
+    state = json.loads((folder / "state.json").read_text())
+    if (found := state.get("format")) != FORMAT:
+        raise ValueError(
+            f"{folder} is of format {found}, this leash reads {FORMAT}; go on with the leash that "
+            "wrote it, or move it away to go on from an earlier one"
+        )
+    return state if f"iteration_{state['iteration']:06d}" == folder.name else None
 
 
 def save_model(policy: Policy, folder: Path) -> None:
@@ -177,10 +208,15 @@ def _base(policy: Policy) -> str:
 
 def discard(folder: Path) -> None:
     """Remove a folder so that no half of it is ever mistaken for a checkpoint."""
-    if folder.exists():
+    if os.path.lexists(folder):
         trash = folder.with_name(f".trash-{folder.name}")
         folder.rename(trash)
-        shutil.rmtree(trash)
+        _remove(trash)
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, a file or a link, of which not what it leads to."""
+    path.unlink() if path.is_symlink() or not path.is_dir() else shutil.rmtree(path)
 
 
 def _named(optimizer: torch.optim.Optimizer, policy: Policy):
@@ -190,6 +226,7 @@ def _named(optimizer: torch.optim.Optimizer, policy: Policy):
 
 
 def _score(folder: Path) -> float:
-    state = json.loads((folder / "state.json").read_text())
-    objective = state.get("objective")
-    return float("-inf") if objective is None else objective
+    try:
+        return float(json.loads((folder / "state.json").read_text())["objective"])
+    except (OSError, ValueError, KeyError, TypeError):  # none, or damaged: never the best
+        return float("-inf")

@@ -125,9 +125,13 @@ class Runtime:
 
     def write_status(self, **changes: Any) -> None:
         """Update status.json atomically (rank 0)."""
+        again, path = "seconds" in self.status, self.folder / "status.json"
         self.status.update(changes, seconds=round(time.time() - self.started, 2))
+        if self.is_main and again and not path.exists():
+            gone = "was removed, or emptied, while its run went on; start the run anew"
+            raise FileNotFoundError(f"{self.folder} {gone}")
         if self.is_main:
-            write_text(self.folder / "status.json", json.dumps(self.status, indent=1))
+            write_text(path, json.dumps(self.status, indent=1))
 
     def peak_memory_gib(self) -> float:
         """Return the peak memory of this process so far: of the GPU if there is one, else RSS."""

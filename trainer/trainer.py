@@ -70,6 +70,7 @@ class Trainer:
     num_iterations: int
     observers: Observer = field(default_factory=Observer)
     progress: Progress = field(default_factory=Progress)
+    data: dict[str, str] = field(default_factory=dict)  # sha256 of each data file, by its key
 
     def run(self, *, resume: bool = False) -> float:
         """Train to the last iteration; return the objective of a sweep."""
@@ -231,7 +232,8 @@ class Trainer:
             "update": self.update.state_dict(),
             "kl": self.leash.controller.state_dict(),
             "version": self.policy.version,
-            "reference": self.retrieve_kl.sha256,  # a resumed run must have the same
+            "reference": self.retrieve_kl.sha256,  # a resumed run must have the same,
+            "data": self.data,  # and the same rows
         }
 
     def resume(self) -> None:
@@ -239,7 +241,12 @@ class Trainer:
         newest = self.checkpoints.newest()
         if newest is not None:
             self._restore(self.checkpoints.restore(newest))
-        done, skipped = self.progress.iteration, ", ".join(self.checkpoints.skipped)
+        if (done := self.progress.iteration) > self.num_iterations:
+            raise ValueError(
+                f"expected a checkpoint of at most trainer.num_iterations={self.num_iterations}, "
+                f"got {newest}; give a larger number, or move it away"
+            )
+        skipped = ", ".join(self.checkpoints.skipped)
         text = f"from iteration {done}{f', skipped damaged {skipped}' if skipped else ''}"
         text = text if newest else "from iteration 0, there is no checkpoint"
         self.runtime.status["resumed"] = text
@@ -252,6 +259,12 @@ class Trainer:
                 f"expected the reference {state['reference'][:12]} of this run, got "
                 f"{self.retrieve_kl.sha256[:12]}; put the old model back, or start a new run"
             )
+        for key, sha in state.get("data", {}).items():
+            if self.data.get(key, sha) != sha:
+                raise ValueError(
+                    f"expected the data of {key} that this run began with ({sha[:12]}), got other "
+                    f"({self.data[key][:12]}); put the old file back, or start a new run"
+                )
         self.update.load_state_dict(state["update"])
         self.leash.controller.load_state_dict(state["kl"])
         names = [part.name for part in fields(Progress)]

@@ -1,12 +1,11 @@
 """Which of a run's weights a mode works on, and how they get into its policy."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from policies.cache import read_manifest
 from policies.models import has_adapter
+from trainer.checkpoint import read_state, saved_in
 from trainer.runs.run_files import dig, load_run, number
 from trainer.trainer import Trainer
 
@@ -38,12 +37,8 @@ def choose_weights(folder: Path, *, keep_best: bool = False) -> Weights:
     else the final model of a finished run, else the newest checkpoint that verifies.
     """
     run = load_run(folder)
-    saved = sorted((folder / "checkpoints").glob("iteration_*"))
-    states = {
-        path: json.loads((path / "state.json").read_text())
-        for path in saved
-        if read_manifest(path, full=True) is not None
-    }
+    found = {path: read_state(path) for path in saved_in(folder / "checkpoints")}
+    states = {path: state for path, state in found.items() if state}
     scored = {
         p: s for p, state in states.items() if (s := number(state.get("objective"))) is not None
     }
@@ -51,7 +46,7 @@ def choose_weights(folder: Path, *, keep_best: bool = False) -> Weights:
         best = max(scored, key=scored.__getitem__)
         return Weights(best, "the best checkpoint", str(folder), states[best]["iteration"])
     if run.status.get("state") == "finished" and (folder / "model").is_dir():
-        return Weights(folder, "the final model", str(folder), run.status["iteration"])
+        return Weights(folder, "the final model", str(folder), run.status.get("iteration"))
     if states:
         newest, state = list(states.items())[-1]
         return Weights(newest, "the newest checkpoint", str(folder), state["iteration"])

@@ -16,6 +16,7 @@ from trainer.runs.nodes import walk
 from trainer.runs.run_files import PREFIX
 from trainer.runs.targets import find_target
 
+_begun: list[Path] = []  # those that this process is about to train, each for the one before
 IRRELEVANT = ("tracker", "launch", "checkpoint", "mode", "preflight")  # to what is learnt
 
 
@@ -31,6 +32,9 @@ def resolve_experiment(
     experiment = name.removeprefix(PREFIX)
     config = compose(experiment)
     folder = cache_folder(experiment, config)
+    if folder in _begun:
+        chain = " -> ".join(path.name.rpartition("-")[0] for path in [*_begun, folder])
+        raise ValueError(f"{name} is trained first by itself ({chain}); name another model there")
 
     def build(work: Path) -> dict[str, Any]:
         say(f"{experiment} is not in the cache yet: running it first")
@@ -42,7 +46,11 @@ def resolve_experiment(
         shutil.rmtree(run_folder)
         return {"experiment": experiment, "config": config}
 
-    build_once(folder, build)
+    _begun.append(folder)
+    try:
+        build_once(folder, build)
+    finally:
+        _begun.pop()
     return str(folder / "model")
 
 

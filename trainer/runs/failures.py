@@ -13,12 +13,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from policies.cache import write_text
-from trainer.runs.redact import redact_text, secrets_of
 from trainer.runs.run_files import read_status, read_yaml
 
 FULL = re.compile(r"No space left on device|os error 28|Disk quota exceeded")
 MEMORY = re.compile(r"out of memory|can't allocate memory", re.IGNORECASE)
 LOST = re.compile(r"Connection (closed|reset) by peer|remote process exited|Broken pipe.*gloo")
+TOLD = 74  # exit code of a process that printed its error: it could not write it (EX_IOERR)
+LONG, LONGEST = 2_000, 1 << 20  # letters of a line, and of a story: a policy may have written them
 LESS_MEMORY = (
     "lower trainer.micro_batch_tokens (training) or algorithm.group_size (generation), or set "
     "policy.dtype=bfloat16"
@@ -61,29 +62,39 @@ def note_error(folder: Path, error: BaseException) -> str:
     path, line = _file(folder), headline(error)
     if line.startswith(type(error).__name__):
         line += f" (traceback: {path})"
-    hidden = secrets_of(read_yaml(folder / "config.yaml"))
-    line = redact_text(line, hidden)
-    story = redact_text("".join(traceback.format_exception(error)), hidden)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{line}\n\n{story}", encoding="utf-8")
-    except OSError:  # the disk may be what failed
-        complain(line)
+    from trainer.runs.redact import redact_text, secrets_of  # here: most runs have no error
+
+    hidden = secrets_of([read_yaml(each) for each in folder.glob("*config*.yaml")])
+    line = _short(redact_text(line, hidden))
+    story = redact_text("".join(traceback.format_exception(error))[:LONGEST], hidden)
+    with suppress(OSError):  # the disk may be what failed, or the folder be gone
+        path.parent.mkdir(exist_ok=True)
+        write_text(path, f"{line}\n\n{story}")
     return line
+
+
+def _short(line: str) -> str:
+    return line if len(line) <= LONG else f"{line[:LONG]} ... ({len(line):,} letters)"
 
 
 def _file(folder: Path) -> Path:
     return folder / "errors" / f"rank{os.environ.get('RANK', '0')}.txt"
 
 
-def last_words(folder: Path, error: BaseException) -> None:
-    """Write down why this process ends; below an outside launcher the first to fail prints it."""
+def last_words(folder: Path, error: BaseException) -> int:
+    """Write down why this process ends, and return its exit code.
+
+    Below an outside launcher the first to fail prints it, and whoever cannot write it anywhere.
+    """
     line = note_error(folder, error)
-    if os.environ.get("RANK", "0") == "0":
-        close_status(folder, "failed", line)
+    written = os.environ.get("RANK", "0") == "0" and close_status(folder, "failed", line)
     noted = noted_errors(folder)
-    if "LEASH_PARENT" not in os.environ and noted and noted[0][0] == _file(folder):
-        complain(noted[0][1])
+    if not noted and not written:
+        complain(line)
+        return TOLD
+    if "LEASH_PARENT" not in os.environ and (not noted or noted[0][0] == _file(folder)):
+        complain(line)
+    return 1
 
 
 def noted_errors(folder: Path) -> list[tuple[Path, str]]:
@@ -94,13 +105,22 @@ def noted_errors(folder: Path) -> list[tuple[Path, str]]:
     return [(path, line) for path, line in lines if line]
 
 
-def close_status(folder: Path, state: str, reason: str) -> None:
-    """Say in status.json how a run ended, unless it is finished."""
+def close_status(folder: Path, state: str, reason: str) -> bool:
+    """Say in status.json how a run ended, unless it is finished; return whether it says so.
+
+    On a full disk it is written where it is: a few more bytes fit into its block.
+    """
+    from trainer.runs.redact import redact_text
+
     if (status := read_status(folder)).get("state") == "finished":
-        return
+        return True
     text = json.dumps({**status, "state": state, "reason": redact_text(reason)}, indent=1)
-    with suppress(OSError):  # the disk may be what failed; the reason is printed too
-        write_text(folder / "status.json", text)
+    try:
+        write_text(path := folder / "status.json", text)
+    except OSError:
+        with suppress(OSError), open(path, "r+b", buffering=0) as file:
+            file.truncate(file.write(text.encode("utf-8", "replace")))
+    return read_status(folder).get("reason") == redact_text(reason)
 
 
 def say(text: str) -> None:
@@ -118,6 +138,10 @@ def silence() -> None:
 
 def complain(error: object) -> None:
     """Print an error as one line, without secrets."""
+    from trainer.runs.redact import redact_text
+
     text = headline(error) if isinstance(error, (ValueError, OSError)) else str(error)
+    if not text:  # it has been said
+        return
     with suppress(OSError):  # nobody may be listening any more
-        print(f"error: {redact_text(text)}", file=sys.stderr, flush=True)
+        print(f"error: {_short(redact_text(text))}", file=sys.stderr, flush=True)

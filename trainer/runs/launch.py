@@ -2,7 +2,8 @@
 
 The parent never imports torch: what a job leaves behind in a process cannot reach the next one.
 Status travels by <folder>/status.json, errors by <folder>/errors/rank<k>.txt. A run has begun once
-its status.json has an iteration: from then on it speaks for itself.
+its status.json has an iteration: from then on it speaks for itself, and not before is the saved
+config.yaml of one that goes on replaced, in one piece.
 """
 
 import os
@@ -19,16 +20,27 @@ from typing import Any
 
 import yaml
 
+from policies.cache import write_text
 from trainer.runs.experiment_models import resolve_experiment
-from trainer.runs.failures import LESS_MEMORY, close_status, complain, noted_errors, say
+from trainer.runs.failures import LESS_MEMORY, TOLD, close_status, complain, noted_errors, say
 from trainer.runs.lock import held, write_holders
-from trainer.runs.run_files import load_run, read_status
+from trainer.runs.run_files import load_run, read_status, read_yaml
 from trainer.stops import stop_reason
 
 # What a launcher such as torchrun tells its ranks; a run started from one of them is its own.
-RANK = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+# PYTHONOPTIMIZE=2 would take from transformers the docstrings that it reads.
+RANK = {
+    "PYTHONOPTIMIZE",
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+}
 STOPPED = 143  # exit code of a rank that stopped because it was told to
 PATIENCE = 30  # seconds; a rank that waits for a dead one may never notice (NCCL)
+NEXT = ".config.next.yaml"  # of a run that goes on otherwise, until it has begun
 OURS = {".hydra", ".lock", "config.yaml", "status.json"}  # what is there before a run begins
 
 
@@ -44,37 +56,33 @@ def start(
     ValueError if another run holds the folder; nothing in it is touched then. One that does not
     get as far as to go on again keeps its config.yaml.
     """
-    path = folder / "config.yaml"
-    with held(folder) as lock, _kept(path):
+    with held(folder) as lock:
         try:
-            prepare(config, folder, script=script, compose=compose)
+            path = prepare(config, folder, script=script, compose=compose)
             ranks, threads = config["launch"]["num_processes"], config["launch"]["threads"]
-            status = run(script, path, folder, ranks=ranks, threads=threads, lock=lock)
+            again = config["resume"] if _mode(config) == "train" else None
+            sizes = {"ranks": ranks, "threads": threads, "lock": lock}
+            status = run(script, path, folder, resume=again, **sizes)
         except (Interrupted, KeyboardInterrupt) as stop:
             _leave(config, folder)
             raise stop if isinstance(stop, Interrupted) else Interrupted(130) from None
         except (RuntimeError, ValueError, OSError) as error:
-            close_status(folder, "failed", str(error))
+            if str(error):
+                close_status(folder, "failed", str(error))
             raise
+        finally:
+            (folder / NEXT).unlink(missing_ok=True)
     return float(status["objective"])
-
-
-@contextmanager
-def _kept(config: Path) -> Iterator[None]:
-    """Put a saved config.yaml back where a block fails before its run has begun."""
-    before = config.read_bytes() if config.exists() else None
-    try:
-        yield
-    except BaseException:
-        if before is not None and "iteration" not in read_status(config.parent):
-            config.write_bytes(before)
-        raise
 
 
 def prepare(
     config: dict[str, Any], folder: Path, *, script: Path, compose: Callable[[str], dict[str, Any]]
 ) -> Path:
-    """Write config.yaml into a run folder, after the warm-up it asks for; return the folder."""
+    """Write config.yaml into a run folder, after the warm-up it asks for; return its path.
+
+    One that is there stays: another one is written beside it, the same one not at all. That a run
+    goes on is no part of it.
+    """
 
     def train_first(config: dict[str, Any], folder: Path) -> None:
         start(config, folder, script=script, compose=compose)
@@ -88,10 +96,21 @@ def prepare(
 
     folder.mkdir(parents=True, exist_ok=True)
     _announce(config, folder)
+    config = resolve(config | {"resume": None} if _mode(config) == "train" else config)
+    path = folder / "config.yaml"
+    if path.exists():
+        path = path if read_yaml(path) == config else folder / NEXT
+    if path.name == NEXT or not path.exists():
+        write_text(path, yaml.safe_dump(config, sort_keys=False))
     shutil.rmtree(folder / "errors", ignore_errors=True)  # an earlier attempt must not speak for
     (folder / "status.json").unlink(missing_ok=True)  # this one
-    (folder / "config.yaml").write_text(yaml.safe_dump(resolve(config), sort_keys=False))
-    return folder
+    return path
+
+
+def _put_in_place(config: Path, folder: Path, *, ended: bool = False) -> None:
+    """Let the configuration of a run that goes on replace the saved one, once it has begun."""
+    if config.name == NEXT and config.exists() and (ended or "iteration" in read_status(folder)):
+        os.replace(config, folder / "config.yaml")
 
 
 def _announce(config: dict[str, Any], folder: Path) -> None:
@@ -140,17 +159,27 @@ def run(
     ranks: int = 1,
     threads: int | None = None,
     lock: int | None = None,
+    resume: str | None = None,
 ) -> dict[str, Any]:
     """Run `script --worker config folder` and return its status; raise RuntimeError if it failed.
+
+    `resume`: the run folder, if it goes on there.
 
     SIGINT and SIGTERM are passed on once, for the run to stop at its next safe point; a second one
     ends it at once. A stopped run raises `Interrupted` with 128 + the signal.
     """
-    words = [sys.executable, str(script), "--worker", str(config), str(folder)]
+    words = [
+        sys.executable,
+        str(script),
+        "--worker",
+        str(config),
+        str(folder),
+        *filter(None, [resume]),
+    ]
     each = threads or max((os.cpu_count() or 1) // ranks, 1)
     with _caught_signals() as got, _free_port() as port:
         started = _start_ranks(words, ranks=ranks, threads=each, port=port, lock=lock)
-        code, first = _wait(started, folder, got)
+        code, first = _wait(started, config, folder, got)
         who = f"rank {first}" if ranks > 1 else "the process"
         failure = _close(folder, code, got, who=who)
     if code or got:
@@ -161,7 +190,8 @@ def run(
             complain(failure)
         raise Interrupted(128 + got[0] if got else STOPPED)
     if failure:
-        raise RuntimeError(failure)
+        raise RuntimeError("" if code == TOLD else failure)
+    _put_in_place(config, folder, ended=True)
     return status
 
 
@@ -206,7 +236,9 @@ def _start_ranks(
     return out
 
 
-def _wait(ranks: list[subprocess.Popen], folder: Path, got: list[int]) -> tuple[int, int]:
+def _wait(
+    ranks: list[subprocess.Popen], config: Path, folder: Path, got: list[int]
+) -> tuple[int, int]:
     """Wait for all ranks; return exit code and number of the one that failed first, or 0 and 0.
 
     The first signal in `got` is passed on, at the second all processes are killed. The others of a
@@ -225,7 +257,9 @@ def _wait(ranks: list[subprocess.Popen], folder: Path, got: list[int]) -> tuple[
             ready = "state" in read_status(folder)
             for rank in ranks:
                 rank.send_signal(got[0] if ready else signal.SIGTERM)
+        _put_in_place(config, folder)
         time.sleep(0.05)
+    _put_in_place(config, folder)
     code, first = (code, first) if code else _first_failure(ranks)
     if code < 0:
         _kill_families(ranks)  # what it had started itself is still there
@@ -262,7 +296,9 @@ def _close(folder: Path, code: int, got: list[int], *, who: str) -> str | None:
         close_status(folder, "preempted", stop_reason(got[0]))
     elif code or state not in ("finished", "preempted"):
         noted = noted_errors(folder)
-        reason = noted[0][1] if noted and code >= 0 else kill_reason(code, who)
+        told = read_status(folder).get("reason") if state == "failed" else None
+        said = noted[0][1] if noted else told  # no file where the disk is full
+        reason = said if said and code >= 0 else kill_reason(code, who)
         close_status(folder, "failed", reason)
         return reason
     return None
@@ -271,7 +307,8 @@ def _close(folder: Path, code: int, got: list[int], *, who: str) -> str | None:
 def kill_reason(code: int, who: str) -> str:
     """Return how a process ended that could not say so itself, from its exit code."""
     if code >= 0:
-        return f"{who} ended with code {code} and wrote no error"
+        why = "could not write why" if code == TOLD else "wrote no error"
+        return f"{who} ended with code {code} and {why}"
     killed = f"{who} was killed (signal {-code}, {signal.Signals(-code).name})"
     return f"{killed}; out of memory? {LESS_MEMORY}" if -code == signal.SIGKILL else killed
 

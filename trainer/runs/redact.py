@@ -1,8 +1,9 @@
 """Keep secrets out of everything a run writes: configs, names, reports, W&B.
 
-A value is hidden when its name has the word key, token, secret, password or credential (`api_key`,
-`apiKey`; not `max_new_tokens: 16`), and wherever the value of an environment variable with such a
-name turns up, as are passwords in URLs. Left out on purpose: guessing secrets by their look.
+A value is hidden when its name has the word key, token, secret, password or the like (`api_key`,
+`apiKey`, `DB_PASS`; not `max_new_tokens: 16`), and wherever the value of an environment variable
+with such a name turns up, as are passwords in URLs and what follows in those of webhooks. Takes
+linear time: a policy may have written the text. Left out: guessing other secrets by their look.
 """
 
 import os
@@ -14,19 +15,19 @@ from typing import Any
 HIDDEN = "<hidden>"
 _WORD = re.compile(
     r"(?i)(?:(?<![a-z])|(?<=api)|(?<=access)|(?<=private))(key)$"
-    r"|(token|secret|password|passwd|credential)s?$"
+    r"|(token|secret|password|passwd|passphrase|credential|webhook)s?$"
 )
+_LAST = {"pass", "pwd", "pat"}  # DB_PASS; not PWD, the folder that a shell is in
 _ROLE = re.compile(r"(?i)(pad|eos|bos|unk|stop|start|end|special)_tokens?$")  # of a tokenizer
 _SPLIT = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])")
 _NUMBER = re.compile(r"[-+]?[\d.]+(e[-+]?\d+)?", re.IGNORECASE)
 _SEVERAL = re.compile(r"(?:\w+\(|\[)?([^()\[\]]*)[)\]]?")  # 8,16 or [8,16] or choice(8,16)
 _PLAIN = {"", "null", "none", "true", "false"}
-# Only names with such a word: any name at all would take `note:` and swallow the secret after it.
-_ASSIGNMENT = re.compile(
-    r"(?i)([\w.+/@-]*(?:key|token|secret|passw(?:or)?d|credential)[\w.+/@-]*)"
-    r"(=|['\"]?:\s*)([^,\s&}\]]+)"
-)
-_URL = re.compile(r"(\w://(?:[^/\s:@]*:)?)[^/\s:@]+@")
+# A name is all of its letters, tried once (the `+`): from each of them would take quadratic time.
+_NAME = re.compile(r"(?<![\w.+/@-])([\w.+/@-]++)(?:=|['\"]?:\s*+)")
+_VALUE = re.compile(r"[^,\s&}\]]++(?:,[^,\s&}\]=]++(?!=))*+")  # or several, a,b
+_URL = re.compile(r"(\w:/{1,2}(?:[^/\s:@]*+:)?)[^/\s:@]++@")
+_HOOK = re.compile(r"(?i)(://[^\s'\"]{0,99}hooks?[\w.]{0,99}/)[^\s'\"]++")
 _BEARER = re.compile(r"(?i)\b(bearer )\S{8,}")
 _FROM_ENVIRONMENT = re.compile(r"oc\.env:(\w+)")
 
@@ -58,14 +59,16 @@ def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
     for secret in sorted({*secrets, *_environment_secrets()}, key=len, reverse=True):
         if len(secret) >= 8:  # shorter ones occur inside ordinary words
             text = text.replace(secret, HIDDEN)
-    text = _BEARER.sub(rf"\1{HIDDEN}", _URL.sub(rf"\1{HIDDEN}@", text))
-
-    def hide(match: re.Match[str]) -> str:
-        name, sign, value = match.groups()
-        shown = HIDDEN if _is_secret(name, value) else _ASSIGNMENT.sub(hide, value)
-        return f"{name}{sign}{shown}"
-
-    return _ASSIGNMENT.sub(hide, text)
+    text = _HOOK.sub(rf"\1{HIDDEN}", _URL.sub(rf"\1{HIDDEN}@", text))
+    text, out, place = _BEARER.sub(rf"\1{HIDDEN}", text), [], 0
+    for named in _NAME.finditer(text):
+        name = named[1][-200:]
+        if named.start() < place or not _words(name):  # a value only where it is wanted
+            continue
+        if (value := _VALUE.match(text, named.end())) and _is_secret(name, value[0]):
+            out += [text[place : value.start()], HIDDEN]
+            place = value.end()
+    return "".join([*out, text[place:]])
 
 
 def redact_word(word: str) -> str:
@@ -99,8 +102,10 @@ def _words(name: str) -> list[str]:
     """List the words of `name` that say its value is a secret, in lower case."""
     if name.endswith(("Error", "Exception")) or _ROLE.search(name):  # KeyError: 'a'
         return []
-    found = (_WORD.search(word) for word in _SPLIT.split(name))
-    return [(match[1] or match[2]).lower() for match in found if match]
+    words = _SPLIT.split(name)
+    last = {words[-1].lower()} & _LAST if len(words) > 1 else ()
+    found = (_WORD.search(word) for word in words)
+    return [*last, *((match[1] or match[2]).lower() for match in found if match)]
 
 
 def _is_secret(name: str, value: Any) -> bool:
@@ -110,7 +115,7 @@ def _is_secret(name: str, value: Any) -> bool:
     several = _SEVERAL.fullmatch(str(value).strip())
     parts = [part.strip().lower() for part in several[1].split(",")] if several else [str(value)]
     counts = all(part in _PLAIN or _NUMBER.fullmatch(part) for part in parts)  # max_tokens=16,32
-    return not counts or bool({"secret", "password", "passwd"} & set(words))
+    return not counts or bool({"secret", "password", "passwd"} & {*words})
 
 
 def _environment_secrets() -> list[str]:

@@ -19,6 +19,8 @@ from policies.cache import write_text
 ITERATION = "progress/iteration"
 PREFIX = "experiment:"  # of a model that an experiment trains first
 PLACES = ("output_dir", "resume")  # keys that name a place, not a run
+_KINDS: dict[str, Any] = {"state": str, "reason": str | None, "resumed": str, "iteration": int}
+_KINDS |= {"objective": int | float | None, "seconds": int | float, "model": dict, "machine": dict}
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster where libyaml is
 
 
@@ -102,12 +104,18 @@ def load_run(folder: str | Path) -> Run:
 
 
 def read_status(folder: Path) -> dict[str, Any]:
-    """Return status.json, or {} before it is there."""
+    """Return status.json, or {} before it is there; what is of a wrong type is left out."""
     try:
         data = (folder / "status.json").read_bytes()
     except OSError:
         return {}
-    return _parse(data.decode("utf-8", "replace")) or {}
+    found = _parse(data.decode("utf-8", "replace")) or {}
+    good = {k: v for k, v in found.items() if isinstance(v, _KINDS.get(k, object))}
+    return {k: v for k, v in good.items() if k != "notes" or _are_notes(v)}
+
+
+def _are_notes(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(note, dict) for note in value)
 
 
 def is_sweep(folder: Path) -> bool:
@@ -167,7 +175,7 @@ def _load_yaml(path: Path) -> Any:
         return None
     try:
         return yaml.load(path.read_bytes().decode("utf-8", "replace"), Loader=_Loader)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, RecursionError, ValueError):
         return None
 
 
@@ -179,6 +187,6 @@ def _read_words(path: Path) -> list[str]:
 def _parse(text: str) -> dict[str, Any] | None:
     try:
         item = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # torn, or nested without end
         return None
     return item if isinstance(item, dict) else None
