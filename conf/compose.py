@@ -25,6 +25,7 @@ from conf.check import check
 from conf.command_line import ALLOW, check_overrides, read_override, spell_out
 from conf.names import all_keys, nearest
 from conf.schema import keys, register
+from trainer.runs.redact import typed_secrets
 from trainer.runs.run_files import dig
 
 UNKNOWN = (ConfigAttributeError, ConfigKeyError)
@@ -75,6 +76,10 @@ def compose_raw(
     for item in [] if files_only else items:
         if not _is_choice(item) and (with_hydra or not item.key_or_group.startswith("hydra.")):
             _put_in(cfg, item)
+    ours = {key: cfg._get_node(key) for key in cfg if key != "hydra"}
+    for place in typed_secrets(OmegaConf.to_container(OmegaConf.create(ours))):
+        told = "a secret would lie in the files of the run; put it into the environment and give"
+        raise ValueError(f"{place}: {told} '{place}=${{oc.env:NAME}}'")
     return cfg
 
 

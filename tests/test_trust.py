@@ -204,3 +204,43 @@ def test_a_warm_up_of_ones_own_class_has_the_leave_of_the_command_line(conf, mar
     config = compose_experiment("evil", words)
     assert (config["env"]["task"]["_target_"], config["seed"]) == ("mine.Mine", 0)
     assert compose_experiment("sft_tiny", words) == compose_experiment("sft_tiny")
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "+env.task.api_key=sk-planted-123",
+        "+env.task.judge={token: planted-12345}",
+        "+env.task.client_secret=planted-12345",
+        "+env.task.password='planted 12345'",
+        "+env.task.tokens=[planted-12345]",
+        "+env.task.note=planted-by-value",
+        "env.dataset=https://user:planted-12@host/x.jsonl",
+    ],
+)
+def test_a_secret_is_looked_up_and_not_typed(word, monkeypatch, tmp_path):
+    monkeypatch.setenv("MY_SERVICE_TOKEN", "planted-by-value")
+    message = refusal("experiment=grpo_tiny", word)
+    place = re.match(r"\+?([\w.]+)", word)[1]
+    assert message.startswith(place)
+    assert "${oc.env:NAME}" in message
+    assert "planted" not in message
+    with pytest.raises(ValueError, match="oc.env") as caught:
+        read_command(["-m", "experiment=grpo_tiny", f"{word},1", f"hydra.sweep.dir={tmp_path}"])
+    assert "planted" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_only_looks_like_a_secret_by_its_name_is_typed(monkeypatch):
+    monkeypatch.setenv("PLACE", "sk-planted-123")
+    for word in (
+        "+env.task.api_key=${oc.env:PLACE}",
+        "+env.task.answer_key=B",
+        "+env.task.key_variable=OPENAI_API_KEY",
+        "+env.task.max_tokens=16000000",
+        "policy.system_prompt='The password: swordfish. token=abc'",
+        "policy.stop=[a_long_word_to_stop_at]",
+    ):
+        with pytest.raises(ValueError, match=r".") as caught:
+            compose_checked(["experiment=grpo_tiny", word, "trainer.num_iterations=-1"])
+        assert "trainer.num_iterations" in str(caught.value)
