@@ -25,7 +25,7 @@ from conf.check import check
 from conf.command_line import ALLOW, check_overrides, read_override, spell_out
 from conf.names import all_keys, nearest
 from conf.schema import keys, register
-from trainer.runs.redact import typed_secrets
+from trainer.runs.nodes import typed_secrets
 from trainer.runs.run_files import dig
 
 UNKNOWN = (ConfigAttributeError, ConfigKeyError)

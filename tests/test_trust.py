@@ -225,7 +225,7 @@ def test_a_secret_is_looked_up_and_not_typed(word, monkeypatch, tmp_path):
     assert message.startswith(place)
     assert "${oc.env:NAME}" in message
     assert "planted" not in message
-    with pytest.raises(ValueError, match="oc.env") as caught:
+    with pytest.raises(ValueError, match=r"oc\.env") as caught:
         read_command(["-m", "experiment=grpo_tiny", f"{word},1", f"hydra.sweep.dir={tmp_path}"])
     assert "planted" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []

@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from trainer.runs.redact import HIDDEN, redact, redact_text, secrets_of
 from trainer.runs.targets import arguments_of, find_target, takes_any, unknown_argument
 
 ROOT = Path(__file__).parents[2]
@@ -45,12 +46,30 @@ def is_node(value: Any) -> bool:
 
 
 def walk_texts(tree: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield path and value of every text."""
+    """Yield path and value of every text; those of a list have its path."""
     if isinstance(tree, dict):
         for key, value in tree.items():
             yield from walk_texts(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(tree, list):
+        for value in tree:
+            yield from walk_texts(value, path)
     elif isinstance(tree, str):
         yield path, tree
+
+
+def typed_secrets(tree: Any) -> Iterator[str]:
+    """Yield the place of each secret that a configuration spells out instead of looking it up.
+
+    >>> list(typed_secrets({"a": {"api_key": "sk-12345678", "token": "${oc.env:T}", "key": "C"}}))
+    ['a.api_key']
+    """
+    for place, value in walk_texts(tree):
+        name = place.rpartition(".")[2]
+        last = re.split(r"[^A-Za-z0-9]+", name)[-1]  # key_variable=OPENAI_API_KEY is none
+        named = secrets_of({name: value}) and secrets_of({f"of_{last}": value})
+        in_url = re.fullmatch(r"\w+:/\S+", value) and redact_text(value) != value
+        if "${" not in value and len(value) >= 8 and (named or in_url or redact(value) == HIDDEN):
+            yield place
 
 
 def belongs(target: str, path: str) -> bool:

@@ -7,7 +7,7 @@ name turns up, as are passwords in URLs. Left out on purpose: guessing secrets b
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -116,23 +116,3 @@ def _is_secret(name: str, value: Any) -> bool:
 def _environment_secrets() -> list[str]:
     values = {value for name, value in os.environ.items() if _words(name)}
     return sorted(v for v in values if len(v) >= 4 and v.lower() not in _PLAIN)
-
-
-def typed_secrets(config: Any, place: str = "") -> Iterator[str]:
-    """Yield the place of each secret that a configuration spells out instead of looking it up.
-
-    >>> list(typed_secrets({"a": {"api_key": "sk-12345678", "token": "${oc.env:T}", "key": "C"}}))
-    ['a.api_key']
-    """
-    if isinstance(config, dict):
-        for key, item in config.items():
-            yield from typed_secrets(item, f"{place}.{key}" if place else str(key))
-    elif isinstance(config, list):
-        for item in config:
-            yield from typed_secrets(item, place)
-    elif isinstance(config, str) and "${" not in config and len(config) >= 8:
-        name = place.rpartition(".")[2]
-        last = f"of_{_SPLIT.split(name)[-1]}"  # key_variable=OPENAI_API_KEY is none
-        named = _is_secret(name, config) and bool(_words(last))
-        if named or config in _environment_secrets() or _URL.search(config):
-            yield place
