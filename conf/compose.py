@@ -78,8 +78,8 @@ def compose_raw(
             _put_in(cfg, item)
     ours = {key: cfg._get_node(key) for key in cfg if key != "hydra"}
     for place in typed_secrets(OmegaConf.to_container(OmegaConf.create(ours))):
-        told = "a secret would lie in the files of the run; put it into the environment and give"
-        raise ValueError(f"{place}: {told} '{place}=${{oc.env:NAME}}'")
+        told = "a secret would lie in the files of the run; put it into the environment, and give"
+        raise ValueError(f"{place}: {told} '${{oc.env:NAME}}' in its place")
     return cfg
 
 
