@@ -111,7 +111,12 @@ def test_a_run_of_ones_own_class_goes_on_with_leave_given_again(place):
     (place / "mine.py").write_text(
         "from trainer.objectives import SFTObjective\nclass Mine(SFTObjective): ...\n"
     )
-    words = ["experiment=sft_tiny", "algorithm.objective._target_=mine.Mine", "output_dir=run"]
+    words = [
+        "experiment=sft_tiny",
+        "algorithm.objective._target_=mine.Mine",
+        "output_dir=run",
+        "checkpoint.every=1",
+    ]
     refused(place, leash(place, *words, *TRAIN), "allow_targets=true")
     done = leash(place, *words, *TRAIN, "allow_targets=true")
     assert done.returncode == 0, done.stderr
