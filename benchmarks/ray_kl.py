@@ -4,7 +4,7 @@
 
 Prints the latency of a step (median, ms), the throughput of all environments together (tokens/s),
 the actor's memory (MiB) and the bytes that made it; first the same without Ray. Needs
-`pip install 'leash[ray]'`. No threshold, nothing is asserted.
+`pip install -e '.[ray]'`. No threshold, nothing is asserted.
 """
 
 import argparse

@@ -8,7 +8,6 @@ import difflib
 import os
 import re
 from collections.abc import Iterator
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,15 +20,17 @@ from trainer.runs.folders import holds_run
 from trainer.runs.nodes import (
     PACKAGES,
     arguments_in_source,
+    belongs,
     is_node,
     is_ours,
+    parts,
+    parts_at,
     walk,
     walk_texts,
 )
 from trainer.runs.run_files import PREFIX
 from trainer.runs.targets import unknown_argument
 
-LAZY = (*PACKAGES, "envs.transforms")  # their names are known without torch
 CROWD = 4  # processes a core, above which there are surely too many
 SILENT = ("Demonstrations", "PreferencePairs")  # sources that sample no replies
 # Parts of a run that nodes of algorithm.* are handed: never two of them, one leash above all.
@@ -172,6 +173,25 @@ def _unnamed(cfg: dict[str, Any]) -> Iterator[str]:
             yield f"expected {path}._target_ to be <module>.<name>, as envs.tasks.Facts; got {got}"
 
 
+def _foreign(cfg: dict[str, Any]) -> Iterator[str]:
+    """Yield each node that names what is no part of leash for its place."""
+    leave = "set allow_targets=true if you trust it"
+    if cfg["resume"]:
+        leave = f"{leave}; it is to be said again: this folder may be somebody else's"
+    for path, node in walk(cfg):
+        value = node["_target_"]
+        if value in parts()["programs"]:
+            yield f"{path}._target_={value} starts any program; {leave}"
+        elif not is_ours(value.rpartition(".")[0]):
+            ours = ", ".join(PACKAGES)
+            yield f"{path}._target_={value}: expected code of {ours}; {leave}"
+        elif not belongs(value, path):
+            close = difflib.get_close_matches(value, parts_at(path), n=2, cutoff=0)
+            hint = f"; did you mean {' or '.join(close)}?" if close else ", which takes none"
+            hint = names.known_elsewhere(value) or hint
+            yield f"{path}._target_={value}: no part of leash for {path}{hint}"
+
+
 def _nodes(cfg: dict[str, Any]) -> Iterator[str]:
     """Yield what is wrong with the nodes: who may be named, and what must not be given."""
     for name, node in cfg["env"]["transforms"].items():
@@ -184,16 +204,7 @@ def _nodes(cfg: dict[str, Any]) -> Iterator[str]:
     for path, node in walk(cfg["algorithm"], "algorithm"):
         for key in MADE & set(node):
             yield f"{path}.{key} is made by the run, for all parts alike; leave it out"
-    for path, node in () if cfg["allow_targets"] else walk(cfg):
-        key, value = f"{path}._target_", node["_target_"]
-        module, _, name = value.rpartition(".")
-        if not is_ours(module):
-            ours = ", ".join(PACKAGES)
-            yield f"{key}={value}: expected code of {ours}; set allow_targets=true if you trust it"
-        elif module in LAZY and name not in (there := import_module(module).__all__):
-            close = difflib.get_close_matches(name, there, n=2, cutoff=0)
-            hint = names.known_elsewhere(value) or f"; did you mean {' or '.join(close)}?"
-            yield f"{key}={value}: {module} has no {name}{hint}"
+    yield from () if cfg["allow_targets"] else _foreign(cfg)
     for path, node in walk({key: cfg[key] for key in ("algorithm", "env")}):
         known = arguments_in_source(node["_target_"])
         for key in node:

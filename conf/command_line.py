@@ -25,6 +25,10 @@ FLAGS = (  # -m, and those of Hydra that show something and run nothing
     "--shell-completion --info -i"
 )
 SWEEP = {"-m", "--multirun"}
+ALLOW = (
+    "a file of conf/ sets allow_targets, which counts on the command line alone; take it out of "
+    "the file, and give allow_targets=true if you trust the code that the file names"
+)
 
 
 def flags_and_overrides(words: Sequence[str]) -> tuple[set[str], list[str]]:
@@ -103,6 +107,8 @@ def swept_by_experiment(words: Sequence[str]) -> dict[str, str]:
     name = next((w.partition("=")[2] for w in words if w.startswith("experiment=")), "")
     path = names.FOLDER / "experiment" / f"{name}.yaml"
     params = dig(read_yaml(path), "hydra", "sweeper", "params")
+    if "allow_targets" in str(params):
+        raise ValueError(ALLOW)
     return {str(key): str(value) for key, value in (params or {}).items()}
 
 

@@ -6,7 +6,7 @@ put in here, so that a fault is known by its word. Every fault is a ValueError o
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import is_dataclass
 from functools import cache
@@ -22,11 +22,26 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from conf import names
 from conf.check import check
-from conf.command_line import check_overrides, read_override, spell_out
+from conf.command_line import ALLOW, check_overrides, read_override, spell_out
 from conf.names import all_keys, nearest
 from conf.schema import keys, register
+from trainer.runs.nodes import typed_secrets
+from trainer.runs.run_files import dig
 
 UNKNOWN = (ConfigAttributeError, ConfigKeyError)
+BASIC = "hydra._internal.core_plugins.basic_"
+NO_LOGGING = {"version": 1, "root": None, "disable_existing_loggers": False}
+HYDRA = {  # what runs code, or changes the process, and what it is where no file says otherwise
+    "callbacks": {},
+    "launcher": {"_target_": f"{BASIC}launcher.BasicLauncher"},
+    "sweeper._target_": f"{BASIC}sweeper.BasicSweeper",
+    "job_logging": NO_LOGGING,
+    "hydra_logging": NO_LOGGING,
+    "searchpath": [],
+    "job.env_copy": [],
+    "job.env_set": {},
+    "job.chdir": False,
+}
 
 
 def compose_checked(words: Sequence[str]) -> dict[str, Any]:
@@ -35,9 +50,13 @@ def compose_checked(words: Sequence[str]) -> dict[str, Any]:
     return settle(compose_raw(words))
 
 
-def compose_experiment(name: str) -> dict[str, Any]:
-    """Return the checked configuration of an experiment as its file has it."""
-    return compose_checked([f"experiment={name}"])
+def compose_experiment(name: str, words: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the checked configuration of an experiment as its file has it.
+
+    Of `words`, a command line, only allow_targets=... counts.
+    """
+    leave = [word for word in words if word.startswith("allow_targets=")]
+    return compose_checked([f"experiment={name}", *leave]) | {"allow_targets": False}
 
 
 def compose_raw(
@@ -57,6 +76,10 @@ def compose_raw(
     for item in [] if files_only else items:
         if not _is_choice(item) and (with_hydra or not item.key_or_group.startswith("hydra.")):
             _put_in(cfg, item)
+    ours = {key: cfg._get_node(key) for key in cfg if key != "hydra"}
+    for place in typed_secrets(OmegaConf.to_container(OmegaConf.create(ours))):
+        told = "a secret would lie in the files of the run; put it into the environment, and give"
+        raise ValueError(f"{place}: {told} '${{oc.env:NAME}}' in its place")
     return cfg
 
 
@@ -66,12 +89,28 @@ def _compose_files(chosen: tuple[str, ...], folder: Path) -> DictConfig:
     GlobalHydra.instance().clear()
     try:
         with hydra.initialize_config_dir(str(folder), version_base="1.3"):
-            return hydra.compose("config", overrides=list(chosen), return_hydra_config=True)
+            cfg = hydra.compose("config", overrides=list(chosen), return_hydra_config=True)
     except MissingConfigException as error:
         group, _, name = str(error.missing_cfg_file).partition("/")
         raise ValueError(_no_file(group, name)) from None
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(_fault_of_file(error, chosen)) from error
+    for fault in _forbidden(OmegaConf.to_container(cfg)):
+        raise ValueError(fault)
+    return cfg
+
+
+def _forbidden(cfg: Any) -> Iterator[str]:
+    """Yield what files of conf/ may not say, for they may be anybody's; `cfg` is not resolved."""
+    if cfg["allow_targets"] is not False:
+        yield ALLOW
+    for name, usual in HYDRA.items():
+        given = dig(cfg, "hydra", *name.split("."))
+        if given != usual:
+            yield (
+                f"a file of conf/ sets hydra.{name}, got {given!r:.80}; leave it out: of hydra it "
+                "may set run.dir, sweep.dir, sweep.subdir, sweeper.params and job.name"
+            )
 
 
 def _is_choice(item: Override) -> bool:

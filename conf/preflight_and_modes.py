@@ -74,7 +74,7 @@ def _of_start(config: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
     if config["preflight"]:
         if mode != "train":
             raise ValueError(f"preflight checks training, got mode={mode}; leave one of them out")
-        config["trains_first"] = sorted(set(without_training(config)))
+        config["trains_first"] = sorted(set(without_training(config, overrides)))
         config["tracker"] = SILENT
         return config
     if mode == "export":
@@ -87,17 +87,17 @@ def _of_start(config: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
     return without_training_parts(config)
 
 
-def without_training(node: Any) -> Iterator[str]:
+def without_training(node: Any, words: Sequence[str] = ()) -> Iterator[str]:
     """Put what is there in the place of each experiment:<name>; yield those not trained yet.
 
     A policy or a reference is then the model that its experiment starts from.
     """
     for key, value in node.items() if isinstance(node, dict) else enumerate(node):
         if isinstance(value, dict | list):
-            yield from without_training(value)
+            yield from without_training(value, words)
         elif isinstance(value, str) and value.startswith(PREFIX):
             name = value.removeprefix(PREFIX)
-            config = compose_experiment(name)
+            config = compose_experiment(name, words)
             model = cache_folder(name, config) / "model"
             if model.is_dir():
                 node[key] = str(model)
@@ -108,7 +108,7 @@ def without_training(node: Any) -> Iterator[str]:
                     "once, it trains that first"
                 )
             yield name
-            yield from without_training(config["policy"])
+            yield from without_training(config["policy"], words)
             node[key] = config["policy"]["model"]
 
 

@@ -20,10 +20,14 @@ RESUMABLE = ("trainer.num_iterations", "tracker", "launch", "checkpoint", "eval"
 def load_for_resume(
     folder: str, words: Sequence[str], *, mode: str = "train", may=RESUMABLE, **instead: Any
 ) -> dict[str, Any]:
-    """Return a run's saved configuration, `instead` in it, with overrides that `may` change."""
+    """Return a run's saved configuration, `instead` in it, with overrides that `may` change.
+
+    allow_targets is not taken from it: it counts on the command line alone.
+    """
     path = Path(folder) / "config.yaml"
     if not path.is_file():
         raise ValueError(f"resume={folder}: {no_run(Path(folder))}")
+    may = (*may, "allow_targets")
     changed = [word.partition("=")[0].lstrip("+~") for word in words]
     for key in changed:
         if not any(key == name or key.startswith(f"{name}.") for name in may):
@@ -35,6 +39,7 @@ def load_for_resume(
         known = (names.FOLDER / "tracker" / f"{kind}.yaml").is_file()
         words = [f"tracker={kind if known else 'jsonl'}", *words]
     fresh = compose_raw(words)
+    saved.allow_targets = False  # the folder may be anybody's
     for key in changed:
         OmegaConf.update(saved, key, OmegaConf.select(fresh, key), merge=False)
     saved.update({"resume": str(folder), "mode": mode, "preflight": False, **instead})

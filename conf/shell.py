@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def run_command(words: list[str], *, script: Path, worker: Worker) -> int:
         print(help_text())
         return 0
     words = sys.argv[1:] = spell_out(words)  # Hydra reads them too
-    ours: dict[str, Any] = {"script": script, "compose": compose_experiment}
+    ours: dict[str, Any] = {"script": script, "compose": partial(compose_experiment, words=words)}
 
     def run(job: start.Job) -> None:
         say(job.done) if job.done else launch(job.config, start.begin(job), **ours)

@@ -45,7 +45,8 @@ class Sweep:
             return Job(place, config, composed=composed)
         if read_status(place).get("state") == "finished":
             return Job(place, config, "finished already")
-        return Job(place, load_for_resume(str(place), []))
+        leave = [word for word in self.jobs[number] if word.startswith("allow_targets=")]
+        return Job(place, load_for_resume(str(place), leave))
 
     def run(self, run: Callable[[Job], None]) -> int:
         """Call `run` with each job, the others too if one fails; return the exit code.

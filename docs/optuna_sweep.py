@@ -1,6 +1,6 @@
 """Search with Optuna for the settings with the most reward - LAMBDA * KL.
 
-    pip install 'leash[optuna]'
+    pip install -e '.[optuna]'
     python docs/optuna_sweep.py multirun/optuna 20 experiment=grpo_tiny trainer.num_iterations=30
 
 Every trial is an ordinary run in a folder of its own; the same command again goes on with the

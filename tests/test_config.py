@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from refusals import refusal
 
 import train
-from conf import check, names
+from conf import names
 from conf.build import build, make_leash
 from conf.command_line import swept_by_experiment
 from conf.compose import compose_checked
@@ -29,6 +29,7 @@ from trainer.runs.saved_configs import as_today, holds_same
 from trainer.runs.targets import arguments_of, find_target, takes_any
 
 ROOT = Path(__file__).parents[1]
+PACKAGES = ("policies", "envs", "envs.rewards", "envs.tasks", "envs.transforms", "trainer")
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
 
 
@@ -115,9 +116,9 @@ FAULTS = [  # one a kind
     (["policy.model=experiment:nope"], ["policy.model=experiment:nope", "sft_tiny"]),
     (["policy.chat_template='{% if %}'"], ["policy.chat_template", "line 1"]),
     # Nodes.
-    (["algorithm.source._target_=trainer.Rolouts"], ["Rolouts", "did you mean Rollouts"]),
+    (["algorithm.source._target_=trainer.Rolouts"], ["Rolouts", "did you mean trainer.Rollouts"]),
     (
-        ["env.transforms.a={_target_: envs.transforms.PythonTool, b: [{_target_: os.system}]}"],
+        ["env.transforms.a={_target_: envs.transforms.Compose, b: [{_target_: os.system}]}"],
         ["env.transforms.a.b[0]._target_=os.system", "allow_targets=true"],
     ),
     (["algorithm.after_rollout={m: {_target_: trainer.Mismatch}}"], ["is trainer.ImportanceSam"]),
@@ -376,7 +377,7 @@ def test_a_missing_package_is_told_by_the_parent_with_its_extra(package, words, 
     assert refusal(*words) == EXTRAS[package]
     if package == "peft":
         compose_checked(["policy.lora.r=0"])
-        with pytest.raises(ValueError, match=r"leash\[lora\]"):  # before the first job of a sweep
+        with pytest.raises(ValueError, match=r"-e '\.\[lora\]'"):  # before the first job of a sweep
             read_command(["-m", "policy.lora.r=0,8"])
 
 
@@ -399,9 +400,9 @@ def test_a_class_of_ones_own_may_have_the_name_of_one_of_leash(tmp_path, monkeyp
 def test_every_extra_is_in_the_package_and_asked_for_by_something_that_exists():
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for line in EXTRAS.values():
-        assert re.search(r"'leash\[(\w+)\]'", line)[1] in declared["optional-dependencies"]
-    names = {n for p in check.LAZY for n in import_module(p).__all__}
-    names |= set(import_module("envs.tasks").__all__) | set(import_module("envs.rewards").__all__)
+        asked = re.search(r"pip install -e '\.\[(\w+)\]'", line)
+        assert asked[1] in declared["optional-dependencies"]
+    names = {n for p in PACKAGES for n in import_module(p).__all__}
     assert set(ASKING) <= names
 
 

@@ -231,7 +231,10 @@ def test_file_that_changed_is_read_again(place):
         ),
         (["env=mix", "env.task.weights.facts=1"], ["weight for each task"]),
         (["env.rewards.a=3"], ["env.rewards.a", "_target_", "3"]),
-        (["env.rewards.a._target_=envs.rewards.Jugde"], ["has no Jugde", "did you mean Judge"]),
+        (
+            ["env.rewards.a._target_=envs.rewards.Jugde"],
+            ["Jugde: no part of leash", "did you mean envs.rewards.Judge"],
+        ),
         ([*JUDGE, "env.rewards.judge.url=x", "env.rewards.judge.model=m"], ["http://"]),
         (
             [*JUDGE, "env.rewards.judge.weight=high"],

@@ -43,7 +43,7 @@ def test_errors_of_libraries_become_one_line(action, line):
     ("error", "line"),
     [
         (ValueError("expected a,\n  got b"), "expected a, got b"),
-        (ImportError("it needs peft: pip install 'leash[lora]'"), "it needs peft: pip install"),
+        (ImportError("it needs peft: pip install -e '.[lora]'"), "it needs peft: pip install"),
         (RuntimeError("first\nException raised from here"), "RuntimeError: first"),
         (torch.OutOfMemoryError(CUDA), f"out of memory (tried 20.50 GiB); {LESS_MEMORY}"),
         (MemoryError(), f"out of memory; {LESS_MEMORY}"),

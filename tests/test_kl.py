@@ -506,7 +506,7 @@ def no_ray(monkeypatch):
         (partial(RetrieveKL, 1, 1, actor_name="kl"), ValueError, "actor_name: expected use_ray"),
         (partial(KLRewardTransform, 1, num_gpus=1), ValueError, "num_gpus: expected use_ray"),
         (partial(RetrieveKL, use_ray_service=True), ValueError, "exactly one of 'ref_model'"),
-        (partial(RayTransform, dense), ImportError, r"pip install 'leash\[ray\]'"),
+        (partial(RayTransform, dense), ImportError, r"pip install -e '\.\[ray\]'"),
     ],
 )
 def test_what_cannot_be_shared_is_refused_before_ray_is_asked(make, error, words):

@@ -248,7 +248,7 @@ def test_an_adapter_of_other_weights_is_refused(tmp_path):
 def test_without_peft_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     load_policy("tiny", lora={"r": 0})
-    with pytest.raises(ImportError, match=r"pip install 'leash\[lora\]'"):
+    with pytest.raises(ImportError, match=r"pip install -e '\.\[lora\]'"):
         load_policy("tiny", lora={"r": 4})
 
 

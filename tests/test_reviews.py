@@ -74,6 +74,6 @@ def no_scorer(monkeypatch):
 
 @pytest.mark.usefixtures("no_scorer")
 def test_a_missing_scorer_is_one_line_that_names_the_extra():
-    with pytest.raises(ValueError, match=r"Reviews need vaderSentiment.*leash\[sentiment\]") as e:
+    with pytest.raises(ValueError, match=r"Reviews need vaderSentiment.*\.\[sentiment\]") as e:
         compose_checked(["experiment=ppo_sentiment_smollm"])
     assert "\n" not in str(e.value)

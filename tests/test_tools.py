@@ -395,7 +395,7 @@ def test_a_run_mounts_the_tools_of_its_configuration(tmp_path):
         right = row["response"] == f"{call}\nIt is 42"
         assert row["reward"] == 1 or not right
     wrong = "env.transforms.code._target_=envs.transforms.PythonInterpretr"
-    with pytest.raises(ValueError, match="did you mean PythonInterpreter"):
+    with pytest.raises(ValueError, match=r"did you mean envs\.transforms\.PythonInterpreter"):
         compose_checked(["experiment=grpo_tiny", wrong])
     with pytest.raises(ValueError, match=r"expected env\.transforms\.tools\._target_, got "):
         run(tmp_path / "wrong", 1, "experiment=grpo_tiny", "policy.model=tiny",

@@ -256,7 +256,7 @@ def test_a_missing_package_is_named_before_anything_is_written(tmp_path, monkeyp
     with pytest.raises(ImportError, match="no package no_such_package"):
         Elsewhere(tmp_path / "run")
     monkeypatch.setitem(sys.modules, "trackio", None)
-    with pytest.raises(ImportError, match=r"pip install 'leash\[trackio\]'"):
+    with pytest.raises(ImportError, match=r"pip install -e '\.\[trackio\]'"):
         TrackioTracker(tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

@@ -1,6 +1,6 @@
 """Tools of a server of the Model Context Protocol (MCP): a program that speaks it over its pipes.
 
-The package `mcp` (`pip install 'leash[mcp]'`) is imported here only. It is asynchronous: a thread
+The package `mcp` (`pip install -e '.[mcp]'`) is imported here only. It is asynchronous: a thread
 of its own runs each connection.
 Left out on purpose: servers over HTTP, resources, prompts, and servers that ask questions back.
 """

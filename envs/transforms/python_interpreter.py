@@ -9,7 +9,7 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from envs.sandbox import Sandbox
+from envs.sandbox import Sandbox, warn_of_limits
 from envs.transforms.tools import ToolTransformBase
 
 BLOCK = re.compile(r"```python[ \t]*\n(.*?)```", re.DOTALL)
@@ -45,6 +45,7 @@ class PythonInterpreter(ToolTransformBase):
         self.tool_role, self.persistent = tool_name, persistent
         self._settings = {"timeout": timeout, **limits}
         Sandbox(timeout=timeout, **limits)  # wrong limits are an error now, not in the first step
+        warn_of_limits()
         self._boxes: dict[Any, Sandbox] = {}
         self._owners: list[Any] = []
 
@@ -97,6 +98,7 @@ class PythonTool:
 
     def __init__(self, **limits: Any) -> None:
         Sandbox(**limits)  # wrong limits are an error now, not in the first call
+        warn_of_limits()
         self._limits = limits
 
     def __call__(self, code: str) -> str:

@@ -1,7 +1,7 @@
 """One transform in a Ray actor, shared by many environments: its models are in memory once.
 
 Tensordicts go to the actor as they are, on the CPU and without a graph, and a new one comes back
-on the device of the input. Ray (`pip install 'leash[ray]'`) is imported here only.
+on the device of the input. Ray (`pip install -e '.[ray]'`) is imported here only.
 Left out on purpose: gradients, and changing the shared transform after it was made.
 """
 

@@ -11,6 +11,7 @@ Left out on purpose: tools and documents as template arguments, images, and sear
 text for headers, which a message could fake.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -22,6 +23,7 @@ from policies.chats.rendering import (
     Outline,
     Outlines,
     Piece,
+    Span,
     check_messages,
     close_turn,
     fill,
@@ -172,7 +174,7 @@ class Renderer:
         """
         ends = list(accumulate(map(len, texts)))
         ids, offsets = self._encoder.encode("".join(texts))
-        if self._encoder.find_control(ids) == control:
+        if self._encoder.find_control(ids) == control and self._placed(pieces, texts, ids, offsets):
             size = ends[-1] if ends else 0
             spans = [
                 (e - len(t), e) for p, t, e in zip(pieces, texts, ends, strict=True) if p.assistant
@@ -185,6 +187,18 @@ class Renderer:
             ids += part
             assistant += [piece.assistant] * len(part)
         return Rendered(ids, assistant)
+
+    def _placed(
+        self, pieces: Sequence[Piece], texts: list[str], ids: list[int], offsets: list[Span]
+    ) -> bool:
+        """Return whether every control token starts in what the template wrote.
+
+        One of words alone (single_word) may be missing there and come out of a content instead.
+        """
+        text, ends = "".join(texts), list(accumulate(map(len, texts)))
+        spans = [span for i, span in zip(ids, offsets, strict=True) if i in self._encoder.control]
+        starts = [end - len(text[start:end].lstrip()) for start, end in spans]
+        return all(pieces[bisect_right(ends, at)].message is None for at in starts)
 
     def _encode_rewritten(
         self, messages: Sequence[Message], prompt: bool, outline: Outline

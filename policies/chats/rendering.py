@@ -19,6 +19,7 @@ from jinja2.exceptions import TemplateError
 from tokenizers import Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from policies.chats.bounds import CHARACTERS, bounded
 from policies.chats.templates import Template
 
 _RENDERING = Lock()  # threads would share the compiled template's one tracker of tagged spans
@@ -104,7 +105,7 @@ def render_template(
     """
     chat = [{k: v for k, v in m.items() if v is not None} for m in messages]
     try:
-        with _RENDERING:
+        with _RENDERING, bounded():
             rendered: Any = render_jinja_template(
                 conversations=[chat],
                 chat_template=template,
@@ -117,6 +118,8 @@ def render_template(
             f"refuses a chat with roles {[m['role'] for m in messages]}: {error}"
         ) from error
     texts, spans = rendered
+    if len(texts[0]) > CHARACTERS + sum(len(str(message)) for message in chat):
+        raise ValueError(f"writes {len(texts[0])} characters around a chat")
     return texts[0], spans[0] if tagged else []
 
 

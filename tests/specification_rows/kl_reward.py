@@ -270,7 +270,7 @@ def before_ray():
     for make in (partial(RayRetrieveKL, gen(), ref()), partial(RayKLRewardTransform, tokens_ref())):
         with raises(ValueError, "detach=True"):
             make(detach=False)
-    assert "leash[ray]" in EXTRAS["ray"]
+    assert ".[ray]" in EXTRAS["ray"]
 
 
 def shared(make: Any, td: TensorDict, want: torch.Tensor, **given: Any) -> None:

@@ -3,7 +3,7 @@
     python -m trainer.reports.dashboard --entity my-team --project leash
     python -m trainer.reports.dashboard --dry-run     the sections as JSON, no network or login
 
-wandb-workspaces (`pip install 'leash[dashboard]'`) is imported here only. Names: docs/metrics.md.
+wandb-workspaces (`pip install -e '.[dashboard]'`) is imported here only. Names: docs/metrics.md.
 """
 
 import argparse

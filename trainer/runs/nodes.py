@@ -5,13 +5,18 @@ What loads torch is not imported: the arguments of leash's own classes are read 
 
 import ast
 import inspect
+import re
 import types
 import typing
 from collections.abc import Callable, Iterator
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from trainer.runs.redact import HIDDEN, redact, redact_text, secrets_of
 from trainer.runs.targets import arguments_of, find_target, takes_any, unknown_argument
 
 ROOT = Path(__file__).parents[2]
@@ -41,12 +46,72 @@ def is_node(value: Any) -> bool:
 
 
 def walk_texts(tree: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield path and value of every text."""
+    """Yield path and value of every text; those of a list have its path."""
     if isinstance(tree, dict):
         for key, value in tree.items():
             yield from walk_texts(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(tree, list):
+        for value in tree:
+            yield from walk_texts(value, path)
     elif isinstance(tree, str):
         yield path, tree
+
+
+def typed_secrets(tree: Any) -> Iterator[str]:
+    """Yield the place of each secret that a configuration spells out instead of looking it up.
+
+    >>> list(typed_secrets({"a": {"api_key": "sk-12345678", "token": "${oc.env:T}", "key": "C"}}))
+    ['a.api_key']
+    """
+    for place, value in walk_texts(tree):
+        name = place.rpartition(".")[2]
+        last = re.split(r"[^A-Za-z0-9]+", name)[-1]  # key_variable=OPENAI_API_KEY is none
+        named = secrets_of({name: value}) and secrets_of({f"of_{last}": value})
+        in_url = re.fullmatch(r"\w+:/\S+", value) and redact_text(value) != value
+        if "${" not in value and len(value) >= 8 and (named or in_url or redact(value) == HIDDEN):
+            yield place
+
+
+def belongs(target: str, path: str) -> bool:
+    """Return whether a public name of leash is a part for a place of a configuration.
+
+    >>> belongs("trainer.DynamicRollouts", "algorithm.source"), belongs("envs.tasks.Mix", "tracker")
+    (True, False)
+    """
+    package, _, name = target.rpartition(".")
+    kinds = kinds_at(path)
+    if package not in {kind.rpartition(".")[0] for kind in kinds}:
+        return False
+    if name not in import_module(package).__all__:
+        return False
+    homes = [definition(kind)[0] for kind in kinds]
+    return f"{package}.*" in kinds or not set(homes).isdisjoint(derived_from(target))
+
+
+def parts_at(path: str) -> list[str]:
+    """Return all parts for a place of a configuration, by their public names."""
+    packages = sorted({kind.rpartition(".")[0] for kind in kinds_at(path)})
+    names = (f"{package}.{name}" for package in packages for name in import_module(package).__all__)
+    return [name for name in names if belongs(name, path)]
+
+
+def kinds_at(path: str) -> list[str]:
+    """Return what conf/parts.yaml lets a place of a configuration name.
+
+    >>> kinds_at("env.task"), kinds_at("env.task.tasks.a")[0], kinds_at("kl")
+    (['envs.tasks.Task'], 'envs.tasks.*', [])
+    """
+    for place, kinds in parts().items():
+        pattern = re.escape(place).replace(r"\*\*", ".+").replace(r"\*", r"[^.\[]+")
+        if re.fullmatch(pattern, path):
+            return kinds
+    return []
+
+
+@cache
+def parts() -> dict[str, list[str]]:
+    """Return conf/parts.yaml."""
+    return yaml.safe_load((ROOT / "conf" / "parts.yaml").read_text())
 
 
 def is_ours(module: str) -> bool:
@@ -68,20 +133,40 @@ def arguments_in_source(target: str) -> list[str] | None:
     >>> arguments_in_source("trainer.Rollouts"), arguments_in_source("collections.Counter")
     (['task', 'env', 'generator', 'runtime', 'size', 'after_rollout'], None)
     """
+    home, node = definition(target)
+    if isinstance(node, ast.FunctionDef):
+        return None if node.args.kwarg else _named(node)
+    return None if node is None else _arguments_of_class(node, home.rpartition(".")[0])
+
+
+def derived_from(target: str) -> list[str]:
+    """Return where a class or function of leash is at home, and where its bases are.
+
+    >>> derived_from("envs.tasks.Facts"), derived_from("os.system")
+    (['envs.tasks.facts.Facts', 'envs.tasks.task.Task'], [])
+    """
+    home, node = definition(target)
+    bases = map(ast.unparse, node.bases) if isinstance(node, ast.ClassDef) else ()
+    module = home.rpartition(".")[0]
+    above = [name for base in bases for name in derived_from(f"{module}.{base}")]
+    return [] if node is None else [home, *above]
+
+
+@cache
+def definition(target: str) -> tuple[str, ast.FunctionDef | ast.ClassDef | None]:
+    """Return where a class or function of leash is at home, and what defines it there, or None."""
     module, _, name = target.rpartition(".")
     for node in _statements(module):
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 if name == (alias.asname or alias.name):
-                    return arguments_in_source(f"{node.module}.{alias.name}")
+                    return definition(f"{node.module}.{alias.name}")
         elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOME":
             if home := ast.literal_eval(node.value).get(name):
-                return arguments_in_source(f"{module}{home}.{name}")
-        elif isinstance(node, ast.FunctionDef) and node.name == name:
-            return None if node.args.kwarg else _named(node)
-        elif isinstance(node, ast.ClassDef) and node.name == name:
-            return _arguments_of_class(node, module)
-    return None
+                return definition(f"{module if home[0] == '.' else ''}{home}.{name}")
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
+            return target, node
+    return target, None
 
 
 @cache

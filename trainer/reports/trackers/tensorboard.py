@@ -1,6 +1,6 @@
 """TensorBoard: metrics as scalars and replies as text in `<folder>/tensorboard`.
 
-TensorBoard (`pip install 'leash[tensorboard]'`) is imported here only.
+TensorBoard (`pip install -e '.[tensorboard]'`) is imported here only.
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
 """Trackio: a run in its local database; `trackio show` draws it.
 
-Trackio (`pip install 'leash[trackio]'`) is imported here only. TRACKIO_DIR says where the database
+Trackio (`pip install -e '.[trackio]'`) is imported here only. TRACKIO_DIR says where the database
 is (default: beside the hub's cache), TRACKIO_SPACE_ID sends the run to a Hugging Face Space.
 """
 
