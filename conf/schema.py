@@ -149,7 +149,8 @@ def register() -> None:
         group, _, file = part.partition("=")
         if group == "root":
             continue
-        kind = _typed(part, tree, *([groups[group]] if file else []))
+        more = {k: node for k, node in tree.items() if node is not declared()[group].get(k)}
+        kind = _typed(part, more, groups[group]) if file else _typed(part, tree)
         groups.setdefault(group, kind)
         node = OmegaConf.structured(kind)
         for name in (key for key in OPEN if key.startswith(f"{group}.")):

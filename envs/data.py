@@ -91,6 +91,8 @@ class Table:
     def turns(self, index: int, column: str, role: str) -> list[Message]:
         """Return a cell that has to be a text of `role`, or messages of which it says the last."""
         value = self.rows[index].get(column)
+        if role == "assistant" and isinstance(value, (int, float)):  # an answer, as in a .csv
+            value = json.dumps(value)
         if not isinstance(value, list):
             if not is_text(value) or not value.strip():
                 raise self.error(index, column, "a text or a list of messages", value)

@@ -3,7 +3,8 @@
 A prompt fits below policy.max_prompt_tokens and, with policy.max_new_tokens, the model's positions;
 a demonstration or preference fits the positions. A token has at least one byte of text, so that
 most rows fit by their size alone; the others are rendered, once per machine where they are many.
-What a transform or a later turn adds is not known yet: the generator checks that.
+What a transform or a later turn adds is not known yet, nor are rows that a task makes up when they
+are asked for: the generator checks those.
 """
 
 import hashlib
@@ -57,7 +58,12 @@ class Fit:
         return max(len(rendered(chat).ids) for chat in self.chats(row))
 
     def too_long(self, rows: Sequence[Row], *, show: bool = False) -> dict[int, int]:
-        """Return the size in tokens of each row that does not fit, by its place."""
+        """Return the size in tokens of each row that does not fit, by its place.
+
+        Of rows that are made when they are asked for none is looked at.
+        """
+        if not isinstance(rows, (list, tuple)) and not getattr(rows, "listed", False):
+            return {}
         unsure = [i for i, row in enumerate(rows) if not self._surely(row)]
         if len(unsure) < MANY:
             return self._measure(rows, unsure)

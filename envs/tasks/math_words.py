@@ -59,8 +59,8 @@ class MathWords(DatasetTask):
         fault = f"{len(odd)} of {len(rows)} right answers hold no number, as {odd[0]!r:.60}"
         if 2 * len(odd) >= len(rows):
             raise ValueError(
-                f"{fault}; mark them by ####, or use env=chats (the same words) or a task of your "
-                "own (docs/own_task.md)"
+                f"{fault}; mark them by ####, or use env=answers (texts, compared by env.match) or "
+                "a task of your own (docs/own_task.md)"
             )
         warnings.warn(f"{fault}: only a reply of the same text earns these", stacklevel=2)
 

@@ -136,6 +136,13 @@ class MixedRows(Sequence[Row]):
             self.places.append((name, order[given[name] % len(order)]))
             given[name] += 1
 
+    @property
+    def listed(self) -> bool:
+        """Return whether all rows are there already, none is made when it is asked for."""
+        return all(
+            isinstance(r, list) or getattr(r, "listed", False) for r in self.sources.values()
+        )
+
     def __len__(self) -> int:
         return len(self.places)
 
