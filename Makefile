@@ -6,7 +6,7 @@ PIP_IN := bin/pip install --disable-pip-version-check -q
 PIP := .venv/$(PIP_IN)
 ARGS ?=
 
-.PHONY: help setup run test lint bench test-learn test-ray test-vllm test-browser clean
+.PHONY: help setup run test lint bench test-learn test-reliability test-ray test-vllm test-browser clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -29,7 +29,7 @@ run: setup  ## the main job: a real chat model learns; ARGS="experiment=grpo_tin
 	$(BIN)/python train.py $(ARGS)
 
 test: .venv/.ready-dev  ## the tests, in two processes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not learn and not gpu and not vllm and not ray and not browser" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not learn and not gpu and not vllm and not ray and not browser and not reliability" $(ARGS)
 
 lint: .venv/.ready-dev  ## ruff and pyright
 	$(BIN)/ruff check
@@ -38,6 +38,9 @@ lint: .venv/.ready-dev  ## ruff and pyright
 
 test-learn: .venv/.ready-dev  ## whole learning runs on three seeds (about an hour)
 	$(BIN)/python -m pytest -m learn tests/test_learning.py tests/test_sweep_experiments.py $(ARGS)
+
+test-reliability: .venv/.ready-dev  ## real runs with faults put in
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m reliability tests/reliability $(ARGS)
 
 test-ray: .venv/.ready-ray  ## shared KL transforms in real Ray actors
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "ray and not gpu" tests/test_ray.py $(ARGS)
