@@ -48,7 +48,7 @@ def measure(path: str, in_memory: bool) -> None:
     if in_memory:
         envs.data.LARGE = 1 << 62
     else:
-        import envs.mapped_rows  # noqa: F401: pyarrow is no memory of the rows
+        import envs.mapped_rows
     before, start = memory("RssAnon"), time.perf_counter()
     rows = MathWords(path).rows("train")
     read, start = time.perf_counter() - start, time.perf_counter()

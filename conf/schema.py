@@ -39,7 +39,7 @@ RANGES: dict[str, Callable[[Any], bool]] = {  # numbers are finite besides
     "to be two numbers from 0 to below 1": lambda x: len(x) == 2 and all(0 <= b < 1 for b in x),
     "to be cpu, cuda or cuda:<number>": lambda x: bool(re.fullmatch(r"cpu|cuda(:\d+)?", x)),
 }
-OPEN = ("env.task", "env.rewards", "env.transforms")  # take any keys: conf/check.py looks at them
+OPEN = ("env.task", "env.rewards", "env.transforms", "policy.chat_template_kwargs")  # any keys
 
 
 @dataclass(frozen=True)
