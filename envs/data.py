@@ -100,7 +100,8 @@ class Table:
 
     def cells(self, index: int) -> dict[str, Any]:
         """Return a row with all columns of the table: None where it has no cell."""
-        return {name: self.rows[index].get(name) for name in self.columns}
+        row = self.rows[index]
+        return {name: row.get(name) for name in self.columns}
 
     def text(self, index: int, column: str) -> str:
         """Return a cell that has to be a text with something in it."""

@@ -28,6 +28,7 @@ class TextRows(Sequence[dict[str, Any]]):
         self.folder, self.columns = folder, columns
         self._text, self._ends = _mapped(folder / ROWS), memoryview(_mapped(folder / ENDS))
         self._places = self._ends.cast("q")
+        self._last = -1, dict[str, Any]()  # place and row: its columns are asked for in turn
 
     def __len__(self) -> int:
         return len(self._places) - 1
@@ -36,7 +37,10 @@ class TextRows(Sequence[dict[str, Any]]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         at = range(len(self))[index]
-        return json.loads(self._text[self._places[at] : self._places[at + 1]])
+        if self._last[0] != at:
+            text = self._text[self._places[at] : self._places[at + 1]]
+            self._last = at, json.loads(text)
+        return dict(self._last[1])
 
     def __reduce__(self) -> tuple:
         return TextRows, (self.folder, self.columns)

@@ -297,3 +297,27 @@ def test_answers_that_are_numbers_are_read_as_from_a_csv(tmp_path, suffix):
         assert load_chats(path, eval_dataset=path)["train"][1]["answer"] == said
     path = write_jsonl(tmp_path / "b.jsonl", [{"question": "q", "answer": True}])
     assert load_chats(path, eval_dataset=path)["train"][0]["answer"] == "true"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("a.jsonl", '{"answer": "1"}\n{"answer": "1", "answer": "2"}', "line 2.*'answer' twice"),
+        ("b.jsonl", '{"question": "a", "more": [{"x": 1, "x": 1}]}', "line 1.*'x' twice"),
+        ("c.json", '[{"question": "a", "question": "b"}]', "'question' twice"),
+        ("d.csv", "question,answer,answer\na,1,2", "column once, got 'answer' twice"),
+        ("e.csv", "question,answer\na,1\nb,2,3", "line 3: expected 2 cells, got 3"),
+        ("f.csv", 'question,answer\n"a\nb",2\nb, or c,3', "line 4: expected 2 cells, got 3"),
+    ],
+)  # fmt: skip
+def test_keys_columns_and_cells_too_many_are_told(tmp_path, name, text, says):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=says):
+        load_table(str(tmp_path / name))
+
+
+def test_empty_columns_of_a_spreadsheet_and_short_rows_of_a_csv_are_read(tmp_path):
+    (tmp_path / "d.csv").write_text("question,answer,,\na,1,,\n\nb,2,,,\nc\n")
+    rows = load_table(str(tmp_path / "d.csv")).rows
+    cells = [(row["question"], row["answer"]) for row in rows]
+    assert cells == [("a", "1"), ("b", "2"), ("c", None)]

@@ -8,7 +8,7 @@ import random
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
-from envs.tasks.task import Message, Reply, Reward, Row, Split, Task, check_split
+from envs.tasks.task import Message, Reply, Reward, Row, Split, Task, check_split, rewards_of
 
 MOST_ROWS = 200_000
 MISSING = object()
@@ -75,7 +75,7 @@ class Mix(Task):
         for name, task in self.tasks.items():
             mine = [i for i, row in enumerate(rows) if row["task"] == name]
             if mine:
-                earned = task.rewards([rows[i] for i in mine], [replies[i] for i in mine])
+                earned = rewards_of(task, [rows[i] for i in mine], [replies[i] for i in mine])
                 for i, reward in zip(mine, earned, strict=True):
                     out[i] = self._named(name, reward)
         return out
