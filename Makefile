@@ -43,7 +43,7 @@ test-reliability: .venv/.ready-dev  ## real runs with faults put in
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m reliability tests/reliability $(ARGS)
 
 test-ray: .venv/.ready-ray  ## shared KL transforms in real Ray actors
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "ray and not gpu" tests/test_ray.py $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "ray and not gpu" tests/test_ray.py tests/test_specification.py $(ARGS)
 
 .venv/.ready-ray: .venv/.ready-dev
 	$(PIP) -c constraints.txt -e '.[ray]'

@@ -2,40 +2,26 @@
 
 Entry t of everything it returns is about token t given the tokens before it; entries outside `keep`
 are 0. This module is what `accelerator.prepare` wraps, so gradients only flow through its forward.
-Logits exist at kept tokens only, never for whole sequences.
+Its forward makes a TokenDistribution of the kept tokens, whose logits never exist all at once.
 
 Letters: B rows, T tokens, K kept tokens, V vocabulary, H hidden.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from policies import layout
 from policies.packing import pack_rows
 from policies.padding import predicted
+from policies.token_distribution import Head, Scores, TokenDistribution, placed
 
 if TYPE_CHECKING:
     from policies.value_head import Critic
-
-SLICE = 2**26  # logits held at a time, over the kept tokens: 256 MB of float32
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Per-token results, each [B, T] and 0 outside the kept tokens."""
-
-    log_probs: Tensor
-    entropy: Tensor | None = None  # nats, of the tempered distribution
-    full_kl: Tensor | None = None  # nats, KL(policy || reference) over the whole vocabulary
-    values: Tensor | None = None  # reward, V(tokens < t) of the critic
 
 
 class Scorer(nn.Module):
@@ -84,31 +70,43 @@ class Scorer(nn.Module):
         if not keep.any():
             return self._nothing(tokens, entropy, reference is not None)
         lay = self._lay(tokens, attention_mask, keep, group_id, pack)
-        states, heads = [self.hidden(lay)], [self.head()]  # [K, H]
-        value = self.critic(lay, states[0]) if self.critic is not None else None  # [K]
+        mine, theirs = self._dist(lay, keep, temperature), None
+        value = self.critic(lay, mine.states) if self.critic is not None else None  # [K]
         if reference is not None:
             with torch.no_grad():
                 if reference.share_prompts != self.share_prompts:
                     lay = reference._lay(tokens, attention_mask, keep, group_id)
-                states.append(reference.hidden(lay))
-                heads.append(reference.head())
-        score = partial(_score, heads, entropy=entropy, learn=learn_entropy)
-        target, scale = tokens[keep], _per_kept(temperature, keep)
-        slices = list(_slices(len(target), heads[0].width))
-        if len(slices) > 1 and torch.is_grad_enabled():
-            # One slice's logits at a time in the backward too, for one more product with the head.
-            score = partial(checkpoint, score, use_reentrant=False, preserve_rng_state=False)
-        parts = [score([x[at] for x in states], target[at], scale[at]) for at in slices]
-        columns = [torch.cat(c) if c[0] is not None else None for c in zip(*parts, strict=True)]
-        return Scores(*(None if c is None else _spread(c, keep) for c in [*columns, value]))
+                theirs = reference._dist(lay, keep, temperature)
+        found = mine.scores(tokens, entropy=entropy, learn=learn_entropy, reference=theirs)
+        return found if value is None else replace(found, values=placed(value, keep))
 
-    def values(self, tokens: Tensor, attention: Tensor, keep: Tensor, group_id=None) -> Tensor:
+    def dist(
+        self,
+        tokens: Tensor,
+        attention_mask: Tensor,
+        keep: Tensor | None = None,
+        *,
+        temperature: Tensor | float = 1.0,
+        group_id: Tensor | None = None,
+        pack: bool = False,
+    ) -> TokenDistribution:
+        """Return the distribution that `forward` scores by, with the same arguments."""
+        keep = predicted(attention_mask, keep)
+        lay = self._lay(tokens, attention_mask, keep, group_id, pack)
+        return self._dist(lay, keep, temperature)
+
+    def _dist(self, lay: layout.Layout, keep: Tensor, temperature) -> TokenDistribution:
+        return TokenDistribution(self.head(), self.hidden(lay), keep, temperature=temperature)
+
+    def values(self, tokens: Tensor, attention: Tensor, keep: Tensor, *, group_id=None) -> Tensor:
         """Return the values alone, [B, T], as `forward` does: without logits."""
         assert self.critic is not None
         keep = predicted(attention, keep)
+        if not keep.any():
+            return torch.zeros(keep.shape, device=keep.device)
         lay = self._lay(tokens, attention, keep, group_id)
         states = self.hidden(lay) if self.critic.body is None else None
-        return _spread(self.critic(lay, states), keep)
+        return placed(self.critic(lay, states), keep)
 
     def logits(self, tokens: Tensor, attention_mask: Tensor, *, pack: bool = False) -> Tensor:
         """Return aligned logits [B, T, V]: entry t predicts token t; unpredicted entries are 0."""
@@ -130,7 +128,7 @@ class Scorer(nn.Module):
             ).last_hidden_state  # [R, L, H]
         return out.flatten(0, 1)[lay.source]
 
-    def head(self) -> "Head":
+    def head(self) -> Head:
         """Return the function from hidden states to logits, its weights cast once for all calls."""
         out = self.model.get_output_embeddings()
         dtype = self.autocast or out.weight.dtype
@@ -179,26 +177,6 @@ class Scorer(nn.Module):
         )
 
 
-@dataclass(frozen=True)
-class Head:
-    """The output embeddings: hidden [k, H] -> logits [k, V] in float32, of float64 in float64."""
-
-    weight: Tensor  # [V, H]
-    bias: Tensor | None
-    cap: float | None  # of the logits, as Gemma 2 has it
-
-    @property
-    def width(self) -> int:
-        """Return V."""
-        return len(self.weight)
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """Return the logits."""
-        logits = F.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
-
-
 def max_positions(model: nn.Module) -> int | None:
     """Return the most tokens a sequence may have, or None where the model does not say."""
     config: Any = getattr(model, "config", None)
@@ -206,55 +184,20 @@ def max_positions(model: nn.Module) -> int | None:
     return getattr(config, "max_position_embeddings", None)
 
 
-def _score(heads: list[Head], states: list[Tensor], target, scale, *, entropy=False, learn=False):
-    """Return (log-prob, entropy or None, full KL or None), each [k], of target [k]; scale [k, 1].
-
-    `heads` and `states` [k, H] are those of the policy and, for the KL, of the reference.
-    """
-    mine = (heads[0](states[0]) / scale).log_softmax(-1)  # [k, V]
-    log_prob = mine.gather(-1, target[:, None]).squeeze(-1)
-    spread, full = None, None
-    if learn:
-        spread = -(mine.exp() * mine).sum(-1)
-    elif entropy:
-        with torch.no_grad():
-            spread = -mine.exp().mul_(mine).sum(-1)
-    if len(heads) > 1:
-        with torch.no_grad():
-            theirs = (heads[1](states[1]) / scale).log_softmax(-1)
-        full = full_kl(mine, theirs)
-    return log_prob, spread, full
-
-
-def full_kl(curr: Tensor, ref: Tensor) -> Tensor:
-    """Return the exact KL(curr || ref) over the vocabulary; log-probs [*, V] in and [*] out.
-
-    Tokens ruled out under curr (-inf) contribute nothing, nor do those that only one of the two
-    has: rows that pad an embedding.
-
-    >>> round(full_kl(*torch.tensor([[0.0, 0.0], [1.0, 0.0]]).log_softmax(-1)).item(), 4)
-    0.1201
-    """
-    size = min(curr.shape[-1], ref.shape[-1])
-    curr, ref = curr[..., :size], ref[..., :size]
-    log_ratio = (curr - ref).masked_fill(curr == -torch.inf, 0)
-    return (curr.exp() * log_ratio).sum(-1)
-
-
 def score_in_parts(
-    scorer: Callable[..., Scores],
+    score: Callable[..., Scores | Tensor],
     tokens: Tensor,
     attention: Tensor,
     keep: Tensor | None = None,
     *,
     limit: int | None,
-    temperature: Tensor | float = 1.0,
     group_id: Tensor | None = None,
+    temperature: Tensor | float | None = None,
     **options: Any,
 ) -> Tensor:
     """Return the log-probs [B, T] of forwards of at most `limit` padded tokens; None = one.
 
-    `options` go to the scorer.
+    `score` is a scorer, or its `values`, which are then returned; `options` go to it.
     """
     parts = [list(range(len(tokens)))]
     if limit is not None:
@@ -266,25 +209,9 @@ def score_in_parts(
         ids, mask, kept, group, scale = (
             x[index] if isinstance(x, Tensor) and x.ndim else x for x in given
         )
-        part = scorer(ids, mask, kept, temperature=scale, group_id=group, **options)
-        done.append(part.log_probs)
+        if scale is not None:
+            options["temperature"] = scale
+        part = score(ids, mask, kept, group_id=group, **options)
+        done.append(part if isinstance(part, Tensor) else part.log_probs)
     order = torch.tensor([row for rows in parts for row in rows], device=tokens.device)
     return torch.cat(done)[order.argsort()]
-
-
-def _slices(size: int, width: int) -> Iterator[slice]:
-    """Return slices of `size` tokens whose logits of `width` fit SLICE."""
-    step = max(SLICE // width, 1)
-    return (slice(i, i + step) for i in range(0, size, step))
-
-
-def _per_kept(temperature: Tensor | float, keep: Tensor) -> Tensor:
-    """Return the temperature of each kept token, [K, 1]."""
-    value = torch.as_tensor(temperature, dtype=torch.float32, device=keep.device)
-    value = value.reshape(-1, 1).expand(keep.shape[0], keep.shape[1])
-    return value[keep].unsqueeze(-1)
-
-
-def _spread(values: Tensor, keep: Tensor) -> Tensor:
-    """Put values [K] at the kept places of a zero [B, T]."""
-    return values.new_zeros(keep.shape).masked_scatter(keep, values)

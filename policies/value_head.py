@@ -12,7 +12,6 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from policies.layout import Layout
-from policies.packing import pack_rows
 from policies.scorer import Scorer
 
 
@@ -85,32 +84,6 @@ class ValueNetwork(nn.Module):
         """Return the tensordict with its values."""
         attention = tensordict.get(("masks", "all_attention_mask"))
         keep = tensordict.get("loss_mask", attention)
-        ids = tensordict.get("group_id", None)
-        value = self.scorer.values(tensordict.get(("tokens", "full")), attention, keep, ids)
+        ids, group = tensordict.get(("tokens", "full")), tensordict.get("group_id", None)
+        value = self.scorer.values(ids, attention, keep, group_id=group)
         return tensordict.set("state_value", value)
-
-
-@torch.no_grad()
-def values_in_parts(
-    scorer: Scorer,
-    tokens: Tensor,
-    attention: Tensor,
-    keep: Tensor,
-    *,
-    limit: int | None = None,
-    group_id: Tensor | None = None,
-) -> Tensor:
-    """Return the critic's values [B, T] by forwards of at most `limit` padded tokens; None = one.
-
-    Shapes as in `Scorer.forward`; 0 outside `keep`.
-    """
-    parts = [list(range(len(tokens)))]
-    if limit is not None:
-        parts = pack_rows(attention, limit, group_id=group_id)
-    out = torch.zeros(tokens.shape, device=tokens.device)
-    for rows in parts:
-        index = torch.tensor(rows, device=tokens.device)
-        if keep[index].any():
-            ids = None if group_id is None else group_id[index]
-            out[index] = scorer.values(tokens[index], attention[index], keep[index], ids)
-    return out

@@ -19,9 +19,11 @@ from drawn import Many, dynamic
 from safetensors.torch import save_file
 
 from envs.chat_env import ChatEnv
+from envs.tasks import Preferences
 from envs.transforms import RetrieveKL
 from policies.load import load_policy, load_reference
 from policies.packing import pack_rows
+from policies.reward_scorer import load_reward_model
 from policies.scorer import Scorer
 from policies.value_head import Critic
 from trainer.advantage import GroupAdvantage
@@ -29,6 +31,7 @@ from trainer.agreement import check_agreement, checksums
 from trainer.gae import GAEAdvantage
 from trainer.objectives import GRPOObjective, PPOObjective, SFTObjective
 from trainer.optimizer import make_optimizer
+from trainer.reward_modelling import PreferenceObjective, PreferencePairs
 from trainer.runtime import Runtime
 from trainer.sources import Rollouts
 from trainer.update import Update
@@ -42,7 +45,17 @@ CASES = {
     "sequence_mean": ("sequence_mean", MICRO_BATCH, ()),
     "half_empty": ("token_mean", MICRO_BATCH, (2, 3)),
     "ppo": ("token_mean", MICRO_BATCH, (2,)),
+    "pairs": ("sequence_mean", 200, ()),  # three of rank 0 fit, of rank 1's one
 }
+# Pairs of a short and of a long prompt: half of them on each of two ranks.
+PAIRS = [
+    {
+        "messages": [{"role": "user", "content": f"Sort {i}21{' please' * most}"}],
+        "chosen": f"12{i}",
+        "rejected": "12",
+    }
+    for most, i in zip((0, 0, 0, 20, 20, 20), range(3, 9), strict=True)
+]
 
 
 HALF = {
@@ -87,7 +100,9 @@ def first_step(runtime: Runtime) -> FirstStep:
     batch = RetrieveKL(ref_model=reference, add_to_reward=False)(source(0))
     grpo = GroupAdvantage(group_size=contracts.G, leash=leash())(batch.clone())
     parts = (policy, runtime)
-    gradients = {n: gradient(grpo, *parts, *case) for n, case in CASES.items() if n != "ppo"}
+    own = ("ppo", "pairs")
+    gradients = {n: gradient(grpo, *parts, *case) for n, case in CASES.items() if n not in own}
+    gradients["pairs"] = pair_gradient(runtime)
     paid = leash(where="reward")
     policy.scorer.critic = Critic(policy.scorer, kind="head")
     ppo = GAEAdvantage(policy=policy, runtime=runtime, leash=paid)
@@ -114,6 +129,19 @@ def first_step(runtime: Runtime) -> FirstStep:
         micro_batches=runtime.gather(len(parts)),
         gradients=gradients,
     )
+
+
+def pair_gradient(runtime: Runtime) -> torch.Tensor:
+    """Return the gradient of a reward model on pairs of which one rank has the long ones."""
+    policy, task = load_reward_model("tiny"), Preferences()
+    with torch.no_grad():
+        policy.model.lm_head.weight.copy_(torch.linspace(-0.1, 0.1, 64)[None])
+    parts = {"policy": policy, "runtime": runtime, "size": len(PAIRS)}
+    batch = PreferencePairs(task=task, env=ChatEnv(task), **parts).batch(PAIRS[runtime.mine(6)])
+    sizes = batch["masks", "all_attention_mask"].sum(-1)
+    if runtime.ranks > 1:  # else the case would be none
+        assert (6 * sizes.max() <= 200) == (runtime.rank == 0), sizes
+    return gradient(batch, policy, runtime, *CASES["pairs"], objective=PreferenceObjective())
 
 
 def steps(batch, runtime: Runtime, options: dict) -> tuple[list[float], Scorer, torch.Tensor]:

@@ -25,7 +25,7 @@ import policies.chats.chat_template
 import policies.layout
 import policies.lora
 import policies.sampler
-import policies.scorer
+import policies.token_distribution
 import policies.value_head
 import policies.wrappers.transformers_wrapper
 import trainer.advantage
@@ -211,13 +211,14 @@ def adapter_stays_on(original):
     return lambda model, adapter: nullcontext()
 
 
-WRAPPER, SCORER = policies.wrappers.transformers_wrapper, policies.scorer
+WRAPPER = policies.wrappers.transformers_wrapper
+DIST = policies.token_distribution
 COLLECT = trainer.collect
 RENDERER = policies.chats.chat_template.Renderer
 KL = envs.transforms.kl.KLComputation
 in_the_reward = partial(charged_once, "grpo", "reward")
 MUTANTS = (
-    Mutant("shift by one", contracts.alignment, SCORER, "_spread", roll),
+    Mutant("shift by one", contracts.alignment, DIST, "placed", roll),
     Mutant("drop the end token", contracts.alignment, WRAPPER, "sample", drop_end),
     Mutant("first log-prob zero", contracts.alignment, WRAPPER, "sample", zero_first),
     Mutant(
@@ -226,7 +227,7 @@ MUTANTS = (
     Mutant("tokenise again", contracts.token_in_token_out, COLLECT, "_with_ids", tokenise_again),
     Mutant("cut replies stay open", contracts.token_in_token_out, RENDERER, "extend", leave_open),
     Mutant(
-        "ignore the temperature", contracts.one_temperature, SCORER, "_per_kept", ignore_temperature
+        "ignore the temperature", contracts.one_temperature, DIST, "_per_kept", ignore_temperature
     ),
     Mutant(
         "mean per micro-batch",
@@ -295,7 +296,7 @@ MUTANTS = (
     Mutant(
         "entropy without a gradient",
         the_bonus_is_that_of_a_plain_softmax,
-        SCORER,
+        DIST,
         "_score",
         entropy_detached,
     ),

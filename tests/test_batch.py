@@ -77,11 +77,12 @@ def test_every_entry_of_a_batch_is_in_the_table_with_its_shape_and_dtype(made) -
             assert entry is not None, f"{key} is not in trainer/batch.py"
             row = KEYS[entry]
             seen.add(entry)
-            if row.dtype == "text":
+            shape, _, dtype = row.kind.rpartition(" ")
+            if dtype == "text":
                 assert isinstance(value, NonTensorStack), key
                 continue
-            assert value.shape in [shapes[s] for s in row.shape.split(" or ")], key
-            assert row.dtype in ("any", str(value.dtype).removeprefix("torch.")), key
+            assert value.shape in [shapes[s] for s in shape.split(" or ")], key
+            assert dtype in ("any", str(value.dtype).removeprefix("torch.")), key
     assert set(KEYS) - seen == {"weight"}, "the table has keys that no batch has"
 
 
@@ -103,16 +104,89 @@ def test_weight_is_what_the_update_adds(made, monkeypatch) -> None:
     assert inside == {*SCORED, *objective.reads} & there | {"weight"}
 
 
-@pytest.mark.parametrize("key", KEYS, ids=str)
-def test_writers_and_readers_name_the_key(key) -> None:
-    row, leaf = KEYS[key], next(n for n in reversed(names(key)) if n not in OPTIONAL)
-    for file in {row.writer, *row.readers}:
-        tree = ast.parse((ROOT / f"{file}.py").read_text())
-        texts = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant)}
-        # the reference writes by RetrieveKL, under that transform's own names
-        told = leaf in texts or names(key)[0] in texts or file == "reference"
-        keyword = {k.arg for n in ast.walk(tree) if isinstance(n, ast.Call) for k in n.keywords}
-        assert told or leaf in keyword, f"trainer/{file}.py does not name {key}"
+CONTAINERS = {"tokens": "Tokens", "masks": "Masks", "log_probs": "LogProbs"}  # set as a whole
+
+
+def literal(node: ast.AST | None) -> tuple[str, ...]:
+    """Return a key as it is written, what is no constant of it as "*"; () where nothing is."""
+    parts = node.elts if isinstance(node, ast.Tuple) else [node]
+    if not parts or not isinstance(parts[0], ast.Constant):
+        return ()
+    return tuple(str(p.value) if isinstance(p, ast.Constant) else "*" for p in parts)
+
+
+def matching(key: tuple[str, ...]) -> set:
+    """Return the keys of the table that a written one names: itself, or what a container holds."""
+    told = {entry: names(entry) for entry in KEYS}
+    exact = {k for k, n in told.items() if len(n) == len(key) and n[0] == key[0]}
+    exact = {k for k in exact if told[k] == key or told[k][-1] in OPTIONAL}
+    within = {k for k, n in told.items() if len(key) == 1 < len(n) and n[0] == key[0]}
+    return exact or {k for k in within if told[k][-1] in OPTIONAL}
+
+
+def files_of(key, column: str) -> list[str]:
+    """Return the readers or the writers that the table tells."""
+    writers, _, readers = KEYS[key].files.partition(">")
+    return (writers if column == "writers" else readers).split()
+
+
+def used(tree: ast.AST) -> tuple[set, set]:
+    """Return the keys that a file reads from what it calls `batch`, and those that it writes."""
+    read, written = set(), set()
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
+    for n in calls:
+        owner = n.func
+        while isinstance(owner, ast.Attribute | ast.Call | ast.Subscript):
+            owner = owner.func if isinstance(owner, ast.Call) else owner.value
+        what = n.func.attr if isinstance(n.func, ast.Attribute) else getattr(n.func, "id", "")
+        if what == "reads":
+            read |= {key for arg in n.args for key in matching(literal(arg))}
+        elif getattr(owner, "id", "") == "batch" and what in ("get", "set"):
+            key = literal(n.args[0])
+            assert key, f"line {n.lineno}: write the key where it is used"
+            fields = {
+                k.arg
+                for made in calls
+                if getattr(made.func, "id", "") == CONTAINERS.get(key[0]) and len(key) == 1
+                for k in made.keywords
+            }
+            found = matching(key) or {k for k in KEYS if k in {(key[0], f) for f in fields}}
+            assert found, f"{key} is not in trainer/batch.py"
+            (read if what == "get" else written).update(found)
+    for n in ast.walk(tree):
+        if isinstance(n, ast.Compare) and getattr(n.comparators[0], "id", "") == "batch":
+            read |= matching(literal(n.left))
+    return read, written
+
+
+def test_readers_and_writers_are_those_of_the_code() -> None:
+    """Both ways. What RetrieveKL does for the reference goes by that transform's own keys."""
+    read, written = {}, {}
+    for path in sorted(ROOT.glob("*.py")):
+        name = path.stem
+        read[name], written[name] = used(ast.parse(path.read_text()))
+    written["reference"] = {("ref_log_probs", "full"), "kl_penalty"}
+    read["reference"] = {key for key in KEYS if "reference" in files_of(key, "readers")}
+    for found, column in ((read, "readers"), (written, "writers")):
+        for key in KEYS:
+            files = sorted(name for name, keys in found.items() if key in keys)
+            assert files_of(key, column) == files, f"{column} of {key}"
+
+
+def test_the_reference_needs_what_the_table_says(made) -> None:
+    batch, policy = made[0].clone(), make_policy()
+    batch["temperature"] += 0.5
+    keys = [key for key in KEYS if "reference" in files_of(key, "readers")]
+    retrieve = Reference(policy, load_reference(policy))
+    whole, part = retrieve(batch.clone()), retrieve(batch.select(*keys))
+    assert torch.equal(whole["kl_penalty"], part["kl_penalty"])
+    for key in keys:
+        rest = batch.select(*(k for k in keys if k != key))
+        try:
+            other = retrieve(rest)["kl_penalty"]
+        except (KeyError, ValueError):
+            continue
+        assert not torch.equal(other, whole["kl_penalty"]), f"{key} changes nothing"
 
 
 def test_a_part_that_reads_an_unknown_key_says_so_at_import() -> None:

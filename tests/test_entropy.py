@@ -6,7 +6,7 @@ from contracts import rollout
 from plain_entropy import entropy_gradient, objective, the_bonus_is_that_of_a_plain_softmax
 from steps import Record, double_policy, make_update, prepared
 
-from policies import scorer as scoring
+from policies import token_distribution
 from trainer import EntropyBonus
 
 policy = pytest.fixture(double_policy)
@@ -17,7 +17,7 @@ def test_the_bonus_adds_the_gradient_of_the_entropy():
 
 
 def test_the_gradient_is_the_same_a_few_logits_at_a_time(monkeypatch):
-    monkeypatch.setattr(scoring, "SLICE", 7 * double_policy().model.config.vocab_size)
+    monkeypatch.setattr(token_distribution, "SLICE", 7 * double_policy().model.config.vocab_size)
     the_bonus_is_that_of_a_plain_softmax()
 
 

@@ -14,7 +14,7 @@ from runs import ROOT, environment
 from safetensors.torch import load_file
 from torch import Tensor
 
-from policies import layout, packed_layout, scorer
+from policies import layout, packed_layout, token_distribution
 
 TOLERANCE = 1e-6  # relative
 
@@ -75,7 +75,7 @@ def packed(name: str, patch: pytest.MonkeyPatch) -> Tensor:
 
 
 def in_chunks_of_four_logits(name: str, patch: pytest.MonkeyPatch) -> Tensor:
-    patch.setattr(scorer, "SLICE", 4 * step(name).policy.model.config.vocab_size)
+    patch.setattr(token_distribution, "SLICE", 4 * step(name).policy.model.config.vocab_size)
     return gradient(step(name))
 
 

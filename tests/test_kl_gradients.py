@@ -14,7 +14,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from policies.scorer import Scores, full_kl
+from policies.scorer import Scores
+from policies.token_distribution import full_kl
 from trainer.gae import gae
 from trainer.kl import Leash
 from trainer.kl_control import BIASED, ConstantKLController

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from policies import scorer
+from policies import token_distribution
 from trainer import losses
 from trainer.surrogates import Bounds, clipped_term, token_ratio
 
@@ -16,7 +16,7 @@ V = 5
 
 
 def full_kl(curr, ref):
-    return scorer.full_kl(curr.log_softmax(-1), ref.log_softmax(-1))
+    return token_distribution.full_kl(curr.log_softmax(-1), ref.log_softmax(-1))
 
 
 def randn(*shape, seed: int = 0) -> Tensor:

@@ -72,6 +72,8 @@ def test_everything_equals_a_categorical_over_the_valid_classes(lead, sparse, gi
         best = valid[int(want.probs.argmax())]
         assert dist.mode[at] == best
         assert hot.mode[at].tolist() == [int(c == best) for c in range(C)]
+        assert dist.deterministic_sample[at] == best
+        assert torch.equal(hot.deterministic_sample, hot.mode)
     assert dist.batch_shape == hot.batch_shape == torch.Size(lead)
     assert (dist.event_shape, hot.event_shape) == ((), (C,))
 
@@ -294,23 +296,6 @@ def test_ties_give_exactly_one_hot(sparse):
     assert torch.equal(dist.mode, one_hot(torch.tensor(lowest), C))
 
 
-@pytest.mark.parametrize("cls", [OneHotCategorical, MaskedOneHotCategorical])
-@pytest.mark.parametrize("method", ["PassThrough", 1, None])
-def test_an_unknown_grad_method_is_a_value_error(cls, method):
-    how = {} if cls is OneHotCategorical else {"mask": MASK}
-    with pytest.raises(ValueError, match=r"expected a grad_method among .*PassThrough.*RelaxedOne"):
-        cls(scores(4), **how, grad_method=method)
-
-
-@pytest.mark.parametrize("cls", [MaskedCategorical, MaskedOneHotCategorical, OneHotCategorical])
-def test_neither_or_both_of_logits_and_probs_is_a_value_error(cls):
-    how = {} if cls is OneHotCategorical else {"mask": MASK}
-    with pytest.raises(ValueError, match="expected logits or probs, got neither"):
-        cls(**how)
-    with pytest.raises(ValueError, match="expected logits or probs, got both"):
-        cls(scores(4), scores(4).exp(), **how)
-
-
 @pytest.mark.parametrize(
     "value", [torch.zeros(C), torch.ones(C), torch.eye(C)[0] * 2, torch.eye(C)[0] / 2 + 1 / 12]
 )
@@ -350,6 +335,13 @@ def test_wrong_masks_are_value_errors(cls, how, message):
 def test_wrong_parameters_and_values_are_value_errors():
     with pytest.raises(ValueError, match=r"float logits \[\*B, C\] with C > 0, got torch.int64"):
         MaskedCategorical(scores(4).long(), mask=MASK)
+    for given, found in (({}, "neither"), ({"logits": scores(), "probs": scores()}, "both")):
+        for cls, how in ((MaskedCategorical, {"mask": MASK[0]}), (OneHotCategorical, {})):
+            with pytest.raises(ValueError, match=f"expected logits or probs, got {found}"):
+                cls(**given, **how)
+    for cls, how in ((MaskedOneHotCategorical, {"mask": MASK}), (OneHotCategorical, {})):
+        with pytest.raises(ValueError, match=r"a grad_method among .*PassThrough.*RelaxedOne"):
+            cls(scores(4), grad_method="PassThrough", **how)
     for empty in (torch.zeros(()), torch.zeros(2, 0)):
         with pytest.raises(ValueError, match="the last dimension holds the classes"):
             OneHotCategorical(empty)

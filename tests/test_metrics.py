@@ -14,7 +14,7 @@ from trainer.metrics import summarize
 from trainer.reports.trackers.jsonl import JsonlTracker
 from trainer.runtime import Runtime
 from trainer.trainer import Trainer
-from trainer.transcripts import pieces, token_texts, transcript, transcripts
+from trainer.transcripts import token_columns, token_texts, transcript, transcripts
 
 MASK = torch.tensor(
     [[0, 1, 1, 0], [0, 1, 0, 0], [0, 1, 1, 1], [0, 1, 1, 0], [0, 0, 0, 0], [0, 1, 0, 0]]
@@ -177,9 +177,9 @@ def test_pieces_are_cut_and_join_to_the_text_of_the_row(monkeypatch):
     mask = torch.ones(1, len(ids) + 1, dtype=torch.bool)
     td["masks"] = {"all_attention_mask": mask, "all_response_mask": mask.clone()}
     td["masks", "all_response_mask"][0, 0] = False
-    assert "".join(pieces(td, 0, tokenizer)["text"]) == text
+    assert "".join(token_columns(td, 0, tokenizer)["text"]) == text
     monkeypatch.setattr("trainer.transcripts.MOST", 3)
-    short = pieces(td, 0, tokenizer)
+    short = token_columns(td, 0, tokenizer)
     assert (len(short["text"]), short["left_out"]) == (3, len(ids) - 3)
 
 

@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM
 from envs.transforms import RetrieveKL
 from policies import TransformersWrapper, ValueNetwork
 from policies.padding import pad
-from policies.value_head import Critic, values_in_parts
+from policies.scorer import score_in_parts
+from policies.value_head import Critic
 from trainer import (
     Checkpoints,
     GAEAdvantage,
@@ -199,7 +200,7 @@ def test_values_come_from_the_pass_that_scores_whatever_the_layout(policy):
             same_pass, shared = score(), score(group_id=batch["group_id"])
         close(shared.log_probs, same_pass.log_probs, 1e-5, "log-probs")
         close(shared.values, same_pass.values, 1e-5, "layout")
-        parts = values_in_parts(policy.scorer, ids, mask, batch["loss_mask"], limit=60)
+        parts = score_in_parts(policy.scorer.values, ids, mask, batch["loss_mask"], limit=60)
         close(parts, same_pass.values, 1e-5, "parts")
         assert not parts[~batch["loss_mask"]].any()
         assert parts[batch["loss_mask"]].all()
@@ -342,8 +343,8 @@ def test_ppo_loss_measures_the_distance_that_is_asked_for(policy):
             2 * float(want.mean()), rel=1e-5
         )
     clipping = PPOLoss(actor(policy), ValueNetwork(policy), clip_value=True)
-    assert clipping.value_clip == clipping.clip_low
-    with pytest.raises(ValueError, match="as it was at sampling"):
+    assert clipping.objective.value_clip == clipping.objective.bounds.low
+    with pytest.raises(KeyError, match="as it was at sampling"):
         clipping(batch)
     for wrong, text in (
         ({"loss_critic_type": "l3"}, "loss_critic_type"),

@@ -74,16 +74,6 @@ def test_the_weighted_terms_are_the_documented_loss_in_any_micro_batch(cut):
         objective(Rewards(rewards[:1]), batch[:1])
 
 
-def test_a_rank_without_rows_still_reaches_every_parameter():
-    policy = load_reward_model("tiny")
-    nothing = torch.zeros(0, 4, dtype=torch.int64)
-    terms = PreferenceObjective()(
-        policy.scorer(nothing, nothing.bool()), TensorDict({"group_id": nothing[:, 0]}, [0])
-    )
-    terms.loss["preference"].sum().backward()
-    assert all(p.grad is not None and not p.grad.any() for p in policy.model.parameters())
-
-
 def test_rows_without_a_worse_reply_are_an_error(tmp_path):
     path = tmp_path / "pairs.jsonl"
     good = [{"question": f"{i}?", "chosen": "a", "rejected": "b"} for i in range(3)]

@@ -12,10 +12,10 @@ from tensordict import TensorDict
 
 import train
 from conf.preflight_and_modes import asked
-from trainer.memory import Peak, memory_of
 from trainer.modes.preflight import costs
 from trainer.modes.preflight.checks import idle_share, learnt, marked
 from trainer.modes.preflight.costs import at_limits, saves
+from trainer.modes.preflight.footprint import Peak, memory_of
 from trainer.modes.preflight.play import Phase
 
 SMALL = (

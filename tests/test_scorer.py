@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from policies import layout, scorer
+from policies import layout, token_distribution
 from policies.padding import pad, pad_mask, unpad
 from policies.random import fold, inverse_cdf, uniforms
 from policies.sampler import Stop, sample
@@ -164,7 +164,7 @@ def test_slices_of_the_head_change_nothing(monkeypatch) -> None:
         return x
 
     for size in (2**26, 7 * V):  # all tokens at once, and 7 at a time
-        monkeypatch.setattr(scorer, "SLICE", size)
+        monkeypatch.setattr(token_distribution, "SLICE", size)
         model.zero_grad()
         kept.clear()
         with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):

@@ -18,7 +18,7 @@ _HOME = {
     "DynamicRollouts": ".dynamic_sampling",
     "EntropyBonus": ".entropy",
     "Evaluate": ".evaluation",
-    "GAE": ".torchrl.gae",
+    "GAE": ".torchrl.gae_module",
     "GAEAdvantage": ".gae",
     "GRPOLoss": ".torchrl.loss_modules",
     "GRPOObjective": ".objectives",

@@ -99,7 +99,9 @@ class GroupAdvantage:
         mask, order = batch.get("loss_mask"), self._order(batch)  # [B, T], [B]
         advantage = torch.zeros_like(batch.get("reward"))  # [B, T]
         advantage[order] = group_advantage(
-            *(batch.get(key)[order] for key in ("reward_raw", "reward_kl", "loss_mask")),
+            batch.get("reward_raw")[order],
+            batch.get("reward_kl")[order],
+            mask[order],
             self.group_size,
             baseline=self.baseline,
             scale=self.scale(),

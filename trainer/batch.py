@@ -11,78 +11,101 @@ from tensordict import NestedKey
 
 
 @dataclass(frozen=True)
-class Key:
-    """One key: shape and dtype, the file that writes it, the files that read it, what it is.
+class Entry:
+    """One key: shape and dtype, what it is, and the files of trainer/ it goes from > to."""
 
-    Files are of trainer/, without ".py"; a source is whatever makes batches (collect for rollouts,
-    demonstrations, reward_modelling).
-    """
-
-    shape: str
-    dtype: str
-    writer: str
-    readers: tuple[str, ...]
+    kind: str
     about: str
+    files: str
 
 
-KEYS: dict[NestedKey, Key] = {
-    ("tokens", "full"): Key(
-        "[B, T]", "int64", "collect", ("update", "transcripts"), "the exact ids of all turns"
+KEYS: dict[NestedKey, Entry] = {
+    ("tokens", "full"): Entry(
+        "[B, T] int64",
+        "the exact ids of all turns",
+        "collect demonstrations > demonstrations gae importance_sampling reference "
+        "reward_modelling transcripts update",
     ),
-    ("masks", "all_attention_mask"): Key(
-        "[B, T]", "bool", "collect", ("update", "trainer"), "real tokens"
+    ("masks", "all_attention_mask"): Entry(
+        "[B, T] bool",
+        "real tokens",
+        "collect demonstrations > demonstrations gae importance_sampling reference "
+        "reward_modelling trainer transcripts update",
     ),
-    ("masks", "all_assistant_mask"): Key(
-        "[B, T]", "bool", "collect", (), "tokens of assistant messages, ends of turn included"
+    ("masks", "all_assistant_mask"): Entry(
+        "[B, T] bool",
+        "tokens of assistant messages, ends of turn included",
+        "collect demonstrations >",
     ),
-    ("masks", "all_response_mask"): Key(
-        "[B, T]", "bool", "collect", ("metrics", "transcripts", "overlong"), "sampled tokens"
+    ("masks", "all_response_mask"): Entry(
+        "[B, T] bool",
+        "sampled tokens",
+        "collect > importance_sampling metrics overlong reference transcripts",
     ),
-    ("log_probs", "full"): Key(
-        "[B, T]", "float32", "collect", ("objectives", "metrics"), "of who sampled, else 0"
+    ("log_probs", "full"): Entry(
+        "[B, T] float32",
+        "of who sampled, else 0",
+        "collect > importance_sampling kl metrics objectives reference transcripts",
     ),
-    "loss_mask": Key(
-        "[B, T]", "bool", "collect", ("update", "advantage", "metrics"), "tokens to learn from"
+    "loss_mask": Entry(
+        "[B, T] bool",
+        "tokens to learn from",
+        "collect demonstrations dynamic_sampling overlong reward_modelling sources > advantage "
+        "collect demonstrations dynamic_sampling gae kl metrics objectives overlong sources "
+        "transcripts update",
     ),
-    "reward_raw": Key(
-        "[B, T]", "float32", "collect", ("kl", "advantage", "metrics"), "task reward of each turn"
+    "reward_raw": Entry(
+        "[B, T] float32",
+        "task reward of each turn",
+        "collect overlong > advantage collect evaluation kl metrics overlong trainer transcripts",
     ),
-    ("reward_part", "<name>"): Key(
-        "[B]", "float32", "collect", ("metrics", "transcripts"), "a part of it; NaN: does not apply"
+    ("reward_part", "<name>"): Entry(
+        "[B] float32", "a part of it; NaN: does not apply", "collect overlong > metrics transcripts"
     ),
-    "reward_errors": Key("[B]", "float32", "collect", ("metrics",), "reward functions that failed"),
-    "success": Key("[B]", "bool", "collect", ("evaluation",), "the task says the reply is right"),
-    "truncated": Key("[B]", "bool", "collect", ("metrics", "overlong"), "cut by a limit"),
-    "dropped": Key("[B]", "bool", "collect", ("metrics", "evaluation"), "its group is not judged"),
-    "group_id": Key("[B]", "int64", "collect", ("update", "advantage"), "the samples of a prompt"),
-    "temperature": Key("[B]", "float32", "collect", ("update",), "of the sampling"),
-    "policy_version": Key("[B]", "int64", "collect", (), "the weights that sampled, by syncs"),
-    "prompt": Key("[B]", "text", "collect", ("transcripts",), "the last message of the prompt"),
-    "response": Key("[B]", "text", "collect", ("transcripts",), "the replies, joined"),
-    ("logged", "<metric>"): Key(
-        "[B, T] or [B]",
-        "any",
-        "importance_sampling",
-        ("metrics",),
+    "reward_errors": Entry("[B] float32", "reward functions that failed", "collect > metrics"),
+    "success": Entry("[B] bool", "the task says the reply is right", "collect > evaluation"),
+    "truncated": Entry("[B] bool", "cut by a limit", "collect > metrics overlong transcripts"),
+    "dropped": Entry("[B] bool", "its group is not judged", "collect > collect evaluation metrics"),
+    "group_id": Entry(
+        "[B] int64",
+        "the samples of a prompt",
+        "collect reward_modelling > "
+        "advantage collect gae importance_sampling metrics reference reward_modelling update",
+    ),
+    "temperature": Entry(
+        "[B] float32",
+        "of the sampling",
+        "collect demonstrations > demonstrations importance_sampling reference update",
+    ),
+    "policy_version": Entry("[B] int64", "the weights that sampled, by syncs", "collect >"),
+    "prompt": Entry("[B] text", "the last message of the prompt", "collect > transcripts"),
+    "response": Entry("[B] text", "the replies, joined", "collect > transcripts"),
+    ("logged", "<metric>"): Entry(
+        "[B, T] or [B] any",
         "what a verb wants on the curves: a mean over sampled tokens or over rows",
+        "dynamic_sampling importance_sampling > metrics",
     ),
-    ("old_log_probs", "full"): Key(
-        "[B, T]", "float32", "importance_sampling", ("objectives",), "of the policy that learns"
+    ("old_log_probs", "full"): Entry(
+        "[B, T] float32", "of the policy that learns", "importance_sampling > objectives"
     ),
-    "policy_weight": Key(
-        "[B, T]", "float32", "importance_sampling", ("objectives",), "factor of the policy term"
+    "policy_weight": Entry(
+        "[B, T] float32", "factor of the policy term", "importance_sampling > objectives"
     ),
-    ("ref_log_probs", "full"): Key("[B, T]", "float32", "reference", ("kl", "metrics"), "its own"),
-    "kl_penalty": Key(
-        "[B, T]", "float32", "reference", ("kl", "metrics"), "k1 in nats, without the coefficient"
+    ("ref_log_probs", "full"): Entry(
+        "[B, T] float32", "its own", "demonstrations reference > kl metrics objectives"
     ),
-    "reward_kl": Key("[B, T]", "float32", "kl", ("advantage",), "-coeff * KL, or 0"),
-    "reward": Key("[B, T]", "float32", "kl", ("gae", "metrics"), "reward_raw + reward_kl"),
-    "kl_left": Key("[B]", "float32", "kl", ("kl",), "the coefficient left for the loss to charge"),
-    "advantage": Key("[B, T]", "float32", "advantage", ("objectives", "transcripts"), "A"),
-    "value": Key("[B, T]", "float32", "gae", ("objectives", "metrics"), "V(tokens < t)"),
-    "returns": Key("[B, T]", "float32", "gae", ("objectives", "metrics"), "advantage + value"),
-    "weight": Key("[B, T]", "float32", "update", ("update",), "what a token counts in a step"),
+    "kl_penalty": Entry(
+        "[B, T] float32",
+        "k1 in nats, without the coefficient",
+        "reference > kl metrics transcripts",
+    ),
+    "reward_kl": Entry("[B, T] float32", "-coeff * KL, or 0", "kl > advantage"),
+    "reward": Entry("[B, T] float32", "reward_raw + reward_kl", "kl > advantage gae metrics"),
+    "kl_left": Entry("[B] float32", "the coefficient left for the loss to charge", "kl > kl"),
+    "advantage": Entry("[B, T] float32", "A", "advantage gae > objectives transcripts"),
+    "value": Entry("[B, T] float32", "V(tokens < t)", "gae > metrics objectives"),
+    "returns": Entry("[B, T] float32", "advantage + value", "gae > metrics objectives"),
+    "weight": Entry("[B, T] float32", "what a token counts in a step", "update > update"),
 }
 
 

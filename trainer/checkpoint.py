@@ -104,7 +104,7 @@ class Checkpoints:
 
     def restore(self, folder: Path) -> dict[str, Any]:
         """Load weights and optimiser from a verified checkpoint; return its state."""
-        self.load_weights(folder)
+        self.restore_weights(folder)
         if mine := self._critic():
             critic = load_file(folder / CRITIC)
             if critic.keys() != mine.keys():
@@ -121,7 +121,7 @@ class Checkpoints:
         self.last = state["iteration"]
         return state
 
-    def load_weights(self, folder: Path) -> None:
+    def restore_weights(self, folder: Path) -> None:
         """Load policy and reference from a checkpoint, the policy also from a finished run."""
         weights_of(self.policy.scorer).load(folder, base=_base(self.policy))
         if (folder / REFERENCE).is_file():

@@ -78,7 +78,7 @@ class Trajectories:
         for row, text in zip(alive.tolist(), _last_contents(td, "response"), strict=True):
             self.texts[row].append(text)
 
-    def prolong(self, rows: Tensor, td: TensorDictBase, policy: Generator) -> None:
+    def extend(self, rows: Tensor, td: TensorDictBase, policy: Generator) -> None:
         """Append what the template puts between a reply and the next generation prompt.
 
         td are the turns [A] that these rows just had.
@@ -107,29 +107,30 @@ class Trajectories:
         size, device = len(self.lengths), policy.device
         tokens = {name: value.to(device) for name, value in self.tokens.items()}
         common: Any = {"padded": True, "batch_size": [size]}
-        out = TensorDict(batch_size=[size])
-        out.set("tokens", Tokens(full=tokens["ids"], **common))
+        batch = TensorDict(batch_size=[size])
+        batch.set("tokens", Tokens(full=tokens["ids"], **common))
         masks = Masks(
             all_attention_mask=self.attention.to(device),
             all_assistant_mask=tokens["assistant"],
             all_response_mask=tokens["response"],
             **common,
         )
-        out.set("masks", masks)
-        out.set("log_probs", LogProbs(full=tokens["log_probs"], **common))
-        out.set("loss_mask", tokens["response"].clone())
-        out.set("reward_raw", tokens["reward"])
+        batch.set("masks", masks)
+        batch.set("log_probs", LogProbs(full=tokens["log_probs"], **common))
+        batch.set("loss_mask", tokens["response"].clone())
+        batch.set("reward_raw", tokens["reward"])
         for name, total in self.parts.items():
-            out.set(("reward_part", name), total.float().to(device))
-        for name, flags in self.flags.items():
-            out.set(name, flags.to(device))
-        out.set("reward_errors", self.errors.float().to(device))
-        out.set("group_id", group_id.to(device))
-        out.set("policy_version", self.version.to(device))
-        out.set("temperature", torch.full((size,), policy.temperature or 1.0, device=device))
-        out.set("prompt", NonTensorStack(*self.prompts))
-        out.set("response", NonTensorStack(*["\n".join(texts) for texts in self.texts]))
-        return _without_dropped(out)
+            batch.set(("reward_part", name), total.float().to(device))
+        batch.set("success", self.flags["success"].to(device))
+        batch.set("truncated", self.flags["truncated"].to(device))
+        batch.set("dropped", self.flags["dropped"].to(device))
+        batch.set("reward_errors", self.errors.float().to(device))
+        batch.set("group_id", group_id.to(device))
+        batch.set("policy_version", self.version.to(device))
+        batch.set("temperature", torch.full((size,), policy.temperature or 1.0, device=device))
+        batch.set("prompt", NonTensorStack(*self.prompts))
+        batch.set("response", NonTensorStack(*["\n".join(texts) for texts in self.texts]))
+        return _without_dropped(batch)
 
 
 def collect(prompts: TensorDictBase, env: EnvBase, policy: Generator) -> TensorDict:
@@ -154,7 +155,7 @@ def collect(prompts: TensorDictBase, env: EnvBase, policy: Generator) -> TensorD
         if not going.any():
             return done.batch(group_id, policy)
         rows, td = rows[going.to(rows.device)], td[going]
-        done.prolong(rows, td, policy)
+        done.extend(rows, td, policy)
         td = _with_ids(carry(td, state), done.tokens["ids"][rows], done.attention[rows])
         td = policy(td)
 

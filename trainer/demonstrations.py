@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
 
 from envs.chat_env import ChatEnv
 from envs.tasks.task import Task
@@ -42,30 +43,36 @@ class Demonstrations:
         chosen = picks(iteration, size=len(self.rows), count=self.size, seed=self.runtime.seed)[
             self.runtime.mine(self.size)
         ]
-        done = [self._render(self.rows[i]) for i in chosen]
-        device, size = self.policy.device, len(done)
-        out = TensorDict(batch_size=[size])
-        full = pad([torch.tensor(ids) for ids, _, _ in done]).to(device)
-        learnt = pad([torch.tensor(keep) for _, _, keep in done], False).to(device)
-        out.set("tokens", Tokens(full=full, padded=True, batch_size=[size]))
-        masks = Masks(
-            all_attention_mask=pad_mask([len(ids) for ids, _, _ in done], device=device),
-            all_assistant_mask=pad([torch.tensor(a) for _, a, _ in done], False).to(device),
-            padded=True,
-            batch_size=[size],
-        )
-        out.set("masks", masks)
-        out.set("temperature", torch.ones(size, device=device))
-        return out.set("loss_mask", learnt)
+        ids, assistant, learnt = zip(*[self._render(self.rows[i]) for i in chosen], strict=True)
+        batch = given_rows(ids, self.policy.device, assistant)
+        return batch.set("loss_mask", pad(learnt, False).to(self.policy.device))
 
-    def _render(self, row: dict[str, Any]) -> tuple[list[int], list[bool], list[bool]]:
+    def _render(self, row: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the ids of a row, which are the assistant's, and which are learnt."""
         messages = self.env.messages(row)
         done = self.policy.renderer.render(messages, require_assistant=True)
+        ids, assistant = torch.tensor(done.ids), torch.tensor(done.assistant)
         if not self.prompt_masked:
-            return done.ids, done.assistant, done.assistant
+            return ids, assistant, assistant
         prompt = self.policy.renderer.render(messages[:-1], add_generation_prompt=True).ids
-        learnt = [a and i >= len(prompt) for i, a in enumerate(done.assistant)]
-        return done.ids, done.assistant, learnt
+        return ids, assistant, assistant & (torch.arange(len(ids)) >= len(prompt))
+
+
+def given_rows(
+    ids: Sequence[Tensor], device: Any, assistant: Sequence[Tensor] | None = None
+) -> TensorDict:
+    """Return rows that nobody has sampled as a batch [B, T] at temperature 1."""
+    size = len(ids)
+    masks = Masks(
+        all_attention_mask=pad_mask([len(row) for row in ids], device=device),
+        all_assistant_mask=None if assistant is None else pad(assistant, False).to(device),
+        padded=True,
+        batch_size=[size],
+    )
+    batch = TensorDict(batch_size=[size])
+    batch.set("tokens", Tokens(full=pad(ids).to(device), padded=True, batch_size=[size]))
+    batch.set("masks", masks)
+    return batch.set("temperature", torch.ones(size, device=device))
 
 
 class ReferenceLogProbs:

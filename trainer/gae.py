@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from policies.roles import Policy
-from policies.value_head import values_in_parts
+from policies.scorer import score_in_parts
 from trainer.advantage import finish
 from trainer.batch import reads
 from trainer.kl import Leash
@@ -95,14 +95,10 @@ class GAEAdvantage:
         """Add values, returns and advantages to the batch."""
         self.leash.charge_reward(batch)
         mask = batch.get("loss_mask")  # [B, T]
-        value = values_in_parts(  # [B, T]
-            self.scorer,
-            batch.get(("tokens", "full")),
-            batch.get(("masks", "all_attention_mask")),
-            mask,
-            limit=self.limit,
-            group_id=batch.get("group_id", None),
-        )
+        given = batch.get(("tokens", "full")), batch.get(("masks", "all_attention_mask")), mask
+        group = batch.get("group_id", None)
+        with torch.no_grad():
+            value = score_in_parts(self.scorer.values, *given, limit=self.limit, group_id=group)
         reward = batch.get("reward")  # [B, T]
         advantage = gae(reward, value, mask, gamma=self.gamma, lmbda=self.lmbda)  # [B, T]
         batch.set("value", value)

@@ -10,7 +10,7 @@ import math
 from typing import Literal
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor
 
 from policies.roles import Policy
@@ -88,6 +88,6 @@ class ImportanceSampling:
         )
         gap = old - batch.get(("log_probs", "full"))
         weight, limited = correction(gap, sampled, **self.options)
-        batch.set("old_log_probs", TensorDict({"full": old}, batch.batch_size))
+        batch.set(("old_log_probs", "full"), old)
         batch.set(("logged", "policy/importance_limited"), limited)
         return batch.set("policy_weight", weight)

@@ -98,7 +98,7 @@ kl.estimator=k3, k2 or full, or set kl.allow_biased=true
             )
         if self.estimator == "k1":
             return batch.get("kl_penalty")
-        gen, ref = (batch.get((name, "full")) for name in ("log_probs", "ref_log_probs"))
+        gen, ref = batch.get(("log_probs", "full")), batch.get(("ref_log_probs", "full"))
         return kl_term(gen, ref, self.estimator)
 
 

@@ -4,6 +4,7 @@ An objective maps (scores, batch) to `Terms` and never averages: `weight` [B, T]
 which keys of the batch it `reads` beside those that the update hands to the scorer.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from policies.scorer import Scores
 from trainer.batch import reads
 from trainer.kl import Leash
-from trainer.losses import kl_term, minor_sft_term, value_term
+from trainer.losses import half_square, kl_term, minor_sft_term, value_term
 from trainer.surrogates import RATIOS, SURROGATES, Bounds
 
 
@@ -95,7 +96,7 @@ class GRPOObjective:
 class PPOObjective(GRPOObjective):
     """Clipped policy gradient and the critic's squared error (PPO, arXiv 1707.06347 eq. 9).
 
-    `value_clip` None does not clip the value.
+    `value_clip` None does not clip the value; `distance` is half the square unless it is given.
     """
 
     reads = (*GRPOObjective.reads, *reads("value", "returns"))
@@ -105,17 +106,19 @@ class PPOObjective(GRPOObjective):
         *,
         value_coeff: float = 0.5,
         value_clip: float | None = 0.2,
+        distance: Callable[[Tensor, Tensor], Tensor] = half_square,
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        self.value_coeff, self.value_clip = value_coeff, value_clip
+        self.value_coeff, self.value_clip, self.distance = value_coeff, value_clip, distance
 
     def __call__(self, scores: Scores, batch: TensorDictBase) -> Terms:
         """Return the terms of a micro-batch."""
         terms = super().__call__(scores, batch)
         value, old, returns = scores.values, batch.get("value"), batch.get("returns")
         assert value is not None, "GAEAdvantage asks for a critic"
-        terms.loss["value"] = self.value_coeff * value_term(value, old, returns, self.value_clip)
+        term = value_term(value, old, returns, self.value_clip, self.distance)
+        terms.loss["value"] = self.value_coeff * term
         if self.value_clip is not None:
             moved = (value.detach() - old).abs() > self.value_clip
             terms.means["value/clip_fraction"] = moved.float()

@@ -42,6 +42,16 @@ class Observer:
         """End as finished, preempted or failed; `saved`: iterations in the newest checkpoint."""
 
 
+def _tell(name: str) -> Any:
+    """Return a method that calls the same one of each observer."""
+
+    def tell(self: "Observers", *args: Any, **kwargs: Any) -> None:
+        for observer in self.each:
+            getattr(observer, name)(*args, **kwargs)
+
+    return tell
+
+
 class Observers(Observer):
     """Tell several observers, in their order.
 
@@ -56,37 +66,9 @@ class Observers(Observer):
     def __init__(self, each: Sequence[Observer] = ()) -> None:
         self.each = each
 
-    def resume(self, iteration: int, text: str, *, again: bool, seconds: float) -> None:
-        for observer in self.each:
-            observer.resume(iteration, text, again=again, seconds=seconds)
-
-    def begin(self) -> None:
-        for observer in self.each:
-            observer.begin()
-
-    def evaluating(self, what: str, share: float, *, last: bool) -> None:
-        for observer in self.each:
-            observer.evaluating(what, share, last=last)
-
-    def log(self, metrics: Mapping[str, float], iteration: int) -> None:
-        for observer in self.each:
-            observer.log(metrics, iteration)
-
-    def replies(self, rows: Sequence[dict[str, Any]], iteration: int, *, kind: str) -> None:
-        for observer in self.each:
-            observer.replies(rows, iteration, kind=kind)
-
-    def say(self, text: str, *, style: str = "") -> None:
-        for observer in self.each:
-            observer.say(text, style=style)
-
-    def alert(self, title: str, text: str, *, error: bool = False) -> None:
-        for observer in self.each:
-            observer.alert(title, text, error=error)
-
-    def stopping(self) -> None:
-        for observer in self.each:
-            observer.stopping()
+    resume, begin, evaluating, log, replies, say, alert, stopping = map(
+        _tell, ("resume", "begin", "evaluating", "log", "replies", "say", "alert", "stopping")
+    )
 
     def end(self, state: str, *, saved: int | None) -> None:
         with ExitStack() as stack:  # all of them end, also if one fails

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from envs.chat_env import ChatEnv
 from envs.tasks.task import assistant
-from policies.chats.containers import Masks, Tokens
-from policies.padding import pad, pad_mask
 from policies.reward_model import diverged, preference_term
 from policies.reward_scorer import Rewards, ids_to_end
 from policies.roles import Policy
 from trainer.batch import reads
+from trainer.demonstrations import given_rows
 from trainer.objectives import Terms
 from trainer.runtime import Runtime
 from trainer.sources import picks
@@ -44,17 +43,11 @@ class PreferencePairs:
     def batch(self, rows: list[dict[str, Any]]) -> TensorDict:
         """Return rows with "messages", "chosen" and "rejected" as pairs, [2P, T]."""
         ids = [self._ids(row, row[name]) for row in rows for name in ("chosen", "rejected")]
-        device = self.policy.device
-        full = pad(ids).to(device)
-        mask = pad_mask([len(row) for row in ids], device=device)
+        batch = given_rows(ids, self.policy.device)
+        full, mask = batch.get(("tokens", "full")), batch.get(("masks", "all_attention_mask"))
         compared = diverged(full[0::2], mask[0::2], full[1::2], mask[1::2])  # [P, T]
-        size = len(ids)
-        out = TensorDict(batch_size=[size])
-        out.set("tokens", Tokens(full=full, padded=True, batch_size=[size]))
-        out.set("masks", Masks(all_attention_mask=mask, padded=True, batch_size=[size]))
-        out.set("temperature", torch.ones(size, device=device))
-        out.set("group_id", torch.arange(size, device=device) // 2)
-        return out.set("loss_mask", compared.repeat_interleave(2, 0))
+        batch.set("group_id", torch.arange(len(ids), device=mask.device) // 2)
+        return batch.set("loss_mask", compared.repeat_interleave(2, 0))
 
     def _ids(self, row: dict[str, Any], reply: str) -> Tensor:
         return ids_to_end(self.policy.renderer, [*self.env.messages(row), assistant(reply)])

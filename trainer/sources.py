@@ -14,6 +14,7 @@ from envs.chat_env import ChatEnv
 from envs.tasks.task import Task
 from policies.random import fold
 from policies.roles import Generator
+from policies.token_distribution import named_mask
 from trainer.collect import collect
 from trainer.runtime import Runtime
 
@@ -41,6 +42,8 @@ def picks(iteration: int, *, size: int, count: int, seed: int) -> list[int]:
 class Rollouts:
     """Play the iteration's prompts with the generator.
 
+    `mask` says which of the sampled tokens are learnt: response (all), assistant (those of the
+    assistant's messages) or prompt (what follows the last prompt: the last turn).
     The verbs of `after_rollout` work on what comes out, in order.
     """
 
@@ -52,11 +55,12 @@ class Rollouts:
         generator: Generator,
         runtime: Runtime,
         size: int,
+        mask: str = "response",
         after_rollout: Sequence[Verb] = (),
     ) -> None:
         self.rows: Sequence[dict[str, Any]] = task.rows("train")
         self.env, self.generator, self.runtime, self.size = env, generator, runtime, size
-        self.after_rollout = after_rollout
+        self.mask, self.after_rollout = mask, after_rollout
 
     def prompts(self, iteration: int, attempt: int = 0) -> TensorDict:
         """Return this rank's prompts of the iteration: row, group_id, stream [P / ranks].
@@ -86,7 +90,8 @@ class Rollouts:
 
     def play(self, prompts: TensorDict) -> TensorDict:
         """Return the trajectories of all samples of `prompts`, [B, T]."""
-        return collect(prompts, self.env, self.generator)
+        batch = collect(prompts, self.env, self.generator)
+        return batch.set("loss_mask", batch.get("loss_mask") & named_mask(batch, self.mask))
 
     def __call__(self, iteration: int) -> TensorDictBase:
         """Return this rank's trajectories of the iteration, [B, T]."""

@@ -38,7 +38,7 @@ def transcripts(
     rows = {i: transcript(batch, i, iteration, kind=kind) for i in chosen}
     for rank, held in (("best", best), ("median", median), ("worst", worst)):
         for i in held[:1] if tokenizer is not None else ():
-            rows[i] |= {"rank": rank, "pieces": pieces(batch, i, tokenizer)}
+            rows[i] |= {"rank": rank, "pieces": token_columns(batch, i, tokenizer)}
     return list(rows.values())
 
 
@@ -78,7 +78,7 @@ def _short(value: Tensor) -> float:
     return float(f"{value:.7g}")
 
 
-def pieces(batch: TensorDictBase, i: int, tokenizer: Any) -> dict[str, Any]:
+def token_columns(batch: TensorDictBase, i: int, tokenizer: Any) -> dict[str, Any]:
     """Return row i from its first sampled token on, as columns of equal length.
 
     `text`; `log_prob`, `kl` (k1) and `advantage`, in nats and null where nothing was sampled: such
@@ -89,8 +89,11 @@ def pieces(batch: TensorDictBase, i: int, tokenizer: Any) -> dict[str, Any]:
     start = int(sampled.int().argmax()) if bool(sampled.any()) else length
     ids = batch.get(("tokens", "full"))[i, start:length].tolist()[:MOST]
     texts = token_texts(ids, tokenizer)
-    sources = {"log_prob": ("log_probs", "full"), "kl": "kl_penalty", "advantage": "advantage"}
-    found = {name: batch.get(key, None) for name, key in sources.items()}
+    found = {
+        "log_prob": batch.get(("log_probs", "full"), None),
+        "kl": batch.get("kl_penalty", None),
+        "advantage": batch.get("advantage", None),
+    }
     values = {n: _plain(v[i, start:]) for n, v in found.items() if v is not None}
     out: dict[str, Any] = {"text": [], **{name: [] for name in values}}
     own, before = sampled[start:length].tolist(), True

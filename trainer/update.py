@@ -64,16 +64,11 @@ class Update:
         target_kl: float | None = None,
         packing: bool = False,
     ) -> None:
-        self.scorer, self.optimizer, self.objective, self.runtime = (
-            scorer,
-            optimizer,
-            objective,
-            runtime,
-        )
+        self.scorer, self.optimizer = scorer, optimizer
+        self.objective, self.runtime = objective, runtime
         self.lr, self.epochs, self.minibatches = lr, epochs, minibatches
-        self.micro_batch_tokens = micro_batch_tokens
         self.aggregation, self.max_tokens = aggregation, max_tokens
-        self.max_grad_norm = max_grad_norm
+        self.micro_batch_tokens, self.max_grad_norm = micro_batch_tokens, max_grad_norm
         for name in ("reads", "leash"):
             if not hasattr(objective, name):
                 raise ValueError(
@@ -154,7 +149,9 @@ class Update:
         own.note("optim/lr", rate)
         own.note("optim/grad_norm", norm)
         log.join(own)
-        far = self._is_far(own)
+        far = self.target_kl is not None and (  # of the tokens of all ranks, so all of them agree
+            own.result(self.runtime)["kl/behaviour_k3"] > self.target_kl
+        )
         for group in self.optimizer.param_groups:
             waits = iteration < group.get("since", 0)
             group["lr"] = 0.0 if waits else rate * group.get("scale", 1.0)
@@ -163,15 +160,6 @@ class Update:
         self.skipped += not math.isfinite(norm)
         self.optimizer.zero_grad(set_to_none=True)
         return not far
-
-    def _is_far(self, log: "_Log") -> bool:
-        """Return whether the policy has moved further than `target_kl` from the one that sampled.
-
-        That is KL(gen || curr) by k3 over the tokens of all ranks, so all of them agree.
-        """
-        if self.target_kl is None:
-            return False
-        return log.result(self.runtime)["kl/behaviour_k3"] > self.target_kl
 
     def _backward(self, batch: TensorDictBase, log: "_Log", *, last: bool) -> None:
         accelerator = self.runtime.accelerator
@@ -195,17 +183,15 @@ class Update:
         log.add(terms, losses, batch.get("loss_mask"))
 
     def _micro_batches(self, batch: TensorDictBase) -> list[list[int]]:
-        """Return row lists within the token bound; every rank gets the same number of them."""
+        """Return row lists within the token bound, as many on every rank: some may be empty.
+
+        What `pack_rows` has put together, such as a pair, is never cut here.
+        """
         attention, ids = batch.get(("masks", "all_attention_mask")), batch.get("group_id", None)
-        limit, padded = self.micro_batch_tokens, not self.packing
-        parts = pack_rows(attention, limit, group_id=ids, padded=padded)
+        limit = self.micro_batch_tokens
+        parts = pack_rows(attention, limit, group_id=ids, padded=not self.packing)
         most = int(self.runtime.maxima({"n": float(len(parts))})["n"])
-        while len(parts) < most:  # split the largest; with nothing left to split, repeat nothing
-            parts.sort(key=len)
-            largest = parts.pop()
-            half = max(len(largest) // 2, 1)
-            parts += [largest[:half], largest[half:]]
-        return parts
+        return parts + [[]] * (most - len(parts))
 
 
 def select_rows(batch: TensorDictBase, rows: list[int]) -> TensorDictBase:

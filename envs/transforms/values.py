@@ -22,6 +22,7 @@ def get_values(key: NestedKey, *tds: TensorDictBase) -> Any:
     Also a list of texts, for keys that hold some. None where no td has the key.
 
     >>> from tensordict import TensorDict, lazy_stack
+    >>> import torch
     >>> get_values("a", lazy_stack([TensorDict(a=torch.ones(1)), TensorDict(a=torch.ones(2))]))
     [tensor([1.]), tensor([1., 1.])]
     """

@@ -116,6 +116,11 @@ class MaskedClasses(Categorical):
         self._need_valid_classes()
         return self._class_of(self._scores.argmax(-1))
 
+    @property
+    def deterministic_sample(self) -> Tensor:
+        """Return `mode`, under TorchRL's name."""
+        return self.mode
+
     def expand(self, batch_shape: Size | Sequence[int], _instance: Any = None):
         """Return the same distribution over a larger batch, without copying."""
         new = copy.copy(self)

@@ -135,6 +135,11 @@ class LLMMaskedCategorical(Distribution):
         logits = self._logits if self.position_level_masking else self.masked_logits
         return logits.argmax(-1).masked_fill(~self._valid, self.ignore_index)
 
+    @property
+    def deterministic_sample(self) -> Tensor:
+        """Return `mode`, under TorchRL's name."""
+        return self.mode
+
     def entropy(self) -> Tensor:
         """Return the entropy in nats [*B, T] over the valid tokens; 0 where there is none."""
         return masked_entropy(self._logits, self._wide)

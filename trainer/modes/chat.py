@@ -21,7 +21,7 @@ from policies.random import fold
 from policies.sampler import sample
 from policies.scorer import Scorer, max_positions
 from policies.wrappers.transformers_wrapper import TransformersWrapper
-from trainer.modes.run_weights import load_weights, reference_name
+from trainer.modes.run_weights import reference_name, take_weights
 from trainer.trainer import Trainer
 from trainer.transcripts import token_texts
 
@@ -115,7 +115,7 @@ def run(loop: Trainer, settings: dict[str, Any]) -> float:
     """Chat until the input ends, /quit or Ctrl-C."""
     console = Console(highlight=False)
     told = {
-        "policy": load_weights(loop, settings).what,
+        "policy": take_weights(loop, settings).what,
         "reference": reference_name(loop, settings),
     }
     for name, text in told.items():

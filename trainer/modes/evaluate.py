@@ -16,7 +16,7 @@ from rich.table import Table
 from tensordict import TensorDict
 
 from policies.cache import write_text
-from trainer.modes.run_weights import load_weights, reference_name
+from trainer.modes.run_weights import reference_name, take_weights
 from trainer.trainer import Trainer
 
 LENGTH, TRUNCATED = "response/length_mean", "response/truncated_fraction"
@@ -110,7 +110,7 @@ def run(loop: Trainer, settings: dict[str, Any]) -> float:
     if not loop.evaluate.plans:
         raise ValueError("expected replies to evaluate, got none; set eval.num_samples=8 or "
                          "eval.greedy=true")  # fmt: skip
-    chosen = load_weights(loop, settings)
+    chosen = take_weights(loop, settings)
     found = measure(loop)
     if not loop.runtime.is_main:
         return 0.0

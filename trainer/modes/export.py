@@ -11,7 +11,7 @@ from typing import Any
 from policies.cache import write_text
 from trainer.checkpoint import save_model
 from trainer.modes.model_card import card
-from trainer.modes.run_weights import load_weights
+from trainer.modes.run_weights import take_weights
 from trainer.reports.report import run_svg
 from trainer.runs.run_files import load_run
 from trainer.trainer import Trainer
@@ -19,7 +19,7 @@ from trainer.trainer import Trainer
 
 def run(loop: Trainer, settings: dict[str, Any]) -> float:
     """Write the model folder; it is there whole or not at all."""
-    chosen = load_weights(loop, settings)
+    chosen = take_weights(loop, settings)
     target = Path(settings["output_dir"]).expanduser()
     part = target.with_name(f".part-{target.name}")
     shutil.rmtree(part, ignore_errors=True)

@@ -62,7 +62,7 @@ def choose_weights(folder: Path, *, keep_best: bool = False) -> Weights:
     )
 
 
-def load_weights(loop: Trainer, settings: dict[str, Any]) -> Weights:
+def take_weights(loop: Trainer, settings: dict[str, Any]) -> Weights:
     """Load the weights of the run that is resumed into the policy; return what they are.
 
     Without one the policy is the model that policy.model names. What it is compared with must be
@@ -80,7 +80,7 @@ def load_weights(loop: Trainer, settings: dict[str, Any]) -> Weights:
             f"{found.sha256[:12]}; put the old one back, or give kl.reference=<model>"
         )
     chosen = choose_weights(folder, keep_best=bool(dig(settings, "checkpoint", "keep_best")))
-    loop.checkpoints.load_weights(chosen.folder)
+    loop.checkpoints.restore_weights(chosen.folder)
     return chosen
 
 

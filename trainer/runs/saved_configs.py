@@ -17,6 +17,8 @@ def as_today(saved: Any) -> dict[str, Any]:
         algorithm[part] = {k: v for k, v in node.items() if k not in keys or v != keys[k]}
     if "clip_ratio" in algorithm:
         algorithm["dual_clip"] = algorithm.pop("clip_ratio")
+    if "clip_low" in algorithm:  # they sample, and learnt all of that
+        algorithm.setdefault("mask", "response")
     if "shaping" in algorithm:
         verbs, corrects = algorithm.pop("shaping") or {}, algorithm.pop("mismatch", None)
         if corrects:

@@ -1,7 +1,7 @@
 """What the public losses share: keys that can be set, and input of any shape and layout.
 
 Values are looked for at the root and under "next". Ragged rows are padded here, once; inside all is
-dense, [B, T].
+dense, [B, T], under the keys of trainer/batch.py: what the objectives of the trainer read.
 """
 
 from collections.abc import Iterable
@@ -9,12 +9,16 @@ from dataclasses import fields, replace
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from policies.padding import is_ragged, pad, rows
+from policies.scorer import Scores
+from trainer.kl import Leash
+from trainer.kl_control import ConstantKLController
 
 REDUCTIONS = ("mean", "sum", "none")
+LEASH = Leash(ConstantKLController(kl_coef=1.0), "k3", "loss")
 
 
 class LossModule(nn.Module):
@@ -61,11 +65,13 @@ def get_dense(td: TensorDictBase, key: NestedKey) -> Tensor | None:
 
 
 def require(td: TensorDictBase, key: NestedKey) -> Tensor:
-    """Return the value at a key as `get_dense` does; ValueError where there is none."""
+    """Return the value at a key as `get_dense` does; KeyError where there is none."""
     value = get_dense(td, key)
     if value is None:
-        keys = sorted(map(str, td.keys()))
-        raise ValueError(f"expected {key} at the root or under 'next', got {keys}")
+        raise KeyError(
+            f"expected {key} at the root or under 'next', got {sorted(map(str, td.keys()))}; write "
+            "it there, or name another place by set_keys"
+        )
     return value
 
 
@@ -95,6 +101,12 @@ def per_token(value: Tensor, mask: Tensor, fill: float | None = None) -> Tensor:
         raise ValueError(f"expected shape {tuple(mask.shape)}, got {tuple(value.shape)}")
     value = value.expand(mask.shape)
     return value if fill is None else value.masked_fill(~mask, fill)
+
+
+def kl_to(curr: Tensor, ref: Tensor) -> Tensor:
+    """Return the KL of each token by k3 as the leash charges it, at coefficient 1, [B, T]."""
+    batch = TensorDict({"ref_log_probs": {"full": ref.detach()}}, batch_size=[len(ref)])
+    return LEASH.loss_term(Scores(curr), batch)["kl"]
 
 
 def masked_mean(value: Tensor, mask: Tensor) -> Tensor:

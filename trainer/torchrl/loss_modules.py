@@ -1,7 +1,8 @@
-"""GRPOLoss, DAPO and CISPOLoss: the per-token terms behind TorchRL's keys and outputs.
+"""GRPOLoss, DAPO and CISPOLoss: the trainer's objective behind TorchRL's keys and outputs.
 
-For code that brings its own loop. Every average is over the mask: masked tokens and padding dilute
-none. Values may be [B, T], [B, T, 1], one per row, or ragged rows.
+For code that brings its own loop. A loss makes the trainer's batch of its keys, calls the objective
+and shapes the output. Every average is over the mask: masked tokens and padding dilute none. Values
+may be [B, T], [B, T, 1], one per row, or ragged rows.
 """
 
 from __future__ import annotations
@@ -10,23 +11,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from tensordict import NestedKey, TensorClass, TensorDictBase
+from tensordict import NestedKey, TensorClass, TensorDict, TensorDictBase
 from torch import Tensor
 
-from trainer.losses import kl_term, token_weights
-from trainer.surrogates import (
-    Bounds,
-    cispo_term,
-    clipped_term,
-    is_clipped,
-    is_outside,
-    token_ratio,
-)
+from policies.scorer import Scores
+from trainer.kl import Leash
+from trainer.kl_control import ConstantKLController
+from trainer.losses import half_square, token_weights
+from trainer.objectives import GRPOObjective, Terms
 from trainer.torchrl.loss_inputs import (
     REDUCTIONS,
     LossModule,
     check_choice,
     get_dense,
+    kl_to,
     masked_mean,
     per_token,
     refuse,
@@ -39,6 +37,7 @@ if TYPE_CHECKING:
 DISTS = {"sft": "_get_sft_dist", "rlhf": "_get_rlhf_dist", "generic": "_get_generic_dist"}
 AGGREGATIONS = ("token_mean", "prompt_mean", "sequence_mean", "constant", "none")
 RESPONSE = ("masks", "all_response_mask")
+FREE = Leash(ConstantKLController(kl_coef=0.0))  # the KLs of these losses have keys of their own
 TINY = torch.finfo(torch.float32).tiny
 
 
@@ -95,6 +94,7 @@ class GRPOLoss(LossModule):
     """
 
     output_type: type[LLMLossOutput] = GRPOLossOutput
+    surrogate = "clip"
 
     def __init__(
         self,
@@ -141,7 +141,8 @@ class GRPOLoss(LossModule):
         reason = "ragged rows lie as the tokens do, and masked entries are never read"
         refuse("GRPOLoss", reason, ref_log_prob_padding=not aligned)
         self.actor_network, self.tensor_keys = actor_network, GRPOKeys()
-        self.clip_low, self.clip_high, self.bounds = low, high, Bounds(low, high)
+        bounds = {"clip_low": low, "clip_high": high}
+        self.objective = GRPOObjective(**bounds, surrogate=self.surrogate, leash=FREE)
         self.aggregation = "none" if reduction == "none" else aggregation
         self.reduction, self.max_tokens = reduction, max_tokens
         self.kl_mask_threshold = kl_mask_threshold
@@ -158,32 +159,43 @@ class GRPOLoss(LossModule):
         mask = self._mask(td, dist.mask)
         curr = dist.log_prob(tokens.masked_fill(~dist.mask, dist.ignore_index))
         gen = per_token(require(td, keys.sample_log_prob), mask, 0.0)
-        advantage = per_token(require(td, keys.advantage), mask, 0.0).detach()
         if gen.requires_grad:
             raise RuntimeError("expected the generation log-probs without a gradient; detach them")
+        batch = TensorDict({"log_probs": {"full": gen}}, batch_size=[len(gen)])
+        batch["advantage"] = per_token(require(td, keys.advantage), mask, 0.0).detach()
         rows = mask.any(-1).sum()  # a divisor that dropped tokens do not change
         if self.kl_mask_threshold is not None:
-            mask = mask & (0.5 * (curr - gen).detach().square() <= self.kl_mask_threshold)
-        weight = self._weights(mask, rows)
-        out = {"loss_objective": self._total(self._objective(curr, gen, advantage), weight)}
-        with torch.no_grad():
-            out |= self._diagnostics(curr, gen, advantage, mask)
-        if self.entropy_coeff is not None:
-            entropy = dist.entropy()
-            out["entropy"] = masked_mean(entropy.detach(), mask)
-            out["loss_entropy"] = -self.entropy_coeff * self._total(entropy, weight)
+            mask = mask & (half_square(curr.detach(), gen) <= self.kl_mask_threshold)
+        batch["loss_mask"], batch["weight"] = mask, self._weights(mask, rows)
+        entropy = dist.entropy() if self.entropy_coeff is not None else None
+        scores = Scores(curr, entropy, values=self._values(td, batch))
+        terms = self.objective(scores, batch)
+        ratio = terms.maxima["policy/ratio_max"][mask]
+        out = {
+            "loss_objective": self._total(terms.loss["policy"], batch),
+            "clip_fraction": masked_mean(terms.means["policy/clip_fraction"], mask),
+            "kl_approx": masked_mean(terms.means["kl/behaviour"], mask),
+            "ESS": ratio.sum() ** 2 / (ratio**2).sum().clamp(min=TINY) / max(len(ratio), 1),
+        }
+        if entropy is not None:
+            out["entropy"] = masked_mean(terms.means["policy/entropy"].detach(), mask)
+            out["loss_entropy"] = -(self.entropy_coeff or 0.0) * self._total(entropy, batch)
         leashes = (
             ("ref", self.kl_to_ref_coeff, keys.ref_log_probs),
             ("inference", self.kl_to_inference_coeff, keys.sample_log_prob),
         )
         for name, coeff, key in leashes:
             if coeff is not None:
-                kl = kl_term(curr, per_token(require(td, key), mask, 0.0).detach(), "k3")
+                kl = kl_to(curr, per_token(require(td, key), mask, 0.0))
                 out[f"kl_to_{name}"] = masked_mean(kl.detach(), mask)
-                out[f"loss_kl_to_{name}"] = coeff * self._total(kl, weight)
-        return self.output_type(**out, **self._more(td, mask, weight), batch_size=[])
+                out[f"loss_kl_to_{name}"] = coeff * self._total(kl, batch)
+        return self.output_type(**out, **self._more(terms, scores, batch), batch_size=[])
 
-    def _more(self, td: TensorDictBase, mask: Tensor, weight: Tensor) -> dict[str, Tensor]:
+    def _values(self, td: TensorDictBase, batch: TensorDict) -> Tensor | None:
+        """Return the critic's values, if a subclass has one, and write what they are to be."""
+        return None
+
+    def _more(self, terms: Terms, scores: Scores, batch: TensorDict) -> dict[str, Tensor]:
         """Return what a subclass adds to the output."""
         return {}
 
@@ -196,12 +208,6 @@ class GRPOLoss(LossModule):
             if value is not None:
                 mask = mask & per_token(value, mask).bool()
         return mask
-
-    def _objective(self, curr: Tensor, gen: Tensor, advantage: Tensor) -> Tensor:
-        return clipped_term(curr, token_ratio(curr, gen), advantage, self.bounds)
-
-    def _clipped(self, moved: Tensor, advantage: Tensor) -> Tensor:
-        return is_clipped(moved, advantage, self.bounds)
 
     def _weights(self, mask: Tensor, rows: Tensor) -> Tensor:
         """Return what each token counts, [B, T]; a constant divisor counts `rows` rows."""
@@ -216,19 +222,10 @@ class GRPOLoss(LossModule):
             max_tokens=self.max_tokens,
         )
 
-    def _total(self, term: Tensor, weight: Tensor) -> Tensor:
+    def _total(self, term: Tensor, batch: TensorDict) -> Tensor:
+        weight = batch["weight"]
         term = torch.where(weight > 0, term, 0.0) * weight  # no NaN from a masked token
         return term if self.aggregation == "none" else term.sum()
-
-    def _diagnostics(self, curr, gen, advantage, mask) -> dict[str, Tensor]:
-        """Return masked averages of what tells whether the step is sane."""
-        moved = token_ratio(curr, gen)
-        kept = moved[mask]
-        return {
-            "clip_fraction": masked_mean(self._clipped(moved, advantage).float(), mask),
-            "kl_approx": masked_mean(gen - curr, mask),
-            "ESS": kept.sum() ** 2 / (kept**2).sum().clamp(min=TINY) / max(len(kept), 1),
-        }
 
 
 class DAPO(GRPOLoss):
@@ -253,9 +250,4 @@ class CISPOLoss(GRPOLoss):
     """
 
     output_type = CISPOLossOutput
-
-    def _objective(self, curr: Tensor, gen: Tensor, advantage: Tensor) -> Tensor:
-        return cispo_term(curr, token_ratio(curr, gen), advantage, self.bounds)
-
-    def _clipped(self, moved: Tensor, advantage: Tensor) -> Tensor:
-        return is_outside(moved, advantage, self.bounds)
+    surrogate = "cispo"

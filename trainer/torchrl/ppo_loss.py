@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.nn.functional as F
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
-from trainer.losses import value_term
+from policies.scorer import Scores
 from trainer.metrics import explained_variance, return_sums
+from trainer.objectives import PPOObjective, Terms
 from trainer.torchrl.loss_inputs import (
     check_choice,
     get_dense,
@@ -21,7 +22,7 @@ from trainer.torchrl.loss_inputs import (
     refuse,
     require,
 )
-from trainer.torchrl.loss_modules import GRPOKeys, GRPOLoss, LLMLossOutput
+from trainer.torchrl.loss_modules import FREE, GRPOKeys, GRPOLoss, LLMLossOutput
 
 if TYPE_CHECKING:
     from policies.wrappers.wrapper import LLMWrapperBase
@@ -71,33 +72,44 @@ class PPOLoss(GRPOLoss):
         check_choice("loss_critic_type", loss_critic_type, DISTANCES)
         reason = "GAE(average_gae=True) does it, over the whole batch"
         refuse("PPOLoss", reason, normalize_advantage=normalize_advantage)
-        if clip_value is True and self.clip_low != self.clip_high:
+        bounds = self.objective.bounds
+        if clip_value is True and bounds.low != bounds.high:
             raise ValueError("clip_value=True takes one clip_epsilon, got two; give a number")
         self.critic_network, self.tensor_keys = critic_network, PPOKeys()
-        self.critic_coeff, self.distance = critic_coeff, DISTANCES[loss_critic_type]
-        self.value_clip = self.clip_low if clip_value is True else clip_value or None
+        if critic_network is not None:
+            self.objective = PPOObjective(
+                value_coeff=critic_coeff,
+                value_clip=bounds.low if clip_value is True else clip_value or None,
+                distance=partial(DISTANCES[loss_critic_type], reduction="none"),
+                clip_low=bounds.low,
+                clip_high=bounds.high,
+                leash=FREE,
+            )
 
-    def _more(self, td: TensorDictBase, mask: Tensor, weight: Tensor) -> dict[str, Tensor]:
-        """Return the critic's loss and how good it is."""
+    def _values(self, td: TensorDictBase, batch: TensorDict) -> Tensor | None:
+        """Return the critic's values; write the old ones and their targets to the batch."""
         if self.critic_network is None:
-            return {}
-        keys = self.tensor_keys
+            return None
+        keys, mask = self.tensor_keys, batch["loss_mask"]
         old = get_dense(td, keys.value)
-        if old is None and self.value_clip is not None:
-            raise ValueError(f"clip_value needs {keys.value} as it was at sampling, found none")
+        if old is None and self.objective.value_clip is not None:
+            raise KeyError(f"clip_value needs {keys.value} as it was at sampling, found none")
         value = per_token(require(self.critic_network(td.copy()), keys.value), mask, 0.0)
-        old = value.detach() if old is None else per_token(old, mask, 0.0)
-        target = per_token(require(td, keys.value_target), mask, 0.0)
+        batch["value"] = value.detach() if old is None else per_token(old, mask, 0.0)
+        batch["returns"] = per_token(require(td, keys.value_target), mask, 0.0)
+        return value
 
-        def distance(a: Tensor, b: Tensor) -> Tensor:
-            return self.distance(a, b, reduction="none")
-
-        term = value_term(value, old, target, self.value_clip, distance)
-        out = {"loss_critic": self.critic_coeff * self._total(term, weight)}
-        with torch.no_grad():
-            fit = explained_variance(return_sums(target, value, mask))
-            out["explained_variance"] = value.new_tensor(fit)
-            if self.value_clip is not None:
-                far = (value - old).abs() > self.value_clip
-                out["value_clip_fraction"] = masked_mean(far.float(), mask)
+    def _more(self, terms: Terms, scores: Scores, batch: TensorDict) -> dict[str, Tensor]:
+        """Return the critic's loss and how good it is."""
+        if scores.values is None:
+            return {}
+        mask, value = batch["loss_mask"], scores.values.detach()
+        fit = explained_variance(return_sums(batch["returns"], value, mask))
+        out = {
+            "loss_critic": self._total(terms.loss["value"], batch),
+            "explained_variance": value.new_tensor(fit),
+        }
+        if "value/clip_fraction" in terms.means:
+            far = terms.means["value/clip_fraction"]
+            out["value_clip_fraction"] = masked_mean(far, mask)
         return out

@@ -1,4 +1,4 @@
-"""SFTLoss: imitation of the assistant behind TorchRL's keys and outputs, plain and minor."""
+"""SFTLoss: the trainer's objectives of imitation behind TorchRL's keys and outputs."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from tensordict import NestedKey, TensorClass, TensorDict, TensorDictBase, lazy_stack
-from torch import Tensor, nn
+from torch import Tensor
 
 from policies.padding import is_ragged, rows
-from trainer.losses import kl_term
+from policies.scorer import Scores
+from trainer.objectives import MinorSFTObjective, SFTObjective
 from trainer.torchrl.loss_inputs import (
     REDUCTIONS,
     LossModule,
     aligned,
     check_choice,
+    kl_to,
     masked_mean,
     refuse,
     require,
@@ -73,13 +75,15 @@ class SFTLoss(LossModule):
                 f"minor_sft has its own pull to the reference: expected no kl_to_ref_coeff, got "
                 f"{kl_to_ref_coeff}"
             )
-        if not beta > 0:
-            raise ValueError(f"expected beta > 0, got {beta}")
+        minor = MinorSFTObjective(beta=beta)
         refuse("SFTLoss", "it runs where the actor is", device=device)
         self.actor_network, self.tensor_keys = actor_network, SFTKeys()
         self.tokenizer, self.tokenizer_kwargs = tokenizer, tokenizer_kwargs
         self.reduction, self.normalize = reduction, normalize_by_seq_length
-        self.kl_to_ref_coeff, self.loss_function, self.beta = kl_to_ref_coeff, loss_function, beta
+        self.kl_to_ref_coeff, self.loss_function = kl_to_ref_coeff, loss_function
+        # The documented minor_sft is without the 2 / beta that gives MinorSFT the scale of SFT.
+        plain = loss_function == "sft"
+        self.objective, self.factor = (SFTObjective(), 1.0) if plain else (minor, beta / 2)
 
     def forward(self, tensordict: TensorDictBase) -> SFTLossOutput:
         """Return loss_sft (a scalar, or [B] with reduction="none") and the KL asked for."""
@@ -96,22 +100,19 @@ class SFTLoss(LossModule):
                 "chat template's assistant mask"
             )
         curr = aligned(out, keys.log_probs, real, ragged=ragged)  # [B, T]
-        loss = -self._totals(curr, mask)  # [B]
-        more = {}
+        # What the objective sums over a row's tokens, or its mean over them: weighted log-probs.
+        share = mask / (mask.sum(-1, keepdim=True) if self.normalize else 1)  # [B, T]
+        batch, more = TensorDict(loss_mask=mask, batch_size=[len(mask)]), {}
         if self.kl_to_ref_coeff is not None or self.loss_function == "minor_sft":
             ref = aligned(td, keys.ref_log_prob, real, ragged=ragged).detach()  # [B, T]
-            if self.loss_function == "minor_sft":
-                loss = -nn.functional.logsigmoid(self.beta * self._totals(curr - ref, mask))
+            batch["ref_log_probs", "full"] = ref.where(mask, 0.0) * share
             if self.kl_to_ref_coeff is not None:
-                kl = masked_mean(kl_term(curr, ref, "k3"), mask)
+                kl = masked_mean(kl_to(curr, ref), mask)
                 more = {"kl_to_ref": kl.detach(), "loss_kl_to_ref": self.kl_to_ref_coeff * kl}
+        terms = self.objective(Scores(curr.where(mask, 0.0) * share), batch)
+        loss = self.factor * terms.loss["policy"].where(mask, 0.0).sum(-1)  # [B]
         reduced = {"mean": loss.mean, "sum": loss.sum, "none": lambda: loss}[self.reduction]()
         return SFTLossOutput(loss_sft=reduced, **more, batch_size=[])
-
-    def _totals(self, values: Tensor, mask: Tensor) -> Tensor:
-        """Return the sum, or the mean, of each sample's values over the mask, [B]."""
-        total = values.where(mask, 0.0).sum(-1)
-        return total / mask.sum(-1) if self.normalize else total
 
     def _rendered(self, td: TensorDictBase) -> TensorDictBase:
         """Return what the actor reads: the td, with ids and masks if this loss is to make them."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from policies.models import has_adapter
 from policies.packing import pack_rows
-from trainer.memory import memory_of
+from trainer.modes.preflight.footprint import memory_of
 from trainer.modes.preflight.play import Findings, Iteration, Phase
 from trainer.reports.formats import duration
 from trainer.runs.failures import LESS_MEMORY

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 from tensordict import TensorDictBase
 
-from trainer.memory import Peak
+from trainer.modes.preflight.footprint import Peak
 from trainer.runs.failures import MEMORY, headline
 from trainer.trainer import Trainer
 

@@ -1,0 +1,464 @@
+"""S3, first part: RetrieveLogProb, KLComputation and RetrieveKL."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from contracts import Words, make_policy, plain_log_probs
+from contracts import prompts as env_prompts
+from kl_cases import Chat, Collector
+from tensordict import TensorDict, set_list_to_stack
+from torch import Tensor
+from uneven_chats import Uneven, start
+from wrapped import spoken
+
+from envs import ChatEnv, Composite, TransformedEnv, check_env_specs
+from envs.transforms import Compose, KLComputation, RetrieveKL, RetrieveLogProb, Transform
+from policies import ChatHistory, History, TransformersWrapper
+from policies.padding import rows
+from specification_rows.containers import ASSISTANT, ATTENTION, RESPONSE, generated, scored
+from specification_rows.row import Page, close, defaults, raises
+from specification_rows.shared import no_template
+from trainer import LLMCollector
+
+S3 = Page("S3")
+FULL, REF, GEN = ("log_probs", "full"), ("ref_log_probs", "full"), ("gen_log_probs", "full")
+
+
+@cache
+def other_model() -> torch.nn.Module:
+    """Return the policy's model with other weights."""
+    model = copy.deepcopy(make_policy().model)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(0.9)
+    return model
+
+
+def gen(**changes) -> TransformersWrapper:
+    """Return the policy, scoring."""
+    settings = {"generate": False, "inplace": False, "log_probs_key": "gen_log_probs"}
+    return make_policy().get_new_version(**{**settings, **changes})
+
+
+def ref(**changes) -> TransformersWrapper:
+    """Return a reference with other weights, scoring."""
+    return gen(**{"model": other_model(), "log_probs_key": "ref_log_probs", **changes})
+
+
+def plain(wrapper: TransformersWrapper, td: TensorDict, key: Any) -> Tensor:
+    """Return log-probs [B, T] of dense rows by a plain forward each, 0 outside a mask."""
+    full, real = td["tokens"].full, td[ATTENTION]
+    out = torch.zeros(full.shape, dtype=torch.float64)
+    for i in range(len(full)):
+        out[i][real[i]] = plain_log_probs(wrapper, full[i][real[i]], 1.0)
+    return out * td[key]
+
+
+def plain_kl(td: TensorDict, key: Any) -> Tensor:
+    return plain(make_policy(), td, key) - plain(ref(), td, key)
+
+
+def same_rows(td: TensorDict, key: Any, want: Tensor, atol: float = 1e-4) -> None:
+    """Check values, dense or ragged, of the chats of `scored` against dense ones."""
+    for got, row, real in zip(rows(td, key), want, scored()[ATTENTION], strict=True):
+        close(got, row if len(got) == len(row) else row[real], atol)
+
+
+def two(a: Any, b: Any, reward: Any = None) -> TensorDict:
+    """Return a td with both log-probs, and a reward, in next."""
+    found = {FULL: a, REF: b} | ({} if reward is None else {"reward": reward})
+    return TensorDict({"next": TensorDict(found, [2])}, [2])
+
+
+def nested(*parts: Tensor, layout: torch.layout = torch.strided) -> Tensor:
+    return torch.nested.as_nested_tensor(list(parts), layout=layout)
+
+
+def collected(transform: Transform, **policy: Any) -> TensorDict:
+    """Return turns of uneven chats through a collector whose env has a transform."""
+    made = make_policy().get_new_version(**{"pad_output": False, "inplace": None, **policy})
+    env = TransformedEnv(ChatEnv(Uneven(), max_turns=3), transform)
+    data = {"dataloader": [start(Uneven())], "dialog_turns_per_batch": 9}
+    return next(iter(LLMCollector(env, policy=made, **data))).view(-1)
+
+
+def as_ragged(make: Callable[[bool], Transform], **policy: Any) -> None:
+    """Check that a transform has in a collector the KL with pad_output that it has without."""
+    both = (
+        rows(collected(make(padded), **policy)["next"], "kl_penalty") for padded in (True, False)
+    )
+    for a, b in zip(*both, strict=True):
+        a, b = (values.flatten() for values in (a, b))
+        assert (b != 0).any()
+        close(a[a != 0], b[b != 0], 1e-4)
+
+
+PAGE_CHATS = [
+    [
+        {"role": "system", "content": "You are a helpful assistant."},
+        {"role": "user", "content": asked},
+        {"role": "assistant", "content": said},
+    ]
+    for asked, said in (
+        ("Hello, how are you?", "I'm doing well, thank you!"),
+        ("What's the weather like?", "I can't check the weather for you."),
+    )
+]
+
+
+def page_wrapper(**more: Any) -> tuple[TransformersWrapper, Any]:
+    """Wrap an OPT as the page's examples do; return the tokenizer too."""
+    model, tokenizer = no_template()
+    settings = {"input_mode": "history", "generate": False, "return_log_probs": True}
+    return TransformersWrapper(
+        model, tokenizer=tokenizer, **settings, pad_output=True, **more
+    ), tokenizer
+
+
+@S3.rows()
+def log_prob_arguments():
+    yield "RetrieveLogProb(model, *, ...): arguments and defaults"
+    first = {"model": ..., "log_probs_full_key": None, "assistant_only": True}
+    more = {"detach": True, "device": None, "tokenizer": None, "padding_side": "left"}
+    defaults(RetrieveLogProb, **first, tokenizer_kwargs=None, **more)
+    yield "RetrieveLogProb model: the log-probs of the reference at assistant tokens, else zero"
+    for padded in (True, False):
+        out = RetrieveLogProb(ref(pad_output=padded))(spoken())
+        same_rows(out, REF, plain(ref(), scored(), ASSISTANT))
+        assert set(out.keys()) == {"history", "ref_log_probs"}
+    yield "RetrieveLogProb log_probs_full_key, default (model.log_probs_key, 'full')"
+    made = RetrieveLogProb(ref())
+    assert (made.in_keys, made.out_keys) == ([("history", "full")], [REF])
+    old = RetrieveLogProb(ref(), log_probs_full_key=("old", "full"))(spoken())
+    assert set(old.keys()) == {"history", "old"}
+    yield "RetrieveLogProb log_probs_full_key: a warning unless a tuple that ends in 'full'"
+    for key in ("ref", ("ref", "all")):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            RetrieveLogProb(ref(), log_probs_full_key=key)
+        assert any("log_probs_full_key" in str(w.message) for w in seen)
+    yield "RetrieveLogProb assistant_only=True needs input_mode='history'"
+    for mode in ("text", "tokens"):
+        with raises(ValueError, "input_mode='history'", "assistant_only=False"):
+            RetrieveLogProb(ref(input_mode=mode))
+    yield "RetrieveLogProb assistant_only=False: all tokens, in any input mode"
+    for mode in ("history", "text", "tokens"):
+        whole = RetrieveLogProb(ref(input_mode=mode, pad_output=False), assistant_only=False)
+        same_rows(whole(spoken(mode)), REF, plain(ref(), scored(), ATTENTION))
+    yield "RetrieveLogProb tokenizer_kwargs: documented defaults; the caller's dict stays"
+    wanted = {"return_assistant_tokens_mask": True, "tokenize": True, "return_dict": True}
+    wanted |= {"padding": False, "add_generation_prompt": False}
+    mine = dict(wanted)
+    close(RetrieveLogProb(ref(), tokenizer_kwargs=mine)(spoken())[REF], made(spoken())[REF])
+    assert mine == wanted
+    yield "RetrieveLogProb detach, default True"
+    for detach in (True, False):
+        assert RetrieveLogProb(ref(), detach=detach)(spoken())[REF].requires_grad is not detach
+    yield "RetrieveLogProb device, default None"
+    close(
+        RetrieveLogProb(ref(), device="cpu")(spoken())[REF], RetrieveLogProb(ref())(spoken())[REF]
+    )
+    yield "RetrieveLogProb padding_side: pads the masked rows"
+    right = RetrieveLogProb(ref(), padding_side="right")(spoken())[REF]
+    close(right, RetrieveLogProb(ref())(spoken())[REF])
+    with raises(ValueError, "padding_side"):
+        RetrieveLogProb(ref(), padding_side="up")
+    yield "RetrieveLogProb needs return_log_probs=True and generate=False"
+    silent = copy.copy(ref())
+    silent.return_log_probs = False
+    for model, word in ((make_policy(), "generate=False"), (silent, "return_log_probs=True")):
+        with raises(ValueError, word):
+            RetrieveLogProb(model)
+    yield "RetrieveLogProb forward: writes to next, or to the td without one"
+    out = RetrieveLogProb(ref())(spoken().set("next", spoken()))
+    assert (REF in out["next"].keys(True), REF in out.keys(True)) == (True, False)
+    yield "RetrieveLogProb note: ragged by default, as_padded_tensor=True pads"
+    out = RetrieveLogProb(ref(pad_output=False))(spoken())
+    assert len({len(row) for row in out.get(REF, as_list=True)}) > 1
+    close(out.get(REF, as_padded_tensor=True, padding_side="left"), right)
+    yield "RetrieveLogProb.transform_observation_spec adds kl_penalty"
+    spec = RetrieveLogProb(ref()).transform_observation_spec(Composite(shape=(2,)))
+    assert (spec[REF].shape, "kl_penalty" in spec) == ((2, -1), False)
+
+
+@S3.rows()
+def all_tokens_of_a_rollout():
+    yield "RetrieveLogProb assistant_only=False where the td has a response mask"
+    out = RetrieveLogProb(ref(), assistant_only=False)(generated().copy())
+    close(out[REF], plain(ref(), generated(), ATTENTION))
+
+
+@S3.rows()
+def tokenizers_that_cannot_act():
+    yield "RetrieveLogProb tokenizer, tokenizer_kwargs: what cannot act is refused"
+    for wrong in ({"tokenizer": object()}, {"tokenizer_kwargs": {"nonsense": 1}}):
+        with raises((TypeError, ValueError)):
+            RetrieveLogProb(ref(), **wrong)(spoken())
+
+
+@S3.rows()
+def tokenizers_that_mark():
+    yield "RetrieveLogProb, RetrieveKL tokenizer: the assistant mask where the model gives none"
+    given = {"tokenizer": make_policy().tokenizer}
+    for padded in (True, False):
+        for more in (given, {**given, "tokenizer_kwargs": {"padding": True}}):
+            models = [make(masks_key=None, pad_output=padded) for make in (gen, ref)]
+            out = RetrieveLogProb(models[1], **more)(spoken())
+            same_rows(out, REF, plain(ref(), scored(), ASSISTANT))
+            same_rows(
+                RetrieveKL(*models, **more)(spoken()), "kl_penalty", plain_kl(scored(), ASSISTANT)
+            )
+
+
+@S3.rows(needs="gpu")
+def on_a_gpu():
+    yield "RetrieveLogProb, RetrieveKL device: cuda, in and back"
+    models = [copy.deepcopy(m).cuda() for m in (make_policy().model, other_model())]
+    out = RetrieveLogProb(ref(model=models[1]), device="cuda")(spoken())
+    assert out[REF].device.type == "cpu"
+    both = RetrieveKL(gen(model=models[0]), ref(model=models[1]), device="cuda")
+    assert both(spoken())["kl_penalty"].device.type == "cpu"
+
+
+@S3.rows()
+def page_examples():
+    for stacked in (False, True):  # as the page does, and without it
+        with set_list_to_stack(stacked):
+            run_page_examples()
+    yield "RetrieveLogProb and RetrieveKL examples (OPT), as printed"
+
+
+def run_page_examples() -> None:
+    ref_model, tokenizer = page_wrapper(log_probs_key="ref_log_probs")
+    gen_model, _ = page_wrapper(log_probs_key="gen_log_probs")
+    history = History.from_chats(PAGE_CHATS)
+    assert history.shape == (2, 3)
+    transform = RetrieveLogProb(ref_model, assistant_only=True, tokenizer=tokenizer)
+    chats = ChatHistory(full=history)
+    result = transform(TensorDict(history=chats, batch_size=(2,)))
+    assert (result.get((ref_model.log_probs_key, "full")) != 0).any(-1).tolist() == [True] * 2
+    transform = RetrieveKL(gen_model, ref_model, assistant_only=True, tokenizer=tokenizer)
+    next_td = TensorDict(history=chats, batch_size=(2,))
+    data = TensorDict(history=chats, next=next_td, batch_size=(2,))
+    kl = transform(data)["next"].get("kl_penalty")
+    assert len(kl) == 2
+    assert not kl.any()
+
+
+@S3.rows()
+def kl_computation():
+    a, b, reward = torch.randn(2, 5), torch.randn(2, 5), torch.randn(2, 5, 1)
+    yield "KLComputation(gen_log_probs_full_key, ref_log_probs_full_key, *, ...): defaults"
+    keys = {"gen_log_probs_full_key": FULL, "ref_log_probs_full_key": REF}
+    more = {"add_to_reward": True, "coeff": 1.0, "padding_side": "left"}
+    defaults(KLComputation, **keys, kl_key="kl_penalty", **more)
+    yield "KLComputation prose: gen_log_probs_full_key is ('gen_log_probs', 'full')"
+    assert KLComputation().gen_log_probs_full_key == FULL
+    yield "KLComputation example, as printed"
+    with raises(TypeError):
+        KLComputation(gen_log_probs_key=GEN, ref_log_probs_key=REF, coef=1.0)
+    td = TensorDict({GEN: torch.randn(2, 10), REF: torch.randn(2, 10)}, batch_size=(2,))
+    made = KLComputation(gen_log_probs_full_key=GEN, ref_log_probs_full_key=REF, coeff=1.0)
+    assert made(TensorDict(next=td, batch_size=(2,)))["next"].get("kl_penalty").shape == (2, 10)
+    yield "KLComputation: kl = gen - ref, in next or in the td without one"
+    close(KLComputation(coeff=7.0)(two(a, b))["next", "kl_penalty"], a - b)
+    close(KLComputation()(two(a, b)["next"])["kl_penalty"], a - b)
+    yield "KLComputation kl_key"
+    assert ("next", "my", "kl") in KLComputation(kl_key=("my", "kl"))(two(a, b)).keys(True)
+    yield "KLComputation add_to_reward, coeff: reward - coeff * kl"
+    out = KLComputation(coeff=0.3)(two(a, b, reward))["next", "reward"]
+    close(out, reward - 0.3 * (a - b).unsqueeze(-1))
+    kept = KLComputation(add_to_reward=False)(two(a, b, reward))["next", "reward"]
+    assert torch.equal(kept, reward)
+    assert "reward" not in KLComputation()(two(a, b))["next"]
+    yield "KLComputation padding_side: where a dense reward of ragged rows is padded"
+    parts = (torch.zeros(3), torch.zeros(5))
+    for side, want in (("left", [0, 0, 1, 1, 1]), ("right", [1, 1, 1, 0, 0])):
+        td = two(*(nested(*[p + n for p in parts], layout=torch.jagged) for n in (0, 1)))
+        td["next", "reward"] = torch.zeros(2, 5, 1)
+        close(KLComputation(padding_side=side)(td)["next", "reward"][0, :, 0], want)
+    yield "KLComputation: missing log-probs are a ValueError that names the keys"
+    with raises(ValueError, "Log-probs not found", str(FULL), str(REF)):
+        KLComputation()(TensorDict(batch_size=[2]))
+    yield "KLComputation: other batch sizes or shapes are ValueErrors"
+    with raises(ValueError, "Batch size mismatch"):
+        KLComputation()(TensorDict({FULL: a, "ref_log_probs": {"full": b[:1]}}))
+    with raises(ValueError, "Sample 0 has different shapes"):
+        KLComputation()(two(a, b[:, 1:]))
+    yield "KLComputation: the rewards should have one more dimension than the KL"
+    with raises(ValueError, "rewards have shape"):
+        KLComputation()(two(a, b, a))
+    yield "KLComputation: a reward [B, 1] is repeated over the tokens"
+    out = KLComputation(coeff=0.0)(two(a, b, torch.tensor([[3.0], [1.0]])))["next", "reward"]
+    assert out.shape == (2, 5, 1)
+    close(out.sum((1, 2)), [3.0, 1.0])
+    yield "KLComputation in_keys, out_keys"
+    made = KLComputation()
+    assert (made.in_keys, made.out_keys) == ([FULL, REF, "reward"], ["kl_penalty", "reward"])
+    assert KLComputation(add_to_reward=False).out_keys == ["kl_penalty"]
+    yield "KLComputation.transform_observation_spec and transform_reward_spec (..., -1, 1)"
+    env = ChatEnv(Words()).append_transform(KLComputation())
+    assert env.full_observation_spec["kl_penalty"].shape == (-1, -1)
+    assert env.full_reward_spec["reward"].shape == (-1, -1, 1)
+
+
+@S3.rows()
+def strided():
+    yield "KLComputation nested: as_nested_tensor(layout=torch.strided)"
+    a, b = torch.randn(3), torch.randn(5)
+    out = KLComputation()(two(nested(a, b), nested(a, b), nested(a[:, None], b[:, None])))["next"]
+    for key in ("kl_penalty", "reward"):
+        assert out[key].layout is torch.strided, out[key].layout
+
+
+@S3.rows()
+def retrieve_kl():
+    spoken_kl = plain_kl(scored(), ASSISTANT)
+    yield "RetrieveKL(gen_model='from_collector', ref_model=None, *, ...): defaults"
+    none = dict.fromkeys(("gen_model_factory", "ref_model_factory"))
+    keys = {"gen_log_probs_full_key": FULL, "ref_log_probs_full_key": REF, "kl_key": "kl_penalty"}
+    first = {"gen_model": "from_collector", "ref_model": None, **none, "assistant_only": True}
+    mid = {"history_key": "history", "tokenizer_kwargs": None, "detach": True, "device": None}
+    last = {"add_to_reward": True, "coeff": 1.0, "use_ray_service": False}
+    defaults(RetrieveKL, **first, **mid, tokenizer=None, padding_side="left", **keys, **last)
+    yield "RetrieveKL gen_model, ref_model: their KL, 0 for one model"
+    for padded in (True, False):
+        made = RetrieveKL(gen(pad_output=padded), ref(pad_output=padded))
+        same_rows(made(spoken()), "kl_penalty", spoken_kl)
+    assert not RetrieveKL(gen(), gen(log_probs_key="ref_log_probs"))(spoken())["kl_penalty"].any()
+    yield "RetrieveKL is Compose(RetrieveLogProb, RetrieveLogProb, KLComputation)"
+    made = RetrieveKL(gen(), ref())
+    assert isinstance(made, Compose)
+    assert [type(part) for part in made] == [RetrieveLogProb, KLComputation]
+    assert isinstance(made.generator, RetrieveLogProb)
+    yield "RetrieveKL gen_model_factory, ref_model_factory"
+    by_factory = RetrieveKL(gen_model_factory=gen, ref_model_factory=ref)
+    close(by_factory(spoken())["kl_penalty"], spoken_kl, 1e-4)
+    yield "RetrieveKL: model and factory, or neither, is a ValueError"
+    for model, name in ((gen, "gen"), (ref, "ref")):
+        with raises(ValueError, f"Cannot provide both '{name}_model' and '{name}_model_factory'"):
+            RetrieveKL(gen(), ref(), **{f"{name}_model_factory": model})
+    for given in ((None, ref()), (gen(), None)):
+        with raises(ValueError):
+            RetrieveKL(*given)
+    yield "RetrieveKL assistant_only: True needs histories, False works in any input mode"
+    for mode in ("text", "tokens"):
+        with raises(ValueError, "input_mode='history'"):
+            RetrieveKL(gen(input_mode=mode), ref(input_mode=mode))
+    for mode in ("history", "text", "tokens"):
+        models = [make(input_mode=mode, pad_output=False) for make in (gen, ref)]
+        out = RetrieveKL(*models, assistant_only=False)(spoken(mode))
+        same_rows(out, "kl_penalty", plain_kl(scored(), ATTENTION))
+    yield "RetrieveKL gen_log_probs_full_key, ref_log_probs_full_key: tuples that end in 'full'"
+    keys = {"gen_log_probs_full_key": ("a", "full"), "ref_log_probs_full_key": ("b", "full")}
+    out = RetrieveKL(gen(), ref(), **keys)(spoken())
+    close(out["a", "full"] - out["b", "full"], out["kl_penalty"])
+    for key in ("log_probs", ("log_probs", "response")):
+        with raises(ValueError, "full"):
+            RetrieveKL(ref_model=ref(), gen_log_probs_full_key=key)
+    yield "RetrieveKL tokenizer_kwargs: documented defaults"
+    wanted = {"return_assistant_tokens_mask": True, "tokenize": True, "return_tensors": "pt"}
+    wanted |= {"padding": True, "add_generation_prompt": False}
+    same_rows(RetrieveKL(gen(), ref(), tokenizer_kwargs=wanted)(spoken()), "kl_penalty", spoken_kl)
+    yield "RetrieveKL detach, default True; device"
+    for detach in (True, False):
+        out = RetrieveKL(gen(), ref(), detach=detach, device="cpu")(spoken())
+        assert out["kl_penalty"].requires_grad is not detach
+    yield "RetrieveKL padding_side, kl_key, add_to_reward, coeff: KLComputation's"
+    given = {"padding_side": "right", "kl_key": "leash", "add_to_reward": False, "coeff": 0.2}
+    part = RetrieveKL(gen(), ref(), **given)[1]
+    assert {name: getattr(part, name) for name in given} == given
+    yield "RetrieveKL writes log-probs of both, the KL and the reward to next"
+    td = generated().copy().set("next", TensorDict({"reward": torch.ones(3, 1)}, [3]))
+    out = RetrieveKL(gen(), ref(), coeff=0.2)(td)["next"]
+    assert set(out.keys()) == {"log_probs", "ref_log_probs", "kl_penalty", "reward"}
+    close(out["reward"].sum((1, 2)), 1 - 0.2 * out["kl_penalty"].sum(-1))
+    yield "RetrieveKL actor_name without Ray, and unknown **kwargs"
+    for wrong, kind in (({"actor_name": "kl"}, ValueError), ({"nonsense": 1}, TypeError)):
+        with raises(kind):
+            RetrieveKL(gen(), ref(), **wrong)
+    yield "RetrieveKL: the same pad_output, or ValueError"
+    with raises(ValueError, "pad_output mismatch"):
+        RetrieveKL(gen(pad_output=True), ref(pad_output=False))
+    yield "RetrieveKL: generate=False, or ValueError"
+    for given in ((make_policy(), ref()), (gen(), make_policy())):
+        with raises(ValueError, "generate=False"):
+            RetrieveKL(*given)
+    yield "RetrieveKL: different log_probs_key values, or ValueError"
+    with raises(ValueError, "different `log_probs_key`"):
+        RetrieveKL(gen(), ref(log_probs_key="gen_log_probs"))
+    yield "RetrieveKL in an environment: specs of KL and reward"
+    made = RetrieveKL(gen(), ref())
+    env = ChatEnv(Words(), group_size=2).append_transform(made)
+    assert env.full_reward_spec["reward"].shape == (-1, -1, 1)
+    assert env.full_observation_spec["kl_penalty"].shape == (-1, -1)
+    check_env_specs(env, make_policy(), data=env_prompts(2))
+    yield "RetrieveKL: _reset, _inv_call, transform_{action,state,input,output}_spec"
+    td, spec = spoken(), Composite(shape=(2,))
+    assert made._inv_call(td) is td
+    assert set(made._reset(td, td).keys()) == {"history"}
+    assert made.transform_action_spec(spec) is made.transform_state_spec(spec) is spec
+    assert callable(made.transform_input_spec)
+    assert callable(made.transform_output_spec)
+    yield "container.empty_cache() and self.empty_cache()"
+    assert not hasattr(env, "empty_cache")
+    assert not hasattr(made, "empty_cache")
+
+
+@S3.rows()
+def from_the_collector():
+    silent = {"return_log_probs": False}
+    yield "RetrieveKL gen_model='from_collector': the collector's policy, ragged"
+    asked = RetrieveKL(ref_model=ref(pad_output=False), add_to_reward=False)
+    told = RetrieveKL(gen(pad_output=False), ref(pad_output=False), add_to_reward=False)
+    as_ragged(lambda first: asked if first else told, **silent)
+    yield "RetrieveKL gen_model='from_collector' scores the generator"
+    td = generated()
+    out = RetrieveKL(ref_model=ref(), add_to_reward=False)(td.copy())
+    close(out["kl_penalty"], td[FULL] - plain(ref(), td, RESPONSE), 1e-4)
+    yield "RetrieveKL 'from_collector': without container or collector a ValueError"
+    with raises(ValueError, "The container is not set"):
+        RetrieveKL(ref_model=ref())(spoken())
+    env = ChatEnv(Words()).append_transform(RetrieveKL(ref_model=ref()))
+    with raises(ValueError, "The collector is not set"):
+        env.step(make_policy().get_new_version(**silent)(env.reset(env_prompts(1))))
+    yield "RetrieveKL history_key: where the collector's policy reads"
+    made = RetrieveKL(ref_model=ref(history_key="chat"), history_key="chat", add_to_reward=False)
+    env, collector = TransformedEnv(Chat(), made), Collector(make_policy())
+    env.register_collector(collector)
+    kl = env.step(TensorDict(chat=spoken()["history"], batch_size=[3])[:2])["next", "kl_penalty"]
+    close(kl, RetrieveKL(gen(), ref())(spoken()[:2])["kl_penalty"])
+
+
+@S3.rows()
+def padded_in_a_collector():
+    yield "in LLMCollector, pad_output=True: RetrieveKL, both forms, and RetrieveLogProb"
+    as_ragged(lambda p: RetrieveKL(ref_model=ref(pad_output=p), add_to_reward=False))
+    as_ragged(lambda p: RetrieveKL(gen(pad_output=p), ref(pad_output=p), add_to_reward=False))
+    kl = KLComputation(add_to_reward=False)
+    as_ragged(lambda p: Compose(RetrieveLogProb(ref(pad_output=p)), copy.deepcopy(kl)))
+
+
+@S3.rows()
+def a_reference_with_the_default_key():
+    yield "RetrieveKL: a policy without log-probs and a reference with the default key"
+    keys = {True: "log_probs", False: "ref_log_probs"}
+    as_ragged(
+        lambda p: RetrieveKL(
+            ref_model=ref(pad_output=False, log_probs_key=keys[p]), add_to_reward=False
+        ),
+        return_log_probs=False,
+    )
+
+
+@S3.rows()
+def all_tokens_of_both():
+    yield "RetrieveKL assistant_only=False where the td has a response mask"
+    td = generated()
+    out = RetrieveKL(gen(), ref(), assistant_only=False, add_to_reward=False)(td.copy())
+    close(out[FULL], plain(make_policy(), td, ATTENTION))
+    close(out["kl_penalty"], plain_kl(td, ATTENTION), 1e-4)

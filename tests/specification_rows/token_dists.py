@@ -1,0 +1,195 @@
+"""S1, third part: the distributions of a scoring wrapper, its key lists, and reading replies."""
+
+import torch
+from contracts import make_policy, plain_log_probs
+from tensordict import TensorDict
+from torch.distributions import Categorical
+from wrapped import CHATS, SPOKEN, spoken
+
+from policies import ChatHistory, History, LLMMaskedCategorical, LLMWrapperBase
+from policies import _extract_responses_from_full_histories as extract
+from policies.padding import rows
+from specification_rows.containers import ASSISTANT, ATTENTION, RESPONSE, S1, generated, scored
+from specification_rows.row import close, defaults, raises
+from specification_rows.wrapper import fresh, score
+
+FAMILY = [f"_get_dist_with_{name}_mask" for name in ("prompt", "assistant", "attention")]
+FAMILY += ["get_dist", "_get_sft_dist", "_get_rlhf_dist", "_get_generic_dist"]
+
+
+def right(dist: LLMMaskedCategorical, td: TensorDict, key: tuple[str, str]) -> None:
+    """Check a distribution over dense rows: its mask, and the log-probs of a plain forward."""
+    full, real, keep = td["tokens"].full, td[ATTENTION], td[key]
+    assert torch.equal(dist.mask, keep)
+    got = dist.log_prob(full.masked_fill(~keep, -100))
+    for i, ids in enumerate(full):
+        want = plain_log_probs(make_policy(), ids[real[i]], 1.0) * keep[i][real[i]]
+        close(got[i][real[i]][1:], want[1:])  # the first token has no prediction
+
+
+@S1.rows()
+def get_dist():
+    td, ragged = generated(), scored(False).select("tokens", "masks")
+    yield "get_dist: arguments and defaults"
+    none = dict.fromkeys(("mask_key", "as_padded_tensor", "as_nested_tensor", "padding_value"))
+    first = {"tensordict": ..., "tensordict_out": None, "logits_key": "logits"}
+    defaults(LLMWrapperBase.get_dist, **first, **none, padding_side="left", layout=None)
+    yield "get_dist: by default the padding is masked"
+    right(score().get_dist(td.copy()), td, ATTENTION)
+    yield "get_dist tensordict_out, logits_key"
+    out = TensorDict(batch_size=[3])
+    dist = score().get_dist(td.copy(), out, "raw")
+    assert out["raw"] is dist.logits
+    yield "get_dist mask_key"
+    right(score().get_dist(td.copy(), mask_key=RESPONSE), td, RESPONSE)
+    with raises(ValueError, "expected a mask at"):
+        score().get_dist(td.copy(), mask_key="mine")
+    yield "get_dist as_padded_tensor, default True"
+    assert score(pad_output=False).get_dist(spoken()).logits.ndim == 3
+    assert type(score().get_dist(spoken()[:1], as_padded_tensor=False)) is Categorical
+    yield "get_dist as_nested_tensor, default False; layout"
+    for layout in (torch.strided, torch.jagged):
+        dist = score(pad_output=False).get_dist(ragged.copy(), as_nested_tensor=True, layout=layout)
+        ids = torch.nested.as_nested_tensor(rows(ragged, ("tokens", "full")), layout=layout)
+        found = [row[1:] for row in dist.log_prob(ids).unbind()]
+        close(found, [row[1:] for row in rows(scored(False), ("log_probs", "full"))])
+    yield "get_dist padding_value, default 0.0; padding_side, default left"
+    dist = score(pad_output=False).get_dist(spoken(), padding_value=-7.0)
+    assert (dist.logits[~dist.mask] == -7).all()
+    other = score(pad_output=False).get_dist(spoken(), padding_side="right").mask
+    assert torch.equal(other, dist.mask.sort(-1, descending=True).values)
+    yield "get_dist returns Categorical or LLMMaskedCategorical"
+    assert isinstance(score().get_dist(td.copy()), LLMMaskedCategorical)
+    assert isinstance(score().get_dist(ragged, as_nested_tensor=True), Categorical)
+    yield "the distributions need generate=False: NotImplementedError"
+    for name in FAMILY:
+        with raises(NotImplementedError, "get_new_version(generate=False)"):
+            getattr(fresh(), name)(td.copy())
+    yield "the distributions divide by the sampling temperature"
+    kwargs = {**make_policy().generate_kwargs, "temperature": 0.5}
+    dist = score(generate_kwargs=kwargs).get_dist(td.select("tokens", "masks"))
+    ids, real = td["tokens"].full, td[ATTENTION][0]
+    want = plain_log_probs(make_policy(), ids[0][real], 0.5)
+    close(dist.log_prob(ids)[0][real][1:], want[1:])
+
+
+@S1.rows()
+def spare_arguments():
+    yield "get_dist and its family: **kwargs, additional arguments"
+    for name in FAMILY:
+        getattr(score(), name)(generated().copy(), spare=1)
+    mask = generated()[ATTENTION]
+    score()._get_dist_with_custom_mask(generated().copy(), mask, spare=1)
+
+
+@S1.rows()
+def masked_dists():
+    td = generated()
+    yield "_get_dist_with_prompt_mask, _get_sft_dist: response tokens only"
+    for padded in (True, False):
+        right(score(pad_output=padded)._get_dist_with_prompt_mask(td.copy()), td, RESPONSE)
+    right(score()._get_sft_dist(td.copy()), td, RESPONSE)
+    yield "_get_dist_with_prompt_mask: tokens_key, assistant_mask_key, attention_mask_key"
+    other = td.copy().set("asked", td["tokens"].clone()).set("mine", td["masks"].clone())
+    keys = {"attention_mask_key": ("mine", "all_attention_mask")}
+    keys |= {"assistant_mask_key": ("mine", "all_assistant_mask")}
+    dist = score()._get_dist_with_prompt_mask(other, tokens_key=("asked", "prompt"), **keys)
+    assert torch.equal(dist.mask, td[RESPONSE])
+    yield "_get_dist_with_prompt_mask falls back to the assistant mask, else ValueError"
+    right(score()._get_dist_with_prompt_mask(spoken()), scored(), ASSISTANT)
+    with raises(ValueError, "all_assistant_mask"):
+        score(input_mode="text")._get_dist_with_prompt_mask(spoken("text"))
+    yield "_get_dist_with_assistant_mask, _get_rlhf_dist: assistant tokens, of every turn"
+    for padded in (True, False):
+        right(score(pad_output=padded)._get_dist_with_assistant_mask(spoken()), scored(), ASSISTANT)
+    right(score()._get_rlhf_dist(spoken()), scored(), ASSISTANT)
+    chat = [*SPOKEN[0], *SPOKEN[1]]
+    long = ChatHistory(full=History.from_chats([chat]), batch_size=[1])
+    mask = score()._get_rlhf_dist(TensorDict(history=long, batch_size=[1])).mask[0]
+    assert mask.tolist() == make_policy().renderer.render(chat).assistant
+    yield "_get_dist_with_assistant_mask writes (tokens, full) to the input"
+    heard = spoken()
+    score()._get_dist_with_assistant_mask(heard)
+    assert set(heard.keys()) == {"history", "tokens"}
+    assert torch.equal(heard["tokens", "full"], scored()["tokens"].full)
+    yield "_get_dist_with_assistant_mask without a mask: a ValueError that names input_mode"
+    with raises(ValueError, "input_mode='history'"):
+        score(input_mode="text")._get_dist_with_assistant_mask(spoken("text"))
+    yield "_get_dist_with_attention_mask, _get_generic_dist: all valid tokens"
+    right(score()._get_dist_with_attention_mask(td.copy()), td, ATTENTION)
+    right(score()._get_generic_dist(td.copy()), td, ATTENTION)
+    yield "_get_dist_with_custom_mask(tensordict, mask), position-level"
+    mine = td.copy().set("mine", (torch.rand(td[ATTENTION].shape) < 0.5) & td[ATTENTION])
+    right(score()._get_dist_with_custom_mask(td.copy(), mine["mine"]), mine, "mine")
+    with raises(ValueError, "one entry a token"):
+        score()._get_dist_with_custom_mask(td.copy(), mine["mine"].unsqueeze(-1).expand(3, -1, 400))
+
+
+@S1.rows()
+def key_lists():
+    policy = fresh()
+    yield "log_prob_keys, with a setter"
+    assert policy.log_prob_keys[0] in generated().keys(True)
+    policy.log_prob_keys = ["mine"]
+    assert policy.log_prob_keys == ["mine"]
+    yield "log_prob_keys is ['log_probs']"
+    assert fresh().log_prob_keys == [("log_probs", "full")]
+    yield "dist_params_keys: what get_dist writes"
+    out = TensorDict(batch_size=[3])
+    score().get_dist(generated().copy(), out)
+    assert score().dist_params_keys == list(out.keys()) == ["logits"]
+    yield "dist_sample_keys is ['tokens_response']"
+    assert policy.dist_sample_keys == [("tokens", "response")]
+    yield "log_prob(data, **get_kwargs): that of the response; generate=True is a RuntimeError"
+    td = generated()
+    close(score().log_prob(td.copy()), td["log_probs"].response)
+    lists = score(pad_output=False).log_prob(td.copy(), as_list=True)
+    close(lists, rows(generated(False), ("log_probs", "response")))
+    with raises(RuntimeError, "generate=True"):
+        policy.log_prob(td.copy())
+
+
+def texts(*replies: list[str]) -> list[str]:
+    """Return whole chats as text: CHATS with messages of alternating roles behind them."""
+    more = [[{"role": ("assistant", "user")[i % 2], "content": text} for i, text in enumerate(said)]
+            for said in replies]  # fmt: skip
+    pairs = zip(CHATS, more, strict=True)
+    return [make_policy().renderer.text([*chat, *added]) for chat, added in pairs]
+
+
+NAME = {"chat_template_name": "chatml_format"}
+
+
+@S1.rows()
+def replies():
+    asked, tokenizer = History.from_chats(CHATS), make_policy().tokenizer
+    yield "_extract_responses_from_full_histories: arguments"
+    more = {"chat_template_name": None, "tokenizer": None}
+    defaults(extract, text_full=..., prompt_histories=..., **more)
+    yield "_extract_responses_from_full_histories: all after the prompt; name or tokenizer"
+    for given in (NAME, {"tokenizer": tokenizer}):
+        got = extract(texts(["a"], ["b"], ["c"]), asked, **given)
+        assert got.shape == (3, 1)
+        assert [chat[0]["content"] for chat in got.chats()] == ["a", "b", "c"]
+    yield "_extract_responses_from_full_histories: '<none>' pads rows of fewer messages"
+    got = extract(texts(["a"], ["b", "why", "c"], ["d"]), asked, **NAME)
+    assert got.shape == (3, 3)
+    assert (got[0].role[1:], got[0].content[1:]) == (["<none>"] * 2, [""] * 2)
+    assert [len(chat) for chat in got.chats()] == [1, 3, 1]
+    yield "_extract_responses_from_full_histories: RuntimeError if messages are lost"
+    with raises(RuntimeError, "messages"):
+        extract(
+            [make_policy().renderer.text(CHATS[0])], History.from_chats([SPOKEN[0] * 2]), **NAME
+        )
+
+
+@S1.rows()
+def replies_with_a_tail():
+    yield "_extract_responses_from_full_histories: a reply followed by EOS or padding"
+    tokenizer = make_policy().tokenizer
+    for tail in (tokenizer.eos_token, tokenizer.pad_token, 3 * tokenizer.pad_token):
+        given = [text.rstrip("\n") + tail for text in texts(["a"], ["b"], ["c"])]
+        got = extract(given, History.from_chats(CHATS), tokenizer=tokenizer)
+        assert [chat[0]["content"] for chat in got.chats()] == ["a", "b", "c"], tail
+        back = History.from_text(given, tokenizer=tokenizer)
+        assert [chat[-1]["content"] for chat in back.chats()] == ["a", "b", "c"], tail

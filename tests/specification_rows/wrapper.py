@@ -1,0 +1,378 @@
+"""S1, second part: LLMWrapperBase and its arguments, on the tiny model."""
+
+import gc
+import inspect
+import warnings
+
+import torch
+from contracts import Words, make_policy, plain_log_probs
+from contracts import prompts as env_prompts
+from tensordict import TensorDict, lazy_stack
+from tensordict.nn import TensorDictModuleBase
+from transformers import GenerationConfig, LogitsProcessorList, SuppressTokensLogitsProcessor
+from wrapped import CHATS, SPOKEN, prompts, same, scoring, sequences, spoken
+
+from envs import ChatEnv
+from policies import (
+    ChatHistory,
+    History,
+    LLMWrapperBase,
+    LogProbs,
+    Masks,
+    Text,
+    Tokens,
+    TransformersWrapper,
+    vLLMWrapper,
+)
+from policies.padding import rows
+from specification_rows.containers import ATTENTION, S1, generated, scored
+from specification_rows.row import close, defaults, raises
+from specification_rows.shared import checkpoint, no_template
+from trainer import LLMCollector
+
+MODES = ("history", "text", "tokens")
+KEYS = ("history", "text", "tokens", "masks", "log_probs")
+
+
+def fresh(**changes) -> TransformersWrapper:
+    """Return a version of the policy that leaves its input alone."""
+    return make_policy().get_new_version(**{"inplace": False, **changes})
+
+
+def asked(return_log_probs: bool = True, **kwargs) -> TransformersWrapper:
+    """Return a version with other generate_kwargs."""
+    kwargs = {"max_new_tokens": 4, **kwargs}
+    return fresh(generate_kwargs=kwargs, return_log_probs=return_log_probs)
+
+
+def score(**changes) -> TransformersWrapper:
+    return scoring(**{"inplace": False, **changes})
+
+
+@S1.rows()
+def signature():
+    yield "LLMWrapperBase(model, *, tokenizer, input_mode, ...): arguments and defaults"
+    none = ("inplace", "device", "layout", "num_samples", "chat_template_name", "chat_template")
+    wanted = {
+        **{"model": ..., "tokenizer": None, "input_mode": "history", "input_key": None},
+        **{"attention_mask_key": "attention_mask", "generate": True},
+        **{"generate_kwargs": None, "tokenizer_kwargs": None, "pad_output": False},
+        **dict.fromkeys((*none, "return_log_probs")),
+        **{f"{name}_key": name for name in KEYS},
+    }
+    defaults(LLMWrapperBase, **wanted)
+    defaults(TransformersWrapper, **wanted)
+    with raises(TypeError):
+        TransformersWrapper(make_policy().model, make_policy().tokenizer)
+    yield "the wrappers are LLMWrapperBase, that is a TensorDictModuleBase"
+    assert issubclass(LLMWrapperBase, TensorDictModuleBase)
+    assert issubclass(TransformersWrapper, LLMWrapperBase)
+    assert issubclass(vLLMWrapper, LLMWrapperBase)
+    yield "promise: support for different input modalities (history, text, tokens)"
+    for mode in MODES:
+        same(fresh(input_mode=mode)(prompts(mode)), fresh()(prompts()))
+    yield "attributes: generate, pad_output, inplace, layout, num_samples, device, *_key, in_keys"
+    policy = fresh(pad_output=False, layout=torch.jagged)
+    assert (policy.generate, policy.pad_output, policy.inplace) == (True, False, False)
+    assert (policy.layout, policy.num_samples) == (torch.jagged, None)
+    assert policy.device == torch.device("cpu")
+    assert [getattr(policy, f"{name}_key") for name in KEYS] == list(KEYS)
+    assert (policy.in_keys, score().in_keys) == ([("history", "prompt")], [("history", "full")])
+
+
+@S1.rows()
+def models_and_tokenizers():
+    policy = make_policy()
+    yield "arg model: an object, a name or a folder"
+    named = TransformersWrapper(str(checkpoint("qwen2")), generate_kwargs={"max_new_tokens": 2})
+    assert named(prompts())["text"].response
+    given = TransformersWrapper(policy.model, tokenizer=policy.tokenizer)
+    assert (given.model, given.tokenizer) == (policy.model, policy.tokenizer)
+    yield "arg tokenizer: an object or a name; without one only tokens are read"
+    own = TransformersWrapper(policy.model, tokenizer=str(checkpoint("qwen2")), generate=False)
+    assert own.tokenizer.get_vocab() == named.tokenizer.get_vocab()
+    with raises(ValueError, "tokenizer"):
+        TransformersWrapper(policy.model)
+    ids = TransformersWrapper(policy.model, input_mode="tokens", generate=False)
+    assert ids(generated().select("tokens", "masks"))["log_probs"] is not None
+    yield "arg chat_template_name: chatml_format, qwen"
+    system = "<|im_start|>system\nYou are a helpful assistant"
+    texts = [fresh(chat_template_name=name)(prompts())["text"].prompt[0]
+             for name in ("chatml_format", "qwen")]  # fmt: skip
+    assert [text.startswith(system) for text in texts] == [False, True]
+    yield "arg chat_template: its Jinja text"
+    jinja = "{% for m in messages %}Q{{ m['content'] }}A{% endfor %}"
+    assert fresh(chat_template=jinja)(prompts())["text"].prompt[0] == f"Q{CHATS[0][0]['content']}A"
+    yield "arg device: where the model is"
+    assert TransformersWrapper("tiny", device="cpu", generate=False).device == torch.device("cpu")
+    assert fresh(device="cpu")(prompts())["tokens"].full.device == torch.device("cpu")
+    yield "arg device: a model object elsewhere is moved"
+    with raises(ValueError, "move it there (model.to)"):
+        fresh(device="cuda:7")
+
+
+@S1.rows()
+def a_tokenizer_without_a_template():
+    yield "arg tokenizer: one without a chat template"
+    model, tokenizer = no_template()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        settings = {"generate": False, "inplace": False, "pad_output": True}
+        policy = TransformersWrapper(model, tokenizer=tokenizer, **settings)
+        ids = policy(spoken())["tokens"].full
+    told = [str(w.message) for w in seen if "chatml" in str(w.message).lower()]
+    assert len(told) == 1, told
+    assert "user\nSort 3" in tokenizer.decode(ids[0])
+
+
+@S1.rows(needs="gpu")
+def on_a_gpu():
+    yield "arg device: cuda, inputs in and outputs back"
+    policy = TransformersWrapper("tiny", device="cuda", pad_output=True, inplace=False)
+    assert policy.device.type == "cuda"
+    assert policy(prompts())["tokens"].full.device.type == "cpu"
+
+
+@S1.rows()
+def input_modes():
+    yield "arg input_mode: history, text or tokens, which is in_keys[0]"
+    for mode in MODES:
+        assert fresh(input_mode=mode).in_keys == [(mode, "prompt")]
+    texts = [make_policy().renderer.text(chat, add_generation_prompt=True) for chat in CHATS]
+    assert fresh()(prompts())["text"].prompt == texts
+    with raises(ValueError, *MODES, "'words'"):
+        fresh(input_mode="words")
+    yield "arg input_key: any key, also nested"
+    td, plain = prompts(), fresh()(prompts())
+    chats = td.pop("history").prompt
+    for key in ("chat", ("deep", "chat")):
+        same(fresh(input_key=key)(td.copy().set(key, chats)), plain)
+    td.set("q", Text(full=texts, batch_size=[3]))
+    same(fresh(input_mode="text", input_key=("q", "full"))(td), plain)
+    yield "arg attention_mask_key, used in tokens mode"
+    td = prompts("tokens").rename_key_("attention_mask", "keep")
+    same(fresh(input_mode="tokens", attention_mask_key="keep")(td), plain)
+    yield "arg tokenizer_kwargs: for texts"
+    kwargs = {"truncation": True, "max_length": 4}
+    cut = score(input_mode="text", tokenizer_kwargs=kwargs)(spoken("text"))
+    assert cut["tokens"].full.shape == (3, 4)
+    yield "arg tokenizer_kwargs: for histories"
+    with raises(ValueError, "input_mode='text'"):
+        score(tokenizer_kwargs=kwargs)
+    score(tokenizer_kwargs={"padding": True})
+
+
+@S1.rows()
+def a_container_by_its_name():
+    yield "arg input_key: defaults to the input_mode name"
+    for mode in MODES:
+        same(fresh(input_mode=mode, input_key=mode)(prompts(mode)), fresh()(prompts()))
+
+
+@S1.rows()
+def a_history_that_goes_on():
+    yield "input_mode='history' reads the history: a second turn in place"
+    policy = fresh(inplace=True)
+    td = policy(prompts())
+    more = History.from_chats([[{"role": "user", "content": f"And {i}?"}] for i in range(3)])
+    longer = td["history"].full.extend(more, inplace=False, dim=1)
+    td["history"] = ChatHistory(prompt=longer, batch_size=[3])
+    told = ""
+    try:
+        td = policy(td)
+    except ValueError as error:
+        told = str(error)
+    texts = td["text"].prompt
+    assert "tokens" in told or all(f"And {i}?" in text for i, text in enumerate(texts))
+
+
+@S1.rows()
+def a_history_that_was_replaced():
+    yield "input_mode='history' reads the history: scoring another one"
+    policy, told = score(inplace=True), ""
+    td = policy(spoken())
+    chats = [[*chat[:1], {"role": "assistant", "content": "else"}] for chat in SPOKEN]
+    td["history"] = ChatHistory(full=History.from_chats(chats), batch_size=[3])
+    try:
+        td = policy(td)
+    except ValueError as error:
+        told = str(error)
+    pairs = zip(rows(td, ("tokens", "full")), rows(td, ATTENTION), strict=True)
+    want = [policy.renderer.render(chat).ids for chat in chats]
+    assert "tokens" in told or [ids[mask].tolist() for ids, mask in pairs] == want
+
+
+@S1.rows()
+def a_history_in_a_lazy_stack():
+    yield "a lazy stack of single ChatHistories is read"
+    one = [TensorDict(history=ChatHistory(full=History.from_chats([chat])[0])) for chat in SPOKEN]
+    out = score(pad_output=False)(lazy_stack(one))
+    close(rows(out, ("log_probs", "full")), rows(scored(False), ("log_probs", "full")))
+
+
+@S1.rows()
+def padding_in_a_lazy_stack():
+    yield "padding of dense ids is padding in a lazy stack too"
+    td = generated().select("tokens", "masks")
+    got = score(pad_output=False)(td.copy().to_lazystack(0))
+    values = zip(rows(got, ("log_probs", "full")), rows(got, ATTENTION), strict=True)
+    want = score(pad_output=False)(td.copy())
+    close([v[mask] for v, mask in values], rows(want, ("log_probs", "full")))
+
+
+@S1.rows()
+def generating():
+    yield "arg generate: True generates, False scores"
+    assert fresh().generate
+    out = score()(spoken())
+    for i, real in enumerate(out["masks"].all_attention_mask):
+        want = plain_log_probs(make_policy(), out["tokens"].full[i][real], 1.0)
+        close(out["log_probs"].full[i][real], want)
+    yield "arg return_log_probs: None, True, False; scoring needs them"
+    for value, there in ((None, True), (True, True), (False, False)):
+        policy = fresh(return_log_probs=value)
+        assert ("log_probs" in policy(prompts())) == there == ("log_probs" in policy.out_keys)
+    with raises(ValueError, "return_log_probs"):
+        score(return_log_probs=False)
+    yield "arg generate_kwargs: max_new_tokens, do_sample; greedy is model.generate's"
+    for ids, _, mask in sequences(asked(do_sample=False)(prompts())):
+        given = {"attention_mask": torch.ones(1, int((~mask).sum())), "pad_token_id": 0}
+        want = make_policy().model.generate(
+            ids[None, : int((~mask).sum())], max_new_tokens=4, do_sample=False, **given
+        )
+        assert ids.tolist() == want[0, : len(ids)].tolist()
+    yield "arg generate_kwargs: temperature, top_k, top_p, min_p, repetition_penalty"
+    greedy = asked(do_sample=False)(prompts())["tokens"].full
+    assert torch.equal(asked(top_k=1)(prompts())["tokens"].full, greedy)
+    for kwargs in ({"temperature": 0.1}, {"top_p": 0.5}, {"min_p": 0.3}):
+        assert (asked(repetition_penalty=1.5, **kwargs)(prompts())["log_probs"].full <= 0).all()
+    yield "arg generate_kwargs: processors whose log-probs can be followed"
+    more = {"suppress_tokens": [5, 6], "typical_p": 0.9, "no_repeat_ngram_size": 2}
+    for name, value in {**more, "bad_words_ids": [[7]], "eos_token_id": 3}.items():
+        assert asked(**{name: value})(prompts())["text"].response
+    with raises(ValueError, "max_new_tokns", "max_new_tokens"):
+        asked(max_new_tokns=3)
+
+
+@S1.rows()
+def beams():
+    yield "arg generate_kwargs: num_beams without log-probs"
+    kwargs = {"num_beams": 2, "do_sample": False, "max_new_tokens": 4}
+    out, given = asked(False, **kwargs)(prompts()), prompts("tokens")
+    want = make_policy().model.generate(
+        given["tokens"].prompt,
+        attention_mask=given["attention_mask"].long(),
+        eos_token_id=sorted(make_policy().stop_ids),
+        pad_token_id=make_policy().pad_token_id,
+        **kwargs,
+    )
+    keep = out["masks"].all_attention_mask
+    assert torch.equal(out["tokens"].full[keep], want[:, : keep.shape[-1]][keep])
+    with raises(ValueError, "num_beams"):
+        asked(**kwargs)
+
+
+@S1.rows()
+def objects_of_generate():
+    yield "arg generate_kwargs: logits_processor, stopping_criteria, generation_config"
+    others = [i for i in range(make_policy().model.config.vocab_size) if i != 9]
+    only = LogitsProcessorList([SuppressTokensLogitsProcessor(others)])
+    nine = asked(False, logits_processor=only)(prompts())["tokens"].response
+    assert nine.unique().tolist() == [9]
+    at_once = [lambda ids, scores, **_: torch.ones(len(ids), dtype=torch.bool)]
+    assert asked(False, stopping_criteria=at_once)(prompts())["tokens"].response.shape == (3, 1)
+    config = GenerationConfig(max_new_tokens=2, do_sample=False)
+    short = fresh(generate_kwargs={"generation_config": config}, return_log_probs=False)
+    assert short(prompts())["tokens"].response.shape[-1] <= 2
+
+
+@S1.rows()
+def outputs():
+    yield "arg pad_output: True is a uniform length, False (default) is ragged"
+    sizes = [len(row) for row in generated(False).get(("tokens", "full"), as_list=True)]
+    assert len(set(sizes)) == 3
+    assert generated()["tokens"].full.shape == (3, max(sizes))
+    yield "arg layout: nested outputs when pad_output=False"
+    for layout in (torch.strided, torch.jagged):
+        full = fresh(pad_output=False, layout=layout)(prompts())["tokens"].full
+        assert full.is_nested
+        assert full.layout is layout
+    yield "arg inplace: True, False, 'empty'; None is True unless there are several samples"
+    for inplace in (True, False, "empty", None):
+        td = prompts().set("extra", torch.zeros(3))
+        out = fresh(inplace=inplace)(td)
+        assert (out is td) == ("extra" in out) == (inplace in (True, None))
+    yield "arg num_samples"
+    many = fresh(num_samples=4, inplace=None)(prompts())
+    assert many.batch_size == (3, 4)
+    assert len({tuple(row.tolist()) for row in many["tokens"].response[0]}) > 1
+    yield "args history_key, text_key, tokens_key, masks_key, log_probs_key"
+    for name in KEYS:
+        moved = fresh(**{f"{name}_key": ("my", name)}, input_key=("history", "prompt"))
+        assert ("my", name) in moved.out_keys
+        assert ("my", name) in moved(prompts()).keys(True)
+        silent = fresh(**{f"{name}_key": None}, input_key=("history", "prompt"))
+        assert name not in silent(prompts())
+    yield "forward(tensordict, tensordict_out)"
+    td, out = prompts(), TensorDict({"mine": torch.ones(3)}, [3])
+    assert fresh()(td, tensordict_out=out) is out
+    assert set(td.keys()) == {"history", "stream"}
+    yield "forward is TensorDictSequential's: more keyword arguments"
+    with raises(TypeError):
+        fresh()(prompts(), max_new_tokens=3)
+    yield "any number of batch dimensions"
+    for shape in ((), (3, 1)):
+        td = prompts()[0] if shape == () else prompts().reshape(*shape)
+        assert fresh()(td).batch_size == score()(fresh()(td)).batch_size == shape
+
+
+@S1.rows()
+def consistent_outputs():
+    yield "promise: consistent output structure (Text, Tokens, Masks, LogProbs)"
+    kinds = {"text": Text, "tokens": Tokens, "masks": Masks, "log_probs": LogProbs}
+    texts = [make_policy().renderer.text(chat) for chat in SPOKEN]
+    heard = [score()(spoken()), score(input_mode="text")(spoken("text"))]
+    for out in (fresh()(prompts()), *heard):
+        assert {key: type(out.get(key, None)) for key in kinds} == kinds
+    assert all(out["text"].full == texts for out in heard)
+
+
+@S1.rows()
+def declared_outputs():
+    yield "outputs are exactly out_keys, generating and scoring"
+    for mode in MODES:
+        for policy, td in ((fresh(input_mode=mode), prompts(mode)),
+                           (score(input_mode=mode), spoken(mode))):  # fmt: skip
+            assert set(policy(td).keys()) == set(policy.out_keys), mode
+
+
+@S1.rows()
+def temperatures():
+    yield "a temperature found in the input changes no scores unless asked"
+    hot = score()(spoken().set("temperature", torch.full((3,), 0.5)))
+    close(hot["log_probs"].full, scored()["log_probs"].full)
+
+
+@S1.rows()
+def versions():
+    policy = fresh()
+    yield "get_new_version(**kwargs): altered arguments, the same weights"
+    other = policy.get_new_version(generate=False, log_probs_key="ref", pad_output=False)
+    assert other.model is policy.model
+    assert (other.generate, other.log_probs_key, other.pad_output) == (False, "ref", False)
+    assert (policy.generate, policy.log_probs_key, policy.pad_output) == (True, "log_probs", True)
+    yield "get_new_version: every argument of the constructor, none by position"
+    with raises(ValueError, "pad_input", *inspect.signature(TransformersWrapper).parameters):
+        policy.get_new_version(pad_input=True)
+    with raises(TypeError):
+        policy.get_new_version(False)
+    yield "collector: None if it does not exist"
+    assert fresh().collector is None
+    yield "register_collector is called by LLMCollector, and holds it weakly"
+    mine = make_policy.__wrapped__()
+    data = {"dataloader": [env_prompts(1)], "dialog_turns_per_batch": 1}
+    collector = LLMCollector(ChatEnv(Words()), policy=mine, **data)
+    assert mine.collector is collector
+    del collector
+    gc.collect()
+    assert mine.collector is None

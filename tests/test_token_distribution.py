@@ -1,0 +1,133 @@
+"""The road's distribution and the public ones are one: the same numbers under each mask."""
+
+import pytest
+import torch
+from contracts import G, Words, make_policy, one_process, rollout
+from tensordict import TensorDict, lazy_stack
+from torch import Tensor
+
+from benchmarks.measure import peak_bytes
+from envs.chat_env import ChatEnv
+from policies import token_distribution
+from policies.padding import predicted
+from policies.token_distribution import NAMES, Head, TokenDistribution, named_mask
+from trainer import Demonstrations, DynamicRollouts, Rollouts
+
+
+def last_prompts(batch: TensorDict) -> TensorDict:
+    """Return what stood before the last reply of each row, ragged, by a loop over its tokens."""
+    rows = []
+    for ids, sampled in zip(
+        batch["tokens", "full"], batch["masks", "all_response_mask"], strict=True
+    ):
+        at = max(t for t in range(len(ids)) if sampled[t] and not sampled[t - 1])
+        rows.append(TensorDict(prompt=ids[:at]))
+    return lazy_stack(rows)
+
+
+def public(policy, batch: TensorDict, name: str):
+    """Return the distribution that the documented methods give for a name."""
+    scorer, td = policy.get_new_version(generate=False), batch.select("tokens", "masks")
+    td["temperature"] = batch["temperature"]
+    if name == "prompt":
+        td["turn"] = last_prompts(batch)
+        return scorer._get_dist_with_prompt_mask(td, tokens_key=("turn", "prompt"))
+    if name == "assistant":
+        return scorer._get_dist_with_assistant_mask(td)
+    if name == "attention":
+        return scorer.get_dist(td)
+    return scorer.get_dist(td, mask_key=("masks", "all_response_mask"))
+
+
+def gradient(policy, values: Tensor) -> Tensor:
+    parameters = list(policy.model.parameters())
+    return torch.cat(
+        [g.flatten() for g in torch.autograd.grad(values.sum(), parameters, retain_graph=True)]
+    )
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_road_and_the_public_distribution_give_the_same_numbers(monkeypatch, name, turns):
+    policy = make_policy(temperature=0.7)
+    batch = rollout(policy, turns=turns, count=3)
+    ids, attention = batch["tokens", "full"], batch["masks", "all_attention_mask"]
+    theirs = public(policy, batch, name)
+    keep = named_mask(batch, name)
+    assert torch.equal(theirs.mask, keep)
+    monkeypatch.setattr(token_distribution, "SLICE", 7 * policy.model.config.vocab_size)
+    mine = policy.scorer.dist(ids, attention, keep, temperature=batch["temperature"])
+    known = predicted(attention, keep)  # nothing stands before the first token
+    assert torch.equal(mine.mask, known)
+    pairs = (
+        (mine.log_prob(ids), theirs.log_prob(ids).where(known, 0.0)),
+        (mine.entropy(), theirs.entropy().where(known, 0.0)),
+    )
+    for own, other in pairs:
+        assert bool((own != 0).any())
+        torch.testing.assert_close(own, other, atol=1e-4, rtol=1e-4)
+        grads = [gradient(policy, values) for values in (own, other)]
+        assert (grads[0] - grads[1]).norm() / grads[1].norm() < 1e-4
+    scores = policy.scorer(
+        ids, attention, keep, temperature=batch["temperature"], group_id=batch["group_id"]
+    )
+    torch.testing.assert_close(scores.log_probs, mine.log_prob(ids), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("wanted", ["log_prob", "entropy"])
+def test_logits_of_whole_sequences_never_exist(monkeypatch, wanted):
+    width, ids = 20_000, torch.randint(9, (4, 32))
+    head = Head(torch.randn(width, 8, requires_grad=True), None, None)
+    dist = TokenDistribution(head, torch.randn(ids.numel(), 8), ids >= 0)
+    whole = 4 * ids.numel() * width  # bytes of [B, T, V]
+
+    def run() -> None:
+        out = dist.log_prob(ids) if wanted == "log_prob" else dist.entropy()
+        torch.autograd.grad(out.sum(), head.weight)
+
+    assert peak_bytes(run) > whole, "the meter sees logits"
+    monkeypatch.setattr(token_distribution, "SLICE", 4 * width)
+    assert peak_bytes(run) < 0.25 * whole
+
+
+def test_a_distribution_over_no_token_says_nothing():
+    policy, ids = make_policy(), torch.tensor([[5, 6, 7]])
+    dist = policy.scorer.dist(ids, ids > 0, ids > 9)
+    assert not dist.log_prob(ids).any()
+    assert not dist.entropy().any()
+
+
+@pytest.mark.parametrize("kind", [Rollouts, DynamicRollouts])
+def test_a_run_learns_the_tokens_that_its_mask_names(kind):
+    policy, task, runtime = make_policy(), Words(turns=3), one_process()
+    env = ChatEnv(task, group_size=G, max_turns=3)
+    parts = {"task": task, "env": env, "generator": policy, "runtime": runtime, "size": 4}
+    learnt = {}
+    for name in ("response", "assistant", "prompt"):
+        batch = kind(**parts, mask=name)(0)
+        kept = batch["loss_mask"].any(-1)
+        assert kept.any()
+        learnt[name] = batch["loss_mask"]
+        turn = torch.zeros_like(learnt[name])
+        for i, row in enumerate(last_prompts(batch).unbind(0)):
+            turn[i, len(row["prompt"]) :] = batch["masks", "all_attention_mask"][
+                i, len(row["prompt"]) :
+            ]
+        want = turn if name == "prompt" else batch["masks", "all_response_mask"]
+        assert torch.equal(learnt[name], want & kept[:, None])
+    assert torch.equal(learnt["response"], learnt["assistant"])
+    assert learnt["prompt"].sum() < learnt["response"].sum()
+    with pytest.raises(ValueError, match="expected a mask among"):
+        kind(**parts, mask="reply")(0)
+
+
+@pytest.mark.parametrize("name", ["assistant", "prompt"])
+def test_demonstrations_learn_what_the_public_masks_say(name):
+    policy, task, runtime = make_policy(), Words(), one_process()
+    parts = {"task": task, "env": ChatEnv(task), "policy": policy, "runtime": runtime}
+    batch = Demonstrations(**parts, size=4, mask=name)(0)
+    keep, ids = batch["loss_mask"], batch["tokens", "full"]
+    theirs = public(policy, batch, "assistant")
+    assert torch.equal(theirs.mask, keep)  # one assistant turn: the last
+    scores = policy.scorer(ids, batch["masks", "all_attention_mask"], keep)
+    torch.testing.assert_close(scores.log_probs, theirs.log_prob(ids), atol=1e-4, rtol=1e-4)
