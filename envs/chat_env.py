@@ -18,7 +18,8 @@ from torch import Tensor
 
 from envs.chat_views import MODES, POLICY_KEYS, read_action, write_prompt
 from envs.env import EnvBase
-from envs.tasks.task import Reply, Reward, Task, rewards_of
+from envs.places import rewards_of
+from envs.tasks.task import Reply, Reward, Task
 from policies.chats.history import History
 from policies.random import fold
 

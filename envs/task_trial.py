@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-from envs.places import place_of
 from envs.tasks.task import Task, rewards_anything
 
 
@@ -42,4 +41,6 @@ def in_one_line(error: Exception) -> str:
     text = " ".join(str(error).split())
     if type(error) in (ValueError, NotImplementedError, ImportError, ModuleNotFoundError):
         return text
+    from envs.places import place_of
+
     return f"{type(error).__name__}: {text} ({place_of(error)})"

@@ -7,9 +7,10 @@ import time
 import pytest
 
 from envs.chat_env import ChatEnv
+from envs.places import rewards_of
 from envs.rewards import Function, InProcess, Rewarded
 from envs.tasks.mix import Mix
-from envs.tasks.task import Reply, Reward, Task, rewards_of
+from envs.tasks.task import Reply, Reward, Task
 from trainer.runs.failures import headline
 
 ROW = {"messages": [{"role": "user", "content": "a"}], "columns": {"level": 3}}

@@ -5,7 +5,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 
-from envs.places import is_own, place_of
+from envs.places import is_own, place_of, rewards_of
 from envs.rewards.functions import Refused, RewardFunction, Score
 from envs.tasks.task import (
     Message,
@@ -15,7 +15,6 @@ from envs.tasks.task import (
     Split,
     Task,
     rewards_anything,
-    rewards_of,
 )
 
 

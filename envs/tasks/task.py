@@ -4,12 +4,9 @@ A row is one data example, a dict with "messages" (the prompt) and whatever the 
 A user's own task subclasses `Task`, overrides `rows` and `reward`, and is named by `_target_`.
 """
 
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
-
-from envs.places import is_own, place_of
 
 Row = dict[str, Any]
 Message = dict[str, Any]  # {"role": ..., "content": ...}
@@ -92,43 +89,6 @@ class Task:
     def label(self, row: Row) -> str | None:
         """Return the name under which accuracy on this row is logged apart; None: it is not."""
         return None
-
-
-def rewards_of(task: Task, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Reward]:
-    """Return what a task gives each reply; ValueError unless that is a Reward each.
-
-    An error of the task's own code is noted with its file and line.
-    """
-    name = type(task).__name__
-    try:
-        rewards = task.rewards(rows, replies)
-    except (KeyboardInterrupt, SystemExit) as stop:
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            raise  # it may be somebody's Ctrl-C; in a run that is a signal, not an exception
-        where = f"in the reward of {name}, {place_of(stop)}"
-        raise RuntimeError(f"{type(stop).__name__} {where}") from stop
-    except Exception as error:
-        if not is_own(error):
-            error.add_note(f"in the reward of {name}, {place_of(error)}{_hint(error, rows)}")
-        raise
-    got = len(rewards) if isinstance(rewards, Sequence) else repr(rewards)[:80]
-    if got != len(rows):
-        raise ValueError(f"expected {len(rows)} rewards of {name}.rewards, one a reply, got {got}")
-    for reward in rewards:
-        if not isinstance(reward, Reward):
-            raise ValueError(
-                f"expected an envs.tasks.Reward of {name}, got {reward!r:.80} "
-                f"({type(reward).__name__}); return Reward(total=1.0, parts={{}}, success=True)"
-            )
-    return list(rewards)
-
-
-def _hint(error: Exception, rows: Sequence[Row]) -> str:
-    """Return where a key is that a row lacks but its data has."""
-    key, cells = (error.args or (None,))[0], rows[0].get("columns") if rows else None
-    if not isinstance(error, KeyError) or not cells or key in rows[0]:
-        return ""
-    return f'; the cells of the data are in row["columns"]: {", ".join(map(str, cells))}'
 
 
 def user(content: str) -> Message:
