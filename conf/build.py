@@ -18,7 +18,14 @@ from trainer.runs.targets import (
     unknown_argument,
 )
 
-DATA = ("dataset", "eval_dataset", "columns", "split", "eval_split")  # keys of env for its task
+DATA = (
+    "dataset",
+    "eval_dataset",
+    "columns",
+    "split",
+    "eval_split",
+    "match",
+)  # keys of env for its task
 Section = Mapping[str, Any]  # of a configuration
 
 
@@ -85,7 +92,7 @@ def _make_reward(where: str, node: Section) -> Any:
 def data_arguments(env: Section) -> dict[str, Any]:
     """Return those keys of DATA that the task's constructor names and env.task does not give."""
     names = arguments_of(find_target(env["task"]["_target_"]))
-    return {key: env[key] for key in DATA if key in names and key not in env["task"]}
+    return {key: env[key] for key in DATA if key in env and key in names and key not in env["task"]}
 
 
 def make_env(cfg: DictConfig, task: Any, policy: Any) -> Any:

@@ -38,7 +38,7 @@ RANGES: dict[str, Callable[[Any], bool]] = {  # numbers are finite besides
     "to be two numbers from 0 to below 1": lambda x: len(x) == 2 and all(0 <= b < 1 for b in x),
     "to be cpu, cuda or cuda:<number>": lambda x: bool(re.fullmatch(r"cpu|cuda(:\d+)?", x)),
 }
-OPEN = ("env.task", "env.rewards", "env.transforms")  # take any keys: conf/check.py looks at them
+OPEN = ("env.task", "env.rewards", "env.transforms", "policy.chat_template_kwargs")  # any keys
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,8 @@ def register() -> None:
         group, _, file = part.partition("=")
         if group == "root":
             continue
-        kind = _typed(part, tree, *([groups[group]] if file else []))
+        more = {k: node for k, node in tree.items() if node is not declared()[group].get(k)}
+        kind = _typed(part, more, groups[group]) if file else _typed(part, tree)
         groups.setdefault(group, kind)
         node = OmegaConf.structured(kind)
         for name in (key for key in OPEN if key.startswith(f"{group}.")):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from envs.chat_views import MODES, POLICY_KEYS, read_action, write_prompt
 from envs.env import EnvBase
+from envs.places import rewards_of
 from envs.tasks.task import Reply, Reward, Task
 from policies.chats.history import History
 from policies.random import fold
@@ -217,7 +218,7 @@ class ChatEnv(EnvBase):
     def _rewards(self, rows: list[dict], replies: list[Reply]) -> Sequence[Reward]:
         if self.task is None:
             return [Reward(total=0.0, parts={}, success=False)] * len(rows)
-        rewards = self.task.rewards(rows, replies)
+        rewards = rewards_of(self.task, rows, replies)
         for reply, reward in zip(replies, rewards, strict=True):
             if not math.isfinite(reward.total):  # one would make every advantage NaN
                 raise ValueError(

@@ -2,10 +2,13 @@
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
 from typing import Any
 
-from envs.data import READERS, Table, is_file, load_table
+import numpy as np
+
+from envs.data import READERS, Table, is_file, load_table, made
 
 COLUMNS = ("messages", "question", "answer")
 EVAL_SHARE, EVAL_ROWS = 0.1, 200  # what is split off where there is no eval data, at most
@@ -20,7 +23,7 @@ def load_chats(
     eval_split: str | None = None,
     seed: int = 0,
     answers: bool = True,
-) -> dict[str, list[dict[str, Any]]]:
+) -> dict[str, Sequence[dict[str, Any]]]:
     """Return the checked "train" and "eval" rows of a data set.
 
     A row has "messages" (the prompt), "answer" (the last reply), "index", and "columns": all its
@@ -45,11 +48,15 @@ def load_chats(
     if eval_dataset or (eval_split and not is_file(dataset)):
         table = load_table(eval_dataset or dataset, split=eval_split or split)
         return {"train": train, "eval": _chats(table, names, answers)}
-    kept, held_out = split_off([json.dumps(row["messages"]) for row in train], seed=seed)
-    return {"train": [train[i] for i in kept], "eval": [train[i] for i in held_out]}
+    parts = split_off((json.dumps(row["messages"]) for row in train), seed=seed)
+    if isinstance(train, list):
+        parts = [part.tolist() for part in parts]
+    return {
+        name: made(train.__getitem__, p) for name, p in zip(("train", "eval"), parts, strict=True)
+    }
 
 
-def _chats(table: Table, names: Mapping[str, str], answers: bool) -> list[dict[str, Any]]:
+def _chats(table: Table, names: Mapping[str, str], answers: bool) -> Sequence[dict[str, Any]]:
     """Return prompt and answer of each row of a table."""
     column = names.get("messages", "messages")
     by_question = "question" in names or "answer" in names
@@ -61,18 +68,21 @@ def _chats(table: Table, names: Mapping[str, str], answers: bool) -> list[dict[s
     there = f"=<column>, of {', '.join(table.columns)}"
     remedy = f"name a column of prompts: env.columns.question{there}"
     prompts = table.each(lambda index: table.turns(index, question, "user"), remedy)
-    rows = [
-        {"index": i, "messages": prompt, "columns": table.cells(i), "question": row[question]}
-        for i, (prompt, row) in enumerate(zip(prompts, table.rows, strict=True))
-    ]
-    if not answers and "answer" not in names:
-        return rows
-    answer = table.require("answer", names.get("answer", "answer"))
-    remedy = f"name a column of texts: env.columns.answer{there}"
-    replies = table.each(lambda index: table.turns(index, answer, "assistant"), remedy)
-    for row, reply in zip(rows, replies, strict=True):
-        row |= {"messages": row["messages"] + reply[:-1], "answer": reply[-1]["content"]}
-    return rows
+    replies = None
+    if answers or "answer" in names:
+        answer = table.require("answer", names.get("answer", "answer"))
+        remedy = f"name a column of texts: env.columns.answer{there}"
+        replies = table.each(lambda index: table.turns(index, answer, "assistant"), remedy)
+
+    def row(i: int) -> dict[str, Any]:
+        out = {"index": i, "messages": prompts[i], "columns": table.cells(i)}
+        out["question"] = table.rows[i][question]
+        if replies is None:
+            return out
+        *more, last = replies[i]
+        return out | {"messages": out["messages"] + more, "answer": last["content"]}
+
+    return made(row, table.places)
 
 
 def _chat(table: Table, index: int, column: str) -> dict[str, Any]:
@@ -90,22 +100,25 @@ def _chat(table: Table, index: int, column: str) -> dict[str, Any]:
     }
 
 
-def split_off(prompts: Sequence[str], *, seed: int = 0) -> tuple[list[int], list[int]]:
+def split_off(prompts: Iterable[str], *, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Return the indices of the train and of the eval rows, where no eval data is given.
 
     A tenth of the distinct prompts, at most 200, goes to eval; equal prompts stay together.
 
     >>> train, held_out = split_off(["a", "b", "a", "c"])
-    >>> len({"abac"[i] for i in held_out}), sorted(train + held_out)
+    >>> len({"abac"[i] for i in held_out}), sorted([*train.tolist(), *held_out.tolist()])
     (1, [0, 1, 2, 3])
     """
-    distinct = list(dict.fromkeys(prompts))
-    if len(distinct) < 2:
+    hashes = (int.from_bytes(blake2b(p.encode(), digest_size=8).digest()) for p in prompts)
+    _, first, which = np.unique(
+        np.fromiter(hashes, np.uint64), return_index=True, return_inverse=True
+    )
+    if len(first) < 2:
         raise ValueError(
-            f"expected at least 2 different prompts to split eval rows off, got {len(distinct)}; "
+            f"expected at least 2 different prompts to split eval rows off, got {len(first)}; "
             "give env.eval_dataset"
         )
-    count = min(max(1, int(len(distinct) * EVAL_SHARE)), EVAL_ROWS)
-    chosen = set(random.Random(seed).sample(distinct, count))
-    train = [i for i, prompt in enumerate(prompts) if prompt not in chosen]
-    return train, [i for i, prompt in enumerate(prompts) if prompt in chosen]
+    count = min(max(1, int(len(first) * EVAL_SHARE)), EVAL_ROWS)
+    chosen = random.Random(seed).sample(range(len(first)), count)  # of the order they come in
+    held_out = np.isin(which, np.argsort(first)[chosen])
+    return np.flatnonzero(~held_out), np.flatnonzero(held_out)

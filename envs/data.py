@@ -3,13 +3,13 @@
 A data set is a path (.jsonl, .json, .csv, .parquet) or a hub id, "openai/gsm8k:main" with a subset.
 An error names row, column, what was expected and got. Chats are made of tables in chat_rows.py.
 Hub data goes to the `datasets` package's own cache in the user's home, never to the run folder.
+What is larger than `LARGE` stays on disk (mapped_rows.py): a row is made when it is asked for.
 """
 
 import csv
-import io
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -18,6 +18,7 @@ Message = dict[str, Any]
 
 ROLES = ("system", "user", "assistant", "tool")
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:.*)?")  # org/name, name, either with a :subset
+LARGE = 32 << 20  # bytes of a data set; smaller ones are held in memory
 EXTENSION = re.compile(r"^[^:/]*\.[^:/]*$|\.[A-Za-z]{2,}$")  # any dot in a bare word, or .txt
 
 
@@ -29,13 +30,45 @@ class Malformed(ValueError):
         self.fault = fault
 
 
+class Made(Sequence[Any]):
+    """What `make` gives for each of `items`, made when it is asked for.
+
+    >>> Made(str, range(3))[1:][0]
+    '1'
+    """
+
+    listed = True  # all of them may be looked at before a run
+
+    def __init__(self, make: Callable[[Any], Any], items: Sequence[Any]) -> None:
+        self.make, self.items = make, items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return Made(self.make, self.items[index])
+        return self.make(self.items[index])
+
+
+def made(make: Callable[[Any], Any], items: Sequence[Any]) -> Sequence[Any]:
+    """Return what `make` gives for each item: a list of a list, else made when asked for."""
+    return [make(item) for item in items] if isinstance(items, list) else Made(make, items)
+
+
 @dataclass(frozen=True)
 class Table:
-    """A data set in memory: its name for errors, its column names, its rows."""
+    """A data set: its name for errors, its column names, its rows, a list or on disk."""
 
     name: str
     columns: list[str]
-    rows: list[dict[str, Any]]
+    rows: Sequence[dict[str, Any]]
+
+    @property
+    def places(self) -> Sequence[int]:
+        """Return the index of each row, a list where the rows are one."""
+        size = len(self.rows)
+        return list(range(size)) if isinstance(self.rows, list) else range(size)
 
     def require(self, key: str, column: str) -> str:
         """Return the column that env.columns.<key> names; one line with those there are without."""
@@ -46,12 +79,15 @@ class Table:
             )
         return column
 
-    def each(self, read: Callable[[int], Any], remedy: str) -> list[Any]:
+    def each(self, read: Callable[[int], Any], remedy: str) -> Sequence[Any]:
         """Return what `read` gives for each index; `remedy` is for a table without a good row."""
-        good, bad = [], None
+        kept, good, bad = [] if isinstance(self.rows, list) else None, 0, None
         for index in range(len(self.rows)):
             try:
-                good.append(read(index))
+                value = read(index)
+                good += 1
+                if kept is not None:
+                    kept.append(value)
             except Malformed as error:
                 bad = bad or error
             if bad and good:
@@ -60,11 +96,12 @@ class Table:
             raise ValueError(f"{bad.fault}, and none of the {len(self.rows)} rows fits; {remedy}")
         if bad:
             raise bad
-        return good
+        return Made(read, self.places) if kept is None else kept
 
     def cells(self, index: int) -> dict[str, Any]:
         """Return a row with all columns of the table: None where it has no cell."""
-        return {name: self.rows[index].get(name) for name in self.columns}
+        row = self.rows[index]
+        return {name: row.get(name) for name in self.columns}
 
     def text(self, index: int, column: str) -> str:
         """Return a cell that has to be a text with something in it."""
@@ -91,6 +128,8 @@ class Table:
     def turns(self, index: int, column: str, role: str) -> list[Message]:
         """Return a cell that has to be a text of `role`, or messages of which it says the last."""
         value = self.rows[index].get(column)
+        if role == "assistant" and isinstance(value, (int, float)):  # an answer, as in a .csv
+            value = json.dumps(value)
         if not isinstance(value, list):
             if not is_text(value) or not value.strip():
                 raise self.error(index, column, "a text or a list of messages", value)
@@ -138,57 +177,73 @@ def load_table(dataset: str, *, split: str = "train") -> Table:
     """
     path = Path(dataset).expanduser()
     rows = _read_file(path) if is_file(dataset) else _read_hub(dataset, split)
-    for index, row in enumerate(rows):
-        if not isinstance(row, dict):
-            raise ValueError(f"{dataset}, row {index}: expected an object, got {row!r:.80}")
     if not rows:
         raise ValueError(f"{dataset}: expected at least one row, got an empty data set")
-    return Table(dataset, list(dict.fromkeys(name for row in rows for name in row)), rows)
+    columns = getattr(rows, "columns", None) or names_of(rows)
+    return Table(dataset, columns, rows)
 
 
-def _read_file(path: Path) -> list[Any]:
+def names_of(rows: Iterable[dict[str, Any]]) -> list[str]:
+    """Return the columns that any row has, in the order of their first appearance."""
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
+def _read_file(path: Path) -> Sequence[dict[str, Any]]:
     if not path.is_file():
         raise ValueError(
             f"no data file {path} (looked in {Path.cwd()}); give the path of a "
             f"{', '.join(READERS)} file, or a hub id"
         )
-    if path.suffix.lower() not in READERS:
+    if (kind := path.suffix.lower()) not in READERS:
         raise ValueError(f"{path}: expected a file named {', '.join(READERS)}, got {path.name}")
     try:
-        return READERS[path.suffix.lower()](path)
+        if kind == ".parquet":
+            return _read_parquet(path)
+        if path.stat().st_size <= LARGE:
+            return list(_objects(path))
+        from envs.mapped_rows import map_text  # few runs have one
+
+        return map_text(path, _objects)
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror or error})") from None
 
 
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_bytes().decode("utf-8-sig")  # -sig: Excel begins its files with a mark
-    except UnicodeDecodeError as error:
-        data, at = error.object, error.start
-        line = data.count(b"\n", 0, at) + 1
-        raise ValueError(
-            f"{path}, line {line}: expected text in UTF-8, got the byte "
-            f"{data[at]:#x}; save it as UTF-8"
-        ) from None
+def _objects(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a text file, each of which has to be an object."""
+    for index, row in enumerate(READERS[path.suffix.lower()](path)):
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}, row {index}: expected an object, got {row!r:.80}")
+        yield row
 
 
-def _read_json_lines(path: Path) -> list[Any]:
-    rows = []
-    for number, line in enumerate(_read_text(path).split("\n"), 1):
+def _text_lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a file, each with its end; the mark of Excel is left out."""
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f"{path}, line {number}: expected text in UTF-8, got the byte "
+                    f"{error.object[error.start]:#x}; save it as UTF-8"
+                ) from None
+
+
+def _read_json_lines(path: Path) -> Iterator[Any]:
+    for number, line in enumerate(_text_lines(path), 1):
         if line.strip():
             try:
-                rows.append(json.loads(line))
+                yield json.loads(line, object_pairs_hook=_object)
             except (ValueError, RecursionError) as error:
                 raise ValueError(
                     f"{path}, line {number}: expected a JSON object, got {line[:60]!r} ({error})"
                 ) from None
-    return rows
 
 
 def _read_json(path: Path) -> list[Any]:
-    text = _read_text(path)
+    text = "".join(_text_lines(path))
     try:
-        rows = json.loads(text)
+        rows = json.loads(text, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: expected a JSON list of objects ({error})") from None
     if not isinstance(rows, list):
@@ -196,10 +251,43 @@ def _read_json(path: Path) -> list[Any]:
     return rows
 
 
-def _read_csv(path: Path) -> list[Any]:
-    reader = csv.DictReader(io.StringIO(_read_text(path), newline=""), restkey="(too many cells)")
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object; the last of two equal keys would win without a word."""
+    out = dict(pairs)
+    if len(out) < len(pairs):
+        raise ValueError(f"expected each key once, got {_twice([key for key, _ in pairs])!r} twice")
+    return out
+
+
+def _twice(names: Sequence[str]) -> str | None:
+    """Return a name that is there twice."""
+    return next((name for i, name in enumerate(names) if name in names[:i]), None)
+
+
+def _read_csv(path: Path) -> Iterator[Any]:
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        try:
+            yield from _csv_rows(path, csv.reader(file))
+        except UnicodeDecodeError:
+            for _ in _text_lines(path):  # which says where
+                pass
+            raise
+
+
+def _csv_rows(path: Path, reader: Any) -> Iterator[Any]:
     try:
-        return list(reader)
+        header = next(reader, [])
+        if (name := _twice([name for name in header if name])) is not None:
+            raise ValueError(f"{path}: expected each column once, got {name!r} twice; rename one")
+        for cells in reader:
+            if any(cells[len(header) :]):
+                raise ValueError(
+                    f"{path}, line {reader.line_num}: expected {len(header)} cells, got "
+                    f"{len(cells)}; put quotes around a cell with a comma in it"
+                )
+            if cells:
+                missing = [None] * (len(header) - len(cells))
+                yield dict(zip(header, [*cells, *missing], strict=False))
     except csv.Error as error:
         raise ValueError(
             f"{path}, line {reader.line_num}: expected comma-separated cells, got an error "
@@ -207,17 +295,21 @@ def _read_csv(path: Path) -> list[Any]:
         ) from None
 
 
-def _read_parquet(path: Path) -> list[Any]:
+def _read_parquet(path: Path) -> Sequence[dict[str, Any]]:
     from pyarrow import ArrowException, parquet  # comes with datasets
 
     try:
+        if path.stat().st_size > LARGE:
+            from envs.mapped_rows import map_parquet
+
+            return map_parquet(path)
         return parquet.read_table(path).to_pylist()
     except (ArrowException, OSError) as error:
         reason = str(error).split("\n")[0]
         raise ValueError(f"{path}: expected a parquet file ({reason})") from None
 
 
-READERS: dict[str, Callable[[Path], list[Any]]] = {
+READERS: dict[str, Callable[[Path], Iterable[Any]]] = {
     ".jsonl": _read_json_lines,
     ".json": _read_json,
     ".csv": _read_csv,
@@ -225,12 +317,12 @@ READERS: dict[str, Callable[[Path], list[Any]]] = {
 }
 
 
-def _read_hub(dataset: str, split: str) -> list[Any]:
+def _read_hub(dataset: str, split: str) -> Sequence[dict[str, Any]]:
     from envs.hub_rows import read_hub  # few runs read one
 
     name, _, subset = dataset.partition(":")
     try:
-        return read_hub(name, subset or None, split)
+        return read_hub(name, subset or None, split, large=LARGE)
     except ValueError as error:
         raise ValueError(
             f"data set {dataset!r} (split {split!r}) not found: {error}; give a file "

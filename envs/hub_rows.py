@@ -3,21 +3,29 @@
 What an earlier download left in the cache is read first, as with models: the hub is not waited for.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from policies.reachable import why_unreachable
 
 
-def read_hub(name: str, subset: str | None, split: str) -> list[Any]:
-    """Read a data set from the cache, or download it; one that is nowhere is a ValueError."""
+def read_hub(name: str, subset: str | None, split: str, *, large: int) -> Sequence[dict[str, Any]]:
+    """Read a data set from the cache, or download it; one that is nowhere is a ValueError.
+
+    One of more than `large` bytes stays on disk.
+    """
     import datasets
 
     with _quiet():
 
-        def load() -> list[Any]:
-            return datasets.load_dataset(name, subset, split=split).to_list()
+        def load() -> Sequence[dict[str, Any]]:
+            found = datasets.load_dataset(name, subset, split=split)
+            if found.data.nbytes <= large:
+                return found.to_list()
+            from envs.mapped_rows import ArrowRows
+
+            return ArrowRows(found.flatten_indices().data.table.to_batches())
 
         with suppress(OSError, ValueError), _offline(True):
             return load()

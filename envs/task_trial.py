@@ -1,6 +1,5 @@
 """Whether a task works, before a worker starts: it is made, and its rows are looked at."""
 
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -42,5 +41,6 @@ def in_one_line(error: Exception) -> str:
     text = " ".join(str(error).split())
     if type(error) in (ValueError, NotImplementedError, ImportError, ModuleNotFoundError):
         return text
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {text} ({last.filename}, line {last.lineno})"
+    from envs.places import place_of
+
+    return f"{type(error).__name__}: {text} ({place_of(error)})"

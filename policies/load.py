@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from policies.chats.templates import require_template
+from policies.chats.templates import find_template, require_template, with_variables
 from policies.models import find_model, has_adapter, load_model, load_tokenizer
 from policies.scorer import Scorer
 from policies.wrappers.transformers_wrapper import TransformersWrapper
@@ -24,6 +24,7 @@ def load_policy(
     max_prompt_tokens: int | None = None,
     system_prompt: str | None = None,
     chat_template: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     stop: list[str] | None = None,
     lora: Mapping[str, Any] | None = None,
     gradient_checkpointing: bool = False,
@@ -34,6 +35,8 @@ def load_policy(
     lora: arguments of `policies.lora.add_adapter`; then only the adapter is trained.
     gradient_checkpointing: keep the input of each layer instead of all it computes, and compute
     that again in the backward; only in train mode.
+    chat_template_kwargs: variables of the template, {"enable_thinking": False}; they are saved in
+    the tokenizer's template.
     The found copy stands at `policy.found` (folder, origin, sha256), what an env should put in
     front of each chat at `policy.system_prompt`.
     """
@@ -41,6 +44,9 @@ def load_policy(
     tokenizer = load_tokenizer(found)
     if chat_template is None:
         require_template(tokenizer)
+    if chat_template_kwargs:
+        template = find_template(tokenizer, chat_template).text
+        chat_template = with_variables(template, chat_template_kwargs)
     network = load_model(found, dtype=dtype, device=device)
     if lora and lora.get("r") != 0:
         from policies.lora import add_adapter

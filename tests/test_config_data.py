@@ -104,6 +104,7 @@ def needs(group: str) -> list[str]:
     offline = ["kl.coeff=0", "kl.measure=false"]
     return {
         "env=own": [f"env.task._target_={HERE}.Words", "allow_targets=true"],
+        "env=answers": ["env.dataset=data.jsonl"],
         "env=chats": ["env.dataset=data.jsonl"],
         "env=prompts": ["env.dataset=data.jsonl", "env.columns.question=question", *added("short")],
         "env=reasoning_gym": ["env.task=chain_sum"],
@@ -144,7 +145,7 @@ def test_every_group_file_composes_with_what_it_leaves_to_the_user(group):
         ("cols.jsonl", b'{"problem": "a", "label": "b"}', ["'question'", "problem, label"]),
         ("empty.jsonl", b"", ["empty.jsonl", "at least one row"]),
         ("bad.parquet", b"PAR1" * 9, ["bad.parquet", "parquet file"]),
-        ("cell.jsonl", b'{"question": "a", "answer": 5}', ["row 0, answer", "5 (int)"]),
+        ("cell.jsonl", b'{"question": "a", "answer": {}}', ["row 0, answer", "{} (dict)"]),
         (
             "final.jsonl",
             b'{"question": "a", "answer": "1"}\n{"question": "b", "answer": "####"}',

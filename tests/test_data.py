@@ -158,8 +158,8 @@ LAST = {"role": "assistant", "content": "Ho"}
     [
         ({"question": None, "answer": "1"}, "question: expected a text or a list of messages, got"),
         (
-            {"question": "q", "answer": 5},
-            "answer: expected a text or a list of messages, got 5 (int)",
+            {"question": "q", "answer": {"a": 5}},
+            "answer: expected a text or a list of messages, got {'a': 5} (dict)",
         ),
         ({"question": "\ud83d", "answer": "1"}, r"a list of messages, got '\ud83d'"),
         ({"question": ["q"], "answer": "1"}, "question[0]: expected a dict with role and content"),
@@ -190,7 +190,10 @@ def test_rows_that_are_all_malformed_name_the_key_of_the_column(tmp_path):
             {"question": "n", "answer": "prompt"},
             "prompts: env.columns.question=<column>, of prompt, n",
         ),
-        ({"question": "prompt", "answer": "n"}, "texts: env.columns.answer=<column>, of prompt, n"),
+        (
+            {"question": "prompt", "answer": "prompt"},
+            "texts: env.columns.answer=<column>, of prompt, n",
+        ),
     ):
         with pytest.raises(ValueError, match=r"row 0, .* and none of the 9 rows fits; ") as caught:
             load_chats(path, columns=columns)
@@ -285,3 +288,36 @@ def test_hub_out_of_reach_is_asked_once_and_quietly(monkeypatch, capfd):
     assert capfd.readouterr() == ("", "")
     assert (constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE) == (False, False)
     assert datasets.logging.get_verbosity() == level
+
+
+@pytest.mark.parametrize("suffix", WRITERS)
+def test_answers_that_are_numbers_are_read_as_from_a_csv(tmp_path, suffix):
+    for given, said in ((5, "5"), (0, "0"), (2.5, "2.5")):
+        path = WRITERS[suffix](tmp_path / f"n{suffix}", [{"question": "q", "answer": given}] * 2)
+        assert load_chats(path, eval_dataset=path)["train"][1]["answer"] == said
+    path = write_jsonl(tmp_path / "b.jsonl", [{"question": "q", "answer": True}])
+    assert load_chats(path, eval_dataset=path)["train"][0]["answer"] == "true"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("a.jsonl", '{"answer": "1"}\n{"answer": "1", "answer": "2"}', "line 2.*'answer' twice"),
+        ("b.jsonl", '{"question": "a", "more": [{"x": 1, "x": 1}]}', "line 1.*'x' twice"),
+        ("c.json", '[{"question": "a", "question": "b"}]', "'question' twice"),
+        ("d.csv", "question,answer,answer\na,1,2", "column once, got 'answer' twice"),
+        ("e.csv", "question,answer\na,1\nb,2,3", "line 3: expected 2 cells, got 3"),
+        ("f.csv", 'question,answer\n"a\nb",2\nb, or c,3', "line 4: expected 2 cells, got 3"),
+    ],
+)  # fmt: skip
+def test_keys_columns_and_cells_too_many_are_told(tmp_path, name, text, says):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=says):
+        load_table(str(tmp_path / name))
+
+
+def test_empty_columns_of_a_spreadsheet_and_short_rows_of_a_csv_are_read(tmp_path):
+    (tmp_path / "d.csv").write_text("question,answer,,\na,1,,\n\nb,2,,,\nc\n")
+    rows = load_table(str(tmp_path / "d.csv")).rows
+    cells = [(row["question"], row["answer"]) for row in rows]
+    assert cells == [("a", "1"), ("b", "2"), ("c", None)]

@@ -21,7 +21,12 @@ DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 GROUPS = [part for part in declared() if "=" not in part]
 LIBRARIES = ("trl", "verl")
-OPEN = ("env.task.", "env.rewards.", "env.transforms.")  # what is below is anybody's
+OPEN = (
+    "env.task.",
+    "env.rewards.",
+    "env.transforms.",
+    "policy.chat_template_kwargs.",
+)  # what is below is anybody's
 
 
 @cache

@@ -104,15 +104,14 @@ def test_a_sound_run_has_no_problem_and_leaves_nothing(tmp_path):
 
 def test_problems_are_named_with_a_remedy(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("LEASH_CACHE", str(tmp_path / "cache"))  # no warm-up is in it
-    few = ("trainer.micro_batch_tokens=20", "optimizer.warmup=81")
+    few = ("trainer.micro_batch_tokens=20", "optimizer.warmup=81", "env.overlong=error")
     found = look(tmp_path, "policy.max_prompt_tokens=20", "policy.max_new_tokens=492", *few)
     said = capsys.readouterr().out
-    assert found >= 3
+    assert found == 3
     assert "experiment sft_tiny would be trained first" in said
     assert "optimizer.warmup=81 is longer than the run's 80 steps" in said
     assert "longer than trainer.micro_batch_tokens: it goes alone" in said
-    assert "prompts are longer than policy.max_prompt_tokens=20" in said
-    assert "do not fit the model's 512 positions" in said
+    assert "train rows exceed 20 tokens" in said
     assert f"preflight: {found:g} problems:" in said
 
 

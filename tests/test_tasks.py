@@ -225,7 +225,7 @@ def test_right_answers_without_a_number_are_refused_from_half_of_the_rows_on(tmp
         (["cold", "dry", "low"], "3 of 3"),
         (["4", "5 km", "dry", "x"], "2 of 4"),
     ):
-        with pytest.raises(ValueError, match=f"{count} right answers hold no number.*env=chats"):
+        with pytest.raises(ValueError, match=f"{count} right answers hold no number.*env=answers"):
             MathWords(rows(*answers))
         MathProblems(rows(*answers), symbolic=False)
     with pytest.warns(UserWarning, match="1 of 3 right answers hold no number, as 'dry'"):

@@ -6,7 +6,8 @@ labels of its rows; replies that the task dropped count nowhere.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -42,14 +43,19 @@ class Evaluate:
         prompts_per_batch: int = 8,
         every: int = 0,
     ) -> None:
-        self.rows = list(task.rows("eval"))[:max_rows]
-        self.labels = [task.label(row) for row in self.rows]
+        self.task = task
+        self.keep(list(islice(task.rows("eval"), max_rows)))
         self.runtime, self.chunk, self.every = runtime, prompts_per_batch, every
         self.plans: list[tuple[str, ChatEnv, Generator]] = []
         for name, samples, value in (("sampled", num_samples, temperature), ("greedy", 1, 0.0)):
             if samples == 0 or (name == "greedy" and not greedy):
                 continue
             self.plans.append((name, env.regrouped(samples), at_temperature(generator, value)))
+
+    def keep(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Evaluate on these rows."""
+        self.rows = rows
+        self.labels = [self.task.label(row) for row in rows]
 
     def due(self, iteration: int, last: int) -> bool:
         """Return whether to evaluate after this iteration (0-based count of finished ones)."""

@@ -8,14 +8,18 @@ Left out on purpose: symbolic equality by ourselves; math-verify does it where i
 import ast
 import operator
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
+from difflib import SequenceMatcher
 from fractions import Fraction
 
 from envs.tasks.math_words import (
     ANSWER_TAG,
+    NUMBER,
     exactly,
     final_answer,
+    last_number,
     same_answer,
     split_thoughts,
 )
@@ -45,6 +49,7 @@ OPERATORS = {
     ast.Div: operator.truediv,
 }
 UNREADABLE = (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError)
+EDGES = ".,;:!?\"'`*()[]{}<>\u2018\u2019\u201c\u201d\u00ab\u00bb"
 LONGEST = 500  # characters of an expression that is worth parsing
 
 
@@ -57,6 +62,45 @@ def tagged(text: str) -> tuple[str, str]:
     thought, said = split_thoughts(text)
     answers = ANSWER_TAG.findall(said)
     return thought, answers[-1].strip() if answers else ""
+
+
+def plain(text: str) -> str:
+    """Return the words of a text, without case, punctuation around them and spacing.
+
+    A number is its value: 1,000.0 is 1000.
+
+    >>> plain(" The  \u201cNew York\u201d.") == plain("the new york"), plain("$18.50"), plain("C++")
+    (True, '37/2', 'c++')
+    """
+    text = unicodedata.normalize("NFKC", text).casefold()
+    words = [word.strip(EDGES) or word for word in text.split()]
+    bare = " ".join(words).lstrip("$\u20ac\u00a3")
+    value = last_number(bare) if NUMBER.fullmatch(bare) else None
+    return " ".join(words) if value is None else str(value)
+
+
+def similarity(said: str, right: str) -> float:
+    """Return how alike two answers are as plain texts, from 0 to 1 (difflib's ratio).
+
+    0 where one is over twice as long as the other: their ratio is below 2/3, and costs its square.
+
+    >>> similarity("Jane Austin", "jane austen"), similarity("no " * 9**6, "yes")
+    (0.9090909090909091, 0.0)
+    """
+    if len(said) > 2 * len(right) + 20 or len(said) > LONGEST:
+        return float(said == right)
+    return SequenceMatcher(None, plain(said), plain(right), autojunk=False).ratio()
+
+
+def holds_words(said: str, right: str) -> bool:
+    """Return whether a text says an answer as whole words somewhere.
+
+    >>> holds_words("Yes, it is.", "yes"), holds_words("Yesterday", "yes"), holds_words("no.", "")
+    (True, False, False)
+    """
+    words, asked = [[plain(word) for word in text.split()] for text in (said, right)]
+    places = range(len(words) - len(asked) + 1) if asked else ()
+    return any(words[i] == asked[0] and words[i : i + len(asked)] == asked for i in places)
 
 
 def same_number(said: str, solution: str) -> bool:

@@ -5,8 +5,17 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 
+from envs.places import is_own, place_of, rewards_of
 from envs.rewards.functions import Refused, RewardFunction, Score
-from envs.tasks.task import Message, Reply, Reward, Row, Split, Task, rewards_anything
+from envs.tasks.task import (
+    Message,
+    Reply,
+    Reward,
+    Row,
+    Split,
+    Task,
+    rewards_anything,
+)
 
 
 class Rewarded(Task):
@@ -68,7 +77,7 @@ class Rewarded(Task):
         """Return what each reply earns by all rewards together."""
         own = [Reward(0.0, {}, False)] * len(rows)
         if self.judges:
-            own = list(self.task.rewards(rows, replies))
+            own = rewards_of(self.task, rows, replies)
             self._check_names(own[0].parts if own else ())
         scores = {name: f.scores(rows, replies) for name, f in self.functions.items()}
         return [
@@ -103,6 +112,10 @@ class Rewarded(Task):
         if isinstance(error, Refused):
             raise ValueError(f"env.rewards.{name}: {error}") from error
         text = f"reward {name}: {type(error).__name__}: {error}"
+        if notes := getattr(error, "__notes__", ()):
+            text += f" ({'; '.join(notes)})"  # of another process
+        elif error.__traceback__ is not None and not is_own(error):
+            text += f" ({place_of(error)})"
         if action == "raise":
             remedy = f"correct it, or set env.rewards.{name}.on_error=zero or drop_group"
             raise RuntimeError(f"{text}; {remedy}") from error

@@ -25,7 +25,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from envs.rewards.functions import RewardFunction, Score, as_score
+from envs.places import place_of
+from envs.rewards.functions import FAULTS, RewardFunction, Score, as_error, as_score
 from envs.tasks.task import Reply, Row
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +34,7 @@ BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
     "from envs.rewards.workers import serve; serve(int(sys.argv[1]), int(sys.argv[3]))"
 )
+LARGEST = 16 << 20  # bytes of a result: it is a number or little more
 START = 120.0  # seconds for a worker's imports on a busy machine
 
 
@@ -188,7 +190,7 @@ class Worker:
         result: Any = None
         try:
             if not self.late:
-                result = self.pipe.recv()
+                result = pickle.loads(self.pipe.recv_bytes(LARGEST + 1024))
         except (EOFError, OSError):
             self.alive = False
         except Exception as error:  # a result that cannot be unpickled here
@@ -225,12 +227,21 @@ def serve(pipe: int, owner: int) -> None:
             given = connection.recv_bytes()
             try:
                 result = function(*pickle.loads(given))
-            except Exception as error:  # a user's code and objects
-                result = error
+            except FAULTS as error:  # a user's code and objects
+                result = as_error(error)
+                result.add_note(place_of(error))
             try:
-                connection.send(result)
+                found = pickle.dumps(result)
             except Exception as error:  # what cannot be pickled
-                connection.send(RuntimeError(f"{type(result).__name__}: {result!s:.200} ({error})"))
+                found = pickle.dumps(
+                    RuntimeError(f"{type(result).__name__}: {result!s:.200} ({error})")
+                )
+            if len(found) > LARGEST:
+                kind, size = type(result).__name__, len(found) >> 20
+                found = pickle.dumps(
+                    ValueError(f"expected a number as the reward, got a {kind} of {size} MiB")
+                )
+            connection.send_bytes(found)
 
 
 def _kill(process: subprocess.Popen) -> None:

@@ -3,6 +3,7 @@
 from policies.lazy import loader
 
 _HOME = {
+    "Answers": ".answers",
     "Arithmetic": ".arithmetic",
     "Calculator": ".calculator",
     "Chats": ".dataset",

@@ -1,8 +1,10 @@
 """Tasks whose rows come from a data set: a subclass says what a reply earns, and no more."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 from envs.chat_rows import load_chats
+from envs.data import made
 from envs.tasks.task import Reply, Reward, Row, Split, Task, assistant, check_split
 
 
@@ -47,7 +49,10 @@ class DatasetTask(Task):
             seed=seed,
             answers=self.answers,
         )
-        self._rows = {name: [self.prepare(row) for row in rows] for name, rows in found.items()}
+        self._rows = {name: made(self.prepare, rows) for name, rows in found.items()}
+        if type(self).prepare is not DatasetTask.prepare:
+            for row in chain(*(rows for rows in found.values() if not isinstance(rows, list))):
+                self.prepare(row)  # told now, not when the row is drawn
 
     def prepare(self, row: Row) -> Row:
         """Return the row with what the reward needs; a row that lacks it is a ValueError."""
@@ -60,10 +65,11 @@ class DatasetTask(Task):
 
     def demonstrations(self) -> Sequence[Row]:
         """Return the train chats, the answer as their last message."""
-        return [
-            {**row, "messages": [*row["messages"], assistant(row["answer"])]}
-            for row in self._rows["train"]
-        ]
+        return made(_demonstration, self._rows["train"])
+
+
+def _demonstration(row: Row) -> Row:
+    return {**row, "messages": [*row["messages"], assistant(row["answer"])]}
 
 
 class Prompts(DatasetTask):

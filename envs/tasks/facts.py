@@ -115,7 +115,7 @@ def _read(path: Path) -> dict[str, Any]:
         reason = str(error)
     raise ValueError(
         f"{path}: expected {{kind: {{question, reply, train, eval}}}} as in {DATA}, got {reason}; "
-        "rows of your own are for env=gsm8k, env=chats or env=own"
+        "rows of your own are for env=answers, env=gsm8k or env=own"
     )
 
 

@@ -52,15 +52,18 @@ class MathWords(DatasetTask):
 
     def __init__(self, dataset: str | None = None, **data: Any) -> None:
         super().__init__(dataset, **data)
-        rows = [row for rows in self._rows.values() for row in rows]
-        odd = [row["answer"] for row in rows if not _has_number(row["answer"])]
-        if not self.numbers or not odd:
+        if not self.numbers:
             return
-        fault = f"{len(odd)} of {len(rows)} right answers hold no number, as {odd[0]!r:.60}"
-        if 2 * len(odd) >= len(rows):
+        odd = [row["answer"] for rows in self._rows.values() for row in rows
+               if not _has_number(row["answer"])]  # fmt: skip
+        if not odd:
+            return
+        size = sum(map(len, self._rows.values()))
+        fault = f"{len(odd)} of {size} right answers hold no number, as {odd[0]!r:.60}"
+        if 2 * len(odd) >= size:
             raise ValueError(
-                f"{fault}; mark them by ####, or use env=chats (the same words) or a task of your "
-                "own (docs/own_task.md)"
+                f"{fault}; mark them by ####, or use env=answers (texts, compared by env.match) or "
+                "a task of your own (docs/own_task.md)"
             )
         warnings.warn(f"{fault}: only a reply of the same text earns these", stacklevel=2)
 

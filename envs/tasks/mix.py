@@ -8,6 +8,7 @@ import random
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
+from envs.places import rewards_of
 from envs.tasks.task import Message, Reply, Reward, Row, Split, Task, check_split
 
 MOST_ROWS = 200_000
@@ -75,7 +76,7 @@ class Mix(Task):
         for name, task in self.tasks.items():
             mine = [i for i, row in enumerate(rows) if row["task"] == name]
             if mine:
-                earned = task.rewards([rows[i] for i in mine], [replies[i] for i in mine])
+                earned = rewards_of(task, [rows[i] for i in mine], [replies[i] for i in mine])
                 for i, reward in zip(mine, earned, strict=True):
                     out[i] = self._named(name, reward)
         return out
@@ -135,6 +136,13 @@ class MixedRows(Sequence[Row]):
             order = orders[name]
             self.places.append((name, order[given[name] % len(order)]))
             given[name] += 1
+
+    @property
+    def listed(self) -> bool:
+        """Return whether all rows are there already, none is made when it is asked for."""
+        return all(
+            isinstance(r, list) or getattr(r, "listed", False) for r in self.sources.values()
+        )
 
     def __len__(self) -> int:
         return len(self.places)

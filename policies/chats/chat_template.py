@@ -15,6 +15,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import inf
 from typing import Any
 
 from policies.chats.rendering import (
@@ -77,6 +78,9 @@ class Renderer:
         self._end = self._outlines.find_end_of_turn()
         self.stop_ids |= frozenset() if self._end is None else frozenset([self._end])
         self._outlines.ends = [tokenizer.convert_ids_to_tokens(i) for i in self.stop_ids]
+        normalizer = type(tokenizer.backend_tokenizer.normalizer).__name__
+        self._growth = {"NoneType": 1, "NFC": 3}.get(normalizer, inf)  # bytes of a byte, at most
+        self._own: dict[Any, tuple[int, list[int]]] = {}
 
     def text(
         self,
@@ -126,6 +130,21 @@ class Renderer:
                 f"{self.name} for roles {[m['role'] for m in messages]}; {_REMEDY}"
             )
         return done
+
+    def most_tokens(self, messages: Sequence[Message], *, prompt: bool) -> float:
+        """Return a number of tokens that a chat does not exceed, without encoding it.
+
+        A token stands for a byte or more; inf where the tokenizer may rewrite texts to longer ones.
+        """
+        if self._growth == inf or any(len(message) > 2 for message in messages):
+            return inf
+        key = (prompt, *(message["role"] for message in messages))
+        if key not in self._own:
+            pieces = self._outlines.of(check_messages(messages), prompt).pieces
+            own = sum(len(p.text.encode()) for p in pieces if p.message is None) + len(pieces)
+            self._own[key] = own, [p.message for p in pieces if p.message is not None]
+        own, said = self._own[key]
+        return own + self._growth * sum(len(messages[i]["content"].encode()) for i in said)
 
     def extend(
         self, ids: Sequence[int], messages: Sequence[Message], new_messages: Sequence[Message]

@@ -7,6 +7,8 @@ are in known_templates.py.
 Left out on purpose: guessing a family from a model's name. The tokenizer's own template is exact.
 """
 
+import json
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -28,6 +30,9 @@ class Template:
     keywords: tuple[str, ...] = ()
 
 
+# What a template is given with every chat, and what is left out on purpose.
+GIVEN = ("messages", "add_generation_prompt", "continue_final_message", "tools", "documents")
+SETTING = r"\{%-? set (\w+) = .*? %\}\n"  # as `with_variables` writes it
 ADDED: dict[str, Template] = {}  # by add_chat_template
 _WARNED: set[Any] = set()  # names of tokenizers that have no template; those without a name
 
@@ -54,6 +59,40 @@ def find_template(
     from policies.chats.known_templates import named_template
 
     return named_template(tokenizer, chat_template, chat_template_name)
+
+
+def with_variables(text: str, variables: Mapping[str, Any]) -> str:
+    """Return a template with variables that it reads set in its first lines.
+
+    Whoever renders by it has them too, as they are saved with it. ValueError for one that it does
+    not read.
+
+    >>> with_variables("{{ 'no' if enable_thinking is false }}", {"enable_thinking": False})
+    "{%- set enable_thinking = false %}\\n{{ 'no' if enable_thinking is false }}"
+    """
+    begin = re.match(f"({SETTING})*", text)
+    own, text = (begin[0], text[begin.end() :]) if begin else ("", text)
+    before = {m[1]: m[0] for m in re.finditer(SETTING, own)}
+    for name, value in variables.items():
+        if name in GIVEN or not re.search(rf"(?<![\w.'\"]){re.escape(name)}(?!\w)", text):
+            raise ValueError(
+                f"policy.chat_template_kwargs.{name}: the chat template reads no such variable; "
+                "look at its Jinja text for what it takes, as enable_thinking"
+            )
+        before[name] = f"{{%- set {name} = {_jinja(value)} %}}\n"
+    return "".join(before.values()) + text
+
+
+def _jinja(value: Any) -> str:
+    """Return a plain value in Jinja."""
+    if isinstance(value, Mapping):
+        pairs = [f"{_jinja(str(key))}: {_jinja(item)}" for key, item in value.items()]
+        return f"{{{', '.join(pairs)}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_jinja, value))}]"
+    if isinstance(value, str):
+        return json.dumps(value).replace("%", "\\u0025").replace("{", "\\u007b")
+    return "none" if value is None else json.dumps(value)
 
 
 def require_template(tokenizer: Any) -> None:

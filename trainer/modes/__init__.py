@@ -7,6 +7,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from trainer.fitting import fit_rows
+
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
@@ -17,6 +19,9 @@ def run_mode(loop: "Trainer", settings: dict[str, Any]) -> float:
     The run's status says it too, which is how the parent hears of it.
     """
     name = "preflight" if settings["preflight"] else settings["mode"]
+    if name in ("train", "evaluate"):
+        for text in fit_rows(loop, settings["env"].get("overlong", "drop")):
+            loop.observers.say(text)
     if name == "train":
         out = loop.run(resume=settings["resume"] is not None)
     else:

@@ -74,6 +74,7 @@ def card(run: Run, chosen: Weights, *, name: str, curves: str = "") -> str:
     told = [(f"`{key}`", f"`{_placeless(v)}`") for key, v in settings if v is not None]
     words = [word.partition("=") for word in shlex.split(repeat_command(run))]
     command = shlex.join(f"{key}{sign}{_placeless(value)}" for key, sign, value in words)
+    given = dig(config, "policy", "chat_template_kwargs")
     parts = [
         f"{_head(base, by)}\n# {name}",
         f"A chat model: `{base}` fine-tuned with leash (experiment {run.experiment}, {by}).",
@@ -81,6 +82,7 @@ def card(run: Run, chosen: Weights, *, name: str, curves: str = "") -> str:
         + (f", sha256 `{sha}`" if sha else "")
         + (f"\n- versions: {versions}" if versions else ""),
         USE.format(name=name, system=system, most=most),
+        f"Its chat template has `{json.dumps(given)}` set." if given else "",
         f"## Results\n\n{_results(run, chosen.iteration)}",
         curves,
         _evaluation(run.folder, chosen.iteration),

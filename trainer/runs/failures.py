@@ -41,9 +41,9 @@ def headline(error: BaseException) -> str:
         return f"the disk is full ({plain}); free some space, or write elsewhere with output_dir="
     if LOST.search(text) and isinstance(error, RuntimeError):
         return "lost contact with another rank, which failed or was killed (out of memory?)"
-    if is_for_users(error):
-        return plain
-    return f"{name}: {text.splitlines()[0]}" if text else name
+    if not is_for_users(error):
+        plain = f"{name}: {text.splitlines()[0]}" if text else name
+    return " ".join([plain, *(f"({note})" for note in getattr(error, "__notes__", ()))])
 
 
 def is_for_users(error: BaseException) -> bool:

@@ -9,6 +9,7 @@ from tensordict import TensorDictBase
 
 from policies.packing import groups
 from policies.scorer import max_positions
+from trainer.fitting import fit_rows
 from trainer.metrics import idle_groups
 from trainer.modes.preflight.play import Findings, Iteration
 from trainer.trainer import Trainer
@@ -29,10 +30,19 @@ def check_rows(loop: Trainer, settings: dict[str, Any], findings: Findings) -> i
 
     Rows are prompts where replies are sampled, else whole chats.
     """
-    positions, room = max_positions(loop.policy.model), settings["policy"]["max_prompt_tokens"]
+    positions = max_positions(loop.policy.model)
     new = settings["policy"]["max_new_tokens"] if samples(loop) else 0
     findings.section("Rows and their length")
-    splits, longest = {"train": loop.source.rows}, 1
+    how, splits, longest = settings["env"].get("overlong", "drop"), {}, 1
+    try:
+        for text in fit_rows(loop, "drop" if how == "error" else how):
+            if how == "error":
+                findings.problem(f"env.overlong=error ends the run at its start: {text}")
+            else:
+                findings.say(text)
+    except ValueError as error:
+        findings.problem(str(error))
+    splits["train"] = loop.source.rows
     if samples(loop):
         splits["eval"] = loop.evaluate.rows
     for name, rows in splits.items():
@@ -47,18 +57,6 @@ def check_rows(loop: Trainer, settings: dict[str, Any], findings: Findings) -> i
             f"{name:<5}  {len(rows)} rows ({len(sizes)} rendered), tokens: least {least}, "
             f"median {half}, 95 % up to {most_of}, most {most}"
         )
-        if new and room is not None and most > room:
-            findings.problem(
-                f"{sum(n > room for n in sizes)} of {len(sizes)} {name} prompts are longer than "
-                f"policy.max_prompt_tokens={room}, which ends the run; raise it to {most} or drop "
-                "those rows"
-            )
-        if positions is not None and most + new > positions:
-            findings.problem(
-                f"{sum(n + new > positions for n in sizes)} of {len(sizes)} {name} rows with up to "
-                f"{new} new tokens do not fit the model's {positions} positions; drop those rows "
-                "or lower policy.max_new_tokens"
-            )
     whole = longest + settings["env"]["max_turns"] * new
     whole = max(min(whole, positions or whole), longest)
     findings.say(f"a sequence has at most {whole} tokens, the model takes {positions or 'any'}")
