@@ -12,6 +12,8 @@ from tensordict import list_to_stack, set_list_to_stack
 
 from policies.cache import cache_dir
 
+pytest.register_assert_rewrite("specification_rows")
+
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory) -> Path:

@@ -202,7 +202,11 @@ def test_a_card_names_where_its_model_came_from_and_no_folder(tmp_path):
 def make_checkpoint(folder: Path, iteration: int, objective: float | None) -> Path:
     path = folder / "checkpoints" / f"iteration_{iteration:06d}"
     path.mkdir(parents=True)
-    (path / "state.json").write_text(json.dumps({"iteration": iteration, "objective": objective}))
+    state = {"format": 1, "iteration": iteration, "objective": objective}
+    (path / "state.json").write_text(json.dumps(state))
+    (path / "model").mkdir()
+    for name in ("optimizer.safetensors", "model/model.safetensors"):
+        (path / name).write_bytes(b"weights")
     write_manifest(path, {"format": 1})
     return path
 

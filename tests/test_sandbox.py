@@ -14,6 +14,11 @@ from envs.sandbox import Sandbox, bubblewrap, namespaces
 from envs.transforms.python_interpreter import PythonTool
 
 
+def below_tmp(folder: Path) -> list[Path]:
+    """Return the parents of a test's folder that pytest has made."""
+    return [p for p in folder.parents if p.name.startswith(("pytest-", "popen-"))]
+
+
 def run(code: str, **options):
     with Sandbox(**{"timeout": 20, **options}) as box:
         return box.run(code)
@@ -140,7 +145,7 @@ def test_what_a_box_sees_of_the_machine(backend, tmp_path):
     home = tmp_path / "home"
     home.mkdir()
     (home / ".netrc").write_text("machine api password planted")
-    for folder in (*list(tmp_path.parents)[:2], tmp_path, home):
+    for folder in (*below_tmp(tmp_path), tmp_path, home):
         folder.chmod(0o755)
     open_folder = tmp_path / "open"
     open_folder.mkdir()
@@ -213,7 +218,7 @@ def test_a_user_without_rights_has_boxes_too(tmp_path):
         pytest.skip(f"no {python}")
     (tmp_path / "envs").mkdir()
     (tmp_path / "envs" / "sandbox.py").write_text(Path(sandbox.__file__).read_text())
-    for folder in (*list(tmp_path.parents)[:2], tmp_path):
+    for folder in (*below_tmp(tmp_path), tmp_path):
         folder.chmod(0o755)
     done = subprocess.run(
         [python, "-c", AS_USER],

@@ -1,12 +1,9 @@
 """Every row of the specification is as it is declared, and every difference is documented."""
 
 import pytest
-
-pytest.register_assert_rewrite("specification_rows")
-
-from specification_rows import ROWS  # noqa: E402
-from specification_rows.differs import DIFFERS  # noqa: E402
-from specification_rows.row import NEEDS, is_documented  # noqa: E402
+from specification_rows import ROWS
+from specification_rows.differs import DIFFERS
+from specification_rows.row import NEEDS, is_documented
 
 MARKS = {name: getattr(pytest.mark, name) for name in NEEDS}
 

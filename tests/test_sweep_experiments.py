@@ -107,12 +107,7 @@ def test_the_same_command_continues_a_sweep_where_it_is(sweep, tmp_path):
     assert "starting" in said[4]
     assert (jobs[0] / "status.json").stat().st_mtime_ns == before
     assert [(job / "begun").read_text() for job in jobs] == ["x", "xx", "x"]
-    assert read_yaml_of(jobs[1])["resume"] == str(jobs[1])
     assert "Continue it" not in (tmp_path / "a sweep" / "sweep.html").read_text()
-
-
-def read_yaml_of(folder: Path) -> dict:
-    return yaml.safe_load((folder / "config.yaml").read_text())
 
 
 def test_a_job_that_is_another_than_that_in_its_folder_is_refused_before_the_first(sweep, tmp_path):

@@ -248,8 +248,9 @@ def test_a_stop_while_the_model_loads_is_quick_and_says_so(small_run, tmp_path):
     wait_for(lambda: read_state(folder) == "running", process)
     process.send_signal(signal.SIGINT)
     text = process.communicate(timeout=30)[0]
-    said = [f"grpo_tiny: starting in {folder}", "stopped before it began; nothing is saved"]
-    assert (process.returncode, text.splitlines()) == (130, said)
+    assert process.returncode == 130
+    assert text.startswith(f"grpo_tiny: starting in {folder}\n")
+    assert "nothing is saved" in text.splitlines()[-1]  # it may have begun meanwhile
     assert (status(folder)["state"], status(folder)["reason"]) == ("preempted", "stopped by Ctrl-C")
 
 

@@ -175,7 +175,7 @@ def ready(policy: Any, *, input_mode: str = "history", **needed: Any) -> Any:
     if policy.limits.narrowed:
         raise ValueError(
             f"collect expects the whole distribution, got {policy.limits.narrowed} in "
-            "generate_kwargs, which the log-probs of training could not follow; drop them"
+            "generate_kwargs: policy and reference would each keep another part; drop them"
         )
     if all(getattr(policy, name) == value for name, value in needed.items()):
         return policy

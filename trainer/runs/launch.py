@@ -60,7 +60,7 @@ def start(
         try:
             path = prepare(config, folder, script=script, compose=compose)
             ranks, threads = config["launch"]["num_processes"], config["launch"]["threads"]
-            again = config["resume"] if _mode(config) == "train" else None
+            again = config.get("resume") if _mode(config) == "train" else None
             sizes = {"ranks": ranks, "threads": threads, "lock": lock}
             status = run(script, path, folder, resume=again, **sizes)
         except (Interrupted, KeyboardInterrupt) as stop:

@@ -131,7 +131,7 @@ def arguments_in_source(target: str) -> list[str] | None:
     None if they cannot be known so: it takes any, or it is not of leash.
 
     >>> arguments_in_source("trainer.Rollouts"), arguments_in_source("collections.Counter")
-    (['task', 'env', 'generator', 'runtime', 'size', 'after_rollout'], None)
+    (['task', 'env', 'generator', 'runtime', 'size', 'mask', 'after_rollout'], None)
     """
     home, node = definition(target)
     if isinstance(node, ast.FunctionDef):

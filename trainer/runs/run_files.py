@@ -111,11 +111,9 @@ def read_status(folder: Path) -> dict[str, Any]:
         return {}
     found = _parse(data.decode("utf-8", "replace")) or {}
     good = {k: v for k, v in found.items() if isinstance(v, _KINDS.get(k, object))}
-    return {k: v for k, v in good.items() if k != "notes" or _are_notes(v)}
-
-
-def _are_notes(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(note, dict) for note in value)
+    if "notes" in good:
+        good["notes"] = [note for note in good["notes"] if isinstance(note, dict)]
+    return good
 
 
 def is_sweep(folder: Path) -> bool:
