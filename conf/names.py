@@ -58,10 +58,8 @@ def nearest(key: str) -> str:
     if key in all_keys():
         return f" here; it belongs to {all_keys()[key]}"
     if leaf in NARROWING:
-        whole = (
-            "training samples from the whole distribution, since policy and reference would each"
-        )
-        return f": {whole} keep another part of it, and their KL be none; use policy.temperature"
+        whole = "training samples from the whole distribution: policy and reference would each keep"
+        return f": {whole} another part of it, and their KL be none; use policy.temperature"
     if key.startswith(("algorithm.shaping", "algorithm.mismatch")):  # of before, with what is in it
         return known_elsewhere(key)
     usual = [k for k, choice in all_keys().items() if "=" not in choice or choice.endswith("grpo")]

@@ -72,11 +72,12 @@ class JsonlTracker(Observer):
         ends = ((ITERATION, metrics), ("iteration", transcripts))
         for path, (key, last) in zip(self._paths, ends, strict=True):
             if path.exists():
-                lines = [line for line in read_lines(path) if number(line.get(key)) is not None]
+                lines = read_lines(path)
                 if key == ITERATION:  # noise of a damaged disk is not read into curves
                     lines = [{k: v for k, v in x.items() if v is None or number(v) is not None}
                              for x in lines]  # fmt: skip
-                write_lines(path, (line for line in lines if line[key] <= last))
+                done = ((line, number(line.get(key))) for line in lines)
+                write_lines(path, (line for line, at in done if at is not None and at <= last))
 
     def _append(self, path: Path, lines: Sequence[dict[str, Any]]) -> None:
         with open(path, "a", encoding="utf-8") as file:
