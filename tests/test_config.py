@@ -419,7 +419,7 @@ def test_a_run_that_was_saved_with_the_names_of_before_goes_on(tmp_path):
     before = json.loads(json.dumps(config))
     algorithm = before["algorithm"]
     algorithm["clip_ratio"] = algorithm.pop("dual_clip")
-    del algorithm["mask"]
+    del algorithm["mask"], before["env"]["overlong"], before["policy"]["chat_template_kwargs"]
     algorithm["shaping"], algorithm["mismatch"] = algorithm.pop("after_rollout"), None
     algorithm["source"]["shaping"] = algorithm["shaping"]
     algorithm["advantage"] |= {"group_size": 8, "baseline": "group_mean", "whiten": False}

@@ -7,9 +7,15 @@ from typing import Any
 from trainer.runs.redact import redact
 from trainer.runs.run_files import PLACES, PREFIX, read_yaml
 
+# Keys that are younger than run folders which go on, with what a run without them means.
+YOUNGER = {"policy": {"chat_template_kwargs": {}}, "env": {"overlong": "drop"}}
+
 
 def as_today(saved: Any) -> dict[str, Any]:
-    """Return a saved configuration with the names of today, and no key of an algorithm twice."""
+    """Return a saved configuration with the keys of today, and no key of an algorithm twice."""
+    for group, keys in YOUNGER.items():
+        if isinstance(saved.get(group), dict):
+            saved = saved | {group: keys | saved[group]}
     algorithm = dict(saved.get("algorithm") or {})
     keys = {**(saved.get("kl") or {}), **(saved.get("trainer") or {}), **algorithm}
     for part in ("source", "advantage", "objective"):
