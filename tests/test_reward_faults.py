@@ -95,11 +95,12 @@ def test_what_would_end_the_process_ends_the_run_in_one_line(do):
     try:
         with pytest.raises(RuntimeError) as caught:
             rewards_of(Faulty(do), [ROW] * 2, REPLIES)
+        assert line_of(do) in told(caught.value)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        with pytest.raises((KeyboardInterrupt, SystemExit)):  # in a notebook it may be Ctrl-C
+            rewards_of(Faulty(do), [ROW] * 2, REPLIES)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert line_of(do) in told(caught.value)
-    with pytest.raises((KeyboardInterrupt, SystemExit)):  # in a notebook it may be Ctrl-C
-        rewards_of(Faulty(do), [ROW] * 2, REPLIES)
 
 
 def large(row, reply):

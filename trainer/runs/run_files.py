@@ -111,8 +111,9 @@ def read_status(folder: Path) -> dict[str, Any]:
         return {}
     found = _parse(data.decode("utf-8", "replace")) or {}
     good = {k: v for k, v in found.items() if isinstance(v, _KINDS.get(k, object))}
-    if "notes" in good:
-        good["notes"] = [note for note in good["notes"] if isinstance(note, dict)]
+    notes = good.pop("notes", None)
+    if isinstance(notes, list):
+        good["notes"] = [note for note in notes if isinstance(note, dict)]
     return good
 
 
