@@ -231,9 +231,10 @@ def test_scores_are_at_the_temperature_of_each_row_and_only_where_asked(policy):
     td = policy(prompts()).exclude("history", "text")
     td.set("temperature", torch.tensor([0.5, 1.0, 2.0]))
     score = policy.get_new_version(generate=False, inplace=False)
-    out = score(td)
+    asked = {"temperature_key": "temperature"}
+    out = score(td, **asked)
     key = ("masks", "all_response_mask")
-    part = score.get_new_version(score_mask_key=key)(td)
+    part = score.get_new_version(score_mask_key=key)(td, **asked)
     for i, t in enumerate((0.5, 1.0, 2.0)):
         keep, mask = td["masks", "all_attention_mask"][i], td[key][i]
         want = plain_log_probs(make_policy(), td["tokens", "full"][i][keep], t).float()
