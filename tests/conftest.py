@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import json
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from tensordict import list_to_stack, set_list_to_stack
 from policies.cache import cache_dir
 
 pytest.register_assert_rewrite("specification_rows")
+# A shell that started this in the background had it ignored, and so would every run.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
