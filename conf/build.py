@@ -18,14 +18,8 @@ from trainer.runs.targets import (
     unknown_argument,
 )
 
-DATA = (
-    "dataset",
-    "eval_dataset",
-    "columns",
-    "split",
-    "eval_split",
-    "match",
-)  # keys of env for its task
+# Keys of env for its task.
+DATA = ("dataset", "eval_dataset", "columns", "split", "eval_split", "match")
 Section = Mapping[str, Any]  # of a configuration
 
 

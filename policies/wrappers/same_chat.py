@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from policies.chats.messages import visible
 from policies.padding import unpad
@@ -37,7 +36,11 @@ def is_same(
     if all(map(torch.equal, ids, anew)):
         return True
     chats = [[]] * len(ids) if records is None else [visible(chat) for chat in records]
-    found = [_compared(reader, *row) for row in zip(ids, anew, chats, strict=True)]
+    tokens = _special(reader)
+    said = [[_words(reader.tokenizer.decode(row), tokens) for row in x] for x in (ids, anew)]
+    texts = [[_words(t, tokens).strip() for m in c if isinstance(t := m.get("content"), str)]
+             for c in chats]  # fmt: skip
+    found = [_compared(*row) for row in zip(*said, texts, strict=True)]
     if all(word == "same" for word in found):
         return True
     if field == "prompt" and "other" not in found:
@@ -70,21 +73,22 @@ def recognised(reader: "InputReader", seq: "Sequences", fresh: "Sequences") -> "
     return seq
 
 
-def _compared(reader: "InputReader", ids: Tensor, anew: Tensor, chat: list[dict]) -> str:
-    """Return same, longer (what stands beside the ids goes on after them) or other."""
-    mine, theirs = (_words(reader, reader.tokenizer.decode(row)) for row in (ids, anew))
-    texts = [m["content"] for m in chat if isinstance(m.get("content"), str)]
-    contents = [word for text in texts if (word := _words(reader, text).strip())]
+def _compared(mine: str, theirs: str, texts: list[str]) -> str:
+    """Return same, longer (what stands beside the ids goes on after them) or other.
+
+    `mine` is what the ids say, `theirs` what those made anew do, `texts` are the chat's contents.
+    """
+    contents = [text for text in texts if text]
     around, shown = _split(theirs, contents)
     if not shown:
         mine, theirs = mine.rstrip(), theirs.rstrip()
         return "same" if mine == theirs else "longer" if theirs.startswith(mine) else "other"
     own, held = _split(mine, contents)
     whole = held == contents
-    if shown != contents and not whole:  # the template leaves some out, and so may the ids
+    if not whole:  # what the template leaves out, the ids may lack too
         own, held = _split(mine, shown)
     size = len(held)
-    end = size if shown != contents and not whole else min(size, len(shown))
+    end = min(size, len(shown))
     if not held or held != (contents if whole else shown)[:size]:
         return "other"
     own, around = ([re.sub(r"\s+", "", piece) for piece in part] for part in (own, around))
@@ -106,14 +110,16 @@ def _split(text: str, contents: list[str]) -> tuple[list[str], list[str]]:
     return [*pieces, text], found
 
 
-def _words(reader: "InputReader", text: str) -> str:
-    """Return a text without special tokens, and without what is half a character."""
+def _special(reader: "InputReader") -> list[str]:
+    """Return the texts of special tokens and of those that end a turn, and of half a character."""
     tokenizer = reader.tokenizer
     ends = tokenizer.convert_ids_to_tokens([reader.pad_token_id, *reader.stop_ids])
-    known = {
-        *tokenizer.all_special_tokens,
-        *(end for end in ends if end in tokenizer.get_added_vocab()),
-    }
-    for token in ("\N{REPLACEMENT CHARACTER}", *sorted(known, key=len, reverse=True)):
+    known = {*tokenizer.all_special_tokens, *({*ends} & {*tokenizer.get_added_vocab()})}
+    return ["\N{REPLACEMENT CHARACTER}", *sorted(known, key=len, reverse=True)]
+
+
+def _words(text: str, tokens: list[str]) -> str:
+    """Return a text without these tokens."""
+    for token in tokens:
         text = text.replace(token, "")
     return text
