@@ -6,7 +6,7 @@ PIP_IN := bin/pip install --disable-pip-version-check -q
 PIP := .venv/$(PIP_IN)
 ARGS ?=
 
-.PHONY: help setup run test lint bench test-learn test-reliability test-ray test-vllm test-browser clean
+.PHONY: help setup run test lint bench test-learn test-reliability test-ray test-others test-vllm test-browser clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -29,7 +29,7 @@ run: setup  ## the main job: a real chat model learns; ARGS="experiment=grpo_tin
 	$(BIN)/python train.py $(ARGS)
 
 test: .venv/.ready-dev  ## the tests, in two processes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not learn and not gpu and not vllm and not ray and not browser and not reliability" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not learn and not gpu and not vllm and not ray and not browser and not reliability and not others" $(ARGS)
 
 lint: .venv/.ready-dev  ## ruff and pyright
 	$(BIN)/ruff check
@@ -47,6 +47,16 @@ test-ray: .venv/.ready-ray  ## shared KL transforms in real Ray actors
 
 .venv/.ready-ray: .venv/.ready-dev
 	$(PIP) -c constraints.txt -e '.[ray]'
+	touch $@
+
+test-others: .venv-others/.ready  ## environments of verifiers and OpenEnv, in a virtual environment of their own
+	OMP_NUM_THREADS=1 .venv-others/bin/python -m pytest -m others tests/test_others.py $(ARGS)
+
+# verifiers wants an older mcp than the tools of leash.
+.venv-others/.ready: pyproject.toml constraints.txt
+	test -x .venv-others/bin/python || $(PYTHON) -m venv .venv-others
+	grep -v '^mcp=' constraints.txt > .venv-others/constraints.txt
+	.venv-others/$(PIP_IN) -c .venv-others/constraints.txt -e '.[verifiers,openenv]' pytest
 	touch $@
 
 # Nothing from PyPI: the tests speak to Debian's Chromium by pipes.
@@ -74,5 +84,5 @@ test-vllm: .venv-vllm/.ready  ## vLLM, on the CPU and in a virtual environment o
 bench: .venv/.ready-dev  ## timings, as ratios to a floor in the same run
 	$(BIN)/python -m benchmarks.iteration $(ARGS)
 
-clean:  ## remove .venv, .venv-vllm and caches of this checkout
-	rm -rf .venv .venv-vllm .pytest_cache .ruff_cache *.egg-info
+clean:  ## remove .venv, .venv-others, .venv-vllm and caches of this checkout
+	rm -rf .venv .venv-others .venv-vllm .pytest_cache .ruff_cache *.egg-info

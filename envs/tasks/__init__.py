@@ -15,6 +15,7 @@ _HOME = {
     "MathProblems": ".math_problems",
     "MathWords": ".math_words",
     "Mix": ".mix",
+    "OpenEnv": ".openenv",
     "Preferences": ".preferences",
     "Prompts": ".dataset",
     "ReasoningGym": ".reasoning_gym",
@@ -24,6 +25,7 @@ _HOME = {
     "Row": ".task",
     "SortDigits": ".sort_digits",
     "Task": ".task",
+    "Verifiers": ".verifiers_env",
 }
 __all__ = sorted(_HOME)
 __getattr__ = loader(__name__, _HOME)
