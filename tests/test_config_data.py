@@ -108,6 +108,8 @@ def needs(group: str) -> list[str]:
         "env=chats": ["env.dataset=data.jsonl"],
         "env=prompts": ["env.dataset=data.jsonl", "env.columns.question=question", *added("short")],
         "env=reasoning_gym": ["env.task=chain_sum"],
+        "env=verifiers": ["env.task=my_env", "allow_targets=true"],
+        "env=openenv": [f"env.task.{key}=x" for key in ("url", "observation", "action")],
         "env=learnt_reward": ["env.task.reward_model=experiment:rm_tiny"],
         "env=preferences": ["algorithm=reward", *offline],
         "algorithm=sft": offline,

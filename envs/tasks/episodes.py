@@ -14,6 +14,7 @@ import math
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from envs.tasks.task import Message, Reply, Reward, Row, Split, Task, check_split
@@ -90,6 +91,13 @@ class Episodes(Task):
             self.rewards([row], [reply])
         return self._turns[id(reply)][1].messages
 
+    def close(self) -> None:
+        """Close the episodes that wait for a reply."""
+        waiting = [episode for episodes in self._open.values() for episode in episodes]
+        self._open.clear()
+        for episode in waiting:
+            run(self.leave(episode))
+
     async def _play(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Turn]:
         pairs = zip(rows, replies, strict=True)
         return await self.finish(rows, await asyncio.gather(*(self._turn(*p) for p in pairs)))
@@ -139,7 +147,7 @@ class Episodes(Task):
         await episode.close()
 
     async def _replay(self, row: Row, said: list[Message]) -> Episode:
-        """Return a new episode in which all of this was said; ValueError if it answers otherwise."""
+        """Return a new episode in which this was said; ValueError if it answers otherwise."""
         episode = await self.enter(row)
         for place in (i for i, message in enumerate(said) if message["role"] == "assistant"):
             told = Reply(said[place]["content"], True, said[: place + 1])
@@ -158,14 +166,22 @@ class Episodes(Task):
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """Return what a coroutine returns in the thread of all episodes."""
-    global _loop
-    if _loop is None:
-        _loop = asyncio.new_event_loop()
-        threading.Thread(target=_loop.run_forever, daemon=True, name="episodes").start()
-    return asyncio.run_coroutine_threadsafe(coroutine, _loop).result()
+    return asyncio.run_coroutine_threadsafe(coroutine, _home().loop).result()
 
 
-_loop: asyncio.AbstractEventLoop | None = None
+class _Home(threading.Thread):
+    """The thread of all episodes."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True, name="episodes")
+        self.loop = asyncio.new_event_loop()
+        self.start()
+
+    def run(self) -> None:
+        self.loop.run_forever()
+
+
+_home = cache(_Home)
 
 
 def _texts(messages: Sequence[Message]) -> list[tuple[str, str]]:

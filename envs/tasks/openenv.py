@@ -1,7 +1,7 @@
-"""Environments behind a server of OpenEnv: what they show is the user's turn, a reply is an action.
+"""Environments behind a server of OpenEnv: what they show is the user's, a reply is an action.
 
-The package (`pip install -e '.[openenv]'`) is imported here only, and of it the client that knows no
-environment, so none of its code runs in this process.
+The package (`pip install -e '.[openenv]'`) is imported here only, and of it the client that knows
+no environment, so none of an environment's code runs in this process.
 Left out on purpose: servers that leash starts (docker, the hub), tools over MCP, the task provider.
 """
 

@@ -50,7 +50,9 @@ class Verifiers(Episodes):
                 has = turns if turns > 0 else "any number of"
                 raise ValueError(f"{name} has {has} turns; set env.max_turns above 1")
             if turns != 1 and self.together:
-                raise ValueError(f"{name} compares replies to one prompt, which needs one turn each")
+                raise ValueError(
+                    f"{name} compares replies to one prompt, which needs one turn each"
+                )
             env.max_turns = min(turns, max_turns) if turns > 0 else max_turns
         train, held_out = self.env.build_dataset(), self.env.build_eval_dataset()
         if train is None:
@@ -68,6 +70,7 @@ class Verifiers(Episodes):
         """Return the rollout of a row, which waits for its first reply."""
         episode = Rollout(self.env, row, self.parser)
         if (asked := await episode.asked()) != row["messages"]:
+            await episode.close()
             raise ValueError(f"expected {self.name} to ask what its data asks, got {asked!r:.200}")
         return episode
 
