@@ -362,7 +362,10 @@ def test_a_part_gets_its_keys_by_name_and_what_its_node_gives_comes_first():
         ("math_verify", ["env=math", *NO_HUB]),
         ("reasoning_gym", ["env=reasoning_gym", "env.task=chain_sum"]),
         ("verifiers", ["env=verifiers", "env.task=my_env", "allow_targets=true"]),
-        ("openenv", ["env=openenv", *(f"env.task.{k}=x" for k in ("url", "observation", "action"))]),
+        (
+            "openenv",
+            ["env=openenv", *(f"env.task.{k}=x" for k in ("url", "observation", "action"))],
+        ),
         ("vaderSentiment", ["experiment=ppo_sentiment_smollm"]),
         ("tensorboard", ["tracker=tensorboard"]),
         ("trackio", ["tracker=trackio"]),

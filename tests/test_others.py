@@ -364,23 +364,23 @@ def test_a_run_on_a_server_goes_on_to_the_bit_and_earns_what_the_rules_say(serve
     words += ["env.task.observation=text", f"env.task.at_once={sessions}", "allow_targets=true"]
     words += ["env.task.action={_target_: test_others.by_length, _partial_: true}"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    where = {"PYTHONPATH": str(Path(__file__).parent)}
-    commands = [[*words, f"output_dir={whole}", "trainer.num_iterations=3"]]
-    if sessions > 1:
-        commands += [[*words, f"output_dir={parts}", "trainer.num_iterations=2"]]
-        commands += [[f"resume={parts}", "trainer.num_iterations=3", "allow_targets=true"]]
-    for command in commands:
-        done = train(*command, **where)
-        assert done.code == 0, done.text
+    if sessions == 1:
+        train_here(whole, *words, "trainer.num_iterations=3")
+    else:
+        again = [f"resume={parts}", "trainer.num_iterations=3", "allow_targets=true"]
+        for command in (
+            [*words, f"output_dir={whole}", "trainer.num_iterations=3"],
+            [*words, f"output_dir={parts}", "trainer.num_iterations=2"],
+            again,
+        ):
+            done = train(*command, PYTHONPATH=str(Path(__file__).parent))
+            assert done.code == 0, done.text
+        for run in (whole, parts):
+            last = [line for line in metrics(run) if line.get("progress/iteration") == 3]
+            assert last == [line for line in metrics(whole) if line in last] != []
     rows = [row for row in lines(whole / "transcripts.jsonl") if row["kind"] == "train"]
     assert {row["iteration"] for row in rows} == {1, 2, 3}
     for row in rows:
         seed = int(row["prompt"].split()[1].rstrip(":"))
         want, _ = played(seed, [by_length(said)["word"] for said in row["response"].split("\n")])
         assert row["reward"] == row["parts"]["reward"] == pytest.approx(want)
-    if sessions > 1:
-        last = [
-            [line for line in metrics(run) if line.get("progress/iteration") == 3]
-            for run in (whole, parts)
-        ]
-        assert last[0] == last[1] != []
