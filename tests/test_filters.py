@@ -10,7 +10,6 @@ from contracts import prompts as env_prompts
 from enumeration import V, small
 from filtered import (
     FILTERS,
-    HEAT,
     all_is_scored_over_what_was_kept,
     distance,
     filtered,
@@ -312,9 +311,8 @@ def test_the_keys_reach_the_policy_and_older_runs_have_none():
     assert load_policy("tiny", **{k: again[k] for k in chosen}).limits.filters == Filters()
     with pytest.raises(ValueError, match=r"policy.top_p .*from 0 to 1"):
         compose_checked(["experiment=grpo_tiny", "policy.top_p=1.1"])
+    for word in ("top_k=1", "top_p=0", "min_p=1"):
+        with pytest.raises(ValueError, match=rf"policy.{word} leaves one token"):
+            compose_checked(["experiment=grpo_tiny", f"policy.{word}"])
     with pytest.raises(ValueError, match=r"only changes samples.* top_p and min_p are scored"):
         compose_checked(["experiment=grpo_tiny", "policy.repetition_penalty=1.1"])
-
-
-def test_the_heat_is_part_of_it():
-    assert filtered(make_policy(), top_p=0.9).temperature == HEAT
