@@ -70,14 +70,13 @@ def train(cfg: DictConfig, folder: Path) -> float:
         return run_mode(loop, OmegaConf.to_container(cfg, resolve=True))
 
 
-def worker(config: str, folder: str, resume: str | None = None) -> int:
-    """Train in this process, or go on with the run `resume`; return the exit code."""
+def worker(config: str, folder: str, *words: str) -> int:
+    """Train in this process what a file says and the words of its parent; return the exit code."""
     from trainer.runs.failures import last_words
     from trainer.stops import Stopped
 
     try:
-        cfg = OmegaConf.load(config)
-        train(OmegaConf.merge(cfg, {"resume": resume}) if resume else cfg, Path(folder))
+        train(parts.load(config, **dict(word.split("=", 1) for word in words)), Path(folder))
     except Stopped:
         return 143
     except BaseException as error:  # a reward may raise SystemExit; the parent says it in a line
