@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Mapping
-from hashlib import sha256
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
@@ -22,25 +21,6 @@ from trainer.runs.targets import (
 # Keys of env for its task.
 DATA = ("dataset", "eval_dataset", "columns", "split", "eval_split", "match")
 Section = Mapping[str, Any]  # of a configuration
-
-
-def load(path: str, *, checked: str = "", allow_targets: str = "", **instead: str) -> DictConfig:
-    """Return the configuration in a file, `instead` in it; ValueError if it is not to be trusted.
-
-    `checked`: the sha256 of what the parent of a worker has checked. Without one it is looked at
-    here whose code it names, and allow_targets counts as it is given, not as the file has it.
-    """
-    data = Path(path).read_bytes()
-    cfg: Any = OmegaConf.create(data.decode())
-    if checked and checked != sha256(data).hexdigest():
-        raise ValueError(f"{path} is no longer what was checked, it was changed; start again")
-    if not checked:
-        from conf.check import foreign  # here: a worker with a parent does not need it
-
-        cfg.allow_targets = allow_targets == "true"
-        for fault in foreign(OmegaConf.to_container(cfg, resolve=True)):
-            raise ValueError(fault)
-    return OmegaConf.merge(cfg, instead)
 
 
 def build(node: Section, *sections: Section, where: str = "", **parts: Any) -> Any:

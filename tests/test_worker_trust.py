@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 import train
-from conf.build import load
 from conf.compose import compose_checked
 from conf.start import set_up
+from conf.worker import load
 
 ROOT = Path(__file__).parents[1]
 STRANGER = {"_target_": "stranger_of_workers.mark"}
