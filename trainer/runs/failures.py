@@ -144,4 +144,5 @@ def complain(error: object) -> None:
     if not text:  # it has been said
         return
     with suppress(OSError):  # nobody may be listening any more
-        print(f"error: {_short(redact_text(text))}", file=sys.stderr, flush=True)
+        text = "".join(c if c.isprintable() or c == "\n" else " " for c in redact_text(text))
+        print(f"error: {_short(text)}", file=sys.stderr, flush=True)  # nothing steers a terminal
