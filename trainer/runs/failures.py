@@ -144,5 +144,6 @@ def complain(error: object) -> None:
     if not text:  # it has been said
         return
     with suppress(OSError):  # nobody may be listening any more
-        text = "".join(c if c.isprintable() or c == "\n" else " " for c in redact_text(text))
-        print(f"error: {_short(text)}", file=sys.stderr, flush=True)  # nothing steers a terminal
+        text = _short(redact_text(text))
+        text = "".join(c if c.isprintable() or c == "\n" else " " for c in text)  # no sequences
+        print(f"error: {text}", file=sys.stderr, flush=True)
