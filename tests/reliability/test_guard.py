@@ -154,9 +154,9 @@ def test_a_run_of_ones_own_class_goes_on_with_leave_given_again(place):
 
 def test_a_config_that_is_changed_before_its_worker_reads_it_runs_nothing(place):
     """Somebody who may write the run folder races the parent."""
+    words = ["experiment=grpo_tiny", "policy.model=tiny", *TRAIN, "output_dir=raced"]
     starting = subprocess.Popen(
-        [sys.executable, "train.py", "experiment=grpo_tiny", "policy.model=tiny", *TRAIN]
-        + ["output_dir=raced"],
+        [sys.executable, "train.py", *words],
         cwd=place,
         env={**os.environ, "PYTHONPATH": str(place), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
