@@ -26,6 +26,8 @@ def train(cfg: DictConfig, folder: Path) -> float:
     with trainer.Runtime(folder, seed=cfg.seed, device=cfg.policy.device) as runtime:
         runtime.write_status(machine=about_machine(runtime.device, runtime.ranks))
         task = parts.make_task(cfg.env)  # data that is not there is told before a model is loaded
+        if cfg.allow_targets:  # so are faults in a reward of one's own
+            parts.find_target("envs.reward_trial.try_reward")(task)
         policy = parts.build(cfg.policy, device=str(runtime.device))
         runtime.write_status(model=policy.found.about())
         leash = parts.make_leash(cfg)
@@ -70,14 +72,14 @@ def train(cfg: DictConfig, folder: Path) -> float:
         return run_mode(loop, OmegaConf.to_container(cfg, resolve=True))
 
 
-def worker(config: str, folder: str, resume: str | None = None) -> int:
-    """Train in this process, or go on with the run `resume`; return the exit code."""
+def worker(config: str, folder: str, *words: str) -> int:
+    """Train in this process what a file says and the words of its parent; return the exit code."""
+    from conf.worker import load
     from trainer.runs.failures import last_words
     from trainer.stops import Stopped
 
     try:
-        cfg = OmegaConf.load(config)
-        train(OmegaConf.merge(cfg, {"resume": resume}) if resume else cfg, Path(folder))
+        train(load(config, **dict(word.split("=", 1) for word in words)), Path(folder))
     except Stopped:
         return 143
     except BaseException as error:  # a reward may raise SystemExit; the parent says it in a line

@@ -176,10 +176,16 @@ def _unnamed(cfg: dict[str, Any]) -> Iterator[str]:
             yield f"expected {path}._target_ to be <module>.<name>, as envs.tasks.Facts; got {got}"
 
 
-def _foreign(cfg: dict[str, Any]) -> Iterator[str]:
-    """Yield each node that names what is no part of leash for its place."""
+def foreign(cfg: dict[str, Any]) -> Iterator[str]:
+    """Yield each node that names what is no part of leash for its place, unless all may be named.
+
+    The parent asks before it starts a run, and a worker that has no parent.
+    """
+    if cfg["allow_targets"]:
+        return
+    yield from _unnamed(cfg)
     leave = "set allow_targets=true if you trust it"
-    if cfg["resume"]:
+    if cfg.get("resume"):
         leave = f"{leave}; it is to be said again: this folder may be somebody else's"
     for path, node in walk(cfg):
         value = node["_target_"]
@@ -208,7 +214,7 @@ def _nodes(cfg: dict[str, Any]) -> Iterator[str]:
     for path, node in walk(cfg["algorithm"], "algorithm"):
         for key in MADE & set(node):
             yield f"{path}.{key} is made by the run, for all parts alike; leave it out"
-    yield from () if cfg["allow_targets"] else _foreign(cfg)
+    yield from foreign(cfg)
     for path, node in walk({key: cfg[key] for key in ("algorithm", "env")}):
         known = arguments_in_source(node["_target_"])
         for key in node:

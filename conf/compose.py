@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+import yaml
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
@@ -26,6 +27,7 @@ from conf.command_line import ALLOW, check_overrides, read_override, spell_out
 from conf.names import all_keys, nearest
 from conf.schema import keys, register
 from trainer.runs.nodes import typed_secrets
+from trainer.runs.redact import secrets_of
 from trainer.runs.run_files import dig
 
 UNKNOWN = (ConfigAttributeError, ConfigKeyError)
@@ -95,6 +97,11 @@ def _compose_files(chosen: tuple[str, ...], folder: Path) -> DictConfig:
         raise ValueError(_no_file(group, name)) from None
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(_fault_of_file(error, chosen)) from error
+    except (yaml.YAMLError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{mark.name}, line {mark.line + 1}" if mark else "a file of conf/"
+        what = getattr(error, "problem", None) or "nested too deep"
+        raise ValueError(f"{where}: cannot be read as YAML: {what}") from None
     for fault in _forbidden(OmegaConf.to_container(cfg)):
         raise ValueError(fault)
     return cfg
@@ -111,6 +118,11 @@ def _forbidden(cfg: Any) -> Iterator[str]:
                 f"a file of conf/ sets hydra.{name}, got {given!r:.80}; leave it out: of hydra it "
                 "may set run.dir, sweep.dir, sweep.subdir, sweeper.params and job.name"
             )
+    folders = [cfg["hydra"][name] for name in ("run", "sweep")]
+    for variable in re.findall(r"oc\.env:(\w+)", str([*folders, cfg["output_dir"]])):
+        if secrets_of({variable: "a value"}):
+            what = f"a file of conf/ names a folder by ${variable}, which is a secret"
+            yield f"{what}; leave it out of output_dir and hydra.*.dir"
 
 
 def _is_choice(item: Override) -> bool:

@@ -20,7 +20,7 @@ from trainer.runs.launch import start as launch
 from trainer.runs.lock import lock_folder
 from trainer.runs.run_files import read_status
 
-Worker = Callable[[str, str], int]  # config.yaml, run folder -> exit code
+Worker = Callable[..., int]  # config.yaml, run folder, name=value ... -> exit code
 
 
 @hydra.main(version_base="1.3", config_path=".", config_name="config")
@@ -78,9 +78,9 @@ def join(words: list[str], ranks: int, worker: Worker, **ours: Any) -> int:
     """Be one rank of `torchrun train.py` or `accelerate launch train.py`; return the exit code."""
     config = start.compose_joined(words, ranks=ranks)
 
-    def make() -> Path:
+    def make() -> tuple[Path, str]:
         lock_folder(folder := start.run_folder(words))  # until this process ends
         return prepare(config, folder, **ours)
 
-    path = agree(make, config)
-    return worker(str(path), str(path.parent))
+    path, checked = agree(make, config)
+    return worker(str(path), str(path.parent), f"checked={checked}")

@@ -98,7 +98,8 @@ def begin(job: Job) -> Path:
     """
     if (cfg := job.composed) is None:
         return job.folder
-    task, choices = list(cfg.hydra.overrides.task), cfg.hydra.runtime.choices
+    task: Any = OmegaConf.to_container(cfg.hydra.overrides.task)  # ${oc.env:KEY} as it is written
+    choices = cfg.hydra.runtime.choices
     groups = [g for g in choices if g != "experiment" and (names.FOLDER / g).is_dir()]
     held = {
         "experiment": compose_raw(task, files_only=True),

@@ -7,7 +7,6 @@ reply earns and what comes next; without a task the env only keeps the conversat
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from copy import copy
 from typing import Any
@@ -17,8 +16,8 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
 from envs.chat_views import MODES, POLICY_KEYS, read_action, write_prompt
+from envs.earned import rewards_of
 from envs.env import EnvBase
-from envs.places import rewards_of
 from envs.tasks.task import Reply, Reward, Task
 from policies.chats.history import History
 from policies.random import fold
@@ -218,14 +217,7 @@ class ChatEnv(EnvBase):
     def _rewards(self, rows: list[dict], replies: list[Reply]) -> Sequence[Reward]:
         if self.task is None:
             return [Reward(total=0.0, parts={}, success=False)] * len(rows)
-        rewards = rewards_of(self.task, rows, replies)
-        for reply, reward in zip(replies, rewards, strict=True):
-            if not math.isfinite(reward.total):  # one would make every advantage NaN
-                raise ValueError(
-                    f"expected a finite reward of {type(self.task).__name__}, got {reward.total} "
-                    f"for the reply {reply.text!r:.80}; return a number"
-                )
-        return rewards
+        return rewards_of(self.task, rows, replies)
 
     def _respond(self, row: dict, reply: Reply) -> list[dict]:
         return [] if self.task is None else self.task.respond(row, reply)

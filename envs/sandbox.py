@@ -9,15 +9,7 @@ boxes neither read nor kill nor starve each other, and runs the first Python tha
 A run is over when the process has stopped itself, which a supervisor above it says over a pipe that
 the code cannot touch: code that forges its end and goes on is timed out. Whether a run was good is
 the process's own word: code can always hide its errors.
-What else it sees is up to the backend, the first of these that works here; `limits` says it:
-bubblewrap (`bwrap`): a read-only system and Python, a private /tmp and /proc, no home, no network.
-Namespaces (`unshare`): no network at all, its children cannot outlive it and it sees no other
-processes. Not prevented then: reading files that everybody may read, Unix sockets and writing where
-everybody may; without root all boxes are this user, and may read and write whatever it may.
-None: the network is open too; without root a box may kill the user's other processes, and a child
-that starts a session of its own may live on until its CPU time is spent.
-Any number of files is never prevented, and without root the limit on processes may count all of the
-user's. Against a determined attacker use a container or a virtual machine.
+What else it sees is up to the backend (envs/sandbox_backends.py); on a server it is up to that.
 """
 
 from __future__ import annotations
@@ -30,18 +22,16 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from typing import Any
+
+from envs import sandbox_backends as backends
 
 COUNTS = ("memory", "file_size", "processes", "max_output")
-ROOTS = ("CAP_SETUID", "CAP_SETGID", "CAP_KILL")
-USERS = range(60_000, 65_000)  # one for each box of root
-FLAGS = ("-I", "-S", "-u", "-X", "utf8", "-c")
 BOOT = r"""
 import json, os, resource, signal, sys, traceback
 given = json.loads(sys.argv[1])
@@ -111,6 +101,15 @@ class Ran:
 
     ok: bool
     output: str
+
+
+def make_sandbox(*, url: str | None = None, **settings: Any) -> Any:
+    """Return a sandbox of this machine, or with a `url` one of a server (`HttpSandbox`)."""
+    if url is None:
+        return Sandbox(**settings)
+    from envs.sandbox_http import HttpSandbox  # here: most boxes are of this machine
+
+    return HttpSandbox(url, **settings)
 
 
 class Sandbox:
@@ -199,7 +198,13 @@ class Sandbox:
         reading, writing = os.pipe()
         given = {"answers": writing, "limits": self._limits, "user": user}
         process = subprocess.Popen(
-            [*command(folder), interpreter(), *FLAGS, BOOT, json.dumps(given)],
+            [
+                *backends.command(folder),
+                backends.interpreter(),
+                *backends.FLAGS,
+                BOOT,
+                json.dumps(given),
+            ],
             cwd=folder,
             env={},
             stdin=subprocess.PIPE,
@@ -243,13 +248,13 @@ def _read(pipe: int, size: int) -> bytes:
 
 def _reserve_user() -> tuple[int, socket.socket]:
     """Return a user that no other box has, and what keeps it: a name that dies with its socket."""
-    for user in USERS:
+    for user in backends.USERS:
         lock = socket.socket(socket.AF_UNIX)
         with suppress(OSError):
             lock.bind(f"\0leash-code-{user}")
             return user, lock
         lock.close()
-    raise RuntimeError(f"expected fewer than {len(USERS)} sandboxes at once; close some")
+    raise RuntimeError(f"expected fewer than {len(backends.USERS)} sandboxes at once; close some")
 
 
 def _end(
@@ -263,90 +268,11 @@ def _end(
             stream.close()  # type: ignore[union-attr]
     process.wait()
     os.close(answers)
-    if user and not (bubblewrap() or namespaces()):  # children with a session of their own
-        kill = [interpreter(), *FLAGS, "import os; os.kill(-1, 9)"]
+    if user and not (
+        backends.bubblewrap() or backends.namespaces()
+    ):  # children with a session of their own
+        kill = [backends.interpreter(), *backends.FLAGS, "import os; os.kill(-1, 9)"]
         subprocess.run(kill, user=user, group=user, extra_groups=[], capture_output=True)
     shutil.rmtree(folder, ignore_errors=True)
     if lock is not None:
         lock.close()
-
-
-def command(folder: str) -> tuple[str, ...]:
-    """Return what a box is started by; empty if nothing can take anything away from it."""
-    if bubblewrap():
-        return (*bubblewrap(), "--bind", folder, folder, "--remount-ro", "/")
-    return namespaces()
-
-
-def limits() -> str:
-    """Return in one line what a box can do here that it should not; empty with bubblewrap."""
-    if bubblewrap():
-        return ""
-    whose = "everybody's" if os.geteuid() == 0 else "your"
-    open_ = "" if namespaces() else ", the network"
-    return (
-        f"code of the policy may reach {whose} files and local sockets{open_}: no bubblewrap that "
-        "works here; install it (bwrap) to take them away, or use a container"
-    )
-
-
-@cache
-def warn_of_limits() -> None:
-    """Say `limits` once, on the main rank."""
-    if limits() and os.environ.get("RANK", "0") == "0":
-        print(f"sandbox: {limits()}", file=sys.stderr, flush=True)
-
-
-@cache
-def bubblewrap() -> tuple[str, ...]:
-    """Return the command of bubblewrap without a box's folder; empty where it does not work."""
-    if (found := shutil.which("bwrap")) is None:
-        return ()
-    python = interpreter()
-    home = os.path.dirname(os.path.dirname(python))
-    shown = ["/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", home]
-    shared = [word for path in shown for word in ("--ro-bind-try", path, path)]
-    # Root becomes a box's user within; --die-with-parent would end it with the thread it is of.
-    rights = [word for name in ROOTS for word in ("--cap-add", name)]
-    private = ["ipc", "pid", "net", "uts", *(["user"] if os.geteuid() else [])]
-    words = (
-        *(found, *shared, "--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"),
-        *("--perms", "1777", "--size", str(64 << 20), "--tmpfs", "/tmp"),
-        *(f"--unshare-{name}" for name in private),
-        *([] if os.geteuid() else rights),
-    )
-    return words if _works([*words, python, *FLAGS, "import socket"]) else ()
-
-
-@cache
-def namespaces() -> tuple[str, ...]:
-    """Return the command that takes network and outliving children away; empty if there is none."""
-    if (found := shutil.which("unshare")) is None:
-        return ()
-    user = [] if os.geteuid() == 0 else ["--user", "--map-current-user"]
-    words = (found, *user, "--net", "--pid", "--fork", "--kill-child")
-    tries = ((*words, "--mount-proc"), words)  # no container lets it mount
-    return next((each for each in tries if _works([*each, "true"])), ())
-
-
-def _works(words: list[str]) -> bool:
-    return subprocess.run(words, capture_output=True, check=False).returncode == 0
-
-
-@cache
-def interpreter() -> str:
-    """Return the Python that runs the code; RuntimeError if a box's user can read none."""
-    own = os.path.realpath(sys.executable)
-    if os.geteuid():
-        return own
-    user = USERS[0]
-    become = f"import os; os.setgroups([]); os.setgid({user}); os.setuid({user}); import socket"
-    for python in (own, "/usr/bin/python3", "/usr/local/bin/python3"):
-        if os.path.exists(python):
-            tried = subprocess.run([python, *FLAGS, become], capture_output=True, check=False)
-            if tried.returncode == 0:
-                return python
-    raise RuntimeError(
-        f"a sandbox of root runs as another user, who cannot read {own}; install a Python in "
-        "/usr/bin, or do not run as root"
-    )

@@ -211,7 +211,7 @@ def test_a_fault_at_any_write_of_a_resume_leaves_a_whole_config(fault, asked, tm
 
         def work(number: int = number) -> int:
             at_call(number, fault)
-            path = prepare(new, tmp_path / "run", script=Path(), compose=lambda _: {})
+            path, _ = prepare(new, tmp_path / "run", script=Path(), compose=lambda _: {})
             _put_in_place(path, tmp_path / "run", ended=True)
             return 0
 
@@ -395,7 +395,7 @@ def test_status_of_an_earlier_attempt_does_not_hide_a_death(script, folder, monk
     config = {"policy": {"model": "some/model"}}
     for how, reason in (("raise", "lr is sour"), ("die", "code 9")):
         monkeypatch.setenv("HOW", how)
-        path = prepare(config, folder, script=script, compose=lambda _: {})
+        path, _ = prepare(config, folder, script=script, compose=lambda _: {})
         with pytest.raises(RuntimeError, match=reason):
             run(script, path, folder)
         assert reason in read_status(folder)["reason"]

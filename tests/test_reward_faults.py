@@ -1,14 +1,19 @@
 """What a user's reward does wrong: one line with the task, and the user's file and line."""
 
 import inspect
+import random
 import signal
 import time
+import warnings
 
+import numpy as np
 import pytest
+import torch
 
 from envs.chat_env import ChatEnv
-from envs.places import rewards_of
-from envs.rewards import Function, InProcess, Rewarded
+from envs.earned import rewards_of
+from envs.reward_trial import try_reward
+from envs.rewards import Function, InProcess, Judge, Rewarded, RewardModel
 from envs.tasks.mix import Mix
 from envs.tasks.task import Reply, Reward, Task
 from trainer.runs.failures import headline
@@ -62,8 +67,8 @@ def told(error: BaseException) -> str:
 
 
 @pytest.mark.parametrize("wrap", [lambda t: t, lambda t: Mix({"x": t}), lambda t: Rewarded(t, {})])
-def test_a_reward_that_is_none_or_a_number_is_one_line(wrap):
-    for value in (0.5, None, "good", (1, 2)):
+def test_a_reward_that_is_neither_reward_nor_number_is_one_line(wrap):
+    for value in (None, "good", "1", (1, 2), np.zeros(1), 1j):
         task = wrap(Faulty(lambda row, value=value: value))
         rows = [{**ROW, "task": "x"}] * 2
         with pytest.raises(
@@ -126,3 +131,122 @@ def test_a_worker_that_returns_too_much_is_told_at_once():
     assert isinstance(score, ValueError)
     assert "a str of 100 MiB" in str(score)
     assert time.perf_counter() - start < 50
+
+
+@pytest.mark.parametrize("wrap", [lambda t: t, lambda t: Mix({"x": t}), lambda t: Rewarded(t, {})])
+@pytest.mark.parametrize("value", [0.5, 1, True, np.float32(0.5), np.int64(2), torch.tensor(0.25)])
+def test_a_plain_number_is_a_reward_without_parts(wrap, value):
+    for task in (wrap(Faulty(lambda row: value)), wrap(Many(lambda rows: [value] * len(rows)))):
+        assert task.part_names() == []
+        got = ChatEnv(task)._rewards([{**ROW, "task": "x"}] * 2, REPLIES)
+        assert got == [Reward(float(value), {}, True)] * 2
+        assert type(got[0].total) is float
+    assert not ChatEnv(Faulty(lambda row: -value * 1))._rewards([ROW], REPLIES[:1])[0].success
+
+
+def never(row):
+    return float("nan")
+
+
+async def soon(row):
+    return 1.0
+
+
+@pytest.mark.parametrize("kind", [Faulty, Many])
+def test_what_is_no_reward_names_the_line_where_it_is_made(kind):
+    class Own(kind):
+        def reward(self, row, reply):
+            return self.do(row)
+
+        if kind is Many:
+
+            def rewards(self, rows, replies):
+                return [self.do(rows)] * len(rows)
+
+    own = Own.rewards if kind is Many else Own.reward
+    for do, says in (
+        (never, r"a finite reward of Own, got nan for the reply 'a' \(.*; return a number"),
+        (
+            soon,
+            r"a plain reward of Own, got an async one \(.*; give it as .*Function in env.reward",
+        ),
+        (lambda row: "x", r"a number or an envs.tasks.Reward of Own, got 'x' \(str\) \("),
+    ):
+        with pytest.raises(ValueError, match=says) as caught:
+            rewards_of(Own(do), [ROW] * 2, REPLIES)
+        assert f"({__file__}, line {own.__code__.co_firstlineno})" in told(caught.value)
+
+
+def test_a_function_in_env_rewards_that_gives_no_number_names_its_line():
+    def lost(row, reply):
+        return float("nan")
+
+    task = Rewarded(Faulty(lambda row: 0.5), {"own": Function(lost)})
+    with pytest.raises(RuntimeError, match=r"reward own: .*a finite number.*got nan") as caught:
+        task.rewards([ROW] * 2, REPLIES)
+    assert f"({__file__}, line {lost.__code__.co_firstlineno})" in told(caught.value)
+    task = Rewarded(Faulty(lambda row: 0.5), {"own": Function(nested)})
+    with pytest.raises(RuntimeError, match=r'row\["columns"\]: level'):
+        task.rewards([ROW] * 2, REPLIES)
+
+
+class Seen(Task):
+    """Rewards by a function, and keeps what it was asked."""
+
+    def __init__(self, do=lambda: 0.5, **more) -> None:
+        self.do, self.asked, self.more = do, [], more
+
+    def rows(self, split):
+        return [{**ROW, **self.more}, {"messages": []}]
+
+    def reward(self, row, reply):
+        self.asked.append((row, reply))
+        return self.do()
+
+
+def test_a_trial_asks_once_with_the_answer_of_the_first_row():
+    for more, said in (({"answer": "four"}, "four"), ({"answer": 4}, ""), ({}, "")):
+        task = Seen(**more)
+        try_reward(task)
+        ((row, reply),) = task.asked
+        assert row == ROW | more
+        assert (reply.text, reply.complete) == (said, True)
+        assert reply.messages == [*ROW["messages"], {"role": "assistant", "content": said}]
+
+
+def test_a_trial_asks_no_judge_and_no_model_and_draws_nothing():
+    class Costly(Function):
+        tried = False
+
+    asked = []
+    rewards = {
+        "own": Function(lambda row, reply: asked.append("own") or random.random()),
+        "judge": Judge(url="http://127.0.0.1:9", model="none", tries=1, on_error="raise"),
+        "model": RewardModel("experiment:rm_tiny"),
+        "costly": Costly(lambda row, reply: asked.append("costly") or 0.0),
+    }
+    before = random.getstate(), torch.get_rng_state()
+    task = Rewarded(Seen(lambda: float(torch.rand(()))), rewards)
+    try_reward(task)
+    assert random.getstate() == before[0]
+    assert torch.equal(torch.get_rng_state(), before[1])
+    assert asked == ["own"]
+    assert set(task.functions) == set(rewards)
+    assert len(task.task.asked) == 1
+    try_reward(Task())  # a task for SFT: no rows, no reward
+
+
+def test_a_fault_in_a_trial_is_told_as_on_error_says():
+    def offline(row, reply):
+        raise OSError("no such host: judge.example")
+
+    for on_error in ("zero", "drop_group"):
+        task = Rewarded(Seen(), {"own": Function(offline, on_error=on_error)})
+        with pytest.warns(UserWarning, match="no such host"):
+            try_reward(task)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            task.rewards([ROW], REPLIES[:1])  # it is told once
+    with pytest.raises(RuntimeError, match="no such host") as caught:
+        try_reward(Rewarded(Seen(answer="yes"), {"own": Function(offline)}))
+    assert told(caught.value).endswith("(tried on the first row with the reply 'yes')")

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -95,7 +96,7 @@ WORKER = """
 import json, sys
 sys.path.insert(0, {root!r})
 import train
-code = train.worker({config!r}, {folder!r})
+code = train.worker({config!r}, {folder!r}, {checked!r})
 files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
 print(json.dumps({{"code": code, "files": [f for f in files if f]}}))
 """
@@ -108,8 +109,10 @@ def test_a_grpo_worker_imports_what_a_run_uses_and_nothing_else(tmp_path):
     config = compose_checked(["experiment=grpo_tiny", *words, "policy.max_new_tokens=4"])
     folder = tmp_path / "run"
     folder.mkdir()
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    code = WORKER.format(root=str(ROOT), config=str(folder / "config.yaml"), folder=str(folder))
+    (folder / "config.yaml").write_text(text := yaml.safe_dump(config))
+    words = {"config": str(folder / "config.yaml"), "folder": str(folder)}
+    checked = f"checked={sha256(text.encode()).hexdigest()}"
+    code = WORKER.format(root=str(ROOT), checked=checked, **words)
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
     )

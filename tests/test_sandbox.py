@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from envs import sandbox
-from envs.sandbox import Sandbox, bubblewrap, namespaces
+from envs import sandbox, sandbox_backends
+from envs.sandbox import Sandbox
+from envs.sandbox_backends import bubblewrap, namespaces
 from envs.transforms.python_interpreter import PythonTool
 
 
@@ -134,8 +135,8 @@ def backend(request, monkeypatch):
     """Return the name of a backend, the only one that works here."""
     for name in ("bubblewrap", "namespaces"):
         if request.param != name:
-            monkeypatch.setattr(sandbox, name, lambda: ())
-        elif not getattr(sandbox, name)():
+            monkeypatch.setattr(sandbox_backends, name, lambda: ())
+        elif not getattr(sandbox_backends, name)():
             pytest.skip(f"no {name} here")
     return request.param
 
@@ -172,12 +173,16 @@ def test_what_a_box_sees_of_the_machine(backend, tmp_path):
     able = {name for name, done in ran.items() if done.ok}
     if backend == "bubblewrap":
         assert able == set()
-        assert sandbox.limits() == ""
+        assert sandbox_backends.limits() == ""
         return
     assert {"file", "socket", "write"} <= able, ran
     assert able & {"away", "system", "root"} == set()
-    assert ("network" in able) == (backend == "nothing") == ("the network" in sandbox.limits())
-    assert "bubblewrap" in sandbox.limits()
+    assert (
+        ("network" in able)
+        == (backend == "nothing")
+        == ("the network" in sandbox_backends.limits())
+    )
+    assert "bubblewrap" in sandbox_backends.limits()
     if "--mount-proc" in namespaces() and backend == "namespaces":
         assert able & {"process", "listed"} == set()
 
@@ -193,8 +198,8 @@ def test_a_private_folder_has_a_size_and_goes_with_its_box():
 
 def test_the_limits_of_a_box_are_said_once(capfd, monkeypatch):
     for name in ("bubblewrap", "namespaces"):
-        monkeypatch.setattr(sandbox, name, lambda: ())
-    sandbox.warn_of_limits.cache_clear()
+        monkeypatch.setattr(sandbox_backends, name, lambda: ())
+    sandbox_backends.warn_of_limits.cache_clear()
     for _ in range(2):
         PythonTool()
     said = capfd.readouterr().err
@@ -206,7 +211,8 @@ AS_USER = (
     "import json, os, sys; from envs import sandbox; box = sandbox.Sandbox(timeout=20)\n"
     "code = 'import os; print(os.getuid(), len(os.listdir(\\'/proc\\')) > 0)\\nprint(6 * 7)'\n"
     "peek = \"print(open('/proc/1/environ', 'rb').read()[:0], os.listdir('/root'))\"\n"
-    "print(json.dumps([box.run(code).output, box.run(peek).ok, len(sandbox.bubblewrap())]))"
+    "words = sandbox.backends.bubblewrap()\n"
+    "print(json.dumps([box.run(code).output, box.run(peek).ok, len(words)]))"
 )
 
 
@@ -217,7 +223,10 @@ def test_a_user_without_rights_has_boxes_too(tmp_path):
     if not os.path.exists(python):
         pytest.skip(f"no {python}")
     (tmp_path / "envs").mkdir()
-    (tmp_path / "envs" / "sandbox.py").write_text(Path(sandbox.__file__).read_text())
+    for module in (sandbox, sandbox_backends):
+        (tmp_path / "envs" / Path(module.__file__).name).write_text(
+            Path(module.__file__).read_text()
+        )
     for folder in (*below_tmp(tmp_path), tmp_path):
         folder.chmod(0o755)
     done = subprocess.run(
@@ -288,7 +297,7 @@ def test_boxes_do_not_reach_each_other():
 @pytest.mark.skipif(os.geteuid() != 0, reason="another user's children are not told apart")
 def test_without_namespaces_a_child_with_a_session_of_its_own_ends_too(monkeypatch):
     for name in ("bubblewrap", "namespaces"):
-        monkeypatch.setattr(sandbox, name, lambda: ())
+        monkeypatch.setattr(sandbox_backends, name, lambda: ())
     code = (
         "import os, time\n"
         "if os.fork() == 0:\n"

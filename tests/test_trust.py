@@ -15,7 +15,9 @@ from conf import names
 from conf.compose import HYDRA, compose_checked, compose_experiment
 from conf.preflight_and_modes import asked
 from conf.resume import load_for_resume
-from conf.start import read_command
+from conf.start import begin, read_command, set_up
+from trainer.runs.failures import complain
+from trainer.runs.launch import prepare
 from trainer.runs.nodes import belongs, parts, parts_at
 
 ROOT = Path(__file__).parents[1]
@@ -244,3 +246,61 @@ def test_what_only_looks_like_a_secret_by_its_name_is_typed(monkeypatch):
         with pytest.raises(ValueError, match=r".") as caught:
             compose_checked(["experiment=grpo_tiny", word, "trainer.num_iterations=-1"])
         assert "trainer.num_iterations" in str(caught.value)
+
+
+def test_a_secret_that_is_looked_up_stands_in_no_file_of_a_new_run(tmp_path, monkeypatch):
+    """As docs/tracking.md says to give one."""
+    monkeypatch.setenv("MY_JUDGE_KEY", "sk-PLANTED-0123456789")
+    set_up()
+    words = ["experiment=grpo_tiny", "policy.model=tiny", f"output_dir={tmp_path / 'run'}"]
+    words.append("policy.system_prompt=a ${oc.env:MY_JUDGE_KEY}")
+    job = read_command(words)
+    begin(job)
+    prepare(job.config, job.folder, script=Path(), compose=lambda _: {})
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert {".hydra/overrides.yaml", "config.yaml"} <= {
+        path.relative_to(tmp_path / "run").as_posix() for path in files
+    }
+    assert [path for path in files if b"PLANTED" in path.read_bytes()] == []
+    assert "oc.env:MY_JUDGE_KEY" in (tmp_path / "run" / ".hydra" / "overrides.yaml").read_text()
+
+
+BY_KEY = "a/${oc.env:MY_JUDGE_KEY}"
+FOLDERS = [
+    ("hydra", {"run": {"dir": BY_KEY}}),
+    ("hydra", {"sweep": {"subdir": BY_KEY}}),
+    ("output_dir", BY_KEY),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), FOLDERS)
+def test_a_file_of_a_stranger_puts_no_secret_into_the_name_of_a_folder(key, value, conf):
+    word = write_experiment(conf, **{key: value})
+    assert "$MY_JUDGE_KEY, which is a secret" in refusal(word)
+    with pytest.raises(ValueError, match="which is a secret"):
+        read_command(["-m", word, "seed=1,2"])
+    assert compose_checked([write_experiment(conf, output_dir="${oc.env:HOME}/x")])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("x: !!python/object/apply:os.system ['touch MARK']", "evil.yaml, line 3: cannot be read"),
+        ("x: !mine 3", "evil.yaml, line 3: cannot be read"),
+        ("x: [", "cannot be read as YAML"),
+        ("x: " + "[" * 3000 + "]" * 3000, "nested too deep"),
+    ],
+)
+def test_a_file_that_is_no_yaml_of_ours_is_told_in_one_line(text, said, conf):
+    word = write_experiment(conf)
+    path = conf / "experiment" / "evil.yaml"
+    path.write_text(f"# @package _global_\ndefaults: [grpo_tiny, _self_]\n{text}\n")
+    told = refusal(word)
+    assert said in told
+
+
+def test_a_complaint_does_not_steer_the_terminal(capfd):
+    complain(ValueError("model \x1b]52;c;ZXZpbA==\x07 and \x1b[2J\x9b1m: not there"))
+    said = capfd.readouterr().err
+    assert all(letter.isprintable() for letter in said.rstrip("\n"))
+    assert "ZXZpbA==" in said

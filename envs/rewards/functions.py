@@ -11,7 +11,7 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, ClassVar
 
 from envs.tasks.task import Reply, Row
 
@@ -30,6 +30,8 @@ class RewardFunction:
     `on_error`: "raise" ends the run; "zero" counts the reply as 0; "drop_group" takes all replies
     to its prompt out of the loss and of the reward metrics. Both are counted in `reward/errors`.
     """
+
+    tried: ClassVar[bool] = True  # whether a run asks for one score before a model is loaded
 
     def __init__(self, *, weight: float = 1.0, on_error: str = "raise") -> None:
         if on_error not in ON_ERROR:

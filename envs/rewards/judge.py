@@ -48,6 +48,8 @@ class Judge(RewardFunction):
     seconds or what the server asks for (at most 60). 401, 403 and 404 end the run.
     """
 
+    tried = False  # it costs, and holds no code of a user
+
     def __init__(
         self,
         url: str,

@@ -14,6 +14,8 @@ class RewardModel(RewardFunction):
     train.py makes one of experiment:<name>.
     """
 
+    tried = False  # it would load a model
+
     def __init__(
         self,
         model: str,

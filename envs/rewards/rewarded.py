@@ -5,7 +5,8 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 
-from envs.places import is_own, place_of, rewards_of
+from envs.earned import rewards_of
+from envs.places import defined_at, hint, is_own, place_of
 from envs.rewards.functions import Refused, RewardFunction, Score
 from envs.tasks.task import (
     Message,
@@ -81,18 +82,18 @@ class Rewarded(Task):
             self._check_names(own[0].parts if own else ())
         scores = {name: f.scores(rows, replies) for name, f in self.functions.items()}
         return [
-            self._sum(reward, {name: found[i] for name, found in scores.items()})
+            self._sum(reward, {name: found[i] for name, found in scores.items()}, rows[i])
             for i, reward in enumerate(own)
         ]
 
-    def _sum(self, own: Reward, scores: Mapping[str, Score]) -> Reward:
+    def _sum(self, own: Reward, scores: Mapping[str, Score], row: Row) -> Reward:
         """Return the task's own reward with these scores added."""
         total, parts = self.task_weight * own.total, dict(own.parts)
         errors, dropped = own.errors, own.dropped
         for name, score in scores.items():
             function = self.functions[name]
             if isinstance(score, Exception):
-                self._tell(name, score)
+                self._tell(name, score, row)
                 errors, parts[name] = errors + 1, math.nan
                 dropped |= function.on_error == "drop_group"
                 continue
@@ -106,16 +107,18 @@ class Rewarded(Task):
             own, total=total, parts=parts, success=success, errors=errors, dropped=dropped
         )
 
-    def _tell(self, name: str, error: Exception) -> None:
+    def _tell(self, name: str, error: Exception, row: Row) -> None:
         """Raise an error that ends the run; warn of the first one that does not."""
         action = self.functions[name].on_error
         if isinstance(error, Refused):
             raise ValueError(f"env.rewards.{name}: {error}") from error
         text = f"reward {name}: {type(error).__name__}: {error}"
+        place = defined_at(getattr(self.functions[name], "function", None))
         if notes := getattr(error, "__notes__", ()):
-            text += f" ({'; '.join(notes)})"  # of another process
+            place = "; ".join(notes)  # of another process
         elif error.__traceback__ is not None and not is_own(error):
-            text += f" ({place_of(error)})"
+            place = place_of(error)
+        text += f" ({place}{hint(error, [row])})" if place else ""
         if action == "raise":
             remedy = f"correct it, or set env.rewards.{name}.on_error=zero or drop_group"
             raise RuntimeError(f"{text}; {remedy}") from error

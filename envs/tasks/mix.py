@@ -8,7 +8,7 @@ import random
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
-from envs.places import rewards_of
+from envs.earned import rewards_of
 from envs.tasks.task import Message, Reply, Reward, Row, Split, Task, check_split
 
 MOST_ROWS = 200_000

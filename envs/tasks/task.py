@@ -54,7 +54,7 @@ class Task:
         """Return the rows of a split; train and eval share none."""
         raise NotImplementedError(f"{type(self).__name__} has no rows: override rows(split)")
 
-    def reward(self, row: Row, reply: Reply) -> Reward:
+    def reward(self, row: Row, reply: Reply) -> Reward | float:
         """Return what a reply to this row earns; by `rewards`, where only that is overridden."""
         if type(self).rewards is not Task.rewards:
             return self.rewards([row], [reply])[0]
@@ -62,7 +62,7 @@ class Task:
             f"{type(self).__name__} rewards nothing, it is for SFT; override reward(row, reply)"
         )
 
-    def rewards(self, rows: Sequence[Row], replies: Sequence[Reply]) -> Sequence[Reward]:
+    def rewards(self, rows: Sequence[Row], replies: Sequence[Reply]) -> Sequence[Reward | float]:
         """Return what each reply earns; override it where many at once are cheaper."""
         return [self.reward(row, reply) for row, reply in zip(rows, replies, strict=True)]
 
@@ -84,7 +84,9 @@ class Task:
         """Return the names of the reward parts, which an empty reply shows."""
         row = self.make_example()
         empty = Reply("", True, [*row["messages"], assistant("")])
-        return sorted(self.rewards([row], [empty])[0].parts)
+        from envs.earned import rewards_of  # it knows this module
+
+        return sorted(rewards_of(self, [row], [empty])[0].parts)
 
     def label(self, row: Row) -> str | None:
         """Return the name under which accuracy on this row is logged apart; None: it is not."""

@@ -9,7 +9,9 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from envs.sandbox import Sandbox, warn_of_limits
+from envs.rewards.functions import Refused
+from envs.sandbox import make_sandbox
+from envs.sandbox_backends import warn_of_limits
 from envs.transforms.tools import ToolTransformBase
 
 BLOCK = re.compile(r"```python[ \t]*\n(.*?)```", re.DOTALL)
@@ -19,7 +21,8 @@ class PythonInterpreter(ToolTransformBase):
     """Run the ```python blocks of a reply; each gives a message of role `tool_name`.
 
     See envs/sandbox.py for what the code cannot do. `timeout` (seconds) and `limits` (memory,
-    file_size, processes, max_output of `Sandbox`) are for one block. Each block starts afresh; with
+    file_size, processes, max_output of `Sandbox`) are for one block; with a `url` it runs on a
+    server, and limits are those of `HttpSandbox`. Each block starts afresh; with
     `persistent` names live on in a chat until the next reset. `close()` ends what is running.
     `tokenizer` is accepted and not needed; `services`, TorchRL's pool of interpreters on Ray, is
     refused: a sandbox belongs to its machine.
@@ -34,7 +37,7 @@ class PythonInterpreter(ToolTransformBase):
         services: str | None = None,
         service_name: str | None = None,
         namespace: str | None = None,
-        **limits: int,
+        **limits: Any,
     ) -> None:
         if services is not None or service_name is not None or namespace is not None:
             raise ValueError(
@@ -44,9 +47,13 @@ class PythonInterpreter(ToolTransformBase):
         super().__init__()
         self.tool_role, self.persistent = tool_name, persistent
         self._settings = {"timeout": timeout, **limits}
-        Sandbox(timeout=timeout, **limits)  # wrong limits are an error now, not in the first step
-        warn_of_limits()
-        self._boxes: dict[Any, Sandbox] = {}
+        _try(self._settings)
+        if persistent and "url" in limits:
+            raise ValueError(
+                "persistent=true: a server keeps no names; leave persistent or url out"
+            )
+        self._at_once = limits.get("at_once", 16) if "url" in limits else os.cpu_count() or 1
+        self._boxes: dict[Any, Any] = {}
         self._owners: list[Any] = []
 
     def close(self) -> None:
@@ -66,7 +73,7 @@ class PythonInterpreter(ToolTransformBase):
         return super()._step(tensordict, next_td)
 
     def _process_batch(self, contents: dict[int, str]) -> dict[int, list[str] | None]:
-        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        with ThreadPoolExecutor(self._at_once) as pool:
             work = pool.map(self._process_batch_item, contents.values(), contents.keys())
             return dict(zip(contents, work, strict=True))
 
@@ -76,13 +83,19 @@ class PythonInterpreter(ToolTransformBase):
         for number, code in enumerate(blocks, 1):
             if self.persistent:
                 owner = self._owners[index] if self._owners else index
-                ran = self._boxes.setdefault(owner, Sandbox(**self._settings)).run(code)
+                ran = self._boxes.setdefault(owner, make_sandbox(**self._settings)).run(code)
             else:
-                with Sandbox(**self._settings) as box:
+                with make_sandbox(**self._settings) as box:
                     ran = box.run(code)
             how = "ran" if ran.ok else "failed"
             results.append(f"Code block {number} {how}:\n{ran.output}".rstrip())
         return results or None
+
+
+def _try(settings: dict[str, Any]) -> None:
+    """Raise ValueError now, not in the first step, for wrong limits and for no server."""
+    box = make_sandbox(**settings)
+    box.run("") if "url" in settings else warn_of_limits()
 
 
 class PythonTool:
@@ -90,21 +103,23 @@ class PythonTool:
 
     A tool for a `ToolRegistry`, python(code); the line above is what it tells the policy. Each call
     has a sandbox of its own, with `limits` as `Sandbox` names them (timeout, memory, file_size,
-    processes, max_output).
+    processes, max_output), or with a `url` as `HttpSandbox` does (url, timeout, at_once ...).
     """
 
     name = "python"
     schema_in = {"code": str}  # noqa: RUF012
 
     def __init__(self, **limits: Any) -> None:
-        Sandbox(**limits)  # wrong limits are an error now, not in the first call
-        warn_of_limits()
+        _try(limits)
         self._limits = limits
 
     def __call__(self, code: str) -> str:
         """Return the output; RuntimeError with it if the code failed."""
-        with Sandbox(**self._limits) as box:
-            ran = box.run(code)
+        try:
+            with make_sandbox(**self._limits) as box:
+                ran = box.run(code)
+        except ValueError as error:  # no server: that is nothing for the policy to read
+            raise Refused(str(error)) from error
         if not ran.ok:
             raise RuntimeError(ran.output.rstrip())
         return ran.output.rstrip()

@@ -16,6 +16,7 @@ import torch
 from tensordict import TensorDictBase
 
 from envs.chat_views import change_chats, read_history
+from envs.rewards.functions import Refused
 from envs.transforms.thinking import check_history_mode, clear
 from envs.transforms.tool_parsers import Parser, PatternParser, ToolCall
 from envs.transforms.tool_registry import Tool, ToolRegistry
@@ -127,7 +128,9 @@ class ExecuteToolsInOrder(ToolTransformBase):
             return True, _shown(
                 _within(self.timeout, self.registry.get(call.tool), call.args, state)
             )
-        except (Exception, SystemExit) as error:  # whatever it raises is for the policy to read
+        except Refused as error:  # the set-up is at fault
+            raise ValueError(str(error)) from error
+        except (Exception, SystemExit) as error:  # whatever else it raises is for the policy
             text = error.args[0] if isinstance(error, KeyError) and error.args else str(error)
             return False, f"{type(error).__name__}: {text}"
 

@@ -144,4 +144,6 @@ def complain(error: object) -> None:
     if not text:  # it has been said
         return
     with suppress(OSError):  # nobody may be listening any more
-        print(f"error: {_short(redact_text(text))}", file=sys.stderr, flush=True)
+        text = _short(redact_text(text))
+        text = "".join(c if c.isprintable() or c == "\n" else " " for c in text)  # no sequences
+        print(f"error: {text}", file=sys.stderr, flush=True)

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from policies.cache import write_text
 from trainer.runs.experiment_models import resolve_experiment
 from trainer.runs.failures import LESS_MEMORY, TOLD, close_status, complain, noted_errors, say
 from trainer.runs.lock import held, write_holders
-from trainer.runs.run_files import load_run, read_status, read_yaml
+from trainer.runs.run_files import load_run, read_status
 from trainer.stops import stop_reason
 
 # What a launcher such as torchrun tells its ranks; a run started from one of them is its own.
@@ -58,11 +59,11 @@ def start(
     """
     with held(folder) as lock:
         try:
-            path = prepare(config, folder, script=script, compose=compose)
+            path, checked = prepare(config, folder, script=script, compose=compose)
             ranks, threads = config["launch"]["num_processes"], config["launch"]["threads"]
             again = config.get("resume") if _mode(config) == "train" else None
             sizes = {"ranks": ranks, "threads": threads, "lock": lock}
-            status = run(script, path, folder, resume=again, **sizes)
+            status = run(script, path, folder, checked=checked, resume=again, **sizes)
         except (Interrupted, KeyboardInterrupt) as stop:
             _leave(config, folder)
             raise stop if isinstance(stop, Interrupted) else Interrupted(130) from None
@@ -77,11 +78,12 @@ def start(
 
 def prepare(
     config: dict[str, Any], folder: Path, *, script: Path, compose: Callable[[str], dict[str, Any]]
-) -> Path:
-    """Write config.yaml into a run folder, after the warm-up it asks for; return its path.
+) -> tuple[Path, str]:
+    """Write config.yaml into a run folder, after the warm-up it asks for.
 
     One that is there stays: another one is written beside it, the same one not at all. That a run
-    goes on is no part of it.
+    goes on is no part of it. Returns its path and the sha256 of what was checked: the file may be
+    another one by the time that a worker reads it.
     """
 
     def train_first(config: dict[str, Any], folder: Path) -> None:
@@ -97,14 +99,14 @@ def prepare(
     folder.mkdir(parents=True, exist_ok=True)
     _announce(config, folder)
     config = resolve(config | {"resume": None} if _mode(config) == "train" else config)
-    path = folder / "config.yaml"
+    path, text = folder / "config.yaml", yaml.safe_dump(config, sort_keys=False)
     if path.exists():
-        path = path if read_yaml(path) == config else folder / NEXT
+        path = path if path.read_bytes() == text.encode() else folder / NEXT
     if path.name == NEXT or not path.exists():
-        write_text(path, yaml.safe_dump(config, sort_keys=False))
+        write_text(path, text)
     shutil.rmtree(folder / "errors", ignore_errors=True)  # an earlier attempt must not speak for
     (folder / "status.json").unlink(missing_ok=True)  # this one
-    return path
+    return path, sha256(text.encode()).hexdigest()
 
 
 def _put_in_place(config: Path, folder: Path, *, ended: bool = False) -> None:
@@ -159,23 +161,18 @@ def run(
     ranks: int = 1,
     threads: int | None = None,
     lock: int | None = None,
-    resume: str | None = None,
+    **given: str | None,
 ) -> dict[str, Any]:
     """Run `script --worker config folder` and return its status; raise RuntimeError if it failed.
 
-    `resume`: the run folder, if it goes on there.
+    `given` to the worker: `checked`, the sha256 of its configuration, and `resume`, the run folder
+    if it goes on there.
 
     SIGINT and SIGTERM are passed on once, for the run to stop at its next safe point; a second one
     ends it at once. A stopped run raises `Interrupted` with 128 + the signal.
     """
-    words = [
-        sys.executable,
-        str(script),
-        "--worker",
-        str(config),
-        str(folder),
-        *filter(None, [resume]),
-    ]
+    more = (f"{name}={value}" for name, value in given.items() if value)
+    words = [sys.executable, str(script), "--worker", str(config), str(folder), *more]
     each = threads or max((os.cpu_count() or 1) // ranks, 1)
     with _caught_signals() as got, _free_port() as port:
         started = _start_ranks(words, ranks=ranks, threads=each, port=port, lock=lock)
