@@ -258,7 +258,14 @@ class Outlines:
 
     def _make(self, blank: Sequence[Message], prompt: bool) -> Outline:
         text, spans = self.text(blank, prompt)
-        fault = ""
+        fault, seen = "", text.lower()
+        for i, message in enumerate(blank):  # of calls of tools a template may write these alone
+            if message["content"] not in seen and not message.get("tool_calls"):
+                raise ValueError(
+                    f"{self.label} drops what message {i} ({message['role']}) of a chat with roles "
+                    f"{[m['role'] for m in blank]} says; set policy.chat_template=chatml, or to "
+                    "one that writes it"
+                )
         if not self.tagged:
             spans, fault = self.find_turns(blank, text)
         names = {m["content"]: m["role"] == "assistant" for m in blank}
