@@ -258,14 +258,8 @@ class Outlines:
 
     def _make(self, blank: Sequence[Message], prompt: bool) -> Outline:
         text, spans = self.text(blank, prompt)
-        fault, seen = "", text.lower()
-        for i, message in enumerate(blank):  # of calls of tools a template may write these alone
-            if message["content"] not in seen and not message.get("tool_calls"):
-                raise ValueError(
-                    f"{self.label} drops what message {i} ({message['role']}) of a chat with roles "
-                    f"{[m['role'] for m in blank]} says; set policy.chat_template=chatml, or to "
-                    "one that writes it"
-                )
+        self._refuse_loss(blank, text)
+        fault = ""
         if not self.tagged:
             spans, fault = self.find_turns(blank, text)
         names = {m["content"]: m["role"] == "assistant" for m in blank}
@@ -304,12 +298,24 @@ class Outlines:
     def find_end_of_turn(self) -> int | None:
         """Return the token that the template writes right after a reply, if it is a control one."""
         blank = self.blank([{"role": "user"}, {"role": "assistant"}])
-        tail = self.text(blank, False)[0].rpartition(blank[-1]["content"])[2]
+        text = self.text(blank, False)[0]
+        self._refuse_loss(blank, text)
+        tail = text.rpartition(blank[-1]["content"])[2]
         ids, offsets = self._encoder.encode(tail)
         for token, (start, _) in zip(ids, offsets, strict=True):
             if token in self._encoder.control:
                 return token if not tail[:start].strip() else None
         return None
+
+    def _refuse_loss(self, blank: Sequence[Message], text: str) -> None:
+        """Raise if a content is not in the text; a message may be its calls of tools alone."""
+        for i, message in enumerate(blank):
+            if message["content"] not in text.lower() and not message.get("tool_calls"):
+                raise ValueError(
+                    f"{self.label} drops what message {i} ({message['role']}) of a chat with roles "
+                    f"{[m['role'] for m in blank]} says; set policy.chat_template=chatml, or to "
+                    "one that writes it"
+                )
 
     def _refuse_markup(self, messages: Sequence[Message]) -> None:
         """Raise if a field other than the content, which is not spelled out, has control tokens."""
