@@ -504,6 +504,9 @@ class TestSmolLM2:
         assert said == "no <|endoftext|><|im_end|>"
 
 
+CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
+
+
 @pytest.mark.parametrize(
     ("text", "who"),
     [
@@ -516,7 +519,7 @@ class TestSmolLM2:
 def test_a_template_that_drops_what_a_message_says_is_refused(text, who):
     tokenizer = load_tokenizer(find_model("tiny"))
     with pytest.raises(ValueError, match=rf"drops what message \d \({who}\).*chat_template=chatml"):
-        Renderer(tokenizer, text)
+        Renderer(tokenizer, text).render(CHAT)
 
 
 def test_what_only_some_chats_lose_is_refused_with_them():

@@ -298,9 +298,7 @@ class Outlines:
     def find_end_of_turn(self) -> int | None:
         """Return the token that the template writes right after a reply, if it is a control one."""
         blank = self.blank([{"role": "user"}, {"role": "assistant"}])
-        text = self.text(blank, False)[0]
-        self._refuse_loss(blank, text)
-        tail = text.rpartition(blank[-1]["content"])[2]
+        tail = self.text(blank, False)[0].rpartition(blank[-1]["content"])[2]
         ids, offsets = self._encoder.encode(tail)
         for token, (start, _) in zip(ids, offsets, strict=True):
             if token in self._encoder.control:
