@@ -147,7 +147,14 @@ class ChatEnv(EnvBase):
             td.set("row", NonTensorStack(*[NonTensorData(rows[i]) for i in owner.tolist()]))
         self._kept = list(td.keys())
         td.set("turn", torch.zeros(size * times, dtype=torch.int64))
-        chats = History.from_chats([self.messages(row) for row in rows]).unbind(0)
+        asked = [self.messages(row) for row in rows]
+        for messages in asked if self.task is not None else ():
+            if messages[-1]["role"] == self.policy_role:
+                raise ValueError(
+                    "expected a prompt that ends in a message to reply to, got one that ends in "
+                    f"the assistant's {messages[-1]['content']!r:.60}; let a user's be the last"
+                )
+        chats = History.from_chats(asked).unbind(0)
         prompt = lazy_stack([chats[i] for i in owner.tolist()])  # samples share their prompt
         return self._placed(write_prompt(td, self.input_mode, self.renderer, prompt))
 

@@ -188,3 +188,16 @@ def test_a_rollout_of_chats_ends_with_the_first_of_them():
     data_given = TensorDict({"query": NonTensorStack("Hi", "Ho")}, batch_size=[2])
     by_itself = ChatEnv(max_turns=2).rollout(4, tensordict=data_given)
     assert by_itself.batch_size == (2, 2)
+
+
+def test_a_prompt_of_a_task_that_ends_in_the_assistants_turn_is_refused_in_one_line():
+    class Begun(Words):
+        def rows(self, split):
+            return [
+                {**row, "messages": [*row["messages"], {"role": "assistant", "content": "4"}]}
+                for row in super().rows(split)
+            ]
+
+    rows = TensorDict({"row": NonTensorStack(*Begun().rows("train"))}, [4])
+    with pytest.raises(ValueError, match="ends in the assistant's '4'; let a user's be the last"):
+        ChatEnv(Begun()).reset(rows)

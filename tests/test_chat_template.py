@@ -502,3 +502,39 @@ class TestSmolLM2:
         assert tokens == ["<|im_start|>", "<|im_end|>"] * 3
         said = text_of(smollm, done, assistant_only=True)
         assert said == "no <|endoftext|><|im_end|>"
+
+
+CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
+
+
+@pytest.mark.parametrize(
+    ("text", "who"),
+    [
+        ("{% for m in messages %}{{ '<|im_start|>' + m.role }}<|im_end|>{% endfor %}", "user"),
+        ("{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}",
+         "assistant"),
+        ("{{ messages[-1].content }}", "user"),
+    ],
+)  # fmt: skip
+def test_a_template_that_drops_what_a_message_says_is_refused(text, who):
+    tokenizer = load_tokenizer(find_model("tiny"))
+    with pytest.raises(ValueError, match=rf"drops what message \d \({who}\).*chat_template=chatml"):
+        Renderer(tokenizer, text).render(CHAT)
+
+
+def test_what_only_some_chats_lose_is_refused_with_them():
+    tokenizer = load_tokenizer(find_model("tiny"))
+    no_system = "{% for m in messages %}{% if m.role != 'system' %}" + (
+        "{{ '<|im_start|>' + m.content | upper + '<|im_end|>' }}{% endif %}{% endfor %}"
+    )
+    renderer = Renderer(tokenizer, no_system)
+    chat = [{"role": "user", "content": "Hi"}]
+    assert renderer.render(chat).ids
+    with pytest.raises(ValueError, match=r"drops what message 0 \(system\)"):
+        renderer.render([{"role": "system", "content": "Be brief."}, *chat])
+    calls = (
+        "{% for m in messages %}{{ '<|im_start|>' }}{% if m.tool_calls %}{{ m.tool_calls[0] }}"
+        "{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}"
+    )
+    called = {"role": "assistant", "content": None, "tool_calls": ["add"]}
+    assert Renderer(tokenizer, calls).render([*chat, called]).ids, "calls may be all it says"

@@ -8,6 +8,7 @@ from uneven_chats import FEW_SHOT, Uneven, start
 
 from envs.chat_env import ChatEnv
 from trainer.collect import collect
+from trainer.transcripts import transcript
 
 
 def uneven(max_turns: int = 3, samples: int = 6) -> TensorDict:
@@ -104,6 +105,29 @@ def test_every_part_of_the_batch_has_one_shape_and_is_padded_right():
     assert attention.all(0).sum() < shape[1], "the rows should differ in length"
     assert batch["temperature"].tolist() == [1.0] * 4 * G
     assert batch["prompt"][0] == Words().rows("train")[0]["answer"]
+    assert set(batch["system"].tolist()) == {""}
+
+
+def test_transcripts_show_the_system_message_where_there_is_one():
+    class Own(Words):
+        def rows(self, split):
+            rows = super().rows(split)
+            rows[0]["messages"].insert(0, {"role": "system", "content": "Own."})
+            return rows
+
+    for task, prompt, wanted in (
+        (Words(2), None, [None] * 4),
+        (Words(2), "Be brief.", ["Be brief."] * 4),
+        (Own(2), "Be brief.", ["Own.", *["Be brief."] * 3]),
+        (Own(2), None, ["Own.", *[None] * 3]),
+    ):
+        env = ChatEnv(task, group_size=G, max_turns=2, system_prompt=prompt)
+        batch = collect(start(task, 4), env, make_policy())
+        shown = [transcript(batch, i * G, 1, kind="train").get("system") for i in range(4)]
+        assert shown == wanted
+        assert list(transcript(batch, 0, 1, kind="train"))[:3] == (
+            ["iteration", "kind", "system" if shown[0] else "prompt"]
+        )
 
 
 def test_replies_of_one_token_and_empty_ones_are_whole_trajectories():

@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 import yaml
 from omegaconf import OmegaConf
+from own_data import OWN, words_of
 from refusals import refusal
 
 import train
 from conf import names
 from conf.build import build, make_leash
 from conf.command_line import swept_by_experiment
-from conf.compose import compose_checked
+from conf.compose import compose_checked, compose_raw
 from conf.resume import load_for_resume
 from conf.start import read_command
 from policies.optional_packages import ASKING, EXTRAS
@@ -43,13 +44,35 @@ def targets(node):
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_composes_and_names_code_that_exists(name):
-    config = compose_checked([f"experiment={name}"])
+    config = compose_checked(words_of(name))
     found = list(targets(config))
     assert len(found) >= 5
     for target in found:
         module, _, attribute = target.rpartition(".")
         home = import_module(module)
         assert attribute in getattr(home, "_HOME", {}) or hasattr(home, attribute), target
+
+
+def test_own_rows_are_asked_for_in_one_line():
+    for name in OWN:
+        with pytest.raises(ValueError, match=r"env.dataset: expected a file .* got none"):
+            compose_checked([f"experiment={name}"])
+
+
+def test_a_system_prompt_is_that_of_the_env_that_brings_it():
+    found = {}
+    for path in (ROOT / "conf" / "env").glob("*.yaml"):
+        words = ["experiment=grpo_qwen", f"env={path.stem}"]
+        found[path.stem] = compose_raw(words, files_only=True).policy.system_prompt
+    said = "Reason step by step, then give the final number after ####."
+    assert {env: prompt for env, prompt in found.items() if prompt is not None} == {
+        "gsm8k": said,
+        "python_tool": said,  # the word problems of GSM8K too
+    }
+    for name in EXPERIMENTS:  # tests/reliability composes each with each env
+        assert "system_prompt" not in (ROOT / "conf" / "experiment" / f"{name}.yaml").read_text()
+    own = compose_checked(["experiment=grpo_qwen", "policy.system_prompt=Mine"])
+    assert own["policy"]["system_prompt"] == "Mine"
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import yaml
+from own_data import words_of
 
 from conf.compose import compose_checked
 from conf.names import FOLDER
@@ -76,7 +77,7 @@ def test_a_damaged_config_is_one_line_that_names_it(damage, config, tmp_path):
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_a_sound_config_of_every_experiment_is_none(experiment, tmp_path):
-    saved = compose_checked([f"experiment={experiment}"])
+    saved = compose_checked(words_of(experiment))
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(saved, sort_keys=False))
     assert read_saved(tmp_path / "config.yaml") == saved
 

@@ -191,12 +191,17 @@ def test_a_card_names_where_its_model_came_from_and_no_folder(tmp_path):
     page = card(run, Weights(tmp_path, "the best checkpoint", str(tmp_path), 2), name="mine")
     head = yaml.safe_load(page.split("---\n")[1])
     assert (head["base_model"], head["license"]) == (base, "apache-2.0")
-    assert f"started from: `experiment:sft_qwen` <- `{base}`" in page
+    assert f"started from: `a run, a run of sft_qwen` <- `{base}`" in page
     assert "| `reward/mean` | 0.250 | 0.500 |" in page
-    assert "policy.model=model env.dataset=rows.jsonl seed=3" in page
+    assert "'policy.model=a run/model' env.dataset=rows.jsonl seed=3" in page
     assert r'{"role": "system", "content": "Be \"so\""}, {"role": "user"' in page
     assert str(tmp_path) not in page
     assert "planted-1" not in page
+    # the one of the cache, and no other, is what experiment:<name> means
+    about = {"experiment": "sft_qwen", "config": first}
+    (tmp_path / "a run" / "MANIFEST.json").write_text(json.dumps({"about": about}))
+    page = card(run, Weights(tmp_path, "the best checkpoint", str(tmp_path), 2), name="mine")
+    assert f"started from: `experiment:sft_qwen` <- `{base}`" in page
 
 
 def make_checkpoint(folder: Path, iteration: int, objective: float | None) -> Path:

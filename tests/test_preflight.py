@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,11 @@ from tensordict import TensorDict
 import train
 from conf.preflight_and_modes import asked
 from trainer.modes.preflight import costs
-from trainer.modes.preflight.checks import idle_share, learnt, marked
+from trainer.modes.preflight.checks import idle_share
 from trainer.modes.preflight.costs import at_limits, saves
 from trainer.modes.preflight.footprint import Peak, memory_of
 from trainer.modes.preflight.play import Phase
+from trainer.modes.preflight.tokens import learnt
 
 SMALL = (
     *("experiment=grpo_tiny", "preflight=true", "trainer.prompts_per_iteration=4"),
@@ -59,7 +61,7 @@ def test_checkpoints_are_counted_as_the_loop_writes_them():
         assert saves(total, every) == len(due)
 
 
-def test_what_is_learnt_is_marked_and_its_end_is_looked_at():
+def test_whether_rows_end_by_an_end_that_is_learnt():
     from policies.models import find_model, load_tokenizer
 
     tokenizer = load_tokenizer(find_model("tiny"))
@@ -73,9 +75,6 @@ def test_what_is_learnt_is_marked_and_its_end_is_looked_at():
     keep[0, -1], keep[1] = False, False
     batch = TensorDict({"loss_mask": keep}, [2])
     batch.set(("tokens", "full"), ids)
-    batch.set(("masks", "all_attention_mask"), real)
-    assert marked(batch, 0, tokenizer, colour=False).plain == "[[Paris is]]<|im_end|>"
-    assert marked(batch, 1, tokenizer, colour=True).plain == "Paris<|im_end|>"
     assert learnt(batch, frozenset([end])) == (1, 0)
     batch.set("loss_mask", real)
     assert learnt(batch, frozenset([end])) == (0, 2)
@@ -99,6 +98,12 @@ def test_a_sound_run_has_no_problem_and_leaves_nothing(tmp_path):
     assert "preflight: no problem found" in done.text
     assert "= 80 steps" in done.text
     assert "16 rows in 1 micro-batches" in done.text
+    ended = re.findall(r"row \d of 16, (\d+) of \d+ tokens learnt", done.text)
+    sampled = re.findall(r"^ +(\d+) sampled  yes ", done.text, re.M)
+    assert len(ended) == 2
+    assert sum(map(int, ended)) == sum(map(int, sampled))
+    assert done.text.count("prompt   -      Sort the digits in ascending order: ") == 2
+    assert " ? " not in done.text.partition("Tokens: ")[2].partition("Rewards")[0]
     assert list(place.iterdir()) == []
 
 
@@ -167,3 +172,17 @@ class Free:
 def test_a_preflight_that_makes_no_sense_is_refused(words, message):
     with pytest.raises(ValueError, match=message):
         asked(words)
+
+
+def test_the_table_of_preferences(tmp_path, capsys):
+    config = asked(["experiment=rm_tiny", *SMALL[1:3], "policy.device=cpu"])
+    assert config is not None
+    train.train(OmegaConf.create(config), tmp_path / "look")
+    said = capsys.readouterr().out.partition("row 1 of ")[2].partition("ok: ")[0]
+    # a reply behind what both say is learnt from where they differ on, up to the end of its turn
+    kinds = ["template", "prompt", "template", "reply", "template"]
+    for row in said.split("row 2 of "):
+        found = re.findall(r"^ +\d+ (\w+) +(yes|-) ", row, re.M)
+        assert [kind for kind, _ in itertools.groupby(kind for kind, _ in found)] == kinds
+        assert found[-1] == ("template", "yes")
+        assert row.rstrip().endswith("<|im_end|>  <- end of turn")

@@ -1,11 +1,14 @@
 """policy.chat_template_kwargs: variables of the template, in a run and in its saved model."""
 
 import pytest
+import torch
 from runs import train, train_here
 from transformers import AutoTokenizer
 
+from conf.preflight_and_modes import asked
 from policies.chats.templates import with_variables
 from policies.load import load_policy
+from trainer.modes.chat import Talk
 
 THINKS = (
     "{%- macro head(role) %}{{- '<|im_start|>' + role + '\n' }}{%- endmacro %}"
@@ -14,6 +17,13 @@ THINKS = (
     "{%- if enable_thinking is defined and enable_thinking is false %}"
     "{{- '<think>\n\n</think>\n\n' }}{%- endif %}{%- endif %}"
 )
+
+
+def given(config):
+    """Return what a configuration says of the template."""
+    return {k: v for k, v in config["policy"].items() if k.startswith("chat_template")}
+
+
 CHAT = [{"role": "user", "content": "Sort 3"}]
 
 
@@ -100,6 +110,13 @@ def test_a_run_its_evaluation_and_its_export_have_them(tmp_path, template):
     assert '`{"enable_thinking": false}`' in (tmp_path / "mine" / "README.md").read_text()
     looked = train("mode=evaluate", f"resume={run}", f"output_dir={tmp_path / 'eval'}")
     assert looked.code == 0, looked.text
+    config = asked(["mode=chat", f"resume={run}"])
+    assert config is not None
+    assert config["policy"]["chat_template_kwargs"] == {"enable_thinking": False}
+    talk = Talk(policy := load_policy("tiny", **given(config)), policy.scorer)
+    talk.reset()
+    talk.answer(CHAT[0]["content"], torch.tensor([1]))
+    assert talk.ids[: len(rendered(saved))] == rendered(saved)
     (tmp_path / "wrong").mkdir()
     with pytest.raises(ValueError, match="no such variable"):
         train_here(tmp_path / "wrong", *words, *few, "policy.chat_template_kwargs.thinking=1")

@@ -84,6 +84,7 @@ KEYS: dict[NestedKey, Entry] = {
     ),
     "policy_version": Entry("[B] int64", "the weights that sampled, by syncs", "collect >"),
     "prompt": Entry("[B] text", "the last message of the prompt", "collect > transcripts"),
+    "system": Entry("[B] text", "the prompt's system message or nothing", "collect > transcripts"),
     "response": Entry("[B] text", "the replies, joined", "collect > transcripts"),
     ("logged", "<metric>"): Entry(
         "[B, T] or [B] any",

@@ -47,6 +47,7 @@ class Trajectories:
         self.parts: dict[str, Tensor] = {}  # name -> [B] float64, NaN where a part never applied
         self.version = first.get("policy_version")
         self.prompts = _last_contents(first, "prompt")
+        self.systems = _system_contents(first)
         self.texts: list[list[str]] = [[] for _ in range(size)]
         ids, marks = first.get(("tokens", "full")), first.get(("masks", "all_assistant_mask"))
         self.append(torch.arange(size, device=device), prompt, ids=ids, assistant=marks)
@@ -139,6 +140,7 @@ class Trajectories:
         batch.set("policy_version", self.version.to(device))
         batch.set("temperature", torch.full((size,), policy.temperature or 1.0, device=device))
         batch.set("prompt", NonTensorStack(*self.prompts))
+        batch.set("system", NonTensorStack(*self.systems))
         batch.set("response", NonTensorStack(*["\n".join(texts) for texts in self.texts]))
         return _without_dropped(batch)
 
@@ -148,6 +150,7 @@ def collect(prompts: TensorDictBase, env: EnvBase, policy: Generator) -> TensorD
 
     Keys: tokens.full, log_probs.full, masks.*, loss_mask and reward_raw [B, T]; reward_part.*,
     reward_errors, success, truncated, dropped, group_id, temperature, prompt and response [B];
+    system [B], "" where a prompt has none;
     policy_version [B] int64, the version of the weights that sampled the row's first turn.
     """
     policy = ready(
@@ -234,6 +237,12 @@ def _sampled(td: TensorDictBase) -> Tensor:
 def _last_contents(td: TensorDictBase, field: str) -> list[str]:
     """Return what the last message of each chat says."""
     return [chat[-1] for chat in td.get(("history", field)).get("content")]
+
+
+def _system_contents(td: TensorDictBase) -> list[str]:
+    """Return what the system message of each prompt says, "" where there is none."""
+    roles, said = (td.get(("history", "prompt")).get(name) for name in ("role", "content"))
+    return [c[0] if r[0] == "system" else "" for r, c in zip(roles, said, strict=True)]
 
 
 def _unanswered(before: list[dict], after: list[dict]) -> bool:

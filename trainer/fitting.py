@@ -152,11 +152,12 @@ def fits(loop: Trainer) -> dict[str, Fit]:
         samples = name == "eval" or hasattr(source, "prompts")
         room = min(prompts, default=None) if samples else positions
         if room is not None:
-            out[name] = Fit(renderer, room, partial(_chats, env, samples), samples)
+            out[name] = Fit(renderer, room, partial(chats_of, env, samples), samples)
     return out
 
 
-def _chats(env: Any, prompt: bool, row: Row) -> list[Chat]:
+def chats_of(env: Any, prompt: bool, row: Row) -> list[Chat]:
+    """Return what is rendered of a row: its chat, or those of a preference's two replies."""
     chat = env.messages(row)
     if prompt or "rejected" not in row:
         return [chat]

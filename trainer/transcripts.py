@@ -49,9 +49,12 @@ def transcript(batch: TensorDictBase, i: int, iteration: int, *, kind: str) -> d
     parts = batch.get("reward_part", None)
     advantage = batch.get("advantage", None)
     penalty = batch.get("kl_penalty", None)
+    system = batch.get("system", None)
+    said = "" if system is None else system[i].data
     return {
         "iteration": iteration,
         "kind": kind,
+        **({"system": said} if said else {}),
         "prompt": batch.get("prompt")[i].data,
         "response": batch.get("response")[i].data,
         "reward": _short(batch.get("reward_raw")[i].sum()),

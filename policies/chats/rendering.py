@@ -258,6 +258,7 @@ class Outlines:
 
     def _make(self, blank: Sequence[Message], prompt: bool) -> Outline:
         text, spans = self.text(blank, prompt)
+        self._refuse_loss(blank, text)
         fault = ""
         if not self.tagged:
             spans, fault = self.find_turns(blank, text)
@@ -303,6 +304,16 @@ class Outlines:
             if token in self._encoder.control:
                 return token if not tail[:start].strip() else None
         return None
+
+    def _refuse_loss(self, blank: Sequence[Message], text: str) -> None:
+        """Raise if a content is not in the text; a message may be its calls of tools alone."""
+        for i, message in enumerate(blank):
+            if message["content"] not in text.lower() and not message.get("tool_calls"):
+                raise ValueError(
+                    f"{self.label} drops what message {i} ({message['role']}) of a chat with roles "
+                    f"{[m['role'] for m in blank]} says; set policy.chat_template=chatml, or to "
+                    "one that writes it"
+                )
 
     def _refuse_markup(self, messages: Sequence[Message]) -> None:
         """Raise if a field other than the content, which is not spelled out, has control tokens."""

@@ -96,7 +96,7 @@ def card(run: Run, chosen: Weights, *, name: str, curves: str = "") -> str:
 def origins(model: str) -> list[str]:
     """Return the name of a model and of those that it was trained from, without their places.
 
-    A folder of the cache is its experiment, that of a run its experiment too; others are a name.
+    A folder of the cache is experiment:<name>, that of a run says which run; others are a name.
 
     >>> origins("some/model"), origins("/a/b/my-model")
     (['some/model'], ['my-model'])
@@ -107,15 +107,19 @@ def origins(model: str) -> list[str]:
     home = folder.parent if folder.name == "model" else folder
     kept, run = read_yaml(home / "MANIFEST.json"), load_run(home)  # JSON is YAML
     config = dig(kept, "about", "config") or run.config
-    named = dig(kept, "about", "experiment") or (run.experiment if config else None)
-    start = dig(config, "policy", "model")
-    return [f"experiment:{named}", *origins(start)] if named and start else [folder.name]
+    cached, start = dig(kept, "about", "experiment"), dig(config, "policy", "model")
+    if not config or not start:
+        return [_placeless(str(folder))]
+    named = f"experiment:{cached}" if cached else f"{home.name}, a run of {run.experiment}"
+    return [named, *origins(start)]
 
 
 def _placeless(value: Any) -> Any:
-    """Return a setting without the folder of a file that it names."""
-    is_place = isinstance(value, str) and value.startswith(("/", "./", "../", "~"))
-    return Path(value).name if is_place else value
+    """Return a setting without the folder of a file that it names; of a run's model its run."""
+    if not isinstance(value, str) or not value.startswith(("/", "./", "../", "~")):
+        return value
+    path = Path(value)
+    return f"{path.parent.name}/{path.name}" if path.name == "model" else path.name
 
 
 def _head(base: str, by: str) -> str:

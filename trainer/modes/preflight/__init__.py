@@ -6,9 +6,10 @@ result. Numbers are counted or measured; how they are scaled to the whole run: d
 
 from typing import Any
 
-from trainer.modes.preflight.checks import check_rewards, check_rows, check_steps, check_tokens
+from trainer.modes.preflight.checks import check_rewards, check_rows, check_steps
 from trainer.modes.preflight.costs import check_disk, check_memory, check_time
 from trainer.modes.preflight.play import Findings, play
+from trainer.modes.preflight.tokens import check_tokens
 from trainer.trainer import Trainer
 
 
@@ -23,7 +24,7 @@ def run(loop: Trainer, settings: dict[str, Any]) -> float:
     played = play(loop, findings)
     if played:
         first, second = played
-        check_tokens(loop, first.batch, findings)
+        check_tokens(loop, first, findings)
         if "reward_raw" in first.batch:
             check_rewards(first, settings, findings)
         check_memory(loop, settings, findings, played=second, longest=longest)

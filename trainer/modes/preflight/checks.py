@@ -1,11 +1,7 @@
-"""What a preflight says of rows, steps, tokens and rewards; memory, time, disk: costs.py."""
+"""What a preflight says of rows, steps and rewards; the rest: tokens.py and costs.py."""
 
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Any
-
-from rich.text import Text
-from tensordict import TensorDictBase
 
 from policies.packing import groups
 from policies.scorer import max_positions
@@ -13,10 +9,8 @@ from trainer.fitting import fit_rows
 from trainer.metrics import idle_groups
 from trainer.modes.preflight.play import Findings, Iteration
 from trainer.trainer import Trainer
-from trainer.transcripts import token_texts
 
 RENDERED = 1000  # rows of a split that are rendered to learn their lengths
-LONG = 60  # tokens of a row shown at each end
 SLOW = 0.2  # share of an iteration that rewards may take without a word
 
 
@@ -96,65 +90,6 @@ def check_steps(
             f"optimizer.warmup={warmup} is longer than the run's {steps} steps, so that the "
             "learning rate stays below optimizer.lr; lower it"
         )
-
-
-def check_tokens(loop: Trainer, batch: TensorDictBase, findings: Findings) -> None:
-    """Show what is learnt of a real row, and whether it ends as a turn does."""
-    colour = findings.console.is_terminal and not findings.console.no_color
-    tokenizer, stop_ids = loop.policy.tokenizer, loop.policy.stop_ids
-    what, how = "sampled reply" if samples(loop) else "row", "green" if colour else "in [[ ]]"
-    text = marked(batch, 0, tokenizer, colour=colour)
-    findings.section(f"Tokens: a real {what}, what is learnt of it {how}", text)
-    empty, ended = learnt(batch, stop_ids)
-    ends = ", ".join(repr(tokenizer.decode([i])) for i in sorted(stop_ids))
-    findings.say(
-        f"template {loop.policy.renderer.name}; a turn ends by {ends}: {ended} of {len(batch)} "
-        f"rows end so, {empty} learn nothing"
-    )
-    if empty == len(batch):
-        findings.problem(
-            "no reply has a token to learn; look at after_rollout and at dropped replies"
-            if samples(loop)
-            else "no row has a token to learn; set policy.chat_template=chatml, or to a template "
-            "with {% generation %} tags"
-        )
-    elif not ended and samples(loop):
-        findings.judge(
-            f"no reply of {len(batch)} ended by itself; raise policy.max_new_tokens, or begin with "
-            "a model that knows this template (policy.chat_template)"
-        )
-    elif not ended:
-        findings.problem(
-            "no row ends by an end of turn that is learnt, so that replies would not stop; set "
-            "policy.chat_template=chatml"
-        )
-
-
-def marked(batch: TensorDictBase, i: int, tokenizer: Any, *, colour: bool) -> Text:
-    """Return row i, the tokens that are learnt in green, without colours in [[ ]]."""
-    size = int(batch.get(("masks", "all_attention_mask"))[i].sum())  # rows are right-padded
-    texts = token_texts(batch.get(("tokens", "full"))[i, :size].tolist(), tokenizer)
-    kept = batch.get("loss_mask")[i, :size].tolist()
-    if size > 2 * LONG:
-        texts = [*texts[:LONG], f" ... {size - 2 * LONG} tokens ... ", *texts[-LONG:]]
-        kept = [*kept[:LONG], False, *kept[-LONG:]]
-    out = Text()
-    for learns, pairs in groupby(zip(kept, texts, strict=True), key=lambda pair: pair[0]):
-        text = "".join(part for _, part in pairs).replace("\n", "\\n")
-        text = "".join(c if c.isprintable() else " " for c in text)
-        shown = f"[[{text}]]" if learns and not colour else text
-        out.append(shown, style="green" if learns else "dim")
-    return out
-
-
-def learnt(batch: TensorDictBase, stop_ids: frozenset[int]) -> tuple[int, int]:
-    """Return how many rows learn nothing, and how many end their learnt tokens with a stop id."""
-    mask, ids = batch.get("loss_mask"), batch.get(("tokens", "full"))  # [B, T]
-    places = mask.int().cumsum(-1).argmax(-1)  # [B] the last kept token
-    last = ids.gather(-1, places.unsqueeze(-1)).squeeze(-1).tolist()
-    some = mask.any(-1).tolist()
-    ended = sum(any_ and token in stop_ids for any_, token in zip(some, last, strict=True))
-    return some.count(False), ended
 
 
 def check_rewards(played: Iteration, settings: dict[str, Any], findings: Findings) -> None:

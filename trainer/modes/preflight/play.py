@@ -9,6 +9,7 @@ from typing import Any
 
 import psutil
 from rich.console import Console
+from rich.padding import Padding
 from rich.text import Text
 from tensordict import TensorDictBase
 
@@ -34,7 +35,11 @@ class Findings:
 
     def say(self, line: str | Text, *, style: str = "") -> None:
         """Print a line of a section."""
-        self.console.print(Text("  ", style=style).append(line), soft_wrap=True)
+        if self.console.is_terminal:  # wrapped at words
+            line = Text(line, style=style) if isinstance(line, str) else line
+            self.console.print(Padding(line, (0, 0, 0, 2)))
+        else:
+            self.console.print(Text("  ", style=style).append(line), soft_wrap=True)
 
     def problem(self, text: str) -> None:
         """Note something to change before the run."""
@@ -67,11 +72,15 @@ class Phase:
 
 @dataclass(frozen=True)
 class Iteration:
-    """An iteration that was played: its batch, its phases, the seconds of the task's rewards."""
+    """An iteration that was played: its batch, its phases, the seconds of the task's rewards.
+
+    `chats` are those that the task has judged, the reply last.
+    """
 
     batch: TensorDictBase
     phases: dict[str, Phase]
     rewards: float
+    chats: list[list[dict[str, Any]]]
 
     @property
     def seconds(self) -> float:
@@ -107,26 +116,27 @@ def play_one(loop: Trainer, number: int) -> Iteration:
         phases[name] = Phase(time.perf_counter() - start, before, peak.highest())
         return out
 
-    with timed_rewards(loop.source.env.base_env.task) as seconds:
+    with watched_rewards(loop.source.env.base_env.task) as (seconds, chats):
         batch = phase("generate", lambda: loop.source(number))
     batch = phase("score", lambda: loop.advantage(loop.retrieve_kl(batch)))
     phase("update", lambda: loop.update(batch))
-    return Iteration(batch, phases, sum(seconds))
+    return Iteration(batch, phases, sum(seconds), chats)
 
 
 @contextmanager
-def timed_rewards(task: Any) -> Iterator[list[float]]:
-    """Collect the seconds that a task's rewards take inside the block."""
-    took, rewards = [], task.rewards
+def watched_rewards(task: Any) -> Iterator[tuple[list[float], list[Any]]]:
+    """Collect the seconds that a task's rewards take inside the block, and the chats judged."""
+    took, chats, rewards = [], [], task.rewards
 
-    def timed(rows: Sequence[Any], replies: Sequence[Any]) -> Any:
+    def watched(rows: Sequence[Any], replies: Sequence[Any]) -> Any:
         start = time.perf_counter()
         out = rewards(rows, replies)
         took.append(time.perf_counter() - start)
+        chats.extend(reply.messages for reply in replies)
         return out
 
-    task.rewards = timed  # on this object only
+    task.rewards = watched  # on this object only
     try:
-        yield took
+        yield took, chats
     finally:
         del task.rewards
