@@ -12,33 +12,35 @@ MOST = 256  # tokens of a row: some ten kilobytes
 
 
 def transcripts(
-    batch: TensorDictBase, iteration: int, *, count: int, kind: str, tokenizer: Any = None
+    batch: TensorDictBase, iteration: int, *, count: int | str, kind: str, tokenizer: Any = None
 ) -> list[dict]:
-    """Return the best and worst replies of a batch as plain records for transcripts.jsonl.
+    """Return replies of a batch as plain records for transcripts.jsonl, the highest reward first.
 
-    A prompt stands once among the best and once among the worst; dropped replies do not. With a
-    tokenizer the median one stands between them, and it, the best and the worst say so in `rank`
-    and hold their tokens in `pieces`.
+    The best, the median and the worst one are there, and whole groups as far as they fit into
+    `count`: those of these three first. "all" is every reply; dropped ones never are. With a
+    tokenizer those three say what they are in `rank` and hold their tokens in `pieces`.
     """
-    reward, prompts = batch.get("reward_raw").sum(-1).tolist(), batch.get("prompt").tolist()
+    reward, owner = batch.get("reward_raw").sum(-1).tolist(), batch.get("group_id").tolist()
     kept = kept_rows(batch).nonzero().squeeze(-1).tolist()
     order = sorted(kept, key=reward.__getitem__, reverse=True)
-
-    def once(rows: Iterable[int]) -> list[int]:
-        first: dict[str, int] = {}
-        for i in rows:
-            first.setdefault(prompts[i], i)
-        return list(first.values())
-
-    best = once(order)[: count // 2]
-    worst = once(i for i in reversed(order) if i not in best)[: count - count // 2]
-    wanted = order[len(order) // 2 :][:1] if tokenizer is not None else []
-    median = [i for i in wanted if i not in (*best, *worst)]
-    chosen = [*best, *median, *reversed(worst)]
-    rows = {i: transcript(batch, i, iteration, kind=kind) for i in chosen}
-    for rank, held in (("best", best), ("median", median), ("worst", worst)):
-        for i in held[:1] if tokenizer is not None else ():
-            rows[i] |= {"rank": rank, "pieces": token_columns(batch, i, tokenizer)}
+    first = [*order[:1], *order[-1:], *order[len(order) // 2 :][:1]]
+    ranks = dict([*zip(first, ("best", "worst", "median"), strict=False)][::-1])  # one may be all
+    groups: dict[int, list[int]] = {}
+    for i in order:
+        groups.setdefault(owner[i], []).append(i)
+    ends = (i for pair in zip(order, reversed(order), strict=True) for i in pair)  # to the middle
+    chosen, most = {*ranks}, len(order) if count == "all" else int(count)
+    room = most
+    for group in dict.fromkeys(owner[i] for i in (*first, *ends)):
+        if len(groups[group]) <= room:
+            chosen |= {*groups[group]}
+            room -= len(groups[group])
+        elif room == most:  # a group larger than all there is room for: evenly over its rewards
+            chosen |= {groups[group][k * len(groups[group]) // room] for k in range(room)}
+            room = 0
+    rows = {i: transcript(batch, i, iteration, kind=kind) for i in order if i in chosen}
+    for i, rank in ranks.items() if tokenizer is not None else ():
+        rows[i] |= {"rank": rank, "pieces": token_columns(batch, i, tokenizer)}
     return list(rows.values())
 
 
@@ -52,7 +54,9 @@ def transcript(batch: TensorDictBase, i: int, iteration: int, *, kind: str) -> d
     return {
         "iteration": iteration,
         "kind": kind,
+        "group": int(batch.get("group_id")[i]),
         "prompt": batch.get("prompt")[i].data,
+        "answer": batch.get("answer")[i].data or None if "answer" in batch else None,
         "response": batch.get("response")[i].data,
         "reward": _short(batch.get("reward_raw")[i].sum()),
         "parts": _parts(() if parts is None else parts.items(), i),

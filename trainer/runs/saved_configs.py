@@ -8,7 +8,11 @@ from trainer.runs.redact import redact
 from trainer.runs.run_files import PLACES, PREFIX, read_yaml
 
 # Keys that are younger than run folders which go on, with what a run without them means.
-YOUNGER = {"policy": {"chat_template_kwargs": {}}, "env": {"overlong": "drop"}}
+YOUNGER: dict[str, dict[str, Any]] = {
+    "policy": {"chat_template_kwargs": {}},
+    "env": {"overlong": "drop"},
+    "tracker": {"replies": "16"},
+}
 
 
 def as_today(saved: Any) -> dict[str, Any]:
