@@ -106,8 +106,7 @@ def screenshots(tmp_path_factory) -> Path:
 
 OUTSIDE = """
 [...document.querySelectorAll("body *")].filter((e) => {
-  const scrolls = e.closest(".scroll,pre,.reply,script,style,svg");
-  if (scrolls && scrolls !== e) return false;
+  if (e.parentElement.closest(".scroll,pre,.reply,script,style,svg")) return false;
   const box = e.getBoundingClientRect();
   return box.right > innerWidth + 1 || box.left < -1;
 }).map((e) => e.outerHTML.slice(0, 200))
@@ -150,7 +149,8 @@ def test_a_page_fits_asks_for_nothing_and_complains_of_nothing(
 
 def test_the_table_of_a_sweep_is_not_cut_on_a_wide_screen(browser, pages):
     browser.open(pages["sweep"], width=1280)
-    cut = "[...document.querySelectorAll('.scroll')].map((e) => e.scrollWidth - e.clientWidth)"
+    tables = "[...document.querySelectorAll('.scroll:not(.row)')]"
+    cut = f"{tables}.map((e) => e.scrollWidth - e.clientWidth)"
     assert browser.run(cut) == [0]
 
 
@@ -227,9 +227,8 @@ SHOWN = f"{GROUPS}.map((group) => group.querySelector('.prompt').textContent)"
 def test_the_browser_of_replies_goes_through_iterations_and_finds_texts(browser, pages):
     for width in WIDTHS:
         browser.open(pages["report"], width=width)
-        slider, search = (
-            f"document.querySelector('#browser [type={t}]')" for t in ("range", "search")
-        )
+        slider = "document.querySelector('#browser [type=range]')"
+        search = "document.querySelector('#browser [type=search]')"
         where = "document.querySelector('#browser output').textContent"
 
         def press(key: str) -> None:
@@ -247,9 +246,8 @@ def test_the_browser_of_replies_goes_through_iterations_and_finds_texts(browser,
         assert browser.run(SHOWN) == [f"{g} of 9" for g in range(6)]
         replies = browser.run(f"{GROUPS}[0].querySelectorAll('.said .reply').length")
         assert replies == 8, "the whole group"
-        tops = (
-            f"[...{GROUPS}[0].querySelectorAll('.said')].map((e) => e.getBoundingClientRect().top)"
-        )
+        said = f"[...{GROUPS}[0].querySelectorAll('.said')]"
+        tops = f"{said}.map((e) => e.getBoundingClientRect().top)"
         assert len(set(browser.run(tops))) == 1, "beside each other"
         told = browser.run(f"{GROUPS}[0].textContent")
         for text in ("right answer: unbreakable", "parts: exact 0.25", "reward 0.875", "Be brief."):
@@ -284,14 +282,10 @@ def test_jump_links_lead_to_their_headings_on_a_phone(browser, pages):
     browser.open(pages["report"], width=390)
     for place in ("replies", "configuration", "curves"):
         browser.run(f"document.querySelector('nav [href=\"#{place}\"]').click()")
-        until(
-            browser,
-            f"Math.abs(document.getElementById('{place}').getBoundingClientRect().top) < 120",
-        )
+        top = f"document.getElementById('{place}').getBoundingClientRect().top"
+        until(browser, f"0 < {top} && {top} < innerHeight - 20")
         bottom = browser.run("document.querySelector('nav').getBoundingClientRect().bottom")
-        assert bottom <= browser.run(
-            f"document.getElementById('{place}').getBoundingClientRect().top"
-        )
+        assert bottom <= browser.run(top)
         assert bottom > 0, "the links stay in sight"
 
 

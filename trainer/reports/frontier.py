@@ -32,8 +32,9 @@ def frontier(jobs: Sequence[Job], *, width: int, height: int, by: str = REWARD) 
     if by != REWARD:
         title, unit = "Accuracy against KL to the reference", "share of held-out replies, sampled"
     chart = Chart(title, unit, width=width, height=height)
-    chart.text(2, 45, "; ".join(notes))
-    chart.top = 49
+    for line_of_notes in _wrapped(notes, width):
+        chart.top += 15
+        chart.text(2, chart.top - 4, line_of_notes)
     spots = [spot for setting in placed for spot in setting.spots(by)]
     kls, values = zip(*spots, *([begin] if begin else []), strict=True)
     chart.axes(
@@ -54,6 +55,18 @@ def frontier(jobs: Sequence[Job], *, width: int, height: int, by: str = REWARD) 
     for setting in placed:
         taken += _label(chart, setting, setting.place(by), taken)
     return chart.svg()
+
+
+def _wrapped(notes: Sequence[str], width: int) -> list[str]:
+    """Join notes into lines that fit."""
+    lines = [""]
+    for note in notes:
+        longer = f"{lines[-1]}; {note}" if lines[-1] else note
+        if lines[-1] and text_width(longer) > width:
+            lines.append(note)
+        else:
+            lines[-1] = longer
+    return lines
 
 
 def pareto(settings: Sequence[Setting], by: str = REWARD) -> list[Setting]:
