@@ -115,7 +115,7 @@ def reply(i: int) -> dict:
 
 
 def tables(folder: Path) -> list[list[tuple]]:
-    """Return the rows (iteration, prompt, response, reward, with answer and parts) of every part of W&B's table."""
+    """Return the rows, without what is not told apart, of every part of the table of W&B."""
     paths = sorted(
         folder.glob("wandb/offline-run-*/files/media/table/*.json"), key=lambda p: p.stat().st_mtime
     )

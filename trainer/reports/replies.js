@@ -47,13 +47,15 @@
       parts.length ? make("div", "facts", `parts: ${parts.join(", ")}`) : null);
   };
 
+  const size = (row) => (row.pieces ? row.pieces.text.join("") : row.response).length;
+
   const group = (found, most) => {
     const head = [found.at ? make("span", "muted", `iteration ${found.at} `) : null];
     const told = (found.messages || []).map(([role, text]) =>
       make("details", "", make("summary", "", role), make("div", "reply", text)));
     return make("div", "card group", make("div", "prompt", ...head, found.prompt), ...told,
       found.answer ? make("div", "facts", "right answer: ", make("b", "", found.answer)) : null,
-      make("div", `scroll row${found.replies.every((row) => row.response.length < 40) ? " brief" : ""}`, ...found.replies.map((row) => reply(row, most))));
+      make("div", `scroll row${found.replies.every((row) => size(row) < 40) ? " brief" : ""}`, ...found.replies.map((row) => reply(row, most))));
   };
 
   // What all but the largest twentieth lie below is full colour, as in replies.py.
