@@ -110,7 +110,7 @@ def test_transcripts_show_whole_groups_of_the_best_the_worst_and_the_median():
     # rows 4 and 5 earn 2, row 0 1, rows 2 and 3 0.5, row 1 nothing; groups are pairs of rows
     assert kept("all") == kept("6") == kept(99) == [4, 5, 0, 2, 3, 1]
     assert kept("4") == [4, 5, 0, 2, 1], "the groups of the best and of the worst, and the median"
-    assert kept(3) == [4, 5, 2, 1], "no part of a group, but the best, the median and the worst"
+    assert kept(3) == [4, 5, 0, 2, 1], "the last group is cut"
     assert kept("0") == kept(1) == [4, 2, 1]
     row = transcripts(td, 7, count=4, kind="train")[-1]
     assert row == {
@@ -135,11 +135,11 @@ def test_transcripts_show_whole_groups_of_the_best_the_worst_and_the_median():
     assert kept("all") == []
 
 
-def test_a_group_larger_than_what_is_kept_is_shown_from_its_best_to_its_worst():
+def test_of_a_group_larger_than_what_is_kept_the_best_and_the_worst_are_shown():
     td = batch()
     td["group_id"] = torch.zeros(6, dtype=torch.int64)
     rows = transcripts(td, 7, count=3, kind="train")
-    assert [int(r["prompt"][-1]) for r in rows] == [4, 0, 2, 3, 1], "each other one, and the ends"
+    assert [int(r["prompt"][-1]) for r in rows] == [4, 5, 0, 2, 1]
 
 
 def test_transcripts_hold_rewards_as_the_task_gave_them():

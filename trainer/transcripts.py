@@ -1,6 +1,7 @@
 """Replies as plain records, for transcripts.jsonl and what shows it: rows, and their tokens."""
 
 from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -16,9 +17,9 @@ def transcripts(
 ) -> list[dict]:
     """Return replies of a batch as plain records for transcripts.jsonl, the highest reward first.
 
-    The best, the median and the worst one are there, and whole groups as far as they fit into
-    `count`: those of these three first. "all" is every reply; dropped ones never are. With a
-    tokenizer those three say what they are in `rank` and hold their tokens in `pieces`.
+    The best, the median and the worst one, and `count` by groups (the last one may be cut), those of
+    these three first; "all" is every reply but dropped ones. With a tokenizer those three say what
+    they are in `rank` and hold their tokens in `pieces`.
     """
     reward, owner = batch.get("reward_raw").sum(-1).tolist(), batch.get("group_id").tolist()
     kept = kept_rows(batch).nonzero().squeeze(-1).tolist()
@@ -29,15 +30,8 @@ def transcripts(
     for i in order:
         groups.setdefault(owner[i], []).append(i)
     ends = (i for pair in zip(order, reversed(order), strict=True) for i in pair)  # to the middle
-    chosen, most = {*ranks}, len(order) if count == "all" else int(count)
-    room = most
-    for group in dict.fromkeys(owner[i] for i in (*first, *ends)):
-        if len(groups[group]) <= room:
-            chosen |= {*groups[group]}
-            room -= len(groups[group])
-        elif room == most:  # a group larger than all there is room for: evenly over its rewards
-            chosen |= {groups[group][k * len(groups[group]) // room] for k in range(room)}
-            room = 0
+    wanted = (i for g in dict.fromkeys(owner[i] for i in (*first, *ends)) for i in groups[g])
+    chosen = {*first, *islice(wanted, None if count == "all" else int(count))}
     rows = {i: transcript(batch, i, iteration, kind=kind) for i in order if i in chosen}
     for i, rank in ranks.items() if tokenizer is not None else ():
         rows[i] |= {"rank": rank, "pieces": token_columns(batch, i, tokenizer)}
