@@ -1,10 +1,9 @@
 """Replies as plain records, for transcripts.jsonl and what shows it: rows, and their tokens."""
 
-from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from trainer.metrics import kept_rows
@@ -17,7 +16,7 @@ def transcripts(
 ) -> list[dict]:
     """Return replies of a batch as plain records for transcripts.jsonl, the highest reward first.
 
-    The best, the median and the worst one, and `count` by groups (the last one may be cut), those of
+    The best, the median and the worst one, and `count` by groups (the last may be cut), those of
     these three first; "all" is every reply but dropped ones. With a tokenizer those three say what
     they are in `rank` and hold their tokens in `pieces`.
     """
@@ -42,8 +41,9 @@ def transcript(batch: TensorDictBase, i: int, iteration: int, *, kind: str) -> d
     """Return row i of a batch as a plain record."""
     mask = batch.get("loss_mask")[i]
     sampled = batch.get(("masks", "all_response_mask"), batch.get("loss_mask"))[i]
-    parts = batch.get("reward_part", None)
+    parts = batch.get("reward_part", TensorDict())
     advantage = batch.get("advantage", None)
+    none = advantage is None or not bool(mask.any())
     penalty = batch.get("kl_penalty", None)
     return {
         "iteration": iteration,
@@ -53,22 +53,11 @@ def transcript(batch: TensorDictBase, i: int, iteration: int, *, kind: str) -> d
         "answer": batch.get("answer")[i].data or None if "answer" in batch else None,
         "response": batch.get("response")[i].data,
         "reward": _short(batch.get("reward_raw")[i].sum()),
-        "parts": _parts(() if parts is None else parts.items(), i),
-        "advantage": _mean(advantage, i, mask),
+        "parts": {n: _short(v[i]) for n, v in parts.items() if not bool(v[i].isnan())},
+        "advantage": None if none else _short(advantage[i][mask].mean()),
         "kl": None if penalty is None else _short((penalty[i] * sampled).sum()),
         "truncated": bool(batch.get("truncated")[i]),
     }
-
-
-def _parts(parts: Iterable[tuple[str, Tensor]], i: int) -> dict[str, float]:
-    """Return those parts that fit row i."""
-    return {name: _short(value[i]) for name, value in parts if not bool(value[i].isnan())}
-
-
-def _mean(values, i: int, mask) -> float | None:
-    if values is None or not bool(mask.any()):
-        return None
-    return _short(values[i][mask].mean())
 
 
 def _short(value: Tensor) -> float:
