@@ -54,8 +54,7 @@ class Progress:
 class Trainer:
     """Run the loop on the parts that train.py put together.
 
-    `policy` learns, `generator` samples: the policy itself unless an engine does. `replies`: how
-    many of an iteration are kept (trainer/transcripts.py), or "all".
+    `policy` learns, `generator` samples: the policy itself unless an engine does.
     """
 
     runtime: Runtime
@@ -69,7 +68,7 @@ class Trainer:
     leash: Leash
     checkpoints: Checkpoints
     num_iterations: int
-    replies: int | str = 16
+    replies: int | str = 16  # of an iteration that are kept, or "all"
     observers: Observer = field(default_factory=Observer)
     progress: Progress = field(default_factory=Progress)
     data: dict[str, str] = field(default_factory=dict)  # sha256 of each data file, by its key

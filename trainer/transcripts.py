@@ -81,7 +81,7 @@ def token_columns(batch: TensorDictBase, i: int, tokenizer: Any) -> dict[str, An
         "kl": batch.get("kl_penalty", None),
         "advantage": batch.get("advantage", None),
     }
-    values = {n: _plain(v[i, start:]) for n, v in found.items() if v is not None}
+    values = {n: v[i, start:].tolist() for n, v in found.items() if v is not None}
     out: dict[str, Any] = {"text": [], **{name: [] for name in values}}
     own, before = sampled[start:length].tolist(), True
     for k, text in enumerate(texts):
@@ -91,7 +91,7 @@ def token_columns(batch: TensorDictBase, i: int, tokenizer: Any) -> dict[str, An
         before = own[k]
         out["text"].append(text)
         for name, column in values.items():
-            out[name].append(column[k] if own[k] else None)
+            out[name].append(float(f"{column[k]:.3g}") if own[k] else None)
     left_out = length - start - len(ids)
     return out | ({"left_out": left_out} if left_out else {})
 
@@ -114,7 +114,3 @@ def token_texts(ids: list[int], tokenizer: Any) -> list[str]:
         out.append(text[len(decode(context, done)) :])
         context, done = done, end
     return out
-
-
-def _plain(values: Tensor) -> list[float]:
-    return [float(f"{value:.3g}") for value in values.tolist()]
