@@ -66,6 +66,7 @@ def train(cfg: DictConfig, folder: Path) -> float:
                 runtime, policy, optimizer, reference=reference, **cfg.checkpoint
             ),
             num_iterations=total,
+            replies=cfg.tracker.get("replies", "0"),
             data=sha256_of_data(cfg.env),
             observers=parts.make_observers(cfg, runtime),
         )

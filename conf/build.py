@@ -158,4 +158,5 @@ def make_observers(cfg: DictConfig, runtime: Any) -> Any:
 def make_tracker(cfg: DictConfig, folder: Path) -> Any:
     """Return the tracker of a run folder."""
     told = {"folder": str(folder), "config": OmegaConf.to_container(cfg)}
-    return build(cfg.tracker, **told, resume=cfg.resume is not None)
+    node = {key: value for key, value in cfg.tracker.items() if key != "replies"}  # of the loop
+    return build(node, **told, where="tracker", resume=cfg.resume is not None)

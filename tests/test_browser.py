@@ -50,6 +50,7 @@ def write_run(folder: Path, *words: str, scale: float = 1.0, state: str = "finis
         "log_prob": [k and -0.1 * k for k in own],
     }
     row = {"kind": "train", "prompt": f"Q {LONG}", "truncated": True, "kl": 2.5}
+    row |= {"answer": LONG, "system": "Be brief. " * 9, "parts": {"exact": 0.25, LONG: 1.0}}
     ranks = {"best": 1.0, "median": 0.5, "worst": 0.0}
     said = [
         {**row, "response": n, "rank": n, "reward": r, "pieces": pieces} for n, r in ranks.items()
@@ -57,6 +58,10 @@ def write_run(folder: Path, *words: str, scale: float = 1.0, state: str = "finis
     said += [{**row, "response": f"{k} {LONG}", "reward": k / 9} for k in range(3)]
     for kind in ("before", "after"):
         said += [{"kind": kind, "prompt": f"{k}", "response": f"{kind} {LONG}"} for k in range(8)]
+    for i in range(1, 10):
+        earlier = [{**row, "group": g, "prompt": f"{g} of {i}", "response": f"<b>r{i}{g}{k}",
+                    "reward": k / 8} for g in range(9) for k in range(8)]  # fmt: skip
+        JsonlTracker(folder, resume=True).replies(earlier, i, kind="train")
     JsonlTracker(folder, resume=True).replies(said, 60, kind="after")
     note = {"level": "warn", "title": "KL explodes", "text": f"{LONG} read", "iteration": 7}
     notes = [note, {**note, "level": "info", "title": "Loss near 0", "until": 9}]
@@ -101,8 +106,7 @@ def screenshots(tmp_path_factory) -> Path:
 
 OUTSIDE = """
 [...document.querySelectorAll("body *")].filter((e) => {
-  const scrolls = e.closest(".scroll,pre,.reply,script,style,svg");
-  if (scrolls && scrolls !== e) return false;
+  if (e.parentElement.closest(".scroll,pre,.reply,script,style,svg")) return false;
   const box = e.getBoundingClientRect();
   return box.right > innerWidth + 1 || box.left < -1;
 }).map((e) => e.outerHTML.slice(0, 200))
@@ -145,7 +149,8 @@ def test_a_page_fits_asks_for_nothing_and_complains_of_nothing(
 
 def test_the_table_of_a_sweep_is_not_cut_on_a_wide_screen(browser, pages):
     browser.open(pages["sweep"], width=1280)
-    cut = "[...document.querySelectorAll('.scroll')].map((e) => e.scrollWidth - e.clientWidth)"
+    tables = "[...document.querySelectorAll('.scroll:not(.row)')]"
+    cut = f"{tables}.map((e) => e.scrollWidth - e.clientWidth)"
     assert browser.run(cut) == [0]
 
 
@@ -215,6 +220,84 @@ def test_a_finger_gets_the_values_of_a_chart_and_of_a_token(browser, pages):
     browser.call("Emulation.setTouchEmulationEnabled", enabled=False)
 
 
+GROUPS = "[...document.querySelectorAll('#browser .group')]"
+SHOWN = f"{GROUPS}.map((group) => group.querySelector('.prompt').textContent)"
+
+
+def test_the_browser_of_replies_goes_through_iterations_and_finds_texts(browser, pages):
+    for width in WIDTHS:
+        browser.open(pages["report"], width=width)
+        slider = "document.querySelector('#browser [type=range]')"
+        search = "document.querySelector('#browser [type=search]')"
+        where = "document.querySelector('#browser output').textContent"
+
+        def press(key: str) -> None:
+            for kind in ("keyDown", "keyUp"):
+                browser.call("Input.dispatchKeyEvent", type=kind, key=key, code=key)
+
+        def type_in(element: str, value: str) -> None:
+            browser.run(f"{element}.value = '{value}'; {element}.dispatchEvent(new Event('input'))")
+
+        assert browser.run(where) == "iteration 60 of 60"
+        assert browser.run("document.querySelectorAll('#browser u[title]').length") > 40
+        browser.run("document.getElementById('browser').scrollIntoView()")
+        press("ArrowLeft")
+        assert browser.run(where) == "iteration 9 of 60"
+        assert browser.run(SHOWN) == [f"{g} of 9" for g in range(6)]
+        replies = browser.run(f"{GROUPS}[0].querySelectorAll('.said .reply').length")
+        assert replies == 8, "the whole group"
+        said = f"[...{GROUPS}[0].querySelectorAll('.said')]"
+        tops = f"{said}.map((e) => e.getBoundingClientRect().top)"
+        assert len(set(browser.run(tops))) == 1, "beside each other"
+        told = browser.run(f"{GROUPS}[0].textContent")
+        for text in ("right answer: unbreakable", "parts: exact 0.25", "reward 0.875", "Be brief."):
+            assert text in told
+        assert "<b>r900" in told, "no markup"
+        browser.run("document.querySelector('#browser .more').click()")
+        assert browser.run(SHOWN) == [f"{g} of 9" for g in range(9)]
+        assert browser.run("document.querySelector('#browser .more').hidden")
+        press("ArrowRight")
+        press("ArrowRight")
+        assert browser.run(where) == "iteration 60 of 60"
+        type_in(slider, "0")
+        assert browser.run(where) == "iteration 1 of 60"
+        type_in(search, "<B>R73")  # of any iteration, whatever the case
+        assert browser.run(SHOWN) == ["iteration 7 3 of 7"]
+        press("ArrowRight")
+        assert browser.run(SHOWN) == ["iteration 7 3 of 7"], "a search is of all iterations"
+        type_in(search, "no such text")
+        assert browser.run(SHOWN) == []
+        type_in(search, "")
+        assert browser.run(where) == "iteration 1 of 60"
+        browser.run("document.querySelectorAll('#browser .views button')[1].click()")
+        assert browser.run(SHOWN) == [str(k) for k in range(6)]
+        names = f"[...{GROUPS}[0].querySelectorAll('.said > .facts')].map((e) => e.textContent)"
+        assert browser.run(names) == ["before training", "after training"]
+        assert browser.run(OUTSIDE) == []
+        assert browser.run("document.documentElement.scrollWidth") <= width
+        assert browser.complaints() == []
+
+
+def test_jump_links_lead_to_their_headings_on_a_phone(browser, pages):
+    browser.open(pages["report"], width=390)
+    for place in ("replies", "configuration", "curves"):
+        browser.run(f"document.querySelector('nav [href=\"#{place}\"]').click()")
+        top = f"document.getElementById('{place}').getBoundingClientRect().top"
+        until(browser, f"0 < {top} && {top} < innerHeight - 20")
+        bottom = browser.run("document.querySelector('nav').getBoundingClientRect().bottom")
+        assert bottom <= browser.run(top)
+        assert bottom > 0, "the links stay in sight"
+
+
+def test_a_click_changes_what_stands_against_the_kl_of_a_sweep(browser, pages):
+    browser.open(pages["sweep"], width=390)
+    seen = "[...document.querySelectorAll('.tab')].map((e) => e.getBoundingClientRect().height > 0)"
+    assert browser.run(seen) == [True, False]
+    browser.run("document.querySelectorAll('.tabs label')[1].click()")
+    assert browser.run(seen) == [False, True]
+    assert browser.run(UNREADABLE) == []
+
+
 def until(browser: Browser, condition: str) -> None:
     """Wait until a JavaScript condition holds, also over reloads."""
     limit = time.monotonic() + 30
@@ -278,11 +361,15 @@ def test_a_running_page_shows_the_next_iteration_at_the_same_place(browser, tmp_
     with held(tmp_path):
         browser.open(write_report(tmp_path), width=390)
         browser.run("document.querySelector('details').open = true; scrollTo(0, 700)")
+        browser.run("document.querySelector('#browser .along button').click()")
+        browser.run("scrollTo(0, 700)")
         JsonlTracker(tmp_path, resume=True).log(metrics(61, 1.0), 61)
         write_report(tmp_path)
         until(browser, "document.querySelector('.tiles')?.textContent.includes('61')")
         until(browser, "document.querySelector('details')?.open && Math.abs(scrollY - 700) < 2")
         assert browser.run("document.getElementById('stale').hidden")
+        where = "document.querySelector('#browser output').textContent"
+        assert browser.run(where) == "iteration 9 of 60", "where its reader was"
         text = (tmp_path / "report.html").read_text()
         long_ago = re.sub(r'data-written="\d+"', 'data-written="1000"', text)
         (tmp_path / "report.html").write_text(long_ago)  # its run was killed

@@ -285,6 +285,15 @@ def test_output_dir_that_holds_a_run_is_refused(old_run):
     assert compose_checked([f"output_dir={old_run / 'new'}"])["output_dir"] == str(old_run / "new")
 
 
+@pytest.mark.parametrize("value", ["some", "-1", "1.5"])
+def test_how_many_replies_are_kept_is_all_or_a_number(value):
+    assert "expected tracker.replies to be all or a whole number, got" in refusal(
+        f"tracker.replies={value}"
+    )
+    for good in ("all", "0", "64"):
+        assert compose_checked([f"tracker.replies={good}"])["tracker"]["replies"] == good
+
+
 def test_resume_takes_keys_of_the_saved_tracker(old_run):
     config = json.loads((old_run / "config.yaml").read_text())
     config["tracker"] = compose_checked(["tracker=wandb"])["tracker"]

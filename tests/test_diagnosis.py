@@ -13,7 +13,18 @@ from trainer.reports.diagnosis import QUIET, RULES, WORDS, Diagnose, Diagnosis, 
 from trainer.reports.trackers.jsonl import JsonlTracker
 from trainer.runtime import Runtime
 
-HEALTHY = json.loads((Path(__file__).parent / "healthy_run.json").read_text())  # of grpo_tiny
+HERE = Path(__file__).parent
+
+
+def recorded(name: str) -> list[dict]:
+    """Return the lines of a real run: columns, a file each."""
+    columns = json.loads((HERE / name).read_text())
+    begin = int("eval/reward" not in columns)  # with evaluations from the one before training on
+    count = len(columns["loss/policy"])
+    rows = [{name: values[i] for name, values in columns.items()} for i in range(count)]
+    return [{**row, "progress/iteration": i} for i, row in enumerate(rows, begin)]
+
+
 FINE = {
     "reward/raw_mean": 0.5,
     "reward/std": 0.3,
@@ -101,10 +112,11 @@ def test_a_sick_run_is_told_so_when_it_is(name):
 
 
 def test_every_rule_has_a_sick_run_its_reason_and_its_words():
-    names = [rule.__name__ for rule in RULES]
     sick = {rule for _, wanted in SICK.values() for rule in wanted}
-    assert sorted(sick | {"loss_near_zero"}) == sorted(names) == sorted(WORDS)
-    assert all(inspect.getdoc(rule) for rule in RULES)
+    assert sorted(sick | {"loss_near_zero", "reward_hacked"}) == sorted(WORDS)
+    assert all(inspect.getdoc(rule) for rule in RULES.values())
+    limits = {name: words["when"] for name, words in WORDS.items() if name not in RULES}
+    assert all({"metric", "times"} < {*when} for when in limits.values())
 
 
 @pytest.mark.parametrize("name", WELL)
@@ -113,16 +125,49 @@ def test_a_run_just_short_of_it_is_not(name):
 
 
 def test_a_real_run_that_learns_and_a_supervised_one_raise_nothing():
-    count = len(HEALTHY["loss/policy"])
-    rows = [{name: values[i] for name, values in HEALTHY.items()} for i in range(count)]
-    for i, row in enumerate(rows):
-        row["progress/iteration"] = i + 1
+    rows = recorded("healthy_run.json")  # of grpo_tiny
     found = Diagnosis([{"progress/iteration": 0, "eval/reward": 0.1}, *rows]).findings
     assert [(f.rule, f.iteration) for f in found] == [("loss_near_zero", 1)]
     loss = [{"progress/iteration": i, "loss/total": 6 / i**0.5 + noise(i)} for i in range(1, 400)]
     assert Diagnosis(loss).findings == []
     up = [{**row, "loss/total": 2.0 + row["progress/iteration"] / 50} for row in loss]
     assert [f.rule for f in Diagnosis(up).findings] == ["falling"]
+
+
+def test_a_reward_that_rises_while_held_out_accuracy_falls_is_told():
+    rows = recorded("hacked_run.json")  # of ppo_tldr_tiny with kl.coeff=0
+    assert said(rows) == {"reward_hacked": 30}, "with its second evaluation"
+    (told,) = (f.text for f in Diagnosis(rows).findings if f.rule == "reward_hacked")
+    for end in ("-7 at best", "1.17 now", "0.18, now 0.019", "at 8.4 nats"):
+        assert end in told
+
+    def changed(**ends: float) -> dict[str, int]:
+        new = {name.replace("__", "/"): value for name, value in ends.items()}
+        return said([*rows[:-1], {**rows[-1], **new}])
+
+    assert changed(eval__greedy_accuracy=0.23) == {}, "the greedy replies got no worse"
+    assert changed(eval__sampled_accuracy=0.15, eval__greedy_accuracy=0.2) == {}, "by a sixth"
+    assert changed(eval__reward=-7.5) == {}, "the held-out replies do not earn more"
+    leashed = {"eval__sampled_accuracy": 0.623, "eval__greedy_accuracy": 0.833}
+    assert changed(**leashed, eval__reward=-0.449) == {}, "what the run came to with kl.coeff=1"
+    flat = [{**row, "reward/raw_mean": noise(i)} for i, row in enumerate(rows)]
+    assert said(flat) == {}, "no reward rises in training"
+    supervised = [{k: v for k, v in row.items() if not k.startswith("reward/")} for row in rows]
+    assert "reward_hacked" not in said(supervised)
+
+
+def test_a_reward_that_was_hacked_is_told_at_the_evaluation_that_shows_it_and_until_it_is_mended():
+    def accuracy(i: int) -> float | str:
+        seen = {0: 0.2, 10: 0.6, 20: 0.7, 30: 0.3, 40: 0.65}
+        return seen.get(i, "absent")
+
+    start = {"progress/iteration": 0, "eval/sampled_accuracy": 0.2, "eval/reward": 0.3}
+    rewards = {0: 0.3, 10: 0.5, 20: 0.6, 30: 0.9, 40: 0.95}
+    rows = stream(
+        60, eval__sampled_accuracy=accuracy, eval__reward=lambda i: rewards.get(i, "absent")
+    )
+    (found,) = (f for f in Diagnosis([start, *rows]).findings if f.rule == "reward_hacked")
+    assert (found.level, found.iteration, found.until) == ("error", 30, 49)
 
 
 def test_it_is_said_once_until_it_has_been_gone_for_a_while():
@@ -179,13 +224,13 @@ def test_an_iteration_whose_replies_were_all_dropped_is_not_judged_by_its_loss()
 
 
 def test_the_page_on_tracking_explains_every_rule():
-    page = (Path(__file__).parents[1] / "docs" / "tracking.md").read_text()
+    page = (HERE.parent / "docs" / "tracking.md").read_text()
     titles = [words["title"] for words in WORDS.values()]
     assert re.findall(r"^\| \*\*(.+?)\*\* \|", page, re.MULTILINE) == titles
 
 
 def test_what_the_rules_read_and_name_exists():
-    page = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
+    page = (HERE.parent / "docs" / "metrics.md").read_text()
     groups = {name.split("/")[0] for name in re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)}
     told = inspect.getsource(diagnosis) + json.dumps(WORDS)
     names = set(re.findall(r"\b([a-z]+/[a-z_0-9]+)\b", told))

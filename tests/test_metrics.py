@@ -98,13 +98,27 @@ def test_ranks_are_summed_before_they_are_divided(tmp_path):
     assert both == pytest.approx(alone)
 
 
-def test_transcripts_show_the_best_and_the_worst():
-    rows = transcripts(batch(), 7, count=4, kind="train")
-    assert [r["reward"] for r in rows] == [2.0, 2.0, 0.5, 0.0]
-    assert rows[-1] == {
+def test_transcripts_show_whole_groups_of_the_best_the_worst_and_the_median():
+    td = batch()
+    td["answer"] = NonTensorStack(*["", "right", *"cdef"])
+
+    def kept(count: int | str) -> list[int]:
+        rows = transcripts(td, 7, count=count, kind="train")
+        assert [r["reward"] for r in rows] == sorted((r["reward"] for r in rows), reverse=True)
+        return [int(r["prompt"][-1]) for r in rows]
+
+    # rows 4 and 5 earn 2, row 0 1, rows 2 and 3 0.5, row 1 nothing; groups are pairs of rows
+    assert kept("all") == kept("6") == kept(99) == [4, 5, 0, 2, 3, 1]
+    assert kept("4") == [4, 5, 0, 2, 1], "the groups of the best and of the worst, and the median"
+    assert kept(3) == [4, 5, 0, 2, 1], "the last group is cut"
+    assert kept("0") == kept(1) == [4, 2, 1]
+    row = transcripts(td, 7, count=4, kind="train")[-1]
+    assert row == {
         "iteration": 7,
         "kind": "train",
+        "group": 4,
         "prompt": "prompt 1",
+        "answer": "right",
         "response": "response 1",
         "reward": 0.0,
         "parts": {"length": 0.0},
@@ -112,22 +126,20 @@ def test_transcripts_show_the_best_and_the_worst():
         "kl": 0.5,
         "truncated": False,
     }
-    first = transcript(batch(), 0, 7, kind="train")
+    first = transcript(td, 0, 7, kind="train")
     assert (first["kl"], first["advantage"], first["truncated"]) == (1.0, 1.5, True)
-    assert len(transcripts(batch(), 7, count=10, kind="train")) == 6
-    assert [r["reward"] for r in transcripts(batch(), 7, count=3, kind="train")] == [2.0, 0.5, 0.0]
+    assert first["answer"] is None
+    td["dropped"] = td["group_id"] == 2
+    assert kept("all") == [0, 2, 3, 1]
+    td["dropped"] = td["group_id"] >= 0
+    assert kept("all") == []
 
 
-def test_transcripts_show_a_prompt_once_among_the_best_and_once_among_the_worst():
+def test_of_a_group_larger_than_what_is_kept_the_best_and_the_worst_are_shown():
     td = batch()
-    td["prompt"] = NonTensorStack(*"aabcab")
-    rows = transcripts(td, 7, count=4, kind="train")
-    assert [(r["prompt"], r["reward"]) for r in rows] == [
-        ("a", 2.0),
-        ("b", 2.0),
-        ("c", 0.5),
-        ("a", 0.0),
-    ]
+    td["group_id"] = torch.zeros(6, dtype=torch.int64)
+    rows = transcripts(td, 7, count=3, kind="train")
+    assert [int(r["prompt"][-1]) for r in rows] == [4, 5, 0, 2, 1]
 
 
 def test_transcripts_hold_rewards_as_the_task_gave_them():
@@ -146,7 +158,7 @@ def test_the_best_the_median_and_the_worst_reply_are_kept_token_by_token():
     word = tokenizer.encode("abcd", add_special_tokens=False)[:4]
     assert len(word) == 4
     td["tokens", "full"] = torch.tensor([word] * 6)
-    rows = transcripts(td, 7, count=2, kind="train", tokenizer=tokenizer)
+    rows = transcripts(td, 7, count=0, kind="train", tokenizer=tokenizer)
     assert [(r["reward"], r["rank"]) for r in rows] == [
         (2.0, "best"),
         (0.5, "median"),

@@ -6,6 +6,7 @@ import math
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,10 @@ def test_the_page_tells_the_run_and_needs_no_network(tmp_path):
     assert "0.25" in page.texts, "an accuracy measured once does not go from there to there"
     assert "planted-2" not in page.source
     assert not {"link", "img", "iframe"} & {tag for tag, _ in page.tags}
-    assert page.attributes("src") == page.attributes("href") == []
+    assert page.attributes("src") == []
+    places = page.attributes("href")
+    assert {place[1:] for place in places} <= set(page.attributes("id"))
+    assert places[:2] == ["#curves", "#replies"], "jump links, and no other"
     chat = Page(write_report(write_run(tmp_path / "2", state="finished"))).text
     assert "python train.py mode=chat resume=" in chat
 
@@ -53,7 +57,7 @@ def test_no_text_of_the_files_is_markup(tmp_path):
     write_run(tmp_path, state=hostile)
     write_status(tmp_path, state=hostile, reason=hostile, notes=notes, model={"name": hostile})
     page = Page(write_report(tmp_path))
-    assert [tag for tag, _ in page.tags].count("script") == 1  # the page's own
+    assert [tag for tag, _ in page.tags].count("script") == 2  # the page's own, and its data
     assert page.texts.count(hostile) >= 4
     for text in ("x </pre><script>1</script>", "<b>Q</b>", "?\ufffd late"):
         assert text in page.texts
@@ -137,8 +141,11 @@ def test_what_went_wrong_stands_at_the_top(tmp_path):
     page = Page(write_report(tmp_path))
     order = ("failed", "why", "errors/rank1.txt", "resumed from iteration 7", "Not finite")
     tile = "reward, first \u2192 last 3"
-    assert page.in_order(*order, "iteration 4 to 9", tile, "What the run explained", "Curves")
-    assert page.attributes("href") == ["errors/rank1.txt"], "it lies beside the page: no network"
+    assert page.in_order(
+        *order, "iteration 4 to 9", tile, "What the run explained", "mean per reply"
+    )
+    files = [place for place in page.attributes("href") if place[0] != "#"]
+    assert files == ["errors/rank1.txt"], "it lies beside the page: no network"
 
 
 def test_a_page_reloads_itself_while_its_run_goes_on(tmp_path):
@@ -157,6 +164,23 @@ def test_a_page_reloads_itself_while_its_run_goes_on(tmp_path):
     assert not page.goes_on
     assert "killed" in page.texts
     assert any("its process is gone" in text for text in page.texts)
+
+
+def test_the_page_of_a_run_says_what_it_does_since_when_and_how_long_it_may_take(tmp_path):
+    (tmp_path / "config.yaml").write_text("trainer: {num_iterations: 30}")
+    write_lines(tmp_path, *[{"reward/mean": 0.5, "time/iteration_s": 8.0}] * 12)
+    phase = {"phase": "evaluate", "phase_since": time.time() - 75, "phase_share": 0.4}
+    write_status(tmp_path, state="running", **phase)
+    with held(tmp_path):
+        page = Page(write_report(tmp_path))
+        for text in ("evaluating on held-out prompts: 40% done, for ", "1 min 15 s"):
+            assert text in page.texts
+        assert "; 18 iterations to go, about 2 min 24 s" in page.texts, "18 times 8 seconds"
+        for damaged in ({"phase": 7, "phase_since": "x"}, {"phase": "<b>", "phase_share": []}):
+            write_status(tmp_path, state="running", **damaged)
+            assert "18 iterations to go" in Page(write_report(tmp_path)).text
+    write_status(tmp_path, state="finished", **phase)
+    assert "18 iterations to go" not in Page(write_report(tmp_path)).text
 
 
 def test_a_page_is_written_wherever_the_files_were_cut(tmp_path):

@@ -31,6 +31,20 @@ def test_tokens_add_up_to_their_reply(small_run):
     assert not any("pieces" in r for r in rows if r["kind"] != "train")
 
 
+def test_the_replies_to_a_prompt_are_kept_together_with_its_answer(small_run):
+    rows = lines(small_run.folder / "transcripts.jsonl")
+    size = load_run(small_run.folder).config["algorithm"]["group_size"]
+    for iteration in range(1, 17):
+        here = [r for r in rows if r["kind"] == "train" and r["iteration"] == iteration]
+        groups = [[r for r in here if r["group"] == g] for g in {r["group"] for r in here}]
+        assert 16 <= len(here) <= 19
+        assert sum(len(group) == size for group in groups) == 16 // size
+        assert all(len({r["prompt"] for r in group}) == 1 for group in groups)
+    for row in rows:
+        digits, reverse = re.findall(r"\d", row["prompt"]), "descending" in row["prompt"]
+        assert row["answer"] == "".join(sorted(digits, reverse=reverse))
+
+
 def test_a_run_keeps_its_defaults_and_what_it_ran_on(small_run):
     run = load_run(small_run.folder)
     asked = {word.partition("=")[0]: yaml.safe_load(word.partition("=")[2]) for word in SMALL}

@@ -14,19 +14,11 @@ import pytest
 from pages import Page, Picture, write_lines, write_status, write_words
 
 from trainer.reports.__main__ import main
+from trainer.reports.frontier import frontier, pareto
 from trainer.reports.sweep import PLAN, LiveSweep
-from trainer.reports.sweep_page import (
-    Job,
-    Sweep,
-    best,
-    frontier,
-    grouped,
-    load_sweep,
-    pareto,
-    results,
-    sweep_svg,
-    write_sweep,
-)
+from trainer.reports.sweep_jobs import Job, Sweep, best, grouped, load_sweep, results
+from trainer.reports.sweep_page import sweep_svg, write_sweep
+from trainer.reports.trackers.jsonl import JsonlTracker
 from trainer.runs.job_names import job_name, job_names
 from trainer.runs.lock import held
 from trainer.runs.run_files import load_run
@@ -255,14 +247,14 @@ def test_the_curve_of_the_reward_has_the_numbers_of_the_table(tmp_path):
 def test_the_frontier_is_what_no_other_setting_beats():
     random.seed(0)
     jobs = [job(str(i), random.randrange(12) / 4, random.randrange(12) / 4, a=i) for i in range(60)]
-    front = pareto([setting for setting in grouped(jobs) if setting.spots])
-    places = {(s.place[0], -s.place[1]) for s in grouped(jobs)}
+    front = pareto([setting for setting in grouped(jobs) if setting.spots()])
+    places = {(s.place()[0], -s.place()[1]) for s in grouped(jobs)}
 
     def beaten(place: tuple[float, float]) -> bool:
         return any(o != place and o[0] <= place[0] and o[1] <= place[1] for o in places)
 
     expected = sorted(place for place in places if not beaten(place))
-    assert [(s.place[0], -s.place[1]) for s in front] == expected
+    assert [(s.place()[0], -s.place()[1]) for s in front] == expected
 
 
 def test_unfinished_jobs_enter_neither_means_nor_the_line():
@@ -273,7 +265,7 @@ def test_unfinished_jobs_enter_neither_means_nor_the_line():
         job("c1", 2.0, 4.0, c="c", seed=1),
     ]
     a, b, c = grouped(jobs)
-    assert [s.spots for s in (a, b, c)] == [[(1.0, 1.0)], [(0.1, 9.0)], [(4.0, 2.0)]]
+    assert [s.spots() for s in (a, b, c)] == [[(1.0, 1.0)], [(0.1, 9.0)], [(4.0, 2.0)]]
     assert pareto([a, b, c]) == [a, c]
     shown = picture(jobs)
     styles = [dot.attrib["style"] for dot in shown.dots]
@@ -284,11 +276,64 @@ def test_unfinished_jobs_enter_neither_means_nor_the_line():
     assert "a (1 finished, 1 running): reward 1.000, KL 1.000" in shown.tips
 
 
+def test_the_start_is_a_cross_and_accuracy_stands_beside_reward(tmp_path):
+    for coeff, last in ((0.0, 0.1), (1.0, 0.7)):
+        folder = tmp_path / f"kl.coeff={coeff}"
+        rows = [{"reward/raw_mean": i - 8.0, "kl/ref_sequence": i / (1 + coeff)} for i in range(9)]
+        rows[-1]["eval/sampled_accuracy"] = last
+        write_lines(folder, {"eval/sampled_accuracy": 0.2}, *rows, begin=0)
+        write_status(folder, state="finished", objective=last)
+        write_words(folder, "experiment=ppo_tiny", f"kl.coeff={coeff}")
+    page = Page(write_sweep(tmp_path))
+    assert page.attributes("type", "input") == ["radio", "radio"]
+    pictures = page.charts()
+    reward, accuracy = (
+        pictures[f"{n} against KL to the reference"] for n in ("Reward", "Accuracy")
+    )
+    # the first iteration's replies are those before any step; the accuracy is that of iteration 0
+    assert "before training: -8.000, KL 0.000" in reward.tips
+    assert "before training: 0.200, KL 0.000" in accuracy.tips
+    assert any("cross: before training" in text for text in accuracy.texts())
+    # means of the last two of nine iterations, each divided by 1 + coeff
+    assert {"0.0: accuracy 0.100, KL 7.500", "1.0: accuracy 0.700, KL 3.750"} <= {*accuracy.tips}
+    assert ["fill:var(--hue0)" in dot.attrib["style"] for dot in accuracy.dots] == [False, True]
+    assert [accuracy.value(float(d.attrib["cy"])) for d in accuracy.dots] == pytest.approx(
+        [0.1, 0.7], abs=0.01
+    )
+    for number, name in enumerate(("tiny", "other")):  # two models: no one start
+        write_words(tmp_path / f"kl.coeff={number}.0", "experiment=x", f"policy.model={name}")
+    assert not any("before training" in tip for tip in frontier_of(tmp_path).tips)
+
+
+def frontier_of(folder: Path) -> Picture:
+    return Picture(frontier(load_sweep(folder).jobs, width=420, height=320))
+
+
+def test_the_replies_of_all_settings_to_a_held_out_prompt_stand_side_by_side(tmp_path):
+    for coeff in range(9):
+        folder = tmp_path / f"kl.coeff={coeff}"
+        write_lines(folder, {"reward/raw_mean": 1.0, "kl/coeff": float(coeff)})
+        write_status(folder, state="running" if coeff == 8 else "finished")
+        write_words(folder, f"kl.coeff={coeff}")
+        rows = [{"prompt": f"<i>{k}", "answer": f"{k}!", "reward": k / 4} for k in range(12)]
+        for kind in ("before", "after") if coeff != 8 else ("before",):
+            said = [{**row, "kind": kind, "response": f"<b>{kind} {coeff}"} for row in rows]
+            JsonlTracker(folder, resume=True).replies(said, 1, kind=kind)
+    page = Page(write_sweep(tmp_path))
+    told = [text for text in page.texts if text.startswith(("<b>", "<i>"))]
+    shown = [0, 1, 3, 4, 6, 7]  # both ends of what is finished, and some between
+    row = ["<b>before 0", *(f"<b>after {coeff}" for coeff in shown)]
+    assert told == [text for k in range(8) for text in (f"<i>{k}", *row)]
+    names = ["before training", *(f"kl.coeff={coeff}" for coeff in shown)]
+    assert re.findall("<h3>(.*?)</h3>", page.source) == names * 8
+    assert {"1!", "reward 0.25"} <= {*page.texts}
+
+
 def test_seeds_are_one_point_with_bars_from_the_lowest_to_the_highest():
     values = [(0, 1, 1.0, 4.0), (0, 2, 0.5, 9.0), (0, 3, 0.75, 5.0), (1, 1, 0.25, 1.0)]
     jobs = [job(f"{c}{s}", r, kl, kl__coeff=c, seed=s) for c, s, r, kl in values]
     many, one = grouped(jobs)
-    assert (many.label, many.place, one.place) == ("0", (6.0, 0.75), (1.0, 0.25))
+    assert (many.label, many.place(), one.place()) == ("0", (6.0, 0.75), (1.0, 0.25))
     shown = picture(jobs)
     (bars,) = shown.all(**{"class": "bars"})  # of the one with seeds
     across, along = (

@@ -20,7 +20,8 @@ from conf.compose import compose_checked, compose_raw
 from conf.shell import run_command
 from conf.start import compose_joined, read_command, set_up
 from conf.sweep import list_jobs
-from trainer.reports.sweep_page import load_sweep, write_sweep
+from trainer.reports.sweep_jobs import load_sweep
+from trainer.reports.sweep_page import write_sweep
 from trainer.runs.run_files import read_lines, read_status
 
 ROOT = Path(__file__).parents[1]

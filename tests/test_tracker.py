@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from conf.build import make_tracker
 from conf.compose import compose_checked
 from trainer.reports.trackers.jsonl import JsonlTracker
-from trainer.reports.trackers.mirror import Mirror
+from trainer.reports.trackers.mirror import Mirror, names_of
 from trainer.reports.trackers.tensorboard import TensorboardTracker
 from trainer.reports.trackers.trackio import TrackioTracker
 from trainer.reports.trackers.wandb import WandbTracker
@@ -110,16 +110,17 @@ def test_transcripts_can_be_switched_off(tmp_path):
 def reply(i: int) -> dict:
     """Return a row as the trainer gives it."""
     row = {"kind": "train", "prompt": f"p{i}", "response": "| *a*\nb", "reward": i / 7}
-    return {**row, "parts": {"x": 1.0}, "advantage": None, "kl": 0.5, "truncated": False}
+    row |= {"answer": f"a{i}", "parts": {"x": 1.0, "y": 0.25}}
+    return {**row, "advantage": None, "kl": 0.5, "truncated": False}
 
 
 def tables(folder: Path) -> list[list[tuple]]:
-    """Return the rows (iteration, prompt, response, reward) of every part of W&B's table."""
+    """Return the rows, without what is not told apart, of every part of the table of W&B."""
     paths = sorted(
         folder.glob("wandb/offline-run-*/files/media/table/*.json"), key=lambda p: p.stat().st_mtime
     )
     found = [json.loads(path.read_text()) for path in paths]
-    keys = ("iteration", "prompt", "response", "reward")
+    keys = ("iteration", "prompt", "answer", "response", "reward", "parts")
     rows = [[dict(zip(t["columns"], row, strict=True)) for row in t["data"]] for t in found]
     return [[tuple(row[key] for key in keys) for row in part] for part in rows]
 
@@ -139,7 +140,7 @@ def test_wandb_holds_what_the_files_hold_and_no_secret(tmp_path, monkeypatch):
     tracker.alert("Replies truncated", "100% of the replies were cut", error=True)
     tracker.end("preempted", saved=None)
     first_id = (tmp_path / "wandb_id.txt").read_text().strip()
-    said = [(i, f"p{i}", "| *a*\nb", i / 7) for i in range(6)]
+    said = [(i, f"p{i}", f"a{i}", "| *a*\nb", i / 7, "x 1, y 0.25") for i in range(6)]
     assert tables(tmp_path) == [said[:3], said[3:5]]
 
     tracker = offline(tmp_path, **about, resume=True, table_every=2)
@@ -345,4 +346,18 @@ def test_a_job_of_a_sweep_is_named_by_what_is_swept_and_grouped_by_its_sweep(
     assert (alone["name"], alone["group"]) == (
         f"{experiment} trainer.num_iterations=9 seed=3",
         None,
+    )
+
+
+def test_paths_in_the_name_of_a_run_are_their_last_part(tmp_path):
+    folder = tmp_path / "run"
+    (folder / ".hydra").mkdir(parents=True)
+    long = "/a/very/long/place/" + "of/mine/" * 20
+    words = [f"policy.model={long}sft-1/model", f"env.dataset={long}train.jsonl"]
+    words += ["env.task.judge=org/model-7b", "kl.reference=./start", "optimizer.lr=1e-5"]
+    told = ["experiment=grpo_tiny", *words]
+    (folder / ".hydra" / "overrides.yaml").write_text(json.dumps(told))
+    assert names_of(folder, {})["name"] == (
+        "grpo_tiny policy.model=sft-1/model env.dataset=train.jsonl env.task.judge=org/model-7b "
+        "kl.reference=start optimizer.lr=1e-5"
     )

@@ -69,8 +69,8 @@ KEYS: dict[NestedKey, Entry] = {
     "group_id": Entry(
         "[B] int64",
         "the samples of a prompt",
-        "collect reward_modelling > "
-        "advantage collect gae importance_sampling metrics reference reward_modelling update",
+        "collect reward_modelling > advantage collect gae importance_sampling metrics reference "
+        "reward_modelling transcripts update",
     ),
     "temperature": Entry(
         "[B] float32",
@@ -85,6 +85,7 @@ KEYS: dict[NestedKey, Entry] = {
     "policy_version": Entry("[B] int64", "the weights that sampled, by syncs", "collect >"),
     "prompt": Entry("[B] text", "the last message of the prompt", "collect > transcripts"),
     "system": Entry("[B] text", "the prompt's system message or nothing", "collect > transcripts"),
+    "answer": Entry("[B] text", "the right one, where the row has it", "collect > transcripts"),
     "response": Entry("[B] text", "the replies, joined", "collect > transcripts"),
     ("logged", "<metric>"): Entry(
         "[B, T] or [B] any",

@@ -149,7 +149,7 @@ def collect(prompts: TensorDictBase, env: EnvBase, policy: Generator) -> TensorD
     """Return the trajectories of all samples of `prompts` [P] as one batch [B, T].
 
     Keys: tokens.full, log_probs.full, masks.*, loss_mask and reward_raw [B, T]; reward_part.*,
-    reward_errors, success, truncated, dropped, group_id, temperature, prompt and response [B];
+    reward_errors, success, truncated, dropped, group_id, temperature, prompt, answer, response [B];
     system [B], "" where a prompt has none;
     policy_version [B] int64, the version of the weights that sampled the row's first turn.
     """
@@ -158,6 +158,8 @@ def collect(prompts: TensorDictBase, env: EnvBase, policy: Generator) -> TensorD
     )
     td = env.reset(prompts)
     group_id, state = td.get("group_id"), list(td.keys())
+    rows = td.get("row").tolist() if "row" in state else [{}] * len(group_id)
+    answers = [str(row.get("answer") or "") for row in rows]
     td = policy(td)
     done = Trajectories(td)
     rows = torch.arange(td.batch_size[0], device=done.lengths.device)  # those still going
@@ -166,7 +168,8 @@ def collect(prompts: TensorDictBase, env: EnvBase, policy: Generator) -> TensorD
         done.record(rows, td)
         going = (~td.get(("next", "done"))).squeeze(-1)
         if not going.any():
-            return done.batch(group_id, policy)
+            batch = done.batch(group_id, policy)
+            return batch.set("answer", NonTensorStack(*answers))
         rows, td = rows[going.to(rows.device)], td[going]
         done.extend(rows, td, policy)
         td = _with_ids(carry(td, state), done.tokens["ids"][rows], done.attention[rows])

@@ -68,6 +68,7 @@ class Trainer:
     leash: Leash
     checkpoints: Checkpoints
     num_iterations: int
+    replies: int | str = 16  # of an iteration that are kept, or "all"
     observers: Observer = field(default_factory=Observer)
     progress: Progress = field(default_factory=Progress)
     data: dict[str, str] = field(default_factory=dict)  # sha256 of each data file, by its key
@@ -157,8 +158,8 @@ class Trainer:
     def _log(self, batch: TensorDictBase, metrics: dict[str, float]) -> None:
         iteration = self.progress.iteration
         if self.runtime.is_main and "reward_raw" in batch:
-            tokenizer = self.policy.tokenizer
-            rows = transcripts(batch, iteration, count=4, kind="train", tokenizer=tokenizer)
+            said = {"count": self.replies, "tokenizer": self.policy.tokenizer}
+            rows = transcripts(batch, iteration, kind="train", **said)
             self.observers.replies(rows, iteration, kind="train")
         if self.evaluate.due(iteration, self.num_iterations):
             last = iteration == self.num_iterations

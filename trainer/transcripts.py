@@ -1,9 +1,9 @@
 """Replies as plain records, for transcripts.jsonl and what shows it: rows, and their tokens."""
 
-from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from trainer.metrics import kept_rows
@@ -12,33 +12,28 @@ MOST = 256  # tokens of a row: some ten kilobytes
 
 
 def transcripts(
-    batch: TensorDictBase, iteration: int, *, count: int, kind: str, tokenizer: Any = None
+    batch: TensorDictBase, iteration: int, *, count: int | str, kind: str, tokenizer: Any = None
 ) -> list[dict]:
-    """Return the best and worst replies of a batch as plain records for transcripts.jsonl.
+    """Return replies of a batch as plain records for transcripts.jsonl, the highest reward first.
 
-    A prompt stands once among the best and once among the worst; dropped replies do not. With a
-    tokenizer the median one stands between them, and it, the best and the worst say so in `rank`
-    and hold their tokens in `pieces`.
+    The best, the median and the worst one, and `count` by groups (the last may be cut), those of
+    these three first; "all" is every reply but dropped ones. With a tokenizer those three say what
+    they are in `rank` and hold their tokens in `pieces`.
     """
-    reward, prompts = batch.get("reward_raw").sum(-1).tolist(), batch.get("prompt").tolist()
+    reward, owner = batch.get("reward_raw").sum(-1).tolist(), batch.get("group_id").tolist()
     kept = kept_rows(batch).nonzero().squeeze(-1).tolist()
     order = sorted(kept, key=reward.__getitem__, reverse=True)
-
-    def once(rows: Iterable[int]) -> list[int]:
-        first: dict[str, int] = {}
-        for i in rows:
-            first.setdefault(prompts[i], i)
-        return list(first.values())
-
-    best = once(order)[: count // 2]
-    worst = once(i for i in reversed(order) if i not in best)[: count - count // 2]
-    wanted = order[len(order) // 2 :][:1] if tokenizer is not None else []
-    median = [i for i in wanted if i not in (*best, *worst)]
-    chosen = [*best, *median, *reversed(worst)]
-    rows = {i: transcript(batch, i, iteration, kind=kind) for i in chosen}
-    for rank, held in (("best", best), ("median", median), ("worst", worst)):
-        for i in held[:1] if tokenizer is not None else ():
-            rows[i] |= {"rank": rank, "pieces": token_columns(batch, i, tokenizer)}
+    first = [*order[:1], *order[-1:], *order[len(order) // 2 :][:1]]
+    ranks = dict([*zip(first, ("best", "worst", "median"), strict=False)][::-1])  # one may be all
+    groups: dict[int, list[int]] = {}
+    for i in order:
+        groups.setdefault(owner[i], []).append(i)
+    ends = (i for pair in zip(order, reversed(order), strict=True) for i in pair)  # to the middle
+    wanted = (i for g in dict.fromkeys(owner[i] for i in (*first, *ends)) for i in groups[g])
+    chosen = {*first, *islice(wanted, None if count == "all" else int(count))}
+    rows = {i: transcript(batch, i, iteration, kind=kind) for i in order if i in chosen}
+    for i, rank in ranks.items() if tokenizer is not None else ():
+        rows[i] |= {"rank": rank, "pieces": token_columns(batch, i, tokenizer)}
     return list(rows.values())
 
 
@@ -46,34 +41,26 @@ def transcript(batch: TensorDictBase, i: int, iteration: int, *, kind: str) -> d
     """Return row i of a batch as a plain record."""
     mask = batch.get("loss_mask")[i]
     sampled = batch.get(("masks", "all_response_mask"), batch.get("loss_mask"))[i]
-    parts = batch.get("reward_part", None)
+    parts = batch.get("reward_part", TensorDict())
     advantage = batch.get("advantage", None)
+    none = advantage is None or not bool(mask.any())
     penalty = batch.get("kl_penalty", None)
     system = batch.get("system", None)
     said = "" if system is None else system[i].data
     return {
         "iteration": iteration,
         "kind": kind,
+        "group": int(batch.get("group_id")[i]),
         **({"system": said} if said else {}),
         "prompt": batch.get("prompt")[i].data,
+        "answer": batch.get("answer")[i].data or None if "answer" in batch else None,
         "response": batch.get("response")[i].data,
         "reward": _short(batch.get("reward_raw")[i].sum()),
-        "parts": _parts(() if parts is None else parts.items(), i),
-        "advantage": _mean(advantage, i, mask),
+        "parts": {n: _short(v[i]) for n, v in parts.items() if not bool(v[i].isnan())},
+        "advantage": None if none else _short(advantage[i][mask].mean()),
         "kl": None if penalty is None else _short((penalty[i] * sampled).sum()),
         "truncated": bool(batch.get("truncated")[i]),
     }
-
-
-def _parts(parts: Iterable[tuple[str, Tensor]], i: int) -> dict[str, float]:
-    """Return those parts that fit row i."""
-    return {name: _short(value[i]) for name, value in parts if not bool(value[i].isnan())}
-
-
-def _mean(values, i: int, mask) -> float | None:
-    if values is None or not bool(mask.any()):
-        return None
-    return _short(values[i][mask].mean())
 
 
 def _short(value: Tensor) -> float:
@@ -97,7 +84,7 @@ def token_columns(batch: TensorDictBase, i: int, tokenizer: Any) -> dict[str, An
         "kl": batch.get("kl_penalty", None),
         "advantage": batch.get("advantage", None),
     }
-    values = {n: _plain(v[i, start:]) for n, v in found.items() if v is not None}
+    values = {n: v[i, start:].tolist() for n, v in found.items() if v is not None}
     out: dict[str, Any] = {"text": [], **{name: [] for name in values}}
     own, before = sampled[start:length].tolist(), True
     for k, text in enumerate(texts):
@@ -107,7 +94,7 @@ def token_columns(batch: TensorDictBase, i: int, tokenizer: Any) -> dict[str, An
         before = own[k]
         out["text"].append(text)
         for name, column in values.items():
-            out[name].append(column[k] if own[k] else None)
+            out[name].append(float(f"{column[k]:.3g}") if own[k] else None)
     left_out = length - start - len(ids)
     return out | ({"left_out": left_out} if left_out else {})
 
@@ -130,7 +117,3 @@ def token_texts(ids: list[int], tokenizer: Any) -> list[str]:
         out.append(text[len(decode(context, done)) :])
         context, done = done, end
     return out
-
-
-def _plain(values: Tensor) -> list[float]:
-    return [float(f"{value:.3g}") for value in values.tolist()]

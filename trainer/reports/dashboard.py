@@ -17,6 +17,7 @@ from typing import Any
 from policies.optional_packages import EXTRAS
 from trainer.reports.panels import MAIN, MORE, Panel
 from trainer.reports.trackers.mirror import first_line
+from trainer.runs.failures import silence
 from trainer.runs.redact import redact_text
 from trainer.runs.run_files import ITERATION
 
@@ -70,7 +71,10 @@ def main(words: Sequence[str]) -> int:
     given = parser.parse_args(words)
     if given.dry_run:
         drawn = {name: {p.title: [*p.metrics] for p in held} for name, held in SECTIONS.items()}
-        print(json.dumps({"x": ITERATION, "sections": drawn}, indent=1))
+        try:
+            print(json.dumps({"x": ITERATION, "sections": drawn}, indent=1), flush=True)
+        except BrokenPipeError:  # as of `| head`
+            silence()
         return 0
     try:
         print(f"dashboard  {create(given.entity, given.project)}")

@@ -1,12 +1,13 @@
 """What is wrong with a run, in words, from its metrics alone.
 
-A rule is a pure function of the past: it returns the values for its text (diagnosis.yaml), or None.
-Each is said once until it has been quiet for `QUIET` iterations. A resumed run reads its
-metrics.jsonl again. Thresholds stand where healthy runs of docs/metrics.md never come.
+A rule is a pure function of the past: it returns the values for its text, or None; diagnosis.yaml
+has the texts, and rules that are a threshold. Each is said once until quiet for `QUIET` iterations.
+A resumed run reads its metrics.jsonl again. Thresholds stand where healthy runs never come.
 """
 
+import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median, variance
@@ -20,8 +21,9 @@ from trainer.runs.run_files import ITERATION, number, read_lines
 QUIET = 10  # iterations without a finding until it counts as gone: no flapping at a threshold
 KEPT = 200  # iterations that the rules look back on
 BASE = 10  # first iterations, which a run is compared with
+ACCURACIES = ("eval/sampled_accuracy", "eval/greedy_accuracy")
 SAID = {"info": ("note", ""), "warn": ("warning", "yellow"), "error": ("error", "red")}
-WORDS: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+WORDS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 
 @dataclass
@@ -37,26 +39,31 @@ class Finding:
 
 
 class Past:
-    """The trained iterations so far: the first `BASE` and the last `KEPT`. None is not finite."""
+    """All evaluations; of the iterations the first `BASE`, the last `KEPT`. None: not finite."""
 
     def __init__(self) -> None:
+        self.evaluated: list[dict[str, Any]] = []
         self.first: list[dict[str, float | None]] = []
         self.lines: deque[dict[str, float | None]] = deque(maxlen=KEPT)
         self.count = 0
 
     def add(self, metrics: Mapping[str, Any]) -> None:
         line = {name: number(value) for name, value in metrics.items()}
-        self.lines.append(line)
-        self.first += [line] if self.count < BASE else []
-        self.count += 1
+        self.evaluated += [line] if line.get("eval/reward") is not None else []
+        if (line.get(ITERATION) or 0) >= 1:
+            self.lines.append(line)
+            self.first += [line] if self.count < BASE else []
+            self.count += 1
 
     def last(self, name: str, size: int) -> list[float]:
         """List the latest `size` values of a metric; [] when an iteration among them lacks it."""
         values = [v for line in list(self.lines)[-size:] if (v := line.get(name)) is not None]
         return values if len(values) == size else []
 
-    def all_above(self, name: str, limit: float, size: int) -> bool:
-        return min(self.last(name, size), default=limit) > limit
+    def beyond(self, metric: str, *, times: int, above=-math.inf, below=math.inf) -> "Values":
+        """Return the latest value of a metric that was so high, or so low, so many times."""
+        values = [v for v in self.last(metric, times) if above < v < below]
+        return {"value": values[-1]} if len(values) == times else None
 
     def signal(self) -> tuple[str, float, list[float], list[float]]:
         """Return the reward, else the loss: name, sign that makes it rise, `first` and `lines`."""
@@ -83,38 +90,19 @@ def equal_rewards(past: Past) -> Values:
     return {"which": which, "mean": mean, "variety": variety} if same else None
 
 
-def mostly_truncated(past: Past) -> Values:
-    """More than 90 % of the replies were cut, three times: the reward judges unfinished text."""
-    name = "response/truncated_fraction"
-    return {"share": past.last(name, 1)[0]} if past.all_above(name, 0.9, 3) else None
-
-
 def kl_exploding(past: Past) -> Values:
     """3 nats per token (to the reference one is e^3 = 20 times less likely), or a fivefold jump.
 
     The jump is that of three iterations over the median of 20, and beyond the healthy 20 nats.
     """
     per_reply = past.last("kl/ref_sequence", 1)
-    if past.all_above("kl/ref", 3.0, 3) and per_reply:
-        here = past.last("kl/ref", 1)[0]
-        return {"what": f"is {here:.1f} nats per token ({per_reply[0]:.0f} per reply)"}
+    if (high := past.beyond("kl/ref", times=3, above=3.0)) and per_reply:
+        return {"what": f"is {high['value']:.1f} nats per token ({per_reply[0]:.0f} per reply)"}
     values = past.last("kl/ref_sequence", 23)
     usual = median(values[:20]) if values else 0.0
     if not values or min(values[20:]) <= max(5 * usual, 20.0):
         return None
     return {"what": f"went from {usual:.1f} to {values[-1]:.0f} nats per reply"}
-
-
-def entropy_collapsed(past: Past) -> Values:
-    """Below 0.01 nats per token (of two, one has 0.9987) all replies to a prompt are the same."""
-    values = past.last("policy/entropy", 5)
-    return {"entropy": values[-1]} if values and max(values) < 0.01 else None
-
-
-def engine_mismatch(past: Past) -> Values:
-    """Above 0.1 nats per token with unchanged weights, twice what bfloat16 explains."""
-    name = "kl/mismatch"
-    return {"kl": past.last(name, 1)[0]} if past.all_above(name, 0.1, 2) else None
 
 
 def not_finite(past: Past) -> Values:
@@ -146,6 +134,28 @@ def falling(past: Past) -> Values:
     return {"name": name, "first": sign * start, "best": sign * best, "now": sign * now}
 
 
+def reward_hacked(past: Past) -> Values:
+    """Held-out replies earn more than those of the best evaluation and fewer of them are right.
+
+    By a third and 5 points in one accuracy, in all of them by something; three standard errors of
+    the reward in training. Replies that are right less often do not earn more by chance.
+    """
+    (name, _, first, values), seen = past.signal(), past.evaluated
+    kinds = [k for k in ACCURACIES if all(line.get(k) is not None for line in seen)]
+    last = values[-min(BASE, len(values) // 2) :]
+    if name != "reward/raw_mean" or not (seen and kinds) or min(len(first), len(last)) < 3:
+        return None
+    noise = 3 * (variance(first) / len(first) + variance(last) / len(last)) ** 0.5
+    now, best = seen[-1], max(seen, key=lambda line: line[kinds[0]])
+    ends = {"first": best["eval/reward"], "now": now["eval/reward"]}
+    rises = fmean(last) - fmean(first) > noise and ends["now"] > ends["first"]
+    lost = [kind for kind in kinds if best[kind] - now[kind] >= max(0.05, best[kind] / 3)]
+    if not rises or not lost or any(now[kind] >= best[kind] for kind in kinds):
+        return None
+    kl = "".join(f" at {v:.1f} nats per reply" for v in past.last("kl/ref_sequence", 1))
+    return {**ends, "before": best[lost[0]], "after": now[lost[0]], "kl": kl}
+
+
 def stalled(past: Past) -> Values:
     """The last 20 of at least 40 iterations are not above the first 10 by one standard error."""
     name, sign, first, values = past.signal()
@@ -165,10 +175,7 @@ def loss_near_zero(past: Past) -> Values:
     return {} if loss and abs(loss[0]) <= 0.1 and past.last("reward/raw_mean", 1) else None
 
 
-RULES: tuple[Callable[[Past], Values], ...] = (
-    *(equal_rewards, mostly_truncated, kl_exploding, entropy_collapsed, engine_mismatch),
-    *(not_finite, skipped_steps, falling, stalled, loss_near_zero),
-)
+RULES = {name: globals()[name] for name, words in WORDS.items() if "when" not in words}
 
 
 class Diagnosis:
@@ -189,13 +196,11 @@ class Diagnosis:
 
     def see(self, metrics: Mapping[str, Any]) -> list[Finding]:
         """Return what is new at this iteration; the evaluation before training says nothing."""
-        iteration = int(metrics.get(ITERATION) or 0)
-        if iteration < 1:
-            return []
+        iteration, new = int(metrics.get(ITERATION) or 0), []
         self._past.add(metrics)
-        new = []
-        for rule in RULES:
-            name, values, words = rule.__name__, rule(self._past), WORDS[rule.__name__]
+        for name, words in WORDS.items() if iteration else ():
+            when = words.get("when")
+            values = self._past.beyond(**when) if when else RULES[name](self._past)
             latest = next((f for f in reversed(self.findings) if f.rule == name), None)
             if values is None:  # what only explains is explained once for ever
                 gone = iteration - self._seen.get(name, iteration) >= QUIET
@@ -223,8 +228,7 @@ class Diagnose(Observer):
             self._diagnosis = Diagnosis(x for x in lines if x.get(ITERATION, 0) < iteration)
         for found in self._diagnosis.see(metrics):
             word, style = SAID[found.level]
-            text = f"{word} at iteration {found.iteration}: {found.text}"
-            self._everyone.say(text, style=style)
+            self._everyone.say(f"{word} at iteration {iteration}: {found.text}", style=style)
             if found.level != "info":
                 self._everyone.alert(found.title, found.text, error=found.level == "error")
         notes = [asdict(finding) for finding in self._diagnosis.findings]

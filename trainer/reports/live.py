@@ -22,13 +22,11 @@ ROOT = Path(__file__).parents[2]  # the folder of the package
 
 
 class LivePage:
-    """Draw the page of a folder again and again, one `python -m trainer.reports` at a time.
-
-    `wanted`: whether the next page need not wait until it is time to.
-    """
+    """Draw the page of a folder again and again, one `python -m trainer.reports` at a time."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.wanted = folder.absolute(), False
+        self.folder = folder.absolute()
+        self.wanted = False  # whether the next page need not wait until it is time to
         self._process: subprocess.Popen[str] | None = None
         self._due = 0.0  # of time.monotonic()
         self._failed = False

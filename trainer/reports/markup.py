@@ -1,8 +1,8 @@
 """The HTML page around charts and texts: one file, no network, light and dark, wide and narrow.
 
 All text goes through `escape`: a model's replies may hold markup or bytes that are no text. The
-page says everything without its script (script.js), which only reloads the page of a run or
-sweep that goes on, sorts tables and shows tooltips where there is no mouse.
+page says what matters without its script (script.js), which reloads the page of a run or sweep that
+goes on, sorts tables, browses replies (replies.js) and shows tooltips where there is no mouse.
 """
 
 import shlex
@@ -16,9 +16,9 @@ from trainer.runs.run_files import PLACES, Run
 
 RELOAD = 5  # seconds
 STATES = ("finished", "failed", "running", "preempted", "killed")  # style.css has their colours
-_STYLE, _SCRIPT = (
+_STYLE, _SCRIPT, _REPLIES = (
     Path(__file__).with_name(name).read_text(encoding="utf-8")
-    for name in ("style.css", "script.js")
+    for name in ("style.css", "script.js", "replies.js")
 )
 
 
@@ -27,7 +27,8 @@ def page(title: str, body: Iterable[str], *, patience: float | None = None) -> s
 
     `patience`: seconds after which a page that is written again and again may be called stale.
     """
-    attributes, reload = "", ""
+    parts, attributes, reload = [part for part in body if part], "", ""
+    script = _REPLIES * any('id="browser"' in part for part in parts) + _SCRIPT
     if patience is not None:
         times = f'data-written="{time.time():.0f}" data-patience="{patience:.0f}"'
         attributes = f' {times} data-reload="{RELOAD}"'
@@ -37,8 +38,8 @@ def page(title: str, body: Iterable[str], *, patience: float | None = None) -> s
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"{reload}<title>{escape(title)} - leash</title>"
         f"<style>{CSS}{_STYLE}</style></head>\n<body{attributes}>\n"
-        + "\n".join(part for part in body if part)
-        + f"\n<script>{_SCRIPT}</script></body></html>\n"
+        + "\n".join(parts)
+        + f"\n<script>{script}</script></body></html>\n"
     )
 
 
@@ -63,13 +64,23 @@ def stale(folder: Path) -> str:
     return f'<p id="stale" class="failed" hidden>{text}</p>'
 
 
-def tiles(values: Mapping[str, str]) -> str:
-    """Draw the few numbers that matter most, name below value."""
+def tiles(values: Mapping[str, str], *, alarms: Mapping[str, str] | None = None) -> str:
+    """Draw the few numbers that matter most, name below value; before them what is wrong."""
+    red = (
+        f'<div class="tile bad"><b>{escape(title)}</b><span>{escape(text)}</span></div>'
+        for title, text in (alarms or {}).items()
+    )
     drawn = (
         f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>'
         for name, value in values.items()
     )
-    return f'<div class="tiles">{"".join(drawn)}</div>' if values else ""
+    return f'<div class="tiles">{"".join([*red, *drawn])}</div>' if values or alarms else ""
+
+
+def jumps(names: Sequence[str]) -> str:
+    """Draw links to the headings of a page."""
+    links = (f'<a href="#{name.lower()}">{name}</a>' for name in names)
+    return f"<nav>{''.join(links)}</nav>" if names else ""
 
 
 def facts(values: Mapping[str, str]) -> str:
@@ -94,11 +105,24 @@ def command(text: str, *, copy: bool = False) -> str:
     return f'<code class="command">{escape(text)}</code>{button}'
 
 
+def tabs(drawn: Mapping[str, str]) -> str:
+    """Draw several parts (HTML) in one place; a click on a name shows its own, without a script."""
+    if len(drawn) < 2:
+        return "".join(drawn.values())
+    picks = (
+        f'<input type="radio" name="tab" id="tab{i}"{" checked" * (i == 0)}>'
+        f'<label for="tab{i}">{escape(name)}</label>'
+        for i, name in enumerate(drawn)
+    )
+    parts = (f'<div class="tab">{part}</div>' for part in drawn.values())
+    return f'<div class="tabs">{"".join(picks)}{"".join(parts)}</div>'
+
+
 def charts(drawn: Sequence[str], *, title: str = "", names: Sequence[str] = ()) -> str:
     """Lay charts out in as many columns as fit; `names` are those of the curves that they share."""
     if not drawn:
         return ""
-    head = f"<h2>{escape(title)}</h2>" if title else ""
+    head = f'<h2 id="{escape(title.lower())}">{escape(title)}</h2>' if title else ""
     key = (
         f'<span><svg width="22" height="10" aria-hidden="true"><path d="M1 5h20" '
         f'style="{line_style(i)};stroke-width:3"/></svg>{escape(name)}</span>'

@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from trainer.reports.chart import Points, Series, escape, line_chart, stack_chart
+from trainer.reports.formats import short
 from trainer.runs.run_files import Run
 
 
@@ -22,6 +24,17 @@ class Panel:
     stacked: bool = False
     least: float = 0.0
     swept: str = ""
+    limits: dict[str, tuple[float | None, float | None]] = field(default_factory=dict)
+    loses: dict[str, float] = field(default_factory=dict)
+    rules: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sick:
+    """Why something is not healthy. `level`: warn or error."""
+
+    level: str
+    why: str
 
 
 _FOUND = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
@@ -33,19 +46,54 @@ def figures(panels: Sequence[Panel], run: Run) -> list[str]:
     drawn = ((panel, draw(panel, run)) for panel in panels)
     names = run.names()
     return [
-        figure(chart, panel.healthy, [name for name in panel.metrics if name in names])
+        figure(
+            chart,
+            panel.healthy,
+            [name for name in panel.metrics if name in names],
+            sick=unhealthy(panel, run),
+        )
         for panel, chart in drawn
         if chart
     ]
 
 
-def figure(chart: str, healthy: str, metrics: Sequence[str]) -> str:
-    """Put what is healthy below a chart; a tooltip names the metrics."""
+def figure(chart: str, healthy: str, metrics: Sequence[str], *, sick: Sick | None = None) -> str:
+    """Put what is healthy below a chart, and why this one is not; a tooltip names the metrics."""
     if not healthy:
         return chart
     names = escape(f"{', '.join(metrics)} (docs/metrics.md)")
-    note = f'<figcaption title="{names}">healthy: {escape(healthy)}</figcaption>'
+    look, why = (f' class="{sick.level}"', f"<b>{escape(sick.why)}</b>; ") if sick else ("", "")
+    note = f'<figcaption{look} title="{names}">{why}healthy: {escape(healthy)}</figcaption>'
     return f"<figure>{chart}{note}</figure>"
+
+
+def unhealthy(panel: Panel, run: Run) -> Sick | None:
+    """Return why what a panel shows is not healthy, if it is not: as far as rules and limits say.
+
+    What the run said about itself and has not taken back goes first, errors before warnings.
+    """
+    said = [note for note in open_notes(run) if note.get("rule") in panel.rules]
+    for note in sorted(said, key=lambda note: note["level"]):  # "error" < "warn"
+        return Sick(note["level"], f"{note.get('title')} (iteration {note.get('iteration')})")
+    for metric, (low, high) in panel.limits.items():
+        value, name = run.last_ten_mean(metric), panel.metrics[metric]
+        if value is not None and low is not None and value < low:
+            return Sick("warn", f"{name} {short(value)}, below {low:g}")
+        if value is not None and high is not None and value > high:
+            return Sick("warn", f"{name} {short(value)}, above {high:g}")
+    for metric, most in panel.loses.items():
+        points = [value for _, value in run.series(metric)]
+        if points and points[0] - points[-1] > most:
+            ends = f"{short(points[0])} at first, {short(points[-1])} now"
+            return Sick("warn", f"{panel.metrics[metric]} fell: {ends}")
+    return None
+
+
+def open_notes(run: Run) -> list[dict[str, Any]]:
+    """List the warnings and errors that a run has said and not taken back."""
+    found = run.status.get("notes")
+    notes = [note for note in found if isinstance(note, dict)] if isinstance(found, list) else []
+    return [n for n in notes if n.get("level") in ("warn", "error") and n.get("until") is None]
 
 
 def draw(panel: Panel, run: Run) -> str:

@@ -1,45 +1,47 @@
-"""The transcripts of a report: before and after training, and what the latest iteration sampled.
+"""The transcripts of a report: a browser of all of them, and before and after training.
 
-Of the best, the median and the worst reply of the latest iteration every token is shown with its
-KL (background) and its advantage (underline); texts that were not sampled stay uncoloured.
+Of the best, the median and the worst reply of an iteration every token is shown with its KL
+(background) and its advantage (underline); texts that were not sampled stay uncoloured. Without its
+script (replies.js) a page shows the latest iteration.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer.reports.browser import Reply, draw, has_tokens, load_replies
 from trainer.reports.chart import escape
 from trainer.reports.formats import short
-from trainer.runs.run_files import number, read_lines
+from trainer.runs.run_files import number
 
 PAIRS = 6
 SIDE = 3  # so many of the best and of the worst
 STRONGEST = 0.5  # opacity of the background: text on it keeps a contrast of 4.5
-Reply = dict[str, Any]  # a row of transcripts.jsonl
 
 
 def sections(folder: Path) -> list[str]:
     """Return the sections (HTML) of a run's transcripts.jsonl."""
-    rows = read_lines(folder / "transcripts.jsonl", most=2**21)
-    train = [r for r in rows if r.get("kind") == "train"]
-    latest = max((number(r.get("iteration")) or 0 for r in train), default=0)
-    parts = [*_latest([r for r in train if r.get("iteration") == latest], latest), *_held_out(rows)]
-    return ["<h2>Replies</h2>", *parts] if parts else []
+    found = load_replies(folder / "transcripts.jsonl")
+    latest = found.train.get(found.latest, [])
+    full = [row for row in latest if has_tokens(row)]
+    legend = _legend(_full_colour(full, "kl")) if full else ""
+    drawn = draw(found, "".join(_latest(latest, found.latest)), legend)
+    return ['<h2 id="replies">Replies</h2>', drawn, *_held_out(found.held)] if drawn else []
 
 
 def _latest(rows: Sequence[Reply], iteration: float) -> Iterator[str]:
     """Draw the replies of an iteration, the best first: three token by token, others as cards."""
     once: dict[tuple[Any, Any], Reply] = {}  # each prompt and reply, with its tokens if it has any
-    for row in sorted(rows, key=_has_tokens, reverse=True):
+    for row in sorted(rows, key=has_tokens, reverse=True):
         once.setdefault((row.get("prompt"), row.get("response")), row)
     ranked = sorted(once.values(), key=lambda r: -(number(r.get("reward")) or 0.0))
-    full = [r for r in ranked if _has_tokens(r)]
-    rest = [r for r in ranked if not _has_tokens(r)]
+    full = [r for r in ranked if has_tokens(r)]
+    rest = [r for r in ranked if not has_tokens(r)]
     if full:
         most = {key: _full_colour(full, key) for key in ("kl", "advantage")}
         cards = [_card(r, [(str(r.get("rank") or ""), r)], most) for r in full]
         short_ones = all(len(str(r.get("response"))) < 300 for r in full)
-        yield f"<h3>Token by token: iteration {iteration:g}</h3>" + _legend(most["kl"])
+        yield f"<h3>Token by token: iteration {iteration:g}</h3>"
         yield _grid(cards) if short_ones else "".join(cards)
     if rest:
         which = "Others of this iteration" if full else f"Latest replies: iteration {iteration:g}"
@@ -73,11 +75,11 @@ def _card(
     for name, said in replies:
         text = "".join(_tokens(said["pieces"], most)) if most else escape(said.get("response"))
         parts.append(f'<div class="reply{" heat" if most else ""}">{text}</div>')
-        parts.append(f'<div class="facts">{escape(_numbers(said, name))}</div>')
+        parts.append(f'<div class="facts">{escape(numbers(said, name))}</div>')
     return f'<div class="card">{"".join(parts)}</div>'
 
 
-def _numbers(row: Reply, name: str) -> str:
+def numbers(row: Reply, name: str) -> str:
     """Return the line below a reply."""
     named = [("reward", "reward", ""), ("kl", "KL", " nats"), ("advantage", "advantage", "")]
     values = [(title, number(row.get(key)), unit) for key, title, unit in named]
@@ -89,7 +91,7 @@ def _legend(full: float) -> str:
     """Explain the colours; `full` is the KL of the strongest."""
     entries = (
         f'<u class="m" style="--k:{STRONGEST}">likelier</u>than under the reference '
-        f"(full colour: {short(full)} nats per token)",
+        f'(full colour: <b class="full">{short(full)}</b> nats per token)',
         f'<u class="l" style="--k:{STRONGEST}">less likely</u>than under the reference',
         '<u class="u" style="--a:1">advantage above 0</u>made likelier',
         '<u class="d" style="--a:1">advantage below 0</u>made less likely',
@@ -121,11 +123,6 @@ def _tokens(pieces: Reply, most: dict[str, float]) -> Iterable[str]:
         yield f'<u{look} title="{tip}">{drawn}</u>'
     if cut := number(pieces.get("left_out")):
         yield f"<i> ... {cut:g} more tokens</i>"
-
-
-def _has_tokens(row: Reply) -> bool:
-    pieces = row.get("pieces")
-    return isinstance(pieces, dict) and isinstance(pieces.get("text"), list)
 
 
 def _full_colour(rows: Sequence[Reply], key: str) -> float:

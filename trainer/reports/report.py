@@ -4,6 +4,7 @@ Built from the files of the folder alone, at any time (`python -m trainer.report
 Charts of metrics that a run does not log are left out, so SFT and RL runs share it.
 """
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +15,21 @@ import yaml
 from policies.cache import write_text
 from trainer.reports import markup, panels, summary
 from trainer.reports.chart import escape, standalone
+from trainer.reports.formats import duration
 from trainer.reports.replies import sections
 from trainer.runs.redact import redact
-from trainer.runs.run_files import PLACES, Run, dig, load_run, read_status
+from trainer.runs.run_files import ITERATION, PLACES, Run, dig, load_run, number, read_status
 
 PICTURE = ("Reward", "KL to the reference", "Accuracy on held-out prompts", "Loss")
+PHASES = {  # of status.json
+    "collect": "sampling replies",
+    "score": "scoring with the reference",
+    "update": "updating the weights",
+    "save": "saving a checkpoint",
+    "evaluate": "evaluating on held-out prompts",
+    "end": "ending: the final model is saved",
+}
+TIME = "time/iteration_s"
 LEVELS = ("error", "warn", "info")
 
 
@@ -27,7 +38,7 @@ def write_report(folder: str | Path) -> Path:
     while True:
         run = load_run(folder)
         path, state = run.folder / "report.html", run.state
-        patience = max(120.0, 5 * (run.last_ten_mean("time/iteration_s") or 0.0))
+        patience = max(120.0, 5 * (run.last_ten_mean(TIME) or 0.0))
         live = patience if state == "running" else None
         write_text(path, markup.page(run.experiment, _body(run), patience=live))
         # A run that ended meanwhile: whoever writes last must have seen it.
@@ -52,23 +63,36 @@ def _body(run: Run) -> list[str]:
     changes = _changes(run)
     wrong, explained = _notes(run)
     curves = markup.charts(panels.figures(panels.MAIN, run), title="Curves")
+    replies = sections(run.folder)
     early = (
         '<p class="muted">The first curves come after iteration 1; this page reloads itself.</p>'
     )
     return [
         f"<h1>{escape(run.experiment)}{markup.badge(run.state)}</h1>",
+        markup.jumps(_sections(curves, replies, changes)),
         *_notices(run),
         wrong,
-        markup.tiles(summary.tiles(run)),
+        markup.tiles(summary.tiles(run), alarms=_alarms(run)),
         explained,
         markup.facts(_commands(run)),
         curves or early * (run.state == "running"),
         markup.folded("More curves", markup.charts(more)),
-        *sections(run.folder),
-        f"<h2>Environment</h2>{markup.facts(_environment(run))}",
-        f"<h2>Configuration</h2>{changes}" if changes else "",
+        *replies,
+        f'<h2 id="environment">Environment</h2>{markup.facts(_environment(run))}',
+        f'<h2 id="configuration">Configuration</h2>{changes}' if changes else "",
         markup.folded("Whole configuration", f"<pre>{escape(config)}</pre>" if config else ""),
     ]
+
+
+def _sections(curves: str, replies: list[str], changes: str) -> list[str]:
+    there = {"Curves": curves, "Replies": replies, "Environment": True, "Configuration": changes}
+    return [name for name, found in there.items() if found]
+
+
+def _alarms(run: Run) -> dict[str, str]:
+    """Return the errors that a run has said and not taken back, as tiles."""
+    errors = [note for note in panels.open_notes(run) if note["level"] == "error"]
+    return {str(n.get("title")): f"since iteration {n.get('iteration')}: see above" for n in errors}
 
 
 def _notices(run: Run) -> Iterator[str]:
@@ -83,7 +107,25 @@ def _notices(run: Run) -> Iterator[str]:
     if resumed := run.status.get("resumed"):
         yield f'<p class="muted">resumed {escape(resumed)}</p>'
     if state == "running":
+        yield _going_on(run)
         yield markup.stale(run.folder)
+
+
+def _going_on(run: Run) -> str:
+    """Say which phase a run is in, since when (the script counts on), and how long it may take."""
+    phase, since, share = (run.status.get(f"phase{end}") for end in ("", "_since", "_share"))
+    told, since, share = [], number(since), number(share)
+    if isinstance(phase, str):
+        done = "" if share is None else f": {share:.0%} done"
+        told.append(f"{escape(PHASES.get(phase, phase))}{done}")
+    if told and since is not None:
+        seconds = duration(max(time.time() - since, 0.0))
+        told[0] += f', for <span data-since="{since:.0f}">{seconds}</span>'
+    total, each = dig(run.config, "trainer", "num_iterations"), run.last_ten_mean(TIME)
+    left = (number(total) or 0) - (run.metrics[-1][ITERATION] if run.metrics else 0)
+    if each and left > 0:
+        told.append(f"{left:g} iterations to go, about {duration(left * each)}")
+    return f'<p id="now">{"; ".join(told)}</p>' if told else ""
 
 
 def _notes(run: Run) -> tuple[str, str]:

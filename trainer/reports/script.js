@@ -53,28 +53,41 @@
   const key = "leash " + location.pathname;
   const folds = [...document.querySelectorAll("details")];
   const name = (fold) => fold.querySelector("summary").textContent;
-  const wide = [...document.querySelectorAll(".scroll")];
+  const picks = [...document.querySelectorAll(".tabs input")];
+  const scrolled = () => [...document.querySelectorAll(".scroll")];
   const kept = JSON.parse(store((s) => s.getItem(key)) || "null");
   if (kept) {
     store((s) => s.removeItem(key));
+    picks.forEach((pick, i) => { pick.checked ||= i === kept.pick; });
     folds.forEach((fold) => { fold.open = kept.open.includes(name(fold)); });
     for (const head of heads) {
       const how = kept.sorted[head.textContent];
       if (how) order(head, how === "descending");
     }
-    wide.forEach((e, i) => { e.scrollLeft = kept.x[i] || 0; });
+    if (kept.replies) document.getElementById("browser")?.restore?.(kept.replies);
+    scrolled().forEach((e, i) => { e.scrollLeft = kept.x[i] || 0; });
     scrollTo(0, kept.y);
   }
   if (!reload) return;
   const stale = Date.now() / 1000 - written > patience;
   if (stale) document.getElementById("stale")?.removeAttribute("hidden");
   const again = () => {
-    if (!getSelection().isCollapsed) return setTimeout(again, 1000);  // someone copies
+    // someone copies, or types
+    if (!getSelection().isCollapsed || document.activeElement?.type === "search") return setTimeout(again, 1000);
     const open = folds.filter((fold) => fold.open).map(name);
     const sorted = Object.fromEntries(heads.map((h) => [h.textContent, h.getAttribute("aria-sort")]));
-    const x = wide.map((e) => e.scrollLeft);
-    store((s) => s.setItem(key, JSON.stringify({y: scrollY, x, open, sorted})));
+    const pick = picks.findIndex((one) => one.checked);
+    const x = scrolled().map((e) => e.scrollLeft);
+    const replies = document.getElementById("browser")?.told?.();
+    store((s) => s.setItem(key, JSON.stringify({y: scrollY, x, open, sorted, pick, replies})));
     location.reload();
   };
+  const count = () => document.querySelectorAll("[data-since]").forEach((e) => {
+    const s = Math.max(Math.round(Date.now() / 1000 - e.dataset.since), 0);
+    e.textContent = s < 60 ? `${s} s` : s < 3600 ? `${Math.floor(s / 60)} min ${s % 60} s`
+      : `${Math.floor(s / 3600)} h ${Math.floor(s % 3600 / 60)} min`;
+  });
+  count();
+  setInterval(count, 1000);
   setTimeout(again, 1000 * reload * (stale ? 12 : 1));
 })();

@@ -58,7 +58,7 @@ class LiveSweep:
 
     def end(self) -> None:
         """Write the page for good, and say what came out and where the page is."""
-        from trainer.reports.sweep_page import load_sweep, results
+        from trainer.reports.sweep_jobs import load_sweep, results
 
         self._over.set()
         if self._begun:

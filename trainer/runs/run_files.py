@@ -109,7 +109,7 @@ def read_status(folder: Path) -> dict[str, Any]:
         data = (folder / "status.json").read_bytes()
     except OSError:
         return {}
-    found = _parse(data.decode("utf-8", "replace")) or {}
+    found = parse_line(data.decode("utf-8", "replace")) or {}
     good = {k: v for k, v in found.items() if isinstance(v, _KINDS.get(k, object))}
     notes = good.pop("notes", None)
     if isinstance(notes, list):
@@ -142,7 +142,7 @@ def read_lines(path: Path, *, most: int | None = None) -> list[dict[str, Any]]:
             data = file.read(most // 2) + b"\n"
             file.seek(-(most // 2), os.SEEK_END)
             data += file.read()
-    parsed = (_parse(line) for line in data.decode("utf-8", "replace").split("\n"))
+    parsed = (parse_line(line) for line in data.decode("utf-8", "replace").split("\n"))
     return [line for line in parsed if line is not None]
 
 
@@ -183,7 +183,8 @@ def _read_words(path: Path) -> list[str]:
     return [item for item in data if isinstance(item, str)] if isinstance(data, list) else []
 
 
-def _parse(text: str) -> dict[str, Any] | None:
+def parse_line(text: str) -> dict[str, Any] | None:
+    """Return the object of a line of JSON; None of a torn one."""
     try:
         item = json.loads(text)
     except (ValueError, RecursionError):  # torn, or nested without end

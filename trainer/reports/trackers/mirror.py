@@ -128,4 +128,17 @@ def _telling(overrides: Mapping[str, str], sweep: Path | None) -> list[str]:
     swept = {word.partition("=")[0].lstrip("+") for word in several}
     hidden = ("experiment", "output_dir", "tracker")  # told elsewhere
     told = [key for key in overrides if key.partition(".")[0] not in hidden]
-    return [f"{key}={overrides[key]}" for key in told if not swept or key in swept]
+    named = [key for key in told if not swept or key in swept]
+    return [f"{key}={_without_folders(overrides[key])}" for key in named]
+
+
+def _without_folders(value: str) -> str:
+    """Return a value with the last names of the paths in it, so that they are told apart.
+
+    >>> _without_folders("/data/of/mine/train.jsonl"), _without_folders("runs/7/model"), "1/2"
+    ('train.jsonl', '7/model', '1/2')
+    """
+    path = Path(value)
+    if value[:1] not in ("/", ".", "~") and (len(path.parts) < 3 or "://" in value):
+        return value  # a hub's name has one slash
+    return "/".join(path.parts[-2:]) if path.name == "model" else path.name

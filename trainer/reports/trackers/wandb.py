@@ -19,7 +19,8 @@ from trainer.runs.run_files import ITERATION, read_lines
 log = logging.getLogger(__name__)
 
 PATIENCE = 4.0  # seconds for the server's first answer; W&B itself asks again and again
-COLUMNS = ("iteration", "kind", "prompt", "response", "reward", "advantage", "kl", "truncated")
+COLUMNS = ("iteration", "kind", "prompt", "answer", "response", "reward", "parts", "advantage")
+COLUMNS += ("kl", "truncated")
 
 
 class WandbTracker(Mirror):
@@ -137,7 +138,8 @@ class WandbTracker(Mirror):
                 columns=list(COLUMNS), log_mode="INCREMENTAL", allow_mixed_types=True
             )
         for row in self._rows:
-            self._table.add_data(*(row.get(name) for name in COLUMNS))
+            parts = ", ".join(f"{k} {v:g}" for k, v in (row.get("parts") or {}).items())
+            self._table.add_data(*({**row, "parts": parts}.get(name) for name in COLUMNS))
         self._rows = []
         return {"transcripts": self._table}
 

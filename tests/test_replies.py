@@ -1,0 +1,124 @@
+"""Which replies a page holds: whole groups of whole iterations, few enough, and no markup."""
+
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from pages import Page, write_lines
+
+from trainer.reports import browser
+from trainer.reports.browser import load_replies, thinned
+from trainer.reports.report import write_report
+from trainer.reports.trackers.jsonl import JsonlTracker
+
+HOSTILE = "</script><script>alert(1)</script><!-- \u2028"
+
+
+def write_replies(folder: Path, *, iterations: int = 6, size: int = 1, groups: int = 3) -> Path:
+    """Write groups of two replies, and three evaluations of four prompts."""
+    tracker = JsonlTracker(folder)
+    write_lines(folder, *[{"reward/mean": 0.5}] * iterations)
+    for i in range(iterations + 1):
+        kind = {0: "before", iterations: "after"}.get(i, "eval")
+        if i in (0, iterations // 2, iterations):
+            rows = [
+                {"kind": kind, "prompt": f"held {k}", "response": f"{k} at {i}"} for k in range(4)
+            ]
+            tracker.replies(rows, i, kind=kind)
+        said = [
+            {
+                "kind": "train",
+                "group": g,
+                "prompt": f"prompt {g}",
+                "answer": f"{HOSTILE} {g}",
+                "system": "Be brief.",
+                "response": f"{i}-{g}-{k} {HOSTILE} " + "x" * size,
+                "reward": k / 2,
+                "parts": {"exact": k / 2},
+                "kl": None,
+            }
+            for k in (1, 0)
+            for g in range(groups)
+        ]
+        tracker.replies(said if i else [], i, kind="train")
+    return folder
+
+
+def data_of(folder: Path) -> dict:
+    source = write_report(folder).read_text(encoding="utf-8")
+    (found,) = re.findall(
+        r'<script type="application/json" id="replies-data">(.*?)</script>', source
+    )
+    assert "<" not in found
+    return json.loads(found)
+
+
+def test_the_page_holds_whole_groups_with_answer_parts_and_what_stood_before_the_prompt(tmp_path):
+    data = data_of(write_replies(tmp_path))
+    assert [found["iteration"] for found in data["train"]] == [1, 2, 3, 4, 5, 6]
+    first = data["train"][0]["groups"][0]
+    assert (first["prompt"], first["answer"]) == ("prompt 0", f"{HOSTILE} 0")
+    assert first["messages"] == [["system", "Be brief."]]
+    assert [row["response"] for row in first["replies"]] == [f"1-0-{k} {HOSTILE} x" for k in (1, 0)]
+    assert [row["parts"] for row in first["replies"]] == [{"exact": 0.5}, {"exact": 0.0}]
+    assert [len(found["groups"]) for found in data["train"]] == [3] * 6
+    held = data["held"]
+    assert [found["prompt"] for found in held] == [f"held {k}" for k in range(4)]
+    assert [row["name"] for row in held[0]["replies"]] == [
+        "before training",
+        "iteration 3",
+        "after training",
+    ]
+    page = Page(tmp_path / "report.html")
+    assert page.tags.count(("script", {})) == 1, "no text of a model is a script"
+    assert "6-2-0" in page.text, "the latest iteration is there without a script"
+
+
+def test_a_long_run_is_held_by_its_newest_and_evenly_spaced_iterations(tmp_path, monkeypatch):
+    monkeypatch.setattr(browser, "MOST", 40_000)
+    folder = write_replies(tmp_path, iterations=40, size=500)
+    shown = [found["iteration"] for found in data_of(folder)["train"]]
+    steps = {b - a for a, b in pairwise(shown)}
+    assert shown[-1] == 40
+    assert len(steps) == 1
+    assert 5 <= len(shown) < 14
+    page = Page(folder / "report.html")
+    note = f"Here are {len(shown)} of 40 iterations; all are in transcripts.jsonl."
+    assert note in page.texts
+    assert len(page.source) < 40_000 + 60_000
+
+
+def test_a_huge_iteration_is_held_by_some_of_its_groups(tmp_path, monkeypatch):
+    monkeypatch.setattr(browser, "MOST", 10_000)
+    found = load_replies(write_replies(tmp_path, groups=64, size=500) / "transcripts.jsonl")
+    assert [*found.train] == [6]
+    rows = found.train[6]
+    groups = {row["group"] for row in rows}
+    assert 2 <= len(groups) < 16
+    assert len(rows) == 2 * len(groups), "whole ones"
+    assert sum(len(json.dumps(row)) for row in rows) <= 10_000
+
+
+@pytest.mark.parametrize("most", [0, 1, 10, 55, 1000])
+def test_what_is_kept_fits_or_is_the_last(most):
+    sizes = [7, 3, 9, 1, 8, 2, 10]
+    kept = thinned(sizes, most)
+    assert kept[-1] == len(sizes) - 1
+    assert len(kept) == 1 or sum(sizes[i] for i in kept) <= most
+
+
+def test_torn_lines_and_older_files_without_groups_are_read(tmp_path):
+    path = write_replies(tmp_path) / "transcripts.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        line.pop("group", None)
+        line.pop("answer", None)
+    text = "\n".join(json.dumps(line, sort_keys=True) for line in lines)
+    path.write_bytes(
+        b"\xff\x00 \n[1]\n" + text.encode() + b'\n{"iteration": 7, "kind": "train", "pro'
+    )
+    data = data_of(tmp_path)
+    assert [len(found["groups"]) for found in data["train"]] == [3] * 6
+    assert data["train"][0]["groups"][0]["answer"] is None

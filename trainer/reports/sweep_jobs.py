@@ -1,0 +1,260 @@
+"""What the jobs of a sweep reached, and at which KL: read from their files, finished or not.
+
+Reward and KL of a job are means over its last ten iterations, at most a quarter of them; the reward
+is the task's alone, without a KL part. Jobs are called after what differs between them; those that
+differ in the seed alone are one setting.
+"""
+
+import csv
+import io
+import math
+import re
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from trainer.reports.formats import one_line, short
+from trainer.reports.markup import repeat_command
+from trainer.reports.sweep import PLACE, PLAN
+from trainer.runs.find import find_jobs
+from trainer.runs.lock import is_free
+from trainer.runs.redact import redact
+from trainer.runs.run_files import PLACES, Run, dig, load_run, number, read_yaml
+
+OBJECTIVE, REWARD, KL = "objective", "reward/raw_mean", "kl/ref_sequence"
+ACCURACY = "eval/sampled_accuracy"
+COLUMNS = {"objective": OBJECTIVE, "reward": REWARD, "KL": KL}
+MOST = 20  # settings that the terminal lists
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job, by the name of its folder; `reached`: its state and metrics, a column each."""
+
+    name: str
+    run: Run
+    overrides: dict[str, str]
+    reached: dict[str, Any]
+
+    @property
+    def state(self) -> str:
+        return self.reached["state"]
+
+    def called(self, keys: Sequence[str]) -> str:
+        """Name the job by some of its overrides, else by its folder."""
+        own = (f"{key}={self.overrides[key]}" for key in keys if key in self.overrides)
+        return ", ".join(own) or self.name
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Jobs that differ in the seed alone; `label`: its name in the picture.
+
+    What is told of it is of its finished jobs, if any is.
+    """
+
+    name: str
+    label: str
+    jobs: tuple[Job, ...]
+
+    @property
+    def finished(self) -> tuple[Job, ...]:
+        return tuple(job for job in self.jobs if job.state == "finished")
+
+    @property
+    def state(self) -> str:
+        """Say in which states its jobs are: "finished", or "2 finished, 1 failed"."""
+        told = counted(job.state for job in self.jobs)
+        return told.removeprefix("1 ") if len(self.jobs) == 1 else told
+
+    def spots(self, by: str = REWARD) -> list[tuple[float, float]]:
+        """List KL and what is looked at of its jobs."""
+        held = [(job.reached[KL], job.reached.get(by)) for job in self.finished or self.jobs]
+        return [(kl, value) for kl, value in held if kl is not None and value is not None]
+
+    def place(self, by: str = REWARD) -> tuple[float, float]:
+        """Return the mean of its spots."""
+        kls, values = zip(*self.spots(by), strict=True)
+        return fmean(kls), fmean(values)
+
+    def mean(self, name: str) -> float | None:
+        """Average a column over the jobs that have it."""
+        values = [job.reached[name] for job in self.finished or self.jobs]
+        known = [value for value in values if value is not None]
+        return fmean(known) if known else None
+
+    def numbers(self) -> str:
+        """Tell its objective, reward and KL."""
+        means = {name: self.mean(key) for name, key in COLUMNS.items()}
+        told = ", ".join(f"{name} {short(v)}" for name, v in means.items() if v is not None)
+        count = len(self.finished)
+        return f"{told}; means of {count} seeds" if count > 1 else told
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The jobs of a multirun folder. `left`: jobs that have not begun; `live`: whether it goes on.
+
+    `live` is None where nobody wrote it down, as of a search by a script of one's own. `command`
+    continues the sweep.
+    """
+
+    folder: Path
+    jobs: Sequence[Job]
+    left: int = 0
+    live: bool | None = None
+    command: str = ""
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether the sweep does not go on though jobs are not finished."""
+        ended = all(job.state == "finished" for job in self.jobs)
+        return self.live is False and not (ended and not self.left)
+
+
+def load_sweep(folder: str | Path) -> Sweep:
+    """Read a multirun folder, whatever state it is in."""
+    folder = Path(folder)
+    plan = read_yaml(folder / PLAN)  # JSON is YAML
+    live = not plan.get("ended") and not is_free(folder) if plan else None
+    jobs = [_read_job(folder, load_run(job)) for job in find_jobs(folder)]
+    for job in jobs if live else ():  # one at a time: one without a status is the one that begins
+        job.reached["state"] = job.state.replace("not started", "starting")
+    planned, words = (_texts(plan.get(key)) for key in ("jobs", "words"))
+    place = str(folder.resolve())
+    if not re.fullmatch(r"[\w./+-]+", place, re.ASCII):  # quoted for Hydra's grammar
+        place = "'" + place.replace("'", "\\'") + "'"
+    again = shlex.join(["python", "train.py", "-m", *words, f"{PLACE}{place}"]) if plan else ""
+    left = sum(not (folder / name).is_dir() for name in planned)
+    return Sweep(folder, jobs, left, live, again)
+
+
+def varying(jobs: Sequence[Job]) -> list[str]:
+    """List the keys in which the jobs differ, as far as they have them: one may not have begun."""
+    values: dict[str, set[str]] = {}
+    for job in jobs:
+        for key, value in job.overrides.items():
+            values.setdefault(key, set()).add(value)
+    return [key for key, found in values.items() if len(found) > 1]
+
+
+def grouped(jobs: Sequence[Job]) -> list[Setting]:
+    """Put the jobs of a setting together."""
+    differ = varying(jobs)
+    keys = [key for key in differ if key != "seed"]
+    held: dict[str, list[Job]] = {}
+    for job in jobs:
+        name = "all seeds" if differ == ["seed"] else job.called(keys)
+        held.setdefault(name, []).append(job)
+    values = {name: [own[0].overrides.get(key, "-") for key in keys] for name, own in held.items()}
+    return [Setting(n, ", ".join(values[n]) or n, tuple(own)) for n, own in held.items()]
+
+
+def other_starts(jobs: Sequence[Job]) -> bool:
+    """Say whether jobs may start from different models, or on different tasks."""
+    return any(key.partition(".")[0] in ("experiment", "policy", "env") for key in varying(jobs))
+
+
+def start(jobs: Sequence[Job], by: str) -> tuple[float, float] | None:
+    """Return KL and reward (or accuracy) before training, the mean over jobs of one start.
+
+    The replies of the first iteration are those of the model before any step.
+    """
+    spots = []
+    for job in jobs:
+        name, first = (task_reward(job.run), 1) if by == REWARD else (by, 0)
+        values, kls = (dict(job.run.series(n)) for n in (name, KL))
+        if first in values and 1 in kls:
+            spots.append((kls[1], values[first]))
+    if not spots or other_starts(jobs):
+        return None
+    return fmean(kl for kl, _ in spots), fmean(value for _, value in spots)
+
+
+def best(jobs: Sequence[Job]) -> Setting | None:
+    """Return the setting whose finished jobs have the highest mean objective; of one job, None.
+
+    At equal ones that with the lower KL. Not that of the best job: with many seeds it is the
+    luckiest.
+    """
+    ended = [s for s in grouped(jobs) if s.finished and s.mean(OBJECTIVE) is not None]
+
+    def worth(setting: Setting) -> tuple[float, float]:
+        return setting.mean(OBJECTIVE) or 0.0, -(setting.mean(KL) or 0.0)
+
+    return max(ended, key=worth, default=None) if len(jobs) > 1 else None
+
+
+def results(sweep: Sweep) -> list[str]:
+    """Return what a sweep came to for a terminal: a line per setting, the best, what is left."""
+    made, lines = grouped(sweep.jobs), []
+    if len(made) > MOST:  # the best of them
+        made = sorted(made, key=lambda s: -(s.mean(OBJECTIVE) or -math.inf))
+    cells = [["setting", "reward", "KL", "objective", "state"]]
+    for setting in made[:MOST]:
+        values = [setting.mean(COLUMNS[name]) for name in cells[0][1:-1]]
+        numbers = ["-" if value is None else short(value) for value in values]
+        cells.append([one_line(setting.name, 48), *numbers, setting.state])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    if made:
+        lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
+    lines += [f"... {len(made) - MOST} more in sweep.html"] * (len(made) > MOST)
+    if found := best(sweep.jobs):
+        again = repeat_command(found.finished[0].run)
+        lines.append(f"best     {found.name} ({found.numbers()})")
+        lines += [f"again    {again}"] * bool(again)
+    if sweep.unfinished:
+        left = f"{sweep.left} not begun; " if sweep.left else ""
+        lines.append(f"{left}continue with: {sweep.command}")
+    return lines
+
+
+def as_csv(jobs: Sequence[Job]) -> str:
+    """Return a line per job: its overrides and what it reached."""
+    text = io.StringIO()
+    keys = dict.fromkeys(key for job in jobs for key in job.overrides)
+    columns = ["job", *keys, *dict.fromkeys(name for job in jobs for name in job.reached)]
+    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({"job": job.name, **job.overrides, **job.reached} for job in jobs)
+    return text.getvalue()
+
+
+def task_reward(run: Run) -> str:
+    """Name the metric of the task's reward: that without a KL part, where a run has it."""
+    return "reward/raw_mean" if run.series("reward/raw_mean") else "reward/mean"
+
+
+def counted(states: Iterable[str]) -> str:
+    """Say how many are in which state."""
+    return ", ".join(f"{count} {state}" for state, count in Counter(states).items())
+
+
+def _texts(found: object) -> list[str]:
+    """Return the texts of a list, of a damaged file none."""
+    return [item for item in found if isinstance(item, str)] if isinstance(found, list) else []
+
+
+def _read_job(folder: Path, run: Run) -> Job:
+    name = run.folder.relative_to(folder).as_posix()
+    overrides = {k: v for k, v in run.overrides.items() if k not in PLACES}
+    if not overrides:  # `a=1,b=2`, the name that `job_name` gives a folder
+        parts = re.split(r",(?=[\w.+~/@]+=)", name)
+        overrides = dict(part.split("=", 1) for part in parts if "=" in part)
+    trained = [value for iteration, value in run.series(ACCURACY) if iteration >= 1]
+    coeff, ends = run.last("kl/coeff"), run.last_ten(KL) or run.last_ten("reward/mean")
+    reached = {
+        "state": run.state,
+        OBJECTIVE: number(run.status.get("objective")),
+        ACCURACY: trained[-1] if trained else None,
+        REWARD: run.last_ten_mean(task_reward(run)),
+        KL: run.last_ten_mean(KL),
+        "kl/coeff": number(dig(run.config, "kl", "coeff")) if coeff is None else coeff,
+        "progress/iteration": int(run.metrics[-1]["progress/iteration"]) if run.metrics else 0,
+        "iterations_averaged": len(ends),
+    }
+    return Job(name, run, redact(overrides), reached)
