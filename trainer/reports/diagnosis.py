@@ -224,8 +224,8 @@ class Diagnose(Observer):
         for found in self._diagnosis.see(metrics):
             word, style = SAID[found.level]
             text = f"{word} at iteration {found.iteration}: {found.text}"
-            self._everyone.say(text, style=style)
-            if found.level != "info":
+            if found.level != "info":  # what only explains stands in the report
+                self._everyone.say(text, style=style)
                 self._everyone.alert(found.title, found.text, error=found.level == "error")
         notes = [asdict(finding) for finding in self._diagnosis.findings]
         if notes and notes != self._runtime.status.get("notes"):
