@@ -6,7 +6,6 @@ Reward and KL are the signals of an RL run (its loss hovers around 0), the loss 
 import os
 import re
 import sys
-import textwrap
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -142,8 +141,8 @@ class Display(Observer):
             self._latest = dict(metrics) if iteration else {}
             self._live.refresh()
         # In a log a hundred lines are enough; evaluations stay in sight everywhere.
-        every = max(self.total // (4 if self.brief else 100), 1)
-        in_log = self._live is None and iteration % every == 0
+        in_log = self._live is None and iteration % max(self.total // 100, 1) == 0
+        in_log = in_log and not self.brief
         if in_log or any(name.startswith("eval/") for name in metrics):
             parts = ["before training", *_named(metrics, _EVAL), f"{self._evaluation_s:.1f} s"]
             if iteration:
@@ -181,8 +180,8 @@ class Display(Observer):
             return
         if state == "finished":
             run = load_run(self.folder)
-            for line in _wrapped(summary.in_one_line(run).split(", "), ", ", self._width):
-                self._print(line)
+            if words := summary.in_one_line(run):
+                self._print(_whole(words.split(", "), ", "))
             for name, file in {} if self.brief else _FILES.items():
                 self._print(linked(f"{name:<7}  ", self._near(self.folder / file)))
             if not self.brief and (chat := summary.chat_command(self._near(self.folder), run)):
@@ -206,7 +205,7 @@ class Display(Observer):
         if len(self._curve) > 1:
             values.insert(0, sparkline(self._curve, unicode=unicode))
         lines = [f"{self.title} {full * done}{empty * (size - done)} {told}"]
-        lines += _wrapped(values, "  ", width)
+        lines += [line.plain for line in _lines(_whole(values, "  "), width)]
         if (going := self._evaluating) is not None:  # once: the other thread may end it meanwhile
             since = duration(now - going.since)
             lines.append(f"evaluating {going.what}: {going.share:.0%}, {since}")
@@ -257,10 +256,8 @@ class Display(Observer):
 
     def _print_command(self, name: str, command: str) -> None:
         """Print a command in one piece, to be copied: on its own line if it needs one."""
-        apart = len(name + command) > self._width
-        self.console.print(
-            Text(f"{name.rstrip()}\n{command}" if apart else name + command), soft_wrap=True
-        )
+        text = name + command if len(name + command) <= self._width else f"{name}\n{command}"
+        self.console.print(Text(text), soft_wrap=True)
 
 
 def show_run(runtime: Any, total: int) -> Display:
@@ -288,20 +285,21 @@ def linked(name: str, value: str | Path) -> Text:
     return Text(name).append(str(value), style=Style(link=link) if link else "")
 
 
-def _lines(text: Text, width: int) -> Sequence[Text]:
+def _whole(values: Sequence[str], between: str) -> Text:
+    """Return values as a text that breaks between them alone."""
+    return Text(between.join(value.replace(" ", "\xa0") for value in values if value))
+
+
+def _lines(text: Text, width: int) -> list[Text]:
     """Return a text in lines of whole words; a word that is longer than a line stays whole."""
     breaks, start = [], 0
-    for word in re.finditer(r"\S+", text.plain):
+    for word in re.finditer("[^ ]+", text.plain):
         if word.end() - start > width and text.plain[start : word.start()].strip():
             breaks.append(start := word.start())
-    return text.divide(breaks)
-
-
-def _wrapped(values: Sequence[str], between: str, width: int) -> list[str]:
-    """Return values in lines, none broken: a no-break space is none to textwrap."""
-    joined = between.join(value.replace(" ", "\xa0") for value in values if value)
-    lines = textwrap.wrap(joined, width, break_long_words=False, break_on_hyphens=False)
-    return [line.replace("\xa0", " ") for line in lines]
+    for line in (out := list(text.divide(breaks))):
+        line.rstrip()
+        line.plain = line.plain.replace("\xa0", " ")
+    return out
 
 
 def sparkline(values: Sequence[float], *, most: int = 24, unicode: bool = True) -> str:
