@@ -8,9 +8,12 @@ import os
 import sys
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+try:
+    from omegaconf import DictConfig, OmegaConf
 
-from conf import build as parts
+    from conf import build as parts
+except ModuleNotFoundError as missing:  # in the Python of the system, most likely
+    sys.exit(f"error: {missing}; type .venv/bin/python in place of python (make setup makes it)")
 
 
 def train(cfg: DictConfig, folder: Path) -> float:

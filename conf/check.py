@@ -72,12 +72,11 @@ def _batches(cfg: dict[str, Any]) -> Iterator[str]:
 
 def _no_replies(cfg: dict[str, Any]) -> Iterator[str]:
     kl, algorithm, what = cfg["kl"], cfg["algorithm"], "this algorithm samples no replies"
-    if kl["coeff"] > 0:
-        yield f"{what} to put a KL on, got kl.coeff={kl['coeff']}; set kl.coeff=0"
-    if kl["measure"]:
-        yield f"{what} to measure a KL on; set kl.measure=false"
-    if kl["controller"] != "constant":
-        yield f"{what} to control a KL of; set kl.controller=constant"
+    none = {"coeff": 0, "measure": False, "controller": "constant"}
+    if wrong := [key for key in none if kl[key] != none[key]]:
+        got = ", ".join(f"kl.{key}={str(kl[key]).lower()}" for key in wrong)
+        instead = " ".join(f"kl.{key}={str(none[key]).lower()}" for key in wrong)
+        yield f"{what} to measure or charge a KL on, got {got}; give {instead}"
     for key in ("target_kl", "entropy_coeff", "entropy_target", "after_rollout"):
         if algorithm[key]:
             yield f"{what}, which algorithm.{key} is for; leave it out"
@@ -198,7 +197,9 @@ def foreign(cfg: dict[str, Any]) -> Iterator[str]:
         elif not belongs(value, path):
             close = difflib.get_close_matches(value, parts_at(path), n=2, cutoff=0)
             hint = f"; did you mean {' or '.join(close)}?" if close else ", which takes none"
-            hint = names.known_elsewhere(value) or hint
+            from conf.hints import known_elsewhere
+
+            hint = known_elsewhere(value) or hint
             yield f"{path}._target_={value}: no part of leash for {path}{hint}"
 
 

@@ -11,13 +11,14 @@ import shutil
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from conf import names
-from conf.names import all_keys, known_elsewhere
+from conf.names import all_keys
 from trainer.runs.run_files import dig, read_yaml
 
 FLAGS = (  # -m, and those of Hydra that show something and run nothing
@@ -25,6 +26,7 @@ FLAGS = (  # -m, and those of Hydra that show something and run nothing
     "--shell-completion --info -i"
 )
 SWEEP = {"-m", "--multirun"}
+OUTPUTS = "outputs"  # where runs lie, dated
 ALLOW = (
     "a file of conf/ sets allow_targets, which counts on the command line alone; take it out of "
     "the file, and give allow_targets=true if you trust the code that the file names"
@@ -40,24 +42,55 @@ def flags_and_overrides(words: Sequence[str]) -> tuple[set[str], list[str]]:
     return {w for w in words if w[:1] == "-"}, [w for w in words if w[:1] != "-"]
 
 
+def without_flags(words: Sequence[str]) -> list[str]:
+    """Return the words that are no flag, nor the value of one.
+
+    >>> without_flags(["--cfg", "job", "-p", "kl", "kl.coeff=0"])
+    ['kl.coeff=0']
+    """
+    values = {a for flag, a in itertools.pairwise(words) if flag[:1] == "-" and flag not in SWEEP}
+    return [w for w in words if w[:1] != "-" and ("=" in w or w not in values)]
+
+
 def spell_out(words: Sequence[str]) -> list[str]:
-    """Return the words with env.task=<name> as env.task.name=<name>: the task itself is a node.
+    """Return the words with what is short for another: env.task=<name>, resume=last.
+
+    The task itself is a node, its name env.task.name; the last run is the newest of outputs/.
 
     >>> spell_out(["env=reasoning_gym", "env.task=chain_sum,sudoku", "env.task={a: 1}"])
     ['env=reasoning_gym', 'env.task.name=chain_sum,sudoku', 'env.task={a: 1}']
     """
+    if "resume=last" in words and not Path("last").exists():
+        from conf.resume import newest_run  # here: most starts do not need it
+
+        newest = newest_run(Path(OUTPUTS))
+        if newest is None:
+            raise ValueError(f"resume=last: there is no run in {OUTPUTS}; give resume=<run folder>")
+        words = [f"resume={newest}" if word == "resume=last" else word for word in words]
     return [re.sub(r"^env\.task=(?=\w[\w,]*$)", "env.task.name=", word) for word in words]
 
 
 def check_flags(words: Sequence[str]) -> None:
-    """Raise ValueError for a flag that Hydra does not have."""
+    """Raise ValueError for a flag that Hydra does not have, or that shows nothing alone."""
     for place, word in enumerate(words):
         flag, _, value = word.partition("=")
         after = next(iter(words[place + 1 :]), "")
         value = value or (after if after[:1] != "-" and "=" not in after else "")
         if flag.startswith("-") and flag not in FLAGS.split():
+            from conf.hints import known_elsewhere  # here: most starts have no fault
+
             write = f"write {flag.lstrip('-')}={value or '...'}" if len(flag) > 2 else "see --help"
-            raise ValueError(f"there is no flag {flag}{known_elsewhere(flag) or f'; {write}'}")
+            if flag.startswith("--config"):  # -name, -dir, -path
+                name = re.sub(r".*/|\.ya?ml$", "", value) or "<name>"
+                write = f"a file of keys lies in conf/experiment, {name}.yaml: experiment={name}"
+            hint = known_elsewhere(flag, value or None)
+            raise ValueError(f"there is no flag {flag}{hint or f'; {write}'}")
+        if flag in ("--cfg", "-c") and value not in ("job", "hydra", "all"):
+            raise ValueError(f"expected {flag} job, hydra or all, got {value or 'none'}")
+        if flag in ("--package", "-p", "--resolve") and not {"--cfg", "-c"} & {
+            word.partition("=")[0] for word in words
+        }:
+            raise ValueError(f"{flag} is about what --cfg prints; write --cfg job {flag} {value}")
 
 
 def check_overrides(words: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import is_dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from conf import names
 from conf.check import check
 from conf.command_line import ALLOW, check_overrides, read_override, spell_out
-from conf.names import all_keys, nearest
+from conf.names import all_keys
 from conf.schema import keys, register
 from trainer.runs.nodes import typed_secrets
 from trainer.runs.redact import secrets_of
@@ -94,7 +94,9 @@ def _compose_files(chosen: tuple[str, ...], folder: Path) -> DictConfig:
             cfg = hydra.compose("config", overrides=list(chosen), return_hydra_config=True)
     except MissingConfigException as error:
         group, _, name = str(error.missing_cfg_file).partition("/")
-        raise ValueError(_no_file(group, name)) from None
+        from conf.hints import no_file
+
+        raise ValueError(no_file(group, name)) from None
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(_fault_of_file(error, chosen)) from error
     except (yaml.YAMLError, RecursionError) as error:
@@ -133,15 +135,10 @@ def _is_choice(item: Override) -> bool:
     if not name.isidentifier() or not (names.FOLDER / name).is_dir():
         return False
     if not item.is_delete() and not isinstance(item.value(), str | None):
-        raise ValueError(_no_file(name, item.value()))
+        from conf.hints import no_file
+
+        raise ValueError(no_file(name, item.value()))
     return True
-
-
-def _no_file(group: str, got: Any) -> str:
-    files = ", ".join(sorted(path.stem for path in (names.FOLDER / group).glob("*.yaml")))
-    keys = ", ".join(name for name in all_keys() if name.startswith(f"{group}."))
-    keys = "" if isinstance(got, str) else f"; its keys are {keys}"
-    return f"{group}={got}: expected a file of conf/{group} ({files}){keys}"
 
 
 def _put_in(cfg: DictConfig, item: Override) -> None:
@@ -170,15 +167,20 @@ def _put_in(cfg: DictConfig, item: Override) -> None:
                 raise
             OmegaConf.update(cfg, name, value, merge=True, force_add=True)
     except OmegaConfBaseException as error:
-        raise ValueError(_fault(error, name, value)) from error
+        raise ValueError(_fault(error, name, value, cfg=cfg)) from error
 
 
-def _fault(error: OmegaConfBaseException, name: str, value: Any, place: str = "") -> str:
+def _fault(
+    error: OmegaConfBaseException, name: str, value: Any, place: str = "", cfg: Any = None
+) -> str:
     """Return the line on a key that is not there, or that takes no such value."""
     key = error.full_key or name
     if isinstance(error, UNKNOWN):
         key = max(key, name, key=len)  # of a.b.c, a.b may be what there is not
-        return f"there is no key {key}{place}{nearest(key)}"
+        from conf.hints import nearest  # here: most starts have no fault
+
+        look_up = partial(OmegaConf.select, cfg or OmegaConf.create())
+        return f"there is no key {key}{place}{nearest(key, value, look_up=look_up)}"
     declared = list(keys().get(key, {}).values())
     if not declared:
         inside = ", ".join(name for name in all_keys() if name.startswith(f"{key}."))

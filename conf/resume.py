@@ -9,7 +9,8 @@ from omegaconf import OmegaConf
 
 from conf import names, schema
 from conf.compose import compose_raw, settle
-from trainer.runs.find import no_run
+from trainer.runs.find import find_jobs
+from trainer.runs.run_files import is_sweep
 from trainer.runs.saved_configs import as_today
 
 KINDS: dict[str, Any] = {"int": int, "float": int | float, "bool": bool, "str": str, "dict": dict}
@@ -44,6 +45,29 @@ def load_for_resume(
         OmegaConf.update(saved, key, OmegaConf.select(fresh, key), merge=False)
     saved.update({"resume": str(folder), "mode": mode, "preflight": False, **instead})
     return settle(saved)
+
+
+def no_run(folder: Path) -> str:
+    """Return why a folder without a config.yaml cannot be gone on with."""
+    if folder.is_file():
+        return f"expected the folder of a run, got a file; give resume={folder.parent}"
+    jobs = find_jobs(folder) if is_sweep(folder) else []
+    if jobs:
+        return f"expected one run, got a sweep; give one of its jobs, resume='{jobs[0]}'"
+    if newest := newest_run(folder):
+        return f"expected one run, got a folder of runs; the newest is resume='{newest}'"
+    return "expected a run folder with a config.yaml, got none"
+
+
+def newest_run(folder: Path) -> Path | None:
+    """Return the run below a folder that wrote last, None if there is none."""
+    jobs = [job for job in find_jobs(folder) if (job / "config.yaml").is_file()]
+    return max(jobs, key=_written, default=None)
+
+
+def _written(job: Path) -> float:
+    files = (job / "status.json", job / "metrics.jsonl", job / "config.yaml")
+    return max(file.stat().st_mtime for file in files if file.is_file())
 
 
 def read_saved(path: Path) -> dict[str, Any]:

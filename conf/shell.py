@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra.errors import HydraException
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
 from conf import start
-from conf.command_line import help_text, spell_out
-from conf.compose import compose_experiment
+from conf.command_line import help_text, spell_out, without_flags
+from conf.compose import compose_experiment, compose_raw
 from trainer.accelerate_settings import check_accelerate
 from trainer.runs.failures import complain, say
 from trainer.runs.launch import Interrupted, agree, prepare
@@ -33,7 +35,14 @@ def run_command(words: list[str], *, script: Path, worker: Worker) -> int:
     if {"--help", "-h"} & {*words}:
         print(help_text())
         return 0
-    words = sys.argv[1:] = spell_out(words)  # Hydra reads them too
+    try:
+        given, words = words, spell_out(words)
+    except ValueError as error:
+        complain(error)
+        return 2
+    if "resume=last" in given:
+        say(next(word for word in words if word.startswith("resume=")))
+    sys.argv[1:] = words  # Hydra reads them too
     ours: dict[str, Any] = {"script": script, "compose": partial(compose_experiment, words=words)}
 
     def run(job: start.Job) -> None:
@@ -55,7 +64,7 @@ def run_command(words: list[str], *, script: Path, worker: Worker) -> int:
                 return run_aside(config, **ours)
         wanted, failed = start.read_command(words), 1
         if wanted is None:
-            show()
+            leave_to_hydra(words)
         elif isinstance(wanted, start.Job):
             try:
                 run(wanted)
@@ -72,6 +81,16 @@ def run_command(words: list[str], *, script: Path, worker: Worker) -> int:
         say("stopped before it began; nothing is saved")
         return 130
     return 0
+
+
+def leave_to_hydra(words: list[str]) -> None:
+    """Let Hydra show what a flag asks for; a fault in the words is said in one line."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # raise it, print no text of Hydra's own
+    try:
+        show()
+    except (HydraException, OmegaConfBaseException, ValueError):
+        compose_raw(without_flags(words))  # the same fault in our words
+        raise
 
 
 def join(words: list[str], ranks: int, worker: Worker, **ours: Any) -> int:

@@ -9,7 +9,15 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from conf import names
-from conf.command_line import SWEEP, check_flags, check_single, flags_and_overrides
+from conf.command_line import (
+    OUTPUTS,
+    SWEEP,
+    check_flags,
+    check_overrides,
+    check_single,
+    flags_and_overrides,
+    without_flags,
+)
 from conf.compose import compose_checked, compose_raw
 from conf.schema import register
 from policies.cache import write_text
@@ -29,7 +37,7 @@ class Job:
 def set_up() -> None:
     """Register the schema and the names that conf/config.yaml uses for folders."""
     register()
-    for name, parent in ("run_dir", "outputs"), ("sweep_dir", "multirun"):
+    for name, parent in ("run_dir", OUTPUTS), ("sweep_dir", "multirun"):
 
         def folder(plain: str | None, name: str, parent: str = parent) -> str:
             return str(Path(plain).expanduser()) if plain else unique_folder(f"{parent}/{name}")
@@ -68,6 +76,7 @@ def read_command(words: Sequence[str]) -> Any:
         return Job(Path(folder), config, left)
     if flags:
         if not flags <= SWEEP:
+            check_overrides(without_flags(words))
             return None
         from conf.sweep import read_sweep  # here: a single run needs none
 

@@ -19,7 +19,7 @@ from refusals import refusal
 import train
 from conf import names
 from conf.build import build, make_leash
-from conf.command_line import swept_by_experiment
+from conf.command_line import spell_out, swept_by_experiment
 from conf.compose import compose_checked, compose_raw
 from conf.resume import load_for_resume
 from conf.start import read_command
@@ -101,13 +101,18 @@ FAULTS = [  # one a kind
     (["gamma=0.9"], ["no key gamma; did you mean algorithm.gamma?"]),
     (["algorithm.gamma=0.9"], ["algorithm.gamma here; it belongs to algorithm=ppo"]),
     (["algorithm.objective.estimator=k1"], ["no key algorithm.objective.est", "mean kl.estimator"]),
-    (["algorithm.kl_ctrl.kl_coef=0.1"], ["kl_ctrl.kl_coef; kl_coef is kl.coeff here"]),
+    (["algorithm.kl_ctrl.kl_coef=0.1"], ["kl_ctrl.kl_coef=0.1 is kl.coeff=0.1 here"]),
     (["+algorithm.objective.leash=1"], ["algorithm.objective.leash is made by the run"]),
     (["experiment=ppo_tiny", "algorithm=grpo"], ["ppo_tiny.yaml sets", "leave algorithm=grpo out"]),
     (["algorithm.shaping.overlong.buffer=3"], ["shaping is algorithm.after_rollout here"]),
     (["algorithm.mismatch._target_=trainer.Mismatch"], ["mismatch is algorithm.after_rollout"]),
     (["env=nope"], ["env=nope", "chats", "facts"]),
-    (["kl=0.1"], ["kl=0.1", "default", "kl.coeff"]),
+    (["kl=0.1"], ["kl=0.1", "default", "did you mean kl.coeff=0.1?"]),
+    (["experiment=grpo_tiny", "kl=0.1"], ["kl=0.1", "did you mean kl.coeff=0.1?"]),
+    (["trainer=20"], ["did you mean trainer.num_iterations=20?"]),
+    (["experiment=grpo_tny"], ["did you mean experiment=grpo_tiny or"]),
+    (["experiment=none_such"], ["sft_tiny, "]),
+    (["algorithm=sft"], ["got kl.coeff=0.02, kl.measure=true", "kl.coeff=0 kl.measure=false"]),
     # Words.
     (["grpo_tiny"], ["name=value, got 'grpo_tiny'; did you mean experiment=grpo_tiny?"]),
     (["experiment", "=", "grpo_tiny"], ["experiment=grpo_tiny, without blanks"]),
@@ -208,11 +213,45 @@ def test_resume_of_what_is_no_run_names_one(old_run):
         load_for_resume(str(old_run / "none"), [])
     with pytest.raises(ValueError, match=rf"got a file; give resume={old_run}$"):
         load_for_resume(str(old_run / "config.yaml"), [])
+    for name, when in ("b", 30), ("a", 20), ("c", 10):
+        (old_run / "outputs" / name).mkdir(parents=True)
+        shutil.copy(old_run / "config.yaml", old_run / "outputs" / name)
+        os.utime(old_run / "outputs" / name / "config.yaml", (when, when))
+    with pytest.raises(ValueError, match=rf"of runs; the newest is resume='{old_run}/outputs/b'$"):
+        load_for_resume(str(old_run / "outputs"), [])
     (old_run / "sweep" / "seed=1").mkdir(parents=True)
     (old_run / "sweep" / "multirun.yaml").write_text("")
     shutil.copy(old_run / "config.yaml", old_run / "sweep" / "seed=1")
     with pytest.raises(ValueError, match=rf"got a sweep.*resume='{old_run}/sweep/seed=1'$"):
         load_for_resume(str(old_run / "sweep"), [])
+
+
+def test_resume_last_takes_the_newest_run_of_outputs(old_run, monkeypatch, capsys):
+    monkeypatch.chdir(old_run)
+    assert train.cli(["mode=export", "resume=last"]) == 2
+    assert "resume=last: there is no run in outputs" in capsys.readouterr().err
+    for name, when in ("a/1", 30), ("b/2", 40), ("a/3", 20):
+        (old_run / "outputs" / name).mkdir(parents=True)
+        shutil.copy(old_run / "config.yaml", old_run / "outputs" / name)
+        os.utime(old_run / "outputs" / name / "config.yaml", (when, when))
+    assert spell_out(["resume=last", "seed=1"]) == ["resume=outputs/b/2", "seed=1"]
+    (old_run / "outputs" / "a" / "1" / "metrics.jsonl").touch()  # it wrote again
+    assert train.cli(["mode=export", "resume=last", "seed=2"]) == 2
+    said = capsys.readouterr()
+    assert said.out == "resume=outputs/a/1\n"
+    assert "seed cannot change in mode=export" in said.err
+
+
+def test_a_python_without_the_parts_is_told_where_they_are(tmp_path):
+    code = "import sys; sys.modules['hydra'] = None; sys.argv[1:] = ['seed=1']\n"
+    code += f"sys.path.insert(0, {str(ROOT)!r}); import runpy; runpy.run_path('{ROOT}/train.py')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert ".venv/bin/python in place of python" in line
 
 
 @pytest.mark.parametrize(
@@ -246,7 +285,18 @@ def test_refused_command_leaves_nothing_on_disk(words, tmp_path, monkeypatch, ca
         (["--experiment", "grpo_tiny"], "no flag --experiment; write experiment=grpo_tiny"),
         (["--resume=X", "seed=1"], "no flag --resume; write resume=X"),
         (["--seed", "kl.coeff=1"], "no flag --seed; write seed=..."),
-        (["--learning-rate", "1e-5"], "learning_rate is optimizer.lr here"),
+        (["--learning-rate", "1e-5"], "learning_rate=1e-5 is optimizer.lr=1e-5 here"),
+        (
+            ["--config", "my.yaml"],
+            "no flag --config; a file of keys lies in conf/exp",
+        ),
+        (["--config-name=a/b.yml"], "no flag --config-name; a file of keys"),
+        (["-p", "kl"], "-p is about what --cfg prints; write --cfg job -p kl"),
+        (["--cfg"], "expected --cfg job, hydra or all, got none"),
+        (["--cfg", "job", "kl.ceoff=1"], "no key kl.ceoff; did you mean kl.coeff?"),
+        (["--cfg=job", "-p", "kl", "kl=0.1"], "did you mean kl.coeff=0.1?"),
+        (["--info", "defaults", "experiment=grpo_tny"], "mean experiment=grpo_tiny or"),
+        (["-c", "job", "grpo_tny=1", "seed"], "expected name=value, got 'seed'"),
         (["-x"], "no flag -x; see --help"),
     ],
 )

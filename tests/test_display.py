@@ -11,7 +11,8 @@ import pytest
 from pages import write_lines, write_status
 
 from policies.cache import write_text
-from trainer.reports.display import Display, show_run
+from trainer.reports.display import Display, show_run, sparkline
+from trainer.reports.report import write_report
 from trainer.runtime import Runtime
 
 
@@ -170,6 +171,78 @@ def test_a_stop_is_answered_at_once(terminal, capfd, monkeypatch, last, text):
     display.evaluating("4 prompts", 0.5, last=last)
     display.stopping()
     assert capfd.readouterr().err == f"{text} Ctrl-C again stops at once\n"
+
+
+def finished(folder: Path, *words: str, target: str = "policies.load_policy") -> Path:
+    """Leave what a run that is finished leaves for its last lines."""
+    write_status(folder, state="finished", seconds=75.0)
+    write_text(folder / "config.yaml", f"{{policy: {{_target_: {target}}}, trainer: {{}}}}")
+    rows = [dict.fromkeys(words, i / 4) for i in range(1, 5)]
+    return write_lines(folder, *rows)
+
+
+def test_no_word_is_wrapped_and_commands_stay_whole(terminal, monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
+    metrics = ("reward/raw_mean", "eval/sampled_accuracy", "kl/ref_sequence")
+    near = finished(tmp_path / "outputs" / "grpo_tiny" / "2026-11-22_13-00-00", *metrics)
+    far = finished(tmp_path / ("deep" * 30), *metrics)
+    model = "model/with/a-name (folder, sha256 0123456789abcdef0123456789abcdef0123456789)"
+    display = begun(4, title="grpo_tiny", header={"model": model}, folder=near, file=terminal)
+    display.say("warning at iteration 3: " + "several words that are longer than a line " * 3)
+    display.end("finished", saved=4)
+    lines = [line.rstrip() for line in plain(terminal.getvalue()).splitlines()]
+    lines = [line for line in lines if "\u2591" not in line]  # less what is drawn over
+    assert max(map(len, lines)) <= 80
+    words = " ".join(lines).split()
+    assert "0123456789abcdef0123456789abcdef0123456789)" in words
+    command = "python train.py mode=chat resume=outputs/grpo_tiny/2026-11-22_13-00-00"
+    assert lines[-1] == f"chat     {command}", "in one line, to be copied"
+    assert "report   outputs/grpo_tiny/2026-11-22_13-00-00/report.html" in lines
+    value = "KL to the reference 1 nats per reply"
+    assert any(value in line for line in lines), lines
+    terminal.truncate(0)
+    begun(4, folder=far, file=terminal).end("finished", saved=4)
+    assert f"resume={far.relative_to(tmp_path)}\n" in plain(terminal.getvalue()), "not cut"
+
+
+def test_a_reward_model_ends_with_its_accuracy_and_no_chat(tmp_path):
+    folder = finished(
+        tmp_path, "loss/total", "preference/accuracy", target="policies.load_reward_model"
+    )
+    file = io.StringIO()
+    Display(4, folder=folder, file=file).end("finished", saved=None)
+    assert "preference accuracy 0.25 -> 1" in file.getvalue()
+    assert "chat" not in file.getvalue()
+    assert "mode=chat" not in write_report(folder).read_text()
+
+
+def test_the_bars_after_a_resume_are_of_the_whole_run(terminal, tmp_path):
+    write_lines(tmp_path, *({"reward/mean": float(i)} for i in range(6)))
+    display = Display(9, folder=tmp_path, file=terminal)
+    display.resume(4, "from iteration 4", again=True, seconds=9)
+    display.begin()
+    display.log({"reward/mean": 0.0}, 5)  # once more, and otherwise
+    assert sparkline([0, 1, 2, 3, 0]) in "".join(live_lines(display))
+    display.end("failed", saved=None)
+
+
+def test_a_job_of_a_sweep_is_a_few_lines(tmp_path):
+    folder = finished(tmp_path / "kl.coeff=1", "reward/mean")
+    (tmp_path / "sweep.json").write_text("{}")
+    display = show_run(Runtime(folder), 40)
+    display.console.file = file = io.StringIO()
+    display.begin()
+    for i in range(41):
+        display.evaluating("4 prompts", 0.5, last=False) if i in (0, 40) else None
+        accuracy = {"eval/sampled_accuracy": i / 40} if i in (0, 40) else {}
+        display.log({"reward/mean": i / 40, **accuracy}, i)
+        display.replies([{"prompt": "p", "response": "r"}], i, kind="train")
+    display.end("finished", saved=None)
+    lines = file.getvalue().splitlines()
+    assert len(lines) == 3
+    assert "accuracy 1.00" in lines[-2]
+    assert lines[-1].startswith("reward 0.25 -> 1")
 
 
 def test_what_is_saved_is_said_with_the_command_that_goes_on():

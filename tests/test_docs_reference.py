@@ -6,6 +6,7 @@ import re
 import shlex
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -13,14 +14,13 @@ from omegaconf import DictConfig, OmegaConf
 
 import trainer
 from conf.compose import compose_checked, compose_raw
-from conf.names import nearest, other_names
+from conf.hints import nearest, other_names
 from conf.schema import declared, keys
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 GROUPS = [part for part in declared() if "=" not in part]
-LIBRARIES = ("trl", "verl")
 OPEN = (
     "env.task.",
     "env.rewards.",
@@ -57,20 +57,78 @@ def test_the_configuration_page_is_of_this_code() -> None:
     assert not stale, "docs/configuration.md is stale; run: python docs/make_configuration.py"
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_the_hints_at_names_of_other_libraries_are_those_of_its_page(library) -> None:
+PEERS = [library for library in other_names() if not library.startswith(("common", "leash"))]
+
+
+def entries(library: str) -> dict[str, tuple[Any, str]]:
+    """Return what each name of a library means, with the file that says so."""
+    files = {file: names for file, names in other_names()[library].items() if file != "page"}
+    return {name: (names[name], file) for file, names in files.items() for name in names}
+
+
+@pytest.mark.parametrize("library", other_names())
+def test_every_name_of_others_has_a_source_and_a_counterpart_that_exists(library) -> None:
+    known = rows().keys() | {path.name for path in (ROOT / "conf").iterdir() if path.is_dir()}
+    assert library in ("common words", "leash of before") or re.search(r" [\da-f.]{5,}$", library)
+    for name, (means, file) in entries(library).items():
+        assert re.search(r"\w/\w+\.(py|yaml)$", file), f"{library}: {file}"
+        choices = [word for word in means.values() if word] if isinstance(means, dict) else []
+        plain = "" if choices else means.partition("; ")[0].partition(" = ")[0]
+        for key in plain.split():
+            assert key in known or hasattr(trainer, key.partition(".")[2]), key
+        for choice in choices:
+            assert composes((choice,) if "{" in choice else tuple(choice.split())), name
+        assert nearest(f"somewhere.{name}").count(name.rpartition(".")[2]), name
+
+
+@pytest.mark.parametrize("library", PEERS)
+def test_the_names_of_others_are_those_of_their_page(library) -> None:
     pairs = set()
-    page = (DOCS / f"coming_from_{library}.md").read_text()
+    page = (ROOT / other_names()[library]["page"]).read_text()
     for theirs, ours in re.findall(r"^\| ([^|]+) \| ([^|]+) \|", page, re.M):
         here = {word.partition("=")[0] for span in spans(ours) for word in span.split()}
-        pairs |= {(span.partition("=")[0], key) for span in spans(theirs) for key in here}
-    known = rows().keys() | {path.name for path in (ROOT / "conf").iterdir() if path.is_dir()}
-    assert len(other_names()[library]) > 20
-    for name, key in other_names()[library].items():
-        assert key in known, key
-        named = [theirs for theirs, ours in pairs if ours == key]
-        assert any(f".{theirs}".endswith(f".{name}") for theirs in named), f"{name}: {key}"
-        assert f"{name} is {key} here" in nearest(f"somewhere.{name}")
+        pairs |= {(span.partition("=")[0], key) for span in spans(theirs) for key in here or {""}}
+    assert len(entries(library)) > 5
+    assert library.partition(" ")[2] in page or library.startswith("transformers")
+    for name, (means, _) in entries(library).items():
+        named = {ours for theirs, ours in pairs if f".{theirs}".endswith(f".{name}")}
+        plain = means if isinstance(means, str) else " ".join(filter(None, means.values()))
+        keys_of_ours = {w.partition("=")[0] for w in plain.partition("; ")[0].split()[:1]}
+        assert named, f"{library}: {name}"
+        assert not keys_of_ours or keys_of_ours & named, f"{library}: {name}: {named}"
+
+
+def test_numbers_of_others_are_computed_and_both_meanings_are_told() -> None:
+    """By hand: 64 prompts of 8 replies, split as each peer counts."""
+    ours = {"trainer.prompts_per_iteration": 64, "algorithm.group_size": 8, "algorithm.epochs": 2}
+
+    def told(word: str) -> str:
+        name, _, value = word.partition("=")
+        number = {"true": True, "false": False}.get(value, value)
+        return nearest(name, number, look_up=(ours | {"algorithm.minibatches": 4}).get)
+
+    assert "algorithm.minibatches=4 here" in told("ppo_mini_batch_size=16")  # prompts
+    assert "algorithm.minibatches=4 here" in told("train.batch_size=128")  # replies
+    assert "algorithm.minibatches=8 here" in told("train_global_batch_size=64")
+    assert "trainer.prompts_per_iteration=32 here" in told("generation_batch_size=256")
+    assert "trainer.num_iterations=10 here" in told("max_steps=80")
+    assert "kl.refresh_decay=0.4 here" in told("ref_model_mixup_alpha=0.6")
+    assert "algorithm.minibatches here" in told("ppo_mini_batch_size=48"), "no whole number"
+    assert "algorithm.minibatches=" not in told("ppo_mini_batch_size=48")
+    assert "algorithm.minibatches" not in told("gradient_accumulation_steps=4")
+    assert "trainer.prompts_per_iteration here" in told("gradient_accumulation_steps=4")
+    assert "mean trainer.num_iterations?" in told("num_iterations=2")
+    assert "num_iterations=2 is algorithm.epochs=2 here" in told("num_iterations=2")
+    assert "algorithm.clip_low=0.3 algorithm.clip_high=0.3 here" in told("epsilon=0.3")
+    assert "loss_type=dr_grpo is algorithm.aggregation=constant" in told("loss_type=dr_grpo")
+    assert "loss_type=vespo is missing here" in told("loss_type=vespo")
+    assert "use_vllm: the policy itself generates" in told("use_vllm=true")
+    assert "policy.chat_template_kwargs here" in told("chat_template_kwargs.enable_thinking=false")
+    assert "bf16=true is policy.autocast=bfloat16 here" in told("bf16=true")
+    both = told("train_batch_size=128")  # verl's are prompts, those of OpenRLHF replies
+    assert "trainer.prompts_per_iteration=128 here" in both
+    assert "OpenRLHF's train_batch_size=128 is algorithm.minibatches=4 here" in both
+    assert "counts prompts" in told("batch_size=8")
 
 
 def spans(cell: str) -> list[str]:

@@ -121,9 +121,22 @@ def test_status_comes_back_and_threads_are_set(script, folder, monkeypatch):
     about = json.loads((folder / "rank0.json").read_text())
     assert (about["OMP_NUM_THREADS"], about["WORLD_SIZE"]) == ("3", None)
     assert about["pid"] != os.getpid()
-    run(script, folder / "config.yaml", folder)  # without threads the cores are shared out
-    about = json.loads((folder / "rank0.json").read_text())
-    assert about["OMP_NUM_THREADS"] == str(os.cpu_count())
+
+    def threads(**options) -> str:
+        run(script, folder / "config.yaml", folder, **options)
+        return json.loads((folder / "rank0.json").read_text())["OMP_NUM_THREADS"]
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert threads() == "5", "the user's own counts"
+    assert threads(threads=3) == "3", "launch.threads is said for this run"
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    allowed = os.sched_getaffinity(0)  # else the cores are shared out, those that may be used
+    assert 1 <= int(threads()) <= len(allowed)
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        assert threads() == "1"
+    finally:
+        os.sched_setaffinity(0, allowed)
 
 
 def test_killed_rank_is_the_reason_not_what_the_others_say(script, folder, monkeypatch):

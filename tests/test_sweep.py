@@ -140,6 +140,21 @@ def test_a_damaged_plan_leaves_the_jobs_on_the_page(tmp_path, plan):
     assert "not begun" not in text
 
 
+def test_a_sweep_says_how_long_it_will_take(tmp_path, capsys, monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr("trainer.reports.sweep.time.monotonic", lambda: clock[0])
+    live = LiveSweep(tmp_path, [[f"seed={i}"] for i in range(5)])
+    for number, seconds in enumerate((30.0, 0.0, 50.0, 1.0)):  # the second is there already
+        live.begin(number, "finished already" if number == 1 else None)
+        clock[0] += seconds
+    live.end()
+    jobs = [line for line in capsys.readouterr().out.splitlines() if line.startswith("job")]
+    assert jobs[0] == "job 1 of 5: seed=0"
+    assert jobs[1] == "job 2 of 5: seed=1: finished already"
+    assert jobs[2] == "job 3 of 5: seed=2 (about 1 min 30 s left)"  # three of 30 s
+    assert jobs[3] == "job 4 of 5: seed=3 (about 1 min 20 s left)"  # two of 40 s
+
+
 def test_the_page_of_a_sweep_lives_from_its_start_to_its_end(tmp_path, capsys):
     page = tmp_path / "sweep.html"
     jobs = [["kl.coeff=0"], ["kl.coeff=1"], ["kl.coeff=2"]]

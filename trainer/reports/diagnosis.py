@@ -228,8 +228,8 @@ class Diagnose(Observer):
             self._diagnosis = Diagnosis(x for x in lines if x.get(ITERATION, 0) < iteration)
         for found in self._diagnosis.see(metrics):
             word, style = SAID[found.level]
-            self._everyone.say(f"{word} at iteration {iteration}: {found.text}", style=style)
-            if found.level != "info":
+            if found.level != "info":  # what only explains stands in the report
+                self._everyone.say(f"{word} at iteration {iteration}: {found.text}", style=style)
                 self._everyone.alert(found.title, found.text, error=found.level == "error")
         notes = [asdict(finding) for finding in self._diagnosis.findings]
         if notes and notes != self._runtime.status.get("notes"):

@@ -4,8 +4,8 @@ Reward and KL are the signals of an RL run (its loss hovers around 0), the loss 
 """
 
 import os
+import re
 import sys
-import textwrap
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ from trainer.observer import Observer
 from trainer.reports import summary
 from trainer.reports.formats import duration, one_line, printable
 from trainer.runs.failures import silence
-from trainer.runs.run_files import dig, load_run
+from trainer.runs.run_files import dig, is_sweep, load_run
 
 _REWARD = {"reward/mean": "reward {:z.3f}"}  # z: no -0.000
 _LOSS = {"loss/total": "loss {:z.4f}"}
@@ -60,7 +60,8 @@ class Display(Observer):
 
     `header`: what stands below the title, a Path as a link. `folder`: the run folder that the last
     lines name, if it stays. `show_every`: iterations between sample replies; 0 = none. `since`:
-    when the run began (time.time()); None is when the display does.
+    when the run began (time.time()); None is when the display does. `brief`: a job of a sweep,
+    which says how it began and what came out.
 
     >>> display = Display(2, title="demo", file=sys.stdout)
     >>> display.begin()
@@ -79,7 +80,9 @@ class Display(Observer):
         file: TextIO | None = None,
         show_every: int = 0,
         since: float | None = None,
+        brief: bool = False,
     ) -> None:
+        self.brief = brief
         self.show_every = show_every
         self.total, self.title, self.folder = total, title, folder
         self.header = dict(header or {})
@@ -97,11 +100,18 @@ class Display(Observer):
         self._since = time.time() - seconds
         self._iteration = iteration
         self.header["resumed"] = text
+        past = load_run(self.folder).metrics if self.folder else []
+        for line in past:  # the bars are of the whole run; what is done again is not there twice
+            if 0 < line["progress/iteration"] <= iteration:
+                self._curve += [line[name] for name in _signals(line) if name in line]
 
     def begin(self) -> None:
-        self._print(f"{self.title}: {self.total} iterations")
-        width = max((len(name) for name in self.header), default=0)
-        for name, value in self.header.items():
+        header = {} if self.brief else self.header
+        if not self.brief:
+            self._print(f"{self.title}: {self.total} iterations")
+        width = max((len(name) for name in header), default=0)
+        for name, value in header.items():
+            value = self._near(value) if isinstance(value, Path) else value
             self._print(linked(f"  {name:<{width}}  ", value))
         self._clock = time.monotonic()
         self._began = self._clock - (time.time() - self._since if self._since else 0.0)
@@ -111,7 +121,7 @@ class Display(Observer):
 
     def evaluating(self, what: str, share: float, *, last: bool) -> None:
         before = self._evaluating
-        if before is None and self._live is None:
+        if before is None and self._live is None and not self.brief:
             self._print(f"evaluating {what}")
         self._evaluating = _Evaluation(
             what, share, getattr(before, "since", time.monotonic()), last
@@ -132,6 +142,7 @@ class Display(Observer):
             self._live.refresh()
         # In a log a hundred lines are enough; evaluations stay in sight everywhere.
         in_log = self._live is None and iteration % max(self.total // 100, 1) == 0
+        in_log = in_log and not self.brief
         if in_log or any(name.startswith("eval/") for name in metrics):
             parts = ["before training", *_named(metrics, _EVAL), f"{self._evaluation_s:.1f} s"]
             if iteration:
@@ -141,6 +152,8 @@ class Display(Observer):
 
     def replies(self, rows: Sequence[Mapping[str, Any]], iteration: int, *, kind: str) -> None:
         """Print a few replies of an evaluation; of training the best and worst, now and then."""
+        if self.brief:
+            return
         if kind == "train":
             if self.show_every and iteration % self.show_every == 0 and rows:
                 title = f"best and worst reply of iteration {iteration}"
@@ -150,7 +163,7 @@ class Display(Observer):
             self._print_replies(f"replies {when}", rows[:3], width=72)
 
     def say(self, text: str, *, style: str = "") -> None:
-        self.console.print(Text(text, style=style), soft_wrap=not self.console.is_terminal)
+        self._print(Text(text, style=style))
 
     def stopping(self) -> None:
         """Say that a stop was asked for; safe in a signal handler, which may not print."""
@@ -166,16 +179,18 @@ class Display(Observer):
         if self.folder is None:
             return
         if state == "finished":
-            if words := summary.in_one_line(load_run(self.folder)):
-                self._print(words)
-            for name, file in _FILES.items():
-                self._print(linked(f"{name:<7}  ", Path(self.folder, file)))
-            self._print(f"{'chat':<7}  {summary.resume_command(self.folder, mode='chat')}")
+            run = load_run(self.folder)
+            if words := summary.in_one_line(run):
+                self._print(_whole(words.split(", "), ", "))
+            for name, file in {} if self.brief else _FILES.items():
+                self._print(linked(f"{name:<7}  ", self._near(self.folder / file)))
+            if not self.brief and (chat := summary.chat_command(self._near(self.folder), run)):
+                self._print_command(f"{'chat':<7}  ", chat)
         elif saved is None:
             self._print("nothing is saved: it ended before its first checkpoint")
         else:
-            go_on = summary.resume_command(self.folder)
-            self._print(f"saved at iteration {saved}; go on with: {go_on}")
+            go_on = summary.resume_command(self._near(self.folder))
+            self._print_command(f"saved at iteration {saved}; go on with: ", go_on)
 
     def _draw(self) -> Text:
         """Return the live lines; the refresh thread asks for them, so that the times go on."""
@@ -189,10 +204,8 @@ class Display(Observer):
         values = [*_signal(latest), *_named(latest, _KL | _LIVE), split_of_time(latest)]
         if len(self._curve) > 1:
             values.insert(0, sparkline(self._curve, unicode=unicode))
-        # no line breaks inside of a value: a no-break space is none to textwrap
-        joined = "  ".join(value.replace(" ", "\xa0") for value in values if value)
         lines = [f"{self.title} {full * done}{empty * (size - done)} {told}"]
-        lines += [line.replace("\xa0", " ") for line in textwrap.wrap(joined, width)]
+        lines += [line.plain for line in _lines(_whole(values, "  "), width)]
         if (going := self._evaluating) is not None:  # once: the other thread may end it meanwhile
             since = duration(now - going.since)
             lines.append(f"evaluating {going.what}: {going.share:.0%}, {since}")
@@ -227,9 +240,24 @@ class Display(Observer):
             tail = "" if reward is None else f"   [reward {reward:.2f}]"
             self._print(Text("    -> ").append_text(said).append(tail))
 
+    @property
+    def _width(self) -> int:
+        return self.console.width if self.console.is_terminal else 10_000  # a log has no edge
+
+    def _near(self, path: Path) -> Path:
+        """Return a path as it is shown at a terminal: from here, if it lies below."""
+        inside = self.console.is_terminal and path.is_relative_to(here := Path.cwd())
+        return path.relative_to(here) if inside else path
+
     def _print(self, text: str | Text) -> None:
-        # soft_wrap: paths stay in one piece; Text: a reply's [brackets] are no markup
-        self.console.print(text if isinstance(text, Text) else Text(text), soft_wrap=True)
+        # Text: a reply's [brackets] are no markup; soft_wrap: a path stays in one piece
+        for line in _lines(text if isinstance(text, Text) else Text(text), self._width):
+            self.console.print(line, soft_wrap=True)
+
+    def _print_command(self, name: str, command: str) -> None:
+        """Print a command in one piece, to be copied: on its own line if it needs one."""
+        text = name + command if len(name + command) <= self._width else f"{name}\n{command}"
+        self.console.print(Text(text), soft_wrap=True)
 
 
 def show_run(runtime: Any, total: int) -> Display:
@@ -247,6 +275,7 @@ def show_run(runtime: Any, total: int) -> Display:
         folder=None if kept else folder,
         show_every=dig(run.config, "trainer", "show_every") or 0,
         since=runtime.started,
+        brief=is_sweep(folder.parent),
     )
 
 
@@ -254,6 +283,23 @@ def linked(name: str, value: str | Path) -> Text:
     """Return a name and a text, or a path that a click opens where the terminal can (OSC 8)."""
     link = value.absolute().as_uri() if isinstance(value, Path) else None
     return Text(name).append(str(value), style=Style(link=link) if link else "")
+
+
+def _whole(values: Sequence[str], between: str) -> Text:
+    """Return values as a text that breaks between them alone."""
+    return Text(between.join(value.replace(" ", "\xa0") for value in values if value))
+
+
+def _lines(text: Text, width: int) -> list[Text]:
+    """Return a text in lines of whole words; a word that is longer than a line stays whole."""
+    breaks, start = [], 0
+    for word in re.finditer("[^ ]+", text.plain):
+        if word.end() - start > width and text.plain[start : word.start()].strip():
+            breaks.append(start := word.start())
+    for line in (out := list(text.divide(breaks))):
+        line.rstrip()
+        line.plain = line.plain.replace("\xa0", " ")
+    return out
 
 
 def sparkline(values: Sequence[float], *, most: int = 24, unicode: bool = True) -> str:

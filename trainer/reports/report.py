@@ -154,9 +154,9 @@ def _commands(run: Run) -> dict[str, str]:
     """Return how to repeat a run, to talk to a finished one, to go on with another; HTML."""
     told = {"repeat": markup.repeat_command(run)}
     if run.state == "finished":
-        told["chat"] = summary.resume_command(run.folder, mode="chat")
+        told |= {"chat": chat} if (chat := summary.chat_command(run.folder.resolve(), run)) else {}
     elif run.state != "running":
-        told["go on"] = summary.resume_command(run.folder)
+        told["go on"] = summary.resume_command(run.folder.resolve())
     return {name: markup.command(text, copy=True) for name, text in told.items() if text}
 
 

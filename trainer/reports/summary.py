@@ -9,6 +9,7 @@ from trainer.runs.run_files import Run, dig, number
 GAINS = {  # of those before the accuracies only the first that a run has
     "reward/raw_mean": "task reward",
     "reward/mean": "reward",
+    "preference/accuracy": "preference accuracy",
     "loss/total": "loss",
     "eval/sampled_accuracy": "sampled accuracy",
     "eval/greedy_accuracy": "greedy accuracy",
@@ -53,7 +54,13 @@ def _gains(run: Run) -> dict[str, list[float]]:
     return out
 
 
+def chat_command(folder: Path, run: Run) -> str | None:
+    """Return the command that chats with what a run trained; None for a model that rates."""
+    rates = str(dig(run.config, "policy", "_target_")).endswith("load_reward_model")
+    return None if rates else resume_command(folder, mode="chat")
+
+
 def resume_command(folder: Path, *, mode: str = "") -> str:
     """Return the command that goes on with a run, or does something else with its model."""
     what = f"mode={mode} " if mode else ""
-    return f"python train.py {what}resume={shlex.quote(str(folder.resolve()))}"
+    return f"python train.py {what}resume={shlex.quote(str(folder))}"

@@ -6,8 +6,10 @@ How a sweep is continued: conf/sweep.py.
 import json
 import os
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
 from policies.cache import write_text
 from trainer.reports.live import LivePage
@@ -44,6 +46,8 @@ class LiveSweep:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._begun = False
+        self._began: float | None = None  # of time.monotonic(): the job that runs
+        self._seconds: list[float] = []  # of the jobs that ran
 
     def begin(self, number: int, note: str | None = None) -> None:
         """Say that a job begins, or in a `note` why not; the first time, where the page is."""
@@ -54,7 +58,17 @@ class LiveSweep:
             self._tell()
             self._thread.start()
         self._page.wanted = True
-        say(": ".join(filter(None, [job_line(number, self.jobs), note])))
+        now = time.monotonic()
+        if self._began is not None:
+            self._seconds.append(now - self._began)
+        self._began = None if note else now
+        line = ": ".join(filter(None, [job_line(number, self.jobs), note]))
+        if self._seconds and not note:
+            from trainer.reports.formats import duration
+
+            left = fmean(self._seconds) * (len(self.jobs) - number)
+            line += f" (about {duration(left)} left)"
+        say(line)
 
     def end(self) -> None:
         """Write the page for good, and say what came out and where the page is."""

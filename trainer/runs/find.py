@@ -42,16 +42,6 @@ def find_runs(folder: Path) -> tuple[list[Path], list[Path]]:
     return [j for j in jobs if not above[j]], list(dict.fromkeys(filter(None, above.values())))
 
 
-def no_run(folder: Path) -> str:
-    """Return why a folder without a config.yaml cannot be gone on with."""
-    if folder.is_file():
-        return f"expected the folder of a run, got a file; give resume={folder.parent}"
-    jobs = find_jobs(folder) if is_sweep(folder) else []
-    if jobs:
-        return f"expected one run, got a sweep; give one of its jobs, resume='{jobs[0]}'"
-    return "expected a run folder with a config.yaml, got none"
-
-
 def nothing_left(folder: Path, asked: int) -> str | None:
     """Return a line if a run already did all iterations that are asked for, else None.
 

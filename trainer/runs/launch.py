@@ -173,7 +173,9 @@ def run(
     """
     more = (f"{name}={value}" for name, value in given.items() if value)
     words = [sys.executable, str(script), "--worker", str(config), str(folder), *more]
-    each = threads or max((os.cpu_count() or 1) // ranks, 1)
+    threads_given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # nested levels follow
+    own = int(threads_given) if threads_given.isdecimal() else 0
+    each = threads or own or max(cores() // ranks, 1)
     with _caught_signals() as got, _free_port() as port:
         started = _start_ranks(words, ranks=ranks, threads=each, port=port, lock=lock)
         code, first = _wait(started, config, folder, got)
@@ -190,6 +192,16 @@ def run(
         raise RuntimeError("" if code == TOLD else failure)
     _put_in_place(config, folder, ended=True)
     return status
+
+
+def cores() -> int:
+    """Return how many cores this process may use: those it is bound to, within its quota."""
+    bound = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return bound
+    return bound if quota == "max" else max(1, min(bound, int(quota) // int(period)))
 
 
 @contextmanager
