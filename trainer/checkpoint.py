@@ -61,6 +61,7 @@ class Checkpoints:
     def save(self, iteration: int, state: dict[str, Any]) -> None:
         """Write the checkpoint of `iteration` finished iterations, if the ranks still agree."""
         check_agreement(self.policy.scorer, self.runtime, iteration=iteration)
+        self.runtime.at("save" if self.runtime.is_main else "wait")
         if self.runtime.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
             for kind in ("part", "trash"):  # left by an interrupted save or removal
