@@ -31,7 +31,7 @@ def show(cfg: DictConfig) -> None:
 def run_command(words: list[str], *, script: Path, worker: Worker) -> int:
     """Check everything that can be checked, then run `script`; return the exit code."""
     if {"--help", "-h"} & {*words}:
-        print(help_text())
+        say(help_text())
         return 0
     words = sys.argv[1:] = spell_out(words)  # Hydra reads them too
     ours: dict[str, Any] = {"script": script, "compose": partial(compose_experiment, words=words)}

@@ -40,7 +40,13 @@ _BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 
 
 class Output(Console):
-    """A console that outlives its reader."""
+    """A console that outlives its reader, and a full disk below a log."""
+
+    def print(self, *texts: Any, **how: Any) -> None:
+        try:
+            super().print(*texts, **how)
+        except OSError:
+            self.on_broken_pipe()
 
     def on_broken_pipe(self) -> None:
         """Fall silent: the run goes on."""

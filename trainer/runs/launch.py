@@ -22,7 +22,15 @@ import yaml
 
 from policies.cache import write_text
 from trainer.runs.experiment_models import resolve_experiment
-from trainer.runs.failures import LESS_MEMORY, TOLD, close_status, complain, noted_errors, say
+from trainer.runs.failures import (
+    LESS_MEMORY,
+    NO_MEMORY,
+    TOLD,
+    close_status,
+    complain,
+    noted_errors,
+    say,
+)
 from trainer.runs.lock import held, write_holders
 from trainer.runs.run_files import load_run, read_status, read_yaml
 from trainer.stops import stop_reason
@@ -334,6 +342,8 @@ def _close(
 
 def kill_reason(code: int, who: str) -> str:
     """Return how a process ended that could not say so itself, from its exit code."""
+    if code == NO_MEMORY:
+        return f"{who} ended out of memory; {LESS_MEMORY}"
     if code >= 0:
         why = "could not write why" if code == TOLD else "wrote no error"
         return f"{who} ended with code {code} and {why}"
