@@ -37,7 +37,7 @@ def work(config: bytes, folder: Path, *, resume: bool = False) -> int:
     import train
     from trainer.reports import live
 
-    live.SECONDS = live.LAST = 0  # no page: it is another process, and what takes longest
+    live.LivePage._start = lambda self: None  # another process's work, and what takes longest
     folder.mkdir(exist_ok=True)
     (folder / "config.yaml").write_bytes(config)
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (it ends with this process)
