@@ -33,7 +33,7 @@ def show(cfg: DictConfig) -> None:
 def run_command(words: list[str], *, script: Path, worker: Worker) -> int:
     """Check everything that can be checked, then run `script`; return the exit code."""
     if {"--help", "-h"} & {*words}:
-        print(help_text())
+        say(help_text())
         return 0
     try:
         given, words = words, spell_out(words)

@@ -312,3 +312,17 @@ print("done", file=sys.stderr)
         process.stdout.close()
         _, errors = process.communicate("")
     assert (process.returncode, errors) == (0, "done\n")
+
+
+def test_a_long_evaluation_is_no_silence_in_a_log():
+    file = io.StringIO()
+    display = Display(4, title="demo", file=file)
+    display.begin()
+    for share, seconds in (0.0, 0), (0.1, 50), (0.2, 20), (0.3, 50), (0.4, 15):
+        display._said -= seconds
+        display.evaluating("40 prompts", share, last=False)
+    told = [line for line in file.getvalue().splitlines() if "evaluating" in line]
+    assert told == [
+        "evaluating 40 prompts",
+        *[f"evaluating 40 prompts: {s}, 0 s" for s in ("20%", "40%")],
+    ]

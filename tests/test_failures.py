@@ -1,6 +1,8 @@
 """What an error says to the user: one line, with a remedy where it is known."""
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -8,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from trainer.runs.failures import LESS_MEMORY, TOLD, headline, last_words
+from trainer.runs.failures import LESS_MEMORY, NO_MEMORY, TOLD, headline, last_words
 from trainer.runs.launch import kill_reason
 
 GLOO = "[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer. Check"
@@ -60,6 +62,35 @@ def test_a_killed_process_is_asked_for_its_memory_only_where_that_can_be():
         f"rank 2 was killed (signal 9, SIGKILL); out of memory? {LESS_MEMORY}"
     )
     assert "memory" not in kill_reason(-11, "rank 2")
+
+
+class Heavy(Exception):
+    """An error that there is no memory to tell."""
+
+    def __str__(self) -> str:
+        raise MemoryError
+
+
+def test_an_error_that_there_is_no_memory_to_tell_is_one_of_memory(tmp_path):
+    code = last_words(tmp_path, Heavy())
+    assert (code, kill_reason(code, "it")) == (
+        NO_MEMORY,
+        f"it ended out of memory; {LESS_MEMORY}",
+    )
+
+
+def test_a_full_disk_below_a_log_ends_nothing():
+    code = (
+        "from trainer.reports.display import Display\n"
+        "from trainer.runs.failures import say\n"
+        "display = Display(2, title='demo'); display.begin(); say('x')\n"
+        "for i in range(1, 3): display.log({'reward/mean': 0.5}, i)\n"
+        "display.end('finished', saved=2)\n"
+    )
+    root = Path(__file__).parents[1]
+    with open("/dev/full", "w") as log:
+        done = subprocess.run([sys.executable, "-c", code], stdout=log, cwd=root, check=False)
+    assert done.returncode == 0
 
 
 def status(folder: Path) -> dict:

@@ -4,9 +4,11 @@ import errno
 import fcntl
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from faulty import at_call, forked, full, kill
 from processes import alive, gone
 
 from trainer.runs.experiment_models import cache_folder, resolve_experiment
-from trainer.runs.launch import _put_in_place, prepare, run
+from trainer.runs.launch import Interrupted, _put_in_place, prepare, run
 from trainer.runs.lock import held, lock_folder, write_holders
 from trainer.runs.run_files import read_status
 
@@ -59,6 +61,8 @@ if how == "slow":
 if how == "wait":
     time.sleep(60)
 if how == "stubborn":
+    said = "wait" if (rank, os.environ.get("WORLD_SIZE")) == ("0", "2") else "collect"
+    os.write(int(os.environ["LEASH_WORDS"]), f"{rank} {said}\\n".encode())
     child = subprocess.Popen(["sleep", "60"])
     (folder / f"child{rank}.part").write_text(str(child.pid))
     (folder / f"child{rank}.part").rename(folder / f"child{rank}.json")
@@ -253,6 +257,48 @@ def test_hammering_ctrl_c_leaves_no_process_and_a_true_status(script):
     assert all(gone(pid) for pid in [*children, *(about["pid"] for about in abouts)])
     status = read_status(place / "run")
     assert (status["state"], status["reason"]) == ("preempted", "stopped by Ctrl-C")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_first_signal_ends_a_rank_that_was_stopped(script, ranks):
+    process = start(script, "output_dir=run", f"launch.num_processes={ranks}", how="wait")
+    place = script.parent / "here"
+    pids = [json.loads(path.read_text())["pid"] for path in wait_for("rank?.json", place, ranks)]
+    os.kill(pids[-1], signal.SIGSTOP)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=20)
+    assert (process.returncode, err) == (143, "")
+    assert all(map(gone, pids))
+    assert read_status(place / "run")["reason"] == "stopped by SIGTERM"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_first_signal_ends_a_rank_that_hangs_after_a_while(
+    script, folder, monkeypatch, capfd, ranks
+):
+    """What it said last is told, and that its usual time is waited for is not forgotten."""
+    monkeypatch.setenv("HOW", "stubborn")
+    for name, seconds in {"GRACE": 1.0, "LEAST": 0.5, "FIRST": 0.5}.items():
+        monkeypatch.setattr(f"trainer.runs.watch.{name}", seconds)
+
+    def ask() -> None:
+        wait_for("child?.json", folder, ranks)
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=ask).start()
+    with pytest.raises(Interrupted) as caught:
+        run(script, folder / "config.yaml", folder, ranks=ranks)
+    assert caught.value.code == 143
+    assert [gone(int(path.read_text())) for path in folder.glob("child*")] == [True] * ranks
+    status = read_status(folder)
+    who = f"rank {ranks - 1}" if ranks > 1 else "it"
+    assert status["state"] == "preempted"
+    told = rf"stopped by SIGTERM; {who} was at collect for \d s and was ended"
+    assert re.fullmatch(told, status["reason"])
+    rest = " (rank 0 waits; rank 1 collect)" * (ranks > 1)
+    line = rf"note: collect has taken \d(\.\d)? s, the first one{re.escape(rest)}; Ctrl-C or"
+    assert re.match(line, capfd.readouterr().out)
 
 
 def test_a_run_that_is_still_running_is_neither_resumed_nor_touched(script):

@@ -61,11 +61,10 @@ class Checkpoints:
     def save(self, iteration: int, state: dict[str, Any]) -> None:
         """Write the checkpoint of `iteration` finished iterations, if the ranks still agree."""
         check_agreement(self.policy.scorer, self.runtime, iteration=iteration)
+        self.runtime.at("save" if self.runtime.is_main else "wait")
         if self.runtime.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for kind in ("part", "trash"):  # left by an interrupted save or removal
-                for leftover in self.folder.glob(f".{kind}-*"):
-                    _remove(leftover)
+            self._clear()
             target = self.folder / f"iteration_{iteration:06d}"
             part = self.folder / f".part-{target.name}"
             part.mkdir()
@@ -84,6 +83,12 @@ class Checkpoints:
             self._prune(target)
         self.last = iteration
         self.runtime.accelerator.wait_for_everyone()
+
+    def _clear(self) -> None:
+        """Remove what an interrupted save or removal left."""
+        for kind in ("part", "trash"):
+            for leftover in self.folder.glob(f".{kind}-*"):
+                _remove(leftover)
 
     def _save_weights(self, folder: Path) -> None:
         """Write all weights that are others than at the start of the run."""
@@ -110,6 +115,8 @@ class Checkpoints:
 
     def restore(self, folder: Path) -> dict[str, Any]:
         """Load weights and optimiser from a verified checkpoint; return its state."""
+        if self.runtime.is_main:
+            self._clear()
         self.restore_weights(folder)
         if mine := self._critic():
             critic = load_file(folder / CRITIC)

@@ -49,6 +49,9 @@ class Runtime:
         if parent is None and "TORCHELASTIC_RUN_ID" in os.environ:
             parent = os.getppid()
         self.parent = int(parent) if parent else None  # the launcher, which must outlive the run
+        words = os.environ.pop("LEASH_WORDS", None)  # no process that this one starts has it
+        self._words = int(words) if words else None  # the launcher's pipe (trainer/runs/watch.py)
+        self._told = 0.0  # when status.json was written last
         torch.manual_seed(seed)
 
     @property
@@ -106,7 +109,11 @@ class Runtime:
     def check_stop(self) -> None:
         """Raise Stopped on all ranks together if one got a signal or the parent is gone."""
         reason = stop_reason(self.stop_signal) if self.stop_signal else self._orphaned()
+        if self.ranks > 1:
+            self._say("wait")
         told = [other for other in self.gather(reason) if other]
+        if self.ranks > 1:
+            self._say(self.status.get("phase", "start"))
         if told:
             raise Stopped(told[0])
 
@@ -123,10 +130,32 @@ class Runtime:
         finally:
             self.at_once = False
 
+    def at(self, phase: str, share: float | None = None) -> None:
+        """Say what this rank does now, and which share of it is done: it has not died.
+
+        Only this rank's: "wait" is for the others.
+        """
+        now = time.time()
+        self._say(phase)
+        if not self._told:  # nobody keeps a status here
+            return
+        if phase != self.status.get("phase"):
+            self.write_status(phase=phase, phase_since=round(now, 2), phase_share=share)
+        elif now > self._told + 1:
+            self.write_status(phase_share=share)
+
+    def _say(self, phase: str) -> None:
+        if self._words is not None:
+            with suppress(OSError):  # the launcher is gone, or busy
+                os.write(self._words, f"{self.rank} {phase}\n".encode())
+
     def write_status(self, **changes: Any) -> None:
         """Update status.json atomically (rank 0)."""
+        self._told = time.time()
         again, path = "seconds" in self.status, self.folder / "status.json"
         self.status.update(changes, seconds=round(time.time() - self.started, 2))
+        if self.status["state"] == "finished":  # no phase any more
+            self.status = {k: v for k, v in self.status.items() if not k.startswith("phase")}
         if self.is_main and again and not path.exists():
             gone = "was removed, or emptied, while its run went on; start the run anew"
             raise FileNotFoundError(f"{self.folder} {gone}")

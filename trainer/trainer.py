@@ -97,7 +97,9 @@ class Trainer:
 
     def _iteration(self, i: int) -> None:
         clock = Clock()
-        batch = self.advantage(self._batch(i, clock))
+        batch = self._batch(i, clock)
+        self.runtime.at("update")
+        batch = self.advantage(batch)
         metrics = self.update(batch)
         clock.lap("update")
         weight_sync(self.policy, self.generator)
@@ -113,10 +115,12 @@ class Trainer:
     def _batch(self, i: int, clock: "Clock") -> TensorDictBase:
         """Return the iteration's batch with its KL; a stop up to here leaves the weights alone."""
         try:
+            self.runtime.at("collect")
             with self.runtime.stoppable():
                 batch = self.source(i)
                 clock.lap("collect")
                 self.runtime.check_stop()
+                self.runtime.at("score")
                 batch = self.retrieve_kl(batch)
                 clock.lap("score")
                 self.runtime.check_stop()
@@ -172,6 +176,7 @@ class Trainer:
         iteration, about = self.progress.iteration, self.evaluate.about
 
         def tell(share: float) -> None:
+            self.runtime.at("evaluate", share)
             self.observers.evaluating(about, share, last=kind == "after")
 
         try:
@@ -206,6 +211,7 @@ class Trainer:
 
     def _finish(self) -> float:
         """Write the final model and the report; return the objective."""
+        self.runtime.at("end")
         folder = self.runtime.folder
         check_agreement(self.policy.scorer, self.runtime, iteration=self.progress.iteration)
         if self.runtime.is_main:

@@ -6,25 +6,14 @@ import shutil
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from runs import ROOT, environment, metrics, train, wait_for
+from small_faults import TINY, lines_of, one_error
 
 from trainer.runs.run_files import read_status
 
 pytestmark = pytest.mark.reliability
-TINY = (
-    "experiment=grpo_tiny",
-    "policy.model=tiny",
-    "policy.max_new_tokens=4",
-    "trainer.num_iterations=6",
-    "trainer.prompts_per_iteration=4",
-    "algorithm.group_size=2",
-    "eval.max_rows=4",
-    "eval.num_samples=2",
-    "checkpoint.every=2",
-)
 TASK = """
 from envs.tasks import SortDigits
 
@@ -39,18 +28,6 @@ class Task(SortDigits):
             raise {"keyboard": KeyboardInterrupt, "exit": SystemExit}[self.fault]("by a reward")
         return super().reward(row, reply)
 """
-
-
-def one_error(text: str) -> str:
-    """Return the only line of an output that tells an error."""
-    assert "Traceback" not in text
-    (line,) = [line for line in text.splitlines() if line.startswith("error: ")]
-    return line
-
-
-def lines_of(folder: Path) -> int:
-    path = folder / "metrics.jsonl"
-    return len(path.read_text().splitlines()) if path.exists() else 0
 
 
 FULL = """

@@ -40,7 +40,13 @@ _BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 
 
 class Output(Console):
-    """A console that outlives its reader."""
+    """A console that outlives its reader, and a full disk below a log."""
+
+    def print(self, *texts: Any, **how: Any) -> None:
+        try:
+            super().print(*texts, **how)
+        except OSError:
+            self.on_broken_pipe()
 
     def on_broken_pipe(self) -> None:
         """Fall silent: the run goes on."""
@@ -91,7 +97,7 @@ class Display(Observer):
         self._curve: list[float] = []  # rewards; losses without them
         self._latest: Mapping[str, float] = {}
         self._evaluating: _Evaluation | None = None
-        self._iteration, self._evaluation_s = 0, 0.0
+        self._iteration, self._evaluation_s, self._said = 0, 0.0, 0.0
         self._stopping, self._since = False, since
         self._began = self._clock = time.monotonic()
         self._live: Live | None = None
@@ -121,11 +127,14 @@ class Display(Observer):
 
     def evaluating(self, what: str, share: float, *, last: bool) -> None:
         before = self._evaluating
-        if before is None and self._live is None and not self.brief:
-            self._print(f"evaluating {what}")
-        self._evaluating = _Evaluation(
-            what, share, getattr(before, "since", time.monotonic()), last
-        )
+        now = time.monotonic()
+        since = now if before is None else before.since
+        plain = self._live is None and not self.brief
+        if plain and (before is None or now > self._said + 60):  # a log is not silent
+            self._said = now
+            so_far = f": {share:.0%}, {duration(now - since)}" if before else ""
+            self._print(f"evaluating {what}{so_far}")
+        self._evaluating = _Evaluation(what, share, since, last)
 
     def log(self, metrics: Mapping[str, float], iteration: int) -> None:
         now = time.monotonic()

@@ -19,6 +19,7 @@ FULL = re.compile(r"No space left on device|os error 28|Disk quota exceeded")
 MEMORY = re.compile(r"out of memory|can't allocate memory", re.IGNORECASE)
 LOST = re.compile(r"Connection (closed|reset) by peer|remote process exited|Broken pipe.*gloo")
 TOLD = 74  # exit code of a process that printed its error: it could not write it (EX_IOERR)
+NO_MEMORY = 71  # exit code of a process without the memory to say anything (EX_OSERR)
 LONG, LONGEST = 2_000, 1 << 20  # letters of a line, and of a story: a policy may have written them
 LESS_MEMORY = (
     "lower trainer.micro_batch_tokens (training) or algorithm.group_size (generation), or set "
@@ -86,7 +87,10 @@ def last_words(folder: Path, error: BaseException) -> int:
 
     Below an outside launcher the first to fail prints it, and whoever cannot write it anywhere.
     """
-    line = note_error(folder, error)
+    try:
+        line = note_error(folder, error)
+    except MemoryError:
+        return NO_MEMORY
     written = os.environ.get("RANK", "0") == "0" and close_status(folder, "failed", line)
     noted = noted_errors(folder)
     if not noted and not written:
@@ -124,15 +128,15 @@ def close_status(folder: Path, state: str, reason: str) -> bool:
 
 
 def say(text: str) -> None:
-    """Print a line at once; fall silent if nobody reads any more: the work goes on."""
+    """Print a line at once; fall silent if nobody reads any more or a log's disk is full."""
     try:
         print(text, flush=True)
-    except BrokenPipeError:
+    except OSError:  # the work goes on
         silence()
 
 
 def silence() -> None:
-    """Send stdout nowhere: its reader has gone, as in `python train.py | head`."""
+    """Send stdout nowhere: its reader has gone (`python train.py | head`), or its disk is full."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

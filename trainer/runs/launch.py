@@ -17,16 +17,27 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from policies.cache import write_text
 from trainer.runs.experiment_models import resolve_experiment
-from trainer.runs.failures import LESS_MEMORY, TOLD, close_status, complain, noted_errors, say
+from trainer.runs.failures import (
+    LESS_MEMORY,
+    NO_MEMORY,
+    TOLD,
+    close_status,
+    complain,
+    noted_errors,
+    say,
+)
 from trainer.runs.lock import held, write_holders
 from trainer.runs.run_files import load_run, read_status
 from trainer.stops import stop_reason
+
+if TYPE_CHECKING:
+    from trainer.runs.watch import Watch
 
 # What a launcher such as torchrun tells its ranks; a run started from one of them is its own.
 # PYTHONOPTIMIZE=2 would take from transformers the docstrings that it reads.
@@ -168,25 +179,30 @@ def run(
     `given` to the worker: `checked`, the sha256 of its configuration, and `resume`, the run folder
     if it goes on there.
 
-    SIGINT and SIGTERM are passed on once, for the run to stop at its next safe point; a second one
-    ends it at once. A stopped run raises `Interrupted` with 128 + the signal.
+    SIGINT and SIGTERM are passed on once, for the run to stop at its next safe point; one that
+    hangs is ended (trainer/runs/watch.py). A second one ends it at once. A stopped run raises
+    `Interrupted` with 128 + the signal.
     """
+    from trainer.runs.watch import watched  # here: what only checks a command needs none
+
     more = (f"{name}={value}" for name, value in given.items() if value)
     words = [sys.executable, str(script), "--worker", str(config), str(folder), *more]
     threads_given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # nested levels follow
     own = int(threads_given) if threads_given.isdecimal() else 0
     each = threads or own or max(cores() // ranks, 1)
-    with _caught_signals() as got, _free_port() as port:
-        started = _start_ranks(words, ranks=ranks, threads=each, port=port, lock=lock)
-        code, first = _wait(started, config, folder, got)
+    with _caught_signals() as got, _free_port() as port, watched(ranks) as watch:
+        started = _start_ranks(words, ranks=ranks, threads=each, port=port, kept=[watch.end, lock])
+        code, first = _wait(started, config, folder, got, watch)
         who = f"rank {first}" if ranks > 1 else "the process"
-        failure = _close(folder, code, got, who=who)
+        failure = _close(folder, code, got, who=who, hung=watch.hung)
     if code or got:
         _rewrite_report(folder)
     status = read_status(folder)
     if got or status.get("state") == "preempted":
         if failure:
             complain(failure)
+        if watch.hung and "iteration" in status:
+            say(f"{watch.hung}; {_how_to_go_on(folder)}")
         raise Interrupted(128 + got[0] if got else STOPPED)
     if failure:
         raise RuntimeError("" if code == TOLD else failure)
@@ -227,45 +243,54 @@ def _free_port() -> Iterator[int]:
 
 
 def _start_ranks(
-    words: Sequence[str], *, ranks: int, threads: int, port: int, lock: int | None
+    words: Sequence[str], *, ranks: int, threads: int, port: int, kept: Sequence[int | None]
 ) -> list[subprocess.Popen]:
-    """Start one process per rank, told about the others as torchrun would; no launcher between."""
+    """Start one process per rank, told about the others as torchrun would; no launcher between.
+
+    `kept`: the pipe for their words, and the lock: it stays locked when this process is killed.
+    """
     env = {k: v for k, v in os.environ.items() if k not in RANK and "TORCHELASTIC" not in k}
     env |= {"OMP_NUM_THREADS": str(threads), "LEASH_PARENT": str(os.getpid())}
+    env |= {"LEASH_WORDS": str(kept[0])}
     if ranks > 1:
         env |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     out = []
     for rank in map(str, range(ranks)):
         mine = {"RANK": rank, "LOCAL_RANK": rank} if ranks > 1 else {}
-        kept = () if lock is None else (lock,)  # it stays locked when this process is killed
-        out.append(subprocess.Popen(words, start_new_session=True, env=env | mine, pass_fds=kept))
-    if lock is not None:
+        fds = [number for number in kept if number is not None]
+        out.append(subprocess.Popen(words, start_new_session=True, env=env | mine, pass_fds=fds))
+    if (lock := kept[1]) is not None:
         write_holders(lock, [os.getpid(), *(rank.pid for rank in out)])
     return out
 
 
 def _wait(
-    ranks: list[subprocess.Popen], config: Path, folder: Path, got: list[int]
+    ranks: list[subprocess.Popen], config: Path, folder: Path, got: list[int], watch: "Watch"
 ) -> tuple[int, int]:
     """Wait for all ranks; return exit code and number of the one that failed first, or 0 and 0.
 
-    The first signal in `got` is passed on, at the second all processes are killed. The others of a
-    rank that failed get PATIENCE seconds for their own last words.
+    The first signal in `got` is passed on, and wakes a rank that SIGSTOP holds; at the second, and
+    where one hangs, all processes are killed. The others of a rank that failed get PATIENCE seconds
+    for their own last words.
     """
-    code, first, passed, limit = 0, 0, False, float("inf")
+    code, first, passed, limit = 0, 0, 0.0, float("inf")
     while None in [rank.poll() for rank in ranks]:  # a list: each one is asked
         if not code and (failed := _first_failure(ranks))[0]:
             code, first = failed
             limit = time.monotonic() + PATIENCE
-        if len(got) > 1 or time.monotonic() > limit:
+        watch.listen()
+        if len(got) > 1 or time.monotonic() > limit or (passed and watch.hangs(passed)):
             _kill_families(ranks)
         elif got and not passed:
-            passed = True
+            passed = time.monotonic()
             # Before a run has its handlers, SIGINT would be a KeyboardInterrupt with a traceback.
             ready = "state" in read_status(folder)
             for rank in ranks:
                 rank.send_signal(got[0] if ready else signal.SIGTERM)
+                rank.send_signal(signal.SIGCONT)
+        elif told := watch.overdue([rank.pid for rank in ranks]):
+            say(f"note: {told}; Ctrl-C or SIGTERM ends it")
         _put_in_place(config, folder)
         time.sleep(0.05)
     _put_in_place(config, folder)
@@ -295,14 +320,25 @@ def _kill_families(ranks: list[subprocess.Popen]) -> None:
             os.killpg(rank.pid, signal.SIGKILL)
 
 
-def _close(folder: Path, code: int, got: list[int], *, who: str) -> str | None:
+def _how_to_go_on(folder: Path) -> str:
+    """Return what is left of a run that could not say so itself."""
+    from trainer.reports.summary import resume_command
+
+    if not any((folder / "checkpoints").glob("iteration_*")):
+        return "nothing is saved: it ended before its first checkpoint"
+    return f"go on with: {resume_command(folder)}"
+
+
+def _close(
+    folder: Path, code: int, got: list[int], *, who: str, hung: str | None = None
+) -> str | None:
     """Leave status.json telling how a run ended; return the reason if it failed.
 
     It is what the rank that failed first wrote, but of a killed rank that it was killed.
     """
     state = read_status(folder).get("state")
     if got and (state != "failed" or code < 0):  # an error of its own stays one
-        close_status(folder, "preempted", stop_reason(got[0]))
+        close_status(folder, "preempted", "; ".join(filter(None, [stop_reason(got[0]), hung])))
     elif code or state not in ("finished", "preempted"):
         noted = noted_errors(folder)
         told = read_status(folder).get("reason") if state == "failed" else None
@@ -315,6 +351,8 @@ def _close(folder: Path, code: int, got: list[int], *, who: str) -> str | None:
 
 def kill_reason(code: int, who: str) -> str:
     """Return how a process ended that could not say so itself, from its exit code."""
+    if code == NO_MEMORY:
+        return f"{who} ended out of memory; {LESS_MEMORY}"
     if code >= 0:
         why = "could not write why" if code == TOLD else "wrote no error"
         return f"{who} ended with code {code} and {why}"
