@@ -13,7 +13,7 @@ from conf.schema import keys
 from trainer.runs.run_files import read_yaml
 
 FOLDER = Path(__file__).parent
-NARROWING = ("top_k", "top_p", "min_p", "repetition_penalty", "min_new_tokens")
+NARROWING = ("repetition_penalty", "min_new_tokens", "presence_penalty", "frequency_penalty")
 FEW = 5  # so many names are listed, of more the nearest is
 
 
@@ -58,8 +58,8 @@ def nearest(key: str) -> str:
     if key in all_keys():
         return f" here; it belongs to {all_keys()[key]}"
     if leaf in NARROWING:
-        whole = "training samples from the whole distribution: policy and reference would each keep"
-        return f": {whole} another part of it, and their KL be none; use policy.temperature"
+        why = "it only changes samples, and ratio and KL would be of another distribution"
+        return f": {why}; policy.temperature, top_k, top_p and min_p are scored as well"
     if key.startswith(("algorithm.shaping", "algorithm.mismatch")):  # of before, with what is in it
         return known_elsewhere(key)
     usual = [k for k, choice in all_keys().items() if "=" not in choice or choice.endswith("grpo")]

@@ -31,6 +31,11 @@ class Filters:
             if not good:
                 raise ValueError(f"expected {name} {wanted}, got {getattr(self, name)}")
 
+    @property
+    def cuts(self) -> bool:
+        """Return whether `cut` leaves anything out."""
+        return bool(self.top_k or self.top_p < 1 or self.min_p)
+
     def process(self, logits: Tensor, *, seen: Tensor | None, step: int, ends: Tensor) -> Tensor:
         """Return logits with the penalty on `seen` tokens and, early on, without the `ends`."""
         if seen is not None:

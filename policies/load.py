@@ -20,6 +20,9 @@ def load_policy(
     device: str | torch.device | None = None,
     autocast: str | None = None,
     temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
     max_new_tokens: int = 64,
     max_prompt_tokens: int | None = None,
     system_prompt: str | None = None,
@@ -61,6 +64,7 @@ def load_policy(
         tokenizer=tokenizer,
         generate_kwargs={
             "temperature": temperature,
+            **{"top_k": top_k, "top_p": top_p, "min_p": min_p},
             "max_new_tokens": max_new_tokens,
             "max_prompt_tokens": max_prompt_tokens,
             "stop": list(stop or []),

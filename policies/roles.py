@@ -36,6 +36,7 @@ class Generator(Protocol):
     inplace: bool | str
     pad_output: bool
     return_log_probs: bool
+    keeps_support: bool
     text_key: str | tuple[str, ...] | None
     prefer_tokens: bool | str
     tokenizer: Any

@@ -10,6 +10,7 @@ policies/wrappers/generation_config.py).
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ class Sampled:
     log_probs: Tensor  # [B, n] float32; the first entry is a real log-prob
     lengths: Tensor  # [B] int64
     complete: Tensor  # [B] bool, ended by itself
+    support: Any = None  # a policies.support.Support, where a filter is on
 
     @property
     def mask(self) -> Tensor:
@@ -42,11 +44,11 @@ class Sampled:
 
     @classmethod
     def of_rows(
-        cls, ids: Sequence[Tensor], log_probs: Sequence[Tensor], complete: Tensor
+        cls, ids: Sequence[Tensor], log_probs: Sequence[Tensor], complete: Tensor, support=None
     ) -> "Sampled":
         """Return the replies of B rows of ids [n] and log-probs [n]."""
         lengths = torch.tensor([len(row) for row in ids], device=ids[0].device)
-        return cls(pad(ids), pad(log_probs), lengths, complete)
+        return cls(pad(ids), pad(log_probs), lengths, complete, support)
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,11 @@ def sample(
     state = _Prefilled(model, prompts, attention)
     penalty, width = filters.repetition_penalty, state.logits.shape[-1]
     seen = None if penalty == 1 else _seen(prompts, attention, width)
+    record = None
+    if filters.cuts and temperature > 0:
+        from policies.support import Recorder
+
+        record = Recorder(streams, max_new_tokens)
     for step in range(max_new_tokens):
         said = None if seen is None else seen[alive]
         logits = filters.process(state.logits, seen=said, step=step, ends=stop_ids)  # [n, V]
@@ -110,6 +117,8 @@ def sample(
         picked = scaled.gather(-1, drawn[:, None]).squeeze(-1) - scaled.logsumexp(-1)  # [n]
         replies[alive, step], log_probs[alive, step] = drawn, picked
         lengths[alive] = step + 1
+        if record is not None:
+            record.add(alive, step, scaled)
         ended = stop(replies[alive, : step + 1], stop_ids)
         complete[alive] = ended
         going = (~ended).nonzero().squeeze(-1)  # the one wait for the device of a token
@@ -118,7 +127,8 @@ def sample(
             break
         state.advance(drawn, going)
     longest = int(lengths.max())
-    return Sampled(replies[:, :longest], log_probs[:, :longest], lengths, complete)
+    support = None if record is None else record.support(longest)
+    return Sampled(replies[:, :longest], log_probs[:, :longest], lengths, complete, support)
 
 
 class _Prefilled:

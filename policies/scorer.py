@@ -21,6 +21,7 @@ from policies.padding import predicted
 from policies.token_distribution import Head, Scores, TokenDistribution, placed
 
 if TYPE_CHECKING:
+    from policies.support import Support
     from policies.value_head import Critic
 
 
@@ -57,6 +58,7 @@ class Scorer(nn.Module):
         learn_entropy: bool = False,
         reference: "Scorer | None" = None,
         pack: bool = False,
+        support: "Support | None" = None,
     ) -> Scores:
         """Return log p(token t | tokens < t) at temperature-scaled logits.
 
@@ -64,13 +66,13 @@ class Scorer(nn.Module):
         (default: every attended token), temperature a number or [B], group_id [B] marks rows of
         one prompt. The first attended token has no prediction and reads 0. `entropy` has a gradient
         with `learn_entropy` only. With `reference`, also the exact KL to it. `pack` lays the rows
-        out after each other, without padding.
+        out after each other, without padding. With a `support` all is over the tokens in it.
         """
         keep = predicted(attention_mask, keep)
         if not keep.any():
             return self._nothing(tokens, entropy, reference is not None)
         lay = self._lay(tokens, attention_mask, keep, group_id, pack)
-        mine, theirs = self._dist(lay, keep, temperature), None
+        mine, theirs = self._dist(lay, keep, temperature, support), None
         value = self.critic(lay, mine.states) if self.critic is not None else None  # [K]
         if reference is not None:
             with torch.no_grad():
@@ -89,14 +91,16 @@ class Scorer(nn.Module):
         temperature: Tensor | float = 1.0,
         group_id: Tensor | None = None,
         pack: bool = False,
+        support: "Support | None" = None,
     ) -> TokenDistribution:
         """Return the distribution that `forward` scores by, with the same arguments."""
         keep = predicted(attention_mask, keep)
         lay = self._lay(tokens, attention_mask, keep, group_id, pack)
-        return self._dist(lay, keep, temperature)
+        return self._dist(lay, keep, temperature, support)
 
-    def _dist(self, lay: layout.Layout, keep: Tensor, temperature) -> TokenDistribution:
-        return TokenDistribution(self.head(), self.hidden(lay), keep, temperature=temperature)
+    def _dist(self, lay: layout.Layout, keep: Tensor, temperature, support=None):
+        how = {"temperature": temperature, "support": support}
+        return TokenDistribution(self.head(), self.hidden(lay), keep, **how)
 
     def values(self, tokens: Tensor, attention: Tensor, keep: Tensor, *, group_id=None) -> Tensor:
         """Return the values alone, [B, T], as `forward` does: without logits."""
@@ -193,6 +197,7 @@ def score_in_parts(
     limit: int | None,
     group_id: Tensor | None = None,
     temperature: Tensor | float | None = None,
+    support: "Support | None" = None,
     **options: Any,
 ) -> Tensor:
     """Return the log-probs [B, T] of forwards of at most `limit` padded tokens; None = one.
@@ -202,15 +207,15 @@ def score_in_parts(
     parts = [list(range(len(tokens)))]
     if limit is not None:
         parts = pack_rows(attention, limit, group_id=group_id)
-    given = (tokens, attention, keep, group_id, temperature)
+    given: tuple[Any, ...] = (tokens, attention, keep, group_id, temperature, support)
     done = []
     for rows in parts:
         index = torch.tensor(rows, device=tokens.device)
-        ids, mask, kept, group, scale = (
-            x[index] if isinstance(x, Tensor) and x.ndim else x for x in given
+        ids, mask, kept, group, scale, left = (
+            x[index] if getattr(x, "ndim", 0) else x for x in given
         )
-        if scale is not None:
-            options["temperature"] = scale
+        options |= {} if scale is None else {"temperature": scale}
+        options |= {} if left is None else {"support": left}
         part = score(ids, mask, kept, group_id=group, **options)
         done.append(part if isinstance(part, Tensor) else part.log_probs)
     order = torch.tensor([row for rows in parts for row in rows], device=tokens.device)

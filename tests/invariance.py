@@ -40,6 +40,8 @@ MORE = {
     "grpo, exact KL": ("grpo", "kl.estimator=full"),
     "grpo, KL in the reward": ("grpo", "kl.where=reward", "kl.estimator=k1"),
     "ppo, head": ("ppo", "algorithm.critic.kind=head"),
+    "grpo, top-p": ("grpo", "kl.estimator=full", "policy.top_p=0.9", "policy.top_k=60"),
+    "ppo, min-p": ("ppo", "kl.where=reward", "kl.estimator=k1", "policy.min_p=0.05"),
     "sft, packed": ("sft", "algorithm.packing=true"),
 }
 CASES = {name: (name,) for name in ALGORITHMS} | MORE
@@ -50,6 +52,7 @@ DENSE = (  # [B, T]
     ("ref_log_probs", "full"),
     ("masks", "all_response_mask"),
     ("masks", "all_assistant_mask"),
+    ("support", "sizes"),
     "loss_mask",
     "kl_penalty",
     "reward_raw",
@@ -89,7 +92,8 @@ def step(name: str) -> Step:
     experiment = f"experiment={EXPERIMENTS[algorithm]}"
     cfg = OmegaConf.create(compose_checked([experiment, *SMALL, *learns, *words]))
     make = load_reward_model if algorithm == "reward" else load_policy
-    policy = make("tiny", max_new_tokens=6)
+    filters = {k: cfg.policy[k] for k in ("top_k", "top_p", "min_p")} if not silent else {}
+    policy = make("tiny", max_new_tokens=6, **filters)
     policy.scorer.double()
     randomise(policy)
     reference = scaled(load_reference(policy), 0.9)

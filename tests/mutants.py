@@ -15,6 +15,7 @@ from adapted import with_the_adapter_off_it_is_the_start_policy
 from baselines import leaves_the_baseline
 from charges import charged_once
 from enumeration import a_bfloat16_generator_is_corrected
+from filtered import all_is_scored_over_what_was_kept, the_ratio_begins_at_one
 from gae_by_hand import agrees_with_the_paper
 from papers import agrees_with_its_paper
 from plain_entropy import the_bonus_is_that_of_a_plain_softmax
@@ -25,6 +26,7 @@ import policies.chats.chat_template
 import policies.layout
 import policies.lora
 import policies.sampler
+import policies.support
 import policies.token_distribution
 import policies.value_head
 import policies.wrappers.transformers_wrapper
@@ -223,6 +225,27 @@ MUTANTS = (
     Mutant("first log-prob zero", contracts.alignment, WRAPPER, "sample", zero_first),
     Mutant(
         "replies see each other", contracts.alignment, policies.layout, "tree_mask", see_everything
+    ),
+    Mutant(
+        "score over all tokens",
+        all_is_scored_over_what_was_kept,
+        policies.support.Cut,
+        "__call__",
+        lambda _: lambda cut, logits: logits,
+    ),
+    Mutant(
+        "the tokens kept for the next one",
+        all_is_scored_over_what_was_kept,
+        policies.support.Cut,
+        "kept",
+        lambda kept: lambda cut, vocabulary: kept(cut, vocabulary).roll(1, 0),
+    ),
+    Mutant(
+        "the update scores over all tokens",
+        the_ratio_begins_at_one,
+        trainer.update,
+        "SCORED",
+        lambda keys: tuple(key for key in keys if key != "support"),
     ),
     Mutant("tokenise again", contracts.token_in_token_out, COLLECT, "_with_ids", tokenise_again),
     Mutant("cut replies stay open", contracts.token_in_token_out, RENDERER, "extend", leave_open),

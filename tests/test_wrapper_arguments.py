@@ -547,7 +547,7 @@ def test_ends_and_special_tokens_may_be_chosen():
 
 
 def test_training_refuses_what_its_log_probs_cannot_follow():
-    for kwargs in ({"top_p": 0.9}, {"no_repeat_ngram_size": 2}):
+    for kwargs in ({"repetition_penalty": 1.2}, {"no_repeat_ngram_size": 2}):
         with pytest.raises(ValueError, match=next(iter(kwargs))):
             collect(env_prompts(1), ChatEnv(Words()), asked(**kwargs))
 

@@ -77,6 +77,11 @@ KEYS: dict[NestedKey, Entry] = {
         "of the sampling",
         "collect demonstrations > demonstrations importance_sampling reference update",
     ),
+    "support": Entry(
+        "[B, T] int32",
+        "what top-k, top-p or min-p left to draw from, if on (policies/support.py)",
+        "collect > importance_sampling reference update",
+    ),
     "policy_version": Entry("[B] int64", "the weights that sampled, by syncs", "collect >"),
     "prompt": Entry("[B] text", "the last message of the prompt", "collect > transcripts"),
     "response": Entry("[B] text", "the replies, joined", "collect > transcripts"),

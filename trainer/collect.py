@@ -39,6 +39,9 @@ class Trajectories:
                 ("reward", torch.float32),
             )
         }
+        if "support" in first:  # a filter is on
+            self.tokens["support"] = torch.zeros(size, 0, dtype=torch.int32, device=device)
+        self.supports: list[tuple[list[int], Any]] = []  # of each turn, with its rows
         self.flags = {name: torch.zeros(size, dtype=torch.bool) for name in FLAGS}
         self.errors = torch.zeros(size, dtype=torch.float64)
         self.parts: dict[str, Tensor] = {}  # name -> [B] float64, NaN where a part never applied
@@ -64,8 +67,11 @@ class Trajectories:
         """Add one turn of these rows [A]: the reply with its log-probs, reward and flags."""
         sampled, log_probs = _sampled(td), td.get(("log_probs", "full"))
         given = {"ids": td.get(("tokens", "full")), "log_probs": log_probs}
-        self.append(rows, sampled, **given, assistant=sampled, response=sampled)
         following, alive = td.get("next"), rows.cpu()
+        if "support" in self.tokens:
+            given["support"] = td.get("support").sizes
+            self.supports.append((alive.tolist(), td.get("support")))
+        self.append(rows, sampled, **given, assistant=sampled, response=sampled)
         reward = following.get("reward").squeeze(-1).to(log_probs)
         self.tokens["reward"][rows, self.lengths[rows] - 1] = reward
         self.errors[alive] += following.get("reward_errors").squeeze(-1).cpu()
@@ -117,6 +123,10 @@ class Trajectories:
         )
         batch.set("masks", masks)
         batch.set("log_probs", LogProbs(full=tokens["log_probs"], **common))
+        if "support" in tokens:
+            from policies.support import joined
+
+            batch.set("support", joined(tokens["support"], self.supports))
         batch.set("loss_mask", tokens["response"].clone())
         batch.set("reward_raw", tokens["reward"])
         for name, total in self.parts.items():
@@ -172,10 +182,11 @@ def ready(policy: Any, *, input_mode: str = "history", **needed: Any) -> Any:
             "num_samples=None (the env repeats the prompts), got "
             f"{policy.generate}, {policy.input_mode!r}, {policy.num_samples}"
         )
-    if policy.limits.narrowed:
+    if lost := policy.limits.unscored() if policy.keeps_support else policy.limits.unscored(()):
         raise ValueError(
-            f"collect expects the whole distribution, got {policy.limits.narrowed} in "
-            "generate_kwargs: policy and reference would each keep another part; drop them"
+            f"collect expects replies that can be scored over what they were drawn from; {lost} "
+            f"of a {type(policy).__name__} only change samples: drop them (temperature is scored, "
+            "and of a TransformersWrapper top_k, top_p and min_p)"
         )
     if all(getattr(policy, name) == value for name, value in needed.items()):
         return policy

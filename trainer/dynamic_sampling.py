@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
 from policies.padding import widen
@@ -57,11 +57,14 @@ class DynamicRollouts(Rollouts):
 
 def swap(batch: TensorDict, fresh: TensorDict, rows: Tensor) -> TensorDict:
     """Return the batch with `fresh` in the place of those rows where `rows` [B] is True."""
-    size, width = len(rows), max(td.get("loss_mask").shape[-1] for td in (batch, fresh))
+    size = len(rows)
 
-    def widened(td: TensorDict) -> TensorDict:
-        return td.apply(lambda x: widen(x, width) if x.ndim == 2 else x)
+    def widened(td: TensorDict, other: TensorDict) -> TensorDict:
+        def fit(key: NestedKey, x: Tensor) -> Tensor:
+            return x if x.ndim != 2 else widen(x, max(x.shape[1], other.get(key).shape[1]))
+
+        return td.named_apply(fit, nested_keys=True)
 
     index = torch.arange(size)
     index[rows] = size + torch.arange(int(rows.sum()))
-    return torch.cat([widened(batch), widened(fresh)])[index]
+    return torch.cat([widened(batch, fresh), widened(fresh, batch)])[index]

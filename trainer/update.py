@@ -30,6 +30,7 @@ SCORED = reads(
     "loss_mask",
     "temperature",
     "group_id",
+    "support",
 )
 
 
@@ -174,6 +175,7 @@ class Update:
                 learn_entropy=self.entropy.coeff > 0,
                 reference=self.reference,
                 pack=self.packing,
+                support=batch.get("support", None),
             )
             terms = self.objective(scores, batch)  # [B, T] each
             weight, loss = batch.get("weight"), terms.loss | self.entropy(scores)

@@ -151,7 +151,8 @@ class BatchedCalls:
     """Make the calls of a model for several threads at once, their rows together.
 
     `model` has `_draw`, `_logits` and `_log_probs` as LLMWrapperBase does, and so has this. A call
-    that needs a gradient runs alone: backwards of several threads cannot share a graph.
+    that needs a gradient runs alone: backwards of several threads cannot share a graph. So does one
+    that scores over what a sampler kept.
     """
 
     def __init__(self, model: Any, queue: BatchQueue) -> None:
@@ -159,17 +160,24 @@ class BatchedCalls:
 
     def _draw(self, prompts: Tensor, attention: Tensor, streams: Tensor) -> Sampled:
         rows = zip(unpad(prompts, attention), streams.tolist(), strict=True)
-        ids, log_probs, complete = zip(*self.queue(self._draw_rows, list(rows)), strict=True)
-        return Sampled.of_rows(ids, log_probs, torch.tensor(complete, device=prompts.device))
+        done = list(zip(*self.queue(self._draw_rows, list(rows)), strict=True))
+        ids, log_probs, complete, *found = done
+        support = None
+        if found:
+            from policies.support import Support
+
+            support = Support.of_rows(pad(found[0]), list(found[1]))
+        ended = torch.tensor(complete, device=prompts.device)
+        return Sampled.of_rows(ids, log_probs, ended, support)
 
     def _logits(self, tokens: Tensor, attention: Tensor) -> Tensor:
         if self._learns():
             return self.model._logits(tokens, attention)
         return _spread(self.queue(self._logit_rows, unpad(tokens, attention)), attention)
 
-    def _log_probs(self, tokens, attention, keep, temperature, group_id) -> Tensor:
-        if self._learns():
-            return self.model._log_probs(tokens, attention, keep, temperature, group_id)
+    def _log_probs(self, tokens, attention, keep, temperature, group_id, **support) -> Tensor:
+        if self._learns() or support:
+            return self.model._log_probs(tokens, attention, keep, temperature, group_id, **support)
         keep = attention if keep is None else keep
         each = torch.as_tensor(temperature).reshape(-1).expand(len(keep)).tolist()
         rows = zip(unpad(tokens, attention), unpad(keep, attention), each, strict=True)
@@ -183,8 +191,11 @@ class BatchedCalls:
     def _draw_rows(self, rows: list[tuple[Tensor, int]]) -> list[Any]:
         ids, streams = zip(*rows, strict=True)
         drawn = self.model._draw(*_padded(ids, "left"), torch.tensor(streams))
-        columns = unpad(drawn.ids, drawn.mask), unpad(drawn.log_probs, drawn.mask)
-        return list(zip(*columns, drawn.complete.tolist(), strict=True))
+        columns = [unpad(drawn.ids, drawn.mask), unpad(drawn.log_probs, drawn.mask)]
+        columns.append(drawn.complete.tolist())
+        if drawn.support is not None:
+            columns += [unpad(drawn.support.get("sizes"), drawn.mask), drawn.support.row_words()]
+        return list(zip(*columns, strict=True))
 
     @torch.no_grad()
     def _score_rows(self, rows: list[tuple[Tensor, Tensor, float]]) -> list[Tensor]:

@@ -23,6 +23,7 @@ ALIASES = {
     "stop_strings": "stop",
 }
 FILTERS = tuple(asdict(NO_FILTERS))
+CUTS = ("top_k", "top_p", "min_p")  # of them, those that scores are under as well
 
 
 def is_int(value: Any) -> bool:
@@ -142,10 +143,9 @@ class GenerateKwargs:
         count = self.num_return_sequences
         return None if count == 1 else count
 
-    @property
-    def narrowed(self) -> list[str]:
-        """Return what makes the log-probs others than those of the model at the temperature."""
-        return [*self._filters(), *self.foreign]
+    def unscored(self, scored: tuple[str, ...] = CUTS) -> list[str]:
+        """Return what only changes samples: all but the temperature and what is `scored`."""
+        return [name for name in (*self._filters(), *self.foreign) if name not in scored]
 
     @property
     def foreign(self) -> list[str]:
@@ -155,8 +155,7 @@ class GenerateKwargs:
     @property
     def cuts(self) -> bool:
         """Return whether `cut` leaves anything out; greedy log-probs are the whole model's."""
-        found = self.filters
-        return self.temperature > 0 and bool(found.top_k or found.top_p < 1 or found.min_p)
+        return self.temperature > 0 and self.filters.cuts
 
     def cut(self, logits: Tensor) -> Tensor:
         """Return tempered logits [..., V] with -inf at what is never sampled of them."""

@@ -90,7 +90,9 @@ class TokenDists:
         scale = torch.as_tensor(scale, device=logits.device).reshape(-1, 1, 1)
         told = predicted(seq.attention).unsqueeze(-1)
         logits = logits / scale
-        self.logits = torch.where(told, wrapper.limits.cut(logits), logits)  # [B, T, V]
+        support = wrapper.support_of(flat(td), seq, side)
+        cut = wrapper.limits.cut(logits) if support is None else support.cut(logits)
+        self.logits = torch.where(told, cut, logits)  # [B, T, V]
 
     def mask_at(self, key: NestedKey) -> Tensor:
         """Return a mask [B, T] by the name of its field in the masks or by its key in td."""

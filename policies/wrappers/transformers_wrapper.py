@@ -26,6 +26,8 @@ class TransformersWrapper(LLMWrapperBase):
     True
     """
 
+    keeps_support = True
+
     def _set_model(self, model: Any) -> None:
         self.scorer = model if isinstance(model, Scorer) else Scorer(model)
         self._settings["model"] = self.scorer  # every version shares it, autocast included

@@ -91,5 +91,6 @@ class vLLMWrapper(LLMWrapperBase):
     def _logits(self, tokens: Tensor, attention: Tensor) -> Tensor:
         raise NotImplementedError(
             "vLLM returns the log-probs of tokens, not distributions over the vocabulary; use "
-            "TransformersWrapper for get_dist, or log_prob here"
+            "TransformersWrapper for get_dist and for scores under top-k, top-p or min-p, or "
+            "log_prob here, without them"
         )

@@ -77,7 +77,10 @@ class LLMWrapperBase(TensorDictModuleBase):
 
     A `stream` [B] in the input fixes the draws of each row; otherwise torch's generator seeds them.
     Scores are of the distribution that generate_kwargs say: their temperature, top-k, top-p, min-p.
+    What these left of it stands at "support" beside what was sampled, and is what they leave there.
     """
+
+    keeps_support = False  # whether draws say what filters left, and scores can be over it
 
     def __init__(
         self,
@@ -202,6 +205,8 @@ class LLMWrapperBase(TensorDictModuleBase):
         keys += [self.log_probs_key if self.return_log_probs else None]
         keys += [self.history_key if self.input_mode == "history" else None]
         keys += ["policy_version", "temperature"] if self.generate else []
+        told = self.generate and self.return_log_probs and self.limits.cuts
+        keys += ["support"] if told and self.keeps_support else []
         self.out_keys = [key for key in keys if key is not None]
 
     def _key(self, container: str, field: str | None = None) -> NestedKey:
@@ -256,6 +261,8 @@ class LLMWrapperBase(TensorDictModuleBase):
             return out
         target = tensordict if self.inplace is True else tensordict.empty()
         target = target if tensordict_out is None else tensordict_out
+        if self.generate and "support" in target:
+            del target["support"]  # of other replies
         if not self.generate and self.history_key in out and self.history_key in target:
             del out[self.history_key]  # it was read, and stays as it is
         return put(out, target)
@@ -296,6 +303,10 @@ class LLMWrapperBase(TensorDictModuleBase):
         if not self.return_log_probs:
             del done[LogProbs]
         out = self._placed(done, batch_size=[size * times])
+        if drawn.support is not None and self.return_log_probs:
+            from policies.support import written
+
+            out.set("support", written(drawn.support, self._form(), prompts, drawn.mask))
         out.set("policy_version", torch.full((size * times,), self.version))
         out.set("temperature", torch.full((size * times,), self.temperature or 1.0))
         asked = None if records is None else td.get(reader.key)
@@ -372,7 +383,17 @@ class LLMWrapperBase(TensorDictModuleBase):
         group = td.get("group_id", None)
         group = None if group is None else group.to(self.device)
         scale = self.scoring_temperature(td, temperature_key)
-        return self.calls._log_probs(seq.tokens, seq.attention, keep, scale, group)
+        support = self.support_of(td, seq)
+        options = {} if support is None else {"support": support}
+        return self.calls._log_probs(seq.tokens, seq.attention, keep, scale, group, **options)
+
+    def support_of(self, td: TensorDictBase, seq: Sequences, side: str = "left") -> Any:
+        """Return what filters left where td [B] was sampled, if it says and this has filters."""
+        if not (self.keeps_support and self.limits.filters.cuts):
+            return None
+        from policies.support import read
+
+        return read(td, self.reader(td), seq.tokens, side)
 
     def scoring_temperature(
         self, td: TensorDictBase, key: NestedKey | None = None
@@ -405,14 +426,16 @@ class LLMWrapperBase(TensorDictModuleBase):
         keep: Tensor | None,
         temperature: Tensor | float,
         group_id: Tensor | None,
+        support: Any = None,
     ) -> Tensor:
         """Return the log-probs [B, T] of the tokens kept (None = all), 0 elsewhere.
 
         Those of the wrapper's `scorer`, else of its logits. `temperature` is a number or [B]; rows
-        of one `group_id` [B] share their prompt.
+        of one `group_id` [B] share their prompt. A `support` stands in for the wrapper's filters.
         """
-        if self.scorer is not None and not self.limits.cuts:
+        if self.scorer is not None and (support is not None or not self.limits.cuts):
             options = {"temperature": temperature, "group_id": group_id, **self._packing()}
+            options["support"] = support
             limit = self.micro_batch_tokens
             return score_in_parts(self.scorer, tokens, attention, keep, limit=limit, **options)
         temperature = torch.as_tensor(temperature, device=tokens.device).reshape(-1, 1, 1)

@@ -20,6 +20,7 @@ from policies import lora
 from policies.random import fold
 from policies.sampler import sample
 from policies.scorer import Scorer, max_positions
+from policies.support import Support, placed
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer.modes.run_weights import reference_name, take_weights
 from trainer.trainer import Trainer
@@ -38,6 +39,7 @@ class Talk:
     scorer: Scorer
     messages: list[dict[str, str]] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
+    support: Support | None = None  # of the last reply, where filters are on
 
     def reset(self) -> None:
         """Begin again, with the system prompt if there is one."""
@@ -71,7 +73,9 @@ class Talk:
                 stop=policy.stop,
                 max_new_tokens=policy.max_new_tokens,
                 temperature=policy.temperature,
+                filters=policy.limits.filters,
             )
+        self.support = drawn.support
         ids = drawn.ids[0].tolist()
         said = policy.tokenizer.decode(ids, skip_special_tokens=True)
         self.messages += [*new, {"role": "assistant", "content": said}]
@@ -86,7 +90,10 @@ def log_ratio(talk: Talk, reference: Scorer, log_probs: Tensor) -> list[float]:
     every = torch.ones_like(ids, dtype=torch.bool)
     keep = every.clone()
     keep[:, : -len(log_probs)] = False
-    theirs = reference(ids, every, keep, temperature=talk.policy.temperature or 1.0).log_probs
+    options: dict[str, Any] = {"temperature": talk.policy.temperature or 1.0}
+    if talk.support is not None:
+        options["support"] = placed(talk.support, ids.shape[1] - len(log_probs))
+    theirs = reference(ids, every, keep, **options).log_probs
     return (log_probs - theirs[0, -len(log_probs) :]).tolist()
 
 

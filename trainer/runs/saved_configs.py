@@ -8,7 +8,10 @@ from trainer.runs.redact import redact
 from trainer.runs.run_files import PLACES, PREFIX, read_yaml
 
 # Keys that are younger than run folders which go on, with what a run without them means.
-YOUNGER = {"policy": {"chat_template_kwargs": {}}, "env": {"overlong": "drop"}}
+YOUNGER = {
+    "policy": {"chat_template_kwargs": {}, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
+    "env": {"overlong": "drop"},
+}
 
 
 def as_today(saved: Any) -> dict[str, Any]:

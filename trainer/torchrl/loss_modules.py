@@ -154,7 +154,13 @@ class GRPOLoss(LossModule):
     def forward(self, tensordict: TensorDictBase) -> LLMLossOutput:
         """Return the losses and what they are made of; the td stays as it is."""
         td = tensordict.reshape(-1) if tensordict.ndim > 1 else tensordict.copy()
-        keys = self.tensor_keys
+        keys, limits = self.tensor_keys, getattr(self.actor_network, "limits", None)
+        if limits is not None and limits.cuts and "support" not in td:
+            raise ValueError(
+                "expected `support`, the tokens that the actor's top-k, top-p or min-p left when "
+                "it sampled: now they may leave others, not the sampled one among them (-inf); "
+                "keep what a TransformersWrapper with these filters wrote, or drop them"
+            )
         dist = getattr(self.actor_network, DISTS[self.masking_strategy])(td)
         tokens = require(td, keys.action)  # rlhf writes those of a history
         mask = self._mask(td, dist.mask)
