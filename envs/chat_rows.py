@@ -145,7 +145,9 @@ def split_off(prompts: Iterable[str], *, seed: int = 0) -> tuple[np.ndarray, np.
     >>> len({"abac"[i] for i in held_out}), sorted([*train.tolist(), *held_out.tolist()])
     (1, [0, 1, 2, 3])
     """
-    digests = b"".join(blake2b(p.encode(), digest_size=8).digest() for p in prompts)
+    digests = bytearray()  # 8 bytes a prompt, no object for each
+    for prompt in prompts:
+        digests += blake2b(prompt.encode(), digest_size=8).digest()
     hashes = np.frombuffer(digests, np.uint64)
     first = np.zeros(len(hashes), bool)  # whether a row is the first with its prompt
     for part in range(16):  # sorting takes many times the memory of the hashes
