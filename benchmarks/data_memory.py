@@ -1,12 +1,13 @@
-"""Memory of a task over a data set of many rows, each size in a process of its own.
+"""Time and memory of the start of a run over a data set of many rows, each in a process of its own.
 
     python -m benchmarks.data_memory [--rows 10000 1000000] [--in-memory]
 
 Rows are word problems of about 200 bytes in a .jsonl file, read as env=gsm8k reads them, a tenth
-held out; then 1,000 rows are drawn as iterations draw them. `own`: the memory that the process
-alone holds (RssAnon) above that of one without a data set; `most`: the peak of all resident
-memory, with pages of files that the kernel may take back. `--in-memory` holds every row, as a data
-set below `envs.data.LARGE` is. Linux.
+(at most 200) held out; then the rows that exceed a limit of tokens are found, for a limit that
+bytes decide and one that needs every row encoded; then 1,000 rows are drawn as iterations draw
+them. Each size is started twice: what the first start finds out is kept. `own`: the most memory
+that the process alone held (RssAnon, each 10 ms) above what it held before the data set.
+`--in-memory` holds every row, as a data set below `envs.data.LARGE` is. Linux.
 """
 
 import argparse
@@ -15,16 +16,32 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
 MIB = 2**20
+ROOM = {"by bytes": 4096, "encoded": 128}  # a row has about 100 tokens in 200 bytes
 
 
-def memory(field: str) -> float:
-    """Return RssAnon (own, now) or VmHWM (the most so far) in MiB."""
+def own() -> float:
+    """Return the memory that this process alone holds, in MiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(field)).split()[1]) / 1024
+    return int(next(line for line in lines if line.startswith("RssAnon")).split()[1]) / 1024
+
+
+class Most(threading.Thread):
+    """The most memory that this process has held since this began."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.before = self.most = own()
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            self.most = max(self.most, own())
+            time.sleep(0.01)
 
 
 def write(path: Path, count: int) -> None:
@@ -42,23 +59,42 @@ def write(path: Path, count: int) -> None:
 def measure(path: str, in_memory: bool) -> None:
     """Read a data set in this process and print what it takes."""
     import envs.data
+    import envs.mapped_rows
     from envs.tasks import MathWords
+    from policies.chats.chat_template import Renderer
+    from policies.models import find_model, load_tokenizer
+    from trainer.fitting import Fit
     from trainer.sources import picks
 
     if in_memory:
         envs.data.LARGE = 1 << 62
-    else:
-        import envs.mapped_rows
-    before, start = memory("RssAnon"), time.perf_counter()
-    rows = MathWords(path).rows("train")
-    read, start = time.perf_counter() - start, time.perf_counter()
-    drawn = [rows[i] for k in range(10) for i in picks(k, size=len(rows), count=100, seed=0)]
-    each = (time.perf_counter() - start) / len(drawn)
+    renderer = Renderer(load_tokenizer(find_model("tiny")), "chatml")
+    Fit(renderer, 1, lambda row: [row["messages"]], True).too_long(
+        [{"messages": [{"role": "user", "content": "a"}]}]
+    )
+    memory, took = Most(), {}
+
+    def timed(name, call):
+        wall, cpu = time.perf_counter(), time.process_time()
+        out = call()
+        took[name] = time.perf_counter() - wall, time.process_time() - cpu
+        return out
+
+    rows = timed("read", lambda: MathWords(path).rows("train"))
+    for name, room in ROOM.items():
+        fit = Fit(renderer, room, lambda row: [row["messages"]], True)
+        timed(name, lambda fit=fit: fit.too_long(rows))
+    chosen = [i for k in range(10) for i in picks(k, size=len(rows), count=100, seed=0)]
+    timed("drawn", lambda: [rows[i] for i in chosen])
+    read, by_bytes, encoded = (took[name] for name in ("read", *ROOM))
     print(
-        f"{len(rows):>9,} rows  {os.path.getsize(path) / MIB:7.1f} MiB on disk"
-        f"  read in {read:6.1f} s"
-        f"  own {memory('RssAnon') - before:7.1f} MiB  most {memory('VmHWM'):7.1f} MiB"
-        f"  a row drawn in {each * 1e6:.0f} us"
+        f"{len(rows):>9,} rows {os.path.getsize(path) / MIB:6.1f} MiB"
+        f"  read {read[0]:6.1f} s (CPU {read[1]:5.1f})"
+        f"  too long? by bytes {by_bytes[0]:5.1f} s ({by_bytes[1]:5.1f}),"
+        f" encoded {encoded[0]:6.1f} s ({encoded[1]:5.1f})"
+        f"  own {memory.most - memory.before:6.1f} MiB, in the end {own() - memory.before:6.1f}"
+        f"  a row drawn in {took['drawn'][0] / len(chosen) * 1e6:.0f} us",
+        flush=True,
     )
 
 

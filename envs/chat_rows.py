@@ -4,11 +4,12 @@ import json
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from envs.data import READERS, Table, is_file, load_table, made
+from envs.data import READERS, Made, Table, is_file, load_table, made
 
 COLUMNS = ("messages", "question", "answer")
 EVAL_SHARE, EVAL_ROWS = 0.1, 200  # what is split off where there is no eval data, at most
@@ -44,35 +45,70 @@ def load_chats(
     if unknown:
         raise ValueError(f"env.columns: expected keys among {sorted(COLUMNS)}, got {unknown}")
     names = {name: column for name, column in (columns or {}).items() if column is not None}
-    train = _chats(load_table(dataset, split=split), names, answers)
+    tables = {"train": load_table(dataset, split=split)}
     if eval_dataset or (eval_split and not is_file(dataset)):
-        table = load_table(eval_dataset or dataset, split=eval_split or split)
-        return {"train": train, "eval": _chats(table, names, answers)}
+        tables["eval"] = load_table(eval_dataset or dataset, split=eval_split or split)
+    if not all(isinstance(table.rows, list) for table in tables.values()):
+        return _on_disk(tables, names, answers, seed)
+    found = {name: _chats(table, names, answers) for name, table in tables.items()}
+    if "eval" in found:
+        return found
+    train = found["train"]
     parts = split_off((json.dumps(row["messages"]) for row in train), seed=seed)
-    if isinstance(train, list):
-        parts = [part.tolist() for part in parts]
-    return {
-        name: made(train.__getitem__, p) for name, p in zip(("train", "eval"), parts, strict=True)
-    }
+    return {n: [train[i] for i in p] for n, p in zip(("train", "eval"), parts, strict=True)}
 
 
-def _chats(table: Table, names: Mapping[str, str], answers: bool) -> Sequence[dict[str, Any]]:
+def _on_disk(
+    tables: Mapping[str, Table], names: Mapping[str, str], answers: bool, seed: int
+) -> dict[str, Sequence[dict[str, Any]]]:
+    """Return the rows of tables on disk, which are checked and split once for a content."""
+    from envs.mapped_rows import place_for, shown
+    from policies.cache import build_once
+
+    def look(folder: Path) -> None:
+        train, *_ = [_chats(table, names, answers) for table in tables.values()]
+        if "eval" not in tables:
+            prompts = (json.dumps(row["messages"]) for row in shown(train, "holding rows out"))
+            for name, part in zip(("train", "eval"), split_off(prompts, seed=seed), strict=True):
+                part.astype(np.int32).tofile(folder / name)
+
+    origins = {name: getattr(table.rows, "origin", None) for name, table in tables.items()}
+    folder = place_for("checked", origins, dict(names), answers, seed)
+    build_once(folder, look)
+    found = {name: _chats(table, names, answers, checked=True) for name, table in tables.items()}
+    if "eval" not in tables:
+        train, parts = found["train"], ("train", "eval")
+        places = {name: np.memmap(folder / name, np.int32, mode="r") for name in parts}
+        found = {name: Made(train.__getitem__, part) for name, part in places.items()}
+    for name, rows in found.items():
+        if isinstance(rows, Made):
+            rows.origin = [folder.name, name]
+    return found
+
+
+def _chats(
+    table: Table, names: Mapping[str, str], answers: bool, *, checked: bool = False
+) -> Sequence[dict[str, Any]]:
     """Return prompt and answer of each row of a table."""
     column = names.get("messages", "messages")
     by_question = "question" in names or "answer" in names
     if "messages" in names or (column in table.columns and not by_question):
         table.require("messages", column)
         remedy = f"if these are prompts alone, give env.columns.question={column} in its place"
-        return table.each(lambda index: _chat(table, index, column), remedy)
+        return table.each(lambda index: _chat(table, index, column), remedy, checked=checked)
     question = table.require("question", names.get("question", "question"))
     there = f"=<column>, of {', '.join(table.columns)}"
     remedy = f"name a column of prompts: env.columns.question{there}"
-    prompts = table.each(lambda index: table.turns(index, question, "user"), remedy)
+    prompts = table.each(
+        lambda index: table.turns(index, question, "user"), remedy, checked=checked
+    )
     replies = None
     if answers or "answer" in names:
         answer = table.require("answer", names.get("answer", "answer"))
         remedy = f"name a column of texts: env.columns.answer{there}"
-        replies = table.each(lambda index: table.turns(index, answer, "assistant"), remedy)
+        replies = table.each(
+            lambda index: table.turns(index, answer, "assistant"), remedy, checked=checked
+        )
 
     def row(i: int) -> dict[str, Any]:
         out = {"index": i, "messages": prompts[i], "columns": table.cells(i)}
@@ -109,16 +145,21 @@ def split_off(prompts: Iterable[str], *, seed: int = 0) -> tuple[np.ndarray, np.
     >>> len({"abac"[i] for i in held_out}), sorted([*train.tolist(), *held_out.tolist()])
     (1, [0, 1, 2, 3])
     """
-    hashes = (int.from_bytes(blake2b(p.encode(), digest_size=8).digest()) for p in prompts)
-    _, first, which = np.unique(
-        np.fromiter(hashes, np.uint64), return_index=True, return_inverse=True
-    )
-    if len(first) < 2:
+    digests = bytearray()  # 8 bytes a prompt, no object for each
+    for prompt in prompts:
+        digests += blake2b(prompt.encode(), digest_size=8).digest()
+    hashes = np.frombuffer(digests, np.uint64)
+    first = np.zeros(len(hashes), bool)  # whether a row is the first with its prompt
+    for part in range(16):  # sorting takes many times the memory of the hashes
+        here = np.flatnonzero(hashes % 16 == part)
+        first[here[np.unique(hashes[here], return_index=True)[1]]] = True
+    places = np.flatnonzero(first)
+    if len(places) < 2:
         raise ValueError(
-            f"expected at least 2 different prompts to split eval rows off, got {len(first)}; "
+            f"expected at least 2 different prompts to split eval rows off, got {len(places)}; "
             "give env.eval_dataset"
         )
-    count = min(max(1, int(len(first) * EVAL_SHARE)), EVAL_ROWS)
-    chosen = random.Random(seed).sample(range(len(first)), count)  # of the order they come in
-    held_out = np.isin(which, np.argsort(first)[chosen])
+    count = min(max(1, int(len(places) * EVAL_SHARE)), EVAL_ROWS)
+    chosen = hashes[places[random.Random(seed).sample(range(len(places)), count)]]
+    held_out = np.isin(hashes, chosen)
     return np.flatnonzero(~held_out), np.flatnonzero(held_out)

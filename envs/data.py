@@ -18,6 +18,7 @@ Message = dict[str, Any]
 
 ROLES = ("system", "user", "assistant", "tool")
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:.*)?")  # org/name, name, either with a :subset
+HALF = re.compile("[\ud800-\udfff]")
 LARGE = 32 << 20  # bytes of a data set; smaller ones are held in memory
 EXTENSION = re.compile(r"^[^:/]*\.[^:/]*$|\.[A-Za-z]{2,}$")  # any dot in a bare word, or .txt
 
@@ -33,14 +34,18 @@ class Malformed(ValueError):
 class Made(Sequence[Any]):
     """What `make` gives for each of `items`, made when it is asked for.
 
+    `origin` says in JSON what they are made of: equal ones are the same rows, on any day.
+
     >>> Made(str, range(3))[1:][0]
     '1'
     """
 
     listed = True  # all of them may be looked at before a run
 
-    def __init__(self, make: Callable[[Any], Any], items: Sequence[Any]) -> None:
-        self.make, self.items = make, items
+    def __init__(
+        self, make: Callable[[Any], Any], items: Sequence[Any], origin: Any = None
+    ) -> None:
+        self.make, self.items, self.origin = make, items, origin
 
     def __len__(self) -> int:
         return len(self.items)
@@ -51,9 +56,9 @@ class Made(Sequence[Any]):
         return self.make(self.items[index])
 
 
-def made(make: Callable[[Any], Any], items: Sequence[Any]) -> Sequence[Any]:
+def made(make: Callable[[Any], Any], items: Sequence[Any], *, origin: Any = None) -> Sequence[Any]:
     """Return what `make` gives for each item: a list of a list, else made when asked for."""
-    return [make(item) for item in items] if isinstance(items, list) else Made(make, items)
+    return [make(item) for item in items] if isinstance(items, list) else Made(make, items, origin)
 
 
 @dataclass(frozen=True)
@@ -79,10 +84,21 @@ class Table:
             )
         return column
 
-    def each(self, read: Callable[[int], Any], remedy: str) -> Sequence[Any]:
-        """Return what `read` gives for each index; `remedy` is for a table without a good row."""
-        kept, good, bad = [] if isinstance(self.rows, list) else None, 0, None
-        for index in range(len(self.rows)):
+    def each(
+        self, read: Callable[[int], Any], remedy: str, *, checked: bool = False
+    ) -> Sequence[Any]:
+        """Return what `read` gives for each index; `remedy` is for a table without a good row.
+
+        Rows on disk that were `checked` before are not read now.
+        """
+        kept, good, bad, places = [], 0, None, self.places
+        if not isinstance(self.rows, list):
+            if checked:
+                return Made(read, places)
+            from envs.mapped_rows import shown
+
+            kept, places = None, shown(places, f"checking {self.name}")
+        for index in places:
             try:
                 value = read(index)
                 good += 1
@@ -150,7 +166,7 @@ class Table:
 
 def is_text(value: Any) -> TypeGuard[str]:
     """Return whether a value is a text that UTF-8 can hold: half an emoji breaks tokenizers."""
-    return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value)
+    return isinstance(value, str) and (value.isascii() or not HALF.search(value))
 
 
 def is_file(dataset: str) -> bool:
@@ -230,10 +246,11 @@ def _text_lines(path: Path) -> Iterator[str]:
 
 
 def _read_json_lines(path: Path) -> Iterator[Any]:
+    decode = json.JSONDecoder(object_pairs_hook=_object).decode
     for number, line in enumerate(_text_lines(path), 1):
         if line.strip():
             try:
-                yield json.loads(line, object_pairs_hook=_object)
+                yield decode(line)
             except (ValueError, RecursionError) as error:
                 raise ValueError(
                     f"{path}, line {number}: expected a JSON object, got {line[:60]!r} ({error})"

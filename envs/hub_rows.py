@@ -5,6 +5,7 @@ What an earlier download left in the cache is read first, as with models: the hu
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from policies.reachable import why_unreachable
@@ -25,7 +26,9 @@ def read_hub(name: str, subset: str | None, split: str, *, large: int) -> Sequen
                 return found.to_list()
             from envs.mapped_rows import ArrowRows
 
-            return ArrowRows(found.flatten_indices().data.table.to_batches())
+            files = [Path(file["filename"]) for file in found.cache_files]
+            origin = [[str(file), file.stat().st_mtime_ns] for file in files] + [split]
+            return ArrowRows(found.flatten_indices().data.table.to_batches(), origin)
 
         with suppress(OSError, ValueError), _offline(True):
             return load()

@@ -9,6 +9,7 @@ from runs import lines, metrics, train, train_here
 from policies.chats.chat_template import Renderer
 from policies.models import find_model, load_tokenizer
 from trainer.fitting import MANY, Fit
+from trainer.overlong_rows import keep
 
 SIZES = (1, 5, 40, 200, 3000)
 
@@ -69,6 +70,15 @@ def test_many_doubtful_rows_are_measured_once(tmp_path, monkeypatch):
     assert fit(30).too_long(rows).keys() - {len(rows) - 1} == found.keys() - {len(rows) - 1}
 
 
+def test_sizes_found_together_are_those_of_each_alone():
+    renderer = fit(60).renderer
+    odd = ["", " ", "é🙂", "<|im_end|>", "a <|im_start|>user\n", "12 " * 40, "\n x \n"]
+    chats = [chat(*texts) for text in odd for texts in ((text,), ("a", text), (text, "b", text))]
+    for prompt in (True, False):
+        alone = [len(renderer.render(c, add_generation_prompt=prompt).ids) for c in chats]
+        assert renderer.sizes(chats, prompt=prompt) == alone
+
+
 def test_rows_are_cut_on_the_left_and_no_further_than_needed():
     fits = fit(60)
     long = {"messages": chat("x " + "12 " * 200 + "what now?"), "answer": "1"}
@@ -78,7 +88,7 @@ def test_rows_are_cut_on_the_left_and_no_further_than_needed():
     rows = [{"messages": chat("short")}, long, turns, none]
     sizes = fits.too_long(rows)
     assert list(sizes) == [1, 2, 3]
-    kept, shortened = fits.apply(rows, sizes, "truncate_left")
+    kept, shortened = keep(fits, rows, sizes, "truncate_left")
     assert (len(kept), shortened) == (3, 2)
     cut = kept[1]["messages"][0]["content"]
     assert long["messages"][0]["content"].endswith(cut)
@@ -86,12 +96,12 @@ def test_rows_are_cut_on_the_left_and_no_further_than_needed():
     assert 57 <= plain(fits.renderer, kept[1]["messages"]) <= 60
     assert kept[2]["messages"] == [system, *chat("and 14?")]
     assert kept[0] is rows[0]
-    assert list(fits.apply(rows, sizes, "drop")[0]) == rows[:1]
+    assert list(keep(fits, rows, sizes, "drop")[0]) == rows[:1]
 
 
 def test_rows_that_all_fit_stay_the_same_object():
     rows = [{"messages": chat("a")}]
-    assert fit(60).apply(rows, fit(60).too_long(rows), "drop")[0] is rows
+    assert keep(fit(60), rows, fit(60).too_long(rows), "drop")[0] is rows
 
 
 def write(path, long_train=(7, 33), long_eval=()):

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import pickle
 import random
 from itertools import pairwise
@@ -12,7 +13,10 @@ from datasets import Dataset
 from envs.chat_rows import split_off
 from envs.data import LARGE, load_table
 from envs.mapped_rows import ArrowRows
-from envs.tasks import MathWords
+from envs.tasks import Chats, MathWords
+from policies.chats.chat_template import Renderer
+from policies.models import find_model, load_tokenizer
+from trainer.fitting import Fit
 
 COUNT = 600
 FILLER = "x" * (LARGE // COUNT + 200)
@@ -83,6 +87,61 @@ def test_a_task_on_disk_has_the_rows_of_one_in_memory(tmp_path, monkeypatch):
             assert type(one["index"]) is int
     pairs = zip(large.demonstrations(), small.demonstrations(), strict=True)
     assert all(one["messages"] == other["messages"] for one, other in pairs)
+
+
+def spoil(cache, old, new):
+    """Change a row of the copy in the cache, unseen: same size, same time."""
+    (path,) = cache.glob("data/*/rows.jsonl")
+    stat = path.stat()
+    text = path.read_bytes()
+    assert text.count(old) == 1
+    assert len(old) == len(new)
+    path.write_bytes(text.replace(old, new))
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def test_rows_on_disk_are_looked_at_once_for_a_content_and_for_what_is_asked(
+    tmp_path, monkeypatch, capfd
+):
+    monkeypatch.setenv("LEASH_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "d.jsonl"
+    write(path, ".jsonl")
+    first = MathWords(str(path), seed=3)
+    assert capfd.readouterr().err.count("once for this content") == 5
+    before = [first.rows(split)[5] for split in ("train", "eval")]
+    right, none = b'"499 + 1?", "answer": "#### 500"', b'"499 + 1?", "answer": "####    "'
+    spoil(tmp_path / "cache", right, none)
+    again = MathWords(str(path), seed=3)
+    assert capfd.readouterr().err == ""
+    assert [again.rows(split)[5] for split in ("train", "eval")] == before
+    for other in (
+        lambda: MathWords(str(path), seed=4),
+        lambda: MathWords(str(path), seed=3, columns={"question": "answer"}),
+        lambda: type("Mine", (MathWords,), {})(str(path), seed=3),
+    ):
+        with pytest.raises(ValueError, match="row 499, answer: expected a final answer"):
+            other()
+    Chats(str(path), seed=3)  # which wants no number
+
+
+def test_rows_on_disk_that_are_too_long_are_found_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("LEASH_CACHE", str(tmp_path / "cache"))
+    write(tmp_path / "d.jsonl", ".jsonl")
+    rows = MathWords(str(tmp_path / "d.jsonl")).rows("train")
+    renderer = Renderer(load_tokenizer(find_model("tiny")), "chatml")
+
+    def long(room, rows=rows, before=()):
+        return Fit(renderer, room, lambda row: [[*before, *row["messages"]]], True).too_long(rows)
+
+    found, plain = long(14), long(14, list(rows))
+    assert found == plain
+    assert 0 < len(found) < len(rows)
+    (manifest,) = (tmp_path / "cache").glob("overlong/*/MANIFEST.json")
+    about = json.loads(manifest.read_text()) | {"about": {"long": [[3, 99]]}}
+    manifest.write_text(json.dumps(about))
+    assert long(14) == {3: 99}, "it is read, not made again"
+    system = {"role": "system", "content": "Be brief."}
+    assert len(long(14, before=[system])) == len(rows), "what a run puts before the rows counts"
 
 
 def test_a_malformed_row_far_down_is_told_when_the_task_is_made(tmp_path, monkeypatch):

@@ -32,6 +32,14 @@ def rollouts(runtime, size: int = 2) -> Rollouts:
     return Rollouts(task=Words(), env=env, generator=make_policy(), runtime=runtime, size=size)
 
 
+@pytest.mark.parametrize("size", [1, 5, 700, 70_000])
+def test_the_order_is_that_of_torch_at_its_usual_width(size):
+    for seed, epoch in ((0, 0), (3, 2)):
+        generator = torch.Generator().manual_seed(int(fold(seed, epoch)) & (2**63 - 1))
+        want = torch.randperm(size, generator=generator).tolist()[:50]
+        assert picks(epoch, size=size, count=size, seed=seed)[:50] == want
+
+
 def test_every_epoch_holds_each_row_once_in_an_order_of_its_own():
     size, count = 7, 3  # 7 iterations make 3 epochs, which begin inside an iteration
     taken = [p for i in range(7) for p in picks(i, size=size, count=count, seed=1)]

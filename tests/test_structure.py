@@ -4,7 +4,9 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -131,3 +133,34 @@ def test_metrics_page_lists_what_is_logged_and_nothing_else():
     made = re.compile("|".join(re.sub(r"<[^>]*>", r"(?:[a-z0-9_]+|<name>)", p) for p in patterns))
     assert {name for name in page - code if not made.fullmatch(name)} == set(), "nothing logs it"
     assert {name for name in code - page if "<" not in name} == set(), "not on docs/metrics.md"
+
+
+DISTRIBUTIONS = {"hydra": "hydra-core", "yaml": "pyyaml"}  # where the names differ
+NOT_OURS = {"conf", "envs", "policies", "trainer", "train", *sys.stdlib_module_names}
+PRIVATE = {"transformers", "peft", "vllm"}  # of which more than the public API is used
+
+
+def declared() -> dict[str, str]:
+    """Return the range of each declared package, extras included, by its plain name."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    every = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
+    split = (re.fullmatch(r"([\w.-]+)(.*)", text) for text in every)
+    return {match[1].lower().replace("-", "_"): match[2] for match in split}
+
+
+def test_what_is_imported_is_declared_and_bounded_where_private_names_are_used():
+    used = set().union(*(imports(tree) for tree in TREES.values())) - NOT_OURS
+    names = {DISTRIBUTIONS.get(name, name).lower().replace("-", "_") for name in used}
+    assert names <= declared().keys(), "imported, not in pyproject.toml"
+    assert {name for name in PRIVATE if "<" not in declared()[name]} == set()
+
+
+def test_the_floors_are_the_lowest_versions_declared():
+    lines = (ROOT / "constraints-floors.txt").read_text().splitlines()
+    pins = dict(line.lower().replace("-", "_").split("==") for line in lines if "==" in line)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for text in project["dependencies"]:
+        name, floor = re.match(r"([\w.-]+)>=([\d.]+)", text).groups()
+        pin = pins[name.lower().replace("-", "_")]
+        if name != "torch":
+            assert re.fullmatch(rf"{re.escape(floor)}(\.0)*", pin), text

@@ -7,40 +7,22 @@ What a transform or a later turn adds is not known yet, nor are rows that a task
 are asked for: the generator checks those.
 """
 
-import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, islice
 from typing import Any
 
-from rich.progress import track
-
 from envs.tasks.task import Row, assistant
-from policies.cache import build_once, cache_dir
 from policies.chats.chat_template import Renderer
 from policies.scorer import max_positions
 from trainer.trainer import Trainer
 
 MANY = 1000  # rendered rows that take seconds: with a bar, and kept
+TOGETHER = 256  # rows that are encoded at a time
 Chat = list[dict[str, Any]]
 Chats = Callable[[Row], list[Chat]]  # what is rendered of a row
-
-
-class Kept(Sequence[Row]):
-    """Those of `rows` that are at `places`, some with other messages."""
-
-    def __init__(self, rows: Sequence[Row], places: Sequence[int], other: Mapping[int, Chat]):
-        self.rows, self.places, self.other = rows, places, other
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    def __getitem__(self, index):
-        if isinstance(index, slice):
-            return Kept(self.rows, self.places[index], self.other)
-        row, other = self.rows[self.places[index]], self.other.get(self.places[index])
-        return row if other is None else {**row, "messages": other}
 
 
 @dataclass(frozen=True)
@@ -52,10 +34,15 @@ class Fit:
     chats: Chats
     prompt: bool
 
+    def sizes(self, rows: Sequence[Row]) -> list[int]:
+        """Return the tokens of each row, of the longest of its chats."""
+        chats = [self.chats(row) for row in rows]
+        found = iter(self.renderer.sizes([*chain(*chats)], prompt=self.prompt))
+        return [max(islice(found, len(several))) for several in chats]
+
     def size(self, row: Row) -> int:
-        """Return the tokens of a row, of the longest of its chats."""
-        rendered = partial(self.renderer.render, add_generation_prompt=self.prompt)
-        return max(len(rendered(chat).ids) for chat in self.chats(row))
+        """Return the tokens of a row."""
+        return self.sizes([row])[0]
 
     def too_long(self, rows: Sequence[Row], *, show: bool = False) -> dict[int, int]:
         """Return the size in tokens of each row that does not fit, by its place.
@@ -64,70 +51,38 @@ class Fit:
         """
         if not isinstance(rows, (list, tuple)) and not getattr(rows, "listed", False):
             return {}
-        unsure = [i for i, row in enumerate(rows) if not self._surely(row)]
-        if len(unsure) < MANY:
-            return self._measure(rows, unsure)
-        known = hashlib.sha256(self.renderer.tokenizer.backend_tokenizer.to_str().encode())
-        known.update(json.dumps([self.renderer.template, self.room, self.prompt]).encode())
-        known.update(json.dumps(self.renderer.tokenizer.special_tokens_map, default=str).encode())
-        for i in unsure:
-            known.update(json.dumps([i, self.chats(rows[i])], default=str).encode())
-        bar = partial(track, description="rows too long?", transient=True, disable=not show)
-        folder = cache_dir() / "overlong" / known.hexdigest()[:32]
-        about = build_once(folder, lambda _: {"long": [*self._measure(rows, bar(unsure)).items()]})
-        return dict(about["about"]["long"])
+        if (origin := getattr(rows, "origin", None)) is None:
+            unsure = [i for i, row in enumerate(rows) if not self.surely(row)]
+            if len(unsure) < MANY:
+                return self.measure(rows, unsure)
+        else:
+            unsure = None
+        from trainer.overlong_rows import too_long_of_many
 
-    def _measure(self, rows: Sequence[Row], places: Iterable[int]) -> dict[int, int]:
-        sizes = {}
-        for i in places:
+        return too_long_of_many(self, rows, unsure, origin, show=show)
+
+    def measure(self, rows: Sequence[Row], places: Iterable[int]) -> dict[int, int]:
+        """Return the size of each row at `places` that does not fit."""
+        long, left = {}, iter(places)
+        while some := list(islice(left, TOGETHER)):
             try:
-                size = self.size(rows[i])
-            except ValueError as error:
-                raise ValueError(f"row {place(rows, i)}: {error}") from error
-            if size > self.room:
-                sizes[i] = size
-        return sizes
+                sizes = self.sizes([rows[i] for i in some])
+            except ValueError:
+                sizes = [self._told(rows, i) for i in some]
+            long |= {i: n for i, n in zip(some, sizes, strict=True) if n > self.room}
+        return long
 
-    def _surely(self, row: Row) -> bool:
+    def _told(self, rows: Sequence[Row], i: int) -> int:
+        """Return the tokens of a row; an error names it."""
+        try:
+            return self.size(rows[i])
+        except ValueError as error:
+            raise ValueError(f"row {place(rows, i)}: {error}") from error
+
+    def surely(self, row: Row) -> bool:
         """Return whether a row fits by its bytes alone."""
         return all(self.renderer.most_tokens(c, prompt=self.prompt) <= self.room
                    for c in self.chats(row))  # fmt: skip
-
-    def shorten(self, row: Row) -> Chat | None:
-        """Return messages that fit: without the oldest turns, then the beginning of a text.
-
-        System messages stay. None if that is not enough.
-        """
-        chat = list(row["messages"])
-        while len(asked := [i for i, m in enumerate(chat) if m["role"] == "user"]) > 1:
-            if self.size({**row, "messages": chat}) <= self.room:
-                return chat
-            chat = [m for m in chat[: asked[1]] if m["role"] == "system"] + chat[asked[1] :]
-        if not asked:
-            return None
-        text = chat[asked[0]]["content"]
-        fewest, most = 0, len(text)  # characters to leave out
-        while fewest < most:  # the least that fits, up to how tokens merge at the cut
-            middle = (fewest + most) // 2
-            chat[asked[0]] = {**chat[asked[0]], "content": text[middle:]}
-            if self.size({**row, "messages": chat}) <= self.room:
-                most = middle
-            else:
-                fewest = middle + 1
-        chat[asked[0]] = {**chat[asked[0]], "content": text[fewest:]}
-        fits = bool(text[fewest:].strip()) and self.size({**row, "messages": chat}) <= self.room
-        return chat if fits else None
-
-    def apply(
-        self, rows: Sequence[Row], sizes: dict[int, int], how: str
-    ) -> tuple[Sequence[Row], int]:
-        """Return the rows to go on with, and how many of those that are too long were shortened."""
-        if not sizes:
-            return rows, 0
-        shorter = {i: self.shorten(rows[i]) for i in sizes} if how == "truncate_left" else {}
-        other = {i: chat for i, chat in shorter.items() if chat is not None}
-        places = [i for i in range(len(rows)) if i not in sizes or i in other]
-        return Kept(rows, places, other), len(other)
 
 
 def place(rows: Sequence[Row], i: int) -> int:
@@ -183,7 +138,9 @@ def fit_rows(loop: Trainer, how: str) -> list[str]:
                 f"{fault}; set env.overlong=drop or truncate_left, raise policy.max_prompt_tokens, "
                 "or remove the rows"
             )
-        kept, shortened = fit.apply(rows, sizes, how)
+        from trainer.overlong_rows import keep  # few runs have such rows
+
+        kept, shortened = keep(fit, rows, sizes, how)
         if not len(kept):
             raise ValueError(
                 f"{fault}, which leaves none; raise policy.max_prompt_tokens, lower "

@@ -5,6 +5,7 @@ the next slice, and rank r takes its part of it. Nothing else has to be stored t
 """
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -29,14 +30,16 @@ def picks(iteration: int, *, size: int, count: int, seed: int) -> list[int]:
     [0, 1, 2, 3]
     """
     out: list[int] = []
-    order, last = torch.empty(0), -1
     for place in range(iteration * count, (iteration + 1) * count):
         epoch, at = divmod(place, size)
-        if epoch != last:
-            generator = torch.Generator().manual_seed(int(fold(seed, epoch)) & (2**63 - 1))
-            order, last = torch.randperm(size, generator=generator), epoch
-        out.append(int(order[at]))
+        out.append(int(_order(size, int(fold(seed, epoch)) & (2**63 - 1))[at]))
     return out
+
+
+@lru_cache(maxsize=2)  # an iteration may end an epoch and begin the next
+def _order(size: int, seed: int) -> torch.Tensor:
+    """Return the order of the rows in an epoch, int32 [size]: the same draws as of int64."""
+    return torch.randperm(size, generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
 
 
 class Rollouts:

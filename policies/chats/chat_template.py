@@ -131,6 +131,20 @@ class Renderer:
             )
         return done
 
+    def sizes(self, chats: Sequence[Sequence[Message]], *, prompt: bool) -> list[int]:
+        """Return how many ids `render` gives for each chat, encoded together, which is faster."""
+        texts = [self.text(chat, add_generation_prompt=prompt) for chat in chats]
+        out = []
+        for chat, text, known in zip(chats, texts, self._encoder.encode_all(texts), strict=True):
+            messages = check_messages(chat)
+            outline = self._outlines.of(messages, prompt)
+            filled = fill(outline.pieces, messages, text)
+            if filled is None:
+                out.append(len(self.render(chat, add_generation_prompt=prompt).ids))
+            else:
+                out.append(len(self._encode(outline.pieces, filled, outline.control, known).ids))
+        return out
+
     def most_tokens(self, messages: Sequence[Message], *, prompt: bool) -> float:
         """Return a number of tokens that a chat does not exceed, without encoding it.
 
@@ -185,14 +199,21 @@ class Renderer:
 
         return open_end(self._outlines, check_messages(messages), prompt=prompt)
 
-    def _encode(self, pieces: Sequence[Piece], texts: list[str], control: list[int]) -> Rendered:
+    def _encode(
+        self,
+        pieces: Sequence[Piece],
+        texts: list[str],
+        control: list[int],
+        known: tuple[list[int], list[Span]] | None = None,
+    ) -> Rendered:
         """Encode pieces that were filled with `texts`; `control` is all that may come out.
 
+        `known`: ids and spans of all texts as one.
         As one text if no content adds a control token, which gives the ids that the model was
         trained on; else piece by piece, with contents spelled out.
         """
         ends = list(accumulate(map(len, texts)))
-        ids, offsets = self._encoder.encode("".join(texts))
+        ids, offsets = known or self._encoder.encode("".join(texts))
         if self._encoder.find_control(ids) == control and self._placed(pieces, texts, ids, offsets):
             size = ends[-1] if ends else 0
             spans = [

@@ -71,6 +71,11 @@ class Encoder:
         encoding = self._whole.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
+    def encode_all(self, texts: Sequence[str]) -> list[tuple[list[int], list[Span]]]:
+        """Return what `encode` does for each text, in the tokenizer's own threads."""
+        found = self._whole.encode_batch(texts, add_special_tokens=False)
+        return [(encoding.ids, encoding.offsets) for encoding in found]
+
     def find_control(self, ids: Sequence[int]) -> list[int]:
         """Return the control tokens among `ids`, in order."""
         return [i for i in ids if i in self.control]
@@ -188,6 +193,8 @@ _STRIPS = (
 
 def mark(offsets: Sequence[Span], spans: Sequence[Span], size: int) -> list[bool]:
     """Return for each token whether it overlaps one of `spans`; `size` is the text's length."""
+    if not spans:
+        return [False] * len(offsets)
     inside = bytearray(size)
     for start, end in spans:
         inside[start:end] = b"\1" * (end - start)
