@@ -64,6 +64,7 @@ def train(cfg: DictConfig, folder: Path) -> float:
                 runtime, policy, optimizer, reference=reference, **cfg.checkpoint
             ),
             num_iterations=total,
+            enough=parts.make_early_stopping(cfg.trainer),
             data=sha256_of_data(cfg.env),
             observers=parts.make_observers(cfg, runtime),
         )

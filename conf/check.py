@@ -15,6 +15,7 @@ from typing import Any
 from conf import check_task, names, schema
 from envs.transforms import is_leash
 from policies.optional_packages import EXTRAS, package_of
+from trainer.early_stopping import read_rule
 from trainer.kl_control import faults_of
 from trainer.runs.folders import holds_run
 from trainer.runs.nodes import (
@@ -59,6 +60,13 @@ def _batches(cfg: dict[str, Any]) -> Iterator[str]:
         what = f"launch.num_processes for the {cores} cores of this machine"
         yield f"expected {what}, got {ranks}: each loads a model of its own; lower it"
     parts, saved, every = cfg["algorithm"]["minibatches"], cfg["checkpoint"], cfg["eval"]["every"]
+    if rule := cfg["trainer"]["stop_at"]:
+        try:
+            read_rule(rule)
+        except ValueError as error:
+            yield str(error)
+    if cfg["trainer"]["patience"] and not every:
+        yield "trainer.patience counts evaluations, got eval.every=0; set eval.every=5, say"
     if prompts % ranks:
         told = f"trainer.prompts_per_iteration={prompts} to be divisible by"
         yield f"expected {told} launch.num_processes={ranks}: every process plays whole groups"

@@ -5,6 +5,7 @@ from policies.lazy import loader
 _HOME = {
     "CountdownRewardParser": ".parsers",
     "Function": ".functions",
+    "Given": ".given",
     "GSM8KRewardParser": ".parsers",
     "InProcess": ".workers",
     "Judge": ".judge",

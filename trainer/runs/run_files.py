@@ -20,7 +20,13 @@ ITERATION = "progress/iteration"
 PREFIX = "experiment:"  # of a model that an experiment trains first
 PLACES = ("output_dir", "resume")  # keys that name a place, not a run
 _KINDS: dict[str, Any] = {"state": str, "reason": str | None, "resumed": str, "iteration": int}
-_KINDS |= {"objective": int | float | None, "seconds": int | float, "model": dict, "machine": dict}
+_KINDS |= {
+    "ended": str,
+    "objective": int | float | None,
+    "seconds": int | float,
+    "model": dict,
+    "machine": dict,
+}
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster where libyaml is
 
 

@@ -8,7 +8,11 @@ from trainer.runs.redact import redact
 from trainer.runs.run_files import PLACES, PREFIX, read_yaml
 
 # Keys that are younger than run folders which go on, with what a run without them means.
-YOUNGER = {"policy": {"chat_template_kwargs": {}}, "env": {"overlong": "drop"}}
+YOUNGER = {
+    "policy": {"chat_template_kwargs": {}},
+    "env": {"overlong": "drop"},
+    "trainer": {"stop_at": None, "patience": None},
+}
 
 
 def as_today(saved: Any) -> dict[str, Any]:
