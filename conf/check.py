@@ -143,6 +143,9 @@ def _packages(cfg: dict[str, Any]) -> Iterator[str]:
     missing = [name for name in dict.fromkeys(packages) if name and find_spec(name) is None]
     if missing:
         yield "; ".join(EXTRAS[name] for name in missing)
+    kind = cfg["tracker"].get("kind")  # of tracker=accelerate
+    if kind and cfg["mode"] == "train" and find_spec(kind) is None:
+        yield f"tracker.kind={kind} needs its package: pip install {kind.replace('_', '-')}"
 
 
 def _disk(cfg: dict[str, Any]) -> Iterator[str]:

@@ -6,6 +6,7 @@ Names load on first use (PEP 562), so that importing the package costs no torch.
 from policies.lazy import loader
 
 _HOME = {
+    "AccelerateTracker": ".reports.trackers.accelerate",
     "AdaptiveKLController": ".kl_control",
     "BetaAdvantage": ".advantage",
     "CISPOLoss": ".torchrl.loss_modules",
