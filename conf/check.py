@@ -15,7 +15,6 @@ from typing import Any
 from conf import check_task, names, schema
 from envs.transforms import is_leash
 from policies.optional_packages import EXTRAS, package_of
-from trainer.early_stopping import read_rule
 from trainer.kl_control import faults_of
 from trainer.runs.folders import holds_run
 from trainer.runs.nodes import (
@@ -61,6 +60,8 @@ def _batches(cfg: dict[str, Any]) -> Iterator[str]:
         yield f"expected {what}, got {ranks}: each loads a model of its own; lower it"
     parts, saved, every = cfg["algorithm"]["minibatches"], cfg["checkpoint"], cfg["eval"]["every"]
     if rule := cfg["trainer"]["stop_at"]:
+        from trainer.early_stopping import read_rule
+
         try:
             read_rule(rule)
         except ValueError as error:

@@ -62,7 +62,8 @@ def train(
         hold(name, function)
         words.append(f"+env.rewards.{name}={{_target_: envs.rewards.Given, name: {name}}}")
     start.set_up()
-    unique_folder.cache_clear(), _stamp.cache_clear()  # another call, another folder
+    for reserved in (unique_folder, _stamp):
+        reserved.cache_clear()  # another call, another folder
     folder = start.run_folder(words)
     if holds_run(folder):
         raise ValueError(f"{folder} already holds a run; give another output_dir")

@@ -1,4 +1,4 @@
-"""A run that ends once it has learnt enough: by a value reached, or by evaluations that stagnate."""
+"""A run that ends once it has learnt enough: at a value, or when evaluations stagnate."""
 
 import pytest
 from small_runs import IN_ITERATION_2, Counted, stop, train
@@ -60,7 +60,7 @@ def test_a_misspelt_metric_is_told_after_the_first_iteration():
 
 @pytest.mark.parametrize("text", ["kl/ref", "0.9", "kl/ref much", "kl 3", "kl/ref inf", ""])
 def test_a_rule_that_cannot_be_read_is_refused(text):
-    with pytest.raises(ValueError, match="expected trainer.stop_at"):
+    with pytest.raises(ValueError, match="expected trainer\\.stop_at"):
         read_rule(text)
 
 
