@@ -70,6 +70,7 @@ def train(cfg: DictConfig, folder: Path) -> float:
             ),
             num_iterations=total,
             replies=cfg.tracker.get("replies", "0"),
+            enough=parts.make_early_stopping(cfg.trainer),
             data=sha256_of_data(cfg.env),
             observers=parts.make_observers(cfg, runtime),
         )

@@ -1,6 +1,7 @@
 """The parts of a run, made from the nodes of its configuration."""
 
 import re
+import sys
 from collections.abc import Callable, Mapping
 from inspect import Parameter, signature
 from pathlib import Path
@@ -136,12 +137,28 @@ def make_reference(cfg: DictConfig, policy: Any) -> Any:
     return trainer.Reference(policy, model, every=kl.refresh_every, decay=kl.refresh_decay)
 
 
+def make_early_stopping(settings: Section) -> Any:
+    """Return what ends a run that has learnt enough, None unless `trainer` asks for it."""
+    asked = {key: settings[key] for key in ("stop_at", "patience")}
+    if not any(asked.values()):
+        return None
+    from trainer.early_stopping import EarlyStopping
+
+    return EarlyStopping(**asked)
+
+
 def make_observers(cfg: DictConfig, runtime: Any) -> Any:
     """Return who watches the run: tracker, diagnosis, report and terminal, on rank 0."""
     import trainer
     from trainer.reports.diagnosis import Diagnose
     from trainer.reports.display import show_run
     from trainer.reports.live import LiveReport
+
+    cell = []
+    if "IPython" in sys.modules:  # of a notebook, see trainer.train
+        from trainer.reports.in_notebook import CellCurves, in_notebook
+
+        cell = [CellCurves(runtime.folder)] * in_notebook()
 
     if not runtime.is_main:
         return trainer.Observer()
@@ -151,6 +168,7 @@ def make_observers(cfg: DictConfig, runtime: Any) -> Any:
         Diagnose(runtime, everyone),
         LiveReport(runtime.folder),
         show_run(runtime, cfg.trainer.num_iterations),
+        *cell,
     ]
     return everyone
 

@@ -59,6 +59,15 @@ def _batches(cfg: dict[str, Any]) -> Iterator[str]:
         what = f"launch.num_processes for the {cores} cores of this machine"
         yield f"expected {what}, got {ranks}: each loads a model of its own; lower it"
     parts, saved, every = cfg["algorithm"]["minibatches"], cfg["checkpoint"], cfg["eval"]["every"]
+    if rule := cfg["trainer"]["stop_at"]:
+        from trainer.early_stopping import read_rule
+
+        try:
+            read_rule(rule)
+        except ValueError as error:
+            yield str(error)
+    if cfg["trainer"]["patience"] and not every:
+        yield "trainer.patience counts evaluations, got eval.every=0; set eval.every=5, say"
     if prompts % ranks:
         told = f"trainer.prompts_per_iteration={prompts} to be divisible by"
         yield f"expected {told} launch.num_processes={ranks}: every process plays whole groups"
@@ -137,6 +146,9 @@ def _packages(cfg: dict[str, Any]) -> Iterator[str]:
     missing = [name for name in dict.fromkeys(packages) if name and find_spec(name) is None]
     if missing:
         yield "; ".join(EXTRAS[name] for name in missing)
+    kind = cfg["tracker"].get("kind")  # of tracker=accelerate
+    if kind and cfg["mode"] == "train" and find_spec(kind) is None:
+        yield f"tracker.kind={kind} needs its package: pip install {kind.replace('_', '-')}"
 
 
 def _disk(cfg: dict[str, Any]) -> Iterator[str]:

@@ -72,7 +72,9 @@ def read_command(words: Sequence[str]) -> Any:
         from trainer.runs.find import nothing_left
 
         config = load_for_resume(folder, [word for word in overrides if word != f"resume={folder}"])
-        left = nothing_left(Path(folder), config["trainer"]["num_iterations"])
+        asked = config["trainer"]
+        rule = {key: asked[key] for key in ("stop_at", "patience")}
+        left = nothing_left(Path(folder), asked["num_iterations"], **rule)
         return Job(Path(folder), config, left)
     if flags:
         if not flags <= SWEEP:

@@ -3,20 +3,21 @@
 Names load on first use (PEP 562), so that importing the package costs no torch.
 """
 
-from policies.lazy import loader
+from typing import TYPE_CHECKING
 
-_HOME = {
-    "ChatEnv": ".chat_env",
-    "Compose": ".transforms.transform",
-    "Composite": "policies.specs",
-    "DatasetChatEnv": ".dataset_chat_env",
-    "EnvBase": ".env",
-    "GSM8KEnv": ".gsm8k",
-    "NonTensor": "policies.specs",
-    "Transform": ".transforms.transform",
-    "TransformedEnv": ".transformed_env",
-    "Unbounded": "policies.specs",
-    "check_env_specs": ".spec_check",
-}
-__all__ = sorted(_HOME)
-__getattr__ = loader(__name__, _HOME)
+from policies.lazy import lazy
+
+if TYPE_CHECKING:
+    from envs.chat_env import ChatEnv as ChatEnv
+    from envs.dataset_chat_env import DatasetChatEnv as DatasetChatEnv
+    from envs.env import EnvBase as EnvBase
+    from envs.gsm8k import GSM8KEnv as GSM8KEnv
+    from envs.spec_check import check_env_specs as check_env_specs
+    from envs.transformed_env import TransformedEnv as TransformedEnv
+    from envs.transforms.transform import Compose as Compose
+    from envs.transforms.transform import Transform as Transform
+    from policies.specs import Composite as Composite
+    from policies.specs import NonTensor as NonTensor
+    from policies.specs import Unbounded as Unbounded
+
+__getattr__, __dir__, __all__ = lazy(__name__, __file__)

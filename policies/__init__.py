@@ -3,36 +3,43 @@
 Names load on first use (PEP 562), so that importing the package costs no torch.
 """
 
-from policies.lazy import loader
+from typing import TYPE_CHECKING
 
-_HOME = {
-    "ChatHistory": ".chats.containers",
-    "Critic": ".value_head",
-    "GPT2RewardModel": ".reward_model",
-    "History": ".chats.history",
-    "LLMMaskedCategorical": ".distributions.sequences",
-    "LLMWrapperBase": ".wrappers.wrapper",
-    "LogProbDistribution": ".distributions.sequences",
-    "LogProbs": ".chats.containers",
-    "MaskedCategorical": ".distributions.masked_categorical",
-    "MaskedOneHotCategorical": ".distributions.masked_categorical",
-    "Masks": ".chats.containers",
-    "OneHotCategorical": ".distributions.masked_categorical",
-    "Renderer": ".chats.chat_template",
-    "ReparamGradientStrategy": ".distributions.masked_categorical",
-    "Scorer": ".scorer",
-    "Scores": ".scorer",
-    "Text": ".chats.containers",
-    "Tokens": ".chats.containers",
-    "TransformersWrapper": ".wrappers.transformers_wrapper",
-    "ValueNetwork": ".value_head",
-    "_extract_responses_from_full_histories": ".chats.conversions",
-    "add_chat_template": ".chats.known_templates",
-    "load_policy": ".load",
-    "load_reference": ".load",
-    "load_reward_model": ".reward_scorer",
-    "remove_chat_template": ".chats.known_templates",
-    "vLLMWrapper": ".wrappers.vllm_wrapper",
-}
-__all__ = sorted(_HOME)
-__getattr__ = loader(__name__, _HOME)
+from policies.lazy import lazy
+
+if TYPE_CHECKING:
+    from policies.chats.chat_template import Renderer as Renderer
+    from policies.chats.containers import ChatHistory as ChatHistory
+    from policies.chats.containers import LogProbs as LogProbs
+    from policies.chats.containers import Masks as Masks
+    from policies.chats.containers import Text as Text
+    from policies.chats.containers import Tokens as Tokens
+    from policies.chats.conversions import (
+        _extract_responses_from_full_histories as _extract_responses_from_full_histories,
+    )
+    from policies.chats.history import History as History
+    from policies.chats.known_templates import add_chat_template as add_chat_template
+    from policies.chats.known_templates import remove_chat_template as remove_chat_template
+    from policies.distributions.masked_categorical import MaskedCategorical as MaskedCategorical
+    from policies.distributions.masked_categorical import (
+        MaskedOneHotCategorical as MaskedOneHotCategorical,
+    )
+    from policies.distributions.masked_categorical import OneHotCategorical as OneHotCategorical
+    from policies.distributions.masked_categorical import (
+        ReparamGradientStrategy as ReparamGradientStrategy,
+    )
+    from policies.distributions.sequences import LLMMaskedCategorical as LLMMaskedCategorical
+    from policies.distributions.sequences import LogProbDistribution as LogProbDistribution
+    from policies.load import load_policy as load_policy
+    from policies.load import load_reference as load_reference
+    from policies.reward_model import GPT2RewardModel as GPT2RewardModel
+    from policies.reward_scorer import load_reward_model as load_reward_model
+    from policies.scorer import Scorer as Scorer
+    from policies.scorer import Scores as Scores
+    from policies.value_head import Critic as Critic
+    from policies.value_head import ValueNetwork as ValueNetwork
+    from policies.wrappers.transformers_wrapper import TransformersWrapper as TransformersWrapper
+    from policies.wrappers.vllm_wrapper import vLLMWrapper as vLLMWrapper
+    from policies.wrappers.wrapper import LLMWrapperBase as LLMWrapperBase
+
+__getattr__, __dir__, __all__ = lazy(__name__, __file__)

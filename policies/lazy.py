@@ -1,20 +1,34 @@
-"""Packages whose names load on first use (PEP 562), so that importing one costs no torch."""
+"""Packages whose names load on first use (PEP 562), so that importing one costs no torch.
 
-from collections.abc import Callable, Mapping
+Where each name is at home stands under `if TYPE_CHECKING:`, as imports that editors and type
+checkers follow; at run time they are read from there.
+"""
+
+import ast
+from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 
-def loader(package: str, home: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a package: `home` tells the module of each name.
+def lazy(
+    package: str, file: str
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return `__getattr__`, `__dir__` and `__all__` of the package whose `__init__.py` is `file`.
 
-    >>> loader("json", {"JSONDecoder": ".decoder"})("JSONDecoder").__module__
-    'json.decoder'
+    >>> import envs
+    >>> getattr, names, _ = lazy("envs", envs.__file__)
+    >>> getattr("ChatEnv").__module__, "ChatEnv" in names()
+    ('envs.chat_env', True)
     """
+    blocks = [node for node in ast.parse(Path(file).read_bytes()).body if isinstance(node, ast.If)]
+    imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
+    home = {alias.asname or alias.name: node.module for node in imports for alias in node.names}
+    names = sorted(home)
 
     def load(name: str) -> Any:
-        if name not in home:
-            raise AttributeError(f"{package} has no {name!r}; it has {', '.join(sorted(home))}")
-        return getattr(import_module(home[name], package), name)
+        if (module := home.get(name)) is None:
+            raise AttributeError(f"{package} has no {name!r}; it has {', '.join(names)}")
+        return getattr(import_module(module), name)
 
-    return load
+    return load, lambda: names, names

@@ -13,6 +13,7 @@ from envs.tasks.task import Reply, Reward
 from policies.load import load_reference
 from trainer.advantage import GroupAdvantage
 from trainer.checkpoint import Checkpoints
+from trainer.early_stopping import EarlyStopping
 from trainer.evaluation import Evaluate
 from trainer.kl import Leash
 from trainer.kl_control import (
@@ -74,6 +75,7 @@ def train(
     decay: float = 0.0,
     control: KLControllerBase | None = None,
     data: dict[str, str] | None = None,
+    enough: EarlyStopping | None = None,
     **steps: object,
 ) -> str:
     """Train four iterations, evaluating after the second and the last; return what was shown.
@@ -106,6 +108,7 @@ def train(
             ),
             num_iterations=4,
             data=data or {},
+            enough=enough,
             observers=Observers([JsonlTracker(folder, resume=resume), LiveReport(folder), display]),
         )
         try:

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from accelerate import PartialState
 from omegaconf import OmegaConf
 
 from conf.build import make_tracker
 from conf.compose import compose_checked
+from trainer.reports.trackers.accelerate import AccelerateTracker
 from trainer.reports.trackers.jsonl import JsonlTracker
 from trainer.reports.trackers.mirror import Mirror, names_of
 from trainer.reports.trackers.tensorboard import TensorboardTracker
@@ -251,6 +253,31 @@ def test_trackio_goes_on_with_its_run_in_its_local_database(tmp_path, monkeypatc
 
 class Elsewhere(Mirror):
     word = "no_such_package"
+
+
+def test_mlflow_goes_on_with_its_run_under_the_names_of_the_files(tmp_path, monkeypatch):
+    """The answer is read from MLflow's own files: `<time> <value> <step>` a line."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}/mlruns")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    PartialState(cpu=True)  # Accelerate's own trackers ask for it
+    config = {"kl": {"coeff": 0.1}, "api_key": "sk-1234567890123456"}
+    for iteration in (1, 2):
+        about = {"kind": "mlflow", "config": config, "resume": iteration > 1}
+        tracker = AccelerateTracker(tmp_path / "run", **about)
+        tracker.log(
+            {"reward/mean": iteration / 4, "eval/pass@8": math.nan, "eval/pass@4": 0}, iteration
+        )
+        tracker.end("finished", saved=iteration)
+    (mean,) = (tmp_path / "mlruns").glob("*/*/metrics/reward/mean")
+    assert [line.split()[1:] for line in mean.read_text().splitlines()] == [
+        ["0.25", "1"],
+        ["0.5", "2"],
+    ]
+    run = mean.parents[2]
+    assert not (run / "metrics/eval/pass_at_8").exists()
+    assert (run / "metrics/eval/pass_at_4").exists()
+    assert (run / "params/kl.coeff").read_text() == "0.1"
+    assert "sk-" not in (run / "params/api_key").read_text()
 
 
 def test_a_missing_package_is_named_before_anything_is_written(tmp_path, monkeypatch):

@@ -3,63 +3,66 @@
 Names load on first use (PEP 562), so that importing the package costs no torch.
 """
 
-from policies.lazy import loader
+from typing import TYPE_CHECKING
 
-_HOME = {
-    "AdaptiveKLController": ".kl_control",
-    "BetaAdvantage": ".advantage",
-    "CISPOLoss": ".torchrl.loss_modules",
-    "Checkpoints": ".checkpoint",
-    "ConstantKLController": ".kl_control",
-    "DAPO": ".torchrl.loss_modules",
-    "Demonstrations": ".demonstrations",
-    "Display": ".reports.display",
-    "DropTruncated": ".overlong",
-    "DynamicRollouts": ".dynamic_sampling",
-    "EntropyBonus": ".entropy",
-    "Evaluate": ".evaluation",
-    "GAE": ".torchrl.gae_module",
-    "GAEAdvantage": ".gae",
-    "GRPOLoss": ".torchrl.loss_modules",
-    "GRPOObjective": ".objectives",
-    "GroupAdvantage": ".advantage",
-    "ImportanceSampling": ".importance_sampling",
-    "JsonlTracker": ".reports.trackers.jsonl",
-    "KLControllerBase": ".kl_control",
-    "LLMCollector": ".torchrl.collector",
-    "Leash": ".kl",
-    "LinearKLController": ".kl_control",
-    "MCAdvantage": ".torchrl.mc_advantage",
-    "MinorSFTObjective": ".objectives",
-    "NoAdvantage": ".advantage",
-    "NoReference": ".reference",
-    "Observer": ".observer",
-    "Observers": ".observer",
-    "OverlongPenalty": ".overlong",
-    "PPOLoss": ".torchrl.ppo_loss",
-    "PPOObjective": ".objectives",
-    "PreferenceObjective": ".reward_modelling",
-    "PreferencePairs": ".reward_modelling",
-    "PromptData": ".torchrl.prompt_data",
-    "Reference": ".reference",
-    "ReferenceLogProbs": ".demonstrations",
-    "RolloutFromModel": ".torchrl.rollout_from_model",
-    "Rollouts": ".sources",
-    "Runtime": ".runtime",
-    "SFTLoss": ".torchrl.sft_loss",
-    "SFTObjective": ".objectives",
-    "Stopped": ".stops",
-    "TargetKLController": ".kl_control",
-    "TensorboardTracker": ".reports.trackers.tensorboard",
-    "TopKRewardSelector": ".torchrl.mc_advantage",
-    "TrackioTracker": ".reports.trackers.trackio",
-    "Trainer": ".trainer",
-    "Update": ".update",
-    "WandbTracker": ".reports.trackers.wandb",
-    "get_dataloader": ".torchrl.prompt_data",
-    "make_kl_controller": ".kl_control",
-    "make_optimizer": ".optimizer",
-    "make_schedule": ".optimizer",
-}
-__all__ = sorted(_HOME)
-__getattr__ = loader(__name__, _HOME)
+from policies.lazy import lazy
+
+if TYPE_CHECKING:
+    from conf.one_call import train as train
+    from trainer.advantage import BetaAdvantage as BetaAdvantage
+    from trainer.advantage import GroupAdvantage as GroupAdvantage
+    from trainer.advantage import NoAdvantage as NoAdvantage
+    from trainer.checkpoint import Checkpoints as Checkpoints
+    from trainer.demonstrations import Demonstrations as Demonstrations
+    from trainer.demonstrations import ReferenceLogProbs as ReferenceLogProbs
+    from trainer.dynamic_sampling import DynamicRollouts as DynamicRollouts
+    from trainer.entropy import EntropyBonus as EntropyBonus
+    from trainer.evaluation import Evaluate as Evaluate
+    from trainer.gae import GAEAdvantage as GAEAdvantage
+    from trainer.importance_sampling import ImportanceSampling as ImportanceSampling
+    from trainer.kl import Leash as Leash
+    from trainer.kl_control import AdaptiveKLController as AdaptiveKLController
+    from trainer.kl_control import ConstantKLController as ConstantKLController
+    from trainer.kl_control import KLControllerBase as KLControllerBase
+    from trainer.kl_control import LinearKLController as LinearKLController
+    from trainer.kl_control import TargetKLController as TargetKLController
+    from trainer.kl_control import make_kl_controller as make_kl_controller
+    from trainer.objectives import GRPOObjective as GRPOObjective
+    from trainer.objectives import MinorSFTObjective as MinorSFTObjective
+    from trainer.objectives import PPOObjective as PPOObjective
+    from trainer.objectives import SFTObjective as SFTObjective
+    from trainer.observer import Observer as Observer
+    from trainer.observer import Observers as Observers
+    from trainer.optimizer import make_optimizer as make_optimizer
+    from trainer.optimizer import make_schedule as make_schedule
+    from trainer.overlong import DropTruncated as DropTruncated
+    from trainer.overlong import OverlongPenalty as OverlongPenalty
+    from trainer.reference import NoReference as NoReference
+    from trainer.reference import Reference as Reference
+    from trainer.reports.display import Display as Display
+    from trainer.reports.trackers.accelerate import AccelerateTracker as AccelerateTracker
+    from trainer.reports.trackers.jsonl import JsonlTracker as JsonlTracker
+    from trainer.reports.trackers.tensorboard import TensorboardTracker as TensorboardTracker
+    from trainer.reports.trackers.trackio import TrackioTracker as TrackioTracker
+    from trainer.reports.trackers.wandb import WandbTracker as WandbTracker
+    from trainer.reward_modelling import PreferenceObjective as PreferenceObjective
+    from trainer.reward_modelling import PreferencePairs as PreferencePairs
+    from trainer.runtime import Runtime as Runtime
+    from trainer.sources import Rollouts as Rollouts
+    from trainer.stops import Stopped as Stopped
+    from trainer.torchrl.collector import LLMCollector as LLMCollector
+    from trainer.torchrl.gae_module import GAE as GAE
+    from trainer.torchrl.loss_modules import DAPO as DAPO
+    from trainer.torchrl.loss_modules import CISPOLoss as CISPOLoss
+    from trainer.torchrl.loss_modules import GRPOLoss as GRPOLoss
+    from trainer.torchrl.mc_advantage import MCAdvantage as MCAdvantage
+    from trainer.torchrl.mc_advantage import TopKRewardSelector as TopKRewardSelector
+    from trainer.torchrl.ppo_loss import PPOLoss as PPOLoss
+    from trainer.torchrl.prompt_data import PromptData as PromptData
+    from trainer.torchrl.prompt_data import get_dataloader as get_dataloader
+    from trainer.torchrl.rollout_from_model import RolloutFromModel as RolloutFromModel
+    from trainer.torchrl.sft_loss import SFTLoss as SFTLoss
+    from trainer.trainer import Trainer as Trainer
+    from trainer.update import Update as Update
+
+__getattr__, __dir__, __all__ = lazy(__name__, __file__)

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDictBase
 
@@ -34,6 +34,9 @@ from trainer.runtime import Runtime, Stopped
 from trainer.transcripts import transcripts
 from trainer.update import Update
 from trainer.weight_sync import weight_sync
+
+if TYPE_CHECKING:
+    from trainer.early_stopping import EarlyStopping
 
 Verb = Callable[[TensorDictBase], TensorDictBase]
 
@@ -71,6 +74,7 @@ class Trainer:
     replies: int | str = 16  # of an iteration that are kept, or "all"
     observers: Observer = field(default_factory=Observer)
     progress: Progress = field(default_factory=Progress)
+    enough: "EarlyStopping | None" = None
     data: dict[str, str] = field(default_factory=dict)  # sha256 of each data file, by its key
 
     def run(self, *, resume: bool = False) -> float:
@@ -85,8 +89,8 @@ class Trainer:
         try:
             self.observers.begin()
             self._catch_up()
-            for i in range(self.progress.iteration, self.num_iterations):
-                self._iteration(i)
+            while self.progress.iteration < self.num_iterations:
+                self._iteration(self.progress.iteration)
             return self._finish()
         except BaseException as error:
             try:
@@ -161,6 +165,7 @@ class Trainer:
 
     def _log(self, batch: TensorDictBase, metrics: dict[str, float]) -> None:
         iteration = self.progress.iteration
+        self._judge(metrics)
         if self.runtime.is_main and "reward_raw" in batch:
             said = {"count": self.replies, "tokenizer": self.policy.tokenizer}
             rows = transcripts(batch, iteration, kind="train", **said)
@@ -190,12 +195,23 @@ class Trainer:
                 self._save()
             raise
         self.progress.unevaluated = None
+        self._judge(scores)
         metrics = {**metrics, **scores, "progress/iteration": iteration}
         if scores:
             self.progress.objective = next(iter(scores.values()))
         self._write(metrics)
         if records:
             self.observers.replies(records, iteration, kind=kind)
+
+    def _judge(self, metrics: dict[str, float]) -> None:
+        """Let this iteration be the last one if the run has learnt enough."""
+        if self.enough is None or self.enough.ended:
+            return
+        iteration = self.progress.iteration
+        if why := self.runtime.gather(self.enough(metrics, iteration))[0]:  # times differ by rank
+            self.enough.ended, self.num_iterations = why, iteration
+            self.observers.say(f"enough at iteration {iteration}: {why}")
+            self.runtime.write_status(ended=why)
 
     def _write(self, metrics: dict[str, float]) -> None:
         judged = metrics.get("reward/dropped_fraction") != 1  # else there is no reward to go by
@@ -241,6 +257,7 @@ class Trainer:
             "version": self.policy.version,
             "reference": self.retrieve_kl.sha256,  # a resumed run must have the same,
             "data": self.data,  # and the same rows
+            **({"enough": self.enough.state_dict()} if self.enough else {}),
         }
 
     def resume(self) -> None:
@@ -274,6 +291,10 @@ class Trainer:
                 )
         self.update.load_state_dict(state["update"])
         self.leash.controller.load_state_dict(state["kl"])
+        if self.enough and "enough" in state:
+            self.enough.load_state_dict(state["enough"])
+            if self.enough.ended:  # but the final model was not written
+                self.num_iterations = state["iteration"]
         names = [part.name for part in fields(Progress)]
         self.progress = Progress(**{name: state[name] for name in names if name in state})
         self.runtime.started -= self.progress.seconds

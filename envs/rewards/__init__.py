@@ -1,22 +1,24 @@
 """Rewards: read from replies, and summed from several. Loads names on first use, without torch."""
 
-from policies.lazy import loader
+from typing import TYPE_CHECKING
 
-_HOME = {
-    "CountdownRewardParser": ".parsers",
-    "Function": ".functions",
-    "GSM8KRewardParser": ".parsers",
-    "InProcess": ".workers",
-    "Judge": ".judge",
-    "MATHRewardParser": ".parsers",
-    "RewardFunction": ".functions",
-    "RewardModel": ".learnt",
-    "RewardParser": ".parsers",
-    "Rewarded": ".rewarded",
-    "TRLFunction": ".trl_function",
-    "Workers": ".workers",
-    "same_mathematics": ".answers",
-    "solves_countdown": ".answers",
-}
-__all__ = sorted(_HOME)
-__getattr__ = loader(__name__, _HOME)
+from policies.lazy import lazy
+
+if TYPE_CHECKING:
+    from envs.rewards.answers import same_mathematics as same_mathematics
+    from envs.rewards.answers import solves_countdown as solves_countdown
+    from envs.rewards.functions import Function as Function
+    from envs.rewards.functions import RewardFunction as RewardFunction
+    from envs.rewards.given import Given as Given
+    from envs.rewards.judge import Judge as Judge
+    from envs.rewards.learnt import RewardModel as RewardModel
+    from envs.rewards.parsers import CountdownRewardParser as CountdownRewardParser
+    from envs.rewards.parsers import GSM8KRewardParser as GSM8KRewardParser
+    from envs.rewards.parsers import MATHRewardParser as MATHRewardParser
+    from envs.rewards.parsers import RewardParser as RewardParser
+    from envs.rewards.rewarded import Rewarded as Rewarded
+    from envs.rewards.trl_function import TRLFunction as TRLFunction
+    from envs.rewards.workers import InProcess as InProcess
+    from envs.rewards.workers import Workers as Workers
+
+__getattr__, __dir__, __all__ = lazy(__name__, __file__)

@@ -1,31 +1,32 @@
 """What chats are about: rows, rewards and what comes after a reply. Torch-free, loaded on use."""
 
-from policies.lazy import loader
+from typing import TYPE_CHECKING
 
-_HOME = {
-    "Answers": ".answers",
-    "Arithmetic": ".arithmetic",
-    "Calculator": ".calculator",
-    "Chats": ".dataset",
-    "Countdown": ".countdown",
-    "DatasetTask": ".dataset",
-    "Facts": ".facts",
-    "Guess": ".guess",
-    "LearntReward": ".learnt_reward",
-    "MathProblems": ".math_problems",
-    "MathWords": ".math_words",
-    "Mix": ".mix",
-    "OpenEnv": ".openenv",
-    "Preferences": ".preferences",
-    "Prompts": ".dataset",
-    "ReasoningGym": ".reasoning_gym",
-    "Reply": ".task",
-    "Reviews": ".reviews",
-    "Reward": ".task",
-    "Row": ".task",
-    "SortDigits": ".sort_digits",
-    "Task": ".task",
-    "Verifiers": ".verifiers_env",
-}
-__all__ = sorted(_HOME)
-__getattr__ = loader(__name__, _HOME)
+from policies.lazy import lazy
+
+if TYPE_CHECKING:
+    from envs.tasks.answers import Answers as Answers
+    from envs.tasks.arithmetic import Arithmetic as Arithmetic
+    from envs.tasks.calculator import Calculator as Calculator
+    from envs.tasks.countdown import Countdown as Countdown
+    from envs.tasks.dataset import Chats as Chats
+    from envs.tasks.dataset import DatasetTask as DatasetTask
+    from envs.tasks.dataset import Prompts as Prompts
+    from envs.tasks.facts import Facts as Facts
+    from envs.tasks.guess import Guess as Guess
+    from envs.tasks.learnt_reward import LearntReward as LearntReward
+    from envs.tasks.math_problems import MathProblems as MathProblems
+    from envs.tasks.math_words import MathWords as MathWords
+    from envs.tasks.mix import Mix as Mix
+    from envs.tasks.openenv import OpenEnv as OpenEnv
+    from envs.tasks.preferences import Preferences as Preferences
+    from envs.tasks.reasoning_gym import ReasoningGym as ReasoningGym
+    from envs.tasks.reviews import Reviews as Reviews
+    from envs.tasks.sort_digits import SortDigits as SortDigits
+    from envs.tasks.task import Reply as Reply
+    from envs.tasks.task import Reward as Reward
+    from envs.tasks.task import Row as Row
+    from envs.tasks.task import Task as Task
+    from envs.tasks.verifiers_env import Verifiers as Verifiers
+
+__getattr__, __dir__, __all__ = lazy(__name__, __file__)

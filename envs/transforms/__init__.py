@@ -3,37 +3,38 @@
 Names load on first use (PEP 562), so that importing the package costs no torch.
 """
 
-from policies.lazy import loader
+from typing import TYPE_CHECKING
 
-_HOME = {
-    "AddThinkingPrompt": ".thinking",
-    "Compose": ".transform",
-    "ExecuteToolsInOrder": ".tools",
-    "IncrementalTokenizer": ".tokenizer",
-    "JSONCallParser": ".tool_parsers",
-    "KLComputation": ".kl",
-    "KLRewardTransform": ".kl_reward",
-    "MCPServer": ".mcp",
-    "PolicyVersion": ".policy_version",
-    "PythonInterpreter": ".python_interpreter",
-    "PythonTool": ".python_interpreter",
-    "RayKLRewardTransform": ".ray_kl",
-    "RayRetrieveKL": ".ray_kl",
-    "RayTransform": ".ray",
-    "RetrieveKL": ".kl",
-    "RetrieveLogProb": ".log_probs",
-    "SimpleToolTransform": ".tools",
-    "StepCounter": ".step_counter",
-    "Tool": ".tool_registry",
-    "ToolCall": ".tool_parsers",
-    "ToolRegistry": ".tool_registry",
-    "ToolTransformBase": ".tools",
-    "Transform": ".transform",
-    "XMLBlockParser": ".tool_parsers",
-}
+from policies.lazy import lazy
+
+if TYPE_CHECKING:
+    from envs.transforms.kl import KLComputation as KLComputation
+    from envs.transforms.kl import RetrieveKL as RetrieveKL
+    from envs.transforms.kl_reward import KLRewardTransform as KLRewardTransform
+    from envs.transforms.log_probs import RetrieveLogProb as RetrieveLogProb
+    from envs.transforms.mcp import MCPServer as MCPServer
+    from envs.transforms.policy_version import PolicyVersion as PolicyVersion
+    from envs.transforms.python_interpreter import PythonInterpreter as PythonInterpreter
+    from envs.transforms.python_interpreter import PythonTool as PythonTool
+    from envs.transforms.ray import RayTransform as RayTransform
+    from envs.transforms.ray_kl import RayKLRewardTransform as RayKLRewardTransform
+    from envs.transforms.ray_kl import RayRetrieveKL as RayRetrieveKL
+    from envs.transforms.step_counter import StepCounter as StepCounter
+    from envs.transforms.thinking import AddThinkingPrompt as AddThinkingPrompt
+    from envs.transforms.tokenizer import IncrementalTokenizer as IncrementalTokenizer
+    from envs.transforms.tool_parsers import JSONCallParser as JSONCallParser
+    from envs.transforms.tool_parsers import ToolCall as ToolCall
+    from envs.transforms.tool_parsers import XMLBlockParser as XMLBlockParser
+    from envs.transforms.tool_registry import Tool as Tool
+    from envs.transforms.tool_registry import ToolRegistry as ToolRegistry
+    from envs.transforms.tools import ExecuteToolsInOrder as ExecuteToolsInOrder
+    from envs.transforms.tools import SimpleToolTransform as SimpleToolTransform
+    from envs.transforms.tools import ToolTransformBase as ToolTransformBase
+    from envs.transforms.transform import Compose as Compose
+    from envs.transforms.transform import Transform as Transform
+
+__getattr__, __dir__, __all__ = lazy(__name__, __file__)
 LEASHES = ("KLComputation", "KLRewardTransform", "RetrieveKL", "RetrieveLogProb")
-__all__ = sorted(_HOME)
-__getattr__ = loader(__name__, _HOME)
 
 
 def is_leash(target: str) -> bool:

@@ -3,6 +3,7 @@
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 from trainer.runs.run_files import is_sweep, read_status, read_yaml
 
@@ -42,8 +43,12 @@ def find_runs(folder: Path) -> tuple[list[Path], list[Path]]:
     return [j for j in jobs if not above[j]], list(dict.fromkeys(filter(None, above.values())))
 
 
-def nothing_left(folder: Path, asked: int) -> str | None:
+def nothing_left(
+    folder: Path, asked: int, *, stop_at: Any = None, patience: Any = None
+) -> str | None:
     """Return a line if a run already did all iterations that are asked for, else None.
+
+    One that `stop_at` or `patience` ended has nothing left while they are as they were.
 
     More than were asked for, or more to do with no checkpoint to begin at, is a ValueError.
     """
@@ -55,6 +60,10 @@ def nothing_left(folder: Path, asked: int) -> str | None:
             "trainer.num_iterations, or leave it out"
         )
     saved = any((folder / "checkpoints").glob("iteration_*"))
+    rule = read_yaml(folder / "config.yaml").get("trainer") or {}
+    same = (rule.get("stop_at"), rule.get("patience")) == (stop_at, patience)
+    if finished and (why := status.get("ended")) and same:
+        return f"{folder} is finished at iteration {done}: {why}"
     if finished and done < asked and not saved:
         raise ValueError(
             f"{folder} is finished with {done} iterations and without a checkpoint; start a new "

@@ -161,9 +161,6 @@ def definition(target: str) -> tuple[str, ast.FunctionDef | ast.ClassDef | None]
             for alias in node.names:
                 if name == (alias.asname or alias.name):
                     return definition(f"{node.module}.{alias.name}")
-        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOME":
-            if home := ast.literal_eval(node.value).get(name):
-                return definition(f"{module if home[0] == '.' else ''}{home}.{name}")
         elif isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
             return target, node
     return target, None
@@ -175,7 +172,9 @@ def _statements(module: str) -> list[ast.stmt]:
         return []
     path = ROOT.joinpath(*module.split("."))
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    return ast.parse(file.read_text()).body
+    body = ast.parse(file.read_text()).body
+    typed = [node for block in body if isinstance(block, ast.If) for node in block.body]
+    return [*body, *typed]  # of a lazy package, see policies/lazy.py
 
 
 def _arguments_of_class(node: ast.ClassDef, module: str) -> list[str] | None:

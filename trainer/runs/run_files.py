@@ -22,6 +22,7 @@ PLACES = ("output_dir", "resume")  # keys that name a place, not a run
 _KINDS: dict[str, Any] = {"state": str, "reason": str | None, "resumed": str, "iteration": int}
 _KINDS |= {"objective": int | float | None, "seconds": int | float, "model": dict, "machine": dict}
 _KINDS |= {"phase": str, "phase_since": int | float, "phase_share": int | float | None}
+_KINDS["ended"] = str
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster where libyaml is
 
 

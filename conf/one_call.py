@@ -1,0 +1,142 @@
+"""`trainer.train(model, reward, rows)`: a run for those who want no files, in this process.
+
+The same configuration, checks, folder and pages as of the command line. Left out on purpose:
+several ranks, sweeps and resume, which fresh processes do better (python train.py).
+"""
+
+import gc
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from conf import start
+from conf.compose import compose_checked, compose_experiment, compose_raw
+from envs.rewards.given import hold
+from policies.cache import write_text
+from trainer.runs.folders import _stamp, holds_run, unique_folder
+from trainer.runs.launch import prepare
+from trainer.runs.lock import held
+from trainer.runs.run_files import Run, load_run
+from trainer.stops import Stopped
+
+SCRIPT = Path(__file__).parents[1] / "train.py"
+Rows = Iterable[Mapping[str, Any] | str]
+
+
+def train(
+    model: str | Path,
+    reward: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None,
+    rows: Rows,
+    *,
+    eval_rows: Rows | None = None,
+    experiment: str = "grpo_own",
+    **overrides: Any,
+) -> Run:
+    """Train a chat model on rows in this process; return its run: `.folder`, `.metrics`, `.status`.
+
+    `reward` is a function of (row, reply), one written for TRL, or several by name; None for SFT. A
+    row is a text or has a "prompt", "question" or "messages", and what the reward needs, which is
+    in row["columns"]; a tenth is held out unless there are `eval_rows`. `overrides` are keys of the
+    configuration: `kl={"coeff": 0.1}`, `algorithm="rloo"`, `**{"trainer.num_iterations": 20}`.
+    ValueError: what the command line would refuse. The model is in `run.folder / "model"`.
+
+    >>> short = lambda row, reply: float(len(reply.text) < 12)
+    >>> train("tiny", short, ["Hi"] * 20, trainer={"num_iterations": 0})
+    Traceback (most recent call last):
+    ValueError: expected trainer.num_iterations >= 1, got 0
+    """
+    named = {} if reward is None else reward
+    if not isinstance(named, Mapping):
+        name = getattr(reward, "__name__", "reward")
+        named = {name if name.isidentifier() else "reward": reward}
+    words = [f"experiment={experiment}", f"policy.model={_quoted(str(model))}"]
+    words += _words({"env": "prompts"} if named and "env" not in overrides else {})
+    words += _words(overrides)
+    for name, function in named.items():
+        hold(name, function)
+        words.append(f"+env.rewards.{name}={{_target_: envs.rewards.Given, name: {name}}}")
+    start.set_up()
+    for reserved in (unique_folder, _stamp):
+        reserved.cache_clear()  # another call, another folder
+    folder = start.run_folder(words)
+    if holds_run(folder):
+        raise ValueError(f"{folder} already holds a run; give another output_dir")
+    with held(folder), ExitStack() as refused:
+        for key in ("dataset", "eval_dataset"):
+            refused.callback((folder / f"{key}.jsonl").unlink, missing_ok=True)
+        words += _data("dataset", rows, folder) + _data("eval_dataset", eval_rows, folder)
+        config, composed = compose_checked(words), compose_raw(words, with_hydra=True)
+        if (ranks := config["launch"]["num_processes"]) != 1:
+            raise ValueError(f"expected launch.num_processes=1 in one process, got {ranks}")
+        start.begin(start.Job(folder, config, composed=composed))
+        path = prepare(config, folder, script=SCRIPT, compose=compose_experiment)
+        refused.pop_all()  # it has begun
+        try:
+            _load_script().train(OmegaConf.load(path), folder)
+        except Stopped as stop:
+            raise KeyboardInterrupt(str(stop)) from None
+        finally:
+            gc.unfreeze()  # what the loop froze is this process's to free
+    return load_run(folder)
+
+
+def _load_script() -> Any:
+    """Return train.py as a module, whatever else is called so here."""
+    spec = spec_from_file_location("leash_train", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(module := module_from_spec(spec))
+    return module
+
+
+def _data(key: str, rows: Rows | None, folder: Path) -> list[str]:
+    """Write rows into the run's folder; return the overrides that name them."""
+    if rows is None:
+        return []
+    if isinstance(rows, str | Mapping):
+        raise ValueError(f"expected rows as a list, got {type(rows).__name__}; put it into a list")
+    found = [{"prompt": row} if isinstance(row, str) else dict(row) for row in rows]
+    if not found:
+        raise ValueError("expected rows, got none")
+    path = folder / f"{key}.jsonl"
+    lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in found)
+    write_text(path, "".join(lines))
+    words = [f"env.{key}={_quoted(str(path.absolute()))}"]
+    if key == "dataset" and "question" in found[0] and "prompt" not in found[0]:
+        words.append("env.columns.question=question")
+    return words
+
+
+def _words(overrides: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the words of a command line that say the same.
+
+    >>> list(_words({"seed": 1, "kl": {"coeff": 0.1}, "policy.stop": ["a", "b"], "env": "own"}))
+    ['seed=1', 'kl.coeff=0.1', 'policy.stop=["a","b"]', 'env="own"']
+    """
+    for key, value in overrides.items():
+        if isinstance(value, Mapping) and value:
+            yield from _words(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}={_spelt(value)}"
+
+
+def _spelt(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{k}: {_spelt(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_spelt, value))}]"
+    if isinstance(value, str | Path):
+        return _quoted(str(value))
+    return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
+
+
+def _quoted(text: str) -> str:
+    """Return a text as Hydra reads it back: backslashes count only before a quote."""
+    text = re.sub(r'(\\*)"', r'\1\1\\"', text)
+    return '"' + re.sub(r"(\\+)$", r"\1\1", text) + '"'

@@ -1,0 +1,100 @@
+"""When a run has learnt enough: a metric has come to a value, or evaluations get no better.
+
+Parsing is torch-free: the parent refuses a rule that cannot be read.
+"""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+SCORE = "eval/"  # what `patience` goes by: the first metric of an evaluation that starts so
+
+
+def read_rule(text: str) -> tuple[str, float]:
+    """Return the metric and the value of `trainer.stop_at`.
+
+    >>> read_rule("eval/sampled_accuracy 0.9")
+    ('eval/sampled_accuracy', 0.9)
+    """
+    name, _, value = text.strip().partition(" ")
+    try:
+        number = float(value)
+        if "/" in name and abs(number) < float("inf"):
+            return name, number
+    except ValueError:
+        pass
+    example = "'trainer.stop_at=eval/sampled_accuracy 0.9'"
+    raise ValueError(f"expected trainer.stop_at to be a metric and a value, {example}; got {text}")
+
+
+@dataclass
+class EarlyStopping:
+    """End a run once a metric has come to a value, from above or from below as it began.
+
+    `stop_at`: "eval/sampled_accuracy 0.9", as logged, without smoothing. `patience`: evaluations in
+    a row that are not better than the best one before. Either may be None.
+
+    >>> enough = EarlyStopping(stop_at="kl/ref_sequence 5")
+    >>> [enough({"kl/ref_sequence": kl}, i) for i, kl in enumerate([0.1, 4.0, 5.5], start=1)]
+    [None, None, 'kl/ref_sequence came to 5.5 (trainer.stop_at: 5)']
+    """
+
+    stop_at: str | None = None
+    patience: int | None = None
+    first: float | None = None  # value of the metric of stop_at
+    best: float | None = None  # evaluation so far
+    worse: int = 0  # evaluations since
+    ended: str | None = None  # why
+    seen: set[str] = field(default_factory=set)
+
+    def __call__(self, metrics: Mapping[str, float], iteration: int) -> str | None:
+        """Take what is logged at an iteration, 0 being before training; return why to end.
+
+        ValueError after the first iteration if there is no such metric.
+        """
+        if self.ended is None:
+            self.ended = self._reached(metrics, iteration) or self._stuck(metrics, iteration)
+        return self.ended
+
+    def _reached(self, metrics: Mapping[str, float], iteration: int) -> str | None:
+        if self.stop_at is None:
+            return None
+        name, target = read_rule(self.stop_at)
+        self.seen |= {*metrics}
+        if name not in metrics:
+            if iteration and name not in self.seen:
+                near = difflib.get_close_matches(name, self.seen, 1)
+                meant = f"did you mean {near[0]}?" if near else "see metrics.jsonl for its metrics"
+                raise ValueError(f"trainer.stop_at: this run has no metric {name}; {meant}")
+            return None
+        value = metrics[name]
+        if self.first is None:
+            self.first = value
+        rises = self.first <= target
+        if iteration and (value >= target if rises else value <= target):
+            return f"{name} came to {value:.4g} (trainer.stop_at: {target:g})"
+        return None
+
+    def _stuck(self, metrics: Mapping[str, float], iteration: int) -> str | None:
+        name = next((name for name in metrics if name.startswith(SCORE)), None)
+        if self.patience is None or name is None:
+            return None
+        value = metrics[name]
+        self.worse = 0 if self.best is None or value > self.best else self.worse + 1
+        self.best = value if self.best is None else max(value, self.best)
+        if iteration and self.worse >= self.patience:
+            times = f"{self.worse} evaluation{'' if self.worse == 1 else 's'}"
+            return f"{name} was no better than {self.best:.4g} for {times} (trainer.patience)"
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs."""
+        return {**vars(self), "seen": sorted(self.seen)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on as saved; under another rule the evaluations so far count, not that it ended."""
+        same = (state["stop_at"], state["patience"]) == (self.stop_at, self.patience)
+        self.best, self.worse, self.seen = state["best"], state["worse"], set(state["seen"])
+        if same:
+            self.first, self.ended = state["first"], state["ended"]

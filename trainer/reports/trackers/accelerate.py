@@ -1,0 +1,79 @@
+"""MLflow, Comet, Aim, SwanLab and what else accelerate.tracking can log to.
+
+Their packages are imported by Accelerate, and here none of them. Left out on purpose: tables of
+replies and alerts, which each of them does in a way of its own.
+"""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from inspect import signature
+from typing import Any
+
+from trainer.reports.trackers.mirror import Mirror
+
+
+class AccelerateTracker(Mirror):
+    """Send metrics and configuration to the service `kind` of accelerate.tracking too.
+
+    `options` are arguments of Accelerate's class for it; its account is the one that its own
+    variables or login name. MLflow goes on with its run after a resume; others begin a new one.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        *,
+        kind: str,
+        project: str = "leash",
+        options: Mapping[str, Any] | None = None,
+        **about: Any,
+    ) -> None:
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+        if kind not in LOGGER_TYPE_TO_CLASS:
+            known = ", ".join(sorted(LOGGER_TYPE_TO_CLASS))
+            raise ValueError(f"expected tracker.kind in {known}, got {kind!r}")
+        self.word, self._project = kind, project
+        self._make, self._options = LOGGER_TYPE_TO_CLASS[kind], dict(options or {})
+        self._tracker: Any = None
+        super().__init__(folder, **about)
+
+    def _start(self) -> None:
+        takes = signature(self._make.__init__).parameters
+        given: dict[str, Any] = {"run_name": self.about["name"]}
+        if "experiment_name" in takes:  # MLflow: a project is an experiment there
+            given |= {"experiment_name": self._project, "run_id": self._known_run()}
+        if "logging_dir" in takes and self._make.requires_logging_directory:
+            given["logging_dir"] = str(self.folder / self.word)
+        self._tracker = self._make(**{**given, **self._options})
+        with suppress(AttributeError):  # older ones start when made
+            self._tracker.start()
+        self._tracker.store_init_configuration(_flat(self.about["config"]))
+        if (run := getattr(self._tracker.tracker, "info", None)) is not None:
+            (self.folder / f"{self.word}_id.txt").write_text(f"{run.run_id}\n")
+
+    def _known_run(self) -> str | None:
+        path = self.folder / f"{self.word}_id.txt"
+        return path.read_text().strip() if path.exists() else None
+
+    def _log(self, line: dict[str, float], iteration: int) -> None:
+        named = {name.replace("@", "_at_"): value for name, value in line.items()}  # of MLflow
+        self._tracker.log(named, step=iteration)
+
+    def _stop(self, state: str) -> None:
+        self._tracker.finish()
+
+
+def _flat(node: Any, prefix: str = "") -> dict[str, str | int | float | bool]:
+    """Return a configuration as a table with dots, of what every service takes.
+
+    >>> _flat({"kl": {"coeff": 0.1, "end": None}, "stop": ["a"]})
+    {'kl.coeff': 0.1, 'kl.end': 'null', 'stop': "['a']"}
+    """
+    if not isinstance(node, Mapping):
+        plain = isinstance(node, str | int | float | bool)
+        return {prefix: node if plain else "null" if node is None else str(node)}
+    out: dict[str, str | int | float | bool] = {}
+    for key, value in node.items():
+        out |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
+    return out
