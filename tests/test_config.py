@@ -283,9 +283,11 @@ def test_refused_command_leaves_nothing_on_disk(words, tmp_path, monkeypatch, ca
 @pytest.fixture
 def quiet_log():
     """Take back what Hydra's --info sets up: a log of all that happens in this process."""
-    handlers, level = list(logging.root.handlers), logging.root.level
+    level = logging.root.level
     yield
-    logging.root.handlers[:], logging.root.level = handlers, level
+    logging.root.setLevel(level)
+    for handler in [h for h in logging.root.handlers if type(h) is logging.StreamHandler]:
+        logging.root.removeHandler(handler)
 
 
 @pytest.mark.parametrize(
