@@ -26,7 +26,7 @@ from conf.check import check
 from conf.command_line import ALLOW, check_overrides, read_override, spell_out
 from conf.names import all_keys
 from conf.schema import keys, register
-from trainer.runs.nodes import typed_secrets
+from trainer.runs.nodes import typed_secrets, walk_texts
 from trainer.runs.redact import secrets_of
 from trainer.runs.run_files import dig
 
@@ -120,6 +120,11 @@ def _forbidden(cfg: Any) -> Iterator[str]:
                 f"a file of conf/ sets hydra.{name}, got {given!r:.80}; leave it out: of hydra it "
                 "may set run.dir, sweep.dir, sweep.subdir, sweeper.params and job.name"
             )
+    for place, text in walk_texts({key: cfg[key] for key in cfg if key != "hydra"}):
+        last = place.rpartition(".")[2]
+        if last == "key_variable" or (last.endswith("url") and "oc.env" in text):
+            what = f"a file of conf/ says which key is sent to a server, {place}={text}"
+            yield f"{what}; leave it out there, and give it on the command line"
     folders = [cfg["hydra"][name] for name in ("run", "sweep")]
     for variable in re.findall(r"oc\.env:(\w+)", str([*folders, cfg["output_dir"]])):
         if secrets_of({variable: "a value"}):

@@ -27,7 +27,8 @@ def read_hub(name: str, subset: str | None, split: str, *, large: int) -> Sequen
             from envs.mapped_rows import ArrowRows
 
             files = [Path(file["filename"]) for file in found.cache_files]
-            origin = [[str(file), file.stat().st_mtime_ns] for file in files] + [split]
+            origin = [[str(file), file.stat().st_mtime_ns] for file in files]
+            origin += [name, subset, split, found._fingerprint]
             return ArrowRows(found.flatten_indices().data.table.to_batches(), origin)
 
         with suppress(OSError, ValueError), _offline(True):

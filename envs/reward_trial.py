@@ -3,6 +3,7 @@
 import copy
 import random
 
+import numpy as np
 import torch
 
 from envs.earned import rewards_of
@@ -14,7 +15,8 @@ def try_reward(task: Task) -> None:
     """Ask a task once what a reply to its first row earns, before a model is loaded.
 
     The reply is the row's answer, or empty where that is no text. Judges and reward models are not
-    asked, what on_error forgives is a warning. Random numbers go on as if nothing had been asked.
+    asked (but those of a mixture's parts), what on_error forgives is a warning. Random numbers of
+    Python, NumPy and torch go on as if nothing had been asked.
     """
     if isinstance(task, Rewarded):
         functions, task = task.functions, copy.copy(task)
@@ -23,7 +25,7 @@ def try_reward(task: Task) -> None:
         return
     row = task.rows("train")[0]
     said = row["answer"] if isinstance(row.get("answer"), str) else ""
-    state = random.getstate()
+    state, of_numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
             rewards_of(task, [row], [Reply(said, True, [*row["messages"], assistant(said)])])
@@ -32,3 +34,4 @@ def try_reward(task: Task) -> None:
         raise
     finally:
         random.setstate(state)
+        np.random.set_state(of_numpy)

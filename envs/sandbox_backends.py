@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 from functools import cache
+from pathlib import Path
 
 ROOTS = ("CAP_SETUID", "CAP_SETGID", "CAP_KILL")
 USERS = range(60_000, 65_000)  # one for each box of root
@@ -29,11 +30,6 @@ def command(folder: str) -> tuple[str, ...]:
     if bubblewrap():
         return (*bubblewrap(), "--bind", folder, folder, "--remount-ro", "/")
     return namespaces()
-
-
-def python() -> tuple[str, ...]:
-    """Return the words before the code that a box runs."""
-    return (interpreter(), *FLAGS)
 
 
 def limits() -> str:
@@ -62,7 +58,9 @@ def bubblewrap() -> tuple[str, ...]:
         return ()
     python = interpreter()
     home = os.path.dirname(os.path.dirname(python))
-    shown = ["/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", home]
+    if Path.home().is_relative_to(home):  # ~/bin/python3: nobody's files are shown for it
+        home = os.path.join(home, "lib", f"python{sys.version_info[0]}.{sys.version_info[1]}")
+    shown = ["/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", python, home]
     shared = [word for path in shown for word in ("--ro-bind-try", path, path)]
     # Root becomes a box's user within; --die-with-parent would end it with the thread it is of.
     rights = [word for name in ROOTS for word in ("--cap-add", name)]

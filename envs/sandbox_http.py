@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import Any
 
 from envs.sandbox import Ran
+from envs.web import OPENER
 
 SLACK = 30.0  # seconds for a server's queue and its start of a box
 SETUP = "check url; or leave it out, for sandboxes of this machine"
@@ -88,6 +89,8 @@ class HttpSandbox:
                 lost = True
             if number + 1 < self.tries:
                 time.sleep(pause)
+        if lost and code and self.run("").ok:  # this code alone brings it down
+            return Ran(False, f"[the sandbox failed: {fault:.200}]")
         if lost:
             what = f"{self.url} cannot be reached after {self.tries} tries ({fault:.200})"
             raise ValueError(f"{what}; start a SandboxFusion server there, or {SETUP}")
@@ -109,7 +112,7 @@ class HttpSandbox:
             headers["Authorization"] = f"Bearer {key}"
         request = urllib.request.Request(self.url, data=body, headers=headers)
         most = 12 * self.max_output + (1 << 16)  # JSON escapes a byte by up to six, in two streams
-        with urllib.request.urlopen(request, timeout=self.timeout + SLACK) as response:
+        with OPENER.open(request, timeout=self.timeout + SLACK) as response:
             data = response.read(most + 1)
         if len(data) > most:
             return Ran(False, "[stopped: too much output]")

@@ -1,5 +1,7 @@
 """A run that ends once it has learnt enough: at a value, or when evaluations stagnate."""
 
+import json
+
 import pytest
 from small_runs import IN_ITERATION_2, Counted, stop, train
 
@@ -58,6 +60,18 @@ def test_a_misspelt_metric_is_told_after_the_first_iteration():
         enough({"loss/total": 0.1}, 1)
 
 
+def test_a_rule_given_on_resume_waits_for_the_next_evaluation():
+    before = EarlyStopping(patience=9)
+    before({"eval/sampled_accuracy": 0.1}, 0)
+    for state in (before.state_dict(), None):  # of a run with another rule, or with none
+        enough = EarlyStopping(stop_at="eval/sampled_accuracy 0.9")
+        if state:
+            enough.load_state_dict(state)
+        assert enough({"loss/total": 0.1}, 3) is None
+        assert enough({"eval/sampled_accuracy": 0.5}, 4) is None
+        assert enough({"eval/sampled_accuracy": 0.95}, 5)
+
+
 @pytest.mark.parametrize("text", ["kl/ref", "0.9", "kl/ref much", "kl 3", "kl/ref inf", ""])
 def test_a_rule_that_cannot_be_read_is_refused(text):
     with pytest.raises(ValueError, match="expected trainer\\.stop_at"):
@@ -76,6 +90,15 @@ def test_the_run_ends_there_and_equals_a_longer_one_up_to_there(tmp_path, whole)
     assert (tmp_path / "checkpoints" / "iteration_000002").is_dir()
     replies = (tmp_path / "transcripts.jsonl").read_text()
     assert '"after"' in replies, "the last evaluation is that after training"
+
+
+def test_replies_of_the_evaluation_that_ended_the_run_are_those_after_training(tmp_path):
+    train(tmp_path, enough=EarlyStopping(patience=1))
+    text = (tmp_path / "transcripts.jsonl").read_text()
+    rows = [json.loads(line) for line in text.splitlines()]
+    last = load_run(tmp_path).status["iteration"]
+    kinds = {row["kind"] for row in rows if row["iteration"] == last}
+    assert kinds == {"train", "after"}
 
 
 @pytest.mark.parametrize("rule", [{"stop_at": "kl/ref_sequence 1e-4"}, {"patience": 1}])

@@ -116,6 +116,17 @@ def test_a_score_is_the_last_in_what_the_judge_says(server, monkeypatch):
     }
 
 
+def test_the_users_key_goes_to_no_other_server_by_itself_or_by_a_redirect(server, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sesame")
+    assert scores(judge(server), "score:3") == [0.3]
+    assert "Authorization" not in server.asked[0][0]
+    assert Judge("https://api.openai.com/v1", "m").key_variable == "OPENAI_API_KEY"
+    assert not Judge("https://api.openai.com.evil.org/v1", "m").key_variable
+    (told,) = scores(judge(server, key_variable="OPENAI_API_KEY", on_error="zero"), "status:302")
+    assert "302" in told
+    assert len(server.asked) == 2, "the answer named no place, and none would be asked"
+
+
 def test_without_a_key_none_is_sent(server, monkeypatch):
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     assert scores(judge(server), "score:3") == [0.3]

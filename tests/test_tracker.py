@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from accelerate import PartialState
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from omegaconf import OmegaConf
 
 from conf.build import make_tracker
@@ -278,6 +279,33 @@ def test_mlflow_goes_on_with_its_run_under_the_names_of_the_files(tmp_path, monk
     assert (run / "metrics/eval/pass_at_4").exists()
     assert (run / "params/kl.coeff").read_text() == "0.1"
     assert "sk-" not in (run / "params/api_key").read_text()
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        ("aim", {"run_name": "named", "experiment": "mine"}),
+        ("swanlab", {"run_name": "mine", "experiment_name": "named"}),
+        ("clearml", {"run_name": "mine", "task_name": "named"}),
+        ("comet_ml", {"run_name": "mine"}),
+    ],
+)
+def test_a_project_is_a_project_to_each_service_of_accelerate(kind, given, tmp_path, monkeypatch):
+    """What Accelerate's class does with its arguments was read in accelerate/tracking.py."""
+    made = {}
+
+    class Service:
+        requires_logging_directory, tracker = False, None
+
+        def __init__(self, run_name: str, **kwargs: object) -> None:
+            made.update(run_name=run_name, **kwargs)
+
+        def store_init_configuration(self, values: dict) -> None: ...
+
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, kind, Service)
+    monkeypatch.setattr("trainer.reports.trackers.mirror.find_spec", lambda name: name)
+    AccelerateTracker(tmp_path, kind=kind, project="mine", name="named")
+    assert made == given
 
 
 def test_a_missing_package_is_named_before_anything_is_written(tmp_path, monkeypatch):

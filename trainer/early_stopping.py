@@ -53,6 +53,7 @@ class EarlyStopping:
 
         ValueError after the first iteration if there is no such metric.
         """
+        self.seen |= {*metrics}
         if self.ended is None:
             self.ended = self._reached(metrics, iteration) or self._stuck(metrics, iteration)
         return self.ended
@@ -61,9 +62,9 @@ class EarlyStopping:
         if self.stop_at is None:
             return None
         name, target = read_rule(self.stop_at)
-        self.seen |= {*metrics}
         if name not in metrics:
-            if iteration and name not in self.seen:
+            evaluated = any(seen.startswith(SCORE) for seen in self.seen)
+            if iteration and name not in self.seen and (evaluated or not name.startswith(SCORE)):
                 near = difflib.get_close_matches(name, self.seen, 1)
                 meant = f"did you mean {near[0]}?" if near else "see metrics.jsonl for its metrics"
                 raise ValueError(f"trainer.stop_at: this run has no metric {name}; {meant}")

@@ -15,6 +15,7 @@ from itertools import chain, islice
 from typing import Any
 
 from envs.tasks.task import Row, assistant
+from policies.cache import write_text
 from policies.chats.chat_template import Renderer
 from policies.scorer import max_positions
 from trainer.trainer import Trainer
@@ -156,5 +157,5 @@ def fit_rows(loop: Trainer, how: str) -> list[str]:
         loop.runtime.write_status(overlong=counts)
     if lines and loop.runtime.is_main:
         text = "".join(f"{json.dumps(line)}\n" for line in lines)
-        (loop.runtime.folder / "overlong.jsonl").write_text(text)
+        write_text(loop.runtime.folder / "overlong.jsonl", text)
     return said

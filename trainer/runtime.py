@@ -113,7 +113,7 @@ class Runtime:
             self._say("wait")
         told = [other for other in self.gather(reason) if other]
         if self.ranks > 1:
-            self._say(self.status.get("phase", "start"))
+            self._say("")  # on with what it was at
         if told:
             raise Stopped(told[0])
 

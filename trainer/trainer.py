@@ -196,6 +196,8 @@ class Trainer:
             raise
         self.progress.unevaluated = None
         self._judge(scores)
+        if iteration == self.num_iterations:  # as it may have come to be just now
+            records = [{**record, "kind": (kind := "after")} for record in records]
         metrics = {**metrics, **scores, "progress/iteration": iteration}
         if scores:
             self.progress.objective = next(iter(scores.values()))
@@ -208,10 +210,12 @@ class Trainer:
         if self.enough is None or self.enough.ended:
             return
         iteration = self.progress.iteration
-        if why := self.runtime.gather(self.enough(metrics, iteration))[0]:  # times differ by rank
-            self.enough.ended, self.num_iterations = why, iteration
-            self.observers.say(f"enough at iteration {iteration}: {why}")
-            self.runtime.write_status(ended=why)
+        # Times differ by rank: rank 0 decides.
+        self.enough.ended = self.runtime.gather(self.enough(metrics, iteration))[0]
+        if self.enough.ended:
+            self.num_iterations = iteration
+            self.observers.say(f"enough at iteration {iteration}: {self.enough.ended}")
+            self.runtime.write_status(ended=self.enough.ended)
 
     def _write(self, metrics: dict[str, float]) -> None:
         judged = metrics.get("reward/dropped_fraction") != 1  # else there is no reward to go by
@@ -244,6 +248,7 @@ class Trainer:
     def _end(self, state: str, **status: Any) -> None:
         """Leave a run readable; one that did not finish says how to go on."""
         try:
+            self.runtime.at("end")
             self.runtime.write_status(state=state, **status)
         finally:
             self.observers.end(state, saved=self.checkpoints.last)
@@ -295,6 +300,7 @@ class Trainer:
             self.enough.load_state_dict(state["enough"])
             if self.enough.ended:  # but the final model was not written
                 self.num_iterations = state["iteration"]
+                self.runtime.write_status(ended=self.enough.ended)
         names = [part.name for part in fields(Progress)]
         self.progress = Progress(**{name: state[name] for name in names if name in state})
         self.runtime.started -= self.progress.seconds

@@ -15,9 +15,11 @@ import urllib.request
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
+from urllib.parse import urlsplit
 
 from envs.rewards.functions import Refused, RewardFunction, Score, gather
 from envs.tasks.task import Reply, Row
+from envs.web import OPENER
 
 PROMPT = """\
 Grade the reply to the question on a scale from 0 to 10: 10 for a right, complete and clear reply, \
@@ -45,7 +47,9 @@ class Judge(RewardFunction):
     row). The score is the last match of `pattern` in what the judge says, its first group, divided
     by `out_of`; none, or one outside of 0 to `out_of`, is an error. One try takes at most `timeout`
     seconds; 429, 5xx and lost connections are tried `tries` times, after `wait`, 2 * `wait`, ...
-    seconds or what the server asks for (at most 60). 401, 403 and 404 end the run.
+    seconds or what the server asks for (at most 60). 401, 403 and 404 end the run. The key sent is
+    that of the environment variable `key_variable`; without one, api.openai.com alone gets
+    $OPENAI_API_KEY.
     """
 
     tried = False  # it costs, and holds no code of a user
@@ -60,7 +64,7 @@ class Judge(RewardFunction):
         out_of: float = 10.0,
         weight: float = 1.0,
         on_error: str = "drop_group",
-        key_variable: str = "OPENAI_API_KEY",
+        key_variable: str | None = None,
         timeout: float = 60.0,
         tries: int = 4,
         wait: float = 1.0,
@@ -82,7 +86,8 @@ class Judge(RewardFunction):
             )
         self.url = f"{url.rstrip('/')}/chat/completions"
         self.prompt, self.pattern, self.out_of = prompt, re.compile(pattern), out_of
-        self.key_variable, self.timeout, self.tries = key_variable, timeout, tries
+        own = "OPENAI_API_KEY" if urlsplit(url).hostname == "api.openai.com" else ""
+        self.key_variable, self.timeout, self.tries = key_variable or own, timeout, tries
         self.wait, self.at_once = wait, at_once
         self.options = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
 
@@ -122,7 +127,7 @@ class Judge(RewardFunction):
             except urllib.error.HTTPError as error:
                 error.close()
                 if error.code in HOPELESS:
-                    what = HOPELESS[error.code].format(self.key_variable)
+                    what = HOPELESS[error.code].format(self.key_variable or "key_variable")
                     raise Refused(f"{self.url}: {error}; check {what}") from None
                 if not further or (error.code != 429 and error.code < 500):
                     raise RuntimeError(f"{self.url}: {error}") from None
@@ -142,7 +147,7 @@ class Judge(RewardFunction):
         if key := os.environ.get(self.key_variable):
             headers["Authorization"] = f"Bearer {key}"
         request = urllib.request.Request(self.url, data=body, headers=headers)
-        with urllib.request.urlopen(request, timeout=self.timeout) as response:
+        with OPENER.open(request, timeout=self.timeout) as response:
             return response.read(LARGEST)
 
 

@@ -95,7 +95,10 @@ class PythonInterpreter(ToolTransformBase):
 def _try(settings: dict[str, Any]) -> None:
     """Raise ValueError now, not in the first step, for wrong limits and for no server."""
     box = make_sandbox(**settings)
-    box.run("") if "url" in settings else warn_of_limits()
+    if not settings.get("url"):
+        return warn_of_limits()
+    if not (ran := box.run("")).ok:
+        raise ValueError(f"{settings['url']}: expected it to run Python, got {ran.output:.200}")
 
 
 class PythonTool:

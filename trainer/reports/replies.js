@@ -129,9 +129,11 @@
   root.querySelector(".plain").replaceChildren(bar, count, list, more);
   draw();
   // A page that reloads itself stays where its reader is (script.js).
-  root.told = () => state;
+  const number = (at) => (at === null ? null : data.train[at].iteration);
+  root.told = () => ({...state, at: number(state.at)});
   root.restore = (kept) => {
-    Object.assign(state, kept, {at: kept.at === null || kept.at > last ? null : kept.at});
+    const near = data.train.findIndex(({iteration}) => iteration >= kept.at);  // thinned otherwise
+    Object.assign(state, kept, {at: kept.at === null || near < 0 || near === last ? null : near});
     state.held = data.held.length ? state.held : false;
     if (!data.train.length) state.held = true;
     search.value = state.text;

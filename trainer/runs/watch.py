@@ -12,10 +12,10 @@ from contextlib import contextmanager, suppress
 
 # A rank is told of after TIMES the usual, and LEAST seconds at least; FIRST where none is known.
 TIMES, LEAST, FIRST = 10, 60.0, 600.0
-# Seconds after a stop signal, or twice the usual; PATIENT where work would be lost, at the first.
-GRACE, PATIENT = 30.0, 600.0
+# Seconds after a stop signal, or MANY times the usual; PATIENT where work would be lost.
+GRACE, PATIENT, MANY = 30.0, 600.0, 3
 LASTING = ("update", "save", "end")
-WAIT = "wait"  # for the other ranks
+WAIT, ON = "wait", ""  # for the other ranks; on with what was done before that
 
 
 class Watch:
@@ -26,7 +26,7 @@ class Watch:
     >>> watch = Watch(2)
     >>> for second in range(0, 40, 10):
     ...     watch.hear("0 collect\\n1 collect\\n", second)
-    >>> watch.hear("0 wait\\n", 42)
+    >>> watch.hear("0 wait\\n0 \\n0 wait\\n", 42)
     >>> watch.overdue(now=89.0), watch.overdue(now=131.0), watch.overdue(now=180.0)
     (None, 'collect has taken 1 min 41 s, usually 10 s (rank 0 waits; rank 1 collect)', None)
     >>> watch.hangs(131.0, now=160.0), watch.hangs(131.0, now=162.0), watch.hung
@@ -37,6 +37,7 @@ class Watch:
         self.pipe, self.end, self.hung = pipe, end, ""
         self.last: list[tuple[str, float]] = []  # phase, and when a rank said it
         self.last += [("start", time.monotonic() if pipe >= 0 else 0.0)] * ranks
+        self.paused = [("start", 0.0)] * ranks  # what a rank that waits was at, for how long
         self.took: dict[str, list[float]] = {}  # seconds by phase, the latest last
         self.told = 0.0  # how long what was told of last had taken
 
@@ -49,9 +50,17 @@ class Watch:
         """Take lines of "rank phase"."""
         for line in text.splitlines():
             rank, _, phase = line.partition(" ")
-            before, since = self.last[int(rank)]
-            self.took[before] = [*self.took.get(before, [])[-19:], now - since]
-            self.last[int(rank)], self.told = (phase, now), 0.0
+            k, self.told = int(rank), 0.0
+            before, since = self.last[k]
+            before, taken = (before, now - since) if before != WAIT else self.paused[k]
+            if phase == ON:
+                self.last[k] = (before, now - taken)  # the wait was none of its time
+                continue
+            if phase == WAIT:
+                self.paused[k] = (before, taken)
+            else:
+                self.took[before] = [*self.took.get(before, [])[-19:], taken]
+            self.last[k] = (phase, now)
 
     def overdue(self, pids: Sequence[int] = (), *, now: float | None = None) -> str | None:
         """Return what takes much longer than usual, once for each doubling of it."""
@@ -72,8 +81,8 @@ class Watch:
         for rank in self._busy():
             phase, since = self.last[rank]
             usual = self._usual(phase)
-            patience = PATIENT if phase in LASTING and usual is None else GRACE
-            if now > max(asked + patience, since + 2 * (usual or 0.0)):
+            patience = PATIENT if phase in LASTING else GRACE
+            if now > max(asked + patience, since + MANY * (usual or 0.0)):
                 who = f"rank {rank}" if len(self.last) > 1 else "it"
                 self.hung = f"{who} was at {phase} for {_time(now - since)} and was ended"
                 return True

@@ -5,10 +5,10 @@ replies and alerts, which each of them does in a way of its own.
 """
 
 from collections.abc import Mapping
-from contextlib import suppress
 from inspect import signature
 from typing import Any
 
+from policies.cache import write_text
 from trainer.reports.trackers.mirror import Mirror
 
 
@@ -40,21 +40,27 @@ class AccelerateTracker(Mirror):
 
     def _start(self) -> None:
         takes = signature(self._make.__init__).parameters
-        given: dict[str, Any] = {"run_name": self.about["name"]}
-        if "experiment_name" in takes:  # MLflow: a project is an experiment there
-            given |= {"experiment_name": self._project, "run_id": self._known_run()}
+        # What Accelerate calls run_name is the project of most of them.
+        project, name = self._project, self.about["name"]
+        given: dict[str, Any] = {"run_name": project}
+        given |= {
+            "mlflow": {"experiment_name": project, "run_name": name, "run_id": self._known_run()},
+            "aim": {"run_name": name, "experiment": project},
+            "swanlab": {"experiment_name": name},
+            "clearml": {"task_name": name},
+        }.get(self.word, {})
         if "logging_dir" in takes and self._make.requires_logging_directory:
             given["logging_dir"] = str(self.folder / self.word)
         self._tracker = self._make(**{**given, **self._options})
-        with suppress(AttributeError):  # older ones start when made
+        if hasattr(self._tracker, "start"):  # older ones start when made
             self._tracker.start()
         self._tracker.store_init_configuration(_flat(self.about["config"]))
         if (run := getattr(self._tracker.tracker, "info", None)) is not None:
-            (self.folder / f"{self.word}_id.txt").write_text(f"{run.run_id}\n")
+            write_text(self.folder / f"{self.word}_id.txt", f"{run.run_id}\n")
 
     def _known_run(self) -> str | None:
         path = self.folder / f"{self.word}_id.txt"
-        return path.read_text().strip() if path.exists() else None
+        return (path.read_text().strip() or None) if path.exists() else None
 
     def _log(self, line: dict[str, float], iteration: int) -> None:
         named = {name.replace("@", "_at_"): value for name, value in line.items()}  # of MLflow
