@@ -1,7 +1,7 @@
 """Data sets: files and the hub, read into tables whose cells are checked when they are asked for.
 
-A data set is a path (.jsonl, .json, .csv, .parquet, the first three also with .gz), a folder of such
-files, which the `datasets` package reads, or a hub id, "openai/gsm8k:main" with a subset.
+A data set is a path (.jsonl, .json, .csv, each also with .gz, or .parquet), a folder of such files,
+which the `datasets` package reads, or a hub id, "openai/gsm8k:main" with a subset.
 An error names row, column, what was expected and got. Chats are made of tables in chat_rows.py.
 Hub data goes to the `datasets` package's own cache in the user's home, never to the run folder.
 What is larger than `LARGE` stays on disk (mapped_rows.py): a row is made when it is asked for.

@@ -57,7 +57,7 @@ def test_packed_texts_are_the_same_rows(tmp_path, suffix):
     assert load_table(str(packed)).rows == ROWS
     for damaged in (packed.read_bytes()[:-20], packed.read_bytes()[:40] + b"noise"):
         packed.write_bytes(damaged)
-        with pytest.raises(ValueError, match="expected a whole .gz file .*; pack it again"):
+        with pytest.raises(ValueError, match=r"expected a whole \.gz file .*; pack it again"):
             load_table(str(packed))
 
 
@@ -66,7 +66,7 @@ def test_a_folder_of_shards_is_one_table_and_a_pattern_names_it_as_the_remedy(tm
         name = f"train-{number:05d}-of-00003.parquet"
         write_parquet(tmp_path / name, ROWS[10 * number : 10 * number + 10])
     assert load_table(str(tmp_path)).rows == ROWS
-    with pytest.raises(ValueError, match="got a pattern; join them .* env.dataset=") as caught:
+    with pytest.raises(ValueError, match=r"got a pattern; join them .* env\.dataset=") as caught:
         load_table(f"{tmp_path}/*.parquet")
     assert str(caught.value).endswith(f"env.dataset={tmp_path}")
 
