@@ -102,7 +102,7 @@ def _replies(cfg: dict[str, Any]) -> Iterator[str]:
         yield "expected policy.temperature > 0, got 0: greedy replies of a group are all the same"
     for name, one in (("top_k", 1), ("top_p", 0), ("min_p", 1)):
         if cfg["policy"][name] == one and cfg["mode"] == "train":
-            yield f"policy.{name}={one} leaves one token: the replies of a group are all the same"
+            yield f"policy.{name}={one} leaves one token, and replies of a group are all the same"
     yield from _bounds(algorithm)
     yield from _parts(cfg)
     yield from faults_of(cfg["kl"], replies=cfg["trainer"]["prompts_per_iteration"] * size)

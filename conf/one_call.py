@@ -75,7 +75,7 @@ def train(
         if (ranks := config["launch"]["num_processes"]) != 1:
             raise ValueError(f"expected launch.num_processes=1 in one process, got {ranks}")
         start.begin(start.Job(folder, config, composed=composed))
-        path = prepare(config, folder, script=SCRIPT, compose=compose_experiment)
+        path, _ = prepare(config, folder, script=SCRIPT, compose=compose_experiment)
         refused.pop_all()  # it has begun
         try:
             _load_script().train(OmegaConf.load(path), folder)
@@ -99,13 +99,21 @@ def _data(key: str, rows: Rows | None, folder: Path) -> list[str]:
     """Write rows into the run's folder; return the overrides that name them."""
     if rows is None:
         return []
-    if isinstance(rows, str | Mapping):
+    if isinstance(rows, str | Mapping) or not isinstance(rows, Iterable):
         raise ValueError(f"expected rows as a list, got {type(rows).__name__}; put it into a list")
-    found = [{"prompt": row} if isinstance(row, str) else dict(row) for row in rows]
+    found, lines = list[Mapping[str, Any]](), list[str]()
+    for row in rows:
+        place = f"{key}, row {len(found)}"
+        if not isinstance(row, str | Mapping):
+            raise ValueError(f"{place}: expected a text or a dict, got {row!r:.80}")
+        found.append({"prompt": row} if isinstance(row, str) else dict(row))
+        try:
+            lines.append(json.dumps(found[-1]) + "\n")
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{place}: expected what JSON can hold, got {row!r:.80}") from error
     if not found:
         raise ValueError("expected rows, got none")
     path = folder / f"{key}.jsonl"
-    lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in found)
     write_text(path, "".join(lines))
     words = [f"env.{key}={_quoted(str(path.absolute()))}"]
     if key == "dataset" and "question" in found[0] and "prompt" not in found[0]:

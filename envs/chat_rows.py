@@ -161,5 +161,5 @@ def split_off(prompts: Iterable[str], *, seed: int = 0) -> tuple[np.ndarray, np.
         )
     count = min(max(1, int(len(places) * EVAL_SHARE)), EVAL_ROWS)
     chosen = hashes[places[random.Random(seed).sample(range(len(places)), count)]]
-    held_out = np.isin(hashes, chosen)
+    held_out = np.concatenate([np.isin(part, chosen) for part in np.array_split(hashes, 16)])
     return np.flatnonzero(~held_out), np.flatnonzero(held_out)

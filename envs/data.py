@@ -1,16 +1,20 @@
 """Data sets: files and the hub, read into tables whose cells are checked when they are asked for.
 
-A data set is a path (.jsonl, .json, .csv, .parquet) or a hub id, "openai/gsm8k:main" with a subset.
+A data set is a path (.jsonl, .json, .csv, each also with .gz, or .parquet), a folder of such files,
+which the `datasets` package reads, or a hub id, "openai/gsm8k:main" with a subset.
 An error names row, column, what was expected and got. Chats are made of tables in chat_rows.py.
 Hub data goes to the `datasets` package's own cache in the user's home, never to the run folder.
 What is larger than `LARGE` stays on disk (mapped_rows.py): a row is made when it is asked for.
 """
 
 import csv
+import gzip
 import json
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -178,7 +182,7 @@ def is_file(dataset: str) -> bool:
     path = Path(dataset).expanduser()
     if path.is_dir():
         return False
-    named = path.suffix.lower() in READERS or not HUB_ID.fullmatch(dataset)
+    named = _kind(path) in READERS or not HUB_ID.fullmatch(dataset)
     return named or EXTENSION.search(dataset) is not None or path.is_file()
 
 
@@ -206,11 +210,16 @@ def names_of(rows: Iterable[dict[str, Any]]) -> list[str]:
 
 def _read_file(path: Path) -> Sequence[dict[str, Any]]:
     if not path.is_file():
+        if set(path.name) & set("*?["):
+            raise ValueError(
+                f"{path}: expected one file, got a pattern; join them (cat {path} > all"
+                f"{path.suffix}), or give a folder that has nothing else: env.dataset={path.parent}"
+            )
         raise ValueError(
             f"no data file {path} (looked in {Path.cwd()}); give the path of a "
             f"{', '.join(READERS)} file, or a hub id"
         )
-    if (kind := path.suffix.lower()) not in READERS:
+    if (kind := _kind(path)) not in READERS:
         raise ValueError(f"{path}: expected a file named {', '.join(READERS)}, got {path.name}")
     try:
         if kind == ".parquet":
@@ -220,13 +229,26 @@ def _read_file(path: Path) -> Sequence[dict[str, Any]]:
         from envs.mapped_rows import map_text  # few runs have one
 
         return map_text(path, _objects)
+    except (EOFError, zlib.error) as error:
+        raise ValueError(f"{path}: expected a whole .gz file ({error}); pack it again") from None
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror or error})") from None
 
 
+def _kind(path: Path) -> str:
+    """Return how the name of a file ends, without the .gz of a packed text."""
+    kind, packed = path.suffix.lower(), Path(path.stem).suffix.lower()
+    return packed if kind == ".gz" and packed != ".parquet" else kind
+
+
+def _open(path: Path) -> Any:
+    """Return a file opened for its bytes, unpacked where its name ends in .gz."""
+    return gzip.open(path) if path.suffix.lower() == ".gz" else open(path, "rb")
+
+
 def _objects(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a text file, each of which has to be an object."""
-    for index, row in enumerate(READERS[path.suffix.lower()](path)):
+    for index, row in enumerate(READERS[_kind(path)](path)):
         if not isinstance(row, dict):
             raise ValueError(f"{path}, row {index}: expected an object, got {row!r:.80}")
         yield row
@@ -234,7 +256,7 @@ def _objects(path: Path) -> Iterator[dict[str, Any]]:
 
 def _text_lines(path: Path) -> Iterator[str]:
     """Yield the lines of a file, each with its end; the mark of Excel is left out."""
-    with open(path, "rb") as file:
+    with _open(path) as file:
         for number, line in enumerate(file, 1):
             try:
                 yield line.decode("utf-8-sig" if number == 1 else "utf-8")
@@ -282,7 +304,7 @@ def _twice(names: Sequence[str]) -> str | None:
 
 
 def _read_csv(path: Path) -> Iterator[Any]:
-    with open(path, encoding="utf-8-sig", newline="") as file:
+    with TextIOWrapper(_open(path), encoding="utf-8-sig", newline="") as file:
         try:
             yield from _csv_rows(path, csv.reader(file))
         except UnicodeDecodeError:
@@ -338,10 +360,13 @@ def _read_hub(dataset: str, split: str) -> Sequence[dict[str, Any]]:
     from envs.hub_rows import read_hub  # few runs read one
 
     name, _, subset = dataset.partition(":")
+    if local := (folder := Path(dataset).expanduser()).is_dir():
+        name, subset = str(folder), ""
     try:
         return read_hub(name, subset or None, split, large=LARGE)
     except ValueError as error:
+        what = "cannot be read as a folder of data files" if local else "not found"
         raise ValueError(
-            f"data set {dataset!r} (split {split!r}) not found: {error}; give a file "
+            f"data set {dataset!r} (split {split!r}) {what}: {error}; give a file "
             f"({', '.join(READERS)}) with env.dataset=/path/to/it"
         ) from None

@@ -5,6 +5,7 @@ What an earlier download left in the cache is read first, as with models: the hu
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from logging import CRITICAL
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ def read_hub(name: str, subset: str | None, split: str, *, large: int) -> Sequen
     """
     import datasets
 
+    faults = (OSError, ValueError, datasets.exceptions.DatasetsError)
     with _quiet():
 
         def load() -> Sequence[dict[str, Any]]:
@@ -31,14 +33,16 @@ def read_hub(name: str, subset: str | None, split: str, *, large: int) -> Sequen
             origin += [name, subset, split, found._fingerprint]
             return ArrowRows(found.flatten_indices().data.table.to_batches(), origin)
 
-        with suppress(OSError, ValueError), _offline(True):
-            return load()
-        if alone := why_unreachable():
-            raise ValueError(alone)
+        if not Path(name).is_dir():
+            with suppress(*faults), _offline(True):
+                return load()
+            if alone := why_unreachable():
+                raise ValueError(alone)
         try:
             return load()
-        except (OSError, ValueError) as error:
-            raise ValueError(str(error).strip().split("\n")[0]) from None
+        except faults as error:
+            reason = " ".join(str(error.__cause__ or error).split())
+            raise ValueError(reason if len(reason) <= 300 else f"{reason[:297]}...") from None
 
 
 @contextmanager
@@ -69,7 +73,7 @@ def _quiet() -> Iterator[None]:
     bars = not datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     for logger in loggers:
-        logger.set_verbosity_error()
+        logger.set_verbosity(CRITICAL)
     try:
         yield
     finally:

@@ -104,12 +104,16 @@ class Ran:
 
 
 def make_sandbox(*, url: str | None = None, **settings: Any) -> Any:
-    """Return a sandbox of this machine, or with a `url` one of a server (`HttpSandbox`)."""
+    """Return a sandbox of this machine, or with a `url` one of a server (`HttpSandbox`).
+
+    `file_size` and `processes` are for this machine alone: a server sets its own.
+    """
     if url is None:
         return Sandbox(**settings)
     from envs.sandbox_http import HttpSandbox  # here: most boxes are of this machine
 
-    return HttpSandbox(url, **settings)
+    here = ("file_size", "processes")
+    return HttpSandbox(url, **{key: settings[key] for key in settings if key not in here})
 
 
 class Sandbox:

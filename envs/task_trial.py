@@ -39,7 +39,8 @@ def _check_rows(rows: Any, name: str) -> None:
 def in_one_line(error: Exception) -> str:
     """Return an error of anybody's code as a line, with its place unless it is told to users."""
     text = " ".join(str(error).split())
-    if type(error) in (ValueError, NotImplementedError, ImportError, ModuleNotFoundError):
+    told = (ValueError, NotImplementedError, ImportError, ModuleNotFoundError)
+    if type(error) in told or type(error).__name__ == "Malformed":  # of a data file, a ValueError
         return text
     from envs.places import place_of
 

@@ -1,7 +1,9 @@
 """Data files of each kind, renamed columns, split-offs, and what malformed rows say."""
 
 import csv
+import gzip
 import json
+from pathlib import Path
 
 import pytest
 from datasets import Dataset
@@ -45,6 +47,50 @@ def test_every_file_kind_gives_the_same_rows(tmp_path, suffix):
     table = load_table(path)
     assert table.rows == ROWS
     assert table.columns == ["question", "answer"]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".json"])
+def test_packed_texts_are_the_same_rows(tmp_path, suffix):
+    path = Path(WRITERS[suffix](tmp_path / f"d{suffix}", ROWS))
+    packed = tmp_path / f"d{suffix}.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    assert load_table(str(packed)).rows == ROWS
+    for damaged in (packed.read_bytes()[:-20], packed.read_bytes()[:40] + b"noise"):
+        packed.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"expected a whole \.gz file .*; pack it again"):
+            load_table(str(packed))
+
+
+def test_a_folder_of_shards_is_one_table_and_a_pattern_names_it_as_the_remedy(tmp_path):
+    for number in range(3):
+        name = f"train-{number:05d}-of-00003.parquet"
+        write_parquet(tmp_path / name, ROWS[10 * number : 10 * number + 10])
+    assert load_table(str(tmp_path)).rows == ROWS
+    with pytest.raises(ValueError, match=r"got a pattern; join them .* env\.dataset=") as caught:
+        load_table(f"{tmp_path}/*.parquet")
+    assert str(caught.value).endswith(f"env.dataset={tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({}, "doesn't contain any data files"),
+        ({"a.jsonl": [{"question": "a"}], "b.jsonl": "{"}, "JSON parse error"),
+        ({"a.parquet": [{"question": "a"}], "b.parquet": [{"prompt": "b"}]}, "column names don't"),
+        ({"a.parquet": [{"answer": "a"}], "b.parquet": [{"answer": {"x": 1}}]}, "to string"),
+        ({"test.jsonl": [{"question": "a"}]}, 'Unknown split "train"'),
+    ],
+)
+def test_a_folder_that_is_no_table_is_one_line(tmp_path, capfd, files, says):
+    for name, rows in files.items():
+        path = tmp_path / name
+        path.write_text(rows) if isinstance(rows, str) else WRITERS[path.suffix](path, rows)
+    capfd.readouterr()
+    with pytest.raises(ValueError, match="cannot be read as a folder of data files: ") as caught:
+        load_table(str(tmp_path))
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_mark_at_the_start_of_a_file_is_no_part_of_the_first_column(tmp_path):

@@ -29,7 +29,7 @@ from trainer.modes.evaluate import pass_at_k, tally
 from trainer.modes.model_card import card
 from trainer.modes.run_weights import Weights, choose_weights
 from trainer.runs.launch import prepare
-from trainer.runs.run_files import Run, read_status
+from trainer.runs.run_files import Run, read_status, read_yaml
 
 # Steps so large that the loss grows: the first checkpoint is the best.
 LORA = (
@@ -301,6 +301,18 @@ def test_a_chat_reads_a_pipe_and_leaves_the_run_as_it_was(lora_run):
 def test_what_makes_no_sense_is_refused_before_a_worker_starts(words, message, lora_run):
     with pytest.raises(ValueError, match=message):
         asked([word.format(run=lora_run) for word in words])
+
+
+def test_an_evaluation_on_another_task_keeps_the_runs_own_system_prompt(lora_run, tmp_path):
+    path = tmp_path / "sums.jsonl"
+    path.write_text('{"question": "1+1", "answer": 2}\n{"question": "1+2", "answer": 3}\n')
+    rows = f"env.dataset={path}"
+    words = ["mode=evaluate", f"resume={lora_run}", "env=gsm8k", rows]
+    assert compose_checked(["env=gsm8k", rows])["policy"]["system_prompt"]
+    before = read_yaml(lora_run / "config.yaml")["policy"]["system_prompt"]
+    assert asked(words)["policy"]["system_prompt"] == before
+    own = asked([*words, "policy.system_prompt=Think."])
+    assert own["policy"]["system_prompt"] == "Think."
 
 
 def test_every_key_that_may_change_is_one(lora_run):

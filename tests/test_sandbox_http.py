@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from envs.sandbox_http import HttpSandbox
 from envs.transforms import ExecuteToolsInOrder, ToolRegistry, XMLBlockParser
 from envs.transforms.python_interpreter import PythonInterpreter, PythonTool
 from envs.transforms.tool_parsers import ToolCall
+from trainer.runs.run_files import read_yaml
 
 
 class Server(ThreadingHTTPServer):
@@ -100,6 +102,14 @@ def test_a_server_says_what_a_box_of_this_machine_says(server):
     assert server.asked[-1]["run_timeout"] == 1.0
     assert server.asked[-1]["memory_limit_MB"] == 512
     assert set(server.keys) == {None}
+
+
+def test_the_file_of_a_python_tool_needs_a_url_alone_to_run_on_a_server(server):
+    tool = read_yaml(Path(__file__).parents[1] / "conf/env/python_tool.yaml")["transforms"]["tools"]
+    limits = {**tool["registry"]["services"]["python"]}
+    del limits["_target_"]
+    assert limits.keys() >= {"file_size", "processes"}, "of a sandbox of this machine"
+    assert box(server, **limits).run("print(3)").output == "3\n"
 
 
 def test_output_is_bounded_whatever_the_server_sends(server):

@@ -42,8 +42,9 @@ class Findings:
             self.console.print(Text("  ", style=style).append(line), soft_wrap=True)
 
     def problem(self, text: str) -> None:
-        """Note something to change before the run."""
-        self.problems.append(text)
+        """Note something to change before the run; what was noted before counts once."""
+        if text not in self.problems:
+            self.problems.append(text)
         self.say(f"problem: {text}", style="red")
 
     def judge(self, text: str) -> None:
