@@ -28,7 +28,7 @@ from conf.names import all_keys
 from conf.schema import keys, register
 from trainer.runs.nodes import typed_secrets
 from trainer.runs.redact import secrets_of
-from trainer.runs.run_files import dig
+from trainer.runs.run_files import PREFIX, bomb_in, dig
 
 UNKNOWN = (ConfigAttributeError, ConfigKeyError)
 BASIC = "hydra._internal.core_plugins.basic_"
@@ -47,9 +47,15 @@ HYDRA = {  # what runs code, or changes the process, and what it is where no fil
 
 
 def compose_checked(words: Sequence[str]) -> dict[str, Any]:
-    """Return the checked configuration of one job, to be saved; see `settle`."""
+    """Return the checked configuration of one job, to be saved; see `settle`.
+
+    What it trains first (experiment:<name>) is checked too.
+    """
     check_overrides(words)
-    return settle(compose_raw(words))
+    config = settle(compose_raw(words))
+    for name in _trained_first(config):
+        _check_chain((name,), _leave(words), names.FOLDER)
+    return config
 
 
 def compose_experiment(name: str, words: Sequence[str] = ()) -> dict[str, Any]:
@@ -57,8 +63,36 @@ def compose_experiment(name: str, words: Sequence[str] = ()) -> dict[str, Any]:
 
     Of `words`, a command line, only allow_targets=... counts.
     """
-    leave = [word for word in words if word.startswith("allow_targets=")]
-    return compose_checked([f"experiment={name}", *leave]) | {"allow_targets": False}
+    _check_chain((name,), leave := _leave(words), names.FOLDER)
+    return _as_its_file(name, leave)
+
+
+def _as_its_file(name: str, leave: Sequence[str]) -> dict[str, Any]:
+    check_overrides(words := [f"experiment={name}", *leave])
+    return settle(compose_raw(words)) | {"allow_targets": False}
+
+
+def _leave(words: Sequence[str]) -> tuple[str, ...]:
+    return tuple(word for word in words if word.startswith("allow_targets="))
+
+
+@cache
+def _check_chain(chain: tuple[str, ...], leave: tuple[str, ...], folder: Path) -> None:
+    """Check the last experiment of a chain, each trained for the one before, and what it needs."""
+    if chain[-1] in chain[:-1]:
+        what = f"{PREFIX}{chain[-1]} is trained first by itself ({' -> '.join(chain)})"
+        raise ValueError(f"{what}; name another model there")
+    for name in _trained_first(_as_its_file(chain[-1], leave)):
+        _check_chain((*chain, name), leave, folder)
+
+
+def _trained_first(node: Any) -> Iterator[str]:
+    """Yield <name> of each experiment:<name> in a configuration."""
+    if isinstance(node, str):
+        yield from [node.removeprefix(PREFIX)] if node.startswith(PREFIX) else []
+    elif isinstance(node, dict | list):
+        for value in node.values() if isinstance(node, dict) else node:
+            yield from _trained_first(value)
 
 
 def compose_raw(
@@ -90,6 +124,9 @@ def _compose_files(chosen: tuple[str, ...], folder: Path) -> DictConfig:
     register()
     GlobalHydra.instance().clear()
     try:
+        for path in folder.rglob("*.yaml"):
+            if fault := bomb_in(path.read_bytes()):
+                raise ValueError(f"{path}: {fault}; write out what is meant")
         with hydra.initialize_config_dir(str(folder), version_base="1.3"):
             cfg = hydra.compose("config", overrides=list(chosen), return_hydra_config=True)
     except MissingConfigException as error:
