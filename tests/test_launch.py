@@ -418,19 +418,6 @@ def test_warm_up_runs_once_and_is_then_taken_from_the_cache(tmp_path, monkeypatc
     assert resolve_experiment("some/model", lambda _: {}, start_run) == "some/model"
 
 
-def test_an_experiment_that_trains_itself_first_is_told_with_its_chain(tmp_path, monkeypatch):
-    monkeypatch.setenv("LEASH_CACHE", str(tmp_path))
-
-    def start_run(config: dict, folder: Path) -> None:
-        resolve_experiment(config["model"], compose, start_run)
-
-    def compose(name: str) -> dict:
-        return {"model": f"experiment:{'b' if name == 'a' else 'a'}"}
-
-    with pytest.raises(ValueError, match=r"experiment:a is .* by itself \(a -> b -> a\); name"):
-        resolve_experiment("experiment:a", compose, start_run)
-
-
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_an_edited_task_or_base_of_one_has_another_warm_up(wrapped, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)

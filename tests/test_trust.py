@@ -331,7 +331,9 @@ BOMBS = {
 def test_a_file_whose_aliases_stand_for_without_end_is_one_line(bomb, place, conf):
     (conf / place).write_text(BOMBS[bomb])
     began = time.perf_counter()
-    with pytest.raises(ValueError, match=r"its aliases .* stand for more than [\d,]+ values") as line:
+    with pytest.raises(
+        ValueError, match=r"its aliases .* stand for more than [\d,]+ values"
+    ) as line:
         read_command([f"{place.partition('/')[0]}=evil"])
     assert time.perf_counter() - began < 20
     assert str(line.value).startswith(str(conf / place))

@@ -322,11 +322,10 @@ def _kill_families(ranks: list[subprocess.Popen]) -> None:
 
 def _how_to_go_on(folder: Path) -> str:
     """Return what is left of a run that could not say so itself."""
-    from trainer.reports.summary import resume_command
+    from trainer.reports.summary import NOTHING, resume_command
 
-    if not any((folder / "checkpoints").glob("iteration_*")):
-        return "nothing is saved: it ended before its first checkpoint"
-    return f"go on with: {resume_command(folder)}"
+    saved = any((folder / "checkpoints").glob("iteration_*"))
+    return f"{'go on with: ' if saved else NOTHING}{resume_command(folder)}"
 
 
 def _close(
