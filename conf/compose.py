@@ -47,14 +47,11 @@ HYDRA = {  # what runs code, or changes the process, and what it is where no fil
 
 
 def compose_checked(words: Sequence[str]) -> dict[str, Any]:
-    """Return the checked configuration of one job, to be saved; see `settle`.
-
-    What it trains first (experiment:<name>) is checked too.
-    """
+    """Return the checked configuration of one job, to be saved; see `settle`."""
     check_overrides(words)
     config = settle(compose_raw(words))
     for name in _trained_first(config):
-        _check_chain((name,), _leave(words), names.FOLDER)
+        _check_chain((name,), names.FOLDER)
     return config
 
 
@@ -63,27 +60,23 @@ def compose_experiment(name: str, words: Sequence[str] = ()) -> dict[str, Any]:
 
     Of `words`, a command line, only allow_targets=... counts.
     """
-    _check_chain((name,), leave := _leave(words), names.FOLDER)
-    return _as_its_file(name, leave)
-
-
-def _as_its_file(name: str, leave: Sequence[str]) -> dict[str, Any]:
-    check_overrides(words := [f"experiment={name}", *leave])
+    _check_chain((name,), names.FOLDER)
+    check_overrides(words := _file_of(name, words))
     return settle(compose_raw(words)) | {"allow_targets": False}
 
 
-def _leave(words: Sequence[str]) -> tuple[str, ...]:
-    return tuple(word for word in words if word.startswith("allow_targets="))
+def _file_of(name: str, words: Sequence[str] = ()) -> list[str]:
+    return [f"experiment={name}", *(word for word in words if word.startswith("allow_targets="))]
 
 
 @cache
-def _check_chain(chain: tuple[str, ...], leave: tuple[str, ...], folder: Path) -> None:
-    """Check the last experiment of a chain, each trained for the one before, and what it needs."""
+def _check_chain(chain: tuple[str, ...], folder: Path) -> None:
+    """Raise ValueError if the last of these experiments, each needing the next, needs itself."""
     if chain[-1] in chain[:-1]:
         what = f"{PREFIX}{chain[-1]} is trained first by itself ({' -> '.join(chain)})"
         raise ValueError(f"{what}; name another model there")
-    for name in _trained_first(_as_its_file(chain[-1], leave)):
-        _check_chain((*chain, name), leave, folder)
+    for name in _trained_first(_resolved(compose_raw(_file_of(chain[-1])))):
+        _check_chain((*chain, name), folder)
 
 
 def _trained_first(node: Any) -> Iterator[str]:
@@ -249,6 +242,14 @@ def settle(cfg: DictConfig) -> dict[str, Any]:
     Texts that come from the environment (`${oc.env:NAME}`) stay as they are written: they may be
     secrets, and whoever reads the saved file looks them up again.
     """
+    plain = _resolved(cfg)
+    check(plain)
+    raw = OmegaConf.to_container(cfg)
+    secrets = [os.environ.get(name, "") for name in re.findall(r"oc\.env:(\w+)", str(raw))]
+    return _as_written(raw, plain, [*filter(None, secrets)])
+
+
+def _resolved(cfg: DictConfig) -> dict[str, Any]:
     try:
         missing = OmegaConf.missing_keys(cfg)
         plain = {} if missing else OmegaConf.to_container(cfg, resolve=True)
@@ -259,10 +260,7 @@ def settle(cfg: DictConfig) -> dict[str, Any]:
         raise ValueError(f"{error.full_key}: {text}") from error
     if missing:
         raise ValueError(f"expected a value for {(key := min(missing))}, got none; give {key}=...")
-    check(plain)
-    raw = OmegaConf.to_container(cfg)
-    secrets = [os.environ.get(name, "") for name in re.findall(r"oc\.env:(\w+)", str(raw))]
-    return _as_written(raw, plain, [*filter(None, secrets)])
+    return plain
 
 
 def _as_written(raw: Any, plain: Any, secrets: Sequence[str]) -> Any:

@@ -69,7 +69,8 @@ def test_a_damaged_configuration_is_one_line_and_touches_nothing(killed):
     before = {path: path.read_bytes() for path in killed.rglob("*") if path.is_file()}
     fell = []
     for damage, change in CONFIGS.items():
-        assert (damaged := change(text)) != text
+        damaged = change(text)
+        assert damaged != text
         (killed / "config.yaml").write_text(damaged)
         done = train(f"resume={killed}")
         line = one_error(done.text)
@@ -129,7 +130,8 @@ def test_a_checkpoint_of_a_later_leash_is_one_line_and_stays(killed):
 
 
 def test_a_status_and_metrics_of_noise_are_read_as_far_as_they_go(killed, whole):
-    status = dict.fromkeys(("state", "reason", "iteration", "seconds", "notes"), [{"a": "x"}])
+    wrong = ("state", "reason", "seconds", "notes")
+    status = {key: [{"a": "x"}] for key in wrong}
     (killed / "status.json").write_text(json.dumps(status | {"objective": "x", "iteration": "9"}))
     path = killed / "metrics.jsonl"
     noise = b'\0\0\n\xff\xfe\n[1]\n{\nNaN\n{"progress/iteration": "2"}\n{"a": 1}\n'
