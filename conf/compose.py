@@ -117,7 +117,7 @@ def _compose_files(chosen: tuple[str, ...], folder: Path) -> DictConfig:
     register()
     GlobalHydra.instance().clear()
     try:
-        for path in folder.rglob("*.yaml"):
+        for path in folder.glob("*/**/*.yaml"):
             if fault := bomb_in(path.read_bytes()):
                 raise ValueError(f"{path}: {fault}; write out what is meant")
         with hydra.initialize_config_dir(str(folder), version_base="1.3"):

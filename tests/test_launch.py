@@ -236,6 +236,7 @@ def test_a_fault_at_any_write_of_a_resume_leaves_a_whole_config(fault, asked, tm
         assert yaml.safe_load(saved.read_text()) in (config, config | {"trainer": new["trainer"]})
         assert asked != 8 or saved.stat().st_mtime_ns == before
     assert codes[-1] == 0, "every write had its turn"
+    assert not [*saved.parent.glob(".*.tmp")], "of the kills nothing stays"
     assert min(codes) < 0 if fault is kill else max(codes) > 0 or asked == 8
     assert yaml.safe_load(saved.read_text())["trainer"] == new["trainer"]
 

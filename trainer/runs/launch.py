@@ -116,7 +116,8 @@ def prepare(
     if path.name == NEXT or not path.exists():
         write_text(path, text)
     shutil.rmtree(folder / "errors", ignore_errors=True)  # an earlier attempt must not speak for
-    (folder / "status.json").unlink(missing_ok=True)  # this one
+    for old in (folder / "status.json", *folder.glob(".*.tmp")):  # this one; what a kill has left
+        old.unlink(missing_ok=True)
     return path, sha256(text.encode()).hexdigest()
 
 

@@ -185,7 +185,7 @@ def _load_yaml(path: Path) -> Any:
 
 def bomb_in(data: bytes) -> str | None:
     """Return the fault of a YAML file that stands for far more than it holds, None of others."""
-    if re.search(rb"\*[\w-]", data):
+    if re.search(rb"[\s\[{,]\*[\w-]", data):
         from trainer.runs.yaml_size import bomb  # here: few files have aliases
 
         return bomb(data)
