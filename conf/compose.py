@@ -28,7 +28,7 @@ from conf.names import all_keys
 from conf.schema import keys, register
 from trainer.runs.nodes import typed_secrets, walk_texts
 from trainer.runs.redact import secrets_of
-from trainer.runs.run_files import dig
+from trainer.runs.run_files import PREFIX, bomb_in, dig
 
 UNKNOWN = (ConfigAttributeError, ConfigKeyError)
 BASIC = "hydra._internal.core_plugins.basic_"
@@ -49,7 +49,10 @@ HYDRA = {  # what runs code, or changes the process, and what it is where no fil
 def compose_checked(words: Sequence[str]) -> dict[str, Any]:
     """Return the checked configuration of one job, to be saved; see `settle`."""
     check_overrides(words)
-    return settle(compose_raw(words))
+    config = settle(compose_raw(words))
+    for name in _trained_first(config):
+        _check_chain((name,), names.FOLDER)
+    return config
 
 
 def compose_experiment(name: str, words: Sequence[str] = ()) -> dict[str, Any]:
@@ -57,8 +60,32 @@ def compose_experiment(name: str, words: Sequence[str] = ()) -> dict[str, Any]:
 
     Of `words`, a command line, only allow_targets=... counts.
     """
-    leave = [word for word in words if word.startswith("allow_targets=")]
-    return compose_checked([f"experiment={name}", *leave]) | {"allow_targets": False}
+    _check_chain((name,), names.FOLDER)
+    check_overrides(words := _file_of(name, words))
+    return settle(compose_raw(words)) | {"allow_targets": False}
+
+
+def _file_of(name: str, words: Sequence[str] = ()) -> list[str]:
+    return [f"experiment={name}", *(word for word in words if word.startswith("allow_targets="))]
+
+
+@cache
+def _check_chain(chain: tuple[str, ...], folder: Path) -> None:
+    """Raise ValueError if the last of these experiments, each needing the next, needs itself."""
+    if chain[-1] in chain[:-1]:
+        what = f"{PREFIX}{chain[-1]} is trained first by itself ({' -> '.join(chain)})"
+        raise ValueError(f"{what}; name another model there")
+    for name in _trained_first(_resolved(compose_raw(_file_of(chain[-1])))):
+        _check_chain((*chain, name), folder)
+
+
+def _trained_first(node: Any) -> Iterator[str]:
+    """Yield <name> of each experiment:<name> in a configuration."""
+    if isinstance(node, str):
+        yield from [node.removeprefix(PREFIX)] if node.startswith(PREFIX) else []
+    elif isinstance(node, dict | list):
+        for value in node.values() if isinstance(node, dict) else node:
+            yield from _trained_first(value)
 
 
 def compose_raw(
@@ -90,6 +117,9 @@ def _compose_files(chosen: tuple[str, ...], folder: Path) -> DictConfig:
     register()
     GlobalHydra.instance().clear()
     try:
+        for path in folder.glob("*/**/*.yaml"):
+            if fault := bomb_in(path.read_bytes()):
+                raise ValueError(f"{path}: {fault}; write out what is meant")
         with hydra.initialize_config_dir(str(folder), version_base="1.3"):
             cfg = hydra.compose("config", overrides=list(chosen), return_hydra_config=True)
     except MissingConfigException as error:
@@ -217,6 +247,14 @@ def settle(cfg: DictConfig) -> dict[str, Any]:
     Texts that come from the environment (`${oc.env:NAME}`) stay as they are written: they may be
     secrets, and whoever reads the saved file looks them up again.
     """
+    plain = _resolved(cfg)
+    check(plain)
+    raw = OmegaConf.to_container(cfg)
+    secrets = [os.environ.get(name, "") for name in re.findall(r"oc\.env:(\w+)", str(raw))]
+    return _as_written(raw, plain, [*filter(None, secrets)])
+
+
+def _resolved(cfg: DictConfig) -> dict[str, Any]:
     try:
         missing = OmegaConf.missing_keys(cfg)
         plain = {} if missing else OmegaConf.to_container(cfg, resolve=True)
@@ -227,10 +265,7 @@ def settle(cfg: DictConfig) -> dict[str, Any]:
         raise ValueError(f"{error.full_key}: {text}") from error
     if missing:
         raise ValueError(f"expected a value for {(key := min(missing))}, got none; give {key}=...")
-    check(plain)
-    raw = OmegaConf.to_container(cfg)
-    secrets = [os.environ.get(name, "") for name in re.findall(r"oc\.env:(\w+)", str(raw))]
-    return _as_written(raw, plain, [*filter(None, secrets)])
+    return plain
 
 
 def _as_written(raw: Any, plain: Any, secrets: Sequence[str]) -> Any:

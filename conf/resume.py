@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from conf import names, schema
 from conf.compose import compose_raw, settle
 from trainer.runs.find import find_jobs
-from trainer.runs.run_files import is_sweep
+from trainer.runs.run_files import bomb_in, is_sweep
 from trainer.runs.saved_configs import as_today
 
 KINDS: dict[str, Any] = {"int": int, "float": int | float, "bool": bool, "str": str, "dict": dict}
@@ -74,8 +74,9 @@ def _written(job: Path) -> float:
 def read_saved(path: Path) -> dict[str, Any]:
     """Read the config.yaml of a run; a damaged one is a ValueError of one line."""
     try:
-        saved = OmegaConf.to_container(OmegaConf.load(path))
-        fault = next(_damage(saved), None)
+        if not (fault := bomb_in(path.read_bytes())):
+            saved = OmegaConf.to_container(OmegaConf.load(path))
+            fault = next(_damage(saved), None)
     except (OSError, UnicodeError, yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = "it" if mark is None else f"line {mark.line + 1}"

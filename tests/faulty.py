@@ -1,18 +1,27 @@
-"""A fault at any write of a process, by the number of the call: a kill, or a disk that is full."""
+"""A fault at any write of a process: a kill, or a disk that is full.
+
+A write is known by its kind: what is done, to which file, and of status.json what it says. The
+n-th of a kind is the same one in every run, however fast the machine is.
+"""
 
 import errno
+import importlib
 import io
+import json
 import os
-import posix
+import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import BuiltinFunctionType, FrameType
 from typing import Any
 
-# What changes a file system, as C names it; safetensors writes a file by the last one.
-CALLS = {"write", "writelines", "pwrite", "ftruncate", "fsync", "replace", "rename", "unlink"}
-CALLS |= {"mkdir", "rmdir", "serialize_file"}
+# What changes a file, as C names it; safetensors writes a file by the last one.
+CALLS = {"write", "writelines", "pwrite", "ftruncate", "fsync", "serialize_file"}
+EVENTS = {"os.rename", "os.remove", "os.mkdir", "os.rmdir"}  # what posix is called with
+Kind = tuple[str, str]
 
 
 def kill() -> None:
@@ -23,51 +32,73 @@ def full() -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@contextmanager
-def calls() -> Iterator[list[tuple[str, str]]]:
-    """List the calls that `at_call` counts, each with the file that it is about."""
-    made: list[tuple[str, str]] = []
-
-    def note(name: str, frame, owner) -> None:
-        path = getattr(owner, "name", None) or frame.f_locals.get("filename")
-        made.append((name, str(path or "")))
-
-    def hear(event: str, args) -> None:  # what posix is called with, only an audit knows
-        if event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir") and made and not made[-1][1]:
-            made[-1] = (made[-1][0], os.fsdecode(args[0]))
-
-    sys.addaudithook(hear)
-    _profile(note)
-    try:
-        yield made
-    finally:
-        sys.setprofile(None)
+def listed(folder: Path) -> list[Kind]:
+    """Return a list that grows by the kind of each write of this process below a folder."""
+    made: list[Kind] = []
+    _hear(folder, made.append)
+    return made
 
 
-def _profile(hear: Callable[[str, Any, Any], None]) -> None:
-    """Call `hear` before each call of this thread that changes a file system."""
+def at_write(folder: Path, kind: Kind, number: int, action: Callable[[], None]) -> None:
+    """Do something in place of the `number`th write of a kind below a folder, 1 being the first."""
+    made: list[Kind] = []
 
-    def look(frame, event: str, arg) -> None:
-        owner = getattr(arg, "__self__", None)  # str has a replace too
-        if event != "c_call" or arg.__name__ not in CALLS:
-            return
-        if owner in (None, posix) or isinstance(owner, io.BufferedWriter | io.TextIOWrapper):
-            hear(arg.__name__, frame, owner)
+    def hear(found: Kind) -> None:
+        made.append(found)
+        if found == kind and made.count(kind) == number:
+            action()
 
-    sys.setprofile(look)
+    _hear(folder, hear)
 
 
 def at_call(number: int, action: Callable[[], None]) -> None:
-    """Do something in place of the `number`th such call of this thread, 1 being the first."""
-    count = 0
+    """Do something in place of the `number`th write of this process below the root."""
+    made: list[Kind] = []
 
-    def hear(*_) -> None:
-        nonlocal count
-        count += 1
-        if count == number:
+    def hear(found: Kind) -> None:
+        made.append(found)
+        if len(made) == number:
             action()
 
-    _profile(hear)
+    _hear(Path("/"), hear)
+
+
+def _hear(folder: Path, told: Callable[[Kind], None]) -> None:
+    """Call `told` before each write below a folder, as long as this process lives."""
+
+    def say(name: str, path: str, frame: FrameType) -> None:
+        if path.startswith(f"{folder}"):
+            place = re.sub(r"\.\d+\.tmp|\d+", "*", os.path.relpath(path, folder))
+            told((name, f"{place} {_status(frame)}" if ".status.json" in place else place))
+
+    def audit(event: str, args: tuple[Any, ...]) -> None:
+        if event in EVENTS:
+            path, place = os.fsdecode(args[0]), args[-1]  # relative to a folder that is open
+            if not path.startswith("/") and isinstance(place, int) and place >= 0:
+                path = f"{os.readlink(f'/proc/self/fd/{place}')}/{path}"
+            say(event.removeprefix("os."), path, sys._getframe(1))
+
+    def profile(frame: FrameType, event: str, arg: Any) -> None:
+        if event != "c_call" or type(arg) is not BuiltinFunctionType or arg.__name__ not in CALLS:
+            return
+        owner, near = arg.__self__, frame.f_locals
+        if isinstance(owner, io.BufferedWriter | io.TextIOWrapper):
+            say(arg.__name__, str(owner.name), frame)
+        else:
+            path = near.get("filename") or getattr(near.get("file"), "name", near.get("path"))
+            say(arg.__name__, str(path), frame)
+
+    sys.addaudithook(audit)
+    sys.setprofile(profile)
+
+
+def _status(frame: FrameType) -> str:
+    """Return what a status that is being written says."""
+    try:
+        said = json.loads(frame.f_locals["text"])
+    except KeyError:  # its temporary file is removed
+        return ""
+    return " ".join(str(said.get(name)) for name in ("state", "iteration", "phase"))
 
 
 def forked(work: Callable[[], int]) -> int:
@@ -81,3 +112,29 @@ def forked(work: Callable[[], int]) -> int:
         sys.setprofile(None)
         sys.stdout.flush()
         os._exit(code)
+
+
+def be_worker(config: bytes, folder: Path, *words: str) -> int:
+    """Be the worker of a run, in this process; return its exit code."""
+    import train
+    from trainer.reports import live
+
+    live.LivePage._start = lambda self: None  # another process's work, and what takes longest
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_bytes(config)
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (it ends with this process)
+    return train.worker(str(folder / "config.yaml"), str(folder), *words)
+
+
+def load_what(work: Callable[[], int], told: Path) -> None:
+    """Do work in a child, and import here what it has imported: its like need not do it again."""
+
+    def tell() -> int:
+        code = work()
+        told.write_text("\n".join(sys.modules))
+        return code
+
+    assert forked(tell) == 0
+    for name in told.read_text().split("\n"):
+        with suppress(Exception):
+            importlib.import_module(name)

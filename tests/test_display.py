@@ -127,7 +127,7 @@ def test_a_terminal_shows_the_evaluation_going_on_and_then_its_result_for_good(t
     assert lines[0].endswith("1/2 2 min 10 s, 1 min 15 s left")  # 5 s, then 70 s of evaluation
     assert lines[1:] == ["reward 0.250  5.0 s"], "the accuracy does not stand beside the reward"
     display.end("preempted", saved=None)
-    assert plain(terminal.getvalue()).rstrip().endswith("it ended before its first checkpoint")
+    assert plain(terminal.getvalue()).rstrip().endswith("resume=/r")
 
 
 @pytest.mark.parametrize("columns", [60, 160])

@@ -11,6 +11,7 @@ from envs.chat_env import ChatEnv
 from policies.random import fold
 from trainer.demonstrations import Demonstrations
 from trainer.dynamic_sampling import DynamicRollouts
+from trainer.evaluation import Evaluate
 from trainer.metrics import summarize
 from trainer.runtime import Runtime
 from trainer.sources import Rollouts, picks
@@ -90,6 +91,33 @@ def test_ranks_sample_what_one_rank_samples(tmp_path):
     whole = replies(Rank(tmp_path, 0, 1))
     parts = [r for k in (0, 1) for r in replies(Rank(tmp_path, k, 2))]
     assert parts == whole
+
+
+class Writing(Words):
+    """Its reward writes into the row that it is given."""
+
+    def reward(self, row, reply):
+        row["messages"].append({"role": "user", "content": "and again"})
+        row["answer"] = "seen"
+        return super().reward(row, reply)
+
+
+@pytest.mark.parametrize("kind", ["source", "evaluation"])
+def test_what_a_reward_writes_into_its_row_is_in_no_later_prompt(tmp_path, kind):
+    told = {}
+    for task in (Words(), Writing()):
+        parts = {"task": task, "env": ChatEnv(task, group_size=2), "generator": make_policy()}
+        parts["runtime"] = Runtime(tmp_path)
+        if kind == "source":
+            source = Rollouts(**parts, size=4)
+            batches = [source(0), source(1), source(0)]
+            said = [[str(text) for text in batch.get("prompt").tolist()] for batch in batches]
+        else:
+            parts["env"] = ChatEnv(task)
+            evaluate = Evaluate(**parts, num_samples=2)
+            said = [evaluate(0), evaluate(0)]
+        told[type(task)] = said
+    assert told[Writing] == told[Words]
 
 
 # Dynamic sampling.

@@ -129,7 +129,9 @@ def test_nothing_but_damaged_checkpoints_is_an_error_and_changes_nothing(straigh
 
 def test_without_checkpoints_a_resumed_run_starts_over(straight, tmp_path) -> None:
     shown = train(tmp_path, Counted(IN_ITERATION_2, crash), every=3)
-    assert shown.endswith("nothing is saved: it ended before its first checkpoint\nboom\n")
+    said = "nothing is saved: it ended before its first checkpoint; begin again with: "
+    assert f"{said}python train.py resume=" in " ".join(shown.split())
+    assert shown.endswith("boom\n")
     assert [row["progress/iteration"] for row in metrics(tmp_path)] == [0, 1]
     shown = train(tmp_path, resume=True, every=20)
     assert "resumed  from iteration 0, there is no checkpoint" in shown

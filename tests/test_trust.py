@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+import time
 from importlib import import_module
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from conf.start import begin, read_command, set_up
 from trainer.runs.failures import complain
 from trainer.runs.launch import prepare
 from trainer.runs.nodes import belongs, parts, parts_at
+from trainer.runs.run_files import load_run
 
 ROOT = Path(__file__).parents[1]
 MARK = "my_marking_module"
@@ -318,3 +320,74 @@ def test_a_complaint_does_not_steer_the_terminal(capfd):
     said = capfd.readouterr().err
     assert all(letter.isprintable() for letter in said.rstrip("\n"))
     assert "ZXZpbA==" in said
+
+
+def doubled(times: int, *, merged: bool = False) -> str:
+    """Return lines of YAML in which each one stands for ten of the one before."""
+    lines = ["a0: &a0 {x: 1}"]
+    for k in range(1, times):
+        ten = ", ".join([f"*a{k - 1}"] * 10)
+        lines.append(f"a{k}: &a{k} " + (f"{{<<: [{ten}]}}" if merged else f"[{ten}]"))
+    return "\n".join(lines) + "\n"
+
+
+BOMBS = {
+    "lists": doubled(12),
+    "merges": doubled(12, merged=True),
+    "itself": "a: &a [*a]\n",
+    "a key": "a: &a {? *a : 1}\n",
+    "letters": f"a: &a {'x' * 9000}\nb: [{', '.join(['*a'] * 9000)}]\n",
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+@pytest.mark.parametrize("place", ["experiment/evil.yaml", "policy/evil.yaml"])
+def test_a_file_whose_aliases_stand_for_without_end_is_one_line(bomb, place, conf):
+    (conf / place).write_text(BOMBS[bomb])
+    began = time.perf_counter()
+    with pytest.raises(
+        ValueError, match=r"its aliases .* stand for more than [\d,]+ values"
+    ) as line:
+        read_command([f"{place.partition('/')[0]}=evil"])
+    assert time.perf_counter() - began < 20
+    assert str(line.value).startswith(str(conf / place))
+    assert "\n" not in str(line.value)
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_saved_configuration_of_aliases_without_end_is_one_line(bomb, tmp_path):
+    (tmp_path / "config.yaml").write_text(BOMBS[bomb])
+    (tmp_path / "metrics.jsonl").write_text('{"progress/iteration": 1}\n')
+    with pytest.raises(ValueError, match=r"config.yaml is damaged: its aliases") as line:
+        read_command([f"resume={tmp_path}"])
+    assert "\n" not in str(line.value)
+    assert load_run(tmp_path).config == {}, "a page is drawn of what there is"
+
+
+def test_a_file_may_use_a_few_aliases(conf):
+    text = "# @package _global_\nkl: {coeff: &x 0.25}\noptimizer: {lr: *x}\n"
+    (conf / "experiment" / "mine.yaml").write_text(text)
+    assert compose_checked(["experiment=mine"])["optimizer"]["lr"] == 0.25
+
+
+@pytest.mark.parametrize("ring", [["evil"], ["evil", "more"]])
+@pytest.mark.parametrize("words", [[], ["preflight=true"], ["-m", "seed=1,2"], ["mode=chat"]])
+def test_experiments_that_train_each_other_first_are_one_line(ring, words, conf, monkeypatch):
+    monkeypatch.chdir(conf)
+    for name, other in zip(ring, [*ring[1:], ring[0]], strict=True):
+        text = "# @package _global_\n" + yaml.safe_dump(
+            {"defaults": ["grpo_tiny", "_self_"], "policy": {"model": f"experiment:{other}"}}
+        )
+        (conf / "experiment" / f"{name}.yaml").write_text(text)
+    given = [*words[:1], f"experiment={ring[0]}", *words[1:]]
+    with pytest.raises(ValueError, match="trained first by itself") as line:
+        asked(given) or read_command(given)
+    assert " -> ".join([*ring[1:], *ring, *ring[1:]][: len(ring) + 1]) in str(line.value)
+    assert "\n" not in str(line.value)
+    assert not (conf / "outputs").exists(), "nothing was begun"
+
+
+def test_what_somebodys_run_folder_names_is_checked_before_it_is_trained_first(conf):
+    write_experiment(conf, policy={"model": "experiment:evil"})
+    with pytest.raises(ValueError, match="experiment:evil is trained first by itself"):
+        compose_experiment("evil")

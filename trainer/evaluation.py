@@ -7,6 +7,7 @@ labels of its rows; replies that the task dropped count nowhere.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from itertools import islice
 from typing import Any
 
@@ -137,7 +138,8 @@ class Evaluate:
         td = TensorDict(batch_size=[len(index)])
         td.set("group_id", place)
         td.set("stream", fold(self.runtime.seed, -1, place))
-        return td.set("row", NonTensorStack(*[NonTensorData(self.rows[i]) for i in index]))
+        rows = [NonTensorData(deepcopy(self.rows[i])) for i in index]  # a reward may change its row
+        return td.set("row", NonTensorStack(*rows))
 
 
 def at_temperature(generator: Generator, temperature: float) -> Generator:

@@ -5,6 +5,7 @@ the next slice, and rank r takes its part of it. Nothing else has to be stored t
 """
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import lru_cache
 from typing import Any
 
@@ -75,7 +76,10 @@ class Rollouts:
         td.set("group_id", place)
         td.set("stream", fold(self.runtime.seed, iteration, place, *again))
         chosen = self._chosen(iteration, attempt)
-        td.set("row", NonTensorStack(*[NonTensorData(self.rows[i]) for i in chosen]))
+        rows = [
+            NonTensorData(deepcopy(self.rows[i])) for i in chosen
+        ]  # a reward may change its row
+        td.set("row", NonTensorStack(*rows))
         return td[self.runtime.mine(self.size)]
 
     def _chosen(self, iteration: int, attempt: int) -> list[int]:

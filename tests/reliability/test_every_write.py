@@ -1,19 +1,19 @@
 """A kill, or a full disk, at each write of a run: it goes on as if nothing had happened.
 
 The writes are those that a run makes, counted while it makes them: by file and by what is done to
-it. Each has its turn once, in a fork of this process. The page is drawn by another process
-(tests/test_live_page.py), config.yaml is the parent's (tests/test_launch.py).
+it. Of each kind the first and the last have their turn, in a fork of this process. The page is
+drawn by another process (tests/test_live_page.py), config.yaml is the parent's
+(tests/test_launch.py).
 """
 
 import hashlib
-import os
 import re
-import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import yaml
-from faulty import at_call, calls, forked, full, kill
+from faulty import at_write, be_worker, forked, full, kill, listed, load_what
 from runs import lines, metrics
 from small_faults import TINY
 
@@ -28,25 +28,25 @@ def config(cache) -> bytes:
 
     set_up()
     words = [*TINY, "trainer.num_iterations=3", "checkpoint.keep_last=1", "policy.device=cpu"]
+    words += ["+env.task.num_rows=40", "eval.every=2"]
     saved = compose_checked([word for word in words if word != "trainer.num_iterations=6"])
-    return yaml.safe_dump(saved).encode()
+    return yaml.safe_dump(saved, sort_keys=False).encode()
 
 
-def work(config: bytes, folder: Path, *, resume: bool = False) -> int:
-    """Be the worker of a run."""
-    import train
-    from trainer.reports import live
+def go_on(config: bytes, folder: Path) -> int:
+    """Be the parent and then the worker of a run that goes on."""
+    from trainer.runs.launch import prepare
 
-    live.LivePage._start = lambda self: None  # another process's work, and what takes longest
-    folder.mkdir(exist_ok=True)
-    (folder / "config.yaml").write_bytes(config)
-    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (it ends with this process)
-    return train.worker(str(folder / "config.yaml"), str(folder), *[str(folder)] * resume)
+    prepare(yaml.safe_load(config), folder, script=Path(), compose=lambda _: {})
+    return be_worker(config, folder, f"resume={folder}")
 
 
 def left_by(folder: Path) -> dict:
-    """Return what counts of a run: what it measured, said and learnt, to the bit."""
-    weights = [*folder.rglob("*.safetensors")]
+    """Return what counts of a run: what it measured, said and learnt, to the bit.
+
+    Of checkpoints the newest: a run that ends between a save and its pruning leaves one more.
+    """
+    weights = [path for path in _kept(folder) if path.suffix == ".safetensors"]
     files = {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in weights}
     return {
         "metrics": metrics(folder),
@@ -57,40 +57,48 @@ def left_by(folder: Path) -> dict:
 
 
 def _kept(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_file() and path.name not in PARENTS]
-
-
-def kinds_of(calls: list[tuple[str, str]], folder: Path) -> dict[tuple[str, str], int]:
-    """Return the number of the last call of each kind: what is done, and to which file."""
-    out = {}
-    for number, (name, path) in enumerate(calls, start=1):
-        if str(folder) in path and Path(path).name not in PARENTS:
-            place = os.path.relpath(path, folder)
-            out[name, re.sub(r"\.\d+\.tmp|\d+", "*", place)] = number
-    return out
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name not in PARENTS]
+    older = sorted((folder / "checkpoints").glob("iteration_*"))[:-1]
+    return [path for path in files if not any(there in path.parents for there in older)]
 
 
 @pytest.fixture(scope="module")
 def straight(config, tmp_path_factory):
-    """Return a run that nothing happened to, and its calls."""
-    folder = tmp_path_factory.mktemp("straight") / "run"
-    told = folder.with_name("calls")
+    """Return a run that nothing happened to, and how often it wrote what."""
+    folder = tmp_path_factory.mktemp("straight")
 
     def count() -> int:
-        with calls() as made:
-            code = work(config, folder)
-        told.write_text("".join(f"{name}\t{path}\n" for name, path in made))
+        made = listed(folder / "run")
+        code = be_worker(config, folder / "run")
+        (folder / "made").write_text("".join(f"{name}\t{place}\n" for name, place in [*made]))
         return code
 
+    load_what(lambda: be_worker(config, folder / "first"), folder / "modules")
     assert forked(count) == 0
-    made = [tuple(line.split("\t")) for line in told.read_text().splitlines()]
-    return left_by(folder), kinds_of(made, folder)
+    made = [tuple(line.split("\t")) for line in (folder / "made").read_text().splitlines()]
+    return left_by(folder / "run"), Counter(made)
+
+
+def turns(made: Counter) -> list[tuple]:
+    """List kind and number of the writes that have a turn.
+
+    How often a status is written depends on the time, but not what is new in it. It is one file
+    that is written in one way: of what it says between its first and last, its renaming is enough.
+    """
+    out = []
+    for (name, place), count in sorted(made.items()):
+        first = 1 if name != "fsync" else count
+        if "status.json" not in place:
+            out += [((name, place), number) for number in sorted({first, count})]
+        elif name == "rename" or " None" in place:
+            out.append(((name, place), 1))
+    return [turn for turn in out if Path(turn[0][1]).name not in PARENTS]
 
 
 def test_every_file_of_a_run_has_its_turn(straight):
     """Of those that are left, and nobody has listed them by hand."""
-    whole, kinds = straight
-    written = {re.sub(r"^\.|\*", "", Path(place).name) for _, place in kinds}
+    whole, made = straight
+    written = {re.sub(r"^\.|\*| .*", "", Path(place).name) for _, place in made}
     lost = {re.sub(r"\d+", "", Path(file).name) for file in whole["files"]} - written
     rust = (".safetensors", "tokenizer.json")  # of which only the manifest is written in Python
     assert not {name for name in lost if not name.endswith(rust)}
@@ -101,19 +109,21 @@ def test_every_file_of_a_run_has_its_turn(straight):
 def test_a_run_goes_on_to_the_bit_from_a_fault_at_each_kind_of_write(
     fault, config, straight, tmp_path
 ):
-    whole, kinds = straight
+    whole, made = straight
     fell = []
-    for turn, ((name, place), number) in enumerate(sorted(kinds.items())):
+    for turn, (kind, number) in enumerate(turns(made)):
         folder = tmp_path / str(turn) / "run"
         folder.parent.mkdir()
 
-        def faulty(folder: Path = folder, number: int = number) -> int:
-            at_call(number, fault)
-            return work(config, folder)
+        def faulty(folder: Path = folder, kind=kind, number: int = number) -> int:
+            at_write(folder, kind, number, fault)
+            return be_worker(config, folder)
 
         code = forked(faulty)
-        again = forked(lambda folder=folder: work(config, folder, resume=True))
+        again = forked(lambda folder=folder: go_on(config, folder))
         if again or left_by(folder) != whole:
             different = [key for key, value in left_by(folder).items() if value != whole.get(key)]
-            fell.append((name, place, code, again, different))
+            fell.append((kind, number, code, again, different))
+        if fault is kill and code != -9:
+            fell.append((kind, number, code, "the kill had no turn"))
     assert not fell, "\n".join(map(str, fell))

@@ -24,17 +24,21 @@ def run(loop: Trainer, settings: dict[str, Any]) -> float:
     part = target.with_name(f".part-{target.name}")
     shutil.rmtree(part, ignore_errors=True)
     part.parent.mkdir(parents=True, exist_ok=True)
-    save_model(loop.policy, part)
     trained = load_run(Path(settings["resume"]))
     try:
-        write_text(part / "curves.svg", run_svg(trained.folder))
-    except ValueError:  # no metrics to draw: a run of which only a checkpoint is left
-        curves = ""
-    else:
-        curves = "![reward and KL over the iterations](curves.svg)"
-    write_text(part / "README.md", card(trained, chosen, name=target.name, curves=curves))
-    if target.is_dir():  # an empty one: the parent has looked
-        target.rmdir()
-    part.rename(target)
+        save_model(loop.policy, part)
+        try:
+            write_text(part / "curves.svg", run_svg(trained.folder))
+        except ValueError:  # no metrics to draw: a run of which only a checkpoint is left
+            curves = ""
+        else:
+            curves = "![reward and KL over the iterations](curves.svg)"
+        write_text(part / "README.md", card(trained, chosen, name=target.name, curves=curves))
+        if target.is_dir():  # an empty one: the parent has looked
+            target.rmdir()
+        part.rename(target)
+    except BaseException:  # a full disk keeps no half of a model
+        shutil.rmtree(part, ignore_errors=True)
+        raise
     print(f"exported   {chosen.what}\nmodel      {target}", flush=True)
     return 0.0

@@ -186,11 +186,9 @@ class Display(Observer):
                 self._print(linked(f"{name:<7}  ", self._near(self.folder / file)))
             if not self.brief and (chat := summary.chat_command(self._near(self.folder), run)):
                 self._print_command(f"{'chat':<7}  ", chat)
-        elif saved is None:
-            self._print("nothing is saved: it ended before its first checkpoint")
         else:
-            go_on = summary.resume_command(self._near(self.folder))
-            self._print_command(f"saved at iteration {saved}; go on with: ", go_on)
+            what = summary.NOTHING if saved is None else f"saved at iteration {saved}; go on with: "
+            self._print_command(what, summary.resume_command(self._near(self.folder)))
 
     def _draw(self) -> Text:
         """Return the live lines; the refresh thread asks for them, so that the times go on."""

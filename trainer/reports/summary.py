@@ -60,6 +60,9 @@ def chat_command(folder: Path, run: Run) -> str | None:
     return None if rates else resume_command(folder, mode="chat")
 
 
+NOTHING = "nothing is saved: it ended before its first checkpoint; begin again with: "
+
+
 def resume_command(folder: Path, *, mode: str = "") -> str:
     """Return the command that goes on with a run, or does something else with its model."""
     what = f"mode={mode} " if mode else ""

@@ -16,7 +16,6 @@ from trainer.runs.nodes import walk
 from trainer.runs.run_files import PREFIX
 from trainer.runs.targets import find_target
 
-_begun: list[Path] = []  # those that this process is about to train, each for the one before
 IRRELEVANT = ("tracker", "launch", "checkpoint", "mode", "preflight")  # to what is learnt
 
 
@@ -25,16 +24,14 @@ def resolve_experiment(
 ) -> str:
     """Return the model folder of a finished experiment, from the cache or by running it now.
 
-    `start` runs a configuration in a folder. Any name of another kind is returned as it is.
+    `start` runs a configuration in a folder; `compose` refuses an experiment that trains itself
+    first. Any name of another kind is returned as it is.
     """
     if not name.startswith(PREFIX):
         return name
     experiment = name.removeprefix(PREFIX)
     config = compose(experiment)
     folder = cache_folder(experiment, config)
-    if folder in _begun:
-        chain = " -> ".join(path.name.rpartition("-")[0] for path in [*_begun, folder])
-        raise ValueError(f"{name} is trained first by itself ({chain}); name another model there")
 
     def build(work: Path) -> dict[str, Any]:
         say(f"{experiment} is not in the cache yet: running it first")
@@ -46,11 +43,7 @@ def resolve_experiment(
         shutil.rmtree(run_folder)
         return {"experiment": experiment, "config": config}
 
-    _begun.append(folder)
-    try:
-        build_once(folder, build)
-    finally:
-        _begun.pop()
+    build_once(folder, build)
     return str(folder / "model")
 
 

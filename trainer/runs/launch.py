@@ -116,7 +116,8 @@ def prepare(
     if path.name == NEXT or not path.exists():
         write_text(path, text)
     shutil.rmtree(folder / "errors", ignore_errors=True)  # an earlier attempt must not speak for
-    (folder / "status.json").unlink(missing_ok=True)  # this one
+    for old in (folder / "status.json", *folder.glob(".*.tmp")):  # this one; what a kill has left
+        old.unlink(missing_ok=True)
     return path, sha256(text.encode()).hexdigest()
 
 
@@ -322,11 +323,10 @@ def _kill_families(ranks: list[subprocess.Popen]) -> None:
 
 def _how_to_go_on(folder: Path) -> str:
     """Return what is left of a run that could not say so itself."""
-    from trainer.reports.summary import resume_command
+    from trainer.reports.summary import NOTHING, resume_command
 
-    if not any((folder / "checkpoints").glob("iteration_*")):
-        return "nothing is saved: it ended before its first checkpoint"
-    return f"go on with: {resume_command(folder)}"
+    saved = any((folder / "checkpoints").glob("iteration_*"))
+    return f"{'go on with: ' if saved else NOTHING}{resume_command(folder)}"
 
 
 def _close(

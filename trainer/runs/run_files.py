@@ -6,6 +6,7 @@ reads as empty, a torn line is skipped. Torch-free.
 
 import json
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -175,9 +176,20 @@ def _load_yaml(path: Path) -> Any:
     if not path.exists():
         return None
     try:
-        return yaml.load(path.read_bytes().decode("utf-8", "replace"), Loader=_Loader)
+        if bomb_in(data := path.read_bytes()):
+            return None
+        return yaml.load(data.decode("utf-8", "replace"), Loader=_Loader)
     except (yaml.YAMLError, RecursionError, ValueError):
         return None
+
+
+def bomb_in(data: bytes) -> str | None:
+    """Return the fault of a YAML file that stands for far more than it holds, None of others."""
+    if re.search(rb"[\s\[{,]\*[\w-]", data):
+        from trainer.runs.yaml_size import bomb  # here: few files have aliases
+
+        return bomb(data)
+    return None
 
 
 def _read_words(path: Path) -> list[str]:
