@@ -125,9 +125,8 @@ def test_transcripts_show_the_system_message_where_there_is_one():
         batch = collect(start(task, 4), env, make_policy())
         shown = [transcript(batch, i * G, 1, kind="train").get("system") for i in range(4)]
         assert shown == wanted
-        assert list(transcript(batch, 0, 1, kind="train"))[:3] == (
-            ["iteration", "kind", "system" if shown[0] else "prompt"]
-        )
+        begins = ["iteration", "kind", "group", *["system"] * bool(shown[0]), "prompt"]
+        assert list(transcript(batch, 0, 1, kind="train"))[: len(begins)] == begins
 
 
 def test_replies_of_one_token_and_empty_ones_are_whole_trajectories():

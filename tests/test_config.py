@@ -1,6 +1,7 @@
 """What the command line accepts and refuses, before any model is loaded."""
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -279,6 +280,16 @@ def test_refused_command_leaves_nothing_on_disk(words, tmp_path, monkeypatch, ca
     assert lines[0].startswith("error: ")
 
 
+@pytest.fixture
+def quiet_log():
+    """Take back what Hydra's --info sets up: a log of all that happens in this process."""
+    level = logging.root.level
+    yield
+    logging.root.setLevel(level)
+    for handler in [h for h in logging.root.handlers if type(h) is logging.StreamHandler]:
+        logging.root.removeHandler(handler)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -300,7 +311,7 @@ def test_refused_command_leaves_nothing_on_disk(words, tmp_path, monkeypatch, ca
         (["-x"], "no flag -x; see --help"),
     ],
 )
-def test_flag_that_is_none_of_hydras_is_refused_in_one_line(words, said, capsys):
+def test_flag_that_is_none_of_hydras_is_refused_in_one_line(words, said, capsys, quiet_log):
     assert train.cli(words) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line

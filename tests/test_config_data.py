@@ -107,6 +107,7 @@ def needs(group: str) -> list[str]:
         "env=answers": ["env.dataset=data.jsonl"],
         "env=chats": ["env.dataset=data.jsonl"],
         "env=prompts": ["env.dataset=data.jsonl", "env.columns.question=question", *added("short")],
+        "tracker=accelerate": ["tracker.kind=mlflow"],
         "env=reasoning_gym": ["env.task=chain_sum"],
         "env=learnt_reward": ["env.task.reward_model=experiment:rm_tiny"],
         "env=preferences": ["algorithm=reward", *offline],

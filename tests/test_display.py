@@ -11,7 +11,8 @@ import pytest
 from pages import write_lines, write_status
 
 from policies.cache import write_text
-from trainer.reports.display import Display, show_run, sparkline
+from trainer.reports.display import Display, show_run
+from trainer.reports.live_lines import sparkline
 from trainer.reports.report import write_report
 from trainer.runtime import Runtime
 

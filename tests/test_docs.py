@@ -74,6 +74,8 @@ def test_documented_command_composes(command, place) -> None:
     named = command.replace("/path/to/model", str(place / "model")).replace("<date_time>", "old")
     words = shlex.split(named)[2:]
     overrides = [w for w in words if not w.startswith("-") and "..." not in w]
+    if {"env=verifiers", "env=openenv"} & {*overrides}:
+        return  # needs their packages: test_others.py
     if "env=brief" in overrides:
         return  # needs the file that the page shows: see below
     jobs = list_jobs(overrides) if "-m" in words else [overrides]

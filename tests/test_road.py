@@ -75,7 +75,7 @@ def test_the_parent_is_light_and_composes_at_most_twice(words, tmp_path):
     found = measure(STARTED.format(words=words), tmp_path)
     lines = lines_of_ours(found["files"])
     assert "train.py" in lines
-    assert sum(lines.values()) <= 3_900, lines
+    assert sum(lines.values()) <= 4_050, lines
     assert found["composed"] <= 2
     assert not {"torch", "transformers", "trainer.reports.sweep_page"} & {*found["modules"]}
     assert not any(name.startswith("trainer.reports.") for name in found["modules"])
@@ -120,7 +120,7 @@ def test_a_grpo_worker_imports_what_a_run_uses_and_nothing_else(tmp_path):
     assert found["code"] == 0
     lines = lines_of_ours(found["files"])
     assert "trainer/update.py" in lines
-    assert sum(lines.values()) <= 11_650, lines
+    assert sum(lines.values()) <= 11_800, lines
     unused = (
         "ray",
         "mcp",
@@ -136,7 +136,7 @@ def test_a_grpo_worker_imports_what_a_run_uses_and_nothing_else(tmp_path):
     unused += ("browser", "frontier", "sweep_jobs", "sweep_replies")
     unused += ("saved_configs", "experiment_models")
     loaded = {Path(file).stem for file in lines}
-    assert sum(n for file, n in lines.items() if file.startswith("trainer/reports")) <= 860
+    assert sum(n for file, n in lines.items() if file.startswith("trainer/reports")) <= 890
     runs = [file for file in lines if file.startswith("trainer/runs/")]
     assert sum(lines[file] for file in runs) <= 530, runs
     assert not loaded & {*unused}

@@ -385,7 +385,8 @@ def test_a_run_mounts_the_tools_of_its_configuration(tmp_path):
     done = run(
         *(tmp_path / "run", 1),
         *("experiment=grpo_tiny", "env=python_tool", f"policy.model={taught / 'model'}"),
-        *("policy.max_new_tokens=60", "env.transforms.none=null", *data[1]),
+        *("policy.max_new_tokens=60", "policy.system_prompt=null"),
+        *("env.transforms.none=null", *data[1]),
     )
     before = lines(done / "metrics.jsonl")[0]
     assert before["eval/greedy_accuracy"] == 1, "the sandbox answers in evaluations too"

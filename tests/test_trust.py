@@ -27,7 +27,7 @@ NO_PARTS = (  # of the public names of trainer: what a run makes itself, and cla
     "Evaluate GAE GRPOLoss KLControllerBase LLMCollector Leash LinearKLController MCAdvantage "
     "NoReference Observer Observers PPOLoss PromptData Reference RolloutFromModel Runtime SFTLoss "
     "Stopped TargetKLController TopKRewardSelector Trainer Update get_dataloader "
-    "make_kl_controller make_optimizer make_schedule"
+    "make_kl_controller make_optimizer make_schedule train"
 )
 
 

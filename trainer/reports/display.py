@@ -9,7 +9,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -26,17 +25,9 @@ from trainer.runs.run_files import dig, is_sweep, load_run
 
 _REWARD = {"reward/mean": "reward {:z.3f}"}  # z: no -0.000
 _LOSS = {"loss/total": "loss {:z.4f}"}
-_KL = {"kl/ref_sequence": "KL {:z.3f} nats per reply"}
+KL = {"kl/ref_sequence": "KL {:z.3f} nats per reply"}
 _EVAL = {"eval/sampled_accuracy": "accuracy {:.2f}", "eval/greedy_accuracy": "greedy {:.2f}"}
-_LIVE = {
-    "kl/ref": "{:z.3f} nats per token",
-    "policy/entropy": "entropy {:.3f}",
-    "response/length_mean": "length {:.0f}",
-    "perf/tokens_per_s": "{:,.0f} tok/s",
-    "time/iteration_s": "{:.1f} s",
-}
 _FILES = {"report": "report.html", "metrics": "metrics.jsonl", "model": "model"}
-_BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 
 
 class Output(Console):
@@ -153,9 +144,9 @@ class Display(Observer):
         in_log = self._live is None and iteration % max(self.total // 100, 1) == 0
         in_log = in_log and not self.brief
         if in_log or any(name.startswith("eval/") for name in metrics):
-            parts = ["before training", *_named(metrics, _EVAL), f"{self._evaluation_s:.1f} s"]
+            parts = ["before training", *named(metrics, _EVAL), f"{self._evaluation_s:.1f} s"]
             if iteration:
-                values = [*_signal(metrics), *_named(metrics, _KL | _EVAL)]
+                values = [*signal(metrics), *named(metrics, KL | _EVAL)]
                 parts = [f"iteration {iteration}/{self.total}", *values, f"{seconds:.1f} s"]
             self._print("  ".join(filter(None, [*parts, self._left(iteration)])))
 
@@ -190,7 +181,7 @@ class Display(Observer):
         if state == "finished":
             run = load_run(self.folder)
             if words := summary.in_one_line(run):
-                self._print(_whole(words.split(", "), ", "))
+                self._print(whole(words.split(", "), ", "))
             for name, file in {} if self.brief else _FILES.items():
                 self._print(linked(f"{name:<7}  ", self._near(self.folder / file)))
             if not self.brief and (chat := summary.chat_command(self._near(self.folder), run)):
@@ -203,22 +194,23 @@ class Display(Observer):
 
     def _draw(self) -> Text:
         """Return the live lines; the refresh thread asks for them, so that the times go on."""
-        now, width, latest = time.monotonic(), self.console.width, self._latest
-        unicode = self.console.encoding.lower().startswith("utf")
-        times = ", ".join(filter(None, [duration(now - self._began), self._left(self._iteration)]))
-        told = f"{self._iteration}/{self.total} {times}"
-        size = min(max(width - len(f"{self.title} {told}") - 2, 4), 24)
-        done = size * self._iteration // max(self.total, 1)
-        full, empty = "\u2588\u2591" if unicode else "#-"
-        values = [*_signal(latest), *_named(latest, _KL | _LIVE), split_of_time(latest)]
-        if len(self._curve) > 1:
-            values.insert(0, sparkline(self._curve, unicode=unicode))
-        lines = [f"{self.title} {full * done}{empty * (size - done)} {told}"]
-        lines += [line.plain for line in _lines(_whole(values, "  "), width)]
+        from trainer.reports.live_lines import draw  # here: only a terminal has them
+
+        now, below = time.monotonic(), []
         if (going := self._evaluating) is not None:  # once: the other thread may end it meanwhile
             since = duration(now - going.since)
-            lines.append(f"evaluating {going.what}: {going.share:.0%}, {since}")
-        lines += [self._stop_text()] * self._stopping
+            below = [f"evaluating {going.what}: {going.share:.0%}, {since}"]
+        times = ", ".join(filter(None, [duration(now - self._began), self._left(self._iteration)]))
+        lines = draw(
+            self.title,
+            self._latest,
+            done=(self._iteration, self.total),
+            times=times,
+            curve=self._curve,
+            width=self.console.width,
+            unicode=self.console.encoding.lower().startswith("utf"),
+        )
+        lines += below + [self._stop_text()] * self._stopping
         return Text("\n".join(lines), no_wrap=True, overflow="ellipsis")
 
     def _left(self, iteration: int) -> str:
@@ -260,7 +252,7 @@ class Display(Observer):
 
     def _print(self, text: str | Text) -> None:
         # Text: a reply's [brackets] are no markup; soft_wrap: a path stays in one piece
-        for line in _lines(text if isinstance(text, Text) else Text(text), self._width):
+        for line in in_lines(text if isinstance(text, Text) else Text(text), self._width):
             self.console.print(line, soft_wrap=True)
 
     def _print_command(self, name: str, command: str) -> None:
@@ -294,12 +286,12 @@ def linked(name: str, value: str | Path) -> Text:
     return Text(name).append(str(value), style=Style(link=link) if link else "")
 
 
-def _whole(values: Sequence[str], between: str) -> Text:
+def whole(values: Sequence[str], between: str) -> Text:
     """Return values as a text that breaks between them alone."""
     return Text(between.join(value.replace(" ", "\xa0") for value in values if value))
 
 
-def _lines(text: Text, width: int) -> list[Text]:
+def in_lines(text: Text, width: int) -> list[Text]:
     """Return a text in lines of whole words; a word that is longer than a line stays whole."""
     breaks, start = [], 0
     for word in re.finditer("[^ ]+", text.plain):
@@ -311,36 +303,7 @@ def _lines(text: Text, width: int) -> list[Text]:
     return out
 
 
-def sparkline(values: Sequence[float], *, most: int = 24, unicode: bool = True) -> str:
-    """Draw values as a row of bars from lowest to highest; more than `most` are averaged.
-
-    >>> sparkline([0, 1, 2], unicode=False), sparkline([0, 0, 1, 3, 4, 4], most=3, unicode=False)
-    ('.=#', '.=#')
-    """
-    levels = _BLOCKS if unicode else ".:-=+*#"
-    finite = [v for v in values if abs(v) < float("inf")]
-    bars = min(len(finite), most)
-    edges = [i * len(finite) // bars for i in range(bars + 1)] if finite else []
-    means = [sum(finite[a:b]) / (b - a) for a, b in pairwise(edges)]
-    lo, hi = min(means, default=0.0), max(means, default=0.0)
-    return "".join(levels[round((v - lo) / (hi - lo or 1.0) * (len(levels) - 1))] for v in means)
-
-
-def split_of_time(metrics: Mapping[str, float]) -> str:
-    """Return which share of an iteration each phase of at least 1 % took.
-
-    >>> split_of_time({"time/iteration_s": 4.0, "time/collect_s": 3.0, "time/update_s": 1.0})
-    'collect 75% update 25%'
-    """
-    whole = metrics.get("time/iteration_s", 0.0)
-    return " ".join(
-        f"{name.removeprefix('time/').removesuffix('_s')} {value / whole:.0%}"
-        for name, value in metrics.items()
-        if name.startswith("time/") and name != "time/iteration_s" and value >= whole / 100 > 0
-    )
-
-
-def _named(metrics: Mapping[str, float], forms: Mapping[str, str]) -> list[str]:
+def named(metrics: Mapping[str, float], forms: Mapping[str, str]) -> list[str]:
     return [form.format(metrics[name]) for name, form in forms.items() if name in metrics]
 
 
@@ -350,6 +313,6 @@ def _signals(metrics: Mapping[str, float]) -> Mapping[str, str]:
     return _REWARD if judged else _LOSS
 
 
-def _signal(metrics: Mapping[str, float]) -> list[str]:
+def signal(metrics: Mapping[str, float]) -> list[str]:
     forms = _signals(metrics)
-    return _named(metrics, forms) or ["reward none"] * (forms is _REWARD)
+    return named(metrics, forms) or ["reward none"] * (forms is _REWARD)
