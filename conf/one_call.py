@@ -13,14 +13,14 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from conf import start
 from conf.compose import compose_checked, compose_experiment, compose_raw
+from conf.worker import load
 from envs.rewards.given import hold
 from policies.cache import write_text
 from trainer.runs.folders import _stamp, holds_run, unique_folder
 from trainer.runs.launch import prepare
+from trainer.runs.lock import FILE as LOCK
 from trainer.runs.lock import held
 from trainer.runs.run_files import Run, load_run
 from trainer.stops import Stopped
@@ -67,23 +67,31 @@ def train(
     folder = start.run_folder(words)
     if holds_run(folder):
         raise ValueError(f"{folder} already holds a run; give another output_dir")
-    with held(folder), ExitStack() as refused:
-        for key in ("dataset", "eval_dataset"):
-            refused.callback((folder / f"{key}.jsonl").unlink, missing_ok=True)
-        words += _data("dataset", rows, folder) + _data("eval_dataset", eval_rows, folder)
+    with ExitStack() as refused, held(folder):
+        refused.callback(_leave, folder)
+        for key, given in ("dataset", rows), ("eval_dataset", eval_rows):
+            words += _data(key, given, folder, shown=reward is None)
         config, composed = compose_checked(words), compose_raw(words, with_hydra=True)
         if (ranks := config["launch"]["num_processes"]) != 1:
             raise ValueError(f"expected launch.num_processes=1 in one process, got {ranks}")
         start.begin(start.Job(folder, config, composed=composed))
-        path, _ = prepare(config, folder, script=SCRIPT, compose=compose_experiment)
+        path, checked = prepare(config, folder, script=SCRIPT, compose=compose_experiment)
         refused.pop_all()  # it has begun
         try:
-            _load_script().train(OmegaConf.load(path), folder)
+            _load_script().train(load(str(path), checked=checked), folder)
         except Stopped as stop:
             raise KeyboardInterrupt(str(stop)) from None
         finally:
             gc.unfreeze()  # what the loop froze is this process's to free
     return load_run(folder)
+
+
+def _leave(folder: Path) -> None:
+    """Take back what was written for a run that is refused."""
+    for name in ("dataset.jsonl", "eval_dataset.jsonl", LOCK):
+        (folder / name).unlink(missing_ok=True)
+    if not any(folder.iterdir()):
+        folder.rmdir()
 
 
 def _load_script() -> Any:
@@ -95,8 +103,8 @@ def _load_script() -> Any:
     return module
 
 
-def _data(key: str, rows: Rows | None, folder: Path) -> list[str]:
-    """Write rows into the run's folder; return the overrides that name them."""
+def _data(key: str, rows: Rows | None, folder: Path, *, shown: bool) -> list[str]:
+    """Write rows into the run's folder, `shown` to SFT; return the overrides that name them."""
     if rows is None:
         return []
     if isinstance(rows, str | Mapping) or not isinstance(rows, Iterable):
@@ -116,8 +124,11 @@ def _data(key: str, rows: Rows | None, folder: Path) -> list[str]:
     path = folder / f"{key}.jsonl"
     write_text(path, "".join(lines))
     words = [f"env.{key}={_quoted(str(path.absolute()))}"]
-    if key == "dataset" and "question" in found[0] and "prompt" not in found[0]:
-        words.append("env.columns.question=question")
+    asked = next(
+        (name for name in ("prompt", "question", "messages") if name in found[0]), "prompt"
+    )
+    if key == "dataset" and asked != ("messages" if shown else "prompt"):
+        words.append(f"env.columns.question={asked}")
     return words
 
 
@@ -147,4 +158,4 @@ def _spelt(value: Any) -> str:
 def _quoted(text: str) -> str:
     """Return a text as Hydra reads it back: backslashes count only before a quote."""
     text = re.sub(r'(\\*)"', r'\1\1\\"', text)
-    return '"' + re.sub(r"(\\+)$", r"\1\1", text) + '"'
+    return '"' + re.sub(r"(\\+)\Z", r"\1\1", text) + '"'

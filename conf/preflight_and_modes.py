@@ -22,7 +22,7 @@ BOTH = ("policy.max_new_tokens", "policy.system_prompt", "kl.reference", "seed",
 MAY = {  # what may be given beside resume=, by mode
     "chat": ("policy.temperature", *BOTH, "launch.threads"),
     "evaluate": ("eval", *BOTH, "policy.max_prompt_tokens", "env", "output_dir", "launch"),
-    "export": ("output_dir", "policy.device"),
+    "export": ("output_dir", "gguf", "hub", "policy.device"),
 }
 
 
@@ -63,6 +63,7 @@ def _of_run(mode: str, folder: str, overrides: list[str]) -> dict[str, Any]:
     named = any(word.startswith("output_dir=") for word in rest)
     if mode == "export":
         check_target(config["output_dir"] if named else None)
+        check_hub(config["hub"])
     elif not named:
         config["output_dir"] = folder
     return without_training_parts(config)
@@ -142,6 +143,22 @@ def check_replies(config: dict[str, Any]) -> None:
     if config["policy"]["_target_"] == "policies.load_reward_model":
         what = f"mode={config['mode']} is for models that reply"
         raise ValueError(f"{what}, got a reward model; name a run of SFT, GRPO or PPO")
+
+
+def check_hub(name: str | None) -> None:
+    """Raise ValueError unless there is a login to push to a hub repository of this name with."""
+    if name is None:
+        return
+    from huggingface_hub import get_token  # here: only an export that pushes needs it
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise ValueError(f"hub={name}: {str(error).splitlines()[0]}") from error
+    if not get_token():
+        raise ValueError(f"hub={name} needs a login; run hf auth login or set HF_TOKEN")
 
 
 def check_target(folder: str | None) -> None:

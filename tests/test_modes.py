@@ -7,6 +7,8 @@ import math
 import os
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from statistics import fmean
 
@@ -26,6 +28,7 @@ from policies.cache import write_manifest
 from policies.load import load_reference
 from trainer.modes.chat import chat
 from trainer.modes.evaluate import pass_at_k, tally
+from trainer.modes.export import push
 from trainer.modes.model_card import card
 from trainer.modes.run_weights import Weights, choose_weights
 from trainer.runs.launch import prepare
@@ -38,6 +41,9 @@ LORA = (
     *("eval.num_samples=0", "eval.greedy=false", "eval.every=1"),
     *("checkpoint.every=1", "checkpoint.keep_best=true"),
 )
+
+
+EXPORT = ("mode=export", "resume={run}", "output_dir=new")
 
 
 def do(folder: Path, *words: str) -> float:
@@ -175,6 +181,59 @@ def test_an_exported_model_is_the_merged_best_checkpoint(lora_run, tmp_path, cap
     assert sorted(p.name for p in tmp_path.iterdir()) == ["mine", "scratch"]
 
 
+def test_an_export_has_a_gguf_file_of_the_merged_model(lora_run, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    target = tmp_path / "mine"
+    words = ("mode=export", f"resume={lora_run}", f"output_dir={target}", "gguf=f32")
+    do(tmp_path / "scratch", *words)
+    told = {"gguf_file": "model-f32.gguf", "local_files_only": True}
+    ids = torch.arange(20)[None] * 7
+    with torch.no_grad():
+        ours, theirs = (
+            AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, **kind)(ids).logits
+            for kind in ({}, told)
+        )
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+class Refusing(BaseHTTPRequestHandler):
+    """A hub that keeps what it is asked for and permits nothing."""
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.asked.append((self.path, self.headers["Authorization"], json.loads(body)))
+        self.send_response(403)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_push_asks_for_a_private_repository_and_what_fails_is_a_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_mine")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    line = r"is written, but not pushed to me/mine: .+; push it by hf upload me/mine "
+    with HTTPServer(("127.0.0.1", 0), Refusing) as hub:
+        hub.asked = []
+        address = f"http://127.0.0.1:{hub.server_port}"
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        with pytest.raises(ValueError, match=line) as refused:
+            push(tmp_path, "me/mine")
+        hub.shutdown()
+    with pytest.raises(ValueError, match=line) as gone:  # nobody is there
+        push(tmp_path, "me/mine")
+    assert "403" in str(refused.value)
+    assert "refused" in str(gone.value)
+    assert all(len(str(error.value).splitlines()) == 1 for error in (refused, gone))
+    path, login, body = hub.asked[0]
+    assert (path, login) == ("/api/repos/create", "Bearer hf_mine")
+    assert (body["name"], body["organization"]) == ("mine", "me")
+    assert body.get("private") is True or body.get("visibility") == "private"
+
+
 def test_a_card_names_where_its_model_came_from_and_no_folder(tmp_path):
     model = tmp_path / "a run" / "model"
     model.mkdir(parents=True)
@@ -296,9 +355,19 @@ def test_a_chat_reads_a_pipe_and_leaves_the_run_as_it_was(lora_run):
         (["mode=export", "resume={run}"], "give output_dir=<folder>"),
         (["mode=export", "resume={run}", "output_dir={run}"], "is there already"),
         (["mode=evaluate", "experiment=rm_tiny"], "is for models that reply"),
+        ([*EXPORT, "gguf=q4"], "expected gguf to be one of"),
+        ([*EXPORT, "hub=me/mine"], "hub=me/mine needs a login; run hf auth login or set HF_TOKEN"),
+        ([*EXPORT, "hub=a/b/c"], "hub=a/b/c: Repo id must be"),
+        (["mode=chat", "resume={run}", "hub=me/mine"], "hub"),
     ],
 )
-def test_what_makes_no_sense_is_refused_before_a_worker_starts(words, message, lora_run):
+def test_what_makes_no_sense_is_refused_before_a_worker_starts(
+    words, message, lora_run, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
     with pytest.raises(ValueError, match=message):
         asked([word.format(run=lora_run) for word in words])
 

@@ -392,3 +392,24 @@ def test_the_command_takes_a_sweep_and_reports_unrelated_runs_one_by_one(tmp_pat
     assert "draws one run or sweep" in capsys.readouterr().err
     assert main([str(sweep), "--svg", str(drawn)]) == 0
     assert drawn.read_text() == sweep_svg(sweep)
+
+
+def test_the_command_prints_the_table_of_a_sweep(tmp_path, capsys):
+    write_job(tmp_path / "kl.coeff=10", coeff=10.0)
+    write_job(tmp_path / "kl.coeff=2", coeff=2.0)
+    (tmp_path / "multirun.yaml").write_text("hydra: {}\n")
+    assert main([str(tmp_path), "--table"]) == 0
+    head, _, *rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in capsys.readouterr().out.splitlines()
+    ]
+    assert head == ["", "kl.coeff=2.0", "kl.coeff=10.0"]
+    last = [13, 14, 15]  # a quarter of 15
+    by_hand = [f"{sum(i - 3 for i in last) / 3 / (1 + coeff):.2f}" for coeff in (2, 10)]
+    found = {row[0].split(" (")[0]: row[1:] for row in rows}
+    assert found["KL, nats per reply"] == by_hand
+    assert found["reward"] == ["14.00", "14.00"]
+    assert found["sampled held-out accuracy"] == ["0.75", "0.75"]
+    assert any("before training 0.1" in row[0] for row in rows)
+    assert main([str(tmp_path / "kl.coeff=2"), "--table"]) == 2
+    assert "--table is of one sweep" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 python -m trainer.reports <run or sweep folder>                 # its page
 python -m trainer.reports <run or sweep folder> --svg run.svg   # only the picture
+python -m trainer.reports <sweep folder> --table                # its results, in Markdown
 python -m trainer.reports outputs                               # the pages of all runs below
 """
 
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from policies.cache import write_text
 from trainer.reports.report import run_svg, write_report
+from trainer.reports.sweep_jobs import as_markdown, load_sweep
 from trainer.reports.sweep_page import sweep_svg, write_sweep
 from trainer.runs.find import find_runs
 
@@ -22,6 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("folder", type=Path)
     parser.add_argument("--svg", type=Path, help="write only the main picture to this file")
+    parser.add_argument("--table", action="store_true", help="print a sweep's results in Markdown")
     args = parser.parse_args(arguments)
     runs, sweeps = find_runs(args.folder)
     if not runs and not sweeps:
@@ -34,8 +37,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.svg and len(runs) + len(sweeps) > 1:
         print(f"--svg draws one run or sweep, got {args.folder} with several", file=sys.stderr)
         return 2
+    if args.table and (runs or len(sweeps) != 1):
+        print(
+            f"--table is of one sweep, got {args.folder}; name a multirun folder", file=sys.stderr
+        )
+        return 2
     try:
-        if args.svg:
+        if args.table:
+            print(as_markdown(load_sweep(sweeps[0]).jobs), end="")
+        elif args.svg:
             write_text(args.svg, run_svg(runs[0]) if runs else sweep_svg(sweeps[0]))
             print(args.svg)
         else:

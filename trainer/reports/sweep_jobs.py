@@ -224,6 +224,24 @@ def as_csv(jobs: Sequence[Job]) -> str:
     return text.getvalue()
 
 
+def as_markdown(jobs: Sequence[Job]) -> str:
+    """Return a table of the settings: reward, held-out accuracy and KL, with those of the start."""
+    made, begun = grouped(jobs), [start(jobs, by) for by in (REWARD, ACCURACY)]
+    before = [f"; before training {short(spot[1])}" if spot else "" for spot in begun]
+    names = {
+        f"reward (last ten iterations{before[0]})": REWARD,
+        f"sampled held-out accuracy (at the end{before[1]})": ACCURACY,
+        "KL, nats per reply (last ten iterations)": KL,
+    }
+    rows = [["", *(setting.name for setting in made)]]
+    for name, column in names.items():
+        values = [setting.mean(column) for setting in made]
+        if any(value is not None for value in values):
+            rows.append([name, *("-" if v is None else f"{v:.2f}" for v in values)])
+    head, *lines = [f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows]
+    return "\n".join([head, "|" + "---|" * (len(made) + 1), *lines, ""])
+
+
 def task_reward(run: Run) -> str:
     """Name the metric of the task's reward: that without a KL part, where a run has it."""
     return "reward/raw_mean" if run.series("reward/raw_mean") else "reward/mean"

@@ -9,6 +9,7 @@ from trainer.runs.run_files import PLACES, PREFIX, read_yaml
 
 # Keys that are younger than run folders which go on, with what a run without them means.
 YOUNGER: dict[str, dict[str, Any]] = {
+    "root": {"gguf": None, "hub": None},
     "policy": {"chat_template_kwargs": {}, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
     "env": {"overlong": "drop"},
     "tracker": {"replies": "16"},
@@ -18,6 +19,7 @@ YOUNGER: dict[str, dict[str, Any]] = {
 
 def as_today(saved: Any) -> dict[str, Any]:
     """Return a saved configuration with the keys of today, and no key of an algorithm twice."""
+    saved = YOUNGER["root"] | saved
     for group, keys in YOUNGER.items():
         if isinstance(saved.get(group), dict):
             saved = saved | {group: keys | saved[group]}
@@ -46,7 +48,7 @@ def holds_same(folder: Path, config: dict[str, Any]) -> bool:
     saved = read_yaml(folder / "config.yaml")
     if not saved and (folder / "metrics.jsonl").exists():
         raise ValueError(f"{folder} holds a run without its config.yaml; move it away")
-    if saved and (lost := config.keys() - saved.keys()):
+    if saved and (lost := config.keys() - as_today(saved).keys()):
         raise ValueError(f"{folder}/config.yaml is damaged: it has no {min(lost)}; move it away")
     for key, there, asked in _changes(as_today(saved), config) if saved else ():
         there, asked = (redact({key: value})[key] for value in (there, asked))
