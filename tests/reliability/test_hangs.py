@@ -83,7 +83,8 @@ def test_a_rank_that_is_stopped_is_told_of_and_ends_at_the_first_signal(tmp_path
     limit = time.monotonic() + 3 * LEAST
     while "note: " not in told and time.monotonic() < limit:
         told += process.stdout.readline()
-    assert re.search(r"note: \w+ has taken 1 min \d+ s, usually (?!0\.0 )\S+ s \(.*stopped by a sig", told)
+    said = r"note: \w+ has taken 1 min \d+ s, usually (?!0\.0 )\S+ s \(.*stopped by a sig"
+    assert re.search(said, told)
     assert f"kill -CONT {pids[-1]}" in told
     os.kill(process.pid, signal.SIGTERM)
     text = process.communicate(timeout=GRACE + 30)[0]
