@@ -83,7 +83,7 @@ def train(
             raise KeyboardInterrupt(str(stop)) from None
         finally:
             gc.unfreeze()  # what the loop froze is this process's to free
-    return load_run(folder)
+    return load_run(folder.absolute())
 
 
 def _leave(folder: Path) -> None:

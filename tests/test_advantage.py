@@ -10,6 +10,7 @@ from tensordict import TensorDict
 
 from trainer.advantage import BetaAdvantage, GroupAdvantage
 from trainer.kl_control import ConstantKLController
+from trainer.losses import group_advantage, spread, standardise
 
 MASK = torch.tensor([[0, 1, 1], [0, 1, 0], [0, 1, 1], [0, 1, 1]]).bool()
 
@@ -23,6 +24,23 @@ def batch() -> TensorDict:
 
 def advantage(where="loss", **options) -> GroupAdvantage:
     return GroupAdvantage(group_size=2, leash=leash(0.5, where), **options)
+
+
+@pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out"])
+def test_equal_rewards_of_a_group_are_no_advantage_to_the_last_bit(baseline):
+    """In float32 the mean of eight times 0.2 is not 0.2."""
+    for value in (0.1, 0.2, 0.7, 1 / 3, -7.3, 1e-3, 12345.678):
+        for size in range(2, 17):
+            reward = torch.zeros(3 * size, 4)
+            reward[:, 2] = value
+            mask = torch.ones(3 * size, 4, dtype=torch.bool)
+            mask[1] = False  # left the loss mask
+            for scale in (spread, None):
+                found = group_advantage(
+                    reward, 0 * reward, mask, size, baseline=baseline, scale=scale
+                )
+                assert not found.any(), (value, size)
+            assert not standardise(torch.full((size,), value)).any()
 
 
 def test_without_a_kl_in_the_reward_the_task_alone_decides():

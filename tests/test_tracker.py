@@ -263,6 +263,7 @@ def test_mlflow_goes_on_with_its_run_under_the_names_of_the_files(tmp_path, monk
     PartialState(cpu=True)  # Accelerate's own trackers ask for it
     config = {"kl": {"coeff": 0.1}, "api_key": "sk-1234567890123456"}
     for iteration in (1, 2):
+        config = config | {"resume": "run" if iteration > 1 else None}
         about = {"kind": "mlflow", "config": config, "resume": iteration > 1}
         tracker = AccelerateTracker(tmp_path / "run", **about)
         tracker.log(

@@ -125,7 +125,8 @@ def standardise(values: Tensor, *, floor: float = STD_FLOOR) -> Tensor:
     >>> standardise(torch.tensor([1.0, 3.0]), floor=0.0).tolist()
     [-0.7071067690849304, 0.7071067690849304]
     """
-    return (values - values.mean(-1, keepdim=True)) / spread(values, floor=floor)
+    mean = values.double().mean(-1, keepdim=True).to(values)  # as in group_mean
+    return (values - mean) / spread(values, floor=floor)
 
 
 def spread(values: Tensor, kept: Tensor | None = None, *, floor: float = STD_FLOOR) -> Tensor:
@@ -140,9 +141,18 @@ def spread(values: Tensor, kept: Tensor | None = None, *, floor: float = STD_FLO
 
 
 def group_mean(total: Tensor, kept: Tensor) -> Tensor:
-    """Return the group mean of the kept rows, for each row; [P, G] in and out."""
-    mean = (total * kept).sum(-1, keepdim=True) / kept.sum(-1, keepdim=True).clamp(min=1)
-    return mean.expand_as(total)
+    """Return the group mean of the kept rows, for each row; [P, G] in and out.
+
+    In float64, in which the mean of equal float32 values is that value: a rounding error would be
+    an advantage, and after a division by the floor of the spread a whole step of Adam.
+
+    >>> group_mean(torch.full((1, 8), 0.7), torch.ones(1, 8, dtype=torch.bool))[0, 0].item() == (
+    ...     torch.tensor(0.7).item()
+    ... )
+    True
+    """
+    mean = (total.double() * kept).sum(-1, keepdim=True) / kept.sum(-1, keepdim=True).clamp(min=1)
+    return mean.to(total).expand_as(total)
 
 
 def leave_one_out(total: Tensor, kept: Tensor) -> Tensor:
@@ -153,9 +163,10 @@ def leave_one_out(total: Tensor, kept: Tensor) -> Tensor:
     >>> leave_one_out(torch.tensor([[1.0, 2.0, 6.0]]), torch.tensor([[True, True, True]])).tolist()
     [[4.0, 3.5, 1.5]]
     """
-    own = total * kept
+    own = total.double() * kept  # as in group_mean
     others = kept.sum(-1, keepdim=True) - kept.int()
-    return torch.where(others > 0, (own.sum(-1, keepdim=True) - own) / others.clamp(min=1), total)
+    mean = (own.sum(-1, keepdim=True) - own) / others.clamp(min=1)
+    return torch.where(others > 0, mean.to(total), total)
 
 
 BASELINES = {  # what a total is compared with: totals and which are kept, [P, G] in and out

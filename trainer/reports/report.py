@@ -104,6 +104,8 @@ def _notices(run: Run) -> Iterator[str]:
         files = sorted((run.folder / "errors").glob("rank*.txt")) if state == "failed" else []
         links = "".join(f' <a href="errors/{f.name}">errors/{f.name}</a>' for f in files)
         yield f'<p class="{markup.look(state)}"><b>{escape(reason)}</b>{links}</p>'
+    if ended := run.status.get("ended"):
+        yield f'<p class="muted">ended early: {escape(ended)}</p>'
     if resumed := run.status.get("resumed"):
         yield f'<p class="muted">resumed {escape(resumed)}</p>'
     if state == "running":

@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 
 from trainer.reports.formats import duration, short
-from trainer.runs.run_files import Run, dig, number
+from trainer.runs.run_files import Run, dig, number, read_yaml
 
 GAINS = {  # of those before the accuracies only the first that a run has
     "reward/raw_mean": "task reward",
@@ -64,6 +64,11 @@ NOTHING = "nothing is saved: it ended before its first checkpoint; begin again w
 
 
 def resume_command(folder: Path, *, mode: str = "") -> str:
-    """Return the command that goes on with a run, or does something else with its model."""
+    """Return the command that goes on with a run, or does something else with its model.
+
+    A run whose own code was allowed to needs that said again.
+    """
     what = f"mode={mode} " if mode else ""
-    return f"python train.py {what}resume={shlex.quote(str(folder))}"
+    allowed = read_yaml(folder / "config.yaml").get("allow_targets") is True
+    leave = " allow_targets=true" if allowed else ""
+    return f"python train.py {what}resume={shlex.quote(str(folder))}{leave}"

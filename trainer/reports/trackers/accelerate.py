@@ -54,7 +54,9 @@ class AccelerateTracker(Mirror):
         self._tracker = self._make(**{**given, **self._options})
         if hasattr(self._tracker, "start"):  # older ones start when made
             self._tracker.start()
-        self._tracker.store_init_configuration(_flat(self.about["config"]))
+        if self.word != "mlflow" or not self._known_run():  # it lets no parameter change
+            self._tracker.store_init_configuration(_flat(self.about["config"]))
+        self.hint = "look at it with: mlflow ui" if self.word == "mlflow" else ""
         if (run := getattr(self._tracker.tracker, "info", None)) is not None:
             write_text(self.folder / f"{self.word}_id.txt", f"{run.run_id}\n")
 
