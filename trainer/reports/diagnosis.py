@@ -83,7 +83,8 @@ Values = dict[str, Any] | None
 def equal_rewards(past: Past) -> Values:
     """All replies to 99 % of the prompts (of a batch, without groups) got one reward, 10 times."""
     flat, std = (past.last(n, 10) for n in ("group/zero_variance_fraction", "reward/std"))
-    same = sum(flat) > 0.99 * len(flat) if flat else bool(std) and max(std) < 1e-6  # rounding of a variance
+    varied = 0.01 * len(flat)  # one group that differs in one iteration of ten is forgiven
+    same = len(flat) - sum(flat) < varied if flat else bool(std) and max(std) < 1e-6  # rounding
     mean = (past.last("reward/raw_mean", 1) or [0.0])[0]
     which = "all replies to a prompt" if flat else "all replies"
     variety = " or algorithm.group_size" if flat else ""
