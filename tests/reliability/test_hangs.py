@@ -135,7 +135,7 @@ def test_status_says_what_a_run_does_and_since_when(tmp_path):
     while process.poll() is None:
         status = read_status(folder)
         if phase := status.get("phase"):
-            assert 0 <= time.time() - status["phase_since"] < 60
+            assert -0.01 <= time.time() - status["phase_since"] < 60  # it is rounded
             seen[phase] = status.get("phase_share")
         time.sleep(0.002)
     process.communicate()
