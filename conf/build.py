@@ -154,12 +154,6 @@ def make_observers(cfg: DictConfig, runtime: Any) -> Any:
     from trainer.reports.display import show_run
     from trainer.reports.live import LiveReport
 
-    cell = []
-    if "IPython" in sys.modules:  # of a notebook, see trainer.train
-        from trainer.reports.in_notebook import CellCurves, in_notebook
-
-        cell = [CellCurves(runtime.folder)] * in_notebook()
-
     if not runtime.is_main:
         return trainer.Observer()
     everyone = trainer.Observers()
@@ -168,8 +162,11 @@ def make_observers(cfg: DictConfig, runtime: Any) -> Any:
         Diagnose(runtime, everyone),
         LiveReport(runtime.folder),
         show_run(runtime, cfg.trainer.num_iterations),
-        *cell,
     ]
+    if "ipykernel" in sys.modules:  # a notebook, see trainer.train
+        from trainer.reports.in_notebook import CellCurves
+
+        everyone.each.append(CellCurves(runtime.folder))
     return everyone
 
 

@@ -76,9 +76,8 @@ class Rollouts:
         td.set("group_id", place)
         td.set("stream", fold(self.runtime.seed, iteration, place, *again))
         chosen = self._chosen(iteration, attempt)
-        rows = [
-            NonTensorData(deepcopy(self.rows[i])) for i in chosen
-        ]  # a reward may change its row
+        # A reward may change its row.
+        rows = [NonTensorData(deepcopy(self.rows[i])) for i in chosen]
         td.set("row", NonTensorStack(*rows))
         return td[self.runtime.mine(self.size)]
 

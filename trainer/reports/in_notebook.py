@@ -1,6 +1,5 @@
 """The curves of a run in the cell of a notebook that trains it, drawn anew as it goes on."""
 
-import sys
 import time
 from base64 import b64encode
 from collections.abc import Mapping
@@ -12,11 +11,6 @@ from trainer.observer import Observer
 from trainer.reports.report import run_svg
 
 SECONDS = 1.0  # the least time from picture to picture
-
-
-def in_notebook() -> bool:
-    """Return whether this process is a notebook's kernel."""
-    return "ipykernel" in sys.modules and "IPython" in sys.modules
 
 
 class CellCurves(Observer):
