@@ -4,6 +4,7 @@ import json
 import socket
 import threading
 import time
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -28,6 +29,15 @@ class Server(ThreadingHTTPServer):
         self.lock = threading.Lock()
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
+    @contextmanager
+    def counted(self):
+        with self.lock:
+            self.busy += 1
+            self.most = max(self.most, self.busy)
+        yield
+        with self.lock:
+            self.busy -= 1
+
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"
@@ -41,26 +51,22 @@ class Handler(BaseHTTPRequestHandler):
         with self.server.lock:
             self.server.asked.append(asked)
             self.server.keys.append(self.headers.get("Authorization"))
-            self.server.busy += 1
-            self.server.most = max(self.server.most, self.server.busy)
             fault = self.server.faults.pop(0) if self.server.faults else None
-        try:
-            if isinstance(fault, bytes):
-                self.say(200, fault)
-            elif fault == "cut":
-                self.close_connection = True
-            elif fault:
-                self.say(fault, b"{}", **({"Retry-After": "0.2"} if fault == 429 else {}))
-            elif self.path != "/run_code" or asked["language"] != "python":
-                self.say(404, b"{}")
-            else:
-                self.say(200, json.dumps(self.ran(asked)).encode())
-        finally:
-            with self.server.lock:
-                self.server.busy -= 1
+        if isinstance(fault, bytes):
+            self.say(200, fault)
+        elif fault == "cut":
+            self.close_connection = True
+        elif fault:
+            self.say(fault, b"{}", **({"Retry-After": "0.2"} if fault == 429 else {}))
+        elif self.path != "/run_code" or asked["language"] != "python":
+            self.say(404, b"{}")
+        else:
+            self.say(200, json.dumps(self.ran(asked)).encode())
 
     def ran(self, asked: dict) -> dict:
-        with Sandbox(timeout=asked["run_timeout"], max_output=1 << 20) as box:
+        # Counted before the reply leaves: a client may ask anew as soon as it has read it.
+        timeout, most = asked["run_timeout"], 1 << 20
+        with self.server.counted(), Sandbox(timeout=timeout, max_output=most) as box:
             done = box.run(asked["code"])
         late = "no end within" in done.output
         result = {"status": "TimeLimitExceeded" if late else "Finished", "execution_time": 0.1}
