@@ -70,7 +70,7 @@ test-browser: .venv/.ready-dev  ## the pages in a headless Chromium, wide and na
 
 test-vllm: .venv-vllm/.ready  ## vLLM, on the CPU and in a virtual environment of its own
 	OMP_NUM_THREADS=$$(nproc) TORCH_COMPILE_DISABLE=1 \
-	.venv-vllm/bin/python -m pytest -m vllm tests/test_vllm_wrapper.py $(ARGS)
+	.venv-vllm/bin/python -m pytest -m vllm tests/test_vllm_wrapper.py tests/test_vllm_runs.py $(ARGS)
 
 # vLLM's image, audio and video packages are compiled for another torch; nothing here needs them.
 .venv-vllm/.ready: pyproject.toml constraints-vllm.txt

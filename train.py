@@ -40,7 +40,7 @@ def train(cfg: DictConfig, folder: Path) -> float:
         settings = parts.keys_for(trainer.make_optimizer, opt)
         optimizer = trainer.make_optimizer(policy.scorer, **settings)
         scorer, optimizer = runtime.accelerator.prepare(policy.scorer, optimizer)
-        generator = parts.make_generator(cfg.policy, policy)
+        generator = parts.make_generator(cfg.policy, policy, folder)
         made = {"task": task, "policy": policy, "generator": generator, "runtime": runtime}
         made |= {"env": parts.make_env(cfg, task, policy), "leash": leash}
         loop = trainer.Trainer(

@@ -96,11 +96,13 @@ def make_policy(node: Section, **parts: Any) -> Any:
     return build({k: v for k, v in node.items() if k not in ENGINE}, where="policy", **parts)
 
 
-def make_generator(node: Section, policy: Any) -> Any:
+def make_generator(node: Section, policy: Any, folder: Path) -> Any:
     """Return what samples: the policy itself unless policy.engine says otherwise."""
     if node["engine"] == "transformers":
         return policy
-    return find_target("policies.wrappers.vllm_wrapper.beside")(policy, **_plain(node["vllm"]))
+    from policies.wrappers.vllm_wrapper import beside
+
+    return beside(policy, share=folder / ".engine", **_plain(node["vllm"]))
 
 
 def make_env(cfg: DictConfig, task: Any, policy: Any) -> Any:

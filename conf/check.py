@@ -143,12 +143,15 @@ def _parts(cfg: dict[str, Any]) -> Iterator[str]:
 def _engine(cfg: dict[str, Any]) -> Iterator[str]:
     """Yield what does not go together with the engine that samples."""
     policy, known = cfg["policy"], schema.declared()["policy"]
+    given = [name for name, key in known["vllm"].items() if policy["vllm"][name] != key.default]
     if policy["engine"] == "transformers":
-        for name in (
-            name for name, key in known["vllm"].items() if policy["vllm"][name] != key.default
-        ):
+        for name in given:
             yield f"policy.vllm.{name} is for policy.engine=vllm; give that, or leave it out"
         return
+    for name in given if policy["vllm"]["url"] else ():
+        if name not in ("url", "dtype", "tolerance"):
+            option = f"--{name.replace('_', '-')}"
+            yield f"policy.vllm.{name} is the server's to say: give `vllm serve` {option} instead"
     if policy["_target_"] == "policies.load_reward_model":
         yield "policy.engine=vllm samples replies, a reward model gives none; leave it out"
     for name in ("top_k", "top_p", "min_p"):
@@ -161,7 +164,7 @@ def _packages(cfg: dict[str, Any]) -> Iterator[str]:
     """Yield one line on all optional packages that are needed and not there; none is imported."""
     nodes = [node for path, node in walk(cfg) if path != "tracker" or cfg["mode"] == "train"]
     packages = ["peft"] * bool(cfg["policy"]["lora"]["r"]) + [*map(package_of, nodes)]
-    packages += ["vllm"] * (cfg["policy"]["engine"] == "vllm")
+    packages += ["vllm"] * (cfg["policy"]["engine"] == "vllm" and not cfg["policy"]["vllm"]["url"])
     missing = [name for name in dict.fromkeys(packages) if name and find_spec(name) is None]
     if missing:
         yield "; ".join(EXTRAS[name] for name in missing)

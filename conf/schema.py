@@ -37,6 +37,7 @@ RANGES: dict[str, Callable[[Any], bool]] = {  # numbers are finite besides
     "to be of 64 bits": lambda x: -(2**63) <= x < 2**63,
     "to be two numbers from 0 to below 1": lambda x: len(x) == 2 and all(0 <= b < 1 for b in x),
     "to be all or a whole number": lambda x: bool(re.fullmatch(r"all|\d+", x)),
+    "to be http://<host>:<port>": lambda x: bool(re.fullmatch(r"https?://[\w.\[\]:-]+(/.*)?", x)),
     "to be cpu, cuda or cuda:<number>": lambda x: bool(re.fullmatch(r"cpu|cuda(:\d+)?", x)),
 }
 OPEN = ("env.task", "env.rewards", "env.transforms", "policy.chat_template_kwargs")  # any keys

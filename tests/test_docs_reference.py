@@ -122,7 +122,7 @@ def test_numbers_of_others_are_computed_and_both_meanings_are_told() -> None:
     assert "algorithm.clip_low=0.3 algorithm.clip_high=0.3 here" in told("epsilon=0.3")
     assert "loss_type=dr_grpo is algorithm.aggregation=constant" in told("loss_type=dr_grpo")
     assert "loss_type=vespo is missing here" in told("loss_type=vespo")
-    assert "use_vllm: the policy itself generates" in told("use_vllm=true")
+    assert "use_vllm=true is policy.engine=vllm here" in told("use_vllm=true")
     assert "policy.chat_template_kwargs here" in told("chat_template_kwargs.enable_thinking=false")
     assert "bf16=true is policy.autocast=bfloat16 here" in told("bf16=true")
     both = told("train_batch_size=128")  # verl's are prompts, those of OpenRLHF replies
@@ -137,6 +137,8 @@ def spans(cell: str) -> list[str]:
 
 @cache
 def composes(words: tuple[str, ...]) -> bool:
+    if "policy.engine=vllm" in words:
+        words = (*words, "policy.vllm.url=http://localhost:8000")  # which needs no package
     return bool(compose_checked(words))
 
 

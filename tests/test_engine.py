@@ -16,6 +16,7 @@ from conf.compose import compose_checked
 from trainer.importance_sampling import ImportanceSampling
 from trainer.weight_sync import weight_sync
 
+SERVED = "policy.vllm.url=http://localhost:8000"
 VLLM = ["experiment=grpo_tiny", "policy.engine=vllm"]
 
 
@@ -144,6 +145,8 @@ def test_what_another_engine_samples_is_corrected_unless_it_is_told_not_to():
         (["policy.engine=vlm"], "expected policy.engine to be one of transformers, vllm"),
         ([*VLLM, "policy.top_k=5"], "policy.top_k needs policy.engine=transformers"),
         ([*VLLM, "policy.vllm.dtype=int8"], "expected policy.vllm.dtype to be one of null"),
+        ([*VLLM, "policy.vllm.url=localhost:8000"], "policy.vllm.url to be http://<host>:<port>"),
+        ([*VLLM, SERVED, "policy.vllm.max_num_seqs=4"], "give `vllm serve` --max-num-seqs instead"),
         (["experiment=rm_tiny", "policy.engine=vllm"], "a reward model gives none"),
     ],
 )
@@ -153,3 +156,4 @@ def test_what_does_not_go_with_an_engine_is_refused(words, said):
 
 def test_a_missing_vllm_is_told_before_the_run_with_the_command_that_installs_it():
     assert "policy.engine=vllm needs vllm: pip install -e '.[vllm]'" in refusal(*VLLM)
+    compose_checked([*VLLM, SERVED])  # which has its own

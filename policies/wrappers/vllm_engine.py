@@ -1,15 +1,15 @@
 """vLLM behind the borders of the sampler and the scorer: ids in, ids and log-probs out.
 
 A `VLLMEngine` stands where TransformersWrapper has its Scorer. Prompts and sequences cross as token
-ids; text only ends a reply (stop texts). This is the one file that imports vllm.
-Left out on purpose: engines in another process or on another host; weights reach this one by
-reference.
+ids; text only ends a reply (stop texts). This is the file that imports vllm; weights reach this
+engine by reference. One in another process or on another host: vllm_server.py.
 """
 
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,16 @@ IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"  # vLLM's switch; 0 = no process o
 TOGETHER = 2**16  # tokens of prompts that a CPU computes at a time: no prompt may be longer
 
 
+@dataclass(frozen=True)
+class Reply:
+    """What vLLM returns for a row: ids and log-probs sampled, or the log-probs of the row."""
+
+    ids: Sequence[int]
+    log_probs: Sequence[float]
+    ended: bool
+    scores: Sequence[float]  # of every token but the first, if they were asked for
+
+
 class VLLMEngine(nn.Module):
     """Sample and score with a `vllm.LLM`.
 
@@ -38,24 +48,45 @@ class VLLMEngine(nn.Module):
 
     def __init__(self, llm: Any) -> None:
         super().__init__()
-        self.device = torch.device("cpu")  # of the ids that go in and come out
-        self.tolerance: float | None = None  # of a probe, nats; None = by dtype
         if not isinstance(llm, _vllm().LLM):
             raise ValueError(f"expected a vllm.LLM, a folder or a name, got {type(llm).__name__}")
-        about = llm.llm_engine.model_config
-        self.llm, self.limit, self.mode = llm, about.max_model_len, about.logprobs_mode
+        self.llm, about = llm, llm.llm_engine.model_config
+        self._keep(
+            folder=about.model,
+            dtype=about.dtype,
+            limit=about.max_model_len,
+            mode=about.logprobs_mode,
+            about=f"vLLM {_vllm().__version__} in this process",
+            config=about.hf_config,
+            generation_config=GenerationConfig(**about.try_get_generation_config()),
+        )
         if self.mode not in ("raw_logprobs", "processed_logprobs"):
             raise ValueError(
                 f"expected an engine that returns log-probs, got logprobs_mode={self.mode!r}; use "
                 "vllm.LLM(..., logprobs_mode='processed_logprobs')"
             )
-        self.folder, self.dtype = about.model, about.dtype
-        self.config = about.hf_config
-        self.generation_config = GenerationConfig(**about.try_get_generation_config())
         _check_head(about)
 
-    def params(self, *, temperature: float, **more: Any) -> Callable[..., Any]:
-        """Return what makes the vllm.SamplingParams of a seed.
+    def _keep(
+        self,
+        *,
+        folder: str,
+        dtype: torch.dtype,
+        limit: int,
+        mode: str,
+        about: str,
+        config: Any,
+        generation_config: Any,
+    ) -> None:
+        """Keep what is known of the engine's model."""
+        self.folder, self.dtype, self.limit, self.mode = folder, dtype, limit, mode
+        self.config, self.generation_config = config, generation_config
+        self.about = f"{about}, {str(dtype).removeprefix('torch.')}"
+        self.device = torch.device("cpu")  # of the ids that go in and come out
+        self.tolerance: float | None = None  # of a probe, nats; None = by dtype
+
+    def params(self, *, temperature: float, **more: Any) -> partial[Any]:
+        """Return what makes vLLM's sampling parameters of a seed.
 
         `more` are other fields of it. Raises ValueError where vLLM cannot do as asked.
         """
@@ -69,23 +100,19 @@ class VLLMEngine(nn.Module):
                 "temperature 1 and nothing cut off"
             )
         make = partial(
-            _vllm().SamplingParams,
+            self._asked,
             temperature=temperature,
             logprobs=0,  # of the sampled token alone
-            flat_logprobs=True,
             ignore_eos=True,  # stop_token_ids say it all
             detokenize=bool(more.get("stop")),
             skip_special_tokens=False,  # a stop text may hold some
             **more,
         )
-        try:
-            make(seed=0)  # vLLM checks the ranges
-        except _vllm().exceptions.VLLMValidationError as error:
-            raise ValueError(f"vLLM cannot generate so: {error}") from error
+        make(seed=0)
         return make
 
     def sample(
-        self, prompts: Sequence[Tensor], *, streams: Tensor, params: Callable[..., Any]
+        self, prompts: Sequence[Tensor], *, streams: Tensor, params: partial[Any]
     ) -> Sampled:
         """Sample one reply per prompt (1-D ids), on the CPU.
 
@@ -93,12 +120,12 @@ class VLLMEngine(nn.Module):
         """
         # 62 bits: vLLM reads -1 as "no seed".
         made = [params(seed=stream & (2**62 - 1)) for stream in streams.tolist()]
-        self._check_lengths(prompts, made[0].max_tokens if made else 0)
-        replies = [done.outputs[0] for done in self._run(prompts, made)]
+        self._check_lengths(prompts, params.keywords["max_tokens"])
+        replies = self._run(prompts, made)
         return Sampled.of_rows(
-            [torch.tensor(r.token_ids, dtype=torch.int64) for r in replies],
-            [torch.tensor(r.logprobs.logprobs, dtype=torch.float32) for r in replies],
-            torch.tensor([r.finish_reason == "stop" for r in replies], dtype=torch.bool),
+            [torch.tensor(r.ids, dtype=torch.int64) for r in replies],
+            [torch.tensor(r.log_probs, dtype=torch.float32) for r in replies],
+            torch.tensor([r.ended for r in replies], dtype=torch.bool),
         )
 
     def forward(
@@ -141,15 +168,30 @@ class VLLMEngine(nn.Module):
     def _scored(self, rows: Sequence[Tensor]) -> list[Tensor]:
         """Return the log-probs of every token but the first of each row."""
         self._check_lengths(rows, 1)
-        params = _vllm().SamplingParams(
-            max_tokens=1, temperature=0, prompt_logprobs=0, flat_logprobs=True, detokenize=False
-        )
+        params = self._asked(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
         done = self._run(rows, [params] * len(rows))
-        return [torch.tensor(d.prompt_logprobs.logprobs, dtype=torch.float32) for d in done]
+        return [torch.tensor(reply.scores, dtype=torch.float32) for reply in done]
 
-    def _run(self, rows: Sequence[Tensor], params: list[Any]) -> list[Any]:
+    # What vLLM is asked, and how.
+
+    def _asked(self, **fields: Any) -> Any:
+        try:
+            return _vllm().SamplingParams(flat_logprobs=True, **fields)
+        except _vllm().exceptions.VLLMValidationError as error:  # it checks the ranges
+            raise ValueError(f"vLLM cannot generate so: {error}") from error
+
+    def _run(self, rows: Sequence[Tensor], params: list[Any]) -> list[Reply]:
+        """Return what vLLM makes of each row."""
         prompts = [{"prompt_token_ids": row.tolist()} for row in rows]
-        return self.llm.generate(prompts, params, use_tqdm=False) if prompts else []
+        done = self.llm.generate(prompts, params, use_tqdm=False) if prompts else []
+        scores = [getattr(d.prompt_logprobs, "logprobs", ()) for d in done]
+        first = [d.outputs[0] for d in done]
+        return [
+            Reply(
+                r.token_ids, getattr(r.logprobs, "logprobs", ()), r.finish_reason == "stop", scored
+            )
+            for r, scored in zip(first, scores, strict=True)
+        ]
 
     @contextmanager
     def _tempered(self, temperature: float) -> Iterator[None]:

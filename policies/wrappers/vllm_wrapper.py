@@ -112,15 +112,28 @@ class vLLMWrapper(LLMWrapperBase):
 
 
 def beside(
-    policy: Policy, *, dtype: str | None = None, tolerance: float | None = None, **engine: Any
+    policy: Policy,
+    *,
+    share: Path,
+    url: str | None = None,
+    dtype: str | None = None,
+    tolerance: float | None = None,
+    **engine: Any,
 ) -> vLLMWrapper:
-    """Return a generator with a copy of a policy's weights and all its words, in this process.
+    """Return a generator with a copy of a policy's weights and all its words.
 
+    It is in this process unless `url` names a vLLM server, which reads new weights from `share`.
     dtype: of the copy, by default that in which the policy computes. tolerance: nats, see
     `trainer.weight_sync`; by default that of the coarser of the two. `engine`: see `load_engine`.
     """
     computes = policy.scorer.autocast or next(policy.scorer.parameters()).dtype
-    made = load_engine(policy.found.folder, dtype=dtype or str(computes)[6:], **engine)
+    folder, dtype = policy.found.folder, dtype or str(computes).removeprefix("torch.")
+    if url is None:
+        made = load_engine(folder, dtype=dtype, **engine)
+    else:
+        from policies.wrappers.vllm_server import VLLMServer  # few runs have one
+
+        made = VLLMServer(url, policy.model, folder=folder, share=share, dtype=dtype)
     made.device = policy.device
     made.tolerance = tolerance or max(TOLERANCE[made.dtype], TOLERANCE[computes])
     shared = {name: policy._settings[name] for name in SHARED}

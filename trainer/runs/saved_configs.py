@@ -8,6 +8,7 @@ from trainer.runs.redact import redact
 from trainer.runs.run_files import PLACES, PREFIX, read_yaml
 
 VLLM = {
+    "url": None,
     "dtype": None,
     "gpu_memory_utilization": 0.3,
     "tensor_parallel_size": 1,

@@ -6,7 +6,13 @@ result. Numbers are counted or measured; how they are scaled to the whole run: d
 
 from typing import Any
 
-from trainer.modes.preflight.checks import check_rewards, check_rows, check_steps
+from trainer.modes.preflight.checks import (
+    check_engine,
+    check_rewards,
+    check_rows,
+    check_steps,
+    samples,
+)
 from trainer.modes.preflight.costs import check_disk, check_memory, check_time
 from trainer.modes.preflight.play import Findings, play
 from trainer.modes.preflight.tokens import check_tokens
@@ -21,6 +27,8 @@ def run(loop: Trainer, settings: dict[str, Any]) -> float:
         findings.say(f"experiment {name} would be trained first; this looks at its untrained model")
     longest = check_rows(loop, settings, findings)
     check_steps(loop, settings, findings, longest=longest)
+    if samples(loop):
+        check_engine(loop, settings, findings)
     played = play(loop, findings)
     if played:
         first, second = played

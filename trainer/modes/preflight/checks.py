@@ -1,6 +1,7 @@
 """What a preflight says of rows, steps and rewards; the rest: tokens.py and costs.py."""
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 from policies.packing import groups
@@ -9,6 +10,7 @@ from trainer.fitting import fit_rows
 from trainer.metrics import idle_groups
 from trainer.modes.preflight.play import Findings, Iteration
 from trainer.trainer import Trainer
+from trainer.weight_sync import hand_over
 
 RENDERED = 1000  # rows of a split that are rendered to learn their lengths
 SLOW = 0.2  # share of an iteration that rewards may take without a word
@@ -90,6 +92,30 @@ def check_steps(
             f"optimizer.warmup={warmup} is longer than the run's {steps} steps, so that the "
             "learning rate stays below optimizer.lr; lower it"
         )
+
+
+def check_engine(loop: Trainer, settings: dict[str, Any], findings: Findings) -> None:
+    """Say what samples and why, and whether an engine agrees with the policy."""
+    asked = f"policy.engine={settings['policy']['engine']}"
+    if loop.generator is loop.policy:
+        there = "is installed" if find_spec("vllm") else "is not: pip install -e '.[vllm]'"
+        findings.section(
+            "Engine",
+            f"the policy itself samples, as {asked} says; for long replies on a GPU take "
+            f"policy.engine=vllm (vLLM {there})",
+        )
+        return
+    engine: Any = loop.generator
+    findings.section("Engine", f"{engine.scorer.about} samples, as {asked} says")
+    try:
+        done = hand_over(loop.policy, engine)
+    except RuntimeError as error:
+        findings.problem(str(error))
+        return
+    findings.say(
+        f"a probe after a hand-over of weights: {done.after:.2g} nats from the policy's log-probs "
+        f"({done.before:.2g} before), at most {engine.tolerance:g}"
+    )
 
 
 def check_rewards(played: Iteration, settings: dict[str, Any], findings: Findings) -> None:

@@ -62,7 +62,7 @@ def check_memory(
         f"{'phase':<10}{'at the limits':>14}{'measured':>12}",
     )
     needed = {}
-    for name in played.phases if "reward_raw" in batch else ("update",):
+    for name in scale if "reward_raw" in batch else ("update",):
         phase, gradients = played.phases[name], sizes["gradients"] * (name == "update")
         needed[name] = at_limits(phase, scale=scale[name], gradients=gradients)
         findings.say(f"{name:<10}{gib(needed[name]):>14}{gib(phase.peak):>12}")

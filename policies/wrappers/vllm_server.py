@@ -1,0 +1,175 @@
+"""vLLM as a server of its own, `vllm serve` on this or another node: token in, token out, by HTTP.
+
+Weights go by a folder that both sides see, which the server reloads: vLLM's /collective_rpc of
+reload_weights, between /pause and /resume. What is asked of the server beside OpenAI's protocol
+needs VLLM_SERVER_DEV_MODE=1 and --enable-scale-out. No vllm is needed on this side.
+Left out on purpose: weights by NCCL or IPC; a temperature of scores.
+"""
+
+import json
+import shutil
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from pathlib import Path
+from typing import Any, NoReturn
+from urllib.parse import urlsplit
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from policies.wrappers.vllm_engine import Reply, VLLMEngine
+
+VERSIONS = ("0.32.", "0.33.")  # as in pyproject.toml; what is asked here has no promise of vLLM
+AT_ONCE = 256  # requests on their way; the server has a queue of its own
+PATIENCE = 600  # seconds for an answer
+SERVE = (
+    "VLLM_SERVER_DEV_MODE=1 vllm serve {model} --port {port} --dtype {dtype} --enable-scale-out "
+    "--logprobs-mode processed_logprobs"
+)
+
+
+class Server:
+    """A vLLM server at `url`: a connection a thread, its answers as they are."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self.parts, self.kept = url, urlsplit(url), threading.local()
+
+    def __call__(self, path: str, body: Any = None, *, method: str = "POST") -> Any:
+        """Return what the server answers; RuntimeError with its words, or that it is gone."""
+        data = None if body is None else json.dumps(body).encode()
+        for attempt in (1, 2):  # a connection that was kept may have been closed meanwhile
+            fresh = not hasattr(self.kept, "connection")
+            try:
+                self.kept.connection = getattr(self.kept, "connection", None) or self._connect()
+                head = {"Content-Type": "application/json"}
+                self.kept.connection.request(method, f"{self.parts.path}{path}", data, head)
+                answer = self.kept.connection.getresponse()
+                text = answer.read()
+                break
+            except (OSError, HTTPException) as error:
+                self.kept.__dict__.clear()
+                if fresh or attempt == 2:
+                    raise ConnectionError(f"{type(error).__name__}: {error}") from error
+        if answer.status != 200:
+            raise RuntimeError(f"{path}: {answer.status} {_words(text)}")
+        return json.loads(text) if text else None
+
+    def _connect(self) -> HTTPConnection:
+        kind = HTTPSConnection if self.parts.scheme == "https" else HTTPConnection
+        return kind(self.parts.hostname or "", self.parts.port, timeout=PATIENCE)
+
+
+def _words(text: bytes) -> str:
+    """Return what an error of the server says, in one line."""
+    try:
+        found = json.loads(text)
+        found = found.get("error", found) if isinstance(found, dict) else found
+        found = found.get("message", found) if isinstance(found, dict) else found
+    except ValueError:
+        found = text.decode(errors="replace")
+    return " ".join(str(found).split())[:300]
+
+
+class VLLMServer(VLLMEngine):
+    """Sample and score by a server that has the model in `folder` or one of its shape.
+
+    `config` and `generation_config` are those of the model here. `share` is a folder that both see.
+    """
+
+    def __init__(self, url: str, model: Any, *, folder: Path, share: Path, dtype: str) -> None:
+        nn.Module.__init__(self)
+        self.server, self.share = Server(url.rstrip("/")), share
+        port = urlsplit(url).port or 8000
+        self.start = SERVE.format(model=folder, port=port, dtype=dtype)
+        self.pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="vllm")
+        version, about = self._version(), self._about()
+        self._keep(
+            folder=str(folder),
+            dtype=getattr(torch, about["dtype"].removeprefix("torch.")),
+            limit=about["max_model_len"],
+            mode=about["logprobs_mode"],
+            about=f"vLLM {version} at {url}",
+            config=model.config,
+            generation_config=model.generation_config,
+        )
+        if self.mode != "processed_logprobs":
+            self._refuse(f"one with --logprobs-mode processed_logprobs, got {self.mode}")
+
+    def _version(self) -> str:
+        try:
+            found = self.server("/version", method="GET")["version"]
+        except (ConnectionError, RuntimeError, LookupError, TypeError, ValueError) as error:
+            self._refuse(f"a vLLM server, got {error}")
+        if not found.startswith(VERSIONS):
+            self._refuse(f"vLLM {' or '.join(f'{v}x' for v in VERSIONS)}, got {found}")
+        return found
+
+    def _about(self) -> dict[str, Any]:
+        """Return the model config of the server."""
+        try:
+            found = self.server("/server_info?config_format=json", method="GET")
+        except RuntimeError:
+            self._refuse("one that takes weights, got one without VLLM_SERVER_DEV_MODE=1")
+        return found["vllm_config"]["model_config"]
+
+    def _refuse(self, wanted: str) -> NoReturn:
+        raise ValueError(
+            f"policy.vllm.url={self.server.url}: expected {wanted}; start it by: {self.start}"
+        )
+
+    def _ask(self, path: str, body: Any = None) -> Any:
+        """Return what the server answers while a run goes on."""
+        try:
+            return self.server(path, body)
+        except ConnectionError as error:
+            raise RuntimeError(
+                f"the vLLM server at {self.server.url} is gone: {error}; start it again by: "
+                f"{self.start}, and go on with resume=<run folder>"
+            ) from error
+        except RuntimeError as error:
+            raise RuntimeError(f"the vLLM server at {self.server.url} refuses {error}") from error
+
+    def update_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Let the server load new weights; of several ranks the first hands over for all."""
+        ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if not ranks or torch.distributed.get_rank() == 0:
+            self.share.mkdir(parents=True, exist_ok=True)
+            # A tied head too: without its name vLLM goes on with the old one.
+            weights = {name: t.detach().cpu().clone().contiguous() for name, t in named}
+            save_file(weights, self.share / "model.safetensors")
+            self._ask("/pause?mode=wait")
+            where = {"weights_path": str(self.share.absolute())}
+            self._ask("/collective_rpc", {"method": "reload_weights", "kwargs": where})
+            self._ask("/reset_prefix_cache")
+            self._ask("/resume")
+            shutil.rmtree(self.share)
+        if ranks:
+            torch.distributed.barrier()
+
+    def _asked(self, **fields: Any) -> Any:
+        return fields
+
+    def _run(self, rows: Sequence[Tensor], params: list[Any]) -> list[Reply]:
+        return list(self.pool.map(self._one, rows, params))
+
+    def _one(self, row: Tensor, params: dict[str, Any]) -> Reply:
+        body = {"token_ids": row.tolist(), "sampling_params": params}
+        done = self._ask("/inference/v1/generate", body)
+        (choice,) = done["choices"]
+        told = (choice.get("logprobs") or {}).get("content") or ()
+        scores = [
+            next(iter(entry.values()))["logprob"]
+            for entry in (done.get("prompt_logprobs") or ())[1:]
+        ]
+        ended = choice["finish_reason"] == "stop"
+        return Reply(choice["token_ids"], [one["logprob"] for one in told], ended, scores)
+
+    def _tempered(self, temperature: float) -> Any:
+        if temperature != 1:
+            raise ValueError(
+                f"a vLLM server scores at temperature 1, got {temperature}; score by the policy"
+            )
+        return super()._tempered(temperature)

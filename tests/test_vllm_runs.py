@@ -1,0 +1,148 @@
+"""Runs whose replies real vLLM samples (make test-vllm), in this process and as a server."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from engines import read
+from runs import lines, train
+
+from policies.load import load_policy
+from policies.wrappers.vllm_wrapper import beside
+from trainer.weight_sync import weight_sync
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, of each engine
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
+TINY = ["experiment=grpo_tiny", "eval.max_rows=40", "policy.engine=vllm"]
+FEW = ["trainer.num_iterations=2", "eval.max_rows=4", "policy.engine=vllm"]
+
+
+def run(folder: Path, *words: str) -> list[dict]:
+    """Run `python train.py words...` to its end; return its metrics."""
+    done = train(*words, f"output_dir={folder}")
+    assert done.code == 0, done.text
+    return lines(folder / "metrics.jsonl")
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory) -> list[dict]:
+    """Return the metrics of 20 iterations that the policy itself samples."""
+    words = [*TINY[:2], "trainer.num_iterations=20"]
+    return run(tmp_path_factory.mktemp("own") / "run", *words)
+
+
+@pytest.fixture(scope="module")
+def colocated(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("colocated") / "run"
+    run(folder, *TINY, "trainer.num_iterations=20", "checkpoint.every=3")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server():
+    """Start the server that docs/scaling.md tells to start; yield its address and process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
+    words += [str(load_policy("tiny").found.folder), "--port", str(port), "--dtype", "float32"]
+    words += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--enforce-eager"]
+    words += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", "65536"]
+    env = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}
+    process = subprocess.Popen(
+        words, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        limit = time.monotonic() + 400
+        while not read(f"http://127.0.0.1:{port}/version"):
+            assert process.poll() is None
+            assert time.monotonic() < limit
+            time.sleep(0.5)
+        yield f"http://127.0.0.1:{port}", process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def proved(rows: list[dict]) -> None:
+    """Assert that every hand-over of a run has arrived, and that the engine needed it."""
+    for row in rows[1:]:
+        assert row["sync/probe"] < 1e-4 < row["sync/probe_before"]
+        assert row["kl/mismatch"] < 1e-5
+        assert row["policy/importance_limited"] == 0
+
+
+def test_vllm_teaches_what_the_built_in_sampler_does(own, colocated):
+    rows = lines(colocated / "metrics.jsonl")
+    proved(rows)
+    first, last = (row["eval/sampled_accuracy"] for row in (rows[0], rows[-1]))
+    want = [row["eval/sampled_accuracy"] for row in (own[0], own[-1])]
+    assert first == pytest.approx(want[0], abs=0.1)
+    assert last == pytest.approx(want[1], abs=0.15)
+    assert last > first + 0.3
+    curves = [[row["reward/raw_mean"] for row in run[1:]] for run in (own, rows)]
+    gaps = [abs(a - b) for a, b in zip(*curves, strict=True)]
+    assert sum(gaps) / len(gaps) < 0.1
+    assert own[-1].keys() <= rows[-1].keys() | {"perf/peak_memory_gib"}
+
+
+def test_a_served_engine_trains_to_the_bit_what_one_in_the_process_does(
+    colocated, server, tmp_path
+):
+    url, _ = server
+    rows = run(tmp_path / "run", *TINY, *FEW[:1], f"policy.vllm.url={url}")
+    proved(rows)
+    here = lines(colocated / "metrics.jsonl")
+    for name in ("loss/total", "reward/raw_mean", "kl/mismatch", "sync/probe"):
+        assert [row[name] for row in rows[1:]] == [row[name] for row in here[1:3]]
+    assert not (tmp_path / "run" / ".engine").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["experiment=ppo_tiny"],
+        ["experiment=dapo_tiny"],
+        ["experiment=grpo_calculator_tiny"],
+        ["experiment=grpo_tiny", "policy.lora.r=4", "optimizer.lr=0.01"],
+    ],
+    ids=["ppo", "dynamic sampling", "tools", "lora"],
+)
+def test_every_kind_of_run_samples_by_vllm(words, tmp_path):
+    if "policy.lora.r=4" in words:
+        pytest.importorskip("peft")
+    rows = run(tmp_path / "run", *words, *FEW)
+    proved(rows)
+
+
+def test_a_server_that_does_not_fit_is_refused_in_one_line(server):
+    url, _ = server
+    policy = load_policy("tiny")
+    share = policy.found.folder.parent / "share"
+    with pytest.raises(ValueError, match=r"expected a vLLM server, got .*refused.*vllm serve"):
+        beside(policy, share=share, url="http://127.0.0.1:9")
+    generator = beside(policy, share=share, url=url)
+    assert weight_sync(policy, generator).after < 1e-4
+    with torch.no_grad():
+        for p in policy.model.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
+    done = weight_sync(policy, generator)
+    assert done.after < 1e-4 < 0.1 < done.before
+
+
+def test_a_server_that_dies_ends_the_run_with_a_line(server):
+    url, process = server  # the last test of this file that needs it
+    policy = load_policy("tiny")
+    generator = beside(policy, share=policy.found.folder.parent / "share", url=url)
+    weight_sync(policy, generator)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    with pytest.raises(RuntimeError, match=r"the vLLM server at http.* is gone: .*vllm serve"):
+        weight_sync(policy, generator)
