@@ -32,7 +32,7 @@ def train(cfg: DictConfig, folder: Path) -> float:
         # So are faults in a reward of one's own, in a file or given to trainer.train.
         if cfg.allow_targets or "envs.rewards.Given" in str(cfg.env.rewards):
             parts.find_target("envs.reward_trial.try_reward")(task)
-        policy = parts.build(cfg.policy, device=str(runtime.device))
+        policy = parts.make_policy(cfg.policy, device=str(runtime.device))
         runtime.write_status(model=policy.found.about())
         leash = parts.make_leash(cfg)
         reference = parts.make_reference(cfg, policy)
@@ -41,7 +41,7 @@ def train(cfg: DictConfig, folder: Path) -> float:
         settings = parts.keys_for(trainer.make_optimizer, opt)
         optimizer = trainer.make_optimizer(policy.scorer, **settings)
         scorer, optimizer = runtime.accelerator.prepare(policy.scorer, optimizer)
-        generator = policy  # the policy itself samples
+        generator = parts.make_generator(cfg.policy, policy)
         made = {"task": task, "policy": policy, "generator": generator, "runtime": runtime}
         made |= {"env": parts.make_env(cfg, task, policy), "leash": leash}
         loop = trainer.Trainer(
