@@ -17,6 +17,7 @@ NAMES = tuple(
         "response": "length_mean length_max truncated_fraction",
         "optim": "lr grad_norm early_stopped skipped_steps",
         "eval": "sampled_accuracy greedy_accuracy reward",
+        "sync": "probe probe_before",
         "time": "collect_s score_s update_s sync_s iteration_s",
         "perf": "tokens_per_s peak_memory_gib",
         "progress": "iteration step tokens samples",
