@@ -12,6 +12,7 @@ import numpy as np
 from envs.data import READERS, Made, Table, is_file, load_table, made
 
 COLUMNS = ("messages", "question", "answer")
+ELSEWHERE = {"question": ("prompt",), "answer": ("completion", "chosen")}  # what TRL calls them
 EVAL_SHARE, EVAL_ROWS = 0.1, 200  # what is split off where there is no eval data, at most
 
 
@@ -31,10 +32,10 @@ def load_chats(
     cells by column name, None where the file has none.
 
     A column `messages` is used where there is one, else `question` and `answer`, each a text or
-    messages (then "question" has the cell as it is); `columns` renames any of the three. Without
-    `answers` an answer is read only if `columns` names it. Eval rows: `eval_dataset`, else
-    `eval_split` of a hub data set, else a seeded tenth of the data (`split_off`); a file has no
-    splits.
+    messages (then "question" has the cell as it is); `columns` renames any of the three, and where
+    there is no such column TRL's prompt and completion (or chosen) are taken. Without `answers` an
+    answer is read only if `columns` names it. Eval rows: `eval_dataset`, else `eval_split` of a hub
+    data set, else a seeded tenth of the data (`split_off`); a file has no splits.
     """
     if not dataset:
         raise ValueError(
@@ -70,7 +71,7 @@ def _on_disk(
         if "eval" not in tables:
             prompts = (json.dumps(row["messages"]) for row in shown(train, "holding rows out"))
             for name, part in zip(("train", "eval"), split_off(prompts, seed=seed), strict=True):
-                part.astype(np.int32).tofile(folder / name)
+                part.tofile(folder / name)
 
     origins = {name: getattr(table.rows, "origin", None) for name, table in tables.items()}
     folder = place_for("checked", origins, dict(names), answers, seed)
@@ -91,11 +92,12 @@ def _chats(
 ) -> Sequence[dict[str, Any]]:
     """Return prompt and answer of each row of a table."""
     column = names.get("messages", "messages")
-    by_question = "question" in names or "answer" in names
+    by_question, asked = "question" in names or "answer" in names, "answer" in names
     if "messages" in names or (column in table.columns and not by_question):
         table.require("messages", column)
         remedy = f"if these are prompts alone, give env.columns.question={column} in its place"
         return table.each(lambda index: _chat(table, index, column), remedy, checked=checked)
+    names = {**_of_trl(table), **names}
     question = table.require("question", names.get("question", "question"))
     there = f"=<column>, of {', '.join(table.columns)}"
     remedy = f"name a column of prompts: env.columns.question{there}"
@@ -103,7 +105,7 @@ def _chats(
         lambda index: table.turns(index, question, "user"), remedy, checked=checked
     )
     replies = None
-    if answers or "answer" in names:
+    if answers or asked:
         answer = table.require("answer", names.get("answer", "answer"))
         remedy = f"name a column of texts: env.columns.answer{there}"
         replies = table.each(
@@ -119,6 +121,16 @@ def _chats(
         return out | {"messages": out["messages"] + more, "answer": last["content"]}
 
     return made(row, table.places)
+
+
+def _of_trl(table: Table) -> dict[str, str]:
+    """Return the columns of a table that TRL calls otherwise, by what they are called here."""
+    there = {
+        name: next((other for other in others if other in table.columns), None)
+        for name, others in ELSEWHERE.items()
+        if name not in table.columns
+    }
+    return {name: column for name, column in there.items() if column is not None}
 
 
 def _chat(table: Table, index: int, column: str) -> dict[str, Any]:
@@ -148,18 +160,22 @@ def split_off(prompts: Iterable[str], *, seed: int = 0) -> tuple[np.ndarray, np.
     digests = bytearray()  # 8 bytes a prompt, no object for each
     for prompt in prompts:
         digests += blake2b(prompt.encode(), digest_size=8).digest()
-    hashes = np.frombuffer(digests, np.uint64)
-    first = np.zeros(len(hashes), bool)  # whether a row is the first with its prompt
+    hashes, count = np.frombuffer(digests, np.uint64), len(digests) // 8
+    lowest = np.frombuffer(digests, np.uint8)[::8]
+    first = np.zeros(count, bool)  # whether a row is the first with its prompt
     for part in range(16):  # sorting takes many times the memory of the hashes
-        here = np.flatnonzero(hashes % 16 == part)
+        here = np.flatnonzero(lowest % 16 == part)
         first[here[np.unique(hashes[here], return_index=True)[1]]] = True
-    places = np.flatnonzero(first)
-    if len(places) < 2:
+    if (distinct := int(np.count_nonzero(first))) < 2:
         raise ValueError(
-            f"expected at least 2 different prompts to split eval rows off, got {len(places)}; "
+            f"expected at least 2 different prompts to split eval rows off, got {distinct}; "
             "give env.eval_dataset"
         )
-    count = min(max(1, int(len(places) * EVAL_SHARE)), EVAL_ROWS)
-    chosen = hashes[places[random.Random(seed).sample(range(len(places)), count)]]
+    some = min(max(1, int(distinct * EVAL_SHARE)), EVAL_ROWS)
+    drawn = np.array(random.Random(seed).sample(range(distinct), some), np.int32)
+    places = np.searchsorted(np.cumsum(first, dtype=np.int32), drawn + 1)  # of the n-th first ones
+    chosen = hashes[places]
     held_out = np.concatenate([np.isin(part, chosen) for part in np.array_split(hashes, 16)])
-    return np.flatnonzero(~held_out), np.flatnonzero(held_out)
+    del hashes, lowest, digests, first
+    rows = np.arange(count, dtype=np.int32)
+    return rows[~held_out], rows[held_out]

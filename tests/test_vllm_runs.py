@@ -105,6 +105,16 @@ def test_a_served_engine_trains_to_the_bit_what_one_in_the_process_does(
     assert not (tmp_path / "run" / ".engine").exists()
 
 
+def test_a_run_that_goes_on_does_to_the_bit_what_it_would_have_done(colocated, tmp_path):
+    folder = tmp_path / "run"
+    run(folder, *TINY, "trainer.num_iterations=3", "eval.max_rows=4", "checkpoint.every=3")
+    done = train(f"resume={folder}", "trainer.num_iterations=5")
+    assert done.code == 0, done.text
+    rows, whole = lines(folder / "metrics.jsonl"), lines(colocated / "metrics.jsonl")
+    for name in ("loss/total", "reward/raw_mean", "kl/mismatch", "kl/ref", "sync/probe"):
+        assert [row[name] for row in rows[4:6]] == [row[name] for row in whole[4:6]]
+
+
 @pytest.mark.parametrize(
     "words",
     [

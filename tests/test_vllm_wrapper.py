@@ -11,6 +11,8 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 from contracts import make_policy, plain_log_probs, rollout
+from runs import lines
+from small_runs import train
 from tensordict import TensorDict
 from wrapped import prompts, sequences, spoken
 
@@ -308,6 +310,35 @@ def test_a_sync_that_does_not_arrive_is_an_error(policy, monkeypatch):
     with pytest.raises(RuntimeError, match="the engine is stale: after a hand-over of weights"):
         weight_sync(teacher, policy)
     assert policy.version == 0
+
+
+class Deaf(VLLMEngine):
+    """Takes no weights after the first ones."""
+
+    taken = 0
+
+    def update_weights(self, named) -> None:
+        self.taken += 1
+        if self.taken == 1:
+            super().update_weights(named)
+
+
+@vllm_test
+def test_a_run_whose_vllm_is_stale_stops_after_its_first_update(engine, tmp_path):
+    deaf = Deaf(engine.llm)
+
+    def beside(policy) -> vLLMWrapper:
+        return vLLMWrapper(deaf, generate_kwargs=policy.generate_kwargs, pad_output=True)
+
+    try:
+        with pytest.raises(RuntimeError, match="the engine is stale: after a hand-over of weights"):
+            train(tmp_path, engine=beside)
+        assert [row["progress/iteration"] for row in lines(tmp_path / "metrics.jsonl")] == [0]
+        train(tmp_path / "well", engine=lambda policy: beside(policy).get_new_version(model=engine))
+        rows = lines(tmp_path / "well" / "metrics.jsonl")
+        assert all(row["sync/probe"] < 1e-4 < row["sync/probe_before"] for row in rows[1:])
+    finally:
+        engine.update_weights(make_policy().model.state_dict().items())
 
 
 # Models.

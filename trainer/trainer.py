@@ -13,7 +13,6 @@ replaces one of the verbs, never a branch in the loop. Who watches is an observe
 """
 
 import gc
-import shutil
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -24,7 +23,7 @@ from tensordict import TensorDictBase
 
 from policies.roles import Generator, Policy
 from trainer.agreement import check_agreement
-from trainer.checkpoint import Checkpoints, save_model
+from trainer.checkpoint import Checkpoints, remove, save_model
 from trainer.evaluation import Evaluate
 from trainer.kl import Leash
 from trainer.metrics import summarize
@@ -169,15 +168,21 @@ class Trainer:
     def _log(self, batch: TensorDictBase, metrics: dict[str, float]) -> None:
         iteration = self.progress.iteration
         self._judge(metrics)
-        if self.runtime.is_main and "reward_raw" in batch:
-            said = {"count": self.replies, "tokenizer": self.policy.tokenizer}
-            rows = transcripts(batch, iteration, kind="train", **said)
+        if "reward_raw" in batch:
+            tokenizer = self.policy.tokenizer if self.runtime.is_main else None
+            said = {"count": self._share(self.replies), "tokenizer": tokenizer}
+            parts = self.runtime.gather(transcripts(batch, iteration, kind="train", **said))
+            rows = [row for part in parts for row in part]
             self.observers.replies(rows, iteration, kind="train")
         if self.evaluate.due(iteration, self.num_iterations):
             last = iteration == self.num_iterations
             self._evaluate(metrics, kind="after" if last else "eval")
         else:
             self._write(metrics)
+
+    def _share(self, count: int | str) -> int | str:
+        """Return how many of an iteration's replies this rank hands over."""
+        return count if count == "all" else -(-int(count) // self.runtime.ranks)
 
     def _evaluate(self, metrics: dict[str, float], *, kind: str) -> None:
         """Evaluate, log and show sample replies."""
@@ -239,9 +244,9 @@ class Trainer:
         check_agreement(self.policy.scorer, self.runtime, iteration=self.progress.iteration)
         if self.runtime.is_main:
             part = folder / ".part-model"
-            shutil.rmtree(part, ignore_errors=True)
+            remove(part)
             save_model(self.policy, part)
-            shutil.rmtree(folder / "model", ignore_errors=True)
+            remove(folder / "model")
             part.rename(folder / "model")
         self.runtime.accelerator.wait_for_everyone()
         objective = float(self.progress.objective or 0.0)
