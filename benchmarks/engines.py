@@ -41,7 +41,7 @@ def chats(count: int) -> TensorDict:
 
 def main() -> None:
     """Print the table."""
-    words = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    words = argparse.ArgumentParser(description="The built-in sampler beside vLLM.")
     words.add_argument("--model", default=EMBEDDED)
     words.add_argument("--prompts", type=int, default=64)
     words.add_argument("--tokens", type=int, nargs="+", default=[16, 128])

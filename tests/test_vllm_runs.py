@@ -126,8 +126,6 @@ def test_a_run_that_goes_on_does_to_the_bit_what_it_would_have_done(colocated, t
     ids=["ppo", "dynamic sampling", "tools", "lora"],
 )
 def test_every_kind_of_run_samples_by_vllm(words, tmp_path):
-    if "policy.lora.r=4" in words:
-        pytest.importorskip("peft")
     rows = run(tmp_path / "run", *words, *FEW)
     proved(rows)
 
