@@ -90,6 +90,19 @@ def data_arguments(env: Section) -> dict[str, Any]:
     return {key: env[key] for key in DATA if key in env and key in names and key not in env["task"]}
 
 
+def make_ahead(cfg: DictConfig, policy: Any, generator: Any) -> Any:
+    """Return a generator that samples ahead of a training run, None unless trainer.overlap is set.
+
+    It needs weights of its own: those of a second process where the policy itself would sample.
+    """
+    if not cfg.trainer.overlap or cfg.mode != "train" or cfg.preflight:
+        return None
+    if generator is policy:
+        generator = find_target("policies.beside.beside")(policy)
+    make = find_target("trainer.overlap.AheadGenerator")
+    return make(generator, policy, ahead=cfg.trainer.overlap)
+
+
 def make_env(cfg: DictConfig, task: Any, policy: Any) -> Any:
     """Return the chats over a task, seen through the transforms of `env` in their order."""
     from envs import ChatEnv
@@ -116,12 +129,19 @@ def make_leash(cfg: DictConfig) -> Any:
     return trainer.Leash(controller, kl.estimator, kl.where, allow_biased=kl.allow_biased)
 
 
-def make_source(cfg: DictConfig, **parts: Any) -> Any:
-    """Return where batches come from, with the verbs of algorithm.after_rollout."""
+def make_source(cfg: DictConfig, ahead: Any = None, **parts: Any) -> Any:
+    """Return where batches come from, with the verbs of algorithm.after_rollout.
+
+    With `ahead`, what `make_ahead` has made, they are sampled before they are asked for.
+    """
     nodes, size = cfg.algorithm.after_rollout or {}, cfg.trainer.prompts_per_iteration
     verbs = [build(node, cfg.trainer, **parts) for node in nodes.values()]
     own = {"size": size, "after_rollout": verbs}
-    return build(cfg.algorithm.source, cfg.algorithm, cfg.trainer, **own, **parts)
+    source = build(cfg.algorithm.source, cfg.algorithm, cfg.trainer, **own, **parts)
+    if ahead is None:
+        return source
+    overlap, total = find_target("trainer.overlap.Overlap"), cfg.trainer.num_iterations
+    return overlap(source, ahead, parts["runtime"], num_iterations=total)
 
 
 def make_reference(cfg: DictConfig, policy: Any) -> Any:

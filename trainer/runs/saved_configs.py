@@ -13,7 +13,7 @@ YOUNGER: dict[str, dict[str, Any]] = {
     "policy": {"chat_template_kwargs": {}, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
     "env": {"overlong": "drop"},
     "tracker": {"replies": "16"},
-    "trainer": {"stop_at": None, "patience": None},
+    "trainer": {"stop_at": None, "patience": None, "overlap": 0},
 }
 
 

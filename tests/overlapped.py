@@ -1,0 +1,78 @@
+"""Runs that sample ahead, and the slow loop that says what they must do."""
+
+import copy
+from collections.abc import Callable, Iterable
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from policies.scorer import Scorer
+from policies.wrappers.transformers_wrapper import TransformersWrapper
+from trainer.evaluation import Evaluate
+from trainer.overlap import AheadGenerator, Overlap
+from trainer.trainer import Trainer
+
+
+class Elsewhere(TransformersWrapper):
+    """An engine of this process with a copy of the weights."""
+
+    tolerance = 1e-3
+    takes_trained = True
+
+    def load_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        self.model.load_state_dict(dict(named), strict=False)
+
+
+def elsewhere(policy: TransformersWrapper) -> Elsewhere:
+    network = copy.deepcopy(policy.model)
+    return Elsewhere(**{**policy._settings, "model": Scorer(network)})
+
+
+class Slow:
+    """Sample batch j by the weights after max(0, j - behind) iterations, from a list of them all.
+
+    `given` are those that iterations before the first one here began with.
+    """
+
+    def __init__(self, loop: Trainer, behind: int, given: Iterable[dict[str, Tensor]] = ()) -> None:
+        self.behind, self.weights, self.source = behind, [*given], loop.source
+        self.model, self.source.generator = loop.policy.model, elsewhere(loop.policy)
+        self.rows, self.env = self.source.rows, self.source.env
+
+    @torch.no_grad()
+    def __call__(self, iteration: int) -> TensorDictBase:
+        assert len(self.weights) == iteration
+        self.weights.append({k: v.clone() for k, v in self.model.state_dict().items()})
+        chosen = max(0, iteration - self.behind)
+        self.source.generator.model.load_state_dict(self.weights[chosen])
+        self.source.generator.version = chosen
+        return self.source(iteration)
+
+
+def slowly(behind: int) -> Callable[[Trainer], None]:
+    """Return what puts the slow source into a loop."""
+
+    def change(loop: Trainer) -> None:
+        loop.source = Slow(loop, behind)
+
+    return change
+
+
+def ahead(
+    number: int, make: Callable[[TransformersWrapper], TransformersWrapper] = elsewhere
+) -> Callable[[Trainer], None]:
+    """Return what lets a loop sample so many iterations ahead, by an engine that `make` makes."""
+
+    def change(loop: Trainer) -> None:
+        generator = AheadGenerator(make(loop.policy), loop.policy, ahead=number)
+        loop.source.generator = loop.generator = loop.checkpoints.ahead = generator
+        loop.source = Overlap(
+            loop.source, generator, loop.runtime, num_iterations=loop.num_iterations
+        )
+        old = loop.evaluate
+        sizes = {"num_samples": 2, "prompts_per_batch": old.chunk, "every": old.every}
+        parts = {"task": old.task, "env": loop.source.env, "runtime": loop.runtime}
+        loop.evaluate = Evaluate(**parts, generator=generator, **sizes)
+
+    return change
