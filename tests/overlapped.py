@@ -11,7 +11,14 @@ from policies.scorer import Scorer
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer.evaluation import Evaluate
 from trainer.overlap import AheadGenerator, Overlap
+from trainer.sources import Rollouts
 from trainer.trainer import Trainer
+
+Change = Callable[[Trainer], object]
+
+
+def nothing(loop: Trainer) -> None:
+    """Leave a loop as it is."""
 
 
 class Elsewhere(TransformersWrapper):
@@ -30,15 +37,12 @@ def elsewhere(policy: TransformersWrapper) -> Elsewhere:
 
 
 class Slow:
-    """Sample batch j by the weights after max(0, j - behind) iterations, from a list of them all.
+    """Sample batch j by the weights after max(0, j - behind) iterations, from a list of them all."""
 
-    `given` are those that iterations before the first one here began with.
-    """
-
-    def __init__(self, loop: Trainer, behind: int, given: Iterable[dict[str, Tensor]] = ()) -> None:
-        self.behind, self.weights, self.source = behind, [*given], loop.source
-        self.model, self.source.generator = loop.policy.model, elsewhere(loop.policy)
-        self.rows, self.env = self.source.rows, self.source.env
+    def __init__(self, source: Rollouts, policy: TransformersWrapper, behind: int) -> None:
+        self.behind, self.weights, self.source = behind, list[dict[str, Tensor]](), source
+        self.model, self.source.generator = policy.model, elsewhere(policy)
+        self.rows, self.env, self.prompts = source.rows, source.env, source.prompts
 
     @torch.no_grad()
     def __call__(self, iteration: int) -> TensorDictBase:
@@ -50,21 +54,26 @@ class Slow:
         return self.source(iteration)
 
 
-def slowly(behind: int) -> Callable[[Trainer], None]:
+def slowly(behind: int, change: Change = nothing) -> Change:
     """Return what puts the slow source into a loop."""
 
-    def change(loop: Trainer) -> None:
-        loop.source = Slow(loop, behind)
+    def changed(loop: Trainer) -> None:
+        change(loop)
+        loop.source = Slow(loop.source, loop.policy, behind)
 
-    return change
+    return changed
 
 
 def ahead(
-    number: int, make: Callable[[TransformersWrapper], TransformersWrapper] = elsewhere
-) -> Callable[[Trainer], None]:
+    number: int,
+    change: Change = nothing,
+    *,
+    make: Callable[[TransformersWrapper], TransformersWrapper] = elsewhere,
+) -> Change:
     """Return what lets a loop sample so many iterations ahead, by an engine that `make` makes."""
 
-    def change(loop: Trainer) -> None:
+    def changed(loop: Trainer) -> None:
+        change(loop)
         generator = AheadGenerator(make(loop.policy), loop.policy, ahead=number)
         loop.source.generator = loop.generator = loop.checkpoints.ahead = generator
         loop.source = Overlap(
@@ -75,4 +84,4 @@ def ahead(
         parts = {"task": old.task, "env": loop.source.env, "runtime": loop.runtime}
         loop.evaluate = Evaluate(**parts, generator=generator, **sizes)
 
-    return change
+    return changed
