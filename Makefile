@@ -40,7 +40,7 @@ test-learn: .venv/.ready-dev  ## whole learning runs on three seeds (about an ho
 	$(BIN)/python -m pytest -m learn tests/test_learning.py tests/test_sweep_experiments.py $(ARGS)
 
 test-reliability: .venv/.ready-dev  ## real runs with faults put in; LEASH_TABLE=docs/reliability.md: the table
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m reliability tests/reliability $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m reliability tests/reliability $(ARGS)
 
 test-ray: .venv/.ready-ray  ## shared KL transforms in real Ray actors
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "ray and not gpu" tests/test_ray.py tests/test_specification.py $(ARGS)

@@ -31,7 +31,7 @@ def train(cfg: DictConfig, folder: Path) -> float:
         task = parts.make_task(cfg.env)  # data that is not there is told before a model is loaded
         if cfg.allow_targets:  # so are faults in a reward of one's own
             parts.find_target("envs.reward_trial.try_reward")(task)
-        policy = parts.build(cfg.policy, device=str(runtime.device))
+        policy = parts.make_policy(cfg.policy, device=str(runtime.device))
         runtime.write_status(model=policy.found.about())
         leash = parts.make_leash(cfg)
         reference = parts.make_reference(cfg, policy)
@@ -40,7 +40,7 @@ def train(cfg: DictConfig, folder: Path) -> float:
         settings = parts.keys_for(trainer.make_optimizer, opt)
         optimizer = trainer.make_optimizer(policy.scorer, **settings)
         scorer, optimizer = runtime.accelerator.prepare(policy.scorer, optimizer)
-        generator = policy  # the policy itself samples
+        generator = parts.make_generator(cfg.policy, policy)
         ahead = parts.make_ahead(cfg, policy, generator)
         generator = ahead or generator
         made = {"task": task, "policy": policy, "generator": generator, "runtime": runtime}

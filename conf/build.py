@@ -21,6 +21,7 @@ from trainer.runs.targets import (
 
 # Keys of env for its task.
 DATA = ("dataset", "eval_dataset", "columns", "split", "eval_split", "match")
+ENGINE = ("engine", "vllm")  # keys of policy for its generator
 Section = Mapping[str, Any]  # of a configuration
 
 
@@ -90,6 +91,18 @@ def data_arguments(env: Section) -> dict[str, Any]:
     return {key: env[key] for key in DATA if key in env and key in names and key not in env["task"]}
 
 
+def make_policy(node: Section, **parts: Any) -> Any:
+    """Return the policy that a node names; what samples for it is `make_generator`'s."""
+    return build({k: v for k, v in node.items() if k not in ENGINE}, where="policy", **parts)
+
+
+def make_generator(node: Section, policy: Any) -> Any:
+    """Return what samples: the policy itself unless policy.engine says otherwise."""
+    if node["engine"] == "transformers":
+        return policy
+    return find_target("policies.wrappers.vllm_wrapper.beside")(policy, **_plain(node["vllm"]))
+
+
 def make_ahead(cfg: DictConfig, policy: Any, generator: Any) -> Any:
     """Return a generator that samples ahead of a training run, None unless trainer.overlap is set.
 
@@ -133,9 +146,13 @@ def make_source(cfg: DictConfig, ahead: Any = None, **parts: Any) -> Any:
     """Return where batches come from, with the verbs of algorithm.after_rollout.
 
     With `ahead`, what `make_ahead` has made, they are sampled before they are asked for.
+    Of another engine's replies the correction is one of them, unless it is there or is null.
     """
-    nodes, size = cfg.algorithm.after_rollout or {}, cfg.trainer.prompts_per_iteration
-    verbs = [build(node, cfg.trainer, **parts) for node in nodes.values()]
+    nodes, size = _plain(cfg.algorithm.after_rollout) or {}, cfg.trainer.prompts_per_iteration
+    there = any("ImportanceSampling" in (node or {}).get("_target_", "") for node in nodes.values())
+    if cfg.policy.engine != "transformers" and not there:
+        nodes = {"importance": {"_target_": "trainer.ImportanceSampling"}} | nodes
+    verbs = [build(node, cfg.trainer, **parts) for node in nodes.values() if node is not None]
     own = {"size": size, "after_rollout": verbs}
     source = build(cfg.algorithm.source, cfg.algorithm, cfg.trainer, **own, **parts)
     if ahead is None:

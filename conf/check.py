@@ -47,7 +47,7 @@ def _findings(cfg: dict[str, Any]) -> Iterator[str]:
     yield from _unnamed(cfg)
     yield from schema.faults(cfg)
     silent = cfg["algorithm"]["source"]["_target_"].rpartition(".")[2] in SILENT
-    for look in (_batches, _no_replies if silent else _replies, _packages, _disk):
+    for look in (_batches, _no_replies if silent else _replies, _engine, _packages, _disk):
         yield from look(cfg)
     yield from _nodes(cfg)
     yield from check_task.findings(cfg)
@@ -128,23 +128,42 @@ def _bounds(algorithm: dict[str, Any]) -> Iterator[str]:
 def _parts(cfg: dict[str, Any]) -> Iterator[str]:
     """Yield what is wrong with the verbs after a rollout."""
     verbs = cfg["algorithm"]["after_rollout"] or {}
-    if not isinstance(verbs, dict) or not all(map(is_node, verbs.values())):
+    given = verbs.values() if isinstance(verbs, dict) else [verbs]
+    if not all(is_node(node) or node is None for node in given):
         yield (
             "expected algorithm.after_rollout to be names with nodes, {drop: {_target_: "
             f"trainer.DropTruncated}}}}, or null, got {verbs!r}"
         )
     turns, limit = cfg["env"]["max_turns"], cfg["policy"]["max_new_tokens"]
     for name, node in verbs.items():
-        whole = "OverlongPenalty" in node.get("_target_", "")
+        whole = node and "OverlongPenalty" in node["_target_"]
         if turns > 1 and whole and node.get("max_tokens") == limit:
             key = f"algorithm.after_rollout.{name}.max_tokens"
             yield f"{key} is of all {turns} turns, got that of one; give {key}={limit * turns}"
+
+
+def _engine(cfg: dict[str, Any]) -> Iterator[str]:
+    """Yield what does not go together with the engine that samples."""
+    policy, known = cfg["policy"], schema.declared()["policy"]
+    if policy["engine"] == "transformers":
+        for name in (
+            name for name, key in known["vllm"].items() if policy["vllm"][name] != key.default
+        ):
+            yield f"policy.vllm.{name} is for policy.engine=vllm; give that, or leave it out"
+        return
+    if policy["_target_"] == "policies.load_reward_model":
+        yield "policy.engine=vllm samples replies, a reward model gives none; leave it out"
+    for name in ("top_k", "top_p", "min_p"):
+        if policy[name] != known[name].default:
+            told = "ratio and KL are over what it leaves, which vLLM does not say"
+            yield f"policy.{name} needs policy.engine=transformers: {told}"
 
 
 def _packages(cfg: dict[str, Any]) -> Iterator[str]:
     """Yield one line on all optional packages that are needed and not there; none is imported."""
     nodes = [node for path, node in walk(cfg) if path != "tracker" or cfg["mode"] == "train"]
     packages = ["peft"] * bool(cfg["policy"]["lora"]["r"]) + [*map(package_of, nodes)]
+    packages += ["vllm"] * (cfg["policy"]["engine"] == "vllm")
     missing = [name for name in dict.fromkeys(packages) if name and find_spec(name) is None]
     if missing:
         yield "; ".join(EXTRAS[name] for name in missing)

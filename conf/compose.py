@@ -24,9 +24,10 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from conf import names
 from conf.check import check
 from conf.command_line import ALLOW, check_overrides, read_override, spell_out
+from conf.interpolations import bounded
 from conf.names import all_keys
 from conf.schema import keys, register
-from trainer.runs.nodes import typed_secrets, walk_texts
+from trainer.runs.nodes import sent_keys, typed_secrets
 from trainer.runs.redact import secrets_of
 from trainer.runs.run_files import PREFIX, bomb_in, dig
 
@@ -88,6 +89,7 @@ def _trained_first(node: Any) -> Iterator[str]:
             yield from _trained_first(value)
 
 
+@bounded()
 def compose_raw(
     words: Sequence[str], *, with_hydra: bool = False, files_only: bool = False
 ) -> DictConfig:
@@ -150,11 +152,9 @@ def _forbidden(cfg: Any) -> Iterator[str]:
                 f"a file of conf/ sets hydra.{name}, got {given!r:.80}; leave it out: of hydra it "
                 "may set run.dir, sweep.dir, sweep.subdir, sweeper.params and job.name"
             )
-    for place, text in walk_texts({key: cfg[key] for key in cfg if key != "hydra"}):
-        last = place.rpartition(".")[2]
-        if last == "key_variable" or (last.endswith("url") and "oc.env" in text):
-            what = f"a file of conf/ says which key is sent to a server, {place}={text}"
-            yield f"{what}; leave it out there, and give it on the command line"
+    for place, text in sent_keys({key: cfg[key] for key in cfg if key != "hydra"}):
+        what = f"a file of conf/ says which key is sent to a server, {place}={text}"
+        yield f"{what}; leave it out there, and give it on the command line"
     folders = [cfg["hydra"][name] for name in ("run", "sweep")]
     for variable in re.findall(r"oc\.env:(\w+)", str([*folders, cfg["output_dir"]])):
         if secrets_of({variable: "a value"}):
@@ -254,6 +254,7 @@ def settle(cfg: DictConfig) -> dict[str, Any]:
     return _as_written(raw, plain, [*filter(None, secrets)])
 
 
+@bounded()
 def _resolved(cfg: DictConfig) -> dict[str, Any]:
     try:
         missing = OmegaConf.missing_keys(cfg)

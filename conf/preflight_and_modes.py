@@ -21,7 +21,16 @@ SILENT = {"_target_": "trainer.JsonlTracker", "keep_transcripts": False}
 BOTH = ("policy.max_new_tokens", "policy.system_prompt", "kl.reference", "seed", "policy.device")
 MAY = {  # what may be given beside resume=, by mode
     "chat": ("policy.temperature", *BOTH, "launch.threads"),
-    "evaluate": ("eval", *BOTH, "policy.max_prompt_tokens", "env", "output_dir", "launch"),
+    "evaluate": (
+        "eval",
+        *BOTH,
+        "policy.max_prompt_tokens",
+        "policy.engine",
+        "policy.vllm",
+        "env",
+        "output_dir",
+        "launch",
+    ),
     "export": ("output_dir", "gguf", "hub", "policy.device"),
 }
 
@@ -135,6 +144,7 @@ def without_training_parts(config: dict[str, Any]) -> dict[str, Any]:
     config["tracker"], config["trainer"]["overlap"] = SILENT, 0
     if mode != "evaluate":
         config["launch"]["num_processes"] = 1
+        config["policy"]["engine"] = "transformers"
     return config
 
 

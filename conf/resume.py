@@ -9,33 +9,41 @@ from omegaconf import OmegaConf
 
 from conf import names, schema
 from conf.compose import compose_raw, settle
+from conf.interpolations import bounded
 from trainer.runs.find import find_jobs
+from trainer.runs.nodes import sent_keys
 from trainer.runs.run_files import bomb_in, is_sweep
 from trainer.runs.saved_configs import as_today
 
 KINDS: dict[str, Any] = {"int": int, "float": int | float, "bool": bool, "str": str, "dict": dict}
 BESIDE = {"experiment", "kept_in", "trains_first"}  # of a warm-up, of a preflight
 RESUMABLE = ("trainer.num_iterations", "trainer.stop_at", "trainer.patience", "trainer.overlap")
-RESUMABLE += ("tracker", "launch", "checkpoint", "eval")
+RESUMABLE += ("tracker", "launch", "checkpoint", "eval", "policy.vllm")
 
 
+@bounded()
 def load_for_resume(
     folder: str, words: Sequence[str], *, mode: str = "train", may=RESUMABLE, **instead: Any
 ) -> dict[str, Any]:
     """Return a run's saved configuration, `instead` in it, with overrides that `may` change.
 
-    allow_targets is not taken from it: it counts on the command line alone.
+    allow_targets is not taken from it: it counts on the command line alone, as do the keys that are
+    sent to servers: they are repeated there.
     """
     path = Path(folder) / "config.yaml"
     if not path.is_file():
         raise ValueError(f"resume={folder}: {no_run(Path(folder))}")
-    may = (*may, "allow_targets")
+    may, saved = (*may, "allow_targets"), read_saved(path)
+    sent = dict(sent_keys(saved))
+    said = {key: value.strip("'\"") for key, _, value in (word.partition("=") for word in words)}
+    again = [key for key in said if sent.get(key.lstrip("+")) == said[key]]  # as it is there
+    words = [word for word in words if word.partition("=")[0] not in again]
     changed = [word.partition("=")[0].lstrip("+~") for word in words]
     for key in changed:
         if not any(key == name or key.startswith(f"{name}.") for name in may):
             when, allowed = "on resume" if mode == "train" else f"in mode={mode}", ", ".join(may)
             raise ValueError(f"{key} cannot change {when}, only {allowed}; start a new run for it")
-    saved = OmegaConf.create(read_saved(path))
+    saved = OmegaConf.create(saved)
     if "tracker" not in changed:  # its keys are those of the saved one
         kind = saved.tracker._target_.rpartition(".")[2].removesuffix("Tracker").lower()
         known = (names.FOLDER / "tracker" / f"{kind}.yaml").is_file()
@@ -45,6 +53,11 @@ def load_for_resume(
     for key in changed:
         OmegaConf.update(saved, key, OmegaConf.select(fresh, key), merge=False)
     saved.update({"resume": str(folder), "mode": mode, "preflight": False, **instead})
+    known = tuple(f"{key.lstrip('+')}." for key in (*again, *changed))
+    for place, text in [] if saved.allow_targets else sent_keys(OmegaConf.to_container(saved)):
+        if not f"{place}.".startswith(known):
+            what = f"{path} says which key is sent to a server; if the run is yours, repeat it"
+            raise ValueError(f"{what}: '{place}={text}' (give nothing to somebody else's)")
     return settle(saved)
 
 

@@ -19,6 +19,7 @@ from conf.command_line import (
     without_flags,
 )
 from conf.compose import compose_checked, compose_raw
+from conf.interpolations import bounded
 from conf.schema import register
 from policies.cache import write_text
 from trainer.runs.folders import holds_run, make_writable, unique_folder
@@ -45,6 +46,7 @@ def set_up() -> None:
         OmegaConf.register_new_resolver(name, folder, replace=True)
 
 
+@bounded()
 def run_folder(words: Sequence[str], *, sweep: bool = False) -> Path:
     """Return the folder of a run, or of a sweep, made and open to writing."""
     hydra = compose_raw(words, with_hydra=True).hydra

@@ -19,7 +19,11 @@ def load(path: str, *, checked: str = "", allow_targets: str = "", **instead: st
         from conf.check import foreign  # here: a worker with a parent does not need it
 
         cfg.allow_targets = allow_targets == "true"
-        for fault in foreign(OmegaConf.to_container(cfg, resolve=True)):
+        from conf.interpolations import bounded
+
+        with bounded():
+            resolved = OmegaConf.to_container(cfg, resolve=True)
+        for fault in foreign(resolved):
             raise ValueError(fault)
     elif checked != sha256(data).hexdigest():
         raise ValueError(f"{path} is no longer what was checked: it was changed; start again")

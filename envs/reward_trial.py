@@ -15,12 +15,10 @@ def try_reward(task: Task) -> None:
     """Ask a task once what a reply to its first row earns, before a model is loaded.
 
     The reply is the row's answer, or empty where that is no text. Judges and reward models are not
-    asked (but those of a mixture's parts), what on_error forgives is a warning. Random numbers of
-    Python, NumPy and torch go on as if nothing had been asked.
+    asked, what on_error forgives is a warning. Random numbers of Python, NumPy and torch go on as
+    if nothing had been asked.
     """
-    if isinstance(task, Rewarded):
-        functions, task = task.functions, copy.copy(task)
-        task.functions = {name: each for name, each in functions.items() if each.tried}
+    task = _without_judges(task)
     if not rewards_anything(task):
         return
     row = task.rows("train")[0]
@@ -35,3 +33,22 @@ def try_reward(task: Task) -> None:
     finally:
         random.setstate(state)
         np.random.set_state(of_numpy)
+
+
+def _without_judges(task: Task) -> Task:
+    """Return a task like this one that asks no judge and no reward model, nor do its parts.
+
+    It may hold others in `task` or `tasks`, as Rewarded and Mix do.
+    """
+    inner, parts = (getattr(task, name, None) for name in ("task", "tasks"))
+    functions = task.functions if isinstance(task, Rewarded) else {}
+    if isinstance(inner, Task) or isinstance(parts, dict):
+        task = copy.copy(task)
+    if isinstance(task, Rewarded):
+        task.functions = {name: each for name, each in functions.items() if each.tried}
+    if isinstance(inner, Task):
+        vars(task)["task"] = _without_judges(inner)
+    if isinstance(parts, dict):
+        each = {k: _without_judges(v) if isinstance(v, Task) else v for k, v in parts.items()}
+        vars(task)["tasks"] = each
+    return task

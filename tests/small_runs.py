@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from contracts import G, Words, make_policy
 
@@ -77,12 +78,13 @@ def train(
     data: dict[str, str] | None = None,
     enough: EarlyStopping | None = None,
     change: Callable[[Trainer], object] = lambda loop: None,
+    engine: Callable[[Any], Any] = lambda policy: policy,
     **steps: object,
 ) -> str:
     """Train four iterations, evaluating after the second and the last; return what was shown.
 
-    `refresh` and `decay` say how the reference follows the policy, `steps` are of the update;
-    `change` may put other parts into the loop.
+    `refresh` and `decay` say how the reference follows the policy, `steps` are of the update.
+    `engine` makes what samples of the policy, `change` may put other parts into the loop.
     """
     task, shown = task or Words(), io.StringIO()
     with Runtime(folder, seed=3, device="cpu") as runtime:
@@ -92,13 +94,14 @@ def train(
         objective = GRPOObjective(leash=leash)
         optimizer = make_optimizer(policy.model, lr=1e-2)
         scorer, optimizer = runtime.accelerator.prepare(policy.scorer, optimizer)
-        parts = {"task": task, "env": env, "generator": policy, "runtime": runtime}
+        generator = engine(policy)
+        parts = {"task": task, "env": env, "generator": generator, "runtime": runtime}
         display = Display(4, title="words", folder=folder, file=shown)
         options = {"num_samples": 2, "prompts_per_batch": 2, "every": 2}
         loop = Trainer(
             runtime=runtime,
             policy=policy,
-            generator=policy,
+            generator=generator,
             source=Rollouts(**parts, size=4),
             retrieve_kl=retrieve,
             advantage=GroupAdvantage(group_size=G, leash=leash),

@@ -21,6 +21,7 @@ from trainer.runs.experiment_models import cache_folder, resolve_experiment
 from trainer.runs.launch import Interrupted, _put_in_place, prepare, run
 from trainer.runs.lock import held, lock_folder, write_holders
 from trainer.runs.run_files import read_status
+from trainer.runs.watch import Watch
 
 ROOT = Path(__file__).parents[1]
 WORKER = """
@@ -271,6 +272,20 @@ def test_the_first_signal_ends_a_rank_that_was_stopped(script, ranks):
     assert (process.returncode, err) == (143, "")
     assert all(map(gone, pids))
     assert read_status(place / "run")["reason"] == "stopped by SIGTERM"
+
+
+def test_ranks_that_all_wait_are_told_of_by_what_they_wait_in():
+    """One of them was stopped, or its network went."""
+    watch = Watch(2)
+    for second in range(0, 40, 10):
+        watch.hear("0 collect\n1 collect\n", second)
+    watch.hear("0 wait\n1 wait\n", 34)
+    assert watch.overdue(now=129) is None
+    told = "collect has taken 1 min 41 s, usually 10 s (rank 0 waits; rank 1 waits)"
+    assert watch.overdue(now=131) == told
+    assert not watch.hangs(131, now=160)
+    assert watch.hangs(131, now=162)
+    assert watch.hung == "rank 0 was at collect for 2 min 12 s and was ended"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -233,6 +233,11 @@ def test_a_trial_asks_no_judge_and_no_model_and_draws_nothing():
     assert asked == ["own"]
     assert set(task.functions) == set(rewards)
     assert len(task.task.asked) == 1
+    for whole in (Mix({"x": task}), Rewarded(Mix({"x": Rewarded(task, {})}), rewards)):
+        asked.clear()
+        try_reward(whole)
+        assert asked == ["own"] * (1 + isinstance(whole, Rewarded))
+    assert set(task.functions) == set(rewards)
     try_reward(Task())  # a task for SFT: no rows, no reward
 
 

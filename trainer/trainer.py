@@ -34,7 +34,7 @@ from trainer.reference import NoReference, Reference
 from trainer.runtime import Runtime, Stopped
 from trainer.transcripts import transcripts
 from trainer.update import Update
-from trainer.weight_sync import weight_sync
+from trainer.weight_sync import Synced, hand_over, weight_sync
 
 if TYPE_CHECKING:
     from trainer.early_stopping import EarlyStopping
@@ -75,6 +75,7 @@ class Trainer:
     replies: int | str = 16  # of an iteration that are kept, or "all"
     observers: Observer = field(default_factory=Observer)
     progress: Progress = field(default_factory=Progress)
+    synced: Synced = field(default_factory=Synced)
     enough: "EarlyStopping | None" = None
     data: dict[str, str] = field(default_factory=dict)  # sha256 of each data file, by its key
 
@@ -84,6 +85,7 @@ class Trainer:
             raise ValueError("expected one Leash, got two: hand the Trainer that of its objective")
         if resume:
             self.resume()
+        self.synced = hand_over(self.policy, self.generator)  # a resumed policy, say
         gc.freeze()  # the set-up's objects stay: full collections need not walk them
         self.runtime.on_stop = self.observers.stopping
         self.runtime.write_status(iteration=self.progress.iteration)  # the parent: it has begun
@@ -107,10 +109,11 @@ class Trainer:
         batch = self.advantage(batch)
         metrics = self.update(batch)
         clock.lap("update")
-        weight_sync(self.policy, self.generator)
+        self.synced = weight_sync(self.policy, self.generator, last=self.synced)
         self.retrieve_kl.refresh(i + 1)
         clock.lap("sync")
         metrics |= summarize(batch, self.runtime) | {"kl/coeff": self.leash.coeff}
+        metrics |= self.runtime.maxima(self.synced.metrics())
         self.leash.follow(metrics, replies=len(batch) * self.runtime.ranks)
         self._count(batch, metrics, clock)
         self._log(batch, metrics)
@@ -306,8 +309,7 @@ class Trainer:
         names = [part.name for part in fields(Progress)]
         self.progress = Progress(**{name: state[name] for name in names if name in state})
         self.runtime.started -= self.progress.seconds
-        self.policy.version = state.get("version", self.progress.iteration) - 1
-        weight_sync(self.policy, self.generator)  # a generator of its own has the start's weights
+        self.policy.version = state.get("version", self.progress.iteration)
 
 
 class Clock:

@@ -26,6 +26,7 @@ from policies.sampler import Sampled
 from policies.scorer import Scores
 
 IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"  # vLLM's switch; 0 = no process of its own
+TOGETHER = 2**16  # tokens of prompts that a CPU computes at a time: no prompt may be longer
 
 
 class VLLMEngine(nn.Module):
@@ -37,6 +38,8 @@ class VLLMEngine(nn.Module):
 
     def __init__(self, llm: Any) -> None:
         super().__init__()
+        self.device = torch.device("cpu")  # of the ids that go in and come out
+        self.tolerance: float | None = None  # of a probe, nats; None = by dtype
         if not isinstance(llm, _vllm().LLM):
             raise ValueError(f"expected a vllm.LLM, a folder or a name, got {type(llm).__name__}")
         about = llm.llm_engine.model_config
@@ -46,7 +49,7 @@ class VLLMEngine(nn.Module):
                 f"expected an engine that returns log-probs, got logprobs_mode={self.mode!r}; use "
                 "vllm.LLM(..., logprobs_mode='processed_logprobs')"
             )
-        self.folder = about.model
+        self.folder, self.dtype = about.model, about.dtype
         self.config = about.hf_config
         self.generation_config = GenerationConfig(**about.try_get_generation_config())
         _check_head(about)
@@ -84,7 +87,10 @@ class VLLMEngine(nn.Module):
     def sample(
         self, prompts: Sequence[Tensor], *, streams: Tensor, params: Callable[..., Any]
     ) -> Sampled:
-        """Sample one reply per prompt (1-D ids); each row's seed is a function of its stream."""
+        """Sample one reply per prompt (1-D ids), on the CPU.
+
+        Each row's seed is a function of its stream.
+        """
         # 62 bits: vLLM reads -1 as "no seed".
         made = [params(seed=stream & (2**62 - 1)) for stream in streams.tolist()]
         self._check_lengths(prompts, made[0].max_tokens if made else 0)
@@ -180,8 +186,12 @@ def load_engine(
     settings = {
         "logprobs_mode": "processed_logprobs",
         "dtype": dtype,
+        "use_tqdm_on_load": False,
         "enforce_eager": not torch.cuda.is_available(),
     }
+    if not torch.cuda.is_available():  # a prompt in two parts would set back its generator
+        settings |= {"enable_chunked_prefill": False, "max_num_batched_tokens": TOGETHER}
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")  # what fails is raised
     before = os.environ.get(IN_PROCESS)
     states = random.getstate(), np.random.get_state()  # an engine in this process seeds them all
     os.environ[IN_PROCESS] = "0"

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from policies.models import find_model, load_tokenizer
 from policies.padding import unpad
+from policies.roles import Policy
 from policies.sampler import Sampled
 from policies.wrappers.vllm_engine import VLLMEngine, load_engine
 from policies.wrappers.wrapper import LLMWrapperBase
@@ -28,6 +29,12 @@ EXTRA = {
     "frequency_penalty": "frequency_penalty",
 }
 ITS_OWN = ("presence_penalty", "frequency_penalty")  # transformers has no such names
+
+
+# What a generator beside a policy has of it.
+SHARED = ("generate_kwargs", "chat_template_name", "chat_template", "pad_output")
+# How far log-probs of the same weights may be apart, nats: of the probe's least likely token.
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
 
 
 class vLLMWrapper(LLMWrapperBase):
@@ -79,14 +86,22 @@ class vLLMWrapper(LLMWrapperBase):
     @property
     def device(self) -> torch.device:
         """Return where ids go in and come out; the weights are where vLLM keeps them."""
-        return torch.device("cpu")
+        return self.scorer.device
+
+    @property
+    def tolerance(self) -> float:
+        """Return how far its log-probs may be from those of the policy for the same weights."""
+        return self.scorer.tolerance or TOLERANCE[self.scorer.dtype]
 
     def load_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Take new weights, named as in the model's checkpoint."""
         self.scorer.update_weights(named)
 
     def _draw(self, prompts: Tensor, attention: Tensor, streams: Tensor) -> Sampled:
-        return self.scorer.sample(unpad(prompts, attention), streams=streams, params=self.params)
+        rows = unpad(prompts.cpu(), attention.cpu())
+        drawn = self.scorer.sample(rows, streams=streams, params=self.params)
+        parts = (drawn.ids, drawn.log_probs, drawn.lengths, drawn.complete)
+        return Sampled(*(part.to(prompts.device) for part in parts))
 
     def _logits(self, tokens: Tensor, attention: Tensor) -> Tensor:
         raise NotImplementedError(
@@ -94,3 +109,21 @@ class vLLMWrapper(LLMWrapperBase):
             "TransformersWrapper for get_dist and for scores under top-k, top-p or min-p, or "
             "log_prob here, without them"
         )
+
+
+def beside(
+    policy: Policy, *, dtype: str | None = None, tolerance: float | None = None, **engine: Any
+) -> vLLMWrapper:
+    """Return a generator with a copy of a policy's weights and all its words, in this process.
+
+    dtype: of the copy, by default that in which the policy computes. tolerance: nats, see
+    `trainer.weight_sync`; by default that of the coarser of the two. `engine`: see `load_engine`.
+    """
+    computes = policy.scorer.autocast or next(policy.scorer.parameters()).dtype
+    made = load_engine(policy.found.folder, dtype=dtype or str(computes)[6:], **engine)
+    made.device = policy.device
+    made.tolerance = tolerance or max(TOLERANCE[made.dtype], TOLERANCE[computes])
+    shared = {name: policy._settings[name] for name in SHARED}
+    out = vLLMWrapper(made, tokenizer=policy.tokenizer, **shared)
+    out.system_prompt, out.found = policy.system_prompt, policy.found
+    return out

@@ -1,7 +1,7 @@
 """A kill, or a full disk, at each write of a run: it goes on as if nothing had happened.
 
 The writes are those that a run makes, counted while it makes them: by file and by what is done to
-it. Of each kind the first and the last have their turn, in a fork of this process. The page is
+it. Of each class the first and the last have their turn, in a fork of this process. The page is
 drawn by another process (tests/test_live_page.py), config.yaml is the parent's
 (tests/test_launch.py).
 """
@@ -80,19 +80,28 @@ def straight(config, tmp_path_factory):
 
 
 def turns(made: Counter) -> list[tuple]:
-    """List kind and number of the writes that have a turn.
+    """List kind and number of the writes that have a turn: of each class the first and the last.
 
-    How often a status is written depends on the time, but not what is new in it. It is one file
-    that is written in one way: of what it says between its first and last, its renaming is enough.
+    The small files of a model are a class, what is removed of an old checkpoint is one, and so is a
+    status that says the same of another iteration. How often a status is written depends on the
+    time, but not what is new in it: of what it says between its first and last, its renaming is
+    enough.
     """
-    out = []
+    classes: dict[tuple[str, str], list[tuple]] = {}
     for (name, place), count in sorted(made.items()):
-        first = 1 if name != "fsync" else count
-        if "status.json" not in place:
-            out += [((name, place), number) for number in sorted({first, count})]
-        elif name == "rename" or " None" in place:
-            out.append(((name, place), 1))
-    return [turn for turn in out if Path(turn[0][1]).name not in PARENTS]
+        if Path(place).name not in PARENTS:
+            first, status = 1 if name != "fsync" else count, "status.json" in place
+            numbers = (1, 1) if status else (first, count)
+            if not status or name == "rename" or " None" in place:
+                turns = [((name, place), number) for number in numbers]
+                classes.setdefault((name, _class_of(place)), []).extend(turns)
+    return [turn for found in classes.values() for turn in sorted({found[0], found[-1]})]
+
+
+def _class_of(place: str) -> str:
+    place = re.sub(r"(\.trash-[^/]+)/.+", r"\1/*", place)
+    place = re.sub(r"model/[\w.]+\.(json|jinja)$", "model/*", place)
+    return re.sub(r" \d+ (?!None)", " ", place)
 
 
 def test_every_file_of_a_run_has_its_turn(straight):
@@ -103,6 +112,8 @@ def test_every_file_of_a_run_has_its_turn(straight):
     rust = (".safetensors", "tokenizer.json")  # of which only the manifest is written in Python
     assert not {name for name in lost if not name.endswith(rust)}
     assert {"status.json", "metrics.jsonl", "state.json", "MANIFEST.json"} <= written
+    said = {place.split()[-1] for _, place in made if "status.json" in place}
+    assert {"evaluate", "collect", "score", "update", "save", "end"} <= said
 
 
 @pytest.mark.parametrize("fault", [kill, full])

@@ -40,7 +40,7 @@ def leash(place: Path, *words: str, **env: str) -> subprocess.CompletedProcess:
         env={**os.environ, "PYTHONPATH": str(place), "OMP_NUM_THREADS": "1", **env},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
 
@@ -170,7 +170,7 @@ def test_a_config_that_is_changed_before_its_worker_reads_it_runs_nothing(place)
     changed |= {"allow_targets": True}
     changed["env"]["transforms"] = {"x": EVIL}
     path.write_text(yaml.safe_dump(changed))
-    said = starting.communicate(timeout=300)[1]
+    said = starting.communicate(timeout=600)[1]
     assert starting.returncode == 1
     assert "is no longer what was checked: it was changed; start again" in said
     assert not list(place.glob("MARK*"))

@@ -8,6 +8,7 @@ from policies.models import has_adapter
 from trainer.checkpoint import read_state, saved_in
 from trainer.runs.run_files import dig, load_run, number
 from trainer.trainer import Trainer
+from trainer.weight_sync import hand_over
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ def take_weights(loop: Trainer, settings: dict[str, Any]) -> Weights:
     """
     found: Any = loop.policy.found
     if settings["resume"] is None:
+        hand_over(loop.policy, loop.generator)
         return Weights(found.folder, f"the model {settings['policy']['model']}", run="")
     folder = Path(settings["resume"])
     started = dig(load_run(folder).status, "model", "sha256")
@@ -76,6 +78,7 @@ def take_weights(loop: Trainer, settings: dict[str, Any]) -> Weights:
         )
     chosen = choose_weights(folder, keep_best=bool(dig(settings, "checkpoint", "keep_best")))
     loop.checkpoints.restore_weights(chosen.folder)
+    hand_over(loop.policy, loop.generator)
     return chosen
 
 

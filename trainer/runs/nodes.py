@@ -72,6 +72,22 @@ def typed_secrets(tree: Any) -> Iterator[str]:
             yield place
 
 
+def sent_keys(tree: Any) -> Iterator[tuple[str, str]]:
+    """Yield place and text of what names a secret of this machine that would leave it.
+
+    A judge's or a tool server's key, or a secret that is put into an address or a prompt.
+
+    >>> dict(sent_keys({"env": {"j": {"key_variable": "MY_KEY", "url": "http://h"}}}))
+    {'env.j.key_variable': 'MY_KEY'}
+    """
+    for place, text in walk_texts(tree):
+        last, looked_up = place.rpartition(".")[2], re.findall(r"oc\.env:\s*(\w+)", text)
+        secret = secrets_of(dict.fromkeys(looked_up, "a value"))
+        spoken = last.endswith("prompt") and secret
+        if last == "key_variable" or (last.endswith("url") and looked_up) or spoken:
+            yield place, text
+
+
 def belongs(target: str, path: str) -> bool:
     """Return whether a public name of leash is a part for a place of a configuration.
 

@@ -7,10 +7,21 @@ from typing import Any
 from trainer.runs.redact import redact
 from trainer.runs.run_files import PLACES, PREFIX, read_yaml
 
+VLLM = {
+    "dtype": None,
+    "gpu_memory_utilization": 0.3,
+    "tensor_parallel_size": 1,
+    "max_num_seqs": 256,
+    "max_model_len": None,
+    "tolerance": None,
+}
 # Keys that are younger than run folders which go on, with what a run without them means.
 YOUNGER: dict[str, dict[str, Any]] = {
     "root": {"gguf": None, "hub": None},
-    "policy": {"chat_template_kwargs": {}, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
+    "policy": {
+        **{"chat_template_kwargs": {}, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
+        **{"engine": "transformers", "vllm": VLLM},
+    },
     "env": {"overlong": "drop"},
     "tracker": {"replies": "16"},
     "trainer": {"stop_at": None, "patience": None, "overlap": 0},

@@ -66,8 +66,8 @@ class Watch:
         """Return what takes much longer than usual, once for each doubling of it."""
         now = time.monotonic() if now is None else now
         for rank in self._busy():
-            phase, since = self.last[rank]
-            usual, taken = self._usual(phase), now - since
+            phase, taken = self._at(rank, now)
+            usual = self._usual(phase)
             limit = FIRST if usual is None else max(TIMES * usual, LEAST)
             if phase != "start" and taken > max(limit, 2 * self.told):  # what loads says so itself
                 self.told = taken
@@ -79,14 +79,20 @@ class Watch:
         """Return whether a rank does not end, though it was asked to at a time."""
         now = time.monotonic() if now is None else now
         for rank in self._busy():
-            phase, since = self.last[rank]
+            phase, taken = self._at(rank, now)
             usual = self._usual(phase)
             patience = PATIENT if phase in LASTING else GRACE
-            if now > max(asked + patience, since + MANY * (usual or 0.0)):
+            if now > asked + patience and taken > MANY * (usual or 0.0):
                 who = f"rank {rank}" if len(self.last) > 1 else "it"
-                self.hung = f"{who} was at {phase} for {_time(now - since)} and was ended"
+                self.hung = f"{who} was at {phase} for {_time(taken)} and was ended"
                 return True
         return False
+
+    def _at(self, rank: int, now: float) -> tuple[str, float]:
+        """Return what a rank is at, and for how long; of one that waits what it waits in."""
+        phase, since = self.last[rank]
+        before, taken = self.paused[rank] if phase == WAIT else (phase, 0.0)
+        return before, taken + now - since
 
     def _usual(self, phase: str) -> float | None:
         """Return the median of what a phase took so far."""

@@ -16,6 +16,7 @@ from tensordict import TensorDictBase
 from trainer.modes.preflight.footprint import Peak
 from trainer.runs.failures import MEMORY, headline
 from trainer.trainer import Trainer
+from trainer.weight_sync import weight_sync
 
 
 class Findings:
@@ -121,6 +122,8 @@ def play_one(loop: Trainer, number: int) -> Iteration:
         batch = phase("generate", lambda: loop.source(number))
     batch = phase("score", lambda: loop.advantage(loop.retrieve_kl(batch)))
     phase("update", lambda: loop.update(batch))
+    if loop.generator is not loop.policy:
+        phase("sync", lambda: weight_sync(loop.policy, loop.generator))
     return Iteration(batch, phases, sum(seconds), chats)
 
 
