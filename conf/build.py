@@ -104,16 +104,10 @@ def make_generator(node: Section, policy: Any) -> Any:
 
 
 def make_ahead(cfg: DictConfig, policy: Any, generator: Any) -> Any:
-    """Return a generator that samples ahead of a training run, None unless trainer.overlap is set.
-
-    It needs weights of its own: those of a second process where the policy itself would sample.
-    """
+    """Return what samples ahead of a training run, None unless trainer.overlap asks for it."""
     if not cfg.trainer.overlap or cfg.mode != "train" or cfg.preflight:
         return None
-    if generator is policy:
-        generator = find_target("policies.beside.beside")(policy)
-    make = find_target("trainer.overlap.AheadGenerator")
-    return make(generator, policy, ahead=cfg.trainer.overlap)
+    return find_target("trainer.overlap.make_ahead")(policy, generator, ahead=cfg.trainer.overlap)
 
 
 def make_env(cfg: DictConfig, task: Any, policy: Any) -> Any:
@@ -145,8 +139,8 @@ def make_leash(cfg: DictConfig) -> Any:
 def make_source(cfg: DictConfig, ahead: Any = None, **parts: Any) -> Any:
     """Return where batches come from, with the verbs of algorithm.after_rollout.
 
-    With `ahead`, what `make_ahead` has made, they are sampled before they are asked for.
-    Of another engine's replies the correction is one of them, unless it is there or is null.
+    What `make_ahead` has made plays them before they are asked for. Of another engine's replies the
+    correction is one of the verbs, unless it is there or is null.
     """
     nodes, size = _plain(cfg.algorithm.after_rollout) or {}, cfg.trainer.prompts_per_iteration
     there = any("ImportanceSampling" in (node or {}).get("_target_", "") for node in nodes.values())
@@ -155,10 +149,7 @@ def make_source(cfg: DictConfig, ahead: Any = None, **parts: Any) -> Any:
     verbs = [build(node, cfg.trainer, **parts) for node in nodes.values() if node is not None]
     own = {"size": size, "after_rollout": verbs}
     source = build(cfg.algorithm.source, cfg.algorithm, cfg.trainer, **own, **parts)
-    if ahead is None:
-        return source
-    overlap, total = find_target("trainer.overlap.Overlap"), cfg.trainer.num_iterations
-    return overlap(source, ahead, parts["runtime"], num_iterations=total)
+    return ahead.around(source, parts["runtime"], cfg.trainer) if ahead else source
 
 
 def make_reference(cfg: DictConfig, policy: Any) -> Any:

@@ -13,7 +13,7 @@ Left out on purpose: batches from several versions of the weights; dropping what
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -140,6 +140,10 @@ class AheadGenerator(Queued):
         self.learnt = -1  # the version that sampled the batch learnt from last
         self.close = finalize(self, _end, self.line, getattr(engine, "close", None))
 
+    def around(self, source: Plays, runtime: Runtime, settings: Mapping[str, Any]) -> "Overlap":
+        """Return a source that this one plays ahead, of a run with these settings of `trainer`."""
+        return Overlap(source, self, runtime, num_iterations=settings["num_iterations"])
+
     def later(self, policy: Policy) -> Synced:
         """Offer the policy's weights of now; return the proof of those of the batch just learnt."""
         proof = self.taken.get(self.learnt)
@@ -249,3 +253,15 @@ class Overlap:
         start = time.perf_counter()
         batch = self.source.sample(iteration)
         return batch, time.perf_counter() - start
+
+
+def make_ahead(policy: Any, generator: Any, *, ahead: int) -> AheadGenerator:
+    """Return a generator that samples `ahead` iterations ahead.
+
+    It needs weights of its own: those of a second process where the policy itself would sample.
+    """
+    if generator is not policy:
+        return AheadGenerator(generator, policy, ahead=ahead)
+    from policies.beside import beside  # another engine needs none
+
+    return AheadGenerator(beside(policy), policy, ahead=ahead)
