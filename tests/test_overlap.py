@@ -6,18 +6,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from contracts import make_policy, rollout
+from contracts import leash, make_policy, rollout
 from engines import Stale
 from overlapped import Slow, ahead, elsewhere, nothing, slowly
 from runs import lines, metrics, train_here
 from runs import train as start
 from small_runs import IN_EVALUATION_2, IN_ITERATION_2, Counted, crash, train
+from steps import double_policy, grad_of, gradient, tables
 
 import conf.build
 from conf.compose import compose_checked
 from policies.beside import beside
 from policies.wrappers.transformers_wrapper import TransformersWrapper
+from trainer.advantage import GroupAdvantage
 from trainer.dynamic_sampling import DynamicRollouts
+from trainer.objectives import GRPOObjective
 from trainer.trainer import Trainer
 
 
@@ -194,3 +197,37 @@ def test_two_ranks_sample_ahead_what_one_does(tmp_path):
 def test_what_cannot_sample_ahead_is_refused(words, told):
     with pytest.raises(ValueError, match=told):
         compose_checked(words)
+
+
+@pytest.fixture(name="double")
+def double_fixture():
+    return double_policy()
+
+
+def test_the_ratio_is_to_the_log_probs_that_sampled_however_old_in_float64(double):
+    """Against a loop over tokens: the policy has learnt twice since it sampled."""
+    batch = rollout(double, turns=2, count=2)
+    batch = GroupAdvantage(group_size=4, leash=leash(0.0))(batch)
+    sampled_by = batch["log_probs", "full"].clone()
+    with torch.no_grad():
+        for weight in double.model.parameters():
+            weight.mul_(1.03).mul_(0.99)
+    objective = GRPOObjective(clip_low=0.1, clip_high=0.3, leash=leash(0.0))
+    got, said = gradient(double, objective, batch, micro_batch_tokens=120)
+    loss, count, far = torch.zeros((), dtype=torch.float64), 0, 0
+    for row in range(len(batch)):
+        real = batch["masks", "all_attention_mask"][row]
+        ids, learnt = batch["tokens", "full"][row][real], batch["loss_mask"][row][real]
+        old, advantage = sampled_by[row][real].double(), batch["advantage"][row][real].double()
+        table = tables(double.model, ids)
+        for t in range(1, len(ids)):
+            if learnt[t]:
+                ratio = (table[t - 1, ids[t]] - old[t]).exp()
+                clipped = ratio.clamp(0.9, 1.3)
+                loss = loss - torch.minimum(ratio * advantage[t], clipped * advantage[t])
+                count, far = count + 1, max(far, float(ratio.detach()))
+    double.model.zero_grad()
+    (loss / count).backward()
+    torch.testing.assert_close(got, grad_of(double), rtol=1e-9, atol=1e-12)
+    assert said["policy/ratio_max"] == pytest.approx(far)
+    assert far > 1.05

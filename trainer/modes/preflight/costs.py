@@ -43,6 +43,17 @@ def _size(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
+def held_ahead(loop: Trainer, settings: dict[str, Any]) -> dict[str, int]:
+    """Return the bytes of what trainer.overlap needs: of a second process, and of copies here.
+
+    The process has the model once more, on the same device; the copies, one more than are sampled
+    ahead, are of what training moves, on the CPU.
+    """
+    ahead, sizes = settings["trainer"]["overlap"], held(loop)
+    second = sizes["weights"] if ahead and settings["policy"]["engine"] == "transformers" else 0
+    return {"process": second, "copies": (ahead + 1) * sizes["gradients"] if ahead else 0}
+
+
 def check_memory(
     loop: Trainer, settings: dict[str, Any], findings: Findings, *, played: Iteration, longest: int
 ) -> None:
@@ -66,9 +77,18 @@ def check_memory(
         phase, gradients = played.phases[name], sizes["gradients"] * (name == "update")
         needed[name] = at_limits(phase, scale=scale[name], gradients=gradients)
         findings.say(f"{name:<10}{gib(needed[name]):>14}{gib(phase.peak):>12}")
-    worst = max(needed, key=needed.__getitem__)
-    ranks = loop.runtime.ranks if loop.runtime.device.type == "cpu" else 1
-    most, shared = ranks * needed[worst], f" for {ranks} ranks" if ranks > 1 else ""
+    worst, cpu = max(needed, key=needed.__getitem__), loop.runtime.device.type == "cpu"
+    more = 0
+    if ahead := settings["trainer"]["overlap"]:
+        kept = held_ahead(loop, settings)
+        sampling = needed["generate"] - played.phases["generate"].before
+        more = kept["process"] + (sampling if kept["process"] else 0) + kept["copies"] * cpu
+        findings.say(
+            f"trainer.overlap={ahead}: beside each of them {gib(kept['process'])} of weights and "
+            f"{gib(sampling)} to sample, {ahead + 1} copies of {gib(kept['copies'])} on the CPU"
+        )
+    ranks = loop.runtime.ranks if cpu else 1
+    most, shared = ranks * (needed[worst] + more), f" for {ranks} ranks" if ranks > 1 else ""
     findings.say(f"the device has {gib(room)}{shared}")
     if most > FULL * room:
         findings.problem(
@@ -159,6 +179,7 @@ def disk_need(loop: Trainer, settings: dict[str, Any]) -> dict[str, int]:
     adapter = sizes["gradients"] if has_adapter(loop.policy.model) else 0
     one = (adapter or sizes["weights"]) + sizes["optimizer"]
     one += sizes["gradients"] if settings["kl"]["refresh_every"] else 0  # a reference of its own
+    one += settings["trainer"]["overlap"] * sizes["gradients"]  # older weights
     count = saves(settings["trainer"]["num_iterations"], kept["every"])
     most = min(count, kept["keep_last"] + int(kept["keep_best"]) + 1)
     return {"checkpoint": one, "checkpoints": most * one, "model": sizes["weights"] + adapter}
