@@ -81,11 +81,12 @@ test-vllm: .venv-vllm/.ready  ## vLLM, on the CPU and in a virtual environment o
 	.venv-vllm/bin/python -m policies.embedded
 	touch $@
 
-FLOORS := $(addprefix tests/test_, batch.py chat_template.py data.py hub.py kl.py lora.py losses.py \
-	mapped_rows.py models.py runtime.py scorer.py update.py)
+FLOORS := $(addprefix tests/test_, batch.py chat_env.py chat_template.py collect.py containers.py \
+	data.py early_stopping.py failures.py hub.py kl.py lora.py losses.py mapped_rows.py models.py \
+	preferences.py rollout_from_model.py runtime.py scorer.py specification.py update.py)
 
 test-floors: .venv-floors/.ready  ## the lowest declared versions, in a virtual environment of its own
-	OMP_NUM_THREADS=1 .venv-floors/bin/python -m pytest -m "not slow and not gpu" $(FLOORS) $(ARGS)
+	OMP_NUM_THREADS=1 .venv-floors/bin/python -m pytest -m "not slow and not gpu and not ray" $(FLOORS) $(ARGS)
 
 .venv-floors/.ready: pyproject.toml constraints-floors.txt
 	test -x .venv-floors/bin/python || $(PYTHON) -m venv .venv-floors

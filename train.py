@@ -29,7 +29,8 @@ def train(cfg: DictConfig, folder: Path) -> float:
     with trainer.Runtime(folder, seed=cfg.seed, device=cfg.policy.device) as runtime:
         runtime.write_status(machine=about_machine(runtime.device, runtime.ranks))
         task = parts.make_task(cfg.env)  # data that is not there is told before a model is loaded
-        if cfg.allow_targets:  # so are faults in a reward of one's own
+        # So are faults in a reward of one's own, in a file or given to trainer.train.
+        if cfg.allow_targets or "envs.rewards.Given" in str(cfg.env.rewards):
             parts.find_target("envs.reward_trial.try_reward")(task)
         policy = parts.make_policy(cfg.policy, device=str(runtime.device))
         runtime.write_status(model=policy.found.about())

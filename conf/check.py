@@ -43,10 +43,15 @@ def check(cfg: dict[str, Any]) -> None:
         raise ValueError(finding)
 
 
+def is_silent(cfg: dict[str, Any]) -> bool:
+    """Return whether what is learnt from samples no replies."""
+    return cfg["algorithm"]["source"]["_target_"].rpartition(".")[2] in SILENT
+
+
 def _findings(cfg: dict[str, Any]) -> Iterator[str]:
     yield from _unnamed(cfg)
     yield from schema.faults(cfg)
-    silent = cfg["algorithm"]["source"]["_target_"].rpartition(".")[2] in SILENT
+    silent = is_silent(cfg)
     for look in (_batches, _no_replies if silent else _replies, _engine, _packages, _disk):
         yield from look(cfg)
     yield from _nodes(cfg)
@@ -59,13 +64,10 @@ def _batches(cfg: dict[str, Any]) -> Iterator[str]:
         what = f"launch.num_processes for the {cores} cores of this machine"
         yield f"expected {what}, got {ranks}: each loads a model of its own; lower it"
     parts, saved, every = cfg["algorithm"]["minibatches"], cfg["checkpoint"], cfg["eval"]["every"]
-    if rule := cfg["trainer"]["stop_at"]:
-        from trainer.early_stopping import read_rule
+    if cfg["trainer"]["stop_at"]:
+        from conf.check_stop import findings  # here: few runs have a rule
 
-        try:
-            read_rule(rule)
-        except ValueError as error:
-            yield str(error)
+        yield from findings(cfg)
     if cfg["trainer"]["patience"] and not every:
         yield "trainer.patience counts evaluations, got eval.every=0; set eval.every=5, say"
     if prompts % ranks:

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from conf import names
-from conf.check import check
+from conf.check import check, is_silent
 from conf.command_line import ALLOW, check_overrides, read_override, spell_out
 from conf.interpolations import bounded
 from conf.names import all_keys
@@ -51,9 +51,20 @@ def compose_checked(words: Sequence[str]) -> dict[str, Any]:
     """Return the checked configuration of one job, to be saved; see `settle`."""
     check_overrides(words)
     config = settle(compose_raw(words))
+    _check_leash(words, config)
     for name in _trained_first(config):
         _check_chain((name,), names.FOLDER)
     return config
+
+
+def _check_leash(words: Sequence[str], config: dict[str, Any]) -> None:
+    """Raise ValueError if an experiment without replies leaves an algorithm with some no KL."""
+    said = dict(word.partition("=")[::2] for word in words)
+    if "algorithm" in said and not config["kl"]["measure"] and "kl.measure" not in said:
+        from conf.hints import no_leash
+
+        if not is_silent(config):
+            raise ValueError(no_leash(said.get("experiment", ""), said["algorithm"]))
 
 
 def compose_experiment(name: str, words: Sequence[str] = ()) -> dict[str, Any]:

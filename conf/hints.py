@@ -152,17 +152,31 @@ def _topmost(keys: Sequence[str]) -> list[str]:
 def no_file(group: str, got: Any) -> str:
     """Return the line on a choice that is no file of a group of conf/."""
     files = sorted(path.stem for path in (names.FOLDER / group).glob("*.yaml"))
+    theirs = str(got).lower().partition("_")[0] if group == "experiment" else str(got).lower()
+    if group in ("algorithm", "experiment") and (told := known_elsewhere(f"algorithm={theirs}")):
+        return f"{group}={got}: {told.partition(': ')[2]}"
     if isinstance(got, int | float):  # kl=0.1
         meant = [k for k in keys() if k.startswith(f"{group}.") and _takes(k, got)][:1]
         hint = f"; did you mean {meant[0]}={got}?" if meant else ""
     else:
-        meant = difflib.get_close_matches(str(got), files, n=2)
+        meant = difflib.get_close_matches(str(got).lower(), files, n=2)
         hint = (
             f"; did you mean {' or '.join(f'{group}={name}' for name in meant)}?" if meant else ""
         )
         files = [] if meant and len(files) > FEW else files
     known = f" ({', '.join(files)})" if files else ""
     return f"{group}={got}: expected a file of conf/{group}{known}{hint}"
+
+
+def no_leash(experiment: str, algorithm: str) -> str:
+    """Return the line on an algorithm that samples replies where an experiment has no KL."""
+    like = f"{algorithm}_{experiment.partition('_')[2]}"
+    there = (names.FOLDER / "experiment" / f"{like}.yaml").exists()
+    return (
+        f"experiment={experiment} samples no replies and switches the KL off (kl.measure=false), "
+        f"algorithm={algorithm} samples some; {f'take experiment={like}, or ' if there else ''}"
+        "give kl.measure=true kl.coeff=0.02 (0 only measures), or kl.measure=false for no KL"
+    )
 
 
 def _takes(key: str, number: float) -> bool:

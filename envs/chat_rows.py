@@ -12,6 +12,7 @@ import numpy as np
 from envs.data import READERS, Made, Table, is_file, load_table, made
 
 COLUMNS = ("messages", "question", "answer")
+ELSEWHERE = {"question": ("prompt",), "answer": ("completion", "chosen")}  # what TRL calls them
 EVAL_SHARE, EVAL_ROWS = 0.1, 200  # what is split off where there is no eval data, at most
 
 
@@ -31,10 +32,10 @@ def load_chats(
     cells by column name, None where the file has none.
 
     A column `messages` is used where there is one, else `question` and `answer`, each a text or
-    messages (then "question" has the cell as it is); `columns` renames any of the three. Without
-    `answers` an answer is read only if `columns` names it. Eval rows: `eval_dataset`, else
-    `eval_split` of a hub data set, else a seeded tenth of the data (`split_off`); a file has no
-    splits.
+    messages (then "question" has the cell as it is); `columns` renames any of the three, and where
+    there is no such column TRL's prompt and completion (or chosen) are taken. Without `answers` an
+    answer is read only if `columns` names it. Eval rows: `eval_dataset`, else `eval_split` of a hub
+    data set, else a seeded tenth of the data (`split_off`); a file has no splits.
     """
     if not dataset:
         raise ValueError(
@@ -91,11 +92,12 @@ def _chats(
 ) -> Sequence[dict[str, Any]]:
     """Return prompt and answer of each row of a table."""
     column = names.get("messages", "messages")
-    by_question = "question" in names or "answer" in names
+    by_question, asked = "question" in names or "answer" in names, "answer" in names
     if "messages" in names or (column in table.columns and not by_question):
         table.require("messages", column)
         remedy = f"if these are prompts alone, give env.columns.question={column} in its place"
         return table.each(lambda index: _chat(table, index, column), remedy, checked=checked)
+    names = {**_of_trl(table), **names}
     question = table.require("question", names.get("question", "question"))
     there = f"=<column>, of {', '.join(table.columns)}"
     remedy = f"name a column of prompts: env.columns.question{there}"
@@ -103,7 +105,7 @@ def _chats(
         lambda index: table.turns(index, question, "user"), remedy, checked=checked
     )
     replies = None
-    if answers or "answer" in names:
+    if answers or asked:
         answer = table.require("answer", names.get("answer", "answer"))
         remedy = f"name a column of texts: env.columns.answer{there}"
         replies = table.each(
@@ -119,6 +121,16 @@ def _chats(
         return out | {"messages": out["messages"] + more, "answer": last["content"]}
 
     return made(row, table.places)
+
+
+def _of_trl(table: Table) -> dict[str, str]:
+    """Return the columns of a table that TRL calls otherwise, by what they are called here."""
+    there = {
+        name: next((other for other in others if other in table.columns), None)
+        for name, others in ELSEWHERE.items()
+        if name not in table.columns
+    }
+    return {name: column for name, column in there.items() if column is not None}
 
 
 def _chat(table: Table, index: int, column: str) -> dict[str, Any]:

@@ -278,6 +278,18 @@ def test_the_browser_of_replies_goes_through_iterations_and_finds_texts(browser,
         assert browser.complaints() == []
 
 
+def test_replies_that_do_not_fit_side_by_side_say_that_they_scroll(browser, pages):
+    script = """[...document.querySelectorAll("#browser .group:has(.row)")]
+      .map((g) => [g.querySelector(".row").scrollWidth > g.querySelector(".row").clientWidth + 1,
+                   g.querySelector(".aside").offsetHeight > 0])"""
+    found = []
+    for width in (1280, 390):
+        browser.open(pages["report"], width=width)
+        found += browser.run(script)
+    assert [True, True] in found
+    assert all(cut == told for cut, told in found)
+
+
 def test_jump_links_lead_to_their_headings_on_a_phone(browser, pages):
     browser.open(pages["report"], width=390)
     for place in ("replies", "configuration", "curves"):

@@ -58,7 +58,7 @@ def test_reset_repeats_each_prompt_in_a_row_with_a_stream_of_its_own():
     want = [int(fold(fold(3, i), s)) for i in range(3) for s in range(2)]
     assert td["stream"].tolist() == want
     assert len(set(want)) == 6
-    assert [r["messages"][0]["content"] for r in td["row"].tolist()] == asked
+    assert [r["messages"][0]["content"] for r in list(td["row"])] == asked
 
 
 def test_group_ids_of_the_caller_are_kept():
@@ -76,7 +76,7 @@ def test_a_query_is_enough_without_a_task():
     out = env.step(reply(out, ["yes"] * 6))
     assert out["next", "reward"].tolist() == [[0.0]] * 6
     assert not out["next", "done"].any(), "only a task or a turn limit ends an episode"
-    assert out["next", "question"].tolist() == [t for t in ASKED for _ in range(2)]
+    assert list(out["next", "question"]) == [t for t in ASKED for _ in range(2)]
     same = env.reset(TensorDict({"question": NonTensorData("Hi", batch_size=[2])}, batch_size=[2]))
     assert [c[-1]["content"] for c in same["history", "prompt"].chats()] == ["Hi"] * 4
 

@@ -105,7 +105,7 @@ def test_every_part_of_the_batch_has_one_shape_and_is_padded_right():
     assert attention.all(0).sum() < shape[1], "the rows should differ in length"
     assert batch["temperature"].tolist() == [1.0] * 4 * G
     assert batch["prompt"][0] == Words().rows("train")[0]["answer"]
-    assert set(batch["system"].tolist()) == {""}
+    assert {*batch["system"]} == {""}
 
 
 def test_transcripts_show_the_system_message_where_there_is_one():

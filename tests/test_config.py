@@ -60,6 +60,41 @@ def test_own_rows_are_asked_for_in_one_line():
             compose_checked([f"experiment={name}"])
 
 
+SILENT = [name for name in EXPERIMENTS if "measure: false" in
+          (ROOT / "conf" / "experiment" / f"{name}.yaml").read_text()]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SILENT)
+@pytest.mark.parametrize("algorithm", ["grpo", "rloo", "ppo"])
+def test_an_experiment_without_replies_does_not_switch_the_leash_off_for_an_algorithm(
+    name, algorithm
+):
+    words = [*words_of(name), f"algorithm={algorithm}"]
+    if name == "rm_tiny":  # its rows have no reward
+        words.append("env=sort_digits")
+    said = refusal(*words)
+    assert f"experiment={name} samples no replies and switches the KL off" in said
+    like = f"{algorithm}_{name.partition('_')[2]}"
+    assert (f"take experiment={like}" in said) == (like in EXPERIMENTS)
+    more = ["kl.measure=true", "kl.coeff=0.02"], ["kl.measure=true"], ["kl.measure=false"]
+    for words_more in more:
+        assert compose_checked([*words, *words_more])
+    assert compose_checked([*words_of("sft_own"), "algorithm=minor_sft"])
+
+
+def test_a_module_that_is_not_there_is_looked_for_where_python_does(tmp_path, monkeypatch):
+    words = ["env=own", "env.task._target_=beside_me.Mine", "allow_targets=true"]
+    (tmp_path / "beside_me.py").write_text("import lacking_one")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    assert f"it lies in {tmp_path}: write PYTHONPATH=. in front" in refusal(*words)
+    monkeypatch.syspath_prepend(tmp_path)
+    said = refusal(*words)  # it is found, and what it imports is not
+    assert "No module named 'lacking_one'" in said
+    assert "envs is /" in refusal("env=own", "env.task._target_=envs.no.Such", "allow_targets=true")
+    assert "looked in" not in said
+
+
 def test_a_system_prompt_is_that_of_the_env_that_brings_it():
     found = {}
     for path in (ROOT / "conf" / "env").glob("*.yaml"):

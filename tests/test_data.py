@@ -269,16 +269,36 @@ def test_malformed_chat_names_the_place(tmp_path, messages, words):
 
 
 def test_missing_column_lists_the_columns_there_are(tmp_path):
-    path = write_jsonl(tmp_path / "d.jsonl", [{"prompt": "a", "label": "b"}])
+    path = write_jsonl(tmp_path / "d.jsonl", [{"text": "a", "label": "b"}])
     with pytest.raises(
-        ValueError, match=r"'question', got prompt, label.*columns.question="
+        ValueError, match=r"'question', got text, label.*columns.question="
     ) as caught:
         load_chats(path)
     assert "\n" not in str(caught.value)
-    with pytest.raises(ValueError, match="'chat', got prompt, label"):
+    with pytest.raises(ValueError, match="'chat', got text, label"):
         load_chats(path, columns={"messages": "chat"})
     with pytest.raises(ValueError, match=r"keys among .* got \['reply'\]"):
         load_chats(path, columns={"reply": "label"})
+
+
+def test_columns_that_trl_calls_otherwise_are_known_and_named_ones_go_first(tmp_path):
+    rows = [{"prompt": f"{i}?", "completion": f"{i}!", "chosen": "c"} for i in range(4)]
+    path = write_jsonl(tmp_path / "d.jsonl", rows)
+
+    def said(**more):
+        row = load_chats(path, eval_dataset=path, **more)["train"][0]
+        return row["messages"][0]["content"], row.get("answer")
+
+    assert said() == ("0?", "0!")
+    assert said(columns={"answer": "chosen"}) == ("0?", "c")
+    assert said(columns={"question": "completion"}) == ("0!", "0!")
+    assert said(answers=False) == ("0?", None)
+    turns = {"prompt": [{"role": "user", "content": "a"}]}
+    turns["chosen"] = [{"role": "assistant", "content": "b"}]
+    path = write_jsonl(tmp_path / "e.jsonl", [turns])
+    assert said() == ("a", "b")
+    path = write_jsonl(tmp_path / "f.jsonl", [{**rows[0], "question": "q", "answer": "a"}])
+    assert said() == ("q", "a")
 
 
 @pytest.mark.parametrize(

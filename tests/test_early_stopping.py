@@ -1,13 +1,20 @@
 """A run that ends once it has learnt enough: at a value, or when evaluations stagnate."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
+from refusals import refusal
 from small_runs import IN_ITERATION_2, Counted, stop, train
 
+from conf.compose import compose_checked
 from trainer.early_stopping import EarlyStopping, read_rule
+from trainer.metric_names import NAMES, unknown
 from trainer.runs.find import nothing_left
 from trainer.runs.run_files import load_run
+
+ROOT = Path(__file__).parents[1]
 
 
 def lines(folder):
@@ -53,10 +60,40 @@ def test_patience_counts_evaluations_since_the_best_one():
         assert ended == by_hand
 
 
-def test_a_misspelt_metric_is_told_after_the_first_iteration():
-    enough = EarlyStopping(stop_at="eval/sampled_acuracy 0.9")
-    enough({"eval/sampled_accuracy": 0.1}, 0)
+MISSPELT = [
+    ("eval/sampled_acuracy 1", (), "there is no metric eval/sampled_acuracy; did you mean eval/sa"),
+    ("kl/refsequence 1", (), "did you mean kl/ref_sequence?"),
+    ("some/thing 1", (), "docs/metrics.md names all"),
+    ("eval/greedy_accuracy 1", ("eval.greedy=false",), "of this run have no eval/greedy_accuracy"),
+    ("eval/pass@3 1", ("eval.num_samples=8",), "of this run have no eval/pass@3, got eval.num_sam"),
+    ("eval/reward 1", ("eval.num_samples=0", "eval.greedy=false"), "have no eval/reward"),
+]
+
+
+@pytest.mark.parametrize(("rule", "words", "said"), MISSPELT)
+def test_a_metric_that_no_run_logs_is_told_before_a_model_is_loaded(rule, words, said):
+    assert said in refusal("experiment=grpo_tiny", f"trainer.stop_at={rule}", *words)
+
+
+def test_every_metric_may_end_a_run_and_one_of_my_own_where_my_code_may_run():
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    rows = re.findall(r"^\| `([^`]+)` \|", page, re.M)
+    named = {re.sub("@k$", "@8", name).replace("<name>", "mine") for name in rows}
+    assert {name for name in named if unknown(name.replace("<label>", "b"))} == set()
+    assert set(NAMES) <= named
+    for name in ("reward_part/digits", "eval/sampled_accuracy/facts", "eval/pass@4"):
+        assert compose_checked(["experiment=grpo_tiny", f"trainer.stop_at={name} 1"])
+    words = ["experiment=grpo_tiny", "trainer.stop_at=mine/too 1", "allow_targets=true"]
+    assert compose_checked(words)
+
+
+def test_a_metric_that_this_run_lacks_is_told_by_what_it_logs_first():
+    enough = EarlyStopping(stop_at="eval/sampled_accuracy/facts 0.9")
     with pytest.raises(ValueError, match=r"did you mean eval/sampled_accuracy\?"):
+        enough({"eval/sampled_accuracy": 0.1}, 0)
+    enough = EarlyStopping(stop_at="value/explained_variance 0.9")
+    assert enough({"eval/sampled_accuracy": 0.1}, 0) is None
+    with pytest.raises(ValueError, match="no metric value/explained_variance"):
         enough({"loss/total": 0.1}, 1)
 
 

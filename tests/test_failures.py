@@ -33,7 +33,7 @@ def fault(action) -> Exception:
         (lambda: Path("/no/such").read_text(), "[Errno 2] No such file or directory: '/no/such'"),
         (
             lambda: save_file({"a": torch.ones(1)}, "/dev/full/x"),
-            "SafetensorError: Error while serializing: I/O error: Not a directory (os error 20)",
+            "SafetensorError: Error while serializing: ",
         ),
     ],
 )

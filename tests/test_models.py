@@ -176,7 +176,12 @@ def shorten(path):
 @pytest.mark.parametrize(
     ("name", "damage", "words"),
     [
-        ("model.safetensors", shorten, r"cannot read the weights \(.*not fully covered\)"),
+        # safetensors 0.5 has other words than 0.6
+        (
+            "model.safetensors",
+            shorten,
+            r"read the weights \(.*(not fully covered|IncompleteBuffer)",
+        ),
         ("config.json", shorten, r"cannot read the config.json \(.*not a valid JSON file"),
         ("config.json", lambda p: edit_json(p, hidden_size=64), r"cannot read the weights"),
         ("tokenizer.json", shorten, r"cannot read the tokenizer"),

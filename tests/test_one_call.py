@@ -227,3 +227,15 @@ def test_what_are_no_rows_is_refused_in_one_line(tmp_path, rows, says):
     with pytest.raises(ValueError, match=says):
         trainer.train("tiny", length, rows, output_dir=folder)
     assert not (folder / "dataset.jsonl").exists()
+
+
+def test_a_reward_is_tried_on_the_first_row_before_a_model_is_loaded(monkeypatch):
+    def wrong(row, reply):
+        return row["levels"]
+
+    monkeypatch.setattr("policies.load_policy", None)  # calling it would be another error
+    with pytest.raises(
+        RuntimeError, match=r"KeyError: 'levels' .*test_one_call.py, line"
+    ) as caught:
+        call(wrong)
+    assert "tried on the first row" in "\n".join(caught.value.__notes__)

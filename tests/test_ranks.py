@@ -91,6 +91,13 @@ def test_one_bit_on_one_rank_is_told(one: FirstStep, two: FirstStep) -> None:
     assert "launch.num_processes=1" in two.told
 
 
+def first_replies(folder: Path) -> set[tuple[int, str]]:
+    """Return group and text of the replies that a run keeps of its first iteration."""
+    rows = [json.loads(line) for line in (folder / "transcripts.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if (row["iteration"], row["kind"]) == (1, "train")]
+    return {(row["group"], row["response"]) for row in rows}
+
+
 def test_a_run_on_two_ranks_logs_what_one_logs(small_run: Finished, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     words = [word for word in SMALL if not word.startswith("trainer.num_iterations")]
@@ -105,4 +112,7 @@ def test_a_run_on_two_ranks_logs_what_one_logs(small_run: Finished, tmp_path: Pa
         assert want.keys() <= row.keys()
         assert {name: row[name] for name in want} == pytest.approx(want, rel=1e-3, abs=1e-4)
     assert (folder / "model" / "model.safetensors").is_file()
+    prompts = next(int(word.partition("=")[2]) for word in SMALL if "prompts_per_it" in word)
+    halves = {group < prompts / 2 for group, _ in first_replies(folder)}
+    assert halves == {True, False}, "of both ranks"
     assert not (folder / "errors").exists()

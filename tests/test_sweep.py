@@ -229,6 +229,33 @@ def test_a_sweep_ends_with_a_table_of_its_settings_and_the_best(tmp_path):
     assert results(Sweep(tmp_path, [])) == []
 
 
+def test_settings_of_the_same_objective_are_named_beside_the_best(tmp_path):
+    values = [(0, 5.0, 0.9), (0.1, 2.0, 0.9), (1, 1.0, 0.5), (2, 3.0, 0.9)]
+    jobs = [job(str(c), kl=kl, objective=o, kl__coeff=c) for c, kl, o in values]
+    told = results(Sweep(tmp_path, jobs, live=False, command="c"))
+    place = next(i for i, line in enumerate(told) if line.startswith("best     kl.coeff=0.1 "))
+    assert told[place + 1] == "         tied with kl.coeff=0, kl.coeff=2; it has the lowest KL"
+    assert not any("tied" in line for line in results(Sweep(tmp_path, jobs[1:3])))
+
+
+def test_what_the_jobs_warn_of_stands_once_on_the_page_with_their_names(tmp_path):
+    write_jobs(tmp_path)
+    folders = sorted(path.parent.parent for path in tmp_path.glob("*/.hydra/overrides.yaml"))
+    assert len(folders) > 1
+    note = {"level": "warn", "title": "Reward hacking", "text": "t", "iteration": 3, "until": None}
+    for folder in folders:
+        path = folder / "status.json"
+        status = json.loads(path.read_text()) if path.exists() else {"state": "finished"}
+        path.write_text(
+            json.dumps({**status, "notes": [note, {**note, "title": "Ok", "until": 4}]})
+        )
+    page = Page(write_sweep(tmp_path))
+    assert page.source.count("<b>Reward hacking</b>") == 1
+    assert "<b>Ok</b>" not in page.source, "it was taken back"
+    said = page.source.partition("<b>Reward hacking</b>")[2].partition("</p>")[0]
+    assert said.count("kl.coeff=") == len(folders)
+
+
 def test_the_best_setting_is_not_that_of_the_luckiest_seed():
     values = [(0, 1, 0.9), (0, 2, 0.1), (1, 1, 0.6), (1, 2, 0.5)]
     jobs = [job(f"{c}{s}", objective=o, kl__coeff=c, seed=s) for c, s, o in values]

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import math
 import sqlite3
 import subprocess
@@ -280,6 +281,9 @@ def test_mlflow_goes_on_with_its_run_under_the_names_of_the_files(tmp_path, monk
     assert (run / "metrics/eval/pass_at_4").exists()
     assert (run / "params/kl.coeff").read_text() == "0.1"
     assert "sk-" not in (run / "params/api_key").read_text()
+    assert (run / "tags/job_type").read_text() == "train"
+    assert (run / "tags/tags").exists()
+    assert logging.getLogger("alembic").getEffectiveLevel() >= logging.WARNING
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,8 @@ class EarlyStopping:
     def __call__(self, metrics: Mapping[str, float], iteration: int) -> str | None:
         """Take what is logged at an iteration, 0 being before training; return why to end.
 
-        ValueError after the first iteration if there is no such metric.
+        ValueError as soon as it is known that there is no such metric: what no run logs is refused
+        before (metric_names.py), what this one does not log by what it logs first.
         """
         self.seen |= {*metrics}
         if self.ended is None:
@@ -64,7 +65,8 @@ class EarlyStopping:
         name, target = read_rule(self.stop_at)
         if name not in metrics:
             evaluated = any(seen.startswith(SCORE) for seen in self.seen)
-            if iteration and name not in self.seen and (evaluated or not name.startswith(SCORE)):
+            told = evaluated if name.startswith(SCORE) else iteration  # 0 is an evaluation alone
+            if told and name not in self.seen:
                 near = difflib.get_close_matches(name, self.seen, 1)
                 meant = f"did you mean {near[0]}?" if near else "see metrics.jsonl for its metrics"
                 raise ValueError(f"trainer.stop_at: this run has no metric {name}; {meant}")

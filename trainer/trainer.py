@@ -170,15 +170,21 @@ class Trainer:
     def _log(self, batch: TensorDictBase, metrics: dict[str, float]) -> None:
         iteration = self.progress.iteration
         self._judge(metrics)
-        if self.runtime.is_main and "reward_raw" in batch:
-            said = {"count": self.replies, "tokenizer": self.policy.tokenizer}
-            rows = transcripts(batch, iteration, kind="train", **said)
+        if "reward_raw" in batch:
+            tokenizer = self.policy.tokenizer if self.runtime.is_main else None
+            said = {"count": self._share(self.replies), "tokenizer": tokenizer}
+            parts = self.runtime.gather(transcripts(batch, iteration, kind="train", **said))
+            rows = [row for part in parts for row in part]
             self.observers.replies(rows, iteration, kind="train")
         if self.evaluate.due(iteration, self.num_iterations):
             last = iteration == self.num_iterations
             self._evaluate(metrics, kind="after" if last else "eval")
         else:
             self._write(metrics)
+
+    def _share(self, count: int | str) -> int | str:
+        """Return how many of an iteration's replies this rank hands over."""
+        return count if count == "all" else -(-int(count) // self.runtime.ranks)
 
     def _evaluate(self, metrics: dict[str, float], *, kind: str) -> None:
         """Evaluate, log and show sample replies."""

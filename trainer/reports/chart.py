@@ -257,6 +257,8 @@ def ticks(lo: float, hi: float, *, count: int = 4, whole: bool = False) -> list[
 
     >>> ticks(0.1, 0.72)
     [0.0, 0.2, 0.4, 0.6, 0.8]
+    >>> ticks(1.0, 1.0015)
+    [1.0, 1.01]
     """
     close = 1e-9 if whole else 1e-3  # equal to the digits that a tick shows
     if hi - lo <= close * max(abs(lo), abs(hi)):
@@ -264,7 +266,9 @@ def ticks(lo: float, hi: float, *, count: int = 4, whole: bool = False) -> list[
     rough = (hi - lo) / max(count, 2)
     power = 10.0 ** math.floor(math.log10(rough))
     step = power * next(m for m in (1, 2, 5, 10) if rough <= m * power * 1.0001)
-    step = max(1.0, step) if whole else step
+    # no finer than the three digits that a tick shows
+    finest = 1.0 if whole else 10.0 ** (math.floor(math.log10(max(abs(lo), abs(hi)))) - 2)
+    step = max(finest, step)
     first, last = math.floor(lo / step + 1e-9), math.ceil(hi / step - 1e-9)
     return [float(f"{k * step:.10g}") for k in range(first, last + 1)]
 

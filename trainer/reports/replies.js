@@ -55,6 +55,7 @@
       make("details", "", make("summary", "", role), make("div", "reply", text)));
     return make("div", "card group", make("div", "prompt", ...head, found.prompt), ...told,
       found.answer ? make("div", "facts", "right answer: ", make("b", "", found.answer)) : null,
+      make("div", "facts aside", `${found.replies.length} replies: scroll sideways \u2192`),
       make("div", `scroll row${found.replies.every((row) => size(row) < 40) ? " brief" : ""}`, ...found.replies.map((row) => reply(row, most))));
   };
 
@@ -88,6 +89,10 @@
   const both = data.train.length && data.held.length ? make("span", "views", ...views) : null;
   const bar = make("div", "bar", both, along, search);
 
+  // Replies that do not fit side by side say so.
+  const aside = () => list.querySelectorAll(".row").forEach((row) =>
+    row.parentElement.classList.toggle("wide", row.scrollWidth > row.clientWidth + 1));
+  addEventListener("resize", aside);
   const legend = root.querySelectorAll(".legend");
   const fits = (found, text) => [found.prompt, found.answer, ...found.replies.map((row) => row.response)]
     .some((part) => part && part.toLowerCase().includes(text));
@@ -113,6 +118,7 @@
     label.textContent = last < 0 ? "" : `iteration ${data.train[here()].iteration} of ${data.train[last].iteration}`;
     slider.ariaValueText = label.textContent;
     count.textContent = text ? `${found.length} of ${all.length} prompts have it` : "";
+    aside();
     more.hidden = found.length <= state.shown;
     more.textContent = `${found.length - shown.length} more prompts`;
   };

@@ -201,7 +201,7 @@ def _changes(run: Run) -> str:
         elif values[1] != values[0]:
             by_experiment.append(cells)
     rows = [*asked_by_hand, *by_experiment]
-    head = ("key", "default", f"experiment {run.experiment}", "this run")
+    head = ("key", "leash's default", f"experiment {run.experiment}", "this run")
     return markup.table(head, rows) if rows else ""
 
 

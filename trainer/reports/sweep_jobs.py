@@ -29,6 +29,7 @@ OBJECTIVE, REWARD, KL = "objective", "reward/raw_mean", "kl/ref_sequence"
 ACCURACY = "eval/sampled_accuracy"
 COLUMNS = {"objective": OBJECTIVE, "reward": REWARD, "KL": KL}
 MOST = 20  # settings that the terminal lists
+FEW = 3  # of those that are tied
 
 
 @dataclass(frozen=True)
@@ -189,6 +190,16 @@ def best(jobs: Sequence[Job]) -> Setting | None:
     return max(ended, key=worth, default=None) if len(jobs) > 1 else None
 
 
+def tied(jobs: Sequence[Job], found: Setting) -> str:
+    """Say which settings have the objective of the best one, "" if none has."""
+    value = found.mean(OBJECTIVE) or 0.0
+    ended = [s for s in grouped(jobs) if s.finished and s.name != found.name]
+    means = {setting.name: setting.mean(OBJECTIVE) for setting in ended}
+    same = [n for n, mean in means.items() if mean is not None and math.isclose(mean, value)]
+    listed = ", ".join(same[:FEW]) + (f" and {len(same) - FEW} more" if len(same) > FEW else "")
+    return f"tied with {listed}; it has the lowest KL" if same else ""
+
+
 def results(sweep: Sweep) -> list[str]:
     """Return what a sweep came to for a terminal: a line per setting, the best, what is left."""
     made, lines = grouped(sweep.jobs), []
@@ -206,6 +217,7 @@ def results(sweep: Sweep) -> list[str]:
     if found := best(sweep.jobs):
         again = repeat_command(found.finished[0].run)
         lines.append(f"best     {found.name} ({found.numbers()})")
+        lines += [f"         {told}"] if (told := tied(sweep.jobs, found)) else []
         lines += [f"again    {again}"] * bool(again)
     if sweep.unfinished:
         left = f"{sweep.left} not begun; " if sweep.left else ""
@@ -228,10 +240,12 @@ def as_markdown(jobs: Sequence[Job]) -> str:
     """Return a table of the settings: reward, held-out accuracy and KL, with those of the start."""
     made, begun = grouped(jobs), [start(jobs, by) for by in (REWARD, ACCURACY)]
     before = [f"; before training {short(spot[1])}" if spot else "" for spot in begun]
+    over = {job.reached.get("iterations_averaged") or 10 for job in jobs}
+    last = f"last {min(over)} iterations" if len(over) == 1 else "last iterations, at most 10"
     names = {
-        f"reward (last ten iterations{before[0]})": REWARD,
+        f"reward ({last}{before[0]})": REWARD,
         f"sampled held-out accuracy (at the end{before[1]})": ACCURACY,
-        "KL, nats per reply (last ten iterations)": KL,
+        f"KL, nats per reply ({last})": KL,
     }
     rows = [["", *(setting.name for setting in made)]]
     for name, column in names.items():

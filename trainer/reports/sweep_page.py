@@ -15,7 +15,7 @@ from trainer.reports.chart import Series, line_chart, standalone
 from trainer.reports.formats import duration, short
 from trainer.reports.frontier import AVERAGED, frontier
 from trainer.reports.markup import escape, repeat_command
-from trainer.reports.panels import MAIN, figure
+from trainer.reports.panels import MAIN, figure, open_notes
 from trainer.reports.sweep_jobs import (
     ACCURACY,
     REWARD,
@@ -29,6 +29,7 @@ from trainer.reports.sweep_jobs import (
     load_sweep,
     other_starts,
     task_reward,
+    tied,
     varying,
 )
 from trainer.reports.sweep_replies import side_by_side
@@ -78,12 +79,15 @@ def _body(sweep: Sweep) -> Iterator[str]:
         used = dict.fromkeys(next(filter(job.run.series, OBJECTIVES), "none") for job in jobs)
         objective = " or ".join(OBJECTIVES[metric] for metric in used if metric in OBJECTIVES)
         note = f"objective: {objective}; reward and KL: mean of the {AVERAGED}"
-        yield f"<p>Highest objective: <b>{escape(found.name)}</b> ({escape(found.numbers())})</p>"
+        same = f"; {told}" if (told := tied(jobs, found)) else ""
+        said = f"<b>{escape(found.name)}</b> ({escape(found.numbers())}){escape(same)}"
+        yield f"<p>Highest objective: {said}</p>"
         yield f"<p>{markup.command(again, copy=True)}</p>" if again else ""
         yield f'<p class="muted">{escape(note)}</p>'
     if jobs:
         drawn = _pictures(made, jobs)
         yield f'<div class="sides"><div>{drawn}</div><div>{_table(jobs)}</div></div>'
+        yield from _warnings(jobs)
     begun = [setting for setting in made if any(job.run.metrics for job in setting.jobs)]
     drawn = list(_overlays(begun, varying(jobs)))
     yield markup.charts(drawn, title="Curves", names=[setting.name for setting in begun])
@@ -149,6 +153,18 @@ def _table(jobs: Sequence[Job]) -> str:
     text = f"the same in all jobs: {', '.join(same)}"
     note = f'<p class="muted">{escape(text)}</p>' if same else ""
     return markup.table(columns, zip(*drawn, strict=True), sortable=True) + note
+
+
+def _warnings(jobs: Sequence[Job]) -> Iterator[str]:
+    """Say what the jobs warn of and have not taken back, each warning once, with those it is of."""
+    found: dict[tuple[str, str], list[Job]] = {}
+    for job in jobs:
+        for note in open_notes(job.run):
+            found.setdefault((str(note.get("level")), str(note.get("title"))), []).append(job)
+    keys = varying(jobs)
+    for (level, title), those in sorted(found.items(), key=lambda item: item[0][0]):
+        links = ", ".join(_link(job, job.called(keys)) for job in those)
+        yield f'<p class="note {escape(level)}"><b>{escape(title)}</b><br>{links}</p>'
 
 
 def _overlays(begun: Sequence[Setting], keys: Sequence[str]) -> Iterator[str]:

@@ -13,7 +13,14 @@ def find_target(target: str) -> Any:
     module, _, name = target.rpartition(".")
     if not module:
         raise ValueError(f"expected <module>.<name>, got {target!r}")
-    home = import_module(module)
+    try:
+        home = import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # it is there, and imports what is not
+        from trainer.runs.not_there import told  # where there is a fault
+
+        raise ModuleNotFoundError(told(error.name), name=error.name) from None
     if not hasattr(home, name):
         names = getattr(home, "__all__", [n for n in vars(home) if not n.startswith("_")])
         close = difflib.get_close_matches(name, names, n=1)

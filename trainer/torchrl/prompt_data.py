@@ -7,20 +7,23 @@ Left out on purpose: memory-mapped copies on disk. The tokens are held in memory
 
 import warnings
 from collections.abc import Iterator
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import TensorClass
+from tensordict import TensorClass, tensorclass
 from torch import Tensor
 
 from envs.data import Table, is_file, load_table
 
 DEFAULT_DATASET = "CarperAI/openai_summarize_tldr"
 IGNORED = -100  # what transformers' losses leave out
+# From 0.15 on tensordict can leave a part or a copy of what was checked unchecked.
+ONCE = {"skip_post_init_on_rebuild"} & signature(tensorclass).parameters.keys()
 
 
-class PromptData(TensorClass["nocast", "skip_post_init_on_rebuild"]):  # pyright: ignore[reportInvalidTypeArguments]
+class PromptData(TensorClass["nocast", *ONCE]):  # pyright: ignore[reportInvalidTypeArguments]
     """Hold prompts with their labels: ids [B, T] int64, attention_mask [B, T] bool.
 
     `prompt_rindex` [B] is the place of the prompt's last token. `labels` [B, T] are the ids, -100
@@ -42,6 +45,8 @@ class PromptData(TensorClass["nocast", "skip_post_init_on_rebuild"]):  # pyright
 
     def __post_init__(self) -> None:
         """Raise ValueError for a `prompt_rindex` beyond the row; -1 is an empty prompt."""
+        if self.input_ids is None:  # a shell of one, by tensordict 0.14
+            return
         last, width = self.prompt_rindex, self.input_ids.shape[-1]
         if last.numel() and not (last >= -1).logical_and(last < width).all():
             raise ValueError(

@@ -4,7 +4,9 @@ Their packages are imported by Accelerate, and here none of them. Left out on pu
 replies and alerts, which each of them does in a way of its own.
 """
 
+import logging
 from collections.abc import Mapping
+from importlib import import_module
 from inspect import signature
 from typing import Any
 
@@ -51,6 +53,8 @@ class AccelerateTracker(Mirror):
         }.get(self.word, {})
         if "logging_dir" in takes and self._make.requires_logging_directory:
             given["logging_dir"] = str(self.folder / self.word)
+        if self.word == "mlflow":
+            logging.getLogger("alembic").setLevel(logging.WARNING)  # a line for each of its tables
         self._tracker = self._make(**{**given, **self._options})
         if hasattr(self._tracker, "start"):  # older ones start when made
             self._tracker.start()
@@ -59,6 +63,8 @@ class AccelerateTracker(Mirror):
         self.hint = "look at it with: mlflow ui" if self.word == "mlflow" else ""
         if (run := getattr(self._tracker.tracker, "info", None)) is not None:
             write_text(self.folder / f"{self.word}_id.txt", f"{run.run_id}\n")
+            about = {name: self.about[name] for name in ("group", "job_type") if self.about[name]}
+            import_module(self.word).set_tags({**about, "tags": ", ".join(self.about["tags"])})
 
     def _known_run(self) -> str | None:
         path = self.folder / f"{self.word}_id.txt"

@@ -1,0 +1,39 @@
+"""The names under which runs log metrics (docs/metrics.md), to be known before there are any."""
+
+import difflib
+import re
+
+NAMES = tuple(
+    f"{group}/{name}"
+    for group, names in {
+        "reward": "mean std raw_mean errors dropped_fraction",
+        "kl": "ref ref_sequence ref_k3 ref_full behaviour behaviour_k3 mismatch coeff",
+        "policy": "importance_limited entropy_coeff entropy clip_fraction ratio_max",
+        "loss": "total policy kl preference entropy value",
+        "sft": "deviation",
+        "preference": "accuracy margin",
+        "value": "explained_variance clip_fraction",
+        "group": "zero_variance_fraction resampled",
+        "response": "length_mean length_max truncated_fraction",
+        "optim": "lr grad_norm early_stopped skipped_steps",
+        "eval": "sampled_accuracy greedy_accuracy reward",
+        "sync": "probe probe_before",
+        "time": "collect_s score_s update_s sync_s iteration_s",
+        "perf": "tokens_per_s peak_memory_gib",
+        "progress": "iteration step tokens samples",
+    }.items()
+    for name in names.split()
+)
+MADE = re.compile(r"reward_part/.+|eval/\w+_accuracy/.+|eval/pass@\d+")  # of the task's own names
+
+
+def unknown(name: str) -> str:
+    """Return a hint at what a name that no run logs was meant to be; "" if it is one.
+
+    >>> unknown("eval/sampled_acuracy"), unknown("reward_part/mine")
+    ('; did you mean eval/sampled_accuracy?', '')
+    """
+    if name in NAMES or MADE.fullmatch(name):
+        return ""
+    near = difflib.get_close_matches(name, NAMES, 1)
+    return f"; did you mean {near[0]}?" if near else "; docs/metrics.md names all"
