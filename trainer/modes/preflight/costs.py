@@ -43,17 +43,6 @@ def _size(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def held_ahead(loop: Trainer, settings: dict[str, Any]) -> dict[str, int]:
-    """Return the bytes of what trainer.overlap needs: of a second process, and of copies here.
-
-    The process has the model once more, on the same device; the copies, one more than are sampled
-    ahead, are of what training moves, on the CPU.
-    """
-    ahead, sizes = settings["trainer"]["overlap"], held(loop)
-    second = sizes["weights"] if ahead and settings["policy"]["engine"] == "transformers" else 0
-    return {"process": second, "copies": (ahead + 1) * sizes["gradients"] if ahead else 0}
-
-
 def check_memory(
     loop: Trainer, settings: dict[str, Any], findings: Findings, *, played: Iteration, longest: int
 ) -> None:
@@ -79,13 +68,14 @@ def check_memory(
         findings.say(f"{name:<10}{gib(needed[name]):>14}{gib(phase.peak):>12}")
     worst, cpu = max(needed, key=needed.__getitem__), loop.runtime.device.type == "cpu"
     more = 0
-    if ahead := settings["trainer"]["overlap"]:
-        kept = held_ahead(loop, settings)
-        sampling = needed["generate"] - played.phases["generate"].before
-        more = kept["process"] + (sampling if kept["process"] else 0) + kept["copies"] * cpu
+    if ahead := settings["trainer"]["overlap"]:  # what samples does so while another phase goes on
+        second, copies = needed["generate"], (ahead + 1) * sizes["gradients"]
+        second -= 0 if cpu else played.phases["generate"].before - sizes["weights"]
+        second = second if settings["policy"]["engine"] == "transformers" else 0
+        more = second + (copies if cpu else 0)
         findings.say(
-            f"trainer.overlap={ahead}: beside each of them {gib(kept['process'])} of weights and "
-            f"{gib(sampling)} to sample, {ahead + 1} copies of {gib(kept['copies'])} on the CPU"
+            f"trainer.overlap={ahead}: beside each of them {gib(second)} of the process that "
+            f"samples, and copies of the weights, {gib(copies)} on the CPU"
         )
     ranks = loop.runtime.ranks if cpu else 1
     most, shared = ranks * (needed[worst] + more), f" for {ranks} ranks" if ranks > 1 else ""
