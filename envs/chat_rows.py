@@ -71,7 +71,7 @@ def _on_disk(
         if "eval" not in tables:
             prompts = (json.dumps(row["messages"]) for row in shown(train, "holding rows out"))
             for name, part in zip(("train", "eval"), split_off(prompts, seed=seed), strict=True):
-                part.astype(np.int32).tofile(folder / name)
+                part.tofile(folder / name)
 
     origins = {name: getattr(table.rows, "origin", None) for name, table in tables.items()}
     folder = place_for("checked", origins, dict(names), answers, seed)
@@ -160,18 +160,22 @@ def split_off(prompts: Iterable[str], *, seed: int = 0) -> tuple[np.ndarray, np.
     digests = bytearray()  # 8 bytes a prompt, no object for each
     for prompt in prompts:
         digests += blake2b(prompt.encode(), digest_size=8).digest()
-    hashes = np.frombuffer(digests, np.uint64)
-    first = np.zeros(len(hashes), bool)  # whether a row is the first with its prompt
+    hashes, count = np.frombuffer(digests, np.uint64), len(digests) // 8
+    lowest = np.frombuffer(digests, np.uint8)[::8]
+    first = np.zeros(count, bool)  # whether a row is the first with its prompt
     for part in range(16):  # sorting takes many times the memory of the hashes
-        here = np.flatnonzero(hashes % 16 == part)
+        here = np.flatnonzero(lowest % 16 == part)
         first[here[np.unique(hashes[here], return_index=True)[1]]] = True
-    places = np.flatnonzero(first)
-    if len(places) < 2:
+    if (distinct := int(np.count_nonzero(first))) < 2:
         raise ValueError(
-            f"expected at least 2 different prompts to split eval rows off, got {len(places)}; "
+            f"expected at least 2 different prompts to split eval rows off, got {distinct}; "
             "give env.eval_dataset"
         )
-    count = min(max(1, int(len(places) * EVAL_SHARE)), EVAL_ROWS)
-    chosen = hashes[places[random.Random(seed).sample(range(len(places)), count)]]
+    some = min(max(1, int(distinct * EVAL_SHARE)), EVAL_ROWS)
+    drawn = np.array(random.Random(seed).sample(range(distinct), some), np.int32)
+    places = np.searchsorted(np.cumsum(first, dtype=np.int32), drawn + 1)  # of the n-th first ones
+    chosen = hashes[places]
     held_out = np.concatenate([np.isin(part, chosen) for part in np.array_split(hashes, 16)])
-    return np.flatnonzero(~held_out), np.flatnonzero(held_out)
+    del hashes, lowest, digests, first
+    rows = np.arange(count, dtype=np.int32)
+    return rows[~held_out], rows[held_out]

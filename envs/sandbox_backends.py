@@ -38,9 +38,10 @@ def limits() -> str:
         return ""
     whose = "everybody's" if os.geteuid() == 0 else "your"
     open_ = "" if namespaces() else ", the network"
+    seen = "" if "--mount-proc" in namespaces() else ", other processes"
     return (
-        f"code of the policy may reach {whose} files and local sockets{open_}: no bubblewrap that "
-        "works here; install it (bwrap) to take them away, or use a container"
+        f"code of the policy may reach {whose} files and local sockets{seen}{open_}: no bubblewrap "
+        "that works here; install it (bwrap) to take them away, or use a container"
     )
 
 
@@ -71,7 +72,9 @@ def bubblewrap() -> tuple[str, ...]:
         *(f"--unshare-{name}" for name in private),
         *([] if os.geteuid() else rights),
     )
-    return words if _works([*words, python, *FLAGS, "import socket"]) else ()
+    # No namespaces of its own: bubblewrap 0.8 can do that, where it is not root's.
+    tries = [words] if os.geteuid() == 0 else [(*words, "--disable-userns"), words]
+    return next((each for each in tries if _works([*each, python, *FLAGS, "import socket"])), ())
 
 
 @cache

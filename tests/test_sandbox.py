@@ -183,6 +183,7 @@ def test_what_a_box_sees_of_the_machine(backend, tmp_path):
         == ("the network" in sandbox_backends.limits())
     )
     assert "bubblewrap" in sandbox_backends.limits()
+    assert ("process" in able) <= ("other processes" in sandbox_backends.limits())
     if "--mount-proc" in namespaces() and backend == "namespaces":
         assert able & {"process", "listed"} == set()
 
@@ -210,9 +211,10 @@ USER = 65534  # nobody
 AS_USER = (
     "import json, os, sys; from envs import sandbox; box = sandbox.Sandbox(timeout=20)\n"
     "code = 'import os; print(os.getuid(), len(os.listdir(\\'/proc\\')) > 0)\\nprint(6 * 7)'\n"
+    "nested = 'import ctypes; assert ctypes.CDLL(None).unshare(0x10000000) == 0'\n"
     "peek = \"print(open('/proc/1/environ', 'rb').read()[:0], os.listdir('/root'))\"\n"
     "words = sandbox.backends.bubblewrap()\n"
-    "print(json.dumps([box.run(code).output, box.run(peek).ok, len(words)]))"
+    "print(json.dumps([box.run(code).output, box.run(peek).ok, list(words), box.run(nested).ok]))"
 )
 
 
@@ -241,10 +243,13 @@ def test_a_user_without_rights_has_boxes_too(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    output, peeked, words = json.loads(done.stdout)
+    output, peeked, words, nested = json.loads(done.stdout)
     assert output == f"{USER} True\n42\n"
     assert not peeked
     assert bool(words) == bool(bubblewrap())
+    assert not (nested and "--disable-userns" in words)
+    new = bool(words) and b"disable-userns" in subprocess.check_output(["bwrap", "--help"])
+    assert ("--disable-userns" in words) == new
 
 
 def test_names_live_until_the_process_ends():

@@ -94,7 +94,7 @@ class Checkpoints:
         """Remove what an interrupted save or removal left."""
         for kind in ("part", "trash"):
             for leftover in self.folder.glob(f".{kind}-*"):
-                _remove(leftover)
+                remove(leftover)
 
     def _save_weights(self, folder: Path) -> None:
         """Write all weights that are others than at the start of the run."""
@@ -228,12 +228,13 @@ def discard(folder: Path) -> None:
     if os.path.lexists(folder):
         trash = folder.with_name(f".trash-{folder.name}")
         folder.rename(trash)
-        _remove(trash)
+        remove(trash)
 
 
-def _remove(path: Path) -> None:
-    """Remove a folder, a file or a link, of which not what it leads to."""
-    path.unlink() if path.is_symlink() or not path.is_dir() else shutil.rmtree(path)
+def remove(path: Path) -> None:
+    """Remove a folder, a file or a link, of which not what it leads to, if there is one."""
+    is_folder = path.is_dir() and not path.is_symlink()
+    shutil.rmtree(path) if is_folder else path.unlink(missing_ok=True)
 
 
 def _named(optimizer: torch.optim.Optimizer, policy: Policy):

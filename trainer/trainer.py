@@ -14,7 +14,6 @@ observer.
 """
 
 import gc
-import shutil
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -25,7 +24,7 @@ from tensordict import TensorDictBase
 
 from policies.roles import Generator, Policy
 from trainer.agreement import check_agreement
-from trainer.checkpoint import Checkpoints, save_model
+from trainer.checkpoint import Checkpoints, remove, save_model
 from trainer.evaluation import Evaluate
 from trainer.kl import Leash
 from trainer.metrics import summarize
@@ -246,9 +245,9 @@ class Trainer:
         check_agreement(self.policy.scorer, self.runtime, iteration=self.progress.iteration)
         if self.runtime.is_main:
             part = folder / ".part-model"
-            shutil.rmtree(part, ignore_errors=True)
+            remove(part)
             save_model(self.policy, part)
-            shutil.rmtree(folder / "model", ignore_errors=True)
+            remove(folder / "model")
             part.rename(folder / "model")
         self.runtime.accelerator.wait_for_everyone()
         objective = float(self.progress.objective or 0.0)

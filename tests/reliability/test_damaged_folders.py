@@ -5,6 +5,7 @@ Each case begins with a run that was killed between iterations 4 and 6 of 6.
 
 import hashlib
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -153,6 +154,32 @@ def test_checkpoints_that_lie_elsewhere_by_a_link_are_gone_on_from(killed, whole
     assert left_by(killed) == left_by(whole)
     assert [path.name for path in folder.iterdir()] == [NAME(6)]
     assert (tmp_path / NAME(2) / "state.json").is_file()
+
+
+def test_links_and_pipes_of_a_stranger_lead_nowhere(killed, whole, tmp_path):
+    """As an archive may hold them: nothing is written or removed where a link leads to."""
+    (victim := tmp_path / "victim").mkdir()
+    (victim / "a file").write_text("keep")
+    text = tmp_path / "text"
+    text.write_text("keep")
+    for name in (".lock", "report.html", "transcripts.jsonl"):
+        (killed / name).unlink(missing_ok=True)
+        (killed / name).symlink_to(text)
+    for name in ("model", ".part-model", f"checkpoints/.part-{NAME(6)}", f"checkpoints/{NAME(6)}"):
+        (killed / name).symlink_to(victim)
+    for name in (f".trash-{NAME(1)}", NAME(5)):
+        os.mkfifo(killed / "checkpoints" / name)
+    os.mkfifo(copied(killed / "checkpoints", 7) / "model" / "pipe")
+    for name in ("status.json", "metrics.jsonl"):
+        (killed / name).unlink()
+        os.mkfifo(killed / name)
+    done = train(f"resume={killed}")
+    assert done.code == 0, done.text
+    assert text.read_text() == "keep"
+    assert [path.name for path in victim.iterdir()] == ["a file"]
+    left = [path for path in killed.rglob("*") if path.is_symlink() or path.is_fifo()]
+    assert left == [killed / "checkpoints" / NAME(5)], "passed over as damaged"
+    assert left_by(killed)["weights"] == left_by(whole)["weights"]
 
 
 @pytest.mark.parametrize("text", ["{'torn", "{}"])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from policies.cache import write_text
-from trainer.checkpoint import save_model
+from trainer.checkpoint import remove, save_model
 from trainer.modes.model_card import card
 from trainer.modes.run_weights import take_weights
 from trainer.reports.report import run_svg
@@ -28,7 +28,7 @@ def run(loop: Trainer, settings: dict[str, Any]) -> float:
         check(loop.policy)
     target = Path(settings["output_dir"]).expanduser()
     part = target.with_name(f".part-{target.name}")
-    shutil.rmtree(part, ignore_errors=True)
+    remove(part)
     part.parent.mkdir(parents=True, exist_ok=True)
     trained = load_run(Path(settings["resume"]))
     try:

@@ -37,7 +37,9 @@ def lock_folder(folder: Path) -> int:
     ValueError if another run holds it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    file = os.open(folder / FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    if (path := folder / FILE).is_symlink():  # none of ours; what it leads to would be written
+        path.unlink()
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
         _wait_for_lock(file, folder)
         launcher = [os.getppid()] if "TORCHELASTIC_RUN_ID" in os.environ else []
@@ -57,7 +59,7 @@ def write_holders(file: int, pids: Sequence[int]) -> None:
 def is_free(folder: Path) -> bool:
     """Return whether a run folder has been held and no process of its run is left."""
     try:
-        file = os.open(folder / FILE, os.O_RDONLY | os.O_CLOEXEC)
+        file = os.open(folder / FILE, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
         return False  # never held, as by a Runtime of one's own, or not ours to look at
     try:

@@ -73,9 +73,7 @@ def typed_secrets(tree: Any) -> Iterator[str]:
 
 
 def sent_keys(tree: Any) -> Iterator[tuple[str, str]]:
-    """Yield place and text of what names a secret of this machine that would leave it.
-
-    A judge's or a tool server's key, or a secret that is put into an address or a prompt.
+    """Yield place and text of each secret of this machine that a server, its URL or a prompt gets.
 
     >>> dict(sent_keys({"env": {"j": {"key_variable": "MY_KEY", "url": "http://h"}}}))
     {'env.j.key_variable': 'MY_KEY'}

@@ -108,8 +108,9 @@ def load_run(folder: str | Path) -> Run:
 
 def read_status(folder: Path) -> dict[str, Any]:
     """Return status.json, or {} before it is there; what is of a wrong type is left out."""
+    path = folder / "status.json"
     try:
-        data = (folder / "status.json").read_bytes()
+        data = path.read_bytes() if path.is_file() else b""
     except OSError:
         return {}
     found = parse_line(data.decode("utf-8", "replace")) or {}
@@ -136,7 +137,7 @@ def read_lines(path: Path, *, most: int | None = None) -> list[dict[str, Any]]:
 
     `most`: of a file of more bytes only both ends, half of it each.
     """
-    if not path.exists():
+    if not path.is_file():  # a pipe would be waited for
         return []
     if most is None or path.stat().st_size <= most:
         data = path.read_bytes()
@@ -173,7 +174,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _load_yaml(path: Path) -> Any:
-    if not path.exists():
+    if not path.is_file():
         return None
     try:
         if bomb_in(data := path.read_bytes()):
