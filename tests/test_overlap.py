@@ -10,7 +10,6 @@ from contracts import leash, make_policy, rollout
 from engines import Stale
 from overlapped import Slow, ahead, elsewhere, nothing, slowly
 from runs import lines, metrics, train_here
-from runs import train as start
 from small_runs import IN_EVALUATION_2, IN_ITERATION_2, Counted, crash, train
 from steps import double_policy, grad_of, gradient, tables
 
@@ -171,19 +170,6 @@ def test_a_second_process_samples_and_scores_to_the_bit(tmp_path):
     second.scorer.process.kill()
     with pytest.raises(RuntimeError, match=r"died: signal SIGKILL.*; go on with resume="):
         rollout(second)
-
-
-def test_two_ranks_sample_ahead_what_one_does(tmp_path):
-    words = ["experiment=dapo_tiny", "trainer.num_iterations=3", "eval.max_rows=4"]
-    words += ["trainer.overlap=1", "algorithm.minibatches=1", "policy.model=tiny"]
-    straight = train_here(tmp_path / "one", *words)
-    done = start(*words, "launch.num_processes=2", f"output_dir={tmp_path / 'two'}")
-    assert done.code == 0, done.text
-    rows = metrics(tmp_path / "two")
-    assert len(rows) == len(straight) == 4
-    for row, want in zip(rows, metrics(tmp_path / "one"), strict=True):
-        assert row == pytest.approx(want, rel=1e-3, abs=1e-4)
-    assert rows[-1]["policy/staleness"] == 1
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 from processes import gone
-from runs import launch, metrics, train, wait_for
+from runs import launch, metrics, train, train_here, wait_for
 from small_faults import TINY
 
 from trainer.runs.run_files import read_status
@@ -112,3 +112,16 @@ def test_a_stop_does_not_wait_for_what_is_being_sampled(tmp_path):
     assert (tmp_path / "hang").exists()
     assert gone(*every["rank"], *every["second"])
     assert read_status(tmp_path / "run")["state"] == "preempted"
+
+
+def test_two_ranks_sample_ahead_what_one_does(tmp_path):
+    words = ["experiment=dapo_tiny", "trainer.num_iterations=3", "eval.max_rows=4"]
+    words += ["trainer.overlap=1", "algorithm.minibatches=1", "policy.model=tiny"]
+    straight = train_here(tmp_path / "one", *words)
+    done = train(*words, "launch.num_processes=2", f"output_dir={tmp_path / 'two'}")
+    assert done.code == 0, done.text
+    rows = metrics(tmp_path / "two")
+    assert len(rows) == len(straight) == 4
+    for row, want in zip(rows, metrics(tmp_path / "one"), strict=True):
+        assert row == pytest.approx(want, rel=1e-3, abs=1e-4)
+    assert rows[-1]["policy/staleness"] == 1
