@@ -90,7 +90,7 @@ KEYS: dict[NestedKey, Entry] = {
     ("logged", "<metric>"): Entry(
         "[B, T] or [B] any",
         "what a verb wants on the curves: a mean over sampled tokens or over rows",
-        "dynamic_sampling importance_sampling > metrics",
+        "dynamic_sampling importance_sampling overlap > metrics",
     ),
     ("old_log_probs", "full"): Entry(
         "[B, T] float32", "of the policy that learns", "importance_sampling > objectives"
