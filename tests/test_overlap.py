@@ -3,6 +3,8 @@
 import copy
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer.advantage import GroupAdvantage
 from trainer.dynamic_sampling import DynamicRollouts
 from trainer.objectives import GRPOObjective
+from trainer.overlap import AheadGenerator
 from trainer.trainer import Trainer
 
 
@@ -120,6 +123,16 @@ def test_an_engine_that_takes_no_weights_ends_the_run_before_it_samples_by_them(
     with pytest.raises(RuntimeError, match="the engine is stale"):
         train(tmp_path, change=ahead(1, make=stale))
     assert [row["policy/staleness"] for row in metrics(tmp_path)[1:]] == [0.0]
+
+
+def test_several_ranks_that_share_a_server_are_refused():
+    engine = elsewhere(policy := make_policy())
+    engine.scorer.shared = True
+    two_ranks: Any = SimpleNamespace(ranks=2)
+    with pytest.raises(
+        ValueError, match=r"an engine a rank, got 2 ranks and one policy\.vllm\.url"
+    ):
+        AheadGenerator(engine, policy, ahead=1).around(None, two_ranks, {})
 
 
 def test_prompts_that_teach_nothing_are_drawn_again_by_the_same_weights(tmp_path):

@@ -141,7 +141,15 @@ class AheadGenerator(Queued):
         self.close = finalize(self, _end, self.line, getattr(engine, "close", None))
 
     def around(self, source: Plays, runtime: Runtime, settings: Mapping[str, Any]) -> "Overlap":
-        """Return a source that this one plays ahead, of a run with these settings of `trainer`."""
+        """Return a source that this one plays ahead, of a run with these settings of `trainer`.
+
+        ValueError where several ranks share one server: they would meet in two threads.
+        """
+        if runtime.ranks > 1 and getattr(self.engine.scorer, "shared", False):
+            raise ValueError(
+                f"trainer.overlap expects an engine a rank, got {runtime.ranks} ranks and one "
+                "policy.vllm.url; leave the url out, or give launch.num_processes=1"
+            )
         return Overlap(source, self, runtime, num_iterations=settings["num_iterations"])
 
     def later(self, policy: Policy) -> Synced:
