@@ -129,9 +129,7 @@ def test_several_ranks_that_share_a_server_are_refused():
     engine = elsewhere(policy := make_policy())
     engine.scorer.shared = True
     two_ranks: Any = SimpleNamespace(ranks=2)
-    with pytest.raises(
-        ValueError, match=r"an engine a rank, got 2 ranks and one policy\.vllm\.url"
-    ):
+    with pytest.raises(ValueError, match="an engine a rank, got 2 ranks"):
         AheadGenerator(engine, policy, ahead=1).around(None, two_ranks, {})
 
 
