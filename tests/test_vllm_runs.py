@@ -107,7 +107,7 @@ def test_a_served_engine_trains_to_the_bit_what_one_in_the_process_does(
 
 def test_a_run_that_goes_on_does_to_the_bit_what_it_would_have_done(colocated, tmp_path):
     folder = tmp_path / "run"
-    run(folder, *TINY, "trainer.num_iterations=3", "eval.max_rows=4", "checkpoint.every=3")
+    run(folder, *TINY, "trainer.num_iterations=3", "checkpoint.every=3")
     done = train(f"resume={folder}", "trainer.num_iterations=5")
     assert done.code == 0, done.text
     rows, whole = lines(folder / "metrics.jsonl"), lines(colocated / "metrics.jsonl")
@@ -131,8 +131,7 @@ def test_every_kind_of_run_samples_by_vllm(words, tmp_path):
 
 
 def test_an_engine_samples_ahead(tmp_path):
-    words = [*TINY, "eval.max_rows=4", "trainer.num_iterations=3", "trainer.overlap=1"]
-    rows = run(tmp_path / "run", *words)[1:]
+    rows = run(tmp_path / "run", *TINY, "trainer.num_iterations=3", "trainer.overlap=1")[1:]
     assert [row["policy/staleness"] for row in rows] == [0, 1, 1]
     assert max(row["sync/probe"] for row in rows) < 1e-4 < rows[-1]["sync/probe_before"]
     assert rows[0]["kl/mismatch"] < 1e-5 < rows[1]["kl/mismatch"]
