@@ -26,6 +26,7 @@ from conf.resume import load_for_resume
 from conf.start import read_command
 from policies.optional_packages import ASKING, EXTRAS
 from trainer.runs.find import nothing_left
+from trainer.runs.lock import held
 from trainer.runs.nodes import arguments_in_source
 from trainer.runs.saved_configs import as_today, holds_same
 from trainer.runs.targets import arguments_of, find_target, takes_any
@@ -274,8 +275,31 @@ def test_resume_last_takes_the_newest_run_of_outputs(old_run, monkeypatch, capsy
     (old_run / "outputs" / "a" / "1" / "metrics.jsonl").touch()  # it wrote again
     assert train.cli(["mode=export", "resume=last", "seed=2"]) == 2
     said = capsys.readouterr()
-    assert said.out == "resume=outputs/a/1\n"
+    assert said.out == "resume=outputs/b/2\n"
     assert "seed cannot change in mode=export" in said.err
+
+
+def test_resume_last_is_the_run_that_started_last_and_has_ended(old_run, monkeypatch, capsys):
+    monkeypatch.chdir(old_run)
+    runs = ("c/2026-11-01", "b/2026-11-02", "a/2026-11-03")
+    days = [Path(f"outputs/{run}_10-00-00") for run in runs]
+    for age, day in enumerate([*days, Path(f"{days[2]}_2"), Path(f"{days[2]}_10")]):
+        (day / "checkpoints" / "iteration_000001").mkdir(parents=True)
+        shutil.copy("config.yaml", day)
+        os.utime(day / "config.yaml", (100 - age, 100 - age))  # the oldest wrote last
+    newest, other = Path(f"{days[2]}_10"), Path(f"{days[2]}_2")
+    assert spell_out(["resume=last"]) == [f"resume={newest}"]
+    assert capsys.readouterr().out == ""
+    (other / "checkpoints" / "iteration_000001").rmdir()  # nothing to go on with
+    with held(newest), held(days[2]):
+        assert spell_out(["resume=last"]) == [f"resume={days[1]}"]
+        (line,) = capsys.readouterr().out.splitlines()
+        assert line.startswith("still running: ")
+        assert str(newest) in line
+        assert f"{days[2]}," in f"{line.partition(';')[0]},"
+        for day in days[:2]:
+            (day / "checkpoints" / "iteration_000001").rmdir()
+        assert spell_out(["resume=last"]) == [f"resume={newest}"], "which is refused as running"
 
 
 def test_a_python_without_the_parts_is_told_where_they_are(tmp_path):
