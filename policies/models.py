@@ -93,10 +93,13 @@ def no_model(model: str) -> str | None:
     named = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", model) and not folder.is_dir()
     if named or model == TINY:
         return None
-    return (
-        f"model {model}: expected a folder with a config.json, there is none at "
-        f"{folder.absolute()}; give such a folder or a hub id like {EMBEDDED}"
-    )
+    give = f"such a folder or a hub id like {EMBEDDED}"
+    if (folder / "model" / "config.json").is_file():  # a run's
+        give = str(folder / "model")
+    elif (folder / "adapter_config.json").is_file():
+        give = "the model that this adapter was merged into, model/ beside it in a run folder"
+    what = "expected a folder with a config.json, there is none at"
+    return f"model {model}: {what} {folder.absolute()}; give {give}"
 
 
 def quantised(folder: Path) -> str | None:

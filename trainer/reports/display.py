@@ -89,7 +89,7 @@ class Display(Observer):
         self._latest: Mapping[str, float] = {}
         self._evaluating: _Evaluation | None = None
         self._iteration, self._evaluation_s, self._said = 0, 0.0, 0.0
-        self._stopping, self._since = False, since
+        self._stopping, self._hinted, self._since = False, False, since
         self._began = self._clock = time.monotonic()
         self._live: Live | None = None
 
@@ -123,7 +123,8 @@ class Display(Observer):
         plain = self._live is None and not self.brief
         if plain and (before is None or now > self._said + 60):  # a log is not silent
             self._said = now
-            so_far = f": {share:.0%}, {duration(now - since)}" if before else ""
+            so_far = f": {_so_far(share, now - since, hint=not self._hinted)}" if before else ""
+            self._hinted = self._hinted or before is not None
             self._print(f"evaluating {what}{so_far}")
         self._evaluating = _Evaluation(what, share, since, last)
 
@@ -196,8 +197,8 @@ class Display(Observer):
 
         now, below = time.monotonic(), []
         if (going := self._evaluating) is not None:  # once: the other thread may end it meanwhile
-            since = duration(now - going.since)
-            below = [f"evaluating {going.what}: {going.share:.0%}, {since}"]
+            so_far = _so_far(going.share, now - going.since, hint=not self._iteration)
+            below = [f"evaluating {going.what}: {so_far}"]
         times = ", ".join(filter(None, [duration(now - self._began), self._left(self._iteration)]))
         lines = draw(
             self.title,
@@ -303,6 +304,13 @@ def in_lines(text: Text, width: int) -> list[Text]:
 
 def named(metrics: Mapping[str, float], forms: Mapping[str, str]) -> list[str]:
     return [form.format(metrics[name]) for name, form in forms.items() if name in metrics]
+
+
+def _so_far(share: float, seconds: float, *, hint: bool) -> str:
+    """Say how far an evaluation is, with the time left; a `hint` if that is minutes."""
+    left = seconds / share - seconds if share else 0.0
+    told = f"{share:.0%}, {duration(seconds)}" + (f", about {duration(left)} left" if share else "")
+    return told + "; fewer rows: eval.max_rows=<n>" * (hint and left > 180)
 
 
 def _signals(metrics: Mapping[str, float]) -> Mapping[str, str]:
