@@ -96,8 +96,6 @@ def no_model(model: str) -> str | None:
     give = f"such a folder or a hub id like {EMBEDDED}"
     if (folder / "model" / "config.json").is_file():  # a run's
         give = str(folder / "model")
-    elif (folder / "adapter_config.json").is_file():
-        give = "the model that this adapter was merged into, model/ beside it in a run folder"
     what = "expected a folder with a config.json, there is none at"
     return f"model {model}: {what} {folder.absolute()}; give {give}"
 

@@ -183,12 +183,13 @@ def test_an_exported_model_is_the_merged_best_checkpoint(lora_run, tmp_path, cap
     assert sorted(p.name for p in tmp_path.iterdir()) == ["mine", "scratch"]
 
 
-def test_an_export_has_a_gguf_file_of_the_merged_model(lora_run, tmp_path):
+def test_an_export_has_a_gguf_file_of_the_merged_model(lora_run, tmp_path, capfd):
     from transformers import AutoModelForCausalLM
 
     target = tmp_path / "mine"
     words = ("mode=export", f"resume={lora_run}", f"output_dir={target}", "gguf=f32")
     do(tmp_path / "scratch", *words)
+    assert f"gguf       {target / 'model-f32.gguf'}\n" in capfd.readouterr().out
     told = {"gguf_file": "model-f32.gguf", "local_files_only": True}
     ids = torch.arange(20)[None] * 7
     with torch.no_grad():

@@ -51,16 +51,6 @@ def test_a_run_whose_reward_python_gave_has_no_command_that_repeats_it(tmp_path)
     assert any(text.startswith("python train.py resume=") for text in page.texts)
 
 
-def test_a_runs_repr_is_short_and_no_metric_is_a_key_error(tmp_path):
-    run = load_run(write_status(write_lines(tmp_path, {"kl/ref_sequence": 0.5}), state="finished"))
-    assert repr(run).startswith(f"Run('{tmp_path}': finished, KL to the reference 0.5 nats")
-    assert "iterations 1" in repr(run)
-    assert repr(load_run(tmp_path / "none")) == f"Run('{tmp_path / 'none'}': not started)"
-    with pytest.raises(KeyError, match=r"no metric kl; did you mean kl/ref, kl/ref_sequence or"):
-        run.last("kl")
-    assert run.last("kl/ref") is None, "a metric that this run did not log"
-
-
 def test_the_page_tells_the_run_and_needs_no_network(tmp_path):
     page = Page(path := write_report(write_run(tmp_path / "a run")))
     for text in ("demo", "failed", "<i>why</i>", "c0ffee", "1 min 15 s"):

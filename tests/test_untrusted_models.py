@@ -122,9 +122,6 @@ def test_a_run_folder_given_as_a_model_is_told_where_its_model_lies(tmp_path):
     make_checkpoint(tmp_path / "model", "qwen2")
     assert no_model(str(tmp_path / "model")) is None
     assert (no_model(str(tmp_path)) or "").endswith(f"; give {tmp_path / 'model'}")
-    (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
-    assert "merged into" in (no_model(str(tmp_path / "adapter")) or "")
     assert "hub id like" in (no_model(str(tmp_path / "none" / "there" / "is")) or "")
 
 

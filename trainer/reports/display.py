@@ -122,10 +122,13 @@ class Display(Observer):
         since = now if before is None else before.since
         plain = self._live is None and not self.brief
         if plain and (before is None or now > self._said + 60):  # a log is not silent
-            self._said = now
-            so_far = f": {_so_far(share, now - since, hint=not self._hinted)}" if before else ""
-            self._hinted = self._hinted or before is not None
-            self._print(f"evaluating {what}{so_far}")
+            self._said, told = now, ""
+            if before:
+                from trainer.reports.live_lines import so_far  # here: few evaluations are long
+
+                told = f": {so_far(share, now - since, hint=not self._hinted)}"
+                self._hinted = True
+            self._print(f"evaluating {what}{told}")
         self._evaluating = _Evaluation(what, share, since, last)
 
     def log(self, metrics: Mapping[str, float], iteration: int) -> None:
@@ -193,12 +196,12 @@ class Display(Observer):
 
     def _draw(self) -> Text:
         """Return the live lines; the refresh thread asks for them, so that the times go on."""
-        from trainer.reports.live_lines import draw  # here: only a terminal has them
+        from trainer.reports.live_lines import draw, so_far  # here: only a terminal has them
 
         now, below = time.monotonic(), []
         if (going := self._evaluating) is not None:  # once: the other thread may end it meanwhile
-            so_far = _so_far(going.share, now - going.since, hint=not self._iteration)
-            below = [f"evaluating {going.what}: {so_far}"]
+            told = so_far(going.share, now - going.since, hint=not self._iteration)
+            below = [f"evaluating {going.what}: {told}"]
         times = ", ".join(filter(None, [duration(now - self._began), self._left(self._iteration)]))
         lines = draw(
             self.title,
@@ -304,13 +307,6 @@ def in_lines(text: Text, width: int) -> list[Text]:
 
 def named(metrics: Mapping[str, float], forms: Mapping[str, str]) -> list[str]:
     return [form.format(metrics[name]) for name, form in forms.items() if name in metrics]
-
-
-def _so_far(share: float, seconds: float, *, hint: bool) -> str:
-    """Say how far an evaluation is, with the time left; a `hint` if that is minutes."""
-    left = seconds / share - seconds if share else 0.0
-    told = f"{share:.0%}, {duration(seconds)}" + (f", about {duration(left)} left" if share else "")
-    return told + "; fewer rows: eval.max_rows=<n>" * (hint and left > 180)
 
 
 def _signals(metrics: Mapping[str, float]) -> Mapping[str, str]:

@@ -27,7 +27,7 @@ _KINDS["ended"] = str
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster where libyaml is
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Run:
     """What a run folder holds. `metrics`: one dict per iteration, in order, the last one logged.
 
@@ -71,21 +71,9 @@ class Run:
     def names(self) -> list[str]:
         return sorted({name for line in self.metrics for name in line})
 
-    def __repr__(self) -> str:
-        from trainer.reports.summary import in_one_line  # here: few ask
-
-        told = ", ".join(filter(None, [self.state, in_one_line(self)]))
-        return f"Run({str(self.folder)!r}: {told})"
-
     def last(self, name: str) -> float | None:
-        """Return the last value of a metric, None if it has none; KeyError of what is no metric."""
-        if values := self.series(name):
-            return values[-1][1]
-        from trainer.metric_names import unknown  # here: most are there
-
-        if name not in self.names() and (hint := unknown(name)):
-            raise KeyError(f"there is no metric {name}{hint}")
-        return None
+        values = self.series(name)
+        return values[-1][1] if values else None
 
     def last_ten(self, name: str) -> list[float]:
         """List a metric of the last ten trained iterations that have it, at most a quarter of them.
