@@ -42,13 +42,15 @@ def train(cfg: DictConfig, folder: Path) -> float:
         optimizer = trainer.make_optimizer(policy.scorer, **settings)
         scorer, optimizer = runtime.accelerator.prepare(policy.scorer, optimizer)
         generator = parts.make_generator(cfg.policy, policy, folder)
+        ahead = parts.make_ahead(cfg, policy, generator)
+        generator = ahead or generator
         made = {"task": task, "policy": policy, "generator": generator, "runtime": runtime}
         made |= {"env": parts.make_env(cfg, task, policy), "leash": leash}
         loop = trainer.Trainer(
             runtime=runtime,
             policy=policy,
             generator=generator,
-            source=parts.make_source(cfg, **made),
+            source=parts.make_source(cfg, ahead, **made),
             retrieve_kl=reference,
             advantage=parts.build(algorithm.advantage, algorithm, cfg.trainer, **made),
             update=trainer.Update(
@@ -67,7 +69,7 @@ def train(cfg: DictConfig, folder: Path) -> float:
             ),
             leash=leash,
             checkpoints=trainer.Checkpoints(
-                runtime, policy, optimizer, reference=reference, **cfg.checkpoint
+                runtime, policy, optimizer, reference=reference, ahead=ahead, **cfg.checkpoint
             ),
             num_iterations=total,
             replies=cfg.tracker.get("replies", "0"),

@@ -105,6 +105,13 @@ def make_generator(node: Section, policy: Any, folder: Path) -> Any:
     return beside(policy, share=folder / ".engine", **_plain(node["vllm"]))
 
 
+def make_ahead(cfg: DictConfig, policy: Any, generator: Any) -> Any:
+    """Return what samples ahead of a training run, None unless trainer.overlap asks for it."""
+    if not cfg.trainer.overlap or cfg.mode != "train" or cfg.preflight:
+        return None
+    return find_target("trainer.overlap.make_ahead")(policy, generator, ahead=cfg.trainer.overlap)
+
+
 def make_env(cfg: DictConfig, task: Any, policy: Any) -> Any:
     """Return the chats over a task, seen through the transforms of `env` in their order."""
     from envs import ChatEnv
@@ -131,10 +138,11 @@ def make_leash(cfg: DictConfig) -> Any:
     return trainer.Leash(controller, kl.estimator, kl.where, allow_biased=kl.allow_biased)
 
 
-def make_source(cfg: DictConfig, **parts: Any) -> Any:
+def make_source(cfg: DictConfig, ahead: Any = None, **parts: Any) -> Any:
     """Return where batches come from, with the verbs of algorithm.after_rollout.
 
-    Of another engine's replies the correction is one of them, unless it is there or is null.
+    What `make_ahead` has made plays them before they are asked for. Of another engine's replies the
+    correction is one of the verbs, unless it is there or is null.
     """
     nodes, size = _plain(cfg.algorithm.after_rollout) or {}, cfg.trainer.prompts_per_iteration
     there = any("ImportanceSampling" in (node or {}).get("_target_", "") for node in nodes.values())
@@ -142,7 +150,8 @@ def make_source(cfg: DictConfig, **parts: Any) -> Any:
         nodes = {"importance": {"_target_": "trainer.ImportanceSampling"}} | nodes
     verbs = [build(node, cfg.trainer, **parts) for node in nodes.values() if node is not None]
     own = {"size": size, "after_rollout": verbs}
-    return build(cfg.algorithm.source, cfg.algorithm, cfg.trainer, **own, **parts)
+    source = build(cfg.algorithm.source, cfg.algorithm, cfg.trainer, **own, **parts)
+    return ahead.around(source, parts["runtime"], cfg.trainer) if ahead else source
 
 
 def make_reference(cfg: DictConfig, policy: Any) -> Any:

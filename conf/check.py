@@ -94,6 +94,8 @@ def _no_replies(cfg: dict[str, Any]) -> Iterator[str]:
     for key in ("target_kl", "entropy_coeff", "entropy_target", "after_rollout"):
         if algorithm[key]:
             yield f"{what}, which algorithm.{key} is for; leave it out"
+    if cfg["trainer"]["overlap"]:
+        yield f"{what} that trainer.overlap could sample ahead; leave it out"
 
 
 def _replies(cfg: dict[str, Any]) -> Iterator[str]:

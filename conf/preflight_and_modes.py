@@ -144,7 +144,7 @@ def without_training_parts(config: dict[str, Any]) -> dict[str, Any]:
     config["kl"]["measure"] = mode != "export"
     config["algorithm"]["advantage"] = {"_target_": "trainer.NoAdvantage"}
     config["algorithm"].pop("critic", None)
-    config["tracker"] = SILENT
+    config["tracker"], config["trainer"]["overlap"] = SILENT, 0
     if mode != "evaluate":
         config["launch"]["num_processes"] = 1
         config["policy"]["engine"] = "transformers"

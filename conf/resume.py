@@ -20,7 +20,7 @@ from trainer.runs.saved_configs import as_today
 
 KINDS: dict[str, Any] = {"int": int, "float": int | float, "bool": bool, "str": str, "dict": dict}
 BESIDE = {"experiment", "kept_in", "trains_first"}  # of a warm-up, of a preflight
-RESUMABLE = ("trainer.num_iterations", "trainer.stop_at", "trainer.patience")
+RESUMABLE = ("trainer.num_iterations", "trainer.stop_at", "trainer.patience", "trainer.overlap")
 RESUMABLE += ("tracker", "launch", "checkpoint", "eval", "policy.vllm")
 
 

@@ -77,13 +77,14 @@ def train(
     control: KLControllerBase | None = None,
     data: dict[str, str] | None = None,
     enough: EarlyStopping | None = None,
+    change: Callable[[Trainer], object] = lambda loop: None,
     engine: Callable[[Any], Any] = lambda policy: policy,
     **steps: object,
 ) -> str:
     """Train four iterations, evaluating after the second and the last; return what was shown.
 
     `refresh` and `decay` say how the reference follows the policy, `steps` are of the update.
-    `engine` makes what samples of the policy.
+    `engine` makes what samples of the policy, `change` may put other parts into the loop.
     """
     task, shown = task or Words(), io.StringIO()
     with Runtime(folder, seed=3, device="cpu") as runtime:
@@ -115,6 +116,7 @@ def train(
             enough=enough,
             observers=Observers([JsonlTracker(folder, resume=resume), LiveReport(folder), display]),
         )
+        change(loop)
         try:
             loop.run(resume=resume)
         except Stopped:

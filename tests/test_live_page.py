@@ -93,7 +93,7 @@ def test_a_page_that_cannot_be_drawn_is_told_once_and_ends_nothing(
         (folder / "report.html").mkdir()
     if fault == "it hangs":
         monkeypatch.setattr(live, "LAST", 1.0)
-        os.mkfifo(folder / "metrics.jsonl")
+        os.mkfifo(folder / "transcripts.jsonl")
     report = LiveReport(folder)
     report.begin()
     report.end("finished", saved=None)

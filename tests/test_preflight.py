@@ -142,13 +142,14 @@ def test_idle_groups_and_a_full_disk_are_problems(tmp_path, capsys, monkeypatch,
     needs, real = [], costs.disk_need
     monkeypatch.setattr(costs, "disk_need", lambda *a: needs.append(real(*a)) or needs[-1])
     words = ("policy.model=tiny", "checkpoint.every=10", "checkpoint.keep_last=2")
-    assert look(tmp_path, *words) >= 3  # an untrained model is never right
+    assert look(tmp_path, *words, "trainer.overlap=1") >= 3  # an untrained model is never right
     said = capsys.readouterr().out
     assert "update needs up to " in said
     saved = sorted((small_run.folder / "checkpoints").glob("iteration_*"))  # of the same model
     took = sum(p.stat().st_size for p in saved[-1].rglob("*.safetensors"))
     model = (small_run.folder / "model" / "model.safetensors").stat().st_size
-    assert needs[0]["checkpoint"] == pytest.approx(took, rel=0.02)
+    assert needs[0]["checkpoint"] == pytest.approx(took + model, rel=0.02)  # and older weights
+    assert "trainer.overlap=1: beside each of them" in said
     assert needs[0]["checkpoints"] == 3 * needs[0]["checkpoint"]  # one more while it is written
     assert needs[0]["model"] == pytest.approx(model, rel=0.02)
     assert "groups earn one reward all over: nothing would be learnt" in said

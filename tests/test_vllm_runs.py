@@ -130,6 +130,14 @@ def test_every_kind_of_run_samples_by_vllm(words, tmp_path):
     proved(rows)
 
 
+def test_an_engine_samples_ahead(tmp_path):
+    words = [*TINY, "eval.max_rows=4", "trainer.num_iterations=3", "trainer.overlap=1"]
+    rows = run(tmp_path / "run", *words)[1:]
+    assert [row["policy/staleness"] for row in rows] == [0, 1, 1]
+    assert max(row["sync/probe"] for row in rows) < 1e-4 < rows[-1]["sync/probe_before"]
+    assert rows[0]["kl/mismatch"] < 1e-5 < rows[1]["kl/mismatch"]
+
+
 def test_a_server_that_does_not_fit_is_refused_in_one_line(server):
     url, _ = server
     policy = load_policy("tiny")

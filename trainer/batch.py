@@ -51,8 +51,8 @@ KEYS: dict[NestedKey, Entry] = {
         "[B, T] bool",
         "tokens to learn from",
         "collect demonstrations dynamic_sampling overlong reward_modelling sources > advantage "
-        "collect demonstrations dynamic_sampling gae kl metrics objectives overlong sources "
-        "transcripts update",
+        "collect demonstrations dynamic_sampling gae kl metrics objectives overlap overlong "
+        "sources transcripts update",
     ),
     "reward_raw": Entry(
         "[B, T] float32",
@@ -82,7 +82,7 @@ KEYS: dict[NestedKey, Entry] = {
         "what top-k, top-p or min-p left to draw from, if on (policies/support.py)",
         "collect > importance_sampling reference update",
     ),
-    "policy_version": Entry("[B] int64", "the weights that sampled, by syncs", "collect >"),
+    "policy_version": Entry("[B] int64", "the weights that sampled, by syncs", "collect > overlap"),
     "prompt": Entry("[B] text", "the last message of the prompt", "collect > transcripts"),
     "system": Entry("[B] text", "the prompt's system message or nothing", "collect > transcripts"),
     "answer": Entry("[B] text", "the right one, where the row has it", "collect > transcripts"),
@@ -90,7 +90,7 @@ KEYS: dict[NestedKey, Entry] = {
     ("logged", "<metric>"): Entry(
         "[B, T] or [B] any",
         "what a verb wants on the curves: a mean over sampled tokens or over rows",
-        "dynamic_sampling importance_sampling > metrics",
+        "dynamic_sampling importance_sampling overlap > metrics",
     ),
     ("old_log_probs", "full"): Entry(
         "[B, T] float32", "of the policy that learns", "importance_sampling > objectives"

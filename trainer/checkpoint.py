@@ -6,8 +6,9 @@ MANIFEST.json, and the folder is renamed into place. The newest one that verifie
     checkpoints/iteration_000040/ model/ optimizer.safetensors state.json MANIFEST.json
 
 A critic goes into critic.safetensors beside the model, which stays an ordinary one; a reference
-that has followed the policy into reference.safetensors. A policy with LoRA has adapter/, in peft's
-format, in place of model/: the weights under it never change.
+that has followed the policy into reference.safetensors; older weights, by which batches on their
+way were sampled, into ahead/. A policy with LoRA has adapter/, in peft's format, in place of
+model/: the weights under it never change.
 """
 
 import json
@@ -15,7 +16,7 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -26,6 +27,9 @@ from policies.weights import weights_of
 from trainer.agreement import check_agreement
 from trainer.reference import NoReference, Reference
 from trainer.runtime import Runtime
+
+if TYPE_CHECKING:
+    from trainer.overlap import AheadGenerator
 
 FORMAT = 1
 CRITIC = "critic.safetensors"
@@ -45,13 +49,15 @@ class Checkpoints:
         keep_last: int = 2,
         keep_best: bool = False,
         reference: Reference | NoReference | None = None,
+        ahead: "AheadGenerator | None" = None,
     ) -> None:
         self.runtime, self.policy, self.optimizer = runtime, policy, optimizer
-        self.reference = reference or NoReference()
+        self.reference, self.ahead = reference or NoReference(), ahead
         self.every, self.keep_last, self.keep_best = every, keep_last, keep_best
         self.folder = runtime.folder / "checkpoints"
         self.last: int | None = None  # iterations done in the one that was saved or restored last
         self.skipped: list[str] = []  # damaged ones that `newest` passed over
+        self.lacks = ""  # what the restored one has not, in words
 
     def maybe_save(self, iteration: int, state: dict[str, Any], *, last: bool = False) -> None:
         """Save after every `every` iterations and the last (rank 0; the others wait)."""
@@ -98,6 +104,8 @@ class Checkpoints:
             save_file(critic, folder / CRITIC)
         if moved := self.reference.state_dict():
             save_file(moved, folder / REFERENCE)
+        if self.ahead is not None:
+            self.ahead.save(folder)
 
     def _critic(self) -> dict[str, torch.Tensor]:
         """Return the critic's weights that are trained: the others are the frozen policy's."""
@@ -132,6 +140,8 @@ class Checkpoints:
                 self.optimizer.state[param] = {k: v.to(param.device) for k, v in found.items()}
         state = json.loads((folder / "state.json").read_text())
         self.last = state["iteration"]
+        if self.ahead is not None:
+            self.lacks = self.ahead.restore(folder, state.get("version", self.last))
         return state
 
     def restore_weights(self, folder: Path) -> None:

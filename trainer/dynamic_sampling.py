@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase
+from tensordict import NestedKey, TensorDict
 from torch import Tensor
 
 from policies.padding import widen
@@ -30,8 +30,8 @@ class DynamicRollouts(Rollouts):
             )
         self.rounds = rounds
 
-    def __call__(self, iteration: int) -> TensorDictBase:
-        """Return this rank's trajectories of the iteration, [B, T]."""
+    def sample(self, iteration: int) -> TensorDict:
+        """Return this rank's trajectories of the iteration as they were played, [B, T]."""
         batch = self.play(self.prompts(iteration))
         idle = idle_groups(batch)  # [P]
         again_drawn = torch.zeros(len(idle))  # [P]
@@ -49,7 +49,7 @@ class DynamicRollouts(Rollouts):
         kept = ~self._rows(idle).to(self.generator.device)
         batch.set("loss_mask", batch.get("loss_mask") & kept.unsqueeze(-1))
         resampled = self._rows(again_drawn).to(self.generator.device)
-        return self.finished(batch.set(("logged", "group/resampled"), resampled))
+        return batch.set(("logged", "group/resampled"), resampled)
 
     def _rows(self, of_groups: Tensor) -> Tensor:
         return of_groups.repeat_interleave(self.env.group_size)

@@ -47,6 +47,7 @@ class Evaluate:
         self.task = task
         self.keep(list(islice(task.rows("eval"), max_rows)))
         self.runtime, self.chunk, self.every = runtime, prompts_per_batch, every
+        self.settle = getattr(generator, "settle", lambda: None)  # of what is played ahead
         self.plans: list[tuple[str, ChatEnv, Generator]] = []
         for name, samples, value in (("sampled", num_samples, temperature), ("greedy", 1, 0.0)):
             if samples == 0 or (name == "greedy" and not greedy):
@@ -97,6 +98,7 @@ class Evaluate:
                     self.runtime.check_stop()  # as often on every rank, rows or not
                 if not part:
                     continue
+                self.settle()
                 batch = collect(self._prompts(part), env, generator)
                 hear(name, batch, part)
                 self._count(sums, batch, part)

@@ -7,6 +7,9 @@ An adapter (LoRA) is merged into what the engine gets.
 Left out on purpose: weights that are spread over ranks (FSDP, DeepSpeed).
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -15,6 +18,20 @@ from policies.weights import weights_of
 from trainer.weight_sync import Synced
 
 NOTICED = 0.01  # share of the tolerance by which the policy has moved when an engine must follow
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Weights of a version, and the policy's log-probs of the ids of `probe` by them, [B, T].
+
+    `named` is what an engine loads, `trained` what training moves of it.
+    """
+
+    version: int
+    named: Mapping[str, Tensor]
+    trained: Mapping[str, Tensor]
+    probe: Tensor
+    expected: Tensor
 
 
 def give(
@@ -30,11 +47,37 @@ def give(
     RuntimeError unless it then agrees with the policy on every token to `tolerance` nats (None: the
     engine's own), and has changed where the policy has since the hand-over `last`.
     """
+    return take(engine, offer(policy, engine, probe=probe), tolerance=tolerance, last=last)
+
+
+def offer(
+    policy: Policy, engine: Engine, *, probe: Tensor | None = None, copy: bool = False
+) -> Offer:
+    """Return the weights that the policy has now: they themselves, or a `copy` of them on the CPU.
+
+    An engine with `takes_trained` gets of LoRA the adapter alone.
+    """
+    probe, weights = _probe(policy) if probe is None else probe, weights_of(policy.scorer)
+    alone = getattr(engine, "takes_trained", False)
+    trained: Mapping[str, Tensor] = {name: p.detach() for name, p in weights.named().items()}
+    named: Mapping[str, Tensor] = trained if alone else weights.merged()
+    if copy:
+        every = [*trained.values(), *named.values()]  # of two names for one tensor, one copy
+        copies = {id_of(w): w for w in every}
+        copies = {key: w.detach().to("cpu", copy=True) for key, w in copies.items()}
+        trained = {name: copies[id_of(w)] for name, w in trained.items()}
+        named = {name: copies[id_of(w)] for name, w in named.items()}
+    return Offer(policy.version, named, trained, probe, _log_probs(policy, probe))
+
+
+def take(
+    engine: Engine, offered: Offer, *, tolerance: float | None = None, last: Synced | None = None
+) -> Synced:
+    """Load what is offered into an engine, and compare; see `give`."""
     limit = engine.tolerance if tolerance is None else tolerance
-    probe = _probe(policy) if probe is None else probe
-    expected, old = _log_probs(policy, probe), _log_probs(engine, probe)
-    engine.load_weights(weights_of(policy.scorer).merged().items())
-    new = _log_probs(engine, probe)
+    expected, old = offered.expected, _log_probs(engine, offered.probe)
+    engine.load_weights(offered.named.items())
+    new = _log_probs(engine, offered.probe)
     before, after, same = _distance(expected, old), _distance(expected, new), torch.equal(old, new)
     held = last.held if last is not None and same else None
     moved = 0.0 if held is None else _distance(expected, held)
@@ -51,7 +94,7 @@ def give(
             f"the engine is not the policy: {told}; is it the same model? Give "
             "policy.vllm.dtype=float32, or a larger policy.vllm.tolerance if its kernels round more"
         )
-    engine.version = policy.version
+    engine.version = offered.version
     return Synced(before, after, expected if held is None else held)
 
 
@@ -65,6 +108,11 @@ def _probe(policy: Policy) -> Tensor:
 def _log_probs(policy: Policy | Engine, probe: Tensor) -> Tensor:
     ids = probe.to(policy.device)
     return policy.scorer(ids, torch.ones_like(ids, dtype=torch.bool)).log_probs.cpu()
+
+
+def id_of(weight: Tensor) -> tuple[int, torch.Size]:
+    """Return what is the same for two names of one tensor."""
+    return weight.data_ptr(), weight.shape
 
 
 def _distance(a: Tensor, b: Tensor) -> float:

@@ -8,7 +8,7 @@ NAMES = tuple(
     for group, names in {
         "reward": "mean std raw_mean errors dropped_fraction",
         "kl": "ref ref_sequence ref_k3 ref_full behaviour behaviour_k3 mismatch coeff",
-        "policy": "importance_limited entropy_coeff entropy clip_fraction ratio_max",
+        "policy": "importance_limited staleness entropy_coeff entropy clip_fraction ratio_max",
         "loss": "total policy kl preference entropy value",
         "sft": "deviation",
         "preference": "accuracy margin",
@@ -18,7 +18,7 @@ NAMES = tuple(
         "optim": "lr grad_norm early_stopped skipped_steps",
         "eval": "sampled_accuracy greedy_accuracy reward",
         "sync": "probe probe_before",
-        "time": "collect_s score_s update_s sync_s iteration_s",
+        "time": "collect_s sample_s score_s update_s sync_s iteration_s",
         "perf": "tokens_per_s peak_memory_gib",
         "progress": "iteration step tokens samples",
     }.items()

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from copy import copy
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -52,6 +53,7 @@ class Runtime:
         words = os.environ.pop("LEASH_WORDS", None)  # no process that this one starts has it
         self._words = int(words) if words else None  # the launcher's pipe (trainer/runs/watch.py)
         self._told = 0.0  # when status.json was written last
+        self.group: Any = None  # of the ranks; None = that of torch's default
         torch.manual_seed(seed)
 
     @property
@@ -74,8 +76,18 @@ class Runtime:
         """Return this rank's device."""
         return self.accelerator.device
 
+    def beside(self) -> "Runtime":
+        """Return this run for a second thread, which meets those of the other ranks apart."""
+        other = copy(self)
+        if self.ranks > 1:
+            other.group = torch.distributed.new_group(backend="gloo")
+        return other
+
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum over ranks of a tensor of equal shape on each."""
+        if self.group is not None:
+            torch.distributed.all_reduce(total := values.detach().cpu().clone(), group=self.group)
+            return total.to(self.device)
         return self.accelerator.reduce(values.to(self.device), reduction="sum")
 
     def sums(self, values: dict[str, float]) -> dict[str, float]:
@@ -96,7 +108,7 @@ class Runtime:
         if self.ranks == 1:
             return [value]
         out: list[Any] = [None] * self.ranks
-        torch.distributed.all_gather_object(out, value)
+        torch.distributed.all_gather_object(out, value, group=self.group)
         return out
 
     def mine(self, size: int) -> slice:

@@ -99,9 +99,13 @@ class Rollouts:
         batch = collect(prompts, self.env, self.generator)
         return batch.set("loss_mask", batch.get("loss_mask") & named_mask(batch, self.mask))
 
+    def sample(self, iteration: int) -> TensorDict:
+        """Return this rank's trajectories of the iteration as they were played, [B, T]."""
+        return self.play(self.prompts(iteration))
+
     def __call__(self, iteration: int) -> TensorDictBase:
         """Return this rank's trajectories of the iteration, [B, T]."""
-        return self.finished(self.play(self.prompts(iteration)))
+        return self.finished(self.sample(iteration))
 
     def finished(self, batch: TensorDictBase) -> TensorDictBase:
         """Return the batch after all verbs of `after_rollout`."""

@@ -8,8 +8,9 @@
     retrieve_kl.refresh(i)       the reference follows the policy, if it is to
     leash.follow(metrics)        the coefficient follows the KL, if it is to
 
-Left out on purpose: replay across iterations, asynchronous generation. A new feature is a file that
-replaces one of the verbs, never a branch in the loop. Who watches is an observer.
+Left out on purpose: replay across iterations. A new feature is a file that replaces one of the
+verbs, never a branch in the loop: so is sampling ahead (trainer/overlap.py). Who watches is an
+observer.
 """
 
 import gc
@@ -285,6 +286,7 @@ class Trainer:
             )
         skipped = ", ".join(self.checkpoints.skipped)
         text = f"from iteration {done}{f', skipped damaged {skipped}' if skipped else ''}"
+        text += f"; {self.checkpoints.lacks}" if self.checkpoints.lacks else ""
         text = text if newest else "from iteration 0, there is no checkpoint"
         self.runtime.status["resumed"] = text
         again = done == 0 or self.progress.unevaluated is not None

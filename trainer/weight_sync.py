@@ -38,6 +38,8 @@ def hand_over(policy: Policy, generator: Generator | None = None, **proof: Any) 
     """Give a generator that has weights of its own the policy's; see `give` for `proof`."""
     if generator is None or generator is policy:
         return Synced()
+    if later := getattr(generator, "later", None):  # it is at work (trainer/overlap.py)
+        return later(policy)
     from trainer.hand_over import give  # few runs have one
 
     return give(policy, generator, **proof)

@@ -79,6 +79,8 @@ class VLLMServer(VLLMEngine):
     `config` and `generation_config` are those of the model here. `share` is a folder that both see.
     """
 
+    shared = True  # by all ranks, which meet at each hand-over
+
     def __init__(self, url: str, model: Any, *, folder: Path, share: Path, dtype: str) -> None:
         nn.Module.__init__(self)
         self.server, self.share = Server(url.rstrip("/")), share

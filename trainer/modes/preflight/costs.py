@@ -66,9 +66,19 @@ def check_memory(
         phase, gradients = played.phases[name], sizes["gradients"] * (name == "update")
         needed[name] = at_limits(phase, scale=scale[name], gradients=gradients)
         findings.say(f"{name:<10}{gib(needed[name]):>14}{gib(phase.peak):>12}")
-    worst = max(needed, key=needed.__getitem__)
-    ranks = loop.runtime.ranks if loop.runtime.device.type == "cpu" else 1
-    most, shared = ranks * needed[worst], f" for {ranks} ranks" if ranks > 1 else ""
+    worst, cpu = max(needed, key=needed.__getitem__), loop.runtime.device.type == "cpu"
+    more = 0
+    if ahead := settings["trainer"]["overlap"]:  # what samples does so while another phase goes on
+        second, copies = needed["generate"], (ahead + 1) * sizes["gradients"]
+        second -= 0 if cpu else played.phases["generate"].before - sizes["weights"]
+        second = second if settings["policy"]["engine"] == "transformers" else 0
+        more = second + (copies if cpu else 0)
+        findings.say(
+            f"trainer.overlap={ahead}: beside each of them {gib(second)} of the process that "
+            f"samples, and copies of the weights, {gib(copies)} on the CPU"
+        )
+    ranks = loop.runtime.ranks if cpu else 1
+    most, shared = ranks * (needed[worst] + more), f" for {ranks} ranks" if ranks > 1 else ""
     findings.say(f"the device has {gib(room)}{shared}")
     if most > FULL * room:
         findings.problem(
@@ -159,6 +169,7 @@ def disk_need(loop: Trainer, settings: dict[str, Any]) -> dict[str, int]:
     adapter = sizes["gradients"] if has_adapter(loop.policy.model) else 0
     one = (adapter or sizes["weights"]) + sizes["optimizer"]
     one += sizes["gradients"] if settings["kl"]["refresh_every"] else 0  # a reference of its own
+    one += settings["trainer"]["overlap"] * sizes["gradients"]  # older weights
     count = saves(settings["trainer"]["num_iterations"], kept["every"])
     most = min(count, kept["keep_last"] + int(kept["keep_best"]) + 1)
     return {"checkpoint": one, "checkpoints": most * one, "model": sizes["weights"] + adapter}
