@@ -331,16 +331,16 @@ def test_a_long_evaluation_is_no_silence_in_a_log():
     ]
 
 
-def test_a_long_evaluation_says_once_how_to_make_it_shorter():
+def test_a_long_evaluation_before_training_says_how_to_make_it_shorter():
     display = Display(4, title="demo", file=(file := io.StringIO()))
     display.begin()
     display.evaluating("40 prompts", 0.0, last=False)
-    for share in (0.1, 0.2):
+    for share in (0.1, 0.5):
         age(display, 60)
         display._said -= 61
         display.evaluating("40 prompts", share, last=False)
     assert file.getvalue().splitlines()[2:] == [
         "evaluating 40 prompts: 10%, 1 min 0 s, about 9 min 0 s left; fewer rows: "
         "eval.max_rows=<n>",
-        "evaluating 40 prompts: 20%, 1 min 0 s, about 4 min 0 s left",
+        "evaluating 40 prompts: 50%, 1 min 0 s, about 1 min 0 s left",
     ]

@@ -89,7 +89,7 @@ class Display(Observer):
         self._latest: Mapping[str, float] = {}
         self._evaluating: _Evaluation | None = None
         self._iteration, self._evaluation_s, self._said = 0, 0.0, 0.0
-        self._stopping, self._hinted, self._since = False, False, since
+        self._stopping, self._since = False, since
         self._began = self._clock = time.monotonic()
         self._live: Live | None = None
 
@@ -126,8 +126,7 @@ class Display(Observer):
             if before:
                 from trainer.reports.live_lines import so_far  # here: few evaluations are long
 
-                told = f": {so_far(share, now - since, hint=not self._hinted)}"
-                self._hinted = True
+                told = f": {so_far(share, now - since, hint=not self._iteration)}"
             self._print(f"evaluating {what}{told}")
         self._evaluating = _Evaluation(what, share, since, last)
 
