@@ -87,7 +87,10 @@ def _no_replies(cfg: dict[str, Any]) -> Iterator[str]:
     if wrong := [key for key in none if kl[key] != none[key]]:
         got = ", ".join(f"kl.{key}={str(kl[key]).lower()}" for key in wrong)
         instead = " ".join(f"kl.{key}={str(none[key]).lower()}" for key in wrong)
-        yield f"{what} to measure or charge a KL on, got {got}; give {instead}"
+        kind = algorithm["source"]["_target_"].rpartition(".")[2]
+        take = "sft_own env.dataset=<rows>, or sft_tiny" if kind == SILENT[0] else "rm_tiny"
+        what = f"{what} to measure or charge a KL on, got {got}; take experiment={take}"
+        yield f"{what}, or give {instead}"
     for key in ("target_kl", "entropy_coeff", "entropy_target", "after_rollout"):
         if algorithm[key]:
             yield f"{what}, which algorithm.{key} is for; leave it out"

@@ -82,6 +82,10 @@ def _node(where: str, node: Any) -> Iterator[str]:
     if not is_node(node):
         yield f"{where}: expected _target_, e.g. envs.rewards.Function; got {node!r:.80}"
         return
+    if where.startswith("env.rewards."):
+        from conf.check_reward import bare_function  # here: few runs have a reward of their own
+
+        yield from bare_function(where, node)
     inner = node.get("function")
     if isinstance(inner, dict) and inner.get("_partial_") is not True:
         what = f"{where}.function: expected _partial_: true beside its _target_"

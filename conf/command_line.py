@@ -19,6 +19,7 @@ from hydra.errors import HydraException
 
 from conf import names
 from conf.names import all_keys
+from trainer.runs.failures import say
 from trainer.runs.run_files import dig, read_yaml
 
 FLAGS = (  # -m, and those of Hydra that show something and run nothing
@@ -61,11 +62,13 @@ def spell_out(words: Sequence[str]) -> list[str]:
     ['env=reasoning_gym', 'env.task.name=chain_sum,sudoku', 'env.task={a: 1}']
     """
     if "resume=last" in words and not Path("last").exists():
-        from conf.resume import newest_run  # here: most starts do not need it
+        from conf.resume import last_run  # here: most starts do not need it
 
-        newest = newest_run(Path(OUTPUTS))
+        newest, running = last_run(Path(OUTPUTS))
         if newest is None:
             raise ValueError(f"resume=last: there is no run in {OUTPUTS}; give resume=<run folder>")
+        if running:
+            say(f"still running: {', '.join(map(str, running))}; the newest that has ended:")
         words = [f"resume={newest}" if word == "resume=last" else word for word in words]
     return [re.sub(r"^env\.task=(?=\w[\w,]*$)", "env.task.name=", word) for word in words]
 

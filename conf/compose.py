@@ -115,9 +115,17 @@ def compose_raw(
         cfg.hydra.overrides.task = [item.input_line for item in items]
         if not with_hydra:
             del cfg["hydra"]
+    faults = []
     for item in [] if files_only else items:
         if not _is_choice(item) and (with_hydra or not item.key_or_group.startswith("hydra.")):
-            _put_in(cfg, item)
+            try:
+                _put_in(cfg, item)
+            except ValueError as error:
+                faults.append(error)
+    if faults:
+        from conf.hints import Several
+
+        raise faults[0] if len(faults) == 1 else Several(faults)
     ours = {key: cfg._get_node(key) for key in cfg if key != "hydra"}
     for place in typed_secrets(OmegaConf.to_container(OmegaConf.create(ours))):
         told = "a secret would lie in the files of the run; put it into the environment, and give"

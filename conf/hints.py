@@ -23,6 +23,14 @@ FEW = 5  # so many names are listed, of more the nearest is
 LookUp = Callable[[str], Any]  # the value of a key of ours, None if it has none
 
 
+class Several(ValueError):
+    """Several faults of one command line, a line each."""
+
+    def __init__(self, faults: Sequence[ValueError]) -> None:
+        super().__init__("\n".join(map(str, faults)))
+        self.faults = faults
+
+
 @cache
 def other_names() -> dict[str, dict[str, Any]]:
     return read_yaml(Path(__file__).with_name("other_names.yaml"))
@@ -124,6 +132,8 @@ def nearest(key: str, value: Any = None, *, look_up: Callable[[str], Any] = str)
     """Return a hint at known keys that look like an unknown one, given with `value`."""
     elsewhere = known_elsewhere(key, value, look_up=look_up)
     parent, _, leaf = key.rpartition(".")
+    if re.fullmatch("rewards?(_fn|_func|_funcs|_function)?", key) and "." in str(value):
+        return reward_of(str(value))
     if key in all_keys():
         return f" here; it belongs to {all_keys()[key]}"
     if leaf in NARROWING:
@@ -137,10 +147,22 @@ def nearest(key: str, value: Any = None, *, look_up: Callable[[str], Any] = str)
         return f"; did you mean {close[0]}? Elsewhere {elsewhere[2:]}" if close else elsewhere
     close = close or _topmost([name for name in all_keys() if name.rpartition(".")[2] == leaf])
     close = close or difflib.get_close_matches(key, [*all_keys(), "experiment"], n=2, cutoff=0.6)
+    if close and difflib.SequenceMatcher(None, key, close[0]).ratio() > 0.9:
+        close = close[:1]  # a letter is wrong
     beside = [name.rpartition(".")[2] for name in usual if name.rpartition(".")[0] == parent]
     if parent and beside and (len(beside) <= FEW or not close):
         return f"; {parent} has {', '.join(beside)}"
     return f"; did you mean {' or '.join(close)}?" if close else "; --cfg job prints all keys"
+
+
+def reward_of(function: str) -> str:
+    """Return a hint at the override that takes a reward function, <module>.<name>."""
+    name = function.rpartition(".")[2]
+    node = (
+        f"{{_target_: envs.rewards.Function, function: {{_target_: {function}, _partial_: true}}}}"
+    )
+    write = f"'env.rewards.{name}={node}' allow_targets=true"
+    return f"; write {write} (TRLFunction in place of Function for one written for TRL)"
 
 
 def _topmost(keys: Sequence[str]) -> list[str]:

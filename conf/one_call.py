@@ -18,6 +18,8 @@ from conf.compose import compose_checked, compose_experiment, compose_raw
 from conf.worker import load
 from envs.rewards.given import hold
 from policies.cache import write_text
+from trainer.metric_names import unknown
+from trainer.reports.summary import in_one_line
 from trainer.runs.folders import _stamp, holds_run, unique_folder
 from trainer.runs.launch import prepare
 from trainer.runs.lock import FILE as LOCK
@@ -27,6 +29,20 @@ from trainer.stops import Stopped
 
 SCRIPT = Path(__file__).parents[1] / "train.py"
 Rows = Iterable[Mapping[str, Any] | str]
+
+
+class Trained(Run):
+    """The run that `train` returns: short to print, and strict about the names of metrics."""
+
+    def __repr__(self) -> str:
+        told = ", ".join(filter(None, [self.state, in_one_line(self)]))
+        return f"Run({str(self.folder)!r}: {told})"
+
+    def last(self, name: str) -> float | None:
+        """Return the last value of a metric, None if it has none; KeyError of what is no metric."""
+        if name not in self.names() and (hint := unknown(name)):
+            raise KeyError(f"there is no metric {name}{hint}")
+        return super().last(name)
 
 
 def train(
@@ -83,7 +99,7 @@ def train(
             raise KeyboardInterrupt(str(stop)) from None
         finally:
             gc.unfreeze()  # what the loop froze is this process's to free
-    return load_run(folder.absolute())
+    return Trained(**vars(load_run(folder.absolute())))
 
 
 def _leave(folder: Path) -> None:

@@ -14,6 +14,7 @@ from conf.compose import compose_checked, compose_experiment
 from conf.resume import load_for_resume
 from conf.start import run_folder
 from trainer.runs.experiment_models import cache_folder
+from trainer.runs.find import has_weights, no_weights
 from trainer.runs.launch import start
 from trainer.runs.run_files import PREFIX
 
@@ -68,6 +69,8 @@ def _of_run(mode: str, folder: str, overrides: list[str]) -> dict[str, Any]:
     if mode in ("chat", "export"):  # they play no rows: the data of the run need not be there
         instead["env"] = compose_checked(["env=sort_digits"])["env"]
     config = load_for_resume(folder, rest, may=MAY[mode], mode=mode, **instead)
+    if not has_weights(Path(folder)):
+        raise ValueError(no_weights(Path(folder)))
     check_replies(config)
     named = any(word.startswith("output_dir=") for word in rest)
     if mode == "export":

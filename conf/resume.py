@@ -1,6 +1,9 @@
 """The saved configuration of a run that goes on or that a mode is for, with what may change."""
 
+import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ from omegaconf import OmegaConf
 from conf import names, schema
 from conf.compose import compose_raw, settle
 from conf.interpolations import bounded
-from trainer.runs.find import find_jobs
+from trainer.runs.find import find_jobs, has_weights, is_running
 from trainer.runs.nodes import sent_keys
 from trainer.runs.run_files import bomb_in, is_sweep
 from trainer.runs.saved_configs import as_today
@@ -74,14 +77,37 @@ def no_run(folder: Path) -> str:
 
 
 def newest_run(folder: Path) -> Path | None:
-    """Return the run below a folder that wrote last, None if there is none."""
+    """Return the run below a folder that started last, None if there is none."""
+    return next(iter(_newest_first(folder)), None)
+
+
+def last_run(folder: Path) -> tuple[Path | None, list[Path]]:
+    """Return the run that resume=last means, and those that started later but are still running.
+
+    It is the newest; while that is running, the newest that has ended and left weights, if any.
+    """
+    jobs = _newest_first(folder)
+    running = [job for job in jobs if is_running(job)]
+    ended = next((job for job in jobs if job not in running and has_weights(job)), None)
+    if ended is None or jobs[0] not in running:
+        return (jobs[0] if jobs else None), []
+    return ended, [job for job in running if jobs.index(job) < jobs.index(ended)]
+
+
+def _newest_first(folder: Path) -> list[Path]:
     jobs = [job for job in find_jobs(folder) if (job / "config.yaml").is_file()]
-    return max(jobs, key=_written, default=None)
+    return sorted(jobs, key=_started, reverse=True)
 
 
-def _written(job: Path) -> float:
-    files = (job / "status.json", job / "metrics.jsonl", job / "config.yaml")
-    return max(file.stat().st_mtime for file in files if file.is_file())
+def _started(job: Path) -> tuple[float, int]:
+    """Return when a run started: as its folder is dated, else as old as what is written once."""
+    for part in reversed(job.parts):
+        if dated := re.fullmatch(r"(\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d)(?:_(\d+))?", part):
+            with suppress(ValueError):  # digits, but no date
+                at = datetime.strptime(dated[1], "%Y-%m-%d_%H-%M-%S")
+                return at.timestamp(), int(dated[2] or 1)
+    once = job / ".hydra" / "overrides.yaml"  # the others are written again on resume
+    return (once if once.is_file() else job / "config.yaml").stat().st_mtime, 1
 
 
 def read_saved(path: Path) -> dict[str, Any]:

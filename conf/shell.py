@@ -75,7 +75,8 @@ def run_command(words: list[str], *, script: Path, worker: Worker) -> int:
             return wanted.run(run)
     except (ValueError, RuntimeError, OSError) as error:
         if os.environ.get("RANK", "0") == "0":
-            complain(error)
+            for fault in getattr(error, "faults", [error]):
+                complain(fault)
         return failed if isinstance(error, RuntimeError) else 2  # refused
     except KeyboardInterrupt:  # outside of a run
         say("stopped before it began; nothing is saved")

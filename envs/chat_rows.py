@@ -13,6 +13,10 @@ from envs.data import READERS, Made, Table, is_file, load_table, made
 
 COLUMNS = ("messages", "question", "answer")
 ELSEWHERE = {"question": ("prompt",), "answer": ("completion", "chosen")}  # what TRL calls them
+BARE = (  # what is said of rows of which nothing is to be learnt or asked
+    "; bare texts are not supported: SFT takes chats, messages or question and answer; texts as "
+    "prompts are env=prompts env.columns.question=text, with a reward"
+)
 EVAL_SHARE, EVAL_ROWS = 0.1, 200  # what is split off where there is no eval data, at most
 
 
@@ -98,7 +102,9 @@ def _chats(
         remedy = f"if these are prompts alone, give env.columns.question={column} in its place"
         return table.each(lambda index: _chat(table, index, column), remedy, checked=checked)
     names = {**_of_trl(table), **names}
-    question = table.require("question", names.get("question", "question"))
+    question = table.require(
+        "question", names.get("question", "question"), BARE * (table.columns == ["text"])
+    )
     there = f"=<column>, of {', '.join(table.columns)}"
     remedy = f"name a column of prompts: env.columns.question{there}"
     prompts = table.each(
@@ -106,7 +112,8 @@ def _chats(
     )
     replies = None
     if answers or asked:
-        answer = table.require("answer", names.get("answer", "answer"))
+        alone = f"; without answers: env=prompts env.columns.question={question}, with a reward"
+        answer = table.require("answer", names.get("answer", "answer"), alone)
         remedy = f"name a column of texts: env.columns.answer{there}"
         replies = table.each(
             lambda index: table.turns(index, answer, "assistant"), remedy, checked=checked

@@ -79,12 +79,12 @@ class Table:
         size = len(self.rows)
         return list(range(size)) if isinstance(self.rows, list) else range(size)
 
-    def require(self, key: str, column: str) -> str:
+    def require(self, key: str, column: str, hint: str = "") -> str:
         """Return the column that env.columns.<key> names; one line with those there are without."""
         if column not in self.columns:
             raise ValueError(
                 f"{self.name}: expected a column {column!r}, got {', '.join(self.columns)}; name "
-                f"the right one: env.columns.{key}=<column>"
+                f"the right one: env.columns.{key}=<column>{hint}"
             )
         return column
 

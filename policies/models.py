@@ -93,9 +93,10 @@ def no_model(model: str) -> str | None:
     named = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", model) and not folder.is_dir()
     if named or model == TINY:
         return None
+    model_of_run = (folder / "model" / "config.json").is_file() and folder / "model"
     return (
         f"model {model}: expected a folder with a config.json, there is none at "
-        f"{folder.absolute()}; give such a folder or a hub id like {EMBEDDED}"
+        f"{folder.absolute()}; give {model_of_run or f'such a folder or a hub id like {EMBEDDED}'}"
     )
 
 

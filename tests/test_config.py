@@ -26,6 +26,7 @@ from conf.resume import load_for_resume
 from conf.start import read_command
 from policies.optional_packages import ASKING, EXTRAS
 from trainer.runs.find import nothing_left
+from trainer.runs.lock import held
 from trainer.runs.nodes import arguments_in_source
 from trainer.runs.saved_configs import as_today, holds_same
 from trainer.runs.targets import arguments_of, find_target, takes_any
@@ -209,6 +210,53 @@ def test_fault_is_one_line_that_says_what_to_do(words, parts):
     assert [part for part in parts if part not in message] == []
 
 
+def test_all_unknown_keys_of_a_command_line_are_told_at_once_a_line_each(capsys):
+    assert train.cli(["learning_rate=1", "kl.coeff=0.1", "num_generations=4", "kl.coef=1"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(";")[0] for line in lines] == [
+        f"error: there is no key {key}" for key in ("learning_rate", "num_generations", "kl.coef")
+    ]
+    assert lines[2].endswith("did you mean kl.coeff?"), "one letter is no question"
+
+
+def test_a_reward_function_in_the_place_of_a_reward_is_told_as_the_override(tmp_path, monkeypatch):
+    """What the line says to type is typed, and composes."""
+    code = "def own(row, reply): ...\ndef trl(prompts, completions, **columns): ...\n"
+    (tmp_path / "rewards_of_mine.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, kind in ("own", "Function"), ("trl", "TRLFunction"):
+        words = [f"env.rewards.{name}._target_=rewards_of_mine.{name}", "allow_targets=true"]
+        (write,) = re.findall("write '(.*)'", refusal(*words))
+        assert f"_target_: envs.rewards.{kind}," in write
+        compose_checked([write, "allow_targets=true"])
+    for key in ("reward", "reward_fn"):
+        write, allow = re.findall("write '(.*)' (.*?) ", refusal(f"{key}=rewards_of_mine.own"))[0]
+        compose_checked([write, allow])
+
+
+def test_rows_that_lack_something_are_told_which_task_takes_them(tmp_path):
+    for text, words in {
+        "text": ("experiment=sft_own", "bare texts are not supported"),
+        "question": ("experiment=grpo_own", "env=prompts env.columns.question=question"),
+    }.items():
+        path = tmp_path / f"{text}.jsonl"
+        path.write_text("".join(f'{{"{text}": "{i}"}}\n' for i in range(30)))
+        experiment, says = words
+        assert says in refusal(experiment, f"env.dataset={path}", "policy.model=tiny")
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "minor_sft", "reward"])
+def test_an_algorithm_without_replies_names_an_experiment_of_it(algorithm):
+    names = re.findall(
+        r"(\w+_own|\w+_tiny)", refusal(f"algorithm={algorithm}").partition(" or give")[0]
+    )
+    assert names
+    for name in names:
+        if not name.endswith("own"):
+            source = compose_checked([f"experiment={name}"])["algorithm"]["source"]
+            assert source == compose_raw([f"algorithm={algorithm}"]).algorithm.source
+
+
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "full"])
 @pytest.mark.parametrize("where", ["reward", "loss"])
 def test_biased_kl_needs_an_explicit_yes(estimator, where):
@@ -274,8 +322,31 @@ def test_resume_last_takes_the_newest_run_of_outputs(old_run, monkeypatch, capsy
     (old_run / "outputs" / "a" / "1" / "metrics.jsonl").touch()  # it wrote again
     assert train.cli(["mode=export", "resume=last", "seed=2"]) == 2
     said = capsys.readouterr()
-    assert said.out == "resume=outputs/a/1\n"
+    assert said.out == "resume=outputs/b/2\n"
     assert "seed cannot change in mode=export" in said.err
+
+
+def test_resume_last_is_the_run_that_started_last_and_has_ended(old_run, monkeypatch, capsys):
+    monkeypatch.chdir(old_run)
+    runs = ("c/2026-11-01", "b/2026-11-02", "a/2026-11-03")
+    days = [Path(f"outputs/{run}_10-00-00") for run in runs]
+    for age, day in enumerate([*days, Path(f"{days[2]}_2"), Path(f"{days[2]}_10")]):
+        (day / "checkpoints" / "iteration_000001").mkdir(parents=True)
+        shutil.copy("config.yaml", day)
+        os.utime(day / "config.yaml", (100 - age, 100 - age))  # the oldest wrote last
+    newest, other = Path(f"{days[2]}_10"), Path(f"{days[2]}_2")
+    assert spell_out(["resume=last"]) == [f"resume={newest}"]
+    assert capsys.readouterr().out == ""
+    (other / "checkpoints" / "iteration_000001").rmdir()  # nothing to go on with
+    with held(newest), held(days[2]):
+        assert spell_out(["resume=last"]) == [f"resume={days[1]}"]
+        (line,) = capsys.readouterr().out.splitlines()
+        assert line.startswith("still running: ")
+        assert str(newest) in line
+        assert f"{days[2]}," in f"{line.partition(';')[0]},"
+        for day in days[:2]:
+            (day / "checkpoints" / "iteration_000001").rmdir()
+        assert spell_out(["resume=last"]) == [f"resume={newest}"], "which is refused as running"
 
 
 def test_a_python_without_the_parts_is_told_where_they_are(tmp_path):

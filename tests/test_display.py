@@ -117,7 +117,9 @@ def test_a_terminal_shows_the_evaluation_going_on_and_then_its_result_for_good(t
     display = begun(2, title="run", folder=Path("/r"), file=terminal)
     display.evaluating("40 prompts", 0.25, last=False)
     age(display, 70)
-    assert "evaluating 40 prompts: 25%, 1 min 10 s" in live_lines(display)
+    hint = "fewer rows: eval.max_rows=<n>"  # 3 x 70 s more
+    line = f"evaluating 40 prompts: 25%, 1 min 10 s, about 3 min 30 s left; {hint}"
+    assert line in live_lines(display)
     display.log({"eval/sampled_accuracy": 0.125}, 0)
     assert "before training  accuracy 0.12  70.0 s" in plain(terminal.getvalue())
     display._began -= 130
@@ -325,5 +327,20 @@ def test_a_long_evaluation_is_no_silence_in_a_log():
     told = [line for line in file.getvalue().splitlines() if "evaluating" in line]
     assert told == [
         "evaluating 40 prompts",
-        *[f"evaluating 40 prompts: {s}, 0 s" for s in ("20%", "40%")],
+        *[f"evaluating 40 prompts: {s}, 0 s, about 0 s left" for s in ("20%", "40%")],
+    ]
+
+
+def test_a_long_evaluation_before_training_says_how_to_make_it_shorter():
+    display = Display(4, title="demo", file=(file := io.StringIO()))
+    display.begin()
+    display.evaluating("40 prompts", 0.0, last=False)
+    for share in (0.1, 0.5):
+        age(display, 60)
+        display._said -= 61
+        display.evaluating("40 prompts", share, last=False)
+    assert file.getvalue().splitlines()[2:] == [
+        "evaluating 40 prompts: 10%, 1 min 0 s, about 9 min 0 s left; fewer rows: "
+        "eval.max_rows=<n>",
+        "evaluating 40 prompts: 50%, 1 min 0 s, about 1 min 0 s left",
     ]

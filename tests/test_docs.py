@@ -72,6 +72,7 @@ def block(language: str, number: int = 0, *, page: str = "docs/own_task.md") -> 
 @pytest.mark.parametrize("command", commands())
 def test_documented_command_composes(command, place) -> None:
     named = command.replace("/path/to/model", str(place / "model")).replace("<date_time>", "old")
+    named = named.replace("outputs/sft/model", str(place / "model"))
     words = shlex.split(named)[2:]
     overrides = [w for w in words if not w.startswith("-") and "..." not in w]
     if {"env=verifiers", "env=openenv"} & {*overrides}:

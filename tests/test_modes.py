@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -32,6 +33,7 @@ from trainer.modes.export import push
 from trainer.modes.model_card import card
 from trainer.modes.run_weights import Weights, choose_weights
 from trainer.runs.launch import prepare
+from trainer.runs.lock import held
 from trainer.runs.run_files import Run, read_status, read_yaml
 
 # Steps so large that the loss grows: the first checkpoint is the best.
@@ -181,12 +183,13 @@ def test_an_exported_model_is_the_merged_best_checkpoint(lora_run, tmp_path, cap
     assert sorted(p.name for p in tmp_path.iterdir()) == ["mine", "scratch"]
 
 
-def test_an_export_has_a_gguf_file_of_the_merged_model(lora_run, tmp_path):
+def test_an_export_has_a_gguf_file_of_the_merged_model(lora_run, tmp_path, capfd):
     from transformers import AutoModelForCausalLM
 
     target = tmp_path / "mine"
     words = ("mode=export", f"resume={lora_run}", f"output_dir={target}", "gguf=f32")
     do(tmp_path / "scratch", *words)
+    assert f"gguf       {target / 'model-f32.gguf'}\n" in capfd.readouterr().out
     told = {"gguf_file": "model-f32.gguf", "local_files_only": True}
     ids = torch.arange(20)[None] * 7
     with torch.no_grad():
@@ -370,6 +373,24 @@ def test_what_makes_no_sense_is_refused_before_a_worker_starts(
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
     with pytest.raises(ValueError, match=message):
         asked([word.format(run=lora_run) for word in words])
+
+
+@pytest.mark.parametrize("mode", ["chat", "evaluate", "export"])
+def test_a_run_without_weights_is_refused_before_a_worker_starts(mode, lora_run, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    shutil.copy(lora_run / "config.yaml", run)
+    words = [f"mode={mode}", f"resume={run}", *["output_dir=new"] * (mode == "export")]
+    (run / "status.json").write_text('{"state": "failed"}')
+    with pytest.raises(ValueError, match=f"ended as failed; finish it with resume={run}, or"):
+        asked(words)
+    (run / "status.json").write_text('{"state": "running"}')
+    with (
+        held(run),
+        pytest.raises(ValueError, match="got none: the run is still running; wait until") as caught,
+    ):
+        asked(words)
+    assert "finish it with resume=" not in str(caught.value)
 
 
 def test_an_evaluation_on_another_task_keeps_the_runs_own_system_prompt(lora_run, tmp_path):

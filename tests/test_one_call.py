@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from pages import write_lines, write_status
 from runs import lines
 
 import trainer
-from conf.one_call import _quoted, _words
+from conf.one_call import Trained, _quoted, _words
 from envs.tasks import Reward
+from trainer.runs.run_files import load_run
 
 SMALL = {
     "policy": {"max_new_tokens": 4},
@@ -239,3 +241,13 @@ def test_a_reward_is_tried_on_the_first_row_before_a_model_is_loaded(monkeypatch
     ) as caught:
         call(wrong)
     assert "tried on the first row" in "\n".join(caught.value.__notes__)
+
+
+def test_the_returned_runs_repr_is_short_and_no_metric_is_a_key_error(tmp_path):
+    folder = write_status(write_lines(tmp_path, {"kl/ref_sequence": 0.5}), state="finished")
+    run = Trained(**vars(load_run(folder)))
+    assert repr(run).startswith(f"Run('{tmp_path}': finished, KL to the reference 0.5 nats")
+    assert "iterations 1" in repr(run)
+    with pytest.raises(KeyError, match=r"no metric kl; did you mean kl/ref, kl/ref_sequence or"):
+        run.last("kl")
+    assert run.last("kl/ref") is None, "a metric that this run did not log"

@@ -27,6 +27,30 @@ def drawn(*series: Series, **more) -> Picture:
     return Picture(line_chart(series, title="t", unit="u", **more))
 
 
+def test_a_resumed_run_is_repeated_as_it_became(tmp_path):
+    write_words(write_run(tmp_path), "experiment=demo", "trainer.num_iterations=6", "seed=3")
+    defaults = {"experiment": {"trainer": {"num_iterations": 80}, "eval": {"every": 5, "n": 8}}}
+    (tmp_path / ".hydra" / "defaults.yaml").write_text(json.dumps(defaults))
+    config = {"trainer": {"num_iterations": 8}, "eval": {"every": 2, "n": 8}, "seed": 3}
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    write_status(tmp_path, state="finished")
+    first = "python train.py experiment=demo trainer.num_iterations=6 seed=3"
+    assert first in Page(write_report(tmp_path)).texts
+    write_status(tmp_path, state="finished", resumed="at iteration 6")
+    again = "python train.py experiment=demo trainer.num_iterations=8 seed=3 eval.every=2"
+    assert again in Page(write_report(tmp_path)).texts
+
+
+def test_a_run_whose_reward_python_gave_has_no_command_that_repeats_it(tmp_path):
+    write_words(write_run(tmp_path), "experiment=demo", "+env.rewards.r={_target_: x}")
+    config = {"env": {"rewards": {"r": {"_target_": "envs.rewards.Given", "name": "r"}}}}
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    page = Page(write_report(tmp_path))
+    assert not [text for text in page.texts if text.startswith("python train.py experiment=")]
+    assert any("the Python code that called trainer.train" in text for text in page.texts)
+    assert any(text.startswith("python train.py resume=") for text in page.texts)
+
+
 def test_the_page_tells_the_run_and_needs_no_network(tmp_path):
     page = Page(path := write_report(write_run(tmp_path / "a run")))
     for text in ("demo", "failed", "<i>why</i>", "c0ffee", "1 min 15 s"):

@@ -20,6 +20,7 @@ from reward_cases import behave
 
 from envs.chat_env import ChatEnv
 from envs.rewards import Function, InProcess, Rewarded, RewardFunction, RewardModel
+from envs.rewards.given import Given, hold
 from envs.rewards.workers import Late, Workers
 from envs.tasks import Reply, SortDigits, Task
 from trainer.collect import collect
@@ -275,6 +276,14 @@ def test_error_ends_the_run_or_counts_and_is_told_once():
     row, said = SortDigits().row("312"), replies("123", "12", "1234")
     with pytest.raises(RuntimeError, match=r"reward odd: ZeroDivisionError.*on_error=zero or drop"):
         Rewarded(SortDigits(), {"odd": Function(odd)}).rewards([row] * 3, said)
+    wrong = Function(lambda row, reply: reply.txt)
+    with pytest.raises(RuntimeError, match=r"no attribute 'txt'.*; correct the function") as caught:
+        Rewarded(SortDigits(), {"wrong": wrong}).rewards([row] * 3, said)
+    assert "on_error" not in str(caught.value)
+    hold("odd", odd)
+    with pytest.raises(RuntimeError, match=r"Function\(..., on_error='zero'\)") as caught:
+        Rewarded(SortDigits(), {"odd": Given("odd")}).rewards([row] * 3, said)
+    assert "env.rewards.odd" not in str(caught.value), "no key: Python gave it"
     for on_error, dropped in (("zero", False), ("drop_group", True)):
         task = Rewarded(SortDigits(), {"odd": Function(odd, weight=3, on_error=on_error)})
         with pytest.warns(UserWarning, match="reward odd: ZeroDivisionError") as told:

@@ -118,6 +118,13 @@ def test_quantised_weights_are_refused(tmp_path):
     assert "F8_E4M3" in _refused(folder)
 
 
+def test_a_run_folder_given_as_a_model_is_told_where_its_model_lies(tmp_path):
+    make_checkpoint(tmp_path / "model", "qwen2")
+    assert no_model(str(tmp_path / "model")) is None
+    assert (no_model(str(tmp_path)) or "").endswith(f"; give {tmp_path / 'model'}")
+    assert "hub id like" in (no_model(str(tmp_path / "none" / "there" / "is")) or "")
+
+
 def _refused(folder: Path) -> str:
     with pytest.raises(ValueError, match=r".") as caught:
         load_model(find_model(str(folder)))

@@ -32,8 +32,12 @@ def unknown(name: str) -> str:
 
     >>> unknown("eval/sampled_acuracy"), unknown("reward_part/mine")
     ('; did you mean eval/sampled_accuracy?', '')
+    >>> unknown("kl")
+    '; did you mean kl/ref, kl/ref_sequence or kl/ref_k3?'
     """
     if name in NAMES or MADE.fullmatch(name):
         return ""
-    near = difflib.get_close_matches(name, NAMES, 1)
-    return f"; did you mean {near[0]}?" if near else "; docs/metrics.md names all"
+    near = [metric for metric in NAMES if name in re.split("[/_]", metric)][:3]
+    near = near or difflib.get_close_matches(name, NAMES, 1)
+    told = " or ".join(filter(None, [", ".join(near[:-1]), *near[-1:]]))
+    return f"; did you mean {told}?" if near else "; docs/metrics.md names all"

@@ -20,6 +20,9 @@ ON_ERROR = ("raise", "zero", "drop_group")
 FAULTS = (Exception, SystemExit, asyncio.CancelledError)  # of a user's code; Ctrl-C is not one
 
 
+WRONG = (AttributeError, NameError, TypeError)  # of a function that is wrong, whatever the reply
+
+
 class Refused(Exception):
     """An error of the set-up, not of a reply: it ends the run whatever `on_error` says."""
 
@@ -32,6 +35,7 @@ class RewardFunction:
     """
 
     tried: ClassVar[bool] = True  # whether a run asks for one score before a model is loaded
+    remedy: ClassVar[str] = "set env.rewards.{name}.on_error=zero or drop_group"
 
     def __init__(self, *, weight: float = 1.0, on_error: str = "raise") -> None:
         if on_error not in ON_ERROR:

@@ -19,6 +19,8 @@ class Given(RewardFunction):
     [1.0]
     """
 
+    remedy = "give trainer.train an envs.rewards.Function(..., on_error='zero') or 'drop_group'"
+
     def __init__(self, name: str) -> None:
         self.name, self.held = name, HELD.get(name)
         super().__init__(**({"weight": self.held.weight} if self.held else {}))
@@ -40,11 +42,12 @@ def hold(name: str, function: Callable[..., Any] | RewardFunction) -> None:
     if not isinstance(function, RewardFunction):
         if not callable(function):
             raise ValueError(f"expected {name} to be a function of (row, reply), got {function!r}")
-        function = (TRLFunction if _is_of_trl(function) else Function)(function)
+        function = (TRLFunction if is_of_trl(function) else Function)(function)
     HELD[name] = function
 
 
-def _is_of_trl(function: Callable[..., Any]) -> bool:
+def is_of_trl(function: Callable[..., Any]) -> bool:
+    """Tell whether a function takes what TRL gives its own."""
     try:
         return bool({"prompts", "completions"} & set(signature(function).parameters))
     except ValueError:  # some functions in C have no signature

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from envs.earned import rewards_of
 from envs.places import defined_at, hint, is_own, place_of
-from envs.rewards.functions import Refused, RewardFunction, Score
+from envs.rewards.functions import WRONG, Refused, RewardFunction, Score
 from envs.tasks.task import (
     Message,
     Reply,
@@ -120,7 +120,9 @@ class Rewarded(Task):
             place = place_of(error)
         text += f" ({place}{hint(error, [row])})" if place else ""
         if action == "raise":
-            remedy = f"correct it, or set env.rewards.{name}.on_error=zero or drop_group"
+            remedy = "correct the function"
+            if not isinstance(error, WRONG):
+                remedy = f"correct it, or {self.functions[name].remedy.format(name=name)}"
             raise RuntimeError(f"{text}; {remedy}") from error
         if name not in self._told:
             self._told.add(name)

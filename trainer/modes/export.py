@@ -21,7 +21,7 @@ from trainer.trainer import Trainer
 
 def run(loop: Trainer, settings: dict[str, Any]) -> float:
     """Write the model folder; it is there whole or not at all."""
-    chosen = take_weights(loop, settings)
+    chosen, single = take_weights(loop, settings), None
     if settings["gguf"]:
         from trainer.modes.gguf_file import check, write_gguf  # rarely asked for
 
@@ -34,7 +34,7 @@ def run(loop: Trainer, settings: dict[str, Any]) -> float:
     try:
         save_model(loop.policy, part)
         if settings["gguf"]:
-            write_gguf(part, settings["gguf"], name=target.name)
+            single = target / write_gguf(part, settings["gguf"], name=target.name).name
         try:
             write_text(part / "curves.svg", run_svg(trained.folder))
         except ValueError:  # no metrics to draw: a run of which only a checkpoint is left
@@ -49,6 +49,8 @@ def run(loop: Trainer, settings: dict[str, Any]) -> float:
         shutil.rmtree(part, ignore_errors=True)
         raise
     print(f"exported   {chosen.what}\nmodel      {target}", flush=True)
+    if single:
+        print(f"gguf       {single}", flush=True)
     if settings["hub"]:
         print(f"hub        {push(target, settings['hub'])}", flush=True)
     return 0.0

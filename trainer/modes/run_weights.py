@@ -6,6 +6,7 @@ from typing import Any
 
 from policies.models import has_adapter
 from trainer.checkpoint import read_state, saved_in
+from trainer.runs.find import no_weights
 from trainer.runs.run_files import dig, load_run, number
 from trainer.trainer import Trainer
 from trainer.weight_sync import hand_over
@@ -51,11 +52,7 @@ def choose_weights(folder: Path, *, keep_best: bool = False) -> Weights:
     if states:
         newest, state = list(states.items())[-1]
         return Weights(newest, "the newest checkpoint", str(folder), state["iteration"])
-    raise ValueError(
-        f"expected a checkpoint or a final model in {folder}, got none: the run "
-        f"{'is' if run.state == 'running' else 'ended as'} {run.state}; finish it with "
-        f"resume={folder}, or set checkpoint.every in a new one"
-    )
+    raise ValueError(no_weights(folder))
 
 
 def take_weights(loop: Trainer, settings: dict[str, Any]) -> Weights:

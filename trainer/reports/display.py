@@ -122,9 +122,12 @@ class Display(Observer):
         since = now if before is None else before.since
         plain = self._live is None and not self.brief
         if plain and (before is None or now > self._said + 60):  # a log is not silent
-            self._said = now
-            so_far = f": {share:.0%}, {duration(now - since)}" if before else ""
-            self._print(f"evaluating {what}{so_far}")
+            self._said, told = now, ""
+            if before:
+                from trainer.reports.live_lines import so_far  # here: few evaluations are long
+
+                told = f": {so_far(share, now - since, hint=not self._iteration)}"
+            self._print(f"evaluating {what}{told}")
         self._evaluating = _Evaluation(what, share, since, last)
 
     def log(self, metrics: Mapping[str, float], iteration: int) -> None:
@@ -192,12 +195,12 @@ class Display(Observer):
 
     def _draw(self) -> Text:
         """Return the live lines; the refresh thread asks for them, so that the times go on."""
-        from trainer.reports.live_lines import draw  # here: only a terminal has them
+        from trainer.reports.live_lines import draw, so_far  # here: only a terminal has them
 
         now, below = time.monotonic(), []
         if (going := self._evaluating) is not None:  # once: the other thread may end it meanwhile
-            since = duration(now - going.since)
-            below = [f"evaluating {going.what}: {going.share:.0%}, {since}"]
+            told = so_far(going.share, now - going.since, hint=not self._iteration)
+            below = [f"evaluating {going.what}: {told}"]
         times = ", ".join(filter(None, [duration(now - self._began), self._left(self._iteration)]))
         lines = draw(
             self.title,

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from trainer.reports.display import KL, in_lines, named, signal, whole
+from trainer.reports.formats import duration
 
 LATEST = {
     "kl/ref": "{:z.3f} nats per token",
@@ -35,6 +36,13 @@ def draw(
         values.insert(0, sparkline(curve, unicode=unicode))
     bar = f"{title} {full * filled}{empty * (size - filled)} {told}"
     return [bar, *(line.plain for line in in_lines(whole(values, "  "), width))]
+
+
+def so_far(share: float, seconds: float, *, hint: bool) -> str:
+    """Say how far an evaluation is, with the time left; a `hint` if that is minutes."""
+    left = seconds / share - seconds if share else 0.0
+    told = f"{share:.0%}, {duration(seconds)}" + (f", about {duration(left)} left" if share else "")
+    return told + "; fewer rows: eval.max_rows=<n>" * (hint and left > 180)
 
 
 def sparkline(values: Sequence[float], *, most: int = 24, unicode: bool = True) -> str:

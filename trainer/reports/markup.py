@@ -5,6 +5,7 @@ page says what matters without its script (script.js), which reloads the page of
 goes on, sorts tables, browses replies (replies.js) and shows tooltips where there is no mouse.
 """
 
+import json
 import shlex
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,9 +13,10 @@ from pathlib import Path
 
 from trainer.reports.chart import CSS, escape, line_style
 from trainer.runs.redact import redact_word
-from trainer.runs.run_files import PLACES, Run
+from trainer.runs.run_files import PLACES, Run, dig
 
 RELOAD = 5  # seconds
+CHANGEABLE = ("trainer", "checkpoint", "eval", "launch")  # groups that a resume may change
 STATES = ("finished", "failed", "running", "preempted", "killed")  # style.css has their colours
 _STYLE, _SCRIPT, _REPLIES = (
     Path(__file__).with_name(name).read_text(encoding="utf-8")
@@ -92,11 +94,34 @@ def facts(values: Mapping[str, str]) -> str:
 def repeat_command(run: Run) -> str:
     """Return the command that repeats a run, without its place; "" if Hydra did not start it."""
     left_out = (*(f"{key}=" for key in PLACES), "hydra.")
-    words = [redact_word(word) for word in run.words if not word.startswith(left_out)]
+    words = [redact_word(word) for word in _words(run) if not word.startswith(left_out)]
     named = [word for word in words if word.startswith("experiment=")]
     first = named or [f"experiment={run.experiment}"]
     rest = [word for word in words if word not in named]
     return shlex.join(["python", "train.py", *first, *rest]) if run.words else ""
+
+
+def of_python(run: Run) -> bool:
+    """Tell whether a reward is a function that Python gave, which no command line can name."""
+    rewards = dig(run.config, "env", "rewards")
+    nodes = rewards.values() if isinstance(rewards, dict) else ()
+    return any(dig(node, "_target_") == "envs.rewards.Given" for node in nodes)
+
+
+def _words(run: Run) -> list[str]:
+    """Return the overrides of a run, those of a resumed one as it became."""
+    if "resumed" not in run.status:
+        return run.words
+    words = {word.partition("=")[0]: word for word in run.words}
+    for group in CHANGEABLE:
+        node, theirs = dig(run.config, group), dig(run.defaults, "experiment", group)
+        for name, value in node.items() if isinstance(node, dict) else ():
+            same = value == dig(theirs, name) or str(dig(theirs, name)).startswith("${")
+            key, known = f"{group}.{name}", isinstance(theirs, dict) and name in theirs
+            plain = value is None or isinstance(value, bool | int | float | str)
+            if plain and (key in words or (known and not same)):
+                words[key] = f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+    return list(words.values())
 
 
 def command(text: str, *, copy: bool = False) -> str:

@@ -154,12 +154,15 @@ def _notes(run: Run) -> tuple[str, str]:
 
 def _commands(run: Run) -> dict[str, str]:
     """Return how to repeat a run, to talk to a finished one, to go on with another; HTML."""
-    told = {"repeat": markup.repeat_command(run)}
+    told, python = {"repeat": markup.repeat_command(run)}, {}
+    if markup.of_python(run):
+        note = "by the Python code that called trainer.train: its reward is a function there"
+        told, python = {}, {"repeat": escape(note)}
     if run.state == "finished":
         told |= {"chat": chat} if (chat := summary.chat_command(run.folder.resolve(), run)) else {}
     elif run.state != "running":
         told["go on"] = summary.resume_command(run.folder.resolve())
-    return {name: markup.command(text, copy=True) for name, text in told.items() if text}
+    return python | {name: markup.command(text, copy=True) for name, text in told.items() if text}
 
 
 def _environment(run: Run) -> dict[str, str]:

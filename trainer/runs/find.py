@@ -5,7 +5,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from trainer.runs.run_files import is_sweep, read_status, read_yaml
+from trainer.runs.lock import FILE as LOCK
+from trainer.runs.lock import is_free
+from trainer.runs.run_files import is_sweep, load_run, read_status, read_yaml
 
 _FILES = ("metrics.jsonl", "status.json")  # either makes a folder that of a run
 
@@ -41,6 +43,29 @@ def find_runs(folder: Path) -> tuple[list[Path], list[Path]]:
     jobs = find_jobs(folder)
     above = {job: next((p for p in job.parents if is_sweep(p)), None) for job in jobs}
     return [j for j in jobs if not above[j]], list(dict.fromkeys(filter(None, above.values())))
+
+
+def is_running(folder: Path) -> bool:
+    """Tell whether a run goes on in a folder; one that has no status yet holds its lock."""
+    told = read_status(folder).get("state")
+    begun = told == "running" or (told is None and (folder / LOCK).is_file())
+    return begun and not is_free(folder)
+
+
+def has_weights(folder: Path) -> bool:
+    """Tell whether a run has a checkpoint or, finished, a final model; neither is verified."""
+    finished = read_status(folder).get("state") == "finished" and (folder / "model").is_dir()
+    return finished or any((folder / "checkpoints").glob("iteration_*"))
+
+
+def no_weights(folder: Path) -> str:
+    """Return the line on a run that has no weights to work on."""
+    state = load_run(folder).state
+    told = f"the run ended as {state}; finish it with resume={folder}, or set checkpoint.every in"
+    told = f"{told} a new one"
+    if is_running(folder):
+        told = "the run is still running; wait until it has one, or stop it first"
+    return f"expected a checkpoint or a final model in {folder}, got none: {told}"
 
 
 def nothing_left(
