@@ -218,9 +218,15 @@ class Served:
 
     def _receive(self, into: dict[str, Any], shapes: list[Any]) -> None:
         """Copy the weights on the pipe; all of them are read, also where one is not known."""
+        strange = []
         for name, shape, kind, *_ in shapes:
             given = torch.frombuffer(bytearray(self.pipe.recv_bytes()), dtype=kind).view(shape)
-            into[name].detach().copy_(given)
+            if name in into:
+                into[name].detach().copy_(given)
+            else:
+                strange.append(name)
+        if strange:
+            raise ValueError(f"expected weights of this model, got {strange}")
 
 
 def serve(pipe: int, owner: int) -> None:

@@ -87,6 +87,20 @@ def test_what_is_too_small_to_tell_adds_up(policy):
     assert 3 < policy.version < 200
 
 
+def test_an_engine_that_begins_anew_between_two_hand_overs_is_found_out(policy):
+    engine = beside(policy)
+    start = {name: value.clone() for name, value in policy.model.state_dict().items()}
+    last = weight_sync(policy, engine)
+    for _ in range(2):
+        move(policy)
+        last = weight_sync(policy, engine, last=last)
+    engine.load_weights(start.items())  # as a server that was started again has them
+    move(policy)
+    with pytest.raises(RuntimeError, match=r"the engine lost its weights: .*does another run use"):
+        weight_sync(policy, engine, last=last)
+    assert engine.version == 3
+
+
 def test_an_engine_with_other_weights_is_not_the_policy(policy):
     with pytest.raises(RuntimeError, match=r"is not the policy: .*Give policy.vllm.dtype=float32"):
         weight_sync(policy, beside(policy, Wrong))

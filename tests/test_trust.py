@@ -186,7 +186,7 @@ def test_a_run_folder_of_somebody_else_runs_no_code(mode, tmp_path, marking):
     config["allow_targets"] = True
     config["algorithm"]["objective"] = {"_target_": f"{MARK}.mark"}
     folder = tmp_path / "run"
-    folder.mkdir()
+    (folder / "checkpoints" / "iteration_000001").mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     words = [f"resume={folder}"]
     if mode != "train":
@@ -289,6 +289,7 @@ def test_a_run_folder_of_somebody_else_does_not_say_which_key_a_server_gets(
     start = ["experiment=grpo_tiny", "policy.model=tiny", judge, word]
     config = compose_checked(start)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    (tmp_path / "checkpoints" / "iteration_000001").mkdir(parents=True)
     resume, name = f"resume={tmp_path}", place.lstrip("+")
     for words in ([resume], [resume, "mode=evaluate"]):
         with pytest.raises(ValueError, match="says which key is sent to a server") as line:

@@ -137,14 +137,23 @@ def test_an_engine_samples_ahead(tmp_path):
     assert rows[0]["kl/mismatch"] < 1e-5 < rows[1]["kl/mismatch"]
 
 
-def test_a_server_that_does_not_fit_is_refused_in_one_line(server):
+def test_a_server_that_does_not_fit_is_refused_in_one_line(server, tmp_path):
     url, _ = server
     policy = load_policy("tiny")
-    share = policy.found.folder.parent / "share"
+    kept, share = tmp_path / "kept", tmp_path / "share"
+    kept.mkdir()
+    (kept / "model.safetensors").write_text("another's")
+    share.symlink_to(kept)
     with pytest.raises(ValueError, match=r"expected a vLLM server, got .*refused.*vllm serve"):
         beside(policy, share=share, url="http://127.0.0.1:9")
+    with pytest.raises(ValueError, match=r"expected --dtype bfloat16, got float32"):
+        beside(policy, share=share, url=url, dtype="bfloat16")
     generator = beside(policy, share=share, url=url)
+    with pytest.raises(RuntimeError, match=r"the vLLM server at .* refuses"):
+        generator.scorer._load(tmp_path / "nowhere")
     assert weight_sync(policy, generator).after < 1e-4
+    assert (kept / "model.safetensors").read_text() == "another's"
+    assert not share.exists()
     with torch.no_grad():
         for p in policy.model.parameters():
             p.add_(torch.randn_like(p) * 0.1)
@@ -152,10 +161,10 @@ def test_a_server_that_does_not_fit_is_refused_in_one_line(server):
     assert done.after < 1e-4 < 0.1 < done.before
 
 
-def test_a_server_that_dies_ends_the_run_with_a_line(server):
+def test_a_server_that_dies_ends_the_run_with_a_line(server, tmp_path):
     url, process = server  # the last test of this file that needs it
     policy = load_policy("tiny")
-    generator = beside(policy, share=policy.found.folder.parent / "share", url=url)
+    generator = beside(policy, share=tmp_path / "share", url=url)
     weight_sync(policy, generator)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()

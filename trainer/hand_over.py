@@ -2,7 +2,8 @@
 
 Both sides score fixed ids, before and after. It is an error where they then disagree, or where the
 engine's scores stay what they were, to the bit, though the policy's moved: in half precision a step
-may be smaller than the tolerance.
+may be smaller than the tolerance; or where it scores otherwise than after the one before, as one
+that was started again.
 An adapter (LoRA) is merged into what the engine gets.
 Left out on purpose: weights that are spread over ranks (FSDP, DeepSpeed).
 """
@@ -76,6 +77,13 @@ def take(
     """Load what is offered into an engine, and compare; see `give`."""
     limit = engine.tolerance if tolerance is None else tolerance
     expected, old = offered.expected, _log_probs(engine, offered.probe)
+    if last is not None and last.held is not None and not _distance(last.held, old) <= 2 * limit:
+        raise RuntimeError(
+            "the engine lost its weights: before a hand-over its log-probs of the probe are "
+            f"{_distance(last.held, old):.3g} nats from those of the last one, expected "
+            f"{2 * limit:g} at most; was it started again, or does another run use it? Go on with "
+            "resume=<run folder>"
+        )
     engine.load_weights(offered.named.items())
     new = _log_probs(engine, offered.probe)
     before, after, same = _distance(expected, old), _distance(expected, new), torch.equal(old, new)

@@ -7,7 +7,8 @@ thread does what there is to do in the order it was asked for; with ahead = 1, f
     play 0, play 1 | iteration 0 | take v1 | play 2 | iteration 1 | take v2 | play 3 ...
 
 The loop asks for a batch, hands weights over and evaluates as ever: all of it goes through that
-order, so an evaluation has the newest weights. The ratio is to the log-probs that sampled.
+order, so an evaluation has the newest weights. The ratio is to the log-probs that sampled, or, with
+trainer.ImportanceSampling, to those of the policy that learns, weighted by how far these are apart.
 Left out on purpose: batches from several versions of the weights; dropping what is too old.
 """
 
@@ -61,7 +62,9 @@ class Line:
 
     def __init__(self) -> None:
         self.tasks: SimpleQueue[tuple[Future, Callable[[], Any]] | None] = SimpleQueue()
-        self.thread = threading.Thread(target=_work, args=(self.tasks,), daemon=True)
+        # A thread has a GPU of its own choice: the loop's.
+        gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self.thread = threading.Thread(target=_work, args=(self.tasks, gpu), daemon=True)
         self.thread.start()
 
     def put(self, task: Callable[[], Any]) -> Future:
@@ -75,8 +78,10 @@ class Line:
         self.put(lambda: None).exception()
 
 
-def _work(tasks: SimpleQueue) -> None:
+def _work(tasks: SimpleQueue, gpu: int | None) -> None:
     failed = None
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
     while (one := tasks.get()) is not None:
         done, task = one
         try:

@@ -10,8 +10,8 @@ import json
 import shutil
 import threading
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
@@ -50,12 +50,16 @@ class Server:
                 text = answer.read()
                 break
             except (OSError, HTTPException) as error:
-                self.kept.__dict__.clear()
-                if fresh or attempt == 2:
+                self._disconnect()
+                if fresh or attempt == 2 or isinstance(error, TimeoutError):
                     raise ConnectionError(f"{type(error).__name__}: {error}") from error
         if answer.status != 200:
             raise RuntimeError(f"{path}: {answer.status} {_words(text)}")
         return json.loads(text) if text else None
+
+    def _disconnect(self) -> None:
+        if connection := self.kept.__dict__.pop("connection", None):
+            connection.close()
 
     def _connect(self) -> HTTPConnection:
         kind = HTTPSConnection if self.parts.scheme == "https" else HTTPConnection
@@ -73,6 +77,14 @@ def _words(text: bytes) -> str:
     return " ".join(str(found).split())[:300]
 
 
+def _clear(path: Path) -> None:
+    """Remove a folder; of a link that somebody has put there the link alone."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
+
+
 class VLLMServer(VLLMEngine):
     """Sample and score by a server that has the model in `folder` or one of its shape.
 
@@ -84,9 +96,9 @@ class VLLMServer(VLLMEngine):
     def __init__(self, url: str, model: Any, *, folder: Path, share: Path, dtype: str) -> None:
         nn.Module.__init__(self)
         self.server, self.share = Server(url.rstrip("/")), share
-        port = urlsplit(url).port or 8000
+        port = self.server.parts.port or 80
         self.start = SERVE.format(model=folder, port=port, dtype=dtype)
-        self.pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="vllm")
+        self.pool = ThreadPool(AT_ONCE)  # daemons: a run that ends waits for no request
         version, about = self._version(), self._about()
         self._keep(
             folder=str(folder),
@@ -99,6 +111,9 @@ class VLLMServer(VLLMEngine):
         )
         if self.mode != "processed_logprobs":
             self._refuse(f"one with --logprobs-mode processed_logprobs, got {self.mode}")
+        if (found := str(self.dtype).removeprefix("torch.")) != dtype:
+            self._refuse(f"--dtype {dtype}, got {found} (policy.vllm.dtype={found} is to want it)")
+        self._ask("/resume")  # a run that was killed in a hand-over left it waiting
 
     def _version(self) -> str:
         try:
@@ -137,27 +152,39 @@ class VLLMServer(VLLMEngine):
     def update_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Let the server load new weights; of several ranks the first hands over for all."""
         ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if ranks:
+            torch.distributed.barrier()  # all have scored by the old ones
         if not ranks or torch.distributed.get_rank() == 0:
-            self.share.mkdir(parents=True, exist_ok=True)
             # A tied head too: without its name vLLM goes on with the old one.
             weights = {name: t.detach().cpu().clone().contiguous() for name, t in named}
-            save_file(weights, self.share / "model.safetensors")
-            self._ask("/pause?mode=wait")
-            where = {"weights_path": str(self.share.absolute())}
-            self._ask("/collective_rpc", {"method": "reload_weights", "kwargs": where})
-            self._ask("/reset_prefix_cache")
-            self._ask("/resume")
-            shutil.rmtree(self.share)
+            _clear(self.share)
+            try:
+                self.share.mkdir(parents=True)
+                save_file(weights, self.share / "model.safetensors")
+                self._load(self.share.absolute())
+            finally:
+                _clear(self.share)
         if ranks:
             torch.distributed.barrier()
+
+    def _load(self, folder: Path) -> None:
+        """Let the server read a folder while it answers nobody."""
+        self._ask("/pause?mode=wait")
+        try:
+            where = {"weights_path": str(folder)}
+            self._ask("/collective_rpc", {"method": "reload_weights", "kwargs": where})
+            self._ask("/reset_prefix_cache")
+        finally:
+            self._ask("/resume")
 
     def _asked(self, **fields: Any) -> Any:
         return fields
 
     def _run(self, rows: Sequence[Tensor], params: list[Any]) -> list[Reply]:
-        return list(self.pool.map(self._one, rows, params))
+        return list(self.pool.imap(self._one, zip(rows, params, strict=True)))
 
-    def _one(self, row: Tensor, params: dict[str, Any]) -> Reply:
+    def _one(self, asked: tuple[Tensor, dict[str, Any]]) -> Reply:
+        row, params = asked
         body = {"token_ids": row.tolist(), "sampling_params": params}
         done = self._ask("/inference/v1/generate", body)
         (choice,) = done["choices"]

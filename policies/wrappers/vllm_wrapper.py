@@ -4,6 +4,7 @@ vLLM samples and scores (see vllm_engine.py); rendering, masks and containers ar
 Log-probs only: whole distributions need TransformersWrapper.
 """
 
+import copy
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,7 @@ def beside(
     computes = policy.scorer.autocast or next(policy.scorer.parameters()).dtype
     folder, dtype = policy.found.folder, dtype or str(computes).removeprefix("torch.")
     if url is None:
+        _check_ranks(policy.device)
         made = load_engine(folder, dtype=dtype, **engine)
     else:
         from policies.wrappers.vllm_server import VLLMServer  # few runs have one
@@ -137,6 +139,17 @@ def beside(
     made.device = policy.device
     made.tolerance = tolerance or max(TOLERANCE[made.dtype], TOLERANCE[computes])
     shared = {name: policy._settings[name] for name in SHARED}
-    out = vLLMWrapper(made, tokenizer=policy.tokenizer, **shared)
+    tokenizer = copy.deepcopy(policy.tokenizer)  # another thread may use it (trainer.overlap)
+    out = vLLMWrapper(made, tokenizer=tokenizer, **shared)
     out.system_prompt, out.found = policy.system_prompt, policy.found
     return out
+
+
+def _check_ranks(device: torch.device) -> None:
+    """Raise where several ranks would have their engines on one GPU."""
+    several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if device.type == "cuda" and several and torch.distributed.get_world_size() > 1:
+        raise ValueError(
+            "vLLM in the processes of several ranks takes the first GPU for all; give "
+            "policy.vllm.url, a server on GPUs of its own, or launch.num_processes=1"
+        )
