@@ -149,8 +149,6 @@ def test_a_server_that_does_not_fit_is_refused_in_one_line(server, tmp_path):
     with pytest.raises(ValueError, match=r"expected --dtype bfloat16, got float32"):
         beside(policy, share=share, url=url, dtype="bfloat16")
     generator = beside(policy, share=share, url=url)
-    with pytest.raises(RuntimeError, match=r"the vLLM server at .* refuses"):
-        generator.scorer._load(tmp_path / "nowhere")
     assert weight_sync(policy, generator).after < 1e-4
     assert (kept / "model.safetensors").read_text() == "another's"
     assert not share.exists()
@@ -166,6 +164,8 @@ def test_a_server_that_dies_ends_the_run_with_a_line(server, tmp_path):
     policy = load_policy("tiny")
     generator = beside(policy, share=tmp_path / "share", url=url)
     weight_sync(policy, generator)
+    with pytest.raises(RuntimeError, match=r"the vLLM server at .* refuses /collective_rpc: 500"):
+        generator.scorer._load(tmp_path / "nowhere")  # which its engine does not survive
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     with pytest.raises(RuntimeError, match=r"the vLLM server at http.* is gone: .*vllm serve"):

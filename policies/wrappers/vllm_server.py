@@ -10,6 +10,7 @@ import json
 import shutil
 import threading
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -174,8 +175,11 @@ class VLLMServer(VLLMEngine):
             where = {"weights_path": str(folder)}
             self._ask("/collective_rpc", {"method": "reload_weights", "kwargs": where})
             self._ask("/reset_prefix_cache")
-        finally:
-            self._ask("/resume")
+        except RuntimeError:  # vLLM has mostly died of it; if not, others may need it
+            with suppress(RuntimeError):
+                self._ask("/resume")
+            raise
+        self._ask("/resume")
 
     def _asked(self, **fields: Any) -> Any:
         return fields
