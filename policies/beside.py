@@ -6,6 +6,7 @@ with the process that started it, however that ends.
 Left out on purpose: several such processes, other machines (an engine served elsewhere is that).
 """
 
+import copy
 import ctypes
 import io
 import json
@@ -53,9 +54,7 @@ def beside(policy: TransformersWrapper) -> "PolicyBeside":
         torch.set_num_threads(max(threads - own, 1))
     kept = ("generate_kwargs", "chat_template", "chat_template_name", "pad_output")
     settings = {name: policy._settings[name] for name in kept}
-    tokenizer = pickle.loads(
-        pickle.dumps(policy.tokenizer)
-    )  # another thread than the loop's uses it
+    tokenizer = copy.deepcopy(policy.tokenizer)  # another thread than the loop's uses it
     made = PolicyBeside(SecondProcess(policy, threads=own), tokenizer=tokenizer, **settings)
     made.system_prompt, made.found = policy.system_prompt, getattr(policy, "found", None)
     made.version = policy.version
