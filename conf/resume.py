@@ -14,7 +14,7 @@ from conf import names, schema
 from conf.compose import compose_raw, settle
 from conf.interpolations import bounded
 from trainer.runs.find import find_jobs, has_weights, is_running
-from trainer.runs.nodes import sent_keys
+from trainer.runs.nodes import SERVER, told_again
 from trainer.runs.run_files import bomb_in, is_sweep
 from trainer.runs.saved_configs import as_today
 
@@ -31,13 +31,13 @@ def load_for_resume(
     """Return a run's saved configuration, `instead` in it, with overrides that `may` change.
 
     allow_targets is not taken from it: it counts on the command line alone, as do the keys that are
-    sent to servers: they are repeated there.
+    sent to servers, and the server that samples: they are repeated there.
     """
     path = Path(folder) / "config.yaml"
     if not path.is_file():
         raise ValueError(f"resume={folder}: {no_run(Path(folder))}")
     may, saved = (*may, "allow_targets"), read_saved(path)
-    sent = dict(sent_keys(saved))
+    sent = dict(told_again(saved))
     said = {key: value.strip("'\"") for key, _, value in (word.partition("=") for word in words)}
     again = [key for key in said if sent.get(key.lstrip("+")) == said[key]]  # as it is there
     words = [word for word in words if word.partition("=")[0] not in again]
@@ -57,9 +57,16 @@ def load_for_resume(
         OmegaConf.update(saved, key, OmegaConf.select(fresh, key), merge=False)
     saved.update({"resume": str(folder), "mode": mode, "preflight": False, **instead})
     known = tuple(f"{key.lstrip('+')}." for key in (*again, *changed))
-    for place, text in [] if saved.allow_targets else sent_keys(OmegaConf.to_container(saved)):
+    for place, text in [] if saved.allow_targets else told_again(OmegaConf.to_container(saved)):
         if not f"{place}.".startswith(known):
-            what = f"{path} says which key is sent to a server; if the run is yours, repeat it"
+            what = (
+                "which server gets the prompts"
+                if place == SERVER
+                else "which key is sent to a server"
+            )
+            if place == SERVER and mode in ("chat", "export"):  # the policy itself speaks there
+                continue
+            what = f"{path} says {what}; if the run is yours, repeat it"
             raise ValueError(f"{what}: '{place}={text}' (give nothing to somebody else's)")
     return settle(saved)
 

@@ -23,7 +23,7 @@ from trainer.runs.find import find_jobs
 from trainer.runs.folders import holds_run
 from trainer.runs.job_names import job_names
 from trainer.runs.lock import held
-from trainer.runs.nodes import sent_keys
+from trainer.runs.nodes import told_again
 from trainer.runs.run_files import read_status
 from trainer.runs.saved_configs import holds_same
 
@@ -47,7 +47,7 @@ class Sweep:
             return Job(place, config, composed=composed)
         if read_status(place).get("state") == "finished":
             return Job(place, config, "finished already")
-        sent = dict(sent_keys(config))  # it has the words of this sweep, see holds_same
+        sent = dict(told_again(config))  # it has the words of this sweep, see holds_same
         leave = [word for word in self.jobs[number] if word.startswith("allow_targets=")]
         leave += [f"{key}={text}" for key, text in sent.items()]
         return Job(place, load_for_resume(str(place), leave))
