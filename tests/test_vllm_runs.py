@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from engines import read
 from runs import lines, train
 
 from policies.load import load_policy
-from policies.wrappers.vllm_wrapper import beside
+from policies.wrappers.vllm_wrapper import vllm_beside
+from trainer.hand_over import offer
 from trainer.weight_sync import weight_sync
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, of each engine
@@ -54,7 +56,9 @@ def server():
     words += [str(load_policy("tiny").found.folder), "--port", str(port), "--dtype", "float32"]
     words += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--enforce-eager"]
     words += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", "65536"]
-    env = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}
+    words += ["--enable-lora", "--max-lora-rank", "8"]
+    more = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    env = {**os.environ, **more}
     process = subprocess.Popen(
         words, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
@@ -93,6 +97,22 @@ def test_vllm_teaches_what_the_built_in_sampler_does(own, colocated):
     assert own[-1].keys() <= rows[-1].keys() | {"perf/peak_memory_gib"}
 
 
+def test_of_a_lora_the_adapter_alone_is_handed_over_to_a_server_and_within(server, tmp_path):
+    words = ["experiment=grpo_tiny", *FEW, "policy.lora.r=4", "optimizer.lr=0.01"]
+    url = f"policy.vllm.url={server[0]}"
+    here, there = run(tmp_path / "here", *words), run(tmp_path / "there", *words, url)
+    proved(here)
+    for name in ("loss/total", "reward/raw_mean", "kl/mismatch", "sync/probe"):
+        assert [row[name] for row in there[1:]] == [row[name] for row in here[1:]]
+    policy = load_policy("tiny", lora={"r": 4})
+    engine = vllm_beside(policy, share=tmp_path / "share", url=server[0])
+    assert all(".lora_" in name for name in offer(policy, engine).named)
+    assert engine.scorer.about.endswith("float32, the adapter alone")
+    wide = load_policy("tiny", lora={"r": 9})
+    with pytest.raises(ValueError, match=r"--max-lora-rank 9 at least, got 8.*--max-lora-rank 16"):
+        vllm_beside(wide, share=tmp_path / "share", url=server[0])
+
+
 def test_a_served_engine_trains_to_the_bit_what_one_in_the_process_does(
     colocated, server, tmp_path
 ):
@@ -121,9 +141,8 @@ def test_a_run_that_goes_on_does_to_the_bit_what_it_would_have_done(colocated, t
         ["experiment=ppo_tiny"],
         ["experiment=dapo_tiny"],
         ["experiment=grpo_calculator_tiny"],
-        ["experiment=grpo_tiny", "policy.lora.r=4", "optimizer.lr=0.01"],
     ],
-    ids=["ppo", "dynamic sampling", "tools", "lora"],
+    ids=["ppo", "dynamic sampling", "tools"],
 )
 def test_every_kind_of_run_samples_by_vllm(words, tmp_path):
     rows = run(tmp_path / "run", *words, *FEW)
@@ -145,10 +164,10 @@ def test_a_server_that_does_not_fit_is_refused_in_one_line(server, tmp_path):
     (kept / "model.safetensors").write_text("another's")
     share.symlink_to(kept)
     with pytest.raises(ValueError, match=r"expected a vLLM server, got .*refused.*vllm serve"):
-        beside(policy, share=share, url="http://127.0.0.1:9")
+        vllm_beside(policy, share=share, url="http://127.0.0.1:9")
     with pytest.raises(ValueError, match=r"expected --dtype bfloat16, got float32"):
-        beside(policy, share=share, url=url, dtype="bfloat16")
-    generator = beside(policy, share=share, url=url)
+        vllm_beside(policy, share=share, url=url, dtype="bfloat16")
+    generator = vllm_beside(policy, share=share, url=url)
     assert weight_sync(policy, generator).after < 1e-4
     assert (kept / "model.safetensors").read_text() == "another's"
     assert not share.exists()
@@ -162,10 +181,14 @@ def test_a_server_that_does_not_fit_is_refused_in_one_line(server, tmp_path):
 def test_a_server_that_dies_ends_the_run_with_a_line(server, tmp_path):
     url, process = server  # the last test of this file that needs it
     policy = load_policy("tiny")
-    generator = beside(policy, share=tmp_path / "share", url=url)
+    generator = vllm_beside(policy, share=tmp_path / "share", url=url)
     weight_sync(policy, generator)
-    with pytest.raises(RuntimeError, match=r"the vLLM server at .* refuses /collective_rpc: 500"):
-        generator.scorer._load(tmp_path / "nowhere")  # which its engine does not survive
+    wrong = {"model.embed_tokens.weight": torch.zeros(3, 5)}  # as of another model
+    (tmp_path / "wrong").mkdir()
+    damage = partial(generator.scorer._reload_from, tmp_path / "wrong", wrong)
+    told = r"the vLLM server at .* refuses /collective_rpc: 500 .*; has it the model of this run, "
+    with pytest.raises(RuntimeError, match=f"{told}as by: VLLM_SERVER_DEV_MODE=1 vllm serve"):
+        generator.scorer._while_it_waits(damage)  # which its engine does not survive
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     with pytest.raises(RuntimeError, match=r"the vLLM server at http.* is gone: .*vllm serve"):
