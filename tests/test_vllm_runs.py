@@ -8,6 +8,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from engines import read
 from runs import lines, train
 
 from policies.load import load_policy
+from policies.wrappers.vllm_nccl import Transfer
 from policies.wrappers.vllm_wrapper import vllm_beside
 from trainer.hand_over import offer
 from trainer.weight_sync import weight_sync
@@ -125,14 +127,30 @@ def test_a_served_engine_trains_to_the_bit_what_one_in_the_process_does(
     assert not (tmp_path / "run" / ".engine").exists()
 
 
-def test_a_run_that_goes_on_does_to_the_bit_what_it_would_have_done(colocated, tmp_path):
-    folder = tmp_path / "run"
-    run(folder, *TINY, "trainer.num_iterations=3", "checkpoint.every=3")
+@pytest.mark.parametrize("where", ["colocated", "served"])
+def test_a_run_that_goes_on_does_to_the_bit_what_it_would_have_done(
+    where, colocated, server, tmp_path
+):
+    folder, words = tmp_path / "run", [*TINY, "trainer.num_iterations=3", "checkpoint.every=3"]
+    run(folder, *words, *([f"policy.vllm.url={server[0]}"] if where == "served" else []))
     done = train(f"resume={folder}", "trainer.num_iterations=5")
     assert done.code == 0, done.text
     rows, whole = lines(folder / "metrics.jsonl"), lines(colocated / "metrics.jsonl")
     for name in ("loss/total", "reward/raw_mean", "kl/mismatch", "kl/ref", "sync/probe"):
         assert [row[name] for row in rows[4:6]] == [row[name] for row in whole[4:6]]
+
+
+@pytest.mark.parametrize("where", ["colocated", "served"])
+def test_two_ranks_sample_by_an_engine_each_or_by_one_server_what_one_rank_does(
+    where, colocated, server, tmp_path
+):
+    words = [*TINY, "trainer.num_iterations=2", "launch.num_processes=2"]
+    words += [f"policy.vllm.url={server[0]}"] if where == "served" else []
+    rows, whole = run(tmp_path / "run", *words), lines(colocated / "metrics.jsonl")
+    proved(rows)
+    for name in ("loss/total", "reward/raw_mean", "kl/ref", "sync/probe_before"):
+        want = [row[name] for row in whole[1:3]]
+        assert [row[name] for row in rows[1:]] == pytest.approx(want, rel=1e-3, abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -176,6 +194,29 @@ def test_a_server_that_does_not_fit_is_refused_in_one_line(server, tmp_path):
             p.add_(torch.randn_like(p) * 0.1)
     done = weight_sync(policy, generator)
     assert done.after < 1e-4 < 0.1 < done.before
+
+
+def test_what_goes_by_nccl_is_told_as_vllm_takes_it_and_what_fails_says_what_to_do(server):
+    """As far as there is no GPU: vLLM's own classes take it, and its server survives a refusal."""
+    from vllm.distributed.weight_transfer import nccl_engine
+
+    named = {"a": torch.ones(2, 3).t(), "b": torch.zeros(4, dtype=torch.bfloat16)}
+    at = urlsplit(server[0])
+    policy = load_policy("tiny")
+    engine = vllm_beside(policy, share=Path("unused"), url=server[0])
+    assert engine.scorer.transfer is None, "neither side is on a GPU"
+    way = Transfer(engine.scorer._ask, host=at.hostname or "", port=at.port or 0)
+    way.named = named
+    check = nccl_engine.NCCLTrainerWeightTransferEngine._checked_iter
+    for name, weight in check(way, way.metadata()):  # pyright: ignore[reportArgumentType]
+        assert weight.is_contiguous()
+        assert torch.equal(weight, named[name])
+    told = way.meeting()
+    assert (told.master_address, told.world_size, told.is_sender) == ("127.0.0.1", 2, True)
+    with pytest.raises(RuntimeError, match=r"did not reach .* without --weight-transfer-config"):
+        way.send(named)
+    with pytest.raises(RuntimeError, match=r"refuses /start_weight_update.*not configured"):
+        way.start_weight_update()
 
 
 def test_a_server_that_dies_ends_the_run_with_a_line(server, tmp_path):

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from policies.models import find_model
+from policies.models import find_model, positions_of
 from policies.optional_packages import EXTRAS
 from policies.padding import predicted, unpad
 from policies.sampler import Sampled
 from policies.scorer import Scores
 
 IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"  # vLLM's switch; 0 = no process of its own
-TOGETHER = 2**16  # tokens of prompts that a CPU computes at a time: no prompt may be longer
+TOGETHER = 2**16  # tokens of prompts that a CPU computes at a time, of a longer one all
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,9 @@ def load_engine(
         "enforce_eager": not torch.cuda.is_available(),
     }
     if not torch.cuda.is_available():  # a prompt in two parts would set back its generator
-        settings |= {"enable_chunked_prefill": False, "max_num_batched_tokens": TOGETHER}
+        longest = engine.get("max_model_len") or positions_of(found.folder) or 0
+        together = max(TOGETHER, longest)
+        settings |= {"enable_chunked_prefill": False, "max_num_batched_tokens": together}
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")  # what fails is raised
     before = os.environ.get(IN_PROCESS)
     states = random.getstate(), np.random.get_state()  # an engine in this process seeds them all
