@@ -131,8 +131,9 @@ def test_two_ranks_sample_ahead_what_one_does(tmp_path):
 
 
 def test_a_lora_by_a_second_process_learns_what_the_slow_loop_does(tmp_path, monkeypatch):
-    words = ["experiment=grpo_tiny", "policy.lora.r=4", "optimizer.lr=0.01", "eval.max_rows=4"]
-    words += ["trainer.num_iterations=4", "checkpoint.every=2"]
+    words = ["experiment=ppo_tiny", "policy.lora.r=4", "optimizer.lr=0.01", "eval.max_rows=4"]
+    words += ["trainer.num_iterations=4", "checkpoint.every=2", "policy.model=tiny"]
+    words += ["trainer.prompts_per_iteration=8"]
     train_here(tmp_path / "beside", *words, "trainer.overlap=2")
     make = conf.build.make_source
 
