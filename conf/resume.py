@@ -6,6 +6,7 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import yaml
 from omegaconf import OmegaConf
@@ -14,7 +15,7 @@ from conf import names, schema
 from conf.compose import compose_raw, settle
 from conf.interpolations import bounded
 from trainer.runs.find import find_jobs, has_weights, is_running
-from trainer.runs.nodes import SERVER, told_again
+from trainer.runs.nodes import sent_keys
 from trainer.runs.run_files import bomb_in, is_sweep
 from trainer.runs.saved_configs import as_today
 
@@ -22,6 +23,8 @@ KINDS: dict[str, Any] = {"int": int, "float": int | float, "bool": bool, "str": 
 BESIDE = {"experiment", "kept_in", "trains_first"}  # of a warm-up, of a preflight
 RESUMABLE = ("trainer.num_iterations", "trainer.stop_at", "trainer.patience", "trainer.overlap")
 RESUMABLE += ("tracker", "launch", "checkpoint", "eval", "policy.vllm")
+
+SERVER, HERE = "policy.vllm.url", ("localhost", "127.0.0.1", "::1")
 
 
 @bounded()
@@ -69,6 +72,20 @@ def load_for_resume(
             what = f"{path} says {what}; if the run is yours, repeat it"
             raise ValueError(f"{what}: '{place}={text}' (give nothing to somebody else's)")
     return settle(saved)
+
+
+def told_again(tree: Any) -> Iterator[tuple[str, str]]:
+    """Yield place and text of what a run folder says and whoever goes on with it has to repeat.
+
+    Secrets, and the server that gets the prompts, unless it is on this machine.
+
+    >>> dict(told_again({"policy": {"vllm": {"url": "http://h:8000"}}}))
+    {'policy.vllm.url': 'http://h:8000'}
+    """
+    yield from sent_keys(tree)
+    url = ((tree.get("policy") or {}).get("vllm") or {}).get("url")
+    if isinstance(url, str) and ("${" in url or urlsplit(url).hostname not in HERE):
+        yield SERVER, url
 
 
 def no_run(folder: Path) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from conf.command_line import check_overrides, check_single, read_override, swept_by_experiment
 from conf.compose import compose_checked, compose_raw
 from conf.interpolations import bounded
-from conf.resume import load_for_resume
+from conf.resume import load_for_resume, told_again
 from conf.start import Job, run_folder
 from trainer.reports.sweep import LiveSweep
 from trainer.runs.failures import complain, say
@@ -23,7 +23,6 @@ from trainer.runs.find import find_jobs
 from trainer.runs.folders import holds_run
 from trainer.runs.job_names import job_names
 from trainer.runs.lock import held
-from trainer.runs.nodes import told_again
 from trainer.runs.run_files import read_status
 from trainer.runs.saved_configs import holds_same
 

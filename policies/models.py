@@ -117,20 +117,14 @@ def quantised(folder: Path) -> str | None:
     return given and f"{folder}: {told}, got quantised ones ({given}); name the model before that"
 
 
-def positions_of(model: str | Path) -> int | None:
-    """Return the most tokens a sequence of a local model may have, None where nobody says."""
+def too_few_positions(model: str, *, prompt: int | None, new: int) -> Iterator[str]:
+    """Yield that the longest sequence does not fit into a local model, if it does not."""
     try:
         config = json.loads((Path(model).expanduser() / "config.json").read_text())
         most = config.get("text_config", config).get("max_position_embeddings")
     except (OSError, ValueError, AttributeError):  # no local model, or one that load names broken
-        return None
-    return most if isinstance(most, int) else None
-
-
-def too_few_positions(model: str, *, prompt: int | None, new: int) -> Iterator[str]:
-    """Yield that the longest sequence does not fit into a local model, if it does not."""
-    most = positions_of(model)
-    if most is not None and (prompt or 1) + new > most:
+        return
+    if isinstance(most, int) and (prompt or 1) + new > most:
         asked = f"policy.max_prompt_tokens={prompt} and " if prompt else ""
         yield (
             f"{asked}policy.max_new_tokens={new} make up to {(prompt or 1) + new} tokens, "

@@ -198,7 +198,7 @@ def test_a_server_that_does_not_fit_is_refused_in_one_line(server, tmp_path):
 
 def test_what_goes_by_nccl_is_told_as_vllm_takes_it_and_what_fails_says_what_to_do(server):
     """As far as there is no GPU: vLLM's own classes take it, and its server survives a refusal."""
-    from vllm.distributed.weight_transfer import nccl_engine
+    from vllm.distributed.weight_transfer import nccl_engine  # pyright: ignore[reportMissingImports]
 
     named = {"a": torch.ones(2, 3).t(), "b": torch.zeros(4, dtype=torch.bfloat16)}
     at = urlsplit(server[0])

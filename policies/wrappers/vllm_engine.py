@@ -18,9 +18,9 @@ from typing import Any, get_args
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig
+from transformers import AutoConfig, GenerationConfig
 
-from policies.models import find_model, positions_of
+from policies.models import find_model
 from policies.optional_packages import EXTRAS
 from policies.padding import predicted, unpad
 from policies.sampler import Sampled
@@ -257,8 +257,9 @@ def load_engine(
         "enforce_eager": not torch.cuda.is_available(),
     }
     if not torch.cuda.is_available():  # a prompt in two parts would set back its generator
-        longest = engine.get("max_model_len") or positions_of(found.folder) or 0
-        together = max(TOGETHER, longest)
+        config = AutoConfig.from_pretrained(found.folder).get_text_config()
+        most = getattr(config, "max_position_embeddings", TOGETHER)
+        together = max(TOGETHER, engine.get("max_model_len") or most)
         settings |= {"enable_chunked_prefill": False, "max_num_batched_tokens": together}
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")  # what fails is raised
     before = os.environ.get(IN_PROCESS)

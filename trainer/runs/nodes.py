@@ -13,7 +13,6 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import yaml
 
@@ -22,8 +21,6 @@ from trainer.runs.targets import arguments_of, find_target, takes_any, unknown_a
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("policies", "envs", "trainer")  # of leash
-SERVER = "policy.vllm.url"
-HERE = ("localhost", "127.0.0.1", "::1")
 JUDGED = (bool, int, float, str, list, dict, types.NoneType)  # and those of collections.abc
 
 
@@ -87,20 +84,6 @@ def sent_keys(tree: Any) -> Iterator[tuple[str, str]]:
         spoken = last.endswith("prompt") and secret
         if last == "key_variable" or (last.endswith("url") and looked_up) or spoken:
             yield place, text
-
-
-def told_again(tree: Any) -> Iterator[tuple[str, str]]:
-    """Yield place and text of what a run folder says and whoever goes on with it has to repeat.
-
-    Secrets, and the server that gets the prompts, unless it is on this machine.
-
-    >>> dict(told_again({"policy": {"vllm": {"url": "http://h:8000"}}}))
-    {'policy.vllm.url': 'http://h:8000'}
-    """
-    yield from sent_keys(tree)
-    url = ((tree.get("policy") or {}).get("vllm") or {}).get("url")
-    if isinstance(url, str) and ("${" in url or urlsplit(url).hostname not in HERE):
-        yield SERVER, url
 
 
 def belongs(target: str, path: str) -> bool:
