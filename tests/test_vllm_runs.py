@@ -131,7 +131,10 @@ def test_a_served_engine_trains_to_the_bit_what_one_in_the_process_does(
 def test_a_run_that_goes_on_does_to_the_bit_what_it_would_have_done(
     where, colocated, server, tmp_path
 ):
-    folder, words = tmp_path / "run", [*TINY, "trainer.num_iterations=3", "checkpoint.every=3"]
+    folder, words = (
+        tmp_path / "run",
+        [TINY[0], *FEW[1:], "trainer.num_iterations=3", "checkpoint.every=3"],
+    )
     run(folder, *words, *([f"policy.vllm.url={server[0]}"] if where == "served" else []))
     done = train(f"resume={folder}", "trainer.num_iterations=5")
     assert done.code == 0, done.text
@@ -144,7 +147,7 @@ def test_a_run_that_goes_on_does_to_the_bit_what_it_would_have_done(
 def test_two_ranks_sample_by_an_engine_each_or_by_one_server_what_one_rank_does(
     where, colocated, server, tmp_path
 ):
-    words = [*TINY, "trainer.num_iterations=2", "launch.num_processes=2"]
+    words = [TINY[0], *FEW, "launch.num_processes=2"]
     words += [f"policy.vllm.url={server[0]}"] if where == "served" else []
     rows, whole = run(tmp_path / "run", *words), lines(colocated / "metrics.jsonl")
     proved(rows)
@@ -168,7 +171,9 @@ def test_every_kind_of_run_samples_by_vllm(words, tmp_path):
 
 
 def test_an_engine_samples_ahead(tmp_path):
-    rows = run(tmp_path / "run", *TINY, "trainer.num_iterations=3", "trainer.overlap=1")[1:]
+    rows = run(
+        tmp_path / "run", TINY[0], *FEW[1:], "trainer.num_iterations=3", "trainer.overlap=1"
+    )[1:]
     assert [row["policy/staleness"] for row in rows] == [0, 1, 1]
     assert max(row["sync/probe"] for row in rows) < 1e-4 < rows[-1]["sync/probe_before"]
     assert rows[0]["kl/mismatch"] < 1e-5 < rows[1]["kl/mismatch"]
