@@ -2,7 +2,9 @@
 
 import sys
 import tempfile
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from conf.build import make_source
 from conf.compose import compose_checked
 from conf.preflight_and_modes import asked, run_aside
 from conf.start import read_command
+from policies.wrappers.vllm_server import VLLMServer
 from trainer.importance_sampling import ImportanceSampling
 from trainer.weight_sync import weight_sync
 
@@ -212,6 +215,43 @@ def test_weights_for_a_server_lie_where_it_sees_runs_also_in_a_preflight(tmp_pat
         with pytest.raises(SystemExit):
             run_aside(asked(words))
     assert made == [tmp_path / "outputs", tmp_path / "named", None]
+
+
+class Answer(BaseHTTPRequestHandler):
+    """Answer as its path says: a page, a version, or what a server without dev mode says."""
+
+    def do_GET(self) -> None:
+        kind = self.path.split("/")[1]
+        known = kind in ("page", "old") or (kind == "plain" and self.path.endswith("/version"))
+        self.send_response(200 if known else 404)
+        self.end_headers()
+        said = {"page": "<html>", "old": '{"version": "0.9.1"}', "plain": '{"version": "0.32.0"}'}
+        self.wfile.write(said.get(kind, "").encode())
+
+    def log_message(self, *given: object) -> None:
+        """Say nothing."""
+
+
+def test_an_address_without_a_server_that_fits_is_told_with_the_line_that_starts_one(
+    policy, tmp_path
+):
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        here = f"http://127.0.0.1:{server.server_port}"
+        cases = {
+            "http://127.0.0.1:9": "a vLLM server, got ConnectionRefusedError",
+            f"{here}/none": "a vLLM server, got /version: 404",
+            f"{here}/page": "vLLM 0.32.x or 0.33.x, got None",
+            f"{here}/old": "vLLM 0.32.x or 0.33.x, got 0.9.1",
+            f"{here}/plain": "one that takes weights, got one without VLLM_SERVER_DEV_MODE=1",
+        }
+        for url, told in cases.items():
+            with pytest.raises(
+                ValueError, match="start it by: VLLM_SERVER_DEV_MODE=1 vllm"
+            ) as line:
+                VLLMServer(url, policy.model, folder=tmp_path, share=tmp_path, dtype="float32")
+            assert f"policy.vllm.url={url}: expected {told}" in str(line.value)
+        server.shutdown()
 
 
 def test_a_missing_vllm_is_told_before_the_run_with_the_command_that_installs_it():

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 from uuid import uuid4
+from weakref import finalize
 
 import torch
 from safetensors.torch import save_file
@@ -123,7 +124,6 @@ class VLLMServer(VLLMEngine):
         if adapter is not None:
             rank = next((rank for rank in RANKS if rank >= adapter.r), adapter.r)
             self.start = f"{ADAPTERS[0]} {self.start} {ADAPTERS[1].format(rank=rank)}"
-        self.pool = ThreadPool(AT_ONCE)  # daemons: a run that ends waits for no request
         version, settings = self._version(), self._settings()
         about, takes = settings["model_config"], settings.get("lora_config")
         self._keep(
@@ -153,11 +153,13 @@ class VLLMServer(VLLMEngine):
             self.transfer = Transfer(self._ask, host=self.server.parts.hostname or "", port=port)
             self.about += ", weights by NCCL"
         self._ask("/resume")  # a run that was killed in a hand-over left it waiting
+        self.pool = ThreadPool(AT_ONCE)  # daemons: a run that ends waits for no request
+        finalize(self, self.pool.close)
 
     def _version(self) -> str:
         try:
-            found = self.server("/version", method="GET")["version"]
-        except (ConnectionError, RuntimeError, LookupError, TypeError, ValueError) as error:
+            found = str((self.server("/version", method="GET") or {}).get("version"))
+        except (ConnectionError, RuntimeError, AttributeError, ValueError) as error:
             self._refuse(f"a vLLM server, got {error}")
         if not found.startswith(VERSIONS):
             self._refuse(f"vLLM {' or '.join(f'{v}x' for v in VERSIONS)}, got {found}")
