@@ -187,7 +187,7 @@ def test_a_run_folder_of_somebody_else_does_not_say_which_server_gets_the_prompt
     resume = f"resume={tmp_path}"
     for words in ([resume], [resume, "mode=evaluate"]):
         with pytest.raises(ValueError, match="says which server gets the prompts") as line:
-            asked(words) or read_command(words)
+            assert asked(words) or read_command(words)
         assert f"'{away}'" in str(line.value)
         for said in (away, SERVED, "policy.vllm={url: 'http://mine:8000'}"):
             found = asked([*words, said]) or read_command([*words, said]).config
