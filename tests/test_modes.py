@@ -77,7 +77,7 @@ def test_pass_at_k_is_the_share_of_picks_with_a_right_one():
 
 def reply(right: float, reward: float, length: int, kl: float, **more: float) -> dict:
     out = {"right": right, "eval/reward": reward, "response/length_mean": length}
-    return out | {"response/truncated_fraction": length > 4, "kl/ref_sequence": kl, **more}
+    return out | {"response/truncated_fraction": length > 4, "eval/kl_ref_sequence": kl, **more}
 
 
 def test_replies_are_summarized_by_hand():
@@ -91,8 +91,8 @@ def test_replies_are_summarized_by_hand():
     assert found["standard_error"] == pytest.approx((0.5 / 3) ** 0.5 / 2)  # 1, 0, 1/2, 1/2
     assert found["eval/reward"] == pytest.approx(4.5 / 8)
     assert found["part"] == 1.0, "a part that does not fit a reply counts nowhere"
-    assert found["kl/ref_sequence"] == pytest.approx(8 / 8)
-    assert found["kl/ref"] == pytest.approx(8 / 24)
+    assert found["eval/kl_ref_sequence"] == pytest.approx(8 / 8)
+    assert found["eval/kl_ref"] == pytest.approx(8 / 24)
     names = ("response/length_mean", "response/length_max", "response/truncated_fraction")
     assert [found[name] for name in names] == [24 / 8, 8, 1 / 8]
     assert tally([{}, {}], 2, {}) == {"rows": 0, "dropped_rows": 1}
@@ -107,7 +107,7 @@ def test_an_evaluation_measures_what_the_run_did_after_training(small_run, tmp_p
     said_by_run = {name: last[name] for name in last if name.startswith("eval/")}
     both = {**found["greedy"], **found["sampled"]}
     assert {name: both[name] for name in said_by_run} == pytest.approx(said_by_run)
-    assert found["sampled"]["kl/ref_sequence"] > 0.001
+    assert found["sampled"]["eval/kl_ref_sequence"] > 0.001
     said = capsys.readouterr().out
     for part in ("the final model, iteration 16, of", "pass@2", "reward_part/exact"):
         assert part in said
@@ -121,7 +121,7 @@ def test_an_evaluation_measures_what_the_run_did_after_training(small_run, tmp_p
         "eval.greedy=false",
     )
     again = json.loads((tmp_path / "out" / "eval.json").read_text())
-    assert again["sampled"]["kl/ref_sequence"] == pytest.approx(0, abs=1e-4)
+    assert again["sampled"]["eval/kl_ref_sequence"] == pytest.approx(0, abs=1e-4)
     name = "eval/sampled_accuracy"
     assert again["sampled"][name] == found["sampled"][name]
     assert "greedy" not in again
