@@ -22,6 +22,15 @@ def short(value: float) -> str:
     return f"{value:.3g}"
 
 
+def nats(value: float) -> str:
+    """Format a KL: one that is a rounding error is 0.
+
+    >>> [nats(v) for v in (-2.9e-7, 0.0123, -0.5)]
+    ['0', '0.0123', '-0.5']
+    """
+    return short(value) if abs(value) >= 1e-5 else "0"
+
+
 def duration(seconds: float) -> str:
     """Format a time.
 

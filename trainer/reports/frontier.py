@@ -82,7 +82,7 @@ def pareto(settings: Sequence[Setting], by: str = REWARD) -> list[Setting]:
 def _cross(chart: Chart, kl: float, value: float) -> list[Box]:
     """Draw the model before training; return what it covers."""
     x, y = chart.x(kl), chart.y(value)
-    tip = f"<title>before training: {value:.3f}, KL {kl:.3f}</title>"
+    tip = f"<title>before training: {value:z.3f}, KL {kl:z.3f}</title>"
     shape = f'd="M{x - 5:g} {y - 5:g}l10 10m0 -10l-10 10"'
     chart.parts.append(f'<path class="bars" style="stroke-width:2" {shape}>{tip}</path>')
     return [(x - 6, y - 6, x + 6, y + 6)]
@@ -107,7 +107,7 @@ def _draw(chart: Chart, setting: Setting, by: str, *, filled: bool) -> list[Box]
     several, open_ = f", {count} seeds" * (count > 1), len(setting.finished) < len(setting.jobs)
     name = f"{setting.label} ({setting.state})" if open_ else setting.label
     what = "reward" if by == REWARD else "accuracy"
-    tip = f"{name}: {what} {value:.3f}, KL {kl:.3f}{several}"
+    tip = f"{name}: {what} {value:z.3f}, KL {kl:z.3f}{several}"
     chart.dot(kl, value, style, radius=4.5, tip=tip)
     return boxes
 

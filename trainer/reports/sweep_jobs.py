@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from trainer.reports.formats import one_line, short
+from trainer.reports.formats import nats, one_line, short
 from trainer.reports.markup import repeat_command
 from trainer.reports.sweep import PLACE, PLAN
 from trainer.runs.find import find_jobs
@@ -28,6 +28,7 @@ from trainer.runs.run_files import PLACES, Run, dig, load_run, number, read_yaml
 OBJECTIVE, REWARD, KL = "objective", "reward/raw_mean", "kl/ref_sequence"
 ACCURACY = "eval/sampled_accuracy"
 COLUMNS = {"objective": OBJECTIVE, "reward": REWARD, "KL": KL}
+TOLD = {"objective": short, "reward": short, "KL": nats}
 MOST = 20  # settings that the terminal lists
 FEW = 3  # of those that are tied
 
@@ -91,7 +92,7 @@ class Setting:
     def numbers(self) -> str:
         """Tell its objective, reward and KL."""
         means = {name: self.mean(key) for name, key in COLUMNS.items()}
-        told = ", ".join(f"{name} {short(v)}" for name, v in means.items() if v is not None)
+        told = ", ".join(f"{name} {TOLD[name](v)}" for name, v in means.items() if v is not None)
         count = len(self.finished)
         return f"{told}; means of {count} seeds" if count > 1 else told
 
@@ -207,8 +208,8 @@ def results(sweep: Sweep) -> list[str]:
         made = sorted(made, key=lambda s: -(s.mean(OBJECTIVE) or -math.inf))
     cells = [["setting", "reward", "KL", "objective", "state"]]
     for setting in made[:MOST]:
-        values = [setting.mean(COLUMNS[name]) for name in cells[0][1:-1]]
-        numbers = ["-" if value is None else short(value) for value in values]
+        values = {name: setting.mean(COLUMNS[name]) for name in cells[0][1:-1]}
+        numbers = ["-" if value is None else TOLD[name](value) for name, value in values.items()]
         cells.append([one_line(setting.name, 48), *numbers, setting.state])
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     if made:
@@ -251,7 +252,7 @@ def as_markdown(jobs: Sequence[Job]) -> str:
     for name, column in names.items():
         values = [setting.mean(column) for setting in made]
         if any(value is not None for value in values):
-            rows.append([name, *("-" if v is None else f"{v:.2f}" for v in values)])
+            rows.append([name, *("-" if v is None else f"{v:z.2f}" for v in values)])
     head, *lines = [f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows]
     return "\n".join([head, "|" + "---|" * (len(made) + 1), *lines, ""])
 

@@ -12,12 +12,13 @@ from urllib.parse import quote
 from policies.cache import write_text
 from trainer.reports import markup
 from trainer.reports.chart import Series, line_chart, standalone
-from trainer.reports.formats import duration, short
+from trainer.reports.formats import duration, nats, short
 from trainer.reports.frontier import AVERAGED, frontier
 from trainer.reports.markup import escape, repeat_command
 from trainer.reports.panels import MAIN, figure, open_notes
 from trainer.reports.sweep_jobs import (
     ACCURACY,
+    KL,
     REWARD,
     Job,
     Setting,
@@ -40,6 +41,14 @@ OBJECTIVES = {  # in the order in which a run takes them
     "eval/greedy_accuracy": "held-out accuracy, greedy",
     "reward/mean": "mean reward of the last iteration, a KL in it included",
     "loss/total": "minus the loss of the last iteration",
+}
+TITLES = {  # of what the jobs reached; sweep.csv has the names of the metrics
+    ACCURACY: "accuracy",
+    REWARD: "reward",
+    KL: "KL",
+    "kl/coeff": "KL coefficient",
+    "progress/iteration": "iteration",
+    "iterations_averaged": "iterations averaged",
 }
 GOING = ("running", "starting")
 PATIENCE = 300.0  # seconds; a page that is older may be called stale
@@ -140,9 +149,10 @@ def _table(jobs: Sequence[Job]) -> str:
     columns, same = columns or {"job": [job.name for job in jobs]}, []
     for title in jobs[0].reached:
         values = [job.reached[title] for job in jobs]
-        cells = [v if isinstance(v, str) else "" if v is None else short(v) for v in values]
+        told = nats if title == KL else short
+        cells = [v if isinstance(v, str) else "" if v is None else told(v) for v in values]
         if len(jobs) > 1 and len(set(cells)) == 1:
-            same += [f"{title} {cells[0]}"] * bool(cells[0])
+            same += [f"{TITLES.get(title, title)} {cells[0]}"] * bool(cells[0])
         elif cells not in columns.values() and title.replace("/", ".") not in columns:
             columns[title] = cells  # but not kl/coeff beside kl.coeff
     first, *rest = columns
@@ -152,7 +162,8 @@ def _table(jobs: Sequence[Job]) -> str:
         drawn.append([draw(cell) for cell in columns[title]])
     text = f"the same in all jobs: {', '.join(same)}"
     note = f'<p class="muted">{escape(text)}</p>' if same else ""
-    return markup.table(columns, zip(*drawn, strict=True), sortable=True) + note
+    titles = [TITLES.get(title, title) for title in columns]
+    return markup.table(titles, zip(*drawn, strict=True), sortable=True) + note
 
 
 def _warnings(jobs: Sequence[Job]) -> Iterator[str]:
@@ -163,7 +174,7 @@ def _warnings(jobs: Sequence[Job]) -> Iterator[str]:
             found.setdefault((str(note.get("level")), str(note.get("title"))), []).append(job)
     keys = varying(jobs)
     for (level, title), those in sorted(found.items(), key=lambda item: item[0][0]):
-        links = ", ".join(_link(job, job.called(keys)) for job in those)
+        links = "; ".join(_link(job, job.called(keys)) for job in those)
         yield f'<p class="note {escape(level)}"><b>{escape(title)}</b><br>{links}</p>'
 
 
