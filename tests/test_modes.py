@@ -18,6 +18,7 @@ import torch
 import yaml
 from contracts import make_policy
 from omegaconf import OmegaConf
+from pages import Page
 from rich.console import Console
 from runs import ROOT, environment, lines
 from safetensors.torch import load_file
@@ -32,6 +33,7 @@ from trainer.modes.evaluate import pass_at_k, tally
 from trainer.modes.export import push
 from trainer.modes.model_card import card
 from trainer.modes.run_weights import Weights, choose_weights
+from trainer.reports.report import write_report
 from trainer.runs.launch import prepare
 from trainer.runs.lock import held
 from trainer.runs.run_files import Run, read_status, read_yaml
@@ -125,6 +127,29 @@ def test_an_evaluation_measures_what_the_run_did_after_training(small_run, tmp_p
     name = "eval/sampled_accuracy"
     assert again["sampled"][name] == found["sampled"][name]
     assert "greedy" not in again
+
+
+def test_the_limit_is_made_of_the_model_that_a_run_started_from(small_run, tmp_path):
+    """As many replies as the run's own evaluation plays: the very ones, before any training."""
+    folder = shutil.copytree(small_run.folder, tmp_path / "run")
+    do(tmp_path / "scratch", "mode=limit", f"resume={folder}", "eval.num_samples=2")
+    found = json.loads((folder / "limit.json").read_text())
+    assert found["rows"] == list(range(16))
+    assert found["model"] == json.loads((folder / "status.json").read_text())["model"]["sha256"]
+    first, *_, last = lines(folder / "metrics.jsonl")
+    right = [value for row in found["success"] for value in row]
+    assert first["eval/sampled_accuracy"] == pytest.approx(fmean(right))
+    rewards = [value for row in found["reward"] for value in row]
+    assert first["eval/reward"] == pytest.approx(fmean(rewards), abs=1e-6)
+    assert first["eval/kl_ref_sequence"] == pytest.approx(0, abs=1e-4)
+    text = Page(write_report(folder)).text
+    assert f"accuracy {last['eval/sampled_accuracy']:.3f}, KL " in text
+    assert "2 replies of the reference to each of 16 held-out prompts" in text
+    # Without a number it is 64 replies, and the reference that a run names.
+    config = asked(["mode=limit", f"resume={folder}"])
+    assert config["eval"]["num_samples"] == 64
+    with pytest.raises(ValueError, match="samples the reference of a run; give resume="):
+        asked(["mode=limit", "experiment=grpo_tiny"])
 
 
 def test_an_evaluation_of_several_tasks_tells_them_apart(small_run, tmp_path, capsys):

@@ -61,6 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             for path in [*map(write_report, runs), *map(write_sweep, sweeps)]:
                 print(path)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     except OSError as error:
         print(f"cannot write the report: {error.strerror}: {args.folder}", file=sys.stderr)
         return 2

@@ -53,7 +53,7 @@ def frontier(
     notes += ["dashed: unfinished"] * any(not s.finished for s in placed)
     notes += ["cross: before training"] * (begin is not None)
     if limit and by != REWARD:
-        notes += ["orange: the best there is", "diamonds: best of 2, 4 ... replies"]
+        notes += ["upper line: the best there is", "diamonds: best of 2, 4 ... replies"]
     title, unit = TITLES[by]
     chart = Chart(title, unit, width=width, height=height)
     for line_of_notes in _wrapped(notes, width):

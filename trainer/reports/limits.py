@@ -154,5 +154,7 @@ def make(folder: Path, samples: int) -> None:
         run = next((job.run.folder for job in jobs if job.run.metrics), jobs[0].run.folder)
     script = Path(__file__).parents[2] / "train.py"
     words = ["mode=limit", f"resume={run}", f"eval.num_samples={samples}", f"output_dir={folder}"]
+    if samples < 2:
+        raise ValueError(f"expected --limit of at least 2 replies, got {samples}")
     if code := subprocess.run([sys.executable, str(script), *words]).returncode:
         raise ValueError(f"{run} was not sampled: see above (exit code {code})")
