@@ -20,7 +20,7 @@ from contracts import make_policy
 from omegaconf import OmegaConf
 from pages import Page
 from rich.console import Console
-from runs import ROOT, environment, lines
+from runs import ROOT, do, environment, lines
 from safetensors.torch import load_file
 
 import train
@@ -48,13 +48,6 @@ LORA = (
 
 
 EXPORT = ("mode=export", "resume={run}", "output_dir=new")
-
-
-def do(folder: Path, *words: str) -> float:
-    """Do in this process what words ask for beside training; `folder` is the one to be removed."""
-    config = asked(words)
-    assert config is not None
-    return train.train(OmegaConf.create(config), folder)
 
 
 @pytest.fixture(scope="module")
