@@ -28,10 +28,8 @@ def run(loop: Trainer, settings: dict[str, Any]) -> float:
             if not gone:
                 found[row] = [[round(value, 6) for value in reward], success]
 
-    def tell(share: float) -> None:
-        loop.observers.evaluating(loop.evaluate.about, share, last=False)
-
-    loop.evaluate(0, kind="eval", tell=tell, hear=hear)
+    loop.observers.say(f"sampling the reference: {loop.evaluate.about}")
+    loop.evaluate(0, kind="eval", hear=hear)
     parts = loop.runtime.gather(found)
     if not loop.runtime.is_main:
         return 0.0
