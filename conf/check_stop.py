@@ -17,6 +17,8 @@ def findings(cfg: dict[str, Any]) -> Iterator[str]:
         return
     if (hint := unknown(name)) and not cfg["allow_targets"]:
         yield f"trainer.stop_at: there is no metric {name}{hint}"
+    if name.startswith("eval/") and not cfg["eval"]["every"]:
+        yield f"trainer.stop_at: {name} is measured before and after training; give eval.every=5"
     drawn, greedy = cfg["eval"]["num_samples"], cfg["eval"]["greedy"]
     made = {"sampled": drawn, "greedy": greedy, "pass": drawn > 1 and name == f"eval/pass@{drawn}"}
     kind = re.match(r"eval/([a-z]+)", name)

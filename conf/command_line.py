@@ -64,11 +64,13 @@ def spell_out(words: Sequence[str]) -> list[str]:
     if "resume=last" in words and not Path("last").exists():
         from conf.resume import last_run  # here: most starts do not need it
 
-        newest, running = last_run(Path(OUTPUTS))
+        trained = any(word.startswith("mode=") for word in words)
+        newest, running = last_run(Path(OUTPUTS), trained=trained)
         if newest is None:
             raise ValueError(f"resume=last: there is no run in {OUTPUTS}; give resume=<run folder>")
         if running:
-            say(f"still running: {', '.join(map(str, running))}; the newest that has ended:")
+            what = "running, or left no weights" if trained else "still running"
+            say(f"{what}: {', '.join(map(str, running))}; the newest that has ended:")
         words = [f"resume={newest}" if word == "resume=last" else word for word in words]
     return [re.sub(r"^env\.task=(?=\w[\w,]*$)", "env.task.name=", word) for word in words]
 
@@ -116,6 +118,9 @@ def _meant(word: str, words: list[str]) -> str:
     after = words[words.index(word) + 1 :][:2]
     if after and after[0].startswith("="):
         return f"; write {word}{''.join(after if after[0] == '=' else after[:1])}, without blanks"
+    before = words[words.index(word) - 1] if words.index(word) else ""
+    if before.startswith("trainer.stop_at="):
+        return f"; write '{before} {word}', in quotes"
     if close := difflib.get_close_matches(word, first_lines("experiment"), n=1):
         return f"; did you mean experiment={close[0]}?"
     if word == "experiment" or word in all_keys():
@@ -131,6 +136,8 @@ def read_override(word: str) -> Override:
         name, _, value = word.partition("=")
         quoted = shlex.quote('{}="{}"'.format(name, value.replace('"', r"\"")))
         fault = f"cannot read {word}; quote values with special characters: {quoted}"
+        if name == "trainer.stop_at":
+            fault = f"cannot read {word}; write 'trainer.stop_at=eval/sampled_accuracy 0.8'"
         raise ValueError(fault) from None
 
 

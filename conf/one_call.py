@@ -76,7 +76,7 @@ def train(
     words += _words(overrides)
     for name, function in named.items():
         hold(name, function)
-        words.append(f"+env.rewards.{name}={{_target_: envs.rewards.Given, name: {name}}}")
+        words.append(f'+env.rewards.{name}={{_target_: envs.rewards.Given, name: "{name}"}}')
     start.set_up()
     for reserved in (unique_folder, _stamp):
         reserved.cache_clear()  # another call, another folder

@@ -105,17 +105,19 @@ def newest_run(folder: Path) -> Path | None:
     return next(iter(_newest_first(folder)), None)
 
 
-def last_run(folder: Path) -> tuple[Path | None, list[Path]]:
-    """Return the run that resume=last means, and those that started later but are still running.
+def last_run(folder: Path, *, trained: bool = False) -> tuple[Path | None, list[Path]]:
+    """Return the run that resume=last means, and those that started later but cannot be meant.
 
-    It is the newest; while that is running, the newest that has ended and left weights, if any.
+    It is the newest; while that is running, or left nothing of what is to be `trained`, the newest
+    that has ended and left weights, if any.
     """
     jobs = _newest_first(folder)
     running = [job for job in jobs if is_running(job)]
     ended = next((job for job in jobs if job not in running and has_weights(job)), None)
-    if ended is None or jobs[0] not in running:
+    if ended is None or not (jobs[0] in running or trained):
         return (jobs[0] if jobs else None), []
-    return ended, [job for job in running if jobs.index(job) < jobs.index(ended)]
+    later = jobs[: jobs.index(ended)]
+    return ended, later if trained else [job for job in later if job in running]
 
 
 def _newest_first(folder: Path) -> list[Path]:

@@ -82,6 +82,8 @@ class Table:
     def require(self, key: str, column: str, hint: str = "") -> str:
         """Return the column that env.columns.<key> names; one line with those there are without."""
         if column not in self.columns:
+            if len(self.columns) == 1 and ";" in self.columns[0]:
+                hint += "; or save it with commas, its cells are separated by ';'"
             raise ValueError(
                 f"{self.name}: expected a column {column!r}, got {', '.join(self.columns)}; name "
                 f"the right one: env.columns.{key}=<column>{hint}"

@@ -16,7 +16,7 @@ from policies.cache import write_text
 from trainer.reports.report import run_svg, write_report
 from trainer.reports.sweep_jobs import as_markdown, load_sweep
 from trainer.reports.sweep_page import sweep_svg, write_sweep
-from trainer.runs.find import find_runs
+from trainer.runs.find import find_jobs, find_runs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from trainer.reports.limits import make
 
             make((runs or sweeps)[0], args.limit)
+            runs = [*runs, *(job for sweep in sweeps for job in find_jobs(sweep))]
         if args.table:
             print(as_markdown(load_sweep(sweeps[0]).jobs), end="")
         elif args.svg:

@@ -129,13 +129,28 @@ def picture(run: Run, limit: Limit, *, width: int = 360, height: int = 260) -> s
                   width=width, height=height)  # fmt: skip
     kl_axes(chart, max(*kls, 0.5), [*values, *lines.range])
     lines.draw(chart, what)
-    chart.path(zip(kls, values, strict=True), "stroke:var(--hue0)")
+    chart.path(
+        zip(kls, values, strict=True), "stroke:var(--hue0);stroke-width:1;stroke-dasharray:2 4"
+    )
     for iteration, _, value, kl in points:
         got = limit.efficiency(metric, value, kl)
         share = "" if got is None else f", efficiency {got:.2f}"
         tip = f"iteration {iteration:g}: {what} {value:.3f}, KL {kl:z.3f}{share}"
         chart.dot(max(kl, 0.0), value, "fill:var(--hue0)", radius=4, tip=tip)
     return chart.svg()
+
+
+def caption(run: Run, limit: Limit) -> str:
+    """Say how near the last evaluation is to the line, and what the line was drawn from."""
+    found = list(held_out(run))[-1]
+    got, kl = limit.efficiency(*found[1:]), found[-1]
+    if got is not None:
+        told = f"efficiency near 1; here {got:.2f}, at {kl:.2f} nats"
+    elif kl <= 1e-3:
+        told = "efficiency near 1; this run has not moved"
+    else:
+        told = "efficiency near 1; so far out no sample reaches, ask for more (--limit 512)"
+    return f"{told} ({limit.about()})"
 
 
 def make(folder: Path, samples: int) -> None:

@@ -63,7 +63,7 @@ def _body(run: Run) -> list[str]:
     config = yaml.safe_dump(redact(run.config), sort_keys=False, width=100) if run.config else ""
     changes = _changes(run)
     wrong, explained = _notes(run)
-    curves = markup.charts([*panels.figures(panels.MAIN, run), *_limit(run)], title="Curves")
+    curves = markup.charts([*_limit(run), *panels.figures(panels.MAIN, run)], title="Curves")
     replies = sections(run.folder)
     early = (
         '<p class="muted">The first curves come after iteration 1; this page reloads itself.</p>'
@@ -92,7 +92,7 @@ def _limit(run: Run) -> Iterator[str]:
     from trainer.reports import limits  # here: numpy, for those that have a limit
 
     if drawn := limits.picture(run, limit):
-        yield panels.figure(drawn, f"near the line ({limit.about()})", [limits.ACCURACY, limits.KL])
+        yield panels.figure(drawn, limits.caption(run, limit), [limits.ACCURACY, limits.KL])
 
 
 def _sections(curves: str, replies: list[str], changes: str) -> list[str]:

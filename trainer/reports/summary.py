@@ -20,7 +20,7 @@ GAINS = {  # of those before the accuracies only the first that a run has
 def tiles(run: Run) -> dict[str, str]:
     """Return the few numbers that tell how a run went: first and last."""
     out, rows = {}, number(run.status.get("held_out"))
-    few = f", of {rows:g} prompts" if rows and rows < 100 else ""
+    few = f", of {rows:g} prompt{'s' * (rows > 1)}" if rows and rows < 100 else ""
     for metric, ends in _gains(run).items():
         accuracy, count = metric.startswith("eval/"), len(run.last_ten(metric))
         note = few if accuracy else f", first \u2192 last {count}" * (count > 1)

@@ -108,10 +108,8 @@ def _body(sweep: Sweep) -> Iterator[str]:
         yield f"<p>{markup.command(again, copy=True)}</p>" if again else ""
         yield f'<p class="muted">{escape(note)}</p>'
     if jobs:
-        drawn = _pictures(made, jobs, limit := known_limit(sweep.folder))
+        drawn = _pictures(made, jobs, known_limit(sweep.folder))
         yield f'<div class="sides"><div>{drawn}</div><div>{_table(jobs)}</div></div>'
-        if limit:
-            yield f'<p class="muted">The limit: {escape(limit.about())}; docs/kl.md</p>'
         yield from _warnings(jobs)
     begun = [setting for setting in made if any(job.run.metrics for job in setting.jobs)]
     drawn = list(_overlays(begun, varying(jobs)))
@@ -124,12 +122,15 @@ def _body(sweep: Sweep) -> Iterator[str]:
 def _pictures(made: Sequence[Setting], jobs: Sequence[Job], limit: "Limit | None") -> str:
     """Draw reward, and what is held out, against KL; a click changes between them."""
     by = {"reward": REWARD, "accuracy": ACCURACY, "held-out reward": HELD_REWARD}
+    if limit:  # what it is of goes first
+        by = {"accuracy": ACCURACY, "held-out reward": HELD_REWARD, "reward": REWARD}
     drawn = {
         name: frontier(jobs, width=420, height=320, by=metric, limit=limit)
         for name, metric in by.items()
         if any(setting.spots(metric) for setting in made)
     }
-    return markup.tabs(drawn)
+    about = f'<p class="muted">The limit: {escape(limit.about())}; docs/kl.md</p>' if limit else ""
+    return markup.tabs(drawn) + about
 
 
 def _progress(sweep: Sweep) -> Iterator[str]:
