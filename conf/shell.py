@@ -17,9 +17,8 @@ from conf.command_line import help_text, spell_out, without_flags
 from conf.compose import compose_experiment, compose_raw
 from trainer.accelerate_settings import check_accelerate
 from trainer.runs.failures import complain, say
-from trainer.runs.launch import Interrupted, agree, prepare
+from trainer.runs.launch import Interrupted
 from trainer.runs.launch import start as launch
-from trainer.runs.lock import lock_folder
 from trainer.runs.run_files import read_status
 
 Worker = Callable[..., int]  # config.yaml, run folder, name=value ... -> exit code
@@ -52,11 +51,13 @@ def run_command(words: list[str], *, script: Path, worker: Worker) -> int:
     failed = 2  # before a run begins
     try:
         check_accelerate()
-        if not (size := os.environ.get("WORLD_SIZE") or "1").isdecimal():
-            meant = "unset it, or start by torchrun or accelerate launch"
-            raise ValueError(f"expected WORLD_SIZE to be a number of ranks, got {size!r}; {meant}")
-        if (ranks := int(size)) > 1:
-            return join(words, ranks, worker, **ours)
+        if {"WORLD_SIZE", "SLURM_STEP_ID"} & {
+            *os.environ
+        }:  # most runs start their ranks themselves
+            from conf.joined import join, outside_ranks
+
+            if (ranks := outside_ranks()) > 1:
+                return join(words, ranks, worker, **ours)
         if any(word.startswith(("mode=", "preflight=")) for word in words):
             from conf.preflight_and_modes import asked, run_aside
 
@@ -74,7 +75,7 @@ def run_command(words: list[str], *, script: Path, worker: Worker) -> int:
         else:
             return wanted.run(run)
     except (ValueError, RuntimeError, OSError) as error:
-        if os.environ.get("RANK", "0") == "0":
+        if os.environ.get("RANK", "0") == "0" or isinstance(error, RuntimeError):
             for fault in getattr(error, "faults", [error]):
                 complain(fault)
         return failed if isinstance(error, RuntimeError) else 2  # refused
@@ -92,15 +93,3 @@ def leave_to_hydra(words: list[str]) -> None:
     except (HydraException, OmegaConfBaseException, ValueError):
         compose_raw(without_flags(words))  # the same fault in our words
         raise
-
-
-def join(words: list[str], ranks: int, worker: Worker, **ours: Any) -> int:
-    """Be one rank of `torchrun train.py` or `accelerate launch train.py`; return the exit code."""
-    config = start.compose_joined(words, ranks=ranks)
-
-    def make() -> tuple[Path, str]:
-        lock_folder(folder := start.run_folder(words))  # until this process ends
-        return prepare(config, folder, **ours)
-
-    path, checked = agree(make, config)
-    return worker(str(path), str(path.parent), f"checked={checked}")
