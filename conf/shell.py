@@ -44,9 +44,6 @@ def run_command(words: list[str], *, script: Path, worker: Worker) -> int:
     sys.argv[1:] = words  # Hydra reads them too
     ours: dict[str, Any] = {"script": script, "compose": partial(compose_experiment, words=words)}
 
-    def run(job: start.Job) -> None:
-        say(job.done) if job.done else launch(job.config, start.begin(job), **ours)
-
     start.set_up()
     failed = 2  # before a run begins
     try:
@@ -68,12 +65,12 @@ def run_command(words: list[str], *, script: Path, worker: Worker) -> int:
             leave_to_hydra(words)
         elif isinstance(wanted, start.Job):
             try:
-                run(wanted)
+                run_job(wanted, **ours)
             except Interrupted:  # a run that is finished has ended well, whatever came then
                 if read_status(wanted.folder).get("state") != "finished":
                     raise
         else:
-            return wanted.run(run)
+            return wanted.run(partial(run_job, **ours))
     except (ValueError, RuntimeError, OSError) as error:
         if os.environ.get("RANK", "0") == "0" or isinstance(error, RuntimeError):
             for fault in getattr(error, "faults", [error]):
@@ -83,6 +80,11 @@ def run_command(words: list[str], *, script: Path, worker: Worker) -> int:
         say("stopped before it began; nothing is saved")
         return 130
     return 0
+
+
+def run_job(job: start.Job, **ours: Any) -> None:
+    """Run a job in fresh processes, unless it is done."""
+    say(job.done) if job.done else launch(job.config, start.begin(job), **ours)
 
 
 def leave_to_hydra(words: list[str]) -> None:

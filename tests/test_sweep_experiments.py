@@ -18,7 +18,7 @@ from runs import SMALL, launch, metrics, train, wait_for
 import train as script
 from conf.compose import compose_checked, compose_raw
 from conf.shell import run_command
-from conf.start import compose_joined, read_command, set_up
+from conf.start import read_command, set_up
 from conf.sweep import list_jobs
 from trainer.reports.sweep_jobs import load_sweep
 from trainer.reports.sweep_page import write_sweep
@@ -54,7 +54,7 @@ def test_a_sweep_without_the_flag_says_so(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=re.escape(f"a sweep over kl.coeff, seed: {remedy}")):
         read_command([word])
     with pytest.raises(ValueError, match=r"a sweep over seed: .* give seed=\.\.\.$"):
-        compose_joined([word, "kl.coeff=1"], ranks=2)
+        read_command([word, "kl.coeff=1", "launch.num_processes=2"])
     assert list(tmp_path.iterdir()) == []
     read_command([word, "kl.coeff=1", "seed=3"])  # as sweep.html words a job
 

@@ -1,0 +1,219 @@
+"""Jobs of a sweep side by side, by Hydra's own launchers: hydra/launcher=joblib, submitit_slurm ...
+
+What a launcher gets is the number of each job and one function to call with it; what the job is,
+its checks and its folder are those of a sweep in turn, and how it went is read from its files.
+Hydra's callbacks and its names of folders are not used: a job may run where no callback of this
+process can hear it, and `override_dirname` has no name for two values that a disk takes amiss.
+"""
+
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra._internal.callbacks import Callbacks
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
+from hydra.types import HydraContext
+from omegaconf import DictConfig, open_dict, read_write
+from omegaconf.errors import OmegaConfBaseException
+
+from conf.start import Job, set_up
+from trainer.runs.failures import complain
+from trainer.runs.launch import Interrupted, cores
+from trainer.runs.run_files import read_yaml
+from trainer.runs.slots import gpus_here, holding
+
+OUTPUT = "output.txt"  # in a job's folder: what it printed
+PLAN = "sweep.json"
+ROOT = Path(__file__).parents[1]
+EXTRA = "pip install -e '.[sweeps]'"
+
+
+class Numbered:
+    """In place of Hydra's loader, which a launcher asks for the configuration of a job."""
+
+    def load_sweep_config(self, master: DictConfig, overrides: Sequence[str]) -> DictConfig:
+        cfg = deepcopy(master)
+        with read_write(cfg), open_dict(cfg):
+            cfg.job = int(overrides[0])
+        return cfg
+
+
+@dataclass(frozen=True)
+class RunJob:
+    """Run one job of a sweep, by its number, wherever a launcher calls this; errors are its own."""
+
+    sweep: Any
+    run: Callable[[Job], None]
+    driver: int  # the process that started the sweep, and the allocation that it is in
+    host: str
+    allocation: str | None
+    gpus: list[str]  # that its jobs share there; where none are, "" for each core or nothing
+
+    def __call__(self, cfg: DictConfig) -> None:
+        set_up()
+        with suppress(PermissionError):
+            os.setsid()  # Ctrl-C in a terminal is for the driver, which tells the jobs
+        number: int = cfg.job
+        here = self.host == socket.gethostname() and self.allocation == _allocation()
+        shared = self.gpus if here else []
+        wanted = self.sweep.ranks(number) if shared else 0
+        with holding(self.sweep.folder, shared, wanted, over=self._over) as gpus, _seeing(gpus):
+            if not self._over():
+                self._run(number, here=here)
+
+    def _run(self, number: int, *, here: bool) -> None:
+        folder = self.sweep.folder / self.sweep.folders[number]
+        with _printing_to(folder / OUTPUT), self._stopped_with_the_sweep(here):
+            try:
+                job = self.sweep.job(number)
+                if not job.done:
+                    self.run(job)
+            except (RuntimeError, ValueError, OSError) as error:
+                complain(error)
+            except (Interrupted, KeyboardInterrupt):
+                pass  # its status says so
+
+    def _over(self) -> bool:
+        """Return whether the sweep was told to stop, or nobody is there any more to be told."""
+        return bool(read_yaml(self.sweep.folder / PLAN).get("ended"))
+
+    def _orphaned(self) -> bool:
+        import psutil
+
+        try:
+            return psutil.Process(self.driver).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    @contextmanager
+    def _stopped_with_the_sweep(self, here: bool) -> Iterator[None]:
+        """Send this process a SIGTERM when the sweep ends; the run saves what it has."""
+        ended = threading.Event()
+
+        def watch() -> None:
+            while not ended.wait(0.5):
+                if self._over() or (here and self._orphaned()):
+                    return os.kill(os.getpid(), signal.SIGTERM)
+
+        def stop(*_: Any) -> None:
+            raise Interrupted(128 + signal.SIGTERM)
+
+        before = signal.signal(signal.SIGTERM, stop)  # until a run has its own
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            watcher.join()
+            signal.signal(signal.SIGTERM, before)
+
+
+def _allocation() -> str | None:
+    return os.environ.get("SLURM_JOB_ID")
+
+
+@contextmanager
+def _seeing(gpus: Sequence[str]) -> Iterator[None]:
+    """Let what starts in a block see some GPUs alone, if any are named."""
+    before = {**os.environ}
+    if named := ",".join(filter(None, gpus)):
+        os.environ["CUDA_VISIBLE_DEVICES"] = named
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextmanager
+def _printing_to(path: Path) -> Iterator[None]:
+    """Let this process and those that it starts print to the end of a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept = [os.dup(1), os.dup(2)]
+
+    def turn(files: Sequence[int]) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, file in enumerate(files, start=1):
+            os.dup2(file, number)
+
+    with open(path, "ab") as file:
+        turn([file.fileno()] * 2)
+        try:
+            yield
+        finally:
+            turn(kept)
+            for each in kept:
+                os.close(each)
+
+
+def compose_launcher(words: Sequence[str], folder: Path) -> DictConfig:
+    """Return Hydra's configuration with the launcher that words choose, and no file of conf/.
+
+    ValueError if there is no such launcher, or it has no such key.
+    """
+    place = str(folder.absolute()).replace("'", "\\'")
+    fixed = [f"hydra.sweep.dir='{place}'", "hydra.sweep.subdir='.'", "hydra.output_subdir=null"]
+    fixed += ["hydra/job_logging=none", "hydra/hydra_logging=none", "hydra.job.name=leash"]
+    GlobalHydra.instance().clear()
+    try:
+        with hydra.initialize(config_path=None, version_base="1.3", job_name="leash"):
+            return hydra.compose(overrides=[*fixed, *words], return_hydra_config=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        told = " ".join(str(error).split("\n")[0].split())
+        chosen = next((word for word in words if word.startswith("hydra/launcher=")), "")
+        if chosen.partition("=")[2] in ("joblib", "submitit_local", "submitit_slurm"):
+            told = f"{chosen} or a key of it is not there ({told}): {EXTRA}"
+        raise ValueError(f"{' '.join(words)}: {told}") from None
+
+
+def run_side_by_side(
+    sweep: Any, numbers: Sequence[int], run: Callable[[Job], None], *, stop: Callable[[], None]
+) -> None:
+    """Let the launcher of a sweep run some of its jobs, and wait for all of them.
+
+    The first SIGINT or SIGTERM calls `stop` and lets them end, the second kills them.
+    """
+    cfg = compose_launcher(sweep.launcher, sweep.folder)
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    os.environ["PYTHONPATH"] = path  # for processes that import nothing of this one
+    gpus = gpus_here()
+    if cfg.hydra.launcher._target_.endswith(".LocalLauncher"):  # it starts all of them at once
+        gpus = gpus or [""] * cores()
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(cores() // len(numbers), 1)))
+    task = RunJob(sweep, run, os.getpid(), socket.gethostname(), _allocation(), gpus)
+    context = HydraContext(config_loader=Numbered(), callbacks=Callbacks())
+    launcher = Plugins.instance().instantiate_launcher(
+        hydra_context=context, task_function=task, config=cfg
+    )
+    got: list[int] = []
+
+    def caught(number: int, _: Any) -> None:
+        got.append(number)
+        stop()
+        if len(got) > 1:
+            raise KeyboardInterrupt
+
+    before = {kind: signal.signal(kind, caught) for kind in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        launcher.launch([[str(number)] for number in numbers], initial_job_idx=0)
+    except (Exception, KeyboardInterrupt) as error:
+        if not got:
+            raise RuntimeError(f"the launcher failed: {type(error).__name__}: {error}") from error
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+    if got:
+        raise Interrupted(128 + got[0])
