@@ -22,7 +22,7 @@ import hydra
 from hydra._internal.callbacks import Callbacks
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from hydra.types import HydraContext
 from omegaconf import DictConfig, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
@@ -65,16 +65,15 @@ class RunJob:
         with suppress(PermissionError):
             os.setsid()  # Ctrl-C in a terminal is for the driver, which tells the jobs
         number: int = cfg.job
-        here = self.host == socket.gethostname() and self.allocation == _allocation()
-        shared = self.gpus if here else []
+        shared = self.gpus if self._is_here() else []
         wanted = self.sweep.ranks(number) if shared else 0
         with holding(self.sweep.folder, shared, wanted, over=self._over) as gpus, _seeing(gpus):
             if not self._over():
-                self._run(number, here=here)
+                self._run(number)
 
-    def _run(self, number: int, *, here: bool) -> None:
+    def _run(self, number: int) -> None:
         folder = self.sweep.folder / self.sweep.folders[number]
-        with _printing_to(folder / OUTPUT), self._stopped_with_the_sweep(here):
+        with _printing_to(folder / OUTPUT), self._stopped_with_the_sweep():
             try:
                 job = self.sweep.job(number)
                 if not job.done:
@@ -84,26 +83,30 @@ class RunJob:
             except (Interrupted, KeyboardInterrupt):
                 pass  # its status says so
 
-    def _over(self) -> bool:
-        """Return whether the sweep was told to stop, or nobody is there any more to be told."""
-        return bool(read_yaml(self.sweep.folder / PLAN).get("ended"))
+    def _is_here(self) -> bool:
+        """Return whether this is the driver's machine, and no job of its own of Slurm's."""
+        return self.host == socket.gethostname() and self.allocation == _allocation()
 
-    def _orphaned(self) -> bool:
+    def _over(self) -> bool:
+        """Return whether the sweep was told to stop, or was killed where that can be seen."""
+        if read_yaml(self.sweep.folder / PLAN).get("ended"):
+            return True
         import psutil
 
         try:
-            return psutil.Process(self.driver).status() == psutil.STATUS_ZOMBIE
+            status = psutil.Process(self.driver).status() if self._is_here() else "elsewhere"
         except psutil.NoSuchProcess:
             return True
+        return status == psutil.STATUS_ZOMBIE
 
     @contextmanager
-    def _stopped_with_the_sweep(self, here: bool) -> Iterator[None]:
+    def _stopped_with_the_sweep(self) -> Iterator[None]:
         """Send this process a SIGTERM when the sweep ends; the run saves what it has."""
         ended = threading.Event()
 
         def watch() -> None:
             while not ended.wait(0.5):
-                if self._over() or (here and self._orphaned()):
+                if self._over():
                     return os.kill(os.getpid(), signal.SIGTERM)
 
         def stop(*_: Any) -> None:
@@ -171,12 +174,15 @@ def compose_launcher(words: Sequence[str], folder: Path) -> DictConfig:
     try:
         with hydra.initialize(config_path=None, version_base="1.3", job_name="leash"):
             return hydra.compose(overrides=[*fixed, *words], return_hydra_config=True)
+    except MissingConfigException:
+        chosen = next(word for word in words if word.startswith("hydra/launcher="))
+        need = f"joblib, submitit_local and submitit_slurm come with {EXTRA}"
+        raise ValueError(f"{chosen}: there is no such launcher here; {need}") from None
     except (HydraException, OmegaConfBaseException) as error:
-        told = " ".join(str(error).split("\n")[0].split())
-        chosen = next((word for word in words if word.startswith("hydra/launcher=")), "")
-        if chosen.partition("=")[2] in ("joblib", "submitit_local", "submitit_slurm"):
-            told = f"{chosen} or a key of it is not there ({told}): {EXTRA}"
-        raise ValueError(f"{' '.join(words)}: {told}") from None
+        told = str(error).split("\n")[0].strip().rstrip(".")
+        raise ValueError(
+            f"{' '.join(words)}: {told}; leave it out, or see its page (docs/sweeps.md)"
+        ) from None
 
 
 def run_side_by_side(

@@ -135,7 +135,8 @@ def list_jobs(words: Sequence[str]) -> list[list[str]]:
         key = item.get_key_element()
         if item.is_interval_sweep() or "glob(" in word:
             values = f"{key}=a,b,c or {key}=range(0,3)"
-            raise ValueError(f"{word}: a sweep takes values, {values}; glob does not work")
+            told = "interval() is for a search, hydra/sweeper=optuna; glob does not work"
+            raise ValueError(f"{word}: a sweep takes values, {values}; {told}")
         values = itertools.islice(item.sweep_string_iterator(), MOST + 1)
         choices.append([f"{key}={value}" for value in values])
         if not choices[-1]:
@@ -171,6 +172,14 @@ def split_launcher(words: Sequence[str]) -> tuple[list[str], list[str]]:
 def read_sweep(words: list[str]) -> Sweep:
     """Check the jobs of a sweep, and those that lie in its folder already."""
     launcher, rest = split_launcher(words)
+    if own := [word for word in rest if re.match(r"\+*hydra[/.]sweeper\b", word)]:
+        if "hydra/sweeper=optuna" in own:
+            from conf.search import read_search  # here: it needs Optuna
+
+            return read_search(words, own, launcher)
+        if own != ["hydra/sweeper=basic"]:
+            raise ValueError(f"{own[0]}: expected hydra/sweeper=optuna and its keys, or neither")
+        rest.remove(own[0])
     jobs = list_jobs(rest)
     for job in jobs:
         check_single(job)

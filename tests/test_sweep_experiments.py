@@ -1,7 +1,6 @@
-"""Sweeps that come with an experiment file, that are continued, and a search by Optuna."""
+"""Sweeps that come with an experiment file, and that are continued."""
 
 import html
-import importlib.util
 import json
 import os
 import re
@@ -20,7 +19,6 @@ from conf.compose import compose_checked, compose_raw
 from conf.shell import run_command
 from conf.start import read_command, set_up
 from conf.sweep import list_jobs
-from trainer.reports.sweep_jobs import load_sweep
 from trainer.reports.sweep_page import write_sweep
 from trainer.runs.run_files import read_lines, read_status
 
@@ -162,27 +160,6 @@ def words_of(page: Path) -> list[str]:
     """Return the arguments of the command that a page gives to continue its sweep."""
     (command,) = re.findall(r"Continue it: <code[^>]*>(.*?)</code>", page.read_text())
     return shlex.split(html.unescape(command))[2:]
-
-
-@pytest.mark.learn
-def test_optuna_searches_for_reward_less_kl(tmp_path):
-    spec = importlib.util.spec_from_file_location("optuna_sweep", ROOT / "docs" / "optuna_sweep.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    words = [word for word in SMALL if not word.startswith(("kl.coeff", "trainer.num", "eval"))]
-    words += ["trainer.num_iterations=2", "eval.num_samples=0", "eval.greedy=false"]
-    folder = tmp_path / "search"
-    module.search(folder, 1, words)
-    study = module.search(folder, 1, words)  # goes on
-    jobs = load_sweep(folder).jobs
-    assert [job.name for job in jobs] == ["000", "001"]
-    for job, trial in zip(jobs, study.trials, strict=True):
-        reward, kl = (job.reached[name] for name in ("reward/raw_mean", "kl/ref_sequence"))
-        assert trial.value == pytest.approx(reward - module.LAMBDA * kl)
-        assert float(job.overrides["kl.coeff"]) == pytest.approx(trial.params["kl.coeff"], rel=1e-3)
-    assert (folder / "sweep.html").is_file()
 
 
 @pytest.mark.parametrize(

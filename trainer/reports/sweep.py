@@ -38,13 +38,13 @@ class LiveSweep:
         folder: Path,
         jobs: Sequence[Sequence[str]],
         *,
-        names: Sequence[str] = (),
+        names: Sequence[str] | None = None,
         words: Sequence[str] = (),
         count: Callable[[], int] | None = None,
     ) -> None:
         self.folder, self.jobs = Path(os.path.abspath(folder)), jobs
         self._words = [redact_word(word) for word in words if not word.startswith(PLACE)]
-        self._names = names or job_names(jobs)
+        self._names = job_names(jobs) if names is None else names
         self._count = count or (lambda: len(self.jobs))
         self._lock = lock_folder(self.folder)
         self._page = LivePage(self.folder)
