@@ -38,7 +38,9 @@ RANGES: dict[str, Callable[[Any], bool]] = {  # numbers are finite besides
     "to be two numbers from 0 to below 1": lambda x: len(x) == 2 and all(0 <= b < 1 for b in x),
     "to be all or a whole number": lambda x: bool(re.fullmatch(r"all|\d+", x)),
     "to be http://<host>:<port>": lambda x: bool(re.fullmatch(r"https?://[\w.\[\]:-]+(/.*)?", x)),
-    "to be cpu, cuda or cuda:<number>": lambda x: bool(re.fullmatch(r"cpu|cuda(:\d+)?", x)),
+    "to be cpu, cuda, xpu, npu or mps, with a number as cuda:1": lambda x: bool(
+        re.fullmatch(r"cpu|mps|(cuda|xpu|npu)(:\d+)?", x)
+    ),
 }
 OPEN = ("env.task", "env.rewards", "env.transforms", "policy.chat_template_kwargs")  # any keys
 

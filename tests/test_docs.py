@@ -17,7 +17,7 @@ from runs import environment, lines
 from conf import names
 from conf.build import make_task
 from conf.compose import compose_checked
-from conf.sweep import list_jobs
+from conf.sweep import read_sweep
 from envs.tasks import Reply
 from policies.load import load_policy
 
@@ -81,7 +81,7 @@ def test_documented_command_composes(command, place) -> None:
         return  # needs its package: test_vllm_runs.py
     if "env=brief" in overrides:
         return  # needs the file that the page shows: see below
-    jobs = list_jobs(overrides) if "-m" in words else [overrides]
+    jobs = read_sweep(overrides).jobs if "-m" in words else [overrides]  # a search has none yet
     for job in (jobs[0], jobs[-1]) if jobs[1:] else jobs:
         assert compose_checked(job)["trainer"]["num_iterations"] >= 1
 
