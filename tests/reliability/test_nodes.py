@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 from runs import ROOT, environment, metrics, train, wait_for
 
@@ -181,3 +182,39 @@ def test_a_signal_to_one_node_saves_and_the_run_goes_on(one_node, tmp_path):
     assert status["state"] == "preempted"
     run(tmp_path, srun, f"resume={folder}", f"trainer.num_iterations={status['iteration'] + 2}")
     assert read_status(folder)["resumed"] == f"from iteration {status['iteration']}"
+
+
+SRUN = """#!/bin/bash
+while [[ $1 == -* ]]; do shift; done
+export SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_TASKS_PER_NODE="1(x2)" SLURM_LOCALID=0
+export SLURM_STEP_NODELIST=localhost
+SLURM_PROCID=1 SLURM_NODEID=1 "$@" & other=$!
+SLURM_PROCID=0 SLURM_NODEID=0 "$@"; code=$?
+wait $other || exit
+exit $code
+"""
+
+
+def test_the_script_for_sbatch_runs_and_goes_on_when_it_is_queued_again(tmp_path):
+    for name, text in ("srun", SRUN), ("scontrol", '#!/bin/bash\necho "$@" > requeued\n'):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    env = environment(PATH=f"{tmp_path}:{os.environ['PATH']}", MASTER_PORT=free_port())
+    env |= {"SLURM_JOB_ID": "77", "SLURM_SUBMIT_DIR": str(tmp_path), "PYTHON": sys.executable}
+    long = [word for word in TINY if not word.startswith("trainer.num_iterations")]
+    command = ["bash", str(ROOT / "docs" / "slurm.sh"), *long, "trainer.num_iterations=4000"]
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    both |= {"env": env | {"TRAIN": TRAIN}, "cwd": tmp_path}
+    folder = tmp_path / "outputs" / "slurm" / "77"
+    for time in (1, 2):
+        process = subprocess.Popen(command, start_new_session=True, **both)
+        done = read_status(folder).get("iteration", 0)
+        wait_for(lambda done=done: read_status(folder).get("iteration", 0) > done + 2, process)
+        ranks = psutil.Process(process.pid).children(recursive=True)
+        for rank in (rank for rank in ranks if TRAIN in rank.cmdline()):
+            rank.terminate()  # as --signal=TERM@300
+        text = process.communicate(timeout=300)[0]
+        assert process.returncode == 143, text
+        assert (tmp_path / "requeued").read_text() == "requeue 77\n"
+        assert ("going on" in text) == (time == 2)
+    assert read_status(folder)["state"] == "preempted"
