@@ -28,13 +28,13 @@ from omegaconf import DictConfig, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from conf.start import Job, set_up
+from conf.sweep import OUTPUT
+from trainer.reports.sweep import PLAN
 from trainer.runs.failures import complain
 from trainer.runs.launch import Interrupted, cores
 from trainer.runs.run_files import read_yaml
 from trainer.runs.slots import gpus_here, holding
 
-OUTPUT = "output.txt"  # in a job's folder: what it printed
-PLAN = "sweep.json"
 ROOT = Path(__file__).parents[1]
 EXTRA = "pip install -e '.[sweeps]'"
 

@@ -28,6 +28,7 @@ from trainer.runs.nodes import sent_keys
 from trainer.runs.run_files import read_status
 from trainer.runs.saved_configs import holds_same
 
+OUTPUT = "output.txt"  # in the folder of a job that runs beside others: what it printed
 MOST = 1_000  # jobs; each is checked before the first starts
 
 
@@ -112,8 +113,17 @@ class Sweep:
 
         if left := pages.begin_together(numbers):
             run_side_by_side(self, left, run, stop=pages.stop)
-        ended = {number: read_status(self.folder / self.folders[number]) for number in numbers}
-        return [self.folders[k] for k in ended if ended[k].get("state") != "finished"]
+        failed = [self.folders[number] for number in numbers]
+        failed = [n for n in failed if read_status(self.folder / n).get("state") != "finished"]
+        return [f"{name}: {_last_error(self.folder / name)}" for name in failed]
+
+
+def _last_error(folder: Path) -> str:
+    """Return the last error among what a job printed, or where that is."""
+    path = folder / OUTPUT
+    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+    errors = [line for line in lines if line.startswith("error: ")]
+    return errors[-1].removeprefix("error: ") if errors else f"see {path}"
 
 
 def list_jobs(words: Sequence[str]) -> list[list[str]]:

@@ -75,7 +75,7 @@ def test_jobs_share_the_gpus_fail_by_themselves_and_go_on_by_the_same_command(sw
     words = ["seed=1,2,3", "hydra/launcher=joblib", "hydra.launcher.n_jobs=3"]
     code, text, err = sweep(*words, gpus="5,6")
     assert code == 1, err
-    assert err.splitlines()[-1] == "failed   seed=2"
+    assert err.splitlines()[-1] == "failed   seed=2: lr is sour"
     assert any(line.startswith("job 2 of 3: seed=2: failed after") for line in text.splitlines())
     assert ": lr is sour" in text
     jobs = [tmp_path / "s" / f"seed={seed}" for seed in (1, 2, 3)]

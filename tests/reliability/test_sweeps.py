@@ -47,7 +47,7 @@ def test_a_sweep_that_ends_early_takes_its_jobs_along_and_goes_on(launcher, kind
     assert {load_run(job).state for job in begun} == {"preempted"}
     assert "Traceback" not in text
     done = max(read_status(job).get("iteration", 0) for job in begun)
-    for job in begun:
+    for job in (path.parent for path in tmp_path.glob("seed=*/config.yaml")):
         config = (job / "config.yaml").read_text()
         changed = re.sub("num_iterations: 1000", f"num_iterations: {done + 2}", config)
         (job / "config.yaml").write_text(changed)
