@@ -27,6 +27,7 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
+from conf.schema import register
 from conf.start import Job, set_up
 from conf.sweep import OUTPUT
 from trainer.reports.sweep import PLAN
@@ -61,6 +62,7 @@ class RunJob:
     gpus: list[str]  # that its jobs share there; where none are, "" for each core or nothing
 
     def __call__(self, cfg: DictConfig) -> None:
+        register.cache_clear()  # the launcher has put the driver's, pickled, in its place
         set_up()
         with suppress(PermissionError):
             os.setsid()  # Ctrl-C in a terminal is for the driver, which tells the jobs

@@ -72,7 +72,7 @@ def rows(folder: Path) -> dict[str, str]:
 
 
 def test_jobs_share_the_gpus_fail_by_themselves_and_go_on_by_the_same_command(sweep, tmp_path):
-    words = ["seed=1,2,3", "hydra/launcher=joblib", "hydra.launcher.n_jobs=3"]
+    words = ["seed=1,2,3", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
     code, text, err = sweep(*words, gpus="5,6")
     assert code == 1, err
     assert err.splitlines()[-1] == "failed   seed=2: lr is sour"
