@@ -1,7 +1,6 @@
 """A command line that torchrun, accelerate launch or srun runs once per rank. Torch-free."""
 
 import os
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,10 +32,10 @@ def join(words: list[str], ranks: int, worker: Callable[..., int], **ours: Any) 
 
 def _make(words: list[str], **ours: Any) -> Start:
     if any(word.startswith(("mode=", "preflight=")) for word in words):
-        from conf.preflight_and_modes import asked
+        from conf.preflight_and_modes import asked, folder_aside
 
         if config := asked(words):
-            return _start(config, Path(tempfile.mkdtemp(prefix="leash-")), aside=True, **ours)
+            return _start(config, folder_aside(config), aside=True, **ours)
     job = start.read_command(words)
     if job.done:
         say(job.done)
