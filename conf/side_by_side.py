@@ -72,6 +72,8 @@ class RunJob:
         with holding(self.sweep.folder, shared, wanted, over=self._over) as gpus, _seeing(gpus):
             if not self._over():
                 self._run(number)
+        if self._is_orphan():
+            os._exit(1)  # joblib's would wait for more, minutes long
 
     def _run(self, number: int) -> None:
         folder = self.sweep.folder / self.sweep.folders[number]
@@ -91,8 +93,9 @@ class RunJob:
 
     def _over(self) -> bool:
         """Return whether the sweep was told to stop, or was killed where that can be seen."""
-        if read_yaml(self.sweep.folder / PLAN).get("ended"):
-            return True
+        return bool(read_yaml(self.sweep.folder / PLAN).get("ended")) or self._is_orphan()
+
+    def _is_orphan(self) -> bool:
         import psutil
 
         try:
