@@ -37,7 +37,7 @@ lint: .venv/.ready-dev  ## ruff and pyright
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 test-learn: .venv/.ready-dev  ## whole learning runs on three seeds (about an hour)
-	$(BIN)/python -m pytest -m learn tests/test_learning.py tests/test_sweep_experiments.py $(ARGS)
+	$(BIN)/python -m pytest -m learn tests/test_learning.py $(ARGS)
 
 test-reliability: .venv/.ready-dev  ## real runs with faults put in; LEASH_TABLE=docs/reliability.md: the table
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m reliability tests/reliability $(ARGS)

@@ -60,9 +60,10 @@ def _findings(cfg: dict[str, Any]) -> Iterator[str]:
 
 def _batches(cfg: dict[str, Any]) -> Iterator[str]:
     prompts, ranks = cfg["trainer"]["prompts_per_iteration"], cfg["launch"]["num_processes"]
-    if ranks > CROWD * (cores := os.cpu_count() or 1):
+    here = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE") or ranks))  # of several nodes
+    if here > CROWD * (cores := os.cpu_count() or 1) and cfg["mode"] in ("train", "evaluate"):
         what = f"launch.num_processes for the {cores} cores of this machine"
-        yield f"expected {what}, got {ranks}: each loads a model of its own; lower it"
+        yield f"expected {what}, got {here}: each loads a model of its own; lower it"
     parts, saved, every = cfg["algorithm"]["minibatches"], cfg["checkpoint"], cfg["eval"]["every"]
     if cfg["trainer"]["stop_at"]:
         from conf.check_stop import findings  # here: few runs have a rule
@@ -70,6 +71,8 @@ def _batches(cfg: dict[str, Any]) -> Iterator[str]:
         yield from findings(cfg)
     if cfg["trainer"]["patience"] and not every:
         yield "trainer.patience counts evaluations, got eval.every=0; set eval.every=5, say"
+    if cfg["mode"] != "train":  # it plays no batches
+        return
     if prompts % ranks:
         told = f"trainer.prompts_per_iteration={prompts} to be divisible by"
         yield f"expected {told} launch.num_processes={ranks}: every process plays whole groups"

@@ -105,7 +105,8 @@ def check_overrides(words: Sequence[str]) -> None:
         if word.startswith("~") and not word.startswith("~env.task."):
             raise ValueError(f"{word}: no key can be removed; give it a value, {name[1:]}=...")
         if re.match(r"\+*hydra[/.=](launcher|sweeper|callbacks)", word):
-            raise ValueError(f"{word}: leash runs the jobs of a sweep itself, one after the other")
+            told = "a launcher and a sweeper are chosen beside -m, callbacks nowhere"
+            raise ValueError(f"{word}: {told} (docs/sweeps.md)")
         if not word.startswith("~") and ("=" not in word or not name):
             raise ValueError(f"expected name=value, got {word!r}{_meant(word, list(words))}")
     count = Counter(word.partition("=")[0].lstrip("+") for word in words)

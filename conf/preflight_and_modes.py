@@ -140,13 +140,18 @@ def without_training(node: Any, words: Sequence[str] = ()) -> Iterator[str]:
             node[key] = config["policy"]["model"]
 
 
-def run_aside(config: dict[str, Any], **ours: Any) -> int:
-    """Run a configuration in fresh processes; return the exit code, 1 if it found problems."""
+def folder_aside(config: dict[str, Any]) -> Path:
+    """Make the folder that what is asked beside training runs in, and leaves nothing in."""
     home = None
     if config["policy"]["engine"] == "vllm" and config["policy"]["vllm"]["url"]:
         home = Path(config["output_dir"] or OUTPUTS).expanduser().absolute()  # the server reads it
         home.mkdir(parents=True, exist_ok=True)
-    folder, keep = Path(tempfile.mkdtemp(prefix=".leash-", dir=home)), False
+    return Path(tempfile.mkdtemp(prefix=".leash-", dir=home))
+
+
+def run_aside(config: dict[str, Any], **ours: Any) -> int:
+    """Run a configuration in fresh processes; return the exit code, 1 if it found problems."""
+    folder, keep = folder_aside(config), False
     try:
         return int(start(config, folder, **ours) > 0)
     except RuntimeError as error:

@@ -41,7 +41,9 @@ RANGES: dict[str, Callable[[Any], bool]] = {  # numbers are finite besides
     "to be http://<host>:<port>": lambda x: (
         bool(found := URL.fullmatch(x)) and int(found[1] or 1) in range(1, 2**16)
     ),
-    "to be cpu, cuda or cuda:<number>": lambda x: bool(re.fullmatch(r"cpu|cuda(:\d+)?", x)),
+    "to be cpu, cuda, xpu, npu or mps, with a number as cuda:1": lambda x: bool(
+        re.fullmatch(r"cpu|mps|(cuda|xpu|npu)(:\d+)?", x)
+    ),
 }
 OPEN = ("env.task", "env.rewards", "env.transforms", "policy.chat_template_kwargs")  # any keys
 

@@ -17,9 +17,8 @@ from conf.command_line import help_text, spell_out, without_flags
 from conf.compose import compose_experiment, compose_raw
 from trainer.accelerate_settings import check_accelerate
 from trainer.runs.failures import complain, say
-from trainer.runs.launch import Interrupted, agree, prepare
+from trainer.runs.launch import Interrupted
 from trainer.runs.launch import start as launch
-from trainer.runs.lock import lock_folder
 from trainer.runs.run_files import read_status
 
 Worker = Callable[..., int]  # config.yaml, run folder, name=value ... -> exit code
@@ -45,18 +44,17 @@ def run_command(words: list[str], *, script: Path, worker: Worker) -> int:
     sys.argv[1:] = words  # Hydra reads them too
     ours: dict[str, Any] = {"script": script, "compose": partial(compose_experiment, words=words)}
 
-    def run(job: start.Job) -> None:
-        say(job.done) if job.done else launch(job.config, start.begin(job), **ours)
-
     start.set_up()
     failed = 2  # before a run begins
     try:
         check_accelerate()
-        if not (size := os.environ.get("WORLD_SIZE") or "1").isdecimal():
-            meant = "unset it, or start by torchrun or accelerate launch"
-            raise ValueError(f"expected WORLD_SIZE to be a number of ranks, got {size!r}; {meant}")
-        if (ranks := int(size)) > 1:
-            return join(words, ranks, worker, **ours)
+        if {"WORLD_SIZE", "SLURM_STEP_ID"} & {
+            *os.environ
+        }:  # most runs start their ranks themselves
+            from conf.joined import join, outside_ranks
+
+            if (ranks := outside_ranks()) > 1:
+                return join(words, ranks, worker, **ours)
         if any(word.startswith(("mode=", "preflight=")) for word in words):
             from conf.preflight_and_modes import asked, run_aside
 
@@ -67,14 +65,14 @@ def run_command(words: list[str], *, script: Path, worker: Worker) -> int:
             leave_to_hydra(words)
         elif isinstance(wanted, start.Job):
             try:
-                run(wanted)
+                run_job(wanted, **ours)
             except Interrupted:  # a run that is finished has ended well, whatever came then
                 if read_status(wanted.folder).get("state") != "finished":
                     raise
         else:
-            return wanted.run(run)
+            return wanted.run(partial(run_job, **ours))
     except (ValueError, RuntimeError, OSError) as error:
-        if os.environ.get("RANK", "0") == "0":
+        if os.environ.get("RANK", "0") == "0" or isinstance(error, RuntimeError):
             for fault in getattr(error, "faults", [error]):
                 complain(fault)
         return failed if isinstance(error, RuntimeError) else 2  # refused
@@ -82,6 +80,11 @@ def run_command(words: list[str], *, script: Path, worker: Worker) -> int:
         say("stopped before it began; nothing is saved")
         return 130
     return 0
+
+
+def run_job(job: start.Job, **ours: Any) -> None:
+    """Run a job in fresh processes, unless it is done."""
+    say(job.done) if job.done else launch(job.config, start.begin(job), **ours)
 
 
 def leave_to_hydra(words: list[str]) -> None:
@@ -92,15 +95,3 @@ def leave_to_hydra(words: list[str]) -> None:
     except (HydraException, OmegaConfBaseException, ValueError):
         compose_raw(without_flags(words))  # the same fault in our words
         raise
-
-
-def join(words: list[str], ranks: int, worker: Worker, **ours: Any) -> int:
-    """Be one rank of `torchrun train.py` or `accelerate launch train.py`; return the exit code."""
-    config = start.compose_joined(words, ranks=ranks)
-
-    def make() -> tuple[Path, str]:
-        lock_folder(folder := start.run_folder(words))  # until this process ends
-        return prepare(config, folder, **ours)
-
-    path, checked = agree(make, config)
-    return worker(str(path), str(path.parent), f"checked={checked}")

@@ -92,17 +92,6 @@ def read_command(words: Sequence[str]) -> Any:
     return Job(there, config, composed=composed)
 
 
-def compose_joined(words: Sequence[str], *, ranks: int) -> dict[str, Any]:
-    """Return the configuration of one rank of `ranks` that an outside launcher started."""
-    if any(word.startswith(("-", "resume=", "mode=", "preflight=")) for word in words):
-        raise ValueError(
-            f"{' '.join(words)}: torchrun and accelerate launch start one new run; use python "
-            f"train.py -m or python train.py resume=..., with launch.num_processes={ranks}"
-        )
-    check_single(words)
-    return compose_checked([*words, f"launch.num_processes={ranks}"])
-
-
 def begin(job: Job) -> Path:
     """Leave in a new run's folder what it was composed of (.hydra/*.yaml); return the folder.
 

@@ -100,6 +100,15 @@ def build_once(
     return manifest
 
 
+def save_here(model: Any, folder: Path) -> None:
+    """Write a model whichever rank this is: transformers would leave it to rank 0.
+
+    Each node fills a cache of its own, and of several ranks any may be the one that builds.
+    """
+    vars(model)["should_save_on_this_rank"] = lambda is_main_process: True
+    model.save_pretrained(folder)
+
+
 def read_manifest(folder: Path, *, full: bool = False) -> dict[str, Any] | None:
     """Return the manifest of a sound folder; None if it is absent, incomplete or damaged.
 

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from policies.cache import build_once, cache_dir, sha256_file
+from policies.cache import build_once, cache_dir, save_here, sha256_file
 from policies.models import EMBEDDED, FoundModel
 from policies.quiet import quiet
 
@@ -61,7 +61,7 @@ def _convert(gguf: Path, folder: Path) -> dict[str, Any]:
         tokenizer.name_or_path = EMBEDDED
         for name in ("is_local", "local_files_only"):  # how it was loaded here, not what it is
             tokenizer.init_kwargs.pop(name, None)
-        model.save_pretrained(folder)
+        save_here(model, folder)
         tokenizer.save_pretrained(folder)
     return {"model": EMBEDDED, "source": gguf.name, "source_sha256": SHA256}
 

@@ -38,13 +38,18 @@ def fold(*parts: int | Tensor) -> Tensor:
     return stream
 
 
+def in_float64(x: Tensor) -> Tensor:
+    """Return a tensor in float64, on the CPU where its device has none (Apple's MPS)."""
+    return (x.cpu() if x.device.type == "mps" else x).double()
+
+
 def uniforms(stream: Tensor, position: Tensor) -> Tensor:
     """Return float64 uniforms in [0, 1) for each (stream, position), both [B].
 
     52 bits, so that u * total < total holds in float64 and the last token is never overrun.
     """
     bits = mix(mix(stream) + (position + 1) * _GOLDEN)
-    return _shift(bits, 12).to(torch.float64) / 2.0**52
+    return in_float64(_shift(bits, 12)) / 2.0**52
 
 
 def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
@@ -55,6 +60,6 @@ def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
     >>> inverse_cdf(torch.tensor([[0.0, 0.5, 0.5]]), torch.tensor([0.5])).tolist()
     [2]
     """
-    total = probs.to(torch.float64).cumsum(-1)  # [B, V]
-    threshold = u.unsqueeze(-1) * total[:, -1:]  # [B, 1]
-    return torch.searchsorted(total, threshold, right=True).squeeze(-1)
+    total = in_float64(probs).cumsum(-1)  # [B, V]
+    threshold = u.to(total).unsqueeze(-1) * total[:, -1:]  # [B, 1]
+    return torch.searchsorted(total, threshold, right=True).squeeze(-1).to(probs.device)

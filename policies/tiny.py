@@ -6,6 +6,8 @@ generation tags. It is a standard checkpoint: every run of `build_tiny` writes t
 
 from pathlib import Path
 
+from policies.cache import save_here
+
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCABULARY = 400
 CHATML = (
@@ -64,7 +66,7 @@ def build_tiny(folder: Path) -> dict[str, str]:
         torch.manual_seed(0)
         model = Qwen2ForCausalLM(config)
     model.generation_config = GenerationConfig(eos_token_id=[end, pad], pad_token_id=pad)
-    model.save_pretrained(folder)
+    save_here(model, folder)
     tokenizer.save_pretrained(folder)
     return {"model": "tiny", "source": "policies/tiny.py"}
 

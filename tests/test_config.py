@@ -156,7 +156,7 @@ FAULTS = [  # one a kind
     (["seed=1", "seed=2"], ["seed is given 2 times", "-m seed=a,b"]),
     (["kl.coeff=0,1"], ["to sweep: -m kl.coeff=0,1"]),
     (["~kl"], ["~kl: no key can be removed", "kl=..."]),
-    (["hydra=launcher/basic"], ["leash runs the jobs of a sweep itself"]),
+    (["hydra=launcher/basic"], ["chosen beside -m"]),
     (["+seed=3"], ["leave the + out: seed="]),
     (["seed=1", "env.dataset=~/a"], ["cannot read env.dataset=~/a", """'env.dataset="~/a"'"""]),
     # Types, ranges, values.

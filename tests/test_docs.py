@@ -17,7 +17,8 @@ from runs import environment, lines
 from conf import names
 from conf.build import make_task
 from conf.compose import compose_checked
-from conf.sweep import list_jobs
+from conf.start import set_up
+from conf.sweep import read_sweep
 from envs.tasks import Reply
 from policies.load import load_policy
 
@@ -30,7 +31,7 @@ PAGES += sorted((ROOT / "docs").glob("*.md"))
 def commands() -> list[str]:
     """Return every train.py command of the pages that can be composed as it stands."""
     text = "\n".join(page.read_text() for page in PAGES).replace("\\\n", " ")
-    found = re.findall(r"python train\.py(?: [^\n`|#(]*)?", text)
+    found = re.findall(r"python train\.py(?: (?:[^\n`|#(]|(?<=\w)\()*)?", text)
     needs_a_run = ("resume=", "--cfg")
     return sorted({c.strip() for c in found if not any(n in c for n in needs_a_run)})
 
@@ -82,7 +83,8 @@ def test_documented_command_composes(command, place) -> None:
         return  # needs its package: test_vllm_runs.py
     if "env=brief" in overrides:
         return  # needs the file that the page shows: see below
-    jobs = list_jobs(overrides) if "-m" in words else [overrides]
+    set_up()
+    jobs = read_sweep(overrides).jobs if "-m" in words else [overrides]  # a search has none yet
     for job in (jobs[0], jobs[-1]) if jobs[1:] else jobs:
         assert compose_checked(job)["trainer"]["num_iterations"] >= 1
 

@@ -18,7 +18,7 @@ from faulty import at_call, forked, full, kill
 from processes import alive, gone
 
 from trainer.runs.experiment_models import cache_folder, resolve_experiment
-from trainer.runs.launch import Interrupted, _put_in_place, prepare, run
+from trainer.runs.launch import Interrupted, prepare, put_in_place, run
 from trainer.runs.lock import held, lock_folder, write_holders
 from trainer.runs.run_files import read_status
 from trainer.runs.watch import Watch
@@ -230,7 +230,7 @@ def test_a_fault_at_any_write_of_a_resume_leaves_a_whole_config(fault, asked, tm
         def work(number: int = number) -> int:
             at_call(number, fault)
             path, _ = prepare(new, tmp_path / "run", script=Path(), compose=lambda _: {})
-            _put_in_place(path, tmp_path / "run", ended=True)
+            put_in_place(path, tmp_path / "run", ended=True)
             return 0
 
         codes.append(forked(work))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -182,3 +183,20 @@ def test_what_the_real_accelerate_launch_puts_into_the_environment_is_refused(
     assert "policy.autocast" in line
     assert "starting in" not in out
     assert list(tmp_path.iterdir()) == []
+
+
+def test_float64_is_asked_only_of_devices_that_have_it():
+    """Apple's MPS has none: `in_float64` goes to the CPU first, and nothing goes round it."""
+    for folder in ("policies", "trainer"):
+        for path in (ROOT / folder).rglob("*.py"):
+            text = path.read_text() if "torchrl" not in path.parts else ""
+            asked = re.findall(r"^.*(?<!\.cpu\(\))\.double\(\).*$", text, re.M)
+            asked = [line for line in asked if "x.cpu() if x.device.type" not in line]
+            on_cpu = "torch.tensor(max("  # made there
+            assert not [line for line in asked if on_cpu not in line], f"{path}: use in_float64"
+
+
+def test_a_device_that_is_not_there_is_one_line(tmp_path):
+    for device in ("mps", "xpu:1", "npu"):
+        with pytest.raises(ValueError, match=f"no GPU for policy.device={device}.*set it to null"):
+            Runtime(tmp_path, device=device)

@@ -1,7 +1,6 @@
-"""Sweeps that come with an experiment file, that are continued, and a search by Optuna."""
+"""Sweeps that come with an experiment file, and that are continued."""
 
 import html
-import importlib.util
 import json
 import os
 import re
@@ -18,9 +17,8 @@ from runs import SMALL, launch, metrics, train, wait_for
 import train as script
 from conf.compose import compose_checked, compose_raw
 from conf.shell import run_command
-from conf.start import compose_joined, read_command, set_up
+from conf.start import read_command, set_up
 from conf.sweep import list_jobs
-from trainer.reports.sweep_jobs import load_sweep
 from trainer.reports.sweep_page import write_sweep
 from trainer.runs.run_files import read_lines, read_status
 
@@ -54,7 +52,7 @@ def test_a_sweep_without_the_flag_says_so(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=re.escape(f"a sweep over kl.coeff, seed: {remedy}")):
         read_command([word])
     with pytest.raises(ValueError, match=r"a sweep over seed: .* give seed=\.\.\.$"):
-        compose_joined([word, "kl.coeff=1"], ranks=2)
+        read_command([word, "kl.coeff=1", "launch.num_processes=2"])
     assert list(tmp_path.iterdir()) == []
     read_command([word, "kl.coeff=1", "seed=3"])  # as sweep.html words a job
 
@@ -162,27 +160,6 @@ def words_of(page: Path) -> list[str]:
     """Return the arguments of the command that a page gives to continue its sweep."""
     (command,) = re.findall(r"Continue it: <code[^>]*>(.*?)</code>", page.read_text())
     return shlex.split(html.unescape(command))[2:]
-
-
-@pytest.mark.learn
-def test_optuna_searches_for_reward_less_kl(tmp_path):
-    spec = importlib.util.spec_from_file_location("optuna_sweep", ROOT / "docs" / "optuna_sweep.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    words = [word for word in SMALL if not word.startswith(("kl.coeff", "trainer.num", "eval"))]
-    words += ["trainer.num_iterations=2", "eval.num_samples=0", "eval.greedy=false"]
-    folder = tmp_path / "search"
-    module.search(folder, 1, words)
-    study = module.search(folder, 1, words)  # goes on
-    jobs = load_sweep(folder).jobs
-    assert [job.name for job in jobs] == ["000", "001"]
-    for job, trial in zip(jobs, study.trials, strict=True):
-        reward, kl = (job.reached[name] for name in ("reward/raw_mean", "kl/ref_sequence"))
-        assert trial.value == pytest.approx(reward - module.LAMBDA * kl)
-        assert float(job.overrides["kl.coeff"]) == pytest.approx(trial.params["kl.coeff"], rel=1e-3)
-    assert (folder / "sweep.html").is_file()
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from policies.packing import groups
+from policies.random import in_float64
 from trainer.batch import reads
 from trainer.kl import Leash
 from trainer.losses import STD_FLOOR, group_advantage, group_mean, spread
@@ -19,7 +20,7 @@ Scale = Callable[[Tensor, Tensor], Tensor]
 def moments(values: Tensor, runtime: Runtime | None) -> tuple[float, float]:
     """Return the mean and the unbiased standard deviation over all values of all ranks."""
     add = runtime.sum if runtime else torch.Tensor.clone
-    values = values.double()  # [K]
+    values = in_float64(values)  # [K]
     size = torch.tensor(float(values.numel()), dtype=values.dtype, device=values.device)
     count, total = add(torch.stack([size, values.sum()])).tolist()
     mean = total / max(count, 1)
@@ -60,7 +61,7 @@ def beta_density(p: Tensor, mean: float, std: float) -> Tensor:
     """
     both = mean * (1 - mean) / std**2 - 1 if std > 1e-3 else 0.0  # a + b
     shapes = (torch.tensor(max(1 + both * share / 3, 1.0)).double() for share in (mean, 1 - mean))
-    density = torch.distributions.Beta(*shapes, validate_args=False).log_prob(p.double().cpu())
+    density = torch.distributions.Beta(*shapes, validate_args=False).log_prob(p.cpu().double())
     return density.exp().clamp(min=1e-6).to(p)  # as p
 
 

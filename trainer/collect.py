@@ -81,7 +81,7 @@ class Trajectories:
             flags[alive] = flags[alive] | now if name == "dropped" else now
         for name, value in following.get("reward_part", TensorDict()).items():
             total = self.parts.setdefault(name, torch.full_like(self.errors, torch.nan))
-            total[alive] = _sum(total[alive], value.squeeze(-1).double().cpu())
+            total[alive] = _sum(total[alive], value.squeeze(-1).cpu().double())
         for row, text in zip(alive.tolist(), _last_contents(td, "response"), strict=True):
             self.texts[row].append(text)
 

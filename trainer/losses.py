@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from policies.random import in_float64
+
 MAX_LOG_RATIO = 20.0  # nats; exp(20) = 4.9e8 is past any clip, exp(89) overflows float32
 STD_FLOOR = 1e-4
 
@@ -125,7 +127,7 @@ def standardise(values: Tensor, *, floor: float = STD_FLOOR) -> Tensor:
     >>> standardise(torch.tensor([1.0, 3.0]), floor=0.0).tolist()
     [-0.7071067690849304, 0.7071067690849304]
     """
-    mean = values.double().mean(-1, keepdim=True).to(values)  # as in group_mean
+    mean = in_float64(values).mean(-1, keepdim=True).to(values)  # as in group_mean
     return (values - mean) / spread(values, floor=floor)
 
 
@@ -151,7 +153,9 @@ def group_mean(total: Tensor, kept: Tensor) -> Tensor:
     ... )
     True
     """
-    mean = (total.double() * kept).sum(-1, keepdim=True) / kept.sum(-1, keepdim=True).clamp(min=1)
+    size = kept.sum(-1, keepdim=True).clamp(min=1)
+    own = in_float64(total)
+    mean = (own * kept.to(own.device)).sum(-1, keepdim=True) / size.to(own.device)
     return mean.to(total).expand_as(total)
 
 
@@ -163,9 +167,9 @@ def leave_one_out(total: Tensor, kept: Tensor) -> Tensor:
     >>> leave_one_out(torch.tensor([[1.0, 2.0, 6.0]]), torch.tensor([[True, True, True]])).tolist()
     [[4.0, 3.5, 1.5]]
     """
-    own = total.double() * kept  # as in group_mean
     others = kept.sum(-1, keepdim=True) - kept.int()
-    mean = (own.sum(-1, keepdim=True) - own) / others.clamp(min=1)
+    own = in_float64(total * kept)  # as in group_mean
+    mean = (own.sum(-1, keepdim=True) - own) / others.clamp(min=1).to(own.device)
     return torch.where(others > 0, mean.to(total), total)
 
 

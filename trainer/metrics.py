@@ -12,6 +12,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from policies.packing import groups
+from policies.random import in_float64
 from trainer.losses import kl_term
 from trainer.runtime import Runtime
 
@@ -69,9 +70,9 @@ def _means(total: dict[str, float], per_token: list[str]) -> dict[str, float]:
 
 def _rewards(batch: TensorDictBase, sums: dict[str, float]) -> None:
     kept = kept_rows(batch)
-    raw = batch.get("reward_raw").sum(-1).double()  # [B]
-    sums["reward/raw_mean"] = float(raw[kept].sum())
-    sums["square"] = float((raw[kept] ** 2).sum())
+    raw = in_float64(batch.get("reward_raw").sum(-1)[kept])  # [K]
+    sums["reward/raw_mean"] = float(raw.sum())
+    sums["square"] = float((raw**2).sum())
     sums["reward/mean"] = float(batch.get("reward").sum(-1)[kept].sum())
     parts = batch.get("reward_part", None)
     for name, value in () if parts is None else parts.items():
@@ -103,7 +104,7 @@ def idle_groups(batch: TensorDictBase) -> Tensor:
     >>> idle_groups(td.set("loss_mask", torch.ones(4, 2, dtype=torch.bool))).tolist()
     [True, False]
     """
-    reward = batch.get("reward_raw").sum(-1).double().tolist()  # [B]
+    reward = batch.get("reward_raw").sum(-1).tolist()  # [B]
     kept = batch.get("loss_mask").any(-1).tolist()  # [B]
     rows = groups(batch.get("group_id"))
     idle = [len({reward[i] for i in row if kept[i]}) < 2 for row in rows]
@@ -112,7 +113,7 @@ def idle_groups(batch: TensorDictBase) -> Tensor:
 
 def return_sums(returns: Tensor, value: Tensor, mask: Tensor) -> dict[str, float]:
     """Return the sums over kept tokens that `explained_variance` needs; add them over ranks."""
-    y, error = returns[mask].double(), (returns - value)[mask].double()
+    y, error = in_float64(returns[mask]), in_float64((returns - value)[mask])
     numbers = torch.stack([y.sum(), (y**2).sum(), error.sum(), (error**2).sum()]).tolist()
     return {"count": float(len(y)), **dict(zip(("y", "yy", "e", "ee"), numbers, strict=True))}
 

@@ -33,10 +33,13 @@ class Runtime:
     """
 
     def __init__(self, folder: str | Path, *, seed: int = 0, device: str | None = None) -> None:
-        if device not in (None, "cpu") and not torch.cuda.is_available():
-            raise ValueError(f"no GPU for policy.device={device}; set it to null or cpu")
+        gpu = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        kind = gpu.type if gpu else "cpu"  # or cuda, mps, xpu, npu
+        if device is not None and device.partition(":")[0] not in ("cpu", kind):
+            there = f", there is {kind}" if gpu else ""
+            raise ValueError(f"no GPU for policy.device={device}{there}; set it to null or cpu")
         check_accelerate()
-        cpu = device == "cpu" or not torch.cuda.is_available()
+        cpu = device == "cpu" or gpu is None
         self.accelerator = Accelerator(cpu=cpu, mixed_precision="no")  # policy.autocast says it
         self.folder = Path(folder)
         self.seed = seed
@@ -85,6 +88,8 @@ class Runtime:
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum over ranks of a tensor of equal shape on each."""
+        if self.ranks == 1:
+            return values  # where it is: float64 may be none of the device's
         if self.group is not None:
             torch.distributed.all_reduce(total := values.detach().cpu().clone(), group=self.group)
             return total.to(self.device)

@@ -15,6 +15,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from policies.packing import groups, pack_rows
+from policies.random import in_float64
 from policies.scorer import Scorer
 from trainer.batch import reads
 from trainer.entropy import EntropyBonus
@@ -230,7 +231,7 @@ class _Log:
         parts |= {name: (value * mask).sum() for name, value in terms.means.items()}
         parts["tokens"] = mask.sum()
         for name, value in parts.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value.detach().double()
+            self.sums[name] = self.sums.get(name, 0.0) + in_float64(value.detach())
         for name, value in terms.maxima.items():
             if value.numel():  # a rank that has run out of rows takes part without any
                 most = value.max()
@@ -262,5 +263,5 @@ class _Log:
 
 def _floats(values: dict[str, Tensor]) -> dict[str, float]:
     """Return the numbers of scalar tensors by one transfer."""
-    numbers = torch.stack([v.double() for v in values.values()]).tolist() if values else []
+    numbers = torch.stack([in_float64(v) for v in values.values()]).tolist() if values else []
     return dict(zip(values, numbers, strict=True))

@@ -12,6 +12,7 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from policies.cache import write_text
+from policies.random import in_float64
 from trainer.trainer import Trainer
 
 
@@ -20,7 +21,7 @@ def run(loop: Trainer, settings: dict[str, Any]) -> float:
     samples, found = settings["eval"]["num_samples"], dict[int, list]()
 
     def hear(_: str, batch: TensorDictBase, rows: list[int]) -> None:
-        rewards = batch.get("reward_raw").double().sum(-1).view(len(rows), -1)  # [rows, samples]
+        rewards = in_float64(batch.get("reward_raw")).sum(-1).view(len(rows), -1)  # [rows, samples]
         right = batch.get("success").view(len(rows), -1)
         dropped = batch.get("dropped").view(len(rows), -1)[:, 0]
         each = (rewards.tolist(), right.int().tolist(), dropped.tolist())

@@ -44,11 +44,11 @@ def job_name(overrides: str) -> str:
     return f"{cut}-{hashlib.sha256(overrides.encode()).hexdigest()[:8]}"
 
 
-def job_line(number: int, jobs: Sequence[Sequence[str]]) -> str:
+def job_line(number: int, jobs: Sequence[Sequence[str]], *, count: int | None = None) -> str:
     """Say which job of a sweep begins: its number, and the overrides that not all jobs have.
 
     >>> job_line(1, [["seed=1", "kl.coeff=0"], ["seed=1", "kl.coeff=0.1"]])
     'job 2 of 2: kl.coeff=0.1'
     """
     own = [word for word in jobs[number] if any(word not in job for job in jobs)]
-    return redact_text(f"job {number + 1} of {len(jobs)}: {' '.join(own)}".rstrip(": "))
+    return redact_text(f"job {number + 1} of {count or len(jobs)}: {' '.join(own)}".rstrip(": "))

@@ -49,6 +49,7 @@ RANK = {
     "LOCAL_WORLD_SIZE",
     "MASTER_ADDR",
     "MASTER_PORT",
+    "SLURM_STEP_ID",
 }
 STOPPED = 143  # exit code of a rank that stopped because it was told to
 PATIENCE = 30  # seconds; a rank that waits for a dead one may never notice (NCCL)
@@ -121,7 +122,7 @@ def prepare(
     return path, sha256(text.encode()).hexdigest()
 
 
-def _put_in_place(config: Path, folder: Path, *, ended: bool = False) -> None:
+def put_in_place(config: Path, folder: Path, *, ended: bool = False) -> None:
     """Let the configuration of a run that goes on replace the saved one, once it has begun."""
     if config.name == NEXT and config.exists() and (ended or "iteration" in read_status(folder)):
         os.replace(config, folder / "config.yaml")
@@ -197,7 +198,7 @@ def run(
         who = f"rank {first}" if ranks > 1 else "the process"
         failure = _close(folder, code, got, who=who, hung=watch.hung)
     if code or got:
-        _rewrite_report(folder)
+        rewrite_report(folder)
     status = read_status(folder)
     if got or status.get("state") == "preempted":
         if failure:
@@ -207,7 +208,7 @@ def run(
         raise Interrupted(128 + got[0] if got else STOPPED)
     if failure:
         raise RuntimeError("" if code == TOLD else failure)
-    _put_in_place(config, folder, ended=True)
+    put_in_place(config, folder, ended=True)
     return status
 
 
@@ -292,9 +293,9 @@ def _wait(
                 rank.send_signal(signal.SIGCONT)
         elif told := watch.overdue([rank.pid for rank in ranks]):
             say(f"note: {told}; Ctrl-C or SIGTERM ends it")
-        _put_in_place(config, folder)
+        put_in_place(config, folder)
         time.sleep(0.05)
-    _put_in_place(config, folder)
+    put_in_place(config, folder)
     code, first = (code, first) if code else _first_failure(ranks)
     if code < 0:
         _kill_families(ranks)  # what it had started itself is still there
@@ -360,21 +361,10 @@ def kill_reason(code: int, who: str) -> str:
     return f"{killed}; out of memory? {LESS_MEMORY}" if -code == signal.SIGKILL else killed
 
 
-def _rewrite_report(folder: Path) -> None:
+def rewrite_report(folder: Path) -> None:
     """Write the report of a run that did not finish again: only now is it known why."""
     from trainer.reports.report import write_report
 
     if (folder / "report.html").exists():
         with suppress(Exception):  # a damaged folder or a full disk
             write_report(folder)
-
-
-def agree(make: Callable[[], Any], config: dict[str, Any]) -> Any:
-    """Return rank 0's `make()` on every rank that an outside launcher started (torchrun ...)."""
-    import torch
-    from accelerate import PartialState
-    from accelerate.utils import broadcast_object_list
-
-    state = PartialState(cpu=config["policy"]["device"] == "cpu" or not torch.cuda.is_available())
-    values = [make() if state.is_main_process else None]
-    return broadcast_object_list(values)[0]
