@@ -38,21 +38,21 @@ def train(cfg: DictConfig, folder: Path) -> float:
         reference = parts.make_reference(cfg, policy)
         if critic := algorithm.get("critic"):
             policy.scorer.critic = policies.Critic(policy.scorer, **critic)
-        settings = parts.keys_for(trainer.make_optimizer, opt)
-        optimizer = trainer.make_optimizer(policy.scorer, **settings)
-        scorer, optimizer = runtime.accelerator.prepare(policy.scorer, optimizer)
         generator = parts.make_generator(cfg.policy, policy, folder)
         ahead = parts.make_ahead(cfg, policy, generator)
         generator = ahead or generator
         made = {"task": task, "policy": policy, "generator": generator, "runtime": runtime}
         made |= {"env": parts.make_env(cfg, task, policy), "leash": leash}
+        source = parts.make_source(cfg, ahead, **made)
+        advantage = parts.build(algorithm.advantage, algorithm, cfg.trainer, **made)
+        scorer, optimizer = parts.make_optimizer(cfg, runtime, policy, reference, advantage)
         loop = trainer.Trainer(
             runtime=runtime,
             policy=policy,
             generator=generator,
-            source=parts.make_source(cfg, ahead, **made),
+            source=source,
             retrieve_kl=reference,
-            advantage=parts.build(algorithm.advantage, algorithm, cfg.trainer, **made),
+            advantage=advantage,
             update=trainer.Update(
                 scorer,
                 optimizer,

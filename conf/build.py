@@ -167,6 +167,21 @@ def make_reference(cfg: DictConfig, policy: Any) -> Any:
     return trainer.Reference(policy, model, every=kl.refresh_every, decay=kl.refresh_decay)
 
 
+def make_optimizer(cfg: DictConfig, runtime: Any, policy: Any, *others: Any) -> Any:
+    """Return the scorer that the update calls, and its optimizer.
+
+    By launch.strategy=fsdp2 the weights are spread over the ranks before, also those of `others`.
+    """
+    from trainer import make_optimizer as make
+
+    settings = keys_for(make, cfg.optimizer)
+    if cfg.launch.strategy == "fsdp2" and runtime.ranks > 1:
+        spread = find_target("trainer.shards.spread")
+        spread(runtime, policy, others, offload=cfg.launch.offload)
+        return policy.scorer, make(policy.scorer, **settings)
+    return runtime.accelerator.prepare(policy.scorer, make(policy.scorer, **settings))
+
+
 def make_early_stopping(settings: Section) -> Any:
     """Return what ends a run that has learnt enough, None unless `trainer` asks for it."""
     asked = {key: settings[key] for key in ("stop_at", "patience")}

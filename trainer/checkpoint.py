@@ -15,10 +15,13 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from safetensors.torch import load_file, save_file
 
 from policies.cache import flush, read_manifest, write_manifest
@@ -67,28 +70,44 @@ class Checkpoints:
     def save(self, iteration: int, state: dict[str, Any]) -> None:
         """Write the checkpoint of `iteration` finished iterations, if the ranks still agree."""
         check_agreement(self.policy.scorer, self.runtime, iteration=iteration)
-        self.runtime.at("save" if self.runtime.is_main else "wait")
-        if self.runtime.is_main:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._clear()
-            target = self.folder / f"iteration_{iteration:06d}"
-            part = self.folder / f".part-{target.name}"
-            part.mkdir()
-            try:
-                self._save_weights(part)
-                save_file(self._moments(), part / "optimizer.safetensors")
-                content = {"format": FORMAT, "iteration": iteration, **state}
-                (part / "state.json").write_text(json.dumps(content, indent=1))
-                write_manifest(part, {"format": FORMAT})
-            except BaseException:  # on a full disk the last words need the room
-                shutil.rmtree(part, ignore_errors=True)
-                raise
-            discard(target)
-            part.rename(target)
-            flush(self.folder)
-            self._prune(target)
+        main = self.runtime.is_main
+        moments = self._moments(here=main)
+        with self._plain(here=main):
+            self.runtime.at("save" if main else "wait")
+            if main:
+                self._write(iteration, state, moments)
         self.last = iteration
         self.runtime.accelerator.wait_for_everyone()
+
+    def _write(self, iteration: int, state: dict[str, Any], moments: dict[str, Tensor]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._clear()
+        target = self.folder / f"iteration_{iteration:06d}"
+        part = self.folder / f".part-{target.name}"
+        part.mkdir()
+        try:
+            self._save_weights(part)
+            save_file(moments, part / "optimizer.safetensors")
+            content = {"format": FORMAT, "iteration": iteration, **state}
+            (part / "state.json").write_text(json.dumps(content, indent=1))
+            write_manifest(part, {"format": FORMAT})
+        except BaseException:  # on a full disk the last words need the room
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+        discard(target)
+        part.rename(target)
+        flush(self.folder)
+        self._prune(target)
+
+    @contextmanager
+    def _plain(self, **how: bool) -> Iterator[None]:
+        """Have ordinary weights to read and write inside; every rank goes through it together."""
+        scorers = self.policy.scorer, self.reference.scorer
+        places = dict.fromkeys(scorer.placement for scorer in scorers if scorer is not None)
+        with ExitStack() as stack:
+            for placement in places:
+                stack.enter_context(placement.plain(**how))
+            yield
 
     def _clear(self) -> None:
         """Remove what an interrupted save or removal left."""
@@ -107,48 +126,58 @@ class Checkpoints:
         if self.ahead is not None:
             self.ahead.save(folder)
 
-    def _critic(self) -> dict[str, torch.Tensor]:
+    def _critic(self) -> dict[str, Tensor]:
         """Return the critic's weights that are trained: the others are the frozen policy's."""
         critic = self.policy.scorer.critic
         named = () if critic is None else critic.named_parameters()
         return {name: p.detach() for name, p in named if p.requires_grad}
 
-    def _moments(self) -> dict[str, torch.Tensor]:
-        """Return the optimiser's state as named tensors."""
-        out = {}
+    def _moments(self, *, here: bool = True) -> dict[str, Tensor]:
+        """Return the optimiser's state as named tensors, nothing unless `here`."""
+        out, placement = {}, self.policy.scorer.placement
         for name, param in _named(self.optimizer, self.policy):
-            for key, value in self.optimizer.state.get(param, {}).items():
-                out[f"{name}/{key}"] = torch.as_tensor(value).detach().clone().contiguous()
+            if state := self.optimizer.state.get(param, {}):
+                for key, value in (state | placement.master(name, param)).items():
+                    whole = placement.gather(torch.as_tensor(value).detach())
+                    out |= {f"{name}/{key}": whole.clone().contiguous()} if here else {}
         return out
 
     def restore(self, folder: Path) -> dict[str, Any]:
         """Load weights and optimiser from a verified checkpoint; return its state."""
         if self.runtime.is_main:
             self._clear()
-        self.restore_weights(folder)
-        if mine := self._critic():
-            critic = load_file(folder / CRITIC)
-            if critic.keys() != mine.keys():
-                raise ValueError(f"{folder / CRITIC} is another critic's; start a new run")
-            for name, weight in mine.items():
-                weight.copy_(critic[name])
-        saved = load_file(folder / "optimizer.safetensors")
+        self.restore_weights(folder, critic=True)
+        saved, placement = load_file(folder / "optimizer.safetensors"), self.policy.scorer.placement
         for name, param in _named(self.optimizer, self.policy):
             prefix = f"{name}/"
             found = {k[len(prefix) :]: v for k, v in saved.items() if k.startswith(prefix)}
             if found:
-                self.optimizer.state[param] = {k: v.to(param.device) for k, v in found.items()}
+                state = {k: placement.scatter(v, param) for k, v in found.items()}
+                for own in placement.master(name, param).values():
+                    own.copy_(state.pop("master", own))
+                self.optimizer.state[param] = state
         state = json.loads((folder / "state.json").read_text())
         self.last = state["iteration"]
         if self.ahead is not None:
             self.lacks = self.ahead.restore(folder, state.get("version", self.last))
         return state
 
-    def restore_weights(self, folder: Path) -> None:
+    def restore_weights(self, folder: Path, *, critic: bool = False) -> None:
         """Load policy and reference from a checkpoint, the policy also from a finished run."""
-        weights_of(self.policy.scorer).load(folder, base=_base(self.policy))
-        if (folder / REFERENCE).is_file():
-            self.reference.load_state_dict(load_file(folder / REFERENCE))
+        with self._plain(keep=True):
+            weights_of(self.policy.scorer).load(folder, base=_base(self.policy))
+            if (folder / REFERENCE).is_file():
+                self.reference.load_state_dict(load_file(folder / REFERENCE))
+            if critic:
+                self._restore_critic(folder / CRITIC)
+
+    def _restore_critic(self, path: Path) -> None:
+        if mine := self._critic():
+            critic = load_file(path)
+            if critic.keys() != mine.keys():
+                raise ValueError(f"{path} is another critic's; start a new run")
+            for name, weight in mine.items():
+                weight.copy_(critic[name])
 
     def newest(self) -> Path | None:
         """Return the newest checkpoint that verifies, None where there is none at all.
@@ -210,12 +239,15 @@ def read_state(folder: Path) -> dict[str, Any] | None:
     return state if f"iteration_{state['iteration']:06d}" == folder.name else None
 
 
-def save_model(policy: Policy, folder: Path) -> None:
+def save_model(policy: Policy, folder: Path, *, here: bool = True) -> None:
     """Write the model and its tokenizer so that transformers and vLLM load them without leash.
 
-    An adapter is merged into the model, and also written to adapter/ in peft's format.
+    An adapter is merged into the model, and also written to adapter/ in peft's format. Every rank
+    calls it, one of them writes, `here`: weights may be spread over all.
     """
-    weights_of(policy.scorer).export(folder, policy.tokenizer, base=_base(policy))
+    with policy.scorer.placement.plain(here=here):
+        if here:
+            weights_of(policy.scorer).export(folder, policy.tokenizer, base=_base(policy))
 
 
 def _base(policy: Policy) -> str:

@@ -16,6 +16,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from envs.chat_env import ChatEnv
 from envs.tasks.task import Task
+from policies.placement import placement_of
 from policies.random import fold
 from policies.roles import Generator
 from trainer.collect import collect
@@ -47,6 +48,7 @@ class Evaluate:
         self.task = task
         self.keep(list(islice(task.rows("eval"), max_rows)))
         self.runtime, self.chunk, self.every = runtime, prompts_per_batch, every
+        self.placement = placement_of(generator)
         self.settle = getattr(generator, "settle", lambda: None)  # of what is played ahead
         self.plans: list[tuple[str, ChatEnv, Generator]] = []
         for name, samples, value in (("sampled", num_samples, temperature), ("greedy", 1, 0.0)):
@@ -85,6 +87,16 @@ class Evaluate:
         `tell` hears before each batch which share of the replies is done, `hear` gets the batch:
         the plan's name, the replies and the rows that they are to.
         """
+        with self.placement.whole():
+            return self._play(iteration, kind, tell, hear)
+
+    def _play(
+        self,
+        iteration: int,
+        kind: str,
+        tell: Callable[[float], None],
+        hear: Callable[[str, TensorDict, list[int]], None],
+    ) -> tuple[dict[str, float], list]:
         out: dict[str, float] = {}
         records: list[dict[str, Any]] = []
         each = [env.group_size for _, env, _ in self.plans]

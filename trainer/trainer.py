@@ -243,10 +243,11 @@ class Trainer:
         self.runtime.at("end")
         folder = self.runtime.folder
         check_agreement(self.policy.scorer, self.runtime, iteration=self.progress.iteration)
+        part = folder / ".part-model"
         if self.runtime.is_main:
-            part = folder / ".part-model"
             remove(part)
-            save_model(self.policy, part)
+        save_model(self.policy, part, here=self.runtime.is_main)
+        if self.runtime.is_main:
             remove(folder / "model")
             part.rename(folder / "model")
         self.runtime.accelerator.wait_for_everyone()

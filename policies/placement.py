@@ -1,0 +1,54 @@
+"""Where the weights of a scorer are: here, all of them; policies/sharding.py has the other answer.
+
+Who samples, scores in parts, saves or loads asks the `placement` of a scorer and knows no more.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor
+
+
+class Placement:
+    """Every rank holds every weight."""
+
+    about = ""  # what a run says of it when it starts
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Hold whole weights inside, for forwards that this rank takes on its own."""
+        return nullcontext()
+
+    def plain(self, *, here: bool = True, keep: bool = False) -> AbstractContextManager[None]:
+        """Have ordinary tensors for weights inside, to save or, with `keep`, to load them.
+
+        Every rank goes through it together; who says it needs none `here` may get empty ones.
+        """
+        return nullcontext()
+
+    def forwards(self, count: int) -> AbstractContextManager[int]:
+        """Return how many forwards are to be taken inside by a rank that needs `count`."""
+        return nullcontext(count)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Return the whole of an optimiser's tensor, or of a gradient's norm."""
+        return tensor
+
+    def scatter(self, tensor: Tensor, like: Tensor) -> Tensor:
+        """Return what this rank holds of a whole tensor that belongs to a weight."""
+        return tensor.to(like.device)
+
+    def master(self, name: str, weight: Tensor) -> dict[str, Tensor]:
+        """Return {"master": ...} of a weight that is saved rounder than it is trained."""
+        return {}
+
+    def size(self, tensor: Tensor) -> int:
+        """Return the bytes of a tensor that this rank holds."""
+        return tensor.numel() * tensor.element_size()
+
+
+HERE = Placement()
+
+
+def placement_of(part: Any) -> Placement:
+    """Return where the weights of a policy are; an engine has its own, all of them."""
+    return getattr(getattr(part, "scorer", None), "placement", HERE)

@@ -1,0 +1,236 @@
+"""Shards: weights spread over ranks by torch's FSDP2, their gradients and moments with them.
+
+The unit that is gathered is a decoder layer. What is left (embeddings, head, last norm) belongs to
+the scorer, the root: a tied head is whole inside its forward. So weights are whole in `forward`,
+`values`, `logits`, `dist` and `within` of a sharded scorer only, and ranks call these equally
+often: one without rows runs a dummy. Half-precision weights that are trained are float32 in the
+shards, which are their masters, and half where they are gathered.
+
+Left out on purpose: replicas of shards (HSDP), tensor and sequence parallelism.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from policies.padding import predicted
+from policies.placement import Placement
+from policies.scorer import Scorer
+
+FORWARDS = ("values", "logits", "dist", "within")  # methods that use weights, beside `forward`
+
+
+def shard(scorer: Scorer, mesh: DeviceMesh, *, offload: bool = False) -> None:
+    """Spread a scorer's weights over the ranks of a mesh, in place; before the optimizer is made.
+
+    Its critic's too. `offload` keeps them on the CPU between forwards, where the optimizer then is.
+    """
+    shares: dict[str, Any] = {"mesh": mesh}
+    if offload:
+        shares["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    layers = decoder_layers(scorer)
+    halves = {half for layer in layers if (half := _widen(layer)) is not None}
+    for layer in layers:
+        fully_shard(layer, mp_policy=_gathered_in(halves), **shares)
+    if scorer.critic is not None:  # float32, whatever the body is
+        fully_shard(scorer.critic.head, mp_policy=_gathered_in(set()), **shares)
+    halves |= {half for half in [_widen(scorer)] if half is not None}
+    kind = type(scorer)
+    scorer.__class__ = type(f"Sharded{kind.__name__}", (ShardedScorer, kind), {})
+    fully_shard(scorer, mp_policy=_gathered_in(halves), **shares)
+    for name in FORWARDS:
+        register_fsdp_forward_method(scorer, name)
+    scorer.placement = Shards(scorer, mesh, half=next(iter(halves), None))
+
+
+def share(scorer: Scorer, owner: Scorer) -> None:
+    """Let a scorer on the model of a sharded one, as with another adapter, score by its shards."""
+    kind = type(scorer)
+    scorer.__class__ = type(f"Sharded{kind.__name__}", (ShardedScorer, kind), {})
+    object.__setattr__(scorer, "owner", owner)  # no submodule: the weights are one's alone
+    scorer.placement = owner.placement
+
+
+def decoder_layers(scorer: nn.Module) -> list[nn.Module]:
+    """Return the layers of a scorer's model and of its critic's body; none is a ValueError."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [m for m in scorer.modules() if isinstance(m, GradientCheckpointingLayer)]
+    if not layers:
+        raise ValueError(
+            f"launch=fsdp2 finds no decoder layers in {type(scorer.model).__name__}; use launch=ddp"
+        )
+    return layers
+
+
+def _widen(unit: nn.Module) -> torch.dtype | None:
+    """Make the trained half-precision weights of a unit float32; return what they were."""
+    left = [p for p in unit.parameters() if not isinstance(p, DTensor)]
+    half = {p.dtype for p in left if p.requires_grad and p.dtype.itemsize < 4}
+    if half and len({p.dtype for p in left}) > 1:
+        kinds = ", ".join(sorted(str(p).removeprefix("torch.") for p in {p.dtype for p in left}))
+        raise ValueError(
+            f"launch=fsdp2 gathers the weights of a layer in one dtype, got {kinds}; use "
+            "policy.dtype=float32 with policy.autocast=bfloat16, or launch=ddp"
+        )
+    for p in left if half else ():
+        p.data = p.data.float()
+    return next(iter(half), None)
+
+
+def _gathered_in(halves: set[torch.dtype]) -> MixedPrecisionPolicy:
+    # Inputs are not cast: temperatures would be rounded (contract 3).
+    half = next(iter(halves), None)
+    reduced = torch.float32 if half else None
+    return MixedPrecisionPolicy(half, reduce_dtype=reduced, cast_forward_inputs=False)
+
+
+class ShardedScorer(Scorer):
+    """What a scorer's class becomes: the same methods, with gathered weights and even forwards.
+
+    `owner` is the scorer whose weights it uses, itself unless `share` was told another.
+    """
+
+    owner: "ShardedScorer | None" = None
+
+    def within(self, call: Callable[[], Any]) -> Any:
+        """Call with the weights that no layer has whole."""
+        return call()
+
+    def forward(self, tokens: Tensor, attention_mask: Tensor, keep=None, **how: Any) -> Any:
+        """Score as the class does; without a token to keep, a dummy one, which counts nothing."""
+        empty = not predicted(attention_mask, keep).any()
+        given: tuple[Any, ...] = (tokens, attention_mask, keep)
+        if empty:
+            how |= {"temperature": 1.0, "group_id": None, "support": None}
+            given = _dummy(tokens.device)
+        call = partial(super().forward, *given, **how)
+        reference = how.get("reference")
+        if isinstance(reference, ShardedScorer) and reference.owner is None:
+            call = partial(reference.within, call)
+        done = call() if self.owner is None else self.owner.within(call)
+        if not empty:
+            return done
+        zeros = torch.zeros(tokens.shape, device=tokens.device)
+        found = {field.name: getattr(done, field.name) for field in fields(done)}
+        return replace(done, **{n: x if x is None else zeros + 0 * x.sum() for n, x in found.items()})
+
+    def values(self, tokens: Tensor, attention: Tensor, keep: Tensor, *, group_id=None) -> Tensor:
+        """Return the values alone, as the class does."""
+        if predicted(attention, keep).any():
+            return super().values(tokens, attention, keep, group_id=group_id)
+        anchor = 0 * super().values(*_dummy(tokens.device)).sum()
+        return torch.zeros(tokens.shape, device=tokens.device) + anchor
+
+
+def _dummy(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ids, attention and keep of a row that predicts one token."""
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
+    return ids, torch.ones_like(ids, dtype=torch.bool), ids.new_tensor([[0, 1]]).bool()
+
+
+def _plain(p: Any, dtype: torch.dtype, *, here: bool) -> nn.Parameter:
+    whole = p.detach().full_tensor()
+    value = whole.to("cpu", dtype) if here else torch.empty(0, dtype=dtype)
+    return nn.Parameter(value, requires_grad=p.requires_grad)
+
+
+class Shards(Placement):
+    """Every rank holds a part of every weight. `half` is what trained ones are gathered in.
+
+    They are saved so too, as they would be without shards; a critic's head is float32.
+    """
+
+    def __init__(self, scorer: Any, mesh: DeviceMesh, *, half: torch.dtype | None) -> None:
+        self.scorer, self.mesh = scorer, mesh
+        trained = {name for name, p in scorer.named_parameters() if p.requires_grad and half}
+        self.rounded = dict.fromkeys(trained - {"critic.head.weight", "critic.head.bias"}, half)
+        self.device = torch.device(mesh.device_type)
+        self.held = False  # whether the weights are whole
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Gather all weights and keep them inside the block."""
+        units = [m for m in self.scorer.modules() if isinstance(m, FSDPModule)]
+        self.scorer.within(lambda: None)  # the root's hooks, which make it the root
+        self.held = True
+        try:
+            for unit in units:
+                unit.set_reshard_after_forward(False, recurse=False)
+                unit.unshard()
+            yield
+        finally:
+            self.held = False
+            for unit in units:
+                unit.set_reshard_after_forward(unit is not self.scorer, recurse=False)
+                unit.reshard()
+
+    @contextmanager
+    def plain(self, *, here: bool = True, keep: bool = False) -> Iterator[None]:
+        """Put whole tensors on the CPU, gathered one by one, in the place of the shards.
+
+        With `keep` the shards take over what was written into them.
+        """
+        self.scorer.reshard()
+        swapped: dict[int, tuple[Any, nn.Parameter]] = {}
+        places = []
+        for prefix, module in self.scorer.named_modules():
+            for name, p in module._parameters.items():
+                if isinstance(p, DTensor):
+                    if id(p) not in swapped:
+                        dtype = self.rounded.get(f"{prefix}.{name}", p.dtype)
+                        swapped[id(p)] = p, _plain(p, dtype, here=here or keep)
+                    places.append((module, name, p))
+        try:
+            for module, name, p in places:
+                module._parameters[name] = swapped[id(p)][1]
+            yield
+        finally:
+            for module, name, p in places:
+                module._parameters[name] = p
+        if keep:
+            with torch.no_grad():
+                for p, now in swapped.values():
+                    p.copy_(self.scatter(now.detach().to(p.dtype), p))
+
+    @contextmanager
+    def forwards(self, count: int) -> Iterator[int]:
+        """Return the most forwards that a rank needs; after them nothing is whole any more."""
+        most = torch.tensor(count, device=self.device)
+        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, self.mesh.get_group())
+        yield int(most)
+        if not self.held:
+            self.scorer.reshard()
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Return the whole of a tensor."""
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def scatter(self, tensor: Tensor, like: Tensor) -> Tensor:
+        """Return a whole tensor, the same on every rank, spread as a weight of its shape is."""
+        if not isinstance(like, DTensor) or tensor.shape != like.shape:
+            return tensor.to(like.device)
+        there = {"device_mesh": like.device_mesh, "placements": like.placements}
+        return distribute_tensor(tensor.to(self.device), **there, src_data_rank=None).to(like.device)
+
+    def master(self, name: str, weight: Tensor) -> dict[str, Tensor]:
+        """Return the weight as it is trained, where it is saved in half precision."""
+        return {"master": weight.detach()} if name in self.rounded else {}
+
+    def size(self, tensor: Tensor) -> int:
+        """Return the bytes of this rank's part of a tensor."""
+        return super().size(tensor.to_local() if isinstance(tensor, DTensor) else tensor)

@@ -1,0 +1,40 @@
+"""launch=fsdp2: policy, critic and reference spread over the ranks before the optimizer is made."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.distributed.device_mesh import init_device_mesh
+
+from policies.models import has_adapter
+from policies.roles import Policy
+from policies.scorer import Scorer
+from policies.sharding import share, shard
+from trainer.runtime import Runtime
+
+
+def spread(runtime: Runtime, policy: Policy, others: Sequence[Any], *, offload: bool) -> None:
+    """Spread the policy's weights over all ranks, and those of each other part that has a scorer.
+
+    `offload`: the CPU keeps what a rank holds.
+    """
+    mesh = init_device_mesh(runtime.device.type, (runtime.ranks,))
+    own = policy.scorer
+    shard(own, mesh, offload=offload)
+    found = {id(part.scorer): part.scorer for part in others if hasattr(part, "scorer")}
+    for scorer in found.values():
+        if scorer is own or not isinstance(scorer, Scorer):
+            continue
+        if scorer.model is own.model:  # with another adapter, or none
+            share(scorer, own)
+        else:
+            shard(scorer, mesh, offload=offload)
+    own.placement.about = _about(runtime, policy)
+
+
+def _about(runtime: Runtime, policy: Policy) -> str:
+    own = policy.scorer
+    sizes = [p.numel() * p.element_size() for p in own.parameters()]
+    each = sum(map(own.placement.size, own.parameters()))
+    kind = "the adapter's gradient and moments" if has_adapter(policy.model) else (
+        "of its gradient and moments")
+    return f"{each} {sum(sizes)} {kind}"
