@@ -43,6 +43,7 @@ def shard(scorer: Scorer, mesh: DeviceMesh, *, offload: bool = False) -> None:
     if offload:
         shares["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     layers = decoder_layers(scorer)
+    _part(layers)
     halves = {half for layer in layers if (half := _widen(layer)) is not None}
     for layer in layers:
         fully_shard(layer, mp_policy=_gathered_in(halves), **shares)
@@ -75,6 +76,18 @@ def decoder_layers(scorer: nn.Module) -> list[nn.Module]:
             f"launch=fsdp2 finds no decoder layers in {type(scorer.model).__name__}; use launch=ddp"
         )
     return layers
+
+
+def _part(layers: list[nn.Module]) -> None:
+    """Give each layer weights of its own: a critic's body shares those that LoRA has frozen."""
+    seen: set[int] = set()
+    for layer in layers:
+        own = {id(p) for p in layer.parameters()}
+        for module in layer.modules():
+            for name, p in module._parameters.items():
+                if id(p) in seen and p is not None:
+                    module._parameters[name] = nn.Parameter(p.data, requires_grad=p.requires_grad)
+        seen |= own
 
 
 def _widen(unit: nn.Module) -> torch.dtype | None:
