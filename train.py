@@ -26,13 +26,13 @@ def train(cfg: DictConfig, folder: Path) -> float:
 
     algorithm, total, opt = cfg.algorithm, cfg.trainer.num_iterations, cfg.optimizer
     steps = total * algorithm.epochs * algorithm.minibatches
-    with trainer.Runtime(folder, seed=cfg.seed, device=cfg.policy.device) as runtime:
+    with trainer.Runtime(folder, **parts.ranks_of(cfg)) as runtime:
         runtime.write_status(machine=about_machine(runtime.device, runtime.ranks))
         task = parts.make_task(cfg.env)  # data that is not there is told before a model is loaded
         # So are faults in a reward of one's own, in a file or given to trainer.train.
         if cfg.allow_targets or "envs.rewards.Given" in str(cfg.env.rewards):
             parts.find_target("envs.reward_trial.try_reward")(task)
-        policy = parts.make_policy(cfg.policy, device=str(runtime.device))
+        policy = parts.make_policy(cfg, runtime)
         runtime.write_status(model=policy.found.about())
         leash = parts.make_leash(cfg)
         reference = parts.make_reference(cfg, policy)

@@ -91,9 +91,27 @@ def data_arguments(env: Section) -> dict[str, Any]:
     return {key: env[key] for key in DATA if key in env and key in names and key not in env["task"]}
 
 
-def make_policy(node: Section, **parts: Any) -> Any:
-    """Return the policy that a node names; what samples for it is `make_generator`'s."""
-    return build({k: v for k, v in node.items() if k not in ENGINE}, where="policy", **parts)
+def make_policy(cfg: DictConfig, runtime: Any) -> Any:
+    """Return the policy that cfg.policy names; what samples for it is `make_generator`'s.
+
+    One whose weights `make_optimizer` will spread is loaded on the CPU: no GPU ever holds all.
+    """
+    node = {k: v for k, v in cfg.policy.items() if k not in ENGINE}
+    if not spreads(cfg, runtime):
+        return build(node, where="policy", device=str(runtime.device))
+    policy = build(node, where="policy", device="cpu")
+    policy.scorer.placement = find_target("policies.placement.Unspread")(runtime.device)
+    return policy
+
+
+def ranks_of(cfg: DictConfig) -> dict[str, Any]:
+    """Return what a Runtime is to know of the configuration."""
+    return {"seed": cfg.seed, "device": cfg.policy.device, "offload": cfg.launch.offload}
+
+
+def spreads(cfg: DictConfig, runtime: Any) -> bool:
+    """Return whether each rank is to hold a part of every weight."""
+    return cfg.launch.strategy == "fsdp2" and runtime.ranks > 1
 
 
 def make_generator(node: Section, policy: Any, folder: Path) -> Any:
@@ -175,7 +193,7 @@ def make_optimizer(cfg: DictConfig, runtime: Any, policy: Any, *others: Any) -> 
     from trainer import make_optimizer as make
 
     settings = keys_for(make, cfg.optimizer)
-    if cfg.launch.strategy == "fsdp2" and runtime.ranks > 1:
+    if spreads(cfg, runtime):
         spread = find_target("trainer.shards.spread")
         spread(runtime, policy, others, offload=cfg.launch.offload)
         return policy.scorer, make(policy.scorer, **settings)

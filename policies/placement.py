@@ -1,18 +1,26 @@
 """Where the weights of a scorer are: here, all of them; policies/sharding.py has the other answer.
 
-Who samples, scores in parts, saves or loads asks the `placement` of a scorer and knows no more.
+Who samples, scores in parts, copies, saves or loads asks the `placement` of a scorer and knows no
+more.
 """
 
+import copy
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 
 class Placement:
     """Every rank holds every weight."""
 
     about = ""  # what a run says of it when it starts
+    device: torch.device | None = None  # of forwards, where it is not that of the weights
+
+    def copy(self, module: nn.Module, kept: dict[int, Any] | None = None) -> nn.Module:
+        """Return a copy of a module with weights of its own, but for those `kept` by their id."""
+        return copy.deepcopy(module, kept or {})
 
     def whole(self) -> AbstractContextManager[None]:
         """Hold whole weights inside, for forwards that this rank takes on its own."""
@@ -47,6 +55,22 @@ class Placement:
 
 
 HERE = Placement()
+
+
+class Unspread(Placement):
+    """Every weight is here, and is about to be spread over the ranks, which compute on `device`.
+
+    Until then copies share their weights: no rank ever holds a second model.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def copy(self, module: nn.Module, kept: dict[int, Any] | None = None) -> nn.Module:
+        """Return a copy of a module with the same weights."""
+        same = {id(p): nn.Parameter(p.data, requires_grad=p.requires_grad)
+                for p in module.parameters()}  # fmt: skip
+        return copy.deepcopy(module, same | (kept or {}))
 
 
 def placement_of(part: Any) -> Placement:

@@ -145,8 +145,8 @@ class Scorer(nn.Module):
 
     def precision(self) -> AbstractContextManager:
         """Return the autocast context that sampling and scoring share."""
-        device = next(self.model.parameters()).device.type
-        return torch.autocast(device, self.autocast, enabled=self.autocast is not None)
+        device = self.placement.device or next(self.model.parameters()).device
+        return torch.autocast(device.type, self.autocast, enabled=self.autocast is not None)
 
     def _lay(self, tokens, attention, keep, group_id, pack: bool = False) -> layout.Layout:
         most = max_positions(self.model)

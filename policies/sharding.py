@@ -169,11 +169,19 @@ class Shards(Placement):
     """
 
     def __init__(self, scorer: Any, mesh: DeviceMesh, *, half: torch.dtype | None) -> None:
-        self.scorer, self.mesh = scorer, mesh
+        self.scorer, self.mesh, self.half = scorer, mesh, half
         trained = {name for name, p in scorer.named_parameters() if p.requires_grad and half}
         self.rounded = dict.fromkeys(trained - {"critic.head.weight", "critic.head.bias"}, half)
-        self.device = torch.device(mesh.device_type)
+        cuda = mesh.device_type == "cuda"
+        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self.held = False  # whether the weights are whole
+
+    def copy(self, module: nn.Module, kept: dict[int, Any] | None = None) -> nn.Module:
+        """Raise ValueError: a copy would have shards of nobody."""
+        raise ValueError(
+            "expected a copy of the policy to be made before its weights are spread, got one after "
+            "launch.strategy=fsdp2 did so; make it in the part's constructor, or use launch=ddp"
+        )
 
     @contextmanager
     def whole(self) -> Iterator[None]:

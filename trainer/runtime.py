@@ -28,15 +28,24 @@ class Runtime:
     """Start the ranks of a run and keep its status.json true.
 
     Use it as a context manager: leaving it normally writes "finished", by `Stopped` "preempted",
-    by an error "failed". A stop signal raises `Stopped` at `check_stop` and
+    by an error "failed". With `offload` the ranks meet by tensors on the CPU too. A stop signal raises `Stopped` at `check_stop` and
     within `stoppable` blocks, and before the first of them: a set-up holds nothing to save.
     """
 
-    def __init__(self, folder: str | Path, *, seed: int = 0, device: str | None = None) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        seed: int = 0,
+        device: str | None = None,
+        offload: bool = False,
+    ) -> None:
         if device not in (None, "cpu") and not torch.cuda.is_available():
             raise ValueError(f"no GPU for policy.device={device}; set it to null or cpu")
         check_accelerate()
         cpu = device == "cpu" or not torch.cuda.is_available()
+        if offload:
+            _join_on_both(cpu=cpu)
         self.accelerator = Accelerator(cpu=cpu, mixed_precision="no")  # policy.autocast says it
         self.folder = Path(folder)
         self.seed = seed
@@ -224,3 +233,11 @@ class Runtime:
         for name, handler in self.handlers.items():  # last: a second signal finds the status told
             signal.signal(name, handler)
         return False
+
+
+def _join_on_both(*, cpu: bool) -> None:
+    """Join the ranks by gloo, and on GPUs by NCCL too: what is kept on the CPU is reduced there."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not torch.distributed.is_initialized():
+        if not cpu:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        torch.distributed.init_process_group("cpu:gloo" if cpu else "cpu:gloo,cuda:nccl")

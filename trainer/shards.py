@@ -5,7 +5,6 @@ from typing import Any
 
 from torch.distributed.device_mesh import init_device_mesh
 
-from policies.models import has_adapter
 from policies.roles import Policy
 from policies.scorer import Scorer
 from policies.sharding import share, shard
@@ -28,13 +27,19 @@ def spread(runtime: Runtime, policy: Policy, others: Sequence[Any], *, offload: 
             share(scorer, own)
         else:
             shard(scorer, mesh, offload=offload)
-    own.placement.about = _about(runtime, policy)
+    own.placement.about = _about(policy, offload)
 
 
-def _about(runtime: Runtime, policy: Policy) -> str:
+def _about(policy: Policy, offload: bool) -> str:
+    """Say what a rank holds, and what gathering it takes."""
     own = policy.scorer
-    sizes = [p.numel() * p.element_size() for p in own.parameters()]
+    every = sum(p.numel() * p.element_size() for p in own.parameters())
     each = sum(map(own.placement.size, own.parameters()))
-    kind = "the adapter's gradient and moments" if has_adapter(policy.model) else (
-        "of its gradient and moments")
-    return f"{each} {sum(sizes)} {kind}"
+    half = own.placement.half
+    whole = sum(p.numel() * (half or p.dtype).itemsize for p in policy.model.parameters())
+    where = ", on the CPU" if offload else ""
+    return (
+        f"launch=fsdp2: a rank holds {each / 2**20:,.1f} of {every / 2**20:,.1f} MiB of weights"
+        f"{where}, and of their gradients and moments; while the policy itself samples, each "
+        f"gathers all of it, {whole / 2**20:,.1f} MiB (policy.engine=vllm samples apart)"
+    )

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDictBase
 
+from policies.placement import placement_of
 from policies.roles import Generator, Policy
 from trainer.agreement import check_agreement
 from trainer.checkpoint import Checkpoints, remove, save_model
@@ -90,6 +91,8 @@ class Trainer:
         self.runtime.write_status(iteration=self.progress.iteration)  # the parent: it has begun
         try:
             self.observers.begin()
+            if told := placement_of(self.policy).about:
+                self.observers.say(told)
             self._catch_up()
             while self.progress.iteration < self.num_iterations:
                 self._iteration(self.progress.iteration)
