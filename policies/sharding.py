@@ -42,20 +42,19 @@ def shard(scorer: Scorer, mesh: DeviceMesh, *, offload: bool = False) -> None:
     shares: dict[str, Any] = {"mesh": mesh}
     if offload:
         shares["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-    layers = decoder_layers(scorer)
+    layers, half = decoder_layers(scorer), trained_half(scorer)
     _part(layers)
-    halves = {half for layer in layers if (half := _widen(layer)) is not None}
-    for layer in layers:
-        fully_shard(layer, mp_policy=_gathered_in(halves), **shares)
     if scorer.critic is not None:  # float32, whatever the body is
-        fully_shard(scorer.critic.head, mp_policy=_gathered_in(set()), **shares)
-    halves |= {half for half in [_widen(scorer)] if half is not None}
+        fully_shard(scorer.critic.head, mp_policy=_gathered_in(None), **shares)
     kind = type(scorer)
     scorer.__class__ = type(f"Sharded{kind.__name__}", (ShardedScorer, kind), {})
-    fully_shard(scorer, mp_policy=_gathered_in(halves), **shares)
+    for unit in (*layers, scorer):  # one after the other: no second model in float32
+        for p in unit.parameters() if half else ():
+            p.data = p.data if isinstance(p, DTensor) else p.data.float()
+        fully_shard(unit, mp_policy=_gathered_in(half), **shares)
     for name in FORWARDS:
         register_fsdp_forward_method(scorer, name)
-    scorer.placement = Shards(scorer, mesh, half=next(iter(halves), None))
+    scorer.placement = Shards(scorer, mesh, half=half)
 
 
 def share(scorer: Scorer, owner: Scorer) -> None:
@@ -90,24 +89,22 @@ def _part(layers: list[nn.Module]) -> None:
         seen |= own
 
 
-def _widen(unit: nn.Module) -> torch.dtype | None:
-    """Make the trained half-precision weights of a unit float32; return what they were."""
-    left = [p for p in unit.parameters() if not isinstance(p, DTensor)]
-    half = {p.dtype for p in left if p.requires_grad and p.dtype.itemsize < 4}
-    if half and len({p.dtype for p in left}) > 1:
-        kinds = ", ".join(sorted(str(p).removeprefix("torch.") for p in {p.dtype for p in left}))
+def trained_half(scorer: Scorer) -> torch.dtype | None:
+    """Return the half precision of a scorer's weights, if such are trained: it is that of all."""
+    apart = {id(p) for p in scorer.critic.head.parameters()} if scorer.critic is not None else set()
+    body = [p for p in scorer.parameters() if id(p) not in apart]
+    half = {p.dtype for p in body if p.requires_grad and p.dtype.itemsize < 4}
+    if half and len(kinds := {p.dtype for p in body}) > 1:
+        got = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
         raise ValueError(
-            f"launch=fsdp2 gathers the weights of a layer in one dtype, got {kinds}; use "
+            f"launch=fsdp2 gathers the weights of a layer in one dtype, got {got}; use "
             "policy.dtype=float32 with policy.autocast=bfloat16, or launch=ddp"
         )
-    for p in left if half else ():
-        p.data = p.data.float()
     return next(iter(half), None)
 
 
-def _gathered_in(halves: set[torch.dtype]) -> MixedPrecisionPolicy:
+def _gathered_in(half: torch.dtype | None) -> MixedPrecisionPolicy:
     # Inputs are not cast: temperatures would be rounded (contract 3).
-    half = next(iter(halves), None)
     reduced = torch.float32 if half else None
     return MixedPrecisionPolicy(half, reduce_dtype=reduced, cast_forward_inputs=False)
 
@@ -127,20 +124,22 @@ class ShardedScorer(Scorer):
     def forward(self, tokens: Tensor, attention_mask: Tensor, keep=None, **how: Any) -> Any:
         """Score as the class does; without a token to keep, a dummy one, which counts nothing."""
         empty = not predicted(attention_mask, keep).any()
-        given: tuple[Any, ...] = (tokens, attention_mask, keep)
+        rows: tuple[Any, ...] = (tokens, attention_mask, keep)
         if empty:
             how |= {"temperature": 1.0, "group_id": None, "support": None}
-            given = _dummy(tokens.device)
-        call = partial(super().forward, *given, **how)
+            rows = _dummy(tokens.device)
+        call = partial(super().forward, *rows, **how)
         reference = how.get("reference")
         if isinstance(reference, ShardedScorer) and reference.owner is None:
             call = partial(reference.within, call)
         done = call() if self.owner is None else self.owner.within(call)
-        if not empty:
-            return done
-        zeros = torch.zeros(tokens.shape, device=tokens.device)
-        found = {field.name: getattr(done, field.name) for field in fields(done)}
-        return replace(done, **{n: x if x is None else zeros + 0 * x.sum() for n, x in found.items()})
+        given = {field.name: getattr(done, field.name) for field in fields(done)}
+        given = {name: x for name, x in given.items() if x is not None}
+        if empty:
+            zeros = torch.zeros(tokens.shape, device=tokens.device)
+            return replace(done, **{name: zeros + 0 * x.sum() for name, x in given.items()})
+        # FSDP's hooks stand on what comes out, and would be lost with a view.
+        return replace(done, **{n: x.clone() for n, x in given.items() if x._base is not None})
 
     def values(self, tokens: Tensor, attention: Tensor, keep: Tensor, *, group_id=None) -> Tensor:
         """Return the values alone, as the class does."""
@@ -172,8 +171,8 @@ class Shards(Placement):
         self.scorer, self.mesh, self.half = scorer, mesh, half
         trained = {name for name, p in scorer.named_parameters() if p.requires_grad and half}
         self.rounded = dict.fromkeys(trained - {"critic.head.weight", "critic.head.bias"}, half)
-        cuda = mesh.device_type == "cuda"
-        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        number = torch.cuda.current_device() if mesh.device_type == "cuda" else None
+        self.device = torch.device(mesh.device_type, number)
         self.held = False  # whether the weights are whole
 
     def copy(self, module: nn.Module, kept: dict[int, Any] | None = None) -> nn.Module:
@@ -246,7 +245,8 @@ class Shards(Placement):
         if not isinstance(like, DTensor) or tensor.shape != like.shape:
             return tensor.to(like.device)
         there = {"device_mesh": like.device_mesh, "placements": like.placements}
-        return distribute_tensor(tensor.to(self.device), **there, src_data_rank=None).to(like.device)
+        part = distribute_tensor(tensor.to(self.device), **there, src_data_rank=None)
+        return part.to(like.device)
 
     def master(self, name: str, weight: Tensor) -> dict[str, Tensor]:
         """Return the weight as it is trained, where it is saved in half precision."""

@@ -74,9 +74,9 @@ MORE = {
     "grpo, offload": ("grpo", "launch.offload=true"),
     "ppo, bfloat16": ("ppo", "policy.dtype=bfloat16"),
     "sft, packed": ("sft", "algorithm.packing=true"),
-    "sft, llama": ("sft", "policy.model=llama"),
-    "sft, gemma": ("sft", "policy.model=gemma"),
-    "sft, gpt2": ("sft", "policy.model=gpt2"),
+    "sft, llama": ("sft", "model=llama"),
+    "sft, gemma": ("sft", "model=gemma"),
+    "sft, gpt2": ("sft", "model=gpt2"),
 }
 CASES = {name: (name,) for name in ALGORITHMS} | MORE
 ROUNDED = [name for name in CASES if "bfloat16" in name or "autocast" in name]
@@ -99,10 +99,10 @@ def make_models(folder: Path) -> None:
 
 def compose(name: str, model: Path, *, ranks: int) -> dict[str, Any]:
     """Return the configuration of a case on a number of ranks."""
-    algorithm, *words = CASES[name]
+    algorithm, *words = (word for word in CASES[name] if not word.startswith("model="))
     words += SMALL if algorithm in SILENT else (*SMALL, *REPLIES)
     words += STEPS if algorithm in ("ppo", "cispo", "dapo", "gspo") else ()
-    kind = next((w.split("=")[1] for w in words if w.startswith("policy.model=")), "tiny")
+    kind = next((w.split("=")[1] for w in CASES[name] if w.startswith("model=")), "tiny")
     words += [f"policy.model={model / kind}", f"launch.num_processes={ranks}"]
     words = [word for word in words if ranks > 1 or word != "launch.offload=true"]
     words = [f"experiment={EXPERIMENTS[algorithm]}", *words, *["launch=fsdp2"] * (ranks > 1)]

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from policies.cache import flush, read_manifest, write_manifest
 from policies.roles import Policy

@@ -58,7 +58,8 @@ class Reference:
         """Follow the policy if `iteration` finished iterations say so."""
         if self.every and iteration % self.every == 0:
             for theirs, policy in self.pairs.values():
-                theirs.lerp_(policy.to(theirs.dtype), 1 - self.decay)  # with weight 1 this is exactly the policy
+                # With weight 1 this is exactly the policy, which half-precision shards round to.
+                theirs.lerp_(policy.to(theirs.dtype), 1 - self.decay)
             self.moved = True
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -28,8 +28,9 @@ class Runtime:
     """Start the ranks of a run and keep its status.json true.
 
     Use it as a context manager: leaving it normally writes "finished", by `Stopped` "preempted",
-    by an error "failed". With `offload` the ranks meet by tensors on the CPU too. A stop signal raises `Stopped` at `check_stop` and
+    by an error "failed". A stop signal raises `Stopped` at `check_stop` and
     within `stoppable` blocks, and before the first of them: a set-up holds nothing to save.
+    With `offload` ranks on GPUs also meet by tensors on the CPU.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from policies.roles import Policy
 from policies.scorer import Scorer
-from policies.sharding import share, shard
+from policies.sharding import shard, share
 from trainer.runtime import Runtime
 
 
