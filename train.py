@@ -6,6 +6,7 @@ The parent checks the configuration and starts a fresh process per rank; it impo
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 try:
@@ -26,13 +27,13 @@ def train(cfg: DictConfig, folder: Path) -> float:
 
     algorithm, total, opt = cfg.algorithm, cfg.trainer.num_iterations, cfg.optimizer
     steps = total * algorithm.epochs * algorithm.minibatches
-    with trainer.Runtime(folder, **parts.ranks_of(cfg)) as runtime:
+    with parts.make_runtime(cfg, folder) as runtime:
         runtime.write_status(machine=about_machine(runtime.device, runtime.ranks))
         task = parts.make_task(cfg.env)  # data that is not there is told before a model is loaded
         # So are faults in a reward of one's own, in a file or given to trainer.train.
         if cfg.allow_targets or "envs.rewards.Given" in str(cfg.env.rewards):
             parts.find_target("envs.reward_trial.try_reward")(task)
-        policy = parts.make_policy(cfg, runtime)
+        policy = runtime.load(partial(parts.make_policy, cfg.policy))
         runtime.write_status(model=policy.found.about())
         leash = parts.make_leash(cfg)
         reference = parts.make_reference(cfg, policy)
@@ -45,7 +46,8 @@ def train(cfg: DictConfig, folder: Path) -> float:
         made |= {"env": parts.make_env(cfg, task, policy), "leash": leash}
         source = parts.make_source(cfg, ahead, **made)
         advantage = parts.build(algorithm.advantage, algorithm, cfg.trainer, **made)
-        scorer, optimizer = parts.make_optimizer(cfg, runtime, policy, reference, advantage)
+        make = partial(trainer.make_optimizer, **parts.keys_for(trainer.make_optimizer, opt))
+        scorer, optimizer = runtime.prepare(policy, make, reference, advantage)
         loop = trainer.Trainer(
             runtime=runtime,
             policy=policy,

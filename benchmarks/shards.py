@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,12 @@ from torch import Tensor
 
 from policies.load import load_policy, load_reference
 from policies.models import EMBEDDED
-from policies.placement import Unspread
 from trainer.memory import status_bytes
 from trainer.modes.preflight.footprint import Peak
 from trainer.objectives import SFTObjective
 from trainer.optimizer import make_optimizer
 from trainer.runtime import Runtime
-from trainer.shards import spread
+from trainer.shards import ShardedRuntime
 from trainer.update import Update
 
 MIB = 2**20
@@ -63,20 +63,14 @@ def main() -> None:
 
 def measure(args: argparse.Namespace) -> None:
     """Take two steps in this rank; rank 0 prints the sizes and the memory."""
-    with tempfile.TemporaryDirectory() as folder, Runtime(Path(folder)) as runtime:
+    kind = Runtime if args.way == "ddp" else ShardedRuntime
+    with tempfile.TemporaryDirectory() as folder, kind(Path(folder)) as runtime:
         torch.set_num_threads(1)
         start = status_bytes("VmRSS")
-        device = "cpu" if args.way == "fsdp2" else str(runtime.device)
-        policy = load_policy(args.model, dtype=args.dtype, device=device, max_new_tokens=2)
-        if args.way == "fsdp2":
-            policy.scorer.placement = Unspread(runtime.device)
+        make = partial(load_policy, args.model, dtype=args.dtype, max_new_tokens=2)
+        policy = runtime.load(make)
         reference = load_reference(policy)
-        if args.way == "fsdp2":
-            spread(runtime, policy, [reference], offload=False)
-        optimizer = make_optimizer(policy.scorer, lr=1e-6)
-        scorer = policy.scorer
-        if args.way == "ddp":
-            scorer, optimizer = runtime.accelerator.prepare(scorer, optimizer)
+        scorer, optimizer = runtime.prepare(policy, partial(make_optimizer, lr=1e-6), reference)
         update = Update(scorer, optimizer, SFTObjective(), runtime, lr=lambda step: 1e-6)
         batch, peaks = rows(args.tokens, policy.device), Peak(runtime.device)
         for _ in range(2):

@@ -91,27 +91,18 @@ def data_arguments(env: Section) -> dict[str, Any]:
     return {key: env[key] for key in DATA if key in env and key in names and key not in env["task"]}
 
 
-def make_policy(cfg: DictConfig, runtime: Any) -> Any:
-    """Return the policy that cfg.policy names; what samples for it is `make_generator`'s.
-
-    One whose weights `make_optimizer` will spread is loaded on the CPU: no GPU ever holds all.
-    """
-    node = {k: v for k, v in cfg.policy.items() if k not in ENGINE}
-    if not spreads(cfg, runtime):
-        return build(node, where="policy", device=str(runtime.device))
-    policy = build(node, where="policy", device="cpu")
-    policy.scorer.placement = find_target("policies.placement.Unspread")(runtime.device)
-    return policy
+def make_runtime(cfg: DictConfig, folder: Path) -> Any:
+    """Return the ranks of a run: each holds the whole model, or with launch=fsdp2 a part of it."""
+    given = {"seed": cfg.seed, "device": cfg.policy.device}
+    if cfg.launch.strategy == "ddp":
+        return find_target("trainer.Runtime")(folder, **given)
+    make = find_target("trainer.shards.ShardedRuntime")
+    return make(folder, **given, offload=cfg.launch.offload)
 
 
-def ranks_of(cfg: DictConfig) -> dict[str, Any]:
-    """Return what a Runtime is to know of the configuration."""
-    return {"seed": cfg.seed, "device": cfg.policy.device, "offload": cfg.launch.offload}
-
-
-def spreads(cfg: DictConfig, runtime: Any) -> bool:
-    """Return whether each rank is to hold a part of every weight."""
-    return cfg.launch.strategy == "fsdp2" and runtime.ranks > 1
+def make_policy(node: Section, **parts: Any) -> Any:
+    """Return the policy that a node names; what samples for it is `make_generator`'s."""
+    return build({k: v for k, v in node.items() if k not in ENGINE}, where="policy", **parts)
 
 
 def make_generator(node: Section, policy: Any, folder: Path) -> Any:
@@ -183,21 +174,6 @@ def make_reference(cfg: DictConfig, policy: Any) -> Any:
     moves = kl.refresh_every > 0
     model = policies.load_reference(policy, kl.reference, moves=moves, micro_batch_tokens=limit)
     return trainer.Reference(policy, model, every=kl.refresh_every, decay=kl.refresh_decay)
-
-
-def make_optimizer(cfg: DictConfig, runtime: Any, policy: Any, *others: Any) -> Any:
-    """Return the scorer that the update calls, and its optimizer.
-
-    By launch.strategy=fsdp2 the weights are spread over the ranks before, also those of `others`.
-    """
-    from trainer import make_optimizer as make
-
-    settings = keys_for(make, cfg.optimizer)
-    if spreads(cfg, runtime):
-        spread = find_target("trainer.shards.spread")
-        spread(runtime, policy, others, offload=cfg.launch.offload)
-        return policy.scorer, make(policy.scorer, **settings)
-    return runtime.accelerator.prepare(policy.scorer, make(policy.scorer, **settings))
 
 
 def make_early_stopping(settings: Section) -> Any:

@@ -52,7 +52,7 @@ def _findings(cfg: dict[str, Any]) -> Iterator[str]:
     yield from _unnamed(cfg)
     yield from schema.faults(cfg)
     silent = is_silent(cfg)
-    for look in (_batches, _launch, _no_replies if silent else _replies, _engine, _packages, _disk):
+    for look in (_batches, _no_replies if silent else _replies, _engine, _packages, _disk):
         yield from look(cfg)
     yield from _nodes(cfg)
     yield from check_task.findings(cfg)
@@ -64,6 +64,10 @@ def _batches(cfg: dict[str, Any]) -> Iterator[str]:
         what = f"launch.num_processes for the {cores} cores of this machine"
         yield f"expected {what}, got {ranks}: each loads a model of its own; lower it"
     parts, saved, every = cfg["algorithm"]["minibatches"], cfg["checkpoint"], cfg["eval"]["every"]
+    if cfg["launch"]["strategy"] != "ddp" or cfg["launch"]["offload"]:
+        from conf.check_shards import findings  # here: few runs have them
+
+        yield from findings(cfg)
     if cfg["trainer"]["stop_at"]:
         from conf.check_stop import findings  # here: few runs have a rule
 
@@ -79,17 +83,6 @@ def _batches(cfg: dict[str, Any]) -> Iterator[str]:
     if saved["keep_best"] and saved["every"] and (not every or saved["every"] % every):
         what = "checkpoint.keep_best needs an evaluation at each checkpoint"
         yield f"{what}, got eval.every={every}; set eval.every={saved['every']}"
-
-
-def _launch(cfg: dict[str, Any]) -> Iterator[str]:
-    """Yield what does not go together with weights that are spread over the ranks."""
-    launch, several = cfg["launch"], cfg["launch"]["num_processes"] > 1
-    shards = launch["strategy"] == "fsdp2"
-    if launch["offload"] and not (shards and several):
-        yield "launch.offload needs launch=fsdp2 and launch.num_processes >= 2; leave it out"
-    if shards and several and cfg["trainer"]["overlap"]:
-        told = "what samples ahead has a whole model of its own on every rank"
-        yield f"trainer.overlap needs launch=ddp: {told}; leave it out, or set launch=ddp"
 
 
 def _no_replies(cfg: dict[str, Any]) -> Iterator[str]:

@@ -1,7 +1,6 @@
 """Where the weights of a scorer are: here, all of them; policies/sharding.py has the other answer.
 
-Who samples, scores in parts, copies, saves or loads asks the `placement` of a scorer and knows no
-more.
+Who samples, scores in parts, copies, saves or loads asks a scorer's `placement`, and knows no more.
 """
 
 import copy
@@ -29,7 +28,7 @@ class Placement:
     def plain(self, *, here: bool = True, keep: bool = False) -> AbstractContextManager[None]:
         """Have ordinary tensors for weights inside, to save or, with `keep`, to load them.
 
-        Every rank goes through it together; who says it needs none `here` may get empty ones.
+        All ranks go through it together; who says it needs none `here` may get empty ones.
         """
         return nullcontext()
 
@@ -38,7 +37,7 @@ class Placement:
         return nullcontext(count)
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Return the whole of an optimiser's tensor, or of a gradient's norm."""
+        """Return the whole of an optimiser's tensor."""
         return tensor
 
     def scatter(self, tensor: Tensor, like: Tensor) -> Tensor:
@@ -55,22 +54,6 @@ class Placement:
 
 
 HERE = Placement()
-
-
-class Unspread(Placement):
-    """Every weight is here, and is about to be spread over the ranks, which compute on `device`.
-
-    Until then copies share their weights: no rank ever holds a second model.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def copy(self, module: nn.Module, kept: dict[int, Any] | None = None) -> nn.Module:
-        """Return a copy of a module with the same weights."""
-        same = {id(p): nn.Parameter(p.data, requires_grad=p.requires_grad)
-                for p in module.parameters()}  # fmt: skip
-        return copy.deepcopy(module, same | (kept or {}))
 
 
 def placement_of(part: Any) -> Placement:

@@ -9,6 +9,7 @@ shards, which are their masters, and half where they are gathered.
 Left out on purpose: replicas of shards (HSDP), tensor and sequence parallelism.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -159,6 +160,22 @@ def _plain(p: Any, dtype: torch.dtype, *, here: bool) -> nn.Parameter:
     whole = p.detach().full_tensor()
     value = whole.to("cpu", dtype) if here else torch.empty(0, dtype=dtype)
     return nn.Parameter(value, requires_grad=p.requires_grad)
+
+
+class Unspread(Placement):
+    """Every weight is here, and is about to be spread over the ranks, which compute on `device`.
+
+    Until then copies share their weights: no rank ever holds a second model.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def copy(self, module: nn.Module, kept: dict[int, Any] | None = None) -> nn.Module:
+        """Return a copy of a module with the same weights."""
+        every = list(module.parameters())
+        same = {id(p): nn.Parameter(p.data, requires_grad=p.requires_grad) for p in every}
+        return copy.deepcopy(module, same | (kept or {}))
 
 
 class Shards(Placement):

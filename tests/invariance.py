@@ -6,7 +6,7 @@ Also a script for torchrun: rank 0 writes the gradients of all cases into a fold
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -153,11 +153,11 @@ def gradient(
         policy.scorer.critic = Critic(policy.scorer, **critic).double()
         torch.nn.init.constant_(policy.scorer.critic.head.weight, 0.01)
     advantage = build(algorithm.advantage, algorithm, leash=own, policy=policy, runtime=runtime)
-    if spread:
-        shards.spread(runtime, policy, [step.reference, advantage], offload=False)
-    scorer, optimizer = policy.scorer, Keep(policy.scorer.parameters(), lr=0.0)
-    if not spread:
-        scorer, optimizer = runtime.accelerator.prepare(scorer, optimizer)
+    made = shards.ShardedRuntime("/tmp") if spread else runtime
+    keep = partial(Keep, lr=0.0)
+    scorer, optimizer = made.prepare(
+        policy, lambda scorer: keep(scorer.parameters()), step.reference, advantage
+    )
     update = Update(
         scorer,
         optimizer,

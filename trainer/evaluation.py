@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any
 
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from envs.chat_env import ChatEnv
 from envs.tasks.task import Task
@@ -28,7 +28,8 @@ class Evaluate:
     """Measure the generator on the task's eval rows.
 
     `prompts_per_batch` prompts are played at a time; draws depend on (seed, row, sample) only, so
-    that two evaluations differ by the weights alone.
+    that two evaluations differ by the weights alone. `retrieve_kl` measures the KL of the sampled
+    replies, the same that the accuracy is of.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Evaluate:
         generator: Generator,
         runtime: Runtime,
         env: ChatEnv,
+        retrieve_kl: Callable[[TensorDictBase], TensorDictBase] = lambda batch: batch,
         num_samples: int = 8,
         temperature: float = 1.0,
         greedy: bool = True,
@@ -48,6 +50,7 @@ class Evaluate:
         self.task = task
         self.keep(list(islice(task.rows("eval"), max_rows)))
         self.runtime, self.chunk, self.every = runtime, prompts_per_batch, every
+        self.retrieve_kl = retrieve_kl
         self.placement = placement_of(generator)
         self.settle = getattr(generator, "settle", lambda: None)  # of what is played ahead
         self.plans: list[tuple[str, ChatEnv, Generator]] = []
@@ -80,7 +83,7 @@ class Evaluate:
         *,
         kind: str = "eval",
         tell: Callable[[float], None] = lambda _: None,
-        hear: Callable[[str, TensorDict, list[int]], None] = lambda *_: None,
+        hear: Callable[[str, TensorDictBase, list[int]], None] = lambda *_: None,
     ) -> tuple[dict[str, float], list]:
         """Return the metrics and one sampled record per row of this rank.
 
@@ -90,19 +93,13 @@ class Evaluate:
         with self.placement.whole():
             return self._play(iteration, kind, tell, hear)
 
-    def _play(
-        self,
-        iteration: int,
-        kind: str,
-        tell: Callable[[float], None],
-        hear: Callable[[str, TensorDict, list[int]], None],
-    ) -> tuple[dict[str, float], list]:
+    def _play(self, iteration: int, kind: str, tell: Any, hear: Any) -> tuple[dict, list]:
         out: dict[str, float] = {}
         records: list[dict[str, Any]] = []
         each = [env.group_size for _, env, _ in self.plans]
         for place, (name, env, generator) in enumerate(self.plans):
             size = each[place]
-            sums = dict.fromkeys(("right", "solved", "reward", "rows"), 0.0)
+            sums = dict.fromkeys(("right", "solved", "reward", "rows", "kl", "tokens"), 0.0)
             sums |= {f"{kind} {label}": 0.0 for label in self.labels for kind in ("right", "rows")}
             for share, part in self._parts():
                 tell((sum(each[:place]) + size * share) / sum(each))
@@ -111,7 +108,9 @@ class Evaluate:
                 if not part:
                     continue
                 self.settle()
-                batch = collect(self._prompts(part), env, generator)
+                batch: TensorDictBase = collect(self._prompts(part), env, generator)
+                if name == "sampled":
+                    batch = self.retrieve_kl(batch)
                 hear(name, batch, part)
                 self._count(sums, batch, part)
                 if place == 0:
@@ -127,14 +126,22 @@ class Evaluate:
                 out[f"eval/pass@{size}"] = total["solved"] / rows
             if place == 0:
                 out["eval/reward"] = total["reward"] / (rows * size)
+            if total["tokens"]:
+                out["eval/kl_ref"] = total["kl"] / total["tokens"]
+                out["eval/kl_ref_sequence"] = total["kl"] / (rows * size)
         return out, records
 
-    def _count(self, sums: dict[str, float], batch: TensorDict, part: list[int]) -> None:
+    def _count(self, sums: dict[str, float], batch: TensorDictBase, part: list[int]) -> None:
         """Add what the replies to these rows are worth."""
         kept = ~batch.get("dropped").view(len(part), -1)[:, 0]  # [rows], by whole groups
         right = batch.get("success").view(len(part), -1).sum(-1) * kept  # [rows]
         sums["solved"] += float((right > 0).sum())
         sums["reward"] += float(batch.get("reward_raw").sum())  # 0 where dropped
+        if (kl := batch.get("kl_penalty", None)) is not None:
+            each = kept.repeat_interleave(len(batch) // len(part)).to(kl.device)  # [B]
+            mask = batch.get(("masks", "all_response_mask")) & each.unsqueeze(-1)  # [B, T]
+            sums["kl"] += float((kl * mask).sum())
+            sums["tokens"] += float(mask.sum())
         for row, count, counts in zip(part, right.tolist(), kept.tolist(), strict=True):
             for suffix in ("", f" {self.labels[row]}"):
                 sums[f"right{suffix}"] += count

@@ -57,9 +57,9 @@ class Reference:
     def refresh(self, iteration: int) -> None:
         """Follow the policy if `iteration` finished iterations say so."""
         if self.every and iteration % self.every == 0:
-            for theirs, policy in self.pairs.values():
+            for theirs, mine in self.pairs.values():
                 # With weight 1 this is exactly the policy, which half-precision shards round to.
-                theirs.lerp_(policy.to(theirs.dtype), 1 - self.decay)
+                theirs.lerp_(mine.to(theirs.dtype), 1 - self.decay)
             self.moved = True
 
     def state_dict(self) -> dict[str, Tensor]:

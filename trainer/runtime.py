@@ -30,23 +30,13 @@ class Runtime:
     Use it as a context manager: leaving it normally writes "finished", by `Stopped` "preempted",
     by an error "failed". A stop signal raises `Stopped` at `check_stop` and
     within `stoppable` blocks, and before the first of them: a set-up holds nothing to save.
-    With `offload` ranks on GPUs also meet by tensors on the CPU.
     """
 
-    def __init__(
-        self,
-        folder: str | Path,
-        *,
-        seed: int = 0,
-        device: str | None = None,
-        offload: bool = False,
-    ) -> None:
+    def __init__(self, folder: str | Path, *, seed: int = 0, device: str | None = None) -> None:
         if device not in (None, "cpu") and not torch.cuda.is_available():
             raise ValueError(f"no GPU for policy.device={device}; set it to null or cpu")
         check_accelerate()
         cpu = device == "cpu" or not torch.cuda.is_available()
-        if offload:
-            _join_on_both(cpu=cpu)
         self.accelerator = Accelerator(cpu=cpu, mixed_precision="no")  # policy.autocast says it
         self.folder = Path(folder)
         self.seed = seed
@@ -112,6 +102,14 @@ class Runtime:
             return values
         gathered = self.gather(values)
         return {name: max(part[name] for part in gathered) for name in values}
+
+    def load(self, make: Callable[..., Any]) -> Any:
+        """Return the policy that `make` loads, on this rank's device."""
+        return make(device=str(self.device))
+
+    def prepare(self, policy: Any, make: Callable[..., Any], *others: Any) -> Any:
+        """Return the scorer as an update calls it, and the optimizer that `make` makes."""
+        return self.accelerator.prepare(policy.scorer, make(policy.scorer))
 
     def clip(self, weights: Iterable[Tensor], limit: float) -> float:
         """Scale the gradients of weights to a norm of at most `limit`; return what it was."""
@@ -234,11 +232,3 @@ class Runtime:
         for name, handler in self.handlers.items():  # last: a second signal finds the status told
             signal.signal(name, handler)
         return False
-
-
-def _join_on_both(*, cpu: bool) -> None:
-    """Join the ranks by gloo, and on GPUs by NCCL too: what is kept on the CPU is reduced there."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not torch.distributed.is_initialized():
-        if not cpu:
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        torch.distributed.init_process_group("cpu:gloo" if cpu else "cpu:gloo,cuda:nccl")
