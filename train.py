@@ -67,7 +67,9 @@ def train(cfg: DictConfig, folder: Path) -> float:
                 reference=reference.scorer,
             ),
             evaluate=trainer.Evaluate(
-                task=task, env=made["env"], generator=generator, runtime=runtime, **cfg.eval
+                **{name: made[name] for name in ("task", "env", "generator", "runtime")},
+                retrieve_kl=reference,
+                **cfg.eval,
             ),
             leash=leash,
             checkpoints=trainer.Checkpoints(

@@ -1,4 +1,4 @@
-"""What is asked of leash beside training: preflight=true, mode=chat, evaluate or export.
+"""What is asked of leash beside training: preflight=true, mode=chat, evaluate, export or limit.
 
 It runs on the same parts as a run, in a folder that is removed. Torch-free.
 """
@@ -33,7 +33,16 @@ MAY = {  # what may be given beside resume=, by mode
         "launch",
     ),
     "export": ("output_dir", "gguf", "hub", "policy.device"),
+    "limit": (
+        "eval.num_samples",
+        "policy.device",
+        "policy.engine",
+        "policy.vllm",
+        "output_dir",
+        "launch",
+    ),
 }
+LIMIT = {"num_samples": 64, "temperature": 1.0, "greedy": False}  # of eval, for mode=limit
 
 
 def asked(words: Sequence[str]) -> dict[str, Any] | None:
@@ -69,7 +78,7 @@ def _of_run(mode: str, folder: str, overrides: list[str]) -> dict[str, Any]:
     if mode in ("chat", "export"):  # they play no rows: the data of the run need not be there
         instead["env"] = compose_checked(["env=sort_digits"])["env"]
     config = load_for_resume(folder, rest, may=MAY[mode], mode=mode, **instead)
-    if not has_weights(Path(folder)):
+    if mode != "limit" and not has_weights(Path(folder)):
         raise ValueError(no_weights(Path(folder)))
     check_replies(config)
     named = any(word.startswith("output_dir=") for word in rest)
@@ -78,6 +87,11 @@ def _of_run(mode: str, folder: str, overrides: list[str]) -> dict[str, Any]:
         check_hub(config["hub"])
     elif not named:
         config["output_dir"] = folder
+    if mode == "limit":
+        given = any(word.startswith("eval.num_samples=") for word in rest)
+        config["eval"] |= LIMIT | ({"num_samples": config["eval"]["num_samples"]} if given else {})
+        config["policy"]["model"] = config["kl"]["reference"] or config["policy"]["model"]
+        config["kl"]["reference"] = None
     return without_training_parts(config)
 
 
@@ -90,8 +104,9 @@ def _of_start(config: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
         config["trains_first"] = sorted(set(without_training(config, overrides)))
         config["tracker"] = SILENT
         return config
-    if mode == "export":
-        raise ValueError("mode=export writes the model of a run; give resume=<run folder>")
+    if mode in ("export", "limit"):
+        what = {"export": "writes the model of a run", "limit": "samples the reference of a run"}
+        raise ValueError(f"mode={mode} {what[mode]}; give resume=<run folder>")
     if mode == "chat" and (ranks := config["launch"]["num_processes"]) > 1:
         raise ValueError(f"mode=chat is one process, got launch.num_processes={ranks}; set it to 1")
     check_replies(config)
@@ -141,12 +156,12 @@ def run_aside(config: dict[str, Any], **ours: Any) -> int:
 def without_training_parts(config: dict[str, Any]) -> dict[str, Any]:
     """Leave out what only training needs; chat and evaluate compare with a reference."""
     mode = config["mode"]
-    config["kl"]["measure"] = mode != "export"
+    config["kl"]["measure"] = mode not in ("export", "limit")
     config["algorithm"]["advantage"] = {"_target_": "trainer.NoAdvantage"}
     config["algorithm"].pop("critic", None)
     config["tracker"], config["trainer"]["overlap"] = SILENT, 0
     config["launch"] |= {"strategy": "ddp", "offload": False}  # nothing is learnt
-    if mode != "evaluate":
+    if mode not in ("evaluate", "limit"):
         config["launch"]["num_processes"] = 1
         config["policy"]["engine"] = "transformers"
     return config

@@ -246,12 +246,17 @@ class Shards(Placement):
 
     @contextmanager
     def forwards(self, count: int) -> Iterator[int]:
-        """Return the most forwards that a rank needs; after them nothing is whole any more."""
+        """Return the most forwards that a rank needs; after them nothing is whole any more.
+
+        While all is whole each rank takes its own.
+        """
+        if self.held:
+            yield count
+            return
         most = torch.tensor(count, device=self.device)
         torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, self.mesh.get_group())
         yield int(most)
-        if not self.held:
-            self.scorer.reshard()
+        self.scorer.reshard()
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Return the whole of a tensor."""

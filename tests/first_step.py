@@ -3,7 +3,7 @@
 Both are the same on any number of ranks. And four steps in half precision, after which the ranks
 still hold the same weights.
 
-Also a script for torchrun: rank 0 writes what `first_step` returns into a folder.
+Also a script for two ranks: rank 0 writes what `first_step` returns into a folder.
 """
 
 import json

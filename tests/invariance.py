@@ -1,6 +1,6 @@
 """One optimiser step of every algorithm, in float64, on the same rows laid out in several ways.
 
-Also a script for torchrun: rank 0 writes the gradients of all cases into a folder.
+Also a script for two ranks: rank 0 writes the gradients of all cases into a folder.
 """
 
 import sys

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -60,6 +61,31 @@ def train(*overrides: str, **changes: str) -> Finished:
     return Finished(process.returncode, text, time.perf_counter() - start)
 
 
+def on_two_ranks(script: str, folder: Path) -> None:
+    """Run a script of tests/ on two ranks that write into a folder, with no launcher above them."""
+    with socket.socket() as held:  # as trainer/runs/launch.py does
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        port = str(held.getsockname()[1])
+        path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+        env = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, PYTHONPATH=path)
+        env |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        words = [sys.executable, str(ROOT / "tests" / script), str(folder)]
+        with (folder / "said").open("w") as file:
+            ranks = [
+                subprocess.Popen(
+                    words, env={**env, "RANK": rank, "LOCAL_RANK": rank}, stdout=file, stderr=file
+                )
+                for rank in "01"
+            ]
+        try:
+            codes = [rank.wait(timeout=400) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+    assert codes == [0, 0], (folder / "said").read_text()
+
+
 def train_here(folder: Path, *words: str) -> list[dict]:
     """Run in this process what words compose, in a folder; return the lines of its metrics."""
     from omegaconf import OmegaConf
@@ -69,6 +95,18 @@ def train_here(folder: Path, *words: str) -> list[dict]:
 
     script.train(OmegaConf.create(compose_checked(words)), folder)
     return lines(folder / "metrics.jsonl")
+
+
+def do(folder: Path, *words: str) -> float:
+    """Do in this process what words ask for beside training; `folder` is the one to be removed."""
+    from omegaconf import OmegaConf
+
+    import train as script
+    from conf.preflight_and_modes import asked
+
+    config = asked(words)
+    assert config is not None
+    return script.train(OmegaConf.create(config), folder)
 
 
 def lines(path: Path) -> list[dict]:

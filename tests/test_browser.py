@@ -154,6 +154,24 @@ def test_the_table_of_a_sweep_is_not_cut_on_a_wide_screen(browser, pages):
     assert browser.run(cut) == [0]
 
 
+def test_a_table_that_is_cut_on_a_narrow_screen_shows_it_until_its_end(browser, pages):
+    """A shadow lies on the side to which it goes on, and is covered at the end."""
+    browser.open(pages["sweep"], width=390)
+    of = "getComputedStyle(document.querySelector('.scroll:not(.row)'))"
+    assert browser.run(f"{of}.backgroundImage").count("linear-gradient") == 2
+    assert browser.run(f"{of}.backgroundAttachment") == "local, scroll"
+
+
+def test_a_card_of_a_long_prompt_and_long_replies_fits_a_screen(browser, tmp_path):
+    row = {"kind": "train", "prompt": "word " * 2000, "response": "said " * 2000, "reward": 1.0}
+    JsonlTracker(tmp_path, resume=False).replies([{**row, "group": 0}] * 8, 1, kind="train")
+    write_lines(tmp_path, {"reward/mean": 1.0})
+    for width in WIDTHS:
+        browser.open(write_report(tmp_path), width=width)
+        card = "document.querySelector('.group').getBoundingClientRect().height"
+        assert 300 < browser.run(card) < 844
+
+
 DIFFER = """(...colours) => {
   const light = (css) => css.match(/[\\d.]+/g).slice(0, 3).map((v) => v / 255)
     .map((v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)

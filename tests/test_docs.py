@@ -23,7 +23,8 @@ from policies.load import load_policy
 
 ROOT = Path(__file__).parent.parent
 TRL = "docs/coming_from_trl.md"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "AGENTS")]
+PAGES += sorted((ROOT / "docs").glob("*.md"))
 
 
 def commands() -> list[str]:

@@ -3,14 +3,10 @@
 The gradient of one optimiser step is that of the whole batch in one forward, to 1e-6 in float64.
 """
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from invariance import CASES, gradient, interleaved, padded_left, step, turned
-from runs import ROOT, environment
+from runs import on_two_ranks
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -27,15 +23,7 @@ def whole() -> dict[str, Tensor]:
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory) -> dict[str, Tensor]:
     folder = tmp_path_factory.mktemp("ranks")
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run(
-        [sys.executable, *launcher, str(ROOT / "tests" / "invariance.py"), str(folder)],
-        capture_output=True,
-        text=True,
-        env=environment(PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")])),
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    on_two_ranks("invariance.py", folder)
     return load_file(folder / "gradients.safetensors")
 
 

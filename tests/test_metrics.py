@@ -1,16 +1,19 @@
 """Metrics, transcripts and evaluation, by hand numbers."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from contracts import Words, make_policy, one_process
-from tensordict import NonTensorStack, TensorDict
+from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
 from envs.chat_env import ChatEnv
 from envs.tasks.task import Reply, Reward
+from policies import load_policy, load_reference
 from trainer.evaluation import Evaluate
 from trainer.metrics import summarize
+from trainer.reference import Reference
 from trainer.reports.trackers.jsonl import JsonlTracker
 from trainer.runtime import Runtime
 from trainer.trainer import Trainer
@@ -233,6 +236,48 @@ def test_accuracy_and_reward_weigh_every_row_alike_in_a_short_last_chunk():
     assert [r["prompt"] for r in records] == texts
     assert {(r["kind"], r["iteration"]) for r in records} == {("after", 5)}
     assert all(r["advantage"] is None and r["kl"] is None for r in records)
+
+
+class Dropping(Marked):
+    """Drop the replies to the first row: they have no reward and no KL."""
+
+    def reward(self, row: dict, reply: Reply) -> Reward:
+        made = super().reward(row, reply)
+        return replace(made, dropped=row["answer"] == self.rows("eval")[0]["answer"])
+
+
+@pytest.mark.parametrize("task", [Marked, Dropping])
+def test_the_kl_of_an_evaluation_is_that_of_its_sampled_replies(task):
+    """Against another model, by plain forwards: mean over the kept replies, and over their tokens."""
+    policy, other = make_policy(), load_policy("tiny")
+    heard: list[TensorDictBase] = []
+    parts = {"task": task(), "generator": policy, "runtime": one_process()}
+    made = Evaluate(**parts, env=ChatEnv(parts["task"]), num_samples=3, prompts_per_batch=3,
+                    retrieve_kl=Reference(policy, load_reference(other)))  # fmt: skip
+
+    def hear(name: str, batch: TensorDictBase, _: list[int]) -> None:
+        heard.extend([batch] * (name == "sampled"))
+
+    scores, records = made(0, hear=hear)
+    sums, count = [], 0
+    for batch in heard:
+        for i in range(len(batch)):
+            if batch["dropped"][i]:
+                continue
+            keep = batch["masks", "all_attention_mask"][i]
+            ids = batch["tokens", "full"][i][keep]
+            sampled = batch["masks", "all_response_mask"][i][keep]
+            mine, theirs = (
+                m.model(input_ids=ids[None]).logits[0, :-1].double().log_softmax(-1)
+                .gather(-1, ids[1:, None])[:, 0][sampled[1:]].sum()
+                for m in (policy, other)
+            )  # fmt: skip
+            sums.append((mine - theirs).item())
+            count += int(sampled.sum())
+    assert len(sums) == (12 if task is Marked else 9)
+    assert scores["eval/kl_ref_sequence"] == pytest.approx(sum(sums) / len(sums), rel=1e-4)
+    assert scores["eval/kl_ref"] == pytest.approx(sum(sums) / count, rel=1e-4)
+    assert records[-1]["kl"] == pytest.approx(sums[-3], rel=1e-3)
 
 
 class Third(Marked):

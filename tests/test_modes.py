@@ -18,8 +18,9 @@ import torch
 import yaml
 from contracts import make_policy
 from omegaconf import OmegaConf
+from pages import Page
 from rich.console import Console
-from runs import ROOT, environment, lines
+from runs import ROOT, do, environment, lines
 from safetensors.torch import load_file
 
 import train
@@ -32,6 +33,7 @@ from trainer.modes.evaluate import pass_at_k, tally
 from trainer.modes.export import push
 from trainer.modes.model_card import card
 from trainer.modes.run_weights import Weights, choose_weights
+from trainer.reports.report import write_report
 from trainer.runs.launch import prepare
 from trainer.runs.lock import held
 from trainer.runs.run_files import Run, read_status, read_yaml
@@ -46,13 +48,6 @@ LORA = (
 
 
 EXPORT = ("mode=export", "resume={run}", "output_dir=new")
-
-
-def do(folder: Path, *words: str) -> float:
-    """Do in this process what words ask for beside training; `folder` is the one to be removed."""
-    config = asked(words)
-    assert config is not None
-    return train.train(OmegaConf.create(config), folder)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +72,7 @@ def test_pass_at_k_is_the_share_of_picks_with_a_right_one():
 
 def reply(right: float, reward: float, length: int, kl: float, **more: float) -> dict:
     out = {"right": right, "eval/reward": reward, "response/length_mean": length}
-    return out | {"response/truncated_fraction": length > 4, "kl/ref_sequence": kl, **more}
+    return out | {"response/truncated_fraction": length > 4, "eval/kl_ref_sequence": kl, **more}
 
 
 def test_replies_are_summarized_by_hand():
@@ -91,8 +86,8 @@ def test_replies_are_summarized_by_hand():
     assert found["standard_error"] == pytest.approx((0.5 / 3) ** 0.5 / 2)  # 1, 0, 1/2, 1/2
     assert found["eval/reward"] == pytest.approx(4.5 / 8)
     assert found["part"] == 1.0, "a part that does not fit a reply counts nowhere"
-    assert found["kl/ref_sequence"] == pytest.approx(8 / 8)
-    assert found["kl/ref"] == pytest.approx(8 / 24)
+    assert found["eval/kl_ref_sequence"] == pytest.approx(8 / 8)
+    assert found["eval/kl_ref"] == pytest.approx(8 / 24)
     names = ("response/length_mean", "response/length_max", "response/truncated_fraction")
     assert [found[name] for name in names] == [24 / 8, 8, 1 / 8]
     assert tally([{}, {}], 2, {}) == {"rows": 0, "dropped_rows": 1}
@@ -107,7 +102,7 @@ def test_an_evaluation_measures_what_the_run_did_after_training(small_run, tmp_p
     said_by_run = {name: last[name] for name in last if name.startswith("eval/")}
     both = {**found["greedy"], **found["sampled"]}
     assert {name: both[name] for name in said_by_run} == pytest.approx(said_by_run)
-    assert found["sampled"]["kl/ref_sequence"] > 0.001
+    assert found["sampled"]["eval/kl_ref_sequence"] > 0.001
     said = capsys.readouterr().out
     for part in ("the final model, iteration 16, of", "pass@2", "reward_part/exact"):
         assert part in said
@@ -121,10 +116,33 @@ def test_an_evaluation_measures_what_the_run_did_after_training(small_run, tmp_p
         "eval.greedy=false",
     )
     again = json.loads((tmp_path / "out" / "eval.json").read_text())
-    assert again["sampled"]["kl/ref_sequence"] == pytest.approx(0, abs=1e-4)
+    assert again["sampled"]["eval/kl_ref_sequence"] == pytest.approx(0, abs=1e-4)
     name = "eval/sampled_accuracy"
     assert again["sampled"][name] == found["sampled"][name]
     assert "greedy" not in again
+
+
+def test_the_limit_is_made_of_the_model_that_a_run_started_from(small_run, tmp_path):
+    """As many replies as the run's own evaluation plays: the very ones, before any training."""
+    folder = shutil.copytree(small_run.folder, tmp_path / "run")
+    do(tmp_path / "scratch", "mode=limit", f"resume={folder}", "eval.num_samples=2")
+    found = json.loads((folder / "limit.json").read_text())
+    assert found["rows"] == list(range(16))
+    assert found["model"] == json.loads((folder / "status.json").read_text())["model"]["sha256"]
+    first, *_, last = lines(folder / "metrics.jsonl")
+    right = [value for row in found["success"] for value in row]
+    assert first["eval/sampled_accuracy"] == pytest.approx(fmean(right))
+    rewards = [value for row in found["reward"] for value in row]
+    assert first["eval/reward"] == pytest.approx(fmean(rewards), abs=1e-6)
+    assert first["eval/kl_ref_sequence"] == pytest.approx(0, abs=1e-4)
+    text = Page(write_report(folder)).text
+    assert f"accuracy {last['eval/sampled_accuracy']:.3f}, KL " in text
+    assert "2 replies of the reference to each of 16 held-out prompts" in text
+    # Without a number it is 64 replies, and the reference that a run names.
+    config = asked(["mode=limit", f"resume={folder}"])
+    assert config["eval"]["num_samples"] == 64
+    with pytest.raises(ValueError, match="samples the reference of a run; give resume="):
+        asked(["mode=limit", "experiment=grpo_tiny"])
 
 
 def test_an_evaluation_of_several_tasks_tells_them_apart(small_run, tmp_path, capsys):

@@ -43,21 +43,46 @@ def test_the_notebook_is_kept_with_its_picture_and_names_no_place_of_a_machine()
     assert not re.search(r"/tmp/|/root/|/home/", NOTEBOOK.read_text())
 
 
-@pytest.mark.slow
-@pytest.mark.learn
-def test_the_notebook_runs_as_it_stands(tmp_path, monkeypatch):
+def executed(folder, monkeypatch, **changes: str):
+    """Return the notebook after a kernel ran it in a folder; `changes` are put in its code."""
     notebook = read()
-    for cell in notebook.cells:
-        cell.pop("outputs", None)
-        if cell.cell_type == "code":
-            cell.outputs = []
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    for cell in code:
+        cell.outputs = []
+    for old, new in changes.items():
+        (cell,) = [cell for cell in code if old in cell.source]
+        cell.source = cell.source.replace(old, new)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from nbclient import NotebookClient
 
-        place = {"metadata": {"path": str(tmp_path)}}
+        place = {"metadata": {"path": str(folder)}}
         NotebookClient(notebook, timeout=600, kernel_name="python3", resources=place).execute()
+    return notebook
+
+
+def test_every_cell_runs_and_the_picture_below_the_cell_is_that_of_the_run(
+    tmp_path, monkeypatch, small_run
+):
+    shorter = {'num_iterations": 24': 'num_iterations": 3', 'num_samples": 4': 'num_samples": 1'}
+    notebook = executed(tmp_path, monkeypatch, **shorter)
+    (folder,) = Path(tmp_path, "outputs", "grpo_own").iterdir()
+    said = lines(folder / "metrics.jsonl")
+    assert [line["progress/iteration"] for line in said] == [0, 1, 2, 3]
+    drawn = re.findall(r"iteration (\d+): task ([-\d.]+)", picture(notebook))
+    assert [(int(i), float(reward)) for i, reward in drawn] == [
+        (i, pytest.approx(line["reward/mean"], abs=5e-4)) for i, line in enumerate(said[1:], 1)
+    ]
+    evaluated = [line["eval/sampled_accuracy"] for line in (said[0], said[-1])]
+    assert accuracies(notebook) == pytest.approx(evaluated, abs=5e-3)
+    assert "KL " in "".join(out.get("text", "") for out in outputs(notebook))
+
+
+@pytest.mark.slow
+@pytest.mark.learn
+def test_the_notebook_runs_as_it_stands(tmp_path, monkeypatch):
+    notebook = executed(tmp_path, monkeypatch)
     assert "reward" in picture(notebook).lower()
     before, after = accuracies(notebook)
     assert after > before + 0.2

@@ -1,16 +1,13 @@
 """Two ranks do what one does: prompts, samples, the whole gradient, the metrics of a run."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from contracts import one_process
 from first_step import CASES, HALF, FirstStep, first_step
-from runs import ROOT, SMALL, Finished, environment, metrics, train
+from runs import SMALL, Finished, metrics, on_two_ranks, train
 from safetensors.torch import load_file
 
 
@@ -22,16 +19,7 @@ def one() -> FirstStep:
 @pytest.fixture(scope="module")
 def two(tmp_path_factory) -> FirstStep:
     folder = tmp_path_factory.mktemp("two")
-    script = str(ROOT / "tests" / "first_step.py")
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run(
-        [sys.executable, *launcher, script, str(folder)],
-        capture_output=True,
-        text=True,
-        env=environment(PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")])),
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    on_two_ranks("first_step.py", folder)
     found = json.loads((folder / "rows.json").read_text())
     tensors = {n: load_file(folder / f"{n}.safetensors") for n in ("gradients", "moved")}
     return FirstStep(**found, **tensors)

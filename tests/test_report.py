@@ -75,6 +75,29 @@ def test_the_numbers_at_the_top_have_the_reward_without_a_kl_part(tmp_path):
     assert told == "task reward 0.25 -> 1, KL to the reference 2 nats per reply, iterations 4"
 
 
+def test_a_mean_of_the_last_values_says_so_beside_the_last_value_of_a_curve(tmp_path):
+    rows = [{"reward/mean": i / 4, "kl/ref_sequence": -i * 1e-8} for i in range(1, 9)]
+    run = load_run(write_lines(tmp_path, *rows))
+    told = "reward 0.25 -> 1.88 (last 2), KL to the reference 0 nats per reply (last 2)"
+    assert summary.in_one_line(run) == f"{told}, iterations 8"
+    page = Page(write_report(tmp_path))
+    assert page.in_order(
+        "0.25 \u2192 1.88",
+        "reward, first \u2192 last 2",
+        "KL to the reference, nats per reply, last 2",
+    )
+    assert page.in_order("Reward", "2"), "the curve's own"
+
+
+@pytest.mark.parametrize(("held_out", "said"), [(40, ", of 40 prompts"), (400, ""), ("many", "")])
+def test_an_accuracy_of_few_prompts_says_of_how_many(tmp_path, held_out, said):
+    write_lines(tmp_path, {"eval/sampled_accuracy": 0.25}, {"eval/sampled_accuracy": 0.82}, begin=0)
+    write_status(tmp_path, held_out=held_out)
+    assert f"sampled accuracy{said}" in Page(write_report(tmp_path)).texts
+    told = summary.in_one_line(load_run(tmp_path)).split(", ")[0]
+    assert told == f"sampled accuracy 0.25 -> 0.82{said.lstrip(',')}"
+
+
 def test_no_text_of_the_files_is_markup(tmp_path):
     hostile = '"><script>alert(1)</script><p class="'
     notes = [{"level": hostile, "title": hostile, "text": hostile, "iteration": hostile}]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.commands.launch import launch_command, launch_command_parser
 
 import train
 from trainer.runtime import Runtime, Stopped
@@ -144,7 +145,6 @@ def test_what_accelerate_launch_always_sets_is_no_setting(tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("flags", "parts"),
     [
-        (["--cpu", "--mixed_precision", "bf16"], ["mixed_precision", "policy.autocast"]),
         (["--cpu", "--gradient_accumulation_steps=4"], ["trainer.micro_batch_tokens"]),
         (["--config_file", "accelerate.yaml"], ["fsdp", "set launch=fsdp2"]),
     ],
@@ -166,3 +166,19 @@ def test_a_flag_or_a_file_of_the_real_accelerate_launch_is_refused(flags, parts,
     assert done.returncode != 0
     assert "starting in" not in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["accelerate.yaml"]
+
+
+def test_what_the_real_accelerate_launch_puts_into_the_environment_is_refused(
+    tmp_path, monkeypatch, capfd
+):
+    monkeypatch.chdir(tmp_path)
+    flags = ["--cpu", "--mixed_precision", "bf16", "--num_processes", "1"]
+    words = [*flags, str(ROOT / "train.py"), "experiment=grpo_tiny", "policy.model=tiny"]
+    with pytest.raises(subprocess.CalledProcessError):
+        launch_command(launch_command_parser().parse_args(words))
+    out, err = capfd.readouterr()
+    (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert "mixed_precision" in line
+    assert "policy.autocast" in line
+    assert "starting in" not in out
+    assert list(tmp_path.iterdir()) == []

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from runs import train, train_here
+from runs import do, train, train_here
 from transformers import AutoTokenizer
 
 from conf.preflight_and_modes import asked
@@ -104,12 +104,11 @@ def test_a_run_its_evaluation_and_its_export_have_them(tmp_path, template):
     saved = AutoTokenizer.from_pretrained(run / "model")
     assert rendered(saved) == rendered(saved, THINKS, enable_thinking=False)
     assert "</think>" in saved.decode(rendered(saved))
-    out = train("mode=export", f"resume={run}", f"output_dir={tmp_path / 'mine'}")
-    assert out.code == 0, out.text
+    do(tmp_path / "scratch", "mode=export", f"resume={run}", f"output_dir={tmp_path / 'mine'}")
     assert rendered(AutoTokenizer.from_pretrained(tmp_path / "mine")) == rendered(saved)
     assert '`{"enable_thinking": false}`' in (tmp_path / "mine" / "README.md").read_text()
-    looked = train("mode=evaluate", f"resume={run}", f"output_dir={tmp_path / 'eval'}")
-    assert looked.code == 0, looked.text
+    do(tmp_path / "scratch", "mode=evaluate", f"resume={run}", f"output_dir={tmp_path / 'eval'}")
+    assert (tmp_path / "eval" / "eval.json").is_file()
     config = asked(["mode=chat", f"resume={run}"])
     assert config is not None
     assert config["policy"]["chat_template_kwargs"] == {"enable_thinking": False}

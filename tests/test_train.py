@@ -57,6 +57,7 @@ def test_a_run_leaves_what_the_contract_lists(small_run: Finished, cache: Path) 
     found = {"name": str(warm), "origin": "folder", "sha256": sha256(warm / "model.safetensors")}
     assert state["model"] == found
     assert state["objective"] == metrics(folder)[-1]["eval/sampled_accuracy"]
+    assert state["held_out"] == 16
     last = [line.split() for line in small_run.text.splitlines() if line.strip()][-4:]
     assert [words[0] for words in last] == ["report", "metrics", "model", "chat"]
     assert [Path(words[1]) for words in last[:3]] == [

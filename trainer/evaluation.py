@@ -7,6 +7,7 @@ labels of its rows; replies that the task dropped count nowhere.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from copy import deepcopy
 from itertools import islice
 from typing import Any
@@ -51,7 +52,8 @@ class Evaluate:
         self.keep(list(islice(task.rows("eval"), max_rows)))
         self.runtime, self.chunk, self.every = runtime, prompts_per_batch, every
         self.retrieve_kl = retrieve_kl
-        self.placement = placement_of(generator)
+        # Ranks play, and score, unequal numbers of batches.
+        self.placements = {placement_of(generator), placement_of(retrieve_kl)}
         self.settle = getattr(generator, "settle", lambda: None)  # of what is played ahead
         self.plans: list[tuple[str, ChatEnv, Generator]] = []
         for name, samples, value in (("sampled", num_samples, temperature), ("greedy", 1, 0.0)):
@@ -90,7 +92,9 @@ class Evaluate:
         `tell` hears before each batch which share of the replies is done, `hear` gets the batch:
         the plan's name, the replies and the rows that they are to.
         """
-        with self.placement.whole():
+        with ExitStack() as stack:
+            for placement in self.placements:
+                stack.enter_context(placement.whole())
             return self._play(iteration, kind, tell, hear)
 
     def _play(self, iteration: int, kind: str, tell: Any, hear: Any) -> tuple[dict, list]:

@@ -16,7 +16,7 @@ NAMES = tuple(
         "group": "zero_variance_fraction resampled",
         "response": "length_mean length_max truncated_fraction",
         "optim": "lr grad_norm early_stopped skipped_steps",
-        "eval": "sampled_accuracy greedy_accuracy reward",
+        "eval": "sampled_accuracy greedy_accuracy reward kl_ref kl_ref_sequence",
         "sync": "probe probe_before",
         "time": "collect_s sample_s score_s update_s sync_s iteration_s",
         "perf": "tokens_per_s peak_memory_gib",

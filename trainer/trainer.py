@@ -213,6 +213,7 @@ class Trainer:
         metrics = {**metrics, **scores, "progress/iteration": iteration}
         if scores:
             self.progress.objective = next(iter(scores.values()))
+            self.runtime.write_status(held_out=len(self.evaluate.rows))
         self._write(metrics)
         if records:
             self.observers.replies(records, iteration, kind=kind)

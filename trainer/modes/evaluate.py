@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from tensordict import TensorDict
+from tensordict import TensorDictBase
 
 from policies.cache import write_text
 from trainer.modes.run_weights import reference_name, take_weights
@@ -36,7 +36,7 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
     return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
 
 
-def read_replies(batch: TensorDict) -> list[dict[str, float]]:
+def read_replies(batch: TensorDictBase) -> list[dict[str, float]]:
     """Return what each reply is worth, by names of metrics; {} of one that the task dropped."""
     sampled = batch.get(("masks", "all_response_mask"))  # [B, T]
     values = {
@@ -48,7 +48,7 @@ def read_replies(batch: TensorDict) -> list[dict[str, float]]:
     parts = batch.get("reward_part", None)
     values |= {} if parts is None else {f"reward_part/{n}": v for n, v in parts.items()}
     if "kl_penalty" in batch:
-        values["kl/ref_sequence"] = (batch.get("kl_penalty") * sampled).sum(-1)
+        values["eval/kl_ref_sequence"] = (batch.get("kl_penalty") * sampled).sum(-1)
     columns = {name: value.tolist() for name, value in values.items()}  # each [B]
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     dropped = batch.get("dropped").tolist()
@@ -79,8 +79,8 @@ def tally(
         values = [v for reply in each if not math.isnan(v := reply.get(name, math.nan))]
         out |= {name: fmean(values)} if values else {}
     out["response/length_max"] = max(reply[LENGTH] for reply in each)
-    if "kl/ref_sequence" in out:
-        out["kl/ref"] = out["kl/ref_sequence"] / max(out[LENGTH], 1e-9)
+    if "eval/kl_ref_sequence" in out:
+        out["eval/kl_ref"] = out["eval/kl_ref_sequence"] / max(out[LENGTH], 1e-9)
     return out | ({"dropped_rows": dropped} if dropped else {})
 
 
@@ -93,8 +93,8 @@ def measure(loop: Trainer) -> dict[str, dict[str, float]]:
     samples = {name: env.group_size for name, env, _ in loop.evaluate.plans}
     replies: dict[str, list] = {name: [] for name in samples}
 
-    def hear(name: str, batch: TensorDict, _: list[int]) -> None:
-        replies[name] += read_replies(loop.retrieve_kl(batch) if name == "sampled" else batch)
+    def hear(name: str, batch: TensorDictBase, _: list[int]) -> None:
+        replies[name] += read_replies(batch)
 
     scores, _ = loop.evaluate(0, kind="eval", hear=hear)
     gathered, out = loop.runtime.gather(replies), {}

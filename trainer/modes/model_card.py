@@ -30,6 +30,7 @@ RESULTS = {
     "reward/mean": "reward in training, mean of a batch",
     "loss/total": "loss",
     "kl/ref_sequence": "KL to the reference, nats a reply",
+    "eval/kl_ref_sequence": "the same on held-out prompts",
     "response/length_mean": "length of a reply, tokens",
 }
 LICENSES = {

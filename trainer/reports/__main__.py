@@ -3,6 +3,7 @@
 python -m trainer.reports <run or sweep folder>                 # its page
 python -m trainer.reports <run or sweep folder> --svg run.svg   # only the picture
 python -m trainer.reports <sweep folder> --table                # its results, in Markdown
+python -m trainer.reports <run or sweep folder> --limit   # sample its reference first
 python -m trainer.reports outputs                               # the pages of all runs below
 """
 
@@ -25,6 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--svg", type=Path, help="write only the main picture to this file")
     parser.add_argument("--table", action="store_true", help="print a sweep's results in Markdown")
+    about = "replies of the reference to each held-out prompt, 64 without a number (docs/kl.md)"
+    parser.add_argument("--limit", type=int, nargs="?", const=64, metavar="N", help=about)
     args = parser.parse_args(arguments)
     runs, sweeps = find_runs(args.folder)
     if not runs and not sweeps:
@@ -42,7 +45,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"--table is of one sweep, got {args.folder}; name a multirun folder", file=sys.stderr
         )
         return 2
+    if args.limit is not None and len(runs) + len(sweeps) > 1:
+        print(f"--limit is of one run or sweep, got {args.folder} with several", file=sys.stderr)
+        return 2
     try:
+        if args.limit is not None:
+            from trainer.reports.limits import make
+
+            make((runs or sweeps)[0], args.limit)
         if args.table:
             print(as_markdown(load_sweep(sweeps[0]).jobs), end="")
         elif args.svg:
@@ -51,6 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             for path in [*map(write_report, runs), *map(write_sweep, sweeps)]:
                 print(path)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     except OSError as error:
         print(f"cannot write the report: {error.strerror}: {args.folder}", file=sys.stderr)
         return 2

@@ -277,14 +277,17 @@ def data_range(*curves: Sequence[float], least: float = 0.0) -> tuple[float, flo
     """Choose what the y axis shows: 0 when near, but no few values far above a curve's rest.
 
     A curve that lies far above the others is shown.
+
+    >>> data_range([-0.03, 1.0, 4.0]), data_range([-0.5, 4.0])  # the noise of a KL at its start
+    ((0.0, 4.0), (-0.5, 4.0))
     """
     lo, hi = min(map(min, curves)), least or -math.inf
     for values in curves:
         high = sorted(values)[int(0.9 * (len(values) - 1))]
         spiky = len(values) >= 10 and 0 < high < max(values) / 5
         hi = max(hi, 1.5 * high if spiky else max(values))
-    # A rounding error below 0 is 0: it must not open a whole step of the axis.
-    return (0.0 if -1e-3 * hi <= lo <= 0.6 * hi else lo), hi
+    # A hair below 0 is 0: it must not open a whole step of the axis.
+    return (0.0 if -1e-2 * hi <= lo <= 0.6 * hi else lo), hi
 
 
 def _thin(points: Points) -> Points:

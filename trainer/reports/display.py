@@ -239,7 +239,7 @@ class Display(Observer):
                 said.append(printable(text), style="dim" if value is None else "cyan")
             said = said if len(said) <= width else said[: width - 3].append("...")
             reward = row.get("reward")
-            tail = "" if reward is None else f"   [reward {reward:.2f}]"
+            tail = "" if reward is None else f"   [reward {reward:z.2f}]"
             self._print(Text("    -> ").append_text(said).append(tail))
 
     @property

@@ -22,6 +22,11 @@ def short(value: float) -> str:
     return f"{value:.3g}"
 
 
+def nats(value: float) -> str:
+    """Format a KL: one that is a rounding error is 0."""
+    return short(value) if abs(value) >= 1e-5 else "0"
+
+
 def duration(seconds: float) -> str:
     """Format a time.
 

@@ -8,16 +8,40 @@ Overoptimization, arXiv:2210.10760), where a distance is the root of a KL.
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from trainer.reports.chart import Axis, Chart, text_width
-from trainer.reports.sweep_jobs import REWARD, Job, Setting, grouped, start, varying
+from trainer.reports.sweep_jobs import (
+    ACCURACY,
+    HELD_REWARD,
+    REWARD,
+    Job,
+    Setting,
+    grouped,
+    start,
+    varying,
+)
+
+if TYPE_CHECKING:
+    from trainer.reports.limits import Limit, Lines
 
 AVERAGED = "last ten iterations, at most a quarter of all"
+TITLES = {
+    REWARD: ("Reward against KL to the reference", f"mean reward per reply: {AVERAGED}"),
+    ACCURACY: ("Accuracy against KL to the reference", "share of held-out replies, sampled"),
+    HELD_REWARD: ("Held-out reward against KL to the reference", "mean per held-out reply"),
+}
+WHAT = {REWARD: "reward", ACCURACY: "accuracy", HELD_REWARD: "held-out reward"}
 Box = tuple[float, float, float, float]  # left, top, right, bottom, in pixels
 
 
-def frontier(jobs: Sequence[Job], *, width: int, height: int, by: str = REWARD) -> str:
-    """Draw reward (or `by` accuracy) against KL, one labelled point per setting."""
+def frontier(
+    jobs: Sequence[Job], *, width: int, height: int, by: str = REWARD, limit: "Limit | None" = None
+) -> str:
+    """Draw reward (or `by` a held-out metric) against KL, one labelled point per setting.
+
+    Beside a held-out metric stands what no policy can pass on those prompts, if it is known.
+    """
     placed = [setting for setting in grouped(jobs) if setting.spots(by)]
     if not placed:
         raise ValueError(f"expected a job with {by} and kl/ref_sequence, got none")
@@ -28,23 +52,19 @@ def frontier(jobs: Sequence[Job], *, width: int, height: int, by: str = REWARD) 
     notes += ["hollow: beaten in both"] * any(s.finished and s not in line for s in placed)
     notes += ["dashed: unfinished"] * any(not s.finished for s in placed)
     notes += ["cross: before training"] * (begin is not None)
-    title, unit = "Reward against KL to the reference", f"mean reward per reply: {AVERAGED}"
-    if by != REWARD:
-        title, unit = "Accuracy against KL to the reference", "share of held-out replies, sampled"
+    if limit and by != REWARD:
+        notes += ["upper line: the best there is", "diamonds: best of 2, 4 ... replies"]
+    title, unit = TITLES[by]
     chart = Chart(title, unit, width=width, height=height)
     for line_of_notes in _wrapped(notes, width):
         chart.top += 15
         chart.text(2, chart.top - 4, line_of_notes)
     spots = [spot for setting in placed for spot in setting.spots(by)]
     kls, values = zip(*spots, *([begin] if begin else []), strict=True)
-    chart.axes(
-        (0.0, max(*kls, 1e-3)),
-        (min(values), max(values)),
-        x_label="KL, nats per reply (square-root scale)",
-        x_ticks=_root_ticks,
-        warp=math.sqrt,
-        inset=(12, 28),  # for the labels of the outermost points
-    )
+    lines = _limit_lines(limit, by, max(kls))
+    kl_axes(chart, max(kls), [*values, *(lines.range if lines else [])])
+    if lines:
+        lines.draw(chart, WHAT[by])
     if len(line) > 1:
         chart.path([setting.place(by) for setting in line], "stroke:var(--hue0)")
     taken: list[Box] = []  # what no label may cover: points, bars, other labels
@@ -55,6 +75,26 @@ def frontier(jobs: Sequence[Job], *, width: int, height: int, by: str = REWARD) 
     for setting in placed:
         taken += _label(chart, setting, setting.place(by), taken)
     return chart.svg()
+
+
+def kl_axes(chart: Chart, most: float, values: Sequence[float]) -> None:
+    """Draw the axes of `values` against the KL, from 0 to `most` nats."""
+    chart.axes(
+        (0.0, max(most, 1e-3)),
+        (min(values), max(values)),
+        x_label="KL, nats per reply (square-root scale)",
+        x_ticks=_root_ticks,
+        warp=math.sqrt,
+        inset=(12, 28),  # for the labels of the outermost points
+    )
+
+
+def _limit_lines(limit: "Limit | None", by: str, most: float) -> "Lines | None":
+    if limit is None or by == REWARD:
+        return None
+    from trainer.reports.limits import Lines  # here: numpy, for those that have a limit
+
+    return Lines(limit, by, most=most)
 
 
 def _wrapped(notes: Sequence[str], width: int) -> list[str]:
@@ -82,7 +122,7 @@ def pareto(settings: Sequence[Setting], by: str = REWARD) -> list[Setting]:
 def _cross(chart: Chart, kl: float, value: float) -> list[Box]:
     """Draw the model before training; return what it covers."""
     x, y = chart.x(kl), chart.y(value)
-    tip = f"<title>before training: {value:.3f}, KL {kl:.3f}</title>"
+    tip = f"<title>before training: {value:z.3f}, KL {kl:z.3f}</title>"
     shape = f'd="M{x - 5:g} {y - 5:g}l10 10m0 -10l-10 10"'
     chart.parts.append(f'<path class="bars" style="stroke-width:2" {shape}>{tip}</path>')
     return [(x - 6, y - 6, x + 6, y + 6)]
@@ -106,8 +146,7 @@ def _draw(chart: Chart, setting: Setting, by: str, *, filled: bool) -> list[Box]
     style = f"fill:{paint};stroke:var(--hue0);stroke-width:1.8{dashes}"
     several, open_ = f", {count} seeds" * (count > 1), len(setting.finished) < len(setting.jobs)
     name = f"{setting.label} ({setting.state})" if open_ else setting.label
-    what = "reward" if by == REWARD else "accuracy"
-    tip = f"{name}: {what} {value:.3f}, KL {kl:.3f}{several}"
+    tip = f"{name}: {WHAT[by]} {value:z.3f}, KL {kl:z.3f}{several}"
     chart.dot(kl, value, style, radius=4.5, tip=tip)
     return boxes
 

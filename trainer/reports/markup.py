@@ -156,6 +156,7 @@ def charts(drawn: Sequence[str], *, title: str = "", names: Sequence[str] = ()) 
     head += f'<div class="key">{"".join(key)}</div>' if names else ""
     if title and any('class="raw"' in chart for chart in drawn):
         text = "Thin: the values. Thick: their mean over a tenth of the curve around each."
+        text += "" if names else " A number beside a name: the last value."
         head += f'<p class="muted smooth">{text}</p>'
     return f'{head}<div class="charts">{"".join(drawn)}</div>'
 

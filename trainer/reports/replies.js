@@ -38,7 +38,7 @@
   const reply = (row, most) => {
     const facts = [row.name || row.rank || ""];
     for (const [key, title, unit] of [["reward", "reward", ""], ["kl", "KL", " nats"], ["advantage", "advantage", ""]])
-      if (typeof row[key] === "number") facts.push(`${title} ${short(row[key])}${unit}`);
+      if (typeof row[key] === "number") facts.push(`${title} ${short(key === "kl" && Math.abs(row[key]) < 1e-5 ? 0 : row[key])}${unit}`);
     if (row.truncated) facts.push("cut");
     const parts = Object.entries(row.parts || {}).map(([name, value]) => `${name} ${short(value)}`);
     const text = row.pieces ? make("div", "reply heat", ...tokens(row.pieces, most))

@@ -11,7 +11,7 @@ from typing import Any
 
 from trainer.reports.browser import Reply, draw, has_tokens, load_replies
 from trainer.reports.chart import escape
-from trainer.reports.formats import short
+from trainer.reports.formats import nats, short
 from trainer.runs.run_files import number
 
 PAIRS = 6
@@ -81,9 +81,13 @@ def _card(
 
 def numbers(row: Reply, name: str) -> str:
     """Return the line below a reply."""
-    named = [("reward", "reward", ""), ("kl", "KL", " nats"), ("advantage", "advantage", "")]
-    values = [(title, number(row.get(key)), unit) for key, title, unit in named]
-    texts = [f"{title} {short(value)}{unit}" for title, value, unit in values if value is not None]
+    told = {"reward": short, "kl": nats, "advantage": short}
+    values = {key: number(row.get(key)) for key in told}
+    texts = [
+        {"kl": "KL {} nats"}.get(key, f"{key} {{}}").format(told[key](value))
+        for key, value in values.items()
+        if value is not None
+    ]
     return " \u00b7 ".join([*[name] * bool(name), *texts, *["cut"] * bool(row.get("truncated"))])
 
 

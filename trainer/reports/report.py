@@ -16,6 +16,7 @@ from policies.cache import write_text
 from trainer.reports import markup, panels, summary
 from trainer.reports.chart import escape, standalone
 from trainer.reports.formats import duration
+from trainer.reports.known_limit import known_limit
 from trainer.reports.replies import sections
 from trainer.runs.redact import redact
 from trainer.runs.run_files import ITERATION, PLACES, Run, dig, load_run, number, read_status
@@ -62,7 +63,7 @@ def _body(run: Run) -> list[str]:
     config = yaml.safe_dump(redact(run.config), sort_keys=False, width=100) if run.config else ""
     changes = _changes(run)
     wrong, explained = _notes(run)
-    curves = markup.charts(panels.figures(panels.MAIN, run), title="Curves")
+    curves = markup.charts([*panels.figures(panels.MAIN, run), *_limit(run)], title="Curves")
     replies = sections(run.folder)
     early = (
         '<p class="muted">The first curves come after iteration 1; this page reloads itself.</p>'
@@ -82,6 +83,16 @@ def _body(run: Run) -> list[str]:
         f'<h2 id="configuration">Configuration</h2>{changes}' if changes else "",
         markup.folded("Whole configuration", f"<pre>{escape(config)}</pre>" if config else ""),
     ]
+
+
+def _limit(run: Run) -> Iterator[str]:
+    """Draw what was reached below what can be, if the reference was sampled (mode=limit)."""
+    if (limit := known_limit(run.folder)) is None:
+        return
+    from trainer.reports import limits  # here: numpy, for those that have a limit
+
+    if drawn := limits.picture(run, limit):
+        yield panels.figure(drawn, f"near the line ({limit.about()})", [limits.ACCURACY, limits.KL])
 
 
 def _sections(curves: str, replies: list[str], changes: str) -> list[str]:

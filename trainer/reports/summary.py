@@ -1,9 +1,10 @@
 """What a run came to, in a few numbers, and the command that goes on with it."""
 
+import re
 import shlex
 from pathlib import Path
 
-from trainer.reports.formats import duration, short
+from trainer.reports.formats import duration, nats, short
 from trainer.runs.run_files import Run, dig, number, read_yaml
 
 GAINS = {  # of those before the accuracies only the first that a run has
@@ -18,14 +19,15 @@ GAINS = {  # of those before the accuracies only the first that a run has
 
 def tiles(run: Run) -> dict[str, str]:
     """Return the few numbers that tell how a run went: first and last."""
-    out = {}
+    out, rows = {}, number(run.status.get("held_out"))
+    few = f", of {rows:g} prompts" if rows and rows < 100 else ""
     for metric, ends in _gains(run).items():
-        count = 0 if metric.startswith("eval/") else len(run.last_ten(metric))
-        name = GAINS[metric] + (f", first \u2192 last {count}" if count > 1 else "")
-        out[name] = " \u2192 ".join(map(short, ends))
-    kl = run.last_ten_mean("kl/ref_sequence")
-    if kl is not None:
-        out["KL to the reference, nats per reply"] = short(kl)
+        accuracy, count = metric.startswith("eval/"), len(run.last_ten(metric))
+        note = few if accuracy else f", first \u2192 last {count}" * (count > 1)
+        out[GAINS[metric] + note] = " \u2192 ".join(map(short, ends))
+    if kl := run.last_ten("kl/ref_sequence"):
+        note = f", last {len(kl)}" * (len(kl) > 1)
+        out[f"KL to the reference, nats per reply{note}"] = nats(sum(kl) / len(kl))
     if run.metrics:
         total = number(dig(run.config, "trainer", "num_iterations"))
         of = f" of {total:g}" if total else ""
@@ -36,11 +38,9 @@ def tiles(run: Run) -> dict[str, str]:
 
 def in_one_line(run: Run) -> str:
     """Return what a run came to for a terminal: the numbers of its tiles."""
-    told = []
-    for title, value in tiles(run).items():
-        name, _, note = title.partition(", ")  # a unit, or which values
-        told.append(f"{name} {value}" + f" {note}" * note.startswith("nats"))
-    return ", ".join(told).replace("\u2192", "->")
+    told = ((re.sub(r"[^,]*(last \d+)", r" (\1)", t).split(", "), v) for t, v in tiles(run).items())
+    each = (" ".join([name, value, *notes]) for (name, *notes), value in told)
+    return ", ".join(each).replace("\u2192", "->")
 
 
 def _gains(run: Run) -> dict[str, list[float]]:

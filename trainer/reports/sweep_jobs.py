@@ -17,7 +17,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from trainer.reports.formats import one_line, short
+from trainer.reports.formats import nats, one_line, short
+from trainer.reports.known_limit import known_limit
 from trainer.reports.markup import repeat_command
 from trainer.reports.sweep import PLACE, PLAN
 from trainer.runs.find import find_jobs
@@ -26,8 +27,10 @@ from trainer.runs.redact import redact
 from trainer.runs.run_files import PLACES, Run, dig, load_run, number, read_yaml
 
 OBJECTIVE, REWARD, KL = "objective", "reward/raw_mean", "kl/ref_sequence"
-ACCURACY = "eval/sampled_accuracy"
+ACCURACY, HELD_REWARD = "eval/sampled_accuracy", "eval/reward"
+HELD_KL, EFFICIENCY = "eval/kl_ref_sequence", "kl/efficiency"
 COLUMNS = {"objective": OBJECTIVE, "reward": REWARD, "KL": KL}
+TOLD = {"objective": short, "reward": short, "KL": nats}
 MOST = 20  # settings that the terminal lists
 FEW = 3  # of those that are tied
 
@@ -44,6 +47,11 @@ class Job:
     @property
     def state(self) -> str:
         return self.reached["state"]
+
+    def spent(self, by: str) -> float | None:
+        """Return the KL at which the job reached what is looked at; runs of old have one only."""
+        held = self.reached[HELD_KL] if by in (ACCURACY, HELD_REWARD) else None
+        return self.reached[KL] if held is None else held
 
     def called(self, keys: Sequence[str]) -> str:
         """Name the job by some of its overrides, else by its folder."""
@@ -73,8 +81,8 @@ class Setting:
         return told.removeprefix("1 ") if len(self.jobs) == 1 else told
 
     def spots(self, by: str = REWARD) -> list[tuple[float, float]]:
-        """List KL and what is looked at of its jobs."""
-        held = [(job.reached[KL], job.reached.get(by)) for job in self.finished or self.jobs]
+        """List KL and what is looked at of its jobs, both of the same prompts where they can be."""
+        held = [(job.spent(by), job.reached.get(by)) for job in self.finished or self.jobs]
         return [(kl, value) for kl, value in held if kl is not None and value is not None]
 
     def place(self, by: str = REWARD) -> tuple[float, float]:
@@ -91,7 +99,7 @@ class Setting:
     def numbers(self) -> str:
         """Tell its objective, reward and KL."""
         means = {name: self.mean(key) for name, key in COLUMNS.items()}
-        told = ", ".join(f"{name} {short(v)}" for name, v in means.items() if v is not None)
+        told = ", ".join(f"{name} {TOLD[name](v)}" for name, v in means.items() if v is not None)
         count = len(self.finished)
         return f"{told}; means of {count} seeds" if count > 1 else told
 
@@ -207,8 +215,8 @@ def results(sweep: Sweep) -> list[str]:
         made = sorted(made, key=lambda s: -(s.mean(OBJECTIVE) or -math.inf))
     cells = [["setting", "reward", "KL", "objective", "state"]]
     for setting in made[:MOST]:
-        values = [setting.mean(COLUMNS[name]) for name in cells[0][1:-1]]
-        numbers = ["-" if value is None else short(value) for value in values]
+        values = {name: setting.mean(COLUMNS[name]) for name in cells[0][1:-1]}
+        numbers = ["-" if value is None else TOLD[name](value) for name, value in values.items()]
         cells.append([one_line(setting.name, 48), *numbers, setting.state])
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     if made:
@@ -246,12 +254,14 @@ def as_markdown(jobs: Sequence[Job]) -> str:
         f"reward ({last}{before[0]})": REWARD,
         f"sampled held-out accuracy (at the end{before[1]})": ACCURACY,
         f"KL, nats per reply ({last})": KL,
+        "KL of the held-out replies": HELD_KL,
+        "KL efficiency": EFFICIENCY,
     }
     rows = [["", *(setting.name for setting in made)]]
     for name, column in names.items():
         values = [setting.mean(column) for setting in made]
         if any(value is not None for value in values):
-            rows.append([name, *("-" if v is None else f"{v:.2f}" for v in values)])
+            rows.append([name, *("-" if v is None else f"{v:z.2f}" for v in values)])
     head, *lines = [f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows]
     return "\n".join([head, "|" + "---|" * (len(made) + 1), *lines, ""])
 
@@ -271,20 +281,33 @@ def _texts(found: object) -> list[str]:
     return [item for item in found if isinstance(item, str)] if isinstance(found, list) else []
 
 
+def _efficiency(run: Run) -> float | None:
+    """Return the KL efficiency of the last evaluation, None where no limit is known."""
+    if (limit := known_limit(run.folder)) is None:
+        return None
+    from trainer.reports.limits import efficiency  # here: numpy, for those that have a limit
+
+    return efficiency(run, limit)
+
+
 def _read_job(folder: Path, run: Run) -> Job:
     name = run.folder.relative_to(folder).as_posix()
     overrides = {k: v for k, v in run.overrides.items() if k not in PLACES}
     if not overrides:  # `a=1,b=2`, the name that `job_name` gives a folder
         parts = re.split(r",(?=[\w.+~/@]+=)", name)
         overrides = dict(part.split("=", 1) for part in parts if "=" in part)
-    trained = [value for iteration, value in run.series(ACCURACY) if iteration >= 1]
+    held = {name: run.series(name)[-1:] for name in (ACCURACY, HELD_REWARD, HELD_KL)}
+    trained = {name: v for name, last in held.items() for at, v in last if at >= 1}
     coeff, ends = run.last("kl/coeff"), run.last_ten(KL) or run.last_ten("reward/mean")
     reached = {
         "state": run.state,
         OBJECTIVE: number(run.status.get("objective")),
-        ACCURACY: trained[-1] if trained else None,
+        ACCURACY: trained.get(ACCURACY),
         REWARD: run.last_ten_mean(task_reward(run)),
         KL: run.last_ten_mean(KL),
+        HELD_REWARD: trained.get(HELD_REWARD),
+        HELD_KL: trained.get(HELD_KL),
+        EFFICIENCY: _efficiency(run),
         "kl/coeff": number(dig(run.config, "kl", "coeff")) if coeff is None else coeff,
         "progress/iteration": int(run.metrics[-1]["progress/iteration"]) if run.metrics else 0,
         "iterations_averaged": len(ends),

@@ -7,17 +7,23 @@ sweep_replies.py.
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from policies.cache import write_text
 from trainer.reports import markup
 from trainer.reports.chart import Series, line_chart, standalone
-from trainer.reports.formats import duration, short
+from trainer.reports.formats import duration, nats, short
 from trainer.reports.frontier import AVERAGED, frontier
+from trainer.reports.known_limit import known_limit
 from trainer.reports.markup import escape, repeat_command
 from trainer.reports.panels import MAIN, figure, open_notes
 from trainer.reports.sweep_jobs import (
     ACCURACY,
+    EFFICIENCY,
+    HELD_KL,
+    HELD_REWARD,
+    KL,
     REWARD,
     Job,
     Setting,
@@ -35,11 +41,25 @@ from trainer.reports.sweep_jobs import (
 from trainer.reports.sweep_replies import side_by_side
 from trainer.runs.run_files import dig, number
 
+if TYPE_CHECKING:
+    from trainer.reports.limits import Limit
+
 OBJECTIVES = {  # in the order in which a run takes them
     "eval/sampled_accuracy": "held-out accuracy, sampled",
     "eval/greedy_accuracy": "held-out accuracy, greedy",
     "reward/mean": "mean reward of the last iteration, a KL in it included",
     "loss/total": "minus the loss of the last iteration",
+}
+TITLES = {  # of what the jobs reached; sweep.csv has the names of the metrics
+    ACCURACY: "accuracy",
+    REWARD: "reward",
+    KL: "KL",
+    HELD_REWARD: "held-out reward",
+    HELD_KL: "held-out KL",
+    EFFICIENCY: "KL efficiency",
+    "kl/coeff": "KL coefficient",
+    "progress/iteration": "iteration",
+    "iterations_averaged": "iterations averaged",
 }
 GOING = ("running", "starting")
 PATIENCE = 300.0  # seconds; a page that is older may be called stale
@@ -57,7 +77,10 @@ def write_sweep(folder: str | Path) -> Path:
 
 def sweep_svg(folder: str | Path) -> str:
     """Draw the frontier of a multirun folder as a standalone SVG document."""
-    drawn = frontier(load_sweep(folder).jobs, width=480, height=340)
+    sweep = load_sweep(folder)
+    limit = known_limit(sweep.folder)
+    by = ACCURACY if limit and limit.success.any() else HELD_REWARD if limit else REWARD
+    drawn = frontier(sweep.jobs, width=480, height=340, by=by, limit=limit)
     return standalone([drawn], width=480, height=340)
 
 
@@ -85,8 +108,10 @@ def _body(sweep: Sweep) -> Iterator[str]:
         yield f"<p>{markup.command(again, copy=True)}</p>" if again else ""
         yield f'<p class="muted">{escape(note)}</p>'
     if jobs:
-        drawn = _pictures(made, jobs)
+        drawn = _pictures(made, jobs, limit := known_limit(sweep.folder))
         yield f'<div class="sides"><div>{drawn}</div><div>{_table(jobs)}</div></div>'
+        if limit:
+            yield f'<p class="muted">The limit: {escape(limit.about())}; docs/kl.md</p>'
         yield from _warnings(jobs)
     begun = [setting for setting in made if any(job.run.metrics for job in setting.jobs)]
     drawn = list(_overlays(begun, varying(jobs)))
@@ -96,11 +121,11 @@ def _body(sweep: Sweep) -> Iterator[str]:
     yield f'<footer class="muted">{again}</footer>'
 
 
-def _pictures(made: Sequence[Setting], jobs: Sequence[Job]) -> str:
-    """Draw reward, and accuracy where there is one, against KL; a click changes between them."""
-    by = {"reward": REWARD, "accuracy": ACCURACY}
+def _pictures(made: Sequence[Setting], jobs: Sequence[Job], limit: "Limit | None") -> str:
+    """Draw reward, and what is held out, against KL; a click changes between them."""
+    by = {"reward": REWARD, "accuracy": ACCURACY, "held-out reward": HELD_REWARD}
     drawn = {
-        name: frontier(jobs, width=420, height=320, by=metric)
+        name: frontier(jobs, width=420, height=320, by=metric, limit=limit)
         for name, metric in by.items()
         if any(setting.spots(metric) for setting in made)
     }
@@ -140,9 +165,10 @@ def _table(jobs: Sequence[Job]) -> str:
     columns, same = columns or {"job": [job.name for job in jobs]}, []
     for title in jobs[0].reached:
         values = [job.reached[title] for job in jobs]
-        cells = [v if isinstance(v, str) else "" if v is None else short(v) for v in values]
+        told = nats if title in (KL, HELD_KL) else short
+        cells = [v if isinstance(v, str) else "" if v is None else told(v) for v in values]
         if len(jobs) > 1 and len(set(cells)) == 1:
-            same += [f"{title} {cells[0]}"] * bool(cells[0])
+            same += [f"{TITLES.get(title, title)} {cells[0]}"] * bool(cells[0])
         elif cells not in columns.values() and title.replace("/", ".") not in columns:
             columns[title] = cells  # but not kl/coeff beside kl.coeff
     first, *rest = columns
@@ -152,7 +178,8 @@ def _table(jobs: Sequence[Job]) -> str:
         drawn.append([draw(cell) for cell in columns[title]])
     text = f"the same in all jobs: {', '.join(same)}"
     note = f'<p class="muted">{escape(text)}</p>' if same else ""
-    return markup.table(columns, zip(*drawn, strict=True), sortable=True) + note
+    titles = [TITLES.get(title, title) for title in columns]
+    return markup.table(titles, zip(*drawn, strict=True), sortable=True) + note
 
 
 def _warnings(jobs: Sequence[Job]) -> Iterator[str]:
@@ -163,7 +190,7 @@ def _warnings(jobs: Sequence[Job]) -> Iterator[str]:
             found.setdefault((str(note.get("level")), str(note.get("title"))), []).append(job)
     keys = varying(jobs)
     for (level, title), those in sorted(found.items(), key=lambda item: item[0][0]):
-        links = ", ".join(_link(job, job.called(keys)) for job in those)
+        links = "; ".join(_link(job, job.called(keys)) for job in those)
         yield f'<p class="note {escape(level)}"><b>{escape(title)}</b><br>{links}</p>'
 
 

@@ -124,7 +124,7 @@ def check_rewards(played: Iteration, settings: dict[str, Any], findings: Finding
     total = batch.get("reward_raw").sum(-1)  # [B]
     findings.section(
         "Rewards",
-        f"mean {float(total.mean()):.3f}, from {float(total.min()):.3g} to "
+        f"mean {float(total.mean()):z.3f}, from {float(total.min()):.3g} to "
         f"{float(total.max()):.3g} over {len(total)} replies, in {played.rewards:.3f} s "
         f"({played.rewards / played.seconds:.0%} of the iteration)",
     )

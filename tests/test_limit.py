@@ -1,0 +1,157 @@
+"""The limit: by enumeration, by brute force and by the closed form of 0/1 rewards."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from trainer.limit import (
+    best_of,
+    curve,
+    least_kl,
+    most_kl_of_best_of,
+    optimum,
+    unsolved,
+)
+
+COEFFS = (0.2, 0.5, 1.0, 5.0)
+
+
+def enumerated(prompts: int = 3, replies: int = 6, parts: int = 60, seed: int = 0):
+    """Return counts [P, replies] of samples that are the reference exactly, and a reward each."""
+    draw = np.random.default_rng(seed)
+    chances = draw.dirichlet(np.ones(replies), size=prompts)
+    counts = np.maximum(1, np.floor(chances * (parts - replies))).astype(int)
+    counts[:, 0] += parts - counts.sum(1)
+    return counts, draw.normal(size=(prompts, replies))
+
+
+def as_samples(counts, rewards):
+    return np.stack([np.repeat(r, c) for r, c in zip(rewards, counts, strict=True)])
+
+
+def kl_and_reward(policy, reference, rewards):
+    """Return those of a distribution over replies [P, replies], by their definitions."""
+    kl = np.where(policy > 0, policy * np.log(np.maximum(policy, 1e-300) / reference), 0).sum(1)
+    return kl.mean(), (policy * rewards).sum(1).mean()
+
+
+@pytest.mark.parametrize("coeff", COEFFS)
+def test_the_optimum_is_that_of_an_ascent_over_all_distributions(coeff):
+    counts, rewards = enumerated()
+    reference = counts / counts.sum(1, keepdims=True)
+    ref, r = torch.tensor(reference), torch.tensor(rewards)
+    logits = ref.log().clone().requires_grad_()
+    climber = torch.optim.LBFGS([logits], max_iter=500, tolerance_grad=1e-12,
+                                tolerance_change=1e-16, line_search_fn="strong_wolfe")  # fmt: skip
+
+    def loss():
+        climber.zero_grad()
+        policy = logits.log_softmax(-1)
+        value = (policy.exp() * (r - coeff * (policy - ref.log()))).sum(1).mean()
+        (-value).backward()
+        return -value
+
+    for _ in range(5):
+        climber.step(loss)
+    found = logits.log_softmax(-1).exp().detach().numpy()
+    want = kl_and_reward(found, reference, rewards)
+    assert optimum(as_samples(counts, rewards), coeff) == pytest.approx(want, abs=1e-6)
+
+
+def test_no_distribution_has_more_reward_at_the_same_kl():
+    counts, rewards = enumerated(prompts=1)
+    reference = counts / counts.sum(1, keepdims=True)
+    samples, draw = as_samples(counts, rewards), np.random.default_rng(1)
+    for _ in range(300):
+        near = reference[0] ** draw.uniform(0, 2) * np.exp(rewards[0] * draw.uniform(0, 3))
+        policy = near * np.exp(draw.normal(size=6) * draw.choice([0.01, 0.3, 1]))
+        kl, reward = kl_and_reward(policy[None] / policy.sum(), reference, rewards)
+        least = least_kl(samples, reward)
+        assert least is not None
+        assert least <= kl + 1e-9
+
+
+def test_of_right_and_wrong_only_pass_rates_matter():
+    right, count = np.array([1, 5, 10, 32, 63]), 64
+    success = np.array([[1.0] * k + [0.0] * (count - k) for k in right])
+    p = right / count
+    for odds in (0.1, 1.0, 3.0, 7.0):
+        a = p * math.exp(odds) / (1 - p + p * math.exp(odds))
+        kl = (a * np.log(a / p) + (1 - a) * np.log((1 - a) / (1 - p))).mean()
+        assert optimum(success, 1 / odds) == pytest.approx((kl, a.mean()), abs=1e-12)
+        assert least_kl(success, a.mean()) == pytest.approx(kl, abs=1e-6)
+
+
+def test_what_the_reference_reaches_is_free_and_what_no_sample_shows_is_unknown():
+    success = np.array([[0.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]])
+    assert least_kl(success, 0.125) == 0.0 == least_kl(success, 0.0)
+    assert least_kl(success, 0.4999) == pytest.approx(math.log(4) / 2, rel=0.01)
+    assert least_kl(success, 0.51) is None  # one prompt of two was never solved
+    assert unsolved(success) == 1
+
+
+def test_the_best_of_k_is_the_mean_over_all_picks():
+    rewards = np.random.default_rng(0).normal(size=(2, 7))
+    for k in (1, 2, 4, 7):
+        picks = [max(pick) for row in rewards for pick in itertools.combinations(row, k)]
+        assert best_of(rewards, k) == pytest.approx(np.mean(picks))
+    success = np.array([[1.0, 1.0, 0.0, 0.0]])
+    assert best_of(success, 2) == pytest.approx(5 / 6)
+    with pytest.raises(ValueError, match="1 <= k <= 4"):
+        best_of(success, 5)
+
+
+def test_the_bound_of_best_of_k_holds_and_is_tight_without_ties():
+    """The exact KL of best-of-k of a uniform reference over m replies, each with its own reward."""
+    for k, m in itertools.product((1, 2, 4, 8), (10, 10_000)):
+        i = np.arange(1, m + 1) / m
+        chance = i**k - (i - 1 / m) ** k
+        exact = (chance * np.log(np.maximum(chance, 1e-300) * m)).sum()
+        assert exact <= most_kl_of_best_of(k) + 1e-12
+        if m > 10 * k:
+            assert exact == pytest.approx(most_kl_of_best_of(k), abs=0.01)
+    assert most_kl_of_best_of(1) == 0
+
+
+def test_no_best_of_k_passes_the_limit():
+    rewards = np.sort(np.random.default_rng(0).normal(size=(4, 512)))
+    drawn = curve(rewards, draws=0)
+    for k in (2, 4, 16):
+        at = np.interp(most_kl_of_best_of(k), drawn.kl, drawn.value)
+        assert best_of(rewards, k) <= at + 1e-3
+
+
+def test_a_curve_begins_at_the_reference_rises_and_ends_where_its_samples_do():
+    draw = np.random.default_rng(0)
+    for rewards in (draw.normal(size=(5, 64)), (draw.random((5, 64)) < 0.2).astype(float)):
+        drawn = curve(rewards)
+        assert (drawn.kl[0], drawn.value[0]) == (0.0, pytest.approx(rewards.mean()))
+        assert (np.diff(drawn.kl) > 0).all()
+        assert (np.diff(drawn.value) > 0).all()
+        assert drawn.kl[-1] <= math.log(64) - 1
+        assert (drawn.low <= drawn.high).all()
+    flat = curve(np.ones((3, 4)))
+    assert flat.kl.tolist() == [0.0]
+    assert flat.value.tolist() == [1.0]
+
+
+@pytest.mark.parametrize("odds", [math.e, math.e**3])
+def test_the_band_covers_the_truth(odds):
+    """Of 30 sets of 64 replies to eight prompts, the truth is in the 90 % band of most."""
+    p = np.linspace(0.02, 0.5, 8)
+    exact = p * odds / (1 - p + p * odds)
+    at = (exact * np.log(exact / p) + (1 - exact) * np.log((1 - exact) / (1 - p))).mean()
+    draw, inside = np.random.default_rng(3), 0
+    for seed in range(30):
+        drawn = curve((draw.random((8, 64)) < p[:, None]).astype(float), draws=40, seed=seed)
+        low, high = (np.interp(at, drawn.kl, side) for side in (drawn.low, drawn.high))
+        inside += low <= exact.mean() <= high
+    assert inside >= 23
+
+
+def test_faults_are_named():
+    with pytest.raises(ValueError, match="coefficient > 0, got 0"):
+        optimum(np.zeros((1, 2)), 0)

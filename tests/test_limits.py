@@ -1,0 +1,117 @@
+"""The limit on the pages: efficiency by hand numbers, what is drawn, and samples of a real run."""
+
+import csv
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from pages import Page, Picture, write_lines, write_status, write_words
+
+from trainer.reports.__main__ import main
+from trainer.reports.limits import read_limit
+from trainer.reports.report import write_report
+from trainer.reports.sweep_page import sweep_svg, write_sweep
+
+# Two prompts, four replies of the reference: right once, and twice.
+SUCCESS = [[1, 0, 0, 0], [1, 1, 0, 0]]
+REWARD = [[2.0, 0.0, 0.0, 0.0], [2.0, 2.0, 0.0, 0.0]]
+
+
+def least(odds: float) -> tuple[float, float]:
+    """Return accuracy and KL of the best policy by the closed form for pass rates 1/4 and 1/2."""
+    rates = (0.25, 0.5)
+    right = [p * odds / (1 - p + p * odds) for p in rates]
+    kls = [
+        a * math.log(a / p) + (1 - a) * math.log((1 - a) / (1 - p))
+        for a, p in zip(right, rates, strict=True)
+    ]
+    return sum(right) / 2, sum(kls) / 2
+
+
+def write_limit(folder: Path, success=SUCCESS, reward=REWARD) -> None:
+    (folder / "limit.json").write_text(json.dumps({"success": success, "reward": reward}))
+
+
+def write_job(
+    folder: Path, coeff: float, accuracy: float, kl: float, *, right: bool = True
+) -> None:
+    held = {"eval/kl_ref_sequence": kl, "eval/reward": 2 * accuracy}
+    last = {"kl/ref_sequence": 99.0, "reward/mean": 0.5, "kl/coeff": coeff, **held}
+    begin = {"eval/kl_ref_sequence": 0.0, "eval/reward": 0.75}
+    if right:
+        begin["eval/sampled_accuracy"], last["eval/sampled_accuracy"] = 0.375, accuracy
+    write_lines(folder, begin, last, begin=0)
+    write_status(folder, state="finished")
+    write_words(folder, f"kl.coeff={coeff}")
+
+
+def write_jobs(folder: Path, **how: bool) -> Path:
+    (folder / "multirun.yaml").write_text("hydra: {}\n")
+    accuracy, kl = least(3.0)
+    write_job(folder / "kl.coeff=1", 1.0, accuracy, 2 * kl, **how)  # for twice the price
+    write_job(folder / "kl.coeff=0", 0.0, 1.0, 3.0, **how)  # beyond what any sample shows
+    write_job(folder / "kl.coeff=9", 9.0, 0.375, 0.0, **how)  # has not moved
+    return folder
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_efficiency_is_the_least_kl_over_what_was_spent(tmp_path, right, capsys):
+    """By accuracy, and by reward where nothing is right or wrong."""
+    write_limit(write_jobs(tmp_path, right=right), SUCCESS if right else [[0] * 4] * 2)
+    page = Page(write_sweep(tmp_path))
+    with open(tmp_path / "sweep.csv", newline="") as file:
+        got = {row["kl.coeff"]: row["kl/efficiency"] for row in csv.DictReader(file)}
+    assert float(got.pop("1.0")) == pytest.approx(0.5, abs=1e-6)
+    assert got == {"0.0": "", "9.0": ""}
+    assert "KL efficiency" in page.text
+    assert "The limit: 4 replies of the reference to each of 2 held-out prompts" in page.text
+    assert main([str(tmp_path), "--table"]) == 0
+    assert "| KL efficiency | - | 0.50 | - |" in capsys.readouterr().out
+
+
+def test_points_stand_at_the_kl_of_the_replies_that_they_are_of(tmp_path):
+    write_limit(write_jobs(tmp_path))
+    drawn = Picture(sweep_svg(tmp_path))
+    accuracy, kl = least(3.0)
+    assert f"1.0: accuracy {accuracy:.3f}, KL {2 * kl:.3f}" in drawn.tips
+    best = 1 - (3 / 4 * 2 / 3 + 2 / 4 * 1 / 3) / 2  # two different ones of four, none right
+    bound = math.log(2) - 1 / 2
+    tip = f"best of 2 replies of the reference: accuracy {best:.3f}, KL at most {bound:.2f}"
+    assert tip in drawn.tips
+    # At the KL of that bound the line lies above the diamond.
+    line = next(p for p in drawn.paths("line") if len(p) > 5)
+    assert all(b[1] <= a[1] for a, b in pairwise(line)), "it rises"
+
+
+def test_a_report_draws_its_way_below_the_limit_of_its_sweep(tmp_path):
+    write_limit(write_jobs(tmp_path))
+    page = Page(write_report(tmp_path / "kl.coeff=1"))
+    drawn = page.charts()["Accuracy against KL, held-out prompts"]
+    accuracy, kl = least(3.0)
+    assert f"iteration 1: accuracy {accuracy:.3f}, KL {2 * kl:.3f}, efficiency 0.50" in drawn.tips
+    assert "iteration 0: accuracy 0.375, KL 0.000" in drawn.tips
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "{}", '{"reward": [[1, 2]], "success": [[1]]}', '{"reward": [], "success": []}',
+     '{"reward": [[1, [2]]], "success": [[1, 0]]}', '{"reward": [["x"]], "success": [[1]]}',
+     '{"reward": [[NaN]], "success": [[1]]}'],
+)  # fmt: skip
+def test_a_damaged_limit_is_none(tmp_path, text):
+    (write_jobs(tmp_path) / "limit.json").write_text(text)
+    assert read_limit(tmp_path / "limit.json") is None
+    assert "The limit" not in Page(write_sweep(tmp_path)).text
+
+
+def test_what_has_no_one_reference_is_refused(tmp_path, capsys):
+    (tmp_path / "multirun.yaml").write_text("hydra: {}\n")
+    for name in "ab":
+        write_words(write_lines(tmp_path / name, {"reward/mean": 1.0}), f"policy.model={name}")
+        write_status(tmp_path / name, state="finished")
+    assert main([str(tmp_path), "--limit"]) == 2
+    assert "expected jobs that start from one model" in capsys.readouterr().err
+    assert main([str(tmp_path / "a"), "--limit", "1"]) == 2
+    assert "at least 2 replies, got 1" in capsys.readouterr().err

@@ -1,0 +1,22 @@
+"""Whether the limit of a run or sweep is known; numpy is imported only where it is."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.runs.run_files import is_sweep
+
+if TYPE_CHECKING:
+    from trainer.reports.limits import Limit
+
+FILE = "limit.json"
+
+
+def known_limit(folder: Path) -> "Limit | None":
+    """Return the limit of a run or sweep: its own, or that of the sweep around it."""
+    around = [parent for parent in folder.resolve().parents[:3] if is_sweep(parent)]
+    found = [place / FILE for place in (folder, *around) if (place / FILE).is_file()]
+    if not found:
+        return None
+    from trainer.reports.limits import read_limit
+
+    return next(filter(None, map(read_limit, found)), None)

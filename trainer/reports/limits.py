@@ -1,0 +1,160 @@
+"""The limit beside what was reached: limit.json of a run or its sweep, drawn, and the efficiency.
+
+The samples are those of mode=limit, the maths is in trainer/limit.py.
+"""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+
+import numpy as np
+
+from trainer.limit import Array, Curve, best_of, curve, least_kl, most_kl_of_best_of, unsolved
+from trainer.reports.chart import Chart, escape
+from trainer.runs.run_files import Run, is_sweep, parse_line
+
+ACCURACY, REWARD, KL = "eval/sampled_accuracy", "eval/reward", "eval/kl_ref_sequence"
+HUE = "var(--hue3)"
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What replies of the reference to the held-out prompts are worth, [prompts, replies] each."""
+
+    reward: Array
+    success: Array
+
+    def of(self, metric: str) -> Array:
+        """Return the values of which a metric is the mean."""
+        return self.success if metric == ACCURACY else self.reward
+
+    def efficiency(self, metric: str, value: float, kl: float) -> float | None:
+        """Return the least KL for a value / that which was spent; None where either is unknown.
+
+        The samples do not tell the KL of what hardly any of them reaches.
+        """
+        least = least_kl(self.of(metric), value)
+        return None if least is None or kl <= 1e-3 else least / kl
+
+    def about(self) -> str:
+        """Say what it was drawn from."""
+        prompts, replies = self.success.shape
+        text = f"{replies} replies of the reference to each of {prompts} held-out prompts"
+        if self.success.any():
+            text += f", of which it is right in {self.success.mean():.2f}"
+            text += f"; {none} prompts never" if (none := unsolved(self.success)) else ""
+        return text
+
+
+def read_limit(path: Path) -> Limit | None:
+    """Read a limit.json, None of a damaged one."""
+    found = parse_line(path.read_text(encoding="utf-8", errors="replace"))
+    try:
+        made = [np.array(found and found[name], dtype=np.float64) for name in ("reward", "success")]
+    except (TypeError, KeyError, ValueError):
+        return None
+    sound = made[0].shape == made[1].shape and made[0].ndim == 2 and made[0].size
+    return Limit(*made) if sound and np.isfinite(made).all() else None
+
+
+def held_out(run: Run) -> Iterator[tuple[float, str, float, float]]:
+    """Yield iteration, metric, value and KL of the evaluations that measured both.
+
+    The metric is the accuracy where the task has one, else the reward.
+    """
+    metric = ACCURACY if any(v for _, v in run.series(ACCURACY)) else REWARD
+    spent = dict(run.series(KL))
+    for iteration, value in run.series(metric):
+        if iteration in spent:
+            yield iteration, metric, value, spent[iteration]
+
+
+def efficiency(run: Run, limit: Limit) -> float | None:
+    """Return the KL efficiency of the last evaluation."""
+    found = list(held_out(run))
+    return limit.efficiency(*found[-1][1:]) if found else None
+
+
+class Lines:
+    """What a picture shows of a limit, as far as the points in it go: `most` nats."""
+
+    def __init__(self, limit: Limit, metric: str, *, most: float) -> None:
+        self.values, drawn = limit.of(metric), curve(limit.of(metric))
+        inside = drawn.kl <= most
+        self.curve = Curve(*(side[inside] for side in vars(drawn).values()))
+        count = self.values.shape[1]
+        powers = takewhile(lambda k: 2 * k <= count, (2**i for i in range(1, 20)))
+        self.best = [
+            (k, bound, best_of(self.values, k))
+            for k in powers
+            if (bound := most_kl_of_best_of(k)) <= most
+        ]
+
+    @property
+    def range(self) -> list[float]:
+        """Return what the axis of the values should hold."""
+        return [*self.curve.value.tolist(), *(value for _, _, value in self.best)]
+
+    def draw(self, chart: Chart, what: str) -> None:
+        """Draw the optimum with its band, and the best of n replies."""
+        kl = self.curve.kl.tolist()
+        sides = (self.curve.high.tolist(), self.curve.low.tolist()[::-1])
+        outline = [*zip(kl, sides[0], strict=True), *zip(kl[::-1], sides[1], strict=True)]
+        chart.path(outline, f"fill:{HUE};opacity:0.18;stroke:none", kind="area")
+        chart.path(zip(kl, self.curve.value.tolist(), strict=True), f"stroke:{HUE}")
+        for k, bound, value in self.best:
+            x, y = chart.x(bound), chart.y(value)
+            tip = (
+                f"best of {k} replies of the reference: {what} {value:.3f}, KL at most {bound:.2f}"
+            )
+            shape = f'd="M{x} {y - 5:g}l5 5l-5 5l-5 -5z" style="fill:{HUE}"'
+            chart.parts.append(f"<path {shape}><title>{escape(tip)}</title></path>")
+
+
+def picture(run: Run, limit: Limit, *, width: int = 360, height: int = 260) -> str:
+    """Draw the way of a run, evaluation by evaluation, below what no policy can pass."""
+    from trainer.reports.frontier import kl_axes  # here: a run without a limit needs none of it
+
+    points = list(held_out(run))
+    if not points:
+        return ""
+    metric = points[0][1]
+    what = "accuracy" if metric == ACCURACY else "reward"
+    kls, values = [max(kl, 0.0) for *_, kl in points], [value for _, _, value, _ in points]
+    lines = Lines(limit, metric, most=max(*kls, 0.5))
+    title = f"{what.capitalize()} against KL, held-out prompts"
+    chart = Chart(title, "line: the best there is; diamonds: best of 2, 4 ... replies",
+                  width=width, height=height)  # fmt: skip
+    kl_axes(chart, max(*kls, 0.5), [*values, *lines.range])
+    lines.draw(chart, what)
+    chart.path(zip(kls, values, strict=True), "stroke:var(--hue0)")
+    for iteration, _, value, kl in points:
+        got = limit.efficiency(metric, value, kl)
+        share = "" if got is None else f", efficiency {got:.2f}"
+        tip = f"iteration {iteration:g}: {what} {value:.3f}, KL {kl:z.3f}{share}"
+        chart.dot(max(kl, 0.0), value, "fill:var(--hue0)", radius=4, tip=tip)
+    return chart.svg()
+
+
+def make(folder: Path, samples: int) -> None:
+    """Sample the reference of a run, or of a sweep whose jobs share it, into its folder."""
+    import subprocess
+
+    from trainer.reports.sweep_jobs import load_sweep, other_starts
+
+    run = folder
+    if is_sweep(folder):
+        jobs = load_sweep(folder).jobs
+        if not jobs or other_starts(jobs):
+            raise ValueError(
+                "expected jobs that start from one model on one task, got others; name one of them"
+            )
+        run = next((job.run.folder for job in jobs if job.run.metrics), jobs[0].run.folder)
+    script = Path(__file__).parents[2] / "train.py"
+    words = ["mode=limit", f"resume={run}", f"eval.num_samples={samples}", f"output_dir={folder}"]
+    if samples < 2:
+        raise ValueError(f"expected --limit of at least 2 replies, got {samples}")
+    if code := subprocess.run([sys.executable, str(script), *words]).returncode:
+        raise ValueError(f"{run} was not sampled: see above (exit code {code})")
