@@ -6,7 +6,6 @@ The parent checks the configuration and starts a fresh process per rank; it impo
 
 import os
 import sys
-from functools import partial
 from pathlib import Path
 
 try:
@@ -27,13 +26,15 @@ def train(cfg: DictConfig, folder: Path) -> float:
 
     algorithm, total, opt = cfg.algorithm, cfg.trainer.num_iterations, cfg.optimizer
     steps = total * algorithm.epochs * algorithm.minibatches
-    with parts.make_runtime(cfg, folder) as runtime:
+    kinds = {"ddp": "trainer.Runtime", "fsdp2": "trainer.shards.ShardedRuntime"}
+    kind = parts.find_target(kinds[cfg.launch.strategy])
+    with kind(folder, **parts.keys_for(kind, cfg, cfg.policy, cfg.launch)) as runtime:
         runtime.write_status(machine=about_machine(runtime.device, runtime.ranks))
         task = parts.make_task(cfg.env)  # data that is not there is told before a model is loaded
         # So are faults in a reward of one's own, in a file or given to trainer.train.
         if cfg.allow_targets or "envs.rewards.Given" in str(cfg.env.rewards):
             parts.find_target("envs.reward_trial.try_reward")(task)
-        policy = runtime.load(partial(parts.make_policy, cfg.policy))
+        policy = runtime.load(lambda **at: parts.make_policy(cfg.policy, **at))
         runtime.write_status(model=policy.found.about())
         leash = parts.make_leash(cfg)
         reference = parts.make_reference(cfg, policy)
@@ -46,8 +47,8 @@ def train(cfg: DictConfig, folder: Path) -> float:
         made |= {"env": parts.make_env(cfg, task, policy), "leash": leash}
         source = parts.make_source(cfg, ahead, **made)
         advantage = parts.build(algorithm.advantage, algorithm, cfg.trainer, **made)
-        make = partial(trainer.make_optimizer, **parts.keys_for(trainer.make_optimizer, opt))
-        scorer, optimizer = runtime.prepare(policy, make, reference, advantage)
+        settings = parts.keys_for(make := trainer.make_optimizer, opt)
+        scorer, optimizer = runtime.prepare(policy, make, settings, reference, advantage)
         loop = trainer.Trainer(
             runtime=runtime,
             policy=policy,

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from policies.load import load_policy, load_reference
 from policies.models import EMBEDDED
+from policies.sharding import held_bytes
 from trainer.memory import status_bytes
 from trainer.modes.preflight.footprint import Peak
 from trainer.objectives import SFTObjective
@@ -70,7 +71,7 @@ def measure(args: argparse.Namespace) -> None:
         make = partial(load_policy, args.model, dtype=args.dtype, max_new_tokens=2)
         policy = runtime.load(make)
         reference = load_reference(policy)
-        scorer, optimizer = runtime.prepare(policy, partial(make_optimizer, lr=1e-6), reference)
+        scorer, optimizer = runtime.prepare(policy, make_optimizer, {"lr": 1e-6}, reference)
         update = Update(scorer, optimizer, SFTObjective(), runtime, lr=lambda step: 1e-6)
         batch, peaks = rows(args.tokens, policy.device), Peak(runtime.device)
         for _ in range(2):
@@ -81,7 +82,7 @@ def measure(args: argparse.Namespace) -> None:
         gc.collect()
         Peak(runtime.device, trim=True)
         after = status_bytes("VmRSS") - start
-        size = policy.scorer.placement.size
+        size = held_bytes
         sampling = Peak(runtime.device, trim=True)
         with policy.scorer.placement.whole():
             pass

@@ -91,15 +91,6 @@ def data_arguments(env: Section) -> dict[str, Any]:
     return {key: env[key] for key in DATA if key in env and key in names and key not in env["task"]}
 
 
-def make_runtime(cfg: DictConfig, folder: Path) -> Any:
-    """Return the ranks of a run: each holds the whole model, or with launch=fsdp2 a part of it."""
-    given = {"seed": cfg.seed, "device": cfg.policy.device}
-    if cfg.launch.strategy == "ddp":
-        return find_target("trainer.Runtime")(folder, **given)
-    make = find_target("trainer.shards.ShardedRuntime")
-    return make(folder, **given, offload=cfg.launch.offload)
-
-
 def make_policy(node: Section, **parts: Any) -> Any:
     """Return the policy that a node names; what samples for it is `make_generator`'s."""
     return build({k: v for k, v in node.items() if k not in ENGINE}, where="policy", **parts)

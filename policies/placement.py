@@ -26,10 +26,7 @@ class Placement:
         return nullcontext()
 
     def plain(self, *, here: bool = True, keep: bool = False) -> AbstractContextManager[None]:
-        """Have ordinary tensors for weights inside, to save or, with `keep`, to load them.
-
-        All ranks go through it together; who says it needs none `here` may get empty ones.
-        """
+        """Have plain weights inside, on all ranks together: to save `here`, or load and `keep`."""
         return nullcontext()
 
     def forwards(self, count: int) -> AbstractContextManager[int]:
@@ -47,10 +44,6 @@ class Placement:
     def master(self, name: str, weight: Tensor) -> dict[str, Tensor]:
         """Return {"master": ...} of a weight that is saved rounder than it is trained."""
         return {}
-
-    def size(self, tensor: Tensor) -> int:
-        """Return the bytes of a tensor that this rank holds."""
-        return tensor.numel() * tensor.element_size()
 
 
 HERE = Placement()

@@ -90,6 +90,12 @@ def _part(layers: list[nn.Module]) -> None:
         seen |= own
 
 
+def held_bytes(tensor: Tensor) -> int:
+    """Return the bytes of what this rank holds of a tensor."""
+    mine: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return mine.numel() * mine.element_size()
+
+
 def trained_half(scorer: Scorer) -> torch.dtype | None:
     """Return the half precision of a scorer's weights, if such are trained: it is that of all."""
     apart = {id(p) for p in scorer.critic.head.parameters()} if scorer.critic is not None else set()
@@ -202,6 +208,9 @@ class Shards(Placement):
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Gather all weights and keep them inside the block."""
+        if self.held:
+            yield
+            return
         units = [m for m in self.scorer.modules() if isinstance(m, FSDPModule)]
         self.scorer.within(lambda: None)  # the root's hooks, which make it the root
         self.held = True
@@ -273,7 +282,3 @@ class Shards(Placement):
     def master(self, name: str, weight: Tensor) -> dict[str, Tensor]:
         """Return the weight as it is trained, where it is saved in half precision."""
         return {"master": weight.detach()} if name in self.rounded else {}
-
-    def size(self, tensor: Tensor) -> int:
-        """Return the bytes of this rank's part of a tensor."""
-        return super().size(tensor.to_local() if isinstance(tensor, DTensor) else tensor)

@@ -6,7 +6,6 @@ Everything that saves, loads, copies or hands over weights asks `weights_of` and
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from policies.cache import share
@@ -44,28 +43,11 @@ class ModelWeights:
         """Write what training has moved into the folder of a checkpoint."""
         self.export(folder / "model", tokenizer)
 
-    @torch.no_grad()
     def load(self, folder: Path, *, base: str = "") -> None:
         """Read what `save` or `export` wrote; another model's is a ValueError."""
-        from safetensors.torch import load_file
+        from policies.saved_weights import load_weights  # here: most runs begin
 
-        found: dict[str, Tensor] = {}
-        for path in sorted((folder / "model").glob("*.safetensors")):
-            found |= load_file(path)
-        mine = self.model.state_dict()
-        missing = [name for name in mine if name not in found]
-        unexpected = [name for name in found if name not in mine]
-        unexpected += [n for n in found if n in mine and found[n].shape != mine[n].shape]
-        ties = self.model.config.tie_word_embeddings
-        tied = getattr(self.model, "_tied_weights_keys", None) if ties else ()
-        missing = [name for name in missing if name not in (tied or ())]
-        if missing or unexpected:
-            raise ValueError(
-                f"{folder} does not fit the model: missing {missing[:3]}, unexpected "
-                f"{unexpected[:3]}; resume with the run's own config"
-            )
-        for name, weight in found.items():  # load_state_dict would tell shards of it
-            mine[name].copy_(weight)
+        load_weights(self.model, folder)
 
 
 def weights_of(scorer: Scorer) -> ModelWeights:

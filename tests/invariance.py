@@ -156,7 +156,7 @@ def gradient(
     made = shards.ShardedRuntime("/tmp") if spread else runtime
     keep = partial(Keep, lr=0.0)
     scorer, optimizer = made.prepare(
-        policy, lambda scorer: keep(scorer.parameters()), step.reference, advantage
+        policy, lambda scorer: keep(scorer.parameters()), {}, step.reference, advantage
     )
     update = Update(
         scorer,

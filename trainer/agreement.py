@@ -18,11 +18,8 @@ def checksums(module: nn.Module) -> dict[str, int]:
     >>> checksums(nn.Linear(1, 1, bias=False).bfloat16().requires_grad_(False))
     {}
     """
-    trained = {
-        name: p
-        for name, p in module.named_parameters()
-        if p.requires_grad and not hasattr(p, "full_tensor")
-    }
+    every = module.named_parameters()
+    trained = {n: p for n, p in every if p.requires_grad and not hasattr(p, "full_tensor")}
     sums = [
         p.detach().view(BITS[p.dtype.itemsize]).sum(dtype=torch.int64) for p in trained.values()
     ]

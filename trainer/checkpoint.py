@@ -15,16 +15,15 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from policies.cache import flush, read_manifest, write_manifest
+from policies.placement import placement_of
 from policies.roles import Policy
 from policies.weights import weights_of
 from trainer.agreement import check_agreement
@@ -72,7 +71,8 @@ class Checkpoints:
         check_agreement(self.policy.scorer, self.runtime, iteration=iteration)
         main = self.runtime.is_main
         moments = self._moments(here=main)
-        with self._plain(here=main):
+        theirs = placement_of(self.reference).plain(here=main)
+        with self.policy.scorer.placement.plain(here=main), theirs:
             self.runtime.at("save" if main else "wait")
             if main:
                 self._write(iteration, state, moments)
@@ -81,7 +81,7 @@ class Checkpoints:
 
     def _write(self, iteration: int, state: dict[str, Any], moments: dict[str, Tensor]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._clear()
+        self.clear()
         target = self.folder / f"iteration_{iteration:06d}"
         part = self.folder / f".part-{target.name}"
         part.mkdir()
@@ -99,17 +99,7 @@ class Checkpoints:
         flush(self.folder)
         self._prune(target)
 
-    @contextmanager
-    def _plain(self, **how: bool) -> Iterator[None]:
-        """Have ordinary weights to read and write inside; every rank goes through it together."""
-        scorers = self.policy.scorer, self.reference.scorer
-        places = dict.fromkeys(scorer.placement for scorer in scorers if scorer is not None)
-        with ExitStack() as stack:
-            for placement in places:
-                stack.enter_context(placement.plain(**how))
-            yield
-
-    def _clear(self) -> None:
+    def clear(self) -> None:
         """Remove what an interrupted save or removal left."""
         for kind in ("part", "trash"):
             for leftover in self.folder.glob(f".{kind}-*"):
@@ -118,15 +108,15 @@ class Checkpoints:
     def _save_weights(self, folder: Path) -> None:
         """Write all weights that are others than at the start of the run."""
         weights = weights_of(self.policy.scorer)
-        weights.save(folder, self.policy.tokenizer, base=_base(self.policy))
-        if critic := self._critic():
+        weights.save(folder, self.policy.tokenizer, base=base_of(self.policy))
+        if critic := self.critic():
             save_file(critic, folder / CRITIC)
         if moved := self.reference.state_dict():
             save_file(moved, folder / REFERENCE)
         if self.ahead is not None:
             self.ahead.save(folder)
 
-    def _critic(self) -> dict[str, Tensor]:
+    def critic(self) -> dict[str, Tensor]:
         """Return the critic's weights that are trained: the others are the frozen policy's."""
         critic = self.policy.scorer.critic
         named = () if critic is None else critic.named_parameters()
@@ -135,7 +125,7 @@ class Checkpoints:
     def _moments(self, *, here: bool = True) -> dict[str, Tensor]:
         """Return the optimiser's state as named tensors, nothing unless `here`."""
         out, placement = {}, self.policy.scorer.placement
-        for name, param in _named(self.optimizer, self.policy):
+        for name, param in trained_by(self.optimizer, self.policy):
             if state := self.optimizer.state.get(param, {}):
                 for key, value in (state | placement.master(name, param)).items():
                     whole = placement.gather(torch.as_tensor(value).detach())
@@ -144,61 +134,21 @@ class Checkpoints:
 
     def restore(self, folder: Path) -> dict[str, Any]:
         """Load weights and optimiser from a verified checkpoint; return its state."""
-        if self.runtime.is_main:
-            self._clear()
-        self.restore_weights(folder, critic=True)
-        saved, placement = load_file(folder / "optimizer.safetensors"), self.policy.scorer.placement
-        for name, param in _named(self.optimizer, self.policy):
-            prefix = f"{name}/"
-            found = {k[len(prefix) :]: v for k, v in saved.items() if k.startswith(prefix)}
-            if found:
-                state = {k: placement.scatter(v, param) for k, v in found.items()}
-                for own in placement.master(name, param).values():
-                    own.copy_(state.pop("master", own))
-                self.optimizer.state[param] = state
-        state = json.loads((folder / "state.json").read_text())
-        self.last = state["iteration"]
-        if self.ahead is not None:
-            self.lacks = self.ahead.restore(folder, state.get("version", self.last))
-        return state
+        from trainer.resuming import restore  # here: most runs begin
 
-    def restore_weights(self, folder: Path, *, critic: bool = False) -> None:
+        return restore(self, folder)
+
+    def restore_weights(self, folder: Path) -> None:
         """Load policy and reference from a checkpoint, the policy also from a finished run."""
-        with self._plain(keep=True):
-            weights_of(self.policy.scorer).load(folder, base=_base(self.policy))
-            if (folder / REFERENCE).is_file():
-                self.reference.load_state_dict(load_file(folder / REFERENCE))
-            if critic:
-                self._restore_critic(folder / CRITIC)
+        from trainer.resuming import restore_weights
 
-    def _restore_critic(self, path: Path) -> None:
-        if mine := self._critic():
-            critic = load_file(path)
-            if critic.keys() != mine.keys():
-                raise ValueError(f"{path} is another critic's; start a new run")
-            for name, weight in mine.items():
-                weight.copy_(critic[name])
+        restore_weights(self, folder)
 
     def newest(self) -> Path | None:
-        """Return the newest checkpoint that verifies, None where there is none at all.
+        """Return the newest checkpoint that verifies, None where there is none at all."""
+        from trainer.resuming import newest
 
-        Rank 0 looks and the others take its choice. Nothing but damaged ones is a ValueError.
-        """
-        found, damaged = None, []
-        for folder in reversed(saved_in(self.folder)):
-            if not self.runtime.is_main:
-                break
-            if read_state(folder) is not None:
-                found = folder
-                break
-            damaged.append(folder.name)
-        found, self.skipped = self.runtime.gather((found, damaged))[0]
-        if found is None and self.skipped:
-            raise ValueError(
-                f"expected a sound checkpoint in {self.folder}, got only damaged ones "
-                f"({', '.join(self.skipped)}); put a copy back, or remove them to start over"
-            )
-        return found
+        return newest(self)
 
     def _prune(self, newest: Path) -> None:
         """Keep what was asked for. Later iterations than the newest were found damaged: they go."""
@@ -247,10 +197,10 @@ def save_model(policy: Policy, folder: Path, *, here: bool = True) -> None:
     """
     with policy.scorer.placement.plain(here=here):
         if here:
-            weights_of(policy.scorer).export(folder, policy.tokenizer, base=_base(policy))
+            weights_of(policy.scorer).export(folder, policy.tokenizer, base=base_of(policy))
 
 
-def _base(policy: Policy) -> str:
+def base_of(policy: Policy) -> str:
     """Return the sha256 of the weights that a policy started from."""
     return policy.found.sha256 if hasattr(policy, "found") else ""
 
@@ -269,7 +219,7 @@ def remove(path: Path) -> None:
     shutil.rmtree(path) if is_folder else path.unlink(missing_ok=True)
 
 
-def _named(optimizer: torch.optim.Optimizer, policy: Policy):
+def trained_by(optimizer: torch.optim.Optimizer, policy: Policy):
     """Return (name, parameter) of what the optimiser trains, of the scorer and its critic."""
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     return [(n, p) for n, p in policy.scorer.named_parameters() if id(p) in trained]

@@ -7,7 +7,6 @@ labels of its rows; replies that the task dropped count nowhere.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from copy import deepcopy
 from itertools import islice
 from typing import Any
@@ -52,8 +51,7 @@ class Evaluate:
         self.keep(list(islice(task.rows("eval"), max_rows)))
         self.runtime, self.chunk, self.every = runtime, prompts_per_batch, every
         self.retrieve_kl = retrieve_kl
-        # Ranks play, and score, unequal numbers of batches.
-        self.placements = {placement_of(generator), placement_of(retrieve_kl)}
+        self.placements = placement_of(generator), placement_of(retrieve_kl)
         self.settle = getattr(generator, "settle", lambda: None)  # of what is played ahead
         self.plans: list[tuple[str, ChatEnv, Generator]] = []
         for name, samples, value in (("sampled", num_samples, temperature), ("greedy", 1, 0.0)):
@@ -92,9 +90,7 @@ class Evaluate:
         `tell` hears before each batch which share of the replies is done, `hear` gets the batch:
         the plan's name, the replies and the rows that they are to.
         """
-        with ExitStack() as stack:
-            for placement in self.placements:
-                stack.enter_context(placement.whole())
+        with self.placements[0].whole(), self.placements[1].whole():  # batches differ by rank
             return self._play(iteration, kind, tell, hear)
 
     def _play(self, iteration: int, kind: str, tell: Any, hear: Any) -> tuple[dict, list]:

@@ -37,8 +37,7 @@ class Reference:
         self.every, self.decay = every, decay
         self.moved = False
         self.policy = policy
-        half = [name for name, (theirs, _) in self.pairs.items() if theirs.dtype.itemsize < 4]
-        if decay and half:
+        if any(theirs.dtype.itemsize < 4 for theirs, _ in self.pairs.values()) and decay:
             raise ValueError(
                 f"kl.refresh_decay={decay} would round away in half-precision weights; use "
                 "policy.dtype=float32 with policy.autocast=bfloat16, or a reset (refresh_decay=0)"

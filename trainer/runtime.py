@@ -107,9 +107,9 @@ class Runtime:
         """Return the policy that `make` loads, on this rank's device."""
         return make(device=str(self.device))
 
-    def prepare(self, policy: Any, make: Callable[..., Any], *others: Any) -> Any:
-        """Return the scorer as an update calls it, and the optimizer that `make` makes."""
-        return self.accelerator.prepare(policy.scorer, make(policy.scorer))
+    def prepare(self, policy: Any, make: Callable, settings: dict[str, Any], *others: Any) -> Any:
+        """Return the scorer as an update calls it, and its optimizer: make(scorer, **settings)."""
+        return self.accelerator.prepare(policy.scorer, make(policy.scorer, **settings))
 
     def clip(self, weights: Iterable[Tensor], limit: float) -> float:
         """Scale the gradients of weights to a norm of at most `limit`; return what it was."""

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from policies.roles import Policy
 from policies.scorer import Scorer
-from policies.sharding import Unspread, shard, share
+from policies.sharding import Unspread, held_bytes, shard, share
 from trainer.runtime import Runtime
 
 
@@ -20,10 +20,17 @@ class ShardedRuntime(Runtime):
     `offload`: the CPU keeps that part, and ranks on GPUs also meet by tensors on the CPU.
     """
 
-    def __init__(self, folder: str | Path, *, offload: bool = False, **given: Any) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        seed: int = 0,
+        device: str | None = None,
+        offload: bool = False,
+    ) -> None:
         if offload and int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            _join_on_both(cpu=given.get("device") == "cpu" or not torch.cuda.is_available())
-        super().__init__(folder, **given)
+            _join_on_both(cpu=device == "cpu" or not torch.cuda.is_available())
+        super().__init__(folder, seed=seed, device=device)
         self.offload = offload
 
     def load(self, make: Callable[..., Policy]) -> Policy:
@@ -34,10 +41,10 @@ class ShardedRuntime(Runtime):
         policy.scorer.placement = Unspread(self.device)
         return policy
 
-    def prepare(self, policy: Policy, make: Callable[..., Any], *others: Any) -> Any:
+    def prepare(self, policy: Any, make: Callable, settings: dict[str, Any], *others: Any) -> Any:
         """Spread the policy and those of `others` that have a scorer, then make the optimizer."""
         if self.ranks == 1:
-            return super().prepare(policy, make)
+            return super().prepare(policy, make, settings)
         mesh, own = init_device_mesh(self.device.type, (self.ranks,)), policy.scorer
         shard(own, mesh, offload=self.offload)
         found = {id(part.scorer): part.scorer for part in others if hasattr(part, "scorer")}
@@ -49,7 +56,7 @@ class ShardedRuntime(Runtime):
             else:
                 shard(scorer, mesh, offload=self.offload)
         own.placement.about = _about(policy, self.offload)
-        return own, make(own)
+        return own, make(own, **settings)
 
 
 def _join_on_both(*, cpu: bool) -> None:
@@ -64,7 +71,7 @@ def _about(policy: Policy, offload: bool) -> str:
     """Say what a rank holds, and what gathering it takes."""
     own: Any = policy.scorer
     every = sum(p.numel() * p.element_size() for p in own.parameters())
-    each, half = sum(map(own.placement.size, own.parameters())), own.placement.half
+    each, half = sum(map(held_bytes, own.parameters())), own.placement.half
     whole = sum(p.numel() * (half or p.dtype).itemsize for p in policy.model.parameters())
     where = ", on the CPU" if offload else ""
     return (

@@ -17,7 +17,7 @@ import gc
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDictBase
@@ -281,45 +281,9 @@ class Trainer:
 
     def resume(self) -> None:
         """Go back to the newest checkpoint that verifies; without any, to the start."""
-        newest = self.checkpoints.newest()
-        if newest is not None:
-            self._restore(self.checkpoints.restore(newest))
-        if (done := self.progress.iteration) > self.num_iterations:
-            raise ValueError(
-                f"expected a checkpoint of at most trainer.num_iterations={self.num_iterations}, "
-                f"got {newest}; give a larger number, or move it away"
-            )
-        skipped = ", ".join(self.checkpoints.skipped)
-        text = f"from iteration {done}{f', skipped damaged {skipped}' if skipped else ''}"
-        text += f"; {self.checkpoints.lacks}" if self.checkpoints.lacks else ""
-        text = text if newest else "from iteration 0, there is no checkpoint"
-        self.runtime.status["resumed"] = text
-        again = done == 0 or self.progress.unevaluated is not None
-        self.observers.resume(done, text, again=again, seconds=self.progress.seconds)
+        from trainer.resuming import resume  # here: most runs begin
 
-    def _restore(self, state: dict[str, Any]) -> None:
-        if state["reference"] != self.retrieve_kl.sha256:
-            raise ValueError(
-                f"expected the reference {state['reference'][:12]} of this run, got "
-                f"{self.retrieve_kl.sha256[:12]}; put the old model back, or start a new run"
-            )
-        for key, sha in state.get("data", {}).items():
-            if self.data.get(key, sha) != sha:
-                raise ValueError(
-                    f"expected the data of {key} that this run began with ({sha[:12]}), got other "
-                    f"({self.data[key][:12]}); put the old file back, or start a new run"
-                )
-        self.update.load_state_dict(state["update"])
-        self.leash.controller.load_state_dict(state["kl"])
-        if self.enough and "enough" in state:
-            self.enough.load_state_dict(state["enough"])
-            if self.enough.ended:  # but the final model was not written
-                self.num_iterations = state["iteration"]
-                self.runtime.write_status(ended=self.enough.ended)
-        names = [part.name for part in fields(Progress)]
-        self.progress = Progress(**{name: state[name] for name in names if name in state})
-        self.runtime.started -= self.progress.seconds
-        self.policy.version = state.get("version", self.progress.iteration)
+        resume(self)
 
 
 class Clock:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from policies.models import has_adapter
 from policies.packing import pack_rows
-from policies.placement import HERE
+from policies.sharding import held_bytes
 from trainer.modes.preflight.footprint import memory_of
 from trainer.modes.preflight.play import Findings, Iteration, Phase
 from trainer.reports.formats import duration
@@ -29,7 +29,7 @@ def held(loop: Trainer, *, whole: bool = False) -> dict[str, int]:
 
     `whole`: of what all ranks hold together, where each has a part.
     """
-    size = HERE.size if whole else loop.policy.scorer.placement.size
+    size = _whole_bytes if whole else held_bytes
     own = {id(p): p for p in loop.policy.scorer.parameters()}
     theirs = loop.retrieve_kl.scorer
     others = () if theirs is None else [p for p in theirs.parameters() if id(p) not in own]
@@ -41,6 +41,10 @@ def held(loop: Trainer, *, whole: bool = False) -> dict[str, int]:
         "optimizer": sum(map(size, moments)),
         "gradients": sum(size(p) for p in own.values() if p.requires_grad),
     }
+
+
+def _whole_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def check_memory(
