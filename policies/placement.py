@@ -1,7 +1,4 @@
-"""Where the weights of a scorer are: here, all of them; policies/sharding.py has the other answer.
-
-Who samples, scores in parts, copies, saves or loads asks a scorer's `placement`, and knows no more.
-"""
+"""Where a scorer's weights are: who samples, scores in parts, copies, saves or loads asks it."""
 
 import copy
 from contextlib import AbstractContextManager, nullcontext

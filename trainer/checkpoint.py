@@ -222,7 +222,9 @@ def remove(path: Path) -> None:
 def trained_by(optimizer: torch.optim.Optimizer, policy: Policy):
     """Return (name, parameter) of what the optimiser trains, of the scorer and its critic."""
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return [(n, p) for n, p in policy.scorer.named_parameters() if id(p) in trained]
+    found = [(n, p) for n, p in policy.scorer.named_parameters() if id(p) in trained]
+    assert len(found) == len(trained), "weights are gathered that should be spread"
+    return found
 
 
 def _score(folder: Path) -> float:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from policies.placement import placement_of
 from policies.roles import Engine, Policy
 from policies.weights import weights_of
 from trainer.weight_sync import Synced
@@ -116,7 +117,8 @@ def _probe(policy: Policy) -> Tensor:
 @torch.no_grad()
 def _log_probs(policy: Policy | Engine, probe: Tensor) -> Tensor:
     ids = probe.to(policy.device)
-    return policy.scorer(ids, torch.ones_like(ids, dtype=torch.bool)).log_probs.cpu()
+    with placement_of(policy).forwards(1):
+        return policy.scorer(ids, torch.ones_like(ids, dtype=torch.bool)).log_probs.cpu()
 
 
 def id_of(weight: Tensor) -> tuple[int, torch.Size]:
