@@ -2,9 +2,10 @@
 
     python -m benchmarks.overlap [--experiment grpo_tiny] [--iterations 20] [key=value ...]
 
-Runs an experiment with trainer.overlap=0 and 1, one thread a process, and prints medians in
-seconds: of sampling, of learning (scores and update), of handing weights over, of an iteration, and
-the ratio of that to max(sample, learn) + sync, 0 having the sum. Needs a core for each process.
+Runs an experiment with trainer.overlap=0 and 1 (--ahead 0 1 2 4 for others), one thread a process,
+and prints medians in seconds: of sampling, of learning (scores and update), of handing weights
+over, of an iteration; how old the weights were that sampled the last batch; and the ratio of an
+iteration to max(sample, learn) + sync, 0 having the sum. Needs a core for each process.
 """
 
 import argparse
@@ -33,6 +34,7 @@ def run(folder: Path, *words: str) -> dict[str, float]:
     sampled = "sample" if "time/sample_s" in rows[0] else "collect"
     learn = statistics.median(row["time/score_s"] + row["time/update_s"] for row in rows)
     found = {"sample": median(sampled), "learn": learn, "sync": median("sync")}
+    found["stale"] = rows[-1].get("policy/staleness", 0.0)
     return found | {"iteration": median("iteration")}
 
 
@@ -46,7 +48,8 @@ def main() -> None:
     words = [f"experiment={args.experiment}", f"trainer.num_iterations={args.iterations}"]
     words += ["eval.num_samples=0", "eval.greedy=false", "checkpoint.every=0", *more]
     print(
-        f"{'overlap':>7} {'sample':>7} {'learn':>7} {'sync':>7} {'iteration':>9}  to what it should"
+        f"{'overlap':>7} {'sample':>7} {'learn':>7} {'sync':>7} {'iteration':>9} {'stale':>5}"
+        "  to what it should"
     )
     for ahead in args.ahead:
         with tempfile.TemporaryDirectory() as folder:
@@ -54,7 +57,8 @@ def main() -> None:
         together = max if ahead else lambda *both: sum(both)
         least = together(took["sample"], took["learn"]) + took["sync"]
         values = " ".join(f"{took[name]:7.3f}" for name in ("sample", "learn", "sync"))
-        print(f"{ahead:>7} {values} {took['iteration']:9.3f}  {took['iteration'] / least:.2f}")
+        values += f" {took['iteration']:9.3f} {took['stale']:5g}"
+        print(f"{ahead:>7} {values}  {took['iteration'] / least:.2f}", flush=True)
 
 
 if __name__ == "__main__":

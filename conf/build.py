@@ -100,9 +100,9 @@ def make_generator(node: Section, policy: Any, folder: Path) -> Any:
     """Return what samples: the policy itself unless policy.engine says otherwise."""
     if node["engine"] == "transformers":
         return policy
-    from policies.wrappers.vllm_wrapper import beside
+    from policies.wrappers.vllm_wrapper import vllm_beside
 
-    return beside(policy, share=folder / ".engine", **_plain(node["vllm"]))
+    return vllm_beside(policy, share=folder / ".engine", **_plain(node["vllm"]))
 
 
 def make_ahead(cfg: DictConfig, policy: Any, generator: Any) -> Any:

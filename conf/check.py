@@ -149,23 +149,12 @@ def _parts(cfg: dict[str, Any]) -> Iterator[str]:
 
 
 def _engine(cfg: dict[str, Any]) -> Iterator[str]:
-    """Yield what does not go together with the engine that samples."""
-    policy, known = cfg["policy"], schema.declared()["policy"]
-    given = [name for name, key in known["vllm"].items() if policy["vllm"][name] != key.default]
-    if policy["engine"] == "transformers":
-        for name in given:
-            yield f"policy.vllm.{name} is for policy.engine=vllm; give that, or leave it out"
-        return
-    for name in given if policy["vllm"]["url"] else ():
-        if name not in ("url", "dtype", "tolerance"):
-            option = f"--{name.replace('_', '-')}"
-            yield f"policy.vllm.{name} is the server's to say: give `vllm serve` {option} instead"
-    if policy["_target_"] == "policies.load_reward_model":
-        yield "policy.engine=vllm samples replies, a reward model gives none; leave it out"
-    for name in ("top_k", "top_p", "min_p"):
-        if policy[name] != known[name].default:
-            told = "ratio and KL are over what it leaves, which vLLM does not say"
-            yield f"policy.{name} needs policy.engine=transformers: {told}"
+    policy, known = cfg["policy"], schema.declared()["policy"]["vllm"]
+    given = [name for name, key in known.items() if policy["vllm"][name] != key.default]
+    if given or policy["engine"] != "transformers":
+        from conf.check_engine import findings  # here: few runs have one
+
+        yield from findings(policy, given)
 
 
 def _packages(cfg: dict[str, Any]) -> Iterator[str]:

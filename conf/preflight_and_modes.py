@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from conf.command_line import SWEEP, check_single, flags_and_overrides
+from conf.command_line import OUTPUTS, SWEEP, check_single, flags_and_overrides
 from conf.compose import compose_checked, compose_experiment
 from conf.resume import load_for_resume
 from conf.start import run_folder
@@ -142,7 +142,11 @@ def without_training(node: Any, words: Sequence[str] = ()) -> Iterator[str]:
 
 def run_aside(config: dict[str, Any], **ours: Any) -> int:
     """Run a configuration in fresh processes; return the exit code, 1 if it found problems."""
-    folder, keep = Path(tempfile.mkdtemp(prefix="leash-")), False
+    home = None
+    if config["policy"]["engine"] == "vllm" and config["policy"]["vllm"]["url"]:
+        home = Path(config["output_dir"] or OUTPUTS).expanduser().absolute()  # the server reads it
+        home.mkdir(parents=True, exist_ok=True)
+    folder, keep = Path(tempfile.mkdtemp(prefix=".leash-", dir=home)), False
     try:
         return int(start(config, folder, **ours) > 0)
     except RuntimeError as error:

@@ -6,6 +6,7 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import yaml
 from omegaconf import OmegaConf
@@ -23,6 +24,8 @@ BESIDE = {"experiment", "kept_in", "trains_first"}  # of a warm-up, of a preflig
 RESUMABLE = ("trainer.num_iterations", "trainer.stop_at", "trainer.patience", "trainer.overlap")
 RESUMABLE += ("tracker", "launch", "checkpoint", "eval", "policy.vllm")
 
+SERVER, HERE = "policy.vllm.url", ("localhost", "127.0.0.1", "::1")
+
 
 @bounded()
 def load_for_resume(
@@ -31,13 +34,13 @@ def load_for_resume(
     """Return a run's saved configuration, `instead` in it, with overrides that `may` change.
 
     allow_targets is not taken from it: it counts on the command line alone, as do the keys that are
-    sent to servers: they are repeated there.
+    sent to servers, and the server that samples: they are repeated there.
     """
     path = Path(folder) / "config.yaml"
     if not path.is_file():
         raise ValueError(f"resume={folder}: {no_run(Path(folder))}")
     may, saved = (*may, "allow_targets"), read_saved(path)
-    sent = dict(sent_keys(saved))
+    sent = dict(told_again(saved))
     said = {key: value.strip("'\"") for key, _, value in (word.partition("=") for word in words)}
     again = [key for key in said if sent.get(key.lstrip("+")) == said[key]]  # as it is there
     words = [word for word in words if word.partition("=")[0] not in again]
@@ -57,11 +60,32 @@ def load_for_resume(
         OmegaConf.update(saved, key, OmegaConf.select(fresh, key), merge=False)
     saved.update({"resume": str(folder), "mode": mode, "preflight": False, **instead})
     known = tuple(f"{key.lstrip('+')}." for key in (*again, *changed))
-    for place, text in [] if saved.allow_targets else sent_keys(OmegaConf.to_container(saved)):
+    for place, text in [] if saved.allow_targets else told_again(OmegaConf.to_container(saved)):
         if not f"{place}.".startswith(known):
-            what = f"{path} says which key is sent to a server; if the run is yours, repeat it"
+            what = (
+                "which server gets the prompts"
+                if place == SERVER
+                else "which key is sent to a server"
+            )
+            if place == SERVER and mode in ("chat", "export"):  # the policy itself speaks there
+                continue
+            what = f"{path} says {what}; if the run is yours, repeat it"
             raise ValueError(f"{what}: '{place}={text}' (give nothing to somebody else's)")
     return settle(saved)
+
+
+def told_again(tree: Any) -> Iterator[tuple[str, str]]:
+    """Yield place and text of what a run folder says and whoever goes on with it has to repeat.
+
+    Secrets, and the server that gets the prompts, unless it is on this machine.
+
+    >>> dict(told_again({"policy": {"vllm": {"url": "http://h:8000"}}}))
+    {'policy.vllm.url': 'http://h:8000'}
+    """
+    yield from sent_keys(tree)
+    url = ((tree.get("policy") or {}).get("vllm") or {}).get("url")
+    if isinstance(url, str) and ("${" in url or urlsplit(url).hostname not in HERE):
+        yield SERVER, url
 
 
 def no_run(folder: Path) -> str:

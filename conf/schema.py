@@ -26,6 +26,7 @@ TYPES: dict[str, tuple[Any, str]] = {  # with what a message calls a value of th
     "any": (Any, "anything"),  # a typed dict that is null would not take {...} as a word
 }
 TYPES |= {f"{name} | null": (t | None, f"{kind} or null") for name, (t, kind) in TYPES.items()}
+URL = re.compile(r"https?://(?:[\w.-]+|\[[\da-fA-F:.]+\])(?::(\d{1,5}))?(?:/\S*)?")
 RANGES: dict[str, Callable[[Any], bool]] = {  # numbers are finite besides
     ">= 0": lambda x: x >= 0,
     ">= 1": lambda x: x >= 1,
@@ -37,7 +38,9 @@ RANGES: dict[str, Callable[[Any], bool]] = {  # numbers are finite besides
     "to be of 64 bits": lambda x: -(2**63) <= x < 2**63,
     "to be two numbers from 0 to below 1": lambda x: len(x) == 2 and all(0 <= b < 1 for b in x),
     "to be all or a whole number": lambda x: bool(re.fullmatch(r"all|\d+", x)),
-    "to be http://<host>:<port>": lambda x: bool(re.fullmatch(r"https?://[\w.\[\]:-]+(/.*)?", x)),
+    "to be http://<host>:<port>": lambda x: (
+        bool(found := URL.fullmatch(x)) and int(found[1] or 1) in range(1, 2**16)
+    ),
     "to be cpu, cuda or cuda:<number>": lambda x: bool(re.fullmatch(r"cpu|cuda(:\d+)?", x)),
 }
 OPEN = ("env.task", "env.rewards", "env.transforms", "policy.chat_template_kwargs")  # any keys

@@ -15,7 +15,7 @@ from pathlib import Path
 from conf.command_line import check_overrides, check_single, read_override, swept_by_experiment
 from conf.compose import compose_checked, compose_raw
 from conf.interpolations import bounded
-from conf.resume import load_for_resume
+from conf.resume import load_for_resume, told_again
 from conf.start import Job, run_folder
 from trainer.reports.sweep import LiveSweep
 from trainer.runs.failures import complain, say
@@ -23,7 +23,6 @@ from trainer.runs.find import find_jobs
 from trainer.runs.folders import holds_run
 from trainer.runs.job_names import job_names
 from trainer.runs.lock import held
-from trainer.runs.nodes import sent_keys
 from trainer.runs.run_files import read_status
 from trainer.runs.saved_configs import holds_same
 
@@ -47,7 +46,7 @@ class Sweep:
             return Job(place, config, composed=composed)
         if read_status(place).get("state") == "finished":
             return Job(place, config, "finished already")
-        sent = dict(sent_keys(config))  # it has the words of this sweep, see holds_same
+        sent = dict(told_again(config))  # it has the words of this sweep, see holds_same
         leave = [word for word in self.jobs[number] if word.startswith("allow_targets=")]
         leave += [f"{key}={text}" for key, text in sent.items()]
         return Job(place, load_for_resume(str(place), leave))

@@ -6,7 +6,6 @@ with the process that started it, however that ends.
 Left out on purpose: several such processes, other machines (an engine served elsewhere is that).
 """
 
-import copy
 import ctypes
 import io
 import json
@@ -43,22 +42,12 @@ RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "R
 RANK += ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "LEASH_PARENT", "LEASH_WORDS")
 
 
-def beside(policy: TransformersWrapper) -> "PolicyBeside":
+def process_beside(policy: TransformersWrapper) -> "PolicyBeside":
     """Return a generator with the policy's settings and a copy of its weights, in a new process.
 
-    On a CPU the two share its threads.
+    On a CPU the two share its threads until `close`.
     """
-    threads = torch.get_num_threads()
-    own = max(threads // 2, 1) if policy.device.type == "cpu" else threads
-    if policy.device.type == "cpu":
-        torch.set_num_threads(max(threads - own, 1))
-    kept = ("generate_kwargs", "chat_template", "chat_template_name", "pad_output")
-    settings = {name: policy._settings[name] for name in kept}
-    tokenizer = copy.deepcopy(policy.tokenizer)  # another thread than the loop's uses it
-    made = PolicyBeside(SecondProcess(policy, threads=own), tokenizer=tokenizer, **settings)
-    made.system_prompt, made.found = policy.system_prompt, getattr(policy, "found", None)
-    made.version = policy.version
-    return made
+    return PolicyBeside.speaking_as(policy, SecondProcess(policy))
 
 
 class PolicyBeside(LLMWrapperBase):
@@ -102,7 +91,9 @@ class SecondProcess:
     It stands where TransformersWrapper has its Scorer. One call at a time.
     """
 
-    def __init__(self, policy: TransformersWrapper, *, threads: int) -> None:
+    def __init__(self, policy: TransformersWrapper) -> None:
+        all_threads = torch.get_num_threads()
+        own = max(all_threads // 2, 1) if policy.device.type == "cpu" else all_threads
         self.config = policy.model.config
         self.generation_config = policy.model.generation_config
         self.device = policy.device
@@ -111,14 +102,16 @@ class SecondProcess:
         paths = json.dumps([str(ROOT), *(path or os.getcwd() for path in sys.path)])
         self.process = subprocess.Popen(
             [sys.executable, "-c", BOOT, str(far.fileno()), paths, str(os.getpid())],
-            env=env | {"OMP_NUM_THREADS": str(threads)},
+            env=env | {"OMP_NUM_THREADS": str(own)},
             pass_fds=[far.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=2,  # what it prints is no output of ours
             start_new_session=True,  # a stop signal is for who asks it
         )
         far.close()
-        self.close = weakref.finalize(self, _end, self.process, self.pipe)
+        self.close = weakref.finalize(self, _end, self.process, self.pipe, all_threads)
+        if policy.device.type == "cpu":
+            torch.set_num_threads(max(all_threads - own, 1))
         about = {"tokenizer": policy.tokenizer, "autocast": policy.scorer.autocast}
         skeleton, weights = _taken_apart(policy.model)
         self._send("model", about, skeleton, _shapes(weights), weights=weights)
@@ -299,7 +292,8 @@ def _bytes_of(weight: Tensor) -> memoryview:
     return memoryview(weight.contiguous().flatten().view(torch.uint8).numpy())
 
 
-def _end(process: subprocess.Popen, pipe: Connection) -> None:
+def _end(process: subprocess.Popen, pipe: Connection, threads: int) -> None:
+    torch.set_num_threads(threads)  # they are this process's own again
     with suppress(ProcessLookupError):
         process.kill()
     process.wait()

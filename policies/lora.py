@@ -9,7 +9,7 @@ weights), dropout, quantised weights, adapters to start from (merge them into th
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -142,11 +142,16 @@ class AdapterScorer(Scorer):
             return super().hidden(lay)
 
 
+def base_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return the state dict of the model under the adapter."""
+    kept = {name: value for name, value in model.state_dict().items() if ".lora_" not in name}
+    return {name.replace(".base_layer.", "."): value for name, value in kept.items()}
+
+
 @torch.no_grad()
 def merged_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return the state dict of the model with W + alpha/r * B A for W; without adapter its own."""
-    kept = {name: value for name, value in model.state_dict().items() if ".lora_" not in name}
-    out = {name.replace(".base_layer.", "."): value for name, value in kept.items()}
+    out = base_weights(model)
     for name, layer in _layers(model).items():
         weight = out[f"{name}.weight"]
         out[f"{name}.weight"] = (weight + layer.get_delta_weight(TRAINED)).to(weight.dtype)
@@ -155,14 +160,26 @@ def merged_weights(model: nn.Module) -> dict[str, Tensor]:
 
 def save_adapter(model: Any, folder: Path, *, base: str = "") -> None:
     """Write the adapter as peft does; `base` (a sha256) says which weights it belongs to."""
-    from safetensors.torch import save_file
+    write_adapter(trained_weights(model), adapter_config(model), folder, base=base)
 
-    folder.mkdir(parents=True, exist_ok=True)
-    named = {f"base_model.model.{name}": p.detach() for name, p in trained_weights(model).items()}
-    save_file(named, folder / WEIGHTS, metadata={"format": "pt", "base": base})
+
+def adapter_config(model: Any) -> Any:
+    """Return peft's config of the adapter as it is written."""
     config = copy.deepcopy(model.peft_config[TRAINED])
     config.base_model_name_or_path, config.inference_mode = model.name_or_path, True
     config.target_modules = sorted(config.target_modules)  # a set: its order is no one's
+    return config
+
+
+def write_adapter(
+    named: Mapping[str, Tensor], config: Any, folder: Path, *, base: str = ""
+) -> None:
+    """Write the weights of an adapter, named as in `trained_weights`, as peft does."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {f"base_model.model.{name}": weight.detach() for name, weight in named.items()}
+    save_file(weights, folder / WEIGHTS, metadata={"format": "pt", "base": base})
     with quiet():
         config.save_pretrained(folder)
 

@@ -248,7 +248,7 @@ class Dropping(Marked):
 
 @pytest.mark.parametrize("task", [Marked, Dropping])
 def test_the_kl_of_an_evaluation_is_that_of_its_sampled_replies(task):
-    """Against another model, by plain forwards: mean over the kept replies, and over their tokens."""
+    """Against another model, by plain forwards: a mean over kept replies, and over their tokens."""
     policy, other = make_policy(), load_policy("tiny")
     heard: list[TensorDictBase] = []
     parts = {"task": task(), "generator": policy, "runtime": one_process()}

@@ -17,7 +17,7 @@ from steps import double_policy, grad_of, gradient, tables
 
 import conf.build
 from conf.compose import compose_checked
-from policies.beside import beside
+from policies.beside import process_beside
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer.advantage import GroupAdvantage
 from trainer.dynamic_sampling import DynamicRollouts
@@ -116,6 +116,17 @@ def test_an_error_in_a_reward_ends_the_run_where_it_would_without(tmp_path):
     assert metrics(tmp_path / "with")[0] == metrics(tmp_path / "without")[0]
 
 
+def test_an_error_in_a_batch_ahead_leaves_what_comes_before_it_whole(tmp_path):
+    task = Counted(IN_EVALUATION_2 + 4, crash)  # sampled while the second iteration is learnt
+    shown = train(tmp_path, task, change=ahead(1))
+    assert shown.endswith("boom\n")
+    assert task.count > task.at + 1, "the evaluation came after it"
+    rows = metrics(tmp_path)
+    assert [row["progress/iteration"] for row in rows] == [0, 1, 2]
+    assert "eval/sampled_accuracy" in rows[-1]
+    assert (tmp_path / "checkpoints" / "iteration_000002").is_dir()
+
+
 def test_an_engine_that_takes_no_weights_ends_the_run_before_it_samples_by_them(tmp_path):
     def stale(policy: TransformersWrapper) -> Stale:
         return elsewhere(policy, Stale)
@@ -163,8 +174,10 @@ def test_ppo_by_a_second_process_learns_what_the_slow_loop_does(tmp_path, monkey
 
 
 def test_a_second_process_samples_and_scores_to_the_bit(tmp_path):
-    policy = copy.deepcopy(make_policy())
-    second = beside(policy)
+    policy, threads = copy.deepcopy(make_policy()), torch.get_num_threads()
+    torch.set_num_threads(2)
+    second = process_beside(policy)
+    assert torch.get_num_threads() == 1, "the other one is the process's"
     for scale in (1.0, 1.1):
         with torch.no_grad():
             for weight in policy.model.parameters():
@@ -181,6 +194,9 @@ def test_a_second_process_samples_and_scores_to_the_bit(tmp_path):
     second.scorer.process.kill()
     with pytest.raises(RuntimeError, match=r"died: signal SIGKILL.*; go on with resume="):
         rollout(second)
+    second.close()
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,9 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -14,7 +16,9 @@ from engines import read
 from runs import lines, train
 
 from policies.load import load_policy
-from policies.wrappers.vllm_wrapper import beside
+from policies.wrappers.vllm_nccl import Transfer
+from policies.wrappers.vllm_wrapper import vllm_beside
+from trainer.hand_over import offer
 from trainer.weight_sync import weight_sync
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, of each engine
@@ -54,7 +58,9 @@ def server():
     words += [str(load_policy("tiny").found.folder), "--port", str(port), "--dtype", "float32"]
     words += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--enforce-eager"]
     words += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", "65536"]
-    env = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}
+    words += ["--enable-lora", "--max-lora-rank", "8"]
+    more = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    env = {**os.environ, **more}
     process = subprocess.Popen(
         words, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
@@ -93,6 +99,22 @@ def test_vllm_teaches_what_the_built_in_sampler_does(own, colocated):
     assert own[-1].keys() <= rows[-1].keys() | {"perf/peak_memory_gib"}
 
 
+def test_of_a_lora_the_adapter_alone_is_handed_over_to_a_server_and_within(server, tmp_path):
+    words = ["experiment=grpo_tiny", *FEW, "policy.lora.r=4", "optimizer.lr=0.01"]
+    url = f"policy.vllm.url={server[0]}"
+    here, there = run(tmp_path / "here", *words), run(tmp_path / "there", *words, url)
+    proved(here)
+    for name in ("loss/total", "reward/raw_mean", "kl/mismatch", "sync/probe"):
+        assert [row[name] for row in there[1:]] == [row[name] for row in here[1:]]
+    policy = load_policy("tiny", lora={"r": 4})
+    engine = vllm_beside(policy, share=tmp_path / "share", url=server[0])
+    assert all(".lora_" in name for name in offer(policy, engine).named)
+    assert engine.scorer.about.endswith("float32, the adapter alone")
+    wide = load_policy("tiny", lora={"r": 9})
+    with pytest.raises(ValueError, match=r"--max-lora-rank 9 at least, got 8.*--max-lora-rank 16"):
+        vllm_beside(wide, share=tmp_path / "share", url=server[0])
+
+
 def test_a_served_engine_trains_to_the_bit_what_one_in_the_process_does(
     colocated, server, tmp_path
 ):
@@ -105,14 +127,33 @@ def test_a_served_engine_trains_to_the_bit_what_one_in_the_process_does(
     assert not (tmp_path / "run" / ".engine").exists()
 
 
-def test_a_run_that_goes_on_does_to_the_bit_what_it_would_have_done(colocated, tmp_path):
-    folder = tmp_path / "run"
-    run(folder, *TINY, "trainer.num_iterations=3", "checkpoint.every=3")
+@pytest.mark.parametrize("where", ["colocated", "served"])
+def test_a_run_that_goes_on_does_to_the_bit_what_it_would_have_done(
+    where, colocated, server, tmp_path
+):
+    folder, words = (
+        tmp_path / "run",
+        [TINY[0], *FEW[1:], "trainer.num_iterations=3", "checkpoint.every=3"],
+    )
+    run(folder, *words, *([f"policy.vllm.url={server[0]}"] if where == "served" else []))
     done = train(f"resume={folder}", "trainer.num_iterations=5")
     assert done.code == 0, done.text
     rows, whole = lines(folder / "metrics.jsonl"), lines(colocated / "metrics.jsonl")
     for name in ("loss/total", "reward/raw_mean", "kl/mismatch", "kl/ref", "sync/probe"):
         assert [row[name] for row in rows[4:6]] == [row[name] for row in whole[4:6]]
+
+
+@pytest.mark.parametrize("where", ["colocated", "served"])
+def test_two_ranks_sample_by_an_engine_each_or_by_one_server_what_one_rank_does(
+    where, colocated, server, tmp_path
+):
+    words = [TINY[0], *FEW, "launch.num_processes=2"]
+    words += [f"policy.vllm.url={server[0]}"] if where == "served" else []
+    rows, whole = run(tmp_path / "run", *words), lines(colocated / "metrics.jsonl")
+    proved(rows)
+    for name in ("loss/total", "reward/raw_mean", "kl/ref", "sync/probe_before"):
+        want = [row[name] for row in whole[1:3]]
+        assert [row[name] for row in rows[1:]] == pytest.approx(want, rel=1e-3, abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -121,9 +162,8 @@ def test_a_run_that_goes_on_does_to_the_bit_what_it_would_have_done(colocated, t
         ["experiment=ppo_tiny"],
         ["experiment=dapo_tiny"],
         ["experiment=grpo_calculator_tiny"],
-        ["experiment=grpo_tiny", "policy.lora.r=4", "optimizer.lr=0.01"],
     ],
-    ids=["ppo", "dynamic sampling", "tools", "lora"],
+    ids=["ppo", "dynamic sampling", "tools"],
 )
 def test_every_kind_of_run_samples_by_vllm(words, tmp_path):
     rows = run(tmp_path / "run", *words, *FEW)
@@ -131,7 +171,9 @@ def test_every_kind_of_run_samples_by_vllm(words, tmp_path):
 
 
 def test_an_engine_samples_ahead(tmp_path):
-    rows = run(tmp_path / "run", *TINY, "trainer.num_iterations=3", "trainer.overlap=1")[1:]
+    rows = run(
+        tmp_path / "run", TINY[0], *FEW[1:], "trainer.num_iterations=3", "trainer.overlap=1"
+    )[1:]
     assert [row["policy/staleness"] for row in rows] == [0, 1, 1]
     assert max(row["sync/probe"] for row in rows) < 1e-4 < rows[-1]["sync/probe_before"]
     assert rows[0]["kl/mismatch"] < 1e-5 < rows[1]["kl/mismatch"]
@@ -145,10 +187,10 @@ def test_a_server_that_does_not_fit_is_refused_in_one_line(server, tmp_path):
     (kept / "model.safetensors").write_text("another's")
     share.symlink_to(kept)
     with pytest.raises(ValueError, match=r"expected a vLLM server, got .*refused.*vllm serve"):
-        beside(policy, share=share, url="http://127.0.0.1:9")
+        vllm_beside(policy, share=share, url="http://127.0.0.1:9")
     with pytest.raises(ValueError, match=r"expected --dtype bfloat16, got float32"):
-        beside(policy, share=share, url=url, dtype="bfloat16")
-    generator = beside(policy, share=share, url=url)
+        vllm_beside(policy, share=share, url=url, dtype="bfloat16")
+    generator = vllm_beside(policy, share=share, url=url)
     assert weight_sync(policy, generator).after < 1e-4
     assert (kept / "model.safetensors").read_text() == "another's"
     assert not share.exists()
@@ -159,13 +201,40 @@ def test_a_server_that_does_not_fit_is_refused_in_one_line(server, tmp_path):
     assert done.after < 1e-4 < 0.1 < done.before
 
 
+def test_what_goes_by_nccl_is_told_as_vllm_takes_it_and_what_fails_says_what_to_do(server):
+    """As far as there is no GPU: vLLM's own classes take it, and its server survives a refusal."""
+    from vllm.distributed.weight_transfer import nccl_engine  # pyright: ignore[reportMissingImports]
+
+    named = {"a": torch.ones(2, 3).t(), "b": torch.zeros(4, dtype=torch.bfloat16)}
+    at = urlsplit(server[0])
+    policy = load_policy("tiny")
+    engine = vllm_beside(policy, share=Path("unused"), url=server[0])
+    assert engine.scorer.transfer is None, "neither side is on a GPU"
+    way = Transfer(engine.scorer._ask, host=at.hostname or "", port=at.port or 0)
+    way.named = named
+    check = nccl_engine.NCCLTrainerWeightTransferEngine._checked_iter
+    for name, weight in check(way, way.metadata()):  # pyright: ignore[reportArgumentType]
+        assert weight.is_contiguous()
+        assert torch.equal(weight, named[name])
+    told = way.meeting()
+    assert (told.master_address, told.world_size, told.is_sender) == ("127.0.0.1", 2, True)
+    with pytest.raises(RuntimeError, match=r"did not reach .* without --weight-transfer-config"):
+        way.send(named)
+    with pytest.raises(RuntimeError, match=r"refuses /start_weight_update.*not configured"):
+        way.start_weight_update()
+
+
 def test_a_server_that_dies_ends_the_run_with_a_line(server, tmp_path):
     url, process = server  # the last test of this file that needs it
     policy = load_policy("tiny")
-    generator = beside(policy, share=tmp_path / "share", url=url)
+    generator = vllm_beside(policy, share=tmp_path / "share", url=url)
     weight_sync(policy, generator)
-    with pytest.raises(RuntimeError, match=r"the vLLM server at .* refuses /collective_rpc: 500"):
-        generator.scorer._load(tmp_path / "nowhere")  # which its engine does not survive
+    wrong = {"model.embed_tokens.weight": torch.zeros(3, 5)}  # as of another model
+    (tmp_path / "wrong").mkdir()
+    damage = partial(generator.scorer._reload_from, tmp_path / "wrong", wrong)
+    told = r"the vLLM server at .* refuses /collective_rpc: 500 .*; has it the model of this run, "
+    with pytest.raises(RuntimeError, match=f"{told}as by: VLLM_SERVER_DEV_MODE=1 vllm serve"):
+        generator.scorer._while_it_waits(damage)  # which its engine does not survive
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     with pytest.raises(RuntimeError, match=r"the vLLM server at http.* is gone: .*vllm serve"):

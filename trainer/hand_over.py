@@ -78,18 +78,33 @@ def take(
 ) -> Synced:
     """Load what is offered into an engine, and compare; see `give`."""
     limit = engine.tolerance if tolerance is None else tolerance
-    expected, old = offered.expected, _log_probs(engine, offered.probe)
-    if last is not None and last.held is not None and not _distance(last.held, old) <= 2 * limit:
-        raise RuntimeError(
-            "the engine lost its weights: before a hand-over its log-probs of the probe are "
-            f"{_distance(last.held, old):.3g} nats from those of the last one, expected "
-            f"{2 * limit:g} at most; was it started again, or does another run use it? Go on with "
-            "resume=<run folder>"
-        )
+    held = None if last is None else last.held
+    old = _log_probs(engine, offered.probe)
+    _check_held(held, old, limit=2 * limit)
     engine.load_weights(offered.named.items())
     new = _log_probs(engine, offered.probe)
+    held = held if torch.equal(old, new) else None
+    _check_arrived(offered.expected, old, new, held=held, limit=limit)
+    engine.version = offered.version
+    before, after = _distance(offered.expected, old), _distance(offered.expected, new)
+    return Synced(before, after, offered.expected if held is None else held)
+
+
+def _check_held(held: Tensor | None, old: Tensor, *, limit: float) -> None:
+    """Raise where an engine no longer scores as after the last hand-over."""
+    if held is not None and not (gone := _distance(held, old)) <= limit:
+        raise RuntimeError(
+            "the engine lost its weights: before a hand-over its log-probs of the probe are "
+            f"{gone:.3g} nats from those of the last one, expected {limit:g} at most; was it "
+            "started again, or does another run use it? Go on with resume=<run folder>"
+        )
+
+
+def _check_arrived(
+    expected: Tensor, old: Tensor, new: Tensor, *, held: Tensor | None, limit: float
+) -> None:
+    """Raise where an engine does not score as the policy, or nothing has moved but the policy."""
     before, after, same = _distance(expected, old), _distance(expected, new), torch.equal(old, new)
-    held = last.held if last is not None and same else None
     moved = 0.0 if held is None else _distance(expected, held)
     told = f"after a hand-over of weights its log-probs of the probe are {after:.3g} nats from the "
     told += f"policy's ({before:.3g} before), expected {limit:g} at most"
@@ -104,8 +119,6 @@ def take(
             f"the engine is not the policy: {told}; is it the same model? Give "
             "policy.vllm.dtype=float32, or a larger policy.vllm.tolerance if its kernels round more"
         )
-    engine.version = offered.version
-    return Synced(before, after, expected if held is None else held)
 
 
 def _probe(policy: Policy) -> Tensor:

@@ -54,6 +54,8 @@ class Plays(Protocol):
 class Line:
     """A thread that does one thing after the other; after an error all that follows has it too.
 
+    Unless the task is `alone`: then who waits for it is told, and nobody else.
+
     >>> line = Line()
     >>> first, second = line.put(lambda: 1), line.put(lambda: 2)
     >>> second.result(), first.done()
@@ -61,16 +63,16 @@ class Line:
     """
 
     def __init__(self) -> None:
-        self.tasks: SimpleQueue[tuple[Future, Callable[[], Any]] | None] = SimpleQueue()
+        self.tasks: SimpleQueue[tuple[Future, Callable[[], Any], bool] | None] = SimpleQueue()
         # A thread has a GPU of its own choice: the loop's.
         gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
         self.thread = threading.Thread(target=_work, args=(self.tasks, gpu), daemon=True)
         self.thread.start()
 
-    def put(self, task: Callable[[], Any]) -> Future:
+    def put(self, task: Callable[[], Any], *, alone: bool = False) -> Future:
         """Do a task after those that there are."""
         done: Future = Future()
-        self.tasks.put((done, task))
+        self.tasks.put((done, task, alone))
         return done
 
     def settle(self) -> None:
@@ -83,13 +85,13 @@ def _work(tasks: SimpleQueue, gpu: int | None) -> None:
     if gpu is not None:
         torch.cuda.set_device(gpu)
     while (one := tasks.get()) is not None:
-        done, task = one
+        done, task, alone = one
         try:
             if failed is not None:
                 raise failed
             done.set_result(task())
         except BaseException as error:  # a reward may raise SystemExit
-            failed = error
+            failed = failed if alone else error
             done.set_exception(error)
         del one, done, task  # a batch is not held until the next
 
@@ -232,6 +234,9 @@ class Overlap:
                 f"has, got a {type(source).__name__}; leave it out"
             )
         self.source, self.ahead, self.total = source, ahead, num_iterations
+        # What fails in a batch ahead is told when that one is asked for: what comes before it is
+        # evaluated and saved. Other ranks would wait for it in their lines.
+        self.alone = runtime.ranks == 1
         source.runtime = runtime.beside()  # its thread meets the other ranks' apart from the loop
         self.env, self.prompts = source.env, source.prompts
         self.plays: dict[int, Future] = {}
@@ -253,7 +258,7 @@ class Overlap:
             if number not in self.plays:
                 version = newest - iteration + max(0, number - ahead.most)
                 ahead.turn_to(version if version in ahead.kept else newest)
-                self.plays[number] = ahead.line.put(partial(self._play, number))
+                self.plays[number] = ahead.line.put(partial(self._play, number), alone=self.alone)
         batch, seconds = self.plays.pop(iteration).result()
         versions, shape = batch.get("policy_version"), batch.get("loss_mask").shape
         ahead.learnt = int(versions[0])
@@ -275,6 +280,6 @@ def make_ahead(policy: Any, generator: Any, *, ahead: int) -> AheadGenerator:
     """
     if generator is not policy:
         return AheadGenerator(generator, policy, ahead=ahead)
-    from policies.beside import beside  # another engine needs none
+    from policies.beside import process_beside  # another engine needs none
 
-    return AheadGenerator(beside(policy), policy, ahead=ahead)
+    return AheadGenerator(process_beside(policy), policy, ahead=ahead)

@@ -12,12 +12,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, get_args
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig
+from transformers import AutoConfig, GenerationConfig
 
 from policies.models import find_model
 from policies.optional_packages import EXTRAS
@@ -26,7 +27,7 @@ from policies.sampler import Sampled
 from policies.scorer import Scores
 
 IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"  # vLLM's switch; 0 = no process of its own
-TOGETHER = 2**16  # tokens of prompts that a CPU computes at a time: no prompt may be longer
+TOGETHER = 2**16  # tokens of prompts that a CPU computes at a time, of a longer one all
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,9 @@ class VLLMEngine(nn.Module):
     Log-probs are those of the distribution sampled from, so the engine's `logprobs_mode` must be
     "processed_logprobs" unless that is the model's own: temperature 1, nothing cut off.
     """
+
+    adapter: Any = None  # peft's config of a LoRA, of which alone new weights then are
+    lora: Any = None  # the adapter that vLLM has, by its own name for it
 
     def __init__(self, llm: Any) -> None:
         super().__init__()
@@ -152,7 +156,30 @@ class VLLMEngine(nn.Module):
         return Scores(full * predicted(attention_mask, keep))
 
     def update_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Take new weights, named as in the model's checkpoint; forget what the old ones cached."""
+        """Take new weights, named as in the model's checkpoint; forget what the old ones cached.
+
+        With `adapter` they are those of the adapter, named as in `policies.lora`.
+        """
+        if self.adapter is not None:
+            self._take_adapter(dict(named))
+        else:
+            self._reload(list(named))
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM kept keys and values of the old weights: is it generating?")
+
+    def _take_adapter(self, named: dict[str, Tensor]) -> None:
+        from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
+
+        from policies.lora import write_adapter
+
+        number = getattr(self.lora, "lora_int_id", 0) + 1  # a new name: it may change none in place
+        with TemporaryDirectory(prefix="leash-") as folder:
+            write_adapter(named, self.adapter, Path(folder))
+            lora = LoRARequest(f"policy-{number}", number, folder)
+            self.llm.llm_engine.add_lora(lora)
+        self.lora = lora
+
+    def _reload(self, named: list[tuple[str, Tensor]]) -> None:
         from vllm.v1.engine.core_client import InprocClient  # pyright: ignore[reportMissingImports]
 
         if not isinstance(self.llm.llm_engine.engine_core, InprocClient):
@@ -160,10 +187,7 @@ class VLLMEngine(nn.Module):
                 f"expected a vLLM engine in this process; set {IN_PROCESS}=0 before it is made, or "
                 "use policies.wrappers.vllm_engine.load_engine"
             )
-        weights = {"weights_iterator": list(named)}
-        self.llm.collective_rpc("reload_weights", kwargs=weights)
-        if not self.llm.reset_prefix_cache():
-            raise RuntimeError("vLLM kept keys and values of the old weights: is it generating?")
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
 
     def _scored(self, rows: Sequence[Tensor]) -> list[Tensor]:
         """Return the log-probs of every token but the first of each row."""
@@ -183,7 +207,8 @@ class VLLMEngine(nn.Module):
     def _run(self, rows: Sequence[Tensor], params: list[Any]) -> list[Reply]:
         """Return what vLLM makes of each row."""
         prompts = [{"prompt_token_ids": row.tolist()} for row in rows]
-        done = self.llm.generate(prompts, params, use_tqdm=False) if prompts else []
+        how = {"use_tqdm": False, "lora_request": self.lora}
+        done = self.llm.generate(prompts, params, **how) if prompts else []
         scores = [getattr(d.prompt_logprobs, "logprobs", ()) for d in done]
         first = [d.outputs[0] for d in done]
         return [
@@ -232,7 +257,10 @@ def load_engine(
         "enforce_eager": not torch.cuda.is_available(),
     }
     if not torch.cuda.is_available():  # a prompt in two parts would set back its generator
-        settings |= {"enable_chunked_prefill": False, "max_num_batched_tokens": TOGETHER}
+        config = AutoConfig.from_pretrained(found.folder).get_text_config()
+        most = getattr(config, "max_position_embeddings", TOGETHER)
+        together = max(TOGETHER, engine.get("max_model_len") or most)
+        settings |= {"enable_chunked_prefill": False, "max_num_batched_tokens": together}
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")  # what fails is raised
     before = os.environ.get(IN_PROCESS)
     states = random.getstate(), np.random.get_state()  # an engine in this process seeds them all
@@ -246,6 +274,22 @@ def load_engine(
         random.setstate(states[0])
         np.random.set_state(states[1])
     return made
+
+
+def lora_options(adapter: Any, architectures: Sequence[str]) -> dict[str, Any]:
+    """Return the arguments of vllm.LLM with which it takes an adapter; none if it cannot.
+
+    It has kernels for some ranks, and not every model of it has places for an adapter.
+    """
+    from vllm.config.lora import MaxLoRARanks  # pyright: ignore[reportMissingImports]
+    from vllm.model_executor.models import ModelRegistry  # pyright: ignore[reportMissingImports]
+    from vllm.model_executor.models.interfaces import supports_lora  # pyright: ignore[reportMissingImports]
+
+    known = [ModelRegistry.models[name] for name in architectures if name in ModelRegistry.models]
+    rank = next((rank for rank in get_args(MaxLoRARanks) if rank >= adapter.r), None)
+    if rank is None or not known or not supports_lora(known[0].load_model_cls()):
+        return {}
+    return {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1}
 
 
 def _check_head(about: Any) -> None:

@@ -1,21 +1,27 @@
 """vLLM as a server of its own, `vllm serve` on this or another node: token in, token out, by HTTP.
 
 Weights go by a folder that both sides see, which the server reloads: vLLM's /collective_rpc of
-reload_weights, between /pause and /resume. What is asked of the server beside OpenAI's protocol
-needs VLLM_SERVER_DEV_MODE=1 and --enable-scale-out. No vllm is needed on this side.
-Left out on purpose: weights by NCCL or IPC; a temperature of scores.
+reload_weights, between /pause and /resume; by NCCL where both have GPUs and the server was started
+for that (vllm_nccl.py). Of a LoRA the adapter alone, where the server was started with
+--enable-lora. What is asked of it beside OpenAI's protocol needs VLLM_SERVER_DEV_MODE=1 and
+--enable-scale-out. No vllm is needed on this side, but for NCCL.
+Left out on purpose: a temperature of scores.
 """
 
 import json
 import shutil
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from importlib.util import find_spec
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
+from uuid import uuid4
+from weakref import finalize
 
 import torch
 from safetensors.torch import save_file
@@ -25,11 +31,14 @@ from policies.wrappers.vllm_engine import Reply, VLLMEngine
 
 VERSIONS = ("0.32.", "0.33.")  # as in pyproject.toml; what is asked here has no promise of vLLM
 AT_ONCE = 256  # requests on their way; the server has a queue of its own
-PATIENCE = 600  # seconds for an answer
+KNOCKS, PATIENCE = 20, 600  # seconds for a connection, and for an answer
 SERVE = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve {model} --port {port} --dtype {dtype} --enable-scale-out "
     "--logprobs-mode processed_logprobs"
 )
+# What a server needs beside that to take the adapter of a LoRA alone; else it gets it merged.
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that it has kernels for
+ADAPTERS = ("VLLM_ALLOW_RUNTIME_LORA_UPDATING=1", "--enable-lora --max-lora-rank {rank}")
 
 
 class Server:
@@ -56,7 +65,7 @@ class Server:
                     raise ConnectionError(f"{type(error).__name__}: {error}") from error
         if answer.status != 200:
             raise RuntimeError(f"{path}: {answer.status} {_words(text)}")
-        return json.loads(text) if text else None
+        return json.loads(text) if text.startswith((b"{", b"[")) else None
 
     def _disconnect(self) -> None:
         if connection := self.kept.__dict__.pop("connection", None):
@@ -64,7 +73,10 @@ class Server:
 
     def _connect(self) -> HTTPConnection:
         kind = HTTPSConnection if self.parts.scheme == "https" else HTTPConnection
-        return kind(self.parts.hostname or "", self.parts.port, timeout=PATIENCE)
+        made = kind(self.parts.hostname or "", self.parts.port, timeout=KNOCKS)
+        made.connect()
+        made.sock.settimeout(PATIENCE)
+        return made
 
 
 def _words(text: bytes) -> str:
@@ -93,14 +105,27 @@ class VLLMServer(VLLMEngine):
     """
 
     shared = True  # by all ranks, which meet at each hand-over
+    transfer: Any = None  # what sends weights by NCCL, where the server was started for that
 
-    def __init__(self, url: str, model: Any, *, folder: Path, share: Path, dtype: str) -> None:
+    def __init__(
+        self,
+        url: str,
+        model: Any,
+        *,
+        folder: Path,
+        share: Path,
+        dtype: str,
+        adapter: Any = None,
+    ) -> None:
         nn.Module.__init__(self)
         self.server, self.share = Server(url.rstrip("/")), share
         port = self.server.parts.port or 80
         self.start = SERVE.format(model=folder, port=port, dtype=dtype)
-        self.pool = ThreadPool(AT_ONCE)  # daemons: a run that ends waits for no request
-        version, about = self._version(), self._about()
+        if adapter is not None:
+            rank = next((rank for rank in RANKS if rank >= adapter.r), adapter.r)
+            self.start = f"{ADAPTERS[0]} {self.start} {ADAPTERS[1].format(rank=rank)}"
+        version, settings = self._version(), self._settings()
+        about, takes = settings["model_config"], settings.get("lora_config")
         self._keep(
             folder=str(folder),
             dtype=getattr(torch, about["dtype"].removeprefix("torch.")),
@@ -114,66 +139,103 @@ class VLLMServer(VLLMEngine):
             self._refuse(f"one with --logprobs-mode processed_logprobs, got {self.mode}")
         if (found := str(self.dtype).removeprefix("torch.")) != dtype:
             self._refuse(f"--dtype {dtype}, got {found} (policy.vllm.dtype={found} is to want it)")
+        if adapter is not None and takes:
+            if takes["max_lora_rank"] < adapter.r:
+                self._refuse(f"--max-lora-rank {adapter.r} at least, got {takes['max_lora_rank']}")
+            from policies.lora import base_weights
+
+            self.adapter, self.under = adapter, partial(base_weights, model)
+        backend = (settings.get("weight_transfer_config") or {}).get("backend")
+        both = {str((settings.get("device_config") or {}).get("device")), model.device.type}
+        if backend == "nccl" and both == {"cuda"} and find_spec("vllm"):
+            from policies.wrappers.vllm_nccl import Transfer
+
+            self.transfer = Transfer(self._ask, host=self.server.parts.hostname or "", port=port)
+            self.about += ", weights by NCCL"
         self._ask("/resume")  # a run that was killed in a hand-over left it waiting
+        self.pool = ThreadPool(AT_ONCE)  # daemons: a run that ends waits for no request
+        finalize(self, self.pool.close)
 
     def _version(self) -> str:
         try:
-            found = self.server("/version", method="GET")["version"]
-        except (ConnectionError, RuntimeError, LookupError, TypeError, ValueError) as error:
+            found = str((self.server("/version", method="GET") or {}).get("version"))
+        except (ConnectionError, RuntimeError, AttributeError, ValueError) as error:
             self._refuse(f"a vLLM server, got {error}")
         if not found.startswith(VERSIONS):
             self._refuse(f"vLLM {' or '.join(f'{v}x' for v in VERSIONS)}, got {found}")
         return found
 
-    def _about(self) -> dict[str, Any]:
-        """Return the model config of the server."""
+    def _settings(self) -> dict[str, Any]:
+        """Return what the server was started with."""
         try:
             found = self.server("/server_info?config_format=json", method="GET")
         except RuntimeError:
             self._refuse("one that takes weights, got one without VLLM_SERVER_DEV_MODE=1")
-        return found["vllm_config"]["model_config"]
+        return found["vllm_config"]
 
     def _refuse(self, wanted: str) -> NoReturn:
         raise ValueError(
             f"policy.vllm.url={self.server.url}: expected {wanted}; start it by: {self.start}"
         )
 
-    def _ask(self, path: str, body: Any = None) -> Any:
+    def _ask(self, path: str, body: Any = None, **how: str) -> Any:
         """Return what the server answers while a run goes on."""
         try:
-            return self.server(path, body)
+            return self.server(path, body, **how)
         except ConnectionError as error:
             raise RuntimeError(
                 f"the vLLM server at {self.server.url} is gone: {error}; start it again by: "
                 f"{self.start}, and go on with resume=<run folder>"
             ) from error
         except RuntimeError as error:
-            raise RuntimeError(f"the vLLM server at {self.server.url} refuses {error}") from error
+            raise RuntimeError(
+                f"the vLLM server at {self.server.url} refuses {error}; has it the model of this "
+                f"run, as by: {self.start}?"
+            ) from error
 
     def update_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Let the server load new weights; of several ranks the first hands over for all."""
         ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+        lora = [None if self.adapter is None else f"policy-{uuid4().hex}"]  # a new name, see there
         if ranks:
             torch.distributed.barrier()  # all have scored by the old ones
         if not ranks or torch.distributed.get_rank() == 0:
-            # A tied head too: without its name vLLM goes on with the old one.
-            weights = {name: t.detach().cpu().clone().contiguous() for name, t in named}
             _clear(self.share)
             try:
                 self.share.mkdir(parents=True)
-                save_file(weights, self.share / "model.safetensors")
-                self._load(self.share.absolute())
+                self._hand_over(dict(named), self.share.absolute(), lora[0])
             finally:
                 _clear(self.share)
         if ranks:
-            torch.distributed.barrier()
+            torch.distributed.broadcast_object_list(lora)
+        self.lora = lora[0]
 
-    def _load(self, folder: Path) -> None:
-        """Let the server read a folder while it answers nobody."""
+    def _hand_over(self, weights: dict[str, Tensor], share: Path, lora: str | None) -> None:
+        if lora is None:
+            by_folder = partial(self._reload_from, share, weights)
+            by_nccl = self.transfer and partial(self.transfer.send, weights)
+            return self._while_it_waits(by_nccl or by_folder)
+        from policies.lora import write_adapter
+
+        if self.lora is None:  # the server may have served another run: once, what is under it
+            self._hand_over(self.under(), share, None)
+        write_adapter({k: t.contiguous() for k, t in weights.items()}, self.adapter, share)
+        self._ask("/v1/load_lora_adapter", {"lora_name": lora, "lora_path": str(share)})
+        if self.lora is not None:
+            self._ask("/v1/unload_lora_adapter", {"lora_name": self.lora})
+
+    def _reload_from(self, folder: Path, weights: dict[str, Tensor]) -> None:
+        # A tied head too: without its name vLLM goes on with the old one.
+        copies = {name: t.detach().cpu().clone().contiguous() for name, t in weights.items()}
+        save_file(copies, folder / "model.safetensors")
+        where = {"weights_path": str(folder)}
+        self._ask("/collective_rpc", {"method": "reload_weights", "kwargs": where})
+
+    def _while_it_waits(self, work: Callable[[], None]) -> None:
+        """Do something to the server's weights while it answers nobody."""
         self._ask("/pause?mode=wait")
         try:
-            where = {"weights_path": str(folder)}
-            self._ask("/collective_rpc", {"method": "reload_weights", "kwargs": where})
+            work()
             self._ask("/reset_prefix_cache")
         except RuntimeError:  # vLLM has mostly died of it; if not, others may need it
             with suppress(RuntimeError):
@@ -190,6 +252,7 @@ class VLLMServer(VLLMEngine):
     def _one(self, asked: tuple[Tensor, dict[str, Any]]) -> Reply:
         row, params = asked
         body = {"token_ids": row.tolist(), "sampling_params": params}
+        body |= {"model": self.lora} if self.lora else {}
         done = self._ask("/inference/v1/generate", body)
         (choice,) = done["choices"]
         told = (choice.get("logprobs") or {}).get("content") or ()

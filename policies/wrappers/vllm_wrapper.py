@@ -4,7 +4,6 @@ vLLM samples and scores (see vllm_engine.py); rendering, masks and containers ar
 Log-probs only: whole distributions need TransformersWrapper.
 """
 
-import copy
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policies.models import find_model, load_tokenizer
+from policies.models import find_model, has_adapter, load_tokenizer
 from policies.padding import unpad
 from policies.roles import Policy
 from policies.sampler import Sampled
-from policies.wrappers.vllm_engine import VLLMEngine, load_engine
+from policies.wrappers.vllm_engine import VLLMEngine, load_engine, lora_options
 from policies.wrappers.wrapper import LLMWrapperBase
 
 # Further arguments, by the name that transformers gives them, and what vLLM calls them.
@@ -31,9 +30,6 @@ EXTRA = {
 }
 ITS_OWN = ("presence_penalty", "frequency_penalty")  # transformers has no such names
 
-
-# What a generator beside a policy has of it.
-SHARED = ("generate_kwargs", "chat_template_name", "chat_template", "pad_output")
 # How far log-probs of the same weights may be apart, nats: of the probe's least likely token.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
 
@@ -94,8 +90,13 @@ class vLLMWrapper(LLMWrapperBase):
         """Return how far its log-probs may be from those of the policy for the same weights."""
         return self.scorer.tolerance or TOLERANCE[self.scorer.dtype]
 
+    @property
+    def takes_trained(self) -> bool:
+        """Return whether it loads what training moves, of LoRA the adapter alone."""
+        return self.scorer.adapter is not None
+
     def load_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Take new weights, named as in the model's checkpoint."""
+        """Take new weights, named as in the model's checkpoint; see `VLLMEngine.update_weights`."""
         self.scorer.update_weights(named)
 
     def _draw(self, prompts: Tensor, attention: Tensor, streams: Tensor) -> Sampled:
@@ -112,7 +113,7 @@ class vLLMWrapper(LLMWrapperBase):
         )
 
 
-def beside(
+def vllm_beside(
     policy: Policy,
     *,
     share: Path,
@@ -129,20 +130,27 @@ def beside(
     """
     computes = policy.scorer.autocast or next(policy.scorer.parameters()).dtype
     folder, dtype = policy.found.folder, dtype or str(computes).removeprefix("torch.")
+    adapter = None
+    if has_adapter(policy.model):
+        from policies.lora import adapter_config
+
+        adapter = adapter_config(policy.model)
     if url is None:
         _check_ranks(policy.device)
-        made = load_engine(folder, dtype=dtype, **engine)
+        lora = lora_options(adapter, policy.model.config.architectures) if adapter else {}
+        made = load_engine(folder, dtype=dtype, **lora, **engine)
+        made.adapter = adapter if lora else None
     else:
         from policies.wrappers.vllm_server import VLLMServer  # few runs have one
 
-        made = VLLMServer(url, policy.model, folder=folder, share=share, dtype=dtype)
+        model = policy.model
+        made = VLLMServer(url, model, folder=folder, share=share, dtype=dtype, adapter=adapter)
+    made.about += (
+        "" if adapter is None else f", the adapter {'merged' if made.adapter is None else 'alone'}"
+    )
     made.device = policy.device
     made.tolerance = tolerance or max(TOLERANCE[made.dtype], TOLERANCE[computes])
-    shared = {name: policy._settings[name] for name in SHARED}
-    tokenizer = copy.deepcopy(policy.tokenizer)  # another thread may use it (trainer.overlap)
-    out = vLLMWrapper(made, tokenizer=tokenizer, **shared)
-    out.system_prompt, out.found = policy.system_prompt, policy.found
-    return out
+    return vLLMWrapper.speaking_as(policy, made)
 
 
 def _check_ranks(device: torch.device) -> None:

@@ -7,9 +7,10 @@ mode; a history or text is tokenised only where there are none.
 Alignment everywhere: entry t of a `full` belongs to token t; unscored entries are 0.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 from weakref import ref
 
 import torch
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 # What goes along to another version: how names are looked for and the system prompt of the chats,
 # and with the same weights where they are from and how often they were synced.
 KEPT, KEPT_WITH_WEIGHTS = ("source", "system_prompt"), ("found", "version")
+# What a generator beside a policy has of its settings.
+SHARED = ("generate_kwargs", "chat_template_name", "chat_template", "pad_output")
 
 InputMode = Literal["history", "text", "tokens"]
 CHOICES = {
@@ -233,10 +236,24 @@ class LLMWrapperBase(TensorDictModuleBase):
         reset |= {"pad_model_input": None} if "generate" in moved else {}
         new = type(self)(**{**settings, **reset, **changes})
         same = new.model is self.model
-        for name in (*KEPT, *KEPT_WITH_WEIGHTS) if same else KEPT:
-            if hasattr(self, name):
-                setattr(new, name, getattr(self, name))
+        new._take_along(self, (*KEPT, *KEPT_WITH_WEIGHTS) if same else KEPT)
         return new
+
+    @classmethod
+    def speaking_as(cls, policy: Any, model: Any) -> Self:
+        """Return a generator with a policy's words around a model that has a copy of its weights.
+
+        The two may be used in threads of their own.
+        """
+        shared = {name: policy._settings[name] for name in SHARED}
+        new = cls(model, tokenizer=copy.deepcopy(policy.tokenizer), **shared)
+        new._take_along(policy, (*KEPT, *KEPT_WITH_WEIGHTS))
+        return new
+
+    def _take_along(self, other: "LLMWrapperBase", names: Sequence[str]) -> None:
+        for name in names:
+            if hasattr(other, name):
+                setattr(self, name, getattr(other, name))
 
     def forward(
         self,

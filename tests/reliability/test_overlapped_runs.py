@@ -8,10 +8,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from overlapped import Slow
 from processes import gone
 from runs import launch, metrics, train, train_here, wait_for
+from safetensors.torch import load_file
 from small_faults import TINY
 
+import conf.build
 from trainer.runs.run_files import read_status
 
 pytestmark = pytest.mark.reliability
@@ -125,3 +128,26 @@ def test_two_ranks_sample_ahead_what_one_does(tmp_path):
     for row, want in zip(rows, metrics(tmp_path / "one"), strict=True):
         assert row == pytest.approx(want, rel=1e-3, abs=1e-4)
     assert rows[-1]["policy/staleness"] == 1
+
+
+def test_a_lora_by_a_second_process_learns_what_the_slow_loop_does(tmp_path, monkeypatch):
+    words = ["experiment=ppo_tiny", "policy.lora.r=4", "optimizer.lr=0.01", "eval.max_rows=4"]
+    words += ["trainer.num_iterations=4", "checkpoint.every=2", "policy.model=tiny"]
+    words += ["trainer.prompts_per_iteration=8"]
+    train_here(tmp_path / "beside", *words, "trainer.overlap=2")
+    make = conf.build.make_source
+
+    def slow_source(cfg, ahead, *, policy, generator, **parts):
+        return Slow(make(cfg, None, policy=policy, generator=policy, **parts), policy, 2)
+
+    monkeypatch.setattr(conf.build, "make_source", slow_source)
+    train_here(tmp_path / "slow", *words)
+    both = [metrics(tmp_path / name) for name in ("beside", "slow")]
+    for name in ("loss/total", "reward/raw_mean", "kl/ref", "kl/behaviour"):
+        first, second = ([row[name] for row in rows[1:]] for rows in both)
+        assert first == second, name
+    assert [row["policy/staleness"] for row in both[0][1:]] == [0, 1, 2, 2]
+    assert both[0][-1]["sync/probe"] < 1e-3 < both[0][-1]["sync/probe_before"]
+    saved = tmp_path / "beside" / "checkpoints" / "iteration_000002" / "ahead"
+    adapter = load_file(saved / "version_000001.safetensors")
+    assert all(".lora_" in name for name in adapter)

@@ -1,27 +1,22 @@
 """Saved configurations: with the names of today, and how two differ. Torch-free."""
 
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from trainer.runs.redact import redact
 from trainer.runs.run_files import PLACES, PREFIX, read_yaml
 
-VLLM = {
-    "url": None,
-    "dtype": None,
-    "gpu_memory_utilization": 0.3,
-    "tensor_parallel_size": 1,
-    "max_num_seqs": 256,
-    "max_model_len": None,
-    "tolerance": None,
-}
+ROOT = Path(__file__).parents[2]
 # Keys that are younger than run folders which go on, with what a run without them means.
 YOUNGER: dict[str, dict[str, Any]] = {
     "root": {"gguf": None, "hub": None},
     "policy": {
         **{"chat_template_kwargs": {}, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
-        **{"engine": "transformers", "vllm": VLLM},
+        **{"engine": "transformers", "vllm": {}},
     },
     "env": {"overlong": "drop"},
     "tracker": {"replies": "16"},
@@ -36,6 +31,9 @@ def as_today(saved: Any) -> dict[str, Any]:
     for group, keys in YOUNGER.items():
         if isinstance(saved.get(group), dict):
             saved = saved | {group: keys | saved[group]}
+    policy = saved.get("policy")
+    if isinstance(policy, dict) and isinstance(policy["vllm"], dict):
+        saved = saved | {"policy": policy | {"vllm": _vllm() | policy["vllm"]}}
     algorithm = dict(saved.get("algorithm") or {})
     keys = {**(saved.get("kl") or {}), **(saved.get("trainer") or {}), **algorithm}
     for part in ("source", "advantage", "objective"):
@@ -51,6 +49,13 @@ def as_today(saved: Any) -> dict[str, Any]:
             verbs = verbs | {"mismatch": corrects | {"_target_": "trainer.ImportanceSampling"}}
         algorithm["after_rollout"] = verbs or None
     return saved | {"algorithm": algorithm}
+
+
+@cache
+def _vllm() -> dict[str, Any]:
+    """Return the defaults of policy.vllm: a run without them had none of it."""
+    declared = yaml.safe_load((ROOT / "conf" / "keys.yaml").read_text())
+    return {name: key[1] for name, key in declared["policy"]["vllm"].items()}
 
 
 def holds_same(folder: Path, config: dict[str, Any]) -> bool:

@@ -75,7 +75,11 @@ def check_memory(
     if ahead := settings["trainer"]["overlap"]:  # what samples does so while another phase goes on
         second, copies = needed["generate"], (ahead + 1) * sizes["gradients"]
         second -= 0 if cpu else played.phases["generate"].before - sizes["weights"]
-        second = second if settings["policy"]["engine"] == "transformers" else 0
+        if settings["policy"]["engine"] != "transformers":
+            second = 0
+            alone = getattr(loop.generator, "takes_trained", False)
+            if has_adapter(loop.policy.model) and not alone:  # beside it the merged model
+                copies += (ahead + 1) * (sizes["weights"] - sizes["gradients"])
         more = second + (copies if cpu else 0)
         findings.say(
             f"trainer.overlap={ahead}: beside each of them {gib(second)} of the process that "
