@@ -30,10 +30,6 @@ class Placement:
         """Return how many forwards are to be taken inside by a rank that needs `count`."""
         return nullcontext(count)
 
-    def gather(self, tensor: Tensor) -> Tensor:
-        """Return the whole of an optimiser's tensor."""
-        return tensor
-
     def scatter(self, tensor: Tensor, like: Tensor) -> Tensor:
         """Return what this rank holds of a whole tensor that belongs to a weight."""
         return tensor.to(like.device)

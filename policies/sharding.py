@@ -267,10 +267,6 @@ class Shards(Placement):
         yield int(most)
         self.scorer.reshard()
 
-    def gather(self, tensor: Tensor) -> Tensor:
-        """Return the whole of a tensor."""
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
     def scatter(self, tensor: Tensor, like: Tensor) -> Tensor:
         """Return a whole tensor, the same on every rank, spread as a weight of its shape is."""
         if not isinstance(like, DTensor) or tensor.shape != like.shape:

@@ -3,6 +3,7 @@
 Everything that saves, loads, copies or hands over weights asks `weights_of` and knows no more.
 """
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,7 @@ class ModelWeights:
 
     def load(self, folder: Path, *, base: str = "") -> None:
         """Read what `save` or `export` wrote; another model's is a ValueError."""
-        from policies.saved_weights import load_weights  # here: most runs begin
-
-        load_weights(self.model, folder)
+        import_module("policies.saved_weights").load_weights(self.model, folder)
 
 
 def weights_of(scorer: Scorer) -> ModelWeights:

@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shutil
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -128,27 +129,18 @@ class Checkpoints:
         for name, param in trained_by(self.optimizer, self.policy):
             if state := self.optimizer.state.get(param, {}):
                 for key, value in (state | placement.master(name, param)).items():
-                    whole = placement.gather(torch.as_tensor(value).detach())
+                    value = torch.as_tensor(value).detach()
+                    whole = value.full_tensor() if hasattr(value, "full_tensor") else value
                     out |= {f"{name}/{key}": whole.clone().contiguous()} if here else {}
         return out
 
     def restore(self, folder: Path) -> dict[str, Any]:
         """Load weights and optimiser from a verified checkpoint; return its state."""
-        from trainer.resuming import restore  # here: most runs begin
-
-        return restore(self, folder)
-
-    def restore_weights(self, folder: Path) -> None:
-        """Load policy and reference from a checkpoint, the policy also from a finished run."""
-        from trainer.resuming import restore_weights
-
-        restore_weights(self, folder)
+        return import_module("trainer.resuming").restore(self, folder)
 
     def newest(self) -> Path | None:
         """Return the newest checkpoint that verifies, None where there is none at all."""
-        from trainer.resuming import newest
-
-        return newest(self)
+        return import_module("trainer.resuming").newest(self)
 
     def _prune(self, newest: Path) -> None:
         """Keep what was asked for. Later iterations than the newest were found damaged: they go."""
@@ -192,8 +184,7 @@ def read_state(folder: Path) -> dict[str, Any] | None:
 def save_model(policy: Policy, folder: Path, *, here: bool = True) -> None:
     """Write the model and its tokenizer so that transformers and vLLM load them without leash.
 
-    An adapter is merged into the model, and also written to adapter/ in peft's format. Every rank
-    calls it, one of them writes, `here`: weights may be spread over all.
+    An adapter is merged, and also written to adapter/ as peft does. One of all ranks writes, `here`.
     """
     with policy.scorer.placement.plain(here=here):
         if here:
@@ -221,10 +212,8 @@ def remove(path: Path) -> None:
 
 def trained_by(optimizer: torch.optim.Optimizer, policy: Policy):
     """Return (name, parameter) of what the optimiser trains, of the scorer and its critic."""
-    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    found = [(n, p) for n, p in policy.scorer.named_parameters() if id(p) in trained]
-    assert len(found) == len(trained), "weights are gathered that should be spread"
-    return found
+    names = {id(p): name for name, p in policy.scorer.named_parameters()}
+    return [(names[id(p)], p) for group in optimizer.param_groups for p in group["params"]]
 
 
 def _score(folder: Path) -> float:

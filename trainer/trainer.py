@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDictBase
@@ -281,9 +282,7 @@ class Trainer:
 
     def resume(self) -> None:
         """Go back to the newest checkpoint that verifies; without any, to the start."""
-        from trainer.resuming import resume  # here: most runs begin
-
-        resume(self)
+        import_module("trainer.resuming").resume(self)  # here: most runs begin
 
 
 class Clock:
