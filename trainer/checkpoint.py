@@ -184,7 +184,7 @@ def read_state(folder: Path) -> dict[str, Any] | None:
 def save_model(policy: Policy, folder: Path, *, here: bool = True) -> None:
     """Write the model and its tokenizer so that transformers and vLLM load them without leash.
 
-    An adapter is merged, and also written to adapter/ as peft does. One of all ranks writes, `here`.
+    An adapter is merged, and written to adapter/ too, as peft does. One rank writes, `here`.
     """
     with policy.scorer.placement.plain(here=here):
         if here:
