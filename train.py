@@ -26,33 +26,36 @@ def train(cfg: DictConfig, folder: Path) -> float:
 
     algorithm, total, opt = cfg.algorithm, cfg.trainer.num_iterations, cfg.optimizer
     steps = total * algorithm.epochs * algorithm.minibatches
-    with trainer.Runtime(folder, seed=cfg.seed, device=cfg.policy.device) as runtime:
+    kinds = {"ddp": "trainer.Runtime", "fsdp2": "trainer.shards.ShardedRuntime"}
+    kind = parts.find_target(kinds[cfg.launch.strategy])
+    with kind(folder, **parts.keys_for(kind, cfg, cfg.policy, cfg.launch)) as runtime:
         runtime.write_status(machine=about_machine(runtime.device, runtime.ranks))
         task = parts.make_task(cfg.env)  # data that is not there is told before a model is loaded
         # So are faults in a reward of one's own, in a file or given to trainer.train.
         if cfg.allow_targets or "envs.rewards.Given" in str(cfg.env.rewards):
             parts.find_target("envs.reward_trial.try_reward")(task)
-        policy = parts.make_policy(cfg.policy, device=str(runtime.device))
+        policy = runtime.load(lambda **at: parts.make_policy(cfg.policy, **at))
         runtime.write_status(model=policy.found.about())
         leash = parts.make_leash(cfg)
         reference = parts.make_reference(cfg, policy)
         if critic := algorithm.get("critic"):
             policy.scorer.critic = policies.Critic(policy.scorer, **critic)
-        settings = parts.keys_for(trainer.make_optimizer, opt)
-        optimizer = trainer.make_optimizer(policy.scorer, **settings)
-        scorer, optimizer = runtime.accelerator.prepare(policy.scorer, optimizer)
         generator = parts.make_generator(cfg.policy, policy, folder)
         ahead = parts.make_ahead(cfg, policy, generator)
         generator = ahead or generator
         made = {"task": task, "policy": policy, "generator": generator, "runtime": runtime}
         made |= {"env": parts.make_env(cfg, task, policy), "leash": leash}
+        source = parts.make_source(cfg, ahead, **made)
+        advantage = parts.build(algorithm.advantage, algorithm, cfg.trainer, **made)
+        settings = parts.keys_for(make := trainer.make_optimizer, opt)
+        scorer, optimizer = runtime.prepare(policy, make, settings, reference, advantage)
         loop = trainer.Trainer(
             runtime=runtime,
             policy=policy,
             generator=generator,
-            source=parts.make_source(cfg, ahead, **made),
+            source=source,
             retrieve_kl=reference,
-            advantage=parts.build(algorithm.advantage, algorithm, cfg.trainer, **made),
+            advantage=advantage,
             update=trainer.Update(
                 scorer,
                 optimizer,

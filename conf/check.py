@@ -8,6 +8,7 @@ import difflib
 import os
 import re
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -65,10 +66,10 @@ def _batches(cfg: dict[str, Any]) -> Iterator[str]:
         what = f"launch.num_processes for the {cores} cores of this machine"
         yield f"expected {what}, got {here}: each loads a model of its own; lower it"
     parts, saved, every = cfg["algorithm"]["minibatches"], cfg["checkpoint"], cfg["eval"]["every"]
-    if cfg["trainer"]["stop_at"]:
-        from conf.check_stop import findings  # here: few runs have a rule
-
-        yield from findings(cfg)
+    shards = cfg["launch"]["strategy"] != "ddp" or cfg["launch"]["offload"]
+    rare = {"check_stop": cfg["trainer"]["stop_at"], "check_shards": shards}
+    for name in filter(rare.get, rare):  # few runs have a rule, or shards
+        yield from import_module(f"conf.{name}").findings(cfg)
     if cfg["trainer"]["patience"] and not every:
         yield "trainer.patience counts evaluations, got eval.every=0; set eval.every=5, say"
     if cfg["mode"] != "train":  # it plays no batches

@@ -1,6 +1,5 @@
 """From a model's name to a policy, and from a policy to its frozen reference."""
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -108,7 +107,7 @@ def load_reference(
         adapter = None if bare else adapters.freeze_copy(policy.model)
         scorer = adapters.AdapterScorer(policy.scorer, adapter)
     else:
-        network = copy.deepcopy(policy.model).requires_grad_(False).eval()
+        network = policy.scorer.placement.copy(policy.model).requires_grad_(False).eval()
         scorer = Scorer(network, autocast=policy.scorer.autocast)
     reference = policy.get_new_version(
         model=scorer,

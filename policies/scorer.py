@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from policies import layout
 from policies.packing import pack_rows
 from policies.padding import predicted
+from policies.placement import HERE, Placement
 from policies.token_distribution import Head, Scores, TokenDistribution, placed
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ class Scorer(nn.Module):
     `autocast` is the dtype of the matrix products, None for that of the weights. A `critic`
     (policies/value_head.py) that is set gives values from the same forward.
     """
+
+    placement: Placement = HERE
 
     def __init__(
         self,
@@ -142,8 +145,8 @@ class Scorer(nn.Module):
 
     def precision(self) -> AbstractContextManager:
         """Return the autocast context that sampling and scoring share."""
-        device = next(self.model.parameters()).device.type
-        return torch.autocast(device, self.autocast, enabled=self.autocast is not None)
+        device = self.placement.device or next(self.model.parameters()).device
+        return torch.autocast(device.type, self.autocast, enabled=self.autocast is not None)
 
     def _lay(self, tokens, attention, keep, group_id, pack: bool = False) -> layout.Layout:
         most = max_positions(self.model)
@@ -209,14 +212,16 @@ def score_in_parts(
         parts = pack_rows(attention, limit, group_id=group_id)
     given: tuple[Any, ...] = (tokens, attention, keep, group_id, temperature, support)
     done = []
-    for rows in parts:
-        index = torch.tensor(rows, device=tokens.device)
-        ids, mask, kept, group, scale, left = (
-            x[index] if getattr(x, "ndim", 0) else x for x in given
-        )
-        options |= {} if scale is None else {"temperature": scale}
-        options |= {} if left is None else {"support": left}
-        part = score(ids, mask, kept, group_id=group, **options)
-        done.append(part if isinstance(part, Tensor) else part.log_probs)
+    placement: Placement = getattr(getattr(score, "__self__", score), "placement", HERE)
+    with placement.forwards(len(parts)) as count:
+        for rows in parts + [[]] * (count - len(parts)):
+            index = torch.tensor(rows, dtype=torch.int64, device=tokens.device)
+            ids, mask, kept, group, scale, left = (
+                x[index] if getattr(x, "ndim", 0) else x for x in given
+            )
+            options |= {} if scale is None else {"temperature": scale}
+            options |= {} if left is None else {"support": left}
+            part = score(ids, mask, kept, group_id=group, **options)
+            done.append(part if isinstance(part, Tensor) else part.log_probs)
     order = torch.tensor([row for rows in parts for row in rows], device=tokens.device)
     return torch.cat(done)[order.argsort()]

@@ -4,7 +4,6 @@ value[t] = V(tokens < t) is read off hidden state t-1, the one that predicts tok
 H hidden.
 """
 
-import copy
 from typing import Any, Literal
 
 import torch
@@ -42,7 +41,7 @@ class Critic(nn.Module):
         if kind == "separate":
             # Weights that LoRA has frozen are not trained here either: no second copy of them.
             frozen = {id(p): p for p in body.parameters() if not p.requires_grad}
-            self.body = Scorer(copy.deepcopy(body, frozen), autocast=scorer.autocast)
+            self.body = Scorer(scorer.placement.copy(body, frozen), autocast=scorer.autocast)
         self.detach, self.lr_scale, self.warmup = detach, lr_scale, warmup
         weight = next(body.parameters())
         dtype = weight.dtype if weight.dtype.itemsize >= 4 else torch.float32

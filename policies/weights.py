@@ -3,6 +3,7 @@
 Everything that saves, loads, copies or hands over weights asks `weights_of` and knows no more.
 """
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -45,20 +46,7 @@ class ModelWeights:
 
     def load(self, folder: Path, *, base: str = "") -> None:
         """Read what `save` or `export` wrote; another model's is a ValueError."""
-        from safetensors.torch import load_file
-
-        found: dict[str, Tensor] = {}
-        for path in sorted((folder / "model").glob("*.safetensors")):
-            found |= load_file(path)
-        missing, unexpected = self.model.load_state_dict(found, strict=False)
-        ties = self.model.config.tie_word_embeddings
-        tied = getattr(self.model, "_tied_weights_keys", None) if ties else ()
-        missing = [name for name in missing if name not in (tied or ())]
-        if missing or unexpected:
-            raise ValueError(
-                f"{folder} does not fit the model: missing {missing[:3]}, unexpected "
-                f"{unexpected[:3]}; resume with the run's own config"
-            )
+        import_module("policies.saved_weights").load_weights(self.model, folder)
 
 
 def weights_of(scorer: Scorer) -> ModelWeights:

@@ -6,7 +6,7 @@ Also a script for two ranks: rank 0 writes the gradients of all cases into a fol
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from policies.padding import pad, pad_mask
 from policies.reward_scorer import load_reward_model
 from policies.value_head import Critic
 from policies.wrappers.transformers_wrapper import TransformersWrapper
+from trainer import shards
 from trainer.runtime import Runtime
 from trainer.update import Update
 
@@ -134,22 +135,29 @@ def gradient(
     *,
     runtime: Runtime | None = None,
     micro_batch_tokens: int = 10**6,
+    spread: bool = False,
 ) -> Tensor:
-    """Return what one step hands to its optimiser, flattened; every rank has its rows."""
+    """Return what one step hands to its optimiser, flattened; every rank has its rows.
+
+    With `spread` each rank has a part of every weight too: the step's policy is no other's then.
+    """
     runtime, policy, algorithm = runtime or one_process(), step.policy, step.cfg.algorithm
     own, grads = make_leash(step.cfg), []
 
     class Keep(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:
             params = [p for group in self.param_groups for p in group["params"]]
-            grads.extend(p.grad.flatten().clone() for p in params)
+            grads.extend(whole(p.grad).flatten().clone() for p in params)
 
     if critic := algorithm.get("critic"):
         policy.scorer.critic = Critic(policy.scorer, **critic).double()
         torch.nn.init.constant_(policy.scorer.critic.head.weight, 0.01)
     advantage = build(algorithm.advantage, algorithm, leash=own, policy=policy, runtime=runtime)
-    optimizer = Keep(policy.scorer.parameters(), lr=0.0)
-    scorer, optimizer = runtime.accelerator.prepare(policy.scorer, optimizer)
+    made = shards.ShardedRuntime("/tmp") if spread else runtime
+    keep = partial(Keep, lr=0.0)
+    scorer, optimizer = made.prepare(
+        policy, lambda scorer: keep(scorer.parameters()), {}, step.reference, advantage
+    )
     update = Update(
         scorer,
         optimizer,
@@ -166,6 +174,10 @@ def gradient(
     update(advantage(mine(change(step.batch.clone()), runtime)))
     policy.scorer.critic = None
     return torch.cat(grads)
+
+
+def whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 def mine(batch: TensorDict, runtime: Runtime) -> TensorDict:
@@ -209,6 +221,8 @@ def interleaved(batch: TensorDict) -> TensorDict:
 if __name__ == "__main__":
     with Runtime(sys.argv[1]) as run:
         found = {name: gradient(step(name), runtime=run) for name in CASES}
+        few = {"runtime": run, "micro_batch_tokens": 120, "spread": True}
+        found |= {f"{name}, shards": gradient(step(name), **few) for name in CASES}
         if run.is_main:
             save_file(found, Path(sys.argv[1], "gradients.safetensors"))
         run.accelerator.wait_for_everyone()

@@ -101,6 +101,11 @@ def test_two_ranks_have_the_gradient_of_one(name, whole, two_ranks) -> None:
     assert far(two_ranks[name], whole[name]) < TOLERANCE
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_with_a_part_of_every_weight_have_the_gradient_of_one(name, whole, two_ranks):
+    assert far(two_ranks[f"{name}, shards"], whole[name]) < 1e-12
+
+
 def test_packing_changes_the_layout_alone(whole) -> None:
     assert far(whole["sft, packed"], whole["sft"]) < TOLERANCE
 

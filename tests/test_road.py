@@ -120,7 +120,7 @@ def test_a_grpo_worker_imports_what_a_run_uses_and_nothing_else(tmp_path):
     assert found["code"] == 0
     lines = lines_of_ours(found["files"])
     assert "trainer/update.py" in lines
-    assert sum(lines.values()) <= 12_000, lines
+    assert sum(lines.values()) <= 12_100, lines
     unused = (
         "ray",
         "mcp",

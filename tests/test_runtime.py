@@ -112,10 +112,10 @@ REFUSED = [  # what `accelerate launch --help` offers and what says the same her
     ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", "trainer.micro_batch_tokens"),
     ("ACCELERATE_GRADIENT_CLIPPING", "0.5", "optimizer.max_grad_norm"),
     ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "no model is compiled"),
-    ("ACCELERATE_USE_FSDP", "true", "trainer.micro_batch_tokens"),
-    ("ACCELERATE_USE_DEEPSPEED", "true", "nothing is sharded"),
-    ("ACCELERATE_USE_MEGATRON_LM", "true", "nothing is sharded"),
-    ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "policy.lora.r"),
+    ("ACCELERATE_USE_FSDP", "true", "launch=fsdp2"),
+    ("ACCELERATE_USE_DEEPSPEED", "true", "launch=fsdp2"),
+    ("ACCELERATE_USE_MEGATRON_LM", "true", "launch=fsdp2"),
+    ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "launch=fsdp2"),
 ]
 
 
@@ -147,7 +147,7 @@ def test_what_accelerate_launch_always_sets_is_no_setting(tmp_path, monkeypatch)
     ("flags", "parts"),
     [
         (["--cpu", "--gradient_accumulation_steps=4"], ["trainer.micro_batch_tokens"]),
-        (["--config_file", "accelerate.yaml"], ["fsdp", "nothing is sharded"]),
+        (["--config_file", "accelerate.yaml"], ["fsdp", "set launch=fsdp2"]),
     ],
     ids=str,
 )

@@ -9,10 +9,7 @@ import os
 LAUNCHED = "ACCELERATE_DYNAMO_BACKEND"  # `accelerate launch` always sets it
 NEUTRAL = {"", "no", "none", "auto", "false", "0"}
 STEPS = "gradient_accumulation_steps"
-SHARDS = (
-    "nothing is sharded: every process holds the whole model. For less memory lower "
-    "trainer.micro_batch_tokens, or set policy.gradient_checkpointing=true or policy.lora.r=16"
-)
+SHARDS = "to spread weights, gradients and moments over the processes set launch=fsdp2"
 INSTEAD = {
     "mixed_precision": "set policy.autocast=bfloat16 (or policy.dtype=bfloat16)",
     "downcast_bf16": "set policy.dtype=bfloat16",

@@ -15,13 +15,16 @@ import json
 import os
 import re
 import shutil
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
+from torch import Tensor
 
 from policies.cache import flush, read_manifest, write_manifest
+from policies.placement import placement_of
 from policies.roles import Policy
 from policies.weights import weights_of
 from trainer.agreement import check_agreement
@@ -67,30 +70,37 @@ class Checkpoints:
     def save(self, iteration: int, state: dict[str, Any]) -> None:
         """Write the checkpoint of `iteration` finished iterations, if the ranks still agree."""
         check_agreement(self.policy.scorer, self.runtime, iteration=iteration)
-        self.runtime.at("save" if self.runtime.is_main else "wait")
-        if self.runtime.is_main:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._clear()
-            target = self.folder / f"iteration_{iteration:06d}"
-            part = self.folder / f".part-{target.name}"
-            part.mkdir()
-            try:
-                self._save_weights(part)
-                save_file(self._moments(), part / "optimizer.safetensors")
-                content = {"format": FORMAT, "iteration": iteration, **state}
-                (part / "state.json").write_text(json.dumps(content, indent=1))
-                write_manifest(part, {"format": FORMAT})
-            except BaseException:  # on a full disk the last words need the room
-                shutil.rmtree(part, ignore_errors=True)
-                raise
-            discard(target)
-            part.rename(target)
-            flush(self.folder)
-            self._prune(target)
+        main = self.runtime.is_main
+        moments = self._moments(here=main)
+        theirs = placement_of(self.reference).plain(here=main)
+        with self.policy.scorer.placement.plain(here=main), theirs:
+            self.runtime.at("save" if main else "wait")
+            if main:
+                self._write(iteration, state, moments)
         self.last = iteration
         self.runtime.accelerator.wait_for_everyone()
 
-    def _clear(self) -> None:
+    def _write(self, iteration: int, state: dict[str, Any], moments: dict[str, Tensor]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.clear()
+        target = self.folder / f"iteration_{iteration:06d}"
+        part = self.folder / f".part-{target.name}"
+        part.mkdir()
+        try:
+            self._save_weights(part)
+            save_file(moments, part / "optimizer.safetensors")
+            content = {"format": FORMAT, "iteration": iteration, **state}
+            (part / "state.json").write_text(json.dumps(content, indent=1))
+            write_manifest(part, {"format": FORMAT})
+        except BaseException:  # on a full disk the last words need the room
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+        discard(target)
+        part.rename(target)
+        flush(self.folder)
+        self._prune(target)
+
+    def clear(self) -> None:
         """Remove what an interrupted save or removal left."""
         for kind in ("part", "trash"):
             for leftover in self.folder.glob(f".{kind}-*"):
@@ -99,77 +109,38 @@ class Checkpoints:
     def _save_weights(self, folder: Path) -> None:
         """Write all weights that are others than at the start of the run."""
         weights = weights_of(self.policy.scorer)
-        weights.save(folder, self.policy.tokenizer, base=_base(self.policy))
-        if critic := self._critic():
+        weights.save(folder, self.policy.tokenizer, base=base_of(self.policy))
+        if critic := self.critic():
             save_file(critic, folder / CRITIC)
         if moved := self.reference.state_dict():
             save_file(moved, folder / REFERENCE)
         if self.ahead is not None:
             self.ahead.save(folder)
 
-    def _critic(self) -> dict[str, torch.Tensor]:
+    def critic(self) -> dict[str, Tensor]:
         """Return the critic's weights that are trained: the others are the frozen policy's."""
         critic = self.policy.scorer.critic
         named = () if critic is None else critic.named_parameters()
         return {name: p.detach() for name, p in named if p.requires_grad}
 
-    def _moments(self) -> dict[str, torch.Tensor]:
-        """Return the optimiser's state as named tensors."""
-        out = {}
-        for name, param in _named(self.optimizer, self.policy):
-            for key, value in self.optimizer.state.get(param, {}).items():
-                out[f"{name}/{key}"] = torch.as_tensor(value).detach().clone().contiguous()
+    def _moments(self, *, here: bool = True) -> dict[str, Tensor]:
+        """Return the optimiser's state as named tensors, nothing unless `here`."""
+        out, placement = {}, self.policy.scorer.placement
+        for name, param in trained_by(self.optimizer, self.policy):
+            if state := self.optimizer.state.get(param, {}):
+                for key, value in (state | placement.master(name, param)).items():
+                    value = torch.as_tensor(value).detach()
+                    whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+                    out |= {f"{name}/{key}": whole.clone().contiguous()} if here else {}
         return out
 
     def restore(self, folder: Path) -> dict[str, Any]:
         """Load weights and optimiser from a verified checkpoint; return its state."""
-        if self.runtime.is_main:
-            self._clear()
-        self.restore_weights(folder)
-        if mine := self._critic():
-            critic = load_file(folder / CRITIC)
-            if critic.keys() != mine.keys():
-                raise ValueError(f"{folder / CRITIC} is another critic's; start a new run")
-            for name, weight in mine.items():
-                weight.copy_(critic[name])
-        saved = load_file(folder / "optimizer.safetensors")
-        for name, param in _named(self.optimizer, self.policy):
-            prefix = f"{name}/"
-            found = {k[len(prefix) :]: v for k, v in saved.items() if k.startswith(prefix)}
-            if found:
-                self.optimizer.state[param] = {k: v.to(param.device) for k, v in found.items()}
-        state = json.loads((folder / "state.json").read_text())
-        self.last = state["iteration"]
-        if self.ahead is not None:
-            self.lacks = self.ahead.restore(folder, state.get("version", self.last))
-        return state
-
-    def restore_weights(self, folder: Path) -> None:
-        """Load policy and reference from a checkpoint, the policy also from a finished run."""
-        weights_of(self.policy.scorer).load(folder, base=_base(self.policy))
-        if (folder / REFERENCE).is_file():
-            self.reference.load_state_dict(load_file(folder / REFERENCE))
+        return import_module("trainer.resuming").restore(self, folder)
 
     def newest(self) -> Path | None:
-        """Return the newest checkpoint that verifies, None where there is none at all.
-
-        Rank 0 looks and the others take its choice. Nothing but damaged ones is a ValueError.
-        """
-        found, damaged = None, []
-        for folder in reversed(saved_in(self.folder)):
-            if not self.runtime.is_main:
-                break
-            if read_state(folder) is not None:
-                found = folder
-                break
-            damaged.append(folder.name)
-        found, self.skipped = self.runtime.gather((found, damaged))[0]
-        if found is None and self.skipped:
-            raise ValueError(
-                f"expected a sound checkpoint in {self.folder}, got only damaged ones "
-                f"({', '.join(self.skipped)}); put a copy back, or remove them to start over"
-            )
-        return found
+        """Return the newest checkpoint that verifies, None where there is none at all."""
+        return import_module("trainer.resuming").newest(self)
 
     def _prune(self, newest: Path) -> None:
         """Keep what was asked for. Later iterations than the newest were found damaged: they go."""
@@ -210,15 +181,17 @@ def read_state(folder: Path) -> dict[str, Any] | None:
     return state if f"iteration_{state['iteration']:06d}" == folder.name else None
 
 
-def save_model(policy: Policy, folder: Path) -> None:
+def save_model(policy: Policy, folder: Path, *, here: bool = True) -> None:
     """Write the model and its tokenizer so that transformers and vLLM load them without leash.
 
-    An adapter is merged into the model, and also written to adapter/ in peft's format.
+    An adapter is merged, and written to adapter/ too, as peft does. One rank writes, `here`.
     """
-    weights_of(policy.scorer).export(folder, policy.tokenizer, base=_base(policy))
+    with policy.scorer.placement.plain(here=here):
+        if here:
+            weights_of(policy.scorer).export(folder, policy.tokenizer, base=base_of(policy))
 
 
-def _base(policy: Policy) -> str:
+def base_of(policy: Policy) -> str:
     """Return the sha256 of the weights that a policy started from."""
     return policy.found.sha256 if hasattr(policy, "found") else ""
 
@@ -237,10 +210,10 @@ def remove(path: Path) -> None:
     shutil.rmtree(path) if is_folder else path.unlink(missing_ok=True)
 
 
-def _named(optimizer: torch.optim.Optimizer, policy: Policy):
+def trained_by(optimizer: torch.optim.Optimizer, policy: Policy):
     """Return (name, parameter) of what the optimiser trains, of the scorer and its critic."""
-    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return [(n, p) for n, p in policy.scorer.named_parameters() if id(p) in trained]
+    names = {id(p): name for name, p in policy.scorer.named_parameters()}
+    return [(names[id(p)], p) for group in optimizer.param_groups for p in group["params"]]
 
 
 def _score(folder: Path) -> float:

@@ -16,6 +16,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from envs.chat_env import ChatEnv
 from envs.tasks.task import Task
+from policies.placement import placement_of
 from policies.random import fold
 from policies.roles import Generator
 from trainer.collect import collect
@@ -50,6 +51,7 @@ class Evaluate:
         self.keep(list(islice(task.rows("eval"), max_rows)))
         self.runtime, self.chunk, self.every = runtime, prompts_per_batch, every
         self.retrieve_kl = retrieve_kl
+        self.placements = placement_of(generator), placement_of(retrieve_kl)
         self.settle = getattr(generator, "settle", lambda: None)  # of what is played ahead
         self.plans: list[tuple[str, ChatEnv, Generator]] = []
         for name, samples, value in (("sampled", num_samples, temperature), ("greedy", 1, 0.0)):
@@ -88,6 +90,10 @@ class Evaluate:
         `tell` hears before each batch which share of the replies is done, `hear` gets the batch:
         the plan's name, the replies and the rows that they are to.
         """
+        with self.placements[0].whole(), self.placements[1].whole():  # batches differ by rank
+            return self._play(iteration, kind, tell, hear)
+
+    def _play(self, iteration: int, kind: str, tell: Any, hear: Any) -> tuple[dict, list]:
         out: dict[str, float] = {}
         records: list[dict[str, Any]] = []
         each = [env.group_size for _, env, _ in self.plans]

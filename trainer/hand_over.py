@@ -4,8 +4,8 @@ Both sides score fixed ids, before and after. It is an error where they then dis
 engine's scores stay what they were, to the bit, though the policy's moved: in half precision a step
 may be smaller than the tolerance; or where it scores otherwise than after the one before, as one
 that was started again.
-An adapter (LoRA) is merged into what the engine gets.
-Left out on purpose: weights that are spread over ranks (FSDP, DeepSpeed).
+An adapter (LoRA) is merged into what the engine gets, weights that are spread over ranks are
+gathered one by one.
 """
 
 from collections.abc import Mapping
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from policies.placement import placement_of
 from policies.roles import Engine, Policy
 from policies.weights import weights_of
 from trainer.weight_sync import Synced
@@ -60,8 +61,9 @@ def offer(
     """
     probe, weights = _probe(policy) if probe is None else probe, weights_of(policy.scorer)
     alone = getattr(engine, "takes_trained", False)
-    trained: Mapping[str, Tensor] = {name: p.detach() for name, p in weights.named().items()}
-    named: Mapping[str, Tensor] = trained if alone else weights.merged()
+    with policy.scorer.placement.plain():
+        trained: Mapping[str, Tensor] = {name: p.detach() for name, p in weights.named().items()}
+        named: Mapping[str, Tensor] = trained if alone else weights.merged()
     if copy:
         every = [*trained.values(), *named.values()]  # of two names for one tensor, one copy
         copies = {id_of(w): w for w in every}
@@ -128,7 +130,8 @@ def _probe(policy: Policy) -> Tensor:
 @torch.no_grad()
 def _log_probs(policy: Policy | Engine, probe: Tensor) -> Tensor:
     ids = probe.to(policy.device)
-    return policy.scorer(ids, torch.ones_like(ids, dtype=torch.bool)).log_probs.cpu()
+    with placement_of(policy).forwards(1):
+        return policy.scorer(ids, torch.ones_like(ids, dtype=torch.bool)).log_probs.cpu()
 
 
 def id_of(weight: Tensor) -> tuple[int, torch.Size]:

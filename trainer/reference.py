@@ -36,12 +36,17 @@ class Reference:
         self.sha256 = str(found.sha256) if found else ""
         self.every, self.decay = every, decay
         self.moved = False
-        self.pairs = _pairs(policy.scorer, self.scorer) if every else {}
-        if decay and any(theirs.dtype.itemsize < 4 for theirs, _ in self.pairs.values()):
+        self.policy = policy
+        if any(theirs.dtype.itemsize < 4 for theirs, _ in self.pairs.values()) and decay:
             raise ValueError(
                 f"kl.refresh_decay={decay} would round away in half-precision weights; use "
                 "policy.dtype=float32 with policy.autocast=bfloat16, or a reset (refresh_decay=0)"
             )
+
+    @property
+    def pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return (its own, the policy's) weights by name, as they are now; {} if it never moves."""
+        return _pairs(self.policy.scorer, self.scorer) if self.every else {}
 
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
         """Return the batch with ref_log_probs.full and kl_penalty, [B, T]."""
@@ -51,8 +56,9 @@ class Reference:
     def refresh(self, iteration: int) -> None:
         """Follow the policy if `iteration` finished iterations say so."""
         if self.every and iteration % self.every == 0:
-            for theirs, policy in self.pairs.values():
-                theirs.lerp_(policy, 1 - self.decay)  # with weight 1 this is exactly the policy
+            for theirs, mine in self.pairs.values():
+                # With weight 1 this is exactly the policy, which half-precision shards round to.
+                theirs.lerp_(mine.to(theirs.dtype), 1 - self.decay)
             self.moved = True
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -63,8 +69,9 @@ class Reference:
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Take back what `state_dict` returned."""
         self.moved = bool(state)
+        pairs = self.pairs
         for name, value in state.items():
-            self.pairs[name][0].copy_(value)
+            pairs[name][0].copy_(value)
 
 
 def _pairs(policy: Scorer, reference: Scorer) -> dict[str, tuple[Tensor, Tensor]]:

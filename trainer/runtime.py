@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from copy import copy
 from pathlib import Path
@@ -107,6 +107,19 @@ class Runtime:
             return values
         gathered = self.gather(values)
         return {name: max(part[name] for part in gathered) for name in values}
+
+    def load(self, make: Callable[..., Any]) -> Any:
+        """Return the policy that `make` loads, on this rank's device."""
+        return make(device=str(self.device))
+
+    def prepare(self, policy: Any, make: Callable, settings: dict[str, Any], *others: Any) -> Any:
+        """Return the scorer as an update calls it, and its optimizer: make(scorer, **settings)."""
+        return self.accelerator.prepare(policy.scorer, make(policy.scorer, **settings))
+
+    def clip(self, weights: Iterable[Tensor], limit: float) -> float:
+        """Scale the gradients of weights to a norm of at most `limit`; return what it was."""
+        norm: Any = self.accelerator.clip_grad_norm_(weights, limit)
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # of shards
 
     def gather(self, value: Any) -> list[Any]:
         """Return the list of every rank's picklable value."""

@@ -14,6 +14,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from envs.chat_env import ChatEnv
 from envs.tasks.task import Task
+from policies.placement import placement_of
 from policies.random import fold
 from policies.roles import Generator
 from policies.token_distribution import named_mask
@@ -105,7 +106,9 @@ class Rollouts:
 
     def __call__(self, iteration: int) -> TensorDictBase:
         """Return this rank's trajectories of the iteration, [B, T]."""
-        return self.finished(self.sample(iteration))
+        with placement_of(self.generator).whole():
+            batch = self.sample(iteration)
+        return self.finished(batch)
 
     def finished(self, batch: TensorDictBase) -> TensorDictBase:
         """Return the batch after all verbs of `after_rollout`."""

@@ -17,11 +17,13 @@ import gc
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDictBase
 
+from policies.placement import placement_of
 from policies.roles import Generator, Policy
 from trainer.agreement import check_agreement
 from trainer.checkpoint import Checkpoints, remove, save_model
@@ -90,6 +92,8 @@ class Trainer:
         self.runtime.write_status(iteration=self.progress.iteration)  # the parent: it has begun
         try:
             self.observers.begin()
+            if told := placement_of(self.policy).about:
+                self.observers.say(told)
             self._catch_up()
             while self.progress.iteration < self.num_iterations:
                 self._iteration(self.progress.iteration)
@@ -244,10 +248,11 @@ class Trainer:
         self.runtime.at("end")
         folder = self.runtime.folder
         check_agreement(self.policy.scorer, self.runtime, iteration=self.progress.iteration)
+        part = folder / ".part-model"
         if self.runtime.is_main:
-            part = folder / ".part-model"
             remove(part)
-            save_model(self.policy, part)
+        save_model(self.policy, part, here=self.runtime.is_main)
+        if self.runtime.is_main:
             remove(folder / "model")
             part.rename(folder / "model")
         self.runtime.accelerator.wait_for_everyone()
@@ -277,45 +282,7 @@ class Trainer:
 
     def resume(self) -> None:
         """Go back to the newest checkpoint that verifies; without any, to the start."""
-        newest = self.checkpoints.newest()
-        if newest is not None:
-            self._restore(self.checkpoints.restore(newest))
-        if (done := self.progress.iteration) > self.num_iterations:
-            raise ValueError(
-                f"expected a checkpoint of at most trainer.num_iterations={self.num_iterations}, "
-                f"got {newest}; give a larger number, or move it away"
-            )
-        skipped = ", ".join(self.checkpoints.skipped)
-        text = f"from iteration {done}{f', skipped damaged {skipped}' if skipped else ''}"
-        text += f"; {self.checkpoints.lacks}" if self.checkpoints.lacks else ""
-        text = text if newest else "from iteration 0, there is no checkpoint"
-        self.runtime.status["resumed"] = text
-        again = done == 0 or self.progress.unevaluated is not None
-        self.observers.resume(done, text, again=again, seconds=self.progress.seconds)
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        if state["reference"] != self.retrieve_kl.sha256:
-            raise ValueError(
-                f"expected the reference {state['reference'][:12]} of this run, got "
-                f"{self.retrieve_kl.sha256[:12]}; put the old model back, or start a new run"
-            )
-        for key, sha in state.get("data", {}).items():
-            if self.data.get(key, sha) != sha:
-                raise ValueError(
-                    f"expected the data of {key} that this run began with ({sha[:12]}), got other "
-                    f"({self.data[key][:12]}); put the old file back, or start a new run"
-                )
-        self.update.load_state_dict(state["update"])
-        self.leash.controller.load_state_dict(state["kl"])
-        if self.enough and "enough" in state:
-            self.enough.load_state_dict(state["enough"])
-            if self.enough.ended:  # but the final model was not written
-                self.num_iterations = state["iteration"]
-                self.runtime.write_status(ended=self.enough.ended)
-        names = [part.name for part in fields(Progress)]
-        self.progress = Progress(**{name: state[name] for name in names if name in state})
-        self.runtime.started -= self.progress.seconds
-        self.policy.version = state.get("version", self.progress.iteration)
+        import_module("trainer.resuming").resume(self)  # here: most runs begin
 
 
 class Clock:

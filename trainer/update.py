@@ -147,7 +147,7 @@ class Update:
         for number, rows in enumerate(parts):
             self._backward(select_rows(batch, rows), own, last=number + 1 == len(parts))
         limit = self.max_grad_norm or math.inf
-        norm = float(self.runtime.accelerator.clip_grad_norm_(self.scorer.parameters(), limit))
+        norm = self.runtime.clip(self.scorer.parameters(), limit)
         own.note("optim/lr", rate)
         own.note("optim/grad_norm", norm)
         log.join(own)

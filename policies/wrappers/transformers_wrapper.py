@@ -39,6 +39,11 @@ class TransformersWrapper(LLMWrapperBase):
         """Return the language model."""
         return self.scorer.model
 
+    @property
+    def device(self) -> torch.device:
+        """Return where forwards are: where the weights are, unless they are spread over ranks."""
+        return self.scorer.placement.device or super().device
+
     def _draw(self, prompts: Tensor, attention: Tensor, streams: Tensor) -> Sampled:
         training = self.model.training
         self.model.eval()

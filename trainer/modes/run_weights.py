@@ -6,6 +6,7 @@ from typing import Any
 
 from policies.models import has_adapter
 from trainer.checkpoint import read_state, saved_in
+from trainer.resuming import restore_weights
 from trainer.runs.find import no_weights
 from trainer.runs.run_files import dig, load_run, number
 from trainer.trainer import Trainer
@@ -74,7 +75,7 @@ def take_weights(loop: Trainer, settings: dict[str, Any]) -> Weights:
             f"{found.sha256[:12]}; put the old one back, or give kl.reference=<model>"
         )
     chosen = choose_weights(folder, keep_best=bool(dig(settings, "checkpoint", "keep_best")))
-    loop.checkpoints.restore_weights(chosen.folder)
+    restore_weights(loop.checkpoints, chosen.folder)
     hand_over(loop.policy, loop.generator)
     return chosen
 

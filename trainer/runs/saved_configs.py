@@ -21,6 +21,7 @@ YOUNGER: dict[str, dict[str, Any]] = {
     "env": {"overlong": "drop"},
     "tracker": {"replies": "16"},
     "trainer": {"stop_at": None, "patience": None, "overlap": 0},
+    "launch": {"strategy": "ddp", "offload": False},
 }
 
 

@@ -5,7 +5,6 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from policies.models import has_adapter
 from policies.packing import pack_rows
+from policies.sharding import held_bytes
 from trainer.modes.preflight.footprint import memory_of
 from trainer.modes.preflight.play import Findings, Iteration, Phase
 from trainer.reports.formats import duration
@@ -24,23 +24,27 @@ FULL = 0.95  # of the device's memory
 PROBE = 2**26  # bytes written to time a disk
 
 
-def held(loop: Trainer) -> dict[str, int]:
-    """Return the bytes of what a rank holds between iterations, and of the gradients."""
+def held(loop: Trainer, *, whole: bool = False) -> dict[str, int]:
+    """Return the bytes of what a rank holds between iterations, and of the gradients.
+
+    `whole`: of what all ranks hold together, where each has a part.
+    """
+    size = _whole_bytes if whole else held_bytes
     own = {id(p): p for p in loop.policy.scorer.parameters()}
     theirs = loop.retrieve_kl.scorer
     others = () if theirs is None else [p for p in theirs.parameters() if id(p) not in own]
     moments = [value for state in loop.checkpoints.optimizer.state.values()
                for value in state.values() if isinstance(value, Tensor)]  # fmt: skip
     return {
-        "weights": _size(own.values()),
-        "reference": _size(others),
-        "optimizer": _size(moments),
-        "gradients": _size(p for p in own.values() if p.requires_grad),
+        "weights": sum(map(size, own.values())),
+        "reference": sum(map(size, others)),
+        "optimizer": sum(map(size, moments)),
+        "gradients": sum(size(p) for p in own.values() if p.requires_grad),
     }
 
 
-def _size(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+def _whole_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def check_memory(
@@ -169,7 +173,7 @@ def disk_need(loop: Trainer, settings: dict[str, Any]) -> dict[str, int]:
     With LoRA a checkpoint has the adapter alone. One more than is kept is there while it is
     written.
     """
-    kept, sizes = settings["checkpoint"], held(loop)
+    kept, sizes = settings["checkpoint"], held(loop, whole=True)
     adapter = sizes["gradients"] if has_adapter(loop.policy.model) else 0
     one = (adapter or sizes["weights"]) + sizes["optimizer"]
     one += sizes["gradients"] if settings["kl"]["refresh_every"] else 0  # a reference of its own

@@ -1,0 +1,118 @@
+"""Memory of a rank: with the whole model (ddp) and with a part of every weight (fsdp2).
+
+    python -m benchmarks.shards [--ranks 2] [--model <folder or id>] [--dtype float32] [--tokens 64]
+
+After a step of GRPO's parts: policy, reference, gradients and AdamW's moments of a rank, by the
+size of its tensors, and what the process has taken beyond its imports: after an update, at the peak
+of an update, and while the policy samples, when shards are gathered.
+"""
+
+import argparse
+import gc
+import os
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from policies.load import load_policy, load_reference
+from policies.models import EMBEDDED
+from policies.sharding import held_bytes
+from trainer.memory import status_bytes
+from trainer.modes.preflight.footprint import Peak
+from trainer.objectives import SFTObjective
+from trainer.optimizer import make_optimizer
+from trainer.runtime import Runtime
+from trainer.shards import ShardedRuntime
+from trainer.update import Update
+
+MIB = 2**20
+WAYS = ("ddp", "fsdp2")
+
+
+def main() -> None:
+    """Start the ranks of both ways, one way after the other, and print what rank 0 has found."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--model", default=EMBEDDED)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--way", choices=WAYS)
+    args = parser.parse_args()
+    if args.way:
+        return measure(args)
+    print(f"{args.model}, {args.dtype}, {args.ranks} ranks, MiB of a rank")
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.ranks}"]
+    found = []
+    for way in WAYS:
+        words = [*launcher, "-m", "benchmarks.shards", *sys.argv[1:], f"--way={way}"]
+        done = subprocess.run(
+            [sys.executable, *words], check=True, stdout=subprocess.PIPE, text=True
+        )
+        named = dict(line.split() for line in done.stdout.splitlines())
+        found.append({name: float(value) for name, value in named.items()})
+    for name, whole in found[0].items():
+        print(f"{name:12} ddp {whole:8.0f}   fsdp2 {found[1][name]:8.0f}   "
+              f"ratio {found[1][name] / whole:.2f}")  # fmt: skip
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Take two steps in this rank; rank 0 prints the sizes and the memory."""
+    kind = Runtime if args.way == "ddp" else ShardedRuntime
+    with tempfile.TemporaryDirectory() as folder, kind(Path(folder)) as runtime:
+        torch.set_num_threads(1)
+        start = status_bytes("VmRSS")
+        make = partial(load_policy, args.model, dtype=args.dtype, max_new_tokens=2)
+        policy = runtime.load(make)
+        reference = load_reference(policy)
+        scorer, optimizer = runtime.prepare(policy, make_optimizer, {"lr": 1e-6}, reference)
+        update = Update(scorer, optimizer, SFTObjective(), runtime, lr=lambda step: 1e-6)
+        batch, peaks = rows(args.tokens, policy.device), Peak(runtime.device)
+        for _ in range(2):
+            gc.collect()
+            peaks = Peak(runtime.device, trim=True)
+            update(batch.clone())
+        peak = peaks.highest() - start
+        gc.collect()
+        Peak(runtime.device, trim=True)
+        after = status_bytes("VmRSS") - start
+        size = held_bytes
+        sampling = Peak(runtime.device, trim=True)
+        with policy.scorer.placement.whole():
+            pass
+        gathered = sampling.highest() - start
+        parts = {
+            "policy": sum(map(size, policy.scorer.parameters())),
+            "reference": sum(map(size, reference.scorer.parameters())),
+            "gradients": sum(map(size, policy.scorer.parameters())),
+            "moments": sum(size(v) for s in optimizer.state.values() for v in s.values()
+                           if isinstance(v, Tensor)),
+        }  # fmt: skip
+        held = {"held": sum(parts.values()), "rss": after, "peak": peak, "sampling": gathered}
+        if runtime.is_main:
+            for name, value in (parts | held).items():
+                print(name, value / MIB)
+        runtime.accelerator.wait_for_everyone()
+        runtime.accelerator.end_training()
+    os._exit(0)
+
+
+def rows(tokens: int, device: Any) -> TensorDict:
+    """Return two rows to learn from, the same on every rank."""
+    ids = torch.randint(1000, 30_000, (2, tokens), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    batch = TensorDict(batch_size=[2])
+    batch.set(("tokens", "full"), ids)
+    batch.set(("masks", "all_attention_mask"), mask)
+    batch.set("loss_mask", mask.clone())
+    return batch.set("temperature", torch.ones(2)).to(device)
+
+
+if __name__ == "__main__":
+    main()

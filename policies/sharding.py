@@ -1,0 +1,280 @@
+"""Shards: weights spread over ranks by torch's FSDP2, their gradients and moments with them.
+
+The unit that is gathered is a decoder layer. What is left (embeddings, head, last norm) belongs to
+the scorer, the root: a tied head is whole inside its forward. So weights are whole in `forward`,
+`values`, `logits`, `dist` and `within` of a sharded scorer only, and ranks call these equally
+often: one without rows runs a dummy. Half-precision weights that are trained are float32 in the
+shards, which are their masters, and half where they are gathered.
+
+Left out on purpose: replicas of shards (HSDP), tensor and sequence parallelism.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from policies.padding import predicted
+from policies.placement import Placement
+from policies.scorer import Scorer
+
+FORWARDS = ("values", "logits", "dist", "within")  # methods that use weights, beside `forward`
+
+
+def shard(scorer: Scorer, mesh: DeviceMesh, *, offload: bool = False) -> None:
+    """Spread a scorer's weights over the ranks of a mesh, in place; before the optimizer is made.
+
+    Its critic's too. `offload` keeps them on the CPU between forwards, where the optimizer then is.
+    """
+    shares: dict[str, Any] = {"mesh": mesh}
+    if offload:
+        shares["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    layers, half = decoder_layers(scorer), trained_half(scorer)
+    _part(layers)
+    if scorer.critic is not None:  # float32, whatever the body is
+        fully_shard(scorer.critic.head, mp_policy=_gathered_in(None), **shares)
+    kind = type(scorer)
+    scorer.__class__ = type(f"Sharded{kind.__name__}", (ShardedScorer, kind), {})
+    for unit in (*layers, scorer):  # one after the other: no second model in float32
+        for p in unit.parameters() if half else ():
+            p.data = p.data if isinstance(p, DTensor) else p.data.float()
+        fully_shard(unit, mp_policy=_gathered_in(half), **shares)
+    for name in FORWARDS:
+        register_fsdp_forward_method(scorer, name)
+    scorer.placement = Shards(scorer, mesh, half=half)
+
+
+def share(scorer: Scorer, owner: Scorer) -> None:
+    """Let a scorer on the model of a sharded one, as with another adapter, score by its shards."""
+    kind = type(scorer)
+    scorer.__class__ = type(f"Sharded{kind.__name__}", (ShardedScorer, kind), {})
+    object.__setattr__(scorer, "owner", owner)  # no submodule: the weights are one's alone
+    scorer.placement = owner.placement
+
+
+def decoder_layers(scorer: nn.Module) -> list[nn.Module]:
+    """Return the layers of a scorer's model and of its critic's body; none is a ValueError."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [m for m in scorer.modules() if isinstance(m, GradientCheckpointingLayer)]
+    if not layers:
+        raise ValueError(
+            f"launch=fsdp2 finds no decoder layers in {type(scorer.model).__name__}; use launch=ddp"
+        )
+    return layers
+
+
+def _part(layers: list[nn.Module]) -> None:
+    """Give each layer weights of its own: a critic's body shares those that LoRA has frozen."""
+    seen: set[int] = set()
+    for layer in layers:
+        own = {id(p) for p in layer.parameters()}
+        for module in layer.modules():
+            for name, p in module._parameters.items():
+                if id(p) in seen and p is not None:
+                    module._parameters[name] = nn.Parameter(p.data, requires_grad=p.requires_grad)
+        seen |= own
+
+
+def held_bytes(tensor: Tensor) -> int:
+    """Return the bytes of what this rank holds of a tensor."""
+    mine: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return mine.numel() * mine.element_size()
+
+
+def trained_half(scorer: Scorer) -> torch.dtype | None:
+    """Return the half precision of a scorer's weights, if such are trained: it is that of all."""
+    apart = {id(p) for p in scorer.critic.head.parameters()} if scorer.critic is not None else set()
+    body = [p for p in scorer.parameters() if id(p) not in apart]
+    half = {p.dtype for p in body if p.requires_grad and p.dtype.itemsize < 4}
+    if half and len(kinds := {p.dtype for p in body}) > 1:
+        got = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
+        raise ValueError(
+            f"launch=fsdp2 gathers the weights of a layer in one dtype, got {got}; use "
+            "policy.dtype=float32 with policy.autocast=bfloat16, or launch=ddp"
+        )
+    return next(iter(half), None)
+
+
+def _gathered_in(half: torch.dtype | None) -> MixedPrecisionPolicy:
+    # Inputs are not cast: temperatures would be rounded (contract 3).
+    reduced = torch.float32 if half else None
+    return MixedPrecisionPolicy(half, reduce_dtype=reduced, cast_forward_inputs=False)
+
+
+class ShardedScorer(Scorer):
+    """What a scorer's class becomes: the same methods, with gathered weights and even forwards.
+
+    `owner` is the scorer whose weights it uses, itself unless `share` was told another.
+    """
+
+    owner: "ShardedScorer | None" = None
+
+    def within(self, call: Callable[[], Any]) -> Any:
+        """Call with the weights that no layer has whole."""
+        return call()
+
+    def forward(self, tokens: Tensor, attention_mask: Tensor, keep=None, **how: Any) -> Any:
+        """Score as the class does; without a token to keep, a dummy one, which counts nothing."""
+        empty = not predicted(attention_mask, keep).any()
+        rows: tuple[Any, ...] = (tokens, attention_mask, keep)
+        if empty:
+            how |= {"temperature": 1.0, "group_id": None, "support": None}
+            rows = _dummy(tokens.device)
+        call = partial(super().forward, *rows, **how)
+        reference = how.get("reference")
+        if isinstance(reference, ShardedScorer) and reference.owner is None:
+            call = partial(reference.within, call)
+        done = call() if self.owner is None else self.owner.within(call)
+        given = {field.name: getattr(done, field.name) for field in fields(done)}
+        given = {name: x for name, x in given.items() if x is not None}
+        if empty:
+            zeros = torch.zeros(tokens.shape, device=tokens.device)
+            return replace(done, **{name: zeros + 0 * x.sum() for name, x in given.items()})
+        # FSDP's hooks stand on what comes out, and would be lost with a view.
+        return replace(done, **{n: x.clone() for n, x in given.items() if x._base is not None})
+
+    def values(self, tokens: Tensor, attention: Tensor, keep: Tensor, *, group_id=None) -> Tensor:
+        """Return the values alone, as the class does."""
+        if predicted(attention, keep).any():
+            return super().values(tokens, attention, keep, group_id=group_id)
+        anchor = 0 * super().values(*_dummy(tokens.device)).sum()
+        return torch.zeros(tokens.shape, device=tokens.device) + anchor
+
+
+def _dummy(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ids, attention and keep of a row that predicts one token."""
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
+    return ids, torch.ones_like(ids, dtype=torch.bool), ids.new_tensor([[0, 1]]).bool()
+
+
+def _plain(p: Any, dtype: torch.dtype, *, here: bool) -> nn.Parameter:
+    whole = p.detach().full_tensor()
+    value = whole.to("cpu", dtype) if here else torch.empty(0, dtype=dtype)
+    return nn.Parameter(value, requires_grad=p.requires_grad)
+
+
+class Unspread(Placement):
+    """Every weight is here, and is about to be spread over the ranks, which compute on `device`.
+
+    Until then copies share their weights: no rank ever holds a second model.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def copy(self, module: nn.Module, kept: dict[int, Any] | None = None) -> nn.Module:
+        """Return a copy of a module with the same weights."""
+        every = list(module.parameters())
+        same = {id(p): nn.Parameter(p.data, requires_grad=p.requires_grad) for p in every}
+        return copy.deepcopy(module, same | (kept or {}))
+
+
+class Shards(Placement):
+    """Every rank holds a part of every weight. `half` is what trained ones are gathered in.
+
+    They are saved so too, as they would be without shards; a critic's head is float32.
+    """
+
+    def __init__(self, scorer: Any, mesh: DeviceMesh, *, half: torch.dtype | None) -> None:
+        self.scorer, self.mesh, self.half = scorer, mesh, half
+        trained = {name for name, p in scorer.named_parameters() if p.requires_grad and half}
+        self.rounded = dict.fromkeys(trained - {"critic.head.weight", "critic.head.bias"}, half)
+        number = torch.cuda.current_device() if mesh.device_type == "cuda" else None
+        self.device = torch.device(mesh.device_type, number)
+        self.held = False  # whether the weights are whole
+
+    def copy(self, module: nn.Module, kept: dict[int, Any] | None = None) -> nn.Module:
+        """Raise ValueError: a copy would have shards of nobody."""
+        raise ValueError(
+            "expected a copy of the policy to be made before its weights are spread, got one after "
+            "launch.strategy=fsdp2 did so; make it in the part's constructor, or use launch=ddp"
+        )
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Gather all weights and keep them inside the block."""
+        if self.held:
+            yield
+            return
+        units = [m for m in self.scorer.modules() if isinstance(m, FSDPModule)]
+        self.scorer.within(lambda: None)  # the root's hooks, which make it the root
+        self.held = True
+        try:
+            for unit in units:
+                unit.set_reshard_after_forward(False, recurse=False)
+                unit.unshard()
+            yield
+        finally:
+            self.held = False
+            for unit in units:
+                unit.set_reshard_after_forward(unit is not self.scorer, recurse=False)
+                unit.reshard()
+
+    @contextmanager
+    def plain(self, *, here: bool = True, keep: bool = False) -> Iterator[None]:
+        """Put whole tensors on the CPU, gathered one by one, in the place of the shards.
+
+        With `keep` the shards take over what was written into them.
+        """
+        self.scorer.reshard()
+        swapped: dict[int, tuple[Any, nn.Parameter]] = {}
+        places = []
+        for prefix, module in self.scorer.named_modules():
+            for name, p in module._parameters.items():
+                if isinstance(p, DTensor):
+                    if id(p) not in swapped:
+                        dtype = self.rounded.get(f"{prefix}.{name}", p.dtype)
+                        swapped[id(p)] = p, _plain(p, dtype, here=here or keep)
+                    places.append((module, name, p))
+        try:
+            for module, name, p in places:
+                module._parameters[name] = swapped[id(p)][1]
+            yield
+        finally:
+            for module, name, p in places:
+                module._parameters[name] = p
+        if keep:
+            with torch.no_grad():
+                for p, now in swapped.values():
+                    p.copy_(self.scatter(now.detach().to(p.dtype), p))
+
+    @contextmanager
+    def forwards(self, count: int) -> Iterator[int]:
+        """Return the most forwards that a rank needs; after them nothing is whole any more.
+
+        While all is whole each rank takes its own.
+        """
+        if self.held:
+            yield count
+            return
+        most = torch.tensor(count, device=self.device)
+        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, self.mesh.get_group())
+        yield int(most)
+        self.scorer.reshard()
+
+    def scatter(self, tensor: Tensor, like: Tensor) -> Tensor:
+        """Return a whole tensor, the same on every rank, spread as a weight of its shape is."""
+        if not isinstance(like, DTensor) or tensor.shape != like.shape:
+            return tensor.to(like.device)
+        there = {"device_mesh": like.device_mesh, "placements": like.placements}
+        part = distribute_tensor(tensor.to(self.device), **there, src_data_rank=None)
+        return part.to(like.device)
+
+    def master(self, name: str, weight: Tensor) -> dict[str, Tensor]:
+        """Return the weight as it is trained, where it is saved in half precision."""
+        return {"master": weight.detach()} if name in self.rounded else {}

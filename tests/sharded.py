@@ -1,0 +1,186 @@
+"""Runs of three iterations of which each rank holds a part of every weight, and what they equal.
+
+Also a script for torchrun: the ranks train cases, go on with checkpoints of one rank and save such
+again, in one process group.
+
+    model/ one/<case> of one rank; many/<case> of several; on/<case> and again/<case>, see `prepare`
+"""
+
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from checkpoints import make_checkpoint
+from contracts import make_policy
+from invariance import Pairs
+from omegaconf import OmegaConf
+from runs import ROOT
+from safetensors.torch import load_file
+from torch import Tensor
+
+import train as script
+from conf.build import make_tracker
+from conf.compose import compose_checked
+from conf.start import set_up
+from envs.tasks.task import Reply, Reward
+from trainer.checkpoint import save_model
+from trainer.observer import Observer, Observers
+from trainer.trainer import Trainer
+
+ALGORITHMS = sorted(path.stem for path in (ROOT / "conf" / "algorithm").glob("*.yaml"))
+EXPERIMENTS = {name: f"{name}_tiny" for name in ALGORITHMS} | {"reward": "rm_tiny"}
+SILENT = ("sft", "minor_sft", "reward")
+SMALL = (
+    "allow_targets=true",
+    "trainer.num_iterations=3",
+    "trainer.prompts_per_iteration=4",
+    "trainer.micro_batch_tokens=120",
+    "policy.max_new_tokens=6",
+    "optimizer.lr=1e-3",
+    "optimizer.eps=1e-2",  # no step is the sign of rounding where a gradient is nothing
+    "eval.max_rows=3",
+    "eval.num_samples=1",
+    "eval.greedy=false",
+    "checkpoint.every=1",
+    "checkpoint.keep_last=9",
+    "tracker=none",
+)
+REPLIES = ("algorithm.group_size=4", "kl.coeff=0.1")
+STEPS = ("algorithm.minibatches=2", "algorithm.epochs=2")
+FULL, LORA = "kl.estimator=full", "policy.lora.r=4"
+REFRESH, LAYERS = "kl.refresh_every=1", "policy.gradient_checkpointing=true"
+CORRECTED = "algorithm.after_rollout={importance: {_target_: trainer.ImportanceSampling}}"
+MORE = {
+    "ppo, head": ("ppo", "algorithm.critic.kind=head"),
+    "ppo, LoRA": ("ppo", LORA),
+    "grpo, exact KL": ("grpo", FULL, LAYERS),
+    "grpo, KL in the reward": ("grpo", "kl.where=reward", "kl.estimator=k1"),
+    "grpo, LoRA": ("grpo", LORA, FULL, LAYERS),
+    "grpo, LoRA, refresh": ("grpo", LORA, REFRESH, "kl.refresh_decay=0.5"),
+    "grpo, refresh": ("grpo", REFRESH, "kl.refresh_decay=0.5"),
+    "grpo, top-p": ("grpo", "policy.top_p=0.9", "policy.top_k=60"),
+    "grpo, target KL": ("grpo", "algorithm.target_kl=0.001", "algorithm.epochs=3"),
+    "grpo, importance": ("grpo", CORRECTED),
+    "grpo, a rank without rows": ("grpo",),
+    "grpo, bfloat16": ("grpo", "policy.dtype=bfloat16", REFRESH),
+    "grpo, bfloat16, LoRA": ("grpo", "policy.dtype=bfloat16", LORA),
+    "grpo, autocast": ("grpo", "policy.autocast=bfloat16"),
+    "grpo, offload": ("grpo", "launch.offload=true"),
+    "ppo, bfloat16": ("ppo", "policy.dtype=bfloat16"),
+    "sft, packed": ("sft", "algorithm.packing=true"),
+    "sft, llama": ("sft", "model=llama"),
+    "sft, gemma": ("sft", "model=gemma"),
+    "sft, gpt2": ("sft", "model=gpt2"),
+}
+CASES = {name: (name,) for name in ALGORITHMS} | MORE
+ROUNDED = [name for name in CASES if "bfloat16" in name or "autocast" in name]
+TASKS = {"grpo, a rank without rows": "sharded.OnlyOne"}
+
+
+class OnlyOne(Pairs):
+    """Replies to all prompts but one are not judged, so that one rank has none to learn from."""
+
+    def reward(self, row: dict, reply: Reply) -> Reward:
+        return replace(super().reward(row, reply), dropped=row["answer"] != "Write")
+
+
+def make_models(folder: Path) -> None:
+    """Write models by which tokens differ and replies end now and then."""
+    save_model(make_policy(), folder / "tiny")
+    for kind in ("llama", "gemma", "gpt2"):
+        make_checkpoint(folder / kind, kind)
+
+
+def compose(name: str, model: Path, *, ranks: int) -> dict[str, Any]:
+    """Return the configuration of a case on a number of ranks."""
+    algorithm, *words = (word for word in CASES[name] if not word.startswith("model="))
+    words += SMALL if algorithm in SILENT else (*SMALL, *REPLIES)
+    words += STEPS if algorithm in ("ppo", "cispo", "dapo", "gspo") else ()
+    kind = next((w.split("=")[1] for w in CASES[name] if w.startswith("model=")), "tiny")
+    words += [f"policy.model={model / kind}", f"launch.num_processes={ranks}"]
+    words = [word for word in words if ranks > 1 or word != "launch.offload=true"]
+    words = [f"experiment={EXPERIMENTS[algorithm]}", *words, *["launch=fsdp2"] * (ranks > 1)]
+    config = compose_checked(words)
+    config["env"] |= {"task": {"_target_": TASKS.get(name, "invariance.Pairs")}, "rewards": {}}
+    return config
+
+
+def run(
+    name: str,
+    folder: Path,
+    model: Path,
+    *,
+    ranks: int,
+    resume: bool = False,
+    instead: Callable[[Trainer, Any], float] | None = None,
+) -> None:
+    """Train a case in this process, which is one of the ranks; `instead` of it do something else.
+
+    Nothing but metrics.jsonl is written of what a run shows.
+    """
+    set_up()
+    torch.set_num_threads(1)
+    config = compose(name, model, ranks=ranks) | {"resume": str(folder) if resume else None}
+    with ExitStack() as stack:
+        stack.enter_context(patch("conf.build.make_observers", only_metrics))
+        if instead is not None:
+            stack.enter_context(patch("trainer.modes.run_mode", instead))
+        script.train(OmegaConf.create(config), folder)
+
+
+def only_metrics(cfg: Any, runtime: Any) -> Observer:
+    return Observers([make_tracker(cfg, runtime.folder)] if runtime.is_main else [])
+
+
+def save_again(loop: Trainer, settings: Any) -> float:
+    """Restore the newest checkpoint, and save what is there then as iteration 9."""
+    loop.resume()
+    loop.checkpoints.save(9, loop.state_dict())
+    return 0.0
+
+
+def prepare(source: Path, place: Path, names: Sequence[str]) -> None:
+    """Copy runs, once to go on with after two iterations (on/) and once to save again (again/)."""
+    for name in names:
+        shutil.copytree(source / name, place / "again" / name)
+        shutil.copytree(source / name, place / "on" / name)
+        shutil.rmtree(place / "on" / name / "checkpoints" / "iteration_000003")
+
+
+def resume(place: Path, names: Sequence[str], model: Path, *, ranks: int) -> None:
+    """Do with prepared runs what they are there for."""
+    for name in names:
+        run(name, place / "on" / name, model, ranks=ranks, resume=True)
+        run(name, place / "again" / name, model, ranks=ranks, resume=True, instead=save_again)
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    """Return all that a checkpoint or a model holds, by file and name."""
+    files = {path.relative_to(folder): load_file(path) for path in folder.rglob("*.safetensors")}
+    return {f"{file}:{name}": t for file, named in files.items() for name, t in named.items()}
+
+
+def far(got: dict[str, Tensor], want: dict[str, Tensor], part: str = "") -> float:
+    """Return how far tensors are apart, relative to their norm; `part` is in their names."""
+    assert got.keys() == want.keys()
+    names = [name for name in want if part in name]
+    assert names, f"no tensor of {part}"
+    gap = sum(((got[name].double() - want[name].double()) ** 2).sum() for name in names)
+    size = sum((want[name].double() ** 2).sum() for name in names)
+    return float((gap / size) ** 0.5)
+
+
+if __name__ == "__main__":
+    place, ranks, *names = sys.argv[1:]
+    at = Path(place)
+    for case in names:
+        run(case, at / "many" / case, at / "model", ranks=int(ranks))
+    prepared = sorted(path.name for path in (at / "on").glob("*"))
+    resume(at, prepared, at / "model", ranks=int(ranks))
+    torch.distributed.destroy_process_group()
