@@ -24,7 +24,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from conf import names
 from conf.check import check, is_silent
 from conf.command_line import ALLOW, check_overrides, read_override, spell_out
-from conf.interpolations import bounded
+from conf.interpolations import bounded, looked_up, secrets_named_in
 from conf.names import all_keys
 from conf.schema import keys, register
 from trainer.runs.nodes import sent_keys, typed_secrets
@@ -50,7 +50,8 @@ HYDRA = {  # what runs code, or changes the process, and what it is where no fil
 def compose_checked(words: Sequence[str]) -> dict[str, Any]:
     """Return the checked configuration of one job, to be saved; see `settle`."""
     check_overrides(words)
-    config = settle(compose_raw(words))
+    with secrets_named_in(words):
+        config = settle(compose_raw(words))
     _check_leash(words, config)
     for name in _trained_first(config):
         _check_chain((name,), names.FOLDER)
@@ -74,7 +75,8 @@ def compose_experiment(name: str, words: Sequence[str] = ()) -> dict[str, Any]:
     """
     _check_chain((name,), names.FOLDER)
     check_overrides(words := _file_of(name, words))
-    return settle(compose_raw(words)) | {"allow_targets": False}
+    with secrets_named_in(words):
+        return settle(compose_raw(words)) | {"allow_targets": False}
 
 
 def _file_of(name: str, words: Sequence[str] = ()) -> list[str]:
@@ -175,7 +177,7 @@ def _forbidden(cfg: Any) -> Iterator[str]:
         what = f"a file of conf/ says which key is sent to a server, {place}={text}"
         yield f"{what}; leave it out there, and give it on the command line"
     folders = [cfg["hydra"][name] for name in ("run", "sweep")]
-    for variable in re.findall(r"oc\.env:(\w+)", str([*folders, cfg["output_dir"]])):
+    for variable in re.findall(r"oc\.env:\s*[\"']?(\w+)", str([*folders, cfg["output_dir"]])):
         if secrets_of({variable: "a value"}):
             what = f"a file of conf/ names a folder by ${variable}, which is a secret"
             yield f"{what}; leave it out of output_dir and hydra.*.dir"
@@ -266,10 +268,11 @@ def settle(cfg: DictConfig) -> dict[str, Any]:
     Texts that come from the environment (`${oc.env:NAME}`) stay as they are written: they may be
     secrets, and whoever reads the saved file looks them up again.
     """
-    plain = _resolved(cfg)
+    with looked_up() as found:
+        plain = _resolved(cfg)
     check(plain)
     raw = OmegaConf.to_container(cfg)
-    secrets = [os.environ.get(name, "") for name in re.findall(r"oc\.env:(\w+)", str(raw))]
+    secrets = [os.environ.get(name, "") for name in found]
     return _as_written(raw, plain, [*filter(None, secrets)])
 
 
@@ -282,6 +285,7 @@ def _resolved(cfg: DictConfig) -> dict[str, Any]:
         text = str(error).splitlines()[0]
         if name := re.fullmatch(r"Interpolation key '(\S+)' not found", text):
             text = f"there is no key {name[1]}; what the environment has is ${{oc.env:{name[1]}}}"
+        text = text.removeprefix("ValueError raised while resolving interpolation: ")
         raise ValueError(f"{error.full_key}: {text}") from error
     if missing:
         raise ValueError(f"expected a value for {(key := min(missing))}, got none; give {key}=...")

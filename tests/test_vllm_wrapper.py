@@ -387,7 +387,6 @@ def test_a_head_without_a_cpu_kernel_is_refused(tmp_path):
 
 
 @vllm_test
-@vllm_test
 def test_a_model_of_a_long_context_is_loaded_with_all_of_it(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "long")
     config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 70_000}
@@ -395,6 +394,7 @@ def test_a_model_of_a_long_context_is_loaded_with_all_of_it(folder, tmp_path):
     assert load_engine(tmp_path / "long", **SMALL).limit == 70_000
 
 
+@vllm_test
 def test_an_engine_whose_log_probs_ignore_the_temperature_is_refused(folder):
     raw = load_engine(folder, logprobs_mode="raw_logprobs", **SMALL).llm
     check(vLLMWrapper(raw, generate_kwargs={"max_new_tokens": 4})(prompts()), make_policy())

@@ -40,7 +40,7 @@ KEYS: dict[NestedKey, Entry] = {
     ("masks", "all_response_mask"): Entry(
         "[B, T] bool",
         "sampled tokens",
-        "collect > importance_sampling metrics overlong reference transcripts",
+        "collect > evaluation importance_sampling metrics overlong reference transcripts",
     ),
     ("log_probs", "full"): Entry(
         "[B, T] float32",
@@ -104,7 +104,7 @@ KEYS: dict[NestedKey, Entry] = {
     "kl_penalty": Entry(
         "[B, T] float32",
         "k1 in nats, without the coefficient",
-        "reference > kl metrics transcripts",
+        "reference > evaluation kl metrics transcripts",
     ),
     "reward_kl": Entry("[B, T] float32", "-coeff * KL, or 0", "kl > advantage"),
     "reward": Entry("[B, T] float32", "reward_raw + reward_kl", "kl > advantage gae metrics"),

@@ -92,13 +92,16 @@ def curve(rewards: Array, *, draws: int = 100, seed: int = 0) -> Curve:
     further = np.diff(points[:, 0], prepend=-1.0) > 1e-9  # no longer once each best one has it all
     points = points[further & (points[:, 0] <= max(math.log(count) - 1, 0.0))]
     kl, value = points[:, 0], points[:, 1]
+    draws = min(draws, int(1e8 / (rewards.size * len(coeffs))))  # some seconds, whatever its size
+    if draws < 20:
+        return Curve(kl, value, value, value)
     random = np.random.default_rng(seed)
     drawn = np.empty((draws, len(kl)))
     for i in range(draws):
         again = np.take_along_axis(rewards, random.integers(count, size=rewards.shape), 1)
         path = [(0.0, again.mean())] + [optimum(again, c) for c in coeffs]
         drawn[i] = np.interp(kl, *np.array(path).T)
-    below, above = np.quantile(drawn, (0.05, 0.95), axis=0) if draws else (value, value)
+    below, above = np.quantile(drawn, (0.05, 0.95), axis=0)
     return Curve(kl, value, 2 * value - above, 2 * value - below)
 
 

@@ -53,7 +53,7 @@ def read_limit(path: Path) -> Limit | None:
     found = parse_line(path.read_text(encoding="utf-8", errors="replace"))
     try:
         made = [np.array(found and found[name], dtype=np.float64) for name in ("reward", "success")]
-    except (TypeError, KeyError, ValueError):
+    except (TypeError, KeyError, ValueError, OverflowError):
         return None
     sound = made[0].shape == made[1].shape and made[0].ndim == 2 and made[0].size
     return Limit(*made) if sound and np.isfinite(made).all() else None
@@ -168,8 +168,10 @@ def make(folder: Path, samples: int) -> None:
             )
         run = next((job.run.folder for job in jobs if job.run.metrics), jobs[0].run.folder)
     script = Path(__file__).parents[2] / "train.py"
-    words = ["mode=limit", f"resume={run}", f"eval.num_samples={samples}", f"output_dir={folder}"]
+    words = ["mode=limit", f"resume={run.resolve()}", f"eval.num_samples={samples}"]
     if samples < 2:
         raise ValueError(f"expected --limit of at least 2 replies, got {samples}")
     if code := subprocess.run([sys.executable, str(script), *words]).returncode:
         raise ValueError(f"{run} was not sampled: see above (exit code {code})")
+    if run != folder:  # of a sweep, for all of its jobs
+        (run / "limit.json").replace(folder / "limit.json")
