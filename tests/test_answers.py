@@ -87,3 +87,11 @@ def test_a_run_on_yes_and_no_learns_to_say_one_of_them(tmp_path):
     train_here(tmp_path / "run", *words, "env.task.threshold=0.4", *few)
     done = metrics(tmp_path / "run")[-1]
     assert {"reward_part/correct", "reward_part/similarity"} <= set(done)
+
+
+def test_a_number_that_is_missing_is_no_answer(tmp_path):
+    """pandas writes NaN for it."""
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"question": "a?", "answer": NaN}\n{"question": "b?", "answer": 2}\n')
+    with pytest.raises(ValueError, match=r"row 0, answer: expected a text"):
+        list(Answers(str(path), eval_dataset=str(path)).rows("train"))

@@ -17,6 +17,8 @@ from trainer.runs.redact import HIDDEN, redact_text
         ("ValueError: token=leak4 bad", f"ValueError: token={HIDDEN} bad"),
         ("{'apiKey': 'leak6'}", "{'apiKey': " + HIDDEN + "}"),
         ("https://u:leak7@h/", f"https://u:{HIDDEN}@h/"),
+        ("https://u:pa:leak@h/x", f"https://u:{HIDDEN}@h/x"),
+        ("https://u:p@leak@h and ftp://leak:@h", f"https://u:{HIDDEN}@h and ftp://{HIDDEN}@h"),
         ("no file https:/u:leak7@h/x", f"no file https:/u:{HIDDEN}@h/x"),  # as a Path has it
         ("env.api_key=leak1,leak2,seed=3", f"env.api_key={HIDDEN},seed=3"),
         ("DB_PASS=leak, MYSQL_PWD=leak GH_PAT: leak", None),

@@ -54,7 +54,10 @@ def load_replies(path: Path) -> Replies:
             for place, size in places[key]:
                 file.seek(place)
                 row = parse_line(file.read(size).decode("utf-8", "replace"))
-                rows += [(size, row)] if row else []
+                sound = row and all(
+                    isinstance(row.get(k), str | None) for k in ("prompt", "response")
+                )
+                rows += [(size, row)] if row and sound else []
             groups: dict[Any, list[tuple[int, Reply]]] = {}
             for size, row in rows:
                 groups.setdefault(_group(row), []).append((size, row))

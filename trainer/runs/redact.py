@@ -26,7 +26,7 @@ _PLAIN = {"", "null", "none", "true", "false"}
 # A name is all of its letters, tried once (the `+`): from each of them would take quadratic time.
 _NAME = re.compile(r"(?<![\w.+/@-])([\w.+/@-]++)(?:=|['\"]?:\s*+)")
 _VALUE = re.compile(r"[^,\s&}\]]++(?:,[^,\s&}\]=]++(?!=))*+")  # or several, a,b
-_URL = re.compile(r"(\w:/{1,2}(?:[^/\s:@]*+:)?)[^/\s:@]++@")
+_URL = re.compile(r"(\w:/{1,2}(?:[^/\s:@]*+:)?)[^/\s]+@")  # the password may hold : and @
 _HOOK = re.compile(r"(?i)(://[^\s'\"]{0,99}hooks?[\w.]{0,99}/)[^\s'\"]++")
 _BEARER = re.compile(r"(?i)\b(bearer )\S{8,}")
 _FROM_ENVIRONMENT = re.compile(r"oc\.env:(\w+)")
