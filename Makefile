@@ -6,7 +6,7 @@ PIP_IN := bin/pip install --disable-pip-version-check -q
 PIP := .venv/$(PIP_IN)
 ARGS ?=
 
-.PHONY: help setup run test lint bench test-learn test-reliability test-ray test-others test-vllm test-floors test-browser clean
+.PHONY: help setup run test lint bench test-learn test-reliability test-scale test-ray test-others test-vllm test-floors test-browser clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -29,7 +29,7 @@ run: setup  ## the main job: a real chat model learns; ARGS="experiment=grpo_tin
 	$(BIN)/python train.py $(ARGS)
 
 test: .venv/.ready-dev  ## the tests, in two processes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not learn and not gpu and not vllm and not ray and not browser and not reliability and not others" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not learn and not gpu and not vllm and not ray and not browser and not reliability and not scale and not others" $(ARGS)
 
 lint: .venv/.ready-dev  ## ruff and pyright
 	$(BIN)/ruff check
@@ -41,6 +41,9 @@ test-learn: .venv/.ready-dev  ## whole learning runs on three seeds (about an ho
 
 test-reliability: .venv/.ready-dev  ## real runs with faults put in; LEASH_TABLE=docs/reliability.md: the table
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m reliability tests/reliability $(ARGS)
+
+test-scale: .venv/.ready-dev  ## shards, nodes and sweeps side by side, in many settings
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m scale tests/scale $(ARGS)
 
 test-ray: .venv/.ready-ray  ## shared KL transforms in real Ray actors
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "ray and not gpu" tests/test_ray.py tests/test_specification.py $(ARGS)

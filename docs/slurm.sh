@@ -1,6 +1,6 @@
 #!/bin/bash
 # One run on several nodes of Slurm: sbatch docs/slurm.sh experiment=grpo_qwen seed=1
-# Tried without Slurm, by its variables (tests/reliability/test_nodes.py): see what your site needs.
+# Tried without Slurm, by its variables (tests/scale/test_nodes.py): see what your site needs.
 #SBATCH --job-name=leash
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8     # a rank a GPU

@@ -1,6 +1,6 @@
 """launch=fsdp2: two ranks with a part of every weight each train, save and resume what one does.
 
-More cases, and four ranks: tests/reliability/test_every_shard.py. Gradients of all algorithms, in
+More cases, and four ranks: tests/scale/test_every_shard.py. Gradients of all algorithms, in
 float64: tests/test_invariance.py.
 """
 

@@ -11,7 +11,7 @@ from runs import launch, metrics, train, wait_for
 
 from trainer.runs.run_files import load_run, read_status
 
-pytestmark = pytest.mark.reliability
+pytestmark = pytest.mark.scale
 TINY = ("experiment=sft_tiny", "policy.model=tiny", "trainer.prompts_per_iteration=4")
 TINY += ("eval.max_rows=4", "checkpoint.every=2", "seed=1,2,3")
 JOBLIB = ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2")

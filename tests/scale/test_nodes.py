@@ -15,7 +15,7 @@ from runs import ROOT, environment, metrics, train, wait_for
 
 from trainer.runs.run_files import read_status, read_yaml
 
-pytestmark = pytest.mark.reliability
+pytestmark = pytest.mark.scale
 TRAIN = str(ROOT / "train.py")
 TINY = [
     *("experiment=sft_tiny", "policy.model=tiny", "trainer.num_iterations=4", "seed=5"),

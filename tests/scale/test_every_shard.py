@@ -9,7 +9,7 @@ import pytest
 from runs import ROOT, environment
 from sharded import CASES, ROUNDED, far, make_models, prepare, run, tensors
 
-pytestmark = pytest.mark.reliability
+pytestmark = pytest.mark.scale
 
 FOUR = ["grpo", "grpo, LoRA", "grpo, refresh", "grpo, bfloat16", "sft"]  # a prompt a rank
 
