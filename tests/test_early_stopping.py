@@ -67,6 +67,7 @@ MISSPELT = [
     ("eval/greedy_accuracy 1", ("eval.greedy=false",), "of this run have no eval/greedy_accuracy"),
     ("eval/pass@3 1", ("eval.num_samples=8",), "of this run have no eval/pass@3, got eval.num_sam"),
     ("eval/reward 1", ("eval.num_samples=0", "eval.greedy=false"), "have no eval/reward"),
+    ("eval/reward 1", ("eval.every=0",), "before and after training; give eval.every=5"),
 ]
 
 
@@ -82,7 +83,8 @@ def test_every_metric_may_end_a_run_and_one_of_my_own_where_my_code_may_run():
     assert {name for name in named if unknown(name.replace("<label>", "b"))} == set()
     assert set(NAMES) <= named
     for name in ("reward_part/digits", "eval/sampled_accuracy/facts", "eval/pass@4"):
-        assert compose_checked(["experiment=grpo_tiny", f"trainer.stop_at={name} 1"])
+        rule = f"trainer.stop_at={name} 1"
+        assert compose_checked(["experiment=grpo_tiny", rule, "eval.every=1"])
     words = ["experiment=grpo_tiny", "trainer.stop_at=mine/too 1", "allow_targets=true"]
     assert compose_checked(words)
 

@@ -201,8 +201,8 @@ def settings_of_accelerate():
     yield "Accelerate: its gradient accumulation is honoured or refused"
     refused("GRADIENT_ACCUMULATION_STEPS", "4", "trainer.micro_batch_tokens")
     yield "Accelerate: its FSDP and DeepSpeed are honoured or refused"
-    refused("USE_FSDP", "true", "trainer.micro_batch_tokens")
-    refused("USE_DEEPSPEED", "true", "policy.lora.r")
+    refused("USE_FSDP", "true", "launch=fsdp2")
+    refused("USE_DEEPSPEED", "true", "launch=fsdp2")
 
 
 @CARD.rows(needs="gpu")

@@ -156,9 +156,9 @@ DIFFERS = {
     ),
     "Accelerate: FSDP and DeepSpeed shard the model": Differs(
         "no",
-        "a rank holds the whole model",
+        "refused: shards are leash's own, launch=fsdp2 (torch's fully_shard)",
         SCALING,
-        "**FSDP, DeepSpeed, tensor or sequence parallelism**: a rank holds the whole",
+        "FSDP or DeepSpeed by Accelerate's settings",
     ),
     "... across GPUs": Differs(
         "part",

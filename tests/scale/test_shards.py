@@ -15,6 +15,8 @@ from refusals import refusal
 from runs import ROOT, environment, lines, train
 from sharded import ROUNDED, far, make_models, prepare, resume, run, tensors
 
+pytestmark = pytest.mark.scale
+
 NAMES = (
     "ppo",
     "grpo, LoRA",
