@@ -17,6 +17,7 @@ from charges import charged_once
 from enumeration import a_bfloat16_generator_is_corrected
 from filtered import all_is_scored_over_what_was_kept, the_ratio_begins_at_one
 from gae_by_hand import agrees_with_the_paper
+from kl_tables import the_weighed_kl_is_the_reverse_one_whoever_sampled
 from papers import agrees_with_its_paper
 from plain_entropy import the_bonus_is_that_of_a_plain_softmax
 from plain_values import values_are_those_of_a_plain_forward
@@ -34,8 +35,10 @@ import trainer.advantage
 import trainer.collect
 import trainer.gae
 import trainer.importance_sampling
+import trainer.kl
 import trainer.losses
 import trainer.objectives
+import trainer.surrogates
 import trainer.update
 from trainer.kl import Leash
 from trainer.kl_control import ConstantKLController
@@ -209,6 +212,43 @@ def the_other_way_round(original):
     return lambda log_ratio, *given, **options: original(-log_ratio, *given, **options)
 
 
+def on_both_sides(original):
+    return lambda curr, gen, advantage: torch.ones_like(curr, dtype=torch.bool)
+
+
+def on_the_way_back(original):
+    return lambda curr, gen, advantage: original(curr, gen, -advantage)
+
+
+def of_the_ratio(original):
+    return lambda gen, curr: ((curr - gen).exp() - 1).abs()
+
+
+def from_the_policy(original):
+    return lambda gen, curr: original(curr, gen)
+
+
+def without_the_rest(original):
+    return lambda gen, curr: gen.exp() * (gen - curr)
+
+
+def twice_as_far(original):
+    return lambda low, high, most, tv, kl: original(low, high, most, 2 * tv, 2 * kl)
+
+
+def ratio_without_a_gradient(original):
+    return lambda curr, old: original(curr, old).detach()
+
+
+def to_the_trainers_own(original):
+    def loss_term(self, scores, batch):
+        batch = batch.copy()
+        batch["log_probs", "full"] = batch.get(("old_log_probs", "full"), scores.log_probs.detach())
+        return original(self, scores, batch)
+
+    return loss_term
+
+
 def adapter_stays_on(original):
     return lambda model, adapter: nullcontext()
 
@@ -218,6 +258,7 @@ DIST = policies.token_distribution
 COLLECT = trainer.collect
 RENDERER = policies.chats.chat_template.Renderer
 KL = envs.transforms.kl.KLComputation
+MASKS = trainer.surrogates
 in_the_reward = partial(charged_once, "grpo", "reward")
 MUTANTS = (
     Mutant("shift by one", contracts.alignment, DIST, "placed", roll),
@@ -315,6 +356,53 @@ MUTANTS = (
         trainer.advantage,
         "beta_density",
         shape_one_half,
+    ),
+    *(
+        Mutant(f"{name}: {said}", partial(agrees_with_its_paper, name), MASKS, attribute, broken)
+        for name, divergence in (("dppo", "binary_tv"), ("dppo_kl", "binary_kl"))
+        for said, attribute, broken in (
+            ("also what comes back", "leaves", on_both_sides),
+            ("only what comes back", "leaves", on_the_way_back),
+            ("the distance of a ratio", divergence, of_the_ratio),
+        )
+    ),
+    Mutant(
+        "KL of the policy to the sampler",
+        partial(agrees_with_its_paper, "dppo_kl"),
+        MASKS,
+        "binary_kl",
+        from_the_policy,
+    ),
+    Mutant(
+        "KL of the sampled token alone",
+        partial(agrees_with_its_paper, "dppo_kl"),
+        MASKS,
+        "binary_kl",
+        without_the_rest,
+    ),
+    *(
+        Mutant(
+            f"twice the bound of {name}",
+            partial(agrees_with_its_paper, name),
+            trainer.objectives,
+            "Bounds",
+            twice_as_far,
+        )
+        for name in ("dppo", "dppo_kl")
+    ),
+    Mutant(
+        "KL weighed without a gradient",
+        the_weighed_kl_is_the_reverse_one_whoever_sampled,
+        trainer.kl,
+        "token_ratio",
+        ratio_without_a_gradient,
+    ),
+    Mutant(
+        "KL weighed by the trainer's own ratio",
+        the_weighed_kl_is_the_reverse_one_whoever_sampled,
+        Leash,
+        "loss_term",
+        to_the_trainers_own,
     ),
     Mutant(
         "entropy without a gradient",

@@ -48,7 +48,7 @@ def case(group_size: int = G) -> Case:
         return torch.randn(len(LENGTHS), MOST, generator=generator, dtype=torch.float64)
 
     curr = -draw(0).abs()
-    gen = curr - draw(1) * torch.tensor(MOVED, dtype=torch.float64)[:, None]
+    gen = -(curr - draw(1) * torch.tensor(MOVED, dtype=torch.float64)[:, None]).abs()
     kept = [list(range(1, 1 + n)) for n in LENGTHS]
     rows = list(range(len(LENGTHS)))
     groups = [rows[i : i + group_size] for i in range(0, len(rows), group_size)]
@@ -228,6 +228,29 @@ def cispo(c: Case, curr: Tensor) -> Tensor:
     )
 
 
+def dppo(c: Case, curr: Tensor, divergence: str = "tv", most: float = 0.15) -> Tensor:
+    """arXiv 2602.04879 eq. 11 to 14, with the advantage of Dr. GRPO as in its runs, GRPO's KL."""
+    a = by_group(c, lambda r, group: r - mean(group))
+
+    def term(i: int, t: int) -> Tensor:
+        now, then = math.exp(float(curr[i, t].detach())), math.exp(float(c.gen[i, t]))
+        if divergence == "tv":
+            distance = abs(then - now)
+        else:
+            rest = (1 - then) * math.log((1 - then) / (1 - now))
+            distance = then * math.log(then / now) + rest
+        if distance > most and a[i] * (now - then) > 0:
+            return -BETA * k3(curr[i, t], c.ref[i, t])
+        return a[i] * torch.exp(curr[i, t] - c.gen[i, t]) - BETA * k3(curr[i, t], c.ref[i, t])
+
+    return -over_most(c, term)
+
+
+def dppo_kl(c: Case, curr: Tensor) -> Tensor:
+    """The same by eq. 14, KL(sampler || policy); from the policy one token is nearer than 0.06."""
+    return dppo(c, curr, "kl", 0.06)
+
+
 def minor_sft(c: Case, curr: Tensor) -> Tensor:
     """arXiv 2408.10642: the gradient of a row is 2 sigmoid(-beta D) / m that of -log pi."""
     total = torch.zeros(())
@@ -249,15 +272,21 @@ PAPERS = {
         bnpo,
         gspo,
         cispo,
+        dppo,
+        dppo_kl,
         minor_sft,
     )
+}
+WORDS = {
+    "dppo_kl": ("experiment=dppo_tiny", "algorithm.surrogate=kl_mask", "algorithm.kl_bound=0.06")
 }
 
 
 def composed(name: str) -> DictConfig:
     """Return what the experiment of an algorithm composes; groups are as small as the case's."""
     set_up()
-    cfg = OmegaConf.create(compose_checked([f"experiment={name}_tiny"]))
+    words = WORDS.get(name, (f"experiment={name}_tiny",))
+    cfg = OmegaConf.create(compose_checked([*words]))
     size = cfg.algorithm.group_size = min(cfg.algorithm.group_size, G)
     if "group_size" in cfg.algorithm.advantage:
         cfg.algorithm.advantage.group_size = size

@@ -101,7 +101,7 @@ def compose(name: str, model: Path, *, ranks: int) -> dict[str, Any]:
     """Return the configuration of a case on a number of ranks."""
     algorithm, *words = (word for word in CASES[name] if not word.startswith("model="))
     words += SMALL if algorithm in SILENT else (*SMALL, *REPLIES)
-    words += STEPS if algorithm in ("ppo", "cispo", "dapo", "gspo") else ()
+    words += STEPS if algorithm in ("ppo", "cispo", "dapo", "dppo", "gspo") else ()
     kind = next((w.split("=")[1] for w in CASES[name] if w.startswith("model=")), "tiny")
     words += [f"policy.model={model / kind}", f"launch.num_processes={ranks}"]
     words = [word for word in words if ranks > 1 or word != "launch.offload=true"]

@@ -86,8 +86,8 @@ def test_a_token_that_is_clipped_with_its_sequence_has_no_gradient():
     bounds = Bounds(3e-4, 4e-4)
     a = torch.ones_like(curr)
     r = RATIOS["sequence"](curr, c.gen, mask)
-    (clipped_term(curr, r, a, bounds) * mask).sum().backward()
-    stopped = is_clipped(r.detach(), a, bounds) & mask
+    (clipped_term(curr, c.gen, r, a, bounds) * mask).sum().backward()
+    stopped = is_clipped(curr, c.gen, r.detach(), a, bounds) & mask
     assert torch.equal(curr.grad == 0, stopped | ~mask)
     assert 0 < stopped.sum() < mask.sum()
 
@@ -96,12 +96,12 @@ def test_two_sided_clipping_by_hand():
     """Dual clip (arXiv 1912.09729 eq. 5), c = 3: it acts where the advantage is negative."""
     r = torch.tensor([2.0, 4.0, 4.0, 0.5], dtype=torch.float64)
     a = torch.tensor([-1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
-    curr, bounds = r.log().requires_grad_(), Bounds(0.2, 0.2, most=3.0)
-    term = clipped_term(curr, curr.exp(), a, bounds)
+    curr, gen, bounds = r.log().requires_grad_(), torch.zeros_like(r), Bounds(0.2, 0.2, most=3.0)
+    term = clipped_term(curr, gen, curr.exp(), a, bounds)
     assert term.tolist() == pytest.approx([2.0, 3.0, -1.2, 0.8])
     (gradient,) = torch.autograd.grad(term.sum(), curr)
     assert gradient.tolist() == pytest.approx([2.0, 0.0, 0.0, 0.0])
-    assert is_clipped(r, a, bounds).tolist() == [False, True, True, True]
+    assert is_clipped(curr, gen, r, a, bounds).tolist() == [False, True, True, True]
     # TRL's delta: the ratio itself is cut.
     cut = -torch.minimum(r.clamp(max=3.0) * a, r.clamp(0.8, 1.2) * a)
     torch.testing.assert_close(term.detach(), cut)
@@ -191,7 +191,7 @@ def test_the_reference_of_minor_sft_is_the_policy_as_it_started():
 
 
 def test_what_an_objective_does_not_know_is_refused():
-    with pytest.raises(ValueError, match=r"surrogate in \['cispo', 'clip', 'reinforce'\]"):
+    with pytest.raises(ValueError, match=r"surrogate in \['cispo', 'clip', 'kl_mask', "):
         GRPOObjective(surrogate="ppo", leash=leash())
     with pytest.raises(ValueError, match=r"ratio in \['sequence', 'token'\]"):
         GRPOObjective(ratio="row", leash=leash())

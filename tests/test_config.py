@@ -257,16 +257,16 @@ def test_an_algorithm_without_replies_names_an_experiment_of_it(algorithm):
             assert source == compose_raw([f"algorithm={algorithm}"]).algorithm.source
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "full"])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "full", "k3_ratio"])
 @pytest.mark.parametrize("where", ["reward", "loss"])
 def test_biased_kl_needs_an_explicit_yes(estimator, where):
-    sound = {("k1", "reward"), ("k2", "loss"), ("k3", "loss"), ("full", "loss")}
+    sound = {("k1", "reward"), *((name, "loss") for name in ("k2", "k3", "full", "k3_ratio"))}
     words = [f"kl.estimator={estimator}", f"kl.where={where}"]
     if (estimator, where) in sound:
         assert compose_checked(words)["kl"]["where"] == where
     else:
         assert "kl.allow_biased=true" in refusal(*words)
-        if estimator != "full":  # full in the reward is not computed at all
+        if estimator not in ("full", "k3_ratio"):  # in the reward these are not computed at all
             compose_checked([*words, "kl.allow_biased=true"])
 
 

@@ -72,6 +72,7 @@ FAMILY = (
     "bnpo",
     "cispo",
     "dapo",
+    "dppo",
     "dr_grpo",
     "gspo",
     "reinforce_pp",

@@ -24,7 +24,7 @@ def randn(*shape, seed: int = 0) -> Tensor:
 
 
 def clip(curr: Tensor, gen: Tensor, advantage: Tensor, low: float, high: float) -> Tensor:
-    return clipped_term(curr, token_ratio(curr, gen), advantage, Bounds(low, high))
+    return clipped_term(curr, gen, token_ratio(curr, gen), advantage, Bounds(low, high))
 
 
 def batch(seed: int = 0, rows: int = 4, size: int = 6):

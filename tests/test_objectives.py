@@ -76,3 +76,18 @@ def test_what_is_logged():
     assert terms.maxima["policy/ratio_max"].max() == pytest.approx(1.0), "1.5 is not in the mask"
     assert terms.means["policy/entropy"].tolist() == [[1.0] * 4]
     assert not any(v.requires_grad for v in [*terms.means.values(), *terms.maxima.values()])
+
+
+@pytest.mark.parametrize("engine", [False, True])
+def test_k3_ratio_is_k3_times_the_ratio_to_who_sampled(engine):
+    """Its gradient is r x grad log pi, x = log pi / ref: that of k2 times the ratio."""
+    made, mine, td = objective(coeff=0.5, estimator="k3_ratio"), scores(), batch()
+    if engine:  # what the trainer says of the weights that sampled is another matter
+        td["old_log_probs", "full"] = td["log_probs", "full"] - 0.7
+    term = made(mine, td).loss["kl"]
+    far = [c - r for c, r in zip(CURR, REF, strict=True)]
+    want = [0.5 * r * (math.exp(-x) - 1 + x) for r, x in zip(RATIO, far, strict=True)]
+    assert term.tolist() == [pytest.approx(want, abs=1e-6)]
+    (slope,) = torch.autograd.grad(term.sum(), mine.log_probs)
+    want = [0.5 * r * x for r, x in zip(RATIO, far, strict=True)]
+    assert slope.tolist() == [pytest.approx(want, abs=1e-6)]

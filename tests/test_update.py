@@ -54,8 +54,9 @@ def slow_grpo(policy, reference, batch, aggregation: str, estimator: str | None)
             loss = -torch.minimum(r * a, r.clamp(1 - LOW, 1 + HIGH) * a)
             if estimator == "k2":
                 loss = loss + COEFF * (curr - ref) ** 2 / 2
-            elif estimator == "k3":
-                loss = loss + COEFF * ((ref - curr).exp() - (ref - curr) - 1)
+            elif estimator in ("k3", "k3_ratio"):
+                times = r if estimator == "k3_ratio" else 1
+                loss = loss + COEFF * times * ((ref - curr).exp() - (ref - curr) - 1)
             elif estimator == "full":
                 p, q = mine[t - 1], theirs[t - 1]
                 loss = loss + COEFF * (p.exp() * (p - q)).sum()
@@ -74,7 +75,7 @@ def slow_grpo(policy, reference, batch, aggregation: str, estimator: str | None)
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
-@pytest.mark.parametrize("estimator", ["k2", "k3", "full"])
+@pytest.mark.parametrize("estimator", ["k2", "k3", "full", "k3_ratio"])
 def test_grpo_gradient_is_that_of_a_loop_over_tokens(policy, aggregation, estimator):
     batch, reference = prepared(policy)
     batch["loss_mask"][1] = False  # a row that counts for nothing

@@ -12,6 +12,7 @@ from policies.scorer import Scores
 from trainer.batch import reads
 from trainer.kl_control import KLControllerBase, check_place
 from trainer.losses import kl_term
+from trainer.surrogates import token_ratio
 
 
 @dataclass(frozen=True)
@@ -20,8 +21,12 @@ class Leash:
 
     One object is handed to the advantage, which calls `charge_reward`, and to the objective, which
     calls `loss_term`; `where` ("reward" or "loss") says which of the two acts. `estimator` is k1,
-    k2, k3 or full, the coefficient that of `controller`. A pair whose gradient is not that of the
-    KL (docs/kl.md) is a ValueError unless `allow_biased`.
+    k2, k3, full or k3_ratio, the coefficient that of `controller`. A pair whose gradient is not
+    that of the KL (docs/kl.md) is a ValueError unless `allow_biased`.
+
+    k3_ratio is k3 times the ratio pi_curr / pi_gen to who sampled, gradient and all: the unbiased
+    estimate of DeepSeek-V3.2 (arXiv 2512.02556) eq. 7. Whoever sampled, its expected gradient is
+    that of KL(curr || ref) in the visited states.
 
     >>> from trainer.kl_control import ConstantKLController
     >>> Leash(ConstantKLController(kl_coef=0.1), estimator="k1", where="loss")
@@ -35,7 +40,7 @@ kl.estimator=k3, k2 or full, or set kl.allow_biased=true
     charged: ClassVar = reads(
         "reward_raw", "loss_mask", "kl_penalty", ("log_probs", "full"), ("ref_log_probs", "full")
     )
-    learnt: ClassVar = reads(("ref_log_probs", "full"))
+    learnt: ClassVar = reads(("log_probs", "full"), ("ref_log_probs", "full"))
 
     controller: KLControllerBase
     estimator: str = "k3"
@@ -79,7 +84,11 @@ kl.estimator=k3, k2 or full, or set kl.allow_biased=true
         ref = batch.get(("ref_log_probs", "full"), None)  # [B, T]
         if ref is None:
             raise ValueError("kl.where=loss needs ref_log_probs.full, found none; score it")
-        return {"kl": self.coeff * kl_term(scores.log_probs, ref, self.estimator)}
+        curr, weighted = scores.log_probs, self.estimator == "k3_ratio"
+        term = kl_term(curr, ref, "k3" if weighted else self.estimator)
+        if weighted:
+            term = term * token_ratio(curr, batch.get(("log_probs", "full")))
+        return {"kl": self.coeff * term}
 
     def follow(self, metrics: Mapping[str, float], *, replies: int) -> None:
         """Let the coefficient follow the KL of an iteration, if it is to.

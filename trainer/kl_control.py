@@ -8,12 +8,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-ESTIMATORS, PLACES = ("k1", "k2", "k3", "full"), ("loss", "reward")
+ESTIMATORS, PLACES = ("k1", "k2", "k3", "full", "k3_ratio"), ("loss", "reward")
+IN_THE_UPDATE = ("full", "k3_ratio")  # of the policy's own later log-probs: never in the reward
 BIASED = {
     ("loss", "k1"): "k1 in the loss has a gradient of zero; use kl.estimator=k3, k2 or full",
     ("reward", "k2"): "k2 in the reward has no KL gradient near the reference; use k1",
     ("reward", "k3"): "k3 in the reward has no KL gradient near the reference; use k1",
     ("reward", "full"): "full in the reward does not depend on its own token; use k1",
+    ("reward", "k3_ratio"): "k3_ratio in the reward is k3, the ratio is 1 there; use k1",
 }
 MAX_ERROR = 0.2  # the relative error that a controller reacts to at most (Ziegler et al. 2019)
 
@@ -21,7 +23,7 @@ MAX_ERROR = 0.2  # the relative error that a controller reacts to at most (Ziegl
 def check_place(where: str, estimator: str, *, allow_biased: bool = False) -> None:
     """Raise ValueError for an estimator whose gradient in this place is not that of the KL.
 
-    `allow_biased` lets all pass but the exact KL in the reward, which nothing computes.
+    `allow_biased` lets all pass but full and k3_ratio in the reward, which nothing computes.
     """
     if estimator not in ESTIMATORS or where not in PLACES:
         raise ValueError(
@@ -32,8 +34,9 @@ def check_place(where: str, estimator: str, *, allow_biased: bool = False) -> No
         pair = f"kl.estimator={estimator} with kl.where={where}: {reason}"
         if not allow_biased:
             raise ValueError(f"{pair}, or set kl.allow_biased=true")
-        if estimator == "full":
-            raise ValueError("kl.estimator=full is computed in the update only; use kl.where=loss")
+        if estimator in IN_THE_UPDATE:
+            told = f"kl.estimator={estimator} is computed in the update only"
+            raise ValueError(f"{told}; use kl.where=loss")
 
 
 def faults_of(kl: Mapping[str, Any], *, replies: int) -> Iterator[str]:

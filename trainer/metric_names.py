@@ -8,7 +8,8 @@ NAMES = tuple(
     for group, names in {
         "reward": "mean std raw_mean errors dropped_fraction",
         "kl": "ref ref_sequence ref_k3 ref_full behaviour behaviour_k3 mismatch coeff",
-        "policy": "importance_limited staleness entropy_coeff entropy clip_fraction ratio_max",
+        "policy": "importance_limited staleness entropy_coeff entropy clip_fraction ratio_max "
+        "tv_max binary_kl_max",
         "loss": "total policy kl preference entropy value",
         "sft": "deviation",
         "preference": "accuracy margin",

@@ -16,7 +16,7 @@ from policies.scorer import Scores
 from trainer.batch import reads
 from trainer.kl import Leash
 from trainer.losses import half_square, kl_term, minor_sft_term, value_term
-from trainer.surrogates import RATIOS, SURROGATES, Bounds
+from trainer.surrogates import DIVERGENCES, RATIOS, SURROGATES, Bounds
 
 
 @dataclass(frozen=True)
@@ -40,16 +40,18 @@ class Objective(Protocol):
 class GRPOObjective:
     """Policy gradient, and the leash where it acts in the loss (GRPO eq. 3, arXiv 2402.03300).
 
-    `ratio` and `surrogate` name parts of trainer/surrogates.py, `clip_*` are their bounds; the
-    default is the clipped gradient of PPO and GRPO. Which makes which paper: docs/algorithms.md.
+    `ratio` and `surrogate` name parts of trainer/surrogates.py, `clip_*` and `*_bound` are their
+    bounds; the default is the clipped gradient of PPO and GRPO. Which makes which paper:
+    docs/algorithms.md.
 
     The ratio is to old_log_probs.full where the batch has them (another engine has sampled), else
-    to the log_probs.full of who sampled; policy_weight is a factor of the policy term.
+    to the log_probs.full of who sampled; policy_weight is a factor of the policy term. Masks are of
+    the distance from who sampled.
     """
 
     reads = (
         *Leash.learnt,
-        *reads("advantage", ("log_probs", "full"), ("old_log_probs", "full"), "policy_weight"),
+        *reads("advantage", ("old_log_probs", "full"), "policy_weight"),
     )
 
     def __init__(
@@ -58,6 +60,8 @@ class GRPOObjective:
         clip_low: float = 0.2,
         clip_high: float = 0.2,
         dual_clip: float | None = None,
+        tv_bound: float = 0.15,
+        kl_bound: float = 0.05,
         ratio: str = "token",
         surrogate: str = "clip",
         leash: Leash,
@@ -65,8 +69,9 @@ class GRPOObjective:
         for name, value, known in (("ratio", ratio, RATIOS), ("surrogate", surrogate, SURROGATES)):
             if value not in known:
                 raise ValueError(f"expected {name} in {sorted(known)}, got {value!r}")
-        self.bounds = Bounds(clip_low, clip_high, dual_clip)
+        self.bounds = Bounds(clip_low, clip_high, dual_clip, tv_bound, kl_bound)
         self.ratio, (self.term, self.clipped) = RATIOS[ratio], SURROGATES[surrogate]
+        self.divergence = DIVERGENCES.get(surrogate)
         self.leash = leash
 
     def __call__(self, scores: Scores, batch: TensorDictBase) -> Terms:
@@ -75,10 +80,10 @@ class GRPOObjective:
         mask = batch.get("loss_mask")  # [B, T]
         advantage, old = batch.get("advantage"), batch.get(("old_log_probs", "full"), gen)
         moved = self.ratio(curr, old, mask)  # [B, T]
-        loss = {"policy": self.term(curr, moved, advantage, self.bounds)}  # [B, T]
-        loss["policy"] = loss["policy"] * batch.get("policy_weight", 1.0)
+        given = (curr, gen, moved, advantage, self.bounds)
+        loss = {"policy": self.term(*given) * batch.get("policy_weight", 1.0)}  # [B, T]
         with torch.no_grad():
-            clipped = self.clipped(moved, advantage, self.bounds)  # [B, T]
+            clipped = self.clipped(*given)  # [B, T]
             means = {
                 "kl/behaviour": gen - curr,
                 "kl/behaviour_k3": kl_term(gen, curr, "k3"),
@@ -86,6 +91,9 @@ class GRPOObjective:
                 "policy/clip_fraction": clipped.float(),
             }
             maxima = {"policy/ratio_max": torch.where(mask, moved.detach(), 0.0)}
+            if self.divergence is not None:
+                name, distance = self.divergence
+                maxima[name] = torch.where(mask, distance(gen, curr), 0.0)
         if scores.entropy is not None:
             means["policy/entropy"] = scores.entropy
         if scores.full_kl is not None:

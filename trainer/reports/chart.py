@@ -7,7 +7,7 @@ Left out on purpose: interaction beyond the tooltips that SVG's <title> gives.
 import html
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -165,16 +165,19 @@ def line_chart(
     height: int = 220,
     named: bool = True,
     least: float = 0.0,
+    bounds: Mapping[str, float] | None = None,
 ) -> str:
     """Draw curves over an integer axis; a value far above the rest is cut, marked by a triangle.
 
-    `named`: with a legend; `least`: a value that the axis reaches. What is nothing beside the axis
-    (a rounding error) is told as 0.
+    `named`: with a legend; `least`: a value that the axis reaches; `bounds`: lines across, by name.
+    What is nothing beside the axis (a rounding error) is told as 0.
     """
     whole = [s for s in series if s.points]
     if not whole:
         raise ValueError(f"expected at least one point for chart {title!r}, got none")
     curves = [(s, _thin(s.points)) for s in whole]
+    bounds = bounds or {}
+    least = max(least, *bounds.values(), 0.0)
     span = data_range(*([y for _, y in points] for _, points in curves), least=least)
     nothing = max(1e-5 * max(map(abs, span)), 1e-4 * least)
 
@@ -189,6 +192,10 @@ def line_chart(
     xs = [x for _, points in curves for x, _ in points]
     chart.axes((min(xs), max(xs)), span, x_label=x_label)
     chart.tips(((s.name, points) for s, points in curves), told)
+    for name, value in bounds.items():
+        across = [(chart.x.lo, value), (chart.x.hi, value)]
+        chart.path(across, "stroke-dasharray:6 4", kind="bars")
+        chart.text(chart.x.start + 4, chart.y(value) - 4, f"{name} {short(value)}")
     for s, points in curves:
         _draw_curve(chart, s, points)
     return chart.svg()

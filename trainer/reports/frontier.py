@@ -8,12 +8,16 @@ Overoptimization, arXiv:2210.10760), where a distance is the root of a KL.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from trainer.reports.chart import Axis, Chart, text_width
 from trainer.reports.sweep_jobs import (
     ACCURACY,
+    DRIFT,
+    HELD_KL,
     HELD_REWARD,
+    KL,
     REWARD,
     Job,
     Setting,
@@ -36,16 +40,25 @@ Box = tuple[float, float, float, float]  # left, top, right, bottom, in pixels
 
 
 def frontier(
-    jobs: Sequence[Job], *, width: int, height: int, by: str = REWARD, limit: "Limit | None" = None
+    jobs: Sequence[Job],
+    *,
+    width: int,
+    height: int,
+    by: str = REWARD,
+    limit: "Limit | None" = None,
+    sampler: bool = False,
 ) -> str:
     """Draw reward (or `by` a held-out metric) against KL, one labelled point per setting.
 
-    Beside a held-out metric stands what no policy can pass on those prompts, if it is known.
+    Beside a held-out metric stands what no policy can pass on those prompts, if it is known. With
+    `sampler` the KL is that to the policy that sampled.
     """
+    if sampler:
+        jobs, limit = [_from_the_sampler(job) for job in jobs], None
     placed = [setting for setting in grouped(jobs) if setting.spots(by)]
     if not placed:
         raise ValueError(f"expected a job with {by} and kl/ref_sequence, got none")
-    line, begin = pareto(placed, by), start(jobs, by)
+    line, begin = pareto(placed, by), None if sampler else start(jobs, by)
     named = ", ".join(key for key in varying(jobs) if key != "seed")
     notes = [f"labels: {named}"] * bool(named)
     notes += ["bars: lowest to highest seed"] * any(len(s.spots(by)) > 1 for s in placed)
@@ -55,6 +68,7 @@ def frontier(
     if limit and by != REWARD:
         notes += ["upper line: the best there is", "diamonds: best of 2, 4 ... replies"]
     title, unit = TITLES[by]
+    title = title.replace("reference", "sampler") if sampler else title
     chart = Chart(title, unit, width=width, height=height)
     for line_of_notes in _wrapped(notes, width):
         chart.top += 15
@@ -62,7 +76,8 @@ def frontier(
     spots = [spot for setting in placed for spot in setting.spots(by)]
     kls, values = zip(*spots, *([begin] if begin else []), strict=True)
     lines = _limit_lines(limit, by, max(kls))
-    kl_axes(chart, max(kls), [*values, *(lines.range if lines else [])])
+    of = "nats per token" if sampler else "nats per reply"
+    kl_axes(chart, max(kls), [*values, *(lines.range if lines else [])], of=of)
     if lines:
         lines.draw(chart, WHAT[by])
     if len(line) > 1:
@@ -77,12 +92,21 @@ def frontier(
     return chart.svg()
 
 
-def kl_axes(chart: Chart, most: float, values: Sequence[float]) -> None:
+def _from_the_sampler(job: Job) -> Job:
+    """Return a job whose KL is that to the policy that sampled."""
+    drift = job.reached.get(DRIFT)
+    spent = {KL: None if drift is None else max(drift, 0.0), HELD_KL: None}
+    return replace(job, reached=job.reached | spent)
+
+
+def kl_axes(
+    chart: Chart, most: float, values: Sequence[float], *, of: str = "nats per reply"
+) -> None:
     """Draw the axes of `values` against the KL, from 0 to `most` nats."""
     chart.axes(
         (0.0, max(most, 1e-3)),
         (min(values), max(values)),
-        x_label="KL, nats per reply (square-root scale)",
+        x_label=f"KL, {of} (square-root scale)",
         x_ticks=_root_ticks,
         warp=math.sqrt,
         inset=(12, 28),  # for the labels of the outermost points

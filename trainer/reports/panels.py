@@ -10,7 +10,7 @@ import yaml
 
 from trainer.reports.chart import Points, Series, escape, line_chart, stack_chart
 from trainer.reports.formats import short
-from trainer.runs.run_files import Run
+from trainer.runs.run_files import Run, dig, number
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class Panel:
     swept: str = ""
     limits: dict[str, tuple[float | None, float | None]] = field(default_factory=dict)
     loses: dict[str, float] = field(default_factory=dict)
+    bounds: dict[str, str] = field(default_factory=dict)
     rules: tuple[str, ...] = ()
 
 
@@ -113,7 +114,9 @@ def draw(panel: Panel, run: Run) -> str:
         return ""
     if panel.stacked:
         return stack_chart(series, title=panel.title, unit=panel.unit)
-    return line_chart(series, title=panel.title, unit=panel.unit, least=panel.least)
+    asked = {name: number(dig(run.config, *key.split("."))) for key, name in panel.bounds.items()}
+    bounds = {name: value for name, value in asked.items() if value is not None}
+    return line_chart(series, title=panel.title, unit=panel.unit, least=panel.least, bounds=bounds)
 
 
 def others(run: Run) -> list[Panel]:

@@ -28,7 +28,7 @@ from trainer.runs.run_files import PLACES, Run, dig, load_run, number, read_yaml
 
 OBJECTIVE, REWARD, KL = "objective", "reward/raw_mean", "kl/ref_sequence"
 ACCURACY, HELD_REWARD = "eval/sampled_accuracy", "eval/reward"
-HELD_KL, EFFICIENCY = "eval/kl_ref_sequence", "kl/efficiency"
+HELD_KL, EFFICIENCY, DRIFT = "eval/kl_ref_sequence", "kl/efficiency", "kl/behaviour"
 COLUMNS = {"objective": OBJECTIVE, "reward": REWARD, "KL": KL}
 TOLD = {"objective": short, "reward": short, "KL": nats}
 MOST = 20  # settings that the terminal lists
@@ -305,6 +305,7 @@ def _read_job(folder: Path, run: Run) -> Job:
         ACCURACY: trained.get(ACCURACY),
         REWARD: run.last_ten_mean(task_reward(run)),
         KL: run.last_ten_mean(KL),
+        DRIFT: run.last_ten_mean(DRIFT),
         HELD_REWARD: trained.get(HELD_REWARD),
         HELD_KL: trained.get(HELD_KL),
         EFFICIENCY: _efficiency(run),

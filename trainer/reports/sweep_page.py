@@ -20,6 +20,7 @@ from trainer.reports.markup import escape, repeat_command
 from trainer.reports.panels import MAIN, figure, open_notes
 from trainer.reports.sweep_jobs import (
     ACCURACY,
+    DRIFT,
     EFFICIENCY,
     HELD_KL,
     HELD_REWARD,
@@ -54,6 +55,7 @@ TITLES = {  # of what the jobs reached; sweep.csv has the names of the metrics
     ACCURACY: "accuracy",
     REWARD: "reward",
     KL: "KL",
+    DRIFT: "KL to the sampler",
     HELD_REWARD: "held-out reward",
     HELD_KL: "held-out KL",
     EFFICIENCY: "KL efficiency",
@@ -62,6 +64,7 @@ TITLES = {  # of what the jobs reached; sweep.csv has the names of the metrics
     "iterations_averaged": "iterations averaged",
 }
 GOING = ("running", "starting")
+MOVES = 1e-4  # nats per token to the sampler; with one step on a batch it is rounding
 PATIENCE = 300.0  # seconds; a page that is older may be called stale
 
 
@@ -129,6 +132,11 @@ def _pictures(made: Sequence[Setting], jobs: Sequence[Job], limit: "Limit | None
         for name, metric in by.items()
         if any(setting.spots(metric) for setting in made)
     }
+    metric = ACCURACY if "accuracy" in drawn else REWARD
+    moved = (job for job in jobs if (job.reached.get(DRIFT) or 0.0) > MOVES)
+    if any(job.reached.get(metric) is not None for job in moved):
+        at = frontier(jobs, width=420, height=320, by=metric, sampler=True)
+        drawn["KL to the sampler"] = at
     about = f'<p class="muted">The limit: {escape(limit.about())}; docs/kl.md</p>' if limit else ""
     return markup.tabs(drawn) + about
 
@@ -166,7 +174,7 @@ def _table(jobs: Sequence[Job]) -> str:
     columns, same = columns or {"job": [job.name for job in jobs]}, []
     for title in jobs[0].reached:
         values = [job.reached[title] for job in jobs]
-        told = nats if title in (KL, HELD_KL) else short
+        told = nats if title in (KL, HELD_KL, DRIFT) else short
         cells = [v if isinstance(v, str) else "" if v is None else told(v) for v in values]
         if len(jobs) > 1 and len(set(cells)) == 1:
             same += [f"{TITLES.get(title, title)} {cells[0]}"] * bool(cells[0])

@@ -43,6 +43,8 @@ def as_today(saved: Any) -> dict[str, Any]:
         algorithm["dual_clip"] = algorithm.pop("clip_ratio")
     if "clip_low" in algorithm:  # they sample, and learnt all of that
         algorithm.setdefault("mask", "response")
+    if "surrogate" in algorithm:  # none of theirs asks for these
+        algorithm = {"tv_bound": 0.15, "kl_bound": 0.05} | algorithm
     if "shaping" in algorithm:
         verbs, corrects = algorithm.pop("shaping") or {}, algorithm.pop("mismatch", None)
         if corrects:
