@@ -181,7 +181,8 @@ def no_file(group: str, got: Any) -> str:
         meant = [k for k in keys() if k.startswith(f"{group}.") and _takes(k, got)][:1]
         hint = f"; did you mean {meant[0]}={got}?" if meant else ""
     else:
-        meant = difflib.get_close_matches(str(got).lower(), files, n=2)
+        word = str(got).lower()
+        meant = [word] if word in files else difflib.get_close_matches(word, files, n=2)
         hint = (
             f"; did you mean {' or '.join(f'{group}={name}' for name in meant)}?" if meant else ""
         )

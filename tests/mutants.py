@@ -37,8 +37,8 @@ import trainer.gae
 import trainer.importance_sampling
 import trainer.kl
 import trainer.losses
+import trainer.masks
 import trainer.objectives
-import trainer.surrogates
 import trainer.update
 from trainer.kl import Leash
 from trainer.kl_control import ConstantKLController
@@ -258,7 +258,7 @@ DIST = policies.token_distribution
 COLLECT = trainer.collect
 RENDERER = policies.chats.chat_template.Renderer
 KL = envs.transforms.kl.KLComputation
-MASKS = trainer.surrogates
+MASKS = trainer.masks
 in_the_reward = partial(charged_once, "grpo", "reward")
 MUTANTS = (
     Mutant("shift by one", contracts.alignment, DIST, "placed", roll),

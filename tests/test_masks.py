@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 from policies.scorer import Scores
+from trainer.masks import binary_kl, binary_tv, kl_mask_term, tv_mask_term
 from trainer.objectives import GRPOObjective
-from trainer.surrogates import Bounds, binary_kl, binary_tv, kl_mask_term, token_ratio, tv_mask_term
+from trainer.surrogates import Bounds, token_ratio
 
 MASKS = {"tv_mask": tv_mask_term, "kl_mask": kl_mask_term}
 

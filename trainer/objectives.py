@@ -16,7 +16,7 @@ from policies.scorer import Scores
 from trainer.batch import reads
 from trainer.kl import Leash
 from trainer.losses import half_square, kl_term, minor_sft_term, value_term
-from trainer.surrogates import DIVERGENCES, RATIOS, SURROGATES, Bounds
+from trainer.surrogates import MASKS, RATIOS, SURROGATES, Bounds
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,19 @@ class GRPOObjective:
         surrogate: str = "clip",
         leash: Leash,
     ) -> None:
-        for name, value, known in (("ratio", ratio, RATIOS), ("surrogate", surrogate, SURROGATES)):
+        both = (*SURROGATES, *MASKS)
+        for name, value, known in (("ratio", ratio, RATIOS), ("surrogate", surrogate, both)):
             if value not in known:
                 raise ValueError(f"expected {name} in {sorted(known)}, got {value!r}")
         self.bounds = Bounds(clip_low, clip_high, dual_clip, tv_bound, kl_bound)
-        self.ratio, (self.term, self.clipped) = RATIOS[ratio], SURROGATES[surrogate]
-        self.divergence = DIVERGENCES.get(surrogate)
+        self.ratio, self.divergence = RATIOS[ratio], None
+        if surrogate in MASKS:
+            from trainer import masks  # here: few runs have one
+
+            self.term, self.clipped = masks.SURROGATES[surrogate]
+            self.divergence = masks.DIVERGENCES[surrogate]
+        else:
+            self.term, self.clipped = SURROGATES[surrogate]
         self.leash = leash
 
     def __call__(self, scores: Scores, batch: TensorDictBase) -> Terms:

@@ -7,8 +7,7 @@ to gen, or to old, what the trainer says of the weights that generated; A is the
 are to be minimised, and nothing is reduced.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,10 +28,6 @@ class Bounds:
     most: float | None = None
     tv: float = 0.15
     kl: float = 0.05
-
-
-# What a term and where its bounds act are functions of: curr, gen, r, advantage and the bounds.
-Stops = Callable[[Tensor, Tensor, Tensor, Tensor, Bounds], Tensor]
 
 
 def token_ratio(curr: Tensor, old: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -74,10 +69,11 @@ def clipped_term(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, bounds
     [-1.25]
     """
     term = -torch.minimum(r * advantage, r.clamp(1 - bounds.low, 1 + bounds.high) * advantage)
-    return _at_most(term, advantage, bounds)
+    return at_most(term, advantage, bounds)
 
 
-def _at_most(term: Tensor, advantage: Tensor, bounds: Bounds) -> Tensor:
+def at_most(term: Tensor, advantage: Tensor, bounds: Bounds) -> Tensor:
+    """Return a term in which r counts as `most` at most where A < 0."""
     if bounds.most is None:
         return term
     return torch.where(advantage < 0, term.minimum(-bounds.most * advantage), term)
@@ -106,89 +102,6 @@ def reinforce_term(
     return -advantage * curr
 
 
-def binary_tv(gen: Tensor, curr: Tensor) -> Tensor:
-    """Return |pi_curr - pi_gen| of each token, the total variation of (this token, any other).
-
-    DPPO, Qi et al. 2026 (arXiv 2602.04879) eq. 13; never more than that of the whole vocabulary.
-
-    >>> round(binary_tv(torch.tensor(0.99).log(), torch.tensor(0.8).log()).item(), 6)
-    0.19
-    """
-    return (curr.exp() - gen.exp()).abs()
-
-
-def binary_kl(gen: Tensor, curr: Tensor) -> Tensor:
-    """Return KL(gen || curr) of (this token, any other), in nats, of each token.
-
-    g log(g / p) + (1 - g) log((1 - g) / (1 - p)) with g = pi_gen, p = pi_curr: DPPO (arXiv
-    2602.04879) eq. 14. From log-probs near 0 as exactly as they are; one of 0, which rounding has
-    made, counts as the next below, so the result is finite.
-
-    >>> round(binary_kl(torch.tensor(0.5).log(), torch.tensor(0.25).log()).item(), 6)
-    0.143841
-    """
-    top = -torch.finfo(curr.dtype).eps
-    gen, curr = gen.clamp(max=top), curr.clamp(max=top)
-    others = -gen.expm1() * (_log_of_others(gen) - _log_of_others(curr))
-    return gen.exp() * (gen - curr) + others
-
-
-def _log_of_others(log_prob: Tensor) -> Tensor:
-    """Return log(1 - exp(x)), x < 0, by what loses no digits: expm1 near 0, log1p far below."""
-    near, far = (-log_prob.expm1()).log(), torch.log1p(-log_prob.exp())
-    return torch.where(log_prob > -0.7, near, far)
-
-
-def leaves(curr: Tensor, gen: Tensor, advantage: Tensor) -> Tensor:
-    """Return where the update would take pi_curr further away from pi_gen, bool.
-
-    Up where A > 0 and it is above, down where A < 0 and it is below: the condition of clipping.
-    """
-    return (curr > gen) & (advantage > 0) | (curr < gen) & (advantage < 0)
-
-
-def is_past_tv(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, bounds: Bounds) -> Tensor:
-    """Return where `tv_mask_term` has no gradient, bool."""
-    far = (binary_tv(gen, curr) > bounds.tv) & leaves(curr, gen, advantage)
-    return _or_past_most(far, r, advantage, bounds)
-
-
-def is_past_kl(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, bounds: Bounds) -> Tensor:
-    """Return where `kl_mask_term` has no gradient, bool."""
-    far = (binary_kl(gen, curr) > bounds.kl) & leaves(curr, gen, advantage)
-    return _or_past_most(far, r, advantage, bounds)
-
-
-def tv_mask_term(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, bounds: Bounds) -> Tensor:
-    """Return -r A, and 0 where a token is more than `tv` from who sampled it and would leave.
-
-    DPPO (arXiv 2602.04879) eq. 11 to 13. A rare token may grow many times over, which clipping
-    forbids; a likely one may not fall as far as clipping lets it.
-
-    >>> curr, gen = torch.tensor([1e-3, 0.8]).log(), torch.tensor([1e-5, 0.99]).log()
-    >>> r, advantage = token_ratio(curr, gen), torch.tensor([1.0, -1.0])
-    >>> (tv_mask_term(curr, gen, r, advantage, Bounds()) == 0).tolist()
-    [False, True]
-    """
-    return _masked(is_past_tv, curr, gen, r, advantage, bounds)
-
-
-def kl_mask_term(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, bounds: Bounds) -> Tensor:
-    """Return -r A, and 0 where a token is more than `kl` from who sampled it and would leave.
-
-    DPPO (arXiv 2602.04879) eq. 11, 12 and 14.
-    """
-    return _masked(is_past_kl, curr, gen, r, advantage, bounds)
-
-
-def _masked(
-    stops: Stops, curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, bounds: Bounds
-) -> Tensor:
-    with torch.no_grad():
-        masked = stops(curr, gen, r, advantage, replace(bounds, most=None))
-    return torch.where(masked, 0.0, _at_most(-r * advantage, advantage, bounds))
-
-
 def is_clipped(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, bounds: Bounds) -> Tensor:
     """Return where the bound of `clipped_term` stops the gradient, bool.
 
@@ -197,10 +110,11 @@ def is_clipped(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, bounds: 
     [False, True, True]
     """
     far = (r < 1 - bounds.low) & (advantage < 0) | (r > 1 + bounds.high) & (advantage > 0)
-    return _or_past_most(far, r, advantage, bounds)
+    return or_past_most(far, r, advantage, bounds)
 
 
-def _or_past_most(far: Tensor, r: Tensor, advantage: Tensor, bounds: Bounds) -> Tensor:
+def or_past_most(far: Tensor, r: Tensor, advantage: Tensor, bounds: Bounds) -> Tensor:
+    """Return `far`, and where `most` stops the gradient besides, bool."""
     return far if bounds.most is None else far | (r > bounds.most) & (advantage < 0)
 
 
@@ -220,11 +134,5 @@ SURROGATES = {
     "clip": (clipped_term, is_clipped),
     "cispo": (cispo_term, is_outside),
     "reinforce": (reinforce_term, never),
-    "tv_mask": (tv_mask_term, is_past_tv),
-    "kl_mask": (kl_mask_term, is_past_kl),
 }
-# What a mask bounds, and under which name its largest value is logged.
-DIVERGENCES = {
-    "tv_mask": ("policy/tv_max", binary_tv),
-    "kl_mask": ("policy/binary_kl_max", binary_kl),
-}
+MASKS = ("tv_mask", "kl_mask")  # surrogates too, of trainer/masks.py
