@@ -1,6 +1,9 @@
 """What an error says to the user: one line, with a remedy where it is known."""
 
+import errno
 import json
+import os
+import resource
 import subprocess
 import sys
 import time
@@ -8,8 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from policies.cache import write_text
 from trainer.runs.failures import LESS_MEMORY, NO_MEMORY, TOLD, headline, last_words
 from trainer.runs.launch import kill_reason
 
@@ -55,6 +60,44 @@ def test_errors_of_libraries_become_one_line(action, line):
 def test_each_kind_of_error_has_its_line(error, line):
     assert headline(error).startswith(line)
     assert "\n" not in headline(error)
+
+
+@pytest.mark.parametrize(
+    ("number", "line"),
+    [
+        (errno.ENOSPC, "the disk is full"),
+        (errno.EDQUOT, "your disk quota is used up"),
+        (errno.EFBIG, "a file may not grow so large here"),
+        (errno.EROFS, "nothing can be written there"),
+    ],
+)
+def test_what_cannot_be_written_is_told_with_a_remedy(number, line):
+    """As Python says it, and as the Rust of safetensors does."""
+    said = f"{os.strerror(number)} (os error {number})"
+    for error in (
+        OSError(number, os.strerror(number), "/a"),
+        SafetensorError(f"I/O error: {said}"),
+    ):
+        assert headline(error).startswith(f"{line} (")
+        assert headline(error).endswith("write elsewhere with output_dir=")
+        assert os.strerror(number) in headline(error)
+
+
+def test_a_limit_of_file_sizes_is_told_as_one(tmp_path):
+    """By ulimit -f, whatever writes."""
+    limits, tensors = resource.getrlimit(resource.RLIMIT_FSIZE), {"a": torch.ones(99_999)}
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    try:
+        errors = [
+            fault(lambda: (tmp_path / "a").write_bytes(bytes(1 << 18))),
+            fault(lambda: write_text(tmp_path / "b", "x" * (1 << 18))),
+            fault(lambda: save_file(tensors, tmp_path / "c")),
+        ]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    for error in errors:
+        assert headline(error).startswith("a file may not grow so large here (")
+        assert "raise `ulimit -f`" in headline(error)
 
 
 def test_a_killed_process_is_asked_for_its_memory_only_where_that_can_be():
