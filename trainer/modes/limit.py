@@ -19,6 +19,9 @@ from trainer.trainer import Trainer
 def run(loop: Trainer, settings: dict[str, Any]) -> float:
     """Sample the reference and write limit.json; rows that the task dropped are left out."""
     samples, found = settings["eval"]["num_samples"], dict[int, list]()
+    path = Path(settings["output_dir"]).expanduser() / "limit.json"
+    if path.is_dir():  # before the work
+        raise ValueError(f"expected {path} to be a file, got a folder; move it away")
 
     def hear(_: str, batch: TensorDictBase, rows: list[int]) -> None:
         rewards = in_float64(batch.get("reward_raw")).sum(-1).view(len(rows), -1)  # [rows, samples]
@@ -40,7 +43,6 @@ def run(loop: Trainer, settings: dict[str, Any]) -> float:
     found_model: Any = loop.policy.found
     about = {"model": found_model.sha256, "samples": samples, "rows": [*rows]}
     values = {"reward": [r for r, _ in rows.values()], "success": [s for _, s in rows.values()]}
-    path = Path(settings["output_dir"]).expanduser() / "limit.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps({**about, **values}))
     return 0.0
