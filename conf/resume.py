@@ -65,16 +65,12 @@ def load_for_resume(
     saved.update({"resume": str(folder), "mode": mode, "preflight": False, **instead})
     known = tuple(f"{key.lstrip('+')}." for key in (*again, *changed))
     for place, text in [] if saved.allow_targets else told_again(OmegaConf.to_container(saved)):
-        if not f"{place}.".startswith(known):
-            what = (
-                "which server gets the prompts"
-                if place == SERVER
-                else "which key is sent to a server"
-            )
-            if place == SERVER and mode in ("chat", "export"):  # the policy itself speaks there
-                continue
-            what = f"{path} says {what}; if the run is yours, repeat it"
-            raise ValueError(f"{what}: '{place}={text}' (give nothing to somebody else's)")
+        itself = place == SERVER and mode in ("chat", "export")  # the policy speaks, no server
+        if f"{place}.".startswith(known) or itself:
+            continue
+        told = "server gets the prompts" if place == SERVER else "key is sent to a server"
+        what = f"{path} says which {told}; if the run is yours, repeat it"
+        raise ValueError(f"{what}: '{place}={text}' (give nothing to somebody else's)")
     with secrets_named_in(typed):
         return settle(saved)
 
