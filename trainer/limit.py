@@ -102,7 +102,8 @@ def curve(rewards: Array, *, draws: int = 100, seed: int = 0) -> Curve:
         path = [(0.0, again.mean())] + [optimum(again, c) for c in coeffs]
         drawn[i] = np.interp(kl, *np.array(path).T)
     below, above = np.quantile(drawn, (0.05, 0.95), axis=0)
-    return Curve(kl, value, 2 * value - above, 2 * value - below)
+    most = 1.0 if np.isin(rewards, (0, 1)).all() else np.inf  # of an accuracy
+    return Curve(kl, value, 2 * value - above, np.minimum(2 * value - below, most))
 
 
 def best_of(rewards: Array, k: int) -> float:

@@ -13,9 +13,10 @@ import numpy as np
 
 from trainer.limit import Array, Curve, best_of, curve, least_kl, most_kl_of_best_of, unsolved
 from trainer.reports.chart import Chart, escape
+from trainer.reports.known_limit import FILE
+from trainer.reports.sweep_jobs import ACCURACY, HELD_KL, HELD_REWARD, load_sweep, other_starts
 from trainer.runs.run_files import Run, is_sweep, parse_line
 
-ACCURACY, REWARD, KL = "eval/sampled_accuracy", "eval/reward", "eval/kl_ref_sequence"
 HUE = "var(--hue3)"
 
 
@@ -64,8 +65,8 @@ def held_out(run: Run) -> Iterator[tuple[float, str, float, float]]:
 
     The metric is the accuracy where the task has one, else the reward.
     """
-    metric = ACCURACY if any(v for _, v in run.series(ACCURACY)) else REWARD
-    spent = dict(run.series(KL))
+    metric = ACCURACY if any(v for _, v in run.series(ACCURACY)) else HELD_REWARD
+    spent = dict(run.series(HELD_KL))
     for iteration, value in run.series(metric):
         if iteration in spent:
             yield iteration, metric, value, spent[iteration]
@@ -157,8 +158,6 @@ def make(folder: Path, samples: int) -> None:
     """Sample the reference of a run, or of a sweep whose jobs share it, into its folder."""
     import subprocess
 
-    from trainer.reports.sweep_jobs import load_sweep, other_starts
-
     run = folder
     if is_sweep(folder):
         jobs = load_sweep(folder).jobs
@@ -174,4 +173,4 @@ def make(folder: Path, samples: int) -> None:
     if code := subprocess.run([sys.executable, str(script), *words]).returncode:
         raise ValueError(f"{run} was not sampled: see above (exit code {code})")
     if run != folder:  # of a sweep, for all of its jobs
-        (run / "limit.json").replace(folder / "limit.json")
+        (run / FILE).replace(folder / FILE)
