@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from policies.cache import write_text
+from trainer.runs import versions
 from trainer.runs.failures import LESS_MEMORY, NO_MEMORY, TOLD, headline, last_words
 from trainer.runs.launch import kill_reason
 
@@ -212,3 +213,23 @@ def test_failure_on_a_full_disk_is_still_told(tmp_path, capsys, monkeypatch):
 
 def fail_to_write() -> None:
     raise fault_on_a_full_disk()
+
+
+def test_looking_up_the_commit_touches_nothing_of_a_checkout(tmp_path, monkeypatch):
+    """A run that is killed then, or may write no large file, leaves no lock behind."""
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a"]
+    (tmp_path / "a").write_text("x")
+    for words in (["init", "-q"], ["add", "a"], ["commit", "-qm", "one"]):
+        subprocess.run([*git, *words], check=True)
+    monkeypatch.setattr(versions, "ROOT", tmp_path)
+    index = tmp_path / ".git" / "index"
+    for text, more in (("x", ""), ("y", "+")):
+        (tmp_path / "a").write_text(text)
+        os.utime(tmp_path / "a", (1, 1))  # git wants to write down that it has looked
+        before = index.stat()
+        sha = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+        assert versions.about_machine(torch.device("cpu"), 1)["commit"] == sha.stdout.strip() + more
+        assert (index.stat().st_ino, index.stat().st_mtime_ns) == (
+            before.st_ino,
+            before.st_mtime_ns,
+        )
