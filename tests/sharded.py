@@ -6,7 +6,9 @@ again, in one process group.
     model/ one/<case> of one rank; many/<case> of several; on/<case> and again/<case>, see `prepare`
 """
 
+import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -20,7 +22,7 @@ from checkpoints import make_checkpoint
 from contracts import make_policy
 from invariance import Pairs
 from omegaconf import OmegaConf
-from runs import ROOT
+from runs import ROOT, environment
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -158,6 +160,19 @@ def resume(place: Path, names: Sequence[str], model: Path, *, ranks: int) -> Non
     for name in names:
         run(name, place / "on" / name, model, ranks=ranks, resume=True)
         run(name, place / "again" / name, model, ranks=ranks, resume=True, instead=save_again)
+
+
+def run_ranks(place: Path, names: Sequence[str], *, ranks: int, timeout: float) -> None:
+    """Run this file by torchrun: the cases on several ranks, and those that go on with one's."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    done = subprocess.run(
+        [sys.executable, *launcher, __file__, str(place), str(ranks), *names],
+        capture_output=True,
+        text=True,
+        env=environment(PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")])),
+        timeout=timeout,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:

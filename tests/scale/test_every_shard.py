@@ -1,13 +1,9 @@
 """launch=fsdp2 once more, with every case there is, on two ranks and on four."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from runs import ROOT, environment
-from sharded import CASES, ROUNDED, far, make_models, prepare, run, tensors
+from sharded import CASES, ROUNDED, far, make_models, prepare, run, run_ranks, tensors
 
 pytestmark = pytest.mark.scale
 
@@ -30,16 +26,7 @@ def several(one: Path, ranks: int, names: list[str]) -> Path:
     at.mkdir()
     (at / "model").symlink_to(one / "model")
     prepare(one / "one", at, names)
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    words = [str(ROOT / "tests" / "sharded.py"), str(at), str(ranks), *names]
-    done = subprocess.run(
-        [sys.executable, *launcher, *words],
-        capture_output=True,
-        text=True,
-        env=environment(PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")])),
-        timeout=1800,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_ranks(at, names, ranks=ranks, timeout=1800)
     return at
 
 
