@@ -24,9 +24,7 @@ class Leash:
     k2, k3, full or k3_ratio, the coefficient that of `controller`. A pair whose gradient is not
     that of the KL (docs/kl.md) is a ValueError unless `allow_biased`.
 
-    k3_ratio is k3 times the ratio pi_curr / pi_gen to who sampled, gradient and all: the unbiased
-    estimate of DeepSeek-V3.2 (arXiv 2512.02556) eq. 7. Whoever sampled, its expected gradient is
-    that of KL(curr || ref) in the visited states.
+    k3_ratio is k3 times pi_curr / pi_gen, gradient and all: DeepSeek-V3.2 (arXiv 2512.02556) eq. 7.
 
     >>> from trainer.kl_control import ConstantKLController
     >>> Leash(ConstantKLController(kl_coef=0.1), estimator="k1", where="loss")

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from trainer.surrogates import Bounds, at_most, or_past_most
+from trainer.surrogates import Bounds
 
 Stops = Callable[[Tensor, Tensor, Tensor, Tensor, Bounds], Tensor]
 
@@ -62,13 +62,13 @@ def leaves(curr: Tensor, gen: Tensor, advantage: Tensor) -> Tensor:
 def is_past_tv(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, bounds: Bounds) -> Tensor:
     """Return where `tv_mask_term` has no gradient, bool."""
     far = (binary_tv(gen, curr) > bounds.tv) & leaves(curr, gen, advantage)
-    return or_past_most(far, r, advantage, bounds)
+    return far if bounds.most is None else far | (r > bounds.most) & (advantage < 0)
 
 
 def is_past_kl(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, bounds: Bounds) -> Tensor:
     """Return where `kl_mask_term` has no gradient, bool."""
     far = (binary_kl(gen, curr) > bounds.kl) & leaves(curr, gen, advantage)
-    return or_past_most(far, r, advantage, bounds)
+    return far if bounds.most is None else far | (r > bounds.most) & (advantage < 0)
 
 
 def tv_mask_term(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, bounds: Bounds) -> Tensor:
@@ -99,7 +99,9 @@ def _masked(
 ) -> Tensor:
     with torch.no_grad():
         masked = stops(curr, gen, r, advantage, replace(bounds, most=None))
-    return torch.where(masked, 0.0, at_most(-r * advantage, advantage, bounds))
+    if bounds.most is not None:
+        r = torch.where(advantage < 0, r.clamp(max=bounds.most), r)
+    return torch.where(masked, 0.0, -r * advantage)
 
 
 SURROGATES = {"tv_mask": (tv_mask_term, is_past_tv), "kl_mask": (kl_mask_term, is_past_kl)}

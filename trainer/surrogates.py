@@ -17,10 +17,9 @@ from trainer.losses import MAX_LOG_RATIO
 
 @dataclass(frozen=True)
 class Bounds:
-    """How far a token may go before its gradient stops.
+    """How far a ratio may go: from 1 - low to 1 + high, and `most` where A < 0 (None: any).
 
-    A ratio from 1 - low to 1 + high, and to `most` where A < 0 (None: any); by the masks a
-    probability by `tv`, or a binary KL of `kl` nats.
+    `tv` and `kl` (nats) are those of trainer/masks.py.
     """
 
     low: float = 0.2
@@ -69,14 +68,9 @@ def clipped_term(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, bounds
     [-1.25]
     """
     term = -torch.minimum(r * advantage, r.clamp(1 - bounds.low, 1 + bounds.high) * advantage)
-    return at_most(term, advantage, bounds)
-
-
-def at_most(term: Tensor, advantage: Tensor, bounds: Bounds) -> Tensor:
-    """Return a term in which r counts as `most` at most where A < 0."""
-    if bounds.most is None:
-        return term
-    return torch.where(advantage < 0, term.minimum(-bounds.most * advantage), term)
+    if bounds.most is not None:
+        term = torch.where(advantage < 0, term.minimum(-bounds.most * advantage), term)
+    return term
 
 
 def cispo_term(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, bounds: Bounds) -> Tensor:
@@ -110,11 +104,6 @@ def is_clipped(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, bounds: 
     [False, True, True]
     """
     far = (r < 1 - bounds.low) & (advantage < 0) | (r > 1 + bounds.high) & (advantage > 0)
-    return or_past_most(far, r, advantage, bounds)
-
-
-def or_past_most(far: Tensor, r: Tensor, advantage: Tensor, bounds: Bounds) -> Tensor:
-    """Return `far`, and where `most` stops the gradient besides, bool."""
     return far if bounds.most is None else far | (r > bounds.most) & (advantage < 0)
 
 
