@@ -57,15 +57,20 @@ KEYS: dict[NestedKey, Entry] = {
     "reward_raw": Entry(
         "[B, T] float32",
         "task reward of each turn",
-        "collect overlong > advantage collect evaluation kl metrics overlong trainer transcripts",
+        "collect overlong > advantage collect efficiency evaluation kl metrics overlong trainer "
+        "transcripts",
     ),
     ("reward_part", "<name>"): Entry(
         "[B] float32", "a part of it; NaN: does not apply", "collect overlong > metrics transcripts"
     ),
     "reward_errors": Entry("[B] float32", "reward functions that failed", "collect > metrics"),
-    "success": Entry("[B] bool", "the task says the reply is right", "collect > evaluation"),
+    "success": Entry(
+        "[B] bool", "the task says the reply is right", "collect > efficiency evaluation"
+    ),
     "truncated": Entry("[B] bool", "cut by a limit", "collect > metrics overlong transcripts"),
-    "dropped": Entry("[B] bool", "its group is not judged", "collect > collect evaluation metrics"),
+    "dropped": Entry(
+        "[B] bool", "its group is not judged", "collect > collect efficiency evaluation metrics"
+    ),
     "group_id": Entry(
         "[B] int64",
         "the samples of a prompt",
