@@ -68,6 +68,7 @@ MORE = {
     "grpo, target KL": ("grpo", "algorithm.target_kl=0.001", "algorithm.epochs=3"),
     "grpo, importance": ("grpo", CORRECTED),
     "grpo, a rank without rows": ("grpo",),
+    "grpo, LoRA, a rank without rows": ("grpo", LORA),
     "grpo, bfloat16": ("grpo", "policy.dtype=bfloat16", REFRESH),
     "grpo, bfloat16, LoRA": ("grpo", "policy.dtype=bfloat16", LORA),
     "grpo, autocast": ("grpo", "policy.autocast=bfloat16"),
@@ -80,7 +81,8 @@ MORE = {
 }
 CASES = {name: (name,) for name in ALGORITHMS} | MORE
 ROUNDED = [name for name in CASES if "bfloat16" in name or "autocast" in name]
-TASKS = {"grpo, a rank without rows": "sharded.OnlyOne"}
+FEW = ("ppo", "ppo, head", "grpo, LoRA, a rank without rows", "sft, packed")  # of `make test`
+RESUMED = "ppo, head"  # of these
 
 
 class OnlyOne(Pairs):
@@ -90,10 +92,10 @@ class OnlyOne(Pairs):
         return replace(super().reward(row, reply), dropped=row["answer"] != "Write")
 
 
-def make_models(folder: Path) -> None:
+def make_models(folder: Path, kinds: Sequence[str] = ("llama", "gemma", "gpt2")) -> None:
     """Write models by which tokens differ and replies end now and then."""
     save_model(make_policy(), folder / "tiny")
-    for kind in ("llama", "gemma", "gpt2"):
+    for kind in kinds:
         make_checkpoint(folder / kind, kind)
 
 
@@ -107,7 +109,8 @@ def compose(name: str, model: Path, *, ranks: int) -> dict[str, Any]:
     words = [word for word in words if ranks > 1 or word != "launch.offload=true"]
     words = [f"experiment={EXPERIMENTS[algorithm]}", *words, *["launch=fsdp2"] * (ranks > 1)]
     config = compose_checked(words)
-    config["env"] |= {"task": {"_target_": TASKS.get(name, "invariance.Pairs")}, "rewards": {}}
+    task = "sharded.OnlyOne" if "without rows" in name else "invariance.Pairs"
+    config["env"] |= {"task": {"_target_": task}, "rewards": {}}
     return config
 
 
