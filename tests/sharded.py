@@ -1,12 +1,14 @@
 """Runs of three iterations of which each rank holds a part of every weight, and what they equal.
 
-Also a script for torchrun: the ranks train cases, go on with checkpoints of one rank and save such
-again, in one process group.
+Also a script for torchrun, see `start`: the ranks train cases, go on with checkpoints of others and
+save such again, in one process group.
 
     model/ one/<case> of one rank; many/<case> of several; on/<case> and again/<case>, see `prepare`
 """
 
+import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -20,7 +22,7 @@ from checkpoints import make_checkpoint
 from contracts import make_policy
 from invariance import Pairs
 from omegaconf import OmegaConf
-from runs import ROOT
+from runs import ROOT, environment
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -99,15 +101,16 @@ def make_models(folder: Path, kinds: Sequence[str] = ("llama", "gemma", "gpt2"))
         make_checkpoint(folder / kind, kind)
 
 
-def compose(name: str, model: Path, *, ranks: int) -> dict[str, Any]:
-    """Return the configuration of a case on a number of ranks."""
+def compose(name: str, model: Path, *, ranks: int, launch: str = "fsdp2") -> dict[str, Any]:
+    """Return the configuration of a case on a number of ranks; one alone has no shards."""
+    launch = launch if ranks > 1 else "ddp"
     algorithm, *words = (word for word in CASES[name] if not word.startswith("model="))
     words += SMALL if algorithm in SILENT else (*SMALL, *REPLIES)
     words += STEPS if algorithm in ("ppo", "cispo", "dapo", "gspo") else ()
     kind = next((w.split("=")[1] for w in CASES[name] if w.startswith("model=")), "tiny")
     words += [f"policy.model={model / kind}", f"launch.num_processes={ranks}"]
-    words = [word for word in words if ranks > 1 or word != "launch.offload=true"]
-    words = [f"experiment={EXPERIMENTS[algorithm]}", *words, *["launch=fsdp2"] * (ranks > 1)]
+    words = [word for word in words if launch == "fsdp2" or word != "launch.offload=true"]
+    words = [f"experiment={EXPERIMENTS[algorithm]}", *words, f"launch={launch}"]
     config = compose_checked(words)
     task = "sharded.OnlyOne" if "without rows" in name else "invariance.Pairs"
     config["env"] |= {"task": {"_target_": task}, "rewards": {}}
@@ -120,6 +123,7 @@ def run(
     model: Path,
     *,
     ranks: int,
+    launch: str = "fsdp2",
     resume: bool = False,
     instead: Callable[[Trainer, Any], float] | None = None,
 ) -> None:
@@ -129,7 +133,9 @@ def run(
     """
     set_up()
     torch.set_num_threads(1)
-    config = compose(name, model, ranks=ranks) | {"resume": str(folder) if resume else None}
+    config = compose(name, model, ranks=ranks, launch=launch) | {
+        "resume": str(folder) if resume else None
+    }
     with ExitStack() as stack:
         stack.enter_context(patch("conf.build.make_observers", only_metrics))
         if instead is not None:
@@ -148,19 +154,41 @@ def save_again(loop: Trainer, settings: Any) -> float:
     return 0.0
 
 
-def prepare(source: Path, place: Path, names: Sequence[str]) -> None:
-    """Copy runs, once to go on with after two iterations (on/) and once to save again (again/)."""
+def prepare(source: Path, place: Path, names: Sequence[str], *, of: str = "") -> None:
+    """Copy runs, once to go on with after two iterations (on/) and once to save again (again/).
+
+    With `of`, who made them, to go on alone, as on/<case> of <who>.
+    """
     for name in names:
-        shutil.copytree(source / name, place / "again" / name)
-        shutil.copytree(source / name, place / "on" / name)
-        shutil.rmtree(place / "on" / name / "checkpoints" / "iteration_000003")
+        if not of:
+            shutil.copytree(source / name, place / "again" / name)
+        there = place / "on" / (f"{name} of {of}" if of else name)
+        shutil.copytree(source / name, there)
+        shutil.rmtree(there / "checkpoints" / "iteration_000003")
 
 
-def resume(place: Path, names: Sequence[str], model: Path, *, ranks: int) -> None:
+def resume(place: Path, model: Path, *, ranks: int, launch: str = "fsdp2") -> None:
     """Do with prepared runs what they are there for."""
-    for name in names:
-        run(name, place / "on" / name, model, ranks=ranks, resume=True)
-        run(name, place / "again" / name, model, ranks=ranks, resume=True, instead=save_again)
+    for folder in sorted((place / "on").glob("*")):
+        case = folder.name.partition(" of ")[0]
+        run(case, folder, model, ranks=ranks, launch=launch, resume=True)
+    for folder in sorted((place / "again").glob("*")):
+        how = {"launch": launch, "resume": True, "instead": save_again}
+        run(folder.name, folder, model, ranks=ranks, **how)
+
+
+def start(place: Path, ranks: int, launch: str, names: Sequence[str]) -> None:
+    """Train cases in a folder with model/ on several ranks, and go on with what is prepared."""
+    words = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", __file__]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    done = subprocess.run(
+        [sys.executable, *words, str(place), str(ranks), launch, *names],
+        capture_output=True,
+        text=True,
+        env=environment(PYTHONPATH=path),
+        timeout=3000,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:
@@ -180,10 +208,9 @@ def far(got: dict[str, Tensor], want: dict[str, Tensor], part: str = "") -> floa
 
 
 if __name__ == "__main__":
-    place, ranks, *names = sys.argv[1:]
-    at = Path(place)
+    place, ranks, launch, *names = sys.argv[1:]
+    at, how = Path(place), {"ranks": int(ranks), "launch": launch}
     for case in names:
-        run(case, at / "many" / case, at / "model", ranks=int(ranks))
-    prepared = sorted(path.name for path in (at / "on").glob("*"))
-    resume(at, prepared, at / "model", ranks=int(ranks))
+        run(case, at / "many" / case, at / "model", **how)
+    resume(at, at / "model", **how)
     torch.distributed.destroy_process_group()

@@ -138,7 +138,7 @@ def test_two_ranks_with_a_part_of_every_weight_make_the_run_of_one(name, ranks) 
 def test_one_rank_goes_on_with_what_two_with_shards_have_saved(ranks) -> None:
     name, at = sharded.RESUMED, ranks / "back"
     sharded.prepare(ranks / "many", at, [name])
-    sharded.resume(at, [name], ranks / "model", ranks=1)
+    sharded.resume(at, ranks / "model", ranks=1)
     saved = sharded.tensors(ranks / "many" / name / "checkpoints" / "iteration_000003")
     again = sharded.tensors(at / "again" / name / "checkpoints" / "iteration_000009")
     assert again.keys() == saved.keys()

@@ -4,16 +4,13 @@ More cases, and four ranks: tests/scale/test_every_shard.py. Gradients of all al
 float64: tests/test_invariance.py.
 """
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from refusals import refusal
-from runs import ROOT, environment, lines, train
-from sharded import ROUNDED, far, make_models, prepare, resume, run, tensors
+from runs import lines, train
+from sharded import ROUNDED, far, make_models, prepare, resume, run, start, tensors
 
 pytestmark = pytest.mark.scale
 
@@ -37,15 +34,7 @@ def place(tmp_path_factory) -> Path:
     for name in NAMES:
         run(name, at / "one" / name, at / "model", ranks=1)
     prepare(at / "one", at, RESUMED)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run(
-        [sys.executable, *launcher, str(ROOT / "tests" / "sharded.py"), str(at), "2", *NAMES],
-        capture_output=True,
-        text=True,
-        env=environment(PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")])),
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    start(at, 2, "fsdp2", NAMES)
     return at
 
 
@@ -100,7 +89,7 @@ def back(place) -> Path:
     """Return a folder in which one rank went on with what two have saved."""
     at = place / "back"
     prepare(place / "many", at, RESUMED)
-    resume(at, RESUMED, place / "model", ranks=1)
+    resume(at, place / "model", ranks=1)
     return at
 
 
