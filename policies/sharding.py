@@ -196,7 +196,7 @@ class Shards(Placement):
         self.rounded = dict.fromkeys(trained - {"critic.head.weight", "critic.head.bias"}, half)
         number = torch.cuda.current_device() if mesh.device_type == "cuda" else None
         self.device = torch.device(mesh.device_type, number)
-        self.held = False  # whether the weights are whole
+        self.held = False
 
     def copy(self, module: nn.Module, kept: dict[int, Any] | None = None) -> nn.Module:
         """Raise ValueError: a copy would have shards of nobody."""

@@ -55,10 +55,12 @@ SMALL = (
 )
 REPLIES = ("algorithm.group_size=4", "kl.coeff=0.1")
 STEPS = ("algorithm.minibatches=2", "algorithm.epochs=2")
+MANY_STEPS = ("ppo", "cispo", "dapo", "gspo")
 FULL, LORA = "kl.estimator=full", "policy.lora.r=4"
 REFRESH, LAYERS = "kl.refresh_every=1", "policy.gradient_checkpointing=true"
 CORRECTED = "algorithm.after_rollout={importance: {_target_: trainer.ImportanceSampling}}"
 MORE = {
+    "ppo, one step": ("ppo", "algorithm.epochs=1", "algorithm.minibatches=1"),
     "ppo, head": ("ppo", "algorithm.critic.kind=head"),
     "ppo, LoRA": ("ppo", LORA),
     "grpo, exact KL": ("grpo", FULL, LAYERS),
@@ -106,7 +108,7 @@ def compose(name: str, model: Path, *, ranks: int, launch: str = "fsdp2") -> dic
     launch = launch if ranks > 1 else "ddp"
     algorithm, *words = (word for word in CASES[name] if not word.startswith("model="))
     words += SMALL if algorithm in SILENT else (*SMALL, *REPLIES)
-    words += STEPS if algorithm in ("ppo", "cispo", "dapo", "gspo") else ()
+    words += STEPS if algorithm in MANY_STEPS and "one step" not in name else ()
     kind = next((w.split("=")[1] for w in CASES[name] if w.startswith("model=")), "tiny")
     words += [f"policy.model={model / kind}", f"launch.num_processes={ranks}"]
     words = [word for word in words if launch == "fsdp2" or word != "launch.offload=true"]

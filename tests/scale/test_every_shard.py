@@ -12,8 +12,8 @@ from sharded import CASES, ROUNDED, far, make_models, prepare, resume, run, star
 
 pytestmark = pytest.mark.scale
 
-FOUR = ("grpo", "ppo", "grpo, LoRA", "grpo, refresh", "grpo, bfloat16", "sft")  # a prompt a rank
-CROSSED = ("ppo", "grpo, LoRA, refresh", "grpo, bfloat16")
+CROSSED = ("ppo, one step", "grpo, LoRA, refresh", "grpo, bfloat16")
+FOUR = (*CROSSED, "grpo", "grpo, LoRA", "grpo, refresh", "sft", "sft, packed")  # a prompt a rank
 WAYS = {"2 ddp": CASES, "2 fsdp2": CASES, "4 ddp": FOUR, "4 fsdp2": FOUR}
 EVERY = ("1", *WAYS)
 NEWEST = "checkpoints/iteration_000003"
@@ -47,7 +47,7 @@ class Made(dict):
         at.mkdir()
         (at / "model").symlink_to(self.place / "model")
         ranks, launch = way.split()
-        start(at, int(ranks), launch, [*dict.fromkeys([*WAYS[way], *CROSSED])])
+        start(at, int(ranks), launch, list(WAYS[way]))
         self[way] = at
         return at
 
