@@ -37,7 +37,7 @@ from trainer.trainer import Trainer
 
 ALGORITHMS = sorted(path.stem for path in (ROOT / "conf" / "algorithm").glob("*.yaml"))
 EXPERIMENTS = {name: f"{name}_tiny" for name in ALGORITHMS} | {"reward": "rm_tiny"}
-SILENT = ("sft", "minor_sft", "reward")
+SILENT = ("sft", "minor_sft", "reward")  # of several ranks one alone has a row to sample for
 SMALL = (
     "allow_targets=true",
     "trainer.num_iterations=3",
@@ -46,7 +46,6 @@ SMALL = (
     "policy.max_new_tokens=6",
     "optimizer.lr=1e-3",
     "optimizer.eps=1e-2",  # no step is the sign of rounding where a gradient is nothing
-    "eval.max_rows=3",
     "eval.num_samples=1",
     "eval.greedy=false",
     "checkpoint.every=1",
@@ -108,6 +107,7 @@ def compose(name: str, model: Path, *, ranks: int, launch: str = "fsdp2") -> dic
     launch = launch if ranks > 1 else "ddp"
     algorithm, *words = (word for word in CASES[name] if not word.startswith("model="))
     words += SMALL if algorithm in SILENT else (*SMALL, *REPLIES)
+    words += [f"eval.max_rows={1 if algorithm in SILENT else 3}"]
     words += STEPS if algorithm in MANY_STEPS and "one step" not in name else ()
     kind = next((w.split("=")[1] for w in CASES[name] if w.startswith("model=")), "tiny")
     words += [f"policy.model={model / kind}", f"launch.num_processes={ranks}"]
