@@ -7,8 +7,8 @@ without its imports: predicted, measured and their ratio, of
 
 held      weights, reference and moments, as preflight=true counts them; the resident memory
           between iterations
-limits    the peak of an update, as preflight=true predicts it by rows of a quarter of the length;
-          the resident memory at its peak, with rows of the whole
+limits    the bound of an update's peak that preflight=true gives by rows of a quarter of the
+          length; the resident memory at its peak, with rows of the whole
 paper     the sum of benchmarks/simulate_scale.py; the same
 """
 
@@ -29,6 +29,7 @@ from transformers import Qwen2ForCausalLM
 from benchmarks.simulate_scale import Plan, Shape, config, memory
 from policies.load import load_policy, load_reference
 from policies.models import find_model, load_tokenizer
+from policies.quiet import quiet
 from trainer.memory import status_bytes
 from trainer.modes.preflight.costs import at_limits, held_by
 from trainer.modes.preflight.footprint import Peak
@@ -80,7 +81,8 @@ def main() -> None:
 def make(plan: Plan, folder: Path) -> None:
     """Write a model of random weights."""
     torch.manual_seed(0)
-    Qwen2ForCausalLM(config(plan.shape)).save_pretrained(folder)
+    with quiet():
+        Qwen2ForCausalLM(config(plan.shape)).save_pretrained(folder)
     load_tokenizer(find_model("tiny")).save_pretrained(folder)
 
 
@@ -97,8 +99,9 @@ def measure(plan: Plan, tokens: int, folder: Path) -> None:
         scorer, optimizer = runtime.prepare(policy, make_optimizer, {"lr": 1e-6}, reference)
         how = {"lr": lambda step: 1e-6, "micro_batch_tokens": 10**6}
         update = Update(scorer, optimizer, SFTObjective(), runtime, **how)
-        update(rows(tokens // SHORT, policy.device))  # the moments are there
-        few, many = (look(update, rows(n, policy.device)) for n in (tokens // SHORT, tokens))
+        played, whole = (rows(n, policy.device) for n in (tokens // SHORT, tokens))
+        update(played)  # the moments are there
+        few, many = (look(update, batch) for batch in (played, whole))
         moments = [v for state in optimizer.state.values() for v in state.values()
                    if isinstance(v, torch.Tensor)]  # fmt: skip
         parts = held_by(policy.scorer.parameters(), reference.scorer.parameters(), moments)
