@@ -26,9 +26,7 @@ def train(cfg: DictConfig, folder: Path) -> float:
 
     algorithm, total, opt = cfg.algorithm, cfg.trainer.num_iterations, cfg.optimizer
     steps = total * algorithm.epochs * algorithm.minibatches
-    kinds = {"ddp": "trainer.Runtime", "fsdp2": "trainer.shards.ShardedRuntime"}
-    kind = parts.find_target(kinds[cfg.launch.strategy])
-    with kind(folder, **parts.keys_for(kind, cfg, cfg.policy, cfg.launch)) as runtime:
+    with parts.make_runtime(cfg, folder) as runtime:
         runtime.write_status(machine=about_machine(runtime.device, runtime.ranks))
         task = parts.make_task(cfg.env)  # data that is not there is told before a model is loaded
         # So are faults in a reward of one's own, in a file or given to trainer.train.

@@ -91,6 +91,13 @@ def data_arguments(env: Section) -> dict[str, Any]:
     return {key: env[key] for key in DATA if key in env and key in names and key not in env["task"]}
 
 
+def make_runtime(cfg: DictConfig, folder: Path) -> Any:
+    """Return what joins this rank to the others, by how they hold the weights."""
+    kinds = {"ddp": "trainer.Runtime", "fsdp2": "trainer.shards.ShardedRuntime"}
+    kind = find_target(kinds[cfg.launch.strategy])
+    return kind(folder, **keys_for(kind, cfg, cfg.policy, cfg.launch))
+
+
 def make_policy(node: Section, **parts: Any) -> Any:
     """Return the policy that a node names; what samples for it is `make_generator`'s."""
     return build({k: v for k, v in node.items() if k not in ENGINE}, where="policy", **parts)

@@ -68,7 +68,8 @@ def _batches(cfg: dict[str, Any]) -> Iterator[str]:
     parts, saved, every = cfg["algorithm"]["minibatches"], cfg["checkpoint"], cfg["eval"]["every"]
     shards = cfg["launch"]["strategy"] != "ddp" or cfg["launch"]["offload"]
     rare = {"check_stop": cfg["trainer"]["stop_at"], "check_shards": shards}
-    for name in filter(rare.get, rare):  # few runs have a rule, or shards
+    rare["check_limit"] = cfg["eval"]["limit"]
+    for name in filter(rare.get, rare):  # few runs have a rule, shards or a limit
         yield from import_module(f"conf.{name}").findings(cfg)
     if cfg["trainer"]["patience"] and not every:
         yield "trainer.patience counts evaluations, got eval.every=0; set eval.every=5, say"

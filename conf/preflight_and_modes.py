@@ -169,6 +169,7 @@ def without_training_parts(config: dict[str, Any]) -> dict[str, Any]:
     config["algorithm"]["advantage"] = {"_target_": "trainer.NoAdvantage"}
     config["algorithm"].pop("critic", None)
     config["tracker"], config["trainer"]["overlap"] = SILENT, 0
+    config["eval"]["limit"] = 0
     config["launch"] |= {"strategy": "ddp", "offload": False}  # nothing is learnt
     if mode not in ("evaluate", "limit"):
         config["launch"]["num_processes"] = 1

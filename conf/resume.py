@@ -6,7 +6,6 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import yaml
 from omegaconf import OmegaConf
@@ -15,7 +14,7 @@ from conf import names, schema
 from conf.compose import compose_raw, settle
 from conf.interpolations import bounded, secrets_named_in
 from trainer.runs.find import find_jobs, has_weights, is_running
-from trainer.runs.nodes import sent_keys
+from trainer.runs.nodes import sent_keys, walk_texts
 from trainer.runs.run_files import bomb_in, dig, is_sweep
 from trainer.runs.saved_configs import as_today
 
@@ -24,7 +23,10 @@ BESIDE = {"experiment", "kept_in", "trains_first"}  # of a warm-up, of a preflig
 RESUMABLE = ("trainer.num_iterations", "trainer.stop_at", "trainer.patience", "trainer.overlap")
 RESUMABLE += ("tracker", "launch", "checkpoint", "eval", "policy.vllm")
 
-SERVER, HERE = "policy.vllm.url", ("localhost", "127.0.0.1", "::1")
+HERE = re.compile(  # addresses of this machine, and no others by any reading
+    r"(\w+://)?(localhost|127\.0\.0\.1|\[?::1\]?)(:\d+)?(/[^\s\\@]*)?|(file://|sqlite://)?/(?!/)\S*"
+)
+ADDRESS = re.compile(r"(?i)(^|_)(url|uri|server|host|address|endpoint)$")  # by the key's name
 
 
 @bounded()
@@ -33,8 +35,8 @@ def load_for_resume(
 ) -> dict[str, Any]:
     """Return a run's saved configuration, `instead` in it, with overrides that `may` change.
 
-    allow_targets is not taken from it: it counts on the command line alone, as do the keys that are
-    sent to servers, and the server that samples: they are repeated there.
+    allow_targets is not taken from it: it counts on the command line alone, as do servers on other
+    machines and the keys that they are sent: they are repeated there.
     """
     path, typed = Path(folder) / "config.yaml", words
     if "${" in str(folder):
@@ -42,12 +44,11 @@ def load_for_resume(
     if not path.is_file():
         raise ValueError(f"resume={folder}: {no_run(Path(folder))}")
     may, saved = (*may, "allow_targets"), read_saved(path)
-    sent = dict(told_again(saved))
-    said = {key: value.strip("'\"") for key, _, value in (word.partition("=") for word in words)}
-    names_of = {key: key.lstrip("+") for key in said}
-    looked_up = {n: dig(saved, *n.split(".")) for k, n in names_of.items() if "${" in said[k]}
-    again = [k for k, n in names_of.items() if (looked_up | sent).get(n) == said[k]]  # as it is
-    words = [word for word in words if word.partition("=")[0] not in again]
+    said = {word: _pair(word) for word in words}
+    told = {*told_again(saved)}
+    told |= {pair for pair in said.values() if "${" in pair[1] and _holds(saved, *pair)}
+    again = {pair for pair in said.values() if pair in told}  # as it is
+    words = [word for word in words if said[word] not in again]
     changed = [word.partition("=")[0].lstrip("+~") for word in words]
     for key in changed:
         if not any(key == name or key.startswith(f"{name}.") for name in may):
@@ -63,34 +64,59 @@ def load_for_resume(
     for key in changed:
         OmegaConf.update(saved, key, OmegaConf.select(fresh, key), merge=False)
     saved.update({"resume": str(folder), "mode": mode, "preflight": False, **instead})
-    known = tuple(f"{key.lstrip('+')}." for key in (*again, *changed))
-    for place, text in [] if saved.allow_targets else told_again(OmegaConf.to_container(saved)):
-        if not f"{place}.".startswith(known):
-            what = (
-                "which server gets the prompts"
-                if place == SERVER
-                else "which key is sent to a server"
-            )
-            if place == SERVER and mode in ("chat", "export"):  # the policy itself speaks there
-                continue
-            what = f"{path} says {what}; if the run is yours, repeat it"
-            raise ValueError(f"{what}: '{place}={text}' (give nothing to somebody else's)")
+    known = again, tuple(f"{key}." for key in changed)
+    plain: Any = OmegaConf.to_container(saved)
+    if fault := next(_unrepeated(plain, *known, mode=mode), None):
+        raise ValueError(f"{path} {fault}")
     with secrets_named_in(typed):
-        return settle(saved)
+        made = settle(saved)
+    if fault := next(_unrepeated(made, *known, mode=mode), None):  # what stood behind a ${...}
+        raise ValueError(f"{path} {fault}")
+    return made
+
+
+def _unrepeated(
+    tree: dict[str, Any], again: set[tuple[str, str]], changed: tuple[str, ...], *, mode: str
+) -> Iterator[str]:
+    """Yield what a run folder says and the command line neither repeats nor changes."""
+    for place, text in [] if tree["allow_targets"] else told_again(tree):
+        what = "which key is sent to a server"
+        if _is_server(place, text):
+            what = "which server gets the prompts and replies"
+            if mode in ("chat", "export"):  # the policy speaks there, and to nobody else
+                continue
+        written = [there for name, there in again if name == place]
+        if not (text in written or "${" in "".join(written) or f"{place}.".startswith(changed)):
+            what = f"says {what}; if the run is yours, repeat it: '{place}={text}'"
+            yield f"{what} (give nothing to somebody else's)"
 
 
 def told_again(tree: Any) -> Iterator[tuple[str, str]]:
     """Yield place and text of what a run folder says and whoever goes on with it has to repeat.
 
-    Secrets, and the server that gets the prompts, unless it is on this machine.
+    Keys that are sent to servers, and servers, which get prompts and replies: of a judge, a
+    sandbox, an environment, a tracker, or the one that samples, unless it is on this machine.
 
     >>> dict(told_again({"policy": {"vllm": {"url": "http://h:8000"}}}))
     {'policy.vllm.url': 'http://h:8000'}
     """
     yield from sent_keys(tree)
-    url = ((tree.get("policy") or {}).get("vllm") or {}).get("url")
-    if isinstance(url, str) and ("${" in url or urlsplit(url).hostname not in HERE):
-        yield SERVER, url
+    yield from (found for found in walk_texts(tree) if _is_server(*found))
+
+
+def _is_server(place: str, text: str) -> bool:
+    """Return whether a text is the address of another machine, by its key or by its look."""
+    named = ADDRESS.search(place.rpartition(".")[2]) or re.match(r"(http|ws|grpc)s?://\S+$", text)
+    return bool(named) and ("${" in text or not HERE.fullmatch(text))
+
+
+def _pair(word: str) -> tuple[str, str]:
+    key, _, value = word.partition("=")
+    return key.lstrip("+"), value.strip("'\"")
+
+
+def _holds(tree: Any, place: str, text: str) -> bool:
+    return dig(tree, *place.split(".")) == text
 
 
 def no_run(folder: Path) -> str:

@@ -48,10 +48,8 @@ def run_command(words: list[str], *, script: Path, worker: Worker) -> int:
     failed = 2  # before a run begins
     try:
         check_accelerate()
-        if {"WORLD_SIZE", "SLURM_STEP_ID"} & {
-            *os.environ
-        }:  # most runs start their ranks themselves
-            from conf.joined import join, outside_ranks
+        if os.environ.keys() & {"WORLD_SIZE", "SLURM_STEP_ID"}:
+            from conf.joined import join, outside_ranks  # here: most runs start their own ranks
 
             if (ranks := outside_ranks()) > 1:
                 return join(words, ranks, worker, **ours)

@@ -52,9 +52,9 @@ class Sweep:
             return Job(place, config, composed=composed)
         if read_status(place).get("state") == "finished":
             return Job(place, config, "finished already")
-        sent = dict(told_again(config))  # it has the words of this sweep, see holds_same
         leave = [word for word in self.jobs[number] if word.startswith("allow_targets=")]
-        leave += [f"{key}={text}" for key, text in sent.items()]
+        sent = {*told_again(config)}  # it has the words of this sweep, see holds_same
+        leave += [f"{key}={text}" for key, text in sorted(sent)]
         return Job(place, load_for_resume(str(place), leave))
 
     def ranks(self, number: int) -> int:

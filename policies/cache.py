@@ -7,6 +7,7 @@ two processes one builds while the other waits. Torch-free: the parent process i
 Left out on purpose: eviction. A folder's name says what it was made from; old ones may be deleted.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -32,6 +33,9 @@ def cache_dir() -> Path:
 
 def write_text(path: Path, text: str) -> None:
     """Replace a file in one piece: whoever reads sees the old text or the new one."""
+    if path.is_dir():
+        told = "expected a file there, got a folder; move it away"
+        raise IsADirectoryError(errno.EISDIR, told, str(path))
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:

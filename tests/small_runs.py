@@ -77,6 +77,7 @@ def train(
     control: KLControllerBase | None = None,
     data: dict[str, str] | None = None,
     enough: EarlyStopping | None = None,
+    limit: int = 0,
     change: Callable[[Trainer], object] = lambda loop: None,
     engine: Callable[[Any], Any] = lambda policy: policy,
     **steps: object,
@@ -97,7 +98,7 @@ def train(
         generator = engine(policy)
         parts = {"task": task, "env": env, "generator": generator, "runtime": runtime}
         display = Display(4, title="words", folder=folder, file=shown)
-        options = {"num_samples": 2, "prompts_per_batch": 2, "every": 2}
+        options = {"num_samples": 2, "prompts_per_batch": 2, "every": 2, "limit": limit}
         loop = Trainer(
             runtime=runtime,
             policy=policy,
@@ -106,7 +107,7 @@ def train(
             retrieve_kl=retrieve,
             advantage=GroupAdvantage(group_size=G, leash=leash),
             update=Update(scorer, optimizer, objective, runtime, lr=lambda _: 1e-2, **steps),
-            evaluate=Evaluate(**parts, **options),
+            evaluate=Evaluate(**parts, **options, **({"retrieve_kl": retrieve} if limit else {})),
             leash=leash,
             checkpoints=Checkpoints(
                 runtime, policy, optimizer, every=every, keep_last=0, reference=retrieve

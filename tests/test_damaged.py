@@ -1,6 +1,10 @@
 """What a damaged run folder is answered with: a line that names the file, no model loaded."""
 
 import json
+import os
+import shutil
+import signal
+from pathlib import Path
 
 import pytest
 import yaml
@@ -10,8 +14,11 @@ from conf.compose import compose_checked
 from conf.names import FOLDER
 from conf.resume import read_saved
 from conf.start import read_command
+from policies.cache import write_text
+from trainer.reports.__main__ import main as report
 from trainer.reports.report import write_report
 from trainer.reports.trackers.jsonl import JsonlTracker
+from trainer.runs.failures import headline
 from trainer.runs.run_files import load_run, read_lines, read_status
 
 EXPERIMENTS = sorted(path.stem for path in (FOLDER / "experiment").glob("*.yaml"))
@@ -114,3 +121,96 @@ def test_noise_among_the_metrics_is_left_out_and_does_not_stay(tmp_path):
     assert [line for line in read if len(line) == 3] == good
     assert [line for line in read if len(line) != 3] == [{"progress/iteration": 2}]
     assert read_lines(tmp_path / "transcripts.jsonl") == []
+
+
+ODD = {  # what may stand in the place of a file, as an archive may hold it
+    "a folder": Path.mkdir,
+    "a pipe": os.mkfifo,
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+    "a link to itself": lambda path: path.symlink_to(path),
+}
+OF_A_RUN = ("status.json", "metrics.jsonl", "transcripts.jsonl", "config.yaml", "limit.json")
+OF_A_RUN += ("eval.json", "errors/rank0.txt", ".lock", ".hydra/overrides.yaml")
+OF_A_RUN += (".hydra/defaults.yaml", ".hydra/hydra.yaml", "report.html")
+OF_A_SWEEP = ("sweep.json", "multirun.yaml", "sweep.csv", "limit.json", "sweep.html")
+
+
+@pytest.fixture
+def patience():
+    """Raise in what waits for a pipe, or reads a device to its end."""
+
+    def over(*_: object) -> None:
+        raise AssertionError("it waits, or reads without end")
+
+    before = signal.signal(signal.SIGALRM, over)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def run_of(folder: Path, config: dict) -> Path:
+    """Write the folder of a run with all of its files."""
+    for name in (".hydra", "errors", "checkpoints/iteration_000001"):
+        (folder / name).mkdir(parents=True)
+    said = [{"progress/iteration": i, "reward/mean": 0.5, "kl/ref_sequence": 0.1} for i in (1, 2)]
+    reply = {"iteration": 1, "split": "train", "prompt": "a", "response": "b", "reward": 1.0}
+    texts = {
+        "status.json": '{"state": "failed", "reason": "x", "iteration": 2}',
+        "metrics.jsonl": "".join(json.dumps(line) + "\n" for line in said),
+        "transcripts.jsonl": json.dumps(reply) + "\n",
+        "config.yaml": yaml.safe_dump(config),
+        "limit.json": '{"reward": [[0.5, 1.0]], "success": [[0, 1]]}',
+        ".hydra/overrides.yaml": "[seed=1]",
+    }
+    for name in OF_A_RUN:
+        (folder / name).write_text(texts.get(name, ""))
+    return folder
+
+
+def replaced(path: Path, kind: str) -> None:
+    path.unlink(missing_ok=True)
+    ODD[kind](path)
+
+
+def pages(folder: Path, capsys) -> int:
+    """Write the pages of a folder; return the exit code. What is said is one line."""
+    code = report([str(folder)])
+    said = capsys.readouterr()
+    assert "Traceback" not in said.err
+    assert len(said.err.splitlines()) == (code != 0), said.err
+    return code
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_what_is_no_file_in_the_place_of_one_is_passed_over_or_told(
+    kind, config, tmp_path, capsys, patience
+):
+    """One file of a run after another, and of a sweep: neither a page nor a start waits for it."""
+    sound = run_of(tmp_path / "sound", config)
+    assert pages(sound, capsys) == 0
+    for name in OF_A_RUN:
+        folder = shutil.copytree(sound, tmp_path / "run")
+        replaced(folder / name, kind)
+        code = pages(folder, capsys)
+        assert code == (2 if name == "report.html" and kind.endswith("folder") else 0), name
+        if name != "config.yaml":
+            assert read_command([f"resume={folder}"]).folder == folder
+        else:
+            with pytest.raises(ValueError, match=f"^resume={folder}: expected a"):
+                read_command([f"resume={folder}"])
+        shutil.rmtree(folder)
+    for name in OF_A_SWEEP:
+        shutil.copytree(sound, tmp_path / "sweep" / "seed=1")
+        (tmp_path / "sweep" / "multirun.yaml").write_text("")
+        replaced(tmp_path / "sweep" / name, kind)
+        pages(tmp_path / "sweep", capsys)
+        shutil.rmtree(tmp_path / "sweep")
+
+
+def test_a_folder_in_the_place_of_a_file_that_is_written_is_told(tmp_path):
+    (tmp_path / "limit.json").mkdir()
+    with pytest.raises(OSError, match="expected a file there, got a folder; move it away") as error:
+        write_text(tmp_path / "limit.json", "x")
+    assert headline(error.value).endswith(f"'{tmp_path}/limit.json'")
+    assert [path.name for path in tmp_path.iterdir()] == ["limit.json"]

@@ -193,7 +193,7 @@ def test_a_run_folder_of_somebody_else_does_not_say_which_server_gets_the_prompt
             found = asked([*words, said]) or read_command([*words, said]).config
             assert found["policy"]["vllm"]["url"] in (said.partition("=")[2], "http://mine:8000")
     assert asked([resume, "mode=chat"]), "the policy itself speaks there"
-    for host in ("localhost", "127.0.0.1", "[::1]"):
+    for host in ("localhost", "127.0.0.1", "[::1]"):  # in every part, see tests/test_trust.py
         config["policy"]["vllm"]["url"] = f"http://{host}:8000"
         (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
         assert read_command([resume]).config, "it stays on this machine"

@@ -1,6 +1,9 @@
 """What an error says to the user: one line, with a remedy where it is known."""
 
+import errno
 import json
+import os
+import resource
 import subprocess
 import sys
 import time
@@ -8,8 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from policies.cache import write_text
+from trainer.runs import versions
 from trainer.runs.failures import LESS_MEMORY, NO_MEMORY, TOLD, headline, last_words
 from trainer.runs.launch import kill_reason
 
@@ -55,6 +61,44 @@ def test_errors_of_libraries_become_one_line(action, line):
 def test_each_kind_of_error_has_its_line(error, line):
     assert headline(error).startswith(line)
     assert "\n" not in headline(error)
+
+
+@pytest.mark.parametrize(
+    ("number", "line"),
+    [
+        (errno.ENOSPC, "the disk is full"),
+        (errno.EDQUOT, "your disk quota is used up"),
+        (errno.EFBIG, "a file may not grow so large here"),
+        (errno.EROFS, "nothing can be written there"),
+    ],
+)
+def test_what_cannot_be_written_is_told_with_a_remedy(number, line):
+    """As Python says it, and as the Rust of safetensors does."""
+    said = f"{os.strerror(number)} (os error {number})"
+    for error in (
+        OSError(number, os.strerror(number), "/a"),
+        SafetensorError(f"I/O error: {said}"),
+    ):
+        assert headline(error).startswith(f"{line} (")
+        assert headline(error).endswith("write elsewhere with output_dir=")
+        assert os.strerror(number) in headline(error)
+
+
+def test_a_limit_of_file_sizes_is_told_as_one(tmp_path):
+    """By ulimit -f, whatever writes."""
+    limits, tensors = resource.getrlimit(resource.RLIMIT_FSIZE), {"a": torch.ones(99_999)}
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    try:
+        errors = [
+            fault(lambda: (tmp_path / "a").write_bytes(bytes(1 << 18))),
+            fault(lambda: write_text(tmp_path / "b", "x" * (1 << 18))),
+            fault(lambda: save_file(tensors, tmp_path / "c")),
+        ]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    for error in errors:
+        assert headline(error).startswith("a file may not grow so large here (")
+        assert "raise `ulimit -f`" in headline(error)
 
 
 def test_a_killed_process_is_asked_for_its_memory_only_where_that_can_be():
@@ -169,3 +213,23 @@ def test_failure_on_a_full_disk_is_still_told(tmp_path, capsys, monkeypatch):
 
 def fail_to_write() -> None:
     raise fault_on_a_full_disk()
+
+
+def test_looking_up_the_commit_touches_nothing_of_a_checkout(tmp_path, monkeypatch):
+    """A run that is killed then, or may write no large file, leaves no lock behind."""
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a"]
+    (tmp_path / "a").write_text("x")
+    for words in (["init", "-q"], ["add", "a"], ["commit", "-qm", "one"]):
+        subprocess.run([*git, *words], check=True)
+    monkeypatch.setattr(versions, "ROOT", tmp_path)
+    index = tmp_path / ".git" / "index"
+    for text, more in (("x", ""), ("y", "+")):
+        (tmp_path / "a").write_text(text)
+        os.utime(tmp_path / "a", (1, 1))  # git wants to write down that it has looked
+        before = index.stat()
+        sha = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+        assert versions.about_machine(torch.device("cpu"), 1)["commit"] == sha.stdout.strip() + more
+        assert (index.stat().st_ino, index.stat().st_mtime_ns) == (
+            before.st_ino,
+            before.st_mtime_ns,
+        )

@@ -133,6 +133,8 @@ def test_a_curve_begins_at_the_reference_rises_and_ends_where_its_samples_do():
         assert (np.diff(drawn.value) > 0).all()
         assert drawn.kl[-1] <= math.log(64) - 1
         assert (drawn.low <= drawn.high).all()
+    nearly = curve((draw.random((5, 64)) < 0.7).astype(float))  # the band would pass 1
+    assert nearly.high.max() <= 1
     flat = curve(np.ones((3, 4)))
     assert flat.kl.tolist() == [0.0]
     assert flat.value.tolist() == [1.0]

@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 from pages import Page, Picture, write_lines, write_status, write_words
+from runs import lines
+from small_runs import IN_ITERATION_2, Counted, stop, train
 
+from conf.check_limit import findings
+from trainer.efficiency import Efficiency
 from trainer.reports.__main__ import main
 from trainer.reports.limits import read_limit
 from trainer.reports.report import write_report
@@ -115,3 +119,57 @@ def test_what_has_no_one_reference_is_refused(tmp_path, capsys):
     assert "expected jobs that start from one model" in capsys.readouterr().err
     assert main([str(tmp_path / "a"), "--limit", "1"]) == 2
     assert "at least 2 replies, got 1" in capsys.readouterr().err
+
+
+def test_a_run_with_a_limit_judges_its_evaluations_and_goes_on_so(tmp_path):
+    """The replies before training are the limit's; what was stopped and resumed logs the same."""
+    train(tmp_path / "whole", limit=16)
+    assert "stopped" in train(tmp_path / "cut", Counted(64 + IN_ITERATION_2, stop), limit=16)
+    train(tmp_path / "cut", resume=True, limit=16)
+    whole, cut = (lines(tmp_path / name / "metrics.jsonl") for name in ("whole", "cut"))
+    judged = [row["progress/iteration"] for row in whole if "kl/efficiency" in row]
+    assert judged == [2, 4]
+    assert [row.get("kl/efficiency") for row in whole] == [row.get("kl/efficiency") for row in cut]
+    kept = json.loads((tmp_path / "whole" / "limit.json").read_text())
+    assert kept["rows"] == [0, 1, 2, 3]
+    assert {len(row) for row in kept["success"]} == {16}
+    text = Page(write_report(tmp_path / "whole")).text
+    assert "16 replies of the reference to each of 4 held-out prompts" in text
+
+
+def test_an_evaluation_is_judged_by_the_samples_of_its_folder(tmp_path):
+    write_limit(tmp_path)
+    accuracy, kl = least(3.0)
+    judge = Efficiency(4, tmp_path)
+
+    def efficiency(value: float, spent: float) -> dict[str, float]:
+        scores = {"eval/sampled_accuracy": value, "eval/kl_ref_sequence": spent}
+        return judge(2, scores | {"eval/reward": 0.1}, play=None)  # not played again
+
+    assert efficiency(accuracy, 2 * kl) == {"kl/efficiency": pytest.approx(0.5, rel=1e-4)}
+    assert efficiency(1.0, 3.0) == efficiency(accuracy, 0.0) == {}  # unknown; not moved
+    assert judge(2, {"eval/greedy_accuracy": 1.0}, play=None) == {}
+    (tmp_path / "limit.json").write_text("{")
+    assert Efficiency(4, tmp_path)(2, {"eval/reward": 1.0}, play=None) == {}
+
+
+@pytest.mark.parametrize(
+    ("group", "key", "value", "told"),
+    [
+        ("kl", "measure", False, "needs the KL that was spent"),
+        ("kl", "reference", "gpt2", "which kl.reference makes no reference"),
+        ("kl", "refresh_every", 2, "which kl.refresh_every makes no reference"),
+        ("eval", "temperature", 0.5, "set eval.temperature=1"),
+        ("eval", "num_samples", 0, "eval.num_samples=0"),
+        ("eval", "limit", 1, "at least 2 replies a row, got 1"),
+    ],
+)
+def test_a_limit_that_would_not_be_that_of_the_run_is_refused(group, key, value, told):
+    cfg = {
+        "kl": {"measure": True, "reference": None, "refresh_every": 0},
+        "eval": {"limit": 64, "num_samples": 8, "temperature": 1.0},
+    }
+    assert list(findings(cfg)) == []
+    cfg[group] = cfg[group] | {key: value}
+    (line,) = findings(cfg)
+    assert told in line

@@ -94,7 +94,7 @@ def test_lazy_packages_load_nothing_heavy():
 METRIC = re.compile(r"[a-z]+/[a-z0-9_]+")
 # trainer/reports/report.py and its like read names; what is written is collected from the others.
 READERS = ("report", "sweep", "diagnosis", "dashboard", "run_files")
-READERS += ("redact", "launch")
+READERS += ("redact", "redacted_text", "launch")
 
 
 def documented() -> set[str]:

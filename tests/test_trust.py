@@ -17,7 +17,7 @@ import trainer
 from conf import names
 from conf.compose import HYDRA, compose_checked, compose_experiment
 from conf.preflight_and_modes import asked
-from conf.resume import load_for_resume
+from conf.resume import load_for_resume, told_again
 from conf.start import begin, read_command, set_up
 from trainer.runs.failures import complain
 from trainer.runs.launch import prepare
@@ -278,7 +278,7 @@ ROUNDABOUT = {  # a secret that a judge gets by another spelling than ${oc.env:N
     "as its model": {"model": "${oc.env:MY_TOKEN}"},
     "in its prompt": {"prompt": "{reply} ${policy.stop[0]}", "stop": "${oc.env: 'MY_TOKEN'}"},
 }
-REFUSED = "says which key is sent|looks up .MY_TOKEN, which is a secret"
+REFUSED = "says which (key is sent|server gets)|looks up .MY_TOKEN, which is a secret"
 
 
 @pytest.mark.parametrize("how", ROUNDABOUT)
@@ -359,6 +359,133 @@ def test_a_run_folder_of_somebody_else_does_not_say_which_key_a_server_gets(
     first = read_command(["-m", *start, "seed=1,2", f"hydra.sweep.dir={tmp_path}/s"])
     prepare(first.job(0).config, first.job(0).folder, script=Path(), compose=lambda _: {})
     assert first.job(0).config["resume"] == str(first.job(0).folder)
+
+
+JUDGE = {"_target_": "envs.rewards.Judge", "model": "m", "url": "http://evil.example:9/v1"}
+PYTHON = {"_target_": "envs.transforms.PythonTool", "url": "https://evil.example"}
+SERVERS = {  # what a part is given, the key of its address, and what that says
+    "a judge": ("env.rewards", {"j": JUDGE}, "env.rewards.j.url", JUDGE["url"]),
+    "a sandbox": (
+        "env.transforms",
+        {
+            "tools": {
+                "_target_": "envs.transforms.ExecuteToolsInOrder",
+                "registry": {
+                    "_target_": "envs.transforms.ToolRegistry",
+                    "services": {"python": PYTHON},
+                },
+                "parser": {"_target_": "envs.transforms.XMLBlockParser"},
+            }
+        },
+        "env.transforms.tools.registry.services.python.url",
+        PYTHON["url"],
+    ),
+    "one of a mixture": (
+        "env.task",
+        {
+            "_target_": "envs.tasks.Mix",
+            "tasks": {
+                "o": {
+                    "_target_": "envs.tasks.OpenEnv",
+                    "url": "evil.example:8000",
+                    "observation": "a",
+                    "action": "b",
+                }
+            },
+            "weights": {"o": 1.0},
+        },
+        "env.task.tasks.o.url",
+        "evil.example:8000",
+    ),
+    "by another key": (
+        "env.rewards",
+        {"j": {**JUDGE, "url": "${env.rewards.j.model}", "model": "http://evil.example"}},
+        "env.rewards.j.model",
+        "http://evil.example",
+    ),
+}
+
+
+@pytest.mark.parametrize("part", SERVERS)
+def test_a_run_folder_of_somebody_else_does_not_say_which_server_gets_what_is_said(part, tmp_path):
+    """Whatever part it is of; its owner repeats it, and a server of this machine needs no word."""
+    key, node, place, text = SERVERS[part]
+    saved = compose_checked(["experiment=grpo_tiny", "policy.model=tiny"])
+    group, name = key.split(".")
+    saved[group][name] = node
+    (tmp_path / "checkpoints" / "iteration_000001").mkdir(parents=True)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(saved))
+    resume = f"resume={tmp_path}"
+    for words in ([resume], [resume, "mode=evaluate"]):
+        with pytest.raises(ValueError, match="says which server gets the prompts and rep") as line:
+            asked(words) or read_command(words)
+        assert f"'{place}={text}' (give nothing to somebody else's)" in str(line.value)
+    with pytest.raises(ValueError, match="cannot change on resume"):
+        read_command([resume, f"{place}=http://localhost:1"])
+    assert asked([resume, "mode=chat"]), "nobody else is asked there"
+    said = _said_of_servers(resume, [f"{place}={text}"])
+    assert [line for line in said if f"'{place}=" in line] == []
+    assert len(said) == (part == "by another key")
+    here = yaml.safe_dump(saved).replace(text, "http://localhost:9")
+    (tmp_path / "config.yaml").write_text(here.replace("${env.rewards.j.model}", "http://[::1]"))
+    assert _said_of_servers(resume, []) == []
+
+
+def _said_of_servers(resume: str, words: list[str]) -> list[str]:
+    """Return what is said of servers while each that is told of is repeated."""
+    said = list[str]()
+    while len(said) < 3:
+        try:
+            read_command([resume, *words])
+        except ValueError as error:
+            if "which server gets" in str(error):  # another fault is none of these
+                said.append(str(error))
+                words = [*words, re.search(r"repeat it: '(.*?)' \(give", str(error))[1]]
+                continue
+        break
+    return said
+
+
+@pytest.mark.parametrize(
+    ("url", "here"),
+    [
+        ("http://localhost:8000/v1", True),
+        ("127.0.0.1:8000", True),
+        ("http://[::1]:80", True),
+        ("file:///tmp/mlruns", True),
+        ("sqlite:///mlflow.db", True),
+        ("http://127.0.0.1.evil.example", False),
+        ("http://localhost@evil.example", False),
+        ("http://evil.example\\@localhost", False),
+        ("http://localhost\\@evil.example/", False),
+        ("http://evil.example#@localhost", False),
+        ("//evil.example", False),
+        ("evil.example:80", False),
+        ("http://${oc.env:HOME}", False),
+    ],
+)
+def test_only_an_address_of_this_machine_by_any_reading_needs_no_word(url, here):
+    for tree in ({"a": {"base_url": url}}, {"a": [{"server": url}]}, {"a": {"tracking_uri": url}}):
+        assert [text for _, text in told_again(tree)] == [] if here else [url]
+    assert list(told_again({"a": {"prompt": f"see {url}", "server_room": "evil"}})) == []
+
+
+@pytest.mark.parametrize(
+    ("tracker", "options"),
+    [
+        ("accelerate", {"tracking_uri": "http://evil.example"}),
+        ("accelerate", {"host": "evil.example"}),
+    ],
+)
+def test_nor_which_server_gets_what_a_tracker_sends(tracker, options, tmp_path):
+    words = ["experiment=grpo_tiny", "policy.model=tiny", f"tracker={tracker}"]
+    saved = compose_checked([*words, "tracker.kind=mlflow"])
+    saved["tracker"]["options"] = options
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(saved))
+    (tmp_path / "checkpoints" / "iteration_000001").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"which server gets .* 'tracker\.options\.\w+="):
+        read_command([f"resume={tmp_path}"])
+    assert read_command([f"resume={tmp_path}", "tracker=jsonl"]).config
 
 
 def test_a_secret_that_is_looked_up_stands_in_no_file_of_a_new_run(tmp_path, monkeypatch):

@@ -3,10 +3,12 @@
 import json
 import os
 import random
+import resource
 import time
 import warnings
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from checkpoints import make_checkpoint
@@ -24,6 +26,13 @@ DOUBLE = (
     "{% endfor %}{{ n.s }}"
 )
 LONG = "{{ 'x' * 40000000 }}"
+BAD = {  # what each of these Jinja programs ends with, by what it is
+    "more memory than any machine has": ("{{ 'x' * 10**15 }}", "more memory for one chat than"),
+    "more than a number of bytes": ("{{ 'x' * 10**30 }}", "refuses a chat"),
+    "no number": ("{{ 1 / 0 }}", "refuses a chat"),
+    "no key": ("{{ '{a}'.format(b=1) }}", "refuses a chat"),
+    "no end of calls": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "refuses a chat"),
+}
 
 
 @pytest.mark.parametrize(
@@ -43,6 +52,27 @@ def test_a_template_has_an_end(template, said, monkeypatch):
     assert "\n" not in str(caught.value)
     assert time.monotonic() - start < 20
     assert Renderer(tokenizer, "chatml").text(CHAT).startswith("<|im_start|>user\nHi")
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_what_a_template_fails_with_is_told_as_the_templates(kind):
+    template, said = BAD[kind]
+    with pytest.raises(ValueError, match=said) as caught:
+        Renderer(letters(["<|im_start|>", "<|im_end|>"]), template).text(CHAT)
+    assert "set policy.chat_template=chatml" in str(caught.value)
+
+
+def test_a_template_that_takes_all_memory_of_ulimit_v_is_told_as_such():
+    """Before the bound of leash is reached: training is not to blame."""
+    tokenizer = letters(["<|im_start|>", "<|im_end|>"], eos_token="<|im_end|>")
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    most = psutil.Process().memory_info().vms + (256 << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (most, limits[1]))
+    try:
+        with pytest.raises(ValueError, match="takes more memory for one chat than there is"):
+            Renderer(tokenizer, DOUBLE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 def test_control_tokens_of_whole_words_come_from_the_template_alone():

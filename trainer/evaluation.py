@@ -8,6 +8,7 @@ labels of its rows; replies that the task dropped count nowhere.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
+from importlib import import_module
 from itertools import islice
 from typing import Any
 
@@ -29,7 +30,8 @@ class Evaluate:
 
     `prompts_per_batch` prompts are played at a time; draws depend on (seed, row, sample) only, so
     that two evaluations differ by the weights alone. `retrieve_kl` measures the KL of the sampled
-    replies, the same that the accuracy is of.
+    replies, the same that the accuracy is of; with `limit`, kl/efficiency says what it could have
+    bought, by so many replies to each row before training (trainer/efficiency.py).
     """
 
     def __init__(
@@ -46,8 +48,9 @@ class Evaluate:
         max_rows: int | None = None,
         prompts_per_batch: int = 8,
         every: int = 0,
+        limit: int = 0,
     ) -> None:
-        self.task = task
+        self.task, self.env, self.generator = task, env, generator
         self.keep(list(islice(task.rows("eval"), max_rows)))
         self.runtime, self.chunk, self.every = runtime, prompts_per_batch, every
         self.retrieve_kl = retrieve_kl
@@ -57,7 +60,14 @@ class Evaluate:
         for name, samples, value in (("sampled", num_samples, temperature), ("greedy", 1, 0.0)):
             if samples == 0 or (name == "greedy" and not greedy):
                 continue
-            self.plans.append((name, env.regrouped(samples), at_temperature(generator, value)))
+            self.plans.append(self.plan(name, samples, value))
+        # Imported here: most runs have none.
+        make = limit and import_module("trainer.efficiency").Efficiency
+        self.efficiency = make(limit, runtime.folder) if make else None
+
+    def plan(self, name: str, samples: int, temperature: float) -> tuple[str, ChatEnv, Generator]:
+        """Return what plays so many replies to a row at a temperature."""
+        return name, self.env.regrouped(samples), at_temperature(self.generator, temperature)
 
     def keep(self, rows: Sequence[dict[str, Any]]) -> None:
         """Evaluate on these rows."""
@@ -91,7 +101,10 @@ class Evaluate:
         the plan's name, the replies and the rows that they are to.
         """
         with self.placements[0].whole(), self.placements[1].whole():  # batches differ by rank
-            return self._play(iteration, kind, tell, hear)
+            scores, records = self._play(iteration, kind, tell, hear)
+        if self.efficiency is not None:
+            scores |= self.efficiency(iteration, scores, self)
+        return scores, records
 
     def _play(self, iteration: int, kind: str, tell: Any, hear: Any) -> tuple[dict, list]:
         out: dict[str, float] = {}

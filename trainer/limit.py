@@ -14,10 +14,14 @@ with its mean accuracy has a smaller KL than the mean of kl_Bernoulli(a || p).
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from trainer.metric_names import ACCURACY, HELD_KL, HELD_REWARD
 
 Array = NDArray[np.float64]
 BENDS = 40  # points of a curve
@@ -102,7 +106,8 @@ def curve(rewards: Array, *, draws: int = 100, seed: int = 0) -> Curve:
         path = [(0.0, again.mean())] + [optimum(again, c) for c in coeffs]
         drawn[i] = np.interp(kl, *np.array(path).T)
     below, above = np.quantile(drawn, (0.05, 0.95), axis=0)
-    return Curve(kl, value, 2 * value - above, 2 * value - below)
+    most = 1.0 if np.isin(rewards, (0, 1)).all() else np.inf  # of an accuracy
+    return Curve(kl, value, 2 * value - above, np.minimum(2 * value - below, most))
 
 
 def best_of(rewards: Array, k: int) -> float:
@@ -136,3 +141,48 @@ def unsolved(success: Array) -> int:
     1
     """
     return int((success.max(1) == 0).sum())
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What replies of the reference to the held-out prompts are worth, [prompts, replies] each."""
+
+    reward: Array
+    success: Array
+
+    @classmethod
+    def of_samples(cls, found: Any) -> "Limit | None":
+        """Return that of a limit.json's contents; None if they are damaged."""
+        try:
+            made = [np.array(found[name], dtype=np.float64) for name in ("reward", "success")]
+        except (TypeError, KeyError, ValueError, OverflowError):
+            return None
+        sound = made[0].shape == made[1].shape and made[0].ndim == 2 and made[0].size
+        return cls(*made) if sound and np.isfinite(made).all() else None
+
+    def of(self, metric: str) -> Array:
+        """Return the values of which a metric is the mean."""
+        return self.success if metric == ACCURACY else self.reward
+
+    def efficiency(self, metric: str, value: float, kl: float) -> float | None:
+        """Return the least KL for a value / that which was spent; None where either is unknown.
+
+        The samples do not tell the KL of what hardly any of them reaches.
+        """
+        least = least_kl(self.of(metric), value)
+        return None if least is None or kl <= 1e-3 else least / kl
+
+    def efficiency_of(self, scores: Mapping[str, float]) -> float | None:
+        """Return the efficiency of an evaluation by its metrics."""
+        metric = ACCURACY if self.success.any() else HELD_REWARD
+        known = metric in scores and HELD_KL in scores
+        return self.efficiency(metric, scores[metric], scores[HELD_KL]) if known else None
+
+    def about(self) -> str:
+        """Say what it was drawn from."""
+        prompts, replies = self.success.shape
+        text = f"{replies} replies of the reference to each of {prompts} held-out prompts"
+        if self.success.any():
+            text += f", of which it is right in {self.success.mean():.2f}"
+            text += f"; {none} prompts never" if (none := unsolved(self.success)) else ""
+        return text

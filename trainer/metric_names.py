@@ -7,7 +7,7 @@ NAMES = tuple(
     f"{group}/{name}"
     for group, names in {
         "reward": "mean std raw_mean errors dropped_fraction",
-        "kl": "ref ref_sequence ref_k3 ref_full behaviour behaviour_k3 mismatch coeff",
+        "kl": "ref ref_sequence ref_k3 ref_full behaviour behaviour_k3 mismatch coeff efficiency",
         "policy": "importance_limited staleness entropy_coeff entropy clip_fraction ratio_max",
         "loss": "total policy kl preference entropy value",
         "sft": "deviation",
@@ -24,6 +24,7 @@ NAMES = tuple(
     }.items()
     for name in names.split()
 )
+ACCURACY, HELD_REWARD, HELD_KL = "eval/sampled_accuracy", "eval/reward", "eval/kl_ref_sequence"
 MADE = re.compile(r"reward_part/.+|eval/\w+_accuracy/.+|eval/pass@\d+")  # of the task's own names
 
 

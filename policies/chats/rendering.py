@@ -15,7 +15,6 @@ from itertools import pairwise
 from threading import Lock
 from typing import Any
 
-from jinja2.exceptions import TemplateError
 from tokenizers import Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -118,7 +117,11 @@ def render_template(
                 add_generation_prompt=add_generation_prompt,
                 **variables,
             )
-    except (TemplateError, TypeError) as error:
+    except MemoryError:
+        raise ValueError("takes more memory for one chat than there is") from None
+    except ValueError:
+        raise
+    except Exception as error:  # of a stranger's program, which may raise any
         raise ValueError(
             f"refuses a chat with roles {[m['role'] for m in messages]}: {error}"
         ) from error

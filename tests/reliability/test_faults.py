@@ -60,6 +60,23 @@ def test_a_full_disk_is_one_line_a_true_status_and_a_run_that_goes_on(tmp_path, 
         assert (status["state"], "disk is full" in status["reason"]) == ("failed", True)
 
 
+@pytest.mark.parametrize("size", [1, 8, 60, 200])
+def test_a_limit_of_file_sizes_is_one_line_and_a_run_that_goes_on(cache, tmp_path, size):
+    """ulimit -f, in kB: at config.yaml, at what is logged, at weights."""
+    folder = tmp_path / "run"
+    words = " ".join([*TINY, f"output_dir={folder}"])
+    code = f"ulimit -f {size}; exec {sys.executable} {ROOT}/train.py {words} 2>&1"
+    done = subprocess.run(["bash", "-c", code], env=environment(), capture_output=True, text=True)
+    assert done.returncode in (1, 2), done.stdout
+    line = one_error(done.stdout)
+    assert "a file may not grow so large here" in line
+    assert "raise `ulimit -f`" in line
+    if (status := folder / "status.json").is_file():
+        assert json.loads(status.read_text())["state"] == "failed"
+    if (folder / "config.yaml").is_file():
+        assert train(f"resume={folder}").code == 0
+
+
 def test_a_run_whose_folder_is_removed_ends_and_says_so(tmp_path):
     folder = tmp_path / "run"
     command = [sys.executable, str(ROOT / "train.py"), *TINY[:3], "trainer.num_iterations=999"]

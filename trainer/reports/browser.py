@@ -38,7 +38,7 @@ class Replies:
 def load_replies(path: Path) -> Replies:
     """Read as much of a transcripts.jsonl as a page holds; torn lines are left out."""
     places: dict[tuple[bool, str, int], list[tuple[int, int]]] = {}  # start and size of lines
-    if not path.exists():
+    if not path.is_file():  # a pipe would be waited for
         return Replies()
     with open(path, "rb") as file:
         start = 0

@@ -8,7 +8,7 @@ from trainer.runs.run_files import is_sweep
 if TYPE_CHECKING:
     from trainer.reports.limits import Limit
 
-FILE = "limit.json"
+FILE = "limit.json"  # as in trainer/efficiency.py, which needs torch
 
 
 def known_limit(folder: Path) -> "Limit | None":

@@ -5,58 +5,28 @@ The samples are those of mode=limit, the maths is in trainer/limit.py.
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
-import numpy as np
-
-from trainer.limit import Array, Curve, best_of, curve, least_kl, most_kl_of_best_of, unsolved
+from trainer.limit import (
+    Curve,
+    Limit,
+    best_of,
+    curve,
+    most_kl_of_best_of,
+)
+from trainer.metric_names import ACCURACY, HELD_KL, HELD_REWARD
 from trainer.reports.chart import Chart, escape
+from trainer.reports.known_limit import FILE
+from trainer.reports.sweep_jobs import load_sweep, other_starts
 from trainer.runs.run_files import Run, is_sweep, parse_line
 
-ACCURACY, REWARD, KL = "eval/sampled_accuracy", "eval/reward", "eval/kl_ref_sequence"
 HUE = "var(--hue3)"
-
-
-@dataclass(frozen=True)
-class Limit:
-    """What replies of the reference to the held-out prompts are worth, [prompts, replies] each."""
-
-    reward: Array
-    success: Array
-
-    def of(self, metric: str) -> Array:
-        """Return the values of which a metric is the mean."""
-        return self.success if metric == ACCURACY else self.reward
-
-    def efficiency(self, metric: str, value: float, kl: float) -> float | None:
-        """Return the least KL for a value / that which was spent; None where either is unknown.
-
-        The samples do not tell the KL of what hardly any of them reaches.
-        """
-        least = least_kl(self.of(metric), value)
-        return None if least is None or kl <= 1e-3 else least / kl
-
-    def about(self) -> str:
-        """Say what it was drawn from."""
-        prompts, replies = self.success.shape
-        text = f"{replies} replies of the reference to each of {prompts} held-out prompts"
-        if self.success.any():
-            text += f", of which it is right in {self.success.mean():.2f}"
-            text += f"; {none} prompts never" if (none := unsolved(self.success)) else ""
-        return text
 
 
 def read_limit(path: Path) -> Limit | None:
     """Read a limit.json, None of a damaged one."""
-    found = parse_line(path.read_text(encoding="utf-8", errors="replace"))
-    try:
-        made = [np.array(found and found[name], dtype=np.float64) for name in ("reward", "success")]
-    except (TypeError, KeyError, ValueError, OverflowError):
-        return None
-    sound = made[0].shape == made[1].shape and made[0].ndim == 2 and made[0].size
-    return Limit(*made) if sound and np.isfinite(made).all() else None
+    return Limit.of_samples(parse_line(path.read_text(encoding="utf-8", errors="replace")))
 
 
 def held_out(run: Run) -> Iterator[tuple[float, str, float, float]]:
@@ -64,8 +34,8 @@ def held_out(run: Run) -> Iterator[tuple[float, str, float, float]]:
 
     The metric is the accuracy where the task has one, else the reward.
     """
-    metric = ACCURACY if any(v for _, v in run.series(ACCURACY)) else REWARD
-    spent = dict(run.series(KL))
+    metric = ACCURACY if any(v for _, v in run.series(ACCURACY)) else HELD_REWARD
+    spent = dict(run.series(HELD_KL))
     for iteration, value in run.series(metric):
         if iteration in spent:
             yield iteration, metric, value, spent[iteration]
@@ -157,8 +127,6 @@ def make(folder: Path, samples: int) -> None:
     """Sample the reference of a run, or of a sweep whose jobs share it, into its folder."""
     import subprocess
 
-    from trainer.reports.sweep_jobs import load_sweep, other_starts
-
     run = folder
     if is_sweep(folder):
         jobs = load_sweep(folder).jobs
@@ -174,4 +142,4 @@ def make(folder: Path, samples: int) -> None:
     if code := subprocess.run([sys.executable, str(script), *words]).returncode:
         raise ValueError(f"{run} was not sampled: see above (exit code {code})")
     if run != folder:  # of a sweep, for all of its jobs
-        (run / "limit.json").replace(folder / "limit.json")
+        (run / FILE).replace(folder / FILE)

@@ -92,7 +92,7 @@ def _limit(run: Run) -> Iterator[str]:
     from trainer.reports import limits  # here: numpy, for those that have a limit
 
     if drawn := limits.picture(run, limit):
-        yield panels.figure(drawn, limits.caption(run, limit), [limits.ACCURACY, limits.KL])
+        yield panels.figure(drawn, limits.caption(run, limit), [limits.ACCURACY, limits.HELD_KL])
 
 
 def _sections(curves: str, replies: list[str], changes: str) -> list[str]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from trainer.metric_names import ACCURACY, HELD_KL, HELD_REWARD
 from trainer.reports.formats import nats, one_line, short
 from trainer.reports.known_limit import known_limit
 from trainer.reports.markup import repeat_command
@@ -27,8 +28,7 @@ from trainer.runs.redact import redact
 from trainer.runs.run_files import PLACES, Run, dig, load_run, number, read_yaml
 
 OBJECTIVE, REWARD, KL = "objective", "reward/raw_mean", "kl/ref_sequence"
-ACCURACY, HELD_REWARD = "eval/sampled_accuracy", "eval/reward"
-HELD_KL, EFFICIENCY = "eval/kl_ref_sequence", "kl/efficiency"
+EFFICIENCY = "kl/efficiency"
 COLUMNS = {"objective": OBJECTIVE, "reward": REWARD, "KL": KL}
 TOLD = {"objective": short, "reward": short, "KL": nats}
 MOST = 20  # settings that the terminal lists

@@ -15,7 +15,16 @@ from pathlib import Path
 from policies.cache import write_text
 from trainer.runs.run_files import read_status, read_yaml
 
-FULL = re.compile(r"No space left on device|os error 28|Disk quota exceeded")
+UNWRITTEN = {  # by what C, Python or Rust says: what it means, and what helps
+    r"No space left on device|os error 28\b": "the disk is full ({}); free some space, or "
+    "write elsewhere with output_dir=",
+    r"Disk quota exceeded|os error 122\b": "your disk quota is used up ({}); free some, or "
+    "write elsewhere with output_dir=",
+    r"\[Errno 27\]|os error 27\b": "a file may not grow so large here ({}): raise `ulimit -f`, or "
+    "write elsewhere with output_dir=",
+    r"Read-only file system|os error 30\b": "nothing can be written there ({}): "
+    "write elsewhere with output_dir=",
+}
 MEMORY = re.compile(r"out of memory|can't allocate memory", re.IGNORECASE)
 LOST = re.compile(r"Connection (closed|reset) by peer|remote process exited|Broken pipe.*gloo")
 TOLD = 74  # exit code of a process that printed its error: it could not write it (EX_IOERR)
@@ -38,8 +47,9 @@ def headline(error: BaseException) -> str:
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and MEMORY.search(text)):
         tried = re.search(r"tried to allocate ([\d.]+ \w+)", text, re.IGNORECASE)
         return f"out of memory{f' (tried {tried[1]})' if tried else ''}; {LESS_MEMORY}"
-    if FULL.search(text):
-        return f"the disk is full ({plain}); free some space, or write elsewhere with output_dir="
+    for said, meaning in UNWRITTEN.items():
+        if re.search(said, text):
+            return meaning.format(plain)
     if LOST.search(text) and isinstance(error, RuntimeError):
         return "lost contact with another rank, which failed or was killed (out of memory?)"
     if not is_for_users(error):

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from trainer.runs.redact import HIDDEN, redact, redact_text, secrets_of
+from trainer.runs.redact import environment_secrets, redact_text, secrets_of
 from trainer.runs.targets import arguments_of, find_target, takes_any, unknown_argument
 
 ROOT = Path(__file__).parents[2]
@@ -65,10 +65,11 @@ def typed_secrets(tree: Any) -> Iterator[str]:
     """
     for place, value in walk_texts(tree):
         name = place.rpartition(".")[2]
-        last = re.split(r"[^A-Za-z0-9]+", name)[-1]  # key_variable=OPENAI_API_KEY is none
+        last = re.split(r"[^A-Za-z0-9]+(?!keys$)", name)[-1]  # key_file=/a/place is none
         named = secrets_of({name: value}) and secrets_of({f"of_{last}": value})
         in_url = re.fullmatch(r"\w+:/\S+", value) and redact_text(value) != value
-        if "${" not in value and len(value) >= 8 and (named or in_url or redact(value) == HIDDEN):
+        looked_up = value in environment_secrets()
+        if "${" not in value and len(value) >= 8 and (named or in_url or looked_up):
             yield place
 
 

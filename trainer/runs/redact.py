@@ -1,9 +1,11 @@
 """Keep secrets out of everything a run writes: configs, names, reports, W&B.
 
-A value is hidden when its name has the word key, token, secret, password or the like (`api_key`,
-`apiKey`, `DB_PASS`; not `max_new_tokens: 16`), and wherever the value of an environment variable
-with such a name turns up, as are passwords in URLs and what follows in those of webhooks. Takes
-linear time: a policy may have written the text. Left out: guessing other secrets by their look.
+What an environment variable with a secret's name holds is hidden wherever it turns up, and the
+value of a name with one of these words: token, secret, password, passphrase, credential, cookie,
+webhook, key (of several keys: api_keys), or that ends with auth, authorization, pw, sig, jwt,
+_pass, _pwd, _pat, _signature; apiKey and --api-key are names too. A number counts something
+(max_new_tokens: 16), but for a password or secret. How both stand in a text: redact_text.py.
+Left out: guessing other secrets by their look.
 """
 
 import os
@@ -13,22 +15,31 @@ from functools import lru_cache
 from typing import Any
 
 HIDDEN = "<hidden>"
-_WORD = re.compile(
-    r"(?i)(?:(?<![a-z])|(?<=api)|(?<=access)|(?<=private))(key)$"
-    r"|(token|secret|password|passwd|passphrase|credential|webhook)s?$"
+_SPLIT = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])")  # the words of a name
+_OF_KEYS = "api|access|account|auth|encryption|license|master|private|secret|shared|signing|ssh"
+_SECRET = re.compile(  # of a name's words, in lower case with _ between them
+    rf"(?:(?:^|_)key|(?:{_OF_KEYS})_?keys?)\d*(?=_|$)"
+    r"|(?:token|secret|password|passwd|passphrase|credential|cookie|webhook)s?\d*(?=_|$)"
+    r"|(?:^|_)(?:auth|authori[sz]ation|pw|sig|jwt)$"
+    r"|._(?:pass|pwd|pat|signature)$"  # DB_PASS; not PWD, the folder that a shell is in
 )
-_LAST = {"pass", "pwd", "pat"}  # DB_PASS; not PWD, the folder that a shell is in
-_ROLE = re.compile(r"(?i)(pad|eos|bos|unk|stop|start|end|special)_tokens?$")  # of a tokenizer
-_SPLIT = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])")
-_NUMBER = re.compile(r"[-+]?[\d.]+(e[-+]?\d+)?", re.IGNORECASE)
-_SEVERAL = re.compile(r"(?:\w+\(|\[)?([^()\[\]]*)[)\]]?")  # 8,16 or [8,16] or choice(8,16)
-_PLAIN = {"", "null", "none", "true", "false"}
-# A name is all of its letters, tried once (the `+`): from each of them would take quadratic time.
-_NAME = re.compile(r"(?<![\w.+/@-])([\w.+/@-]++)(?:=|['\"]?:\s*+)")
-_VALUE = re.compile(r"[^,\s&}\]]++(?:,[^,\s&}\]=]++(?!=))*+")  # or several, a,b
-_URL = re.compile(r"(\w:/{1,2}(?:[^/\s:@]*+:)?)[^/\s]+@")  # the password may hold : and @
-_HOOK = re.compile(r"(?i)(://[^\s'\"]{0,99}hooks?[\w.]{0,99}/)[^\s'\"]++")
-_BEARER = re.compile(r"(?i)\b(bearer )\S{8,}")
+NUMBERS_TOO = re.compile(r"secret|pass(?:word|wd|phrase)|(?:^|_)pw$")
+_NONE = re.compile(  # special tokens, a count, the name of a variable, KeyError
+    r"(?:^|_)(?:pad|eos|bos|unk|sep|cls|mask|stop|start|end|special|image|audio|video)_tokens?$"
+    r"|(?:max|min|num|new|prompt|batch|total|prefer)_(?:\w+_)?tokens$"
+    r"|tokens?_(?:s|per_\w+|ids?|types?|counts?)$|_variable$|(?:error|exception)$"
+)
+_OF_DATA = re.compile(  # keys of rows and batches: data_key=question
+    r"(?:^|_)(?:full|data|text|tokens|masks?|input|history|logits|temperature|prompt|rewards?|done"
+    r"|advantage|probs?|answer|question|response|group|value|target|label|sort|past|cache)_key$"
+)
+_PLAIN = {"", "null", "none", "true", "false", "value"}  # as in key=value
+_COUNT = re.compile(
+    r"[-+~<>=]*[\d.]+(?:e[-+]?\d+)?(?:[%kmgb]|/s|/\d+)?|\W*|</?\w{1,8}>|<\|\w+\|>", re.I
+)
+_ENDS = " \t\r\n[](){}'\"\\.;:!?`"
+_REFERENCE = re.compile(r"['\"]?\$\{[\w.:]+\}?['\"]?")  # ${oc.env:NAME} is where it stands
+WORD = re.compile(r"['\"]?[A-Za-z][A-Za-z_.-]*+['\"]?[.,;:)]*")
 _FROM_ENVIRONMENT = re.compile(r"oc\.env:(\w+)")
 
 
@@ -40,12 +51,12 @@ def redact(value: Any, *, name: str = "") -> Any:
     """
     if isinstance(value, dict):
         return {
-            key: redact(item, name=str(key) if _words(str(key)) else name)
+            key: redact(item, name=str(key) if words_of_secret(str(key)) else name)
             for key, item in value.items()
         }
     if isinstance(value, (list, tuple)):
         return [redact(item, name=name) for item in value]
-    if _is_secret(name, value) or str(value) in _environment_secrets():
+    if is_secret(name, value) or str(value) in environment_secrets():
         return HIDDEN
     return redact_text(value) if isinstance(value, str) else value
 
@@ -56,19 +67,9 @@ def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
     >>> redact_text("kl.coeff=0.1,env.api_key=sk-123 of https://me:hf_1@hub")
     'kl.coeff=0.1,env.api_key=<hidden> of https://me:<hidden>@hub'
     """
-    for secret in sorted({*secrets, *_environment_secrets()}, key=len, reverse=True):
-        if len(secret) >= 8:  # shorter ones occur inside ordinary words
-            text = text.replace(secret, HIDDEN)
-    text = _HOOK.sub(rf"\1{HIDDEN}", _URL.sub(rf"\1{HIDDEN}@", text))
-    text, out, place = _BEARER.sub(rf"\1{HIDDEN}", text), [], 0
-    for named in _NAME.finditer(text):
-        name = named[1][-200:]
-        if named.start() < place or not _words(name):  # a value only where it is wanted
-            continue
-        if (value := _VALUE.match(text, named.end())) and _is_secret(name, value[0]):
-            out += [text[place : value.start()], HIDDEN]
-            place = value.end()
-    return "".join([*out, text[place:]])
+    from trainer.runs.redacted_text import without  # here: a start without an error has no text
+
+    return without(text, {*secrets, *environment_secrets()})
 
 
 def redact_word(word: str) -> str:
@@ -88,36 +89,38 @@ def secrets_of(config: Any, *, name: str = "") -> list[str]:
     ['sk-12345']
     """
     if isinstance(config, dict):
-        named = ((item, str(key) if _words(str(key)) else name) for key, item in config.items())
+        named = (
+            (item, str(key) if words_of_secret(str(key)) else name) for key, item in config.items()
+        )
         return [secret for item, key in named for secret in secrets_of(item, name=key)]
     if isinstance(config, (list, tuple)):
         return [secret for item in config for secret in secrets_of(item, name=name)]
     looked_up = _FROM_ENVIRONMENT.findall(config) if isinstance(config, str) else []
     values = [os.environ[key] for key in looked_up if key in os.environ]
-    return [*values, str(config)] if _is_secret(name, config) else values
+    return [*values, str(config)] if is_secret(name, config) else values
 
 
 @lru_cache(4096)  # the same keys and variables, for every text of a page
-def _words(name: str) -> list[str]:
-    """List the words of `name` that say its value is a secret, in lower case."""
-    if name.endswith(("Error", "Exception")) or _ROLE.search(name):  # KeyError: 'a'
-        return []
-    words = _SPLIT.split(name)
-    last = {words[-1].lower()} & _LAST if len(words) > 1 else ()
-    found = (_WORD.search(word) for word in words)
-    return [*last, *((match[1] or match[2]).lower() for match in found if match)]
+def words_of_secret(name: str) -> str:
+    """Return the words of a name if they say that its value is a secret, else nothing."""
+    words = "_".join(filter(None, _SPLIT.split(name))).lower()
+    return words if _SECRET.search(words) and not _NONE.search(words) else ""
 
 
-def _is_secret(name: str, value: Any) -> bool:
-    words = _words(name)
-    if not words or isinstance(value, bool) or str(value).lower() in _PLAIN:
+def is_secret(name: str, value: Any) -> bool:
+    words, text = words_of_secret(name), str(value)
+    inside = re.sub(r"^\s*\w+\(", "", text).strip(_ENDS)  # 8,16 or [8,16] or choice(8,16)
+    if not words or isinstance(value, bool) or inside.lower() in _PLAIN:
         return False
-    several = _SEVERAL.fullmatch(str(value).strip())
-    parts = [part.strip().lower() for part in several[1].split(",")] if several else [str(value)]
-    counts = all(part in _PLAIN or _NUMBER.fullmatch(part) for part in parts)  # max_tokens=16,32
-    return not counts or bool({"secret", "password", "passwd"} & {*words})
+    if _REFERENCE.fullmatch(text) or (_OF_DATA.search(words) and WORD.fullmatch(text)):
+        return False
+    mapping, parts = text.lstrip()[:1] == "{", inside.split(",")
+    parts = (part.rpartition(":")[2] if mapping else part for part in parts)
+    parts = (part.strip(_ENDS).lower() for part in parts)
+    counts = all(part in _PLAIN or _COUNT.fullmatch(part) for part in parts)  # max_tokens=16,32
+    return not counts or bool(NUMBERS_TOO.search(words))
 
 
-def _environment_secrets() -> list[str]:
-    values = {value for name, value in os.environ.items() if _words(name)}
+def environment_secrets() -> list[str]:
+    values = {value for name, value in os.environ.items() if words_of_secret(name)}
     return sorted(v for v in values if len(v) >= 4 and v.lower() not in _PLAIN)

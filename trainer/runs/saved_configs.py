@@ -20,6 +20,7 @@ YOUNGER: dict[str, dict[str, Any]] = {
     },
     "env": {"overlong": "drop"},
     "tracker": {"replies": "16"},
+    "eval": {"limit": 0},
     "trainer": {"stop_at": None, "patience": None, "overlap": 0},
     "launch": {"strategy": "ddp", "offload": False},
 }

@@ -33,9 +33,11 @@ def _commit() -> dict[str, str]:
     """Return the commit of a checkout, with a plus sign if files differ from it."""
     if not (ROOT / ".git").exists():
         return {}
-    words = ["git", "-C", str(ROOT), "describe", "--always", "--exclude=*", "--dirty=+"]
+    git = ["git", "--no-optional-locks", "-C", str(ROOT)]  # describe --dirty would take one
+    asked = (["describe", "--always", "--exclude=*"], ["status", "--porcelain", "-uno"])
+    how = {"capture_output": True, "text": True, "timeout": 10, "check": True}
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True)
+        commit, changed = (subprocess.run([*git, *words], **how).stdout.strip() for words in asked)
     except (OSError, subprocess.SubprocessError):  # no git, or a checkout that is not ours
         return {}
-    return {"commit": done.stdout.strip()}
+    return {"commit": f"{commit}+" if changed else commit}

@@ -68,7 +68,7 @@ class AccelerateTracker(Mirror):
 
     def _known_run(self) -> str | None:
         path = self.folder / f"{self.word}_id.txt"
-        return (path.read_text().strip() or None) if path.exists() else None
+        return (path.read_text().strip() or None) if path.is_file() else None
 
     def _log(self, line: dict[str, float], iteration: int) -> None:
         named = {name.replace("@", "_at_"): value for name, value in line.items()}  # of MLflow

@@ -93,7 +93,7 @@ class Mirror(JsonlTracker):
     def run_id(self) -> str:
         """Return the id in <word>_id.txt, made on the first start, so that a resume keeps it."""
         path = self.folder / f"{self.word}_id.txt"
-        if not path.exists():
+        if not path.is_file():
             write_text(path, secrets.token_hex(4) + "\n")
         return path.read_text().strip()
 

@@ -1,0 +1,124 @@
+"""What wastes KL, and what does not: the same runs with one thing changed, against the limit.
+
+    python -m benchmarks.kl_study [--experiment grpo_tiny] [--seeds 1 2 3] [--coeffs 0.1 0.3 1 3]
+    python -m benchmarks.kl_study --only default linear k2
+
+Each way (a line of WAYS) is run at each coefficient on each seed, one after the other; what is
+finished in --folder is not run again. Then the reference is sampled once (--samples replies to each
+held-out prompt: `python -m trainer.reports <run> --limit`), and a table printed: held-out accuracy
+(or reward), KL in nats a reply, and efficiency, the least KL for what was reached over what was
+spent, each the mean of the seeds. Efficiencies of one column are of different accuracies: a row
+that stands higher at every accuracy is the better frontier.
+"""
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+from trainer.reports.known_limit import FILE
+from trainer.reports.limits import Limit, held_out, make, read_limit
+from trainer.runs.run_files import load_run
+
+ROOT = Path(__file__).parents[1]
+WAYS = {  # a name, and what it changes
+    "default": "",
+    "linear": "optimizer.schedule=linear",
+    "cosine": "optimizer.schedule=cosine",
+    "half_lr": "optimizer.lr=2.5e-4",
+    "double_lr": "optimizer.lr=1e-3",
+    "no_std": "algorithm.scale_by_std=false",
+    "constant": "algorithm.aggregation=constant",
+    "k1_reward": "kl=reward",
+    "k2": "kl=k2",
+    "full": "kl.estimator=full",
+    "rloo": "algorithm=rloo",
+    "rpp_baseline": "algorithm=reinforce_pp_baseline",
+    "entropy": "algorithm.entropy_coeff=0.01",
+    "lora": "policy.lora.r=8",
+    "plateau": "eval.every=10 trainer.patience=1",
+    "large_batch": "trainer.prompts_per_iteration=64 trainer.num_iterations=40 optimizer.lr=1e-3",
+}
+
+
+def main() -> None:
+    """Run what is missing, then print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--experiment", default="grpo_tiny")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--coeffs", nargs="+", default=["0.1", "0.3", "1", "3"])
+    parser.add_argument("--only", nargs="+", default=list(WAYS), choices=WAYS)
+    parser.add_argument("--samples", type=int, default=512)
+    parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "kl_study")
+    parser.add_argument("--words", nargs="*", default=["eval.num_samples=16"])
+    args = parser.parse_args()
+    base = args.folder.resolve() / args.experiment
+    for way in args.only:
+        for coeff in args.coeffs:
+            for seed in args.seeds:
+                told = [f"experiment={args.experiment}", *WAYS[way].split(), *args.words]
+                told += [f"kl.coeff={coeff}", f"seed={seed}"]
+                run(told, base / way / coeff / str(seed))
+    print(table(base, args.only, args.coeffs, args.seeds, known(base, args.samples)))
+
+
+def run(told: Sequence[str], folder: Path) -> None:
+    """Train in a folder; what it says goes to run.log beside it."""
+    if folder.exists() and load_run(folder).state == "finished":
+        return
+    print(f"{folder} ...", file=sys.stderr, flush=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, str(ROOT / "train.py"), *told, "checkpoint.every=0"]
+    with folder.with_name("run.log").open("w") as log:
+        done = subprocess.run([*command, f"output_dir={folder}"], stdout=log, stderr=log)
+    if done.returncode:
+        print(f"  failed, see {folder.with_name('run.log')}", file=sys.stderr)
+
+
+def known(base: Path, samples: int) -> Limit:
+    """Return the limit of the runs in a folder, which all start from one model: sampled once."""
+    if not (base / FILE).is_file():
+        first = next(path.parent for path in sorted(base.glob("*/*/*/metrics.jsonl")))
+        make(first, samples)
+        (first / FILE).replace(base / FILE)
+    limit = read_limit(base / FILE)
+    if limit is None:
+        raise ValueError(f"{base / FILE} is damaged; remove it")
+    return limit
+
+
+def table(
+    base: Path, ways: Sequence[str], coeffs: Sequence[str], seeds: Sequence[int], limit: Limit
+) -> str:
+    """Return the table: a row for each way, a cell for each coefficient."""
+    lines = [f"| kl.coeff | {' | '.join(coeffs)} |", "|" + "---|" * (len(coeffs) + 1)]
+    for way in ways:
+        cells = []
+        for coeff in coeffs:
+            ends = [end(base / way / coeff / str(seed)) for seed in seeds]
+            cells.append(cell([found for found in ends if found], limit))
+        lines.append(f"| {way} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def end(folder: Path) -> tuple[str, float, float] | None:
+    """Return the metric, its value and the KL of the last evaluation, None without one."""
+    found = list(held_out(load_run(folder))) if folder.exists() else []
+    return found[-1][1:] if found else None
+
+
+def cell(ends: Sequence[tuple[str, float, float]], limit: Limit) -> str:
+    """Return accuracy, KL and efficiency of some seeds: means, and efficiency of the means."""
+    if not ends:
+        return "-"
+    value, kl = fmean(v for _, v, _ in ends), fmean(k for *_, k in ends)
+    share = limit.efficiency(ends[0][0], value, kl)
+    return f"{value:.3f} {kl:.2f} **{'-' if share is None else format(share, '.2f')}**"
+
+
+if __name__ == "__main__":
+    main()
