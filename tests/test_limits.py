@@ -128,7 +128,7 @@ def test_a_run_with_a_limit_judges_its_evaluations_and_goes_on_so(tmp_path):
     train(tmp_path / "cut", resume=True, limit=16)
     whole, cut = (lines(tmp_path / name / "metrics.jsonl") for name in ("whole", "cut"))
     judged = [row["progress/iteration"] for row in whole if "kl/efficiency" in row]
-    assert judged == [2, 4]
+    assert judged == [2, 4], whole
     assert [row.get("kl/efficiency") for row in whole] == [row.get("kl/efficiency") for row in cut]
     kept = json.loads((tmp_path / "whole" / "limit.json").read_text())
     assert kept["rows"] == [0, 1, 2, 3]
