@@ -12,6 +12,7 @@ class Placement:
     """Every rank holds every weight."""
 
     about = ""  # what a run says of it when it starts
+    held = True  # whether the weights are whole now
     device: torch.device | None = None  # of forwards, where it is not that of the weights
 
     def copy(self, module: nn.Module, kept: dict[int, Any] | None = None) -> nn.Module:

@@ -146,7 +146,8 @@ class Scorer(nn.Module):
     def precision(self) -> AbstractContextManager:
         """Return the autocast context that sampling and scoring share."""
         device = self.placement.device or next(self.model.parameters()).device
-        return torch.autocast(device.type, self.autocast, enabled=self.autocast is not None)
+        on, kept = self.autocast is not None, self.placement.held  # else copies outlive their layer
+        return torch.autocast(device.type, self.autocast, enabled=on, cache_enabled=kept)
 
     def _lay(self, tokens, attention, keep, group_id, pack: bool = False) -> layout.Layout:
         most = max_positions(self.model)

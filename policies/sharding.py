@@ -55,7 +55,25 @@ def shard(scorer: Scorer, mesh: DeviceMesh, *, offload: bool = False) -> None:
         fully_shard(unit, mp_policy=_gathered_in(half), **shares)
     for name in FORWARDS:
         register_fsdp_forward_method(scorer, name)
+    _fetch_in_order(scorer)
     scorer.placement = Shards(scorer, mesh, half=half)
+
+
+def _fetch_in_order(scorer: Any) -> None:
+    """Let a layer's backward gather the layer before it, whatever forwards there were.
+
+    FSDP goes by those since the last backward, also by what each rank has sampled for itself: one
+    that had nothing to sample would wait for ever for those that gather once more.
+    """
+    critic = scorer.critic
+    bodies = [scorer.model, *([critic.body] if critic is not None and critic.body else [])]
+    chains: list[Any] = [decoder_layers(body) for body in bodies]
+    for chain in chains:
+        for layer, before in zip(chain, [scorer, *chain], strict=False):  # the root's are whole
+            layer.set_modules_to_backward_prefetch([before])
+    scorer.set_modules_to_backward_prefetch([chain[-1] for chain in chains])
+    if critic is not None:
+        critic.head.set_modules_to_backward_prefetch([scorer])
 
 
 def share(scorer: Scorer, owner: Scorer) -> None:
@@ -66,7 +84,7 @@ def share(scorer: Scorer, owner: Scorer) -> None:
     scorer.placement = owner.placement
 
 
-def decoder_layers(scorer: nn.Module) -> list[nn.Module]:
+def decoder_layers(scorer: Any) -> list[nn.Module]:
     """Return the layers of a scorer's model and of its critic's body; none is a ValueError."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -196,7 +214,7 @@ class Shards(Placement):
         self.rounded = dict.fromkeys(trained - {"critic.head.weight", "critic.head.bias"}, half)
         number = torch.cuda.current_device() if mesh.device_type == "cuda" else None
         self.device = torch.device(mesh.device_type, number)
-        self.held = False  # whether the weights are whole
+        self.held = False
 
     def copy(self, module: nn.Module, kept: dict[int, Any] | None = None) -> nn.Module:
         """Raise ValueError: a copy would have shards of nobody."""

@@ -1,9 +1,8 @@
 """One optimiser step of every algorithm, in float64, on the same rows laid out in several ways.
 
-Also a script for two ranks: rank 0 writes the gradients of all cases into a folder.
+On two ranks, rank 0 writes the gradients of all cases into a folder (tests/two_ranks.py).
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -218,12 +217,10 @@ def interleaved(batch: TensorDict) -> TensorDict:
     return take(batch, list(chain(*zip(*groups(ids), strict=True))))
 
 
-if __name__ == "__main__":
-    with Runtime(sys.argv[1]) as run:
-        found = {name: gradient(step(name), runtime=run) for name in CASES}
-        few = {"runtime": run, "micro_batch_tokens": 120, "spread": True}
-        found |= {f"{name}, shards": gradient(step(name), **few) for name in CASES}
-        if run.is_main:
-            save_file(found, Path(sys.argv[1], "gradients.safetensors"))
-        run.accelerator.wait_for_everyone()
-        run.accelerator.end_training()
+def write(folder: Path, runtime: Runtime) -> None:
+    """Write the gradients of several ranks, without shards and with them."""
+    found = {name: gradient(step(name), runtime=runtime) for name in CASES}
+    few = {"runtime": runtime, "micro_batch_tokens": 120, "spread": True}
+    found |= {f"{name}, shards": gradient(step(name), **few) for name in CASES}
+    if runtime.is_main:
+        save_file(found, folder / "gradients.safetensors")

@@ -1,7 +1,7 @@
 """Runs of three iterations of which each rank holds a part of every weight, and what they equal.
 
-Also a script for torchrun: the ranks train cases, go on with checkpoints of one rank and save such
-again, in one process group.
+Also a script for torchrun, see `start`: the ranks train cases, go on with checkpoints of others and
+save such again, in one process group.
 
     model/ one/<case> of one rank; many/<case> of several; on/<case> and again/<case>, see `prepare`
 """
@@ -37,7 +37,7 @@ from trainer.trainer import Trainer
 
 ALGORITHMS = sorted(path.stem for path in (ROOT / "conf" / "algorithm").glob("*.yaml"))
 EXPERIMENTS = {name: f"{name}_tiny" for name in ALGORITHMS} | {"reward": "rm_tiny"}
-SILENT = ("sft", "minor_sft", "reward")
+SILENT = ("sft", "minor_sft", "reward")  # of several ranks one alone has a row to sample for
 SMALL = (
     "allow_targets=true",
     "trainer.num_iterations=3",
@@ -46,7 +46,6 @@ SMALL = (
     "policy.max_new_tokens=6",
     "optimizer.lr=1e-3",
     "optimizer.eps=1e-2",  # no step is the sign of rounding where a gradient is nothing
-    "eval.max_rows=3",
     "eval.num_samples=1",
     "eval.greedy=false",
     "checkpoint.every=1",
@@ -55,10 +54,12 @@ SMALL = (
 )
 REPLIES = ("algorithm.group_size=4", "kl.coeff=0.1")
 STEPS = ("algorithm.minibatches=2", "algorithm.epochs=2")
+MANY_STEPS = ("ppo", "cispo", "dapo", "dppo", "gspo")
 FULL, LORA = "kl.estimator=full", "policy.lora.r=4"
 REFRESH, LAYERS = "kl.refresh_every=1", "policy.gradient_checkpointing=true"
 CORRECTED = "algorithm.after_rollout={importance: {_target_: trainer.ImportanceSampling}}"
 MORE = {
+    "ppo, one step": ("ppo", "algorithm.epochs=1", "algorithm.minibatches=1"),
     "ppo, head": ("ppo", "algorithm.critic.kind=head"),
     "ppo, LoRA": ("ppo", LORA),
     "grpo, exact KL": ("grpo", FULL, LAYERS),
@@ -70,6 +71,7 @@ MORE = {
     "grpo, target KL": ("grpo", "algorithm.target_kl=0.001", "algorithm.epochs=3"),
     "grpo, importance": ("grpo", CORRECTED),
     "grpo, a rank without rows": ("grpo",),
+    "grpo, LoRA, a rank without rows": ("grpo", LORA),
     "grpo, bfloat16": ("grpo", "policy.dtype=bfloat16", REFRESH),
     "grpo, bfloat16, LoRA": ("grpo", "policy.dtype=bfloat16", LORA),
     "grpo, autocast": ("grpo", "policy.autocast=bfloat16"),
@@ -82,7 +84,8 @@ MORE = {
 }
 CASES = {name: (name,) for name in ALGORITHMS} | MORE
 ROUNDED = [name for name in CASES if "bfloat16" in name or "autocast" in name]
-TASKS = {"grpo, a rank without rows": "sharded.OnlyOne"}
+FEW = ("ppo", "ppo, head", "grpo, LoRA, a rank without rows", "sft, packed")  # of `make test`
+RESUMED = "ppo, head"  # of these
 
 
 class OnlyOne(Pairs):
@@ -92,24 +95,27 @@ class OnlyOne(Pairs):
         return replace(super().reward(row, reply), dropped=row["answer"] != "Write")
 
 
-def make_models(folder: Path) -> None:
+def make_models(folder: Path, kinds: Sequence[str] = ("llama", "gemma", "gpt2")) -> None:
     """Write models by which tokens differ and replies end now and then."""
     save_model(make_policy(), folder / "tiny")
-    for kind in ("llama", "gemma", "gpt2"):
+    for kind in kinds:
         make_checkpoint(folder / kind, kind)
 
 
-def compose(name: str, model: Path, *, ranks: int) -> dict[str, Any]:
-    """Return the configuration of a case on a number of ranks."""
+def compose(name: str, model: Path, *, ranks: int, launch: str = "fsdp2") -> dict[str, Any]:
+    """Return the configuration of a case on a number of ranks; one alone has no shards."""
+    launch = launch if ranks > 1 else "ddp"
     algorithm, *words = (word for word in CASES[name] if not word.startswith("model="))
     words += SMALL if algorithm in SILENT else (*SMALL, *REPLIES)
-    words += STEPS if algorithm in ("ppo", "cispo", "dapo", "dppo", "gspo") else ()
+    words += [f"eval.max_rows={1 if algorithm in SILENT else 3}"]
+    words += STEPS if algorithm in MANY_STEPS and "one step" not in name else ()
     kind = next((w.split("=")[1] for w in CASES[name] if w.startswith("model=")), "tiny")
     words += [f"policy.model={model / kind}", f"launch.num_processes={ranks}"]
-    words = [word for word in words if ranks > 1 or word != "launch.offload=true"]
-    words = [f"experiment={EXPERIMENTS[algorithm]}", *words, *["launch=fsdp2"] * (ranks > 1)]
+    words = [word for word in words if launch == "fsdp2" or word != "launch.offload=true"]
+    words = [f"experiment={EXPERIMENTS[algorithm]}", *words, f"launch={launch}"]
     config = compose_checked(words)
-    config["env"] |= {"task": {"_target_": TASKS.get(name, "invariance.Pairs")}, "rewards": {}}
+    task = "sharded.OnlyOne" if "without rows" in name else "invariance.Pairs"
+    config["env"] |= {"task": {"_target_": task}, "rewards": {}}
     return config
 
 
@@ -119,6 +125,7 @@ def run(
     model: Path,
     *,
     ranks: int,
+    launch: str = "fsdp2",
     resume: bool = False,
     instead: Callable[[Trainer, Any], float] | None = None,
 ) -> None:
@@ -128,7 +135,9 @@ def run(
     """
     set_up()
     torch.set_num_threads(1)
-    config = compose(name, model, ranks=ranks) | {"resume": str(folder) if resume else None}
+    config = compose(name, model, ranks=ranks, launch=launch) | {
+        "resume": str(folder) if resume else None
+    }
     with ExitStack() as stack:
         stack.enter_context(patch("conf.build.make_observers", only_metrics))
         if instead is not None:
@@ -147,30 +156,39 @@ def save_again(loop: Trainer, settings: Any) -> float:
     return 0.0
 
 
-def prepare(source: Path, place: Path, names: Sequence[str]) -> None:
-    """Copy runs, once to go on with after two iterations (on/) and once to save again (again/)."""
+def prepare(source: Path, place: Path, names: Sequence[str], *, of: str = "") -> None:
+    """Copy runs, once to go on with after two iterations (on/) and once to save again (again/).
+
+    With `of`, who made them, to go on alone, as on/<case> of <who>.
+    """
     for name in names:
-        shutil.copytree(source / name, place / "again" / name)
-        shutil.copytree(source / name, place / "on" / name)
-        shutil.rmtree(place / "on" / name / "checkpoints" / "iteration_000003")
+        if not of:
+            shutil.copytree(source / name, place / "again" / name)
+        there = place / "on" / (f"{name} of {of}" if of else name)
+        shutil.copytree(source / name, there)
+        shutil.rmtree(there / "checkpoints" / "iteration_000003")
 
 
-def resume(place: Path, names: Sequence[str], model: Path, *, ranks: int) -> None:
+def resume(place: Path, model: Path, *, ranks: int, launch: str = "fsdp2") -> None:
     """Do with prepared runs what they are there for."""
-    for name in names:
-        run(name, place / "on" / name, model, ranks=ranks, resume=True)
-        run(name, place / "again" / name, model, ranks=ranks, resume=True, instead=save_again)
+    for folder in sorted((place / "on").glob("*")):
+        case = folder.name.partition(" of ")[0]
+        run(case, folder, model, ranks=ranks, launch=launch, resume=True)
+    for folder in sorted((place / "again").glob("*")):
+        how = {"launch": launch, "resume": True, "instead": save_again}
+        run(folder.name, folder, model, ranks=ranks, **how)
 
 
-def run_ranks(place: Path, names: Sequence[str], *, ranks: int, timeout: float) -> None:
-    """Run this file by torchrun: the cases on several ranks, and those that go on with one's."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+def start(place: Path, ranks: int, launch: str, names: Sequence[str]) -> None:
+    """Train cases in a folder with model/ on several ranks, and go on with what is prepared."""
+    words = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", __file__]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     done = subprocess.run(
-        [sys.executable, *launcher, __file__, str(place), str(ranks), *names],
+        [sys.executable, *words, str(place), str(ranks), launch, *names],
         capture_output=True,
         text=True,
-        env=environment(PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")])),
-        timeout=timeout,
+        env=environment(PYTHONPATH=path),
+        timeout=3000,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -192,10 +210,9 @@ def far(got: dict[str, Tensor], want: dict[str, Tensor], part: str = "") -> floa
 
 
 if __name__ == "__main__":
-    place, ranks, *names = sys.argv[1:]
-    at = Path(place)
+    place, ranks, launch, *names = sys.argv[1:]
+    at, how = Path(place), {"ranks": int(ranks), "launch": launch}
     for case in names:
-        run(case, at / "many" / case, at / "model", ranks=int(ranks))
-    prepared = sorted(path.name for path in (at / "on").glob("*"))
-    resume(at, prepared, at / "model", ranks=int(ranks))
+        run(case, at / "many" / case, at / "model", **how)
+    resume(at, at / "model", **how)
     torch.distributed.destroy_process_group()

@@ -1,12 +1,16 @@
 """What must not change a step of any algorithm: how its rows lie, in what order, on how many ranks.
 
 The gradient of one optimiser step is that of the whole batch in one forward, to 1e-6 in float64.
+Few whole runs of two ranks with shards are those of one, too (more: tests/scale/).
 """
 
+from pathlib import Path
+
 import pytest
+import sharded
 import torch
 from invariance import CASES, gradient, interleaved, padded_left, step, turned
-from runs import on_two_ranks
+from runs import lines, on_two_ranks
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -21,10 +25,19 @@ def whole() -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory) -> dict[str, Tensor]:
+def ranks(tmp_path_factory) -> Path:
+    """Return a folder with what two ranks made, of gradients and runs, and with runs of one."""
     folder = tmp_path_factory.mktemp("ranks")
-    on_two_ranks("invariance.py", folder)
-    return load_file(folder / "gradients.safetensors")
+    sharded.make_models(folder / "model", ())
+    for name in sharded.FEW:
+        sharded.run(name, folder / "one" / name, folder / "model", ranks=1)
+    on_two_ranks("two_ranks.py", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two_ranks(ranks) -> dict[str, Tensor]:
+    return load_file(ranks / "gradients.safetensors")
 
 
 def in_micro_batches(name: str, patch: pytest.MonkeyPatch) -> Tensor:
@@ -104,6 +117,34 @@ def test_two_ranks_have_the_gradient_of_one(name, whole, two_ranks) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_with_a_part_of_every_weight_have_the_gradient_of_one(name, whole, two_ranks):
     assert far(two_ranks[f"{name}, shards"], whole[name]) < 1e-12
+
+
+@pytest.mark.parametrize("name", sharded.FEW)
+def test_two_ranks_with_a_part_of_every_weight_make_the_run_of_one(name, ranks) -> None:
+    """Its critic, adapter and moments too, and what it logs."""
+    one, two = (sharded.tensors(ranks / made / name) for made in ("one", "many"))
+    assert sharded.far(two, one, "model/") < TOLERANCE
+    assert sharded.far(two, one, "checkpoints/") < TOLERANCE
+    first, last = (f"checkpoints/iteration_00000{i}" for i in (1, 3))
+    begun, ended = (sharded.tensors(ranks / "one" / name / at) for at in (first, last))
+    assert sharded.far(ended, begun) > 1e-3, "nothing was learnt"
+    logged = [lines(ranks / made / name / "metrics.jsonl") for made in ("one", "many")]
+    assert len(logged[0]) == 4
+    for want, got in zip(*logged, strict=True):
+        same = {k: v for k, v in want.items() if not k.startswith(("time/", "perf/"))}
+        assert {key: got[key] for key in same} == pytest.approx(same, rel=1e-4, abs=1e-5)
+
+
+def test_one_rank_goes_on_with_what_two_with_shards_have_saved(ranks) -> None:
+    name, at = sharded.RESUMED, ranks / "back"
+    sharded.prepare(ranks / "many", at, [name])
+    sharded.resume(at, ranks / "model", ranks=1)
+    saved = sharded.tensors(ranks / "many" / name / "checkpoints" / "iteration_000003")
+    again = sharded.tensors(at / "again" / name / "checkpoints" / "iteration_000009")
+    assert again.keys() == saved.keys()
+    assert all(torch.equal(again[key], saved[key]) for key in saved), "to the bit"
+    went_on = sharded.tensors(at / "on" / name / "checkpoints" / "iteration_000003")
+    assert sharded.far(went_on, saved) < TOLERANCE
 
 
 def test_packing_changes_the_layout_alone(whole) -> None:

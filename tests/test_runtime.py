@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.commands.launch import launch_command, launch_command_parser
+from refusals import refusal
 
 import train
 from trainer.runtime import Runtime, Stopped
@@ -197,6 +198,8 @@ def test_float64_is_asked_only_of_devices_that_have_it():
 
 
 def test_a_device_that_is_not_there_is_one_line(tmp_path):
-    for device in ("mps", "xpu:1", "npu"):
+    for device in ("mps", "xpu", "npu"):
         with pytest.raises(ValueError, match=f"no GPU for policy.device={device}.*set it to null"):
             Runtime(tmp_path, device=device)
+    told = refusal("experiment=grpo_tiny", "policy.device=cuda:1")  # it would choose no index
+    assert "CUDA_VISIBLE_DEVICES=1 takes one of several" in told

@@ -68,9 +68,7 @@ KEYS: dict[NestedKey, Entry] = {
         "[B] bool", "the task says the reply is right", "collect > efficiency evaluation"
     ),
     "truncated": Entry("[B] bool", "cut by a limit", "collect > metrics overlong transcripts"),
-    "dropped": Entry(
-        "[B] bool", "its group is not judged", "collect > collect efficiency evaluation metrics"
-    ),
+    "dropped": Entry("[B] bool", "not judged", "collect > collect efficiency evaluation metrics"),
     "group_id": Entry(
         "[B] int64",
         "the samples of a prompt",

@@ -40,19 +40,15 @@ class Objective(Protocol):
 class GRPOObjective:
     """Policy gradient, and the leash where it acts in the loss (GRPO eq. 3, arXiv 2402.03300).
 
-    `ratio` and `surrogate` name parts of trainer/surrogates.py, `clip_*` and `*_bound` are their
-    bounds; the default is the clipped gradient of PPO and GRPO. Which makes which paper:
-    docs/algorithms.md.
+    `ratio` and `surrogate` name parts of trainer/surrogates.py, `clip_*`, `*_bound` their bounds;
+    the default is the clipped gradient of PPO and GRPO. Which makes which paper: docs/algorithms.md
 
     The ratio is to old_log_probs.full where the batch has them (another engine has sampled), else
     to the log_probs.full of who sampled; policy_weight is a factor of the policy term. Masks are of
     the distance from who sampled.
     """
 
-    reads = (
-        *Leash.learnt,
-        *reads("advantage", ("old_log_probs", "full"), "policy_weight"),
-    )
+    reads = (*Leash.learnt, *reads("advantage", ("old_log_probs", "full"), "policy_weight"))
 
     def __init__(
         self,

@@ -35,7 +35,7 @@ class Runtime:
     def __init__(self, folder: str | Path, *, seed: int = 0, device: str | None = None) -> None:
         gpu = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         kind = gpu.type if gpu else "cpu"  # or cuda, mps, xpu, npu
-        if device is not None and device.partition(":")[0] not in ("cpu", kind):
+        if device not in (None, "cpu", kind):  # which of several, the environment says
             there = f", there is {kind}" if gpu else ""
             raise ValueError(f"no GPU for policy.device={device}{there}; set it to null or cpu")
         check_accelerate()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from refusals import refusal
 from runs import lines, train
-from sharded import ROUNDED, far, make_models, prepare, resume, run, run_ranks, tensors
+from sharded import ROUNDED, far, make_models, prepare, resume, run, start, tensors
 
 pytestmark = pytest.mark.scale
 
@@ -34,7 +34,7 @@ def place(tmp_path_factory) -> Path:
     for name in NAMES:
         run(name, at / "one" / name, at / "model", ranks=1)
     prepare(at / "one", at, RESUMED)
-    run_ranks(at, NAMES, ranks=2, timeout=500)
+    start(at, 2, "fsdp2", NAMES)
     return at
 
 
@@ -89,7 +89,7 @@ def back(place) -> Path:
     """Return a folder in which one rank went on with what two have saved."""
     at = place / "back"
     prepare(place / "many", at, RESUMED)
-    resume(at, RESUMED, place / "model", ranks=1)
+    resume(at, place / "model", ranks=1)
     return at
 
 

@@ -5,6 +5,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Iterable
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -29,17 +30,29 @@ def held(loop: Trainer, *, whole: bool = False) -> dict[str, int]:
 
     `whole`: of what all ranks hold together, where each has a part.
     """
-    size = _whole_bytes if whole else held_bytes
     own = {id(p): p for p in loop.policy.scorer.parameters()}
     theirs = loop.retrieve_kl.scorer
     others = () if theirs is None else [p for p in theirs.parameters() if id(p) not in own]
     moments = [value for state in loop.checkpoints.optimizer.state.values()
                for value in state.values() if isinstance(value, Tensor)]  # fmt: skip
+    return held_by(own.values(), others, moments, whole=whole)
+
+
+def held_by(
+    own: Iterable[Tensor],
+    others: Iterable[Tensor],
+    moments: Iterable[Tensor],
+    *,
+    whole: bool = False,
+) -> dict[str, int]:
+    """Return the bytes of a policy's tensors, a reference's, an optimizer's, and of gradients."""
+    size = _whole_bytes if whole else held_bytes
+    own = list(own)
     return {
-        "weights": sum(map(size, own.values())),
+        "weights": sum(map(size, own)),
         "reference": sum(map(size, others)),
         "optimizer": sum(map(size, moments)),
-        "gradients": sum(size(p) for p in own.values() if p.requires_grad),
+        "gradients": sum(size(p) for p in own if p.requires_grad),
     }
 
 
