@@ -1,7 +1,7 @@
 """What wastes KL, and what does not: the same runs with one thing changed, against the limit.
 
     python -m benchmarks.kl_study [--experiment grpo_tiny] [--seeds 1 2 3] [--coeffs 0.1 0.3 1 3]
-    python -m benchmarks.kl_study --only default linear k2
+    python -m benchmarks.kl_study --only no_std k1_no_std_linear --coeffs 0.1 0.3 1
 
 Each way (a line of WAYS) is run at each coefficient on each seed, one after the other; what is
 finished in --folder is not run again. Then the reference is sampled once (--samples replies to each
@@ -23,23 +23,29 @@ from trainer.reports.limits import Limit, held_out, make, read_limit
 from trainer.runs.run_files import load_run
 
 ROOT = Path(__file__).parents[1]
+LINEAR, NO_STD = "optimizer.schedule=linear", "algorithm.scale_by_std=false"
 WAYS = {  # a name, and what it changes
     "default": "",
-    "linear": "optimizer.schedule=linear",
-    "cosine": "optimizer.schedule=cosine",
+    "linear": LINEAR,
     "half_lr": "optimizer.lr=2.5e-4",
-    "double_lr": "optimizer.lr=1e-3",
-    "no_std": "algorithm.scale_by_std=false",
-    "constant": "algorithm.aggregation=constant",
-    "k1_reward": "kl=reward",
+    "no_std": NO_STD,
+    "k1": "kl=reward",
     "k2": "kl=k2",
     "full": "kl.estimator=full",
-    "rloo": "algorithm=rloo",
-    "rpp_baseline": "algorithm=reinforce_pp_baseline",
-    "entropy": "algorithm.entropy_coeff=0.01",
-    "lora": "policy.lora.r=8",
-    "plateau": "eval.every=10 trainer.patience=1",
-    "large_batch": "trainer.prompts_per_iteration=64 trainer.num_iterations=40 optimizer.lr=1e-3",
+    "k1_linear": f"kl=reward {LINEAR}",
+    "k2_linear": f"kl=k2 {LINEAR}",
+    "full_linear": f"kl.estimator=full {LINEAR}",
+    "k1_no_std_linear": f"kl=reward {LINEAR} {NO_STD}",
+    "k2_no_std_linear": f"kl=k2 {LINEAR} {NO_STD}",
+    "full_no_std_linear": f"kl.estimator=full {LINEAR} {NO_STD}",
+    "k2_linear_double_lr": f"kl=k2 {LINEAR} optimizer.lr=1e-3",
+    "k2_linear_half_lr": f"kl=k2 {LINEAR} optimizer.lr=2.5e-4",
+    "k2_linear_entropy": f"kl=k2 {LINEAR} algorithm.entropy_coeff=0.01",
+    "k2_linear_groups": (
+        f"kl=k2 {LINEAR} algorithm.group_size=16 trainer.prompts_per_iteration=16"
+    ),
+    "full_linear_lora": f"kl.estimator=full {LINEAR} policy.lora.r=8 optimizer.lr=2e-3",
+    "full_linear_long": f"kl.estimator=full {LINEAR} trainer.num_iterations=160",
 }
 
 
