@@ -26,7 +26,14 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from policies.scorer import Scorer
-from trainer import ConstantKLController, GroupAdvantage, GRPOObjective, Leash, Runtime
+from trainer import (
+    BudgetKLController,
+    ConstantKLController,
+    GroupAdvantage,
+    GRPOObjective,
+    Leash,
+    Runtime,
+)
 from trainer.update import Update
 
 V, REPLIES = 6, 256
@@ -109,15 +116,21 @@ def train(
     estimator: str = "k1",
     scale_by_std: bool = False,
     aggregation: str = "token_mean",
+    target: float | None = None,
     steps: int = 200,
     lr: float = 0.01,
 ) -> End:
-    """Train on `REPLIES` fresh replies a step, the rate falling to 0; k1 acts in the reward."""
+    """Train on `REPLIES` fresh replies a step, the rate falling to 0; k1 acts in the reward.
+
+    With a `target` (nats) `kl.controller=budget` steers the coefficient, from this one.
+    """
     model = small()
     with torch.no_grad():
         ref = log_probs(model)
     where = "reward" if estimator == "k1" else "loss"
-    leash = Leash(ConstantKLController(kl_coef=coeff), estimator, where)
+    constant = ConstantKLController(kl_coef=coeff)
+    control = BudgetKLController(coeff, target=target) if target else constant
+    leash = Leash(control, estimator, where)
     advantage = GroupAdvantage(group_size=REPLIES, scale_by_std=scale_by_std, leash=leash)
     update = Update(
         Scorer(model),
@@ -135,7 +148,9 @@ def train(
         with torch.no_grad():
             own = log_probs(model)
         picked = own.sum(-1).exp().multinomial(REPLIES, replacement=True, generator=draw)
-        update(advantage(_batch(picked, own, ref)))
+        batch = _batch(picked, own, ref)
+        update(advantage(batch))
+        control.follow(float(batch["kl_penalty"].sum(-1).mean()), sequences=REPLIES)
     with torch.no_grad():
         own = log_probs(model)
     chance = own.sum(-1).exp()

@@ -1,14 +1,14 @@
-"""What wastes KL, and what does not: the same runs with one thing changed, against the limit.
+"""What wastes KL: grpo_tiny with one thing changed at a time, against the limit (docs/kl.md).
 
-    python -m benchmarks.kl_study [--experiment grpo_tiny] [--seeds 1 2 3] [--coeffs 0.1 0.3 1 3]
+    python -m benchmarks.kl_study [--seeds 1 2 3] [--coeffs 0.1 0.3 1 3]
     python -m benchmarks.kl_study --only no_std k1_no_std_linear --coeffs 0.1 0.3 1
 
 Each way (a line of WAYS) is run at each coefficient on each seed, one after the other; what is
-finished in --folder is not run again. Then the reference is sampled once (--samples replies to each
-held-out prompt: `python -m trainer.reports <run> --limit`), and a table printed: held-out accuracy
-(or reward), KL in nats a reply, and efficiency, the least KL for what was reached over what was
-spent, each the mean of the seeds. Efficiencies of one column are of different accuracies: a row
-that stands higher at every accuracy is the better frontier.
+finished in --folder is not run again. Then the reference is sampled once (512 replies to each
+held-out prompt: `python -m trainer.reports <run> --limit 512`), and a table printed: held-out
+accuracy, KL in nats a reply, and efficiency, the least KL for what was reached over what was spent,
+of the means of the seeds (fewer, where some failed, are counted). Efficiencies of one column are of
+different accuracies: a row that stands higher at every accuracy is the better frontier.
 """
 
 import argparse
@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from trainer.reports.known_limit import FILE
-from trainer.reports.limits import Limit, held_out, make, read_limit
+from trainer.limit import FILE, Limit, read_limit
+from trainer.reports.limits import held_out, make
 from trainer.runs.run_files import load_run
 
 ROOT = Path(__file__).parents[1]
@@ -54,42 +54,40 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--experiment", default="grpo_tiny")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--coeffs", nargs="+", default=["0.1", "0.3", "1", "3"])
     parser.add_argument("--only", nargs="+", default=list(WAYS), choices=WAYS)
-    parser.add_argument("--samples", type=int, default=512)
     parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "kl_study")
-    parser.add_argument("--words", nargs="*", default=["eval.num_samples=16"])
     args = parser.parse_args()
-    base = args.folder.resolve() / args.experiment
+    base = args.folder.resolve()
     for way in args.only:
         for coeff in args.coeffs:
             for seed in args.seeds:
-                told = [f"experiment={args.experiment}", *WAYS[way].split(), *args.words]
-                told += [f"kl.coeff={coeff}", f"seed={seed}"]
+                told = [*WAYS[way].split(), f"kl.coeff={coeff}", f"seed={seed}"]
                 run(told, base / way / coeff / str(seed))
-    print(table(base, args.only, args.coeffs, args.seeds, known(base, args.samples)))
+    print(table(base, args.only, args.coeffs, args.seeds, known(base)))
 
 
 def run(told: Sequence[str], folder: Path) -> None:
-    """Train in a folder; what it says goes to run.log beside it."""
+    """Train in a folder; what it says goes to a log beside it."""
     if folder.exists() and load_run(folder).state == "finished":
         return
     print(f"{folder} ...", file=sys.stderr, flush=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, str(ROOT / "train.py"), *told, "checkpoint.every=0"]
-    with folder.with_name("run.log").open("w") as log:
+    command = [sys.executable, str(ROOT / "train.py"), "experiment=grpo_tiny", *told]
+    command += ["eval.num_samples=16", "checkpoint.every=0"]
+    log_of = folder.with_suffix(".log")
+    with log_of.open("w") as log:
         done = subprocess.run([*command, f"output_dir={folder}"], stdout=log, stderr=log)
     if done.returncode:
-        print(f"  failed, see {folder.with_name('run.log')}", file=sys.stderr)
+        print(f"  failed, see {log_of}", file=sys.stderr)
 
 
-def known(base: Path, samples: int) -> Limit:
+def known(base: Path) -> Limit:
     """Return the limit of the runs in a folder, which all start from one model: sampled once."""
     if not (base / FILE).is_file():
         first = next(path.parent for path in sorted(base.glob("*/*/*/metrics.jsonl")))
-        make(first, samples)
+        make(first, 512)
         (first / FILE).replace(base / FILE)
     limit = read_limit(base / FILE)
     if limit is None:
@@ -106,7 +104,7 @@ def table(
         cells = []
         for coeff in coeffs:
             ends = [end(base / way / coeff / str(seed)) for seed in seeds]
-            cells.append(cell([found for found in ends if found], limit))
+            cells.append(cell([found for found in ends if found], limit, of=len(seeds)))
         lines.append(f"| {way} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -117,13 +115,14 @@ def end(folder: Path) -> tuple[str, float, float] | None:
     return found[-1][1:] if found else None
 
 
-def cell(ends: Sequence[tuple[str, float, float]], limit: Limit) -> str:
+def cell(ends: Sequence[tuple[str, float, float]], limit: Limit, *, of: int) -> str:
     """Return accuracy, KL and efficiency of some seeds: means, and efficiency of the means."""
     if not ends:
         return "-"
     value, kl = fmean(v for _, v, _ in ends), fmean(k for *_, k in ends)
     share = limit.efficiency(ends[0][0], value, kl)
-    return f"{value:.3f} {kl:.2f} **{'-' if share is None else format(share, '.2f')}**"
+    text = f"{value:.3f} {kl:.2f} **{'-' if share is None else format(share, '.2f')}**"
+    return text if len(ends) == of else f"{text} ({len(ends)} of {of} seeds)"
 
 
 if __name__ == "__main__":

@@ -4,6 +4,11 @@ from collections.abc import Iterator
 from typing import Any
 
 
+def filtered(policy: dict[str, Any]) -> bool:
+    """Return whether a KL is over the tokens that were left to draw from alone."""
+    return bool(policy["top_k"] or policy["top_p"] < 1 or policy["min_p"])
+
+
 def findings(cfg: dict[str, Any]) -> Iterator[str]:
     """Yield a line for each; imported where there is one to be sampled."""
     kl, held_out = cfg["kl"], cfg["eval"]
@@ -12,10 +17,13 @@ def findings(cfg: dict[str, Any]) -> Iterator[str]:
         yield "expected eval.limit of at least 2 replies a row, got 1: one says nothing of the best"
     if not kl["measure"]:
         yield f"{what} needs the KL that was spent, got kl.measure=false; set kl.measure=true"
-    if kl["reference"] is not None or kl["refresh_every"]:
-        key = "kl.refresh_every" if kl["refresh_every"] else "kl.reference"
+    if kl["refresh_every"]:
+        yield f"{what} is of one reference, which kl.refresh_every moves; leave one of them out"
+    elif kl["reference"] is not None:
         later = "leave it out and run python -m trainer.reports <run folder> --limit afterwards"
-        yield f"{what} samples the policy as it starts, which {key} makes no reference; {later}"
+        yield f"{what} samples the policy as it starts, kl.reference names another; {later}"
+    if filtered(cfg["policy"]):
+        yield f"{what} needs the KL of whole distributions; leave policy.top_k, top_p, min_p out"
     if not held_out["num_samples"] or held_out["temperature"] != 1:
         got = f"eval.num_samples={held_out['num_samples']} eval.temperature"
         got += f"={held_out['temperature']:g}"

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from conf.check_limit import filtered
 from conf.command_line import OUTPUTS, SWEEP, check_single, flags_and_overrides
 from conf.compose import compose_checked, compose_experiment
 from conf.resume import load_for_resume
@@ -88,6 +89,9 @@ def _of_run(mode: str, folder: str, overrides: list[str]) -> dict[str, Any]:
     elif not named:
         config["output_dir"] = folder
     if mode == "limit":
+        if config["kl"]["refresh_every"] or filtered(config["policy"]):
+            why = "a reference that moved, or the tokens that top_k, top_p or min_p left"
+            raise ValueError(f"{folder} has no limit: its KL is to {why}, not to one distribution")
         given = any(word.startswith("eval.num_samples=") for word in rest)
         config["eval"] |= LIMIT | ({"num_samples": config["eval"]["num_samples"]} if given else {})
         config["policy"]["model"] = config["kl"]["reference"] or config["policy"]["model"]

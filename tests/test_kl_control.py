@@ -9,6 +9,7 @@ from conf.compose import compose_checked
 from conf.start import set_up
 from trainer import (
     AdaptiveKLController,
+    BudgetKLController,
     ConstantKLController,
     KLControllerBase,
     LinearKLController,
@@ -140,6 +141,25 @@ def test_a_linear_schedule_goes_from_its_first_to_its_last_iteration():
             LinearKLController(0.1, **wrong)
 
 
+def test_a_budget_is_a_level_that_adds_up_errors_and_a_damping_of_the_last():
+    control = make_kl_controller(controller="budget", coeff=0.1, target=4.0)
+    level = 0.1
+    for kls, error in (([5.0, 7.0], 0.5), ([4.0], 0.0), ([0.0], -1.0), ([400.0], 1.0)):
+        level *= math.exp(0.1 * error)
+        assert control.update(kls) == pytest.approx(level * math.exp(2 * error))
+    kept = control.coeff
+    assert control.update([]) == kept
+    again = BudgetKLController(0.7, target=4.0)
+    again.load_state_dict(control.state_dict())
+    assert again.coeff == kept
+    assert again.update([5.0]) == control.update([5.0])
+    again.load_state_dict({"coeff": 0.3})  # of a run that another controller steered
+    assert again.update([4.0]) == pytest.approx(0.3)
+    for coeff, target in ((0.0, 1.0), (0.1, 0.0), (math.inf, 1.0)):
+        with pytest.raises(ValueError, match="finite coeff and target > 0"):
+            BudgetKLController(coeff, target=target)
+
+
 def test_a_controller_is_made_by_its_name():
     adaptive = make_kl_controller(controller="adaptive", coeff=0.1, target=6.0, horizon=50)
     assert adaptive.update([12.0] * 5) == pytest.approx(0.1 * (1 + 0.2 * 5 / 50))
@@ -147,7 +167,7 @@ def test_a_controller_is_made_by_its_name():
     assert linear.update([]) == 0.5
     assert make_kl_controller(coeff=0.3, total=3).update([7.0]) == 0.3
     for wrong in ({"controller": "adaptive"}, {"controller": "linear"}, {"controller": "PID"}):
-        with pytest.raises(ValueError, match=r"adaptive with kl.target or linear with kl.end"):
+        with pytest.raises(ValueError, match=r"adaptive with kl.target, linear with kl.end"):
             make_kl_controller(coeff=0.1, **wrong)
 
 
@@ -159,7 +179,16 @@ ADAPTIVE = "kl.controller=adaptive kl.target=3"
     [
         ("kl.controller=adaptive", "adaptive needs kl.target"),
         ("kl.controller=linear", "linear needs kl.end"),
-        ("kl.target=3", r"kl.target is for kl.controller=adaptive, got constant; leave"),
+        (
+            "kl.target=3",
+            r"kl.target is for kl.controller=budget or adaptive, got constant; give",
+        ),
+        ("kl.controller=budget", "budget needs kl.target"),
+        ("kl.controller=budget kl.target=1 kl.coeff=0", "budget multiplies kl.coeff"),
+        (
+            "kl.end=1",
+            r"kl.end is for kl.controller=linear, got constant; give kl.controller=linear",
+        ),
         (f"{ADAPTIVE} kl.coeff=0", "which stays 0; start from kl.coeff=0.01"),
         (f"{ADAPTIVE} kl.measure=false kl.coeff=1", "kl.measure=true"),
         (f"{ADAPTIVE} kl.horizon=51", r"kl.horizon > 51.2, a fifth of an iteration's 256"),
@@ -179,5 +208,9 @@ def test_what_cannot_be_steered_is_refused_with_a_remedy(words, finding):
 
 def test_what_can_be_steered_composes():
     set_up()
-    for words in (f"{ADAPTIVE} kl.horizon=52", "kl.controller=linear kl.coeff=0 kl.end=1"):
+    for words in (
+        f"{ADAPTIVE} kl.horizon=52",
+        "kl.controller=budget kl.target=1",
+        "kl.controller=linear kl.coeff=0 kl.end=1",
+    ):
         assert compose_checked(["experiment=grpo_tiny", *words.split()])["kl"]["measure"]

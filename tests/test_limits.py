@@ -5,6 +5,7 @@ import json
 import math
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from pages import Page, Picture, write_lines, write_status, write_words
@@ -13,8 +14,8 @@ from small_runs import IN_ITERATION_2, Counted, stop, train
 
 from conf.check_limit import findings
 from trainer.efficiency import Efficiency
+from trainer.limit import read_limit
 from trainer.reports.__main__ import main
-from trainer.reports.limits import read_limit
 from trainer.reports.report import write_report
 from trainer.reports.sweep_page import sweep_svg, write_sweep
 
@@ -34,8 +35,9 @@ def least(odds: float) -> tuple[float, float]:
     return sum(right) / 2, sum(kls) / 2
 
 
-def write_limit(folder: Path, success=SUCCESS, reward=REWARD) -> None:
-    (folder / "limit.json").write_text(json.dumps({"success": success, "reward": reward}))
+def write_limit(folder: Path, success=SUCCESS, reward=REWARD, asked: int = 2) -> None:
+    values = {"asked": asked, "success": success, "reward": reward}
+    (folder / "limit.json").write_text(json.dumps(values))
 
 
 def write_job(
@@ -140,25 +142,30 @@ def test_a_run_with_a_limit_judges_its_evaluations_and_goes_on_so(tmp_path):
 def test_an_evaluation_is_judged_by_the_samples_of_its_folder(tmp_path):
     write_limit(tmp_path)
     accuracy, kl = least(3.0)
-    judge = Efficiency(4, tmp_path)
+    judge, rows = Efficiency(4, tmp_path), SimpleNamespace(rows=[{}, {}])  # not played again
 
     def efficiency(value: float, spent: float) -> dict[str, float]:
         scores = {"eval/sampled_accuracy": value, "eval/kl_ref_sequence": spent}
-        return judge(2, scores | {"eval/reward": 0.1}, play=None)  # not played again
+        return judge(2, scores | {"eval/reward": 0.1}, rows)
 
     assert efficiency(accuracy, 2 * kl) == {"kl/efficiency": pytest.approx(0.5, rel=1e-4)}
     assert efficiency(1.0, 3.0) == efficiency(accuracy, 0.0) == {}  # unknown; not moved
-    assert judge(2, {"eval/greedy_accuracy": 1.0}, play=None) == {}
-    (tmp_path / "limit.json").write_text("{")
-    assert Efficiency(4, tmp_path)(2, {"eval/reward": 1.0}, play=None) == {}
+    assert judge(2, {"eval/greedy_accuracy": 1.0}, rows) == {}
+    rows.rows.append({})  # a resumed run with more eval.max_rows: those samples say nothing of it
+    assert efficiency(accuracy, 2 * kl) == {}
+    for damaged in ("{", "[" * 100_000):
+        (tmp_path / "limit.json").write_text(damaged)
+        assert Efficiency(4, tmp_path)(2, {"eval/reward": 1.0}, rows) == {}
 
 
 @pytest.mark.parametrize(
     ("group", "key", "value", "told"),
     [
         ("kl", "measure", False, "needs the KL that was spent"),
-        ("kl", "reference", "gpt2", "which kl.reference makes no reference"),
-        ("kl", "refresh_every", 2, "which kl.refresh_every makes no reference"),
+        ("kl", "reference", "gpt2", "kl.reference names another"),
+        ("kl", "refresh_every", 2, "which kl.refresh_every moves"),
+        ("policy", "top_k", 5, "needs the KL of whole distributions"),
+        ("policy", "min_p", 0.1, "needs the KL of whole distributions"),
         ("eval", "temperature", 0.5, "set eval.temperature=1"),
         ("eval", "num_samples", 0, "eval.num_samples=0"),
         ("eval", "limit", 1, "at least 2 replies a row, got 1"),
@@ -168,6 +175,7 @@ def test_a_limit_that_would_not_be_that_of_the_run_is_refused(group, key, value,
     cfg = {
         "kl": {"measure": True, "reference": None, "refresh_every": 0},
         "eval": {"limit": 64, "num_samples": 8, "temperature": 1.0},
+        "policy": {"top_k": 0, "top_p": 1.0, "min_p": 0.0},
     }
     assert list(findings(cfg)) == []
     cfg[group] = cfg[group] | {key: value}

@@ -17,6 +17,13 @@ def test_k1_in_the_reward_ends_at_the_reference_reweighted(coeff):
     assert isclose(end.nominal(), coeff, rel_tol=0.02)
 
 
+@pytest.mark.parametrize("nats", [0.1, 1.0])
+def test_a_budget_is_spent(nats):
+    """From one coefficient, whose own optimum has neither."""
+    end = train(0.5, one_process(), target=nats, steps=120)
+    assert isclose(end.kl, nats, rel_tol=0.1)
+
+
 def test_k3_in_the_loss_ends_elsewhere_and_pays_more():
     end = train(1.0, one_process(), estimator="k3", steps=150)
     assert not isclose(end.nominal(), 1.0, rel_tol=0.2)

@@ -1,6 +1,7 @@
 """The loop in this process: stops, resumes, and what the one at the terminal is told."""
 
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -74,7 +75,11 @@ def test_a_kl_that_nobody_measured_does_not_move_the_coefficient(tmp_path) -> No
 
 @pytest.mark.parametrize(
     ("controller", "settings"),
-    [("adaptive", {"target": 0.02, "horizon": 40}), ("linear", {"end": 0.7, "total": 4})],
+    [
+        ("adaptive", {"target": 0.02, "horizon": 40}),
+        ("budget", {"target": 0.02}),
+        ("linear", {"end": 0.7, "total": 4}),
+    ],
 )
 def test_what_is_steered_goes_on_where_a_stop_left_it(controller, settings, tmp_path) -> None:
     def run(folder: str, task: Words | None = None, resume: bool = False) -> list[dict]:
@@ -89,6 +94,13 @@ def test_what_is_steered_goes_on_where_a_stop_left_it(controller, settings, tmp_
     coeffs = [row["kl/coeff"] for row in whole[1:]]
     if controller == "linear":
         assert coeffs == pytest.approx([0.1, 0.3, 0.5, 0.7])
+    elif controller == "budget":
+        level, want = 0.1, [0.1]
+        for row in whole[1:-1]:
+            error = min(max(math.log(max(row["kl/ref_sequence"], 1e-9) / 0.02), -1), 1)
+            level *= math.exp(0.1 * error)
+            want.append(level * math.exp(2 * error))
+        assert coeffs == pytest.approx(want)
     else:  # 16 replies an iteration, horizon 40: by at most 0.2 * 16 / 40
         want = [0.1]
         for row in whole[1:-1]:

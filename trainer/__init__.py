@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from trainer.importance_sampling import ImportanceSampling as ImportanceSampling
     from trainer.kl import Leash as Leash
     from trainer.kl_control import AdaptiveKLController as AdaptiveKLController
+    from trainer.kl_control import BudgetKLController as BudgetKLController
     from trainer.kl_control import ConstantKLController as ConstantKLController
     from trainer.kl_control import KLControllerBase as KLControllerBase
     from trainer.kl_control import LinearKLController as LinearKLController

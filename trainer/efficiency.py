@@ -5,20 +5,20 @@ training with eval.limit, or later by mode=limit, and kept in limit.json beside 
 """
 
 import json
+from collections.abc import Callable
 from copy import copy
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDictBase
 
 from policies.cache import write_text
+from policies.placement import HERE
 from policies.random import in_float64
-from trainer.limit import Limit
+from trainer.limit import FILE, Limit, read_limit
 
 if TYPE_CHECKING:
     from trainer.evaluation import Evaluate
-
-FILE = "limit.json"
 
 
 class Efficiency:
@@ -32,31 +32,33 @@ class Efficiency:
         self.samples, self.path = samples, folder / FILE
         self.limit: Limit | None = None
 
-    def __call__(self, iteration: int, scores: dict[str, float], play: "Evaluate") -> dict:
+    def __call__(
+        self,
+        iteration: int,
+        scores: dict[str, float],
+        play: "Evaluate",
+        tell: Callable[[float], None] = lambda _: None,
+    ) -> dict[str, float]:
         """Return kl/efficiency of what an evaluation found, if the samples reach so far."""
         if iteration == 0:
-            found = sample(play, self.samples)
+            found = sample(play, self.samples, tell)
             self.limit = Limit.of_samples(found)
             if found and play.runtime.is_main:
                 write_text(self.path, json.dumps({"samples": self.samples, **found}))
-        elif self.limit is None:  # a run that goes on
-            self.limit = self._kept()
-        share = self.limit and self.limit.efficiency_of(scores)
+        elif self.limit is None and self.path.is_file():  # a run that goes on
+            self.limit = read_limit(self.path)
+        same = self.limit is not None and self.limit.asked == len(play.rows)
+        share = self.limit.efficiency_of(scores) if self.limit and same else None
         return {} if share is None else {"kl/efficiency": share}
 
-    def _kept(self) -> Limit | None:
-        if not self.path.is_file():
-            return None
-        try:
-            return Limit.of_samples(json.loads(self.path.read_text(encoding="utf-8")))
-        except ValueError:  # damaged
-            return None
 
-
-def sample(play: "Evaluate", samples: int) -> dict[str, list]:
+def sample(
+    play: "Evaluate", samples: int, tell: Callable[[float], None] = lambda _: None
+) -> dict[str, Any]:
     """Return what replies at temperature 1 are worth on all ranks: rows, reward and success.
 
     The last two are [rows, samples]; rows that the task dropped are left out, and none is {}.
+    `asked` counts those too.
     """
     found: dict[int, list] = {}
 
@@ -71,7 +73,8 @@ def sample(play: "Evaluate", samples: int) -> dict[str, list]:
 
     player = copy(play)
     player.plans, player.efficiency = [play.plan("limit", samples, 1.0)], None
-    player(0, hear=hear)
+    player.placements = (play.placements[0], HERE)  # no KL is measured
+    player(0, tell=tell, hear=hear)
     rows = dict(sorted(item for part in play.runtime.gather(found) for item in part.items()))
     values = {"reward": [r for r, _ in rows.values()], "success": [s for _, s in rows.values()]}
-    return {"rows": [*rows], **values} if rows else {}
+    return {"asked": len(play.rows), "rows": [*rows], **values} if rows else {}

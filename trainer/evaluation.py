@@ -8,7 +8,6 @@ labels of its rows; replies that the task dropped count nowhere.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from importlib import import_module
 from itertools import islice
 from typing import Any
 
@@ -61,9 +60,11 @@ class Evaluate:
             if samples == 0 or (name == "greedy" and not greedy):
                 continue
             self.plans.append(self.plan(name, samples, value))
-        # Imported here: most runs have none.
-        make = limit and import_module("trainer.efficiency").Efficiency
-        self.efficiency = make(limit, runtime.folder) if make else None
+        self.efficiency = None
+        if limit:
+            from trainer.efficiency import Efficiency  # here: few runs have one
+
+            self.efficiency = Efficiency(limit, runtime.folder)
 
     def plan(self, name: str, samples: int, temperature: float) -> tuple[str, ChatEnv, Generator]:
         """Return what plays so many replies to a row at a temperature."""
@@ -103,7 +104,7 @@ class Evaluate:
         with self.placements[0].whole(), self.placements[1].whole():  # batches differ by rank
             scores, records = self._play(iteration, kind, tell, hear)
         if self.efficiency is not None:
-            scores |= self.efficiency(iteration, scores, self)
+            scores |= self.efficiency(iteration, scores, self, tell)
         return scores, records
 
     def _play(self, iteration: int, kind: str, tell: Any, hear: Any) -> tuple[dict, list]:

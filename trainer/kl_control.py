@@ -17,6 +17,7 @@ BIASED = {
     ("reward", "full"): "full in the reward does not depend on its own token; use k1",
     ("reward", "k3_ratio"): "k3_ratio in the reward is k3, the ratio is 1 there; use k1",
 }
+FOLLOWS = ("budget", "adaptive")  # controllers that steer the measured KL to kl.target
 MAX_ERROR = 0.2  # the relative error that a controller reacts to at most (Ziegler et al. 2019)
 
 
@@ -52,15 +53,16 @@ def faults_of(kl: Mapping[str, Any], *, replies: int) -> Iterator[str]:
     except ValueError as error:
         yield str(error)
     steers = kl["controller"]
-    for key, owner in (("target", "adaptive"), ("end", "linear")):
-        if kl[key] is None and steers == owner:
+    for key, owners in (("target", FOLLOWS), ("end", ("linear",))):
+        if kl[key] is None and steers in owners:
             yield f"kl.controller={steers} needs kl.{key}, got none; give kl.{key}=..."
-        if kl[key] is not None and steers != owner:
-            yield f"kl.{key} is for kl.controller={owner}, got {steers}; leave kl.{key} out"
-    if steers == "adaptive" and kl["coeff"] == 0:
-        yield "kl.controller=adaptive multiplies kl.coeff, which stays 0; start from kl.coeff=0.01"
-    if steers == "adaptive" and not kl["measure"]:
-        yield "kl.controller=adaptive follows the measured KL; set kl.measure=true"
+        if kl[key] is not None and steers not in owners:
+            what = f"kl.{key} is for kl.controller={' or '.join(owners)}, got {steers}"
+            yield f"{what}; give kl.controller={owners[0]}, or leave kl.{key} out"
+    if steers in FOLLOWS and kl["coeff"] == 0:
+        yield f"kl.controller={steers} multiplies kl.coeff, which stays 0; start from kl.coeff=0.01"
+    if steers in FOLLOWS and not kl["measure"]:
+        yield f"kl.controller={steers} follows the measured KL; set kl.measure=true"
     if steers == "adaptive" and kl["horizon"] <= MAX_ERROR * replies:
         yield (
             f"expected kl.horizon > {MAX_ERROR * replies:g}, a fifth of an iteration's {replies} "
@@ -216,6 +218,51 @@ class TargetKLController(KLControllerBase):
         return self._set(self.coeff * (1 + error * len(values) / self.horizon))
 
 
+class BudgetKLController(KLControllerBase):
+    """Spend `target` nats a sequence: come to that KL soon, and end there.
+
+    With e = clip(log(KL / target), +-1) of each iteration's mean KL
+
+        level *= exp(0.1 e)    coeff = level exp(2 e)
+
+    a proportional-integral controller of log coeff (Stooke et al. 2020, arXiv 2007.03964, section
+    4, there of the coefficient itself). The first factor finds the price; the second, of this
+    iteration alone, damps it, since a policy follows a coefficient with a delay. In iterations, not
+    in sequences: a step of the optimiser moves the KL however many replies it is of.
+
+    >>> control = BudgetKLController(0.1, target=4.0)
+    >>> round(control.update([5.0, 7.0]), 4), round(control.update([4.0]), 4)  # 1.5 times, then 1
+    (0.2343, 0.1041)
+    """
+
+    GAIN, DAMPING = 0.1, 2.0
+
+    def __init__(self, coeff: float, *, target: float, model: Any = None) -> None:
+        if not (0 < coeff < math.inf and 0 < target < math.inf):
+            got = f"{coeff} and {target}"
+            raise ValueError(f"expected a finite coeff and target > 0, got {got}: 0 would stay 0")
+        super().__init__(coeff, model=model)
+        self.target, self.level = float(target), float(coeff)
+
+    def update(self, kl_values: Sequence[float]) -> float:
+        """Return the next coefficient; without values it stays."""
+        if not (values := _floats(kl_values)):
+            return self.coeff
+        share = max(sum(values) / len(values) / self.target, math.exp(-1))
+        error = min(math.log(share), 1.0)
+        self.level *= math.exp(self.GAIN * error)
+        return self._set(self.level * math.exp(self.DAMPING * error))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs: the level too."""
+        return {"coeff": self.coeff, "level": self.level}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up where a checkpoint stopped; that of another controller has a coefficient."""
+        self._set(float(state["coeff"]))
+        self.level = float(state.get("level", self.coeff))
+
+
 class AdaptiveKLController(TargetKLController):
     """TorchRL's door to `TargetKLController`: `update` takes KL rewards, -coeff * KL.
 
@@ -247,19 +294,21 @@ def make_kl_controller(
     end: float | None = None,
     total: int = 1,
 ) -> KLControllerBase:
-    """Return the controller "constant", "adaptive" (needs target) or "linear" (needs end).
+    """Return the controller "constant", "budget", "adaptive" (need target) or "linear" (end).
 
     target in nats per sequence, horizon in sequences, total in iterations.
     """
     if controller == "constant":
         return ConstantKLController(kl_coef=coeff)
+    if controller == "budget" and target is not None:
+        return BudgetKLController(coeff, target=target)
     if controller == "adaptive" and target is not None:
         return TargetKLController(coeff, target=target, horizon=horizon)
     if controller == "linear" and end is not None:
         return LinearKLController(coeff, end=end, total=total)
     raise ValueError(
-        "expected kl.controller constant, adaptive with kl.target or linear with kl.end, got "
-        f"{controller!r}, {target=}, {end=}"
+        "expected kl.controller constant, budget or adaptive with kl.target, linear with kl.end, "
+        f"got {controller!r}, {target=}, {end=}"
     )
 
 

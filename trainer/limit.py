@@ -13,9 +13,11 @@ raised by e^l the best policy is right with a = p e^l / (1 - p + p e^l), l = 1 /
 with its mean accuracy has a smaller KL than the mean of kl_Bernoulli(a || p).
 """
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from numpy.typing import NDArray
 
 from trainer.metric_names import ACCURACY, HELD_KL, HELD_REWARD
 
+FILE = "limit.json"  # of a run or a sweep: samples of the reference
 Array = NDArray[np.float64]
 BENDS = 40  # points of a curve
 
@@ -149,6 +152,7 @@ class Limit:
 
     reward: Array
     success: Array
+    asked: int | None = None  # prompts, those that the task dropped included
 
     @classmethod
     def of_samples(cls, found: Any) -> "Limit | None":
@@ -158,7 +162,7 @@ class Limit:
         except (TypeError, KeyError, ValueError, OverflowError):
             return None
         sound = made[0].shape == made[1].shape and made[0].ndim == 2 and made[0].size
-        return cls(*made) if sound and np.isfinite(made).all() else None
+        return cls(*made, found.get("asked")) if sound and np.isfinite(made).all() else None
 
     def of(self, metric: str) -> Array:
         """Return the values of which a metric is the mean."""
@@ -186,3 +190,11 @@ class Limit:
             text += f", of which it is right in {self.success.mean():.2f}"
             text += f"; {none} prompts never" if (none := unsolved(self.success)) else ""
         return text
+
+
+def read_limit(path: Path) -> Limit | None:
+    """Read a limit.json, None of a damaged one."""
+    try:
+        return Limit.of_samples(json.loads(path.read_text(encoding="utf-8", errors="replace")))
+    except (ValueError, RecursionError):  # torn, or nested without end
+        return None

@@ -35,6 +35,9 @@ def resume(loop: Trainer) -> None:
     text = f"from iteration {done}{f', skipped damaged {skipped}' if skipped else ''}"
     text += f"; {loop.checkpoints.lacks}" if loop.checkpoints.lacks else ""
     text = text if newest else "from iteration 0, there is no checkpoint"
+    if done and (judge := loop.evaluate.efficiency) and not judge.path.is_file():
+        text += "; no kl/efficiency: eval.limit samples before training; "
+        text += f"python -m trainer.reports {loop.runtime.folder} --limit"
     loop.runtime.status["resumed"] = text
     again = done == 0 or loop.progress.unevaluated is not None
     loop.observers.resume(done, text, again=again, seconds=loop.progress.seconds)

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 from trainer.runs.run_files import is_sweep
 
 if TYPE_CHECKING:
-    from trainer.reports.limits import Limit
+    from trainer.limit import Limit
 
-FILE = "limit.json"  # as in trainer/efficiency.py, which needs torch
+FILE = "limit.json"  # as in trainer/limit.py, which needs numpy
 
 
 def known_limit(folder: Path) -> "Limit | None":
@@ -17,6 +17,6 @@ def known_limit(folder: Path) -> "Limit | None":
     found = [place / FILE for place in (folder, *around) if (place / FILE).is_file()]
     if not found:
         return None
-    from trainer.reports.limits import read_limit
+    from trainer.limit import read_limit
 
     return next(filter(None, map(read_limit, found)), None)

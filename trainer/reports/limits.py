@@ -8,25 +8,13 @@ from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
 
-from trainer.limit import (
-    Curve,
-    Limit,
-    best_of,
-    curve,
-    most_kl_of_best_of,
-)
+from trainer.limit import FILE, Curve, Limit, best_of, curve, most_kl_of_best_of
 from trainer.metric_names import ACCURACY, HELD_KL, HELD_REWARD
 from trainer.reports.chart import Chart, escape
-from trainer.reports.known_limit import FILE
 from trainer.reports.sweep_jobs import load_sweep, other_starts
-from trainer.runs.run_files import Run, is_sweep, parse_line
+from trainer.runs.run_files import Run, is_sweep
 
 HUE = "var(--hue3)"
-
-
-def read_limit(path: Path) -> Limit | None:
-    """Read a limit.json, None of a damaged one."""
-    return Limit.of_samples(parse_line(path.read_text(encoding="utf-8", errors="replace")))
 
 
 def held_out(run: Run) -> Iterator[tuple[float, str, float, float]]:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer.metric_names import ACCURACY, HELD_KL, HELD_REWARD
 from trainer.reports.formats import nats, one_line, short
@@ -26,6 +26,9 @@ from trainer.runs.find import find_jobs
 from trainer.runs.lock import is_free
 from trainer.runs.redact import redact
 from trainer.runs.run_files import PLACES, Run, dig, load_run, number, read_yaml
+
+if TYPE_CHECKING:
+    from trainer.limit import Limit
 
 OBJECTIVE, REWARD, KL = "objective", "reward/raw_mean", "kl/ref_sequence"
 EFFICIENCY, DRIFT = "kl/efficiency", "kl/behaviour"
@@ -166,6 +169,13 @@ def grouped(jobs: Sequence[Job]) -> list[Setting]:
 def other_starts(jobs: Sequence[Job]) -> bool:
     """Say whether jobs may start from different models, or on different tasks."""
     return any(key.partition(".")[0] in ("experiment", "policy", "env") for key in varying(jobs))
+
+
+def limit_of(sweep: Sweep) -> "Limit | None":
+    """Return the limit of a sweep: its own, or a job's where all start from one model."""
+    if (own := known_limit(sweep.folder)) is not None or other_starts(sweep.jobs):
+        return own
+    return next(filter(None, (known_limit(job.run.folder) for job in sweep.jobs)), None)
 
 
 def start(jobs: Sequence[Job], by: str) -> tuple[float, float] | None:

@@ -15,7 +15,6 @@ from trainer.reports import markup
 from trainer.reports.chart import Series, line_chart, standalone
 from trainer.reports.formats import duration, nats, short
 from trainer.reports.frontier import AVERAGED, frontier
-from trainer.reports.known_limit import known_limit
 from trainer.reports.markup import escape, repeat_command
 from trainer.reports.panels import MAIN, figure, open_notes
 from trainer.reports.sweep_jobs import (
@@ -33,6 +32,7 @@ from trainer.reports.sweep_jobs import (
     best,
     counted,
     grouped,
+    limit_of,
     load_sweep,
     other_starts,
     task_reward,
@@ -43,7 +43,7 @@ from trainer.reports.sweep_replies import side_by_side
 from trainer.runs.run_files import dig, number
 
 if TYPE_CHECKING:
-    from trainer.reports.limits import Limit
+    from trainer.limit import Limit
 
 OBJECTIVES = {  # in the order in which a run takes them
     "eval/sampled_accuracy": "held-out accuracy, sampled",
@@ -81,7 +81,7 @@ def write_sweep(folder: str | Path) -> Path:
 def sweep_svg(folder: str | Path) -> str:
     """Draw the frontier of a multirun folder as a standalone SVG document."""
     sweep = load_sweep(folder)
-    limit = known_limit(sweep.folder)
+    limit = limit_of(sweep)
     by = ACCURACY if limit and limit.success.any() else HELD_REWARD if limit else REWARD
     drawn = frontier(sweep.jobs, width=480, height=340, by=by, limit=limit)
     return standalone([drawn], width=480, height=340)
@@ -111,7 +111,7 @@ def _body(sweep: Sweep) -> Iterator[str]:
         yield f"<p>{markup.command(again, copy=True)}</p>" if again else ""
         yield f'<p class="muted">{escape(note)}</p>'
     if jobs:
-        drawn = _pictures(made, jobs, known_limit(sweep.folder))
+        drawn = _pictures(made, jobs, limit_of(sweep))
         yield f'<div class="sides"><div>{drawn}</div><div>{_table(jobs)}</div></div>'
         yield from _warnings(jobs)
     begun = [setting for setting in made if any(job.run.metrics for job in setting.jobs)]
