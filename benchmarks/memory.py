@@ -1,6 +1,6 @@
 """Memory as a preflight and the cost model predict it, beside what a CPU takes.
 
-    python -m benchmarks.memory [--tokens 512] [--only "fsdp2, 2 ranks" ...]
+    python -m benchmarks.memory [--tokens 256] [--only "fsdp2, 2 ranks" ...]
 
 A random Qwen2 of 47 million weights, its reference, and updates on four rows. MiB of rank 0,
 without its imports: predicted, measured and their ratio, of
@@ -57,7 +57,7 @@ CASES = {
 def main() -> None:
     """Measure each case in processes of its own, and print a line for each."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--only", nargs="*", default=list(CASES))
     parser.add_argument("--here")  # in a process of its own
     args = parser.parse_args()

@@ -10,8 +10,10 @@ without their numbers (torch's meta device); `activations` and `gathered` are fo
 An iteration samples, hands its weights over, scores and updates, one after the other. Sampling
 reads the weights and the cache for each token of all rows at once, and ends with the longest row;
 a forward takes 2 operations a weight and token, an update 8 (the layers are computed twice), and
-the weights that are gathered meanwhile take their time where it is longer. Every phase waits for
-the slowest of its nodes. Left out: rewards, evaluations, checkpoints, AdamW's own step.
+the weights that are gathered meanwhile take their time where it is longer. Layers compute padding
+too: micro-batches are those of `pack_rows`, of drawn replies (benchmarks/drawn_replies.py). Every
+phase waits for the slowest of its nodes, and for the rank that has most to compute. Left out:
+rewards, evaluations, checkpoints, AdamW's own step.
 
 Letters: N weights, T tokens, n GPUs.
 """
@@ -20,10 +22,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import zip_longest
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from benchmarks.drawn_replies import GROUP, MEAN, MOST, PROMPT, mean_length, micro_batches
 from policies.token_distribution import SLICE
 from trainer.modes.preflight.costs import held_by
 
@@ -41,7 +45,8 @@ STEP = 3e-3  # seconds that a step of the sampler takes beside its reads: assume
 SPREAD = 0.03  # of the logarithm of the time of a node: assumed
 STALLED, LATE = 0.01, 0.5  # share of the phases in which a node takes half as long again: assumed
 
-PROMPT, MEAN, MOST, GROUP = 200, 1000, 4096, 8  # tokens; lengths of replies are exponential, cut
+AT_ONCE = 256  # rows of an engine: policy.vllm.max_num_seqs by default
+DRAWS = 8  # iterations that micro-batches are drawn of
 GIB = 2**30
 
 
@@ -122,6 +127,7 @@ def parameters(shape: Shape) -> tuple[torch.Tensor, ...]:
         return tuple(Qwen2ForCausalLM(config(shape)).parameters())
 
 
+@cache
 def weights(plan: Plan) -> int:
     """Return N."""
     return sum(p.numel() for p in parameters(plan.shape))
@@ -138,6 +144,7 @@ def memory(plan: Plan) -> dict[str, float]:
     moments = [torch.empty_like(p) for p in own for _ in range(2)]
     parts = held_by(own, [p.to(other) for p in own], moments, whole=True)
     parts = {name: size / spread for name, size in parts.items()}
+    parts["buckets"] = parts["gradients"] if plan.trains > 1 and not plan.shards else 0.0  # DDP's
     return parts | {"gathered": gathered(plan), "activations": activations(plan, plan.tokens)}
 
 
@@ -174,11 +181,15 @@ def activations(plan: Plan, tokens: int) -> float:
     return kept + max((1.35 if plan.checkpointed else 0.35) * layer + head, logits)
 
 
-def forward(plan: Plan, tokens: float, length: float) -> float:
-    """Return the operations of a forward of tokens in rows of a length."""
-    looked_up = 0 if plan.shape.tied else plan.shape.root / 2
-    attention = 2 * plan.shape.layers * plan.shape.hidden * length / 2  # half of all pairs
-    return tokens * 2 * (weights(plan) - looked_up + attention)
+def forward(plan: Plan, tokens: float, length: float, kept: float | None = None) -> float:
+    """Return the operations of a forward of tokens in rows of a length; the head's of those kept.
+
+    None: of all.
+    """
+    of = plan.shape
+    attention = 2 * of.layers * of.hidden * length / 2  # half of all pairs
+    head = of.vocabulary * of.hidden * (tokens if kept is None else kept)
+    return 2 * (tokens * (weights(plan) - of.root + attention) + head)
 
 
 @dataclass(frozen=True)
@@ -199,50 +210,53 @@ class Step:
 
 def step(plan: Plan, *, stragglers: bool = True) -> Step:
     """Return what an iteration takes."""
-    rows, length = plan.prompts * GROUP, PROMPT + mean_length()
-    tokens = rows * length
-    speed = plan.trains * FLOPS * TRAINED
-    parts = math.ceil(tokens / plan.trains / plan.tokens)
     sent, count = 2 * weights(plan), plan.trains
     link = LINKED * (NVLINK if count <= NODE else NETWORK) * count / max(count - 1, 1)
     # Without shards gradients are reduced once, in float32, at the end.
-    whole = parts * sent / link if plan.shards else 0.0  # to gather the weights once each
     reduced = 2 * 2 * sent / link if count > 1 and not plan.shards else 0.0
-    once = forward(plan, tokens, length) / speed
+    once = products(plan, sent / link if plan.shards else 0.0)
     late = slowest(math.ceil(count / NODE)) if stragglers else 1.0
     return Step(
         sample(plan) * (slowest(math.ceil(max(plan.samples, 1) / NODE)) if stragglers else 1.0),
         sync_seconds(plan),
-        late * 2 * max(once, whole),  # the reference, and the policy for importance sampling
-        late * (max(4 * once, 4 * whole) + reduced),  # gathered twice, reduced in float32
-        tokens,
+        late * 2 * once,  # the reference, and the policy for importance sampling
+        late * (4 * once + reduced),  # of shards: gathered twice, reduced in float32
+        plan.prompts * GROUP * (PROMPT + mean_length()),
     )
 
 
-def mean_length() -> float:
-    """Return the mean length of replies that are cut.
+def products(plan: Plan, gather: float) -> float:
+    """Return the seconds of a forward of all micro-batches, none shorter than `gather`.
 
-    >>> round(mean_length())
-    983
+    With shards all ranks compute a micro-batch at a time, else each goes on alone to the last.
     """
-    return MEAN * -math.expm1(-MOST / MEAN)
+    speed, total = FLOPS * TRAINED, 0.0
+    for draw in range(DRAWS):
+        ranks = [
+            [max(forward(plan, *part) / speed, gather) for part in parts]
+            for parts in micro_batches(plan.prompts, plan.trains, plan.tokens, draw)
+        ]
+        together = map(max, zip_longest(*ranks, fillvalue=gather))
+        total += sum(together) if plan.shards else max(map(sum, ranks))
+    return total / DRAWS
 
 
 def sample(plan: Plan) -> float:
     """Return the seconds in which all replies are sampled, by engines that each have their share.
 
-    As many rows at once as the cache holds; then the last of them get fewer, to the longest.
+    As many rows at once as the cache holds, but AT_ONCE; then the last get fewer, to the longest.
     """
     engines = max(plan.samples, 1) // plan.split
     rows = math.ceil(plan.prompts * GROUP / engines)
     body, token = 2 * weights(plan), 4 * plan.shape.layers * plan.shape.keys  # bytes
     free = 0.9 * MEMORY * plan.split - body - (0 if plan.samples else sum(memory(plan).values()))
-    at_once = max(min(rows, int(free / token / (PROMPT + MEAN))), 1)
+    at_once = max(min(rows, AT_ONCE, int(free / token / (PROMPT + MEAN))), 1)
 
     def seconds(active: float, length: float) -> float:
         read = (body + active * (PROMPT + length) * token) / (BANDWIDTH * READ)
-        products = forward(plan, active, PROMPT + length) / (FLOPS * TRAINED)
-        return STEP + max(read, products) / plan.split
+        # Half of all pairs is of whole rows: a token that is sampled sees all before it.
+        computed = forward(plan, active, 2 * (PROMPT + length)) / (FLOPS * TRAINED)
+        return STEP + max(read, computed) / plan.split
 
     prompts = forward(plan, rows / GROUP * PROMPT, PROMPT) / (FLOPS * TRAINED * plan.split)
     full = (rows - at_once) / at_once * mean_length() * seconds(at_once, MEAN)
@@ -278,7 +292,7 @@ def slowest(nodes: int) -> float:
     The integral of P(one is slower); nothing is drawn.
 
     >>> [round(slowest(n), 2) for n in (1, 8, 64)]
-    [1.01, 1.09, 1.3]
+    [1.01, 1.08, 1.28]
     """
 
     def below(x: float) -> float:  # the normal distribution of log x

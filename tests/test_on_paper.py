@@ -9,6 +9,7 @@ from runs import ROOT
 from transformers import Qwen2ForCausalLM
 
 from benchmarks import simulate_scale as paper
+from benchmarks.drawn_replies import micro_batches, replies
 from benchmarks.measure import peak_bytes
 from policies.load import _checkpoint_layers as checkpoint_layers
 from policies.scorer import Scorer
@@ -47,10 +48,23 @@ def test_the_slowest_of_several_nodes_by_drawing_them(nodes):
     assert paper.slowest(nodes) == pytest.approx(sum(drawn) / len(drawn), abs=3e-3)
 
 
+def by_hand(lengths: list[int]) -> float:
+    """Return the operations of a forward of one prompt's replies by 0.5B, head of replies alone."""
+    body, head = 494_032_768 - 151936 * 896, 151936 * 896
+    longest = 200 + max(lengths)
+    each = max(16384 // longest, 1)
+    operations = 2.0 * sum(lengths) * head
+    for pieces in (lengths[i : i + each] for i in range(0, 8, each)):
+        width = 200 + max(pieces)
+        operations += 2 * len(pieces) * width * (body + 24 * 896 * width)
+    return operations
+
+
 def test_a_step_of_one_gpu_by_hand():
     plan = replace(paper.PLANS[0], prompts=1)
     tokens = 8 * (200 + sum(2.718281828 ** (-t / 1000) for t in range(4096)))
-    products = 2 * tokens * (494_032_768 + 24 * 896 * tokens / 8)
+    products = sum(by_hand(replies(1, seed).tolist()) for seed in range(paper.DRAWS))
+    products /= paper.DRAWS
     found = paper.step(plan)
     assert found.tokens == pytest.approx(tokens, rel=1e-3)
     assert found.score == pytest.approx(2 * products / (0.4 * 989e12) * paper.slowest(1), rel=1e-3)
@@ -58,6 +72,38 @@ def test_a_step_of_one_gpu_by_hand():
     least = 4096 * (paper.STEP + 2 * 494_032_768 / (0.6 * 3.35e12))
     assert 0.5 * least < found.sample < 1.1 * least  # the longest of 8 replies is shorter
     assert paper.step(paper.PLANS[2]).seconds > paper.step(paper.PLANS[2], stragglers=False).seconds
+
+
+def test_groups_stay_whole_so_padding_is_nearly_half_of_what_is_computed():
+    """The numbers that docs/scaling.md says of 16 prompts and micro-batches of 16,384 tokens."""
+    padded, real, parts = 0, 0, 0
+    for seed in range(20):
+        (rank,) = micro_batches(16, 1, 16384, seed)
+        parts += len(rank)
+        padded += sum(tokens for tokens, _, _ in rank)
+        real += int(replies(16, seed).sum()) + 16 * 8 * 200
+        assert sum(kept for _, _, kept in rank) == replies(16, seed).sum()
+        assert max(tokens for tokens, _, _ in rank) <= 16384
+    assert padded / real == pytest.approx(1.9, abs=0.05)
+    assert parts / 20 == pytest.approx(30, abs=0.5)
+    assert padded / parts == pytest.approx(9500, abs=100)
+
+
+def test_ranks_with_shards_wait_for_each_other_in_every_micro_batch():
+    plan = replace(paper.PLANS[2], trains=2, prompts=4)
+    alone = [micro_batches(4, 2, plan.tokens, seed) for seed in range(paper.DRAWS)]
+    assert all(len(ranks) == 2 and all(ranks) for ranks in alone)
+    spread = paper.products(replace(plan, launch="ddp"), 0.0)
+    assert spread < paper.products(plan, 0.0) <= paper.products(plan, 1.0)
+    most = sum(max(map(len, ranks)) for ranks in alone) / paper.DRAWS
+    assert paper.products(plan, 1e3) == pytest.approx(1e3 * most), "each takes what a gather takes"
+
+
+def test_ddp_has_buckets_as_large_as_the_gradients():
+    for plan in paper.PLANS:
+        parts = paper.memory(plan)
+        several = plan.launch == "ddp" and plan.trains > 1
+        assert parts["buckets"] == (parts["gradients"] if several else 0)
 
 
 @pytest.mark.parametrize("half", [False, True])

@@ -7,15 +7,10 @@ own, since only runs with a mask import it. Left out on purpose: the paper's div
 top k tokens, which need more than the log-prob of the sampled one.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from trainer.surrogates import Bounds
-
-Stops = Callable[[Tensor, Tensor, Tensor, Tensor, Bounds], Tensor]
 
 
 def binary_tv(gen: Tensor, curr: Tensor) -> Tensor:
@@ -61,14 +56,19 @@ def leaves(curr: Tensor, gen: Tensor, advantage: Tensor) -> Tensor:
 
 def is_past_tv(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, bounds: Bounds) -> Tensor:
     """Return where `tv_mask_term` has no gradient, bool."""
-    far = (binary_tv(gen, curr) > bounds.tv) & leaves(curr, gen, advantage)
-    return far if bounds.most is None else far | (r > bounds.most) & (advantage < 0)
+    return _stops(binary_tv(gen, curr) > bounds.tv, curr, gen, r, advantage, bounds)
 
 
 def is_past_kl(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, bounds: Bounds) -> Tensor:
     """Return where `kl_mask_term` has no gradient, bool."""
-    far = (binary_kl(gen, curr) > bounds.kl) & leaves(curr, gen, advantage)
-    return far if bounds.most is None else far | (r > bounds.most) & (advantage < 0)
+    return _stops(binary_kl(gen, curr) > bounds.kl, curr, gen, r, advantage, bounds)
+
+
+def _stops(
+    far: Tensor, curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, bounds: Bounds
+) -> Tensor:
+    masked = far & leaves(curr, gen, advantage)
+    return masked if bounds.most is None else masked | (r > bounds.most) & (advantage < 0)
 
 
 def tv_mask_term(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, bounds: Bounds) -> Tensor:
@@ -83,7 +83,7 @@ def tv_mask_term(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, bounds
     >>> (tv_mask_term(curr, gen, r, advantage, Bounds()) == 0).tolist()
     [False, True]
     """
-    return _masked(is_past_tv, curr, gen, r, advantage, bounds)
+    return _term(binary_tv(gen, curr.detach()) > bounds.tv, curr, gen, r, advantage, bounds)
 
 
 def kl_mask_term(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, bounds: Bounds) -> Tensor:
@@ -91,17 +91,15 @@ def kl_mask_term(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, bounds
 
     DPPO (arXiv 2602.04879) eq. 11, 12 and 14.
     """
-    return _masked(is_past_kl, curr, gen, r, advantage, bounds)
+    return _term(binary_kl(gen, curr.detach()) > bounds.kl, curr, gen, r, advantage, bounds)
 
 
-def _masked(
-    stops: Stops, curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, bounds: Bounds
+def _term(
+    far: Tensor, curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, bounds: Bounds
 ) -> Tensor:
-    with torch.no_grad():
-        masked = stops(curr, gen, r, advantage, replace(bounds, most=None))
     if bounds.most is not None:
         r = torch.where(advantage < 0, r.clamp(max=bounds.most), r)
-    return torch.where(masked, 0.0, -r * advantage)
+    return torch.where(far & leaves(curr, gen, advantage), 0.0, -r * advantage)
 
 
 SURROGATES = {"tv_mask": (tv_mask_term, is_past_tv), "kl_mask": (kl_mask_term, is_past_kl)}
