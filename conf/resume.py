@@ -24,9 +24,14 @@ RESUMABLE = ("trainer.num_iterations", "trainer.stop_at", "trainer.patience", "t
 RESUMABLE += ("tracker", "launch", "checkpoint", "eval", "policy.vllm")
 
 HERE = re.compile(  # addresses of this machine, and no others by any reading
-    r"(\w+://)?(localhost|127\.0\.0\.1|\[?::1\]?)(:\d+)?(/[^\s\\@]*)?|(file://|sqlite://)?/(?!/)\S*"
+    r"(\w+://)?((?ai:localhost)|127\.0\.0\.1|\[?::1\]?)(:\d+)?(/[^\s\\@,]*)?"
+    r"|(sqlite:///|((file://)?|\.{1,2})/(?!/))[^\s\\]*|"
 )
-ADDRESS = re.compile(r"(?i)(^|_)(url|uri|server|host|address|endpoint)$")  # by the key's name
+FOLDER = re.compile(r"(?!databricks)[\w-]+")  # of a tracking_uri; of others it is a machine's name
+ADDRESS = re.compile(  # by the key's name: host, base_url, servers, servers.a
+    r"(?i)(^|[._])(url|uri|server|host|addresse?|endpoint|proxy|proxie)(s(\.[^.]*)?)?$"
+)
+LOOK = re.compile(r"(?i)(http|ws|grpc)s?:")
 
 
 @bounded()
@@ -106,8 +111,9 @@ def told_again(tree: Any) -> Iterator[tuple[str, str]]:
 
 def _is_server(place: str, text: str) -> bool:
     """Return whether a text is the address of another machine, by its key or by its look."""
-    named = ADDRESS.search(place.rpartition(".")[2]) or re.match(r"(http|ws|grpc)s?://\S+$", text)
-    return bool(named) and ("${" in text or not HERE.fullmatch(text))
+    bare = re.sub(r"[\s\x00-\x1f]+", "", text)  # libraries leave blanks out
+    here = HERE.fullmatch(text) or (place.endswith("uri") and FOLDER.fullmatch(text))
+    return bool(ADDRESS.search(place) or LOOK.match(bare)) and ("${" in text or not here)
 
 
 def _pair(word: str) -> tuple[str, str]:

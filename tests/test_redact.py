@@ -87,6 +87,12 @@ def test_texts_without_a_secret_stay_as_they_are(text):
         ("token='leak two, and here the text was cut", f"token={HIDDEN}"),
         ("os.environ['API_KEY'] = 'leak two'", f"os.environ['API_KEY'] = {HIDDEN}"),
         ("one\\npw=leak and%20auth=leak", None),
+        ("login failed with password: leak for user bob", None),
+        ("password: leak, secret: leak; passphrase = leak and so on", None),
+        ("key=1234-5678-leak api_key=1a2b3c4leak token=4(leak) auth_token: 12+ableak", None),
+        ("Cookie: leak=1; b=two", f"Cookie: {HIDDEN}"),
+        ("session_cookie: leak cookie=leak {'Set-Cookie': 'leak'}", None),
+        ("password: the-leak is long; secret: is_leak; password: a1leak is old", None),
     ],
 )
 def test_a_name_a_separator_and_a_value_are_read_however_they_are_written(text, shown):
@@ -118,6 +124,11 @@ READ_DAILY = [
     "api_key: null, hf_token=none password: ''",
     "2.3 nats per token: the policy always says the same; api_key: a secret would lie there",
     "expected key=value; env.task.api_key='${oc.env:MY_KEY}' {'api_key': '${oc.env:MY_KEY}'}",
+    "Secret: the model is good, password: is required; The secret: It's in the data",
+    "Number of cookies: $5, Cookies = 2x + 5, cookies: $1,234 cookies = 3*4=12 or 1200/4",
+    "cookies = 0.5x, cookies: \u20ac1.50*4 tokens = -3x+4 keys = 3\u00d74, keys = 2.5x - 1.5",
+    "tokens = 4x, key: 3x+1, keys: 12+5 tokens = 2(x + 5) key: x^2-1 tokens=4*(3+2) tokens: 10-20",
+    "The last cookie: it was eaten, cookies: chocolate chips, a cookie: sweet",
     "    best = max(scored, key=lambda s: s.place), max_new_tokens=self.max_new_tokens,",
     "    def f(max_tokens: int | None = None, data_key='question', text_key: str = 'text')",
 ]
@@ -227,13 +238,24 @@ PIECES += [
     "%",
     "%3Dkey%3D",
 ]
+PIECES += ["tokens=1x+", "tokens=2(", "tokens=1e+1e", "key: the ", "password: the ", "cookie: a "]
 PIECES += ["tokens: \n", "tokens: {", "\\nkey=", "b'", "token=b\\\\\\'", "tokens=1 ", "key: a "]
 
 
 def test_a_megabyte_of_any_kind_takes_linear_time():
-    """A quadratic scan takes minutes for it, and many seconds for a part, which comes first."""
+    """A quadratic scan takes minutes for it, and many seconds for a part, which comes first.
+
+    What seems slow may be a busy machine: twice the text then takes twice the time, not four times.
+    """
+    _cost("key=", 100)  # imports and compiles
     for size, pieces in ((30_000, PIECES), (1_000_000, ("a:", "key=", "tokens:1,"))):
         for piece in pieces:
-            start = time.process_time()
-            redact_text((piece * size)[:size] + "!")
-            assert time.process_time() - start < size / 250_000, (piece, size)
+            if _cost(piece, size) > size / 250_000:
+                once, twice = (min(_cost(piece, n) for _ in range(4)) for n in (size, 2 * size))
+                assert twice < 3 * once, (piece, size)
+
+
+def _cost(piece: str, size: int) -> float:
+    start = time.process_time()
+    redact_text((piece * size)[:size] + "!")
+    return time.process_time() - start

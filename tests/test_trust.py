@@ -462,12 +462,55 @@ def _said_of_servers(resume: str, words: list[str]) -> list[str]:
         ("//evil.example", False),
         ("evil.example:80", False),
         ("http://${oc.env:HOME}", False),
+        ("http://LOCALHOST:80", True),
+        ("sqlite:////home/x/m.db", True),
+        ("./mlruns", True),
+        ("../a/mlruns", True),
+        ("", True),
+        ("evil", False),
+        ("localhos\u017ft", False),
+        ("localhost/,evil.example:80", False),
+        ("/\\evil.example/x", False),
+        (".//evil.example", False),
+        ("file:////evil/x", False),
+        ("file:///\\\\evil\\x", False),
+        ("sqlite://evil.example/x", False),
     ],
 )
 def test_only_an_address_of_this_machine_by_any_reading_needs_no_word(url, here):
-    for tree in ({"a": {"base_url": url}}, {"a": [{"server": url}]}, {"a": {"tracking_uri": url}}):
-        assert [text for _, text in told_again(tree)] == [] if here else [url]
+    for key in ("base_url", "Server", "tracking_address", "urls", "https_proxy", "proxies"):
+        for tree in ({"a": {key: url}}, {"a": [{key: [url]}]}):
+            assert {text for _, text in told_again(tree)} == (set() if here else {url}), key
+    for key in ("endpoints", "addresses", "proxies", "PROXIES"):
+        said = {"a": {key: {"https": url, "b": {"model": "m"}}}}
+        assert {text for _, text in told_again(said)} == (set() if here else {url}), key
     assert list(told_again({"a": {"prompt": f"see {url}", "server_room": "evil"}})) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "http://evil.example",
+        "HTTP://evil.example",
+        " http://evil.example",
+        "http://evil.example/x ",
+        "http://evil.example/x y",
+        "\nwss://evil.example",
+        "\x00https://evil.example",
+        "ht\ttps://evil.example",
+        "https:\\\\evil.example",
+        "GRPC:evil.example:80",
+    ],
+)
+def test_an_address_is_told_by_its_look_as_libraries_read_it(text):
+    assert [*told_again({"a": {"model": text, "prompt": f"see {text}"}})] == [("a.model", text)]
+
+
+def test_a_bare_name_is_a_folder_for_a_tracker_and_a_machine_for_all_else():
+    said = dict.fromkeys(("tracking_uri", "url", "host", "server"), "mlruns")
+    assert [place for place, _ in told_again(said)] == ["url", "host", "server"]
+    for other in ("databricks", "evil.example", "evil:80", "evil/x", "databricks://evil"):
+        assert [*told_again({"tracking_uri": other})] == [("tracking_uri", other)]
 
 
 @pytest.mark.parametrize(

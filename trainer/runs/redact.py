@@ -4,8 +4,8 @@ What an environment variable with a secret's name holds is hidden wherever it tu
 value of a name with one of these words: token, secret, password, passphrase, credential, cookie,
 webhook, key (of several keys: api_keys), or that ends with auth, authorization, pw, sig, jwt,
 _pass, _pwd, _pat, _signature; apiKey and --api-key are names too. A number counts something
-(max_new_tokens: 16), but for a password or secret. How both stand in a text: redact_text.py.
-Left out: guessing other secrets by their look.
+(max_new_tokens: 16), as does a term (key: 3x+1), but for a password or secret. How both stand in a
+text: redacted_text.py. Left out: guessing other secrets by their look.
 """
 
 import os
@@ -34,8 +34,13 @@ _OF_DATA = re.compile(  # keys of rows and batches: data_key=question
     r"|advantage|probs?|answer|question|response|group|value|target|label|sort|past|cache)_key$"
 )
 _PLAIN = {"", "null", "none", "true", "false", "value"}  # as in key=value
-_COUNT = re.compile(
-    r"[-+~<>=]*[\d.]+(?:e[-+]?\d+)?(?:[%kmgb]|/s|/\d+)?|\W*|</?\w{1,8}>|<\|\w+\|>", re.I
+_SIGNS = r"+*/^=\xd7\xf7"
+_TERM = rf"[($€£]*(?:\d{{1,6}}(?:\.\d{{1,6}})?[a-z]?|[a-z](?=[-{_SIGNS}])|(?<=[-{_SIGNS}(])[a-z])"
+_COUNT = re.compile(  # 12, 1.2k, $5, 12/s; 4x, 3x+1, 2*(3+4), 10-20; [], </s>, <|im_end|>
+    r"[-+~<>=]*[$€£]?[\d.]+(?:e[-+]?\d+)?(?:[%kmgb]|/s|/\d+)?"
+    rf"|[-+~<>=]*{_TERM}(?:\)*(?:[{_SIGNS}]\(?|\(|-(?!\d{{4}})){_TERM}){{0,3}}\)*"
+    r"|\W*|</?\w{1,8}>|<\|\w+\|>",
+    re.I,
 )
 _ENDS = " \t\r\n[](){}'\"\\.;:!?`"
 _REFERENCE = re.compile(r"['\"]?\$\{[\w.:]+\}?['\"]?")  # ${oc.env:NAME} is where it stands
@@ -109,7 +114,7 @@ def words_of_secret(name: str) -> str:
 
 def is_secret(name: str, value: Any) -> bool:
     words, text = words_of_secret(name), str(value)
-    inside = re.sub(r"^\s*\w+\(", "", text).strip(_ENDS)  # 8,16 or [8,16] or choice(8,16)
+    inside = re.sub(r"^\s*[A-Za-z_]\w*\(", "", text).strip(_ENDS)  # 8,16 or [8,16] or choice(8,16)
     if not words or isinstance(value, bool) or inside.lower() in _PLAIN:
         return False
     if _REFERENCE.fullmatch(text) or (_OF_DATA.search(words) and WORD.fullmatch(text)):

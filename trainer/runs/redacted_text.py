@@ -11,7 +11,8 @@ separator and a value, where
                rest of the line, else all up to a blank, comma, & or closing bracket, or several of
                them, a,b; the scheme of a header (Bearer) goes along.
 
-Prose (nats per token: the ...) and lines of code (token=read(path)) stay as they are.
+Prose (nats per token: the ..., a cookie: sweet) and lines of code (token=read(path)) stay as they
+are; after a password or secret prose begins with a word like `the` or `is`.
 Takes linear time: a policy may have written the text. Left out: blocks of YAML, which is hidden
 before it is written.
 """
@@ -45,10 +46,17 @@ _HEADER, _LINE = (
     re.compile(r"(?:[^\r\n'\"]++|(?<==)\"[^\r\n\"]*+\")++"),
 )
 _SENTENCE = re.compile(r"[A-Za-z]+[,;:]? +[a-z]|\[[\w.]+\]\(")  # nats per token: the policy ...
+_PROSE = re.compile(  # Secret: the model ...; but no "password: swordfish for user"
+    r"(?i)(?:an?|the|this|that|these|it|is|are|was|were|has|have|had|do|does|not?|must|should|can"
+    r"|cannot|could|may|will|would|to|of|in|on|at|for|from|by|with|as|if|when|where|how|what|why"
+    r"|who|which|you|your|we|our|i|my|he|she|they|their|there|here|and|or|but|so|then)"
+    r"(?:['\u2019][a-z]{1,3})? +[a-z]"
+)
 _CODE = re.compile(r"[\[({*]*+[A-Za-z_.]++[(\[]|lambda\b")  # token=read(...), of a traceback
 _URL = re.compile(r"(\w:/{1,2}(?:[^/\s:@]*+:)?)[^/\s]+@")  # the password may hold : and @
 _HOOK = re.compile(r"(?i)(://[^\s'\"]{0,99}hooks?[\w.]{0,99}/)[^\s'\"]++")
 _BEARER = re.compile(r"(?i)\b(bearer(?:[ \t]|%20)++)\S{8,}")
+_ALSO_WORDS = ("key", "tokens", "cookie", "cookies")  # key: value, a cookie: chocolate
 _BLANKS = r"(?:\s|\\++(?:[nrt]|(?=\s))|\+|%20|%0[AaDd9])++"  # where a text was folded
 
 
@@ -81,12 +89,14 @@ def _value(text: str, named: re.Match[str], name: str) -> re.Match[str] | None:
     place, sign = named.end(), named["sign"] or ""
     found = next(filter(None, (form.match(text, place) for form in _VALUES)), None)
     if found and not _QUOTED.match(text, place) and ":" in sign and _HEADER.search(name):
-        return _LINE.match(text, place)
+        pair = "=" in text[place : place + 200].partition("\n")[0]  # id=..., of no kind to eat
+        if pair or not name.endswith("cookie"):
+            return _LINE.match(text, place)
     if not found or named["quote"] or named["flag"]:
         return found
     loose, strong = sign[:1] in " \t:", NUMBERS_TOO.search(name)
-    word = loose and name in ("key", "tokens") and WORD.fullmatch(found[0])
-    told = ":" in sign and not strong and _SENTENCE.match(text, place)
+    word = loose and name in _ALSO_WORDS and WORD.fullmatch(found[0])
+    told = ":" in sign and (_PROSE if strong else _SENTENCE).match(text, place)
     code = (loose or not strong) and _CODE.match(found[0])
     return None if word or told or code else found
 
