@@ -64,7 +64,7 @@ def _batches(cfg: dict[str, Any]) -> Iterator[str]:
     here = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE") or ranks))  # of several nodes
     if here > CROWD * (cores := os.cpu_count() or 1) and cfg["mode"] in ("train", "evaluate"):
         what = f"launch.num_processes for the {cores} cores of this machine"
-        yield f"expected {what}, got {here}: each loads a model of its own; lower it"
+        yield f"expected {what}, got {here}: each loads a model of its own; lower it (or torchrun)"
     parts, saved, every = cfg["algorithm"]["minibatches"], cfg["checkpoint"], cfg["eval"]["every"]
     shards = cfg["launch"]["strategy"] != "ddp" or cfg["launch"]["offload"]
     rare = {"check_stop": cfg["trainer"]["stop_at"], "check_shards": shards}

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
+from conf.check import is_silent
+
 
 def filtered(policy: dict[str, Any]) -> bool:
     """Return whether a KL is over the tokens that were left to draw from alone."""
@@ -12,6 +14,9 @@ def filtered(policy: dict[str, Any]) -> bool:
 def findings(cfg: dict[str, Any]) -> Iterator[str]:
     """Yield a line for each; imported where there is one to be sampled."""
     kl, held_out = cfg["kl"], cfg["eval"]
+    if is_silent(cfg):
+        yield "eval.limit is of replies, and this algorithm samples none; leave eval.limit out"
+        return
     what = f"eval.limit={held_out['limit']}"
     if held_out["limit"] == 1:
         yield "expected eval.limit of at least 2 replies a row, got 1: one says nothing of the best"
@@ -24,7 +29,8 @@ def findings(cfg: dict[str, Any]) -> Iterator[str]:
         yield f"{what} samples the policy as it starts, kl.reference names another; {later}"
     if filtered(cfg["policy"]):
         yield f"{what} needs the KL of whole distributions; leave policy.top_k, top_p, min_p out"
-    if not held_out["num_samples"] or held_out["temperature"] != 1:
-        got = f"eval.num_samples={held_out['num_samples']} eval.temperature"
-        got += f"={held_out['temperature']:g}"
+    if not held_out["num_samples"]:
+        yield f"{what} judges sampled replies, got eval.num_samples=0; set eval.num_samples=8"
+    if held_out["temperature"] != 1:
+        got = f"eval.temperature={held_out['temperature']:g}"
         yield f"{what} judges replies at temperature 1, got {got}; set eval.temperature=1"

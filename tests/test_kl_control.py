@@ -144,7 +144,8 @@ def test_a_linear_schedule_goes_from_its_first_to_its_last_iteration():
 def test_a_budget_is_a_level_that_adds_up_errors_and_a_damping_of_the_last():
     control = make_kl_controller(controller="budget", coeff=0.1, target=4.0)
     level = 0.1
-    for kls, error in (([5.0, 7.0], 0.5), ([4.0], 0.0), ([0.0], -1.0), ([400.0], 1.0)):
+    steps = [([5.0, 7.0], math.log(1.5)), ([4.0], 0.0), ([-0.1, 0.1], -1.0), ([400.0], 1.0)]
+    for kls, error in steps:
         level *= math.exp(0.1 * error)
         assert control.update(kls) == pytest.approx(level * math.exp(2 * error))
     kept = control.coeff

@@ -168,6 +168,7 @@ def test_an_evaluation_is_judged_by_the_samples_of_its_folder(tmp_path):
         ("policy", "min_p", 0.1, "needs the KL of whole distributions"),
         ("eval", "temperature", 0.5, "set eval.temperature=1"),
         ("eval", "num_samples", 0, "eval.num_samples=0"),
+        ("algorithm", "source", {"_target_": "trainer.Demonstrations"}, "samples none"),
         ("eval", "limit", 1, "at least 2 replies a row, got 1"),
     ],
 )
@@ -176,6 +177,7 @@ def test_a_limit_that_would_not_be_that_of_the_run_is_refused(group, key, value,
         "kl": {"measure": True, "reference": None, "refresh_every": 0},
         "eval": {"limit": 64, "num_samples": 8, "temperature": 1.0},
         "policy": {"top_k": 0, "top_p": 1.0, "min_p": 0.0},
+        "algorithm": {"source": {"_target_": "trainer.Rollouts"}},
     }
     assert list(findings(cfg)) == []
     cfg[group] = cfg[group] | {key: value}

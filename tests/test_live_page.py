@@ -5,7 +5,6 @@ import json
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,8 +12,9 @@ import psutil
 import pytest
 from pages import Page, write_lines, write_status
 
-from trainer.reports import live
+from trainer.reports import live, report
 from trainer.reports.live import SHARE, LivePage, LiveReport
+from trainer.reports.replies import sections
 from trainer.reports.report import write_report
 from trainer.runs.lock import held
 
@@ -93,8 +93,7 @@ def test_a_page_that_cannot_be_drawn_is_told_once_and_ends_nothing(
     if fault == "a folder in its place":
         (folder / "report.html").mkdir()
     if fault == "it hangs":
-        monkeypatch.setattr(live, "LAST", 1.0)
-        os.mkfifo(folder / "transcripts.jsonl")
+        monkeypatch.setattr(live, "LAST", 0.001)  # no process draws a page in that
     report = LiveReport(folder)
     report.begin()
     report.end("finished", saved=None)
@@ -102,20 +101,24 @@ def test_a_page_that_cannot_be_drawn_is_told_once_and_ends_nothing(
     assert children() == []
     report.end("finished", saved=None)  # tries it again
     (said,) = (record.message for record in caplog.records)
-    told = {"no run": "expected a run", "it hangs": "not drawn within 1 s"}
-    assert told.get(fault, "Is a directory") in said
+    told = {"no run": "expected a run", "it hangs": "not drawn within 0.001 s"}
+    assert told.get(fault, "expected a file there, got a folder") in said
 
 
-def test_a_page_that_was_begun_before_the_end_of_its_run_tells_the_end(tmp_path):
+def test_a_page_that_was_begun_before_the_end_of_its_run_tells_the_end(tmp_path, monkeypatch):
     write_status(tmp_path, state="running")
-    slow = tmp_path / "transcripts.jsonl"  # read after the status; its reader waits for a writer
-    os.mkfifo(slow)
-    with held(tmp_path), ThreadPoolExecutor() as pool:
-        drawn = pool.submit(write_report, tmp_path)
-        with open(slow, "w"):
-            slow.unlink()
+    begun = []
+
+    def ended_meanwhile(folder: Path):  # read after the status
+        if not begun:
             write_status(tmp_path, state="failed", reason="why")
-        page = Page(drawn.result())
+        begun.append(folder)
+        return sections(folder)
+
+    monkeypatch.setattr(report, "sections", ended_meanwhile)
+    with held(tmp_path):
+        page = Page(write_report(tmp_path))
+    assert len(begun) == 2
     assert "why" in page.texts
     assert not page.goes_on
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "failed"

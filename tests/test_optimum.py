@@ -17,7 +17,7 @@ def test_k1_in_the_reward_ends_at_the_reference_reweighted(coeff):
     assert isclose(end.nominal(), coeff, rel_tol=0.02)
 
 
-@pytest.mark.parametrize("nats", [0.1, 1.0])
+@pytest.mark.parametrize("nats", [0.3, 1.0])
 def test_a_budget_is_spent(nats):
     """From one coefficient, whose own optimum has neither."""
     end = train(0.5, one_process(), target=nats, steps=120)

@@ -75,7 +75,7 @@ def test_the_parent_is_light_and_composes_at_most_twice_and_its_warm_up(words, t
     found = measure(STARTED.format(words=words), tmp_path)
     lines = lines_of_ours(found["files"])
     assert "train.py" in lines
-    assert sum(lines.values()) <= 4_300, lines
+    assert sum(lines.values()) <= 4_350, lines
     assert found["composed"] <= 3
     assert not {"torch", "transformers", "trainer.reports.sweep_page"} & {*found["modules"]}
     assert not any(name.startswith("trainer.reports.") for name in found["modules"])
@@ -120,7 +120,7 @@ def test_a_grpo_worker_imports_what_a_run_uses_and_nothing_else(tmp_path):
     assert found["code"] == 0
     lines = lines_of_ours(found["files"])
     assert "trainer/update.py" in lines
-    assert sum(lines.values()) <= 12_100, lines
+    assert sum(lines.values()) <= 12_200, lines
     unused = (
         "ray",
         "mcp",

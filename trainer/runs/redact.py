@@ -33,7 +33,7 @@ _OF_DATA = re.compile(  # keys of rows and batches: data_key=question
     r"(?:^|_)(?:full|data|text|tokens|masks?|input|history|logits|temperature|prompt|rewards?|done"
     r"|advantage|probs?|answer|question|response|group|value|target|label|sort|past|cache)_key$"
 )
-_PLAIN = {"", "null", "none", "true", "false", "value"}  # as in key=value
+_PLAIN = {"", "null", "none", "true", "false", "value", "nan", "inf"}  # as in key=value
 _SIGNS = r"+*/^=\xd7\xf7"
 _TERM = rf"[($€£]*(?:\d{{1,6}}(?:\.\d{{1,6}})?[a-z]?|[a-z](?=[-{_SIGNS}])|(?<=[-{_SIGNS}(])[a-z])"
 _COUNT = re.compile(  # 12, 1.2k, $5, 12/s; 4x, 3x+1, 2*(3+4), 10-20; [], </s>, <|im_end|>
