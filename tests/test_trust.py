@@ -28,10 +28,10 @@ ROOT = Path(__file__).parents[1]
 MARK = "my_marking_module"
 NO_PARTS = (  # of the public names of trainer: what a run makes itself, and classes for Python
     "AdaptiveKLController BudgetKLController Checkpoints CISPOLoss ConstantKLController DAPO "
-    "Display EntropyBonus Evaluate GAE GRPOLoss KLControllerBase LLMCollector Leash LinearKLController MCAdvantage "
-    "NoReference Observer Observers PPOLoss PromptData Reference RolloutFromModel Runtime SFTLoss "
-    "Stopped TargetKLController TopKRewardSelector Trainer Update get_dataloader "
-    "make_kl_controller make_optimizer make_schedule train"
+    "Display EntropyBonus Evaluate GAE GRPOLoss KLControllerBase LLMCollector Leash "
+    "LinearKLController MCAdvantage NoReference Observer Observers PPOLoss PromptData Reference "
+    "RolloutFromModel Runtime SFTLoss Stopped TargetKLController TopKRewardSelector Trainer "
+    "Update get_dataloader make_kl_controller make_optimizer make_schedule train"
 )
 
 
