@@ -164,13 +164,13 @@ DIFFERS = {
         "part",
         "one GPU; several have not been tried",
         SCALING,
-        "the tests run two ranks on a CPU (gloo); NCCL has not been tried yet",
+        "NCCL, in training and for weights to a vLLM server; several ranks on GPUs at all",
     ),
     "python train.py experiment=grpo_qwen": Differs(
         "part",
         "composes; never run at length",
         SCALING,
-        "The qwen experiments were run on small local checkpoints and data only",
+        "The qwen experiments at full length: they were run on small local checkpoints and data",
     ),
     "W&B workspace": Differs(
         "part",
