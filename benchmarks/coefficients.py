@@ -87,9 +87,9 @@ def log_probs(model: torch.nn.Module) -> Tensor:
     return torch.cat([torch.zeros(len(IDS), 1), chosen], -1) * MASK
 
 
-def small(width: int = 32) -> Qwen2ForCausalLM:
-    """Return a model that can give the 31 replies any probabilities."""
-    torch.manual_seed(0)
+def six_tokens(width: int, seed: int) -> Qwen2ForCausalLM:
+    """Return a model of one layer over six tokens, its weights so large that tokens differ."""
+    torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=V,
         hidden_size=width,
@@ -105,6 +105,13 @@ def small(width: int = 32) -> Qwen2ForCausalLM:
         for p in model.parameters():
             if p.ndim > 1:
                 p.copy_(torch.randn(p.shape))
+    return model
+
+
+def small(width: int = 32) -> Qwen2ForCausalLM:
+    """Return a model that can give the 31 replies any probabilities."""
+    model = six_tokens(width, 0)
+    with torch.no_grad():
         model.lm_head.weight.mul_(width**-0.5)
     return model
 

@@ -8,32 +8,17 @@ from contracts import leash
 from steps import Record, make_update
 from tensordict import TensorDict
 from torch import Tensor
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM
 
+from benchmarks.coefficients import V, six_tokens
 from policies.scorer import Scorer
 from trainer import GRPOObjective, ImportanceSampling
 
-V, PROMPT = 6, 2
+PROMPT = 2
 
 
 def small(seed: int) -> Qwen2ForCausalLM:
-    torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=V,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=8,
-        tie_word_embeddings=False,
-    )
-    model = Qwen2ForCausalLM(config).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.ndim > 1:
-                p.copy_(torch.randn(p.shape))
-    return model
+    return six_tokens(8, seed)
 
 
 class Enumerated:
