@@ -50,18 +50,17 @@ def test_picture_on_the_page_is_what_the_script_draws():
     assert (DOCS / "kl_estimators.svg").read_text() == drawn, "run python docs/kl_estimators.py"
 
 
-def write_run(folder: Path, coeff: float, *, rewards: list[float], kls: list[float]) -> None:
+def write_run(folder: Path, coeff: float, *, reward: float, kl: float) -> None:
     """Write the files of a finished run."""
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump({"policy": {}, "algorithm": {}}))
     (folder / "status.json").write_text(json.dumps({"state": "finished"}))
-    rows = [{"progress/iteration": 0, "eval/reward": 0.25}]
-    for i, (reward, kl) in enumerate(zip(rewards, kls, strict=True), 1):
-        row = {"progress/iteration": i, "reward/raw_mean": reward, "kl/ref_sequence": kl}
-        rows.append(row | {"kl/coeff": coeff})
-    rows[-1]["eval/reward"] = rewards[-1] - 0.1
-    lines = "\n".join(map(json.dumps, rows))
-    (folder / "metrics.jsonl").write_text(lines)
+    rows = [
+        {"progress/iteration": 0, "eval/reward": 0.25, "eval/kl_ref_sequence": 0.0},
+        {"progress/iteration": 1, "kl/coeff": coeff, "kl/ref_sequence": 99.0},
+        {"progress/iteration": 2, "eval/reward": reward, "eval/kl_ref_sequence": kl},
+    ]
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
     asked = "Write a one-sentence review of a {}."
     said = [
         {"kind": kind, "prompt": asked.format(thing), "response": f"Good | {thing}", "reward": 0.5}
@@ -70,22 +69,24 @@ def write_run(folder: Path, coeff: float, *, rewards: list[float], kls: list[flo
     (folder / "transcripts.jsonl").write_text("\n".join(map(json.dumps, said)))
 
 
-def test_frontier_of_a_sweep_has_a_point_and_replies_for_each_coefficient(tmp_path):
-    write_run(tmp_path / "b=1", 0.3, rewards=[0.2, 0.3, 0.4, 0.5], kls=[0, 0.5, 1, 1.5])
-    write_run(tmp_path / "a=1", 0.0, rewards=[0.2, 0.6, 0.7, 0.8], kls=[0, 4, 8, 12])
-    made = script("kl_frontier")
-    points = made.read(tmp_path, count=2)
-    assert [(p.coeff, p.reward, p.kl) for p in points] == [
-        (0.0, pytest.approx(0.7), pytest.approx(8.0)),  # of the last three iterations
-        (0.3, pytest.approx(0.4), pytest.approx(1.0)),
-    ]
-    text = made.markdown(points)
-    assert "| 0.3 | 0.20 -> 0.40 | 0.25 -> 0.40 | 1.0 |" in text.splitlines()
-    assert "| 0 | a coat | Good / coat | 0.50 |" in text.splitlines()
-    assert "lamp" not in text  # trained on, not held out
-    assert "tea" not in text  # more than asked for
-    picture = made.picture(points)
-    assert picture.count("<circle") == 3  # and the start
-    assert all(f">{name}</text>" in picture for name in ("0", "0.3", "start"))
+def test_replies_of_a_sweep_have_numbers_and_texts_for_each_coefficient(tmp_path):
+    write_run(tmp_path / "b=1", 0.3, reward=0.5, kl=0.25)
+    write_run(tmp_path / "a=1", 0.0, reward=0.75, kl=4.0)
+    made = script("replies")
+    told = made.markdown(made.read(tmp_path, count=2)).splitlines()
+    assert told[2:4] == ["| 0 | 0.25 -> 0.75 | 4.0 | - |", "| 0.3 | 0.25 -> 0.50 | 0.2 | - |"]
+    assert "| 0 | a coat | Good / coat | 0.50 |" in told
+    assert not any("lamp" in line for line in told)  # trained on, not held out
+    assert not any("tea" in line for line in told)  # more than asked for
     with pytest.raises(ValueError, match="finished runs"):
         made.read(tmp_path / "b=1" / "none")
+
+
+def test_a_sampled_reference_tells_the_efficiency_of_each(tmp_path):
+    """One prompt, right half the time: the least KL for 3/4 is that of two coins."""
+    write_run(tmp_path / "a=1", 0.1, reward=0.75, kl=0.5)
+    samples = {"reward": [[0.0, 1.0] * 32], "success": [[0.0] * 64]}
+    (tmp_path / "limit.json").write_text(json.dumps(samples))
+    least = 0.75 * math.log(0.75 / 0.5) + 0.25 * math.log(0.25 / 0.5)
+    (point,) = script("replies").read(tmp_path)
+    assert point.efficiency == pytest.approx(least / 0.5, rel=1e-5)

@@ -1,0 +1,85 @@
+"""Print what the jobs of a sweep over kl.coeff came to, and what they write, as Markdown.
+
+    python docs/replies.py multirun/ppo_sentiment_smollm/<date_time>
+
+Rewards and KL are those of the held-out replies, the KL in nats per reply. The efficiency is known
+once the reference was sampled: `python -m trainer.reports <sweep> --limit`.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.limit import FILE, Limit, read_limit
+from trainer.metric_names import HELD_KL, HELD_REWARD
+from trainer.runs.find import find_jobs
+from trainer.runs.run_files import Run, load_run, read_lines
+
+
+@dataclass(frozen=True)
+class Point:
+    """What one run reached; held-out replies are (subject, text, reward)."""
+
+    coeff: float
+    reward: tuple[float, float]  # before and after
+    kl: float
+    efficiency: float | None
+    replies: list[tuple[str, str, float]]
+
+
+def read(folder: Path, *, count: int = 3) -> list[Point]:
+    """Return a point for each finished job of a sweep, by coefficient."""
+    runs = [load_run(job) for job in find_jobs(folder)]
+    limit = read_limit(folder / FILE) if (folder / FILE).is_file() else None
+    points = [_point(run, limit, count) for run in runs if run.state == "finished"]
+    if not points:
+        raise ValueError(f"expected finished runs in {folder}, found none")
+    return sorted(points, key=lambda point: point.coeff)
+
+
+def _point(run: Run, limit: Limit | None, count: int) -> Point:
+    held_out = [value for _, value in run.series(HELD_REWARD)]
+    kl = run.last(HELD_KL) or 0.0
+    rows = read_lines(run.folder / "transcripts.jsonl")
+    after = [row for row in rows if row["kind"] == "after"]
+    return Point(
+        coeff=run.last("kl/coeff") or 0.0,
+        reward=(held_out[0], held_out[-1]),
+        kl=kl,
+        efficiency=limit.efficiency(HELD_REWARD, held_out[-1], kl) if limit else None,
+        replies=[(_subject(x["prompt"]), x["response"], x["reward"]) for x in after[:count]],
+    )
+
+
+def _subject(prompt: str) -> str:
+    """Return what a request is about.
+
+    >>> _subject("Write a one-sentence review of a bakery.")
+    'a bakery'
+    """
+    return prompt.strip().rpartition(" review of ")[2].rstrip(".")
+
+
+def markdown(points: list[Point]) -> str:
+    """Return the numbers and the replies as two tables."""
+    lines = [
+        "| kl.coeff | held-out reward | KL, nats per reply | efficiency |",
+        "|---|---|---|---|",
+    ]
+    for p in points:
+        first, last = p.reward
+        share = "-" if p.efficiency is None else f"{p.efficiency:.2f}"
+        lines.append(f"| {p.coeff:g} | {first:.2f} -> {last:.2f} | {p.kl:.1f} | {share} |")
+    lines += ["", "| kl.coeff | asked about | held-out reply | reward |", "|---|---|---|---|"]
+    for p in points:
+        for subject, text, reward in p.replies:
+            readable = text.encode("ascii", "replace").decode()
+            plain = " ".join(readable.replace("|", "/").split())
+            lines.append(f"| {p.coeff:g} | {subject} | {plain} | {reward:.2f} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("expected the folder of a sweep: python docs/replies.py <folder>")
+    print(markdown(read(Path(sys.argv[1]))))
