@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from benchmarks.yardstick_page import (
     table,
 )
 from policies.cache import write_text
+from policies.models import find_model
 from trainer.limit import FILE, read_limit
 from trainer.reports.limits import make
 from trainer.runs.run_files import load_run, read_lines
@@ -89,15 +91,17 @@ def trained(place: Path, case: Case, words: Sequence[str], peer: Path) -> None:
     ours, theirs = (place / library / "run" for library in LIBRARIES)
     told = [*words, *QUIET.split(), f"launch.threads={case.threads}", f"output_dir={ours}"]
     watched([sys.executable, "train.py", *told], place / "leash", case.threads)
-    command = [str(peer), "-m", "benchmarks.yardstick_trl", str(ours), str(theirs)]
+    config = yaml.safe_load((ours / "config.yaml").read_text())
+    start = find_model(config["policy"]["model"]).folder
+    command = [str(peer), "-m", "benchmarks.yardstick_trl", *map(str, (ours, start, theirs))]
     watched(command, place / "TRL", case.threads)
 
 
 def watched(command: Sequence[str], folder: Path, threads: int) -> None:
     """Run a command, unless it was, that writes a line to its log for each iteration.
 
-    watched.json says when each line was there, in seconds since the start, how long it took in all,
-    and the peak of the memory resident in all of its processes together.
+    watched.json says when each line was there, in seconds since the start and of the processors,
+    how long it took in all, and the peak of the memory resident in all of its processes together.
     """
     kept, log = folder / "watched.json", folder / "run" / LOGS[folder.name]
     if kept.is_file():
@@ -106,33 +110,44 @@ def watched(command: Sequence[str], folder: Path, threads: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     load = os.getloadavg()[0]
     print(f"{folder}, load {load:.1f} ...", file=sys.stderr, flush=True)
-    times: list[float] = []
-    peak, start = 0, time.perf_counter()
+    times: list[tuple[float, float]] = []
+    most, start = Use(0, 0.0), time.perf_counter()
     with (folder / "said.log").open("w") as out:
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
         work = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out)
         while work.poll() is None:
-            peak = max(peak, resident(work.pid))
+            now = use(work.pid)
+            most = Use(max(most.memory, now.memory), max(most.seconds, now.seconds))
             lines = log.read_bytes().count(b"\n") if log.is_file() else 0
-            times += [time.perf_counter() - start] * (lines - len(times))
+            times += [(time.perf_counter() - start, most.seconds)] * (lines - len(times))
             time.sleep(EVERY)
     wall = time.perf_counter() - start
     if work.returncode:
         raise SystemExit(f"{' '.join(command)}\nended with {work.returncode}, see {out.name}")
-    times += [wall] * (len(read_lines(log)) - len(times))
-    write_text(kept, json.dumps({"load": load, "wall": wall, "peak": peak, "times": times}))
+    times += [(wall, most.seconds)] * (len(read_lines(log)) - len(times))
+    found = {"load": load, "wall": wall, "cpu": most.seconds, "peak": most.memory, "times": times}
+    write_text(kept, json.dumps(found))
 
 
-def resident(pid: int) -> int:
-    """Return the bytes resident in a process and all below it."""
-    total = 0
+@dataclass(frozen=True)
+class Use:
+    """What processes use: bytes resident, seconds of the processors."""
+
+    memory: int
+    seconds: float
+
+
+def use(pid: int) -> Use:
+    """Return what a process and all below it use; the seconds of those that have ended too."""
+    memory, seconds = 0, 0.0
     try:
         first = psutil.Process(pid)
         for process in (first, *first.children(recursive=True)):
-            total += process.memory_info().rss
+            memory += process.memory_info().rss
+            seconds += sum(process.cpu_times()[:4])  # its own and of those that it waited for
     except psutil.Error:  # one of them has just ended
         pass
-    return total
+    return Use(memory, seconds)
 
 
 def judge(place: Path, case: Case, words: Sequence[str]) -> None:

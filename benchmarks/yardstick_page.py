@@ -39,27 +39,30 @@ class Case:
 
 @dataclass(frozen=True)
 class Point:
-    """An iteration: seconds since the process began, replies so far, their mean reward."""
+    """An iteration: seconds since the start and of the processors, replies so far, mean reward."""
 
     seconds: float
+    cpu: float
     replies: int
     reward: float
 
 
-def points(rows: Sequence[Found], times: Sequence[float], *, replies: int) -> list[Point]:
+def points(
+    rows: Sequence[dict[str, Any]], times: Sequence[tuple[float, float]], *, replies: int
+) -> list[Point]:
     """Return the iterations of a log of either library, `replies` in each.
 
-    >>> points([{"progress/iteration": 0}, {"reward/raw_mean": 0.5}], [1.0, 3.0], replies=8)
-    [Point(seconds=3.0, replies=8, reward=0.5)]
-    >>> points([{"step": 1, "reward": 0.5}, {"train_loss": 0.1}], [2.0, 3.0], replies=8)
-    [Point(seconds=2.0, replies=8, reward=0.5)]
+    >>> points([{"progress/iteration": 0}, {"reward/raw_mean": 0.5}], [(1, 1), (3, 2)], replies=8)
+    [Point(seconds=3, cpu=2, replies=8, reward=0.5)]
+    >>> points([{"step": 1, "reward": 0.5}, {"train_loss": 0.1}], [(2, 1), (3, 1)], replies=8)
+    [Point(seconds=2, cpu=1, replies=8, reward=0.5)]
     """
     seen = [
         (at, row.get("reward/raw_mean", row.get("reward")))
         for row, at in zip(rows, times, strict=True)
     ]
     kept = [(at, reward) for at, reward in seen if reward is not None]
-    return [Point(at, (i + 1) * replies, reward) for i, (at, reward) in enumerate(kept)]
+    return [Point(*at, (i + 1) * replies, reward) for i, (at, reward) in enumerate(kept)]
 
 
 def logged_kl(rows: Sequence[Found], *, window: int) -> float:
@@ -77,7 +80,7 @@ def smoothed(run: Found, window: int) -> list[Point]:
     found = [Point(**point) for point in run["points"]]
     rewards = [point.reward for point in found]
     return [
-        Point(p.seconds, p.replies, fmean(rewards[max(0, i + 1 - window) : i + 1]))
+        Point(p.seconds, p.cpu, p.replies, fmean(rewards[max(0, i + 1 - window) : i + 1]))
         for i, p in enumerate(found)
     ]
 
@@ -87,14 +90,13 @@ def reached(run: Found, case: Case) -> Point | None:
     return next((p for p in smoothed(run, case.window) if p.reward >= case.goal), None)
 
 
-def pace(run: Found) -> float:
-    """Return the median seconds of an iteration after the first.
+def pace(run: Found, clock: str) -> float:
+    """Return the median seconds of an iteration after the first, by a clock of `Point`.
 
-    >>> pace({"points": [{"seconds": at} for at in (9.0, 10.0, 12.0, 13.0)]})
+    >>> pace({"points": [{"cpu": at} for at in (9.0, 10.0, 12.0, 13.0)]}, "cpu")
     1.0
     """
-    at = [point["seconds"] for point in run["points"]]
-    return median(b - a for a, b in pairwise(at))
+    return median(b - a for a, b in pairwise(point[clock] for point in run["points"]))
 
 
 def spread(values: Sequence[float | None], form: str) -> str:
@@ -137,8 +139,10 @@ def table(case: Case, runs: Sequence[Found], limit: Limit) -> str:
          lambda r: r["logged_kl"], ".2f"),
         (f"replies until the reward is {case.goal:g}", at("replies"), ",.0f"),
         (f"seconds until the reward is {case.goal:g}", at("seconds"), ".0f"),
-        ("seconds an iteration (median)", pace, ".2f"),
-        ("wall clock of the process, s", lambda r: r["wall"], ".0f"),
+        ("seconds an iteration (median)", lambda r: pace(r, "seconds"), ".2f"),
+        ("the same of the processors", lambda r: pace(r, "cpu"), ".2f"),
+        ("seconds from start to end", lambda r: r["wall"], ".0f"),
+        ("the same of the processors", lambda r: r["cpu"], ".0f"),
         ("peak memory of its processes, MiB", lambda r: r["peak"] / 2**20, ",.0f"),
         ("load of the machine before", lambda r: r["load"], ".1f"),
     ]  # fmt: skip

@@ -1,6 +1,6 @@
 """The peer's side of benchmarks/yardstick.py: TRL's GRPOTrainer on the settings of a leash run.
 
-    .venv-trl/bin/python -m benchmarks.yardstick_trl <run folder of leash> <folder of its own>
+    .venv-trl/bin/python -m benchmarks.yardstick_trl <run of leash> <model> <its own folder>
 
 Runs in an environment that has trl. Task, rows, their order and the reward are leash's; all that
 learns is TRL's. Writes log.jsonl, a line for each optimiser step, versions.json and model/.
@@ -133,8 +133,8 @@ def reward_of(
     return reward
 
 
-def train(config: Mapping[str, Any], folder: Path) -> None:
-    """Train as a run of leash did."""
+def train(config: Mapping[str, Any], start: Path, folder: Path) -> None:
+    """Train the model in the folder `start` as a run of leash did."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -151,7 +151,6 @@ def train(config: Mapping[str, Any], folder: Path) -> None:
     data = Dataset.from_dict(
         {"prompt": [rows[i]["messages"] for i in chosen], "row": chosen}  # in the order of leash
     )
-    start = config["policy"]["model"]
     model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
     given = settings(config)
     kept = {name: asked[name] for name in ("lr", "eps", "weight_decay")}
@@ -177,14 +176,15 @@ def train(config: Mapping[str, Any], folder: Path) -> None:
 def main() -> None:
     """Train and leave a log."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run", type=Path)
-    parser.add_argument("folder", type=Path)
+    for name in ("run", "start", "folder"):
+        parser.add_argument(name, type=Path)
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     (args.folder / "log.jsonl").unlink(missing_ok=True)
     packages = ("trl", "transformers", "torch", "accelerate", "datasets")
     (args.folder / "versions.json").write_text(json.dumps({p: version(p) for p in packages}))
-    train(yaml.safe_load((args.run / "config.yaml").read_text()), args.folder)
+    config = yaml.safe_load((args.run / "config.yaml").read_text())
+    train(config, args.start, args.folder)
 
 
 if __name__ == "__main__":
