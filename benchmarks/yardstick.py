@@ -54,7 +54,7 @@ CASES = {
     ),
     "smollm": Case(
         "SmolLM2 on capitals", "experiment=grpo_smollm kl.coeff=0.02 optimizer.lr=2e-5",
-        seeds=(1,), threads=2, samples=8, limit=128, window=3, goal=0.7,
+        seeds=(1,), threads=2, samples=8, limit=64, window=3, goal=0.7,
     ),
 }  # fmt: skip
 
@@ -138,12 +138,18 @@ class Use:
 
 
 def use(pid: int) -> Use:
-    """Return what a process and all below it use; the seconds of those that have ended too."""
+    """Return what a process and all below it use; the seconds of those that have ended too.
+
+    A child that is still its parent's copy, before it runs a program of its own, shares its memory.
+    """
     memory, seconds = 0, 0.0
+    programs: dict[int, list[str]] = {}
     try:
         first = psutil.Process(pid)
         for process in (first, *first.children(recursive=True)):
-            memory += process.memory_info().rss
+            programs[process.pid] = process.cmdline()
+            if programs[process.pid] != programs.get(process.ppid()):
+                memory += process.memory_info().rss
             seconds += sum(process.cpu_times()[:4])  # its own and of those that it waited for
     except psutil.Error:  # one of them has just ended
         pass
