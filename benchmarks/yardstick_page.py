@@ -65,14 +65,14 @@ def points(
     return [Point(*at, (i + 1) * replies, reward) for i, (at, reward) in enumerate(kept)]
 
 
-def logged_kl(rows: Sequence[Found], *, window: int) -> float:
-    """Return the KL in nats a reply by a library's own log: a mean over the last iterations.
+def logged_kl(rows: Sequence[dict[str, Any]], *, window: int) -> float:
+    """Return k3 by a library's own log, in nats a reply: a mean over the last iterations.
 
-    TRL's is per token, k3 weighed by the ratio: times the length.
+    Both log the mean over tokens (TRL weighed by the ratio, 1 on policy): times the length.
     """
-    ours = [row["kl/ref_sequence"] for row in rows if "kl/ref_sequence" in row]
-    theirs = [row["kl"] * row["completions/mean_length"] for row in rows if "kl" in row]
-    return fmean((ours or theirs)[-window:])
+    names = ("kl/ref_k3", "response/length_mean"), ("kl", "completions/mean_length")
+    found = [row[k3] * row[length] for row in rows for k3, length in names if k3 in row]
+    return fmean(found[-window:])
 
 
 def smoothed(run: Found, window: int) -> list[Point]:
@@ -135,7 +135,7 @@ def table(case: Case, runs: Sequence[Found], limit: Limit) -> str:
          lambda r: r["eval"]["greedy"], ".3f"),
         ("KL of these replies to the reference, nats a reply", lambda r: r["eval"][HELD_KL], ".2f"),
         ("KL efficiency (1: no policy does it with less)", share, ".2f"),
-        (f"KL by its own log, last {case.window} iterations, nats a reply",
+        (f"k3 by its own log, last {case.window} iterations, nats a reply",
          lambda r: r["logged_kl"], ".2f"),
         (f"replies until the reward is {case.goal:g}", at("replies"), ",.0f"),
         (f"seconds until the reward is {case.goal:g}", at("seconds"), ".0f"),
