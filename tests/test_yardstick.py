@@ -122,6 +122,7 @@ time.sleep(60)
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as work:
         try:
+            assert work.stdout is not None
             assert work.stdout.readline()
             assert 300 << 20 < yardstick.use(work.pid).memory < 500 << 20
         finally:
