@@ -6,7 +6,7 @@ PIP_IN := bin/pip install --disable-pip-version-check -q
 PIP := .venv/$(PIP_IN)
 ARGS ?=
 
-.PHONY: help setup run test lint bench test-learn test-reliability test-scale test-ray test-others test-vllm test-floors test-browser clean
+.PHONY: help setup run test lint bench test-learn test-reliability test-scale test-ray test-others test-vllm test-floors test-browser yardstick clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -101,5 +101,14 @@ test-floors: .venv-floors/.ready  ## the lowest declared versions, in a virtual 
 bench: .venv/.ready-dev  ## timings, as ratios to a floor in the same run
 	$(BIN)/python -m benchmarks.iteration $(ARGS)
 
+yardstick: .venv/.ready-dev .venv-trl/.ready  ## the same training by leash and by TRL, into docs/yardstick.md (half an hour)
+	$(BIN)/python -m benchmarks.yardstick $(ARGS)
+
+# The newest TRL that takes the torch and transformers of leash, so that the two differ by nothing else.
+.venv-trl/.ready: pyproject.toml constraints.txt
+	test -x .venv-trl/bin/python || $(PYTHON) -m venv .venv-trl
+	.venv-trl/$(PIP_IN) -c constraints.txt -e . trl
+	touch $@
+
 clean:  ## remove the virtual environments and caches of this checkout
-	rm -rf .venv .venv-others .venv-vllm .venv-floors .pytest_cache .ruff_cache *.egg-info
+	rm -rf .venv .venv-others .venv-vllm .venv-floors .venv-trl .pytest_cache .ruff_cache *.egg-info

@@ -1,0 +1,216 @@
+"""The yardstick: leash and TRL's GRPOTrainer on the same thing, judged by the same code.
+
+    make yardstick                                    all of it, into docs/yardstick.md and .svg
+    make yardstick ARGS="--cases tiny --seeds 1"      a part; what is finished is not run again
+
+For each case and seed leash trains, then TRL on the settings, rows and reward of that run
+(benchmarks/yardstick_trl.py), one after the other, never at once. Seconds and memory are taken from
+outside, in the same way of both. Then leash alone evaluates both models on the held-out prompts,
+and tells by samples of the reference what the KL could have bought. Runs stay in --folder.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from benchmarks.yardstick_page import (
+    LIBRARIES,
+    Case,
+    Found,
+    about,
+    charts,
+    filled,
+    grid,
+    logged_kl,
+    points,
+    table,
+)
+from policies.cache import write_text
+from policies.models import find_model
+from trainer.limit import FILE, read_limit
+from trainer.reports.limits import make
+from trainer.runs.run_files import load_run, read_lines
+
+ROOT = Path(__file__).parents[1]
+BOTH = "kl.where=loss kl.estimator=k3_ratio kl.controller=constant optimizer.schedule=constant"
+QUIET = "eval.every=0 eval.num_samples=0 eval.greedy=false eval.limit=0 checkpoint.every=0"
+LOGS = dict(zip(LIBRARIES, ("metrics.jsonl", "log.jsonl"), strict=True))
+EVERY = 0.1  # seconds between two looks at a run
+
+CASES = {
+    "tiny": Case(
+        "The embedded task", "experiment=grpo_tiny kl.coeff=0.3 optimizer.lr=5e-4",
+        seeds=(1, 2, 3), threads=1, samples=16, limit=512, window=5, goal=0.7,
+    ),
+    "smollm": Case(
+        "SmolLM2 on capitals", "experiment=grpo_smollm kl.coeff=0.02 optimizer.lr=2e-5",
+        seeds=(1,), threads=2, samples=8, limit=64, window=3, goal=0.7,
+    ),
+}  # fmt: skip
+
+
+def main() -> None:
+    """Run what is missing, then judge, draw and write."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
+    parser.add_argument("--seeds", type=int, nargs="+", help="in place of each case's own")
+    parser.add_argument("--words", nargs="*", default=[], help="for both, as key=value")
+    parser.add_argument("--peer", type=Path, default=ROOT / ".venv-trl" / "bin" / "python")
+    parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "yardstick")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "yardstick.md")
+    args = parser.parse_args()
+    for name in args.cases:
+        case, folder = CASES[name], args.folder.resolve() / name
+        words = [*case.words.split(), *BOTH.split(), *args.words]
+        evaluated(folder / "before", case, words)  # makes the start model where it lacks
+        for seed in args.seeds or case.seeds:
+            place = folder / str(seed)
+            trained(place, case, [*words, f"seed={seed}"], args.peer.absolute())
+            judge(place, case, words)
+        if not (folder / FILE).is_file():
+            run = next(iter(sorted(folder.glob("*/leash/run"))))
+            make(run, case.limit)
+            (run / FILE).replace(folder / FILE)
+    report(args.folder, args.page)
+
+
+def trained(place: Path, case: Case, words: Sequence[str], peer: Path) -> None:
+    """Train with leash, then with TRL on what leash wrote of its settings."""
+    ours, theirs = (place / library / "run" for library in LIBRARIES)
+    told = [*words, *QUIET.split(), f"launch.threads={case.threads}", f"output_dir={ours}"]
+    watched([sys.executable, "train.py", *told], place / "leash", case.threads)
+    config = yaml.safe_load((ours / "config.yaml").read_text())
+    start = find_model(config["policy"]["model"]).folder
+    command = [str(peer), "-m", "benchmarks.yardstick_trl", *map(str, (ours, start, theirs))]
+    watched(command, place / "TRL", case.threads)
+
+
+def watched(command: Sequence[str], folder: Path, threads: int) -> None:
+    """Run a command, unless it was, that writes a line to its log for each iteration.
+
+    watched.json says when each line was there, in seconds since the start and of the processors,
+    how long it took in all, and the peak of the memory resident in all of its processes together.
+    """
+    kept, log = folder / "watched.json", folder / "run" / LOGS[folder.name]
+    if kept.is_file():
+        return
+    log.unlink(missing_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    load = os.getloadavg()[0]
+    print(f"{folder}, load {load:.1f} ...", file=sys.stderr, flush=True)
+    times: list[tuple[float, float]] = []
+    most, start = Use(0, 0.0), time.perf_counter()
+    with (folder / "said.log").open("w") as out:
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+        work = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out)
+        while work.poll() is None:
+            now = use(work.pid)
+            most = Use(max(most.memory, now.memory), max(most.seconds, now.seconds))
+            lines = log.read_bytes().count(b"\n") if log.is_file() else 0
+            times += [(time.perf_counter() - start, most.seconds)] * (lines - len(times))
+            time.sleep(EVERY)
+    wall = time.perf_counter() - start
+    if work.returncode:
+        raise SystemExit(f"{' '.join(command)}\nended with {work.returncode}, see {out.name}")
+    times += [(wall, most.seconds)] * (len(read_lines(log)) - len(times))
+    found = {"load": load, "wall": wall, "cpu": most.seconds, "peak": most.memory, "times": times}
+    write_text(kept, json.dumps(found))
+
+
+@dataclass(frozen=True)
+class Use:
+    """What processes use: bytes resident, seconds of the processors."""
+
+    memory: int
+    seconds: float
+
+
+def use(pid: int) -> Use:
+    """Return what a process and all below it use; the seconds of those that have ended too.
+
+    A child that is still its parent's copy, before it runs a program of its own, shares its memory.
+    """
+    memory, seconds = 0, 0.0
+    programs: dict[int, list[str]] = {}
+    try:
+        first = psutil.Process(pid)
+        for process in (first, *first.children(recursive=True)):
+            programs[process.pid] = process.cmdline()
+            if programs[process.pid] != programs.get(process.ppid()):
+                memory += process.memory_info().rss
+            seconds += sum(process.cpu_times()[:4])  # its own and of those that it waited for
+    except psutil.Error:  # one of them has just ended
+        pass
+    return Use(memory, seconds)
+
+
+def judge(place: Path, case: Case, words: Sequence[str]) -> None:
+    """Evaluate both models of a seed by leash; found.json of each has all that is told of it."""
+    ours = place / "leash" / "run"
+    config = yaml.safe_load((ours / "config.yaml").read_text())
+    replies = config["trainer"]["prompts_per_iteration"] * config["algorithm"]["group_size"]
+    for library in LIBRARIES:
+        folder = place / library
+        model = [f"policy.model={folder / 'run' / 'model'}"]
+        told = [*words, *model, f"kl.reference={config['policy']['model']}"]
+        rows = read_lines(folder / "run" / LOGS[library])
+        run = json.loads((folder / "watched.json").read_text())
+        versions = folder / "run" / "versions.json"
+        found = {
+            **run,
+            "library": library,
+            "points": [vars(p) for p in points(rows, run["times"], replies=replies)],
+            "logged_kl": logged_kl(rows, window=case.window),
+            "eval": evaluated(folder / "eval", case, told),
+            "before": evaluated(place.parent / "before", case, words),
+            "versions": json.loads(versions.read_text())
+            if versions.is_file()
+            else load_run(ours).status["machine"],
+        }
+        write_text(folder / "found.json", json.dumps(found))
+
+
+def evaluated(folder: Path, case: Case, words: Sequence[str]) -> dict[str, Any]:
+    """Return what mode=evaluate measures of sampled replies, the same draws for every model."""
+    path = folder / "eval.json"
+    if not path.is_file():
+        told = ["mode=evaluate", "seed=0", f"eval.num_samples={case.samples}", "eval.greedy=true"]
+        command = [sys.executable, "train.py", *words, *told, f"output_dir={folder}"]
+        environment = {**os.environ, "OMP_NUM_THREADS": str(case.threads)}
+        subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
+    found = json.loads(path.read_text())
+    return {**found["sampled"], "greedy": found["greedy"]["eval/greedy_accuracy"]}
+
+
+def report(folder: Path, page: Path) -> None:
+    """Draw and write what the folder has of all cases, whichever were run now."""
+    runs: dict[str, list[Found]] = {}
+    for name in CASES:
+        paths = sorted(folder.glob(f"{name}/*/*/found.json"))
+        if paths and (folder / name / FILE).is_file():
+            runs[name] = [json.loads(path.read_text()) for path in paths]
+    parts = [about(next(iter(runs.values())))]
+    for name, found in runs.items():
+        limit = read_limit(folder / name / FILE)
+        if limit is None:
+            raise SystemExit(f"{folder / name / FILE} is damaged; remove it")
+        parts.append(table(CASES[name], found, limit))
+    page.with_suffix(".svg").write_text(grid([charts(CASES[n], runs[n]) for n in runs]))
+    page.write_text(filled(page.read_text() if page.is_file() else "", "\n\n".join(parts)))
+    print(f"{page}\n{page.with_suffix('.svg')}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""What docs/yardstick.md says of the runs of benchmarks/yardstick.py: tables, picture, page."""
+
+import os
+import platform
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean, median
+from typing import Any
+
+import psutil
+
+from trainer.limit import Limit
+from trainer.metric_names import ACCURACY, HELD_KL
+from trainer.reports.chart import CSS, Series, line_chart
+
+LIBRARIES = ("leash", "TRL")
+Found = dict[str, Any]  # of a run: its points, evaluation, seconds, memory
+
+
+@dataclass(frozen=True)
+class Case:
+    """What both train: an experiment with some words, and how it is judged.
+
+    `window`: iterations that a reward is the mean of; `goal`: the reward to reach; `samples`,
+    `limit`: replies to each held-out prompt, of a model and of the reference.
+    """
+
+    title: str
+    words: str
+    seeds: tuple[int, ...]
+    threads: int
+    samples: int
+    limit: int
+    window: int
+    goal: float
+
+
+@dataclass(frozen=True)
+class Point:
+    """An iteration: seconds since the start and of the processors, replies so far, mean reward."""
+
+    seconds: float
+    cpu: float
+    replies: int
+    reward: float
+
+
+def points(
+    rows: Sequence[dict[str, Any]], times: Sequence[tuple[float, float]], *, replies: int
+) -> list[Point]:
+    """Return the iterations of a log of either library, `replies` in each.
+
+    >>> points([{"progress/iteration": 0}, {"reward/raw_mean": 0.5}], [(1, 1), (3, 2)], replies=8)
+    [Point(seconds=3, cpu=2, replies=8, reward=0.5)]
+    >>> points([{"step": 1, "reward": 0.5}, {"train_loss": 0.1}], [(2, 1), (3, 1)], replies=8)
+    [Point(seconds=2, cpu=1, replies=8, reward=0.5)]
+    """
+    seen = [
+        (at, row.get("reward/raw_mean", row.get("reward")))
+        for row, at in zip(rows, times, strict=True)
+    ]
+    kept = [(at, reward) for at, reward in seen if reward is not None]
+    return [Point(*at, (i + 1) * replies, reward) for i, (at, reward) in enumerate(kept)]
+
+
+def logged_kl(rows: Sequence[dict[str, Any]], *, window: int) -> float:
+    """Return k3 by a library's own log, in nats a reply: a mean over the last iterations.
+
+    Both log the mean over tokens (TRL weighed by the ratio, 1 on policy): times the length.
+    """
+    names = ("kl/ref_k3", "response/length_mean"), ("kl", "completions/mean_length")
+    found = [row[k3] * row[length] for row in rows for k3, length in names if k3 in row]
+    return fmean(found[-window:])
+
+
+def smoothed(run: Found, window: int) -> list[Point]:
+    """Return the points of a run, each reward the mean of the last `window`."""
+    found = [Point(**point) for point in run["points"]]
+    rewards = [point.reward for point in found]
+    return [
+        Point(p.seconds, p.cpu, p.replies, fmean(rewards[max(0, i + 1 - window) : i + 1]))
+        for i, p in enumerate(found)
+    ]
+
+
+def reached(run: Found, case: Case) -> Point | None:
+    """Return the first point whose mean reward is the goal, None if there is none."""
+    return next((p for p in smoothed(run, case.window) if p.reward >= case.goal), None)
+
+
+def pace(run: Found, clock: str) -> float:
+    """Return the median seconds of an iteration after the first, by a clock of `Point`.
+
+    >>> pace({"points": [{"cpu": at} for at in (9.0, 10.0, 12.0, 13.0)]}, "cpu")
+    1.0
+    """
+    return median(b - a for a, b in pairwise(point[clock] for point in run["points"]))
+
+
+def spread(values: Sequence[float | None], form: str) -> str:
+    """Return the mean of the seeds and their range; how many there are where not all have one.
+
+    >>> spread([0.5], ".2f"), spread([1.0, 3.0], ".1f"), spread([1.0, None], ".1f")
+    ('0.50', '2.0 (1.0 to 3.0)', '1.0 (1 of 2 seeds)')
+    """
+    have = [value for value in values if value is not None]
+    if not have:
+        return "-"
+    mean = format(fmean(have), form)
+    if len(have) < len(values):
+        return f"{mean} ({len(have)} of {len(values)} seeds)"
+    ends = f" ({min(have):{form}} to {max(have):{form}})"
+    return mean + ends * (len(have) > 1)
+
+
+def table(case: Case, runs: Sequence[Found], limit: Limit) -> str:
+    """Return what was measured of a case, a column for each library."""
+
+    def share(run: Found) -> float | None:
+        return limit.efficiency(ACCURACY, run["eval"][ACCURACY], run["eval"][HELD_KL])
+
+    def at(field: str) -> Callable[[Found], float | None]:
+        return lambda run: getattr(reached(run, case), field, None)
+
+    before = runs[0]["before"]
+    held = f"{before['rows']} prompts x {case.samples}"
+    lines: list[tuple[str, Callable[[Found], float | None], str]] = [
+        (f"reward, last {case.window} iterations",
+         lambda r: smoothed(r, case.window)[-1].reward, ".3f"),
+        (f"held-out accuracy, sampled, {held} (before: {before[ACCURACY]:.3f})",
+         lambda r: r["eval"][ACCURACY], ".3f"),
+        (f"held-out accuracy, greedy (before: {before['greedy']:.3f})",
+         lambda r: r["eval"]["greedy"], ".3f"),
+        ("KL of these replies to the reference, nats a reply", lambda r: r["eval"][HELD_KL], ".2f"),
+        ("KL efficiency (1: no policy does it with less)", share, ".2f"),
+        (f"k3 by its own log, last {case.window} iterations, nats a reply",
+         lambda r: r["logged_kl"], ".2f"),
+        (f"replies until the reward is {case.goal:g}", at("replies"), ",.0f"),
+        (f"seconds until the reward is {case.goal:g}", at("seconds"), ".0f"),
+        ("seconds an iteration (median)", lambda r: pace(r, "seconds"), ".2f"),
+        ("the same of the processors", lambda r: pace(r, "cpu"), ".2f"),
+        ("seconds from start to end", lambda r: r["wall"], ".0f"),
+        ("the same of the processors", lambda r: r["cpu"], ".0f"),
+        ("peak memory of its processes, MiB", lambda r: r["peak"] / 2**20, ",.0f"),
+        ("load of the machine before", lambda r: r["load"], ".1f"),
+    ]  # fmt: skip
+    out = [f"| {case.title} | {' | '.join(LIBRARIES)} |", "|---|" + "---:|" * len(LIBRARIES)]
+    for name, value, form in lines:
+        cells = [
+            spread([value(run) for run in runs if run["library"] == library], form)
+            for library in LIBRARIES
+        ]
+        out.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(out)
+
+
+def charts(case: Case, runs: Sequence[Found]) -> list[str]:
+    """Return the reward of a case against seconds and against replies, means of the seeds."""
+    curves = {}
+    for library in LIBRARIES:
+        each = [smoothed(run, case.window) for run in runs if run["library"] == library]
+        curves[library] = [
+            Point(*(fmean(values) for values in zip(*(vars(p).values() for p in at), strict=True)))
+            for at in zip(*each, strict=False)
+        ]
+    out = []
+    for field, label in (("seconds", "seconds since the start"), ("replies", "replies sampled")):
+        series = [
+            Series(library, [(getattr(p, field), p.reward) for p in curve], hue=hue)
+            for hue, (library, curve) in enumerate(curves.items())
+        ]
+        unit = f"reward, mean of {case.window} iterations"
+        out.append(line_chart(series, title=case.title, unit=unit, x_label=label))
+    return out
+
+
+def grid(rows: Sequence[Sequence[str]], *, width: int = 360, height: int = 220) -> str:
+    """Put charts of one size into an SVG document with its own colours and paper."""
+    wide, high = max(map(len, rows)) * (width + 24) - 24, len(rows) * (height + 20) - 20
+    size = f'width="{wide + 32}" height="{high + 24}"'
+    paper = f'<g class="chart"><rect class="paper" x="-16" y="-12" {size} rx="8"/></g>'
+    placed = (
+        f'<g transform="translate({j * (width + 24)} {i * (height + 20)})">{chart}</g>'
+        for i, row in enumerate(rows)
+        for j, chart in enumerate(row)
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-16 -12 {wide + 32} {high + 24}" '
+        f"{size}><style>{CSS}</style>{paper}{''.join(placed)}</svg>\n"
+    )
+
+
+def about(runs: Sequence[Found]) -> str:
+    """Say what ran, by its versions, and where."""
+    ours, theirs = (next(r for r in runs if r["library"] == n)["versions"] for n in LIBRARIES)
+    told = [f"leash {ours['leash']} at `{ours.get('commit', 'no commit')}`", f"TRL {theirs['trl']}"]
+    told += [f"{name} {theirs[name]}" for name in ("torch", "transformers", "accelerate")]
+    cores = f"{os.cpu_count()} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB, no GPU"
+    return f"{', '.join(told)}; Python {platform.python_version()}; {cores}."
+
+
+def filled(page: str, measured: str) -> str:
+    """Return a page with what stands between its two marks replaced.
+
+    >>> filled("a <!-- measured --> old <!-- end --> b", "new")
+    'a <!-- measured -->\\n\\nnew\\n\\n<!-- end --> b'
+    """
+    marks = "<!-- measured -->", "<!-- end -->"
+    page = page if all(mark in page for mark in marks) else f"{page}{marks[0]}{marks[1]}\n"
+    between = f"{marks[0]}\n\n{measured}\n\n{marks[1]}"
+    return re.sub(f"{marks[0]}.*?{marks[1]}", lambda _: between, page, count=1, flags=re.S)

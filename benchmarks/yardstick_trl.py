@@ -1,0 +1,191 @@
+"""The peer's side of benchmarks/yardstick.py: TRL's GRPOTrainer on the settings of a leash run.
+
+    .venv-trl/bin/python -m benchmarks.yardstick_trl <run of leash> <model> <its own folder>
+
+Runs in an environment that has trl. Task, rows, their order and the reward are leash's; all that
+learns is TRL's. Writes log.jsonl, a line for each optimiser step, versions.json and model/.
+Left out on purpose: what `settings` has no counterpart for is refused, not passed over.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from conf.build import make_task
+from envs.earned import rewards_of
+from envs.tasks.task import Reply, Row, Task
+from trainer.optimizer import make_schedule
+from trainer.sources import picks
+
+AGGREGATION = {"token_mean": "dapo", "sequence_mean": "grpo", "constant": "dr_grpo"}
+# What TRL has no argument for, and the one value of it that it does as well.
+SAME = {
+    "algorithm.baseline": "group_mean",
+    "algorithm.surrogate": "clip",
+    "algorithm.credit": "trajectory",
+    "algorithm.after_rollout": None,
+    "algorithm.target_kl": None,
+    "algorithm.whiten": False,
+    "kl.where": "loss",
+    "kl.controller": "constant",
+    "kl.refresh_every": 0,
+    "policy.lora.r": 0,
+    "policy.stop": [],
+    "policy.autocast": None,
+    "policy.system_prompt": None,
+    "env.max_turns": 1,
+    "env.transforms": {},
+    "trainer.overlap": 0,
+    "optimizer.weight_decay": 0.0,  # leash decays matrices only, and here nothing is
+}
+KL = {"k3": False, "k3_ratio": True}  # use_bias_correction_kl
+
+
+def settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a GRPOConfig that do what a resolved configuration of leash does.
+
+    ValueError where TRL has nothing that does it.
+    """
+    for key, value in SAME.items():
+        if (got := _at(config, key)) != value:
+            raise ValueError(f"expected {key}={value}, which TRL can do too, got {got}")
+    if (estimator := config["kl"]["estimator"]) not in KL:
+        raise ValueError(f"expected kl.estimator in {sorted(KL)}, as in TRL, got {estimator}")
+    policy, algorithm, trainer = config["policy"], config["algorithm"], config["trainer"]
+    replies = trainer["prompts_per_iteration"] * algorithm["group_size"]
+    parts = algorithm["minibatches"]
+    return {
+        "seed": config["seed"],
+        "num_generations": algorithm["group_size"],
+        "per_device_train_batch_size": replies // parts,  # whole, so that nothing is split
+        "gradient_accumulation_steps": 1,
+        "steps_per_generation": parts,
+        "num_iterations": algorithm["epochs"],
+        "max_steps": trainer["num_iterations"] * algorithm["epochs"] * parts,
+        "max_completion_length": policy["max_new_tokens"],
+        "temperature": policy["temperature"],
+        "top_p": policy["top_p"],
+        "top_k": policy["top_k"],
+        "min_p": policy["min_p"] or None,
+        "beta": config["kl"]["coeff"],
+        "use_bias_correction_kl": KL[estimator],
+        "epsilon": algorithm["clip_low"],
+        "epsilon_high": algorithm["clip_high"],
+        "delta": algorithm["dual_clip"],
+        "importance_sampling_level": algorithm["ratio"],
+        "loss_type": AGGREGATION[algorithm["aggregation"]],
+        "scale_rewards": "group" if algorithm["scale_by_std"] else "none",
+        "entropy_coef": algorithm["entropy_coeff"],
+        "max_grad_norm": config["optimizer"]["max_grad_norm"],
+        "gradient_checkpointing": policy["gradient_checkpointing"],
+        "bf16": False,
+        "use_cpu": True,
+        "shuffle_dataset": False,  # the rows come in leash's order
+        "disable_dropout": True,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+
+
+def _at(config: Mapping[str, Any], key: str) -> Any:
+    node: Any = config
+    for name in key.split("."):
+        node = node[name]
+    return node
+
+
+def order(config: Mapping[str, Any], count: int) -> list[int]:
+    """Return which of `count` rows leash asks for, iteration by iteration, one after the other."""
+    size = config["trainer"]["prompts_per_iteration"]
+    each = (
+        picks(i, size=count, count=size, seed=config["seed"])
+        for i in range(config["trainer"]["num_iterations"])
+    )
+    return [place for chosen in each for place in chosen]
+
+
+def reward_of(
+    task: Task, rows: Sequence[Row], ends: Callable[[], Sequence[int]]
+) -> Callable[..., list[float]]:
+    """Return a task's reward as a function for TRL, of the data's column `row`.
+
+    A reply is complete if its last token is one of `ends()`.
+    """
+
+    def reward(
+        prompts: Sequence[list], completions: Sequence[list], completion_ids: Sequence[list[int]],
+        row: Sequence[int], **_: Any,
+    ) -> list[float]:  # fmt: skip
+        stops = set(ends())
+        replies = [
+            Reply(said[0]["content"], bool(ids) and ids[-1] in stops, [*prompt, *said])
+            for prompt, said, ids in zip(prompts, completions, completion_ids, strict=True)
+        ]
+        return [given.total for given in rewards_of(task, [rows[i] for i in row], replies)]
+
+    return reward
+
+
+def train(config: Mapping[str, Any], start: Path, folder: Path) -> None:
+    """Train the model in the folder `start` as a run of leash did."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    class Log(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            with (folder / "log.jsonl").open("a") as out:  # closed, so that it is there at once
+                out.write(json.dumps({"step": state.global_step, **(logs or {})}) + "\n")
+
+    task, asked = make_task(config["env"]), config["optimizer"]
+    rows = task.rows("train")
+    chosen = order(config, len(rows))
+    data = Dataset.from_dict(
+        {"prompt": [rows[i]["messages"] for i in chosen], "row": chosen}  # in the order of leash
+    )
+    model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
+    given = settings(config)
+    kept = {name: asked[name] for name in ("lr", "eps", "weight_decay")}
+    optimizer = torch.optim.AdamW(
+        model.parameters(), betas=tuple(asked["betas"]), fused=True, **kept
+    )
+    rate = make_schedule(
+        asked["schedule"], lr=1.0, warmup=asked["warmup"], total=given["max_steps"]
+    )  # that of transformers would begin a warm-up with a step of 0
+    trainer = GRPOTrainer(
+        model=model,
+        processing_class=AutoTokenizer.from_pretrained(start, padding_side="left"),
+        reward_funcs=reward_of(task, rows, lambda: trainer.eos_token_ids),
+        args=GRPOConfig(output_dir=str(folder / "trl"), learning_rate=asked["lr"], **given),
+        train_dataset=data,
+        optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, rate)),
+        callbacks=[Log()],
+    )
+    trainer.train()
+    trainer.save_model(str(folder / "model"))
+
+
+def main() -> None:
+    """Train and leave a log."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("run", "start", "folder"):
+        parser.add_argument(name, type=Path)
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    (args.folder / "log.jsonl").unlink(missing_ok=True)
+    packages = ("trl", "transformers", "torch", "accelerate", "datasets")
+    (args.folder / "versions.json").write_text(json.dumps({p: version(p) for p in packages}))
+    config = yaml.safe_load((args.run / "config.yaml").read_text())
+    train(config, args.start, args.folder)
+
+
+if __name__ == "__main__":
+    main()

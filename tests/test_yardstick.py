@@ -1,0 +1,208 @@
+"""benchmarks/yardstick.py without TRL: what it hands over, reads, judges and writes."""
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import yaml
+from runs import lines
+
+from benchmarks import yardstick, yardstick_page
+from benchmarks.yardstick_trl import order, reward_of, settings
+from conf.compose import compose_checked, compose_raw
+from envs.tasks import SortDigits
+from trainer.limit import Limit, least_kl
+from trainer.metric_names import ACCURACY, HELD_KL
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "yardstick.md"
+TINY = "experiment=grpo_tiny", "kl.estimator=k3_ratio"
+
+
+@pytest.mark.parametrize("name", yardstick.CASES)
+def test_each_case_is_something_that_both_can_do(name):
+    words = f"{yardstick.CASES[name].words} {yardstick.BOTH} {yardstick.QUIET} seed=7"
+    config = compose_checked(words.split())
+    given = settings(config)
+    replies = config["trainer"]["prompts_per_iteration"] * config["algorithm"]["group_size"]
+    assert given["per_device_train_batch_size"] == replies
+    assert given["max_steps"] == config["trainer"]["num_iterations"]
+    assert (given["seed"], given["use_bias_correction_kl"], given["loss_type"]) == (7, True, "dapo")
+    assert not config["eval"]["num_samples"]
+    assert not config["checkpoint"]["every"]
+
+
+def test_batches_of_several_steps_are_split_as_in_leash():
+    words = (*TINY, "algorithm.epochs=2", "algorithm.minibatches=4", "trainer.num_iterations=3")
+    given = settings(compose_checked(words))
+    assert given["per_device_train_batch_size"] == 32 * 8 / 4
+    # TRL: one generation for that many steps, each batch of it seen that often
+    assert (given["steps_per_generation"], given["num_iterations"]) == (4, 2)
+    assert given["max_steps"] == 3 * 2 * 4
+
+
+@pytest.mark.parametrize(
+    ("word", "key"),
+    [
+        ("kl=reward", "kl.where"),
+        ("kl.estimator=full", "kl.estimator"),
+        ("optimizer.weight_decay=0.1", "optimizer.weight_decay"),
+        ("algorithm.baseline=none", "algorithm.baseline"),
+    ],
+)
+def test_what_trl_cannot_do_is_refused(word, key):
+    with pytest.raises(ValueError, match=rf"expected {key}"):
+        settings(compose_checked(["experiment=grpo_tiny", word]))
+
+
+def test_the_prompts_are_those_of_the_run_in_its_order(small_run):
+    config = yaml.safe_load((small_run.folder / "config.yaml").read_text())
+    rows = SortDigits().rows("train")
+    chosen, size = order(config, len(rows)), config["trainer"]["prompts_per_iteration"]
+    trained = [r for r in lines(small_run.folder / "transcripts.jsonl") if r["kind"] == "train"]
+    assert trained
+    for record in trained:
+        place = (record["iteration"] - 1) * size + record["group"]
+        assert rows[chosen[place]]["messages"][-1]["content"] == record["prompt"]
+
+
+def test_the_reward_is_the_tasks_and_a_cut_reply_has_not_ended():
+    task = SortDigits(num_rows=4)
+    rows = [task.row("312"), task.row("54")]
+    reward = reward_of(task, rows, lambda: [2])
+    said = [[{"role": "assistant", "content": text}] for text in ("45", "123", "123", "321")]
+    got = reward(
+        prompts=[rows[i]["messages"] for i in (1, 0, 0, 0)],
+        completions=said,
+        completion_ids=[[8, 9, 2], [5, 6, 7, 2], [5, 6, 7], [7, 6, 5, 2]],
+        row=[1, 0, 0, 0],
+        trainer_state=None,
+    )
+    assert got == [1.0, 1.0, 0.9, 0.1]
+
+
+def test_seconds_and_memory_are_seen_from_outside_and_what_is_finished_is_not_run_again(tmp_path):
+    folder = tmp_path / "TRL"
+    (folder / "run").mkdir(parents=True)
+    code = """
+import pathlib, sys, time
+held = bytearray(200 << 20)
+for i in range(3):
+    with open(sys.argv[1], "a") as out:
+        out.write('{"step": %d}\\n' % i)
+    time.sleep(0.3)
+"""
+    log = folder / "run" / "log.jsonl"
+    command = [sys.executable, "-c", code, str(log)]
+    for _ in range(2):
+        yardstick.watched(command, folder, 1)
+    found = json.loads((folder / "watched.json").read_text())
+    assert len(lines(log)) == len(found["times"]) == 3
+    assert found["times"] == sorted(found["times"])
+    assert found["times"][-1][0] <= found["wall"]
+    assert found["peak"] > 200 << 20
+    assert 0 < found["cpu"] < found["wall"] + 1
+
+
+def test_a_copy_of_a_process_is_no_second_memory():
+    code = """
+import os, time
+held = bytearray(300 << 20)
+print(os.fork(), flush=True)
+time.sleep(60)
+"""
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as work:
+        try:
+            assert work.stdout is not None
+            assert work.stdout.readline()
+            assert 300 << 20 < yardstick.use(work.pid).memory < 500 << 20
+        finally:
+            os.killpg(work.pid, signal.SIGKILL)
+
+
+def run(library: str, rewards: list[float], *, accuracy: float, kl: float, pace: float) -> dict:
+    points = [
+        {"seconds": 5 + pace * i, "cpu": 2 * i, "replies": 8 * (i + 1), "reward": reward}
+        for i, reward in enumerate(rewards)
+    ]
+    before = {"rows": 2, ACCURACY: 0.25, "greedy": 0.5}
+    measured = {ACCURACY: accuracy, HELD_KL: kl, "greedy": 1.0}
+    about = {
+        "library": library,
+        "wall": 30.0,
+        "cpu": 20.0,
+        "peak": 1 << 30,
+        "load": 0.5,
+        "logged_kl": 0.75,
+    }
+    return {**about, "points": points, "eval": measured, "before": before}
+
+
+def test_the_table_has_means_ranges_and_what_the_kl_could_have_bought():
+    case = yardstick_page.Case("A case", "", (1, 2), 1, samples=4, limit=4, window=2, goal=0.5)
+    solved = [[1.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]]
+    values = np.array(solved)
+    runs = [
+        run("leash", [0.1, 0.5, 0.7, 0.9], accuracy=0.5, kl=0.4, pace=2),
+        run("leash", [0.1, 0.1, 0.1, 0.1], accuracy=0.5, kl=0.2, pace=4),
+        run("TRL", [0.5, 0.5, 0.5, 0.5], accuracy=0.75, kl=1.0, pace=3),
+    ]
+    told = yardstick_page.table(case, runs, Limit(values, values))
+    rows = dict(re.findall(r"^\| (.*?) \| (.*) \|$", told, re.M))
+    assert rows["A case"] == "leash | TRL"
+    assert rows["reward, last 2 iterations"] == "0.450 (0.100 to 0.800) | 0.500"
+    assert rows["replies until the reward is 0.5"] == "24 (1 of 2 seeds) | 8"
+    assert rows["seconds until the reward is 0.5"] == "9 (1 of 2 seeds) | 5"
+    assert rows["seconds an iteration (median)"] == "3.00 (2.00 to 4.00) | 3.00"
+    # kl(a || p) of a Bernoulli, p = 1/4: what 0.5 costs at least
+    least = 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)
+    assert least_kl(values, 0.5) == pytest.approx(least)
+    share = f"{least / 2 * (1 / 0.4 + 1 / 0.2):.2f} ({least / 0.4:.2f} to {least / 0.2:.2f})"
+    assert rows["KL efficiency (1: no policy does it with less)"].startswith(share)
+
+
+def test_a_log_of_leash_is_read_as_its_run_was(small_run):
+    rows = lines(small_run.folder / "metrics.jsonl")
+    found = yardstick_page.points(rows, [(i, i) for i in range(len(rows))], replies=8)
+    trained = [row for row in rows if "reward/raw_mean" in row]
+    assert [p.reward for p in found] == [row["reward/raw_mean"] for row in trained]
+    kl = yardstick_page.logged_kl(rows, window=1)
+    assert kl == trained[-1]["kl/ref_k3"] * trained[-1]["response/length_mean"]
+
+
+def test_a_log_of_trl_is_read_per_reply():
+    rows = [{"step": i, "reward": 0.5, "kl": 0.1 * i, "completions/mean_length": 5} for i in (1, 3)]
+    rows += [{"step": 3, "train_loss": 0.1}]
+    assert yardstick_page.logged_kl(rows, window=2) == pytest.approx((0.5 + 1.5) / 2)
+    assert len(yardstick_page.points(rows, [(1, 1), (2, 2), (3, 3)], replies=8)) == 2
+
+
+def test_the_page_and_its_picture_are_of_the_runs():
+    text = PAGE.read_text()
+    measured = text.partition("<!-- measured -->")[2].partition("<!-- end -->")[0]
+    for case in yardstick.CASES.values():
+        assert f"| {case.title} | leash | TRL |" in measured
+    drawn = ElementTree.fromstring(PAGE.with_suffix(".svg").read_text())
+    charts = [e.get("aria-label") for e in drawn.iter() if e.get("role") == "img"]
+    assert charts == [case.title for case in yardstick.CASES.values() for _ in range(2)]
+
+
+def test_commands_for_a_gpu_compose():
+    text = PAGE.read_text().replace("\\\n", " ")
+    commands = re.findall(r"^python train\.py (.*?)(?:  +#.*)?$", text, re.M)
+    assert len(commands) >= 3
+    for command in commands:  # env=verifiers without its package: the words alone
+        words = command.split()
+        config = compose_raw(words)
+        assert config.trainer.num_iterations >= 1
+        if "env=verifiers" not in words:
+            compose_checked(words)
