@@ -1,6 +1,6 @@
 """Too much of a learnt reward: Gao's curves in miniature (docs/overoptimisation.md).
 
-    python -m benchmarks.overoptimisation [--seeds 1 2] [--coeffs 0 1] [--widths 8 16 32 64]
+    python -m benchmarks.overoptimisation [--seeds 1 2] [--coeffs 0 1] [--leashed 1]
 
 For each seed and each size of reward model (the proxy): train it on the packaged pairs (rm_tiny),
 then a policy against it (ppo_tldr_tiny, half its rate) at each `kl.coeff`, with an evaluation every
@@ -19,13 +19,14 @@ from statistics import fmean, stdev
 
 import numpy as np
 
-from benchmarks.gao import Fit, apart
+from benchmarks.gao import Form, apart
 from benchmarks.overoptimisation_picture import draw
 from benchmarks.overoptimisation_runs import (
     Points,
     Proxy,
     best_points,
     fit_of,
+    having,
     mean_points,
     mean_way,
     near_peak,
@@ -48,15 +49,17 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--coeffs", nargs="+", default=["0", "1"], help="the first is the free one")
+    parser.add_argument("--leashed", type=int, default=1, help="seeds that the others are run on")
     parser.add_argument("--widths", type=int, nargs="+", default=list(WIDTHS))
     parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "overoptimisation")
     parser.add_argument("--svg", type=Path, default=ROOT / "docs" / "overoptimisation.svg")
     args = parser.parse_args()
     base = args.folder.resolve()
     sizes: dict[int, list[Proxy]] = {width: [] for width in args.widths}
-    for seed in args.seeds:
+    for place, seed in enumerate(args.seeds):
+        coeffs = args.coeffs if place < args.leashed else args.coeffs[:1]
         for width in args.widths:
-            sizes[width].append(Proxy(width, seed, base, args.coeffs))
+            sizes[width].append(Proxy(width, seed, base, coeffs))
             work(sizes[width][-1])
     print("\n\n".join([proxies(sizes), fits(sizes), leashes(sizes), at_one_kl(sizes)]))
     args.svg.write_text(draw(sizes))
@@ -147,36 +150,41 @@ def judged(proxy: Proxy) -> tuple[int, int, float]:
 
 
 def fits(sizes: Mapping[int, Sequence[Proxy]]) -> str:
-    """Return the table of the fits: RL and best-of-n, all points and those above the start."""
+    """Return the table of the fits of RL, in both forms, and of best-of-n."""
     rows = []
     for width, found in sizes.items():
-        free = points(found, found[0].coeffs[0])
-        best = best_points(found)
-        rows.append([f"{width}, RL", *fit_cells(fit_of(near_peak(free)), free)])
-        rows.append([f"{width}, RL, all points", *fit_cells(fit_of(free), free)])
-        rows.append([f"{width}, best-of-n", *fit_cells(fit_of(best, "best_of"), best)])
-    head = ["proxy", "alpha", "beta", "RMSE", "largest", "R2", "peak fitted: KL, gain"]
-    return markdown([*head, "measured: KL, gain"], rows)
+        free, best = points(found, found[0].coeffs[0]), best_points(found)
+        rows.append([width, "RL", "d (alpha - beta log d)", *fit_cells(free, "rl")])
+        rows.append([width, "RL", "d (alpha - beta d)", *fit_cells(free, "best_of")])
+        rows.append([width, "best-of-n", "d (alpha - beta d)", *fit_cells(best, "best_of")])
+    head = ["width", "of", "form", "alpha", "beta", "RMSE", "largest", "R²", "R², all points"]
+    return markdown([*head, "peak fitted: KL, gain", "highest point"], rows)
 
 
-def fit_cells(found: Fit, measured: Points) -> list[str]:
+def fit_cells(measured: Points, form: Form) -> list[str]:
+    """Return a fit of the points above the start, and how well one of all points does."""
+    found, whole = fit_of(near_peak(measured), form), fit_of(measured, form)
     peak = found.peak
     told = "-" if peak is None else f"{peak:.2f}, {found(peak):.3f}"
     kl, gain = max(measured, key=lambda point: point[1])
-    numbers = (found.alpha, found.beta, found.rmse, found.largest, found.r2)
-    return [*(f"{x:.3f}" for x in numbers), told, f"{kl:.2f}, {gain:.3f}"]
+    numbers = (found.alpha, found.beta, found.rmse, found.largest)
+    cells = [*(f"{x:.3f}" for x in numbers), *(f"{x.r2:.2f}" for x in (found, whole))]
+    return [*cells, told, f"{kl:.2f}, {gain:.3f}"]
 
 
 def leashes(sizes: Mapping[int, Sequence[Proxy]]) -> str:
     """Return the table of what a penalty moves: with less without, mean and spread of seeds."""
     rows = []
+    pairs = (("kl", "gold"), ("kl", "proxy"), ("proxy", "gold"))
     for coeff in next(iter(sizes.values()))[0].coeffs[1:]:
-        for width, found in sizes.items():
-            pairs = (("kl", "gold"), ("kl", "proxy"), ("proxy", "gold"))
-            three = [spread([moved(p, coeff, *pair) for p in found]) for pair in pairs]
-            ends = [(p.ways[coeff].kl[-1], p.ways[coeff].gold[-1]) for p in found]
-            end = ", ".join(f"{fmean(side):.2f}" for side in zip(*ends, strict=True))
-            rows.append([coeff, width, *three, end])
+        columns = []
+        for width, every in sizes.items():
+            found = having(every, coeff)
+            columns.append([[moved(p, coeff, *pair) for p in found] for pair in pairs])
+            kl, gold = mean_way(found, coeff)[-1]
+            rows.append([coeff, width, *map(spread, columns[-1]), f"{kl:.2f}, {gold:.2f}"])
+        means = [spread([fmean(seeds) for seeds in each]) for each in zip(*columns, strict=True)]
+        rows.append([coeff, "all, ± of the sizes", *means, ""])
     head = ["kl.coeff", "width", "gold at one KL", "proxy at one KL", "gold at one proxy"]
     return markdown([*head, "end: KL, gold"], rows)
 
@@ -200,7 +208,7 @@ def at_one_kl(sizes: Mapping[int, Sequence[Proxy]]) -> str:
     rows = []
     for width, found in sizes.items():
         start = fmean(float(p.limit.success.mean()) for p in found)
-        ways = [mean_way(found, coeff) for coeff in found[0].coeffs]
+        ways = [mean_way(having(found, coeff), coeff) for coeff in found[0].coeffs]
         best = mean_points([best_points([p]) for p in found])
         ends = mean_points([tilted(p) for p in found])
         tops = [*map(top, ways), top([(k, start + v) for k, v in best]), top(ends)]

@@ -9,6 +9,7 @@ from benchmarks.overoptimisation_runs import (
     Proxy,
     best_points,
     fit_of,
+    having,
     mean_points,
     mean_way,
     near_peak,
@@ -54,7 +55,7 @@ def leash(sizes: Mapping[int, Sequence[Proxy]]) -> str:
     chart = panel("On a leash: the same KL buys more", sizes, MOST / 2, notes)
     for hue, found in enumerate(sizes.values()):
         line(chart, mean_way(found, found[0].coeffs[0]), f"stroke:{colour(hue)}")
-        dots(chart, mean_way(found, coeff), hue)
+        dots(chart, mean_way(having(found, coeff), coeff), hue)
     return chart.svg()
 
 
@@ -85,7 +86,11 @@ def panel(
 
 def highest(sizes: Mapping[int, Sequence[Proxy]]) -> float:
     """Return the highest accuracy of all."""
-    ways = [mean_way(found, coeff) for found in sizes.values() for coeff in found[0].coeffs]
+    ways = [
+        mean_way(having(found, coeff), coeff)
+        for found in sizes.values()
+        for coeff in found[0].coeffs
+    ]
     best = [start(found) + gain for found in sizes.values() for _, gain in best_points(found)]
     return max([value for way in ways for _, value in way] + best)
 

@@ -67,6 +67,11 @@ class Proxy:
         return self.base / "proxies" / self.name / "model"
 
 
+def having(found: Sequence[Proxy], coeff: str) -> list[Proxy]:
+    """Return the proxies, one a seed, against which a policy was trained at a coefficient."""
+    return [proxy for proxy in found if coeff in proxy.coeffs]
+
+
 def points(found: Sequence[Proxy], coeff: str) -> Points:
     """Return (KL, gold - gold before) of all seeds, evaluation by evaluation."""
     return [
