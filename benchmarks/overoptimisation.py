@@ -1,6 +1,6 @@
 """Too much of a learnt reward: Gao's curves in miniature (docs/overoptimisation.md).
 
-    python -m benchmarks.overoptimisation [--seeds 1 2] [--coeffs 0 1] [--leashed 1]
+    python -m benchmarks.overoptimisation [--seeds 1 2 3] [--coeffs 0 1] [--leashed 1]
 
 For each seed and each size of reward model (the proxy): train it on the packaged pairs (rm_tiny),
 then a policy against it (ppo_tldr_tiny, half its rate) at each `kl.coeff`, with an evaluation every
@@ -11,6 +11,7 @@ docs/overoptimisation.svg (--svg) and prints the tables.
 """
 
 import argparse
+import math
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -34,6 +35,7 @@ from benchmarks.overoptimisation_runs import (
     tilted,
 )
 from trainer.limit import FILE
+from trainer.metric_names import HELD_REWARD
 from trainer.reports.limits import make
 from trainer.runs.run_files import load_run
 
@@ -47,9 +49,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--coeffs", nargs="+", default=["0", "1"], help="the first is the free one")
-    parser.add_argument("--leashed", type=int, default=1, help="seeds that the others are run on")
+    parser.add_argument("--leashed", type=int, help="on how many seeds the others are run; all")
     parser.add_argument("--widths", type=int, nargs="+", default=list(WIDTHS))
     parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "overoptimisation")
     parser.add_argument("--svg", type=Path, default=ROOT / "docs" / "overoptimisation.svg")
@@ -57,7 +59,8 @@ def main() -> None:
     base = args.folder.resolve()
     sizes: dict[int, list[Proxy]] = {width: [] for width in args.widths}
     for place, seed in enumerate(args.seeds):
-        coeffs = args.coeffs if place < args.leashed else args.coeffs[:1]
+        leashed = args.leashed is None or place < args.leashed
+        coeffs = args.coeffs if leashed else args.coeffs[:1]
         for width in args.widths:
             sizes[width].append(Proxy(width, seed, base, coeffs))
             work(sizes[width][-1])
@@ -182,11 +185,13 @@ def leashes(sizes: Mapping[int, Sequence[Proxy]]) -> str:
             found = having(every, coeff)
             columns.append([[moved(p, coeff, *pair) for p in found] for pair in pairs])
             kl, gold = mean_way(found, coeff)[-1]
-            rows.append([coeff, width, *map(spread, columns[-1]), f"{kl:.2f}, {gold:.2f}"])
+            spent = [fmean(share) for share in zip(*(shares(p, coeff) for p in found), strict=True)]
+            end = [f"{kl:.2f}, {gold:.2f}", ", ".join(f"{share:.2f}" for share in spent)]
+            rows.append([coeff, width, *map(spread, columns[-1]), *end])
         means = [spread([fmean(seeds) for seeds in each]) for each in zip(*columns, strict=True)]
-        rows.append([coeff, "all, ± of the sizes", *means, ""])
+        rows.append([coeff, "all, ± of the sizes", *means, "", ""])
     head = ["kl.coeff", "width", "gold at one KL", "proxy at one KL", "gold at one proxy"]
-    return markdown([*head, "end: KL, gold"], rows)
+    return markdown([*head, "end: KL, gold", "efficiency there, and without"], rows)
 
 
 def moved(proxy: Proxy, coeff: str, at: str, what: str) -> float:
@@ -196,6 +201,18 @@ def moved(proxy: Proxy, coeff: str, at: str, what: str) -> float:
         for way in (proxy.ways[coeff], proxy.ways[proxy.coeffs[0]])
     )
     return fmean(apart(with_, free))
+
+
+def shares(proxy: Proxy, coeff: str) -> tuple[float, ...]:
+    """Return the least KL for the proxy's reward over the KL, at the end and without a penalty.
+
+    That without is of the evaluation nearest in KL.
+    """
+    held, free = proxy.ways[coeff], proxy.ways[proxy.coeffs[0]]
+    near = min(range(len(free.kl)), key=lambda i: abs(free.kl[i] - held.kl[-1]))
+    ends = ((held, -1), (free, near))
+    found = [proxy.limit.efficiency(HELD_REWARD, w.proxy[i], w.kl[i]) for w, i in ends]
+    return tuple(math.nan if share is None else share for share in found)
 
 
 def spread(values: Sequence[float]) -> str:
