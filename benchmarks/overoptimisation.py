@@ -1,6 +1,6 @@
 """Too much of a learnt reward: Gao's curves in miniature (docs/overoptimisation.md).
 
-    python -m benchmarks.overoptimisation [--seeds 1 2 3] [--coeffs 0 1] [--leashed 1]
+    python -m benchmarks.overoptimisation [--seeds 1 2 3] [--coeffs 0 1] [--leash 8 16]
 
 For each seed and each size of reward model (the proxy): train it on the packaged pairs (rm_tiny),
 then a policy against it (ppo_tldr_tiny, half its rate) at each `kl.coeff`, with an evaluation every
@@ -25,6 +25,7 @@ from benchmarks.overoptimisation_picture import draw
 from benchmarks.overoptimisation_runs import (
     Points,
     Proxy,
+    all_coeffs,
     best_points,
     fit_of,
     having,
@@ -51,17 +52,19 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--coeffs", nargs="+", default=["0", "1"], help="the first is the free one")
-    parser.add_argument("--leashed", type=int, help="on how many seeds the others are run; all")
+    parser.add_argument(
+        "--leash", type=int, nargs="*", help="widths that the others are run on; all"
+    )
     parser.add_argument("--widths", type=int, nargs="+", default=list(WIDTHS))
     parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "overoptimisation")
     parser.add_argument("--svg", type=Path, default=ROOT / "docs" / "overoptimisation.svg")
     args = parser.parse_args()
     base = args.folder.resolve()
     sizes: dict[int, list[Proxy]] = {width: [] for width in args.widths}
-    for place, seed in enumerate(args.seeds):
-        leashed = args.leashed is None or place < args.leashed
-        coeffs = args.coeffs if leashed else args.coeffs[:1]
+    for seed in args.seeds:
         for width in args.widths:
+            leashed = args.leash is None or width in args.leash
+            coeffs = args.coeffs if leashed else args.coeffs[:1]
             sizes[width].append(Proxy(width, seed, base, coeffs))
             work(sizes[width][-1])
     print("\n\n".join([proxies(sizes), fits(sizes), leashes(sizes), at_one_kl(sizes)]))
@@ -179,10 +182,12 @@ def leashes(sizes: Mapping[int, Sequence[Proxy]]) -> str:
     """Return the table of what a penalty moves: with less without, mean and spread of seeds."""
     rows = []
     pairs = (("kl", "gold"), ("kl", "proxy"), ("proxy", "gold"))
-    for coeff in next(iter(sizes.values()))[0].coeffs[1:]:
+    for coeff in all_coeffs(sizes)[1:]:
         columns = []
         for width, every in sizes.items():
             found = having(every, coeff)
+            if not found:
+                continue
             columns.append([[moved(p, coeff, *pair) for p in found] for pair in pairs])
             kl, gold = mean_way(found, coeff)[-1]
             spent = [fmean(share) for share in zip(*(shares(p, coeff) for p in found), strict=True)]
@@ -225,16 +230,19 @@ def at_one_kl(sizes: Mapping[int, Sequence[Proxy]]) -> str:
     rows = []
     for width, found in sizes.items():
         start = fmean(float(p.limit.success.mean()) for p in found)
-        ways = [mean_way(having(found, coeff), coeff) for coeff in found[0].coeffs]
+        ways = [mean_way(having(found, coeff), coeff) for coeff in all_coeffs(sizes)]
         best = mean_points([best_points([p]) for p in found])
         ends = mean_points([tilted(p) for p in found])
         tops = [*map(top, ways), top([(k, start + v) for k, v in best]), top(ends)]
         rows.append([width, f"{start:.3f}", *tops])
-    coeffs = [f"RL, kl.coeff={coeff}" for coeff in next(iter(sizes.values()))[0].coeffs]
+    coeffs = [f"RL, kl.coeff={coeff}" for coeff in all_coeffs(sizes)]
     return markdown(["width", "start", *coeffs, "best-of-n", "reference reweighted"], rows)
 
 
 def top(way: Points) -> str:
+    """Return the highest value and where it is."""
+    if not way:
+        return ""
     kl, value = max(way, key=lambda point: point[1])
     return f"{value:.3f} at {kl:.2f}"
 

@@ -7,6 +7,7 @@ from statistics import fmean
 from benchmarks.overoptimisation_runs import (
     Points,
     Proxy,
+    all_coeffs,
     best_points,
     fit_of,
     having,
@@ -50,7 +51,7 @@ def race(sizes: Mapping[int, Sequence[Proxy]]) -> str:
 
 def leash(sizes: Mapping[int, Sequence[Proxy]]) -> str:
     """Draw accuracy with and without a penalty."""
-    coeff = next(iter(sizes.values()))[0].coeffs[-1]
+    coeff = all_coeffs(sizes)[-1]
     notes = [f"dots: kl.coeff={coeff}, evaluation by evaluation", "lines: without, as on the left"]
     chart = panel("On a leash: the same KL buys more", sizes, MOST / 2, notes)
     for hue, found in enumerate(sizes.values()):
@@ -75,8 +76,13 @@ def panel(
     title: str, sizes: Mapping[int, Sequence[Proxy]], most: float, notes: Sequence[str]
 ) -> Chart:
     """Return an empty panel with its legend and axes."""
-    chart = Chart(title, "held-out accuracy; weights of the proxy:", width=WIDTH, height=HEIGHT)
-    chart.legend((hue, f"{4**hue}x") for hue in range(len(sizes)))
+    chart = Chart(
+        title,
+        "held-out accuracy, by the width of the proxy",
+        width=WIDTH,
+        height=HEIGHT,
+    )
+    chart.legend((hue, f"width {width}") for hue, width in enumerate(sizes))
     for note in notes:
         chart.top += 15
         chart.text(2, chart.top, note)

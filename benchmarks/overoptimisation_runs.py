@@ -1,6 +1,6 @@
 """What the runs of benchmarks/overoptimisation.py left, as points of gold or proxy against KL."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -65,6 +65,11 @@ class Proxy:
     @property
     def model(self) -> Path:
         return self.base / "proxies" / self.name / "model"
+
+
+def all_coeffs(sizes: Mapping[int, Sequence[Proxy]]) -> Sequence[str]:
+    """Return the coefficients of the size that has most of them."""
+    return max((found[0].coeffs for found in sizes.values()), key=len)
 
 
 def having(found: Sequence[Proxy], coeff: str) -> list[Proxy]:
