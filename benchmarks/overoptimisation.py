@@ -1,6 +1,6 @@
 """Too much of a learnt reward: Gao's curves in miniature (docs/overoptimisation.md).
 
-    python -m benchmarks.overoptimisation [--seeds 1 2 3] [--coeffs 0 1] [--leash 8 16]
+    python -m benchmarks.overoptimisation [--seeds 1 2 3] [--coeffs 0 1] [--leash 8 16 64]
 
 For each seed and each size of reward model (the proxy): train it on the packaged pairs (rm_tiny),
 then a policy against it (ppo_tldr_tiny, half its rate) at each `kl.coeff`, with an evaluation every
