@@ -49,7 +49,9 @@ EVERY = 0.1  # seconds between two looks at a run
 
 CASES = {
     "tiny": Case(
-        "The embedded task", "experiment=grpo_tiny kl.coeff=0.3 optimizer.lr=5e-4",
+        "The embedded task",
+        "experiment=grpo_tiny kl.coeff=0.3 optimizer.lr=5e-4"
+        " trainer.num_iterations=80 trainer.prompts_per_iteration=32",
         seeds=(1, 2, 3), threads=1, samples=16, limit=512, window=5, goal=0.7,
     ),
     "smollm": Case(

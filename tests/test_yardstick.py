@@ -42,8 +42,10 @@ def test_each_case_is_something_that_both_can_do(name):
 
 def test_batches_of_several_steps_are_split_as_in_leash():
     words = (*TINY, "algorithm.epochs=2", "algorithm.minibatches=4", "trainer.num_iterations=3")
-    given = settings(compose_checked(words))
-    assert given["per_device_train_batch_size"] == 32 * 8 / 4
+    config = compose_checked(words)
+    given = settings(config)
+    replies = config["trainer"]["prompts_per_iteration"] * config["algorithm"]["group_size"]
+    assert given["per_device_train_batch_size"] == replies / 4
     # TRL: one generation for that many steps, each batch of it seen that often
     assert (given["steps_per_generation"], given["num_iterations"]) == (4, 2)
     assert given["max_steps"] == 3 * 2 * 4
