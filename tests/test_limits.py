@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from pages import Page, Picture, write_lines, write_status, write_words
 from runs import lines
-from small_runs import IN_ITERATION_2, Counted, stop, train
+from small_runs import IN_ITERATION_2, Counted, Unjudged, stop, train
 
 from conf.check_limit import findings
 from trainer.efficiency import Efficiency
@@ -125,10 +125,12 @@ def test_what_has_no_one_reference_is_refused(tmp_path, capsys):
 
 def test_a_run_with_a_limit_judges_its_evaluations_and_goes_on_so(tmp_path):
     """The replies before training are the limit's; what was stopped and resumed logs the same."""
-    train(tmp_path / "whole", limit=16)
+    shown = train(tmp_path / "whole", limit=16)
     assert "stopped" in train(tmp_path / "cut", Counted(64 + IN_ITERATION_2, stop), limit=16)
     train(tmp_path / "cut", resume=True, limit=16)
     whole, cut = (lines(tmp_path / name / "metrics.jsonl") for name in ("whole", "cut"))
+    assert "sampling the reference: 4 prompts x 16 samples\nevaluating 4 prompts" in shown
+    assert f"KL efficiency {whole[-1]['kl/efficiency']:.3g}" in shown
     judged = [row["progress/iteration"] for row in whole if "kl/efficiency" in row]
     assert judged == [2, 4], whole
     assert [row.get("kl/efficiency") for row in whole] == [row.get("kl/efficiency") for row in cut]
@@ -137,6 +139,12 @@ def test_a_run_with_a_limit_judges_its_evaluations_and_goes_on_so(tmp_path):
     assert {len(row) for row in kept["success"]} == {16}
     text = Page(write_report(tmp_path / "whole")).text
     assert "16 replies of the reference to each of 4 held-out prompts" in text
+
+
+def test_a_task_that_drops_every_held_out_row_is_told_that_there_is_no_limit(tmp_path):
+    shown = train(tmp_path, Unjudged(), limit=4)
+    assert shown.count("no kl/efficiency (eval.limit): the task dropped every held-out row\n") == 1
+    assert not (tmp_path / "limit.json").exists()
 
 
 def test_an_evaluation_is_judged_by_the_samples_of_its_folder(tmp_path):
