@@ -185,7 +185,10 @@ FAULTS = [  # one a kind
     (["algorithm=rloo", "algorithm.clip_low=0.1"], ["clip_low", "=clip or cispo", "clip_low=0.2"]),
     (["algorithm=rloo", "algorithm.ratio=sequence"], ["ratio is for", "set ratio=token"]),
     (["algorithm=cispo", "algorithm.dual_clip=9"], ["=clip or tv_mask or", "dual_clip=null"]),
-    (["kl.where=reward"], ["k3 in the reward has no", "; use kl=reward (k1), or set kl.allow_biased"]),
+    (
+        ["kl.where=reward"],
+        ["k3 in the reward has no", "; use kl=reward (k1), or set kl.allow_biased"],
+    ),
     (["kl=reward", "kl.estimator=full"], ["own token; use kl=reward (k1)"]),
     (["experiment=sft_tiny", "kl.coeff=0.1"], ["samples no replies", "kl.coeff=0"]),
     (["launch.num_processes=4096"], ["launch.num_processes", f"{os.cpu_count()} cores", "4096"]),

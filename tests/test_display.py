@@ -365,7 +365,10 @@ def test_samples_of_the_reference_are_said_and_are_not_in_the_time_left(live, re
 @pytest.mark.parametrize(("last", "told"), [(0.8123, True), (None, False)])
 def test_the_last_line_has_the_efficiency_of_the_last_evaluation(tmp_path, last, told):
     """None is one so far out that no sample reaches it: what came before says nothing of it."""
-    rows: list[dict[str, float]] = [{"reward/mean": 0.5, "kl/efficiency": 0.5}, {"reward/mean": 0.5}]
+    rows: list[dict[str, float]] = [
+        {"reward/mean": 0.5, "kl/efficiency": 0.5},
+        {"reward/mean": 0.5},
+    ]
     rows[1] |= {} if last is None else {"kl/efficiency": last}
     write_lines(tmp_path, *rows)
     write_status(tmp_path, state="finished")

@@ -40,6 +40,12 @@ class Efficiency:
         if found and play.runtime.is_main:
             write_text(self.path, json.dumps({"samples": self.samples, **found}))
 
+    def known(self) -> bool:
+        """Return whether there are samples, those of a run that goes on too; damaged are none."""
+        if self.limit is None and self.path.is_file():
+            self.limit = read_limit(self.path)
+        return self.limit is not None
+
     def __call__(
         self,
         iteration: int,
@@ -47,8 +53,8 @@ class Efficiency:
         play: "Evaluate",
     ) -> dict[str, float]:
         """Return kl/efficiency of what an evaluation found, if the samples reach so far."""
-        if self.limit is None and iteration and self.path.is_file():  # a run that goes on
-            self.limit = read_limit(self.path)
+        if iteration:
+            self.known()
         same = self.limit is not None and self.limit.asked == len(play.rows)
         share = self.limit.efficiency_of(scores) if self.limit and same else None
         return {} if share is None else {"kl/efficiency": share}

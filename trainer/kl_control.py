@@ -12,10 +12,10 @@ ESTIMATORS, PLACES = ("k1", "k2", "k3", "full", "k3_ratio"), ("loss", "reward")
 IN_THE_UPDATE = ("full", "k3_ratio")  # of the policy's own later log-probs: never in the reward
 BIASED = {
     ("loss", "k1"): "k1 in the loss has a gradient of zero; use kl.estimator=k3, k2 or full",
-    ("reward", "k2"): "k2 in the reward has no KL gradient near the reference; use k1",
-    ("reward", "k3"): "k3 in the reward has no KL gradient near the reference; use k1",
-    ("reward", "full"): "full in the reward does not depend on its own token; use k1",
-    ("reward", "k3_ratio"): "k3_ratio in the reward is k3, the ratio is 1 there; use k1",
+    ("reward", "k2"): "k2 in the reward has no KL gradient near the reference; use kl=reward (k1)",
+    ("reward", "k3"): "k3 in the reward has no KL gradient near the reference; use kl=reward (k1)",
+    ("reward", "full"): "full in the reward does not depend on its own token; use kl=reward (k1)",
+    ("reward", "k3_ratio"): "k3_ratio in the reward is k3, at a ratio of 1; use kl=reward (k1)",
 }
 FOLLOWS = ("budget", "adaptive")  # controllers that steer the measured KL to kl.target
 MAX_ERROR = 0.2  # the relative error that a controller reacts to at most (Ziegler et al. 2019)
@@ -59,7 +59,7 @@ def faults_of(kl: Mapping[str, Any], *, replies: int) -> Iterator[str]:
         if kl[key] is not None and steers not in owners:
             what = f"kl.{key} is for kl.controller={' or '.join(owners)}, got {steers}"
             yield f"{what}; give kl.controller={owners[0]}, or leave kl.{key} out"
-    if steers in FOLLOWS and kl["coeff"] == 0:
+    if steers == "adaptive" and kl["coeff"] == 0:
         yield f"kl.controller={steers} multiplies kl.coeff, which stays 0; start from kl.coeff=0.01"
     if steers in FOLLOWS and not kl["measure"]:
         yield f"kl.controller={steers} follows the measured KL; set kl.measure=true"
@@ -79,6 +79,7 @@ class KLControllerBase:
     """
 
     takes_rewards = False  # whether `update` takes KL rewards, -coeff * KL, in place of KL values
+    k3_share = 0.0  # of what it follows; the rest is k1
 
     def __init__(self, coeff: float, *, model: Any = None) -> None:
         if not 0 <= coeff < math.inf:
@@ -221,28 +222,42 @@ class TargetKLController(KLControllerBase):
 class BudgetKLController(KLControllerBase):
     """Spend `target` nats a sequence: come to that KL soon, and end there.
 
-    With e = clip(log(KL / target), +-1) of each iteration's mean KL
+    With e = clip(log(KL / target), +-1) of each iteration's mean KL, and s its slope, a mean
+    of its differences, half of it the last,
 
-        level *= exp(0.1 e)    coeff = level exp(2 e)
+        level *= exp(0.07 e)    coeff = level exp(0.6 e + 2 s)
 
-    a proportional-integral controller of log coeff (Stooke et al. 2020, arXiv 2007.03964, section
-    4, there of the coefficient itself). The first factor finds the price; the second, of this
-    iteration alone, damps it, since a policy follows a coefficient with a delay. In iterations, not
-    in sequences: a step of the optimiser moves the KL however many replies it is of.
+    a proportional-integral-derivative controller of log coeff (Stooke et al. 2020, arXiv
+    2007.03964, section 4, there of the coefficient itself). The level finds the price; the rest
+    damps it, since a policy follows a coefficient with a delay. In iterations, not in sequences: a
+    step of the optimiser moves the KL however many replies it is of.
+
+    The level starts at 1 / sqrt(2 target), the price at which the best policy for rewards of
+    standard deviation 1 is `target` away, where that is little; or at `coeff`, if that is more.
 
     >>> control = BudgetKLController(0.1, target=4.0)
-    >>> round(control.update([5.0, 7.0]), 4), round(control.update([4.0]), 4)  # 1.5 times, then 1
-    (0.2343, 0.1041)
+    >>> round(control.coeff, 4), round(control.update([5.0, 7.0]), 4)  # e = log 1.5
+    (0.3536, 0.4639)
     """
 
-    GAIN, DAMPING = 0.1, 2.0
+    SUM, ERROR, SLOPE = 0.07, 0.6, 2.0
 
     def __init__(self, coeff: float, *, target: float, model: Any = None) -> None:
-        if not (0 < coeff < math.inf and 0 < target < math.inf):
-            got = f"{coeff} and {target}"
-            raise ValueError(f"expected a finite coeff and target > 0, got {got}: 0 would stay 0")
+        if not 0 < target < math.inf:
+            raise ValueError(f"expected a finite target > 0, got {target}")
         super().__init__(coeff, model=model)
-        self.target, self.level = float(target), float(coeff)
+        self.target, self.level = float(target), self._set(max(self.coeff, (2 * target) ** -0.5))
+        self.last: float | None = None  # error
+        self.slope = 0.0
+
+    @property
+    def k3_share(self) -> float:
+        """Return 2 t / (e^2t - 1), the share of k3 in k1 + share (k3 - k1) of the least noise.
+
+        Where the log-ratio is normal and the KL is the target t. Any share has the KL as its mean.
+        """
+        twice = min(2 * self.target, 700.0)
+        return twice / math.expm1(twice)
 
     def update(self, kl_values: Sequence[float]) -> float:
         """Return the next coefficient; without values it stays."""
@@ -250,17 +265,21 @@ class BudgetKLController(KLControllerBase):
             return self.coeff
         share = max(sum(values) / len(values) / self.target, math.exp(-1))
         error = min(math.log(share), 1.0)
-        self.level *= math.exp(self.GAIN * error)
-        return self._set(self.level * math.exp(self.DAMPING * error))
+        if self.last is not None:
+            self.slope += 0.5 * (error - self.last - self.slope)
+        self.last = error
+        self.level *= math.exp(self.SUM * error)
+        return self._set(self.level * math.exp(self.ERROR * error + self.SLOPE * self.slope))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs: the level too."""
-        return {"coeff": self.coeff, "level": self.level}
+        """Return what a checkpoint needs: the level, the last error and its slope too."""
+        return {"coeff": self.coeff, "level": self.level, "last": self.last, "slope": self.slope}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up where a checkpoint stopped; that of another controller has a coefficient."""
         self._set(float(state["coeff"]))
         self.level = float(state.get("level", self.coeff))
+        self.last, self.slope = state.get("last"), float(state.get("slope", 0.0))
 
 
 class AdaptiveKLController(TargetKLController):
