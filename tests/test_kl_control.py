@@ -170,7 +170,7 @@ def test_a_budget_is_a_level_that_adds_up_errors_the_last_error_and_its_slope():
             BudgetKLController(0.1, target=target)
 
 
-@pytest.mark.parametrize("target", [0.01, 0.1, 0.5, 2.0])
+@pytest.mark.parametrize("target", [0.01, 0.1, 0.5])
 def test_a_budget_follows_the_mean_of_k1_and_k3_with_the_least_noise(target):
     """By samples: a log-ratio that is normal, of one token, whose KL is the target."""
     draw = torch.Generator().manual_seed(0)

@@ -1,7 +1,6 @@
 """The loop in this process: stops, resumes, and what the one at the terminal is told."""
 
 import json
-import math
 import re
 import shutil
 from pathlib import Path
