@@ -134,8 +134,7 @@ class Display(Observer):
         seconds = metrics.get("time/iteration_s", now - self._clock)
         self._clock, self._iteration = now, iteration
         if self._evaluating is not None:
-            self._evaluation_s = now - self._evaluating.since
-            self._evaluating = None
+            self._evaluation_s, self._evaluating = now - self._evaluating.since, None
         if iteration:
             self._seconds.append(seconds)
             self._curve += [metrics[name] for name in _signals(metrics) if name in metrics]
