@@ -34,6 +34,7 @@ from trainer import (
     Leash,
     Runtime,
 )
+from trainer.losses import kl_term
 from trainer.update import Update
 
 V, REPLIES = 6, 256
@@ -129,7 +130,7 @@ def train(
 ) -> End:
     """Train on `REPLIES` fresh replies a step, the rate falling to 0; k1 acts in the reward.
 
-    With a `target` (nats) `kl.controller=budget` steers the coefficient, from this one.
+    With a `target` (nats) `kl.controller=budget` steers the coefficient.
     """
     model = small()
     with torch.no_grad():
@@ -157,7 +158,10 @@ def train(
         picked = own.sum(-1).exp().multinomial(REPLIES, replacement=True, generator=draw)
         batch = _batch(picked, own, ref)
         update(advantage(batch))
-        control.follow(float(batch["kl_penalty"].sum(-1).mean()), sequences=REPLIES)
+        measured = batch["kl_penalty"], kl_term(own[picked], ref[picked], "k3")
+        k1, k3 = (float(kl.sum(-1).mean()) for kl in measured)
+        seen = {"kl/ref": k1, "kl/ref_sequence": k1, "kl/ref_k3": k3}  # a reply as one token
+        leash.follow(seen, replies=REPLIES)
     with torch.no_grad():
         own = log_probs(model)
     chance = own.sum(-1).exp()

@@ -1,6 +1,6 @@
 """What GRPO takes on GPUs and nodes, by a cost model: memory, step time, tokens a second, a sync.
 
-    python -m benchmarks.simulate_scale
+    python -m benchmarks.simulate_scale [--models 7B 32B]
 
 Nothing here has run on a GPU: constants are of data sheets and papers, or assumed, as each says.
 Weights, gradients, moments and reference are counted as preflight=true counts them, on the models
@@ -18,8 +18,9 @@ rewards, evaluations, checkpoints, AdamW's own step.
 Letters: N weights, T tokens, n GPUs.
 """
 
+import argparse
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import zip_longest
@@ -305,20 +306,20 @@ def slowest(nodes: int) -> float:
     return total * width
 
 
-def table_of_sizes() -> Iterator[str]:
+def table_of_sizes(plans: Sequence[Plan] = PLANS) -> Iterator[str]:
     """Yield the rows of the table of models."""
-    yield "| | " + " | ".join(plan.name for plan in PLANS) + " |"
-    yield "|---" * (len(PLANS) + 1) + "|"
-    yield from (_row(name, cells) for name, cells in _sizes())
+    yield "| | " + " | ".join(plan.name for plan in plans) + " |"
+    yield "|---" * (len(plans) + 1) + "|"
+    yield from (_row(name, cells) for name, cells in _sizes(plans))
 
 
-def _sizes() -> Iterator[tuple[str, list[str]]]:
-    parts, steps = [memory(p) for p in PLANS], [step(p) for p in PLANS]
-    yield "launch file", [f"`launch={p.launch}`" for p in PLANS]
-    yield "GPUs that train", [str(p.trains) for p in PLANS]
-    yield "GPUs that sample", [_engines(p) for p in PLANS]
-    yield "prompts of 8 replies an iteration", [str(p.prompts) for p in PLANS]
-    yield "weights, million", [f"{weights(p) / 1e6:,.0f}" for p in PLANS]
+def _sizes(plans: Sequence[Plan]) -> Iterator[tuple[str, list[str]]]:
+    parts, steps = [memory(p) for p in plans], [step(p) for p in plans]
+    yield "launch file", [f"`launch={p.launch}`" for p in plans]
+    yield "GPUs that train", [str(p.trains) for p in plans]
+    yield "GPUs that sample", [_engines(p) for p in plans]
+    yield "prompts of 8 replies an iteration", [str(p.prompts) for p in plans]
+    yield "weights, million", [f"{weights(p) / 1e6:,.0f}" for p in plans]
     for name in parts[0]:
         yield f"{name}, GiB a GPU", [f"{part[name] / GIB:.1f}" for part in parts]
     yield "together, GiB of 74.5", [f"{sum(part.values()) / GIB:.1f}" for part in parts]
@@ -326,8 +327,8 @@ def _sizes() -> Iterator[tuple[str, list[str]]]:
         yield f"{name}, s", [f"{getattr(s, name):.1f}" for s in steps]
     yield "an iteration, s", [f"{s.seconds:.0f}" for s in steps]
     yield "tokens a second", [f"{s.tokens / s.seconds:,.0f}" for s in steps]
-    yield "a sync hands over, GiB", [f"{sync_bytes(p)['weights'] / GIB:.1f}" for p in PLANS]
-    yield "and passes between GPUs, GiB", [f"{sync_bytes(p)['passed'] / GIB:.0f}" for p in PLANS]
+    yield "a sync hands over, GiB", [f"{sync_bytes(p)['weights'] / GIB:.1f}" for p in plans]
+    yield "and passes between GPUs, GiB", [f"{sync_bytes(p)['passed'] / GIB:.0f}" for p in plans]
 
 
 def _engines(plan: Plan) -> str:
@@ -362,9 +363,16 @@ def _on(nodes: int) -> Plan:
     return replace(PLANS[2], trains=gpus, samples=gpus, prompts=1024)
 
 
-def main() -> None:
-    """Print both tables."""
-    print(*table_of_sizes(), "", *table_of_nodes(), sep="\n")
+def main(words: Sequence[str] | None = None) -> None:
+    """Print the table of models, and that of nodes where 7B is one of them."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.simulate_scale")
+    parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
+    names = [plan.name for plan in PLANS]
+    parser.add_argument("--models", nargs="+", choices=names, default=names, help="columns")
+    chosen = parser.parse_args(words).models
+    print(*table_of_sizes([plan for plan in PLANS if plan.name in chosen]), sep="\n")
+    if "7B" in chosen:
+        print("", *table_of_nodes(), sep="\n")
 
 
 if __name__ == "__main__":

@@ -34,6 +34,13 @@ from trainer.runs.targets import unknown_argument
 
 CROWD = 4  # processes a core, above which there are surely too many
 SILENT = ("Demonstrations", "PreferencePairs")  # sources that sample no replies
+READ = {  # by each surrogate, of the keys that bound one (PPO's is clip)
+    "clip": "clip_low clip_high dual_clip ratio",
+    "cispo": "clip_low clip_high ratio",
+    "reinforce": "",
+    "tv_mask": "tv_bound dual_clip ratio",
+    "kl_mask": "kl_bound dual_clip ratio",
+}
 # Parts of a run that nodes of algorithm.* are handed: never two of them, one leash above all.
 MADE = {"leash", "policy", "generator", "runtime", "task", "env", "size"}
 
@@ -122,11 +129,15 @@ def _replies(cfg: dict[str, Any]) -> Iterator[str]:
 
 def _bounds(algorithm: dict[str, Any]) -> Iterator[str]:
     most, least = algorithm["dual_clip"], 1 + algorithm["clip_high"]
-    if most is not None and not most > least:
+    name, known = algorithm.get("surrogate", "clip"), schema.declared()["algorithm=grpo"]
+    if name == "clip" and most is not None and not most > least:
         yield f"expected algorithm.dual_clip > 1 + clip_high = {least:g}, or null, got {most}"
-    if most is not None and algorithm.get("surrogate", "clip") != "clip":
-        got = algorithm["surrogate"]
-        yield f"algorithm.dual_clip is for surrogate=clip, got surrogate={got}; set dual_clip=null"
+    for key in {key: None for keys in READ.values() for key in keys.split()}:
+        default = known[key].default
+        if key not in READ[name].split() and algorithm.get(key, default) != default:
+            owners = " or ".join(owner for owner in READ if key in READ[owner].split())
+            what = f"algorithm.{key} is for surrogate={owners}, got surrogate={name}"
+            yield f"{what}; set {key}={'null' if default is None else default}"
     steps = algorithm["epochs"] * algorithm["minibatches"]
     if algorithm.get("surrogate") == "reinforce" and steps > 1:
         yield (

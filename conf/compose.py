@@ -190,6 +190,8 @@ def _is_choice(item: Override) -> bool:
         return True
     if not name.isidentifier() or not (names.FOLDER / name).is_dir():
         return False
+    if item.is_sweep_override():
+        raise ValueError(_several(name, item.input_line))
     if not item.is_delete() and not isinstance(item.value(), str | None):
         from conf.hints import no_file
 
@@ -197,12 +199,22 @@ def _is_choice(item: Override) -> bool:
     return True
 
 
+def _several(name: str, word: str) -> str:
+    """Return the line on several values of a run: for a sweep, or one value that has commas."""
+    value, one = word.partition("=")[2], ""
+    for key in keys().get(name, {}).values():
+        if "list" in key.type:
+            one = f"; for one list: '{name}=[{value}]'"
+        elif key.type.startswith("str") and not key.among:
+            one = f"; for one text: '{name}=\"{value}\"'"
+    return f"{word} is several values; add -m to sweep them: -m {word}{one}"
+
+
 def _put_in(cfg: DictConfig, item: Override) -> None:
     """Do what an override says."""
     name, word = item.key_or_group, item.input_line
     if item.is_sweep_override():
-        value = str(word).partition("=")[2]
-        raise ValueError(f"{word} is several values; to sweep: -m {word}; for one: '[{value}]'")
+        raise ValueError(_several(name, str(word)))
     parent, _, leaf = name.rpartition(".")
     around = OmegaConf.select(cfg, parent) if parent else cfg
     there = isinstance(around, DictConfig) and leaf in around.keys()  # noqa: SIM118

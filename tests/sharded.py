@@ -70,6 +70,7 @@ MORE = {
     "grpo, top-p": ("grpo", "policy.top_p=0.9", "policy.top_k=60"),
     "grpo, target KL": ("grpo", "algorithm.target_kl=0.001", "algorithm.epochs=3"),
     "grpo, importance": ("grpo", CORRECTED),
+    "grpo, limit": ("grpo", "eval.limit=8"),
     "grpo, a rank without rows": ("grpo",),
     "grpo, LoRA, a rank without rows": ("grpo", LORA),
     "grpo, bfloat16": ("grpo", "policy.dtype=bfloat16", REFRESH),

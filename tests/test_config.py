@@ -154,7 +154,7 @@ FAULTS = [  # one a kind
     (["grpo_tiny"], ["name=value, got 'grpo_tiny'; did you mean experiment=grpo_tiny?"]),
     (["experiment", "=", "grpo_tiny"], ["experiment=grpo_tiny, without blanks"]),
     (["seed=1", "seed=2"], ["seed is given 2 times", "-m seed=a,b"]),
-    (["kl.coeff=0,1"], ["to sweep: -m kl.coeff=0,1"]),
+    (["kl.coeff=0,1"], ["to sweep them: -m kl.coeff=0,1"]),
     (["~kl"], ["~kl: no key can be removed", "kl=..."]),
     (["hydra=launcher/basic"], ["chosen beside -m"]),
     (["+seed=3"], ["leave the + out: seed="]),
@@ -170,11 +170,26 @@ FAULTS = [  # one a kind
     (["policy.temperature=inf"], ["policy.temperature >= 0 and finite", "inf"]),
     (["optimizer.betas=[0.9,1.0]"], ["optimizer.betas", "two numbers", "below 1"]),
     (["experiment=sft_tiny", "algorithm.aggregation=constant"], ["_mean, sequence_mean, got"]),
+    (["kl.coeff=0,0.1"], ["kl.coeff=0,0.1 is several values; add -m to sweep them: -m kl.coeff"]),
+    (["kl.coeff=range(1,3)"], ["several values; add -m to sweep them: -m kl.coeff=range(1,3)"]),
+    (["algorithm=grpo,ppo"], ["algorithm=grpo,ppo is several values; add -m to sweep them"]),
+    (["policy.stop=a,b"], ["-m policy.stop=a,b; for one list: 'policy.stop=[a,b]'"]),
+    (["policy.system_prompt=a,b"], ["""for one text: 'policy.system_prompt="a,b"'"""]),
     # What goes together, the machine, the disk.
     (["algorithm.minibatches=3"], ["minibatches=3"]),
     (["policy.temperature=0"], ["policy.temperature > 0, got 0"]),
     (["algorithm.group_size=1"], ["group_size >= 2", "got 1"]),
     (["algorithm=rloo", "algorithm.epochs=2"], ["surrogate=reinforce", "2 steps", "clip"]),
+    (["algorithm=dppo", "algorithm.kl_bound=0.1"], ["kl_bound is for surrogate=kl_mask", "=0.05"]),
+    (["algorithm.tv_bound=0.1"], ["tv_bound is for", "got surrogate=clip; set tv_bound=0.15"]),
+    (["algorithm=rloo", "algorithm.clip_low=0.1"], ["clip_low", "=clip or cispo", "clip_low=0.2"]),
+    (["algorithm=rloo", "algorithm.ratio=sequence"], ["ratio is for", "set ratio=token"]),
+    (["algorithm=cispo", "algorithm.dual_clip=9"], ["=clip or tv_mask or", "dual_clip=null"]),
+    (
+        ["kl.where=reward"],
+        ["k3 in the reward has no", "; use kl=reward (k1), or set kl.allow_biased"],
+    ),
+    (["kl=reward", "kl.estimator=full"], ["own token; use kl=reward (k1)"]),
     (["experiment=sft_tiny", "kl.coeff=0.1"], ["samples no replies", "kl.coeff=0"]),
     (["launch.num_processes=4096"], ["launch.num_processes", f"{os.cpu_count()} cores", "4096"]),
     (["policy.model=./nowhere"], ["policy.model", "./nowhere", "config.json"]),
@@ -208,6 +223,13 @@ FAULTS = [  # one a kind
 def test_fault_is_one_line_that_says_what_to_do(words, parts):
     message = refusal(*words)
     assert [part for part in parts if part not in message] == []
+
+
+@pytest.mark.parametrize("word", ["kl.coeff=0,0.1", "seed=1,2", "kl.estimator=k1,k2", "env=a,b"])
+def test_a_list_or_a_text_is_offered_where_a_key_takes_one_alone(word):
+    message = refusal(word)
+    assert "add -m" in message
+    assert not re.search(r"for one|\[|Sweep\(", message)
 
 
 def test_all_unknown_keys_of_a_command_line_are_told_at_once_a_line_each(capsys):

@@ -52,8 +52,8 @@ def test_a_log_file_gets_one_plain_line_per_iteration(tmp_path):
     folder, file = write_status(tmp_path, seconds=84.2), io.StringIO()
     header = {"model": "tiny", "report": folder / "report.html"}
     display = begun(3, title="grpo_tiny", header=header, folder=folder, file=file)
-    display.evaluating("40 prompts, greedy", 0.0, last=False)
-    display.evaluating("40 prompts, greedy", 0.5, last=False)
+    display.evaluating("evaluating 40 prompts, greedy", 0.0, last=False)
+    display.evaluating("evaluating 40 prompts, greedy", 0.5, last=False)
     age(display, 25)
     display.log({"eval/sampled_accuracy": 0.25, "eval/greedy_accuracy": 0.5}, 0)
     display.log({"reward/mean": 0.5, "kl/ref_sequence": -0.0004, "time/iteration_s": 90.0}, 2)
@@ -115,7 +115,7 @@ def test_what_the_policy_wrote_is_coloured_and_nothing_else(terminal):
 
 def test_a_terminal_shows_the_evaluation_going_on_and_then_its_result_for_good(terminal):
     display = begun(2, title="run", folder=Path("/r"), file=terminal)
-    display.evaluating("40 prompts", 0.25, last=False)
+    display.evaluating("evaluating 40 prompts", 0.25, last=False)
     age(display, 70)
     hint = "fewer rows: eval.max_rows=<n>"  # 3 x 70 s more
     line = f"evaluating 40 prompts: 25%, 1 min 10 s, about 3 min 30 s left; {hint}"
@@ -164,14 +164,14 @@ def test_the_live_lines_fit_the_terminal_and_lose_nothing(terminal, monkeypatch,
 )
 def test_a_stop_is_answered_at_once(terminal, capfd, monkeypatch, last, text):
     display = begun(2, file=terminal)
-    display.evaluating("4 prompts", 0.5, last=last)
+    display.evaluating("evaluating 4 prompts", 0.5, last=last)
     display.stopping()
     assert live_lines(display)[-1].startswith(text)
     display.end("preempted", saved=None)
     assert capfd.readouterr().err == "", "nothing may be written between the live lines"
     monkeypatch.delenv("FORCE_COLOR")
     display = begun(2, file=io.StringIO())
-    display.evaluating("4 prompts", 0.5, last=last)
+    display.evaluating("evaluating 4 prompts", 0.5, last=last)
     display.stopping()
     assert capfd.readouterr().err == f"{text} Ctrl-C again stops at once\n"
 
@@ -237,7 +237,7 @@ def test_a_job_of_a_sweep_is_a_few_lines(tmp_path):
     display.console.file = file = io.StringIO()
     display.begin()
     for i in range(41):
-        display.evaluating("4 prompts", 0.5, last=False) if i in (0, 40) else None
+        display.evaluating("evaluating 4 prompts", 0.5, last=False) if i in (0, 40) else None
         accuracy = {"eval/sampled_accuracy": i / 40} if i in (0, 40) else {}
         display.log({"reward/mean": i / 40, **accuracy}, i)
         display.replies([{"prompt": "p", "response": "r"}], i, kind="train")
@@ -323,7 +323,7 @@ def test_a_long_evaluation_is_no_silence_in_a_log():
     display.begin()
     for share, seconds in (0.0, 0), (0.1, 50), (0.2, 20), (0.3, 50), (0.4, 15):
         display._said -= seconds
-        display.evaluating("40 prompts", share, last=False)
+        display.evaluating("evaluating 40 prompts", share, last=False)
     told = [line for line in file.getvalue().splitlines() if "evaluating" in line]
     assert told == [
         "evaluating 40 prompts",
@@ -334,13 +334,44 @@ def test_a_long_evaluation_is_no_silence_in_a_log():
 def test_a_long_evaluation_before_training_says_how_to_make_it_shorter():
     display = Display(4, title="demo", file=(file := io.StringIO()))
     display.begin()
-    display.evaluating("40 prompts", 0.0, last=False)
+    display.evaluating("evaluating 40 prompts", 0.0, last=False)
     for share in (0.1, 0.5):
         age(display, 60)
         display._said -= 61
-        display.evaluating("40 prompts", share, last=False)
+        display.evaluating("evaluating 40 prompts", share, last=False)
     assert file.getvalue().splitlines()[2:] == [
         "evaluating 40 prompts: 10%, 1 min 0 s, about 9 min 0 s left; fewer rows: "
         "eval.max_rows=<n>",
         "evaluating 40 prompts: 50%, 1 min 0 s, about 1 min 0 s left",
     ]
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_samples_of_the_reference_are_said_and_are_not_in_the_time_left(live, request):
+    """The evaluation at the end takes what the one before training took, without them."""
+    file = request.getfixturevalue("terminal") if live else io.StringIO()
+    display = begun(3, file=file)
+    display.evaluating("sampling the reference: 4 prompts x 64 samples", 0.5, last=False)
+    age(display, 600)
+    shown = live_lines(display) if live else file.getvalue().splitlines()
+    assert shown[-1].startswith("sampling the reference: 4 prompts x 64 samples")
+    display.evaluating("evaluating 4 prompts", 0.5, last=False)
+    age(display, 20)
+    display.log({"eval/sampled_accuracy": 0.5}, 0)
+    display.log({"reward/mean": 0.5, "time/iteration_s": 10.0}, 1)
+    assert "40 s left" in (" ".join(live_lines(display)) if live else file.getvalue())
+
+
+@pytest.mark.parametrize(("last", "told"), [(0.8123, True), (None, False)])
+def test_the_last_line_has_the_efficiency_of_the_last_evaluation(tmp_path, last, told):
+    """None is one so far out that no sample reaches it: what came before says nothing of it."""
+    rows: list[dict[str, float]] = [
+        {"reward/mean": 0.5, "kl/efficiency": 0.5},
+        {"reward/mean": 0.5},
+    ]
+    rows[1] |= {} if last is None else {"kl/efficiency": last}
+    write_lines(tmp_path, *rows)
+    write_status(tmp_path, state="finished")
+    Display(4, folder=tmp_path, file=(file := io.StringIO())).end("finished", saved=4)
+    assert ("KL efficiency 0.812" in file.getvalue()) == told
+    assert ("efficiency" in file.getvalue()) == told

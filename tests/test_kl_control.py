@@ -12,6 +12,7 @@ from trainer import (
     BudgetKLController,
     ConstantKLController,
     KLControllerBase,
+    Leash,
     LinearKLController,
     TargetKLController,
     make_kl_controller,
@@ -141,24 +142,72 @@ def test_a_linear_schedule_goes_from_its_first_to_its_last_iteration():
             LinearKLController(0.1, **wrong)
 
 
-def test_a_budget_is_a_level_that_adds_up_errors_and_a_damping_of_the_last():
+def test_a_budget_is_a_level_that_adds_up_errors_the_last_error_and_its_slope():
     control = make_kl_controller(controller="budget", coeff=0.1, target=4.0)
-    level = 0.1
+    level, slope, last = 1 / math.sqrt(8.0), 0.0, None
+    assert control.coeff == pytest.approx(level), "more than 0.1"
     steps = [([5.0, 7.0], math.log(1.5)), ([4.0], 0.0), ([-0.1, 0.1], -1.0), ([400.0], 1.0)]
     for kls, error in steps:
-        level *= math.exp(0.1 * error)
-        assert control.update(kls) == pytest.approx(level * math.exp(2 * error))
+        level *= math.exp(0.07 * error)
+        slope = slope / 2 + (0.0 if last is None else (error - last) / 2)
+        last = error
+        want = level * math.exp(0.6 * error + 2 * slope)
+        assert control.update(kls) == pytest.approx(want)
     kept = control.coeff
     assert control.update([]) == kept
     again = BudgetKLController(0.7, target=4.0)
+    assert again.coeff == 0.7
     again.load_state_dict(control.state_dict())
     assert again.coeff == kept
     assert again.update([5.0]) == control.update([5.0])
-    again.load_state_dict({"coeff": 0.3})  # of a run that another controller steered
-    assert again.update([4.0]) == pytest.approx(0.3)
-    for coeff, target in ((0.0, 1.0), (0.1, 0.0), (math.inf, 1.0)):
-        with pytest.raises(ValueError, match="finite coeff and target > 0"):
-            BudgetKLController(coeff, target=target)
+    for state in ({"coeff": 0.3}, {"coeff": 0.3, "level": 0.3}):  # of another one, of before
+        again = BudgetKLController(0.7, target=4.0)
+        again.load_state_dict(state)
+        assert again.update([4.0]) == pytest.approx(0.3)
+    assert BudgetKLController(0.0, target=0.5).coeff == 1.0
+    for target in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="finite target > 0"):
+            BudgetKLController(0.1, target=target)
+
+
+@pytest.mark.parametrize("target", [0.01, 0.1, 0.5])
+def test_a_budget_follows_the_mean_of_k1_and_k3_with_the_least_noise(target):
+    """By samples: a log-ratio that is normal, of one token, whose KL is the target."""
+    draw = torch.Generator().manual_seed(0)
+    noise = torch.randn(400_000, generator=draw, dtype=torch.float64)
+    x = target + math.sqrt(2 * target) * noise  # log policy - log reference, E exp(-x) = 1
+    k3 = (-x).expm1() + x
+    share = BudgetKLController(0.1, target=target).k3_share
+    spread = {s: (x + s * (k3 - x)).std().item() for s in (0.8 * share, share, 1.2 * share, 0.0)}
+    assert min(spread, key=lambda s: spread[s]) == share
+    leash = Leash(BudgetKLController(0.1, target=target))
+    per_token = {"kl/ref": x.mean().item() / 5, "kl/ref_k3": k3.mean().item() / 5}  # of 5 tokens
+    leash.follow({**per_token, "kl/ref_sequence": x.mean().item()}, replies=len(x))
+    by_hand = BudgetKLController(0.1, target=target)
+    by_hand.update([(x + share * (k3 - x)).mean().item()])
+    assert leash.coeff == pytest.approx(by_hand.coeff)
+    assert BudgetKLController(0.1, target=1e6).k3_share == pytest.approx(0.0), "no overflow"
+
+
+def test_a_budget_settles_at_its_target_from_any_price():
+    """A policy with the delays of Adam: steps of a running mean of gradients, by its own norm."""
+    for target, coeff in ((0.1, 0.01), (0.1, 20.0), (1.0, 0.01), (2.0, 3.0)):
+        control, far, mean, square, path = (
+            BudgetKLController(coeff, target=target),
+            0.0,
+            0.0,
+            0.0,
+            [],
+        )
+        for step in range(1, 121):
+            path.append(far**2 / 2)
+            slope = 0.74 * math.exp(-0.45 * far) - 0.73 * control.coeff * far
+            control.update([path[-1]])
+            mean, square = 0.9 * mean + 0.1 * slope, 0.999 * square + 0.001 * (slope**2 + 5.8)
+            size = (square / (1 - 0.999**step)) ** 0.5
+            far = max(far + 0.7 * mean / (1 - 0.9**step) / size, 0.0)
+        assert path[-1] == pytest.approx(target, rel=0.1), (target, coeff)
+        assert sum(path[-40:]) / 40 == pytest.approx(target, rel=0.1), (target, coeff)
 
 
 def test_a_controller_is_made_by_its_name():
@@ -185,7 +234,6 @@ ADAPTIVE = "kl.controller=adaptive kl.target=3"
             r"kl.target is for kl.controller=budget or adaptive, got constant; give",
         ),
         ("kl.controller=budget", "budget needs kl.target"),
-        ("kl.controller=budget kl.target=1 kl.coeff=0", "budget multiplies kl.coeff"),
         (
             "kl.end=1",
             r"kl.end is for kl.controller=linear, got constant; give kl.controller=linear",
@@ -212,6 +260,7 @@ def test_what_can_be_steered_composes():
     for words in (
         f"{ADAPTIVE} kl.horizon=52",
         "kl.controller=budget kl.target=1",
+        "kl.controller=budget kl.target=1 kl.coeff=0",
         "kl.controller=linear kl.coeff=0 kl.end=1",
     ):
         assert compose_checked(["experiment=grpo_tiny", *words.split()])["kl"]["measure"]

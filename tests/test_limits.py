@@ -3,19 +3,23 @@
 import csv
 import json
 import math
+import re
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from pages import Page, Picture, write_lines, write_status, write_words
 from runs import lines
-from small_runs import IN_ITERATION_2, Counted, stop, train
+from small_runs import IN_ITERATION_2, Counted, Unjudged, stop, train
 
 from conf.check_limit import findings
 from trainer.efficiency import Efficiency
-from trainer.limit import read_limit
+from trainer.limit import Limit, curve, read_limit
 from trainer.reports.__main__ import main
+from trainer.reports.chart import Chart
+from trainer.reports.limits import Lines, what_came_out
 from trainer.reports.report import write_report
 from trainer.reports.sweep_page import sweep_svg, write_sweep
 
@@ -73,6 +77,7 @@ def test_efficiency_is_the_least_kl_over_what_was_spent(tmp_path, right, capsys)
     assert got == {"0.0": "", "9.0": ""}
     assert "KL efficiency" in page.text
     assert "The limit: 4 replies of the reference to each of 2 held-out prompts" in page.text
+    assert "the line ends where these do (--limit 32 for more): docs/kl.md, The limit" in page.text
     assert main([str(tmp_path), "--table"]) == 0
     assert "| KL efficiency | - | 0.50 | - |" in capsys.readouterr().out
 
@@ -100,16 +105,89 @@ def test_a_report_draws_its_way_below_the_limit_of_its_sweep(tmp_path):
     assert "iteration 0: accuracy 0.375, KL 0.000" in drawn.tips
 
 
+def test_what_came_out_is_said_of_a_run_and_of_each_job(tmp_path):
+    write_limit(write_jobs(tmp_path))
+    of, *jobs = what_came_out(tmp_path).splitlines()
+    about = "4 replies of the reference to each of 2 held-out prompts, of which 0.38 are right"
+    assert of == f"the limit: {about}"
+    accuracy, kl = least(3.0)
+    assert jobs == [
+        "kl.coeff=0: accuracy 1.000, no efficiency, so far out no sample reaches (--limit 32)",
+        f"kl.coeff=1: accuracy {accuracy:.3f}, KL efficiency 0.50 at {2 * kl:.2f} nats",
+        "kl.coeff=9: accuracy 0.375, this run has not moved",
+    ]
+    alone = tmp_path / "kl.coeff=1"
+    write_limit(alone, [[1, 0, 0, 0], [0] * 4])
+    of, job = what_came_out(alone).splitlines()
+    assert of.endswith("of which 0.12 are right; on 1 prompts none is")
+    assert "KL efficiency" in job or "no efficiency" in job
+    (alone / "metrics.jsonl").unlink()
+    assert what_came_out(alone).splitlines()[1].endswith(": no evaluation with a KL to judge")
+    (alone / "limit.json").write_text("{")
+    with pytest.raises(ValueError, match=r"limit.json is damaged; remove it"):
+        what_came_out(alone)
+
+
+def test_diamonds_say_how_many_replies_they_are_the_best_of_where_there_is_room():
+    """Of 64: with a run's point on the first, and room beside the others."""
+    draw = np.random.default_rng(0)
+    limit = Limit(rewards := (draw.random((30, 64)) < draw.random((30, 1))).astype(float), rewards)
+    lines = Lines(limit, "eval/sampled_accuracy", most=3.0)
+    chart = Chart("", "", width=480, height=340)
+    chart.axes((0.0, 3.0), (0.0, 1.0))
+    covered = lines.draw(chart, "accuracy", [])
+    told = re.findall(r">(\d+)</text>", "".join(chart.parts[-2 * len(lines.best) :]))
+    assert told == [str(k) for k, _, _ in lines.best] == ["2", "4", "8", "16", "32"]
+    assert len(covered) == 2 * len(told)
+    crowd = [(x / 50, y / 50) for x in range(150) for y in range(50)]
+    assert len(lines.draw(chart, "accuracy", crowd)) == len(lines.best), "no label on points"
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "{", "[]", "{}", '{"reward": [[1, 2]], "success": [[1]]}', '{"reward": [], "success": []}',
      '{"reward": [[1, [2]]], "success": [[1, 0]]}', '{"reward": [["x"]], "success": [[1]]}',
-     '{"reward": [[NaN]], "success": [[1]]}'],
+     '{"reward": [[NaN]], "success": [[1]]}', '{"reward": [[1e308]], "success": [[1]]}',
+     '{"reward": [[1]], "success": [[1e308]]}', '{"reward": [[-Infinity]], "success": [[0]]}'],
 )  # fmt: skip
-def test_a_damaged_limit_is_none(tmp_path, text):
+def test_a_damaged_limit_is_none_and_told_in_a_line(tmp_path, text, capsys):
     (write_jobs(tmp_path) / "limit.json").write_text(text)
     assert read_limit(tmp_path / "limit.json") is None
+    page = Page(write_report(tmp_path / "kl.coeff=1"))
+    told = capsys.readouterr().err
+    assert told.splitlines()[0].endswith(
+        "is damaged, so it is not drawn; remove it, or ask again: --limit"
+    )
+    assert "replies of the reference" not in page.text
     assert "The limit" not in Page(write_sweep(tmp_path)).text
+    rows = SimpleNamespace(rows=[{}, {}])
+    assert not Efficiency(4, tmp_path).known()
+    assert Efficiency(4, tmp_path)(2, {"eval/reward": 1.0}, rows) == {}
+
+
+EXTREME = [
+    [[5e-324, 0.0], [0.0, 0.0]],
+    [[1e99, -1e99], [1e-99, 0.0]],
+    [[1.0, 1.0 + 2**-52], [1.0, 1.0]],
+    [[1e99, 1e99], [0.0, 1e-99]],
+    [[0.0] * 4_000, [0.0] * 3_999 + [1.0]],
+]
+
+
+@pytest.mark.parametrize("reward", EXTREME)
+def test_extreme_samples_give_finite_numbers_or_none(tmp_path, reward):
+    """Warnings are errors: none is raised on the way to a page either."""
+    write_jobs(tmp_path, right=False)
+    write_limit(tmp_path, [[0] * len(reward[0])] * 2, reward)
+    limit = read_limit(tmp_path / "limit.json")
+    for value in (-1e300, 5e-324, 0.5, 1e99, math.nan, math.inf):
+        for kl in (0.0, 0.5, 1e300, math.nan):
+            got = limit.efficiency("eval/reward", value, kl)
+            assert got is None or 0 <= got < math.inf, (value, kl, got)
+    drawn = curve(limit.reward)
+    assert all(np.isfinite(side).all() for side in (drawn.kl, drawn.value, drawn.low, drawn.high))
+    assert "The limit" in Page(write_sweep(tmp_path)).text
+    assert "replies of the reference" in Page(write_report(tmp_path / "kl.coeff=1")).text
 
 
 def test_what_has_no_one_reference_is_refused(tmp_path, capsys):
@@ -125,10 +203,12 @@ def test_what_has_no_one_reference_is_refused(tmp_path, capsys):
 
 def test_a_run_with_a_limit_judges_its_evaluations_and_goes_on_so(tmp_path):
     """The replies before training are the limit's; what was stopped and resumed logs the same."""
-    train(tmp_path / "whole", limit=16)
+    shown = train(tmp_path / "whole", limit=16)
     assert "stopped" in train(tmp_path / "cut", Counted(64 + IN_ITERATION_2, stop), limit=16)
     train(tmp_path / "cut", resume=True, limit=16)
     whole, cut = (lines(tmp_path / name / "metrics.jsonl") for name in ("whole", "cut"))
+    assert "sampling the reference: 4 prompts x 16 samples\nevaluating 4 prompts" in shown
+    assert f"KL efficiency {whole[-1]['kl/efficiency']:.3g}" in shown
     judged = [row["progress/iteration"] for row in whole if "kl/efficiency" in row]
     assert judged == [2, 4], whole
     assert [row.get("kl/efficiency") for row in whole] == [row.get("kl/efficiency") for row in cut]
@@ -137,6 +217,12 @@ def test_a_run_with_a_limit_judges_its_evaluations_and_goes_on_so(tmp_path):
     assert {len(row) for row in kept["success"]} == {16}
     text = Page(write_report(tmp_path / "whole")).text
     assert "16 replies of the reference to each of 4 held-out prompts" in text
+
+
+def test_a_task_that_drops_every_held_out_row_is_told_that_there_is_no_limit(tmp_path):
+    shown = train(tmp_path, Unjudged(), limit=4)
+    assert shown.count("no kl/efficiency (eval.limit): the task dropped every held-out row\n") == 1
+    assert not (tmp_path / "limit.json").exists()
 
 
 def test_an_evaluation_is_judged_by_the_samples_of_its_folder(tmp_path):

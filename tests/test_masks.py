@@ -11,6 +11,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.autograd import gradcheck
 
+from conf.check import READ
 from policies.scorer import Scores
 from trainer.masks import binary_kl, binary_tv, kl_mask_term, tv_mask_term
 from trainer.objectives import GRPOObjective
@@ -186,3 +187,29 @@ def test_a_run_of_before_goes_on_with_the_bounds_that_it_does_not_use():
         "kl_bound": today.kl_bound,
     }
     assert "tv_bound" not in as_today({"algorithm": {"packing": True}})["algorithm"]
+
+
+CHANGED = {"clip_low": 0.9, "clip_high": 3.0, "dual_clip": 1.3, "tv_bound": 0.9, "kl_bound": 5.0}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_surrogate_reads_the_keys_of_its_row_and_no_others(name):
+    """By what changes: the term, its gradient, what is logged."""
+    draw = torch.Generator().manual_seed(5)
+    then = -torch.rand(40, generator=draw, dtype=torch.float64) * 2 - 0.05
+    now = (then + torch.randn(40, generator=draw, dtype=torch.float64)).clamp(max=-0.01)
+    td = TensorDict({"loss_mask": torch.ones(4, 10, dtype=torch.bool)}, [4])
+    td["log_probs", "full"] = then.view(4, 10)
+    td["advantage"] = torch.randn(4, 10, generator=draw, dtype=torch.float64)
+
+    def seen(**keys: float | str) -> list[Tensor]:
+        curr = now.view(4, 10).clone().requires_grad_()
+        made = GRPOObjective(surrogate=name, leash=leash(0.0), **keys)
+        terms = made(Scores(curr), td)
+        (slope,) = torch.autograd.grad(terms.loss["policy"].sum(), curr)
+        return [terms.loss["policy"], slope, terms.means["policy/clip_fraction"]]
+
+    plain = seen()
+    for key, value in [*CHANGED.items(), ("ratio", "sequence")]:
+        same = all(map(torch.equal, plain, seen(**{key: value})))
+        assert same == (key not in READ[name].split()), key

@@ -22,6 +22,39 @@ def test_the_page_has_the_tables_of_the_script(table):
     assert "\n".join(table()) in PAGE, "docs/scaling.md: python -m benchmarks.simulate_scale"
 
 
+def test_the_example_of_two_nodes_has_the_numbers_of_the_script():
+    plan = paper.PLANS[2]
+    assert (plan.name, plan.trains, plan.samples) == ("7B", 8, 8)
+    gib = {name: size / 2**30 for name, size in paper.memory(plan).items()}
+    took, many = paper.step(plan), paper.step(replace(plan, prompts=1024))
+    sent, passed = (size / 2**30 for size in paper.sync_bytes(plan).values())
+    phases = " + ".join(f"{s:.0f}" for s in (took.sample, took.sync, took.score, took.update))
+    own = " + ".join(f"{gib[name]:.1f}" for name in ("weights", "gradients", "optimizer"))
+    for cell in (
+        f"{own} GiB",
+        f"{gib['reference']:.1f} GiB",
+        f"{gib['gathered']:.1f} + {gib['activations']:.1f} GiB",
+        f"{sum(gib.values()):.1f} of {paper.MEMORY / 2**30:.1f} GiB",
+        f"{phases} = {took.seconds:.0f} s, {took.tokens / took.seconds:,.0f} tokens a second",
+        f"{many.seconds:.0f} s, {many.tokens / many.seconds:,.0f} tokens a second",
+        f"{sent:.1f} GiB handed over, {passed:.0f} GiB between GPUs",
+    ):
+        assert f" | {cell} |" in PAGE, cell
+
+
+def test_the_script_says_what_it_takes_and_prints_the_models_that_are_named(capsys):
+    with pytest.raises(SystemExit) as ended:
+        paper.main(["--help"])
+    assert ended.value.code == 0
+    assert "--models" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        paper.main(["--modles", "7B"])
+    paper.main(["--models", "0.5B"])
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head == "| | 0.5B |"
+    assert "| together, GiB of 74.5 | 13.0 |" in rows
+
+
 def test_models_have_the_weights_that_their_cards_say():
     counted = [paper.weights(plan) for plan in paper.PLANS]
     assert counted == [494_032_768, 1_543_714_304, 7_615_616_512, 32_763_876_352]

@@ -81,3 +81,18 @@ def test_rounding_is_no_axis(tmp_path):
     page = Page(write_sweep(tmp_path))
     assert "Accuracy against KL to the sampler" not in page.charts()
     assert frontier(jobs, width=420, height=320, sampler=True), "where it is asked for"
+
+
+def test_rounding_is_drawn_as_nothing_over_each_other_too(tmp_path):
+    """One step on fresh replies: kl/behaviour is +-5e-8, in a report and in a sweep."""
+    (tmp_path / "multirun.yaml").write_text("hydra: {}\n")
+    for i, size in enumerate((5e-8, -5e-8)):
+        rows = [{"reward/raw_mean": 0.5, "kl/behaviour": size * (-1) ** n} for n in range(6)]
+        write_lines(tmp_path / f"kl.coeff={i}", *rows)
+        write_status(tmp_path / f"kl.coeff={i}", state="finished")
+        write_words(tmp_path / f"kl.coeff={i}", f"kl.coeff={i}")
+    drawn = Page(write_sweep(tmp_path)).charts()["KL to the sampler"]
+    lines = drawn.paths("line")
+    assert len(lines) == 2
+    assert all(abs(drawn.value(y)) < 1e-6 for line in lines for _, y in line)
+    assert len({y for line in lines for _, y in line}) == 1, "flat"

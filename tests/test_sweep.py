@@ -438,5 +438,10 @@ def test_the_command_prints_the_table_of_a_sweep(tmp_path, capsys):
     assert found["reward"] == ["14.00", "14.00"]
     assert found["sampled held-out accuracy"] == ["0.75", "0.75"]
     assert any("before training 0.1" in row[0] for row in rows)
-    assert main([str(tmp_path / "kl.coeff=2"), "--table"]) == 2
-    assert "--table is of one sweep" in capsys.readouterr().err
+    assert main([str(tmp_path / "kl.coeff=2"), "--table"]) == 0
+    alone = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines()]
+    assert {len(row) for row in alone} == {2}, "a column of its own"
+    assert [row[-1].strip() for row in alone][3:] == [row[1] for row in rows[1:]]
+    (tmp_path / "multirun.yaml").unlink()
+    assert main([str(tmp_path), "--table"]) == 2
+    assert "--table is of one run or sweep" in capsys.readouterr().err

@@ -1,7 +1,6 @@
 """The loop in this process: stops, resumes, and what the one at the terminal is told."""
 
 import json
-import math
 import re
 import shutil
 from pathlib import Path
@@ -95,11 +94,12 @@ def test_what_is_steered_goes_on_where_a_stop_left_it(controller, settings, tmp_
     if controller == "linear":
         assert coeffs == pytest.approx([0.1, 0.3, 0.5, 0.7])
     elif controller == "budget":
-        level, want = 0.1, [0.1]
+        by_hand = make_kl_controller(controller=controller, coeff=0.1, **settings)
+        want, share = [by_hand.coeff], by_hand.k3_share
         for row in whole[1:-1]:
-            error = min(max(math.log(max(row["kl/ref_sequence"], 1e-9) / 0.02), -1), 1)
-            level *= math.exp(0.1 * error)
-            want.append(level * math.exp(2 * error))
+            tokens = row["response/length_mean"]  # of a reply
+            k1, k3 = row["kl/ref_sequence"], row["kl/ref_k3"] * tokens
+            want.append(by_hand.update([k1 + share * (k3 - k1)]))
         assert coeffs == pytest.approx(want)
     else:  # 16 replies an iteration, horizon 40: by at most 0.2 * 16 / 40
         want = [0.1]

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from trainer.gae import GAEAdvantage as GAEAdvantage
     from trainer.importance_sampling import ImportanceSampling as ImportanceSampling
     from trainer.kl import Leash as Leash
+    from trainer.kl_budget import BudgetKLController as BudgetKLController
     from trainer.kl_control import AdaptiveKLController as AdaptiveKLController
-    from trainer.kl_control import BudgetKLController as BudgetKLController
     from trainer.kl_control import ConstantKLController as ConstantKLController
     from trainer.kl_control import KLControllerBase as KLControllerBase
     from trainer.kl_control import LinearKLController as LinearKLController

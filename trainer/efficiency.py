@@ -32,21 +32,29 @@ class Efficiency:
         self.samples, self.path = samples, folder / FILE
         self.limit: Limit | None = None
 
+    def begin(self, play: "Evaluate", tell: Callable[..., None] = lambda *_: None) -> None:
+        """Sample the policy as it starts; `tell` hears what goes on and how far it is."""
+        what = f"sampling the reference: {len(play.rows)} prompts x {self.samples} samples"
+        found = sample(play, self.samples, lambda share: tell(share, what))
+        self.limit = Limit.of_samples(found)
+        if found and play.runtime.is_main:
+            write_text(self.path, json.dumps({"samples": self.samples, **found}))
+
+    def known(self) -> bool:
+        """Return whether there are samples, those of a run that goes on too; damaged are none."""
+        if self.limit is None and self.path.is_file():
+            self.limit = read_limit(self.path)
+        return self.limit is not None
+
     def __call__(
         self,
         iteration: int,
         scores: dict[str, float],
         play: "Evaluate",
-        tell: Callable[[float], None] = lambda _: None,
     ) -> dict[str, float]:
         """Return kl/efficiency of what an evaluation found, if the samples reach so far."""
-        if iteration == 0:
-            found = sample(play, self.samples, tell)
-            self.limit = Limit.of_samples(found)
-            if found and play.runtime.is_main:
-                write_text(self.path, json.dumps({"samples": self.samples, **found}))
-        elif self.limit is None and self.path.is_file():  # a run that goes on
-            self.limit = read_limit(self.path)
+        if iteration:
+            self.known()
         same = self.limit is not None and self.limit.asked == len(play.rows)
         share = self.limit.efficiency_of(scores) if self.limit and same else None
         return {} if share is None else {"kl/efficiency": share}

@@ -93,18 +93,21 @@ class Evaluate:
         iteration: int,
         *,
         kind: str = "eval",
-        tell: Callable[[float], None] = lambda _: None,
+        tell: Callable[..., None] = lambda *_: None,
         hear: Callable[[str, TensorDictBase, list[int]], None] = lambda *_: None,
     ) -> tuple[dict[str, float], list]:
         """Return the metrics and one sampled record per row of this rank.
 
-        `tell` hears before each batch which share of the replies is done, `hear` gets the batch:
-        the plan's name, the replies and the rows that they are to.
+        `tell` hears before each batch which share of the replies is done (and of what, where they
+        are those of the reference), `hear` gets the batch: the plan's name, the replies and the
+        rows that they are to.
         """
+        if self.efficiency is not None and kind == "before":
+            self.efficiency.begin(self, tell)
         with self.placements[0].whole(), self.placements[1].whole():  # batches differ by rank
             scores, records = self._play(iteration, kind, tell, hear)
         if self.efficiency is not None:
-            scores |= self.efficiency(iteration, scores, self, tell)
+            scores |= self.efficiency(iteration, scores, self)
         return scores, records
 
     def _play(self, iteration: int, kind: str, tell: Any, hear: Any) -> tuple[dict, list]:

@@ -94,7 +94,10 @@ kl.estimator=k3, k2 or full, or set kl.allow_biased=true
         `replies` of all ranks; those that the task dropped have no KL.
         """
         kept = 1 - metrics.get("reward/dropped_fraction", 0.0)
-        measured = metrics.get("kl/ref_sequence")
+        measured, share = metrics.get("kl/ref_sequence"), self.controller.k3_share
+        if measured and share:  # kl/ref_k3 is of a token, measured / kl/ref their number
+            k3 = metrics["kl/ref_k3"] * measured / metrics["kl/ref"]
+            measured += share * (k3 - measured)
         self.controller.follow(measured, sequences=round(replies * kept))
 
     def _measured(self, batch: TensorDictBase) -> Tensor:

@@ -12,10 +12,10 @@ ESTIMATORS, PLACES = ("k1", "k2", "k3", "full", "k3_ratio"), ("loss", "reward")
 IN_THE_UPDATE = ("full", "k3_ratio")  # of the policy's own later log-probs: never in the reward
 BIASED = {
     ("loss", "k1"): "k1 in the loss has a gradient of zero; use kl.estimator=k3, k2 or full",
-    ("reward", "k2"): "k2 in the reward has no KL gradient near the reference; use k1",
-    ("reward", "k3"): "k3 in the reward has no KL gradient near the reference; use k1",
-    ("reward", "full"): "full in the reward does not depend on its own token; use k1",
-    ("reward", "k3_ratio"): "k3_ratio in the reward is k3, the ratio is 1 there; use k1",
+    ("reward", "k2"): "k2 in the reward has no KL gradient near the reference; use kl=reward (k1)",
+    ("reward", "k3"): "k3 in the reward has no KL gradient near the reference; use kl=reward (k1)",
+    ("reward", "full"): "full in the reward does not depend on its own token; use kl=reward (k1)",
+    ("reward", "k3_ratio"): "k3_ratio in the reward is k3, at a ratio of 1; use kl=reward (k1)",
 }
 FOLLOWS = ("budget", "adaptive")  # controllers that steer the measured KL to kl.target
 MAX_ERROR = 0.2  # the relative error that a controller reacts to at most (Ziegler et al. 2019)
@@ -59,7 +59,7 @@ def faults_of(kl: Mapping[str, Any], *, replies: int) -> Iterator[str]:
         if kl[key] is not None and steers not in owners:
             what = f"kl.{key} is for kl.controller={' or '.join(owners)}, got {steers}"
             yield f"{what}; give kl.controller={owners[0]}, or leave kl.{key} out"
-    if steers in FOLLOWS and kl["coeff"] == 0:
+    if steers == "adaptive" and kl["coeff"] == 0:
         yield f"kl.controller={steers} multiplies kl.coeff, which stays 0; start from kl.coeff=0.01"
     if steers in FOLLOWS and not kl["measure"]:
         yield f"kl.controller={steers} follows the measured KL; set kl.measure=true"
@@ -79,6 +79,7 @@ class KLControllerBase:
     """
 
     takes_rewards = False  # whether `update` takes KL rewards, -coeff * KL, in place of KL values
+    k3_share = 0.0  # of what it follows; the rest is k1
 
     def __init__(self, coeff: float, *, model: Any = None) -> None:
         if not 0 <= coeff < math.inf:
@@ -203,7 +204,7 @@ class TargetKLController(KLControllerBase):
 
     def update(self, kl_values: Sequence[float]) -> float:
         """Return the next coefficient; without values it stays."""
-        return self._follow(_floats(kl_values))
+        return self._follow(floats(kl_values))
 
     def _follow(self, values: list[float]) -> float:
         if not values:
@@ -216,51 +217,6 @@ class TargetKLController(KLControllerBase):
         error = sum(values) / len(values) / self.target - 1
         error = min(max(error, -MAX_ERROR), MAX_ERROR)
         return self._set(self.coeff * (1 + error * len(values) / self.horizon))
-
-
-class BudgetKLController(KLControllerBase):
-    """Spend `target` nats a sequence: come to that KL soon, and end there.
-
-    With e = clip(log(KL / target), +-1) of each iteration's mean KL
-
-        level *= exp(0.1 e)    coeff = level exp(2 e)
-
-    a proportional-integral controller of log coeff (Stooke et al. 2020, arXiv 2007.03964, section
-    4, there of the coefficient itself). The first factor finds the price; the second, of this
-    iteration alone, damps it, since a policy follows a coefficient with a delay. In iterations, not
-    in sequences: a step of the optimiser moves the KL however many replies it is of.
-
-    >>> control = BudgetKLController(0.1, target=4.0)
-    >>> round(control.update([5.0, 7.0]), 4), round(control.update([4.0]), 4)  # 1.5 times, then 1
-    (0.2343, 0.1041)
-    """
-
-    GAIN, DAMPING = 0.1, 2.0
-
-    def __init__(self, coeff: float, *, target: float, model: Any = None) -> None:
-        if not (0 < coeff < math.inf and 0 < target < math.inf):
-            got = f"{coeff} and {target}"
-            raise ValueError(f"expected a finite coeff and target > 0, got {got}: 0 would stay 0")
-        super().__init__(coeff, model=model)
-        self.target, self.level = float(target), float(coeff)
-
-    def update(self, kl_values: Sequence[float]) -> float:
-        """Return the next coefficient; without values it stays."""
-        if not (values := _floats(kl_values)):
-            return self.coeff
-        share = max(sum(values) / len(values) / self.target, math.exp(-1))
-        error = min(math.log(share), 1.0)
-        self.level *= math.exp(self.GAIN * error)
-        return self._set(self.level * math.exp(self.DAMPING * error))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs: the level too."""
-        return {"coeff": self.coeff, "level": self.level}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up where a checkpoint stopped; that of another controller has a coefficient."""
-        self._set(float(state["coeff"]))
-        self.level = float(state.get("level", self.coeff))
 
 
 class AdaptiveKLController(TargetKLController):
@@ -282,7 +238,7 @@ class AdaptiveKLController(TargetKLController):
 
     def update(self, kl_values: Sequence[float]) -> float:
         """Return the next coefficient, given KL rewards made with this one; none change nothing."""
-        return self._follow([-value / self.coeff for value in _floats(kl_values)])
+        return self._follow([-value / self.coeff for value in floats(kl_values)])
 
 
 def make_kl_controller(
@@ -301,6 +257,8 @@ def make_kl_controller(
     if controller == "constant":
         return ConstantKLController(kl_coef=coeff)
     if controller == "budget" and target is not None:
+        from trainer.kl_budget import BudgetKLController  # here: few runs have one
+
         return BudgetKLController(coeff, target=target)
     if controller == "adaptive" and target is not None:
         return TargetKLController(coeff, target=target, horizon=horizon)
@@ -312,7 +270,7 @@ def make_kl_controller(
     )
 
 
-def _floats(values: Sequence[float]) -> list[float]:
+def floats(values: Sequence[float]) -> list[float]:
     """Return the values as plain numbers; no sequence or one not finite is a ValueError."""
     try:
         out = [float(value) for value in values]

@@ -52,12 +52,13 @@ def optimum(rewards: Array, coeff: float) -> tuple[float, float]:
     """
     if coeff <= 0:
         raise ValueError(f"expected a coefficient > 0, got {coeff}")
-    scaled = rewards / coeff  # [P, n]
+    middle = rewards.mean(1, keepdims=True)  # [P, 1]; a KL is that of differences alone
+    scaled = (rewards - middle) / coeff  # [P, n]
     top = scaled.max(1, keepdims=True)
     raised = np.exp(scaled - top)
-    mean = (raised * rewards).sum(1) / raised.sum(1)  # [P]
+    mean = (raised * scaled).sum(1) / raised.sum(1)  # [P]
     log_z = np.log(raised.mean(1)) + top[:, 0]
-    return float((mean / coeff - log_z).mean()), float(mean.mean())
+    return float((mean - log_z).mean()), float((mean * coeff + middle[:, 0]).mean())
 
 
 def least_kl(rewards: Array, reward: float) -> float | None:
@@ -125,7 +126,9 @@ def best_of(rewards: Array, k: int) -> float:
     count = rewards.shape[1]
     if not 1 <= k <= count:
         raise ValueError(f"expected 1 <= k <= {count} samples, got {k}")
-    shares = np.array([math.comb(i, k - 1) / math.comb(count, k) for i in range(count)])
+    places = np.arange(count - 1, 0, -1)  # C(i - 1, k - 1) = C(i, k - 1) (i - k + 1) / i
+    falling = np.cumprod(np.maximum(places - k + 1, 0) / places)
+    shares = k / count * np.append(1.0, falling)[::-1]
     return float((np.sort(rewards, 1) @ shares).mean())
 
 
@@ -156,13 +159,18 @@ class Limit:
 
     @classmethod
     def of_samples(cls, found: Any) -> "Limit | None":
-        """Return that of a limit.json's contents; None if they are damaged."""
+        """Return that of a limit.json's contents; None if they are damaged.
+
+        What is 0 beside any reward (below 1e-100) counts as 0; one above 1e100 is damage.
+        """
         try:
             made = [np.array(found[name], dtype=np.float64) for name in ("reward", "success")]
         except (TypeError, KeyError, ValueError, OverflowError):
             return None
         sound = made[0].shape == made[1].shape and made[0].ndim == 2 and made[0].size
-        return cls(*made, found.get("asked")) if sound and np.isfinite(made).all() else None
+        if not sound or not (np.abs(made) < 1e100).all() or not np.isin(made[1], (0, 1)).all():
+            return None
+        return cls(np.where(np.abs(made[0]) < 1e-100, 0.0, made[0]), made[1], found.get("asked"))
 
     def of(self, metric: str) -> Array:
         """Return the values of which a metric is the mean."""
@@ -174,7 +182,7 @@ class Limit:
         The samples do not tell the KL of what hardly any of them reaches.
         """
         least = least_kl(self.of(metric), value)
-        return None if least is None or kl <= 1e-3 else least / kl
+        return None if least is None or not kl > 1e-3 else least / kl
 
     def efficiency_of(self, scores: Mapping[str, float]) -> float | None:
         """Return the efficiency of an evaluation by its metrics."""
@@ -187,9 +195,14 @@ class Limit:
         prompts, replies = self.success.shape
         text = f"{replies} replies of the reference to each of {prompts} held-out prompts"
         if self.success.any():
-            text += f", of which it is right in {self.success.mean():.2f}"
-            text += f"; {none} prompts never" if (none := unsolved(self.success)) else ""
+            text += f", of which {self.success.mean():.2f} are right"
+            text += f"; on {none} prompts none is" if (none := unsolved(self.success)) else ""
         return text
+
+    def ends(self) -> str:
+        """Say where its line ends, and where more is said."""
+        more = 8 * self.success.shape[1]
+        return f"the line ends where these do (--limit {more} for more): docs/kl.md, The limit"
 
 
 def read_limit(path: Path) -> Limit | None:

@@ -35,7 +35,7 @@ def resume(loop: Trainer) -> None:
     text = f"from iteration {done}{f', skipped damaged {skipped}' if skipped else ''}"
     text += f"; {loop.checkpoints.lacks}" if loop.checkpoints.lacks else ""
     text = text if newest else "from iteration 0, there is no checkpoint"
-    if done and (judge := loop.evaluate.efficiency) and not judge.path.is_file():
+    if done and (judge := loop.evaluate.efficiency) and not judge.known():
         text += "; no kl/efficiency: eval.limit samples before training; "
         text += f"python -m trainer.reports {loop.runtime.folder} --limit"
     loop.runtime.status["resumed"] = text

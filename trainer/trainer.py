@@ -191,11 +191,11 @@ class Trainer:
 
     def _evaluate(self, metrics: dict[str, float], *, kind: str) -> None:
         """Evaluate, log and show sample replies."""
-        iteration, about = self.progress.iteration, self.evaluate.about
+        iteration, judge = self.progress.iteration, self.evaluate.efficiency
 
-        def tell(share: float) -> None:
+        def tell(share: float, what: str = f"evaluating {self.evaluate.about}") -> None:
             self.runtime.at("evaluate", share)
-            self.observers.evaluating(about, share, last=kind == "after")
+            self.observers.evaluating(what, share, last=kind == "after")
 
         try:
             # A run that is trained is finished first.
@@ -208,6 +208,8 @@ class Trainer:
                 self._save()
             raise
         self.progress.unevaluated = None
+        if kind == "before" and judge is not None and judge.limit is None:
+            self.observers.say("no kl/efficiency (eval.limit): the task dropped every held-out row")
         self._judge(scores)
         if iteration == self.num_iterations:  # as it may have come to be just now
             records = [{**record, "kind": (kind := "after")} for record in records]

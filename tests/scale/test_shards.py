@@ -4,6 +4,7 @@ More cases, and four ranks: tests/scale/test_every_shard.py. Gradients of all al
 float64: tests/test_invariance.py.
 """
 
+import json
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ NAMES = (
     "grpo, LoRA",
     "grpo, exact KL",
     "grpo, refresh",
+    "grpo, limit",
     "grpo, a rank without rows",
     "grpo, bfloat16",
 )
@@ -57,6 +59,15 @@ def test_two_ranks_log_the_losses_of_one(name, place):
         timed = ("time/", "perf/")
         same = {key: value for key, value in want.items() if not key.startswith(timed)}
         assert {key: mine[key] for key in same} == pytest.approx(same, rel=1e-4, abs=1e-5)
+
+
+def test_two_ranks_sample_the_limit_of_one(place):
+    """Of three rows, one rank has two; kl/efficiency is compared with what else is logged."""
+    one, two = (
+        (place / ranks / "grpo, limit" / "limit.json").read_text() for ranks in ("one", "many")
+    )
+    assert one == two
+    assert len(json.loads(one)["reward"]) == 3
 
 
 def test_one_rank_may_have_no_rows_to_learn_from(place):

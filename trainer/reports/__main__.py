@@ -2,8 +2,8 @@
 
 python -m trainer.reports <run or sweep folder>                 # its page
 python -m trainer.reports <run or sweep folder> --svg run.svg   # only the picture
-python -m trainer.reports <sweep folder> --table                # its results, in Markdown
-python -m trainer.reports <run or sweep folder> --limit   # sample its reference first
+python -m trainer.reports <run or sweep folder> --table         # its results, in Markdown
+python -m trainer.reports <run or sweep folder> --limit         # sample its reference first
 python -m trainer.reports outputs                               # the pages of all runs below
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from policies.cache import write_text
 from trainer.reports.report import run_svg, write_report
-from trainer.reports.sweep_jobs import as_markdown, load_sweep
+from trainer.reports.sweep_jobs import as_job, as_markdown, load_sweep
 from trainer.reports.sweep_page import sweep_svg, write_sweep
 from trainer.runs.find import find_jobs, find_runs
 
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("folder", type=Path)
     parser.add_argument("--svg", type=Path, help="write only the main picture to this file")
-    parser.add_argument("--table", action="store_true", help="print a sweep's results in Markdown")
+    parser.add_argument("--table", action="store_true", help="print the results in Markdown")
     about = "replies of the reference to each held-out prompt, 64 without a number (docs/kl.md)"
     parser.add_argument("--limit", type=int, nargs="?", const=64, metavar="N", help=about)
     args = parser.parse_args(arguments)
@@ -40,22 +40,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.svg and len(runs) + len(sweeps) > 1:
         print(f"--svg draws one run or sweep, got {args.folder} with several", file=sys.stderr)
         return 2
-    if args.table and (runs or len(sweeps) != 1):
-        print(
-            f"--table is of one sweep, got {args.folder}; name a multirun folder", file=sys.stderr
-        )
+    if args.table and len(runs) + len(sweeps) > 1:
+        print(f"--table is of one run or sweep, got {args.folder} with several", file=sys.stderr)
         return 2
     if args.limit is not None and len(runs) + len(sweeps) > 1:
         print(f"--limit is of one run or sweep, got {args.folder} with several", file=sys.stderr)
         return 2
     try:
         if args.limit is not None:
-            from trainer.reports.limits import make
+            from trainer.reports.limits import make, what_came_out
 
             make((runs or sweeps)[0], args.limit)
+            print(what_came_out((runs or sweeps)[0]))
             runs = [*runs, *(job for sweep in sweeps for job in find_jobs(sweep))]
         if args.table:
-            print(as_markdown(load_sweep(sweeps[0]).jobs), end="")
+            jobs = load_sweep(sweeps[0]).jobs if sweeps else [as_job(runs[0])]
+            print(as_markdown(jobs), end="")
         elif args.svg:
             write_text(args.svg, run_svg(runs[0]) if runs else sweep_svg(sweeps[0]))
             print(args.svg)

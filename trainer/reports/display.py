@@ -79,8 +79,7 @@ class Display(Observer):
         since: float | None = None,
         brief: bool = False,
     ) -> None:
-        self.brief = brief
-        self.show_every = show_every
+        self.brief, self.show_every = brief, show_every
         self.total, self.title, self.folder = total, title, folder
         self.header = dict(header or {})
         self.console = Output(file=file or sys.stdout, highlight=False)
@@ -117,7 +116,7 @@ class Display(Observer):
             self._live.start()
 
     def evaluating(self, what: str, share: float, *, last: bool) -> None:
-        before = self._evaluating
+        before = going if (going := self._evaluating) and going.what == what else None
         now = time.monotonic()
         since = now if before is None else before.since
         plain = self._live is None and not self.brief
@@ -127,7 +126,7 @@ class Display(Observer):
                 from trainer.reports.live_lines import so_far  # here: few evaluations are long
 
                 told = f": {so_far(share, now - since, hint=not self._iteration)}"
-            self._print(f"evaluating {what}{told}")
+            self._print(f"{what}{told}")
         self._evaluating = _Evaluation(what, share, since, last)
 
     def log(self, metrics: Mapping[str, float], iteration: int) -> None:
@@ -135,8 +134,7 @@ class Display(Observer):
         seconds = metrics.get("time/iteration_s", now - self._clock)
         self._clock, self._iteration = now, iteration
         if self._evaluating is not None:
-            self._evaluation_s = now - self._evaluating.since
-            self._evaluating = None
+            self._evaluation_s, self._evaluating = now - self._evaluating.since, None
         if iteration:
             self._seconds.append(seconds)
             self._curve += [metrics[name] for name in _signals(metrics) if name in metrics]
@@ -144,8 +142,8 @@ class Display(Observer):
             self._latest = dict(metrics) if iteration else {}
             self._live.refresh()
         # In a log a hundred lines are enough; evaluations stay in sight everywhere.
-        in_log = self._live is None and iteration % max(self.total // 100, 1) == 0
-        in_log = in_log and not self.brief
+        plain = self._live is None and not self.brief
+        in_log = plain and iteration % max(self.total // 100, 1) == 0
         if in_log or any(name.startswith("eval/") for name in metrics):
             parts = ["before training", *named(metrics, _EVAL), f"{self._evaluation_s:.1f} s"]
             if iteration:
@@ -200,7 +198,7 @@ class Display(Observer):
         now, below = time.monotonic(), []
         if (going := self._evaluating) is not None:  # once: the other thread may end it meanwhile
             told = so_far(going.share, now - going.since, hint=not self._iteration)
-            below = [f"evaluating {going.what}: {told}"]
+            below = [f"{going.what}: {told}"]
         times = ", ".join(filter(None, [duration(now - self._began), self._left(self._iteration)]))
         lines = draw(
             self.title,

@@ -78,11 +78,11 @@ def frontier(
     lines = _limit_lines(limit, by, max(kls))
     of = "nats per token" if sampler else "nats per reply"
     kl_axes(chart, max(kls), [*values, *(lines.range if lines else [])], of=of)
+    taken: list[Box] = []  # what no label may cover: points, bars, other labels
     if lines:
-        lines.draw(chart, WHAT[by])
+        taken += lines.draw(chart, WHAT[by], spots)
     if len(line) > 1:
         chart.path([setting.place(by) for setting in line], "stroke:var(--hue0)")
-    taken: list[Box] = []  # what no label may cover: points, bars, other labels
     if begin:
         taken += _cross(chart, *begin)
     for setting in placed:

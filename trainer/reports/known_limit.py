@@ -1,5 +1,6 @@
 """Whether the limit of a run or sweep is known; numpy is imported only where it is."""
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,4 +20,11 @@ def known_limit(folder: Path) -> "Limit | None":
         return None
     from trainer.limit import read_limit
 
-    return next(filter(None, map(read_limit, found)), None)
+    for path in found:
+        if (limit := read_limit(path)) is not None:
+            return limit
+        print(
+            f"{path} is damaged, so it is not drawn; remove it, or ask again: --limit",
+            file=sys.stderr,
+        )
+    return None

@@ -4,17 +4,18 @@ The samples are those of mode=limit, the maths is in trainer/limit.py.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
 
-from trainer.limit import FILE, Curve, Limit, best_of, curve, most_kl_of_best_of
+from trainer.limit import FILE, Curve, Limit, best_of, curve, most_kl_of_best_of, read_limit
 from trainer.metric_names import ACCURACY, HELD_KL, HELD_REWARD
-from trainer.reports.chart import Chart, escape
-from trainer.reports.sweep_jobs import load_sweep, other_starts
+from trainer.reports.chart import Chart, escape, text_width
+from trainer.reports.sweep_jobs import as_job, load_sweep, other_starts
 from trainer.runs.run_files import Run, is_sweep
 
 HUE = "var(--hue3)"
+Box = tuple[float, float, float, float]  # left, top, right, bottom, in pixels
 
 
 def held_out(run: Run) -> Iterator[tuple[float, str, float, float]]:
@@ -55,20 +56,38 @@ class Lines:
         """Return what the axis of the values should hold."""
         return [*self.curve.value.tolist(), *(value for _, _, value in self.best)]
 
-    def draw(self, chart: Chart, what: str) -> None:
-        """Draw the optimum with its band, and the best of n replies."""
+    def draw(self, chart: Chart, what: str, points: Sequence[tuple[float, float]]) -> list[Box]:
+        """Draw the optimum with its band, and the best of k replies; return what that covers.
+
+        A diamond says its k where that hides neither another nor one of the `points` (KL, value).
+        """
         kl = self.curve.kl.tolist()
         sides = (self.curve.high.tolist(), self.curve.low.tolist()[::-1])
         outline = [*zip(kl, sides[0], strict=True), *zip(kl[::-1], sides[1], strict=True)]
         chart.path(outline, f"fill:{HUE};opacity:0.18;stroke:none", kind="area")
         chart.path(zip(kl, self.curve.value.tolist(), strict=True), f"stroke:{HUE}")
-        for k, bound, value in self.best:
-            x, y = chart.x(bound), chart.y(value)
+        spots = [(chart.x(kl), chart.y(value)) for kl, value in points]
+        spots += (own := [(chart.x(bound), chart.y(value)) for _, bound, value in self.best])
+        taken: list[Box] = [(x - 6, y - 6, x + 6, y + 6) for x, y in spots]
+        for (k, bound, value), (x, y) in zip(self.best, own, strict=True):
             tip = (
                 f"best of {k} replies of the reference: {what} {value:.3f}, KL at most {bound:.2f}"
             )
             shape = f'd="M{x} {y - 5:g}l5 5l-5 5l-5 -5z" style="fill:{HUE}"'
             chart.parts.append(f"<path {shape}><title>{escape(tip)}</title></path>")
+            wide = text_width(str(k))
+            for left, base in ((x + 8, y + 4), (x - wide / 2, y + 17), (x - 8 - wide, y + 4)):
+                box = (left, base - 9, left + wide, base + 1)
+                if box[2] < chart.width and not any(_meet(box, other) for other in taken):
+                    chart.text(left, base, str(k))
+                    taken.append(box)
+                    break
+        return taken[len(points) :]
+
+
+def _meet(one: Box, other: Box) -> bool:
+    (a, b, c, d), (e, f, g, h) = one, other
+    return a < g and e < c and b < h and f < d
 
 
 def picture(run: Run, limit: Limit, *, width: int = 360, height: int = 260) -> str:
@@ -86,7 +105,7 @@ def picture(run: Run, limit: Limit, *, width: int = 360, height: int = 260) -> s
     chart = Chart(title, "line: the best there is; diamonds: best of 2, 4 ... replies",
                   width=width, height=height)  # fmt: skip
     kl_axes(chart, max(*kls, 0.5), [*values, *lines.range])
-    lines.draw(chart, what)
+    lines.draw(chart, what, [*zip(kls, values, strict=True)])
     chart.path(
         zip(kls, values, strict=True), "stroke:var(--hue0);stroke-width:1;stroke-dasharray:2 4"
     )
@@ -100,15 +119,36 @@ def picture(run: Run, limit: Limit, *, width: int = 360, height: int = 260) -> s
 
 def caption(run: Run, limit: Limit) -> str:
     """Say how near the last evaluation is to the line, and what the line was drawn from."""
+    return f"efficiency near 1; here {_verdict(run, limit)} ({limit.about()}; {limit.ends()})"
+
+
+def what_came_out(folder: Path) -> str:
+    """Say how near a run, or each job of a sweep, came to its limit: a line each, and what of."""
+    limit = read_limit(folder / FILE)
+    if limit is None:
+        raise ValueError(f"{folder / FILE} is damaged; remove it, and ask again")
+    jobs = load_sweep(folder).jobs if is_sweep(folder) else [as_job(folder)]
+    lines = [f"the limit: {limit.about()}"]
+    for job in jobs:
+        found = list(held_out(job.run))
+        reached = "no evaluation with a KL to judge"
+        if found:
+            _, metric, value, _ = found[-1]
+            what = "accuracy" if metric == ACCURACY else "reward"
+            reached = f"{what} {value:z.3f}, {_verdict(job.run, limit)}"
+        lines.append(f"{job.name}: {reached}")
+    return "\n".join(lines)
+
+
+def _verdict(run: Run, limit: Limit) -> str:
+    """Say what the efficiency of the last evaluation is, or why there is none."""
     found = list(held_out(run))[-1]
     got, kl = limit.efficiency(*found[1:]), found[-1]
     if got is not None:
-        told = f"efficiency near 1; here {got:.2f}, at {kl:.2f} nats"
-    elif kl <= 1e-3:
-        told = "efficiency near 1; this run has not moved"
-    else:
-        told = "efficiency near 1; so far out no sample reaches, ask for more (--limit 512)"
-    return f"{told} ({limit.about()})"
+        return f"KL efficiency {got:.2f} at {kl:.2f} nats"
+    if kl <= 1e-3:
+        return "this run has not moved"
+    return f"no efficiency, so far out no sample reaches (--limit {8 * limit.success.shape[1]})"
 
 
 def make(folder: Path, samples: int) -> None:

@@ -31,6 +31,8 @@ def tiles(run: Run) -> dict[str, str]:
     if run.metrics:
         total = number(dig(run.config, "trainer", "num_iterations"))
         of = f" of {total:g}" if total else ""
+        if (share := number(run.metrics[-1].get("kl/efficiency"))) is not None:
+            out["KL efficiency"] = short(share)
         out["iterations"] = f"{run.metrics[-1]['progress/iteration']:g}{of}"
     seconds = number(run.status.get("seconds"))
     return out if seconds is None else {**out, "time": duration(seconds)}

@@ -12,7 +12,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -143,6 +143,12 @@ def load_sweep(folder: str | Path) -> Sweep:
     again = shlex.join(["python", "train.py", "-m", *words, f"{PLACE}{place}"]) if plan else ""
     left = sum(not (folder / name).is_dir() for name in planned)
     return Sweep(folder, jobs, left, live, again)
+
+
+def as_job(folder: Path) -> Job:
+    """Read a run that is by itself like a job, by the name of its experiment."""
+    run = load_run(folder)
+    return replace(_read_job(folder.parent, run), name=run.experiment)
 
 
 def varying(jobs: Sequence[Job]) -> list[str]:

@@ -137,8 +137,8 @@ def _pictures(made: Sequence[Setting], jobs: Sequence[Job], limit: "Limit | None
     if any(job.reached.get(metric) is not None for job in moved):
         at = frontier(jobs, width=420, height=320, by=metric, sampler=True)
         drawn["KL to the sampler"] = at
-    about = f'<p class="muted">The limit: {escape(limit.about())}; docs/kl.md</p>' if limit else ""
-    return markup.tabs(drawn) + about
+    about = f"The limit: {limit.about()}; {limit.ends()}" if limit else ""
+    return markup.tabs(drawn) + (f'<p class="muted">{escape(about)}</p>' if about else "")
 
 
 def _progress(sweep: Sweep) -> Iterator[str]:
@@ -214,5 +214,6 @@ def _overlays(begun: Sequence[Setting], keys: Sequence[str]) -> Iterator[str]:
             series += [Series(job.called(keys), points, hue, dots)] * bool(points)
         if series:
             which = f", {panel.metrics[panel.swept]}" if len(panel.metrics) > 1 else ""
-            chart = line_chart(series, title=panel.title, unit=panel.unit + which, named=False)
+            how = {"title": panel.title, "unit": panel.unit + which, "named": False}
+            chart = line_chart(series, least=panel.least, **how)
             yield figure(chart, panel.healthy, [panel.swept])
