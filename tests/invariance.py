@@ -34,10 +34,13 @@ from trainer.runtime import Runtime
 from trainer.update import Update
 
 ALGORITHMS = sorted(path.stem for path in (ROOT / "conf" / "algorithm").glob("*.yaml"))
-EXPERIMENTS = {name: f"{name}_tiny" for name in ALGORITHMS} | {"reward": "rm_tiny"}
+WORDS = {name: (f"experiment={name}_tiny",) for name in ALGORITHMS} | {
+    "grpo": ("experiment=grpo_tiny", "algorithm=grpo"),
+    "grpo_full": ("experiment=grpo_tiny",),
+    "reward": ("experiment=rm_tiny",),
+}
 # Beside one case for each algorithm: what changes the forward itself.
 MORE = {
-    "grpo, exact KL": ("grpo", "kl.estimator=full"),
     "grpo, KL in the reward": ("grpo", "kl.where=reward", "kl.estimator=k1"),
     "ppo, head": ("ppo", "algorithm.critic.kind=head"),
     "grpo, top-p": ("grpo", "kl.estimator=full", "policy.top_p=0.9", "policy.top_k=60"),
@@ -89,8 +92,7 @@ def step(name: str) -> Step:
     algorithm, *words = CASES[name]
     silent = algorithm in ("sft", "minor_sft", "reward")
     learns = () if silent else ("kl.coeff=0.1", f"algorithm.group_size={G}")
-    experiment = f"experiment={EXPERIMENTS[algorithm]}"
-    cfg = OmegaConf.create(compose_checked([experiment, *SMALL, *learns, *words]))
+    cfg = OmegaConf.create(compose_checked([*WORDS[algorithm], *SMALL, *learns, *words]))
     make = load_reward_model if algorithm == "reward" else load_policy
     filters = {k: cfg.policy[k] for k in ("top_k", "top_p", "min_p")} if not silent else {}
     policy = make("tiny", max_new_tokens=6, **filters)

@@ -278,7 +278,8 @@ PAPERS = {
     )
 }
 WORDS = {
-    "dppo_kl": ("experiment=dppo_tiny", "algorithm.surrogate=kl_mask", "algorithm.kl_bound=0.06")
+    "grpo": ("experiment=grpo_tiny", "algorithm=grpo"),
+    "dppo_kl": ("experiment=dppo_tiny", "algorithm.surrogate=kl_mask", "algorithm.kl_bound=0.06"),
 }
 
 

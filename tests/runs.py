@@ -18,6 +18,7 @@ SMALL = (
     "kl.coeff=1",
     "trainer.num_iterations=16",
     "trainer.prompts_per_iteration=8",
+    "optimizer.schedule=constant",  # a short run is the beginning of a longer one
     "algorithm.group_size=4",
     "eval.max_rows=16",
     "eval.num_samples=2",

@@ -20,7 +20,7 @@ from unittest.mock import patch
 import torch
 from checkpoints import make_checkpoint
 from contracts import make_policy
-from invariance import Pairs
+from invariance import ALGORITHMS, WORDS, Pairs
 from omegaconf import OmegaConf
 from runs import ROOT, environment
 from safetensors.torch import load_file
@@ -35,8 +35,6 @@ from trainer.checkpoint import save_model
 from trainer.observer import Observer, Observers
 from trainer.trainer import Trainer
 
-ALGORITHMS = sorted(path.stem for path in (ROOT / "conf" / "algorithm").glob("*.yaml"))
-EXPERIMENTS = {name: f"{name}_tiny" for name in ALGORITHMS} | {"reward": "rm_tiny"}
 SILENT = ("sft", "minor_sft", "reward")  # of several ranks one alone has a row to sample for
 SMALL = (
     "allow_targets=true",
@@ -62,7 +60,7 @@ MORE = {
     "ppo, one step": ("ppo", "algorithm.epochs=1", "algorithm.minibatches=1"),
     "ppo, head": ("ppo", "algorithm.critic.kind=head"),
     "ppo, LoRA": ("ppo", LORA),
-    "grpo, exact KL": ("grpo", FULL, LAYERS),
+    "grpo_full, by layers": ("grpo_full", LAYERS),
     "grpo, KL in the reward": ("grpo", "kl.where=reward", "kl.estimator=k1"),
     "grpo, LoRA": ("grpo", LORA, FULL, LAYERS),
     "grpo, LoRA, refresh": ("grpo", LORA, REFRESH, "kl.refresh_decay=0.5"),
@@ -113,7 +111,7 @@ def compose(name: str, model: Path, *, ranks: int, launch: str = "fsdp2") -> dic
     kind = next((w.split("=")[1] for w in CASES[name] if w.startswith("model=")), "tiny")
     words += [f"policy.model={model / kind}", f"launch.num_processes={ranks}"]
     words = [word for word in words if launch == "fsdp2" or word != "launch.offload=true"]
-    words = [f"experiment={EXPERIMENTS[algorithm]}", *words, f"launch={launch}"]
+    words = [*WORDS[algorithm], *words, f"launch={launch}"]
     config = compose_checked(words)
     task = "sharded.OnlyOne" if "without rows" in name else "invariance.Pairs"
     config["env"] |= {"task": {"_target_": task}, "rewards": {}}

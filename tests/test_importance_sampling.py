@@ -193,7 +193,8 @@ def test_the_kls_mean_the_same_in_every_algorithm(name, corrected):
     advantage = build(algorithm.advantage, algorithm, leash=own, policy=policy, runtime=runtime)
     batch = advantage(batch)
     optimizer = Record(policy.scorer.parameters())
-    update = make_update(policy, build(algorithm.objective, algorithm, leash=own), optimizer)
+    objective = build(algorithm.objective, algorithm, leash=own)
+    update = make_update(policy, objective, optimizer, reference=case.reference.scorer)
     got = update(batch.clone()) | summarize(batch, runtime)
     policy.scorer.critic = None
     want = slow_kls(policy, case.batch)

@@ -240,7 +240,7 @@ ADAPTIVE = "kl.controller=adaptive kl.target=3"
         ),
         (f"{ADAPTIVE} kl.coeff=0", "which stays 0; start from kl.coeff=0.01"),
         (f"{ADAPTIVE} kl.measure=false kl.coeff=1", "kl.measure=true"),
-        (f"{ADAPTIVE} kl.horizon=51", r"kl.horizon > 51.2, a fifth of an iteration's 256"),
+        (f"{ADAPTIVE} kl.horizon=25", r"kl.horizon > 25.6, a fifth of an iteration's 128"),
         ("experiment=sft_tiny kl.controller=linear kl.end=1", "give kl.controller=constant"),
         ("experiment=sft_tiny algorithm.target_kl=0.1", "which algorithm.target_kl is for"),
         ("algorithm.target_kl=-1", r"algorithm.target_kl >= 0"),

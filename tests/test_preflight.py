@@ -96,7 +96,7 @@ def test_a_sound_run_has_no_problem_and_leaves_nothing(tmp_path):
     done = train_by_command(*SMALL, f"output_dir={place / 'run'}", "checkpoint.every=10")
     assert done.code == 0, done.text
     assert "preflight: no problem found" in done.text
-    assert "= 80 steps" in done.text
+    assert "= 240 steps" in done.text
     assert "16 rows in 1 micro-batches" in done.text
     ended = re.findall(r"row \d of 16, (\d+) of \d+ tokens learnt", done.text)
     sampled = re.findall(r"^ +(\d+) sampled  yes ", done.text, re.M)
@@ -109,12 +109,12 @@ def test_a_sound_run_has_no_problem_and_leaves_nothing(tmp_path):
 
 def test_problems_are_named_with_a_remedy(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("LEASH_CACHE", str(tmp_path / "cache"))  # no warm-up is in it
-    few = ("trainer.micro_batch_tokens=20", "optimizer.warmup=81", "env.overlong=error")
+    few = ("trainer.micro_batch_tokens=20", "optimizer.warmup=241", "env.overlong=error")
     found = look(tmp_path, "policy.max_prompt_tokens=20", "policy.max_new_tokens=492", *few)
     said = capsys.readouterr().out
     assert found == 3
     assert "experiment sft_tiny would be trained first" in said
-    assert "optimizer.warmup=81 is longer than the run's 80 steps" in said
+    assert "optimizer.warmup=241 is longer than the run's 240 steps" in said
     assert "longer than trainer.micro_batch_tokens: it goes alone" in said
     assert "train rows exceed 20 tokens" in said
     assert f"preflight: {found:g} problems:" in said

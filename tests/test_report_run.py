@@ -51,7 +51,7 @@ def test_a_run_keeps_its_defaults_and_what_it_ran_on(small_run):
     default, experiment = run.defaults["leash"], run.defaults["experiment"]
     assert (default["trainer"]["num_iterations"], experiment["trainer"]["num_iterations"]) == (
         10,
-        80,
+        240,
     )
     assert run.config["trainer"]["num_iterations"] == asked["trainer.num_iterations"]
     assert experiment["policy"]["model"] == "experiment:sft_tiny"

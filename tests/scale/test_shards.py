@@ -18,7 +18,7 @@ pytestmark = pytest.mark.scale
 NAMES = (
     "ppo",
     "grpo, LoRA",
-    "grpo, exact KL",
+    "grpo_full, by layers",
     "grpo, refresh",
     "grpo, limit",
     "grpo, a rank without rows",
