@@ -13,17 +13,15 @@ different accuracies: a row that stands higher at every accuracy is the better f
 """
 
 import argparse
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
+from benchmarks.once import ROOT, train_once
 from trainer.limit import FILE, Limit, read_limit
 from trainer.reports.limits import held_out, make
 from trainer.runs.run_files import load_run
 
-ROOT = Path(__file__).parents[1]
 # Where all start: k3 in the loss, a constant rate, 20,480 replies on the embedded task.
 BASE = {
     "grpo_tiny": (
@@ -81,28 +79,13 @@ def main() -> None:
         for coeff in args.coeffs:
             for seed in args.seeds:
                 told = [*start, *WAYS[way].split(), f"kl.coeff={coeff}", f"seed={seed}"]
-                run(distinct(told), base / way / coeff / str(seed))
+                train_once([*distinct(told), "eval.num_samples=16"], base / way / coeff / str(seed))
     print(table(base, args.only, args.coeffs, args.seeds, known(base)))
 
 
 def distinct(told: Sequence[str]) -> list[str]:
     """Return overrides, of those for one key the last."""
     return list({word.partition("=")[0]: word for word in told}.values())
-
-
-def run(told: Sequence[str], folder: Path) -> None:
-    """Train in a folder; what it says goes to a log beside it."""
-    if folder.exists() and load_run(folder).state == "finished":
-        return
-    print(f"{folder} ...", file=sys.stderr, flush=True)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, str(ROOT / "train.py"), *told]
-    command += ["eval.num_samples=16", "checkpoint.every=0"]
-    log_of = folder.with_suffix(".log")
-    with log_of.open("w") as log:
-        done = subprocess.run([*command, f"output_dir={folder}"], stdout=log, stderr=log)
-    if done.returncode:
-        print(f"  failed, see {log_of}", file=sys.stderr)
 
 
 def known(base: Path) -> Limit:

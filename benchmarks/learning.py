@@ -11,17 +11,15 @@ go to every run: give them a --folder of their own.
 import argparse
 import json
 import math
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
+from benchmarks.once import ROOT, train_once
 from conf.compose import compose_checked
 from conf.start import set_up
 
-ROOT = Path(__file__).parents[1]
 EXPERIMENTS = (
     "grpo_tiny",
     "dr_grpo_tiny",
@@ -63,8 +61,7 @@ def main() -> None:
     for name in args.experiments:
         folders = [args.folder.resolve() / name / str(seed) for seed in args.seeds]
         for seed, folder in zip(args.seeds, folders, strict=True):
-            if not finished(folder):
-                run(name, seed, folder, args.words)
+            run(name, seed, folder, args.words)
         runs[name] = [rows(folder) for folder in folders]
     args.svg.write_text(draw(runs))
     print(table(runs, args.words))
@@ -72,24 +69,11 @@ def main() -> None:
 
 
 def run(name: str, seed: int, folder: Path, words: Sequence[str]) -> None:
-    """Run an experiment; what it says goes to run.log beside its folder."""
+    """Run an experiment with some evaluations, unless it was."""
     told = [f"experiment={name}", f"seed={seed}", *words]
     every = max(compose_checked(told)["trainer"]["num_iterations"] // EVALUATIONS, 1)
-    command = [sys.executable, str(ROOT / "train.py"), *told]
-    command += [f"eval.every={every}", "checkpoint.every=0", f"output_dir={folder}"]
-    print(f"{name} {seed} ...", file=sys.stderr, flush=True)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    log = folder.with_name(f"{folder.name}.log")
-    with log.open("w") as out:
-        done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, check=False)
-    if done.returncode != 0:
-        raise SystemExit(f"{name} with seed {seed} failed, see {log}")
-
-
-def finished(folder: Path) -> bool:
-    """Return whether a run folder has come to its end."""
-    path = folder / "status.json"
-    return path.is_file() and json.loads(path.read_text())["state"] == "finished"
+    if not train_once([*told, f"eval.every={every}"], folder):
+        raise SystemExit(f"{name} with seed {seed} failed")
 
 
 def rows(folder: Path) -> list[dict]:

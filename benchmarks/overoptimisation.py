@@ -12,8 +12,6 @@ docs/overoptimisation.svg (--svg) and prints the tables.
 
 import argparse
 import math
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
@@ -21,6 +19,7 @@ from statistics import fmean, stdev
 import numpy as np
 
 from benchmarks.gao import Form, apart
+from benchmarks.once import ROOT, train_once
 from benchmarks.overoptimisation_picture import draw
 from benchmarks.overoptimisation_runs import (
     Points,
@@ -38,9 +37,7 @@ from benchmarks.overoptimisation_runs import (
 from trainer.limit import FILE
 from trainer.metric_names import HELD_REWARD
 from trainer.reports.limits import make
-from trainer.runs.run_files import load_run
 
-ROOT = Path(__file__).parents[1]
 WIDTHS = (8, 16, 32, 64)  # of a proxy; a step has four times the weights, 64 those of the policy
 SAMPLES = 256  # replies of the reference to a prompt
 
@@ -89,7 +86,8 @@ def work(proxy: Proxy) -> None:
     if not (body / "model.safetensors").is_file():
         build_body(body, proxy.width, proxy.seed)
     for folder, told in commands(proxy).items():
-        run(told, folder)
+        if not train_once(told, folder):
+            raise SystemExit(f"{folder} failed")
     first = proxy.run(proxy.coeffs[0])
     if not (first / FILE).is_file():
         make(first, SAMPLES)
@@ -110,20 +108,6 @@ def build_body(folder: Path, width: int, seed: int) -> None:
         config.hidden_size, config.intermediate_size, config.head_dim = width, 3 * width, width // 2
         torch.manual_seed(seed)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-
-
-def run(told: Sequence[str], folder: Path) -> None:
-    """Train in a folder; what it says goes to a log beside it."""
-    if folder.exists() and load_run(folder).state == "finished":
-        return
-    print(f"{folder} ...", file=sys.stderr, flush=True)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, str(ROOT / "train.py"), *told, "checkpoint.every=0"]
-    log_of = folder.with_suffix(".log")
-    with log_of.open("w") as log:
-        done = subprocess.run([*command, f"output_dir={folder}"], stdout=log, stderr=log)
-    if done.returncode:
-        raise SystemExit(f"{folder} failed, see {log_of}")
 
 
 def proxies(sizes: Mapping[int, Sequence[Proxy]]) -> str:

@@ -1,0 +1,63 @@
+"""benchmarks/kl_study.py: each way changes what it says, and a cell is of means."""
+
+import json
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from benchmarks.kl_study import BASE, WAYS, cell, distinct, end
+from conf.compose import compose_checked
+from trainer.limit import Limit, least_kl
+
+
+def flat(words: list[str]) -> dict[str, object]:
+    """Return a composed configuration by dotted key."""
+    found: dict[str, object] = {}
+
+    def walk(tree: object, path: str) -> None:
+        if isinstance(tree, dict):
+            for name, value in tree.items():
+                walk(value, f"{path}.{name}" if path else name)
+        else:
+            found[path] = tree
+
+    walk(OmegaConf.to_container(OmegaConf.create(compose_checked(words)), resolve=True), "")
+    return found
+
+
+@pytest.mark.parametrize("experiment", BASE)
+def test_each_way_changes_its_keys_alone(experiment):
+    start = [f"experiment={experiment}", *BASE[experiment].split()]
+    before = flat(distinct(start))
+    for way, changes in WAYS.items():
+        after = flat(distinct([*start, *changes.split()]))
+        asked = {word.partition("=")[0] for word in changes.split()}
+        moved = {key for key in after if after[key] != before.get(key, None)}
+        assert moved <= asked, way
+        assert bool(moved) == bool(changes), way
+
+
+def test_the_last_word_on_a_key_holds():
+    assert distinct(["a=1", "b.c=2", "a=3=4"]) == ["a=3=4", "b.c=2"]
+
+
+def test_a_cell_is_of_the_means_of_its_seeds(tmp_path: Path):
+    limit = Limit.of_samples({"reward": [[0, 1] * 32], "success": [[0, 1] * 32]})
+    assert limit is not None
+    ends = []
+    for seed, (accuracy, kl) in enumerate([(0.6, 0.1), (0.9, 0.5)]):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        row = {"eval/sampled_accuracy": accuracy, "eval/kl_ref_sequence": kl}
+        rows = [
+            {"progress/iteration": 0, "eval/sampled_accuracy": 0.5},
+            row | {"progress/iteration": 1},
+        ]
+        (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        (folder / "status.json").write_text('{"state": "finished"}')
+        ends.append(end(folder))
+    assert end(tmp_path / "none") is None
+    share = least_kl(limit.success, 0.75) / 0.3
+    assert cell(ends, limit, of=2) == f"0.750 0.30 **{share:.2f}**"
+    assert cell(ends[:1], limit, of=2).endswith("(1 of 2 seeds)")
