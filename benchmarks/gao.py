@@ -43,9 +43,9 @@ class Fit:
         """Return the KL of the highest gold; None of a curve that never falls."""
         if self.beta <= 0:
             return None
-        rl = self.form == "rl"
-        d = math.exp(self.alpha / self.beta - 1) if rl else self.alpha / (2 * self.beta)
-        return d * d
+        if self.form == "best_of":
+            return max(self.alpha / (2 * self.beta), 0.0) ** 2
+        return math.exp(min(2 * (self.alpha / self.beta - 1), 700.0))
 
 
 def fit(kl: Sequence[float], gain: Sequence[float], form: Form = "rl") -> Fit:

@@ -1,5 +1,6 @@
 """A run of train.py in a folder of its own, once: what is finished there is not run again."""
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,10 +14,12 @@ ROOT = Path(__file__).parents[1]
 def train_once(words: Sequence[str], folder: Path) -> bool:
     """Train unless it was done; what is said goes to a log beside the folder. Return if it ended.
 
-    `words` are overrides; checkpoints are off.
+    `words` are overrides; checkpoints are off, so what was cut off begins anew.
     """
-    if folder.exists() and load_run(folder).state == "finished":
-        return True
+    if folder.exists():
+        if load_run(folder).state == "finished":
+            return True
+        shutil.rmtree(folder)
     print(f"{folder} ...", file=sys.stderr, flush=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, str(ROOT / "train.py"), *words]

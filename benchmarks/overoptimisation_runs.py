@@ -9,7 +9,7 @@ from statistics import fmean
 import numpy as np
 
 from benchmarks.gao import Fit, Form, best_of, fit, kl_of_best_of, reweighted
-from trainer.limit import FILE, Limit, most_kl_of_best_of, read_limit
+from trainer.limit import FILE, Limit, read_limit
 from trainer.metric_names import ACCURACY, HELD_KL, HELD_REWARD
 from trainer.runs.run_files import load_run
 
@@ -86,13 +86,13 @@ def points(found: Sequence[Proxy], coeff: str) -> Points:
     ]
 
 
-def best_points(found: Sequence[Proxy], *, bound: bool = False) -> Points:
-    """Return (KL, gold - gold before) of best-of-n, n = 2, 4 ...; KL exact, or its usual bound."""
+def best_points(found: Sequence[Proxy]) -> Points:
+    """Return (KL, gold - gold before) of best-of-n, n = 2, 4 ...; the KL is exact."""
     out = []
     for proxy in found:
         reward, success = proxy.limit.reward, proxy.limit.success
         for k in KS:
-            kl = most_kl_of_best_of(k) if bound else kl_of_best_of(reward, k)
+            kl = kl_of_best_of(reward, k)
             out.append((kl, best_of(reward, success, k) - float(success.mean())))
     return out
 

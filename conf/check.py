@@ -34,12 +34,12 @@ from trainer.runs.targets import unknown_argument
 
 CROWD = 4  # processes a core, above which there are surely too many
 SILENT = ("Demonstrations", "PreferencePairs")  # sources that sample no replies
-READ = {  # by each surrogate, of the keys that bound one (PPO's is clip)
-    "clip": "clip_low clip_high dual_clip ratio",
-    "cispo": "clip_low clip_high ratio",
-    "reinforce": "",
-    "tv_mask": "tv_bound dual_clip ratio",
-    "kl_mask": "kl_bound dual_clip ratio",
+READ = {  # which bounds each surrogate reads; algorithm=ppo has no key for it, its own is clip
+    "clip": ("clip_low", "clip_high", "dual_clip", "ratio"),
+    "cispo": ("clip_low", "clip_high", "ratio"),
+    "reinforce": (),
+    "tv_mask": ("tv_bound", "dual_clip", "ratio"),
+    "kl_mask": ("kl_bound", "dual_clip", "ratio"),
 }
 # Parts of a run that nodes of algorithm.* are handed: never two of them, one leash above all.
 MADE = {"leash", "policy", "generator", "runtime", "task", "env", "size"}
@@ -123,27 +123,34 @@ def _replies(cfg: dict[str, Any]) -> Iterator[str]:
         if cfg["policy"][name] == one and cfg["mode"] == "train":
             yield f"policy.{name}={one} leaves one token, and replies of a group are all the same"
     yield from _bounds(algorithm)
+    if not cfg["resume"]:  # a run that began before this was refused goes on
+        yield from _unread(algorithm)
     yield from _parts(cfg)
     yield from faults_of(cfg["kl"], replies=cfg["trainer"]["prompts_per_iteration"] * size)
 
 
 def _bounds(algorithm: dict[str, Any]) -> Iterator[str]:
     most, least = algorithm["dual_clip"], 1 + algorithm["clip_high"]
-    name, known = algorithm.get("surrogate", "clip"), schema.declared()["algorithm=grpo"]
-    if name == "clip" and most is not None and not most > least:
+    clips = algorithm.get("surrogate", "clip") == "clip"
+    if clips and most is not None and not most > least:
         yield f"expected algorithm.dual_clip > 1 + clip_high = {least:g}, or null, got {most}"
-    for key in {key: None for keys in READ.values() for key in keys.split()}:
-        default = known[key].default
-        if key not in READ[name].split() and algorithm.get(key, default) != default:
-            owners = " or ".join(owner for owner in READ if key in READ[owner].split())
-            what = f"algorithm.{key} is for surrogate={owners}, got surrogate={name}"
-            yield f"{what}; set {key}={'null' if default is None else default}"
     steps = algorithm["epochs"] * algorithm["minibatches"]
     if algorithm.get("surrogate") == "reinforce" and steps > 1:
         yield (
             "algorithm.surrogate=reinforce has no ratio for replies of an older policy, got "
             f"{steps} steps a batch; set epochs=1 and minibatches=1, or surrogate=clip"
         )
+
+
+def _unread(algorithm: dict[str, Any]) -> Iterator[str]:
+    """Yield the bounds that are set and that the surrogate does not read."""
+    name, known = algorithm.get("surrogate", "clip"), schema.declared()["algorithm=grpo"]
+    for key in dict.fromkeys(key for keys in READ.values() for key in keys):
+        default = known[key].default
+        if key not in READ[name] and algorithm.get(key, default) != default:
+            owners = " or ".join(owner for owner, keys in READ.items() if key in keys)
+            what = f"algorithm.{key} is for surrogate={owners}, got surrogate={name}"
+            yield f"{what}; set algorithm.{key}={'null' if default is None else default}"
 
 
 def _parts(cfg: dict[str, Any]) -> Iterator[str]:

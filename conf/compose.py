@@ -205,7 +205,7 @@ def _several(name: str, word: str) -> str:
     for key in keys().get(name, {}).values():
         if "list" in key.type:
             one = f"; for one list: '{name}=[{value}]'"
-        elif key.type.startswith("str") and not key.among:
+        elif key.type.startswith("str") and not key.among and "(" not in value:
             one = f"; for one text: '{name}=\"{value}\"'"
     return f"{word} is several values; add -m to sweep them: -m {word}{one}"
 

@@ -483,6 +483,14 @@ def test_how_many_replies_are_kept_is_all_or_a_number(value):
         assert compose_checked([f"tracker.replies={good}"])["tracker"]["replies"] == good
 
 
+def test_a_run_goes_on_with_a_bound_that_its_surrogate_never_read(old_run):
+    """Such a bound was taken once, and cannot change on resume."""
+    config = json.loads((old_run / "config.yaml").read_text())
+    config["algorithm"] |= {"kl_bound": 0.1, "tv_bound": 0.3}
+    (old_run / "config.yaml").write_text(json.dumps(config))
+    assert load_for_resume(str(old_run), [])["algorithm"]["kl_bound"] == 0.1
+
+
 def test_resume_takes_keys_of_the_saved_tracker(old_run):
     config = json.loads((old_run / "config.yaml").read_text())
     config["tracker"] = compose_checked(["tracker=wandb"])["tracker"]

@@ -37,7 +37,7 @@ class Efficiency:
         what = f"sampling the reference: {len(play.rows)} prompts x {self.samples} samples"
         found = sample(play, self.samples, lambda share: tell(share, what))
         self.limit = Limit.of_samples(found)
-        if found and play.runtime.is_main:
+        if self.limit is not None and play.runtime.is_main:
             write_text(self.path, json.dumps({"samples": self.samples, **found}))
 
     def known(self) -> bool:

@@ -21,30 +21,32 @@ class BudgetKLController(KLControllerBase):
     step of the optimiser moves the KL however many replies it is of.
 
     The level starts at 1 / sqrt(2 target), the price at which the best policy for rewards of
-    standard deviation 1 is `target` away, where that is little; or at `coeff`, if that is more.
+    standard deviation 1 is about `target` away if that is small, or at `coeff` if that is more. It
+    stays within 100 times of it: what it adds up while nothing can be done is taken back in time.
 
     >>> control = BudgetKLController(0.1, target=4.0)
     >>> round(control.coeff, 4), round(control.update([5.0, 7.0]), 4)  # e = log 1.5
     (0.3536, 0.4639)
     """
 
-    SUM, ERROR, SLOPE = 0.07, 0.6, 2.0
+    SUM, ERROR, SLOPE, RANGE = 0.07, 0.6, 2.0, 100.0
 
     def __init__(self, coeff: float, *, target: float, model: Any = None) -> None:
         if not 0 < target < math.inf:
             raise ValueError(f"expected a finite target > 0, got {target}")
         super().__init__(coeff, model=model)
-        self.target, self.level = float(target), self._set(max(self.coeff, (2 * target) ** -0.5))
+        self.target, self.start = float(target), max(self.coeff, (2 * target) ** -0.5)
+        self.level = self._set(self.start)
         self.last: float | None = None  # error
         self.slope = 0.0
 
-    @property
-    def k3_share(self) -> float:
-        """Return 2 t / (e^2t - 1), the share of k3 in k1 + share (k3 - k1) of the least noise.
+    def k3_share(self, tokens: float) -> float:
+        """Return the share of k3 in k1 + share (k3 - k1) that leaves the least noise.
 
-        Where the log-ratio is normal and the KL is the target t. Any share has the KL as its mean.
+        2 t / (e^2t - 1) where the log-ratio of each token is normal, independently, and its KL is
+        t = target / tokens. Any share has the KL as its mean.
         """
-        twice = min(2 * self.target, 700.0)
+        twice = min(2 * self.target / tokens, 700.0)
         return twice / math.expm1(twice)
 
     def update(self, kl_values: Sequence[float]) -> float:
@@ -56,7 +58,8 @@ class BudgetKLController(KLControllerBase):
         if self.last is not None:
             self.slope += 0.5 * (error - self.last - self.slope)
         self.last = error
-        self.level *= math.exp(self.SUM * error)
+        level = self.level * math.exp(self.SUM * error)
+        self.level = min(max(level, self.start / self.RANGE), self.start * self.RANGE)
         return self._set(self.level * math.exp(self.ERROR * error + self.SLOPE * self.slope))
 
     def state_dict(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ class Observer:
         """Start, or go on."""
 
     def evaluating(self, what: str, share: float, *, last: bool) -> None:
-        """Hear that "evaluating ..." goes on, `what`, of which `share` (0 to 1) is done."""
+        """Hear what goes on, "evaluating ...", and which share of it (0 to 1) is done."""
 
     def log(self, metrics: Mapping[str, float], iteration: int) -> None:
         """Take the metrics of a finished iteration; 0 is the evaluation before training."""

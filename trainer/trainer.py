@@ -209,7 +209,8 @@ class Trainer:
             raise
         self.progress.unevaluated = None
         if kind == "before" and judge is not None and judge.limit is None:
-            self.observers.say("no kl/efficiency (eval.limit): the task dropped every held-out row")
+            why = "every held-out row was dropped by the task, or its reward is not finite"
+            self.observers.say(f"no kl/efficiency (eval.limit): {why}")
         self._judge(scores)
         if iteration == self.num_iterations:  # as it may have come to be just now
             records = [{**record, "kind": (kind := "after")} for record in records]

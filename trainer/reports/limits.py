@@ -119,7 +119,7 @@ def picture(run: Run, limit: Limit, *, width: int = 360, height: int = 260) -> s
 
 def caption(run: Run, limit: Limit) -> str:
     """Say how near the last evaluation is to the line, and what the line was drawn from."""
-    return f"efficiency near 1; here {_verdict(run, limit)} ({limit.about()}; {limit.ends()})"
+    return f"{_verdict(run, limit)}; 1 is on the line ({limit.about()}; {limit.ends()})"
 
 
 def what_came_out(folder: Path) -> str:
