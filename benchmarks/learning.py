@@ -19,6 +19,7 @@ from statistics import fmean
 from benchmarks.once import ROOT, train_once
 from conf.compose import compose_checked
 from conf.start import set_up
+from trainer.metric_names import HELD_KL
 
 EXPERIMENTS = (
     "grpo_tiny",
@@ -122,7 +123,7 @@ def table(runs: dict[str, list[list[dict]]], words: Sequence[str] = ()) -> str:
             across(first, "eval/sampled_accuracy"),
             across(last, "eval/sampled_accuracy", spread=True),
             across(last, "eval/greedy_accuracy"),
-            across(last, "kl/ref_sequence", spread=True),
+            across(last, HELD_KL, spread=True),
             f"{seconds:.0f}",
         ]
         lines.append(f"| `{name}` | {' | '.join(cells)} |")

@@ -94,10 +94,9 @@ kl.estimator=k3, k2 or full, or set kl.allow_biased=true
         `replies` of all ranks; those that the task dropped have no KL.
         """
         kept = 1 - metrics.get("reward/dropped_fraction", 0.0)
-        measured = metrics.get("kl/ref_sequence")
-        if measured:
+        measured, share = metrics.get("kl/ref_sequence"), self.controller.k3_share
+        if measured and share:
             tokens = measured / metrics["kl/ref"]  # of a reply: both are means of one sum
-            share = self.controller.k3_share(tokens)
             measured += share * (metrics["kl/ref_k3"] * tokens - measured)
         self.controller.follow(measured, sequences=round(replies * kept))
 

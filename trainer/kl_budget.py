@@ -40,13 +40,15 @@ class BudgetKLController(KLControllerBase):
         self.last: float | None = None  # error
         self.slope = 0.0
 
-    def k3_share(self, tokens: float) -> float:
-        """Return the share of k3 in k1 + share (k3 - k1) that leaves the least noise.
+    @property
+    def k3_share(self) -> float:
+        """Return 2 t / (e^2t - 1), the share of k3 in what it follows, k1 + share (k3 - k1).
 
-        2 t / (e^2t - 1) where the log-ratio of each token is normal, independently, and its KL is
-        t = target / tokens. Any share has the KL as its mean.
+        That of the least noise where one token of a reply carries the whole target t and its
+        log-ratio is normal. Spread over tokens, k3 could have more; but its tail is heavier than
+        that, and a mean of few has mostly less than the KL. Any share has the KL as its mean.
         """
-        twice = min(2 * self.target / tokens, 700.0)
+        twice = min(2 * self.target, 700.0)
         return twice / math.expm1(twice)
 
     def update(self, kl_values: Sequence[float]) -> float:

@@ -79,6 +79,7 @@ class KLControllerBase:
     """
 
     takes_rewards = False  # whether `update` takes KL rewards, -coeff * KL, in place of KL values
+    k3_share = 0.0  # of the KL that it follows; the rest is k1
 
     def __init__(self, coeff: float, *, model: Any = None) -> None:
         if not 0 <= coeff < math.inf:
@@ -114,10 +115,6 @@ class KLControllerBase:
         if kl is None:
             return self.update([])
         return self.update([-self.coeff * kl if self.takes_rewards else kl] * sequences)
-
-    def k3_share(self, tokens: float) -> float:
-        """Return the share of k3 in the KL that it follows, of replies so long; the rest is k1."""
-        return 0.0
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs."""
