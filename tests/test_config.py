@@ -181,9 +181,12 @@ FAULTS = [  # one a kind
     (["algorithm.group_size=1"], ["group_size >= 2", "got 1"]),
     (["algorithm=rloo", "algorithm.epochs=2"], ["surrogate=reinforce", "2 steps", "clip"]),
     (["algorithm=dppo", "algorithm.kl_bound=0.1"], ["kl_bound is for surrogate=kl_mask", "=0.05"]),
-    (["algorithm.tv_bound=0.1"], ["tv_bound is for", "got surrogate=clip; set tv_bound=0.15"]),
+    (
+        ["algorithm.tv_bound=0.1"],
+        ["tv_bound is for", "got surrogate=clip; set algorithm.tv_bound=0.15"],
+    ),
     (["algorithm=rloo", "algorithm.clip_low=0.1"], ["clip_low", "=clip or cispo", "clip_low=0.2"]),
-    (["algorithm=rloo", "algorithm.ratio=sequence"], ["ratio is for", "set ratio=token"]),
+    (["algorithm=rloo", "algorithm.ratio=sequence"], ["ratio is for", "set algorithm.ratio=token"]),
     (["algorithm=cispo", "algorithm.dual_clip=9"], ["=clip or tv_mask or", "dual_clip=null"]),
     (
         ["kl.where=reward"],
