@@ -23,8 +23,9 @@ from trainer.weight_sync import weight_sync
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, of each engine
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
-TINY = ["experiment=grpo_tiny", "eval.max_rows=40", "policy.engine=vllm"]
-FEW = ["trainer.num_iterations=2", "eval.max_rows=4", "policy.engine=vllm"]
+KEPT = "optimizer.schedule=constant"  # a short run is the beginning of a longer one
+TINY = ["experiment=grpo_tiny", "eval.max_rows=40", KEPT, "policy.engine=vllm"]
+FEW = ["trainer.num_iterations=2", "eval.max_rows=4", KEPT, "policy.engine=vllm"]
 
 
 def run(folder: Path, *words: str) -> list[dict]:
@@ -37,7 +38,7 @@ def run(folder: Path, *words: str) -> list[dict]:
 @pytest.fixture(scope="module")
 def own(tmp_path_factory) -> list[dict]:
     """Return the metrics of 20 iterations that the policy itself samples."""
-    words = [*TINY[:2], "trainer.num_iterations=20"]
+    words = [*TINY[:3], "trainer.num_iterations=20"]
     return run(tmp_path_factory.mktemp("own") / "run", *words)
 
 
