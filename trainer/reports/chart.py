@@ -21,6 +21,7 @@ _DASHES = ("", "5 3", "1.5 3", "8 3 1.5 3")
 _WIDE = set("mwMWGOQ@%")
 _NO_TEXT = re.compile("[^\n\t -\ufffd\U00010000-\U0010ffff]")  # control characters and the like
 Points = Sequence[tuple[float, float]]
+Box = tuple[float, float, float, float]  # left, top, right, bottom, in pixels
 
 
 def escape(text: object) -> str:
@@ -307,6 +308,16 @@ def _thin(points: Points) -> Points:
 def text_width(text: str, *, size: float = 11.0) -> float:
     """Estimate the width in pixels of a text in the usual sans-serif fonts."""
     return size * sum(0.82 if c in _WIDE else 0.3 if c in "il.,:' |j" else 0.62 for c in text)
+
+
+def meet(one: Box, other: Box) -> bool:
+    """Return whether two boxes share more than an edge.
+
+    >>> meet((0, 0, 2, 2), (1, 1, 3, 3)), meet((0, 0, 2, 2), (2, 0, 3, 2))
+    (True, False)
+    """
+    (a, b, c, d), (e, f, g, h) = one, other
+    return a < g and e < c and b < h and f < d
 
 
 def colour(hue: int) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from trainer.reports.chart import Axis, Chart, text_width
+from trainer.reports.chart import Axis, Box, Chart, meet, text_width
 from trainer.reports.sweep_jobs import (
     ACCURACY,
     DRIFT,
@@ -36,7 +36,6 @@ TITLES = {
     HELD_REWARD: ("Held-out reward against KL to the reference", "mean per held-out reply"),
 }
 WHAT = {REWARD: "reward", ACCURACY: "accuracy", HELD_REWARD: "held-out reward"}
-Box = tuple[float, float, float, float]  # left, top, right, bottom, in pixels
 
 
 def frontier(
@@ -186,7 +185,7 @@ def _label(
             x, y = chart.x(kl) + side, chart.y(value) + drop
             a, b, c, d = x - 4, y - 11, x + wide + 4, y + 3
             inside = a > 0 and c < chart.width and chart.y.stop - 12 < b and d < chart.y.start + 10
-            if inside and not any(a < g and e < c and b < h and f < d for e, f, g, h in taken):
+            if inside and not any(meet((a, b, c, d), other) for other in taken):
                 chart.text(x, y, text, style="value")
                 return [(a, b, c, d)]
     return []

@@ -10,12 +10,11 @@ from pathlib import Path
 
 from trainer.limit import FILE, Curve, Limit, best_of, curve, most_kl_of_best_of, read_limit
 from trainer.metric_names import ACCURACY, HELD_KL, HELD_REWARD
-from trainer.reports.chart import Chart, escape, text_width
+from trainer.reports.chart import Box, Chart, escape, meet, text_width
 from trainer.reports.sweep_jobs import as_job, load_sweep, other_starts
 from trainer.runs.run_files import Run, is_sweep
 
 HUE = "var(--hue3)"
-Box = tuple[float, float, float, float]  # left, top, right, bottom, in pixels
 
 
 def held_out(run: Run) -> Iterator[tuple[float, str, float, float]]:
@@ -78,16 +77,11 @@ class Lines:
             wide = text_width(str(k))
             for left, base in ((x + 8, y + 4), (x - wide / 2, y + 17), (x - 8 - wide, y + 4)):
                 box = (left, base - 9, left + wide, base + 1)
-                if box[2] < chart.width and not any(_meet(box, other) for other in taken):
+                if box[2] < chart.width and not any(meet(box, other) for other in taken):
                     chart.text(left, base, str(k))
                     taken.append(box)
                     break
         return taken[len(points) :]
-
-
-def _meet(one: Box, other: Box) -> bool:
-    (a, b, c, d), (e, f, g, h) = one, other
-    return a < g and e < c and b < h and f < d
 
 
 def picture(run: Run, limit: Limit, *, width: int = 360, height: int = 260) -> str:
