@@ -25,6 +25,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from benchmarks.once import markdown
 from policies.scorer import Scorer
 from trainer import (
     BudgetKLController,
@@ -183,15 +184,15 @@ def _batch(picked: Tensor, own: Tensor, ref: Tensor) -> TensorDict:
 
 def table(runtime: Runtime) -> str:
     """Return Markdown: a row for each way, nominal and efficiency for each coefficient."""
-    lines = [f"| | {' | '.join(f'c = {c:g}' for c in COEFFS)} |", "|---|" + "---|" * len(COEFFS)]
+    rows = []
     for way, keys in WAYS.items():
         ends = [(c, train(c, runtime, **keys)) for c in COEFFS]
         cells = [
             f"{end.nominal() / c:.2f}, {end.optimum(end.nominal())[1] / end.kl:.2f}"
             for c, end in ends
         ]
-        lines.append(f"| {way} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([way, *cells])
+    return markdown(["", *(f"c = {c:g}" for c in COEFFS)], rows)
 
 
 def main() -> None:

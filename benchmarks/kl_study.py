@@ -5,8 +5,8 @@
     python -m benchmarks.kl_study --experiment grpo_smollm --seeds 1 --only default full full_linear
 
 Each way (a line of WAYS) is run at each coefficient on each seed, one after the other; what is
-finished in --folder is not run again. Then the reference is sampled once (512 replies to each
-held-out prompt: `python -m trainer.reports <run> --limit 512`), and a table printed: held-out
+finished in --folder is not run again. Then the reference is sampled once (--limit replies to each
+held-out prompt, as by `python -m trainer.reports <run> --limit 512`), and a table printed: held-out
 accuracy, KL in nats a reply, and efficiency, the least KL for what was reached over what was spent,
 of the means of the seeds (fewer, where some failed, are counted). Efficiencies of one column are of
 different accuracies: a row that stands higher at every accuracy is the better frontier.
@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.once import ROOT, train_once
-from trainer.limit import FILE, Limit, read_limit
-from trainer.reports.limits import held_out, make
+from benchmarks.once import ROOT, limit_once, markdown, train_once
+from trainer.limit import Limit
+from trainer.reports.limits import held_out
 from trainer.runs.run_files import load_run
 
 # Where all start: k3 in the loss, a constant rate, 20,480 replies on the embedded task.
@@ -71,6 +71,7 @@ def main() -> None:
     parser.add_argument("--coeffs", nargs="+", default=["0.1", "0.3", "1"])
     parser.add_argument("--only", nargs="+", default=list(WAYS), choices=WAYS)
     parser.add_argument("--experiment", default="grpo_tiny", choices=BASE)
+    parser.add_argument("--limit", type=int, default=512, help="replies of the reference")
     parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "kl_study")
     args = parser.parse_args()
     base = args.folder.resolve() / args.experiment
@@ -80,7 +81,9 @@ def main() -> None:
             for seed in args.seeds:
                 told = [*start, *WAYS[way].split(), f"kl.coeff={coeff}", f"seed={seed}"]
                 train_once([*distinct(told), "eval.num_samples=16"], base / way / coeff / str(seed))
-    print(table(base, args.only, args.coeffs, args.seeds, known(base)))
+    runs = [path.parent for path in sorted(base.glob("*/*/*/metrics.jsonl"))]
+    limit = limit_once(base, runs, args.limit)
+    print(table(base, args.only, args.coeffs, args.seeds, limit))
 
 
 def distinct(told: Sequence[str]) -> list[str]:
@@ -88,30 +91,18 @@ def distinct(told: Sequence[str]) -> list[str]:
     return list({word.partition("=")[0]: word for word in told}.values())
 
 
-def known(base: Path) -> Limit:
-    """Return the limit of the runs in a folder, which all start from one model: sampled once."""
-    if not (base / FILE).is_file():
-        first = next(path.parent for path in sorted(base.glob("*/*/*/metrics.jsonl")))
-        make(first, 512)
-        (first / FILE).replace(base / FILE)
-    limit = read_limit(base / FILE)
-    if limit is None:
-        raise ValueError(f"{base / FILE} is damaged; remove it")
-    return limit
-
-
 def table(
     base: Path, ways: Sequence[str], coeffs: Sequence[str], seeds: Sequence[int], limit: Limit
 ) -> str:
     """Return the table: a row for each way, a cell for each coefficient."""
-    lines = [f"| kl.coeff | {' | '.join(coeffs)} |", "|" + "---|" * (len(coeffs) + 1)]
+    rows = []
     for way in ways:
         cells = []
         for coeff in coeffs:
             ends = [end(base / way / coeff / str(seed)) for seed in seeds]
             cells.append(cell([found for found in ends if found], limit, of=len(seeds)))
-        lines.append(f"| {way} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([way, *cells])
+    return markdown(["kl.coeff", *coeffs], rows)
 
 
 def end(folder: Path) -> tuple[str, float, float] | None:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.once import ROOT, train_once
+from benchmarks.once import ROOT, markdown, train_once
 from conf.compose import compose_checked
 from conf.start import set_up
 from trainer.metric_names import HELD_KL
@@ -113,7 +113,7 @@ def table(runs: dict[str, list[list[dict]]], words: Sequence[str] = ()) -> str:
         "KL",
         "seconds",
     )
-    lines = [f"| {' | '.join(head)} |", "|---|" + "---:|" * (len(head) - 1)]
+    rows = []
     for name, found in runs.items():
         coeff = compose_checked([f"experiment={name}", *words])["kl"]["coeff"]
         first, last = [run[0] for run in found], [run[-1] for run in found]
@@ -126,8 +126,8 @@ def table(runs: dict[str, list[list[dict]]], words: Sequence[str] = ()) -> str:
             across(last, HELD_KL, spread=True),
             f"{seconds:.0f}",
         ]
-        lines.append(f"| `{name}` | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([f"`{name}`", *cells])
+    return markdown(head, rows, rule="---:")
 
 
 def across(ends: Sequence[dict], metric: str, *, spread: bool = False) -> str:

@@ -19,7 +19,7 @@ from statistics import fmean, stdev
 import numpy as np
 
 from benchmarks.gao import Form, apart
-from benchmarks.once import ROOT, train_once
+from benchmarks.once import ROOT, limit_once, markdown, train_once
 from benchmarks.overoptimisation_picture import draw
 from benchmarks.overoptimisation_runs import (
     Points,
@@ -34,9 +34,7 @@ from benchmarks.overoptimisation_runs import (
     points,
     tilted,
 )
-from trainer.limit import FILE
 from trainer.metric_names import HELD_REWARD
-from trainer.reports.limits import make
 
 WIDTHS = (8, 16, 32, 64)  # of a proxy; a step has four times the weights, 64 those of the policy
 SAMPLES = 256  # replies of the reference to a prompt
@@ -60,11 +58,12 @@ def main() -> None:
     sizes: dict[int, list[Proxy]] = {width: [] for width in args.widths}
     for seed in args.seeds:
         for width in args.widths:
-            leashed = args.leash is None or width in args.leash
-            coeffs = args.coeffs if leashed else args.coeffs[:1]
+            every = args.leash is None or width in args.leash
+            coeffs = args.coeffs if every else args.coeffs[:1]
             sizes[width].append(Proxy(width, seed, base, coeffs))
             work(sizes[width][-1])
-    print("\n\n".join([proxies(sizes), fits(sizes), leashes(sizes), at_one_kl(sizes)]))
+    leashed = [leashes(sizes)] if len(all_coeffs(sizes)) > 1 else []
+    print("\n\n".join([proxies(sizes), fits(sizes), *leashed, at_one_kl(sizes)]))
     args.svg.write_text(draw(sizes))
     print(f"\n{args.svg}")
 
@@ -89,8 +88,7 @@ def work(proxy: Proxy) -> None:
         if not train_once(told, folder):
             raise SystemExit(f"{folder} failed")
     first = proxy.run(proxy.coeffs[0])
-    if not (first / FILE).is_file():
-        make(first, SAMPLES)
+    limit_once(first, [first], SAMPLES)
 
 
 def build_body(folder: Path, width: int, seed: int) -> None:
@@ -229,11 +227,6 @@ def top(way: Points) -> str:
         return ""
     kl, value = max(way, key=lambda point: point[1])
     return f"{value:.3f} at {kl:.2f}"
-
-
-def markdown(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
 if __name__ == "__main__":

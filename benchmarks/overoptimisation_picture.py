@@ -24,9 +24,9 @@ DASHED, THIN = ";stroke-dasharray:5 4", ";stroke-width:1;opacity:.75"
 
 
 def draw(sizes: Mapping[int, Sequence[Proxy]]) -> str:
-    """Return the picture of three panels."""
-    panels = [race(sizes), leash(sizes), best(sizes)]
-    return standalone(panels, width=WIDTH, height=HEIGHT)
+    """Return the picture: a panel for each question, the second only where a penalty was tried."""
+    tried = [leash(sizes)] if len(all_coeffs(sizes)) > 1 else []
+    return standalone([race(sizes), *tried, best(sizes)], width=WIDTH, height=HEIGHT)
 
 
 def race(sizes: Mapping[int, Sequence[Proxy]]) -> str:

@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 import yaml
 
+from benchmarks.once import ROOT, limit_once
 from benchmarks.yardstick_page import (
     LIBRARIES,
     Case,
@@ -37,11 +38,9 @@ from benchmarks.yardstick_page import (
 )
 from policies.cache import write_text
 from policies.models import find_model
-from trainer.limit import FILE, read_limit
-from trainer.reports.limits import make
+from trainer.limit import FILE
 from trainer.runs.run_files import load_run, read_lines
 
-ROOT = Path(__file__).parents[1]
 BOTH = "kl.where=loss kl.estimator=k3_ratio kl.controller=constant optimizer.schedule=constant"
 QUIET = "eval.every=0 eval.num_samples=0 eval.greedy=false eval.limit=0 checkpoint.every=0"
 LOGS = dict(zip(LIBRARIES, ("metrics.jsonl", "log.jsonl"), strict=True))
@@ -81,10 +80,7 @@ def main() -> None:
             place = folder / str(seed)
             trained(place, case, [*words, f"seed={seed}"], args.peer.absolute())
             judge(place, case, words)
-        if not (folder / FILE).is_file():
-            run = next(iter(sorted(folder.glob("*/leash/run"))))
-            make(run, case.limit)
-            (run / FILE).replace(folder / FILE)
+        limit_once(folder, sorted(folder.glob("*/leash/run")), case.limit)
     report(args.folder, args.page)
 
 
@@ -205,9 +201,7 @@ def report(folder: Path, page: Path) -> None:
             runs[name] = [json.loads(path.read_text()) for path in paths]
     parts = [about(next(iter(runs.values())))]
     for name, found in runs.items():
-        limit = read_limit(folder / name / FILE)
-        if limit is None:
-            raise SystemExit(f"{folder / name / FILE} is damaged; remove it")
+        limit = limit_once(folder / name, [], CASES[name].limit)
         parts.append(table(CASES[name], found, limit))
     page.with_suffix(".svg").write_text(grid([charts(CASES[n], runs[n]) for n in runs]))
     page.write_text(filled(page.read_text() if page.is_file() else "", "\n\n".join(parts)))

@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.once import markdown
 from trainer.limit import Limit
 from trainer.metric_names import ACCURACY, HELD_KL
 from trainer.reports.chart import CSS, Series, line_chart
@@ -148,14 +149,14 @@ def table(case: Case, runs: Sequence[Found], limit: Limit) -> str:
         ("peak memory of its processes, MiB", lambda r: r["peak"] / 2**20, ",.0f"),
         ("load of the machine before", lambda r: r["load"], ".1f"),
     ]  # fmt: skip
-    out = [f"| {case.title} | {' | '.join(LIBRARIES)} |", "|---|" + "---:|" * len(LIBRARIES)]
+    rows = []
     for name, value, form in lines:
         cells = [
             spread([value(run) for run in runs if run["library"] == library], form)
             for library in LIBRARIES
         ]
-        out.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(out)
+        rows.append([name, *cells])
+    return markdown([case.title, *LIBRARIES], rows, rule="---:")
 
 
 def charts(case: Case, runs: Sequence[Found]) -> list[str]:

@@ -7,6 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from benchmarks.kl_study import BASE, WAYS, cell, distinct, end
+from benchmarks.once import limit_once
 from conf.compose import compose_checked
 from trainer.limit import Limit, least_kl
 
@@ -61,3 +62,11 @@ def test_a_cell_is_of_the_means_of_its_seeds(tmp_path: Path):
     share = least_kl(limit.success, 0.75) / 0.3
     assert cell(ends, limit, of=2) == f"0.750 0.30 **{share:.2f}**"
     assert cell(ends[:1], limit, of=2).endswith("(1 of 2 seeds)")
+
+
+def test_a_limit_needs_a_run_or_its_own_file_whole(tmp_path: Path):
+    with pytest.raises(SystemExit, match="expected a run in"):
+        limit_once(tmp_path, [], 8)
+    (tmp_path / "limit.json").write_text("{")
+    with pytest.raises(SystemExit, match=r"limit\.json is damaged; remove it"):
+        limit_once(tmp_path, [], 8)
