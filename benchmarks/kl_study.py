@@ -19,7 +19,7 @@ from statistics import fmean
 
 from benchmarks.once import ROOT, limit_once, markdown, train_once
 from trainer.limit import Limit
-from trainer.reports.limits import held_out
+from trainer.reports.limits import Reached, held_out
 from trainer.runs.run_files import load_run
 
 # Where all start: k3 in the loss, a constant rate, 20,480 replies on the embedded task.
@@ -99,24 +99,25 @@ def table(
     for way in ways:
         cells = []
         for coeff in coeffs:
-            ends = [end(base / way / coeff / str(seed)) for seed in seeds]
+            ends = [end(base / way / coeff / str(seed), limit.metric) for seed in seeds]
             cells.append(cell([found for found in ends if found], limit, of=len(seeds)))
         rows.append([way, *cells])
     return markdown(["kl.coeff", *coeffs], rows)
 
 
-def end(folder: Path) -> tuple[str, float, float] | None:
-    """Return the metric, its value and the KL of the last evaluation, None without one."""
-    found = list(held_out(load_run(folder))) if folder.exists() else []
-    return found[-1][1:] if found else None
+def end(folder: Path, metric: str) -> Reached | None:
+    """Return the last evaluation of a finished run, None without one."""
+    run = load_run(folder) if folder.exists() else None
+    found = held_out(run, metric) if run and run.state == "finished" else []
+    return found[-1] if found else None
 
 
-def cell(ends: Sequence[tuple[str, float, float]], limit: Limit, *, of: int) -> str:
+def cell(ends: Sequence[Reached], limit: Limit, *, of: int) -> str:
     """Return accuracy, KL and efficiency of some seeds: means, and efficiency of the means."""
     if not ends:
         return "-"
-    value, kl = fmean(v for _, v, _ in ends), fmean(k for *_, k in ends)
-    share = limit.efficiency(ends[0][0], value, kl)
+    value, kl = (fmean(getattr(end, name) for end in ends) for name in ("value", "kl"))
+    share = limit.efficiency(limit.metric, value, kl)
     text = f"{value:.3f} {kl:.2f} **{'-' if share is None else format(share, '.2f')}**"
     return text if len(ends) == of else f"{text} ({len(ends)} of {of} seeds)"
 

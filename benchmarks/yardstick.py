@@ -12,6 +12,7 @@ and tells by samples of the reference what the KL could have bought. Runs stay i
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -104,8 +105,8 @@ def watched(command: Sequence[str], folder: Path, threads: int) -> None:
     kept, log = folder / "watched.json", folder / "run" / LOGS[folder.name]
     if kept.is_file():
         return
-    log.unlink(missing_ok=True)
-    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)  # of what was cut off; no checkpoint is made
+    folder.mkdir(parents=True)
     load = os.getloadavg()[0]
     print(f"{folder}, load {load:.1f} ...", file=sys.stderr, flush=True)
     times: list[tuple[float, float]] = []

@@ -92,6 +92,9 @@ def _of_run(mode: str, folder: str, overrides: list[str]) -> dict[str, Any]:
         if config["kl"]["refresh_every"] or filtered(config["policy"]):
             why = "a reference that moved, or the tokens that top_k, top_p or min_p left"
             raise ValueError(f"{folder} has no limit: its KL is to {why}, not to one distribution")
+        if not config["kl"]["measure"] or config["eval"]["temperature"] != 1:
+            why = "kl.measure=false or eval.temperature other than 1"
+            raise ValueError(f"{folder} has no limit: no KL of replies at temperature 1, by {why}")
         given = any(word.startswith("eval.num_samples=") for word in rest)
         config["eval"] |= LIMIT | ({"num_samples": config["eval"]["num_samples"]} if given else {})
         config["policy"]["model"] = config["kl"]["reference"] or config["policy"]["model"]

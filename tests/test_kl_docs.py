@@ -85,8 +85,8 @@ def test_replies_of_a_sweep_have_numbers_and_texts_for_each_coefficient(tmp_path
 def test_a_sampled_reference_tells_the_efficiency_of_each(tmp_path):
     """One prompt, right half the time: the least KL for 3/4 is that of two coins."""
     write_run(tmp_path / "a=1", 0.1, reward=0.75, kl=0.5)
-    samples = {"reward": [[0.0, 1.0] * 32], "success": [[0.0] * 64]}
+    samples = {"reward": [[0.0, 1.0] * 2048], "success": [[0.0] * 4096]}
     (tmp_path / "limit.json").write_text(json.dumps(samples))
     least = 0.75 * math.log(0.75 / 0.5) + 0.25 * math.log(0.25 / 0.5)
     (point,) = script("replies").read(tmp_path)
-    assert point.efficiency == pytest.approx(least / 0.5, rel=1e-5)
+    assert point.efficiency == pytest.approx(least / 0.5, rel=0.01)

@@ -44,7 +44,8 @@ def test_the_last_word_on_a_key_holds():
 
 
 def test_a_cell_is_of_the_means_of_its_seeds(tmp_path: Path):
-    limit = Limit.of_samples({"reward": [[0, 1] * 32], "success": [[0, 1] * 32]})
+    values = [[0, 1] * 2048]
+    limit = Limit.of_samples({"reward": values, "success": values})
     assert limit is not None
     ends = []
     for seed, (accuracy, kl) in enumerate([(0.6, 0.1), (0.9, 0.5)]):
@@ -57,8 +58,10 @@ def test_a_cell_is_of_the_means_of_its_seeds(tmp_path: Path):
         ]
         (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
         (folder / "status.json").write_text('{"state": "finished"}')
-        ends.append(end(folder))
-    assert end(tmp_path / "none") is None
+        ends.append(end(folder, limit.metric))
+    assert end(tmp_path / "none", limit.metric) is None
+    (tmp_path / "0" / "status.json").write_text('{"state": "failed"}')
+    assert end(tmp_path / "0", limit.metric) is None, "cut off, it says nothing"
     share = least_kl(limit.success, 0.75) / 0.3
     assert cell(ends, limit, of=2) == f"0.750 0.30 **{share:.2f}**"
     assert cell(ends[:1], limit, of=2).endswith("(1 of 2 seeds)")

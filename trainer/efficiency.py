@@ -81,7 +81,7 @@ def sample(
 
     player = copy(play)
     player.plans, player.efficiency = [play.plan("limit", samples, 1.0)], None
-    player.chunk = max(1, play.chunk * 8 // samples)  # replies at once: as by eval.num_samples=8
+    player.chunk = max(1, play.chunk * 8 // samples)  # as eval.num_samples=8, at least a row
     player.placements = (play.placements[0], HERE)  # no KL is measured
     player(0, tell=tell, hear=hear)
     rows = dict(sorted(item for part in play.runtime.gather(found) for item in part.items()))

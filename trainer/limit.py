@@ -11,13 +11,19 @@ reference to a prompt, `rewards` [P, n],
 per prompt, then averaged. A reward of 0 or 1 makes it a function of the pass rates p alone: at odds
 raised by e^l the best policy is right with a = p e^l / (1 - p + p e^l), l = 1 / c, and no policy
 with its mean accuracy has a smaller KL than the mean of kl_Bernoulli(a || p).
+
+Samples err to one side: near their end what is rare is seen too seldom, so the KL comes out too
+high. How far, a bootstrap says: replies are drawn again from the samples, and what that changes on
+average is taken off (Davison and Hinkley 1997, section 2.1).
 """
 
 import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -27,7 +33,8 @@ from trainer.metric_names import ACCURACY, HELD_KL, HELD_REWARD
 
 FILE = "limit.json"  # of a run or a sweep: samples of the reference
 Array = NDArray[np.float64]
-BENDS = 40  # points of a curve
+BENDS = 80  # points of a curve
+FALL_SHORT = 0.1  # of the redraws at most, of what is still judged
 
 
 @dataclass(frozen=True)
@@ -64,54 +71,111 @@ def optimum(rewards: Array, coeff: float) -> tuple[float, float]:
 def least_kl(rewards: Array, reward: float) -> float | None:
     """Return the KL of the best policy with this mean reward; None where no sample shows one.
 
-    0 for what the reference itself reaches. Of a 0/1 reward, an accuracy.
+    0 for what the reference itself reaches. Of a 0/1 reward, an accuracy. Of samples as they are.
 
     >>> least_kl(np.array([[0.0, 1.0]]), 0.5), least_kl(np.array([[0.0, 0.0]]), 0.1)
     (0.0, None)
+    >>> least_kl(np.array([[0.0, 1.0]]), 1.0) == math.log(2)
+    True
     """
     if reward <= rewards.mean():
         return 0.0
     spread = float(np.ptp(rewards, axis=1).max())
-    best = rewards.max(1).mean()
-    if spread == 0 or reward >= best:
+    tops = rewards.max(1, keepdims=True)  # [P, 1]
+    best = float(tops.mean())
+    if spread > 0 and math.isclose(reward, best, rel_tol=1e-9):  # only the best replies are left
+        return float(-np.log((rewards == tops).mean(1)).mean())
+    if spread == 0 or not reward < best:
         return None
     low, high = spread / 700, spread * 1e6  # of the coefficient: exp(700) is the largest double
+    binary = bool(np.isin(rewards, (0, 1)).all())
+    few = rewards.mean(1) if binary else rewards
     for _ in range(64):
         middle = math.sqrt(low * high)  # more reward at smaller ones
-        low, high = (middle, high) if optimum(rewards, middle)[1] > reward else (low, middle)
-    kl, got = optimum(rewards, high)
+        _, (_, got) = path(few, np.array([middle]))
+        low, high = (middle, high) if got > reward else (low, middle)
+    (_, kl), (_, got) = path(few, np.array([high]))
     return kl if math.isclose(got, reward, rel_tol=1e-6, abs_tol=1e-9) else None
 
 
-def curve(rewards: Array, *, draws: int = 100, seed: int = 0) -> Curve:
-    """Draw the limit from the reference itself to where the samples end.
+class Bounds:
+    """The limit by samples `rewards` [P, n], less what they err, and as far as they carry.
 
-    n replies to a prompt say nothing of what lies beyond e^KL = n; the curve ends a factor of e
-    before (KL = ln n - 1), or at the best sample of each prompt where that is nearer. The band is
-    the basic bootstrap interval (Davison and Hinkley 1997, eq. 5.6) of replies that are drawn again
-    `draws` times, the prompts as they are: it leans to the side to which few samples err, down.
+    Each of `draws` sets of replies, drawn again from a prompt's own, gives another limit. A value
+    that more than a tenth of them cannot reach is beyond what the samples say.
     """
-    count = rewards.shape[1]
-    spread = float(np.ptp(rewards, axis=1).max())
-    if spread == 0:
-        return Curve(np.zeros(1), *(np.full(1, rewards.mean()) for _ in range(3)))
-    coeffs = spread * np.geomspace(30.0, 1 / 300, BENDS)
-    points = np.array([(0.0, rewards.mean())] + [optimum(rewards, c) for c in coeffs])
-    further = np.diff(points[:, 0], prepend=-1.0) > 1e-9  # no longer once each best one has it all
-    points = points[further & (points[:, 0] <= max(math.log(count) - 1, 0.0))]
-    kl, value = points[:, 0], points[:, 1]
-    draws = min(draws, int(1e8 / (rewards.size * len(coeffs))))  # some seconds, whatever its size
-    if draws < 20:
-        return Curve(kl, value, value, value)
-    random = np.random.default_rng(seed)
-    drawn = np.empty((draws, len(kl)))
-    for i in range(draws):
-        again = np.take_along_axis(rewards, random.integers(count, size=rewards.shape), 1)
-        path = [(0.0, again.mean())] + [optimum(again, c) for c in coeffs]
-        drawn[i] = np.interp(kl, *np.array(path).T)
-    below, above = np.quantile(drawn, (0.05, 0.95), axis=0)
-    most = 1.0 if np.isin(rewards, (0, 1)).all() else np.inf  # of an accuracy
-    return Curve(kl, value, 2 * value - above, np.minimum(2 * value - below, most))
+
+    def __init__(self, rewards: Array, *, draws: int = 100, seed: int = 0) -> None:
+        count = rewards.shape[1]
+        self.rewards, self.count = rewards, count
+        spread = float(np.ptp(rewards, axis=1).max())
+        coeffs = spread * np.geomspace(30.0, 1 / 300, BENDS)
+        self.binary = bool(np.isin(rewards, (0, 1)).all())
+        few = rewards.mean(1) if self.binary else rewards  # of right and wrong, rates are enough
+        self.kl, self.value = path(few, coeffs) if spread else (np.zeros(1), rewards.mean()[None])
+        self.again: list[tuple[Array, Array]] = []
+        random = np.random.default_rng(seed)
+        draws = min(draws, max(20, int(1e8 / (few.size * BENDS)))) if spread else 0  # some seconds
+        for _ in range(draws):
+            if self.binary:
+                drawn = random.binomial(count, few) / count
+            else:
+                drawn = np.take_along_axis(few, random.integers(count, size=few.shape), 1)
+            self.again.append(path(drawn, coeffs))
+
+    def least_kl(self, value: float) -> float | None:
+        """Return the least KL for a mean reward; None of one that the samples do not carry to."""
+        plain = least_kl(self.rewards, value)
+        if not plain or not self.again:
+            return plain
+        found = [_at(value, values, kls) for kls, values in self.again if value <= values[-1]]
+        if len(found) < (1 - FALL_SHORT) * len(self.again):
+            return None
+        return max(plain - (fmean(found) - _at(value, self.value, self.kl)), 0.0)
+
+    def curve(self) -> Curve:
+        """Draw the limit from the reference itself to where the samples end.
+
+        n replies to a prompt say nothing of what lies beyond e^KL = n; the curve ends a factor of e
+        before (KL = ln n - 1), or where redraws fall short, if that is nearer. The band is the
+        basic bootstrap interval (Davison and Hinkley 1997, eq. 5.6), the prompts as they are.
+        """
+        kl, value = self.kl, self.value
+        if not self.again:
+            return Curve(kl, value, value, value)
+        drawn = np.array([np.interp(kl, kls, values) for kls, values in self.again])
+        ends = np.array([values[-1] for _, values in self.again])
+        most = 1.0 if self.binary else np.inf  # of an accuracy
+        gain = (drawn - drawn[:, :1]).mean(0)  # the reference's own mean does not err
+        line = np.minimum(2 * value - value[0] - gain, most)
+        below, above = np.quantile(drawn, (0.05, 0.95), axis=0)
+        keep = kl <= max(math.log(self.count) - 1, 0.0)
+        keep &= (ends[:, None] >= value).mean(0) >= 1 - FALL_SHORT
+        keep &= np.diff(np.maximum.accumulate(line), prepend=-np.inf) > 0
+        keep &= np.diff(kl, prepend=-1.0) > 1e-9  # no longer once each best one has it all
+        keep[0] = True  # the reference itself
+        low, high = 2 * value - above, np.minimum(2 * value - below, most)
+        return Curve(*(side[keep] for side in (kl, line, low, high)))
+
+
+def path(rewards: Array, coeffs: Array) -> tuple[Array, Array]:
+    """Return KL and mean reward of the reference, then of the optima at each coefficient.
+
+    Of rewards [P, n], or of the pass rates [P] of what is right or wrong.
+    """
+    if rewards.ndim == 2:
+        points = [(0.0, float(rewards.mean())), *(optimum(rewards, c) for c in coeffs)]
+        kl, value = np.array(points).T
+        return kl, value
+    log_odds = np.append(0.0, 1 / coeffs)[:, None]  # [N, 1]
+    raised = rewards * np.exp(log_odds)
+    share = raised / (1 - rewards + raised)  # [N, P]
+    return (share * log_odds - np.log(1 - rewards + raised)).mean(1), share.mean(1)
+
+
+def _at(value: float, values: Array, kls: Array) -> float:
+    """Return the KL at a value of a path; between two points its root is a line."""
+    return float(np.interp(value, values, np.sqrt(kls)) ** 2)
 
 
 def best_of(rewards: Array, k: int) -> float:
@@ -172,23 +236,37 @@ class Limit:
             return None
         return cls(np.where(np.abs(made[0]) < 1e-100, 0.0, made[0]), made[1], found.get("asked"))
 
+    @property
+    def metric(self) -> str:
+        """Return what is judged: the accuracy where any reply is right, else the reward."""
+        return ACCURACY if self.success.any() else HELD_REWARD
+
     def of(self, metric: str) -> Array:
         """Return the values of which a metric is the mean."""
         return self.success if metric == ACCURACY else self.reward
+
+    def bounds(self, metric: str) -> Bounds:
+        """Return the limit of a metric; made once."""
+        if metric not in self._bounds:
+            self._bounds[metric] = Bounds(self.of(metric))
+        return self._bounds[metric]
+
+    @cached_property
+    def _bounds(self) -> dict[str, Bounds]:
+        return {}
 
     def efficiency(self, metric: str, value: float, kl: float) -> float | None:
         """Return the least KL for a value / that which was spent; None where either is unknown.
 
         The samples do not tell the KL of what hardly any of them reaches.
         """
-        least = least_kl(self.of(metric), value)
-        return None if least is None or not kl > 1e-3 else least / kl
+        least = self.bounds(metric).least_kl(value) if kl > 1e-3 else None
+        return None if least is None else least / kl
 
     def efficiency_of(self, scores: Mapping[str, float]) -> float | None:
         """Return the efficiency of an evaluation by its metrics."""
-        metric = ACCURACY if self.success.any() else HELD_REWARD
-        known = metric in scores and HELD_KL in scores
-        return self.efficiency(metric, scores[metric], scores[HELD_KL]) if known else None
+        known = self.metric in scores and HELD_KL in scores
+        return self.efficiency(self.metric, scores[self.metric], scores[HELD_KL]) if known else None
 
     def about(self) -> str:
         """Say what it was drawn from."""
@@ -196,7 +274,7 @@ class Limit:
         text = f"{replies} replies of the reference to each of {prompts} held-out prompts"
         if self.success.any():
             text += f", of which {self.success.mean():.2f} are right"
-            text += f"; on {none} prompts none is" if (none := unsolved(self.success)) else ""
+            text += f"; none on {none} of them" if (none := unsolved(self.success)) else ""
         return text
 
     def ends(self) -> str:

@@ -1,6 +1,7 @@
 """Whether the limit of a run or sweep is known; numpy is imported only where it is."""
 
 import sys
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,13 +19,18 @@ def known_limit(folder: Path) -> "Limit | None":
     found = [place / FILE for place in (folder, *around) if (place / FILE).is_file()]
     if not found:
         return None
-    from trainer.limit import read_limit
-
     for path in found:
-        if (limit := read_limit(path)) is not None:
+        if (limit := _read(path, path.stat().st_mtime_ns)) is not None:
             return limit
         print(
             f"{path} is damaged, so it is not drawn; remove it, or ask again: --limit",
             file=sys.stderr,
         )
     return None
+
+
+@lru_cache(maxsize=2)  # the jobs of a sweep share one
+def _read(path: Path, _stamp: int) -> "Limit | None":
+    from trainer.limit import read_limit
+
+    return read_limit(path)

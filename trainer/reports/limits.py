@@ -4,42 +4,52 @@ The samples are those of mode=limit, the maths is in trainer/limit.py.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from trainer.limit import FILE, Curve, Limit, best_of, curve, most_kl_of_best_of, read_limit
-from trainer.metric_names import ACCURACY, HELD_KL, HELD_REWARD
+from trainer.limit import FILE, Curve, Limit, best_of, most_kl_of_best_of, read_limit
+from trainer.metric_names import ACCURACY, HELD_KL
 from trainer.reports.chart import Box, Chart, escape, meet, text_width
-from trainer.reports.sweep_jobs import as_job, load_sweep, other_starts
+from trainer.reports.sweep_jobs import as_job, load_sweep, other_limits
 from trainer.runs.run_files import Run, is_sweep
 
 HUE = "var(--hue3)"
 
 
-def held_out(run: Run) -> Iterator[tuple[float, str, float, float]]:
-    """Yield iteration, metric, value and KL of the evaluations that measured both.
+@dataclass(frozen=True)
+class Reached:
+    """What an evaluation found: the mean of a metric, and the KL of the same replies, in nats."""
 
-    The metric is the accuracy where the task has one, else the reward.
-    """
-    metric = ACCURACY if any(v for _, v in run.series(ACCURACY)) else HELD_REWARD
+    iteration: float
+    metric: str
+    value: float
+    kl: float
+
+    def efficiency(self, limit: Limit) -> float | None:
+        """Return the least KL for this value over the KL."""
+        return limit.efficiency(self.metric, self.value, self.kl)
+
+
+def held_out(run: Run, metric: str) -> list[Reached]:
+    """Return the evaluations that measured both a metric and the KL."""
     spent = dict(run.series(HELD_KL))
-    for iteration, value in run.series(metric):
-        if iteration in spent:
-            yield iteration, metric, value, spent[iteration]
+    return [Reached(i, metric, v, spent[i]) for i, v in run.series(metric) if i in spent]
 
 
 def efficiency(run: Run, limit: Limit) -> float | None:
     """Return the KL efficiency of the last evaluation."""
-    found = list(held_out(run))
-    return limit.efficiency(*found[-1][1:]) if found else None
+    found = held_out(run, limit.metric)
+    return found[-1].efficiency(limit) if found else None
 
 
 class Lines:
     """What a picture shows of a limit, as far as the points in it go: `most` nats."""
 
     def __init__(self, limit: Limit, metric: str, *, most: float) -> None:
-        self.values, drawn = limit.of(metric), curve(limit.of(metric))
+        self.values, drawn = limit.of(metric), limit.bounds(metric).curve()
         inside = drawn.kl <= most
         self.curve = Curve(*(side[inside] for side in vars(drawn).values()))
         count = self.values.shape[1]
@@ -88,13 +98,12 @@ def picture(run: Run, limit: Limit, *, width: int = 360, height: int = 260) -> s
     """Draw the way of a run, evaluation by evaluation, below what no policy can pass."""
     from trainer.reports.frontier import kl_axes  # here: a run without a limit needs none of it
 
-    points = list(held_out(run))
+    points = held_out(run, limit.metric)
     if not points:
         return ""
-    metric = points[0][1]
-    what = "accuracy" if metric == ACCURACY else "reward"
-    kls, values = [max(kl, 0.0) for *_, kl in points], [value for _, _, value, _ in points]
-    lines = Lines(limit, metric, most=max(*kls, 0.5))
+    what = _what(limit)
+    kls, values = [max(point.kl, 0.0) for point in points], [point.value for point in points]
+    lines = Lines(limit, limit.metric, most=max(*kls, 0.5))
     title = f"{what.capitalize()} against KL, held-out prompts"
     chart = Chart(title, "line: the best there is; diamonds: best of 2, 4 ... replies",
                   width=width, height=height)  # fmt: skip
@@ -103,11 +112,11 @@ def picture(run: Run, limit: Limit, *, width: int = 360, height: int = 260) -> s
     chart.path(
         zip(kls, values, strict=True), "stroke:var(--hue0);stroke-width:1;stroke-dasharray:2 4"
     )
-    for iteration, _, value, kl in points:
-        got = limit.efficiency(metric, value, kl)
+    for point in points:
+        got = point.efficiency(limit)
         share = "" if got is None else f", efficiency {got:.2f}"
-        tip = f"iteration {iteration:g}: {what} {value:.3f}, KL {kl:z.3f}{share}"
-        chart.dot(max(kl, 0.0), value, "fill:var(--hue0)", radius=4, tip=tip)
+        tip = f"iteration {point.iteration:g}: {what} {point.value:.3f}, KL {point.kl:z.3f}{share}"
+        chart.dot(max(point.kl, 0.0), point.value, "fill:var(--hue0)", radius=4, tip=tip)
     return chart.svg()
 
 
@@ -124,23 +133,24 @@ def what_came_out(folder: Path) -> str:
     jobs = load_sweep(folder).jobs if is_sweep(folder) else [as_job(folder)]
     lines = [f"the limit: {limit.about()}"]
     for job in jobs:
-        found = list(held_out(job.run))
         reached = "no evaluation with a KL to judge"
-        if found:
-            _, metric, value, _ = found[-1]
-            what = "accuracy" if metric == ACCURACY else "reward"
-            reached = f"{what} {value:z.3f}, {_verdict(job.run, limit)}"
+        if found := held_out(job.run, limit.metric):
+            reached = f"{_what(limit)} {found[-1].value:z.3f}, {_verdict(job.run, limit)}"
         lines.append(f"{job.name}: {reached}")
     return "\n".join(lines)
 
 
+def _what(limit: Limit) -> str:
+    return "accuracy" if limit.metric == ACCURACY else "reward"
+
+
 def _verdict(run: Run, limit: Limit) -> str:
     """Say what the efficiency of the last evaluation is, or why there is none."""
-    found = list(held_out(run))[-1]
-    got, kl = limit.efficiency(*found[1:]), found[-1]
+    last = held_out(run, limit.metric)[-1]
+    got = last.efficiency(limit)
     if got is not None:
-        return f"KL efficiency {got:.2f} at {kl:.2f} nats"
-    if kl <= 1e-3:
+        return f"KL efficiency {got:.2f} at {last.kl:.2f} nats"
+    if last.kl <= 1e-3:
         return "this run has not moved"
     return f"no efficiency, so far out no sample reaches (--limit {8 * limit.success.shape[1]})"
 
@@ -152,16 +162,18 @@ def make(folder: Path, samples: int) -> None:
     run = folder
     if is_sweep(folder):
         jobs = load_sweep(folder).jobs
-        if not jobs or other_starts(jobs):
+        if not jobs or other_limits(jobs):
             raise ValueError(
-                "expected jobs that start from one model on one task, got others; name one of them"
+                "expected jobs that start from one model on one task, with one reference and one "
+                "way to evaluate, got others; name one of them"
             )
         run = next((job.run.folder for job in jobs if job.run.metrics), jobs[0].run.folder)
     script = Path(__file__).parents[2] / "train.py"
-    words = ["mode=limit", f"resume={run.resolve()}", f"eval.num_samples={samples}"]
     if samples < 2:
         raise ValueError(f"expected --limit of at least 2 replies, got {samples}")
-    if code := subprocess.run([sys.executable, str(script), *words]).returncode:
-        raise ValueError(f"{run} was not sampled: see above (exit code {code})")
-    if run != folder:  # of a sweep, for all of its jobs
-        (run / FILE).replace(folder / FILE)
+    with TemporaryDirectory(dir=folder, prefix=".limit") as aside:  # a job may have its own
+        words = ["mode=limit", f"resume={run.resolve()}", f"eval.num_samples={samples}"]
+        command = [sys.executable, str(script), *words, f"output_dir={aside}"]
+        if code := subprocess.run(command).returncode:
+            raise ValueError(f"{run} was not sampled: see above (exit code {code})")
+        (Path(aside) / FILE).replace(folder / FILE)

@@ -49,7 +49,7 @@ def figures(panels: Sequence[Panel], run: Run) -> list[str]:
     return [
         figure(
             chart,
-            panel.healthy,
+            f"healthy: {panel.healthy}" if panel.healthy else "",
             [name for name in panel.metrics if name in names],
             sick=unhealthy(panel, run),
         )
@@ -58,13 +58,13 @@ def figures(panels: Sequence[Panel], run: Run) -> list[str]:
     ]
 
 
-def figure(chart: str, healthy: str, metrics: Sequence[str], *, sick: Sick | None = None) -> str:
-    """Put what is healthy below a chart, and why this one is not; a tooltip names the metrics."""
-    if not healthy:
+def figure(chart: str, told: str, metrics: Sequence[str], *, sick: Sick | None = None) -> str:
+    """Put a line below a chart, and why this one is not healthy; a tooltip names the metrics."""
+    if not told:
         return chart
     names = escape(f"{', '.join(metrics)} (docs/metrics.md)")
     look, why = (f' class="{sick.level}"', f"<b>{escape(sick.why)}</b>; ") if sick else ("", "")
-    note = f'<figcaption{look} title="{names}">{why}healthy: {escape(healthy)}</figcaption>'
+    note = f'<figcaption{look} title="{names}">{why}{escape(told)}</figcaption>'
     return f"<figure>{chart}{note}</figure>"
 
 

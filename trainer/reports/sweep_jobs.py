@@ -94,10 +94,14 @@ class Setting:
         return fmean(kls), fmean(values)
 
     def mean(self, name: str) -> float | None:
-        """Average a column over the jobs that have it."""
+        """Average a column over the jobs that have it; no efficiency of some of them alone.
+
+        Those that have none are the ones furthest out.
+        """
         values = [job.reached[name] for job in self.finished or self.jobs]
         known = [value for value in values if value is not None]
-        return fmean(known) if known else None
+        some = name == EFFICIENCY and len(known) < len(values)
+        return fmean(known) if known and not some else None
 
     def numbers(self) -> str:
         """Tell its objective, reward and KL."""
@@ -177,9 +181,15 @@ def other_starts(jobs: Sequence[Job]) -> bool:
     return any(key.partition(".")[0] in ("experiment", "policy", "env") for key in varying(jobs))
 
 
+def other_limits(jobs: Sequence[Job]) -> bool:
+    """Say whether jobs may be judged by different references, prompts or ways to sample."""
+    ours = {"kl.reference", "kl.refresh_every", "eval.max_rows", "eval.temperature"}
+    return other_starts(jobs) or not ours.isdisjoint(varying(jobs))
+
+
 def limit_of(sweep: Sweep) -> "Limit | None":
     """Return the limit of a sweep: its own, or a job's where all start from one model."""
-    if (own := known_limit(sweep.folder)) is not None or other_starts(sweep.jobs):
+    if (own := known_limit(sweep.folder)) is not None or other_limits(sweep.jobs):
         return own
     return next(filter(None, (known_limit(job.run.folder) for job in sweep.jobs)), None)
 

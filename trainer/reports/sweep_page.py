@@ -82,7 +82,7 @@ def sweep_svg(folder: str | Path) -> str:
     """Draw the frontier of a multirun folder as a standalone SVG document."""
     sweep = load_sweep(folder)
     limit = limit_of(sweep)
-    by = ACCURACY if limit and limit.success.any() else HELD_REWARD if limit else REWARD
+    by = limit.metric if limit else REWARD
     drawn = frontier(sweep.jobs, width=480, height=340, by=by, limit=limit)
     return standalone([drawn], width=480, height=340)
 
@@ -216,4 +216,4 @@ def _overlays(begun: Sequence[Setting], keys: Sequence[str]) -> Iterator[str]:
             which = f", {panel.metrics[panel.swept]}" if len(panel.metrics) > 1 else ""
             how = {"title": panel.title, "unit": panel.unit + which, "named": False}
             chart = line_chart(series, least=panel.least, **how)
-            yield figure(chart, panel.healthy, [panel.swept])
+            yield figure(chart, f"healthy: {panel.healthy}" if panel.healthy else "", [panel.swept])
