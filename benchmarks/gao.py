@@ -17,6 +17,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer.limit import optimum
+
 Array = NDArray[np.float64]
 Form = Literal["rl", "best_of"]
 
@@ -117,11 +119,9 @@ def reweighted(proxy: Array, gold: Array, coeff: float) -> tuple[float, float]:
     >>> round(kl, 3), math.isclose(gold, 1 / (1 + math.e))
     (0.111, True)
     """
-    scaled = (proxy - proxy.max(1, keepdims=True)) / coeff
-    raised = np.exp(scaled)
+    raised = np.exp((proxy - proxy.max(1, keepdims=True)) / coeff)
     share = raised / raised.sum(1, keepdims=True)  # [prompts, n]
-    kl = (share * scaled).sum(1) - np.log(raised.mean(1))
-    return float(kl.mean()), float((share * gold).sum(1).mean())
+    return optimum(proxy, coeff)[0], float((share * gold).sum(1).mean())
 
 
 def apart(path: Sequence[tuple[float, float]], other: Sequence[tuple[float, float]]) -> list[float]:

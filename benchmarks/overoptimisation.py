@@ -34,7 +34,9 @@ from benchmarks.overoptimisation_runs import (
     points,
     tilted,
 )
+from envs.tasks.task import Row
 from trainer.metric_names import HELD_REWARD
+from trainer.runs.run_files import load_run
 
 WIDTHS = (8, 16, 32, 64)  # of a proxy; a step has four times the weights, 64 those of the policy
 SAMPLES = 256  # replies of the reference to a prompt
@@ -122,12 +124,10 @@ def proxies(sizes: Mapping[int, Sequence[Proxy]]) -> str:
 
 def judged(proxy: Proxy) -> tuple[int, int, float]:
     """Return weights without and with embeddings, and the share of held-out pairs ranked right."""
-    from envs.tasks import Preferences
     from envs.tasks.task import assistant
     from policies.reward_scorer import ChatRewards
 
-    score = ChatRewards(proxy.model)
-    rows = Preferences(seed=proxy.seed).rows("eval")
+    score, rows = ChatRewards(proxy.model), held_out(proxy)
     better, worse = (
         np.array(score([[*row["messages"], assistant(row[side])] for row in rows]))
         for side in ("chosen", "rejected")
@@ -135,6 +135,16 @@ def judged(proxy: Proxy) -> tuple[int, int, float]:
     whole = sum(p.numel() for p in score.model.parameters())
     embeddings = score.model.transformer.get_input_embeddings().weight.numel()
     return whole - embeddings, whole, float((better > worse).mean())
+
+
+def held_out(proxy: Proxy) -> Sequence[Row]:
+    """Return the pairs that a proxy was not trained on, by the configuration of its run.
+
+    Its task splits by a seed of its own, which is not the run's.
+    """
+    from conf.build import make_task
+
+    return make_task(load_run(proxy.model.parent).config["env"]).rows("eval")
 
 
 def fits(sizes: Mapping[int, Sequence[Proxy]]) -> str:
@@ -150,7 +160,7 @@ def fits(sizes: Mapping[int, Sequence[Proxy]]) -> str:
 
 
 def fit_cells(measured: Points, form: Form) -> list[str]:
-    """Return a fit of the points above the start, and how well one of all points does."""
+    """Return a fit of the points not below the start, and how well one of all points does."""
     found, whole = fit_of(near_peak(measured), form), fit_of(measured, form)
     peak = found.peak
     told = "-" if peak is None else f"{peak:.2f}, {found(peak):.3f}"

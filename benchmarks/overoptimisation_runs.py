@@ -104,7 +104,7 @@ def mean_way(found: Sequence[Proxy], coeff: str, what: str = "gold") -> Points:
 
 
 def near_peak(measured: Points) -> Points:
-    """Return the points with which accuracy has not come below where it started."""
+    """Return the points where accuracy is not below the start, after a fall and a rise too."""
     return [point for point in measured if point[1] >= 0]
 
 
