@@ -2,7 +2,8 @@
 
     python -m benchmarks.kl_study [--seeds 1 2 3] [--coeffs 0.1 0.3 1]
     python -m benchmarks.kl_study --only no_std k1_no_std_linear --coeffs 0.1 0.3
-    python -m benchmarks.kl_study --experiment grpo_smollm --seeds 1 --only default full full_linear
+    python -m benchmarks.kl_study --experiment grpo_smollm --seeds 1 --limit 64 \
+        --only default full_linear full_linear_small24
 
 Each way (a line of WAYS) is run at each coefficient on each seed, one after the other; what is
 finished in --folder is not run again. Then the reference is sampled once (--limit replies to each
@@ -22,13 +23,16 @@ from trainer.limit import Limit
 from trainer.reports.limits import Reached, held_out
 from trainer.runs.run_files import load_run
 
-# Where all start: k3 in the loss, a constant rate, 20,480 replies on the embedded task.
+# Where all start: k3 in the loss, a constant rate; 20,480 replies, of SmolLM2 768.
 BASE = {
     "grpo_tiny": (
         "algorithm=grpo kl.estimator=k3 optimizer.schedule=constant"
         " trainer.num_iterations=80 trainer.prompts_per_iteration=32"
     ),
-    "grpo_smollm": "algorithm=grpo kl.estimator=k3 optimizer.schedule=constant",
+    "grpo_smollm": (
+        "algorithm=grpo kl.estimator=k3 optimizer.schedule=constant"
+        " trainer.num_iterations=12 trainer.prompts_per_iteration=8"
+    ),
 }
 LINEAR, NO_STD = "optimizer.schedule=linear", "algorithm.scale_by_std=false"
 FULL = f"kl.estimator=full {LINEAR}"
@@ -58,6 +62,7 @@ WAYS = {  # a name, and what it changes
     "full_stop": "kl.estimator=full eval.every=8 trainer.patience=2",
     "full_linear_small": f"{FULL} trainer.num_iterations=160 trainer.prompts_per_iteration=16",
     "full_linear_small240": f"{FULL} trainer.num_iterations=240 trainer.prompts_per_iteration=16",
+    "full_linear_small24": f"{FULL} trainer.num_iterations=24 trainer.prompts_per_iteration=4",
     "full_linear_long": f"{FULL} trainer.num_iterations=160",
 }
 
