@@ -183,7 +183,10 @@ def leashes(sizes: Mapping[int, Sequence[Proxy]]) -> str:
             columns.append([[moved(p, coeff, *pair) for p in found] for pair in pairs])
             kl, gold = mean_way(found, coeff)[-1]
             spent = [fmean(share) for share in zip(*(shares(p, coeff) for p in found), strict=True)]
-            end = [f"{kl:.2f}, {gold:.2f}", ", ".join(f"{share:.2f}" for share in spent)]
+            end = [
+                f"{kl:.2f}, {gold:.2f}",
+                ", ".join("-" if math.isnan(x) else f"{x:.2f}" for x in spent),
+            ]
             rows.append([coeff, width, *map(spread, columns[-1]), *end])
         means = [spread([fmean(seeds) for seeds in each]) for each in zip(*columns, strict=True)]
         rows.append([coeff, "all, ± of the sizes", *means, "", ""])

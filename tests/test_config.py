@@ -189,7 +189,7 @@ FAULTS = [  # one a kind
     (["algorithm=rloo", "algorithm.ratio=sequence"], ["ratio is for", "set algorithm.ratio=token"]),
     (["algorithm=cispo", "algorithm.dual_clip=9"], ["=clip or tv_mask or", "dual_clip=null"]),
     (
-        ["kl.where=reward"],
+        ["kl.where=reward", "kl.estimator=k3"],
         ["k3 in the reward has no", "; use kl=reward (k1), or set kl.allow_biased"],
     ),
     (["kl=reward", "kl.estimator=full"], ["own token; use kl=reward (k1)"]),

@@ -211,20 +211,20 @@ def test_a_proxy_is_judged_by_its_pairs_and_its_weights_are_counted(tmp_path, mo
     assert share == pytest.approx(right / 9)
 
 
-# Two prompts with 128 replies of the reference: 64 and 2 of them the proxy likes (reward 1), and of
-# those 48 and 0 are right; of the others 16 and 64. So half of all are right.
-LIKED, RIGHT, RIGHT_OF_OTHERS = (64, 2), (48, 0), (16, 64)
+# Two prompts with 1024 replies of the reference: 512 and 16 of them the proxy likes (reward 1), and
+# of those 384 and 0 are right; of the others 128 and 512. So half of all are right.
+LIKED, RIGHT, RIGHT_OF_OTHERS = (512, 16), (384, 0), (128, 512)
 FREE_KL, FREE_GOLD = (0.0, 0.25, 1.0, 4.0, 6.25), (0.5, 0.6, 0.7, 0.45, 0.55)
 LEASHED_KL, LEASHED_GOLD = (0.0, 0.25, 1.0), (0.5, 0.65, 0.8)
 
 
 def best(odds):
     """Return reward, gold and KL of the best policy for the proxy at the odds of a liked reply."""
-    likes = [n / 128 for n in LIKED]
+    likes = [n / 1024 for n in LIKED]
     shares = [p * odds / (1 - p + p * odds) for p in likes]
     gold, kl = [], []
     for i, (p, a) in enumerate(zip(likes, shares, strict=True)):
-        gold.append(a * RIGHT[i] / LIKED[i] + (1 - a) * RIGHT_OF_OTHERS[i] / (128 - LIKED[i]))
+        gold.append(a * RIGHT[i] / LIKED[i] + (1 - a) * RIGHT_OF_OTHERS[i] / (1024 - LIKED[i]))
         kl.append(a * math.log(a / p) + (1 - a) * math.log((1 - a) / (1 - p)))
     return fmean(shares), fmean(gold), fmean(kl)
 
@@ -233,9 +233,9 @@ def best_of_k(k):
     """Return KL and gold of the best of k: none is liked, or one that is."""
     gold, kl = [], []
     for liked, good, others in zip(LIKED, RIGHT, RIGHT_OF_OTHERS, strict=True):
-        none = math.comb(128 - liked, k) / math.comb(128, k)
-        gold.append((1 - none) * good / liked + none * others / (128 - liked))
-        p = 1 - liked / 128
+        none = math.comb(1024 - liked, k) / math.comb(1024, k)
+        gold.append((1 - none) * good / liked + none * others / (1024 - liked))
+        p = 1 - liked / 1024
         q = p**k  # with replacement: the KL is of what the reference says, not of the draw
         kl.append(q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p)))
     return fmean(kl), fmean(gold)
@@ -243,7 +243,7 @@ def best_of_k(k):
 
 def tilts():
     """Return the odds of a liked reply at 25 coefficients, 30 to 0.2 times the mean deviation."""
-    deviation = fmean(math.sqrt(n / 128 * (1 - n / 128)) for n in LIKED)
+    deviation = fmean(math.sqrt(n / 1024 * (1 - n / 1024)) for n in LIKED)
     return [math.exp(1 / (deviation * 30 * (0.2 / 30) ** (i / 24))) for i in range(25)]
 
 
@@ -264,8 +264,8 @@ def proxy_of(base, width, seed, more=None):
         write_way(proxy.run("1"), LEASHED_KL, gold, (1, 3, 9))
     reward, success = [], []
     for liked, good, others in zip(LIKED, RIGHT, RIGHT_OF_OTHERS, strict=True):
-        reward.append([1.0] * liked + [0.0] * (128 - liked))
-        success.append([1] * good + [0] * (128 - good - others) + [1] * others)
+        reward.append([1.0] * liked + [0.0] * (1024 - liked))
+        success.append([1] * good + [0] * (1024 - good - others) + [1] * others)
     found = {"asked": 2, "reward": reward, "success": success}
     (proxy.run("0") / "limit.json").write_text(json.dumps(found))
     return proxy
@@ -289,12 +289,15 @@ def cells(table):
 def test_what_a_penalty_moves_is_by_hand(sizes):
     """At KL 0.25 and 1 gold is 0.05 and 0.1 higher; at the rewards of these -0.05 and 0.35."""
     proxy = f"{(best(9)[0] - best(2)[0]) / 2:+.3f}"
-    spent = f"{best(9)[2] / 1.0:.2f}, {best(3)[2] / 1.0:.2f}"  # at KL 1 both
+    spent = pytest.approx([best(9)[2] / 1.0, best(3)[2] / 1.0], abs=0.02)  # at KL 1 both
     eight, sixteen, whole = cells(leashes(sizes))
 
-    end = ["1.00, 0.85", spent]
-    assert eight == ["1", "8", "+0.125 ± 0.071", f"{proxy} ± 0.000", "+0.200 ± 0.071", *end]
-    assert sixteen == ["1", "16", "-0.025", proxy, "+0.050", "1.00, 0.70", spent]
+    assert all(
+        [float(share) for share in row.pop().split(", ")] == spent for row in (eight, sixteen)
+    )
+    end = "1.00, 0.85"
+    assert eight == ["1", "8", "+0.125 ± 0.071", f"{proxy} ± 0.000", "+0.200 ± 0.071", end]
+    assert sixteen == ["1", "16", "-0.025", proxy, "+0.050", "1.00, 0.70"]
     assert whole[2:5] == ["+0.050 ± 0.106", f"{proxy} ± 0.000", "+0.125 ± 0.106"]
 
 

@@ -94,9 +94,11 @@ def test_the_reward_is_the_tasks_and_a_cut_reply_has_not_ended():
 def test_seconds_and_memory_are_seen_from_outside_and_what_is_finished_is_not_run_again(tmp_path):
     folder = tmp_path / "TRL"
     (folder / "run").mkdir(parents=True)
+    (folder / "run" / "config.yaml").write_text("of a run that was cut off")
     code = """
 import pathlib, sys, time
 held = bytearray(200 << 20)
+pathlib.Path(sys.argv[1]).parent.mkdir()
 for i in range(3):
     with open(sys.argv[1], "a") as out:
         out.write('{"step": %d}\\n' % i)
