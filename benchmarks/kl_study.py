@@ -3,7 +3,7 @@
     python -m benchmarks.kl_study [--seeds 1 2 3] [--coeffs 0.1 0.3 1]
     python -m benchmarks.kl_study --only no_std k1_no_std_linear --coeffs 0.1 0.3
     python -m benchmarks.kl_study --experiment grpo_smollm --seeds 1 --limit 64 \
-        --only default full_linear full_linear_small24
+        --coeffs 0.02 0.1 0.3 1
 
 Each way (a line of WAYS) is run at each coefficient on each seed, one after the other; what is
 finished in --folder is not run again. Then the reference is sampled once (--limit replies to each
@@ -34,6 +34,7 @@ BASE = {
         " trainer.num_iterations=12 trainer.prompts_per_iteration=8"
     ),
 }
+SMOLLM = ("default", "full_linear", "full_linear_small24")  # other ways have rates of grpo_tiny
 LINEAR, NO_STD = "optimizer.schedule=linear", "algorithm.scale_by_std=false"
 FULL = f"kl.estimator=full {LINEAR}"
 REWARD = "kl.estimator=k1 kl.where=reward"
@@ -45,6 +46,7 @@ WAYS = {  # a name, and what it changes
     "k1": REWARD,
     "k2": "kl.estimator=k2",
     "full": "kl.estimator=full",
+    "k3_small": "trainer.num_iterations=160 trainer.prompts_per_iteration=16",
     "k3_mini2": "algorithm.minibatches=2",
     "k3_ratio_mini2": "kl.estimator=k3_ratio algorithm.minibatches=2",
     "k1_linear": f"{REWARD} {LINEAR}",
@@ -74,21 +76,25 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--coeffs", nargs="+", default=["0.1", "0.3", "1"])
-    parser.add_argument("--only", nargs="+", default=list(WAYS), choices=WAYS)
+    parser.add_argument("--only", nargs="+", choices=WAYS, help="ways")
     parser.add_argument("--experiment", default="grpo_tiny", choices=BASE)
     parser.add_argument("--limit", type=int, default=512, help="replies of the reference")
     parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "kl_study")
     args = parser.parse_args()
+    tiny = args.experiment == "grpo_tiny"
+    only = args.only or [
+        way for way in WAYS if (way != "full_linear_small24" if tiny else way in SMOLLM)
+    ]
     base = args.folder.resolve() / args.experiment
     start = [f"experiment={args.experiment}", *BASE[args.experiment].split()]
-    for way in args.only:
+    for way in only:
         for coeff in args.coeffs:
             for seed in args.seeds:
                 told = [*start, *WAYS[way].split(), f"kl.coeff={coeff}", f"seed={seed}"]
                 train_once([*distinct(told), "eval.num_samples=16"], base / way / coeff / str(seed))
     runs = [path.parent for path in sorted(base.glob("*/*/*/metrics.jsonl"))]
     limit = limit_once(base, runs, args.limit)
-    print(table(base, args.only, args.coeffs, args.seeds, limit))
+    print(table(base, only, args.coeffs, args.seeds, limit))
 
 
 def distinct(told: Sequence[str]) -> list[str]:

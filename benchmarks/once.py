@@ -8,6 +8,9 @@ from pathlib import Path
 
 from trainer.limit import FILE, Limit, read_limit
 from trainer.reports.limits import make
+from trainer.runs.folders import quoted
+from trainer.runs.lock import FILE as LOCK
+from trainer.runs.lock import is_free
 from trainer.runs.run_files import load_run
 
 ROOT = Path(__file__).parents[1]
@@ -21,13 +24,15 @@ def train_once(words: Sequence[str], folder: Path) -> bool:
     if folder.exists():
         if load_run(folder).state == "finished":
             return True
+        if (folder / LOCK).exists() and not is_free(folder):
+            raise SystemExit(f"{folder} is still written to, by a study that was killed? End that")
         shutil.rmtree(folder)
     print(f"{folder} ...", file=sys.stderr, flush=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, str(ROOT / "train.py"), *words]
     log_of = folder.with_name(f"{folder.name}.log")
     with log_of.open("w") as log:
-        told = [*command, "checkpoint.every=0", f"output_dir={folder}"]
+        told = [*command, "checkpoint.every=0", f"output_dir={quoted(str(folder))}"]
         done = subprocess.run(told, stdout=log, stderr=log, check=False)
     if done.returncode:
         print(f"  failed, see {log_of}", file=sys.stderr)

@@ -55,7 +55,9 @@ CASES = {
         seeds=(1, 2, 3), threads=1, samples=16, limit=512, window=5, goal=0.7,
     ),
     "smollm": Case(
-        "SmolLM2 on capitals", "experiment=grpo_smollm kl.coeff=0.02 optimizer.lr=2e-5",
+        "SmolLM2 on capitals",
+        "experiment=grpo_smollm kl.coeff=0.02 optimizer.lr=2e-5"
+        " trainer.num_iterations=12 trainer.prompts_per_iteration=8",
         seeds=(1,), threads=2, samples=8, limit=64, window=3, goal=0.7,
     ),
 }  # fmt: skip

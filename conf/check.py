@@ -150,7 +150,8 @@ def _unread(algorithm: dict[str, Any]) -> Iterator[str]:
         if key not in READ[name] and algorithm.get(key, default) != default:
             owners = " or ".join(owner for owner, keys in READ.items() if key in keys)
             what = f"algorithm.{key} is for surrogate={owners}, got surrogate={name}"
-            yield f"{what}; set algorithm.{key}={'null' if default is None else default}"
+            default = "null" if default is None else default
+            yield f"{what}; give that, or set algorithm.{key}={default}, the default"
 
 
 def _parts(cfg: dict[str, Any]) -> Iterator[str]:

@@ -6,7 +6,6 @@ several ranks, sweeps and resume, which fresh processes do better (python train.
 
 import gc
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from importlib.util import module_from_spec, spec_from_file_location
@@ -20,7 +19,7 @@ from envs.rewards.given import hold
 from policies.cache import write_text
 from trainer.metric_names import unknown
 from trainer.reports.summary import in_one_line
-from trainer.runs.folders import _stamp, holds_run, unique_folder
+from trainer.runs.folders import _stamp, holds_run, quoted, unique_folder
 from trainer.runs.launch import prepare
 from trainer.runs.lock import FILE as LOCK
 from trainer.runs.lock import held
@@ -71,7 +70,7 @@ def train(
     if not isinstance(named, Mapping):
         name = getattr(reward, "__name__", "reward")
         named = {name if name.isidentifier() else "reward": reward}
-    words = [f"experiment={experiment}", f"policy.model={_quoted(str(model))}"]
+    words = [f"experiment={experiment}", f"policy.model={quoted(str(model))}"]
     words += _words({"env": "prompts"} if named and "env" not in overrides else {})
     words += _words(overrides)
     for name, function in named.items():
@@ -139,7 +138,7 @@ def _data(key: str, rows: Rows | None, folder: Path, *, shown: bool) -> list[str
         raise ValueError("expected rows, got none")
     path = folder / f"{key}.jsonl"
     write_text(path, "".join(lines))
-    words = [f"env.{key}={_quoted(str(path.absolute()))}"]
+    words = [f"env.{key}={quoted(str(path.absolute()))}"]
     asked = next(
         (name for name in ("prompt", "question", "messages") if name in found[0]), "prompt"
     )
@@ -167,11 +166,5 @@ def _spelt(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{','.join(map(_spelt, value))}]"
     if isinstance(value, str | Path):
-        return _quoted(str(value))
+        return quoted(str(value))
     return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
-
-
-def _quoted(text: str) -> str:
-    """Return a text as Hydra reads it back: backslashes count only before a quote."""
-    text = re.sub(r'(\\*)"', r'\1\1\\"', text)
-    return '"' + re.sub(r"(\\+)\Z", r"\1\1", text) + '"'

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from trainer.limit import FILE, Limit, read_limit
 from trainer.metric_names import HELD_KL, HELD_REWARD
+from trainer.reports.limits import efficiency
 from trainer.runs.find import find_jobs
 from trainer.runs.run_files import Run, load_run, read_lines
 
@@ -46,7 +47,7 @@ def _point(run: Run, limit: Limit | None, count: int) -> Point:
         coeff=run.last("kl/coeff") or 0.0,
         reward=(held_out[0], held_out[-1]),
         kl=kl,
-        efficiency=limit.efficiency(HELD_REWARD, held_out[-1], kl) if limit else None,
+        efficiency=efficiency(run, limit) if limit else None,
         replies=[(_subject(x["prompt"]), x["response"], x["reward"]) for x in after[:count]],
     )
 

@@ -183,7 +183,7 @@ FAULTS = [  # one a kind
     (["algorithm=dppo", "algorithm.kl_bound=0.1"], ["kl_bound is for surrogate=kl_mask", "=0.05"]),
     (
         ["algorithm.tv_bound=0.1"],
-        ["tv_bound is for", "got surrogate=clip; set algorithm.tv_bound=0.15"],
+        ["tv_bound is for", "got surrogate=clip; give that, or set algorithm.tv_bound=0.15"],
     ),
     (["algorithm=rloo", "algorithm.clip_low=0.1"], ["clip_low", "=clip or cispo", "clip_low=0.2"]),
     (["algorithm=rloo", "algorithm.ratio=sequence"], ["ratio is for", "set algorithm.ratio=token"]),

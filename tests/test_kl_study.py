@@ -7,9 +7,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from benchmarks.kl_study import BASE, WAYS, cell, distinct, end
-from benchmarks.once import limit_once
+from benchmarks.once import limit_once, train_once
 from conf.compose import compose_checked
 from trainer.limit import Limit, least_kl
+from trainer.runs.lock import held
 
 
 def flat(words: list[str]) -> dict[str, object]:
@@ -73,3 +74,10 @@ def test_a_limit_needs_a_run_or_its_own_file_whole(tmp_path: Path):
     (tmp_path / "limit.json").write_text("{")
     with pytest.raises(SystemExit, match=r"limit\.json is damaged; remove it"):
         limit_once(tmp_path, [], 8)
+
+
+def test_a_run_that_is_still_written_to_is_left_alone(tmp_path: Path):
+    """As by a study that was killed, whose run went on."""
+    with held(tmp_path / "run"), pytest.raises(SystemExit, match="is still written to"):
+        train_once(["experiment=grpo_tiny"], tmp_path / "run")
+    assert (tmp_path / "run").is_dir()

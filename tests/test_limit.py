@@ -207,6 +207,19 @@ def test_what_redraws_fall_short_of_is_not_judged():
     assert bounds.curve().value[-1] < 0.95
 
 
+def test_of_four_replies_little_is_known():
+    """What would be taken off is most of it; and no draw has a KL below 0 by rounding."""
+    assert Bounds(np.array([[0.0, 1.0, 1.0, 1.0]])).least_kl(0.9) is None
+    for seed in range(20):
+        right = np.random.default_rng(seed).integers(2, size=(3, 4)).astype(float)
+        assert all((Bounds(right).least_kl(v) or 0.0) >= 0 for v in (0.3, 0.5, 0.7, 0.9))
+
+
+def test_a_line_of_real_rewards_ends_earlier():
+    """A tail that is not in the samples moves it first."""
+    assert Bounds(normal(0)).curve().kl[-1] <= math.log(normal(0).shape[1] / 10)
+
+
 def test_faults_are_named():
     with pytest.raises(ValueError, match="coefficient > 0, got 0"):
         optimum(np.zeros((1, 2)), 0)

@@ -57,6 +57,11 @@ def write_job(
     write_words(folder, f"kl.coeff={coeff}")
 
 
+def rows_of_csv(folder: Path) -> list[dict[str, str]]:
+    write_sweep(folder)
+    return list(csv.DictReader((folder / "sweep.csv").read_text().splitlines()))
+
+
 def write_jobs(folder: Path, **how: bool) -> Path:
     (folder / "multirun.yaml").write_text("hydra: {}\n")
     accuracy, kl = least(3.0)
@@ -205,6 +210,33 @@ def test_what_has_no_one_reference_is_refused(tmp_path, capsys):
     assert "expected jobs that start from one model" in capsys.readouterr().err
     assert main([str(tmp_path / "a"), "--limit", "1"]) == 2
     assert "at least 2 replies, got 1" in capsys.readouterr().err
+    assert main([str(tmp_path / "a"), "--limit", "8"]) == 2
+    assert "a was not evaluated, so a limit would say nothing of it" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--limit", str(tmp_path / "a")])
+    assert "expected a number of replies, got '/" in capsys.readouterr().err
+
+
+def test_replies_that_are_there_are_not_sampled_again(tmp_path, capsys):
+    """And --svg draws the sweep, not the first of its jobs."""
+    write_limit(write_jobs(tmp_path))
+    picture = tmp_path / "a.svg"
+    assert main([str(tmp_path), "--limit", "512", "--svg", str(picture)]) == 0
+    assert picture.read_text() == sweep_svg(tmp_path)
+    assert capsys.readouterr().out.startswith("the limit: 512 replies of the reference")
+    assert main([str(tmp_path), "--svg", str(tmp_path / "none" / "a.svg")]) == 2
+    assert "none" in capsys.readouterr().err
+
+
+def test_a_limit_of_other_rows_judges_no_run(tmp_path, capsys):
+    write_limit(write_jobs(tmp_path))
+    write_status(tmp_path / "kl.coeff=1", state="finished", held_out=3)
+    drawn = {row["job"]: row for row in rows_of_csv(tmp_path)}
+    assert float(drawn["kl.coeff=1"]["kl/efficiency"]) == pytest.approx(0.5, abs=0.02)
+    write_status(tmp_path / "kl.coeff=1", state="finished", held_out=100)
+    drawn = {row["job"]: row for row in rows_of_csv(tmp_path)}
+    assert drawn["kl.coeff=1"]["kl/efficiency"] == ""
+    assert "limit.json is of other held-out rows" in capsys.readouterr().err
 
 
 def test_a_run_with_a_limit_judges_its_evaluations_and_goes_on_so(tmp_path):

@@ -33,6 +33,7 @@ from trainer.modes.evaluate import pass_at_k, tally
 from trainer.modes.export import push
 from trainer.modes.model_card import card
 from trainer.modes.run_weights import Weights, choose_weights
+from trainer.reports.__main__ import main as report
 from trainer.reports.report import write_report
 from trainer.runs.launch import prepare
 from trainer.runs.lock import held
@@ -122,10 +123,11 @@ def test_an_evaluation_measures_what_the_run_did_after_training(small_run, tmp_p
     assert "greedy" not in again
 
 
-def test_the_limit_is_made_of_the_model_that_a_run_started_from(small_run, tmp_path):
+def test_the_limit_is_made_of_the_model_that_a_run_started_from(small_run, tmp_path, capsys):
     """As many replies as the run's own evaluation plays: the very ones, before any training."""
-    folder = shutil.copytree(small_run.folder, tmp_path / "run")
-    do(tmp_path / "scratch", "mode=limit", f"resume={folder}", "eval.num_samples=2")
+    folder = shutil.copytree(small_run.folder, tmp_path / "kl.coeff=0.1,seed='1'")  # as of a job
+    report([str(folder), "--limit", "2"])
+    assert "2 replies of the reference to each of 16 held-out prompts" in capsys.readouterr().out
     found = json.loads((folder / "limit.json").read_text())
     assert found["rows"] == list(range(16))
     assert found["model"] == json.loads((folder / "status.json").read_text())["model"]["sha256"]

@@ -91,3 +91,17 @@ def test_k3_ratio_is_k3_times_the_ratio_to_who_sampled(engine):
     (slope,) = torch.autograd.grad(term.sum(), mine.log_probs)
     want = [0.5 * r * x for r, x in zip(RATIO, far, strict=True)]
     assert slope.tolist() == [pytest.approx(want, abs=1e-6)]
+
+
+@pytest.mark.parametrize(("x", "r"), [(-18.0, 1e-8), (-21.0, 1e-8), (-30.0, 1.0), (25.0, 1e-3)])
+def test_far_from_the_reference_k3_ratio_pulls_back_all_the_same(x, r):
+    """k3 ends at 20 nats and its large parts cancel; the gradient of both is r x at any x."""
+    made, td = objective(coeff=1.0, estimator="k3_ratio"), batch()
+    curr = torch.full((1, 4), -40.0, requires_grad=True)
+    td["ref_log_probs", "full"] = curr.detach() - x
+    td["log_probs", "full"] = curr.detach() - math.log(r)
+    term = made(Scores(curr), td).loss["kl"]
+    d = min(-x, 20.0)
+    assert term.tolist() == [pytest.approx([r * (math.exp(d) - 1 - d)] * 4, rel=1e-5)]
+    (slope,) = torch.autograd.grad(term.sum(), curr)
+    assert slope.tolist() == [pytest.approx([r * x] * 4, rel=1e-5)]

@@ -12,8 +12,9 @@ from pages import write_lines, write_status
 from runs import lines
 
 import trainer
-from conf.one_call import Trained, _quoted, _words
+from conf.one_call import Trained, _words
 from envs.tasks import Reward
+from trainer.runs.folders import quoted
 from trainer.runs.run_files import load_run
 
 SMALL = {
@@ -59,7 +60,7 @@ def test_any_text_is_read_back_by_hydra_as_it_is():
     texts += ["\\" * n + end for n in range(4) for end in ('"', "'", "", "x")]
     texts += ["".join(draw.choices("\\\"' ,=[]{}:#\n", k=8)) for _ in range(300)]
     for text in texts:
-        (value,) = read_back([f"key={_quoted(text)}"]).values()
+        (value,) = read_back([f"key={quoted(text)}"]).values()
         assert str(value) == text or getattr(value, "text", value) == text
 
 

@@ -141,9 +141,9 @@ def test_tokens_are_coloured_by_their_kl_and_underlined_by_their_advantage(tmp_p
     page = Page(write_report(write_lines(tmp_path, {"reward/mean": 1.0})))
     tokens = [attrs for tag, attrs in page.tags if tag == "u" and "title" in attrs]
     assert [(token["class"], token["title"]) for token in tokens] == [
-        ("m u", "log-prob -0.5, KL 0.5, advantage 2"),
-        ("l u", "log-prob -0.25, KL -0.25, advantage 2"),
-        ("d", "log-prob -1, KL 0, advantage -1"),
+        ("m u", "log-prob -0.5, log-ratio 0.5, advantage 2"),
+        ("l u", "log-prob -0.25, log-ratio -0.25, advantage 2"),
+        ("d", "log-prob -1, log-ratio 0, advantage -1"),
     ]
     # full colour is at most the second largest of three: KL 0.25, advantage 2
     styles = ["--k:0.50;--a:1.00", "--k:0.50;--a:1.00", "--a:0.50"]

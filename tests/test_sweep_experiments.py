@@ -93,7 +93,8 @@ def test_the_same_command_continues_a_sweep_where_it_is(sweep, tmp_path):
     jobs[2].rmdir()
     page = html.unescape(write_sweep(tmp_path / "a sweep").read_text())
     assert "3 jobs: 1 finished, 1 preempted, 1 not begun" in page
-    command = f"python train.py {shlex.join([*words, quoted])}"
+    again = quoted.replace("'", '"')
+    command = f"python train.py {shlex.join([*words, again])}"
     assert f'Continue it: <code class="command">{command}</code>' in page
     before = (jobs[0] / "status.json").stat().st_mtime_ns
     code, text = sweep(*shlex.split(command)[2:])

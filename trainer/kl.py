@@ -85,7 +85,10 @@ kl.estimator=k3, k2 or full, or set kl.allow_biased=true
         curr, weighted = scores.log_probs, self.estimator == "k3_ratio"
         term = kl_term(curr, ref, "k3" if weighted else self.estimator)
         if weighted:
-            term = term * token_ratio(curr, batch.get(("log_probs", "full")))
+            ratio = token_ratio(curr, batch.get(("log_probs", "full")))
+            # Of its gradient, r k3 + r (1 - exp(ref - curr)), the large parts cancel: left is this.
+            slope = (ratio * (curr - ref)).detach()
+            term = (ratio * term).detach() + slope * (curr - curr.detach())
         return {"kl": self.coeff * term}
 
     def follow(self, metrics: Mapping[str, float], *, replies: int) -> None:

@@ -11,7 +11,10 @@ from typing import Any
 ESTIMATORS, PLACES = ("k1", "k2", "k3", "full", "k3_ratio"), ("loss", "reward")
 IN_THE_UPDATE = ("full", "k3_ratio")  # of the policy's own later log-probs: never in the reward
 BIASED = {
-    ("loss", "k1"): "k1 in the loss has a gradient of zero; use kl.estimator=k3, k2 or full",
+    (
+        "loss",
+        "k1",
+    ): "k1 in the loss has a gradient of zero; use kl.estimator=full, k3_ratio, k2 or k3",
     ("reward", "k2"): "k2 in the reward has no KL gradient near the reference; use kl=reward (k1)",
     ("reward", "k3"): "k3 in the reward has no KL gradient near the reference; use kl=reward (k1)",
     ("reward", "full"): "full in the reward does not depend on its own token; use kl=reward (k1)",

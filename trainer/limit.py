@@ -131,14 +131,16 @@ class Bounds:
         found = [_at(value, values, kls) for kls, values in self.again if value <= values[-1]]
         if len(found) < (1 - FALL_SHORT) * len(self.again):
             return None
-        return max(plain - (fmean(found) - _at(value, self.value, self.kl)), 0.0)
+        error = fmean(found) - _at(value, self.value, self.kl)
+        return plain - error if error < plain / 2 else None  # else they say too little
 
     def curve(self) -> Curve:
         """Draw the limit from the reference itself to where the samples end.
 
         n replies to a prompt say nothing of what lies beyond e^KL = n; the curve ends a factor of e
-        before (KL = ln n - 1), or where redraws fall short, if that is nearer. The band is the
-        basic bootstrap interval (Davison and Hinkley 1997, eq. 5.6), the prompts as they are.
+        before (KL = ln n - 1), of a reward that is not 0 or 1 a factor of 10, or where redraws fall
+        short, if that is nearer. The band is the basic bootstrap interval (Davison and Hinkley
+        1997, eq. 5.6), the prompts as they are: too narrow where a reward's tail is unseen.
         """
         kl, value = self.kl, self.value
         if not self.again:
@@ -149,7 +151,7 @@ class Bounds:
         gain = (drawn - drawn[:, :1]).mean(0)  # the reference's own mean does not err
         line = np.minimum(2 * value - value[0] - gain, most)
         below, above = np.quantile(drawn, (0.05, 0.95), axis=0)
-        keep = kl <= max(math.log(self.count) - 1, 0.0)
+        keep = kl <= max(math.log(self.count / (math.e if self.binary else 10)), 0.0)
         keep &= (ends[:, None] >= value).mean(0) >= 1 - FALL_SHORT
         keep &= np.diff(np.maximum.accumulate(line), prepend=-np.inf) > 0
         keep &= np.diff(kl, prepend=-1.0) > 1e-9  # no longer once each best one has it all
@@ -166,11 +168,12 @@ def path(rewards: Array, coeffs: Array) -> tuple[Array, Array]:
     if rewards.ndim == 2:
         points = [(0.0, float(rewards.mean())), *(optimum(rewards, c) for c in coeffs)]
         kl, value = np.array(points).T
-        return kl, value
+        return np.maximum(kl, 0.0), value  # rounding may leave -1e-17
     log_odds = np.append(0.0, 1 / coeffs)[:, None]  # [N, 1]
     raised = rewards * np.exp(log_odds)
     share = raised / (1 - rewards + raised)  # [N, P]
-    return (share * log_odds - np.log(1 - rewards + raised)).mean(1), share.mean(1)
+    kl = (share * log_odds - np.log(1 - rewards + raised)).mean(1)
+    return np.maximum(kl, 0.0), share.mean(1)
 
 
 def _at(value: float, values: Array, kls: Array) -> float:

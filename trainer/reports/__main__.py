@@ -8,6 +8,7 @@ python -m trainer.reports outputs                               # the pages of a
 """
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--svg", type=Path, help="write only the main picture to this file")
     parser.add_argument("--table", action="store_true", help="print the results in Markdown")
     about = "replies of the reference to each held-out prompt, 64 without a number (docs/kl.md)"
-    parser.add_argument("--limit", type=int, nargs="?", const=64, metavar="N", help=about)
+    parser.add_argument("--limit", type=_replies, nargs="?", const=64, metavar="N", help=about)
     args = parser.parse_args(arguments)
     runs, sweeps = find_runs(args.folder)
     if not runs and not sweeps:
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             jobs = load_sweep(sweeps[0]).jobs if sweeps else [as_job(runs[0])]
             print(as_markdown(jobs), end="")
         elif args.svg:
-            write_text(args.svg, run_svg(runs[0]) if runs else sweep_svg(sweeps[0]))
+            write_text(args.svg, sweep_svg(sweeps[0]) if sweeps else run_svg(runs[0]))
             print(args.svg)
         else:
             for path in [*map(write_report, runs), *map(write_sweep, sweeps)]:
@@ -66,10 +67,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"cannot write the report: {error.strerror}: {args.folder}", file=sys.stderr)
+        print(f"cannot write the report: {error.strerror}: {error.filename}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
     return 0
 
 
+def _replies(text: str) -> int:
+    if not text.removeprefix("-").isdecimal():
+        told = f"expected a number of replies, got {text!r}; put the folder before --limit"
+        raise argparse.ArgumentTypeError(told)
+    return int(text)
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of what cleans up
     sys.exit(main())

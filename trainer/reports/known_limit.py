@@ -5,7 +5,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.runs.run_files import is_sweep
+from trainer.runs.run_files import is_sweep, read_yaml
 
 if TYPE_CHECKING:
     from trainer.limit import Limit
@@ -20,13 +20,20 @@ def known_limit(folder: Path) -> "Limit | None":
     if not found:
         return None
     for path in found:
-        if (limit := _read(path, path.stat().st_mtime_ns)) is not None:
+        limit = _read(path, path.stat().st_mtime_ns)
+        if limit is not None and is_of(limit, folder):
             return limit
+        fault = "damaged" if limit is None else "of other held-out rows"
         print(
-            f"{path} is damaged, so it is not drawn; remove it, or ask again: --limit",
+            f"{path} is {fault}, so it is not drawn; remove it, or ask again: --limit",
             file=sys.stderr,
         )
     return None
+
+
+def is_of(limit: "Limit", folder: Path) -> bool:
+    """Return whether it is of as many rows as a run evaluates; a sweep says nothing of its own."""
+    return read_yaml(folder / "status.json").get("held_out") in (None, limit.asked)
 
 
 @lru_cache(maxsize=2)  # the jobs of a sweep share one

@@ -11,10 +11,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from trainer.limit import FILE, Curve, Limit, best_of, most_kl_of_best_of, read_limit
-from trainer.metric_names import ACCURACY, HELD_KL
+from trainer.metric_names import ACCURACY, HELD_KL, HELD_REWARD
 from trainer.reports.chart import Box, Chart, escape, meet, text_width
+from trainer.reports.known_limit import is_of
 from trainer.reports.sweep_jobs import as_job, load_sweep, other_limits
-from trainer.runs.run_files import Run, is_sweep
+from trainer.runs.folders import quoted
+from trainer.runs.run_files import Run, is_sweep, load_run
 
 HUE = "var(--hue3)"
 
@@ -168,12 +170,23 @@ def make(folder: Path, samples: int) -> None:
                 "way to evaluate, got others; name one of them"
             )
         run = next((job.run.folder for job in jobs if job.run.metrics), jobs[0].run.folder)
-    script = Path(__file__).parents[2] / "train.py"
     if samples < 2:
         raise ValueError(f"expected --limit of at least 2 replies, got {samples}")
+    known = read_limit(folder / FILE) if (folder / FILE).is_file() else None
+    if known is not None and known.success.shape[1] >= samples and is_of(known, run):
+        return  # more replies are only nearer to the truth
+    if not any(map(load_run(run).series, (ACCURACY, HELD_REWARD))):
+        raise ValueError(f"{run} was not evaluated, so a limit would say nothing of it")
+    script = Path(__file__).parents[2] / "train.py"
     with TemporaryDirectory(dir=folder, prefix=".limit") as aside:  # a job may have its own
         words = ["mode=limit", f"resume={run.resolve()}", f"eval.num_samples={samples}"]
-        command = [sys.executable, str(script), *words, f"output_dir={aside}"]
-        if code := subprocess.run(command).returncode:
+        command = [sys.executable, str(script), *words, f"output_dir={quoted(aside)}"]
+        process = subprocess.Popen(command)
+        try:
+            code = process.wait()
+        finally:
+            process.terminate()  # where this one was stopped
+            process.wait()
+        if code:
             raise ValueError(f"{run} was not sampled: see above (exit code {code})")
         (Path(aside) / FILE).replace(folder / FILE)

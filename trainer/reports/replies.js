@@ -29,7 +29,7 @@
       token.classList.add(signs[Number(value < 0)]);
       token.style.setProperty(`--${name}`, strength.toFixed(2));
     }
-    const told = [["log-prob", "log_prob"], ["KL", "kl"], ["advantage", "advantage"]];
+    const told = [["log-prob", "log_prob"], ["log-ratio", "kl"], ["advantage", "advantage"]];
     token.title = told.filter(([, key]) => at(key) !== null)
       .map(([title, key]) => `${title} ${short(at(key))}`).join(", ");
     return token;
@@ -37,7 +37,7 @@
 
   const reply = (row, most) => {
     const facts = [row.name || row.rank || ""];
-    for (const [key, title, unit] of [["reward", "reward", ""], ["kl", "KL", " nats"], ["advantage", "advantage", ""]])
+    for (const [key, title, unit] of [["reward", "reward", ""], ["kl", "log-ratio", " nats"], ["advantage", "advantage", ""]])
       if (typeof row[key] === "number") facts.push(`${title} ${short(key === "kl" && Math.abs(row[key]) < 1e-5 ? 0 : row[key])}${unit}`);
     if (row.truncated) facts.push("cut");
     const parts = Object.entries(row.parts || {}).map(([name, value]) => `${name} ${short(value)}`);

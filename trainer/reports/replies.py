@@ -84,7 +84,7 @@ def numbers(row: Reply, name: str) -> str:
     told = {"reward": short, "kl": nats, "advantage": short}
     values = {key: number(row.get(key)) for key in told}
     texts = [
-        {"kl": "KL {} nats"}.get(key, f"{key} {{}}").format(told[key](value))
+        {"kl": "log-ratio {} nats"}.get(key, f"{key} {{}}").format(told[key](value))
         for key, value in values.items()
         if value is not None
     ]
@@ -112,7 +112,7 @@ def _tokens(pieces: Reply, most: dict[str, float]) -> Iterable[str]:
         if log_prob is None:  # not sampled
             yield f"<i>{drawn}</i>"
             continue
-        named = (("log-prob", log_prob), ("KL", kl), ("advantage", advantage))
+        named = (("log-prob", log_prob), ("log-ratio", kl), ("advantage", advantage))
         tip = ", ".join(f"{name} {short(v)}" for name, v in named if v is not None)
         styles, classes = [], []
         for value, key, signs, name, full in (

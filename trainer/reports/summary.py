@@ -28,12 +28,14 @@ def tiles(run: Run) -> dict[str, str]:
     if kl := run.last_ten("kl/ref_sequence"):
         note = f", last {len(kl)}" * (len(kl) > 1)
         out[f"KL to the reference, nats per reply{note}"] = nats(sum(kl) / len(kl))
+    if held := [kl for at, kl in run.series("eval/kl_ref_sequence") if at]:
+        out["KL of the held-out replies, nats"] = nats(held[-1])
     if run.metrics:
         total = number(dig(run.config, "trainer", "num_iterations"))
-        of = f" of {total:g}" if total else ""
+        done = f"{run.metrics[-1]['progress/iteration']:g}"
         if (share := number(run.metrics[-1].get("kl/efficiency"))) is not None:
             out["KL efficiency"] = short(share)
-        out["iterations"] = f"{run.metrics[-1]['progress/iteration']:g}{of}"
+        out["iterations"] = f"{done} of {total:g}" if total else done
     seconds = number(run.status.get("seconds"))
     return out if seconds is None else {**out, "time": duration(seconds)}
 

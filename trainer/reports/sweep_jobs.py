@@ -23,6 +23,7 @@ from trainer.reports.known_limit import known_limit
 from trainer.reports.markup import repeat_command
 from trainer.reports.sweep import PLACE, PLAN
 from trainer.runs.find import find_jobs
+from trainer.runs.folders import quoted
 from trainer.runs.lock import is_free
 from trainer.runs.redact import redact
 from trainer.runs.run_files import PLACES, Run, dig, load_run, number, read_yaml
@@ -142,8 +143,8 @@ def load_sweep(folder: str | Path) -> Sweep:
         job.reached["state"] = job.state.replace("not started", "starting")
     planned, words = (_texts(plan.get(key)) for key in ("jobs", "words"))
     place = str(folder.resolve())
-    if not re.fullmatch(r"[\w./+-]+", place, re.ASCII):  # quoted for Hydra's grammar
-        place = "'" + place.replace("'", "\\'") + "'"
+    if not re.fullmatch(r"[\w./+-]+", place, re.ASCII):
+        place = quoted(place)
     again = shlex.join(["python", "train.py", "-m", *words, f"{PLACE}{place}"]) if plan else ""
     left = sum(not (folder / name).is_dir() for name in planned)
     return Sweep(folder, jobs, left, live, again)

@@ -176,7 +176,7 @@ def _table(jobs: Sequence[Job]) -> str:
         values = [job.reached[title] for job in jobs]
         told = nats if title in (KL, HELD_KL, DRIFT) else short
         cells = [v if isinstance(v, str) else "" if v is None else told(v) for v in values]
-        if len(jobs) > 1 and len(set(cells)) == 1:
+        if len(set(cells)) == 1 and (len(jobs) > 1 or not cells[0]):
             same += [f"{TITLES.get(title, title)} {cells[0]}"] * bool(cells[0])
         elif cells not in columns.values() and title.replace("/", ".") not in columns:
             columns[title] = cells  # but not kl/coeff beside kl.coeff

@@ -3,6 +3,7 @@
 import atexit
 import itertools
 import os
+import re
 import shutil
 from datetime import datetime
 from functools import cache
@@ -55,3 +56,9 @@ def remove_unused(folder: Path) -> None:
     """Remove a reserved folder that no run has got: at most Hydra has written its own there."""
     if folder.is_dir() and {path.name for path in folder.iterdir()} <= {".hydra"}:
         shutil.rmtree(folder)
+
+
+def quoted(text: str) -> str:
+    """Return a text as Hydra reads it back: backslashes count only before a quote."""
+    text = re.sub(r'(\\*)"', r'\1\1\\"', text)
+    return '"' + re.sub(r"(\\+)\Z", r"\1\1", text) + '"'
