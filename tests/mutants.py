@@ -42,6 +42,7 @@ import trainer.objectives
 import trainer.update
 from trainer.kl import Leash
 from trainer.kl_control import ConstantKLController
+from trainer.surrogates import token_ratio
 
 
 @dataclass(frozen=True)
@@ -236,8 +237,17 @@ def twice_as_far(original):
     return lambda low, high, most, tv, kl: original(low, high, most, 2 * tv, 2 * kl)
 
 
-def ratio_without_a_gradient(original):
-    return lambda curr, old: original(curr, old).detach()
+def with_k3s_gradient_alone(original):
+    """Weigh k3 by a ratio that has no gradient of its own."""
+
+    def loss_term(self, scores, batch):
+        if self.estimator != "k3_ratio":
+            return original(self, scores, batch)
+        plain = replace(self, estimator="k3")
+        ratio = token_ratio(scores.log_probs, batch.get(("log_probs", "full")))
+        return {"kl": ratio.detach() * original(plain, scores, batch)["kl"]}
+
+    return loss_term
 
 
 def to_the_trainers_own(original):
@@ -393,9 +403,9 @@ MUTANTS = (
     Mutant(
         "KL weighed without a gradient",
         the_weighed_kl_is_the_reverse_one_whoever_sampled,
-        trainer.kl,
-        "token_ratio",
-        ratio_without_a_gradient,
+        Leash,
+        "loss_term",
+        with_k3s_gradient_alone,
     ),
     Mutant(
         "KL weighed by the trainer's own ratio",

@@ -31,7 +31,7 @@ class Leash:
     Traceback (most recent call last):
         ...
     ValueError: kl.estimator=k1 with kl.where=loss: k1 in the loss has a gradient of zero; use \
-kl.estimator=k3, k2 or full, or set kl.allow_biased=true
+kl.estimator=full, k3_ratio, k2 or k3, or set kl.allow_biased=true
     """
 
     # What `charge_reward` reads and what `loss_term` reads.
