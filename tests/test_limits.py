@@ -204,12 +204,14 @@ def test_extreme_samples_give_finite_numbers_or_none(tmp_path, reward):
 def test_what_has_no_one_reference_is_refused(tmp_path, capsys):
     (tmp_path / "multirun.yaml").write_text("hydra: {}\n")
     for name in "ab":
-        write_words(write_lines(tmp_path / name, {"reward/mean": 1.0}), f"policy.model={name}")
+        seen = {"reward/mean": 1.0, "eval/reward": 1.0}
+        write_words(write_lines(tmp_path / name, seen), f"policy.model={name}")
         write_status(tmp_path / name, state="finished")
     assert main([str(tmp_path), "--limit"]) == 2
     assert "expected jobs that start from one model" in capsys.readouterr().err
     assert main([str(tmp_path / "a"), "--limit", "1"]) == 2
     assert "at least 2 replies, got 1" in capsys.readouterr().err
+    write_lines(tmp_path / "a", {"reward/mean": 1.0})
     assert main([str(tmp_path / "a"), "--limit", "8"]) == 2
     assert "a was not evaluated, so a limit would say nothing of it" in capsys.readouterr().err
     with pytest.raises(SystemExit):

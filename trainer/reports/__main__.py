@@ -49,8 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         if args.limit is not None:
-            from trainer.reports.limits import make, what_came_out
+            from trainer.reports.limits import check_evaluated, make, what_came_out
 
+            check_evaluated((runs or sweeps)[0])
             make((runs or sweeps)[0], args.limit)
             print(what_came_out((runs or sweeps)[0]))
             runs = [*runs, *(job for sweep in sweeps for job in find_jobs(sweep))]

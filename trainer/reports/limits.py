@@ -16,7 +16,7 @@ from trainer.reports.chart import Box, Chart, escape, meet, text_width
 from trainer.reports.known_limit import is_of
 from trainer.reports.sweep_jobs import as_job, load_sweep, other_limits
 from trainer.runs.folders import quoted
-from trainer.runs.run_files import Run, is_sweep, load_run
+from trainer.runs.run_files import Run, is_sweep
 
 HUE = "var(--hue3)"
 
@@ -157,6 +157,13 @@ def _verdict(run: Run, limit: Limit) -> str:
     return f"no efficiency, so far out no sample reaches (--limit {8 * limit.success.shape[1]})"
 
 
+def check_evaluated(folder: Path) -> None:
+    """Raise ValueError for a run, or a sweep, of which a limit would judge nothing."""
+    jobs = load_sweep(folder).jobs if is_sweep(folder) else [as_job(folder)]
+    if not any(job.run.series(metric) for job in jobs for metric in (ACCURACY, HELD_REWARD)):
+        raise ValueError(f"{folder} was not evaluated, so a limit would say nothing of it")
+
+
 def make(folder: Path, samples: int) -> None:
     """Sample the reference of a run, or of a sweep whose jobs share it, into its folder."""
     import subprocess
@@ -175,8 +182,6 @@ def make(folder: Path, samples: int) -> None:
     known = read_limit(folder / FILE) if (folder / FILE).is_file() else None
     if known is not None and known.success.shape[1] >= samples and is_of(known, run):
         return  # more replies are only nearer to the truth
-    if not any(map(load_run(run).series, (ACCURACY, HELD_REWARD))):
-        raise ValueError(f"{run} was not evaluated, so a limit would say nothing of it")
     script = Path(__file__).parents[2] / "train.py"
     with TemporaryDirectory(dir=folder, prefix=".limit") as aside:  # a job may have its own
         words = ["mode=limit", f"resume={run.resolve()}", f"eval.num_samples={samples}"]
