@@ -187,11 +187,11 @@ def least_of_rates(accuracy: float) -> float:
     [(normal, 1.2, 1.2**2 / 2), (right_or_wrong, 0.96, least_of_rates(0.96))],
 )
 def test_what_few_samples_err_to_one_side_is_taken_off(samples, value, truth):
-    """Means over 30 sets of samples; as they are, they say more than 2 % too much."""
-    sets = [samples(seed) for seed in range(30)]
+    """Means over 12 sets of samples; as they are, they say more than 2 % too much."""
+    sets = [samples(seed) for seed in range(12)]
     plain = [found for rewards in sets if (found := least_kl(rewards, value))]
     judged = [found for rewards in sets if (found := Bounds(rewards).least_kl(value))]
-    assert len(judged) >= 25
+    assert len(judged) >= 10
     assert np.mean(plain) > 1.02 * truth
     assert np.mean(judged) == pytest.approx(truth, rel=0.02)
 
