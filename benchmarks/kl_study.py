@@ -46,7 +46,6 @@ WAYS = {  # a name, and what it changes
     "k1": REWARD,
     "k2": "kl.estimator=k2",
     "full": "kl.estimator=full",
-    "k3_small": "trainer.num_iterations=160 trainer.prompts_per_iteration=16",
     "k3_mini2": "algorithm.minibatches=2",
     "k3_ratio_mini2": "kl.estimator=k3_ratio algorithm.minibatches=2",
     "k1_linear": f"{REWARD} {LINEAR}",

@@ -35,7 +35,6 @@ import trainer.advantage
 import trainer.collect
 import trainer.gae
 import trainer.importance_sampling
-import trainer.kl
 import trainer.losses
 import trainer.masks
 import trainer.objectives

@@ -235,10 +235,13 @@ def test_a_limit_of_other_rows_judges_no_run(tmp_path, capsys):
     write_status(tmp_path / "kl.coeff=1", state="finished", held_out=3)
     drawn = {row["job"]: row for row in rows_of_csv(tmp_path)}
     assert float(drawn["kl.coeff=1"]["kl/efficiency"]) == pytest.approx(0.5, abs=0.02)
+    values = json.loads((tmp_path / "limit.json").read_text())
     write_status(tmp_path / "kl.coeff=1", state="finished", held_out=100)
     drawn = {row["job"]: row for row in rows_of_csv(tmp_path)}
     assert drawn["kl.coeff=1"]["kl/efficiency"] == ""
     assert "limit.json is of other held-out rows" in capsys.readouterr().err
+    (tmp_path / "limit.json").write_text(json.dumps({**values, "asked": None}))  # of before
+    assert {row["job"]: row for row in rows_of_csv(tmp_path)}["kl.coeff=1"]["kl/efficiency"]
 
 
 def test_a_run_with_a_limit_judges_its_evaluations_and_goes_on_so(tmp_path):

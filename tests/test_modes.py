@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -145,6 +146,20 @@ def test_the_limit_is_made_of_the_model_that_a_run_started_from(small_run, tmp_p
     assert config["eval"]["num_samples"] == 64
     with pytest.raises(ValueError, match="samples the reference of a run; give resume="):
         asked(["mode=limit", "experiment=grpo_tiny"])
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_sampling_the_reference_is_stopped_with_all_that_it_started(small_run, tmp_path, how):
+    folder = shutil.copytree(small_run.folder, tmp_path / "run")
+    command = [sys.executable, "-m", "trainer.reports", str(folder), "--limit", "100000"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, env=environment(), **pipes) as process:
+        assert any("sampling the reference" in line for line in process.stdout)
+        process.send_signal(how)  # to it alone, as `kill` does
+        said = process.stdout.read()  # ends when no child holds the pipe
+    assert process.returncode == 130
+    assert said.splitlines()[-1] == "stopped"
+    assert not [*folder.glob(".limit*"), *folder.glob("limit.json")]
 
 
 def test_an_evaluation_of_several_tasks_tells_them_apart(small_run, tmp_path, capsys):

@@ -77,9 +77,11 @@ def test_the_numbers_at_the_top_have_the_reward_without_a_kl_part(tmp_path):
 
 def test_a_mean_of_the_last_values_says_so_beside_the_last_value_of_a_curve(tmp_path):
     rows = [{"reward/mean": i / 4, "kl/ref_sequence": -i * 1e-8} for i in range(1, 9)]
+    rows[-1]["eval/kl_ref_sequence"] = 2.5
     run = load_run(write_lines(tmp_path, *rows))
     told = "reward 0.25 -> 1.88 (last 2), KL to the reference 0 nats per reply (last 2)"
-    assert summary.in_one_line(run) == f"{told}, iterations 8"
+    held = "KL of the held-out replies 2.5 nats"
+    assert summary.in_one_line(run) == f"{told}, {held}, iterations 8"
     page = Page(write_report(tmp_path))
     assert page.in_order(
         "0.25 \u2192 1.88",

@@ -84,5 +84,5 @@ def _replies(text: str) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of what cleans up
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: it ends what it started
     sys.exit(main())

@@ -33,7 +33,8 @@ def known_limit(folder: Path) -> "Limit | None":
 
 def is_of(limit: "Limit", folder: Path) -> bool:
     """Return whether it is of as many rows as a run evaluates; a sweep says nothing of its own."""
-    return read_yaml(folder / "status.json").get("held_out") in (None, limit.asked)
+    rows = read_yaml(folder / "status.json").get("held_out")
+    return None in (rows, limit.asked) or rows == limit.asked
 
 
 @lru_cache(maxsize=2)  # the jobs of a sweep share one
