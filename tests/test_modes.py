@@ -154,6 +154,7 @@ def test_sampling_the_reference_is_stopped_with_all_that_it_started(small_run, t
     command = [sys.executable, "-m", "trainer.reports", str(folder), "--limit", "100000"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, cwd=ROOT, env=environment(), **pipes) as process:
+        assert process.stdout is not None
         assert any("sampling the reference" in line for line in process.stdout)
         process.send_signal(how)  # to it alone, as `kill` does
         said = process.stdout.read()  # ends when no child holds the pipe
