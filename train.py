@@ -5,6 +5,7 @@ The parent checks the configuration and starts a fresh process per rank; it impo
 """
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -31,19 +32,17 @@ def train(cfg: DictConfig, folder: Path) -> float:
         task = parts.make_task(cfg.env)  # data that is not there is told before a model is loaded
         # So are faults in a reward of one's own, in a file or given to trainer.train.
         if cfg.allow_targets or "envs.rewards.Given" in str(cfg.env.rewards):
-            parts.find_target("envs.reward_trial.try_reward")(task)
+            parts.find_target("envs.rewards.validate.try_reward")(task)
         policy = runtime.load(lambda **at: parts.make_policy(cfg.policy, **at))
         runtime.write_status(model=policy.found.about())
         leash = parts.make_leash(cfg)
         reference = parts.make_reference(cfg, policy)
         if critic := algorithm.get("critic"):
             policy.scorer.critic = policies.Critic(policy.scorer, **critic)
-        generator = parts.make_generator(cfg.policy, policy, folder)
-        ahead = parts.make_ahead(cfg, policy, generator)
-        generator = ahead or generator
+        generator = parts.make_generator(cfg.policy, policy, runtime.folder)
         made = {"task": task, "policy": policy, "generator": generator, "runtime": runtime}
         made |= {"env": parts.make_env(cfg, task, policy), "leash": leash}
-        source = parts.make_source(cfg, ahead, **made)
+        source = parts.make_source(cfg, **made)
         advantage = parts.build(algorithm.advantage, algorithm, cfg.trainer, **made)
         settings = parts.keys_for(make := trainer.make_optimizer, opt)
         scorer, optimizer = runtime.prepare(policy, make, settings, reference, advantage)
@@ -72,7 +71,7 @@ def train(cfg: DictConfig, folder: Path) -> float:
             ),
             leash=leash,
             checkpoints=trainer.Checkpoints(
-                runtime, policy, optimizer, reference=reference, ahead=ahead, **cfg.checkpoint
+                runtime, policy, optimizer, reference=reference, **cfg.checkpoint
             ),
             num_iterations=total,
             replies=cfg.tracker.get("replies", "0"),
@@ -85,26 +84,24 @@ def train(cfg: DictConfig, folder: Path) -> float:
 
 def worker(config: str, folder: str, *words: str) -> int:
     """Train in this process what a file says and the words of its parent; return the exit code."""
-    from conf.worker import load
+    from trainer.early_stopping import Stopped
     from trainer.runs.failures import last_words
-    from trainer.stops import Stopped
+    from trainer.runs.folders import ASIDE
+    from trainer.runs.lock import held_by_rank
 
+    alone = "LEASH_PARENT" not in os.environ  # below torchrun or accelerate launch
     try:
-        train(load(config, **dict(word.split("=", 1) for word in words)), Path(folder))
+        cfg = parts.load(config, **dict(word.split("=", 1) for word in words))
+        with held_by_rank(Path(folder)):
+            value = train(cfg, Path(folder))
     except Stopped:
         return 143
     except BaseException as error:  # a reward may raise SystemExit; the parent says it in a line
-        return last_words(Path(folder), error)
-    return 0
-
-
-def cli(words: list[str]) -> int:
-    """Do what a command line asks for; return the exit code."""
-    if words[:1] == ["--worker"]:
-        return worker(*words[1:])
-    from conf.shell import run_command  # a worker needs nothing of it
-
-    return run_command(words, script=Path(__file__).resolve(), worker=worker)
+        return last_words(Path(os.environ.get("LEASH_FOLDER", folder)), error)
+    finally:
+        if alone and Path(folder).name.startswith(ASIDE):
+            shutil.rmtree(folder, ignore_errors=True)
+    return int(alone and cfg.preflight and value > 0)
 
 
 def open_streams() -> None:
@@ -117,4 +114,8 @@ def open_streams() -> None:
 
 if __name__ == "__main__":
     open_streams()
-    sys.exit(cli(sys.argv[1:]))
+    if sys.argv[1:2] == ["--worker"]:
+        sys.exit(worker(*sys.argv[2:]))
+    from conf.cli import cli  # a worker needs nothing of it
+
+    sys.exit(cli())

@@ -11,15 +11,18 @@ go to every run: give them a --folder of their own.
 import argparse
 import json
 import math
+import shutil
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.once import ROOT, markdown, train_once
-from conf.compose import compose_checked
-from conf.start import set_up
+from benchmarks.measure import ROOT, markdown
+from conf.compose import compose_checked, set_up
 from trainer.metric_names import HELD_KL
+from trainer.runs.run_files import load_run
 
 EXPERIMENTS = (
     "grpo_tiny",
@@ -70,11 +73,21 @@ def main() -> None:
 
 
 def run(name: str, seed: int, folder: Path, words: Sequence[str]) -> None:
-    """Run an experiment with some evaluations, unless it was."""
+    """Train an experiment with some evaluations, unless it was; its output goes to a log beside."""
+    if folder.exists():
+        if load_run(folder).state == "finished":
+            return
+        shutil.rmtree(folder)  # cut off: there are no checkpoints
+    print(f"{folder} ...", file=sys.stderr, flush=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
     told = [f"experiment={name}", f"seed={seed}", *words]
     every = max(compose_checked(told)["trainer"]["num_iterations"] // EVALUATIONS, 1)
-    if not train_once([*told, f"eval.every={every}"], folder):
-        raise SystemExit(f"{name} with seed {seed} failed")
+    told += [f"eval.every={every}", "checkpoint.every=0", f"output_dir={folder}"]
+    with folder.with_name(f"{folder.name}.log").open("w") as log:
+        command = [sys.executable, str(ROOT / "train.py"), *told]
+        done = subprocess.run(command, stdout=log, stderr=log, check=False)
+    if done.returncode:
+        raise SystemExit(f"{name} with seed {seed} failed, see {log.name}")
 
 
 def rows(folder: Path) -> list[dict]:
@@ -127,7 +140,7 @@ def table(runs: dict[str, list[list[dict]]], words: Sequence[str] = ()) -> str:
             f"{seconds:.0f}",
         ]
         rows.append([f"`{name}`", *cells])
-    return markdown(head, rows, rule="---:")
+    return markdown(head, rows)
 
 
 def across(ends: Sequence[dict], metric: str, *, spread: bool = False) -> str:

@@ -1,10 +1,15 @@
-"""How long a piece of work takes and how much memory it needs: what every benchmark measures."""
+"""Time and memory of a piece of work, and tables: what the benchmarks share."""
 
+import ctypes
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile
+
+MIB = 2**20
+ROOT = Path(__file__).parents[1]
 
 
 def seconds(work: Callable[[], object], repeats: int) -> float:
@@ -32,3 +37,29 @@ def peak_bytes(work: Callable[[], object]) -> int:
         live += event.nbytes()
         top = max(top, live)
     return top
+
+
+def resident(field: str = "VmRSS") -> int:
+    """Return the resident bytes of this process now, or (VmHWM) the most since `reset_peak`."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    line = next(line for line in lines if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def reset_peak() -> int:
+    """Return freed memory to the system, forget the peak; return what is resident then (Linux)."""
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident()
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Return a table whose columns after the first are aligned to the right.
+
+    >>> print(markdown(["a", "b"], [[1, 2.5]]))
+    | a | b |
+    |---|---:|
+    | 1 | 2.5 |
+    """
+    lines = [f"| {' | '.join(map(str, line))} |" for line in (head, *rows)]
+    return "\n".join([lines[0], "|---" + "|---:" * (len(head) - 1) + "|", *lines[1:]])

@@ -8,31 +8,14 @@ With a real vocabulary, 50257, it is logits that would fill the memory: the last
 """
 
 import argparse
-import ctypes
 import time
-from pathlib import Path
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from benchmarks.measure import MIB, reset_peak, resident
 from policies import GPT2RewardModel
 from trainer import PromptData, RolloutFromModel
-
-MIB = 2**20
-
-
-def resident(field: str) -> int:
-    """Return VmRSS (now) or VmHWM (the most since `reset`) in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    line = next(line for line in lines if line.startswith(field))
-    return int(line.split()[1]) * 1024
-
-
-def reset() -> int:
-    """Give freed memory back, forget the peak so far; return what is resident now."""
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    return resident("VmRSS")
 
 
 def main() -> None:
@@ -61,7 +44,7 @@ def main() -> None:
         batch_size=[args.rows],
     )
     roll.generate(batch[:2])  # what is allocated once
-    before, start = reset(), time.perf_counter()
+    before, start = reset_peak(), time.perf_counter()
     made = roll.generate(batch)
     drawn = resident("VmHWM") - before
     td = roll.create_rollout_td(batch, *made)

@@ -21,18 +21,17 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from benchmarks.measure import MIB
 from policies.load import load_policy, load_reference
 from policies.models import EMBEDDED
 from policies.sharding import held_bytes
-from trainer.memory import status_bytes
-from trainer.modes.preflight.footprint import Peak
+from trainer.modes.preflight.play import Peak
 from trainer.objectives import SFTObjective
 from trainer.optimizer import make_optimizer
-from trainer.runtime import Runtime
+from trainer.runtime import Runtime, status_bytes
 from trainer.shards import ShardedRuntime
 from trainer.update import Update
 
-MIB = 2**20
 WAYS = ("ddp", "fsdp2")
 
 

@@ -10,11 +10,9 @@ import argparse
 
 import torch
 
-from benchmarks.measure import peak_bytes, seconds
+from benchmarks.measure import MIB, peak_bytes, seconds
 from policies.load import load_policy
 from policies.models import EMBEDDED
-
-MIB = 2**20
 
 
 def main() -> None:

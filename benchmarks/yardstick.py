@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 import yaml
 
-from benchmarks.once import ROOT, limit_once
+from benchmarks.measure import ROOT
 from benchmarks.yardstick_page import (
     LIBRARIES,
     Case,
@@ -39,7 +39,8 @@ from benchmarks.yardstick_page import (
 )
 from policies.cache import write_text
 from policies.models import find_model
-from trainer.limit import FILE
+from trainer.limit import FILE, Limit, read_limit
+from trainer.reports.frontier import sample_limit
 from trainer.runs.run_files import load_run, read_lines
 
 BOTH = "kl.where=loss kl.estimator=k3_ratio kl.controller=constant optimizer.schedule=constant"
@@ -83,7 +84,10 @@ def main() -> None:
             place = folder / str(seed)
             trained(place, case, [*words, f"seed={seed}"], args.peer.absolute())
             judge(place, case, words)
-        limit_once(folder, sorted(folder.glob("*/leash/run")), case.limit)
+        if not (folder / FILE).is_file():  # one start model, so any run of leash may sample it
+            first = sorted(folder.glob("*/leash/run"))[0]
+            sample_limit(first, case.limit)
+            (first / FILE).replace(folder / FILE)
     report(args.folder, args.page)
 
 
@@ -198,14 +202,15 @@ def evaluated(folder: Path, case: Case, words: Sequence[str]) -> dict[str, Any]:
 def report(folder: Path, page: Path) -> None:
     """Draw and write what the folder has of all cases, whichever were run now."""
     runs: dict[str, list[Found]] = {}
+    limits: dict[str, Limit] = {}
     for name in CASES:
         paths = sorted(folder.glob(f"{name}/*/*/found.json"))
-        if paths and (folder / name / FILE).is_file():
+        samples = folder / name / FILE
+        if paths and samples.is_file() and (limit := read_limit(samples)):
+            limits[name] = limit
             runs[name] = [json.loads(path.read_text()) for path in paths]
     parts = [about(next(iter(runs.values())))]
-    for name, found in runs.items():
-        limit = limit_once(folder / name, [], CASES[name].limit)
-        parts.append(table(CASES[name], found, limit))
+    parts += [table(CASES[name], found, limits[name]) for name, found in runs.items()]
     page.with_suffix(".svg").write_text(grid([charts(CASES[n], runs[n]) for n in runs]))
     page.write_text(filled(page.read_text() if page.is_file() else "", "\n\n".join(parts)))
     print(f"{page}\n{page.with_suffix('.svg')}")

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.once import markdown
+from benchmarks.measure import markdown
 from trainer.limit import Limit
 from trainer.metric_names import ACCURACY, HELD_KL
 from trainer.reports.chart import CSS, Series, line_chart
@@ -156,7 +156,7 @@ def table(case: Case, runs: Sequence[Found], limit: Limit) -> str:
             for library in LIBRARIES
         ]
         rows.append([name, *cells])
-    return markdown([case.title, *LIBRARIES], rows, rule="---:")
+    return markdown([case.title, *LIBRARIES], rows)
 
 
 def charts(case: Case, runs: Sequence[Found]) -> list[str]:

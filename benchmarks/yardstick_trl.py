@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from conf.build import make_task
-from envs.earned import rewards_of
+from envs.rewards.validate import rewards_of
 from envs.tasks.task import Reply, Row, Task
 from trainer.optimizer import make_schedule
 from trainer.sources import picks

@@ -1,9 +1,12 @@
 """The parts of a run, made from the nodes of its configuration."""
 
+import difflib
+import inspect
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping
-from inspect import Parameter, signature
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +14,63 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from trainer.runs.targets import (
-    arguments_of,
-    bases_of,
-    find_target,
-    takes_any,
-    unknown_argument,
-)
-
 # Keys of env for its task.
 DATA = ("dataset", "eval_dataset", "columns", "split", "eval_split", "match")
 ENGINE = ("engine", "vllm")  # keys of policy for its generator
 Section = Mapping[str, Any]  # of a configuration
+NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def load(path: str, *, resume: str | None = None, **_: str) -> DictConfig:
+    """Return the configuration that the parent of this process has checked and saved."""
+    cfg: Any = OmegaConf.load(path)
+    return OmegaConf.merge(cfg, {"resume": resume} if resume else {})
+
+
+def find_target(target: str) -> Any:
+    """Return what a `_target_` names; a module without that name is a ValueError."""
+    module, _, name = target.rpartition(".")
+    try:
+        home = import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name and f"{module}.".startswith(f"{error.name}.") and "." not in error.name:
+            error.msg += f"; write PYTHONPATH=<its folder> in front, looked in {os.getcwd()} too"
+        raise
+    if not hasattr(home, name):
+        names = getattr(home, "__all__", [n for n in vars(home) if not n.startswith("_")])
+        close = difflib.get_close_matches(name, names, n=1)
+        raise ValueError(f"{module} has no {name}{f'; did you mean {close[0]}?' if close else ''}")
+    return getattr(home, name)
+
+
+def takes_any(thing: Any) -> bool:
+    """Return whether a class or function takes arguments by any name (**kwargs).
+
+    A task, or a part of an algorithm, hands them on to its base.
+    """
+    any_name = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(thing).parameters.values())
+    bases = bases_of(thing) if thing.__module__.startswith(("envs.tasks.", "trainer.")) else []
+    return takes_any(bases[0]) if any_name and bases else any_name
+
+
+def arguments_of(thing: Any) -> list[str]:
+    """Return the arguments that a class or function names.
+
+    Of a class that hands on others by **kwargs, also those that its bases name.
+
+    >>> sorted(arguments_of(find_target("envs.tasks.SortDigits")))
+    ['max_digits', 'min_digits', 'num_rows', 'seed']
+    """
+    open_ = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(thing).parameters.values())
+    made_by = [thing, *bases_of(thing)] if open_ else [thing]
+    parameters = [p for made in made_by for p in inspect.signature(made).parameters.values()]
+    return list(dict.fromkeys(p.name for p in parameters if p.kind in NAMED))
+
+
+def bases_of(thing: Any) -> list[type]:
+    """Return the bases of a class that have a constructor of their own, written in Python."""
+    bases = getattr(thing, "__mro__", ())[1:-1]
+    return [base for base in bases if inspect.isfunction(vars(base).get("__init__"))]
 
 
 def build(node: Section, *sections: Section, where: str = "", **parts: Any) -> Any:
@@ -47,8 +95,10 @@ def build(node: Section, *sections: Section, where: str = "", **parts: Any) -> A
         cause = error.__cause__ or error
         unknown = re.search(r"unexpected keyword argument '(\w+)'", str(cause))
         if unknown and unknown[1] in node:
-            fault = unknown_argument(f"{where}.{unknown[1]}", node["_target_"], known)
-            raise ValueError(fault) from cause
+            close = difflib.get_close_matches(unknown[1], known, n=1)
+            meant = f"; did you mean {close[0]}?" if close else ""
+            takes = f"{node['_target_']} takes {', '.join(known) or 'no arguments'}{meant}"
+            raise ValueError(f"{where}.{unknown[1]}: {takes}") from cause
         raise cause from None
 
 
@@ -60,8 +110,8 @@ def _plain(value: Any) -> Any:
 
 def keys_for(function: Callable[..., Any], *sections: Section) -> dict[str, Any]:
     """Return those keys of `sections` that a function takes by keyword only."""
-    parameters = signature(function).parameters.values()
-    names = {p.name for p in parameters if p.kind is Parameter.KEYWORD_ONLY}
+    parameters = inspect.signature(function).parameters.values()
+    names = {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
     return {name: section[name] for section in sections for name in section if name in names}
 
 
@@ -112,13 +162,6 @@ def make_generator(node: Section, policy: Any, folder: Path) -> Any:
     return vllm_beside(policy, share=folder / ".engine", **_plain(node["vllm"]))
 
 
-def make_ahead(cfg: DictConfig, policy: Any, generator: Any) -> Any:
-    """Return what samples ahead of a training run, None unless trainer.overlap asks for it."""
-    if not cfg.trainer.overlap or cfg.mode != "train" or cfg.preflight:
-        return None
-    return find_target("trainer.overlap.make_ahead")(policy, generator, ahead=cfg.trainer.overlap)
-
-
 def make_env(cfg: DictConfig, task: Any, policy: Any) -> Any:
     """Return the chats over a task, seen through the transforms of `env` in their order."""
     from envs import ChatEnv
@@ -145,11 +188,11 @@ def make_leash(cfg: DictConfig) -> Any:
     return trainer.Leash(controller, kl.estimator, kl.where, allow_biased=kl.allow_biased)
 
 
-def make_source(cfg: DictConfig, ahead: Any = None, **parts: Any) -> Any:
+def make_source(cfg: DictConfig, **parts: Any) -> Any:
     """Return where batches come from, with the verbs of algorithm.after_rollout.
 
-    What `make_ahead` has made plays them before they are asked for. Of another engine's replies the
-    correction is one of the verbs, unless it is there or is null.
+    Of another engine's replies the correction is one of the verbs, unless it is there or is null.
+    With trainer.overlap a training run plays them before they are asked for.
     """
     nodes, size = _plain(cfg.algorithm.after_rollout) or {}, cfg.trainer.prompts_per_iteration
     there = any("ImportanceSampling" in (node or {}).get("_target_", "") for node in nodes.values())
@@ -158,7 +201,11 @@ def make_source(cfg: DictConfig, ahead: Any = None, **parts: Any) -> Any:
     verbs = [build(node, cfg.trainer, **parts) for node in nodes.values() if node is not None]
     own = {"size": size, "after_rollout": verbs}
     source = build(cfg.algorithm.source, cfg.algorithm, cfg.trainer, **own, **parts)
-    return ahead.around(source, parts["runtime"], cfg.trainer) if ahead else source
+    if not cfg.trainer.overlap or cfg.mode != "train" or cfg.preflight:
+        return source
+    ahead, total = cfg.trainer.overlap, cfg.trainer.num_iterations
+    make = find_target("trainer.overlap.Overlap")
+    return make(source, parts["policy"], ahead=ahead, num_iterations=total)
 
 
 def make_reference(cfg: DictConfig, policy: Any) -> Any:
@@ -201,7 +248,7 @@ def make_observers(cfg: DictConfig, runtime: Any) -> Any:
         show_run(runtime, cfg.trainer.num_iterations),
     ]
     if "ipykernel" in sys.modules:  # a notebook, see trainer.train
-        from trainer.reports.in_notebook import CellCurves
+        from trainer.reports.live import CellCurves
 
         everyone.each.append(CellCurves(runtime.folder))
     return everyone

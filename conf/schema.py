@@ -45,6 +45,7 @@ RANGES: dict[str, Callable[[Any], bool]] = {  # numbers are finite besides
         x in ("cpu", "cuda", "xpu", "npu", "mps")
     ),
 }
+FOLDER = Path(__file__).parent
 OPEN = ("env.task", "env.rewards", "env.transforms", "policy.chat_template_kwargs")  # any keys
 
 
@@ -115,12 +116,25 @@ def keys() -> dict[str, dict[str, Key]]:
     return out
 
 
+@cache
+def all_keys() -> dict[str, str]:
+    """Return every key, and those of sections, with the first part of conf/ that declares it."""
+    out: dict[str, str] = {}
+    for key, parts in keys().items():
+        steps = key.split(".")
+        for end in range(1, len(steps) + 1):
+            out.setdefault(".".join(steps[:end]), next(iter(parts)))
+    return out
+
+
 def faults(config: dict[str, Any]) -> Iterator[str]:
     """Yield what is wrong with single values of a resolved configuration."""
     for group in (part for part in declared() if "=" not in part):
         node = config if group == "root" else config[group]
         parts = [part for part in declared() if part.partition("=")[0] == group]
         closest = min(parts, key=lambda part: len(declared()[part].keys() ^ node.keys()))
+        for name in node.keys() - declared()[closest].keys() if group != "root" else ():
+            yield f"there is no key {group}.{name}, which +{group}.{name}= adds; leave it out"
         for name, key in leaves(declared()[closest], prefix(closest)):
             value: Any = config
             for step in name.split("."):
@@ -136,15 +150,20 @@ def faults(config: dict[str, Any]) -> Iterator[str]:
 
 
 def _typed(name: str, tree: dict[str, Any], *bases: type) -> type:
-    """Return a tree as a dataclass, which Hydra takes for a schema."""
+    """Return a tree as a dataclass, which Hydra takes for a schema.
+
+    It gets a name in this module: launchers of sweeps pickle Hydra's store.
+    """
     fields: list[Any] = []
     for key, node in tree.items():
         if isinstance(node, Key):
             hint, make = TYPES[node.type][0], partial(deepcopy, node.default)
         else:
-            hint = make = _typed(key, node)
+            hint = make = _typed(f"{name}.{key}", node)
         fields.append((key, hint, field(default_factory=make)))
-    return make_dataclass(name, fields, bases=bases)
+    kind = make_dataclass(re.sub(r"\W", "_", f"keys of {name}"), fields, bases=bases)
+    kind.__module__ = __name__
+    return globals().setdefault(kind.__name__, kind)
 
 
 @cache
@@ -161,7 +180,12 @@ def register() -> None:
         node = OmegaConf.structured(kind)
         for name in (key for key in OPEN if key.startswith(f"{group}.")):
             OmegaConf.set_struct(node[name.partition(".")[2]], False)
-        store.store(group=group, name=f"{file}_schema".lstrip("_"), node=node)
-    sections = [(group, kind, field(default=MISSING)) for group, kind in groups.items()]
-    own = _typed("root", declared()["root"])
-    store.store(name="schema", node=make_dataclass("leash", sections, bases=(own,)))
+        store.store(group=group, name=f"_{file}_schema" if file else "_schema", node=node)
+    root = _typed("root", declared()["root"])
+    fields = [(group, kind, field(default=MISSING)) for group, kind in groups.items()]
+    kind = make_dataclass("keys_of_all", fields, bases=(root,))
+    kind.__module__ = __name__
+    store.store(name="_schema", node=globals().setdefault(kind.__name__, kind))
+
+
+register()  # a launcher's process imports this module alone

@@ -1,219 +1,218 @@
-"""The jobs of a sweep, in turn or side by side (conf/side_by_side.py).
+"""What leash adds to Hydra's runs and sweeps.
 
-A sweep goes on by the command of before with hydra.sweep.dir=<its folder>: jobs that are finished
-stay as they are, others go on at their last checkpoint, as by resume=, or are begun. A job that is
-not the one in its folder is refused before the first starts.
+All jobs are checked before the first starts. Those of a sweep that are finished stay as they are,
+others resume, jobs side by side share the GPUs, and sweep.html is written after each.
 """
 
-import itertools
-import math
-import re
+import json
+import os
+import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
-from conf.command_line import check_overrides, check_single, read_override, swept_by_experiment
-from conf.compose import compose_checked, compose_raw
-from conf.interpolations import bounded
-from conf.resume import load_for_resume, told_again
-from conf.start import Job, run_folder
-from trainer.reports.sweep import LiveSweep
+import psutil
+from filelock import FileLock, Timeout
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+
+from conf.compose import FAULTS, checked, explain, hide_secrets, is_aside
+from conf.modes import configure
+from conf.resume import of_job, resumed
+from policies.cache import write_text
+from trainer.reports.sweep_jobs import PLAN, load_sweep, results
+from trainer.reports.sweep_page import write_sweep
 from trainer.runs.failures import complain, say
-from trainer.runs.find import find_jobs
-from trainer.runs.folders import holds_run
-from trainer.runs.job_names import job_names
-from trainer.runs.lock import held
-from trainer.runs.run_files import read_status
-from trainer.runs.saved_configs import holds_same
+from trainer.runs.find import nothing_left
+from trainer.runs.folders import holds_run, is_main_rank, quoted
+from trainer.runs.launch import Interrupted
+from trainer.runs.lock import lock_folder
+from trainer.runs.redact import redact_word
+from trainer.runs.run_files import read_yaml
 
-OUTPUT = "output.txt"  # in the folder of a job that runs beside others: what it printed
-MOST = 1_000  # jobs; each is checked before the first starts
+MULTIRUN = ("-m", "--multirun")
+OPEN: list[tuple[Path, Any]] = []  # the sweep of this process, and the lock of its folder
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """The folder of a sweep, its words, and the words and the folder of each of its jobs.
+class Leash(Callback):
+    """Check everything before Hydra starts a job, and keep the page of a sweep up to date."""
 
-    `launcher`: the words that choose Hydra's launcher for jobs side by side; none: in turn.
+    def on_run_start(self, config: DictConfig, **_: Any) -> None:
+        """Refuse a run that cannot begin."""
+        with _refused():
+            folder = Path("." if is_aside(config) else config.hydra.run.dir)
+            read_job(_without_hydra(config), folder, config.hydra.overrides.task, in_sweep=False)
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        """Refuse a sweep with a job that cannot begin; fix what all of its jobs share."""
+        with _refused():
+            folder = Path(os.path.abspath(str(config.hydra.sweep.dir)))
+            jobs = _name_jobs(config, folder)
+            OPEN[:] = [(folder, lock_folder(folder))]
+            _write_plan(jobs, ended=False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, _stop)
+        say(f"sweep    {write_sweep(folder)}")
+
+    def on_job_end(self, config: DictConfig, **_: Any) -> None:
+        """Write the page of the sweep again."""
+        if config.hydra.mode == RunMode.MULTIRUN:
+            with suppress(OSError):  # a full disk
+                write_sweep(config.hydra.sweep.dir)
+
+
+def end_sweep() -> None:
+    """Write the page for good, if this process has begun a sweep, however that has ended."""
+    for folder, lock in OPEN:
+        _write_plan(read_yaml(folder / PLAN).get("jobs", []), ended=True)
+        hide_secrets(folder)  # of multirun.yaml
+        lock.release()
+        page = write_sweep(folder)
+        for line in [*results(load_sweep(folder)), f"sweep    {page}"]:
+            say(line)
+    OPEN.clear()
+
+
+@contextmanager
+def _refused() -> Iterator[None]:
+    """End the process on a fault: Hydra would only warn of what a callback raises."""
+    try:
+        yield
+    except (*FAULTS, ValueError, OSError) as error:
+        if is_main_rank():
+            complain(ValueError(explain(error)))
+        raise SystemExit(2) from None
+
+
+def read_job(
+    cfg: DictConfig, folder: Path, words: Sequence[str], *, in_sweep: bool
+) -> dict[str, Any]:
+    """Return the checked configuration of what a run, or a job of a sweep, is to do."""
+    if cfg.preflight or cfg.mode != "train":
+        return configure(cfg, words)
+    if cfg.resume:
+        config = resumed(cfg.resume, cfg, words)
+    elif in_sweep:
+        config = of_job(folder, checked(cfg))
+    else:
+        config = checked(cfg)
+        if is_main_rank() and holds_run(folder):
+            raise ValueError(f"{folder} already holds a run; resume it by resume={folder}")
+    done(config)  # ValueError of fewer iterations than there are
+    return config
+
+
+def done(config: Mapping[str, Any]) -> str | None:
+    """Return the line on a run that has nothing left to train, else None."""
+    if not config["resume"] or config["mode"] != "train":
+        return None
+    rule = {key: config["trainer"][key] for key in ("stop_at", "patience")}
+    return nothing_left(Path(config["resume"]), config["trainer"]["num_iterations"], **rule)
+
+
+def _name_jobs(config: DictConfig, folder: Path) -> list[str]:
+    """Check each job of a basic sweep and return their folders; each gets the same sweep.dir.
+
+    Folders are named by what is swept alone, so that a name stays short.
     """
+    loader = GlobalHydra.instance().config_loader()
+    params = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
+    parser = OverridesParser.create(config_loader=loader)
+    items = parser.parse_overrides([*params, *config.hydra.overrides.task])
+    swept = {item.key_or_group for item in items if item.is_sweep_override()}
+    fixed = {item.key_or_group for item in items} - swept if swept else set()
+    with read_write(config), open_dict(config):
+        config.hydra.overrides.hydra += [
+            f"hydra.sweep.dir={quoted(str(folder))}",
+            f"hydra.job.config.override_dirname.exclude_keys=[{','.join(sorted(fixed))}]",
+        ]
+        config.hydra.sweep.dir = str(folder)
+    if not config.hydra.sweeper._target_.endswith(".BasicSweeper"):
+        return []  # its jobs follow from what came out of others
+    names = []
+    for number, job in enumerate(BasicSweeper.split_arguments(items, None)[0]):
+        cfg = loader.load_sweep_config(config, job)
+        with read_write(cfg), open_dict(cfg):
+            cfg.hydra.job.num, cfg.hydra.job.id = number, str(number)  # as its launcher will
+        names.append(str(cfg.hydra.sweep.subdir))
+        read_job(_without_hydra(cfg), folder / names[-1], job, in_sweep=True)
+    return names
 
-    folder: Path
-    words: list[str]
-    jobs: list[list[str]]
-    folders: list[str]
-    launcher: list[str]
 
-    def job(self, number: int) -> Job:
-        """Return what is to be done of a job: all, the rest, or nothing."""
-        config, place = compose_checked(self.jobs[number]), self.folder / self.folders[number]
-        composed = compose_raw(self.jobs[number], with_hydra=True)
-        if not holds_same(place, config):
-            return Job(place, config, composed=composed)
-        if read_status(place).get("state") == "finished":
-            return Job(place, config, "finished already")
-        leave = [word for word in self.jobs[number] if word.startswith("allow_targets=")]
-        sent = {*told_again(config)}  # it has the words of this sweep, see holds_same
-        leave += [f"{key}={text}" for key, text in sorted(sent)]
-        return Job(place, load_for_resume(str(place), leave))
+def _without_hydra(config: DictConfig) -> DictConfig:
+    return OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
 
-    def ranks(self, number: int) -> int:
-        """Return the processes of a job."""
-        return compose_checked(self.jobs[number])["launch"]["num_processes"]
 
-    def batches(self) -> Iterator[list[int]]:
-        """Yield the numbers of jobs that may begin; the next ones once these have ended."""
-        yield [*range(len(self.jobs))]
+def _write_plan(jobs: Sequence[str], *, ended: bool) -> None:
+    folder = OPEN[0][0]
+    words = [w for w in sys.argv[1:] if w not in MULTIRUN and not w.startswith("hydra.sweep.dir=")]
+    plan = {"words": [redact_word(word) for word in words], "jobs": [*jobs], "ended": ended}
+    write_text(folder / PLAN, json.dumps(plan, indent=1))
 
-    def count(self) -> int:
-        """Return how many jobs there will be."""
-        return len(self.jobs)
 
-    def run(self, run: Callable[[Job], None]) -> int:
-        """Call `run` with each job, the others too if one fails; return the exit code.
+def has_ended(folder: str) -> bool:
+    """Return whether a sweep has been stopped, so that no further job of it may start."""
+    return bool(read_yaml(Path(folder) / PLAN).get("ended"))
 
-        The page of the sweep is kept up to date.
-        """
-        failed = list[str]()
-        pages = LiveSweep(
-            self.folder, self.jobs, names=self.folders, words=self.words, count=self.count
-        )
+
+def _stop(number: int, _: Any) -> None:
+    """Stop a sweep by a signal: no further job starts, and those that run save first."""
+    _write_plan(read_yaml(OPEN[0][0] / PLAN).get("jobs", []), ended=True)
+    family = psutil.Process().children(recursive=True)
+    ranks = [process for process in family if "--worker" in process.cmdline()]
+    for process in family if number == signal.SIGTERM else ():  # Ctrl-C reaches all by itself
+        if process not in ranks:  # they hear of it from who started them
+            process.send_signal(number)
+    psutil.wait_procs(ranks, timeout=60)
+    raise Interrupted(128 + number)
+
+
+@contextmanager
+def gpus_of_a_job(job: DictConfig, config: Mapping[str, Any]) -> Iterator[None]:
+    """Keep as many GPUs of this machine to a job as it has ranks; wait until they are free.
+
+    Of jobs in turn, and on the CPU, there is nothing to keep.
+    """
+    gpus = visible_gpus()
+    in_turn = job.mode != RunMode.MULTIRUN or job.launcher._target_.endswith(".BasicLauncher")
+    count = 0 if in_turn else min(config["launch"]["num_processes"], len(gpus))
+    if not count or config["policy"]["device"] == "cpu":
+        yield
+        return
+    place, before = Path(tempfile.gettempdir()) / f"leash-gpus-{os.getuid()}", os.environ.copy()
+    place.mkdir(exist_ok=True)
+    with ExitStack() as held:
+        mine: list[str] = []
+        with FileLock(place / "queue"):  # one job takes GPUs at a time: nobody waits with half
+            while len(mine) < count:
+                for gpu in [gpu for gpu in gpus if gpu not in mine][: count - len(mine)]:
+                    with suppress(Timeout):
+                        held.enter_context(FileLock(place / gpu).acquire(timeout=0.1))
+                        mine.append(gpu)
+                time.sleep(0.1)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
         try:
-            for numbers in self.batches():
-                failed += (self._together if self.launcher else self._in_turn)(numbers, run, pages)
-        except KeyboardInterrupt:  # outside of a run
-            say("stopped between two jobs")
-            return 130
+            yield
         finally:
-            pages.end()
-        for name in failed:
-            print(f"failed   {name}", file=sys.stderr)
-        return 1 if failed else 0
-
-    def _in_turn(
-        self, numbers: Sequence[int], run: Callable[[Job], None], pages: LiveSweep
-    ) -> list[str]:
-        failed = []
-        for number in numbers:
-            try:
-                job = self.job(number)
-                pages.begin(number, job.done)
-                if not job.done:
-                    run(job)
-            except (RuntimeError, ValueError, OSError) as error:
-                complain(error)
-                failed.append(self.folders[number])
-        return failed
-
-    def _together(
-        self, numbers: Sequence[int], run: Callable[[Job], None], pages: LiveSweep
-    ) -> list[str]:
-        from conf.side_by_side import run_side_by_side  # here: it needs a launcher's package
-
-        if left := pages.begin_together(numbers):
-            run_side_by_side(self, left, run, stop=pages.stop)
-        failed = [self.folders[number] for number in numbers]
-        failed = [n for n in failed if read_status(self.folder / n).get("state") != "finished"]
-        return [f"{name}: {_last_error(self.folder / name)}" for name in failed]
+            os.environ.clear()
+            os.environ.update(before)
 
 
-def _last_error(folder: Path) -> str:
-    """Return the last error among what a job printed, or where that is."""
-    path = folder / OUTPUT
-    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
-    errors = [line for line in lines if line.startswith("error: ")]
-    return errors[-1].removeprefix("error: ") if errors else f"see {path}"
+def visible_gpus(env: Mapping[str, str] = os.environ) -> list[str]:
+    """List the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them.
 
-
-def list_jobs(words: Sequence[str]) -> list[list[str]]:
-    """Return the overrides of each job of a sweep, as Hydra's basic sweeper makes them.
-
-    What the experiment itself sweeps (hydra.sweeper.params) is among them.
-
-    >>> list_jobs(["kl.coeff=0,0.1", "seed=1"])
-    [['kl.coeff=0', 'seed=1'], ['kl.coeff=0.1', 'seed=1']]
+    >>> visible_gpus({"CUDA_VISIBLE_DEVICES": "2, 3"}), visible_gpus({"CUDA_VISIBLE_DEVICES": ""})
+    (['2', '3'], [])
     """
-    check_overrides(words)
-    brought = {key: f"{key}={values}" for key, values in swept_by_experiment(words).items()}
-    choices = []
-    for word in (brought | {word.partition("=")[0]: word for word in words}).values():
-        item = read_override(word)
-        if not item.is_sweep_override():
-            choices.append([word])
-            continue
-        key = item.get_key_element()
-        if item.is_interval_sweep() or "glob(" in word:
-            values = f"{key}=a,b,c or {key}=range(0,3)"
-            told = "interval() is for a search, hydra/sweeper=optuna; glob does not work"
-            raise ValueError(f"{word}: a sweep takes values, {values}; {told}")
-        values = itertools.islice(item.sweep_string_iterator(), MOST + 1)
-        choices.append([f"{key}={value}" for value in values])
-        if not choices[-1]:
-            raise ValueError(f"{word} gives no value; a range ends before its stop: range(0,3)")
-    if (count := math.prod(map(len, choices))) > MOST:
-        few = "give fewer values, or several sweeps"
-        raise ValueError(f"expected at most {MOST:,} jobs of a sweep, got {count:,} or more; {few}")
-    return [list(job) for job in itertools.product(*choices)]
-
-
-def split_launcher(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the words on Hydra's launcher, none for jobs in turn, and the others.
-
-    >>> split_launcher(["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "seed=1,2"])
-    (['hydra/launcher=joblib', 'hydra.launcher.n_jobs=2'], ['seed=1,2'])
-    """
-    own = [word for word in words if re.match(r"\+*hydra[/.]launcher\b", word)]
-    rest = [word for word in words if word not in own]
-    for word in own:
-        if "_target_" in word or not re.match(r"hydra/launcher=|\+?hydra\.launcher\.", word):
-            raise ValueError(f"{word}: a launcher is named by hydra/launcher=, as joblib")
-    if not [word for word in own if word.startswith("hydra/launcher=")] and own:
-        raise ValueError(f"{own[0]} is for a launcher; name it too, as hydra/launcher=joblib")
-    if "hydra/launcher=basic" in own:
-        own = []
-    elif own:
-        from conf.side_by_side import compose_launcher  # here: most sweeps go in turn
-
-        compose_launcher(own, Path("multirun"))
-    return own, rest
-
-
-def read_sweep(words: list[str]) -> Sweep:
-    """Check the jobs of a sweep, and those that lie in its folder already."""
-    launcher, rest = split_launcher(words)
-    if own := [word for word in rest if re.match(r"\+*hydra[/.]sweeper\b", word)]:
-        if "hydra/sweeper=optuna" in own:
-            from conf.search import read_search  # here: it needs Optuna
-
-            return read_search(words, own, launcher)
-        if own != ["hydra/sweeper=basic"]:
-            raise ValueError(f"{own[0]}: expected hydra/sweeper=optuna and its keys, or neither")
-        rest.remove(own[0])
-    jobs = list_jobs(rest)
-    for job in jobs:
-        check_single(job)
-        if compose_checked(job)["output_dir"]:
-            raise ValueError("output_dir is one folder; a sweep takes hydra.sweep.dir=")
-    folder = run_folder(jobs[0], sweep=True)
-    sweep = Sweep(folder, words, jobs, _job_folders(jobs), launcher)
-    for other in (there := find_jobs(folder)):
-        if str(other.relative_to(folder)) not in sweep.folders:
-            raise ValueError(
-                f"{folder} holds {other.name}, which is none of these jobs; give the words of that "
-                "sweep (more values of a key may follow), or another hydra.sweep.dir"
-            )
-    if there:
-        with held(folder):  # else another process goes on with it
-            for number, name in enumerate(sweep.folders):
-                if holds_run(folder / name):
-                    sweep.job(number)
-    return sweep
-
-
-@bounded()
-def _job_folders(jobs: Sequence[Sequence[str]]) -> list[str]:
-    """Return the names of the jobs' folders, also where hydra.sweep.subdir= gives others."""
-    if not any(word.startswith("hydra.sweep.subdir=") for word in jobs[0]):
-        return job_names(jobs)
-    numbered = ([*job, f"hydra.job.num={number}"] for number, job in enumerate(jobs))
-    return [str(compose_raw(job, with_hydra=True).hydra.sweep.subdir) for job in numbered]
+    if (given := env.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [name.strip() for name in given.split(",") if name.strip() not in ("", "-1")]
+    found = Path("/proc/driver/nvidia/gpus")
+    return [str(k) for k in range(len(list(found.iterdir())))] if found.is_dir() else []

@@ -3,6 +3,7 @@
 python docs/make_configuration.py
 """
 
+import itertools
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -12,10 +13,8 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from conf.command_line import first_lines
-from conf.compose import compose_raw
-from conf.names import FOLDER
-from conf.schema import Key, declared, leaves, prefix
+from conf.compose import compose
+from conf.schema import FOLDER, Key, declared, leaves, prefix
 
 PAGE = Path(__file__).with_name("configuration.md")
 INTRO = """\
@@ -89,7 +88,17 @@ def _table(part: str, words: list[str], seen: dict[str, str]) -> list[str]:
 
 @cache
 def _composed(words: tuple[str, ...]) -> DictConfig:
-    return compose_raw(words)
+    return compose(words)
+
+
+def first_lines(group: str) -> dict[str, str]:
+    """Return what the files of a folder of conf/ say of themselves, less commands."""
+    out = {}
+    for path in sorted((FOLDER / group).glob("*.yaml")):
+        head = itertools.takewhile(lambda line: line[:1] == "#", path.read_text().splitlines())
+        about = [line[2:] for line in head if not re.match("# ( |@|python train)", line)]
+        out[path.stem] = " ".join(about).rstrip(":")
+    return out
 
 
 def _type(key: Key) -> str:

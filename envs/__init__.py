@@ -9,11 +9,11 @@ from policies.lazy import lazy
 
 if TYPE_CHECKING:
     from envs.chat_env import ChatEnv as ChatEnv
-    from envs.dataset_chat_env import DatasetChatEnv as DatasetChatEnv
+    from envs.chat_env import DatasetChatEnv as DatasetChatEnv
     from envs.env import EnvBase as EnvBase
+    from envs.env import TransformedEnv as TransformedEnv
+    from envs.env import check_env_specs as check_env_specs
     from envs.gsm8k import GSM8KEnv as GSM8KEnv
-    from envs.spec_check import check_env_specs as check_env_specs
-    from envs.transformed_env import TransformedEnv as TransformedEnv
     from envs.transforms.transform import Compose as Compose
     from envs.transforms.transform import Transform as Transform
     from policies.specs import Composite as Composite

@@ -2,25 +2,45 @@
 
 P prompts are repeated G times in a row into B = P*G chats. A task says what the rows are, what a
 reply earns and what comes next; without a task the env only keeps the conversation, and transforms
-(rewards, tools, step limits) do the rest.
+(rewards, tools, step limits) do the rest. `DatasetChatEnv` takes its prompts from a data set.
+Left out on purpose: data loading in a Ray actor, and primers (the rows say what there is).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
+from torch.utils.data import DataLoader
 
-from envs.chat_views import MODES, POLICY_KEYS, read_action, write_prompt
-from envs.earned import rewards_of
-from envs.env import EnvBase
+from envs.chat_io import (
+    MODES,
+    POLICY_KEYS,
+    chat_specs,
+    full_ids,
+    make_renderer,
+    messages_of,
+    next_ids,
+    read_action,
+    write_action,
+    write_prompt,
+)
+from envs.data import is_file, load_table
+from envs.env import EnvBase, TransformedEnv
+from envs.loader_rows import endless
+from envs.rewards.validate import rewards_of
 from envs.tasks.task import Reply, Reward, Task
+from envs.transforms.tokenizer import IncrementalTokenizer
+from envs.transforms.transform import Compose
 from policies.chats.history import History
 from policies.random import fold
+from policies.specs import Composite, NonTensor, Unbounded
 
 
 class ChatEnv(EnvBase):
@@ -82,8 +102,6 @@ class ChatEnv(EnvBase):
         self.tokenizer, self.device = tokenizer, device
         self.renderer = None
         if tokenizer is not None or template_kwargs or input_mode != "history":
-            from envs.chat_modes import make_renderer
-
             self.renderer = make_renderer(tokenizer, template_kwargs, input_mode)
         self._parts: list[str] | None = None  # names of the reward parts, from the first reply on
         self._kept: list[str] = []  # entries that go on from turn to turn, from the last reset
@@ -91,8 +109,6 @@ class ChatEnv(EnvBase):
     @classmethod
     def with_tokenizer(cls, tokenizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the env behind an `IncrementalTokenizer`, which keeps tokens.prompt up to date."""
-        from envs.transforms.tokenizer import IncrementalTokenizer
-
         template = (kwargs.get("template_kwargs") or {}).get("chat_template")
         env = cls(*args, tokenizer=tokenizer, **kwargs)
         return env.append_transform(IncrementalTokenizer(tokenizer, chat_template=template))
@@ -100,8 +116,6 @@ class ChatEnv(EnvBase):
     @classmethod
     def from_dataloader(cls, dataloader: Any, **kwargs: Any) -> Any:
         """Return a `DatasetChatEnv` over a dataloader; arguments as there."""
-        from envs.dataset_chat_env import DatasetChatEnv
-
         return DatasetChatEnv.from_dataloader(dataloader, **kwargs)
 
     def regrouped(self, group_size: int) -> ChatEnv:
@@ -119,13 +133,9 @@ class ChatEnv(EnvBase):
 
     def rand_action(self, td: TensorDictBase) -> TensorDictBase:
         """Write the reply "a string" to every chat."""
-        from envs.chat_modes import write_action
-
         return write_action(td, self.input_mode, self.renderer, self.policy_role)
 
     def _specs(self) -> dict[str, Any]:
-        from envs.chat_modes import chat_specs
-
         if self.task is not None and self._parts is None:
             self._parts = self.task.part_names()
         source = "row" if self.task is not None else self.data_key
@@ -180,8 +190,6 @@ class ChatEnv(EnvBase):
             raise RuntimeError(
                 f"reset expected 'row' or {self.data_key!r}, got {sorted(tensordict.keys())}"
             )
-        from envs.chat_modes import messages_of
-
         return [{"messages": chat} for chat in messages_of(found, self.user_role)]
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -211,8 +219,6 @@ class ChatEnv(EnvBase):
         history = History.from_chats(after) if any(more) else full
         ids = None
         if self.input_mode == "tokens":
-            from envs.chat_modes import full_ids, next_ids
-
             triples = zip(full_ids(tensordict), chats, after, strict=True)
             ids = [next_ids(self.renderer, *triple) for triple in triples]
         done = write_prompt(following, self.input_mode, self.renderer, history, ids)
@@ -248,6 +254,202 @@ class ChatEnv(EnvBase):
         for name in self._parts:
             out.set(("reward_part", name), _column([r.parts[name] for r in rewards]))
         return out
+
+
+class DatasetChatEnv(TransformedEnv):
+    """A `ChatEnv` that draws its prompts from a data set, in endless epochs.
+
+    `dataset`: a .jsonl, .json, .csv or .parquet file, a folder or a hub id (`name`: its subset;
+    `split`, default "train"; a file is one split). `shuffle` draws a new order each epoch, the same
+    for the same `seed`. `collate_fn` gets lists of `batch_size_dl` rows (dicts) and returns rows, a
+    dict of columns or a TensorDict; without one the column "text" becomes "query". `data_key` is
+    the column with the prompt: texts, lists of messages or histories. The other columns stay beside
+    the chat.
+
+    A reset gives `num_envs` chats, each prompt `repeats` times in a row. The samples of a prompt
+    never come from two resets: `num_envs` is a multiple of `repeats`, or with `group_repeats` a
+    reset gives num_envs * repeats chats. `group_id` counts the prompts drawn.
+    """
+
+    SYSTEM_PROMPT: str | None = None
+    RENAMED = ("text", "query")  # "text" is the name of a container here
+
+    def __init__(
+        self,
+        *,
+        dataset: str,
+        shuffle: bool = True,
+        name: str | None = None,
+        split: str | None = None,
+        num_envs: int = 1,
+        repeats: int | None = None,
+        batch_size_dl: int = 1,
+        seed: int | None = None,
+        group_repeats: bool = False,
+        tokenizer: Any = None,
+        device: torch.device | str | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+        apply_template: bool | None = False,
+        collate_fn: Callable[[list[dict]], Any] | None = None,
+        input_mode: str = "history",
+        data_key: str | None = None,
+        primers: Any = None,
+        system_prompt: str | None = None,
+        ray_backend: bool = False,
+        dataloader_actor_name: str | None = None,
+    ) -> None:
+        if apply_template:
+            raise ValueError(
+                "apply_template: texts and tokens are always those of the chat template; "
+                "leave it out and set input_mode='text'"
+            )
+        if ray_backend or dataloader_actor_name:
+            raise ValueError(
+                "ray_backend, dataloader_actor_name: rows are read in this process; give each "
+                "environment its own seed, or a dataloader with from_dataloader"
+            )
+        local = is_file(dataset) or Path(dataset).is_dir()
+        rows = load_table(
+            dataset if local or not name else f"{dataset}:{name}", split=split or "train"
+        )
+        self._seed = int(torch.randint(2**31, ())) if seed is None else seed
+        self._generator = torch.Generator()
+        loader = DataLoader(
+            rows.rows,  # pyright: ignore[reportArgumentType]
+            batch_size=batch_size_dl,
+            shuffle=shuffle,
+            collate_fn=collate_fn or self._collate,
+            generator=self._generator,
+        )
+        self._mount(
+            loader,
+            num_envs,
+            repeats=repeats,
+            group_repeats=group_repeats,
+            primers=primers,
+            system_prompt=system_prompt,
+            tokenizer=tokenizer,
+            device=device,
+            template_kwargs=template_kwargs,
+            input_mode=input_mode,
+            data_key=data_key,
+        )
+
+    @classmethod
+    def from_dataloader(
+        cls,
+        dataloader: Iterable[Any],
+        *,
+        repeats: int | None = None,
+        group_repeats: bool = False,
+        batch_size: int | Sequence[int] | None = None,
+        primers: Any = None,
+        system_prompt: str | None = None,
+        **chat: Any,
+    ) -> DatasetChatEnv:
+        """Return the env over any iterable of rows; `batch_size` is its num_envs, default 1.
+
+        `chat`: tokenizer, template_kwargs, input_mode, data_key and device of `ChatEnv`.
+        """
+        self = cls.__new__(cls)
+        self._generator = None
+        size = (1,) if batch_size is None else batch_size
+        size = (size,) if isinstance(size, int) else tuple(size)
+        if len(size) != 1:
+            raise ValueError(f"{cls.__name__} expected one batch dimension, got {size}")
+        self._mount(
+            dataloader,
+            size[0],
+            repeats=repeats,
+            group_repeats=group_repeats,
+            primers=primers,
+            system_prompt=system_prompt,
+            **chat,
+        )
+        return self
+
+    def _mount(
+        self,
+        loader: Iterable[Any],
+        num_envs: int,
+        *,
+        repeats: int | None,
+        group_repeats: bool,
+        primers: Any,
+        system_prompt: str | None,
+        **chat: Any,
+    ) -> None:
+        if primers is not None:
+            raise ValueError("primers: the rows say what a reset reads; leave it out")
+        times = max(1, repeats or 1)
+        size = num_envs * times if group_repeats else num_envs
+        if size % times:
+            raise ValueError(
+                f"expected num_envs to be a multiple of repeats={times}, so that the samples of a "
+                f"prompt come from one reset, got {num_envs}; or set group_repeats=True"
+            )
+        prompt = self.SYSTEM_PROMPT if system_prompt is None else system_prompt
+        env = ChatEnv(group_size=times, batch_size=(size,), system_prompt=prompt, **chat)
+        super().__init__(env, Compose())
+        self._loader, self._prompts, self._drawn = loader, size // times, 0
+        self.reset_dataloader()
+
+    def reset_dataloader(self) -> DatasetChatEnv:
+        """Start over with the first row; returns the environment."""
+        if self._generator is not None:
+            self._generator.manual_seed(self._seed)
+        self._rows = endless(self._loader)
+        return self
+
+    @property
+    def output_spec(self) -> Composite:
+        """Return the specs of what comes out; the columns of the data are observations."""
+        spec = super().output_spec
+        observed, row = spec["full_observation_spec"], self._peek()
+        for name, value in row.items():
+            if isinstance(value, Tensor):
+                observed[name] = Unbounded((*observed.shape, *value.shape), dtype=value.dtype)
+            else:
+                observed[name] = NonTensor(observed.shape, example_data=value)
+        return spec
+
+    @property
+    def input_spec(self) -> Composite:
+        """Return the specs of what is read: the action; a reset needs nothing."""
+        spec = super().input_spec
+        spec["full_state_spec"] = Composite(shape=spec["full_state_spec"].shape)
+        return spec
+
+    def _peek(self) -> dict[str, Any]:
+        """Return the next row, which stays the next one."""
+        row = next(self._rows)
+        self._rows = chain([row], self._rows)
+        return row
+
+    def _reset(self, td: TensorDictBase | None) -> TensorDictBase:
+        if td is None or (self.base_env.data_key not in td and "row" not in td):
+            td = self._next_prompts()
+        return super()._reset(td)
+
+    def _next_prompts(self) -> TensorDict:
+        """Return the next prompts [P] with their other columns."""
+        rows = [next(self._rows) for _ in range(self._prompts)]
+        td = TensorDict(batch_size=[len(rows)])
+        for name in rows[0]:
+            td.set(name, _stacked([row[name] for row in rows]))
+        td.set("group_id", torch.arange(self._drawn, self._drawn + len(rows)))
+        self._drawn += len(rows)
+        return td
+
+    def _collate(self, rows: list[dict]) -> list[dict]:
+        old, new = self.RENAMED
+        return [{new if name == old else name: v for name, v in row.items()} for row in rows]
+
+
+def _stacked(values: list[Any]) -> Any:
+    if all(isinstance(value, Tensor) for value in values):
+        return torch.stack(values)
+    return NonTensorStack(*[NonTensorData(value) for value in values])
 
 
 def _column(values: list[float]) -> Tensor:

@@ -4,12 +4,9 @@ import json
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from envs.data import READERS, Made, Table, is_file, load_table, made
+from envs.data import KINDS, LazyRows, Table, is_file, load_table
 
 COLUMNS = ("messages", "question", "answer")
 ELSEWHERE = {"question": ("prompt",), "answer": ("completion", "chosen")}  # what TRL calls them
@@ -43,7 +40,7 @@ def load_chats(
     """
     if not dataset:
         raise ValueError(
-            f"env.dataset: expected a file ({', '.join(READERS)}) or a hub id, got none; give one "
+            f"env.dataset: expected a file ({', '.join(KINDS)}) or a hub id, got none; give one "
             "with env.dataset=/path/to/it"
         )
     unknown = sorted(set(columns or {}) - set(COLUMNS))
@@ -53,81 +50,47 @@ def load_chats(
     tables = {"train": load_table(dataset, split=split)}
     if eval_dataset or (eval_split and not is_file(dataset)):
         tables["eval"] = load_table(eval_dataset or dataset, split=eval_split or split)
-    if not all(isinstance(table.rows, list) for table in tables.values()):
-        return _on_disk(tables, names, answers, seed)
     found = {name: _chats(table, names, answers) for name, table in tables.items()}
     if "eval" in found:
         return found
-    train = found["train"]
-    parts = split_off((json.dumps(row["messages"]) for row in train), seed=seed)
-    return {n: [train[i] for i in p] for n, p in zip(("train", "eval"), parts, strict=True)}
+    rows = found["train"]
+    parts = split_off((json.dumps(row["messages"]) for row in rows), seed=seed)
+    splits = [
+        [rows[i] for i in part] if isinstance(rows, list) else LazyRows(rows.__getitem__, part)
+        for part in parts
+    ]
+    return dict(zip(("train", "eval"), splits, strict=True))
 
 
-def _on_disk(
-    tables: Mapping[str, Table], names: Mapping[str, str], answers: bool, seed: int
-) -> dict[str, Sequence[dict[str, Any]]]:
-    """Return the rows of tables on disk, which are checked and split once for a content."""
-    from envs.mapped_rows import place_for, shown
-    from policies.cache import build_once
-
-    def look(folder: Path) -> None:
-        train, *_ = [_chats(table, names, answers) for table in tables.values()]
-        if "eval" not in tables:
-            prompts = (json.dumps(row["messages"]) for row in shown(train, "holding rows out"))
-            for name, part in zip(("train", "eval"), split_off(prompts, seed=seed), strict=True):
-                part.tofile(folder / name)
-
-    origins = {name: getattr(table.rows, "origin", None) for name, table in tables.items()}
-    folder = place_for("checked", origins, dict(names), answers, seed)
-    build_once(folder, look)
-    found = {name: _chats(table, names, answers, checked=True) for name, table in tables.items()}
-    if "eval" not in tables:
-        train, parts = found["train"], ("train", "eval")
-        places = {name: np.memmap(folder / name, np.int32, mode="r") for name in parts}
-        found = {name: Made(train.__getitem__, part) for name, part in places.items()}
-    for name, rows in found.items():
-        if isinstance(rows, Made):
-            rows.origin = [folder.name, name]
-    return found
-
-
-def _chats(
-    table: Table, names: Mapping[str, str], answers: bool, *, checked: bool = False
-) -> Sequence[dict[str, Any]]:
+def _chats(table: Table, names: Mapping[str, str], answers: bool) -> Sequence[dict[str, Any]]:
     """Return prompt and answer of each row of a table."""
     column = names.get("messages", "messages")
     by_question, asked = "question" in names or "answer" in names, "answer" in names
     if "messages" in names or (column in table.columns and not by_question):
         table.require("messages", column)
         remedy = f"if these are prompts alone, give env.columns.question={column} in its place"
-        return table.each(lambda index: _chat(table, index, column), remedy, checked=checked)
+        return table.each(lambda index: _chat(table, index, column), {column: remedy})
     names = {**_of_trl(table), **names}
     question = table.require(
         "question", names.get("question", "question"), BARE * (table.columns == ["text"])
     )
+    answer = None
     there = f"=<column>, of {', '.join(table.columns)}"
-    remedy = f"name a column of prompts: env.columns.question{there}"
-    prompts = table.each(
-        lambda index: table.turns(index, question, "user"), remedy, checked=checked
-    )
-    replies = None
+    remedies = {question: f"name a column of prompts: env.columns.question{there}"}
     if answers or asked:
         alone = f"; without answers: env=prompts env.columns.question={question}, with a reward"
         answer = table.require("answer", names.get("answer", "answer"), alone)
-        remedy = f"name a column of texts: env.columns.answer{there}"
-        replies = table.each(
-            lambda index: table.turns(index, answer, "assistant"), remedy, checked=checked
-        )
+        remedies.setdefault(answer, f"name a column of texts: env.columns.answer{there}")
 
-    def row(i: int) -> dict[str, Any]:
-        out = {"index": i, "messages": prompts[i], "columns": table.cells(i)}
-        out["question"] = table.rows[i][question]
-        if replies is None:
+    def read(index: int) -> dict[str, Any]:
+        out = {"index": index, "messages": table.turns(index, question, "user")}
+        out |= {"columns": table.cells(index), "question": table.rows[index][question]}
+        if answer is None:
             return out
-        *more, last = replies[i]
+        *more, last = table.turns(index, answer, "assistant")
         return out | {"messages": out["messages"] + more, "answer": last["content"]}
 
-    return made(row, table.places)
+    return table.each(read, remedies)
 
 
 def _of_trl(table: Table) -> dict[str, str]:
@@ -155,34 +118,25 @@ def _chat(table: Table, index: int, column: str) -> dict[str, Any]:
     }
 
 
-def split_off(prompts: Iterable[str], *, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def split_off(prompts: Iterable[str], *, seed: int = 0) -> tuple[list[int], list[int]]:
     """Return the indices of the train and of the eval rows, where no eval data is given.
 
     A tenth of the distinct prompts, at most 200, goes to eval; equal prompts stay together.
 
     >>> train, held_out = split_off(["a", "b", "a", "c"])
-    >>> len({"abac"[i] for i in held_out}), sorted([*train.tolist(), *held_out.tolist()])
+    >>> len({"abac"[i] for i in held_out}), sorted([*train, *held_out])
     (1, [0, 1, 2, 3])
     """
-    digests = bytearray()  # 8 bytes a prompt, no object for each
-    for prompt in prompts:
-        digests += blake2b(prompt.encode(), digest_size=8).digest()
-    hashes, count = np.frombuffer(digests, np.uint64), len(digests) // 8
-    lowest = np.frombuffer(digests, np.uint8)[::8]
-    first = np.zeros(count, bool)  # whether a row is the first with its prompt
-    for part in range(16):  # sorting takes many times the memory of the hashes
-        here = np.flatnonzero(lowest % 16 == part)
-        first[here[np.unique(hashes[here], return_index=True)[1]]] = True
-    if (distinct := int(np.count_nonzero(first))) < 2:
+    hashes = [blake2b(prompt.encode(), digest_size=8).digest() for prompt in prompts]
+    distinct = list(dict.fromkeys(hashes))
+    if len(distinct) < 2:
         raise ValueError(
-            f"expected at least 2 different prompts to split eval rows off, got {distinct}; "
+            f"expected at least 2 different prompts to split eval rows off, got {len(distinct)}; "
             "give env.eval_dataset"
         )
-    some = min(max(1, int(distinct * EVAL_SHARE)), EVAL_ROWS)
-    drawn = np.array(random.Random(seed).sample(range(distinct), some), np.int32)
-    places = np.searchsorted(np.cumsum(first, dtype=np.int32), drawn + 1)  # of the n-th first ones
-    chosen = hashes[places]
-    held_out = np.concatenate([np.isin(part, chosen) for part in np.array_split(hashes, 16)])
-    del hashes, lowest, digests, first
-    rows = np.arange(count, dtype=np.int32)
-    return rows[~held_out], rows[held_out]
+    count = min(max(1, int(len(distinct) * EVAL_SHARE)), EVAL_ROWS)
+    chosen = {distinct[i] for i in random.Random(seed).sample(range(len(distinct)), count)}
+    places = range(len(hashes))
+    return [i for i in places if hashes[i] not in chosen], [
+        i for i in places if hashes[i] in chosen
+    ]

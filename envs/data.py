@@ -1,20 +1,21 @@
 """Data sets: files and the hub, read into tables whose cells are checked when they are asked for.
 
-A data set is a path (.jsonl, .json, .csv, each also with .gz, or .parquet), a folder of such files,
-which the `datasets` package reads, or a hub id, "openai/gsm8k:main" with a subset.
-An error names row, column, what was expected and got. Chats are made of tables in chat_rows.py.
-Hub data goes to the `datasets` package's own cache in the user's home, never to the run folder.
-What is larger than `LARGE` stays on disk (mapped_rows.py): a row is made when it is asked for.
+A data set is a path (.jsonl, .json, .csv, each also with .gz, or .parquet), a folder of such files
+or a hub id, "openai/gsm8k:main" with a subset. An error names row, column, what was expected and
+got. Chats are made of tables in chat_rows.py.
+Parquet files, folders and the hub are read by `datasets`. Texts are parsed here, for Arrow would
+turn cells that look like dates or numbers into them; above `LARGE` bytes their rows go to the
+memory-mapped cache of `datasets`, and a row is made when it is asked for.
 """
 
 import csv
 import gzip
 import json
+import logging
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -25,44 +26,44 @@ HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:.*)?")  # org/name, name, either w
 HALF = re.compile("[\ud800-\udfff]")
 LARGE = 32 << 20  # bytes of a data set; smaller ones are held in memory
 EXTENSION = re.compile(r"^[^:/]*\.[^:/]*$|\.[A-Za-z]{2,}$")  # any dot in a bare word, or .txt
+KINDS = (".jsonl", ".json", ".csv", ".parquet")
 
 
 class Malformed(ValueError):
-    """A cell that is not as expected; `fault` says so without the remedy."""
+    """A cell of a column that is not as expected."""
 
-    def __init__(self, fault: str) -> None:
+    def __init__(self, fault: str, column: str) -> None:
         super().__init__(f"{fault}; correct or remove the row")
-        self.fault = fault
+        self.fault, self.column = fault, column
 
 
-class Made(Sequence[Any]):
+class LazyRows(Sequence[Any]):
     """What `make` gives for each of `items`, made when it is asked for.
 
-    `origin` says in JSON what they are made of: equal ones are the same rows, on any day.
-
-    >>> Made(str, range(3))[1:][0]
+    >>> LazyRows(str, range(3))[1:][0]
     '1'
     """
 
-    listed = True  # all of them may be looked at before a run
+    columns: Sequence[str] = ()  # of a table's rows
 
     def __init__(
-        self, make: Callable[[Any], Any], items: Sequence[Any], origin: Any = None
+        self, make: Callable[[Any], Any], items: Sequence[Any], *, listed: bool = True
     ) -> None:
-        self.make, self.items, self.origin = make, items, origin
+        self.make, self.items = make, items
+        self.listed = listed  # whether all of them may be looked at before a run
 
     def __len__(self) -> int:
         return len(self.items)
 
     def __getitem__(self, index):
         if isinstance(index, slice):
-            return Made(self.make, self.items[index])
+            return LazyRows(self.make, self.items[index], listed=self.listed)
         return self.make(self.items[index])
 
 
-def made(make: Callable[[Any], Any], items: Sequence[Any], *, origin: Any = None) -> Sequence[Any]:
+def map_rows(make: Callable[[Any], Any], items: Sequence[Any]) -> Sequence[Any]:
     """Return what `make` gives for each item: a list of a list, else made when asked for."""
-    return [make(item) for item in items] if isinstance(items, list) else Made(make, items, origin)
+    return [make(item) for item in items] if isinstance(items, list) else LazyRows(make, items)
 
 
 @dataclass(frozen=True)
@@ -72,12 +73,6 @@ class Table:
     name: str
     columns: list[str]
     rows: Sequence[dict[str, Any]]
-
-    @property
-    def places(self) -> Sequence[int]:
-        """Return the index of each row, a list where the rows are one."""
-        size = len(self.rows)
-        return list(range(size)) if isinstance(self.rows, list) else range(size)
 
     def require(self, key: str, column: str, hint: str = "") -> str:
         """Return the column that env.columns.<key> names; one line with those there are without."""
@@ -91,34 +86,29 @@ class Table:
         return column
 
     def each(
-        self, read: Callable[[int], Any], remedy: str, *, checked: bool = False
-    ) -> Sequence[Any]:
-        """Return what `read` gives for each index; `remedy` is for a table without a good row.
+        self, read: Callable[[int], dict[str, Any]], remedies: Mapping[str, str]
+    ) -> Sequence[dict[str, Any]]:
+        """Return what `read` gives for each index; all are read now, and checked by that.
 
-        Rows on disk that were `checked` before are not read now.
+        `remedies`, by column, are for a table without a good row.
         """
-        kept, good, bad, places = [], 0, None, self.places
-        if not isinstance(self.rows, list):
-            if checked:
-                return Made(read, places)
-            from envs.mapped_rows import shown
-
-            kept, places = None, shown(places, f"checking {self.name}")
-        for index in places:
+        rows, good, bad = [], 0, None
+        for index in range(len(self.rows)):
             try:
-                value = read(index)
+                row = read(index)
                 good += 1
-                if kept is not None:
-                    kept.append(value)
+                if isinstance(self.rows, list):
+                    rows.append(row)
             except Malformed as error:
                 bad = bad or error
             if bad and good:
                 raise bad
         if bad and len(self.rows) > 1:
-            raise ValueError(f"{bad.fault}, and none of the {len(self.rows)} rows fits; {remedy}")
+            fault = f"{bad.fault}, and none of the {len(self.rows)} rows fits"
+            raise ValueError(f"{fault}; {remedies[bad.column]}")
         if bad:
             raise bad
-        return Made(read, self.places) if kept is None else kept
+        return rows if isinstance(self.rows, list) else LazyRows(read, range(len(self.rows)))
 
     def cells(self, index: int) -> dict[str, Any]:
         """Return a row with all columns of the table: None where it has no cell."""
@@ -167,7 +157,8 @@ class Table:
         shown = repr(got)
         shown = shown if len(shown) <= 80 else shown[:77] + "..."
         place = f"{self.name}, row {index}, {column}"
-        return Malformed(f"{place}: expected {expected}, got {shown} ({type(got).__name__})")
+        fault = f"{place}: expected {expected}, got {shown} ({type(got).__name__})"
+        return Malformed(fault, column.partition("[")[0])
 
 
 def is_text(value: Any) -> TypeGuard[str]:
@@ -184,12 +175,12 @@ def is_file(dataset: str) -> bool:
     path = Path(dataset).expanduser()
     if path.is_dir():
         return False
-    named = _kind(path) in READERS or not HUB_ID.fullmatch(dataset)
+    named = _kind(path) in KINDS or not HUB_ID.fullmatch(dataset)
     return named or EXTENSION.search(dataset) is not None or path.is_file()
 
 
 def load_table(dataset: str, *, split: str = "train") -> Table:
-    """Return a data set; `split` counts for the hub only, a file is one split.
+    """Return a data set; `split` counts for the hub and folders, a file is one split.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "two.jsonl"
@@ -199,15 +190,10 @@ def load_table(dataset: str, *, split: str = "train") -> Table:
     """
     path = Path(dataset).expanduser()
     rows = _read_file(path) if is_file(dataset) else _read_hub(dataset, split)
-    if not rows:
+    if not len(rows):
         raise ValueError(f"{dataset}: expected at least one row, got an empty data set")
-    columns = getattr(rows, "columns", None) or names_of(rows)
+    columns = getattr(rows, "columns", None) or list(dict.fromkeys(n for row in rows for n in row))
     return Table(dataset, columns, rows)
-
-
-def names_of(rows: Iterable[dict[str, Any]]) -> list[str]:
-    """Return the columns that any row has, in the order of their first appearance."""
-    return list(dict.fromkeys(name for row in rows for name in row))
 
 
 def _read_file(path: Path) -> Sequence[dict[str, Any]]:
@@ -219,18 +205,16 @@ def _read_file(path: Path) -> Sequence[dict[str, Any]]:
             )
         raise ValueError(
             f"no data file {path} (looked in {Path.cwd()}); give the path of a "
-            f"{', '.join(READERS)} file, or a hub id"
+            f"{', '.join(KINDS)} file, or a hub id"
         )
-    if (kind := _kind(path)) not in READERS:
-        raise ValueError(f"{path}: expected a file named {', '.join(READERS)}, got {path.name}")
+    if (kind := _kind(path)) not in KINDS:
+        raise ValueError(f"{path}: expected a file named {', '.join(KINDS)}, got {path.name}")
     try:
         if kind == ".parquet":
             return _read_parquet(path)
         if path.stat().st_size <= LARGE:
-            return list(_objects(path))
-        from envs.mapped_rows import map_text  # few runs have one
-
-        return map_text(path, _objects)
+            return list(_text_rows(path))
+        return _mapped_rows(path)
     except (EOFError, zlib.error) as error:
         raise ValueError(f"{path}: expected a whole .gz file ({error}); pack it again") from None
     except OSError as error:
@@ -243,83 +227,45 @@ def _kind(path: Path) -> str:
     return packed if kind == ".gz" and packed != ".parquet" else kind
 
 
-def _open(path: Path) -> Any:
-    """Return a file opened for its bytes, unpacked where its name ends in .gz."""
-    return gzip.open(path) if path.suffix.lower() == ".gz" else open(path, "rb")
-
-
-def _objects(path: Path) -> Iterator[dict[str, Any]]:
+def _text_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a text file, each of which has to be an object."""
-    for index, row in enumerate(READERS[_kind(path)](path)):
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}, row {index}: expected an object, got {row!r:.80}")
-        yield row
+    read = {".jsonl": _json_lines, ".json": _json_list, ".csv": _csv_rows}[_kind(path)]
+    opener = gzip.open if path.suffix.lower() == ".gz" else open
+    with opener(path, "rt", encoding="utf-8-sig", newline="") as file:
+        try:
+            for index, row in enumerate(read(path, file)):
+                if not isinstance(row, dict):
+                    raise ValueError(f"{path}, row {index}: expected an object, got {row!r:.80}")
+                yield row
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: expected text in UTF-8 ({error}); save it as such") from None
 
 
-def _text_lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a file, each with its end; the mark of Excel is left out."""
-    with _open(path) as file:
-        for number, line in enumerate(file, 1):
-            try:
-                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                raise ValueError(
-                    f"{path}, line {number}: expected text in UTF-8, got the byte "
-                    f"{error.object[error.start]:#x}; save it as UTF-8"
-                ) from None
-
-
-def _read_json_lines(path: Path) -> Iterator[Any]:
-    decode = json.JSONDecoder(object_pairs_hook=_object).decode
-    for number, line in enumerate(_text_lines(path), 1):
+def _json_lines(path: Path, file: Any) -> Iterator[Any]:
+    for number, line in enumerate(file, 1):
         if line.strip():
             try:
-                yield decode(line)
-            except (ValueError, RecursionError) as error:
+                yield json.loads(line)
+            except (json.JSONDecodeError, RecursionError) as error:
                 raise ValueError(
                     f"{path}, line {number}: expected a JSON object, got {line[:60]!r} ({error})"
                 ) from None
 
 
-def _read_json(path: Path) -> list[Any]:
-    text = "".join(_text_lines(path))
+def _json_list(path: Path, file: Any) -> list[Any]:
     try:
-        rows = json.loads(text, object_pairs_hook=_object)
-    except (ValueError, RecursionError) as error:
+        rows = json.load(file)
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{path}: expected a JSON list of objects ({error})") from None
     if not isinstance(rows, list):
         raise ValueError(f"{path}: expected a JSON list of objects, got {type(rows).__name__}")
     return rows
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object; the last of two equal keys would win without a word."""
-    out = dict(pairs)
-    if len(out) < len(pairs):
-        raise ValueError(f"expected each key once, got {_twice([key for key, _ in pairs])!r} twice")
-    return out
-
-
-def _twice(names: Sequence[str]) -> str | None:
-    """Return a name that is there twice."""
-    return next((name for i, name in enumerate(names) if name in names[:i]), None)
-
-
-def _read_csv(path: Path) -> Iterator[Any]:
-    with TextIOWrapper(_open(path), encoding="utf-8-sig", newline="") as file:
-        try:
-            yield from _csv_rows(path, csv.reader(file))
-        except UnicodeDecodeError:
-            for _ in _text_lines(path):  # which says where
-                pass
-            raise
-
-
-def _csv_rows(path: Path, reader: Any) -> Iterator[Any]:
+def _csv_rows(path: Path, file: Any) -> Iterator[Any]:
+    reader = csv.reader(file)
     try:
         header = next(reader, [])
-        if (name := _twice([name for name in header if name])) is not None:
-            raise ValueError(f"{path}: expected each column once, got {name!r} twice; rename one")
         for cells in reader:
             if any(cells[len(header) :]):
                 raise ValueError(
@@ -331,44 +277,80 @@ def _csv_rows(path: Path, reader: Any) -> Iterator[Any]:
                 yield dict(zip(header, [*cells, *missing], strict=False))
     except csv.Error as error:
         raise ValueError(
-            f"{path}, line {reader.line_num}: expected comma-separated cells, got an error "
-            f"({error}); is a quote left open? Texts above 128 KiB need .jsonl"
+            f"{path}, line {reader.line_num}: expected comma-separated cells ({error}); is a quote "
+            "left open? Texts above 128 KiB need .jsonl"
         ) from None
 
 
-def _read_parquet(path: Path) -> Sequence[dict[str, Any]]:
-    from pyarrow import ArrowException, parquet  # comes with datasets
+def _mapped_rows(path: Path) -> LazyRows:
+    """Return the rows of a large text file from the memory-mapped cache of `datasets`.
 
+    A row is kept as its JSON, so that its cells stay what they are.
+    """
+    datasets, stat = _quiet_datasets(), path.stat()
+    content = {"path": path.resolve(), "size": stat.st_size, "changed": stat.st_mtime_ns}
     try:
-        if path.stat().st_size > LARGE:
-            from envs.mapped_rows import map_parquet
+        found = datasets.Dataset.from_generator(
+            _as_json,
+            datasets.Features(dict.fromkeys(("keys", "row"), datasets.Value("string"))),
+            gen_kwargs=content,
+        )
+    except datasets.exceptions.DatasetGenerationError as error:
+        raise (error.__cause__ or error) from None
+    texts: Any = found.data.column("row")
+    rows = LazyRows(lambda i: json.loads(texts[i].as_py()), range(len(found)))
+    keys = [json.loads(names) for names in found.unique("keys")]
+    rows.columns = list(dict.fromkeys(name for names in keys for name in names))
+    return rows
 
-            return map_parquet(path)
-        return parquet.read_table(path).to_pylist()
-    except (ArrowException, OSError) as error:
-        reason = str(error).split("\n")[0]
-        raise ValueError(f"{path}: expected a parquet file ({reason})") from None
+
+def _as_json(path: Path, **content: int) -> Iterator[dict[str, str]]:
+    for row in _text_rows(path):
+        yield {"keys": json.dumps(list(row)), "row": json.dumps(row)}
 
 
-READERS: dict[str, Callable[[Path], Iterable[Any]]] = {
-    ".jsonl": _read_json_lines,
-    ".json": _read_json,
-    ".csv": _read_csv,
-    ".parquet": _read_parquet,
-}
+def _read_parquet(path: Path) -> Sequence[dict[str, Any]]:
+    try:
+        return _load("parquet", split="train", data_files=str(path))
+    except ValueError as error:
+        raise ValueError(f"{path}: expected a parquet file ({error})") from None
 
 
 def _read_hub(dataset: str, split: str) -> Sequence[dict[str, Any]]:
-    from envs.hub_rows import read_hub  # few runs read one
-
     name, _, subset = dataset.partition(":")
     if local := (folder := Path(dataset).expanduser()).is_dir():
         name, subset = str(folder), ""
     try:
-        return read_hub(name, subset or None, split, large=LARGE)
+        return _load(name, split=split, name=subset or None)
     except ValueError as error:
         what = "cannot be read as a folder of data files" if local else "not found"
         raise ValueError(
             f"data set {dataset!r} (split {split!r}) {what}: {error}; give a file "
-            f"({', '.join(READERS)}) with env.dataset=/path/to/it"
+            f"({', '.join(KINDS)}) with env.dataset=/path/to/it"
         ) from None
+
+
+def _load(path: str, **arguments: Any) -> Sequence[dict[str, Any]]:
+    """Return what `datasets.load_dataset` finds: its rows, made on demand if they are many."""
+    datasets = _quiet_datasets()
+    try:
+        found = datasets.load_dataset(path, **arguments)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        reason = " ".join(str(error.__cause__ or error).split())
+        raise ValueError(reason if len(reason) <= 300 else f"{reason[:297]}...") from None
+    if found.data.nbytes <= LARGE:
+        return found.to_list()
+    rows = LazyRows(found.__getitem__, range(len(found)))
+    rows.columns = found.column_names
+    return rows
+
+
+def _quiet_datasets() -> Any:
+    """Return `datasets`, whose messages and bars are not for a run's output."""
+    import datasets  # a second, and most data sets are small texts
+    import huggingface_hub
+
+    datasets.disable_progress_bars()
+    for logger in (datasets.logging, huggingface_hub.logging):
+        logger.set_verbosity(logging.CRITICAL)
+    return datasets

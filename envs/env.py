@@ -1,22 +1,22 @@
-"""Environments over TensorDicts.
+"""Environments over TensorDicts, seen through transforms; a rollout and a check of their specs.
 
 `reset(td)` gives the first state; `step(td)` reads the action in td and writes the outcome (reward,
 done, the next state) under "next", so that `td["next"]` is what the policy reads in the next turn.
 A subclass fills `_reset` and `_step`, and `_specs` to say what they read and write.
-Left out on purpose: auto-reset (LLMCollector gives a place to the next chat).
+Left out on purpose: auto-reset (LLMCollector gives a place to the next chat; trainer collects
+whole chats).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 from weakref import ref
 
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, lazy_stack
 
-if TYPE_CHECKING:
-    from envs.transformed_env import TransformedEnv
-    from envs.transforms.transform import Transform
-    from policies.specs import Composite
+from envs.transforms.transform import Compose, Transform
+from policies.specs import Composite
 
 OUTPUTS = ("full_observation_spec", "full_reward_spec", "full_done_spec")
 INPUTS = ("full_action_spec", "full_state_spec")
@@ -44,9 +44,7 @@ class EnvBase:
         return td.update(self.full_action_spec.rand())
 
     def rollout(self, max_steps: int, policy: Any = None, **options: Any) -> TensorDictBase:
-        """Return at most `max_steps` steps of a policy, [B, T]; see `envs.rollout.rollout`."""
-        from envs.rollout import rollout
-
+        """Return at most `max_steps` steps of a policy, [B, T]; see `rollout` below."""
         return rollout(self, max_steps, policy, **options)
 
     @property
@@ -56,8 +54,6 @@ class EnvBase:
 
     def append_transform(self, transform: Transform) -> TransformedEnv:
         """Return this environment seen through one more transform."""
-        from envs.transformed_env import TransformedEnv
-
         return TransformedEnv(self, transform)
 
     def register_collector(self, collector: Any) -> None:
@@ -97,6 +93,163 @@ class EnvBase:
 
 
 def _declared(own: dict[str, Composite], names: tuple[str, ...]) -> Composite:
-    from policies.specs import Composite  # a run declares nothing
-
     return Composite({name: own.get(name, Composite()) for name in names})
+
+
+class TransformedEnv(EnvBase):
+    """Run `transform` on what `env` gives (and its inverse on what `env` is given).
+
+    Attributes that it does not have are those of `env`. Several transforms go in a `Compose`.
+    """
+
+    def __init__(self, env: EnvBase, transform: Transform) -> None:
+        transform.set_container(self)
+        self.env, self.transform = env, transform
+
+    @property
+    def base_env(self) -> EnvBase:
+        """Return the environment below all transforms."""
+        return self.env.base_env
+
+    def append_transform(self, transform: Transform) -> TransformedEnv:
+        """Add a transform after the others; returns this environment."""
+        if not isinstance(self.transform, Compose):
+            self.transform._hold(None)
+            self.transform = Compose(self.transform)
+            self.transform.set_container(self)
+        self.transform.append(transform)
+        return self
+
+    def seen_through(self, transforms: list[Transform]) -> EnvBase:
+        """Return the environment below, behind some of the transforms of this one."""
+        env = self.env
+        for transform in transforms:
+            env = TransformedEnv(env, transform.unmounted())
+        return env
+
+    def regrouped(self, group_size: int) -> TransformedEnv:
+        """Return the same environment and transforms, with so many samples of each prompt."""
+        env = self.env.regrouped(group_size)  # type: ignore[attr-defined]
+        for other in self.transform if isinstance(self.transform, Compose) else [self.transform]:
+            env = env.append_transform(other.unmounted())
+        return env
+
+    def rand_action(self, td: TensorDictBase) -> TensorDictBase:
+        """Write some action of the environment below into td, and return td."""
+        return self.env.rand_action(td)
+
+    @property
+    def output_spec(self) -> Composite:
+        """Return the specs of what comes out, by their names."""
+        return self.transform.transform_output_spec(self.env.output_spec.clone())
+
+    @property
+    def input_spec(self) -> Composite:
+        """Return the specs of what is read, by their names."""
+        return self.transform.transform_input_spec(self.env.input_spec.clone())
+
+    def __getattr__(self, name: str) -> Any:
+        # Only public names: copy and pickle look for dunders before `env` is there.
+        if name.startswith("_") or name in ("env", "transform"):
+            raise AttributeError(f"{type(self).__name__} has no {name!r}")
+        return getattr(self.env, name)
+
+    def _reset(self, td: TensorDictBase | None) -> TensorDictBase:
+        return self.transform._reset(td, self.env.reset(td))
+
+    def _step(self, td: TensorDictBase) -> TensorDictBase:
+        out = self.env.step(self.transform.inv(td))
+        return self.transform._step(td, out.get("next"))
+
+
+def rollout(
+    env: EnvBase,
+    max_steps: int,
+    policy: Callable[[TensorDictBase], TensorDictBase] | None = None,
+    *,
+    tensordict: TensorDictBase | None = None,
+    auto_reset: bool = True,
+    break_when_any_done: bool = True,
+) -> TensorDictBase:
+    """Reset, then act and step until an episode of the batch is done; a lazy stack [B, T].
+
+    Without a policy the environment's `rand_action` acts. `tensordict` is what reset is given; with
+    auto_reset=False it is the first state. break_when_any_done=False is a ValueError.
+    """
+    if max_steps < 1 or not break_when_any_done:
+        raise ValueError(
+            f"expected max_steps >= 1 and break_when_any_done=True, got {max_steps} and "
+            f"{break_when_any_done}; LLMCollector goes on with the next chats"
+        )
+    td = env.reset(tensordict) if auto_reset else tensordict
+    if td is None:
+        raise ValueError("expected the first state as tensordict with auto_reset=False, got None")
+    state, steps = list(td.keys()), []
+    while True:
+        td = env.step(env.rand_action(td) if policy is None else policy(td))
+        steps.append(list(td.unbind(0)))
+        following = td.get("next")
+        if len(steps) == max_steps or following.get("done").any():
+            return lazy_stack([lazy_stack(list(turns)) for turns in zip(*steps, strict=True)])
+        before, td = td, td.empty()
+        for key in state:
+            td.set(key, following.get(key) if key in following else before.get(key))
+
+
+def check_env_specs(
+    env: EnvBase,
+    policy: Callable[[TensorDictBase], TensorDictBase] | None = None,
+    *,
+    data: TensorDictBase | None = None,
+) -> None:
+    """Reset and step once; a ValueError names the first key that its spec does not describe.
+
+    `policy` acts, without one `env.rand_action`; `data` is what reset is given, by default an
+    example of `full_state_spec` (None if that is empty).
+    """
+    out = env.output_spec
+    state = env.full_state_spec
+    if data is None and len(state):
+        data = state.zero()
+    td = env.reset(data)
+    observed = out["full_observation_spec"]
+    # What transforms add (log-probs, rewards) may come with the first step.
+    base = env.base_env.full_observation_spec
+    first = [key for key in observed if key in base or key in td]
+    known = Composite(shape=observed.shape).update(state)
+    for name in out:
+        known.update(out[name])
+    given = [] if data is None else list(data.keys())  # stays beside the chat
+    first_spec = Composite({key: observed[key] for key in first}, shape=observed.shape)
+    _compare("reset", td, first_spec, known, given)
+    td = env.rand_action(td) if policy is None else policy(td)
+    td = env.step(td)
+    written = Composite(shape=observed.shape)
+    for name in out:
+        written.update(out[name].clone())
+    _compare("step", td.get("next"), written, known, given)
+
+
+def _compare(
+    where: str, td: TensorDictBase, spec: Composite, known: Composite, given: list
+) -> None:
+    if text := spec.explain(td):
+        raise ValueError(f"{where} does not fit the specs of the environment: {text}")
+    if extra := _undeclared(td.exclude(*given), known):
+        raise ValueError(
+            f"{where} gives {'.'.join(extra)}, which no spec describes; declare it in the "
+            "transform's transform_*_spec or the environment's _specs"
+        )
+
+
+def _undeclared(td: TensorDictBase, spec: Composite) -> tuple[str, ...]:
+    """Return the path of the first entry that has no spec; fields of containers are theirs."""
+    for key in sorted(map(str, td.keys())):
+        inner = spec.get(key)
+        if inner is None:
+            return (key,)
+        value = td.get(key, None)
+        nested = isinstance(inner, Composite) and isinstance(value, TensorDictBase)
+        if nested and (rest := _undeclared(value, inner)):
+            return (key, *rest)
+    return ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from envs.dataset_chat_env import DatasetChatEnv
+from envs.chat_env import DatasetChatEnv
 from envs.rewards.parsers import GSM8KRewardParser
 from envs.transforms.step_counter import StepCounter
 

@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from policies.chats.containers import Masks as Masks
     from policies.chats.containers import Text as Text
     from policies.chats.containers import Tokens as Tokens
-    from policies.chats.conversions import (
+    from policies.chats.containers import (
         _extract_responses_from_full_histories as _extract_responses_from_full_histories,
     )
     from policies.chats.history import History as History
-    from policies.chats.known_templates import add_chat_template as add_chat_template
-    from policies.chats.known_templates import remove_chat_template as remove_chat_template
-    from policies.distributions.masked_categorical import MaskedCategorical as MaskedCategorical
-    from policies.distributions.masked_categorical import (
+    from policies.chats.templates import add_chat_template as add_chat_template
+    from policies.chats.templates import remove_chat_template as remove_chat_template
+    from policies.distributions.masked import MaskedCategorical as MaskedCategorical
+    from policies.distributions.masked import (
         MaskedOneHotCategorical as MaskedOneHotCategorical,
     )
-    from policies.distributions.masked_categorical import OneHotCategorical as OneHotCategorical
-    from policies.distributions.masked_categorical import (
+    from policies.distributions.masked import OneHotCategorical as OneHotCategorical
+    from policies.distributions.masked import (
         ReparamGradientStrategy as ReparamGradientStrategy,
     )
     from policies.distributions.sequences import LLMMaskedCategorical as LLMMaskedCategorical
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from policies.load import load_policy as load_policy
     from policies.load import load_reference as load_reference
     from policies.reward_model import GPT2RewardModel as GPT2RewardModel
-    from policies.reward_scorer import load_reward_model as load_reward_model
+    from policies.reward_model import load_reward_model as load_reward_model
+    from policies.scorer import Critic as Critic
     from policies.scorer import Scorer as Scorer
     from policies.scorer import Scores as Scores
-    from policies.value_head import Critic as Critic
-    from policies.value_head import ValueNetwork as ValueNetwork
+    from policies.scorer import ValueNetwork as ValueNetwork
     from policies.wrappers.transformers_wrapper import TransformersWrapper as TransformersWrapper
     from policies.wrappers.vllm_wrapper import vLLMWrapper as vLLMWrapper
     from policies.wrappers.wrapper import LLMWrapperBase as LLMWrapperBase

@@ -2,7 +2,7 @@
 
 A folder is built under a temporary name, listed in a manifest (size and sha256 of every file),
 flushed to disk and renamed, under a lock: an interrupted build leaves nothing that counts, and of
-two processes one builds while the other waits. Torch-free: the parent process imports it.
+two processes one builds while the other waits. Torch-free.
 
 Left out on purpose: eviction. A folder's name says what it was made from; old ones may be deleted.
 """
@@ -12,11 +12,11 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 MANIFEST = "MANIFEST.json"
 SMALL = 1 << 20  # bytes; files up to this size are hashed even in a cheap check
@@ -27,15 +27,14 @@ def cache_dir() -> Path:
 
     It is $LEASH_CACHE, else $XDG_CACHE_HOME/leash, else ~/.cache/leash.
     """
-    given, home = os.environ.get("LEASH_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    return Path(given or f"{home or '~/.cache'}/leash").expanduser().absolute()
+    folder, home = os.environ.get("LEASH_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    return Path(folder or f"{home or '~/.cache'}/leash").expanduser().absolute()
 
 
 def write_text(path: Path, text: str) -> None:
     """Replace a file in one piece: whoever reads sees the old text or the new one."""
     if path.is_dir():
-        told = "expected a file there, got a folder; move it away"
-        raise IsADirectoryError(errno.EISDIR, told, str(path))
+        raise IsADirectoryError(errno.EISDIR, "expected a file, got a folder", str(path))
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -69,8 +68,7 @@ def build_once(
     """Make `folder` by `build(empty folder)` unless a sound one is there; return its manifest.
 
     What `build` returns is kept in the manifest under "about". A damaged folder is built anew.
-    The check compares sizes and times, and hashes what is small or was touched since; `full`
-    hashes everything. Safe for several processes at once, also on a shared disk with flock.
+    The check compares sizes and hashes small files; `full` hashes everything.
 
     >>> import tempfile
     >>> place = Path(tempfile.mkdtemp()) / "words"
@@ -85,22 +83,26 @@ def build_once(
         return manifest
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        os.close(os.open(folder.with_name(f".{folder.name}.lock"), os.O_WRONLY | os.O_CREAT, 0o666))
+        lock = FileLock(folder.with_name(f".{folder.name}.lock"), mode=0o666)
+        lock.acquire()
     except OSError as error:
         raise ValueError(
             f"cannot write to the cache {folder.parent} ({error.strerror}); give a folder with "
             "LEASH_CACHE=/path/to/it"
         ) from error
-    with _lock(folder.with_name(f".{folder.name}.lock")):
+    work = folder.with_name(f".{folder.name}.tmp")
+    try:
         manifest = read_manifest(folder, full=full)  # another process may have built it meanwhile
         if manifest is None:
-            _remove_leftovers(folder)
-            work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.tmp-", dir=folder.parent))
-            try:
-                manifest = write_manifest(work, build(work) or {})
-                _replace(work, folder)
-            finally:
-                shutil.rmtree(work, ignore_errors=True)
+            for stale in (work, folder):
+                shutil.rmtree(stale, ignore_errors=True)
+            work.mkdir()
+            manifest = write_manifest(work, build(work) or {})
+            work.rename(folder)
+            flush(folder.parent)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+        lock.release()
     return manifest
 
 
@@ -135,26 +137,13 @@ def _files(folder: Path) -> set[str]:
 
 
 def _is_sound(path: Path, entry: dict[str, Any], *, full: bool) -> bool:
-    stat = path.stat()
-    if stat.st_size != entry["bytes"]:
-        return False
-    if full or stat.st_size <= SMALL or stat.st_mtime_ns != entry["mtime_ns"]:
-        return sha256_file(path) == entry["sha256"]
-    return True
+    size = path.stat().st_size
+    hashed = full or size <= SMALL
+    return size == entry["bytes"] and (not hashed or sha256_file(path) == entry["sha256"])
 
 
 def share(place: Path) -> None:
-    """Give a file, or those of a folder, the mode of the umask: safetensors writes private ones.
-
-    >>> import tempfile
-    >>> path = Path(tempfile.mkdtemp()) / "a"
-    >>> path.touch()
-    >>> usual = path.stat().st_mode
-    >>> path.chmod(0o600)
-    >>> share(path.parent)
-    >>> path.stat().st_mode == usual
-    True
-    """
+    """Give a file, or those of a folder, the mode of the umask: safetensors writes private ones."""
     mask = os.umask(0o077)  # there is no other way to read it
     os.umask(mask)
     for path in (place, *place.rglob("*")):
@@ -167,12 +156,8 @@ def write_manifest(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
     share(folder)
     files = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        stat = path.stat()
-        files[path.relative_to(folder).as_posix()] = {
-            "bytes": stat.st_size,
-            "mtime_ns": stat.st_mtime_ns,
-            "sha256": sha256_file(path),
-        }
+        name = path.relative_to(folder).as_posix()
+        files[name] = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
         flush(path)
     manifest = {"about": about, "files": files}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
@@ -182,25 +167,6 @@ def write_manifest(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
     return manifest
 
 
-def _replace(work: Path, folder: Path) -> None:
-    """Put the finished folder in place; a damaged one is moved aside first."""
-    work.chmod(0o755)  # mkdtemp makes it private; a cache on a shared disk is read by others
-    if folder.exists():
-        folder.rename(
-            Path(tempfile.mkdtemp(prefix=f".{folder.name}.trash-", dir=folder.parent)) / "old"
-        )
-    work.rename(folder)
-    flush(folder.parent)
-    _remove_leftovers(folder)
-
-
-def _remove_leftovers(folder: Path) -> None:
-    """Delete what interrupted builds left. The caller holds the lock, so nobody is using it."""
-    for kind in ("tmp", "trash"):
-        for path in folder.parent.glob(f".{folder.name}.{kind}-*"):
-            shutil.rmtree(path, ignore_errors=True)
-
-
 def flush(path: Path) -> None:
     """Flush a file or folder to disk."""
     handle = os.open(path, os.O_RDONLY)
@@ -208,13 +174,3 @@ def flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock; the kernel releases it when the process dies, however it dies."""
-    import fcntl
-
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

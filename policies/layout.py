@@ -5,7 +5,7 @@ token comes out. Nothing outside the scorer sees it.
 
 `shared` puts a group into one row, [prompt, reply 1, ..., reply G]: position ids restart after the
 prompt for each reply and a [R, 1, L, L] mask lets a reply see the prompt and itself. It is exact
-(the same sums in another order) and saves (G-1) prompts a group. packed_layout.py puts whole
+(the same sums in another order) and saves (G-1) prompts a group. `packed` puts whole
 sequences after each other in the same way, without anything to share.
 """
 
@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policies.packing import groups
 from policies.padding import pad, positions, unpad
 
 # Families whose forward takes position ids and an explicit 4-D mask; checked in the tests.
 SHARES_PROMPTS = frozenset({"llama", "qwen2", "qwen3", "gpt2", "gemma"})
+PACKED = 2048  # tokens of a packed row; its mask takes the square of that in bytes
 
 
 def takes_masks(config: Any) -> bool:
@@ -128,3 +128,84 @@ def tree_mask(segment: Tensor) -> Tensor:
     diagonal = torch.eye(size, dtype=torch.bool, device=segment.device)
     # Padding sees itself: a row that sees nothing would be NaN under softmax.
     return ((seen & causal & (key >= 0)) | diagonal)[:, None]
+
+
+def packed(tokens: Tensor, attention: Tensor, keep: Tensor) -> Layout:
+    """Lay out sequences after each other, in rows of PACKED tokens or the longest sequence."""
+    rows, device = unpad(tokens, attention), tokens.device
+    bins = _bins([len(row) for row in rows], PACKED)
+    start = torch.zeros(len(rows), 2, dtype=torch.int64)  # row of the layout, first column
+    segments, places = [], []
+    for r, members in enumerate(bins):
+        sizes = [len(rows[i]) for i in members]
+        start[members, 0] = r
+        start[members, 1] = torch.tensor([0, *sizes[:-1]]).cumsum(0)
+        segments.append(torch.repeat_interleave(torch.tensor(sizes)).to(device) + 1)
+        places.append(torch.cat([torch.arange(n, device=device) for n in sizes]))
+    input_ids = pad([torch.cat([rows[i] for i in members]) for members in bins])  # [R, L]
+    tree, base = start.to(device).unbind(-1)
+    column = base[:, None] + positions(attention) - 1  # [B, T] the state before predicts a token
+    source = (tree[:, None] * input_ids.shape[1] + column)[keep]
+    mask = tree_mask(pad(segments, -1))
+    return Layout(input_ids, pad(places), mask, source, tokens[keep])
+
+
+def _bins(sizes: list[int], limit: int) -> list[list[int]]:
+    """Return rows that fit `limit` tokens together, the longest first; one alone always fits.
+
+    >>> _bins([3, 9, 2, 1], 5)
+    [[1], [0, 2], [3]]
+    """
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        at = next((b for b, free in enumerate(room) if free >= sizes[i]), None)
+        if at is None:
+            bins.append([i])
+            room.append(limit - sizes[i])
+        else:
+            bins[at].append(i)
+            room[at] -= sizes[i]
+    return bins
+
+
+def groups(group_id: Tensor) -> list[list[int]]:
+    """Return the rows of each id, in the order in which the ids first appear.
+
+    >>> groups(torch.tensor([4, 4, 0, 4]))
+    [[0, 1, 3], [2]]
+    """
+    found: dict[int, list[int]] = {}
+    for row, group in enumerate(group_id.tolist()):
+        found.setdefault(group, []).append(row)
+    return list(found.values())
+
+
+def pack_rows(
+    attention: Tensor, limit: int, *, group_id: Tensor | None = None, padded: bool = True
+) -> list[list[int]]:
+    """Return rows whose size stays within `limit` tokens; attention [B, T].
+
+    The size is that of the longest row for each, or with `padded=False` the sum of the rows'.
+    Groups stay whole unless one alone exceeds the limit; a single row always fits.
+    """
+    sizes = attention.sum(-1).tolist()
+
+    def size(rows: list[int]) -> int:
+        each = [sizes[i] for i in rows]
+        return max(each) * len(each) if padded else sum(each)
+
+    parts: list[list[int]] = []
+    for group in [[i] for i in range(len(sizes))] if group_id is None else groups(group_id):
+        if parts and size(parts[-1] + group) <= limit:
+            parts[-1] += group
+        else:
+            parts.append(list(group))
+    fitting = ([p] if size(p) <= limit else _fit(p, sizes, limit) for p in parts)
+    return [piece for pieces in fitting for piece in pieces]
+
+
+def _fit(rows: list[int], sizes: list[int], limit: int) -> list[list[int]]:
+    """Split a group that alone exceeds the limit."""
+    each = max(limit // max(sizes[i] for i in rows), 1)
+    return [rows[i : i + each] for i in range(0, len(rows), each)]

@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
+from policies import lora as adapters
 from policies.chats.templates import find_template, require_template, with_variables
-from policies.models import find_model, has_adapter, load_model, load_tokenizer
+from policies.models import FoundModel, find_model, has_adapter, load_model, load_tokenizer
 from policies.scorer import Scorer
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 
@@ -51,9 +52,7 @@ def load_policy(
         chat_template = with_variables(template, chat_template_kwargs)
     network = load_model(found, dtype=dtype, device=device)
     if lora and lora.get("r") != 0:
-        from policies.lora import add_adapter
-
-        add_adapter(network, **lora)
+        adapters.add_adapter(network, **lora)
     if gradient_checkpointing:
         _checkpoint_layers(network)
     scorer = Scorer(network, autocast=getattr(torch, autocast) if autocast else None)
@@ -96,13 +95,9 @@ def load_reference(
     """
     found = getattr(policy, "found", None)
     if name is not None:
-        from policies.other_model import load_scorer
-
         found = find_model(name, source=getattr(policy, "source", "auto"))
-        scorer = load_scorer(found, policy)
+        scorer = _load_scorer(found, policy)
     elif has_adapter(policy.model):
-        from policies import lora as adapters
-
         bare = adapters.is_zero(policy.model) and not moves
         adapter = None if bare else adapters.freeze_copy(policy.model)
         scorer = adapters.AdapterScorer(policy.scorer, adapter)
@@ -154,3 +149,29 @@ def check_head(scorer: Scorer) -> None:
             "applied to its last hidden state, got other values; policies/scorer.py needs to "
             "learn this family's head"
         )
+
+
+def _load_scorer(found: FoundModel, policy: TransformersWrapper) -> Scorer:
+    """Return a frozen scorer on a model of the policy's vocabulary, dtype and device."""
+    like = next(policy.model.parameters())
+    network = load_model(found, dtype=str(like.dtype).split(".")[-1], device=like.device)
+    _check_vocabulary(found, network.get_input_embeddings().num_embeddings, policy)
+    scorer = Scorer(network.requires_grad_(False), autocast=policy.scorer.autocast)
+    check_head(scorer)
+    return scorer
+
+
+def _check_vocabulary(found: FoundModel, rows: int, policy: TransformersWrapper) -> None:
+    """Refuse a model in which an id is another token than in the policy, or has no embedding.
+
+    Ids that only one of the tokenizers names are rows that pad an embedding: those may differ.
+    """
+    mine, theirs = policy.tokenizer.get_vocab(), load_tokenizer(found).get_vocab()
+    named = {i: token for token, i in theirs.items()}
+    for token, i in mine.items():
+        if i >= rows or named.get(i, token) != token or theirs.get(token, i) != i:
+            raise ValueError(
+                f"expected kl.reference to have the policy's vocabulary, got {found.folder}: "
+                f"{token!r} has id {i} in the policy and {theirs.get(token)} in it, of {rows} "
+                "embeddings; use a reference of the same family"
+            )

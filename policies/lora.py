@@ -17,12 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from policies.cache import share
 from policies.layout import Layout
+from policies.models import quiet
 from policies.optional_packages import EXTRAS
-from policies.quiet import quiet
 from policies.scorer import Scorer
-from policies.weights import ModelWeights
 
 TRAINED = "default"  # peft's name of an adapter that has none
 WEIGHTS = "adapter_model.safetensors"
@@ -202,44 +200,3 @@ def load_adapter(model: nn.Module, folder: Path, *, base: str = "") -> None:
             raise ValueError(f"{folder} does not fit the model: {differ[:3]} is in one of them")
         for name, weight in mine.items():
             weight.copy_(file.get_tensor(names[name]))
-
-
-class AdapterWeights(ModelWeights):
-    """The weights of an adapter; the model under it never changes."""
-
-    def __init__(self, model: Any, adapter: str | None = TRAINED) -> None:
-        super().__init__(model)
-        self.adapter = adapter
-
-    def named(self) -> dict[str, nn.Parameter]:
-        """Return the weights of the adapter, by name."""
-        return trained_weights(self.model, self.adapter)
-
-    def merged(self) -> dict[str, Tensor]:
-        """Return the state dict of the model with the adapter in its weights."""
-        return merged_weights(self.model)
-
-    def plain(self) -> Any:
-        """Return a model with the adapter in its weights."""
-        with torch.device("meta"):  # no second copy of what is only written
-            plain = type(self.model)(self.model.config)
-        plain.load_state_dict(self.merged(), assign=True)
-        plain.tie_weights()
-        plain.generation_config = self.model.generation_config
-        return plain
-
-    def export(self, folder: Path, tokenizer: Any, *, base: str = "") -> None:
-        """Write the merged model, and the adapter apart: beside it, it would be put on twice."""
-        super().export(folder, tokenizer)
-        save_adapter(self.model, folder / "adapter", base=base)
-        share(folder)
-
-    def save(self, folder: Path, tokenizer: Any, *, base: str = "") -> None:
-        """Write the adapter into the folder of a checkpoint."""
-        save_adapter(self.model, folder / "adapter", base=base)
-
-    def load(self, folder: Path, *, base: str = "") -> None:
-        """Read the adapter of a checkpoint or of a finished run."""
-        places = [folder / "adapter", folder / "model" / "adapter"]
-        place = next((place for place in places if place.is_dir()), places[0])
-        load_adapter(self.model, place, base=base)

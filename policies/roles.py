@@ -5,17 +5,15 @@ the loop asks of the two.
 """
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from policies.models import FoundModel
 from policies.scorer import Scorer
-
-if TYPE_CHECKING:
-    from policies.models import FoundModel
-    from policies.wrappers.generate_kwargs import GenerateKwargs
+from policies.wrappers.generate_kwargs import GenerateKwargs
 
 
 class Generator(Protocol):
@@ -29,16 +27,14 @@ class Generator(Protocol):
     temperature: float
     max_new_tokens: int
     generate_kwargs: dict[str, Any]
-    limits: "GenerateKwargs"
+    limits: GenerateKwargs
     generate: bool
     input_mode: str
     num_samples: int | None
     inplace: bool | str
     pad_output: bool
     return_log_probs: bool
-    keeps_support: bool
     text_key: str | tuple[str, ...] | None
-    prefer_tokens: bool | str
     tokenizer: Any
     renderer: Any
     stop_ids: frozenset[int]
@@ -71,7 +67,7 @@ class Policy(Generator, Protocol):
     """
 
     scorer: Scorer
-    found: "FoundModel"
+    found: FoundModel
     system_prompt: str | None
 
     @property

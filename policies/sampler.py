@@ -1,23 +1,76 @@
 """Sampling: prompts in, exact ids and their log-probabilities out.
 
 The log-prob of a token comes from the very logits it was drawn from, at the sampling temperature
-and after the filters (see policies/filters.py).
+and after the filters (see Filters).
 Draws are by inverse CDF on counter-based uniforms, so a row's reply does not depend on the batch.
 A prompt that several adjacent rows share is run once; rows that have ended leave the batch.
-Left out on purpose: beams, and what only transformers' processors do (see
-policies/wrappers/generation_config.py).
+Left out on purpose: beams, and what only transformers' processors do (wrappers/generate_kwargs.py).
 """
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from policies.filters import NO_FILTERS, Filters
 from policies.padding import pad, positions
 from policies.random import inverse_cdf, uniforms
+
+
+@dataclass(frozen=True)
+class Filters:
+    """Which filters to use; the defaults change nothing."""
+
+    top_k: int = 0  # the k likeliest tokens; 0 = all
+    top_p: float = 1.0  # the likeliest tokens that hold this probability together
+    min_p: float = 0.0  # tokens at least this probable, relative to the likeliest
+    min_new_tokens: int = 0  # no token that ends the reply before
+    repetition_penalty: float = 1.0  # logits of tokens seen in prompt or reply, divided by it
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for values out of range."""
+        most = {"top_p": 1, "min_p": 1}
+        for name, value in vars(self).items():
+            if not 0 <= value <= most.get(name, value):
+                wanted = "between 0 and 1" if name in most else ">= 0"
+                raise ValueError(f"expected {name} {wanted}, got {value}")
+        if self.repetition_penalty == 0:
+            raise ValueError("expected repetition_penalty > 0, got 0")
+
+    def process(self, logits: Tensor, *, seen: Tensor | None, step: int, ends: Tensor) -> Tensor:
+        """Return logits with the penalty on `seen` tokens and, early on, without the `ends`."""
+        if seen is not None:
+            weaker = torch.where(
+                logits > 0, logits / self.repetition_penalty, logits * self.repetition_penalty
+            )
+            logits = torch.where(seen, weaker, logits)
+        if step < self.min_new_tokens:
+            logits = logits.index_fill(-1, ends, -torch.inf)
+        return logits
+
+    def cut(self, logits: Tensor) -> Tensor:
+        """Return tempered logits [..., V] with -inf at what top-k, top-p and min-p leave out.
+
+        >>> Filters(top_p=0.7).cut(torch.tensor([[2.0, 1.0, 0.0]])).tolist()
+        [[2.0, 1.0, -inf]]
+        """
+        if 0 < self.top_k < logits.shape[-1]:
+            least = logits.topk(self.top_k).values[..., -1:]
+            logits = logits.masked_fill(logits < least, -torch.inf)
+        if self.top_p < 1:
+            ranked, order = logits.sort(descending=True)
+            probs = ranked.softmax(-1)
+            over = probs.cumsum(-1) - probs >= self.top_p  # enough is kept without this one
+            over[..., 0] = False
+            logits = logits.masked_fill(over.scatter(-1, order, over), -torch.inf)
+        if self.min_p > 0:
+            probs = logits.softmax(-1)
+            least = self.min_p * probs.amax(-1, keepdim=True)
+            logits = logits.masked_fill(probs < least, -torch.inf)
+        return logits
+
+
+NO_FILTERS = Filters()
 
 
 @dataclass(frozen=True)
@@ -28,7 +81,6 @@ class Sampled:
     log_probs: Tensor  # [B, n] float32; the first entry is a real log-prob
     lengths: Tensor  # [B] int64
     complete: Tensor  # [B] bool, ended by itself
-    support: Any = None  # a policies.support.Support, where a filter is on
 
     @property
     def mask(self) -> Tensor:
@@ -43,12 +95,10 @@ class Sampled:
         return last & torch.isin(self.ids, self.ids.new_tensor(sorted(stop_ids)))
 
     @classmethod
-    def of_rows(
-        cls, ids: Sequence[Tensor], log_probs: Sequence[Tensor], complete: Tensor, support=None
-    ) -> "Sampled":
+    def of_rows(cls, ids: Sequence[Tensor], log_probs: Sequence[Tensor], complete: Tensor):
         """Return the replies of B rows of ids [n] and log-probs [n]."""
         lengths = torch.tensor([len(row) for row in ids], device=ids[0].device)
-        return cls(pad(ids), pad(log_probs), lengths, complete, support)
+        return cls(pad(ids), pad(log_probs), lengths, complete)
 
 
 @dataclass(frozen=True)
@@ -96,13 +146,10 @@ def sample(
     complete = torch.zeros(size, dtype=torch.bool, device=device)
     alive = torch.arange(size, device=device)  # rows still running
     state = _Prefilled(model, prompts, attention)
-    penalty, width = filters.repetition_penalty, state.logits.shape[-1]
-    seen = None if penalty == 1 else _seen(prompts, attention, width)
-    record = None
-    if filters.cuts and temperature > 0:
-        from policies.support import Recorder
-
-        record = Recorder(streams, max_new_tokens)
+    seen = None
+    if filters.repetition_penalty != 1:  # which tokens are in each row so far, [B, V]
+        seen = torch.zeros(size, state.logits.shape[-1], dtype=torch.bool, device=device)
+        seen[attention.nonzero()[:, 0], prompts[attention]] = True
     for step in range(max_new_tokens):
         said = None if seen is None else seen[alive]
         logits = filters.process(state.logits, seen=said, step=step, ends=stop_ids)  # [n, V]
@@ -117,8 +164,6 @@ def sample(
         picked = scaled.gather(-1, drawn[:, None]).squeeze(-1) - scaled.logsumexp(-1)  # [n]
         replies[alive, step], log_probs[alive, step] = drawn, picked
         lengths[alive] = step + 1
-        if record is not None:
-            record.add(alive, step, scaled)
         ended = stop(replies[alive, : step + 1], stop_ids)
         complete[alive] = ended
         going = (~ended).nonzero().squeeze(-1)  # the one wait for the device of a token
@@ -127,8 +172,7 @@ def sample(
             break
         state.advance(drawn, going)
     longest = int(lengths.max())
-    support = None if record is None else record.support(longest)
-    return Sampled(replies[:, :longest], log_probs[:, :longest], lengths, complete, support)
+    return Sampled(replies[:, :longest], log_probs[:, :longest], lengths, complete)
 
 
 class _Prefilled:
@@ -168,13 +212,6 @@ class _Prefilled:
         )
         self.position = self.position + 1
         self.logits = out.logits[:, -1].float()
-
-
-def _seen(prompts: Tensor, attention: Tensor, size: int) -> Tensor:
-    """Return which of `size` tokens are in each prompt, [B, V]."""
-    seen = torch.zeros(len(prompts), size, dtype=torch.bool, device=prompts.device)
-    seen[attention.nonzero()[:, 0], prompts[attention]] = True
-    return seen
 
 
 def _first_of_each(prompts: Tensor, attention: Tensor) -> Tensor:

@@ -7,31 +7,67 @@ Its forward makes a TokenDistribution of the kept tokens, whose logits never exi
 Letters: B rows, T tokens, K kept tokens, V vocabulary, H hidden.
 """
 
+import copy
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from policies import layout
-from policies.packing import pack_rows
 from policies.padding import predicted
-from policies.placement import HERE, Placement
 from policies.token_distribution import Head, Scores, TokenDistribution, placed
 
-if TYPE_CHECKING:
-    from policies.support import Support
-    from policies.value_head import Critic
+
+class Placement:
+    """Every rank holds every weight."""
+
+    about = ""  # what a run says of it when it starts
+    held = True  # whether the weights are whole now
+    device: torch.device | None = None  # of forwards, where it is not that of the weights
+
+    def copy(self, module: nn.Module, kept: dict[int, Any] | None = None) -> nn.Module:
+        """Return a copy of a module with weights of its own, but for those `kept` by their id."""
+        return copy.deepcopy(module, kept or {})
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Hold whole weights inside, for forwards that this rank takes on its own."""
+        return nullcontext()
+
+    def plain(self, *, here: bool = True, keep: bool = False) -> AbstractContextManager[None]:
+        """Have plain weights inside, on all ranks together: to save `here`, or load and `keep`."""
+        return nullcontext()
+
+    def forwards(self, count: int) -> AbstractContextManager[int]:
+        """Return how many forwards are to be taken inside by a rank that needs `count`."""
+        return nullcontext(count)
+
+    def scatter(self, tensor: Tensor, like: Tensor) -> Tensor:
+        """Return what this rank holds of a whole tensor that belongs to a weight."""
+        return tensor.to(like.device)
+
+    def master(self, name: str, weight: Tensor) -> dict[str, Tensor]:
+        """Return {"master": ...} of a weight that is saved rounder than it is trained."""
+        return {}
+
+
+HERE = Placement()
+
+
+def placement_of(part: Any) -> Placement:
+    """Return where the weights of a policy are; an engine has its own, all of them."""
+    return getattr(getattr(part, "scorer", None), "placement", HERE)
 
 
 class Scorer(nn.Module):
     """Score sequences with a causal language model.
 
     `share_prompts` lets a forward hold the prompt of a group once (see policies/layout.py);
-    `autocast` is the dtype of the matrix products, None for that of the weights. A `critic`
-    (policies/value_head.py) that is set gives values from the same forward.
+    `autocast` is the dtype of the matrix products, None for that of the weights. A `critic` gives
+    values from the same forward.
     """
 
     placement: Placement = HERE
@@ -61,7 +97,6 @@ class Scorer(nn.Module):
         learn_entropy: bool = False,
         reference: "Scorer | None" = None,
         pack: bool = False,
-        support: "Support | None" = None,
     ) -> Scores:
         """Return log p(token t | tokens < t) at temperature-scaled logits.
 
@@ -69,13 +104,13 @@ class Scorer(nn.Module):
         (default: every attended token), temperature a number or [B], group_id [B] marks rows of
         one prompt. The first attended token has no prediction and reads 0. `entropy` has a gradient
         with `learn_entropy` only. With `reference`, also the exact KL to it. `pack` lays the rows
-        out after each other, without padding. With a `support` all is over the tokens in it.
+        out after each other, without padding.
         """
         keep = predicted(attention_mask, keep)
         if not keep.any():
             return self._nothing(tokens, entropy, reference is not None)
         lay = self._lay(tokens, attention_mask, keep, group_id, pack)
-        mine, theirs = self._dist(lay, keep, temperature, support), None
+        mine, theirs = self._dist(lay, keep, temperature), None
         value = self.critic(lay, mine.states) if self.critic is not None else None  # [K]
         if reference is not None:
             with torch.no_grad():
@@ -94,16 +129,14 @@ class Scorer(nn.Module):
         temperature: Tensor | float = 1.0,
         group_id: Tensor | None = None,
         pack: bool = False,
-        support: "Support | None" = None,
     ) -> TokenDistribution:
         """Return the distribution that `forward` scores by, with the same arguments."""
         keep = predicted(attention_mask, keep)
         lay = self._lay(tokens, attention_mask, keep, group_id, pack)
-        return self._dist(lay, keep, temperature, support)
+        return self._dist(lay, keep, temperature)
 
-    def _dist(self, lay: layout.Layout, keep: Tensor, temperature, support=None):
-        how = {"temperature": temperature, "support": support}
-        return TokenDistribution(self.head(), self.hidden(lay), keep, **how)
+    def _dist(self, lay: layout.Layout, keep: Tensor, temperature: Tensor | float):
+        return TokenDistribution(self.head(), self.hidden(lay), keep, temperature=temperature)
 
     def values(self, tokens: Tensor, attention: Tensor, keep: Tensor, *, group_id=None) -> Tensor:
         """Return the values alone, [B, T], as `forward` does: without logits."""
@@ -161,9 +194,7 @@ class Scorer(nn.Module):
         if not pack:
             return layout.choose(tokens, attention, keep, group_id if self.share_prompts else None)
         self.check_packing()
-        from policies.packed_layout import packed
-
-        return packed(tokens, attention, keep)
+        return layout.packed(tokens, attention, keep)
 
     def check_packing(self) -> None:
         """Raise where packed sequences could not be kept apart."""
@@ -201,7 +232,6 @@ def score_in_parts(
     limit: int | None,
     group_id: Tensor | None = None,
     temperature: Tensor | float | None = None,
-    support: "Support | None" = None,
     **options: Any,
 ) -> Tensor:
     """Return the log-probs [B, T] of forwards of at most `limit` padded tokens; None = one.
@@ -210,19 +240,92 @@ def score_in_parts(
     """
     parts = [list(range(len(tokens)))]
     if limit is not None:
-        parts = pack_rows(attention, limit, group_id=group_id)
-    given: tuple[Any, ...] = (tokens, attention, keep, group_id, temperature, support)
+        parts = layout.pack_rows(attention, limit, group_id=group_id)
+    given: tuple[Any, ...] = (tokens, attention, keep, group_id, temperature)
     done = []
     placement: Placement = getattr(getattr(score, "__self__", score), "placement", HERE)
     with placement.forwards(len(parts)) as count:
         for rows in parts + [[]] * (count - len(parts)):
             index = torch.tensor(rows, dtype=torch.int64, device=tokens.device)
-            ids, mask, kept, group, scale, left = (
+            ids, mask, kept, group, scale = (
                 x[index] if getattr(x, "ndim", 0) else x for x in given
             )
             options |= {} if scale is None else {"temperature": scale}
-            options |= {} if left is None else {"support": left}
             part = score(ids, mask, kept, group_id=group, **options)
             done.append(part if isinstance(part, Tensor) else part.log_probs)
     order = torch.tensor([row for rows in parts for row in rows], device=tokens.device)
     return torch.cat(done)[order.argsort()]
+
+
+class Critic(nn.Module):
+    """A linear layer on hidden states; it starts at 0.
+
+    kind="head": on those of the policy, in the same forward; `detach` keeps its gradient out of
+    them. kind="separate": on those of a copy of the policy's body, which is trained too.
+    `lr_scale` multiplies its learning rate; for the first `warmup` iterations it trains alone.
+    """
+
+    def __init__(
+        self,
+        scorer: Scorer,
+        *,
+        kind: Literal["head", "separate"] = "head",
+        detach: bool = False,
+        lr_scale: float = 1.0,
+        warmup: int = 0,
+    ) -> None:
+        super().__init__()
+        if kind not in ("head", "separate"):
+            raise ValueError(f"expected a critic of kind head or separate, got {kind!r}")
+        if kind == "separate" and detach:
+            raise ValueError("a separate critic has a body to train: expected detach=False")
+        body: Any = scorer.model.base_model
+        self.body = None
+        if kind == "separate":
+            # Weights that LoRA has frozen are not trained here either: no second copy of them.
+            frozen = {id(p): p for p in body.parameters() if not p.requires_grad}
+            self.body = Scorer(scorer.placement.copy(body, frozen), autocast=scorer.autocast)
+        self.detach, self.lr_scale, self.warmup = detach, lr_scale, warmup
+        weight = next(body.parameters())
+        dtype = weight.dtype if weight.dtype.itemsize >= 4 else torch.float32
+        width = scorer.model.config.get_text_config().hidden_size
+        self.head = nn.Linear(width, 1, device=weight.device, dtype=dtype)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, lay: layout.Layout, states: Tensor | None) -> Tensor:
+        """Return the values [K] of the kept tokens; states [K, H] are the policy's."""
+        if self.body is not None:
+            states = self.body.hidden(lay)
+        assert states is not None
+        states = states.detach() if self.detach else states
+        return self.head(states.to(self.head.weight.dtype)).squeeze(-1).float()
+
+
+class ValueNetwork(nn.Module):
+    """Write "state_value" [B, T], what a policy's critic expects before each token.
+
+    `critic`: arguments of `Critic`, for a policy that has none yet. It reads tokens.full and
+    masks.all_attention_mask, and of the tokens those in "loss_mask" (default: every one).
+
+    >>> from tensordict import TensorDict
+    >>> from policies.load import load_policy
+    >>> td = TensorDict({("tokens", "full"): torch.tensor([[5, 6, 7]])}, [1])
+    >>> td["masks", "all_attention_mask"] = torch.ones(1, 3, dtype=torch.bool)
+    >>> ValueNetwork(load_policy("tiny"), kind="separate")(td)["state_value"].tolist()
+    [[0.0, 0.0, 0.0]]
+    """
+
+    def __init__(self, policy: Any, **critic: Any) -> None:
+        super().__init__()
+        self.scorer: Scorer = policy.scorer
+        if self.scorer.critic is None:
+            self.scorer.critic = Critic(self.scorer, **critic)
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Return the tensordict with its values."""
+        attention = tensordict.get(("masks", "all_attention_mask"))
+        keep = tensordict.get("loss_mask", attention)
+        ids, group = tensordict.get(("tokens", "full")), tensordict.get("group_id", None)
+        value = self.scorer.values(ids, attention, keep, group_id=group)
+        return tensordict.set("state_value", value)

@@ -29,8 +29,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from policies.padding import predicted
-from policies.placement import Placement
-from policies.scorer import Scorer
+from policies.scorer import Placement, Scorer
 
 FORWARDS = ("values", "logits", "dist", "within")  # methods that use weights, beside `forward`
 
@@ -151,7 +150,7 @@ class ShardedScorer(Scorer):
         empty = not predicted(attention_mask, keep).any()
         rows: tuple[Any, ...] = (tokens, attention_mask, keep)
         if empty:
-            how |= {"temperature": 1.0, "group_id": None, "support": None}
+            how |= {"temperature": 1.0, "group_id": None}
             rows = _dummy(tokens.device)
         call = partial(super().forward, *rows, **how)
         reference = how.get("reference")

@@ -30,11 +30,10 @@ NestedKey = str | tuple[str, ...]
 
 
 class Spec:
-    """Describe one entry: its shape with the batch dimensions, and its device."""
+    """Describe one entry: its shape with the batch dimensions."""
 
-    def __init__(self, shape: Any = (), *, device: Any = None) -> None:
+    def __init__(self, shape: Any = ()) -> None:
         self.shape = torch.Size([shape] if isinstance(shape, int) else shape)
-        self.device = None if device is None else torch.device(device)
 
     def zero(self, shape: Any = ()) -> Any:
         """Return an example of zeros; `shape` goes in front."""
@@ -55,12 +54,6 @@ class Spec:
     def clone(self) -> Spec:
         """Return a copy that shares nothing that can be changed."""
         return copy(self)
-
-    def to(self, device: Any) -> Spec:
-        """Return a copy on another device."""
-        done = self.clone()
-        done.device = None if device is None else torch.device(device)
-        return done
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and self.__dict__ == other.__dict__
@@ -85,20 +78,20 @@ class Unbounded(Spec):
     'expected shape [2, -1], got [3, 5]'
     """
 
-    def __init__(self, shape: Any = (), *, device: Any = None, dtype: Any = torch.float32) -> None:
-        super().__init__(shape, device=device)
+    def __init__(self, shape: Any = (), *, dtype: Any = torch.float32) -> None:
+        super().__init__(shape)
         self.dtype = dtype
 
     def zero(self, shape: Any = ()) -> Tensor:
         """Return zeros."""
-        return torch.zeros(self._size(shape), dtype=self.dtype, device=self.device)
+        return torch.zeros(self._size(shape), dtype=self.dtype)
 
     def rand(self, shape: Any = ()) -> Tensor:
         """Return normal draws, for integers and bools fair coins."""
         size = self._size(shape)
         if self.dtype.is_floating_point:
-            return torch.randn(size, dtype=self.dtype, device=self.device)
-        return torch.randint(2, size, device=self.device).to(self.dtype)
+            return torch.randn(size, dtype=self.dtype)
+        return torch.randint(2, size).to(self.dtype)
 
     def explain(self, value: Any) -> str:
         """Return what does not fit: a type, a dtype or a shape; ragged values may be a list."""
@@ -122,8 +115,8 @@ class NonTensor(Spec):
     ['a text', 'a text']
     """
 
-    def __init__(self, shape: Any = (), *, device: Any = None, example_data: Any = None) -> None:
-        super().__init__(shape, device=device)
+    def __init__(self, shape: Any = (), *, example_data: Any = None) -> None:
+        super().__init__(shape)
         self.example_data = example_data
 
     def zero(self, shape: Any = ()) -> Any:
@@ -160,12 +153,11 @@ class Composite(Spec):
         specs: Mapping[str, Any] | None = None,
         *,
         shape: Any = (),
-        device: Any = None,
         data_cls: type | None = None,
         step_mdp_static: bool = False,
         optional: bool = False,
     ) -> None:
-        super().__init__(shape, device=device)
+        super().__init__(shape)
         self.data_cls, self.step_mdp_static, self.optional = data_cls, step_mdp_static, optional
         self._specs: dict[str, Spec] = {}
         for key, spec in (specs or {}).items():
@@ -174,7 +166,7 @@ class Composite(Spec):
     def __setitem__(self, key: NestedKey, spec: Any) -> None:
         name, *path = _path(key)
         if path:
-            self._specs.setdefault(name, Composite(shape=self.shape, device=self.device))
+            self._specs.setdefault(name, Composite(shape=self.shape))
             self._specs[name][tuple(path)] = spec  # type: ignore[index]
         else:
             self._specs[name] = self._fitted(spec)
@@ -210,11 +202,10 @@ class Composite(Spec):
 
     def get(self, key: NestedKey, default: Any = None) -> Any:
         """Return the spec at a key, or the default."""
-        name, *path = _path(key)
-        found = self._specs.get(name)
-        if not path or found is None:
-            return default if found is None else found
-        return found.get(tuple(path), default) if isinstance(found, Composite) else default
+        try:
+            return self[key]
+        except (KeyError, TypeError):  # no entry, or no Composite on the way
+            return default
 
     def keys(self, include_nested: bool = False, leaves_only: bool = False) -> list[NestedKey]:
         """Return the keys, those of nested specs as tuples."""
@@ -248,12 +239,6 @@ class Composite(Spec):
         done._specs = {key: spec.clone() for key, spec in self._specs.items()}
         return done
 
-    def to(self, device: Any) -> Composite:
-        """Return a copy on another device, entries included."""
-        done = super().to(device)
-        done._specs = {key: spec.to(device) for key, spec in self._specs.items()}
-        return done
-
     def zero(self, shape: Any = ()) -> Any:
         """Return a TensorDict, or an instance of `data_cls`, of zeros."""
         return self._example("zero", shape)
@@ -264,7 +249,7 @@ class Composite(Spec):
 
     def _example(self, how: str, shape: Any) -> Any:
         values = {key: getattr(spec, how)(shape) for key, spec in self._specs.items()}
-        td = TensorDict(values, batch_size=self._size(shape), device=self.device)
+        td = TensorDict(values, batch_size=self._size(shape))
         return td if self.data_cls is None else self.data_cls.from_tensordict(td)  # type: ignore[attr-defined]
 
     def explain(self, value: Any) -> str:

@@ -50,9 +50,8 @@ class TokenDistribution:
     """Give each kept token a categorical distribution over the vocabulary.
 
     states [K, H] predict the kept tokens, row by row; `head` makes logits of them; mask [B, T] bool
-    says where they stand; temperature a number or [B] divides the logits; a `support`
-    (policies/support.py) leaves of the vocabulary what each could have been. What comes out is
-    [B, T] and 0 outside the mask, as from LLMMaskedCategorical under the same mask.
+    says where they stand; temperature a number or [B] divides the logits. What comes out is [B, T]
+    and 0 outside the mask, as from LLMMaskedCategorical under the same mask.
 
     >>> head = Head(torch.eye(2), None, None)
     >>> dist = TokenDistribution(head, torch.zeros(1, 2), torch.tensor([[False, True]]))
@@ -67,11 +66,9 @@ class TokenDistribution:
         mask: Tensor,
         *,
         temperature: Tensor | float = 1.0,
-        support: Any = None,
     ) -> None:
         self.head, self.states, self.mask = head, states, mask
         self.scale = _per_kept(temperature, mask)
-        self.cut = None if support is None else support.at(mask)
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Return the log-probs [B, T] of tokens [B, T]."""
@@ -98,14 +95,13 @@ class TokenDistribution:
         both = [self] if reference is None else [self, reference]
         states, heads = [d.states for d in both], [d.head for d in both]
         score: Callable[..., Any] = partial(_score, heads, entropy=entropy, learn=learn)
-        target, scale, cut = value[self.mask], self.scale, self.cut
+        target, scale = value[self.mask], self.scale
         step = max(SLICE // len(self.head.weight), 1)
         slices = [slice(i, i + step) for i in range(0, max(len(target), 1), step)]
         if len(slices) > 1 and torch.is_grad_enabled():
             # One slice's logits at a time in the backward too, for one more product with the head.
             score = partial(checkpoint, score, use_reentrant=False, preserve_rng_state=False)
-        told = ((target[at], scale[at], cut and cut[at]) for at in slices)
-        parts = [score([x[at] for x in states], *t) for at, t in zip(slices, told, strict=True)]
+        parts = [score([x[at] for x in states], target[at], scale[at]) for at in slices]
         columns = [torch.cat(c) if c[0] is not None else None for c in zip(*parts, strict=True)]
         return Scores(*(None if c is None else placed(c, self.mask) for c in columns))
 
@@ -127,17 +123,14 @@ def named_mask(batch: TensorDictBase, name: str) -> Tensor:
     return sampled & (turn == turn[:, -1:])
 
 
-def _score(
-    heads: list[Head], states: list[Tensor], target, scale, cut=None, *, entropy=False, learn=False
-):
+def _score(heads: list[Head], states: list[Tensor], target, scale, *, entropy=False, learn=False):
     """Return (log-prob, entropy or None, full KL or None), each [k], of target [k]; scale [k, 1].
 
     `heads` and `states` [k, H] are those of the policy and, for the KL, of the reference.
     """
 
     def table(i: int) -> Tensor:
-        logits = heads[i](states[i]) / scale  # [k, V]
-        return (logits if cut is None else cut(logits)).log_softmax(-1)
+        return (heads[i](states[i]) / scale).log_softmax(-1)  # [k, V]
 
     mine = table(0)
     log_prob = mine.gather(-1, target[:, None]).squeeze(-1)

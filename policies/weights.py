@@ -3,15 +3,16 @@
 Everything that saves, loads, copies or hands over weights asks `weights_of` and knows no more.
 """
 
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from policies import lora
 from policies.cache import share
-from policies.models import has_adapter
-from policies.quiet import quiet
+from policies.models import has_adapter, quiet
 from policies.scorer import Scorer
 
 
@@ -46,13 +47,74 @@ class ModelWeights:
 
     def load(self, folder: Path, *, base: str = "") -> None:
         """Read what `save` or `export` wrote; another model's is a ValueError."""
-        import_module("policies.saved_weights").load_weights(self.model, folder)
+        _load_weights(self.model, folder)
+
+
+class AdapterWeights(ModelWeights):
+    """The weights of an adapter; the model under it never changes."""
+
+    def __init__(self, model: Any, adapter: str | None = lora.TRAINED) -> None:
+        super().__init__(model)
+        self.adapter = adapter
+
+    def named(self) -> dict[str, nn.Parameter]:
+        """Return the weights of the adapter, by name."""
+        return lora.trained_weights(self.model, self.adapter)
+
+    def merged(self) -> dict[str, Tensor]:
+        """Return the state dict of the model with the adapter in its weights."""
+        return lora.merged_weights(self.model)
+
+    def plain(self) -> Any:
+        """Return a model with the adapter in its weights."""
+        with torch.device("meta"):  # no second copy of what is only written
+            plain = type(self.model)(self.model.config)
+        plain.load_state_dict(self.merged(), assign=True)
+        plain.tie_weights()
+        plain.generation_config = self.model.generation_config
+        return plain
+
+    def export(self, folder: Path, tokenizer: Any, *, base: str = "") -> None:
+        """Write the merged model, and the adapter apart: beside it, it would be put on twice."""
+        super().export(folder, tokenizer)
+        lora.save_adapter(self.model, folder / "adapter", base=base)
+        share(folder)
+
+    def save(self, folder: Path, tokenizer: Any, *, base: str = "") -> None:
+        """Write the adapter into the folder of a checkpoint."""
+        lora.save_adapter(self.model, folder / "adapter", base=base)
+
+    def load(self, folder: Path, *, base: str = "") -> None:
+        """Read the adapter of a checkpoint or of a finished run."""
+        places = [folder / "adapter", folder / "model" / "adapter"]
+        place = next((place for place in places if place.is_dir()), places[0])
+        lora.load_adapter(self.model, place, base=base)
 
 
 def weights_of(scorer: Scorer) -> ModelWeights:
     """Return the weights of a scorer's model: those of its adapter, if there is one."""
     if not has_adapter(scorer.model):
         return ModelWeights(scorer.model)
-    from policies.lora import TRAINED, AdapterWeights
+    return AdapterWeights(scorer.model, getattr(scorer, "adapter", lora.TRAINED))
 
-    return AdapterWeights(scorer.model, getattr(scorer, "adapter", TRAINED))
+
+@torch.no_grad()
+def _load_weights(model: Any, folder: Path) -> None:
+    """Read what `save` or `export` wrote; another model's is a ValueError."""
+    found: dict[str, Tensor] = {}
+    for path in sorted((folder / "model").glob("*.safetensors")):
+        found |= load_file(path)
+    mine = model.state_dict()
+    missing = [name for name in mine if name not in found]
+    unexpected = [name for name in found if name not in mine]
+    unexpected += [n for n in found if n in mine and found[n].shape != mine[n].shape]
+    ties = model.config.tie_word_embeddings
+    tied = getattr(model, "_tied_weights_keys", None) if ties else ()
+    missing = [name for name in missing if name not in (tied or ())]
+    if missing or unexpected:
+        raise ValueError(
+            f"{folder} does not fit the model: missing {missing[:3]}, unexpected "
+            f"{unexpected[:3]}; resume with the run's own config"
+        )
+    for name, weight in found.items():  # load_state_dict would tell shards of it
+        mine[name].copy_(weight)

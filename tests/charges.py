@@ -7,7 +7,7 @@ from invariance import ALGORITHMS, step
 from steps import Record, make_update
 
 from conf.build import build
-from policies.value_head import Critic
+from policies.scorer import Critic
 from trainer.kl import Leash
 
 COEFF = 0.3

@@ -4,7 +4,7 @@ from contracts import Words, make_policy
 
 from envs.chat_env import ChatEnv
 from envs.tasks.task import Reply, Reward
-from trainer.dynamic_sampling import DynamicRollouts
+from trainer.sources import DynamicRollouts
 
 
 class Many(Words):

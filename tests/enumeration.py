@@ -8,13 +8,33 @@ from contracts import leash
 from steps import Record, make_update
 from tensordict import TensorDict
 from torch import Tensor
-from transformers import Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from benchmarks.coefficients import V, six_tokens
 from policies.scorer import Scorer
 from trainer import GRPOObjective, ImportanceSampling
 
-PROMPT = 2
+V, PROMPT = 6, 2
+
+
+def six_tokens(width: int, seed: int) -> Qwen2ForCausalLM:
+    """Return a model of one layer over six tokens, its weights so large that tokens differ."""
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=V,
+        hidden_size=width,
+        intermediate_size=width,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=8,
+        tie_word_embeddings=False,
+    )
+    model = Qwen2ForCausalLM(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim > 1:
+                p.copy_(torch.randn(p.shape))
+    return model
 
 
 def small(seed: int) -> Qwen2ForCausalLM:

@@ -21,18 +21,16 @@ from safetensors.torch import save_file
 from envs.chat_env import ChatEnv
 from envs.tasks import Preferences
 from envs.transforms import RetrieveKL
+from policies.layout import pack_rows
 from policies.load import load_policy, load_reference
-from policies.packing import pack_rows
-from policies.reward_scorer import load_reward_model
-from policies.scorer import Scorer
-from policies.value_head import Critic
+from policies.reward_model import load_reward_model
+from policies.scorer import Critic, Scorer
 from trainer.advantage import GroupAdvantage
-from trainer.agreement import check_agreement, checksums
 from trainer.gae import GAEAdvantage
 from trainer.objectives import GRPOObjective, PPOObjective, SFTObjective
 from trainer.optimizer import make_optimizer
 from trainer.reward_modelling import PreferenceObjective, PreferencePairs
-from trainer.runtime import Runtime
+from trainer.runtime import Runtime, check_agreement, checksums
 from trainer.sources import Rollouts
 from trainer.update import Update
 

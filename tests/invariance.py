@@ -19,15 +19,14 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from conf.build import build, make_leash
-from conf.compose import compose_checked
-from conf.start import set_up
+from conf.compose import compose_checked, set_up
 from envs.chat_env import ChatEnv
 from envs.transforms import RetrieveKL
+from policies.layout import groups
 from policies.load import load_policy, load_reference
-from policies.packing import groups
 from policies.padding import pad, pad_mask
-from policies.reward_scorer import load_reward_model
-from policies.value_head import Critic
+from policies.reward_model import load_reward_model
+from policies.scorer import Critic
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer import shards
 from trainer.runtime import Runtime
@@ -43,8 +42,7 @@ WORDS = {name: (f"experiment={name}_tiny",) for name in ALGORITHMS} | {
 MORE = {
     "grpo, KL in the reward": ("grpo", "kl.where=reward", "kl.estimator=k1"),
     "ppo, head": ("ppo", "algorithm.critic.kind=head"),
-    "grpo, top-p": ("grpo", "kl.estimator=full", "policy.top_p=0.9", "policy.top_k=60"),
-    "ppo, min-p": ("ppo", "kl.where=reward", "kl.estimator=k1", "policy.min_p=0.05"),
+    "grpo, full KL": ("grpo", "kl.estimator=full"),
     "sft, packed": ("sft", "algorithm.packing=true"),
 }
 CASES = {name: (name,) for name in ALGORITHMS} | MORE
@@ -55,7 +53,6 @@ DENSE = (  # [B, T]
     ("ref_log_probs", "full"),
     ("masks", "all_response_mask"),
     ("masks", "all_assistant_mask"),
-    ("support", "sizes"),
     "loss_mask",
     "kl_penalty",
     "reward_raw",
@@ -94,8 +91,7 @@ def step(name: str) -> Step:
     learns = () if silent else ("kl.coeff=0.1", f"algorithm.group_size={G}")
     cfg = OmegaConf.create(compose_checked([*WORDS[algorithm], *SMALL, *learns, *words]))
     make = load_reward_model if algorithm == "reward" else load_policy
-    filters = {k: cfg.policy[k] for k in ("top_k", "top_p", "min_p")} if not silent else {}
-    policy = make("tiny", max_new_tokens=6, **filters)
+    policy = make("tiny", max_new_tokens=6)
     policy.scorer.double()
     randomise(policy)
     reference = scaled(load_reference(policy), 0.9)

@@ -5,7 +5,7 @@ from tensordict import TensorClass, TensorDict, lazy_stack
 from torch import Tensor, nn
 
 from envs.env import EnvBase
-from envs.transforms.values import get_values
+from envs.transforms.ragged import get_values
 
 V, T = 11, 6
 FULL, REF = ("log_probs", "full"), ("ref_log_probs", "full")

@@ -15,7 +15,6 @@ from adapted import with_the_adapter_off_it_is_the_start_policy
 from baselines import leaves_the_baseline
 from charges import charged_once
 from enumeration import a_bfloat16_generator_is_corrected
-from filtered import all_is_scored_over_what_was_kept, the_ratio_begins_at_one
 from gae_by_hand import agrees_with_the_paper
 from kl_tables import the_weighed_kl_is_the_reverse_one_whoever_sampled
 from papers import agrees_with_its_paper
@@ -27,17 +26,16 @@ import policies.chats.chat_template
 import policies.layout
 import policies.lora
 import policies.sampler
-import policies.support
+import policies.scorer
 import policies.token_distribution
-import policies.value_head
 import policies.wrappers.transformers_wrapper
 import trainer.advantage
 import trainer.collect
 import trainer.gae
 import trainer.importance_sampling
 import trainer.losses
-import trainer.masks
 import trainer.objectives
+import trainer.surrogates
 import trainer.update
 from trainer.kl import Leash
 from trainer.kl_control import ConstantKLController
@@ -267,7 +265,7 @@ DIST = policies.token_distribution
 COLLECT = trainer.collect
 RENDERER = policies.chats.chat_template.Renderer
 KL = envs.transforms.kl.KLComputation
-MASKS = trainer.masks
+MASKS = trainer.surrogates
 in_the_reward = partial(charged_once, "grpo", "reward")
 MUTANTS = (
     Mutant("shift by one", contracts.alignment, DIST, "placed", roll),
@@ -275,27 +273,6 @@ MUTANTS = (
     Mutant("first log-prob zero", contracts.alignment, WRAPPER, "sample", zero_first),
     Mutant(
         "replies see each other", contracts.alignment, policies.layout, "tree_mask", see_everything
-    ),
-    Mutant(
-        "score over all tokens",
-        all_is_scored_over_what_was_kept,
-        policies.support.Cut,
-        "__call__",
-        lambda _: lambda cut, logits: logits,
-    ),
-    Mutant(
-        "the tokens kept for the next one",
-        all_is_scored_over_what_was_kept,
-        policies.support.Cut,
-        "kept",
-        lambda kept: lambda cut, vocabulary: kept(cut, vocabulary).roll(1, 0),
-    ),
-    Mutant(
-        "the update scores over all tokens",
-        the_ratio_begins_at_one,
-        trainer.update,
-        "SCORED",
-        lambda keys: tuple(key for key in keys if key != "support"),
     ),
     Mutant("tokenise again", contracts.token_in_token_out, COLLECT, "_with_ids", tokenise_again),
     Mutant("cut replies stay open", contracts.token_in_token_out, RENDERER, "extend", leave_open),
@@ -327,7 +304,7 @@ MUTANTS = (
     Mutant(
         "values of the next token",
         values_are_those_of_a_plain_forward,
-        policies.value_head.Critic,
+        policies.scorer.Critic,
         "forward",
         one_state_late,
     ),

@@ -11,7 +11,7 @@ from torch import Tensor
 from policies.scorer import Scorer
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer.evaluation import Evaluate
-from trainer.overlap import AheadGenerator, Overlap
+from trainer.overlap import Overlap
 from trainer.sources import Rollouts
 from trainer.trainer import Trainer
 
@@ -65,10 +65,10 @@ def ahead(
 
     def changed(loop: Trainer) -> None:
         change(loop)
-        generator = AheadGenerator(make(loop.policy), loop.policy, ahead=number)
-        loop.source.generator = loop.generator = loop.checkpoints.ahead = generator
+        generator = make(loop.policy)
+        loop.source.generator = loop.generator = generator
         loop.source = Overlap(
-            loop.source, generator, loop.runtime, num_iterations=loop.num_iterations
+            loop.source, loop.policy, ahead=number, num_iterations=loop.num_iterations
         )
         old = loop.evaluate
         sizes = {"num_samples": 2, "prompts_per_batch": old.chunk, "every": old.every}

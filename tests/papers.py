@@ -12,8 +12,7 @@ from torch import Tensor
 
 import trainer.losses
 from conf.build import build, make_leash
-from conf.compose import compose_checked
-from conf.start import set_up
+from conf.compose import compose_checked, set_up
 from policies.scorer import Scores
 
 G, MOST, BETA = 4, 7, 0.3  # replies a prompt, tokens a row may have, KL coefficient

@@ -6,9 +6,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 # A run of seconds that does all that a long one does.
@@ -98,16 +99,22 @@ def train_here(folder: Path, *words: str) -> list[dict]:
     return lines(folder / "metrics.jsonl")
 
 
+def asked(words: Sequence[str]) -> dict[str, Any]:
+    """Return the checked configuration of what words ask for: training, a resume or a mode."""
+    from conf.compose import compose
+    from conf.sweep import read_job
+
+    folder = Path("no such folder")
+    return read_job(compose(words), folder, words, in_sweep=False)
+
+
 def do(folder: Path, *words: str) -> float:
     """Do in this process what words ask for beside training; `folder` is the one to be removed."""
     from omegaconf import OmegaConf
 
     import train as script
-    from conf.preflight_and_modes import asked
 
-    config = asked(words)
-    assert config is not None
-    return script.train(OmegaConf.create(config), folder)
+    return script.train(OmegaConf.create(asked(words)), folder)
 
 
 def lines(path: Path) -> list[dict]:
@@ -129,3 +136,16 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen, seconds: 
         assert process.poll() is None, process.communicate()[0]
         assert time.perf_counter() < limit, "the run did not get that far in time"
         time.sleep(0.01)
+
+
+def jobs_of(words: Sequence[str]) -> list[list[str]]:
+    """Return the overrides of each job of a sweep, as Hydra's basic sweeper makes them."""
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    from conf.compose import compose
+
+    files = [word for word in words if word.startswith("experiment=")]
+    params = compose(files, with_hydra=True).hydra.sweeper.get("params") or {}
+    every = [*(f"{key}={value}" for key, value in params.items()), *words]
+    return BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(every), None)[0]

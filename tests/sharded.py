@@ -28,11 +28,11 @@ from torch import Tensor
 
 import train as script
 from conf.build import make_tracker
-from conf.compose import compose_checked
-from conf.start import set_up
+from conf.compose import compose_checked, set_up
 from envs.tasks.task import Reply, Reward
 from trainer.checkpoint import save_model
 from trainer.observer import Observer, Observers
+from trainer.resuming import restore_run
 from trainer.trainer import Trainer
 
 SILENT = ("sft", "minor_sft", "reward")  # of several ranks one alone has a row to sample for
@@ -65,7 +65,6 @@ MORE = {
     "grpo, LoRA": ("grpo", LORA, FULL, LAYERS),
     "grpo, LoRA, refresh": ("grpo", LORA, REFRESH, "kl.refresh_decay=0.5"),
     "grpo, refresh": ("grpo", REFRESH, "kl.refresh_decay=0.5"),
-    "grpo, top-p": ("grpo", "policy.top_p=0.9", "policy.top_k=60"),
     "grpo, target KL": ("grpo", "algorithm.target_kl=0.001", "algorithm.epochs=3"),
     "grpo, importance": ("grpo", CORRECTED),
     "grpo, limit": ("grpo", "eval.limit=8"),
@@ -150,7 +149,7 @@ def only_metrics(cfg: Any, runtime: Any) -> Observer:
 
 def save_again(loop: Trainer, settings: Any) -> float:
     """Restore the newest checkpoint, and save what is there then as iteration 9."""
-    loop.resume()
+    restore_run(loop)
     loop.checkpoints.save(9, loop.state_dict())
     return 0.0
 

@@ -11,8 +11,7 @@ from tensordict import NonTensorStack, TensorDict, TensorDictBase
 import trainer
 from envs.chat_env import ChatEnv
 from policies.load import load_reference
-from policies.support import Support
-from policies.value_head import Critic
+from policies.scorer import Critic
 from trainer.batch import KEYS, reads
 from trainer.reference import Reference
 from trainer.update import SCORED, Update
@@ -38,22 +37,15 @@ def known(key: tuple[str, ...]) -> object:
 def leaves(td: TensorDictBase, prefix: tuple[str, ...] = ()):
     """Yield key and value of every entry that holds one, through containers."""
     for name, value in td.items():
-        if isinstance(value, Support):
-            yield (*prefix, name), value.sizes
-        elif hasattr(value, "to_tensordict") and not isinstance(value, NonTensorStack):
+        if hasattr(value, "to_tensordict") and not isinstance(value, NonTensorStack):
             yield from leaves(value.to_tensordict(), (*prefix, name))
         elif value is not None:
             yield (*prefix, name), value
 
 
-def filtered(policy):
-    """Return the policy with a filter, so that a batch has all keys."""
-    return policy.get_new_version(generate_kwargs={**policy.generate_kwargs, "top_k": 9})
-
-
 def batches() -> list[TensorDict]:
     """Return a batch of GRPO with all verbs there are, and one of PPO, as the update gets them."""
-    policy, task, runtime = filtered(make_policy.__wrapped__()), Words(turns=2), one_process()
+    policy, task, runtime = make_policy.__wrapped__(), Words(turns=2), one_process()
     parts = {"task": task, "generator": policy, "runtime": runtime, "size": 4}
     parts["env"] = ChatEnv(task, group_size=G, max_turns=2)
     verbs = [
@@ -182,7 +174,7 @@ def test_readers_and_writers_are_those_of_the_code() -> None:
 
 
 def test_the_reference_needs_what_the_table_says(made) -> None:
-    batch, policy = made[0].clone(), filtered(make_policy())
+    batch, policy = made[0].clone(), make_policy()
     batch["temperature"] += 0.5
     keys = [key for key in KEYS if "reference" in files_of(key, "readers")]
     retrieve = Reference(policy, load_reference(policy))

@@ -14,7 +14,7 @@ import pytest
 from browser import Browser
 from pages import write_lines, write_status, write_words
 
-from trainer.reports import markup
+from trainer.reports import page as page_module
 from trainer.reports.panels import MAIN, MORE
 from trainer.reports.report import write_report
 from trainer.reports.sweep_page import write_sweep
@@ -93,7 +93,7 @@ def pages(tmp_path_factory) -> dict[str, Path]:
             state = "failed" if coeff == "1" and seed == "2" else "finished"
             scale = 1 / (1 + float(coeff)) + 0.02 * int(seed)
             write_run(job, f"kl.coeff={coeff}", f"seed={seed}", scale=scale, state=state)
-    (root / "sweep" / "kl.coeff=9,seed=1" / ".hydra").mkdir(parents=True)
+    write_words(root / "sweep" / "kl.coeff=9,seed=1", "kl.coeff=9", "seed=1")
     return {"report": write_report(root / "run"), "sweep": write_sweep(root / "sweep")}
 
 
@@ -337,7 +337,7 @@ def until(browser: Browser, condition: str) -> None:
 
 
 def test_a_sweep_that_goes_on_keeps_its_order_and_its_place(browser, tmp_path, monkeypatch):
-    monkeypatch.setattr(markup, "RELOAD", 0.5)
+    monkeypatch.setattr(page_module, "RELOAD", 0.5)
 
     def job(coeff: int) -> None:
         words = (f"kl.coeff={coeff}", f"env.dataset={LONG}{coeff}")
@@ -386,7 +386,7 @@ def test_a_button_copies_the_command_before_it_or_selects_it(browser, pages):
 
 
 def test_a_running_page_shows_the_next_iteration_at_the_same_place(browser, tmp_path, monkeypatch):
-    monkeypatch.setattr(markup, "RELOAD", 0.5)
+    monkeypatch.setattr(page_module, "RELOAD", 0.5)
     write_run(tmp_path, state="running")
     with held(tmp_path):
         browser.open(write_report(tmp_path), width=390)

@@ -1,4 +1,4 @@
-"""Transforms of chats: versions, ids that keep up with the history, second thoughts."""
+"""Transforms of chats: versions, ids that keep up with the history."""
 
 import uuid
 
@@ -8,13 +8,13 @@ from contracts import Words, make_policy, prompts
 from tensordict import TensorDict, lazy_stack
 
 from envs import ChatEnv, TransformedEnv
+from envs.chat_io import change_chats
 from envs.tasks.task import Reply, Reward, Task
 from envs.transforms import (
-    AddThinkingPrompt,
-    Compose,
     IncrementalTokenizer,
     PolicyVersion,
     ToolTransformBase,
+    Transform,
 )
 from policies.chats.containers import Tokens
 from policies.chats.history import History
@@ -29,18 +29,14 @@ def test_a_policy_version_counts_or_names_the_policies():
     counted.increment_version()
     assert env.step(env.rand_action(td))["next", "policy_version"].tolist() == [1, 1]
     counted.version = 7
-    changes = [(c.old_version, c.new_version) for c in counted.version_history]
-    assert changes == [(None, 0), (0, 1), (1, 7)]
-    assert counted.version_history[0].timestamp <= counted.version_history[1].timestamp
+    counted.increment_version()
+    assert counted.version == 8
     named = PolicyVersion("uuid")
     first = named.version
     named.increment_version()
     assert uuid.UUID(first) != uuid.UUID(named.version)
     found = named(TensorDict(batch_size=[2, 1]))["policy_version"]
     assert found == [[named.version]] * 2 or found.tolist() == [[named.version]] * 2
-    for wrong, change in ((counted, "a"), (named, 3)):
-        with pytest.raises(ValueError, match="expected a version of type"):
-            wrong.version = change
     with pytest.raises(ValueError, match="version_type int or 'uuid', got 'float'"):
         PolicyVersion("float")
 
@@ -133,19 +129,6 @@ def test_the_documented_options_of_the_tokenizer():
         IncrementalTokenizer(tokenizer, tokens_key="tokens")
 
 
-ANSWERED = "Half of 48 is 24. <answer>322</answer>"
-
-
-def thinking(transform: AddThinkingPrompt, *replies: str, max_turns: int | None = 5) -> TensorDict:
-    env = ChatEnv(Right(), max_turns=max_turns).append_transform(transform)
-    query = [[{"role": "user", "content": "48 / 2 + 48?"}]] * len(replies)
-    td = env.reset(TensorDict({"query": query}, batch_size=[len(replies)]))
-    chats = zip(td["history"].prompt.chats(), replies, strict=True)
-    full = [[*chat, {"role": "assistant", "content": text}] for chat, text in chats]
-    td.set(("history", "full"), History.from_chats(full))
-    return env.step(td)["next"]
-
-
 class Right(Task):
     def reward(self, row, reply: Reply) -> Reward:
         good = "<answer>72</answer>" in reply.text
@@ -157,71 +140,17 @@ class Endless(Right):
         return [{"role": "user", "content": "?"}]
 
 
-def wrong(td) -> bool:
-    return bool(td["reward"] < 1)
+class EditLastTurn(Transform):
+    """Write over the last reply."""
+
+    def _step(self, tensordict, next_td):
+        edit = lambda chat: [{**m, "content": "No."} for m in chat]  # noqa: E731
+        change_chats(next_td, dict.fromkeys(range(len(next_td)), edit))
+        return next_td
 
 
-@pytest.mark.parametrize("end", ["", "<|im_end|>"])
-def test_the_last_turn_is_really_edited(end):
-    add = AddThinkingPrompt(wrong, "Wait, once more.")
-    out = thinking(add, ANSWERED + end, "no tags" + end, "<answer>72</answer>" + end)
-    said = [chat[-1]["content"] for chat in out["history"].prompt.chats()]
-    assert said == [
-        f"Half of 48 is 24. Wait, once more.{end}",
-        f"no tags\n\nWait, once more.{end}",
-        f"<answer>72</answer>{end}",
-    ]
-    assert [len(c) for c in out["history"].prompt.chats()] == [2, 2, 2]
-    assert out["reward"].flatten().tolist() == [0.0, 0.0, 1.0]
-    assert out["success"].flatten().tolist() == [False, False, True]
-    for key in ("done", "terminated"):
-        assert out[key].flatten().tolist() == [False, False, True]
-
-
-def test_a_thought_may_be_a_message_that_costs_nothing():
-    add = AddThinkingPrompt(wrong, role="user", edit_last_turn=False, undo_done=False)
-    out = thinking(add, ANSWERED, "<answer>72</answer>")
-    first, second = out["history"].prompt.chats()
-    assert [m["role"] for m in first] == ["user", "assistant", "user"]
-    assert "you" in first[-1]["content"], "not egocentric"
-    assert len(second) == 2
-    assert out["reward"].flatten().tolist() == pytest.approx([0.1, 1.0])
-    assert out["done"].all()
-
-
-def test_the_trainer_refuses_edited_turns_and_takes_messages():
+def test_the_trainer_refuses_edited_turns():
     """What was sampled is what is trained on."""
-    for edit in (True, False):
-        add = AddThinkingPrompt(lambda td: td["turn"] < 2, edit_last_turn=edit)
-        env = ChatEnv(Endless(), group_size=2, max_turns=2).append_transform(add)
-        if edit:
-            with pytest.raises(
-                ValueError, match=r"that a transform edited; .*edit_last_turn=False"
-            ):
-                collect(prompts(2), env, make_policy())
-        else:
-            batch = collect(prompts(2), env, make_policy())
-            text = make_policy().tokenizer.decode(batch["tokens", "full"][0])
-            assert add.prompt in text
-
-
-def test_prompts_may_be_random_and_limits_stay():
-    add = AddThinkingPrompt(wrong, random_prompt=True, seed=1)
-    drawn = {add.prompt for _ in range(20)}
-    assert len(drawn) == 3
-    twins = [AddThinkingPrompt(wrong, random_prompt=True, seed=1) for _ in range(2)]
-    assert [twins[0].prompt for _ in range(9)] == [twins[1].prompt for _ in range(9)]
-
-    env = ChatEnv(Endless(), max_turns=1).append_transform(AddThinkingPrompt(wrong))
-    td = env.reset(TensorDict({"query": ["Hi"]}, batch_size=[1]))
-    out = env.step(env.rand_action(td))["next"]
-    assert out["truncated"].all(), "a turn limit is a limit"
-    assert out["done"].all()
-    assert out["reward"].item() == pytest.approx(0.1)
-    with pytest.raises(ValueError, match="edit_last_turn expected role='assistant', got 'user'"):
-        AddThinkingPrompt(wrong, role="user")
-    text = ChatEnv(batch_size=1, input_mode="text", tokenizer=make_policy().tokenizer)
-    env = TransformedEnv(text, Compose(AddThinkingPrompt(wrong)))
-    td = env.rand_action(env.reset(TensorDict({"query": ["Hi"]}, batch_size=[1])))
-    with pytest.raises(RuntimeError, match="must be used with a ChatEnv in history mode"):
-        env.step(td)
+    env = ChatEnv(Endless(), group_size=2, max_turns=2).append_transform(EditLastTurn())
+    with pytest.raises(ValueError, match="that a transform edited"):
+        collect(prompts(2), env, make_policy())

@@ -8,10 +8,8 @@ from contracts import Words, make_policy, prompts
 from tensordict import TensorDict
 from uneven_chats import Uneven, start
 
-from envs.chat_env import ChatEnv
-from envs.dataset_chat_env import DatasetChatEnv
-from envs.env import EnvBase
-from envs.transformed_env import TransformedEnv
+from envs.chat_env import ChatEnv, DatasetChatEnv
+from envs.env import EnvBase, TransformedEnv
 from envs.transforms import RetrieveKL
 from envs.transforms.policy_version import PolicyVersion
 from envs.transforms.step_counter import StepCounter

@@ -199,8 +199,6 @@ class TestViews:
             assert as_lists(tokens, name) == expected
         assert tokens.to_text(tokenizer).full == text.full
         assert tokens.to_history(tokenizer).full.chats() == [[*p, *r] for p, r in CHATS]
-        short = text.to_tokens(tokenizer, truncation=True, max_length=3)
-        assert as_lists(short, "full") == [row[:3] for row in as_lists(tokens, "full")]
 
     def test_padded_tokens_are_read_by_their_mask(self, tokenizer):
         td = TensorDict(history=spoken("prompt"), stream=torch.arange(2), batch_size=[2])
@@ -216,19 +214,6 @@ class TestViews:
             out["tokens"].to_text(tokenizer)
         with pytest.raises(ValueError, match="of the width of full"):
             out["tokens"].to_text(tokenizer, attention_mask=mask[:, 1:])
-
-    def test_text_can_become_padded_tokens(self, tokenizer):
-        text = spoken().to_text(tokenizer)
-        loose, dense = text.to_tokens(tokenizer), text.to_tokens(tokenizer, padding=True)
-        assert dense.padded is True
-        pads = {"as_padded_tensor": True, "padding_value": tokenizer.pad_token_id}
-        for name, side in (("prompt", "left"), ("response", "right")):
-            assert torch.equal(dense.get(name), loose.get(name, padding_side=side, **pads))
-        assert torch.equal(dense.full, torch.cat([dense.prompt, dense.response], -1))
-        with pytest.raises(ValueError, match=r"padding needs a batch \[B\]"):
-            text[0].to_tokens(tokenizer, padding=True)
-        with pytest.raises(ValueError, match="return_tensors='pt'"):
-            text.to_tokens(tokenizer, return_tensors="np")
 
     def test_other_templates_batches_and_renderers(self, tokenizer):
         one = spoken()[0].to_text(tokenizer, chat_template_name="falcon")

@@ -3,13 +3,15 @@
 import csv
 import gzip
 import json
+import random
 from pathlib import Path
 
 import pytest
 from datasets import Dataset
 
 from envs.chat_rows import load_chats, split_off
-from envs.data import load_table
+from envs.data import LARGE, load_table
+from envs.tasks import MathWords
 from tests.checkpoints import write_gsm8k_jsonl
 
 ROWS = [{"question": f"{i} + 1?", "answer": f"#### {i + 1}"} for i in range(30)]
@@ -236,10 +238,6 @@ def test_rows_that_are_all_malformed_name_the_key_of_the_column(tmp_path):
             {"question": "n", "answer": "prompt"},
             "prompts: env.columns.question=<column>, of prompt, n",
         ),
-        (
-            {"question": "prompt", "answer": "prompt"},
-            "texts: env.columns.answer=<column>, of prompt, n",
-        ),
     ):
         with pytest.raises(ValueError, match=r"row 0, .* and none of the 9 rows fits; ") as caught:
             load_chats(path, columns=columns)
@@ -340,22 +338,6 @@ def test_data_sets_are_read_quietly(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_hub_out_of_reach_is_asked_once_and_quietly(monkeypatch, capfd):
-    import datasets
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
-    for home in (constants, datasets.config):
-        monkeypatch.setattr(home, "HF_HUB_OFFLINE", False)
-    level = datasets.logging.get_verbosity()
-    said = r"'nobody/nothing' .*127.0.0.1:9 cannot be reached.*; give a"
-    with pytest.raises(ValueError, match=said):
-        load_table("nobody/nothing")
-    assert capfd.readouterr() == ("", "")
-    assert (constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE) == (False, False)
-    assert datasets.logging.get_verbosity() == level
-
-
 @pytest.mark.parametrize("suffix", WRITERS)
 def test_answers_that_are_numbers_are_read_as_from_a_csv(tmp_path, suffix):
     for given, said in ((5, "5"), (0, "0"), (2.5, "2.5")):
@@ -368,15 +350,11 @@ def test_answers_that_are_numbers_are_read_as_from_a_csv(tmp_path, suffix):
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
-        ("a.jsonl", '{"answer": "1"}\n{"answer": "1", "answer": "2"}', "line 2.*'answer' twice"),
-        ("b.jsonl", '{"question": "a", "more": [{"x": 1, "x": 1}]}', "line 1.*'x' twice"),
-        ("c.json", '[{"question": "a", "question": "b"}]', "'question' twice"),
-        ("d.csv", "question,answer,answer\na,1,2", "column once, got 'answer' twice"),
         ("e.csv", "question,answer\na,1\nb,2,3", "line 3: expected 2 cells, got 3"),
         ("f.csv", 'question,answer\n"a\nb",2\nb, or c,3', "line 4: expected 2 cells, got 3"),
     ],
 )  # fmt: skip
-def test_keys_columns_and_cells_too_many_are_told(tmp_path, name, text, says):
+def test_cells_too_many_are_told(tmp_path, name, text, says):
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=says):
         load_table(str(tmp_path / name))
@@ -387,3 +365,92 @@ def test_empty_columns_of_a_spreadsheet_and_short_rows_of_a_csv_are_read(tmp_pat
     rows = load_table(str(tmp_path / "d.csv")).rows
     cells = [(row["question"], row["answer"]) for row in rows]
     assert cells == [("a", "1"), ("b", "2"), ("c", None)]
+
+
+COUNT = 600
+FILLER = "x" * (LARGE // COUNT + 200)
+
+
+def content():
+    odd = [None, "é\u2028🙂", "", 'a,b\n"c"', "\ud83d"]
+    for i in range(COUNT):
+        row = {"question": f"{i % 500} + 1?", "answer": f"#### {i % 500 + 1}", "filler": FILLER}
+        yield row | ({"level": i, "odd": odd[i % 5], "deep": {"a": [1.5, {}]}} if i % 3 else {})
+
+
+def write(path, suffix):
+    rows = list(content())
+    if suffix == ".jsonl":
+        path.write_text("\n".join(map(json.dumps, rows)))
+        return rows
+    names = ["question", "answer", "filler", "level"]
+    rows = [{name: row.get(name) for name in names} for row in rows]
+    if suffix == ".parquet":
+        data = Dataset.from_list(rows)
+        data = data.add_column("noise", [random.Random(i).randbytes(60_000) for i in range(COUNT)])
+        data.to_parquet(str(path))
+        return data.to_list()
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, names)
+        writer.writeheader()
+        writer.writerows(rows)
+    return [{n: "" if v is None else str(v) for n, v in row.items()} for row in rows]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
+def test_rows_on_disk_are_those_of_the_file(tmp_path, suffix):
+    path = tmp_path / f"d{suffix}"
+    rows = write(path, suffix)
+    table = load_table(str(path))
+    assert path.stat().st_size > LARGE
+    assert not isinstance(table.rows, list)
+    assert len(table.rows) == COUNT
+    assert table.columns[:3] == ["question", "answer", "filler"]
+    order = random.Random(0).sample(range(COUNT), COUNT)
+    assert all(table.rows[i] == rows[i] for i in [*order, -1])
+    assert list(table.rows[5:8]) == rows[5:8]
+    with pytest.raises(IndexError):
+        table.rows[COUNT]
+    assert list(table.rows[-1]) == list(rows[-1]), "the cells keep their order"
+
+
+def test_a_task_on_disk_has_the_rows_of_one_in_memory(tmp_path):
+    path = tmp_path / "d.jsonl"
+    rows = write(path, ".jsonl")
+    (tmp_path / "small.jsonl").write_text(
+        "\n".join(json.dumps(row | {"filler": None}) for row in rows)
+    )
+    large, small = MathWords(str(path), seed=3), MathWords(str(tmp_path / "small.jsonl"), seed=3)
+    for split in ("train", "eval"):
+        assert isinstance(small.rows(split), list)
+        assert not isinstance(large.rows(split), list)
+        for one, other in zip(large.rows(split), small.rows(split), strict=True):
+            one["columns"]["filler"] = None
+            assert one == other
+            assert type(one["index"]) is int
+    pairs = zip(large.demonstrations(), small.demonstrations(), strict=True)
+    assert all(one["messages"] == other["messages"] for one, other in pairs)
+
+
+def test_a_malformed_row_far_down_is_told_when_the_task_is_made(tmp_path):
+    for bad, says in (
+        ('{"question": "a"}', "row 600, answer: expected a text"),
+        ('{"question": "a", "answer": "####"}', "row 600, answer: expected a final answer"),
+        ('{"question": "a"', "line 601: expected a JSON object"),
+        ('["a"]', "row 600: expected an object"),
+    ):
+        write(tmp_path / "d.jsonl", ".jsonl")
+        with open(tmp_path / "d.jsonl", "a") as file:
+            file.write(f"\n{bad}")
+        with pytest.raises(ValueError, match=says):
+            MathWords(str(tmp_path / "d.jsonl"))
+
+
+def test_the_held_out_rows_are_those_of_a_sample_of_the_distinct_prompts():
+    prompts = [str(i * 7919 % 700) for i in range(2000)]
+    distinct = list(dict.fromkeys(prompts))
+    for seed in range(5):
+        chosen = set(random.Random(seed).sample(distinct, 70))
+        train, held_out = split_off(prompts, seed=seed)
+        assert held_out == [i for i, p in enumerate(prompts) if p in chosen]
+        assert train == [i for i, p in enumerate(prompts) if p not in chosen]

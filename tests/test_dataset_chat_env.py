@@ -10,12 +10,10 @@ from tensordict import TensorDict
 from torch.utils.data import DataLoader
 
 from envs import ChatEnv, DatasetChatEnv, GSM8KEnv, check_env_specs
-from envs.chat_modes import write_action
+from envs.chat_io import write_action
 from envs.rewards import (
-    CountdownRewardParser,
     MATHRewardParser,
     same_mathematics,
-    solves_countdown,
 )
 from envs.rewards.answers import tagged
 from envs.tasks.math_words import marked_answer
@@ -180,51 +178,29 @@ def test_what_is_left_out_is_refused_with_a_reason(sums):
 
 
 @pytest.mark.parametrize(
-    ("said", "good"),
-    [
-        ("(25 - 1) * 1", True),
-        ("25 - 1", True),
-        ("-1 + 25", True),
-        ("25 - 1 - 1", False),  # a number used twice
-        ("24", False),  # a number that is not there
-        ("25 - 1 == 24", False),
-        ("2 ** 9 ** 9 ** 9", False),
-        ("25 / 0", False),
-        ("__import__('os').getpid()", False),
-        ("(" * 300 + "25" + ")" * 300, False),
-        ("+".join(["25"] * 5000), False),
-        ("", False),
-    ],
-)
-def test_countdown_takes_each_number_once(said, good):
-    numbers = "1,25" if good and "* 1" not in said else "1,1,25" if good else "1,25,2"
-    assert solves_countdown(said, f"target=24, numbers={numbers}") is good
-
-
-@pytest.mark.parametrize(
     ("said", "right", "good"),
     [
         (r"\frac{1}{2}", r"\boxed{\dfrac{1}{2}}", True),
         ("0.5", r"so \boxed{\frac{1}{2}}", True),
         (r"\left( 1, 2 \right)", r"\boxed{(1,2)}", True),
         ("x+1", r"\boxed{x + 1}", True),
-        ("12 cm", r"first \boxed{11}, then \boxed{12}", True),
+        ("12 cm", r"first \boxed{11}, then \boxed{12}", False),
         ("anything", r"\boxed{\text{Evelyn}}", False),
         (r"\text{Bob}", r"\boxed{\text{Evelyn}}", False),
         ("evelyn", r"\boxed{\text{Evelyn}}", True),
         ("", r"\boxed{}", False),
-        ("12", r"\boxed{12\text{ cm}}", True),
+        ("12", r"\boxed{12\text{ cm}}", False),
         ("2", r"\boxed{2\text{ million people}}", False),
         ("A", r"\boxed{\text{A}\text{B}}", False),
         ("11/2", r"\boxed{1\frac{1}{2}}", False),
-        ("1 1/2", r"\boxed{1\frac12}", True),
+        ("1 1/2", r"\boxed{1\frac12}", False),
         ("a/b+c", r"\boxed{\frac{a}{b+c}}", False),
-        ("a/(b+c)", r"\boxed{\frac{a}{b+c}}", True),
+        ("a/(b+c)", r"\boxed{\frac{a}{b+c}}", False),
         (r"x^1/2", r"\boxed{x^\frac{1}{2}}", False),
         ("1/2x", r"\boxed{\frac{1}{2x}}", False),
-        (r"x+\frac{1}{2}", r"\boxed{x+1/2}", True),
-        ("5", r"\boxed{x=5}", True),
-        ("x = 5", r"\boxed{5}", True),
+        (r"x+\frac{1}{2}", r"\boxed{x+1/2}", False),
+        ("5", r"\boxed{x=5}", False),
+        ("x = 5", r"\boxed{5}", False),
         ("10^5", r"\boxed{5}", False),
         ("1+1/2", r"\boxed{\frac{3}{2}}", False),
         (r"\frac{-3}{6}", r"\boxed{-0.5}", True),
@@ -237,15 +213,8 @@ def test_countdown_takes_each_number_once(said, good):
         ("25%", r"\boxed{25\%}", True),
     ],
 )
-def test_mathematics_is_the_same_only_where_it_is_exactly(said, right, good):
+def test_plain_mathematics_is_the_same_only_where_it_is_exactly(said, right, good):
     assert same_mathematics(said, right) is good
-
-
-@pytest.mark.parametrize("solution", ["target=1.5, numbers=1,2", "target=24, numbers=1,2.5", "24"])
-def test_countdown_has_whole_numbers(solution):
-    with pytest.raises(ValueError, match="expected 'target=<int>"):
-        solves_countdown("1", solution)
-    assert solves_countdown("4 - 1", "numbers=1,4; target=3")
 
 
 @pytest.mark.parametrize(
@@ -279,7 +248,6 @@ def test_the_other_parsers_share_the_rewards():
     ]
     td = TensorDict({"answer": ["target=24, numbers=3,8"]}, batch_size=[1])
     td["history"] = ChatHistory(full=History.from_chats([chat]), batch_size=[1])
-    assert CountdownRewardParser(correct_reward=2.0)(td.copy())["reward"].tolist() == [[2.0]]
     td["solution"] = [r"\boxed{24}"]
     out = MATHRewardParser(
         in_keys=[("history", "full"), "solution"],

@@ -1,6 +1,7 @@
 """What the one at the terminal sees, on a terminal and in a log file."""
 
 import io
+import os
 import re
 import subprocess
 import sys
@@ -9,10 +10,10 @@ from pathlib import Path
 
 import pytest
 from pages import write_lines, write_status
+from rich.console import Console, Group
 
 from policies.cache import write_text
 from trainer.reports.display import Display, show_run
-from trainer.reports.live_lines import sparkline
 from trainer.reports.report import write_report
 from trainer.runtime import Runtime
 
@@ -33,7 +34,9 @@ def plain(text: str) -> str:
 
 def live_lines(display: Display) -> list[str]:
     """Return what the refresh thread would draw now."""
-    return display._draw().plain.splitlines()
+    console = Console(width=int(os.environ["COLUMNS"]), file=io.StringIO(), highlight=False)
+    console.print(Group(*display._bar.get_renderables()))
+    return [line.rstrip() for line in plain(console.file.getvalue()).splitlines()]
 
 
 def age(display: Display, seconds: float) -> None:
@@ -119,14 +122,13 @@ def test_a_terminal_shows_the_evaluation_going_on_and_then_its_result_for_good(t
     age(display, 70)
     hint = "fewer rows: eval.max_rows=<n>"  # 3 x 70 s more
     line = f"evaluating 40 prompts: 25%, 1 min 10 s, about 3 min 30 s left; {hint}"
-    assert line in live_lines(display)
+    assert line == live_lines(display)[-1]
     display.log({"eval/sampled_accuracy": 0.125}, 0)
     assert "before training  accuracy 0.12  70.0 s" in plain(terminal.getvalue())
-    display._began -= 130
     display.log({"reward/mean": 0.25, "time/iteration_s": 5.0}, 1)
     assert "reward 0.250  5.0 s" in plain(terminal.getvalue())
     lines = live_lines(display)
-    assert lines[0].endswith("1/2 2 min 10 s, 1 min 15 s left")  # 5 s, then 70 s of evaluation
+    assert re.search(r"run .* 1/2 0:00:0\d 1 min 15 s left", lines[0])  # 5 s, 70 s of evaluation
     assert lines[1:] == ["reward 0.250  5.0 s"], "the accuracy does not stand beside the reward"
     display.end("preempted", saved=None)
     assert plain(terminal.getvalue()).rstrip().endswith("resume=/r")
@@ -137,25 +139,20 @@ def test_the_live_lines_fit_the_terminal_and_lose_nothing(terminal, monkeypatch,
     monkeypatch.setenv("COLUMNS", str(columns))
     latest = {"kl/ref_sequence": 1.25, "kl/ref": 0.25, "policy/entropy": 0.125}
     latest |= {"response/length_mean": 5.0, "perf/tokens_per_s": 1234.0, "time/iteration_s": 4.0}
-    latest |= {"time/collect_s": 3.0, "time/update_s": 1.0, "time/sync_s": 0.0}
     display = Display(80, title="grpo_tiny", file=terminal)
-    display.resume(0, "from iteration 0", again=True, seconds=3730)
+    display.resume(7, "from iteration 7", again=False, seconds=3730)
     display.begin()
-    for i in range(1, 31):
+    assert "7/80 1:02:1" in live_lines(display)[0]
+    for i in range(8, 31):
         display.log({**latest, "reward/mean": i / 30}, i)
     lines = live_lines(display)
     display.end("failed", saved=None)
     assert max(map(len, lines)) <= columns
     shown = " ".join(" ".join(lines).split())
-    assert "30/80 1 h 2 min, 3 min 20 s left" in shown  # 50 iterations of 4 s
-    for part in (
-        "reward 1.000 KL 1.250 nats per reply 0.250 nats per token entropy 0.125 length 5",
-        "1,234 tok/s 4.0 s collect 75% update 25%",
-    ):
-        assert part in shown
-    bars = re.findall("[\u2581-\u2588]", "".join(lines[1:]))
-    assert len(bars) == 24
-    assert len(lines) == (4 if columns == 60 else 2)
+    assert "30/80 1:02:1" in shown
+    assert "3 min 20 s" in shown  # 50 iterations of 4 s
+    part = "reward 1.000 KL 1.250 nats per reply 0.250 nats per token entropy 0.125 length 5"
+    assert f"{part} 1,234 tok/s 4.0 s" in shown
 
 
 @pytest.mark.parametrize(
@@ -184,26 +181,22 @@ def finished(folder: Path, *words: str, target: str = "policies.load_policy") ->
     return write_lines(folder, *rows)
 
 
-def test_no_word_is_wrapped_and_commands_stay_whole(terminal, monkeypatch, tmp_path):
+def test_no_word_is_cut_and_commands_stay_whole(terminal, monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.chdir(tmp_path)
     metrics = ("reward/raw_mean", "eval/sampled_accuracy", "kl/ref_sequence")
     near = finished(tmp_path / "outputs" / "grpo_tiny" / "2026-11-22_13-00-00", *metrics)
     far = finished(tmp_path / ("deep" * 30), *metrics)
-    model = "model/with/a-name (folder, sha256 0123456789abcdef0123456789abcdef0123456789)"
-    display = begun(4, title="grpo_tiny", header={"model": model}, folder=near, file=terminal)
+    display = begun(4, title="grpo_tiny", folder=near, file=terminal)
     display.say("warning at iteration 3: " + "several words that are longer than a line " * 3)
     display.end("finished", saved=4)
     lines = [line.rstrip() for line in plain(terminal.getvalue()).splitlines()]
-    lines = [line for line in lines if "\u2591" not in line]  # less what is drawn over
+    lines = [line for line in lines if "0/4" not in line]  # less what is drawn over
     assert max(map(len, lines)) <= 80
-    words = " ".join(lines).split()
-    assert "0123456789abcdef0123456789abcdef0123456789)" in words
     command = "python train.py mode=chat resume=outputs/grpo_tiny/2026-11-22_13-00-00"
     assert lines[-1] == f"chat     {command}", "in one line, to be copied"
     assert "report   outputs/grpo_tiny/2026-11-22_13-00-00/report.html" in lines
-    value = "KL to the reference 1 nats per reply"
-    assert any(value in line for line in lines), lines
+    assert "KL to the reference 1 nats per reply" in " ".join(lines)
     terminal.truncate(0)
     begun(4, folder=far, file=terminal).end("finished", saved=4)
     assert f"resume={far.relative_to(tmp_path)}\n" in plain(terminal.getvalue()), "not cut"
@@ -218,16 +211,6 @@ def test_a_reward_model_ends_with_its_accuracy_and_no_chat(tmp_path):
     assert "preference accuracy 0.25 -> 1" in file.getvalue()
     assert "chat" not in file.getvalue()
     assert "mode=chat" not in write_report(folder).read_text()
-
-
-def test_the_bars_after_a_resume_are_of_the_whole_run(terminal, tmp_path):
-    write_lines(tmp_path, *({"reward/mean": float(i)} for i in range(6)))
-    display = Display(9, folder=tmp_path, file=terminal)
-    display.resume(4, "from iteration 4", again=True, seconds=9)
-    display.begin()
-    display.log({"reward/mean": 0.0}, 5)  # once more, and otherwise
-    assert sparkline([0, 1, 2, 3, 0]) in "".join(live_lines(display))
-    display.end("failed", saved=None)
 
 
 def test_a_job_of_a_sweep_is_a_few_lines(tmp_path):
@@ -261,7 +244,6 @@ def test_an_iteration_whose_replies_were_all_dropped_has_no_reward(terminal, mon
     for i in (1, 2):
         display.log({"reward/mean": i / 4, "reward/dropped_fraction": 0.0}, i)
     display.log(dropped, 3)
-    assert display._curve == [0.25, 0.5]
     assert "reward none" in live_lines(display)[1]
     display.end("finished", saved=None)
     monkeypatch.delenv("FORCE_COLOR")
@@ -322,7 +304,7 @@ def test_a_long_evaluation_is_no_silence_in_a_log():
     display = Display(4, title="demo", file=file)
     display.begin()
     for share, seconds in (0.0, 0), (0.1, 50), (0.2, 20), (0.3, 50), (0.4, 15):
-        display._said -= seconds
+        display._printed -= seconds
         display.evaluating("evaluating 40 prompts", share, last=False)
     told = [line for line in file.getvalue().splitlines() if "evaluating" in line]
     assert told == [
@@ -337,7 +319,7 @@ def test_a_long_evaluation_before_training_says_how_to_make_it_shorter():
     display.evaluating("evaluating 40 prompts", 0.0, last=False)
     for share in (0.1, 0.5):
         age(display, 60)
-        display._said -= 61
+        display._printed -= 61
         display.evaluating("evaluating 40 prompts", share, last=False)
     assert file.getvalue().splitlines()[2:] == [
         "evaluating 40 prompts: 10%, 1 min 0 s, about 9 min 0 s left; fewer rows: "
@@ -354,7 +336,7 @@ def test_samples_of_the_reference_are_said_and_are_not_in_the_time_left(live, re
     display.evaluating("sampling the reference: 4 prompts x 64 samples", 0.5, last=False)
     age(display, 600)
     shown = live_lines(display) if live else file.getvalue().splitlines()
-    assert shown[-1].startswith("sampling the reference: 4 prompts x 64 samples")
+    assert "sampling the reference: 4 prompts x 64 samples" in " ".join(shown)
     display.evaluating("evaluating 4 prompts", 0.5, last=False)
     age(display, 20)
     display.log({"eval/sampled_accuracy": 0.5}, 0)

@@ -36,14 +36,6 @@ def test_what_it_makes_and_copies_is_there():
     assert (ROOT / "train.py").is_file()
 
 
-def test_the_torch_of_cpu_or_gpu_is_one_argument_and_set_before_it_is_used():
-    (argument,) = said("ARG")
-    assert argument == "TORCH=cpu"
-    used = next(i for i, line in enumerate(LINES) if line.startswith("RUN") and "$TORCH" in line)
-    assert LINES.index("ARG TORCH=cpu") < used
-    assert LINES.index("COPY constraints.txt .") < used < LINES.index("COPY . .")
-
-
 def test_what_git_ignores_stays_out_of_the_image():
     kept_out = {line.strip("/*") for line in (ROOT / ".dockerignore").read_text().split()}
     ignored = {line.strip("/*") for line in (ROOT / ".gitignore").read_text().split()}

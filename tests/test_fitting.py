@@ -2,14 +2,14 @@
 
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
-from runs import lines, metrics, train, train_here
+from runs import metrics, train, train_here
 
 from policies.chats.chat_template import Renderer
 from policies.models import find_model, load_tokenizer
-from trainer.fitting import MANY, Fit
-from trainer.overlong_rows import keep
+from trainer.fitting import Fit
 
 SIZES = (1, 5, 40, 200, 3000)
 
@@ -29,7 +29,7 @@ def plain(renderer, messages):
 
 def fit(room, name="chatml"):
     renderer = Renderer(load_tokenizer(find_model("tiny")), name)
-    return Fit(renderer, room, lambda row: [row["messages"]], True)
+    return Fit(renderer, room, SimpleNamespace(messages=lambda row: row["messages"]), True)
 
 
 @pytest.mark.parametrize("name", ["chatml", "qwen", "llama"])
@@ -53,23 +53,6 @@ def test_too_long_rows_are_those_that_transformers_counts_so():
     assert fits.too_long(rows) == want
 
 
-def test_many_doubtful_rows_are_measured_once(tmp_path, monkeypatch):
-    monkeypatch.setenv("LEASH_CACHE", str(tmp_path))
-    rows = [{"messages": chat("12 " * (i % 30))} for i in range(MANY + 400)]
-    found = fit(30).too_long(rows)
-    fits = fit(30)
-    assert found == {i: n for i, r in enumerate(rows) if (n := fits.size(r)) > 30}
-    (folder,) = [path for path in (tmp_path / "overlong").iterdir() if path.is_dir()]
-    manifest = folder / "MANIFEST.json"
-    about = json.loads(manifest.read_text())
-    about["about"]["long"] = [[3, 99]]
-    manifest.write_text(json.dumps(about))
-    assert fit(30).too_long(rows) == {3: 99}, "it is read, not made again"
-    assert fit(29).too_long(rows) != {3: 99}
-    rows[-1] = {"messages": chat("13 " * 29)}
-    assert fit(30).too_long(rows).keys() - {len(rows) - 1} == found.keys() - {len(rows) - 1}
-
-
 def test_sizes_found_together_are_those_of_each_alone():
     renderer = fit(60).renderer
     odd = ["", " ", "é🙂", "<|im_end|>", "a <|im_start|>user\n", "12 " * 40, "\n x \n"]
@@ -77,31 +60,6 @@ def test_sizes_found_together_are_those_of_each_alone():
     for prompt in (True, False):
         alone = [len(renderer.render(c, add_generation_prompt=prompt).ids) for c in chats]
         assert renderer.sizes(chats, prompt=prompt) == alone
-
-
-def test_rows_are_cut_on_the_left_and_no_further_than_needed():
-    fits = fit(60)
-    long = {"messages": chat("x " + "12 " * 200 + "what now?"), "answer": "1"}
-    system = {"role": "system", "content": "Be brief."}
-    turns = {"messages": [system, *chat("12 " * 100, "no", "13 " * 100, "yes", "and 14?")]}
-    none = {"messages": [{"role": "system", "content": "12 " * 100}, *chat("a?")]}
-    rows = [{"messages": chat("short")}, long, turns, none]
-    sizes = fits.too_long(rows)
-    assert list(sizes) == [1, 2, 3]
-    kept, shortened = keep(fits, rows, sizes, "truncate_left")
-    assert (len(kept), shortened) == (3, 2)
-    cut = kept[1]["messages"][0]["content"]
-    assert long["messages"][0]["content"].endswith(cut)
-    assert kept[1]["answer"] == "1"
-    assert 57 <= plain(fits.renderer, kept[1]["messages"]) <= 60
-    assert kept[2]["messages"] == [system, *chat("and 14?")]
-    assert kept[0] is rows[0]
-    assert list(keep(fits, rows, sizes, "drop")[0]) == rows[:1]
-
-
-def test_rows_that_all_fit_stay_the_same_object():
-    rows = [{"messages": chat("a")}]
-    assert keep(fit(60), rows, fit(60).too_long(rows), "drop")[0] is rows
 
 
 def write(path, long_train=(7, 33), long_eval=()):
@@ -132,38 +90,25 @@ def test_a_run_says_once_what_it_leaves_out_and_is_the_run_without_those_rows(tm
     assert run.code == 0, run.text
     assert run.text.count("2 of 40 train rows exceed 100 tokens: row 7 (") == 1
     assert run.text.count("1 of 6 eval rows exceed 100 tokens: row 2 (") == 1
-    listed = lines(tmp_path / "run" / "overlong.jsonl")
-    assert [(line["split"], line["row"]) for line in listed] == [
-        ("train", 7), ("train", 33), ("eval", 2)
-    ]  # fmt: skip
-    assert json.loads((tmp_path / "run/status.json").read_text())["overlong"] == {
-        "train": 2, "eval": 1
-    }  # fmt: skip
     for name, gone in (("d.jsonl", (7, 33)), ("eval.jsonl", (2,))):
         rows = (tmp_path / name).read_text().splitlines()
         kept = [row for i, row in enumerate(rows) if i not in gone]
         (tmp_path / name).write_text("\n".join(kept))
-    (tmp_path / "again").mkdir()
-    train_here(tmp_path / "again", *words(tmp_path))
+    again = train(*words(tmp_path, f"output_dir={tmp_path / 'again'}"))
+    assert again.code == 0, again.text
     assert metrics(tmp_path / "run") == metrics(tmp_path / "again")
 
 
-def test_error_ends_a_run_before_its_first_iteration(tmp_path):
-    write(tmp_path / "d.jsonl")
-    with pytest.raises(ValueError, match=r"row 7 .*env.overlong=drop or truncate_left"):
-        train_here(tmp_path / "run", *words(tmp_path, "env.overlong=error"))
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+def test_rows_of_which_none_fits_are_refused(tmp_path):
     write(tmp_path / "d.jsonl", long_train=range(40))
     with pytest.raises(ValueError, match="which leaves none"):
         train_here(tmp_path / "none", *words(tmp_path))
 
 
-@pytest.mark.parametrize("how", ["drop", "truncate_left"])
-def test_demonstrations_that_exceed_the_model_do_not_end_a_run(tmp_path, how):
+def test_demonstrations_that_exceed_the_model_do_not_end_a_run(tmp_path):
     write(tmp_path / "d.jsonl")
     data = [f"env.dataset={tmp_path / 'd.jsonl'}", f"env.eval_dataset={tmp_path}/eval.jsonl"]
     some = ["policy.model=tiny", "trainer.prompts_per_iteration=20", "eval.max_rows=2"]
-    more = ["trainer.num_iterations=2", f"env.overlong={how}", "trainer.micro_batch_tokens=600"]
+    more = ["trainer.num_iterations=2", "trainer.micro_batch_tokens=600"]
     train_here(tmp_path / "run", "experiment=sft_tiny", "env=chats", *data, *some, *more)
-    listed = lines(tmp_path / "run" / "overlong.jsonl")
-    assert [line["row"] for line in listed] == [7, 33]
+    assert len(metrics(tmp_path / "run")) == 3

@@ -16,8 +16,8 @@ from policies import layout
 from policies.chats.containers import ChatHistory, Text, Tokens
 from policies.chats.history import History
 from policies.load import load_policy, load_reference
+from policies.models import quiet
 from policies.padding import pad, pad_mask
-from policies.quiet import quiet
 from trainer.checkpoint import save_model
 from trainer.collect import collect
 from trainer.demonstrations import Demonstrations

@@ -1,11 +1,8 @@
-"""Arithmetic, Countdown, MATH and mixtures: rows, splits, replies that are right or look so."""
+"""MATH and mixtures: rows, splits, replies that are right or look so."""
 
-import itertools
 import json
 import math
-import re
 from collections import Counter
-from fractions import Fraction
 
 import pytest
 import torch
@@ -15,8 +12,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from conf.build import make_task
 from envs.chat_env import ChatEnv
 from envs.tasks import (
-    Arithmetic,
-    Countdown,
+    Calculator,
     Facts,
     MathProblems,
     Mix,
@@ -25,7 +21,6 @@ from envs.tasks import (
     SortDigits,
     Task,
 )
-from envs.tasks.countdown import is_held_out as countdown_held_out
 from policies.random import fold
 from trainer.collect import collect
 from trainer.evaluation import Evaluate
@@ -38,170 +33,6 @@ def reply(text: str, *, complete: bool = True) -> Reply:
 
 def asked(row: dict) -> str:
     return row["messages"][-1]["content"]
-
-
-# Arithmetic
-
-
-@pytest.mark.parametrize("operators", ["+", "-", "*", "+-*"])
-def test_arithmetic_rows_are_right_and_no_eval_problem_is_trained_on(operators):
-    task = Arithmetic(operators=operators, max_digits=3, num_rows=3000)
-    problems = {}
-    for split in ("train", "eval"):
-        problems[split] = set()
-        for row in task.rows(split):
-            found = re.fullmatch(r"What is (\d+) ([-+*]) (\d+)\?", asked(row))
-            left, sign, right = int(found[1]), found[2], int(found[3])
-            assert sign in operators
-            assert max(left, right) <= 999
-            value = {"+": left + right, "-": left - right, "*": left * right}[sign]
-            assert row["answer"] == str(value)
-            assert value >= 0
-            problems[split].add((frozenset((left, right)), sign))
-            assert task.reward(row, reply(row["answer"])).total == 1
-    assert not problems["train"] & problems["eval"]
-    assert len(problems["eval"]) == len(task.rows("eval")) == 200
-    assert len(task.rows("train")) == 3000
-
-
-def test_arithmetic_keeps_to_the_digits_asked_for_and_to_its_seed():
-    rows = Arithmetic(operators="*", min_digits=2, max_digits=2, num_rows=500).rows("train")
-    numbers = [int(n) for row in rows for n in re.findall(r"\d+", asked(row))]
-    assert (min(numbers), max(numbers)) == (10, 99)
-    one, same, other = (Arithmetic(seed=s, num_rows=50) for s in (1, 1, 2))
-    assert one.rows("train") == same.rows("train") != other.rows("train")
-    assert one.rows("eval") == other.rows("eval")
-    for operators in "+-*":  # 55 problems of one digit
-        assert 2 <= len(Arithmetic(max_digits=1, operators=operators).rows("eval")) <= 14
-
-
-@pytest.mark.parametrize(
-    ("text", "total", "success"),
-    [
-        ("132", 1.0, True),
-        (" 132\n", 1.0, True),
-        ("The answer is 132.", 0.9, True),
-        ("47 + 85 = 132", 0.9, True),
-        ("<think>47 + 85 is 131, no</think> 132", 0.9, True),
-        (r"5 and 7 make 12, so \boxed{132}", 0.9, True),
-        ("<answer>132</answer>", 0.9, True),
-        ("131", 0.1, False),
-        ("", 0.0, False),
-        ("What is 47 + 85?", 0.0, False),
-        ("131, 132", 0.0, False),
-        ("1320", 0.1, False),
-        ("132.5", 0.0, False),
-        ("-132", 0.1, False),
-        ("\u0661\u0663\u0662", 0.0, False),
-        ("9" * 5000, 0.1, False),
-    ],
-)
-def test_arithmetic_reward_wants_the_right_number_and_no_other(text, total, success):
-    task = Arithmetic(num_rows=1)
-    done = task.reward(task.row(47, "+", 85), reply(text))
-    assert (done.total, done.success) == (pytest.approx(total), success)
-    cut = task.reward(task.row(47, "+", 85), reply(text, complete=False))
-    assert not cut.success
-    assert cut.total == pytest.approx(0.9 * done.parts["exact"])
-
-
-def test_repeating_the_question_is_no_answer_even_where_it_holds_one():
-    task = Arithmetic(num_rows=1)
-    for left, sign, right in ((5, "-", 0), (7, "*", 1), (0, "+", 9), (4, "+", 4)):
-        row = task.row(left, sign, right)
-        for text in (asked(row), row["problem"], f"{left}, {right}" if left != right else ""):
-            assert task.reward(row, reply(text)).total < 0.9, text
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"operators": "/"}, "operators among"),
-        ({"operators": ""}, "operators among"),
-        ({"min_digits": 3}, "3 and 2"),
-        ({"num_rows": 0}, "num_rows"),
-    ],
-)
-def test_arithmetic_that_cannot_be_is_refused(options, says):
-    with pytest.raises(ValueError, match=says):
-        Arithmetic(**options)
-
-
-# Countdown
-
-
-def reachable(numbers: list[int]) -> set[Fraction]:
-    """Return all values that some of the numbers make, by trying everything."""
-    found = set()
-    for size in range(1, len(numbers) + 1):
-        for chosen in itertools.combinations(range(len(numbers)), size):
-            found |= _made(tuple(Fraction(numbers[i]) for i in chosen))
-    return found
-
-
-def _made(values: tuple[Fraction, ...]) -> set[Fraction]:
-    if len(values) == 1:
-        return {values[0]}
-    out = set()
-    for i, j in itertools.permutations(range(len(values)), 2):
-        rest = tuple(v for k, v in enumerate(values) if k not in (i, j))
-        a, b = values[i], values[j]
-        for value in (a + b, a - b, a * b, *([a / b] if b else [])):
-            out |= _made((*rest, value))
-    return out
-
-
-def test_countdown_rows_can_be_solved_and_eval_numbers_are_never_trained_on():
-    task = Countdown(num_rows=400)
-    kinds = {}
-    for split in ("train", "eval"):
-        kinds[split] = {tuple(sorted(row["numbers"])) for row in task.rows(split)}
-        for row in task.rows(split):
-            target = int(re.search(r"Make (\d+) from", asked(row))[1])
-            assert str(row["numbers"])[1:-1] in asked(row)
-            assert 1 <= target <= 100
-            assert target not in row["numbers"]
-            assert eval(row["answer"]) == target
-            assert Counter(map(int, re.findall(r"\d+", row["answer"]))) == Counter(row["numbers"])
-            assert task.reward(row, reply(row["answer"])).total == 1
-        for row in task.rows(split)[:12]:
-            assert int(row["problem"][7:].split(",")[0]) in reachable(row["numbers"][:4])
-    assert not kinds["train"] & kinds["eval"]
-    assert {len(k) for k in kinds["train"]} == {3, 4}
-    every = list(itertools.combinations_with_replacement(range(1, 26), 3))
-    assert sum(map(countdown_held_out, every)) / len(every) == pytest.approx(1 / 8, abs=0.02)
-
-
-@pytest.mark.parametrize(
-    ("text", "solved", "formed"),
-    [
-        ("(2 * 3) * 4", 1, 1),
-        ("2 * 3 * 4 = 24", 1, 1),
-        ("<think>6 * 4</think><answer>4 * 6 / 1</answer>", 0, 0),
-        ("<think>hm</think><answer>4 * 3 * 2</answer>", 1, 1),
-        (r"\boxed{2 * 3 * 4}", 1, 1),
-        ("2 * 3 * 4 = 25", 0, 0),
-        ("", 0, 0),
-        ("24", 0, 0),
-        ("2 * 3 * 4 or 4 * 3 * 2", 0, 0),
-        ("2 * 3 * 4, 2 + 3", 0, 0),
-        ("2 * 2 * 3 * 2", 0, 0),
-        ("4 ** 2 + 2 ** 3", 0, 0),
-        ("__import__('os').getpid()", 0, 0),
-        ("(" * 5000, 0, 0),
-        ("2 * 3 * 4 #", 1, 1),
-        ("Make 24 from the numbers 2, 3, 4", 0, 0),
-    ],
-)
-def test_countdown_reward_checks_the_expression(text, solved, formed):
-    task = Countdown(num_rows=1)
-    row = task.row([2, 3, 4], 24, "2 * 3 * 4")
-    done = task.reward(row, reply(text))
-    assert done.parts == {"solved": solved, "expression": formed}
-    assert done.total == pytest.approx(0.9 * solved + 0.1 * formed)
-    assert done.success == bool(solved)
-    assert not task.reward(row, reply(text, complete=False)).success
-    assert task.reward(row, reply(asked(row))).total == 0
 
 
 # MATH
@@ -306,7 +137,7 @@ def test_mixed_rows_are_a_function_of_seed_and_index():
     assert list(one) == list(same)
     assert [r["task"] for r in one] == [r["task"] for r in other]
     assert list(one) != list(other)
-    assert one[:3] == [one[0], one[1], one[2]]
+    assert list(one[:3]) == [one[0], one[1], one[2]]
     assert len(one) == max(60 / 0.5, len(Facts().rows("train")) / 0.25, 1 / 0.25)
     assert mixed(seed=1).rows("eval") == mixed(seed=2).rows("eval")
 
@@ -377,13 +208,13 @@ def test_mixture_that_cannot_be_is_refused():
 
 
 def test_demonstrations_are_mixed_in_the_same_proportions():
-    task = Mix({"digits": SortDigits(num_rows=9), "sums": Arithmetic(num_rows=9)})
+    task = Mix({"digits": SortDigits(num_rows=9), "sums": Calculator(num_rows=9)})
     rows = task.demonstrations()
     assert Counter(row["task"] for row in rows) == {"digits": 9, "sums": 9}
     assert all(row["messages"][-1]["role"] == "assistant" for row in rows)
 
 
-@pytest.mark.parametrize("name", ["arithmetic", "countdown", "mix"])
+@pytest.mark.parametrize("name", ["calculator", "mix"])
 def test_shipped_tasks_show_an_example_with_the_parts_they_name(name):
     from conf.compose import compose_checked
 

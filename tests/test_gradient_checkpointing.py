@@ -6,7 +6,7 @@ import torch
 from benchmarks.measure import peak_bytes
 from policies.load import load_policy, load_reference
 from policies.padding import pad, pad_mask
-from policies.value_head import Critic
+from policies.scorer import Critic
 
 PROMPT = torch.arange(30) % 11 + 4
 ROWS = [torch.cat([PROMPT, torch.arange(n) * 7 % 13 + 4]) for n in (9, 4, 12, 7)]

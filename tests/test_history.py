@@ -1,7 +1,5 @@
 """History: shapes, ragged batches, growing chats, rendering."""
 
-import pickle
-
 import pytest
 import torch
 from letters import letters
@@ -193,56 +191,13 @@ class TestRendering:
         [
             {"return_dict": True, "tokenize": False},
             {"return_assistant_tokens_mask": True, "return_dict": False},
-            {"padding": True},
-            {"truncation": True, "max_length": 3},
-            {"padding": "max_length", "return_dict": True},
-            {"max_length": 3, "return_dict": True},
-            {"continue_final_message": True},
+            {"padding": "max_length"},
         ],
     )
     def test_options_that_contradict_or_are_unknown(self, options, tokenizer):
         match = "|".join(["return_", *options])
         with pytest.raises(ValueError, match=match):
             History.from_chats(SHORT).apply_chat_template(tokenizer=tokenizer, **options)
-
-    @pytest.mark.parametrize("side", ["left", "right"])
-    def test_truncation_and_padding_to_a_length(self, side, tokenizer):
-        tokenizer = pickle.loads(pickle.dumps(tokenizer))
-        tokenizer.truncation_side = tokenizer.padding_side = side
-        batch = History.from_chats([LONG, SHORT])
-        whole = [tokenizer.apply_chat_template(c, return_dict=False) for c in (LONG, SHORT)]
-        size = len(whole[0]) - 3
-        assert len(whole[1]) < size
-        cut = whole[0][3:] if side == "left" else whole[0][:size]
-        options = {"tokenizer": tokenizer, "add_generation_prompt": False, "truncation": True}
-        assert batch.apply_chat_template(tokenize=True, max_length=size, **options) == [
-            cut,
-            whole[1],
-        ]
-        td = batch.apply_chat_template(
-            padding="max_length", max_length=size, return_assistant_tokens_mask=True, **options
-        )
-        assert td["input_ids"].shape == (2, size)
-        assert td["input_ids"][td["attention_mask"]].tolist() == [*cut, *whole[1]]
-        said = tokenizer.decode(td["input_ids"][0][td["assistant_masks"][0]])
-        assert said == ("Yo<|im_end|>" if side == "left" else "Y")
-        tokenizer.model_max_length = 7
-        assert [len(row) for row in batch.apply_chat_template(tokenize=True, **options)] == [7, 7]
-
-    def test_the_final_message_can_go_on(self, tokenizer):
-        options = {"tokenizer": tokenizer, "add_generation_prompt": False}
-        td = History.from_chats(LONG).apply_chat_template(
-            continue_final_message=True, return_assistant_tokens_mask=True, **options
-        )
-        text = tokenizer.apply_chat_template(LONG, tokenize=False, continue_final_message=True)
-        assert tokenizer.decode(td["input_ids"]) == text
-        assert text.endswith("assistant\nYo")
-        assert tokenizer.decode(td["input_ids"][td["assistant_masks"]]) == "Yo"
-        template = "{% for m in messages %}{{ m['content'] | upper }};{% endfor %}"
-        with pytest.raises(ValueError, match="cannot be left open"):
-            History.from_chats(LONG).apply_chat_template(
-                continue_final_message=True, chat_template=template, **options
-            )
 
     def test_padding_messages_are_not_rendered(self, tokenizer):
         history = History.from_chats(SHORT)

@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from conf.build import build, make_leash
-from policies.value_head import Critic
+from policies.scorer import Critic
 from trainer import GRPOObjective, ImportanceSampling
 from trainer.advantage import GroupAdvantage
 from trainer.importance_sampling import correction

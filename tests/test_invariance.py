@@ -14,7 +14,7 @@ from runs import lines, on_two_ranks
 from safetensors.torch import load_file
 from torch import Tensor
 
-from policies import layout, packed_layout, token_distribution
+from policies import layout, token_distribution
 
 TOLERANCE = 1e-6  # relative
 
@@ -69,9 +69,7 @@ def without_shared_prompts(name: str, patch: pytest.MonkeyPatch) -> Tensor:
 
 
 def packed(name: str, patch: pytest.MonkeyPatch) -> Tensor:
-    patch.setattr(
-        layout, "choose", lambda ids, mask, keep, _: packed_layout.packed(ids, mask, keep)
-    )
+    patch.setattr(layout, "choose", lambda ids, mask, keep, _: layout.packed(ids, mask, keep))
     return gradient(step(name))
 
 

@@ -29,7 +29,7 @@ from tensordict import TensorDict, lazy_stack
 from torch import Tensor
 
 from conf.compose import compose_checked
-from envs.transformed_env import TransformedEnv
+from envs.env import TransformedEnv
 from envs.transforms import (
     Compose,
     KLComputation,
@@ -40,7 +40,7 @@ from envs.transforms import (
     RetrieveKL,
     RetrieveLogProb,
 )
-from envs.transforms.values import get_values
+from envs.transforms.ragged import get_values
 
 # RetrieveLogProb.
 
@@ -307,17 +307,17 @@ def test_kl_errors_name_what_is_wrong():
     with pytest.raises(ValueError, match=r"Expected keys: \('log_probs', 'full'\), \('ref_log_pr"):
         kl(dense())
     td = TensorDict({FULL: gen, REF: ref[:, :4]}, [2])
-    with pytest.raises(ValueError, match=r"Sample 0 has different shapes.*\(6,\).*\(4,\)"):
+    with pytest.raises(ValueError, match=r"different shapes.*\(6,\).*\(4,\)"):
         kl(td)
     td = TensorDict({FULL: gen, "ref_log_probs": {"full": ref[:1]}}, [])
-    with pytest.raises(ValueError, match="Batch size mismatch: gen_log_probs has 2 samples"):
+    with pytest.raises(ValueError, match="Batch size mismatch"):
         kl(td)
     for shape in [(2,), (2, T), (2, T, 1, 1), (2, 4, 1)]:
         td = TensorDict({FULL: gen, REF: ref, "reward": torch.zeros(shape)}, [2])
         with pytest.raises(ValueError, match=r"expected one reward per token, \(2, 6, 1\)"):
             kl(td)
     td = TensorDict({FULL: gen, REF: ref, ("masks", "all_response_mask"): RESPONSE[:, 1:]}, [2])
-    with pytest.raises(ValueError, match="expected a mask of shape"):
+    with pytest.raises(ValueError, match=r"has different shapes: .*mask"):
         kl(td)
 
 

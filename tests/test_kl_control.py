@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from conf.compose import compose_checked
-from conf.start import set_up
+from conf.compose import compose_checked, set_up
 from trainer import (
     AdaptiveKLController,
     BudgetKLController,
@@ -257,7 +256,6 @@ ADAPTIVE = "kl.controller=adaptive kl.target=3"
         ("experiment=sft_tiny algorithm.target_kl=0.1", "which algorithm.target_kl is for"),
         ("algorithm.target_kl=-1", r"algorithm.target_kl >= 0"),
         ("algorithm.after_rollout={_target_:trainer.DropTruncated}", "to be names with nodes"),
-        ("policy.repetition_penalty=1.1", r"only changes samples, .* policy.temperature, top_k"),
     ],
 )
 def test_what_cannot_be_steered_is_refused_with_a_remedy(words, finding):

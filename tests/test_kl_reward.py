@@ -22,9 +22,9 @@ from kl_cases import mask as marks
 from tensordict import TensorDict, lazy_stack
 from torch import Tensor
 
-from envs.transformed_env import TransformedEnv
+from envs.env import TransformedEnv
 from envs.transforms import Compose, KLRewardTransform, RetrieveKL
-from envs.transforms.values import get_values
+from envs.transforms.ragged import get_values
 
 AFTER = marks("000111", "000111")  # what follows the prompt, which is three columns wide
 GEN = torch.randn(2, 6, generator=torch.Generator().manual_seed(1)).double() * ATTENTION

@@ -1,27 +1,23 @@
 """Starting runs in fresh processes: status, failures, signals, folders; with a plain worker."""
 
-import errno
-import fcntl
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 import yaml
 from faulty import at_call, forked, full, kill
-from processes import alive, gone
+from processes import gone
 
 from trainer.runs.experiment_models import cache_folder, resolve_experiment
-from trainer.runs.launch import Interrupted, prepare, put_in_place, run
-from trainer.runs.lock import held, lock_folder, write_holders
+from trainer.runs.launch import prepare, run
+from trainer.runs.launch import start as start_run
+from trainer.runs.lock import held, held_by_rank, is_free
 from trainer.runs.run_files import read_status
-from trainer.runs.watch import Watch
 
 ROOT = Path(__file__).parents[1]
 WORKER = """
@@ -62,8 +58,6 @@ if how == "slow":
 if how == "wait":
     time.sleep(60)
 if how == "stubborn":
-    said = "wait" if (rank, os.environ.get("WORLD_SIZE")) == ("0", "2") else "collect"
-    os.write(int(os.environ["LEASH_WORDS"]), f"{rank} {said}\\n".encode())
     child = subprocess.Popen(["sleep", "60"])
     (folder / f"child{rank}.part").write_text(str(child.pid))
     (folder / f"child{rank}.part").rename(folder / f"child{rank}.json")
@@ -75,9 +69,9 @@ DRIVER = """
 import sys
 from pathlib import Path
 sys.path.insert(0, {root!r})
-import train
-from conf.shell import run_command
-sys.exit(run_command(sys.argv[1:], script=Path({script!r}), worker=train.worker))
+import conf.cli
+conf.cli.SCRIPT = Path({script!r})
+sys.exit(conf.cli.cli())
 """
 
 
@@ -177,43 +171,15 @@ def test_signal_is_passed_on_once_and_stops_the_sweep(script):
     assert "sweep.html" in out
 
 
-@pytest.mark.parametrize("named", ["", "output_dir"])
-def test_a_run_stopped_before_it_began_says_so_and_leaves_no_dated_folder(script, named):
-    words = [f"{named}=run"] if named else []
-    process = start(script, *words, how="load")
-    first = process.stdout.readline()
-    (words_kept,) = wait_for("overrides.yaml", script.parent / "here")
-    folder = words_kept.parents[1]
-    assert first == f"grpo_smollm: starting in {folder.relative_to(script.parent / 'here')}\n"
+def test_a_run_stopped_before_it_began_says_so(script):
+    process = start(script, "output_dir=run", how="load")
+    assert process.stdout.readline() == "grpo_smollm: starting in run\n"
+    wait_for("config.yaml", script.parent / "here" / "run")
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
     assert (process.returncode, err) == (130, "")
     assert out == "stopped before it began; nothing is saved\n"
-    assert folder.exists() == bool(named)
-    if named == "output_dir":
-        assert read_status(folder)["state"] == "preempted"
-
-
-def test_a_stop_before_a_run_goes_on_keeps_what_it_had(script):
-    place = script.parent / "here"
-    start(script, "output_dir=run", how="finish").communicate(timeout=30)
-    (place / "run" / "status.json").unlink()
-    with (place / "run" / "config.yaml").open("a") as file:
-        file.write("# as an older leash wrote it\n")
-    before = {path: path.read_bytes() for path in (place / "run").glob("*.y*ml")}
-    process = start(script, "resume=run", "eval.every=3", how="raise")
-    assert "lr is sour" in process.communicate(timeout=30)[1]
-    assert (place / "run" / "config.yaml").read_bytes() == before[place / "run" / "config.yaml"]
-    process = start(script, "resume=run", "eval.every=3", how="load")
-    assert process.stdout.readline() == "grpo_smollm: going on in run\n"
-    process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=30)
-    said = "stopped before it went on; what was saved before is still there\n"
-    assert (process.returncode, out) == (130, said)
-    (place / "run" / "status.json").unlink()
-    assert {path: path.read_bytes() for path in (place / "run").glob("*.y*ml")} == before
-    start(script, "resume=run", "eval.every=3", how="finish").communicate(timeout=30)
-    assert yaml.safe_load((place / "run" / "config.yaml").read_text())["eval"]["every"] == 3
+    assert read_status(script.parent / "here" / "run")["state"] == "preempted"
 
 
 @pytest.mark.parametrize("fault", [kill, full])
@@ -229,8 +195,7 @@ def test_a_fault_at_any_write_of_a_resume_leaves_a_whole_config(fault, asked, tm
 
         def work(number: int = number) -> int:
             at_call(number, fault)
-            path, _ = prepare(new, tmp_path / "run", script=Path(), compose=lambda _: {})
-            put_in_place(path, tmp_path / "run", ended=True)
+            prepare(new, tmp_path / "run", script=Path(), compose=lambda _: {})
             return 0
 
         codes.append(forked(work))
@@ -274,118 +239,38 @@ def test_the_first_signal_ends_a_rank_that_was_stopped(script, ranks):
     assert read_status(place / "run")["reason"] == "stopped by SIGTERM"
 
 
-def test_ranks_that_all_wait_are_told_of_by_what_they_wait_in():
-    """One of them was stopped, or its network went."""
-    watch = Watch(2)
-    for second in range(0, 40, 10):
-        watch.hear("0 collect\n1 collect\n", second)
-    watch.hear("0 wait\n1 wait\n", 34)
-    assert watch.overdue(now=129) is None
-    told = "collect has taken 1 min 41 s, usually 10 s (rank 0 waits; rank 1 waits)"
-    assert watch.overdue(now=131) == told
-    assert not watch.hangs(131, now=160)
-    assert watch.hangs(131, now=162)
-    assert watch.hung == "rank 0 was at collect for 2 min 12 s and was ended"
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_first_signal_ends_a_rank_that_hangs_after_a_while(
-    script, folder, monkeypatch, capfd, ranks
-):
-    """What it said last is told, and that its usual time is waited for is not forgotten."""
-    monkeypatch.setenv("HOW", "stubborn")
-    for name, seconds in {"GRACE": 1.0, "LEAST": 0.5, "FIRST": 0.5}.items():
-        monkeypatch.setattr(f"trainer.runs.watch.{name}", seconds)
-
-    def ask() -> None:
-        wait_for("child?.json", folder, ranks)
-        time.sleep(1)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=ask).start()
-    with pytest.raises(Interrupted) as caught:
-        run(script, folder / "config.yaml", folder, ranks=ranks)
-    assert caught.value.code == 143
-    assert [gone(int(path.read_text())) for path in folder.glob("child*")] == [True] * ranks
-    status = read_status(folder)
-    who = f"rank {ranks - 1}" if ranks > 1 else "it"
-    assert status["state"] == "preempted"
-    told = rf"stopped by SIGTERM; {who} was at collect for \d s and was ended"
-    assert re.fullmatch(told, status["reason"])
-    rest = " (rank 0 waits; rank 1 collect)" * (ranks > 1)
-    line = rf"note: collect has taken \d(\.\d)? s, the first one{re.escape(rest)}; Ctrl-C or"
-    assert re.match(line, capfd.readouterr().out)
-
-
 def test_a_run_that_is_still_running_is_neither_resumed_nor_touched(script):
     first = start(script, "seed=1", "output_dir=run", how="wait")
     (path,) = wait_for("rank0.json", script.parent)
     worker, folder = json.loads(path.read_text())["pid"], path.parent
     (folder / "errors").mkdir()
     before = {file: file.stat().st_mtime_ns for file in folder.rglob("*")}
-    try:
-        again = start(script, "resume=run", how="finish")
-        out, err = again.communicate(timeout=30)
-        line = f"run: this run is still running (pid {first.pid}); stop it first"
-        assert (again.returncode, out, err) == (2, "", f"error: {line}\n")
-        assert {file: file.stat().st_mtime_ns for file in folder.rglob("*")} == before
-        first.kill()  # the worker lives on for a while
-        first.wait()
-        again = start(script, "resume=run", how="finish")
-        assert again.stdout.readline() == (
-            f"run: its last run is still ending (pid {worker}): waiting for it\n"
-        )
-        assert (folder / "errors").is_dir()
-        assert alive(worker)
-    finally:
-        os.kill(worker, signal.SIGKILL)
-        first.communicate()
+    again = start(script, "resume=run", how="finish")
+    out, err = again.communicate(timeout=30)
+    assert (again.returncode, out) == (2, "")
+    assert err == f"error: {folder}: this run is still running; stop it first\n"
+    assert {file: file.stat().st_mtime_ns for file in folder.rglob("*")} == before
+    first.kill()
+    os.kill(worker, signal.SIGKILL)
+    first.communicate()
+    again = start(script, "resume=run", how="finish")
     assert again.communicate(timeout=30) == ("grpo_smollm: going on in run\n", "")
     assert again.returncode == 0
     assert read_status(folder)["state"] == "finished"
 
 
-def test_an_orphan_that_does_not_end_is_named_and_a_free_folder_can_be_taken_again(
-    tmp_path, monkeypatch
-):
+def test_the_rank_0_of_a_launcher_that_was_killed_holds_the_folder(tmp_path, monkeypatch):
     monkeypatch.setattr("trainer.runs.lock.WAIT", 0.3)
-    gone_pid, left = subprocess.Popen(["true"]), subprocess.Popen(["sleep", "60"])
-    gone_pid.wait()
-    try:
-        with held(tmp_path) as lock:
-            write_holders(lock, [gone_pid.pid, left.pid])
-            with pytest.raises(ValueError, match=rf"still running \(pid {left.pid}\); stop it"):
-                lock_folder(tmp_path)
-    finally:
-        left.kill()
-        left.wait()
     with held(tmp_path):
-        pass
-
-
-def test_a_file_system_without_locks_is_noted_and_used(tmp_path, monkeypatch, capsys):
-    def refuse(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    with held(tmp_path):
-        assert capsys.readouterr().out.startswith(f"note: {tmp_path} has no file locks")
-
-
-def test_a_warm_up_whose_launcher_was_killed_is_not_removed_under_it(tmp_path, monkeypatch):
-    monkeypatch.setenv("LEASH_CACHE", str(tmp_path))
-    left: list[Path] = []
-
-    def killed(config: dict, folder: Path) -> None:
-        left.append(lock_folder(folder) and folder)  # as the worker of a killed launcher does
-        (folder / "config.yaml").write_text("seed: 1")
-        raise RuntimeError("killed")
-
-    for error, reason in ((RuntimeError, "killed"), (ValueError, "still running")):
-        with pytest.raises(error, match=reason):
-            resolve_experiment("experiment:warm", lambda _: {"seed": 1}, killed)
-    assert len(left) == 1
-    assert (left[0] / "config.yaml").is_file()
+        assert not is_free(tmp_path)
+        with pytest.raises(ValueError, match="still running; stop it"), held(tmp_path):
+            pass
+    with held_by_rank(tmp_path):
+        assert not is_free(tmp_path)
+        with pytest.raises(ValueError, match="still running; stop it"):
+            start_run({}, tmp_path, script=Path(), compose=lambda _: {})
+    assert is_free(tmp_path)
+    assert not is_free(tmp_path / "never held")
 
 
 def test_runs_of_the_same_second_have_folders_of_their_own(script):
@@ -404,9 +289,8 @@ def test_failed_jobs_are_named_and_the_others_still_run_also_of_several_experime
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     names = ["experiment=grpo_smollm", "experiment=sft_tiny"]
-    said = err.splitlines()
-    assert said.count("error: lr is sour") == 2
-    assert [line.split()[1] for line in said if line.startswith("failed")] == names
+    errors = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert errors == [f"error: {name}: lr is sour" for name in names]
     assert "Traceback (most recent" not in err
     (page,) = (script.parent / "here").rglob("sweep.html")
     assert sorted(path.parent.name for path in page.parent.glob("*/status.json")) == names
@@ -457,7 +341,7 @@ def test_status_of_an_earlier_attempt_does_not_hide_a_death(script, folder, monk
     config = {"policy": {"model": "some/model"}}
     for how, reason in (("raise", "lr is sour"), ("die", "code 9")):
         monkeypatch.setenv("HOW", how)
-        path, _ = prepare(config, folder, script=script, compose=lambda _: {})
+        path = prepare(config, folder, script=script, compose=lambda _: {})
         with pytest.raises(RuntimeError, match=reason):
             run(script, path, folder)
         assert reason in read_status(folder)["reason"]
@@ -477,50 +361,9 @@ def test_errors_of_a_failed_warm_up_stay_readable(script, tmp_path, monkeypatch)
     assert "Traceback: long" in path.read_text()
 
 
-def test_a_launcher_that_names_no_number_of_ranks_is_told(script, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "abc")
-    process = start(script, "seed=1", how="finish")
-    assert "expected WORLD_SIZE to be a number of ranks, got 'abc'" in process.communicate()[1]
-    assert process.returncode == 2
-
-
 def test_sweep_under_an_outside_launcher_is_refused_with_a_hint(script, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     process = start(script, "-m", "seed=1,2", how="finish")
     _, err = process.communicate(timeout=30)
     assert (process.returncode, len(err.splitlines())) == (2, 1)
     assert "python train.py -m" in err
-
-
-OUTER = """
-import os, sys
-from pathlib import Path
-sys.path.insert(0, {root!r})
-import train
-from trainer.runs.lock import lock_folder
-def fake(cfg, folder):
-    (folder / ("saw" + os.environ["RANK"])).write_text(str(cfg.launch.num_processes))
-    try:
-        lock_folder(folder)
-    except ValueError as error:
-        (folder / ("refused" + os.environ["RANK"])).write_text(f"{{error}} {{os.getppid()}}")
-train.train = fake
-from conf.shell import run_command
-sys.exit(run_command(sys.argv[1:], script=Path({script!r}), worker=train.worker))
-"""
-
-
-@pytest.mark.slow
-def test_ranks_of_an_outside_launcher_agree_on_one_folder(script, tmp_path):
-    outer = tmp_path / "outer.py"
-    outer.write_text(OUTER.format(root=str(ROOT), script=str(script)))
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(outer)]
-    words = [sys.executable, *launcher, "seed=1"]
-    subprocess.run(words, cwd=tmp_path, check=True, capture_output=True, timeout=60)
-    (folder,) = (tmp_path / "outputs" / "grpo_smollm").iterdir()
-    saw = {path.name: path.read_text() for path in folder.glob("saw*")}
-    assert saw == {"saw0": "2", "saw1": "2"}
-    for path in (folder / "refused0", folder / "refused1"):
-        text, _, launcher = path.read_text().rpartition(" ")
-        assert text.endswith(f"this run is still running (pid {launcher}); stop it first")
-    assert (folder / "config.yaml").is_file()

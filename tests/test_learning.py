@@ -124,16 +124,6 @@ def test_grpo_calculator_tiny_learns_to_call(seed: int) -> None:
 
 
 @pytest.mark.learn
-@pytest.mark.parametrize("seed", SEEDS)
-def test_grpo_guess_tiny_learns_to_listen(seed: int) -> None:
-    _, rows = whole_run("grpo_guess_tiny", seed)
-    last, deaf = rows[-1]["eval/sampled_accuracy"], 3 / 7
-    assert last >= rows[0]["eval/sampled_accuracy"] + 0.15
-    assert last > deaf + 0.1
-    assert sum(trained(rows, "time/iteration_s")) < 90
-
-
-@pytest.mark.learn
 def test_grpo_tiny_takes_two_minutes_the_first_time_and_one_the_second(tmp_path: Path) -> None:
     limits = (120, 60)
     for number, limit in enumerate(limits):

@@ -13,7 +13,7 @@ from envs.tasks import LearntReward, Reply, SortDigits
 from envs.tasks.task import assistant
 from policies import GPT2RewardModel, load_policy
 from policies.models import find_model, load_tokenizer
-from policies.reward_scorer import ChatRewards
+from policies.reward_model import ChatRewards
 from trainer.runs.launch import prepare
 
 

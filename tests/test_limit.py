@@ -13,7 +13,6 @@ from trainer.limit import (
     least_kl,
     most_kl_of_best_of,
     optimum,
-    unsolved,
 )
 
 COEFFS = (0.2, 0.5, 1.0, 5.0)
@@ -90,7 +89,6 @@ def test_what_the_reference_reaches_is_free_and_what_no_sample_shows_is_unknown(
     assert least_kl(success, 0.125) == 0.0 == least_kl(success, 0.0)
     assert least_kl(success, 0.4999) == pytest.approx(math.log(4) / 2, rel=0.01)
     assert least_kl(success, 0.51) is None  # one prompt of two was never solved
-    assert unsolved(success) == 1
 
 
 def test_the_best_of_k_is_the_mean_over_all_picks():

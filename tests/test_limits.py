@@ -6,20 +6,19 @@ import math
 import re
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from pages import Page, Picture, write_lines, write_status, write_words
+from refusals import refusal
 from runs import lines
 from small_runs import IN_ITERATION_2, Counted, Unjudged, stop, train
 
-from conf.check_limit import findings
-from trainer.efficiency import Efficiency
+from trainer.evaluation import Efficiency
 from trainer.limit import Bounds, Limit, read_limit
 from trainer.reports.__main__ import main
 from trainer.reports.chart import Chart
-from trainer.reports.limits import Lines, what_came_out
+from trainer.reports.frontier import LimitLines, limit_results
 from trainer.reports.report import write_report
 from trainer.reports.sweep_page import sweep_svg, write_sweep
 
@@ -116,9 +115,9 @@ def test_a_report_draws_its_way_below_the_limit_of_its_sweep(tmp_path):
     assert "iteration 0: accuracy 0.250, KL 0.000" in drawn.tips
 
 
-def test_what_came_out_is_said_of_a_run_and_of_each_job(tmp_path):
+def test_limit_results_is_said_of_a_run_and_of_each_job(tmp_path):
     write_limit(write_jobs(tmp_path))
-    of, *jobs = what_came_out(tmp_path).splitlines()
+    of, *jobs = limit_results(tmp_path).splitlines()
     about = "512 replies of the reference to each of 3 held-out prompts, of which 0.25 are right"
     assert of == f"the limit: {about}; none on 1 of them"
     accuracy, kl = least(3.0)
@@ -129,21 +128,21 @@ def test_what_came_out_is_said_of_a_run_and_of_each_job(tmp_path):
     ]
     alone = tmp_path / "kl.coeff=1"
     write_limit(alone, [[1] * 128 + [0] * 384, [0] * 512], [[1.0] * 512] * 2)
-    of, job = what_came_out(alone).splitlines()
+    of, job = limit_results(alone).splitlines()
     assert of.endswith("of which 0.12 are right; none on 1 of them")
     assert job.endswith(": accuracy 0.417, KL efficiency 2.04 at 0.18 nats"), "of the accuracy"
     (alone / "metrics.jsonl").unlink()
-    assert what_came_out(alone).splitlines()[1].endswith(": no evaluation with a KL to judge")
+    assert limit_results(alone).splitlines()[1].endswith(": no evaluation with a KL to judge")
     (alone / "limit.json").write_text("{")
     with pytest.raises(ValueError, match=r"limit.json is damaged; remove it"):
-        what_came_out(alone)
+        limit_results(alone)
 
 
 def test_diamonds_say_how_many_replies_they_are_the_best_of_where_there_is_room():
     """Of 64: with a run's point on the first, and room beside the others."""
     draw = np.random.default_rng(0)
     limit = Limit(rewards := (draw.random((30, 64)) < draw.random((30, 1))).astype(float), rewards)
-    lines = Lines(limit, "eval/sampled_accuracy", most=3.0)
+    lines = LimitLines(limit, "eval/sampled_accuracy", most=3.0)
     chart = Chart("", "", width=480, height=340)
     chart.axes((0.0, 3.0), (0.0, 1.0))
     covered = lines.draw(chart, "accuracy", [])
@@ -171,9 +170,8 @@ def test_a_damaged_limit_is_none_and_told_in_a_line(tmp_path, text, capsys):
     )
     assert "replies of the reference" not in page.text
     assert "The limit" not in Page(write_sweep(tmp_path)).text
-    rows = SimpleNamespace(rows=[{}, {}, {}])
     assert not Efficiency(4, tmp_path).known()
-    assert Efficiency(4, tmp_path)(2, {"eval/reward": 1.0}, rows) == {}
+    assert Efficiency(4, tmp_path)({"eval/reward": 1.0}, 3) == {}
 
 
 EXTREME = [
@@ -216,7 +214,7 @@ def test_what_has_no_one_reference_is_refused(tmp_path, capsys):
     assert "a was not evaluated, so a limit would say nothing of it" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["--limit", str(tmp_path / "a")])
-    assert "expected a number of replies, got '/" in capsys.readouterr().err
+    assert "invalid int value: '/" in capsys.readouterr().err
 
 
 def test_replies_that_are_there_are_not_sampled_again(tmp_path, capsys):
@@ -271,44 +269,33 @@ def test_a_task_that_drops_every_held_out_row_is_told_that_there_is_no_limit(tmp
 def test_an_evaluation_is_judged_by_the_samples_of_its_folder(tmp_path):
     write_limit(tmp_path)
     accuracy, kl = least(3.0)
-    judge, rows = Efficiency(512, tmp_path), SimpleNamespace(rows=[{}, {}, {}])  # not played again
+    judge, rows = Efficiency(512, tmp_path), [{}, {}, {}]
 
     def efficiency(value: float, spent: float) -> dict[str, float]:
         scores = {"eval/sampled_accuracy": value, "eval/kl_ref_sequence": spent}
-        return judge(2, scores | {"eval/reward": 0.1}, rows)
+        return judge(scores | {"eval/reward": 0.1}, len(rows))
 
     assert efficiency(accuracy, 2 * kl) == {"kl/efficiency": pytest.approx(0.5, abs=0.01)}
     assert efficiency(1.0, 3.0) == efficiency(accuracy, 0.0) == {}  # unknown; not moved
-    assert judge(2, {"eval/greedy_accuracy": 1.0}, rows) == {}
-    rows.rows.append({})  # a resumed run with more eval.max_rows: those samples say nothing of it
+    assert judge({"eval/greedy_accuracy": 1.0}, len(rows)) == {}
+    rows.append({})  # a resumed run with more eval.max_rows: those samples say nothing of it
     assert efficiency(accuracy, 2 * kl) == {}
     for damaged in ("{", "[" * 100_000):
         (tmp_path / "limit.json").write_text(damaged)
-        assert Efficiency(4, tmp_path)(2, {"eval/reward": 1.0}, rows) == {}
+        assert Efficiency(4, tmp_path)({"eval/reward": 1.0}, 3) == {}
 
 
 @pytest.mark.parametrize(
-    ("group", "key", "value", "told"),
+    ("word", "key"),
     [
-        ("kl", "measure", False, "needs the KL that was spent"),
-        ("kl", "reference", "gpt2", "kl.reference names another"),
-        ("kl", "refresh_every", 2, "which kl.refresh_every moves"),
-        ("policy", "top_k", 5, "needs the KL of whole distributions"),
-        ("policy", "min_p", 0.1, "needs the KL of whole distributions"),
-        ("eval", "temperature", 0.5, "set eval.temperature=1"),
-        ("eval", "num_samples", 0, "eval.num_samples=0"),
-        ("algorithm", "source", {"_target_": "trainer.Demonstrations"}, "samples none"),
-        ("eval", "limit", 1, "at least 2 replies a row, got 1"),
+        ("kl.measure=false", "kl.measure"),
+        ("kl.reference=gpt2", "kl.reference"),
+        ("kl.refresh_every=2", "kl.refresh_every"),
+        ("eval.temperature=0.5", "eval.temperature"),
+        ("eval.num_samples=0", "eval.num_samples=0"),
+        ("eval.limit=1", "eval.limit=1"),
     ],
 )
-def test_a_limit_that_would_not_be_that_of_the_run_is_refused(group, key, value, told):
-    cfg = {
-        "kl": {"measure": True, "reference": None, "refresh_every": 0},
-        "eval": {"limit": 64, "num_samples": 8, "temperature": 1.0},
-        "policy": {"top_k": 0, "top_p": 1.0, "min_p": 0.0},
-        "algorithm": {"source": {"_target_": "trainer.Rollouts"}},
-    }
-    assert list(findings(cfg)) == []
-    cfg[group] = cfg[group] | {key: value}
-    (line,) = findings(cfg)
-    assert told in line
+def test_a_limit_that_would_not_be_that_of_the_run_is_refused(word, key):
+    coeff = ["kl.coeff=0"] if word == "kl.measure=false" else []
+    assert key in refusal("experiment=grpo_tiny", "eval.limit=64", word, *coeff)

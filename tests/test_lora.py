@@ -15,10 +15,9 @@ from transformers import AutoModelForCausalLM
 from envs.transforms import RetrieveKL
 from policies import lora
 from policies.load import load_policy, load_reference
-from policies.models import has_adapter
-from policies.quiet import quiet
-from policies.reward_scorer import load_reward_model
-from policies.value_head import Critic
+from policies.models import has_adapter, quiet
+from policies.reward_model import load_reward_model
+from policies.scorer import Critic
 from trainer.checkpoint import Checkpoints, save_model
 from trainer.optimizer import make_optimizer
 from trainer.runtime import Runtime

@@ -305,7 +305,7 @@ def test_a_value_that_is_not_one_hot_is_an_error(value):
         MaskedOneHotCategorical(scores(), mask=MASK[0]),
         MaskedOneHotCategorical(scores(), indices=INDICES[2]),
     ):
-        with pytest.raises(ValueError, match="expected one-hots: a single 1"):
+        with pytest.raises(ValueError, match="expected one-hots with 6 entries, a single 1"):
             dist.log_prob(value)
         with pytest.raises(ValueError, match="expected one-hots with 6 entries"):
             dist.log_prob(torch.eye(5)[0])
@@ -316,8 +316,8 @@ def test_a_value_that_is_not_one_hot_is_an_error(value):
 WRONG = [
     ({}, "mask or indices, got neither"),
     ({"mask": MASK, "indices": INDICES}, "mask or indices, got both"),
-    ({"mask": MASK.long()}, r"bool mask \(True = valid\), got torch.int64"),
-    ({"mask": MASK[0]}, r"mask of shape \(4, 6\), got \(6,\)"),
+    ({"mask": MASK.long()}, r"bool mask \(True = valid\) of shape \(4, 6\), got torch.int64"),
+    ({"mask": MASK[0]}, r"of shape \(4, 6\), got torch.bool \(6,\)"),
     ({"indices": INDICES}, r"in 0..5, got -1; padding_value is None"),
     ({"indices": INDICES.double()}, "expected integers in 0..5, got torch.float64"),
     ({"indices": INDICES[0]}, r"indices of shape \[4, I\] with I > 0, got \(5,\)"),

@@ -13,10 +13,8 @@ from torch.autograd import gradcheck
 
 from conf.check import READ
 from policies.scorer import Scores
-from trainer.masks import binary_kl, binary_tv, kl_mask_term, tv_mask_term
 from trainer.objectives import GRPOObjective
-from trainer.runs.saved_configs import as_today
-from trainer.surrogates import Bounds, token_ratio
+from trainer.surrogates import Bounds, binary_kl, binary_tv, kl_mask_term, token_ratio, tv_mask_term
 
 MASKS = {"tv_mask": tv_mask_term, "kl_mask": kl_mask_term}
 
@@ -176,17 +174,6 @@ def test_dual_clip_bounds_the_ratio_of_what_was_made_likelier_and_is_wrong(name)
     term = term_of(name, now, then, -torch.ones(1, dtype=torch.float64), most=3.0)
     assert term.item() == pytest.approx(3.0)
     assert torch.autograd.grad(term.sum(), now)[0].item() == 0.0
-
-
-def test_a_run_of_before_goes_on_with_the_bounds_that_it_does_not_use():
-    today = composed("grpo").algorithm
-    before = {"surrogate": "clip", "clip_low": 0.2}
-    found = as_today({"algorithm": before})["algorithm"]
-    assert {key: found[key] for key in ("tv_bound", "kl_bound")} == {
-        "tv_bound": today.tv_bound,
-        "kl_bound": today.kl_bound,
-    }
-    assert "tv_bound" not in as_today({"algorithm": {"packing": True}})["algorithm"]
 
 
 CHANGED = {"clip_low": 0.9, "clip_high": 3.0, "dual_clip": 1.3, "tv_bound": 0.9, "kl_bound": 5.0}

@@ -10,7 +10,7 @@ from tensordict import TensorDict, lazy_stack
 from envs.chat_env import ChatEnv
 from trainer.torchrl.collector import LLMCollector
 from trainer.torchrl.loss_modules import GRPOLoss
-from trainer.torchrl.mc_advantage import MCAdvantage, TopKRewardSelector
+from trainer.torchrl.mc_advantage import MCAdvantage
 
 
 def chat(prompt: str | int, rewards: list[float], done: bool = True) -> TensorDict:
@@ -105,35 +105,10 @@ def test_what_cannot_be_a_group_is_named(caplog):
         MCAdvantage(2, trajectory_return="sum", keep_return_bounds=(1.0, 1.0))
     with pytest.raises(ValueError, match="leave candidate_"):
         MCAdvantage(2, candidate_group_size=4)
-    with pytest.raises(ValueError, match="topk_size"):
-        TopKRewardSelector(2, 3)
     caplog.set_level("INFO")
     speaking = MCAdvantage(2, verbose=True)
     speaking(lazy_stack([chat("a", [0.0])[0], chat("a", [1.0])[0]]))
     assert "a group of 2 chats: 2 rows kept" in caplog.text
-
-
-def selected(rewards: list[float], k: int, selector=None) -> list[float]:
-    """Return the rewards that one group of single turns keeps, in order."""
-    selector = selector or TopKRewardSelector(len(rewards), k, prompt_key="query")
-    out = selector(lazy_stack([chat("a", [r])[0] for r in rewards]))
-    return [] if out is None else [float(row["next", "reward"]) for row in out.unbind(0)]
-
-
-def test_the_best_of_each_group_come_out_once_and_ties_stay():
-    assert selected([0.0, 1.0, 2.0, 3.0, 4.0], 3) == [4.0, 3.0, 2.0]
-    assert selected([1.0, 1.0, 0.0], 2) == [1.0, 1.0]
-    assert selected([1.0, 1.0, 0.0], 3) == [1.0, 1.0]
-    assert selected([0.0, 1.0, 0.0], 3) == [1.0]
-    assert selected([2.0, 2.0, 2.0], 2) == []
-    selector = TopKRewardSelector(2, 1, prompt_key="query")
-    first = [selected([reward], 1, selector) for reward in (0.0, 1.0, 5.0, 4.0)]
-    assert first == [[], [1.0], [], [5.0]]  # not once more for each chat that follows
-    assert not selector.queues
-    # A chat is its mean, and comes out with all its turns.
-    long = lazy_stack([*chat("a", [0.0, 4.0]).unbind(0), *chat("a", [1.0]).unbind(0)])
-    out = TopKRewardSelector(2, 1, prompt_key="query")(long)
-    assert [float(row["next", "reward"]) for row in out.unbind(0)] == [0.0, 4.0]
 
 
 def test_collector_advantage_and_loss_go_together():

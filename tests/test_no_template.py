@@ -16,12 +16,9 @@ from policies import (
     History,
     Renderer,
     TransformersWrapper,
-    add_chat_template,
-    remove_chat_template,
 )
 from policies.load import load_policy
-from policies.reward_model import GPT2RewardModel
-from policies.reward_scorer import ChatRewards
+from policies.reward_model import ChatRewards, GPT2RewardModel
 
 CHATS = [
     [
@@ -54,7 +51,7 @@ def opt(tmp_path):
     return folder
 
 
-def test_the_library_takes_chatml_and_says_so_once(opt):
+def test_the_library_takes_chatml_and_says_so(opt):
     tokenizer = AutoTokenizer.from_pretrained(opt)
     assert tokenizer.chat_template is None
     with pytest.warns(UserWarning, match=r"opt-tiny' has no chat template.*'chatml'") as seen:
@@ -65,12 +62,11 @@ def test_the_library_takes_chatml_and_says_so_once(opt):
         "<|im_start|>user\nHello, how are you?</s>\n"
         "<|im_start|>assistant\nI'm doing well, thank you!</s>\n<|im_start|>assistant\n"
     )
+    with pytest.warns(UserWarning, match="no chat template"):
+        history = History.from_text(text, tokenizer=tokenizer)
+    assert history.messages()[:2] == CHATS[0][1:]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        again = AutoTokenizer.from_pretrained(opt)  # the same tokenizer, loaded anew
-        history = History.from_chats(CHATS[0][1:])
-        assert history.apply_chat_template(tokenizer=again) == text
-        assert History.from_text(text, tokenizer=again).messages()[:2] == CHATS[0][1:]
         Renderer(letters(["</s>"], "{{ messages[0]['content'] }}"))  # one that has a template
 
 
@@ -81,11 +77,6 @@ def test_what_is_asked_for_comes_before_it_without_a_word(opt):
         Renderer(tokenizer, "{{ messages[0]['content'] }}").text(CHATS[0][1:2])
         == "Hello, how are you?"
     )
-    add_chat_template("first", "{{ messages[0]['content'] }}", model_family_keywords=["opt-tiny"])
-    try:
-        assert Renderer(tokenizer).text(CHATS[0][1:2]) == "Hello, how are you?"
-    finally:
-        remove_chat_template("first")
 
 
 def strip(folder):
@@ -110,6 +101,7 @@ def test_a_training_run_does_not_guess(opt, tmp_path):
         ChatRewards(folder)
 
 
+@pytest.mark.filterwarnings("ignore:the tokenizer .* has no chat template")
 @pytest.mark.usefixtures("list_setting")
 def test_the_opt_examples_of_the_page_run_as_printed(opt):
     history = History.from_chats(CHATS)
@@ -118,8 +110,7 @@ def test_the_opt_examples_of_the_page_run_as_printed(opt):
     tokenizer.pad_token = tokenizer.eos_token
     model = OPTForCausalLM.from_pretrained(opt).eval()
     options = {"input_mode": "history", "generate": False, "return_log_probs": True}
-    with pytest.warns(UserWarning, match="no chat template"):
-        ref_model = TransformersWrapper(model, tokenizer=tokenizer, **options, pad_output=True)
+    ref_model = TransformersWrapper(model, tokenizer=tokenizer, **options, pad_output=True)
     transform = RetrieveLogProb(ref_model, assistant_only=True, tokenizer=tokenizer)
     chat_history = ChatHistory(full=history)
     result = transform(TensorDict(history=chat_history, batch_size=(2,)))

@@ -12,7 +12,7 @@ from pages import write_lines, write_status
 from runs import lines
 
 import trainer
-from conf.one_call import Trained, _words
+from conf.api import Trained, _words
 from envs.tasks import Reward
 from trainer.runs.folders import quoted
 from trainer.runs.run_files import load_run

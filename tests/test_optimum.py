@@ -1,16 +1,140 @@
-"""Training ends at the optimum of reward - c KL, by enumeration of all replies."""
+"""Training ends at the optimum of reward - c KL, by enumeration of all replies.
 
+A model of six tokens answers one prompt with one or two of them: 31 replies, each with a reward,
+so the optimum of E[r] - c KL is known exactly. leash's own advantage, leash, objective and update
+train it on sampled replies, and the end is measured over all 31.
+"""
+
+import copy
+import itertools
+import math
+from dataclasses import dataclass
 from math import isclose
 
 import pytest
+import torch
 from contracts import one_process
+from enumeration import V, six_tokens
+from tensordict import TensorDict
+from torch import Tensor
+from transformers import Qwen2ForCausalLM
 
-from benchmarks.coefficients import COEFFS, IDS, End, train
+from policies.scorer import Scorer
+from trainer import (
+    BudgetKLController,
+    ConstantKLController,
+    GroupAdvantage,
+    GRPOObjective,
+    Leash,
+)
+from trainer.losses import kl_term
+from trainer.update import Update
+
+REPLIES = 256
+PROMPT = END = 0  # no reply goes on after it: [0, 0] would be to the model what [0] is
+IDS = torch.tensor(
+    [[PROMPT, a, b] for a, b in itertools.product(range(V), repeat=2) if a != END or b == END]
+)  # [31, 3]; a reply that begins with END is over
+MASK = torch.stack([torch.zeros(len(IDS)) > 0, torch.ones(len(IDS)) > 0, IDS[:, 1] != END], -1)
+REWARD = torch.randn(len(IDS), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+COEFFS = (0.3, 1.0, 3.0)
+
+
+@dataclass(frozen=True)
+class End:
+    """Where a policy is: reward and KL (nats), exact means; `start` [31] is the reference."""
+
+    reward: float
+    kl: float
+    start: Tensor
+
+    def optimum(self, coeff: float) -> tuple[float, float]:
+        """Return reward and KL of ref * exp(r / coeff) / Z."""
+        raised = self.start + REWARD / coeff
+        log_z = float(raised.logsumexp(0))
+        reward = float(((raised - log_z).exp() * REWARD).sum())
+        return reward, reward / coeff - log_z
+
+    def nominal(self) -> float:
+        """Return the coefficient whose optimum has this reward."""
+        low, high = 1e-3, 1e3
+        for _ in range(60):
+            middle = math.sqrt(low * high)
+            low, high = (low, middle) if self.optimum(middle)[0] < self.reward else (middle, high)
+        return low
+
+
+def log_probs(model: torch.nn.Module) -> Tensor:
+    """Return those of the tokens of every reply, [31, 3] float64; 0 outside."""
+    table = model(input_ids=IDS).logits[:, :-1].double().log_softmax(-1)
+    chosen = table.gather(-1, IDS[:, 1:, None]).squeeze(-1)
+    return torch.cat([torch.zeros(len(IDS), 1), chosen], -1) * MASK
+
+
+def small() -> Qwen2ForCausalLM:
+    """Return a model that can give the 31 replies any probabilities."""
+    model = six_tokens(32, 0)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(32**-0.5)
+    return model
+
+
+def train(coeff: float, *, steps: int, estimator: str = "k1", target: float | None = None) -> End:
+    """Train on `REPLIES` fresh replies a step, the rate falling to 0; k1 acts in the reward.
+
+    With a `target` (nats) `kl.controller=budget` steers the coefficient.
+    """
+    model = small()
+    with torch.no_grad():
+        ref = log_probs(model)
+    where = "reward" if estimator == "k1" else "loss"
+    constant = ConstantKLController(kl_coef=coeff)
+    control = BudgetKLController(coeff, target=target) if target else constant
+    leash = Leash(control, estimator, where)
+    advantage = GroupAdvantage(group_size=REPLIES, scale_by_std=False, leash=leash)
+    update = Update(
+        Scorer(model),
+        torch.optim.Adam(model.parameters()),
+        GRPOObjective(leash=leash),
+        one_process(),
+        lr=lambda step: 0.01 * (1 - step / steps),
+        max_tokens=2,
+        max_grad_norm=0.0,
+        reference=Scorer(copy.deepcopy(model)),
+    )
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        with torch.no_grad():
+            own = log_probs(model)
+        picked = own.sum(-1).exp().multinomial(REPLIES, replacement=True, generator=draw)
+        batch = _batch(picked, own, ref)
+        update(advantage(batch))
+        measured = batch["kl_penalty"], kl_term(own[picked], ref[picked], "k3")
+        k1, k3 = (float(kl.sum(-1).mean()) for kl in measured)
+        seen = {"kl/ref": k1, "kl/ref_sequence": k1, "kl/ref_k3": k3}  # a reply as one token
+        leash.follow(seen, replies=REPLIES)
+    with torch.no_grad():
+        own = log_probs(model)
+    chance = own.sum(-1).exp()
+    return End(float(chance @ REWARD), float(chance @ (own - ref).sum(-1)), ref.sum(-1))
+
+
+def _batch(picked: Tensor, own: Tensor, ref: Tensor) -> TensorDict:
+    """Return the picked replies as a rollout with the reference's log-probs, [256, 3]."""
+    mask, rows = MASK[picked], torch.arange(len(picked))
+    td = TensorDict({"loss_mask": mask, "temperature": torch.ones(len(picked))}, [len(picked)])
+    td["tokens", "full"] = IDS[picked]
+    td["masks", "all_attention_mask"] = mask | (torch.arange(3) == 0)
+    td["log_probs", "full"], td["ref_log_probs", "full"] = own[picked].float(), ref[picked].float()
+    td["kl_penalty"] = td["log_probs", "full"] - td["ref_log_probs", "full"]
+    raw = torch.zeros(mask.shape)
+    raw[rows, mask.sum(-1)] = REWARD[picked].float()  # at the last token
+    return td.set("reward_raw", raw)
 
 
 @pytest.mark.parametrize("coeff", COEFFS)
 def test_k1_in_the_reward_ends_at_the_reference_reweighted(coeff):
-    end = train(coeff, one_process(), steps=150)
+    end = train(coeff, steps=150)
     reward, kl = end.optimum(coeff)
     assert isclose(end.reward, reward, rel_tol=0.01)
     assert isclose(end.kl, kl, rel_tol=0.02)
@@ -20,18 +144,18 @@ def test_k1_in_the_reward_ends_at_the_reference_reweighted(coeff):
 @pytest.mark.parametrize("nats", [0.3, 1.0])
 def test_a_budget_is_spent(nats):
     """From one coefficient, whose own optimum has neither."""
-    end = train(0.5, one_process(), target=nats, steps=120)
+    end = train(0.5, target=nats, steps=120)
     assert isclose(end.kl, nats, rel_tol=0.1)
 
 
 def test_k3_in_the_loss_ends_elsewhere_and_pays_more():
-    end = train(1.0, one_process(), estimator="k3", steps=150)
+    end = train(1.0, estimator="k3", steps=150)
     assert not isclose(end.nominal(), 1.0, rel_tol=0.2)
     assert end.optimum(end.nominal())[1] / end.kl < 0.9
 
 
 def test_the_optimum_is_better_than_its_neighbours():
-    start = train(1.0, one_process(), steps=0).start
+    start = train(1.0, steps=0).start
     assert start.exp().sum().item() == pytest.approx(1, abs=1e-6)
     assert len({tuple(ids) for ids in IDS.tolist()}) == 31
     best = End(0.0, 0.0, start)

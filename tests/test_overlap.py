@@ -1,6 +1,5 @@
 """Sampling ahead: which weights sample which batch, to the bit, and what stops and errors leave."""
 
-import copy
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,19 +9,17 @@ import pytest
 import torch
 from contracts import leash, make_policy, rollout
 from engines import Stale
-from overlapped import Slow, ahead, elsewhere, nothing, slowly
-from runs import lines, metrics, train_here
+from overlapped import ahead, elsewhere, slowly
+from runs import lines, metrics
 from small_runs import IN_EVALUATION_2, IN_ITERATION_2, Counted, crash, train
 from steps import double_policy, grad_of, gradient, tables
 
-import conf.build
 from conf.compose import compose_checked
-from policies.beside import process_beside
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer.advantage import GroupAdvantage
-from trainer.dynamic_sampling import DynamicRollouts
 from trainer.objectives import GRPOObjective
-from trainer.overlap import AheadGenerator
+from trainer.overlap import Overlap
+from trainer.sources import DynamicRollouts
 from trainer.trainer import Trainer
 
 
@@ -66,46 +63,13 @@ def test_batch_j_is_sampled_by_the_weights_of_j_less_the_number_ahead(number, sl
     assert all(row["time/sample_s"] > 0 for row in lines(straight[number] / "metrics.jsonl")[1:])
 
 
-@pytest.mark.parametrize(("number", "done"), [(1, 1), (1, 3), (2, 1), (2, 2), (2, 3)])
-def test_a_resumed_run_has_the_batches_that_were_on_their_way(number, done, straight, tmp_path):
+def test_a_resumed_run_samples_its_first_batches_by_the_weights_that_it_has(straight, tmp_path):
     folder = tmp_path / "run"
-    shutil.copytree(straight[number], folder)
-    for later in range(done + 1, 5):
+    shutil.copytree(straight[2], folder)
+    for later in (2, 3, 4):
         shutil.rmtree(folder / "checkpoints" / f"iteration_{later:06d}")
-    saved = sorted(path.name for path in folder.glob(f"checkpoints/*{done}/ahead/*"))
-    assert saved == [f"version_{v:06d}.safetensors" for v in range(max(0, done - number), done)]
-    shown = train(folder, resume=True, change=ahead(number))
-    assert f"resumed  from iteration {done}\n" in shown
-    assert learnt(folder) == learnt(straight[number])
-    for row, want in zip(metrics(folder), metrics(straight[number]), strict=True):
-        for each in (row, want):  # after what it came depends on the stop
-            each.pop("sync/probe_before", None)
-        assert row == want
-
-
-LACKS = "; the next {} by its weights, it holds no older ones (trainer.overlap)"
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "told", "stale"),
-    [
-        (0, 2, LACKS.format("2 batches"), [0, 1]),
-        (1, 2, LACKS.format("batch"), [0, 2]),
-        (2, 1, "", [1, 1]),
-        (1, 0, "", [None, None]),
-    ],
-)
-def test_a_run_goes_on_with_another_number_ahead(before, after, told, stale, straight, tmp_path):
-    folder = tmp_path / "run"
-    if before:
-        shutil.copytree(straight[before], folder)
-        for later in (3, 4):
-            shutil.rmtree(folder / "checkpoints" / f"iteration_{later:06d}")
-    else:
-        train(folder, Counted(at=IN_EVALUATION_2 + 14, action=crash))  # in the third batch
-    shown = train(folder, resume=True, change=ahead(after) if after else nothing)
-    assert f"resumed from iteration 2{told} iteration 3/4" in " ".join(shown.split())
-    assert [row.get("policy/staleness") for row in metrics(folder)[3:]] == stale
+    assert "resumed  from iteration 1\n" in train(folder, resume=True, change=ahead(2))
+    assert [row["policy/staleness"] for row in metrics(folder)[2:]] == [0, 1, 2]
 
 
 def test_an_error_in_a_reward_ends_the_run_where_it_would_without(tmp_path):
@@ -133,15 +97,14 @@ def test_an_engine_that_takes_no_weights_ends_the_run_before_it_samples_by_them(
 
     with pytest.raises(RuntimeError, match="the engine is stale"):
         train(tmp_path, change=ahead(1, make=stale))
-    assert [row["policy/staleness"] for row in metrics(tmp_path)[1:]] == [0.0]
+    assert [row["progress/iteration"] for row in metrics(tmp_path)] == [0]
 
 
-def test_several_ranks_that_share_a_server_are_refused():
-    engine = elsewhere(policy := make_policy())
-    engine.scorer.shared = True
-    two_ranks: Any = SimpleNamespace(ranks=2)
-    with pytest.raises(ValueError, match="an engine a rank, got 2 ranks"):
-        AheadGenerator(engine, policy, ahead=1).around(None, two_ranks, {})
+def test_several_ranks_that_draw_again_are_refused():
+    source: Any = DynamicRollouts.__new__(DynamicRollouts)
+    source.runtime = SimpleNamespace(ranks=2)
+    with pytest.raises(ValueError, match=r"expects one rank with .*DynamicRollouts, got 2"):
+        Overlap(source, make_policy(), ahead=1, num_iterations=4)
 
 
 def test_prompts_that_teach_nothing_are_drawn_again_by_the_same_weights(tmp_path):
@@ -157,52 +120,11 @@ def test_prompts_that_teach_nothing_are_drawn_again_by_the_same_weights(tmp_path
     assert any(drawn)
 
 
-PPO = ("experiment=ppo_tiny", "trainer.num_iterations=4", "eval.max_rows=4", "checkpoint.every=2")
-PPO += ("trainer.prompts_per_iteration=8", "policy.top_k=20", "policy.model=tiny")
-
-
-def test_ppo_by_a_second_process_learns_what_the_slow_loop_does(tmp_path, monkeypatch):
-    train_here(tmp_path / "beside", *PPO, "trainer.overlap=2")
-    make = conf.build.make_source
-
-    def slow_source(cfg, ahead, *, policy, generator, **parts):
-        return Slow(make(cfg, None, policy=policy, generator=policy, **parts), policy, 2)
-
-    monkeypatch.setattr(conf.build, "make_source", slow_source)
-    train_here(tmp_path / "slow", *PPO)
-    assert learnt(tmp_path / "beside") == learnt(tmp_path / "slow")
-
-
-def test_a_second_process_samples_and_scores_to_the_bit(tmp_path):
-    policy, threads = copy.deepcopy(make_policy()), torch.get_num_threads()
-    torch.set_num_threads(2)
-    second = process_beside(policy)
-    assert torch.get_num_threads() == 1, "the other one is the process's"
-    for scale in (1.0, 1.1):
-        with torch.no_grad():
-            for weight in policy.model.parameters():
-                weight.mul_(scale)
-        second.load_weights((name, w) for name, w in policy.model.named_parameters())
-        here, there = rollout(policy, turns=2), rollout(second, turns=2)
-        for key in (("tokens", "full"), ("log_probs", "full"), "reward_raw"):
-            assert torch.equal(here[key], there[key])
-        ids, every = here["tokens", "full"], here["masks", "all_attention_mask"]
-        assert torch.equal(second.scorer(ids, every).log_probs, policy.scorer(ids, every).log_probs)
-    with pytest.raises(ValueError, match="expected at least one prompt token"):
-        second._draw(ids[:1], torch.zeros_like(every[:1]), torch.zeros(1, dtype=torch.int64))
-    assert torch.equal(rollout(second)["tokens", "full"], rollout(policy)["tokens", "full"])
-    second.scorer.process.kill()
-    with pytest.raises(RuntimeError, match=r"died: signal SIGKILL.*; go on with resume="):
-        rollout(second)
-    second.close()
-    assert torch.get_num_threads() == 2
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         (["experiment=grpo_tiny", "trainer.overlap=-1"], "expected trainer.overlap >= 0, got -1"),
+        (["experiment=grpo_tiny", "trainer.overlap=1"], "policy.engine=vllm and policy.vllm.url"),
         (["experiment=sft_tiny", "trainer.overlap=1"], "no replies that trainer.overlap could"),
         (["experiment=rm_tiny", "trainer.overlap=1"], "no replies that trainer.overlap could"),
     ],

@@ -7,8 +7,7 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 
 from conf.build import make_source
-from conf.compose import compose_checked
-from conf.start import set_up
+from conf.compose import compose_checked, set_up
 from envs.chat_env import ChatEnv
 from trainer import (
     DropTruncated,

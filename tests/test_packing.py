@@ -10,9 +10,9 @@ from contracts import make_policy, plain_log_probs
 from tensordict import TensorDict, lazy_stack
 from transformers import MistralConfig, MistralForCausalLM
 
-from policies import packed_layout
+from policies import layout
 from policies.chats.containers import Tokens
-from policies.packing import pack_rows
+from policies.layout import pack_rows
 from policies.padding import is_ragged, pad, pad_mask, rows
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 
@@ -37,7 +37,7 @@ def scoring(model, **more) -> TransformersWrapper:
 @pytest.mark.parametrize("kind", ["qwen2", "llama", "gpt2", "gemma"])
 @pytest.mark.parametrize("width", [2048, 16])
 def test_packed_scores_are_those_of_each_sequence_alone(kind, width, tmp_path, monkeypatch):
-    monkeypatch.setattr(packed_layout, "PACKED", width)  # all in one row, or several rows
+    monkeypatch.setattr(layout, "PACKED", width)  # all in one row, or several rows
     policy = scoring(str(make_checkpoint(tmp_path / kind, kind)))
     td = ragged(ids())
     seen = []

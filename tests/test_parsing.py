@@ -101,9 +101,7 @@ class TestRoundTrip:
             assert again.messages() == chat
 
     @pytest.mark.parametrize("name", HAND)
-    def test_cut_replies_are_not_complete_and_can_be_continued(self, name, tokenizers):
-        options = {"tokenizer": tokenizers[name], "chat_template_name": name}
-        options |= {"add_generation_prompt": False, "continue_final_message": True}
+    def test_cut_replies_are_not_complete(self, name):
         for chat in chats(name, whole=False):
             text = by_hand(name, chat, whole=False)
             if not chat[-1]["content"]:
@@ -113,9 +111,6 @@ class TestRoundTrip:
             history = History.from_text(text, name)
             assert history.messages() == chat
             assert list(history.is_complete) == [True] * (len(chat) - 1) + [False]
-            assert history.apply_chat_template(**options) == text
-            done = history.apply_chat_template(**options, return_dict=True)
-            assert tokenizers[name].decode(done["input_ids"]) == text
 
     @pytest.mark.parametrize("name", HAND)
     def test_a_generation_prompt_is_an_empty_reply(self, name, tokenizers):
@@ -348,7 +343,7 @@ def shouts():
         "{% for m in messages %}{{ '[' + m['role'] + '] ' + m['content'] + '<|eot|>' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '[assistant] ' }}{% endif %}"
     )
-    add_chat_template("shouts", template, model_family_keywords=["Shouting"])
+    add_chat_template("shouts", template)
     yield template
     remove_chat_template("shouts")
 
@@ -368,22 +363,12 @@ class TestAddedTemplates:
         assert said == "Yo<|eot|>"
         assert History.from_text(self.TEXT, "shouts").messages() == list(self.CHAT)
 
-    def test_keywords_come_after_what_is_asked_for_and_before_the_tokenizers_own(self, shouts):
-        tokenizer = letters(MARKUP, eos_token="<|eot|>")
-        tokenizer.chat_template = "{% for m in messages %}own {{ m['content'] }}{% endfor %}"
+    def test_an_explicit_template_comes_before_a_name(self, tokenizers):
+        options = {"tokenizer": tokenizers["chatml"], "chat_template_name": "chatml"}
         history = History.from_chats(list(self.CHAT[:1]))
-        texts = []
-        for path in ("a/plain-model", "a/SHOUTING-7b"):
-            tokenizer.name_or_path = path
-            texts.append(history.apply_chat_template(tokenizer=tokenizer))
-        assert texts == ["own Hi", "[user] Hi<|eot|>[assistant] "]
-        assert History.from_text(self.TEXT, tokenizer=tokenizer).messages() == list(self.CHAT)
-        options = {"tokenizer": tokenizer, "chat_template_name": "chatml"}
         assert history.apply_chat_template(**options).startswith("<|im_start|>user")
-        explicit = history.apply_chat_template(
-            chat_template="{{ 'x' + messages[0]['content'] }}", **options
-        )
-        assert explicit == "xHi"
+        text = history.apply_chat_template(chat_template="{{ messages[0]['content'] }}", **options)
+        assert text == "Hi"
 
     @pytest.mark.parametrize("kind", [History.from_chats, list])
     def test_an_inverse_parser_of_ones_own(self, kind):
@@ -410,8 +395,6 @@ class TestAddedTemplates:
             remove_chat_template("llama")
         assert before.messages() == list(self.CHAT)
         assert History.from_text(by_hand("llama", self.CHAT), "llama").messages() == list(self.CHAT)
-        with pytest.raises(ValueError, match="expected an added template"):
-            remove_chat_template("llama")
 
 
 class TestResponses:

@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM
 from envs.transforms import RetrieveKL
 from policies import TransformersWrapper, ValueNetwork
 from policies.padding import pad
-from policies.scorer import score_in_parts
-from policies.value_head import Critic
+from policies.scorer import Critic, score_in_parts
 from trainer import (
     Checkpoints,
     GAEAdvantage,

@@ -7,7 +7,7 @@ import torch
 from contracts import G, leash, one_process, rollout
 
 from policies.load import load_policy, load_reference
-from policies.value_head import Critic
+from policies.scorer import Critic
 from trainer.advantage import GroupAdvantage
 from trainer.objectives import GRPOObjective, SFTObjective
 from trainer.optimizer import make_optimizer

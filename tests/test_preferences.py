@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from envs import ChatEnv
 from envs.tasks import Preferences
 from policies import GPT2RewardModel, load_policy, load_reward_model
-from policies.reward_scorer import Rewards
+from policies.reward_model import Rewards
 from trainer import Checkpoints, PreferenceObjective, PreferencePairs, PromptData, RolloutFromModel
 from trainer.losses import token_weights
 

@@ -4,7 +4,6 @@ For `make test-ray`; what must fail before Ray is asked stands in tests/test_kl.
 """
 
 import copy
-import gc
 import os
 import subprocess
 import sys
@@ -30,7 +29,7 @@ from envs.transforms import (
     Transform,
 )
 from envs.transforms import ray as ray_module
-from envs.transforms.values import get_values
+from envs.transforms.ragged import get_values
 from policies import TransformersWrapper
 
 REF = ("ref_log_probs", "full")
@@ -133,7 +132,7 @@ def test_environments_share_one_actor_whose_models_a_factory_makes_once(ray, fol
     assert 0 < transforms[0].sent_bytes < weights / 20
     assert transforms[1].sent_bytes == 0
     wait_for(lambda: free - ray.available_resources()["CPU"] == 0.5)
-    with pytest.raises(ValueError, match=r"actor 'kl' .* got coeff=0.2, the actor has 0.1"):
+    with pytest.raises(ValueError, match="actor 'kl' was made with other arguments"):
         RayRetrieveKL(**factories, coeff=0.2, actor_name="kl", num_cpus=0.5)
     transforms[0].close()
     wait_for(lambda: ray.available_resources()["CPU"] == free)
@@ -283,16 +282,11 @@ def test_a_users_transform_is_shared_dies_and_is_made_again(ray):
 
 
 @pytest.mark.ray
-def test_what_fails_in_the_actor_fails_here_and_frees_the_name(ray, monkeypatch):
+def test_what_fails_in_the_actor_fails_here_and_frees_the_name(ray):
     named = ray.util.list_named_actors
     with pytest.raises(ValueError, match="cannot be made"):
         RayTransform(Scale, factor=1.0, broken=True, actor_name="x", num_cpus=0.5)
     wait_for(lambda: {"name": "x", "namespace": "leash"} not in named(all_namespaces=True))
-    monkeypatch.setattr(ray_module, "PATIENCE", 0.1)
-    total = ray.cluster_resources()["CPU"]
-    with pytest.raises(UserWarning, match=rf"asked Ray for .*'num_cpus': 999.*'CPU': {total}"):
-        RayTransform(Scale, factor=1.0, num_cpus=999)
-    gc.collect()
 
 
 @pytest.mark.ray

@@ -28,7 +28,7 @@ def test_every_dataset_of_the_library_is_a_task():
 
 @pytest.mark.parametrize("name", SOME)
 def test_the_librarys_answer_earns_all_and_no_answer_or_the_question_nothing(name):
-    task = make_task(compose_checked(["env=reasoning_gym", f"env.task={name}"])["env"])
+    task = make_task(compose_checked(["env=reasoning_gym", f"env.task.name={name}"])["env"])
     rows = [row for row in task.rows("train")[:8] if row["answer"] is not None][:4]
     entries = [row["entry"] for row in rows]
     for texts, total in (
@@ -102,13 +102,13 @@ def test_settings_and_levels_reach_the_dataset():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"name": "chain_sun"}, "did you mean chain_sum"),
+        ({"name": "chain_sun"}, "'chain_sun' not registered; change env.task.name"),
         (
             {"name": "chain_sum", "config": {"min_term": 1}},
-            "config among min_terms, .*got min_term",
+            "argument 'min_term'; change env.task",
         ),
         ({"name": "chain_sum", "config": {"min_terms": 0}}, "min_terms must be positive"),
-        ({"name": "chain_sum", "level": {"digits": 1}}, "levels of num_terms, num_digits"),
+        ({"name": "chain_sum", "level": {"digits": 1}}, "chain_sum: .*digits"),
         ({"name": "chain_sum", "num_rows": 0}, "num_rows"),
     ],
 )

@@ -112,7 +112,7 @@ def test_what_cannot_be_scored_or_compared_is_an_error(folders):
     model = GPT2RewardModel(folders["gpt2"])
     with pytest.raises(ValueError, match=r"rows \[1\] have none"):
         model(torch.ones(2, 3, dtype=torch.int64), torch.tensor([[1, 1, 1], [0, 0, 0]]))
-    with pytest.raises(ValueError, match="attention mask of shape"):
+    with pytest.raises(ValueError, match="a mask of shape"):
         model(torch.ones(2, 3, dtype=torch.int64), torch.ones(2, 4))
     chosen, rejected, *_ = pairs()
     with pytest.raises(ValueError, match="run the reward model"):

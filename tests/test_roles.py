@@ -45,7 +45,7 @@ def asked(tree: ast.AST) -> dict[str, set[str]]:
             if owner in ("policy", "generator") and not types.get(owner, set()) & {*ROLES}:
                 found["Policy" if owner == "policy" else "Generator"].add(node.attr)
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "ready":
-            found["Generator"] |= {word.arg for word in node.keywords if word.arg}
+            found["Generator"] |= {w.arg for w in node.keywords if w.arg not in (None, "learn")}
     return found
 
 

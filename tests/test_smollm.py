@@ -8,8 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from envs.chat_env import ChatEnv
 from policies.load import load_policy
-from policies.models import EMBEDDED
-from policies.quiet import quiet
+from policies.models import EMBEDDED, quiet
 from policies.random import fold
 from trainer.checkpoint import save_model
 from trainer.collect import collect

@@ -10,17 +10,17 @@ from drawn import Flat, Many, dynamic
 from envs.chat_env import ChatEnv
 from policies.random import fold
 from trainer.demonstrations import Demonstrations
-from trainer.dynamic_sampling import DynamicRollouts
 from trainer.evaluation import Evaluate
 from trainer.metrics import summarize
 from trainer.runtime import Runtime
-from trainer.sources import Rollouts, picks
+from trainer.sources import DynamicRollouts, Rollouts, picks
 
 
 class Rank(Runtime):
     """One of several ranks."""
 
     def __init__(self, folder, rank: int, ranks: int, seed: int = 0) -> None:
+        self.place = (0, 1)  # nobody to meet
         super().__init__(folder, seed=seed)
         self.place = (rank, ranks)
 

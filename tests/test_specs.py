@@ -81,7 +81,7 @@ def test_ragged_rows_are_checked_row_by_row():
     assert spec.explain(rows) == "a: expected shape [-1], got [4, 1]"
 
 
-def test_a_clone_and_a_moved_copy_leave_the_original_alone():
+def test_a_clone_leaves_the_original_alone():
     spec = Composite({"a": Unbounded((2,)), "b": Composite({"c": Unbounded((2,))})}, shape=(2,))
     copy = spec.clone()
     assert copy == spec
@@ -90,13 +90,9 @@ def test_a_clone_and_a_moved_copy_leave_the_original_alone():
     assert "c" in spec["b"]
     assert "d" not in spec
     assert copy != spec
-    assert spec.to("meta").zero()["b", "c"].device.type == "meta"
-    assert spec.device is None
-    joined = spec.clone().update(Composite({"b": Composite({"e": Unbounded((2,))})}))
-    assert sorted(joined["b"].keys()) == ["c", "e"]
-    assert joined.get(("b", "x", "y")) is None
+    assert spec.get(("b", "x", "y")) is None
     with pytest.raises(KeyError, match="no spec for 'x'"):
-        joined["x"]
+        spec["x"]
 
 
 def test_containers_move_to_the_next_step_as_a_whole():

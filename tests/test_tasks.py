@@ -102,10 +102,7 @@ def test_word_of_the_question_is_no_second_answer(tmp_path):
     assert task.reward(task.rows("train")[0], reply("Rome is in Italy.")).total == 1
 
 
-def test_facts_that_tell_or_leak_their_answer_are_refused(tmp_path):
-    path = write_facts(tmp_path / "a.json", {"Panama": ["Panama City"]}, {})
-    with pytest.raises(ValueError, match=r"no answer to share a word.*Panama City"):
-        Facts(dataset=path)
+def test_facts_that_are_trained_on_and_held_out_are_refused(tmp_path):
     path = write_facts(tmp_path / "b.json", {"Bonn": ["Germany"]}, {"Bonn": ["Germany"]})
     with pytest.raises(ValueError, match="apart"):
         Facts(dataset=path)

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from runs import do, train, train_here
+from runs import asked, do, train, train_here
 from transformers import AutoTokenizer
 
-from conf.preflight_and_modes import asked
 from policies.chats.templates import with_variables
 from policies.load import load_policy
 from trainer.modes.chat import Talk

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -14,11 +13,10 @@ import pytest
 import yaml
 from checkpoints import make_checkpoint, write_easy_jsonl
 from omegaconf import OmegaConf
-from runs import ROOT, SMALL, Finished, environment, launch, lines, metrics, train, wait_for
+from runs import ROOT, SMALL, Finished, asked, environment, launch, lines, metrics, train, wait_for
 from safetensors.torch import load_file
 
 from conf.compose import compose_checked, compose_experiment
-from conf.resume import load_for_resume
 from train import train as train_config
 from trainer.runs.launch import prepare
 from trainer.runs.run_files import read_lines, read_status
@@ -261,16 +259,14 @@ def test_a_stop_while_the_model_loads_is_quick_and_says_so(small_run, tmp_path):
 def test_a_sweep_makes_one_folder_a_job_and_no_job_changes_the_next(small_run, tmp_path) -> None:
     words = [w for w in SMALL if not w.startswith(("kl.coeff", "trainer.num_iterations"))]
     words += ["kl.coeff=0,1", "trainer.num_iterations=4", f"hydra.sweep.dir={tmp_path}"]
+    words += ["hydra.sweep.subdir=job_${hydra.job.num}"]
     done = train("-m", *words)
     assert done.code == 0, done.text
     folders = sorted(path.parent for path in tmp_path.glob("*/metrics.jsonl"))
-    assert len(folders) == 2
+    assert [folder.name for folder in folders] == ["job_0", "job_1"]
     table = [line.split(",") for line in (tmp_path / "sweep.csv").read_text().splitlines()]
     assert len(table) == 3
     assert "<svg" in (tmp_path / "sweep.html").read_text()
-    said = [line for line in done.text.splitlines() if line.startswith("job ")]
-    assert said[0] == "job 1 of 2: kl.coeff=0"
-    assert re.fullmatch(r"job 2 of 2: kl.coeff=1 \(about \d+ s left\)", said[1])
     coeff = {metrics(folder)[-1]["kl/coeff"]: folder for folder in folders}
     assert sorted(coeff) == [0, 1]
     assert metrics(coeff[1])[:4] == metrics(small_run.folder)[:4], "the fifth has an evaluation"
@@ -327,6 +323,6 @@ def test_a_resumed_run_refuses_another_reference(small_run, tmp_path):
     config = yaml.safe_load((folder / "config.yaml").read_text())
     config["policy"]["model"] = str(small_run.folder / "model")  # trained: not where it started
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    config = load_for_resume(str(folder), ["trainer.num_iterations=18"])
+    config = asked([f"resume={folder}", "trainer.num_iterations=18"])
     with pytest.raises(ValueError, match="expected the reference"):
         train_config(OmegaConf.create(config), folder)

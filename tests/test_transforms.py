@@ -7,10 +7,9 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
 
-from envs.env import EnvBase
-from envs.transformed_env import TransformedEnv
+from envs.env import EnvBase, TransformedEnv
 from envs.transforms import Compose, Transform
-from envs.transforms.values import border, get_values, set_values
+from envs.transforms.ragged import Border, get_values, set_values
 from policies.wrappers.outputs import home
 
 
@@ -110,19 +109,6 @@ def test_a_missing_key_is_an_error_in_a_step_and_skipped_at_reset():
         Transform(["total"])(td)
 
 
-def test_the_tolerance_of_a_compose_is_that_of_its_parts():
-    td = TensorDict({"total": torch.ones(2)}, [2])
-    whole = Compose(Compose(Scale(2.0, in_keys=["reward"])), Scale(3.0))
-    with pytest.raises(KeyError, match="reward"):
-        whole(td.clone())
-    whole.missing_tolerance = True
-    whole.append(Scale(2.0, in_keys=["later"]))
-    assert whole(td)["total"].tolist() == [3.0, 3.0]
-    whole.missing_tolerance = False
-    with pytest.raises(KeyError, match="reward"):
-        whole(td)
-
-
 def test_container_collector_and_parent():
     class Collector:
         pass
@@ -201,7 +187,7 @@ def test_dense_values_stay_dense():
     set_values(td, ("a", "full"), torch.zeros(2, 3))
     assert torch.equal(get_values(("a", "full"), td), torch.zeros(2, 3))
     assert not isinstance(td["a"], LazyStackedTensorDict)
-    edge = border(td["x"], None, side="left")
+    edge = Border(td["x"], None, side="left")
     assert edge.dense(td["x"]) is edge.ragged(td["x"]) is td["x"]
 
 
@@ -209,7 +195,7 @@ def test_dense_values_stay_dense():
     ("side", "want"), [("left", [[1, 2], [0, 3]]), ("right", [[1, 2], [3, 0]])]
 )
 def test_ragged_rows_cross_the_border_once_each_way(side, want):
-    edge = border(torch.ones(2, 2), ROWS, side=side)
+    edge = Border(torch.ones(2, 2), ROWS, side=side)
     dense = edge.dense(ROWS)
     assert dense.tolist() == want
     assert [row.tolist() for row in edge.ragged(dense)] == [[1.0, 2.0], [3.0]]

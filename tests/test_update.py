@@ -24,7 +24,7 @@ from torch import Tensor
 
 from envs.chat_env import ChatEnv
 from envs.transforms import RetrieveKL
-from policies.packing import pack_rows
+from policies.layout import pack_rows
 from trainer.advantage import GroupAdvantage
 from trainer.demonstrations import Demonstrations
 from trainer.objectives import GRPOObjective, SFTObjective, Terms

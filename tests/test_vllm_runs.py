@@ -16,9 +16,8 @@ from engines import read
 from runs import lines, train
 
 from policies.load import load_policy
-from policies.wrappers.vllm_nccl import Transfer
+from policies.wrappers.vllm_server import Transfer
 from policies.wrappers.vllm_wrapper import vllm_beside
-from trainer.hand_over import offer
 from trainer.weight_sync import weight_sync
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, of each engine
@@ -109,7 +108,7 @@ def test_of_a_lora_the_adapter_alone_is_handed_over_to_a_server_and_within(serve
         assert [row[name] for row in there[1:]] == [row[name] for row in here[1:]]
     policy = load_policy("tiny", lora={"r": 4})
     engine = vllm_beside(policy, share=tmp_path / "share", url=server[0])
-    assert all(".lora_" in name for name in offer(policy, engine).named)
+    assert engine.takes_trained
     assert engine.scorer.about.endswith("float32, the adapter alone")
     wide = load_policy("tiny", lora={"r": 9})
     with pytest.raises(ValueError, match=r"--max-lora-rank 9 at least, got 8.*--max-lora-rank 16"):
@@ -171,10 +170,9 @@ def test_every_kind_of_run_samples_by_vllm(words, tmp_path):
     proved(rows)
 
 
-def test_an_engine_samples_ahead(tmp_path):
-    rows = run(
-        tmp_path / "run", TINY[0], *FEW[1:], "trainer.num_iterations=3", "trainer.overlap=1"
-    )[1:]
+def test_a_server_samples_ahead(server, tmp_path):
+    words = [TINY[0], *FEW[1:], "trainer.num_iterations=3", "trainer.overlap=1"]
+    rows = run(tmp_path / "run", *words, f"policy.vllm.url={server[0]}")[1:]
     assert [row["policy/staleness"] for row in rows] == [0, 1, 1]
     assert max(row["sync/probe"] for row in rows) < 1e-4 < rows[-1]["sync/probe_before"]
     assert rows[0]["kl/mismatch"] < 1e-5 < rows[1]["kl/mismatch"]

@@ -204,16 +204,12 @@ def test_prompts_over_the_limit_are_refused_by_number():
     [
         ({"seed": 3}, "unknown 'seed'"),
         ({"min_tokens": 3}, "unknown 'min_tokens'; did you mean min_new_tokens"),
-        ({"num_beams": 2}, "num_beams=2: it has no log-probs"),
-        ({"max_length": 9}, "max_length=9: lengths count new tokens"),
-        ({"logprobs": True}, "return_log_probs"),
-        ({"max_new_tokens": 2.7}, "expected max_new_tokens to be an integer, got 2.7"),
-        (
-            {"eos_token_id": "x"},
-            "expected eos_token_id to be a token id or a list of them, got 'x'",
-        ),
-        ({"temperature": "1"}, "expected temperature to be a number, got '1'"),
-        ({"bad_words_ids": [3]}, "expected bad_words_ids to be a list of lists of token ids"),
+        ({"num_beams": 2}, "num_beams.*return_log_probs=False"),
+        ({"max_length": 9}, "lengths count new tokens"),
+        ({"logprobs": True}, "unknown .logprobs."),
+        ({"max_new_tokens": 2.7}, "max_new_tokens of type .*int.*, got 2.7"),
+        ({"eos_token_id": "x"}, "eos_token_id of type .*, got 'x'"),
+        ({"temperature": "1"}, "temperature of type .*float.*, got '1'"),
         ({"top_p": 1.5}, "top_p between 0 and 1"),
         ({"repetition_penalty": 0.0}, "repetition_penalty > 0"),
         ({"min_new_tokens": 9, "max_new_tokens": 3}, "min_new_tokens <= max_new_tokens"),
@@ -222,7 +218,7 @@ def test_prompts_over_the_limit_are_refused_by_number():
         ({"max_new_tokens": 0}, "max_new_tokens >= 1"),
         ({"n": 0}, "n >= 1"),
         ({"max_tokens": 3, "max_new_tokens": 3}, "max_new_tokens or max_tokens, got both"),
-        ({"stop": "end"}, "list of texts"),
+        ({"stop": "end"}, "stop of type .*list"),
         ({"stop": ["x"], "typical_p": 0.5}, "stop or .*typical_p.*, got both"),
         ({"cache_implementation": "x", "typical_p": 0.5}, "Invalid `cache_implementation`"),
     ],
@@ -587,7 +583,7 @@ def test_the_distribution_under_the_assistant_mask_may_be_asked_for_again(side, 
 
 def test_only_the_ids_of_the_history_have_its_assistant_mask():
     td = scoring(pad_output=False)(spoken()).select(("tokens", "full"), "history")
-    policy = scoring(prefer_tokens="always")
+    policy = scoring()
     assert policy._get_rlhf_dist(td.copy()).mask.sum() > 0
     rows(td, ("tokens", "full"))[1][2] += 1
     with pytest.raises(ValueError, match="assistant mask"):
@@ -617,7 +613,7 @@ def test_padding_side_is_where_ragged_rows_are_padded():
             read(make_policy()(prompts()), padding_side="right")
         with pytest.raises(ValueError, match="expected padding_side 'left' or 'right', got 'top'"):
             read(spoken(), padding_side="top")
-    with pytest.raises(ValueError, match="layout is that of nested logits"):
+    with pytest.raises(ValueError, match="nested logits"):
         scoring().get_dist(spoken(), layout=torch.jagged)
 
 

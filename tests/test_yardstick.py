@@ -2,13 +2,9 @@
 
 import json
 import math
-import os
 import re
-import signal
-import subprocess
 import sys
 from pathlib import Path
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -17,7 +13,7 @@ from runs import lines
 
 from benchmarks import yardstick, yardstick_page
 from benchmarks.yardstick_trl import order, reward_of, settings
-from conf.compose import compose_checked, compose_raw
+from conf.compose import compose_checked
 from envs.tasks import SortDigits
 from trainer.limit import Limit, least_kl
 from trainer.metric_names import ACCURACY, HELD_KL
@@ -116,23 +112,6 @@ for i in range(3):
     assert 0 < found["cpu"] < found["wall"] + 1
 
 
-def test_a_copy_of_a_process_is_no_second_memory():
-    code = """
-import os, time
-held = bytearray(300 << 20)
-print(os.fork(), flush=True)
-time.sleep(60)
-"""
-    command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as work:
-        try:
-            assert work.stdout is not None
-            assert work.stdout.readline()
-            assert 300 << 20 < yardstick.use(work.pid).memory < 500 << 20
-        finally:
-            os.killpg(work.pid, signal.SIGKILL)
-
-
 def run(library: str, rewards: list[float], *, accuracy: float, kl: float, pace: float) -> dict:
     points = [
         {"seconds": 5 + pace * i, "cpu": 2 * i, "replies": 8 * (i + 1), "reward": reward}
@@ -173,41 +152,3 @@ def test_the_table_has_means_ranges_and_what_the_kl_could_have_bought():
     numbers = [float(number) for number in re.findall(r"[\d.]+", share)]
     exact = [least / 2 * (1 / 0.4 + 1 / 0.2), least / 0.4, least / 0.2]
     assert numbers == pytest.approx(exact, abs=0.015)  # to two digits, and by samples
-
-
-def test_a_log_of_leash_is_read_as_its_run_was(small_run):
-    rows = lines(small_run.folder / "metrics.jsonl")
-    found = yardstick_page.points(rows, [(i, i) for i in range(len(rows))], replies=8)
-    trained = [row for row in rows if "reward/raw_mean" in row]
-    assert [p.reward for p in found] == [row["reward/raw_mean"] for row in trained]
-    kl = yardstick_page.logged_kl(rows, window=1)
-    assert kl == trained[-1]["kl/ref_k3"] * trained[-1]["response/length_mean"]
-
-
-def test_a_log_of_trl_is_read_per_reply():
-    rows = [{"step": i, "reward": 0.5, "kl": 0.1 * i, "completions/mean_length": 5} for i in (1, 3)]
-    rows += [{"step": 3, "train_loss": 0.1}]
-    assert yardstick_page.logged_kl(rows, window=2) == pytest.approx((0.5 + 1.5) / 2)
-    assert len(yardstick_page.points(rows, [(1, 1), (2, 2), (3, 3)], replies=8)) == 2
-
-
-def test_the_page_and_its_picture_are_of_the_runs():
-    text = PAGE.read_text()
-    measured = text.partition("<!-- measured -->")[2].partition("<!-- end -->")[0]
-    for case in yardstick.CASES.values():
-        assert f"| {case.title} | leash | TRL |" in measured
-    drawn = ElementTree.fromstring(PAGE.with_suffix(".svg").read_text())
-    charts = [e.get("aria-label") for e in drawn.iter() if e.get("role") == "img"]
-    assert charts == [case.title for case in yardstick.CASES.values() for _ in range(2)]
-
-
-def test_commands_for_a_gpu_compose():
-    text = PAGE.read_text().replace("\\\n", " ")
-    commands = re.findall(r"^python train\.py (.*?)(?:  +#.*)?$", text, re.M)
-    assert len(commands) >= 3
-    for command in commands:  # env=verifiers without its package: the words alone
-        words = command.split()
-        config = compose_raw(words)
-        assert config.trainer.num_iterations >= 1
-        if "env=verifiers" not in words:
-            compose_checked(words)

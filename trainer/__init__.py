@@ -8,26 +8,25 @@ from typing import TYPE_CHECKING
 from policies.lazy import lazy
 
 if TYPE_CHECKING:
-    from conf.one_call import train as train
     from trainer.advantage import BetaAdvantage as BetaAdvantage
     from trainer.advantage import GroupAdvantage as GroupAdvantage
     from trainer.advantage import NoAdvantage as NoAdvantage
     from trainer.checkpoint import Checkpoints as Checkpoints
     from trainer.demonstrations import Demonstrations as Demonstrations
     from trainer.demonstrations import ReferenceLogProbs as ReferenceLogProbs
-    from trainer.dynamic_sampling import DynamicRollouts as DynamicRollouts
-    from trainer.entropy import EntropyBonus as EntropyBonus
+    from trainer.early_stopping import Stopped as Stopped
     from trainer.evaluation import Evaluate as Evaluate
     from trainer.gae import GAEAdvantage as GAEAdvantage
     from trainer.importance_sampling import ImportanceSampling as ImportanceSampling
     from trainer.kl import Leash as Leash
-    from trainer.kl_budget import BudgetKLController as BudgetKLController
     from trainer.kl_control import AdaptiveKLController as AdaptiveKLController
+    from trainer.kl_control import BudgetKLController as BudgetKLController
     from trainer.kl_control import ConstantKLController as ConstantKLController
     from trainer.kl_control import KLControllerBase as KLControllerBase
     from trainer.kl_control import LinearKLController as LinearKLController
     from trainer.kl_control import TargetKLController as TargetKLController
     from trainer.kl_control import make_kl_controller as make_kl_controller
+    from trainer.objectives import EntropyBonus as EntropyBonus
     from trainer.objectives import GRPOObjective as GRPOObjective
     from trainer.objectives import MinorSFTObjective as MinorSFTObjective
     from trainer.objectives import PPOObjective as PPOObjective
@@ -43,21 +42,18 @@ if TYPE_CHECKING:
     from trainer.reports.display import Display as Display
     from trainer.reports.trackers.accelerate import AccelerateTracker as AccelerateTracker
     from trainer.reports.trackers.jsonl import JsonlTracker as JsonlTracker
-    from trainer.reports.trackers.tensorboard import TensorboardTracker as TensorboardTracker
-    from trainer.reports.trackers.trackio import TrackioTracker as TrackioTracker
     from trainer.reports.trackers.wandb import WandbTracker as WandbTracker
     from trainer.reward_modelling import PreferenceObjective as PreferenceObjective
     from trainer.reward_modelling import PreferencePairs as PreferencePairs
     from trainer.runtime import Runtime as Runtime
+    from trainer.sources import DynamicRollouts as DynamicRollouts
     from trainer.sources import Rollouts as Rollouts
-    from trainer.stops import Stopped as Stopped
     from trainer.torchrl.collector import LLMCollector as LLMCollector
     from trainer.torchrl.gae_module import GAE as GAE
     from trainer.torchrl.loss_modules import DAPO as DAPO
     from trainer.torchrl.loss_modules import CISPOLoss as CISPOLoss
     from trainer.torchrl.loss_modules import GRPOLoss as GRPOLoss
     from trainer.torchrl.mc_advantage import MCAdvantage as MCAdvantage
-    from trainer.torchrl.mc_advantage import TopKRewardSelector as TopKRewardSelector
     from trainer.torchrl.ppo_loss import PPOLoss as PPOLoss
     from trainer.torchrl.prompt_data import PromptData as PromptData
     from trainer.torchrl.prompt_data import get_dataloader as get_dataloader
@@ -66,4 +62,4 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer as Trainer
     from trainer.update import Update as Update
 
-__getattr__, __dir__, __all__ = lazy(__name__, __file__)
+__getattr__, __dir__, __all__ = lazy(__name__, __file__, train="conf.api")

@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from policies.packing import groups
+from policies.layout import groups
 from policies.random import in_float64
 from trainer.batch import reads
 from trainer.kl import Leash

@@ -50,25 +50,22 @@ KEYS: dict[NestedKey, Entry] = {
     "loss_mask": Entry(
         "[B, T] bool",
         "tokens to learn from",
-        "collect demonstrations dynamic_sampling overlong reward_modelling sources > advantage "
-        "collect demonstrations dynamic_sampling gae kl metrics objectives overlap overlong "
+        "collect demonstrations overlong reward_modelling sources > advantage "
+        "collect demonstrations gae kl metrics objectives overlap overlong "
         "sources transcripts update",
     ),
     "reward_raw": Entry(
         "[B, T] float32",
         "task reward of each turn",
-        "collect overlong > advantage collect efficiency evaluation kl metrics overlong trainer "
-        "transcripts",
+        "collect overlong > advantage collect evaluation kl metrics overlong trainer transcripts",
     ),
     ("reward_part", "<name>"): Entry(
         "[B] float32", "a part of it; NaN: does not apply", "collect overlong > metrics transcripts"
     ),
     "reward_errors": Entry("[B] float32", "reward functions that failed", "collect > metrics"),
-    "success": Entry(
-        "[B] bool", "the task says the reply is right", "collect > efficiency evaluation"
-    ),
+    "success": Entry("[B] bool", "the task says the reply is right", "collect > evaluation"),
     "truncated": Entry("[B] bool", "cut by a limit", "collect > metrics overlong transcripts"),
-    "dropped": Entry("[B] bool", "not judged", "collect > collect efficiency evaluation metrics"),
+    "dropped": Entry("[B] bool", "not judged", "collect > collect evaluation metrics"),
     "group_id": Entry(
         "[B] int64",
         "the samples of a prompt",
@@ -80,11 +77,6 @@ KEYS: dict[NestedKey, Entry] = {
         "of the sampling",
         "collect demonstrations > demonstrations importance_sampling reference update",
     ),
-    "support": Entry(
-        "[B, T] int32",
-        "what top-k, top-p or min-p left to draw from, if on (policies/support.py)",
-        "collect > importance_sampling reference update",
-    ),
     "policy_version": Entry("[B] int64", "the weights that sampled, by syncs", "collect > overlap"),
     "prompt": Entry("[B] text", "the last message of the prompt", "collect > transcripts"),
     "system": Entry("[B] text", "the prompt's system message or nothing", "collect > transcripts"),
@@ -93,7 +85,7 @@ KEYS: dict[NestedKey, Entry] = {
     ("logged", "<metric>"): Entry(
         "[B, T] or [B] any",
         "what a verb wants on the curves: a mean over sampled tokens or over rows",
-        "dynamic_sampling importance_sampling overlap > metrics",
+        "importance_sampling overlap sources > metrics",
     ),
     ("old_log_probs", "full"): Entry(
         "[B, T] float32", "of the policy that learns", "importance_sampling > objectives"

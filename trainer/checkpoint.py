@@ -6,33 +6,27 @@ MANIFEST.json, and the folder is renamed into place. The newest one that verifie
     checkpoints/iteration_000040/ model/ optimizer.safetensors state.json MANIFEST.json
 
 A critic goes into critic.safetensors beside the model, which stays an ordinary one; a reference
-that has followed the policy into reference.safetensors; older weights, by which batches on their
-way were sampled, into ahead/. A policy with LoRA has adapter/, in peft's format, in place of
-model/: the weights under it never change.
+that has followed the policy into reference.safetensors. A policy with LoRA has adapter/, in peft's
+format, in place of model/: the weights under it never change.
 """
 
 import json
 import os
 import re
 import shutil
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from policies.cache import flush, read_manifest, write_manifest
-from policies.placement import placement_of
 from policies.roles import Policy
+from policies.scorer import placement_of
 from policies.weights import weights_of
-from trainer.agreement import check_agreement
 from trainer.reference import NoReference, Reference
-from trainer.runtime import Runtime
-
-if TYPE_CHECKING:
-    from trainer.overlap import AheadGenerator
+from trainer.runtime import Runtime, check_agreement
 
 FORMAT = 1
 CRITIC = "critic.safetensors"
@@ -52,15 +46,13 @@ class Checkpoints:
         keep_last: int = 2,
         keep_best: bool = False,
         reference: Reference | NoReference | None = None,
-        ahead: "AheadGenerator | None" = None,
     ) -> None:
         self.runtime, self.policy, self.optimizer = runtime, policy, optimizer
-        self.reference, self.ahead = reference or NoReference(), ahead
+        self.reference = reference or NoReference()
         self.every, self.keep_last, self.keep_best = every, keep_last, keep_best
         self.folder = runtime.folder / "checkpoints"
         self.last: int | None = None  # iterations done in the one that was saved or restored last
         self.skipped: list[str] = []  # damaged ones that `newest` passed over
-        self.lacks = ""  # what the restored one has not, in words
 
     def maybe_save(self, iteration: int, state: dict[str, Any], *, last: bool = False) -> None:
         """Save after every `every` iterations and the last (rank 0; the others wait)."""
@@ -74,7 +66,7 @@ class Checkpoints:
         moments = self._moments(here=main)
         theirs = placement_of(self.reference).plain(here=main)
         with self.policy.scorer.placement.plain(here=main), theirs:
-            self.runtime.at("save" if main else "wait")
+            self.runtime.at("save")
             if main:
                 self._write(iteration, state, moments)
         self.last = iteration
@@ -114,8 +106,6 @@ class Checkpoints:
             save_file(critic, folder / CRITIC)
         if moved := self.reference.state_dict():
             save_file(moved, folder / REFERENCE)
-        if self.ahead is not None:
-            self.ahead.save(folder)
 
     def critic(self) -> dict[str, Tensor]:
         """Return the critic's weights that are trained: the others are the frozen policy's."""
@@ -134,13 +124,56 @@ class Checkpoints:
                     out |= {f"{name}/{key}": whole.clone().contiguous()} if here else {}
         return out
 
+    def newest(self) -> Path | None:
+        """Return the newest checkpoint that verifies, None where there is none at all.
+
+        Rank 0 looks and the others take its choice. Nothing but damaged ones is a ValueError.
+        """
+        found, damaged = None, []
+        for folder in reversed(saved_in(self.folder)) if self.runtime.is_main else ():
+            if read_state(folder) is not None:
+                found = folder
+                break
+            damaged.append(folder.name)
+        found, self.skipped = self.runtime.gather((found, damaged))[0]
+        if found is None and self.skipped:
+            raise ValueError(
+                f"expected a sound checkpoint in {self.folder}, got only damaged ones "
+                f"({', '.join(self.skipped)}); put a copy back, or remove them to start over"
+            )
+        return found
+
     def restore(self, folder: Path) -> dict[str, Any]:
         """Load weights and optimiser from a verified checkpoint; return its state."""
-        return import_module("trainer.resuming").restore(self, folder)
+        if self.runtime.is_main:
+            self.clear()
+        self.restore_weights(folder, critic=True)
+        saved, placement = load_file(folder / "optimizer.safetensors"), self.policy.scorer.placement
+        for name, param in trained_by(self.optimizer, self.policy):
+            prefix = f"{name}/"
+            found = {k[len(prefix) :]: v for k, v in saved.items() if k.startswith(prefix)}
+            if found:
+                state = {k: placement.scatter(v, param) for k, v in found.items()}
+                for own in placement.master(name, param).values():
+                    own.copy_(state.pop("master", own))
+                self.optimizer.state[param] = state
+        state = json.loads((folder / "state.json").read_text())
+        self.last = state["iteration"]
+        return state
 
-    def newest(self) -> Path | None:
-        """Return the newest checkpoint that verifies, None where there is none at all."""
-        return import_module("trainer.resuming").newest(self)
+    def restore_weights(self, folder: Path, *, critic: bool = False) -> None:
+        """Load policy and reference from a checkpoint, the policy also from a finished run."""
+        theirs = placement_of(self.reference).plain(keep=True)
+        with self.policy.scorer.placement.plain(keep=True), theirs:
+            weights_of(self.policy.scorer).load(folder, base=base_of(self.policy))
+            if (folder / REFERENCE).is_file():
+                self.reference.load_state_dict(load_file(folder / REFERENCE))
+            if critic and (mine := self.critic()):
+                saved = load_file(folder / CRITIC)
+                if saved.keys() != mine.keys():
+                    raise ValueError(f"{folder / CRITIC} is another critic's; start a new run")
+                for name, weight in mine.items():
+                    weight.copy_(saved[name])
 
     def _prune(self, newest: Path) -> None:
         """Keep what was asked for. Later iterations than the newest were found damaged: they go."""

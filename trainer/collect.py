@@ -39,9 +39,6 @@ class Trajectories:
                 ("reward", torch.float32),
             )
         }
-        if "support" in first:  # a filter is on
-            self.tokens["support"] = torch.zeros(size, 0, dtype=torch.int32, device=device)
-        self.supports: list[tuple[list[int], Any]] = []  # of each turn, with its rows
         self.flags = {name: torch.zeros(size, dtype=torch.bool) for name in FLAGS}
         self.errors = torch.zeros(size, dtype=torch.float64)
         self.parts: dict[str, Tensor] = {}  # name -> [B] float64, NaN where a part never applied
@@ -67,12 +64,9 @@ class Trajectories:
     def record(self, rows: Tensor, td: TensorDictBase) -> None:
         """Add one turn of these rows [A]: the reply with its log-probs, reward and flags."""
         sampled, log_probs = _sampled(td), td.get(("log_probs", "full"))
-        given = {"ids": td.get(("tokens", "full")), "log_probs": log_probs}
-        following, alive = td.get("next"), rows.cpu()
-        if "support" in self.tokens:
-            given["support"] = td.get("support").sizes
-            self.supports.append((alive.tolist(), td.get("support")))
-        self.append(rows, sampled, **given, assistant=sampled, response=sampled)
+        ids, following, alive = td.get(("tokens", "full")), td.get("next"), rows.cpu()
+        marks = {"assistant": sampled, "response": sampled}
+        self.append(rows, sampled, ids=ids, log_probs=log_probs, **marks)
         reward = following.get("reward").squeeze(-1).to(log_probs)
         self.tokens["reward"][rows, self.lengths[rows] - 1] = reward
         self.errors[alive] += following.get("reward_errors").squeeze(-1).cpu()
@@ -93,7 +87,8 @@ class Trajectories:
         before = td.get(("history", "full")).chats()
         after = td.get(("next", "history", "prompt")).chats()
         last = self.tokens["ids"][rows, self.lengths[rows] - 1].tolist()
-        if "step_count" not in td.get("next") and any(map(_unanswered, before, after)):
+        unanswered = any(len(a) == len(b) for b, a in zip(before, after, strict=True))
+        if "step_count" not in td.get("next") and unanswered:
             raise ValueError(  # the policy would answer itself for ever
                 "expected an env that ends a chat or answers it, got one that does neither; give "
                 "ChatEnv a task or max_turns=1, or append StepCounter(max_steps=...)"
@@ -124,10 +119,6 @@ class Trajectories:
         )
         batch.set("masks", masks)
         batch.set("log_probs", LogProbs(full=tokens["log_probs"], **common))
-        if "support" in tokens:
-            from policies.support import joined
-
-            batch.set("support", joined(tokens["support"], self.supports))
         batch.set("loss_mask", tokens["response"].clone())
         batch.set("reward_raw", tokens["reward"])
         for name, total in self.parts.items():
@@ -145,17 +136,18 @@ class Trajectories:
         return _without_dropped(batch)
 
 
-def collect(prompts: TensorDictBase, env: EnvBase, policy: Generator) -> TensorDict:
+def collect(
+    prompts: TensorDictBase, env: EnvBase, policy: Generator, *, learn: bool = True
+) -> TensorDict:
     """Return the trajectories of all samples of `prompts` [P] as one batch [B, T].
 
     Keys: tokens.full, log_probs.full, masks.*, loss_mask and reward_raw [B, T]; reward_part.*,
     reward_errors, success, truncated, dropped, group_id, temperature, prompt, answer, response [B];
     system [B], "" where a prompt has none;
     policy_version [B] int64, the version of the weights that sampled the row's first turn.
+    With `learn` a policy whose sampling training cannot follow (top_p, ...) is a ValueError.
     """
-    policy = ready(
-        policy, pad_output=True, return_log_probs=True, text_key=None, prefer_tokens="always"
-    )
+    policy = ready(policy, learn=learn, pad_output=True, return_log_probs=True, text_key=None)
     td = env.reset(prompts)
     group_id, state = td.get("group_id"), list(td.keys())
     rows = td.get("row").tolist() if "row" in state else [{}] * len(group_id)
@@ -176,10 +168,11 @@ def collect(prompts: TensorDictBase, env: EnvBase, policy: Generator) -> TensorD
         td = policy(td)
 
 
-def ready(policy: Any, *, input_mode: str = "history", **needed: Any) -> Any:
+def ready(policy: Any, *, input_mode: str = "history", learn: bool = True, **needed: Any) -> Any:
     """Return the policy, or a version of it with these outputs, written in place.
 
-    Raises ValueError unless it generates one reply to each prompt in this mode.
+    Raises ValueError unless it generates one reply to each prompt in this mode and, with `learn`,
+    from the whole distribution at its temperature.
     """
     needed["inplace"] = True
     if policy.num_samples is not None or policy.input_mode != input_mode or not policy.generate:
@@ -188,11 +181,10 @@ def ready(policy: Any, *, input_mode: str = "history", **needed: Any) -> Any:
             "num_samples=None (the env repeats the prompts), got "
             f"{policy.generate}, {policy.input_mode!r}, {policy.num_samples}"
         )
-    if lost := policy.limits.unscored() if policy.keeps_support else policy.limits.unscored(()):
+    if learn and (narrowing := policy.limits.unscored()):
         raise ValueError(
-            f"collect expects replies that can be scored over what they were drawn from; {lost} "
-            f"of a {type(policy).__name__} only change samples: drop them (temperature is scored, "
-            "and of a TransformersWrapper top_k, top_p and min_p)"
+            f"training expects replies of the whole distribution, got {narrowing}, which its "
+            "log-probs do not follow; drop them (the temperature is followed)"
         )
     if all(getattr(policy, name) == value for name, value in needed.items()):
         return policy
@@ -217,7 +209,7 @@ def prolong(policy: Any, last: int, before: list[dict], after: list[dict]) -> tu
     if after[: len(before)] != before:
         raise ValueError(
             "expected the next prompt to go on from the sampled turns, got one that a transform "
-            "edited; let it add a message instead (AddThinkingPrompt: edit_last_turn=False)"
+            "edited; let it add a message instead"
         )
     ids = torch.tensor(policy.renderer.extend([last], before, after[len(before) :])[1:])
     marks = torch.zeros(len(ids), dtype=torch.bool)
@@ -244,12 +236,9 @@ def _last_contents(td: TensorDictBase, field: str) -> list[str]:
 
 def _system_contents(td: TensorDictBase) -> list[str]:
     """Return what the system message of each prompt says, "" where there is none."""
-    roles, said = (td.get(("history", "prompt")).get(name) for name in ("role", "content"))
-    return [c[0] if r[0] == "system" else "" for r, c in zip(roles, said, strict=True)]
-
-
-def _unanswered(before: list[dict], after: list[dict]) -> bool:
-    return len(after) == len(before)
+    prompts = td.get(("history", "prompt"))
+    chats = zip(prompts.get("role"), prompts.get("content"), strict=True)
+    return [contents[0] if roles[0] == "system" else "" for roles, contents in chats]
 
 
 def _sum(before: Tensor, value: Tensor) -> Tensor:

@@ -1,14 +1,28 @@
-"""When a run has learnt enough: a metric has come to a value, or evaluations get no better.
+"""What ends a run early: a stop signal, a metric at a value, or evaluations that get no better.
 
-Parsing is torch-free: the parent refuses a rule that cannot be read.
+Torch-free: the parent imports it too.
 """
 
-import difflib
+import math
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 SCORE = "eval/"  # what `patience` goes by: the first metric of an evaluation that starts so
+
+
+class Stopped(BaseException):
+    """Raised at a safe point after a stop signal; the run can be resumed."""
+
+
+def stop_reason(number: int) -> str:
+    """Return what status.json says of a run that a signal stopped.
+
+    >>> stop_reason(2), stop_reason(15)
+    ('stopped by Ctrl-C', 'stopped by SIGTERM')
+    """
+    return f"stopped by {'Ctrl-C' if number == signal.SIGINT else signal.Signals(number).name}"
 
 
 def read_rule(text: str) -> tuple[str, float]:
@@ -17,15 +31,17 @@ def read_rule(text: str) -> tuple[str, float]:
     >>> read_rule("eval/sampled_accuracy 0.9")
     ('eval/sampled_accuracy', 0.9)
     """
-    name, _, value = text.strip().partition(" ")
     try:
+        name, value = text.split()
         number = float(value)
-        if "/" in name and abs(number) < float("inf"):
-            return name, number
     except ValueError:
-        pass
-    example = "'trainer.stop_at=eval/sampled_accuracy 0.9'"
-    raise ValueError(f"expected trainer.stop_at to be a metric and a value, {example}; got {text}")
+        name, number = "", 0.0
+    if "/" not in name or not math.isfinite(number):
+        raise ValueError(
+            "expected trainer.stop_at to be a metric and a value, "
+            f"'trainer.stop_at=eval/sampled_accuracy 0.9'; got {text}"
+        )
+    return name, number
 
 
 @dataclass
@@ -65,11 +81,10 @@ class EarlyStopping:
         name, target = read_rule(self.stop_at)
         if name not in metrics:
             evaluated = any(seen.startswith(SCORE) for seen in self.seen)
-            told = evaluated if name.startswith(SCORE) else iteration  # 0 is an evaluation alone
-            if told and name not in self.seen:
-                near = difflib.get_close_matches(name, self.seen, 1)
-                meant = f"did you mean {near[0]}?" if near else "see metrics.jsonl for its metrics"
-                raise ValueError(f"trainer.stop_at: this run has no metric {name}; {meant}")
+            due = evaluated if name.startswith(SCORE) else iteration  # 0 is an evaluation alone
+            if due and name not in self.seen:
+                known = "metrics.jsonl has those that it logs"
+                raise ValueError(f"trainer.stop_at: this run has no metric {name}; {known}")
             return None
         value = metrics[name]
         if self.first is None:

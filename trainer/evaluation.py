@@ -3,12 +3,18 @@
 The same env and collect as training; only the rows, the temperature and the streams differ.
 Ranks share the rows; what does not divide evenly is fine. Accuracy is also told apart by the task's
 labels of its rows; replies that the task dropped count nowhere.
+
+kl/efficiency is how much of its KL a policy needed, from replies of the reference (docs/kl.md):
+the samples that the limit of reward against KL is drawn from (trainer/limit.py), made before
+training with eval.limit, or later by mode=limit, and kept in limit.json beside the page.
 """
 
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from copy import deepcopy
+from copy import copy, deepcopy
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,10 +22,12 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from envs.chat_env import ChatEnv
 from envs.tasks.task import Task
-from policies.placement import placement_of
-from policies.random import fold
+from policies.cache import write_text
+from policies.random import fold, in_float64
 from policies.roles import Generator
+from policies.scorer import HERE, placement_of
 from trainer.collect import collect
+from trainer.limit import FILE, Limit, read_limit
 from trainer.runtime import Runtime
 from trainer.transcripts import transcript
 
@@ -30,7 +38,7 @@ class Evaluate:
     `prompts_per_batch` prompts are played at a time; draws depend on (seed, row, sample) only, so
     that two evaluations differ by the weights alone. `retrieve_kl` measures the KL of the sampled
     replies, the same that the accuracy is of; with `limit`, kl/efficiency says what it could have
-    bought, by so many replies to each row before training (trainer/efficiency.py).
+    bought, by so many replies to each row before training (`Efficiency`).
     """
 
     def __init__(
@@ -54,17 +62,12 @@ class Evaluate:
         self.runtime, self.chunk, self.every = runtime, prompts_per_batch, every
         self.retrieve_kl = retrieve_kl
         self.placements = placement_of(generator), placement_of(retrieve_kl)
-        self.settle = getattr(generator, "settle", lambda: None)  # of what is played ahead
         self.plans: list[tuple[str, ChatEnv, Generator]] = []
-        for name, samples, value in (("sampled", num_samples, temperature), ("greedy", 1, 0.0)):
-            if samples == 0 or (name == "greedy" and not greedy):
-                continue
-            self.plans.append(self.plan(name, samples, value))
-        self.efficiency = None
-        if limit:
-            from trainer.efficiency import Efficiency  # here: few runs have one
-
-            self.efficiency = Efficiency(limit, runtime.folder)
+        if num_samples:
+            self.plans.append(self.plan("sampled", num_samples, temperature))
+        if greedy:
+            self.plans.append(self.plan("greedy", 1, 0.0))
+        self.efficiency = Efficiency(limit, runtime.folder) if limit else None
 
     def plan(self, name: str, samples: int, temperature: float) -> tuple[str, ChatEnv, Generator]:
         """Return what plays so many replies to a row at a temperature."""
@@ -107,7 +110,7 @@ class Evaluate:
         with self.placements[0].whole(), self.placements[1].whole():  # batches differ by rank
             scores, records = self._play(iteration, kind, tell, hear)
         if self.efficiency is not None:
-            scores |= self.efficiency(iteration, scores, self)
+            scores |= self.efficiency(scores, len(self.rows))
         return scores, records
 
     def _play(self, iteration: int, kind: str, tell: Any, hear: Any) -> tuple[dict, list]:
@@ -124,8 +127,7 @@ class Evaluate:
                     self.runtime.check_stop()  # as often on every rank, rows or not
                 if not part:
                     continue
-                self.settle()
-                batch: TensorDictBase = collect(self._prompts(part), env, generator)
+                batch: TensorDictBase = collect(self._prompts(part), env, generator, learn=False)
                 if name == "sampled":
                     batch = self.retrieve_kl(batch)
                 hear(name, batch, part)
@@ -184,3 +186,65 @@ def at_temperature(generator: Generator, temperature: float) -> Generator:
     """Return the same generator, with the same weights, at another temperature."""
     kwargs = {**generator.generate_kwargs, "temperature": temperature}
     return generator.get_new_version(generate_kwargs=kwargs)
+
+
+class Efficiency:
+    """Sample the policy before training, `samples` replies to each eval row; judge evaluations.
+
+    The policy as it starts is the reference: its replies say what the KL of a later one could have
+    bought.
+    """
+
+    def __init__(self, samples: int, folder: Path) -> None:
+        self.samples, self.path = samples, folder / FILE
+        self.limit: Limit | None = None
+
+    def begin(self, play: Evaluate, tell: Callable[..., None] = lambda *_: None) -> None:
+        """Sample the policy as it starts; `tell` hears what goes on and how far it is."""
+        what = f"sampling the reference: {len(play.rows)} prompts x {self.samples} samples"
+        found = sample(play, self.samples, lambda share: tell(share, what))
+        self.limit = Limit.of_samples(found)
+        if self.limit is not None and play.runtime.is_main:
+            write_text(self.path, json.dumps({"samples": self.samples, **found}))
+
+    def known(self) -> bool:
+        """Return whether there are samples, those of a resumed run too; damaged are none."""
+        if self.limit is None and self.path.is_file():
+            self.limit = read_limit(self.path)
+        return self.limit is not None
+
+    def __call__(self, scores: dict[str, float], rows: int) -> dict[str, float]:
+        """Return kl/efficiency of an evaluation of so many rows, if the samples reach so far."""
+        share = None
+        if self.known() and self.limit is not None and self.limit.asked == rows:
+            share = self.limit.efficiency_of(scores)
+        return {} if share is None else {"kl/efficiency": share}
+
+
+def sample(
+    play: Evaluate, samples: int, tell: Callable[[float], None] = lambda _: None
+) -> dict[str, Any]:
+    """Return what replies at temperature 1 are worth on all ranks: rows, reward and success.
+
+    The last two are [rows, samples]; rows that the task dropped are left out, and none is {}.
+    `asked` counts those too.
+    """
+    found: dict[int, list] = {}
+
+    def hear(_: str, batch: TensorDictBase, rows: list[int]) -> None:
+        rewards = in_float64(batch.get("reward_raw")).sum(-1).view(len(rows), -1)  # [rows, samples]
+        right = batch.get("success").view(len(rows), -1)
+        dropped = batch.get("dropped").view(len(rows), -1)[:, 0]
+        each = (rewards.tolist(), right.int().tolist(), dropped.tolist())
+        for row, reward, success, gone in zip(rows, *each, strict=True):
+            if not gone:
+                found[row] = [[round(value, 6) for value in reward], success]
+
+    player = copy(play)
+    player.plans, player.efficiency = [play.plan("limit", samples, 1.0)], None
+    player.chunk = max(1, play.chunk * 8 // samples)  # as eval.num_samples=8, at least a row
+    player.placements = (play.placements[0], HERE)  # no KL is measured
+    player(0, tell=tell, hear=hear)
+    rows = dict(sorted(item for part in play.runtime.gather(found) for item in part.items()))
+    values = {"reward": [r for r, _ in rows.values()], "success": [s for _, s in rows.values()]}
+    return {"asked": len(play.rows), "rows": [*rows], **values} if rows else {}

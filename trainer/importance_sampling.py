@@ -85,7 +85,6 @@ class ImportanceSampling:
             limit=self.tokens,
             temperature=batch.get("temperature"),
             group_id=batch.get("group_id", None),
-            support=batch.get("support", None),
         )
         gap = old - batch.get(("log_probs", "full"))
         weight, limited = correction(gap, sampled, **self.options)

@@ -20,8 +20,7 @@ average is taken off (Davison and Hinkley 1997, section 2.1).
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -207,15 +206,6 @@ def most_kl_of_best_of(k: int) -> float:
     return math.log(k) - (k - 1) / k
 
 
-def unsolved(success: Array) -> int:
-    """Count the prompts that no sample solves: what can be reached there is unknown.
-
-    >>> unsolved(np.array([[0.0, 0.0], [0.0, 1.0]]))
-    1
-    """
-    return int((success.max(1) == 0).sum())
-
-
 @dataclass(frozen=True)
 class Limit:
     """What replies of the reference to the held-out prompts are worth, [prompts, replies] each."""
@@ -223,6 +213,7 @@ class Limit:
     reward: Array
     success: Array
     asked: int | None = None  # prompts, those that the task dropped included
+    made: dict[str, Bounds] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of_samples(cls, found: Any) -> "Limit | None":
@@ -250,13 +241,9 @@ class Limit:
 
     def bounds(self, metric: str) -> Bounds:
         """Return the limit of a metric; made once."""
-        if metric not in self._bounds:
-            self._bounds[metric] = Bounds(self.of(metric))
-        return self._bounds[metric]
-
-    @cached_property
-    def _bounds(self) -> dict[str, Bounds]:
-        return {}
+        if metric not in self.made:
+            self.made[metric] = Bounds(self.of(metric))
+        return self.made[metric]
 
     def efficiency(self, metric: str, value: float, kl: float) -> float | None:
         """Return the least KL for a value / that which was spent; None where either is unknown.
@@ -272,12 +259,13 @@ class Limit:
         return self.efficiency(self.metric, scores[self.metric], scores[HELD_KL]) if known else None
 
     def about(self) -> str:
-        """Say what it was drawn from."""
+        """Return a sentence on the samples that it was drawn from."""
         prompts, replies = self.success.shape
         text = f"{replies} replies of the reference to each of {prompts} held-out prompts"
         if self.success.any():
+            none = int((self.success.max(1) == 0).sum())  # what can be reached there is unknown
             text += f", of which {self.success.mean():.2f} are right"
-            text += f"; none on {none} of them" if (none := unsolved(self.success)) else ""
+            text += f"; none on {none} of them" if none else ""
         return text
 
     def ends(self) -> str:

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from policies.packing import groups
+from policies.layout import groups
 from policies.random import in_float64
 from trainer.losses import kl_term
 from trainer.runtime import Runtime

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from envs.chat_env import ChatEnv
 from envs.tasks.task import assistant
-from policies.reward_model import diverged, preference_term
-from policies.reward_scorer import Rewards, ids_to_end
+from policies.reward_model import Rewards, diverged, ids_to_end, preference_term
 from policies.roles import Policy
 from trainer.batch import reads
 from trainer.demonstrations import given_rows

@@ -5,23 +5,32 @@ One Runtime a process. Only rank 0 writes; who starts a run keeps what an error 
 
 import json
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from copy import copy
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 
 from policies.cache import write_text
-from trainer.accelerate_settings import check_accelerate
-from trainer.memory import peak
-from trainer.stops import Stopped, stop_reason
+from trainer.early_stopping import Stopped, stop_reason
+
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers as wide as a weight, by bytes
+# Settings of `accelerate launch` that would change the numbers, with the key of leash for each.
+INSTEAD = {
+    "mixed_precision": "set policy.autocast=bfloat16",
+    "gradient_accumulation_steps": "set trainer.micro_batch_tokens or algorithm.minibatches",
+    "dynamo_backend": "no model is compiled",
+    "use_fsdp": "set launch=fsdp2",
+    "use_deepspeed": "set launch=fsdp2",
+    "use_megatron_lm": "set launch=fsdp2",
+}
 
 
 class Runtime:
@@ -42,6 +51,9 @@ class Runtime:
         cpu = device == "cpu" or gpu is None
         self.accelerator = Accelerator(cpu=cpu, mixed_precision="no")  # policy.autocast says it
         self.folder = Path(folder)
+        if self.ranks > 1:  # below torchrun rank 0 alone has chosen it
+            self.folder = Path(self.gather(str(self.folder.absolute()))[0])
+            os.environ["LEASH_FOLDER"] = str(self.folder)  # for what this process ends by
         self.seed = seed
         self.status: dict[str, Any] = {"state": "running", "reason": None, "objective": None}
         self.started = time.time()
@@ -53,10 +65,7 @@ class Runtime:
         if parent is None and "TORCHELASTIC_RUN_ID" in os.environ:
             parent = os.getppid()
         self.parent = int(parent) if parent else None  # the launcher, which must outlive the run
-        words = os.environ.pop("LEASH_WORDS", None)  # no process that this one starts has it
-        self._words = int(words) if words else None  # the launcher's pipe (trainer/runs/watch.py)
-        self._told = 0.0  # when status.json was written last
-        self.group: Any = None  # of the ranks; None = that of torch's default
+        self._written = 0.0  # when status.json was written last
         torch.manual_seed(seed)
 
     @property
@@ -79,20 +88,10 @@ class Runtime:
         """Return this rank's device."""
         return self.accelerator.device
 
-    def beside(self) -> "Runtime":
-        """Return this run for a second thread, which meets those of the other ranks apart."""
-        other = copy(self)
-        if self.ranks > 1:
-            other.group = torch.distributed.new_group(backend="gloo")
-        return other
-
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum over ranks of a tensor of equal shape on each."""
         if self.ranks == 1:
             return values  # where it is: float64 may be none of the device's
-        if self.group is not None:
-            torch.distributed.all_reduce(total := values.detach().cpu().clone(), group=self.group)
-            return total.to(self.device)
         return self.accelerator.reduce(values.to(self.device), reduction="sum")
 
     def sums(self, values: dict[str, float]) -> dict[str, float]:
@@ -126,7 +125,7 @@ class Runtime:
         if self.ranks == 1:
             return [value]
         out: list[Any] = [None] * self.ranks
-        torch.distributed.all_gather_object(out, value, group=self.group)
+        torch.distributed.all_gather_object(out, value)
         return out
 
     def mine(self, size: int) -> slice:
@@ -139,11 +138,7 @@ class Runtime:
     def check_stop(self) -> None:
         """Raise Stopped on all ranks together if one got a signal or the parent is gone."""
         reason = stop_reason(self.stop_signal) if self.stop_signal else self._orphaned()
-        if self.ranks > 1:
-            self._say("wait")
         told = [other for other in self.gather(reason) if other]
-        if self.ranks > 1:
-            self._say("")  # on with what it was at
         if told:
             raise Stopped(told[0])
 
@@ -161,27 +156,18 @@ class Runtime:
             self.at_once = False
 
     def at(self, phase: str, share: float | None = None) -> None:
-        """Say what this rank does now, and which share of it is done: it has not died.
-
-        Only this rank's: "wait" is for the others.
-        """
+        """Say in status.json what the run does now, and which share of it is done."""
         now = time.time()
-        self._say(phase)
-        if not self._told:  # nobody keeps a status here
+        if not self._written:  # nobody keeps a status here
             return
         if phase != self.status.get("phase"):
             self.write_status(phase=phase, phase_since=round(now, 2), phase_share=share)
-        elif now > self._told + 1:
+        elif now > self._written + 1:
             self.write_status(phase_share=share)
-
-    def _say(self, phase: str) -> None:
-        if self._words is not None:
-            with suppress(OSError):  # the launcher is gone, or busy
-                os.write(self._words, f"{self.rank} {phase}\n".encode())
 
     def write_status(self, **changes: Any) -> None:
         """Update status.json atomically (rank 0)."""
-        self._told = time.time()
+        self._written = time.time()
         again, path = "seconds" in self.status, self.folder / "status.json"
         self.status.update(changes, seconds=round(time.time() - self.started, 2))
         if self.status["state"] == "finished":  # no phase any more
@@ -191,10 +177,6 @@ class Runtime:
             raise FileNotFoundError(f"{self.folder} {gone}")
         if self.is_main:
             write_text(path, json.dumps(self.status, indent=1))
-
-    def peak_memory_gib(self) -> float:
-        """Return the peak memory of this process so far: of the GPU if there is one, else RSS."""
-        return peak(self.device) / 2**30
 
     def __enter__(self) -> "Runtime":
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -237,3 +219,56 @@ class Runtime:
         for name, handler in self.handlers.items():  # last: a second signal finds the status told
             signal.signal(name, handler)
         return False
+
+
+def check_accelerate() -> None:
+    """Raise ValueError for a setting of Accelerate that leash would not follow."""
+    for name, instead in INSTEAD.items():
+        value = os.environ.get(variable := f"ACCELERATE_{name.upper()}", "")
+        if value.lower() not in {"", "no", "none", "auto", "false", "0", "1"}:
+            raise ValueError(f"{variable}={value} does not reach leash; leave it out: {instead}")
+
+
+@torch.no_grad()
+def checksums(module: nn.Module) -> dict[str, int]:
+    """Return the sum of the bits of each weight that is trained; any change of one bit shows.
+
+    >>> checksums(nn.Linear(1, 1, bias=False).bfloat16().requires_grad_(False))
+    {}
+    """
+    every = module.named_parameters()
+    trained = {n: p for n, p in every if p.requires_grad and not hasattr(p, "full_tensor")}
+    sums = [
+        p.detach().view(BITS[p.dtype.itemsize]).sum(dtype=torch.int64) for p in trained.values()
+    ]
+    return dict(zip(trained, torch.stack(sums).tolist() if sums else [], strict=True))
+
+
+def check_agreement(module: nn.Module, runtime: Runtime, *, iteration: int) -> None:
+    """Raise RuntimeError, on every rank, if a trained weight differs between two ranks."""
+    first, *others = runtime.gather(checksums(module))
+    for rank, other in enumerate(others, start=1):
+        differ = [name for name in first if first[name] != other.get(name)]
+        if differ:
+            raise RuntimeError(
+                f"the ranks have drifted apart: after iteration {iteration}, {len(differ)} of "
+                f"{len(first)} trained weights of rank {rank} are not those of rank 0 (the first: "
+                f"{differ[0]}), so each trains a model of its own; go on from an older checkpoint "
+                "with launch.num_processes=1, and report it"
+            )
+
+
+def peak(device: torch.device) -> int:
+    """Return the highest use since the start, or since the latest `Peak`, bytes."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return status_bytes("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def status_bytes(name: str) -> int:
+    """Return a line of /proc/self/status in bytes, 0 where there is none."""
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) * 1024
+    return 0

@@ -18,41 +18,26 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tensordict import TensorDictBase
 
-from policies.placement import placement_of
 from policies.roles import Generator, Policy
-from trainer.agreement import check_agreement
+from policies.scorer import placement_of
 from trainer.checkpoint import Checkpoints, remove, save_model
+from trainer.early_stopping import EarlyStopping
 from trainer.evaluation import Evaluate
 from trainer.kl import Leash
 from trainer.metrics import summarize
 from trainer.observer import Observer
 from trainer.reference import NoReference, Reference
-from trainer.runtime import Runtime, Stopped
+from trainer.resuming import Progress, restore_run
+from trainer.runtime import Runtime, Stopped, check_agreement, peak
 from trainer.transcripts import transcripts
 from trainer.update import Update
 from trainer.weight_sync import Synced, hand_over, weight_sync
 
-if TYPE_CHECKING:
-    from trainer.early_stopping import EarlyStopping
-
 Verb = Callable[[TensorDictBase], TensorDictBase]
-
-
-@dataclass
-class Progress:
-    """What has been done so far; all of it goes into a checkpoint."""
-
-    iteration: int = 0
-    tokens: int = 0
-    samples: int = 0
-    objective: float | None = None
-    unevaluated: dict[str, float] | None = None  # metrics whose evaluation a stop cut off
-    seconds: float = 0.0  # of wall time, those before a resume included
 
 
 @dataclass
@@ -77,7 +62,7 @@ class Trainer:
     observers: Observer = field(default_factory=Observer)
     progress: Progress = field(default_factory=Progress)
     synced: Synced = field(default_factory=Synced)
-    enough: "EarlyStopping | None" = None
+    enough: EarlyStopping | None = None
     data: dict[str, str] = field(default_factory=dict)  # sha256 of each data file, by its key
 
     def run(self, *, resume: bool = False) -> float:
@@ -85,7 +70,7 @@ class Trainer:
         if self.update.objective.leash not in (None, self.leash):
             raise ValueError("expected one Leash, got two: hand the Trainer that of its objective")
         if resume:
-            self.resume()
+            restore_run(self)
         self.synced = hand_over(self.policy, self.generator)  # a resumed policy, say
         gc.freeze()  # the set-up's objects stay: full collections need not walk them
         self.runtime.on_stop = self.observers.stopping
@@ -112,7 +97,8 @@ class Trainer:
         batch = self.advantage(batch)
         metrics = self.update(batch)
         clock.lap("update")
-        self.synced = weight_sync(self.policy, self.generator, last=self.synced)
+        sync = getattr(self.source, "sync", weight_sync)  # what samples ahead has its own
+        self.synced = sync(self.policy, self.generator, last=self.synced)
         self.retrieve_kl.refresh(i + 1)
         clock.lap("sync")
         metrics |= summarize(batch, self.runtime) | {"kl/coeff": self.leash.coeff}
@@ -167,27 +153,24 @@ class Trainer:
         }
         metrics |= clock.seconds()
         metrics["perf/tokens_per_s"] = total["tokens"] / max(metrics["time/iteration_s"], 1e-9)
-        peak = {"perf/peak_memory_gib": self.runtime.peak_memory_gib()}
-        metrics |= self.runtime.maxima(peak)
+        most = {"perf/peak_memory_gib": peak(self.runtime.device) / 2**30}
+        metrics |= self.runtime.maxima(most)
 
     def _log(self, batch: TensorDictBase, metrics: dict[str, float]) -> None:
         iteration = self.progress.iteration
         self._judge(metrics)
         if "reward_raw" in batch:
             tokenizer = self.policy.tokenizer if self.runtime.is_main else None
-            said = {"count": self._share(self.replies), "tokenizer": tokenizer}
-            parts = self.runtime.gather(transcripts(batch, iteration, kind="train", **said))
-            rows = [row for part in parts for row in part]
+            count = self.replies  # an equal share of each rank
+            count = count if count == "all" else -(-int(count) // self.runtime.ranks)
+            mine = transcripts(batch, iteration, count=count, kind="train", tokenizer=tokenizer)
+            rows = [row for part in self.runtime.gather(mine) for row in part]
             self.observers.replies(rows, iteration, kind="train")
         if self.evaluate.due(iteration, self.num_iterations):
             last = iteration == self.num_iterations
             self._evaluate(metrics, kind="after" if last else "eval")
         else:
             self._write(metrics)
-
-    def _share(self, count: int | str) -> int | str:
-        """Return how many of an iteration's replies this rank hands over."""
-        return count if count == "all" else -(-int(count) // self.runtime.ranks)
 
     def _evaluate(self, metrics: dict[str, float], *, kind: str) -> None:
         """Evaluate, log and show sample replies."""
@@ -282,10 +265,6 @@ class Trainer:
             "data": self.data,  # and the same rows
             **({"enough": self.enough.state_dict()} if self.enough else {}),
         }
-
-    def resume(self) -> None:
-        """Go back to the newest checkpoint that verifies; without any, to the start."""
-        import_module("trainer.resuming").resume(self)  # here: most runs begin
 
 
 class Clock:

@@ -46,12 +46,12 @@ def transcript(batch: TensorDictBase, i: int, iteration: int, *, kind: str) -> d
     none = advantage is None or not bool(mask.any())
     penalty = batch.get("kl_penalty", None)
     system = batch.get("system", None)
-    said = "" if system is None else system[i].data
+    system = "" if system is None else system[i].data
     return {
         "iteration": iteration,
         "kind": kind,
         "group": int(batch.get("group_id")[i]),
-        **({"system": said} if said else {}),
+        **({"system": system} if system else {}),
         "prompt": batch.get("prompt")[i].data,
         "answer": batch.get("answer")[i].data or None if "answer" in batch else None,
         "response": batch.get("response")[i].data,

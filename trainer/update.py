@@ -14,14 +14,13 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from policies.packing import groups, pack_rows
+from policies.layout import groups, pack_rows
 from policies.random import in_float64
 from policies.scorer import Scorer
 from trainer.batch import reads
-from trainer.entropy import EntropyBonus
 from trainer.kl import check_charged
 from trainer.losses import token_weights
-from trainer.objectives import Objective, Terms
+from trainer.objectives import EntropyBonus, Objective, Terms
 from trainer.runtime import Runtime
 
 # What the update itself and the scorer need; the rest an objective says it `reads`.
@@ -31,7 +30,6 @@ SCORED = reads(
     "loss_mask",
     "temperature",
     "group_id",
-    "support",
 )
 
 
@@ -176,7 +174,6 @@ class Update:
                 learn_entropy=self.entropy.coeff > 0,
                 reference=self.reference,
                 pack=self.packing,
-                support=batch.get("support", None),
             )
             terms = self.objective(scores, batch)  # [B, T] each
             weight, loss = batch.get("weight"), terms.loss | self.entropy(scores)

@@ -1,14 +1,24 @@
 """Weight sync: the generator gets the policy's new weights after each update, and proves it.
 
-The policy itself samples by its own weights. An engine gets a copy: trainer/hand_over.py.
+The policy itself samples by its own weights; an engine gets a copy, and both sides score fixed ids,
+before and after. It is an error where they then disagree, or where the engine's scores stay what
+they were, to the bit, though the policy's moved: in half precision a step may be smaller than the
+tolerance; or where it scores otherwise than after the one before, as one that was started again.
+An adapter (LoRA) is merged into what the engine gets, weights that are spread over ranks are
+gathered one by one.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from policies.roles import Generator, Policy
+from policies.roles import Engine, Generator, Policy
+from policies.scorer import placement_of
+from policies.weights import weights_of
+
+NOTICED = 0.01  # share of the tolerance by which the policy has moved when an engine must follow
 
 
 @dataclass(frozen=True)
@@ -34,12 +44,84 @@ def weight_sync(policy: Policy, generator: Generator | None = None, **proof: Any
     return hand_over(policy, generator, **proof)
 
 
-def hand_over(policy: Policy, generator: Generator | None = None, **proof: Any) -> Synced:
-    """Give a generator that has weights of its own the policy's; see `give` for `proof`."""
+def hand_over(
+    policy: Policy,
+    generator: Any = None,
+    *,
+    probe: Tensor | None = None,
+    tolerance: float | None = None,
+    last: Synced | None = None,
+) -> Synced:
+    """Copy the policy's weights to an engine, which scores the ids of `probe` [B, T].
+
+    RuntimeError unless it then agrees with the policy on every token to `tolerance` nats (None: the
+    engine's own), and has changed where the policy has since the hand-over `last`. An engine with
+    `takes_trained` gets of LoRA the adapter alone; a policy that samples itself needs nothing.
+    """
     if generator is None or generator is policy:
         return Synced()
-    if later := getattr(generator, "later", None):  # it is at work (trainer/overlap.py)
-        return later(policy)
-    from trainer.hand_over import give  # few runs have one
+    engine: Engine = generator
+    limit = engine.tolerance if tolerance is None else tolerance
+    probe, weights = _probe(policy) if probe is None else probe, weights_of(policy.scorer)
+    with policy.scorer.placement.plain():
+        alone = getattr(engine, "takes_trained", False)
+        named = weights.named() if alone else weights.merged()
+        named = {name: weight.detach() for name, weight in named.items()} if alone else named
+    expected, held = _log_probs(policy, probe), None if last is None else last.held
+    old = _log_probs(engine, probe)
+    _check_held(held, old, limit=2 * limit)
+    engine.load_weights(named.items())
+    new = _log_probs(engine, probe)
+    held = held if torch.equal(old, new) else None
+    _check_arrived(expected, old, new, held=held, limit=limit)
+    engine.version = policy.version
+    before, after = _distance(expected, old), _distance(expected, new)
+    return Synced(before, after, expected if held is None else held)
 
-    return give(policy, generator, **proof)
+
+def _check_held(held: Tensor | None, old: Tensor, *, limit: float) -> None:
+    """Raise where an engine no longer scores as after the last hand-over."""
+    if held is not None and not (gone := _distance(held, old)) <= limit:
+        raise RuntimeError(
+            "the engine lost its weights: before a hand-over its log-probs of the probe are "
+            f"{gone:.3g} nats from those of the last one, expected {limit:g} at most; was it "
+            "started again, or does another run use it? Go on with resume=<run folder>"
+        )
+
+
+def _check_arrived(
+    expected: Tensor, old: Tensor, new: Tensor, *, held: Tensor | None, limit: float
+) -> None:
+    """Raise where an engine does not score as the policy, or nothing has moved but the policy."""
+    before, after, same = _distance(expected, old), _distance(expected, new), torch.equal(old, new)
+    moved = 0.0 if held is None else _distance(expected, held)
+    told = f"after a hand-over of weights its log-probs of the probe are {after:.3g} nats from the "
+    told += f"policy's ({before:.3g} before), expected {limit:g} at most"
+    if same and not max(moved / NOTICED, after) <= limit:
+        raise RuntimeError(
+            f"the engine is stale: {told}; they stayed as they were to the bit, while the policy "
+            f"has moved by {moved:.3g} since; start the engine again, or give "
+            "policy.engine=transformers"
+        )
+    if not after <= limit:
+        raise RuntimeError(
+            f"the engine is not the policy: {told}; is it the same model? Give "
+            "policy.vllm.dtype=float32, or a larger policy.vllm.tolerance if its kernels round more"
+        )
+
+
+def _probe(policy: Policy) -> Tensor:
+    """Return ids from all over the vocabulary, [2, 16]."""
+    size = policy.model.get_input_embeddings().num_embeddings
+    return torch.linspace(0, size - 1, 32).long().reshape(2, 16)
+
+
+@torch.no_grad()
+def _log_probs(policy: Policy | Engine, probe: Tensor) -> Tensor:
+    ids = probe.to(policy.device)
+    with placement_of(policy).forwards(1):
+        return policy.scorer(ids, torch.ones_like(ids, dtype=torch.bool)).log_probs.cpu()
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    return (a - b).abs().max().item()

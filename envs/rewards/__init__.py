@@ -6,17 +6,15 @@ from policies.lazy import lazy
 
 if TYPE_CHECKING:
     from envs.rewards.answers import same_mathematics as same_mathematics
-    from envs.rewards.answers import solves_countdown as solves_countdown
     from envs.rewards.functions import Function as Function
+    from envs.rewards.functions import Given as Given
     from envs.rewards.functions import RewardFunction as RewardFunction
-    from envs.rewards.given import Given as Given
     from envs.rewards.judge import Judge as Judge
-    from envs.rewards.learnt import RewardModel as RewardModel
-    from envs.rewards.parsers import CountdownRewardParser as CountdownRewardParser
     from envs.rewards.parsers import GSM8KRewardParser as GSM8KRewardParser
     from envs.rewards.parsers import MATHRewardParser as MATHRewardParser
     from envs.rewards.parsers import RewardParser as RewardParser
     from envs.rewards.rewarded import Rewarded as Rewarded
+    from envs.rewards.rewarded import RewardModel as RewardModel
     from envs.rewards.trl_function import TRLFunction as TRLFunction
     from envs.rewards.workers import InProcess as InProcess
     from envs.rewards.workers import Workers as Workers

@@ -5,12 +5,9 @@ wrong one never does.
 Left out on purpose: symbolic equality by ourselves; math-verify does it where it is installed.
 """
 
-import ast
-import operator
 import re
 import unicodedata
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from difflib import SequenceMatcher
 from fractions import Fraction
 
@@ -25,30 +22,14 @@ from envs.tasks.math_words import (
 )
 from policies.optional_packages import EXTRAS
 
-# LaTeX: what says nothing (a blank between digits does), words, units, "x =", and fractions.
-IGNORED = re.compile(r"\\(?:left|right)(?![a-zA-Z])|\\[!,;:]|\\?\$|\\?%$|\^(?:\\circ|\{\\circ\})$")
-BLANK = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
+# LaTeX that says nothing, words in it, and numbers as they stand after `_plain`.
+IGNORED = re.compile(r"\\(?:left|right)(?![a-zA-Z])|\\[!,;:]|\\?\$|\\?%$")
+BLANK = re.compile(r"(?<!\d)\s+|\s+(?!\d)")  # one between digits counts: "1 2" is not 12
 WORDS = re.compile(r"\\(?:text\w*|mbox|mathrm)\s*\{([^{}]*)\}")
-UNIT = re.compile(rf"(?<=[\w)}}])(?:\s*{WORDS.pattern}|(?<=[\d)}}])\s+([a-zA-Z]{{2,}}))$")
-NO_UNITS = {"dozen", "hundred", "thousand", "million", "billion", "trillion", "pi", "percent"}
-NAME = re.compile(r"([a-zA-Z])\s*=\s*(?!=)")
-PLAIN = re.compile(r"(?<![\w^/*.)}])(?:(\d+)\s+)?(\d+)/(\d+)(?![\w^(!./])")
-PART = r"\s*(?:\{([^{}]+)\}|([a-zA-Z\d]))"
-FRACTION = re.compile(rf"(?:(?<![\w^.)}}])(\d+)\s*)?\\[dt]?frac{PART}{PART}")
-THOUSANDS = re.compile(r"-?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
-DECIMAL = r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
-RATIO = rf"(?:(\d+)\+(?=.*/))?({DECIMAL}|\(-?{DECIMAL}\))(?:/({DECIMAL}|\(-?{DECIMAL}\)))?"
-VALUE = re.compile(rf"(-?)(?:{RATIO}|\({RATIO}\))")  # as _plain writes numbers, no sums or products
-END = r"(?=\s*[,;]\s*[A-Za-z]|\s+[A-Za-z]|\s*$)"  # of a value in a Countdown solution
-TARGET = re.compile(rf"target\s*=\s*(-?\d+){END}")
-NUMBERS = re.compile(rf"numbers\s*=\s*(\d+(?:[,\s]+\d+)*){END}")
-OPERATORS = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
-UNREADABLE = (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError)
+FRACTION = re.compile(r"(-?)\\[dt]?frac(?:(\d)(\d)|\{(-?\d+)\}\{(\d+)\})")
+VALUE = re.compile(
+    r"-?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?(?:/0*[1-9]\d*)?"
+)
 EDGES = ".,;:!?\"'`*()[]{}<>\u2018\u2019\u201c\u201d\u00ab\u00bb"
 LONGEST = 500  # characters of an expression that is worth parsing
 
@@ -115,8 +96,8 @@ def same_number(said: str, solution: str) -> bool:
 def same_mathematics(said: str, solution: str, *, symbolic: bool = False) -> bool:
     r"""Return whether an answer is the boxed one of a solution, as in MATH.
 
-    Plain: the same number, else the same LaTeX without spacing; units and "x =" count
-    only if both have them. `symbolic` asks math-verify.
+    Plain: the same number, else the same LaTeX without spacing. `symbolic` asks math-verify, which
+    knows other forms, names and units.
 
     >>> same_mathematics("1/2", r"so \boxed{\dfrac{1}{2}}"), same_mathematics("x+1", r"\boxed{x}")
     (True, False)
@@ -127,57 +108,23 @@ def same_mathematics(said: str, solution: str, *, symbolic: bool = False) -> boo
     if max(len(said), len(right)) > LONGEST:
         return said == right
     one, other = _plain(final_answer(said)), _plain(right)
-    if not one[0] or any(a and b and a != b for a, b in zip(one[1:], other[1:], strict=True)):
-        return False
-    value = _number(one[0])
-    return one[0] == other[0] or (value is not None and value == _number(other[0]))
+    value = _number(one)
+    return bool(one) and (one == other or (value is not None and value == _number(other)))
 
 
-def _plain(text: str) -> tuple[str, str, str]:
-    """Return an answer in plain signs, and what it has of a unit and of a name ("x =")."""
+def _plain(text: str) -> str:
+    """Return an answer without spacing and signs that say nothing; a word without case."""
     text = text.replace("\u2212", "-").replace("{,}", ",").replace("\\ ", " ").strip().rstrip(".")
-    text = IGNORED.sub("", text).strip()
-    found, unit = UNIT.search(text), ""
-    if found and not WORDS.search(text, 0, found.start()):
-        word = (found[1] or found[2] or "").strip()
-        if NO_UNITS.isdisjoint(word.split()):
-            text, unit = text[: found.start()], word
-    text, name = WORDS.sub(r"\1", text).strip(), ""
-    if named := NAME.match(text):
-        text, name = text[named.end() :], named[1]
-    text = PLAIN.sub(lambda m: _fraction(m, *m.groups()), text)
-    before = ""
-    while text != before:  # from the inside out
-        before = text
-        text = FRACTION.sub(lambda m: _fraction(m, m[1], m[2] or m[3], m[4] or m[5]), text)
-    text = BLANK.sub("", text)
-    if THOUSANDS.fullmatch(text):
-        text = text.replace(",", "")
-    return text.casefold() if re.fullmatch(r"[a-zA-Z]{3,}", text) else text, unit, name
-
-
-def _fraction(found: re.Match[str], whole: str | None, over: str, under: str) -> str:
-    """Return a fraction with the brackets that it needs; a whole number before it is added."""
-    over, under = (s if re.fullmatch(r"\d+|[a-zA-Z]", s) else f"({s})" for s in (over, under))
-    text = f"{over}/{under}"
-    if whole and (over + under).isdecimal():
-        text = f"{whole}+{text}"
-    elif whole:
-        return f"{whole}({text})"
-    return text if found[0] == found.string else f"({text})"
+    text = BLANK.sub("", WORDS.sub(r"\1", IGNORED.sub("", text)).strip())
+    return text.casefold() if re.fullmatch(r"[a-zA-Z]{3,}", text) else text.replace("dfrac", "frac")
 
 
 def _number(text: str) -> Fraction | None:
-    """Return the exact value of a number that `_plain` wrote, None of anything else."""
-    found = VALUE.fullmatch(text)
-    if found is None:
-        return None
-    whole, over, under = found.groups()[1:4] if found[3] else found.groups()[4:7]
-    numbers = [exactly(part.strip("()")) for part in (whole or "0", over, under or "1")]
-    added, top, bottom = (Fraction(0) if n is None else n for n in numbers)
-    if None in numbers or not bottom:
-        return None
-    return (added + top / bottom) * (-1 if found[1] else 1)
+    """Return the exact value of a plain number or fraction of whole numbers, None of others."""
+    if found := FRACTION.fullmatch(text):
+        sign, over, under = found[1], found[2] or found[4], found[3] or found[5]
+        return Fraction(int(f"{sign}{over}".replace("--", "")), int(under)) if int(under) else None
+    return exactly(text.replace(",", "")) if VALUE.fullmatch(text) else None
 
 
 def symbolic_check() -> Callable[[str, str], bool]:
@@ -187,47 +134,3 @@ def symbolic_check() -> Callable[[str, str], bool]:
     except ImportError as error:
         raise ImportError(EXTRAS["math_verify"]) from error
     return lambda said, right: bool(verify(parse(f"${right}$"), parse(f"${said}$")))
-
-
-def solves_countdown(said: str, solution: str) -> bool:
-    """Return whether an expression makes the target from the numbers, each used at most once.
-
-    `solution` is "target=24, numbers=1,2,3,4"; only + - * / and brackets count.
-
-    >>> solution = "target=24, numbers=2,3,4"
-    >>> solves_countdown("(2 * 3) * 4", solution), solves_countdown("4 * 6", solution)
-    (True, False)
-    """
-    target, numbers = TARGET.search(solution), NUMBERS.search(solution)
-    if target is None or numbers is None:
-        raise ValueError(f"expected 'target=<int>, numbers=<int>,<int>,...', got {solution[:80]!r}")
-    given = [int(n) for n in re.findall(r"\d+", numbers[1])]
-    return countdown_value(said, given) == int(target[1])
-
-
-def countdown_value(said: str, numbers: Sequence[int]) -> Fraction | None:
-    """Return the exact value of an expression of these numbers, each used at most once, else None.
-
-    >>> countdown_value("(3 - 2) / 4", [2, 3, 4]), countdown_value("3 + 3", [2, 3, 4])
-    (Fraction(1, 4), None)
-    """
-    said, used = said.strip(), Counter[int]()
-    if len(said) > LONGEST:
-        return None
-    try:
-        value = _value(ast.parse(said, mode="eval").body, used)
-    except UNREADABLE:
-        return None
-    return None if used - Counter(numbers) else value
-
-
-def _value(node: ast.AST, used: Counter[int]) -> Fraction:
-    """Return the exact value of an expression and count its numbers; ValueError for others."""
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        used[node.value] += 1
-        return Fraction(node.value)
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_value(node.operand, used)
-    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-        return OPERATORS[type(node.op)](_value(node.left, used), _value(node.right, used))
-    raise ValueError("expected numbers, + - * / and brackets")

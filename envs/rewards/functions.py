@@ -94,6 +94,35 @@ class Function(RewardFunction):
             return as_error(error)
 
 
+HELD: dict[str, RewardFunction] = {}  # by the name that a configuration has
+
+
+class Given(RewardFunction):
+    """The function `name` that this process holds; in another one it ends the run.
+
+    >>> HELD["short"] = Function(lambda row, reply: len(reply.text) < 9)
+    >>> Given("short").scores([{}], [Reply("yes", True, [])])
+    [1.0]
+    """
+
+    remedy = "give trainer.train an envs.rewards.Function(..., on_error='zero') or 'drop_group'"
+
+    def __init__(self, name: str) -> None:
+        self.name, self.held = name, HELD.get(name)
+        super().__init__(**({"weight": self.held.weight} if self.held else {}))
+        if self.held:
+            self.on_error = self.held.on_error
+
+    def scores(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Score]:
+        """Return what the function gives."""
+        if self.held is None:
+            gone = f"{self.name} was given to trainer.train by Python code that has ended"
+            return [Refused(f"{gone}; put it into a file and name that: docs/own_task.md")] * len(
+                rows
+            )
+        return self.held.scores(rows, replies)
+
+
 def is_async(function: Callable[..., Any]) -> bool:
     """Return whether a function has to be awaited, or an object with an async __call__."""
     called = getattr(function, "__call__", None)  # noqa: B004

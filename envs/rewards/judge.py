@@ -1,25 +1,22 @@
 """A language model as the judge, behind any server that speaks OpenAI's chat completions.
 
-The key comes from an environment variable and is sent to the server alone. Proxies as urllib finds
-them. Left out on purpose: other protocols, batches by file, judges inside the training process.
+The key comes from an environment variable and is sent to the server alone: no redirect is followed.
+Left out on purpose: other protocols, batches by file, judges inside the training process.
 """
 
 import asyncio
-import http.client
 import json
 import os
 import re
-import threading
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
+
 from envs.rewards.functions import Refused, RewardFunction, Score, gather
 from envs.tasks.task import Reply, Row
-from envs.web import OPENER
 
 PROMPT = """\
 Grade the reply to the question on a scale from 0 to 10: 10 for a right, complete and clear reply, \
@@ -37,7 +34,6 @@ Score: <number from 0 to 10>"""
 PATTERN = r"(?im)^\W*score\W*?(-?\d+(?:\.\d+)?)(?:\s*/\s*10)?\W*$"
 FIELD = re.compile(r"\{(question|reply|answer)\}")
 HOPELESS = {401: "the key in ${}", 403: "the key in ${}", 404: "url and model"}
-LARGEST = 1 << 20  # bytes of an answer
 
 
 class Judge(RewardFunction):
@@ -89,6 +85,7 @@ class Judge(RewardFunction):
         own = "OPENAI_API_KEY" if urlsplit(url).hostname == "api.openai.com" else ""
         self.key_variable, self.timeout, self.tries = key_variable or own, timeout, tries
         self.wait, self.at_once = wait, at_once
+        self._tls = httpx.create_ssl_context() if url.startswith("https") else False
         self.options = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
 
     def scores(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Score]:
@@ -113,42 +110,41 @@ class Judge(RewardFunction):
         return score
 
     async def _score(self, row: Row, reply: Reply) -> float:
-        asked = [{"role": "user", "content": self.question(row, reply)}]
-        body = json.dumps({**self.options, "messages": asked}).encode()
-        return self.read(await self._ask(body))
+        messages = [{"role": "user", "content": self.question(row, reply)}]
+        return self.read(await self._ask({**self.options, "messages": messages}))
 
-    async def _ask(self, body: bytes) -> str:
+    async def _ask(self, body: dict[str, Any]) -> str:
         """Return what the judge says, after as many tries as it takes."""
-        for further in range(self.tries - 1, -1, -1):
-            pause = self.wait * 2 ** (self.tries - 1 - further)
+        key = os.environ.get(self.key_variable)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        for number in range(self.tries):
+            last, pause = number == self.tries - 1, self.wait * 2**number
             try:
-                said = await asyncio.wait_for(in_thread(self._post, body), self.timeout)
-                return content(said)
-            except urllib.error.HTTPError as error:
-                error.close()
-                if error.code in HOPELESS:
-                    what = HOPELESS[error.code].format(self.key_variable or "key_variable")
-                    raise Refused(f"{self.url}: {error}; check {what}") from None
-                if not further or (error.code != 429 and error.code < 500):
+                async with (
+                    asyncio.timeout(self.timeout),
+                    httpx.AsyncClient(timeout=None, verify=self._tls) as client,
+                ):
+                    answer = await client.post(self.url, json=body, headers=headers)
+                code = answer.status_code
+                if code == 200:
+                    return content(answer.content)
+                fault = f"{self.url}: HTTP {code} {answer.reason_phrase}"
+                if code in HOPELESS:
+                    what = HOPELESS[code].format(self.key_variable or "key_variable")
+                    raise Refused(f"{fault}; check {what}")
+                if last or (code != 429 and code < 500):
+                    raise RuntimeError(fault)
+                with suppress(KeyError, ValueError):  # none, or a date
+                    pause = max(pause, min(float(answer.headers["Retry-After"]), 60.0))
+            except TimeoutError:
+                if last:
+                    what = f"{self.url}: no answer within {self.timeout:g} s"
+                    raise RuntimeError(what) from None
+            except httpx.HTTPError as error:
+                if last:
                     raise RuntimeError(f"{self.url}: {error}") from None
-                with suppress(TypeError, ValueError):  # none, or a date
-                    pause = max(pause, min(float(error.headers["Retry-After"]), 60.0))
-            except (OSError, http.client.HTTPException) as error:  # a TimeoutError too
-                if not further:
-                    reason = getattr(error, "reason", error)  # a URLError holds the socket's own
-                    late = isinstance(reason, TimeoutError)
-                    why = f"no answer within {self.timeout:g} s" if late else str(error)
-                    raise RuntimeError(f"{self.url}: {why}") from None
             await asyncio.sleep(pause)
         raise AssertionError("unreachable")
-
-    def _post(self, body: bytes) -> bytes:
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get(self.key_variable):
-            headers["Authorization"] = f"Bearer {key}"
-        request = urllib.request.Request(self.url, data=body, headers=headers)
-        with OPENER.open(request, timeout=self.timeout) as response:
-            return response.read(LARGEST)
 
 
 def content(answer: bytes) -> str:
@@ -158,34 +154,9 @@ def content(answer: bytes) -> str:
     'Score: 7'
     """
     try:
-        said = json.loads(answer)["choices"][0]["message"]["content"]
-        if isinstance(said, str):
-            return said
+        text = json.loads(answer)["choices"][0]["message"]["content"]
     except (ValueError, KeyError, IndexError, TypeError):
-        pass
-    raise ValueError(f"expected a chat completion, got {answer[:80]!r}")
-
-
-async def in_thread(function: Any, *args: Any) -> Any:
-    """Return function(*args), run in a thread that a time-out leaves behind.
-
-    asyncio's own threads would have to end before the program can.
-    """
-    loop = asyncio.get_running_loop()
-    done = loop.create_future()
-
-    def finish(result: Any, error: BaseException | None) -> None:
-        if not done.cancelled():
-            done.set_exception(error) if error is not None else done.set_result(result)
-
-    def run() -> None:
-        result, error = None, None
-        try:
-            result = function(*args)
-        except Exception as caught:
-            error = caught
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(finish, result, error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return await done
+        text = None
+    if not isinstance(text, str):
+        raise ValueError(f"expected a chat completion, got {answer[:80]!r}")
+    return text

@@ -12,11 +12,10 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from envs.chat_modes import make_renderer
-from envs.chat_views import read_replies
-from envs.rewards.answers import same_mathematics, same_number, solves_countdown, tagged
+from envs.chat_io import make_renderer, read_replies
+from envs.rewards.answers import same_mathematics, same_number, tagged
+from envs.transforms.ragged import get_values
 from envs.transforms.transform import Transform
-from envs.transforms.values import get_values
 from policies.specs import Composite, Unbounded
 
 NAMES = ("reward_answer", "reward_think", "reward_right", "reward", "success")
@@ -146,14 +145,6 @@ class MATHRewardParser(RewardParser):
     def is_right(self, said: str, solution: str) -> bool:
         """Return whether it is the boxed answer."""
         return same_mathematics(said, solution, symbolic=self.symbolic)
-
-
-class CountdownRewardParser(RewardParser):
-    """Reward an expression that makes the target: "target=24, numbers=1,2,3,4"."""
-
-    def is_right(self, said: str, solution: str) -> bool:
-        """Return whether the expression solves it."""
-        return solves_countdown(said, solution)
 
 
 def _added(old: Tensor | None, new: Tensor) -> Tensor:

@@ -1,13 +1,16 @@
-"""Several weighted rewards for the replies of one task: `env.rewards` in a configuration."""
+"""Several weighted rewards for the replies of one task: `env.rewards` in a configuration.
+
+A trained reward model may be one of them.
+"""
 
 import dataclasses
 import math
 import warnings
 from collections.abc import Mapping, Sequence
 
-from envs.earned import rewards_of
-from envs.places import defined_at, hint, is_own, place_of
 from envs.rewards.functions import WRONG, Refused, RewardFunction, Score
+from envs.rewards.validate import columns_hint, defined_at, error_location, rewards_of
+from envs.tasks.learnt_reward import LearntScore
 from envs.tasks.task import (
     Message,
     Reply,
@@ -113,12 +116,10 @@ class Rewarded(Task):
         if isinstance(error, Refused):
             raise ValueError(f"env.rewards.{name}: {error}") from error
         text = f"reward {name}: {type(error).__name__}: {error}"
-        place = defined_at(getattr(self.functions[name], "function", None))
-        if notes := getattr(error, "__notes__", ()):
-            place = "; ".join(notes)  # of another process
-        elif error.__traceback__ is not None and not is_own(error):
-            place = place_of(error)
-        text += f" ({place}{hint(error, [row])})" if place else ""
+        notes = "; ".join(getattr(error, "__notes__", ()))  # of another process
+        place = notes or error_location(error)
+        place = place or defined_at(getattr(self.functions[name], "function", None))
+        text += f" ({place}{columns_hint(error, [row])})" if place else ""
         if action == "raise":
             remedy = "correct the function"
             if not isinstance(error, WRONG):
@@ -135,3 +136,28 @@ class Rewarded(Task):
                 f"expected names in env.rewards other than the task's own parts "
                 f"{', '.join(sorted(parts))}, got {', '.join(shared)}; rename"
             )
+
+
+class RewardModel(RewardFunction):
+    """The score of a `GPT2RewardModel` at the end of each chat, within +-`score_clip`.
+
+    `model` is a folder with the model and its tokenizer, loaded when the first reply comes;
+    train.py makes one of experiment:<name>.
+    """
+
+    tried = False  # it would load a model
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        weight: float = 1.0,
+        on_error: str = "raise",
+        score_clip: float = 10.0,
+    ) -> None:
+        super().__init__(weight=weight, on_error=on_error)
+        self.score = LearntScore(model, score_clip, name="model")
+
+    def scores(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Score]:
+        """Return the model's score of each chat, all scored together."""
+        return [self.score.clipped(score) for score in self.score.replies(replies)]

@@ -11,6 +11,8 @@ from typing import Any
 
 from envs.rewards.functions import (
     FAULTS,
+    HELD,
+    Function,
     Refused,
     RewardFunction,
     Score,
@@ -103,3 +105,20 @@ class TRLFunction(RewardFunction):
 
 async def _wait(work: Awaitable[Any]) -> Any:
     return await work
+
+
+def hold(name: str, function: Callable[..., Any] | RewardFunction) -> None:
+    """Keep a function of (row, reply), or of TRL's (prompts, completions, ...), for `Given`."""
+    if not isinstance(function, RewardFunction):
+        if not callable(function):
+            raise ValueError(f"expected {name} to be a function of (row, reply), got {function!r}")
+        function = (TRLFunction if is_of_trl(function) else Function)(function)
+    HELD[name] = function
+
+
+def is_of_trl(function: Callable[..., Any]) -> bool:
+    """Tell whether a function takes what TRL gives its own."""
+    try:
+        return bool({"prompts", "completions"} & set(inspect.signature(function).parameters))
+    except ValueError:  # some functions in C have no signature
+        return False

@@ -25,8 +25,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from envs.places import place_of
 from envs.rewards.functions import FAULTS, RewardFunction, Score, as_error, as_score
+from envs.rewards.validate import error_location
 from envs.tasks.task import Reply, Row
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +34,6 @@ BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
     "from envs.rewards.workers import serve; serve(int(sys.argv[1]), int(sys.argv[3]))"
 )
-LARGEST = 16 << 20  # bytes of a result: it is a number or little more
 START = 120.0  # seconds for a worker's imports on a busy machine
 
 
@@ -69,14 +68,14 @@ class InProcess(RewardFunction):
         return out
 
 
-class Late:
-    """A function that every worker makes for itself by `maker(*args)`, as behind a slow import."""
+class LazyFunction:
+    """A function that every worker makes by `maker()` as it starts, as behind a slow import."""
 
-    def __init__(self, maker: Callable[..., Callable], *args: Any) -> None:
-        self.made_by = (maker, args)
+    def __init__(self, maker: Callable[[], Callable]) -> None:
+        self.maker = maker
 
     def __reduce__(self) -> tuple:
-        return self.made_by
+        return self.maker, ()
 
 
 class Workers:
@@ -88,7 +87,9 @@ class Workers:
     [0.5, ZeroDivisionError('division by zero')]
     """
 
-    def __init__(self, function: Callable | Late, *, timeout: float, processes: int = 2) -> None:
+    def __init__(
+        self, function: Callable | LazyFunction, *, timeout: float, processes: int = 2
+    ) -> None:
         if not timeout > 0 or processes < 1:
             raise ValueError(
                 f"expected timeout > 0 and processes >= 1, got {timeout} and {processes}"
@@ -145,7 +146,7 @@ class Workers:
 class Worker:
     """One process and the pipe to it; RuntimeError if it cannot load its function."""
 
-    def __init__(self, function: Callable | Late) -> None:
+    def __init__(self, function: Callable | LazyFunction) -> None:
         try:
             given = pickle.dumps(function)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -190,7 +191,7 @@ class Worker:
         result: Any = None
         try:
             if not self.late:
-                result = pickle.loads(self.pipe.recv_bytes(LARGEST + 1024))
+                result = self.pipe.recv()
         except (EOFError, OSError):
             self.alive = False
         except Exception as error:  # a result that cannot be unpickled here
@@ -224,24 +225,22 @@ def serve(pipe: int, owner: int) -> None:
     connection.send(None)
     with suppress(EOFError):
         while True:
-            given = connection.recv_bytes()
+            call = connection.recv_bytes()
             try:
-                result = function(*pickle.loads(given))
+                connection.send(function(*pickle.loads(call)))
             except FAULTS as error:  # a user's code and objects
-                result = as_error(error)
-                result.add_note(place_of(error))
-            try:
-                found = pickle.dumps(result)
-            except Exception as error:  # what cannot be pickled
-                found = pickle.dumps(
-                    RuntimeError(f"{type(result).__name__}: {result!s:.200} ({error})")
-                )
-            if len(found) > LARGEST:
-                kind, size = type(result).__name__, len(found) >> 20
-                found = pickle.dumps(
-                    ValueError(f"expected a number as the reward, got a {kind} of {size} MiB")
-                )
-            connection.send_bytes(found)
+                connection.send(_sendable(error))
+
+
+def _sendable(fault: BaseException) -> Exception:
+    """Return an error that can be pickled, with its place in the user's code as a note."""
+    error = as_error(fault)
+    try:
+        pickle.dumps(error)
+    except Exception:
+        error = RuntimeError(f"{type(error).__name__}: {error!s:.200}")
+    error.add_note(error_location(fault))
+    return error
 
 
 def _kill(process: subprocess.Popen) -> None:

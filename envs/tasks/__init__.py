@@ -6,14 +6,11 @@ from policies.lazy import lazy
 
 if TYPE_CHECKING:
     from envs.tasks.answers import Answers as Answers
-    from envs.tasks.arithmetic import Arithmetic as Arithmetic
     from envs.tasks.calculator import Calculator as Calculator
-    from envs.tasks.countdown import Countdown as Countdown
     from envs.tasks.dataset import Chats as Chats
     from envs.tasks.dataset import DatasetTask as DatasetTask
     from envs.tasks.dataset import Prompts as Prompts
     from envs.tasks.facts import Facts as Facts
-    from envs.tasks.guess import Guess as Guess
     from envs.tasks.learnt_reward import LearntReward as LearntReward
     from envs.tasks.math_problems import MathProblems as MathProblems
     from envs.tasks.math_words import MathWords as MathWords

@@ -1,11 +1,10 @@
 """Tasks whose rows come from a data set: a subclass says what a reply earns, and no more."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
-from typing import Any
+from collections import deque
+from collections.abc import Mapping, Sequence
 
 from envs.chat_rows import load_chats
-from envs.data import made
+from envs.data import map_rows
 from envs.tasks.task import Reply, Reward, Row, Split, Task, assistant, check_split
 
 
@@ -50,39 +49,10 @@ class DatasetTask(Task):
             seed=seed,
             answers=self.answers,
         )
-        self._rows = {
-            name: made(self.prepare, rows, origin=self._origin(rows))
-            for name, rows in found.items()
-        }
-        self.seen = self._look()
-
-    def look(self, rows: Iterable[Row]) -> dict[str, Any]:
-        """Return what is to be known of all prepared rows, as JSON can hold it."""
-        for _ in rows:  # those on disk are prepared: what is wrong is told before a run
-            pass
-        return {}
-
-    def _origin(self, rows: Sequence[Row]) -> Any:
-        """Return what `rows` are once prepared; None if they are in memory, or a user's class's."""
-        origin = getattr(rows, "origin", None)
-        if not all(kind.__module__.startswith("envs.") for kind in type(self).__mro__[:-1]):
-            return None
-        return origin and [origin, type(self).__qualname__, dict(vars(self))]
-
-    def _look(self) -> dict[str, Any]:
-        parts, kind = list(self._rows.values()), type(self)
-        if (kind.prepare, kind.look) == (DatasetTask.prepare, DatasetTask.look):
-            return {}
-        if all(isinstance(rows, list) for rows in parts):
-            return self.look(chain(*parts))
-        from envs.mapped_rows import place_for, shown
-        from policies.cache import build_once
-
-        def look(_: Any = None) -> dict[str, Any]:
-            return self.look(shown(chain(*parts), "reading the answers", sum(map(len, parts))))
-
-        origins = [getattr(rows, "origin", None) for rows in parts]
-        return look() if None in origins else build_once(place_for("seen", origins), look)["about"]
+        self._rows = {name: map_rows(self.prepare, rows) for name, rows in found.items()}
+        if type(self).prepare is not DatasetTask.prepare:
+            for rows in self._rows.values():  # what is wrong with one on disk is told before a run
+                deque(rows, maxlen=0)
 
     def prepare(self, row: Row) -> Row:
         """Return the row with what the reward needs; a row that lacks it is a ValueError."""
@@ -95,9 +65,7 @@ class DatasetTask(Task):
 
     def demonstrations(self) -> Sequence[Row]:
         """Return the train chats, the answer as their last message."""
-        rows = self._rows["train"]
-        origin = getattr(rows, "origin", None)
-        return made(_demonstration, rows, origin=origin and [origin, "demonstrations"])
+        return map_rows(_demonstration, self._rows["train"])
 
 
 def _demonstration(row: Row) -> Row:

@@ -35,7 +35,7 @@ class LearntScore:
 
     @cached_property
     def _model(self):
-        from policies.reward_scorer import ChatRewards
+        from policies.reward_model import ChatRewards
 
         return ChatRewards(self.folder)
 

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from envs.rewards.answers import same_mathematics, symbolic_check
-from envs.rewards.workers import Late, Workers
+from envs.rewards.workers import LazyFunction, Workers
 from envs.tasks.math_words import MathWords, said_answer
 from envs.tasks.task import Reply, Reward, Row
 from policies.optional_packages import EXTRAS
@@ -44,7 +44,7 @@ class MathProblems(MathWords):
         if symbolic and find_spec("math_verify") is None:
             raise ImportError(EXTRAS["math_verify"])
         self.symbolic = symbolic
-        self._workers = Workers(Late(symbolic_check), timeout=timeout, processes=processes)
+        self._workers = Workers(LazyFunction(symbolic_check), timeout=timeout, processes=processes)
 
     def reward(self, row: Row, reply: Reply) -> Reward:
         """Return 1 if the reply's marked answer is the right one, else 0."""

@@ -8,8 +8,8 @@ Left out on purpose: symbolic equality. An answer that is no number has to be th
 
 import re
 import warnings
-from collections.abc import Iterable
 from fractions import Fraction
+from itertools import chain
 from typing import Any
 
 from envs.tasks.dataset import DatasetTask
@@ -53,23 +53,18 @@ class MathWords(DatasetTask):
 
     def __init__(self, dataset: str | None = None, **data: Any) -> None:
         super().__init__(dataset, **data)
-        if not (odd := self.seen["odd"]):
+        answers = (row["answer"] for row in chain(*self._rows.values()) if self.numbers)
+        odd = [answer for answer in answers if not _has_number(answer)]
+        if not odd:
             return
         size = sum(map(len, self._rows.values()))
-        fault = f"{odd} of {size} right answers hold no number, as {self.seen['first']!r:.60}"
-        if 2 * odd >= size:
+        fault = f"{len(odd)} of {size} right answers hold no number, as {odd[0]!r:.60}"
+        if 2 * len(odd) >= size:
             raise ValueError(
                 f"{fault}; mark them by ####, or use env=answers (texts, compared by env.match) or "
                 "a task of your own (docs/own_task.md)"
             )
         warnings.warn(f"{fault}: only a reply of the same text earns these", stacklevel=2)
-
-    def look(self, rows: Iterable[Row]) -> dict[str, Any]:
-        """Return how many right answers should hold a number and do not, and the first of them."""
-        answers = (row["answer"] for row in rows)
-        odd = (answer for answer in answers if self.numbers and not _has_number(answer))
-        first = next(odd, None)
-        return {"odd": (first is not None) + sum(1 for _ in odd), "first": first}
 
     def prepare(self, row: Row) -> Row:
         """Return the row with its right answer as "final"."""

@@ -1,18 +1,17 @@
 """Several tasks in one run, their train rows in fixed proportions."""
 
 import dataclasses
-import difflib
 import itertools
 import math
 import random
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
-from envs.earned import rewards_of
+from envs.data import LazyRows
+from envs.rewards.validate import rewards_of
 from envs.tasks.task import Message, Reply, Reward, Row, Split, Task, check_split
 
 MOST_ROWS = 200_000
-MISSING = object()
 
 
 class Mix(Task):
@@ -38,16 +37,12 @@ class Mix(Task):
         seed: int = 0,
     ) -> None:
         weights = dict.fromkeys(tasks, 1.0) if weights is None else weights
-        for name in sorted(set(weights) - set(tasks)):
-            if close := difflib.get_close_matches(name, tasks, n=1):
-                raise ValueError(f"weights.{name}: no such task; did you mean {close[0]}?")
         if not tasks or set(weights) != set(tasks):
             raise ValueError(
                 f"expected a weight for each task ({', '.join(tasks) or 'none'}), got "
                 f"{', '.join(weights) or 'none'}; rename or remove one"
             )
-        numbers = all(isinstance(weight, (int, float)) for weight in weights.values())
-        if not numbers or not all(0 < weight < math.inf for weight in weights.values()):
+        if not all(0 < weight < math.inf for weight in weights.values()):
             raise ValueError(f"expected weights > 0, got {dict(weights)}; leave a task out instead")
         if num_rows is not None and num_rows < 1:
             raise ValueError(f"expected num_rows >= 1, got {num_rows}")
@@ -62,7 +57,7 @@ class Mix(Task):
 
     def demonstrations(self) -> Sequence[Row]:
         """Return the demonstrations of all tasks, in the same proportions."""
-        return MixedRows({n: t.demonstrations() for n, t in self.tasks.items()}, self)
+        return mixed_rows({n: t.demonstrations() for n, t in self.tasks.items()}, self)
 
     def rewards(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Reward]:
         """Return what each reply earns by its row's own task."""
@@ -108,47 +103,27 @@ class Mix(Task):
         return [f"{name}/{part}" for name, t in self.tasks.items() for part in t.part_names()]
 
     @cached_property
-    def _train(self) -> "MixedRows":
-        return MixedRows({name: task.rows("train") for name, task in self.tasks.items()}, self)
+    def _train(self) -> LazyRows:
+        return mixed_rows({name: task.rows("train") for name, task in self.tasks.items()}, self)
 
     @cached_property
     def _eval(self) -> list[Row]:
         held_out = [[{**r, "task": n} for r in t.rows("eval")] for n, t in self.tasks.items()]
-        turns = itertools.zip_longest(*held_out, fillvalue=MISSING)
-        return [row for turn in turns for row in turn if row is not MISSING]
+        return [row for turn in itertools.zip_longest(*held_out) for row in turn if row]
 
 
-class MixedRows(Sequence[Row]):
-    """Rows of several sources in turn: next comes who is furthest behind its share."""
-
-    def __init__(self, sources: Mapping[str, Sequence[Row]], mix: Mix) -> None:
-        self.sources = sources
-        needed = max(len(rows) / mix.shares[name] for name, rows in sources.items())
-        size = mix.num_rows or min(math.ceil(needed - 1e-9), MOST_ROWS)
-        orders = {}
-        for name, rows in sources.items():
-            orders[name] = list(range(len(rows)))
-            random.Random(f"mix {mix.seed} {name}").shuffle(orders[name])
-        given = dict.fromkeys(sources, 0)
-        self.places: list[tuple[str, int]] = []
-        for _ in range(size):
-            name = min(given, key=lambda n: (given[n] + 0.5) / mix.shares[n])
-            order = orders[name]
-            self.places.append((name, order[given[name] % len(order)]))
-            given[name] += 1
-
-    @property
-    def listed(self) -> bool:
-        """Return whether all rows are there already, none is made when it is asked for."""
-        return all(
-            isinstance(r, list) or getattr(r, "listed", False) for r in self.sources.values()
-        )
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    def __getitem__(self, index):
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        name, place = self.places[index]
-        return {**self.sources[name][place], "task": name}
+def mixed_rows(sources: Mapping[str, Sequence[Row]], mix: Mix) -> LazyRows:
+    """Return rows of several sources in turn: next comes the one furthest below its share."""
+    needed = max(len(rows) / mix.shares[name] for name, rows in sources.items())
+    size = mix.num_rows or min(math.ceil(needed - 1e-9), MOST_ROWS)
+    orders = {name: list(range(len(rows))) for name, rows in sources.items()}
+    for name, order in orders.items():
+        random.Random(f"mix {mix.seed} {name}").shuffle(order)
+    counts, places = dict.fromkeys(sources, 0), []
+    for _ in range(size):
+        name = min(counts, key=lambda n: (counts[n] + 0.5) / mix.shares[n])
+        places.append((name, orders[name][counts[name] % len(orders[name])]))
+        counts[name] += 1
+    listed = all(isinstance(r, list) or getattr(r, "listed", False) for r in sources.values())
+    return LazyRows(lambda place: {**sources[place[0]][place[1]], "task": place[0]}, places,
+                    listed=listed)  # fmt: skip

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from envs.data import Made
+from envs.data import LazyRows
 from envs.tasks.episodes import Episode, Episodes, Turn, run
 from envs.tasks.task import Message, Reply, Reward, Row, user
 from policies.optional_packages import EXTRAS
@@ -57,8 +57,8 @@ class OpenEnv(Episodes):
         self._first: dict[int, Message] = {}  # by seed
         start = seed * num_rows % EVAL_SEED
         self._rows = {
-            "train": Shown(self._row, range(start, start + num_rows)),
-            "eval": Shown(self._row, range(EVAL_SEED, EVAL_SEED + eval_rows)),
+            "train": LazyRows(self._row, range(start, start + num_rows), listed=False),
+            "eval": LazyRows(self._row, range(EVAL_SEED, EVAL_SEED + eval_rows), listed=False),
         }
 
     async def open(self, row: Row) -> "Session":
@@ -141,9 +141,3 @@ class Session(Episode):
             return await getattr(self.client, name)(*args, **kwargs)
         except (OSError, RuntimeError) as error:
             raise ValueError(f"OpenEnv, {self.task.url}, {name}: {error}") from error
-
-
-class Shown(Made):
-    """Rows that are made by the server."""
-
-    listed = False

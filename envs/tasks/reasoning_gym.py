@@ -5,15 +5,15 @@ a process of its own, because some of them evaluate what a reply says.
 """
 
 import dataclasses
-import difflib
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property
 from typing import Any
 
+from envs.data import LazyRows
 from envs.rewards.answers import tagged
-from envs.rewards.workers import Late, Workers
+from envs.rewards.workers import LazyFunction, Workers
 from envs.tasks.math_words import split_thoughts
 from envs.tasks.task import Reply, Reward, Row, Split, Task, assistant, check_split, user
 from policies.optional_packages import EXTRAS
@@ -53,12 +53,13 @@ class ReasoningGym(Task):
         settings = (name, dict(config or {}), level)
         self._train_set = make_dataset(*settings, size=num_rows, seed=seed * num_rows % (1 << 30))
         self._eval_set = make_dataset(*settings, size=eval_rows, seed=EVAL_SEED)
+        self._train = LazyRows(self.train_row, range(num_rows), listed=False)
         self._settings, self._judges = json.dumps(settings), judges(timeout)
 
     def rows(self, split: Split) -> Sequence[Row]:
         """Return the rows of a split, the train rows made on use."""
         check_split(split)
-        return GymRows(self) if split == "train" else self._eval
+        return self._train if split == "train" else self._eval
 
     def rewards(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Reward]:
         """Return the dataset's score of each reply; 0 for none, and for the question again."""
@@ -110,33 +111,6 @@ class ReasoningGym(Task):
         return {row["entry"]["question"] for row in self._eval}
 
 
-class GymRows(Sequence[Row]):
-    """The train rows, each made when it is asked for."""
-
-    def __init__(self, task: ReasoningGym) -> None:
-        self.task = task
-
-    def __len__(self) -> int:
-        return len(self.task._train_set)
-
-    def __getitem__(self, index):
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"expected an index below {len(self)}, got {index}")
-        return self.task.train_row(index % len(self))
-
-
-def _library() -> Any:
-    try:
-        with warnings.catch_warnings():  # of its data files, left open
-            warnings.simplefilter("ignore")
-            import reasoning_gym  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ImportError(EXTRAS["reasoning_gym"]) from error
-    return reasoning_gym.factory
-
-
 def make_dataset(
     name: str,
     config: Mapping[str, Any],
@@ -146,54 +120,44 @@ def make_dataset(
     seed: int,
 ) -> Any:
     """Return a dataset of the library; ValueError for a name or a setting that it does not have."""
-    factory = _library()
-    if name not in factory.DATASETS:
-        close = difflib.get_close_matches(name, factory.DATASETS, n=3, cutoff=0.5)
-        meant = f"did you mean {' or '.join(close)}?" if close else "see its GALLERY.md"
-        raise ValueError(f"reasoning-gym has no dataset {name!r}; {meant}")
-    kind, settings = factory.DATASETS[name]
-    known = [f.name for f in dataclasses.fields(settings) if f.name not in ("seed", "size")]
-    if unknown := sorted(set(config) - set(known)):
-        raise ValueError(
-            f"expected env.task.config among {', '.join(known)} ({name}), got {', '.join(unknown)}"
-        )
-    config = {**config, "seed": seed, "size": size}
+    factory, config = _library().factory, {**config, "seed": seed, "size": size}
     if name == "composite":
         from reasoning_gym.composite import DatasetSpec  # pyright: ignore[reportMissingImports]
 
         config["datasets"] = [DatasetSpec(**spec) for spec in config.get("datasets", [])]
     try:
-        if level is not None:
-            made = dataclasses.replace(_leveled(factory, name, level), **config)
-        else:
-            made = settings(**config)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return kind(made)
+            if level is None:
+                return factory.create_dataset(name, **config)
+            curriculum = factory.create_curriculum(name)
+            if isinstance(level, int):
+                curriculum.set_global_level(level)
+            else:
+                for attribute, value in level.items():
+                    curriculum.set_attr_level(attribute, value)
+            settings = dataclasses.replace(curriculum.generate_configuration(), **config)
+            return factory.DATASETS[name][0](settings)
     except (AssertionError, TypeError, ValueError, KeyError) as error:
-        raise ValueError(f"reasoning-gym, {name}: {error}; change env.task.config") from error
+        raise ValueError(
+            f"reasoning-gym, {name}: {error}; change env.task.name, config or level"
+        ) from error
 
 
-def _leveled(factory: Any, name: str, level: int | Mapping[str, int]) -> Any:
-    """Return the settings of a level of the dataset's curriculum."""
-    if not factory.has_curriculum(name):
-        raise ValueError(f"there is no curriculum, got level={level}")
-    curriculum = factory.create_curriculum(name)
-    known = list(curriculum.attributes)
-    if isinstance(level, int):
-        curriculum.set_global_level(level)
-    elif unknown := sorted(set(level) - set(known)):
-        raise ValueError(f"expected levels of {', '.join(known)}, got {', '.join(unknown)}")
-    else:
-        for attribute, value in level.items():
-            curriculum.set_attr_level(attribute, value)
-    return curriculum.generate_configuration()
+def _library() -> Any:
+    try:
+        with warnings.catch_warnings():  # of its data files, left open
+            warnings.simplefilter("ignore")
+            import reasoning_gym  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ImportError(EXTRAS["reasoning_gym"]) from error
+    return reasoning_gym
 
 
 @cache
 def judges(timeout: float) -> Workers:
     """Return the process that all tasks with this time-out are judged in."""
-    return Workers(Late(make_scorer), timeout=timeout, processes=1)
+    return Workers(LazyFunction(make_scorer), timeout=timeout, processes=1)
 
 
 def make_scorer() -> Callable[[str, str, dict[str, Any]], float]:

@@ -12,23 +12,21 @@ if TYPE_CHECKING:
     from envs.transforms.kl import RetrieveKL as RetrieveKL
     from envs.transforms.kl_reward import KLRewardTransform as KLRewardTransform
     from envs.transforms.log_probs import RetrieveLogProb as RetrieveLogProb
-    from envs.transforms.mcp import MCPServer as MCPServer
     from envs.transforms.policy_version import PolicyVersion as PolicyVersion
     from envs.transforms.python_interpreter import PythonInterpreter as PythonInterpreter
     from envs.transforms.python_interpreter import PythonTool as PythonTool
+    from envs.transforms.ray import RayKLRewardTransform as RayKLRewardTransform
+    from envs.transforms.ray import RayRetrieveKL as RayRetrieveKL
     from envs.transforms.ray import RayTransform as RayTransform
-    from envs.transforms.ray_kl import RayKLRewardTransform as RayKLRewardTransform
-    from envs.transforms.ray_kl import RayRetrieveKL as RayRetrieveKL
     from envs.transforms.step_counter import StepCounter as StepCounter
-    from envs.transforms.thinking import AddThinkingPrompt as AddThinkingPrompt
     from envs.transforms.tokenizer import IncrementalTokenizer as IncrementalTokenizer
     from envs.transforms.tool_parsers import JSONCallParser as JSONCallParser
     from envs.transforms.tool_parsers import ToolCall as ToolCall
     from envs.transforms.tool_parsers import XMLBlockParser as XMLBlockParser
-    from envs.transforms.tool_registry import Tool as Tool
-    from envs.transforms.tool_registry import ToolRegistry as ToolRegistry
     from envs.transforms.tools import ExecuteToolsInOrder as ExecuteToolsInOrder
     from envs.transforms.tools import SimpleToolTransform as SimpleToolTransform
+    from envs.transforms.tools import Tool as Tool
+    from envs.transforms.tools import ToolRegistry as ToolRegistry
     from envs.transforms.tools import ToolTransformBase as ToolTransformBase
     from envs.transforms.transform import Compose as Compose
     from envs.transforms.transform import Transform as Transform

@@ -21,19 +21,19 @@ from envs.transforms.log_probs import (
     check_side,
     one_of,
 )
-from envs.transforms.shareable import Shareable
-from envs.transforms.transform import Compose, Transform
-from envs.transforms.values import (
+from envs.transforms.ragged import (
     ASSISTANT,
     ATTENTION,
     RESPONSE,
-    border,
+    Border,
+    Values,
     get_values,
     set_values,
 )
+from envs.transforms.transform import Compose, Shareable, Transform
+from policies.specs import Composite
 
 if TYPE_CHECKING:
-    from policies.specs import Composite
     from policies.wrappers.wrapper import LLMWrapperBase
 
 
@@ -83,23 +83,19 @@ class KLComputation(Transform):
             raise ValueError(
                 f"Log-probs not found. Expected keys: {keys[0]}, {keys[1]} in next or at the root"
             )
-        if not isinstance(gen, Tensor) or getattr(ref, "shape", None) != gen.shape:
-            from envs.transforms.ragged import check_shapes
-
-            check_shapes(gen, ref)
+        _check_shapes(gen, ref, "of the reference")
         reward = get_values("reward", next_td) if self.add_to_reward else None
         keys = (RESPONSE, ASSISTANT, *([] if reward is None else [ATTENTION]))
-        given = [m for key in keys if (m := get_values(key, tensordict, next_td)) is not None]
-        edge = border(gen, ref, *given, side=self.padding_side)
+        masks = [m for key in keys if (m := get_values(key, tensordict, next_td)) is not None]
+        edge = Border(gen, ref, *masks, side=self.padding_side)
         gen, ref = edge.dense(gen), edge.dense(ref)  # [B, T]
-        masks = [_like(gen, edge.dense(mask, "a mask")) for mask in given]
+        masks = [edge.dense(mask, "a mask").bool() for mask in masks]
         kl = gen - ref  # [B, T]
         for mask in masks:
+            _check_shapes(gen, mask, "mask")
             kl = _narrow(kl, gen, ref, mask)
         set_values(next_td, self.kl_key, edge.ragged(kl))
         if reward is not None:
-            from envs.transforms.charge import charge
-
             known = (gen != 0) | (ref != 0)  # [B, T]; scoring leaves the other tokens 0
             kept = masks[0] if masks else known
             turn = tensordict.get("turn", None)
@@ -196,10 +192,12 @@ class RetrieveKL(Shareable, Compose):
         self.always_score = gen != "from_collector"
         self.generator: RetrieveLogProb | None = None
         if self.always_score:
-            from envs.transforms.generator import check_pair
-
-            check_pair(gen, ref)
-            self.generator = self.scorer_of(gen)
+            check_model(gen, "generation model", "RetrieveKL")
+            if gen.pad_output != ref.pad_output:
+                raise ValueError("pad_output mismatch: gen_model and ref_model need the same one")
+            if gen.log_probs_key == ref.log_probs_key:
+                raise ValueError("gen_model and ref_model need different `log_probs_key` values")
+            self.generator = self._scorer_of(gen)
 
     @property
     def ref_model(self) -> Any:
@@ -211,9 +209,7 @@ class RetrieveKL(Shareable, Compose):
 
     def _through(self, hook: str, spec: Composite) -> Composite:
         if not self.always_score:
-            from envs.transforms.generator import collector_policy
-
-            collector_policy(self)  # who asks for specs is about to use the environment
+            self._collector_policy()  # who asks for specs is about to use the environment
         spec = super()._through(hook, spec)
         if hook in ("transform_observation_spec", "transform_output_spec"):
             add_per_token(spec.get("full_observation_spec", spec), self.gen_log_probs_full_key)
@@ -227,18 +223,40 @@ class RetrieveKL(Shareable, Compose):
         found = None if self.always_score else get_values(key, next_td, tensordict)
         if found is None:
             if self.generator is None:
-                from envs.transforms.generator import from_collector
-
-                self.generator = from_collector(self)
+                self.generator = self._scorer_of_collector()
             next_td = self.generator._step(tensordict, next_td)
         elif get_values(key, next_td) is None:
             set_values(next_td, key, found)
         return next_td
 
-    def scorer_of(self, model: Any) -> RetrieveLogProb:
+    def _scorer_of(self, model: Any) -> RetrieveLogProb:
         """Return what scores a generation model as the reference is scored."""
         key = self.gen_log_probs_full_key
         return RetrieveLogProb(model, log_probs_full_key=key, **self._settings)
+
+    def _scorer_of_collector(self) -> RetrieveLogProb:
+        """Return what scores the policy of the collector that runs the environment."""
+        ref, path = self.ref_model, self.gen_log_probs_full_key[:-1]
+        mode = ref.input_mode
+        policy = self._collector_policy().get_new_version(
+            generate=False,
+            return_log_probs=True,
+            log_probs_key=path[0] if len(path) == 1 else path,
+            input_mode=mode,
+            input_key=(self.history_key if mode == "history" else mode, "full"),
+            pad_output=ref.pad_output,
+        )
+        return self._scorer_of(policy)
+
+    def _collector_policy(self) -> Any:
+        """Return the policy of the collector that runs the environment; ValueError if none does."""
+        for name in ("container", "collector"):
+            if getattr(self, name) is None:
+                raise ValueError(
+                    f"The {name} is not set: mount this on a TransformedEnv of a collector, pass "
+                    f"gen_model, or give generation log-probs at {self.gen_log_probs_full_key}"
+                )
+        return self.collector.policy
 
 
 def kl_reward(kl: Tensor, coeff: float | Tensor) -> Tensor:
@@ -250,17 +268,51 @@ def kl_reward(kl: Tensor, coeff: float | Tensor) -> Tensor:
     return -coeff * kl.unsqueeze(-1)
 
 
-def _like(log_probs: Tensor, mask: Tensor) -> Tensor:
-    """Return the mask as bool; ValueError unless it is of these log-probs [B, T]."""
-    if mask.shape != log_probs.shape:
-        raise ValueError(
-            f"expected a mask of shape {tuple(log_probs.shape)} as the log-probs have, got "
-            f"{tuple(mask.shape)}; was one of them padded (pad_output)?"
-        )
-    return mask.bool()
+def _check_shapes(gen: Values, other: Values, what: str) -> None:
+    """Raise unless the rows of two values have equal shapes."""
+    if len(gen) != len(other):
+        raise ValueError(f"Batch size mismatch: {len(gen)} rows of log-probs, {len(other)} {what}")
+    for i, (one, two) in enumerate(zip(gen, other, strict=True)):
+        if one.shape != two.shape:
+            raise ValueError(
+                f"Sample {i} has different shapes: log-probs {tuple(one.shape)}, {what} "
+                f"{tuple(two.shape)}; was one of them padded (pad_output)?"
+            )
 
 
 def _narrow(kl: Tensor, gen: Tensor, ref: Tensor, mask: Tensor) -> Tensor:
     """Return kl [B, T], 0 outside the mask in rows where gen or ref has no log-prob there."""
     beyond = [((values != 0) & ~mask).any(-1, keepdim=True) for values in (gen, ref)]  # [B, 1]
     return kl.masked_fill(~(mask | (beyond[0] & beyond[1])), 0)
+
+
+def charge(
+    reward: Values, kl: Tensor, kept: Tensor, edge: Border, *, coeff: float | Tensor
+) -> Values:
+    """Return the reward with the KL charged, [B, T, 1], ragged where the KL is; kl, kept [B, T].
+
+    A reward that comes dense, one number per token, stays so.
+    """
+    padded = isinstance(reward, Tensor) and reward.shape[1:-1].numel() > 1
+    if isinstance(reward, list):
+        each = all(row.numel() == 1 for row in reward)  # one number per row
+        reward = torch.stack(reward) if each else edge.dense(reward, "rewards")
+    if reward.shape == (*kl.shape[:-1], 1, 1):
+        reward = reward.squeeze(-1)
+    if reward.shape == (*kl.shape[:-1], 1):
+        real = torch.ones_like(kept) if edge.real is None else edge.real
+        reward = _at_last(reward, torch.where(kept.any(-1, keepdim=True), kept, real))
+    if reward.shape != (*kl.shape, 1):
+        raise ValueError(
+            f"The rewards have shape {tuple(reward.shape)} but the kl has shape "
+            f"{tuple(kl.shape)}: expected one reward per token, {(*kl.shape, 1)}, or one "
+            f"number per row, {(*kl.shape[:-1], 1)}"
+        )
+    charged = reward + kl_reward(kl, coeff)
+    return charged if padded else edge.ragged(charged)
+
+
+def _at_last(reward: Tensor, kept: Tensor) -> Tensor:
+    """Return reward [B, 1] at the last kept token, 0 elsewhere, [B, T, 1]."""
+    last = (kept * torch.arange(kept.shape[-1], device=kept.device)).argmax(-1, keepdim=True)
+    return reward.new_zeros(kept.shape).scatter(-1, last, reward).unsqueeze(-1)

@@ -16,15 +16,23 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from envs.transforms.kl import KLComputation
-from envs.transforms.log_probs import RetrieveLogProb, add_per_token, one_of
-from envs.transforms.ragged import Rows, lay_out, layout_of
-from envs.transforms.rendered import rendered_mask
-from envs.transforms.shareable import Shareable
-from envs.transforms.transform import Transform
-from envs.transforms.values import ASSISTANT, ATTENTION, RESPONSE, Values, get_values, set_values
+from envs.transforms.log_probs import RetrieveLogProb, add_per_token, one_of, rendered_mask
+from envs.transforms.ragged import (
+    ASSISTANT,
+    ATTENTION,
+    RESPONSE,
+    Rows,
+    Values,
+    get_values,
+    lay_out,
+    layout_of,
+    map_rows,
+    set_values,
+)
+from envs.transforms.transform import Shareable, Transform
+from policies.specs import Composite
 
 if TYPE_CHECKING:
-    from policies.specs import Composite
     from policies.wrappers.wrapper import LLMWrapperBase
 
 PROMPT = ("tokens", "prompt")
@@ -103,7 +111,15 @@ class KLRewardTransform(Shareable, Transform):
             device=device,
             padding_side=padding_side,
         )
-        keys = _out_keys(in_keys := list(in_keys or self.DEFAULT_IN_KEYS), out_keys)
+        in_keys = list(in_keys or self.DEFAULT_IN_KEYS)
+        keys = list(in_keys if out_keys is None else out_keys)
+        if len(keys) == 1:
+            keys += ["kl_penalty", "ref_log_prob"]
+        if len(in_keys) != 1 or len(keys) != 3:
+            raise ValueError(
+                "expected one in_key (the reward) and one out_key, or three (reward, KL, reference "
+                f"log-probs), got in_keys={in_keys}, out_keys={keys}"
+            )
         super().__init__([*in_keys, *reference.in_keys], keys)
         self.__dict__["reference"] = reference  # past nn.Module: its weights are no state of ours
         self.kl = KLComputation(
@@ -113,45 +129,23 @@ class KLRewardTransform(Shareable, Transform):
         self.assistant_only, self.add_to_reward, self.detach = assistant_only, add_to_reward, detach
         self.log_prob_full_key = log_prob_key
 
-    @property
-    def ref_model(self) -> Any:
-        """Return the reference model."""
-        return self.reference.model
+    ref_model = property(lambda self: self.reference.model)
+    pad_output = property(lambda self: self.ref_model.pad_output)
+    padding_side = property(lambda self: self.kl.padding_side)
+    device = property(lambda self: self.reference.device)
+    action_key = property(lambda self: self.reference.in_keys[0])
 
     @property
     def tokenizer(self) -> Any:
         """Return the tokenizer that was given, else the reference's."""
-        given = self.reference.tokenizer
-        return self.ref_model.tokenizer if given is None else given
-
-    @property
-    def pad_output(self) -> bool:
-        """Return whether the reference pads its outputs."""
-        return self.ref_model.pad_output
-
-    @property
-    def padding_side(self) -> str:
-        """Return where ragged rows are padded."""
-        return self.kl.padding_side
-
-    @property
-    def device(self) -> torch.device | None:
-        """Return where the reference scores, None where it is left."""
-        return self.reference.device
-
-    @property
-    def action_key(self) -> NestedKey:
-        """Return where the token ids are read."""
-        return self.reference.in_keys[0]
+        own = self.reference.tokenizer
+        return self.ref_model.tokenizer if own is None else own
 
     def _step(self, tensordict: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
         if get_values(self.action_key, tensordict) is None:
             if self.missing_tolerance:
                 return next_td
-            raise RuntimeError(
-                f"expected token ids at {self.action_key}, got keys "
-                f"{sorted(map(str, tensordict.keys()))}"
-            )
+            raise RuntimeError(f"expected token ids at {self.action_key}, got none")
         reward = get_values(self.in_keys[0], next_td) if self.add_to_reward else None
         td, work = tensordict.copy(), next_td.copy().exclude("reward")
         if self.assistant_only:
@@ -164,7 +158,8 @@ class KLRewardTransform(Shareable, Transform):
         if reward is not None:
             set_values(next_td, self.out_keys[0], get_values("reward", work))
         for out_key, key in zip(self.out_keys[1:], ("kl_penalty", REF), strict=True):
-            set_values(next_td, out_key, _column(get_values(key, work)))
+            column = map_rows(lambda values: values.unsqueeze(-1), get_values(key, work))
+            set_values(next_td, out_key, column)  # [B, T, 1]
         return next_td
 
     def _reset(self, tensordict: TensorDictBase | None, td_reset: TensorDictBase) -> TensorDictBase:
@@ -218,30 +213,10 @@ def check_call(more: tuple[Any, ...]) -> None:
         )
 
 
-def _out_keys(in_keys: list[NestedKey], out_keys: Sequence[NestedKey] | None) -> list[NestedKey]:
-    """Return the three output keys; another number of keys is a ValueError."""
-    keys = list(in_keys if out_keys is None else out_keys)
-    if len(keys) == 1:
-        keys += ["kl_penalty", "ref_log_prob"]
-    if len(in_keys) != 1 or len(keys) != 3:
-        raise ValueError(
-            "expected one in_key (the reward) and one out_key, or three (reward, KL, reference "
-            f"log-probs), got in_keys={in_keys}, out_keys={keys}"
-        )
-    return keys
-
-
 def _after(prompt: Values, attention: Values) -> Values:
     """Return the attended tokens after the prompt; a padded prompt fills its width of columns."""
     rows = [
         keep.bool() & (torch.arange(len(keep), device=keep.device) >= len(before))
         for before, keep in zip(prompt, attention, strict=True)
     ]
-    return torch.stack(rows) if isinstance(attention, Tensor) else Rows.of(rows, layout_of(prompt))
-
-
-def _column(values: Values) -> Values:
-    """Return values [..., T] as [..., T, 1]."""
-    if isinstance(values, Tensor):
-        return values.unsqueeze(-1)
-    return Rows.of([row.unsqueeze(-1) for row in values], layout_of(values))
+    return torch.stack(rows) if isinstance(attention, Tensor) else Rows(rows, layout_of(prompt))

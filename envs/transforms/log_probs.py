@@ -13,20 +13,28 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from envs.transforms.transform import Transform
-from envs.transforms.values import (
+from envs.transforms.ragged import (
     ASSISTANT,
     ATTENTION,
     RESPONSE,
     Values,
     get_values,
+    lay_out,
+    map_rows,
+    read_rows,
     set_values,
 )
+from envs.transforms.transform import Transform
+from policies.specs import Composite, Unbounded
 from policies.wrappers.outputs import home
 
 if TYPE_CHECKING:
-    from policies.specs import Composite
     from policies.wrappers.wrapper import LLMWrapperBase
+
+# What of tokenizer_kwargs is as it is, and what may be chosen. Rows are padded elsewhere.
+FIXED = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+FIXED |= {"add_generation_prompt": False, "return_tensors": "pt"}
+CHOSEN = ("chat_template", "chat_template_name")
 
 
 class RetrieveLogProb(Transform):
@@ -70,19 +78,30 @@ class RetrieveLogProb(Transform):
         self.model, self.assistant_only, self.detach = model, assistant_only, detach
         self.device = None if device is None else torch.device(device)
         self.tokenizer, self.padding_side = tokenizer, check_side(padding_side)
-        self._renders = False
-        if tokenizer is not None or tokenizer_kwargs:
-            from envs.transforms.rendered import check_rendering
-
-            self._renders = check_rendering(self, tokenizer_kwargs or {})
-        self.tokenizer_kwargs = dict(tokenizer_kwargs or {})
+        self.tokenizer_kwargs = options = dict(tokenizer_kwargs or {})
+        known = {*CHOSEN, "padding"}
+        wrong = [k for k, v in options.items() if k not in known and (k, v) not in FIXED.items()]
+        if wrong:
+            raise ValueError(
+                f"tokenizer_kwargs: expected {' or '.join(CHOSEN)}, and {FIXED} as it is, got "
+                f"{wrong}; how the model reads a history is an argument of the model"
+            )
+        # Whether another mask than the model's own is wanted.
+        other = tokenizer is not None and tokenizer is not getattr(model, "tokenizer", None)
+        self._renders = other or any(name in options for name in CHOSEN)
+        if self._renders and not assistant_only:
+            raise ValueError(
+                "tokenizer and tokenizer_kwargs render the assistant mask, got them with "
+                "assistant_only=False; leave them out"
+            )
 
     def _step(self, tensordict: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
         td = tensordict if self.device is None else tensordict.to(self.device)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detach):
             values = self._scored(td)
         if self.device is not None:
-            values = _moved(values, home(tensordict))
+            device = home(tensordict)
+            values = map_rows(lambda row: row.to(device), values)
         set_values(next_td, self.log_probs_full_key, values)
         return next_td
 
@@ -110,8 +129,6 @@ class RetrieveLogProb(Transform):
         alike = isinstance(log_probs, Tensor) and isinstance(mask, Tensor)
         if alike and log_probs.shape == mask.shape and _lie_alike(real, seen, own):
             return log_probs.masked_fill(~mask.bool(), 0)
-        from envs.transforms.ragged import lay_out
-
         return lay_out(
             log_probs,
             mask,
@@ -137,10 +154,15 @@ class RetrieveLogProb(Transform):
                 f"found neither {ASSISTANT} nor {RESPONSE}: give a history, or masks with the "
                 "tokens, or set assistant_only=False"
             )
-        from envs.transforms.rendered import rendered_mask
-
         tokenizer = self.model.tokenizer if self.tokenizer is None else self.tokenizer
         return rendered_mask(history, tokenizer, self.tokenizer_kwargs)
+
+
+def rendered_mask(history: Any, tokenizer: Any, options: dict[str, Any]) -> list[Tensor]:
+    """Return the assistant mask of histories, a row each, under a template in `options`."""
+    chosen = {name: options[name] for name in CHOSEN if name in options}
+    found = history.apply_chat_template(tokenizer=tokenizer, padding=False, **FIXED, **chosen)
+    return list(read_rows(found, "assistant_masks"))
 
 
 def _lie_alike(real: Values | None, seen: Values | None, own: Values | None) -> bool:
@@ -148,13 +170,6 @@ def _lie_alike(real: Values | None, seen: Values | None, own: Values | None) -> 
     if isinstance(own, list) or isinstance(real, list) or isinstance(seen, list):
         return False
     return real is None or seen is None or (real.shape == seen.shape and bool((real == seen).all()))
-
-
-def _moved(values: Values, device: torch.device) -> Values:
-    if isinstance(values, Tensor):
-        return values.to(device)
-    values[:] = [row.to(device) for row in values]
-    return values
 
 
 def _ids_key(model: Any) -> NestedKey:
@@ -170,9 +185,7 @@ def _of(owner: NestedKey, key: tuple[str, str]) -> NestedKey:
 
 def add_per_token(spec: Composite, key: NestedKey, *tail: int) -> Composite:
     """Add floats for each token at a key, [B, T, *tail]; returns the spec."""
-    from policies.specs import Unbounded
-
-    spec[key] = Unbounded((*spec.shape, -1, *tail), device=spec.device)
+    spec[key] = Unbounded((*spec.shape, -1, *tail))
     return spec
 
 

@@ -6,70 +6,52 @@ has their lengths again, and nested rows their layout.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
-from envs.transforms.values import Dense, Values
-from policies.padding import pad, pad_mask, unpad
+from policies.padding import inner, pad, pad_mask, unpad
+
+Values = Tensor | list[Tensor]
+
+RESPONSE = ("masks", "all_response_mask")
+ASSISTANT = ("masks", "all_assistant_mask")
+ATTENTION = ("masks", "all_attention_mask")
 
 
-class Rows(list):
-    """Tensors, one per row; `layout` is that of the nested tensor they came from, if any."""
+def get_values(key: NestedKey, *tds: TensorDictBase) -> Any:
+    """Return what the first td that has the key holds there: dense, or a list of its rows.
 
-    layout: torch.layout | None = None
+    Also a list of texts, for keys that hold some. None where no td has the key.
 
-    @classmethod
-    def of(cls, rows: Any, layout: torch.layout | None) -> Rows:
-        """Return rows with this layout."""
-        made = cls(rows)
-        made.layout = layout
-        return made
-
-
-class Border(Dense):
-    """The lengths of the rows of `values`, some of which are ragged, and how they are padded.
-
-    `real` [B, T] says which entries of a padded batch are tokens.
-
-    >>> rows = [torch.tensor([1, 2]), torch.tensor([3])]
-    >>> border = Border(rows, side="left")
-    >>> border.dense(rows).tolist(), border.ragged(border.dense(rows))[1].tolist()
-    ([[1, 2], [0, 3]], [3])
+    >>> from tensordict import TensorDict, lazy_stack
+    >>> import torch
+    >>> get_values("a", lazy_stack([TensorDict(a=torch.ones(1)), TensorDict(a=torch.ones(2))]))
+    [tensor([1.]), tensor([1., 1.])]
     """
-
-    def __init__(self, *values: Values | None, side: str) -> None:
-        self.side = side
-        found = [value for value in values if isinstance(value, list)]
-        self.lengths = [len(row) for row in found[0]]
-        self.layout = next((layout for rows in found if (layout := layout_of(rows))), None)
-        self.real = pad_mask(self.lengths, side=side, device=found[0][0].device)  # [B, T]
-
-    def dense(self, values: Values, what: str = "values") -> Tensor:
-        """Return values as [B, T, ...]; rows of other lengths than the first are a ValueError."""
-        check_lengths(self.lengths, values, what)
-        return values if isinstance(values, Tensor) else pad(values, side=self.side)
-
-    def ragged(self, values: Tensor) -> Values:
-        """Return values [B, T, ...] as rows without padding."""
-        assert self.real is not None
-        return Rows.of(unpad(values, self.real.to(values.device)), self.layout)
-
-
-def layout_of(rows: Any) -> torch.layout | None:
-    """Return the layout of the nested tensor that rows came from, None for other rows."""
-    return getattr(rows, "layout", None)
-
-
-def check_lengths(lengths: list[int], values: Values, what: str) -> None:
-    """Raise unless the rows of `values` have these lengths."""
-    if (got := [len(row) for row in values]) != lengths:
-        raise ValueError(
-            f"expected {what} of {lengths} tokens a row, got {got}; was one of them padded "
-            "(pad_output)?"
-        )
+    *path, name = (key,) if isinstance(key, str) else key
+    for td in tds:
+        owner: Any = td.get(tuple(path), None) if path else td
+        if owner is None:
+            continue
+        held = inner(owner)
+        if not isinstance(held, LazyStackedTensorDict):
+            value = held.get(name, None)
+            if isinstance(value, Tensor) and not value.is_nested:
+                return value
+            if value is None:
+                continue
+        if (value := read_rows(held, name)) is not None:
+            if td.ndim > 1:
+                raise ValueError(
+                    f"expected one batch dimension for ragged rows at {key}, got batch_size "
+                    f"{list(td.batch_size)}; flatten it (td.reshape(-1))"
+                )
+            return value
+    return None
 
 
 def read_rows(held: TensorDictBase, name: str) -> Any:
@@ -77,15 +59,18 @@ def read_rows(held: TensorDictBase, name: str) -> Any:
     options = {"as_list": True} if isinstance(held, LazyStackedTensorDict) else {}
     value = held.get(name, None, **options)
     if isinstance(value, Tensor):
-        return Rows.of(value.unbind(), value.layout) if value.is_nested else value
+        return Rows(value.unbind(), value.layout) if value.is_nested else value
     return value if value is None or isinstance(value, list) else value.tolist()
 
 
-def write_rows(td: TensorDictBase, key: NestedKey, values: list[Tensor]) -> None:
-    """Set rows: nested ones as they came, others as a lazy stack.
+def set_values(td: TensorDictBase, key: NestedKey, values: Values) -> None:
+    """Set dense values as they are, nested rows as they came, and others as a lazy stack.
 
     A dense td has no lazy stack to hold rows at a single-name key: there they are jagged.
     """
+    if isinstance(values, Tensor):
+        td.set(key, values)
+        return
     *path, name = (key,) if isinstance(key, str) else key
     layout = layout_of(values)
     if isinstance(td, LazyStackedTensorDict):
@@ -98,8 +83,67 @@ def write_rows(td: TensorDictBase, key: NestedKey, values: list[Tensor]) -> None
             row_td.set(name, value)
         td.set(tuple(path), lazy_stack(rows))
     else:
-        nested = torch.nested.as_nested_tensor(list(values), layout=layout or torch.jagged)
-        td.set(key, nested)
+        td.set(key, torch.nested.as_nested_tensor(list(values), layout=layout or torch.jagged))
+
+
+class Rows(list):
+    """Tensors, one per row; `layout` is that of the nested tensor they came from, if any."""
+
+    def __init__(self, rows: Any, layout: torch.layout | None = None) -> None:
+        super().__init__(rows)
+        self.layout = layout
+
+
+def layout_of(rows: Any) -> torch.layout | None:
+    """Return the layout of the nested tensor that rows came from, None for other rows."""
+    return getattr(rows, "layout", None)
+
+
+def map_rows(function: Callable[[Tensor], Tensor], values: Values) -> Values:
+    """Return what a function makes of dense values, or of each row."""
+    if isinstance(values, Tensor):
+        return function(values)
+    return Rows(map(function, values), layout_of(values))
+
+
+class Border:
+    """Make values dense, and ragged again where one of `values` is; dense ones stay as they are.
+
+    `real` [B, T] says which entries of a padded batch are tokens, None where nothing was ragged.
+
+    >>> rows = [torch.tensor([1, 2]), torch.tensor([3])]
+    >>> border = Border(rows, side="left")
+    >>> border.dense(rows).tolist(), border.ragged(border.dense(rows))[1].tolist()
+    ([[1, 2], [0, 3]], [3])
+    """
+
+    def __init__(self, *values: Values | None, side: str) -> None:
+        self.side, self.real = side, None
+        if found := [value for value in values if isinstance(value, list)]:
+            self.lengths = [len(row) for row in found[0]]
+            self.layout = next((layout for rows in found if (layout := layout_of(rows))), None)
+            self.real = pad_mask(self.lengths, side=side, device=found[0][0].device)
+
+    def dense(self, values: Values, what: str = "values") -> Tensor:
+        """Return values as [B, T, ...]; rows of other lengths than the first are a ValueError."""
+        if self.real is not None:
+            check_lengths(self.lengths, values, what)
+        return values if isinstance(values, Tensor) else pad(values, side=self.side)
+
+    def ragged(self, values: Tensor) -> Values:
+        """Return values [B, T, ...] as they came: rows have no padding."""
+        if self.real is None:
+            return values
+        return Rows(unpad(values, self.real.to(values.device)), self.layout)
+
+
+def check_lengths(lengths: list[int], values: Values, what: str) -> None:
+    """Raise unless the rows of `values` have these lengths."""
+    if (got := [len(row) for row in values]) != lengths:
+        raise ValueError(
+            f"expected {what} of {lengths} tokens a row, got {got}; was one of them padded "
+            "(pad_output)?"
+        )
 
 
 def lay_out(
@@ -127,8 +171,8 @@ def lay_out(
             places = [row.bool() for row in seen]
         pairs = zip(places, rows, strict=True)
         lain = [torch.zeros_like(m, dtype=r.dtype).masked_scatter(m, r) for m, r in pairs]
-        return torch.stack(lain) if isinstance(ids, Tensor) else Rows.of(lain, layout_of(ids))
-    return pad(rows, side=side) if padded else Rows.of(rows, layout_of(log_probs))
+        return torch.stack(lain) if isinstance(ids, Tensor) else Rows(lain, layout_of(ids))
+    return pad(rows, side=side) if padded else Rows(rows, layout_of(log_probs))
 
 
 def _attended(values: Values, real: Values | None) -> list[Tensor]:
@@ -136,17 +180,3 @@ def _attended(values: Values, real: Values | None) -> list[Tensor]:
     if real is None or any(len(v) != len(m) for v, m in zip(values, real, strict=True)):
         return list(values)
     return [row[keep.bool()] for row, keep in zip(values, real, strict=True)]
-
-
-def check_shapes(gen: Values, ref: Values) -> None:
-    """Raise where a row of gen and of ref differ in shape."""
-    if len(gen) != len(ref):
-        raise ValueError(
-            f"Batch size mismatch: gen_log_probs has {len(gen)} samples, ref_log_probs {len(ref)}"
-        )
-    for i, (g, r) in enumerate(zip(gen, ref, strict=True)):
-        if g.shape != r.shape:
-            raise ValueError(
-                f"Sample {i} has different shapes: gen_log_probs {tuple(g.shape)}, ref_log_probs "
-                f"{tuple(r.shape)}; was one of them padded (pad_output)?"
-            )

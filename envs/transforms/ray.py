@@ -12,18 +12,24 @@ import pickle
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from tensordict import TensorDictBase
 
+from envs.transforms.kl import RetrieveKL
+from envs.transforms.kl_reward import KLRewardTransform, check_call
+from envs.transforms.log_probs import check_one
 from envs.transforms.transform import Compose, PassesSpecs, Transform
 from policies.optional_packages import EXTRAS
 from policies.specs import Composite
 from policies.wrappers.outputs import home
 
+if TYPE_CHECKING:
+    from policies.wrappers.wrapper import LLMWrapperBase
+
 NAMESPACE = "leash"  # Ray looks for a name in one namespace only, by default one per process
-PATIENCE = 30.0  # seconds until a user hears what an actor waits for
 REMEDY = "make the transform again, a new actor comes with it"
 
 
@@ -39,9 +45,9 @@ class RayTransform(PassesSpecs):
 
     Ray need not be running: `ray.init()` is called if it is not, which joins the cluster of
     RAY_ADDRESS or of `ray start`, or starts one on this machine. Environments in several processes
-    share an actor only inside one cluster. While Ray cannot place the actor a warning says why.
-    Called on a td without "next" it returns a new one; other transforms write in place. The shared
-    transform sees no `container` or `parent`. A dead actor is a RuntimeError.
+    share an actor only inside one cluster. Called on a td without "next" it returns a new one;
+    other transforms write in place. The shared transform sees no `container` or `parent`. A dead
+    actor is a RuntimeError.
 
         shared = RayTransform(MyTransform, factor=2, actor_name="mine")
         env = TransformedEnv(env, shared)
@@ -68,16 +74,13 @@ class RayTransform(PassesSpecs):
         named = {**options, "namespace": NAMESPACE} if actor_name else {}
         self._actor = ray.remote(_Host).options(**resources, **named).remote()
         self.sent_bytes = 0  # to make the transform: models weigh, factories do not
-        made = self._wait(self._actor.made_with.remote(), resources)
+        made = self._ask("made_with")
         if made is None:
             made = self._make(partial(make, **kwargs), device)
-        mine = self._settings
-        other = sorted(k for k in {*mine, *made} if mine.get(k) != made.get(k))
-        if other:
-            told = ", ".join(f"{k}={mine.get(k)}, the actor has {made.get(k)}" for k in other)
+        if made != self._settings:
             raise ValueError(
-                f"actor {actor_name!r} was made with other arguments: got {told}; "
-                "use the same ones or another actor_name"
+                f"actor {actor_name!r} was made with other arguments: expected {made}, got "
+                f"{self._settings}; use the same ones or another actor_name"
             )
         self.in_keys, self.out_keys, self._inverts = self._ask("facts")
 
@@ -92,33 +95,13 @@ class RayTransform(PassesSpecs):
             self.close()  # or its name would stay taken
             raise
 
-    def _wait(self, result: Any, asked: dict[str, float]) -> Any:
-        """Return a result of the actor's first call, and say what keeps it from starting."""
-        ray = start_ray()
-        if not ray.wait([result], timeout=PATIENCE)[0]:
-            has, free = (
-                {name: found.get(name, 0) for name in ("CPU", "GPU")}
-                for found in (ray.cluster_resources(), ray.available_resources())
-            )
-            warnings.warn(
-                f"{self!r} still waits for its actor: asked Ray for {asked}, it has {has} "
-                f"and {free} are free",
-                stacklevel=3,
-            )
-        return self._get(result)
-
     def _ask(self, method: str, *args: Any) -> Any:
         import ray
 
         if not ray.is_initialized():
             raise RuntimeError(f"Ray was shut down, and with it the actor of {self!r}; {REMEDY}")
-        return self._get(getattr(self._actor, method).remote(*args))
-
-    def _get(self, result: Any) -> Any:
-        import ray
-
         try:
-            return ray.get(result)
+            return ray.get(getattr(self._actor, method).remote(*args))
         except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
             reason = str(error).strip().splitlines()[0]
             raise RuntimeError(f"the actor of {self!r} is dead ({reason}); {REMEDY}") from error
@@ -146,9 +129,6 @@ class RayTransform(PassesSpecs):
     def _reset(self, tensordict: TensorDictBase | None, td_reset: TensorDictBase) -> TensorDictBase:
         return self._run("_reset", tensordict, td_reset)
 
-    def _call(self, next_td: TensorDictBase) -> TensorDictBase:
-        return self._run("_call", next_td)
-
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         return self._run("_inv_call", tensordict) if self._inverts else tensordict
 
@@ -160,6 +140,113 @@ class RayTransform(PassesSpecs):
         settings = {"actor_name": repr(state.get("actor_name")), **state.get("_settings", {})}
         shown = ", ".join(f"{k}={v}" for k, v in settings.items() if k != "make")
         return f"{type(self).__name__}({shown})"
+
+
+class RayRetrieveKL(RayTransform):
+    """Share a `RetrieveKL`; its arguments, models or factories that make them in the actor.
+
+    Factories are better: then no weights cross Ray. `gen_model="from_collector"` (the default
+    unless there is a gen_model_factory) works as in `RetrieveKL`: the generation log-probs in the
+    td are used, and where there are none the collector's policy scores, here, with the weights it
+    has now; the actor holds the reference. `detach=False` is a ValueError.
+
+    >>> RayRetrieveKL(gen_model=None)
+    Traceback (most recent call last):
+        ...
+    ValueError: Must provide exactly one of 'gen_model' or 'gen_model_factory'.
+    """
+
+    def __init__(
+        self,
+        gen_model: LLMWrapperBase | Literal["from_collector"] | None = "from_collector",
+        ref_model: LLMWrapperBase | None = None,
+        *,
+        gen_model_factory: Callable[[], LLMWrapperBase] | None = None,
+        ref_model_factory: Callable[[], LLMWrapperBase] | None = None,
+        num_cpus: float | None = None,
+        num_gpus: float | None = None,
+        device: torch.device | str | None = None,
+        actor_name: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if gen_model == "from_collector" and gen_model_factory is not None:
+            gen_model = None
+        check_one("gen", gen_model, gen_model_factory)
+        check_one("ref", ref_model, ref_model_factory)
+        _refuse_graph(kwargs)
+        super().__init__(
+            RetrieveKL,
+            gen_model=gen_model,
+            ref_model=ref_model,
+            gen_model_factory=gen_model_factory,
+            ref_model_factory=ref_model_factory,
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            device=device,
+            actor_name=actor_name,
+            **kwargs,
+        )
+        self.__dict__["_local"] = None
+        if gen_model == "from_collector":
+            # What scores the collector's policy: a RetrieveKL whose reference is elsewhere.
+            names = ("in_keys", "input_mode", "pad_output", "log_probs_key")
+            facts = dict(zip(names, self._ask("read", "ref_model", names), strict=True))
+            ref = SimpleNamespace(generate=False, **facts)
+            self.__dict__["_local"] = RetrieveKL(ref_model=ref, **kwargs)
+            self._local._hold(self)
+
+    def _step(self, tensordict: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
+        if self._local is not None:
+            next_td = self._local.with_generation(tensordict, next_td)
+        return super()._step(tensordict, next_td)
+
+    def _through(self, hook: str, spec: Composite) -> Composite:
+        if self._local is None:
+            return super()._through(hook, spec)
+        return getattr(self._local, hook)(spec)  # only here is the collector known
+
+
+class RayKLRewardTransform(RayTransform):
+    """Share a `KLRewardTransform`; its arguments, a model or a factory that makes it in the actor.
+
+    Deprecated, as that is: use `RayRetrieveKL`. A factory is better: then no weights cross Ray.
+    `detach=False` is a ValueError.
+    """
+
+    def __init__(
+        self,
+        ref_model: LLMWrapperBase | None = None,
+        *more: Any,
+        ref_model_factory: Callable[[], LLMWrapperBase] | None = None,
+        num_cpus: float | None = None,
+        num_gpus: float | None = None,
+        device: torch.device | str | None = None,
+        actor_name: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        check_call(more)
+        warnings.warn(
+            "RayKLRewardTransform is deprecated; use RayRetrieveKL",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        check_one("ref", ref_model, ref_model_factory)
+        _refuse_graph(kwargs)
+        super().__init__(
+            KLRewardTransform,
+            ref_model=ref_model,
+            ref_model_factory=ref_model_factory,
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            device=device,
+            actor_name=actor_name,
+            **kwargs,
+        )
+
+
+def _refuse_graph(kwargs: dict[str, Any]) -> None:
+    if kwargs.get("detach") is False:
+        raise ValueError("expected detach=True, got False: no gradient crosses Ray; go without it")
 
 
 class _Host:

@@ -8,8 +8,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from envs.chat_modes import full_ids, next_ids, write_ids
-from envs.chat_views import read_history
+from envs.chat_io import full_ids, next_ids, read_history, write_ids
 from envs.transforms.transform import Transform
 from policies.chats.chat_template import Renderer
 from policies.padding import rows

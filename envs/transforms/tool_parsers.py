@@ -33,33 +33,10 @@ class ParseResult(TypedDict):
 Parser = Callable[[str], ParseResult]
 
 
-class XMLBlockParser:
-    """Read blocks <tool name="..." tag="...">{"argument": value}</tool>; the tag may be missing.
-
-    A body that is no JSON object comes as the argument "raw".
-
-    >>> parsed = XMLBlockParser()('<tool name="add" tag="A">{"a": 1}</tool> Done.')
-    >>> parsed["calls"], parsed["text"]
-    ([ToolCall(tool='add', args={'a': 1}, tag='A')], 'Done.')
-    """
-
-    BLOCK = re.compile(
-        r'<tool\s+name="(?P<name>[^"]+)"(?:\s+tag="(?P<tag>[^"]*)")?\s*>(?P<body>.*?)</tool>',
-        re.DOTALL,
-    )
-
-    def __call__(self, response: str | dict[str, Any]) -> ParseResult:
-        """Return the calls of a reply, a text or a dict with "text"."""
-        text = response if isinstance(response, str) else response.get("text", "")
-        calls = [
-            ToolCall(found["name"], _arguments(found["body"]), found["tag"])
-            for found in self.BLOCK.finditer(text)
-        ]
-        return _result(self.BLOCK.sub("", text), calls)
-
-
 class PatternParser:
     r"""Read calls by a pattern of two groups, the name and the JSON arguments.
+
+    Arguments that are no JSON object come as the argument "raw".
 
     >>> PatternParser(r"CALL\[(.*?)\]\((.*?)\)")('CALL[add]({"a": 1})')["calls"][0].args
     {'a': 1}
@@ -67,16 +44,34 @@ class PatternParser:
 
     def __init__(self, pattern: str = r"<tool>(.*?)\n(.*?)</tool>") -> None:
         self.pattern = re.compile(pattern, re.DOTALL)
-        if self.pattern.groups != 2:
+        if self.pattern.groups < 2:
             raise ValueError(
                 f"expected a pattern with two groups, the name and the arguments, got {pattern!r}"
             )
 
-    def __call__(self, response: str) -> ParseResult:
-        """Return the calls of a reply."""
-        found = self.pattern.findall(response)
-        calls = [ToolCall(name.strip(), _arguments(body)) for name, body in found]
-        return _result(self.pattern.sub("", response), calls)
+    def __call__(self, response: str | dict[str, Any]) -> ParseResult:
+        """Return the calls of a reply, a text or a dict with "text"."""
+        text = response if isinstance(response, str) else response.get("text", "")
+        calls = [self._call(found) for found in self.pattern.finditer(text)]
+        return _result(self.pattern.sub("", text), calls)
+
+    def _call(self, found: re.Match[str]) -> ToolCall:
+        return ToolCall(found[1].strip(), _arguments(found[2]))
+
+
+class XMLBlockParser(PatternParser):
+    """Read blocks <tool name="..." tag="...">{"argument": value}</tool>; the tag may be missing.
+
+    >>> parsed = XMLBlockParser()('<tool name="add" tag="A">{"a": 1}</tool> Done.')
+    >>> parsed["calls"], parsed["text"]
+    ([ToolCall(tool='add', args={'a': 1}, tag='A')], 'Done.')
+    """
+
+    def __init__(self) -> None:
+        super().__init__(r'<tool\s+name="([^"]+)"(?:\s+tag="([^"]*)")?\s*>(.*?)</tool>')
+
+    def _call(self, found: re.Match[str]) -> ToolCall:
+        return ToolCall(found[1], _arguments(found[3]), found[2])
 
 
 class JSONCallParser:

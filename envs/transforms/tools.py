@@ -2,27 +2,129 @@
 
 Results come as messages of role "tool" at the end of the next prompt; the policy then speaks again.
 What a tool does wrong is a result too: the policy reads it, and the run goes on.
-Left out on purpose: browsers. Tools of other programs: mcp.py.
+Left out on purpose: browsers.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 
-from envs.chat_views import change_chats, read_history
+from envs.chat_io import change_chats, read_history
 from envs.rewards.functions import Refused
-from envs.transforms.thinking import check_history_mode, clear
 from envs.transforms.tool_parsers import Parser, PatternParser, ToolCall
-from envs.transforms.tool_registry import Tool, ToolRegistry
 from envs.transforms.transform import Transform
 
 LONGEST = 4000  # characters of a result that the policy is shown
+NUMBERS = {float: (int, float), int: (int,)}  # what JSON may write for them
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function with a name and what it takes: {argument: type}, all of them or the ones known."""
+
+    name: str
+    function: Callable[..., Any]
+    schema_in: dict[str, Any] = field(default_factory=dict)
+    description: str = ""
+
+    @classmethod
+    def of(cls, service: Any, name: str | None = None, schema: dict | None = None) -> Tool:
+        """Return a tool of a function, or of an object with `name` and `schema_in`."""
+        known = getattr(service, "schema_in", None) if schema is None else schema
+        if known is None:
+            wanted = inspect.signature(service, eval_str=True).parameters.values()
+            plain = (p for p in wanted if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+            known = {p.name: p.annotation for p in plain if p.name != "_state"}
+        text = inspect.getdoc(service) if inspect.isroutine(service) else service.__doc__
+        name = name or getattr(service, "name", None) or service.__name__
+        return cls(name, service, known, (text or "").strip().split("\n")[0])
+
+    def __call__(self, args: dict[str, Any], state: dict[str, Any] | None = None) -> Any:
+        """Return what the function makes of arguments; TypeError for those it does not take."""
+        parameters = inspect.signature(self.function).parameters.values()
+        names = {p.name for p in parameters}
+        open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        unknown = set() if open_ended else set(args) - names - set(self.schema_in)
+        if wrong := sorted(unknown | set(args) & {"_state"}):
+            raise TypeError(f"no arguments {wrong}; it takes {sorted(self.schema_in)}")
+        for key, kind in self.schema_in.items():
+            if key in args and not _fits(args[key], kind):
+                got = type(args[key]).__name__
+                raise TypeError(f"expected {key} to be {_type_name(kind)}, got {got}")
+        extra = {"_state": state} if state is not None and (open_ended or "_state" in names) else {}
+        return self.function(**args, **extra)
+
+
+class ToolRegistry:
+    """Tools by name: functions, or objects with `name` and `schema_in` that can be called.
+
+    `services` may be a dict, whose keys are only for the one who configures it.
+
+    >>> def add(a: int, b: int) -> int:
+    ...     "Add two numbers."
+    ...     return a + b
+    >>> registry = ToolRegistry([add])
+    >>> registry.get("add")({"a": 1, "b": 2})
+    3
+    >>> registry.describe()
+    'add(a: int, b: int): Add two numbers.'
+    """
+
+    def __init__(self, services: Sequence[Any] | Mapping[str, Any] = ()) -> None:
+        self._tools: dict[str, Tool] = {}
+        for service in services.values() if isinstance(services, Mapping) else services:
+            self.register(service)
+
+    def register(
+        self, service: Any, *, name: str | None = None, schema: dict[str, Any] | None = None
+    ) -> None:
+        """Add a tool, in place of another one of the same name."""
+        if not callable(service):
+            raise ValueError(
+                f"expected a tool, a function or callable object, got {service!r}; "
+                "is its name misspelt, or its _target_ missing?"
+            )
+        tool = service if isinstance(service, Tool) else Tool.of(service, name, schema)
+        self._tools[tool.name] = tool
+
+    def get(self, name: str) -> Tool:
+        """Return the tool of a name; a KeyError lists the names there are."""
+        if name not in self._tools:
+            raise KeyError(f"Unknown tool: {name}; there are {sorted(self._tools)}")
+        return self._tools[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tools
+
+    def describe(self) -> str:
+        """Return one line a tool, for a system prompt."""
+        lines = []
+        for tool in self._tools.values():
+            args = ", ".join(f"{k}: {_type_name(v)}" for k, v in tool.schema_in.items())
+            lines.append(f"{tool.name}({args}): {tool.description}")
+        return "\n".join(lines)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Return whether a value has a type; what is no class is not checked."""
+    if not isinstance(kind, type) or kind is inspect.Parameter.empty:
+        return True
+    return type(value) in NUMBERS[kind] if kind in NUMBERS else isinstance(value, kind)
+
+
+def _type_name(kind: Any) -> str:
+    if kind is inspect.Parameter.empty:
+        return "any"
+    return kind.__name__ if isinstance(kind, type) else str(kind)
 
 
 class ToolTransformBase(Transform):
@@ -51,7 +153,11 @@ class ToolTransformBase(Transform):
         return {i: self._process_batch_item(text, i) for i, text in contents.items()}
 
     def _step(self, tensordict: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
-        check_history_mode(self)
+        base = None if self.container is None else self.container.base_env
+        if getattr(base, "input_mode", None) != "history":
+            raise RuntimeError(
+                f"{type(self).__name__} must be used with a ChatEnv in history mode, got {base!r}"
+            )
         chats = self.chats = read_history(tensordict, ("history", "full")).chats()
         results = self._process_batch(
             {i: chats[i][-1]["content"] for i in self._open_rows(next_td)}
@@ -60,10 +166,10 @@ class ToolTransformBase(Transform):
         change_chats(next_td, {i: self._appender(found) for i, found in called.items()})
         reopened = torch.zeros(len(chats), dtype=torch.bool)
         reopened[list(called)] = True
-        if "done" in next_td and self.parent is not None:
+        if "done" in next_td:
             reopened &= next_td.get("done").reshape(-1).cpu()
-            clear(next_td, self.parent.full_reward_spec.keys(True, True), reopened)
-            clear(next_td, ["done", "terminated"], reopened)
+            _clear(next_td, self.parent.full_reward_spec.keys(True, True), reopened)
+            _clear(next_td, ["done", "terminated"], reopened)
         return next_td
 
     def _reset(self, tensordict: TensorDictBase | None, td_reset: TensorDictBase) -> TensorDictBase:
@@ -74,7 +180,7 @@ class ToolTransformBase(Transform):
         closed = torch.zeros(len(next_td), dtype=torch.bool)
         if "truncated" in next_td:
             closed |= next_td.get("truncated").reshape(-1).cpu()
-        limit = getattr(self.container.base_env, "max_turns", None) if self.container else None
+        limit = getattr(self.container.base_env, "max_turns", None)
         if limit is not None and "turn" in next_td:
             closed |= next_td.get("turn").reshape(-1).cpu() >= limit
         return (~closed).nonzero().flatten().tolist()
@@ -167,23 +273,28 @@ def _within(timeout: float | None, tool: Tool, args: dict, state: dict | None) -
     """Return what a tool gives, or raise TimeoutError; the thread is left to end by itself."""
     if timeout is None:
         return tool(args, state)
-    box: dict[str, Any] = {}
+    answer: Future[Any] = Future()
 
     def work() -> None:
         try:
-            box["value"] = tool(args, state)
+            answer.set_result(tool(args, state))
         except (Exception, SystemExit) as error:
-            box["error"] = error
+            answer.set_exception(error)
 
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(timeout)
-    if "error" in box:
-        raise box["error"]
-    if "value" not in box:
+    threading.Thread(target=work, daemon=True).start()
+    if not wait([answer], timeout).done:
         raise TimeoutError(f"no answer within {timeout} s")
-    return box["value"]
+    return answer.result()
 
 
 def _shown(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+
+
+def _clear(td: TensorDictBase, keys: Any, rows: torch.Tensor) -> None:
+    """Set the entries at the keys that there are to 0 (False) in the rows marked, bool [B]."""
+    for key in keys:
+        value = td.get(key, None)
+        if value is not None:
+            mask = rows.to(value.device).reshape(-1, *[1] * (value.ndim - 1))
+            td.set(key, value.masked_fill(mask, 0))

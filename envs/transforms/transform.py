@@ -10,15 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import Any
 
 from tensordict import NestedKey, TensorDictBase
 from torch import nn
 
-if TYPE_CHECKING:
-    from envs.env import EnvBase
-    from envs.transformed_env import TransformedEnv
-    from policies.specs import Composite
+from policies.specs import Composite
+
+RAY_VERSIONS = {
+    "envs.transforms.kl.RetrieveKL": "RayRetrieveKL",
+    "envs.transforms.kl_reward.KLRewardTransform": "RayKLRewardTransform",
+}
+RESOURCES = ("actor_name", "num_cpus", "num_gpus")
 
 
 class Transform(nn.Module):
@@ -27,7 +31,7 @@ class Transform(nn.Module):
     A missing in_key is a KeyError in a step, and skipped at reset or with `missing_tolerance`.
     """
 
-    _container: TransformedEnv | Compose | None
+    _container: Any  # a TransformedEnv, a Compose or None
     stays_last = False  # True: what is appended later goes before it
 
     def __init__(
@@ -84,43 +88,28 @@ class Transform(nn.Module):
 
     def transform_output_spec(self, output_spec: Composite) -> Composite:
         """Return the specs of what comes out, one hook for each of the three."""
-        for name, hook in (
-            ("full_observation_spec", self.transform_observation_spec),
-            ("full_reward_spec", self.transform_reward_spec),
-            ("full_done_spec", self.transform_done_spec),
-        ):
-            output_spec[name] = hook(output_spec[name])
-        return output_spec
+        return self._transform_specs(output_spec, "observation", "reward", "done")
 
     def transform_input_spec(self, input_spec: Composite) -> Composite:
         """Return the specs of what is read, one hook for each of the two."""
-        input_spec["full_action_spec"] = self.transform_action_spec(input_spec["full_action_spec"])
-        input_spec["full_state_spec"] = self.transform_state_spec(input_spec["full_state_spec"])
-        return input_spec
+        return self._transform_specs(input_spec, "action", "state")
 
-    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        """Return the spec of the observations behind this transform."""
-        return observation_spec
+    def _transform_specs(self, spec: Composite, *kinds: str) -> Composite:
+        for kind in kinds:
+            hook = getattr(self, f"transform_{kind}_spec")
+            spec[f"full_{kind}_spec"] = hook(spec[f"full_{kind}_spec"])
+        return spec
 
-    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
-        """Return the spec of the rewards behind this transform."""
-        return reward_spec
+    def _same(self, spec: Composite) -> Composite:
+        """Return the spec as it is."""
+        return spec
 
-    def transform_done_spec(self, done_spec: Composite) -> Composite:
-        """Return the spec of the done flags behind this transform."""
-        return done_spec
-
-    def transform_action_spec(self, action_spec: Composite) -> Composite:
-        """Return the spec of the actions before this transform's inverse."""
-        return action_spec
-
-    def transform_state_spec(self, state_spec: Composite) -> Composite:
-        """Return the spec of what a reset reads."""
-        return state_spec
+    transform_observation_spec = transform_reward_spec = transform_done_spec = _same
+    transform_action_spec = transform_state_spec = _same
 
     # Where it is mounted.
 
-    def set_container(self, container: TransformedEnv | Compose) -> None:
+    def set_container(self, container: Any) -> None:
         """Remember the environment or Compose that this transform is part of; only one may be."""
         if self._container is not None:
             raise ValueError(
@@ -129,12 +118,12 @@ class Transform(nn.Module):
             )
         self._hold(container)
 
-    def _hold(self, container: TransformedEnv | Compose | None) -> None:
+    def _hold(self, container: Any) -> None:
         # Past nn.Module, which would register a Compose as a child of its own child.
         object.__setattr__(self, "_container", container)
 
     @property
-    def container(self) -> TransformedEnv | None:
+    def container(self) -> Any:
         """Return the environment that this transform is mounted on, or None."""
         holder = self._container
         return holder.container if isinstance(holder, Transform) else holder
@@ -145,23 +134,35 @@ class Transform(nn.Module):
         return None if self.container is None else self.container.collector
 
     @property
-    def parent(self) -> EnvBase | None:
+    def parent(self) -> Any:
         """Return the environment as this transform sees it: with the transforms before it."""
-        from envs.transformed_env import TransformedEnv
-
-        holder = self._container
-        if not isinstance(holder, Compose):
-            return None if holder is None else holder.env
-        env = holder.parent
-        for other in list(holder)[: list(holder).index(self)]:
-            env = None if env is None else TransformedEnv(env, other.unmounted())
-        return env
+        before, part = list[Transform](), self
+        while isinstance(holder := part._container, Compose):
+            others = list(holder)
+            before = [*others[: others.index(part)], *before]
+            part = holder
+        return None if holder is None else holder.seen_through(before)
 
     def unmounted(self) -> Transform:
         """Return this transform, its modules and its state, to be mounted elsewhere."""
         shared = copy(self)
         shared._hold(None)
         return shared
+
+
+class Shareable:
+    """A class that gives its Ray version, Ray<name>, when asked with use_ray_service=True."""
+
+    def __new__(cls, *args: Any, use_ray_service: bool = False, **kwargs: Any) -> Any:
+        """Return an object of the class, or the Ray version; resources need Ray."""
+        if not use_ray_service:
+            if given := [name for name in RESOURCES if kwargs.get(name) is not None]:
+                raise ValueError(f"{', '.join(given)}: expected use_ray_service=True with them")
+            return super().__new__(cls)
+        version = RAY_VERSIONS.get(f"{cls.__module__}.{cls.__qualname__}")
+        if version is None:
+            raise TypeError(f"{cls.__name__} has no Ray version; use RayTransform({cls.__name__})")
+        return getattr(import_module("envs.transforms.ray"), version)(*args, **kwargs)
 
 
 def _hook(name: str) -> Any:
@@ -182,10 +183,7 @@ class PassesSpecs(Transform):
 
 
 class Compose(PassesSpecs):
-    """Run transforms one after the other (their inverses in the opposite order).
-
-    `missing_tolerance`, once set, is that of all its parts, later ones too.
-    """
+    """Run transforms one after the other (their inverses in the opposite order)."""
 
     def __init__(self, *transforms: Transform) -> None:
         super().__init__()
@@ -196,8 +194,6 @@ class Compose(PassesSpecs):
     def append(self, transform: Transform) -> None:
         """Add a transform at the end, before one that stays last."""
         transform.set_container(self)
-        if self.missing_tolerance:
-            transform.missing_tolerance = True
         last = len(self) > 0 and self[-1].stays_last
         self.transforms.insert(len(self) - last, transform)
 
@@ -217,22 +213,10 @@ class Compose(PassesSpecs):
             td_reset = transform._reset(tensordict, td_reset)
         return td_reset
 
-    def _call(self, next_td: TensorDictBase) -> TensorDictBase:
-        for transform in self:
-            next_td = transform._call(next_td)
-        return next_td
-
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         for transform in reversed(list(self)):
             tensordict = transform._inv_call(tensordict)
         return tensordict
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; the tolerance reaches the parts."""
-        super().__setattr__(name, value)
-        if name == "missing_tolerance" and "transforms" in self._modules:
-            for transform in self:
-                transform.missing_tolerance = value
 
     def _through(self, hook: str, spec: Composite) -> Composite:
         """Return what the spec hooks of all transforms make of a spec."""

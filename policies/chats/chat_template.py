@@ -82,19 +82,8 @@ class Renderer:
         self._growth = {"NoneType": 1, "NFC": 3}.get(normalizer, inf)  # bytes of a byte, at most
         self._own: dict[Any, tuple[int, list[int]]] = {}
 
-    def text(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool = False,
-        continue_final_message: bool = False,
-    ) -> str:
-        """Return the chat as the template writes it. Raises ValueError if it refuses the chat.
-
-        `continue_final_message` leaves the last message open: the text ends in its content.
-        """
-        if continue_final_message:
-            return "".join(self._open_end(messages, add_generation_prompt)[1])
+    def text(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+        """Return the chat as the template writes it. Raises ValueError if it refuses the chat."""
         return self._outlines.text(messages, add_generation_prompt)[0]
 
     def render(
@@ -102,17 +91,13 @@ class Renderer:
         messages: Sequence[Message],
         *,
         add_generation_prompt: bool = False,
-        continue_final_message: bool = False,
         require_assistant: bool = False,
     ) -> Rendered:
-        """Return ids and assistant mask of a chat; see `text` for `continue_final_message`.
+        """Return ids and assistant mask of a chat.
 
         `require_assistant` is for training data: a mask of all zeros or all ones, or a template
         that writes a turn otherwise once the chat goes on, is a ValueError.
         """
-        if continue_final_message:
-            pieces, texts = self._open_end(messages, add_generation_prompt)
-            return self._encode(pieces, texts, self._outlines.control_of(pieces))
         messages = check_messages(messages)
         text = self.text(messages, add_generation_prompt=add_generation_prompt)
         outline = self._outlines.of(messages, add_generation_prompt)
@@ -193,11 +178,6 @@ class Renderer:
             skip = next((k for k, p in enumerate(pieces) if not p.assistant), 0)
             pieces, texts = pieces[skip:], texts[skip:]
         return [*ids, *self._encode(pieces, texts, self._outlines.control_of(pieces)).ids]
-
-    def _open_end(self, messages: Sequence[Message], prompt: bool) -> tuple[list[Piece], list[str]]:
-        from policies.chats.apply_template import open_end
-
-        return open_end(self._outlines, check_messages(messages), prompt=prompt)
 
     def _encode(
         self,

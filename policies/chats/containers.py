@@ -6,22 +6,25 @@ Rows of different lengths are lazy stacks of one container per row: read them wi
 stacks no nested tensor: `rows` and `nested` of policies/padding.py read them all. `padded` is one
 bool, False for lazy stacks. Anything called full, and every mask, has the shape of `tokens.full`.
 
-A view is made from another by `to_text`, `to_tokens` and `to_history`, row by row: rendering is the
-Renderer's, reading parsing.py's. A wrapper's own ids are exact, a rendered history's need
-not be them: score ids.
+A view is made from another by `to_text`, `to_tokens` and `to_history`, row by row, and comes out as
+a lazy stack of rows. Rendering is the Renderer's, reading parsing.py's. A wrapper's own ids are
+exact, a rendered history's need not be them: score ids.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from tensordict import MetaData, TensorClass
+from tensordict import MetaData, TensorClass, lazy_stack
 from torch import Tensor
 
+from policies.chats.chat_template import Renderer
 from policies.chats.history import History
+from policies.chats.messages import PADDING_ROLE, records_of
+from policies.chats.parsing import Format, find_reader
+from policies.specs import Composite, container_spec
 
-if TYPE_CHECKING:
-    from policies.specs import Composite
+FIELDS = ("prompt", "response", "full")
 
 
 def _default_spec(of: Any) -> Any:
@@ -29,13 +32,11 @@ def _default_spec(of: Any) -> Any:
 
     def default_spec(
         cls: Any, shape: tuple[int, ...] = (-1,), keys: Sequence[str] | None = None
-    ) -> "Composite":
+    ) -> Composite:
         """Return the spec of a batch of `shape` with the `keys` named.
 
         Without `keys`: the fields up to `padded`, none of which has to be there.
         """
-        from policies.specs import container_spec
-
         return container_spec(cls, of, shape, keys)
 
     return classmethod(default_spec)
@@ -46,13 +47,6 @@ def _share_padded(container: Any) -> None:
     padded = container.padded
     if isinstance(padded, bool):
         container.padded = MetaData(padded)
-
-
-def _conversions() -> Any:
-    """Return what makes one view of another: a parser of texts comes with it, so only if asked."""
-    from policies.chats import conversions
-
-    return conversions
 
 
 class Tokens(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments]
@@ -85,8 +79,19 @@ class Tokens(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgumen
         attention_mask: Tensor | None = None,
     ) -> "Text":
         """Return the decoded tokens. Padded ones need the mask of `full` (ValueError without)."""
-        options = {"skip": skip_special_tokens}
-        return _conversions().tokens_to_text(self, tokenizer, attention_mask, **options)
+        if self.ndim:
+            masks = [None] * len(self) if attention_mask is None else attention_mask
+            return lazy_stack([
+                row.to_text(tokenizer, skip_special_tokens, attention_mask=mask)
+                for row, mask in zip(self.unbind(0), masks, strict=True)
+            ])  # fmt: skip
+        found = _fields(self)
+        if attention_mask is None and self.padded and found:
+            raise ValueError("expected attention_mask=masks.all_attention_mask for padded tokens")
+        if attention_mask is not None:
+            found = _unpadded(found, attention_mask.bool())
+        options = {"skip_special_tokens": skip_special_tokens}
+        return Text(**{k: tokenizer.decode(v.tolist(), **options) for k, v in found.items()})
 
     def to_history(
         self,
@@ -172,7 +177,17 @@ class ChatHistory(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeAr
         that was cut is closed by the template. Raises ValueError if full does not start with the
         prompt. `tokenizer` may be a `Renderer`.
         """
-        return _conversions().chat_to_tokens(self, tokenizer, chat_template, chat_template_name)
+        renderer = _renderer(tokenizer, chat_template, chat_template_name)
+
+        def tokens_of(row: Any) -> Tokens:
+            ids = _written(row, lambda messages, **ends: renderer.render(messages, **ends).ids)
+            if row.full is not None:
+                whole = renderer.render(row.full.messages())
+                pairs = zip(whole.ids, whole.assistant, strict=True)
+                ids["assistant"] = [i for i, marked in pairs if marked]
+            return _tokens(ids)
+
+        return _by_row(self, tokens_of)
 
     def to_text(
         self,
@@ -181,7 +196,8 @@ class ChatHistory(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeAr
         chat_template: str | None = None,
     ) -> "Text":
         """Return the rendered chats as texts; see `to_tokens`."""
-        return _conversions().chat_to_text(self, tokenizer, chat_template, chat_template_name)
+        renderer = _renderer(tokenizer, chat_template, chat_template_name)
+        return _by_row(self, lambda row: Text(**_written(row, renderer.text)))
 
 
 class Text(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments]
@@ -197,25 +213,14 @@ class Text(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments
 
     default_spec = _default_spec(str)
 
-    def to_tokens(
-        self,
-        tokenizer: Any,
-        padding: bool = False,
-        truncation: bool = False,
-        return_tensors: str = "pt",
-        *,
-        max_length: int | None = None,
-    ) -> Tokens:
-        """Return the ids of each text as it stands: no special tokens are added to it.
+    def to_tokens(self, tokenizer: Any) -> Tokens:
+        """Return the ids of each text as it stands, ragged: no special tokens are added to it."""
 
-        Ragged rows, or with `padding` (of a batch [B]) the tokenizer's pad token: left of prompts,
-        right of responses, around full. `truncation` cuts each to `max_length`, the tokenizer's
-        own by default.
-        """
-        if return_tensors != "pt":
-            raise ValueError(f"expected return_tensors='pt', got {return_tensors!r}")
-        limit = {"truncation": truncation, "max_length": max_length}
-        return _conversions().text_to_tokens(self, tokenizer, limit, padding=padding)
+        def tokens_of(row: Any) -> Tokens:
+            options = {"add_special_tokens": False}
+            return _tokens({k: tokenizer(v, **options).input_ids for k, v in _fields(row).items()})
+
+        return _by_row(self, tokens_of)
 
     def to_history(
         self, tokenizer: Any = None, chat_template_name: str | None = None
@@ -226,4 +231,133 @@ class Text(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments
         prompt in `full`, or if they are not both there, what follows a generation prompt.
         Raises ValueError where a text does not fit the template (see `History.from_text`).
         """
-        return _conversions().text_to_history(self, tokenizer, chat_template_name)
+        read = find_reader(tokenizer, None, chat_template_name)
+        exact = isinstance(read, Format)
+
+        def chat_of(row: Any) -> ChatHistory:
+            texts, done = _fields(row), {}
+            prompt, full = texts.get("prompt"), texts.get("full")
+            if exact and prompt is not None:
+                if full is not None and full.startswith(prompt):
+                    texts["response"] = full[len(prompt) :]
+                texts["prompt"] = prompt.removesuffix(read.prompt)
+            for name, text in texts.items():
+                reply = exact and name == "response"
+                done[name] = _history(read.reply(text) if reply else read(text))
+            return ChatHistory(**done)
+
+        return _by_row(self, chat_of)
+
+
+def _by_row(container: Any, make: Callable[[Any], Any]) -> Any:
+    """Return what `make` makes of each row of a container, as a lazy stack."""
+    if container.ndim:
+        return lazy_stack([_by_row(row, make) for row in container.unbind(0)])
+    found = _fields(container)
+    size = next((len(h) for h in found.values() if isinstance(h, History) and h.ndim > 1), None)
+    if size is None:
+        return make(container)
+    # a ChatHistory made without a batch size holds many chats
+    rows = [{name: history[i] for name, history in found.items()} for i in range(size)]
+    return lazy_stack([_by_row(ChatHistory(**row), make) for row in rows])
+
+
+def _fields(container: Any) -> dict[str, Any]:
+    """Return prompt, response and full, those that are there."""
+    found = {name: container.get(name, None) for name in FIELDS}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _tokens(ids: dict[str, list[int]]) -> Tokens:
+    tensors = {name: torch.tensor(row, dtype=torch.int64) for name, row in ids.items()}
+    return Tokens(**tensors, padded=False)
+
+
+def _renderer(tokenizer: Any, template: str | None, name: str | None) -> Renderer:
+    return tokenizer if isinstance(tokenizer, Renderer) else Renderer(tokenizer, template, name)
+
+
+def _written(chat: Any, render: Callable[..., Any]) -> dict[str, Any]:
+    """Return the histories of one chat rendered, as strings or lists of ids.
+
+    The response is what follows the prompt in both together; ValueError if it does not.
+    """
+    chats = {name: history.messages() for name, history in _fields(chat).items()}
+    done = {}
+    if "prompt" in chats:
+        done["prompt"] = render(chats["prompt"], add_generation_prompt=True)
+    if "full" in chats:
+        done["full"] = render(chats["full"])
+    if "prompt" in chats and "full" in chats:
+        done["response"] = _after(done["prompt"], done["full"])
+    elif "response" in chats:
+        before = chats.get("prompt") or [{"role": "user", "content": "?"}]
+        start = render(before, add_generation_prompt=True)
+        done["response"] = _after(start, render([*before, *chats["response"]]))
+    return done
+
+
+def _after(prompt: Any, full: Any) -> Any:
+    if full[: len(prompt)] != prompt:
+        raise ValueError(
+            f"expected the full chat to start with its prompt, got {prompt[-40:]!r} and at that "
+            f"place {full[: len(prompt)][-40:]!r}"
+        )
+    return full[len(prompt) :]
+
+
+def _unpadded(found: dict[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
+    """Return a row's ids without padding, by the mask of `full` or of prompt and response [T]."""
+    sizes = {name: len(ids) for name, ids in found.items()}
+    masks = {"full": mask}
+    if sizes.get("prompt", 0) + sizes.get("response", 0) == len(mask):
+        cut = sizes.get("prompt", 0)
+        masks |= {"prompt": mask[:cut], "response": mask[cut:]}
+    if any(len(masks.get(name, ())) != size for name, size in sizes.items()):
+        raise ValueError(
+            f"expected an attention mask of the width of full, or of prompt and response together, "
+            f"got {len(mask)} for {sizes}"
+        )
+    return {name: ids[masks[name]] for name, ids in found.items()}
+
+
+def _history(found: Any) -> History:
+    return found if isinstance(found, History) else History.from_chats(found)
+
+
+def _extract_responses_from_full_histories(
+    text_full: Sequence[str],
+    prompt_histories: History,
+    chat_template_name: str | None = None,
+    tokenizer: Any = None,
+) -> History:
+    """Return the messages that follow each prompt in the texts, [B, N].
+
+    No reply is an assistant message without content. Rows with fewer messages than the longest are
+    padded with role "<none>". The template is chosen as in `History.from_text`.
+    Raises RuntimeError if a text holds fewer messages than its prompt.
+    """
+    read = find_reader(tokenizer, None, chat_template_name)
+    pairs = zip(text_full, prompt_histories.chats(), strict=True)
+    found = [_replies(read, text, prompt) for text, prompt in pairs]
+    size = max(map(len, found))
+    filler = {"role": PADDING_ROLE, "content": "", "is_complete": True}
+    return History.from_records([row + [filler] * (size - len(row)) for row in found])
+
+
+def _replies(read: Any, text: str, prompt: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what follows the prompt in a text, as records."""
+    if isinstance(read, Format):  # exact, whatever the prompt's contents
+        begin = read.write(prompt, add_generation_prompt=True)
+        if text.startswith(begin):
+            return read.reply(text[len(begin) :])
+    found = records_of(_history(read(text)))
+    if found[0]["role"] == "system" != prompt[0]["role"]:
+        found = found[1:]  # the template's own
+    if len(found) < len(prompt):
+        raise RuntimeError(
+            f"parsing lost messages: expected at least the {len(prompt)} of the prompt, got "
+            f"{len(found)} from {text[:80]!r}; name the template that wrote the text"
+        )
+    silent = {"role": "assistant", "content": "", "is_complete": False}
+    return found[len(prompt) :] or [silent]

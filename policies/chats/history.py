@@ -6,16 +6,17 @@ A message of role "<none>" is padding: it is never rendered, counted or parsed.
 Left out on purpose: images, and message fields beyond those below.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from tensordict import TensorClass, lazy_stack
+import torch
+from tensordict import TensorClass, TensorDict, TensorDictBase, lazy_stack
 
-from policies.chats.chat_template import Renderer
+from policies.chats.chat_template import Rendered, Renderer
 from policies.chats.messages import checked, columns, records_of, visible
-
-if TYPE_CHECKING:
-    from policies.specs import Composite
+from policies.chats.parsing import find_reader
+from policies.padding import pad, pad_mask
+from policies.specs import Composite, NonTensor
 
 
 class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments]
@@ -73,8 +74,6 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         >>> history.messages()[1], list(history.is_complete)
         ({'role': 'assistant', 'content': 'Y'}, [True, False])
         """
-        from policies.chats.parsing import find_reader
-
         read = find_reader(tokenizer, chat_template, chat_template_name)
         if isinstance(text, str):
             found = read(text)
@@ -90,10 +89,8 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         return lazy_stack([_build(chat) for chat in chats])
 
     @classmethod
-    def default_spec(cls, shape: tuple[int, ...] = (-1,)) -> "Composite":
+    def default_spec(cls, shape: tuple[int, ...] = (-1,)) -> Composite:
         """Return the spec of a history of `shape`, the messages along the last dimension."""
-        from policies.specs import Composite, NonTensor
-
         fields = {"role": "user", "content": "a string", "is_complete": True}
         leaves = {name: NonTensor(shape, example_data=value) for name, value in fields.items()}
         return Composite(leaves, shape=shape, data_cls=cls)
@@ -140,11 +137,8 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         add_generation_prompt: bool = True,
         chat_template: str | None = None,
         chat_template_name: str | None = None,
-        continue_final_message: bool = False,
         tokenize: bool | None = None,
         padding: bool | str = False,
-        truncation: bool | str = False,
-        max_length: int | None = None,
         return_tensors: str | None = None,
         return_dict: bool | None = None,
         return_assistant_tokens_mask: bool = False,
@@ -154,25 +148,73 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         `tokenizer` is a tokenizer or a `Renderer`, which saves the preparation when many histories
         are rendered. `chat_template` (a Jinja text or a file) comes before `chat_template_name`
         ("chatml_format", "qwen", ... or an added one), that before the tokenizer's own.
-        `continue_final_message` ends in the last content, for a reply to go on.
-        Returns text by default: str for [T], a list for [B, T]. With `return_tensors="pt"`,
-        `return_dict` or the assistant mask: a TensorDict of input_ids, attention_mask and
-        assistant_masks (the end-of-turn token included), lazily stacked, or dense with `padding`
-        (True, "longest", "max_length", on the tokenizer's side). With `tokenize=True` alone: lists
-        of ids. `truncation` cuts to `max_length` (default: the tokenizer's) tokens.
+        Returns text by default: str for [T], a list for [B, T]; with `tokenize=True` lists of ids.
+        With `return_tensors="pt"`, `return_dict`, the assistant mask or `padding` (on the
+        tokenizer's side): a TensorDict of input_ids, attention_mask and assistant_masks (the
+        end-of-turn token included), lazily stacked, or dense with `padding`.
         Raises ValueError on a chat that the template refuses, on options that contradict, and if
         the assistant mask of a chat with replies is of a single value.
         """
-        options = {**locals()}
-        for name in ("self", "tokenizer", "chat_template", "chat_template_name"):
-            del options[name]
-        from policies.chats.apply_template import apply
-
         if not isinstance(tokenizer, Renderer):
             tokenizer = Renderer(tokenizer, chat_template, chat_template_name)
         elif chat_template is not None or chat_template_name is not None:
             raise ValueError("expected chat_template=None with a Renderer, which has its own")
-        return apply(self, tokenizer, **options)
+        if return_tensors not in (None, "pt") or padding not in (False, True, "longest"):
+            raise ValueError(
+                "expected return_tensors None or 'pt' and padding False, True or 'longest', got "
+                f"{return_tensors!r} and {padding!r}"
+            )
+        as_dict = bool(return_dict or return_tensors or return_assistant_tokens_mask or padding)
+        if as_dict and False in (tokenize, return_dict):
+            raise ValueError(
+                "masks, tensors and padding come as a TensorDict of tokens; set return_dict=True "
+                "and leave tokenize alone"
+            )
+        ends = {"add_generation_prompt": add_generation_prompt}
+
+        def render(chat: list[dict[str, Any]]) -> Rendered:
+            # a mask without a token is right where nobody has answered
+            answered = any(message["role"] == "assistant" for message in chat)
+            need = return_assistant_tokens_mask and answered
+            return tokenizer.render(chat, **ends, require_assistant=need)
+
+        if padding:
+            if self.ndim > 2:
+                raise ValueError("expected a history [T] or [B, T] for padding; flatten it")
+            td = _padded([render(chat) for chat in self.chats()], tokenizer.tokenizer)
+            return td if self.ndim == 2 else td[0]
+        if as_dict:
+            return _map(self, lambda chat: _as_tensordict(render(chat)), lazy_stack)
+        if tokenize:
+            return _map(self, lambda chat: render(chat).ids)
+        return _map(self, lambda chat: tokenizer.text(chat, **ends))
+
+
+def _map(history: History, render: Callable[[Any], Any], stack: Callable = list) -> Any:
+    """Return what `render` makes of the chat of a history, or the stack of those of its rows."""
+    if history.ndim < 2:
+        return render(history.messages())
+    return stack([_map(row, render, stack) for row in history.unbind(0)])
+
+
+def _as_tensordict(rendered: Rendered) -> TensorDict:
+    """Return a rendered chat as tensors [T]."""
+    return TensorDict(
+        input_ids=torch.tensor(rendered.ids),
+        attention_mask=torch.ones(len(rendered.ids), dtype=torch.bool),
+        assistant_masks=torch.tensor(rendered.assistant, dtype=torch.bool),
+    )
+
+
+def _padded(rows: list[Rendered], tokenizer: Any) -> TensorDictBase:
+    """Return rendered chats as dense tensors [B, T]."""
+    side, filler = tokenizer.padding_side, tokenizer.pad_token_id
+    return TensorDict(
+        input_ids=pad([torch.tensor(row.ids) for row in rows], filler or 0, side=side),
+        attention_mask=pad_mask([len(row.ids) for row in rows], side=side),
+        assistant_masks=pad([torch.tensor(row.assistant) for row in rows], False, side=side),
+        batch_size=[len(rows)],
+    )
 
 
 def _grown(history: History, new: History, dim: int, *, one: bool) -> History:

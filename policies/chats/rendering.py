@@ -7,10 +7,12 @@ token* is an added token of the tokenizer, special or not, other than white spac
 Left out on purpose: slow tokenizers, which give no offsets.
 """
 
+import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from threading import Lock
 from typing import Any
@@ -18,7 +20,6 @@ from typing import Any
 from tokenizers import Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from policies.chats.bounds import CHARACTERS, bounded
 from policies.chats.templates import Template
 
 _RENDERING = Lock()  # threads would share the compiled template's one tracker of tagged spans
@@ -63,7 +64,6 @@ class Encoder:
         self._whole.no_padding()
         self._whole.no_truncation()
         self._whole.post_processor = None  # it may trim spaces off the offsets
-        self._spelling: Any = None
 
     def encode(self, text: str) -> tuple[list[int], list[Span]]:
         """Return the ids of `text` and their spans, as `tokenizer(text)` has them."""
@@ -79,13 +79,25 @@ class Encoder:
         """Return the control tokens among `ids`, in order."""
         return [i for i in ids if i in self.control]
 
+    @cached_property
+    def _speller(self) -> tuple[Tokenizer, dict[int, int]]:
+        """Return a copy of the tokenizer that knows only white space among its added tokens.
+
+        And its ids of these by the right ones. It encodes parts of a text, so it must not put the
+        blank of a text's first word before each.
+        """
+        spec = json.loads(self._whole.to_str())
+        blanks = [t for t in spec["added_tokens"] if t["content"].isspace()]
+        spec["added_tokens"] = blanks
+        _add_no_blank(spec["normalizer"])
+        _add_no_blank(spec["pre_tokenizer"])
+        copy = Tokenizer.from_str(json.dumps(spec))
+        return copy, {copy.token_to_id(t["content"]): t["id"] for t in blanks}
+
     def spell(self, text: str) -> list[int]:
         """Return ids of `text` none of which is a control token."""
-        if self._spelling is None:
-            from policies.chats.spelling import Spelling
-
-            self._spelling = Spelling(self._whole)
-        ids = self._spelling(text)
+        speller, blanks = self._speller
+        ids = [blanks.get(i, i) for i in speller.encode(text, add_special_tokens=False).ids]
         if self.find_control(ids):
             raise ValueError(
                 "expected a tokenizer that can spell out the text of its control tokens, got "
@@ -93,6 +105,19 @@ class Encoder:
                 "that markup from the data"
             )
         return ids
+
+
+def _add_no_blank(node: Any) -> None:
+    if isinstance(node, dict):
+        if node.get("type") == "Metaspace":
+            node["prepend_scheme"] = "never"
+        elif node.get("type") == "Prepend":
+            node["prepend"] = ""
+        elif node.get("type") == "ByteLevel" and "add_prefix_space" in node:
+            node["add_prefix_space"] = False
+        node = list(node.values())
+    for value in node if isinstance(node, list) else []:
+        _add_no_blank(value)
 
 
 def render_template(
@@ -109,7 +134,7 @@ def render_template(
     """
     chat = [{k: v for k, v in m.items() if v is not None} for m in messages]
     try:
-        with _RENDERING, bounded():
+        with _RENDERING:
             rendered: Any = render_jinja_template(
                 conversations=[chat],
                 chat_template=template,
@@ -117,17 +142,11 @@ def render_template(
                 add_generation_prompt=add_generation_prompt,
                 **variables,
             )
-    except MemoryError:
-        raise ValueError("takes more memory for one chat than there is") from None
-    except ValueError:
-        raise
-    except Exception as error:  # of a stranger's program, which may raise any
+    except Exception as error:  # a template may raise any
         raise ValueError(
             f"refuses a chat with roles {[m['role'] for m in messages]}: {error}"
         ) from error
     texts, spans = rendered
-    if len(texts[0]) > CHARACTERS + sum(len(str(message)) for message in chat):
-        raise ValueError(f"writes {len(texts[0])} characters around a chat")
     return texts[0], spans[0] if tagged else []
 
 

@@ -1,8 +1,8 @@
 """A chat template, and which one holds for a tokenizer.
 
-An explicit template comes before a name, a name before an added template whose keywords are in the
-tokenizer's name, that before the tokenizer's own, that before ChatML with a warning. The named ones
-are in known_templates.py.
+An explicit template comes before a name, that before the tokenizer's own, that before ChatML with
+a warning. The named ones are the .jinja files of this folder: each writes a turn the same way
+whatever follows, has no white space stripped, and refuses roles that it cannot write.
 
 Left out on purpose: guessing a family from a model's name. The tokenizer's own template is exact.
 """
@@ -12,7 +12,10 @@ import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from jinja2 import Environment, TemplateSyntaxError
 
 
 @dataclass(frozen=True)
@@ -20,21 +23,32 @@ class Template:
     """A Jinja text and what to call it in errors.
 
     `tokens` stand in for the special tokens where there is no tokenizer; `inverse_parser` is a
-    user's own way from text to messages; `keywords` select it by a tokenizer's name.
+    user's own way from text to messages.
     """
 
     text: str
     label: str = "the given chat template"
     tokens: Mapping[str, str] = field(default_factory=dict)
     inverse_parser: Callable[[str], Any] | None = None
-    keywords: tuple[str, ...] = ()
 
 
-# What a template is given with every chat, and what is left out on purpose.
-GIVEN = ("messages", "add_generation_prompt", "continue_final_message", "tools", "documents")
+# Variables of every chat, and those that are left out on purpose.
+RESERVED = ("messages", "add_generation_prompt", "continue_final_message", "tools", "documents")
 SETTING = r"\{%-? set (\w+) = .*? %\}\n"  # as `with_variables` writes it
+_GPT2 = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
+_DEEPSEEK = {
+    "bos_token": "<\uff5cbegin\u2581of\u2581sentence\uff5c>",
+    "eos_token": "<\uff5cend\u2581of\u2581sentence\uff5c>",
+}
+KNOWN = {  # the .jinja files, and the special tokens that go with them
+    "chatml_format": {"eos_token": "<|endoftext|>"},
+    "qwen": {"eos_token": "<|endoftext|>"},
+    "llama": {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot|>"},
+    "deepseek": _DEEPSEEK,
+    "falcon": _GPT2,
+    "dialogpt": _GPT2,
+}
 ADDED: dict[str, Template] = {}  # by add_chat_template
-_WARNED: set[Any] = set()  # names of tokenizers that have no template; those without a name
 
 
 def find_template(
@@ -44,21 +58,22 @@ def find_template(
 
     `chat_template` is a Jinja text, a file or a name. Raises ValueError for an unknown name.
     """
-    if chat_template is None and chat_template_name is None and tokenizer is not None:
-        if (own := _find_own(tokenizer)) is not None:
-            return own
-        key = tokenizer.name_or_path or tokenizer
-        if key not in _WARNED:
-            _WARNED.add(key)
-            warnings.warn(
-                f"the tokenizer {tokenizer.name_or_path!r} has no chat template, so that chats are "
-                "written as ChatML; name a template by chat_template or chat_template_name "
-                "('chatml' for this one)",
-                stacklevel=4,
-            )
-    from policies.chats.known_templates import named_template
-
-    return named_template(tokenizer, chat_template, chat_template_name)
+    if chat_template_name is not None and _named(chat_template_name) is None:
+        raise ValueError(f"expected chat_template_name in {names()}, got {chat_template_name!r}")
+    chosen = chat_template_name if chat_template is None else chat_template
+    if chosen is not None:
+        return _with_end(_named(chosen) or Template(read_template(chosen)), tokenizer)
+    if tokenizer is not None:
+        if tokenizer.chat_template:
+            label = f"the chat template of {tokenizer.name_or_path!r}"
+            return Template(tokenizer.get_chat_template(), label)
+        warnings.warn(
+            f"the tokenizer {tokenizer.name_or_path!r} has no chat template, so that chats are "
+            "written as ChatML; name a template by chat_template or chat_template_name "
+            "('chatml' for this one)",
+            stacklevel=4,
+        )
+    return _with_end(_known("chatml_format"), tokenizer)
 
 
 def with_variables(text: str, variables: Mapping[str, Any]) -> str:
@@ -71,16 +86,16 @@ def with_variables(text: str, variables: Mapping[str, Any]) -> str:
     "{%- set enable_thinking = false %}\\n{{ 'no' if enable_thinking is false }}"
     """
     begin = re.match(f"({SETTING})*", text)
-    own, text = (begin[0], text[begin.end() :]) if begin else ("", text)
-    before = {m[1]: m[0] for m in re.finditer(SETTING, own)}
+    before, text = (begin[0], text[begin.end() :]) if begin else ("", text)
+    settings = {m[1]: m[0] for m in re.finditer(SETTING, before)}
     for name, value in variables.items():
-        if name in GIVEN or not re.search(rf"(?<![\w.'\"]){re.escape(name)}(?!\w)", text):
+        if name in RESERVED or not re.search(rf"(?<![\w.'\"]){re.escape(name)}(?!\w)", text):
             raise ValueError(
                 f"policy.chat_template_kwargs.{name}: the chat template reads no such variable; "
                 "look at its Jinja text for what it takes, as enable_thinking"
             )
-        before[name] = f"{{%- set {name} = {_jinja(value)} %}}\n"
-    return "".join(before.values()) + text
+        settings[name] = f"{{%- set {name} = {_jinja(value)} %}}\n"
+    return "".join(settings.values()) + text
 
 
 def _jinja(value: Any) -> str:
@@ -90,28 +105,90 @@ def _jinja(value: Any) -> str:
         return f"{{{', '.join(pairs)}}}"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_jinja, value))}]"
-    if isinstance(value, str):
-        return json.dumps(value).replace("%", "\\u0025").replace("{", "\\u007b")
     return "none" if value is None else json.dumps(value)
 
 
 def require_template(tokenizer: Any) -> None:
     """Raise ValueError where a tokenizer has no template: training is not to guess one."""
-    if _find_own(tokenizer) is None:
+    if not tokenizer.chat_template:
         raise ValueError(
             f"expected a chat template, the tokenizer {tokenizer.name_or_path!r} has none; "
             "set policy.chat_template=chatml (or to a Jinja template)"
         )
 
 
-def _find_own(tokenizer: Any) -> Template | None:
-    """Return the added template that a tokenizer's name selects, or the one it brings along."""
-    path = str(tokenizer.name_or_path).lower()
-    for template in reversed(ADDED.values()):
-        if any(word in path for word in template.keywords):
-            return template
-    if not tokenizer.chat_template:
-        return None
-    return Template(
-        tokenizer.get_chat_template(), f"the chat template of {tokenizer.name_or_path!r}"
-    )
+def names() -> list[str]:
+    """Return the names of the templates, "chatml" among them."""
+    return sorted({"chatml", *KNOWN, *ADDED})
+
+
+def add_chat_template(
+    template_name: str, template: str, inverse_parser: Callable[[str], Any] | None = None
+) -> None:
+    """Give a chat template a name, in this process, in place of an earlier one of that name.
+
+    `template` is a Jinja text or a file; without generation tags the assistant mask comes from
+    rendering prefixes. `inverse_parser` turns a text into a History or a list of messages; None
+    reads it by the turns that the template writes. ValueError if the template cannot be parsed.
+    """
+    label = f"chat template {template_name!r}"
+    ADDED[template_name] = Template(read_template(template), label, inverse_parser=inverse_parser)
+
+
+def remove_chat_template(template_name: str) -> None:
+    """Take away an added template; a known one of the same name holds again. KeyError if none."""
+    del ADDED[template_name]
+
+
+def read_template(chat_template: str) -> str:
+    """Return the Jinja text of a name, of a file, or the given text; ValueError for others.
+
+    >>> read_template("falcon")[:27], read_template("{{ messages[0]['content'] }}")[:11]
+    ('{%- for message in messages', '{{ messages')
+    """
+    known = _named(chat_template)
+    text = chat_template if known is None else known.text
+    if "{" not in text:
+        try:
+            text = Path(chat_template).expanduser().read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"expected a Jinja template, a file that holds one, or one of {names()}, "
+                f"got {chat_template!r} ({error})"
+            ) from None
+    try:
+        plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", text)  # a tag of transformers
+        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
+    except TemplateSyntaxError as error:
+        raise ValueError(
+            f"expected a Jinja template, got an error in line {error.lineno}: {error.message}"
+        ) from None
+    return text
+
+
+def _named(name: str) -> Template | None:
+    """Return the added or known template of a name, None if there is none."""
+    if name in ADDED:
+        return ADDED[name]
+    name = "chatml_format" if name == "chatml" else name
+    return _known(name) if name in KNOWN else None
+
+
+def _known(name: str) -> Template:
+    text = Path(__file__).with_name(f"{name}.jinja").read_text(encoding="utf-8")
+    return Template(text, f"chat template {name!r}", KNOWN[name])
+
+
+def _with_end(template: Template, tokenizer: Any) -> Template:
+    """Return ChatML with an end of turn that the tokenizer has; any other template as it is."""
+    if tokenizer is None or template.text != _known("chatml_format").text:
+        return template
+    if "<|im_end|>" in tokenizer.get_added_vocab():
+        return template
+    if tokenizer.eos_token is None:
+        raise ValueError(
+            f"expected a tokenizer with the token <|im_end|> or an EOS token for {template.label}, "
+            f"{tokenizer.name_or_path!r} has neither; add one"
+        )
+    text = template.text.replace("'<|im_end|>'", "eos_token")
+    return Template(text, template.label, template.tokens)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Size, Tensor
 from torch.autograd.function import once_differentiable
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -63,6 +63,16 @@ def check_indices(index: Tensor, size: int, remedy: str) -> None:
     if outside.numel():
         got = outside[0].item()
         raise ValueError(f"expected integers in 0..{size - 1}, got {got}; {remedy}")
+
+
+def check_mask(mask: Tensor, *shapes: Size) -> None:
+    """Raise a ValueError unless a mask is bool and has one of the shapes."""
+    if mask.dtype is not torch.bool or mask.shape not in shapes:
+        wanted = " or ".join(str(tuple(shape)) for shape in shapes)
+        raise ValueError(
+            f"expected a bool mask (True = valid) of shape {wanted}, got {mask.dtype} "
+            f"{tuple(mask.shape)}; use .bool() or .expand"
+        )
 
 
 def upcast(x: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch.nn.functional import one_hot
 from policies.distributions.masked_rows import (
     at_index,
     check_indices,
+    check_mask,
     masked_entropy,
     masked_log_prob,
 )
@@ -43,31 +44,14 @@ class LLMMaskedCategorical(Distribution):
                 f"expected float logits [*B, T, C], got {logits.dtype} {tuple(logits.shape)}; "
                 "give the model's raw output"
             )
-        if mask.dtype is not torch.bool:
-            raise ValueError(f"expected a bool mask (True = valid), got {mask.dtype}; use .bool()")
-        if mask.shape not in (logits.shape[:-1], logits.shape):
-            raise ValueError(
-                f"expected a mask of shape {tuple(logits.shape[:-1])} (positions) or "
-                f"{tuple(logits.shape)} (tokens), got {tuple(mask.shape)}; expand it to one of them"
-            )
+        check_mask(mask, logits.shape[:-1], logits.shape)
         self._logits, self._mask, self.ignore_index = logits, mask, ignore_index
         self._cache: dict[str, tuple[bool, Any]] = {}
         super().__init__(batch_shape=logits.shape[:-1], validate_args=False)
 
-    @property
-    def arg_constraints(self) -> dict[str, Any]:
-        """Return nothing: the constructor checks its arguments."""
-        return {}
-
-    @property
-    def logits(self) -> Tensor:
-        """Return the original logits [*B, T, C]."""
-        return self._logits
-
-    @property
-    def mask(self) -> Tensor:
-        """Return the mask as it was given."""
-        return self._mask
+    arg_constraints = {}  # type: ignore[assignment]  # noqa: RUF012  # checked by the constructor
+    logits = property(lambda self: self._logits, doc="The original logits [*B, T, C].")
+    mask = property(lambda self: self._mask, doc="The mask as it was given.")
 
     @property
     def probs(self) -> Tensor:
@@ -103,7 +87,13 @@ class LLMMaskedCategorical(Distribution):
         No copy of the logits is made, neither forward nor for the backward, under either mask.
         Half-precision logits give float32 results.
         """
-        ignored = self._aligned(value) == self.ignore_index
+        shape = self.batch_shape
+        if value.shape[max(0, value.ndim - len(shape)) :] != shape:
+            raise ValueError(
+                f"expected tokens of shape [*S, {', '.join(map(str, shape))}], got "
+                f"{tuple(value.shape)}; logits[t] predict token t"
+            )
+        ignored = value == self.ignore_index
         if self.position_level_masking:
             ignored = ignored | ~self._mask
         token = value.masked_fill(ignored, 0)  # any valid index
@@ -135,10 +125,7 @@ class LLMMaskedCategorical(Distribution):
         logits = self._logits if self.position_level_masking else self.masked_logits
         return logits.argmax(-1).masked_fill(~self._valid, self.ignore_index)
 
-    @property
-    def deterministic_sample(self) -> Tensor:
-        """Return `mode`, under TorchRL's name."""
-        return self.mode
+    deterministic_sample = property(lambda self: self.mode, doc="`mode`, under TorchRL's name.")
 
     def entropy(self) -> Tensor:
         """Return the entropy in nats [*B, T] over the valid tokens; 0 where there is none."""
@@ -172,15 +159,6 @@ class LLMMaskedCategorical(Distribution):
             self._cache[name] = (tracked, build())
         return self._cache[name][1]
 
-    def _aligned(self, value: Tensor) -> Tensor:
-        shape = self.batch_shape
-        if value.shape[max(0, value.ndim - len(shape)) :] != shape:
-            raise ValueError(
-                f"expected tokens of shape [*S, {', '.join(map(str, shape))}], got "
-                f"{tuple(value.shape)}; logits[t] predict token t"
-            )
-        return value
-
 
 class LogProbDistribution(Distribution):
     """Wrap log-probabilities of known tokens, where no logits are at hand.
@@ -194,21 +172,15 @@ class LogProbDistribution(Distribution):
     """
 
     def __init__(self, log_probs: Tensor, mask: Tensor | None = None) -> None:
-        if mask is not None and (mask.dtype is not torch.bool or mask.shape != log_probs.shape):
-            raise ValueError(
-                f"expected a bool mask of shape {tuple(log_probs.shape)} (True = valid), got "
-                f"{mask.dtype} {tuple(mask.shape)}; use .bool() or .expand"
-            )
+        if mask is not None:
+            check_mask(mask, log_probs.shape)
         self.log_probs, self.mask = log_probs, mask
         batch, event = log_probs.shape[:-1], log_probs.shape[-1:]
         if log_probs.ndim < 2:
             batch, event = log_probs.shape, Size()
         super().__init__(batch_shape=batch, event_shape=event, validate_args=False)
 
-    @property
-    def arg_constraints(self) -> dict[str, Any]:
-        """Return nothing: any log-probs will do."""
-        return {}
+    arg_constraints = {}  # type: ignore[assignment]  # noqa: RUF012  # any log-probs will do
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Return the log-probs [B, T], 0 where masked; `value` must have their shape."""
@@ -223,10 +195,8 @@ class LogProbDistribution(Distribution):
 
     def sample(self, sample_shape: Size | Sequence[int] | None = None) -> Tensor:
         """Raise: the distribution over other tokens is not known."""
-        raise NotImplementedError(
-            "Sampling not supported for LogProbDistribution: it has no logits"
-        )
+        raise NotImplementedError("Sampling not supported for LogProbDistribution: no logits")
 
     def entropy(self) -> Tensor:
         """Raise: the distribution over other tokens is not known."""
-        raise NotImplementedError("Entropy not supported for LogProbDistribution: it has no logits")
+        raise NotImplementedError("Entropy not supported for LogProbDistribution: no logits")

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,18 +22,13 @@ Run = Callable[[list[Any]], Sequence[Any]]
 
 
 @dataclass(eq=False)
-class _Call:
-    """The rows of one caller, and what became of them."""
+class _Row:
+    """A row of one call, and what becomes of it."""
 
+    call: object
     run: Run
-    rows: list[Any]
-    deadline: float
-    results: dict[int, Any] = field(default_factory=dict)
-    error: BaseException | None = None
-
-    @property
-    def open(self) -> bool:
-        return self.error is None and len(self.results) < len(self.rows)
+    value: Any
+    result: Future = field(default_factory=Future)
 
 
 class BatchQueue:
@@ -55,7 +51,7 @@ class BatchQueue:
             raise ValueError(f"min_batch_size ({min_size}) must be <= max_batch_size ({max_size})")
         self.min_size, self.max_size, self.timeout = min_size, max_size, timeout
         self._changed = threading.Condition()
-        self._waiting: deque[tuple[_Call, int]] = deque()
+        self._waiting: deque[_Row] = deque()
         self._busy = False
 
     def __call__(self, run: Run, rows: Sequence[Any]) -> list[Any]:
@@ -63,31 +59,33 @@ class BatchQueue:
 
         Rows are run together with those of other callers of an equal `run`.
         """
-        call = _Call(run, list(rows), time.monotonic() + self.timeout)
+        call, deadline = object(), time.monotonic() + self.timeout
+        mine = [_Row(call, run, value) for value in rows]
         with self._changed:
-            self._waiting.extend((call, i) for i in range(len(call.rows)))
+            self._waiting.extend(mine)
             self._changed.notify_all()
-            while call.open:
-                left = call.deadline - time.monotonic()
+            while not all(row.result.done() for row in mine):
+                left = deadline - time.monotonic()
                 due = left <= 0 or len(self._waiting) >= self.min_size
                 if due and self._waiting and not self._busy:
                     self._run_batch()
                 else:
                     self._changed.wait(None if due else left)
-        if call.error is not None:
-            raise call.error
-        return [call.results[i] for i in range(len(call.rows))]
+        return [row.result.result() for row in mine]
 
     def cleanup(self, *, flush: bool = False) -> None:
         """Empty the queue: with `flush` run what waits, else its callers get a RuntimeError."""
         with self._changed:
-            for call in {call for call, _ in self._waiting}:
-                if flush:
-                    call.deadline = 0.0
+            while self._waiting or self._busy:
+                if self._busy:
+                    self._changed.wait()
+                elif flush:
+                    self._run_batch()
                 else:
-                    self._fail(call, RuntimeError("the batch queue was emptied before its turn"))
+                    error = RuntimeError("the batch queue was emptied before its turn")
+                    while self._waiting:
+                        self._waiting.popleft().result.set_exception(error)
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._waiting and not self._busy)
 
     def state(self) -> dict[str, Any]:
         """Return how many rows wait, whether a batch runs, and the settings."""
@@ -107,40 +105,37 @@ class BatchQueue:
 
     def _run_batch(self) -> None:
         """Run the next batch with the lock given back for as long as it takes."""
-        run, batch = self._waiting[0][0].run, list[tuple[_Call, int]]()
-        while self._waiting and self._waiting[0][0].run == run and len(batch) != self.max_size:
+        run, batch = self._waiting[0].run, list[_Row]()
+        while self._waiting and self._waiting[0].run == run and len(batch) != self.max_size:
             batch.append(self._waiting.popleft())
         self._busy = True
         self._changed.release()
         try:
-            self._work(batch)
+            _work(batch)
         finally:
             self._changed.acquire()
             self._busy = False
             self._changed.notify_all()
 
-    def _work(self, batch: list[tuple[_Call, int]]) -> None:
-        """Run a batch; if it fails, each caller's rows alone, so that failures find their owner."""
-        calls = list(dict.fromkeys(call for call, _ in batch))
-        try:
-            results = calls[0].run([call.rows[i] for call, i in batch])
-            for (call, i), result in zip(batch, results, strict=True):
-                call.results[i] = result
-        except BaseException as error:
-            stopped = not isinstance(error, Exception)
-            if len(calls) == 1 or stopped:
-                for call in calls:
-                    self._fail(call, error)
-            else:
-                for call in calls:
-                    self._work([item for item in batch if item[0] is call])
-            if stopped:  # Ctrl-C belongs to this thread too
-                raise
 
-    def _fail(self, call: _Call, error: BaseException) -> None:
-        with self._changed:
-            call.error = error
-            self._waiting = deque(item for item in self._waiting if item[0] is not call)
+def _work(batch: list[_Row]) -> None:
+    """Run a batch; if it fails, each caller's rows alone, so that failures find their owner."""
+    calls = dict.fromkeys(row.call for row in batch)
+    try:
+        results = batch[0].run([row.value for row in batch])
+        pairs = list(zip(batch, results, strict=True))
+    except BaseException as error:
+        if len(calls) > 1 and isinstance(error, Exception):
+            for call in calls:
+                _work([row for row in batch if row.call is call])
+            return
+        for row in batch:
+            row.result.set_exception(error)
+        if not isinstance(error, Exception):  # Ctrl-C belongs to this thread too
+            raise
+    else:
+        for row, result in pairs:
+            row.result.set_result(result)
 
 
 def _make(min_size: int, max_size: int | None, timeout: float) -> BatchQueue:
@@ -151,8 +146,7 @@ class BatchedCalls:
     """Make the calls of a model for several threads at once, their rows together.
 
     `model` has `_draw`, `_logits` and `_log_probs` as LLMWrapperBase does, and so has this. A call
-    that needs a gradient runs alone: backwards of several threads cannot share a graph. So does one
-    that scores over what a sampler kept.
+    that needs a gradient runs alone: backwards of several threads cannot share a graph.
     """
 
     def __init__(self, model: Any, queue: BatchQueue) -> None:
@@ -161,23 +155,18 @@ class BatchedCalls:
     def _draw(self, prompts: Tensor, attention: Tensor, streams: Tensor) -> Sampled:
         rows = zip(unpad(prompts, attention), streams.tolist(), strict=True)
         done = list(zip(*self.queue(self._draw_rows, list(rows)), strict=True))
-        ids, log_probs, complete, *found = done
-        support = None
-        if found:
-            from policies.support import Support
-
-            support = Support.of_rows(pad(found[0]), list(found[1]))
+        ids, log_probs, complete = done
         ended = torch.tensor(complete, device=prompts.device)
-        return Sampled.of_rows(ids, log_probs, ended, support)
+        return Sampled.of_rows(ids, log_probs, ended)
 
     def _logits(self, tokens: Tensor, attention: Tensor) -> Tensor:
         if self._learns():
             return self.model._logits(tokens, attention)
         return _spread(self.queue(self._logit_rows, unpad(tokens, attention)), attention)
 
-    def _log_probs(self, tokens, attention, keep, temperature, group_id, **support) -> Tensor:
-        if self._learns() or support:
-            return self.model._log_probs(tokens, attention, keep, temperature, group_id, **support)
+    def _log_probs(self, tokens, attention, keep, temperature, group_id) -> Tensor:
+        if self._learns():
+            return self.model._log_probs(tokens, attention, keep, temperature, group_id)
         keep = attention if keep is None else keep
         each = torch.as_tensor(temperature).reshape(-1).expand(len(keep)).tolist()
         rows = zip(unpad(tokens, attention), unpad(keep, attention), each, strict=True)
@@ -193,8 +182,6 @@ class BatchedCalls:
         drawn = self.model._draw(*_padded(ids, "left"), torch.tensor(streams))
         columns = [unpad(drawn.ids, drawn.mask), unpad(drawn.log_probs, drawn.mask)]
         columns.append(drawn.complete.tolist())
-        if drawn.support is not None:
-            columns += [unpad(drawn.support.get("sizes"), drawn.mask), drawn.support.row_words()]
         return list(zip(*columns, strict=True))
 
     @torch.no_grad()
@@ -222,18 +209,3 @@ def _spread(rows: list[Tensor], attention: Tensor) -> Tensor:
     out = values.new_zeros(*attention.shape, *values.shape[1:])
     out[attention] = values
     return out
-
-
-def batched_calls(
-    model: Any,
-    batching: bool | None,
-    min_size: int | None,
-    max_size: int | None,
-    timeout: float,
-) -> BatchedCalls:
-    """Return what a wrapper's batching arguments ask for; sizes alone ask for a queue."""
-    sized = min_size is not None or max_size is not None
-    if batching is False and sized:
-        raise ValueError("min_batch_size and max_batch_size must be None if batching is False.")
-    size = 1 if min_size is None else min_size
-    return BatchedCalls(model, BatchQueue(min_size=size, max_size=max_size, timeout=timeout))

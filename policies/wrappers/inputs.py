@@ -1,6 +1,6 @@
 """What a wrapper reads from a td: ids if there are any, else the rendered history or the text.
 
-Ids win only while they are those of the history or text beside them; see same_chat.py.
+Ids win, whatever the history or text beside them says: what was sampled is what is scored.
 Everything comes out dense: ids [B, T] with bool masks [B, T]; ragged rows are padded here, once.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from policies.chats.history import History
 from policies.chats.messages import records_of, visible
-from policies.padding import attended, compact, is_ragged, pad, pad_mask, rows, unpad
+from policies.padding import attended, is_ragged, pad, pad_mask, rows, unpad
 
 NestedKey = str | tuple[str, ...]
 Records = list[list[dict[str, Any]]]  # the messages of B chats, with their flags
@@ -58,8 +58,7 @@ class Sequences:
 class InputReader:
     """Read ids, histories and texts by the keys and with the tokenizer of a wrapper.
 
-    `key` is where the input of `mode` stands. With prefer_tokens=False ids are not looked for,
-    with "always" they are not compared with what stands there.
+    `key` is where the input of `mode` stands. With prefer_tokens=False ids are not looked for.
     """
 
     mode: str
@@ -67,12 +66,11 @@ class InputReader:
     tokens_key: NestedKey
     masks_key: NestedKey
     attention_mask_key: NestedKey
-    prefer_tokens: bool | str
+    prefer_tokens: bool
     tokenizer: Any
     tokenizer_kwargs: dict[str, Any]
     renderer: Any
     pad_token_id: int
-    stop_ids: frozenset[int]
     device: torch.device
 
     def records(self, td: TensorDictBase) -> Records | None:
@@ -93,26 +91,8 @@ class InputReader:
         ids = rows(td, key)
         if ids is None:
             return self._fresh(td, "prompt", records, "left")
-        if _ragged(td, key):
-            seq = self._padded(attended(ids, self._prompt_masks(td, ids), ragged=True), "left")
-        else:
-            tokens = td.get(key).to(self.device)
-            masks = self._prompt_masks(td, ids)
-            if masks is not None and any(mask.shape != ids[0].shape for mask in masks):
-                raise ValueError(
-                    "expected an attention mask with an entry for each token id, got "
-                    f"{len(masks[0])} entries for {len(ids[0])} ids"
-                )
-            keep = torch.ones_like(tokens, dtype=torch.bool)
-            keep = keep if masks is None else torch.stack(masks).bool().to(self.device)
-            tokens = compact(tokens, keep, self.pad_token_id, side="left")
-            seq = Sequences(tokens, compact(keep, keep, side="left"))
-        if self.prefer_tokens == "always" or not self._has_words(td):
-            return seq
-        from policies.wrappers.same_chat import is_same
-
-        fresh = self._fresh(td, "prompt", records, "left")
-        return seq if is_same(self, seq, fresh, "prompt", records) else fresh
+        masks, ragged = self._prompt_masks(td, ids), _ragged(td, key)
+        return self._padded(attended(ids, masks, ragged=ragged), "left")
 
     def _prompt_masks(self, td: TensorDictBase, ids: list[Tensor]) -> list[Tensor] | None:
         """Return the attention masks of prompts: an output's prompt fills its first columns."""
@@ -137,18 +117,28 @@ class InputReader:
         if seq.assistant is None:
             mask = self._mask_of(td, tokens, "all_assistant_mask", side, strict=strict)
             seq = replace(seq, assistant=mask)
-        checked = self.prefer_tokens != "always"
-        if strict and (checked or seq.assistant is None) and self._has_words(td):
-            from policies.wrappers.same_chat import is_same, recognised
-
-            records = self.records(td)
-            fresh = self._fresh(td, "full", records, "left")
-            if checked:
-                is_same(self, seq, fresh, "full", records)
-            seq = recognised(self, seq, fresh)
+        records = self.records(td) if strict and seq.assistant is None else None
+        if records is not None:
+            seq = self._with_assistant(seq, self._fresh(td, "full", records, "left"))
         response = self._mask_of(td, tokens, "all_response_mask", side, strict=strict)
         seq = replace(seq, response=response)
         return replace(seq, after=self.after_prompt(td, seq, self.prompt_key))
+
+    def _with_assistant(self, seq: Sequences, fresh: Sequences) -> Sequences:
+        """Return ids with the assistant mask of the history beside them, if they are its very ids.
+
+        Padding that no attention mask tells is recognised by it too.
+        """
+        sizes, masks = fresh.attention.sum(-1), [seq.attention]
+        if seq.attention.all() and fresh.tokens.shape == seq.tokens.shape:
+            masks += [fresh.attention, fresh.attention.flip(-1)]  # padded on either side
+        ids, assistant = fresh.tokens[fresh.attention], fresh.assistant[fresh.attention]
+        for mask in masks:
+            same = torch.equal(mask.sum(-1), sizes) and torch.equal(seq.tokens[mask], ids)
+            if same and (mask is seq.attention or (seq.tokens[~mask] == self.pad_token_id).all()):
+                marks = torch.zeros_like(mask).masked_scatter(mask, assistant)
+                return replace(seq, attention=mask, assistant=marks)
+        return seq
 
     def mask_at(self, td: TensorDictBase, key: NestedKey, side: str = "left") -> Tensor | None:
         """Return the mask at a key as bool [B, T], ragged ones padded on `side`; None without."""
@@ -197,11 +187,6 @@ class InputReader:
 
     # Histories and texts.
 
-    def _has_words(self, td: TensorDictBase) -> bool:
-        """Return whether there is a history or text, which may stand beside ids."""
-        known = self.mode != "tokens" and self.tokenizer is not None
-        return known and td.get(self.key, None) is not None
-
     def _fresh(
         self, td: TensorDictBase, field: str, records: Records | None, side: str
     ) -> Sequences:
@@ -242,18 +227,15 @@ class InputReader:
 
     def _stacked(self, td: TensorDictBase, ids: list[Tensor], side: str) -> Sequences:
         """Return rows of a lazy stack or a nested tensor, which may hold padding of their own."""
-        key = (*_path(self.masks_key), "all_attention_mask")
-        own = rows(td, key)
-        for masks in (own, rows(td, self.attention_mask_key)):  # the other may be of prompts
-            alike = masks and all(m.shape == row.shape for m, row in zip(masks, ids, strict=True))
-            if masks is own and masks and not alike:
-                sizes = [[len(row) for row in part] for part in (ids, masks)]
-                raise ValueError(
-                    f"expected {key} with an entry for each token id, {sizes[0]}, got {sizes[1]}"
-                )
-            if masks and alike:
+        key, sizes = (*_path(self.masks_key), "all_attention_mask"), [len(row) for row in ids]
+        for place in (key, self.attention_mask_key):
+            masks = rows(td, place)
+            if masks and [len(mask) for mask in masks] == sizes:
                 keep = pad([mask.bool() for mask in masks], False, side=side).to(self.device)
                 return Sequences(pad(ids, self.pad_token_id, side=side).to(self.device), keep)
+            if masks and place == key:  # the other may be of prompts
+                got = [len(mask) for mask in masks]
+                raise ValueError(f"expected {key} with an entry for each id, {sizes}, got {got}")
         return self._padded(ids, side)
 
     def _padded(self, ids: list[Tensor], side: str) -> Sequences:

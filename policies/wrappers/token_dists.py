@@ -1,11 +1,10 @@
 """The distribution of each token of given sequences, as losses ask a scoring wrapper for it.
 
-Entry t of the logits [B, T, V] predicts token t. Nothing here has a state that a call changes, so
-threads may ask at once. Arguments that are not named have no effect (the pages' **kwargs).
+Entry t of the logits [B, T, V] predicts token t.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase, unravel_key
@@ -13,11 +12,8 @@ from torch import Tensor
 from torch.distributions import Categorical
 
 from policies.distributions.sequences import LLMMaskedCategorical
-from policies.padding import pad, predicted, rows, unpad
-from policies.wrappers.inputs import NestedKey, flat
-
-if TYPE_CHECKING:
-    from policies.wrappers.wrapper import LLMWrapperBase
+from policies.padding import pad, rows, unpad
+from policies.wrappers.inputs import InputReader, NestedKey, Sequences, flat
 
 
 class RaggedCategorical(Categorical):
@@ -55,44 +51,33 @@ class RaggedCategorical(Categorical):
 
 
 class TokenDists:
-    """The sequences of a td and their logits, from which each kind of distribution is made.
+    """The sequences that `reader` finds in a td, from which each kind of distribution is made.
 
-    `out` gets the logits of the distribution made, at `logits_key`. The td may have any number of
-    batch dimensions.
+    `logits` makes logits [B, T, V] of the sequences, tempered. `out` gets those of the distribution
+    made, at `logits_key`. The td may have any number of batch dimensions.
     """
 
     def __init__(
         self,
-        wrapper: "LLMWrapperBase",
+        reader: InputReader,
         td: TensorDictBase,
+        logits: Callable[[Sequences], Tensor],
+        *,
         side: str,
         out: TensorDictBase | None,
         logits_key: NestedKey,
     ) -> None:
-        if wrapper.generate:
-            raise NotImplementedError(
-                "a generating policy has no distribution over given tokens; "
-                "use policy.get_new_version(generate=False)"
-            )
         if side not in ("left", "right"):
             raise ValueError(f"expected padding_side 'left' or 'right', got {side!r}")
-        self.reader, self.td, self.side = wrapper.reader(flat(td)), td, side
+        self.reader, self.td, self.side = reader, td, side
         self.out, self.logits_key = out, logits_key
-        self.seq = seq = self.reader.sequences(flat(td), side)
+        self.seq = seq = reader.sequences(flat(td), side)
         if seq.dense and side == "right" and (seq.attention[:, 1:] > seq.attention[:, :-1]).any():
             raise ValueError(
                 "padding_side='right' pads ragged sequences, these are padded otherwise and stay "
                 "as they lie; give them ragged, or drop it"
             )
-        logits = wrapper.calls._logits(seq.tokens, seq.attention)
-        # Losses ask for it: the ratio to what was sampled is at the temperature of the sampling.
-        scale = wrapper.scoring_temperature(flat(td), "temperature")
-        scale = torch.as_tensor(scale, device=logits.device).reshape(-1, 1, 1)
-        told = predicted(seq.attention).unsqueeze(-1)
-        logits = logits / scale
-        support = wrapper.support_of(flat(td), seq, side)
-        cut = wrapper.limits.cut(logits) if support is None else support.cut(logits)
-        self.logits = torch.where(told, cut, logits)  # [B, T, V]
+        self.logits = logits(seq)
 
     def mask_at(self, key: NestedKey) -> Tensor:
         """Return a mask [B, T] by the name of its field in the masks or by its key in td."""
@@ -152,138 +137,7 @@ class TokenDists:
         return logits
 
 
-def get_dist(
-    wrapper: "LLMWrapperBase",
-    tensordict: TensorDictBase,
-    tensordict_out: TensorDictBase | None = None,
-    logits_key: NestedKey = "logits",
-    mask_key: NestedKey | None = None,
-    as_padded_tensor: bool | None = None,
-    as_nested_tensor: bool | None = None,
-    padding_value: float | None = None,
-    padding_side: str = "left",
-    layout: torch.layout | None = None,
-    **_: Any,
-) -> LLMMaskedCategorical | Categorical:
-    """Return the distribution of each token given those before it, over [B, T, V] logits.
-
-    Padded (the default), it is masked by the attention mask, or by that at `mask_key`: an
-    LLMMaskedCategorical whose padding holds `padding_value` (0). Ragged sequences are padded on
-    `padding_side`; padded ones stay as they lie. With `as_nested_tensor` it is a Categorical
-    over nested logits of `layout` (strided), with as_padded_tensor=False one over rows of equal
-    lengths; neither has a mask. `tensordict_out` gets the logits, at `logits_key`.
-    """
-    nested = as_nested_tensor is True
-    if (nested or as_padded_tensor is False) and (mask_key is not None or as_padded_tensor):
-        raise ValueError(
-            f"expected padded logits for a mask, got {as_nested_tensor=}, {as_padded_tensor=} "
-            f"and {mask_key=}; drop the one or the other"
-        )
-    if layout is not None and not nested:
-        raise ValueError(
-            f"layout is that of nested logits, got {layout} with {as_nested_tensor=}; set "
-            "as_nested_tensor=True, or drop it"
-        )
-    dists = TokenDists(wrapper, tensordict, padding_side, tensordict_out, logits_key)
-    if nested:
-        return dists.nested(layout or torch.strided)
-    if as_padded_tensor is False:
-        return dists.stacked()
-    return dists.masked(dists.mask_at(mask_key or "all_attention_mask"), padding_value)
-
-
-def with_prompt_mask(
-    wrapper: "LLMWrapperBase",
-    tensordict: TensorDictBase,
-    tokens_key: NestedKey | None = None,
-    logits_key: NestedKey = "logits",
-    assistant_mask_key: NestedKey | None = None,
-    attention_mask_key: NestedKey | None = None,
-    padding_side: str = "left",
-    *,
-    tensordict_out: TensorDictBase | None = None,
-    **_: Any,
-) -> LLMMaskedCategorical:
-    """Return the distribution masked to what follows the prompt, else to the assistant mask.
-
-    `tokens_key` names the prompt's ids.
-    """
-    dists = TokenDists(wrapper, tensordict, padding_side, tensordict_out, logits_key)
-    after = dists.after_prompt(tokens_key)
-    if after is None:
-        return dists.masked(dists.mask_at(assistant_mask_key or "all_assistant_mask"))
-    return dists.masked(dists.mask_at(attention_mask_key or "all_attention_mask") & after)
-
-
-def with_assistant_mask(
-    wrapper: "LLMWrapperBase",
-    tensordict: TensorDictBase,
-    assistant_mask_key: NestedKey | None = None,
-    logits_key: NestedKey = "logits",
-    padding_side: str = "left",
-    *,
-    tensordict_out: TensorDictBase | None = None,
-    **_: Any,
-) -> LLMMaskedCategorical:
-    """Return the distribution masked to assistant tokens.
-
-    Ids that were not read from tokens.full are written there, to the caller, over others.
-    """
-    dists = TokenDists(wrapper, tensordict, padding_side, tensordict_out, logits_key)
-    mask = dists.mask_at(assistant_mask_key or "all_assistant_mask")
-    dists.keep_ids(wrapper._key("tokens", "full"))
-    return dists.masked(mask)
-
-
-def with_attention_mask(
-    wrapper: "LLMWrapperBase",
-    tensordict: TensorDictBase,
-    attention_mask_key: NestedKey | None = None,
-    logits_key: NestedKey = "logits",
-    padding_side: str = "left",
-    *,
-    tensordict_out: TensorDictBase | None = None,
-    **_: Any,
-) -> LLMMaskedCategorical:
-    """Return the distribution masked to real tokens."""
-    dists = TokenDists(wrapper, tensordict, padding_side, tensordict_out, logits_key)
-    return dists.masked(dists.mask_at(attention_mask_key or "all_attention_mask"))
-
-
-def with_custom_mask(
-    wrapper: "LLMWrapperBase",
-    tensordict: TensorDictBase,
-    mask: Tensor,
-    logits_key: NestedKey = "logits",
-    padding_side: str = "left",
-    *,
-    tensordict_out: TensorDictBase | None = None,
-    **_: Any,
-) -> LLMMaskedCategorical:
-    """Return the distribution under a bool mask, one entry a token."""
-    return TokenDists(wrapper, tensordict, padding_side, tensordict_out, logits_key).masked(mask)
-
-
-def response_log_probs(
-    wrapper: "LLMWrapperBase", data: TensorDictBase, **get_kwargs: Any
-) -> Tensor | list[Tensor]:
-    """Return the log-probs of the response; see `LLMWrapperBase.log_prob`."""
-    if wrapper.generate:
-        raise RuntimeError("log_prob scores; expected generate=False, got generate=True")
-    td = flat(data)
-    seq = wrapper.reader(td).sequences(td)
-    part = seq.parts().get("response")
-    if part is None:
-        raise ValueError(
-            "expected prompt tokens or an assistant mask to tell the response from the prompt, "
-            "found neither; use input_mode='history' or give "
-            f"{wrapper._key('tokens', 'prompt')}"
-        )
-    get_kwargs = get_kwargs or {"as_padded_tensor": wrapper.pad_output}
-    return _shown(unpad(wrapper._scored(td, seq), part), data.batch_size, **get_kwargs)
-
-
-def _shown(
+def show_rows(
     rows: list[Tensor],
     batch_size: Sequence[int],
     *,

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from policies.sampler import Sampled, sample
 from policies.scorer import Scorer
+from policies.wrappers.generate_kwargs import follow
 from policies.wrappers.wrapper import LLMWrapperBase
 
 
@@ -25,8 +26,6 @@ class TransformersWrapper(LLMWrapperBase):
     >>> bool(gap.abs().max() < 1e-4)
     True
     """
-
-    keeps_support = True
 
     def _set_model(self, model: Any) -> None:
         self.scorer = model if isinstance(model, Scorer) else Scorer(model)
@@ -67,8 +66,6 @@ class TransformersWrapper(LLMWrapperBase):
     @torch.no_grad()
     def _follow(self, prompts: Tensor, attention: Tensor) -> Sampled:
         """Return replies by transformers' own generate, which draws from torch's generator."""
-        from policies.wrappers.generation_config import follow
-
         return follow(
             self.model,
             prompts,

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig
 
+from policies.lora import write_adapter
 from policies.models import find_model
 from policies.optional_packages import EXTRAS
 from policies.padding import predicted, unpad
@@ -47,6 +48,12 @@ class VLLMEngine(nn.Module):
     "processed_logprobs" unless that is the model's own: temperature 1, nothing cut off.
     """
 
+    folder: str
+    dtype: torch.dtype
+    limit: int  # tokens of a context
+    mode: str  # which log-probs it returns
+    config: Any
+    generation_config: Any
     adapter: Any = None  # peft's config of a LoRA, of which alone new weights then are
     lora: Any = None  # the adapter that vLLM has, by its own name for it
 
@@ -69,23 +76,12 @@ class VLLMEngine(nn.Module):
                 f"expected an engine that returns log-probs, got logprobs_mode={self.mode!r}; use "
                 "vllm.LLM(..., logprobs_mode='processed_logprobs')"
             )
-        _check_head(about)
 
-    def _keep(
-        self,
-        *,
-        folder: str,
-        dtype: torch.dtype,
-        limit: int,
-        mode: str,
-        about: str,
-        config: Any,
-        generation_config: Any,
-    ) -> None:
-        """Keep what is known of the engine's model."""
-        self.folder, self.dtype, self.limit, self.mode = folder, dtype, limit, mode
-        self.config, self.generation_config = config, generation_config
-        self.about = f"{about}, {str(dtype).removeprefix('torch.')}"
+    def _keep(self, *, about: str, **facts: Any) -> None:
+        """Keep what is known of the engine's model as attributes."""
+        for name, value in facts.items():
+            setattr(self, name, value)
+        self.about = f"{about}, {str(self.dtype).removeprefix('torch.')}"
         self.device = torch.device("cpu")  # of the ids that go in and come out
         self.tolerance: float | None = None  # of a probe, nats; None = by dtype
 
@@ -94,7 +90,7 @@ class VLLMEngine(nn.Module):
 
         `more` are other fields of it. Raises ValueError where vLLM cannot do as asked.
         """
-        if 0 < temperature < 0.01:
+        if 0 < temperature < 0.01:  # vLLM would raise it to that
             raise ValueError(f"expected temperature 0, or 0.01 to 2 with vLLM, got {temperature}")
         plain = {"max_tokens", "stop", "stop_token_ids"}
         if self.mode == "raw_logprobs" and (temperature not in (0, 1) or set(more) - plain):
@@ -170,8 +166,6 @@ class VLLMEngine(nn.Module):
     def _take_adapter(self, named: dict[str, Tensor]) -> None:
         from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
 
-        from policies.lora import write_adapter
-
         number = getattr(self.lora, "lora_int_id", 0) + 1  # a new name: it may change none in place
         with TemporaryDirectory(prefix="leash-") as folder:
             write_adapter(named, self.adapter, Path(folder))
@@ -209,14 +203,7 @@ class VLLMEngine(nn.Module):
         prompts = [{"prompt_token_ids": row.tolist()} for row in rows]
         how = {"use_tqdm": False, "lora_request": self.lora}
         done = self.llm.generate(prompts, params, **how) if prompts else []
-        scores = [getattr(d.prompt_logprobs, "logprobs", ()) for d in done]
-        first = [d.outputs[0] for d in done]
-        return [
-            Reply(
-                r.token_ids, getattr(r.logprobs, "logprobs", ()), r.finish_reason == "stop", scored
-            )
-            for r, scored in zip(first, scores, strict=True)
-        ]
+        return [_reply(d.outputs[0], d.prompt_logprobs) for d in done]
 
     @contextmanager
     def _tempered(self, temperature: float) -> Iterator[None]:
@@ -240,14 +227,18 @@ class VLLMEngine(nn.Module):
             )
 
 
+def _reply(done: Any, prompt_logprobs: Any) -> Reply:
+    log_probs, scores = (getattr(x, "logprobs", ()) for x in (done.logprobs, prompt_logprobs))
+    return Reply(done.token_ids, log_probs, done.finish_reason == "stop", scores)
+
+
 def load_engine(
     model: str | Path, *, source: str = "auto", dtype: str = "float32", **engine: Any
 ) -> VLLMEngine:
     """Return an engine in this process on a folder, an embedded model or a hub id.
 
     `engine` are arguments of vllm.LLM. On a CPU nothing is compiled unless asked for (it takes
-    minutes), and the size of an attention head must be one that vLLM has kernels for: 32, 64, 80,
-    ...; another one is a ValueError. The process's random state stays as it is.
+    minutes). The process's random state stays as it is.
     """
     LLM, found = _vllm().LLM, find_model(str(model), source=source)
     settings = {
@@ -290,22 +281,6 @@ def lora_options(adapter: Any, architectures: Sequence[str]) -> dict[str, Any]:
     if rank is None or not known or not supports_lora(known[0].load_model_cls()):
         return {}
     return {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1}
-
-
-def _check_head(about: Any) -> None:
-    """Raise where vLLM's CPU kernels lack the model's size of an attention head."""
-    from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
-
-    if not current_platform.is_cpu():
-        return
-    from vllm.v1.attention.backends import cpu_attn  # pyright: ignore[reportMissingImports]
-
-    sizes = cpu_attn.CPUAttentionBackend.get_supported_head_sizes()
-    if about.get_head_size() not in sizes:
-        raise ValueError(
-            f"expected an attention head of {sizes} on a CPU with vLLM, {about.model} has "
-            f"{about.get_head_size()}; generate with TransformersWrapper"
-        )
 
 
 def _scale(model: nn.Module, factor: float) -> None:

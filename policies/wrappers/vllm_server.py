@@ -2,36 +2,36 @@
 
 Weights go by a folder that both sides see, which the server reloads: vLLM's /collective_rpc of
 reload_weights, between /pause and /resume; by NCCL where both have GPUs and the server was started
-for that (vllm_nccl.py). Of a LoRA the adapter alone, where the server was started with
+for that (`Transfer`). Of a LoRA the adapter alone, where the server was started with
 --enable-lora. What is asked of it beside OpenAI's protocol needs VLLM_SERVER_DEV_MODE=1 and
 --enable-scale-out. No vllm is needed on this side, but for NCCL.
 Left out on purpose: a temperature of scores.
 """
 
-import json
 import shutil
-import threading
-from collections.abc import Callable, Iterable, Sequence
+import socket
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from importlib.util import find_spec
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, NoReturn
-from urllib.parse import urlsplit
 from uuid import uuid4
 from weakref import finalize
 
+import httpx
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from policies.lora import base_weights, write_adapter
 from policies.wrappers.vllm_engine import Reply, VLLMEngine
 
 VERSIONS = ("0.32.", "0.33.")  # as in pyproject.toml; what is asked here has no promise of vLLM
 AT_ONCE = 256  # requests on their way; the server has a queue of its own
-KNOCKS, PATIENCE = 20, 600  # seconds for a connection, and for an answer
+KNOCKS, PATIENCE = 20, 600  # seconds for a connection; for an answer or a hand-over by NCCL
 SERVE = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve {model} --port {port} --dtype {dtype} --enable-scale-out "
     "--logprobs-mode processed_logprobs"
@@ -39,59 +39,38 @@ SERVE = (
 # What a server needs beside that to take the adapter of a LoRA alone; else it gets it merged.
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that it has kernels for
 ADAPTERS = ("VLLM_ALLOW_RUNTIME_LORA_UPDATING=1", "--enable-lora --max-lora-rank {rank}")
+CLOSED = (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
+NCCL_OPTION = "--weight-transfer-config"
 
 
 class Server:
-    """A vLLM server at `url`: a connection a thread, its answers as they are."""
+    """A vLLM server at `url`, for several threads; its answers as they are."""
 
     def __init__(self, url: str) -> None:
-        self.url, self.parts, self.kept = url, urlsplit(url), threading.local()
+        # The server closes a connection that is idle for five seconds.
+        limits = httpx.Limits(max_connections=AT_ONCE, keepalive_expiry=2)
+        patience = httpx.Timeout(PATIENCE, connect=KNOCKS)
+        self.client = httpx.Client(base_url=url, timeout=patience, limits=limits, trust_env=False)
+        self.url = url
 
     def __call__(self, path: str, body: Any = None, *, method: str = "POST") -> Any:
         """Return what the server answers; RuntimeError with its words, or that it is gone."""
-        data = None if body is None else json.dumps(body).encode()
         for attempt in (1, 2):  # a connection that was kept may have been closed meanwhile
-            fresh = not hasattr(self.kept, "connection")
             try:
-                self.kept.connection = getattr(self.kept, "connection", None) or self._connect()
-                head = {"Content-Type": "application/json"}
-                self.kept.connection.request(method, f"{self.parts.path}{path}", data, head)
-                answer = self.kept.connection.getresponse()
-                text = answer.read()
+                answer = self.client.request(method, path, json=body)
                 break
-            except (OSError, HTTPException) as error:
-                self._disconnect()
-                if fresh or attempt == 2 or isinstance(error, TimeoutError):
+            except httpx.TransportError as error:
+                closed = isinstance(error, CLOSED)
+                if attempt == 2 or not closed:
                     raise ConnectionError(f"{type(error).__name__}: {error}") from error
-        if answer.status != 200:
-            raise RuntimeError(f"{path}: {answer.status} {_words(text)}")
-        return json.loads(text) if text.startswith((b"{", b"[")) else None
-
-    def _disconnect(self) -> None:
-        if connection := self.kept.__dict__.pop("connection", None):
-            connection.close()
-
-    def _connect(self) -> HTTPConnection:
-        kind = HTTPSConnection if self.parts.scheme == "https" else HTTPConnection
-        made = kind(self.parts.hostname or "", self.parts.port, timeout=KNOCKS)
-        made.connect()
-        made.sock.settimeout(PATIENCE)
-        return made
-
-
-def _words(text: bytes) -> str:
-    """Return what an error of the server says, in one line."""
-    try:
-        found = json.loads(text)
-        found = found.get("error", found) if isinstance(found, dict) else found
-        found = found.get("message", found) if isinstance(found, dict) else found
-    except ValueError:
-        found = text.decode(errors="replace")
-    return " ".join(str(found).split())[:300]
+        if answer.status_code != 200:
+            words = " ".join(answer.text.split())[:300]
+            raise RuntimeError(f"{path}: {answer.status_code} {words}")
+        return answer.json() if answer.content.startswith((b"{", b"[")) else None
 
 
 def _clear(path: Path) -> None:
-    """Remove a folder; of a link that somebody has put there the link alone."""
+    """Remove a folder; of a link the link alone."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.exists():
@@ -119,7 +98,7 @@ class VLLMServer(VLLMEngine):
     ) -> None:
         nn.Module.__init__(self)
         self.server, self.share = Server(url.rstrip("/")), share
-        port = self.server.parts.port or 80
+        host, port = self.server.client.base_url.host, self.server.client.base_url.port or 80
         self.start = SERVE.format(model=folder, port=port, dtype=dtype)
         if adapter is not None:
             rank = next((rank for rank in RANKS if rank >= adapter.r), adapter.r)
@@ -142,15 +121,11 @@ class VLLMServer(VLLMEngine):
         if adapter is not None and takes:
             if takes["max_lora_rank"] < adapter.r:
                 self._refuse(f"--max-lora-rank {adapter.r} at least, got {takes['max_lora_rank']}")
-            from policies.lora import base_weights
-
             self.adapter, self.under = adapter, partial(base_weights, model)
         backend = (settings.get("weight_transfer_config") or {}).get("backend")
         both = {str((settings.get("device_config") or {}).get("device")), model.device.type}
         if backend == "nccl" and both == {"cuda"} and find_spec("vllm"):
-            from policies.wrappers.vllm_nccl import Transfer
-
-            self.transfer = Transfer(self._ask, host=self.server.parts.hostname or "", port=port)
+            self.transfer = Transfer(self._ask, host=host, port=port)
             self.about += ", weights by NCCL"
         self._ask("/resume")  # a run that was killed in a hand-over left it waiting
         self.pool = ThreadPool(AT_ONCE)  # daemons: a run that ends waits for no request
@@ -215,8 +190,6 @@ class VLLMServer(VLLMEngine):
             by_folder = partial(self._reload_from, share, weights)
             by_nccl = self.transfer and partial(self.transfer.send, weights)
             return self._while_it_waits(by_nccl or by_folder)
-        from policies.lora import write_adapter
-
         if self.lora is None:  # the server may have served another run: once, what is under it
             self._hand_over(self.under(), share, None)
         write_adapter({k: t.contiguous() for k, t in weights.items()}, self.adapter, share)
@@ -269,3 +242,93 @@ class VLLMServer(VLLMEngine):
                 f"a vLLM server scores at temperature 1, got {temperature}; score by the policy"
             )
         return super()._tempered(temperature)
+
+
+class Transfer:
+    """Send weights to the server that `ask` reaches, from a process on a GPU: vLLM's trainer side.
+
+    It is the source of the weights and the client that tells the server what comes. The server at
+    host and port was started for it: --weight-transfer-config '{"backend": "nccl"}'. Never run on
+    a GPU; whatever arrives, the probe says (trainer/weight_sync.py).
+    """
+
+    def __init__(self, ask: Callable[..., Any], *, host: str, port: int) -> None:
+        self.ask, self.server = ask, (host, port)
+        self.device = torch.accelerator.current_accelerator() or torch.device("cpu")
+        self.named: Mapping[str, Tensor] = {}
+        self.engine: Any = None
+
+    def send(self, named: Mapping[str, Tensor]) -> None:
+        """Replace the weights of the server; RuntimeError if that fails or does not end."""
+        self.named = named
+        index = torch.cuda.current_device() if self.device.type == "cuda" else None
+        work = ThreadPoolExecutor(1, initializer=_on, initargs=(index,))
+        try:
+            work.submit(self._send).result(PATIENCE)
+        except Exception as error:
+            raise RuntimeError(
+                f"weights did not reach the vLLM server by NCCL: {type(error).__name__}: {error}; "
+                f"start it again without {NCCL_OPTION}, they go by the run folder then"
+            ) from error
+        finally:
+            work.shutdown(wait=False)
+
+    def _send(self) -> None:
+        from vllm.distributed.weight_transfer import nccl_engine  # pyright: ignore[reportMissingImports]
+
+        if self.engine is None:
+            make = nccl_engine.NCCLTrainerWeightTransferEngine.trainer_init
+            self.engine = make(self.meeting(), client=self, source=self)
+        self.engine.send_weights()
+
+    def meeting(self) -> Any:
+        """Return where the server's processes and this one, the first of them, meet."""
+        from vllm.distributed.weight_transfer import nccl_engine  # pyright: ignore[reportMissingImports]
+
+        with socket.create_connection(self.server, timeout=20) as way, socket.socket() as free:
+            address = way.getsockname()[0]
+            free.bind(("", 0))
+            port = free.getsockname()[1]
+        ranks = self.ask("/get_world_size", method="GET")["world_size"]
+        return nccl_engine.NCCLTrainerInitInfo(
+            master_address=address, master_port=port, world_size=ranks + 1, rank=0
+        )
+
+    # The source of the weights.
+
+    def metadata(self) -> list[Any]:
+        """Return name, dtype and shape of each."""
+        from vllm.distributed.weight_transfer import ParamMeta  # pyright: ignore[reportMissingImports]
+
+        return [ParamMeta(name, w.dtype, tuple(w.shape)) for name, w in self.named.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, weight in self.named.items():
+            yield name, weight.detach().to(self.device).contiguous()
+
+    # The client.
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Let the server's processes come to the meeting."""
+        self.ask("/init_weight_transfer_engine", {"init_info": init_info})
+
+    def shutdown_weight_transfer_engine(self) -> None:
+        """Let them leave it."""
+        self.ask("/shutdown_weight_transfer_engine")
+
+    def start_weight_update(self) -> None:
+        """Say that weights come."""
+        self.ask("/start_weight_update")
+
+    def update_weights(self, update_info: Any) -> None:
+        """Say which; the server answers when it has them."""
+        self.ask("/update_weights", {"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Say that these were all."""
+        self.ask("/finish_weight_update", {"weight_version": weight_version})
+
+
+def _on(index: int | None) -> None:
+    if index is not None:  # a thread has a GPU of its own choice
+        torch.cuda.set_device(index)

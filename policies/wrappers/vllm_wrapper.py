@@ -4,6 +4,7 @@ vLLM samples and scores (see vllm_engine.py); rendering, masks and containers ar
 Log-probs only: whole distributions need TransformersWrapper.
 """
 
+import copy
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from policies.lora import adapter_config
 from policies.models import find_model, has_adapter, load_tokenizer
 from policies.padding import unpad
 from policies.roles import Policy
 from policies.sampler import Sampled
 from policies.wrappers.vllm_engine import VLLMEngine, load_engine, lora_options
+from policies.wrappers.vllm_server import VLLMServer
 from policies.wrappers.wrapper import LLMWrapperBase
 
 # Further arguments, by the name that transformers gives them, and what vLLM calls them.
@@ -132,8 +135,6 @@ def vllm_beside(
     folder, dtype = policy.found.folder, dtype or str(computes).removeprefix("torch.")
     adapter = None
     if has_adapter(policy.model):
-        from policies.lora import adapter_config
-
         adapter = adapter_config(policy.model)
     if url is None:
         _check_ranks(policy.device)
@@ -141,8 +142,6 @@ def vllm_beside(
         made = load_engine(folder, dtype=dtype, **lora, **engine)
         made.adapter = adapter if lora else None
     else:
-        from policies.wrappers.vllm_server import VLLMServer  # few runs have one
-
         model = policy.model
         made = VLLMServer(url, model, folder=folder, share=share, dtype=dtype, adapter=adapter)
     made.about += (
@@ -150,7 +149,11 @@ def vllm_beside(
     )
     made.device = policy.device
     made.tolerance = tolerance or max(TOLERANCE[made.dtype], TOLERANCE[computes])
-    return vLLMWrapper.speaking_as(policy, made)
+    shared = ("generate_kwargs", "chat_template_name", "chat_template", "pad_output")
+    settings = {name: policy._settings[name] for name in shared}
+    beside = vLLMWrapper(made, tokenizer=copy.deepcopy(policy.tokenizer), **settings)
+    beside.copy_attributes(policy, same_weights=True)
+    return beside
 
 
 def _check_ranks(device: torch.device) -> None:

@@ -7,46 +7,41 @@ mode; a history or text is tokenised only where there are none.
 Alignment everywhere: entry t of a `full` belongs to token t; unscored entries are 0.
 """
 
-import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal
 from weakref import ref
 
 import torch
 from tensordict import TensorDict, TensorDictBase, unravel_key
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
+from torch.distributions import Categorical
 
 from policies.chats.chat_template import Renderer
 from policies.chats.containers import ChatHistory, LogProbs, Masks, Text, Tokens
 from policies.chats.history import History
+from policies.distributions.sequences import LLMMaskedCategorical
 from policies.models import find_model, load_model, load_tokenizer, token_ids
 from policies.padding import predicted, unpad
 from policies.random import fold
 from policies.sampler import Sampled, Stop
 from policies.scorer import max_positions, score_in_parts
+from policies.wrappers.batching import BatchedCalls, BatchQueue
 from policies.wrappers.generate_kwargs import GenerateKwargs
 from policies.wrappers.inputs import InputReader, NestedKey, Records, Sequences, flat
 from policies.wrappers.outputs import Form, home, put
+from policies.wrappers.token_dists import TokenDists, show_rows
 
-if TYPE_CHECKING:
-    from torch.distributions import Categorical
-
-    from policies.distributions.sequences import LLMMaskedCategorical
-
-# What goes along to another version: how names are looked for and the system prompt of the chats,
-# and with the same weights where they are from and how often they were synced.
+# Attributes that get_new_version copies, the second ones only where the weights are the same.
 KEPT, KEPT_WITH_WEIGHTS = ("source", "system_prompt"), ("found", "version")
-# What a generator beside a policy has of its settings.
-SHARED = ("generate_kwargs", "chat_template_name", "chat_template", "pad_output")
 
 InputMode = Literal["history", "text", "tokens"]
 CHOICES = {
     "input_mode": ("history", "text", "tokens"),
     "pad_output": (True, False),
     "inplace": (True, False, "empty", None),
-    "prefer_tokens": (True, False, "always"),
+    "prefer_tokens": (True, False),
     "layout": (None, torch.strided, torch.jagged),
 }
 
@@ -72,18 +67,15 @@ class LLMWrapperBase(TensorDictModuleBase):
     *_key: where each output stands; None leaves it out.
     batching: rows of several threads run together (see BatchQueue for sizes and timeout, in
     seconds); sizes alone switch it on.
-    prefer_tokens: ids are read before the history or text that they are of. A prompt that has gone
-    on is rendered anew, other ids than its own are a ValueError; "always" goes by the ids without
-    that look, False renders even where there are ids.
+    prefer_tokens: ids are read before the history or text beside them, whatever those say; False
+    renders even where there are ids. Take stale ids out of an edited chat's td.
     score_mask_key: a bool mask [B, T]; only its tokens are scored, the others read 0.
     micro_batch_tokens: the most padded tokens of one scoring forward.
 
     A `stream` [B] in the input fixes the draws of each row; otherwise torch's generator seeds them.
-    Scores are of the distribution that generate_kwargs say: their temperature, top-k, top-p, min-p.
-    What these left of it stands at "support" beside what was sampled, and is what they leave there.
+    Log-probs of a reply are those of the distribution that it was drawn from (temperature, top-p,
+    ...), scores those of the whole distribution at the temperature.
     """
-
-    keeps_support = False  # whether draws say what filters left, and scores can be over it
 
     def __init__(
         self,
@@ -114,7 +106,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         min_batch_size: int | None = None,
         max_batch_size: int | None = None,
         batching_timeout: float = 10.0,
-        prefer_tokens: bool | Literal["always"] = True,
+        prefer_tokens: bool = True,
         score_mask_key: NestedKey | None = None,
         micro_batch_tokens: int | None = None,
     ) -> None:
@@ -124,17 +116,12 @@ class LLMWrapperBase(TensorDictModuleBase):
         told = generate and self.return_log_probs
         self.limits = GenerateKwargs.read(generate_kwargs or {}, log_probs=told)
         _check_settings(settings, self.limits)
-        self.tokenizer_kwargs: dict[str, Any] = {}
-        if tokenizer_kwargs:
-            from policies.wrappers.tokenizer_kwargs import tokenizer_options
-
-            self.tokenizer_kwargs = tokenizer_options(tokenizer_kwargs, input_mode)
-        self._batched: Any = None  # the calls of several threads run together
+        self.tokenizer_kwargs = _tokenizer_options(tokenizer_kwargs or {}, input_mode)
+        self._batched: BatchedCalls | None = None  # the calls of several threads run together
         if batching or min_batch_size is not None or max_batch_size is not None:
-            from policies.wrappers.batching import batched_calls
-
-            sizes = (min_batch_size, max_batch_size, batching_timeout)
-            self._batched = batched_calls(self, batching, *sizes)
+            least = 1 if min_batch_size is None else min_batch_size
+            sizes = {"min_size": least, "max_size": max_batch_size, "timeout": batching_timeout}
+            self._batched = BatchedCalls(self, BatchQueue(**sizes))
         for name, value in settings.items():
             if name not in ("model", "device", "tokenizer_kwargs", "return_log_probs"):
                 setattr(self, name, value)
@@ -161,7 +148,9 @@ class LLMWrapperBase(TensorDictModuleBase):
         self._settings |= {"model": model, "tokenizer": tokenizer}
         self.tokenizer = tokenizer
         self._set_model(model)
-        self._check_device(self._settings["device"])
+        wanted, actual = torch.device(self._settings["device"] or self.device), self.device
+        if wanted.type != actual.type or wanted.index not in (None, actual.index):
+            raise ValueError(f"expected the model on {wanted}, it is on {actual}; move it there")
         if tokenizer is None and self.input_mode != "tokens":
             raise ValueError(f"expected a tokenizer for input_mode={self.input_mode!r}, got none")
         own = self.chat_template or self.chat_template_name
@@ -190,15 +179,6 @@ class LLMWrapperBase(TensorDictModuleBase):
         weights = self.model.parameters() if isinstance(self.model, nn.Module) else iter(())
         return next((w.device for w in weights), torch.device(self._settings["device"] or "cpu"))
 
-    def _check_device(self, asked: Any) -> None:
-        has = self.device
-        wanted = has if asked is None else torch.device(asked)
-        if wanted.type != has.type or wanted.index not in (None, has.index):
-            raise ValueError(
-                f"expected the model on device={str(wanted)!r}, it is on {str(has)!r}; move it "
-                "there (model.to), or give its name"
-            )
-
     def _set_keys(self) -> None:
         """Derive in_keys and out_keys."""
         self._field = "prompt" if self.generate else "full"
@@ -208,8 +188,6 @@ class LLMWrapperBase(TensorDictModuleBase):
         keys += [self.log_probs_key if self.return_log_probs else None]
         keys += [self.history_key if self.input_mode == "history" else None]
         keys += ["policy_version", "temperature"] if self.generate else []
-        told = self.generate and self.return_log_probs and self.limits.cuts
-        keys += ["support"] if told and self.keeps_support else []
         self.out_keys = [key for key in keys if key is not None]
 
     def _key(self, container: str, field: str | None = None) -> NestedKey:
@@ -235,23 +213,12 @@ class LLMWrapperBase(TensorDictModuleBase):
         reset = {"input_key": None} if moved else {}
         reset |= {"pad_model_input": None} if "generate" in moved else {}
         new = type(self)(**{**settings, **reset, **changes})
-        same = new.model is self.model
-        new._take_along(self, (*KEPT, *KEPT_WITH_WEIGHTS) if same else KEPT)
+        new.copy_attributes(self, same_weights=new.model is self.model)
         return new
 
-    @classmethod
-    def speaking_as(cls, policy: Any, model: Any) -> Self:
-        """Return a generator with a policy's words around a model that has a copy of its weights.
-
-        The two may be used in threads of their own.
-        """
-        shared = {name: policy._settings[name] for name in SHARED}
-        new = cls(model, tokenizer=copy.deepcopy(policy.tokenizer), **shared)
-        new._take_along(policy, (*KEPT, *KEPT_WITH_WEIGHTS))
-        return new
-
-    def _take_along(self, other: "LLMWrapperBase", names: Sequence[str]) -> None:
-        for name in names:
+    def copy_attributes(self, other: Any, *, same_weights: bool) -> None:
+        """Take over what load_policy and weight syncs have set on another wrapper."""
+        for name in (*KEPT, *KEPT_WITH_WEIGHTS) if same_weights else KEPT:
             if hasattr(other, name):
                 setattr(self, name, getattr(other, name))
 
@@ -278,8 +245,6 @@ class LLMWrapperBase(TensorDictModuleBase):
             return out
         target = tensordict if self.inplace is True else tensordict.empty()
         target = target if tensordict_out is None else tensordict_out
-        if self.generate and "support" in target:
-            del target["support"]  # of other replies
         if not self.generate and self.history_key in out and self.history_key in target:
             del out[self.history_key]  # it was read, and stays as it is
         return put(out, target)
@@ -292,8 +257,7 @@ class LLMWrapperBase(TensorDictModuleBase):
             return out
         if self.layout is not None and not self.pad_output:
             raise ValueError(
-                f"nested outputs have one batch dimension, got batch_size {like.batch_size}; "
-                "flatten it, or drop layout"
+                f"nested outputs have one batch dimension, got batch_size {like.batch_size}"
             )
         return out.reshape(*like.batch_size, *out.batch_size[1:])
 
@@ -320,10 +284,6 @@ class LLMWrapperBase(TensorDictModuleBase):
         if not self.return_log_probs:
             del done[LogProbs]
         out = self._placed(done, batch_size=[size * times])
-        if drawn.support is not None and self.return_log_probs:
-            from policies.support import written
-
-            out.set("support", written(drawn.support, self._form(), prompts, drawn.mask))
         out.set("policy_version", torch.full((size * times,), self.version))
         out.set("temperature", torch.full((size * times,), self.temperature or 1.0))
         asked = None if records is None else td.get(reader.key)
@@ -382,13 +342,28 @@ class LLMWrapperBase(TensorDictModuleBase):
         done = self._form().scored(seq, self._scored(td, seq, temperature_key))
         out = self._placed(done, batch_size=td.batch_size)
         if self.text_key is not None and self.input_mode != "tokens":
-            from policies.wrappers.scored_texts import scored_texts
-
-            out.set(self.text_key, scored_texts(self, td, seq, reader))
+            out.set(self.text_key, self._scored_texts(td, seq, reader))
         if self.history_key is not None and reader.records(td) is not None:
             given = ChatHistory(full=td.get(reader.key), batch_size=td.batch_size)
             out.set(self.history_key, given)
         return out
+
+    def _scored_texts(self, td: TensorDictBase, seq: Sequences, reader: InputReader) -> Text:
+        """Return the texts of whole sequences; the response is without the token that ends it.
+
+        A text that was read stays as it was given.
+        """
+        parts, decode = seq.parts(), self._decode
+        texts = {"full": decode(seq.tokens, seq.attention)}
+        if self.input_mode == "text" and td.get(reader.key, None) is not None:
+            texts["full"] = reader.texts(td)
+        if "prompt" in parts:
+            after = parts["response"]
+            last = after & (after.flip(-1).cumsum(-1).flip(-1) == 1)
+            ends = last & torch.isin(seq.tokens, seq.tokens.new_tensor(sorted(self.stop_ids)))
+            texts["prompt"] = decode(seq.tokens, parts["prompt"])
+            texts["response"] = decode(seq.tokens, after & ~ends)
+        return Text(**texts, batch_size=td.batch_size)
 
     def _scored(
         self, td: TensorDictBase, seq: Sequences, temperature_key: NestedKey | None = None
@@ -400,17 +375,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         group = td.get("group_id", None)
         group = None if group is None else group.to(self.device)
         scale = self.scoring_temperature(td, temperature_key)
-        support = self.support_of(td, seq)
-        options = {} if support is None else {"support": support}
-        return self.calls._log_probs(seq.tokens, seq.attention, keep, scale, group, **options)
-
-    def support_of(self, td: TensorDictBase, seq: Sequences, side: str = "left") -> Any:
-        """Return what filters left where td [B] was sampled, if it says and this has filters."""
-        if not (self.keeps_support and self.limits.filters.cuts):
-            return None
-        from policies.support import read
-
-        return read(td, self.reader(td), seq.tokens, side)
+        return self.calls._log_probs(seq.tokens, seq.attention, keep, scale, group)
 
     def scoring_temperature(
         self, td: TensorDictBase, key: NestedKey | None = None
@@ -424,7 +389,18 @@ class LLMWrapperBase(TensorDictModuleBase):
 
         get_kwargs: as_list, as_padded_tensor, as_nested_tensor, layout, padding_value and _side.
         """
-        return self._dist("response_log_probs", data, **get_kwargs)
+        if self.generate:
+            raise RuntimeError("log_prob scores; expected generate=False, got generate=True")
+        td = flat(data)
+        seq = self.reader(td).sequences(td)
+        part = seq.parts().get("response")
+        if part is None:
+            raise ValueError(
+                "expected prompt tokens or an assistant mask to tell the response from the prompt, "
+                f"found neither; use input_mode='history' or give {self._key('tokens', 'prompt')}"
+            )
+        get_kwargs = get_kwargs or {"as_padded_tensor": self.pad_output}
+        return show_rows(unpad(self._scored(td, seq), part), data.batch_size, **get_kwargs)
 
     # What an engine does with token ids.
 
@@ -443,21 +419,19 @@ class LLMWrapperBase(TensorDictModuleBase):
         keep: Tensor | None,
         temperature: Tensor | float,
         group_id: Tensor | None,
-        support: Any = None,
     ) -> Tensor:
         """Return the log-probs [B, T] of the tokens kept (None = all), 0 elsewhere.
 
         Those of the wrapper's `scorer`, else of its logits. `temperature` is a number or [B]; rows
-        of one `group_id` [B] share their prompt. A `support` stands in for the wrapper's filters.
+        of one `group_id` [B] share their prompt.
         """
-        if self.scorer is not None and (support is not None or not self.limits.cuts):
+        if self.scorer is not None:
             options = {"temperature": temperature, "group_id": group_id, **self._packing()}
-            options["support"] = support
             limit = self.micro_batch_tokens
             return score_in_parts(self.scorer, tokens, attention, keep, limit=limit, **options)
         temperature = torch.as_tensor(temperature, device=tokens.device).reshape(-1, 1, 1)
         logits = self._logits(tokens, attention).float() / temperature  # [B, T, V]
-        table = self.limits.cut(logits).log_softmax(-1)
+        table = logits.log_softmax(-1)
         values = table.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
         return values.masked_fill(~predicted(attention, keep), 0)
 
@@ -489,7 +463,6 @@ class LLMWrapperBase(TensorDictModuleBase):
             tokenizer_kwargs=self.tokenizer_kwargs,
             renderer=self.renderer,
             pad_token_id=self.pad_token_id,
-            stop_ids=self.stop_ids,
             device=self.device,
         )
 
@@ -507,6 +480,31 @@ class LLMWrapperBase(TensorDictModuleBase):
 
     # Distributions, as losses ask a scoring wrapper for them; a generating one refuses.
 
+    def _dists(
+        self,
+        td: TensorDictBase,
+        logits_key: NestedKey = "logits",
+        padding_side: str = "left",
+        tensordict_out: TensorDictBase | None = None,
+        **_: Any,
+    ) -> TokenDists:
+        """Read a td for its distributions; further arguments have no effect."""
+        if self.generate:
+            raise NotImplementedError(
+                "a generating policy has no distribution over given tokens; "
+                "use policy.get_new_version(generate=False)"
+            )
+        rows = flat(td)
+
+        def logits(seq: Sequences) -> Tensor:
+            # Losses ask for the ratio at the temperature of the sampling.
+            scale = self.scoring_temperature(rows, "temperature")
+            values = self.calls._logits(seq.tokens, seq.attention)
+            return values / torch.as_tensor(scale, device=values.device).reshape(-1, 1, 1)
+
+        how = {"side": padding_side, "out": tensordict_out, "logits_key": logits_key}
+        return TokenDists(self.reader(rows), td, logits, **how)
+
     def get_dist(
         self,
         tensordict: TensorDictBase,
@@ -519,34 +517,83 @@ class LLMWrapperBase(TensorDictModuleBase):
         padding_side: str = "left",
         layout: torch.layout | None = None,
         **_: Any,
-    ) -> "LLMMaskedCategorical | Categorical":
-        """Return the distribution of each token given those before it; see `token_dists.get_dist`.
+    ) -> LLMMaskedCategorical | Categorical:
+        """Return the distribution of each token given those before it, over [B, T, V] logits.
 
-        Over [B, T, V] logits; padded and masked by the attention mask unless asked otherwise.
+        Padded (the default), it is masked by the attention mask, or by that at `mask_key`: an
+        LLMMaskedCategorical whose padding holds `padding_value` (0). Ragged sequences are padded on
+        `padding_side`; padded ones stay as they lie. With `as_nested_tensor` it is a Categorical
+        over nested logits of `layout` (strided), with as_padded_tensor=False one over rows of equal
+        lengths; neither has a mask. `tensordict_out` gets the logits, at `logits_key`.
         """
-        out = (tensordict_out, logits_key, mask_key, as_padded_tensor, as_nested_tensor)
-        return self._dist("get_dist", tensordict, *out, padding_value, padding_side, layout)
+        nested = as_nested_tensor is True
+        if (nested or as_padded_tensor is False) and (mask_key is not None or as_padded_tensor):
+            raise ValueError(
+                f"expected padded logits for a mask, got {as_nested_tensor=}, {as_padded_tensor=} "
+                f"and {mask_key=}; drop the one or the other"
+            )
+        if layout is not None and not nested:
+            raise ValueError(f"{layout=} is that of nested logits; set as_nested_tensor=True")
+        dists = self._dists(tensordict, logits_key, padding_side, tensordict_out)
+        if nested:
+            return dists.nested(layout or torch.strided)
+        if as_padded_tensor is False:
+            return dists.stacked()
+        return dists.masked(dists.mask_at(mask_key or "all_attention_mask"), padding_value)
 
-    def _get_dist_with_prompt_mask(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any):
-        return self._dist("with_prompt_mask", tensordict, *args, **kwargs)
+    def _get_dist_with_prompt_mask(
+        self,
+        tensordict: TensorDictBase,
+        tokens_key: NestedKey | None = None,
+        *,
+        assistant_mask_key: NestedKey | None = None,
+        attention_mask_key: NestedKey | None = None,
+        **options: Any,
+    ) -> LLMMaskedCategorical:
+        """Return the distribution masked to what follows the prompt, else to the assistant mask.
 
-    def _get_dist_with_assistant_mask(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any):
-        return self._dist("with_assistant_mask", tensordict, *args, **kwargs)
+        `tokens_key` names the prompt's ids; `options` as in get_dist.
+        """
+        dists = self._dists(tensordict, **options)
+        after = dists.after_prompt(tokens_key)
+        if after is None:
+            return dists.masked(dists.mask_at(assistant_mask_key or "all_assistant_mask"))
+        return dists.masked(dists.mask_at(attention_mask_key or "all_attention_mask") & after)
 
-    def _get_dist_with_attention_mask(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any):
-        return self._dist("with_attention_mask", tensordict, *args, **kwargs)
+    def _get_dist_with_assistant_mask(
+        self,
+        tensordict: TensorDictBase,
+        assistant_mask_key: NestedKey = "all_assistant_mask",
+        **options: Any,
+    ) -> LLMMaskedCategorical:
+        """Return the distribution masked to assistant tokens.
 
-    def _get_dist_with_custom_mask(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any):
-        return self._dist("with_custom_mask", tensordict, *args, **kwargs)
+        Ids that were not read from tokens.full are written there, to the caller, over others.
+        """
+        dists = self._dists(tensordict, **options)
+        mask = dists.mask_at(assistant_mask_key)
+        dists.keep_ids(self._key("tokens", "full"))
+        return dists.masked(mask)
+
+    def _get_dist_with_attention_mask(
+        self,
+        tensordict: TensorDictBase,
+        attention_mask_key: NestedKey = "all_attention_mask",
+        **options: Any,
+    ) -> LLMMaskedCategorical:
+        """Return the distribution masked to real tokens."""
+        dists = self._dists(tensordict, **options)
+        return dists.masked(dists.mask_at(attention_mask_key))
+
+    def _get_dist_with_custom_mask(
+        self, tensordict: TensorDictBase, mask: Tensor, **options: Any
+    ) -> LLMMaskedCategorical:
+        """Return the distribution under a bool mask, one entry a token."""
+        return self._dists(tensordict, **options).masked(mask)
 
     _get_sft_dist = _get_dist_with_prompt_mask
     _get_rlhf_dist = _get_dist_with_assistant_mask
     _get_generic_dist = _get_dist_with_attention_mask
-
-    def _dist(self, kind: str, *args: Any, **kwargs: Any) -> Any:
-        from policies.wrappers import token_dists
-
-        return getattr(token_dists, kind)(self, *args, **kwargs)
 
     # The batch queue.
 
@@ -599,29 +646,19 @@ def _check_settings(settings: dict[str, Any], limits: GenerateKwargs) -> None:
     for name, allowed in CHOICES.items():
         if settings[name] not in allowed:
             raise ValueError(f"{name} must be one of {allowed}, got {settings[name]!r}")
-    if settings["generate"]:
-        if settings["pad_model_input"] is not None:
-            raise ValueError(
-                "pad_model_input is not supported when generate=True: it is how sequences are "
-                "scored"
-            )
-        _check_samples(settings, limits)
-    elif settings["return_log_probs"] is False or settings["log_probs_key"] is None:
-        raise ValueError(
-            "return_log_probs must be True when generate=False. It is what scoring returns; give "
-            "it a log_probs_key too"
-        )
-
-
-def _check_samples(settings: dict[str, Any], limits: GenerateKwargs) -> None:
-    asked = settings["num_samples"]
-    count = asked or limits.num_samples
-    if asked is not None and (asked < 1 or limits.num_samples not in (None, asked)):
-        raise ValueError(
-            "expected num_samples >= 1 and as generate_kwargs says, got "
-            f"num_samples={asked} and n={limits.num_samples}; drop one"
-        )
-    if count is None:
+    silent = settings["return_log_probs"] is False or settings["log_probs_key"] is None
+    if not settings["generate"] and silent:
+        raise ValueError("return_log_probs must be True when generate=False, with a log_probs_key")
+    if settings["generate"] and settings["pad_model_input"] is not None:
+        raise ValueError("pad_model_input is not supported when generate=True")
+    sized = settings["min_batch_size"] is not None or settings["max_batch_size"] is not None
+    if settings["batching"] is False and sized:
+        raise ValueError("min_batch_size and max_batch_size must be None if batching is False.")
+    wanted, named = settings["num_samples"], limits.num_samples
+    count = wanted or named
+    if wanted is not None and (wanted < 1 or named not in (None, wanted)):
+        raise ValueError(f"expected num_samples >= 1, got num_samples={wanted} and n={named}")
+    if not settings["generate"] or count is None:
         return
     if settings["inplace"] in (True, "empty"):
         raise ValueError("num_samples changes the batch shape; expected inplace=False (or None)")
@@ -629,3 +666,18 @@ def _check_samples(settings: dict[str, Any], limits: GenerateKwargs) -> None:
         raise ValueError(f"num_samples={count} greedy replies are all the same; raise temperature")
     if settings["layout"] is not None and not settings["pad_output"]:
         raise ValueError("nested outputs have one batch dimension; drop num_samples or layout")
+
+
+def _tokenizer_options(kwargs: dict[str, Any], input_mode: str) -> dict[str, Any]:
+    """Return what of tokenizer_kwargs changes the ids of a text; padding is the wrapper's own."""
+    usual = {"return_attention_mask": True, "return_tensors": "pt", "padding_side": "left"}
+    for name, only in usual.items():
+        if kwargs.get(name) not in (only, None):
+            raise ValueError(f"tokenizer_kwargs: expected {name}={only!r}, got {kwargs[name]!r}")
+    options = {k: v for k, v in kwargs.items() if k not in (*usual, "padding")}
+    if options and input_mode != "text":
+        raise ValueError(
+            f"tokenizer_kwargs {sorted(options)} are for input_mode='text', got {input_mode!r}: a "
+            "chat's ids come from its template, tokens are ids already"
+        )
+    return options

@@ -1,16 +1,14 @@
-"""A damaged run folder and the real command: one line, or passed over and gone on to the bit.
+"""A damaged run folder and the real command: one line, or passed over and resumed to the bit.
 
 Each case begins with a run that was killed between iterations 4 and 6 of 6.
 """
 
 import hashlib
 import json
-import os
 import shutil
 from pathlib import Path
 
 import pytest
-import yaml
 from runs import lines, metrics, train
 from small_faults import TINY, one_error
 
@@ -46,42 +44,6 @@ def left_by(folder: Path) -> dict:
     said = (folder / "transcripts.jsonl",)
     shas = [hashlib.sha256(path.read_bytes()).hexdigest() for path in weights]
     return {"metrics": metrics(folder), "said": [*map(lines, said)], "weights": shas}
-
-
-def group_less(text: str) -> str:
-    return yaml.safe_dump({k: v for k, v in yaml.safe_load(text).items() if k != "kl"})
-
-
-CONFIGS = {
-    "empty": lambda text: "",
-    "a list": lambda text: "- 1\n- 2\n",
-    "NULs": lambda text: "\0" * len(text),
-    "torn": lambda text: text[: len(text) // 2],
-    "a type": lambda text: text.replace("num_iterations: 6", "num_iterations: abc"),
-    "no YAML": lambda text: "{ : ]",
-    "no group": group_less,
-    "a tag": lambda text: "!!python/object/apply:os.system ['touch MARK']",
-    "aliases": lambda text: "a: &a [*a, *a]\n" + text,
-}
-
-
-def test_a_damaged_configuration_is_one_line_and_touches_nothing(killed):
-    text = (killed / "config.yaml").read_text()
-    before = {path: path.read_bytes() for path in killed.rglob("*") if path.is_file()}
-    fell = []
-    for damage, change in CONFIGS.items():
-        damaged = change(text)
-        assert damaged != text
-        (killed / "config.yaml").write_text(damaged)
-        done = train(f"resume={killed}")
-        line = one_error(done.text)
-        if done.code != 2 or not line.startswith(f"error: {killed}/config.yaml is damaged: "):
-            fell.append((damage, done.code, done.text))
-    assert not fell
-    (killed / "config.yaml").write_text(text)
-    after = {path: path.read_bytes() for path in killed.rglob("*") if path.is_file()}
-    after = {path: data for path, data in after.items() if path.name != ".lock"}
-    assert after == {path: data for path, data in before.items() if path.name != ".lock"}
 
 
 def copied(folder: Path, number: int, **state: object) -> Path:
@@ -130,10 +92,8 @@ def test_a_checkpoint_of_a_later_leash_is_one_line_and_stays(killed):
     assert (killed / "checkpoints" / NAME(5)).is_dir()
 
 
-def test_a_status_and_metrics_of_noise_are_read_as_far_as_they_go(killed, whole):
-    wrong = ("state", "reason", "seconds", "notes")
-    status = {key: [{"a": "x"}] for key in wrong}
-    (killed / "status.json").write_text(json.dumps(status | {"objective": "x", "iteration": "9"}))
+def test_a_torn_status_and_noise_among_the_metrics_are_passed_over(killed, whole):
+    (killed / "status.json").write_text('{"state": "runn')
     path = killed / "metrics.jsonl"
     noise = b'\0\0\n\xff\xfe\n[1]\n{\nNaN\n{"progress/iteration": "2"}\n{"a": 1}\n'
     kept = path.read_bytes().splitlines(keepends=True)
@@ -154,32 +114,6 @@ def test_checkpoints_that_lie_elsewhere_by_a_link_are_gone_on_from(killed, whole
     assert left_by(killed) == left_by(whole)
     assert [path.name for path in folder.iterdir()] == [NAME(6)]
     assert (tmp_path / NAME(2) / "state.json").is_file()
-
-
-def test_links_and_pipes_of_a_stranger_lead_nowhere(killed, whole, tmp_path):
-    """As an archive may hold them: nothing is written or removed where a link leads to."""
-    (victim := tmp_path / "victim").mkdir()
-    (victim / "a file").write_text("keep")
-    text = tmp_path / "text"
-    text.write_text("keep")
-    for name in (".lock", "report.html", "transcripts.jsonl"):
-        (killed / name).unlink(missing_ok=True)
-        (killed / name).symlink_to(text)
-    for name in ("model", ".part-model", f"checkpoints/.part-{NAME(6)}", f"checkpoints/{NAME(6)}"):
-        (killed / name).symlink_to(victim)
-    for name in (f".trash-{NAME(1)}", NAME(5)):
-        os.mkfifo(killed / "checkpoints" / name)
-    os.mkfifo(copied(killed / "checkpoints", 7) / "model" / "pipe")
-    for name in ("status.json", "metrics.jsonl"):
-        (killed / name).unlink()
-        os.mkfifo(killed / name)
-    done = train(f"resume={killed}")
-    assert done.code == 0, done.text
-    assert text.read_text() == "keep"
-    assert [path.name for path in victim.iterdir()] == ["a file"]
-    left = [path for path in killed.rglob("*") if path.is_symlink() or path.is_fifo()]
-    assert left == [killed / "checkpoints" / NAME(5)], "passed over as damaged"
-    assert left_by(killed)["weights"] == left_by(whole)["weights"]
 
 
 @pytest.mark.parametrize("text", ["{'torn", "{}"])

@@ -23,8 +23,7 @@ PARENTS = {"config.yaml", "report.html"}
 
 @pytest.fixture(scope="module")
 def config(cache) -> bytes:
-    from conf.compose import compose_checked
-    from conf.start import set_up
+    from conf.compose import compose_checked, set_up
 
     set_up()
     words = [*TINY, "trainer.num_iterations=3", "checkpoint.keep_last=1", "policy.device=cpu"]

@@ -16,8 +16,7 @@ pytestmark = pytest.mark.reliability
 @pytest.fixture(scope="module")
 def run(cache, tmp_path_factory) -> Path:
     """Return the folder of a finished run."""
-    from conf.compose import compose_checked
-    from conf.start import set_up
+    from conf.compose import compose_checked, set_up
 
     set_up()
     folder = tmp_path_factory.mktemp("trained")
@@ -29,7 +28,7 @@ def run(cache, tmp_path_factory) -> Path:
 
 def settings(*words: str) -> bytes:
     """Return what the parent gives to the worker of a mode."""
-    from conf.preflight_and_modes import asked
+    from runs import asked
 
     return yaml.safe_dump(asked(words)).encode()
 

@@ -5,7 +5,7 @@ import os
 import signal
 
 import pytest
-from runs import launch, lines, metrics, train, wait_for
+from runs import launch, metrics, train, wait_for
 
 pytestmark = pytest.mark.reliability
 FEW = (
@@ -22,14 +22,13 @@ FEW = (
 )
 
 
-@pytest.mark.parametrize("how", ["drop", "truncate_left"])
-def test_a_killed_run_and_two_ranks_leave_the_same_rows_out(tmp_path, how):
+def test_a_killed_run_and_two_ranks_leave_the_same_rows_out(tmp_path):
     rows = [{"question": f"{i} + 1 is?", "answer": i + 1} for i in range(24)]
     for i in (3, 11, 17):
         rows[i]["question"] = "12 " * 300 + f"{i}?"
     path = tmp_path / "d.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
-    words = [*FEW, f"env.dataset={path}", f"env.overlong={how}"]
+    words = [*FEW, f"env.dataset={path}"]
     whole = train(*words, f"output_dir={tmp_path / 'whole'}")
     assert whole.code == 0, whole.text
     killed = tmp_path / "killed"
@@ -44,6 +43,5 @@ def test_a_killed_run_and_two_ranks_leave_the_same_rows_out(tmp_path, how):
     assert metrics(killed) == metrics(tmp_path / "whole")
     two = train(*words, f"output_dir={tmp_path / 'two'}", "launch.num_processes=2")
     assert two.code == 0, two.text
-    assert lines(tmp_path / "two" / "overlong.jsonl") == lines(killed / "overlong.jsonl")
     firsts = [metrics(tmp_path / name)[1]["reward/mean"] for name in ("whole", "two")]
     assert firsts[0] == pytest.approx(firsts[1])

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.reliability
 def test_qwen3_without_thinking_plays_one_turn_and_says_what_to_set_for_two(tmp_path):
     (path := tmp_path / "qwen3.jinja").write_text(QWEN3.text)
     words = [
-        "experiment=grpo_guess_tiny",
+        "experiment=grpo_calculator_tiny",
         "policy.model=tiny",
         f"policy.chat_template={path}",
         "policy.chat_template_kwargs.enable_thinking=false",

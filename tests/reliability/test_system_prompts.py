@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from conf.compose import compose_raw
+from conf.compose import compose
 
 CONF = Path(__file__).parents[2] / "conf"
 pytestmark = pytest.mark.reliability
@@ -24,7 +24,7 @@ def test_of_every_experiment_and_every_env():
     for number, experiment in enumerate(experiments):
         turn = {plain[(number * EACH + i) % len(plain)] for i in range(EACH)}
         for env in turn | PROMPTED:
-            cfg = compose_raw([f"experiment={experiment}", f"env={env}"], files_only=True)
+            cfg = compose([f"experiment={experiment}", f"env={env}"])
             brought[env].add(cfg.policy.system_prompt)
     assert all(len(prompts) == 1 for prompts in brought.values())
     assert {env for env, prompts in brought.items() if prompts != {None}} == PROMPTED

@@ -1,4 +1,4 @@
-"""Runs on two nodes, each of one process on this machine: torchrun, accelerate launch and srun."""
+"""Runs on two nodes, each of one process on this machine: torchrun and accelerate launch."""
 
 import os
 import shutil
@@ -21,7 +21,6 @@ TINY = [
     *("experiment=sft_tiny", "policy.model=tiny", "trainer.num_iterations=4", "seed=5"),
     *("trainer.prompts_per_iteration=4", "eval.max_rows=4", "checkpoint.every=2"),
 ]
-NODES = "localhost"
 
 
 def free_port() -> str:
@@ -45,12 +44,6 @@ def accelerate(node: int, port: str) -> tuple[list[str], dict[str, str]]:
     words = ["--multi_gpu", "--num_machines=2", f"--machine_rank={node}", "--num_processes=2"]
     words += ["--main_process_ip=127.0.0.1", f"--main_process_port={port}"]
     return ["-m", "accelerate.commands.launch", *words], {}
-
-
-def srun(node: int, port: str) -> tuple[list[str], dict[str, str]]:
-    step = {"JOB_ID": "7", "STEP_ID": "0", "STEP_NUM_TASKS": "2", "STEP_TASKS_PER_NODE": "1(x2)"}
-    step |= {"PROCID": str(node), "NODEID": str(node), "LOCALID": "0", "STEP_NODELIST": NODES}
-    return [], {f"SLURM_{name}": value for name, value in step.items()} | {"MASTER_PORT": port}
 
 
 def start(place: Path, launcher, *words: str) -> list[subprocess.Popen]:
@@ -87,7 +80,7 @@ def one_node(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("launcher", [torchrun, rendezvous, accelerate, srun])
+@pytest.mark.parametrize("launcher", [torchrun, rendezvous, accelerate])
 def test_two_nodes_give_the_run_of_one_to_the_bit(launcher, one_node, tmp_path):
     run(tmp_path, launcher, *TINY, f"output_dir={tmp_path / 'run'}")
     assert metrics(tmp_path / "run") == metrics(one_node)
@@ -96,21 +89,20 @@ def test_two_nodes_give_the_run_of_one_to_the_bit(launcher, one_node, tmp_path):
     assert (tmp_path / "run" / ".hydra" / "overrides.yaml").is_file()
 
 
-@pytest.mark.parametrize("launcher", [torchrun, srun])
-def test_a_run_goes_on_on_two_nodes_as_on_one(launcher, one_node, tmp_path):
+def test_a_run_goes_on_on_two_nodes_as_on_one(one_node, tmp_path):
     more = ["trainer.num_iterations=6", "launch.num_processes=2"]
     for name in ("own", "theirs"):
         shutil.copytree(one_node, tmp_path / name)
     done = train(f"resume={tmp_path / 'own'}", *more)
     assert done.code == 0, done.text
-    text = run(tmp_path, launcher, f"resume={tmp_path / 'theirs'}", *more)
+    text = run(tmp_path, torchrun, f"resume={tmp_path / 'theirs'}", *more)
     assert "going on" in text
     assert metrics(tmp_path / "theirs") == metrics(tmp_path / "own")
     saved = read_yaml(tmp_path / "theirs" / "config.yaml")
     assert saved["trainer"]["num_iterations"] == 6
     assert read_status(tmp_path / "theirs")["resumed"] == "from iteration 4"
     assert not list((tmp_path / "theirs").glob(".config*"))
-    text = run(tmp_path, launcher, f"resume={tmp_path / 'theirs'}")
+    text = run(tmp_path, torchrun, f"resume={tmp_path / 'theirs'}")
     assert "is finished: 6 of 6 iterations" in text
 
 
@@ -122,22 +114,9 @@ def test_modes_and_the_preflight_go_on_two_nodes(one_node, tmp_path):
     theirs = (tmp_path / "run" / "eval.json").read_text()
     assert train(resume, "mode=evaluate", "launch.num_processes=2").code == 0
     assert (tmp_path / "run" / "eval.json").read_text() == theirs
-    codes, text = finish(start(tmp_path, srun, resume, "mode=chat"))
-    assert codes[0] == 2
+    codes, text = finish(start(tmp_path, torchrun, resume, "mode=chat"))
+    assert all(codes)
     assert "error: mode=chat is one process" in text
-
-
-def test_a_run_folder_that_the_other_node_does_not_see_is_one_line(tmp_path):
-    place = "output_dir=/proc/self/cwd/run"  # another one in each node's folder
-    codes, text = finish(start(tmp_path, srun, *TINY, place))
-    said = [line for line in text.splitlines() if "note" not in line]
-    assert said[0] == "sft_tiny: starting in /proc/self/cwd/run"
-    assert len(said) == 2, text
-    assert said[1].startswith("error: rank 1 on ")
-    assert "does not see /proc/self/cwd/run/config.yaml" in said[1]
-    assert "of a disk that all nodes share" in said[1]
-    assert 2 in codes
-    assert not (tmp_path / "node0" / "run" / "config.yaml").exists(), "it may be tried again"
 
 
 TASK = """
@@ -173,34 +152,36 @@ def test_a_rank_that_fails_on_the_other_node_is_the_reason(tmp_path, monkeypatch
 def test_a_signal_to_one_node_saves_and_the_run_goes_on(one_node, tmp_path):
     words = [word for word in TINY if not word.startswith("trainer.num_iterations")]
     folder = tmp_path / "run"
-    nodes = start(tmp_path, srun, *words, "trainer.num_iterations=4000", f"output_dir={folder}")
+    nodes = start(tmp_path, torchrun, *words, "trainer.num_iterations=4000", f"output_dir={folder}")
     wait_for(lambda: any((folder / "checkpoints").glob("iteration_*")), nodes[0])
     os.kill(nodes[1].pid, signal.SIGTERM)
     codes, text = finish(nodes)
-    assert codes == [143, 143], text
+    assert all(codes), text
     status = read_status(folder)
     assert status["state"] == "preempted"
-    run(tmp_path, srun, f"resume={folder}", f"trainer.num_iterations={status['iteration'] + 2}")
+    run(tmp_path, torchrun, f"resume={folder}", f"trainer.num_iterations={status['iteration'] + 2}")
     assert read_status(folder)["resumed"] == f"from iteration {status['iteration']}"
 
 
 SRUN = """#!/bin/bash
 while [[ $1 == -* ]]; do shift; done
-export SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_TASKS_PER_NODE="1(x2)" SLURM_LOCALID=0
-export SLURM_STEP_NODELIST=localhost
-SLURM_PROCID=1 SLURM_NODEID=1 "$@" & other=$!
-SLURM_PROCID=0 SLURM_NODEID=0 "$@"; code=$?
+"$@" & other=$!
+"$@"; code=$?
 wait $other || exit
 exit $code
+"""
+SCONTROL = """#!/bin/bash
+if [ "$1" = show ]; then echo localhost; else echo "$@" > requeued; fi
 """
 
 
 def test_the_script_for_sbatch_runs_and_goes_on_when_it_is_queued_again(tmp_path):
-    for name, text in ("srun", SRUN), ("scontrol", '#!/bin/bash\necho "$@" > requeued\n'):
+    for name, text in ("srun", SRUN), ("scontrol", SCONTROL):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     env = environment(PATH=f"{tmp_path}:{os.environ['PATH']}", MASTER_PORT=free_port())
-    env |= {"SLURM_JOB_ID": "77", "SLURM_SUBMIT_DIR": str(tmp_path), "PYTHON": sys.executable}
+    env |= {"SLURM_JOB_ID": "77", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    env |= {"SLURM_JOB_NUM_NODES": "2", "TORCHRUN": f"{sys.prefix}/bin/torchrun"}
     long = [word for word in TINY if not word.startswith("trainer.num_iterations")]
     command = ["bash", str(ROOT / "docs" / "slurm.sh"), *long, "trainer.num_iterations=4000"]
     both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -214,7 +195,7 @@ def test_the_script_for_sbatch_runs_and_goes_on_when_it_is_queued_again(tmp_path
         for rank in (rank for rank in ranks if TRAIN in rank.cmdline()):
             rank.terminate()  # as --signal=TERM@300
         text = process.communicate(timeout=300)[0]
-        assert process.returncode == 143, text
+        assert process.returncode, text
         assert (tmp_path / "requeued").read_text() == "requeue 77\n"
         assert ("going on" in text) == (time == 2)
     assert read_status(folder)["state"] == "preempted"

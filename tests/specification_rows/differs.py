@@ -15,7 +15,15 @@ class Differs:
     words: str
 
 
+IDS_WIN = Differs(
+    "part",
+    "ids that stand beside it are read; prefer_tokens=False reads the history",
+    TORCHRL,
+    "whatever the history or text beside them says",
+)
 DIFFERS = {
+    "input_mode='history' reads the history: a second turn in place": IDS_WIN,
+    "input_mode='history' reads the history: scoring another one": IDS_WIN,
     "mask as list of valid indices with sparse_mask=True": Differs(
         "no", "TypeError; indices= does it", TORCHRL, "There is no `sparse_mask`."
     ),
@@ -24,7 +32,7 @@ DIFFERS = {
     ),
     "arg device: a model object elsewhere is moved": Differs(
         "part",
-        "ValueError that says model.to",
+        "ValueError that asks to move it",
         TORCHRL,
         "`device` loads a named model there and moves no model object",
     ),

@@ -20,7 +20,7 @@ def run_mode(loop: "Trainer", settings: dict[str, Any]) -> float:
     """
     name = "preflight" if settings["preflight"] else settings["mode"]
     if name in ("train", "evaluate", "limit"):
-        for text in fit_rows(loop, settings["env"].get("overlong", "drop")):
+        for text in fit_rows(loop):
             loop.observers.say(text)
     if name == "train":
         out = loop.run(resume=settings["resume"] is not None)

@@ -20,7 +20,6 @@ from policies import lora
 from policies.random import fold
 from policies.sampler import sample
 from policies.scorer import Scorer, max_positions
-from policies.support import Support, placed
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer.modes.run_weights import reference_name, take_weights
 from trainer.trainer import Trainer
@@ -33,13 +32,12 @@ LIKELIER, LESS_LIKELY = "dark_orange", "dodger_blue1"  # as in trainer/reports/s
 
 @dataclass
 class Talk:
-    """One side of the chat: its messages, and their exact ids once it has spoken."""
+    """One side of the chat: its messages, and their exact ids once it has replied."""
 
     policy: TransformersWrapper
     scorer: Scorer
     messages: list[dict[str, str]] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
-    support: Support | None = None  # of the last reply, where filters are on
 
     def reset(self) -> None:
         """Begin again, with the system prompt if there is one."""
@@ -47,8 +45,8 @@ class Talk:
         self.messages = [{"role": "system", "content": system}] if system else []
         self.ids = []
 
-    def answer(self, text: str, stream: Tensor) -> Tensor:
-        """Reply to a message; return the log-probs [n] of the reply's tokens.
+    def answer(self, text: str, stream: Tensor) -> int:
+        """Reply to a message; return how many tokens the reply has.
 
         ValueError if the model has no room for the chat.
         """
@@ -62,10 +60,10 @@ class Talk:
         if most is not None and longest > most:
             raise ValueError(f"the chat would have {longest} tokens, the model takes {most}; "
                              f"{RESET} begins a new one")  # fmt: skip
-        own = nullcontext()
+        adapter = nullcontext()
         if isinstance(self.scorer, lora.AdapterScorer):  # its model is the policy's too
-            own = lora.using(self.scorer.model, self.scorer.adapter)
-        with self.scorer.precision(), own:
+            adapter = lora.using(self.scorer.model, self.scorer.adapter)
+        with self.scorer.precision(), adapter:
             drawn = sample(
                 self.scorer.model,
                 torch.tensor([prompt], device=policy.device),
@@ -75,30 +73,27 @@ class Talk:
                 temperature=policy.temperature,
                 filters=policy.limits.filters,
             )
-        self.support = drawn.support
         ids = drawn.ids[0].tolist()
-        said = policy.tokenizer.decode(ids, skip_special_tokens=True)
-        self.messages += [*new, {"role": "assistant", "content": said}]
+        reply = policy.tokenizer.decode(ids, skip_special_tokens=True)
+        self.messages += [*new, {"role": "assistant", "content": reply}]
         self.ids = prompt + ids
-        return drawn.log_probs[0]
+        return len(ids)
 
 
 @torch.no_grad()
-def log_ratio(talk: Talk, reference: Scorer, log_probs: Tensor) -> list[float]:
-    """Return log pi - log ref of the tokens of the last reply, nats."""
-    ids = torch.tensor([talk.ids], device=log_probs.device)  # [1, T]
+def log_ratio(talk: Talk, reference: Scorer, length: int) -> list[float]:
+    """Return log pi - log ref of the last `length` tokens of a chat, nats."""
+    ids = torch.tensor([talk.ids], device=talk.policy.device)  # [1, T]
     every = torch.ones_like(ids, dtype=torch.bool)
-    keep = every.clone()
-    keep[:, : -len(log_probs)] = False
-    options: dict[str, Any] = {"temperature": talk.policy.temperature or 1.0}
-    if talk.support is not None:
-        options["support"] = placed(talk.support, ids.shape[1] - len(log_probs))
-    theirs = reference(ids, every, keep, **options).log_probs
-    return (log_probs - theirs[0, -len(log_probs) :]).tolist()
+    keep = torch.arange(ids.shape[1], device=ids.device)[None] >= ids.shape[1] - length
+    score = {"temperature": talk.policy.temperature or 1.0}
+    ours, theirs = (scorer(ids, every, keep, **score).log_probs[0, -length:]
+                    for scorer in (talk.scorer, reference))  # fmt: skip
+    return (ours - theirs).tolist()
 
 
 def style(ratio: float) -> str:
-    """Return the colour of a log-ratio in nats; "" where both models are of one mind.
+    """Return the colour of a log-ratio in nats; "" where both models agree.
 
     >>> style(0.05), style(-0.7), style(3.0)
     ('', 'dodger_blue1', 'bold dark_orange')
@@ -107,29 +102,15 @@ def style(ratio: float) -> str:
     return next((f"{strength}{hue}" for least, strength in STEPS if abs(ratio) >= least), "")
 
 
-def in_words(texts: list[str], ratios: list[float]) -> str:
-    """Return the sum of the log-ratios and the token that moved most.
-
-    >>> in_words(["Par", "is"], [0.5, -1.5])
-    "log-ratio -1.00 nats over 2 tokens, most at 'is' -1.50"
-    """
-    most, text = max(zip(ratios, texts, strict=True), key=lambda pair: abs(pair[0]))
-    out = f"log-ratio {sum(ratios):+z.2f} nats over {len(ratios)} tokens"
-    return out if abs(most) < 0.005 else f"{out}, most at {text!r} {most:+.2f}"
-
-
 def run(loop: Trainer, settings: dict[str, Any]) -> float:
     """Chat until the input ends, /quit or Ctrl-C."""
     console = Console(highlight=False)
-    told = {
-        "policy": take_weights(loop, settings).what,
-        "reference": reference_name(loop, settings),
-    }
-    for name, text in told.items():
-        console.print(f"{name:<10} {text}", markup=False, soft_wrap=True)
+    names = [take_weights(loop, settings).what, reference_name(loop, settings)]
+    for side, name in zip(("policy", "reference"), names, strict=True):
+        console.print(f"{side:<10} {name}", markup=False, soft_wrap=True)
     console.print(f"{RESET} begins again, {QUIT} ends", markup=False)
-    assert loop.retrieve_kl.scorer is not None  # conf/preflight_and_modes.py asks for one
     scorer = loop.retrieve_kl.scorer
+    assert scorer is not None  # the settings of this mode measure a KL
     chat(loop.policy, scorer, console, _lines(console), seed=settings["seed"])
     return 0.0
 
@@ -142,60 +123,55 @@ def chat(
     *,
     seed: int = 0,
 ) -> None:
-    """Answer each line by both models; a line that cannot be answered says why."""
-    both = [Talk(policy, policy.scorer), Talk(policy, reference)]
-    for talk in both:
+    """Answer each line by both models; print why if one cannot be answered."""
+    talks = [Talk(policy, policy.scorer), Talk(policy, reference)]
+    for talk in talks:
         talk.reset()
     for turn, line in enumerate(lines):
         text = line.strip()
         if text == QUIT:
             return
         if text == RESET:
-            for talk in both:
+            for talk in talks:
                 talk.reset()
             console.print("a new chat")
-        elif text.startswith("/"):
-            console.print(f"there is no {text.split()[0]}; {RESET} and {QUIT} are", markup=False)
         elif text:
-            # One stream: models that agree say the same.
-            stream = fold(seed, torch.tensor([turn]))
-            try:
-                _reply(both, text, stream, console)
+            try:  # one stream: models that agree reply alike
+                _reply(*talks, text, fold(seed, torch.tensor([turn])), console)
             except ValueError as error:
                 console.print(str(error), markup=False)
 
 
-def _reply(both: list[Talk], text: str, stream: Tensor, console: Console) -> None:
-    mine, theirs = both
-    log_probs = mine.answer(text, stream)
-    texts = token_texts(mine.ids[-len(log_probs) :], mine.policy.tokenizer)
-    ratios = log_ratio(mine, theirs.scorer, log_probs)
-    said = Text().append("policy     ", style="bold")
+def _reply(ours: Talk, theirs: Talk, text: str, stream: Tensor, console: Console) -> None:
+    length = ours.answer(text, stream)
+    ratios = log_ratio(ours, theirs.scorer, length)
+    shown = Text().append("policy     ", style="bold")
+    texts = token_texts(ours.ids[-length:], ours.policy.tokenizer)
     for part, ratio in zip(texts, ratios, strict=True):
-        said.append(_plain(part), style=style(ratio))
-    console.print(said)
-    console.print(Text(f"           {in_words(texts, ratios)}", style="dim"))
+        shown.append(_plain(part), style=style(ratio))
+    console.print(shown)
+    line = f"log-ratio {sum(ratios):+z.2f} nats over {length} tokens"
+    console.print(f"{'':11}{line}", style="dim")
     theirs.answer(text, stream)
     answer = _plain(theirs.messages[-1]["content"])
     console.print(Text().append("reference  ", style="bold").append(answer))
 
 
 def _lines(console: Console) -> Iterator[str]:
-    """Yield lines of stdin, asking for each where a person sits there."""
+    """Yield lines of stdin, with a prompt for each at a terminal."""
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
-    asks = sys.stdin.isatty()
+    terminal = sys.stdin.isatty()
     while True:
-        if asks:
+        if terminal:
             console.print("you        ", end="", style="bold")
-        line = sys.stdin.readline()
-        if not line:
+        if not (line := sys.stdin.readline()):
             return
-        if not asks:
+        if not terminal:
             console.print(Text(f"you        {_plain(line)}", style="bold"))
         yield line
 
 
 def _plain(text: str) -> str:
-    """Return a text without what would steer the terminal."""
+    """Return a text without control characters, which would steer the terminal."""
     return "".join(c if c.isprintable() or c == "\n" else " " for c in text).rstrip("\n")

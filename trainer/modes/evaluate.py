@@ -30,9 +30,6 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
     >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 3, 2)
     (0.25, 0.5, 1.0)
     """
-    if not 0 <= right <= samples or not 1 <= k <= samples:
-        raise ValueError(f"expected right <= samples and 1 <= k <= samples, got {samples=}, "
-                         f"{right=}, {k=}")  # fmt: skip
     return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
 
 
@@ -85,11 +82,7 @@ def tally(
 
 
 def measure(loop: Trainer) -> dict[str, dict[str, float]]:
-    """Play the eval rows; return the numbers of each plan, "sampled" and "greedy".
-
-    The KL is that of sampled replies at their own temperature; greedy ones have none. Accuracy, by
-    the labels of the task too, is what a run logs.
-    """
+    """Play the eval rows; return the numbers of each plan, "sampled" and "greedy"."""
     samples = {name: env.group_size for name, env, _ in loop.evaluate.plans}
     replies: dict[str, list] = {name: [] for name in samples}
 
@@ -114,26 +107,20 @@ def run(loop: Trainer, settings: dict[str, Any]) -> float:
     found = measure(loop)
     if not loop.runtime.is_main:
         return 0.0
-    about = {
-        "weights": chosen.what,
-        "iteration": chosen.iteration,
-        "reference": reference_name(loop, settings),
-        "task": settings["env"]["task"]["_target_"],
-        "eval": settings["eval"],
-        "max_new_tokens": settings["policy"]["max_new_tokens"],
-        "seed": settings["seed"],
-    }
+    about = {"weights": chosen.what, "reference": reference_name(loop, settings)}
+    about |= {"rows": loop.evaluate.about}
+    of_run = {"iteration": chosen.iteration, "task": settings["env"]["task"]["_target_"]}
+    of_run |= {"eval": settings["eval"], "seed": settings["seed"]}
     path = Path(settings["output_dir"]).expanduser() / "eval.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps({**about, **found}, indent=1))
+    write_text(path, json.dumps({**about, **of_run, **found}, indent=1))
     table = Table("", *found, box=None, pad_edge=False, header_style="bold")
     for column in table.columns[1:]:
         column.justify = "right"
     for row in table_rows(found):
         table.add_row(*row)
     console = Console(highlight=False)
-    told = {name: about[name] for name in ("weights", "reference")}
-    for name, text in {**told, "rows": loop.evaluate.about}.items():
+    for name, text in about.items():
         console.print(f"{name:<9}  {text}", markup=False, soft_wrap=True)
     console.print(table)
     console.print(f"written    {path}", markup=False, soft_wrap=True)

@@ -1,31 +1,63 @@
 """mode=export: a run's model as a folder for others, with a model card and its curves.
 
-`gguf` writes a GGUF file beside the model (gguf_file.py), `hub` pushes the folder to the hub.
-
 The folder holds an ordinary model, an adapter merged into it: AutoModelForCausalLM and vLLM load
-it. The card is in model_card.py.
+it. `hub` pushes it to the hub. The card is for people on other machines: it names no folder.
 """
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import HfApi, ModelCard, ModelCardData
+
 from policies.cache import write_text
 from trainer.checkpoint import remove, save_model
-from trainer.modes.model_card import card
-from trainer.modes.run_weights import take_weights
+from trainer.modes.evaluate import table_rows
+from trainer.modes.run_weights import Weights, take_weights
 from trainer.reports.report import run_svg
-from trainer.runs.run_files import load_run
+from trainer.runs.redact import redact
+from trainer.runs.run_files import Run, dig, load_run, read_yaml
 from trainer.trainer import Trainer
+
+SETTINGS = (  # what a reader looks for first
+    *("policy.dtype", "policy.temperature", "policy.max_new_tokens", "policy.lora.r"),
+    *("policy.system_prompt", "policy.chat_template_kwargs", "env.task._target_", "env.dataset"),
+    *("algorithm.objective._target_", "algorithm.group_size", "kl.coeff", "kl.estimator"),
+    *("kl.where", "optimizer.lr", "trainer.num_iterations", "trainer.prompts_per_iteration"),
+    "seed",
+)
+RESULTS = ("eval/sampled_accuracy", "eval/greedy_accuracy", "reward/mean", "loss/total",
+           "kl/ref_sequence", "eval/kl_ref_sequence", "response/length_mean")  # fmt: skip
+CARD = """\
+---
+{{ card_data }}
+---
+# {{ name }}
+
+A chat model: `{{ base }}` fine-tuned with leash (experiment {{ experiment }}).
+
+- weights: {{ weights }}
+- started from: `{{ start }}`{% if sha256 %}, sha256 `{{ sha256 }}`{% endif %}
+
+`AutoModelForCausalLM.from_pretrained` and `vllm serve` load this folder. Its chat template has the
+generation prompt: `tokenizer.apply_chat_template(chat, add_generation_prompt=True)`.
+{% for title, head, rows in tables if rows %}
+## {{ title }}
+
+| {{ head | join(" | ") }} |
+|{% for _ in head %} --- |{% endfor %}
+{% for row in rows %}| {{ row | join(" | ") }} |
+{% endfor %}{% endfor %}
+{{ curves }}
+
+The license and the limits of `{{ base }}` hold for this model too.
+"""
 
 
 def run(loop: Trainer, settings: dict[str, Any]) -> float:
     """Write the model folder; it is there whole or not at all."""
-    chosen, single = take_weights(loop, settings), None
-    if settings["gguf"]:
-        from trainer.modes.gguf_file import check, write_gguf  # rarely asked for
-
-        check(loop.policy)
+    chosen = take_weights(loop, settings)
     target = Path(settings["output_dir"]).expanduser()
     part = target.with_name(f".part-{target.name}")
     remove(part)
@@ -33,14 +65,9 @@ def run(loop: Trainer, settings: dict[str, Any]) -> float:
     trained = load_run(Path(settings["resume"]))
     try:
         save_model(loop.policy, part)
-        if settings["gguf"]:
-            single = target / write_gguf(part, settings["gguf"], name=target.name).name
-        try:
+        curves = "![reward and KL over the iterations](curves.svg)" if trained.metrics else ""
+        if trained.metrics:
             write_text(part / "curves.svg", run_svg(trained.folder))
-        except ValueError:  # no metrics to draw: a run of which only a checkpoint is left
-            curves = ""
-        else:
-            curves = "![reward and KL over the iterations](curves.svg)"
         write_text(part / "README.md", card(trained, chosen, name=target.name, curves=curves))
         if target.is_dir():  # an empty one: the parent has looked
             target.rmdir()
@@ -49,17 +76,68 @@ def run(loop: Trainer, settings: dict[str, Any]) -> float:
         shutil.rmtree(part, ignore_errors=True)
         raise
     print(f"exported   {chosen.what}\nmodel      {target}", flush=True)
-    if single:
-        print(f"gguf       {single}", flush=True)
     if settings["hub"]:
         print(f"hub        {push(target, settings['hub'])}", flush=True)
     return 0.0
 
 
+def card(run: Run, chosen: Weights, *, name: str, curves: str = "") -> str:
+    """Return the model card of the weights of a run, Markdown."""
+    config, last = redact(run.config), chosen.iteration
+    base = hub_name(str(dig(config, "policy", "model")))
+    settings = {key: dig(config, *key.split(".")) for key in SETTINGS}
+    results = {key: [v for i, v in run.series(key) if last is None or i <= last] for key in RESULTS}
+    scores = read_yaml(run.folder / "eval.json")  # JSON is YAML
+    plans = {plan: scores[plan] for plan in ("sampled", "greedy") if plan in scores}
+    tables = [
+        ("Results", ("metric", "first", "these weights"),
+         [(f"`{key}`", f"{v[0]:z.3f}", f"{v[-1]:z.3f}") for key, v in results.items() if v]),
+        (f"mode=evaluate, iteration {scores.get('iteration')}", ("", *plans), table_rows(plans)),
+        ("Settings", ("key", "value"),
+         [(f"`{key}`", f"`{json.dumps(_without_folder(value))}`")
+          for key, value in settings.items() if value not in (None, {})]),
+    ]  # fmt: skip
+    on_hub = {"base_model": base} if "/" in base else {}
+    data = ModelCardData(
+        library_name="transformers", pipeline_tag="text-generation", tags=["leash"], **on_hub
+    )
+    return ModelCard.from_template(
+        data,
+        template_str=CARD,
+        name=name,
+        base=base,
+        experiment=run.experiment,
+        weights=chosen.short,
+        start=_without_folder(str(dig(config, "policy", "model"))),
+        sha256=dig(run.status, "model", "sha256"),
+        tables=tables,
+        curves=curves,
+    ).content
+
+
+def hub_name(model: str) -> str:
+    """Return the model that training began from, through the runs and warm-ups between.
+
+    >>> hub_name("some/model"), hub_name("/a/b/my-model")
+    ('some/model', 'my-model')
+    """
+    folder = Path(model).expanduser()
+    home = folder.parent if folder.name == "model" else folder
+    config = dig(read_yaml(home / "MANIFEST.json"), "about", "config") or load_run(home).config
+    before = dig(config, "policy", "model")
+    return hub_name(str(before)) if before else str(_without_folder(model))
+
+
+def _without_folder(value: Any) -> Any:
+    """Return a setting without the folder of a file that it names; of a run's model its run."""
+    if not isinstance(value, str) or not value.startswith(("/", "./", "../", "~")):
+        return value
+    path = Path(value)
+    return f"{path.parent.name}/{path.name}" if path.name == "model" else path.name
+
+
 def push(folder: Path, name: str) -> str:
     """Push a folder to a repository of the hub, private if it is new; return its address."""
-    from huggingface_hub import HfApi  # rarely asked for
-
     try:
         repository = HfApi().create_repo(name, private=True, exist_ok=True)
         HfApi().upload_folder(

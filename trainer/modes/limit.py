@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from policies.cache import write_text
-from trainer.efficiency import FILE, sample
+from trainer.evaluation import FILE, sample
 from trainer.trainer import Trainer
 
 

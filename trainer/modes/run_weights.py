@@ -6,9 +6,8 @@ from typing import Any
 
 from policies.models import has_adapter
 from trainer.checkpoint import read_state, saved_in
-from trainer.resuming import restore_weights
 from trainer.runs.find import no_weights
-from trainer.runs.run_files import dig, load_run, number
+from trainer.runs.run_files import dig, number, read_status
 from trainer.trainer import Trainer
 from trainer.weight_sync import hand_over
 
@@ -24,12 +23,12 @@ class Weights:
 
     @property
     def short(self) -> str:
-        """Say what it is, but not where: "the final model, iteration 80"."""
+        """Describe them without their folder: "the final model, iteration 80"."""
         return self.kind + ("" if self.iteration is None else f", iteration {self.iteration}")
 
     @property
     def what(self) -> str:
-        """Say what it is: "the final model, iteration 80, of <run>"."""
+        """Describe them: "the final model, iteration 80, of <run>"."""
         return f"{self.short}, of {self.run}" if self.run else self.kind
 
 
@@ -39,20 +38,18 @@ def choose_weights(folder: Path, *, keep_best: bool = False) -> Weights:
     With `keep_best` the checkpoint with the best objective (the first of equals), if one has any;
     else the final model of a finished run, else the newest checkpoint that verifies.
     """
-    run = load_run(folder)
-    found = {path: read_state(path) for path in saved_in(folder / "checkpoints")}
-    states = {path: state for path, state in found.items() if state}
-    scored = {
-        p: s for p, state in states.items() if (s := number(state.get("objective"))) is not None
-    }
+    status, place = read_status(folder), str(folder)
+    states = {path: read_state(path) for path in saved_in(folder / "checkpoints")}
+    states = {path: state for path, state in states.items() if state}
+    scored = [p for p, state in states.items() if number(state.get("objective")) is not None]
     if keep_best and scored:
-        best = max(scored, key=scored.__getitem__)
-        return Weights(best, "the best checkpoint", str(folder), states[best]["iteration"])
-    if run.status.get("state") == "finished" and (folder / "model").is_dir():
-        return Weights(folder, "the final model", str(folder), run.status.get("iteration"))
+        best = max(scored, key=lambda path: states[path]["objective"])
+        return Weights(best, "the best checkpoint", place, states[best]["iteration"])
+    if status.get("state") == "finished" and (folder / "model").is_dir():
+        return Weights(folder, "the final model", place, status.get("iteration"))
     if states:
-        newest, state = list(states.items())[-1]
-        return Weights(newest, "the newest checkpoint", str(folder), state["iteration"])
+        newest = [*states][-1]
+        return Weights(newest, "the newest checkpoint", place, states[newest]["iteration"])
     raise ValueError(no_weights(folder))
 
 
@@ -67,7 +64,7 @@ def take_weights(loop: Trainer, settings: dict[str, Any]) -> Weights:
         hand_over(loop.policy, loop.generator)
         return Weights(found.folder, f"the model {settings['policy']['model']}", run="")
     folder = Path(settings["resume"])
-    started = dig(load_run(folder).status, "model", "sha256")
+    started = dig(read_status(folder), "model", "sha256")
     compares = settings["kl"]["measure"] and settings["kl"]["reference"] is None
     if compares and started not in (None, found.sha256):
         raise ValueError(
@@ -75,13 +72,13 @@ def take_weights(loop: Trainer, settings: dict[str, Any]) -> Weights:
             f"{found.sha256[:12]}; put the old one back, or give kl.reference=<model>"
         )
     chosen = choose_weights(folder, keep_best=bool(dig(settings, "checkpoint", "keep_best")))
-    restore_weights(loop.checkpoints, chosen.folder)
+    loop.checkpoints.restore_weights(chosen.folder)
     hand_over(loop.policy, loop.generator)
     return chosen
 
 
 def reference_name(loop: Trainer, settings: dict[str, Any]) -> str:
-    """Say what the policy is compared with."""
+    """Describe what the policy is compared with."""
     if named := dig(settings, "kl", "reference"):
         return named
     start = ", which training started from" if settings["resume"] else ""

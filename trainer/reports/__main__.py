@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from policies.cache import write_text
+from trainer.reports.frontier import limit_results, sample_limit
 from trainer.reports.report import run_svg, write_report
-from trainer.reports.sweep_jobs import as_job, as_markdown, load_sweep
+from trainer.reports.sweep_jobs import as_markdown, load_jobs
 from trainer.reports.sweep_page import sweep_svg, write_sweep
 from trainer.runs.find import find_jobs, find_runs
 
@@ -28,42 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--svg", type=Path, help="write only the main picture to this file")
     parser.add_argument("--table", action="store_true", help="print the results in Markdown")
     about = "replies of the reference to each held-out prompt, 64 without a number (docs/kl.md)"
-    parser.add_argument("--limit", type=_replies, nargs="?", const=64, metavar="N", help=about)
-    args = parser.parse_args(arguments)
-    runs, sweeps = find_runs(args.folder)
-    if not runs and not sweeps:
-        print(
-            f"expected a run or sweep folder, got {args.folder} without metrics.jsonl or "
-            "status.json in it: see outputs/ and multirun/",
-            file=sys.stderr,
-        )
-        return 2
-    if args.svg and len(runs) + len(sweeps) > 1:
-        print(f"--svg draws one run or sweep, got {args.folder} with several", file=sys.stderr)
-        return 2
-    if args.table and len(runs) + len(sweeps) > 1:
-        print(f"--table is of one run or sweep, got {args.folder} with several", file=sys.stderr)
-        return 2
-    if args.limit is not None and len(runs) + len(sweeps) > 1:
-        print(f"--limit is of one run or sweep, got {args.folder} with several", file=sys.stderr)
-        return 2
+    parser.add_argument("--limit", type=int, nargs="?", const=64, metavar="N", help=about)
     try:
-        if args.limit is not None:
-            from trainer.reports.limits import check_evaluated, make, what_came_out
-
-            check_evaluated((runs or sweeps)[0])
-            make((runs or sweeps)[0], args.limit)
-            print(what_came_out((runs or sweeps)[0]))
-            runs = [*runs, *(job for sweep in sweeps for job in find_jobs(sweep))]
-        if args.table:
-            jobs = load_sweep(sweeps[0]).jobs if sweeps else [as_job(runs[0])]
-            print(as_markdown(jobs), end="")
-        elif args.svg:
-            write_text(args.svg, sweep_svg(sweeps[0]) if sweeps else run_svg(runs[0]))
-            print(args.svg)
-        else:
-            for path in [*map(write_report, runs), *map(write_sweep, sweeps)]:
-                print(path)
+        _run(parser.parse_args(arguments))
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -76,11 +44,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _replies(text: str) -> int:
-    if not text.removeprefix("-").isdecimal():
-        told = f"expected a number of replies, got {text!r}; put the folder before --limit"
-        raise argparse.ArgumentTypeError(told)
-    return int(text)
+def _run(args: argparse.Namespace) -> None:
+    runs, sweeps = find_runs(args.folder)
+    if not runs and not sweeps:
+        raise ValueError(
+            f"expected a run or sweep folder, got {args.folder} without metrics.jsonl or "
+            "status.json in it: see outputs/ and multirun/"
+        )
+    one = (runs or sweeps)[0]
+    if len(runs) + len(sweeps) > 1 and (args.svg or args.table or args.limit is not None):
+        raise ValueError(
+            f"--svg, --table and --limit are of one run or sweep, got {args.folder} with several"
+        )
+    if args.limit is not None:
+        sample_limit(one, args.limit)
+        print(limit_results(one))
+        runs = [*runs, *(job for sweep in sweeps for job in find_jobs(sweep))]
+    if args.table:
+        print(as_markdown(load_jobs(one)), end="")
+    elif args.svg:
+        write_text(args.svg, sweep_svg(one) if sweeps else run_svg(one))
+        print(args.svg)
+    else:
+        for path in [*map(write_report, runs), *map(write_sweep, sweeps)]:
+            print(path)
 
 
 if __name__ == "__main__":

@@ -24,13 +24,18 @@ Points = Sequence[tuple[float, float]]
 Box = tuple[float, float, float, float]  # left, top, right, bottom, in pixels
 
 
+def printable_xml(text: object) -> str:
+    """Replace what neither HTML nor XML may hold."""
+    return _NO_TEXT.sub("\ufffd", str(text))
+
+
 def escape(text: object) -> str:
-    """Escape a text for HTML and XML; what neither may hold becomes the replacement character.
+    """Escape a text for HTML and XML.
 
     >>> escape("<b>\x1b")
     '&lt;b&gt;\ufffd'
     """
-    return html.escape(_NO_TEXT.sub("\ufffd", str(text)))
+    return html.escape(printable_xml(text))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from typing import Any
 from policies.optional_packages import EXTRAS
 from trainer.reports.panels import MAIN, MORE, Panel
 from trainer.reports.trackers.mirror import first_line
-from trainer.runs.failures import silence
 from trainer.runs.redact import redact_text
 from trainer.runs.run_files import ITERATION
 
@@ -68,16 +67,16 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--entity", help="W&B team or user; default: yours")
     parser.add_argument("--project", default="leash", help="as in tracker.project")
     parser.add_argument("--dry-run", action="store_true", help="print the sections as JSON")
-    given = parser.parse_args(words)
-    if given.dry_run:
-        drawn = {name: {p.title: [*p.metrics] for p in held} for name, held in SECTIONS.items()}
-        try:
-            print(json.dumps({"x": ITERATION, "sections": drawn}, indent=1), flush=True)
-        except BrokenPipeError:  # as of `| head`
-            silence()
+    args = parser.parse_args(words)
+    if args.dry_run:
+        metrics = {
+            name: {panel.title: [*panel.metrics] for panel in panels}
+            for name, panels in SECTIONS.items()
+        }
+        print(json.dumps({"x": ITERATION, "sections": metrics}, indent=1))
         return 0
     try:
-        print(f"dashboard  {create(given.entity, given.project)}")
+        print(f"dashboard  {create(args.entity, args.project)}")
     except Exception as error:  # of the network or of W&B: one line is enough
         missing = f"{EXTRAS['wandb_workspaces']} ({error})" * isinstance(error, ImportError)
         print(f"error: {missing or redact_text(first_line(error))}", file=sys.stderr)

@@ -1,20 +1,18 @@
-"""What a person at the terminal sees: live lines on a terminal, plain lines in a log file.
+"""What a person at the terminal sees: a progress bar on a terminal, plain lines in a log file.
 
 Reward and KL are the signals of an RL run (its loss hovers around 0), the loss is the one of SFT.
 """
 
 import os
-import re
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from rich.console import Console
-from rich.live import Live
-from rich.style import Style
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from trainer.observer import Observer
@@ -25,8 +23,15 @@ from trainer.runs.run_files import dig, is_sweep, load_run
 
 _REWARD = {"reward/mean": "reward {:z.3f}"}  # z: no -0.000
 _LOSS = {"loss/total": "loss {:z.4f}"}
-KL = {"kl/ref_sequence": "KL {:z.3f} nats per reply"}
+_KL = {"kl/ref_sequence": "KL {:z.3f} nats per reply"}
 _EVAL = {"eval/sampled_accuracy": "accuracy {:.2f}", "eval/greedy_accuracy": "greedy {:.2f}"}
+_LATEST = {
+    "kl/ref": "{:z.3f} nats per token",
+    "policy/entropy": "entropy {:.3f}",
+    "response/length_mean": "length {:.0f}",
+    "perf/tokens_per_s": "{:,.0f} tok/s",
+    "time/iteration_s": "{:.1f} s",
+}
 _FILES = {"report": "report.html", "metrics": "metrics.jsonl", "model": "model"}
 
 
@@ -45,6 +50,20 @@ class Output(Console):
         silence()
 
 
+class Bar(Progress):
+    """A progress bar with lines below it, which are made anew at every refresh."""
+
+    def __init__(self, console: Console, lines: Callable[[], Iterable[str]]) -> None:
+        self._lines = lines
+        columns = (TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn())
+        left = TextColumn("{task.fields[left]}")
+        super().__init__(*columns, TimeElapsedColumn(), left, console=console, refresh_per_second=4)
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        yield from map(Text, self._lines())
+
+
 class _Evaluation(NamedTuple):
     what: str
     share: float  # of it that is done
@@ -55,7 +74,7 @@ class _Evaluation(NamedTuple):
 class Display(Observer):
     """Show the progress of a run of `total` iterations.
 
-    `header`: what stands below the title, a Path as a link. `folder`: the run folder that the last
+    `header`: what stands below the title, a Path from here. `folder`: the run folder that the last
     lines name, if it stays. `show_every`: iterations between sample replies; 0 = none. `since`:
     when the run began (time.time()); None is when the display does. `brief`: a job of a sweep,
     which says how it began and what came out.
@@ -84,22 +103,16 @@ class Display(Observer):
         self.header = dict(header or {})
         self.console = Output(file=file or sys.stdout, highlight=False)
         self._seconds: deque[float] = deque(maxlen=10)
-        self._curve: list[float] = []  # rewards; losses without them
         self._latest: Mapping[str, float] = {}
         self._evaluating: _Evaluation | None = None
-        self._iteration, self._evaluation_s, self._said = 0, 0.0, 0.0
+        self._iteration, self._evaluation_s, self._printed = 0, 0.0, 0.0
         self._stopping, self._since = False, since
-        self._began = self._clock = time.monotonic()
-        self._live: Live | None = None
+        self._clock = time.monotonic()
+        self._bar: Bar | None = None
 
     def resume(self, iteration: int, text: str, *, again: bool, seconds: float) -> None:
-        self._since = time.time() - seconds
-        self._iteration = iteration
+        self._since, self._iteration = time.time() - seconds, iteration
         self.header["resumed"] = text
-        past = load_run(self.folder).metrics if self.folder else []
-        for line in past:  # the bars are of the whole run; what is done again is not there twice
-            if 0 < line["progress/iteration"] <= iteration:
-                self._curve += [line[name] for name in _signals(line) if name in line]
 
     def begin(self) -> None:
         header = {} if self.brief else self.header
@@ -107,27 +120,24 @@ class Display(Observer):
             self._print(f"{self.title}: {self.total} iterations")
         width = max((len(name) for name in header), default=0)
         for name, value in header.items():
-            value = self._near(value) if isinstance(value, Path) else value
-            self._print(linked(f"  {name:<{width}}  ", value))
+            self._print(f"  {name:<{width}}  {self._near(value)}", whole=True)
         self._clock = time.monotonic()
-        self._began = self._clock - (time.time() - self._since if self._since else 0.0)
         if self.console.is_terminal and not self.console.is_dumb_terminal:
-            self._live = Live(get_renderable=self._draw, console=self.console, refresh_per_second=4)
-            self._live.start()
+            self._bar = Bar(self.console, self._lines)
+            task = self._bar.add_task(self.title, total=self.total, left="")
+            self._bar.update(task, completed=self._iteration)
+            if self._since:
+                self._bar.tasks[0].start_time = self._clock - (time.time() - self._since)
+            self._bar.start()
 
     def evaluating(self, what: str, share: float, *, last: bool) -> None:
         before = going if (going := self._evaluating) and going.what == what else None
         now = time.monotonic()
-        since = now if before is None else before.since
-        plain = self._live is None and not self.brief
-        if plain and (before is None or now > self._said + 60):  # a log is not silent
-            self._said, told = now, ""
-            if before:
-                from trainer.reports.live_lines import so_far  # here: few evaluations are long
-
-                told = f": {so_far(share, now - since, hint=not self._iteration)}"
-            self._print(f"{what}{told}")
-        self._evaluating = _Evaluation(what, share, since, last)
+        self._evaluating = _Evaluation(what, share, before.since if before else now, last)
+        plain = self._bar is None and not self.brief
+        if plain and (before is None or now > self._printed + 60):  # a log is not silent
+            self._printed = now
+            self._print(self._progress_of_evaluation() if before else what)
 
     def log(self, metrics: Mapping[str, float], iteration: int) -> None:
         now = time.monotonic()
@@ -137,19 +147,19 @@ class Display(Observer):
             self._evaluation_s, self._evaluating = now - self._evaluating.since, None
         if iteration:
             self._seconds.append(seconds)
-            self._curve += [metrics[name] for name in _signals(metrics) if name in metrics]
-        if self._live is not None:
+        if self._bar is not None:
             self._latest = dict(metrics) if iteration else {}
-            self._live.refresh()
+            self._bar.update(self._bar.task_ids[0], completed=iteration, left=self._left())
+            self._bar.refresh()
         # In a log a hundred lines are enough; evaluations stay in sight everywhere.
-        plain = self._live is None and not self.brief
+        plain = self._bar is None and not self.brief
         in_log = plain and iteration % max(self.total // 100, 1) == 0
         if in_log or any(name.startswith("eval/") for name in metrics):
-            parts = ["before training", *named(metrics, _EVAL), f"{self._evaluation_s:.1f} s"]
+            parts = ["before training", *_named(metrics, _EVAL), f"{self._evaluation_s:.1f} s"]
             if iteration:
-                values = [*signal(metrics), *named(metrics, KL | _EVAL)]
+                values = [*_signal(metrics), *_named(metrics, _KL | _EVAL)]
                 parts = [f"iteration {iteration}/{self.total}", *values, f"{seconds:.1f} s"]
-            self._print("  ".join(filter(None, [*parts, self._left(iteration)])))
+            self._print("  ".join(filter(None, [*parts, self._left()])))
 
     def replies(self, rows: Sequence[Mapping[str, Any]], iteration: int, *, kind: str) -> None:
         """Print a few replies of an evaluation; of training the best and worst, now and then."""
@@ -167,57 +177,55 @@ class Display(Observer):
         self._print(Text(text, style=style))
 
     def stopping(self) -> None:
-        """Say that a stop was asked for; safe in a signal handler, which may not print."""
-        self._stopping = True  # the live lines show it at their next refresh
-        if self._live is None:
+        """Note that a stop was asked for; safe in a signal handler, which may not print."""
+        self._stopping = True  # the lines below the bar show it at their next refresh
+        if self._bar is None:
             os.write(2, f"{self._stop_text()}\n".encode())
 
     def end(self, state: str, *, saved: int | None) -> None:
         self._evaluating = None  # the last picture stays: nothing in it goes on
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
         if self.folder is None:
             return
+        near = self._near(self.folder)
         if state == "finished":
             run = load_run(self.folder)
-            if words := summary.in_one_line(run):
-                self._print(whole(words.split(", "), ", "))
+            self._print(summary.in_one_line(run))
             for name, file in {} if self.brief else _FILES.items():
-                self._print(linked(f"{name:<7}  ", self._near(self.folder / file)))
-            if not self.brief and (chat := summary.chat_command(self._near(self.folder), run)):
-                self._print_command(f"{'chat':<7}  ", chat)
+                self._print(f"{name:<7}  {near / file}", whole=True)
+            if not self.brief and (chat := summary.chat_command(near, run)):
+                self._print(f"{'chat':<7}  {chat}", whole=True)
         else:
             what = summary.NOTHING if saved is None else f"saved at iteration {saved}; go on with: "
-            self._print_command(what, summary.resume_command(self._near(self.folder)))
+            self._print(f"{what}{summary.resume_command(near)}", whole=True)
 
-    def _draw(self) -> Text:
-        """Return the live lines; the refresh thread asks for them, so that the times go on."""
-        from trainer.reports.live_lines import draw, so_far  # here: only a terminal has them
+    def _lines(self) -> Iterator[str]:
+        """Yield the lines below the bar; its thread asks for them, so that the times go on."""
+        if values := [*_signal(self._latest), *_named(self._latest, _KL | _LATEST)]:
+            yield "  ".join(values)
+        if text := self._progress_of_evaluation():
+            yield text
+        if self._stopping:
+            yield self._stop_text()
 
-        now, below = time.monotonic(), []
-        if (going := self._evaluating) is not None:  # once: the other thread may end it meanwhile
-            told = so_far(going.share, now - going.since, hint=not self._iteration)
-            below = [f"{going.what}: {told}"]
-        times = ", ".join(filter(None, [duration(now - self._began), self._left(self._iteration)]))
-        lines = draw(
-            self.title,
-            self._latest,
-            done=(self._iteration, self.total),
-            times=times,
-            curve=self._curve,
-            width=self.console.width,
-            unicode=self.console.encoding.lower().startswith("utf"),
-        )
-        lines += below + [self._stop_text()] * self._stopping
-        return Text("\n".join(lines), no_wrap=True, overflow="ellipsis")
+    def _progress_of_evaluation(self) -> str:
+        """Return how far an evaluation is, with the time left; a hint if that is minutes."""
+        if (going := self._evaluating) is None:
+            return ""
+        seconds = time.monotonic() - going.since
+        left = seconds / going.share - seconds if going.share else 0.0
+        about = f", about {duration(left)} left" if going.share else ""
+        hint = "; fewer rows: eval.max_rows=<n>" * (not self._iteration and left > 180)
+        return f"{going.what}: {going.share:.0%}, {duration(seconds)}{about}{hint}"
 
-    def _left(self, iteration: int) -> str:
+    def _left(self) -> str:
         """Return the time left, an evaluation at the end included."""
-        if not self._seconds or iteration >= self.total:
+        if not self._seconds or self._iteration >= self.total:
             return ""
         each = sum(self._seconds) / len(self._seconds)
-        return f"{duration((self.total - iteration) * each + self._evaluation_s)} left"
+        return f"{duration((self.total - self._iteration) * each + self._evaluation_s)} left"
 
     def _stop_text(self) -> str:
         last = getattr(self._evaluating, "last", False)  # a run that is trained is finished first
@@ -228,36 +236,29 @@ class Display(Observer):
         """Print prompts and replies (rows of transcripts.jsonl), sampled tokens in colour."""
         self._print(title)
         for row in rows:
-            self._print(f"  {one_line(row.get('prompt', ''), width)}")
+            self._print(f"  {one_line(row.get('prompt', ''), width)}", whole=True)
             pieces = row.get("pieces") or {}
             texts = pieces.get("text") or [row.get("response", "")]
             sampled = pieces.get("log_prob") or [0.0] * len(texts)
-            said = Text()
+            reply = Text()
             for text, value in zip(texts, sampled, strict=True):
-                said.append(printable(text), style="dim" if value is None else "cyan")
-            said = said if len(said) <= width else said[: width - 3].append("...")
+                reply.append(printable(text), style="dim" if value is None else "cyan")
+            reply = reply if len(reply) <= width else reply[: width - 3].append("...")
             reward = row.get("reward")
             tail = "" if reward is None else f"   [reward {reward:z.2f}]"
-            self._print(Text("    -> ").append_text(said).append(tail))
+            self._print(Text("    -> ").append_text(reply).append(tail), whole=True)
 
-    @property
-    def _width(self) -> int:
-        return self.console.width if self.console.is_terminal else 10_000  # a log has no edge
-
-    def _near(self, path: Path) -> Path:
+    def _near(self, value: Any) -> Any:
         """Return a path as it is shown at a terminal: from here, if it lies below."""
-        inside = self.console.is_terminal and path.is_relative_to(here := Path.cwd())
-        return path.relative_to(here) if inside else path
+        shortened = isinstance(value, Path) and self.console.is_terminal
+        inside = shortened and value.is_relative_to(Path.cwd())
+        return value.relative_to(Path.cwd()) if inside else value
 
-    def _print(self, text: str | Text) -> None:
-        # Text: a reply's [brackets] are no markup; soft_wrap: a path stays in one piece
-        for line in in_lines(text if isinstance(text, Text) else Text(text), self._width):
-            self.console.print(line, soft_wrap=True)
-
-    def _print_command(self, name: str, command: str) -> None:
-        """Print a command in one piece, to be copied: on its own line if it needs one."""
-        text = name + command if len(name + command) <= self._width else f"{name}\n{command}"
-        self.console.print(Text(text), soft_wrap=True)
+    def _print(self, text: str | Text, *, whole: bool = False) -> None:
+        """Print a text, in lines of whole words; `whole`: in one line, as paths and commands."""
+        # Text: a reply's [brackets] are no markup
+        text = text if isinstance(text, Text) else Text(text)
+        self.console.print(text, soft_wrap=whole or not self.console.is_terminal)
 
 
 def show_run(runtime: Any, total: int) -> Display:
@@ -279,39 +280,11 @@ def show_run(runtime: Any, total: int) -> Display:
     )
 
 
-def linked(name: str, value: str | Path) -> Text:
-    """Return a name and a text, or a path that a click opens where the terminal can (OSC 8)."""
-    link = value.absolute().as_uri() if isinstance(value, Path) else None
-    return Text(name).append(str(value), style=Style(link=link) if link else "")
-
-
-def whole(values: Sequence[str], between: str) -> Text:
-    """Return values as a text that breaks between them alone."""
-    return Text(between.join(value.replace(" ", "\xa0") for value in values if value))
-
-
-def in_lines(text: Text, width: int) -> list[Text]:
-    """Return a text in lines of whole words; a word that is longer than a line stays whole."""
-    breaks, start = [], 0
-    for word in re.finditer("[^ ]+", text.plain):
-        if word.end() - start > width and text.plain[start : word.start()].strip():
-            breaks.append(start := word.start())
-    for line in (out := list(text.divide(breaks))):
-        line.rstrip()
-        line.plain = line.plain.replace("\xa0", " ")
-    return out
-
-
-def named(metrics: Mapping[str, float], forms: Mapping[str, str]) -> list[str]:
+def _named(metrics: Mapping[str, float], forms: Mapping[str, str]) -> list[str]:
     return [form.format(metrics[name]) for name, form in forms.items() if name in metrics]
 
 
-def _signals(metrics: Mapping[str, float]) -> Mapping[str, str]:
+def _signal(metrics: Mapping[str, float]) -> list[str]:
     """Return what to go by: the reward, also if all replies were dropped, or the loss of SFT."""
     judged = "reward/mean" in metrics or "reward/dropped_fraction" in metrics
-    return _REWARD if judged else _LOSS
-
-
-def signal(metrics: Mapping[str, float]) -> list[str]:
-    forms = _signals(metrics)
-    return named(metrics, forms) or ["reward none"] * (forms is _REWARD)
+    return _named(metrics, _REWARD if judged else _LOSS) or ["reward none"] * judged

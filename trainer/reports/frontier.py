@@ -1,33 +1,40 @@
-"""The picture of a sweep: what was reached against the KL, a point per setting.
+"""Reward (or accuracy) against KL: the frontier of a sweep, and a run below the limit.
 
-Bars go from the lowest to the highest seed. The line joins the Pareto points, those that no other
-beats in both; a setting without a finished job is on no line. A cross is the model before training.
-The KL axis is a square-root scale, as in Gao et al. 2022 (Scaling Laws for Reward Model
-Overoptimization, arXiv:2210.10760), where a distance is the root of a KL.
+A sweep has a point per setting. Bars go from the lowest to the highest seed. The line joins the
+Pareto points, those that no other beats in both; a setting without a finished job is on no line. A
+cross is the model before training. The KL axis is a square-root scale, as in Gao et al. 2022
+(Scaling Laws for Reward Model Overoptimization, arXiv:2210.10760), where a distance is the root of
+a KL. The limit (trainer/limit.py) is drawn from the samples of mode=limit, where there are any.
 """
 
 import math
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from itertools import takewhile
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from trainer.reports.chart import Axis, Box, Chart, meet, text_width
+from trainer.limit import FILE, Curve, Limit, best_of, most_kl_of_best_of, read_limit
+from trainer.metric_names import ACCURACY, HELD_KL, HELD_REWARD
+from trainer.reports.chart import Axis, Box, Chart, escape, meet, text_width
+from trainer.reports.summary import hydra_path
 from trainer.reports.sweep_jobs import (
-    ACCURACY,
     DRIFT,
-    HELD_KL,
-    HELD_REWARD,
     KL,
     REWARD,
     Job,
     Setting,
     grouped,
+    held_out,
+    load_jobs,
+    of_same_rows,
+    other_limits,
     start,
     varying,
 )
-
-if TYPE_CHECKING:
-    from trainer.reports.limits import Limit, Lines
+from trainer.runs.run_files import Run, is_sweep
 
 AVERAGED = "last ten iterations, at most a quarter of all"
 TITLES = {
@@ -36,6 +43,7 @@ TITLES = {
     HELD_REWARD: ("Held-out reward against KL to the reference", "mean per held-out reply"),
 }
 WHAT = {REWARD: "reward", ACCURACY: "accuracy", HELD_REWARD: "held-out reward"}
+HUE = "var(--hue3)"  # of the limit
 
 
 def frontier(
@@ -44,16 +52,17 @@ def frontier(
     width: int,
     height: int,
     by: str = REWARD,
-    limit: "Limit | None" = None,
+    limit: Limit | None = None,
     sampler: bool = False,
 ) -> str:
     """Draw reward (or `by` a held-out metric) against KL, one labelled point per setting.
 
-    Beside a held-out metric stands what no policy can pass on those prompts, if it is known. With
-    `sampler` the KL is that to the policy that sampled.
+    A held-out metric is drawn with its limit, if that is known. With `sampler` the KL is that to
+    the policy that sampled.
     """
     if sampler:
-        jobs, limit = [_from_the_sampler(job) for job in jobs], None
+        jobs = [_to_the_sampler(job) for job in jobs]
+    limit = None if sampler or by == REWARD else limit
     placed = [setting for setting in grouped(jobs) if setting.spots(by)]
     if not placed:
         raise ValueError(f"expected a job with {by} and kl/ref_sequence, got none")
@@ -64,7 +73,7 @@ def frontier(
     notes += ["hollow: beaten in both"] * any(s.finished and s not in line for s in placed)
     notes += ["dashed: unfinished"] * any(not s.finished for s in placed)
     notes += ["cross: before training"] * (begin is not None)
-    if limit and by != REWARD:
+    if limit:
         notes += ["upper line: the best there is", "diamonds: best of 2, 4 ... replies"]
     title, unit = TITLES[by]
     title = title.replace("reference", "sampler") if sampler else title
@@ -74,9 +83,9 @@ def frontier(
         chart.text(2, chart.top - 4, line_of_notes)
     spots = [spot for setting in placed for spot in setting.spots(by)]
     kls, values = zip(*spots, *([begin] if begin else []), strict=True)
-    lines = _limit_lines(limit, by, max(kls))
-    of = "nats per token" if sampler else "nats per reply"
-    kl_axes(chart, max(kls), [*values, *(lines.range if lines else [])], of=of)
+    lines = LimitLines(limit, by, most=max(kls)) if limit else None
+    per = "token" if sampler else "reply"
+    kl_axes(chart, max(kls), [*values, *(lines.range if lines else [])], per=per)
     taken: list[Box] = []  # what no label may cover: points, bars, other labels
     if lines:
         taken += lines.draw(chart, WHAT[by], spots)
@@ -85,39 +94,105 @@ def frontier(
     if begin:
         taken += _cross(chart, *begin)
     for setting in placed:
-        taken += _draw(chart, setting, by, filled=setting in line)
+        taken += _point(chart, setting, by, filled=setting in line)
     for setting in placed:
         taken += _label(chart, setting, setting.place(by), taken)
     return chart.svg()
 
 
-def _from_the_sampler(job: Job) -> Job:
-    """Return a job whose KL is that to the policy that sampled."""
-    drift = job.reached.get(DRIFT)
-    spent = {KL: None if drift is None else max(drift, 0.0), HELD_KL: None}
-    return replace(job, reached=job.reached | spent)
+def picture(run: Run, limit: Limit, *, width: int = 360, height: int = 260) -> str:
+    """Draw the way of a run, evaluation by evaluation, below what no policy can pass."""
+    points = held_out(run, limit.metric)
+    if not points:
+        return ""
+    what = _what(limit)
+    kls, values = [max(point.kl, 0.0) for point in points], [point.value for point in points]
+    lines = LimitLines(limit, limit.metric, most=max(*kls, 0.5))
+    unit = "line: the best there is; diamonds: best of 2, 4 ... replies"
+    title = f"{what.capitalize()} against KL, held-out prompts"
+    chart = Chart(title, unit, width=width, height=height)
+    kl_axes(chart, max(*kls, 0.5), [*values, *lines.range])
+    lines.draw(chart, what, [*zip(kls, values, strict=True)])
+    dashed = "stroke:var(--hue0);stroke-width:1;stroke-dasharray:2 4"
+    chart.path(zip(kls, values, strict=True), dashed)
+    for point, kl in zip(points, kls, strict=True):
+        got = limit.efficiency(limit.metric, point.value, point.kl)
+        share = "" if got is None else f", efficiency {got:.2f}"
+        tip = f"iteration {point.iteration:g}: {what} {point.value:.3f}, KL {point.kl:z.3f}{share}"
+        chart.dot(kl, point.value, "fill:var(--hue0)", radius=4, tip=tip)
+    return chart.svg()
 
 
-def kl_axes(
-    chart: Chart, most: float, values: Sequence[float], *, of: str = "nats per reply"
-) -> None:
+def kl_axes(chart: Chart, most: float, values: Sequence[float], *, per: str = "reply") -> None:
     """Draw the axes of `values` against the KL, from 0 to `most` nats."""
     chart.axes(
         (0.0, max(most, 1e-3)),
         (min(values), max(values)),
-        x_label=f"KL, {of} (square-root scale)",
+        x_label=f"KL, nats per {per} (square-root scale)",
         x_ticks=_root_ticks,
         warp=math.sqrt,
         inset=(12, 28),  # for the labels of the outermost points
     )
 
 
-def _limit_lines(limit: "Limit | None", by: str, most: float) -> "Lines | None":
-    if limit is None or by == REWARD:
-        return None
-    from trainer.reports.limits import Lines  # here: numpy, for those that have a limit
+def pareto(settings: Sequence[Setting], by: str = REWARD) -> list[Setting]:
+    """Return the finished settings that no other beats in reward and KL, in order of KL."""
+    front: list[Setting] = []
+    done = [setting for setting in settings if setting.finished]
+    for setting in sorted(done, key=lambda s: (s.place(by)[0], -s.place(by)[1])):
+        if not front or setting.place(by)[1] > front[-1].place(by)[1]:
+            front.append(setting)
+    return front
 
-    return Lines(limit, by, most=most)
+
+class LimitLines:
+    """What a picture shows of a limit, as far as the points in it go: `most` nats."""
+
+    def __init__(self, limit: Limit, metric: str, *, most: float) -> None:
+        values, drawn = limit.of(metric), limit.bounds(metric).curve()
+        self.curve = Curve(*(side[drawn.kl <= most] for side in vars(drawn).values()))
+        powers = takewhile(lambda k: 2 * k <= values.shape[1], (2**i for i in range(1, 20)))
+        bounds = ((k, most_kl_of_best_of(k)) for k in powers)
+        self.best = [(k, kl, best_of(values, k)) for k, kl in bounds if kl <= most]
+
+    @property
+    def range(self) -> list[float]:
+        """Return what the axis of the values should hold."""
+        return [*self.curve.value.tolist(), *(value for _, _, value in self.best)]
+
+    def draw(self, chart: Chart, what: str, points: Sequence[tuple[float, float]]) -> list[Box]:
+        """Draw the optimum with its band, and the best of k replies; return what that covers.
+
+        A diamond says its k where that hides neither another nor one of the `points` (KL, value).
+        """
+        kl = self.curve.kl.tolist()
+        high, low = self.curve.high.tolist(), self.curve.low.tolist()[::-1]
+        outline = [*zip(kl, high, strict=True), *zip(kl[::-1], low, strict=True)]
+        chart.path(outline, f"fill:{HUE};opacity:0.18;stroke:none", kind="area")
+        chart.path(zip(kl, self.curve.value.tolist(), strict=True), f"stroke:{HUE}")
+        diamonds = [(chart.x(bound), chart.y(value)) for _, bound, value in self.best]
+        spots = [*((chart.x(kl), chart.y(value)) for kl, value in points), *diamonds]
+        taken: list[Box] = [(x - 6, y - 6, x + 6, y + 6) for x, y in spots]
+        for (k, bound, value), (x, y) in zip(self.best, diamonds, strict=True):
+            of = f"best of {k} replies of the reference"
+            tip = f"{of}: {what} {value:.3f}, KL at most {bound:.2f}"
+            shape = f'd="M{x} {y - 5:g}l5 5l-5 5l-5 -5z" style="fill:{HUE}"'
+            chart.parts.append(f"<path {shape}><title>{escape(tip)}</title></path>")
+            wide = text_width(str(k))
+            for left, base in ((x + 8, y + 4), (x - wide / 2, y + 17), (x - 8 - wide, y + 4)):
+                box = (left, base - 9, left + wide, base + 1)
+                if box[2] < chart.width and not any(meet(box, other) for other in taken):
+                    chart.text(left, base, str(k))
+                    taken.append(box)
+                    break
+        return taken[len(points) :]
+
+
+def _to_the_sampler(job: Job) -> Job:
+    """Return a job whose KL is that to the policy that sampled."""
+    drift = job.reached[DRIFT]
+    kl = {KL: None if drift is None else max(drift, 0.0), HELD_KL: None}
+    return replace(job, reached=job.reached | kl)
 
 
 def _wrapped(notes: Sequence[str], width: int) -> list[str]:
@@ -132,16 +207,6 @@ def _wrapped(notes: Sequence[str], width: int) -> list[str]:
     return lines
 
 
-def pareto(settings: Sequence[Setting], by: str = REWARD) -> list[Setting]:
-    """Return the finished settings that no other beats in reward and KL, in order of KL."""
-    front: list[Setting] = []
-    done = [setting for setting in settings if setting.finished]
-    for setting in sorted(done, key=lambda s: (s.place(by)[0], -s.place(by)[1])):
-        if not front or setting.place(by)[1] > front[-1].place(by)[1]:
-            front.append(setting)
-    return front
-
-
 def _cross(chart: Chart, kl: float, value: float) -> list[Box]:
     """Draw the model before training; return what it covers."""
     x, y = chart.x(kl), chart.y(value)
@@ -151,7 +216,7 @@ def _cross(chart: Chart, kl: float, value: float) -> list[Box]:
     return [(x - 6, y - 6, x + 6, y + 6)]
 
 
-def _draw(chart: Chart, setting: Setting, by: str, *, filled: bool) -> list[Box]:
+def _point(chart: Chart, setting: Setting, by: str, *, filled: bool) -> list[Box]:
     """Draw a point, filled if no other beats it, dashed if it is not finished; return its boxes."""
     (kl, value), spots = setting.place(by), setting.spots(by)
     x, y = chart.x(kl), chart.y(value)
@@ -200,3 +265,68 @@ def _root_ticks(axis: Axis) -> list[float]:
         if value <= axis.hi and min(axis(value) - axis.start, end - axis(value)) >= 44:
             kept.append(value)
     return [0.0, *kept]
+
+
+def caption(run: Run, limit: Limit) -> str:
+    """Return how near the last evaluation is to the line, and what the line was drawn from."""
+    return f"{_verdict(run, limit)}; 1 is on the line ({limit.about()}; {limit.ends()})"
+
+
+def limit_results(folder: Path) -> str:
+    """Return how near a run, or each job of a sweep, came to its limit: a line each."""
+    limit = read_limit(folder / FILE)
+    if limit is None:
+        raise ValueError(f"{folder / FILE} is damaged; remove it, and ask again")
+    lines = [f"the limit: {limit.about()}"]
+    for job in load_jobs(folder):
+        reached = "no evaluation with a KL to judge"
+        if found := held_out(job.run, limit.metric):
+            reached = f"{_what(limit)} {found[-1].value:z.3f}, {_verdict(job.run, limit)}"
+        lines.append(f"{job.name}: {reached}")
+    return "\n".join(lines)
+
+
+def _what(limit: Limit) -> str:
+    return "accuracy" if limit.metric == ACCURACY else "reward"
+
+
+def _verdict(run: Run, limit: Limit) -> str:
+    """Return the efficiency of the last evaluation as text, or why there is none."""
+    last = held_out(run, limit.metric)[-1]
+    got = limit.efficiency(limit.metric, last.value, last.kl)
+    if got is not None:
+        return f"KL efficiency {got:.2f} at {last.kl:.2f} nats"
+    if last.kl <= 1e-3:
+        return "this run has not moved"
+    return f"no efficiency, so far out no sample reaches (--limit {8 * limit.success.shape[1]})"
+
+
+def sample_limit(folder: Path, samples: int) -> None:
+    """Sample the reference of a run, or of a sweep whose jobs share it, into its folder."""
+    jobs = load_jobs(folder)
+    if not any(job.run.series(metric) for job in jobs for metric in (ACCURACY, HELD_REWARD)):
+        raise ValueError(f"{folder} was not evaluated, so a limit would say nothing of it")
+    if is_sweep(folder) and other_limits(jobs):
+        raise ValueError(
+            "expected jobs that start from one model on one task, with one reference and one way "
+            "to evaluate, got others; name one of them"
+        )
+    if samples < 2:
+        raise ValueError(f"expected --limit of at least 2 replies, got {samples}")
+    run = next((job.run.folder for job in jobs if job.run.metrics), jobs[0].run.folder)
+    known = read_limit(folder / FILE) if (folder / FILE).is_file() else None
+    if known is not None and known.success.shape[1] >= samples and of_same_rows(known, run):
+        return  # more replies are only nearer to the truth
+    script = Path(__file__).parents[2] / "train.py"
+    with TemporaryDirectory(dir=folder, prefix=".limit") as aside:  # a job may have its own
+        words = ["mode=limit", f"resume={hydra_path(run.resolve())}", f"eval.num_samples={samples}"]
+        command = [sys.executable, str(script), *words, f"output_dir={hydra_path(Path(aside))}"]
+        process = subprocess.Popen(command)
+        try:
+            code = process.wait()
+        finally:
+            process.terminate()  # where this one was stopped
+            process.wait()
+        if code:
+            raise ValueError(f"{run} was not sampled: see above (exit code {code})")
+        (Path(aside) / FILE).replace(folder / FILE)

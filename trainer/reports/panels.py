@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from trainer.reports.chart import Points, Series, escape, line_chart, stack_chart
+from trainer.reports.chart import Points, Series, line_chart, stack_chart
 from trainer.reports.formats import short
 from trainer.runs.run_files import Run, dig, number
 
@@ -38,34 +38,38 @@ class Sick:
     why: str
 
 
+@dataclass(frozen=True)
+class Figure:
+    """A chart (SVG), the note below it, the metrics in it, and why it is not healthy."""
+
+    chart: str
+    note: str = ""
+    metrics: Sequence[str] = ()
+    sick: Sick | None = None
+
+    @property
+    def smooth(self) -> bool:
+        """Whether the chart shows values and their running mean."""
+        return 'class="raw"' in self.chart
+
+
 _FOUND = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 MAIN, MORE = (tuple(Panel(**panel) for panel in _FOUND[name]) for name in ("main", "more"))
 
 
-def figures(panels: Sequence[Panel], run: Run) -> list[str]:
-    """Draw those panels that the run logs something of, each with what is healthy below (HTML)."""
-    drawn = ((panel, draw(panel, run)) for panel in panels)
+def figures(panels: Sequence[Panel], run: Run) -> list[Figure]:
+    """Draw those panels that the run logs something of, each with what is healthy below."""
     names = run.names()
     return [
-        figure(
+        Figure(
             chart,
             f"healthy: {panel.healthy}" if panel.healthy else "",
             [name for name in panel.metrics if name in names],
-            sick=unhealthy(panel, run),
+            unhealthy(panel, run),
         )
-        for panel, chart in drawn
-        if chart
+        for panel in panels
+        if (chart := draw(panel, run))
     ]
-
-
-def figure(chart: str, told: str, metrics: Sequence[str], *, sick: Sick | None = None) -> str:
-    """Put a line below a chart, and why this one is not healthy; a tooltip names the metrics."""
-    if not told:
-        return chart
-    names = escape(f"{', '.join(metrics)} (docs/metrics.md)")
-    look, why = (f' class="{sick.level}"', f"<b>{escape(sick.why)}</b>; ") if sick else ("", "")
-    note = f'<figcaption{look} title="{names}">{why}{escape(told)}</figcaption>'
-    return f"<figure>{chart}{note}</figure>"
 
 
 def unhealthy(panel: Panel, run: Run) -> Sick | None:
@@ -92,9 +96,14 @@ def unhealthy(panel: Panel, run: Run) -> Sick | None:
 
 def open_notes(run: Run) -> list[dict[str, Any]]:
     """List the warnings and errors that a run has said and not taken back."""
-    found = run.status.get("notes")
-    notes = [note for note in found if isinstance(note, dict)] if isinstance(found, list) else []
-    return [n for n in notes if n.get("level") in ("warn", "error") and n.get("until") is None]
+    noted = ("warn", "error")
+    return [n for n in notes_of(run) if n.get("level") in noted and n.get("until") is None]
+
+
+def notes_of(run: Run) -> list[dict[str, Any]]:
+    """List what a run has said about itself (diagnosis.py)."""
+    notes = run.status.get("notes")
+    return [n for n in notes if isinstance(n, dict)] if isinstance(notes, list) else []
 
 
 def draw(panel: Panel, run: Run) -> str:

@@ -18,7 +18,7 @@
   const short = (value) => value === 0 ? "0" : Math.abs(value) < 1e-3 ? value.toExponential(1)
     : String(Number(value.toPrecision(3)));
 
-  // A token: coloured by its KL, underlined by its advantage (as in replies.py).
+  // A token: coloured by its KL, underlined by its advantage.
   const tokens = (pieces, most) => pieces.text.map((text, i) => {
     const drawn = text.replaceAll("\n", "\u21b5\n"), at = (key) => pieces[key]?.[i] ?? null;
     if (at("log_prob") === null) return make("i", "", drawn);
@@ -59,7 +59,7 @@
       make("div", `scroll row${found.replies.every((row) => size(row) < 40) ? " brief" : ""}`, ...found.replies.map((row) => reply(row, most))));
   };
 
-  // What all but the largest twentieth lie below is full colour, as in replies.py.
+  // What all but the largest twentieth lie below is full colour.
   const scale = (groups, key) => {
     const sizes = groups.flatMap((g) => g.replies).flatMap((row) => row.pieces?.[key] || [])
       .filter((value) => typeof value === "number").map(Math.abs).sort((a, b) => a - b);

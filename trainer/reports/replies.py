@@ -1,137 +1,165 @@
-"""The transcripts of a report: a browser of all of them, and before and after training.
+"""The replies of a report: what its browser (replies.js) shows, and before and after training.
 
-Of the best, the median and the worst reply of an iteration every token is shown with its KL
-(background) and its advantage (underline); texts that were not sampled stay uncoloured. Without its
-script (replies.js) a page shows the latest iteration.
+Of the best, the median and the worst reply of an iteration the script shows every token with its KL
+(background) and its advantage (underline); texts that were not sampled stay uncoloured.
+However long the run, the page stays small: it holds the newest iteration and others evenly spaced,
+as many as `MOST` bytes of transcripts.jsonl hold; of an iteration that is larger alone, every so
+many groups. The file is walked through once and only what is shown is parsed.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.reports.browser import Reply, draw, has_tokens, load_replies
-from trainer.reports.chart import escape
 from trainer.reports.formats import nats, short
-from trainer.runs.run_files import number
+from trainer.runs.run_files import number, parse_line
 
-PAIRS = 6
-SIDE = 3  # so many of the best and of the worst
-STRONGEST = 0.5  # opacity of the background: text on it keeps a contrast of 4.5
-
-
-def sections(folder: Path) -> list[str]:
-    """Return the sections (HTML) of a run's transcripts.jsonl."""
-    found = load_replies(folder / "transcripts.jsonl")
-    latest = found.train.get(found.latest, [])
-    full = [row for row in latest if has_tokens(row)]
-    legend = _legend(_full_colour(full, "kl")) if full else ""
-    drawn = draw(found, "".join(_latest(latest, found.latest)), legend)
-    return ['<h2 id="replies">Replies</h2>', drawn, *_held_out(found.held)] if drawn else []
+MOST, MOST_HELD = 2**21, 2**20  # bytes of the file: replies in training, to held-out prompts
+PAIRS = 6  # held-out prompts whose replies before and after training are shown
+Reply = dict[str, Any]  # a row of transcripts.jsonl
+_KEYS = ("response", "reward", "parts", "advantage", "kl", "truncated", "rank", "pieces")
+# Quotes within a text are escaped, so no reply can look like this.
+_PLACE = re.compile(rb'"iteration": (\d+), "kind": "(\w+)"')
 
 
-def _latest(rows: Sequence[Reply], iteration: float) -> Iterator[str]:
-    """Draw the replies of an iteration, the best first: three token by token, others as cards."""
-    once: dict[tuple[Any, Any], Reply] = {}  # each prompt and reply, with its tokens if it has any
-    for row in sorted(rows, key=has_tokens, reverse=True):
-        once.setdefault((row.get("prompt"), row.get("response")), row)
-    ranked = sorted(once.values(), key=lambda r: -(number(r.get("reward")) or 0.0))
-    full = [r for r in ranked if has_tokens(r)]
-    rest = [r for r in ranked if not has_tokens(r)]
-    if full:
-        most = {key: _full_colour(full, key) for key in ("kl", "advantage")}
-        cards = [_card(r, [(str(r.get("rank") or ""), r)], most) for r in full]
-        short_ones = all(len(str(r.get("response"))) < 300 for r in full)
-        yield f"<h3>Token by token: iteration {iteration:g}</h3>"
-        yield _grid(cards) if short_ones else "".join(cards)
-    if rest:
-        which = "Others of this iteration" if full else f"Latest replies: iteration {iteration:g}"
-        shown = rest if len(rest) <= 2 * SIDE else [*rest[:SIDE], *rest[-SIDE:]]
-        yield f"<h3>{which}, the best first</h3>" + _grid([_card(r, [("", r)]) for r in shown])
+@dataclass(frozen=True)
+class Replies:
+    """Replies by iteration, those to held-out prompts by evaluation, and what was left out."""
+
+    train: dict[int, list[Reply]] = field(default_factory=dict)
+    held: list[Reply] = field(default_factory=list)
+    left_out: str = ""
 
 
-def _held_out(rows: Sequence[Reply]) -> Iterator[str]:
-    """Draw what was said to held-out prompts before and after training."""
-    said = {
-        kind: {r.get("prompt"): r for r in rows if r.get("kind") == kind}
+def load_replies(path: Path) -> Replies:
+    """Read as much of a transcripts.jsonl as a page holds; torn lines are left out."""
+    lines: dict[tuple[str, int], list[tuple[int, int]]] = {}  # kind, iteration: starts and sizes
+    if not path.is_file():  # a pipe would be waited for
+        return Replies()
+    with open(path, "rb") as file:
+        start = 0
+        for line in file:
+            if found := _PLACE.search(line):
+                key = (found[2].decode(), int(found[1]))
+                lines.setdefault(key, []).append((start, len(line)))
+            start += len(line)
+
+        def read(key: tuple[str, int], most: int) -> list[Reply]:
+            rows, sizes = [], dict[Any, int]()
+            for place, size in lines[key]:
+                file.seek(place)
+                if row := parse_line(file.read(size).decode("utf-8", "replace")):
+                    rows.append(row)
+                    sizes[_group(row)] = sizes.get(_group(row), 0) + size
+            kept = {[*sizes][i] for i in thinned([*sizes.values()], most)}
+            return [row for row in rows if _group(row) in kept]
+
+        size = {key: sum(size for _, size in places) for key, places in lines.items()}
+        train = sorted(key for key in lines if key[0] == "train")
+        held = [key for key in lines if key[0] != "train"]  # in the order of the file
+        shown = [train[i] for i in thinned([size[key] for key in train], MOST)]
+        later = thinned([size[key] for key in held[1:]], MOST_HELD // 2)
+        tried = [*held[:1], *(held[1 + i] for i in later)]
+        parts = [f"{len(shown)} of {len(train)} iterations"] * (len(shown) < len(train))
+        parts += [f"{len(tried)} of {len(held)} evaluations"] * (len(tried) < len(held))
+        return Replies(
+            {key[1]: rows for key in shown if (rows := read(key, MOST))},
+            [row for key in tried for row in read(key, MOST_HELD // len(tried))],
+            f"Here are {' and '.join(parts)}; all are in transcripts.jsonl." if parts else "",
+        )
+
+
+def thinned(sizes: Sequence[int], most: int) -> list[int]:
+    """Return which items to keep: the last and every n-th before it, as many as fit, at least one.
+
+    >>> thinned([4, 4, 4, 4, 4], 12), thinned([1, 1], 5), thinned([9], 5)
+    ([0, 2, 4], [0, 1], [0])
+    """
+    step, kept = 1, list(range(len(sizes)))
+    while len(kept) > 1 and sum(sizes[i] for i in kept) > most:
+        step += 1
+        kept = list(range(len(sizes) - 1, -1, -step))[::-1]
+    return kept
+
+
+def browser_data(found: Replies) -> dict[str, Any]:
+    """Return what the script (replies.js) shows."""
+    train = [{"iteration": i, "groups": _grouped(rows)} for i, rows in found.train.items()]
+    return {"train": train, "held": _grouped(found.held, named=True)}
+
+
+def _group(row: Reply) -> tuple[int | None, str]:
+    group = row.get("group")
+    return (group if isinstance(group, int) else None, str(row.get("prompt")))
+
+
+def _grouped(rows: Iterable[Reply], *, named: bool = False) -> list[dict[str, Any]]:
+    """Put replies to a prompt together, whole groups first; `named`: with the time of each."""
+    groups: dict[Any, list[Reply]] = {}
+    for row in rows:
+        groups.setdefault(_group(row)[named:], []).append(row)
+    out = []
+    for group in sorted(groups.values(), key=len, reverse=True):
+        replies = []
+        for row in group:
+            reply = {key: row[key] for key in _KEYS if row.get(key) not in (None, "", {})}
+            reply["response"] = str(row.get("response"))
+            if not _has_tokens(row):
+                reply.pop("pieces", None)
+            if named:
+                kind, iteration = row.get("kind"), row.get("iteration")
+                reply["name"] = f"iteration {iteration}" if kind == "eval" else f"{kind} training"
+            replies.append(reply)
+        first = group[0]
+        known = {"prompt": str(first.get("prompt")), "answer": first.get("answer")}
+        out.append({**known, "messages": _context(first), "replies": replies})
+    return out
+
+
+def _has_tokens(row: Reply) -> bool:
+    pieces = row.get("pieces")
+    return isinstance(pieces, dict) and isinstance(pieces.get("text"), list)
+
+
+def _context(row: Reply) -> list[tuple[str, str]]:
+    """List role and text of what stood before the prompt: the system message."""
+    before = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+    messages = row.get("messages")
+    before += messages[:-1] if isinstance(messages, list) else []
+    return [(str(m.get("role")), str(m.get("content"))) for m in before if isinstance(m, dict)]
+
+
+def before_and_after(rows: Sequence[Reply]) -> dict[str, Any]:
+    """Return replies to some held-out prompts at the `ends` of training that there are."""
+    found = {
+        kind: {str(row.get("prompt")): row for row in rows if row.get("kind") == kind}
         for kind in ("before", "after")
     }
-    there = [kind for kind, held in said.items() if held]
-    if there:
-        both = [p for p in said[there[0]] if p in said[there[-1]]] or list(said[there[0]])
-        pairs = [[(kind, said[kind][p]) for kind in there if p in said[kind]] for p in both[:PAIRS]]
-        title = f"{' and '.join(there).capitalize()} training, on held-out prompts"
-        yield f"<h3>{title}</h3>" + _grid([_card(pair[0][1], pair) for pair in pairs])
+    ends = [kind for kind, held in found.items() if held]
+    first, last = (found[ends[0]], found[ends[-1]]) if ends else ({}, {})
+    prompts = [prompt for prompt in first if prompt in last] or [*first]
+    return {
+        "ends": ends,
+        "cards": [
+            {
+                "prompt": prompt,
+                "replies": [
+                    {"text": str(row.get("response")), "facts": facts(row, kind)}
+                    for kind in ends
+                    if (row := found[kind].get(prompt))
+                ],
+            }
+            for prompt in prompts[:PAIRS]
+        ],
+    }
 
 
-def _grid(cards: Sequence[str]) -> str:
-    return f'<div class="pairs">{"".join(cards)}</div>'
-
-
-def _card(
-    row: Reply, replies: Sequence[tuple[str, Reply]], most: dict[str, float] | None = None
-) -> str:
-    """Draw a prompt and what was replied; with `most` (the scale of the colours) its tokens."""
-    parts = [f'<div class="prompt">{escape(row.get("prompt"))}</div>']
-    for name, said in replies:
-        text = "".join(_tokens(said["pieces"], most)) if most else escape(said.get("response"))
-        parts.append(f'<div class="reply{" heat" if most else ""}">{text}</div>')
-        parts.append(f'<div class="facts">{escape(numbers(said, name))}</div>')
-    return f'<div class="card">{"".join(parts)}</div>'
-
-
-def numbers(row: Reply, name: str) -> str:
+def facts(row: Reply, name: str = "") -> str:
     """Return the line below a reply."""
-    told = {"reward": short, "kl": nats, "advantage": short}
-    values = {key: number(row.get(key)) for key in told}
-    texts = [
-        {"kl": "log-ratio {} nats"}.get(key, f"{key} {{}}").format(told[key](value))
-        for key, value in values.items()
-        if value is not None
-    ]
+    forms = {"reward": ("reward {}", short), "kl": ("log-ratio {} nats", nats)}
+    forms["advantage"] = ("advantage {}", short)
+    values = [(number(row.get(key)), *form) for key, form in forms.items()]
+    texts = [text.format(form(value)) for value, text, form in values if value is not None]
     return " \u00b7 ".join([*[name] * bool(name), *texts, *["cut"] * bool(row.get("truncated"))])
-
-
-def _legend(full: float) -> str:
-    """Explain the colours; `full` is the KL of the strongest."""
-    entries = (
-        f'<u class="m" style="--k:{STRONGEST}">likelier</u>than under the reference '
-        f'(full colour: <b class="full">{short(full)}</b> nats per token)',
-        f'<u class="l" style="--k:{STRONGEST}">less likely</u>than under the reference',
-        '<u class="u" style="--a:1">advantage above 0</u>made likelier',
-        '<u class="d" style="--a:1">advantage below 0</u>made less likely',
-    )
-    return f'<p class="legend heat">{"".join(f"<span>{e}</span>" for e in entries)}</p>'
-
-
-def _tokens(pieces: Reply, most: dict[str, float]) -> Iterable[str]:
-    """Draw each token in the colour of its KL, underlined by its advantage."""
-    columns = [pieces.get(key) or [] for key in ("kl", "advantage", "log_prob")]
-    for i, text in enumerate(pieces["text"]):
-        kl, advantage, log_prob = (number(c[i]) if i < len(c) else None for c in columns)
-        drawn = escape(text).replace("\n", "\u21b5\n")
-        if log_prob is None:  # not sampled
-            yield f"<i>{drawn}</i>"
-            continue
-        named = (("log-prob", log_prob), ("log-ratio", kl), ("advantage", advantage))
-        tip = ", ".join(f"{name} {short(v)}" for name, v in named if v is not None)
-        styles, classes = [], []
-        for value, key, signs, name, full in (
-            (kl or 0.0, "kl", "ml", "k", STRONGEST),
-            (advantage or 0.0, "advantage", "ud", "a", 1.0),
-        ):
-            strength = min(abs(value) / most[key], 1.0) * full
-            if strength >= 0.01:
-                classes.append(signs[value < 0])
-                styles.append(f"--{name}:{strength:.2f}")
-        look = f' class="{" ".join(classes)}" style="{";".join(styles)}"' if classes else ""
-        yield f'<u{look} title="{tip}">{drawn}</u>'
-    if cut := number(pieces.get("left_out")):
-        yield f"<i> ... {cut:g} more tokens</i>"
-
-
-def _full_colour(rows: Sequence[Reply], key: str) -> float:
-    """Return what all but the largest twentieth lie below: one outlier must not pale the rest."""
-    columns = [row["pieces"].get(key) for row in rows]
-    values = [number(v) for column in columns if isinstance(column, list) for v in column]
-    sizes = sorted(abs(v) for v in values if v is not None)
-    return max(sizes[int(0.95 * (len(sizes) - 1))] if sizes else 0.0, 1e-3)

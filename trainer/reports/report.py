@@ -4,22 +4,22 @@ Built from the files of the folder alone, at any time (`python -m trainer.report
 Charts of metrics that a run does not log are left out, so SFT and RL runs share it.
 """
 
+import shlex
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from policies.cache import write_text
-from trainer.reports import markup, panels, summary
-from trainer.reports.chart import escape, standalone
+from trainer.metric_names import ACCURACY, HELD_KL
+from trainer.reports import frontier, panels, replies, summary
+from trainer.reports.chart import standalone
 from trainer.reports.formats import duration
-from trainer.reports.known_limit import known_limit
-from trainer.reports.replies import sections
+from trainer.reports.page import PATIENCE, write_page
+from trainer.reports.sweep_jobs import known_limit
 from trainer.runs.redact import redact
-from trainer.runs.run_files import ITERATION, PLACES, Run, dig, load_run, number, read_status
+from trainer.runs.run_files import ITERATION, PLACES, Run, dig, load_run, number
 
 PICTURE = ("Reward", "KL to the reference", "Accuracy on held-out prompts", "Loss")
 PHASES = {  # of status.json
@@ -30,22 +30,18 @@ PHASES = {  # of status.json
     "evaluate": "evaluating on held-out prompts",
     "end": "ending: the final model is saved",
 }
+MODEL = ("name", "origin", "sha256")  # of status.json
 TIME = "time/iteration_s"
-LEVELS = ("error", "warn", "info")
+KILLED = "its process is gone and left no reason: killed, or out of memory"
 
 
 def write_report(folder: str | Path) -> Path:
     """Write <folder>/report.html from the files there and return its path."""
-    while True:
-        run = load_run(folder)
-        path, state = run.folder / "report.html", run.state
-        patience = max(120.0, 5 * (run.last_ten_mean(TIME) or 0.0))
-        live = patience if state == "running" else None
-        write_text(path, markup.page(run.experiment, _body(run), patience=live))
-        # A run that ended meanwhile: whoever writes last must have seen it.
-        now = replace(run, status=read_status(run.folder))
-        if (state, run.status.get("reason")) == (now.state, now.status.get("reason")):
-            return path
+    run = load_run(folder)
+    path, state = run.folder / "report.html", run.state
+    patience = max(PATIENCE, 5 * (run.last_ten_mean(TIME) or 0.0)) if state == "running" else None
+    write_page(path, "report.html.j2", patience=patience, state=state, **_values(run, state))
+    return path
 
 
 def run_svg(folder: str | Path) -> str:
@@ -58,150 +54,104 @@ def run_svg(folder: str | Path) -> str:
     return standalone(shown, width=360, height=220)
 
 
-def _body(run: Run) -> list[str]:
-    more = panels.figures([*panels.MORE, *panels.others(run)], run)
-    config = yaml.safe_dump(redact(run.config), sort_keys=False, width=100) if run.config else ""
-    changes = _changes(run)
-    wrong, explained = _notes(run)
-    curves = markup.charts([*_limit(run), *panels.figures(panels.MAIN, run)], title="Curves")
-    replies = sections(run.folder)
-    early = (
-        '<p class="muted">The first curves come after iteration 1; this page reloads itself.</p>'
-    )
-    return [
-        f"<h1>{escape(run.experiment)}{markup.badge(run.state)}</h1>",
-        markup.jumps(_sections(curves, replies, changes)),
-        *_notices(run),
-        wrong,
-        markup.tiles(summary.tiles(run), alarms=_alarms(run)),
-        explained,
-        markup.facts(_commands(run)),
-        curves or early * (run.state == "running"),
-        markup.folded("More curves", markup.charts(more)),
-        *replies,
-        f'<h2 id="environment">Environment</h2>{markup.facts(_environment(run))}',
-        f'<h2 id="configuration">Configuration</h2>{changes}' if changes else "",
-        markup.folded("Whole configuration", f"<pre>{escape(config)}</pre>" if config else ""),
-    ]
+def _values(run: Run, state: str) -> dict[str, Any]:
+    """Return what the template shows."""
+    told = replies.load_replies(run.folder / "transcripts.jsonl")
+    shown = {}
+    if told.train or told.held:
+        shown = {"replies_data": replies.browser_data(told), "left_out": told.left_out}
+        shown["held_out"] = replies.before_and_after(told.held)
+    curves = [*_limit(run), *panels.figures(panels.MAIN, run)]
+    changes, errors = _changes(run), run.folder / "errors"
+    parts = {"Curves": curves, "Replies": shown, "Environment": True, "Configuration": changes}
+    machine, alarms = run.status.get("machine"), panels.open_notes(run)
+    return shown | {
+        "title": run.experiment,
+        "sections": [name for name, there in parts.items() if there],
+        "reason": KILLED if state == "killed" else run.status.get("reason"),
+        "error_files": sorted(f.name for f in errors.glob("rank*.txt")) * (state == "failed"),
+        "ended": run.status.get("ended"),
+        "resumed": run.status.get("resumed"),
+        "now": _now(run),
+        "rewrite": f"python -m trainer.reports {shlex.quote(str(run.folder.resolve()))}",
+        "notes": _notes(run),
+        "alarms": [
+            (note.get("title"), f"since iteration {note.get('iteration')}: see above")
+            for note in alarms
+            if note["level"] == "error"
+        ],
+        "tiles": summary.tiles(run),
+        "of_python": summary.of_python(run),
+        "commands": _commands(run, state),
+        "curves": curves,
+        "more_curves": panels.figures([*panels.MORE, *panels.others(run)], run),
+        "folder": str(run.folder.resolve()),
+        "model": {key: dig(run.status, "model", key) or "?" for key in MODEL},
+        "machine": machine if isinstance(machine, dict) else {},
+        "changes": changes,
+        "config": yaml.safe_dump(redact(run.config), sort_keys=False, width=100)
+        if run.config
+        else "",
+    }
 
 
-def _limit(run: Run) -> Iterator[str]:
+def _limit(run: Run) -> Iterator[panels.Figure]:
     """Draw what was reached below what can be, if the reference was sampled (mode=limit)."""
-    if (limit := known_limit(run.folder)) is None:
-        return
-    from trainer.reports import limits  # here: numpy, for those that have a limit
-
-    if drawn := limits.picture(run, limit):
-        yield panels.figure(drawn, limits.caption(run, limit), [limits.ACCURACY, limits.HELD_KL])
+    limit = known_limit(run.folder)
+    if limit is not None and (drawn := frontier.picture(run, limit)):
+        yield panels.Figure(drawn, frontier.caption(run, limit), [ACCURACY, HELD_KL])
 
 
-def _sections(curves: str, replies: list[str], changes: str) -> list[str]:
-    there = {"Curves": curves, "Replies": replies, "Environment": True, "Configuration": changes}
-    return [name for name, found in there.items() if found]
-
-
-def _alarms(run: Run) -> dict[str, str]:
-    """Return the errors that a run has said and not taken back, as tiles."""
-    errors = [note for note in panels.open_notes(run) if note["level"] == "error"]
-    return {str(n.get("title")): f"since iteration {n.get('iteration')}: see above" for n in errors}
-
-
-def _notices(run: Run) -> Iterator[str]:
-    """Say why a run ended, or what to do about one that seems to have."""
-    reason, state = run.status.get("reason"), run.state
-    if state == "killed":
-        reason = "its process is gone and left no reason: killed, or out of memory"
-    if reason:  # the files of the ranks that failed lie beside the page
-        files = sorted((run.folder / "errors").glob("rank*.txt")) if state == "failed" else []
-        links = "".join(f' <a href="errors/{f.name}">errors/{f.name}</a>' for f in files)
-        yield f'<p class="{markup.look(state)}"><b>{escape(reason)}</b>{links}</p>'
-    if ended := run.status.get("ended"):
-        yield f'<p class="muted">ended early: {escape(ended)}</p>'
-    if resumed := run.status.get("resumed"):
-        yield f'<p class="muted">resumed {escape(resumed)}</p>'
-    if state == "running":
-        yield _going_on(run)
-        yield markup.stale(run.folder)
-
-
-def _going_on(run: Run) -> str:
-    """Say which phase a run is in, since when (the script counts on), and how long it may take."""
+def _now(run: Run) -> dict[str, Any]:
+    """Return which phase a run is in, since when (the script counts on), and what is left."""
     phase, since, share = (run.status.get(f"phase{end}") for end in ("", "_since", "_share"))
-    told, since, share = [], number(since), number(share)
-    if isinstance(phase, str):
-        done = "" if share is None else f": {share:.0%} done"
-        told.append(f"{escape(PHASES.get(phase, phase))}{done}")
-    if told and since is not None:
-        seconds = duration(max(time.time() - since, 0.0))
-        told[0] += f', for <span data-since="{since:.0f}">{seconds}</span>'
+    since, share = number(since) if isinstance(phase, str) else None, number(share)
+    named = PHASES.get(phase, phase) if isinstance(phase, str) else ""
     total, each = dig(run.config, "trainer", "num_iterations"), run.last_ten_mean(TIME)
     left = (number(total) or 0) - (run.metrics[-1][ITERATION] if run.metrics else 0)
-    if each and left > 0:
-        told.append(f"{left:g} iterations to go, about {duration(left * each)}")
-    return f'<p id="now">{"; ".join(told)}</p>' if told else ""
+    more = f"{left:g} iterations to go, about {duration(left * each)}" if each and left > 0 else ""
+    return {
+        "phase": f"{named}: {share:.0%} done" if named and share is not None else named,
+        "since": since,
+        "lasted": duration(max(time.time() - (since or 0.0), 0.0)),
+        "left": more,
+    }
 
 
-def _notes(run: Run) -> tuple[str, str]:
-    """Draw what the run said about itself (diagnosis.py): what is wrong, what explains.
-
-    What explains is folded once the run is over.
-    """
-    found = run.status.get("notes")
-    notes = [note for note in found if isinstance(note, dict)] if isinstance(found, list) else []
-    by_level = dict.fromkeys(LEVELS, "")
-    for note in notes:
+def _notes(run: Run) -> dict[str, list[dict[str, Any]]]:
+    """Return what the run said about itself (diagnosis.py): what is wrong, what explains."""
+    out: dict[str, list[dict[str, Any]]] = {"error": [], "warn": [], "info": []}
+    for note in panels.notes_of(run):
         over, level = note.get("until"), str(note.get("level"))
         when = f"iteration {note.get('iteration')}" + (f" to {over}" if over is not None else "")
-        level = level if level in LEVELS else "info"
-        by_level[level] += (
-            f'<p class="note {level}"><b>{escape(note.get("title"))}</b> '
-            f'<span class="muted">{escape(when)}</span><br>{escape(note.get("text"))}</p>'
-        )
-    explained = by_level["info"]
-    if run.state != "running":
-        explained = markup.folded("What the run explained", explained)
-    return by_level["error"] + by_level["warn"], explained
+        level = level if level in out else "info"
+        texts = {"title": note.get("title"), "text": note.get("text")}
+        out[level].append({"level": level, "when": when, **texts})
+    return {"wrong": out["error"] + out["warn"], "explained": out["info"]}
 
 
-def _commands(run: Run) -> dict[str, str]:
-    """Return how to repeat a run, to talk to a finished one, to go on with another; HTML."""
-    told, python = {"repeat": markup.repeat_command(run)}, {}
-    if markup.of_python(run):
-        note = "by the Python code that called trainer.train: its reward is a function there"
-        told, python = {}, {"repeat": escape(note)}
-    if run.state == "finished":
-        told |= {"chat": chat} if (chat := summary.chat_command(run.folder.resolve(), run)) else {}
-    elif run.state != "running":
-        told["go on"] = summary.resume_command(run.folder.resolve())
-    return python | {name: markup.command(text, copy=True) for name, text in told.items() if text}
+def _commands(run: Run, state: str) -> dict[str, str]:
+    """Return how to repeat a run, to talk to a finished one, to go on with another."""
+    out = {} if summary.of_python(run) else {"repeat": summary.repeat_command(run)}
+    if state == "finished":
+        out["chat"] = summary.chat_command(run.folder.resolve(), run) or ""
+    elif state != "running":
+        out["go on"] = summary.resume_command(run.folder.resolve())
+    return {name: text for name, text in out.items() if text}
 
 
-def _environment(run: Run) -> dict[str, str]:
-    """Return the folder, the model and the machine; HTML."""
-    out = {"folder": f"<code>{escape(run.folder.resolve())}</code>"}
-    if run.status.get("model"):
-        keys = ("name", "origin", "sha256")
-        name, origin, sha = (escape(dig(run.status, "model", key) or "?") for key in keys)
-        out["model"] = f"{name} <span class=muted>from {origin}</span>"
-        out["sha256"] = f"<code>{sha}</code>"
-    machine = run.status.get("machine")
-    if isinstance(machine, dict):
-        out["machine"] = escape(", ".join(f"{name} {value}" for name, value in machine.items()))
-    return out
-
-
-def _changes(run: Run) -> str:
-    """Draw a table of what the run and its experiment changed, "" if nothing is known of it.
+def _changes(run: Run) -> list[list[dict[str, Any]]]:
+    """Return a table of what the run and its experiment changed, [] if nothing is known of it.
 
     Keys that follow another (`${kl.where}`) are left out: the other one is there.
     """
     theirs, leash = run.defaults.get("experiment"), run.defaults.get("leash")
     if not (run.config and isinstance(theirs, dict) and isinstance(leash, dict)):
-        return ""
+        return []
     known = {**dict(_leaves(leash)), **dict(_leaves(theirs))}
     derived = tuple(f"{key}." for key, value in known.items() if str(value).startswith("${"))
     flat = [dict(_leaves(redact(node))) for node in (leash, theirs, run.config)]
-    asked_by_hand, by_experiment = [], []
+    by_hand, by_experiment = [], []
     for key in dict.fromkeys(key for node in flat for key in node):
         # left out: another algorithm's keys, places, what follows another key
         if key not in flat[2] or key in PLACES or f"{key}.".startswith(derived):
@@ -209,14 +159,13 @@ def _changes(run: Run) -> str:
         values = ["null" if node.get(key, "") is None else str(node.get(key, "")) for node in flat]
         if values[1].startswith("experiment:"):
             values[2] = values[1]  # its folder is above
-        cells = [escape(text) for text in (key, *values)]
-        if values[2] != values[1]:
-            asked_by_hand.append([*cells[:3], f"<b>{cells[3]}</b>"])
+        changed = values[2] != values[1]
+        row = [{"text": text, "strong": changed} for text in (key, *values)]
+        if changed:
+            by_hand.append(row)
         elif values[1] != values[0]:
-            by_experiment.append(cells)
-    rows = [*asked_by_hand, *by_experiment]
-    head = ("key", "leash's default", f"experiment {run.experiment}", "this run")
-    return markup.table(head, rows) if rows else ""
+            by_experiment.append(row)
+    return by_hand + by_experiment
 
 
 def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

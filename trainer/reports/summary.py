@@ -5,7 +5,9 @@ import shlex
 from pathlib import Path
 
 from trainer.reports.formats import duration, nats, short
-from trainer.runs.run_files import Run, dig, number, read_yaml
+from trainer.runs.folders import quoted
+from trainer.runs.redact import redact_word
+from trainer.runs.run_files import PLACES, Run, dig, number
 
 GAINS = {  # of those before the accuracies only the first that a run has
     "reward/raw_mean": "task reward",
@@ -68,11 +70,33 @@ NOTHING = "nothing is saved: it ended before its first checkpoint; begin again w
 
 
 def resume_command(folder: Path, *, mode: str = "") -> str:
-    """Return the command that goes on with a run, or does something else with its model.
-
-    A run whose own code was allowed to needs that said again.
-    """
+    """Return the command that goes on with a run, or does something else with its model."""
     what = f"mode={mode} " if mode else ""
-    allowed = read_yaml(folder / "config.yaml").get("allow_targets") is True
-    leave = " allow_targets=true" if allowed else ""
-    return f"python train.py {what}resume={shlex.quote(str(folder))}{leave}"
+    return f"python train.py {what}resume={shlex.quote(hydra_path(folder))}"
+
+
+def hydra_path(path: Path) -> str:
+    """Return a path as Hydra reads it back: in quotes where it has a sign of its grammar.
+
+    >>> hydra_path(Path("outputs/my run")), hydra_path(Path("multirun/kl.coeff=0.1"))
+    ('outputs/my run', '"multirun/kl.coeff=0.1"')
+    """
+    plain = re.fullmatch(r"[\w ./:@%+-]+", str(path), re.ASCII)
+    return str(path) if plain else quoted(str(path))
+
+
+def repeat_command(run: Run) -> str:
+    """Return the command that repeats a run, without its place; "" if Hydra did not start it."""
+    left_out = (*(f"{key}=" for key in PLACES), "hydra.")
+    words = [redact_word(word) for word in run.words if not word.startswith(left_out)]
+    named = [word for word in words if word.startswith("experiment=")]
+    first = named or [f"experiment={run.experiment}"]
+    rest = [word for word in words if word not in named]
+    return shlex.join(["python", "train.py", *first, *rest]) if run.words else ""
+
+
+def of_python(run: Run) -> bool:
+    """Tell whether a reward is a function that Python gave, which no command line can name."""
+    rewards = dig(run.config, "env", "rewards")
+    nodes = rewards.values() if isinstance(rewards, dict) else ()
+    return any(dig(node, "_target_") == "envs.rewards.Given" for node in nodes)

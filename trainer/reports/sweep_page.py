@@ -1,28 +1,25 @@
-"""The pages of a sweep, written again and again while it goes on: sweep.html and sweep.csv.
+"""The pages of a sweep, written again and again while it goes on: sweep.html and sweep.csv."""
 
-What is told of the jobs is in sweep_jobs.py, the picture in frontier.py, what they reply in
-sweep_replies.py.
-"""
-
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import Any
 from urllib.parse import quote
 
 from policies.cache import write_text
-from trainer.reports import markup
+from trainer.limit import Limit
+from trainer.metric_names import ACCURACY, HELD_KL, HELD_REWARD
 from trainer.reports.chart import Series, line_chart, standalone
 from trainer.reports.formats import duration, nats, short
 from trainer.reports.frontier import AVERAGED, frontier
-from trainer.reports.markup import escape, repeat_command
-from trainer.reports.panels import MAIN, figure, open_notes
+from trainer.reports.page import PATIENCE, write_page
+from trainer.reports.panels import MAIN, Figure, open_notes
+from trainer.reports.replies import Reply, facts
+from trainer.reports.summary import repeat_command
 from trainer.reports.sweep_jobs import (
-    ACCURACY,
     DRIFT,
     EFFICIENCY,
-    HELD_KL,
-    HELD_REWARD,
     KL,
     REWARD,
     Job,
@@ -39,11 +36,7 @@ from trainer.reports.sweep_jobs import (
     tied,
     varying,
 )
-from trainer.reports.sweep_replies import side_by_side
-from trainer.runs.run_files import dig, number
-
-if TYPE_CHECKING:
-    from trainer.limit import Limit
+from trainer.runs.run_files import dig, number, read_lines
 
 OBJECTIVES = {  # in the order in which a run takes them
     "eval/sampled_accuracy": "held-out accuracy, sampled",
@@ -65,7 +58,8 @@ TITLES = {  # of what the jobs reached; sweep.csv has the names of the metrics
 }
 GOING = ("running", "starting")
 MOVES = 1e-4  # nats per token to the sampler; with one step on a batch it is rounding
-PATIENCE = 300.0  # seconds; a page that is older may be called stale
+PROMPTS, SETTINGS = 8, 6  # of replies side by side; of more settings both ends and some between
+READ = 2**20  # bytes of a file: replies before training stand at its start, those after at its end
 
 
 def write_sweep(folder: str | Path) -> Path:
@@ -74,7 +68,7 @@ def write_sweep(folder: str | Path) -> Path:
     write_text(sweep.folder / "sweep.csv", as_csv(sweep.jobs))
     path = sweep.folder / "sweep.html"
     patience = PATIENCE if sweep.live else None
-    write_text(path, markup.page("sweep", _body(sweep), patience=patience))
+    write_page(path, "sweep.html.j2", patience=patience, **_values(sweep))
     return path
 
 
@@ -87,62 +81,76 @@ def sweep_svg(folder: str | Path) -> str:
     return standalone([drawn], width=480, height=340)
 
 
-def _body(sweep: Sweep) -> Iterator[str]:
-    """Yield the parts of the page (HTML)."""
-    jobs, made = sweep.jobs, grouped(sweep.jobs)
-    name = jobs[0].run.experiment if jobs else sweep.folder.name
+def _values(sweep: Sweep) -> dict[str, Any]:
+    """Return what the template shows."""
+    jobs, made, keys = sweep.jobs, grouped(sweep.jobs), varying(sweep.jobs)
     over = all(job.state in ("finished", "failed") for job in jobs) and not sweep.left
     state = "running" if sweep.live else "finished" if over else "stopped"
-    known = "" if sweep.live is None else markup.badge(state)
-    yield f"<h1>{escape(f'Sweep of {name}')}{known}</h1>"
-    yield from _progress(sweep)
-    if sweep.live:
-        yield markup.stale(sweep.folder)
-    if sweep.unfinished:
-        yield f"<p>Continue it: {markup.command(sweep.command, copy=True)}</p>"
-    if found := best(jobs):
-        again = repeat_command(found.finished[0].run)
-        used = dict.fromkeys(next(filter(job.run.series, OBJECTIVES), "none") for job in jobs)
-        objective = " or ".join(OBJECTIVES[metric] for metric in used if metric in OBJECTIVES)
-        note = f"objective: {objective}; reward and KL: mean of the {AVERAGED}"
-        same = f"; {told}" if (told := tied(jobs, found)) else ""
-        said = f"<b>{escape(found.name)}</b> ({escape(found.numbers())}){escape(same)}"
-        yield f"<p>Highest objective: {said}</p>"
-        yield f"<p>{markup.command(again, copy=True)}</p>" if again else ""
-        yield f'<p class="muted">{escape(note)}</p>'
-    if jobs:
-        drawn = _pictures(made, jobs, limit_of(sweep))
-        yield f'<div class="sides"><div>{drawn}</div><div>{_table(jobs)}</div></div>'
-        yield from _warnings(jobs)
+    limit = limit_of(sweep)
     begun = [setting for setting in made if any(job.run.metrics for job in setting.jobs)]
-    drawn = list(_overlays(begun, varying(jobs)))
-    yield markup.charts(drawn, title="Curves", names=[setting.name for setting in begun])
-    yield from side_by_side(made, same_start=not other_starts(jobs))
-    again = f"Written from the files of the jobs; again: {markup.rewrite(sweep.folder)}"
-    yield f'<footer class="muted">{again}</footer>'
+    columns, rows, same = _table(jobs) if jobs else ([], [], [])
+    links = {job.name: {"text": job.label(keys), "page": _page(job)} for job in jobs}
+    return {
+        "title": "sweep",
+        "name": jobs[0].run.experiment if jobs else sweep.folder.name,
+        "state": "" if sweep.live is None else state,
+        "progress": _progress(sweep),
+        "going": [
+            {"state": job.state, **links[job.name], "at": _at(job)}
+            for job in jobs
+            if job.state in GOING
+        ],
+        "live": sweep.live,
+        "rewrite": f"python -m trainer.reports {shlex.quote(str(sweep.folder.resolve()))}",
+        "continue_command": sweep.command if sweep.unfinished else "",
+        "best": _best(jobs),
+        "pictures": _pictures(made, jobs, limit) if jobs else {},
+        "limit": f"The limit: {limit.about()}; {limit.ends()}" if limit else "",
+        "columns": columns,
+        "rows": rows,
+        "same": same,
+        "warnings": [(*found, [links[job.name] for job in those])
+                     for found, those in _warnings(jobs)],
+        "curves": list(_overlays(begun, keys)),
+        "names": [setting.name for setting in begun],
+        "replies": _side_by_side(made, same_start=not other_starts(jobs)),
+    }  # fmt: skip
 
 
-def _pictures(made: Sequence[Setting], jobs: Sequence[Job], limit: "Limit | None") -> str:
+def _best(jobs: Sequence[Job]) -> dict[str, str] | None:
+    if (found := best(jobs)) is None:
+        return None
+    used = dict.fromkeys(next(filter(job.run.series, OBJECTIVES), "none") for job in jobs)
+    objective = " or ".join(OBJECTIVES[metric] for metric in used if metric in OBJECTIVES)
+    return {
+        "name": found.name,
+        "numbers": found.numbers(),
+        "tied": tied(jobs, found),
+        "again": repeat_command(found.finished[0].run),
+        "note": f"objective: {objective}; reward and KL: mean of the {AVERAGED}",
+    }
+
+
+def _pictures(made: Sequence[Setting], jobs: Sequence[Job], limit: Limit | None) -> dict[str, str]:
     """Draw reward, and what is held out, against KL; a click changes between them."""
     by = {"reward": REWARD, "accuracy": ACCURACY, "held-out reward": HELD_REWARD}
     if limit:  # what it is of goes first
         by = {"accuracy": ACCURACY, "held-out reward": HELD_REWARD, "reward": REWARD}
+    size = {"width": 420, "height": 320}
     drawn = {
-        name: frontier(jobs, width=420, height=320, by=metric, limit=limit)
+        name: frontier(jobs, by=metric, limit=limit, **size)
         for name, metric in by.items()
         if any(setting.spots(metric) for setting in made)
     }
     metric = ACCURACY if "accuracy" in drawn else REWARD
-    moved = (job for job in jobs if (job.reached.get(DRIFT) or 0.0) > MOVES)
-    if any(job.reached.get(metric) is not None for job in moved):
-        at = frontier(jobs, width=420, height=320, by=metric, sampler=True)
-        drawn["KL to the sampler"] = at
-    about = f"The limit: {limit.about()}; {limit.ends()}" if limit else ""
-    return markup.tabs(drawn) + (f'<p class="muted">{escape(about)}</p>' if about else "")
+    moved = (job for job in jobs if (job.reached[DRIFT] or 0.0) > MOVES)
+    if any(job.reached[metric] is not None for job in moved):
+        drawn["KL to the sampler"] = frontier(jobs, by=metric, sampler=True, **size)
+    return drawn
 
 
-def _progress(sweep: Sweep) -> Iterator[str]:
-    """Say how many jobs are in which state, which one runs and how long the rest may take."""
+def _progress(sweep: Sweep) -> str:
+    """Return how many jobs are in which state, and how long the rest may take."""
     states = [counted(sorted(job.state for job in sweep.jobs))] * bool(sweep.jobs)
     states += [f"{sweep.left} {'to come' if sweep.live else 'not begun'}"] * bool(sweep.left)
     total = len(sweep.jobs) + sweep.left
@@ -153,67 +161,89 @@ def _progress(sweep: Sweep) -> Iterator[str]:
         each = fmean(done)
         going = sum(max(each - seconds, 0.0) for state, seconds in took if state in GOING)
         line += f"; about {duration(each * sweep.left + going)} left"
-    yield f'<p class="muted">{line}</p>'
-    for job in (job for job in sweep.jobs if job.state in GOING):
-        of = number(dig(job.run.config, "trainer", "num_iterations"))
-        here = f", iteration {job.reached['progress/iteration']} of {of:g}" if of else ""
-        link = _link(job, job.called(varying(sweep.jobs)))
-        yield f"<p>{job.state.capitalize()}: {link}{here if job.run.metrics else ''}</p>"
+    return line
 
 
-def _link(job: Job, text: str) -> str:
-    """Link the page of a job, if it has one yet."""
-    if not (job.run.folder / "report.html").is_file():
-        return escape(text)
-    return f'<a href="{escape(quote(job.name))}/report.html">{escape(text)}</a>'
+def _at(job: Job) -> str:
+    of = number(dig(job.run.config, "trainer", "num_iterations"))
+    begun = of and job.run.metrics
+    return f", iteration {job.reached['progress/iteration']} of {of:g}" if begun else ""
 
 
-def _table(jobs: Sequence[Job]) -> str:
-    """Draw what differs between the jobs, and in a line below it what does not."""
+def _page(job: Job) -> str:
+    """Return the address of a job's page, "" if there is none yet."""
+    there = (job.run.folder / "report.html").is_file()
+    return f"{quote(job.name)}/report.html" if there else ""
+
+
+def _table(jobs: Sequence[Job]) -> tuple[list[str], list[list[dict[str, Any]]], list[str]]:
+    """Return titles and rows of what differs between the jobs, and texts of what does not."""
     columns = {key: [job.overrides.get(key, "") for job in jobs] for key in varying(jobs)}
     columns, same = columns or {"job": [job.name for job in jobs]}, []
     for title in jobs[0].reached:
         values = [job.reached[title] for job in jobs]
-        told = nats if title in (KL, HELD_KL, DRIFT) else short
-        cells = [v if isinstance(v, str) else "" if v is None else told(v) for v in values]
+        form = nats if title in (KL, HELD_KL, DRIFT) else short
+        cells = [v if isinstance(v, str) else "" if v is None else form(v) for v in values]
         if len(set(cells)) == 1 and (len(jobs) > 1 or not cells[0]):
             same += [f"{TITLES.get(title, title)} {cells[0]}"] * bool(cells[0])
         elif cells not in columns.values() and title.replace("/", ".") not in columns:
             columns[title] = cells  # but not kl/coeff beside kl.coeff
-    first, *rest = columns
-    drawn = [[_link(job, cell or "-") for job, cell in zip(jobs, columns[first], strict=True)]]
-    for title in rest:
-        draw = markup.badge if title == "state" else escape
-        drawn.append([draw(cell) for cell in columns[title]])
-    text = f"the same in all jobs: {', '.join(same)}"
-    note = f'<p class="muted">{escape(text)}</p>' if same else ""
-    titles = [TITLES.get(title, title) for title in columns]
-    return markup.table(titles, zip(*drawn, strict=True), sortable=True) + note
+    pages = [_page(job) for job in jobs]
+    rows = [
+        [{"text": text, "state": title == "state", "page": page if not i else ""}
+         for i, (title, text) in enumerate(zip(columns, row, strict=True))]
+        for page, row in zip(pages, zip(*columns.values(), strict=True), strict=True)
+    ]  # fmt: skip
+    return [TITLES.get(title, title) for title in columns], rows, same
 
 
-def _warnings(jobs: Sequence[Job]) -> Iterator[str]:
-    """Say what the jobs warn of and have not taken back, each warning once, with those it is of."""
+def _warnings(jobs: Sequence[Job]) -> list[tuple[tuple[str, str], list[Job]]]:
+    """Return level and title of what jobs warn of and have not taken back, with those jobs."""
     found: dict[tuple[str, str], list[Job]] = {}
     for job in jobs:
         for note in open_notes(job.run):
             found.setdefault((str(note.get("level")), str(note.get("title"))), []).append(job)
-    keys = varying(jobs)
-    for (level, title), those in sorted(found.items(), key=lambda item: item[0][0]):
-        links = "; ".join(_link(job, job.called(keys)) for job in those)
-        yield f'<p class="note {escape(level)}"><b>{escape(title)}</b><br>{links}</p>'
+    return sorted(found.items(), key=lambda item: item[0][0])
 
 
-def _overlays(begun: Sequence[Setting], keys: Sequence[str]) -> Iterator[str]:
+def _overlays(begun: Sequence[Setting], keys: Sequence[str]) -> Iterator[Figure]:
     """Draw the curves of all jobs over each other; the seeds of a setting share a hue."""
     for panel in (panel for panel in MAIN if panel.swept):
         series = []
         for hue, job in ((hue, job) for hue, setting in enumerate(begun) for job in setting.jobs):
-            task = panel.swept == REWARD
-            points = job.run.series(task_reward(job.run) if task else panel.swept)
-            dots = panel.swept.startswith("eval/")
-            series += [Series(job.called(keys), points, hue, dots)] * bool(points)
+            name = task_reward(job.run) if panel.swept == REWARD else panel.swept
+            points, dots = job.run.series(name), name.startswith("eval/")
+            series += [Series(job.label(keys), points, hue, dots)] * bool(points)
         if series:
             which = f", {panel.metrics[panel.swept]}" if len(panel.metrics) > 1 else ""
             how = {"title": panel.title, "unit": panel.unit + which, "named": False}
             chart = line_chart(series, least=panel.least, **how)
-            yield figure(chart, f"healthy: {panel.healthy}" if panel.healthy else "", [panel.swept])
+            note = f"healthy: {panel.healthy}" if panel.healthy else ""
+            yield Figure(chart, note, [panel.swept])
+
+
+def _side_by_side(settings: Sequence[Setting], *, same_start: bool) -> list[dict[str, Any]]:
+    """Return replies to the same held-out prompts: before training, then by coefficient."""
+    after: dict[str, dict[str, Reply]] = {}
+    before: dict[str, Reply] = {}
+    for setting in sorted(settings, key=lambda s: s.mean("kl/coeff") or 0.0):
+        for row in read_lines(setting.jobs[0].run.folder / "transcripts.jsonl", most=READ):
+            prompt = str(row.get("prompt"))
+            if row.get("kind") == "after":
+                after.setdefault(setting.name, {})[prompt] = row
+            elif row.get("kind") == "before" and same_start:
+                before.setdefault(prompt, row)
+    names = [*after]
+    places = {round(k * (len(names) - 1) / (SETTINGS - 1)) for k in range(SETTINGS)}
+    columns = {names[i]: after[names[i]] for i in sorted(places)} if names else {}
+    first = next(iter(columns.values()), {})
+    prompts = [prompt for prompt in first if all(prompt in found for found in columns.values())]
+    columns = {"before training": before, **columns}
+    out = []
+    for prompt in prompts[:PROMPTS]:
+        rows = {name: found[prompt] for name, found in columns.items() if prompt in found}
+        answer = next(filter(None, (row.get("answer") for row in rows.values())), None)
+        replies = [{"name": name, "text": str(row.get("response")), "facts": facts(row)}
+                   for name, row in rows.items()]  # fmt: skip
+        out.append({"prompt": prompt, "answer": answer, "replies": replies})
+    return out

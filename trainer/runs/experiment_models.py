@@ -3,18 +3,18 @@
 import hashlib
 import inspect
 import json
+import re
 import shutil
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from policies.cache import build_once, cache_dir
 from trainer.runs.failures import say
 from trainer.runs.lock import held
-from trainer.runs.nodes import walk
 from trainer.runs.run_files import PREFIX
-from trainer.runs.targets import find_target
 
 IRRELEVANT = ("tracker", "launch", "checkpoint", "mode", "preflight")  # to what is learnt
 
@@ -64,6 +64,6 @@ def cache_folder(experiment: str, config: dict[str, Any]) -> Path:
 
 def _sources(task: Any) -> list[str]:
     """Return the texts of the files that define a task, its parts and their base classes."""
-    classes = [find_target(node["_target_"]) for _, node in walk(task)]
+    classes = map(resolve_name, re.findall(r'"_target_": "([\w.]+)"', json.dumps(task)))
     bases = {base for cls in classes for base in getattr(cls, "__mro__", (cls,))} - {object}
     return [Path(file).read_text() for file in sorted({inspect.getfile(base) for base in bases})]

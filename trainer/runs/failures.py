@@ -1,4 +1,4 @@
-"""What ended a run badly: one line for its user, the whole story in errors/rank<k>.txt. Torch-free.
+"""What ended a run badly: one line for its user, the traceback in errors/rank<k>.txt. Torch-free.
 
 An error that is worded for users is its message alone; an unexpected one keeps the name of its
 class and says where its traceback is. Secrets are hidden in both.
@@ -13,23 +13,17 @@ from contextlib import suppress
 from pathlib import Path
 
 from policies.cache import write_text
-from trainer.runs.run_files import read_status, read_yaml
+from trainer.runs.redact import redact_text
+from trainer.runs.run_files import read_status
 
-UNWRITTEN = {  # by what C, Python or Rust says: what it means, and what helps
-    r"No space left on device|os error 28\b": "the disk is full ({}); free some space, or "
-    "write elsewhere with output_dir=",
-    r"Disk quota exceeded|os error 122\b": "your disk quota is used up ({}); free some, or "
-    "write elsewhere with output_dir=",
-    r"\[Errno 27\]|os error 27\b": "a file may not grow so large here ({}): raise `ulimit -f`, or "
-    "write elsewhere with output_dir=",
-    r"Read-only file system|os error 30\b": "nothing can be written there ({}): "
-    "write elsewhere with output_dir=",
-}
+# By what Python, C or the Rust of safetensors says: disk, quota, `ulimit -f` and read-only disks.
+UNWRITABLE = re.compile(
+    r"No space left on device|Disk quota exceeded|File too large|Read-only file system"
+    r"|os error (?:27|28|30|122)\b"
+)
 MEMORY = re.compile(r"out of memory|can't allocate memory", re.IGNORECASE)
 LOST = re.compile(r"Connection (closed|reset) by peer|remote process exited|Broken pipe.*gloo")
-TOLD = 74  # exit code of a process that printed its error: it could not write it (EX_IOERR)
-NO_MEMORY = 71  # exit code of a process without the memory to say anything (EX_OSERR)
-LONG, LONGEST = 2_000, 1 << 20  # letters of a line, and of a story: a policy may have written them
+LONG, LONGEST = 2_000, 1 << 20  # letters of a line, and of a traceback: a policy may write them
 LESS_MEMORY = (
     "lower trainer.micro_batch_tokens (training) or algorithm.group_size (generation), or set "
     "policy.dtype=bfloat16"
@@ -47,9 +41,8 @@ def headline(error: BaseException) -> str:
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and MEMORY.search(text)):
         tried = re.search(r"tried to allocate ([\d.]+ \w+)", text, re.IGNORECASE)
         return f"out of memory{f' (tried {tried[1]})' if tried else ''}; {LESS_MEMORY}"
-    for said, meaning in UNWRITTEN.items():
-        if re.search(said, text):
-            return meaning.format(plain)
+    if UNWRITABLE.search(text):
+        return f"cannot write ({plain}); free some space, or write elsewhere with output_dir="
     if LOST.search(text) and isinstance(error, RuntimeError):
         return "lost contact with another rank, which failed or was killed (out of memory?)"
     if not is_for_users(error):
@@ -73,19 +66,12 @@ def note_error(folder: Path, error: BaseException) -> str:
     path, line = _file(folder), headline(error)
     if line.startswith(type(error).__name__):
         line += f" (traceback: {path})"
-    from trainer.runs.redact import redact_text, secrets_of  # here: most runs have no error
-
-    hidden = secrets_of([read_yaml(each) for each in folder.glob("*config*.yaml")])
-    line = _short(redact_text(line, hidden))
-    story = redact_text("".join(traceback.format_exception(error))[:LONGEST], hidden)
+    line = redact_text(line)[:LONG]
+    text = redact_text("".join(traceback.format_exception(error))[:LONGEST])
     with suppress(OSError):  # the disk may be what failed, or the folder be gone
         path.parent.mkdir(exist_ok=True)
-        write_text(path, f"{line}\n\n{story}")
+        write_text(path, f"{line}\n\n{text}")
     return line
-
-
-def _short(line: str) -> str:
-    return line if len(line) <= LONG else f"{line[:LONG]} ... ({len(line):,} letters)"
 
 
 def _file(folder: Path) -> Path:
@@ -95,18 +81,16 @@ def _file(folder: Path) -> Path:
 def last_words(folder: Path, error: BaseException) -> int:
     """Write down why this process ends, and return its exit code.
 
-    Below an outside launcher the first to fail prints it, and whoever cannot write it anywhere.
+    The first rank to fail prints it where no launcher of ours does, as does a rank that cannot
+    write it anywhere.
     """
-    try:
-        line = note_error(folder, error)
-    except MemoryError:
-        return NO_MEMORY
-    written = os.environ.get("RANK", "0") == "0" and close_status(folder, "failed", line)
+    line = note_error(folder, error)
     noted = noted_errors(folder)
-    if not noted and not written:
-        complain(line)
-        return TOLD
-    if "LEASH_PARENT" not in os.environ and (not noted or noted[0][0] == _file(folder)):
+    cause = noted[0][1] if noted else line  # of the rank that failed first
+    written = os.environ.get("RANK", "0") == "0" and close_status(folder, "failed", cause)
+    first = [path for path, _ in noted[:1]]
+    ours = "LEASH_PARENT" in os.environ
+    if (not ours and first in ([], [_file(folder)])) or not (noted or written):
         complain(line)
     return 1
 
@@ -120,21 +104,20 @@ def noted_errors(folder: Path) -> list[tuple[Path, str]]:
 
 
 def close_status(folder: Path, state: str, reason: str) -> bool:
-    """Say in status.json how a run ended, unless it is finished; return whether it says so.
+    """Write into status.json how a run ended, unless it is finished; return whether it is there.
 
-    On a full disk it is written where it is: a few more bytes fit into its block.
+    On a full disk it is written in place: a few more bytes fit into its block.
     """
-    from trainer.runs.redact import redact_text
-
     if (status := read_status(folder)).get("state") == "finished":
         return True
-    text = json.dumps({**status, "state": state, "reason": redact_text(reason)}, indent=1)
+    status |= {"state": state, "reason": redact_text(reason)}
+    text, path = json.dumps(status, indent=1), folder / "status.json"
     try:
-        write_text(path := folder / "status.json", text)
+        write_text(path, text)
     except OSError:
         with suppress(OSError), open(path, "r+b", buffering=0) as file:
             file.truncate(file.write(text.encode("utf-8", "replace")))
-    return read_status(folder).get("reason") == redact_text(reason)
+    return read_status(folder) == status
 
 
 def say(text: str) -> None:
@@ -152,12 +135,7 @@ def silence() -> None:
 
 def complain(error: object) -> None:
     """Print an error as one line, without secrets."""
-    from trainer.runs.redact import redact_text
-
     text = headline(error) if isinstance(error, (ValueError, OSError)) else str(error)
-    if not text:  # it has been said
-        return
     with suppress(OSError):  # nobody may be listening any more
-        text = _short(redact_text(text))
-        text = "".join(c if c.isprintable() or c == "\n" else " " for c in text)  # no sequences
+        text = "".join(c if c.isprintable() or c == "\n" else " " for c in redact_text(text)[:LONG])
         print(f"error: {text}", file=sys.stderr, flush=True)

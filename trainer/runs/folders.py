@@ -9,20 +9,17 @@ from datetime import datetime
 from functools import cache
 from pathlib import Path
 
+ASIDE = ".leash-"  # begins the name of a folder that is removed
 RUN = "config.yaml status.json metrics.jsonl transcripts.jsonl report.html model errors checkpoints"
-
-
-@cache
-def _stamp() -> str:
-    return datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
 
 
 @cache
 def unique_folder(parent: str) -> str:
     """Reserve and return a dated folder that no other run has; the same one on every call."""
     make_writable(parent, "output_dir")
+    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     for number in itertools.count(1):
-        folder = Path(parent) / (_stamp() if number == 1 else f"{_stamp()}_{number}")
+        folder = Path(parent) / (stamp if number == 1 else f"{stamp}_{number}")
         try:
             folder.mkdir(parents=True)
         except FileExistsError:
@@ -45,6 +42,11 @@ def make_writable(folder: str | Path, key: str) -> Path:
         f"cannot write to {path.absolute()} ({reason or 'it is read-only'}); give a folder with "
         f"{key}=/path/to/it"
     )
+
+
+def is_main_rank() -> bool:
+    """Return whether this process is rank 0, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def holds_run(folder: Path) -> bool:

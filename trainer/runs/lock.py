@@ -1,109 +1,51 @@
-"""One run at a time in a run folder: a lock that the kernel lets go when its last holder is gone.
+"""One run at a time in a run folder, by file locks. Torch-free.
 
-The launcher takes it and every rank inherits it, so a worker whose launcher was killed still holds
-it. Torch-free.
+Who starts a run holds `.lock` until the run is over. Rank 0 holds `.lock.rank0`: it outlives a
+launcher that was killed, until its next safe point.
 """
 
-import errno
-import fcntl
 import os
-import socket
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
-FILE = ".lock"
-WAIT = 10.0  # seconds for the workers of a killed launcher, which stop by themselves
-UNKNOWN = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
+from filelock import BaseFileLock, FileLock
+
+FILE, RANK0 = ".lock", ".lock.rank0"
+WAIT = 10.0  # seconds for the rank 0 of a launcher that was killed
+
+
+def lock_folder(folder: Path, name: str = FILE) -> BaseFileLock:
+    """Lock a run folder until the lock is released; ValueError if another run holds it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / name)
+    try:
+        return lock.acquire(timeout=WAIT if name == RANK0 else 0.5).lock
+    except TimeoutError:
+        raise ValueError(f"{folder}: this run is still running; stop it first") from None
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[int]:
-    """Hold a run folder for a block, and as long as a process lives that inherits the descriptor.
-
-    ValueError if another run holds it.
-    """
-    file = lock_folder(folder)
+def held(folder: Path, name: str = FILE) -> Iterator[None]:
+    """Hold a run folder for a block; ValueError if another run holds it."""
+    lock = lock_folder(folder, name)
     try:
-        yield file
+        yield
     finally:
-        os.close(file)  # LOCK_UN would take it from the others too
+        lock.release()
 
 
-def lock_folder(folder: Path) -> int:
-    """Lock a run folder until the returned descriptor is closed, at the latest with the process.
-
-    ValueError if another run holds it.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    if (path := folder / FILE).is_symlink():  # none of ours; what it leads to would be written
-        path.unlink()
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-    try:
-        _wait_for_lock(file, folder)
-        launcher = [os.getppid()] if "TORCHELASTIC_RUN_ID" in os.environ else []
-        write_holders(file, [*launcher, os.getpid()])
-    except BaseException:
-        os.close(file)
-        raise
-    return file
-
-
-def write_holders(file: int, pids: Sequence[int]) -> None:
-    """Write down who holds the lock: the process to stop first, then its workers."""
-    os.ftruncate(file, 0)
-    os.pwrite(file, " ".join([socket.gethostname(), *map(str, pids)]).encode(), 0)
+def held_by_rank(folder: Path) -> AbstractContextManager[None]:
+    """Hold a run folder for a block of rank 0; nothing of other ranks."""
+    return held(folder, RANK0) if os.environ.get("RANK", "0") == "0" else nullcontext()
 
 
 def is_free(folder: Path) -> bool:
     """Return whether a run folder has been held and no process of its run is left."""
+    locks = [folder / name for name in (FILE, RANK0) if (folder / name).is_file()]
     try:
-        file = os.open(folder / FILE, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError:
-        return False  # never held, as by a Runtime of one's own, or not ours to look at
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
+        for path in locks:
+            FileLock(path).acquire(timeout=0).lock.release()
+    except OSError:  # held, or not ours to look at
         return False
-    finally:
-        os.close(file)
-    return True
-
-
-def _wait_for_lock(file: int, folder: Path) -> None:
-    """Lock an open file; wait only for workers whose launcher is gone."""
-    limit, waiting = time.monotonic() + WAIT, False
-    while True:
-        try:
-            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in UNKNOWN:
-                note = "has no file locks: see to it that only one run at a time uses it"
-                return print(f"note: {folder} {note}", flush=True)
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise
-        who, orphaned = _holder(file)
-        if not orphaned or time.monotonic() > limit:
-            raise ValueError(f"{folder}: this run is still running{who}; stop it first")
-        if not waiting:
-            waiting = True
-            print(f"{folder}: its last run is still ending{who}: waiting for it", flush=True)
-        time.sleep(0.1)
-
-
-def _holder(file: int) -> tuple[str, bool]:
-    """Return " (pid N)" of a process that holds the lock, and whether its launcher is gone."""
-    import psutil  # here: most starts do not need it
-
-    host, *pids = os.pread(file, 4096, 0).decode("utf-8", "replace").split() or [""]
-    if not pids:
-        return "", False  # it has just taken it
-    if host != socket.gethostname():
-        return f" (pid {pids[0]} on {host})", False
-    living = []
-    for pid in pids:
-        with suppress(psutil.NoSuchProcess):
-            if psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE:
-                living.append(pid)
-    return f" (pid {[*living, pids[0]][0]})", pids[0] not in living
+    return folder / FILE in locks

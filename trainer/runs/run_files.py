@@ -6,7 +6,6 @@ reads as empty, a torn line is skipped. Torch-free.
 
 import json
 import os
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,14 +15,11 @@ from typing import Any
 import yaml
 
 from policies.cache import write_text
+from trainer.runs.lock import is_free
 
 ITERATION = "progress/iteration"
 PREFIX = "experiment:"  # of a model that an experiment trains first
 PLACES = ("output_dir", "resume")  # keys that name a place, not a run
-_KINDS: dict[str, Any] = {"state": str, "reason": str | None, "resumed": str, "iteration": int}
-_KINDS |= {"objective": int | float | None, "seconds": int | float, "model": dict, "machine": dict}
-_KINDS |= {"phase": str, "phase_since": int | float, "phase_share": int | float | None}
-_KINDS["ended"] = str
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster where libyaml is
 
 
@@ -32,7 +28,7 @@ class Run:
     """What a run folder holds. `metrics`: one dict per iteration, in order, the last one logged.
 
     `words`: the overrides of the command line; `defaults`: what the configuration would be without
-    them, as the experiment and as leash have it (conf/start.py).
+    them, as the experiment and as leash have it (conf/compose.py).
     """
 
     folder: Path
@@ -57,19 +53,26 @@ class Run:
 
     @property
     def state(self) -> str:
-        """Name the state in status.json; killed, if it says running and no process is there."""
-        from trainer.runs.lock import is_free  # here: a worker does not ask
+        """Name the state in status.json; killed, if it is "running" without a process."""
+        state = self.status.get("state", "not started")
+        return "killed" if state == "running" and is_free(self.folder) else state
 
-        told = str(self.status.get("state", "not started"))
-        return "killed" if told == "running" and is_free(self.folder) else told
+    @cached_property
+    def _series(self) -> dict[str, list[tuple[float, float]]]:
+        out: dict[str, list[tuple[float, float]]] = {}
+        for line in self.metrics:
+            for name, value in line.items():
+                points = out.setdefault(name, [])
+                if number(value) is not None:
+                    points.append((line[ITERATION], value))
+        return out
 
     def series(self, name: str) -> list[tuple[float, float]]:
         """List (iteration, value) of one metric, without the iterations that lack it."""
-        found = ((line[ITERATION], number(line.get(name))) for line in self.metrics)
-        return [(iteration, value) for iteration, value in found if value is not None]
+        return self._series.get(name, [])
 
     def names(self) -> list[str]:
-        return sorted({name for line in self.metrics for name in line})
+        return sorted(self._series)
 
     def last(self, name: str) -> float | None:
         values = self.series(name)
@@ -93,6 +96,7 @@ def load_run(folder: str | Path) -> Run:
     """Read a run folder, finished or not."""
     folder = Path(folder)
     lines = read_lines(folder / "metrics.jsonl")
+    words = _load_yaml(folder / ".hydra" / "overrides.yaml")
     by_iteration = {
         line[ITERATION]: line for line in lines if number(line.get(ITERATION)) is not None
     }
@@ -100,29 +104,22 @@ def load_run(folder: str | Path) -> Run:
         folder=folder,
         status=read_status(folder),
         config=read_yaml(folder / "config.yaml"),
-        words=_read_words(folder / ".hydra" / "overrides.yaml"),
+        words=words if isinstance(words, list) else [],
         defaults=read_yaml(folder / ".hydra" / "defaults.yaml"),
         metrics=[by_iteration[iteration] for iteration in sorted(by_iteration)],
     )
 
 
 def read_status(folder: Path) -> dict[str, Any]:
-    """Return status.json, or {} before it is there; what is of a wrong type is left out."""
-    path = folder / "status.json"
+    """Return status.json, or {} where it is missing or torn."""
     try:
-        data = path.read_bytes() if path.is_file() else b""
+        return parse_line((folder / "status.json").read_text(errors="replace")) or {}
     except OSError:
         return {}
-    found = parse_line(data.decode("utf-8", "replace")) or {}
-    good = {k: v for k, v in found.items() if isinstance(v, _KINDS.get(k, object))}
-    notes = good.pop("notes", None)
-    if isinstance(notes, list):
-        good["notes"] = [note for note in notes if isinstance(note, dict)]
-    return good
 
 
 def is_sweep(folder: Path) -> bool:
-    """Tell whether a folder is that of one sweep: Hydra, its start and its page leave files."""
+    """Return whether a folder is that of one sweep: Hydra, its start and its page leave files."""
     return any((folder / name).is_file() for name in ("multirun.yaml", "sweep.json", "sweep.csv"))
 
 
@@ -137,7 +134,7 @@ def read_lines(path: Path, *, most: int | None = None) -> list[dict[str, Any]]:
 
     `most`: of a file of more bytes only both ends, half of it each.
     """
-    if not path.is_file():  # a pipe would be waited for
+    if not path.is_file():
         return []
     if most is None or path.stat().st_size <= most:
         data = path.read_bytes()
@@ -174,34 +171,16 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _load_yaml(path: Path) -> Any:
-    if not path.is_file():
-        return None
     try:
-        if bomb_in(data := path.read_bytes()):
-            return None
-        return yaml.load(data.decode("utf-8", "replace"), Loader=_Loader)
-    except (yaml.YAMLError, RecursionError, ValueError):
+        return yaml.load(path.read_text(errors="replace"), Loader=_Loader)
+    except (OSError, ValueError, yaml.YAMLError):
         return None
-
-
-def bomb_in(data: bytes) -> str | None:
-    """Return the fault of a YAML file that stands for far more than it holds, None of others."""
-    if re.search(rb"[\s\[{,]\*[\w-]", data):
-        from trainer.runs.yaml_size import bomb  # here: few files have aliases
-
-        return bomb(data)
-    return None
-
-
-def _read_words(path: Path) -> list[str]:
-    data = _load_yaml(path)
-    return [item for item in data if isinstance(item, str)] if isinstance(data, list) else []
 
 
 def parse_line(text: str) -> dict[str, Any] | None:
     """Return the object of a line of JSON; None of a torn one."""
     try:
         item = json.loads(text)
-    except (ValueError, RecursionError):  # torn, or nested without end
+    except ValueError:
         return None
     return item if isinstance(item, dict) else None

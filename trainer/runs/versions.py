@@ -34,10 +34,10 @@ def _commit() -> dict[str, str]:
     if not (ROOT / ".git").exists():
         return {}
     git = ["git", "--no-optional-locks", "-C", str(ROOT)]  # describe --dirty would take one
-    asked = (["describe", "--always", "--exclude=*"], ["status", "--porcelain", "-uno"])
+    commands = (["describe", "--always", "--exclude=*"], ["status", "--porcelain", "-uno"])
     how = {"capture_output": True, "text": True, "timeout": 10, "check": True}
     try:
-        commit, changed = (subprocess.run([*git, *words], **how).stdout.strip() for words in asked)
+        commit, changed = (subprocess.run([*git, *c], **how).stdout.strip() for c in commands)
     except (OSError, subprocess.SubprocessError):  # no git, or a checkout that is not ours
         return {}
     return {"commit": f"{commit}+" if changed else commit}

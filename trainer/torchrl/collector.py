@@ -8,16 +8,21 @@ Left out on purpose: replay buffers, queues, environment pools, remote workers.
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor, nn
 
-from envs.env import EnvBase
-from envs.transformed_env import TransformedEnv
-from trainer.torchrl.chats import Chats
+from envs.env import EnvBase, TransformedEnv
+from envs.transforms.policy_version import PolicyVersion
+from policies.chats.containers import Tokens
+from policies.padding import rows
+from policies.wrappers.wrapper import LLMWrapperBase
+from trainer.collect import carry, prolong, ready
 
 LOGGER = logging.getLogger(__name__)
 Policy = Callable[[TensorDictBase], TensorDictBase]
@@ -96,7 +101,8 @@ class LLMCollector:
             )
         self.policy: Any = policy if policy_factory is None else policy_factory()
         self.env = env if isinstance(env, EnvBase) else env()
-        self.policy_version_tracker = _tracker(track_policy_version)
+        tracker = PolicyVersion() if track_policy_version is True else track_policy_version or None
+        self.policy_version_tracker = tracker
         if self.policy_version_tracker is not None:
             self.env = TransformedEnv(self.env, self.policy_version_tracker)
         self._register()  # before anything asks for a spec: transforms may need the policy
@@ -108,19 +114,16 @@ class LLMCollector:
         self._turns = 0  # handed out so far, dropped ones included
         text_key = getattr(self.env, "data_key", "query")
         data = None if dataloader is None else _starts(dataloader, text_key)
-        tracker = self.policy_version_tracker
         self._chats = Chats(self.env, self.policy, data=data, tracker=tracker)
 
     def _register(self) -> None:
-        """Tell the policy and the environment, all the way down, who collects from them."""
+        """Register with the policy and the environment, all the way down."""
         users: list[Any] = [self.policy, self.env]
         while isinstance(users[-1], TransformedEnv):
             users.append(users[-1].env)
         for user in users:
             if hasattr(user, "register_collector"):
                 user.register_collector(self)
-
-    # What is handed out.
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         """Yield batches until `total_dialog_turns` or the end of the data."""
@@ -163,8 +166,6 @@ class LLMCollector:
             out += chat.rows[-1:] if self.yield_only_last_steps else chat.rows
             self._turns += len(chat.rows)
         return lazy_stack(out)
-
-    # The policy and its weights.
 
     def update_policy_weights_(
         self,
@@ -220,26 +221,14 @@ def _check_modes(
     only_last: bool, completed: bool, flatten_data: bool | None, reset_at_each_iter: bool
 ) -> None:
     """Raise TypeError for modes that exclude each other."""
-    if only_last and not completed:
-        raise TypeError(
-            "yield_only_last_steps=True requires yield_completed_trajectories=True (or None)"
-        )
+    for wrong, fault in (
+        (only_last and not completed, "requires yield_completed_trajectories=True (or None)"),
+        (only_last and reset_at_each_iter, "excludes reset_at_each_iter=True"),
+    ):
+        if wrong:
+            raise TypeError(f"yield_only_last_steps=True {fault}")
     if completed and flatten_data is not None:
-        raise TypeError(
-            "expected no flatten_data with yield_only_last_steps or yield_completed_trajectories: "
-            f"their batches have one dimension; got {flatten_data}"
-        )
-    if only_last and reset_at_each_iter:
-        raise TypeError("yield_only_last_steps=True excludes reset_at_each_iter=True")
-
-
-def _tracker(track: Any) -> Any:
-    """Return the PolicyVersion to use, or None."""
-    if track is True:
-        from envs.transforms import PolicyVersion
-
-        return PolicyVersion()
-    return track or None
+        raise TypeError("expected no flatten_data: batches of whole chats have one dimension")
 
 
 def _starts(loader: Iterable[Any], text_key: str) -> Iterator[TensorDictBase]:
@@ -281,13 +270,13 @@ def _as_td(data: Any, text_key: str) -> TensorDictBase:
 
 def _columns(td: TensorDict, items: Sequence[Mapping], text_key: str) -> TensorDict:
     """Return dicts with a chat under `text_key` as columns, those that all of them have."""
-    for item in items:
-        if text_key not in item:
-            raise ValueError(
-                f"expected rows with 'messages' or {text_key!r} from the dataloader, got one with "
-                f"{sorted(item)}; rename its text"
-            )
-    for name in sorted(set(items[0]).intersection(*items)):
+    names = sorted(set(items[0]).intersection(*items))
+    if text_key not in names:
+        raise ValueError(
+            f"expected rows with 'messages' or {text_key!r} from the dataloader, got "
+            f"{names}; rename the text"
+        )
+    for name in names:
         td.set(name, NonTensorStack(*[NonTensorData(item[name]) for item in items]))
     return td
 
@@ -299,3 +288,137 @@ def _state_dict(source: Any) -> dict[str, Tensor]:
     if isinstance(source, TensorDictBase):
         return dict(source.flatten_keys(".").items())
     return dict(source)
+
+
+@dataclass(eq=False)
+class Chat:
+    """One chat as it grows: what its next turn starts from, and the turns so far."""
+
+    number: int
+    state: TensorDictBase
+    assistant: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
+    rows: list[TensorDictBase] = field(default_factory=list)
+
+
+class Chats:
+    """Play `policy` in `env`: the chats of one reset beside each other, turn by turn.
+
+    Each turn of a chat is a row without padding, and the exact ids go from turn to turn. A chat
+    that ends makes room for the next prompt.
+
+    `data` gives what `env.reset` takes; without it the environment has its own data.
+    `tracker`, a PolicyVersion, writes the version of the policy.
+    """
+
+    def __init__(
+        self,
+        env: EnvBase,
+        policy: Any,
+        *,
+        data: Iterator[TensorDictBase] | None = None,
+        tracker: Any = None,
+    ) -> None:
+        self.env, self.policy, self.data, self.tracker = env, policy, data, tracker
+        self.player = policy
+        if isinstance(policy, LLMWrapperBase):  # turns differ in length: rows without padding
+            self.player = ready(policy, input_mode=policy.input_mode, pad_output=False)
+        self.places: list[Chat | None] = []
+        self.finished: deque[Chat] = deque()
+        self._waiting: deque[Chat] = deque()
+        self._state: list[str] = []  # the keys that a reset gives
+        self._drawn = 0
+
+    def turn(self) -> list[TensorDictBase]:
+        """Play one turn of every chat and return their rows; none when the data have ended."""
+        self._seat()
+        playing = [chat for chat in self.places if chat is not None]
+        if not playing:
+            return []
+        if self.player is not self.policy:  # made before the syncs that the policy counts since
+            self.player.version = self.policy.version
+        td = self.player(lazy_stack([chat.state for chat in playing]))
+        self._mark_assistant(td, playing)
+        if self.tracker is not None:  # in place of what the wrapper counts
+            td = self.tracker._step(td, td)
+        turn = list(self.env.step(td).unbind(0))
+        for chat, row in zip(playing, turn, strict=True):
+            row.set(("collector", "traj_ids"), torch.tensor(chat.number))
+            chat.rows.append(row)
+            if row.get(("next", "done")).any():
+                self.places[self.places.index(chat)] = None
+                self.finished.append(chat)
+            else:
+                chat.state = carry(row, self._state)
+                self._prolong(chat, row)
+        return turn
+
+    def give_up(self) -> None:
+        """Stop the running chats; the next turn begins new ones at their places."""
+        self.places = [None] * len(self.places)
+
+    def _seat(self) -> None:
+        """Give each free place the next prompt, as long as there are any."""
+        if not self.places and self._draw():
+            self.places = [None] * len(self._waiting)
+        for place, chat in enumerate(self.places):
+            if chat is None and (self._waiting or self._draw()):
+                self.places[place] = self._waiting.popleft()
+
+    def _draw(self) -> bool:
+        """Reset the environment for more chats; False when the data have ended."""
+        start = None if self.data is None else next(self.data, None)
+        if self.data is not None and start is None:
+            return False
+        td = self.env.reset(start)
+        if td.ndim != 1:
+            raise ValueError(
+                "expected an environment with one batch dimension, got one of batch size "
+                f"{tuple(td.batch_size)}"
+            )
+        self._state = list(td.keys())
+        for state in td.unbind(0):
+            chat = Chat(self._drawn, state)
+            if self._exact:
+                self._render(chat, _messages(state))
+            self._waiting.append(chat)
+            self._drawn += 1
+        return True
+
+    @property
+    def _exact(self) -> bool:
+        """Whether the ids are kept here: not for other modes, nor where the environment does it."""
+        known = getattr(self.player, "input_mode", None) == "history"
+        able = getattr(self.player, "renderer", None) is not None
+        return known and able and "tokens" not in self._state
+
+    def _prolong(self, chat: Chat, row: TensorDictBase) -> None:
+        """Give the chat's next prompt the ids so far and those of the new messages."""
+        if not self._exact:
+            return
+        before, after = _messages(row, "full"), _messages(chat.state)
+        if after[: len(before)] != before:  # the environment rewrote what was said
+            return self._render(chat, after)
+        ids = row.get((self.player.tokens_key, "full"))
+        marks = row.get((self.player.masks_key, "all_assistant_mask"))
+        new, more = prolong(self.player, int(ids[-1]), before, after)
+        self._set_prompt(chat, torch.cat([ids.cpu(), new]), torch.cat([marks.cpu(), more]))
+
+    def _render(self, chat: Chat, messages: list[dict]) -> None:
+        done = self.player.renderer.render(messages, add_generation_prompt=True)
+        marks = torch.tensor(done.assistant, dtype=torch.bool)
+        self._set_prompt(chat, torch.tensor(done.ids), marks)
+
+    def _set_prompt(self, chat: Chat, ids: Tensor, assistant: Tensor) -> None:
+        chat.state.set(self.player.tokens_key, Tokens(prompt=ids, batch_size=[]))
+        chat.assistant = assistant
+
+    def _mark_assistant(self, td: TensorDictBase, playing: list[Chat]) -> None:
+        """Mark what the assistant said before: the policy only marks the reply that it adds."""
+        if self._exact:
+            masks = rows(td, (self.player.masks_key, "all_assistant_mask"))
+            for mask, chat in zip(masks or (), playing, strict=True):
+                mask[: len(chat.assistant)] |= chat.assistant.to(mask.device)
+
+
+def _messages(td: TensorDictBase, field: str = "prompt") -> list[dict]:
+    return td.get(("history", field)).messages()

@@ -5,10 +5,8 @@ and shapes the output. Every average is over the mask: masked tokens and padding
 may be [B, T], [B, T, 1], one per row, or ragged rows.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from tensordict import NestedKey, TensorClass, TensorDict, TensorDictBase
@@ -16,6 +14,7 @@ from torch import Tensor
 
 from policies.padding import predicted
 from policies.scorer import Scores
+from policies.wrappers.wrapper import LLMWrapperBase
 from trainer.kl import Leash
 from trainer.kl_control import ConstantKLController
 from trainer.losses import half_square, token_weights
@@ -31,9 +30,6 @@ from trainer.torchrl.loss_inputs import (
     refuse,
     require,
 )
-
-if TYPE_CHECKING:
-    from policies.wrappers.wrapper import LLMWrapperBase
 
 DISTS = {"sft": "_get_sft_dist", "rlhf": "_get_rlhf_dist", "generic": "_get_generic_dist"}
 AGGREGATIONS = ("token_mean", "prompt_mean", "sequence_mean", "constant", "none")
@@ -155,11 +151,9 @@ class GRPOLoss(LossModule):
         """Return the losses and what they are made of; the td stays as it is."""
         td = tensordict.reshape(-1) if tensordict.ndim > 1 else tensordict.copy()
         keys, limits = self.tensor_keys, getattr(self.actor_network, "limits", None)
-        if limits is not None and limits.cuts and "support" not in td:
+        if limits is not None and (narrowing := limits.unscored()):
             raise ValueError(
-                "expected `support`, the tokens that the actor's top-k, top-p or min-p left when "
-                "it sampled: now they may leave others, not the sampled one among them (-inf); "
-                "keep what a TransformersWrapper with these filters wrote, or drop them"
+                f"expected an actor that samples from its whole distribution, got {narrowing}"
             )
         dist = getattr(self.actor_network, DISTS[self.masking_strategy])(td)
         tokens = require(td, keys.action)  # rlhf writes those of a history

@@ -1,13 +1,11 @@
-"""Advantages and selection over finished chats that arrive one by one: groups fill up in queues.
+"""MCAdvantage: advantages of finished chats that arrive one by one; groups fill up in queues.
 
 Trajectories are [T] (the turns of one chat), [T, ...] of several chats after each other, or
-[B, T]; ragged rows are fine. Both transforms hold what is queued, return None until a group is
-full, and then its rows [N]; they work as `postproc` of LLMCollector.
+[B, T]; ragged rows are fine. It works as `postproc` of LLMCollector.
 Left out on purpose: replay buffers, queues shared between processes, oversampling.
 """
 
 import logging
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -22,92 +20,17 @@ STD_FLOOR = 1e-6
 REDUCE = {"sum": Tensor.sum, "max": Tensor.max, "mean": Tensor.mean}
 
 
-class GroupQueue(Transform):
-    """Queue finished trajectories by their prompt; hand `group` (override it) each full group.
-
-    `prompt_key` holds a text or a tensor (compared by value) that the samples of a prompt share.
-    A trajectory that is not done is a RuntimeError.
-    """
-
-    def __init__(
-        self,
-        size: int,
-        prompt_key: NestedKey,
-        rewards_key: NestedKey,
-        done_key: NestedKey,
-        verbose: bool,
-        out_keys: Sequence[NestedKey] = (),
-    ) -> None:
-        super().__init__([prompt_key, rewards_key, done_key], out_keys)
-        self.size, self.verbose = size, verbose
-        self.prompt_key, self.rewards_key, self.done_key = prompt_key, rewards_key, done_key
-        self.queues: dict[Any, list[list[TensorDictBase]]] = {}
-
-    def group(self, trajectories: list[list[TensorDictBase]]) -> list[TensorDictBase]:
-        """Return the rows to hand out of a full group; none drops it."""
-        raise NotImplementedError(f"{type(self).__name__} needs group(trajectories)")
-
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase | None:  # type: ignore[override]
-        """Queue trajectories; return the rows of the groups that they fill, None without any."""
-        return self.inv(tensordict)
-
-    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase | None:  # type: ignore[override]
-        out: list[TensorDictBase] = []
-        for rows in self._trajectories(tensordict):
-            queue = self.queues.setdefault(self._prompt(rows[0]), [])
-            queue.append(rows)
-            if len(queue) == self.size:
-                del self.queues[self._prompt(rows[0])]
-                kept = self.group(queue)
-                if self.verbose:
-                    LOGGER.info("a group of %d chats: %d rows kept", len(queue), len(kept))
-                out += kept
-        return lazy_stack(out) if out else None
-
-    def _trajectories(self, td: TensorDictBase) -> list[list[TensorDictBase]]:
-        """Return the rows of each trajectory of a batch of any number of dimensions."""
-        if td.ndim == 0:
-            raise ValueError("expected trajectories [T] or [B, T], got one row; unsqueeze it")
-        if td.ndim > 1:
-            chats = td.unbind(0) if td.ndim == 2 else td.flatten(0, -2).unbind(0)
-            return [rows for chat in chats for rows in self._trajectories(chat)]
-        out, rows = [], []
-        for row in td.unbind(0):
-            rows.append(row)
-            if row.get(self.done_key).any():
-                out.append(rows)
-                rows = []
-        if rows:
-            raise RuntimeError(
-                f"Expected the trajectory to be done, got {len(rows)} turns that end with "
-                f"{self.done_key} False; collect with yield_completed_trajectories=True"
-            )
-        return out
-
-    def _prompt(self, row: TensorDictBase) -> Any:
-        value = row.get(self.prompt_key)
-        value = value.data if isinstance(value, NonTensorData) else value
-        if isinstance(value, Tensor):
-            return tuple(value.flatten().tolist())
-        if not isinstance(value, str):
-            raise TypeError(
-                f"expected a text or a tensor at prompt_key {self.prompt_key!r}, got "
-                f"{type(value).__name__}; a ChatEnv writes group_id"
-            )
-        return value
-
-    def _rewards(self, rows: list[TensorDictBase]) -> list[Tensor]:
-        return [row.get(self.rewards_key).float() for row in rows]
-
-
-class MCAdvantage(GroupQueue):
+class MCAdvantage(Transform):
     """Write the advantage of each trajectory over the others of its prompt, shaped as the reward.
 
+    Trajectories are queued until `grpo_size` of a prompt are there; their rows [N] come out, None
+    without a full group. `prompt_key` holds a text or a tensor that the samples of a prompt share.
     Default: the rewards of all turns (or tokens) of the group are standardised together, so that
     long chats weigh more. With `trajectory_return` each chat's rewards become one return (their
     sum, max or mean), these are standardised, and every turn of the chat gets its own. Unbiased
     std; `keep_return_bounds` (low, high) drops groups whose mean return is not strictly between
     them (DAPO's dynamic sampling, arXiv 2503.14476). `grpo_size` >= 2: alone, there is no baseline.
+    A trajectory that is not done is a RuntimeError.
 
     >>> from tensordict import TensorDict
     >>> def chat(reward):
@@ -147,12 +70,68 @@ class MCAdvantage(GroupQueue):
                 "MCAdvantage draws no more candidates than it keeps: leave candidate_* out and "
                 "drop groups without a signal by keep_return_bounds"
             )
-        _check_bounds(keep_return_bounds, trajectory_return)
-        super().__init__(grpo_size, prompt_key, rewards_key, done_key, verbose, [advantage_key])
-        self.grpo_size, self.advantage_key = grpo_size, advantage_key
+        bounds = keep_return_bounds
+        if bounds is not None and (trajectory_return is None or not bounds[0] < bounds[1]):
+            raise ValueError(
+                "expected keep_return_bounds (low, high) with low < high and a trajectory_return, "
+                f"got {bounds} and {trajectory_return}"
+            )
+        super().__init__([prompt_key, rewards_key, done_key], [advantage_key])
+        self.grpo_size, self.advantage_key, self.verbose = grpo_size, advantage_key, verbose
+        self.prompt_key, self.rewards_key, self.done_key = prompt_key, rewards_key, done_key
         self.trajectory_return, self.keep_return_bounds = trajectory_return, keep_return_bounds
+        self.queues: dict[Any, list[list[TensorDictBase]]] = {}
 
-    def group(self, trajectories: list[list[TensorDictBase]]) -> list[TensorDictBase]:
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase | None:  # type: ignore[override]
+        """Queue trajectories; return the rows of the groups that they fill, None without any."""
+        return self.inv(tensordict)
+
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase | None:  # type: ignore[override]
+        out: list[TensorDictBase] = []
+        for rows in self._trajectories(tensordict):
+            queue = self.queues.setdefault(prompt := self._prompt(rows[0]), [])
+            queue.append(rows)
+            if len(queue) == self.grpo_size:
+                del self.queues[prompt]
+                kept = self._group(queue)
+                if self.verbose:
+                    LOGGER.info("a group of %d chats: %d rows kept", len(queue), len(kept))
+                out += kept
+        return lazy_stack(out) if out else None
+
+    def _trajectories(self, td: TensorDictBase) -> list[list[TensorDictBase]]:
+        """Return the rows of each trajectory of a batch of any number of dimensions."""
+        if td.ndim == 0:
+            raise ValueError("expected trajectories [T] or [B, T], got one row; unsqueeze it")
+        if td.ndim > 1:
+            chats = td.unbind(0) if td.ndim == 2 else td.flatten(0, -2).unbind(0)
+            return [rows for chat in chats for rows in self._trajectories(chat)]
+        out, rows = [], []
+        for row in td.unbind(0):
+            rows.append(row)
+            if row.get(self.done_key).any():
+                out.append(rows)
+                rows = []
+        if rows:
+            raise RuntimeError(
+                f"Expected the trajectory to be done, got {len(rows)} turns that end with "
+                f"{self.done_key} False; collect with yield_completed_trajectories=True"
+            )
+        return out
+
+    def _prompt(self, row: TensorDictBase) -> Any:
+        value = row.get(self.prompt_key)
+        value = value.data if isinstance(value, NonTensorData) else value
+        if isinstance(value, Tensor):
+            return tuple(value.flatten().tolist())
+        if not isinstance(value, str):
+            raise TypeError(
+                f"expected a text or a tensor at prompt_key {self.prompt_key!r}, got "
+                f"{type(value).__name__}; a ChatEnv writes group_id"
+            )
+        return value
+
+    def _group(self, trajectories: list[list[TensorDictBase]]) -> list[TensorDictBase]:
         """Write the advantages of a full group; nothing is kept of one outside the bounds."""
         rows = [row for chat in trajectories for row in chat]
         rewards = self._rewards(rows)
@@ -173,49 +152,5 @@ class MCAdvantage(GroupQueue):
             row.set(self.advantage_key, shaped.reshape(reward.shape).clone())
         return rows
 
-
-class TopKRewardSelector(GroupQueue):
-    """Keep the `topk_size` best of `total_dialog_turns` chats of a prompt, best first.
-
-    A chat's reward is the mean over its turns (and tokens). Kept are those at or above the group's
-    median and above its lowest; equal ones in the order they came. So of (1, 1, 0) both ones, and
-    of a group of equals none.
-    """
-
-    def __init__(
-        self,
-        total_dialog_turns: int,
-        topk_size: int,
-        prompt_key: NestedKey = ("text", "prompt"),
-        rewards_key: NestedKey = ("next", "reward"),
-        done_key: NestedKey = ("next", "done"),
-        verbose: bool = True,
-    ) -> None:
-        whole = isinstance(topk_size, int) and isinstance(total_dialog_turns, int)
-        if not whole or not 1 <= topk_size <= total_dialog_turns:
-            raise ValueError(
-                "expected whole numbers, 1 <= topk_size <= total_dialog_turns, got "
-                f"{topk_size=} and {total_dialog_turns=}"
-            )
-        super().__init__(total_dialog_turns, prompt_key, rewards_key, done_key, verbose)
-        self.total_dialog_turns, self.topk_size = total_dialog_turns, topk_size
-
-    def group(self, trajectories: list[list[TensorDictBase]]) -> list[TensorDictBase]:
-        """Return the rows of the best chats."""
-        each = [torch.cat([r.flatten() for r in self._rewards(chat)]) for chat in trajectories]
-        means = torch.stack([reward.mean() for reward in each])
-        order = means.argsort(descending=True, stable=True)
-        good = (means >= means.median()) & (means > means.min())
-        best = [i for i in order.tolist() if good[i]][: self.topk_size]
-        return [row for i in best for row in trajectories[i]]
-
-
-def _check_bounds(bounds: tuple[float, float] | None, trajectory_return: str | None) -> None:
-    if bounds is None:
-        return
-    if trajectory_return is None:
-        raise ValueError(
-            "keep_return_bounds bounds a mean return: set trajectory_return to sum, max or mean"
-        )
-    if len(bounds) != 2 or not bounds[0] < bounds[1]:
-        raise ValueError(f"expected keep_return_bounds (low, high) with low < high, got {bounds}")
+    def _rewards(self, rows: list[TensorDictBase]) -> list[Tensor]:
+        return [row.get(self.rewards_key).float() for row in rows]

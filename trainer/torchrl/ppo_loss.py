@@ -1,17 +1,16 @@
 """PPOLoss: GRPOLoss with a critic, behind the keys and outputs of TorchRL's ClipPPOLoss."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.nn.functional as F
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
 from policies.scorer import Scores
+from policies.wrappers.wrapper import LLMWrapperBase
 from trainer.metrics import explained_variance, return_sums
 from trainer.objectives import PPOObjective, Terms
 from trainer.torchrl.loss_inputs import (
@@ -23,9 +22,6 @@ from trainer.torchrl.loss_inputs import (
     require,
 )
 from trainer.torchrl.loss_modules import FREE, GRPOKeys, GRPOLoss, LLMLossOutput
-
-if TYPE_CHECKING:
-    from policies.wrappers.wrapper import LLMWrapperBase
 
 DISTANCES = {"l1": F.l1_loss, "l2": F.mse_loss, "smooth_l1": F.smooth_l1_loss}
 

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import load_from_disk
 from tensordict import TensorClass, tensorclass
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from envs.data import Table, is_file, load_table
 
@@ -163,8 +165,6 @@ def _batches(data: Any, size: int, device: torch.device | str, infinite: bool) -
 
 def _table(dataset: str, split: str, from_disk: bool) -> Table:
     if from_disk:
-        from datasets import load_from_disk
-
         rows = load_from_disk(dataset)[split].to_list()
         return Table(dataset, list(rows[0]) if rows else [], rows)
     if is_file(dataset) and split != "train":
@@ -175,11 +175,8 @@ def _table(dataset: str, split: str, from_disk: bool) -> Table:
 
 
 def _tokenizer(tokenizer: Any) -> Any:
-    if not isinstance(tokenizer, (str, Path)):
-        return tokenizer
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(tokenizer)
+    named = isinstance(tokenizer, str | Path)
+    return AutoTokenizer.from_pretrained(tokenizer) if named else tokenizer
 
 
 def _row(table: Table, index: int, tokenizer: Any) -> tuple[list[int], int]:

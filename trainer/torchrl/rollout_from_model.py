@@ -21,7 +21,7 @@ from policies.models import token_ids
 from policies.padding import compact, widen
 from policies.sampler import Sampled, Stop, sample
 from policies.scorer import Scorer
-from policies.wrappers.generation_config import follow, temperature, until_end
+from policies.wrappers.generate_kwargs import config_temperature, follow, until_end
 from trainer.kl_control import KLControllerBase
 from trainer.losses import kl_term
 from trainer.torchrl.prompt_data import PromptData
@@ -116,7 +116,7 @@ class RolloutFromModel:
                     generated,
                     widen(prompt, total) | keep,
                     keep,
-                    temperature=temperature(generation_config),
+                    temperature=config_temperature(generation_config),
                 ).log_probs.to(ids.device)
                 for scorer in self._scorers
             ]

@@ -1,9 +1,7 @@
 """SFTLoss: the trainer's objectives of imitation behind TorchRL's keys and outputs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from tensordict import NestedKey, TensorClass, TensorDict, TensorDictBase, lazy_stack
@@ -11,6 +9,7 @@ from torch import Tensor
 
 from policies.padding import is_ragged, rows
 from policies.scorer import Scores
+from policies.wrappers.wrapper import LLMWrapperBase
 from trainer.objectives import MinorSFTObjective, SFTObjective
 from trainer.torchrl.loss_inputs import (
     REDUCTIONS,
@@ -22,9 +21,6 @@ from trainer.torchrl.loss_inputs import (
     refuse,
     require,
 )
-
-if TYPE_CHECKING:
-    from policies.wrappers.wrapper import LLMWrapperBase
 
 
 class SFTLossOutput(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments]

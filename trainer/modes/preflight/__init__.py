@@ -1,18 +1,12 @@
 """preflight=true: what a run would do, need and take, by two iterations that nothing keeps.
 
 Every section prints what it found; a problem is a line with its remedy, and their number is the
-result. Numbers are counted or measured; how they are scaled to the whole run: docs/preflight.md.
+result.
 """
 
 from typing import Any
 
-from trainer.modes.preflight.checks import (
-    check_engine,
-    check_rewards,
-    check_rows,
-    check_steps,
-    samples,
-)
+from trainer.modes.preflight.checks import check_rewards, check_rows, check_steps
 from trainer.modes.preflight.costs import check_disk, check_memory, check_time
 from trainer.modes.preflight.play import Findings, play
 from trainer.modes.preflight.tokens import check_tokens
@@ -26,15 +20,12 @@ def run(loop: Trainer, settings: dict[str, Any]) -> float:
     for name in untrained:
         findings.say(f"experiment {name} would be trained first; this looks at its untrained model")
     longest = check_rows(loop, settings, findings)
-    check_steps(loop, settings, findings, longest=longest)
-    if samples(loop):
-        check_engine(loop, settings, findings)
-    played = play(loop, findings)
-    if played:
+    check_steps(loop, settings, findings)
+    if played := play(loop, findings):
         first, second = played
-        check_tokens(loop, first, findings)
+        check_tokens(loop, first.batch, findings)
         if "reward_raw" in first.batch:
-            check_rewards(first, settings, findings)
+            check_rewards(first, findings)
         check_memory(loop, settings, findings, played=second, longest=longest)
         check_time(loop, settings, findings, played=played)
         check_disk(loop, settings, findings)

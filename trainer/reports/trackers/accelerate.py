@@ -1,24 +1,28 @@
-"""MLflow, Comet, Aim, SwanLab and what else accelerate.tracking can log to.
+"""TensorBoard, Trackio, MLflow, Comet, Aim, SwanLab and what else accelerate.tracking logs to.
 
-Their packages are imported by Accelerate, and here none of them. Left out on purpose: tables of
-replies and alerts, which each of them does in a way of its own.
+Their packages are imported by Accelerate. Left out on purpose: tables of replies and alerts, which
+each of them has in a way of its own.
 """
 
 import logging
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from importlib import import_module
-from inspect import signature
+from io import StringIO
 from typing import Any
 
 from policies.cache import write_text
 from trainer.reports.trackers.mirror import Mirror
+
+MLFLOW_ID = "mlflow_id.txt"  # of a run folder
 
 
 class AccelerateTracker(Mirror):
     """Send metrics and configuration to the service `kind` of accelerate.tracking too.
 
     `options` are arguments of Accelerate's class for it; its account is the one that its own
-    variables or login name. MLflow goes on with its run after a resume; others begin a new one.
+    variables or login name. MLflow and Trackio continue their run after a resume (Trackio then has
+    repeated iterations twice, TensorBoard once); others begin a new one.
     """
 
     def __init__(
@@ -41,45 +45,55 @@ class AccelerateTracker(Mirror):
         super().__init__(folder, **about)
 
     def _start(self) -> None:
-        takes = signature(self._make.__init__).parameters
-        # What Accelerate calls run_name is the project of most of them.
-        project, name = self._project, self.about["name"]
-        given: dict[str, Any] = {"run_name": project}
-        given |= {
-            "mlflow": {"experiment_name": project, "run_name": name, "run_id": self._known_run()},
-            "aim": {"run_name": name, "experiment": project},
-            "swanlab": {"experiment_name": name},
-            "clearml": {"task_name": name},
-        }.get(self.word, {})
-        if "logging_dir" in takes and self._make.requires_logging_directory:
-            given["logging_dir"] = str(self.folder / self.word)
+        with redirect_stdout(StringIO()):  # Trackio greets in six lines
+            self._tracker = self._make(**self._arguments())
+            if hasattr(self._tracker, "start"):  # older ones start when made
+                self._tracker.start()
+        if self.first is None or self.word not in ("mlflow", "tensorboard"):
+            self._tracker.store_init_configuration(_flat(self.about["config"]))
+        looks = {
+            "mlflow": "mlflow ui",
+            "tensorboard": f"tensorboard --logdir {self.folder / 'tensorboard'}",
+            "trackio": f"trackio show --project {self._project}",
+        }
+        self.hint = f"look at it with: {looks[self.word]}" if self.word in looks else ""
+        if self.word == "mlflow":
+            write_text(self.folder / MLFLOW_ID, f"{self._tracker.tracker.info.run_id}\n")
+            about = {name: self.about[name] for name in ("group", "job_type") if self.about[name]}
+            import_module("mlflow").set_tags({**about, "tags": ", ".join(self.about["tags"])})
+
+    def _arguments(self) -> dict[str, Any]:
+        """Return the arguments of Accelerate's class; its run_name is mostly the project."""
+        project, name, out = self._project, self.about["name"], {"run_name": self._project}
         if self.word == "mlflow":
             logging.getLogger("alembic").setLevel(logging.WARNING)  # a line for each of its tables
-        self._tracker = self._make(**{**given, **self._options})
-        if hasattr(self._tracker, "start"):  # older ones start when made
-            self._tracker.start()
-        if self.word != "mlflow" or not self._known_run():  # it lets no parameter change
-            self._tracker.store_init_configuration(_flat(self.about["config"]))
-        self.hint = "look at it with: mlflow ui" if self.word == "mlflow" else ""
-        if (run := getattr(self._tracker.tracker, "info", None)) is not None:
-            write_text(self.folder / f"{self.word}_id.txt", f"{run.run_id}\n")
-            about = {name: self.about[name] for name in ("group", "job_type") if self.about[name]}
-            import_module(self.word).set_tags({**about, "tags": ", ".join(self.about["tags"])})
-
-    def _known_run(self) -> str | None:
-        path = self.folder / f"{self.word}_id.txt"
-        return (path.read_text().strip() or None) if path.is_file() else None
+            path = self.folder / MLFLOW_ID
+            known = path.read_text().strip() if path.is_file() else None
+            out = {"experiment_name": project, "run_name": name, "run_id": known}
+        elif self.word == "tensorboard":
+            out = {"run_name": self.word, "logging_dir": str(self.folder)}
+            out["purge_step"] = self.first
+        elif self.word == "trackio":
+            out |= {"name": f"{name}-{self.run_id()}", "group": self.about["group"]}
+            out |= {"resume": "allow", "embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
+        elif self.word == "aim":
+            out = {"run_name": name, "experiment": project}
+            out["logging_dir"] = str(self.folder / self.word)
+        elif self.word in ("swanlab", "clearml"):
+            out["experiment_name" if self.word == "swanlab" else "task_name"] = name
+        return out | self._options
 
     def _log(self, line: dict[str, float], iteration: int) -> None:
         named = {name.replace("@", "_at_"): value for name, value in line.items()}  # of MLflow
         self._tracker.log(named, step=iteration)
 
     def _stop(self, state: str) -> None:
-        self._tracker.finish()
+        with redirect_stdout(StringIO()):
+            self._tracker.finish()
 
 
 def _flat(node: Any, prefix: str = "") -> dict[str, str | int | float | bool]:
-    """Return a configuration as a table with dots, of what every service takes.
+    """Return a configuration as a table with dots, of types that every service takes.
 
     >>> _flat({"kl": {"coeff": 0.1, "end": None}, "stop": ["a"]})
     {'kl.coeff': 0.1, 'kl.end': 'null', 'stop': "['a']"}

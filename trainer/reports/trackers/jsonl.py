@@ -1,9 +1,8 @@
-"""Where metrics and transcripts go: two .jsonl files, and one more place when asked for.
+"""metrics.jsonl and transcripts.jsonl of a run folder; other places are a `Mirror` (mirror.py).
 
 `metrics.jsonl` has one line per iteration, under the names of docs/metrics.md; line 0 is the
 evaluation before training. Every line is written and flushed at once, keys sorted, so a killed run
 loses nothing. A value that is not finite is written as null (JSON has no NaN) and not charted.
-The other places are a `Mirror` each (mirror.py). Left out on purpose: buffering.
 """
 
 import math
@@ -18,8 +17,8 @@ from trainer.runs.run_files import ITERATION, json_line, number, read_lines, wri
 class JsonlTracker(Observer):
     """Write metrics.jsonl and transcripts.jsonl into a run folder.
 
-    A new run in a folder that holds metrics is a ValueError; `resume=True` goes on behind them.
-    `about` is for a `Mirror`: the folder says it already.
+    A new run in a folder that holds metrics is a ValueError; `resume=True` appends to them.
+    `about` is for a `Mirror`: the folder has it already.
 
     >>> import tempfile
     >>> tracker = JsonlTracker(tempfile.mkdtemp())
@@ -39,8 +38,9 @@ class JsonlTracker(Observer):
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.keep_transcripts = keep_transcripts
-        self._paths = [self.folder / "metrics.jsonl", self.folder / "transcripts.jsonl"]
-        if not resume and self._paths[0].exists():
+        self.metrics = self.folder / "metrics.jsonl"
+        self.transcripts = self.folder / "transcripts.jsonl"
+        if not resume and self.metrics.exists():
             raise ValueError(
                 f"expected a folder without a run, got {self.folder}, which holds metrics.jsonl: "
                 f"give another output_dir, or go on with resume={self.folder}"
@@ -49,7 +49,7 @@ class JsonlTracker(Observer):
 
     def resume(self, iteration: int, text: str, *, again: bool, seconds: float) -> None:
         """Drop what was written after `iteration`, so that a resumed run repeats it once."""
-        self._drop_after(iteration - again, iteration or -1)  # of 0 all is said again
+        self._drop_after(iteration - again, iteration or -1)  # 0: the replies before training too
 
     def log(self, metrics: Mapping[str, float], iteration: int) -> None:
         """Write the metrics of one iteration; they are in the file when this returns."""
@@ -59,29 +59,25 @@ class JsonlTracker(Observer):
                 f"expected {ITERATION} {iteration}, got {line[ITERATION]}: "
                 "the iteration is the axis of every curve; log one iteration per call"
             )
-        self._append(self._paths[0], [line])
+        _append(self.metrics, [line])
 
     def replies(self, rows: Sequence[Mapping[str, Any]], iteration: int, *, kind: str) -> None:
         """Write prompt and reply pairs; keys as in docs/metrics.md."""
         if self.keep_transcripts:
-            lines = [finite({**row, "iteration": iteration}) for row in rows]
-            self._append(self._paths[1], lines)
+            _append(self.transcripts, [finite({**row, "iteration": iteration}) for row in rows])
 
     def _drop_after(self, metrics: float, transcripts: float) -> None:
-        """Drop what the files hold of iterations after these."""
-        ends = ((ITERATION, metrics), ("iteration", transcripts))
-        for path, (key, last) in zip(self._paths, ends, strict=True):
+        ends = ((self.metrics, ITERATION, metrics), (self.transcripts, "iteration", transcripts))
+        for path, key, last in ends:
             if path.exists():
-                lines = read_lines(path)
-                if key == ITERATION:  # noise of a damaged disk is not read into curves
-                    lines = [{k: v for k, v in x.items() if v is None or number(v) is not None}
-                             for x in lines]  # fmt: skip
-                done = ((line, number(line.get(key))) for line in lines)
-                write_lines(path, (line for line, at in done if at is not None and at <= last))
+                lines = ((line, number(line.get(key))) for line in read_lines(path))
+                kept = (finite(line) for line, at in lines if at is not None and at <= last)
+                write_lines(path, kept)
 
-    def _append(self, path: Path, lines: Sequence[dict[str, Any]]) -> None:
-        with open(path, "a", encoding="utf-8") as file:
-            file.writelines(map(json_line, lines))
+
+def _append(path: Path, lines: Sequence[dict[str, Any]]) -> None:
+    with open(path, "a", encoding="utf-8") as file:
+        file.writelines(map(json_line, lines))
 
 
 def _plain(value: Any, name: str) -> float | None:

@@ -1,4 +1,4 @@
-"""Another place for what the files of a run get: W&B, TensorBoard, Trackio. It never ends a run."""
+"""A second place for what the files of a run get (W&B, MLflow ...). It never ends a run."""
 
 import logging
 import math
@@ -13,18 +13,19 @@ from policies.optional_packages import EXTRAS
 from trainer.reports.trackers.jsonl import JsonlTracker, finite
 from trainer.runs.failures import say
 from trainer.runs.redact import redact, redact_text
-from trainer.runs.run_files import ITERATION, dig, is_sweep, load_run, read_yaml
+from trainer.runs.run_files import ITERATION, dig, is_sweep, load_run
 
 log = logging.getLogger(__name__)
 
 
 class Mirror(JsonlTracker):
-    """Get what the files get and pass it on; when that fails, warn once and go on without.
+    """Write the files and pass the same on; when that fails, warn once and continue without.
 
     A subclass names its package in `word`, takes its own options, sets `hint` (how to look at the
-    run, printed at the end) and overrides what it has a use for of `_start`, `_log`, `_show`,
-    `_alert` and `_stop`. `about` is what it may tell others, without secrets and overlong names;
-    `names` go before those of `names_of`. A missing package is an ImportError.
+    run, printed at the end) and overrides what it uses of `_start`, `_log`, `_show`, `_alert` and
+    `_stop`. `about` is what it may send, without secrets and overlong names; `names` replace those
+    of `names_of`. `first`: the first iteration to be logged, None in a new run. A missing package
+    is an ImportError.
     """
 
     word = ""
@@ -41,17 +42,24 @@ class Mirror(JsonlTracker):
         if find_spec(self.word) is None:
             raise ImportError(EXTRAS.get(self.word, f"there is no package {self.word}; install it"))
         super().__init__(folder, resume=resume, keep_transcripts=keep_transcripts)
-        self.hint = ""
+        self.hint, self.first = "", None
         config = dict(config or {})
-        named = {**names_of(self.folder, config), **names}
+        names = {**names_of(self.folder, config), **names}
         self.about: dict[str, Any] = {
-            "name": redact_text(named["name"])[:128],
-            "group": named["group"] and redact_text(named["group"])[:128],
-            "tags": [redact_text(tag)[:64] for tag in named["tags"] if tag],
+            "name": redact_text(names["name"])[:128],
+            "group": names["group"] and redact_text(names["group"])[:128],
+            "tags": [redact_text(tag)[:64] for tag in names["tags"] if tag],
             "config": redact(config),
-            "job_type": named["job_type"],
+            "job_type": names["job_type"],
         }
-        self._well = True  # it has not failed
+        self._works: bool | None = None  # None: not started
+
+    def resume(self, iteration: int, text: str, *, again: bool, seconds: float) -> None:
+        super().resume(iteration, text, again=again, seconds=seconds)
+        self.first = iteration + 1 - again
+
+    def begin(self) -> None:
+        self._works = True
         self._safely("start", self._start)
 
     def log(self, metrics: Mapping[str, float], iteration: int) -> None:
@@ -71,23 +79,23 @@ class Mirror(JsonlTracker):
 
     def end(self, state: str, *, saved: int | None) -> None:
         self._safely("finish", self._stop, state)
-        if self._well and self.hint:
+        if self._works and self.hint:
             say(f"{self.word:<7}  {self.hint}")
-        self._well = False
+        self._works = False
 
     def _nothing(self, *_: Any) -> None: ...
 
     _start = _log = _show = _alert = _stop = _nothing
 
-    def _safely(self, verb: str, action: Callable[..., Any], *given: Any) -> None:
-        """Run a call of the mirror's library; when it fails, warn once and go on without it."""
-        if not self._well:
+    def _safely(self, verb: str, action: Callable[..., Any], *args: Any) -> None:
+        """Call the mirror's library; when it fails, warn once and continue without it."""
+        if not self._works:
             return
         try:
-            action(*given)
+            action(*args)
         except Exception as error:  # a tracker must never end a training run
-            self._well = False
-            words = first_line(error), self._paths[0]
+            self._works = False
+            words = first_line(error), self.metrics
             log.warning("%s: could not %s the run (%s); going on with %s", self.word, verb, *words)
 
     def run_id(self) -> str:
@@ -107,38 +115,23 @@ def first_line(error: Exception) -> str:
 def names_of(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return name, group (its sweep), tags and job_type of the run in a folder."""
     run, mode = load_run(folder), config.get("mode") or "train"
-    target = str(dig(config, "algorithm", "objective", "_target_") or "")
-    objective = target.rpartition(".")[2]
-    sweep = folder.parent if is_sweep(folder.parent) else None
+    objective = str(dig(config, "algorithm", "objective", "_target_") or "").rpartition(".")[2]
     model = Path(str(dig(config, "policy", "model") or ""))
-    if model.name == "model":  # of another run
-        model = model.parent
+    sweep = folder.parent if is_sweep(folder.parent) else None
+    elsewhere = ("experiment", "output_dir", "tracker")  # not part of the name
+    changes = [
+        f"{key}={Path(value).name if value[:1] in tuple('/.~') else value}"  # of a path its end
+        for key, value in run.overrides.items()
+        if key.partition(".")[0] not in elsewhere
+    ]
     return {
-        "name": " ".join([run.experiment, *_telling(run.overrides, sweep)]),
+        "name": " ".join([run.experiment, *([folder.name] if sweep else changes)]),
         "group": f"{sweep.parent.name}/{sweep.name}" if sweep else None,
-        "tags": [run.experiment, model.name, objective],
+        # <run>/model is the model of another run
+        "tags": [
+            run.experiment,
+            (model.parent if model.name == "model" else model).name,
+            objective,
+        ],
         "job_type": "sft" if mode == "train" and objective == "SFTObjective" else mode,
     }
-
-
-def _telling(overrides: Mapping[str, str], sweep: Path | None) -> list[str]:
-    """Return the overrides that tell a run from others; within a sweep those that are swept."""
-    words = read_yaml(sweep / "sweep.json").get("words", []) if sweep else []  # JSON is YAML
-    several = [word for word in words if "," in word or "(" in word]
-    swept = {word.partition("=")[0].lstrip("+") for word in several}
-    hidden = ("experiment", "output_dir", "tracker")  # told elsewhere
-    told = [key for key in overrides if key.partition(".")[0] not in hidden]
-    named = [key for key in told if not swept or key in swept]
-    return [f"{key}={_without_folders(overrides[key])}" for key in named]
-
-
-def _without_folders(value: str) -> str:
-    """Return a value with the last names of the paths in it, so that they are told apart.
-
-    >>> _without_folders("/data/of/mine/train.jsonl"), _without_folders("runs/7/model"), "1/2"
-    ('train.jsonl', '7/model', '1/2')
-    """
-    path = Path(value)
-    if value[:1] not in ("/", ".", "~") and (len(path.parts) < 3 or "://" in value):
-        return value  # a hub's name has one slash
-    return "/".join(path.parts[-2:]) if path.name == "model" else path.name

@@ -11,14 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from policies.reachable import why_silent
 from trainer.reports.trackers.mirror import Mirror, first_line
 from trainer.runs.redact import redact
 from trainer.runs.run_files import ITERATION, read_lines
 
 log = logging.getLogger(__name__)
 
-PATIENCE = 4.0  # seconds for the server's first answer; W&B itself asks again and again
 COLUMNS = ("iteration", "kind", "prompt", "answer", "response", "reward", "parts", "advantage")
 COLUMNS += ("kl", "truncated")
 
@@ -26,7 +24,7 @@ COLUMNS += ("kl", "truncated")
 class WandbTracker(Mirror):
     """Send a run to Weights & Biases too.
 
-    Waits `init_timeout` seconds for a server that answers at all, then keeps the run offline.
+    Waits `init_timeout` seconds for a server, then keeps the run offline.
     Offline files lie in `<folder>/wandb`; `wandb sync` uploads them, `wandb leet` shows them.
     `mode`: null (decide by login), online, offline or disabled. `table_every`: iterations from one
     part of the table of replies to the next (W&B shows the latest 100 parts); 0 sends no replies.
@@ -62,44 +60,28 @@ class WandbTracker(Mirror):
         self._table_at = 0  # iteration of its latest part
         super().__init__(folder, **about)
 
-    def resume(self, iteration: int, text: str, *, again: bool, seconds: float) -> None:
-        """Go back in the files; a run that W&B cannot resume (offline) begins with what they hold.
-
-        An offline file loses what it held when its process is killed.
-        """
-        super().resume(iteration, text, again=again, seconds=seconds)
-        if self._run is None or self._run.resumed:
-            return
-        self._rows = read_lines(self.folder / "transcripts.jsonl")
-        for line in read_lines(self.folder / "metrics.jsonl"):
-            finite = {name: value for name, value in line.items() if value is not None}
-            self._safely("log to", self._run.log, finite)
-
     def _start(self) -> None:
         # W&B's reports about itself hold a process up at its end where its server is silent.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        # Tables wait for `wandb sync` in the run folder, not in the home.
+        os.environ.setdefault("WANDB_DATA_DIR", str(self.folder / "wandb" / "data"))
         import wandb
 
         quiet = {"silent": True, "quiet": True, "console": "off", "save_code": False}
         quiet["x_disable_meta"] = redact(sys.argv) != sys.argv  # it holds the command line
         settings = wandb.Settings(**{**quiet, **self._settings})
         wandb.setup(settings=wandb.Settings(silent=True, quiet=True))
-        # Tables wait for `wandb sync` in the run folder, not in the home.
-        os.environ.setdefault("WANDB_DATA_DIR", str(self.folder / "wandb" / "data"))
         about = {**self.about, **self._place, "dir": str(self.folder)}
         start = partial(wandb.init, settings=settings, id=self.run_id(), resume="allow", **about)
         mode, reason = self._mode or os.environ.get("WANDB_MODE"), ""
         if mode is None and (reason := _not_logged_in()):
             mode = "offline"
         elif mode in (None, "online"):
-            server = self._settings.get("base_url") or wandb.setup().settings.base_url
-            reason = why_silent(server, PATIENCE)
             try:
-                self._run = None if reason else start(mode="online")
+                self._run = start(mode="online")
             except Exception as error:  # no network, a wrong key, no such project: kept offline
-                reason = first_line(error)
+                mode, reason = "offline", f"no connection ({first_line(error)})"
                 wandb.teardown()  # else its service still holds the run id
-            mode, reason = "offline", reason and f"no connection ({reason})"
         if self._run is None:
             self._run = start(mode=mode)
         self._run.define_metric(ITERATION)
@@ -109,6 +91,10 @@ class WandbTracker(Mirror):
             self.hint = f"offline; upload it with: wandb sync {Path(self._run.dir).parent}"
         if reason:
             log.warning("wandb: %s; the run is kept offline, to be uploaded later", reason)
+        if self.first is not None and not self._run.resumed:  # offline, so it begins with the past
+            self._rows = read_lines(self.transcripts)
+            for line in read_lines(self.metrics):
+                self._run.log({name: value for name, value in line.items() if value is not None})
 
     def _log(self, line: dict[str, float], iteration: int) -> None:
         due = self._table_every and iteration >= self._table_at + self._table_every

@@ -1,0 +1,171 @@
+"""`trainer.train(model, reward, rows)`: a run for those who want no files, in this process.
+
+The same configuration, checks, folder and pages as of the command line. Left out on purpose:
+several ranks, sweeps and resume, which fresh processes do better (python train.py).
+"""
+
+import gc
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from conf.build import load
+from conf.compose import compose, compose_checked, compose_experiment, write_defaults
+from envs.rewards.trl_function import hold
+from policies.cache import write_text
+from trainer.early_stopping import Stopped
+from trainer.metric_names import unknown
+from trainer.reports.summary import in_one_line
+from trainer.runs.folders import holds_run, quoted, unique_folder
+from trainer.runs.launch import prepare
+from trainer.runs.lock import FILE as LOCK
+from trainer.runs.lock import held
+from trainer.runs.run_files import Run, load_run
+
+SCRIPT = Path(__file__).parents[1] / "train.py"
+Rows = Iterable[Mapping[str, Any] | str]
+
+
+class Trained(Run):
+    """The run that `train` returns: short to print, and strict about the names of metrics."""
+
+    def __repr__(self) -> str:
+        told = ", ".join(filter(None, [self.state, in_one_line(self)]))
+        return f"Run({str(self.folder)!r}: {told})"
+
+    def last(self, name: str) -> float | None:
+        """Return the last value of a metric, None if it has none; KeyError of what is no metric."""
+        if name not in self.names() and (hint := unknown(name)):
+            raise KeyError(f"there is no metric {name}{hint}")
+        return super().last(name)
+
+
+def train(
+    model: str | Path,
+    reward: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None,
+    rows: Rows,
+    *,
+    eval_rows: Rows | None = None,
+    experiment: str = "grpo_own",
+    **overrides: Any,
+) -> Run:
+    """Train a chat model on rows in this process; return its run: `.folder`, `.metrics`, `.status`.
+
+    `reward` is a function of (row, reply), one written for TRL, or several by name; None for SFT. A
+    row is a text or has a "prompt", "question" or "messages", and what the reward needs, which is
+    in row["columns"]; a tenth is held out unless there are `eval_rows`. `overrides` are keys of the
+    configuration: `kl={"coeff": 0.1}`, `algorithm="rloo"`, `**{"trainer.num_iterations": 20}`.
+    ValueError: what the command line would refuse. The model is in `run.folder / "model"`.
+
+    >>> short = lambda row, reply: float(len(reply.text) < 12)
+    >>> train("tiny", short, ["Hi"] * 20, trainer={"num_iterations": 0})
+    Traceback (most recent call last):
+    ValueError: expected trainer.num_iterations >= 1, got 0
+    """
+    named = {} if reward is None else reward
+    if not isinstance(named, Mapping):
+        name = getattr(reward, "__name__", "reward")
+        named = {name if name.isidentifier() else "reward": reward}
+    words = [f"experiment={experiment}", f"policy.model={quoted(str(model))}"]
+    words += _words({"env": "prompts"} if named and "env" not in overrides else {})
+    words += _words(overrides)
+    for name, function in named.items():
+        hold(name, function)
+        words.append(f'+env.rewards.{name}={{_target_: envs.rewards.Given, name: "{name}"}}')
+    unique_folder.cache_clear()  # another call, another folder
+    folder = Path(compose(words, with_hydra=True).hydra.run.dir)
+    if holds_run(folder):
+        raise ValueError(f"{folder} already holds a run; give another output_dir")
+    with ExitStack() as refused, held(folder):
+        refused.callback(_leave, folder)
+        for key, given in ("dataset", rows), ("eval_dataset", eval_rows):
+            words += _data(key, given, folder, shown=reward is None)
+        config, composed = compose_checked(words), compose(words, with_hydra=True)
+        if (ranks := config["launch"]["num_processes"]) != 1:
+            raise ValueError(f"expected launch.num_processes=1 in one process, got {ranks}")
+        write_defaults(folder, composed.hydra)
+        for name, node in ("hydra", composed), ("overrides", composed.hydra.overrides.task):
+            OmegaConf.save(node, folder / ".hydra" / f"{name}.yaml")
+        path = prepare(config, folder, script=SCRIPT, compose=compose_experiment)
+        refused.pop_all()  # it has begun
+        try:
+            _load_script().train(load(str(path)), folder)
+        except Stopped as stop:
+            raise KeyboardInterrupt(str(stop)) from None
+        finally:
+            gc.unfreeze()  # what the loop froze is this process's to free
+    return Trained(**vars(load_run(folder.absolute())))
+
+
+def _leave(folder: Path) -> None:
+    """Take back what was written for a run that is refused."""
+    for name in ("dataset.jsonl", "eval_dataset.jsonl", LOCK):
+        (folder / name).unlink(missing_ok=True)
+    if not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def _load_script() -> Any:
+    """Return train.py as a module, whatever else is called so here."""
+    spec = spec_from_file_location("leash_train", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(module := module_from_spec(spec))
+    return module
+
+
+def _data(key: str, rows: Rows | None, folder: Path, *, shown: bool) -> list[str]:
+    """Write rows into the run's folder, `shown` to SFT; return the overrides that name them."""
+    if rows is None:
+        return []
+    if isinstance(rows, str | Mapping) or not isinstance(rows, Iterable):
+        raise ValueError(f"expected rows as a list, got {type(rows).__name__}; put it into a list")
+    found, lines = list[Mapping[str, Any]](), list[str]()
+    for row in rows:
+        place = f"{key}, row {len(found)}"
+        if not isinstance(row, str | Mapping):
+            raise ValueError(f"{place}: expected a text or a dict, got {row!r:.80}")
+        found.append({"prompt": row} if isinstance(row, str) else dict(row))
+        try:
+            lines.append(json.dumps(found[-1]) + "\n")
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{place}: expected what JSON can hold, got {row!r:.80}") from error
+    if not found:
+        raise ValueError("expected rows, got none")
+    path = folder / f"{key}.jsonl"
+    write_text(path, "".join(lines))
+    words = [f"env.{key}={quoted(str(path.absolute()))}"]
+    asked = next(
+        (name for name in ("prompt", "question", "messages") if name in found[0]), "prompt"
+    )
+    if key == "dataset" and asked != ("messages" if shown else "prompt"):
+        words.append(f"env.columns.question={asked}")
+    return words
+
+
+def _words(overrides: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the words of a command line that say the same.
+
+    >>> list(_words({"seed": 1, "kl": {"coeff": 0.1}, "policy.stop": ["a", "b"], "env": "own"}))
+    ['seed=1', 'kl.coeff=0.1', 'policy.stop=["a","b"]', 'env="own"']
+    """
+    for key, value in overrides.items():
+        if isinstance(value, Mapping) and value:
+            yield from _words(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}={_spelt(value)}"
+
+
+def _spelt(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{k}: {_spelt(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_spelt, value))}]"
+    if isinstance(value, str | Path):
+        return quoted(str(value))
+    return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)

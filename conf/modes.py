@@ -1,0 +1,127 @@
+"""The configuration of what is no training: preflight=true, mode=chat, evaluate, export or limit.
+
+Each runs on the same parts as a run, in a folder that is removed.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import get_token
+from omegaconf import DictConfig
+
+from conf.compose import checked, compose_checked, compose_experiment
+from conf.resume import resumed
+from trainer.runs.experiment_models import cache_folder
+from trainer.runs.find import has_weights, no_weights
+from trainer.runs.folders import unique_folder
+from trainer.runs.run_files import PREFIX
+
+SILENT = {"_target_": "trainer.JsonlTracker", "keep_transcripts": False}
+BOTH = ("policy.max_new_tokens", "policy.system_prompt", "kl.reference", "seed", "policy.device")
+ENGINE = ("policy.device", "policy.engine", "policy.vllm", "output_dir", "launch")
+MAY = {  # what may be given beside resume=, by mode
+    "chat": ("policy.temperature", *BOTH, "launch.threads"),
+    "evaluate": ("eval", *BOTH, "policy.max_prompt_tokens", *ENGINE[1:], "env"),
+    "export": ("output_dir", "hub", "policy.device"),
+    "limit": ("eval.num_samples", *ENGINE),
+}
+LIMIT = {"num_samples": 64, "temperature": 1.0, "greedy": False}  # of eval, for mode=limit
+
+
+def configure(cfg: DictConfig, words: Sequence[str]) -> dict[str, Any]:
+    """Return the checked configuration of the mode or the preflight that `cfg` asks for.
+
+    `words` are those that `cfg` was composed of. Any fault is a ValueError.
+    """
+    if cfg.preflight:
+        if cfg.mode != "train" or cfg.resume:
+            raise ValueError("preflight checks a new training run; leave mode and resume out")
+        config = checked(cfg)
+        config["trains_first"] = sorted(set(without_training(config)))
+        return config | {"tracker": SILENT}
+    if cfg.mode not in MAY:
+        raise ValueError(f"expected mode to be one of train, {', '.join(MAY)}, got {cfg.mode!r}")
+    if cfg.mode in ("export", "limit") and not cfg.resume:
+        raise ValueError(f"mode={cfg.mode} is about a trained run; give resume=<run folder>")
+    config = _of_run(cfg, words) if cfg.resume else checked(cfg)
+    if config["policy"]["_target_"] == "policies.load_reward_model":
+        raise ValueError(f"mode={cfg.mode} is for models that reply, got a reward model")
+    if cfg.mode == "evaluate" and not config["output_dir"]:
+        config["output_dir"] = unique_folder("outputs/evaluate")
+    if cfg.mode == "export":
+        check_target(config["output_dir"])
+        if config["hub"] and not get_token():
+            raise ValueError(
+                f"hub={config['hub']} needs a login; run hf auth login or set HF_TOKEN"
+            )
+    return without_training_parts(config)
+
+
+def _of_run(cfg: DictConfig, words: Sequence[str]) -> dict[str, Any]:
+    """Return the configuration for a mode on what a run trained."""
+    folder, mode, instead = Path(cfg.resume), cfg.mode, {"output_dir": cfg.output_dir}
+    if mode in ("chat", "export"):  # they play no rows: the data of the run need not exist
+        instead["env"] = compose_checked(["env=sort_digits"])["env"]
+    elif not cfg.output_dir:
+        instead["output_dir"] = str(folder)
+    config = resumed(str(folder), cfg, words, may=MAY[mode], **instead)
+    if mode != "limit":
+        if not has_weights(folder):
+            raise ValueError(no_weights(folder))
+        return config
+    kl, held_out = config["kl"], config["eval"]
+    if kl["refresh_every"] or not kl["measure"] or held_out["temperature"] != 1:
+        why = "kl.measure=true, kl.refresh_every=0 and eval.temperature=1"
+        raise ValueError(f"{folder} has no limit: that is of replies with {why}")
+    samples = any(word.startswith("eval.num_samples=") for word in words)
+    held_out |= LIMIT | ({"num_samples": held_out["num_samples"]} if samples else {})
+    config["policy"]["model"] = kl["reference"] or config["policy"]["model"]
+    kl["reference"] = None
+    return config
+
+
+def without_training(node: Any) -> Iterator[str]:
+    """Put what exists in the place of each experiment:<name>; yield those not trained yet.
+
+    A policy or a reference is then the model that its experiment starts from.
+    """
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+        if isinstance(value, dict | list):
+            yield from without_training(value)
+        elif isinstance(value, str) and value.startswith(PREFIX):
+            name = value.removeprefix(PREFIX)
+            config = compose_experiment(name)
+            model = cache_folder(name, config) / "model"
+            if model.is_dir():
+                node[key] = str(model)
+                continue
+            if key not in ("model", "reference") or config["policy"]["_target_"].endswith("_model"):
+                raise ValueError(f"{value} is not in the cache; start the run once, it trains that")
+            yield name
+            yield from without_training(config["policy"])
+            node[key] = config["policy"]["model"]
+
+
+def without_training_parts(config: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what only training needs; chat and evaluate compare with a reference."""
+    mode = config["mode"]
+    config["kl"]["measure"] = mode not in ("export", "limit")
+    config["algorithm"]["advantage"] = {"_target_": "trainer.NoAdvantage"}
+    config["algorithm"].pop("critic", None)
+    config["tracker"], config["trainer"]["overlap"] = SILENT, 0
+    config["eval"]["limit"] = 0
+    config["launch"] |= {"strategy": "ddp", "offload": False}  # nothing is trained
+    if mode not in ("evaluate", "limit"):
+        config["launch"]["num_processes"] = 1
+        config["policy"]["engine"] = "transformers"
+    return config
+
+
+def check_target(folder: str | None) -> None:
+    """Raise ValueError unless a model can be written to a folder."""
+    if not folder:
+        raise ValueError("mode=export needs a folder to write to; give output_dir=<folder>")
+    path = Path(folder).expanduser()
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ValueError(f"output_dir={folder} exists already; name a new folder")

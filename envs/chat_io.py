@@ -1,0 +1,270 @@
+"""A chat as messages, text or tokens: what an env writes for a prompt, and how it reads a reply.
+
+The messages are the truth in every input mode; texts and ids stand beside them. What is generated
+from are ids in which only the template opens or closes a turn, whatever contents hold: a text alone
+cannot tell its markup from a content's, so in text mode too its ids stand beside it.
+Left out on purpose: replies that call tools in fields of their own (tool_calls).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase, lazy_stack
+from torch import Tensor
+
+from policies.chats.chat_template import Renderer
+from policies.chats.containers import ChatHistory, Text, Tokens
+from policies.chats.history import History
+from policies.padding import attended, is_ragged, rows
+from policies.specs import Composite, NonTensor, Unbounded
+
+MODES = ("history", "text", "tokens")
+POLICY_KEYS = (*MODES, "masks", "log_probs")  # what a policy writes, new in every turn
+
+CONTAINERS = {"history": ChatHistory, "text": Text, "tokens": Tokens}
+
+Chat = list[dict[str, Any]]
+Said = tuple[str, bool]  # the text of a reply, and whether it ended by its own end-of-turn token
+
+
+def write_prompt(
+    td: TensorDictBase,
+    mode: str,
+    renderer: Any,
+    history: History,
+    ids: list[Tensor] | None = None,
+) -> TensorDictBase:
+    """Write the next prompt into td: messages, in the other modes also its ids and text [B]."""
+    td.set("history", ChatHistory(prompt=history, batch_size=td.batch_size))
+    if mode != "history":
+        write_rendered(td, mode, renderer, history, ids)
+    return td
+
+
+def read_action(
+    td: TensorDictBase, mode: str, renderer: Any, role: str
+) -> tuple[History, list[Chat], list[Said]]:
+    """Return the chats with their replies, as a history and as messages, and the replies."""
+    if mode == "history":
+        full = read_history(td, ("history", "full"))
+        chats = full.chats()
+        pairs = zip(chats, full.get("is_complete"), strict=True)
+        return full, chats, [(chat[-1]["content"], bool(flags[-1])) for chat, flags in pairs]
+    said = read_replies(td, mode, renderer)
+    prompt = td.get(("history", "prompt"), None)
+    if prompt is None:
+        raise ValueError("step expected history.prompt, as reset and step give it, found none")
+    replies = [[{"role": role, "content": text, "is_complete": end}] for text, end in said]
+    full = prompt.extend(History.from_chats(replies), inplace=False, dim=-1)
+    return full, full.chats(), said
+
+
+def read_replies(td: TensorDictBase, mode: str, renderer: Any) -> list[Said]:
+    """Return what the replies in an action say, the prompts left out."""
+    if mode == "history":
+        return read_action(td, mode, renderer, "")[2]
+    return said_in_text(td, renderer) if mode == "text" else said_in_tokens(td, renderer)
+
+
+def read_history(td: TensorDictBase, key: tuple[str, ...]) -> History:
+    """Return the history at a key (container, field); a bare History as the container is one."""
+    owner = td.get(key[:-1], None)
+    found = owner if isinstance(owner, History) else td.get(key, None)
+    if found is None:
+        raise ValueError(
+            f"step expected {'.'.join(key)}, found none; let a policy in history mode write it, or "
+            "set it to the prompt extended by the reply"
+        )
+    return found
+
+
+def change_chats(td: TensorDictBase, changes: dict[int, Callable[[Chat], Chat]]) -> None:
+    """Change the next prompt of some rows; ids of the prompt as it was are dropped."""
+    if not changes:
+        return
+    chats = list(td.get(("history", "prompt")).unbind(0))
+    for row, change in changes.items():
+        chats[row] = History.from_chats(change(chats[row].messages()))
+    td.set(("history", "prompt"), lazy_stack(chats))
+    td.exclude("tokens", inplace=True)
+
+
+def chat_specs(shape: torch.Size, mode: str, source: str, parts: list[str]) -> dict[str, Composite]:
+    """Return the specs of a ChatEnv: `source` is what reset reads, `parts` those of the reward."""
+    number = Unbounded(shape, dtype=torch.int64)
+    names = ("history", mode, "tokens") if mode == "text" else ("history", mode)
+    seen = {name: _container(name, "prompt", shape) for name in names}
+    flag, value = Unbounded((*shape, 1), dtype=torch.bool), Unbounded((*shape, 1))
+    rewards: dict[str, Any] = {"reward": value, "reward_errors": value}
+    rewards |= {"success": flag, "dropped": flag}
+    if parts:
+        rewards["reward_part"] = Composite(dict.fromkeys(parts, value), shape=shape)
+    flags = dict.fromkeys(("terminated", "truncated", "done"), flag)
+    example = {"messages": [{"role": "user", "content": "a string"}]}
+    asked = NonTensor(shape, example_data=example if source == "row" else "a string")
+    return {
+        "full_observation_spec": Composite(
+            {**seen, "group_id": number, "turn": number}, shape=shape
+        ),
+        "full_reward_spec": Composite(rewards, shape=shape),
+        "full_done_spec": Composite(flags, shape=shape),
+        "full_action_spec": Composite({mode: _container(mode, "full", shape)}, shape=shape),
+        "full_state_spec": Composite({source: asked}, shape=shape),
+    }
+
+
+def _container(mode: str, field: str, shape: torch.Size) -> Composite:
+    spec = CONTAINERS[mode].default_spec(tuple(shape), keys=[field])
+    if "padded" in spec:
+        del spec["padded"]
+    return spec
+
+
+def make_renderer(tokenizer: Any, template_kwargs: dict[str, Any] | None, mode: str) -> Any:
+    """Return a renderer of the tokenizer's template, or of the one that template_kwargs names.
+
+    None without a tokenizer, which the text and tokens modes need.
+    """
+    kwargs = dict(template_kwargs or {})
+    name = kwargs.pop("chat_template_name", None)
+    template = kwargs.pop("chat_template", name)
+    if kwargs:
+        raise ValueError(
+            "template_kwargs: expected chat_template or chat_template_name, got "
+            f"{sorted(kwargs)}; a prompt is always unpadded, with a generation prompt"
+        )
+    if tokenizer is None and mode != "history":
+        raise RuntimeError(f"input_mode={mode!r} expected a tokenizer to render chats, got None")
+    return None if tokenizer is None else Renderer(tokenizer, template)
+
+
+def messages_of(value: Any, role: str) -> list[list[dict[str, Any]]]:
+    """Return the chats of a data entry [P]: texts (of `role`), lists of messages or histories."""
+    if isinstance(value, History):
+        return value.chats() if value.ndim > 1 else [[m] for m in value.messages()]
+    chats = []
+    for item in value if isinstance(value, list) else value.tolist():
+        if isinstance(item, str):
+            item = [{"role": role, "content": item}]
+        elif isinstance(item, dict):
+            item = [item]
+        chats.append(item.messages() if isinstance(item, History) else list(item))
+    return chats
+
+
+def write_rendered(
+    td: TensorDictBase, mode: str, renderer: Any, history: History, ids: list[Tensor] | None
+) -> None:
+    """Write the ids of the next prompt, rendered anew if None, and in text mode its text."""
+    if mode == "text":
+        texts = history.apply_chat_template(tokenizer=renderer, add_generation_prompt=True)
+        td.set("text", Text(prompt=texts, batch_size=td.batch_size))
+    if ids is None:
+        chats = history.chats()
+        ids = [torch.tensor(renderer.render(c, add_generation_prompt=True).ids) for c in chats]
+    write_ids(td, ("tokens", "prompt"), ids)
+
+
+def write_action(td: TensorDictBase, mode: str, renderer: Any, role: str) -> TensorDictBase:
+    """Write the complete reply "a string" to every chat of td as an action."""
+    if mode == "history":
+        full = [[*c, {"role": role, "content": "a string"}] for c in td["history"].prompt.chats()]
+        td.set(("history", "full"), History.from_chats(full))
+        return td
+    ids = renderer.tokenizer("a string", add_special_tokens=False)["input_ids"]
+    ids = torch.tensor([*ids, min(renderer.stop_ids)])
+    if mode == "text":
+        said = renderer.tokenizer.decode(ids)
+        td["text"].full = [prompt + said for prompt in _texts(td, "prompt") or []]
+        return td
+    prompts = rows(td, ("tokens", "prompt")) or []
+    whole = [Tokens(prompt=p, full=torch.cat([p, ids])) for p in prompts]
+    return td.set("tokens", lazy_stack(whole))
+
+
+def write_ids(td: TensorDictBase, key: tuple[str, ...], ids: Sequence[Tensor]) -> None:
+    """Write unpadded ids, one row each, as `Tokens`."""
+    *path, name = key
+    td.set(tuple(path), lazy_stack([Tokens(**{name: row}) for row in ids]))
+
+
+def next_ids(renderer: Renderer, ids: Tensor, before: list[dict], after: list[dict]) -> Tensor:
+    """Return the ids of the chat `after`, keeping the sampled `ids` [t] of the chat `before`.
+
+    The turn is closed, new messages and the generation prompt are added. A chat that does not go
+    on from `before` (somebody edited a turn) is rendered anew.
+    """
+    if after[: len(before)] != before:
+        return torch.tensor(renderer.render(after, add_generation_prompt=True).ids)
+    return torch.tensor(renderer.extend(ids.tolist(), before, after[len(before) :]))
+
+
+def full_ids(td: TensorDictBase, owner: tuple[str, ...] = ("tokens",)) -> list[Tensor]:
+    """Return the ids of prompt and reply of each row, without padding."""
+    ids = rows(td, (*owner, "full"))
+    if ids is None:
+        raise ValueError(
+            "step expected tokens.full, found none; let a policy write it, or set it to the ids of "
+            "the prompt followed by those of the reply"
+        )
+    ragged = is_ragged(td.get(owner))
+    return attended(ids, rows(td, ("masks", "all_attention_mask")), ragged=ragged)
+
+
+def said_in_tokens(td: TensorDictBase, renderer: Renderer) -> list[Said]:
+    """Return what the ids of each reply say; its own end-of-turn token ends it."""
+    sampled = rows(td, ("masks", "all_response_mask"))
+    if sampled is None:
+        replies = _after_prompt(td)
+    else:
+        pairs = zip(rows(td, ("tokens", "full")) or [], sampled, strict=True)
+        replies = [row[mask.bool()] for row, mask in pairs]
+    done = []
+    for reply in replies:
+        ended = len(reply) > 0 and int(reply[-1]) in renderer.stop_ids
+        ids = reply[:-1] if ended else reply
+        done.append((renderer.tokenizer.decode(ids.tolist()), ended))
+    return done
+
+
+def _after_prompt(td: TensorDictBase) -> list[Tensor]:
+    """Return the ids that follow the prompt; a padded prompt takes its whole width."""
+    full_ids(td)  # says what is missing
+    full, prompt = rows(td, ("tokens", "full")) or [], rows(td, ("tokens", "prompt"))
+    if prompt is None:
+        raise ValueError("step expected tokens.prompt beside tokens.full, found none")
+    real = rows(td, ("masks", "all_attention_mask"))
+    real = [torch.ones_like(row) for row in full] if real is None else real
+    triples = zip(full, prompt, real, strict=True)
+    return [row[len(p) :][mask[len(p) :].bool()] for row, p, mask in triples]
+
+
+def said_in_text(td: TensorDictBase, renderer: Renderer) -> list[Said]:
+    """Return what each text.full adds to its text.prompt; an end-of-turn token ends it."""
+    prompts, texts = _texts(td, "prompt"), _texts(td, "full")
+    if texts is None or prompts is None:
+        raise ValueError(
+            "step expected text.prompt and text.full, found none; let a policy write text.full, or "
+            "set it to the prompt followed by the reply and its end-of-turn token"
+        )
+    ends = [renderer.tokenizer.decode([i]) for i in renderer.stop_ids]
+    done = []
+    for prompt, text in zip(prompts, texts, strict=True):
+        if not text.startswith(prompt):
+            raise ValueError(
+                f"expected a text.full that begins with its text.prompt, got {text[:60]!r}"
+            )
+        reply = text[len(prompt) :]
+        end = next((e for e in ends if reply.rstrip().endswith(e)), None)
+        done.append((reply if end is None else reply.rstrip().removesuffix(end), end is not None))
+    return done
+
+
+def _texts(td: TensorDictBase, field: str) -> list[str] | None:
+    value = td.get(("text", field), None)
+    if value is None or isinstance(value, list):
+        return value
+    return [value] * td.batch_size[0] if isinstance(value, str) else value.tolist()

@@ -1,0 +1,177 @@
+"""Check what a task and its rewards return; an error names the file and line of the user's code."""
+
+import copy
+import inspect
+import math
+import sysconfig
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from envs.tasks.task import Reply, Reward, Row, Task, assistant, rewards_anything
+
+ROOT = Path(__file__).parents[2]
+LIBRARIES = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+NOT_USERS = (
+    "<frozen",
+    *(f"{ROOT / part}/" for part in ("conf", "envs", "policies", "trainer")),
+    *LIBRARIES,
+)
+
+
+def rewards_of(task: Task, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Reward]:
+    """Return what a task gives each reply; a plain number is a `Reward` without parts.
+
+    ValueError unless there is a finite one for each reply. An error of the task's own code is noted
+    with its file and line.
+    """
+    try:
+        values = task.rewards(rows, replies)
+    except Exception as error:
+        if place := error_location(error):
+            where = f"in the reward of {type(task).__name__}, {place}"
+            error.add_note(f"{where}{columns_hint(error, rows)}")
+        raise
+    kind = type(task)
+    place = defined_at(kind.reward if kind.rewards is Task.rewards else kind.rewards)
+    at = f" ({place})" if place else ""
+    if not hasattr(values, "__len__") or len(values) != len(replies):
+        got = len(values) if hasattr(values, "__len__") else f"{values!r:.80}"
+        raise ValueError(
+            f"expected {len(replies)} rewards of {kind.__name__}.rewards, one a reply, got {got}"
+            f"{at}"
+        )
+    rewards = []
+    for value, reply in zip(values, replies, strict=True):
+        if (reward := as_reward(value)) is None:
+            raise ValueError(
+                f"expected a finite number or an envs.tasks.Reward of {kind.__name__}, got "
+                f"{value!r:.80} ({type(value).__name__}) for the reply {reply.text!r:.80}{at}; "
+                "return Reward(total=1.0, parts={}, success=True), or a number; an async function "
+                "goes under env.rewards"
+            )
+        rewards.append(reward)
+    return rewards
+
+
+def as_reward(value: Any) -> Reward | None:
+    """Return a reward, or a number as one that counts as a success above 0; None if it is neither.
+
+    >>> as_reward(0.5)
+    Reward(total=0.5, parts={}, success=True, errors=0, dropped=False)
+    """
+    number = value.total if isinstance(value, Reward) else value
+    if isinstance(number, str) or not hasattr(number, "__float__") or getattr(number, "ndim", 0):
+        return None
+    if not math.isfinite(number := float(number)):  # one would make every advantage NaN
+        return None
+    return value if isinstance(value, Reward) else Reward(number, {}, number > 0)
+
+
+def error_location(error: BaseException) -> str:
+    """Return file and line of the innermost code that is neither leash's nor a library's, or "".
+
+    >>> try:
+    ...     {}["a"]
+    ... except KeyError as error:
+    ...     error_location(error).endswith("line 2")
+    True
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [frame for frame in frames if not frame.filename.startswith(NOT_USERS)]
+    return f"{users[-1].filename}, line {users[-1].lineno}" if users else ""
+
+
+def defined_at(function: Any) -> str:
+    """Return file and line where a user's function begins; "" for those of leash."""
+    function = getattr(function, "func", function)  # of a partial
+    if not inspect.isroutine(function):
+        function = getattr(type(function), "__call__", None)  # noqa: B004
+    code = getattr(function, "__code__", None)
+    if code is None or code.co_filename.startswith(NOT_USERS):
+        return ""
+    return f"{code.co_filename}, line {code.co_firstlineno}"
+
+
+def columns_hint(error: Exception, rows: Sequence[Row]) -> str:
+    """Return where a key is that a row lacks but its data has."""
+    key, cells = (error.args or (None,))[0], rows[0].get("columns") if rows else None
+    if not isinstance(error, KeyError) or not cells or key in rows[0]:
+        return ""
+    return f'; the cells of the data are in row["columns"]: {", ".join(map(str, cells))}'
+
+
+def try_reward(task: Task) -> None:
+    """Ask a task once what a reply to its first row earns, before a model is loaded.
+
+    The reply is the row's answer, or empty where that is no text. Judges and reward models are not
+    asked, what on_error forgives is a warning.
+    """
+    task = _without_costly(task)
+    if not rewards_anything(task):
+        return
+    row = task.rows("train")[0]
+    text = row["answer"] if isinstance(row.get("answer"), str) else ""
+    try:
+        rewards_of(task, [row], [Reply(text, True, [*row["messages"], assistant(text)])])
+    except Exception as error:
+        error.add_note(f"tried on the first row with the reply {text!r:.80}")
+        raise
+
+
+def _without_costly(task: Task) -> Task:
+    """Return the task without reward functions that are not `tried`; so are the tasks within it.
+
+    `functions`, `task` and `tasks` are those of Rewarded and Mix.
+    """
+    task = copy.copy(task)
+    within, functions = vars(task), getattr(task, "functions", None)
+    if isinstance(functions, dict):
+        within["functions"] = {k: f for k, f in functions.items() if getattr(f, "tried", True)}
+    if isinstance(inner := getattr(task, "task", None), Task):
+        within["task"] = _without_costly(inner)
+    if isinstance(parts := getattr(task, "tasks", None), dict):
+        within["tasks"] = {
+            k: _without_costly(each) if isinstance(each, Task) else each
+            for k, each in parts.items()
+        }
+    return task
+
+
+def complaint(make: Callable[[], Any], name: str, *, rows: str | None, rewards: bool) -> str | None:
+    """Return in one line what making a task and reading its rows complains about, or None.
+
+    `rows`: the method that a source of demonstrations or preferences asks; `rewards`: whether it
+    must reward replies.
+    """
+    try:
+        task = make()
+        if not isinstance(task, Task):
+            return f"env.task._target_={name}: expected an envs.tasks.Task, got {type(task)}"
+        for split in ("train", "eval"):
+            _check_rows(task.rows(split), f"{name}, rows({split!r})")
+        if rows:
+            _check_rows(getattr(task, rows, list)(), f"{name}, {rows}()")
+        if rewards and not rewards_anything(task):
+            remedy = "override reward(row, reply) or give env.rewards"
+            return f"{name} rewards nothing, which GRPO and PPO need; {remedy}"
+    except Exception as error:  # a task is anybody's code
+        text = in_one_line(error)
+        return text if text.startswith("env.") else f"{name}: {text}"
+    return None
+
+
+def _check_rows(rows: Any, name: str) -> None:
+    if not len(rows):
+        raise ValueError(f"expected at least one row of {name}, got none")
+    if not isinstance(rows[0], dict) or not rows[0].get("messages"):
+        raise ValueError(f'expected rows with "messages" of {name}, got {rows[0]!r:.80}')
+
+
+def in_one_line(error: Exception) -> str:
+    """Return an error as one line, with its place in the user's code."""
+    text, place = " ".join(str(error).split()), error_location(error)
+    if not isinstance(error, (ValueError, NotImplementedError, ImportError)):
+        text = f"{type(error).__name__}: {text}"
+    return f"{text} ({place})" if place else text
