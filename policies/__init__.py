@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     )
     from policies.chats.history import History as History
     from policies.chats.templates import add_chat_template as add_chat_template
-    from policies.chats.templates import remove_chat_template as remove_chat_template
     from policies.distributions.masked import MaskedCategorical as MaskedCategorical
     from policies.distributions.masked import (
         MaskedOneHotCategorical as MaskedOneHotCategorical,

@@ -226,7 +226,7 @@ class TestViews:
 
     def test_a_full_chat_that_does_not_go_on_from_its_prompt(self, tokenizer):
         prompt, full = History.from_chats([[ASK]]), History.from_chats([[REPLY]])
-        with pytest.raises(ValueError, match="to start with its prompt"):
+        with pytest.raises(ValueError, match="to start with the prompt"):
             ChatHistory(prompt=prompt, full=full, batch_size=[1]).to_tokens(tokenizer)
 
     def test_the_prompt_of_a_page_example_gets_a_new_turn(self, tokenizer):

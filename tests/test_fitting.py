@@ -53,15 +53,6 @@ def test_too_long_rows_are_those_that_transformers_counts_so():
     assert fits.too_long(rows) == want
 
 
-def test_sizes_found_together_are_those_of_each_alone():
-    renderer = fit(60).renderer
-    odd = ["", " ", "é🙂", "<|im_end|>", "a <|im_start|>user\n", "12 " * 40, "\n x \n"]
-    chats = [chat(*texts) for text in odd for texts in ((text,), ("a", text), (text, "b", text))]
-    for prompt in (True, False):
-        alone = [len(renderer.render(c, add_generation_prompt=prompt).ids) for c in chats]
-        assert renderer.sizes(chats, prompt=prompt) == alone
-
-
 def write(path, long_train=(7, 33), long_eval=()):
     rows = [{"question": f"{i} + 1 is?", "answer": f"{i + 1}"} for i in range(40)]
     for i in long_train:

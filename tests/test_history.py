@@ -76,8 +76,8 @@ class TestMaking:
     @pytest.mark.parametrize(
         ("chats", "message"),
         [
-            ([], "got an empty list"),
-            ("hello", r"a chat \(a list of dicts\) or a list of chats, got str"),
+            ([], r"a chat \(a list of dicts\) or a list of chats, got \[\]"),
+            ("hello", r"a chat \(a list of dicts\) or a list of chats, got 'hello'"),
             ([ASK, "Hi"], "message 1: expected a dict, got str"),
             ([{"role": "user"}], "message 0: expected 'content' to be a str, got NoneType"),
             ([{"role": 1, "content": ""}], "message 0: expected 'role' to be a str, got int"),
@@ -133,13 +133,13 @@ class TestGrowing:
 
     def test_dimensions_must_fit(self):
         chat, batch = History.from_chats(LONG), History.from_chats([SHORT, LONG])
-        with pytest.raises(RuntimeError, match="must have as many dimensions as self"):
+        with pytest.raises(RuntimeError, match="2 dimensions of the new history"):
             batch.extend(chat)
-        with pytest.raises(RuntimeError, match="one dimension less than self"):
+        with pytest.raises(RuntimeError, match="1 dimensions of the new history"):
             batch.append(batch)
-        with pytest.raises(RuntimeError, match="as many rows as self has, 2; got 3"):
+        with pytest.raises(RuntimeError, match="expected 2 rows, got 3"):
             batch.append(chat)
-        with pytest.raises(RuntimeError, match="expected dim within the shape"):
+        with pytest.raises(RuntimeError, match=r"expected dim=2 within \[2, -1\]"):
             batch.extend(batch, dim=2)
 
 

@@ -11,8 +11,8 @@ from policies import (
     Text,
     _extract_responses_from_full_histories,
     add_chat_template,
-    remove_chat_template,
 )
+from policies.chats.templates import ADDED
 from tests.checkpoints import NAMED, SPECIAL, TEMPLATES
 
 BOS, EOS = "<\uff5cbegin\u2581of\u2581sentence\uff5c>", "<\uff5cend\u2581of\u2581sentence\uff5c>"
@@ -239,60 +239,19 @@ r1
 r2
 </tool_response><|im_end|>
 """
-PARSED = [
-    {"name": "f", "arguments": {"a": 1}},
-    {"name": "g", "arguments": {}},
-]
 SYSTEM = "<|im_start|>system\nBe kind<|im_end|>\n"
 
 
 class TestTools:
-    def test_qwen(self, tokenizers):
-        history = History.from_text(SYSTEM + CALLS, "qwen")
-        assert history.messages()[2:] == [
-            {"role": "assistant", "content": "hm", "tool_calls": PARSED},
-            {"role": "tool", "content": "r1", "tool_responses": ["r1"]},
-            {"role": "tool", "content": "r2", "tool_responses": ["r2"]},
-        ]
+    @pytest.mark.parametrize("name", ["chatml", "qwen"])
+    def test_markup_of_tools_stays_in_the_content(self, name, tokenizers):
+        history = History.from_text(SYSTEM + CALLS, name)
+        assert [m["role"] for m in history.messages()] == ["system", "user", "assistant", "tool"]
+        assert history.messages()[2]["content"].startswith("hm\n<tool_call>\n{")
         text = history.apply_chat_template(
-            tokenizer=tokenizers["qwen"], chat_template_name="qwen", add_generation_prompt=False
+            tokenizer=tokenizers[name], chat_template_name=name, add_generation_prompt=False
         )
         assert text == SYSTEM + CALLS
-
-    @pytest.mark.parametrize("name", ["chatml", "qwen"])
-    @pytest.mark.parametrize(
-        "calls",
-        [
-            '<tool_call>{"name":"f","arguments":{"a":1}}</tool_call>',  # other white space
-            '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call> so',
-            "<tool_call>\n{oops\n</tool_call>"
-            '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>',
-        ],
-    )
-    def test_calls_written_otherwise_stay_in_the_content_too(self, name, calls, tokenizers):
-        text = f"{SYSTEM}<|im_start|>user\nA<|im_end|>\n<|im_start|>assistant\n{calls}<|im_end|>\n"
-        history = History.from_text(text, name)
-        assert history.messages()[-1] == {
-            "role": "assistant",
-            "content": calls,
-            "tool_calls": [{"name": "f", "arguments": {"a": 1}}],
-        }
-        options = {"chat_template_name": name, "add_generation_prompt": False}
-        assert history.apply_chat_template(tokenizer=tokenizers[name], **options) == text
-
-    def test_a_template_that_would_write_calls_twice_gets_them_once(self, tokenizers):
-        template = (
-            "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}"
-            "{% for c in m['tool_calls'] or [] %}{{ '<tool_call>' + c | tojson + '</tool_call>' }}"
-            "{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
-        )
-        tidy = '<tool_call>{"name": "f"}</tool_call>'
-        for call, parsed in ((tidy, [{"name": "f"}]), (tidy.replace(" ", ""), None)):
-            text = f"<|im_start|>assistant\n{call}<|im_end|>\n"
-            history = History.from_text(text, chat_template=template)
-            assert history.messages()[0].get("tool_calls") == parsed
-            options = {"chat_template": template, "add_generation_prompt": False}
-            assert history.apply_chat_template(tokenizer=tokenizers["chatml"], **options) == text
 
 
 class TestErrors:
@@ -345,7 +304,7 @@ def shouts():
     )
     add_chat_template("shouts", template)
     yield template
-    remove_chat_template("shouts")
+    ADDED.pop("shouts")
 
 
 class TestAddedTemplates:
@@ -382,7 +341,7 @@ class TestAddedTemplates:
             replies = _extract_responses_from_full_histories(["a|b"], prompts, "parts")
             assert replies.chats() == [[{"role": "user", "content": "b"}]]
         finally:
-            remove_chat_template("parts")
+            ADDED.pop("parts")
 
     def test_a_known_name_can_be_given_away_and_comes_back(self):
         before = History.from_text("<|begin_of_text|>" + by_hand("llama", self.CHAT)[17:], "llama")
@@ -392,7 +351,7 @@ class TestAddedTemplates:
         try:
             assert History.from_text("user=Hi;assistant=Yo;", "llama").messages() == list(self.CHAT)
         finally:
-            remove_chat_template("llama")
+            ADDED.pop("llama")
         assert before.messages() == list(self.CHAT)
         assert History.from_text(by_hand("llama", self.CHAT), "llama").messages() == list(self.CHAT)
 
@@ -443,7 +402,7 @@ class TestResponses:
         assert out[0, 0].is_complete
 
     def test_lost_messages_are_an_error(self):
-        with pytest.raises(RuntimeError, match="at least the 3 of the prompt, got 1"):
+        with pytest.raises(RuntimeError, match="at least 3, got 1"):
             _extract_responses_from_full_histories(
                 [by_hand("chatml", PROMPT)], lazy_stack([History.from_chats(FEW)])
             )

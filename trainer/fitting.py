@@ -9,15 +9,13 @@ those.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 from envs.tasks.task import Row, assistant
 from policies.chats.chat_template import Renderer
 from policies.scorer import max_positions
 from trainer.trainer import Trainer
-
-TOGETHER = 256  # rows that are encoded at a time
 
 
 class Kept(Sequence[Row]):
@@ -44,24 +42,19 @@ class Fit:
     env: Any
     prompt: bool
 
-    def sizes(self, rows: Sequence[Row]) -> list[int]:
-        """Return the tokens of each row, of the longest of its chats."""
-        chats = [chats_of(self.env, self.prompt, row) for row in rows]
-        sizes = iter(self.renderer.sizes([*chain(*chats)], prompt=self.prompt))
-        return [max(islice(sizes, len(several))) for several in chats]
-
     def too_long(self, rows: Sequence[Row]) -> dict[int, int]:
         """Return the size in tokens of each row that does not fit, by its place."""
-        long, unsure = {}, (i for i, row in enumerate(rows) if not self._surely(row))
-        while some := list(islice(unsure, TOGETHER)):
-            sizes = self.sizes([rows[i] for i in some])
-            long |= {i: n for i, n in zip(some, sizes, strict=True) if n > self.room}
-        return long
+        sizes = {i: self._size(row) for i, row in enumerate(rows)}
+        return {i: size for i, size in sizes.items() if size > self.room}
 
-    def _surely(self, row: Row) -> bool:
-        """Return whether a row fits by its bytes alone."""
-        chats = chats_of(self.env, self.prompt, row)
-        return all(self.renderer.most_tokens(c, prompt=self.prompt) <= self.room for c in chats)
+    def _size(self, row: Row) -> int:
+        """Return the tokens of a row's longest chat, 0 where its bytes alone say that it fits."""
+        size = 0
+        for chat in chats_of(self.env, self.prompt, row):
+            if self.renderer.most_tokens(chat, prompt=self.prompt) > self.room:
+                ids = self.renderer.render(chat, add_generation_prompt=self.prompt).ids
+                size = max(size, len(ids))
+        return size
 
 
 def chats_of(env: Any, prompt: bool, row: Row) -> list[list[dict[str, Any]]]:

@@ -44,12 +44,10 @@ class Rendered:
 
 
 class Renderer:
-    r"""Render chats with one tokenizer and one template.
+    r"""Render chats with one tokenizer and one template, that of `find_template`.
 
-    `chat_template` is a Jinja text, a file or a name, `chat_template_name` a name ("chatml", see
-    templates.py); None takes the tokenizer's own. `stop_ids` are the ids that end a turn:
-    the tokenizer's EOS and what the template writes after a reply.
-    Raises ValueError if there is no template or it cannot render a plain exchange.
+    `stop_ids` are the ids that end a turn: the tokenizer's EOS and what the template writes after
+    a reply. Raises ValueError if the template cannot render a plain exchange.
 
     >>> from policies.models import find_model, load_tokenizer
     >>> tokenizer = load_tokenizer(find_model("tiny"))
@@ -73,14 +71,11 @@ class Renderer:
         found = find_template(tokenizer, chat_template, chat_template_name)
         self.name, self.template = found.label, found.text
         self._outlines = Outlines(found, tokenizer.special_tokens_map, self._encoder)
-        eos = tokenizer.eos_token_id
-        self.stop_ids = frozenset() if eos is None else frozenset([eos])
         self._end = self._outlines.find_end_of_turn()
-        self.stop_ids |= frozenset() if self._end is None else frozenset([self._end])
+        self.stop_ids = frozenset({tokenizer.eos_token_id, self._end} - {None})
         self._outlines.ends = [tokenizer.convert_ids_to_tokens(i) for i in self.stop_ids]
         normalizer = type(tokenizer.backend_tokenizer.normalizer).__name__
         self._growth = {"NoneType": 1, "NFC": 3}.get(normalizer, inf)  # bytes of a byte, at most
-        self._own: dict[Any, tuple[int, list[int]]] = {}
 
     def text(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
         """Return the chat as the template writes it. Raises ValueError if it refuses the chat."""
@@ -95,8 +90,8 @@ class Renderer:
     ) -> Rendered:
         """Return ids and assistant mask of a chat.
 
-        `require_assistant` is for training data: a mask of all zeros or all ones, or a template
-        that writes a turn otherwise once the chat goes on, is a ValueError.
+        With `require_assistant` (training data) a mask of all zeros or all ones, or a template that
+        writes a turn otherwise once the chat goes on, is a ValueError.
         """
         messages = check_messages(messages)
         text = self.text(messages, add_generation_prompt=add_generation_prompt)
@@ -116,33 +111,16 @@ class Renderer:
             )
         return done
 
-    def sizes(self, chats: Sequence[Sequence[Message]], *, prompt: bool) -> list[int]:
-        """Return how many ids `render` gives for each chat, encoded together, which is faster."""
-        texts = [self.text(chat, add_generation_prompt=prompt) for chat in chats]
-        out = []
-        for chat, text, known in zip(chats, texts, self._encoder.encode_all(texts), strict=True):
-            messages = check_messages(chat)
-            outline = self._outlines.of(messages, prompt)
-            filled = fill(outline.pieces, messages, text)
-            if filled is None:
-                out.append(len(self.render(chat, add_generation_prompt=prompt).ids))
-            else:
-                out.append(len(self._encode(outline.pieces, filled, outline.control, known).ids))
-        return out
-
     def most_tokens(self, messages: Sequence[Message], *, prompt: bool) -> float:
-        """Return a number of tokens that a chat does not exceed, without encoding it.
+        """Return a number of tokens that a chat does not exceed, by its bytes, without encoding it.
 
-        A token stands for a byte or more; inf where the tokenizer may rewrite texts to longer ones.
+        Returns inf where the tokenizer may rewrite texts to longer ones.
         """
         if self._growth == inf or any(len(message) > 2 for message in messages):
             return inf
-        key = (prompt, *(message["role"] for message in messages))
-        if key not in self._own:
-            pieces = self._outlines.of(check_messages(messages), prompt).pieces
-            own = sum(len(p.text.encode()) for p in pieces if p.message is None) + len(pieces)
-            self._own[key] = own, [p.message for p in pieces if p.message is not None]
-        own, said = self._own[key]
+        pieces = self._outlines.of(check_messages(messages), prompt).pieces
+        own = sum(len(p.text.encode()) for p in pieces if p.message is None) + len(pieces)
+        said = [p.message for p in pieces if p.message is not None]
         return own + self._growth * sum(len(messages[i]["content"].encode()) for i in said)
 
     def extend(
@@ -150,10 +128,9 @@ class Renderer:
     ) -> list[int]:
         """Return the ids of the next prompt; `ids` themselves are kept as they are.
 
-        `ids` are the last prompt and the sampled reply; `messages` the same as a chat that ends in
-        that reply. A reply that the template's own end of turn does not end (it was cut, or ended
-        by another EOS) is closed first. Raises ValueError if the template would write the turns so
-        far otherwise.
+        `ids` are the last prompt and the sampled reply, `messages` the same as a chat. A reply that
+        the template's own end of turn does not end is closed first. Raises ValueError if the
+        template would write the turns so far otherwise.
         """
         messages = check_messages(messages)
         new_messages = check_messages(new_messages) if new_messages else []
@@ -179,27 +156,19 @@ class Renderer:
             pieces, texts = pieces[skip:], texts[skip:]
         return [*ids, *self._encode(pieces, texts, self._outlines.control_of(pieces)).ids]
 
-    def _encode(
-        self,
-        pieces: Sequence[Piece],
-        texts: list[str],
-        control: list[int],
-        known: tuple[list[int], list[Span]] | None = None,
-    ) -> Rendered:
+    def _encode(self, pieces: Sequence[Piece], texts: list[str], control: list[int]) -> Rendered:
         """Encode pieces that were filled with `texts`; `control` is all that may come out.
 
-        `known`: ids and spans of all texts as one.
         As one text if no content adds a control token, which gives the ids that the model was
         trained on; else piece by piece, with contents spelled out.
         """
-        ends = list(accumulate(map(len, texts)))
-        ids, offsets = known or self._encoder.encode("".join(texts))
+        text, ends = "".join(texts), list(accumulate(map(len, texts)))
+        ids, offsets = self._encoder.encode(text)
         if self._encoder.find_control(ids) == control and self._placed(pieces, texts, ids, offsets):
-            size = ends[-1] if ends else 0
             spans = [
                 (e - len(t), e) for p, t, e in zip(pieces, texts, ends, strict=True) if p.assistant
             ]
-            return Rendered(ids, mark(offsets, spans, size))
+            return Rendered(ids, mark(offsets, spans, len(text)))
         ids, assistant = [], []
         for piece, text in zip(pieces, texts, strict=True):
             own = piece.message is None
@@ -211,10 +180,7 @@ class Renderer:
     def _placed(
         self, pieces: Sequence[Piece], texts: list[str], ids: list[int], offsets: list[Span]
     ) -> bool:
-        """Return whether every control token starts in what the template wrote.
-
-        One of words alone (single_word) may be missing there and come out of a content instead.
-        """
+        """Return whether every control token starts in what the template wrote."""
         text, ends = "".join(texts), list(accumulate(map(len, texts)))
         spans = [span for i, span in zip(ids, offsets, strict=True) if i in self._encoder.control]
         starts = [end - len(text[start:end].lstrip()) for start, end in spans]
@@ -223,10 +189,7 @@ class Renderer:
     def _encode_rewritten(
         self, messages: Sequence[Message], prompt: bool, outline: Outline
     ) -> Rendered:
-        """Encode a chat whose contents the template changes (beyond white space at their ends).
-
-        Safe only while no control token is where the template alone would not put it.
-        """
+        """Encode a chat whose contents the template changes, if they hold no control tokens."""
         text, spans = self._outlines.text(messages, prompt)
         ids, offsets = self._encoder.encode(text)
         fault = "" if self._outlines.tagged else outline.fault

@@ -2,13 +2,10 @@
 
 Rows of different lengths are lazy stacks of one container per row: read them with
 `get(key, as_list=True)`, `get(key, as_padded_tensor=True, padding_side=, padding_value=)` or
-`get(key, as_nested_tensor=True, layout=)`. Dense [B, T] data knows none of these, and a stack of
-stacks no nested tensor: `rows` and `nested` of policies/padding.py read them all. `padded` is one
-bool, False for lazy stacks. Anything called full, and every mask, has the shape of `tokens.full`.
-
-A view is made from another by `to_text`, `to_tokens` and `to_history`, row by row, and comes out as
-a lazy stack of rows. Rendering is the Renderer's, reading parsing.py's. A wrapper's own ids are
-exact, a rendered history's need not be them: score ids.
+`get(key, as_nested_tensor=True, layout=)`; `rows` and `nested` of policies/padding.py read dense
+data and stacks of stacks too. `padded` is one bool, False for lazy stacks. Anything called full,
+and every mask, has the shape of `tokens.full`. `to_text`, `to_tokens` and `to_history` give lazy
+stacks of rows. The ids of a rendered history need not be those that were sampled: score ids.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,20 +30,16 @@ def _default_spec(of: Any) -> Any:
     def default_spec(
         cls: Any, shape: tuple[int, ...] = (-1,), keys: Sequence[str] | None = None
     ) -> Composite:
-        """Return the spec of a batch of `shape` with the `keys` named.
-
-        Without `keys`: the fields up to `padded`, none of which has to be there.
-        """
+        """Return the spec of a batch of `shape` with `keys`, by default the fields to `padded`."""
         return container_spec(cls, of, shape, keys)
 
     return classmethod(default_spec)
 
 
-def _share_padded(container: Any) -> None:
+def _share_padded(self: Any) -> None:
     """Make `padded` read as one bool in a stack of rows too."""
-    padded = container.padded
-    if isinstance(padded, bool):
-        container.padded = MetaData(padded)
+    if isinstance(self.padded, bool):
+        self.padded = MetaData(self.padded)
 
 
 class Tokens(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments]
@@ -66,9 +59,7 @@ class Tokens(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgumen
     padded: bool | None = None
     assistant: Tensor | None = None
 
-    def __post_init__(self) -> None:
-        _share_padded(self)
-
+    __post_init__ = _share_padded
     default_spec = _default_spec(torch.int64)
 
     def to_text(
@@ -81,10 +72,10 @@ class Tokens(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgumen
         """Return the decoded tokens. Padded ones need the mask of `full` (ValueError without)."""
         if self.ndim:
             masks = [None] * len(self) if attention_mask is None else attention_mask
-            return lazy_stack([
-                row.to_text(tokenizer, skip_special_tokens, attention_mask=mask)
-                for row, mask in zip(self.unbind(0), masks, strict=True)
-            ])  # fmt: skip
+            pairs = zip(self.unbind(0), masks, strict=True)
+            return lazy_stack(
+                [r.to_text(tokenizer, skip_special_tokens, attention_mask=m) for r, m in pairs]
+            )
         found = _fields(self)
         if attention_mask is None and self.padded and found:
             raise ValueError("expected attention_mask=masks.all_attention_mask for padded tokens")
@@ -122,9 +113,7 @@ class LogProbs(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgum
     padded: bool | None = None
     assistant: Tensor | None = None
 
-    def __post_init__(self) -> None:
-        _share_padded(self)
-
+    __post_init__ = _share_padded
     default_spec = _default_spec(torch.float32)
 
 
@@ -145,9 +134,7 @@ class Masks(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgument
     padded: bool | None = None
     all_response_mask: Tensor | None = None
 
-    def __post_init__(self) -> None:
-        _share_padded(self)
-
+    __post_init__ = _share_padded
     default_spec = _default_spec(torch.bool)
 
 
@@ -171,11 +158,10 @@ class ChatHistory(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeAr
         chat_template_name: str | None = None,
         chat_template: str | None = None,
     ) -> Tokens:
-        """Return the ids of the rendered chats, ragged rows.
+        """Return the ids of the rendered chats, ragged rows; `tokenizer` may be a `Renderer`.
 
         The prompt ends in a generation prompt, the response is what follows it in `full`. A reply
-        that was cut is closed by the template. Raises ValueError if full does not start with the
-        prompt. `tokenizer` may be a `Renderer`.
+        that was cut is closed. Raises ValueError if full does not start with the prompt.
         """
         renderer = _renderer(tokenizer, chat_template, chat_template_name)
 
@@ -225,11 +211,10 @@ class Text(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments
     def to_history(
         self, tokenizer: Any = None, chat_template_name: str | None = None
     ) -> ChatHistory:
-        """Return the messages of each text.
+        """Return the messages of each text, as `History.from_text` reads it.
 
         A generation prompt at the end of a prompt is no message; the response is what follows the
         prompt in `full`, or if they are not both there, what follows a generation prompt.
-        Raises ValueError where a text does not fit the template (see `History.from_text`).
         """
         read = find_reader(tokenizer, None, chat_template_name)
         exact = isinstance(read, Format)
@@ -254,11 +239,11 @@ def _by_row(container: Any, make: Callable[[Any], Any]) -> Any:
     if container.ndim:
         return lazy_stack([_by_row(row, make) for row in container.unbind(0)])
     found = _fields(container)
-    size = next((len(h) for h in found.values() if isinstance(h, History) and h.ndim > 1), None)
-    if size is None:
+    first = next(iter(found.values()), None)
+    if not isinstance(first, History) or first.ndim < 2:
         return make(container)
     # a ChatHistory made without a batch size holds many chats
-    rows = [{name: history[i] for name, history in found.items()} for i in range(size)]
+    rows = [{name: history[i] for name, history in found.items()} for i in range(len(first))]
     return lazy_stack([_by_row(ChatHistory(**row), make) for row in rows])
 
 
@@ -299,10 +284,8 @@ def _written(chat: Any, render: Callable[..., Any]) -> dict[str, Any]:
 
 def _after(prompt: Any, full: Any) -> Any:
     if full[: len(prompt)] != prompt:
-        raise ValueError(
-            f"expected the full chat to start with its prompt, got {prompt[-40:]!r} and at that "
-            f"place {full[: len(prompt)][-40:]!r}"
-        )
+        got = full[: len(prompt)]
+        raise ValueError(f"expected full to start with the prompt {prompt!r:.60}, got {got!r:.60}")
     return full[len(prompt) :]
 
 
@@ -315,8 +298,7 @@ def _unpadded(found: dict[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
         masks |= {"prompt": mask[:cut], "response": mask[cut:]}
     if any(len(masks.get(name, ())) != size for name, size in sizes.items()):
         raise ValueError(
-            f"expected an attention mask of the width of full, or of prompt and response together, "
-            f"got {len(mask)} for {sizes}"
+            f"expected an attention mask of the width of full, got {len(mask)} for {sizes}"
         )
     return {name: ids[masks[name]] for name, ids in found.items()}
 
@@ -331,11 +313,10 @@ def _extract_responses_from_full_histories(
     chat_template_name: str | None = None,
     tokenizer: Any = None,
 ) -> History:
-    """Return the messages that follow each prompt in the texts, [B, N].
+    """Return the messages that follow each prompt in the texts, [B, N], padded with role "<none>".
 
-    No reply is an assistant message without content. Rows with fewer messages than the longest are
-    padded with role "<none>". The template is chosen as in `History.from_text`.
-    Raises RuntimeError if a text holds fewer messages than its prompt.
+    No reply is an assistant message without content. The template is chosen as in
+    `History.from_text`. Raises RuntimeError if a text holds fewer messages than its prompt.
     """
     read = find_reader(tokenizer, None, chat_template_name)
     pairs = zip(text_full, prompt_histories.chats(), strict=True)
@@ -356,8 +337,8 @@ def _replies(read: Any, text: str, prompt: list[dict[str, Any]]) -> list[dict[st
         found = found[1:]  # the template's own
     if len(found) < len(prompt):
         raise RuntimeError(
-            f"parsing lost messages: expected at least the {len(prompt)} of the prompt, got "
-            f"{len(found)} from {text[:80]!r}; name the template that wrote the text"
+            f"parsing lost messages: expected at least {len(prompt)}, got {len(found)} from "
+            f"{text[:80]!r}; name the template that wrote the text"
         )
     silent = {"role": "assistant", "content": "", "is_complete": False}
     return found[len(prompt) :] or [silent]

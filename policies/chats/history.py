@@ -41,13 +41,10 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
     def from_chats(cls, chats: Sequence[Any]) -> "History":
         """Return one chat (a list of messages) as [T], or a list of chats as [B, T].
 
-        Raises ValueError if there is nothing in it or a message is malformed.
+        Raises ValueError if it is empty or a message is malformed.
         """
-        if isinstance(chats, str) or not isinstance(chats, Sequence):
-            kind = type(chats).__name__
-            raise ValueError(f"expected a chat (a list of dicts) or a list of chats, got {kind}")
-        if not chats:
-            raise ValueError("expected a chat or a list of chats, got an empty list")
+        if isinstance(chats, str) or not isinstance(chats, Sequence) or not chats:
+            raise ValueError(f"expected a chat (a list of dicts) or a list of chats, got {chats!r}")
         if not isinstance(chats[0], dict):
             return lazy_stack([cls.from_chats(chat) for chat in chats])
         return _build([checked(message, i) for i, message in enumerate(chats)])
@@ -62,13 +59,10 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
     ) -> "History":
         r"""Return the chat that a text is of, [T], or those of a list of texts, [B, T].
 
-        The template is chosen as in `apply_chat_template`; without any, and without a tokenizer,
-        it is "chatml_format". A message that is not closed has `is_complete` False; the text of a
-        generation prompt is an assistant message without content. Calls and results of tools are in
-        `tool_calls` and `tool_responses`.
-        Only for texts that you trust: a text cannot tell a turn from a content that was written to
-        look like one (markup of turns, or dialogpt's EOS inside a message), and reads it as turns.
-        Raises ValueError for an unknown name and where a text does not fit the template.
+        The template is chosen as in `apply_chat_template`, else "chatml_format". A message that is
+        not closed has `is_complete` False; a generation prompt is an empty assistant message. Calls
+        of tools stay in the content. Only for texts that you trust: markup of turns inside a
+        content is read as turns. Raises ValueError where a text does not fit the template.
 
         >>> history = History.from_text("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nY")
         >>> history.messages()[1], list(history.is_complete)
@@ -96,10 +90,7 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         return Composite(leaves, shape=shape, data_cls=cls)
 
     def messages(self) -> list[dict[str, Any]]:
-        """Return a [T] history as a list of messages, without padding ones.
-
-        Raises ValueError unless there is exactly one batch dimension; see `chats`.
-        """
+        """Return a [T] history as a list of messages, without padding ones; see `chats`."""
         if self.ndim != 1:
             raise ValueError(
                 f"expected a history of shape [T], got {list(self.shape)}; use chats()"
@@ -115,20 +106,24 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
     def append(self, history: "History", *, inplace: bool = True, dim: int = -1) -> "History":
         """Add one entry along `dim`: a message [B] to each chat of [B, T].
 
-        Raises RuntimeError if this is a single message or `history` does not have one dimension
-        less. Changes and returns this history unless `inplace=False`.
+        Raises RuntimeError unless `history` has one dimension less. Changes and returns this
+        history unless `inplace=False`.
         """
-        done = _grown(self, history, dim, one=True)
-        return _replace(self, done) if inplace else done
+        return self._grow(_grown(self, history, dim, one=True), inplace)
 
     def extend(self, history: "History", *, inplace: bool = True, dim: int = 0) -> "History":
         """Add the entries of `history` along `dim`: of shape [B, T], 0 adds chats, 1 messages.
 
-        Raises RuntimeError if this is a single message or `history` has other dimensions.
-        Changes and returns this history unless `inplace=False`.
+        Raises RuntimeError unless `history` has as many dimensions. Changes and returns this
+        history unless `inplace=False`.
         """
-        done = _grown(self, history, dim, one=False)
-        return _replace(self, done) if inplace else done
+        return self._grow(_grown(self, history, dim, one=False), inplace)
+
+    def _grow(self, done: "History", inplace: bool) -> "History":
+        if not inplace:
+            return done
+        self.__dict__["_tensordict"] = done.__dict__["_tensordict"]
+        return self
 
     def apply_chat_template(
         self,
@@ -145,15 +140,14 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
     ) -> Any:
         """Render the chats as text, or as token ids and masks.
 
-        `tokenizer` is a tokenizer or a `Renderer`, which saves the preparation when many histories
-        are rendered. `chat_template` (a Jinja text or a file) comes before `chat_template_name`
-        ("chatml_format", "qwen", ... or an added one), that before the tokenizer's own.
+        `tokenizer` may be a `Renderer`. `chat_template` (a Jinja text or a file) comes before
+        `chat_template_name` ("chatml_format", "qwen", ...), that before the tokenizer's own.
         Returns text by default: str for [T], a list for [B, T]; with `tokenize=True` lists of ids.
         With `return_tensors="pt"`, `return_dict`, the assistant mask or `padding` (on the
         tokenizer's side): a TensorDict of input_ids, attention_mask and assistant_masks (the
         end-of-turn token included), lazily stacked, or dense with `padding`.
-        Raises ValueError on a chat that the template refuses, on options that contradict, and if
-        the assistant mask of a chat with replies is of a single value.
+        Raises ValueError on a chat that the template refuses and on an assistant mask of a single
+        value for a chat with replies.
         """
         if not isinstance(tokenizer, Renderer):
             tokenizer = Renderer(tokenizer, chat_template, chat_template_name)
@@ -166,10 +160,7 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
             )
         as_dict = bool(return_dict or return_tensors or return_assistant_tokens_mask or padding)
         if as_dict and False in (tokenize, return_dict):
-            raise ValueError(
-                "masks, tensors and padding come as a TensorDict of tokens; set return_dict=True "
-                "and leave tokenize alone"
-            )
+            raise ValueError("masks, tensors and padding need return_dict=True; leave out tokenize")
         ends = {"add_generation_prompt": add_generation_prompt}
 
         def render(chat: list[dict[str, Any]]) -> Rendered:
@@ -179,12 +170,12 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
             return tokenizer.render(chat, **ends, require_assistant=need)
 
         if padding:
-            if self.ndim > 2:
-                raise ValueError("expected a history [T] or [B, T] for padding; flatten it")
             td = _padded([render(chat) for chat in self.chats()], tokenizer.tokenizer)
             return td if self.ndim == 2 else td[0]
         if as_dict:
-            return _map(self, lambda chat: _as_tensordict(render(chat)), lazy_stack)
+            return _map(
+                self, lambda chat: _padded([render(chat)], tokenizer.tokenizer)[0], lazy_stack
+            )
         if tokenize:
             return _map(self, lambda chat: render(chat).ids)
         return _map(self, lambda chat: tokenizer.text(chat, **ends))
@@ -195,15 +186,6 @@ def _map(history: History, render: Callable[[Any], Any], stack: Callable = list)
     if history.ndim < 2:
         return render(history.messages())
     return stack([_map(row, render, stack) for row in history.unbind(0)])
-
-
-def _as_tensordict(rendered: Rendered) -> TensorDict:
-    """Return a rendered chat as tensors [T]."""
-    return TensorDict(
-        input_ids=torch.tensor(rendered.ids),
-        attention_mask=torch.ones(len(rendered.ids), dtype=torch.bool),
-        assistant_masks=torch.tensor(rendered.assistant, dtype=torch.bool),
-    )
 
 
 def _padded(rows: list[Rendered], tokenizer: Any) -> TensorDictBase:
@@ -223,13 +205,10 @@ def _grown(history: History, new: History, dim: int, *, one: bool) -> History:
         raise RuntimeError(
             "Cannot add to a single message without batch dimensions. Call unsqueeze(dim=0) first."
         )
-    if not -history.ndim <= dim < history.ndim:
-        raise RuntimeError(f"expected dim within the shape {list(history.shape)}, got {dim}")
-    if new.ndim != history.ndim - one:
-        size = "one dimension less than" if one else "as many dimensions as"
+    if not -history.ndim <= dim < history.ndim or new.ndim != history.ndim - one:
         raise RuntimeError(
-            f"The new history must have {size} self, {list(history.shape)}; got "
-            f"{list(new.shape)}. Append adds one entry, extend those of a history."
+            f"expected dim={dim} within {list(history.shape)} and {history.ndim - one} dimensions "
+            f"of the new history, got {list(new.shape)}"
         )
     dim %= history.ndim
     if history.ndim == 1:
@@ -237,9 +216,7 @@ def _grown(history: History, new: History, dim: int, *, one: bool) -> History:
     if dim == 0:
         return lazy_stack([*history.unbind(0), *([new] if one else new.unbind(0))])
     if history.shape[0] != new.shape[0]:
-        raise RuntimeError(
-            f"expected as many rows as self has, {history.shape[0]}; got {new.shape[0]}"
-        )
+        raise RuntimeError(f"expected {history.shape[0]} rows, got {new.shape[0]}")
     pairs = zip(history.unbind(0), new.unbind(0), strict=True)
     return lazy_stack([_grown(a, b, dim - 1, one=one) for a, b in pairs])
 
@@ -247,9 +224,3 @@ def _grown(history: History, new: History, dim: int, *, one: bool) -> History:
 def _build(records: Sequence[dict[str, Any]]) -> History:
     """Return a [T] history of records."""
     return History(**columns(records))
-
-
-def _replace(history: History, new: History) -> History:
-    """Make `history` hold what `new` holds."""
-    history.__dict__["_tensordict"] = new.__dict__["_tensordict"]
-    return history

@@ -25,10 +25,7 @@ def columns(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def records_of(history: Any) -> list[dict[str, Any]]:
-    """Return the fields of a history [] or [T], message by message, without those that are None.
-
-    A batch of one, [1, T], as stacks of single chats hold it, is that one.
-    """
+    """Return the fields of a history [], [T] or [1, T], message by message, without None."""
     while history.ndim > 1 and history.shape[0] == 1:
         history = history[0]
     rows = [history] if history.ndim == 0 else None
@@ -64,10 +61,6 @@ def checked(message: Any, index: int) -> dict[str, Any]:
         if not isinstance(record.get(name), str):
             got = type(message.get(name)).__name__
             raise ValueError(f"message {index}: expected {name!r} to be a str, got {got}")
-    unknown = sorted(set(record) - set(FIELDS))
-    if unknown:
-        raise ValueError(
-            f"message {index}: got the fields {unknown}, a history keeps only {list(FIELDS)}; "
-            "remove them from the data"
-        )
+    if unknown := sorted(set(record) - set(FIELDS)):
+        raise ValueError(f"message {index}: got the fields {unknown}, expected {list(FIELDS)}")
     return {"is_complete": True, **record}

@@ -1,28 +1,23 @@
 """Text back to messages: a chat template read backwards.
 
-What a template writes before and after a content of each role is learned by rendering chats whose
-contents nobody can guess; so every template that writes a turn the same way wherever it stands can
-be read, its contents exact to the last blank. A text cannot tell what a message brought along from
-what the template wrote: a content with the markup of a turn in it is an error, or, forged well,
+What a template writes before and after a content of each role is learned by rendering chats with
+random contents; so every template that writes a turn the same way wherever it stands can be read.
+A text cannot tell the template's markup from that of a content, which is an error or, forged well,
 turns of its own. So environments and training keep messages and never read texts back.
 
-Left out on purpose: contents that a template changes, and templates that write a turn otherwise
-once the chat goes on; give those an `inverse_parser` (policies/chats/templates.py).
+Left out on purpose: calls of tools, which stay in the content; templates that change contents or
+write a turn otherwise once the chat goes on (give those an `inverse_parser`, see templates.py).
 """
 
-import json
 import re
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
 from policies.chats.rendering import Message, render_template
 from policies.chats.templates import find_template
-
-_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
-_RESULT = re.compile(r"<tool_response>\n?(.*?)\n?</tool_response>", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -71,12 +66,9 @@ class Format:
             return [{"role": "assistant", "content": content, "is_complete": complete}]
 
     def _split_filler(self, text: str, *, reply: bool) -> tuple[str, bool]:
-        """Return a text without the EOS and padding tokens at its end, and whether EOS is first.
-
-        Where EOS alone tells one turn from the next, only a reply can be followed by more of it.
-        """
+        """Return a text without the EOS and padding tokens at its end, and whether EOS is first."""
         tokens = {self.variables.get(name) for name in ("eos_token", "pad_token")} - {None, ""}
-        if not self.turns["user"].opener and not reply:
+        if not self.turns["user"].opener and not reply:  # EOS alone separates the turns
             tokens -= {turn.closer.rstrip() for turn in self.turns.values()}
         one = "|".join(map(re.escape, sorted(tokens))) or "(?!)"
         found = re.search(rf"({one})(?:\s*(?:{one}))*\s*\Z", text)
@@ -100,7 +92,8 @@ class Format:
                 inside = opener.search(body, begin, stop)
                 if inside and not opener.pattern[0].isalnum():
                     raise self._misfit(body, inside.start(), "the end of the turn before it")
-            done += self._read(role, body[begin:stop], closed or ended, done)
+            complete = closed or ended
+            done.append({"role": role, "content": body[begin:stop], "is_complete": complete})
             if body != text and not body[place:].strip():
                 break
         return done
@@ -125,7 +118,7 @@ class Format:
 
     def _close(self, text: str, begin: int, role: str) -> tuple[int, int, bool]:
         """Return where the content ends, where the next turn begins, and whether it was closed."""
-        closer = self._turn(role).closer
+        closer = self.turns[role if role in self.turns else ""].closer
         core = closer.rstrip()
         if not core:  # white space alone ends a turn only before another, or at the end
             begins = [pattern.pattern for pattern in self._openers]
@@ -142,27 +135,11 @@ class Format:
             return stop, stop + len(closer), True
         return len(text), len(text), False
 
-    def _turn(self, role: str) -> Turn:
-        return self.turns[role if role in self.turns else ""]
-
     def _misfit(self, text: str, place: int, expected: str) -> ValueError:
         return ValueError(
             f"the text does not fit {self.label} at character {place}: expected {expected}, got "
             f"{text[place : place + 40]!r}; name the template that wrote it (chat_template_name)"
         )
-
-    def _read(self, role: str, content: str, complete: bool, done: list[Message]) -> list[Message]:
-        """Return the messages of one turn: its tool markup parsed where that renders the same."""
-        *options, plain = _readings(role, content)
-        end = content + self._turn(role).closer
-        for option in options:
-            try:
-                if self.write([*done, *option]).endswith(end):
-                    plain = option
-                    break
-            except ValueError:
-                continue
-        return [{**message, "is_complete": complete} for message in plain]
 
     @cached_property
     def _openers(self) -> list[re.Pattern[str]]:
@@ -189,10 +166,7 @@ def _learn(label: str, template: str, tokens: tuple[tuple[str, str], ...]) -> Fo
     variables = dict(tokens)
 
     def around(*roles: str) -> list[str]:
-        """Return the texts around the contents of a chat with these roles.
-
-        [] if the template refuses it, or does not write each content once and in this order.
-        """
+        """Return the texts around the contents of a chat; [] if it has not each content once."""
         names = [f"x{secrets.token_hex(8)}x" for _ in roles]
         chat = [{"role": r, "content": n} for r, n in zip(roles, names, strict=True)]
         try:
@@ -225,8 +199,8 @@ def _learn(label: str, template: str, tokens: tuple[tuple[str, str], ...]) -> Fo
             and inside[2].startswith(assistant.closer)
             and inside[3].endswith(assistant.opener)
         ):
-            opener = inside[2].removeprefix(assistant.closer).removesuffix("<tool_response>\n")
-            closer = inside[3].removesuffix(assistant.opener).removeprefix("\n</tool_response>")
+            opener = inside[2].removeprefix(assistant.closer)
+            closer = inside[3].removesuffix(assistant.opener)
             if opener not in (user.opener, assistant.opener) and (role == "tool" or role in opener):
                 turns["" if role == name else role] = Turn(opener, closer)
     question = [{"role": "user", "content": "x"}]
@@ -234,27 +208,3 @@ def _learn(label: str, template: str, tokens: tuple[tuple[str, str], ...]) -> Fo
     prompt = render_template(question, template, variables, add_generation_prompt=True)[0]
     prompt = prompt.removeprefix(plain) if prompt.startswith(plain) else ""
     return Format(label, template, variables, start, turns, prompt, name)
-
-
-def _readings(role: str, content: str) -> Iterator[list[Message]]:
-    """Yield the messages that a turn may stand for, the one with least markup in it first.
-
-    The last one is the plain content. A call that is no JSON object stays in the content.
-    """
-    message, calls = {"role": role, "content": content}, []
-    for text in _CALL.findall(content) if role == "assistant" else ():
-        try:
-            calls += [call] if isinstance(call := json.loads(text), dict) else []
-        except ValueError:
-            continue
-    if calls:
-        before, _, _ = content.partition("<tool_call>")
-        if not _CALL.sub("", content[len(before) :]).strip():
-            yield [{**message, "content": before.removesuffix("\n"), "tool_calls": calls}]
-        yield [{**message, "tool_calls": calls}]
-    if results := _RESULT.findall(content):
-        if not _RESULT.sub("", content).strip():
-            each = ({"content": r, "tool_responses": [r]} for r in results)
-            yield [{**message, "role": "tool", **part} for part in each]
-        yield [{**message, "tool_responses": results}]
-    yield [message]

@@ -70,21 +70,15 @@ class Encoder:
         encoding = self._whole.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
-    def encode_all(self, texts: Sequence[str]) -> list[tuple[list[int], list[Span]]]:
-        """Return what `encode` does for each text, in the tokenizer's own threads."""
-        found = self._whole.encode_batch(texts, add_special_tokens=False)
-        return [(encoding.ids, encoding.offsets) for encoding in found]
-
     def find_control(self, ids: Sequence[int]) -> list[int]:
         """Return the control tokens among `ids`, in order."""
         return [i for i in ids if i in self.control]
 
     @cached_property
     def _speller(self) -> tuple[Tokenizer, dict[int, int]]:
-        """Return a copy of the tokenizer that knows only white space among its added tokens.
+        """Return a copy that knows no added tokens but white space, and its ids of these.
 
-        And its ids of these by the right ones. It encodes parts of a text, so it must not put the
-        blank of a text's first word before each.
+        The copy encodes parts of a text, so it must not put the blank of a first word before each.
         """
         spec = json.loads(self._whole.to_str())
         blanks = [t for t in spec["added_tokens"] if t["content"].isspace()]
@@ -100,9 +94,8 @@ class Encoder:
         ids = [blanks.get(i, i) for i in speller.encode(text, add_special_tokens=False).ids]
         if self.find_control(ids):
             raise ValueError(
-                "expected a tokenizer that can spell out the text of its control tokens, got "
-                f"token {self.find_control(ids)[0]} from the message text {text[:60]!r}; remove "
-                "that markup from the data"
+                f"the tokenizer cannot spell out the control token in {text[:60]!r}; remove that "
+                "markup from the data"
             )
         return ids
 
@@ -128,10 +121,7 @@ def render_template(
     add_generation_prompt: bool = False,
     tagged: bool = False,
 ) -> tuple[str, list[Span]]:
-    """Return what a template writes, and the spans of its generation tags if it is `tagged`.
-
-    Raises ValueError if it refuses the chat.
-    """
+    """Return what a template writes and the spans of its generation tags if it is `tagged`."""
     chat = [{k: v for k, v in m.items() if v is not None} for m in messages]
     try:
         with _RENDERING:
@@ -190,7 +180,7 @@ def fill(pieces: Sequence[Piece], messages: Sequence[Message], text: str) -> lis
     ['<', 'a', '>']
     """
     contents = [m["content"] for m in messages]
-    for strip in (str, str.strip):
+    for strip in (str, str.strip):  # what most templates do, found fast
         texts = [p.text if p.message is None else strip(contents[p.message]) for p in pieces]
         if "".join(texts) == text:
             return texts
@@ -215,8 +205,6 @@ _STRIPS = (
 
 def mark(offsets: Sequence[Span], spans: Sequence[Span], size: int) -> list[bool]:
     """Return for each token whether it overlaps one of `spans`; `size` is the text's length."""
-    if not spans:
-        return [False] * len(offsets)
     inside = bytearray(size)
     for start, end in spans:
         inside[start:end] = b"\1" * (end - start)
@@ -236,17 +224,12 @@ def check_messages(messages: Sequence[Message]) -> list[Message]:
                 f"content of type {type(content).__name__}"
             )
         if content and content.encode(errors="ignore").decode() != content:
-            raise ValueError(
-                f"message {i}: expected Unicode text, got lone surrogates in {content[:40]!a}"
-            )
+            raise ValueError(f"message {i}: got lone surrogates in {content[:40]!a}")
     return [m if m.get("content") is not None else {**m, "content": ""} for m in messages]
 
 
 class Outlines:
-    """The outlines of one template, with the special tokens in `variables`, kept for reuse.
-
-    `ends` are the tokens that end a turn, as text. `label` names the template in errors.
-    """
+    """The outlines of one template, kept for reuse; `ends` are the tokens that end a turn."""
 
     def __init__(self, template: Template, variables: Mapping[str, Any], encoder: Encoder) -> None:
         self.template, self.label, self.ends = template.text, template.label, list[str]()
@@ -262,10 +245,8 @@ class Outlines:
         try:
             return render_template(messages, self.template, self._variables, **options)
         except ValueError as error:
-            raise ValueError(
-                f"{self.label} {error}; "
-                "change the roles (env, policy.system_prompt) or set policy.chat_template=chatml"
-            ) from error
+            remedy = "change policy.system_prompt, or set policy.chat_template=chatml"
+            raise ValueError(f"{self.label} {error}; {remedy}") from error
 
     def of(self, messages: Sequence[Message], prompt: bool) -> Outline:
         """Return the outline of a chat; chats that differ in contents only share one."""
@@ -303,10 +284,7 @@ class Outlines:
         return Outline(pieces, self.control_of(pieces), fault)
 
     def find_turns(self, messages: Sequence[Message], text: str) -> tuple[list[Span], str]:
-        """Return the spans of assistant turns in `text`, or what forbids to find them.
-
-        A turn is what rendering one more message adds to the generation prompt before it.
-        """
+        """Return the spans of what replies add to their generation prompts, or what forbids it."""
         spans = []
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -340,8 +318,7 @@ class Outlines:
             if message["content"] not in text.lower() and not message.get("tool_calls"):
                 raise ValueError(
                     f"{self.label} drops what message {i} ({message['role']}) of a chat with roles "
-                    f"{[m['role'] for m in blank]} says; set policy.chat_template=chatml, or to "
-                    "one that writes it"
+                    f"{[m['role'] for m in blank]} says; set policy.chat_template=chatml"
                 )
 
     def _refuse_markup(self, messages: Sequence[Message]) -> None:
@@ -353,8 +330,7 @@ class Outlines:
             if found:
                 raise ValueError(
                     "expected no control tokens outside of contents, got "
-                    f"{other[slice(*found[0])]!r} in message {i}: {other[:100]}; "
-                    "remove that markup from the data"
+                    f"{other[slice(*found[0])]!r} in message {i}: {other[:100]}"
                 )
 
     def control_of(self, pieces: Sequence[Piece]) -> list[int]:

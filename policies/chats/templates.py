@@ -7,7 +7,6 @@ whatever follows, has no white space stripped, and refuses roles that it cannot 
 Left out on purpose: guessing a family from a model's name. The tokenizer's own template is exact.
 """
 
-import json
 import re
 import warnings
 from collections.abc import Callable, Mapping
@@ -54,12 +53,12 @@ ADDED: dict[str, Template] = {}  # by add_chat_template
 def find_template(
     tokenizer: Any, chat_template: str | None = None, chat_template_name: str | None = None
 ) -> Template:
-    """Return the template that holds; `tokenizer` may be None if one of the others is given.
+    """Return the template that holds; `chat_template` is a Jinja text, a file or a name.
 
-    `chat_template` is a Jinja text, a file or a name. Raises ValueError for an unknown name.
+    Raises ValueError for an unknown name.
     """
     if chat_template_name is not None and _named(chat_template_name) is None:
-        raise ValueError(f"expected chat_template_name in {names()}, got {chat_template_name!r}")
+        raise ValueError(f"expected chat_template_name in {_names()}, got {chat_template_name!r}")
     chosen = chat_template_name if chat_template is None else chat_template
     if chosen is not None:
         return _with_end(_named(chosen) or Template(read_template(chosen)), tokenizer)
@@ -69,43 +68,30 @@ def find_template(
             return Template(tokenizer.get_chat_template(), label)
         warnings.warn(
             f"the tokenizer {tokenizer.name_or_path!r} has no chat template, so that chats are "
-            "written as ChatML; name a template by chat_template or chat_template_name "
-            "('chatml' for this one)",
+            "written as ChatML; give chat_template='chatml' or another one",
             stacklevel=4,
         )
     return _with_end(_known("chatml_format"), tokenizer)
 
 
 def with_variables(text: str, variables: Mapping[str, Any]) -> str:
-    """Return a template with variables that it reads set in its first lines.
+    """Return a template that sets variables in its first lines, so that they are saved with it.
 
-    Whoever renders by it has them too, as they are saved with it. ValueError for one that it does
-    not read.
+    Raises ValueError for a variable that the template does not read.
 
     >>> with_variables("{{ 'no' if enable_thinking is false }}", {"enable_thinking": False})
-    "{%- set enable_thinking = false %}\\n{{ 'no' if enable_thinking is false }}"
+    "{%- set enable_thinking = False %}\\n{{ 'no' if enable_thinking is false }}"
     """
-    begin = re.match(f"({SETTING})*", text)
-    before, text = (begin[0], text[begin.end() :]) if begin else ("", text)
+    before = re.match(f"({SETTING})*", text)[0]  # pyright: ignore[reportOptionalSubscript]
+    text = text.removeprefix(before)
     settings = {m[1]: m[0] for m in re.finditer(SETTING, before)}
     for name, value in variables.items():
         if name in RESERVED or not re.search(rf"(?<![\w.'\"]){re.escape(name)}(?!\w)", text):
             raise ValueError(
-                f"policy.chat_template_kwargs.{name}: the chat template reads no such variable; "
-                "look at its Jinja text for what it takes, as enable_thinking"
+                f"policy.chat_template_kwargs.{name}: the chat template reads no such variable"
             )
-        settings[name] = f"{{%- set {name} = {_jinja(value)} %}}\n"
+        settings[name] = f"{{%- set {name} = {value!r} %}}\n"  # Jinja reads Python's literals
     return "".join(settings.values()) + text
-
-
-def _jinja(value: Any) -> str:
-    """Return a plain value in Jinja."""
-    if isinstance(value, Mapping):
-        pairs = [f"{_jinja(str(key))}: {_jinja(item)}" for key, item in value.items()]
-        return f"{{{', '.join(pairs)}}}"
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_jinja, value))}]"
-    return "none" if value is None else json.dumps(value)
 
 
 def require_template(tokenizer: Any) -> None:
@@ -117,27 +103,16 @@ def require_template(tokenizer: Any) -> None:
         )
 
 
-def names() -> list[str]:
-    """Return the names of the templates, "chatml" among them."""
-    return sorted({"chatml", *KNOWN, *ADDED})
-
-
 def add_chat_template(
     template_name: str, template: str, inverse_parser: Callable[[str], Any] | None = None
 ) -> None:
-    """Give a chat template a name, in this process, in place of an earlier one of that name.
+    """Give a chat template, a Jinja text or a file, a name in this process.
 
-    `template` is a Jinja text or a file; without generation tags the assistant mask comes from
-    rendering prefixes. `inverse_parser` turns a text into a History or a list of messages; None
-    reads it by the turns that the template writes. ValueError if the template cannot be parsed.
+    `inverse_parser` turns a text into a History or a list of messages; None reads the turns that
+    the template writes. Raises ValueError if the template cannot be parsed.
     """
     label = f"chat template {template_name!r}"
     ADDED[template_name] = Template(read_template(template), label, inverse_parser=inverse_parser)
-
-
-def remove_chat_template(template_name: str) -> None:
-    """Take away an added template; a known one of the same name holds again. KeyError if none."""
-    del ADDED[template_name]
 
 
 def read_template(chat_template: str) -> str:
@@ -146,14 +121,15 @@ def read_template(chat_template: str) -> str:
     >>> read_template("falcon")[:27], read_template("{{ messages[0]['content'] }}")[:11]
     ('{%- for message in messages', '{{ messages')
     """
-    known = _named(chat_template)
-    text = chat_template if known is None else known.text
+    if known := _named(chat_template):
+        return known.text
+    text = chat_template
     if "{" not in text:
         try:
             text = Path(chat_template).expanduser().read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"expected a Jinja template, a file that holds one, or one of {names()}, "
+                f"expected a Jinja template, a file that holds one, or one of {_names()}, "
                 f"got {chat_template!r} ({error})"
             ) from None
     try:
@@ -166,8 +142,11 @@ def read_template(chat_template: str) -> str:
     return text
 
 
+def _names() -> list[str]:
+    return sorted({"chatml", *KNOWN, *ADDED})
+
+
 def _named(name: str) -> Template | None:
-    """Return the added or known template of a name, None if there is none."""
     if name in ADDED:
         return ADDED[name]
     name = "chatml_format" if name == "chatml" else name
