@@ -37,8 +37,6 @@ def test_a_policy_version_counts_or_names_the_policies():
     assert uuid.UUID(first) != uuid.UUID(named.version)
     found = named(TensorDict(batch_size=[2, 1]))["policy_version"]
     assert found == [[named.version]] * 2 or found.tolist() == [[named.version]] * 2
-    with pytest.raises(ValueError, match="version_type int or 'uuid', got 'float'"):
-        PolicyVersion("float")
 
 
 class Hints(Task):
@@ -125,8 +123,6 @@ def test_the_documented_options_of_the_tokenizer():
     other = IncrementalTokenizer(tokenizer, chat_template=plain)
     td = TransformedEnv(ChatEnv(batch_size=1), other).reset(td.select("query"))
     assert tokenizer.decode(td["tokens"][0].get("prompt")).startswith("user: Hi")
-    with pytest.raises(ValueError, match="expected tokens_key"):
-        IncrementalTokenizer(tokenizer, tokens_key="tokens")
 
 
 class Right(Task):

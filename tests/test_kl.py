@@ -437,13 +437,11 @@ def test_retrieve_kl_refuses_what_cannot_work():
         RetrieveKL(gen, **args)
     with pytest.raises(ValueError, match="different `log_probs_key`"):
         RetrieveKL(TinyPolicy(0), TinyPolicy(1), **args)
-    with pytest.raises(
-        ValueError, match=r"expected gen_model to be a wrapper or .*'from_colector'"
-    ):
+    with pytest.raises(ValueError, match="expected gen_model to be a wrapper, got 'from_colector'"):
         RetrieveKL("from_colector", ref)
     with pytest.raises(ValueError, match="pad_output mismatch"):
         RetrieveKL(gen, TinyPolicy(1, key="ref_log_probs", padded=False), **args)
-    with pytest.raises(ValueError, match="generation model must have `generate=False`"):
+    with pytest.raises(ValueError, match="`generate=False`"):
         RetrieveKL(TinyPolicy(generate=True), ref, **args)
     with pytest.raises(ValueError, match="different keys"):
         RetrieveKL(gen, ref, ref_log_probs_full_key=FULL, **args)

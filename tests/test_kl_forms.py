@@ -147,7 +147,7 @@ def test_a_tokenizer_marks_the_replies_and_what_cannot_act_is_refused():
     for bad, words in (
         ({"tokenizer_kwargs": {"nonsense": 1}}, "nonsense"),
         ({"tokenizer_kwargs": {"add_generation_prompt": True}}, "add_generation_prompt"),
-        ({"tokenizer_kwargs": template, "assistant_only": False}, "assistant_only=False"),
+        ({"tokenizer_kwargs": template, "assistant_only": False}, "assistant_only=True"),
     ):
         with pytest.raises(ValueError, match=words):
             RetrieveLogProb(ref, **bad)

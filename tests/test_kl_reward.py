@@ -9,7 +9,6 @@ from kl_cases import (
     ATTENTION,
     FULL,
     IDS,
-    RESPONSE,
     Chat,
     Collector,
     Shorter,
@@ -68,7 +67,6 @@ MASKS = {
     "after the prompt": ({}, {"prompt": True}, AFTER),
     "everything": ({"assistant_only": False}, {"assistant": True, "prompt": True}, ATTENTION),
     "assistant beside the response": ({}, {"response": True, "assistant": True}, ASSISTANT),
-    "response": ({}, {"response": True}, RESPONSE),
     "all beside the response": ({"assistant_only": False}, {"response": True}, ATTENTION),
 }
 
@@ -149,23 +147,6 @@ def test_arguments_act_in_both_parts_and_the_callers_dict_stays(collected):
         assert (part.detach, part.padding_side) == (False, "right")
     assert both[1].padding_side == "right"
     assert kwargs == {"padding": True}
-
-
-def test_a_tokenizer_marks_the_replies_of_a_history():
-    td = unpadded(rollout())
-    history = Turns(text=["ab>def", "a>bc"], batch_size=[2])
-    td = TensorDict({"tokens": lazy_stack([r["tokens"] for r in td.tensordicts])}, [2])
-    td.set(
-        "log_probs",
-        lazy_stack([TensorDict(full=g[m]) for g, m in zip(GEN, ATTENTION, strict=True)]),
-    )
-    td.set("history", TensorDict({"full": history}, [2]))
-    out = make(TinyPolicy(1, padded=False), tokenizer=None)(td)
-    kl = (GEN - slow_scores(TinyPolicy(1), ATTENTION)) * marks("000111", "000011")
-    for got, row, there in zip(get_values("kl_penalty", out), kl, ATTENTION, strict=True):
-        assert torch.allclose(got, row[there].unsqueeze(-1))
-    with pytest.raises(ValueError, match="expected a mask of"):
-        make(TinyPolicy(1, padded=False), tokenizer=Shorter())(td)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -14,13 +14,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from envs.transforms.log_probs import (
-    RetrieveLogProb,
-    add_per_token,
-    check_model,
-    check_side,
-    one_of,
-)
+from envs.transforms.log_probs import RetrieveLogProb, add_per_token, check_side, one_of
 from envs.transforms.ragged import (
     ASSISTANT,
     ATTENTION,
@@ -42,12 +36,11 @@ class KLComputation(Transform):
 
     Log-probs are taken from "next", else from the root. A row reads 0 outside
     `masks.all_response_mask` and `masks.all_assistant_mask` where either model has no log-prob
-    there, as the generation has none of what it did not sample. A reward [B, T, 1] is charged token
-    by token, in the later turns of an env the response alone: the others were charged before. One
-    number per row, [B, 1] or [B, 1, 1], first goes to the row's last token of the response (else of
-    the assistant, else of all), so that its sum over tokens stays what it was; a missing reward is
-    skipped. `padding_side` says where a dense reward is padded when the log-probs
-    are ragged. Missing log-probs and shapes that differ are ValueErrors.
+    there. A reward [B, T, 1] is charged token by token, in the later turns of an env the response
+    alone: the others were charged before. One number per row, [B, 1] or [B, 1, 1], first goes to
+    the row's last token of the response (else of the assistant, else of all); a missing reward is
+    skipped. `padding_side` says where a dense reward is padded when the log-probs are ragged.
+    Missing log-probs and shapes that differ are ValueErrors.
 
     >>> from tensordict import TensorDict
     >>> td = TensorDict({("log_probs", "full"): torch.tensor([[-1.0, -2.0]]),
@@ -124,12 +117,11 @@ class RetrieveKL(Shareable, Compose):
 
     The generator is scored when `gen_model` (or its factory) is given. With "from_collector" the
     generation log-probs in the td (next, else root) are used, and only where there are none the
-    collector's policy is asked for a scoring version. Writes the two log-prob keys, `kl_key` and,
-    with `add_to_reward`, "reward" into next. A given generator must score like the reference: both
-    generate=False, equal pad_output, different log_probs_key. Exactly one of ref_model and
-    ref_model_factory must be given. Other arguments are those of `RetrieveLogProb` and
-    `KLComputation`; `history_key` is where the collector's policy finds the history.
-    `use_ray_service=True`, with `actor_name`, `num_cpus` and `num_gpus`, gives a `RayRetrieveKL`.
+    collector's policy is asked for a scoring version, which reads at `history_key`. Writes the two
+    log-prob keys, `kl_key` and, with `add_to_reward`, "reward" into next. Both models need
+    generate=False, equal pad_output and different log_probs_key. Other arguments are those of
+    `RetrieveLogProb` and `KLComputation`. `use_ray_service=True`, with `actor_name`, `num_cpus` and
+    `num_gpus`, gives a `RayRetrieveKL`.
     """
 
     def __init__(
@@ -153,12 +145,8 @@ class RetrieveKL(Shareable, Compose):
         coeff: float = 1.0,
         use_ray_service: bool = False,
         actor_name: str | None = None,
-        num_cpus: float | None = None,
-        num_gpus: float | None = None,
         **kwargs: Any,
     ) -> None:
-        if gen_model == "from_collector" and gen_model_factory is not None:
-            gen_model = None
         gen = one_of("gen", gen_model, gen_model_factory)
         ref = one_of("ref", ref_model, ref_model_factory)
         keys = (gen_log_probs_full_key, ref_log_probs_full_key)
@@ -167,7 +155,6 @@ class RetrieveKL(Shareable, Compose):
                 raise ValueError(f"expected a log-probs key (..., 'full'), got {key!r}")
         if keys[0] == keys[1]:
             raise ValueError(f"gen and ref log-probs need different keys, got {keys[0]} for both")
-        check_model(ref, "reference model", "RetrieveKL")
         settings = {
             "assistant_only": assistant_only,
             "tokenizer_kwargs": tokenizer_kwargs,
@@ -177,32 +164,23 @@ class RetrieveKL(Shareable, Compose):
             "padding_side": padding_side,
             **kwargs,
         }
+        charging = {"kl_key": kl_key, "add_to_reward": add_to_reward, "coeff": coeff}
         super().__init__(
             RetrieveLogProb(ref, log_probs_full_key=keys[1], **settings),
-            KLComputation(
-                *keys,
-                kl_key=kl_key,
-                add_to_reward=add_to_reward,
-                coeff=coeff,
-                padding_side=padding_side,
-            ),
+            KLComputation(*keys, **charging, padding_side=padding_side),
         )
         self.history_key, self.gen_log_probs_full_key = history_key, gen_log_probs_full_key
         self._settings = settings
         self.always_score = gen != "from_collector"
         self.generator: RetrieveLogProb | None = None
         if self.always_score:
-            check_model(gen, "generation model", "RetrieveKL")
             if gen.pad_output != ref.pad_output:
                 raise ValueError("pad_output mismatch: gen_model and ref_model need the same one")
             if gen.log_probs_key == ref.log_probs_key:
                 raise ValueError("gen_model and ref_model need different `log_probs_key` values")
             self.generator = self._scorer_of(gen)
 
-    @property
-    def ref_model(self) -> Any:
-        """Return the reference model."""
-        return self[0].model
+    ref_model = property(lambda self: self[0].model)
 
     def _step(self, tensordict: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
         return super()._step(tensordict, self.with_generation(tensordict, next_td))

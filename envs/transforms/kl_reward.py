@@ -2,7 +2,7 @@
 
 The scoring is `RetrieveLogProb`'s and the KL `KLComputation`'s; here are the older names, the
 older masks and the older shapes: kl_penalty and ref_log_prob are [B, T, 1], as the reward is.
-Left out on purpose: histories and texts as input; the reference reads token ids.
+Left out on purpose: histories and texts; the reference reads token ids.
 """
 
 from __future__ import annotations
@@ -16,15 +16,13 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from envs.transforms.kl import KLComputation
-from envs.transforms.log_probs import RetrieveLogProb, add_per_token, one_of, rendered_mask
+from envs.transforms.log_probs import RetrieveLogProb, add_per_token, one_of
 from envs.transforms.ragged import (
     ASSISTANT,
     ATTENTION,
-    RESPONSE,
     Rows,
     Values,
     get_values,
-    lay_out,
     layout_of,
     map_rows,
     set_values,
@@ -36,7 +34,6 @@ if TYPE_CHECKING:
     from policies.wrappers.wrapper import LLMWrapperBase
 
 PROMPT = ("tokens", "prompt")
-HISTORY = ("history", "full")
 REF = ("ref_log_probs", "full")  # of the working td
 
 
@@ -52,18 +49,12 @@ class KLRewardTransform(Shareable, Transform):
     Deprecated: use `RetrieveKL`, or `RetrieveLogProb` and `KLComputation`.
 
     The generation log-probs are read at `log_prob_key`; the reference scores the token ids, so it
-    needs input_mode "tokens". `out_keys` are the reward, [B, T, 1], the KL, [B, T, 1], and the
-    reference log-probs, [B, T, 1] (`reward`, `kl_penalty`, `ref_log_prob`); the last two may be
-    left out of the list. Ragged rows are [t, 1] each. One reward per row goes to its last kept
-    token; a missing reward is skipped; without `add_to_reward` the reward stays as it is.
-
-    With `assistant_only` the tokens of `masks.all_assistant_mask` are kept, else those after
-    `tokens.prompt`, those that `tokenizer` (default: the reference's) marks in `history.full`, or
-    those of `masks.all_response_mask`; without it all real ones are. As in `KLComputation`, what
-    the generation has no log-probs of has no KL.
-    `detach` cuts the graph, `device` is where the reference is (`to` moves it), `padding_side` says
-    where a dense reward is padded when the log-probs are ragged. `coef` is a buffer and the whole
-    state_dict. At reset a reward key of its own reads 0, [B, 1].
+    needs input_mode "tokens". `out_keys` are the reward, the KL and the reference log-probs
+    (`reward`, `kl_penalty`, `ref_log_prob`), each [B, T, 1], ragged rows [t, 1]; the last two may
+    be left out of the list. With `assistant_only` the tokens of `masks.all_assistant_mask` are
+    kept, else those after `tokens.prompt`; without it all real ones are. `detach` cuts the graph,
+    `device` is where the reference is (`to` moves it). `coef` is a buffer and the whole state_dict.
+    At reset a reward key of its own reads 0, [B, 1]. The rest is as in `KLComputation`.
     `use_ray_service=True`, with `actor_name`, `num_cpus` and `num_gpus`, gives a
     `RayKLRewardTransform`. No token ids: RuntimeError. No log-probs, no mask: ValueError.
     """
@@ -89,8 +80,6 @@ class KLRewardTransform(Shareable, Transform):
         padding_side: str = "left",
         use_ray_service: bool = False,
         actor_name: str | None = None,
-        num_cpus: float | None = None,
-        num_gpus: float | None = None,
     ) -> None:
         check_call(more)
         warnings.warn(
@@ -106,7 +95,6 @@ class KLRewardTransform(Shareable, Transform):
             model,
             log_probs_full_key=REF,
             assistant_only=assistant_only,
-            tokenizer=tokenizer,
             detach=detach,
             device=device,
             padding_side=padding_side,
@@ -127,7 +115,7 @@ class KLRewardTransform(Shareable, Transform):
         )
         self.register_buffer("coef", torch.as_tensor(coef))
         self.assistant_only, self.add_to_reward, self.detach = assistant_only, add_to_reward, detach
-        self.log_prob_full_key = log_prob_key
+        self.log_prob_full_key, self._tokenizer = log_prob_key, tokenizer
 
     ref_model = property(lambda self: self.reference.model)
     pad_output = property(lambda self: self.ref_model.pad_output)
@@ -138,8 +126,7 @@ class KLRewardTransform(Shareable, Transform):
     @property
     def tokenizer(self) -> Any:
         """Return the tokenizer that was given, else the reference's."""
-        own = self.reference.tokenizer
-        return self.ref_model.tokenizer if own is None else own
+        return self.ref_model.tokenizer if self._tokenizer is None else self._tokenizer
 
     def _step(self, tensordict: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
         if get_values(self.action_key, tensordict) is None:
@@ -185,31 +172,24 @@ class KLRewardTransform(Shareable, Transform):
         return super()._apply(fn, recurse)
 
     def _mask(self, td: TensorDictBase) -> Values:
-        """Return the mask of the assistant's tokens, as the ids lie."""
-        found = get_values(ASSISTANT, td)
-        attention, prompt = get_values(ATTENTION, td), get_values(PROMPT, td)
-        if found is None and attention is not None and prompt is not None:
-            found = _after(prompt, attention)
-        history = td.get(HISTORY, None)
-        if found is None and history is not None:
-            rows: Any = rendered_mask(history, self.tokenizer, {})
-            own = get_values(self.action_key, td), attention
-            found = lay_out(rows, rows, None, own, side=self.padding_side, padded=self.pad_output)
-        found = get_values(RESPONSE, td) if found is None else found
-        if found is None:
+        """Return the mask of the assistant's tokens, or of what follows the prompt."""
+        found, attention, prompt = (get_values(key, td) for key in (ASSISTANT, ATTENTION, PROMPT))
+        if found is not None:
+            return found
+        if attention is None or prompt is None:
             raise ValueError(
-                f"found neither {ASSISTANT} nor {RESPONSE}, nor {PROMPT} with {ATTENTION}, nor "
-                f"{HISTORY}: give one of them or set assistant_only=False"
+                f"found neither {ASSISTANT} nor {PROMPT} with {ATTENTION}: give one of them or set "
+                "assistant_only=False"
             )
-        return found
+        return _after(prompt, attention)
 
 
 def check_call(more: tuple[Any, ...]) -> None:
     """Raise a TypeError for more than one positional argument."""
     if more:
         raise TypeError(
-            f"KLRewardTransform takes one model, ref_model, got {1 + len(more)}: it reads the "
-            "generation log-probs from the td; RetrieveKL(gen_model, ref_model) scores both"
+            f"KLRewardTransform takes one model, ref_model, got {1 + len(more)}; "
+            "RetrieveKL(gen_model, ref_model) scores both"
         )
 
 

@@ -42,12 +42,12 @@ class RetrieveLogProb(Transform):
 
     With `assistant_only` the tokens of `masks.all_assistant_mask` are kept, of the td, else as the
     model renders the history (it must then read histories), else those of `masks.all_response_mask`
-    if there is one; without it all real tokens are. Token ids in the td are scored as they are, and
-    the log-probs lie as they do, padded or ragged; where there are none the model's `pad_output`
-    says, and `padding_side` how ragged ones of a model are padded. The key is `log_probs_full_key`,
-    by default (model.log_probs_key, "full"). `device` is where the model is: inputs move there,
-    results back. `tokenizer` (default: the model's) and `tokenizer_kwargs` (chat_template or
-    chat_template_name) render the history for its assistant mask where the td has none.
+    if there is one; without it all real tokens are. The log-probs lie as the td's token ids do,
+    padded or ragged; where it has none the model's `pad_output` says, and `padding_side` how ragged
+    ones of a model are padded. The key is `log_probs_full_key`, by default (model.log_probs_key,
+    "full"). `device` is where the model is: inputs move there, results back. `tokenizer` (default:
+    the model's) and `tokenizer_kwargs` (chat_template or chat_template_name) render the history for
+    its assistant mask where the td has none.
     """
 
     modes = ("history",)  # of a model that can tell the assistant's tokens
@@ -64,7 +64,11 @@ class RetrieveLogProb(Transform):
         tokenizer: Any = None,
         padding_side: str = "left",
     ) -> None:
-        check_model(model, "model", "RetrieveLogProb")
+        if not getattr(model, "return_log_probs", True) or getattr(model, "generate", True):
+            raise ValueError(
+                f"The model of {log_probs_full_key or 'log-probs'} must have `generate=False` and "
+                "`return_log_probs=True`: pass model.get_new_version(generate=False)"
+            )
         if assistant_only and model.input_mode not in self.modes:
             raise ValueError(
                 "The model must have `input_mode='history'` when `assistant_only=True`, got "
@@ -82,18 +86,12 @@ class RetrieveLogProb(Transform):
         known = {*CHOSEN, "padding"}
         wrong = [k for k, v in options.items() if k not in known and (k, v) not in FIXED.items()]
         if wrong:
-            raise ValueError(
-                f"tokenizer_kwargs: expected {' or '.join(CHOSEN)}, and {FIXED} as it is, got "
-                f"{wrong}; how the model reads a history is an argument of the model"
-            )
+            raise ValueError(f"tokenizer_kwargs: expected {list(CHOSEN)} and {FIXED}, got {wrong}")
         # Whether another mask than the model's own is wanted.
         other = tokenizer is not None and tokenizer is not getattr(model, "tokenizer", None)
         self._renders = other or any(name in options for name in CHOSEN)
         if self._renders and not assistant_only:
-            raise ValueError(
-                "tokenizer and tokenizer_kwargs render the assistant mask, got them with "
-                "assistant_only=False; leave them out"
-            )
+            raise ValueError("expected assistant_only=True with a tokenizer or tokenizer_kwargs")
 
     def _step(self, tensordict: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
         td = tensordict if self.device is None else tensordict.to(self.device)
@@ -129,14 +127,8 @@ class RetrieveLogProb(Transform):
         alike = isinstance(log_probs, Tensor) and isinstance(mask, Tensor)
         if alike and log_probs.shape == mask.shape and _lie_alike(real, seen, own):
             return log_probs.masked_fill(~mask.bool(), 0)
-        return lay_out(
-            log_probs,
-            mask,
-            real,
-            (own, seen),
-            side=self.padding_side,
-            padded=model.pad_output,
-        )
+        lies = {"side": self.padding_side, "padded": model.pad_output}
+        return lay_out(log_probs, mask, real, (own, seen), **lies)
 
     def _mask(self, td: TensorDictBase, scored: TensorDictBase, owner: NestedKey) -> Values | None:
         """Return the mask of the kept tokens; None keeps all."""
@@ -155,14 +147,9 @@ class RetrieveLogProb(Transform):
                 "tokens, or set assistant_only=False"
             )
         tokenizer = self.model.tokenizer if self.tokenizer is None else self.tokenizer
-        return rendered_mask(history, tokenizer, self.tokenizer_kwargs)
-
-
-def rendered_mask(history: Any, tokenizer: Any, options: dict[str, Any]) -> list[Tensor]:
-    """Return the assistant mask of histories, a row each, under a template in `options`."""
-    chosen = {name: options[name] for name in CHOSEN if name in options}
-    found = history.apply_chat_template(tokenizer=tokenizer, padding=False, **FIXED, **chosen)
-    return list(read_rows(found, "assistant_masks"))
+        chosen = {k: v for k, v in self.tokenizer_kwargs.items() if k in CHOSEN}
+        found = history.apply_chat_template(tokenizer=tokenizer, padding=False, **FIXED, **chosen)
+        return list(read_rows(found, "assistant_masks"))
 
 
 def _lie_alike(real: Values | None, seen: Values | None, own: Values | None) -> bool:
@@ -189,17 +176,6 @@ def add_per_token(spec: Composite, key: NestedKey, *tail: int) -> Composite:
     return spec
 
 
-def check_model(model: Any, what: str, user: str) -> None:
-    """Raise unless the model scores."""
-    if not getattr(model, "return_log_probs", True):
-        raise ValueError(f"The {what} must have `return_log_probs=True` to use `{user}`.")
-    if getattr(model, "generate", True):
-        raise ValueError(
-            f"The {what} must have `generate=False` to use `{user}`: "
-            "pass model.get_new_version(generate=False)"
-        )
-
-
 def one_of(name: str, model: Any, factory: Callable[[], Any] | None) -> Any:
     """Return the model or what the factory makes; both or neither is a ValueError."""
     check_one(name, model, factory)
@@ -207,10 +183,11 @@ def one_of(name: str, model: Any, factory: Callable[[], Any] | None) -> Any:
 
 
 def check_one(name: str, model: Any, factory: Callable[[], Any] | None) -> None:
-    """Raise unless exactly one of the two is given; "from_collector" is the only name for one."""
-    if isinstance(model, str) and (name, model) != ("gen", "from_collector"):
-        allowed = "a wrapper or 'from_collector'" if name == "gen" else "a wrapper"
-        raise ValueError(f"expected {name}_model to be {allowed}, got {model!r}")
+    """Raise unless exactly one of the two is given; a factory wins over "from_collector"."""
+    if isinstance(model, str):
+        if (name, model) != ("gen", "from_collector"):
+            raise ValueError(f"expected {name}_model to be a wrapper, got {model!r}")
+        return
     if model is not None and factory is not None:
         raise ValueError(
             f"Cannot provide both '{name}_model' and '{name}_model_factory'. Choose one."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDictBase
+from tensordict import NonTensorData, TensorDictBase
 
 from envs.transforms.transform import Transform
 from policies.specs import Composite, NonTensor, Unbounded
@@ -28,8 +28,6 @@ class PolicyVersion(Transform):
     def __init__(self, version_type: type | str = int) -> None:
         super().__init__([], ["policy_version"])
         kinds = {int: "int", "int": "int", str: "uuid", "uuid": "uuid"}
-        if version_type not in kinds:
-            raise ValueError(f"expected version_type int or 'uuid', got {version_type!r}")
         self.version_type = kinds[version_type]
         self.version = -1
         self.increment_version()
@@ -39,11 +37,12 @@ class PolicyVersion(Transform):
         self.version = str(uuid.uuid4()) if self.version_type == "uuid" else int(self.version) + 1
 
     def _call(self, next_td: TensorDictBase) -> TensorDictBase:
+        shape, device = next_td.batch_size, next_td.device
         if self.version_type == "int":
-            shape, device = next_td.batch_size, next_td.device
             value = torch.full(shape, int(self.version), dtype=torch.int64, device=device)
             return next_td.set("policy_version", value)
-        return next_td.set("policy_version", _texts(str(self.version), list(next_td.batch_size)))
+        value = NonTensorData(str(self.version), batch_size=shape).maybe_to_stack()
+        return next_td.set("policy_version", value)
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """Add the version, [B]."""
@@ -54,9 +53,3 @@ class PolicyVersion(Transform):
             else NonTensor(shape, example_data=str(self.version))
         )
         return observation_spec
-
-
-def _texts(text: str, shape: list[int]) -> NonTensorStack | NonTensorData:
-    if not shape:
-        return NonTensorData(text)
-    return NonTensorStack(*[_texts(text, shape[1:]) for _ in range(shape[0])])

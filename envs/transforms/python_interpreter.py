@@ -18,26 +18,10 @@ class PythonInterpreter(ToolTransformBase):
 
     Each block is a process of its own; see envs/sandbox.py for what the code cannot do. `timeout`
     (seconds) and `limits` (memory, file_size, processes, max_output of `Sandbox`) are for one
-    block. `tokenizer` is accepted and not needed; `persistent` and TorchRL's pool of interpreters
-    on Ray (`services`) are refused.
+    block.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any = None,
-        tool_name: str = "tool",
-        persistent: bool = False,
-        timeout: float = 10.0,
-        services: str | None = None,
-        service_name: str | None = None,
-        namespace: str | None = None,
-        **limits: Any,
-    ) -> None:
-        if persistent or services or service_name or namespace:
-            raise ValueError(
-                "persistent, services, service_name, namespace: each block runs in a process of "
-                "its own on this machine; leave them out"
-            )
+    def __init__(self, *, tool_name: str = "tool", timeout: float = 10.0, **limits: Any) -> None:
         super().__init__()
         self.tool_role = tool_name
         self.sandbox = Sandbox(timeout=timeout, **limits)

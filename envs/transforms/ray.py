@@ -169,8 +169,6 @@ class RayRetrieveKL(RayTransform):
         actor_name: str | None = None,
         **kwargs: Any,
     ) -> None:
-        if gen_model == "from_collector" and gen_model_factory is not None:
-            gen_model = None
         check_one("gen", gen_model, gen_model_factory)
         check_one("ref", ref_model, ref_model_factory)
         _refuse_graph(kwargs)
@@ -187,7 +185,7 @@ class RayRetrieveKL(RayTransform):
             **kwargs,
         )
         self.__dict__["_local"] = None
-        if gen_model == "from_collector":
+        if gen_model == "from_collector" and gen_model_factory is None:
             # What scores the collector's policy: a RetrieveKL whose reference is elsewhere.
             names = ("in_keys", "input_mode", "pad_output", "log_probs_key")
             facts = dict(zip(names, self._ask("read", "ref_model", names), strict=True))

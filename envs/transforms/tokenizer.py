@@ -18,10 +18,10 @@ from policies.specs import Composite, Unbounded
 class IncrementalTokenizer(Transform):
     """Write `tokens.prompt` [B] for `history.prompt`, one unpadded row each.
 
-    At reset the history is rendered. After a step the sampled `tokens.full` are kept as they are;
-    the end of turn, the messages that came since and the generation prompt are added. Where there
-    are no such ids, or a turn was edited, the history is rendered anew; so it is in every step with
-    `add_generation_prompt=False`. Transforms appended later run before it.
+    After a step the sampled `tokens.full` are kept as they are; the end of turn, the messages that
+    came since and the generation prompt are added. At reset, where there are no such ids, where a
+    turn was edited and with `add_generation_prompt=False` the history is rendered anew.
+    Transforms appended later run before it.
     """
 
     stays_last = True
@@ -36,9 +36,6 @@ class IncrementalTokenizer(Transform):
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
     ) -> None:
-        for name, key in (("history_key", history_key), ("tokens_key", tokens_key)):
-            if not isinstance(key, tuple) or len(key) < 2:
-                raise ValueError(f"expected {name} (container, field), got {key!r}")
         super().__init__([history_key], [tokens_key])
         self.history_key, self.tokens_key = history_key, tokens_key
         self.tokenizer, self.add_generation_prompt = tokenizer, add_generation_prompt

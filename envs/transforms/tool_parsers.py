@@ -45,15 +45,12 @@ class PatternParser:
     def __init__(self, pattern: str = r"<tool>(.*?)\n(.*?)</tool>") -> None:
         self.pattern = re.compile(pattern, re.DOTALL)
         if self.pattern.groups < 2:
-            raise ValueError(
-                f"expected a pattern with two groups, the name and the arguments, got {pattern!r}"
-            )
+            raise ValueError(f"expected two groups, the name and the arguments, in {pattern!r}")
 
-    def __call__(self, response: str | dict[str, Any]) -> ParseResult:
-        """Return the calls of a reply, a text or a dict with "text"."""
-        text = response if isinstance(response, str) else response.get("text", "")
-        calls = [self._call(found) for found in self.pattern.finditer(text)]
-        return _result(self.pattern.sub("", text), calls)
+    def __call__(self, response: str) -> ParseResult:
+        """Return the calls of a reply."""
+        calls = [self._call(found) for found in self.pattern.finditer(response)]
+        return _result(self.pattern.sub("", response), calls)
 
     def _call(self, found: re.Match[str]) -> ToolCall:
         return ToolCall(found[1].strip(), _arguments(found[2]))
@@ -96,15 +93,16 @@ class JSONCallParser:
             if not isinstance(data, dict):
                 return _result(response, [])
         tools = data.get("tools") or []
-        calls = [self._call(tool) for tool in (tools if isinstance(tools, list) else [tools])]
+        calls = [_call(tool) for tool in (tools if isinstance(tools, list) else [tools])]
         return _result(str(data.get("message", "")), calls)
 
-    def _call(self, tool: Any) -> ToolCall:
-        if not isinstance(tool, dict):
-            return ToolCall(str(tool), {})
-        args, tag = tool.get("args") or {}, tool.get("tag")
-        args = args if isinstance(args, dict) else {"raw": args}
-        return ToolCall(str(tool.get("tool", "")), args, None if tag is None else str(tag))
+
+def _call(tool: Any) -> ToolCall:
+    if not isinstance(tool, dict):
+        return ToolCall(str(tool), {})
+    args = tool.get("args") or {}
+    args = args if isinstance(args, dict) else {"raw": args}
+    return ToolCall(str(tool.get("tool", "")), args, tool.get("tag"))
 
 
 def _result(text: str, calls: list[ToolCall]) -> ParseResult:

@@ -2,7 +2,6 @@
 
 Results come as messages of role "tool" at the end of the next prompt; the policy then speaks again.
 What a tool does wrong is a result too: the policy reads it, and the run goes on.
-Left out on purpose: browsers.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from envs.transforms.tool_parsers import Parser, PatternParser, ToolCall
 from envs.transforms.transform import Transform
 
 LONGEST = 4000  # characters of a result that the policy is shown
-NUMBERS = {float: (int, float), int: (int,)}  # what JSON may write for them
 
 
 @dataclass(frozen=True)
@@ -49,25 +47,16 @@ class Tool:
         return cls(name, service, known, (text or "").strip().split("\n")[0])
 
     def __call__(self, args: dict[str, Any], state: dict[str, Any] | None = None) -> Any:
-        """Return what the function makes of arguments; TypeError for those it does not take."""
+        """Return what the function makes of arguments; it is given `_state` if it takes that."""
+        if "_state" in args:
+            raise TypeError("_state is no argument of a call")
         parameters = inspect.signature(self.function).parameters.values()
-        names = {p.name for p in parameters}
-        open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        unknown = set() if open_ended else set(args) - names - set(self.schema_in)
-        if wrong := sorted(unknown | set(args) & {"_state"}):
-            raise TypeError(f"no arguments {wrong}; it takes {sorted(self.schema_in)}")
-        for key, kind in self.schema_in.items():
-            if key in args and not _fits(args[key], kind):
-                got = type(args[key]).__name__
-                raise TypeError(f"expected {key} to be {_type_name(kind)}, got {got}")
-        extra = {"_state": state} if state is not None and (open_ended or "_state" in names) else {}
-        return self.function(**args, **extra)
+        takes = any(p.name == "_state" or p.kind is p.VAR_KEYWORD for p in parameters)
+        return self.function(**args, **({"_state": state} if state is not None and takes else {}))
 
 
 class ToolRegistry:
-    """Tools by name: functions, or objects with `name` and `schema_in` that can be called.
-
-    `services` may be a dict, whose keys are only for the one who configures it.
+    """Tools by name: functions, or objects with `name` and `schema_in`, in a list or a dict.
 
     >>> def add(a: int, b: int) -> int:
     ...     "Add two numbers."
@@ -89,10 +78,7 @@ class ToolRegistry:
     ) -> None:
         """Add a tool, in place of another one of the same name."""
         if not callable(service):
-            raise ValueError(
-                f"expected a tool, a function or callable object, got {service!r}; "
-                "is its name misspelt, or its _target_ missing?"
-            )
+            raise ValueError(f"expected a tool, got {service!r}; is its _target_ missing?")
         tool = service if isinstance(service, Tool) else Tool.of(service, name, schema)
         self._tools[tool.name] = tool
 
@@ -114,13 +100,6 @@ class ToolRegistry:
         return "\n".join(lines)
 
 
-def _fits(value: Any, kind: Any) -> bool:
-    """Return whether a value has a type; what is no class is not checked."""
-    if not isinstance(kind, type) or kind is inspect.Parameter.empty:
-        return True
-    return type(value) in NUMBERS[kind] if kind in NUMBERS else isinstance(value, kind)
-
-
 def _type_name(kind: Any) -> str:
     if kind is inspect.Parameter.empty:
         return "any"
@@ -131,9 +110,8 @@ class ToolTransformBase(Transform):
     """Append what a reply's tools answer to the next prompt, one message a result.
 
     Subclasses fill `_process_batch_item(content, index)`: the results of a reply, None or [] if it
-    calls nothing. A chat that calls goes on: where its task had ended it, that is undone, and the
-    turn earns nothing, for it is not the answer. A chat that a limit ended calls nothing any more.
-    Needs a ChatEnv in history mode (RuntimeError).
+    calls nothing. A chat that calls goes on and earns nothing, even where its task had ended it; a
+    chat that a limit ended calls nothing. Needs a ChatEnv in history mode (RuntimeError).
     """
 
     tool_role = "tool"
@@ -142,12 +120,6 @@ class ToolTransformBase(Transform):
     def _process_batch_item(self, content: str, index: int) -> list[str] | None:
         raise NotImplementedError(f"{type(self).__name__} has no _process_batch_item")
 
-    def _format_result(self, result: str) -> str:
-        """Return a result as the policy reads it, cut to a length it can bear."""
-        more = len(result) - LONGEST
-        text = result if more <= 0 else f"{result[:LONGEST]}\n[{more} more characters]"
-        return text.encode(errors="replace").decode()  # JSON writes lone surrogates too
-
     def _process_batch(self, contents: dict[int, str]) -> dict[int, list[str] | None]:
         """Return the results of each row that may call, one row after the other."""
         return {i: self._process_batch_item(text, i) for i, text in contents.items()}
@@ -155,15 +127,15 @@ class ToolTransformBase(Transform):
     def _step(self, tensordict: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
         base = None if self.container is None else self.container.base_env
         if getattr(base, "input_mode", None) != "history":
-            raise RuntimeError(
-                f"{type(self).__name__} must be used with a ChatEnv in history mode, got {base!r}"
-            )
+            name = type(self).__name__
+            raise RuntimeError(f"{name} must be used with a ChatEnv in history mode, got {base!r}")
         chats = self.chats = read_history(tensordict, ("history", "full")).chats()
         results = self._process_batch(
             {i: chats[i][-1]["content"] for i in self._open_rows(next_td)}
         )
         called = {i: found for i, found in results.items() if found}
-        change_chats(next_td, {i: self._appender(found) for i, found in called.items()})
+        new = {i: list(map(self._message, found)) for i, found in called.items()}
+        change_chats(next_td, {i: lambda chat, i=i: [*chat, *new[i]] for i in new})
         reopened = torch.zeros(len(chats), dtype=torch.bool)
         reopened[list(called)] = True
         if "done" in next_td:
@@ -185,9 +157,12 @@ class ToolTransformBase(Transform):
             closed |= next_td.get("turn").reshape(-1).cpu() >= limit
         return (~closed).nonzero().flatten().tolist()
 
-    def _appender(self, results: list[str]) -> Callable[[list[dict]], list[dict]]:
-        new = [{"role": self.tool_role, "content": self._format_result(r)} for r in results]
-        return lambda chat: [*chat, *new]
+    def _message(self, result: str) -> dict[str, Any]:
+        """Return a result as the policy reads it, cut to a length it can bear."""
+        more = len(result) - LONGEST
+        text = result if more <= 0 else f"{result[:LONGEST]}\n[{more} more characters]"
+        # JSON writes lone surrogates too
+        return {"role": self.tool_role, "content": text.encode(errors="replace").decode()}
 
 
 class ExecuteToolsInOrder(ToolTransformBase):
@@ -195,8 +170,7 @@ class ExecuteToolsInOrder(ToolTransformBase):
 
     All results of a reply are one message. `stop_on_error` leaves out what follows a failed call.
     `pass_state_to_tools` gives tools that take `_state` a dict: "messages" (the chat) and "index"
-    (its row). `timeout` (seconds): a tool that takes longer has failed; it is not stopped, for it
-    runs in this process. Use `PythonInterpreter` for untrusted code.
+    (its row). A tool that takes longer than `timeout` (seconds) has failed, and is not stopped.
     """
 
     def __init__(
@@ -220,9 +194,6 @@ class ExecuteToolsInOrder(ToolTransformBase):
             label = f" [{call.tag}]" if call.tag else ""
             lines.append(f"{number}. {call.tool}{label} {'gave' if ok else 'failed'}: {text}")
             if self.stop_on_error and not ok:
-                lines += [
-                    f"{n}. {c.tool} was not called" for n, c in enumerate(calls, 1) if n > number
-                ]
                 break
         return ["\n".join(lines)] if lines else None
 
@@ -231,9 +202,8 @@ class ExecuteToolsInOrder(ToolTransformBase):
         if self.pass_state_to_tools:
             state = {"messages": self.chats[index], "index": index}
         try:
-            return True, _shown(
-                _within(self.timeout, self.registry.get(call.tool), call.args, state)
-            )
+            value = _within(self.timeout, self.registry.get(call.tool), call.args, state)
+            return True, value if isinstance(value, str) else _json(value)
         except Refused as error:  # the set-up is at fault
             raise ValueError(str(error)) from error
         except (Exception, SystemExit) as error:  # whatever else it raises is for the policy
@@ -246,7 +216,7 @@ class SimpleToolTransform(ExecuteToolsInOrder):
 
     Calls are found by `parser`, or by `tool_call_pattern` with two groups, the name and the JSON
     arguments (default: <tool>, the name, a new line, the arguments, </tool>). `tool_schemas` may
-    say what they take, {name: {argument: type}}; results come with the role `tool_name`.
+    say what tools take, {name: {argument: type}}; results come with the role `tool_name`.
     """
 
     def __init__(
@@ -287,8 +257,8 @@ def _within(timeout: float | None, tool: Tool, args: dict, state: dict | None) -
     return answer.result()
 
 
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+def _json(value: Any) -> str:
+    return json.dumps(value, default=str, ensure_ascii=False)
 
 
 def _clear(td: TensorDictBase, keys: Any, rows: torch.Tensor) -> None:
