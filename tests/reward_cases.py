@@ -2,10 +2,8 @@
 
 import os
 import signal
-import struct
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -18,12 +16,6 @@ def behave(row: Row, reply: Reply, *, folder: str = "") -> object:
     if said == "hang":
         while True:  # and not even a signal handler ends it
             time.sleep(60)
-    if said == "half":  # the head of an answer of 99 bytes, and no more
-        os.write(int(sys.argv[1]), struct.pack("!i", 99))
-        time.sleep(600)
-    if said == "deaf":  # answers this call and stops reading after it
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGSTOP)).start()
-        return 1
     if said == "spawn":
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         Path(folder, "child").write_text(str(child.pid))

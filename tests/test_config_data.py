@@ -79,10 +79,6 @@ class Named(Protocol):
     name: str
 
 
-def ids(completions, completion_ids, **columns) -> list[float]:
-    return [0.0] * len(completions)
-
-
 def short(row, reply, *, limit: int = 9) -> float:
     return float(len(reply.text) <= limit)
 
@@ -244,10 +240,6 @@ def test_file_that_changed_is_read_again(place):
         (
             ["env.rewards.own={_target_: envs.rewards.TRLFunction, function: my.own}"],
             ["env.rewards.own", "my.own"],
-        ),
-        (
-            [w.replace("rewards.Function", "rewards.TRLFunction") for w in added("ids", PARTIAL)],
-            ["env.rewards.own: expected a function that needs no completion_ids, which only TRL"],
         ),
         (added("shrot"), ["shrot"]),
     ],

@@ -35,7 +35,7 @@ def test_text_prompts_come_as_texts_and_chats_as_lists_of_messages():
     assert seen.kwargs == {
         "prompts": ["Half of 8?"], "completions": ["4"], "answer": ["4"], "level": [2]
     }  # fmt: skip
-    chats = row([ASKED], answer="4", completion="4", trainer_state="x")
+    chats = row([ASKED], answer="4", completion="4")
     TRLFunction(seen).scores([chats, chats], [chat("4", FIRST, ASKED), chat("5")])
     assert seen.kwargs == {
         "prompts": [[FIRST, ASKED], [ASKED]],
@@ -104,9 +104,6 @@ def test_anything_but_a_reward_for_each_reply_ends_the_run(returned, got):
 
 
 def test_what_a_function_needs_and_nobody_gives_is_told():
-    with pytest.raises(ValueError, match="needs no completion_ids and no log_extra, which only"):
-        TRLFunction(lambda completions, completion_ids, log_extra: [])
-    TRLFunction(lambda completions, completion_ids=None, **kwargs: [])
     function = TRLFunction(lambda completions, truth, **kwargs: [1.0], on_error="zero")
     (refused,) = function.scores([row("a", answer="4")], [chat("4")])
     assert isinstance(refused, Refused)

@@ -20,9 +20,6 @@ ON_ERROR = ("raise", "zero", "drop_group")
 FAULTS = (Exception, SystemExit, asyncio.CancelledError)  # of a user's code; Ctrl-C is not one
 
 
-WRONG = (AttributeError, NameError, TypeError)  # of a function that is wrong, whatever the reply
-
-
 class Refused(Exception):
     """An error of the set-up, not of a reply: it ends the run whatever `on_error` says."""
 
@@ -35,7 +32,6 @@ class RewardFunction:
     """
 
     tried: ClassVar[bool] = True  # whether a run asks for one score before a model is loaded
-    remedy: ClassVar[str] = "set env.rewards.{name}.on_error=zero or drop_group"
 
     def __init__(self, *, weight: float = 1.0, on_error: str = "raise") -> None:
         if on_error not in ON_ERROR:
@@ -76,51 +72,38 @@ class Function(RewardFunction):
         self.function, self.timeout, self.at_once = function, timeout, at_once
         self.waits = is_async(function)
         if timeout is not None and not self.waits:
-            raise ValueError(
-                f"expected an async function beside timeout={timeout}: a plain one cannot be "
-                "stopped; name it in an envs.rewards.InProcess"
-            )
+            raise ValueError(f"timeout={timeout} stops async functions only; use InProcess")
 
     def scores(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Score]:
         """Return each reply's score, or the error that the function raised."""
         if self.waits:
             return gather(self.function, rows, replies, timeout=self.timeout, at_once=self.at_once)
-        return [self._score(row, reply) for row, reply in zip(rows, replies, strict=True)]
-
-    def _score(self, row: Row, reply: Reply) -> Score:
-        try:
-            return as_score(self.function(row, reply))
-        except FAULTS as error:
-            return as_error(error)
+        out: list[Score] = []
+        for row, reply in zip(rows, replies, strict=True):
+            try:
+                out.append(as_score(self.function(row, reply)))
+            except FAULTS as error:
+                out.append(as_error(error))
+        return out
 
 
 HELD: dict[str, RewardFunction] = {}  # by the name that a configuration has
 
 
 class Given(RewardFunction):
-    """The function `name` that this process holds; in another one it ends the run.
-
-    >>> HELD["short"] = Function(lambda row, reply: len(reply.text) < 9)
-    >>> Given("short").scores([{}], [Reply("yes", True, [])])
-    [1.0]
-    """
-
-    remedy = "give trainer.train an envs.rewards.Function(..., on_error='zero') or 'drop_group'"
+    """The function `name` that this process holds in `HELD`; in another one it ends the run."""
 
     def __init__(self, name: str) -> None:
         self.name, self.held = name, HELD.get(name)
-        super().__init__(**({"weight": self.held.weight} if self.held else {}))
-        if self.held:
-            self.on_error = self.held.on_error
+        base = self.held or RewardFunction()
+        super().__init__(weight=base.weight, on_error=base.on_error)
 
     def scores(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Score]:
         """Return what the function gives."""
-        if self.held is None:
-            gone = f"{self.name} was given to trainer.train by Python code that has ended"
-            return [Refused(f"{gone}; put it into a file and name that: docs/own_task.md")] * len(
-                rows
-            )
-        return self.held.scores(rows, replies)
+        if self.held is not None:
+            return self.held.scores(rows, replies)
+        gone = f"{self.name} was given to trainer.train by Python code that has ended"
+        return [Refused(f"{gone}; put it into a file and name that: docs/own_task.md")] * len(rows)
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -130,11 +113,7 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def as_error(fault: BaseException) -> Exception:
-    """Return what a function raised as the error of its reply.
-
-    >>> as_error(SystemExit(3))
-    RuntimeError('SystemExit(3)')
-    """
+    """Return what a function raised as the error of its reply."""
     return fault if isinstance(fault, Exception) else RuntimeError(repr(fault))
 
 
@@ -159,21 +138,20 @@ def gather(
 ) -> list[Score]:
     """Return the scores of an async function for all replies, run together."""
 
+    free = asyncio.Semaphore(at_once)
+
+    async def one(row: Row, reply: Reply) -> Score:
+        async with free:
+            try:
+                async with asyncio.timeout(timeout):
+                    return as_score(await function(row, reply))
+            except FAULTS as error:
+                if timeout and isinstance(error, TimeoutError):
+                    return TimeoutError(f"no reward within {timeout:g} s")
+                return as_error(error)
+
     async def everything() -> list[Score]:
-        free = asyncio.Semaphore(at_once)
-
-        async def one(row: Row, reply: Reply) -> Score:
-            async with free:
-                try:
-                    async with asyncio.timeout(timeout):
-                        return as_score(await function(row, reply))
-                except FAULTS as error:
-                    if timeout and isinstance(error, TimeoutError):
-                        return TimeoutError(f"no reward within {timeout:g} s")
-                    return as_error(error)
-
-        pairs = zip(rows, replies, strict=True)
-        return list(await asyncio.gather(*(one(row, reply) for row, reply in pairs)))
+        return await asyncio.gather(*map(one, rows, replies))
 
     return finished(everything())
 

@@ -33,7 +33,7 @@ End with a line of this form:
 Score: <number from 0 to 10>"""
 PATTERN = r"(?im)^\W*score\W*?(-?\d+(?:\.\d+)?)(?:\s*/\s*10)?\W*$"
 FIELD = re.compile(r"\{(question|reply|answer)\}")
-HOPELESS = {401: "the key in ${}", 403: "the key in ${}", 404: "url and model"}
+HOPELESS = (401, 403, 404)  # they end the run
 
 
 class Judge(RewardFunction):
@@ -75,10 +75,9 @@ class Judge(RewardFunction):
             raise ValueError(f"expected a group for the score in pattern, got {pattern!r}")
         if "{reply}" not in prompt:
             raise ValueError(f"expected {{reply}} in prompt, got {prompt[-60:]!r}")
-        if not (timeout > 0 and wait >= 0 and out_of > 0) or tries < 1 or at_once < 1:
+        if min(timeout, out_of, tries, at_once) <= 0:
             raise ValueError(
-                "expected timeout > 0, wait >= 0, out_of > 0, tries and at_once >= 1, got "
-                f"{timeout=}, {wait=}, {out_of=}, {tries=}, {at_once=}"
+                f"expected numbers > 0, got {timeout=}, {out_of=}, {tries=} and {at_once=}"
             )
         self.url = f"{url.rstrip('/')}/chat/completions"
         self.prompt, self.pattern, self.out_of = prompt, re.compile(pattern), out_of
@@ -115,36 +114,33 @@ class Judge(RewardFunction):
 
     async def _ask(self, body: dict[str, Any]) -> str:
         """Return what the judge says, after as many tries as it takes."""
-        key = os.environ.get(self.key_variable)
+        key, fault = os.environ.get(self.key_variable), ""
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         for number in range(self.tries):
-            last, pause = number == self.tries - 1, self.wait * 2**number
+            pause = self.wait * 2**number
             try:
                 async with (
                     asyncio.timeout(self.timeout),
                     httpx.AsyncClient(timeout=None, verify=self._tls) as client,
                 ):
                     answer = await client.post(self.url, json=body, headers=headers)
-                code = answer.status_code
+                code, fault = answer.status_code, f"HTTP {answer.status_code}"
                 if code == 200:
                     return content(answer.content)
-                fault = f"{self.url}: HTTP {code} {answer.reason_phrase}"
                 if code in HOPELESS:
-                    what = HOPELESS[code].format(self.key_variable or "key_variable")
-                    raise Refused(f"{fault}; check {what}")
-                if last or (code != 429 and code < 500):
-                    raise RuntimeError(fault)
+                    key_name = self.key_variable or "key_variable"
+                    raise Refused(f"{self.url}: {fault}; check url, model and ${key_name}")
+                if code != 429 and code < 500:
+                    break
                 with suppress(KeyError, ValueError):  # none, or a date
                     pause = max(pause, min(float(answer.headers["Retry-After"]), 60.0))
             except TimeoutError:
-                if last:
-                    what = f"{self.url}: no answer within {self.timeout:g} s"
-                    raise RuntimeError(what) from None
+                fault = f"no answer within {self.timeout:g} s"
             except httpx.HTTPError as error:
-                if last:
-                    raise RuntimeError(f"{self.url}: {error}") from None
-            await asyncio.sleep(pause)
-        raise AssertionError("unreachable")
+                fault = str(error)
+            if number < self.tries - 1:
+                await asyncio.sleep(pause)
+        raise RuntimeError(f"{self.url}: {fault}")
 
 
 def content(answer: bytes) -> str:
@@ -154,9 +150,6 @@ def content(answer: bytes) -> str:
     'Score: 7'
     """
     try:
-        text = json.loads(answer)["choices"][0]["message"]["content"]
+        return str(json.loads(answer)["choices"][0]["message"]["content"])
     except (ValueError, KeyError, IndexError, TypeError):
-        text = None
-    if not isinstance(text, str):
-        raise ValueError(f"expected a chat completion, got {answer[:80]!r}")
-    return text
+        raise ValueError(f"expected a chat completion, got {answer[:80]!r}") from None

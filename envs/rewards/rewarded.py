@@ -3,23 +3,14 @@
 A trained reward model may be one of them.
 """
 
-import dataclasses
 import math
 import warnings
 from collections.abc import Mapping, Sequence
 
-from envs.rewards.functions import WRONG, Refused, RewardFunction, Score
-from envs.rewards.validate import columns_hint, defined_at, error_location, rewards_of
+from envs.rewards.functions import Refused, RewardFunction, Score
+from envs.rewards.validate import columns_hint, error_location, rewards_of
 from envs.tasks.learnt_reward import LearntScore
-from envs.tasks.task import (
-    Message,
-    Reply,
-    Reward,
-    Row,
-    Split,
-    Task,
-    rewards_anything,
-)
+from envs.tasks.task import Message, Reply, Reward, Row, Split, Task, rewards_anything
 
 
 class Rewarded(Task):
@@ -63,10 +54,6 @@ class Rewarded(Task):
         """Return what follows the reply by the task."""
         return self.task.respond(row, reply)
 
-    def make_example(self) -> Row:
-        """Return the task's example."""
-        return self.task.make_example()
-
     def label(self, row: Row) -> str | None:
         """Return the task's label of the row."""
         return self.task.label(row)
@@ -74,7 +61,11 @@ class Rewarded(Task):
     def part_names(self) -> list[str]:
         """Return the parts of the task and the names of the rewards, without asking for any."""
         own = self.task.part_names() if self.judges else []
-        self._check_names(own)
+        if shared := sorted(set(own) & set(self.functions)):
+            raise ValueError(
+                f"expected names in env.rewards other than the task's own parts {', '.join(own)}, "
+                f"got {', '.join(shared)}; rename"
+            )
         return sorted([*own, *self.functions])
 
     def rewards(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Reward]:
@@ -82,7 +73,6 @@ class Rewarded(Task):
         own = [Reward(0.0, {}, False)] * len(rows)
         if self.judges:
             own = rewards_of(self.task, rows, replies)
-            self._check_names(own[0].parts if own else ())
         scores = {name: f.scores(rows, replies) for name, f in self.functions.items()}
         return [
             self._sum(reward, {name: found[i] for name, found in scores.items()}, rows[i])
@@ -105,37 +95,23 @@ class Rewarded(Task):
                 total += function.weight * score
         applied = self.judges or errors or not all(math.isnan(parts[name]) for name in scores)
         success = own.success if self.judges else total > 0
-        dropped |= not applied
-        return dataclasses.replace(
-            own, total=total, parts=parts, success=success, errors=errors, dropped=dropped
-        )
+        return Reward(total, parts, success, errors, dropped or not applied)
 
     def _tell(self, name: str, error: Exception, row: Row) -> None:
         """Raise an error that ends the run; warn of the first one that does not."""
-        action = self.functions[name].on_error
         if isinstance(error, Refused):
             raise ValueError(f"env.rewards.{name}: {error}") from error
         text = f"reward {name}: {type(error).__name__}: {error}"
         notes = "; ".join(getattr(error, "__notes__", ()))  # of another process
-        place = notes or error_location(error)
-        place = place or defined_at(getattr(self.functions[name], "function", None))
-        text += f" ({place}{columns_hint(error, [row])})" if place else ""
+        if place := notes or error_location(error):
+            text += f" ({place}{columns_hint(error, [row])})"
+        action = self.functions[name].on_error
         if action == "raise":
-            remedy = "correct the function"
-            if not isinstance(error, WRONG):
-                remedy = f"correct it, or {self.functions[name].remedy.format(name=name)}"
+            remedy = "correct the function, or set its on_error to zero or drop_group"
             raise RuntimeError(f"{text}; {remedy}") from error
         if name not in self._told:
             self._told.add(name)
             warnings.warn(f"{text} (on_error={action}; counted in reward/errors)", stacklevel=2)
-
-    def _check_names(self, parts: Sequence[str] | Mapping[str, float]) -> None:
-        shared = sorted(set(parts) & set(self.functions))
-        if shared:
-            raise ValueError(
-                f"expected names in env.rewards other than the task's own parts "
-                f"{', '.join(sorted(parts))}, got {', '.join(shared)}; rename"
-            )
 
 
 class RewardModel(RewardFunction):

@@ -5,8 +5,7 @@ Left out on purpose: what only TRL's trainer has (token ids, its state, its logs
 
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from envs.rewards.functions import (
@@ -22,9 +21,7 @@ from envs.rewards.functions import (
 )
 from envs.tasks.task import Reply, Row, assistant
 
-MISSING = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
-HIDDEN = {"messages", "prompt", "prompts", "completion", "completions", *MISSING}  # as columns
-NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+HIDDEN = {"messages", "prompt", "prompts", "completion", "completions"}  # as columns
 
 
 class TRLFunction(RewardFunction):
@@ -52,15 +49,12 @@ class TRLFunction(RewardFunction):
     ) -> None:
         super().__init__(weight=weight, on_error=on_error)
         self.function, self.conversational = function, conversational
-        parameters: Sequence[inspect.Parameter] = ()
-        with suppress(ValueError):  # some functions in C have no signature
-            parameters = list(inspect.signature(function).parameters.values())
-        self.needs = [p.name for p in parameters if p.kind in NAMED and p.default is p.empty]
-        if wanted := [name for name in self.needs if name in MISSING]:
-            raise ValueError(
-                f"expected a function that needs no {' and no '.join(wanted)}, which only TRL has; "
-                "give it a default"
-            )
+        self.needs = [
+            name
+            for name, parameter in parameters_of(function).items()
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+            and parameter.default is parameter.empty
+        ]
 
     def scores(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Score]:
         """Return each reply's score, math.nan for None, or what went wrong."""
@@ -69,11 +63,9 @@ class TRLFunction(RewardFunction):
         try:
             values = self.function(**self._arguments(rows, replies))
             values = finished(_wait(values)) if inspect.isawaitable(values) else values
-            if not isinstance(values, Iterable):
-                raise Refused(f"expected {len(rows)} rewards, got {values!r:.80}")
-            values = list(values)
-            if len(values) != len(rows):
-                raise Refused(f"expected {len(rows)} rewards, got {len(values)}")
+            count = len(values) if hasattr(values, "__len__") else f"{values!r:.80}"
+            if count != len(rows):
+                raise Refused(f"expected {len(rows)} rewards, got {count}")
             return [math.nan if value is None else as_score(value) for value in values]
         except FAULTS as error:
             if self.on_error == "raise" or len(rows) == 1 or isinstance(error, Refused):
@@ -90,9 +82,7 @@ class TRLFunction(RewardFunction):
             prompts = [chat[-1]["content"] for chat in prompts]
             said = [reply.text for reply in replies]
         cells = [row.get("columns", row) for row in rows]
-        names = [
-            name for name in dict.fromkeys(n for row in cells for n in row) if name not in HIDDEN
-        ]
+        names = dict.fromkeys(name for row in cells for name in row if name not in HIDDEN)
         out = {"prompts": prompts, "completions": said}
         out |= {name: [row.get(name) for row in cells] for name in names}
         if lacking := [name for name in self.needs if name not in out]:
@@ -110,15 +100,18 @@ async def _wait(work: Awaitable[Any]) -> Any:
 def hold(name: str, function: Callable[..., Any] | RewardFunction) -> None:
     """Keep a function of (row, reply), or of TRL's (prompts, completions, ...), for `Given`."""
     if not isinstance(function, RewardFunction):
-        if not callable(function):
-            raise ValueError(f"expected {name} to be a function of (row, reply), got {function!r}")
         function = (TRLFunction if is_of_trl(function) else Function)(function)
     HELD[name] = function
 
 
 def is_of_trl(function: Callable[..., Any]) -> bool:
-    """Tell whether a function takes what TRL gives its own."""
+    """Return whether a function takes what TRL gives its own."""
+    return not {"prompts", "completions"}.isdisjoint(parameters_of(function))
+
+
+def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a function by name, none of one in C without a signature."""
     try:
-        return bool({"prompts", "completions"} & set(inspect.signature(function).parameters))
-    except ValueError:  # some functions in C have no signature
-        return False
+        return inspect.signature(function).parameters
+    except ValueError:
+        return {}

@@ -1,7 +1,6 @@
 """Check what a task and its rewards return; an error names the file and line of the user's code."""
 
 import copy
-import inspect
 import math
 import sysconfig
 import traceback
@@ -33,23 +32,18 @@ def rewards_of(task: Task, rows: Sequence[Row], replies: Sequence[Reply]) -> lis
             where = f"in the reward of {type(task).__name__}, {place}"
             error.add_note(f"{where}{columns_hint(error, rows)}")
         raise
-    kind = type(task)
-    place = defined_at(kind.reward if kind.rewards is Task.rewards else kind.rewards)
-    at = f" ({place})" if place else ""
-    if not hasattr(values, "__len__") or len(values) != len(replies):
-        got = len(values) if hasattr(values, "__len__") else f"{values!r:.80}"
-        raise ValueError(
-            f"expected {len(replies)} rewards of {kind.__name__}.rewards, one a reply, got {got}"
-            f"{at}"
-        )
+    name = type(task).__name__
+    count = len(values) if hasattr(values, "__len__") else f"{values!r:.80}"
+    if count != len(replies):
+        raise ValueError(f"expected {len(replies)} rewards of {name}, one a reply, got {count}")
     rewards = []
     for value, reply in zip(values, replies, strict=True):
         if (reward := as_reward(value)) is None:
             raise ValueError(
-                f"expected a finite number or an envs.tasks.Reward of {kind.__name__}, got "
-                f"{value!r:.80} ({type(value).__name__}) for the reply {reply.text!r:.80}{at}; "
-                "return Reward(total=1.0, parts={}, success=True), or a number; an async function "
-                "goes under env.rewards"
+                f"expected a finite number or an envs.tasks.Reward of {name}, got {value!r:.80} "
+                f"({type(value).__name__}) for the reply {reply.text!r:.80}; return "
+                "Reward(total=1.0, parts={}, success=True), or a number; an async function goes "
+                "under env.rewards"
             )
         rewards.append(reward)
     return rewards
@@ -83,17 +77,6 @@ def error_location(error: BaseException) -> str:
     return f"{users[-1].filename}, line {users[-1].lineno}" if users else ""
 
 
-def defined_at(function: Any) -> str:
-    """Return file and line where a user's function begins; "" for those of leash."""
-    function = getattr(function, "func", function)  # of a partial
-    if not inspect.isroutine(function):
-        function = getattr(type(function), "__call__", None)  # noqa: B004
-    code = getattr(function, "__code__", None)
-    if code is None or code.co_filename.startswith(NOT_USERS):
-        return ""
-    return f"{code.co_filename}, line {code.co_firstlineno}"
-
-
 def columns_hint(error: Exception, rows: Sequence[Row]) -> str:
     """Return where a key is that a row lacks but its data has."""
     key, cells = (error.args or (None,))[0], rows[0].get("columns") if rows else None
@@ -120,23 +103,15 @@ def try_reward(task: Task) -> None:
         raise
 
 
-def _without_costly(task: Task) -> Task:
-    """Return the task without reward functions that are not `tried`; so are the tasks within it.
-
-    `functions`, `task` and `tasks` are those of Rewarded and Mix.
-    """
-    task = copy.copy(task)
-    within, functions = vars(task), getattr(task, "functions", None)
-    if isinstance(functions, dict):
-        within["functions"] = {k: f for k, f in functions.items() if getattr(f, "tried", True)}
-    if isinstance(inner := getattr(task, "task", None), Task):
-        within["task"] = _without_costly(inner)
-    if isinstance(parts := getattr(task, "tasks", None), dict):
-        within["tasks"] = {
-            k: _without_costly(each) if isinstance(each, Task) else each
-            for k, each in parts.items()
-        }
-    return task
+def _without_costly(part: Any) -> Any:
+    """Return a task, and the tasks in it, without reward functions that are not `tried`."""
+    if isinstance(part, dict):
+        return {k: _without_costly(v) for k, v in part.items() if getattr(v, "tried", True)}
+    if isinstance(part, Task):
+        part = copy.copy(part)
+        within = vars(part).keys() & {"task", "tasks", "functions"}  # of Rewarded and Mix
+        vars(part).update({name: _without_costly(getattr(part, name)) for name in within})
+    return part
 
 
 def complaint(make: Callable[[], Any], name: str, *, rows: str | None, rewards: bool) -> str | None:

@@ -9,7 +9,6 @@ Code of the policy belongs into envs/sandbox.py.
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import pickle
 import signal
@@ -17,11 +16,11 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +29,15 @@ from envs.rewards.validate import error_location
 from envs.tasks.task import Reply, Row
 
 ROOT = Path(__file__).parents[2]
-BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
-    "from envs.rewards.workers import serve; serve(int(sys.argv[1]), int(sys.argv[3]))"
-)
+BOOT = "import sys; from envs.rewards.workers import serve; serve(*map(int, sys.argv[1:]))"
 START = 120.0  # seconds for a worker's imports on a busy machine
 
 
 class InProcess(RewardFunction):
     """A function of (row, reply) in `processes` worker processes, killed after `timeout` seconds.
 
-    The function has to stand in a module, by a name; rows and replies are pickled. The time-out
-    covers sending them, the call and receiving its result. A batch of n replies takes at most
-    ceil(n / processes) time-outs.
+    The function has to stand in a module, by a name; rows and replies are pickled. A batch of n
+    replies takes at most ceil(n / processes) time-outs.
     """
 
     def __init__(
@@ -79,11 +74,10 @@ class LazyFunction:
 
 
 class Workers:
-    """Processes that call one function; started at the first call, ended by `close`.
+    """Processes that call one function, each started at the first call of its thread.
 
     >>> import operator
-    >>> with Workers(operator.truediv, timeout=5, processes=1) as workers:
-    ...     workers.map([(1, 2), (1, 0)])
+    >>> Workers(operator.truediv, timeout=5, processes=1).map([(1, 2), (1, 0)])
     [0.5, ZeroDivisionError('division by zero')]
     """
 
@@ -91,123 +85,80 @@ class Workers:
         self, function: Callable | LazyFunction, *, timeout: float, processes: int = 2
     ) -> None:
         if not timeout > 0 or processes < 1:
-            raise ValueError(
-                f"expected timeout > 0 and processes >= 1, got {timeout} and {processes}"
-            )
-        self.function, self.timeout, self.processes = function, timeout, processes
-        self._idle: list[Worker] = []
+            raise ValueError(f"expected timeout > 0, processes >= 1, got {timeout}, {processes}")
+        self.function, self.timeout = function, timeout
+        self._threads, self._mine = ThreadPoolExecutor(processes), threading.local()
+        self._started = weakref.WeakSet[Worker]()
 
     def map(self, calls: Sequence[tuple]) -> list[Any]:
         """Return the result of each call, or the exception in its place."""
-        out: list[Any] = [None] * len(calls)
-        todo, busy = deque(enumerate(calls)), dict[Worker, int]()
         try:
-            while todo or busy:
-                while todo and len(busy) < self.processes:
-                    i, call = todo.popleft()
-                    try:
-                        given = pickle.dumps(call)
-                    except Exception as error:  # a user's objects
-                        out[i] = error
-                        continue
-                    busy[worker := self._get_idle()] = i
-                    worker.ask(given, self.timeout)
-                ready = wait(list(busy), timeout=1.0) if busy else []
-                for worker in [w for w in busy if w in ready or w.late]:
-                    out[busy.pop(worker)] = worker.answer()
-                    if worker.alive:
-                        self._idle.append(worker)
-                    else:
-                        worker.close()
-        finally:
-            for worker in busy:  # left by an error or a stop
-                worker.close()
-        return out
+            return list(self._threads.map(self._call, calls))
+        except BaseException:  # Ctrl-C, or a worker that cannot start
+            self._kill()
+            raise
 
-    def _get_idle(self) -> Worker:
-        while self._idle:
-            if (worker := self._idle.pop()).process.poll() is None:
-                return worker
-            worker.close()
-        return Worker(self.function)
+    def _call(self, call: tuple) -> Any:
+        worker: Worker | None = getattr(self._mine, "worker", None)
+        if worker is None or worker.process.poll() is not None:
+            worker = self._mine.worker = Worker()
+            self._started.add(worker)
+            fault = worker.call(self.function, START)
+            if fault is not None:
+                worker.kill()
+                name = getattr(self.function, "__qualname__", self.function)
+                raise RuntimeError(f"no worker for {name}: {fault}")
+        return worker.call(call, self.timeout)
+
+    def _kill(self) -> None:
+        for worker in list(self._started):
+            worker.kill()
 
     def close(self) -> None:
-        """End the processes."""
-        while self._idle:
-            self._idle.pop().close()
-
-    def __enter__(self) -> Workers:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+        """End the processes, for good."""
+        self._kill()
+        self._threads.shutdown()
 
 
 class Worker:
-    """One process and the pipe to it; RuntimeError if it cannot load its function."""
+    """One process and the pipe to it; its first call is the function itself."""
 
-    def __init__(self, function: Callable | LazyFunction) -> None:
-        try:
-            given = pickle.dumps(function)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise ValueError(
-                f"expected a function of a module, by a name that can be imported, got {function}"
-                f" ({error}); move it to a file"
-            ) from error
+    def __init__(self) -> None:
         self.pipe, far = Pipe()
-        paths = json.dumps([str(ROOT), *(path or os.getcwd() for path in sys.path)])
+        paths = [str(ROOT), *(path or os.getcwd() for path in sys.path)]
         self.process = subprocess.Popen(
-            [sys.executable, "-c", BOOT, str(far.fileno()), paths, str(os.getpid())],
+            [sys.executable, "-P", "-c", BOOT, str(far.fileno()), str(os.getpid())],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             pass_fds=[far.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=2,  # what it prints is no output of ours
             start_new_session=True,
         )
         far.close()
-        self.close = weakref.finalize(self, _end, self.process, self.pipe)
-        self.fileno, self.alive = self.pipe.fileno, True
-        self.ask(given, START)
-        fault = self.answer()
-        if fault is not None:
-            self.close()
-            name = getattr(function, "__qualname__", function)
-            raise RuntimeError(f"no worker for {name}: {fault}")
+        self.kill = weakref.finalize(self, _kill, self.process)
 
-    def ask(self, given: bytes, timeout: float) -> None:
-        """Send a pickled call. At the time-out the process dies, whatever it or the pipe is at."""
-        self.late = False
-        self._clock = threading.Timer(timeout, self._stop)
-        self._clock.daemon = True
-        self._clock.start()
-        with suppress(OSError):  # it died: the answer tells
-            self.pipe.send_bytes(given)
-
-    def _stop(self) -> None:
-        self.late = True
-        _kill(self.process)
-
-    def answer(self) -> Any:
-        """Wait for the result of the call; what went wrong is returned in its place."""
-        result: Any = None
+    def call(self, call: Any, timeout: float) -> Any:
+        """Return the result of a call; what went wrong is returned in its place."""
+        late = False
         try:
-            if not self.late:
-                result = self.pipe.recv()
+            self.pipe.send(call)
+            if self.pipe.poll(timeout):
+                return self.pipe.recv()
+            late = True
         except (EOFError, OSError):
-            self.alive = False
-        except Exception as error:  # a result that cannot be unpickled here
-            result = error
-        self._clock.cancel()
-        if self.late:
-            self.alive = False
-            return TimeoutError(f"no reward within {self._clock.interval:g} s")
-        if self.alive:
-            return result
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(1)  # it may also have closed the pipe and live on
-        code = self.process.returncode
-        end = "its pipe was closed" if code is None else f"exit code {code}"
-        end = f"signal {signal.Signals(-code).name}" if code and code < 0 else end
-        return RuntimeError(f"the worker died ({end})")
+            pass  # the worker died
+        except Exception as error:  # what cannot be pickled, or unpickled here
+            return error
+        self.kill()
+        if late:
+            return TimeoutError(f"no reward within {timeout:g} s")
+        return RuntimeError(f"the worker died (exit code {self.process.returncode})")
+
+
+def _kill(process: subprocess.Popen) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def serve(pipe: int, owner: int) -> None:
@@ -227,28 +178,11 @@ def serve(pipe: int, owner: int) -> None:
         while True:
             call = connection.recv_bytes()
             try:
-                connection.send(function(*pickle.loads(call)))
-            except FAULTS as error:  # a user's code and objects
-                connection.send(_sendable(error))
-
-
-def _sendable(fault: BaseException) -> Exception:
-    """Return an error that can be pickled, with its place in the user's code as a note."""
-    error = as_error(fault)
-    try:
-        pickle.dumps(error)
-    except Exception:
-        error = RuntimeError(f"{type(error).__name__}: {error!s:.200}")
-    error.add_note(error_location(fault))
-    return error
-
-
-def _kill(process: subprocess.Popen) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-def _end(process: subprocess.Popen, pipe: Connection) -> None:
-    _kill(process)
-    process.wait()
-    pipe.close()
+                value = function(*pickle.loads(call))
+            except FAULTS as fault:
+                value = as_error(fault)
+                value.add_note(error_location(fault))
+            try:
+                connection.send(value)
+            except Exception as error:  # what cannot be pickled
+                connection.send(RuntimeError(f"{value!r:.200}: {error}"))
