@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 try:
     from omegaconf import DictConfig, OmegaConf
@@ -29,8 +30,8 @@ def train(cfg: DictConfig, folder: Path) -> float:
     steps = total * algorithm.epochs * algorithm.minibatches
     with parts.make_runtime(cfg, folder) as runtime:
         runtime.write_status(machine=about_machine(runtime.device, runtime.ranks))
-        task = parts.make_task(cfg.env)  # data that is not there is told before a model is loaded
-        # So are faults in a reward of one's own, in a file or given to trainer.train.
+        task = parts.make_task(cfg.env)
+        # A fault in the data or in a user's reward is found before a model is loaded.
         if cfg.allow_targets or "envs.rewards.Given" in str(cfg.env.rewards):
             parts.find_target("envs.rewards.validate.try_reward")(task)
         policy = runtime.load(lambda **at: parts.make_policy(cfg.policy, **at))
@@ -82,8 +83,8 @@ def train(cfg: DictConfig, folder: Path) -> float:
         return run_mode(loop, OmegaConf.to_container(cfg, resolve=True))
 
 
-def worker(config: str, folder: str, *words: str) -> int:
-    """Train in this process what a file says and the words of its parent; return the exit code."""
+def worker(config: str, folder: str, resume: str | None = None) -> int:
+    """Train in this process by the configuration that the parent saved; return the exit code."""
     from trainer.early_stopping import Stopped
     from trainer.runs.failures import last_words
     from trainer.runs.folders import ASIDE
@@ -91,7 +92,8 @@ def worker(config: str, folder: str, *words: str) -> int:
 
     alone = "LEASH_PARENT" not in os.environ  # below torchrun or accelerate launch
     try:
-        cfg = parts.load(config, **dict(word.split("=", 1) for word in words))
+        cfg: Any = OmegaConf.load(config)
+        cfg.resume = resume or cfg.resume
         with held_by_rank(Path(folder)):
             value = train(cfg, Path(folder))
     except Stopped:

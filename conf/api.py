@@ -1,33 +1,29 @@
-"""`trainer.train(model, reward, rows)`: a run for those who want no files, in this process.
+"""`trainer.train(model, reward, rows)`: one run in this process, in a folder as of a command.
 
-The same configuration, checks, folder and pages as of the command line. Left out on purpose:
-several ranks, sweeps and resume, which fresh processes do better (python train.py).
+Several ranks, sweeps and resume are left to python train.py, which starts fresh processes.
 """
 
 import gc
 import json
+import runpy
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from conf.build import load
 from conf.compose import compose, compose_checked, compose_experiment, write_defaults
 from envs.rewards.trl_function import hold
 from policies.cache import write_text
 from trainer.early_stopping import Stopped
 from trainer.metric_names import unknown
 from trainer.reports.summary import in_one_line
-from trainer.runs.folders import holds_run, quoted, unique_folder
-from trainer.runs.launch import prepare
+from trainer.runs.folders import holds_run, quoted, remove_unused, unique_folder
+from trainer.runs.launch import SCRIPT, prepare
 from trainer.runs.lock import FILE as LOCK
 from trainer.runs.lock import held
 from trainer.runs.run_files import Run, load_run
 
-SCRIPT = Path(__file__).parents[1] / "train.py"
 Rows = Iterable[Mapping[str, Any] | str]
 
 
@@ -81,20 +77,24 @@ def train(
     folder = Path(compose(words, with_hydra=True).hydra.run.dir)
     if holds_run(folder):
         raise ValueError(f"{folder} already holds a run; give another output_dir")
-    with ExitStack() as refused, held(folder):
-        refused.callback(_leave, folder)
-        for key, given in ("dataset", rows), ("eval_dataset", eval_rows):
-            words += _data(key, given, folder, shown=reward is None)
-        config, composed = compose_checked(words), compose(words, with_hydra=True)
-        if (ranks := config["launch"]["num_processes"]) != 1:
-            raise ValueError(f"expected launch.num_processes=1 in one process, got {ranks}")
-        write_defaults(folder, composed.hydra)
-        for name, node in ("hydra", composed), ("overrides", composed.hydra.overrides.task):
-            OmegaConf.save(node, folder / ".hydra" / f"{name}.yaml")
-        path = prepare(config, folder, script=SCRIPT, compose=compose_experiment)
-        refused.pop_all()  # it has begun
+    with held(folder):
         try:
-            _load_script().train(load(str(path)), folder)
+            for key, given in ("dataset", rows), ("eval_dataset", eval_rows):
+                words += _data(key, given, folder, shown=reward is None)
+            config, composed = compose_checked(words), compose(words, with_hydra=True)
+            if (ranks := config["launch"]["num_processes"]) != 1:
+                raise ValueError(f"expected launch.num_processes=1 in one process, got {ranks}")
+            write_defaults(folder, composed.hydra)
+            for name, node in ("hydra", composed), ("overrides", composed.hydra.overrides.task):
+                OmegaConf.save(node, folder / ".hydra" / f"{name}.yaml")
+            path = prepare(config, folder, compose=compose_experiment)
+        except BaseException:  # refused: nothing of it stays
+            for name in ("dataset.jsonl", "eval_dataset.jsonl", LOCK):
+                (folder / name).unlink(missing_ok=True)
+            remove_unused(folder)
+            raise
+        try:
+            runpy.run_path(str(SCRIPT))["train"](OmegaConf.load(path), folder)
         except Stopped as stop:
             raise KeyboardInterrupt(str(stop)) from None
         finally:
@@ -102,49 +102,22 @@ def train(
     return Trained(**vars(load_run(folder.absolute())))
 
 
-def _leave(folder: Path) -> None:
-    """Take back what was written for a run that is refused."""
-    for name in ("dataset.jsonl", "eval_dataset.jsonl", LOCK):
-        (folder / name).unlink(missing_ok=True)
-    if not any(folder.iterdir()):
-        folder.rmdir()
-
-
-def _load_script() -> Any:
-    """Return train.py as a module, whatever else is called so here."""
-    spec = spec_from_file_location("leash_train", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    spec.loader.exec_module(module := module_from_spec(spec))
-    return module
-
-
 def _data(key: str, rows: Rows | None, folder: Path, *, shown: bool) -> list[str]:
     """Write rows into the run's folder, `shown` to SFT; return the overrides that name them."""
     if rows is None:
         return []
-    if isinstance(rows, str | Mapping) or not isinstance(rows, Iterable):
-        raise ValueError(f"expected rows as a list, got {type(rows).__name__}; put it into a list")
-    found, lines = list[Mapping[str, Any]](), list[str]()
-    for row in rows:
-        place = f"{key}, row {len(found)}"
-        if not isinstance(row, str | Mapping):
-            raise ValueError(f"{place}: expected a text or a dict, got {row!r:.80}")
-        found.append({"prompt": row} if isinstance(row, str) else dict(row))
-        try:
-            lines.append(json.dumps(found[-1]) + "\n")
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{place}: expected what JSON can hold, got {row!r:.80}") from error
-    if not found:
-        raise ValueError("expected rows, got none")
+    if isinstance(rows, str | Mapping):
+        raise ValueError(f"expected a list of rows, got {type(rows).__name__}; put it into a list")
+    found = [{"prompt": row} if isinstance(row, str) else row for row in rows]
     path = folder / f"{key}.jsonl"
-    write_text(path, "".join(lines))
+    write_text(path, "".join(json.dumps(row) + "\n" for row in found))
     words = [f"env.{key}={quoted(str(path.absolute()))}"]
-    asked = next(
-        (name for name in ("prompt", "question", "messages") if name in found[0]), "prompt"
-    )
-    if key == "dataset" and asked != ("messages" if shown else "prompt"):
-        words.append(f"env.columns.question={asked}")
+    columns = [
+        name for row in found[:1] for name in ("prompt", "question", "messages") if name in row
+    ]
+    usual = "messages" if shown else "prompt"
+    if key == "dataset" and columns and columns[0] != usual:
+        words.append(f"env.columns.question={columns[0]}")
     return words
 
 
@@ -162,10 +135,10 @@ def _words(overrides: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _spelt(value: Any) -> str:
+    if isinstance(value, str | Path):
+        return quoted(str(value))
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{k}: {_spelt(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):
         return f"[{','.join(map(_spelt, value))}]"
-    if isinstance(value, str | Path):
-        return quoted(str(value))
-    return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
+    return json.dumps(value)

@@ -14,17 +14,13 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from trainer.early_stopping import EarlyStopping
+
 # Keys of env for its task.
 DATA = ("dataset", "eval_dataset", "columns", "split", "eval_split", "match")
 ENGINE = ("engine", "vllm")  # keys of policy for its generator
 Section = Mapping[str, Any]  # of a configuration
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-
-
-def load(path: str, *, resume: str | None = None, **_: str) -> DictConfig:
-    """Return the configuration that the parent of this process has checked and saved."""
-    cfg: Any = OmegaConf.load(path)
-    return OmegaConf.merge(cfg, {"resume": resume} if resume else {})
 
 
 def find_target(target: str) -> Any:
@@ -43,26 +39,18 @@ def find_target(target: str) -> Any:
     return getattr(home, name)
 
 
-def takes_any(thing: Any) -> bool:
-    """Return whether a class or function takes arguments by any name (**kwargs).
-
-    A task, or a part of an algorithm, hands them on to its base.
-    """
-    any_name = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(thing).parameters.values())
-    bases = bases_of(thing) if thing.__module__.startswith(("envs.tasks.", "trainer.")) else []
-    return takes_any(bases[0]) if any_name and bases else any_name
+def is_open(thing: Any) -> bool:
+    """Return whether a class or function has a parameter **kwargs."""
+    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(thing).parameters.values())
 
 
 def arguments_of(thing: Any) -> list[str]:
-    """Return the arguments that a class or function names.
-
-    Of a class that hands on others by **kwargs, also those that its bases name.
+    """Return the arguments that a class or function names; with **kwargs also those of its bases.
 
     >>> sorted(arguments_of(find_target("envs.tasks.SortDigits")))
     ['max_digits', 'min_digits', 'num_rows', 'seed']
     """
-    open_ = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(thing).parameters.values())
-    made_by = [thing, *bases_of(thing)] if open_ else [thing]
+    made_by = [thing, *bases_of(thing)] if is_open(thing) else [thing]
     parameters = [p for made in made_by for p in inspect.signature(made).parameters.values()]
     return list(dict.fromkeys(p.name for p in parameters if p.kind in NAMED))
 
@@ -74,11 +62,10 @@ def bases_of(thing: Any) -> list[type]:
 
 
 def build(node: Section, *sections: Section, where: str = "", **parts: Any) -> Any:
-    """Make what a node's _target_ names; `where` is the node's own name.
+    """Make what a node's _target_ names; `where` is the node's full key, for messages.
 
-    It gets those of `parts` that it takes, what the node gives, and by their names those keys of
-    `sections` that it takes: an objective has algorithm.clip_low without a word of it in its node.
-    An argument that there is not is a ValueError, any other fault is raised as it is.
+    The target gets the keys of its node, and those of `parts` and `sections` that it names: an
+    objective gets algorithm.clip_low. ValueError for an argument that the target does not take.
     """
     if isinstance(node, DictConfig):
         where = where or str(node._get_full_key(None) or "")
@@ -87,7 +74,7 @@ def build(node: Section, *sections: Section, where: str = "", **parts: Any) -> A
     known = arguments_of(thing)
     keys = {name: _plain(s[name]) for s in sections for name in s if name in known}
     node = {name: keys[name] for name in keys if name not in parts} | node
-    if not takes_any(thing) or bases_of(thing):
+    if bases_of(thing) or not is_open(thing):
         parts = {name: part for name, part in parts.items() if name in known}
     try:
         return instantiate(node, _partial_=True)(**parts)  # given to Hydra, a dataclass is a node
@@ -123,16 +110,13 @@ def make_task(env: Section) -> Any:
     task = build({"_convert_": "all", **env["task"]}, where="env.task", **data_arguments(env))
     if not (rewards := env.get("rewards")):
         return task
-    made = {name: _make_reward(f"env.rewards.{name}", node) for name, node in rewards.items()}
+    made = {}
+    for name, node in rewards.items():
+        try:
+            made[name] = build({"_convert_": "all", **node})
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"env.rewards.{name}: {error}") from error
     return find_target("envs.rewards.Rewarded")(task, made, task_weight=env["task_weight"])
-
-
-def _make_reward(where: str, node: Section) -> Any:
-    """Return what a node of env.rewards names; a ValueError of its constructor says where."""
-    try:
-        return build({"_convert_": "all", **node})
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{where}: {error}") from error
 
 
 def data_arguments(env: Section) -> dict[str, Any]:
@@ -157,16 +141,13 @@ def make_generator(node: Section, policy: Any, folder: Path) -> Any:
     """Return what samples: the policy itself unless policy.engine says otherwise."""
     if node["engine"] == "transformers":
         return policy
-    from policies.wrappers.vllm_wrapper import vllm_beside
-
+    vllm_beside = find_target("policies.wrappers.vllm_wrapper.vllm_beside")
     return vllm_beside(policy, share=folder / ".engine", **_plain(node["vllm"]))
 
 
 def make_env(cfg: DictConfig, task: Any, policy: Any) -> Any:
     """Return the chats over a task, seen through the transforms of `env` in their order."""
-    from envs import ChatEnv
-
-    env: Any = ChatEnv(
+    env = find_target("envs.ChatEnv")(
         task,
         group_size=cfg.algorithm.group_size,
         max_turns=cfg.env.max_turns,
@@ -191,21 +172,20 @@ def make_leash(cfg: DictConfig) -> Any:
 def make_source(cfg: DictConfig, **parts: Any) -> Any:
     """Return where batches come from, with the verbs of algorithm.after_rollout.
 
-    Of another engine's replies the correction is one of the verbs, unless it is there or is null.
-    With trainer.overlap a training run plays them before they are asked for.
+    For replies of another engine the verbs begin with trainer.ImportanceSampling, unless they
+    have one or `importance` is null. With trainer.overlap a training run samples ahead.
     """
-    nodes, size = _plain(cfg.algorithm.after_rollout) or {}, cfg.trainer.prompts_per_iteration
+    nodes, total = _plain(cfg.algorithm.after_rollout) or {}, cfg.trainer.num_iterations
     there = any("ImportanceSampling" in (node or {}).get("_target_", "") for node in nodes.values())
     if cfg.policy.engine != "transformers" and not there:
         nodes = {"importance": {"_target_": "trainer.ImportanceSampling"}} | nodes
     verbs = [build(node, cfg.trainer, **parts) for node in nodes.values() if node is not None]
-    own = {"size": size, "after_rollout": verbs}
+    own = {"size": cfg.trainer.prompts_per_iteration, "after_rollout": verbs}
     source = build(cfg.algorithm.source, cfg.algorithm, cfg.trainer, **own, **parts)
     if not cfg.trainer.overlap or cfg.mode != "train" or cfg.preflight:
         return source
-    ahead, total = cfg.trainer.overlap, cfg.trainer.num_iterations
     make = find_target("trainer.overlap.Overlap")
-    return make(source, parts["policy"], ahead=ahead, num_iterations=total)
+    return make(source, parts["policy"], ahead=cfg.trainer.overlap, num_iterations=total)
 
 
 def make_reference(cfg: DictConfig, policy: Any) -> Any:
@@ -224,33 +204,25 @@ def make_reference(cfg: DictConfig, policy: Any) -> Any:
 def make_early_stopping(settings: Section) -> Any:
     """Return what ends a run that has learnt enough, None unless `trainer` asks for it."""
     asked = {key: settings[key] for key in ("stop_at", "patience")}
-    if not any(asked.values()):
-        return None
-    from trainer.early_stopping import EarlyStopping
-
-    return EarlyStopping(**asked)
+    return EarlyStopping(**asked) if any(asked.values()) else None
 
 
 def make_observers(cfg: DictConfig, runtime: Any) -> Any:
     """Return who watches the run: tracker, diagnosis, report and terminal, on rank 0."""
     import trainer
-    from trainer.reports.diagnosis import Diagnose
-    from trainer.reports.display import show_run
-    from trainer.reports.live import LiveReport
+    from trainer.reports import diagnosis, display, live
 
     if not runtime.is_main:
         return trainer.Observer()
     everyone = trainer.Observers()
     everyone.each = [
         make_tracker(cfg, runtime.folder),
-        Diagnose(runtime, everyone),
-        LiveReport(runtime.folder),
-        show_run(runtime, cfg.trainer.num_iterations),
+        diagnosis.Diagnose(runtime, everyone),
+        live.LiveReport(runtime.folder),
+        display.show_run(runtime, cfg.trainer.num_iterations),
     ]
     if "ipykernel" in sys.modules:  # a notebook, see trainer.train
-        from trainer.reports.live import CellCurves
-
-        everyone.each.append(CellCurves(runtime.folder))
+        everyone.each.append(live.CellCurves(runtime.folder))
     return everyone
 
 

@@ -15,15 +15,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from conf.compose import FAULTS, compose_experiment, explain, set_up, write_defaults
-from conf.resume import last_run, tracker_of
+from conf.resume import last_run
 from conf.sweep import MULTIRUN, done, end_sweep, gpus_of_a_job, has_ended, read_job
 from trainer.runs.failures import complain, say
 from trainer.runs.folders import ASIDE, is_main_rank, quoted
-from trainer.runs.launch import STOPPED, Interrupted, prepare, start
+from trainer.runs.launch import STOPPED, Compose, Interrupted, prepare, start, worker_command
 from trainer.runs.lock import held
 from trainer.runs.run_files import read_status
-
-SCRIPT = Path(__file__).parents[1] / "train.py"
 
 
 def cli() -> int:
@@ -56,22 +54,19 @@ def cli() -> int:
 def expand(words: list[str]) -> list[str]:
     """Return the words of a command line with what is short for others, and what they imply.
 
-    env.task=<name> is env.task.name=<name>, resume=last the newest run. A resumed run has its own
-    tracker's keys, a rank that torchrun started knows how many there are.
+    env.task=<name> is env.task.name=<name>, resume=last the newest run. A rank that torchrun
+    started knows how many ranks there are.
     """
     words = [re.sub(r"^env\.task=(?=\w[\w,]*$)", "env.task.name=", word) for word in words]
-    if "resume=last" in words:
-        trained = any(word.startswith("mode=") for word in words)
-        newest = f"resume={last_run(Path('outputs'), trained=trained)}"
-        say(newest)
-        words = [newest if word == "resume=last" else word for word in words]
-    resume = next((w.partition("=")[2] for w in words if w.startswith("resume=")), "")
-    if resume and not any(word.startswith(("tracker=", "mode=")) for word in words):
-        words = [*words, f"tracker={tracker_of(resume)}"]
     sweeps = not {*MULTIRUN}.isdisjoint(words)
-    if not sweeps and re.search(r"[^\w./~@+-]", resume) and resume[0] not in "'\"":
-        whole = f"resume={quoted(resume)}"  # jobs of a sweep have = and , in their names
-        words = [whole if word == f"resume={resume}" else word for word in words]
+    for place, word in enumerate(words):
+        if word == "resume=last":
+            trained = any(other.startswith("mode=") for other in words)
+            words[place] = word = f"resume={last_run(Path('outputs'), trained=trained)}"
+            say(word)
+        folder = word.removeprefix("resume=")  # jobs of a sweep have = and , in their names
+        if folder != word and not sweeps and re.search(r"^[^'\"].*[^\w./~@+-]", folder):
+            words[place] = f"resume={quoted(folder)}"
     if (ranks := int(os.environ.get("WORLD_SIZE") or 1)) > 1:
         if sweeps:
             raise ValueError("a sweep starts its own ranks; type python train.py -m ...")
@@ -97,15 +92,16 @@ def run(cfg: DictConfig) -> float:
             write_defaults(folder, job)
         compose = partial(compose_experiment, allow_targets=cfg.allow_targets)
         if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE") or 1) > 1:
-            be_rank(config, folder, script=SCRIPT, compose=compose)
+            be_rank(config, folder, compose)
         with gpus_of_a_job(job, config):
-            objective = start(config, folder, script=SCRIPT, compose=compose)
+            objective = start(config, folder, compose=compose)
     except Interrupted:
         if read_status(folder).get("state") != "finished":
             raise
         return float(read_status(folder)["objective"])
     except (ValueError, RuntimeError, OSError) as error:
-        complain(f"{folder.name}: {error}" if in_sweep else error)
+        if str(error):  # else the worker has told it
+            complain(f"{folder.name}: {error}" if in_sweep else error)
         if in_sweep:
             raise RuntimeError from error  # Hydra goes on with the other jobs
         raise SystemExit(1 if isinstance(error, RuntimeError) else 2) from None
@@ -114,15 +110,12 @@ def run(cfg: DictConfig) -> float:
     return objective
 
 
-def be_rank(config: dict[str, Any], folder: Path, **ours: Any) -> NoReturn:
+def be_rank(config: dict[str, Any], folder: Path, compose: Compose) -> NoReturn:
     """Become the worker of a rank that torchrun or accelerate launch started.
 
     Each rank composed the same words; the folder is that of rank 0 (trainer/runtime.py).
     """
     with held(folder), nullcontext() if is_main_rank() else redirect_stdout(io.StringIO()):
-        path = prepare(config, folder, **ours)
-    words = [str(SCRIPT), "--worker", str(path), str(folder)]
-    if config.get("resume") and config["mode"] == "train":
-        words.append(f"resume={config['resume']}")
+        path = prepare(config, folder, compose=compose)
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, *words])
+    os.execv(sys.executable, worker_command(config, path, folder))

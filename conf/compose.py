@@ -16,26 +16,22 @@ from typing import Any
 import hydra
 import yaml
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import (
-    HydraException,
-    MissingConfigException,
-    OverrideParseException,
-)
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from conf.check import check
 from conf.hints import missing_file, nearest
-from conf.schema import FOLDER, keys
+from conf.schema import FOLDER, all_keys
 from policies.cache import write_text
-from trainer.runs.folders import ASIDE, is_main_rank, make_writable, unique_folder
+from trainer.runs.folders import ASIDE, is_main_rank, unique_folder
 from trainer.runs.redact import is_secret, redact
 
 FAULTS = (HydraException, OmegaConfBaseException)
 
 
 def compose(words: Sequence[str], *, with_hydra: bool = False) -> DictConfig:
-    """Return what the words make of the files of conf/ and, in a job, of its other folders."""
+    """Return what words make of the files of conf/ and, in a job, of the job's other folders."""
     options: Any = {"overrides": [*words], "return_hydra_config": with_hydra}
     set_up()
     try:
@@ -48,7 +44,7 @@ def compose(words: Sequence[str], *, with_hydra: bool = False) -> DictConfig:
 
 
 def compose_checked(words: Sequence[str]) -> dict[str, Any]:
-    """Return the checked configuration of one run, see `checked`."""
+    """Return the checked configuration of one run."""
     return checked(compose(words))
 
 
@@ -61,8 +57,8 @@ def compose_experiment(name: str, *, allow_targets: bool = False) -> dict[str, A
 def checked(cfg: DictConfig) -> dict[str, Any]:
     """Check a composed configuration and return it resolved.
 
-    Texts with ${oc.env:NAME} stay as they are written: they may be secrets, and whoever reads the
-    saved file looks them up again. A secret that is spelt out becomes such a text.
+    Texts with ${oc.env:NAME} stay as they are, since they may be secrets: who reads the saved file
+    looks them up again. A secret that is spelt out becomes such a text.
     """
     try:
         missing = OmegaConf.missing_keys(cfg)
@@ -115,19 +111,17 @@ def hide_secrets(folder: Path) -> None:
 
 def explain(error: Exception) -> str:
     """Return the line on a fault that Hydra or OmegaConf found in words or in a file."""
-    text, cause = str(error), error.__cause__ or error.__context__
-    if not isinstance(error, FAULTS):
-        return text
+    text = str(error)
     if isinstance(error, MissingConfigException):
-        group, _, name = str(error.missing_cfg_file).rpartition("/")
-        return missing_file(group, name)
+        return missing_file(*str(error.missing_cfg_file).rpartition("/")[::2])
     if isinstance(error, OverrideParseException):
         return f"cannot read {error.override!r}; write name=value, quoted as in 'name=\"a b\"'"
     if ambiguous := re.match(r"Ambiguous value for argument '(.*)'", text):
         return f"{ambiguous[1]} is several values; add -m to sweep them"
-    cause = error if isinstance(error, OmegaConfBaseException) else cause
+    of_hydra = isinstance(error, HydraException)
+    cause = error.__cause__ or error.__context__ if of_hydra else error
     if not isinstance(cause, OmegaConfBaseException):
-        return _line(text)
+        return _line(text) if of_hydra else text
     file = re.search(r"In '([^']+)'", text)
     where = f" ({file[1]}.yaml)" if file else ""
     override = re.search(r"(?:use \+|override )([\w.@/]+)=(.*)", text)
@@ -136,14 +130,15 @@ def explain(error: Exception) -> str:
     if isinstance(cause, ConfigAttributeError | ConfigKeyError):
         unknown = max(key, name, key=len)  # of a.b.c, a.b may be what does not exist
         return f"there is no key {unknown}{where}{nearest(unknown, value)}"
-    if declared := list(keys().get(key, {}).values()):
+    if declared := all_keys().get(key, ("", None))[1]:
         got = "null" if cause.value is None else repr(cause.value)
-        return f"expected {key} to be {declared[0].kind}, got {got}{where}"
+        return f"expected {key} to be {declared.kind}, got {got}{where}"
     return f"{key}: {_line(str(cause))}{where}" if key else _line(text)
 
 
 def _line(text: str) -> str:
-    return text.splitlines()[0].removeprefix("ValueError raised while resolving interpolation: ")
+    """Return the first line of a message, without what OmegaConf puts before an error of ours."""
+    return re.sub(r"^\w+ raised while resolving interpolation: ", "", text.splitlines()[0])
 
 
 @cache
@@ -155,13 +150,11 @@ def set_up() -> None:
 
 def run_dir(*, _root_: DictConfig) -> str:
     """Return the folder of a run: one to be removed for what is no training or of another rank."""
-    if is_aside(_root_):
-        home = _root_.output_dir or "outputs" if _root_.policy.vllm.url else None
-        return folder_aside(home)  # a server on another machine reads weights there
-    name = _root_.hydra.runtime.choices.experiment
+    if is_aside(_root_):  # a vLLM server on another machine reads weights in output_dir
+        return folder_aside(_root_.output_dir or "outputs" if _root_.policy.vllm.url else None)
     if plain := _root_.resume or _root_.output_dir:
-        return str(make_writable(Path(plain).expanduser(), "output_dir"))
-    return unique_folder(f"outputs/{name}")
+        return os.path.expanduser(plain)
+    return unique_folder(f"outputs/{_root_.hydra.runtime.choices.experiment}")
 
 
 def sweep_dir(*, _root_: DictConfig) -> str:
@@ -182,7 +175,9 @@ def is_aside(cfg: Any) -> bool:
 @cache
 def folder_aside(home: str | None) -> str:
     """Make the folder that preflight and modes run in; it goes when this process ends."""
-    parent = make_writable(Path(home).expanduser().absolute(), "output_dir") if home else None
+    parent = home and Path(home).expanduser().absolute()
+    if parent:
+        parent.mkdir(parents=True, exist_ok=True)
     folder = tempfile.mkdtemp(prefix=ASIDE, dir=parent)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder

@@ -5,7 +5,6 @@ conf/other_names.yaml has the names of TRL, verl, OpenRLHF and NeMo-RL.
 
 import difflib
 import re
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,35 +25,25 @@ def known_elsewhere(key: str, value: Any = None) -> str:
     '; learning_rate is optimizer.lr here (docs/coming_from_trl.md)'
     >>> known_elsewhere("loss_type", "dr_grpo")
     '; loss_type=dr_grpo is algorithm.aggregation=constant here (docs/coming_from_trl.md)'
-    >>> known_elsewhere("actor_rollout_ref.rollout.n"), known_elsewhere("kl.ceoff")
-    ('; rollout.n is algorithm.group_size here (docs/coming_from_verl.md)', '')
     """
     parts = key.split(".")
     for name in (".".join(parts[-2:]), parts[-1]):
-        for means, page in _entries(name):
-            if isinstance(means, dict):
-                by_value = {_short(each): ours for each, ours in means.items()}
-                given = by_value.get(_short(value))
-                name, means = (
-                    (f"{name}={value}", given) if given else (name, next(iter(means.values())))
-                )
-                means = means if given else str(means).partition("=")[0]
-            ours, _, note = str(means).partition("; ")
-            ours = ours.partition(" = ")[0]
-            what = f"{' and '.join(ours.split())} here" if ours else note
-            return f"; {name} is {what} ({page})" if ours else f"; {name}: {what} ({page})"
+        for library in other_names().values():
+            for file in library.keys() - {"page"}:
+                if name in library[file]:
+                    return f"; {_told(name, library[file][name], value)} ({library['page']})"
     return ""
 
 
-def _entries(name: str) -> Iterator[tuple[Any, str]]:
-    for library in other_names().values():
-        for file in library.keys() - {"page"}:
-            if name in library[file]:
-                yield library[file][name], library["page"]
-
-
-def _short(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def _told(name: str, means: Any, value: Any) -> str:
+    """Return what a name of another library is here: a key, by value other words, or a note."""
+    if isinstance(means, dict):
+        given = {str(each).lower(): ours for each, ours in means.items()}.get(str(value).lower())
+        name = f"{name}={value}" if given else name
+        means = given or str(next(iter(means.values()))).partition("=")[0]
+    ours, _, note = means.partition("; ")
+    ours = " and ".join(ours.partition(" = ")[0].split())
+    return f"{name} is {ours} here" if ours else f"{name}: {note}"
 
 
 def nearest(key: str, value: Any = None) -> str:
@@ -64,15 +53,13 @@ def nearest(key: str, value: Any = None) -> str:
     ('; did you mean kl.coeff?', '; learning_rate is optimizer.lr here (docs/coming_from_trl.md)')
     """
     if key in all_keys():
-        return f" here; it belongs to {all_keys()[key]}"
-    leaf = key.rpartition(".")[2]
-    same = [name for name in all_keys() if name.rpartition(".")[2] == leaf]
-    close = same or difflib.get_close_matches(key, all_keys(), n=1, cutoff=0.75)
-    elsewhere = known_elsewhere(key, value)
-    if elsewhere and not close:
-        return elsewhere
-    close = close or difflib.get_close_matches(key, [*all_keys(), "experiment"], n=2, cutoff=0.6)
-    return f"; did you mean {' or '.join(close[:2])}?{elsewhere}" if close else "; see --cfg job"
+        return f" here; it belongs to {all_keys()[key][0]}"
+    elsewhere, leaf = known_elsewhere(key, value), key.rpartition(".")[2]
+    close = [name for name in all_keys() if name.rpartition(".")[2] == leaf][:2]
+    cutoff = 0.75 if elsewhere else 0.6
+    close = close or difflib.get_close_matches(key, [*all_keys(), "experiment"], 1, cutoff)
+    meant = f"; did you mean {' or '.join(close)}?" if close else ""
+    return meant + elsewhere or "; see --cfg job"
 
 
 def missing_file(group: str, name: str) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import get_token
 from omegaconf import DictConfig
 
 from conf.compose import checked, compose_checked, compose_experiment
@@ -34,28 +33,33 @@ def configure(cfg: DictConfig, words: Sequence[str]) -> dict[str, Any]:
 
     `words` are those that `cfg` was composed of. Any fault is a ValueError.
     """
+    mode = cfg.mode
     if cfg.preflight:
-        if cfg.mode != "train" or cfg.resume:
+        if mode != "train" or cfg.resume:
             raise ValueError("preflight checks a new training run; leave mode and resume out")
         config = checked(cfg)
         config["trains_first"] = sorted(set(without_training(config)))
         return config | {"tracker": SILENT}
-    if cfg.mode not in MAY:
-        raise ValueError(f"expected mode to be one of train, {', '.join(MAY)}, got {cfg.mode!r}")
-    if cfg.mode in ("export", "limit") and not cfg.resume:
-        raise ValueError(f"mode={cfg.mode} is about a trained run; give resume=<run folder>")
+    if mode in ("export", "limit") and not cfg.resume:
+        raise ValueError(f"mode={mode} is about a trained run; give resume=<run folder>")
+    if mode == "export" and (not cfg.output_dir or Path(cfg.output_dir).expanduser().exists()):
+        raise ValueError("mode=export writes a new folder; give output_dir=<folder>, not there yet")
     config = _of_run(cfg, words) if cfg.resume else checked(cfg)
     if config["policy"]["_target_"] == "policies.load_reward_model":
-        raise ValueError(f"mode={cfg.mode} is for models that reply, got a reward model")
-    if cfg.mode == "evaluate" and not config["output_dir"]:
+        raise ValueError(f"mode={mode} is for models that reply, got a reward model")
+    if mode == "evaluate" and not config["output_dir"]:
         config["output_dir"] = unique_folder("outputs/evaluate")
-    if cfg.mode == "export":
-        check_target(config["output_dir"])
-        if config["hub"] and not get_token():
-            raise ValueError(
-                f"hub={config['hub']} needs a login; run hf auth login or set HF_TOKEN"
-            )
-    return without_training_parts(config)
+    # What only training needs goes; chat and evaluate compare with a reference.
+    config["kl"]["measure"] = mode not in ("export", "limit")
+    config["algorithm"]["advantage"] = {"_target_": "trainer.NoAdvantage"}
+    config["algorithm"].pop("critic", None)
+    config["tracker"], config["trainer"]["overlap"] = SILENT, 0
+    config["eval"]["limit"] = 0
+    config["launch"] |= {"strategy": "ddp", "offload": False}
+    if mode not in ("evaluate", "limit"):
+        config["launch"]["num_processes"] = 1
+        config["policy"]["engine"] = "transformers"
+    return config
 
 
 def _of_run(cfg: DictConfig, words: Sequence[str]) -> dict[str, Any]:
@@ -65,7 +69,7 @@ def _of_run(cfg: DictConfig, words: Sequence[str]) -> dict[str, Any]:
         instead["env"] = compose_checked(["env=sort_digits"])["env"]
     elif not cfg.output_dir:
         instead["output_dir"] = str(folder)
-    config = resumed(str(folder), cfg, words, may=MAY[mode], **instead)
+    config = resumed(str(folder), cfg, words, may=MAY.get(mode, ()), **instead)
     if mode != "limit":
         if not has_weights(folder):
             raise ValueError(no_weights(folder))
@@ -101,27 +105,3 @@ def without_training(node: Any) -> Iterator[str]:
             yield name
             yield from without_training(config["policy"])
             node[key] = config["policy"]["model"]
-
-
-def without_training_parts(config: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what only training needs; chat and evaluate compare with a reference."""
-    mode = config["mode"]
-    config["kl"]["measure"] = mode not in ("export", "limit")
-    config["algorithm"]["advantage"] = {"_target_": "trainer.NoAdvantage"}
-    config["algorithm"].pop("critic", None)
-    config["tracker"], config["trainer"]["overlap"] = SILENT, 0
-    config["eval"]["limit"] = 0
-    config["launch"] |= {"strategy": "ddp", "offload": False}  # nothing is trained
-    if mode not in ("evaluate", "limit"):
-        config["launch"]["num_processes"] = 1
-        config["policy"]["engine"] = "transformers"
-    return config
-
-
-def check_target(folder: str | None) -> None:
-    """Raise ValueError unless a model can be written to a folder."""
-    if not folder:
-        raise ValueError("mode=export needs a folder to write to; give output_dir=<folder>")
-    path = Path(folder).expanduser()
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ValueError(f"output_dir={folder} exists already; name a new folder")

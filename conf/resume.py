@@ -1,8 +1,6 @@
 """The saved configuration of a run, with the few keys that a resume or a mode may change."""
 
-import re
 from collections.abc import Iterator, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +8,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from conf.compose import checked
-from conf.schema import FOLDER, declared
+from conf.schema import declared
 from trainer.runs.find import find_jobs, has_weights, is_running
 from trainer.runs.run_files import PLACES, PREFIX
 
@@ -26,14 +24,12 @@ def resumed(
     `cfg` is what Hydra composed of the words; a key that may not change is a ValueError.
     """
     saved: Any = OmegaConf.create(read_saved(Path(folder)))
-    changed = [word.partition("=")[0].lstrip("+~") for word in words]
-    for key in changed:
+    for key in (word.partition("=")[0].lstrip("+~") for word in words):
         if key.partition(".")[0] in ("resume", "mode", "hydra") or "/" in key:
             continue
         if not is_among(key, (*may, "allow_targets")):
-            raise ValueError(
-                f"{key} cannot change here, only {', '.join(may)}; start a new run for it"
-            )
+            only = f"only {', '.join(may)}; start a new run for it"
+            raise ValueError(f"{key} cannot change here, {only}")
         OmegaConf.update(saved, key, OmegaConf.select(cfg, key), merge=False, force_add=True)
     saved.update({"resume": str(folder), "mode": cfg.mode, "preflight": False, **instead})
     return checked(saved)
@@ -53,11 +49,8 @@ def read_saved(folder: Path) -> dict[str, Any]:
     path = folder / "config.yaml"
     if not path.is_file():
         jobs = find_jobs(folder) if folder.is_dir() else []
-        what = "a sweep or a folder of runs" if jobs else "no run folder"
         hint = f"; name one of its runs, as resume='{jobs[-1]}'" if jobs else ""
-        raise ValueError(
-            f"resume={folder}: expected a run folder with config.yaml, got {what}{hint}"
-        )
+        raise ValueError(f"resume={folder}: expected a run folder with config.yaml, got none{hint}")
     try:
         saved: Any = OmegaConf.to_container(OmegaConf.load(path))
         lost = {name for name in declared() if "=" not in name} - {"root", *saved}
@@ -96,24 +89,12 @@ def differences(saved: Any, config: Any, key: str = "") -> Iterator[tuple[str, A
 
 
 def last_run(folder: Path, *, trained: bool = False) -> Path:
-    """Return the newest run below a folder that is not running; a `trained` one has weights."""
+    """Return the run below a folder that started last and has ended; a `trained` one has weights.
+
+    A run starts when its config.yaml is written.
+    """
     runs = [job for job in find_jobs(folder) if (job / "config.yaml").is_file()]
-    for run in sorted(runs, key=_started, reverse=True):
+    for run in sorted(runs, key=lambda run: (run / "config.yaml").stat().st_mtime, reverse=True):
         if not is_running(run) and (has_weights(run) or not trained):
             return run
     raise ValueError(f"resume=last: there is no such run in {folder}; give resume=<run folder>")
-
-
-def _started(run: Path) -> tuple[float, int]:
-    """Return when a run started: as its folder is dated, else as old as what is written once."""
-    if dated := re.fullmatch(r"(\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d)(?:_(\d+))?", run.name):
-        at = datetime.strptime(dated[1], "%Y-%m-%d_%H-%M-%S").timestamp()
-        return at, int(dated[2] or 1)
-    return (run / "config.yaml").stat().st_mtime, 1
-
-
-def tracker_of(folder: str) -> str:
-    """Return the file of conf/tracker that a saved run was started with."""
-    target = read_saved(Path(folder))["tracker"]["_target_"]
-    kind = target.rpartition(".")[2].removesuffix("Tracker").lower()
-    return kind if (FOLDER / "tracker" / f"{kind}.yaml").is_file() else "jsonl"

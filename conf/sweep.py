@@ -35,7 +35,7 @@ from trainer.runs.find import nothing_left
 from trainer.runs.folders import holds_run, is_main_rank, quoted
 from trainer.runs.launch import Interrupted
 from trainer.runs.lock import lock_folder
-from trainer.runs.redact import redact_word
+from trainer.runs.redact import redact_text
 from trainer.runs.run_files import read_yaml
 
 MULTIRUN = ("-m", "--multirun")
@@ -49,15 +49,17 @@ class Leash(Callback):
         """Refuse a run that cannot begin."""
         with _refused():
             folder = Path("." if is_aside(config) else config.hydra.run.dir)
-            read_job(_without_hydra(config), folder, config.hydra.overrides.task, in_sweep=False)
+            read_job(config, folder, config.hydra.overrides.task, in_sweep=False)
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Refuse a sweep with a job that cannot begin; fix what all of its jobs share."""
+        place = "hydra.sweep.dir="
+        words = [w for w in sys.argv[1:] if w not in MULTIRUN and not w.startswith(place)]
         with _refused():
             folder = Path(os.path.abspath(str(config.hydra.sweep.dir)))
-            jobs = _name_jobs(config, folder)
+            plan = {"words": [*map(redact_text, words)], "jobs": _name_jobs(config, folder)}
             OPEN[:] = [(folder, lock_folder(folder))]
-            _write_plan(jobs, ended=False)
+            write_text(folder / PLAN, json.dumps({**plan, "ended": False}, indent=1))
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _stop)
         say(f"sweep    {write_sweep(folder)}")
@@ -72,13 +74,22 @@ class Leash(Callback):
 def end_sweep() -> None:
     """Write the page for good, if this process has begun a sweep, however that has ended."""
     for folder, lock in OPEN:
-        _write_plan(read_yaml(folder / PLAN).get("jobs", []), ended=True)
+        _note_end(folder)
         hide_secrets(folder)  # of multirun.yaml
         lock.release()
         page = write_sweep(folder)
         for line in [*results(load_sweep(folder)), f"sweep    {page}"]:
             say(line)
     OPEN.clear()
+
+
+def _note_end(folder: Path) -> None:
+    write_text(folder / PLAN, json.dumps(read_yaml(folder / PLAN) | {"ended": True}, indent=1))
+
+
+def has_ended(folder: str) -> bool:
+    """Return whether a sweep has been stopped, so that no further job of it may start."""
+    return bool(read_yaml(Path(folder) / PLAN).get("ended"))
 
 
 @contextmanager
@@ -96,6 +107,7 @@ def read_job(
     cfg: DictConfig, folder: Path, words: Sequence[str], *, in_sweep: bool
 ) -> dict[str, Any]:
     """Return the checked configuration of what a run, or a job of a sweep, is to do."""
+    cfg = OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"])
     if cfg.preflight or cfg.mode != "train":
         return configure(cfg, words)
     if cfg.resume:
@@ -135,37 +147,20 @@ def _name_jobs(config: DictConfig, folder: Path) -> list[str]:
             f"hydra.job.config.override_dirname.exclude_keys=[{','.join(sorted(fixed))}]",
         ]
         config.hydra.sweep.dir = str(folder)
-    if not config.hydra.sweeper._target_.endswith(".BasicSweeper"):
-        return []  # its jobs follow from what came out of others
     names = []
-    for number, job in enumerate(BasicSweeper.split_arguments(items, None)[0]):
+    basic = config.hydra.sweeper._target_.endswith(".BasicSweeper")  # others choose jobs later
+    for number, job in enumerate(BasicSweeper.split_arguments(items, None)[0] if basic else ()):
         cfg = loader.load_sweep_config(config, job)
         with read_write(cfg), open_dict(cfg):
             cfg.hydra.job.num, cfg.hydra.job.id = number, str(number)  # as its launcher will
         names.append(str(cfg.hydra.sweep.subdir))
-        read_job(_without_hydra(cfg), folder / names[-1], job, in_sweep=True)
+        read_job(cfg, folder / names[-1], job, in_sweep=True)
     return names
-
-
-def _without_hydra(config: DictConfig) -> DictConfig:
-    return OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
-
-
-def _write_plan(jobs: Sequence[str], *, ended: bool) -> None:
-    folder = OPEN[0][0]
-    words = [w for w in sys.argv[1:] if w not in MULTIRUN and not w.startswith("hydra.sweep.dir=")]
-    plan = {"words": [redact_word(word) for word in words], "jobs": [*jobs], "ended": ended}
-    write_text(folder / PLAN, json.dumps(plan, indent=1))
-
-
-def has_ended(folder: str) -> bool:
-    """Return whether a sweep has been stopped, so that no further job of it may start."""
-    return bool(read_yaml(Path(folder) / PLAN).get("ended"))
 
 
 def _stop(number: int, _: Any) -> None:
     """Stop a sweep by a signal: no further job starts, and those that run save first."""
-    _write_plan(read_yaml(OPEN[0][0] / PLAN).get("jobs", []), ended=True)
+    _note_end(OPEN[0][0])
     family = psutil.Process().children(recursive=True)
     ranks = [process for process in family if "--worker" in process.cmdline()]
     for process in family if number == signal.SIGTERM else ():  # Ctrl-C reaches all by itself
@@ -181,16 +176,16 @@ def gpus_of_a_job(job: DictConfig, config: Mapping[str, Any]) -> Iterator[None]:
 
     Of jobs in turn, and on the CPU, there is nothing to keep.
     """
-    gpus = visible_gpus()
+    gpus, before = visible_gpus(), os.environ.copy()
     in_turn = job.mode != RunMode.MULTIRUN or job.launcher._target_.endswith(".BasicLauncher")
     count = 0 if in_turn else min(config["launch"]["num_processes"], len(gpus))
     if not count or config["policy"]["device"] == "cpu":
         yield
         return
-    place, before = Path(tempfile.gettempdir()) / f"leash-gpus-{os.getuid()}", os.environ.copy()
+    place = Path(tempfile.gettempdir()) / f"leash-gpus-{os.getuid()}"
     place.mkdir(exist_ok=True)
+    mine: list[str] = []
     with ExitStack() as held:
-        mine: list[str] = []
         with FileLock(place / "queue"):  # one job takes GPUs at a time: nobody waits with half
             while len(mine) < count:
                 for gpu in [gpu for gpu in gpus if gpu not in mine][: count - len(mine)]:

@@ -14,7 +14,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from conf.compose import compose
-from conf.schema import FOLDER, Key, declared, leaves, prefix
+from conf.schema import FOLDER, Key, declared, leaves
 
 PAGE = Path(__file__).with_name("configuration.md")
 INTRO = """\
@@ -77,7 +77,7 @@ def comments(path: Path) -> dict[str, str]:
 def _table(part: str, words: list[str], seen: dict[str, str]) -> list[str]:
     """Return the rows of the keys of a part, less those of `seen`, to which they are added."""
     out, cfg = [], _composed(tuple(words))
-    for name, key in leaves(declared()[part], prefix(part)):
+    for name, key in leaves(part):
         default = _shown(OmegaConf.select(cfg, name))
         row = f"| `{name}` | {_type(key)} | {default} | {_allowed(key)} | {_plain(key.about)} |"
         if seen.get(name) != row:
@@ -106,9 +106,9 @@ def _type(key: Key) -> str:
 
 
 def _allowed(key: Key) -> str:
-    if key.among:
-        return ", ".join(f"`{'null' if c is None else c}`" for c in key.among)
-    return _plain((key.within or "").removeprefix("to be "))
+    if isinstance(key.limit, list):
+        return ", ".join(f"`{'null' if c is None else c}`" for c in key.limit)
+    return _plain((key.limit or "").removeprefix("to be "))
 
 
 def _plain(text: str) -> str:

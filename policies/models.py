@@ -181,21 +181,6 @@ def quantised(folder: Path) -> str | None:
     )
 
 
-def too_few_positions(model: str, *, prompt: int | None, new: int) -> Iterator[str]:
-    """Yield that the longest sequence does not fit into a local model, if it does not."""
-    try:
-        config = json.loads((Path(model).expanduser() / "config.json").read_text())
-        most = config.get("text_config", config).get("max_position_embeddings")
-    except (OSError, ValueError, AttributeError):  # no local model, or one that load names broken
-        return
-    if isinstance(most, int) and (prompt or 1) + new > most:
-        asked = f"policy.max_prompt_tokens={prompt} and " if prompt else ""
-        yield (
-            f"{asked}policy.max_new_tokens={new} make up to {(prompt or 1) + new} tokens, "
-            f"{model} has max_position_embeddings {most}; lower one of them"
-        )
-
-
 def hash_weights(folder: Path) -> str:
     """Return the sha256 of a folder's weights: of the file, or of the list of the files' hashes.
 

@@ -104,8 +104,8 @@ def asked(words: Sequence[str]) -> dict[str, Any]:
     from conf.compose import compose
     from conf.sweep import read_job
 
-    folder = Path("no such folder")
-    return read_job(compose(words), folder, words, in_sweep=False)
+    cfg = compose(words)
+    return read_job(cfg, Path(cfg.output_dir or "no such folder"), words, in_sweep=False)
 
 
 def do(folder: Path, *words: str) -> float:

@@ -160,11 +160,6 @@ def test_columns_are_renamed_on_the_command_line(place):
     assert asked == {"1 + 1?": "2", "2 + 2?": "4"}
 
 
-def test_eval_file_is_read_too_beside_a_data_set_of_the_hub(place):
-    (place / "bad.jsonl").write_text("{")
-    assert "bad.jsonl, line 1" in refusal("env=gsm8k", "env.eval_dataset=bad.jsonl")
-
-
 def test_file_that_changed_is_read_again(place):
     words = ["env=gsm8k", "env.dataset=data.jsonl"]
     compose_checked(words)
@@ -302,19 +297,3 @@ def test_chat_template_may_be_a_file(place):
     template.write_text("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}"
                         "{% endfor %}")  # fmt: skip
     compose_checked([f"policy.chat_template={template}"])
-    template.write_text("{% for m in messages %}")
-    assert "line 1" in refusal(f"policy.chat_template={template}")
-
-
-@pytest.mark.parametrize(
-    ("prompt", "new", "fits"), [(40, 24, True), (41, 24, False), (40, 25, False)]
-)
-def test_tokens_beyond_a_local_model_are_refused_by_the_parent(place, prompt, new, fits):
-    (place / "model").mkdir()
-    (place / "model" / "config.json").write_text('{"max_position_embeddings": 64}')
-    words = ["policy.model=model", f"policy.max_prompt_tokens={prompt}"]
-    words.append(f"policy.max_new_tokens={new}")
-    if fits:
-        compose_checked(words)
-    else:
-        assert "make up to 65 tokens, model has max_position_embeddings 64" in refusal(*words)

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from policies.cache import write_text
 from trainer.runs import versions
-from trainer.runs.failures import LESS_MEMORY, headline, last_words
+from trainer.runs.failures import LESS_MEMORY, TOLD, headline, last_words
 from trainer.runs.launch import kill_reason
 
 GLOO = "[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer. Check"
@@ -165,7 +165,7 @@ def test_failure_on_a_full_disk_is_still_told(tmp_path, capsys, monkeypatch):
     assert (status(tmp_path)["state"], status(tmp_path)["iteration"]) == ("failed", 2)
     assert "No space left" in status(tmp_path)["reason"]
     (tmp_path / "status.json").unlink()
-    assert last_words(tmp_path, fault_on_a_full_disk()) == 1
+    assert last_words(tmp_path, fault_on_a_full_disk()) == TOLD
     assert capsys.readouterr().err.startswith("error: cannot write ([Errno 28] No space left")
 
 

@@ -255,7 +255,10 @@ ADAPTIVE = "kl.controller=adaptive kl.target=3"
         ("experiment=sft_tiny kl.controller=linear kl.end=1", "give kl.controller=constant"),
         ("experiment=sft_tiny algorithm.target_kl=0.1", "which algorithm.target_kl is for"),
         ("algorithm.target_kl=-1", r"algorithm.target_kl >= 0"),
-        ("algorithm.after_rollout={_target_:trainer.DropTruncated}", "to be names with nodes"),
+        (
+            "algorithm.after_rollout={_target_:trainer.DropTruncated}",
+            "rollout._target_ to be",
+        ),
     ],
 )
 def test_what_cannot_be_steered_is_refused_with_a_remedy(words, finding):

@@ -69,8 +69,8 @@ DRIVER = """
 import sys
 from pathlib import Path
 sys.path.insert(0, {root!r})
-import conf.cli
-conf.cli.SCRIPT = Path({script!r})
+import conf.cli, trainer.runs.launch
+trainer.runs.launch.SCRIPT = Path({script!r})
 sys.exit(conf.cli.cli())
 """
 
@@ -104,6 +104,10 @@ def start(script: Path, *words: str, how: str) -> subprocess.Popen[str]:
     )
 
 
+def command(script: Path, folder: Path) -> list[str]:
+    return [sys.executable, str(script), "--worker", str(folder / "config.yaml"), str(folder)]
+
+
 def wait_for(pattern: str, place: Path, count: int = 1) -> list[Path]:
     for _ in range(600):
         found = sorted(place.rglob(pattern))
@@ -115,14 +119,14 @@ def wait_for(pattern: str, place: Path, count: int = 1) -> list[Path]:
 
 def test_status_comes_back_and_threads_are_set(script, folder, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")  # of an outer launcher: it does not reach the run
-    status = run(script, folder / "config.yaml", folder, threads=3)
+    status = run(command(script, folder), folder, threads=3)
     assert status["objective"] == 0.25
     about = json.loads((folder / "rank0.json").read_text())
     assert (about["OMP_NUM_THREADS"], about["WORLD_SIZE"]) == ("3", None)
     assert about["pid"] != os.getpid()
 
     def threads(**options) -> str:
-        run(script, folder / "config.yaml", folder, **options)
+        run(command(script, folder), folder, **options)
         return json.loads((folder / "rank0.json").read_text())["OMP_NUM_THREADS"]
 
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
@@ -141,7 +145,7 @@ def test_status_comes_back_and_threads_are_set(script, folder, monkeypatch):
 def test_killed_rank_is_the_reason_not_what_the_others_say(script, folder, monkeypatch):
     monkeypatch.setenv("HOW", "lose")
     with pytest.raises(RuntimeError) as caught:
-        run(script, folder / "config.yaml", folder, ranks=2)
+        run(command(script, folder), folder, ranks=2)
     reason = str(caught.value)
     assert reason.startswith("rank 1 was killed (signal 9, SIGKILL); out of memory? lower trainer.")
     status = read_status(folder)
@@ -153,7 +157,7 @@ def test_rank_that_waits_for_a_failed_one_is_ended(script, folder, monkeypatch):
     monkeypatch.setenv("HOW", "slow")
     monkeypatch.setattr("trainer.runs.launch.PATIENCE", 0.5)
     with pytest.raises(RuntimeError, match=r"^the real reason$"):
-        run(script, folder / "config.yaml", folder, ranks=2)
+        run(command(script, folder), folder, ranks=2)
     assert gone(json.loads((folder / "rank0.json").read_text())["pid"])
     assert read_status(folder)["reason"] == "the real reason"
 
@@ -188,14 +192,14 @@ def test_a_fault_at_any_write_of_a_resume_leaves_a_whole_config(fault, asked, tm
     """One that changes nothing does not write it at all."""
     config = {"trainer": {"num_iterations": 8}, "mode": "train", "resume": None}
     saved = tmp_path / "run" / "config.yaml"
-    prepare(config, tmp_path / "run", script=Path(), compose=lambda _: {})
+    prepare(config, tmp_path / "run", compose=lambda _: {})
     new = {**config, "trainer": {"num_iterations": asked}, "resume": "run"}
     before, codes = saved.stat().st_mtime_ns, []
     for number in range(1, 16):
 
         def work(number: int = number) -> int:
             at_call(number, fault)
-            prepare(new, tmp_path / "run", script=Path(), compose=lambda _: {})
+            prepare(new, tmp_path / "run", compose=lambda _: {})
             return 0
 
         codes.append(forked(work))
@@ -268,7 +272,7 @@ def test_the_rank_0_of_a_launcher_that_was_killed_holds_the_folder(tmp_path, mon
     with held_by_rank(tmp_path):
         assert not is_free(tmp_path)
         with pytest.raises(ValueError, match="still running; stop it"):
-            start_run({}, tmp_path, script=Path(), compose=lambda _: {})
+            start_run({}, tmp_path, compose=lambda _: {})
     assert is_free(tmp_path)
     assert not is_free(tmp_path / "never held")
 
@@ -341,9 +345,9 @@ def test_status_of_an_earlier_attempt_does_not_hide_a_death(script, folder, monk
     config = {"policy": {"model": "some/model"}}
     for how, reason in (("raise", "lr is sour"), ("die", "code 9")):
         monkeypatch.setenv("HOW", how)
-        path = prepare(config, folder, script=script, compose=lambda _: {})
+        prepare(config, folder, compose=lambda _: {})
         with pytest.raises(RuntimeError, match=reason):
-            run(script, path, folder)
+            run(command(script, folder), folder)
         assert reason in read_status(folder)["reason"]
 
 
@@ -352,7 +356,7 @@ def test_errors_of_a_failed_warm_up_stay_readable(script, tmp_path, monkeypatch)
     monkeypatch.setenv("HOW", "raise")
 
     def start_run(config: dict, folder: Path) -> None:
-        run(script, folder / "config.yaml", folder)
+        run(command(script, folder), folder)
 
     with pytest.raises(RuntimeError, match="lr is sour") as caught:
         resolve_experiment("experiment:warm", lambda _: {"seed": 1}, start_run)

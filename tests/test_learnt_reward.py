@@ -129,6 +129,7 @@ def test_experiments_are_made_wherever_a_configuration_names_one(tmp_path, monke
     monkeypatch.setenv("LEASH_CACHE", str(tmp_path / "cache"))
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
+    monkeypatch.setattr("trainer.runs.launch.SCRIPT", script)
 
     def compose(name: str) -> dict:
         launch = {"num_processes": 1, "threads": 1}
@@ -136,7 +137,7 @@ def test_experiments_are_made_wherever_a_configuration_names_one(tmp_path, monke
 
     names = ["experiment:a", "experiment:b", {"c": ["experiment:a", 3]}]
     config = {"policy": {"model": names[0]}, "env": {"task": {"model": names[1], **names[2]}}}
-    prepare(config, tmp_path / "run", script=script, compose=compose)
+    prepare(config, tmp_path / "run", compose=compose)
     assert capsys.readouterr().out.count("running it first") == 2  # each once
     saved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     found = [saved["policy"]["model"], saved["env"]["task"]["model"], *saved["env"]["task"]["c"]]

@@ -292,7 +292,7 @@ def test_an_evaluation_is_judged_by_the_samples_of_its_folder(tmp_path):
         ("kl.reference=gpt2", "kl.reference"),
         ("kl.refresh_every=2", "kl.refresh_every"),
         ("eval.temperature=0.5", "eval.temperature"),
-        ("eval.num_samples=0", "eval.num_samples=0"),
+        ("eval.num_samples=0", "eval.num_samples"),
         ("eval.limit=1", "eval.limit=1"),
     ],
 )

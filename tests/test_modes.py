@@ -48,15 +48,11 @@ LORA = (
 )
 
 
-EXPORT = ("mode=export", "resume={run}", "output_dir=new")
-
-
 @pytest.fixture(scope="module")
 def lora_run(tmp_path_factory) -> Path:
     """Train an adapter for three iterations, with a checkpoint each and the best one kept."""
     folder = tmp_path_factory.mktemp("lora") / "run"
-    ours = {"script": Path(train.__file__), "compose": compose_experiment}
-    prepare(compose_checked(LORA), folder, **ours)
+    prepare(compose_checked(LORA), folder, compose=compose_experiment)
     train.train(OmegaConf.load(folder / "config.yaml"), folder)
     return folder
 
@@ -368,12 +364,10 @@ def test_a_chat_reads_a_pipe_and_leaves_the_run_as_it_was(lora_run):
     ("words", "message"),
     [
         (["mode=chat", "resume={run}", "kl.coeff=1"], r"kl\.coeff cannot change"),
-        (["mode=chat", "launch.num_processes=2"], "mode=chat is one process, got launch"),
         (["mode=chta", "resume={run}"], "expected mode to be one of train, chat, evaluate, export"),
         (["mode=export", "resume={run}"], "give output_dir=<folder>"),
-        (["mode=export", "resume={run}", "output_dir={run}"], "exists already"),
+        (["mode=export", "resume={run}", "output_dir={run}"], "give output_dir=<folder>, not"),
         (["mode=evaluate", "experiment=rm_tiny"], "is for models that reply"),
-        ([*EXPORT, "hub=me/mine"], "hub=me/mine needs a login; run hf auth login or set HF_TOKEN"),
         (["mode=chat", "resume={run}", "hub=me/mine"], "hub"),
     ],
 )
@@ -381,9 +375,6 @@ def test_what_makes_no_sense_is_refused_before_a_worker_starts(
     words, message, lora_run, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
     with pytest.raises(ValueError, match=message):
         asked([word.format(run=lora_run) for word in words])
 
@@ -395,7 +386,7 @@ def test_a_run_without_weights_is_refused_before_a_worker_starts(mode, lora_run,
     shutil.copy(lora_run / "config.yaml", run)
     words = [f"mode={mode}", f"resume={run}", *["output_dir=new"] * (mode == "export")]
     (run / "status.json").write_text('{"state": "failed"}')
-    with pytest.raises(ValueError, match=f"ended as failed; finish it with resume={run}, or"):
+    with pytest.raises(ValueError, match=f"ended as failed; finish it with resume={run}$"):
         asked(words)
     (run / "status.json").write_text('{"state": "running"}')
     with (

@@ -142,5 +142,4 @@ def test_a_device_that_is_not_there_is_one_line(tmp_path):
     for device in ("mps", "xpu", "npu"):
         with pytest.raises(ValueError, match=f"no GPU for policy.device={device}.*set it to null"):
             Runtime(tmp_path, device=device)
-    told = refusal("experiment=grpo_tiny", "policy.device=cuda:1")  # it would choose no index
-    assert "CUDA_VISIBLE_DEVICES=1 takes one of several" in told
+    assert "policy.device" in refusal("experiment=grpo_tiny", "policy.device=cuda:1")

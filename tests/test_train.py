@@ -13,7 +13,7 @@ import pytest
 import yaml
 from checkpoints import make_checkpoint, write_easy_jsonl
 from omegaconf import OmegaConf
-from runs import ROOT, SMALL, Finished, asked, environment, launch, lines, metrics, train, wait_for
+from runs import SMALL, Finished, asked, environment, launch, lines, metrics, train, wait_for
 from safetensors.torch import load_file
 
 from conf.compose import compose_checked, compose_experiment
@@ -278,8 +278,7 @@ def test_a_sweep_makes_one_folder_a_job_and_no_job_changes_the_next(small_run, t
 
 def train_here(folder: Path, *words: str) -> None:
     """Train in this process."""
-    ours = {"script": ROOT / "train.py", "compose": compose_experiment}
-    prepare(compose_checked(words), folder, **ours)
+    prepare(compose_checked(words), folder, compose=compose_experiment)
     train_config(OmegaConf.load(folder / "config.yaml"), folder)
 
 

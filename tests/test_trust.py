@@ -10,7 +10,7 @@ from refusals import refusal
 from runs import asked
 
 from conf.compose import compose_checked, hide_secrets
-from trainer.runs.redact import HIDDEN, redact, redact_text, redact_word
+from trainer.runs.redact import HIDDEN, redact, redact_text
 from trainer.runs.run_files import read_yaml
 
 OWN = "env.transforms.a={_target_: envs.transforms.Compose, b: [{_target_: os.system}]}"
@@ -70,7 +70,7 @@ def test_a_secret_that_is_typed_reaches_the_run_and_no_file(tmp_path):
 @pytest.mark.parametrize("name", ["token", "SECRET", "db_password", "API-KEY"])
 def test_values_of_secret_names_are_hidden(name, monkeypatch):
     assert redact({name: "planted-secret"}) == {name: HIDDEN}
-    assert redact_word(f"env.{name}=planted-secret") == f"env.{name}={HIDDEN}"
+    assert redact_text(f"env.{name}=planted-secret") == f"env.{name}={HIDDEN}"
     monkeypatch.setenv(f"MY_{re.sub('-', '_', name)}", "planted-secret")
     assert redact_text("a planted-secret in prose") == f"a {HIDDEN} in prose"
 

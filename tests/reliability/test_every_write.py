@@ -36,8 +36,8 @@ def go_on(config: bytes, folder: Path) -> int:
     """Be the parent and then the worker of a run that goes on."""
     from trainer.runs.launch import prepare
 
-    prepare(yaml.safe_load(config), folder, script=Path(), compose=lambda _: {})
-    return be_worker(config, folder, f"resume={folder}")
+    prepare(yaml.safe_load(config), folder, compose=lambda _: {})
+    return be_worker(config, folder, str(folder))
 
 
 def left_by(folder: Path) -> dict:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from trainer.reports.formats import duration, nats, short
 from trainer.runs.folders import quoted
-from trainer.runs.redact import redact_word
+from trainer.runs.redact import redact_text
 from trainer.runs.run_files import PLACES, Run, dig, number
 
 GAINS = {  # of those before the accuracies only the first that a run has
@@ -88,7 +88,7 @@ def hydra_path(path: Path) -> str:
 def repeat_command(run: Run) -> str:
     """Return the command that repeats a run, without its place; "" if Hydra did not start it."""
     left_out = (*(f"{key}=" for key in PLACES), "hydra.")
-    words = [redact_word(word) for word in run.words if not word.startswith(left_out)]
+    words = [redact_text(word) for word in run.words if not word.startswith(left_out)]
     named = [word for word in words if word.startswith("experiment=")]
     first = named or [f"experiment={run.experiment}"]
     rest = [word for word in words if word not in named]

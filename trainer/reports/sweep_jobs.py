@@ -24,7 +24,7 @@ from trainer.reports.formats import nats, one_line, short
 from trainer.reports.summary import hydra_path, repeat_command
 from trainer.runs.find import find_jobs
 from trainer.runs.lock import is_free
-from trainer.runs.redact import redact, redact_word
+from trainer.runs.redact import redact, redact_text
 from trainer.runs.run_files import PLACES, Run, dig, is_sweep, load_run, number, read_yaml
 
 PLAN = "sweep.json"  # its words, the folders of its jobs, and whether the sweep has ended
@@ -140,7 +140,7 @@ def load_sweep(folder: str | Path) -> Sweep:
     for job in jobs if live else ():  # one at a time: one without a status is the one that begins
         job.reached["state"] = job.state.replace("not started", "starting")
     planned, words = (_texts(plan.get(key)) for key in ("jobs", "words"))
-    words = [redact_word(word) for word in words]
+    words = [redact_text(word) for word in words]
     again = (
         shlex.join(["python", "train.py", "-m", *words, f"{PLACE}{hydra_path(folder.resolve())}"])
         if plan

@@ -22,10 +22,9 @@ IRRELEVANT = ("tracker", "launch", "checkpoint", "mode", "preflight")  # to what
 def resolve_experiment(
     name: str, compose: Callable[[str], dict[str, Any]], start: Callable[[dict, Path], None]
 ) -> str:
-    """Return the model folder of a finished experiment, from the cache or by running it now.
+    """Return the model folder of experiment:<name>, from the cache or by running it by `start`.
 
-    `start` runs a configuration in a folder; `compose` refuses an experiment that trains itself
-    first. Any name of another kind is returned as it is.
+    Any name of another kind is returned as it is.
     """
     if not name.startswith(PREFIX):
         return name

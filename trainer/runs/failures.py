@@ -1,7 +1,7 @@
 """What ended a run badly: one line for its user, the traceback in errors/rank<k>.txt. Torch-free.
 
-An error that is worded for users is its message alone; an unexpected one keeps the name of its
-class and says where its traceback is. Secrets are hidden in both.
+A ValueError or OSError of Python's own kind is told by its message alone, any other error with its
+class and the place of its traceback. Secrets are hidden in both.
 """
 
 import json
@@ -24,6 +24,7 @@ UNWRITABLE = re.compile(
 MEMORY = re.compile(r"out of memory|can't allocate memory", re.IGNORECASE)
 LOST = re.compile(r"Connection (closed|reset) by peer|remote process exited|Broken pipe.*gloo")
 LONG, LONGEST = 2_000, 1 << 20  # letters of a line, and of a traceback: a policy may write them
+TOLD = 3  # exit code of a worker that has printed its error, since it could write it nowhere
 LESS_MEMORY = (
     "lower trainer.micro_batch_tokens (training) or algorithm.group_size (generation), or set "
     "policy.dtype=bfloat16"
@@ -45,25 +46,20 @@ def headline(error: BaseException) -> str:
         return f"cannot write ({plain}); free some space, or write elsewhere with output_dir="
     if LOST.search(text) and isinstance(error, RuntimeError):
         return "lost contact with another rank, which failed or was killed (out of memory?)"
-    if not is_for_users(error):
+    plain_kind = isinstance(error, (ValueError, OSError)) and not isinstance(error, UnicodeError)
+    worded = plain_kind and type(error).__module__ == "builtins"
+    if not (worded or (isinstance(error, ImportError) and "pip install" in text)):
         plain = f"{name}: {text.splitlines()[0]}" if text else name
     return " ".join([plain, *(f"({note})" for note in getattr(error, "__notes__", ()))])
 
 
-def is_for_users(error: BaseException) -> bool:
-    """Return whether an error's message says what to do, as that of a plain ValueError does."""
-    if isinstance(error, ImportError):
-        return "pip install" in str(error)
-    return (
-        isinstance(error, (ValueError, OSError))
-        and type(error).__module__ == "builtins"
-        and not isinstance(error, UnicodeError)
-    )
+def last_words(folder: Path, error: BaseException) -> int:
+    """Write down why this process ends, its one line first, and return its exit code.
 
-
-def note_error(folder: Path, error: BaseException) -> str:
-    """Write an error to errors/rank<k>.txt, its one line first, and return that line."""
-    path, line = _file(folder), headline(error)
+    The first rank to fail prints the line where no launcher of ours does, as does a rank that
+    cannot write it.
+    """
+    path, line = folder / "errors" / f"rank{os.environ.get('RANK', '0')}.txt", headline(error)
     if line.startswith(type(error).__name__):
         line += f" (traceback: {path})"
     line = redact_text(line)[:LONG]
@@ -71,32 +67,21 @@ def note_error(folder: Path, error: BaseException) -> str:
     with suppress(OSError):  # the disk may be what failed, or the folder be gone
         path.parent.mkdir(exist_ok=True)
         write_text(path, f"{line}\n\n{text}")
-    return line
-
-
-def _file(folder: Path) -> Path:
-    return folder / "errors" / f"rank{os.environ.get('RANK', '0')}.txt"
-
-
-def last_words(folder: Path, error: BaseException) -> int:
-    """Write down why this process ends, and return its exit code.
-
-    The first rank to fail prints it where no launcher of ours does, as does a rank that cannot
-    write it anywhere.
-    """
-    line = note_error(folder, error)
     noted = noted_errors(folder)
-    cause = noted[0][1] if noted else line  # of the rank that failed first
+    first, cause = noted[0] if noted else (path, line)  # the rank that failed first
     written = os.environ.get("RANK", "0") == "0" and close_status(folder, "failed", cause)
-    first = [path for path, _ in noted[:1]]
-    ours = "LEASH_PARENT" in os.environ
-    if (not ours and first in ([], [_file(folder)])) or not (noted or written):
-        complain(line)
-    return 1
+    if "LEASH_PARENT" not in os.environ:
+        if first == path:
+            complain(line)
+        return 1
+    if noted or written:
+        return 1
+    complain(line)
+    return TOLD
 
 
 def noted_errors(folder: Path) -> list[tuple[Path, str]]:
-    """Return each rank's file and line, the rank that failed first in front: it is the cause."""
+    """Return each rank's file and line, the rank that failed first in front."""
     files = [path for path in (folder / "errors").glob("rank*.txt") if path.is_file()]
     files.sort(key=lambda path: (path.stat().st_mtime_ns, path))
     lines = [(path, path.read_text(encoding="utf-8").partition("\n")[0]) for path in files]
@@ -137,5 +122,4 @@ def complain(error: object) -> None:
     """Print an error as one line, without secrets."""
     text = headline(error) if isinstance(error, (ValueError, OSError)) else str(error)
     with suppress(OSError):  # nobody may be listening any more
-        text = "".join(c if c.isprintable() or c == "\n" else " " for c in redact_text(text)[:LONG])
-        print(f"error: {text}", file=sys.stderr, flush=True)
+        print(f"error: {redact_text(text)[:LONG]}", file=sys.stderr, flush=True)

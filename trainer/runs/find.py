@@ -7,33 +7,24 @@ from typing import Any
 
 from trainer.runs.lock import FILE as LOCK
 from trainer.runs.lock import is_free
-from trainer.runs.run_files import is_sweep, load_run, read_status, read_yaml
-
-_FILES = ("metrics.jsonl", "status.json")  # either makes a folder that of a run
+from trainer.runs.run_files import is_sweep, read_status, read_yaml
 
 
 def is_job(folder: Path) -> bool:
-    """Tell whether a folder is that of one run."""
-    return any((folder / name).is_file() for name in _FILES)
+    """Return whether a folder is that of one run."""
+    return any((folder / name).is_file() for name in ("metrics.jsonl", "status.json"))
 
 
 def find_jobs(folder: str | Path) -> list[Path]:
     """List the job folders below `folder`, in natural order (2 before 10); failed ones too."""
     jobs = []
-    for path, names, files in os.walk(folder):
+    for path, names, _ in os.walk(folder):
         here = Path(path)
-        if here != Path(folder) and (".hydra" in names or is_job(here) or _is_set_up(here, files)):
+        if here != Path(folder) and (".hydra" in names or is_job(here)):
             jobs.append(here)
             names.clear()
         names[:] = [name for name in names if not name.startswith(".")]
     return sorted(jobs, key=lambda job: _natural(str(job)))
-
-
-def _is_set_up(folder: Path, files: list[str]) -> bool:
-    """Tell whether the config.yaml of a folder is that of a run; Hydra's sources have one too."""
-    return "config.yaml" in files and {"policy", "algorithm"} <= {
-        *read_yaml(folder / "config.yaml")
-    }
 
 
 def find_runs(folder: Path) -> tuple[list[Path], list[Path]]:
@@ -46,23 +37,22 @@ def find_runs(folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 def is_running(folder: Path) -> bool:
-    """Tell whether a run goes on in a folder; one that has no status yet holds its lock."""
-    told = read_status(folder).get("state")
-    begun = told == "running" or (told is None and (folder / LOCK).is_file())
+    """Return whether a run goes on in a folder; one that has no status yet holds its lock."""
+    state = read_status(folder).get("state")
+    begun = state == "running" or (state is None and (folder / LOCK).is_file())
     return begun and not is_free(folder)
 
 
 def has_weights(folder: Path) -> bool:
-    """Tell whether a run has a checkpoint or, finished, a final model; neither is verified."""
+    """Return whether a run has a checkpoint or, finished, a final model; neither is verified."""
     finished = read_status(folder).get("state") == "finished" and (folder / "model").is_dir()
     return finished or any((folder / "checkpoints").glob("iteration_*"))
 
 
 def no_weights(folder: Path) -> str:
     """Return the line on a run that has no weights to work on."""
-    state = load_run(folder).state
-    told = f"the run ended as {state}; finish it with resume={folder}, or set checkpoint.every in"
-    told = f"{told} a new one"
+    state = read_status(folder).get("state", "not started")
+    told = f"the run ended as {state}; finish it with resume={folder}"
     if is_running(folder):
         told = "the run is still running; wait until it has one, or stop it first"
     return f"expected a checkpoint or a final model in {folder}, got none: {told}"
@@ -73,31 +63,26 @@ def nothing_left(
 ) -> str | None:
     """Return a line if a run already did all iterations that are asked for, else None.
 
-    One that `stop_at` or `patience` ended has nothing left while they are as they were.
-
-    More than were asked for, or more to do with no checkpoint to begin at, is a ValueError.
+    A run that `stop_at` or `patience` ended has nothing left while they are as they were.
+    ValueError: more iterations are done than asked for, or no checkpoint is there to go on from.
     """
     status = read_status(folder)
     done, finished = status.get("iteration", 0), status.get("state") == "finished"
     if done > asked:
-        raise ValueError(
-            f"{folder} has {done} iterations already, more than {asked}; give a larger "
-            "trainer.num_iterations, or leave it out"
-        )
-    saved = any((folder / "checkpoints").glob("iteration_*"))
+        hint = "give a larger trainer.num_iterations, or leave it out"
+        raise ValueError(f"{folder} has {done} iterations already, more than {asked}; {hint}")
+    if not finished:
+        return None
     rule = read_yaml(folder / "config.yaml").get("trainer") or {}
     same = (rule.get("stop_at"), rule.get("patience")) == (stop_at, patience)
-    if finished and (why := status.get("ended")) and same:
+    if same and (why := status.get("ended")):
         return f"{folder} is finished at iteration {done}: {why}"
-    if finished and done < asked and not saved:
-        raise ValueError(
-            f"{folder} is finished with {done} iterations and without a checkpoint; start a new "
-            f"run with trainer.num_iterations={asked}, and checkpoint.every=10 to prolong that one"
-        )
-    if not finished or done < asked:
-        return None
-    more = "; a larger trainer.num_iterations goes on" if saved else ""
-    return f"{folder} is finished: {done} of {asked} iterations{more}"
+    if done == asked:
+        return f"{folder} is finished: {done} of {asked} iterations"
+    if not any((folder / "checkpoints").glob("iteration_*")):
+        what = f"{folder} is finished with {done} iterations and without a checkpoint"
+        raise ValueError(f"{what}; start a new run with trainer.num_iterations={asked}")
+    return None
 
 
 def _natural(text: str) -> list[tuple[int, float, str]]:

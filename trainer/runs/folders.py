@@ -1,4 +1,4 @@
-"""Where a run may lie: a folder of its own that can be written to and holds no other run."""
+"""Where a run may lie: a folder of its own that holds no other run."""
 
 import atexit
 import itertools
@@ -16,7 +16,6 @@ RUN = "config.yaml status.json metrics.jsonl transcripts.jsonl report.html model
 @cache
 def unique_folder(parent: str) -> str:
     """Reserve and return a dated folder that no other run has; the same one on every call."""
-    make_writable(parent, "output_dir")
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     for number in itertools.count(1):
         folder = Path(parent) / (stamp if number == 1 else f"{stamp}_{number}")
@@ -27,21 +26,6 @@ def unique_folder(parent: str) -> str:
         atexit.register(remove_unused, folder.absolute())
         return str(folder)
     raise AssertionError("unreachable")
-
-
-def make_writable(folder: str | Path, key: str) -> Path:
-    """Make a folder unless it is there; ValueError if nothing can be written into it."""
-    path, reason = Path(folder), None
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        reason = error.strerror
-    if not reason and os.access(path, os.W_OK | os.X_OK):
-        return path
-    raise ValueError(
-        f"cannot write to {path.absolute()} ({reason or 'it is read-only'}); give a folder with "
-        f"{key}=/path/to/it"
-    )
 
 
 def is_main_rank() -> bool:

@@ -24,12 +24,14 @@ from policies.cache import write_text
 from trainer.early_stopping import stop_reason
 from trainer.reports.report import write_report
 from trainer.runs.experiment_models import resolve_experiment
-from trainer.runs.failures import LESS_MEMORY, close_status, complain, noted_errors, say
+from trainer.runs.failures import LESS_MEMORY, TOLD, close_status, complain, noted_errors, say
 from trainer.runs.lock import RANK0, held, lock_folder
 from trainer.runs.run_files import load_run, read_status
 
-# What a launcher such as torchrun tells its ranks; a run started from one of them is its own.
-# PYTHONOPTIMIZE=2 would take from transformers the docstrings that it reads.
+SCRIPT = Path(__file__).parents[2] / "train.py"
+Compose = Callable[[str], dict[str, Any]]  # the configuration of an experiment, by its name
+# Variables that ranks do not inherit: those of an outer launcher, and PYTHONOPTIMIZE, which removes
+# the docstrings that transformers reads.
 RANK = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 RANK |= {"PYTHONOPTIMIZE", "SLURM_STEP_ID"}
 STOPPED = 143  # exit code of a rank that stopped because it was told to
@@ -40,9 +42,7 @@ class Interrupted(SystemExit):
     """The run was stopped by a signal; a sweep stops with it."""
 
 
-def start(
-    config: dict[str, Any], folder: Path, *, script: Path, compose: Callable[[str], dict[str, Any]]
-) -> float:
+def start(config: dict[str, Any], folder: Path, *, compose: Compose) -> float:
     """Run one job in fresh processes, its warm-up first; return the metric of a sweep.
 
     ValueError if another run holds the folder; nothing in it is touched then.
@@ -50,11 +50,10 @@ def start(
     with held(folder):
         lock_folder(folder, RANK0).release()  # the rank 0 of a launcher that was killed has ended
         try:
-            path = prepare(config, folder, script=script, compose=compose)
-            sizes = {"ranks": config["launch"]["num_processes"],
-                     "threads": config["launch"]["threads"]}  # fmt: skip
-            resume = config.get("resume") if _mode(config) == "train" else None
-            status = run(script, path, folder, resume=resume, **sizes)
+            path = prepare(config, folder, compose=compose)
+            sizes = {"ranks": config["launch"]["num_processes"]}
+            sizes["threads"] = config["launch"]["threads"]
+            return float(run(worker_command(config, path, folder), folder, **sizes)["objective"])
         except (Interrupted, KeyboardInterrupt) as stop:
             _note_early_stop(config, folder)
             raise stop if isinstance(stop, Interrupted) else Interrupted(130) from None
@@ -62,19 +61,16 @@ def start(
             if str(error):
                 close_status(folder, "failed", str(error))
             raise
-    return float(status["objective"])
 
 
-def prepare(
-    config: dict[str, Any], folder: Path, *, script: Path, compose: Callable[[str], dict[str, Any]]
-) -> Path:
+def prepare(config: dict[str, Any], folder: Path, *, compose: Compose) -> Path:
     """Write config.yaml into a run folder, after the warm-up it asks for, and return its path.
 
     The same configuration is not written again.
     """
 
     def train_first(config: dict[str, Any], folder: Path) -> None:
-        start(config, folder, script=script, compose=compose)
+        start(config, folder, compose=compose)
 
     def resolve(node: Any) -> Any:  # experiment:<name> may stand anywhere
         if isinstance(node, dict):
@@ -89,10 +85,17 @@ def prepare(
     path, text = folder / "config.yaml", yaml.safe_dump(config, sort_keys=False)
     if not path.exists() or path.read_bytes() != text.encode():
         write_text(path, text)
-    shutil.rmtree(folder / "errors", ignore_errors=True)  # an earlier attempt must not speak for
-    for old in (folder / "status.json", *folder.glob(".*.tmp")):  # this one; what a kill has left
+    shutil.rmtree(folder / "errors", ignore_errors=True)  # of an earlier attempt
+    for old in (folder / "status.json", *folder.glob(".*.tmp")):  # a kill leaves .tmp files
         old.unlink(missing_ok=True)
     return path
+
+
+def worker_command(config: dict[str, Any], path: Path, folder: Path) -> list[str]:
+    """Return the command of a rank: its config.yaml, its folder, the folder to resume if any."""
+    resume = config.get("resume") if _mode(config) == "train" else None
+    words = [str(SCRIPT), "--worker", str(path), str(folder), *filter(None, [resume])]
+    return [sys.executable, *words]
 
 
 def _announce(config: dict[str, Any], folder: Path) -> None:
@@ -101,22 +104,22 @@ def _announce(config: dict[str, Any], folder: Path) -> None:
         return
     if (mode := _mode(config)) != "train":
         return say(f"{mode}: starting")
-    near = Path(os.path.relpath(folder))
+    near = os.path.relpath(folder)
     verb = "going on" if config.get("resume") else "starting"
-    place = folder if near.parts[:1] == ("..",) else near
-    say(f"{load_run(folder).experiment}: {verb} in {place}")
+    say(f"{load_run(folder).experiment}: {verb} in {folder if near.startswith('..') else near}")
 
 
 def _note_early_stop(config: dict[str, Any], folder: Path) -> None:
     """Print, and note in the status, that a run was stopped before it began, if it was."""
     status = read_status(folder)
-    if "iteration" in status:
-        return
-    if not status.get("reason"):
-        close_status(folder, "preempted", "stopped before it began")
-    if "kept_in" not in config and _mode(config) == "train":
-        again = "went on; what was saved before is still there"
-        say(f"stopped before it {again if config.get('resume') else 'began; nothing is saved'}")
+    if "iteration" not in status:
+        if not status.get("reason"):
+            close_status(folder, "preempted", "stopped before it began")
+        if "kept_in" not in config and _mode(config) == "train":
+            kept = (
+                "what was saved before is still there" if config["resume"] else "nothing is saved"
+            )
+            say(f"stopped before it began; {kept}")
 
 
 def _mode(config: dict[str, Any]) -> str:
@@ -124,36 +127,32 @@ def _mode(config: dict[str, Any]) -> str:
 
 
 def run(
-    script: str | Path,
-    config: Path,
-    folder: Path,
-    *,
-    ranks: int = 1,
-    threads: int | None = None,
-    resume: str | None = None,
+    command: Sequence[str], folder: Path, *, ranks: int = 1, threads: int | None = None
 ) -> dict[str, Any]:
-    """Run `script --worker config folder` and return its status; raise RuntimeError if it failed.
+    """Run the command of a worker on each rank; return the status, RuntimeError if it failed.
 
     The first SIGINT or SIGTERM is passed on, for the run to stop at its next safe point; a second
     one kills it. A stopped run raises `Interrupted` with 128 + the signal.
     """
-    command = [sys.executable, str(script), "--worker", str(config), str(folder)]
-    command += [f"resume={resume}"] if resume else []
     from_user = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # nested levels follow
     each = threads or (int(from_user) if from_user.isdecimal() else 0) or max(cores() // ranks, 1)
-    with _caught_signals() as signals, _free_port() as port:
+    with _caught_signals() as signals, socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # for rank 0 to listen on it
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
         processes = _start_ranks(command, ranks=ranks, threads=each, port=port)
         code, first = _wait(processes, folder, signals)
         who = f"rank {first}" if ranks > 1 else "the process"
         failure = _close(folder, code, signals, who=who)
-    if code or signals:
-        rewrite_report(folder)
+    if (code or signals) and (folder / "report.html").exists():
+        with suppress(Exception):  # a damaged folder or a full disk
+            write_report(folder)  # again: only now is it known why the run ended
     status = read_status(folder)
     if signals or status.get("state") == "preempted":
         if failure:
             complain(failure)
         raise Interrupted(128 + signals[0] if signals else STOPPED)
-    if failure:
+    if failure is not None:
         raise RuntimeError(failure)
     return status
 
@@ -170,7 +169,7 @@ def cores() -> int:
 
 @contextmanager
 def _caught_signals() -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM; after one, what is still hammered in is ignored."""
+    """Collect SIGINT and SIGTERM; after the block further ones are ignored if one came."""
     got: list[int] = []
     kinds = (signal.SIGINT, signal.SIGTERM)
     previous = {kind: signal.signal(kind, lambda number, _: got.append(number)) for kind in kinds}
@@ -179,15 +178,6 @@ def _caught_signals() -> Iterator[list[int]]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, signal.SIG_IGN if got else handler)
-
-
-@contextmanager
-def _free_port() -> Iterator[int]:
-    """Hold a port of this machine; with SO_REUSEADDR rank 0 can listen on it all the same."""
-    with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", 0))
-        yield held.getsockname()[1]
 
 
 def _start_ranks(
@@ -254,13 +244,16 @@ def _kill_families(ranks: list[subprocess.Popen]) -> None:
 def _close(folder: Path, code: int, signals: list[int], *, who: str) -> str | None:
     """Write into status.json how a run ended; return the reason if it failed.
 
-    It is what the rank that failed first wrote, but of a killed rank that it was killed.
+    The reason is what the rank that failed first wrote, of a killed rank that it was killed, and
+    "" if a rank has printed it (TOLD).
     """
     status = read_status(folder)
     state = status.get("state")
     if signals and (state != "failed" or code < 0):  # an error of its own stays one
         close_status(folder, "preempted", stop_reason(signals[0]))
     elif code or state not in ("finished", "preempted"):
+        if code == TOLD:
+            return ""
         noted = [line for _, line in noted_errors(folder)]
         if state == "failed" and not noted:  # no file where the disk is full
             noted = [status.get("reason")]
@@ -276,10 +269,3 @@ def kill_reason(code: int, who: str) -> str:
         return f"{who} ended with code {code} and wrote no error"
     killed = f"{who} was killed (signal {-code}, {signal.Signals(-code).name})"
     return f"{killed}; out of memory? {LESS_MEMORY}" if -code == signal.SIGKILL else killed
-
-
-def rewrite_report(folder: Path) -> None:
-    """Write the report of a run that did not finish again: only now is it known why."""
-    if (folder / "report.html").exists():
-        with suppress(Exception):  # a damaged folder or a full disk
-            write_report(folder)

@@ -6,13 +6,14 @@ value of an environment variable of such a name, wherever it turns up.
 
 import os
 import re
-from collections.abc import Iterable
 from typing import Any
 
 HIDDEN = "<hidden>"
 _NAME = r"(?:token|secret|password|api[_-]?key)s?"
 _SECRET = re.compile(rf"(?i)(?:^|[_.-]|[a-z0-9]){_NAME}$")
-_PAIR = re.compile(rf"(?i)(\b[\w.-]*{_NAME}(?:=|['\"]: ?)['\"]?)(?!\$\{{)([^\s,'\"}})\]]{{4,}})")
+# name=value, but for ${...} and for counts, as in max_new_tokens=16 or =choice(16,32)
+_COUNT = r"\$\{|null\b|choice\(|range\(|\[?[\d.]+(?![\w.])"
+_PAIR = re.compile(rf"(?i)(\b[\w.-]*{_NAME}(?:=|['\"]: ?)['\"]?)(?!{_COUNT})[^\s,'\"}})\]]{{4,}}")
 _URL = re.compile(r"(://[^/\s:@]*:)[^/\s@]+@")
 
 
@@ -36,28 +37,15 @@ def is_secret(name: str, value: str) -> bool:
     return bool(value and not value.startswith("${") and _SECRET.search(name))
 
 
-def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
+def redact_text(text: str) -> str:
     """Return `text` with secrets of the environment, of URLs and of `name=value` hidden.
 
     >>> redact_text("kl.coeff=0.1,env.api_key=sk-123 of https://me:hf_1@hub")
     'kl.coeff=0.1,env.api_key=<hidden> of https://me:<hidden>@hub'
     """
     of_environment = (value for name, value in os.environ.items() if _SECRET.search(name))
-    for secret in sorted({*secrets, *of_environment}, key=len, reverse=True):
+    for secret in sorted(of_environment, key=len, reverse=True):
         if len(secret) >= 8:  # shorter ones occur inside ordinary words
             text = text.replace(secret, HIDDEN)
     text = _URL.sub(rf"\1{HIDDEN}@", text)
-    return _PAIR.sub(lambda m: m[0] if m[2].replace(".", "").isdigit() else m[1] + HIDDEN, text)
-
-
-def redact_word(word: str) -> str:
-    """Return an override `key=value` with its value hidden if that is a secret.
-
-    >>> redact_word("policy.max_new_tokens=16"), redact_word("env.api_key=abcd")
-    ('policy.max_new_tokens=16', 'env.api_key=<hidden>')
-    """
-    key, sign, value = word.partition("=")
-    if not (sign and _SECRET.search(key)) or value.startswith("${"):
-        return redact_text(word)
-    of_numbers = not re.search("[A-Za-z]", re.sub("choice|range|null", "", value))
-    return word if of_numbers else f"{key}={HIDDEN}"  # max_new_tokens=16,32
+    return _PAIR.sub(rf"\1{HIDDEN}", text)

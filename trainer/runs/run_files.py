@@ -96,15 +96,13 @@ def load_run(folder: str | Path) -> Run:
     """Read a run folder, finished or not."""
     folder = Path(folder)
     lines = read_lines(folder / "metrics.jsonl")
-    words = _load_yaml(folder / ".hydra" / "overrides.yaml")
-    by_iteration = {
-        line[ITERATION]: line for line in lines if number(line.get(ITERATION)) is not None
-    }
+    lines = [line for line in lines if number(line.get(ITERATION)) is not None]
+    by_iteration = {line[ITERATION]: line for line in lines}
     return Run(
         folder=folder,
         status=read_status(folder),
         config=read_yaml(folder / "config.yaml"),
-        words=words if isinstance(words, list) else [],
+        words=read_yaml(folder / ".hydra" / "overrides.yaml", list),
         defaults=read_yaml(folder / ".hydra" / "defaults.yaml"),
         metrics=[by_iteration[iteration] for iteration in sorted(by_iteration)],
     )
@@ -164,17 +162,13 @@ def dig(data: Any, *keys: str) -> Any:
     return data
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Read a YAML mapping; {} where it is missing or torn."""
-    data = _load_yaml(path)
-    return data if isinstance(data, dict) else {}
-
-
-def _load_yaml(path: Path) -> Any:
+def read_yaml(path: Path, kind: type = dict) -> Any:
+    """Read a YAML file of a mapping, or of another `kind`; empty where it is missing or torn."""
     try:
-        return yaml.load(path.read_text(errors="replace"), Loader=_Loader)
+        data = yaml.load(path.read_text(errors="replace"), Loader=_Loader)
     except (OSError, ValueError, yaml.YAMLError):
-        return None
+        return kind()
+    return data if isinstance(data, kind) else kind()
 
 
 def parse_line(text: str) -> dict[str, Any] | None:
