@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from tensordict import TensorDict
 from torch import Tensor
@@ -25,10 +26,10 @@ from benchmarks.measure import MIB
 from policies.load import load_policy, load_reference
 from policies.models import EMBEDDED
 from policies.sharding import held_bytes
-from trainer.modes.preflight.play import Peak
+from trainer.modes.preflight.play import restart_peak
 from trainer.objectives import SFTObjective
 from trainer.optimizer import make_optimizer
-from trainer.runtime import Runtime, status_bytes
+from trainer.runtime import Runtime, peak
 from trainer.shards import ShardedRuntime
 from trainer.update import Update
 
@@ -66,26 +67,24 @@ def measure(args: argparse.Namespace) -> None:
     kind = Runtime if args.way == "ddp" else ShardedRuntime
     with tempfile.TemporaryDirectory() as folder, kind(Path(folder)) as runtime:
         torch.set_num_threads(1)
-        start = status_bytes("VmRSS")
+        start = psutil.Process().memory_info().rss
         make = partial(load_policy, args.model, dtype=args.dtype, max_new_tokens=2)
         policy = runtime.load(make)
         reference = load_reference(policy)
         scorer, optimizer = runtime.prepare(policy, make_optimizer, {"lr": 1e-6}, reference)
         update = Update(scorer, optimizer, SFTObjective(), runtime, lr=lambda step: 1e-6)
-        batch, peaks = rows(args.tokens, policy.device), Peak(runtime.device)
+        batch = rows(args.tokens, policy.device)
         for _ in range(2):
             gc.collect()
-            peaks = Peak(runtime.device, trim=True)
+            restart_peak(runtime.device)
             update(batch.clone())
-        peak = peaks.highest() - start
+        highest = peak(runtime.device) - start
         gc.collect()
-        Peak(runtime.device, trim=True)
-        after = status_bytes("VmRSS") - start
+        after = restart_peak(runtime.device) - start
         size = held_bytes
-        sampling = Peak(runtime.device, trim=True)
         with policy.scorer.placement.whole():
             pass
-        gathered = sampling.highest() - start
+        gathered = peak(runtime.device) - start
         parts = {
             "policy": sum(map(size, policy.scorer.parameters())),
             "reference": sum(map(size, reference.scorer.parameters())),
@@ -93,7 +92,7 @@ def measure(args: argparse.Namespace) -> None:
             "moments": sum(size(v) for s in optimizer.state.values() for v in s.values()
                            if isinstance(v, Tensor)),
         }  # fmt: skip
-        held = {"held": sum(parts.values()), "rss": after, "peak": peak, "sampling": gathered}
+        held = {"held": sum(parts.values()), "rss": after, "peak": highest, "sampling": gathered}
         if runtime.is_main:
             for name, value in (parts | held).items():
                 print(name, value / MIB)

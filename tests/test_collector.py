@@ -130,9 +130,9 @@ def test_data_are_rows_texts_or_tensordicts_and_an_iterator_ends():
     said = [row["history"].full.messages() for row in batch.view(-1).unbind(0)]
     assert [chat[0] for chat in said] == [{"role": "user", "content": t} for t in ("Hi", "Ho")]
     assert {chat[1]["role"] for chat in said} == {"assistant"}
-    with pytest.raises(TypeError, match=r"rows .dicts with 'messages'.*got int"):
+    with pytest.raises(TypeError, match=r"dicts with 'messages'.*got 3"):
         next(iter(LLMCollector(env, policy=policy, dataloader=[3], dialog_turns_per_batch=1)))
-    with pytest.raises(ValueError, match=r"'messages' or 'query'.*\['text'\]; rename"):
+    with pytest.raises(TypeError, match=r"'messages' or 'query'.*'text'"):
         next(iter(LLMCollector(env, policy=policy, dataloader=[{"text": "Hi"}], **last)))
     with pytest.raises(RuntimeError, match="reset expected a td"):
         next(iter(LLMCollector(env, policy=policy, dialog_turns_per_batch=1)))
@@ -160,8 +160,6 @@ def test_postproc_maps_batches_and_may_skip_them(caplog):
     collector.set_postproc(every_second)
     assert [int(b["seen"][0, 0]) for b in collector] == [2, 4]
     assert "12 turns so far" in caplog.text
-    with pytest.raises(RuntimeError, match="already has one"):
-        collector.set_postproc(every_second)
 
 
 def test_an_environment_may_have_its_own_data():
@@ -247,8 +245,6 @@ def test_new_weights_count_a_version():
         row = collector.rollout()
         assert int(row["policy_version"]) == collector.get_policy_version() == version
     assert policy.version == len(ways)
-    with pytest.raises(TypeError, match="one of policy_or_weights, weights and policy"):
-        collector.update_policy_weights_(other, policy=other)
     texts = PolicyVersion("uuid")
     named = uneven(policy, dialog_turns_per_batch=1, track_policy_version=texts)
     row = named.rollout()[0, 0]
@@ -267,9 +263,6 @@ def test_new_weights_count_a_version():
         ({"yield_only_last_steps": True, "yield_completed_trajectories": False}, TypeError,
          "requires yield_completed_trajectories=True"),
         ({"yield_only_last_steps": True, "reset_at_each_iter": True}, TypeError, "excludes"),
-        ({"replay_buffer": object()}, ValueError, "no replay_buffer: batches are yielded"),
-        ({"async_envs": True}, ValueError, "no async_envs: environments run in this process"),
-        ({"weight_updater": object()}, ValueError, "call update_policy_weights_"),
     ],
 )  # fmt: skip
 def test_wrong_combinations_are_named(kwargs, error, match):

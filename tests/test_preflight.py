@@ -16,8 +16,9 @@ from policies.chats.chat_template import Renderer
 from policies.load import load_policy
 from trainer.modes.preflight import costs
 from trainer.modes.preflight.costs import at_limits, memory_of
-from trainer.modes.preflight.play import Peak, Phase
+from trainer.modes.preflight.play import Phase, restart_peak
 from trainer.modes.preflight.tokens import count_ends, table
+from trainer.runtime import peak
 from trainer.transcripts import token_texts
 
 SMALL = (
@@ -63,12 +64,13 @@ def test_whether_rows_end_by_an_end_that_is_learnt():
 
 def test_the_peak_is_that_of_its_own_time():
     held = torch.ones(2**24)  # 64 MiB
-    first = Peak(torch.device("cpu"))
-    assert first.highest() >= first.now() > held.nbytes
-    before = first.highest()
+    cpu = torch.device("cpu")
+    now = restart_peak(cpu)
+    before = peak(cpu)
+    assert before >= now > held.nbytes
     more = torch.ones(2**25)
-    assert first.highest() > before + 0.9 * more.nbytes
-    assert memory_of(torch.device("cpu")) > first.highest()
+    assert peak(cpu) > before + 0.9 * more.nbytes
+    assert memory_of(cpu) > peak(cpu)
 
 
 def test_a_sound_run_has_no_problem_and_leaves_nothing(tmp_path):

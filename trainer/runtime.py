@@ -5,13 +5,13 @@ One Runtime a process. Only rank 0 writes; who starts a run keeps what an error 
 
 import json
 import os
+import re
 import resource
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -37,8 +37,8 @@ class Runtime:
     """Start the ranks of a run and keep its status.json true.
 
     Use it as a context manager: leaving it normally writes "finished", by `Stopped` "preempted",
-    by an error "failed". A stop signal raises `Stopped` at `check_stop` and
-    within `stoppable` blocks, and before the first of them: a set-up holds nothing to save.
+    by an error "failed". A stop signal raises `Stopped` at `check_stop`, within `stoppable` blocks,
+    and during the set-up.
     """
 
     def __init__(self, folder: str | Path, *, seed: int = 0, device: str | None = None) -> None:
@@ -137,10 +137,11 @@ class Runtime:
 
     def check_stop(self) -> None:
         """Raise Stopped on all ranks together if one got a signal or the parent is gone."""
-        reason = stop_reason(self.stop_signal) if self.stop_signal else self._orphaned()
-        told = [other for other in self.gather(reason) if other]
-        if told:
-            raise Stopped(told[0])
+        reason = stop_reason(self.stop_signal) if self.stop_signal else None
+        if reason is None and self.parent not in (None, os.getppid()):  # it was killed
+            reason = "the process that started the run is gone"
+        if reasons := [other for other in self.gather(reason) if other]:
+            raise Stopped(reasons[0])
 
     @contextmanager
     def stoppable(self) -> Iterator[None]:
@@ -168,15 +169,11 @@ class Runtime:
     def write_status(self, **changes: Any) -> None:
         """Update status.json atomically (rank 0)."""
         self._written = time.time()
-        again, path = "seconds" in self.status, self.folder / "status.json"
         self.status.update(changes, seconds=round(time.time() - self.started, 2))
         if self.status["state"] == "finished":  # no phase any more
             self.status = {k: v for k, v in self.status.items() if not k.startswith("phase")}
-        if self.is_main and again and not path.exists():
-            gone = "was removed, or emptied, while its run went on; start the run anew"
-            raise FileNotFoundError(f"{self.folder} {gone}")
         if self.is_main:
-            write_text(path, json.dumps(self.status, indent=1))
+            write_text(self.folder / "status.json", json.dumps(self.status, indent=1))
 
     def __enter__(self) -> "Runtime":
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -185,11 +182,6 @@ class Runtime:
         self.write_status()
         self.at_once = self.ranks == 1
         return self
-
-    def _orphaned(self) -> str | None:
-        """Return why to stop if the process that started this run was killed."""
-        gone = self.parent is not None and self.parent != os.getppid()
-        return "the process that started the run is gone" if gone else None
 
     def _on_signal(self, number: int, _: Any) -> None:
         if self.stop_signal is not None:  # asked twice: go now
@@ -202,12 +194,7 @@ class Runtime:
         if self.at_once:
             raise Stopped(stop_reason(number))
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self.at_once = False
         if error is None:
             self.write_status(state="finished", reason=None)
@@ -218,7 +205,6 @@ class Runtime:
                 self.write_status(state="failed")
         for name, handler in self.handlers.items():  # last: a second signal finds the status told
             signal.signal(name, handler)
-        return False
 
 
 def check_accelerate() -> None:
@@ -231,11 +217,7 @@ def check_accelerate() -> None:
 
 @torch.no_grad()
 def checksums(module: nn.Module) -> dict[str, int]:
-    """Return the sum of the bits of each weight that is trained; any change of one bit shows.
-
-    >>> checksums(nn.Linear(1, 1, bias=False).bfloat16().requires_grad_(False))
-    {}
-    """
+    """Return the sum of the bits of each weight that is trained; any change of one bit shows."""
     every = module.named_parameters()
     trained = {n: p for n, p in every if p.requires_grad and not hasattr(p, "full_tensor")}
     sums = [
@@ -253,22 +235,15 @@ def check_agreement(module: nn.Module, runtime: Runtime, *, iteration: int) -> N
             raise RuntimeError(
                 f"the ranks have drifted apart: after iteration {iteration}, {len(differ)} of "
                 f"{len(first)} trained weights of rank {rank} are not those of rank 0 (the first: "
-                f"{differ[0]}), so each trains a model of its own; go on from an older checkpoint "
-                "with launch.num_processes=1, and report it"
+                f"{differ[0]}); resume an older checkpoint with launch.num_processes=1"
             )
 
 
 def peak(device: torch.device) -> int:
-    """Return the highest use since the start, or since the latest `Peak`, bytes."""
+    """Return the most memory in use so far, bytes: torch's of a GPU, else what is resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return status_bytes("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def status_bytes(name: str) -> int:
-    """Return a line of /proc/self/status in bytes, 0 where there is none."""
-    with suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith(f"{name}:"):
-                return int(line.split()[1]) * 1024
-    return 0
+    with suppress(OSError):  # Linux; getrusage would count a parent process too
+        if found := re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text()):
+            return int(found[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -3,13 +3,13 @@
 A row is one turn of one chat: the policy's outputs at the root, the environment's under "next".
 Rows are ragged, so batches are lazy stacks: [B, T] for B chats side by side and T turns. A chat
 that ends makes room for the next prompt. The trainer's own road is trainer/collect.py: whole chats,
-one row each, dense; both prolong a chat by the same functions.
-Left out on purpose: replay buffers, queues, environment pools, remote workers.
+one row each, dense; both extend a chat by the same functions.
+Left out on purpose: replay buffers, queues, environment pools, remote workers, weight updaters.
 """
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,12 +26,6 @@ from trainer.collect import carry, prolong, ready
 
 LOGGER = logging.getLogger(__name__)
 Policy = Callable[[TensorDictBase], TensorDictBase]
-REFUSED = {
-    "async_envs": "environments run in this process, one batched call a turn",
-    "replay_buffer": "batches are yielded; put them where you like, or pass postproc",
-    "weight_updater": "the policy is in this process; call update_policy_weights_",
-    "queue": "batches are yielded; put them on your queue",
-}
 
 
 class LLMCollector:
@@ -72,39 +66,33 @@ class LLMCollector:
         yield_completed_trajectories: bool | None = None,
         postproc: Callable[[TensorDictBase], TensorDictBase | None] | None = None,
         total_dialog_turns: int = -1,
-        async_envs: bool | None = None,
-        replay_buffer: Any = None,
         reset_at_each_iter: bool = False,
         flatten_data: bool | None = None,
-        weight_updater: Any = None,
-        queue: Any = None,
         track_policy_version: Any = False,
         verbose: bool = False,
         dataloader: Iterable[Any] | None = None,
     ) -> None:
-        given = (async_envs, replay_buffer, weight_updater, queue)
-        for (name, reason), value in zip(REFUSED.items(), given, strict=True):
-            if value not in (None, False):
-                raise ValueError(f"LLMCollector has no {name}: {reason}")
         if (policy is None) == (policy_factory is None):
             raise TypeError("expected exactly one of policy and policy_factory")
         only_last = bool(yield_only_last_steps)
         completed = yield_completed_trajectories
         completed = only_last if completed is None else completed
-        _check_modes(only_last, completed, flatten_data, reset_at_each_iter)
+        if only_last and not completed:
+            raise TypeError("yield_only_last_steps=True requires yield_completed_trajectories=True")
+        if only_last and reset_at_each_iter:
+            raise TypeError("yield_only_last_steps=True excludes reset_at_each_iter=True")
+        if completed and flatten_data is not None:
+            raise TypeError("expected no flatten_data: batches of whole chats have one dimension")
         if dialog_turns_per_batch is None and completed:
             dialog_turns_per_batch = 1
         if dialog_turns_per_batch is None or dialog_turns_per_batch < 1:
-            raise ValueError(
-                f"expected dialog_turns_per_batch >= 1, got {dialog_turns_per_batch}; only "
-                "yield_completed_trajectories=True has a default, one chat"
-            )
+            raise ValueError(f"expected dialog_turns_per_batch >= 1, got {dialog_turns_per_batch}")
         self.policy: Any = policy if policy_factory is None else policy_factory()
         self.env = env if isinstance(env, EnvBase) else env()
         tracker = PolicyVersion() if track_policy_version is True else track_policy_version or None
         self.policy_version_tracker = tracker
-        if self.policy_version_tracker is not None:
-            self.env = TransformedEnv(self.env, self.policy_version_tracker)
+        if tracker is not None:
+            self.env = TransformedEnv(self.env, tracker)
         self._register()  # before anything asks for a spec: transforms may need the policy
         self.dialog_turns_per_batch = dialog_turns_per_batch
         self.total_dialog_turns = total_dialog_turns
@@ -170,19 +158,13 @@ class LLMCollector:
     def update_policy_weights_(
         self,
         policy_or_weights: nn.Module | Mapping[str, Any] | TensorDictBase | None = None,
-        *,
-        weights: Mapping[str, Any] | TensorDictBase | None = None,
-        policy: nn.Module | None = None,
     ) -> None:
         """Load weights (a policy, a model, its state dict or a TensorDict), and count a version.
 
         Without an argument only the version moves on: the policy itself was trained.
         """
-        given = [x for x in (policy_or_weights, weights, policy) if x is not None]
-        if len(given) > 1:
-            raise TypeError("expected one of policy_or_weights, weights and policy, got more")
-        if given:
-            state = _state_dict(given[0])
+        if policy_or_weights is not None:
+            state = _state_dict(policy_or_weights)
             if hasattr(self.policy, "load_weights"):
                 self.policy.load_weights(state.items())
             else:
@@ -199,8 +181,7 @@ class LLMCollector:
     @property
     def policy_version(self) -> int | str | None:
         """Return the version of the policy, None where it is not tracked."""
-        tracker = self.policy_version_tracker
-        return None if tracker is None else tracker.version
+        return getattr(self.policy_version_tracker, "version", None)
 
     def get_policy_version(self) -> int | str | None:
         """Return `policy_version`."""
@@ -211,24 +192,8 @@ class LLMCollector:
         return getattr(self.policy, "model", self.policy)
 
     def set_postproc(self, postproc: Callable[[TensorDictBase], TensorDictBase | None]) -> None:
-        """Set `postproc`, once."""
-        if self.postproc is not None:
-            raise RuntimeError("expected no postproc yet, this collector already has one")
+        """Set `postproc`."""
         self.postproc = postproc
-
-
-def _check_modes(
-    only_last: bool, completed: bool, flatten_data: bool | None, reset_at_each_iter: bool
-) -> None:
-    """Raise TypeError for modes that exclude each other."""
-    for wrong, fault in (
-        (only_last and not completed, "requires yield_completed_trajectories=True (or None)"),
-        (only_last and reset_at_each_iter, "excludes reset_at_each_iter=True"),
-    ):
-        if wrong:
-            raise TypeError(f"yield_only_last_steps=True {fault}")
-    if completed and flatten_data is not None:
-        raise TypeError("expected no flatten_data: batches of whole chats have one dimension")
 
 
 def _starts(loader: Iterable[Any], text_key: str) -> Iterator[TensorDictBase]:
@@ -251,32 +216,21 @@ def _starts(loader: Iterable[Any], text_key: str) -> Iterator[TensorDictBase]:
 
 
 def _as_td(data: Any, text_key: str) -> TensorDictBase:
-    """Return data for a reset: a TensorDict, or one of rows or of texts."""
+    """Return data for a reset: a TensorDict, or one of texts, of rows, or of columns."""
     if isinstance(data, TensorDictBase):
         return data if data.ndim else data.unsqueeze(0)
     items = data if isinstance(data, list | tuple) else [data]
     td = TensorDict(batch_size=[len(items)])
-    if items and all(isinstance(item, str) for item in items):
+    if all(isinstance(item, str) for item in items):
         return td.set(text_key, NonTensorStack(*items))
-    if items and all(isinstance(item, Mapping) for item in items):
-        if not all("messages" in item for item in items):
-            return _columns(td, items, text_key)
+    if all(isinstance(item, Mapping) and "messages" in item for item in items):
         return td.set("row", NonTensorStack(*[NonTensorData(dict(item)) for item in items]))
-    raise TypeError(
-        "expected TensorDicts, rows (dicts with 'messages'), texts or lists of these from the "
-        f"dataloader, got {type(items[0]).__name__ if items else 'an empty list'}"
-    )
-
-
-def _columns(td: TensorDict, items: Sequence[Mapping], text_key: str) -> TensorDict:
-    """Return dicts with a chat under `text_key` as columns, those that all of them have."""
-    names = sorted(set(items[0]).intersection(*items))
-    if text_key not in names:
-        raise ValueError(
-            f"expected rows with 'messages' or {text_key!r} from the dataloader, got "
-            f"{names}; rename the text"
+    if not all(isinstance(item, Mapping) and text_key in item for item in items):
+        raise TypeError(
+            f"expected TensorDicts, texts, dicts with 'messages' or {text_key!r}, or lists of "
+            f"these from the dataloader, got {items[0]!r:.80}"
         )
-    for name in names:
+    for name in sorted(set(items[0]).intersection(*items)):
         td.set(name, NonTensorStack(*[NonTensorData(item[name]) for item in items]))
     return td
 
@@ -301,22 +255,14 @@ class Chat:
 
 
 class Chats:
-    """Play `policy` in `env`: the chats of one reset beside each other, turn by turn.
+    """Play `policy` in `env`: the chats of one reset side by side, turn by turn.
 
-    Each turn of a chat is a row without padding, and the exact ids go from turn to turn. A chat
-    that ends makes room for the next prompt.
-
-    `data` gives what `env.reset` takes; without it the environment has its own data.
-    `tracker`, a PolicyVersion, writes the version of the policy.
+    Each turn is a row without padding; exact ids pass from turn to turn. `data` yields what
+    `env.reset` takes (None: the environment has its own). `tracker` writes the policy's version.
     """
 
     def __init__(
-        self,
-        env: EnvBase,
-        policy: Any,
-        *,
-        data: Iterator[TensorDictBase] | None = None,
-        tracker: Any = None,
+        self, env: EnvBase, policy: Any, *, data: Iterator[TensorDictBase] | None, tracker: Any
     ) -> None:
         self.env, self.policy, self.data, self.tracker = env, policy, data, tracker
         self.player = policy
@@ -337,7 +283,10 @@ class Chats:
         if self.player is not self.policy:  # made before the syncs that the policy counts since
             self.player.version = self.policy.version
         td = self.player(lazy_stack([chat.state for chat in playing]))
-        self._mark_assistant(td, playing)
+        if self._exact:  # the policy marks only the reply that it adds
+            masks = rows(td, (self.player.masks_key, "all_assistant_mask"))
+            for mask, chat in zip(masks or (), playing, strict=True):
+                mask[: len(chat.assistant)] |= chat.assistant.to(mask.device)
         if self.tracker is not None:  # in place of what the wrapper counts
             td = self.tracker._step(td, td)
         turn = list(self.env.step(td).unbind(0))
@@ -349,11 +298,12 @@ class Chats:
                 self.finished.append(chat)
             else:
                 chat.state = carry(row, self._state)
-                self._prolong(chat, row)
+                if self._exact:
+                    self._extend(chat, row)
         return turn
 
     def give_up(self) -> None:
-        """Stop the running chats; the next turn begins new ones at their places."""
+        """Stop the running chats; the next turn begins new ones in their places."""
         self.places = [None] * len(self.places)
 
     def _seat(self) -> None:
@@ -370,11 +320,6 @@ class Chats:
         if self.data is not None and start is None:
             return False
         td = self.env.reset(start)
-        if td.ndim != 1:
-            raise ValueError(
-                "expected an environment with one batch dimension, got one of batch size "
-                f"{tuple(td.batch_size)}"
-            )
         self._state = list(td.keys())
         for state in td.unbind(0):
             chat = Chat(self._drawn, state)
@@ -391,10 +336,8 @@ class Chats:
         able = getattr(self.player, "renderer", None) is not None
         return known and able and "tokens" not in self._state
 
-    def _prolong(self, chat: Chat, row: TensorDictBase) -> None:
+    def _extend(self, chat: Chat, row: TensorDictBase) -> None:
         """Give the chat's next prompt the ids so far and those of the new messages."""
-        if not self._exact:
-            return
         before, after = _messages(row, "full"), _messages(chat.state)
         if after[: len(before)] != before:  # the environment rewrote what was said
             return self._render(chat, after)
@@ -411,13 +354,6 @@ class Chats:
     def _set_prompt(self, chat: Chat, ids: Tensor, assistant: Tensor) -> None:
         chat.state.set(self.player.tokens_key, Tokens(prompt=ids, batch_size=[]))
         chat.assistant = assistant
-
-    def _mark_assistant(self, td: TensorDictBase, playing: list[Chat]) -> None:
-        """Mark what the assistant said before: the policy only marks the reply that it adds."""
-        if self._exact:
-            masks = rows(td, (self.player.masks_key, "all_assistant_mask"))
-            for mask, chat in zip(masks or (), playing, strict=True):
-                mask[: len(chat.assistant)] |= chat.assistant.to(mask.device)
 
 
 def _messages(td: TensorDictBase, field: str = "prompt") -> list[dict]:

@@ -6,6 +6,7 @@ Left out on purpose: replay buffers, queues shared between processes, oversampli
 """
 
 import logging
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -55,21 +56,11 @@ class MCAdvantage(Transform):
         *,
         trajectory_return: Literal["sum", "max", "mean"] | None = None,
         keep_return_bounds: tuple[float, float] | None = None,
-        candidate_group_size: int | None = None,
-        candidate_selection_min_size: int | None = None,
-        candidate_selector: Any = None,
     ) -> None:
         if not isinstance(grpo_size, int) or grpo_size < 2:
             raise ValueError(f"a group baseline needs a whole grpo_size >= 2, got {grpo_size!r}")
         if trajectory_return not in (None, *REDUCE):
-            raise ValueError(
-                f"expected trajectory_return sum, max, mean or None, got {trajectory_return!r}"
-            )
-        if any((candidate_group_size, candidate_selection_min_size, candidate_selector)):
-            raise ValueError(
-                "MCAdvantage draws no more candidates than it keeps: leave candidate_* out and "
-                "drop groups without a signal by keep_return_bounds"
-            )
+            raise ValueError(f"expected trajectory_return in {[*REDUCE]}, got {trajectory_return}")
         bounds = keep_return_bounds
         if bounds is not None and (trajectory_return is None or not bounds[0] < bounds[1]):
             raise ValueError(
@@ -101,11 +92,8 @@ class MCAdvantage(Transform):
 
     def _trajectories(self, td: TensorDictBase) -> list[list[TensorDictBase]]:
         """Return the rows of each trajectory of a batch of any number of dimensions."""
-        if td.ndim == 0:
-            raise ValueError("expected trajectories [T] or [B, T], got one row; unsqueeze it")
         if td.ndim > 1:
-            chats = td.unbind(0) if td.ndim == 2 else td.flatten(0, -2).unbind(0)
-            return [rows for chat in chats for rows in self._trajectories(chat)]
+            return [rows for chat in td.unbind(0) for rows in self._trajectories(chat)]
         out, rows = [], []
         for row in td.unbind(0):
             rows.append(row)
@@ -114,8 +102,8 @@ class MCAdvantage(Transform):
                 rows = []
         if rows:
             raise RuntimeError(
-                f"Expected the trajectory to be done, got {len(rows)} turns that end with "
-                f"{self.done_key} False; collect with yield_completed_trajectories=True"
+                f"Expected the trajectory to be done, got {len(rows)} turns that do not end; "
+                "collect with yield_completed_trajectories=True"
             )
         return out
 
@@ -134,23 +122,21 @@ class MCAdvantage(Transform):
     def _group(self, trajectories: list[list[TensorDictBase]]) -> list[TensorDictBase]:
         """Write the advantages of a full group; nothing is kept of one outside the bounds."""
         rows = [row for chat in trajectories for row in chat]
-        rewards = self._rewards(rows)
+        rewards = [row.get(self.rewards_key).float() for row in rows]
+        flat = torch.cat([reward.flatten() for reward in rewards])
+        sizes = [reward.numel() for reward in rewards]
         if self.trajectory_return is None:
-            sizes = [reward.numel() for reward in rewards]
-            flat = torch.cat([reward.flatten() for reward in rewards])
-            advantages = standardise(flat, floor=STD_FLOOR).split(sizes)
+            scores = standardise(flat, floor=STD_FLOOR)
         else:
-            each = [torch.cat([r.flatten() for r in self._rewards(chat)]) for chat in trajectories]
-            returns = torch.stack([REDUCE[self.trajectory_return](r) for r in each])
+            numbers = iter(sizes)
+            lengths = [sum(islice(numbers, len(chat))) for chat in trajectories]
+            reduce = REDUCE[self.trajectory_return]
+            returns = torch.stack([reduce(chat) for chat in flat.split(lengths)])
             low, high = self.keep_return_bounds or (-torch.inf, torch.inf)
             if not low < float(returns.mean()) < high:
                 return []
-            scores = standardise(returns, floor=STD_FLOOR)
-            advantages = [s for s, chat in zip(scores, trajectories, strict=True) for _ in chat]
-        for row, reward, advantage in zip(rows, rewards, advantages, strict=True):
-            shaped = advantage.expand(reward.shape) if advantage.ndim == 0 else advantage
-            row.set(self.advantage_key, shaped.reshape(reward.shape).clone())
+            each = standardise(returns, floor=STD_FLOOR)
+            scores = each.repeat_interleave(torch.tensor(lengths, device=each.device))
+        for row, reward, score in zip(rows, rewards, scores.split(sizes), strict=True):
+            row.set(self.advantage_key, score.reshape(reward.shape).clone())
         return rows
-
-    def _rewards(self, rows: list[TensorDictBase]) -> list[Tensor]:
-        return [row.get(self.rewards_key).float() for row in rows]

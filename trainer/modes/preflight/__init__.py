@@ -4,6 +4,7 @@ Every section prints what it found; a problem is a line with its remedy, and the
 result.
 """
 
+import gc
 from typing import Any
 
 from trainer.modes.preflight.checks import check_rewards, check_rows, check_steps
@@ -21,12 +22,13 @@ def run(loop: Trainer, settings: dict[str, Any]) -> float:
         findings.say(f"experiment {name} would be trained first; this looks at its untrained model")
     longest = check_rows(loop, settings, findings)
     check_steps(loop, settings, findings)
-    if played := play(loop, findings):
-        first, second = played
-        check_tokens(loop, first.batch, findings)
-        if "reward_raw" in first.batch:
-            check_rewards(first, findings)
-        check_memory(loop, settings, findings, played=second, longest=longest)
-        check_time(loop, settings, findings, played=played)
-        check_disk(loop, settings, findings)
+    gc.freeze()  # as a run does
+    findings.section("Playing two iterations of the run ...")
+    first, second = play(loop, 0), play(loop, 1)  # the second begins with the optimizer's moments
+    check_tokens(loop, first.batch, findings)
+    if "reward_raw" in first.batch:
+        check_rewards(first.batch, findings)
+    check_memory(loop, settings, findings, played=second, longest=longest)
+    check_time(loop, settings, findings, played=(first, second))
+    check_disk(loop, settings, findings)
     return loop.runtime.gather(findings.finish())[0]

@@ -63,26 +63,23 @@ def memory_of(device: torch.device) -> int:
     """Return the memory of a GPU; else what the machine has, or the container may use."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    limits = [psutil.virtual_memory().total]
+    total = psutil.virtual_memory().total
     with suppress(OSError, ValueError):  # no cgroup, or "max"
-        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return min(limits)
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return total
 
 
 def check_time(
-    loop: Trainer, settings: dict[str, Any], findings: Findings, *, played: list[Iteration]
+    loop: Trainer, settings: dict[str, Any], findings: Findings, *, played: tuple[Iteration, ...]
 ) -> None:
     """Predict how long the run takes, checkpoints left out; all iterations count as the second."""
     total, (first, second) = settings["trainer"]["num_iterations"], played
     findings.section("Time on this machine now, by two iterations and a batch of the evaluation")
     for name, phase in second.phases.items():
-        findings.say(
-            f"{name:<9} {phase.seconds:.2f} s (the first {first.phases[name].seconds:.2f} s)"
-        )
-    parts = {
-        "start": findings.start,
-        f"{total} iterations": first.seconds + (total - 1) * second.seconds,
-    }
+        before = first.phases[name].seconds
+        findings.say(f"{name:<9} {phase.seconds:.2f} s (the first {before:.2f} s)")
+    training = first.seconds + (total - 1) * second.seconds
+    parts = {"start": findings.start, f"{total} iterations": training}
     if loop.evaluate.plans:
         few = copy(loop.evaluate)
         few.rows = few.rows[: few.chunk * loop.runtime.ranks]
@@ -100,15 +97,14 @@ def check_time(
 def check_disk(loop: Trainer, settings: dict[str, Any], findings: Findings) -> None:
     """Compare what the run writes with what is free where it writes.
 
-    A checkpoint has the trained weights and AdamW's moments; one more than is kept exists while it
-    is written.
+    A checkpoint has the weights and AdamW's moments; while it is written one more exists.
     """
     folder = Path(settings["output_dir"] or "outputs").expanduser().absolute()
     place = next(p for p in (folder, *folder.parents) if p.is_dir())
     kept, total = settings["checkpoint"], settings["trainer"]["num_iterations"]
-    sizes = [(p.numel() * p.element_size(), p.requires_grad)
-             for p in loop.policy.scorer.parameters()]  # fmt: skip
-    trained, model = sum(n for n, learns in sizes if learns), sum(n for n, _ in sizes)
+    weights = list(loop.policy.scorer.parameters())
+    model = sum(p.numel() * p.element_size() for p in weights)
+    trained = sum(p.numel() * p.element_size() for p in weights if p.requires_grad)
     one = 2 * trained + (trained if has_adapter(loop.policy.model) else model)
     count = -(-total // kept["every"]) if kept["every"] else 0
     most = min(count, kept["keep_last"] + int(kept["keep_best"]) + 1)
@@ -126,9 +122,5 @@ def check_disk(loop: Trainer, settings: dict[str, Any], findings: Findings) -> N
 
 
 def gib(size: float) -> str:
-    """Return bytes for people.
-
-    >>> gib(3 * 2**30), gib(5 * 2**20), gib(2000)
-    ('3.0 GiB', '5 MiB', '0 MiB')
-    """
+    """Return bytes for people: "3.0 GiB", "5 MiB"."""
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

@@ -1,10 +1,9 @@
 """What a preflight prints, and the iterations that it plays: timed, their memory measured."""
 
 import ctypes
-import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,7 @@ from rich.console import Console
 from rich.text import Text
 from tensordict import TensorDictBase
 
-from trainer.runs.failures import MEMORY, headline
-from trainer.runtime import peak, status_bytes
+from trainer.runtime import peak
 from trainer.trainer import Trainer
 from trainer.weight_sync import weight_sync
 
@@ -40,17 +38,13 @@ class Findings:
         """Print a line of a section."""
         self.console.print(Text("  ", style=style).append(line), soft_wrap=True)
 
-    def problem(self, text: str) -> None:
-        """Note something to change before the run."""
-        self.problems.append(text)
-        self.say(f"problem: {text}", style="red")
-
-    def judge(self, text: str) -> None:
-        """Note a problem of what the model replies; it is none if it is yet to be trained."""
-        if self.untrained:
+    def problem(self, text: str, *, of_replies: bool = False) -> None:
+        """Note something to change; what an untrained model replies is no problem yet."""
+        if of_replies and self.untrained:
             self.say(f"of the untrained model: {text}")
         else:
-            self.problem(text)
+            self.problems.append(text)
+            self.say(f"problem: {text}", style="red")
 
     def finish(self) -> int:
         """Print and return how many problems there are."""
@@ -58,36 +52,6 @@ class Findings:
         text = "no problem found" if not count else f"{count} problem{'s' if count > 1 else ''}:"
         self.section(f"preflight: {text}", *[f"- {problem}" for problem in self.problems])
         return count
-
-
-class Peak:
-    """The highest use of memory from here on, bytes.
-
-    Of a GPU what torch has allocated; else the resident memory of the process, whose high-water
-    mark Linux can set back (elsewhere it is the highest since its start). `trim` gives back first
-    what the allocator of the C library has kept of work that is done.
-    """
-
-    def __init__(self, device: torch.device, *, trim: bool = False) -> None:
-        self.device = device
-        if trim:
-            with suppress(OSError, AttributeError):  # glibc has it
-                ctypes.CDLL(None).malloc_trim(0)
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        else:
-            with suppress(OSError):
-                Path("/proc/self/clear_refs").write_text("5")
-
-    def now(self) -> int:
-        """Return what is in use."""
-        if self.device.type == "cuda":
-            return torch.cuda.memory_allocated(self.device)
-        return status_bytes("VmRSS") or self.highest()
-
-    def highest(self) -> int:
-        """Return the peak."""
-        return peak(self.device)
 
 
 @dataclass(frozen=True)
@@ -101,11 +65,10 @@ class Phase:
 
 @dataclass(frozen=True)
 class Iteration:
-    """An iteration that was played: its batch, its phases, the seconds of the task's rewards."""
+    """An iteration that was played: its batch and its phases."""
 
     batch: TensorDictBase
     phases: dict[str, Phase]
-    rewards: float
 
     @property
     def seconds(self) -> float:
@@ -113,56 +76,31 @@ class Iteration:
         return sum(phase.seconds for phase in self.phases.values())
 
 
-def play(loop: Trainer, findings: Findings) -> list[Iteration]:
-    """Play a cold iteration and a warm one, which has the optimizer's moments from its start.
-
-    What they fail at is a problem, on several ranks an error; none is returned then.
-    """
-    gc.freeze()  # as a run does
-    findings.section("Playing two iterations of the run ...")
-    try:
-        return [play_one(loop, 0), play_one(loop, 1)]
-    except (ValueError, OSError, RuntimeError) as error:
-        for_users = isinstance(error, (ValueError, OSError)) or MEMORY.search(str(error))
-        if loop.runtime.ranks > 1 or not for_users:
-            raise
-        findings.problem(headline(error))
-        return []
-
-
-def play_one(loop: Trainer, number: int) -> Iteration:
+def play(loop: Trainer, number: int) -> Iteration:
     """Play an iteration as the run would, and measure it."""
     phases: dict[str, Phase] = {}
 
     def phase(name: str, work: Callable[[], Any]) -> Any:
-        memory = Peak(loop.runtime.device, trim=number == 1)
-        before, start = memory.now(), time.perf_counter()
+        before, start = restart_peak(loop.runtime.device), time.perf_counter()
         out = work()
-        phases[name] = Phase(time.perf_counter() - start, before, memory.highest())
+        phases[name] = Phase(time.perf_counter() - start, before, peak(loop.runtime.device))
         return out
 
-    with timed_rewards(loop.source.env.base_env.task) as seconds:
-        batch = phase("generate", lambda: loop.source(number))
+    batch = phase("generate", lambda: loop.source(number))
     batch = phase("score", lambda: loop.advantage(loop.retrieve_kl(batch)))
     phase("update", lambda: loop.update(batch))
     if loop.generator is not loop.policy:
         phase("sync", lambda: weight_sync(loop.policy, loop.generator))
-    return Iteration(batch, phases, sum(seconds))
+    return Iteration(batch, phases)
 
 
-@contextmanager
-def timed_rewards(task: Any) -> Iterator[list[float]]:
-    """Collect the seconds that a task's rewards take inside the block."""
-    seconds, rewards = list[float](), task.rewards
-
-    def timed(rows: Sequence[Any], replies: Sequence[Any]) -> Any:
-        start = time.perf_counter()
-        out = rewards(rows, replies)
-        seconds.append(time.perf_counter() - start)
-        return out
-
-    task.rewards = timed  # on this object only
-    try:
-        yield seconds
-    finally:
-        del task.rewards
+def restart_peak(device: torch.device) -> int:
+    """Let `trainer.runtime.peak` begin anew, where the system can; return the bytes in use now."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    with suppress(OSError, AttributeError):  # glibc gives back what it keeps of work that is done
+        ctypes.CDLL(None).malloc_trim(0)
+    with suppress(OSError):  # Linux
+        Path("/proc/self/clear_refs").write_text("5")
+    return psutil.Process().memory_info().rss

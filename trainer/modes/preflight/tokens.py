@@ -32,33 +32,21 @@ def check_tokens(loop: Trainer, batch: TensorDictBase, findings: Findings) -> No
     empty, ended = count_ends(batch, policy.stop_ids)
     if empty == len(batch):
         findings.problem(
-            "no row has a token to learn; "
-            + (
-                "look at after_rollout and at dropped replies"
-                if samples
-                else "set policy.chat_template=chatml, or to a template with {% generation %} tags"
-            )
+            "no row has a token to learn; look at after_rollout and at dropped replies, or set "
+            "policy.chat_template=chatml"
         )
     elif ended:
         findings.say(f"ok: {ended} of {len(batch)} rows end by a learnt {ends}, {empty} are empty")
-    elif samples:
-        findings.judge(
-            f"no reply of {len(batch)} ended by itself; raise policy.max_new_tokens, or begin with "
-            "a model that knows this template (policy.chat_template)"
-        )
     else:
         findings.problem(
-            "no row ends by an end of turn that is learnt, so that replies would not stop; set "
-            "policy.chat_template=chatml"
+            "no row ends by an end of turn that is learnt; "
+            + ("raise policy.max_new_tokens" if samples else "set policy.chat_template=chatml"),
+            of_replies=samples,
         )
 
 
 def table(texts: list[str], mask: list[bool]) -> list[Text]:
-    """Return a row as lines, one for each run of tokens that are learnt or are not.
-
-    >>> [line.plain for line in table(["Sort", " 31", "\\\\n", "13"], [False, False, False, True])]
-    ['tokens learnt text', '     3 -      Sort 31\\\\n', '     1 yes    13']
-    """
+    """Return a row as lines, one for each run of tokens that are learnt or are not."""
     runs = [list(run) for _, run in groupby(range(len(mask)), key=mask.__getitem__)]
     out = [Text(f"{'tokens':>6} {'learnt':<6} text", style="bold")]
     for run in runs[:RUNS]:
