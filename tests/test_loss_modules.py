@@ -205,13 +205,8 @@ def test_what_grpo_loss_cannot_use_is_named(policy):
     for wrong in ((1.0, 0.2), (-0.1, 0.2), (0.2, -0.1)):
         with pytest.raises(ValueError, match="clip_epsilon"):
             GRPOLoss(actor, clip_epsilon=wrong)
-    with pytest.raises(ValueError, match="got max_tokens=None; give max_tokens"):
+    with pytest.raises(ValueError, match="needs max_tokens of a row, got None"):
         GRPOLoss(actor, aggregation="constant")
-    with pytest.raises(ValueError, match="kl_mask_threshold > 0"):
-        GRPOLoss(actor, kl_mask_threshold=0.0)
-    for name, value in {"gamma": 0.9, "ref_log_prob_padding_side": "right"}.items():
-        with pytest.raises(ValueError, match=f"GRPOLoss has no {name.removesuffix('_side')}"):
-            GRPOLoss(actor, **{name: value})
 
 
 @pytest.mark.parametrize("padded", [True, False])
@@ -256,7 +251,7 @@ def test_one_sample_without_assistant_tokens_is_refused(policy):
     for name, value in {"reduction": "max", "loss_function": "dpo", "beta": 0.0}.items():
         with pytest.raises(ValueError, match=name):
             SFTLoss(actor, **{name: value})
-    with pytest.raises(ValueError, match="minor_sft has its own pull"):
+    with pytest.raises(ValueError, match="minor_sft takes no kl_to_ref_coeff"):
         SFTLoss(actor, loss_function="minor_sft", kl_to_ref_coeff=0.1)
     with pytest.raises(KeyError, match="ref_log_probs"):
         SFTLoss(actor, kl_to_ref_coeff=0.1)(td[:1])
@@ -539,7 +534,7 @@ def test_the_reference_of_imitation_may_be_padded_or_ragged(policy, padded, ref_
     assert float(out.kl_to_ref) == pytest.approx(sum(want) / len(want), rel=1e-3)
     if ref_padded:  # nothing tells a ragged actor where this padding is
         ragged_actor = actor.get_new_version(pad_output=False)
-        with pytest.raises(ValueError, match=r"rows of .*ref_log_probs.*was it padded"):
+        with pytest.raises(ValueError, match=r"rows of .*ref_log_probs"):
             SFTLoss(ragged_actor, kl_to_ref_coeff=0.1)(td)
 
 

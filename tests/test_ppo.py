@@ -347,7 +347,6 @@ def test_ppo_loss_measures_the_distance_that_is_asked_for(policy):
         clipping(batch)
     for wrong, text in (
         ({"loss_critic_type": "l3"}, "loss_critic_type"),
-        ({"normalize_advantage": True}, r"average_gae=True"),
         ({"clip_value": True, "clip_epsilon": (0.1, 0.2)}, "give a number"),
     ):
         with pytest.raises(ValueError, match=text):

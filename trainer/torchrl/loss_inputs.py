@@ -41,13 +41,6 @@ def check_choice(name: str, value: str, known: Iterable[str]) -> None:
         raise ValueError(f"expected {name} in {sorted(known)}, got {value!r}")
 
 
-def refuse(loss: str, reason: str, **given: Any) -> None:
-    """Raise for arguments that TorchRL documents and that can have no effect here."""
-    for name, value in given.items():
-        if value not in (None, False):
-            raise ValueError(f"{loss} has no {name}: {reason}; leave it out")
-
-
 def locate(td: TensorDictBase, key: NestedKey) -> tuple[str, ...] | None:
     """Return where a key is: as it stands, else under "next" or without it; None if nowhere."""
     path = (key,) if isinstance(key, str) else tuple(key)
@@ -68,18 +61,16 @@ def require(td: TensorDictBase, key: NestedKey) -> Tensor:
     """Return the value at a key as `get_dense` does; KeyError where there is none."""
     value = get_dense(td, key)
     if value is None:
-        raise KeyError(
-            f"expected {key} at the root or under 'next', got {sorted(map(str, td.keys()))}; write "
-            "it there, or name another place by set_keys"
-        )
+        got = sorted(map(str, td.keys()))
+        raise KeyError(f"expected {key} at the root or under 'next', got {got}; use set_keys")
     return value
 
 
 def aligned(td: TensorDictBase, key: NestedKey, real: Tensor, *, ragged: bool) -> Tensor:
     """Return the value at a key where the tokens are, [B, T].
 
-    `real` [B, T] is the attention mask, padded here if `ragged`. A row holds a value for each real
-    token or, in a batch that came dense, for each column.
+    `real` [B, T] is the attention mask. A row holds a value for each real token or, unless the
+    batch is `ragged`, for each column.
     """
     require(td, key)
     found = [row.squeeze(-1) if row.ndim == 2 else row for row in rows(td, locate(td, key)) or []]
@@ -87,10 +78,7 @@ def aligned(td: TensorDictBase, key: NestedKey, real: Tensor, *, ragged: bool) -
     if not ragged and sizes == [real.shape[1]] * len(real):
         return torch.stack(found)
     if sizes != lengths:
-        raise ValueError(
-            f"expected {lengths} values in the rows of {key}, one a token, got {sizes}; was it "
-            "padded (use the actor's pad_output) or another template?"
-        )
+        raise ValueError(f"expected {lengths} values in the rows of {key}, got {sizes}")
     return found[0].new_zeros(real.shape).masked_scatter(real, torch.cat(found))
 
 

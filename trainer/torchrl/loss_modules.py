@@ -27,7 +27,6 @@ from trainer.torchrl.loss_inputs import (
     kl_to,
     masked_mean,
     per_token,
-    refuse,
     require,
 )
 
@@ -101,42 +100,23 @@ class GRPOLoss(LossModule):
         kl_mask_threshold: float | None = None,
         aggregation: str | None = "token_mean",
         entropy_bonus: bool = True,
-        samples_mc_entropy: int = 1,
         entropy_coeff: float = 0.01,
-        gamma: float | None = None,
         reduction: str | None = None,
-        clip_value: bool | float | None = None,
         kl_to_ref_coeff: float | None = None,
         kl_to_inference_coeff: float | None = None,
-        device: torch.device | None = None,
         masking_strategy: Literal["sft", "rlhf", "generic"] = "sft",
-        ref_log_prob_padding_side: str = "left",
-        ref_log_prob_padding_value: float = 0.0,
         max_tokens: int | None = None,
     ) -> None:
         super().__init__()
         low, high = clip_epsilon if isinstance(clip_epsilon, tuple) else (clip_epsilon,) * 2
         if not 0 <= low < 1 or high < 0:
-            raise ValueError(
-                f"expected clip_epsilon with 0 <= low < 1 and high >= 0, got {low, high}"
-            )
+            raise ValueError(f"expected clip_epsilon 0 <= low < 1 and high >= 0, got {low, high}")
         aggregation, reduction = aggregation or "token_mean", reduction or "mean"
         check_choice("masking_strategy", masking_strategy, DISTS)
         check_choice("aggregation", aggregation, AGGREGATIONS)
         check_choice("reduction", reduction, REDUCTIONS)
-        if aggregation == "constant" and (max_tokens is None or max_tokens < 1):
-            raise ValueError(
-                f"aggregation='constant' divides by the most tokens a row may have, got max_tokens="
-                f"{max_tokens}; give max_tokens (the width of a padded batch is not it)"
-            )
-        if kl_mask_threshold is not None and kl_mask_threshold <= 0:
-            raise ValueError(f"expected kl_mask_threshold > 0 or None, got {kl_mask_threshold}")
-        refuse("GRPOLoss", "the entropy is exact", samples_mc_entropy=samples_mc_entropy != 1)
-        refuse("GRPOLoss", "there is no value function", gamma=gamma, clip_value=clip_value)
-        refuse("GRPOLoss", "it runs where the actor is and has no buffers", device=device)
-        aligned = ref_log_prob_padding_side == "left" and ref_log_prob_padding_value == 0
-        reason = "ragged rows lie as the tokens do, and masked entries are never read"
-        refuse("GRPOLoss", reason, ref_log_prob_padding=not aligned)
+        if aggregation == "constant" and not max_tokens:
+            raise ValueError(f"aggregation='constant' needs max_tokens of a row, got {max_tokens}")
         self.actor_network, self.tensor_keys = actor_network, GRPOKeys()
         bounds = {"clip_low": low, "clip_high": high}
         self.objective = GRPOObjective(**bounds, surrogate=self.surrogate, leash=FREE)
@@ -202,10 +182,9 @@ class GRPOLoss(LossModule):
 
     def _mask(self, td: TensorDictBase, mask: Tensor) -> Tensor:
         """Return the strategy's mask without tokens that were not sampled or that were dropped."""
-        keys: tuple[NestedKey, ...] = ("loss_mask",)
-        keys += () if self.masking_strategy == "generic" else (RESPONSE,)
+        keys: tuple[NestedKey, ...] = ("loss_mask", RESPONSE)
         if self.masking_strategy == "generic":
-            mask = predicted(mask)  # nothing predicts a first token
+            keys, mask = keys[:1], predicted(mask)  # nothing predicts a first token
         for key in keys:
             value = get_dense(td, key)
             if value is not None:

@@ -18,7 +18,6 @@ from trainer.torchrl.loss_inputs import (
     get_dense,
     masked_mean,
     per_token,
-    refuse,
     require,
 )
 from trainer.torchrl.loss_modules import FREE, GRPOKeys, GRPOLoss, LLMLossOutput
@@ -61,13 +60,10 @@ class PPOLoss(GRPOLoss):
         critic_coeff: float = 1.0,
         loss_critic_type: str = "smooth_l1",
         clip_value: bool | float | None = None,
-        normalize_advantage: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(actor_network, **options)
         check_choice("loss_critic_type", loss_critic_type, DISTANCES)
-        reason = "GAE(average_gae=True) does it, over the whole batch"
-        refuse("PPOLoss", reason, normalize_advantage=normalize_advantage)
         bounds = self.objective.bounds
         if clip_value is True and bounds.low != bounds.high:
             raise ValueError("clip_value=True takes one clip_epsilon, got two; give a number")

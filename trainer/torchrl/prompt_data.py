@@ -7,13 +7,12 @@ Left out on purpose: memory-mapped copies on disk. The tokens are held in memory
 
 import warnings
 from collections.abc import Iterator
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import load_from_disk
-from tensordict import TensorClass, tensorclass
+from tensordict import TensorClass
 from torch import Tensor
 from transformers import AutoTokenizer
 
@@ -21,11 +20,9 @@ from envs.data import Table, is_file, load_table
 
 DEFAULT_DATASET = "CarperAI/openai_summarize_tldr"
 IGNORED = -100  # what transformers' losses leave out
-# From 0.15 on tensordict can leave a part or a copy of what was checked unchecked.
-ONCE = {"skip_post_init_on_rebuild"} & signature(tensorclass).parameters.keys()
 
 
-class PromptData(TensorClass["nocast", *ONCE]):  # pyright: ignore[reportInvalidTypeArguments]
+class PromptData(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments]
     """Hold prompts with their labels: ids [B, T] int64, attention_mask [B, T] bool.
 
     `prompt_rindex` [B] is the place of the prompt's last token. `labels` [B, T] are the ids, -100
@@ -44,16 +41,6 @@ class PromptData(TensorClass["nocast", *ONCE]):  # pyright: ignore[reportInvalid
     labels: Tensor | None = None
     logits: Tensor | None = None
     loss: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for a `prompt_rindex` beyond the row; -1 is an empty prompt."""
-        if self.input_ids is None:  # a shell of one, by tensordict 0.14
-            return
-        last, width = self.prompt_rindex, self.input_ids.shape[-1]
-        if last.numel() and not (last >= -1).logical_and(last < width).all():
-            raise ValueError(
-                f"expected prompt_rindex below the {width} tokens of a row, got {last.tolist()}"
-            )
 
     def mask_label(self, pad_token_id: int = 0) -> "PromptData":
         """Return the prompts alone, whole, with padding in place of their labels."""
@@ -85,19 +72,16 @@ class PromptData(TensorClass["nocast", *ONCE]):  # pyright: ignore[reportInvalid
         `max_length` tokens are dropped with a warning.
         """
         table = _table(dataset_name or DEFAULT_DATASET, split, from_disk)
-        for column in ("prompt", "label"):
-            if column not in table.columns:
-                raise ValueError(
-                    f"{table.name}: expected columns prompt and label, got "
-                    f"{', '.join(table.columns)}; rename them in the data"
-                )
-        tokenizer = _tokenizer(tokenizer)
+        if not {"prompt", "label"} <= {*table.columns}:
+            got = ", ".join(table.columns)
+            raise ValueError(f"{table.name}: expected columns prompt and label, got {got}")
+        if isinstance(tokenizer, str | Path):
+            tokenizer = AutoTokenizer.from_pretrained(tokenizer)
         rows = [_row(table, index, tokenizer) for index in range(len(table.rows))]
         kept = [(ids, size) for ids, size in rows if len(ids) <= max_length]
         if not kept:
             raise ValueError(
-                f"{table.name}: expected rows of at most {max_length} tokens, the shortest has "
-                f"{min(len(ids) for ids, _ in rows)}; raise block_size"
+                f"{table.name}: no row has at most {max_length} tokens; raise block_size"
             )
         if len(kept) < len(rows):
             warnings.warn(
@@ -142,8 +126,6 @@ def get_dataloader(
     rows; a finite one ends with what is left. `tensorclass_type` is `PromptData` or a class with
     such a `from_dataset`, which is given the other arguments.
     """
-    if batch_size < 1:
-        raise ValueError(f"expected batch_size >= 1, got {batch_size}")
     data = tensorclass_type.from_dataset(
         split=split,
         dataset_name=dataset_name,
@@ -168,15 +150,8 @@ def _table(dataset: str, split: str, from_disk: bool) -> Table:
         rows = load_from_disk(dataset)[split].to_list()
         return Table(dataset, list(rows[0]) if rows else [], rows)
     if is_file(dataset) and split != "train":
-        raise ValueError(
-            f"expected split train of a file, got {split!r}; give the file that holds that split"
-        )
+        raise ValueError(f"a file has the split train, got {split!r}; give that split's file")
     return load_table(dataset, split=split)
-
-
-def _tokenizer(tokenizer: Any) -> Any:
-    named = isinstance(tokenizer, str | Path)
-    return AutoTokenizer.from_pretrained(tokenizer) if named else tokenizer
 
 
 def _row(table: Table, index: int, tokenizer: Any) -> tuple[list[int], int]:

@@ -60,15 +60,8 @@ class RolloutFromModel:
         *,
         tokenizer: Any = None,
     ) -> None:
-        for name, value in (("max_new_tokens", max_new_tokens), ("num_steps", num_steps)):
-            if value is not None and value < 1:
-                raise ValueError(f"expected {name} >= 1, got {value}")
-        if reward_model is None:
-            raise ValueError("expected a reward_model, got None; GPT2RewardModel makes one")
         if not 0 <= kl_coef < torch.inf:
             raise ValueError(f"expected a finite kl_coef >= 0, got {kl_coef}")
-        if not score_clip >= 0:
-            raise ValueError(f"expected score_clip >= 0 (inf clips nothing), got {score_clip}")
         self.model, self.ref_model, self.reward_model = model, ref_model, reward_model
         self.kl_coef, self.max_new_tokens, self.score_clip = kl_coef, max_new_tokens, score_clip
         self.kl_scheduler, self.num_steps = kl_scheduler, num_steps
@@ -82,9 +75,9 @@ class RolloutFromModel:
 
     @torch.no_grad()
     def rollout_from_data(self, batch: PromptData, generation_config: Any = None) -> TensorDict:
-        """Return `create_rollout_td` of what `generate` makes of the batch."""
-        made = self.generate(batch, generation_config)
-        return self.create_rollout_td(batch, *made, generation_config=generation_config)
+        """Return `create_rollout_td` of what `generate` returns for the batch."""
+        replies = self.generate(batch, generation_config)
+        return self.create_rollout_td(batch, *replies, generation_config=generation_config)
 
     @torch.no_grad()
     def generate(
@@ -110,14 +103,10 @@ class RolloutFromModel:
             generated = widen(ids.masked_fill(~prompt, blank), total, blank)
             generated = generated.scatter(-1, columns, reply)  # [B, T]
             keep = widen(torch.zeros_like(prompt), total).scatter(-1, columns, alive)
+            rows = (generated, widen(prompt, total) | keep, keep)  # [B, T] each
+            temperature = config_temperature(generation_config)
             scored = [
-                _at_home(
-                    scorer,
-                    generated,
-                    widen(prompt, total) | keep,
-                    keep,
-                    temperature=config_temperature(generation_config),
-                ).log_probs.to(ids.device)
+                scorer(*_moved(scorer, rows), temperature=temperature).log_probs.to(ids.device)
                 for scorer in self._scorers
             ]
         log_ratio = kl_term(*scored, "k1").gather(-1, columns)
@@ -182,7 +171,7 @@ class RolloutFromModel:
         return rollout.refine_names(..., "time")
 
     def step_scheduler(self) -> None:
-        """Let the coefficient follow the scheduler; without one nothing happens."""
+        """Let the coefficient follow the scheduler, if there is one."""
         if self.kl_scheduler is not None:
             self.kl_coef = float(self.kl_scheduler.update(list(self._kl_queue)))
             self._kl_queue.clear()
@@ -197,29 +186,28 @@ class RolloutFromModel:
         return logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
 
     def _draw(self, ids: Tensor, mask: Tensor, steps: int, config: Any) -> Sampled:
-        """Return a reply to each prompt, by leash's own sampler on torch's seed or as asked."""
-        home, ends = _home(self.model, ids), self._ends(config)
-        given = compact(ids, mask, side="left").to(home), compact(mask, mask, side="left").to(home)
+        """Return a reply to each prompt, by leash's own sampler or as the config says."""
+        prompts = compact(ids, mask, side="left"), compact(mask, mask, side="left")
+        args, ends = _moved(self.model, prompts), self._ends(config)
         if config is None:
             streams = torch.randint(2**62, (len(ids),))
             stop = Stop(ends)
-            return sample(self.model, *given, streams=streams, stop=stop, max_new_tokens=steps)
+            return sample(self.model, *args, streams=streams, stop=stop, max_new_tokens=steps)
         limits = {"max_new_tokens": steps, "ends": ends, "pad_token_id": self.pad_token_id}
-        return follow(self.model, *given, config, **limits)
+        return follow(self.model, *args, config, **limits)
 
     def _ends(self, config: Any) -> frozenset[int]:
         return frozenset(token_ids(config, "eos_token_id")) or self.eos_token_ids
 
     def _scores(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Return the end scores [B] of sequences [B, T]."""
-        model = self.reward_model
+        model, names = self.reward_model, ("input_ids", "attention_mask")
+        inputs = dict(zip(names, _moved(model, (ids, mask)), strict=True))
         with _evaluating(model):
             if isinstance(model, TensorDictModuleBase):
-                home = _home(model, ids)
-                td = {"input_ids": ids.to(home), "attention_mask": mask.to(home)}
-                score = model(TensorDict(td, batch_size=ids.shape[:1]))["end_scores"]
+                score = model(TensorDict(inputs, batch_size=ids.shape[:1]))["end_scores"]
             else:
-                _, score = _at_home(model, input_ids=ids, attention_mask=mask)
+                _, score = model(**inputs)
         return score.reshape(len(ids)).float().to(ids.device)
 
     def _label_scores(self, batch: PromptData | TensorDictBase) -> Tensor | float:
@@ -230,14 +218,12 @@ class RolloutFromModel:
         return torch.where(labelled, self._scores(ids, mask), 0.0) if labelled.any() else 0.0
 
     def _measure(self, log_ratio: Tensor) -> None:
-        """Note the KL of a rollout for the scheduler, and step it when `num_steps` are there."""
-        scheduler = self.kl_scheduler
-        if scheduler is None:
+        """Note the KL of a rollout for the scheduler, and step it every `num_steps` rollouts."""
+        if self.kl_scheduler is None:
             return
-        if getattr(scheduler, "takes_rewards", False):  # a mean over steps, as TorchRL's
-            value = -scheduler.coeff * log_ratio.mean()
-        else:
-            value = log_ratio.sum(-1).mean()  # nats per sequence
+        value = log_ratio.sum(-1).mean()  # nats per sequence
+        if self.kl_scheduler.takes_rewards:  # a mean over steps, as TorchRL's
+            value = -self.kl_scheduler.coeff * log_ratio.mean()
         self._kl_queue.append(float(value))
         if len(self._kl_queue) == self.num_steps:
             self.step_scheduler()
@@ -249,10 +235,7 @@ def _prompts(batch: PromptData | TensorDictBase) -> tuple[Tensor, Tensor]:
     place = torch.arange(ids.shape[1], device=ids.device)
     prompt = mask.bool() & (place <= rindex[:, None])
     if not (prompt & (place == rindex[:, None])).any(-1).all():
-        raise ValueError(
-            f"expected prompt_rindex at an attended token of each row of {ids.shape[1]}, got "
-            f"{rindex.tolist()}"
-        )
+        raise ValueError(f"expected prompt_rindex at attended tokens, got {rindex.tolist()}")
     return ids, prompt
 
 
@@ -262,21 +245,15 @@ def _columns(batch: PromptData | TensorDictBase, steps: int) -> Tensor:
     return rindex[:, None] + 1 + torch.arange(steps, device=rindex.device)
 
 
-def _home(module: nn.Module, otherwise: Tensor) -> torch.device:
-    return next(module.parameters(), otherwise).device
-
-
-def _at_home(module: nn.Module, *args: Tensor, **kwargs: Any) -> Any:
-    """Call a module with the tensors on its device."""
-    values = [*args, *(v for v in kwargs.values() if isinstance(v, Tensor))]
-    home = _home(module, values[0])
-    kwargs = {k: v.to(home) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
-    return module(*(a.to(home) for a in args), **kwargs)
+def _moved(module: nn.Module, tensors: tuple[Tensor, ...]) -> list[Tensor]:
+    """Return the tensors on the module's device."""
+    device = next(module.parameters(), tensors[0]).device
+    return [tensor.to(device) for tensor in tensors]
 
 
 @contextmanager
 def _evaluating(*modules: nn.Module) -> Iterator[None]:
-    """Run modules in eval mode for a while; each part goes back to its own mode."""
+    """Run modules in eval mode; each part returns to its own mode."""
     before = {part: part.training for module in modules for part in module.modules()}
     try:
         for part in before:

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from tensordict import NestedKey, TensorClass, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
@@ -18,7 +17,6 @@ from trainer.torchrl.loss_inputs import (
     check_choice,
     kl_to,
     masked_mean,
-    refuse,
     require,
 )
 
@@ -61,18 +59,13 @@ class SFTLoss(LossModule):
         kl_to_ref_coeff: float | None = None,
         loss_function: Literal["sft", "minor_sft"] = "sft",
         beta: float = 0.1,
-        device: torch.device | None = None,
     ) -> None:
         super().__init__()
         check_choice("reduction", reduction, REDUCTIONS)
         check_choice("loss_function", loss_function, ("sft", "minor_sft"))
         if loss_function == "minor_sft" and kl_to_ref_coeff:
-            raise ValueError(
-                f"minor_sft has its own pull to the reference: expected no kl_to_ref_coeff, got "
-                f"{kl_to_ref_coeff}"
-            )
+            raise ValueError(f"minor_sft takes no kl_to_ref_coeff, got {kl_to_ref_coeff}")
         minor = MinorSFTObjective(beta=beta)
-        refuse("SFTLoss", "it runs where the actor is", device=device)
         self.actor_network, self.tensor_keys = actor_network, SFTKeys()
         self.tokenizer, self.tokenizer_kwargs = tokenizer, tokenizer_kwargs
         self.reduction, self.normalize = reduction, normalize_by_seq_length
