@@ -86,16 +86,6 @@ def test_every_metric_may_end_a_run_and_one_of_my_own_where_my_code_may_run():
     assert compose_checked(words)
 
 
-def test_a_metric_that_this_run_lacks_is_told_by_what_it_logs_first():
-    enough = EarlyStopping(stop_at="eval/sampled_accuracy/facts 0.9")
-    with pytest.raises(ValueError, match=r"has no metric"):
-        enough({"eval/sampled_accuracy": 0.1}, 0)
-    enough = EarlyStopping(stop_at="value/explained_variance 0.9")
-    assert enough({"eval/sampled_accuracy": 0.1}, 0) is None
-    with pytest.raises(ValueError, match="no metric value/explained_variance"):
-        enough({"loss/total": 0.1}, 1)
-
-
 def test_a_rule_given_on_resume_waits_for_the_next_evaluation():
     before = EarlyStopping(patience=9)
     before({"eval/sampled_accuracy": 0.1}, 0)

@@ -98,8 +98,6 @@ def test_the_best_of_k_is_the_mean_over_all_picks():
         assert best_of(rewards, k) == pytest.approx(np.mean(picks))
     success = np.array([[1.0, 1.0, 0.0, 0.0]])
     assert best_of(success, 2) == pytest.approx(5 / 6)
-    with pytest.raises(ValueError, match="1 <= k <= 4"):
-        best_of(success, 5)
 
 
 def test_the_bound_of_best_of_k_holds_and_is_tight_without_ties():
@@ -216,8 +214,3 @@ def test_of_four_replies_little_is_known():
 def test_a_line_of_real_rewards_ends_earlier():
     """A tail that is not in the samples moves it first."""
     assert Bounds(normal(0)).curve().kl[-1] <= math.log(normal(0).shape[1] / 10)
-
-
-def test_faults_are_named():
-    with pytest.raises(ValueError, match="coefficient > 0, got 0"):
-        optimum(np.zeros((1, 2)), 0)

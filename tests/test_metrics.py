@@ -304,7 +304,7 @@ def test_an_evaluation_says_what_it_plays_and_how_far_it_is():
     made, shares = evaluate(prompts_per_batch=2), []
     made(0, tell=shares.append)
     assert made.about == "4 prompts x 3 samples, greedy"
-    assert evaluate(num_samples=1, greedy=False).about == "4 prompts x 1 sample"
+    assert evaluate(num_samples=1, greedy=False).about == "4 prompts x 1 samples"
     assert shares == [0, 6 / 16, 12 / 16, 14 / 16]  # of 12 sampled replies and 4 greedy ones
 
 

@@ -357,7 +357,7 @@ def test_evaluation_leaves_dropped_rows_out():
     parts["env"] = ChatEnv(task)
     made = Evaluate(**parts, num_samples=2, greedy=False)
     assert made.about == f"{len(made.rows)} prompts x 2 samples"
-    assert Evaluate(**parts, num_samples=1, max_rows=1).about == "1 prompt x 1 sample, greedy"
+    assert Evaluate(**parts, num_samples=1, max_rows=1).about == "1 prompts x 1 samples, greedy"
     scores, _ = made(0)
     whole = Evaluate(**{**parts, "task": Words(), "env": ChatEnv(Words())}, num_samples=2,
                      greedy=False, max_rows=None)  # fmt: skip

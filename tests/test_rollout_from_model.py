@@ -196,7 +196,7 @@ def test_a_prompt_is_read_by_its_mask_wherever_its_padding_is(folders):
         torch.testing.assert_close(td[key][0], td[key][1], atol=1e-5, rtol=1e-5)
     for wrong in ([5, 6], [5, -1], [5, 3]):
         batch.prompt_rindex = torch.tensor(wrong)
-        with pytest.raises(ValueError, match="prompt_rindex at an attended token"):
+        with pytest.raises(ValueError, match="prompt_rindex at attended tokens"):
             parts.roll.generate(batch)
 
 

@@ -55,7 +55,7 @@ class Checkpoints:
         self.skipped: list[str] = []  # damaged ones that `newest` passed over
 
     def maybe_save(self, iteration: int, state: dict[str, Any], *, last: bool = False) -> None:
-        """Save after every `every` iterations and the last (rank 0; the others wait)."""
+        """Save after every `every` iterations and the last."""
         if self.every and (last or iteration % self.every == 0):
             self.save(iteration, state)
 
@@ -79,12 +79,17 @@ class Checkpoints:
         part = self.folder / f".part-{target.name}"
         part.mkdir()
         try:
-            self._save_weights(part)
+            weights = weights_of(self.policy.scorer)
+            weights.save(part, self.policy.tokenizer, base=base_of(self.policy))
+            if critic := self.critic():
+                save_file(critic, part / CRITIC)
+            if moved := self.reference.state_dict():
+                save_file(moved, part / REFERENCE)
             save_file(moments, part / "optimizer.safetensors")
             content = {"format": FORMAT, "iteration": iteration, **state}
             (part / "state.json").write_text(json.dumps(content, indent=1))
             write_manifest(part, {"format": FORMAT})
-        except BaseException:  # on a full disk the last words need the room
+        except BaseException:  # a full disk needs the room for the error
             shutil.rmtree(part, ignore_errors=True)
             raise
         discard(target)
@@ -94,18 +99,8 @@ class Checkpoints:
 
     def clear(self) -> None:
         """Remove what an interrupted save or removal left."""
-        for kind in ("part", "trash"):
-            for leftover in self.folder.glob(f".{kind}-*"):
-                remove(leftover)
-
-    def _save_weights(self, folder: Path) -> None:
-        """Write all weights that are others than at the start of the run."""
-        weights = weights_of(self.policy.scorer)
-        weights.save(folder, self.policy.tokenizer, base=base_of(self.policy))
-        if critic := self.critic():
-            save_file(critic, folder / CRITIC)
-        if moved := self.reference.state_dict():
-            save_file(moved, folder / REFERENCE)
+        for leftover in (*self.folder.glob(".part-*"), *self.folder.glob(".trash-*")):
+            remove(leftover)
 
     def critic(self) -> dict[str, Tensor]:
         """Return the critic's weights that are trained: the others are the frozen policy's."""
@@ -137,10 +132,8 @@ class Checkpoints:
             damaged.append(folder.name)
         found, self.skipped = self.runtime.gather((found, damaged))[0]
         if found is None and self.skipped:
-            raise ValueError(
-                f"expected a sound checkpoint in {self.folder}, got only damaged ones "
-                f"({', '.join(self.skipped)}); put a copy back, or remove them to start over"
-            )
+            damaged = ", ".join(self.skipped)
+            raise ValueError(f"{self.folder} has only damaged ones ({damaged}); put a copy back")
         return found
 
     def restore(self, folder: Path) -> dict[str, Any]:
@@ -150,8 +143,8 @@ class Checkpoints:
         self.restore_weights(folder, critic=True)
         saved, placement = load_file(folder / "optimizer.safetensors"), self.policy.scorer.placement
         for name, param in trained_by(self.optimizer, self.policy):
-            prefix = f"{name}/"
-            found = {k[len(prefix) :]: v for k, v in saved.items() if k.startswith(prefix)}
+            start = f"{name}/"
+            found = {k.removeprefix(start): v for k, v in saved.items() if k.startswith(start)}
             if found:
                 state = {k: placement.scatter(v, param) for k, v in found.items()}
                 for own in placement.master(name, param).values():
@@ -176,30 +169,25 @@ class Checkpoints:
                     weight.copy_(saved[name])
 
     def _prune(self, newest: Path) -> None:
-        """Keep what was asked for. Later iterations than the newest were found damaged: they go."""
-        done = saved_in(self.folder)
-        for folder in done[done.index(newest) + 1 :]:
-            discard(folder)
-        done = done[: done.index(newest) + 1]
+        """Keep the last and the best; iterations later than the newest are damaged and go."""
+        every = saved_in(self.folder)
+        done = every[: every.index(newest) + 1]
         keep = set(done[-self.keep_last :]) if self.keep_last else set(done)
-        if self.keep_best and done:
+        if self.keep_best:
             keep.add(max(done, key=_score))
-        for folder in done:
+        for folder in every:
             if folder not in keep:
                 discard(folder)
 
 
 def saved_in(folder: Path) -> list[Path]:
     """List what is named like a checkpoint in a folder, the latest iteration last."""
-    named = ((re.fullmatch(r"iteration_(\d+)", path.name), path) for path in folder.glob("*"))
-    return [path for _, path in sorted((int(name[1]), path) for name, path in named if name)]
+    named = [path for path in folder.glob("*") if re.fullmatch(r"iteration_\d+", path.name)]
+    return sorted(named, key=lambda path: int(path.name.removeprefix("iteration_")))
 
 
 def read_state(folder: Path) -> dict[str, Any] | None:
-    """Return the state of a checkpoint that verifies, None of a damaged one.
-
-    One that a later leash has written is a ValueError.
-    """
+    """Return the state of a checkpoint that verifies, None of a damaged one."""
     manifest = read_manifest(folder, full=True)
     files = manifest["files"] if manifest else {}
     whole = {"state.json", "optimizer.safetensors"} <= {*files}
@@ -207,10 +195,7 @@ def read_state(folder: Path) -> dict[str, Any] | None:
         return None
     state = json.loads((folder / "state.json").read_text())
     if (found := state.get("format")) != FORMAT:
-        raise ValueError(
-            f"{folder} is of format {found}, this leash reads {FORMAT}; go on with the leash that "
-            "wrote it, or move it away to go on from an earlier one"
-        )
+        raise ValueError(f"{folder} is of format {found}, this leash reads {FORMAT}; move it away")
     return state if f"iteration_{state['iteration']:06d}" == folder.name else None
 
 
@@ -238,7 +223,7 @@ def discard(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder, a file or a link, of which not what it leads to, if there is one."""
+    """Remove a folder, a file or a link (not what it leads to), if there is one."""
     is_folder = path.is_dir() and not path.is_symlink()
     shutil.rmtree(path) if is_folder else path.unlink(missing_ok=True)
 

@@ -6,7 +6,7 @@ Torch-free: the parent imports it too.
 import math
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 SCORE = "eval/"  # what `patience` goes by: the first metric of an evaluation that starts so
@@ -37,9 +37,9 @@ def read_rule(text: str) -> tuple[str, float]:
     except ValueError:
         name, number = "", 0.0
     if "/" not in name or not math.isfinite(number):
+        example = "'trainer.stop_at=eval/sampled_accuracy 0.9'"
         raise ValueError(
-            "expected trainer.stop_at to be a metric and a value, "
-            f"'trainer.stop_at=eval/sampled_accuracy 0.9'; got {text}"
+            f"expected trainer.stop_at to be a metric and a value, {example}, got {text}"
         )
     return name, number
 
@@ -62,29 +62,16 @@ class EarlyStopping:
     best: float | None = None  # evaluation so far
     worse: int = 0  # evaluations since
     ended: str | None = None  # why
-    seen: set[str] = field(default_factory=set)
 
     def __call__(self, metrics: Mapping[str, float], iteration: int) -> str | None:
-        """Take what is logged at an iteration, 0 being before training; return why to end.
-
-        ValueError as soon as it is known that there is no such metric: what no run logs is refused
-        before (metric_names.py), what this one does not log by what it logs first.
-        """
-        self.seen |= {*metrics}
+        """Take what is logged at an iteration, 0 being before training; return why to end."""
         if self.ended is None:
             self.ended = self._reached(metrics, iteration) or self._stuck(metrics, iteration)
         return self.ended
 
     def _reached(self, metrics: Mapping[str, float], iteration: int) -> str | None:
-        if self.stop_at is None:
-            return None
-        name, target = read_rule(self.stop_at)
+        name, target = read_rule(self.stop_at) if self.stop_at else ("", 0.0)
         if name not in metrics:
-            evaluated = any(seen.startswith(SCORE) for seen in self.seen)
-            due = evaluated if name.startswith(SCORE) else iteration  # 0 is an evaluation alone
-            if due and name not in self.seen:
-                known = "metrics.jsonl has those that it logs"
-                raise ValueError(f"trainer.stop_at: this run has no metric {name}; {known}")
             return None
         value = metrics[name]
         if self.first is None:
@@ -102,17 +89,16 @@ class EarlyStopping:
         self.worse = 0 if self.best is None or value > self.best else self.worse + 1
         self.best = value if self.best is None else max(value, self.best)
         if iteration and self.worse >= self.patience:
-            times = f"{self.worse} evaluation{'' if self.worse == 1 else 's'}"
-            return f"{name} was no better than {self.best:.4g} for {times} (trainer.patience)"
+            times = f"{self.worse} evaluations (trainer.patience)"
+            return f"{name} was no better than {self.best:.4g} for {times}"
         return None
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs."""
-        return {**vars(self), "seen": sorted(self.seen)}
+        return {**vars(self)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on as saved; under another rule the evaluations so far count, not that it ended."""
-        same = (state["stop_at"], state["patience"]) == (self.stop_at, self.patience)
-        self.best, self.worse, self.seen = state["best"], state["worse"], set(state["seen"])
-        if same:
+        """Take up what was saved; under another rule the run has not ended."""
+        self.best, self.worse = state["best"], state["worse"]
+        if (state["stop_at"], state["patience"]) == (self.stop_at, self.patience):
             self.first, self.ended = state["first"], state["ended"]

@@ -1,12 +1,9 @@
 """Evaluate on held-out rows: sampled accuracy (mean over samples) and greedy accuracy.
 
 The same env and collect as training; only the rows, the temperature and the streams differ.
-Ranks share the rows; what does not divide evenly is fine. Accuracy is also told apart by the task's
-labels of its rows; replies that the task dropped count nowhere.
-
-kl/efficiency is how much of its KL a policy needed, from replies of the reference (docs/kl.md):
-the samples that the limit of reward against KL is drawn from (trainer/limit.py), made before
-training with eval.limit, or later by mode=limit, and kept in limit.json beside the page.
+Ranks share the rows, evenly or not. Accuracy is also reported per row label. Dropped replies are
+excluded. kl/efficiency is how much of its KL a policy needed (docs/kl.md), from replies of the
+reference: sampled before training with eval.limit, or later by mode=limit, kept in limit.json.
 """
 
 import json
@@ -37,8 +34,7 @@ class Evaluate:
 
     `prompts_per_batch` prompts are played at a time; draws depend on (seed, row, sample) only, so
     that two evaluations differ by the weights alone. `retrieve_kl` measures the KL of the sampled
-    replies, the same that the accuracy is of; with `limit`, kl/efficiency says what it could have
-    bought, by so many replies to each row before training (`Efficiency`).
+    replies; with `limit` replies to each row before training, kl/efficiency judges it.
     """
 
     def __init__(
@@ -70,8 +66,10 @@ class Evaluate:
         self.efficiency = Efficiency(limit, runtime.folder) if limit else None
 
     def plan(self, name: str, samples: int, temperature: float) -> tuple[str, ChatEnv, Generator]:
-        """Return what plays so many replies to a row at a temperature."""
-        return name, self.env.regrouped(samples), at_temperature(self.generator, temperature)
+        """Return a name, an env with that many replies to a row, a generator at a temperature."""
+        kwargs = {**self.generator.generate_kwargs, "temperature": temperature}
+        generator = self.generator.get_new_version(generate_kwargs=kwargs)
+        return name, self.env.regrouped(samples), generator
 
     def keep(self, rows: Sequence[dict[str, Any]]) -> None:
         """Evaluate on these rows."""
@@ -85,11 +83,9 @@ class Evaluate:
     @property
     def about(self) -> str:
         """Say what one evaluation plays: "40 prompts x 8 samples, greedy"."""
-        sizes = {name: env.group_size for name, env, _ in self.plans}
-        ways = {"sampled": "x {} sample{}", "greedy": "greedy"}
-        played = ", ".join(ways[name].format(n, "" if n == 1 else "s") for name, n in sizes.items())
-        count = len(self.rows)
-        return f"{count} prompt{'' if count == 1 else 's'} {played}"
+        ways = {"sampled": "x {} samples", "greedy": "greedy"}
+        played = [ways[name].format(env.group_size) for name, env, _ in self.plans]
+        return f"{len(self.rows)} prompts {', '.join(played)}"
 
     def __call__(
         self,
@@ -101,9 +97,8 @@ class Evaluate:
     ) -> tuple[dict[str, float], list]:
         """Return the metrics and one sampled record per row of this rank.
 
-        `tell` hears before each batch which share of the replies is done (and of what, where they
-        are those of the reference), `hear` gets the batch: the plan's name, the replies and the
-        rows that they are to.
+        `tell` gets the share done before each batch; `hear` gets the plan's name, the replies and
+        their rows.
         """
         if self.efficiency is not None and kind == "before":
             self.efficiency.begin(self, tell)
@@ -182,25 +177,15 @@ class Evaluate:
         return td.set("row", NonTensorStack(*rows))
 
 
-def at_temperature(generator: Generator, temperature: float) -> Generator:
-    """Return the same generator, with the same weights, at another temperature."""
-    kwargs = {**generator.generate_kwargs, "temperature": temperature}
-    return generator.get_new_version(generate_kwargs=kwargs)
-
-
 class Efficiency:
-    """Sample the policy before training, `samples` replies to each eval row; judge evaluations.
-
-    The policy as it starts is the reference: its replies say what the KL of a later one could have
-    bought.
-    """
+    """Judge evaluations by `samples` replies to each eval row of the policy before training."""
 
     def __init__(self, samples: int, folder: Path) -> None:
         self.samples, self.path = samples, folder / FILE
         self.limit: Limit | None = None
 
     def begin(self, play: Evaluate, tell: Callable[..., None] = lambda *_: None) -> None:
-        """Sample the policy as it starts; `tell` hears what goes on and how far it is."""
+        """Sample the policy as it starts; `tell` gets the share done and what is done."""
         what = f"sampling the reference: {len(play.rows)} prompts x {self.samples} samples"
         found = sample(play, self.samples, lambda share: tell(share, what))
         self.limit = Limit.of_samples(found)
@@ -208,36 +193,33 @@ class Efficiency:
             write_text(self.path, json.dumps({"samples": self.samples, **found}))
 
     def known(self) -> bool:
-        """Return whether there are samples, those of a resumed run too; damaged are none."""
+        """Return whether there are samples, those of a resumed run too."""
         if self.limit is None and self.path.is_file():
             self.limit = read_limit(self.path)
         return self.limit is not None
 
     def __call__(self, scores: dict[str, float], rows: int) -> dict[str, float]:
         """Return kl/efficiency of an evaluation of so many rows, if the samples reach so far."""
-        share = None
-        if self.known() and self.limit is not None and self.limit.asked == rows:
-            share = self.limit.efficiency_of(scores)
+        if not self.known() or self.limit is None or self.limit.asked != rows:
+            return {}
+        share = self.limit.efficiency_of(scores)
         return {} if share is None else {"kl/efficiency": share}
 
 
 def sample(
     play: Evaluate, samples: int, tell: Callable[[float], None] = lambda _: None
 ) -> dict[str, Any]:
-    """Return what replies at temperature 1 are worth on all ranks: rows, reward and success.
+    """Return rows, reward and success [rows, samples] of replies at temperature 1 on all ranks.
 
-    The last two are [rows, samples]; rows that the task dropped are left out, and none is {}.
-    `asked` counts those too.
+    Rows that the task dropped are left out (`asked` counts them); without any it is {}.
     """
     found: dict[int, list] = {}
 
     def hear(_: str, batch: TensorDictBase, rows: list[int]) -> None:
-        rewards = in_float64(batch.get("reward_raw")).sum(-1).view(len(rows), -1)  # [rows, samples]
-        right = batch.get("success").view(len(rows), -1)
-        dropped = batch.get("dropped").view(len(rows), -1)[:, 0]
-        each = (rewards.tolist(), right.int().tolist(), dropped.tolist())
-        for row, reward, success, gone in zip(rows, *each, strict=True):
-            if not gone:
+        values = (in_float64(batch.get("reward_raw")).sum(-1), batch.get("success").int())
+        each = [value.view(len(rows), -1).tolist() for value in (*values, batch.get("dropped"))]
+        for row, reward, success, dropped in zip(rows, *each, strict=True):
+            if not dropped[0]:
                 found[row] = [[round(value, 6) for value in reward], success]
 
     player = copy(play)

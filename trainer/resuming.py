@@ -1,4 +1,4 @@
-"""What a run has done so far, and how it goes on from its newest sound checkpoint."""
+"""The progress of a run, and how the run resumes from its newest sound checkpoint."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass
 class Progress:
-    """What has been done so far; all of it goes into a checkpoint."""
+    """What has been done so far; all of it is saved in a checkpoint."""
 
     iteration: int = 0
     tokens: int = 0
@@ -17,38 +17,31 @@ class Progress:
 
 
 def restore_run(loop: Any) -> None:
-    """Go back to the newest checkpoint that verifies; without any, to the start."""
-    newest = loop.checkpoints.newest()
+    """Restore the newest checkpoint that verifies; without any, begin at the start."""
+    newest, text = loop.checkpoints.newest(), "from iteration 0, there is no checkpoint"
     if newest is not None:
         _restore(loop, loop.checkpoints.restore(newest))
-    if (done := loop.progress.iteration) > loop.num_iterations:
-        raise ValueError(
-            f"expected a checkpoint of at most trainer.num_iterations={loop.num_iterations}, "
-            f"got {newest}; give a larger number, or move it away"
-        )
-    skipped = ", ".join(loop.checkpoints.skipped)
-    text = f"from iteration {done}{f', skipped damaged {skipped}' if skipped else ''}"
-    text = text if newest else "from iteration 0, there is no checkpoint"
-    if done and (judge := loop.evaluate.efficiency) and not judge.known():
-        text += "; no kl/efficiency: eval.limit samples before training; "
-        text += f"python -m trainer.reports {loop.runtime.folder} --limit"
+        text = f"from iteration {loop.progress.iteration}"
+        if skipped := loop.checkpoints.skipped:
+            text += f", skipped damaged {', '.join(skipped)}"
+    done = loop.progress.iteration
+    if done > loop.num_iterations:
+        raise ValueError(f"expected trainer.num_iterations >= {done} of {newest}, give more")
     loop.runtime.status["resumed"] = text
     again = done == 0 or loop.progress.unevaluated is not None
     loop.observers.resume(done, text, again=again, seconds=loop.progress.seconds)
 
 
 def _restore(loop: Any, state: dict[str, Any]) -> None:
-    """Take up what a checkpoint says of a run; another reference or other data is an error."""
-    if state["reference"] != loop.retrieve_kl.sha256:
-        raise ValueError(
-            f"expected the reference {state['reference'][:12]} of this run, got "
-            f"{loop.retrieve_kl.sha256[:12]}; put the old model back, or start a new run"
-        )
+    """Load a checkpoint's state into the run; another reference or other data is an error."""
+    pairs = [("the reference", state["reference"], loop.retrieve_kl.sha256)]
     for key, sha in state.get("data", {}).items():
-        if loop.data.get(key, sha) != sha:
+        pairs.append((f"the data of {key}", sha, loop.data.get(key, sha)))
+    for what, expected, got in pairs:
+        if got != expected:
             raise ValueError(
-                f"expected the data of {key} that this run began with ({sha[:12]}), got other "
-                f"({loop.data[key][:12]}); put the old file back, or start a new run"
+                f"expected {what} that this run began with ({expected[:12]}), got another "
+                f"({got[:12]}); put the old one back, or start a new run"
             )
     loop.update.load_state_dict(state["update"])
     loop.leash.controller.load_state_dict(state["kl"])

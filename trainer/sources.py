@@ -73,20 +73,21 @@ class Rollouts:
     def prompts(self, iteration: int, attempt: int = 0) -> TensorDict:
         """Return this rank's prompts of the iteration: row, group_id, stream [P / ranks].
 
-        `attempt` counts how often they were drawn before; a place gets another row each time.
+        With each `attempt` a place gets another row.
         """
         place, again = torch.arange(self.size), (-attempt,) if attempt else ()
         td = TensorDict(batch_size=[self.size])
         td.set("group_id", place)
         td.set("stream", fold(self.runtime.seed, iteration, place, *again))
         chosen = self._chosen(iteration, attempt)
-        # A reward may change its row.
-        rows = [NonTensorData(deepcopy(self.rows[i])) for i in chosen]
+        rows = [
+            NonTensorData(deepcopy(self.rows[i])) for i in chosen
+        ]  # a reward may change its row
         td.set("row", NonTensorStack(*rows))
         return td[self.runtime.mine(self.size)]
 
     def _chosen(self, iteration: int, attempt: int) -> list[int]:
-        """Return the row of each place; it comes back there only when every other one was."""
+        """Return the row of each place; a place sees every row before one comes back."""
         size, seed = len(self.rows), self.runtime.seed
         had: list[list[int]] = [[] for _ in range(self.size)]
         for k in range(attempt + 1):
@@ -123,20 +124,17 @@ class Rollouts:
 class DynamicRollouts(Rollouts):
     """Draw prompts again whose replies all earn the same (DAPO, arXiv 2503.14476 section 3.2).
 
-    `parts` are the arguments of `Rollouts`. A place of the iteration is drawn up to `rounds` times
-    more, each time with another row: a function of (seed, iteration, round, place). What earns the
-    same even then keeps its place and leaves the loss mask. Logs group/resampled, how many groups
-    more were drawn for the place. The task's own reward decides; `after_rollout` comes after. All
-    ranks play equally many rounds, until none has an idle place.
+    `parts` are the arguments of `Rollouts`. A place is drawn up to `rounds` times more, each time
+    with another row: a function of (seed, iteration, round, place). A group that is idle even then
+    leaves the loss mask. Logs group/resampled, the draws for each place. The task's own reward
+    decides; `after_rollout` comes after. All ranks play equally many rounds.
     """
 
     def __init__(self, *, rounds: int = 2, **parts: Any) -> None:
         super().__init__(**parts)
         if self.env.group_size < 2 or rounds < 1:
-            raise ValueError(
-                "dynamic sampling expects algorithm.group_size >= 2 and rounds >= 1, got "
-                f"{self.env.group_size} and {rounds}; with one reply a prompt use trainer.Rollouts"
-            )
+            got = f"{self.env.group_size} and {rounds}"
+            raise ValueError(f"expected algorithm.group_size >= 2 and rounds >= 1, got {got}")
         self.rounds = rounds
 
     def sample(self, iteration: int) -> TensorDict:
@@ -147,8 +145,7 @@ class DynamicRollouts(Rollouts):
         for attempt in range(1, self.rounds + 1):
             if not self.runtime.maxima({"idle": float(idle.any())})["idle"]:
                 break
-            # A model in shards generates only with all ranks, so who has no idle place plays one
-            # too and keeps nothing of it.
+            # A model in shards generates with all ranks: one without an idle place plays too.
             again = idle if idle.any() else torch.arange(len(idle)) == 0
             fresh = self.play(self.prompts(iteration, attempt)[again])
             if idle.any():

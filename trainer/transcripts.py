@@ -16,9 +16,8 @@ def transcripts(
 ) -> list[dict]:
     """Return replies of a batch as plain records for transcripts.jsonl, the highest reward first.
 
-    The best, the median and the worst one, and `count` by groups (the last may be cut), those of
-    these three first; "all" is every reply but dropped ones. With a tokenizer those three say what
-    they are in `rank` and hold their tokens in `pieces`.
+    The best, the median and the worst one, and `count` by groups, those of these three first; "all"
+    is every reply but dropped ones. With a tokenizer those three have a `rank` and their `pieces`.
     """
     reward, owner = batch.get("reward_raw").sum(-1).tolist(), batch.get("group_id").tolist()
     kept = kept_rows(batch).nonzero().squeeze(-1).tolist()
@@ -42,11 +41,9 @@ def transcript(batch: TensorDictBase, i: int, iteration: int, *, kind: str) -> d
     mask = batch.get("loss_mask")[i]
     sampled = batch.get(("masks", "all_response_mask"), batch.get("loss_mask"))[i]
     parts = batch.get("reward_part", TensorDict())
-    advantage = batch.get("advantage", None)
+    advantage, penalty = batch.get("advantage", None), batch.get("kl_penalty", None)
     none = advantage is None or not bool(mask.any())
-    penalty = batch.get("kl_penalty", None)
-    system = batch.get("system", None)
-    system = "" if system is None else system[i].data
+    system = batch.get("system")[i].data if "system" in batch else ""
     return {
         "iteration": iteration,
         "kind": kind,
@@ -71,19 +68,16 @@ def _short(value: Tensor) -> float:
 def token_columns(batch: TensorDictBase, i: int, tokenizer: Any) -> dict[str, Any]:
     """Return row i from its first sampled token on, as columns of equal length.
 
-    `text`; `log_prob`, `kl` (k1) and `advantage`, in nats and null where nothing was sampled: such
-    tokens stand together. `left_out`: how many tokens beyond the first MOST the row has.
+    `text`; `log_prob`, `kl` (k1) and `advantage`, null where nothing was sampled: such tokens are
+    one entry. `left_out`: how many tokens beyond the first MOST the row has.
     """
     sampled = batch.get(("masks", "all_response_mask"))[i]
     length = int(batch.get(("masks", "all_attention_mask"))[i].sum())  # rows are right-padded
     start = int(sampled.int().argmax()) if bool(sampled.any()) else length
     ids = batch.get(("tokens", "full"))[i, start:length].tolist()[:MOST]
     texts = token_texts(ids, tokenizer)
-    found = {
-        "log_prob": batch.get(("log_probs", "full"), None),
-        "kl": batch.get("kl_penalty", None),
-        "advantage": batch.get("advantage", None),
-    }
+    keys = {"log_prob": ("log_probs", "full"), "kl": "kl_penalty", "advantage": "advantage"}
+    found = {name: batch.get(key, None) for name, key in keys.items()}
     values = {n: v[i, start:].tolist() for n, v in found.items() if v is not None}
     out: dict[str, Any] = {"text": [], **{name: [] for name in values}}
     own, before = sampled[start:length].tolist(), True
