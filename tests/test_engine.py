@@ -75,7 +75,7 @@ def test_an_engine_that_takes_no_weights_is_stale_however_coarse_it_is(policy):
     last = weight_sync(policy, engine)
     last = weight_sync(policy, engine, last=last)  # a step that was skipped
     move(policy, 1e-3)
-    with pytest.raises(RuntimeError, match=r"the engine is stale: after a hand-over .* stayed"):
+    with pytest.raises(RuntimeError, match=r"the engine is stale: after a hand-over .* did not change"):
         weight_sync(policy, engine, last=last, tolerance=1.0)
     assert engine.version == 2
 
@@ -99,7 +99,7 @@ def test_an_engine_that_begins_anew_between_two_hand_overs_is_found_out(policy):
         last = weight_sync(policy, engine, last=last)
     engine.load_weights(start.items())  # as a server that was started again has them
     move(policy)
-    with pytest.raises(RuntimeError, match=r"the engine lost its weights: .*does another run use"):
+    with pytest.raises(RuntimeError, match=r"the engine lost its weights"):
         weight_sync(policy, engine, last=last)
     assert engine.version == 3
 
@@ -120,7 +120,7 @@ def test_a_run_with_an_engine_is_the_run_without_one_and_resumes(straight, tmp_p
 
 
 def test_a_run_whose_engine_is_stale_stops_and_says_so(tmp_path):
-    with pytest.raises(RuntimeError, match="the engine is stale: after a hand-over of weights"):
+    with pytest.raises(RuntimeError, match="the engine is stale: after a hand-over"):
         train(tmp_path / "run", engine=lambda policy: beside(policy, Stale))
     assert [row["progress/iteration"] for row in lines(tmp_path / "run" / "metrics.jsonl")] == [0]
     train(tmp_path / "cut", Counted(IN_ITERATION_2, stop))

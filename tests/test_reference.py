@@ -229,7 +229,7 @@ def test_a_checkpoint_holds_a_reference_that_has_moved(kind, tmp_path):
 
 def test_references_that_cannot_follow_are_refused(folder):
     policy = load_policy(str(folder))
-    with pytest.raises(ValueError, match=r"every >= 0 and decay from 0 to below 1, got 1 and 1"):
+    with pytest.raises(ValueError, match=r"every >= 0 and 0 <= decay < 1, got 1 and 1"):
         Reference(policy, load_reference(policy), every=1, decay=1.0)
     adapted = load_policy(str(folder), lora={"r": 2})
     with pytest.raises(ValueError, match=r"leave out kl\.reference"):

@@ -308,7 +308,7 @@ def test_new_weights_reach_vllm_and_what_the_old_ones_cached_is_gone(engine, pol
 def test_a_sync_that_does_not_arrive_is_an_error(policy, monkeypatch):
     teacher = load_policy("tiny")
     monkeypatch.setattr(VLLMEngine, "update_weights", lambda self, named: None)
-    with pytest.raises(RuntimeError, match="the engine is stale: after a hand-over of weights"):
+    with pytest.raises(RuntimeError, match="the engine is stale: after a hand-over"):
         weight_sync(teacher, policy)
     assert policy.version == 0
 
@@ -332,7 +332,7 @@ def test_a_run_whose_vllm_is_stale_stops_after_its_first_update(engine, tmp_path
         return vLLMWrapper(deaf, generate_kwargs=policy.generate_kwargs, pad_output=True)
 
     try:
-        with pytest.raises(RuntimeError, match="the engine is stale: after a hand-over of weights"):
+        with pytest.raises(RuntimeError, match="the engine is stale: after a hand-over"):
             train(tmp_path, engine=beside)
         assert [row["progress/iteration"] for row in lines(tmp_path / "metrics.jsonl")] == [0]
         train(tmp_path / "well", engine=lambda policy: beside(policy).get_new_version(model=engine))

@@ -17,6 +17,7 @@ from policies.padding import compact, pad, pad_mask, positions, widen
 from policies.roles import Generator
 
 FLAGS = ("success", "truncated", "dropped")
+RESPONSE = ("masks", "all_response_mask")
 
 
 class Trajectories:
@@ -26,18 +27,13 @@ class Trajectories:
     """
 
     def __init__(self, first: TensorDictBase) -> None:
-        prompt = first.get(("masks", "all_attention_mask")) & ~_sampled(first)  # [B, P]
+        prompt = first.get(("masks", "all_attention_mask")) & ~first.get(RESPONSE)  # [B, P]
         size, device = len(prompt), prompt.device
         self.lengths = torch.zeros(size, dtype=torch.int64, device=device)
+        kinds = {"ids": torch.int64, "assistant": torch.bool, "response": torch.bool}
+        kinds |= {"log_probs": torch.float32, "reward": torch.float32}
         self.tokens = {
-            name: torch.zeros(size, 0, dtype=dtype, device=device)
-            for name, dtype in (
-                ("ids", torch.int64),
-                ("assistant", torch.bool),
-                ("response", torch.bool),
-                ("log_probs", torch.float32),
-                ("reward", torch.float32),
-            )
+            name: torch.zeros(size, 0, dtype=kind, device=device) for name, kind in kinds.items()
         }
         self.flags = {name: torch.zeros(size, dtype=torch.bool) for name in FLAGS}
         self.errors = torch.zeros(size, dtype=torch.float64)
@@ -63,7 +59,7 @@ class Trajectories:
 
     def record(self, rows: Tensor, td: TensorDictBase) -> None:
         """Add one turn of these rows [A]: the reply with its log-probs, reward and flags."""
-        sampled, log_probs = _sampled(td), td.get(("log_probs", "full"))
+        sampled, log_probs = td.get(RESPONSE), td.get(("log_probs", "full"))
         ids, following, alive = td.get(("tokens", "full")), td.get("next"), rows.cpu()
         marks = {"assistant": sampled, "response": sampled}
         self.append(rows, sampled, ids=ids, log_probs=log_probs, **marks)
@@ -88,8 +84,8 @@ class Trajectories:
         after = td.get(("next", "history", "prompt")).chats()
         last = self.tokens["ids"][rows, self.lengths[rows] - 1].tolist()
         unanswered = any(len(a) == len(b) for b, a in zip(before, after, strict=True))
-        if "step_count" not in td.get("next") and unanswered:
-            raise ValueError(  # the policy would answer itself for ever
+        if "step_count" not in td.get("next") and unanswered:  # it would never end
+            raise ValueError(
                 "expected an env that ends a chat or answers it, got one that does neither; give "
                 "ChatEnv a task or max_turns=1, or append StepCounter(max_steps=...)"
             )
@@ -123,9 +119,8 @@ class Trajectories:
         batch.set("reward_raw", tokens["reward"])
         for name, total in self.parts.items():
             batch.set(("reward_part", name), total.float().to(device))
-        batch.set("success", self.flags["success"].to(device))
-        batch.set("truncated", self.flags["truncated"].to(device))
-        batch.set("dropped", self.flags["dropped"].to(device))
+        for name, flags in self.flags.items():
+            batch.set(name, flags.to(device))
         batch.set("reward_errors", self.errors.float().to(device))
         batch.set("group_id", group_id.to(device))
         batch.set("policy_version", self.version.to(device))
@@ -141,10 +136,7 @@ def collect(
 ) -> TensorDict:
     """Return the trajectories of all samples of `prompts` [P] as one batch [B, T].
 
-    Keys: tokens.full, log_probs.full, masks.*, loss_mask and reward_raw [B, T]; reward_part.*,
-    reward_errors, success, truncated, dropped, group_id, temperature, prompt, answer, response [B];
-    system [B], "" where a prompt has none;
-    policy_version [B] int64, the version of the weights that sampled the row's first turn.
+    Keys: trainer/batch.py, those of "collect >". `policy_version` is that of a row's first turn.
     With `learn` a policy whose sampling training cannot follow (top_p, ...) is a ValueError.
     """
     policy = ready(policy, learn=learn, pad_output=True, return_log_probs=True, text_key=None)
@@ -177,14 +169,12 @@ def ready(policy: Any, *, input_mode: str = "history", learn: bool = True, **nee
     needed["inplace"] = True
     if policy.num_samples is not None or policy.input_mode != input_mode or not policy.generate:
         raise ValueError(
-            f"collect expects a policy with generate=True, {input_mode=} and "
-            "num_samples=None (the env repeats the prompts), got "
+            f"collect expects a policy with generate=True, {input_mode=} and num_samples=None, got "
             f"{policy.generate}, {policy.input_mode!r}, {policy.num_samples}"
         )
     if learn and (narrowing := policy.limits.unscored()):
         raise ValueError(
-            f"training expects replies of the whole distribution, got {narrowing}, which its "
-            "log-probs do not follow; drop them (the temperature is followed)"
+            f"training expects replies of the whole distribution, got {narrowing}; drop them"
         )
     if all(getattr(policy, name) == value for name, value in needed.items()):
         return policy
@@ -207,10 +197,7 @@ def prolong(policy: Any, last: int, before: list[dict], after: list[dict]) -> tu
     prompt.
     """
     if after[: len(before)] != before:
-        raise ValueError(
-            "expected the next prompt to go on from the sampled turns, got one that a transform "
-            "edited; let it add a message instead"
-        )
+        raise ValueError("a transform edited the sampled turns; let it add a message instead")
     ids = torch.tensor(policy.renderer.extend([last], before, after[len(before) :])[1:])
     marks = torch.zeros(len(ids), dtype=torch.bool)
     # A reply cut by the token limit was closed: that end of turn is the assistant's.
@@ -223,10 +210,6 @@ def _with_ids(td: TensorDictBase, ids: Tensor, attention: Tensor) -> TensorDictB
     prompt = compact(ids, attention, side="left")
     td.set("tokens", Tokens(prompt=prompt, padded=True, batch_size=[len(ids)]))
     return td.set("attention_mask", compact(attention, attention, side="left"))
-
-
-def _sampled(td: TensorDictBase) -> Tensor:
-    return td.get(("masks", "all_response_mask"))
 
 
 def _last_contents(td: TensorDictBase, field: str) -> list[str]:

@@ -40,10 +40,9 @@ class Demonstrations:
 
     def __call__(self, iteration: int) -> TensorDict:
         """Return this rank's demonstrations of the iteration, [B, T]."""
-        chosen = picks(iteration, size=len(self.rows), count=self.size, seed=self.runtime.seed)[
-            self.runtime.mine(self.size)
-        ]
-        ids, assistant, learnt = zip(*[self._render(self.rows[i]) for i in chosen], strict=True)
+        chosen = picks(iteration, size=len(self.rows), count=self.size, seed=self.runtime.seed)
+        rows = [self._render(self.rows[i]) for i in chosen[self.runtime.mine(self.size)]]
+        ids, assistant, learnt = zip(*rows, strict=True)
         batch = given_rows(ids, self.policy.device, assistant)
         return batch.set("loss_mask", pad(learnt, False).to(self.policy.device))
 

@@ -28,13 +28,16 @@ def make_optimizer(
     critic = getattr(model, "critic", None)
     theirs = set() if critic is None else set(critic.parameters())
     kept = [p for p in model.parameters() if p.requires_grad]
-    policy: dict[str, Any] = {"params": [p for p in kept if p not in theirs]}
-    both = [policy]
+    both: list[dict[str, Any]] = [{"params": [p for p in kept if p not in theirs]}]
     if critic is not None:
-        policy["since"] = critic.warmup
-        own = [p for p in kept if p in theirs]
-        both.append({"params": own, "scale": critic.lr_scale})
-    groups = [part for group in both for part in _by_decay(group, weight_decay)]
+        both[0]["since"] = critic.warmup
+        both.append({"params": [p for p in kept if p in theirs], "scale": critic.lr_scale})
+    groups = []
+    for group in both:
+        matrices = [p for p in group["params"] if p.ndim > 1]
+        others = [p for p in group["params"] if p.ndim <= 1]
+        parts = ((matrices, weight_decay), (others, 0.0))
+        groups += [{**group, "params": p, "weight_decay": decay} for p, decay in parts if p]
     return MasterAdamW(groups, lr=lr, betas=tuple(betas), eps=eps, fused=True)
 
 
@@ -78,14 +81,6 @@ class MasterAdamW(torch.optim.AdamW):
             params[i] = p
             self.state[p] = {**self.state.pop(master), "master": master.data}
             p.copy_(master)
-
-
-def _by_decay(group: dict[str, Any], weight_decay: float) -> list[dict[str, Any]]:
-    """Return a parameter group as its matrices, which are decayed, and the rest; none is empty."""
-    matrices = [p for p in group["params"] if p.ndim > 1]
-    others = [p for p in group["params"] if p.ndim <= 1]
-    parts = ((matrices, weight_decay), (others, 0.0))
-    return [{**group, "params": p, "weight_decay": decay} for p, decay in parts if p]
 
 
 def make_schedule(

@@ -36,15 +36,10 @@ class Overlap:
         self, source: Rollouts, policy: Policy, *, ahead: int, num_iterations: int
     ) -> None:
         if not hasattr(source, "sample"):
-            raise ValueError(
-                "trainer.overlap expects a source that plays, as trainer.Rollouts does, got a "
-                f"{type(source).__name__}; leave it out"
-            )
+            raise ValueError(f"trainer.overlap expects Rollouts, got {type(source).__name__}")
         if source.runtime.ranks > 1 and isinstance(source, DynamicRollouts):
-            raise ValueError(  # its rounds would meet the gradients of other ranks
-                "trainer.overlap expects one rank with trainer.DynamicRollouts, got "
-                f"{source.runtime.ranks}; leave it out, or give launch.num_processes=1"
-            )
+            # Its rounds would meet the gradients of other ranks.
+            raise ValueError("trainer.overlap expects one rank with trainer.DynamicRollouts")
         self.source, self.policy, self.ahead, self.total = source, policy, ahead, num_iterations
         self.env, self.prompts = source.env, source.prompts
         self.plays: dict[int, Future] = {}

@@ -19,17 +19,10 @@ class Reference:
     """
 
     def __init__(
-        self,
-        policy: Policy,
-        model: Policy,
-        *,
-        every: int = 0,
-        decay: float = 0.0,
+        self, policy: Policy, model: Policy, *, every: int = 0, decay: float = 0.0
     ) -> None:
         if every < 0 or not 0 <= decay < 1:
-            raise ValueError(
-                f"expected every >= 0 and decay from 0 to below 1, got {every} and {decay}"
-            )
+            raise ValueError(f"expected every >= 0 and 0 <= decay < 1, got {every} and {decay}")
         self.retrieve = RetrieveKL(ref_model=model, add_to_reward=False)
         self.scorer: Scorer = model.scorer
         found = getattr(model, "found", None)  # none of a model that was made by hand
@@ -40,13 +33,19 @@ class Reference:
         if any(theirs.dtype.itemsize < 4 for theirs, _ in self.pairs.values()) and decay:
             raise ValueError(
                 f"kl.refresh_decay={decay} would round away in half-precision weights; use "
-                "policy.dtype=float32 with policy.autocast=bfloat16, or a reset (refresh_decay=0)"
+                "policy.dtype=float32 with policy.autocast=bfloat16, or kl.refresh_decay=0"
             )
 
     @property
     def pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Return (its own, the policy's) weights by name, as they are now; {} if it never moves."""
-        return _pairs(self.policy.scorer, self.scorer) if self.every else {}
+        if not self.every:
+            return {}
+        theirs, mine = weights_of(self.scorer).named(), weights_of(self.policy.scorer).named()
+        same = theirs.keys() == mine.keys()
+        if not same or any(theirs[name].shape != mine[name].shape for name in mine):
+            raise ValueError("kl.refresh_every expects a reference with weights like the policy's")
+        return {name: (theirs[name].detach(), mine[name]) for name in mine}
 
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
         """Return the batch with ref_log_probs.full and kl_penalty, [B, T]."""
@@ -72,18 +71,6 @@ class Reference:
         pairs = self.pairs
         for name, value in state.items():
             pairs[name][0].copy_(value)
-
-
-def _pairs(policy: Scorer, reference: Scorer) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return (reference's, policy's) weights by name."""
-    theirs, mine = weights_of(reference).named(), weights_of(policy).named()
-    same = theirs.keys() == mine.keys()
-    if not same or any(theirs[name].shape != mine[name].shape for name in mine):
-        raise ValueError(
-            "expected a reference with weights like the policy's to refresh, got others; leave out "
-            "kl.reference or kl.refresh_every (in Python: load_reference(policy, moves=True))"
-        )
-    return {name: (theirs[name].detach(), mine[name]) for name in mine}
 
 
 class NoReference:

@@ -77,8 +77,8 @@ class Trainer:
         self.runtime.write_status(iteration=self.progress.iteration)  # the parent: it has begun
         try:
             self.observers.begin()
-            if told := placement_of(self.policy).about:
-                self.observers.say(told)
+            if about := placement_of(self.policy).about:
+                self.observers.say(about)
             self._catch_up()
             while self.progress.iteration < self.num_iterations:
                 self._iteration(self.progress.iteration)
@@ -128,19 +128,15 @@ class Trainer:
 
     def _catch_up(self) -> None:
         """Evaluate before training, or make up for the evaluation that a stop cut off."""
-        unevaluated = self.progress.unevaluated
         if self.progress.iteration == 0:
             self._evaluate({}, kind="before")
-        elif unevaluated is not None:
-            self._evaluate(unevaluated, kind="eval")
+        elif self.progress.unevaluated is not None:
+            self._evaluate(self.progress.unevaluated, kind="eval")
 
     def _count(self, batch: TensorDictBase, metrics: dict[str, float], clock: "Clock") -> None:
         """Add the progress, time and perf metrics."""
-        here = {
-            "tokens": float(batch.get(("masks", "all_attention_mask")).sum()),
-            "samples": float(batch.batch_size[0]),
-        }
-        total = self.runtime.sums(here)
+        tokens = float(batch.get(("masks", "all_attention_mask")).sum())
+        total = self.runtime.sums({"tokens": tokens, "samples": float(batch.batch_size[0])})
         self.progress.iteration += 1
         self.progress.tokens += int(total["tokens"])
         self.progress.samples += int(total["samples"])
@@ -161,8 +157,9 @@ class Trainer:
         self._judge(metrics)
         if "reward_raw" in batch:
             tokenizer = self.policy.tokenizer if self.runtime.is_main else None
-            count = self.replies  # an equal share of each rank
-            count = count if count == "all" else -(-int(count) // self.runtime.ranks)
+            count = self.replies
+            if count != "all":  # an equal share of each rank
+                count = -(-int(count) // self.runtime.ranks)
             mine = transcripts(batch, iteration, count=count, kind="train", tokenizer=tokenizer)
             rows = [row for part in self.runtime.gather(mine) for row in part]
             self.observers.replies(rows, iteration, kind="train")
@@ -174,7 +171,7 @@ class Trainer:
 
     def _evaluate(self, metrics: dict[str, float], *, kind: str) -> None:
         """Evaluate, log and show sample replies."""
-        iteration, judge = self.progress.iteration, self.evaluate.efficiency
+        iteration = self.progress.iteration
 
         def tell(share: float, what: str = f"evaluating {self.evaluate.about}") -> None:
             self.runtime.at("evaluate", share)
@@ -191,9 +188,6 @@ class Trainer:
                 self._save()
             raise
         self.progress.unevaluated = None
-        if kind == "before" and judge is not None and judge.limit is None:
-            why = "every held-out row was dropped by the task, or its reward is not finite"
-            self.observers.say(f"no kl/efficiency (eval.limit): {why}")
         self._judge(scores)
         if iteration == self.num_iterations:  # as it may have come to be just now
             records = [{**record, "kind": (kind := "after")} for record in records]

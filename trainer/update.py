@@ -23,14 +23,9 @@ from trainer.losses import token_weights
 from trainer.objectives import EntropyBonus, Objective, Terms
 from trainer.runtime import Runtime
 
+ATTENTION = ("masks", "all_attention_mask")
 # What the update itself and the scorer need; the rest an objective says it `reads`.
-SCORED = reads(
-    ("tokens", "full"),
-    ("masks", "all_attention_mask"),
-    "loss_mask",
-    "temperature",
-    "group_id",
-)
+SCORED = reads(("tokens", "full"), ATTENTION, "loss_mask", "temperature", "group_id")
 
 
 class Update:
@@ -69,12 +64,6 @@ class Update:
         self.lr, self.epochs, self.minibatches = lr, epochs, minibatches
         self.aggregation, self.max_tokens = aggregation, max_tokens
         self.micro_batch_tokens, self.max_grad_norm = micro_batch_tokens, max_grad_norm
-        for name in ("reads", "leash"):
-            if not hasattr(objective, name):
-                raise ValueError(
-                    f"expected an objective with `{name}` (docs/algorithms.md), "
-                    f"{type(objective).__name__} has none"
-                )
         exact = objective.leash is not None and objective.leash.needs_reference
         self.reference = reference if exact else None
         self.entropy = EntropyBonus(entropy_coeff, target=entropy_target)
@@ -166,7 +155,7 @@ class Update:
         with nullcontext() if last else accelerator.no_sync(self.scorer):
             scores = self.scorer(
                 batch.get(("tokens", "full")),
-                batch.get(("masks", "all_attention_mask")),
+                batch.get(ATTENTION),
                 batch.get("loss_mask"),
                 temperature=batch.get("temperature"),
                 group_id=batch.get("group_id", None),
@@ -183,13 +172,9 @@ class Update:
         log.add(terms, losses, batch.get("loss_mask"))
 
     def _micro_batches(self, batch: TensorDictBase) -> list[list[int]]:
-        """Return row lists within the token bound, as many on every rank: some may be empty.
-
-        What `pack_rows` has put together, such as a pair, is never cut here.
-        """
-        attention, ids = batch.get(("masks", "all_attention_mask")), batch.get("group_id", None)
-        limit = self.micro_batch_tokens
-        parts = pack_rows(attention, limit, group_id=ids, padded=not self.packing)
+        """Return row lists within the token bound, as many on every rank: some may be empty."""
+        ids, limit = batch.get("group_id", None), self.micro_batch_tokens
+        parts = pack_rows(batch.get(ATTENTION), limit, group_id=ids, padded=not self.packing)
         most = int(self.runtime.maxima({"n": float(len(parts))})["n"])
         return parts + [[]] * (most - len(parts))
 
@@ -206,10 +191,8 @@ def split_rows(batch: TensorDictBase, count: int) -> list[list[int]]:
     """
     rows = groups(batch.get("group_id", torch.arange(batch.batch_size[0])))
     if len(rows) % count:
-        raise ValueError(
-            f"expected the {len(rows)} prompts of a rank to split into algorithm.minibatches="
-            f"{count} equal parts; change trainer.prompts_per_iteration or algorithm.minibatches"
-        )
+        parts = f"algorithm.minibatches={count} equal parts"
+        raise ValueError(f"expected the {len(rows)} prompts of a rank to split into {parts}")
     return [list(chain(*rows[i::count])) for i in range(count)]
 
 

@@ -1,11 +1,9 @@
 """Weight sync: the generator gets the policy's new weights after each update, and proves it.
 
-The policy itself samples by its own weights; an engine gets a copy, and both sides score fixed ids,
-before and after. It is an error where they then disagree, or where the engine's scores stay what
-they were, to the bit, though the policy's moved: in half precision a step may be smaller than the
-tolerance; or where it scores otherwise than after the one before, as one that was started again.
-An adapter (LoRA) is merged into what the engine gets, weights that are spread over ranks are
-gathered one by one.
+The policy itself samples by its own weights; an engine gets a copy, and both score fixed ids before
+and after the transfer. It is an error if they then disagree; if the engine's scores did not change
+although the policy's did (in half precision a step may be smaller than the tolerance); or if they
+changed since the last transfer (the engine was restarted). Of LoRA the engine gets merged weights.
 """
 
 from dataclasses import dataclass
@@ -34,8 +32,9 @@ class Synced:
 
     def metrics(self) -> dict[str, float]:
         """Return what a run logs: nothing where the policy itself samples."""
-        both = {"sync/probe": self.after, "sync/probe_before": self.before}
-        return {} if self.held is None else both
+        if self.held is None:
+            return {}
+        return {"sync/probe": self.after, "sync/probe_before": self.before}
 
 
 def weight_sync(policy: Policy, generator: Generator | None = None, **proof: Any) -> Synced:
@@ -56,17 +55,21 @@ def hand_over(
 
     RuntimeError unless it then agrees with the policy on every token to `tolerance` nats (None: the
     engine's own), and has changed where the policy has since the hand-over `last`. An engine with
-    `takes_trained` gets of LoRA the adapter alone; a policy that samples itself needs nothing.
+    `takes_trained` gets the adapter of LoRA alone.
     """
     if generator is None or generator is policy:
         return Synced()
     engine: Engine = generator
     limit = engine.tolerance if tolerance is None else tolerance
-    probe, weights = _probe(policy) if probe is None else probe, weights_of(policy.scorer)
+    if probe is None:  # ids from all over the vocabulary, [2, 16]
+        size = policy.model.get_input_embeddings().num_embeddings
+        probe = torch.linspace(0, size - 1, 32).long().reshape(2, 16)
+    weights = weights_of(policy.scorer)
     with policy.scorer.placement.plain():
-        alone = getattr(engine, "takes_trained", False)
-        named = weights.named() if alone else weights.merged()
-        named = {name: weight.detach() for name, weight in named.items()} if alone else named
+        if getattr(engine, "takes_trained", False):
+            named = {name: weight.detach() for name, weight in weights.named().items()}
+        else:
+            named = weights.merged()
     expected, held = _log_probs(policy, probe), None if last is None else last.held
     old = _log_probs(engine, probe)
     _check_held(held, old, limit=2 * limit)
@@ -83,9 +86,8 @@ def _check_held(held: Tensor | None, old: Tensor, *, limit: float) -> None:
     """Raise where an engine no longer scores as after the last hand-over."""
     if held is not None and not (gone := _distance(held, old)) <= limit:
         raise RuntimeError(
-            "the engine lost its weights: before a hand-over its log-probs of the probe are "
-            f"{gone:.3g} nats from those of the last one, expected {limit:g} at most; was it "
-            "started again, or does another run use it? Go on with resume=<run folder>"
+            f"the engine lost its weights: its log-probs moved by {gone:.3g} nats since the last "
+            f"hand-over, expected {limit:g} at most; was it started again? Go on with resume="
         )
 
 
@@ -95,25 +97,18 @@ def _check_arrived(
     """Raise where an engine does not score as the policy, or nothing has moved but the policy."""
     before, after, same = _distance(expected, old), _distance(expected, new), torch.equal(old, new)
     moved = 0.0 if held is None else _distance(expected, held)
-    told = f"after a hand-over of weights its log-probs of the probe are {after:.3g} nats from the "
-    told += f"policy's ({before:.3g} before), expected {limit:g} at most"
+    found = f"after a hand-over its log-probs are {after:.3g} nats from the policy's "
+    found += f"({before:.3g} before), expected {limit:g} at most"
     if same and not max(moved / NOTICED, after) <= limit:
         raise RuntimeError(
-            f"the engine is stale: {told}; they stayed as they were to the bit, while the policy "
-            f"has moved by {moved:.3g} since; start the engine again, or give "
-            "policy.engine=transformers"
+            f"the engine is stale: {found}; they did not change, while the policy moved by "
+            f"{moved:.3g}; start the engine again, or give policy.engine=transformers"
         )
     if not after <= limit:
         raise RuntimeError(
-            f"the engine is not the policy: {told}; is it the same model? Give "
-            "policy.vllm.dtype=float32, or a larger policy.vllm.tolerance if its kernels round more"
+            f"the engine is not the policy: {found}; is it the same model? Give "
+            "policy.vllm.dtype=float32, or a larger policy.vllm.tolerance"
         )
-
-
-def _probe(policy: Policy) -> Tensor:
-    """Return ids from all over the vocabulary, [2, 16]."""
-    size = policy.model.get_input_embeddings().num_embeddings
-    return torch.linspace(0, size - 1, 32).long().reshape(2, 16)
 
 
 @torch.no_grad()

@@ -40,7 +40,7 @@ class Talk:
     ids: list[int] = field(default_factory=list)
 
     def reset(self) -> None:
-        """Begin again, with the system prompt if there is one."""
+        """Begin a new chat, with the system prompt if there is one."""
         system = self.policy.system_prompt
         self.messages = [{"role": "system", "content": system}] if system else []
         self.ids = []
@@ -51,15 +51,14 @@ class Talk:
         ValueError if the model has no room for the chat.
         """
         policy, new = self.policy, [{"role": "user", "content": text}]
+        render = policy.renderer.render
         if self.ids:
             prompt = policy.renderer.extend(self.ids, self.messages, new)
         else:
-            chat = [*self.messages, *new]
-            prompt = policy.renderer.render(chat, add_generation_prompt=True).ids
+            prompt = render([*self.messages, *new], add_generation_prompt=True).ids
         most, longest = max_positions(self.scorer.model), len(prompt) + policy.max_new_tokens
         if most is not None and longest > most:
-            raise ValueError(f"the chat would have {longest} tokens, the model takes {most}; "
-                             f"{RESET} begins a new one")  # fmt: skip
+            raise ValueError(f"{longest} tokens, the model takes {most}; {RESET} begins a new chat")
         adapter = nullcontext()
         if isinstance(self.scorer, lora.AdapterScorer):  # its model is the policy's too
             adapter = lora.using(self.scorer.model, self.scorer.adapter)
@@ -87,9 +86,8 @@ def log_ratio(talk: Talk, reference: Scorer, length: int) -> list[float]:
     every = torch.ones_like(ids, dtype=torch.bool)
     keep = torch.arange(ids.shape[1], device=ids.device)[None] >= ids.shape[1] - length
     score = {"temperature": talk.policy.temperature or 1.0}
-    ours, theirs = (scorer(ids, every, keep, **score).log_probs[0, -length:]
-                    for scorer in (talk.scorer, reference))  # fmt: skip
-    return (ours - theirs).tolist()
+    ours, theirs = (scorer(ids, every, keep, **score) for scorer in (talk.scorer, reference))
+    return (ours.log_probs - theirs.log_probs)[0, -length:].tolist()
 
 
 def style(ratio: float) -> str:
@@ -108,20 +106,14 @@ def run(loop: Trainer, settings: dict[str, Any]) -> float:
     names = [take_weights(loop, settings).what, reference_name(loop, settings)]
     for side, name in zip(("policy", "reference"), names, strict=True):
         console.print(f"{side:<10} {name}", markup=False, soft_wrap=True)
-    console.print(f"{RESET} begins again, {QUIT} ends", markup=False)
-    scorer = loop.retrieve_kl.scorer
-    assert scorer is not None  # the settings of this mode measure a KL
+    console.print(f"{RESET} begins a new chat, {QUIT} ends", markup=False)
+    scorer: Any = loop.retrieve_kl.scorer  # the settings of this mode measure a KL
     chat(loop.policy, scorer, console, _lines(console), seed=settings["seed"])
     return 0.0
 
 
 def chat(
-    policy: TransformersWrapper,
-    reference: Scorer,
-    console: Console,
-    lines: Iterable[str],
-    *,
-    seed: int = 0,
+    policy: Any, reference: Scorer, console: Console, lines: Iterable[str], *, seed: int = 0
 ) -> None:
     """Answer each line by both models; print why if one cannot be answered."""
     talks = [Talk(policy, policy.scorer), Talk(policy, reference)]
@@ -143,6 +135,7 @@ def chat(
 
 
 def _reply(ours: Talk, theirs: Talk, text: str, stream: Tensor, console: Console) -> None:
+    """Print the replies of both to a message."""
     length = ours.answer(text, stream)
     ratios = log_ratio(ours, theirs.scorer, length)
     shown = Text().append("policy     ", style="bold")
@@ -150,8 +143,8 @@ def _reply(ours: Talk, theirs: Talk, text: str, stream: Tensor, console: Console
     for part, ratio in zip(texts, ratios, strict=True):
         shown.append(_plain(part), style=style(ratio))
     console.print(shown)
-    line = f"log-ratio {sum(ratios):+z.2f} nats over {length} tokens"
-    console.print(f"{'':11}{line}", style="dim")
+    ratio = f"log-ratio {sum(ratios):+z.2f} nats over {length} tokens"
+    console.print(f"{'':11}{ratio}", style="dim")
     theirs.answer(text, stream)
     answer = _plain(theirs.messages[-1]["content"])
     console.print(Text().append("reference  ", style="bold").append(answer))
@@ -159,16 +152,11 @@ def _reply(ours: Talk, theirs: Talk, text: str, stream: Tensor, console: Console
 
 def _lines(console: Console) -> Iterator[str]:
     """Yield lines of stdin, with a prompt for each at a terminal."""
-    if hasattr(sys.stdin, "reconfigure"):
-        sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
-    terminal = sys.stdin.isatty()
     while True:
-        if terminal:
+        if sys.stdin.isatty():
             console.print("you        ", end="", style="bold")
         if not (line := sys.stdin.readline()):
             return
-        if not terminal:
-            console.print(Text(f"you        {_plain(line)}", style="bold"))
         yield line
 
 

@@ -23,9 +23,7 @@ LENGTH, TRUNCATED = "response/length_mean", "response/truncated_fraction"
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """Return the chance that of k samples at least one is right, from `right` of `samples`.
-
-    1 - C(samples - right, k) / C(samples, k): a mean over all ways to pick k of them.
+    """Return 1 - C(samples - right, k) / C(samples, k), the chance that one of k is right.
 
     >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 3, 2)
     (0.25, 0.5, 1.0)
@@ -55,10 +53,9 @@ def read_replies(batch: TensorDictBase) -> list[dict[str, float]]:
 def tally(
     replies: Sequence[dict[str, float]], samples: int, accuracy: dict[str, float]
 ) -> dict[str, float]:
-    """Return the numbers of replies, each row's `samples` after each other.
+    """Return the metrics of replies, `samples` of each row in a row, and their `accuracy`.
 
-    `accuracy` is what has been taken of them before. A part of a reward that does not fit a reply
-    is NaN there and counts nowhere.
+    A part of a reward that does not fit a reply is NaN and counts nowhere.
     """
     rows = [replies[i : i + samples] for i in range(0, len(replies), samples)]
     kept = [row for row in rows if all(row)]
@@ -82,7 +79,7 @@ def tally(
 
 
 def measure(loop: Trainer) -> dict[str, dict[str, float]]:
-    """Play the eval rows; return the numbers of each plan, "sampled" and "greedy"."""
+    """Play the eval rows; return the metrics of each plan, "sampled" and "greedy"."""
     samples = {name: env.group_size for name, env, _ in loop.evaluate.plans}
     replies: dict[str, list] = {name: [] for name in samples}
 
@@ -101,8 +98,7 @@ def measure(loop: Trainer) -> dict[str, dict[str, float]]:
 def run(loop: Trainer, settings: dict[str, Any]) -> float:
     """Evaluate, print the table and write eval.json."""
     if not loop.evaluate.plans:
-        raise ValueError("expected replies to evaluate, got none; set eval.num_samples=8 or "
-                         "eval.greedy=true")  # fmt: skip
+        raise ValueError("no reply to evaluate; set eval.num_samples=8 or eval.greedy=true")
     chosen = take_weights(loop, settings)
     found = measure(loop)
     if not loop.runtime.is_main:
@@ -115,8 +111,6 @@ def run(loop: Trainer, settings: dict[str, Any]) -> float:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps({**about, **of_run, **found}, indent=1))
     table = Table("", *found, box=None, pad_edge=False, header_style="bold")
-    for column in table.columns[1:]:
-        column.justify = "right"
     for row in table_rows(found):
         table.add_row(*row)
     console = Console(highlight=False)

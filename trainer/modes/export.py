@@ -69,9 +69,7 @@ def run(loop: Trainer, settings: dict[str, Any]) -> float:
         if trained.metrics:
             write_text(part / "curves.svg", run_svg(trained.folder))
         write_text(part / "README.md", card(trained, chosen, name=target.name, curves=curves))
-        if target.is_dir():  # an empty one: the parent has looked
-            target.rmdir()
-        part.rename(target)
+        part.rename(target)  # an empty folder gives way: the parent has looked
     except BaseException:  # a full disk keeps no half of a model
         shutil.rmtree(part, ignore_errors=True)
         raise
@@ -101,26 +99,14 @@ def card(run: Run, chosen: Weights, *, name: str, curves: str = "") -> str:
     data = ModelCardData(
         library_name="transformers", pipeline_tag="text-generation", tags=["leash"], **on_hub
     )
-    return ModelCard.from_template(
-        data,
-        template_str=CARD,
-        name=name,
-        base=base,
-        experiment=run.experiment,
-        weights=chosen.short,
-        start=_without_folder(str(dig(config, "policy", "model"))),
-        sha256=dig(run.status, "model", "sha256"),
-        tables=tables,
-        curves=curves,
-    ).content
+    about = {"name": name, "base": base, "experiment": run.experiment, "weights": chosen.short}
+    about |= {"start": _without_folder(str(dig(config, "policy", "model")))}
+    about |= {"sha256": dig(run.status, "model", "sha256"), "tables": tables, "curves": curves}
+    return ModelCard.from_template(data, template_str=CARD, **about).content
 
 
 def hub_name(model: str) -> str:
-    """Return the model that training began from, through the runs and warm-ups between.
-
-    >>> hub_name("some/model"), hub_name("/a/b/my-model")
-    ('some/model', 'my-model')
-    """
+    """Return the model that training began from, through the runs and warm-ups between."""
     folder = Path(model).expanduser()
     home = folder.parent if folder.name == "model" else folder
     config = dig(read_yaml(home / "MANIFEST.json"), "about", "config") or load_run(home).config
@@ -140,15 +126,9 @@ def push(folder: Path, name: str) -> str:
     """Push a folder to a repository of the hub, private if it is new; return its address."""
     try:
         repository = HfApi().create_repo(name, private=True, exist_ok=True)
-        HfApi().upload_folder(
-            repo_id=repository.repo_id,
-            folder_path=folder,
-            commit_message="A model trained by leash",
-        )
+        HfApi().upload_folder(repo_id=repository.repo_id, folder_path=folder)
     except Exception as error:  # the hub's client raises what its HTTP library does
-        why = (str(error).strip() or repr(error)).splitlines()[0]
-        raise ValueError(
-            f"{folder} is written, but not pushed to {name}: {why}; push it by "
-            f"hf upload {name} {folder}"
-        ) from error
+        why, by_hand = str(error).strip().partition("\n")[0], f"hf upload {name} {folder}"
+        what = f"{folder} is written, but not pushed to {name}"
+        raise ValueError(f"{what}: {why}; push it by {by_hand}") from error
     return str(repository)

@@ -54,10 +54,9 @@ def choose_weights(folder: Path, *, keep_best: bool = False) -> Weights:
 
 
 def take_weights(loop: Trainer, settings: dict[str, Any]) -> Weights:
-    """Load the weights of the run that is resumed into the policy; return what they are.
+    """Load the weights of the run that is resumed, if any, into the policy; return what they are.
 
-    Without one the policy is the model that policy.model names. What it is compared with must be
-    the model that training started from, or one that is named.
+    The reference must be the model that training started from, or one that is named.
     """
     found: Any = loop.policy.found
     if settings["resume"] is None:
@@ -67,10 +66,8 @@ def take_weights(loop: Trainer, settings: dict[str, Any]) -> Weights:
     started = dig(read_status(folder), "model", "sha256")
     compares = settings["kl"]["measure"] and settings["kl"]["reference"] is None
     if compares and started not in (None, found.sha256):
-        raise ValueError(
-            f"expected the model {started[:12]} that the run started from in {found.folder}, got "
-            f"{found.sha256[:12]}; put the old one back, or give kl.reference=<model>"
-        )
+        got = f"{found.sha256[:12]} in {found.folder}; put the old one back, or give kl.reference="
+        raise ValueError(f"expected the model {started[:12]} that the run started from, got {got}")
     chosen = choose_weights(folder, keep_best=bool(dig(settings, "checkpoint", "keep_best")))
     loop.checkpoints.restore_weights(chosen.folder)
     hand_over(loop.policy, loop.generator)
