@@ -91,7 +91,7 @@ def test_a_group_without_a_signal_is_dropped():
     assert column(equal) == [0.0, 0.0]
 
 
-def test_what_cannot_be_a_group_is_named(caplog):
+def test_what_cannot_be_a_group_is_named():
     for wrong in (1, 2.5, "4"):
         with pytest.raises(ValueError, match=f"a whole grpo_size >= 2, got {wrong!r}"):
             MCAdvantage(wrong)
@@ -101,10 +101,6 @@ def test_what_cannot_be_a_group_is_named(caplog):
         MCAdvantage(2)(chat("a", [0.0]).exclude("query"))
     with pytest.raises(ValueError, match="low < high"):
         MCAdvantage(2, trajectory_return="sum", keep_return_bounds=(1.0, 1.0))
-    caplog.set_level("INFO")
-    speaking = MCAdvantage(2, verbose=True)
-    speaking(lazy_stack([chat("a", [0.0])[0], chat("a", [1.0])[0]]))
-    assert "a group of 2 chats: 2 rows kept" in caplog.text
 
 
 def test_collector_advantage_and_loss_go_together():

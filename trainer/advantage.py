@@ -144,10 +144,8 @@ class BetaAdvantage(GroupAdvantage):
     def _density(self, total: Tensor, kept: Tensor) -> Tensor:
         """Return the density at each group's mean, [P, 1]; total and kept rows [P, G]."""
         if total.numel() and not 0 <= float(total.min()) <= float(total.max()) <= 1:
-            raise ValueError(
-                f"BNPO expects rewards from 0 to 1, got {float(total.min()):g} to "
-                f"{float(total.max()):g}; rescale the task's reward"
-            )
+            got = f"{float(total.min()):g} to {float(total.max()):g}"
+            raise ValueError(f"BNPO expects rewards from 0 to 1, got {got}; rescale the reward")
         mean = group_mean(total, kept)[:, :1]  # [P, 1]
         return beta_density(mean, *moments(mean[kept.any(-1)], self.runtime))
 

@@ -64,10 +64,7 @@ class GAEAdvantage:
     whitening) and advantage [B, T].
     """
 
-    reads = (
-        *Leash.charged,
-        *reads("group_id", ("tokens", "full"), ("masks", "all_attention_mask")),
-    )
+    reads = *Leash.charged, *reads("group_id", ("tokens", "full"), ("masks", "all_attention_mask"))
 
     def __init__(
         self,
@@ -82,10 +79,7 @@ class GAEAdvantage:
         micro_batch_tokens: int | None = None,
     ) -> None:
         if policy.scorer.critic is None:
-            raise ValueError(
-                "expected a policy with a critic, got none; before the optimizer is made, set "
-                "policy.scorer.critic = policies.Critic(policy.scorer)"
-            )
+            raise ValueError("expected a critic; set policy.scorer.critic = Critic(policy.scorer)")
         self.scorer, self.runtime, self.leash = policy.scorer, runtime, leash
         self.gamma, self.lmbda = gamma, lmbda
         self.whiten, self.bound = whiten, clip_advantage

@@ -64,10 +64,8 @@ class ImportanceSampling:
         micro_batch_tokens: int | None = None,
     ) -> None:
         if level not in ("token", "sequence") or mode not in ("truncate", "mask"):
-            raise ValueError(
-                "expected importance sampling at level token or sequence, with mode truncate or "
-                f"mask, got {level!r} and {mode!r}"
-            )
+            got = f"{level!r} and {mode!r}"
+            raise ValueError(f"expected level token or sequence, mode truncate or mask, got {got}")
         if not 1 <= limit < math.inf:
             raise ValueError(f"expected a finite limit >= 1 of importance weights, got {limit}")
         self.scorer, self.tokens = policy.scorer, micro_batch_tokens

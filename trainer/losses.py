@@ -115,9 +115,7 @@ def token_weights(
             raise ValueError(f"aggregation 'constant' expects max_tokens >= 1, got {max_tokens}")
         count = torch.as_tensor(total_rows, device=mask.device) * max_tokens
     else:
-        raise ValueError(
-            f"expected aggregation token_mean, sequence_mean or constant, got {aggregation!r}"
-        )
+        raise ValueError(f"no aggregation {aggregation!r}: token_mean, sequence_mean, constant")
     return mask / count.clamp(min=1)
 
 
@@ -210,13 +208,9 @@ def group_advantage(
     if baseline not in BASELINES:
         raise ValueError(f"expected a baseline in {sorted(BASELINES)}, got {baseline!r}")
     if group_size < 2 and (baseline != "none" or scale is not None):
-        raise ValueError(
-            f"a group baseline needs group_size >= 2, got {group_size}: alone, every advantage is 0"
-        )
+        raise ValueError(f"a group baseline needs group_size >= 2, got {group_size}")
     if reward.shape[0] % group_size:
-        raise ValueError(
-            f"expected whole groups of {group_size} adjacent rows, got {reward.shape[0]} rows"
-        )
+        raise ValueError(f"expected whole groups of {group_size} rows, got {reward.shape[0]} rows")
     kept = loss_mask.any(-1).view(-1, group_size)  # [P, G]
     task = _above(reward, kept, baseline, credit)
     if scale is not None:

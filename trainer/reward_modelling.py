@@ -64,10 +64,7 @@ class PreferenceObjective:
         """Return the terms of a micro-batch."""
         pair = batch.get("group_id")
         if len(pair) % 2 or not torch.equal(pair[0::2], pair[1::2]):
-            raise ValueError(
-                "expected whole pairs in a micro-batch, got one cut in two; raise "
-                "trainer.micro_batch_tokens above two rows"
-            )
+            raise ValueError("a micro-batch cuts a pair; raise trainer.micro_batch_tokens")
         chosen, rejected = scores.rewards[0::2], scores.rewards[1::2]  # [P, T]
         term = preference_term(chosen, rejected).repeat_interleave(2, 0)
         gap = (chosen - rejected).detach().repeat_interleave(2, 0)

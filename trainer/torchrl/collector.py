@@ -7,7 +7,6 @@ one row each, dense; both extend a chat by the same functions.
 Left out on purpose: replay buffers, queues, environment pools, remote workers, weight updaters.
 """
 
-import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -24,27 +23,24 @@ from policies.padding import rows
 from policies.wrappers.wrapper import LLMWrapperBase
 from trainer.collect import carry, prolong, ready
 
-LOGGER = logging.getLogger(__name__)
 Policy = Callable[[TensorDictBase], TensorDictBase]
 
 
 class LLMCollector:
-    """Iterate over what `policy` says in `env`.
+    """Iterate over the turns that `policy` plays in `env`.
 
     Default: `dialog_turns_per_batch` turns of the B chats that `env.reset` gives, [B, T] with
     B * T >= dialog_turns_per_batch, or [B * T] with `flatten_data`. `yield_completed_trajectories`:
     whole chats, one after the other in one dimension, at least `dialog_turns_per_batch` (default 1)
     turns; `yield_only_last_steps`: only the last turn of each. All turns that ran count towards
-    `total_dialog_turns` (-1: no end). `reset_at_each_iter` gives up running chats between batches.
+    `total_dialog_turns` (-1: no end). `reset_at_each_iter` drops running chats between batches.
 
     `dataloader` gives `env.reset` its data: TensorDicts, rows (dicts with "messages", or with
-    the environment's `data_key`, whose other entries are columns), texts, or lists of these. One
-    that can be iterated again starts over; an iterator ends the collection, and a batch [B, T] that
-    it cannot fill is dropped. Without it the environment has its own data.
-    `postproc` maps each batch; None in return skips it. `track_policy_version` (True or a
+    the environment's `data_key`), texts, or lists of these; without it the environment has its own.
+    An iterator ends the collection, other data start over; a batch that they cannot fill is
+    dropped. `postproc` maps each batch; None in return skips it. `track_policy_version` (True or a
     PolicyVersion) writes "policy_version", one more after each `update_policy_weights_`.
-    ("collector", "traj_ids") numbers the chats. Rows hold the exact ids and no padding, also with a
-    policy that has pad_output=True. Wrong combinations are TypeErrors and ValueErrors.
+    ("collector", "traj_ids") numbers the chats. Rows hold the exact ids and no padding.
 
     >>> from envs import ChatEnv
     >>> from policies import load_policy
@@ -69,13 +65,11 @@ class LLMCollector:
         reset_at_each_iter: bool = False,
         flatten_data: bool | None = None,
         track_policy_version: Any = False,
-        verbose: bool = False,
         dataloader: Iterable[Any] | None = None,
     ) -> None:
         if (policy is None) == (policy_factory is None):
             raise TypeError("expected exactly one of policy and policy_factory")
-        only_last = bool(yield_only_last_steps)
-        completed = yield_completed_trajectories
+        only_last, completed = bool(yield_only_last_steps), yield_completed_trajectories
         completed = only_last if completed is None else completed
         if only_last and not completed:
             raise TypeError("yield_only_last_steps=True requires yield_completed_trajectories=True")
@@ -98,7 +92,7 @@ class LLMCollector:
         self.total_dialog_turns = total_dialog_turns
         self.yield_completed_trajectories, self.yield_only_last_steps = completed, only_last
         self.reset_at_each_iter, self.flatten_data = reset_at_each_iter, bool(flatten_data)
-        self.postproc, self.verbose = postproc, verbose
+        self.postproc = postproc
         self._turns = 0  # handed out so far, dropped ones included
         text_key = getattr(self.env, "data_key", "query")
         data = None if dataloader is None else _starts(dataloader, text_key)
@@ -119,8 +113,6 @@ class LLMCollector:
             batch = self.rollout()
             if batch is None:
                 return
-            if self.verbose:
-                LOGGER.info("a batch of %s, %d turns so far", tuple(batch.shape), self._turns)
             batch = batch if self.postproc is None else self.postproc(batch)
             if batch is not None:
                 yield batch

@@ -5,7 +5,6 @@ Trajectories are [T] (the turns of one chat), [T, ...] of several chats after ea
 Left out on purpose: replay buffers, queues shared between processes, oversampling.
 """
 
-import logging
 from itertools import islice
 from typing import Any, Literal
 
@@ -16,7 +15,6 @@ from torch import Tensor
 from envs.transforms.transform import Transform
 from trainer.losses import standardise
 
-LOGGER = logging.getLogger(__name__)
 STD_FLOOR = 1e-6
 REDUCE = {"sum": Tensor.sum, "max": Tensor.max, "mean": Tensor.mean}
 
@@ -52,7 +50,6 @@ class MCAdvantage(Transform):
         rewards_key: NestedKey = ("next", "reward"),
         advantage_key: NestedKey = "advantage",
         done_key: NestedKey = ("next", "done"),
-        verbose: bool = False,
         *,
         trajectory_return: Literal["sum", "max", "mean"] | None = None,
         keep_return_bounds: tuple[float, float] | None = None,
@@ -68,7 +65,7 @@ class MCAdvantage(Transform):
                 f"got {bounds} and {trajectory_return}"
             )
         super().__init__([prompt_key, rewards_key, done_key], [advantage_key])
-        self.grpo_size, self.advantage_key, self.verbose = grpo_size, advantage_key, verbose
+        self.grpo_size, self.advantage_key = grpo_size, advantage_key
         self.prompt_key, self.rewards_key, self.done_key = prompt_key, rewards_key, done_key
         self.trajectory_return, self.keep_return_bounds = trajectory_return, keep_return_bounds
         self.queues: dict[Any, list[list[TensorDictBase]]] = {}
@@ -84,10 +81,7 @@ class MCAdvantage(Transform):
             queue.append(rows)
             if len(queue) == self.grpo_size:
                 del self.queues[prompt]
-                kept = self._group(queue)
-                if self.verbose:
-                    LOGGER.info("a group of %d chats: %d rows kept", len(queue), len(kept))
-                out += kept
+                out += self._group(queue)
         return lazy_stack(out) if out else None
 
     def _trajectories(self, td: TensorDictBase) -> list[list[TensorDictBase]]:
