@@ -75,7 +75,7 @@ def test_an_engine_that_takes_no_weights_is_stale_however_coarse_it_is(policy):
     last = weight_sync(policy, engine)
     last = weight_sync(policy, engine, last=last)  # a step that was skipped
     move(policy, 1e-3)
-    with pytest.raises(RuntimeError, match="the engine is stale: .* did not change"):
+    with pytest.raises(RuntimeError, match=r"the engine is stale: .* did not change"):
         weight_sync(policy, engine, last=last, tolerance=1.0)
     assert engine.version == 2
 

@@ -76,8 +76,11 @@ def token_columns(batch: TensorDictBase, i: int, tokenizer: Any) -> dict[str, An
     start = int(sampled.int().argmax()) if bool(sampled.any()) else length
     ids = batch.get(("tokens", "full"))[i, start:length].tolist()[:MOST]
     texts = token_texts(ids, tokenizer)
-    keys = {"log_prob": ("log_probs", "full"), "kl": "kl_penalty", "advantage": "advantage"}
-    found = {name: batch.get(key, None) for name, key in keys.items()}
+    found = {
+        "log_prob": batch.get(("log_probs", "full"), None),
+        "kl": batch.get("kl_penalty", None),
+        "advantage": batch.get("advantage", None),
+    }
     values = {n: v[i, start:].tolist() for n, v in found.items() if v is not None}
     out: dict[str, Any] = {"text": [], **{name: [] for name in values}}
     own, before = sampled[start:length].tolist(), True

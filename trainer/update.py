@@ -23,9 +23,10 @@ from trainer.losses import token_weights
 from trainer.objectives import EntropyBonus, Objective, Terms
 from trainer.runtime import Runtime
 
-ATTENTION = ("masks", "all_attention_mask")
 # What the update itself and the scorer need; the rest an objective says it `reads`.
-SCORED = reads(("tokens", "full"), ATTENTION, "loss_mask", "temperature", "group_id")
+SCORED = reads(
+    ("tokens", "full"), ("masks", "all_attention_mask"), "loss_mask", "temperature", "group_id"
+)
 
 
 class Update:
@@ -155,7 +156,7 @@ class Update:
         with nullcontext() if last else accelerator.no_sync(self.scorer):
             scores = self.scorer(
                 batch.get(("tokens", "full")),
-                batch.get(ATTENTION),
+                batch.get(("masks", "all_attention_mask")),
                 batch.get("loss_mask"),
                 temperature=batch.get("temperature"),
                 group_id=batch.get("group_id", None),
@@ -173,8 +174,9 @@ class Update:
 
     def _micro_batches(self, batch: TensorDictBase) -> list[list[int]]:
         """Return row lists within the token bound, as many on every rank: some may be empty."""
-        ids, limit = batch.get("group_id", None), self.micro_batch_tokens
-        parts = pack_rows(batch.get(ATTENTION), limit, group_id=ids, padded=not self.packing)
+        attention, ids = batch.get(("masks", "all_attention_mask")), batch.get("group_id", None)
+        limit = self.micro_batch_tokens
+        parts = pack_rows(attention, limit, group_id=ids, padded=not self.packing)
         most = int(self.runtime.maxima({"n": float(len(parts))})["n"])
         return parts + [[]] * (most - len(parts))
 
