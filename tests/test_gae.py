@@ -138,7 +138,7 @@ def test_keys_and_the_value_network_can_be_given():
 
 def test_an_advantage_without_a_measured_kl_is_refused():
     policy, paid = load_policy("tiny"), leash(0.1, "reward")
-    with pytest.raises(ValueError, match=r"expected a policy with a critic.*policies\.Critic"):
+    with pytest.raises(ValueError, match=r"expected a critic"):
         GAEAdvantage(policy=policy, runtime=one_process(), leash=paid)
     policy.scorer.critic = Critic(policy.scorer)
     made = GAEAdvantage(policy=policy, runtime=one_process(), leash=paid)

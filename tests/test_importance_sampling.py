@@ -49,7 +49,7 @@ def test_a_sequence_weight_is_the_product_over_its_sampled_tokens():
 def test_impossible_settings_are_refused():
     policy = make_policy()
     for wrong in ({"level": "row"}, {"mode": "drop"}):
-        with pytest.raises(ValueError, match="token or sequence, with mode truncate or mask"):
+        with pytest.raises(ValueError, match="token or sequence, mode truncate or mask"):
             ImportanceSampling(policy=policy, **wrong)
     for limit in (0.5, math.inf, math.nan):
         with pytest.raises(ValueError, match="limit >= 1"):

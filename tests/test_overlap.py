@@ -103,7 +103,7 @@ def test_an_engine_that_takes_no_weights_ends_the_run_before_it_samples_by_them(
 def test_several_ranks_that_draw_again_are_refused():
     source: Any = DynamicRollouts.__new__(DynamicRollouts)
     source.runtime = SimpleNamespace(ranks=2)
-    with pytest.raises(ValueError, match=r"expects one rank with .*DynamicRollouts, got 2"):
+    with pytest.raises(ValueError, match=r"expects one rank with .*DynamicRollouts"):
         Overlap(source, make_policy(), ahead=1, num_iterations=4)
 
 

@@ -68,9 +68,9 @@ def test_the_weighted_terms_are_the_documented_loss_in_any_micro_batch(cut):
     expected.backward()
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(mine.grad, theirs.grad)
-    with pytest.raises(ValueError, match="cut in two"):
+    with pytest.raises(ValueError, match="cuts a pair"):
         objective(Rewards(rewards[1:3]), batch[1:3])
-    with pytest.raises(ValueError, match="cut in two"):
+    with pytest.raises(ValueError, match="cuts a pair"):
         objective(Rewards(rewards[:1]), batch[:1])
 
 

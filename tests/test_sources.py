@@ -180,7 +180,7 @@ def test_what_stays_idle_had_a_row_of_its_own_each_time_and_leaves_the_loss(tmp_
 
 def test_dynamic_sampling_needs_groups(tmp_path):
     parts = {"task": Many(), "generator": make_policy(), "runtime": one_process(), "size": 4}
-    with pytest.raises(ValueError, match=r"group_size >= 2 .* trainer.Rollouts"):
+    with pytest.raises(ValueError, match="group_size >= 2"):
         DynamicRollouts(env=ChatEnv(Many(), group_size=1), **parts)
     with pytest.raises(ValueError, match="rounds >= 1"):
         DynamicRollouts(env=ChatEnv(Many(), group_size=2), rounds=0, **parts)

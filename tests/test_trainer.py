@@ -134,7 +134,7 @@ def test_nothing_but_damaged_checkpoints_is_an_error_and_changes_nothing(straigh
     shutil.copytree(straight, folder)
     names = [f"iteration_{i:06d}" for i in range(4, 0, -1)]
     damage(folder, *names)
-    with pytest.raises(ValueError, match=f"only damaged ones .{', '.join(names)}.; .* remove"):
+    with pytest.raises(ValueError, match=f"only damaged ones .{', '.join(names)}.; .*remove"):
         train(folder, resume=True)
     assert metrics(folder) == metrics(straight)
 
@@ -197,7 +197,7 @@ def test_the_checkpoint_that_rank_0_chose_is_taken_on_all(tmp_path) -> None:
 def test_a_run_goes_on_with_the_data_that_it_began_with(tmp_path):
     data = {"env.dataset": "a" * 64}
     train(tmp_path, Counted(IN_ITERATION_4, stop), data=data)
-    with pytest.raises(ValueError, match=r"the data of env\.dataset .*put the old file back"):
+    with pytest.raises(ValueError, match=r"the data of env\.dataset .*put the old one back"):
         train(tmp_path, resume=True, data={"env.dataset": "b" * 64})
     train(tmp_path, resume=True, data=data)
     assert load_run(tmp_path).state == "finished"
@@ -220,5 +220,5 @@ def test_a_checkpoint_beyond_the_last_iteration_is_refused(tmp_path):
     (late / "state.json").write_text(json.dumps({**state, "iteration": 10**6}))
     (late / "MANIFEST.json").unlink()
     write_manifest(late, {"format": 1})
-    with pytest.raises(ValueError, match=r"at most trainer\.num_iterations=4, got .*1000000"):
+    with pytest.raises(ValueError, match=r"trainer\.num_iterations >= 1000000"):
         train(tmp_path, resume=True)

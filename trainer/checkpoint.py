@@ -132,8 +132,10 @@ class Checkpoints:
             damaged.append(folder.name)
         found, self.skipped = self.runtime.gather((found, damaged))[0]
         if found is None and self.skipped:
-            damaged = ", ".join(self.skipped)
-            raise ValueError(f"{self.folder} has only damaged ones ({damaged}); put a copy back")
+            names = ", ".join(self.skipped)
+            raise ValueError(
+                f"{self.folder} has only damaged ones ({names}); restore or remove them"
+            )
         return found
 
     def restore(self, folder: Path) -> dict[str, Any]:
