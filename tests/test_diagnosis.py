@@ -69,13 +69,11 @@ SICK = {
     ),
     "truncated": ({"response__truncated_fraction": 0.95}, {"mostly_truncated": 3}),
     "KL per token": ({"kl__ref": 3.5, "kl__ref_sequence": 70.0}, {"kl_exploding": 3}),
-    "KL jumps": ({"kl__ref_sequence": lambda i: 5.0 if i < 40 else 60.0}, {"kl_exploding": 42}),
     "entropy": ({"policy__entropy": 0.005}, {"entropy_collapsed": 5}),
     "another engine": ({"kl__mismatch": 0.3}, {"engine_mismatch": 2}),
     "nan gradient": (
         {
             "optim__grad_norm": lambda i: float("nan") if i == 9 else 1.0,
-            "optim__skipped_steps": lambda i: float(i >= 9),
         },
         {"not_finite": 9},
     ),
@@ -115,8 +113,8 @@ def test_every_rule_has_a_sick_run_its_reason_and_its_words():
     sick = {rule for _, wanted in SICK.values() for rule in wanted}
     assert sorted(sick | {"loss_near_zero", "reward_hacked"}) == sorted(WORDS)
     assert all(inspect.getdoc(rule) for rule in RULES.values())
-    limits = {name: words["when"] for name, words in WORDS.items() if name not in RULES}
-    assert all({"metric", "times"} < {*when} for when in limits.values())
+    limits = [when for name, words in WORDS.items() if name not in RULES for when in words["when"]]
+    assert all({"metric", "times"} < {*when} for when in limits)
 
 
 @pytest.mark.parametrize("name", WELL)

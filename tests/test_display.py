@@ -96,24 +96,15 @@ def test_replies_cannot_draw_on_the_terminal(monkeypatch):
     assert shown.rstrip().endswith("...   [reward 1.00]")
 
 
-def test_what_the_policy_wrote_is_coloured_and_nothing_else(terminal):
-    pieces = {"text": ["4", "2", " tool:", "\x1b[2J", "7"], "log_prob": [-1, -2, None, None, -3]}
-    rows = [
-        {"prompt": "6 x 7?", "response": "", "reward": 1.0, "pieces": pieces},
-        {"prompt": "unseen", "response": "unseen", "reward": 0.5},
-        {"prompt": "6 x 7?", "response": "x" * 300, "reward": 0.0},
-    ]
+def test_training_shows_its_best_and_worst_reply_now_and_then(terminal):
+    rows = [{"prompt": "6 x 7?", "response": text, "reward": 0.0} for text in ("42", "no", "41")]
     display = Display(80, file=terminal, show_every=5)
     for i in range(1, 7):
         display.replies(rows, i, kind="train")
     Display(80, file=terminal, show_every=0).replies(rows, 5, kind="train")
-    shown = terminal.getvalue()
+    shown = plain(terminal.getvalue())
     assert shown.count("best and worst reply of iteration 5") == 1
-    coloured = "".join(re.findall(r"\x1b\[36m([^\x1b]*)\x1b\[0m", shown)).rstrip("x")
-    assert coloured == "427"
-    assert "\x1b[2J" not in shown
-    assert "unseen" not in shown
-    assert f"{'x' * 237}..." in plain(shown)
+    assert [text in shown for text in ("42", "no", "41")] == [True, False, True]
 
 
 def test_a_terminal_shows_the_evaluation_going_on_and_then_its_result_for_good(terminal):
@@ -142,35 +133,30 @@ def test_the_live_lines_fit_the_terminal_and_lose_nothing(terminal, monkeypatch,
     display = Display(80, title="grpo_tiny", file=terminal)
     display.resume(7, "from iteration 7", again=False, seconds=3730)
     display.begin()
-    assert "7/80 1:02:1" in live_lines(display)[0]
+    assert "7/80" in live_lines(display)[0]
     for i in range(8, 31):
         display.log({**latest, "reward/mean": i / 30}, i)
     lines = live_lines(display)
     display.end("failed", saved=None)
     assert max(map(len, lines)) <= columns
     shown = " ".join(" ".join(lines).split())
-    assert "30/80 1:02:1" in shown
+    assert "30/80" in shown
     assert "3 min 20 s" in shown  # 50 iterations of 4 s
     part = "reward 1.000 KL 1.250 nats per reply 0.250 nats per token entropy 0.125 length 5"
     assert f"{part} 1,234 tok/s 4.0 s" in shown
 
 
-@pytest.mark.parametrize(
-    ("last", "text"),
-    [(False, "stopping at the next safe point;"), (True, "ending with this evaluation;")],
-)
-def test_a_stop_is_answered_at_once(terminal, capfd, monkeypatch, last, text):
+def test_a_stop_is_answered_at_once(terminal, capfd, monkeypatch):
+    text = "stopping at the next safe point; Ctrl-C again stops at once"
     display = begun(2, file=terminal)
-    display.evaluating("evaluating 4 prompts", 0.5, last=last)
+    display.evaluating("evaluating 4 prompts", 0.5, last=False)
     display.stopping()
-    assert live_lines(display)[-1].startswith(text)
+    assert live_lines(display)[-1] == text
     display.end("preempted", saved=None)
     assert capfd.readouterr().err == "", "nothing may be written between the live lines"
     monkeypatch.delenv("FORCE_COLOR")
-    display = begun(2, file=io.StringIO())
-    display.evaluating("evaluating 4 prompts", 0.5, last=last)
-    display.stopping()
-    assert capfd.readouterr().err == f"{text} Ctrl-C again stops at once\n"
+    begun(2, file=io.StringIO()).stopping()
+    assert capfd.readouterr().err == f"{text}\n"
 
 
 def finished(folder: Path, *words: str, target: str = "policies.load_policy") -> Path:
@@ -181,25 +167,16 @@ def finished(folder: Path, *words: str, target: str = "policies.load_policy") ->
     return write_lines(folder, *rows)
 
 
-def test_no_word_is_cut_and_commands_stay_whole(terminal, monkeypatch, tmp_path):
+def test_commands_stay_whole_and_paths_are_told_from_here(terminal, monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.chdir(tmp_path)
-    metrics = ("reward/raw_mean", "eval/sampled_accuracy", "kl/ref_sequence")
-    near = finished(tmp_path / "outputs" / "grpo_tiny" / "2026-11-22_13-00-00", *metrics)
-    far = finished(tmp_path / ("deep" * 30), *metrics)
-    display = begun(4, title="grpo_tiny", folder=near, file=terminal)
-    display.say("warning at iteration 3: " + "several words that are longer than a line " * 3)
-    display.end("finished", saved=4)
+    near = finished(tmp_path / "outputs" / ("deep" * 30), "reward/raw_mean", "kl/ref_sequence")
+    begun(4, title="grpo_tiny", folder=near, file=terminal).end("finished", saved=4)
     lines = [line.rstrip() for line in plain(terminal.getvalue()).splitlines()]
-    lines = [line for line in lines if "0/4" not in line]  # less what is drawn over
-    assert max(map(len, lines)) <= 80
-    command = "python train.py mode=chat resume=outputs/grpo_tiny/2026-11-22_13-00-00"
-    assert lines[-1] == f"chat     {command}", "in one line, to be copied"
-    assert "report   outputs/grpo_tiny/2026-11-22_13-00-00/report.html" in lines
+    place = near.relative_to(tmp_path)
+    assert lines[-1] == f"chat     python train.py mode=chat resume={place}", "to be copied"
+    assert f"report   {place}/report.html" in lines
     assert "KL to the reference 1 nats per reply" in " ".join(lines)
-    terminal.truncate(0)
-    begun(4, folder=far, file=terminal).end("finished", saved=4)
-    assert f"resume={far.relative_to(tmp_path)}\n" in plain(terminal.getvalue()), "not cut"
 
 
 def test_a_reward_model_ends_with_its_accuracy_and_no_chat(tmp_path):
@@ -236,20 +213,6 @@ def test_what_is_saved_is_said_with_the_command_that_goes_on():
     Display(2, file=file, folder=Path("/my runs/1")).end("failed", saved=7)
     command = "python train.py resume='/my runs/1'"
     assert file.getvalue() == f"saved at iteration 7; go on with: {command}\n"
-
-
-def test_an_iteration_whose_replies_were_all_dropped_has_no_reward(terminal, monkeypatch):
-    dropped = {"reward/dropped_fraction": 1.0, "loss/total": 9.0, "time/iteration_s": 1.0}
-    display = begun(3, file=terminal)
-    for i in (1, 2):
-        display.log({"reward/mean": i / 4, "reward/dropped_fraction": 0.0}, i)
-    display.log(dropped, 3)
-    assert "reward none" in live_lines(display)[1]
-    display.end("finished", saved=None)
-    monkeypatch.delenv("FORCE_COLOR")
-    display = begun(3, title="x", file=(log := io.StringIO()))
-    display.log(dropped, 2)
-    assert log.getvalue().splitlines()[1] == "iteration 2/3  reward none  1.0 s  1 s left"
 
 
 def header_of(folder: Path) -> list[str]:

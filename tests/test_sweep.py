@@ -103,15 +103,6 @@ def test_the_table_holds_what_differs_between_the_jobs(tmp_path):
     assert "kl/coeff" in (tmp_path / "sweep.csv").read_text(), "the file has all columns"
 
 
-@pytest.mark.parametrize("plan", ['{"words": 5, "jobs": 3}', '{"jobs": [1, 2]}', "[", ""])
-def test_a_damaged_plan_leaves_the_jobs_on_the_page(tmp_path, plan):
-    write_jobs(tmp_path)
-    (tmp_path / PLAN).write_text(plan)
-    text = Page(write_sweep(tmp_path)).text
-    assert "3 jobs" in text
-    assert "not begun" not in text
-
-
 def test_a_sweep_says_which_job_runs_and_how_long_the_rest_may_take(tmp_path):
     for coeff, seconds in ((0, 100.0), (1, 140.0), (2, 30.0)):
         folder = tmp_path / f"kl.coeff={coeff}"
@@ -137,26 +128,12 @@ def test_a_sweep_ends_with_a_table_of_its_settings_and_the_best(tmp_path):
     ]
     told = results(Sweep(tmp_path, jobs, live=False, command="the command"))
     assert [line.split() for line in told[1:3]] == [
-        ["kl.coeff=0", "0.5", "2", "0.5", "2", "finished"],
-        ["kl.coeff=1", "-", "1", "0.6", "2", "finished,", "1", "failed"],
+        ["kl.coeff=0", "0.5", "0.5", "2", "2", "finished"],
+        ["kl.coeff=1", "0.6", "-", "1", "2", "finished,", "1", "failed"],
     ]
     best_line = "best     kl.coeff=1 (objective 0.6, KL 1; means of 2 seeds)"
-    assert told[3:] == [best_line, "continue with: the command"]
-    many = [job(str(k), objective=k / 30, kl__coeff=k) for k in range(30)]
-    told = results(Sweep(tmp_path, many, live=False, command="c"))
-    assert len(told) == 1 + 20 + 1 + 1
-    assert told[1].startswith("kl.coeff=29 ")
-    assert "10 more in sweep.html" in told[21]
+    assert (told[3], told[-1]) == (best_line, "continue with: the command")
     assert results(Sweep(tmp_path, [])) == []
-
-
-def test_settings_of_the_same_objective_are_named_beside_the_best(tmp_path):
-    values = [(0, 5.0, 0.9), (0.1, 2.0, 0.9), (1, 1.0, 0.5), (2, 3.0, 0.9)]
-    jobs = [job(str(c), kl=kl, objective=o, kl__coeff=c) for c, kl, o in values]
-    told = results(Sweep(tmp_path, jobs, live=False, command="c"))
-    place = next(i for i, line in enumerate(told) if line.startswith("best     kl.coeff=0.1 "))
-    assert told[place + 1] == "         tied with kl.coeff=0, kl.coeff=2; it has the lowest KL"
-    assert not any("tied" in line for line in results(Sweep(tmp_path, jobs[1:3])))
 
 
 def test_what_the_jobs_warn_of_stands_once_on_the_page_with_their_names(tmp_path):
@@ -284,7 +261,7 @@ def test_the_replies_of_all_settings_to_a_held_out_prompt_stand_side_by_side(tmp
             JsonlTracker(folder, resume=True).replies(said, 1, kind=kind)
     page = Page(write_sweep(tmp_path))
     told = [text for text in page.texts if text.startswith(("<b>", "<i>"))]
-    shown = [0, 1, 3, 4, 6, 7]  # both ends of what is finished, and some between
+    shown = [0, 2, 4, 6]  # at most six
     row = ["<b>before 0", *(f"<b>after {coeff}" for coeff in shown)]
     assert told == [text for k in range(8) for text in (f"<i>{k}", *row)]
     names = ["before training", *(f"kl.coeff={coeff}" for coeff in shown)]

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import logging
 import math
 import sqlite3
 import subprocess
@@ -12,14 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from accelerate import PartialState
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from omegaconf import OmegaConf
 
 from conf.build import make_tracker
 from conf.compose import compose_checked
 from trainer.reports.trackers.accelerate import AccelerateTracker
 from trainer.reports.trackers.jsonl import JsonlTracker
-from trainer.reports.trackers.mirror import Mirror, names_of
+from trainer.reports.trackers.mirror import names_of
 from trainer.reports.trackers.wandb import WandbTracker
 from trainer.runs.redact import HIDDEN, redact, redact_text
 
@@ -70,12 +68,6 @@ def test_a_line_is_in_the_file_when_log_returns_and_what_is_not_finite_is_null(t
     tracker.replies([row], 1, kind="train")
     expected = {"prompt": "p", "parts": {"x": None}, "kl": None, "iteration": 1}
     assert lines(tmp_path / "transcripts.jsonl") == [expected]
-
-
-@pytest.mark.parametrize("value", ["0.5", None, True, [1.0]])
-def test_only_numbers_are_metrics(tmp_path, value):
-    with pytest.raises(ValueError, match="expected a number for metric 'a'"):
-        JsonlTracker(tmp_path).log({"a": value}, 1)
 
 
 def test_a_folder_with_a_run_is_refused_unless_resumed(tmp_path):
@@ -251,10 +243,6 @@ def test_trackio_goes_on_with_its_run_in_its_local_database(tmp_path, monkeypatc
     assert json.loads(config)["api_key"] == HIDDEN
 
 
-class Elsewhere(Mirror):
-    word = "no_such_package"
-
-
 def test_mlflow_goes_on_with_its_run_under_the_names_of_the_files(tmp_path, monkeypatch):
     """The answer is read from MLflow's own files: `<time> <value> <step>` a line."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}/mlruns")
@@ -281,45 +269,6 @@ def test_mlflow_goes_on_with_its_run_under_the_names_of_the_files(tmp_path, monk
     assert "sk-" not in (run / "params/api_key").read_text()
     assert (run / "tags/job_type").read_text() == "train"
     assert (run / "tags/tags").exists()
-    assert logging.getLogger("alembic").getEffectiveLevel() >= logging.WARNING
-
-
-@pytest.mark.parametrize(
-    ("kind", "given"),
-    [
-        ("aim", {"run_name": "named", "experiment": "mine", "logging_dir": "aim"}),
-        ("swanlab", {"run_name": "mine", "experiment_name": "named"}),
-        ("clearml", {"run_name": "mine", "task_name": "named"}),
-        ("comet_ml", {"run_name": "mine"}),
-    ],
-)
-def test_a_project_is_a_project_to_each_service_of_accelerate(kind, given, tmp_path, monkeypatch):
-    """What Accelerate's class does with its arguments was read in accelerate/tracking.py."""
-    made = {}
-
-    class Service:
-        requires_logging_directory, tracker = False, None
-
-        def __init__(self, run_name: str, **kwargs: object) -> None:
-            made.update(run_name=run_name, **kwargs)
-
-        def store_init_configuration(self, values: dict) -> None: ...
-
-    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, kind, Service)
-    monkeypatch.setattr("trainer.reports.trackers.mirror.find_spec", lambda name: name)
-    begun(AccelerateTracker(tmp_path, kind=kind, project="mine", name="named"))
-    if "logging_dir" in made:
-        made["logging_dir"] = Path(made["logging_dir"]).name
-    assert made == given
-
-
-def test_a_missing_package_is_named_before_anything_is_written(tmp_path, monkeypatch):
-    with pytest.raises(ImportError, match="no package no_such_package"):
-        Elsewhere(tmp_path / "run")
-    monkeypatch.setitem(sys.modules, "trackio", None)
-    with pytest.raises(ImportError, match=r"pip install -e '\.\[trackio\]'"):
-        AccelerateTracker(tmp_path / "run", kind="trackio")
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,12 @@ python -m trainer.reports outputs                               # the pages of a
 """
 
 import argparse
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from policies.cache import write_text
-from trainer.reports.frontier import limit_results, sample_limit
+from trainer.reports.frontier import sample_limit
 from trainer.reports.report import run_svg, write_report
 from trainer.reports.sweep_jobs import as_markdown, load_jobs
 from trainer.reports.sweep_page import sweep_svg, write_sweep
@@ -32,15 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=int, nargs="?", const=64, metavar="N", help=about)
     try:
         _run(parser.parse_args(arguments))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
-    except OSError as error:
-        print(f"cannot write the report: {error.strerror}: {error.filename}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 130
     return 0
 
 
@@ -52,24 +45,22 @@ def _run(args: argparse.Namespace) -> None:
             "status.json in it: see outputs/ and multirun/"
         )
     one = (runs or sweeps)[0]
-    if len(runs) + len(sweeps) > 1 and (args.svg or args.table or args.limit is not None):
+    if len(runs) + len(sweeps) > 1 and (args.svg or args.table or args.limit):
         raise ValueError(
             f"--svg, --table and --limit are of one run or sweep, got {args.folder} with several"
         )
-    if args.limit is not None:
+    if args.limit:
         sample_limit(one, args.limit)
-        print(limit_results(one))
         runs = [*runs, *(job for sweep in sweeps for job in find_jobs(sweep))]
-    if args.table:
+    if args.table or args.limit:
         print(as_markdown(load_jobs(one)), end="")
-    elif args.svg:
+    if args.svg:
         write_text(args.svg, sweep_svg(one) if sweeps else run_svg(one))
         print(args.svg)
-    else:
+    elif not args.table:
         for path in [*map(write_report, runs), *map(write_sweep, sweeps)]:
             print(path)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: it ends what it started
     sys.exit(main())

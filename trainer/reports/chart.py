@@ -4,11 +4,10 @@ Colours (chart.css) follow the reader's light or dark scheme; curves beyond the 
 Left out on purpose: interaction beyond the tooltips that SVG's <title> gives.
 """
 
-import html
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,23 +18,8 @@ HUES = 8  # of chart.css
 MOST_TIPS, MOST_POINTS = 120, 400  # of one chart, however long the run
 _DASHES = ("", "5 3", "1.5 3", "8 3 1.5 3")
 _WIDE = set("mwMWGOQ@%")
-_NO_TEXT = re.compile("[^\n\t -\ufffd\U00010000-\U0010ffff]")  # control characters and the like
 Points = Sequence[tuple[float, float]]
 Box = tuple[float, float, float, float]  # left, top, right, bottom, in pixels
-
-
-def printable_xml(text: object) -> str:
-    """Replace what neither HTML nor XML may hold."""
-    return _NO_TEXT.sub("\ufffd", str(text))
-
-
-def escape(text: object) -> str:
-    """Escape a text for HTML and XML.
-
-    >>> escape("<b>\x1b")
-    '&lt;b&gt;\ufffd'
-    """
-    return html.escape(printable_xml(text))
 
 
 @dataclass(frozen=True)
@@ -138,12 +122,12 @@ class Chart:
         where = f'cx="{self.x(x)}" cy="{self.y(y)}" r="{radius:g}"'
         self.parts.append(f'<circle {where} style="{style}">{title}</circle>')
 
-    def tips(self, curves: Iterable[tuple[str, Points]], form: Callable[[float], str]) -> None:
+    def tips(self, curves: Iterable[tuple[str, Points]]) -> None:
         """Draw a column per x that tells the values of (name, points); of a long run every n-th."""
         told: dict[float, list[str]] = {}
         for name, points in curves:
             for x, y in points:
-                told.setdefault(x, []).append(f"{name} {form(y)}")
+                told.setdefault(x, []).append(f"{name} {short(y)}")
         xs = sorted(told)[:: -(-len(told) // MOST_TIPS)]
         middles = [(a + b) / 2 for a, b in pairwise(map(self.x, xs))]
         edges = [self.x.start, *middles, max(self.x.stop, self.x.start + 1)]
@@ -176,7 +160,6 @@ def line_chart(
     """Draw curves over an integer axis; a value far above the rest is cut, marked by a triangle.
 
     `named`: with a legend; `least`: a value that the axis reaches; `bounds`: lines across, by name.
-    What is nothing beside the axis (a rounding error) is told as 0.
     """
     whole = [s for s in series if s.points]
     if not whole:
@@ -185,19 +168,14 @@ def line_chart(
     bounds = bounds or {}
     least = max(least, *bounds.values(), 0.0)
     span = data_range(*([y for _, y in points] for _, points in curves), least=least)
-    nothing = max(1e-5 * max(map(abs, span)), 1e-4 * least)
-
-    def told(value: float) -> str:
-        return short(value if abs(value) > nothing else 0.0)
-
     chart = Chart(title, unit, width=width, height=height)
     if named and len(whole) == 1:
-        chart.text(width - 12, 14, told(whole[0].points[-1][1]), anchor="end", style="value")
+        chart.text(width - 12, 14, short(whole[0].points[-1][1]), anchor="end", style="value")
     elif named:
-        chart.legend((s.hue, f"{s.name} {told(s.points[-1][1])}") for s in whole)
+        chart.legend((s.hue, f"{s.name} {short(s.points[-1][1])}") for s in whole)
     xs = [x for _, points in curves for x, _ in points]
     chart.axes((min(xs), max(xs)), span, x_label=x_label)
-    chart.tips(((s.name, points) for s, points in curves), told)
+    chart.tips(((s.name, points) for s, points in curves))
     for name, value in bounds.items():
         across = [(chart.x.lo, value), (chart.x.hi, value)]
         chart.path(across, "stroke-dasharray:6 4", kind="bars")
@@ -248,7 +226,7 @@ def stack_chart(series: Sequence[Series], *, title: str, unit: str) -> str:
         outline = [(lo, 0.0), (lo, roof[0][1]), *roof, (hi, roof[-1][1]), (hi, 0.0)]
         chart.path(outline, f"fill:{colour(held[count - 1][0].hue)}", kind="area")
     curves = [(s.name, [*values.items()]) for s, values in held]
-    chart.tips([*curves, ("all", [*zip(xs, totals, strict=True)])], short)
+    chart.tips([*curves, ("all", [*zip(xs, totals, strict=True)])])
     return chart.svg()
 
 

@@ -6,11 +6,10 @@ A resumed run reads its metrics.jsonl again. Thresholds stand where healthy runs
 """
 
 import math
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean, median, variance
+from statistics import fmean, variance
 from typing import Any
 
 import yaml
@@ -22,8 +21,9 @@ QUIET = 10  # iterations without a finding until it counts as gone: no flapping 
 KEPT = 200  # iterations that the rules look back on
 BASE = 10  # first iterations, which a run is compared with
 ACCURACIES = ("eval/sampled_accuracy", "eval/greedy_accuracy")
-SAID = {"info": ("note", ""), "warn": ("warning", "yellow"), "error": ("error", "red")}
+SAID = {"warn": ("warning", "yellow"), "error": ("error", "red")}
 WORDS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+Values = dict[str, Any] | None
 
 
 @dataclass
@@ -39,71 +39,37 @@ class Finding:
 
 
 class Past:
-    """All evaluations; of the iterations the first `BASE`, the last `KEPT`. None: not finite."""
+    """All iterations and all evaluations so far; None: not finite."""
 
     def __init__(self) -> None:
         self.evaluated: list[dict[str, Any]] = []
-        self.first: list[dict[str, float | None]] = []
-        self.lines: deque[dict[str, float | None]] = deque(maxlen=KEPT)
-        self.count = 0
+        self.lines: list[dict[str, float | None]] = []
 
     def add(self, metrics: Mapping[str, Any]) -> None:
         line = {name: number(value) for name, value in metrics.items()}
         self.evaluated += [line] if line.get("eval/reward") is not None else []
-        if (line.get(ITERATION) or 0) >= 1:
-            self.lines.append(line)
-            self.first += [line] if self.count < BASE else []
-            self.count += 1
+        self.lines += [line] if line[ITERATION] else []
 
     def last(self, name: str, size: int) -> list[float]:
         """List the latest `size` values of a metric; [] when an iteration among them lacks it."""
-        values = [v for line in list(self.lines)[-size:] if (v := line.get(name)) is not None]
+        values = [v for line in self.lines[-size:] if (v := line.get(name)) is not None]
         return values if len(values) == size else []
 
-    def beyond(self, metric: str, *, times: int, above=-math.inf, below=math.inf) -> "Values":
+    def beyond(self, metric: str, *, times: int, above=-math.inf, below=math.inf) -> Values:
         """Return the latest value of a metric that was so high, or so low, so many times."""
-        values = [v for v in self.last(metric, times) if above < v < below]
-        return {"value": values[-1]} if len(values) == times else None
+        values = self.last(metric, times)
+        found = values and above < min(values) and max(values) < below
+        return {"value": values[-1]} if found else None
 
     def signal(self) -> tuple[str, float, list[float], list[float]]:
-        """Return the reward, else the loss: name, sign that makes it rise, `first` and `lines`."""
-        # not of the last line alone: the one whose replies were all dropped has no reward
-        rewarded = any("reward/raw_mean" in line for line in self.lines)
+        """Return the reward, else the loss: name, sign that makes it rise, first and latest."""
+        rewarded = any("reward/raw_mean" in line for line in self.lines[-KEPT:])
         name, sign = ("reward/raw_mean", 1.0) if rewarded else ("loss/total", -1.0)
         first, last = (
             [sign * value for line in lines if (value := line.get(name)) is not None]
-            for lines in (self.first, self.lines)
+            for lines in (self.lines[:BASE], self.lines[-KEPT:])
         )
         return name, sign, first, last
-
-
-Values = dict[str, Any] | None
-
-
-def equal_rewards(past: Past) -> Values:
-    """All replies to 99 % of the prompts (of a batch, without groups) got one reward, 10 times."""
-    flat, std = (past.last(n, 10) for n in ("group/zero_variance_fraction", "reward/std"))
-    varied = 0.01 * len(flat)  # one group that differs in one iteration of ten is forgiven
-    same = len(flat) - sum(flat) < varied if flat else bool(std) and max(std) < 1e-6  # rounding
-    mean = (past.last("reward/raw_mean", 1) or [0.0])[0]
-    which = "all replies to a prompt" if flat else "all replies"
-    variety = " or algorithm.group_size" if flat else ""
-    return {"which": which, "mean": mean, "variety": variety} if same else None
-
-
-def kl_exploding(past: Past) -> Values:
-    """3 nats per token (to the reference one is e^3 = 20 times less likely), or a fivefold jump.
-
-    The jump is that of three iterations over the median of 20, and beyond the healthy 20 nats.
-    """
-    per_reply = past.last("kl/ref_sequence", 1)
-    if (high := past.beyond("kl/ref", times=3, above=3.0)) and per_reply:
-        return {"what": f"is {high['value']:.1f} nats per token ({per_reply[0]:.0f} per reply)"}
-    values = past.last("kl/ref_sequence", 23)
-    usual = median(values[:20]) if values else 0.0
-    if not values or min(values[20:]) <= max(5 * usual, 20.0):
-        return None
-    return {"what": f"went from {usual:.1f} to {values[-1]:.0f} nats per reply"}
 
 
 def not_finite(past: Past) -> Values:
@@ -113,22 +79,14 @@ def not_finite(past: Past) -> Values:
     return {"names": ", ".join(names)} if names else None
 
 
-def skipped_steps(past: Past) -> Values:
-    """Healthy runs leave out no step."""
-    counts = [line.get("optim/skipped_steps") or 0.0 for line in list(past.lines)[-2:]]
-    new = counts[-1] - (counts[0] if len(counts) > 1 else 0.0)
-    return {"new": new} if new > 0 and not not_finite(past) else None
-
-
 def falling(past: Past) -> Values:
     """Half of what was gained is lost again, or more than that, by three standard errors."""
     name, sign, first, values = past.signal()
-    if past.count < 3 * BASE or len(values) < 2 * BASE or not first:
+    if len(past.lines) < 3 * BASE or len(values) < 2 * BASE or not first:
         return None
-    means = [sum(values[i : i + BASE]) / BASE for i in range(len(values) - BASE + 1)]
+    means = [fmean(values[i : i + BASE]) for i in range(len(values) - BASE + 1)]
     start, best, now = fmean(first), max(means), means[-1]
-    peak = values[means.index(best) :][:BASE]
-    noise = 3 * ((variance(peak) + variance(values[-BASE:])) / BASE) ** 0.5
+    noise = 3 * _error(values[means.index(best) :][:BASE], values[-BASE:])
     lost = best - start > noise and best - now > max(noise, (best - start) / 2)
     if not lost and start - now <= noise:
         return None
@@ -146,10 +104,9 @@ def reward_hacked(past: Past) -> Values:
     last = values[-min(BASE, len(values) // 2) :]
     if name != "reward/raw_mean" or not (seen and kinds) or min(len(first), len(last)) < 3:
         return None
-    noise = 3 * (variance(first) / len(first) + variance(last) / len(last)) ** 0.5
     now, best = seen[-1], max(seen, key=lambda line: line[kinds[0]])
     ends = {"first": best["eval/reward"], "now": now["eval/reward"]}
-    rises = fmean(last) - fmean(first) > noise and ends["now"] > ends["first"]
+    rises = fmean(last) - fmean(first) > 3 * _error(first, last) and ends["now"] > ends["first"]
     lost = [kind for kind in kinds if best[kind] - now[kind] >= max(0.05, best[kind] / 3)]
     if not rises or not lost or any(now[kind] >= best[kind] for kind in kinds):
         return None
@@ -161,19 +118,23 @@ def stalled(past: Past) -> Values:
     """The last 20 of at least 40 iterations are not above the first 10 by one standard error."""
     name, sign, first, values = past.signal()
     last = values[-20:]
-    if past.count < 40 or len(first) < BASE or len(last) < 20 or equal_rewards(past):
+    if len(past.lines) < 40 or len(first) < BASE or len(last) < 20:
         return None
-    error = (variance(first) / len(first) + variance(last) / len(last)) ** 0.5
-    if fmean(last) > fmean(first) + error or falling(past):
+    if fmean(last) > fmean(first) + _error(first, last) or falling(past):
         return None
     ends = {"first": sign * fmean(first), "now": sign * fmean(last)}
-    return {"name": name, "count": past.count, **ends}
+    return {"name": name, "count": len(past.lines), **ends}
 
 
 def loss_near_zero(past: Past) -> Values:
     """Group advantages have mean 0 and the ratio is 1 at the first step: so has the loss."""
     loss = past.last("loss/policy", 1)
     return {} if loss and abs(loss[0]) <= 0.1 and past.last("reward/raw_mean", 1) else None
+
+
+def _error(first: Sequence[float], last: Sequence[float]) -> float:
+    """Return the standard error of the difference of two means."""
+    return (variance(first) / len(first) + variance(last) / len(last)) ** 0.5
 
 
 RULES = {name: globals()[name] for name, words in WORDS.items() if "when" not in words}
@@ -197,21 +158,20 @@ class Diagnosis:
 
     def see(self, metrics: Mapping[str, Any]) -> list[Finding]:
         """Return what is new at this iteration; the evaluation before training says nothing."""
-        iteration, new = int(metrics.get(ITERATION) or 0), []
+        iteration, new = int(metrics[ITERATION]), []
         self._past.add(metrics)
+        said = {found.rule: found for found in self.findings if found.until is None}
         for name, words in WORDS.items() if iteration else ():
-            when = words.get("when")
-            values = self._past.beyond(**when) if when else RULES[name](self._past)
-            latest = next((f for f in reversed(self.findings) if f.rule == name), None)
-            if values is None:  # what only explains is explained once for ever
-                gone = iteration - self._seen.get(name, iteration) >= QUIET
-                if latest and latest.until is None and gone and words["level"] != "info":
-                    latest.until = iteration
-                continue
-            if latest is None or latest.until is not None:
-                text = words["text"].format(**values)
-                new.append(Finding(name, words["level"], words["title"], text, iteration))
-            self._seen[name] = iteration
+            values = RULES[name](self._past) if name in RULES else None
+            for when in words.get("when", []):
+                values = values or self._past.beyond(**when)
+            if values is not None:
+                self._seen[name] = iteration
+                if name not in said:
+                    text = words["text"].format(**values)
+                    new.append(Finding(name, words["level"], words["title"], text, iteration))
+            elif iteration - self._seen.get(name, iteration) >= QUIET and name in said:
+                said[name].until = iteration
         self.findings += new
         return new
 
@@ -226,10 +186,10 @@ class Diagnose(Observer):
     def log(self, metrics: Mapping[str, float], iteration: int) -> None:
         if self._diagnosis is None:  # a resumed run has lines already; their findings were said
             lines = read_lines(self._runtime.folder / "metrics.jsonl")
-            self._diagnosis = Diagnosis(x for x in lines if x.get(ITERATION, 0) < iteration)
+            self._diagnosis = Diagnosis(line for line in lines if line[ITERATION] < iteration)
         for found in self._diagnosis.see(metrics):
-            word, style = SAID[found.level]
             if found.level != "info":  # what only explains stands in the report
+                word, style = SAID[found.level]
                 self._everyone.say(f"{word} at iteration {iteration}: {found.text}", style=style)
                 self._everyone.alert(found.title, found.text, error=found.level == "error")
         notes = [asdict(finding) for finding in self._diagnosis.findings]

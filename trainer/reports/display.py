@@ -17,7 +17,7 @@ from rich.text import Text
 
 from trainer.observer import Observer
 from trainer.reports import summary
-from trainer.reports.formats import duration, one_line, printable
+from trainer.reports.formats import duration, one_line
 from trainer.runs.failures import silence
 from trainer.runs.run_files import dig, is_sweep, load_run
 
@@ -33,16 +33,11 @@ _LATEST = {
     "time/iteration_s": "{:.1f} s",
 }
 _FILES = {"report": "report.html", "metrics": "metrics.jsonl", "model": "model"}
+STOPPING = "stopping at the next safe point; Ctrl-C again stops at once"
 
 
 class Output(Console):
-    """A console that outlives its reader, and a full disk below a log."""
-
-    def print(self, *texts: Any, **how: Any) -> None:
-        try:
-            super().print(*texts, **how)
-        except OSError:
-            self.on_broken_pipe()
+    """A console that outlives its reader."""
 
     def on_broken_pipe(self) -> None:
         """Fall silent: the run goes on."""
@@ -68,16 +63,14 @@ class _Evaluation(NamedTuple):
     what: str
     share: float  # of it that is done
     since: float  # of time.monotonic()
-    last: bool
 
 
 class Display(Observer):
     """Show the progress of a run of `total` iterations.
 
     `header`: what stands below the title, a Path from here. `folder`: the run folder that the last
-    lines name, if it stays. `show_every`: iterations between sample replies; 0 = none. `since`:
-    when the run began (time.time()); None is when the display does. `brief`: a job of a sweep,
-    which says how it began and what came out.
+    lines name, if it stays. `show_every`: iterations between sample replies; 0 = none. `brief`: a
+    job of a sweep, which says how it began and what came out.
 
     >>> display = Display(2, title="demo", file=sys.stdout)
     >>> display.begin()
@@ -95,49 +88,46 @@ class Display(Observer):
         folder: Path | None = None,
         file: TextIO | None = None,
         show_every: int = 0,
-        since: float | None = None,
         brief: bool = False,
     ) -> None:
         self.brief, self.show_every = brief, show_every
         self.total, self.title, self.folder = total, title, folder
         self.header = dict(header or {})
-        self.console = Output(file=file or sys.stdout, highlight=False)
+        self.console = Output(
+            file=file or sys.stdout, highlight=False, markup=False, emoji=False, soft_wrap=True
+        )
         self._seconds: deque[float] = deque(maxlen=10)
         self._latest: Mapping[str, float] = {}
         self._evaluating: _Evaluation | None = None
         self._iteration, self._evaluation_s, self._printed = 0, 0.0, 0.0
-        self._stopping, self._since = False, since
+        self._stopping = False
         self._clock = time.monotonic()
         self._bar: Bar | None = None
 
     def resume(self, iteration: int, text: str, *, again: bool, seconds: float) -> None:
-        self._since, self._iteration = time.time() - seconds, iteration
+        self._iteration = iteration
         self.header["resumed"] = text
 
     def begin(self) -> None:
-        header = {} if self.brief else self.header
         if not self.brief:
-            self._print(f"{self.title}: {self.total} iterations")
-        width = max((len(name) for name in header), default=0)
-        for name, value in header.items():
-            self._print(f"  {name:<{width}}  {self._near(value)}", whole=True)
+            self.console.print(f"{self.title}: {self.total} iterations")
+            width = max(map(len, self.header), default=0)
+            for name, value in self.header.items():
+                self.console.print(f"  {name:<{width}}  {self._near(value)}")
         self._clock = time.monotonic()
         if self.console.is_terminal and not self.console.is_dumb_terminal:
             self._bar = Bar(self.console, self._lines)
-            task = self._bar.add_task(self.title, total=self.total, left="")
-            self._bar.update(task, completed=self._iteration)
-            if self._since:
-                self._bar.tasks[0].start_time = self._clock - (time.time() - self._since)
+            self._bar.add_task(self.title, total=self.total, completed=self._iteration, left="")
             self._bar.start()
 
     def evaluating(self, what: str, share: float, *, last: bool) -> None:
         before = going if (going := self._evaluating) and going.what == what else None
         now = time.monotonic()
-        self._evaluating = _Evaluation(what, share, before.since if before else now, last)
+        self._evaluating = _Evaluation(what, share, before.since if before else now)
         plain = self._bar is None and not self.brief
         if plain and (before is None or now > self._printed + 60):  # a log is not silent
             self._printed = now
-            self._print(self._progress_of_evaluation() if before else what)
+            self.console.print(self._progress_of_evaluation() if before else what)
 
     def log(self, metrics: Mapping[str, float], iteration: int) -> None:
         now = time.monotonic()
@@ -159,28 +149,27 @@ class Display(Observer):
             if iteration:
                 values = [*_signal(metrics), *_named(metrics, _KL | _EVAL)]
                 parts = [f"iteration {iteration}/{self.total}", *values, f"{seconds:.1f} s"]
-            self._print("  ".join(filter(None, [*parts, self._left()])))
+            self.console.print("  ".join(filter(None, [*parts, self._left()])))
 
     def replies(self, rows: Sequence[Mapping[str, Any]], iteration: int, *, kind: str) -> None:
         """Print a few replies of an evaluation; of training the best and worst, now and then."""
-        if self.brief:
+        if self.brief or not rows:
             return
-        if kind == "train":
-            if self.show_every and iteration % self.show_every == 0 and rows:
-                title = f"best and worst reply of iteration {iteration}"
-                self._print_replies(title, rows[:: max(len(rows) - 1, 1)], width=240)
-        elif rows:
+        if kind != "train":
             when = f"at iteration {iteration}" if kind == "eval" else f"{kind} training"
             self._print_replies(f"replies {when}", rows[:3], width=72)
+        elif self.show_every and iteration % self.show_every == 0:
+            title = f"best and worst reply of iteration {iteration}"
+            self._print_replies(title, rows[:: max(len(rows) - 1, 1)], width=240)
 
     def say(self, text: str, *, style: str = "") -> None:
-        self._print(Text(text, style=style))
+        self.console.print(text, style=style)
 
     def stopping(self) -> None:
         """Note that a stop was asked for; safe in a signal handler, which may not print."""
         self._stopping = True  # the lines below the bar show it at their next refresh
         if self._bar is None:
-            os.write(2, f"{self._stop_text()}\n".encode())
+            os.write(2, f"{STOPPING}\n".encode())
 
     def end(self, state: str, *, saved: int | None) -> None:
         self._evaluating = None  # the last picture stays: nothing in it goes on
@@ -190,16 +179,17 @@ class Display(Observer):
         if self.folder is None:
             return
         near = self._near(self.folder)
-        if state == "finished":
-            run = load_run(self.folder)
-            self._print(summary.in_one_line(run))
-            for name, file in {} if self.brief else _FILES.items():
-                self._print(f"{name:<7}  {near / file}", whole=True)
-            if not self.brief and (chat := summary.chat_command(near, run)):
-                self._print(f"{'chat':<7}  {chat}", whole=True)
-        else:
+        if state != "finished":
             what = summary.NOTHING if saved is None else f"saved at iteration {saved}; go on with: "
-            self._print(f"{what}{summary.resume_command(near)}", whole=True)
+            self.console.print(f"{what}{summary.resume_command(near)}")
+            return
+        run = load_run(self.folder)
+        self.console.print(summary.in_one_line(run))
+        if not self.brief:
+            places = {name: str(near / file) for name, file in _FILES.items()}
+            places["chat"] = summary.chat_command(near, run) or ""
+            for name, place in places.items():
+                self.console.print(f"{name:<7}  {place}" if place else "")
 
     def _lines(self) -> Iterator[str]:
         """Yield the lines below the bar; its thread asks for them, so that the times go on."""
@@ -208,7 +198,7 @@ class Display(Observer):
         if text := self._progress_of_evaluation():
             yield text
         if self._stopping:
-            yield self._stop_text()
+            yield STOPPING
 
     def _progress_of_evaluation(self) -> str:
         """Return how far an evaluation is, with the time left; a hint if that is minutes."""
@@ -217,7 +207,7 @@ class Display(Observer):
         seconds = time.monotonic() - going.since
         left = seconds / going.share - seconds if going.share else 0.0
         about = f", about {duration(left)} left" if going.share else ""
-        hint = "; fewer rows: eval.max_rows=<n>" * (not self._iteration and left > 180)
+        hint = "; fewer rows: eval.max_rows=<n>" if not self._iteration and left > 180 else ""
         return f"{going.what}: {going.share:.0%}, {duration(seconds)}{about}{hint}"
 
     def _left(self) -> str:
@@ -227,38 +217,20 @@ class Display(Observer):
         each = sum(self._seconds) / len(self._seconds)
         return f"{duration((self.total - self._iteration) * each + self._evaluation_s)} left"
 
-    def _stop_text(self) -> str:
-        last = getattr(self._evaluating, "last", False)  # a run that is trained is finished first
-        what = "ending with this evaluation" if last else "stopping at the next safe point"
-        return f"{what}; Ctrl-C again stops at once"
-
     def _print_replies(self, title: str, rows: Sequence[Mapping[str, Any]], *, width: int) -> None:
-        """Print prompts and replies (rows of transcripts.jsonl), sampled tokens in colour."""
-        self._print(title)
+        """Print prompts and replies (rows of transcripts.jsonl)."""
+        self.console.print(title)
         for row in rows:
-            self._print(f"  {one_line(row.get('prompt', ''), width)}", whole=True)
-            pieces = row.get("pieces") or {}
-            texts = pieces.get("text") or [row.get("response", "")]
-            sampled = pieces.get("log_prob") or [0.0] * len(texts)
-            reply = Text()
-            for text, value in zip(texts, sampled, strict=True):
-                reply.append(printable(text), style="dim" if value is None else "cyan")
-            reply = reply if len(reply) <= width else reply[: width - 3].append("...")
             reward = row.get("reward")
             tail = "" if reward is None else f"   [reward {reward:z.2f}]"
-            self._print(Text("    -> ").append_text(reply).append(tail), whole=True)
+            self.console.print(f"  {one_line(row.get('prompt', ''), width)}")
+            self.console.print(f"    -> {one_line(row.get('response', ''), width)}{tail}")
 
     def _near(self, value: Any) -> Any:
         """Return a path as it is shown at a terminal: from here, if it lies below."""
         shortened = isinstance(value, Path) and self.console.is_terminal
         inside = shortened and value.is_relative_to(Path.cwd())
         return value.relative_to(Path.cwd()) if inside else value
-
-    def _print(self, text: str | Text, *, whole: bool = False) -> None:
-        """Print a text, in lines of whole words; `whole`: in one line, as paths and commands."""
-        # Text: a reply's [brackets] are no markup
-        text = text if isinstance(text, Text) else Text(text)
-        self.console.print(text, soft_wrap=whole or not self.console.is_terminal)
 
 
 def show_run(runtime: Any, total: int) -> Display:
@@ -275,7 +247,6 @@ def show_run(runtime: Any, total: int) -> Display:
         header=header,
         folder=None if kept else folder,
         show_every=dig(run.config, "trainer", "show_every") or 0,
-        since=runtime.started,
         brief=is_sweep(folder.parent),
     )
 
@@ -285,6 +256,5 @@ def _named(metrics: Mapping[str, float], forms: Mapping[str, str]) -> list[str]:
 
 
 def _signal(metrics: Mapping[str, float]) -> list[str]:
-    """Return what to go by: the reward, also if all replies were dropped, or the loss of SFT."""
-    judged = "reward/mean" in metrics or "reward/dropped_fraction" in metrics
-    return _named(metrics, _REWARD if judged else _LOSS) or ["reward none"] * judged
+    """Return what to go by: the reward, or the loss of SFT."""
+    return _named(metrics, _REWARD) or _named(metrics, _LOSS)

@@ -10,15 +10,16 @@ a KL. The limit (trainer/limit.py) is drawn from the samples of mode=limit, wher
 import math
 import subprocess
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import takewhile
+from html import escape
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from trainer.limit import FILE, Curve, Limit, best_of, most_kl_of_best_of, read_limit
 from trainer.metric_names import ACCURACY, HELD_KL, HELD_REWARD
-from trainer.reports.chart import Axis, Box, Chart, escape, meet, text_width
+from trainer.reports.chart import Axis, Box, Chart, meet, text_width
 from trainer.reports.summary import hydra_path
 from trainer.reports.sweep_jobs import (
     DRIFT,
@@ -26,15 +27,16 @@ from trainer.reports.sweep_jobs import (
     REWARD,
     Job,
     Setting,
+    comparable,
+    efficiency,
     grouped,
     held_out,
     load_jobs,
     of_same_rows,
-    other_limits,
     start,
     varying,
 )
-from trainer.runs.run_files import Run, is_sweep
+from trainer.runs.run_files import Run
 
 AVERAGED = "last ten iterations, at most a quarter of all"
 TITLES = {
@@ -68,19 +70,21 @@ def frontier(
         raise ValueError(f"expected a job with {by} and kl/ref_sequence, got none")
     line, begin = pareto(placed, by), None if sampler else start(jobs, by)
     named = ", ".join(key for key in varying(jobs) if key != "seed")
-    notes = [f"labels: {named}"] * bool(named)
-    notes += ["bars: lowest to highest seed"] * any(len(s.spots(by)) > 1 for s in placed)
-    notes += ["hollow: beaten in both"] * any(s.finished and s not in line for s in placed)
-    notes += ["dashed: unfinished"] * any(not s.finished for s in placed)
-    notes += ["cross: before training"] * (begin is not None)
-    if limit:
-        notes += ["upper line: the best there is", "diamonds: best of 2, 4 ... replies"]
+    notes = {
+        f"labels: {named}": named,
+        "bars: lowest to highest seed": any(len(s.spots(by)) > 1 for s in placed),
+        "hollow: beaten in both": any(s.finished and s not in line for s in placed),
+        "dashed: unfinished": any(not s.finished for s in placed),
+        "cross: before training": begin,
+        "upper line: the best there is; diamonds: best of 2, 4 ... replies": limit,
+    }
     title, unit = TITLES[by]
     title = title.replace("reference", "sampler") if sampler else title
     chart = Chart(title, unit, width=width, height=height)
-    for line_of_notes in _wrapped(notes, width):
+    told = "; ".join(note for note, holds in notes.items() if holds)
+    for text in textwrap.wrap(told, width // 6):
         chart.top += 15
-        chart.text(2, chart.top - 4, line_of_notes)
+        chart.text(2, chart.top - 4, text)
     spots = [spot for setting in placed for spot in setting.spots(by)]
     kls, values = zip(*spots, *([begin] if begin else []), strict=True)
     lines = LimitLines(limit, by, most=max(kls)) if limit else None
@@ -88,7 +92,7 @@ def frontier(
     kl_axes(chart, max(kls), [*values, *(lines.range if lines else [])], per=per)
     taken: list[Box] = []  # what no label may cover: points, bars, other labels
     if lines:
-        taken += lines.draw(chart, WHAT[by], spots)
+        taken += lines.draw(chart, WHAT[by])
     if len(line) > 1:
         chart.path([setting.place(by) for setting in line], "stroke:var(--hue0)")
     if begin:
@@ -96,7 +100,7 @@ def frontier(
     for setting in placed:
         taken += _point(chart, setting, by, filled=setting in line)
     for setting in placed:
-        taken += _label(chart, setting, setting.place(by), taken)
+        _label(chart, setting, setting.place(by), taken)
     return chart.svg()
 
 
@@ -105,14 +109,14 @@ def picture(run: Run, limit: Limit, *, width: int = 360, height: int = 260) -> s
     points = held_out(run, limit.metric)
     if not points:
         return ""
-    what = _what(limit)
+    what = "accuracy" if limit.metric == ACCURACY else "reward"
     kls, values = [max(point.kl, 0.0) for point in points], [point.value for point in points]
     lines = LimitLines(limit, limit.metric, most=max(*kls, 0.5))
     unit = "line: the best there is; diamonds: best of 2, 4 ... replies"
     title = f"{what.capitalize()} against KL, held-out prompts"
     chart = Chart(title, unit, width=width, height=height)
     kl_axes(chart, max(*kls, 0.5), [*values, *lines.range])
-    lines.draw(chart, what, [*zip(kls, values, strict=True)])
+    lines.draw(chart, what)
     dashed = "stroke:var(--hue0);stroke-width:1;stroke-dasharray:2 4"
     chart.path(zip(kls, values, strict=True), dashed)
     for point, kl in zip(points, kls, strict=True):
@@ -151,7 +155,7 @@ class LimitLines:
     def __init__(self, limit: Limit, metric: str, *, most: float) -> None:
         values, drawn = limit.of(metric), limit.bounds(metric).curve()
         self.curve = Curve(*(side[drawn.kl <= most] for side in vars(drawn).values()))
-        powers = takewhile(lambda k: 2 * k <= values.shape[1], (2**i for i in range(1, 20)))
+        powers = (2**i for i in range(1, values.shape[1].bit_length()) if 2**i <= values.shape[1])
         bounds = ((k, most_kl_of_best_of(k)) for k in powers)
         self.best = [(k, kl, best_of(values, k)) for k, kl in bounds if kl <= most]
 
@@ -160,32 +164,20 @@ class LimitLines:
         """Return what the axis of the values should hold."""
         return [*self.curve.value.tolist(), *(value for _, _, value in self.best)]
 
-    def draw(self, chart: Chart, what: str, points: Sequence[tuple[float, float]]) -> list[Box]:
-        """Draw the optimum with its band, and the best of k replies; return what that covers.
-
-        A diamond says its k where that hides neither another nor one of the `points` (KL, value).
-        """
+    def draw(self, chart: Chart, what: str) -> list[Box]:
+        """Draw the optimum with its band, and the best of k replies; return what these cover."""
         kl = self.curve.kl.tolist()
         high, low = self.curve.high.tolist(), self.curve.low.tolist()[::-1]
         outline = [*zip(kl, high, strict=True), *zip(kl[::-1], low, strict=True)]
         chart.path(outline, f"fill:{HUE};opacity:0.18;stroke:none", kind="area")
         chart.path(zip(kl, self.curve.value.tolist(), strict=True), f"stroke:{HUE}")
-        diamonds = [(chart.x(bound), chart.y(value)) for _, bound, value in self.best]
-        spots = [*((chart.x(kl), chart.y(value)) for kl, value in points), *diamonds]
-        taken: list[Box] = [(x - 6, y - 6, x + 6, y + 6) for x, y in spots]
-        for (k, bound, value), (x, y) in zip(self.best, diamonds, strict=True):
+        for k, bound, value in self.best:
             of = f"best of {k} replies of the reference"
             tip = f"{of}: {what} {value:.3f}, KL at most {bound:.2f}"
-            shape = f'd="M{x} {y - 5:g}l5 5l-5 5l-5 -5z" style="fill:{HUE}"'
-            chart.parts.append(f"<path {shape}><title>{escape(tip)}</title></path>")
-            wide = text_width(str(k))
-            for left, base in ((x + 8, y + 4), (x - wide / 2, y + 17), (x - 8 - wide, y + 4)):
-                box = (left, base - 9, left + wide, base + 1)
-                if box[2] < chart.width and not any(meet(box, other) for other in taken):
-                    chart.text(left, base, str(k))
-                    taken.append(box)
-                    break
-        return taken[len(points) :]
+            shape = f'd="M{chart.x(bound)} {chart.y(value) - 5:g}l5 5l-5 5l-5 -5z"'
+            drawn = f'<path {shape} style="fill:{HUE}"><title>{escape(tip)}</title></path>'
+            chart.parts.append(drawn)
+        return [_around(chart.x(bound), chart.y(value)) for _, bound, value in self.best]
 
 
 def _to_the_sampler(job: Job) -> Job:
@@ -195,16 +187,8 @@ def _to_the_sampler(job: Job) -> Job:
     return replace(job, reached=job.reached | kl)
 
 
-def _wrapped(notes: Sequence[str], width: int) -> list[str]:
-    """Join notes into lines that fit."""
-    lines = [""]
-    for note in notes:
-        longer = f"{lines[-1]}; {note}" if lines[-1] else note
-        if lines[-1] and text_width(longer) > width:
-            lines.append(note)
-        else:
-            lines[-1] = longer
-    return lines
+def _around(x: float, y: float) -> Box:
+    return (x - 6, y - 6, x + 6, y + 6)
 
 
 def _cross(chart: Chart, kl: float, value: float) -> list[Box]:
@@ -213,47 +197,45 @@ def _cross(chart: Chart, kl: float, value: float) -> list[Box]:
     tip = f"<title>before training: {value:z.3f}, KL {kl:z.3f}</title>"
     shape = f'd="M{x - 5:g} {y - 5:g}l10 10m0 -10l-10 10"'
     chart.parts.append(f'<path class="bars" style="stroke-width:2" {shape}>{tip}</path>')
-    return [(x - 6, y - 6, x + 6, y + 6)]
+    return [_around(x, y)]
 
 
 def _point(chart: Chart, setting: Setting, by: str, *, filled: bool) -> list[Box]:
     """Draw a point, filled if no other beats it, dashed if it is not finished; return its boxes."""
     (kl, value), spots = setting.place(by), setting.spots(by)
     x, y = chart.x(kl), chart.y(value)
-    boxes: list[Box] = [(x - 6, y - 6, x + 6, y + 6)]
-    count = len(spots)
-    if count > 1:  # bars: how far the seeds lie apart, in both directions
+    boxes, several = [_around(x, y)], ""
+    if len(spots) > 1:  # bars: how far the seeds lie apart, in both directions
         xs, ys = [chart.x(k) for k, _ in spots], [chart.y(v) for _, v in spots]
         left, right, top, bottom = min(xs), max(xs), min(ys), max(ys)
         across = f"M{left} {y}H{right}M{left} {y - 3:g}v6M{right} {y - 3:g}v6"
         along = f"M{x} {bottom}V{top}M{x - 3:g} {bottom}h6M{x - 3:g} {top}h6"
         chart.parts.append(f'<path class="bars" d="{across}{along}"/>')
         boxes += [(left - 1, y - 3, right + 1, y + 3), (x - 3, top - 1, x + 3, bottom + 1)]
+        several = f", {len(spots)} seeds"
     paint = "var(--hue0)" if filled else "var(--paper)"
     dashes = "" if setting.finished else ";stroke-dasharray:3 2"
     style = f"fill:{paint};stroke:var(--hue0);stroke-width:1.8{dashes}"
-    several, open_ = f", {count} seeds" * (count > 1), len(setting.finished) < len(setting.jobs)
-    name = f"{setting.label} ({setting.state})" if open_ else setting.label
+    done = len(setting.finished) == len(setting.jobs)
+    name = setting.label if done else f"{setting.label} ({setting.state})"
     tip = f"{name}: {WHAT[by]} {value:z.3f}, KL {kl:z.3f}{several}"
     chart.dot(kl, value, style, radius=4.5, tip=tip)
     return boxes
 
 
-def _label(
-    chart: Chart, setting: Setting, place: tuple[float, float], taken: Sequence[Box]
-) -> list[Box]:
-    """Name a point where that hides nothing and return the box; without room its tooltip tells."""
+def _label(chart: Chart, setting: Setting, place: tuple[float, float], taken: list[Box]) -> None:
+    """Name a point where that hides nothing; without room its tooltip tells."""
     text = setting.label if setting.finished else f"{setting.label} ({setting.state})"
     wide, (kl, value) = text_width(text, size=12), place
     for side in (10, -10 - wide, -wide / 2, 18, -18 - wide):  # right, left, centred, further off
         for drop in (15, -8, 4, 24, -17, 34, -24):
             x, y = chart.x(kl) + side, chart.y(value) + drop
-            a, b, c, d = x - 4, y - 11, x + wide + 4, y + 3
+            box = a, b, c, d = x - 4, y - 11, x + wide + 4, y + 3
             inside = a > 0 and c < chart.width and chart.y.stop - 12 < b and d < chart.y.start + 10
-            if inside and not any(meet((a, b, c, d), other) for other in taken):
+            if inside and not any(meet(box, other) for other in taken):
                 chart.text(x, y, text, style="value")
-                return [(a, b, c, d)]
-    return []
+                taken.append(box)
+                return
 
 
 def _root_ticks(axis: Axis) -> list[float]:
@@ -269,50 +251,19 @@ def _root_ticks(axis: Axis) -> list[float]:
 
 def caption(run: Run, limit: Limit) -> str:
     """Return how near the last evaluation is to the line, and what the line was drawn from."""
-    return f"{_verdict(run, limit)}; 1 is on the line ({limit.about()}; {limit.ends()})"
-
-
-def limit_results(folder: Path) -> str:
-    """Return how near a run, or each job of a sweep, came to its limit: a line each."""
-    limit = read_limit(folder / FILE)
-    if limit is None:
-        raise ValueError(f"{folder / FILE} is damaged; remove it, and ask again")
-    lines = [f"the limit: {limit.about()}"]
-    for job in load_jobs(folder):
-        reached = "no evaluation with a KL to judge"
-        if found := held_out(job.run, limit.metric):
-            reached = f"{_what(limit)} {found[-1].value:z.3f}, {_verdict(job.run, limit)}"
-        lines.append(f"{job.name}: {reached}")
-    return "\n".join(lines)
-
-
-def _what(limit: Limit) -> str:
-    return "accuracy" if limit.metric == ACCURACY else "reward"
-
-
-def _verdict(run: Run, limit: Limit) -> str:
-    """Return the efficiency of the last evaluation as text, or why there is none."""
-    last = held_out(run, limit.metric)[-1]
-    got = limit.efficiency(limit.metric, last.value, last.kl)
-    if got is not None:
-        return f"KL efficiency {got:.2f} at {last.kl:.2f} nats"
-    if last.kl <= 1e-3:
-        return "this run has not moved"
-    return f"no efficiency, so far out no sample reaches (--limit {8 * limit.success.shape[1]})"
+    got = efficiency(run, limit)
+    told = "no KL efficiency" if got is None else f"KL efficiency {got:.2f}"
+    return f"{told}; 1 is on the line ({limit.about()}; {limit.ends()})"
 
 
 def sample_limit(folder: Path, samples: int) -> None:
     """Sample the reference of a run, or of a sweep whose jobs share it, into its folder."""
     jobs = load_jobs(folder)
-    if not any(job.run.series(metric) for job in jobs for metric in (ACCURACY, HELD_REWARD)):
-        raise ValueError(f"{folder} was not evaluated, so a limit would say nothing of it")
-    if is_sweep(folder) and other_limits(jobs):
+    if not comparable(jobs):
         raise ValueError(
             "expected jobs that start from one model on one task, with one reference and one way "
             "to evaluate, got others; name one of them"
         )
-    if samples < 2:
-        raise ValueError(f"expected --limit of at least 2 replies, got {samples}")
     run = next((job.run.folder for job in jobs if job.run.metrics), jobs[0].run.folder)
     known = read_limit(folder / FILE) if (folder / FILE).is_file() else None
     if known is not None and known.success.shape[1] >= samples and of_same_rows(known, run):
@@ -321,12 +272,6 @@ def sample_limit(folder: Path, samples: int) -> None:
     with TemporaryDirectory(dir=folder, prefix=".limit") as aside:  # a job may have its own
         words = ["mode=limit", f"resume={hydra_path(run.resolve())}", f"eval.num_samples={samples}"]
         command = [sys.executable, str(script), *words, f"output_dir={hydra_path(Path(aside))}"]
-        process = subprocess.Popen(command)
-        try:
-            code = process.wait()
-        finally:
-            process.terminate()  # where this one was stopped
-            process.wait()
-        if code:
+        if code := subprocess.run(command, check=False).returncode:
             raise ValueError(f"{run} was not sampled: see above (exit code {code})")
         (Path(aside) / FILE).replace(folder / FILE)

@@ -1,48 +1,36 @@
 """HTML pages from the templates beside this file: one file each, no network, light and dark.
 
-Templates escape every text that is not marked as safe: a model's replies may hold markup or bytes
-that are no text. A page says what matters without its scripts (script.js, replies.js).
+Templates escape every text that is not marked as safe: a model's replies may hold markup. A
+page says what matters without its scripts (script.js, replies.js).
 """
 
 import time
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader
 
 from policies.cache import write_text
-from trainer.reports.chart import CSS, line_style, printable_xml
-from trainer.reports.formats import nats, short
+from trainer.reports.chart import CSS, line_style
+from trainer.reports.formats import duration, nats, short
 
 RELOAD = 5  # seconds
 PATIENCE = 300.0  # seconds; a page that is older may be called stale
-STATES = ("finished", "failed", "running", "preempted", "killed")  # style.css has their colours
 HERE = Path(__file__).parent
 
-
-def _environment() -> Environment:
-    made = Environment(
-        loader=FileSystemLoader(HERE),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=lambda value: value if hasattr(value, "__html__") else printable_xml(value),
-    )
-    files = ("style.css", "script.js", "replies.js")
-    style, script, replies = ((HERE / name).read_text(encoding="utf-8") for name in files)
-    made.globals |= {"style": CSS + style, "script": script, "replies_script": replies}
-    made.filters |= {"short": short, "nats": nats, "line_style": line_style, "look": look}
-    made.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
-    return made
-
-
-def look(state: str) -> str:
-    """Return the CSS class of a state; status.json may hold anything."""
-    return state if state in STATES else "muted"
-
-
-_TEMPLATES = _environment()
+_TEMPLATES = Environment(
+    loader=FileSystemLoader(HERE),
+    autoescape=True,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_TEMPLATES.globals |= {
+    "style": CSS + (HERE / "style.css").read_text(encoding="utf-8"),
+    "script": (HERE / "script.js").read_text(encoding="utf-8"),
+    "replies_script": (HERE / "replies.js").read_text(encoding="utf-8"),
+}
+_TEMPLATES.filters |= {"duration": duration, "line_style": line_style, "nats": nats, "short": short}
+_TEMPLATES.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
 
 
 def write_page(path: Path, template: str, *, patience: float | None = None, **values: Any) -> None:

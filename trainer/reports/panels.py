@@ -77,9 +77,9 @@ def unhealthy(panel: Panel, run: Run) -> Sick | None:
 
     What the run said about itself and has not taken back goes first, errors before warnings.
     """
-    said = [note for note in open_notes(run) if note.get("rule") in panel.rules]
-    for note in sorted(said, key=lambda note: note["level"]):  # "error" < "warn"
-        return Sick(note["level"], f"{note.get('title')} (iteration {note.get('iteration')})")
+    for note in open_notes(run):
+        if note["rule"] in panel.rules:
+            return Sick(note["level"], f"{note['title']} (iteration {note['iteration']})")
     for metric, (low, high) in panel.limits.items():
         value, name = run.last_ten_mean(metric), panel.metrics[metric]
         if value is not None and low is not None and value < low:
@@ -95,15 +95,14 @@ def unhealthy(panel: Panel, run: Run) -> Sick | None:
 
 
 def open_notes(run: Run) -> list[dict[str, Any]]:
-    """List the warnings and errors that a run has said and not taken back."""
-    noted = ("warn", "error")
-    return [n for n in notes_of(run) if n.get("level") in noted and n.get("until") is None]
+    """List the errors and warnings that a run has said and not taken back."""
+    return [note for note in notes_of(run, "error", "warn") if note["until"] is None]
 
 
-def notes_of(run: Run) -> list[dict[str, Any]]:
-    """List what a run has said about itself (diagnosis.py)."""
-    notes = run.status.get("notes")
-    return [n for n in notes if isinstance(n, dict)] if isinstance(notes, list) else []
+def notes_of(run: Run, *levels: str) -> list[dict[str, Any]]:
+    """List what a run has said about itself (diagnosis.py), by level."""
+    notes = run.status.get("notes", [])
+    return [note for level in levels for note in notes if note["level"] == level]
 
 
 def draw(panel: Panel, run: Run) -> str:

@@ -5,7 +5,6 @@ Charts of metrics that a run does not log are left out, so SFT and RL runs share
 """
 
 import shlex
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,14 @@ from typing import Any
 import yaml
 
 from trainer.metric_names import ACCURACY, HELD_KL
-from trainer.reports import frontier, panels, replies, summary
+from trainer.reports import frontier, panels, summary
 from trainer.reports.chart import standalone
 from trainer.reports.formats import duration
 from trainer.reports.page import PATIENCE, write_page
+from trainer.reports.replies import shown_replies
 from trainer.reports.sweep_jobs import known_limit
 from trainer.runs.redact import redact
-from trainer.runs.run_files import ITERATION, PLACES, Run, dig, load_run, number
+from trainer.runs.run_files import ITERATION, PLACES, Run, dig, load_run
 
 PICTURE = ("Reward", "KL to the reference", "Accuracy on held-out prompts", "Loss")
 PHASES = {  # of status.json
@@ -30,9 +30,7 @@ PHASES = {  # of status.json
     "evaluate": "evaluating on held-out prompts",
     "end": "ending: the final model is saved",
 }
-MODEL = ("name", "origin", "sha256")  # of status.json
 TIME = "time/iteration_s"
-KILLED = "its process is gone and left no reason: killed, or out of memory"
 
 
 def write_report(folder: str | Path) -> Path:
@@ -56,42 +54,27 @@ def run_svg(folder: str | Path) -> str:
 
 def _values(run: Run, state: str) -> dict[str, Any]:
     """Return what the template shows."""
-    told = replies.load_replies(run.folder / "transcripts.jsonl")
-    shown = {}
-    if told.train or told.held:
-        shown = {"replies_data": replies.browser_data(told), "left_out": told.left_out}
-        shown["held_out"] = replies.before_and_after(told.held)
-    curves = [*_limit(run), *panels.figures(panels.MAIN, run)]
-    changes, errors = _changes(run), run.folder / "errors"
-    parts = {"Curves": curves, "Replies": shown, "Environment": True, "Configuration": changes}
-    machine, alarms = run.status.get("machine"), panels.open_notes(run)
-    return shown | {
+    told = shown_replies(run.folder / "transcripts.jsonl")
+    curves, changes = [*_limit(run), *panels.figures(panels.MAIN, run)], _changes(run)
+    parts = {"Curves": curves, "Replies": told, "Environment": True, "Configuration": changes}
+    return told | {
         "title": run.experiment,
         "sections": [name for name, there in parts.items() if there],
-        "reason": KILLED if state == "killed" else run.status.get("reason"),
-        "error_files": sorted(f.name for f in errors.glob("rank*.txt")) * (state == "failed"),
-        "ended": run.status.get("ended"),
-        "resumed": run.status.get("resumed"),
-        "now": _now(run),
+        "status": run.status,
+        "errors": sorted(f.name for f in (run.folder / "errors").glob("rank*.txt")),
+        "phases": PHASES,
+        "left": _left(run),
         "rewrite": f"python -m trainer.reports {shlex.quote(str(run.folder.resolve()))}",
-        "notes": _notes(run),
-        "alarms": [
-            (note.get("title"), f"since iteration {note.get('iteration')}: see above")
-            for note in alarms
-            if note["level"] == "error"
-        ],
+        "notes": panels.notes_of(run, "error", "warn"),
+        "explained": panels.notes_of(run, "info"),
         "tiles": summary.tiles(run),
         "of_python": summary.of_python(run),
         "commands": _commands(run, state),
         "curves": curves,
         "more_curves": panels.figures([*panels.MORE, *panels.others(run)], run),
         "folder": str(run.folder.resolve()),
-        "model": {key: dig(run.status, "model", key) or "?" for key in MODEL},
-        "machine": machine if isinstance(machine, dict) else {},
         "changes": changes,
-        "config": yaml.safe_dump(redact(run.config), sort_keys=False, width=100)
-        if run.config
-        else "",
+        "config": run.config and yaml.safe_dump(redact(run.config), sort_keys=False, width=100),
     }
 
 
@@ -102,75 +85,50 @@ def _limit(run: Run) -> Iterator[panels.Figure]:
         yield panels.Figure(drawn, frontier.caption(run, limit), [ACCURACY, HELD_KL])
 
 
-def _now(run: Run) -> dict[str, Any]:
-    """Return which phase a run is in, since when (the script counts on), and what is left."""
-    phase, since, share = (run.status.get(f"phase{end}") for end in ("", "_since", "_share"))
-    since, share = number(since) if isinstance(phase, str) else None, number(share)
-    named = PHASES.get(phase, phase) if isinstance(phase, str) else ""
+def _left(run: Run) -> str:
+    """Return how much is left of a run, "" if that is not known."""
     total, each = dig(run.config, "trainer", "num_iterations"), run.last_ten_mean(TIME)
-    left = (number(total) or 0) - (run.metrics[-1][ITERATION] if run.metrics else 0)
-    more = f"{left:g} iterations to go, about {duration(left * each)}" if each and left > 0 else ""
-    return {
-        "phase": f"{named}: {share:.0%} done" if named and share is not None else named,
-        "since": since,
-        "lasted": duration(max(time.time() - (since or 0.0), 0.0)),
-        "left": more,
-    }
+    left = (total or 0) - (run.metrics[-1][ITERATION] if run.metrics else 0)
+    return f"{left} iterations to go, about {duration(left * each)}" if each and left > 0 else ""
 
 
-def _notes(run: Run) -> dict[str, list[dict[str, Any]]]:
-    """Return what the run said about itself (diagnosis.py): what is wrong, what explains."""
-    out: dict[str, list[dict[str, Any]]] = {"error": [], "warn": [], "info": []}
-    for note in panels.notes_of(run):
-        over, level = note.get("until"), str(note.get("level"))
-        when = f"iteration {note.get('iteration')}" + (f" to {over}" if over is not None else "")
-        level = level if level in out else "info"
-        texts = {"title": note.get("title"), "text": note.get("text")}
-        out[level].append({"level": level, "when": when, **texts})
-    return {"wrong": out["error"] + out["warn"], "explained": out["info"]}
-
-
-def _commands(run: Run, state: str) -> dict[str, str]:
+def _commands(run: Run, state: str) -> dict[str, str | None]:
     """Return how to repeat a run, to talk to a finished one, to go on with another."""
-    out = {} if summary.of_python(run) else {"repeat": summary.repeat_command(run)}
+    folder = run.folder.resolve()
+    out = {"repeat": None if summary.of_python(run) else summary.repeat_command(run)}
     if state == "finished":
-        out["chat"] = summary.chat_command(run.folder.resolve(), run) or ""
+        out["chat"] = summary.chat_command(folder, run)
     elif state != "running":
-        out["go on"] = summary.resume_command(run.folder.resolve())
-    return {name: text for name, text in out.items() if text}
+        out["go on"] = summary.resume_command(folder)
+    return out
 
 
-def _changes(run: Run) -> list[list[dict[str, Any]]]:
+def _changes(run: Run) -> list[list[str]]:
     """Return a table of what the run and its experiment changed, [] if nothing is known of it.
 
     Keys that follow another (`${kl.where}`) are left out: the other one is there.
     """
-    theirs, leash = run.defaults.get("experiment"), run.defaults.get("leash")
-    if not (run.config and isinstance(theirs, dict) and isinstance(leash, dict)):
+    if not (run.config and run.defaults):
         return []
-    known = {**dict(_leaves(leash)), **dict(_leaves(theirs))}
-    derived = tuple(f"{key}." for key, value in known.items() if str(value).startswith("${"))
-    flat = [dict(_leaves(redact(node))) for node in (leash, theirs, run.config)]
+    nodes = (run.defaults["leash"], run.defaults["experiment"], run.config)
+    leash, theirs, ours = (dict(_leaves(redact(node))) for node in nodes)
+    follows = tuple(f"{k}." for k, value in (leash | theirs).items() if value.startswith("${"))
     by_hand, by_experiment = [], []
-    for key in dict.fromkeys(key for node in flat for key in node):
-        # left out: another algorithm's keys, places, what follows another key
-        if key not in flat[2] or key in PLACES or f"{key}.".startswith(derived):
+    for key in leash | theirs | ours:
+        if key not in ours or key in PLACES or f"{key}.".startswith(follows):
             continue
-        values = ["null" if node.get(key, "") is None else str(node.get(key, "")) for node in flat]
-        if values[1].startswith("experiment:"):
-            values[2] = values[1]  # its folder is above
-        changed = values[2] != values[1]
-        row = [{"text": text, "strong": changed} for text in (key, *values)]
-        if changed:
-            by_hand.append(row)
-        elif values[1] != values[0]:
-            by_experiment.append(row)
+        first, second, value = leash.get(key, ""), theirs.get(key, ""), ours[key]
+        # a model that an experiment trains has become a folder
+        if value != second and not second.startswith("experiment:"):
+            by_hand.append([key, first, second, value])
+        elif second != first:
+            by_experiment.append([key, first, second, second])
     return by_hand + by_experiment
 
 
-def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
     if isinstance(node, dict) and node:
         for key, value in node.items():
             yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
     else:
-        yield prefix, node
+        yield prefix, "null" if node is None else str(node)

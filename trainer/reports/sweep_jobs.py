@@ -7,9 +7,7 @@ differ in the seed alone are one setting.
 
 import csv
 import io
-import math
 import shlex
-import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -28,12 +26,9 @@ from trainer.runs.redact import redact, redact_text
 from trainer.runs.run_files import PLACES, Run, dig, is_sweep, load_run, number, read_yaml
 
 PLAN = "sweep.json"  # its words, the folders of its jobs, and whether the sweep has ended
-PLACE = "hydra.sweep.dir="
 OBJECTIVE, REWARD, KL = "objective", "reward/raw_mean", "kl/ref_sequence"
 EFFICIENCY, DRIFT = "kl/efficiency", "kl/behaviour"
 COLUMNS = {"objective": (OBJECTIVE, short), "reward": (REWARD, short), "KL": (KL, nats)}
-MOST = 20  # settings that the terminal lists
-FEW = 3  # of those that are tied
 
 
 @dataclass(frozen=True)
@@ -88,25 +83,17 @@ class Setting:
 
     def place(self, by: str = REWARD) -> tuple[float, float]:
         """Return the mean of its spots."""
-        kls, values = zip(*self.spots(by), strict=True)
-        return fmean(kls), fmean(values)
+        return _middle(self.spots(by))
 
     def mean(self, name: str) -> float | None:
-        """Average a column over the jobs that have it; the efficiency only if all of them do.
-
-        Jobs without an efficiency are the ones furthest out.
-        """
+        """Average a column over the jobs, None where one of them lacks it."""
         values = [job.reached[name] for job in self.finished or self.jobs]
-        known = [value for value in values if value is not None]
-        partial = name == EFFICIENCY and len(known) < len(values)
-        return fmean(known) if known and not partial else None
+        return None if None in values else fmean(values)
 
     def numbers(self) -> str:
         """Return its objective, reward and KL as text."""
         means = ((name, form, self.mean(key)) for name, (key, form) in COLUMNS.items())
-        text = ", ".join(
-            f"{name} {form(value)}" for name, form, value in means if value is not None
-        )
+        text = ", ".join(f"{name} {form(mean)}" for name, form, mean in means if mean is not None)
         count = len(self.finished)
         return f"{text}; means of {count} seeds" if count > 1 else text
 
@@ -137,44 +124,37 @@ def load_sweep(folder: str | Path) -> Sweep:
     plan = read_yaml(folder / PLAN)  # JSON is YAML
     live = not plan.get("ended") and not is_free(folder) if plan else None
     jobs = [_job(load_run(job), job.relative_to(folder).as_posix()) for job in find_jobs(folder)]
-    for job in jobs if live else ():  # one at a time: one without a status is the one that begins
-        job.reached["state"] = job.state.replace("not started", "starting")
-    planned, words = (_texts(plan.get(key)) for key in ("jobs", "words"))
-    words = [redact_text(word) for word in words]
-    again = (
-        shlex.join(["python", "train.py", "-m", *words, f"{PLACE}{hydra_path(folder.resolve())}"])
-        if plan
-        else ""
-    )
-    left = sum(not (folder / name).is_dir() for name in planned)
+    words = [redact_text(word) for word in plan.get("words", [])]
+    place = f"hydra.sweep.dir={hydra_path(folder.resolve())}"
+    again = shlex.join(["python", "train.py", "-m", *words, place])
+    left = sum(not (folder / name).is_dir() for name in plan.get("jobs", []))
     return Sweep(folder, jobs, left, live, again)
 
 
-def as_job(folder: Path) -> Job:
-    """Read a run that is by itself like a job, by the name of its experiment."""
-    run = load_run(folder)
-    return _job(run, run.experiment)
-
-
 def load_jobs(folder: Path) -> Sequence[Job]:
-    """Read the jobs of a sweep, or a run as the only job."""
-    return load_sweep(folder).jobs if is_sweep(folder) else [as_job(folder)]
+    """Read the jobs of a sweep, or a run as the only job, by the name of its experiment."""
+    if is_sweep(folder):
+        return load_sweep(folder).jobs
+    run = load_run(folder)
+    return [_job(run, run.experiment)]
 
 
 def _job(run: Run, name: str) -> Job:
-    last = {name: run.series(name)[-1:] for name in (ACCURACY, HELD_REWARD, HELD_KL)}
-    trained = {name: value for name, found in last.items() for at, value in found if at >= 1}
+    def trained(metric: str) -> float | None:
+        """Return the last value, unless that is the one before training."""
+        return next((value for at, value in run.series(metric)[-1:] if at >= 1), None)
+
     coeff, ends = run.last("kl/coeff"), run.last_ten(KL) or run.last_ten("reward/mean")
     limit = known_limit(run.folder)
     reached = {
         "state": run.state,
         OBJECTIVE: number(run.status.get("objective")),
-        ACCURACY: trained.get(ACCURACY),
+        ACCURACY: trained(ACCURACY),
         REWARD: run.last_ten_mean(task_reward(run)),
         KL: run.last_ten_mean(KL),
         DRIFT: run.last_ten_mean(DRIFT),
-        HELD_REWARD: trained.get(HELD_REWARD),
-        HELD_KL: trained.get(HELD_KL),
+        HELD_REWARD: trained(HELD_REWARD),
+        HELD_KL: trained(HELD_KL),
         EFFICIENCY: efficiency(run, limit) if limit else None,
         "kl/coeff": number(dig(run.config, "kl", "coeff")) if coeff is None else coeff,
         "progress/iteration": int(run.metrics[-1]["progress/iteration"]) if run.metrics else 0,
@@ -199,24 +179,18 @@ def grouped(jobs: Sequence[Job]) -> list[Setting]:
     keys = [key for key in differ if key != "seed"]
     held: dict[str, list[Job]] = {}
     for job in jobs:
-        name = "all seeds" if differ == ["seed"] else job.label(keys)
-        held.setdefault(name, []).append(job)
-    labels = {
-        name: ", ".join(those[0].overrides.get(key, "-") for key in keys)
-        for name, those in held.items()
-    }
-    return [Setting(name, labels[name] or name, tuple(those)) for name, those in held.items()]
+        held.setdefault("all seeds" if differ == ["seed"] else job.label(keys), []).append(job)
+    made = []
+    for name, those in held.items():
+        label = ", ".join(those[0].overrides.get(key, "-") for key in keys)
+        made.append(Setting(name, label or name, tuple(those)))
+    return made
 
 
-def other_starts(jobs: Sequence[Job]) -> bool:
-    """Return whether jobs may start from different models, or on different tasks."""
-    return any(key.partition(".")[0] in ("experiment", "policy", "env") for key in varying(jobs))
-
-
-def other_limits(jobs: Sequence[Job]) -> bool:
-    """Return whether jobs may be judged by different references, prompts or ways to sample."""
-    ours = {"kl.reference", "kl.refresh_every", "eval.max_rows", "eval.temperature"}
-    return other_starts(jobs) or not ours.isdisjoint(varying(jobs))
+def comparable(jobs: Sequence[Job]) -> bool:
+    """Return whether all jobs start from one model and are judged on one task in one way."""
+    other = ("experiment", "policy.", "env.", "eval.", "kl.reference", "kl.refresh_every")
+    return not any(key.startswith(other) for key in varying(jobs))
 
 
 def start(jobs: Sequence[Job], by: str) -> tuple[float, float] | None:
@@ -227,12 +201,15 @@ def start(jobs: Sequence[Job], by: str) -> tuple[float, float] | None:
     spots = []
     for job in jobs:
         name, first = (task_reward(job.run), 1) if by == REWARD else (by, 0)
-        values, kls = (dict(job.run.series(n)) for n in (name, KL))
+        values, kls = dict(job.run.series(name)), dict(job.run.series(KL))
         if first in values and 1 in kls:
             spots.append((kls[1], values[first]))
-    if not spots or other_starts(jobs):
-        return None
-    return fmean(kl for kl, _ in spots), fmean(value for _, value in spots)
+    return _middle(spots) if spots and comparable(jobs) else None
+
+
+def _middle(spots: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    kls, values = zip(*spots, strict=True)
+    return fmean(kls), fmean(values)
 
 
 def best(jobs: Sequence[Job]) -> Setting | None:
@@ -249,35 +226,18 @@ def best(jobs: Sequence[Job]) -> Setting | None:
     return max(ended, key=worth, default=None) if len(jobs) > 1 else None
 
 
-def tied(jobs: Sequence[Job], found: Setting) -> str:
-    """Return a line on the settings that have the objective of the best one, "" if none has."""
-    value = found.mean(OBJECTIVE) or 0.0
-    ended = [s for s in grouped(jobs) if s.finished and s.name != found.name]
-    means = {setting.name: setting.mean(OBJECTIVE) for setting in ended}
-    same = [n for n, mean in means.items() if mean is not None and math.isclose(mean, value)]
-    listed = ", ".join(same[:FEW]) + (f" and {len(same) - FEW} more" if len(same) > FEW else "")
-    return f"tied with {listed}; it has the lowest KL" if same else ""
-
-
 def results(sweep: Sweep) -> list[str]:
     """Return what a sweep came to for a terminal: a line per setting, the best, what is left."""
-    made = grouped(sweep.jobs)
-    if len(made) > MOST:  # the best of them
-        made = sorted(made, key=lambda s: -(s.mean(OBJECTIVE) or -math.inf))
-    names = ("reward", "KL", "objective")
-    rows = [["setting", *names, "state"]]
-    for setting in made[:MOST]:
-        values = [(COLUMNS[name][1], setting.mean(COLUMNS[name][0])) for name in names]
-        cells = ["-" if value is None else form(value) for form, value in values]
+    rows = [["setting", *COLUMNS, "state"]]
+    for setting in grouped(sweep.jobs):
+        means = [(form, setting.mean(key)) for key, form in COLUMNS.values()]
+        cells = ["-" if mean is None else form(mean) for form, mean in means]
         rows.append([one_line(setting.name, 48), *cells, setting.state])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows] * bool(made)
-    lines += [f"... {len(made) - MOST} more in sweep.html"] * (len(made) > MOST)
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows if sweep.jobs]
     if found := best(sweep.jobs):
-        again = repeat_command(found.finished[0].run)
         lines.append(f"best     {found.name} ({found.numbers()})")
-        lines += [f"         {same}"] if (same := tied(sweep.jobs, found)) else []
-        lines += [f"again    {again}"] * bool(again)
+        lines.append(f"again    {repeat_command(found.finished[0].run)}")
     if sweep.unfinished:
         left = f"{sweep.left} not begun; " if sweep.left else ""
         lines.append(f"{left}continue with: {sweep.command}")
@@ -299,8 +259,7 @@ def as_markdown(jobs: Sequence[Job]) -> str:
     """Return a table of the settings: reward, held-out accuracy and KL, with those of the start."""
     made, begun = grouped(jobs), [start(jobs, by) for by in (REWARD, ACCURACY)]
     before = [f"; before training {short(spot[1])}" if spot else "" for spot in begun]
-    over = {job.reached["iterations_averaged"] or 10 for job in jobs}
-    last = f"last {min(over)} iterations" if len(over) == 1 else "last iterations, at most 10"
+    last = f"last {max(job.reached['iterations_averaged'] for job in jobs)} iterations"
     names = {
         f"reward ({last}{before[0]})": REWARD,
         f"sampled held-out accuracy (at the end{before[1]})": ACCURACY,
@@ -308,14 +267,12 @@ def as_markdown(jobs: Sequence[Job]) -> str:
         "KL of the held-out replies": HELD_KL,
         "KL efficiency": EFFICIENCY,
     }
-    lines = ["| | " + " | ".join(setting.name for setting in made) + " |"]
-    lines.append("|" + "---|" * (len(made) + 1))
+    lines = [["", *(setting.name for setting in made)], ["---"] * (len(made) + 1)]
     for name, column in names.items():
         values = [setting.mean(column) for setting in made]
         if any(value is not None for value in values):
-            cells = ["-" if value is None else f"{value:z.2f}" for value in values]
-            lines.append(f"| {' | '.join([name, *cells])} |")
-    return "\n".join([*lines, ""])
+            lines.append([name, *("-" if value is None else f"{value:z.2f}" for value in values)])
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 def task_reward(run: Run) -> str:
@@ -326,11 +283,6 @@ def task_reward(run: Run) -> str:
 def counted(states: Iterable[str]) -> str:
     """Return how many are in which state: "2 finished, 1 failed"."""
     return ", ".join(f"{count} {state}" for state, count in Counter(states).items())
-
-
-def _texts(found: object) -> list[str]:
-    """Return the texts of a list, of a damaged file none."""
-    return [item for item in found if isinstance(item, str)] if isinstance(found, list) else []
 
 
 class Reached(NamedTuple):
@@ -354,29 +306,26 @@ def efficiency(run: Run, limit: Limit) -> float | None:
 
 
 def known_limit(folder: Path) -> Limit | None:
-    """Return the limit of a run or sweep: its own, or that of the sweep around it."""
+    """Return the limit of a run or sweep: its own, or that of the sweep around it.
+
+    None if it is of other held-out rows than the run evaluates.
+    """
     around = [parent for parent in folder.resolve().parents[:3] if is_sweep(parent)]
-    for path in (place / FILE for place in (folder, *around) if (place / FILE).is_file()):
-        limit = _read(path, path.stat().st_mtime_ns)
-        if limit is not None and of_same_rows(limit, folder):
-            return limit
-        fault = "damaged" if limit is None else "of other held-out rows"
-        again = "remove it, or ask again: --limit"
-        print(f"{path} is {fault}, so it is not drawn; {again}", file=sys.stderr)
-    return None
+    path = next((p / FILE for p in (folder, *around) if (p / FILE).is_file()), None)
+    limit = _read(path, path.stat().st_mtime_ns) if path else None
+    return limit if limit and of_same_rows(limit, folder) else None
 
 
 def limit_of(sweep: Sweep) -> Limit | None:
     """Return the limit of a sweep: its own, or a job's where all start from one model."""
-    if (own := known_limit(sweep.folder)) is not None or other_limits(sweep.jobs):
+    if (own := known_limit(sweep.folder)) is not None or not comparable(sweep.jobs):
         return own
     return next(filter(None, (known_limit(job.run.folder) for job in sweep.jobs)), None)
 
 
 def of_same_rows(limit: Limit, folder: Path) -> bool:
     """Return whether it is of as many rows as a run evaluates; a sweep has no count of its own."""
-    rows = read_yaml(folder / "status.json").get("held_out")
-    return None in (rows, limit.asked) or rows == limit.asked
+    return read_yaml(folder / "status.json").get("held_out") in (None, limit.asked)
 
 
 @lru_cache(maxsize=2)  # the jobs of a sweep share one

@@ -1,5 +1,6 @@
 """The pages of a sweep, written again and again while it goes on: sweep.html and sweep.csv."""
 
+import math
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from trainer.reports.formats import duration, nats, short
 from trainer.reports.frontier import AVERAGED, frontier
 from trainer.reports.page import PATIENCE, write_page
 from trainer.reports.panels import MAIN, Figure, open_notes
-from trainer.reports.replies import Reply, facts
+from trainer.reports.replies import Reply
 from trainer.reports.summary import repeat_command
 from trainer.reports.sweep_jobs import (
     DRIFT,
@@ -27,16 +28,15 @@ from trainer.reports.sweep_jobs import (
     Sweep,
     as_csv,
     best,
+    comparable,
     counted,
     grouped,
     limit_of,
     load_sweep,
-    other_starts,
     task_reward,
-    tied,
     varying,
 )
-from trainer.runs.run_files import dig, number, read_lines
+from trainer.runs.run_files import dig, read_lines
 
 OBJECTIVES = {  # in the order in which a run takes them
     "eval/sampled_accuracy": "held-out accuracy, sampled",
@@ -56,9 +56,8 @@ TITLES = {  # of what the jobs reached; sweep.csv has the names of the metrics
     "progress/iteration": "iteration",
     "iterations_averaged": "iterations averaged",
 }
-GOING = ("running", "starting")
 MOVES = 1e-4  # nats per token to the sampler; with one step on a batch it is rounding
-PROMPTS, SETTINGS = 8, 6  # of replies side by side; of more settings both ends and some between
+PROMPTS, SETTINGS = 8, 6  # at most, of replies side by side
 READ = 2**20  # bytes of a file: replies before training stand at its start, those after at its end
 
 
@@ -90,16 +89,16 @@ def _values(sweep: Sweep) -> dict[str, Any]:
     begun = [setting for setting in made if any(job.run.metrics for job in setting.jobs)]
     columns, rows, same = _table(jobs) if jobs else ([], [], [])
     links = {job.name: {"text": job.label(keys), "page": _page(job)} for job in jobs}
+    warned: dict[tuple[str, str], list[dict[str, str]]] = {}
+    for job in jobs:
+        for note in open_notes(job.run):
+            warned.setdefault((note["level"], note["title"]), []).append(links[job.name])
     return {
         "title": "sweep",
         "name": jobs[0].run.experiment if jobs else sweep.folder.name,
         "state": "" if sweep.live is None else state,
         "progress": _progress(sweep),
-        "going": [
-            {"state": job.state, **links[job.name], "at": _at(job)}
-            for job in jobs
-            if job.state in GOING
-        ],
+        "going": [{**links[job.name], "at": _at(job)} for job in jobs if job.state == "running"],
         "live": sweep.live,
         "rewrite": f"python -m trainer.reports {shlex.quote(str(sweep.folder.resolve()))}",
         "continue_command": sweep.command if sweep.unfinished else "",
@@ -109,24 +108,22 @@ def _values(sweep: Sweep) -> dict[str, Any]:
         "columns": columns,
         "rows": rows,
         "same": same,
-        "warnings": [(*found, [links[job.name] for job in those])
-                     for found, those in _warnings(jobs)],
+        "warnings": [(*found, warned[found]) for found in sorted(warned)],
         "curves": list(_overlays(begun, keys)),
         "names": [setting.name for setting in begun],
-        "replies": _side_by_side(made, same_start=not other_starts(jobs)),
-    }  # fmt: skip
+        "replies": _side_by_side(begun),
+    }
 
 
 def _best(jobs: Sequence[Job]) -> dict[str, str] | None:
     if (found := best(jobs)) is None:
         return None
-    used = dict.fromkeys(next(filter(job.run.series, OBJECTIVES), "none") for job in jobs)
-    objective = " or ".join(OBJECTIVES[metric] for metric in used if metric in OBJECTIVES)
+    run = found.finished[0].run
+    objective = next((text for metric, text in OBJECTIVES.items() if run.series(metric)), "none")
     return {
         "name": found.name,
         "numbers": found.numbers(),
-        "tied": tied(jobs, found),
-        "again": repeat_command(found.finished[0].run),
+        "again": repeat_command(run),
         "note": f"objective: {objective}; reward and KL: mean of the {AVERAGED}",
     }
 
@@ -151,23 +148,22 @@ def _pictures(made: Sequence[Setting], jobs: Sequence[Job], limit: Limit | None)
 
 def _progress(sweep: Sweep) -> str:
     """Return how many jobs are in which state, and how long the rest may take."""
-    states = [counted(sorted(job.state for job in sweep.jobs))] * bool(sweep.jobs)
-    states += [f"{sweep.left} {'to come' if sweep.live else 'not begun'}"] * bool(sweep.left)
-    total = len(sweep.jobs) + sweep.left
-    line = f"{total} job{'s' * (total != 1)}: {', '.join(states)}"
-    took = [(job.state, number(job.run.status.get("seconds")) or 0.0) for job in sweep.jobs]
-    done = [seconds for state, seconds in took if state == "finished"]
+    states = [counted(sorted(job.state for job in sweep.jobs))] if sweep.jobs else []
+    if sweep.left:
+        states.append(f"{sweep.left} {'to come' if sweep.live else 'not begun'}")
+    line = f"{len(sweep.jobs) + sweep.left} jobs: {', '.join(states)}"
+    took = {job.name: job.run.status.get("seconds", 0.0) for job in sweep.jobs}
+    done = [took[job.name] for job in sweep.jobs if job.state == "finished"]
     if sweep.live and done:
-        each = fmean(done)
-        going = sum(max(each - seconds, 0.0) for state, seconds in took if state in GOING)
-        line += f"; about {duration(each * sweep.left + going)} left"
+        running = [took[job.name] for job in sweep.jobs if job.state == "running"]
+        rest = sum(max(fmean(done) - seconds, 0.0) for seconds in running)
+        line += f"; about {duration(fmean(done) * sweep.left + rest)} left"
     return line
 
 
 def _at(job: Job) -> str:
-    of = number(dig(job.run.config, "trainer", "num_iterations"))
-    begun = of and job.run.metrics
-    return f", iteration {job.reached['progress/iteration']} of {of:g}" if begun else ""
+    of = dig(job.run.config, "trainer", "num_iterations")
+    return f", iteration {job.reached['progress/iteration']} of {of}" if job.run.metrics else ""
 
 
 def _page(job: Job) -> str:
@@ -176,34 +172,23 @@ def _page(job: Job) -> str:
     return f"{quote(job.name)}/report.html" if there else ""
 
 
-def _table(jobs: Sequence[Job]) -> tuple[list[str], list[list[dict[str, Any]]], list[str]]:
+def _table(jobs: Sequence[Job]) -> tuple[list[str], list[list[Any]], list[str]]:
     """Return titles and rows of what differs between the jobs, and texts of what does not."""
-    columns = {key: [job.overrides.get(key, "") for job in jobs] for key in varying(jobs)}
+    columns = {key: [job.overrides.get(key, "-") for job in jobs] for key in varying(jobs)}
     columns, same = columns or {"job": [job.name for job in jobs]}, []
     for title in jobs[0].reached:
         values = [job.reached[title] for job in jobs]
         form = nats if title in (KL, HELD_KL, DRIFT) else short
         cells = [v if isinstance(v, str) else "" if v is None else form(v) for v in values]
-        if len(set(cells)) == 1 and (len(jobs) > 1 or not cells[0]):
-            same += [f"{TITLES.get(title, title)} {cells[0]}"] * bool(cells[0])
+        if len(set(cells)) == 1:
+            same += [f"{TITLES.get(title, title)} {cells[0]}"] if cells[0] else []
         elif cells not in columns.values() and title.replace("/", ".") not in columns:
             columns[title] = cells  # but not kl/coeff beside kl.coeff
-    pages = [_page(job) for job in jobs]
     rows = [
-        [{"text": text, "state": title == "state", "page": page if not i else ""}
-         for i, (title, text) in enumerate(zip(columns, row, strict=True))]
-        for page, row in zip(pages, zip(*columns.values(), strict=True), strict=True)
-    ]  # fmt: skip
+        [{"text": name, "page": _page(job)}, *cells]
+        for job, (name, *cells) in zip(jobs, zip(*columns.values(), strict=True), strict=True)
+    ]
     return [TITLES.get(title, title) for title in columns], rows, same
-
-
-def _warnings(jobs: Sequence[Job]) -> list[tuple[tuple[str, str], list[Job]]]:
-    """Return level and title of what jobs warn of and have not taken back, with those jobs."""
-    found: dict[tuple[str, str], list[Job]] = {}
-    for job in jobs:
-        for note in open_notes(job.run):
-            found.setdefault((str(note.get("level")), str(note.get("title"))), []).append(job)
-    return sorted(found.items(), key=lambda item: item[0][0])
 
 
 def _overlays(begun: Sequence[Setting], keys: Sequence[str]) -> Iterator[Figure]:
@@ -212,38 +197,35 @@ def _overlays(begun: Sequence[Setting], keys: Sequence[str]) -> Iterator[Figure]
         series = []
         for hue, job in ((hue, job) for hue, setting in enumerate(begun) for job in setting.jobs):
             name = task_reward(job.run) if panel.swept == REWARD else panel.swept
-            points, dots = job.run.series(name), name.startswith("eval/")
-            series += [Series(job.label(keys), points, hue, dots)] * bool(points)
+            if points := job.run.series(name):
+                series.append(Series(job.label(keys), points, hue, name.startswith("eval/")))
         if series:
             which = f", {panel.metrics[panel.swept]}" if len(panel.metrics) > 1 else ""
             how = {"title": panel.title, "unit": panel.unit + which, "named": False}
             chart = line_chart(series, least=panel.least, **how)
-            note = f"healthy: {panel.healthy}" if panel.healthy else ""
-            yield Figure(chart, note, [panel.swept])
+            yield Figure(chart, f"healthy: {panel.healthy}", [panel.swept])
 
 
-def _side_by_side(settings: Sequence[Setting], *, same_start: bool) -> list[dict[str, Any]]:
+def _side_by_side(settings: Sequence[Setting]) -> list[dict[str, Any]]:
     """Return replies to the same held-out prompts: before training, then by coefficient."""
-    after: dict[str, dict[str, Reply]] = {}
     before: dict[str, Reply] = {}
+    columns: dict[str, dict[str, Reply]] = {}
     for setting in sorted(settings, key=lambda s: s.mean("kl/coeff") or 0.0):
-        for row in read_lines(setting.jobs[0].run.folder / "transcripts.jsonl", most=READ):
-            prompt = str(row.get("prompt"))
-            if row.get("kind") == "after":
-                after.setdefault(setting.name, {})[prompt] = row
-            elif row.get("kind") == "before" and same_start:
-                before.setdefault(prompt, row)
-    names = [*after]
-    places = {round(k * (len(names) - 1) / (SETTINGS - 1)) for k in range(SETTINGS)}
-    columns = {names[i]: after[names[i]] for i in sorted(places)} if names else {}
+        rows = read_lines(setting.jobs[0].run.folder / "transcripts.jsonl", most=READ)
+        after = {row["prompt"]: row for row in rows if row["kind"] == "after"}
+        columns |= {setting.name: after} if after else {}
+        before = before or {row["prompt"]: row for row in rows if row["kind"] == "before"}
+    step = math.ceil(len(columns) / SETTINGS) or 1
+    columns = {name: columns[name] for name in [*columns][::step]}
+    if before and comparable([job for setting in settings for job in setting.jobs]):
+        columns = {"before training": before, **columns}
     first = next(iter(columns.values()), {})
     prompts = [prompt for prompt in first if all(prompt in found for found in columns.values())]
-    columns = {"before training": before, **columns}
-    out = []
-    for prompt in prompts[:PROMPTS]:
-        rows = {name: found[prompt] for name, found in columns.items() if prompt in found}
-        answer = next(filter(None, (row.get("answer") for row in rows.values())), None)
-        replies = [{"name": name, "text": str(row.get("response")), "facts": facts(row)}
-                   for name, row in rows.items()]  # fmt: skip
-        out.append({"prompt": prompt, "answer": answer, "replies": replies})
-    return out
+    return [
+        {
+            "prompt": prompt,
+            "answer": first[prompt].get("answer"),
+            "replies": {name: found[prompt] for name, found in columns.items()},
+        }
+        for prompt in prompts[:PROMPTS]
+    ]

@@ -4,10 +4,8 @@ Their packages are imported by Accelerate. Left out on purpose: tables of replie
 each of them has in a way of its own.
 """
 
-import logging
 from collections.abc import Mapping
 from contextlib import redirect_stdout
-from importlib import import_module
 from io import StringIO
 from typing import Any
 
@@ -34,19 +32,15 @@ class AccelerateTracker(Mirror):
         options: Mapping[str, Any] | None = None,
         **about: Any,
     ) -> None:
-        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
-
-        if kind not in LOGGER_TYPE_TO_CLASS:
-            known = ", ".join(sorted(LOGGER_TYPE_TO_CLASS))
-            raise ValueError(f"expected tracker.kind in {known}, got {kind!r}")
-        self.word, self._project = kind, project
-        self._make, self._options = LOGGER_TYPE_TO_CLASS[kind], dict(options or {})
+        self.word, self._project, self._options = kind, project, dict(options or {})
         self._tracker: Any = None
         super().__init__(folder, **about)
 
     def _start(self) -> None:
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
         with redirect_stdout(StringIO()):  # Trackio greets in six lines
-            self._tracker = self._make(**self._arguments())
+            self._tracker = LOGGER_TYPE_TO_CLASS[self.word](**self._arguments())
             if hasattr(self._tracker, "start"):  # older ones start when made
                 self._tracker.start()
         if self.first is None or self.word not in ("mlflow", "tensorboard"):
@@ -59,28 +53,21 @@ class AccelerateTracker(Mirror):
         self.hint = f"look at it with: {looks[self.word]}" if self.word in looks else ""
         if self.word == "mlflow":
             write_text(self.folder / MLFLOW_ID, f"{self._tracker.tracker.info.run_id}\n")
-            about = {name: self.about[name] for name in ("group", "job_type") if self.about[name]}
-            import_module("mlflow").set_tags({**about, "tags": ", ".join(self.about["tags"])})
 
     def _arguments(self) -> dict[str, Any]:
         """Return the arguments of Accelerate's class; its run_name is mostly the project."""
         project, name, out = self._project, self.about["name"], {"run_name": self._project}
         if self.word == "mlflow":
-            logging.getLogger("alembic").setLevel(logging.WARNING)  # a line for each of its tables
             path = self.folder / MLFLOW_ID
             known = path.read_text().strip() if path.is_file() else None
-            out = {"experiment_name": project, "run_name": name, "run_id": known}
+            tags = {"job_type": self.about["job_type"], "tags": ", ".join(self.about["tags"])}
+            out = {"experiment_name": project, "run_name": name, "run_id": known, "tags": tags}
         elif self.word == "tensorboard":
-            out = {"run_name": self.word, "logging_dir": str(self.folder)}
+            out = {"run_name": "tensorboard", "logging_dir": str(self.folder)}
             out["purge_step"] = self.first
         elif self.word == "trackio":
             out |= {"name": f"{name}-{self.run_id()}", "group": self.about["group"]}
             out |= {"resume": "allow", "embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
-        elif self.word == "aim":
-            out = {"run_name": name, "experiment": project}
-            out["logging_dir"] = str(self.folder / self.word)
-        elif self.word in ("swanlab", "clearml"):
-            out["experiment_name" if self.word == "swanlab" else "task_name"] = name
         return out | self._options
 
     def _log(self, line: dict[str, float], iteration: int) -> None:
@@ -92,16 +79,16 @@ class AccelerateTracker(Mirror):
             self._tracker.finish()
 
 
-def _flat(node: Any, prefix: str = "") -> dict[str, str | int | float | bool]:
+def _flat(node: Mapping[str, Any], prefix: str = "") -> dict[str, str | int | float | bool]:
     """Return a configuration as a table with dots, of types that every service takes.
 
     >>> _flat({"kl": {"coeff": 0.1, "end": None}, "stop": ["a"]})
-    {'kl.coeff': 0.1, 'kl.end': 'null', 'stop': "['a']"}
+    {'kl.coeff': 0.1, 'kl.end': 'None', 'stop': "['a']"}
     """
-    if not isinstance(node, Mapping):
-        plain = isinstance(node, str | int | float | bool)
-        return {prefix: node if plain else "null" if node is None else str(node)}
     out: dict[str, str | int | float | bool] = {}
     for key, value in node.items():
-        out |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
+        if isinstance(value, Mapping):
+            out |= _flat(value, f"{prefix}{key}.")
+        else:
+            out[f"{prefix}{key}"] = value if isinstance(value, int | float) else str(value)
     return out

@@ -45,54 +45,38 @@ class JsonlTracker(Observer):
                 f"expected a folder without a run, got {self.folder}, which holds metrics.jsonl: "
                 f"give another output_dir, or go on with resume={self.folder}"
             )
-        self._drop_after(math.inf, math.inf)  # only a line that a kill has torn
 
     def resume(self, iteration: int, text: str, *, again: bool, seconds: float) -> None:
         """Drop what was written after `iteration`, so that a resumed run repeats it once."""
-        self._drop_after(iteration - again, iteration or -1)  # 0: the replies before training too
+        _drop_after(self.metrics, ITERATION, iteration - again)
+        # of 0 the replies before training too
+        _drop_after(self.transcripts, "iteration", iteration or -1)
 
     def log(self, metrics: Mapping[str, float], iteration: int) -> None:
         """Write the metrics of one iteration; they are in the file when this returns."""
-        line = {name: _plain(value, name) for name, value in metrics.items()}
-        if line.setdefault(ITERATION, iteration) != iteration:
-            raise ValueError(
-                f"expected {ITERATION} {iteration}, got {line[ITERATION]}: "
-                "the iteration is the axis of every curve; log one iteration per call"
-            )
-        _append(self.metrics, [line])
+        _append(self.metrics, [{**metrics, ITERATION: iteration}])
 
     def replies(self, rows: Sequence[Mapping[str, Any]], iteration: int, *, kind: str) -> None:
         """Write prompt and reply pairs; keys as in docs/metrics.md."""
         if self.keep_transcripts:
-            _append(self.transcripts, [finite({**row, "iteration": iteration}) for row in rows])
-
-    def _drop_after(self, metrics: float, transcripts: float) -> None:
-        ends = ((self.metrics, ITERATION, metrics), (self.transcripts, "iteration", transcripts))
-        for path, key, last in ends:
-            if path.exists():
-                lines = ((line, number(line.get(key))) for line in read_lines(path))
-                kept = (finite(line) for line, at in lines if at is not None and at <= last)
-                write_lines(path, kept)
+            _append(self.transcripts, [{**row, "iteration": iteration} for row in rows])
 
 
 def _append(path: Path, lines: Sequence[dict[str, Any]]) -> None:
     with open(path, "a", encoding="utf-8") as file:
-        file.writelines(map(json_line, lines))
+        file.writelines(json_line(finite(line)) for line in lines)
 
 
-def _plain(value: Any, name: str) -> float | None:
-    """Return a JSON number: int stays int, a 0-d tensor becomes float, not finite becomes None."""
-    if hasattr(value, "item"):
-        value = value.item()
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return number(value)
-    raise ValueError(f"expected a number for metric {name!r}, got {value!r}: log no text here")
+def _drop_after(path: Path, key: str, last: float) -> None:
+    if path.exists():
+        write_lines(path, (line for line in read_lines(path) if line.get(key, math.inf) <= last))
 
 
 def finite(item: Any) -> Any:
-    """Replace every float that is not finite by None, at any depth."""
+    """Replace every float that is not finite by None, at any depth; a 0-d tensor is a float."""
     if isinstance(item, dict):
         return {key: finite(value) for key, value in item.items()}
     if isinstance(item, (list, tuple)):
         return [finite(value) for value in item]
-    return number(item) if isinstance(item, float) else item
+    value = item.item() if hasattr(item, "item") else item
+    return number(value) if isinstance(value, float) else value

@@ -1,15 +1,12 @@
 """A second place for what the files of a run get (W&B, MLflow ...). It never ends a run."""
 
 import logging
-import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from policies.cache import write_text
-from policies.optional_packages import EXTRAS
 from trainer.reports.trackers.jsonl import JsonlTracker, finite
 from trainer.runs.failures import say
 from trainer.runs.redact import redact, redact_text
@@ -24,8 +21,7 @@ class Mirror(JsonlTracker):
     A subclass names its package in `word`, takes its own options, sets `hint` (how to look at the
     run, printed at the end) and overrides what it uses of `_start`, `_log`, `_show`, `_alert` and
     `_stop`. `about` is what it may send, without secrets and overlong names; `names` replace those
-    of `names_of`. `first`: the first iteration to be logged, None in a new run. A missing package
-    is an ImportError.
+    of `names_of`. `first`: the first iteration to be logged, None in a new run.
     """
 
     word = ""
@@ -39,20 +35,17 @@ class Mirror(JsonlTracker):
         keep_transcripts: bool = True,
         **names: Any,
     ) -> None:
-        if find_spec(self.word) is None:
-            raise ImportError(EXTRAS.get(self.word, f"there is no package {self.word}; install it"))
         super().__init__(folder, resume=resume, keep_transcripts=keep_transcripts)
         self.hint, self.first = "", None
-        config = dict(config or {})
-        names = {**names_of(self.folder, config), **names}
+        names = {**names_of(self.folder, config or {}), **names}
         self.about: dict[str, Any] = {
             "name": redact_text(names["name"])[:128],
             "group": names["group"] and redact_text(names["group"])[:128],
             "tags": [redact_text(tag)[:64] for tag in names["tags"] if tag],
-            "config": redact(config),
+            "config": redact(config or {}),
             "job_type": names["job_type"],
         }
-        self._works: bool | None = None  # None: not started
+        self._works = False
 
     def resume(self, iteration: int, text: str, *, again: bool, seconds: float) -> None:
         super().resume(iteration, text, again=again, seconds=seconds)
@@ -64,9 +57,9 @@ class Mirror(JsonlTracker):
 
     def log(self, metrics: Mapping[str, float], iteration: int) -> None:
         super().log(metrics, iteration)
-        values = {name: float(value) for name, value in metrics.items()} | {ITERATION: iteration}
-        line = {name: value for name, value in values.items() if math.isfinite(value)}
-        self._safely("log to", self._log, line, iteration)
+        line = finite({**metrics, ITERATION: iteration})
+        known = {name: float(value) for name, value in line.items() if value is not None}
+        self._safely("log to", self._log, known, iteration)
 
     def replies(self, rows: Sequence[Mapping[str, Any]], iteration: int, *, kind: str) -> None:
         super().replies(rows, iteration, kind=kind)
@@ -81,7 +74,6 @@ class Mirror(JsonlTracker):
         self._safely("finish", self._stop, state)
         if self._works and self.hint:
             say(f"{self.word:<7}  {self.hint}")
-        self._works = False
 
     def _nothing(self, *_: Any) -> None: ...
 
@@ -108,8 +100,7 @@ class Mirror(JsonlTracker):
 
 def first_line(error: Exception) -> str:
     """Return the first line of an error, short enough for a warning."""
-    lines = str(error).strip().splitlines()
-    return lines[0][:160] if lines else type(error).__name__
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:160]
 
 
 def names_of(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,20 +109,16 @@ def names_of(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     objective = str(dig(config, "algorithm", "objective", "_target_") or "").rpartition(".")[2]
     model = Path(str(dig(config, "policy", "model") or ""))
     sweep = folder.parent if is_sweep(folder.parent) else None
-    elsewhere = ("experiment", "output_dir", "tracker")  # not part of the name
     changes = [
         f"{key}={Path(value).name if value[:1] in tuple('/.~') else value}"  # of a path its end
         for key, value in run.overrides.items()
-        if key.partition(".")[0] not in elsewhere
+        if not key.startswith(("experiment", "output_dir", "tracker"))
     ]
+    # <run>/model is the model of another run
+    start = model.parent.name if model.name == "model" else model.name
     return {
         "name": " ".join([run.experiment, *([folder.name] if sweep else changes)]),
         "group": f"{sweep.parent.name}/{sweep.name}" if sweep else None,
-        # <run>/model is the model of another run
-        "tags": [
-            run.experiment,
-            (model.parent if model.name == "model" else model).name,
-            objective,
-        ],
+        "tags": [run.experiment, start, objective],
         "job_type": "sft" if mode == "train" and objective == "SFTObjective" else mode,
     }

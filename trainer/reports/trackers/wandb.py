@@ -46,14 +46,11 @@ class WandbTracker(Mirror):
         settings: Mapping[str, Any] | None = None,
         **about: Any,
     ) -> None:
-        if mode not in (None, "online", "offline", "disabled"):
-            raise ValueError(
-                f"expected tracker.mode null, online, offline or disabled, got {mode!r}"
-            )
         self._place = {"project": project, "entity": entity}
         self._mode, self._table_every = mode, table_every
+        quiet = {"silent": True, "quiet": True, "console": "off", "save_code": False}
         timeouts = {"init_timeout": init_timeout, "finish_timeout": finish_timeout}
-        self._settings = {**timeouts, **(settings or {})}
+        self._settings = {**quiet, **timeouts, **(settings or {})}
         self._run: Any = None
         self._table: Any = None
         self._rows: list[dict[str, Any]] = []  # replies that no part of the table holds yet
@@ -67,9 +64,8 @@ class WandbTracker(Mirror):
         os.environ.setdefault("WANDB_DATA_DIR", str(self.folder / "wandb" / "data"))
         import wandb
 
-        quiet = {"silent": True, "quiet": True, "console": "off", "save_code": False}
-        quiet["x_disable_meta"] = redact(sys.argv) != sys.argv  # it holds the command line
-        settings = wandb.Settings(**{**quiet, **self._settings})
+        hidden = redact(sys.argv) != sys.argv  # the metadata hold the command line
+        settings = wandb.Settings(x_disable_meta=hidden, **self._settings)
         wandb.setup(settings=wandb.Settings(silent=True, quiet=True))
         about = {**self.about, **self._place, "dir": str(self.folder)}
         start = partial(wandb.init, settings=settings, id=self.run_id(), resume="allow", **about)
@@ -92,12 +88,12 @@ class WandbTracker(Mirror):
         if reason:
             log.warning("wandb: %s; the run is kept offline, to be uploaded later", reason)
         if self.first is not None and not self._run.resumed:  # offline, so it begins with the past
-            self._rows = read_lines(self.transcripts)
+            self._rows = read_lines(self.transcripts) if self._table_every else []
             for line in read_lines(self.metrics):
                 self._run.log({name: value for name, value in line.items() if value is not None})
 
     def _log(self, line: dict[str, float], iteration: int) -> None:
-        due = self._table_every and iteration >= self._table_at + self._table_every
+        due = self._rows and iteration >= self._table_at + self._table_every
         self._run.log({**line, **self._part(iteration)} if due else line)
 
     def _show(self, rows: list[dict[str, Any]], iteration: int) -> None:
@@ -107,8 +103,8 @@ class WandbTracker(Mirror):
         self._run.alert(title=title[:63], text=text, level="ERROR" if error else "WARN")
 
     def _stop(self, state: str) -> None:
-        if self._rows and self._table_every:
-            last = int(max(row["iteration"] for row in self._rows))
+        if self._rows:
+            last = self._rows[-1]["iteration"]
             self._run.log({**self._part(last), ITERATION: last})
         self._run.finish(exit_code=int(state == "failed"))
 
@@ -117,12 +113,9 @@ class WandbTracker(Mirror):
         import wandb
 
         self._table_at = iteration
-        if not self._rows:
-            return {}
         if self._table is None:
-            self._table = wandb.Table(
-                columns=list(COLUMNS), log_mode="INCREMENTAL", allow_mixed_types=True
-            )
+            how = {"log_mode": "INCREMENTAL", "allow_mixed_types": True}
+            self._table = wandb.Table(columns=list(COLUMNS), **how)
         for row in self._rows:
             parts = ", ".join(f"{k} {v:g}" for k, v in (row.get("parts") or {}).items())
             self._table.add_data(*({**row, "parts": parts}.get(name) for name in COLUMNS))
