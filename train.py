@@ -83,8 +83,8 @@ def train(cfg: DictConfig, folder: Path) -> float:
         return run_mode(loop, OmegaConf.to_container(cfg, resolve=True))
 
 
-def worker(config: str, folder: str, resume: str | None = None) -> int:
-    """Train in this process by the configuration that the parent saved; return the exit code."""
+def worker(folder: str, resume: str | None = None) -> int:
+    """Train in this process by the configuration in a folder; return the exit code."""
     from trainer.early_stopping import Stopped
     from trainer.runs.failures import last_words
     from trainer.runs.folders import ASIDE
@@ -92,7 +92,7 @@ def worker(config: str, folder: str, resume: str | None = None) -> int:
 
     alone = "LEASH_PARENT" not in os.environ  # below torchrun or accelerate launch
     try:
-        cfg: Any = OmegaConf.load(config)
+        cfg: Any = OmegaConf.load(Path(folder) / "config.yaml")
         cfg.resume = resume or cfg.resume
         with held_by_rank(Path(folder)):
             value = train(cfg, Path(folder))

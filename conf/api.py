@@ -1,7 +1,4 @@
-"""`trainer.train(model, reward, rows)`: one run in this process, in a folder as of a command.
-
-Several ranks, sweeps and resume are left to python train.py, which starts fresh processes.
-"""
+"""`trainer.train(model, reward, rows)`: one new run on one rank, in this process."""
 
 import gc
 import json
@@ -16,7 +13,6 @@ from conf.compose import compose, compose_checked, compose_experiment, write_def
 from envs.rewards.trl_function import hold
 from policies.cache import write_text
 from trainer.early_stopping import Stopped
-from trainer.metric_names import unknown
 from trainer.reports.summary import in_one_line
 from trainer.runs.folders import holds_run, quoted, remove_unused, unique_folder
 from trainer.runs.launch import SCRIPT, prepare
@@ -28,17 +24,11 @@ Rows = Iterable[Mapping[str, Any] | str]
 
 
 class Trained(Run):
-    """The run that `train` returns: short to print, and strict about the names of metrics."""
+    """The run that `train` returns, short to print."""
 
     def __repr__(self) -> str:
         told = ", ".join(filter(None, [self.state, in_one_line(self)]))
         return f"Run({str(self.folder)!r}: {told})"
-
-    def last(self, name: str) -> float | None:
-        """Return the last value of a metric, None if it has none; KeyError of what is no metric."""
-        if name not in self.names() and (hint := unknown(name)):
-            raise KeyError(f"there is no metric {name}{hint}")
-        return super().last(name)
 
 
 def train(
@@ -53,8 +43,8 @@ def train(
     """Train a chat model on rows in this process; return its run: `.folder`, `.metrics`, `.status`.
 
     `reward` is a function of (row, reply), one written for TRL, or several by name; None for SFT. A
-    row is a text or has a "prompt", "question" or "messages", and what the reward needs, which is
-    in row["columns"]; a tenth is held out unless there are `eval_rows`. `overrides` are keys of the
+    row is a text or has a "prompt", "question" or "messages"; the reward finds its other cells in
+    row["columns"]. A tenth is held out unless there are `eval_rows`. `overrides` are keys of the
     configuration: `kl={"coeff": 0.1}`, `algorithm="rloo"`, `**{"trainer.num_iterations": 20}`.
     ValueError: what the command line would refuse. The model is in `run.folder / "model"`.
 
@@ -87,14 +77,14 @@ def train(
             write_defaults(folder, composed.hydra)
             for name, node in ("hydra", composed), ("overrides", composed.hydra.overrides.task):
                 OmegaConf.save(node, folder / ".hydra" / f"{name}.yaml")
-            path = prepare(config, folder, compose=compose_experiment)
+            prepare(config, folder, compose=compose_experiment)
         except BaseException:  # refused: nothing of it stays
             for name in ("dataset.jsonl", "eval_dataset.jsonl", LOCK):
                 (folder / name).unlink(missing_ok=True)
             remove_unused(folder)
             raise
         try:
-            runpy.run_path(str(SCRIPT))["train"](OmegaConf.load(path), folder)
+            runpy.run_path(str(SCRIPT))["train"](OmegaConf.load(folder / "config.yaml"), folder)
         except Stopped as stop:
             raise KeyboardInterrupt(str(stop)) from None
         finally:
@@ -112,12 +102,9 @@ def _data(key: str, rows: Rows | None, folder: Path, *, shown: bool) -> list[str
     path = folder / f"{key}.jsonl"
     write_text(path, "".join(json.dumps(row) + "\n" for row in found))
     words = [f"env.{key}={quoted(str(path.absolute()))}"]
-    columns = [
-        name for row in found[:1] for name in ("prompt", "question", "messages") if name in row
-    ]
-    usual = "messages" if shown else "prompt"
-    if key == "dataset" and columns and columns[0] != usual:
-        words.append(f"env.columns.question={columns[0]}")
+    named = [name for name in ("prompt", "question", "messages") if found and name in found[0]]
+    if key == "dataset" and named[:1] not in ([], ["messages" if shown else "prompt"]):
+        words.append(f"env.columns.question={named[0]}")
     return words
 
 

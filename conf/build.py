@@ -39,26 +39,20 @@ def find_target(target: str) -> Any:
     return getattr(home, name)
 
 
-def is_open(thing: Any) -> bool:
-    """Return whether a class or function has a parameter **kwargs."""
-    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(thing).parameters.values())
+def arguments_of(thing: Any) -> tuple[list[str], bool]:
+    """Return the arguments that a class or function names, and whether it takes any other.
 
+    A class with **kwargs hands them on: it also has the arguments of its bases.
 
-def arguments_of(thing: Any) -> list[str]:
-    """Return the arguments that a class or function names; with **kwargs also those of its bases.
-
-    >>> sorted(arguments_of(find_target("envs.tasks.SortDigits")))
-    ['max_digits', 'min_digits', 'num_rows', 'seed']
+    >>> arguments_of(find_target("envs.tasks.SortDigits"))
+    (['num_rows', 'min_digits', 'max_digits', 'seed'], False)
     """
-    made_by = [thing, *bases_of(thing)] if is_open(thing) else [thing]
-    parameters = [p for made in made_by for p in inspect.signature(made).parameters.values()]
-    return list(dict.fromkeys(p.name for p in parameters if p.kind in NAMED))
-
-
-def bases_of(thing: Any) -> list[type]:
-    """Return the bases of a class that have a constructor of their own, written in Python."""
-    bases = getattr(thing, "__mro__", ())[1:-1]
-    return [base for base in bases if inspect.isfunction(vars(base).get("__init__"))]
+    parameters = [*inspect.signature(thing).parameters.values()]
+    is_open, bases = any(p.kind is p.VAR_KEYWORD for p in parameters), getattr(thing, "__mro__", ())
+    made = [base for base in bases[1:-1] if inspect.isfunction(vars(base).get("__init__"))]
+    for base in made if is_open else ():
+        parameters += inspect.signature(base).parameters.values()
+    return list(dict.fromkeys(p.name for p in parameters if p.kind in NAMED)), is_open and not made
 
 
 def build(node: Section, *sections: Section, where: str = "", **parts: Any) -> Any:
@@ -71,10 +65,10 @@ def build(node: Section, *sections: Section, where: str = "", **parts: Any) -> A
         where = where or str(node._get_full_key(None) or "")
     node, where = _plain(node), where or node["_target_"]
     thing = find_target(node["_target_"])
-    known = arguments_of(thing)
+    known, takes_any = arguments_of(thing)
     keys = {name: _plain(s[name]) for s in sections for name in s if name in known}
     node = {name: keys[name] for name in keys if name not in parts} | node
-    if bases_of(thing) or not is_open(thing):
+    if not takes_any:
         parts = {name: part for name, part in parts.items() if name in known}
     try:
         return instantiate(node, _partial_=True)(**parts)  # given to Hydra, a dataclass is a node
@@ -121,7 +115,7 @@ def make_task(env: Section) -> Any:
 
 def data_arguments(env: Section) -> dict[str, Any]:
     """Return those keys of DATA that the task's constructor names and env.task does not give."""
-    names = arguments_of(find_target(env["task"]["_target_"]))
+    names, _ = arguments_of(find_target(env["task"]["_target_"]))
     return {key: env[key] for key in DATA if key in env and key in names and key not in env["task"]}
 
 
@@ -147,12 +141,8 @@ def make_generator(node: Section, policy: Any, folder: Path) -> Any:
 
 def make_env(cfg: DictConfig, task: Any, policy: Any) -> Any:
     """Return the chats over a task, seen through the transforms of `env` in their order."""
-    env = find_target("envs.ChatEnv")(
-        task,
-        group_size=cfg.algorithm.group_size,
-        max_turns=cfg.env.max_turns,
-        system_prompt=policy.system_prompt,
-    )
+    sizes = {"group_size": cfg.algorithm.group_size, "max_turns": cfg.env.max_turns}
+    env = find_target("envs.ChatEnv")(task, system_prompt=policy.system_prompt, **sizes)
     for name, node in cfg.env.transforms.items():
         if node is not None:
             made = build({"_convert_": "all", **node}, where=f"env.transforms.{name}")

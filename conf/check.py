@@ -1,7 +1,4 @@
-"""What a resolved configuration must fulfil before any model is loaded: all that needs two keys.
-
-What a key may be by itself is in conf/keys.yaml. Needs no torch and no Hydra.
-"""
+"""All rules that need two keys of a configuration (one key: conf/keys.yaml), without torch."""
 
 import inspect
 import json
@@ -9,7 +6,6 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from conf import schema
@@ -22,13 +18,11 @@ from policies.models import no_model
 from policies.optional_packages import EXTRAS, package_of
 from trainer.early_stopping import read_rule
 from trainer.kl_control import faults_of
-from trainer.metric_names import unknown
 from trainer.runs.run_files import PREFIX
 
 Config = dict[str, Any]
 ROOT = schema.FOLDER.parent
-PACKAGES = ("policies", "envs", "trainer")  # of leash
-SILENT = ("Demonstrations", "PreferencePairs")  # sources that sample no replies
+PACKAGES = ("policies.", "envs.", "trainer.")  # of leash
 READ = {  # which bounds each surrogate reads; algorithm=ppo has no key for it, its own is clip
     "clip": ("clip_low", "clip_high", "dual_clip", "ratio"),
     "cispo": ("clip_low", "clip_high", "ratio"),
@@ -42,24 +36,19 @@ ROWS = {"trainer.Demonstrations": "demonstrations", "trainer.PreferencePairs": "
 
 def check(cfg: Config) -> None:
     """Raise ValueError with the first thing that is wrong in a resolved configuration."""
-    rules = (_targets, schema.faults, _launch, _batches, _evaluation)
-    algorithm = (_no_replies,) if is_silent(cfg) else (_replies, _surrogate)
-    for rule in (*rules, *algorithm, _engine, _packages, _models, _parts, _task):
+    rules = (_targets, schema.faults, _run, _no_replies if is_silent(cfg) else _replies)
+    for rule in (*rules, _packages_and_models, _parts, _task):
         for fault in rule(cfg):
             raise ValueError(fault)
 
 
 def is_silent(cfg: Config) -> bool:
     """Return whether what is learnt from samples no replies."""
-    return str(cfg["algorithm"]["source"].get("_target_")).rpartition(".")[2] in SILENT
+    return cfg["algorithm"]["source"].get("_target_") in ROWS
 
 
 def walk(tree: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield path and node of every node with a _target_, within lists and other nodes too.
-
-    >>> [path for path, _ in walk({"a": {"_target_": "x.y", "b": [{"_target_": "x.z"}]}})]
-    ['a', 'a.b[0]']
-    """
+    """Yield path and node of every node with a _target_, within lists and other nodes too."""
     if isinstance(tree, dict):
         if "_target_" in tree:
             yield path, tree
@@ -75,58 +64,39 @@ def _targets(cfg: Config) -> Iterator[str]:
     for path, node in walk(cfg):
         target = node["_target_"]
         if not isinstance(target, str) or not re.fullmatch(r"\w+(\.\w+)+", target):
-            example = f"<module>.<name>, as envs.tasks.Facts; got {target!r:.80}"
-            yield f"expected {path}._target_ to be {example}"
-        elif not cfg["allow_targets"] and not is_ours(target.rpartition(".")[0]):
-            what = f"{path}._target_={target}: expected code of {', '.join(PACKAGES)}"
-            yield f"{what}; set allow_targets=true if you trust it"
+            yield f"expected {path}._target_ to be <module>.<name>, got {target!r:.80}"
+            return
+        module = ROOT.joinpath(*target.split(".")[:-1])
+        exists = module.with_suffix(".py").is_file() or (module / "__init__.py").is_file()
+        if not (cfg["allow_targets"] or (exists and target.startswith(PACKAGES))):
+            yield f"{path}._target_={target} is no code of leash; allow it by allow_targets=true"
 
 
-def is_ours(module: str) -> bool:
-    """Return whether a dotted name is a module of leash, not something that one imports.
-
-    >>> is_ours("envs.tasks"), is_ours("policies.cache.os"), is_ours("os")
-    (True, False, False)
-    """
-    path = ROOT.joinpath(*module.split("."))
-    exists = path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
-    return module.partition(".")[0] in PACKAGES and exists
-
-
-def _batches(cfg: Config) -> Iterator[str]:
-    if cfg["mode"] != "train":  # it plays no batches
-        return
+def _run(cfg: Config) -> Iterator[str]:
+    """Yield what does not go together, whatever the algorithm is."""
+    kl, parts, policy = cfg["kl"], cfg["algorithm"]["minibatches"], cfg["policy"]
     prompts, ranks = cfg["trainer"]["prompts_per_iteration"], cfg["launch"]["num_processes"]
-    parts, saved, every = cfg["algorithm"]["minibatches"], cfg["checkpoint"], cfg["eval"]["every"]
-    if prompts % ranks:
-        what = f"trainer.prompts_per_iteration={prompts} to be divisible by"
-        yield f"expected {what} launch.num_processes={ranks}: every process plays whole groups"
-    if (prompts // ranks) % parts:
-        what = f"the {prompts // ranks} prompts of a process to split into equal parts"
-        yield f"expected {what}, got algorithm.minibatches={parts}; change one of them"
-    if saved["keep_best"] and saved["every"] and (not every or saved["every"] % every):
-        what = "checkpoint.keep_best needs an evaluation at each checkpoint"
-        yield f"{what}, got eval.every={every}; set eval.every={saved['every']}"
-
-
-def _launch(cfg: Config) -> Iterator[str]:
-    launch = cfg["launch"]
-    shards = launch["strategy"] == "fsdp2" and launch["num_processes"] > 1
-    if launch["offload"] and not shards:
+    held_out, saved, rule = cfg["eval"], cfg["checkpoint"], cfg["trainer"]["stop_at"]
+    if cfg["mode"] == "train":
+        if prompts % ranks:
+            what = f"trainer.prompts_per_iteration={prompts} to be divisible by"
+            yield f"expected {what} launch.num_processes={ranks}: every process plays whole groups"
+        if (prompts // ranks) % parts:
+            what = f"the {prompts // ranks} prompts of a process to split into equal parts"
+            yield f"expected {what}, got algorithm.minibatches={parts}; change one of them"
+        unseen = not held_out["every"] or saved["every"] % held_out["every"]
+        if saved["keep_best"] and saved["every"] and unseen:
+            when = f"evaluations at its checkpoints; set eval.every={saved['every']}"
+            yield f"checkpoint.keep_best needs {when}"
+    shards = cfg["launch"]["strategy"] == "fsdp2" and ranks > 1
+    if cfg["launch"]["offload"] and not shards:
         yield "launch.offload needs launch=fsdp2 and launch.num_processes >= 2; leave it out"
     if shards and cfg["trainer"]["overlap"]:
         yield "trainer.overlap needs launch=ddp; leave it out, or set launch=ddp"
-
-
-def _evaluation(cfg: Config) -> Iterator[str]:
-    """Yield what is wrong with trainer.patience, trainer.stop_at and eval.limit."""
-    kl, held_out, rule = cfg["kl"], cfg["eval"], cfg["trainer"]["stop_at"]
     if cfg["trainer"]["patience"] and not held_out["every"]:
         yield "trainer.patience counts evaluations, got eval.every=0; set eval.every=5, say"
     if rule:
         name, _ = read_rule(rule)
-        if (hint := unknown(name)) and not cfg["allow_targets"]:
-            yield f"trainer.stop_at: there is no metric {name}{hint}"
         if name.startswith("eval/") and not held_out["every"]:
             yield f"trainer.stop_at={name} needs evaluations, got eval.every=0; set eval.every=5"
     limit, measured = held_out["limit"], kl["measure"] and not kl["refresh_every"]
@@ -135,6 +105,9 @@ def _evaluation(cfg: Config) -> Iterator[str]:
         what = "sampled replies (eval.num_samples >= 1, eval.temperature=1) and one reference"
         also = "kl.measure=true without kl.refresh_every and kl.reference"
         yield f"eval.limit={limit} needs >= 2 {what} ({also}); leave it out"
+    for name, key in schema.declared()["policy"]["vllm"].items():
+        if policy["engine"] == "transformers" and policy["vllm"][name] != key.default:
+            yield f"policy.vllm.{name} is for policy.engine=vllm; give that, or leave it out"
 
 
 def _no_replies(cfg: Config) -> Iterator[str]:
@@ -166,55 +139,29 @@ def _replies(cfg: Config) -> Iterator[str]:
     yield from faults_of(cfg["kl"], replies=cfg["trainer"]["prompts_per_iteration"] * size)
     turns, limit = cfg["env"]["max_turns"], policy["max_new_tokens"]
     for path, verb in walk(algorithm["after_rollout"], "algorithm.after_rollout"):
-        penalty = "OverlongPenalty" in verb["_target_"]
-        if turns > 1 and penalty and verb.get("max_tokens") == limit:
+        if turns > 1 and verb.get("max_tokens") == limit:  # of trainer.OverlongPenalty
             yield f"{path} is of all {turns} turns; give {path}.max_tokens={limit * turns}"
-
-
-def _surrogate(cfg: Config) -> Iterator[str]:
-    """Yield what is wrong with the bounds of a surrogate, and the bounds that it does not read."""
-    algorithm = cfg["algorithm"]
-    name, known = algorithm.get("surrogate", "clip"), schema.declared()["algorithm=grpo"]
-    most, least = algorithm["dual_clip"], 1 + algorithm["clip_high"]
-    if name == "clip" and most is not None and not most > least:
-        yield f"expected algorithm.dual_clip > 1 + clip_high = {least:g}, or null, got {most}"
-    steps = algorithm["epochs"] * algorithm["minibatches"]
+    name, steps = algorithm.get("surrogate", "clip"), algorithm["epochs"] * algorithm["minibatches"]
     if name == "reinforce" and steps > 1:
         what = "algorithm.surrogate=reinforce has no ratio for replies of an older policy"
         yield f"{what}, got {steps} steps a batch; set epochs=1 and minibatches=1"
     for key in dict.fromkeys(key for keys in READ.values() for key in keys):
-        default = known[key].default
+        default = schema.declared()["algorithm=grpo"][key].default
         if key not in READ[name] and algorithm.get(key, default) != default:
             owners = " or ".join(owner for owner, keys in READ.items() if key in keys)
             yield f"algorithm.{key} is for surrogate={owners}, got surrogate={name}; leave it out"
 
 
-def _engine(cfg: Config) -> Iterator[str]:
-    engine, keys = cfg["policy"]["engine"], cfg["policy"]["vllm"]
-    known = schema.declared()["policy"]["vllm"]
-    given = [name for name in known if keys[name] != known[name].default]
-    for name in given if engine == "transformers" else ():
-        yield f"policy.vllm.{name} is for policy.engine=vllm; give that, or leave it out"
-    for name in given if keys["url"] else ():
-        if name not in ("url", "dtype", "tolerance"):
-            option = f"--{name.replace('_', '-')}"
-            yield f"policy.vllm.{name} is the server's to set: give `vllm serve` {option} instead"
-
-
-def _packages(cfg: Config) -> Iterator[str]:
-    """Yield one line on all optional packages that are missing; none is imported."""
+def _packages_and_models(cfg: Config) -> Iterator[str]:
+    """Yield each optional package and each model that is missing; none is loaded."""
+    policy = cfg["policy"]
     nodes = [node for path, node in walk(cfg) if path != "tracker" or cfg["mode"] == "train"]
-    packages = ["peft"] * bool(cfg["policy"]["lora"]["r"]) + [*map(package_of, nodes)]
-    packages += ["vllm"] * (cfg["policy"]["engine"] == "vllm" and not cfg["policy"]["vllm"]["url"])
-    if missing := [name for name in dict.fromkeys(packages) if name and find_spec(name) is None]:
-        yield "; ".join(EXTRAS[name] for name in missing)
-
-
-def _models(cfg: Config) -> Iterator[str]:
-    for key, name in (
-        ("policy.model", cfg["policy"]["model"]),
-        ("kl.reference", cfg["kl"]["reference"]),
-    ):
+    packages = ["peft"] * bool(policy["lora"]["r"]) + [*map(package_of, nodes)]
+    packages += ["vllm"] * (policy["engine"] == "vllm" and not policy["vllm"]["url"])
+    for package in packages:
+        if package and find_spec(package) is None:
+            yield EXTRAS[package]
+    for key, name in ("policy.model", policy["model"]), ("kl.reference", cfg["kl"]["reference"]):
         if name and not name.startswith(PREFIX) and (fault := no_model(name)):
             yield f"{key}: {fault}"
 
@@ -248,10 +195,7 @@ def _parts(cfg: Config) -> Iterator[str]:
 
 
 def _task(cfg: Config) -> Iterator[str]:
-    """Yield what making the task and reading its files complains about.
-
-    With a data set of the hub the worker is the first to make it.
-    """
+    """Yield what is wrong with the task and its files; the worker reads data sets of the hub."""
     env, name = cfg["env"], cfg["env"]["task"].get("_target_")
     if name is None:
         yield "expected env.task._target_, e.g. envs.tasks.SortDigits; got none"
@@ -261,18 +205,12 @@ def _task(cfg: Config) -> Iterator[str]:
     except Exception as error:  # importing a user's module may raise anything
         yield f"env.task._target_={name}: {in_one_line(error)}"
         return
-    given = {"columns": {k: v for k, v in env["columns"].items() if v is not None}}
-    given |= {key: env[key] for key in ("dataset", "eval_dataset")}
-    for key, value in given.items():
-        if value and key not in known:
+    columns = {k: v for k, v in env["columns"].items() if v is not None}
+    for key, value in {**env, "columns": columns}.items():
+        if key in ("dataset", "eval_dataset", "columns") and value and key not in known:
             yield f"env.{key}={value}: {name} reads none; use env=gsm8k, env=chats or env=own"
-    files = [*_data_sets(env)]
-    if all(map(is_file, files)):
-        paths = [Path(file).expanduser() for file in files]
-        stamps = tuple(path.stat().st_mtime_ns for path in paths if path.is_file())
-        source = cfg["algorithm"]["source"].get("_target_", "")
-        if fault := try_task(json.dumps(env), source, stamps):
-            yield fault
+    if all(map(is_file, _data_sets(env))):
+        try_task(json.dumps(env), cfg["algorithm"]["source"].get("_target_", ""))
 
 
 def _data_sets(node: Mapping[str, Any]) -> Iterator[str]:
@@ -284,12 +222,11 @@ def _data_sets(node: Mapping[str, Any]) -> Iterator[str]:
             yield value
 
 
-@lru_cache(maxsize=8)  # a sweep asks for each of its jobs
-def try_task(env: str, source: str, stamps: tuple[int, ...]) -> str | None:
-    """Return what making a task and reading its rows complains about, or None.
-
-    `stamps`: when its files were changed, for the cache.
-    """
+@lru_cache(maxsize=8)  # for the jobs of a sweep; what is raised is not kept
+def try_task(env: str, source: str) -> None:
+    """Raise ValueError with what making a task and reading its rows complains about."""
     node, rewards = json.loads(env), source == "trainer.Rollouts"
     name = node["task"]["_target_"]
-    return complaint(lambda: make_task(node), name, rows=ROWS.get(source), rewards=rewards)
+    fault = complaint(lambda: make_task(node), name, rows=ROWS.get(source), rewards=rewards)
+    if fault:
+        raise ValueError(fault)

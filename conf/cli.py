@@ -1,13 +1,10 @@
 """The command line: Hydra's own, once per run and once per job of a sweep. Torch-free."""
 
-import io
 import os
 import re
 import sys
-from contextlib import nullcontext, redirect_stdout
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -16,10 +13,11 @@ from omegaconf import DictConfig
 
 from conf.compose import FAULTS, compose_experiment, explain, set_up, write_defaults
 from conf.resume import last_run
-from conf.sweep import MULTIRUN, done, end_sweep, gpus_of_a_job, has_ended, read_job
+from conf.sweep import MULTIRUN, end_sweep, gpus_of_a_job, has_ended, read_job
 from trainer.runs.failures import complain, say
+from trainer.runs.find import nothing_left
 from trainer.runs.folders import ASIDE, is_main_rank, quoted
-from trainer.runs.launch import STOPPED, Compose, Interrupted, prepare, start, worker_command
+from trainer.runs.launch import STOPPED, Interrupted, prepare, start, worker_command
 from trainer.runs.lock import held
 from trainer.runs.run_files import read_status
 
@@ -44,7 +42,7 @@ def cli() -> int:
     except RuntimeError:  # of a job of a sweep, which has told it
         return 1
     except KeyboardInterrupt:
-        say("stopped before it began; nothing is saved")
+        say("stopped before it began; nothing new is saved")
         return 130
     finally:
         end_sweep()
@@ -79,26 +77,23 @@ def run(cfg: DictConfig) -> float:
     """Run one job in fresh processes; return the metric of a sweep."""
     set_up()  # a launcher may call this in a process of its own
     job = HydraConfig.get()
-    folder = Path(job.runtime.output_dir)
-    in_sweep = job.mode == RunMode.MULTIRUN
+    folder, in_sweep = Path(job.runtime.output_dir), job.mode == RunMode.MULTIRUN
+    compose = partial(compose_experiment, allow_targets=cfg.allow_targets)
     try:
         if in_sweep and has_ended(job.sweep.dir):
             raise Interrupted(STOPPED)
         config = read_job(cfg, folder, job.overrides.task, in_sweep=in_sweep)
-        if why := done(config):
+        if why := nothing_left(config):
             say(f"{folder.name}: finished already" if in_sweep else why)
             return float(read_status(folder)["objective"])
         if not config["resume"] and not folder.name.startswith(ASIDE):
             write_defaults(folder, job)
-        compose = partial(compose_experiment, allow_targets=cfg.allow_targets)
-        if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE") or 1) > 1:
-            be_rank(config, folder, compose)
+        if int(os.environ.get("WORLD_SIZE") or 1) > 1:  # of torchrun: this rank becomes its worker
+            with held(folder):
+                prepare(config, folder, compose=compose)
+            os.execv(sys.executable, worker_command(config, folder))
         with gpus_of_a_job(job, config):
             objective = start(config, folder, compose=compose)
-    except Interrupted:
-        if read_status(folder).get("state") != "finished":
-            raise
-        return float(read_status(folder)["objective"])
     except (ValueError, RuntimeError, OSError) as error:
         if str(error):  # else the worker has told it
             complain(f"{folder.name}: {error}" if in_sweep else error)
@@ -108,14 +103,3 @@ def run(cfg: DictConfig) -> float:
     if folder.name.startswith(ASIDE):
         raise SystemExit(int(objective > 0))  # it found problems
     return objective
-
-
-def be_rank(config: dict[str, Any], folder: Path, compose: Compose) -> NoReturn:
-    """Become the worker of a rank that torchrun or accelerate launch started.
-
-    Each rank composed the same words; the folder is that of rank 0 (trainer/runtime.py).
-    """
-    with held(folder), nullcontext() if is_main_rank() else redirect_stdout(io.StringIO()):
-        path = prepare(config, folder, compose=compose)
-    sys.stdout.flush()
-    os.execv(sys.executable, worker_command(config, path, folder))

@@ -1,7 +1,4 @@
-"""From words, as on a command line, to one resolved and checked configuration, by Hydra.
-
-Every fault is a ValueError of one line.
-"""
+"""From the words of a command line to a checked configuration; a fault is a one-line ValueError."""
 
 import atexit
 import os
@@ -22,7 +19,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from conf.check import check
 from conf.hints import missing_file, nearest
-from conf.schema import FOLDER, all_keys
+from conf.schema import FOLDER, TYPES, all_keys
 from policies.cache import write_text
 from trainer.runs.folders import ASIDE, is_main_rank, unique_folder
 from trainer.runs.redact import is_secret, redact
@@ -61,12 +58,9 @@ def checked(cfg: DictConfig) -> dict[str, Any]:
     looks them up again. A secret that is spelt out becomes such a text.
     """
     try:
-        missing = OmegaConf.missing_keys(cfg)
-        plain: Any = {} if missing else OmegaConf.to_container(cfg, resolve=True)
+        plain: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise ValueError(explain(error)) from error
-    if missing:
-        raise ValueError(f"expected a value for {(key := min(missing))}, got none; give {key}=...")
     check(plain)
     return _as_saved(OmegaConf.to_container(cfg), plain)
 
@@ -86,10 +80,7 @@ def _as_saved(raw: Any, plain: Any, path: str = "") -> Any:
 
 
 def write_defaults(folder: Path, hydra_config: DictConfig) -> None:
-    """Leave in a run folder what its configuration would be without the words for single keys.
-
-    For the report: as the chosen files of conf/ have it, and as leash has it without experiment.
-    """
+    """Leave in a run folder what its report compares with: the experiment's and leash's values."""
     choices, task = hydra_config.runtime.choices, [*hydra_config.overrides.task]
     groups = [group for group in choices if "/" not in group]
     files = [word for word in task if word.partition("=")[0] in groups]
@@ -132,7 +123,7 @@ def explain(error: Exception) -> str:
         return f"there is no key {unknown}{where}{nearest(unknown, value)}"
     if declared := all_keys().get(key, ("", None))[1]:
         got = "null" if cause.value is None else repr(cause.value)
-        return f"expected {key} to be {declared.kind}, got {got}{where}"
+        return f"expected {key} to be {TYPES[declared.type][1]}, got {got}{where}"
     return f"{key}: {_line(str(cause))}{where}" if key else _line(text)
 
 
@@ -143,26 +134,21 @@ def _line(text: str) -> str:
 
 @cache
 def set_up() -> None:
-    """Register the names that conf/config.yaml uses for folders."""
-    for name, function in ("run_dir", run_dir), ("sweep_dir", sweep_dir), ("output_subdir", subdir):
-        OmegaConf.register_new_resolver(name, function, replace=True)
+    """Register the functions that conf/config.yaml uses for folders."""
+    for function in (run_dir, unique_folder, output_subdir):
+        OmegaConf.register_new_resolver(function.__name__, function, replace=True)
 
 
 def run_dir(*, _root_: DictConfig) -> str:
     """Return the folder of a run: one to be removed for what is no training or of another rank."""
+    plain = os.path.expanduser(_root_.resume or _root_.output_dir or "")
     if is_aside(_root_):  # a vLLM server on another machine reads weights in output_dir
-        return folder_aside(_root_.output_dir or "outputs" if _root_.policy.vllm.url else None)
-    if plain := _root_.resume or _root_.output_dir:
-        return os.path.expanduser(plain)
-    return unique_folder(f"outputs/{_root_.hydra.runtime.choices.experiment}")
+        shared = _root_.output_dir or "outputs"
+        return folder_aside(Path(shared if _root_.policy.vllm.url else tempfile.gettempdir()))
+    return plain or unique_folder(f"outputs/{_root_.hydra.runtime.choices.experiment}")
 
 
-def sweep_dir(*, _root_: DictConfig) -> str:
-    """Return the folder of a sweep."""
-    return unique_folder(f"multirun/{_root_.hydra.runtime.choices.experiment}")
-
-
-def subdir(*, _root_: DictConfig) -> str | None:
+def output_subdir(*, _root_: DictConfig) -> str | None:
     """Return where Hydra leaves what a run was composed of; a resumed run has it already."""
     return None if _root_.resume or is_aside(_root_) else ".hydra"
 
@@ -173,11 +159,10 @@ def is_aside(cfg: Any) -> bool:
 
 
 @cache
-def folder_aside(home: str | None) -> str:
+def folder_aside(home: Path) -> str:
     """Make the folder that preflight and modes run in; it goes when this process ends."""
-    parent = home and Path(home).expanduser().absolute()
-    if parent:
-        parent.mkdir(parents=True, exist_ok=True)
-    folder = tempfile.mkdtemp(prefix=ASIDE, dir=parent)
+    home = home.expanduser().absolute()
+    home.mkdir(parents=True, exist_ok=True)
+    folder = tempfile.mkdtemp(prefix=ASIDE, dir=home)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder

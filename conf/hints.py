@@ -1,7 +1,4 @@
-"""What an unknown name may stand for: the nearest key or file, or a key of another library.
-
-conf/other_names.yaml has the names of TRL, verl, OpenRLHF and NeMo-RL.
-"""
+"""What an unknown name may stand for: the nearest key or file, or a name in other_names.yaml."""
 
 import difflib
 import re

@@ -1,7 +1,4 @@
-"""The configuration of what is no training: preflight=true, mode=chat, evaluate, export or limit.
-
-Each runs on the same parts as a run, in a folder that is removed.
-"""
+"""The configuration of what is no training: preflight=true and the modes but train."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,10 +26,7 @@ LIMIT = {"num_samples": 64, "temperature": 1.0, "greedy": False}  # of eval, for
 
 
 def configure(cfg: DictConfig, words: Sequence[str]) -> dict[str, Any]:
-    """Return the checked configuration of the mode or the preflight that `cfg` asks for.
-
-    `words` are those that `cfg` was composed of. Any fault is a ValueError.
-    """
+    """Return the checked configuration of the mode or the preflight that words ask for."""
     mode = cfg.mode
     if cfg.preflight:
         if mode != "train" or cfg.resume:
@@ -86,10 +80,7 @@ def _of_run(cfg: DictConfig, words: Sequence[str]) -> dict[str, Any]:
 
 
 def without_training(node: Any) -> Iterator[str]:
-    """Put what exists in the place of each experiment:<name>; yield those not trained yet.
-
-    A policy or a reference is then the model that its experiment starts from.
-    """
+    """Replace each experiment:<name> by its model, or by what it starts from; yield the latter."""
     for key, value in node.items() if isinstance(node, dict) else enumerate(node):
         if isinstance(value, dict | list):
             yield from without_training(value)

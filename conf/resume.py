@@ -36,11 +36,7 @@ def resumed(
 
 
 def is_among(key: str, names: Sequence[str]) -> bool:
-    """Return whether a key is one of some keys or sections, or within one.
-
-    >>> is_among("eval.every", ["eval"]), is_among("evaluate", ["eval"])
-    (True, False)
-    """
+    """Return whether a key is one of some keys or sections, or within one."""
     return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
@@ -69,23 +65,22 @@ def of_job(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     """
     if not (folder / "config.yaml").is_file():
         return config
-    for key, before, now in differences(read_saved(folder), config):
+    for key in differences(read_saved(folder), config):
         if not is_among(key, RESUMABLE):
             raise ValueError(
-                f"{folder} holds a job with {key}={before}, got {now}; give another hydra.sweep.dir"
+                f"{folder} holds a job with another {key}; give another hydra.sweep.dir"
             )
     return config | {"resume": str(folder)}
 
 
-def differences(saved: Any, config: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield key, saved and new value where two differ; of a warm-up its model folder is saved."""
+def differences(saved: Any, config: Any, key: str = "") -> Iterator[str]:
+    """Yield the keys whose values differ; of a warm-up the folder of its model is saved."""
     if isinstance(saved, dict) and isinstance(config, dict):
-        for name in dict.fromkeys([*saved, *config]):
+        for name in sorted({*saved, *config} - {*PLACES}):
             path = f"{key}.{name}" if key else name
-            if path not in PLACES:
-                yield from differences(saved.get(name), config.get(name), path)
+            yield from differences(saved.get(name), config.get(name), path)
     elif saved != config and not str(config).startswith(PREFIX):
-        yield key, saved, config
+        yield key
 
 
 def last_run(folder: Path, *, trained: bool = False) -> Path:

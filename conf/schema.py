@@ -1,7 +1,4 @@
-"""The types that Hydra checks every file and word against, made from conf/keys.yaml. Torch-free.
-
-What goes together with what is in conf/check.py; docs/configuration.md is written from here.
-"""
+"""The types that Hydra checks every file and word against, made from conf/keys.yaml. Torch-free."""
 
 import math
 import re
@@ -53,18 +50,10 @@ class Key:
     about: str
     limit: list[Any] | str | None = None
 
-    @property
-    def kind(self) -> str:
-        return TYPES[self.type][1]
-
 
 @cache
 def declared() -> dict[str, dict[str, Any]]:
-    """Return the tree of keys of "root", of each group, and of each file that has others.
-
-    >>> set(declared()["algorithm=ppo"]) - set(declared()["algorithm=grpo"]) > {"gamma", "critic"}
-    True
-    """
+    """Return the tree of keys of "root", of each group, and of each file that has others."""
     read = yaml.safe_load(Path(__file__).with_name("keys.yaml").read_text())
     out = {name: _tree(node) for name, node in read.items() if "=" not in name}
     for name, node in read.items():
@@ -124,10 +113,7 @@ def faults(config: dict[str, Any]) -> Iterator[str]:
 
 
 def _typed(name: str, tree: dict[str, Any], *bases: type) -> type:
-    """Return a tree as a dataclass, which Hydra takes for a schema.
-
-    It gets a name in this module: launchers of sweeps pickle Hydra's store.
-    """
+    """Return a tree as a dataclass with a name in this module: launchers pickle Hydra's store."""
     fields: list[Any] = []
     for key, node in tree.items():
         if isinstance(node, Key):
@@ -140,7 +126,6 @@ def _typed(name: str, tree: dict[str, Any], *bases: type) -> type:
     return globals().setdefault(kind.__name__, kind)
 
 
-@cache
 def register() -> None:
     """Make the declarations known to Hydra: the root, and one for each group and such files."""
     store, groups = ConfigStore.instance(), {}

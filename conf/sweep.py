@@ -1,15 +1,10 @@
-"""What leash adds to Hydra's runs and sweeps.
-
-All jobs are checked before the first starts. Those of a sweep that are finished stay as they are,
-others resume, jobs side by side share the GPUs, and sweep.html is written after each.
-"""
+"""What leash adds to Hydra's runs and sweeps: checks, resume of jobs, sweep.html, GPU slots."""
 
 import json
 import os
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -118,16 +113,8 @@ def read_job(
         config = checked(cfg)
         if is_main_rank() and holds_run(folder):
             raise ValueError(f"{folder} already holds a run; resume it by resume={folder}")
-    done(config)  # ValueError of fewer iterations than there are
+    nothing_left(config)  # ValueError of fewer iterations than there are
     return config
-
-
-def done(config: Mapping[str, Any]) -> str | None:
-    """Return the line on a run that has nothing left to train, else None."""
-    if not config["resume"] or config["mode"] != "train":
-        return None
-    rule = {key: config["trainer"][key] for key in ("stop_at", "patience")}
-    return nothing_left(Path(config["resume"]), config["trainer"]["num_iterations"], **rule)
 
 
 def _name_jobs(config: DictConfig, folder: Path) -> list[str]:
@@ -172,11 +159,8 @@ def _stop(number: int, _: Any) -> None:
 
 @contextmanager
 def gpus_of_a_job(job: DictConfig, config: Mapping[str, Any]) -> Iterator[None]:
-    """Keep as many GPUs of this machine to a job as it has ranks; wait until they are free.
-
-    Of jobs in turn, and on the CPU, there is nothing to keep.
-    """
-    gpus, before = visible_gpus(), os.environ.copy()
+    """Keep as many GPUs of this machine to a job as it has ranks; wait until they are free."""
+    before, gpus = os.environ.copy(), visible_gpus()
     in_turn = job.mode != RunMode.MULTIRUN or job.launcher._target_.endswith(".BasicLauncher")
     count = 0 if in_turn else min(config["launch"]["num_processes"], len(gpus))
     if not count or config["policy"]["device"] == "cpu":
@@ -192,7 +176,6 @@ def gpus_of_a_job(job: DictConfig, config: Mapping[str, Any]) -> Iterator[None]:
                     with suppress(Timeout):
                         held.enter_context(FileLock(place / gpu).acquire(timeout=0.1))
                         mine.append(gpu)
-                time.sleep(0.1)
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
         try:
             yield
@@ -201,13 +184,8 @@ def gpus_of_a_job(job: DictConfig, config: Mapping[str, Any]) -> Iterator[None]:
             os.environ.update(before)
 
 
-def visible_gpus(env: Mapping[str, str] = os.environ) -> list[str]:
-    """List the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them.
-
-    >>> visible_gpus({"CUDA_VISIBLE_DEVICES": "2, 3"}), visible_gpus({"CUDA_VISIBLE_DEVICES": ""})
-    (['2', '3'], [])
-    """
-    if (given := env.get("CUDA_VISIBLE_DEVICES")) is not None:
+def visible_gpus() -> list[str]:
+    """List the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [name.strip() for name in given.split(",") if name.strip() not in ("", "-1")]
-    found = Path("/proc/driver/nvidia/gpus")
-    return [str(k) for k in range(len(list(found.iterdir())))] if found.is_dir() else []
+    return [str(k) for k, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*"))]

@@ -14,7 +14,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from conf.compose import compose
-from conf.schema import FOLDER, Key, declared, leaves
+from conf.schema import FOLDER, TYPES, Key, declared, leaves
 
 PAGE = Path(__file__).with_name("configuration.md")
 INTRO = """\
@@ -102,7 +102,7 @@ def first_lines(group: str) -> dict[str, str]:
 
 
 def _type(key: Key) -> str:
-    return re.sub(r", [\[{].*?[\]}]", "", key.kind).removeprefix("a ")
+    return re.sub(r", [\[{].*?[\]}]", "", TYPES[key.type][1]).removeprefix("a ")
 
 
 def _allowed(key: Key) -> str:

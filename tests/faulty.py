@@ -123,7 +123,7 @@ def be_worker(config: bytes, folder: Path, *words: str) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_bytes(config)
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (it ends with this process)
-    return train.worker(str(folder / "config.yaml"), str(folder), *words)
+    return train.worker(str(folder), *words)
 
 
 def load_what(work: Callable[[], int], told: Path) -> None:

@@ -1,7 +1,6 @@
 """What the parent finds wrong with data files, tasks of one's own and places to write to."""
 
 import json
-import os
 from pathlib import Path
 from typing import Protocol, TypedDict
 
@@ -158,14 +157,6 @@ def test_columns_are_renamed_on_the_command_line(place):
     rows = [row for split in ("train", "eval") for row in task.rows(split)]
     asked = {row["messages"][0]["content"]: row["final"] for row in rows}
     assert asked == {"1 + 1?": "2", "2 + 2?": "4"}
-
-
-def test_file_that_changed_is_read_again(place):
-    words = ["env=gsm8k", "env.dataset=data.jsonl"]
-    compose_checked(words)
-    (place / "data.jsonl").write_text("{")
-    os.utime(place / "data.jsonl", ns=(1, 1))
-    assert "line 1" in refusal(*words)
 
 
 @pytest.mark.parametrize(

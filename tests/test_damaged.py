@@ -12,11 +12,11 @@ from runs import asked
 from conf.compose import compose_checked
 from conf.resume import read_saved
 from conf.schema import FOLDER
-from conf.sweep import done
 from policies.cache import write_text
 from trainer.reports.__main__ import main as report
 from trainer.reports.trackers.jsonl import JsonlTracker
 from trainer.runs.failures import headline
+from trainer.runs.find import nothing_left
 from trainer.runs.run_files import load_run, read_lines
 
 EXPERIMENTS = sorted(path.stem for path in (FOLDER / "experiment").glob("*.yaml"))
@@ -62,7 +62,7 @@ def test_a_damaged_file_costs_its_own_part_alone(name, damage, sound, tmp_path, 
     DAMAGES[damage](folder / name)
     assert report([str(folder)]) == 0
     if name != "config.yaml":
-        assert done(asked([f"resume={folder}"])) is None
+        assert nothing_left(asked([f"resume={folder}"])) is None
     else:
         with pytest.raises(ValueError, match=r"config\.yaml") as caught:
             asked([f"resume={folder}"])

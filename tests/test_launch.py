@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 WORKER = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
-folder, how = Path(sys.argv[3]), os.environ.get("HOW", "finish")
+folder, how = Path(sys.argv[2]), os.environ.get("HOW", "finish")
 rank = os.environ.get("RANK", "0")
 folder.mkdir(parents=True, exist_ok=True)
 def say(state, **more):
@@ -105,7 +105,7 @@ def start(script: Path, *words: str, how: str) -> subprocess.Popen[str]:
 
 
 def command(script: Path, folder: Path) -> list[str]:
-    return [sys.executable, str(script), "--worker", str(folder / "config.yaml"), str(folder)]
+    return [sys.executable, str(script), "--worker", str(folder)]
 
 
 def wait_for(pattern: str, place: Path, count: int = 1) -> list[Path]:
@@ -182,7 +182,7 @@ def test_a_run_stopped_before_it_began_says_so(script):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
     assert (process.returncode, err) == (130, "")
-    assert out == "stopped before it began; nothing is saved\n"
+    assert out == "stopped before it began; nothing new is saved\n"
     assert read_status(script.parent / "here" / "run")["state"] == "preempted"
 
 

@@ -118,7 +118,7 @@ def test_ppo_trains_through_it(folder, tmp_path):
 WORKER = """
 import json, sys
 from pathlib import Path
-folder = Path(sys.argv[3])
+folder = Path(sys.argv[2])
 (folder / "model").mkdir()
 (folder / "model" / "weights").write_text("w")
 (folder / "status.json").write_text(json.dumps({"state": "finished", "objective": 0.0}))

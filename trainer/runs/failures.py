@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from policies.cache import write_text
+from trainer.runs.folders import is_main_rank
 from trainer.runs.redact import redact_text
 from trainer.runs.run_files import read_status
 
@@ -69,7 +70,7 @@ def last_words(folder: Path, error: BaseException) -> int:
         write_text(path, f"{line}\n\n{text}")
     noted = noted_errors(folder)
     first, cause = noted[0] if noted else (path, line)  # the rank that failed first
-    written = os.environ.get("RANK", "0") == "0" and close_status(folder, "failed", cause)
+    written = is_main_rank() and close_status(folder, "failed", cause)
     if "LEASH_PARENT" not in os.environ:
         if first == path:
             complain(line)
@@ -106,9 +107,10 @@ def close_status(folder: Path, state: str, reason: str) -> bool:
 
 
 def say(text: str) -> None:
-    """Print a line at once; fall silent if nobody reads any more or a log's disk is full."""
+    """Print a line at once (rank 0); fall silent if nobody reads it or a log's disk is full."""
     try:
-        print(text, flush=True)
+        if is_main_rank():
+            print(text, flush=True)
     except OSError:  # the work goes on
         silence()
 

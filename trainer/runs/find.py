@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +59,15 @@ def no_weights(folder: Path) -> str:
     return f"expected a checkpoint or a final model in {folder}, got none: {told}"
 
 
-def nothing_left(
-    folder: Path, asked: int, *, stop_at: Any = None, patience: Any = None
-) -> str | None:
-    """Return a line if a run already did all iterations that are asked for, else None.
+def nothing_left(config: Mapping[str, Any]) -> str | None:
+    """Return a line if the run to resume already did all iterations that are asked for, else None.
 
-    A run that `stop_at` or `patience` ended has nothing left while they are as they were.
+    A run that trainer.stop_at or .patience ended has nothing left while they are as they were.
     ValueError: more iterations are done than asked for, or no checkpoint is there to go on from.
     """
+    if not config["resume"] or config["mode"] != "train":
+        return None
+    folder, asked = Path(config["resume"]), config["trainer"]["num_iterations"]
     status = read_status(folder)
     done, finished = status.get("iteration", 0), status.get("state") == "finished"
     if done > asked:
@@ -73,8 +75,8 @@ def nothing_left(
         raise ValueError(f"{folder} has {done} iterations already, more than {asked}; {hint}")
     if not finished:
         return None
-    rule = read_yaml(folder / "config.yaml").get("trainer") or {}
-    same = (rule.get("stop_at"), rule.get("patience")) == (stop_at, patience)
+    before = read_yaml(folder / "config.yaml").get("trainer") or {}
+    same = all(before.get(key) == config["trainer"][key] for key in ("stop_at", "patience"))
     if same and (why := status.get("ended")):
         return f"{folder} is finished at iteration {done}: {why}"
     if done == asked:

@@ -1,6 +1,5 @@
 """Start a run in fresh processes, one per rank, and wait for it. Torch-free.
 
-The parent never imports torch: what a job leaves behind in a process cannot reach the next one.
 Status travels by <folder>/status.json, errors by <folder>/errors/rank<k>.txt. A run has begun once
 its status.json has an iteration.
 """
@@ -50,12 +49,16 @@ def start(config: dict[str, Any], folder: Path, *, compose: Compose) -> float:
     with held(folder):
         lock_folder(folder, RANK0).release()  # the rank 0 of a launcher that was killed has ended
         try:
-            path = prepare(config, folder, compose=compose)
-            sizes = {"ranks": config["launch"]["num_processes"]}
-            sizes["threads"] = config["launch"]["threads"]
-            return float(run(worker_command(config, path, folder), folder, **sizes)["objective"])
+            prepare(config, folder, compose=compose)
+            ranks, threads = config["launch"]["num_processes"], config["launch"]["threads"]
+            status = run(worker_command(config, folder), folder, ranks=ranks, threads=threads)
+            return float(status["objective"])
         except (Interrupted, KeyboardInterrupt) as stop:
-            _note_early_stop(config, folder)
+            status, own = read_status(folder), "kept_in" not in config and _mode(config) == "train"
+            if own and "iteration" not in status:
+                if not status.get("reason"):
+                    close_status(folder, "preempted", "stopped before it began")
+                say("stopped before it began; nothing new is saved")
             raise stop if isinstance(stop, Interrupted) else Interrupted(130) from None
         except (RuntimeError, ValueError, OSError) as error:
             if str(error):
@@ -63,8 +66,8 @@ def start(config: dict[str, Any], folder: Path, *, compose: Compose) -> float:
             raise
 
 
-def prepare(config: dict[str, Any], folder: Path, *, compose: Compose) -> Path:
-    """Write config.yaml into a run folder, after the warm-up it asks for, and return its path.
+def prepare(config: dict[str, Any], folder: Path, *, compose: Compose) -> None:
+    """Write config.yaml into a run folder, after the warm-up it asks for.
 
     The same configuration is not written again.
     """
@@ -80,46 +83,25 @@ def prepare(config: dict[str, Any], folder: Path, *, compose: Compose) -> Path:
         return resolve_experiment(node, compose, train_first) if isinstance(node, str) else node
 
     folder.mkdir(parents=True, exist_ok=True)
-    _announce(config, folder)
-    config = resolve(config | {"resume": None} if _mode(config) == "train" else config)
+    if (mode := _mode(config)) != "train":
+        say(f"{mode}: starting")
+    elif "kept_in" not in config:  # resolve_experiment announces a warm-up
+        near, verb = os.path.relpath(folder), "going on" if config.get("resume") else "starting"
+        place = folder if near.startswith("..") else near
+        say(f"{load_run(folder).experiment}: {verb} in {place}")
+    config = resolve(config | {"resume": None} if mode == "train" else config)
     path, text = folder / "config.yaml", yaml.safe_dump(config, sort_keys=False)
     if not path.exists() or path.read_bytes() != text.encode():
         write_text(path, text)
     shutil.rmtree(folder / "errors", ignore_errors=True)  # of an earlier attempt
     for old in (folder / "status.json", *folder.glob(".*.tmp")):  # a kill leaves .tmp files
         old.unlink(missing_ok=True)
-    return path
 
 
-def worker_command(config: dict[str, Any], path: Path, folder: Path) -> list[str]:
-    """Return the command of a rank: its config.yaml, its folder, the folder to resume if any."""
+def worker_command(config: dict[str, Any], folder: Path) -> list[str]:
+    """Return the command of a rank: with its folder, and the folder to resume if there is one."""
     resume = config.get("resume") if _mode(config) == "train" else None
-    words = [str(SCRIPT), "--worker", str(path), str(folder), *filter(None, [resume])]
-    return [sys.executable, *words]
-
-
-def _announce(config: dict[str, Any], folder: Path) -> None:
-    """Print what starts: a worker's first line comes only once torch and a model are loaded."""
-    if "kept_in" in config:  # a warm-up: resolve_experiment has announced it
-        return
-    if (mode := _mode(config)) != "train":
-        return say(f"{mode}: starting")
-    near = os.path.relpath(folder)
-    verb = "going on" if config.get("resume") else "starting"
-    say(f"{load_run(folder).experiment}: {verb} in {folder if near.startswith('..') else near}")
-
-
-def _note_early_stop(config: dict[str, Any], folder: Path) -> None:
-    """Print, and note in the status, that a run was stopped before it began, if it was."""
-    status = read_status(folder)
-    if "iteration" not in status:
-        if not status.get("reason"):
-            close_status(folder, "preempted", "stopped before it began")
-        if "kept_in" not in config and _mode(config) == "train":
-            kept = (
-                "what was saved before is still there" if config["resume"] else "nothing is saved"
-            )
-            say(f"stopped before it began; {kept}")
+    return [sys.executable, str(SCRIPT), "--worker", str(folder), *filter(None, [resume])]
 
 
 def _mode(config: dict[str, Any]) -> str:
@@ -134,8 +116,7 @@ def run(
     The first SIGINT or SIGTERM is passed on, for the run to stop at its next safe point; a second
     one kills it. A stopped run raises `Interrupted` with 128 + the signal.
     """
-    from_user = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # nested levels follow
-    each = threads or (int(from_user) if from_user.isdecimal() else 0) or max(cores() // ranks, 1)
+    each = threads or int(os.environ.get("OMP_NUM_THREADS") or 0) or max(cores() // ranks, 1)
     with _caught_signals() as signals, socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # for rank 0 to listen on it
         held.bind(("127.0.0.1", 0))
@@ -148,7 +129,8 @@ def run(
         with suppress(Exception):  # a damaged folder or a full disk
             write_report(folder)  # again: only now is it known why the run ended
     status = read_status(folder)
-    if signals or status.get("state") == "preempted":
+    state = status.get("state")
+    if (signals and state != "finished") or state == "preempted":
         if failure:
             complain(failure)
         raise Interrupted(128 + signals[0] if signals else STOPPED)

@@ -4,12 +4,13 @@ Who starts a run holds `.lock` until the run is over. Rank 0 holds `.lock.rank0`
 launcher that was killed, until its next safe point.
 """
 
-import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from filelock import BaseFileLock, FileLock
+
+from trainer.runs.folders import is_main_rank
 
 FILE, RANK0 = ".lock", ".lock.rank0"
 WAIT = 10.0  # seconds for the rank 0 of a launcher that was killed
@@ -37,7 +38,7 @@ def held(folder: Path, name: str = FILE) -> Iterator[None]:
 
 def held_by_rank(folder: Path) -> AbstractContextManager[None]:
     """Hold a run folder for a block of rank 0; nothing of other ranks."""
-    return held(folder, RANK0) if os.environ.get("RANK", "0") == "0" else nullcontext()
+    return held(folder, RANK0) if is_main_rank() else nullcontext()
 
 
 def is_free(folder: Path) -> bool:
