@@ -134,7 +134,7 @@ def test_biased_kl_needs_an_explicit_yes(estimator, where):
     if (estimator, where) in sound:
         assert compose_checked(words)["kl"]["where"] == where
         return
-    assert "kl.allow_biased=true" in refusal(*words)
+    assert f"kl.estimator={estimator} with kl.where={where}" in refusal(*words)
     if estimator not in ("full", "k3_ratio"):  # in the reward these are not computed at all
         compose_checked([*words, "kl.allow_biased=true"])
 
