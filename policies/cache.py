@@ -7,7 +7,6 @@ two processes one builds while the other waits. Torch-free.
 Left out on purpose: eviction. A folder's name says what it was made from; old ones may be deleted.
 """
 
-import errno
 import hashlib
 import json
 import os
@@ -23,18 +22,13 @@ SMALL = 1 << 20  # bytes; files up to this size are hashed even in a cheap check
 
 
 def cache_dir() -> Path:
-    """Return leash's cache folder; it need not exist yet.
-
-    It is $LEASH_CACHE, else $XDG_CACHE_HOME/leash, else ~/.cache/leash.
-    """
+    """Return $LEASH_CACHE, else $XDG_CACHE_HOME/leash, else ~/.cache/leash; it need not exist."""
     folder, home = os.environ.get("LEASH_CACHE"), os.environ.get("XDG_CACHE_HOME")
     return Path(folder or f"{home or '~/.cache'}/leash").expanduser().absolute()
 
 
 def write_text(path: Path, text: str) -> None:
     """Replace a file in one piece: whoever reads sees the old text or the new one."""
-    if path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, "expected a file, got a folder", str(path))
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -87,8 +81,7 @@ def build_once(
         lock.acquire()
     except OSError as error:
         raise ValueError(
-            f"cannot write to the cache {folder.parent} ({error.strerror}); give a folder with "
-            "LEASH_CACHE=/path/to/it"
+            f"cannot write to the cache {folder.parent} ({error.strerror}); set LEASH_CACHE"
         ) from error
     work = folder.with_name(f".{folder.name}.tmp")
     try:
@@ -107,10 +100,7 @@ def build_once(
 
 
 def save_here(model: Any, folder: Path) -> None:
-    """Write a model whichever rank this is: transformers would leave it to rank 0.
-
-    Each node fills a cache of its own, and of several ranks any may be the one that builds.
-    """
+    """Write a model whichever rank this is: transformers would leave it to rank 0."""
     vars(model)["should_save_on_this_rank"] = lambda is_main_process: True
     model.save_pretrained(folder)
 
@@ -118,22 +108,19 @@ def save_here(model: Any, folder: Path) -> None:
 def read_manifest(folder: Path, *, full: bool = False) -> dict[str, Any] | None:
     """Return the manifest of a sound folder; None if it is absent, incomplete or damaged.
 
-    With `full` a file that it does not list is damage too: who loads a folder would take it.
+    With `full` a file that it does not list is damage too, but for hidden ones (.DS_Store).
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
-        sound = all(_is_sound(folder / name, entry, full=full)
-                    for name, entry in manifest["files"].items())  # fmt: skip
-        sound = sound and (not full or _files(folder) <= {MANIFEST, *manifest["files"]})
+        files = manifest["files"]
+        sound = all(_is_sound(folder / name, entry, full=full) for name, entry in files.items())
+        if full:
+            paths = (path for path in folder.rglob("[!.]*") if not path.is_dir())
+            there = {path.relative_to(folder).as_posix() for path in paths}
+            sound = sound and there <= {MANIFEST, *files}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return manifest if sound and "about" in manifest else None
-
-
-def _files(folder: Path) -> set[str]:
-    """List the files of a folder but hidden ones, which tools leave (.DS_Store, .nfs0001)."""
-    paths = (path.relative_to(folder) for path in folder.rglob("[!.]*") if not path.is_dir())
-    return {path.as_posix() for path in paths}
 
 
 def _is_sound(path: Path, entry: dict[str, Any], *, full: bool) -> bool:

@@ -20,6 +20,7 @@ from policies.padding import pad, positions, unpad
 # Families whose forward takes position ids and an explicit 4-D mask; checked in the tests.
 SHARES_PROMPTS = frozenset({"llama", "qwen2", "qwen3", "gpt2", "gemma"})
 PACKED = 2048  # tokens of a packed row; its mask takes the square of that in bytes
+WIDEST = 4096  # tokens of a shared row
 
 
 def takes_masks(config: Any) -> bool:
@@ -77,11 +78,7 @@ def shared(tokens: Tensor, attention: Tensor, keep: Tensor, group_id: Tensor) ->
         places.append(torch.cat(place))
         segments.append(torch.cat(segment))
     input_ids, segment_ids = pad(ids), pad(segments, -1)  # [R, L]
-    base, prefix, tree = (
-        base.to(device)[:, None],
-        prefix.to(device)[:, None],
-        tree.to(device)[:, None],
-    )
+    base, prefix, tree = (x.to(device)[:, None] for x in (base, prefix, tree))
     before = positions(attention) - 1  # [B, T] place of the state that predicts each token
     column = torch.where(before < prefix, before, base + before - prefix)
     source = (tree * input_ids.shape[1] + column)[keep]
@@ -95,18 +92,14 @@ def choose(tokens: Tensor, attention: Tensor, keep: Tensor, group_id: Tensor | N
     return plain(tokens, attention, keep)
 
 
-def _saves(tokens: Tensor, attention: Tensor, group_id: Tensor, longest: int = 4096) -> bool:
+def _saves(tokens: Tensor, attention: Tensor, group_id: Tensor) -> bool:
     """Return whether the shared layout feeds less than 0.8 of the tokens, in rows that fit."""
-    sizes = attention.sum(-1)
-    rows = unpad(tokens, attention)
-    total, widest = 0, 0
-    trees = groups(group_id)
+    sizes, rows = attention.sum(-1), unpad(tokens, attention)
+    trees, widest = groups(group_id), 0
     for members in trees:
         common = _common_prefix([rows[i] for i in members])
-        width = int(sizes[members].sum()) - common * (len(members) - 1)
-        total, widest = total + width, max(widest, width)
-    plain_area = int(sizes.max()) * len(rows)
-    return widest <= longest and widest * len(trees) < 0.8 * plain_area
+        widest = max(widest, int(sizes[members].sum()) - common * (len(members) - 1))
+    return widest <= WIDEST and widest * len(trees) < 0.8 * int(sizes.max()) * len(rows)
 
 
 def _common_prefix(rows: list[Tensor]) -> int:
@@ -157,15 +150,12 @@ def _bins(sizes: list[int], limit: int) -> list[list[int]]:
     [[1], [0, 2], [3]]
     """
     bins: list[list[int]] = []
-    room: list[int] = []
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        at = next((b for b, free in enumerate(room) if free >= sizes[i]), None)
-        if at is None:
-            bins.append([i])
-            room.append(limit - sizes[i])
+        fits = (rows for rows in bins if sum(sizes[j] for j in rows) + sizes[i] <= limit)
+        if (rows := next(fits, None)) is not None:
+            rows.append(i)
         else:
-            bins[at].append(i)
-            room[at] -= sizes[i]
+            bins.append([i])
     return bins
 
 
@@ -201,11 +191,8 @@ def pack_rows(
             parts[-1] += group
         else:
             parts.append(list(group))
-    fitting = ([p] if size(p) <= limit else _fit(p, sizes, limit) for p in parts)
-    return [piece for pieces in fitting for piece in pieces]
-
-
-def _fit(rows: list[int], sizes: list[int], limit: int) -> list[list[int]]:
-    """Split a group that alone exceeds the limit."""
-    each = max(limit // max(sizes[i] for i in rows), 1)
-    return [rows[i : i + each] for i in range(0, len(rows), each)]
+    pieces = []
+    for rows in parts:  # one group that alone exceeds the limit is split
+        each = len(rows) if size(rows) <= limit else limit // max(sizes[i] for i in rows)
+        pieces += [rows[i : i + max(each, 1)] for i in range(0, len(rows), max(each, 1))]
+    return pieces

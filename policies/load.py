@@ -36,12 +36,10 @@ def load_policy(
 
     dtype is that of the weights; autocast that of the matrix products (bfloat16 on a GPU).
     lora: arguments of `policies.lora.add_adapter`; then only the adapter is trained.
-    gradient_checkpointing: keep the input of each layer instead of all it computes, and compute
-    that again in the backward; only in train mode.
+    gradient_checkpointing: compute the activations of each layer again in the backward.
     chat_template_kwargs: variables of the template, {"enable_thinking": False}; they are saved in
     the tokenizer's template.
-    The found copy stands at `policy.found` (folder, origin, sha256), what an env should put in
-    front of each chat at `policy.system_prompt`.
+    `policy.found` says where the weights are (folder, origin, sha256).
     """
     found = find_model(model, source=source)
     tokenizer = load_tokenizer(found)
@@ -53,20 +51,21 @@ def load_policy(
     network = load_model(found, dtype=dtype, device=device)
     if lora and lora.get("r") != 0:
         adapters.add_adapter(network, **lora)
-    if gradient_checkpointing:
-        _checkpoint_layers(network)
+    if gradient_checkpointing:  # nothing is random in a layer: dropout is 0
+        how = {"use_reentrant": False, "preserve_rng_state": False}
+        # The second is the name that older versions of transformers have for it.
+        old = getattr(network, "gradient_checkpointing_enable", None)
+        enable: Any = getattr(network, "activation_checkpointing_enable", old)
+        enable(how)
+        network.disable_input_require_grads()  # only the reentrant kind needs that
     scorer = Scorer(network, autocast=getattr(torch, autocast) if autocast else None)
     check_head(scorer)
+    kwargs = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    kwargs |= {"max_new_tokens": max_new_tokens, "max_prompt_tokens": max_prompt_tokens}
     policy = TransformersWrapper(
         scorer,
         tokenizer=tokenizer,
-        generate_kwargs={
-            "temperature": temperature,
-            **{"top_k": top_k, "top_p": top_p, "min_p": min_p},
-            "max_new_tokens": max_new_tokens,
-            "max_prompt_tokens": max_prompt_tokens,
-            "stop": list(stop or []),
-        },
+        generate_kwargs=kwargs | {"stop": list(stop or [])},
         chat_template=chat_template,
         pad_output=True,
     )
@@ -86,10 +85,8 @@ def load_reference(
 ) -> TransformersWrapper:
     """Return a frozen scoring wrapper: a copy of the policy as it is now, or the model `name`.
 
-    It scores the tokens of `masks.all_response_mask` only; the rest of its log-probs is 0. `found`
-    says where its weights come from; `name` is looked for as the policy's model was.
-    `micro_batch_tokens` bounds the padded tokens of one forward. A model with another vocabulary is
-    a ValueError.
+    It scores the tokens of `masks.all_response_mask` only; the rest of its log-probs is 0.
+    `micro_batch_tokens` bounds the padded tokens of one forward.
     A policy with an adapter is not copied: its reference is the same model with the adapter off,
     or, if the adapter is not at zero any more or the reference `moves`, with a copy of the adapter.
     """
@@ -117,24 +114,9 @@ def load_reference(
     return reference
 
 
-def _checkpoint_layers(network: Any) -> None:
-    """Let each layer compute its activations again in the backward instead of keeping them.
-
-    Nothing is random in a layer (dropout is 0), so no generator has to be put back for it.
-    """
-    # The second is the name that older versions of transformers have for it.
-    old = getattr(network, "gradient_checkpointing_enable", None)
-    enable: Any = getattr(network, "activation_checkpointing_enable", old)
-    enable({"use_reentrant": False, "preserve_rng_state": False})
-    network.disable_input_require_grads()  # only the reentrant kind needs that
-
-
 @torch.no_grad()
 def check_head(scorer: Scorer) -> None:
-    """Refuse a model whose logits are not its output embeddings times its last hidden state.
-
-    Half precision rounds the two ways differently, by up to 1 % of the largest logit.
-    """
+    """Refuse a model whose logits are not its output embeddings times its last hidden state."""
     device = next(scorer.parameters()).device
     ids = torch.arange(4, device=device)[None]
     every = torch.ones_like(ids, dtype=torch.bool)
@@ -143,11 +125,11 @@ def check_head(scorer: Scorer) -> None:
     got = scorer.logits(ids, every)[:, 1:]
     exact = scorer.autocast is None and scorer.head().weight.dtype.itemsize >= 4
     gap = (got - expected).abs().max() / expected.abs().max().clamp(min=1e-6)
-    if not gap <= (1e-3 if exact else 2e-2):  # NaN is not
+    # Half precision rounds the two ways differently, by up to 1 %; NaN is no number to compare.
+    if not gap <= (1e-3 if exact else 2e-2):
         raise ValueError(
             f"expected the logits of {type(scorer.model).__name__} to be its output embeddings "
-            "applied to its last hidden state, got other values; policies/scorer.py needs to "
-            "learn this family's head"
+            "applied to its last hidden state, got other values; its head is not supported"
         )
 
 
@@ -162,16 +144,13 @@ def _load_scorer(found: FoundModel, policy: TransformersWrapper) -> Scorer:
 
 
 def _check_vocabulary(found: FoundModel, rows: int, policy: TransformersWrapper) -> None:
-    """Refuse a model in which an id is another token than in the policy, or has no embedding.
-
-    Ids that only one of the tokenizers names are rows that pad an embedding: those may differ.
-    """
+    """Refuse a model in which an id is another token than in the policy, or has no embedding."""
     mine, theirs = policy.tokenizer.get_vocab(), load_tokenizer(found).get_vocab()
     named = {i: token for token, i in theirs.items()}
     for token, i in mine.items():
         if i >= rows or named.get(i, token) != token or theirs.get(token, i) != i:
             raise ValueError(
                 f"expected kl.reference to have the policy's vocabulary, got {found.folder}: "
-                f"{token!r} has id {i} in the policy and {theirs.get(token)} in it, of {rows} "
-                "embeddings; use a reference of the same family"
+                f"{token!r} has id {i} in the policy and {theirs.get(token)} of {rows} there; use "
+                "a reference of the same family"
             )

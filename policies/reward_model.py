@@ -56,19 +56,14 @@ class GPT2RewardModel(nn.Module):
         fills = [token_ids(self.config, name) for name in ("pad_token_id", "eos_token_id")]
         known = [pad_token_id, *fills[0], *fills[1]]
         self.pad_token_id = next((i for i in known if i is not None), None)
-        # Called on an instance it knows the pad token, called on the class it is told.
-        self.compute_reward_loss = partial(
-            GPT2RewardModel.compute_reward_loss, pad_token_id=self.pad_token_id
-        )
+        loss = GPT2RewardModel.compute_reward_loss
+        self.compute_reward_loss = partial(loss, pad_token_id=self.pad_token_id)
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return (rewards [B, T], end_scores [B, 1]), float32, of ids padded on any side."""
         mask = _attended(input_ids, attention_mask, self.pad_token_id)
-        if not mask.any(-1).all():
-            rows = (~mask.any(-1)).nonzero().squeeze(-1).tolist()
-            raise ValueError(f"expected an attended token in every row, rows {rows} have none")
         hidden = self.transformer(
             input_ids=input_ids, attention_mask=mask, position_ids=positions(mask), use_cache=False
         ).last_hidden_state  # [B, T, H]
@@ -84,14 +79,10 @@ class GPT2RewardModel(nn.Module):
 
         The tokens are those from the first that differs to the end of the longer sequence; pairs
         that do not differ are skipped, and without any that does the loss is 0. Both batches hold
-        input_ids and rewards [B, T], right-padded, and attention_mask where there is padding
-        (without one: see `pad_token_id` of the class). Source: Stiennon et al. 2020 (arXiv
-        2009.01325) section 3.4, token by token.
+        input_ids, rewards and attention_mask (optional), [B, T], right-padded.
+        Source: Stiennon et al. 2020 (arXiv 2009.01325) section 3.4, token by token.
         """
         chosen, rejected = (_read(b, pad_token_id) for b in (chosen_batch, rejected_batch))
-        shapes = tuple(chosen[0].shape), tuple(rejected[0].shape)
-        if shapes[0] != shapes[1]:
-            raise ValueError(f"expected chosen and rejected ids of one shape, got {shapes}")
         inside = diverged(*chosen[:2], *rejected[:2])
         term = preference_term(chosen[2], rejected[2]) * inside  # [B, T]
         count = inside.sum(-1)
@@ -141,13 +132,11 @@ def _load(model: Any) -> nn.Module:
 
 def _attended(ids: Tensor, mask: Tensor | None, pad_token_id: int | None) -> Tensor:
     """Return the bool mask; without one, all but the run of pad ids at the end of each row."""
-    if mask is None:
-        if pad_token_id is None:
-            return torch.ones_like(ids, dtype=torch.bool)
-        return (ids != pad_token_id).flip(-1).cumsum(-1).flip(-1) > 0
-    if mask.shape != ids.shape:
-        raise ValueError(f"expected a mask of shape {tuple(ids.shape)}, got {tuple(mask.shape)}")
-    return mask.bool()
+    if mask is not None:
+        return mask.bool()
+    if pad_token_id is None:
+        return torch.ones_like(ids, dtype=torch.bool)
+    return (ids != pad_token_id).flip(-1).cumsum(-1).flip(-1) > 0
 
 
 def _read(batch: Any, pad_token_id: int | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -222,14 +211,10 @@ class ChatRewards:
 def load_reward_model(model: str, **options: Any) -> TransformersWrapper:
     """Return what a trainer calls its policy, with a reward model on the body of `model` inside.
 
-    Arguments are those of `load_policy`. Its tokenizer and template render chats; it cannot
-    generate.
+    Arguments are those of `load_policy`; it cannot generate.
     """
     policy = load_policy(model, **options)
     if has_adapter(policy.model):
-        raise ValueError(
-            "expected policy.lora.r=0 for a reward model, got an adapter: its folder holds the "
-            "whole body that scores later"
-        )
+        raise ValueError("expected policy.lora.r=0 for a reward model, got an adapter")
     policy.scorer = RewardScorer(GPT2RewardModel(policy.model), autocast=policy.scorer.autocast)
     return policy

@@ -66,23 +66,17 @@ class Scorer(nn.Module):
     """Score sequences with a causal language model.
 
     `share_prompts` lets a forward hold the prompt of a group once (see policies/layout.py);
-    `autocast` is the dtype of the matrix products, None for that of the weights. A `critic` gives
-    values from the same forward.
+    `autocast` is the dtype of the matrix products, None for that of the weights.
     """
 
     placement: Placement = HERE
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        share_prompts: bool = True,
-        autocast: torch.dtype | None = None,
+        self, model: nn.Module, *, share_prompts: bool = True, autocast: torch.dtype | None = None
     ) -> None:
         super().__init__()
-        self.model = model
-        self.autocast = autocast
-        self.critic: Critic | None = None
+        self.model, self.autocast = model, autocast
+        self.critic: Critic | None = None  # gives values from the same forward
         self.share_prompts = share_prompts and layout.takes_masks(model.config)
 
     def forward(
@@ -102,9 +96,8 @@ class Scorer(nn.Module):
 
         tokens [B, T] int64 padded on any side, attention_mask [B, T] bool, keep [B, T] bool
         (default: every attended token), temperature a number or [B], group_id [B] marks rows of
-        one prompt. The first attended token has no prediction and reads 0. `entropy` has a gradient
-        with `learn_entropy` only. With `reference`, also the exact KL to it. `pack` lays the rows
-        out after each other, without padding.
+        one prompt. The first attended token reads 0. `entropy` has a gradient with `learn_entropy`
+        only. With `reference`, also the exact KL to it. `pack` lays out rows without padding.
         """
         keep = predicted(attention_mask, keep)
         if not keep.any():
@@ -189,7 +182,7 @@ class Scorer(nn.Module):
             if longest > most:
                 raise ValueError(
                     f"a row has {longest} tokens, the model's max_position_embeddings is {most}; "
-                    "drop the row or lower policy.max_prompt_tokens and policy.max_new_tokens"
+                    "drop the row or lower policy.max_new_tokens"
                 )
         if not pack:
             return layout.choose(tokens, attention, keep, group_id if self.share_prompts else None)
@@ -199,21 +192,15 @@ class Scorer(nn.Module):
     def check_packing(self) -> None:
         """Raise where packed sequences could not be kept apart."""
         if not layout.takes_masks(self.model.config):
-            raise ValueError(
-                f"expected a model of {sorted(layout.SHARES_PROMPTS)} without sliding windows to "
-                f"score packed sequences, got {type(self.model).__name__}; use pad_model_input=True"
-            )
+            kind = type(self.model).__name__
+            raise ValueError(f"{kind} cannot score packed sequences; use pad_model_input=True")
 
     def _nothing(self, tokens: Tensor, entropy: bool, full: bool) -> Scores:
         """Return zeros that touch every parameter, so that ranks without rows keep in step."""
         anchor = sum(p.flatten()[0].float() * 0 for p in self.parameters() if p.requires_grad)
         zeros = torch.zeros(tokens.shape, device=tokens.device) + anchor
-        return Scores(
-            zeros,
-            zeros.detach() if entropy else None,
-            zeros if full else None,
-            zeros if self.critic is not None else None,
-        )
+        spread, values = zeros.detach() if entropy else None, zeros if self.critic else None
+        return Scores(zeros, spread, zeros if full else None, values)
 
 
 def max_positions(model: nn.Module) -> int | None:

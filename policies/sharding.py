@@ -35,9 +35,9 @@ FORWARDS = ("values", "logits", "dist", "within")  # methods that use weights, b
 
 
 def shard(scorer: Scorer, mesh: DeviceMesh, *, offload: bool = False) -> None:
-    """Spread a scorer's weights over the ranks of a mesh, in place; before the optimizer is made.
+    """Spread a scorer's weights over a mesh's ranks, in place; before the optimizer is made.
 
-    Its critic's too. `offload` keeps them on the CPU between forwards, where the optimizer then is.
+    `offload` keeps them on the CPU between forwards, where the optimizer then is.
     """
     shares: dict[str, Any] = {"mesh": mesh}
     if offload:
@@ -59,11 +59,8 @@ def shard(scorer: Scorer, mesh: DeviceMesh, *, offload: bool = False) -> None:
 
 
 def _fetch_in_order(scorer: Any) -> None:
-    """Let a layer's backward gather the layer before it, whatever forwards there were.
-
-    FSDP goes by those since the last backward, also by what each rank has sampled for itself: one
-    that had nothing to sample would wait for ever for those that gather once more.
-    """
+    """Let a layer's backward gather the layer before it, whatever forwards there were."""
+    # FSDP goes by the forwards since the last backward, which differ by rank where each samples.
     critic = scorer.critic
     bodies = [scorer.model, *([critic.body] if critic is not None and critic.body else [])]
     chains: list[Any] = [decoder_layers(body) for body in bodies]
@@ -89,9 +86,8 @@ def decoder_layers(scorer: Any) -> list[nn.Module]:
 
     layers = [m for m in scorer.modules() if isinstance(m, GradientCheckpointingLayer)]
     if not layers:
-        raise ValueError(
-            f"launch=fsdp2 finds no decoder layers in {type(scorer.model).__name__}; use launch=ddp"
-        )
+        kind = type(scorer.model).__name__
+        raise ValueError(f"launch=fsdp2 finds no decoder layers in {kind}; use launch=ddp")
     return layers
 
 
@@ -119,9 +115,8 @@ def trained_half(scorer: Scorer) -> torch.dtype | None:
     body = [p for p in scorer.parameters() if id(p) not in apart]
     half = {p.dtype for p in body if p.requires_grad and p.dtype.itemsize < 4}
     if half and len(kinds := {p.dtype for p in body}) > 1:
-        got = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
         raise ValueError(
-            f"launch=fsdp2 gathers the weights of a layer in one dtype, got {got}; use "
+            f"launch=fsdp2 expects weights of one dtype, got {sorted(map(str, kinds))}; use "
             "policy.dtype=float32 with policy.autocast=bfloat16, or launch=ddp"
         )
     return next(iter(half), None)
@@ -134,12 +129,9 @@ def _gathered_in(half: torch.dtype | None) -> MixedPrecisionPolicy:
 
 
 class ShardedScorer(Scorer):
-    """What a scorer's class becomes: the same methods, with gathered weights and even forwards.
+    """What a scorer's class becomes: the same methods, with gathered weights and even forwards."""
 
-    `owner` is the scorer whose weights it uses, itself unless `share` was told another.
-    """
-
-    owner: "ShardedScorer | None" = None
+    owner: "ShardedScorer | None" = None  # whose weights it uses; None = its own
 
     def within(self, call: Callable[[], Any]) -> Any:
         """Call with the weights that no layer has whole."""
@@ -217,10 +209,7 @@ class Shards(Placement):
 
     def copy(self, module: nn.Module, kept: dict[int, Any] | None = None) -> nn.Module:
         """Raise ValueError: a copy would have shards of nobody."""
-        raise ValueError(
-            "expected a copy of the policy to be made before its weights are spread, got one after "
-            "launch.strategy=fsdp2 did so; make it in the part's constructor, or use launch=ddp"
-        )
+        raise ValueError("launch=fsdp2: copy the policy before its weights are spread")
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -244,10 +233,7 @@ class Shards(Placement):
 
     @contextmanager
     def plain(self, *, here: bool = True, keep: bool = False) -> Iterator[None]:
-        """Put whole tensors on the CPU, gathered one by one, in the place of the shards.
-
-        With `keep` the shards take over what was written into them.
-        """
+        """Put whole tensors on the CPU in place of the shards; `keep` what is written to them."""
         self.scorer.reshard()
         swapped: dict[int, tuple[Any, nn.Parameter]] = {}
         places = []
@@ -272,10 +258,7 @@ class Shards(Placement):
 
     @contextmanager
     def forwards(self, count: int) -> Iterator[int]:
-        """Return the most forwards that a rank needs; after them nothing is whole any more.
-
-        While all is whole each rank takes its own.
-        """
+        """Return the most forwards that a rank needs; while all is whole each takes its own."""
         if self.held:
             yield count
             return

@@ -1,8 +1,7 @@
-"""What a TensorDict will hold, said before there is one: shapes, dtypes and containers.
+"""What a TensorDict will hold: shapes, dtypes and containers.
 
-A size of -1 is one that differs from batch to batch or from row to row (the length of a chat).
-`zero` and `rand` make an example (size 1 where the spec has -1), `explain` says in words what does
-not fit, `is_in` whether anything does not.
+A size of -1 differs from batch to batch or from row to row (the length of a chat). `zero` and
+`rand` make an example (size 1 where the spec has -1), `explain` says what does not fit.
 Left out on purpose: bounded and categorical leaves, which nothing here needs.
 """
 
@@ -136,9 +135,8 @@ class NonTensor(Spec):
 class Composite(Spec):
     """Describe a TensorDict, or the tensorclass `data_cls`, by the specs of its entries.
 
-    `step_mdp_static`: from step to step it moves from "next" to the root as a whole: a field that
-    the new one lacks does not stay behind from the old one. `trainer.collect.carry` moves all so.
-    `optional`: what is missing fits.
+    `step_mdp_static`: from step to step it moves from "next" to the root as a whole. `optional`:
+    what is missing fits.
 
     >>> spec = Composite({"obs": Unbounded((2, -1))}, shape=(2,))
     >>> spec["next", "reward"] = Unbounded((2, 1))

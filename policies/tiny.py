@@ -35,12 +35,6 @@ def build_tiny(folder: Path) -> dict[str, str]:
     """Write the tiny checkpoint (model, tokenizer, template, EOS ids) into a folder.
 
     Returns a line about it for the cache's manifest. The global random state is not touched.
-
-    >>> import tempfile
-    >>> folder = Path(tempfile.mkdtemp())
-    >>> _ = build_tiny(folder)
-    >>> sorted(path.suffix for path in folder.iterdir())
-    ['.jinja', '.json', '.json', '.json', '.json', '.safetensors']
     """
     import torch
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
@@ -77,12 +71,9 @@ def _tokenizer():
     from transformers import PreTrainedTokenizerFast
 
     backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([digits, letters])
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,

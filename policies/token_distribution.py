@@ -1,7 +1,6 @@
 """The distribution of each kept token, from the states before it, without logits [B, T, V].
 
-Logits exist for a slice of the kept tokens at a time, in the backward too. Which tokens are kept is
-a mask; masks have names: response, assistant, prompt, attention.
+Logits exist for a slice of the kept tokens at a time, in the backward too.
 
 Letters: B rows, T tokens, K kept tokens, V vocabulary, H hidden.
 """
@@ -60,12 +59,7 @@ class TokenDistribution:
     """
 
     def __init__(
-        self,
-        head: Head,
-        states: Tensor,
-        mask: Tensor,
-        *,
-        temperature: Tensor | float = 1.0,
+        self, head: Head, states: Tensor, mask: Tensor, *, temperature: Tensor | float = 1.0
     ) -> None:
         self.head, self.states, self.mask = head, states, mask
         self.scale = _per_kept(temperature, mask)
@@ -128,11 +122,7 @@ def _score(heads: list[Head], states: list[Tensor], target, scale, *, entropy=Fa
 
     `heads` and `states` [k, H] are those of the policy and, for the KL, of the reference.
     """
-
-    def table(i: int) -> Tensor:
-        return (heads[i](states[i]) / scale).log_softmax(-1)  # [k, V]
-
-    mine = table(0)
+    mine = (heads[0](states[0]) / scale).log_softmax(-1)  # [k, V]
     log_prob = mine.gather(-1, target[:, None]).squeeze(-1)
     spread, full = None, None
     if learn:
@@ -142,7 +132,7 @@ def _score(heads: list[Head], states: list[Tensor], target, scale, *, entropy=Fa
             spread = -mine.exp().mul_(mine).sum(-1)
     if len(heads) > 1:
         with torch.no_grad():
-            theirs = table(1)
+            theirs = (heads[1](states[1]) / scale).log_softmax(-1)
         full = full_kl(mine, theirs)
     return log_prob, spread, full
 
@@ -165,8 +155,7 @@ def full_kl(curr: Tensor, ref: Tensor) -> Tensor:
 def _per_kept(temperature: Tensor | float, keep: Tensor) -> Tensor:
     """Return the temperature of each kept token, [K, 1]."""
     value = torch.as_tensor(temperature, dtype=torch.float32, device=keep.device)
-    value = value.reshape(-1, 1).expand(keep.shape[0], keep.shape[1])
-    return value[keep].unsqueeze(-1)
+    return value.reshape(-1, 1).expand(keep.shape)[keep].unsqueeze(-1)
 
 
 def placed(values: Tensor, keep: Tensor) -> Tensor:

@@ -1,7 +1,4 @@
-"""What training moves of a model, and how it is kept: the border behind which LoRA stands.
-
-Everything that saves, loads, copies or hands over weights asks `weights_of` and knows no more.
-"""
+"""Save, load and name the weights that training moves: all of a model, or those of its adapter."""
 
 from pathlib import Path
 from typing import Any
@@ -100,21 +97,15 @@ def weights_of(scorer: Scorer) -> ModelWeights:
 
 @torch.no_grad()
 def _load_weights(model: Any, folder: Path) -> None:
-    """Read what `save` or `export` wrote; another model's is a ValueError."""
     found: dict[str, Tensor] = {}
     for path in sorted((folder / "model").glob("*.safetensors")):
         found |= load_file(path)
     mine = model.state_dict()
-    missing = [name for name in mine if name not in found]
-    unexpected = [name for name in found if name not in mine]
-    unexpected += [n for n in found if n in mine and found[n].shape != mine[n].shape]
     ties = model.config.tie_word_embeddings
-    tied = getattr(model, "_tied_weights_keys", None) if ties else ()
-    missing = [name for name in missing if name not in (tied or ())]
-    if missing or unexpected:
-        raise ValueError(
-            f"{folder} does not fit the model: missing {missing[:3]}, unexpected "
-            f"{unexpected[:3]}; resume with the run's own config"
-        )
+    tied = (getattr(model, "_tied_weights_keys", None) if ties else None) or ()
+    wrong = [name for name in mine if name not in found and name not in tied]
+    wrong += [n for n in found if n not in mine or found[n].shape != mine[n].shape]
+    if wrong:
+        raise ValueError(f"{folder} does not fit the model: {wrong[:3]} missing or unexpected")
     for name, weight in found.items():  # load_state_dict would tell shards of it
         mine[name].copy_(weight)

@@ -12,10 +12,8 @@ from runs import asked
 from conf.compose import compose_checked
 from conf.resume import read_saved
 from conf.schema import FOLDER
-from policies.cache import write_text
 from trainer.reports.__main__ import main as report
 from trainer.reports.trackers.jsonl import JsonlTracker
-from trainer.runs.failures import headline
 from trainer.runs.find import nothing_left
 from trainer.runs.run_files import load_run, read_lines
 
@@ -88,11 +86,3 @@ def test_noise_among_the_metrics_is_left_out_and_does_not_stay(tmp_path):
     JsonlTracker(tmp_path, resume=True).resume(3, "", again=False, seconds=0.0)
     assert read_lines(path) == good
     assert read_lines(tmp_path / "transcripts.jsonl") == []
-
-
-def test_a_folder_in_the_place_of_a_file_that_is_written_is_named(tmp_path):
-    (tmp_path / "limit.json").mkdir()
-    with pytest.raises(OSError, match="got a folder") as error:
-        write_text(tmp_path / "limit.json", "x")
-    assert headline(error.value).endswith(f"'{tmp_path}/limit.json'")
-    assert [path.name for path in tmp_path.iterdir()] == ["limit.json"]

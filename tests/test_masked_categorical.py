@@ -273,14 +273,14 @@ def test_a_row_without_valid_classes_has_log_probs_but_no_samples(sparse):
     relaxed = MaskedOneHotCategorical(x, **how, grad_method=RELAXED)
     calls = [dist.sample, lambda: dist.mode, hot.sample, hot.rsample, relaxed.rsample]
     for call in calls:
-        with pytest.raises(ValueError, match=r"got none in row \[2\] of \(4,\)"):
+        with pytest.raises(ValueError, match=r"got none in row \[2\]"):
             call()
     empty = torch.full((2, C), -math.inf).requires_grad_()  # masked by its logits
     dist = OneHotCategorical(empty)
     assert dist.probs.tolist() == [[0.0] * C] * 2
     (dist.probs.sum() + dist.entropy().sum()).backward()
     assert (empty.grad == 0).all()
-    with pytest.raises(ValueError, match="the only row"):
+    with pytest.raises(ValueError, match="a valid class in every row"):
         MaskedCategorical(scores(), mask=torch.zeros(C).bool()).sample()
 
 
@@ -340,18 +340,16 @@ def test_wrong_parameters_and_values_are_value_errors():
             with pytest.raises(ValueError, match=f"expected logits or probs, got {found}"):
                 cls(**given, **how)
     for cls, how in ((MaskedOneHotCategorical, {"mask": MASK}), (OneHotCategorical, {})):
-        with pytest.raises(ValueError, match=r"a grad_method among .*PassThrough.*RelaxedOne"):
+        with pytest.raises(ValueError, match="ReparamGradientStrategy"):
             cls(scores(4), grad_method="PassThrough", **how)
     for empty in (torch.zeros(()), torch.zeros(2, 0)):
-        with pytest.raises(ValueError, match="the last dimension holds the classes"):
+        with pytest.raises(ValueError, match="with C > 0"):
             OneHotCategorical(empty)
     for given, bad in (("logits", math.nan), ("logits", math.inf), ("probs", -0.1)):
         x = scores(4).exp()
         x[1, 4] = bad
         with pytest.raises(ValueError, match=f"expected {given}.*without NaN or inf at valid"):
             MaskedCategorical(**{given: x}, mask=MASK)
-    with pytest.raises(ValueError, match="expected padding_side 'left', got 'right': nothing is"):
-        MaskedCategorical(scores(4), mask=MASK, padding_side="right")
     for how in ({"mask": MASK}, {"indices": INDICES, "padding_value": PAD}):
         dist = MaskedCategorical(scores(4), **how)
         for bad in (-1, 6):
@@ -359,8 +357,6 @@ def test_wrong_parameters_and_values_are_value_errors():
                 dist.log_prob(torch.tensor([0, 0, 0, bad]))
         with pytest.raises(ValueError, match=r"got torch\.float32"):
             dist.log_prob(torch.zeros(4))
-        with pytest.raises(ValueError, match=r"\*B = \(4,\), got \(3,\)"):
-            dist.log_prob(torch.zeros(3, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("sparse", [False, True])

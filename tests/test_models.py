@@ -185,7 +185,7 @@ def shorten(path):
         ("config.json", shorten, r"cannot read the config.json \(.*not a valid JSON file"),
         ("config.json", lambda p: edit_json(p, hidden_size=64), r"cannot read the weights"),
         ("tokenizer.json", shorten, r"cannot read the tokenizer"),
-        ("tokenizer.json", Path.unlink, r"expected a tokenizer \(tokenizer.json or .* got none"),
+        ("tokenizer.json", Path.unlink, r"expected a tokenizer \(tokenizer.json or "),
     ],
 )
 def test_damaged_folder_is_one_line_with_the_part_and_a_remedy(

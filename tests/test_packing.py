@@ -114,7 +114,7 @@ def test_families_that_cannot_keep_sequences_apart_are_refused():
     config = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 50}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
     mistral = MistralForCausalLM(MistralConfig(**config, **heads, sliding_window=8)).eval()
-    with pytest.raises(ValueError, match="packed sequences, got MistralForCausalLM; use pad_model"):
+    with pytest.raises(ValueError, match="MistralForCausalLM cannot score packed sequences"):
         scoring(mistral)
     with pytest.raises(ValueError, match="pad_model_input is not supported when generate=True"):
         make_policy().get_new_version(pad_model_input=True)

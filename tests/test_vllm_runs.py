@@ -231,8 +231,8 @@ def test_a_server_that_dies_ends_the_run_with_a_line(server, tmp_path):
     wrong = {"model.embed_tokens.weight": torch.zeros(3, 5)}  # as of another model
     (tmp_path / "wrong").mkdir()
     damage = partial(generator.scorer._reload_from, tmp_path / "wrong", wrong)
-    told = r"the vLLM server at .* refuses /collective_rpc: 500 .*; has it the model of this run, "
-    with pytest.raises(RuntimeError, match=f"{told}as by: VLLM_SERVER_DEV_MODE=1 vllm serve"):
+    told = r"the vLLM server at .* refuses /collective_rpc: 500 .*; was it started "
+    with pytest.raises(RuntimeError, match=f"{told}by: VLLM_SERVER_DEV_MODE=1 vllm serve"):
         generator.scorer._while_it_waits(damage)  # which its engine does not survive
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()

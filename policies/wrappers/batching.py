@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,13 +43,11 @@ class BatchQueue:
     """
 
     def __init__(self, *, min_size: int = 1, max_size: int | None = None, timeout: float = 10.0):
-        if min_size < 1 or (max_size is not None and max_size < 1) or not timeout >= 0:
+        if min_size < 1 or (max_size is not None and max_size < min_size) or not timeout >= 0:
             raise ValueError(
-                "expected min_batch_size and max_batch_size >= 1 and batching_timeout >= 0 s, got "
+                "expected 1 <= min_batch_size <= max_batch_size and batching_timeout >= 0 s, got "
                 f"{min_size}, {max_size}, {timeout}"
             )
-        if max_size is not None and min_size > max_size:
-            raise ValueError(f"min_batch_size ({min_size}) must be <= max_batch_size ({max_size})")
         self.min_size, self.max_size, self.timeout = min_size, max_size, timeout
         self._changed = threading.Condition()
         self._waiting: deque[_Row] = deque()
@@ -101,7 +100,8 @@ class BatchQueue:
 
     def __reduce__(self):
         """Copy the settings; locks and waiting callers stay here."""
-        return _make, (self.min_size, self.max_size, self.timeout)
+        sizes = {"min_size": self.min_size, "max_size": self.max_size}
+        return partial(BatchQueue, **sizes, timeout=self.timeout), ()
 
     def _run_batch(self) -> None:
         """Run the next batch with the lock given back for as long as it takes."""
@@ -138,15 +138,10 @@ def _work(batch: list[_Row]) -> None:
             row.result.set_result(result)
 
 
-def _make(min_size: int, max_size: int | None, timeout: float) -> BatchQueue:
-    return BatchQueue(min_size=min_size, max_size=max_size, timeout=timeout)
-
-
 class BatchedCalls:
-    """Make the calls of a model for several threads at once, their rows together.
+    """Make the calls `_draw` and `_log_probs` of a wrapper for several threads, rows together.
 
-    `model` has `_draw`, `_logits` and `_log_probs` as LLMWrapperBase does, and so has this. A call
-    that needs a gradient runs alone: backwards of several threads cannot share a graph.
+    A call that needs a gradient runs alone: backwards of several threads cannot share a graph.
     """
 
     def __init__(self, model: Any, queue: BatchQueue) -> None:
@@ -159,21 +154,14 @@ class BatchedCalls:
         ended = torch.tensor(complete, device=prompts.device)
         return Sampled.of_rows(ids, log_probs, ended)
 
-    def _logits(self, tokens: Tensor, attention: Tensor) -> Tensor:
-        if self._learns():
-            return self.model._logits(tokens, attention)
-        return _spread(self.queue(self._logit_rows, unpad(tokens, attention)), attention)
-
     def _log_probs(self, tokens, attention, keep, temperature, group_id) -> Tensor:
-        if self._learns():
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self.model.parameters()):
             return self.model._log_probs(tokens, attention, keep, temperature, group_id)
         keep = attention if keep is None else keep
         each = torch.as_tensor(temperature).reshape(-1).expand(len(keep)).tolist()
         rows = zip(unpad(tokens, attention), unpad(keep, attention), each, strict=True)
-        return _spread(self.queue(self._score_rows, list(rows)), attention)
-
-    def _learns(self) -> bool:
-        return torch.is_grad_enabled() and any(p.requires_grad for p in self.model.parameters())
+        values = torch.cat(self.queue(self._score_rows, list(rows)))
+        return values.new_zeros(attention.shape).masked_scatter(attention, values)
 
     # Batches of the queue: rows of any callers in, one result a row out.
 
@@ -192,20 +180,7 @@ class BatchedCalls:
         done = self.model._log_probs(tokens, attention, pad(keep, False), temperature, None)
         return unpad(done, attention)
 
-    @torch.no_grad()
-    def _logit_rows(self, rows: list[Tensor]) -> list[Tensor]:
-        tokens, attention = _padded(rows)
-        return unpad(self.model._logits(tokens, attention), attention)
-
 
 def _padded(rows: Sequence[Tensor], side: str = "right") -> tuple[Tensor, Tensor]:
     mask = pad_mask([len(row) for row in rows], side=side, device=rows[0].device)
     return pad(rows, side=side), mask
-
-
-def _spread(rows: list[Tensor], attention: Tensor) -> Tensor:
-    """Return rows [t, ...] at the attended places of zeros [B, T, ...]."""
-    values = torch.cat(rows)
-    out = values.new_zeros(*attention.shape, *values.shape[1:])
-    out[attention] = values
-    return out

@@ -24,6 +24,9 @@ ALIASES = {
     "stop_strings": "stop",
 }
 FILTERS = tuple(asdict(NO_FILTERS))
+# What the sampler follows.
+OWN = (*FILTERS, "temperature", "do_sample", "max_new_tokens", "max_prompt_tokens", "stop")
+OWN += ("num_return_sequences", "eos_token_id", "pad_token_id", "skip_special_tokens")
 # Arguments of `generate` that are in no config.
 PROCESSORS = ("logits_processor", "prefix_allowed_tokens_fn")
 OBJECTS = (*PROCESSORS, "stopping_criteria", "assistant_model")
@@ -50,25 +53,6 @@ NEUTRAL = {
 }
 
 
-# What the sampler follows, and of which type; several are texts or ids.
-OWN: dict[str, Any] = {
-    "temperature": float,
-    "max_new_tokens": int,
-    "max_prompt_tokens": int,
-    "num_return_sequences": int,
-    "do_sample": bool,
-    "stop": (list, tuple),
-    "eos_token_id": (int, list, tuple, set, frozenset),
-    "pad_token_id": int,
-    "skip_special_tokens": bool,
-    "top_k": int,
-    "top_p": float,
-    "min_p": float,
-    "min_new_tokens": int,
-    "repetition_penalty": float,
-}
-
-
 @dataclass(frozen=True)
 class GenerateKwargs:
     """How to generate: temperature 0 is greedy; lengths in tokens; stop texts end a reply."""
@@ -87,41 +71,34 @@ class GenerateKwargs:
 
     @classmethod
     def read(cls, kwargs: dict[str, Any], *, log_probs: bool = True) -> "GenerateKwargs":
-        """Return the checked arguments; ValueErrors say the names, types and ranges expected.
+        """Return the checked arguments; a `generation_config` stands for its fields.
 
-        A `generation_config` stands for its fields. Without `log_probs`, what has none is allowed.
+        Without `log_probs`, what has none is allowed.
 
         >>> GenerateKwargs.read({"do_sample": False, "max_tokens": 5}).temperature
         0.0
         """
         config = kwargs.get("generation_config")
-        if config is not None:
-            others = {k: v for k, v in kwargs.items() if k != "generation_config"}
-            kwargs = {**config.to_diff_dict(), **others}
-        wanted = {k: v for k, v in _renamed(kwargs).items() if v is not None}
-        more = {k: wanted.pop(k) for k in list(wanted) if k not in OWN}
+        given = {**(config.to_diff_dict() if config else {}), **kwargs, "generation_config": None}
+        more = {ALIASES.get(k, k): v for k, v in given.items() if v is not None}
+        own = {k: more.pop(k) for k in OWN if k in more}
         fields, objects = _for_generate(more, log_probs=log_probs)
-        greedy = wanted.pop("do_sample", True) is False
-        if greedy and wanted.get("temperature", 0) != 0:
-            raise ValueError(
-                "When do_sample=False (greedy decoding), temperature must be 0, got "
-                f"{wanted['temperature']}; drop one of them"
-            )
-        heat, eos = wanted.pop("temperature", 1.0), wanted.pop("eos_token_id", None)
-        made = cls(
-            temperature=0.0 if greedy else float(heat),
-            max_new_tokens=wanted.pop("max_new_tokens", 64),
-            stop=tuple(wanted.pop("stop", ())),
+        greedy = own.pop("do_sample", True) is False
+        heat = own.pop("temperature", 0.0 if greedy else 1.0)
+        if greedy and heat != 0:
+            raise ValueError(f"temperature must be 0 with do_sample=False, got {heat}; drop one")
+        stop, eos = own.pop("stop", ()), own.pop("eos_token_id", None)
+        return cls(
+            temperature=float(heat),
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
             eos_token_id=None if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
-            filters=Filters(**{k: wanted.pop(k) for k in FILTERS if k in wanted}),
+            filters=Filters(**{k: own.pop(k) for k in FILTERS if k in own}),
             fields=fields,
             objects=objects,
-            **wanted,
+            **own,
         )
-        made._check()
-        return made
 
-    def _check(self) -> None:
+    def __post_init__(self) -> None:
         least, count = self.filters.min_new_tokens, self.num_return_sequences
         for good, wanted, got in (
             (0 <= self.temperature < float("inf"), "temperature >= 0", self.temperature),
@@ -142,20 +119,21 @@ class GenerateKwargs:
 
     def unscored(self) -> list[str]:
         """Return what only changes samples: scores follow the temperature alone."""
-        return [*self._filters(), *self.foreign]
+        return [*self.narrowing(), *self.foreign]
 
     @property
     def foreign(self) -> list[str]:
         """Return what only transformers' own `generate` does."""
         return sorted({*self.fields, *self.objects})
 
-    def _filters(self) -> dict[str, Any]:
+    def narrowing(self) -> dict[str, Any]:
+        """Return the filters in use, by name."""
         chosen, neutral = asdict(self.filters), asdict(NO_FILTERS)
         return {k: v for k, v in chosen.items() if v != neutral[k]}
 
     def config(self) -> GenerationConfig:
         """Return what transformers' own generate is asked for."""
-        more = self._filters() | self.fields
+        more = self.narrowing() | self.fields
         if self.temperature == 0:
             return GenerationConfig(do_sample=False, **more)
         return GenerationConfig(do_sample=True, temperature=self.temperature, **more)
@@ -173,9 +151,8 @@ class GenerateKwargs:
         total = (self.max_prompt_tokens or 1) + self.max_new_tokens
         if most is not None and total > most:
             raise ValueError(
-                f"policy.max_prompt_tokens={self.max_prompt_tokens} and policy.max_new_tokens="
-                f"{self.max_new_tokens} make up to {total} tokens, the model's "
-                f"max_position_embeddings is {most}; lower one of them"
+                f"policy.max_prompt_tokens={self.max_prompt_tokens} + policy.max_new_tokens="
+                f"{self.max_new_tokens} exceed the model's max_position_embeddings={most}"
             )
 
     def check_lengths(
@@ -192,54 +169,27 @@ class GenerateKwargs:
         bound = f"policy.max_prompt_tokens={limit}"
         if limit is None or size <= limit:
             bound = f"max_position_embeddings={most} - policy.max_new_tokens={self.max_new_tokens}"
-        raise ValueError(
-            f"prompt {i} of the batch has {size} tokens, expected at most {bound}; change the "
-            f"bound or drop the row: {end if tokenizer is None else tokenizer.decode(end)!r}"
-        )
-
-
-def _renamed(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments by the names used here; two names of one or a wrong type are refused."""
-    out: dict[str, Any] = {}
-    for name, value in kwargs.items():
-        known = ALIASES.get(name, name)
-        if known in out:
-            both = sorted(k for k in kwargs if ALIASES.get(k, k) == known)
-            raise ValueError(f"expected {' or '.join(both)}, got both; drop one")
-        kind = (int, float) if OWN.get(known) is float else OWN.get(known, object)
-        wrong = isinstance(value, bool) and kind not in (bool, object)
-        if value is not None and (wrong or not isinstance(value, kind)):
-            raise ValueError(f"expected {name} of type {OWN[known]}, got {value!r}")
-        out[known] = value
-    return out
+        text = end if tokenizer is None else tokenizer.decode(end)
+        raise ValueError(f"prompt {i} has {size} tokens, expected at most {bound}: {text!r}")
 
 
 def _for_generate(more: dict[str, Any], *, log_probs: bool) -> tuple[dict, dict]:
     """Return which arguments are fields of a config and which are objects for `generate`."""
     if lengths := [name for name in ("max_length", "min_length") if name in more]:
-        raise ValueError(
-            f"generate_kwargs has {lengths}: lengths count new tokens here, say max_new_tokens, "
-            "min_new_tokens, max_prompt_tokens"
-        )
+        raise ValueError(f"expected max_new_tokens or min_new_tokens in place of {lengths}")
     more = {
         name: value
         for name, value in more.items()
         if name not in IDLE and not (name in UNFOLLOWED and value == UNFOLLOWED[name])
     }
     if log_probs and (silent := [name for name in more if name in UNFOLLOWED]):
-        raise ValueError(
-            f"generate_kwargs has {silent}, whose replies have no log-probs that could be "
-            "followed; say return_log_probs=False with it"
-        )
+        raise ValueError(f"{silent} have no log-probs; say return_log_probs=False with them")
     config = GenerationConfig(do_sample=True)
     objects = config.update(**more)  # transformers checks its own fields
-    config.validate()
-    for name in objects:
-        if name not in OBJECTS:
-            offered = [*OWN, *OBJECTS, *ALIASES, *vars(config)]
-            near = get_close_matches(name, offered, 1)
-            hint = f"did you mean {near[0]}?" if near else "see GenerationConfig of transformers"
-            raise ValueError(f"generate_kwargs has an unknown {name!r}; {hint}")
+    if unknown := [name for name in objects if name not in OBJECTS]:
+        near = get_close_matches(unknown[0], [*OWN, *OBJECTS, *ALIASES, *vars(config)], 1)
+        hint = f"did you mean {near[0]}?" if near else "see GenerationConfig of transformers"
+        raise ValueError(f"generate_kwargs has an unknown {unknown[0]!r}; {hint}")
     return {name: value for name, value in more.items() if name not in objects}, objects
 
 
@@ -258,9 +208,8 @@ def follow(
     """Return a reply to each prompt [B, T], padded left, as a config of transformers asks for it.
 
     The log-prob of a token is that of the processed scores it was drawn from. `max_new_tokens` and
-    the EOS ids `ends` replace those of the config. What has no such log-probs is a ValueError;
-    without `log_probs`, which then read 0, it is not. `objects` are further arguments of
-    `generate`.
+    the EOS ids `ends` replace those of the config. What has no such log-probs is a ValueError,
+    unless `log_probs=False`. `objects` are further arguments of `generate`.
     """
     for name, only in UNFOLLOWED.items() if log_probs else ():
         value = getattr(config, name, None)

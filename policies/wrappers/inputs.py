@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, unravel_key
 from torch import Tensor
 
 from policies.chats.history import History
@@ -21,18 +21,14 @@ Records = list[list[dict[str, Any]]]  # the messages of B chats, with their flag
 
 @dataclass(frozen=True)
 class Sequences:
-    """Prompts or whole sequences: ids [B, T] and bool masks [B, T], None where unknown.
-
-    `response` holds what was sampled, `after` all that follows the prompt; `dense` ones lie as they
-    were given.
-    """
+    """Prompts or whole sequences: ids [B, T] and bool masks [B, T], None where unknown."""
 
     tokens: Tensor
     attention: Tensor
-    dense: bool = False
+    dense: bool = False  # they lie as they were given
     assistant: Tensor | None = None
-    response: Tensor | None = None
-    after: Tensor | None = None
+    response: Tensor | None = None  # what was sampled
+    after: Tensor | None = None  # all that follows the prompt
 
     def repeated(self, times: int) -> "Sequences":
         """Return each row so many times in a row."""
@@ -79,10 +75,7 @@ class InputReader:
         if value is None:
             return None
         if not isinstance(value, History):
-            raise TypeError(
-                f"Expected History object for {self.key!r}, got {type(value).__name__}; "
-                "make one by History.from_chats"
-            )
+            raise TypeError(f"Expected History object for {self.key!r}, got {type(value).__name__}")
         return [records_of(chat) for chat in value.unbind(0)]
 
     def prompts(self, td: TensorDictBase, records: Records | None) -> Sequences:
@@ -98,7 +91,7 @@ class InputReader:
         """Return the attention masks of prompts: an output's prompt fills its first columns."""
         masks = rows(td, self.attention_mask_key)
         if masks is None:
-            masks = rows(td, (*_path(self.masks_key), "all_attention_mask"))
+            masks = rows(td, unravel_key((self.masks_key, "all_attention_mask")))
             masks = masks and [mask[: len(row)] for mask, row in zip(masks, ids, strict=True)]
         return masks
 
@@ -115,19 +108,19 @@ class InputReader:
             seq = Sequences(tokens, self._attention(td, tokens), dense=True)
         strict, tokens = given is not None, seq.tokens
         if seq.assistant is None:
-            mask = self._mask_of(td, tokens, "all_assistant_mask", side, strict=strict)
-            seq = replace(seq, assistant=mask)
+            key = unravel_key((self.masks_key, "all_assistant_mask"))
+            seq = replace(seq, assistant=self._mask_of(td, tokens, key, side, strict=strict))
         records = self.records(td) if strict and seq.assistant is None else None
         if records is not None:
             seq = self._with_assistant(seq, self._fresh(td, "full", records, "left"))
-        response = self._mask_of(td, tokens, "all_response_mask", side, strict=strict)
-        seq = replace(seq, response=response)
+        key = unravel_key((self.masks_key, "all_response_mask"))
+        seq = replace(seq, response=self._mask_of(td, tokens, key, side, strict=strict))
         return replace(seq, after=self.after_prompt(td, seq, self.prompt_key))
 
     def _with_assistant(self, seq: Sequences, fresh: Sequences) -> Sequences:
         """Return ids with the assistant mask of the history beside them, if they are its very ids.
 
-        Padding that no attention mask tells is recognised by it too.
+        Padding without an attention mask is recognised too.
         """
         sizes, masks = fresh.attention.sum(-1), [seq.attention]
         if seq.attention.all() and fresh.tokens.shape == seq.tokens.shape:
@@ -151,12 +144,12 @@ class InputReader:
         """Return where ids to read stand; nowhere, if histories and texts are preferred to ids."""
         if self.mode == "tokens":
             return self.key
-        return (*_path(self.tokens_key), field) if self.prefer_tokens else ()
+        return unravel_key((self.tokens_key, field)) if self.prefer_tokens else ()
 
     @property
     def prompt_key(self) -> NestedKey:
         """Return where the prompt's ids stand; nowhere, if what is read is rendered anew."""
-        return (*_path(self.tokens_key), "prompt") if self.ids_key("full") else ()
+        return unravel_key((self.tokens_key, "prompt")) if self.ids_key("full") else ()
 
     def after_prompt(self, td: TensorDictBase, seq: Sequences, key: NestedKey) -> Tensor | None:
         """Return which attended tokens [B, T] follow the prompt ids at `key`; None without them.
@@ -171,17 +164,14 @@ class InputReader:
             size = given.shape[-1]
             if ((seq.tokens[:, :size] != given) & seq.attention[:, :size]).any():
                 raise ValueError(
-                    f"expected the padded prompts at {key} in the first {size} columns of the "
-                    "sequences, found other ids there; give them ragged, or without the prompts"
+                    f"expected the padded prompts at {key} in the first {size} columns, found "
+                    "other ids; give them ragged, or without the prompts"
                 )
             return seq.attention & (torch.arange(seq.tokens.shape[-1], device=self.device) >= size)
         prompt = attended(prompt, self._prompt_masks(td, prompt), ragged=True)
         pairs = zip(prompt, unpad(seq.tokens, seq.attention), strict=True)
         if not all(torch.equal(row.to(ids), ids[: len(row)]) for row, ids in pairs):
-            raise ValueError(
-                f"expected the prompts at {key} at the start of the sequences, found other ids "
-                "there; give rows without padding, or leave the prompts out"
-            )
+            raise ValueError(f"expected the prompts at {key} to start the rows, found other ids")
         sizes = torch.tensor([len(row) for row in prompt], device=self.device)[:, None]
         return seq.attention & (seq.attention.cumsum(-1) > sizes)
 
@@ -194,7 +184,7 @@ class InputReader:
         value = td.get(self.key, None)
         if value is None:
             raise ValueError(
-                f"expected {self.key} or token ids at {(*_path(self.tokens_key), field)} for "
+                f"expected {self.key} or {unravel_key((self.tokens_key, field))} for "
                 f"input_mode={self.mode!r}, got keys {sorted(map(str, td.keys()))}"
             )
         if self.mode == "history":
@@ -206,11 +196,7 @@ class InputReader:
     def texts(self, td: TensorDictBase) -> list[str]:
         """Return the texts that stand at the key."""
         value = td.get(self.key)
-        texts = value if isinstance(value, list) else value.tolist()
-        wrong = next((text for text in texts if not isinstance(text, str)), None)
-        if wrong is not None:
-            raise TypeError(f"expected str at {self.key!r}, got {type(wrong).__name__}")
-        return texts
+        return value if isinstance(value, list) else value.tolist()
 
     def _rendered(self, records: Records, side: str, *, add_generation_prompt: bool) -> Sequences:
         """Render each chat once; adjacent repeats (the samples of a group) share the work."""
@@ -227,7 +213,7 @@ class InputReader:
 
     def _stacked(self, td: TensorDictBase, ids: list[Tensor], side: str) -> Sequences:
         """Return rows of a lazy stack or a nested tensor, which may hold padding of their own."""
-        key, sizes = (*_path(self.masks_key), "all_attention_mask"), [len(row) for row in ids]
+        key, sizes = unravel_key((self.masks_key, "all_attention_mask")), [len(row) for row in ids]
         for place in (key, self.attention_mask_key):
             masks = rows(td, place)
             if masks and [len(mask) for mask in masks] == sizes:
@@ -245,43 +231,29 @@ class InputReader:
     # Masks.
 
     def _mask_of(
-        self, td: TensorDictBase, tokens: Tensor, name: str, side: str, *, strict: bool
+        self, td: TensorDictBase, tokens: Tensor, key: NestedKey, side: str, *, strict: bool
     ) -> Tensor | None:
-        """Return the mask of tokens [B, T] by its name in td; None without.
-
-        One of another shape is an error if `strict`, else it is of other ids than these.
-        """
-        mask = self.mask_at(td, (*_path(self.masks_key), name), side)
+        """Return the mask at a key; None without, or unless `strict` if its shape is another."""
+        mask = self.mask_at(td, key, side)
         if mask is None or mask.shape == tokens.shape:
             return mask
         if strict:
-            raise ValueError(
-                f"expected {name} of shape {tuple(tokens.shape)} as the tokens have, got "
-                f"{tuple(mask.shape)}"
-            )
+            shapes = tuple(tokens.shape), tuple(mask.shape)
+            raise ValueError(f"expected {key} of the tokens' shape {shapes[0]}, got {shapes[1]}")
         return None
 
     def _attention(self, td: TensorDictBase, tokens: Tensor) -> Tensor:
         """Return the attention mask of dense tokens [B, T]; without one, all count."""
-        for key in ((*_path(self.masks_key), "all_attention_mask"), self.attention_mask_key):
-            mask = self.mask_at(td, key)
-            if mask is not None and mask.shape != tokens.shape:
-                raise ValueError(
-                    f"expected an attention mask of shape {tuple(tokens.shape)} as the tokens "
-                    f"have, got {tuple(mask.shape)}"
-                )
-            if mask is not None:
-                return mask
-        return torch.ones_like(tokens, dtype=torch.bool)
+        key = unravel_key((self.masks_key, "all_attention_mask"))
+        mask = self._mask_of(td, tokens, key, "left", strict=True)
+        if mask is None:
+            mask = self._mask_of(td, tokens, self.attention_mask_key, "left", strict=True)
+        return torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
 
 
 def flat(td: TensorDictBase) -> TensorDictBase:
     """Return a td of any batch shape with one batch dimension."""
     return td if td.ndim == 1 else td.unsqueeze(0) if td.ndim == 0 else td.reshape(-1)
-
-
-def _path(key: NestedKey) -> tuple[str, ...]:
-    return (key,) if isinstance(key, str) else key
 
 
 def _ragged(td: TensorDictBase, key: NestedKey) -> bool:

@@ -21,12 +21,11 @@ from policies.wrappers.inputs import Sequences
 class Form:
     """The form of one call's outputs: dense if `padded`, else ragged rows without padding.
 
-    `layout` is that of nested tensors; None stacks the rows lazily. A field is given as its values
-    [B, T] and the mask [B, T] of what is no padding.
+    A field is given as its values [B, T] and the mask [B, T] of what is no padding.
     """
 
     padded: bool
-    layout: torch.layout | None = None
+    layout: torch.layout | None = None  # of nested tensors; None stacks the rows lazily
     pad_token_id: int = 0
     _offsets: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
@@ -47,12 +46,9 @@ class Form:
         """Return the field that holds the entries of `full` [B, T] inside a mask."""
         if not self.padded:
             return full, mask
-        fill, side = self.filler(container), "left" if name == "prompt" else "right"
+        fill = self.pad_token_id if container is Tokens else 0
+        side = "left" if name == "prompt" else "right"
         return compact(full, mask, fill, side=side), compact(mask, mask, side=side)
-
-    def filler(self, container: type) -> int:
-        """Return what padding holds: the pad token among ids, else 0."""
-        return self.pad_token_id if container is Tokens else 0
 
     def _nested(self, rows: list[Tensor]) -> Tensor:
         """Return rows as a nested tensor; rows of equal lengths share offsets, so they add up."""
@@ -76,15 +72,13 @@ class Form:
             "all_assistant_mask": torch.cat([known, reply], -1),
             "all_response_mask": torch.cat([torch.zeros_like(real), reply], -1),
         }
-        done: dict[type, Any] = {Masks: {name: (m, attention) for name, m in masks.items()}}
-        for kind, prompt, response in (
-            (Tokens, prompts.tokens, ids),
-            (LogProbs, zeros, drawn.log_probs),
-        ):
-            both = torch.cat([prompt, response], -1)
-            parts = {"prompt": (prompt, real), "response": (response, reply)}
-            done[kind] = {**parts, "full": (both, attention)}
-        return {kind: self.store(kind, fields) for kind, fields in done.items()}
+        done = {Masks: self.store(Masks, {name: (m, attention) for name, m in masks.items()})}
+        pairs = {Tokens: (prompts.tokens, ids), LogProbs: (zeros, drawn.log_probs)}
+        for kind, (prompt, response) in pairs.items():
+            full = torch.cat([prompt, response], -1), attention
+            parts = {"prompt": (prompt, real), "response": (response, reply), "full": full}
+            done[kind] = self.store(kind, parts)
+        return done
 
     def scored(self, seq: Sequences, log_probs: Tensor) -> dict[type, Any]:
         """Return Masks, Tokens and LogProbs of whole sequences, as far as each is known."""

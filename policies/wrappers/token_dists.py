@@ -3,7 +3,7 @@
 Entry t of the logits [B, T, V] predicts token t.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.distributions import Categorical
 
 from policies.distributions.sequences import LLMMaskedCategorical
 from policies.padding import pad, rows, unpad
-from policies.wrappers.inputs import InputReader, NestedKey, Sequences, flat
+from policies.wrappers.inputs import InputReader, NestedKey, flat
 
 
 class RaggedCategorical(Categorical):
@@ -51,33 +51,38 @@ class RaggedCategorical(Categorical):
 
 
 class TokenDists:
-    """The sequences that `reader` finds in a td, from which each kind of distribution is made.
+    """The distributions over the sequences of a td as a scoring wrapper, `policy`, reads it.
 
-    `logits` makes logits [B, T, V] of the sequences, tempered. `out` gets those of the distribution
-    made, at `logits_key`. The td may have any number of batch dimensions.
+    The td may have any number of batch dimensions. Further arguments of a delegate have no effect.
     """
 
     def __init__(
         self,
-        reader: InputReader,
+        policy: Any,
         td: TensorDictBase,
-        logits: Callable[[Sequences], Tensor],
         *,
-        side: str,
-        out: TensorDictBase | None,
-        logits_key: NestedKey,
+        padding_side: str = "left",
+        tensordict_out: TensorDictBase | None = None,
+        logits_key: NestedKey = "logits",
+        **_: Any,
     ) -> None:
-        if side not in ("left", "right"):
-            raise ValueError(f"expected padding_side 'left' or 'right', got {side!r}")
-        self.reader, self.td, self.side = reader, td, side
-        self.out, self.logits_key = out, logits_key
-        self.seq = seq = reader.sequences(flat(td), side)
-        if seq.dense and side == "right" and (seq.attention[:, 1:] > seq.attention[:, :-1]).any():
-            raise ValueError(
-                "padding_side='right' pads ragged sequences, these are padded otherwise and stay "
-                "as they lie; give them ragged, or drop it"
+        if policy.generate:
+            raise NotImplementedError(
+                "a generating policy has no get_dist; use policy.get_new_version(generate=False)"
             )
-        self.logits = logits(seq)
+        if padding_side not in ("left", "right"):
+            raise ValueError(f"expected padding_side 'left' or 'right', got {padding_side!r}")
+        rows = flat(td)
+        self.td, self.side, self.out, self.logits_key = td, padding_side, tensordict_out, logits_key
+        self.reader: InputReader = policy.reader(rows)
+        self.seq = seq = self.reader.sequences(rows, padding_side)
+        left = (seq.attention[:, 1:] > seq.attention[:, :-1]).any()
+        if seq.dense and padding_side == "right" and left:
+            raise ValueError("padding_side='right' pads ragged sequences, these are padded left")
+        # Losses ask for the ratio at the temperature of the sampling.
+        scale = policy.scoring_temperature(rows, "temperature")
+        values = policy._logits(seq.tokens, seq.attention)
+        self.logits = values / torch.as_tensor(scale, device=values.device).reshape(-1, 1, 1)
 
     def mask_at(self, key: NestedKey) -> Tensor:
         """Return a mask [B, T] by the name of its field in the masks or by its key in td."""
@@ -90,8 +95,7 @@ class TokenDists:
             mask = self.reader.mask_at(flat(self.td), key, self.side)
         if mask is None:
             raise ValueError(
-                f"expected a mask at {key}, found none; assistant masks need input_mode='history' "
-                "or masks in the input"
+                f"expected a mask at {key}, found none; assistant masks need input_mode='history'"
             )
         return mask
 
@@ -105,12 +109,13 @@ class TokenDists:
         if filler:
             logits = logits.masked_fill(~self.seq.attention.unsqueeze(-1), filler)
         logits = logits.reshape(*self.td.batch_size, *logits.shape[1:])
-        if mask.numel() != logits[..., 0].numel() or mask.shape[-1] != logits.shape[-2]:
+        shape = logits.shape[:-1]
+        if mask.numel() != shape.numel() or mask.shape[-1] != shape[-1]:
             raise ValueError(
-                f"expected a mask of shape {tuple(logits.shape[:-1])}, one entry a token, got "
-                f"{tuple(mask.shape)}; was the batch padded differently?"
+                f"expected a mask of shape {tuple(shape)}, one entry a token, got "
+                f"{tuple(mask.shape)}"
             )
-        mask = mask.bool().reshape(logits.shape[:-1])
+        mask = mask.bool().reshape(shape)
         return LLMMaskedCategorical(logits=self._shown(logits), mask=mask)
 
     def nested(self, layout: torch.layout) -> RaggedCategorical:
@@ -148,18 +153,12 @@ def show_rows(
     padding_value: float = 0.0,
     padding_side: str = "right",
 ) -> Tensor | list[Tensor]:
-    """Return ragged rows as a list, a nested tensor, or dense in a batch shape.
-
-    Without `as_padded_tensor`, dense rows must be of one length.
-    """
+    """Return ragged rows as a list, a nested tensor, or dense in a batch shape."""
     if as_list:
         return rows
     if as_nested_tensor:
         return torch.nested.as_nested_tensor(rows, layout=layout or torch.strided)
     sizes = [len(row) for row in rows]
     if not as_padded_tensor and len(set(sizes)) > 1:
-        raise ValueError(
-            f"expected rows of one length to stack, got {sizes}; ask as_list=True or "
-            "as_padded_tensor=True"
-        )
+        raise ValueError(f"expected rows of one length, got {sizes}; ask as_padded_tensor=True")
     return pad(rows, padding_value, side=padding_side).reshape(*batch_size, -1)

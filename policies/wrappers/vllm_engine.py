@@ -72,10 +72,7 @@ class VLLMEngine(nn.Module):
             generation_config=GenerationConfig(**about.try_get_generation_config()),
         )
         if self.mode not in ("raw_logprobs", "processed_logprobs"):
-            raise ValueError(
-                f"expected an engine that returns log-probs, got logprobs_mode={self.mode!r}; use "
-                "vllm.LLM(..., logprobs_mode='processed_logprobs')"
-            )
+            raise ValueError(f"expected logprobs_mode='processed_logprobs', got {self.mode!r}")
 
     def _keep(self, *, about: str, **facts: Any) -> None:
         """Keep what is known of the engine's model as attributes."""
@@ -86,18 +83,14 @@ class VLLMEngine(nn.Module):
         self.tolerance: float | None = None  # of a probe, nats; None = by dtype
 
     def params(self, *, temperature: float, **more: Any) -> partial[Any]:
-        """Return what makes vLLM's sampling parameters of a seed.
-
-        `more` are other fields of it. Raises ValueError where vLLM cannot do as asked.
-        """
+        """Return what makes vLLM's sampling parameters of a seed; `more` are other fields of it."""
         if 0 < temperature < 0.01:  # vLLM would raise it to that
             raise ValueError(f"expected temperature 0, or 0.01 to 2 with vLLM, got {temperature}")
         plain = {"max_tokens", "stop", "stop_token_ids"}
         if self.mode == "raw_logprobs" and (temperature not in (0, 1) or set(more) - plain):
             raise ValueError(
-                "expected log-probs of the distribution sampled from, this engine returns the "
-                "model's own; use vllm.LLM(..., logprobs_mode='processed_logprobs'), or "
-                "temperature 1 and nothing cut off"
+                "this engine returns log-probs of the model's own distribution; use "
+                "vllm.LLM(..., logprobs_mode='processed_logprobs')"
             )
         make = partial(
             self._asked,
@@ -114,10 +107,7 @@ class VLLMEngine(nn.Module):
     def sample(
         self, prompts: Sequence[Tensor], *, streams: Tensor, params: partial[Any]
     ) -> Sampled:
-        """Sample one reply per prompt (1-D ids), on the CPU.
-
-        Each row's seed is a function of its stream.
-        """
+        """Sample one reply per prompt (1-D ids) on the CPU; a row's stream gives its seed."""
         # 62 bits: vLLM reads -1 as "no seed".
         made = [params(seed=stream & (2**62 - 1)) for stream in streams.tolist()]
         self._check_lengths(prompts, params.keywords["max_tokens"])
@@ -177,10 +167,7 @@ class VLLMEngine(nn.Module):
         from vllm.v1.engine.core_client import InprocClient  # pyright: ignore[reportMissingImports]
 
         if not isinstance(self.llm.llm_engine.engine_core, InprocClient):
-            raise ValueError(
-                f"expected a vLLM engine in this process; set {IN_PROCESS}=0 before it is made, or "
-                "use policies.wrappers.vllm_engine.load_engine"
-            )
+            raise ValueError(f"expected a vLLM engine in this process; set {IN_PROCESS}=0 for it")
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
 
     def _scored(self, rows: Sequence[Tensor]) -> list[Tensor]:
@@ -223,7 +210,7 @@ class VLLMEngine(nn.Module):
         if longest + new > self.limit:
             raise ValueError(
                 f"expected at most {self.limit} tokens (vLLM's max_model_len), got a row of "
-                f"{longest} with {new} to come; shorten it, or raise max_model_len"
+                f"{longest} with {new} to come"
             )
 
 
@@ -237,8 +224,7 @@ def load_engine(
 ) -> VLLMEngine:
     """Return an engine in this process on a folder, an embedded model or a hub id.
 
-    `engine` are arguments of vllm.LLM. On a CPU nothing is compiled unless asked for (it takes
-    minutes). The process's random state stays as it is.
+    `engine` are arguments of vllm.LLM; on a CPU nothing is compiled unless they say so.
     """
     LLM, found = _vllm().LLM, find_model(str(model), source=source)
     settings = {
@@ -268,10 +254,7 @@ def load_engine(
 
 
 def lora_options(adapter: Any, architectures: Sequence[str]) -> dict[str, Any]:
-    """Return the arguments of vllm.LLM with which it takes an adapter; none if it cannot.
-
-    It has kernels for some ranks, and not every model of it has places for an adapter.
-    """
+    """Return the arguments of vllm.LLM with which it takes an adapter; none if it cannot."""
     from vllm.config.lora import MaxLoRARanks  # pyright: ignore[reportMissingImports]
     from vllm.model_executor.models import ModelRegistry  # pyright: ignore[reportMissingImports]
     from vllm.model_executor.models.interfaces import supports_lora  # pyright: ignore[reportMissingImports]
@@ -289,10 +272,7 @@ def _scale(model: nn.Module, factor: float) -> None:
 
     found = [m for m in model.modules() if isinstance(m, LogitsProcessor)]
     if not found:
-        raise ValueError(
-            f"{type(model).__name__} of vLLM has no logits processor, so it scores at temperature "
-            "1 only; score with TransformersWrapper"
-        )
+        raise ValueError(f"{type(model).__name__} of vLLM scores at temperature 1 only")
     for module in found:
         module.scale *= factor
 

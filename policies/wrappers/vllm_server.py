@@ -78,10 +78,7 @@ def _clear(path: Path) -> None:
 
 
 class VLLMServer(VLLMEngine):
-    """Sample and score by a server that has the model in `folder` or one of its shape.
-
-    `config` and `generation_config` are those of the model here. `share` is a folder that both see.
-    """
+    """Sample and score by a server with the model in `folder`; both sides see `share`."""
 
     shared = True  # by all ranks, which meet at each hand-over
     transfer: Any = None  # what sends weights by NCCL, where the server was started for that
@@ -164,8 +161,8 @@ class VLLMServer(VLLMEngine):
             ) from error
         except RuntimeError as error:
             raise RuntimeError(
-                f"the vLLM server at {self.server.url} refuses {error}; has it the model of this "
-                f"run, as by: {self.start}?"
+                f"the vLLM server at {self.server.url} refuses {error}; was it started by: "
+                f"{self.start}?"
             ) from error
 
     def update_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
@@ -229,27 +226,22 @@ class VLLMServer(VLLMEngine):
         done = self._ask("/inference/v1/generate", body)
         (choice,) = done["choices"]
         told = (choice.get("logprobs") or {}).get("content") or ()
-        scores = [
-            next(iter(entry.values()))["logprob"]
-            for entry in (done.get("prompt_logprobs") or ())[1:]
-        ]
+        prompt = (done.get("prompt_logprobs") or ())[1:]
+        scores = [next(iter(entry.values()))["logprob"] for entry in prompt]
         ended = choice["finish_reason"] == "stop"
         return Reply(choice["token_ids"], [one["logprob"] for one in told], ended, scores)
 
     def _tempered(self, temperature: float) -> Any:
         if temperature != 1:
-            raise ValueError(
-                f"a vLLM server scores at temperature 1, got {temperature}; score by the policy"
-            )
+            raise ValueError(f"a vLLM server scores at temperature 1, got {temperature}")
         return super()._tempered(temperature)
 
 
 class Transfer:
     """Send weights to the server that `ask` reaches, from a process on a GPU: vLLM's trainer side.
 
-    It is the source of the weights and the client that tells the server what comes. The server at
-    host and port was started for it: --weight-transfer-config '{"backend": "nccl"}'. Never run on
-    a GPU; whatever arrives, the probe says (trainer/weight_sync.py).
+    The server was started with --weight-transfer-config '{"backend": "nccl"}'. Never run on a GPU;
+    the probe in trainer/weight_sync.py checks what arrives.
     """
 
     def __init__(self, ask: Callable[..., Any], *, host: str, port: int) -> None:
@@ -268,7 +260,7 @@ class Transfer:
         except Exception as error:
             raise RuntimeError(
                 f"weights did not reach the vLLM server by NCCL: {type(error).__name__}: {error}; "
-                f"start it again without {NCCL_OPTION}, they go by the run folder then"
+                f"start it again without {NCCL_OPTION}"
             ) from error
         finally:
             work.shutdown(wait=False)

@@ -21,18 +21,6 @@ from policies.wrappers.vllm_engine import VLLMEngine, load_engine, lora_options
 from policies.wrappers.vllm_server import VLLMServer
 from policies.wrappers.wrapper import LLMWrapperBase
 
-# Further arguments, by the name that transformers gives them, and what vLLM calls them.
-EXTRA = {
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "min_new_tokens": "min_tokens",
-    "repetition_penalty": "repetition_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-}
-ITS_OWN = ("presence_penalty", "frequency_penalty")  # transformers has no such names
-
 # How far log-probs of the same weights may be apart, nats: of the probe's least likely token.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
 
@@ -42,35 +30,27 @@ class vLLMWrapper(LLMWrapperBase):
 
     `model` is a vllm.LLM, or the folder or name of a model to start one on (float32; for more say
     `load_engine(name, dtype="bfloat16", ...)`); without a tokenizer the model's own is read.
-    `generate_kwargs` may also have the names in EXTRA: the log-probs are those of what they leave
-    of the distribution. A `stream` [B] seeds each row.
+    A `stream` [B] seeds each row.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        *,
-        tokenizer: Any = None,
-        generate_kwargs: dict[str, Any] | None = None,
-        **settings: Any,
-    ) -> None:
+    def __init__(self, model: Any, *, tokenizer: Any = None, **settings: Any) -> None:
         if isinstance(model, str | Path):
             model = load_engine(model)
         engine = model if isinstance(model, VLLMEngine) else VLLMEngine(model)
         if tokenizer is None or isinstance(tokenizer, str | Path):
             tokenizer = load_tokenizer(find_model(str(tokenizer or engine.folder)))
-        asked = dict(generate_kwargs or {})
-        common = {k: v for k, v in asked.items() if k not in ITS_OWN}
-        super().__init__(engine, tokenizer=tokenizer, generate_kwargs=common, **settings)
+        super().__init__(engine, tokenizer=tokenizer, **settings)
         if self.limits.foreign:
             raise ValueError(f"vLLM does not offer {self.limits.foreign}; drop them")
-        self.generate_kwargs = self._settings["generate_kwargs"] = asked
+        filters = self.limits.narrowing()
+        if "min_new_tokens" in filters:
+            filters["min_tokens"] = filters.pop("min_new_tokens")
         self.params = engine.params(
             temperature=self.temperature,
             max_tokens=self.max_new_tokens,
             stop=list(self.limits.stop),
             stop_token_ids=sorted(self.stop_ids),
-            **{EXTRA[k]: v for k, v in asked.items() if k in EXTRA},
+            **filters,
         )
 
     def _set_model(self, model: VLLMEngine) -> None:
@@ -110,9 +90,7 @@ class vLLMWrapper(LLMWrapperBase):
 
     def _logits(self, tokens: Tensor, attention: Tensor) -> Tensor:
         raise NotImplementedError(
-            "vLLM returns the log-probs of tokens, not distributions over the vocabulary; use "
-            "TransformersWrapper for get_dist and for scores under top-k, top-p or min-p, or "
-            "log_prob here, without them"
+            "vLLM returns log-probs of tokens, not distributions; use TransformersWrapper"
         )
 
 
@@ -133,9 +111,7 @@ def vllm_beside(
     """
     computes = policy.scorer.autocast or next(policy.scorer.parameters()).dtype
     folder, dtype = policy.found.folder, dtype or str(computes).removeprefix("torch.")
-    adapter = None
-    if has_adapter(policy.model):
-        adapter = adapter_config(policy.model)
+    adapter = adapter_config(policy.model) if has_adapter(policy.model) else None
     if url is None:
         _check_ranks(policy.device)
         lora = lora_options(adapter, policy.model.config.architectures) if adapter else {}
@@ -144,9 +120,8 @@ def vllm_beside(
     else:
         model = policy.model
         made = VLLMServer(url, model, folder=folder, share=share, dtype=dtype, adapter=adapter)
-    made.about += (
-        "" if adapter is None else f", the adapter {'merged' if made.adapter is None else 'alone'}"
-    )
+    if adapter is not None:
+        made.about += f", the adapter {'merged' if made.adapter is None else 'alone'}"
     made.device = policy.device
     made.tolerance = tolerance or max(TOLERANCE[made.dtype], TOLERANCE[computes])
     shared = ("generate_kwargs", "chat_template_name", "chat_template", "pad_output")
@@ -160,7 +135,4 @@ def _check_ranks(device: torch.device) -> None:
     """Raise where several ranks would have their engines on one GPU."""
     several = torch.distributed.is_available() and torch.distributed.is_initialized()
     if device.type == "cuda" and several and torch.distributed.get_world_size() > 1:
-        raise ValueError(
-            "vLLM in the processes of several ranks takes the first GPU for all; give "
-            "policy.vllm.url, a server on GPUs of its own, or launch.num_processes=1"
-        )
+        raise ValueError("vLLM expects policy.vllm.url or launch.num_processes=1 with several GPUs")

@@ -33,9 +33,6 @@ from policies.wrappers.inputs import InputReader, NestedKey, Records, Sequences,
 from policies.wrappers.outputs import Form, home, put
 from policies.wrappers.token_dists import TokenDists, show_rows
 
-# Attributes that get_new_version copies, the second ones only where the weights are the same.
-KEPT, KEPT_WITH_WEIGHTS = ("source", "system_prompt"), ("found", "version")
-
 InputMode = Literal["history", "text", "tokens"]
 CHOICES = {
     "input_mode": ("history", "text", "tokens"),
@@ -49,26 +46,23 @@ CHOICES = {
 class LLMWrapperBase(TensorDictModuleBase):
     """Generate with or score by a language model; in and out is one TensorDict.
 
-    A subclass implements `_draw` to generate and `_logits` to score, and `_log_probs` if it has a
-    better way than those logits.
+    A subclass implements `_draw` to generate and `_logits` to score, and may replace `_log_probs`.
 
     model, tokenizer: objects, folders or names; without a tokenizer that of the model named.
-    input_mode: what is read: "history", "text" or "tokens". `input_key` is where those, or their
-    container, stand.
+    input_mode: what is read at `input_key`: "history", "text" or "tokens".
     attention_mask_key: the mask of given ids, where there is no (masks_key, "all_attention_mask").
     generate_kwargs: see GenerateKwargs. tokenizer_kwargs: for texts.
-    pad_output: dense [B, T] instead of ragged outputs; those are lazy stacks, or nested tensors of
-    `layout`. pad_model_input=False: score sequences laid out after each other, without padding.
+    pad_output: dense [B, T] outputs; otherwise lazy stacks, or nested tensors of `layout`.
+    pad_model_input=False: score sequences laid out after each other, without padding.
     inplace: True writes into the input, False into a new td, "empty" into an empty copy of the
     input; None is True unless there are several samples.
     device: where the model is (a named one is loaded there): inputs move there and outputs back.
     num_samples: replies of a prompt, in a batch dimension of their own.
     chat_template_name, chat_template: a known template, or its Jinja text or file.
     *_key: where each output stands; None leaves it out.
-    batching: rows of several threads run together (see BatchQueue for sizes and timeout, in
-    seconds); sizes alone switch it on.
-    prefer_tokens: ids are read before the history or text beside them, whatever those say; False
-    renders even where there are ids. Take stale ids out of an edited chat's td.
+    batching: rows of several threads run together, see BatchQueue; sizes alone switch it on.
+    prefer_tokens: read ids before the history or text beside them; False renders even where there
+    are ids.
     score_mask_key: a bool mask [B, T]; only its tokens are scored, the others read 0.
     micro_batch_tokens: the most padded tokens of one scoring forward.
 
@@ -155,7 +149,7 @@ class LLMWrapperBase(TensorDictModuleBase):
             raise ValueError(f"expected a tokenizer for input_mode={self.input_mode!r}, got none")
         own = self.chat_template or self.chat_template_name
         own = own or getattr(tokenizer, "chat_template", None)
-        self.renderer: Any = None
+        self.renderer = None
         if self.input_mode == "history" or (own and tokenizer is not None):
             self.renderer = Renderer(tokenizer, self.chat_template, self.chat_template_name)
         ends = token_ids(getattr(self.model, "generation_config", None), "eos_token_id")
@@ -196,18 +190,12 @@ class LLMWrapperBase(TensorDictModuleBase):
         return name if field is None else unravel_key((name, field))
 
     def get_new_version(self, **changes: Any) -> "LLMWrapperBase":
-        """Return a wrapper over the same weights with some arguments changed.
+        """Return a wrapper over the same weights with some constructor arguments changed.
 
-        Every constructor argument may be named; an unknown one is a ValueError. Another direction
-        or mode reads its own field unless `input_key` says otherwise. `version` and what
-        load_policy hung on the wrapper go along.
+        Another direction or mode reads its own field unless `input_key` says otherwise.
         """
-        unknown = set(changes) - set(self._settings)
-        if unknown:
-            raise ValueError(
-                f"get_new_version got {sorted(unknown)}, expected names among "
-                f"{sorted(self._settings)}"
-            )
+        if unknown := sorted(set(changes) - set(self._settings)):
+            raise ValueError(f"expected arguments among {sorted(self._settings)}, got {unknown}")
         settings = {**self._settings, **changes}
         moved = [k for k in ("generate", "input_mode") if settings[k] != self._settings[k]]
         reset = {"input_key": None} if moved else {}
@@ -218,7 +206,8 @@ class LLMWrapperBase(TensorDictModuleBase):
 
     def copy_attributes(self, other: Any, *, same_weights: bool) -> None:
         """Take over what load_policy and weight syncs have set on another wrapper."""
-        for name in (*KEPT, *KEPT_WITH_WEIGHTS) if same_weights else KEPT:
+        names = ("source", "system_prompt", *(("found", "version") if same_weights else ()))
+        for name in names:
             if hasattr(other, name):
                 setattr(self, name, getattr(other, name))
 
@@ -229,7 +218,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         tensordict_out: TensorDictBase | None = None,
         temperature_key: NestedKey | None = None,
     ) -> TensorDictBase:
-        """Generate or score; batches of any number of dimensions, unbatched ones too.
+        """Generate or score a batch of any number of dimensions.
 
         Outputs go to `tensordict_out` if it is given, else where `inplace` says. Scores are at the
         temperatures [B] at `temperature_key`, if there are any, else at the wrapper's own.
@@ -253,13 +242,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         """Return a td [B] or [B, n] in the batch shape of `like`, and n."""
         if like.ndim == 0:
             return out[0]
-        if like.ndim == 1:
-            return out
-        if self.layout is not None and not self.pad_output:
-            raise ValueError(
-                f"nested outputs have one batch dimension, got batch_size {like.batch_size}"
-            )
-        return out.reshape(*like.batch_size, *out.batch_size[1:])
+        return out if like.ndim == 1 else out.reshape(*like.batch_size, *out.batch_size[1:])
 
     # Generating.
 
@@ -286,47 +269,22 @@ class LLMWrapperBase(TensorDictModuleBase):
         out = self._placed(done, batch_size=[size * times])
         out.set("policy_version", torch.full((size * times,), self.version))
         out.set("temperature", torch.full((size * times,), self.temperature or 1.0))
-        asked = None if records is None else td.get(reader.key)
-        self._write_words(out, prompts, drawn, asked, records)
+        if self.input_mode != "tokens":
+            replies = self._decode(drawn.ids, drawn.mask & ~drawn.ends(self.stop_ids))
+            if self.text_key is not None:
+                out.set(self.text_key, self._generated_texts(prompts, drawn, replies))
+            if self.history_key is not None and records is not None:
+                given = td.get(reader.key) if times == 1 else History.from_records(records)
+                done = drawn.complete.tolist()
+                out.set(self.history_key, _generated_chats(given, records, replies, done))
         return out if self.num_samples is None else out.reshape(size, times)
 
-    def _write_words(
-        self,
-        out: TensorDict,
-        prompts: Sequences,
-        drawn: Sampled,
-        asked: Any,
-        records: Records | None,
-    ) -> None:
-        """Add the texts and, in history mode, the histories of prompt, response and both.
-
-        `asked` are the prompts as they were given, `records` their messages.
-        """
-        text = self.input_mode != "tokens" and self.text_key is not None
-        history = records is not None and self.history_key is not None
-        if not text and not history:
-            return
-        said = self._decode(drawn.ids, drawn.mask & ~drawn.ends(self.stop_ids))
-        if text:
-            whole = torch.cat([prompts.tokens, drawn.ids], -1)
-            prompt = self._decode(prompts.tokens, prompts.attention)
-            full = self._decode(whole, torch.cat([prompts.attention, drawn.mask], -1))
-            texts = Text(prompt=prompt, response=said, full=full, batch_size=[len(said)])
-            out.set(self.text_key, texts)
-        if history:
-            before = records or []
-            replies = [
-                [{"role": "assistant", "content": text, "is_complete": complete}]
-                for text, complete in zip(said, drawn.complete.tolist(), strict=True)
-            ]
-            both = [[*chat, *reply] for chat, reply in zip(before, replies, strict=True)]
-            chats = ChatHistory(
-                prompt=asked if len(asked) == len(said) else History.from_records(before),
-                response=History.from_records(replies),
-                full=History.from_records(both),
-                batch_size=[len(said)],
-            )
-            out.set(self.history_key, chats)
+    def _generated_texts(self, prompts: Sequences, drawn: Sampled, replies: list[str]) -> Text:
+        """Return the texts of prompts, replies and both."""
+        prompt = self._decode(prompts.tokens, prompts.attention)
+        whole = torch.cat([prompts.tokens, drawn.ids], -1)
+        full = self._decode(whole, torch.cat([prompts.attention, drawn.mask], -1))
+        return Text(prompt=prompt, response=replies, full=full, batch_size=[len(replies)])
 
     def _decode(self, ids: Tensor, mask: Tensor) -> list[str]:
         rows = [row.tolist() for row in unpad(ids, mask)]
@@ -349,10 +307,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         return out
 
     def _scored_texts(self, td: TensorDictBase, seq: Sequences, reader: InputReader) -> Text:
-        """Return the texts of whole sequences; the response is without the token that ends it.
-
-        A text that was read stays as it was given.
-        """
+        """Return the texts of whole sequences; the response is without the token that ends it."""
         parts, decode = seq.parts(), self._decode
         texts = {"full": decode(seq.tokens, seq.attention)}
         if self.input_mode == "text" and td.get(reader.key, None) is not None:
@@ -396,8 +351,8 @@ class LLMWrapperBase(TensorDictModuleBase):
         part = seq.parts().get("response")
         if part is None:
             raise ValueError(
-                "expected prompt tokens or an assistant mask to tell the response from the prompt, "
-                f"found neither; use input_mode='history' or give {self._key('tokens', 'prompt')}"
+                "expected prompt tokens or an assistant mask, found neither; use "
+                f"input_mode='history' or give {self._key('tokens', 'prompt')}"
             )
         get_kwargs = get_kwargs or {"as_padded_tensor": self.pad_output}
         return show_rows(unpad(self._scored(td, seq), part), data.batch_size, **get_kwargs)
@@ -422,8 +377,7 @@ class LLMWrapperBase(TensorDictModuleBase):
     ) -> Tensor:
         """Return the log-probs [B, T] of the tokens kept (None = all), 0 elsewhere.
 
-        Those of the wrapper's `scorer`, else of its logits. `temperature` is a number or [B]; rows
-        of one `group_id` [B] share their prompt.
+        `temperature` is a number or [B]; rows of one `group_id` [B] share their prompt.
         """
         if self.scorer is not None:
             options = {"temperature": temperature, "group_id": group_id, **self._packing()}
@@ -480,31 +434,6 @@ class LLMWrapperBase(TensorDictModuleBase):
 
     # Distributions, as losses ask a scoring wrapper for them; a generating one refuses.
 
-    def _dists(
-        self,
-        td: TensorDictBase,
-        logits_key: NestedKey = "logits",
-        padding_side: str = "left",
-        tensordict_out: TensorDictBase | None = None,
-        **_: Any,
-    ) -> TokenDists:
-        """Read a td for its distributions; further arguments have no effect."""
-        if self.generate:
-            raise NotImplementedError(
-                "a generating policy has no distribution over given tokens; "
-                "use policy.get_new_version(generate=False)"
-            )
-        rows = flat(td)
-
-        def logits(seq: Sequences) -> Tensor:
-            # Losses ask for the ratio at the temperature of the sampling.
-            scale = self.scoring_temperature(rows, "temperature")
-            values = self.calls._logits(seq.tokens, seq.attention)
-            return values / torch.as_tensor(scale, device=values.device).reshape(-1, 1, 1)
-
-        how = {"side": padding_side, "out": tensordict_out, "logits_key": logits_key}
-        return TokenDists(self.reader(rows), td, logits, **how)
-
     def get_dist(
         self,
         tensordict: TensorDictBase,
@@ -526,16 +455,14 @@ class LLMWrapperBase(TensorDictModuleBase):
         over nested logits of `layout` (strided), with as_padded_tensor=False one over rows of equal
         lengths; neither has a mask. `tensordict_out` gets the logits, at `logits_key`.
         """
-        nested = as_nested_tensor is True
-        if (nested or as_padded_tensor is False) and (mask_key is not None or as_padded_tensor):
-            raise ValueError(
-                f"expected padded logits for a mask, got {as_nested_tensor=}, {as_padded_tensor=} "
-                f"and {mask_key=}; drop the one or the other"
-            )
-        if layout is not None and not nested:
+        unpadded = as_nested_tensor or as_padded_tensor is False
+        if unpadded and (mask_key is not None or as_padded_tensor):
+            raise ValueError("expected padded logits for a mask; drop mask_key or as_padded_tensor")
+        if layout is not None and not as_nested_tensor:
             raise ValueError(f"{layout=} is that of nested logits; set as_nested_tensor=True")
-        dists = self._dists(tensordict, logits_key, padding_side, tensordict_out)
-        if nested:
+        where = {"tensordict_out": tensordict_out, "logits_key": logits_key}
+        dists = TokenDists(self, tensordict, padding_side=padding_side, **where)
+        if as_nested_tensor:
             return dists.nested(layout or torch.strided)
         if as_padded_tensor is False:
             return dists.stacked()
@@ -550,11 +477,8 @@ class LLMWrapperBase(TensorDictModuleBase):
         attention_mask_key: NestedKey | None = None,
         **options: Any,
     ) -> LLMMaskedCategorical:
-        """Return the distribution masked to what follows the prompt, else to the assistant mask.
-
-        `tokens_key` names the prompt's ids; `options` as in get_dist.
-        """
-        dists = self._dists(tensordict, **options)
+        """Return the distribution masked to what follows the prompt, else to the assistant mask."""
+        dists = TokenDists(self, tensordict, **options)
         after = dists.after_prompt(tokens_key)
         if after is None:
             return dists.masked(dists.mask_at(assistant_mask_key or "all_assistant_mask"))
@@ -566,11 +490,8 @@ class LLMWrapperBase(TensorDictModuleBase):
         assistant_mask_key: NestedKey = "all_assistant_mask",
         **options: Any,
     ) -> LLMMaskedCategorical:
-        """Return the distribution masked to assistant tokens.
-
-        Ids that were not read from tokens.full are written there, to the caller, over others.
-        """
-        dists = self._dists(tensordict, **options)
+        """Return the distribution masked to assistant tokens; write new ids to tokens.full."""
+        dists = TokenDists(self, tensordict, **options)
         mask = dists.mask_at(assistant_mask_key)
         dists.keep_ids(self._key("tokens", "full"))
         return dists.masked(mask)
@@ -582,14 +503,14 @@ class LLMWrapperBase(TensorDictModuleBase):
         **options: Any,
     ) -> LLMMaskedCategorical:
         """Return the distribution masked to real tokens."""
-        dists = self._dists(tensordict, **options)
+        dists = TokenDists(self, tensordict, **options)
         return dists.masked(dists.mask_at(attention_mask_key))
 
     def _get_dist_with_custom_mask(
         self, tensordict: TensorDictBase, mask: Tensor, **options: Any
     ) -> LLMMaskedCategorical:
         """Return the distribution under a bool mask, one entry a token."""
-        return self._dists(tensordict, **options).masked(mask)
+        return TokenDists(self, tensordict, **options).masked(mask)
 
     _get_sft_dist = _get_dist_with_prompt_mask
     _get_rlhf_dist = _get_dist_with_assistant_mask
@@ -604,9 +525,7 @@ class LLMWrapperBase(TensorDictModuleBase):
 
     def get_batching_state(self) -> dict[str, Any]:
         """Return the settings of the batch queue and what it holds."""
-        if self._batched is None:
-            return {"batching_enabled": False}
-        return self._batched.queue.state()
+        return {"batching_enabled": False} if self._batched is None else self._batched.queue.state()
 
     # The collector, for transforms that ask for the policy behind an env.
 
@@ -664,20 +583,27 @@ def _check_settings(settings: dict[str, Any], limits: GenerateKwargs) -> None:
         raise ValueError("num_samples changes the batch shape; expected inplace=False (or None)")
     if count > 1 and limits.temperature == 0:
         raise ValueError(f"num_samples={count} greedy replies are all the same; raise temperature")
-    if settings["layout"] is not None and not settings["pad_output"]:
-        raise ValueError("nested outputs have one batch dimension; drop num_samples or layout")
 
 
 def _tokenizer_options(kwargs: dict[str, Any], input_mode: str) -> dict[str, Any]:
     """Return what of tokenizer_kwargs changes the ids of a text; padding is the wrapper's own."""
-    usual = {"return_attention_mask": True, "return_tensors": "pt", "padding_side": "left"}
-    for name, only in usual.items():
-        if kwargs.get(name) not in (only, None):
-            raise ValueError(f"tokenizer_kwargs: expected {name}={only!r}, got {kwargs[name]!r}")
-    options = {k: v for k, v in kwargs.items() if k not in (*usual, "padding")}
+    own = ("return_attention_mask", "return_tensors", "padding_side", "padding")
+    options = {k: v for k, v in kwargs.items() if k not in own}
     if options and input_mode != "text":
         raise ValueError(
-            f"tokenizer_kwargs {sorted(options)} are for input_mode='text', got {input_mode!r}: a "
-            "chat's ids come from its template, tokens are ids already"
+            f"tokenizer_kwargs {sorted(options)} are for input_mode='text', got {input_mode!r}"
         )
     return options
+
+
+def _generated_chats(
+    prompts: History, records: Records, replies: list[str], complete: list[bool]
+) -> ChatHistory:
+    """Return the histories of prompts, whose messages are `records`, of replies and of both."""
+    turns = [
+        [{"role": "assistant", "content": text, "is_complete": done}]
+        for text, done in zip(replies, complete, strict=True)
+    ]
+    both = [[*chat, *turn] for chat, turn in zip(records, turns, strict=True)]
+    response, full = History.from_records(turns), History.from_records(both)
+    return ChatHistory(prompt=prompts, response=response, full=full, batch_size=[len(turns)])
