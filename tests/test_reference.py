@@ -266,14 +266,13 @@ def test_without_a_reference_a_batch_stays_as_it_is(folder):
 @pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
 def test_sequences_past_the_models_positions_are_refused(kind, tmp_path):
     name = str(make_checkpoint(tmp_path, kind))
-    with pytest.raises(ValueError, match=r"_prompt_tokens=200 .*_new_tokens=57.*=256") as e:
+    with pytest.raises(ValueError, match=r"_prompt_tokens=200 .*_new_tokens=57.*=256"):
         load_policy(name, max_prompt_tokens=200, max_new_tokens=57)
-    assert "257 tokens" in str(e.value)
     load_policy(name, max_prompt_tokens=200, max_new_tokens=56)
-    with pytest.raises(ValueError, match=r"policy\.max_new_tokens=256 make"):
+    with pytest.raises(ValueError, match=r"policy\.max_new_tokens=256 exceed"):
         load_policy(name, max_new_tokens=256)
     policy = load_policy(name, max_new_tokens=250)
-    with pytest.raises(ValueError, match=r"prompt \d+ of the batch .*=256.*250"):
+    with pytest.raises(ValueError, match=r"prompt \d+ has .*=256.*250"):
         rollout(policy)  # its prompts have more than 6 tokens
     ids = torch.zeros(1, 300, dtype=torch.int64)
     mask = torch.arange(300) < 257
