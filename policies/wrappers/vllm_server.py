@@ -15,11 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, NoReturn
 from uuid import uuid4
-from weakref import finalize
 
 import httpx
 import torch
@@ -125,8 +123,7 @@ class VLLMServer(VLLMEngine):
             self.transfer = Transfer(self._ask, host=host, port=port)
             self.about += ", weights by NCCL"
         self._ask("/resume")  # a run that was killed in a hand-over left it waiting
-        self.pool = ThreadPool(AT_ONCE)  # daemons: a run that ends waits for no request
-        finalize(self, self.pool.close)
+        self.pool = ThreadPoolExecutor(AT_ONCE)
 
     def _version(self) -> str:
         try:
@@ -217,7 +214,7 @@ class VLLMServer(VLLMEngine):
         return fields
 
     def _run(self, rows: Sequence[Tensor], params: list[Any]) -> list[Reply]:
-        return list(self.pool.imap(self._one, zip(rows, params, strict=True)))
+        return list(self.pool.map(self._one, zip(rows, params, strict=True)))
 
     def _one(self, asked: tuple[Tensor, dict[str, Any]]) -> Reply:
         row, params = asked
