@@ -62,6 +62,12 @@ def test_a_metric_of_evaluations_needs_some():
     assert "eval/reward needs evaluations" in refusal("experiment=grpo_tiny", rule, "eval.every=0")
 
 
+@pytest.mark.parametrize(("name", "iteration"), [("eval/acuracy", 0), ("kl/refsequence", 1)])
+def test_a_metric_that_the_run_does_not_log_is_told_by_what_it_logs_first(name, iteration):
+    with pytest.raises(ValueError, match=f"no metric {name}"):
+        EarlyStopping(stop_at=f"{name} 1")({"eval/reward": 1.0, "kl/ref": 0.0}, iteration)
+
+
 def test_a_rule_given_on_resume_waits_for_the_next_evaluation():
     before = EarlyStopping(patience=9)
     before({"eval/sampled_accuracy": 0.1}, 0)

@@ -63,6 +63,10 @@ class EarlyStopping:
     worse: int = 0  # evaluations since
     ended: str | None = None  # why
 
+    def __post_init__(self) -> None:
+        if self.stop_at is not None:
+            read_rule(self.stop_at)
+
     def __call__(self, metrics: Mapping[str, float], iteration: int) -> str | None:
         """Take what is logged at an iteration, 0 being before training; return why to end."""
         if self.ended is None:
@@ -72,6 +76,9 @@ class EarlyStopping:
     def _reached(self, metrics: Mapping[str, float], iteration: int) -> str | None:
         name, target = read_rule(self.stop_at) if self.stop_at else ("", 0.0)
         if name not in metrics:
+            first = 0 if name.startswith(SCORE) else 1  # iteration that logs it
+            if self.stop_at and iteration == first and name != "kl/efficiency":
+                raise ValueError(f"trainer.stop_at: no metric {name}; metrics.jsonl has the names")
             return None
         value = metrics[name]
         if self.first is None:
