@@ -43,9 +43,6 @@ def arguments_of(thing: Any) -> tuple[list[str], bool]:
     """Return the arguments that a class or function names, and whether it takes any other.
 
     A class with **kwargs hands them on: it also has the arguments of its bases.
-
-    >>> arguments_of(find_target("envs.tasks.SortDigits"))
-    (['num_rows', 'min_digits', 'max_digits', 'seed'], False)
     """
     parameters = [*inspect.signature(thing).parameters.values()]
     is_open, bases = any(p.kind is p.VAR_KEYWORD for p in parameters), getattr(thing, "__mro__", ())

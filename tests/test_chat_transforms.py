@@ -148,5 +148,5 @@ class EditLastTurn(Transform):
 def test_the_trainer_refuses_edited_turns():
     """What was sampled is what is trained on."""
     env = ChatEnv(Endless(), group_size=2, max_turns=2).append_transform(EditLastTurn())
-    with pytest.raises(ValueError, match="that a transform edited"):
+    with pytest.raises(ValueError, match="a transform edited"):
         collect(prompts(2), env, make_policy())

@@ -125,8 +125,6 @@ def test_prompts_that_teach_nothing_are_drawn_again_by_the_same_weights(tmp_path
     [
         (["experiment=grpo_tiny", "trainer.overlap=-1"], "expected trainer.overlap >= 0, got -1"),
         (["experiment=grpo_tiny", "trainer.overlap=1"], "policy.engine=vllm and policy.vllm.url"),
-        (["experiment=sft_tiny", "trainer.overlap=1"], "no replies that trainer.overlap could"),
-        (["experiment=rm_tiny", "trainer.overlap=1"], "no replies that trainer.overlap could"),
     ],
 )
 def test_what_cannot_sample_ahead_is_refused(words, told):

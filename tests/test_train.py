@@ -252,7 +252,7 @@ def test_a_stop_while_the_model_loads_is_quick_and_says_so(small_run, tmp_path):
     text = process.communicate(timeout=30)[0]
     assert process.returncode == 130
     assert text.startswith(f"grpo_tiny: starting in {folder}\n")
-    assert "nothing is saved" in text.splitlines()[-1]  # it may have begun meanwhile
+    assert "nothing new is saved" in text.splitlines()[-1]  # it may have begun meanwhile
     assert (status(folder)["state"], status(folder)["reason"]) == ("preempted", "stopped by Ctrl-C")
 
 
