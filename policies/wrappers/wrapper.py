@@ -149,7 +149,7 @@ class LLMWrapperBase(TensorDictModuleBase):
             raise ValueError(f"expected a tokenizer for input_mode={self.input_mode!r}, got none")
         own = self.chat_template or self.chat_template_name
         own = own or getattr(tokenizer, "chat_template", None)
-        self.renderer = None
+        self.renderer: Any = None
         if self.input_mode == "history" or (own and tokenizer is not None):
             self.renderer = Renderer(tokenizer, self.chat_template, self.chat_template_name)
         ends = token_ids(getattr(self.model, "generation_config", None), "eos_token_id")

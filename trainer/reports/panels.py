@@ -78,7 +78,7 @@ def unhealthy(panel: Panel, run: Run) -> Sick | None:
     What the run said about itself and has not taken back goes first, errors before warnings.
     """
     for note in open_notes(run):
-        if note["rule"] in panel.rules:
+        if note.get("rule") in panel.rules:
             return Sick(note["level"], f"{note['title']} (iteration {note['iteration']})")
     for metric, (low, high) in panel.limits.items():
         value, name = run.last_ten_mean(metric), panel.metrics[metric]
@@ -96,7 +96,7 @@ def unhealthy(panel: Panel, run: Run) -> Sick | None:
 
 def open_notes(run: Run) -> list[dict[str, Any]]:
     """List the errors and warnings that a run has said and not taken back."""
-    return [note for note in notes_of(run, "error", "warn") if note["until"] is None]
+    return [note for note in notes_of(run, "error", "warn") if note.get("until") is None]
 
 
 def notes_of(run: Run, *levels: str) -> list[dict[str, Any]]:
