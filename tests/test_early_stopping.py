@@ -64,8 +64,11 @@ def test_a_metric_of_evaluations_needs_some():
 
 @pytest.mark.parametrize(("name", "iteration"), [("eval/acuracy", 0), ("kl/refsequence", 1)])
 def test_a_metric_that_the_run_does_not_log_is_told_by_what_it_logs_first(name, iteration):
+    logged = [{"eval/reward": 1.0}, {"kl/ref": 0.0}]  # by an evaluation, by training
+    enough = EarlyStopping(stop_at=f"{name} 1")
+    assert enough(logged[1 - iteration], iteration) is None
     with pytest.raises(ValueError, match=f"no metric {name}"):
-        EarlyStopping(stop_at=f"{name} 1")({"eval/reward": 1.0, "kl/ref": 0.0}, iteration)
+        enough(logged[iteration], iteration)
 
 
 def test_a_rule_given_on_resume_waits_for_the_next_evaluation():

@@ -76,8 +76,9 @@ class EarlyStopping:
     def _reached(self, metrics: Mapping[str, float], iteration: int) -> str | None:
         name, target = read_rule(self.stop_at) if self.stop_at else ("", 0.0)
         if name not in metrics:
-            first = 0 if name.startswith(SCORE) else 1  # iteration that logs it
-            if self.stop_at and iteration == first and name != "kl/efficiency":
+            evaluated = any(each.startswith(SCORE) for each in metrics)  # they come by themselves
+            due = name.startswith(SCORE) == evaluated and name != "kl/efficiency"
+            if self.stop_at and due and iteration <= 1:
                 raise ValueError(f"trainer.stop_at: no metric {name}; metrics.jsonl has the names")
             return None
         value = metrics[name]
