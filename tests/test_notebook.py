@@ -79,7 +79,7 @@ def test_every_cell_runs_and_the_picture_below_the_cell_is_that_of_the_run(
     assert "KL " in "".join(out.get("text", "") for out in outputs(notebook))
 
 
-@pytest.mark.slow
+@pytest.mark.runs
 @pytest.mark.learn
 def test_the_notebook_runs_as_it_stands(tmp_path, monkeypatch):
     notebook = executed(tmp_path, monkeypatch)
