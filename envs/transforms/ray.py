@@ -47,7 +47,7 @@ class RayTransform(PassesSpecs):
     RAY_ADDRESS or of `ray start`, or starts one on this machine. Environments in several processes
     share an actor only inside one cluster. Called on a td without "next" it returns a new one;
     other transforms write in place. The shared transform sees no `container` or `parent`. A dead
-    actor is a RuntimeError.
+    actor is a RuntimeError; `detach=False` is a ValueError.
 
         shared = RayTransform(MyTransform, factor=2, actor_name="mine")
         env = TransformedEnv(env, shared)
@@ -63,6 +63,8 @@ class RayTransform(PassesSpecs):
         actor_name: str | None = None,
         **kwargs: Any,
     ) -> None:
+        if kwargs.get("detach") is False:
+            raise ValueError("expected detach=True, got False: no gradient crosses Ray")
         super().__init__()
         ray = start_ray()
         resources = {"num_cpus": 1 if num_cpus is None else num_cpus, "num_gpus": num_gpus or 0}
@@ -148,7 +150,7 @@ class RayRetrieveKL(RayTransform):
     Factories are better: then no weights cross Ray. `gen_model="from_collector"` (the default
     unless there is a gen_model_factory) works as in `RetrieveKL`: the generation log-probs in the
     td are used, and where there are none the collector's policy scores, here, with the weights it
-    has now; the actor holds the reference. `detach=False` is a ValueError.
+    has now; the actor holds the reference.
 
     >>> RayRetrieveKL(gen_model=None)
     Traceback (most recent call last):
@@ -171,19 +173,10 @@ class RayRetrieveKL(RayTransform):
     ) -> None:
         check_one("gen", gen_model, gen_model_factory)
         check_one("ref", ref_model, ref_model_factory)
-        _refuse_graph(kwargs)
-        super().__init__(
-            RetrieveKL,
-            gen_model=gen_model,
-            ref_model=ref_model,
-            gen_model_factory=gen_model_factory,
-            ref_model_factory=ref_model_factory,
-            num_cpus=num_cpus,
-            num_gpus=num_gpus,
-            device=device,
-            actor_name=actor_name,
-            **kwargs,
-        )
+        models = {"gen_model": gen_model, "ref_model": ref_model}
+        models |= {"gen_model_factory": gen_model_factory, "ref_model_factory": ref_model_factory}
+        actor = {"num_cpus": num_cpus, "num_gpus": num_gpus, "actor_name": actor_name}
+        super().__init__(RetrieveKL, device=device, **actor, **models, **kwargs)
         self.__dict__["_local"] = None
         if gen_model == "from_collector" and gen_model_factory is None:
             # What scores the collector's policy: a RetrieveKL whose reference is elsewhere.
@@ -208,7 +201,6 @@ class RayKLRewardTransform(RayTransform):
     """Share a `KLRewardTransform`; its arguments, a model or a factory that makes it in the actor.
 
     Deprecated, as that is: use `RayRetrieveKL`. A factory is better: then no weights cross Ray.
-    `detach=False` is a ValueError.
     """
 
     def __init__(
@@ -229,22 +221,9 @@ class RayKLRewardTransform(RayTransform):
             stacklevel=2,
         )
         check_one("ref", ref_model, ref_model_factory)
-        _refuse_graph(kwargs)
-        super().__init__(
-            KLRewardTransform,
-            ref_model=ref_model,
-            ref_model_factory=ref_model_factory,
-            num_cpus=num_cpus,
-            num_gpus=num_gpus,
-            device=device,
-            actor_name=actor_name,
-            **kwargs,
-        )
-
-
-def _refuse_graph(kwargs: dict[str, Any]) -> None:
-    if kwargs.get("detach") is False:
-        raise ValueError("expected detach=True, got False: no gradient crosses Ray; go without it")
+        models = {"ref_model": ref_model, "ref_model_factory": ref_model_factory}
+        actor = {"num_cpus": num_cpus, "num_gpus": num_gpus, "actor_name": actor_name}
+        super().__init__(KLRewardTransform, device=device, **actor, **models, **kwargs)
 
 
 class _Host:

@@ -26,6 +26,16 @@ from trainer.collect import carry, prolong, ready
 Policy = Callable[[TensorDictBase], TensorDictBase]
 
 
+@dataclass(eq=False)
+class Chat:
+    """One chat as it grows: what its next turn starts from, and the turns so far."""
+
+    number: int
+    state: TensorDictBase
+    assistant: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
+    rows: list[TensorDictBase] = field(default_factory=list)
+
+
 class LLMCollector:
     """Iterate over the turns that `policy` plays in `env`.
 
@@ -73,10 +83,6 @@ class LLMCollector:
         completed = only_last if completed is None else completed
         if only_last and not completed:
             raise TypeError("yield_only_last_steps=True requires yield_completed_trajectories=True")
-        if only_last and reset_at_each_iter:
-            raise TypeError("yield_only_last_steps=True excludes reset_at_each_iter=True")
-        if completed and flatten_data is not None:
-            raise TypeError("expected no flatten_data: batches of whole chats have one dimension")
         if dialog_turns_per_batch is None and completed:
             dialog_turns_per_batch = 1
         if dialog_turns_per_batch is None or dialog_turns_per_batch < 1:
@@ -88,15 +94,23 @@ class LLMCollector:
         if tracker is not None:
             self.env = TransformedEnv(self.env, tracker)
         self._register()  # before anything asks for a spec: transforms may need the policy
+        self._player = self.policy
+        if isinstance(self.policy, LLMWrapperBase):  # turns differ in length: no padding
+            mode = self.policy.input_mode
+            self._player = ready(self.policy, input_mode=mode, pad_output=False)
         self.dialog_turns_per_batch = dialog_turns_per_batch
         self.total_dialog_turns = total_dialog_turns
         self.yield_completed_trajectories, self.yield_only_last_steps = completed, only_last
         self.reset_at_each_iter, self.flatten_data = reset_at_each_iter, bool(flatten_data)
         self.postproc = postproc
-        self._turns = 0  # handed out so far, dropped ones included
         text_key = getattr(self.env, "data_key", "query")
-        data = None if dataloader is None else _starts(dataloader, text_key)
-        self._chats = Chats(self.env, self.policy, data=data, tracker=tracker)
+        self._data = None if dataloader is None else _starts(dataloader, text_key)
+        self._turns = 0  # handed out so far, dropped ones included
+        self._drawn = 0  # chats
+        self._places: list[Chat | None] = []  # those of one reset, side by side
+        self._waiting: deque[Chat] = deque()
+        self._finished: deque[Chat] = deque()
+        self._state: list[str] = []  # the keys that a reset gives
 
     def _register(self) -> None:
         """Register with the policy and the environment, all the way down."""
@@ -120,17 +134,17 @@ class LLMCollector:
     def rollout(self) -> TensorDictBase | None:
         """Return the next batch, before `postproc`; None when the data have ended."""
         if self.reset_at_each_iter:
-            self._chats.give_up()
+            self._places = [None] * len(self._places)
         return self._whole_chats() if self.yield_completed_trajectories else self._side_by_side()
 
     def _side_by_side(self) -> TensorDictBase | None:
         """Return [B, T]: T turns of the chats at each place."""
         turns: list[list[TensorDictBase]] = []
         while not turns or len(turns) * len(turns[0]) < self.dialog_turns_per_batch:
-            turns.append(self._chats.turn())
-            if not turns[-1] or len(turns[-1]) < len(self._chats.places):
+            turns.append(self._turn())
+            if not turns[-1] or len(turns[-1]) < len(self._places):
                 return None
-        self._chats.finished.clear()  # their rows are in this batch and the ones before
+        self._finished.clear()  # their rows are in this batch and the ones before
         batch = lazy_stack([lazy_stack(list(rows)) for rows in zip(*turns, strict=True)])
         self._turns += batch.numel()
         return batch.view(-1) if self.flatten_data else batch
@@ -139,17 +153,89 @@ class LLMCollector:
         """Return [N], N the turns of finished chats, one chat after the other."""
         out: list[TensorDictBase] = []
         while len(out) < self.dialog_turns_per_batch:
-            while not self._chats.finished:
-                if not self._chats.turn():
+            while not self._finished:
+                if not self._turn():
                     return lazy_stack(out) if out else None
-            chat = self._chats.finished.popleft()
+            chat = self._finished.popleft()
             out += chat.rows[-1:] if self.yield_only_last_steps else chat.rows
             self._turns += len(chat.rows)
         return lazy_stack(out)
 
+    def _turn(self) -> list[TensorDictBase]:
+        """Play one turn of every chat; return a row of each without padding, none at the end."""
+        if not self._places and self._draw():
+            self._places = [None] * len(self._waiting)
+        for place, chat in enumerate(self._places):
+            if chat is None and (self._waiting or self._draw()):
+                self._places[place] = self._waiting.popleft()
+        playing = [chat for chat in self._places if chat is not None]
+        if not playing:
+            return []
+        if self._player is not self.policy:  # made before the syncs that the policy counts since
+            self._player.version = self.policy.version
+        td = self._player(lazy_stack([chat.state for chat in playing]))
+        if self._exact:  # the policy marks only the reply that it adds
+            masks = rows(td, (self._player.masks_key, "all_assistant_mask"))
+            for mask, chat in zip(masks or (), playing, strict=True):
+                mask[: len(chat.assistant)] |= chat.assistant.to(mask.device)
+        if self.policy_version_tracker is not None:  # in place of what the wrapper counts
+            td = self.policy_version_tracker._step(td, td)
+        turn = list(self.env.step(td).unbind(0))
+        for chat, row in zip(playing, turn, strict=True):
+            row.set(("collector", "traj_ids"), torch.tensor(chat.number))
+            chat.rows.append(row)
+            if row.get(("next", "done")).any():
+                self._places[self._places.index(chat)] = None
+                self._finished.append(chat)
+            else:
+                chat.state = carry(row, self._state)
+                if self._exact:
+                    self._extend(chat, row)
+        return turn
+
+    def _draw(self) -> bool:
+        """Reset the environment for more chats; False when the data have ended."""
+        start = None if self._data is None else next(self._data, None)
+        if self._data is not None and start is None:
+            return False
+        td = self.env.reset(start)
+        self._state = list(td.keys())
+        for state in td.unbind(0):
+            chat = Chat(self._drawn, state)
+            if self._exact:
+                self._render(chat, _messages(state))
+            self._waiting.append(chat)
+            self._drawn += 1
+        return True
+
+    @property
+    def _exact(self) -> bool:
+        """Whether the ids are kept here: not for other modes, nor where the environment does it."""
+        known = getattr(self._player, "input_mode", None) == "history"
+        able = getattr(self._player, "renderer", None) is not None
+        return known and able and "tokens" not in self._state
+
+    def _extend(self, chat: Chat, row: TensorDictBase) -> None:
+        """Give the chat's next prompt the ids so far and those of the new messages."""
+        before, after = _messages(row, "full"), _messages(chat.state)
+        if after[: len(before)] != before:  # the environment rewrote what was said
+            return self._render(chat, after)
+        ids = row.get((self._player.tokens_key, "full"))
+        marks = row.get((self._player.masks_key, "all_assistant_mask"))
+        new, more = prolong(self._player, int(ids[-1]), before, after)
+        self._set_prompt(chat, torch.cat([ids.cpu(), new]), torch.cat([marks.cpu(), more]))
+
+    def _render(self, chat: Chat, messages: list[dict]) -> None:
+        done = self._player.renderer.render(messages, add_generation_prompt=True)
+        marks = torch.tensor(done.assistant, dtype=torch.bool)
+        self._set_prompt(chat, torch.tensor(done.ids), marks)
+
+    def _set_prompt(self, chat: Chat, ids: Tensor, assistant: Tensor) -> None:
+        chat.state.set(self._player.tokens_key, Tokens(prompt=ids, batch_size=[]))
+        chat.assistant = assistant
+
     def update_policy_weights_(
-        self,
-        policy_or_weights: nn.Module | Mapping[str, Any] | TensorDictBase | None = None,
+        self, policy_or_weights: nn.Module | Mapping[str, Any] | TensorDictBase | None = None
     ) -> None:
         """Load weights (a policy, a model, its state dict or a TensorDict), and count a version.
 
@@ -234,118 +320,6 @@ def _state_dict(source: Any) -> dict[str, Tensor]:
     if isinstance(source, TensorDictBase):
         return dict(source.flatten_keys(".").items())
     return dict(source)
-
-
-@dataclass(eq=False)
-class Chat:
-    """One chat as it grows: what its next turn starts from, and the turns so far."""
-
-    number: int
-    state: TensorDictBase
-    assistant: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
-    rows: list[TensorDictBase] = field(default_factory=list)
-
-
-class Chats:
-    """Play `policy` in `env`: the chats of one reset side by side, turn by turn.
-
-    Each turn is a row without padding; exact ids pass from turn to turn. `data` yields what
-    `env.reset` takes (None: the environment has its own). `tracker` writes the policy's version.
-    """
-
-    def __init__(
-        self, env: EnvBase, policy: Any, *, data: Iterator[TensorDictBase] | None, tracker: Any
-    ) -> None:
-        self.env, self.policy, self.data, self.tracker = env, policy, data, tracker
-        self.player = policy
-        if isinstance(policy, LLMWrapperBase):  # turns differ in length: rows without padding
-            self.player = ready(policy, input_mode=policy.input_mode, pad_output=False)
-        self.places: list[Chat | None] = []
-        self.finished: deque[Chat] = deque()
-        self._waiting: deque[Chat] = deque()
-        self._state: list[str] = []  # the keys that a reset gives
-        self._drawn = 0
-
-    def turn(self) -> list[TensorDictBase]:
-        """Play one turn of every chat and return their rows; none when the data have ended."""
-        self._seat()
-        playing = [chat for chat in self.places if chat is not None]
-        if not playing:
-            return []
-        if self.player is not self.policy:  # made before the syncs that the policy counts since
-            self.player.version = self.policy.version
-        td = self.player(lazy_stack([chat.state for chat in playing]))
-        if self._exact:  # the policy marks only the reply that it adds
-            masks = rows(td, (self.player.masks_key, "all_assistant_mask"))
-            for mask, chat in zip(masks or (), playing, strict=True):
-                mask[: len(chat.assistant)] |= chat.assistant.to(mask.device)
-        if self.tracker is not None:  # in place of what the wrapper counts
-            td = self.tracker._step(td, td)
-        turn = list(self.env.step(td).unbind(0))
-        for chat, row in zip(playing, turn, strict=True):
-            row.set(("collector", "traj_ids"), torch.tensor(chat.number))
-            chat.rows.append(row)
-            if row.get(("next", "done")).any():
-                self.places[self.places.index(chat)] = None
-                self.finished.append(chat)
-            else:
-                chat.state = carry(row, self._state)
-                if self._exact:
-                    self._extend(chat, row)
-        return turn
-
-    def give_up(self) -> None:
-        """Stop the running chats; the next turn begins new ones in their places."""
-        self.places = [None] * len(self.places)
-
-    def _seat(self) -> None:
-        """Give each free place the next prompt, as long as there are any."""
-        if not self.places and self._draw():
-            self.places = [None] * len(self._waiting)
-        for place, chat in enumerate(self.places):
-            if chat is None and (self._waiting or self._draw()):
-                self.places[place] = self._waiting.popleft()
-
-    def _draw(self) -> bool:
-        """Reset the environment for more chats; False when the data have ended."""
-        start = None if self.data is None else next(self.data, None)
-        if self.data is not None and start is None:
-            return False
-        td = self.env.reset(start)
-        self._state = list(td.keys())
-        for state in td.unbind(0):
-            chat = Chat(self._drawn, state)
-            if self._exact:
-                self._render(chat, _messages(state))
-            self._waiting.append(chat)
-            self._drawn += 1
-        return True
-
-    @property
-    def _exact(self) -> bool:
-        """Whether the ids are kept here: not for other modes, nor where the environment does it."""
-        known = getattr(self.player, "input_mode", None) == "history"
-        able = getattr(self.player, "renderer", None) is not None
-        return known and able and "tokens" not in self._state
-
-    def _extend(self, chat: Chat, row: TensorDictBase) -> None:
-        """Give the chat's next prompt the ids so far and those of the new messages."""
-        before, after = _messages(row, "full"), _messages(chat.state)
-        if after[: len(before)] != before:  # the environment rewrote what was said
-            return self._render(chat, after)
-        ids = row.get((self.player.tokens_key, "full"))
-        marks = row.get((self.player.masks_key, "all_assistant_mask"))
-        new, more = prolong(self.player, int(ids[-1]), before, after)
-        self._set_prompt(chat, torch.cat([ids.cpu(), new]), torch.cat([marks.cpu(), more]))
-
-    def _render(self, chat: Chat, messages: list[dict]) -> None:
-        done = self.player.renderer.render(messages, add_generation_prompt=True)
-        marks = torch.tensor(done.assistant, dtype=torch.bool)
-        self._set_prompt(chat, torch.tensor(done.ids), marks)
-
-    def _set_prompt(self, chat: Chat, ids: Tensor, assistant: Tensor) -> None:
-        chat.state.set(self.player.tokens_key, Tokens(prompt=ids, batch_size=[]))
-        chat.assistant = assistant
 
 
 def _messages(td: TensorDictBase, field: str = "prompt") -> list[dict]:

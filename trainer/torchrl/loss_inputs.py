@@ -9,16 +9,12 @@ from dataclasses import fields, replace
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
 
 from policies.padding import is_ragged, pad, rows
-from policies.scorer import Scores
-from trainer.kl import Leash
-from trainer.kl_control import ConstantKLController
 
 REDUCTIONS = ("mean", "sum", "none")
-LEASH = Leash(ConstantKLController(kl_coef=1.0), "k3", "loss")
 
 
 class LossModule(nn.Module):
@@ -89,12 +85,6 @@ def per_token(value: Tensor, mask: Tensor, fill: float | None = None) -> Tensor:
         raise ValueError(f"expected shape {tuple(mask.shape)}, got {tuple(value.shape)}")
     value = value.expand(mask.shape)
     return value if fill is None else value.masked_fill(~mask, fill)
-
-
-def kl_to(curr: Tensor, ref: Tensor) -> Tensor:
-    """Return the KL of each token by k3 as the leash charges it, at coefficient 1, [B, T]."""
-    batch = TensorDict({"ref_log_probs": {"full": ref.detach()}}, batch_size=[len(ref)])
-    return LEASH.loss_term(Scores(curr), batch)["kl"]
 
 
 def masked_mean(value: Tensor, mask: Tensor) -> Tensor:

@@ -89,22 +89,16 @@ class PromptData(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArg
                 f"{max_length} tokens",
                 stacklevel=2,
             )
-        return cls._stacked(kept, max_length, tokenizer.pad_token_id)
-
-    @classmethod
-    def _stacked(
-        cls, rows: list[tuple[list[int], int]], width: int, pad_token_id: int | None
-    ) -> "PromptData":
-        ids = torch.full((len(rows), width), pad_token_id or 0)
-        for i, (row, _) in enumerate(rows):
+        ids = torch.full((len(kept), max_length), tokenizer.pad_token_id or 0)
+        for i, (row, _) in enumerate(kept):
             ids[i, : len(row)] = torch.tensor(row)
-        mask = torch.arange(width) < torch.tensor([[len(row)] for row, _ in rows])
+        mask = torch.arange(max_length) < torch.tensor([[len(row)] for row, _ in kept])
         return cls(
             input_ids=ids,
             attention_mask=mask,
-            prompt_rindex=torch.tensor([size - 1 for _, size in rows]),
+            prompt_rindex=torch.tensor([size - 1 for _, size in kept]),
             labels=ids.masked_fill(~mask, IGNORED),
-            batch_size=[len(rows)],
+            batch_size=[len(kept)],
         )
 
 
