@@ -25,6 +25,7 @@ from trainer.torchrl.prompt_data import DEFAULT_DATASET
 S4 = Page("S4")
 STEPS = 6
 SIZES = ((3, 5), (1, 5), (5, 0), (2, 6))  # tokens of prompt and label of each row
+IDS = [3, 50, 0, 70, 0, 61, 62, 5, 9]  # of each row; many of them end a reply, one is the pad
 
 
 @cache
@@ -42,7 +43,7 @@ def make(**options: Any) -> RolloutFromModel:
 
 def batch() -> PromptData:
     mask = torch.arange(9) < torch.tensor([[sum(sizes)] for sizes in SIZES])
-    ids = torch.arange(70, 79).expand(4, 9).masked_fill(~mask, 0)
+    ids = torch.tensor(IDS).expand(4, 9).masked_fill(~mask, 0)
     rindex = torch.tensor([prompt - 1 for prompt, _ in SIZES])
     return PromptData(input_ids=ids, attention_mask=mask, prompt_rindex=rindex, batch_size=[4])
 
@@ -60,7 +61,7 @@ def chats() -> list[tuple[list[int], list[int]]]:
     out = []
     for (size, _), tokens in zip(SIZES, rolled()[0]["action"].tolist(), strict=True):
         ends = [i for i, token in enumerate(tokens) if token in make().eos_token_ids]
-        out.append((list(range(70, 70 + size)), tokens[: (ends or [STEPS - 1])[0] + 1]))
+        out.append((IDS[:size], tokens[: (ends or [STEPS - 1])[0] + 1]))
     return out
 
 
@@ -203,9 +204,10 @@ def create_rollout_td():
     close(after["reward"], after["reward_raw"] + after["reward_kl"])
     yield "create_rollout_td: reward_raw, of the reward model, without the KL term"
     for i, (prompt, reply) in enumerate(chats()):
-        label = list(range(70, 70 + sum(SIZES[i]))) if SIZES[i][1] else []
-        want = end_score(prompt + reply) - (end_score(label) if label else 0.0)
-        close(after["reward_raw"][i].sum(), want, 1e-4)
+        label = end_score(IDS[: sum(SIZES[i])]) if SIZES[i][1] else 0.0
+        want = torch.zeros(STEPS)
+        want[len(reply) - 1] = end_score(prompt + reply) - label  # paid once, at the end
+        close(after["reward_raw"][i, :, 0], want, 1e-4)
     yield "create_rollout_td: reward_kl, the KL term"
     for i, chat in enumerate(chats()):
         want = -0.1 * (by_hand(models()[0], *chat) - by_hand(models()[1], *chat))
