@@ -90,6 +90,8 @@ class RetrieveLogProb(Transform):
         # Whether another mask than the model's own is wanted.
         other = tokenizer is not None and tokenizer is not getattr(model, "tokenizer", None)
         self._renders = other or any(name in options for name in CHOSEN)
+        if self._renders and not assistant_only:
+            raise ValueError("expected assistant_only=True with a tokenizer or tokenizer_kwargs")
 
     def _step(self, tensordict: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
         td = tensordict if self.device is None else tensordict.to(self.device)

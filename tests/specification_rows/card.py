@@ -33,7 +33,7 @@ from envs import ChatEnv
 from envs.transforms import RetrieveKL
 from policies import LogProbs, Masks, Text, Tokens, TransformersWrapper, load_policy, load_reference
 from specification_rows.containers import RESPONSE, generated
-from specification_rows.row import ROOT, Page, close, raises
+from specification_rows.row import ROOT, Page, close, refused
 from specification_rows.shared import folder
 from trainer import Demonstrations, GRPOLoss, GRPOObjective, Reference, Runtime, SFTLoss
 from trainer.reports import dashboard
@@ -149,10 +149,6 @@ def masked_distributions():
     public = torch.cat([p.grad.flatten() for p in policy.model.parameters()])
     assert float((public - road).norm() / road.norm()) < 1e-4
     assert batch[RESPONSE].any()
-
-
-@CARD.rows()
-def masks_by_name():
     yield "... algorithm.mask=response|assistant|prompt says which tokens"
     sections = yaml.safe_load((ROOT / "conf/keys.yaml").read_text())
     found = [keys["mask"][-1] for name, keys in sections.items()
@@ -160,6 +156,15 @@ def masks_by_name():
     assert {"response", "assistant", "prompt"} <= {
         choice for choices in found for choice in choices
     }
+
+
+def refused_setting(name: str, value: str, key: str) -> None:
+    """Check that a setting of Accelerate is refused with leash's own key."""
+    os.environ[f"ACCELERATE_{name}"] = value
+    try:
+        refused(ValueError, key, Runtime, folder().name, device="cpu")
+    finally:
+        del os.environ[f"ACCELERATE_{name}"]
 
 
 @CARD.rows()
@@ -182,27 +187,13 @@ def accelerate():
         assert f"accelerator.{name}(" not in text
     yield "Accelerate: FSDP and DeepSpeed shard the model"
     assert "FullyShardedDataParallelPlugin" not in text
-
-
-def refused(name: str, value: str, key: str) -> None:
-    """Check that a setting of Accelerate is refused with leash's own key."""
-    os.environ[f"ACCELERATE_{name}"] = value
-    try:
-        with raises(ValueError, key):
-            Runtime(folder().name, device="cpu")
-    finally:
-        del os.environ[f"ACCELERATE_{name}"]
-
-
-@CARD.rows()
-def settings_of_accelerate():
     yield "Accelerate: its mixed precision is honoured or refused"
-    refused("MIXED_PRECISION", "bf16", "policy.autocast")
+    refused_setting("MIXED_PRECISION", "bf16", "policy.autocast")
     yield "Accelerate: its gradient accumulation is honoured or refused"
-    refused("GRADIENT_ACCUMULATION_STEPS", "4", "trainer.micro_batch_tokens")
+    refused_setting("GRADIENT_ACCUMULATION_STEPS", "4", "trainer.micro_batch_tokens")
     yield "Accelerate: its FSDP and DeepSpeed are honoured or refused"
-    refused("USE_FSDP", "true", "launch=fsdp2")
-    refused("USE_DEEPSPEED", "true", "launch=fsdp2")
+    refused_setting("USE_FSDP", "true", "launch=fsdp2")
+    refused_setting("USE_DEEPSPEED", "true", "launch=fsdp2")
 
 
 @CARD.rows(needs="gpu")

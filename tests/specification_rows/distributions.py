@@ -8,7 +8,7 @@ from torch.distributions import Categorical
 from torch.nn.functional import cross_entropy, one_hot
 
 from policies import LLMMaskedCategorical, MaskedOneHotCategorical, ReparamGradientStrategy
-from specification_rows.row import ROOT, Page, close, defaults, raises
+from specification_rows.row import ROOT, Page, close, defaults, raises, refused
 
 S0, S2 = Page("S0"), Page("S2")
 B, T, C = 2, 6, 7
@@ -44,8 +44,7 @@ def arguments():
     assert drawn[:, 1].unique().tolist() == list(range(C))
     yield "a mask of another shape or dtype is refused"
     for mask in (place.mask.float(), token.mask[..., :2]):
-        with raises(ValueError, "mask"):
-            LLMMaskedCategorical(place.logits, mask)
+        refused(ValueError, "mask", LLMMaskedCategorical, place.logits, mask)
     yield "ignore_index, default -100, to ignore in log_prob"
     for index in (-100, -1):
         dist = LLMMaskedCategorical(place.logits, place.mask, ignore_index=index)
@@ -93,8 +92,7 @@ def methods():
     assert not token._cache
     yield "tokens are 0 <= token < C or ignore_index"
     for wrong in (C, -3):
-        with raises(ValueError, "ignore_index is -100"):
-            place.log_prob(torch.full((B, T), wrong))
+        refused(ValueError, "ignore_index is -100", place.log_prob, torch.full((B, T), wrong))
     yield "sample(sample_shape=None) respects the mask"
     assert [d.sample((4, 5)).shape for d in (place, token)] == [(4, 5, B, T)] * 2
     assert (place.sample((50,))[:, off] == -100).all()
@@ -161,15 +159,13 @@ def one_hot_arguments():
     dist = MaskedOneHotCategorical(logits=x + 2, mask=mask)
     close(dist.log_prob(hot(0, 2, 3)), want.log_prob(torch.tensor([0, 2, 3])))
     assert not dist.sample((300,))[..., 1].any()
-    with raises(ValueError, "mask"):
-        MaskedOneHotCategorical(logits=x, mask=mask.long())
+    refused(ValueError, "mask", MaskedOneHotCategorical, logits=x, mask=mask.long())
     yield "probs: masked items are zeroed and the rest re-normalized"
     probs = torch.tensor([0.1, 0.2, 0.3, 0.4])
     close(MaskedOneHotCategorical(probs=probs, mask=MASK).probs, [0.125, 0.0, 0.375, 0.5])
     yield "exactly one of logits and probs"
     for given in ({}, {"logits": x, "probs": x.softmax(-1)}):
-        with raises(ValueError, "expected logits or probs"):
-            MaskedOneHotCategorical(**given, mask=mask)
+        refused(ValueError, "expected logits or probs", MaskedOneHotCategorical, **given, mask=mask)
     yield "mask as list of valid indices with sparse_mask=True"
     with raises(TypeError, "sparse_mask"):
         MaskedOneHotCategorical(x, mask=torch.tensor([0, 2]), sparse_mask=True)
@@ -179,8 +175,7 @@ def one_hot_arguments():
     assert dist.log_prob(hot(1)).item() == -math.inf
     yield "mask and indices are exclusive"
     for given in ({}, {"mask": MASK, "indices": torch.tensor([0])}):
-        with raises(ValueError, "mask", "indices"):
-            MaskedOneHotCategorical(logits=x[0], **given)
+        refused(ValueError, ("mask", "indices"), MaskedOneHotCategorical, logits=x[0], **given)
     yield "neg_inf, default -inf: log-prob of invalid classes; it takes no probability"
     low = MaskedOneHotCategorical(torch.zeros(4), mask=MASK, neg_inf=-1.0)
     close(low.log_prob(hot(0, 1)), [math.log(1 / 3), -1.0])
@@ -229,5 +224,4 @@ def one_hot_examples():
     assert [round(value, 4) for value in got.tolist()] == [-math.inf] + 9 * [-2.1972]
     yield "log_prob(value) of one-hots [*S, C]"
     assert dist.log_prob(dist.sample((3, 2))).shape == (3, 2)
-    with raises(ValueError, "one-hot"):
-        dist.log_prob(torch.ones(4))
+    refused(ValueError, "one-hot", dist.log_prob, torch.ones(4))

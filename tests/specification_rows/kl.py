@@ -19,7 +19,7 @@ from envs.transforms import Compose, KLComputation, RetrieveKL, RetrieveLogProb,
 from policies import ChatHistory, History, TransformersWrapper
 from policies.padding import rows
 from specification_rows.containers import ASSISTANT, ATTENTION, RESPONSE, generated, scored
-from specification_rows.row import Page, close, defaults, raises
+from specification_rows.row import Page, close, defaults, raises, refused
 from specification_rows.shared import no_template
 from trainer import LLMCollector
 
@@ -179,14 +179,12 @@ def log_prob_arguments():
     yield "RetrieveLogProb padding_side: pads the masked rows"
     right = RetrieveLogProb(ref(), padding_side="right")(spoken())[REF]
     close(right, RetrieveLogProb(ref())(spoken())[REF])
-    with raises(ValueError, "padding_side"):
-        RetrieveLogProb(ref(), padding_side="up")
+    refused(ValueError, "padding_side", RetrieveLogProb, ref(), padding_side="up")
     yield "RetrieveLogProb needs return_log_probs=True and generate=False"
     silent = copy.copy(ref())
     silent.return_log_probs = False
     for model, word in ((make_policy(), "generate=False"), (silent, "return_log_probs=True")):
-        with raises(ValueError, word):
-            RetrieveLogProb(model)
+        refused(ValueError, word, RetrieveLogProb, model)
     yield "RetrieveLogProb forward: writes to next, or to the td without one"
     out = RetrieveLogProb(ref())(spoken().set("next", spoken()))
     assert (REF in out["next"].keys(True), REF in out.keys(True)) == (True, False)
@@ -197,25 +195,13 @@ def log_prob_arguments():
     yield "RetrieveLogProb.transform_observation_spec adds kl_penalty"
     spec = RetrieveLogProb(ref()).transform_observation_spec(Composite(shape=(2,)))
     assert (spec[REF].shape, "kl_penalty" in spec) == ((2, -1), False)
-
-
-@S3.rows()
-def all_tokens_of_a_rollout():
     yield "RetrieveLogProb assistant_only=False where the td has a response mask"
     out = RetrieveLogProb(ref(), assistant_only=False)(generated().copy())
     close(out[REF], plain(ref(), generated(), ATTENTION))
-
-
-@S3.rows()
-def tokenizers_that_cannot_act():
     yield "RetrieveLogProb tokenizer, tokenizer_kwargs: what cannot act is refused"
     for wrong in ({"tokenizer": object()}, {"tokenizer_kwargs": {"nonsense": 1}}):
         with raises((TypeError, ValueError)):
             RetrieveLogProb(ref(), **wrong)(spoken())
-
-
-@S3.rows()
-def tokenizers_that_mark():
     yield "RetrieveLogProb, RetrieveKL tokenizer: the assistant mask where the model gives none"
     given = {"tokenizer": make_policy().tokenizer}
     for padded in (True, False):
@@ -240,10 +226,10 @@ def on_a_gpu():
 
 @S3.rows()
 def page_examples():
+    yield "RetrieveLogProb and RetrieveKL examples (OPT), as printed"
     for stacked in (False, True):  # as the page does, and without it
         with set_list_to_stack(stacked):
             run_page_examples()
-    yield "RetrieveLogProb and RetrieveKL examples (OPT), as printed"
 
 
 def run_page_examples() -> None:
@@ -273,8 +259,7 @@ def kl_computation():
     yield "KLComputation prose: gen_log_probs_full_key is ('gen_log_probs', 'full')"
     assert KLComputation().gen_log_probs_full_key == FULL
     yield "KLComputation example, as printed"
-    with raises(TypeError):
-        KLComputation(gen_log_probs_key=GEN, ref_log_probs_key=REF, coef=1.0)
+    refused(TypeError, "", KLComputation, gen_log_probs_key=GEN, ref_log_probs_key=REF, coef=1.0)
     td = TensorDict({GEN: torch.randn(2, 10), REF: torch.randn(2, 10)}, batch_size=(2,))
     made = KLComputation(gen_log_probs_full_key=GEN, ref_log_probs_full_key=REF, coeff=1.0)
     assert made(TensorDict(next=td, batch_size=(2,)))["next"].get("kl_penalty").shape == (2, 10)
@@ -301,11 +286,9 @@ def kl_computation():
     yield "KLComputation: other batch sizes or shapes are ValueErrors"
     with raises(ValueError, "Batch size mismatch"):
         KLComputation()(TensorDict({FULL: a, "ref_log_probs": {"full": b[:1]}}))
-    with raises(ValueError, "Sample 0 has different shapes"):
-        KLComputation()(two(a, b[:, 1:]))
+    refused(ValueError, "Sample 0 has different shapes", KLComputation(), two(a, b[:, 1:]))
     yield "KLComputation: the rewards should have one more dimension than the KL"
-    with raises(ValueError, "rewards have shape"):
-        KLComputation()(two(a, b, a))
+    refused(ValueError, "rewards have shape", KLComputation(), two(a, b, a))
     yield "KLComputation: a reward [B, 1] is repeated over the tokens"
     out = KLComputation(coeff=0.0)(two(a, b, torch.tensor([[3.0], [1.0]])))["next", "reward"]
     assert out.shape == (2, 5, 1)
@@ -318,10 +301,6 @@ def kl_computation():
     env = ChatEnv(Words()).append_transform(KLComputation())
     assert env.full_observation_spec["kl_penalty"].shape == (-1, -1)
     assert env.full_reward_spec["reward"].shape == (-1, -1, 1)
-
-
-@S3.rows()
-def strided():
     yield "KLComputation nested: as_nested_tensor(layout=torch.strided)"
     a, b = torch.randn(3), torch.randn(5)
     out = KLComputation()(two(nested(a, b), nested(a, b), nested(a[:, None], b[:, None])))["next"]
@@ -357,8 +336,7 @@ def retrieve_kl():
         with raises(ValueError, f"Cannot provide both '{name}_model' and '{name}_model_factory'"):
             RetrieveKL(gen(), ref(), **{f"{name}_model_factory": model})
     for given in ((None, ref()), (gen(), None)):
-        with raises(ValueError):
-            RetrieveKL(*given)
+        refused(ValueError, "", RetrieveKL, *given)
     yield "RetrieveKL assistant_only: True needs histories, False works in any input mode"
     for mode in ("text", "tokens"):
         with raises(ValueError, "input_mode='history'"):
@@ -372,8 +350,7 @@ def retrieve_kl():
     out = RetrieveKL(gen(), ref(), **keys)(spoken())
     close(out["a", "full"] - out["b", "full"], out["kl_penalty"])
     for key in ("log_probs", ("log_probs", "response")):
-        with raises(ValueError, "full"):
-            RetrieveKL(ref_model=ref(), gen_log_probs_full_key=key)
+        refused(ValueError, "full", RetrieveKL, ref_model=ref(), gen_log_probs_full_key=key)
     yield "RetrieveKL tokenizer_kwargs: documented defaults"
     wanted = {"return_assistant_tokens_mask": True, "tokenize": True, "return_tensors": "pt"}
     wanted |= {"padding": True, "add_generation_prompt": False}
@@ -393,15 +370,13 @@ def retrieve_kl():
     close(out["reward"].sum((1, 2)), 1 - 0.2 * out["kl_penalty"].sum(-1))
     yield "RetrieveKL actor_name without Ray, and unknown **kwargs"
     for wrong, kind in (({"actor_name": "kl"}, ValueError), ({"nonsense": 1}, TypeError)):
-        with raises(kind):
-            RetrieveKL(gen(), ref(), **wrong)
+        refused(kind, "", RetrieveKL, gen(), ref(), **wrong)
     yield "RetrieveKL: the same pad_output, or ValueError"
     with raises(ValueError, "pad_output mismatch"):
         RetrieveKL(gen(pad_output=True), ref(pad_output=False))
     yield "RetrieveKL: generate=False, or ValueError"
     for given in ((make_policy(), ref()), (gen(), make_policy())):
-        with raises(ValueError, "generate=False"):
-            RetrieveKL(*given)
+        refused(ValueError, "generate=False", RetrieveKL, *given)
     yield "RetrieveKL: different log_probs_key values, or ValueError"
     with raises(ValueError, "different `log_probs_key`"):
         RetrieveKL(gen(), ref(log_probs_key="gen_log_probs"))
@@ -435,8 +410,7 @@ def from_the_collector():
     out = RetrieveKL(ref_model=ref(), add_to_reward=False)(td.copy())
     close(out["kl_penalty"], td[FULL] - plain(ref(), td, RESPONSE), 1e-4)
     yield "RetrieveKL 'from_collector': without container or collector a ValueError"
-    with raises(ValueError, "The container is not set"):
-        RetrieveKL(ref_model=ref())(spoken())
+    refused(ValueError, "The container is not set", RetrieveKL(ref_model=ref()), spoken())
     env = ChatEnv(Words()).append_transform(RetrieveKL(ref_model=ref()))
     with raises(ValueError, "The collector is not set"):
         env.step(make_policy().get_new_version(**silent)(env.reset(env_prompts(1))))
@@ -446,19 +420,11 @@ def from_the_collector():
     env.register_collector(collector)
     kl = env.step(TensorDict(chat=spoken()["history"], batch_size=[3])[:2])["next", "kl_penalty"]
     close(kl, RetrieveKL(gen(), ref())(spoken()[:2])["kl_penalty"])
-
-
-@S3.rows()
-def padded_in_a_collector():
     yield "in LLMCollector, pad_output=True: RetrieveKL, both forms, and RetrieveLogProb"
     as_ragged(lambda p: RetrieveKL(ref_model=ref(pad_output=p), add_to_reward=False))
     as_ragged(lambda p: RetrieveKL(gen(pad_output=p), ref(pad_output=p), add_to_reward=False))
     kl = KLComputation(add_to_reward=False)
     as_ragged(lambda p: Compose(RetrieveLogProb(ref(pad_output=p)), copy.deepcopy(kl)))
-
-
-@S3.rows()
-def a_reference_with_the_default_key():
     yield "RetrieveKL: a policy without log-probs and a reference with the default key"
     keys = {True: "log_probs", False: "ref_log_probs"}
     as_ragged(
@@ -467,10 +433,6 @@ def a_reference_with_the_default_key():
         ),
         return_log_probs=False,
     )
-
-
-@S3.rows()
-def all_tokens_of_both():
     yield "RetrieveKL assistant_only=False where the td has a response mask"
     td = generated()
     out = RetrieveKL(gen(), ref(), assistant_only=False, add_to_reward=False)(td.copy())

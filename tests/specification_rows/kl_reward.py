@@ -28,7 +28,7 @@ from policies.optional_packages import EXTRAS
 from policies.padding import rows
 from specification_rows.containers import ASSISTANT, ATTENTION, RESPONSE, generated
 from specification_rows.kl import FULL, S3, as_ragged, gen, plain, plain_kl, ref
-from specification_rows.row import ROOT, close, defaults, raises
+from specification_rows.row import ROOT, close, defaults, raises, refused
 
 LOG = ["reward", "kl_penalty", "ref_log_prob"]
 tokens_ref = partial(ref, input_mode="tokens")
@@ -95,8 +95,7 @@ def kl_reward_arguments():
     right(older(ref_model_factory=tokens_ref), rewarded(), RESPONSE)
     with raises(ValueError, "Cannot provide both 'ref_model' and 'ref_model_factory'"):
         KLRewardTransform(tokens_ref(), ref_model_factory=tokens_ref)
-    with raises(ValueError, "exactly one of 'ref_model' or 'ref_model_factory'"):
-        KLRewardTransform()
+    refused(ValueError, "exactly one of 'ref_model' or 'ref_model_factory'", KLRewardTransform)
     yield "KLRewardTransform in_keys: the reward, then those of the model"
     assert made.in_keys == ["reward", ("tokens", "full")]
     td = rewarded()
@@ -110,8 +109,7 @@ def kl_reward_arguments():
     out = older(out_keys=["a", "b", "c"])(rewarded())["next"]
     assert set(out.keys()) == {"reward", "a", "b", "c"}
     for wrong in ({"in_keys": ["a", "b"]}, {"out_keys": ["a", "b"]}):
-        with raises(ValueError, "in_keys=", "out_keys="):
-            older(**wrong)
+        refused(ValueError, ("in_keys=", "out_keys="), older, **wrong)
     yield "KLRewardTransform log_prob_key, default ('log_probs', 'full')"
     right(older(log_prob_key=("gen", "full")), rewarded().rename_key_("log_probs", "gen"), RESPONSE)
     yield "KLRewardTransform device"
@@ -152,11 +150,9 @@ def kl_reward_arguments():
 def kl_reward_errors_and_hooks():
     made = older()
     yield "KLRewardTransform: the reference needs generate=False and input_mode='tokens'"
-    with raises(ValueError, "generate=False"):
-        older(make_policy().get_new_version(input_mode="tokens"))
+    refused(ValueError, "generate=False", older, make_policy().get_new_version(input_mode="tokens"))
     for mode in ("history", "text"):
-        with raises(ValueError, "input_mode='tokens'"):
-            older(ref(input_mode=mode))
+        refused(ValueError, "input_mode='tokens'", older, ref(input_mode=mode))
     yield "KLRewardTransform: no reward counts as 0"
     td = rewarded()
     del td["next", "reward"]
@@ -166,15 +162,12 @@ def kl_reward_errors_and_hooks():
     close(older(coef=0.0)(td)["next", "reward"].sum((1, 2)), torch.ones(3))
     yield "KLRewardTransform: other dimensions of reward or log-probs are ValueErrors"
     td["next", "reward"] = torch.zeros(3, 2, 2, 1)
-    with raises(ValueError, "reward"):
-        made(td)
+    refused(ValueError, "reward", made, td)
     td = rewarded()
     td[FULL] = td[FULL][:, 1:]
-    with raises(ValueError, "shape"):
-        made(td)
+    refused(ValueError, "shape", made, td)
     yield "KLRewardTransform: a missing action is a RuntimeError, skipped with tolerance"
-    with raises(RuntimeError, "tokens"):
-        made(TensorDict(batch_size=[2]))
+    refused(RuntimeError, "tokens", made, TensorDict(batch_size=[2]))
     made.missing_tolerance = True
     assert not set(made(TensorDict(batch_size=[2])).keys())
     yield "KLRewardTransform.action_key follows the env's input_mode"
@@ -193,35 +186,18 @@ def kl_reward_errors_and_hooks():
     assert [env.full_observation_spec[key].shape for key in LOG[1:]] == [(-1, -1, 1)] * 2
     yield "KLRewardTransform and RetrieveKL: actor_name needs use_ray_service"
     for make in (older, partial(RetrieveKL, gen(), ref())):
-        with raises(ValueError, "use_ray_service=True"):
-            make(actor_name="kl")
-
-
-@S3.rows()
-def kl_reward_default_keys():
+        refused(ValueError, "use_ray_service=True", make, actor_name="kl")
     yield "KLRewardTransform.DEFAULT_IN_KEYS is ['reward']"
     assert KLRewardTransform.DEFAULT_IN_KEYS == ["reward"]
-
-
-@S3.rows()
-def kl_reward_attributes():
     yield "KLRewardTransform.pad_output, padding_side, device, assistant_only, add_to_reward"
     made = older(padding_side="right", device="cpu", assistant_only=False, add_to_reward=False)
     for padded in (True, False):
         assert older(tokens_ref(pad_output=padded)).pad_output is padded
     assert (made.padding_side, torch.device(made.device)) == ("right", torch.device("cpu"))
     assert (made.assistant_only, made.add_to_reward, older().device) == (False, False, None)
-
-
-@S3.rows()
-def kl_reward_of_all_tokens():
     yield "KLRewardTransform assistant_only=False where the td has a response mask"
     kl = older(assistant_only=False)(known_everywhere())["next", "kl_penalty"][..., 0]
     close(kl, plain_kl(generated(), ATTENTION), 1e-4)
-
-
-@S3.rows()
-def kl_reward_padded_in_a_collector():
     yield "KLRewardTransform in LLMCollector, pad_output=True"
     as_ragged(lambda padded: older(tokens_ref(pad_output=padded)))
 
@@ -261,15 +237,13 @@ def before_ray():
     with raises(ValueError, "Cannot provide both 'gen_model'"):
         RayRetrieveKL(gen(), ref(), gen_model_factory=gen)
     for make, name in ((RayKLRewardTransform, "ref"), (partial(RayRetrieveKL, None, 1), "gen")):
-        with raises(ValueError, f"exactly one of '{name}_model'"):
-            make()
+        refused(ValueError, f"exactly one of '{name}_model'", make)
     yield "Ray: __repr__ never raises, without an actor neither"
     for cls in (RayRetrieveKL, RayKLRewardTransform):
         assert cls.__name__ in repr(cls.__new__(cls))
     yield "Ray: no gradient crosses, and a missing Ray names the extra"
     for make in (partial(RayRetrieveKL, gen(), ref()), partial(RayKLRewardTransform, tokens_ref())):
-        with raises(ValueError, "detach=True"):
-            make(detach=False)
+        refused(ValueError, "detach=True", make, detach=False)
     assert ".[ray]" in EXTRAS["ray"]
 
 

@@ -131,10 +131,6 @@ def arguments():
         roll.rollout_from_data(batch())
         found.append(roll.kl_coef)
     assert 0.3 == found[0] != found[1] == found[2] != found[3]
-
-
-@S4.rows()
-def no_score():
     yield "arg score_clip=0"
     assert (
         not make(score_clip=0).create_rollout_td(batch(), *rolled()[1])["next", "reward_raw"].any()

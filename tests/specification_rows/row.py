@@ -133,6 +133,12 @@ def raises(kind: Any, *words: str) -> Iterator[None]:
     assert not [word for word in words if word not in told], told
 
 
+def refused(kind: Any, words: str | tuple[str, ...], call: Any, *args: Any, **kwargs: Any) -> None:
+    """Check that a call raises an error of a kind with words in it."""
+    with raises(kind, *([words] if isinstance(words, str) else words)):
+        call(*args, **kwargs)
+
+
 def close(a: Any, b: Any, atol: float = 1e-5) -> None:
     """Check that two tensors or lists of them hold the same numbers."""
     if isinstance(a, list):

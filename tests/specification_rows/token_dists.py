@@ -10,7 +10,7 @@ from policies import ChatHistory, History, LLMMaskedCategorical, LLMWrapperBase
 from policies import _extract_responses_from_full_histories as extract
 from policies.padding import rows
 from specification_rows.containers import ASSISTANT, ATTENTION, RESPONSE, S1, generated, scored
-from specification_rows.row import close, defaults, raises
+from specification_rows.row import close, defaults, raises, refused
 from specification_rows.wrapper import fresh, score
 
 FAMILY = [f"_get_dist_with_{name}_mask" for name in ("prompt", "assistant", "attention")]
@@ -42,8 +42,7 @@ def get_dist():
     assert out["raw"] is dist.logits
     yield "get_dist mask_key"
     right(score().get_dist(td.copy(), mask_key=RESPONSE), td, RESPONSE)
-    with raises(ValueError, "expected a mask at"):
-        score().get_dist(td.copy(), mask_key="mine")
+    refused(ValueError, "expected a mask at", score().get_dist, td.copy(), mask_key="mine")
     yield "get_dist as_padded_tensor, default True"
     assert score(pad_output=False).get_dist(spoken()).logits.ndim == 3
     assert type(score().get_dist(spoken()[:1], as_padded_tensor=False)) is Categorical
@@ -71,10 +70,6 @@ def get_dist():
     ids, real = td["tokens"].full, td[ATTENTION][0]
     want = plain_log_probs(make_policy(), ids[0][real], 0.5)
     close(dist.log_prob(ids)[0][real][1:], want[1:])
-
-
-@S1.rows()
-def spare_arguments():
     yield "get_dist and its family: **kwargs, additional arguments"
     for name in FAMILY:
         getattr(score(), name)(generated().copy(), spare=1)
@@ -145,8 +140,7 @@ def key_lists():
     close(score().log_prob(td.copy()), td["log_probs"].response)
     lists = score(pad_output=False).log_prob(td.copy(), as_list=True)
     close(lists, rows(generated(False), ("log_probs", "response")))
-    with raises(RuntimeError, "generate=True"):
-        policy.log_prob(td.copy())
+    refused(RuntimeError, "generate=True", policy.log_prob, td.copy())
 
 
 def texts(*replies: list[str]) -> list[str]:
@@ -181,10 +175,6 @@ def replies():
         extract(
             [make_policy().renderer.text(CHATS[0])], History.from_chats([SPOKEN[0] * 2]), **NAME
         )
-
-
-@S1.rows()
-def replies_with_a_tail():
     yield "_extract_responses_from_full_histories: a reply followed by EOS or padding"
     tokenizer = make_policy().tokenizer
     for tail in (tokenizer.eos_token, tokenizer.pad_token, 3 * tokenizer.pad_token):

@@ -26,7 +26,7 @@ from policies import (
 )
 from policies.padding import rows
 from specification_rows.containers import ATTENTION, S1, generated, scored
-from specification_rows.row import close, defaults, raises
+from specification_rows.row import close, defaults, raises, refused
 from specification_rows.shared import checkpoint, no_template
 from trainer import LLMCollector
 
@@ -62,8 +62,7 @@ def signature():
     }
     defaults(LLMWrapperBase, **wanted)
     defaults(TransformersWrapper, **wanted)
-    with raises(TypeError):
-        TransformersWrapper(make_policy().model, make_policy().tokenizer)
+    refused(TypeError, "", TransformersWrapper, make_policy().model, make_policy().tokenizer)
     yield "the wrappers are LLMWrapperBase, that is a TensorDictModuleBase"
     assert issubclass(LLMWrapperBase, TensorDictModuleBase)
     assert issubclass(TransformersWrapper, LLMWrapperBase)
@@ -91,8 +90,7 @@ def models_and_tokenizers():
     yield "arg tokenizer: an object or a name; without one only tokens are read"
     own = TransformersWrapper(policy.model, tokenizer=str(checkpoint("qwen2")), generate=False)
     assert own.tokenizer.get_vocab() == named.tokenizer.get_vocab()
-    with raises(ValueError, "tokenizer"):
-        TransformersWrapper(policy.model)
+    refused(ValueError, "tokenizer", TransformersWrapper, policy.model)
     ids = TransformersWrapper(policy.model, input_mode="tokens", generate=False)
     assert ids(generated().select("tokens", "masks"))["log_probs"] is not None
     yield "arg chat_template_name: chatml_format, qwen"
@@ -107,12 +105,7 @@ def models_and_tokenizers():
     assert TransformersWrapper("tiny", device="cpu", generate=False).device == torch.device("cpu")
     assert fresh(device="cpu")(prompts())["tokens"].full.device == torch.device("cpu")
     yield "arg device: a model object elsewhere is moved"
-    with raises(ValueError, "move it there"):
-        fresh(device="cuda:7")
-
-
-@S1.rows()
-def a_tokenizer_without_a_template():
+    refused(ValueError, "move it there", fresh, device="cuda:7")
     yield "arg tokenizer: one without a chat template"
     model, tokenizer = no_template()
     with warnings.catch_warnings(record=True) as seen:
@@ -157,20 +150,11 @@ def input_modes():
     cut = score(input_mode="text", tokenizer_kwargs=kwargs)(spoken("text"))
     assert cut["tokens"].full.shape == (3, 4)
     yield "arg tokenizer_kwargs: for histories"
-    with raises(ValueError, "input_mode='text'"):
-        score(tokenizer_kwargs=kwargs)
+    refused(ValueError, "input_mode='text'", score, tokenizer_kwargs=kwargs)
     score(tokenizer_kwargs={"padding": True})
-
-
-@S1.rows()
-def a_container_by_its_name():
     yield "arg input_key: defaults to the input_mode name"
     for mode in MODES:
         same(fresh(input_mode=mode, input_key=mode)(prompts(mode)), fresh()(prompts()))
-
-
-@S1.rows()
-def a_history_that_goes_on():
     yield "input_mode='history' reads the history: a second turn in place"
     more = History.from_chats([[{"role": "user", "content": f"And {i}?"}] for i in range(3)])
     for prefer in (False, True):
@@ -180,10 +164,6 @@ def a_history_that_goes_on():
         td["history"] = ChatHistory(prompt=longer, batch_size=[3])
         texts = policy(td)["text"].prompt
         assert [f"And {i}?" in text for i, text in enumerate(texts)] == [not prefer] * 3
-
-
-@S1.rows()
-def a_history_that_was_replaced():
     yield "input_mode='history' reads the history: scoring another one"
     chats = [[*chat[:1], {"role": "assistant", "content": "else"}] for chat in SPOKEN]
     for prefer in (False, True):
@@ -194,18 +174,10 @@ def a_history_that_was_replaced():
         pairs = zip(rows(td, ("tokens", "full")), rows(td, ATTENTION), strict=True)
         want = [policy.renderer.render(chat).ids for chat in (SPOKEN if prefer else chats)]
         assert [ids[mask].tolist() for ids, mask in pairs] == want
-
-
-@S1.rows()
-def a_history_in_a_lazy_stack():
     yield "a lazy stack of single ChatHistories is read"
     one = [TensorDict(history=ChatHistory(full=History.from_chats([chat])[0])) for chat in SPOKEN]
     out = score(pad_output=False)(lazy_stack(one))
     close(rows(out, ("log_probs", "full")), rows(scored(False), ("log_probs", "full")))
-
-
-@S1.rows()
-def padding_in_a_lazy_stack():
     yield "padding of dense ids is padding in a lazy stack too"
     td = generated().select("tokens", "masks")
     got = score(pad_output=False)(td.copy().to_lazystack(0))
@@ -226,8 +198,7 @@ def generating():
     for value, there in ((None, True), (True, True), (False, False)):
         policy = fresh(return_log_probs=value)
         assert ("log_probs" in policy(prompts())) == there == ("log_probs" in policy.out_keys)
-    with raises(ValueError, "return_log_probs"):
-        score(return_log_probs=False)
+    refused(ValueError, "return_log_probs", score, return_log_probs=False)
     yield "arg generate_kwargs: max_new_tokens, do_sample; greedy is model.generate's"
     for ids, _, mask in sequences(asked(do_sample=False)(prompts())):
         given = {"attention_mask": torch.ones(1, int((~mask).sum())), "pad_token_id": 0}
@@ -244,12 +215,7 @@ def generating():
     more = {"suppress_tokens": [5, 6], "typical_p": 0.9, "no_repeat_ngram_size": 2}
     for name, value in {**more, "bad_words_ids": [[7]], "eos_token_id": 3}.items():
         assert asked(**{name: value})(prompts())["text"].response
-    with raises(ValueError, "max_new_tokns", "max_new_tokens"):
-        asked(max_new_tokns=3)
-
-
-@S1.rows()
-def beams():
+    refused(ValueError, ("max_new_tokns", "max_new_tokens"), asked, max_new_tokns=3)
     yield "arg generate_kwargs: num_beams without log-probs"
     kwargs = {"num_beams": 2, "do_sample": False, "max_new_tokens": 4}
     out, given = asked(False, **kwargs)(prompts()), prompts("tokens")
@@ -262,12 +228,7 @@ def beams():
     )
     keep = out["masks"].all_attention_mask
     assert torch.equal(out["tokens"].full[keep], want[:, : keep.shape[-1]][keep])
-    with raises(ValueError, "num_beams"):
-        asked(**kwargs)
-
-
-@S1.rows()
-def objects_of_generate():
+    refused(ValueError, "num_beams", asked, **kwargs)
     yield "arg generate_kwargs: logits_processor, stopping_criteria, generation_config"
     others = [i for i in range(make_policy().model.config.vocab_size) if i != 9]
     only = LogitsProcessorList([SuppressTokensLogitsProcessor(others)])
@@ -312,16 +273,11 @@ def outputs():
     assert fresh()(td, tensordict_out=out) is out
     assert set(td.keys()) == {"history", "stream"}
     yield "forward is TensorDictSequential's: more keyword arguments"
-    with raises(TypeError):
-        fresh()(prompts(), max_new_tokens=3)
+    refused(TypeError, "", fresh(), prompts(), max_new_tokens=3)
     yield "any number of batch dimensions"
     for shape in ((), (3, 1)):
         td = prompts()[0] if shape == () else prompts().reshape(*shape)
         assert fresh()(td).batch_size == score()(fresh()(td)).batch_size == shape
-
-
-@S1.rows()
-def consistent_outputs():
     yield "promise: consistent output structure (Text, Tokens, Masks, LogProbs)"
     kinds = {"text": Text, "tokens": Tokens, "masks": Masks, "log_probs": LogProbs}
     texts = [make_policy().renderer.text(chat) for chat in SPOKEN]
@@ -329,19 +285,11 @@ def consistent_outputs():
     for out in (fresh()(prompts()), *heard):
         assert {key: type(out.get(key, None)) for key in kinds} == kinds
     assert all(out["text"].full == texts for out in heard)
-
-
-@S1.rows()
-def declared_outputs():
     yield "outputs are exactly out_keys, generating and scoring"
     for mode in MODES:
         for policy, td in ((fresh(input_mode=mode), prompts(mode)),
                            (score(input_mode=mode), spoken(mode))):  # fmt: skip
             assert set(policy(td).keys()) == set(policy.out_keys), mode
-
-
-@S1.rows()
-def temperatures():
     yield "a temperature found in the input changes no scores unless asked"
     hot = score()(spoken().set("temperature", torch.full((3,), 0.5)))
     close(hot["log_probs"].full, scored()["log_probs"].full)
@@ -358,8 +306,7 @@ def versions():
     yield "get_new_version: every argument of the constructor, none by position"
     with raises(ValueError, "pad_input", *inspect.signature(TransformersWrapper).parameters):
         policy.get_new_version(pad_input=True)
-    with raises(TypeError):
-        policy.get_new_version(False)
+    refused(TypeError, "", policy.get_new_version, False)
     yield "collector: None if it does not exist"
     assert fresh().collector is None
     yield "register_collector is called by LLMCollector, and holds it weakly"
