@@ -75,6 +75,10 @@ def application():
     yield "... or an RL loss (GRPO, PPO)"
     for name in ("GRPO", "PPO"):
         assert name in composed(f"{name.lower()}_tiny")["algorithm"]["objective"]["_target_"]
+
+
+@CARD.rows(needs="runs")
+def a_run_on_disk():
     yield "a run leaves metrics and checkpoints; never a bare kl"
     path = Path(folder().name) / "run"
     path.mkdir()
@@ -83,6 +87,10 @@ def application():
     assert {"kl/ref", "kl/ref_sequence", "kl/coeff", "reward/mean"} <= set(lines[-1])
     assert "kl" not in {name for line in lines for name in line}
     assert {"metrics.jsonl", "status.json", "checkpoints"} <= set(os.listdir(path))
+
+
+@CARD.rows()
+def experiments():
     yield "swept with one command: python train.py -m ... kl.coeff=0,0.01,0.1,1"
     for coeff in (0, 0.01, 0.1, 1):
         assert compose(["experiment=grpo_tiny", f"kl.coeff={coeff}"]).kl.coeff == coeff

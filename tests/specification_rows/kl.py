@@ -420,6 +420,10 @@ def from_the_collector():
     env.register_collector(collector)
     kl = env.step(TensorDict(chat=spoken()["history"], batch_size=[3])[:2])["next", "kl_penalty"]
     close(kl, RetrieveKL(gen(), ref())(spoken()[:2])["kl_penalty"])
+
+
+@S3.rows()
+def in_a_collector():
     yield "in LLMCollector, pad_output=True: RetrieveKL, both forms, and RetrieveLogProb"
     as_ragged(lambda p: RetrieveKL(ref_model=ref(pad_output=p), add_to_reward=False))
     as_ragged(lambda p: RetrieveKL(gen(pad_output=p), ref(pad_output=p), add_to_reward=False))

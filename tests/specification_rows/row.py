@@ -25,6 +25,7 @@ NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
     "ray": (lambda: importlib.util.find_spec("ray") is not None, "needs Ray (make test-ray)"),
     "vllm": (lambda: importlib.util.find_spec("vllm") is not None, "needs vLLM (make test-vllm)"),
     "gpu": (torch.cuda.is_available, "needs a CUDA device"),
+    "runs": (lambda: True, ""),
 }
 
 
