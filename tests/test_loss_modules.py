@@ -368,19 +368,6 @@ def test_the_rlhf_strategy_reads_histories_alone(policy, padded):
 
 
 @pytest.mark.parametrize("padded", [True, False])
-@pytest.mark.parametrize("strategy", ["rlhf", "generic"])
-def test_one_model_as_actor_generator_and_reference_is_no_way_from_itself(policy, strategy, padded):
-    score = policy.get_new_version(generate=False, pad_output=padded, inplace=False)
-    with torch.no_grad():
-        td = score(histories())
-    td["next"] = TensorDict({"ref_log_probs": td["log_probs"].copy()}, batch_size=[2])
-    td["history"], td["advantage"] = histories()["history"], torch.ones(2, 1)
-    out = GRPOLoss(score, masking_strategy=strategy, kl_to_ref_coeff=0.1)(td)
-    for name, want in (("kl_to_ref", 0.0), ("kl_approx", 0.0), ("ESS", 1.0)):
-        assert abs(float(out.get(name)) - want) < 1e-5, name
-
-
-@pytest.mark.parametrize("padded", [True, False])
 def test_sft_loss_is_that_of_plain_forwards(policy, padded):
     kwargs = {"temperature": 1.0}
     actor = policy.get_new_version(generate=False, pad_output=padded, generate_kwargs=kwargs)
