@@ -43,7 +43,7 @@ def test_a_full_group_comes_out_and_the_queue_is_empty(name):
         assert advantage(chat("other", [5.0, 1.0])) is None
         out = advantage(chat(name, [1.0, 0.0]))
         assert column(out) == pytest.approx(standardised([0.0, 1.0, 0.0]), abs=1e-5)
-        out = advantage.inv(chat("other", [2.0]))
+        out = advantage(chat("other", [2.0]))
         assert column(out) == pytest.approx(standardised([5.0, 1.0, 2.0]), abs=1e-5)
         assert not advantage.queues
 

@@ -14,7 +14,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from envs.transforms.log_probs import RetrieveLogProb, add_per_token, check_side, one_of
+from envs.transforms.log_probs import RetrieveLogProb, add_per_token, one_of
 from envs.transforms.ragged import (
     ASSISTANT,
     ATTENTION,
@@ -67,7 +67,7 @@ class KLComputation(Transform):
         self.gen_log_probs_full_key = gen_log_probs_full_key
         self.ref_log_probs_full_key = ref_log_probs_full_key
         self.kl_key, self.add_to_reward, self.coeff = kl_key, add_to_reward, coeff
-        self.padding_side = check_side(padding_side)
+        self.padding_side = padding_side
 
     def _step(self, tensordict: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
         keys = (self.gen_log_probs_full_key, self.ref_log_probs_full_key)
@@ -86,7 +86,9 @@ class KLComputation(Transform):
         kl = gen - ref  # [B, T]
         for mask in masks:
             _check_shapes(gen, mask, "mask")
-            kl = _narrow(kl, gen, ref, mask)
+            # [B, 1]: which of the two models of a row have log-probs outside the mask
+            beyond = [((values != 0) & ~mask).any(-1, keepdim=True) for values in (gen, ref)]
+            kl = kl.masked_fill(~(mask | (beyond[0] & beyond[1])), 0)
         set_values(next_td, self.kl_key, edge.ragged(kl))
         if reward is not None:
             known = (gen != 0) | (ref != 0)  # [B, T]; scoring leaves the other tokens 0
@@ -237,15 +239,6 @@ class RetrieveKL(Shareable, Compose):
         return self.collector.policy
 
 
-def kl_reward(kl: Tensor, coeff: float | Tensor) -> Tensor:
-    """Return what the KL of each token adds to its reward: -coeff * kl, [..., T] to [..., T, 1].
-
-    >>> kl_reward(torch.tensor([[0.5, -1.0]]), 2.0).flatten().tolist()
-    [-1.0, 2.0]
-    """
-    return -coeff * kl.unsqueeze(-1)
-
-
 def _check_shapes(gen: Values, other: Values, what: str) -> None:
     """Raise unless the rows of two values have equal shapes."""
     if len(gen) != len(other):
@@ -256,12 +249,6 @@ def _check_shapes(gen: Values, other: Values, what: str) -> None:
                 f"Sample {i} has different shapes: log-probs {tuple(one.shape)}, {what} "
                 f"{tuple(two.shape)}; was one of them padded (pad_output)?"
             )
-
-
-def _narrow(kl: Tensor, gen: Tensor, ref: Tensor, mask: Tensor) -> Tensor:
-    """Return kl [B, T], 0 outside the mask in rows where gen or ref has no log-prob there."""
-    beyond = [((values != 0) & ~mask).any(-1, keepdim=True) for values in (gen, ref)]  # [B, 1]
-    return kl.masked_fill(~(mask | (beyond[0] & beyond[1])), 0)
 
 
 def charge(
@@ -286,7 +273,7 @@ def charge(
             f"{tuple(kl.shape)}: expected one reward per token, {(*kl.shape, 1)}, or one "
             f"number per row, {(*kl.shape[:-1], 1)}"
         )
-    charged = reward + kl_reward(kl, coeff)
+    charged = reward - coeff * kl.unsqueeze(-1)
     return charged if padded else edge.ragged(charged)
 
 

@@ -74,14 +74,17 @@ class RetrieveLogProb(Transform):
                 "The model must have `input_mode='history'` when `assistant_only=True`, got "
                 f"{model.input_mode!r}; set `assistant_only=False` to keep all real tokens"
             )
-        key = full_key(model.log_probs_key) if log_probs_full_key is None else log_probs_full_key
+        if padding_side not in ("left", "right"):
+            raise ValueError(f"expected padding_side 'left' or 'right', got {padding_side!r}")
+        key = log_probs_full_key
+        key = under(model.log_probs_key, "full") if key is None else key
         if not isinstance(key, tuple) or key[-1] != "full":
             warnings.warn(f"expected a log_probs_full_key (..., 'full'), got {key!r}", stacklevel=2)
         super().__init__(model.in_keys, [key])
         self.log_probs_full_key = key
         self.model, self.assistant_only, self.detach = model, assistant_only, detach
         self.device = None if device is None else torch.device(device)
-        self.tokenizer, self.padding_side = tokenizer, check_side(padding_side)
+        self.tokenizer, self.padding_side = tokenizer, padding_side
         self.tokenizer_kwargs = options = dict(tokenizer_kwargs or {})
         known = {*CHOSEN, "padding"}
         wrong = [k for k, v in options.items() if k not in known and (k, v) not in FIXED.items()]
@@ -118,12 +121,14 @@ class RetrieveLogProb(Transform):
         # At the temperature of the sampling; a copy, for wrappers may write in place.
         asked = {"temperature_key": "temperature"} if hasattr(model, "limits") else {}
         scored = model(td.copy(), **asked)
-        log_probs = get_values(full_key(model.log_probs_key), scored)
+        log_probs = get_values(under(model.log_probs_key, "full"), scored)
         owner = getattr(model, "masks_key", None) or "masks"
-        mask = self._mask(td, scored, owner)
-        seen, own = get_values(ATTENTION, td), get_values(_ids_key(model), td)
+        mask, real = self._mask(td, scored, owner), get_values(under(owner, ATTENTION[1]), scored)
+        mask = log_probs if mask is None else mask
+        ids = under(getattr(model, "tokens_key", None) or "tokens", "full")
+        ids = model.in_keys[0] if model.input_mode == "tokens" else ids
+        seen, own = get_values(ATTENTION, td), get_values(ids, td)
         own = seen if own is None else own
-        mask, real = log_probs if mask is None else mask, get_values(_of(owner, ATTENTION), scored)
         alike = isinstance(log_probs, Tensor) and isinstance(mask, Tensor)
         if alike and log_probs.shape == mask.shape and _lie_alike(real, seen, own):
             return log_probs.masked_fill(~mask.bool(), 0)
@@ -133,11 +138,11 @@ class RetrieveLogProb(Transform):
     def _mask(self, td: TensorDictBase, scored: TensorDictBase, owner: NestedKey) -> Values | None:
         """Return the mask of the kept tokens; None keeps all."""
         if not self.assistant_only:
-            return get_values(_of(owner, ATTENTION), scored)
+            return get_values(under(owner, ATTENTION[1]), scored)
         history = td.get(self.in_keys[0], None) if self.model.input_mode == "history" else None
         mask = None
         if not self._renders or history is None or get_values(ASSISTANT, td) is not None:
-            masks = (get_values(_of(owner, key), scored) for key in (ASSISTANT, RESPONSE))
+            masks = (get_values(under(owner, key[1]), scored) for key in (ASSISTANT, RESPONSE))
             mask = next((m for m in masks if m is not None), None)
         if mask is not None:
             return mask
@@ -157,17 +162,6 @@ def _lie_alike(real: Values | None, seen: Values | None, own: Values | None) -> 
     if isinstance(own, list) or isinstance(real, list) or isinstance(seen, list):
         return False
     return real is None or seen is None or (real.shape == seen.shape and bool((real == seen).all()))
-
-
-def _ids_key(model: Any) -> NestedKey:
-    if model.input_mode == "tokens":
-        return model.in_keys[0]
-    return full_key(getattr(model, "tokens_key", None) or "tokens")
-
-
-def _of(owner: NestedKey, key: tuple[str, str]) -> NestedKey:
-    """Return the key of a mask in a model's own container."""
-    return (*full_key(owner)[:-1], key[1])
 
 
 def add_per_token(spec: Composite, key: NestedKey, *tail: int) -> Composite:
@@ -196,13 +190,6 @@ def check_one(name: str, model: Any, factory: Callable[[], Any] | None) -> None:
         raise ValueError(f"Must provide exactly one of '{name}_model' or '{name}_model_factory'.")
 
 
-def full_key(log_probs_key: Any) -> tuple[str, ...]:
-    """Return (log_probs_key, "full") as one flat key."""
-    return (log_probs_key, "full") if isinstance(log_probs_key, str) else (*log_probs_key, "full")
-
-
-def check_side(padding_side: str) -> str:
-    """Return the side, or raise unless it is left or right."""
-    if padding_side not in ("left", "right"):
-        raise ValueError(f"expected padding_side 'left' or 'right', got {padding_side!r}")
-    return padding_side
+def under(owner: NestedKey, name: str) -> tuple[str, ...]:
+    """Return the key of a name in a container, flat."""
+    return (owner, name) if isinstance(owner, str) else (*owner, name)

@@ -54,18 +54,6 @@ class LLMLossOutput(TensorClass["nocast"]):  # pyright: ignore[reportInvalidType
     kl_to_inference: Tensor | None = None
 
 
-class GRPOLossOutput(LLMLossOutput):
-    """Hold what GRPOLoss returns."""
-
-
-class DAPOLossOutput(LLMLossOutput):
-    """Hold what DAPO returns."""
-
-
-class CISPOLossOutput(LLMLossOutput):
-    """Hold what CISPOLoss returns."""
-
-
 @dataclass(frozen=True)
 class GRPOKeys:
     """Where GRPOLoss finds its input."""
@@ -88,7 +76,7 @@ class GRPOLoss(LossModule):
     (low, high): arXiv 2503.14476 eq. 8. Keep the model in eval mode.
     """
 
-    output_type: type[LLMLossOutput] = GRPOLossOutput
+    output_type = LLMLossOutput
     surrogate = "clip"
 
     def __init__(
@@ -212,8 +200,6 @@ class GRPOLoss(LossModule):
 class DAPO(GRPOLoss):
     """GRPOLoss under the name of DAPO (arXiv 2503.14476), which clips at (0.2, 0.28)."""
 
-    output_type = DAPOLossOutput
-
     def __init__(
         self,
         actor_network: Any = None,
@@ -230,5 +216,4 @@ class CISPOLoss(GRPOLoss):
     MiniMax-M1 (arXiv 2506.13585) eq. 4 and 5. `clip_fraction` counts all ratios outside the bounds.
     """
 
-    output_type = CISPOLossOutput
     surrogate = "cispo"

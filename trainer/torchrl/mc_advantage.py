@@ -70,11 +70,8 @@ class MCAdvantage(Transform):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase | None:  # type: ignore[override]
         """Queue trajectories; return the rows of the groups that they fill, None without any."""
-        return self.inv(tensordict)
-
-    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase | None:  # type: ignore[override]
         out: list[TensorDictBase] = []
-        for rows in self._trajectories(tensordict):
+        for rows in self._trajectories(tensordict.copy()):
             queue = self.queues.setdefault(prompt := self._prompt(rows[0]), [])
             queue.append(rows)
             if len(queue) == self.grpo_size:

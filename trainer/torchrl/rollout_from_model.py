@@ -16,7 +16,6 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
-from envs.transforms.kl import kl_reward
 from policies.models import token_ids
 from policies.padding import compact, widen
 from policies.sampler import Sampled, Stop, sample
@@ -146,7 +145,7 @@ class RolloutFromModel:
         score = self._scores(generated, seen[:, -1]) - self._label_scores(batch)  # [B]
         score = score.clamp(-self.score_clip, self.score_clip)
         reward_raw = torch.where(done, score[:, None, None], 0.0)
-        reward_kl = kl_reward(log_ratio, self.kl_coef)  # [B, S, 1]
+        reward_kl = -self.kl_coef * log_ratio.unsqueeze(-1)  # [B, S, 1]
         before, after = (
             torch.where(part, generated[:, None], self.pad_token_id)
             for part in (seen[:, :-1], seen[:, 1:])
