@@ -221,7 +221,7 @@ def log_prob_distribution():
     values, mask = torch.randn(2, 3), torch.tensor([[True, False, True], [False, True, True]])
     ids = torch.zeros(2, 3, dtype=torch.int64)
     yield "LogProbDistribution(log_probs, mask=None)"
-    defaults(LogProbDistribution, log_probs=..., mask=None)
+    defaults(LogProbDistribution, "log_probs, mask=None")
     yield "LogProbDistribution.log_prob: the pre-computed ones, 0 outside the mask"
     assert torch.equal(LogProbDistribution(values).log_prob(ids), values)
     assert torch.equal(LogProbDistribution(values, mask).log_prob(ids), values * mask)

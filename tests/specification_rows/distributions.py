@@ -25,7 +25,7 @@ def both() -> tuple[LLMMaskedCategorical, LLMMaskedCategorical]:
 @S0.rows()
 def arguments():
     yield "LLMMaskedCategorical(logits, mask, ignore_index=-100)"
-    defaults(LLMMaskedCategorical, logits=..., mask=..., ignore_index=-100)
+    defaults(LLMMaskedCategorical, "logits, mask, ignore_index=-100")
     yield "logits [B, T, C], unnormalized"
     place, token = both()
     value = torch.randint(C, (B, T))
@@ -146,13 +146,9 @@ def hot(*classes: int, size: int = 4) -> Tensor:
 @S2.rows()
 def one_hot_arguments():
     yield "MaskedOneHotCategorical(logits, probs, mask, indices, neg_inf, ...): defaults"
-    defaults(
-        MaskedOneHotCategorical,
-        **dict.fromkeys(("logits", "probs", "mask", "indices")),
-        neg_inf=-math.inf,
-        padding_value=None,
-        grad_method=ReparamGradientStrategy.PassThrough,
-    )
+    text = "logits=None, probs=None, mask=None, indices=None, neg_inf=-1e999, padding_value=None"
+    through = ReparamGradientStrategy.PassThrough
+    defaults(MaskedOneHotCategorical, text, grad_method=through)
     yield "logits: unnormalized; mask: same shape, False = masked"
     x, mask = torch.randn(3, 4), MASK.expand(3, 4)
     want = Categorical(logits=x.masked_fill(~mask, -math.inf))

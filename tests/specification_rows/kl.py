@@ -1,9 +1,8 @@
 """S3, first part: RetrieveLogProb, KLComputation and RetrieveKL."""
 
 import copy
-import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from envs.transforms import Compose, KLComputation, RetrieveKL, RetrieveLogProb,
 from policies import ChatHistory, History, TransformersWrapper
 from policies.padding import rows
 from specification_rows.containers import ASSISTANT, ATTENTION, RESPONSE, generated, scored
-from specification_rows.row import Page, close, defaults, raises, refused
+from specification_rows.row import Page, close, defaults, raises, refused, warned
 from specification_rows.shared import no_template
 from trainer import LLMCollector
 
@@ -136,9 +135,9 @@ def page_wrapper(**more: Any) -> tuple[TransformersWrapper, Any]:
 @S3.rows()
 def log_prob_arguments():
     yield "RetrieveLogProb(model, *, ...): arguments and defaults"
-    first = {"model": ..., "log_probs_full_key": None, "assistant_only": True}
-    more = {"detach": True, "device": None, "tokenizer": None, "padding_side": "left"}
-    defaults(RetrieveLogProb, **first, tokenizer_kwargs=None, **more)
+    text = """model, log_probs_full_key=None, assistant_only=True, tokenizer_kwargs=None,
+        detach=True, device=None, tokenizer=None, padding_side='left'"""
+    defaults(RetrieveLogProb, text)
     yield "RetrieveLogProb model: the log-probs of the reference at assistant tokens, else zero"
     for padded in (True, False):
         out = RetrieveLogProb(ref(pad_output=padded))(spoken())
@@ -151,10 +150,7 @@ def log_prob_arguments():
     assert set(old.keys()) == {"history", "old"}
     yield "RetrieveLogProb log_probs_full_key: a warning unless a tuple that ends in 'full'"
     for key in ("ref", ("ref", "all")):
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            RetrieveLogProb(ref(), log_probs_full_key=key)
-        assert any("log_probs_full_key" in str(w.message) for w in seen)
+        warned(partial(RetrieveLogProb, ref(), log_probs_full_key=key), "log_probs_full_key")
     yield "RetrieveLogProb assistant_only=True needs input_mode='history'"
     for mode in ("text", "tokens"):
         with raises(ValueError, "input_mode='history'", "assistant_only=False"):
@@ -253,9 +249,10 @@ def run_page_examples() -> None:
 def kl_computation():
     a, b, reward = torch.randn(2, 5), torch.randn(2, 5), torch.randn(2, 5, 1)
     yield "KLComputation(gen_log_probs_full_key, ref_log_probs_full_key, *, ...): defaults"
-    keys = {"gen_log_probs_full_key": FULL, "ref_log_probs_full_key": REF}
-    more = {"add_to_reward": True, "coeff": 1.0, "padding_side": "left"}
-    defaults(KLComputation, **keys, kl_key="kl_penalty", **more)
+    keys = """gen_log_probs_full_key=('log_probs', 'full'),
+        ref_log_probs_full_key=('ref_log_probs', 'full'), kl_key='kl_penalty',
+        add_to_reward=True, coeff=1.0"""
+    defaults(KLComputation, f"{keys}, padding_side='left'")
     yield "KLComputation prose: gen_log_probs_full_key is ('gen_log_probs', 'full')"
     assert KLComputation().gen_log_probs_full_key == FULL
     yield "KLComputation example, as printed"
@@ -312,12 +309,13 @@ def kl_computation():
 def retrieve_kl():
     spoken_kl = plain_kl(scored(), ASSISTANT)
     yield "RetrieveKL(gen_model='from_collector', ref_model=None, *, ...): defaults"
-    none = dict.fromkeys(("gen_model_factory", "ref_model_factory"))
-    keys = {"gen_log_probs_full_key": FULL, "ref_log_probs_full_key": REF, "kl_key": "kl_penalty"}
-    first = {"gen_model": "from_collector", "ref_model": None, **none, "assistant_only": True}
-    mid = {"history_key": "history", "tokenizer_kwargs": None, "detach": True, "device": None}
-    last = {"add_to_reward": True, "coeff": 1.0, "use_ray_service": False}
-    defaults(RetrieveKL, **first, **mid, tokenizer=None, padding_side="left", **keys, **last)
+    text = """gen_model='from_collector', ref_model=None, gen_model_factory=None,
+        ref_model_factory=None, assistant_only=True, history_key='history', tokenizer_kwargs=None,
+        detach=True, device=None, tokenizer=None, padding_side='left',
+        gen_log_probs_full_key=('log_probs', 'full'),
+        ref_log_probs_full_key=('ref_log_probs', 'full'), kl_key='kl_penalty', add_to_reward=True,
+        coeff=1.0, use_ray_service=False"""
+    defaults(RetrieveKL, text)
     yield "RetrieveKL gen_model, ref_model: their KL, 0 for one model"
     for padded in (True, False):
         made = RetrieveKL(gen(pad_output=padded), ref(pad_output=padded))

@@ -91,9 +91,9 @@ def loader(batch_size: int = 4) -> Any:
 def arguments():
     td, made = rolled()
     yield "RolloutFromModel(model, ref_model, reward_model, kl_coef=0.1, ...): defaults"
-    first = dict.fromkeys(("model", "ref_model", "reward_model"), ...)
-    more = {"kl_coef": 0.1, "max_new_tokens": 50, "score_clip": 10.0}
-    defaults(RolloutFromModel, **first, **more, kl_scheduler=None, num_steps=None)
+    text = """model, ref_model, reward_model, kl_coef=0.1, max_new_tokens=50, score_clip=10.0,
+        kl_scheduler=None, num_steps=None"""
+    defaults(RolloutFromModel, text)
     yield "arg model: a transformers model; ref_model: a frozen one for the KL penalty"
     alone = RolloutFromModel(models()[0], models()[0], models()[2], max_new_tokens=STEPS)
     assert not alone.rollout_from_data(batch())["next", "reward_kl"].any()
@@ -175,8 +175,7 @@ def create_rollout_td():
     td, made = rolled()
     after = td["next"]
     yield "create_rollout_td(batch, generated, log_probs, log_ratio), also of a TensorDict"
-    names = ("batch", "generated", "log_probs", "log_ratio")
-    defaults(RolloutFromModel.create_rollout_td, **dict.fromkeys(names, ...))
+    defaults(RolloutFromModel.create_rollout_td, "batch, generated, log_probs, log_ratio")
     assert (make().create_rollout_td(batch().to_tensordict(), *made) == td).all()
     yield "create_rollout_td: action, the generated tokens"
     for i, (prompt, reply) in enumerate(chats()):
@@ -214,7 +213,7 @@ def create_rollout_td():
 def generate():
     generated, log_probs, ratio = rolled()[1]
     yield "generate(batch, generation_config=None)"
-    defaults(RolloutFromModel.generate, batch=..., generation_config=None)
+    defaults(RolloutFromModel.generate, "batch, generation_config=None")
     greedy = GenerationConfig(do_sample=False, max_new_tokens=4)
     one, two = (make().generate(batch(), greedy)[0] for _ in range(2))
     assert torch.equal(one, two)

@@ -115,11 +115,22 @@ def is_documented(document: str, words: str) -> bool:
     return bool(words) and " ".join(words.split()) in " ".join(text.split())
 
 
-def defaults(what: Any, **wanted: Any) -> None:
-    """Check that arguments have these defaults, in this order; ... stands for none."""
+def defaults(what: Any, text: str, **more: Any) -> None:
+    """Check that the arguments of a signature, and more, are there in this order by default."""
+    call: Any = ast.parse(f"f({text})", mode="eval").body
+    wanted = {name.id: inspect.Parameter.empty for name in call.args}
+    wanted |= {part.arg: ast.literal_eval(part.value) for part in call.keywords} | more
     has = inspect.signature(what).parameters
-    found = [(name, has[name].default) for name in has if name in wanted]
-    assert found == [(n, inspect.Parameter.empty if v is ... else v) for n, v in wanted.items()]
+    assert [(n, has[n].default) for n in has if n in wanted] == list(wanted.items())
+
+
+def warned(call: Callable[[], Any], word: str) -> Any:
+    """Return what a call gives; check that it warns once with a word."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        out = call()
+    assert sum(word in str(warning.message) for warning in seen) == 1
+    return out
 
 
 @contextmanager

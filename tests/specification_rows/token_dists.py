@@ -31,9 +31,10 @@ def right(dist: LLMMaskedCategorical, td: TensorDict, key: tuple[str, str]) -> N
 def get_dist():
     td, ragged = generated(), scored(False).select("tokens", "masks")
     yield "get_dist: arguments and defaults"
-    none = dict.fromkeys(("mask_key", "as_padded_tensor", "as_nested_tensor", "padding_value"))
-    first = {"tensordict": ..., "tensordict_out": None, "logits_key": "logits"}
-    defaults(LLMWrapperBase.get_dist, **first, **none, padding_side="left", layout=None)
+    text = """tensordict, tensordict_out=None, logits_key='logits', mask_key=None,
+        as_padded_tensor=None, as_nested_tensor=None, padding_value=None, padding_side='left',
+        layout=None"""
+    defaults(LLMWrapperBase.get_dist, text)
     yield "get_dist: by default the padding is masked"
     right(score().get_dist(td.copy()), td, ATTENTION)
     yield "get_dist tensordict_out, logits_key"
@@ -158,8 +159,7 @@ NAME = {"chat_template_name": "chatml_format"}
 def replies():
     asked, tokenizer = History.from_chats(CHATS), make_policy().tokenizer
     yield "_extract_responses_from_full_histories: arguments"
-    more = {"chat_template_name": None, "tokenizer": None}
-    defaults(extract, text_full=..., prompt_histories=..., **more)
+    defaults(extract, "text_full, prompt_histories, chat_template_name=None, tokenizer=None")
     yield "_extract_responses_from_full_histories: all after the prompt; name or tokenizer"
     for given in (NAME, {"tokenizer": tokenizer}):
         got = extract(texts(["a"], ["b"], ["c"]), asked, **given)
