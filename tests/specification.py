@@ -45,8 +45,8 @@ def main(words: list[str]) -> int:
         sums[works] += 1
         cells = (row.id, row.page, row.name, works, " ".join(evidence.split())[:300])
         print("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |", flush=True)
-    told = ", ".join(f"{sums[name]} {name}" for name in ("yes", "part", "no", "FAILS"))
-    print(f"\n{sums.total()} rows: {told}")
+    counts = ", ".join(f"{sums[name]} {name}" for name in ("yes", "part", "no", "FAILS"))
+    print(f"\n{sums.total()} rows: {counts}")
     return int(sums["FAILS"] > 0)
 
 

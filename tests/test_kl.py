@@ -81,7 +81,7 @@ def test_one_reward_per_row_is_paid_at_the_last_kept_token(shape, one, mask, las
     torch.testing.assert_close(task, want)
 
 
-def held(rows: list[dict], holder: str) -> TensorDict:
+def as_form(rows: list[dict], holder: str) -> TensorDict:
     """Return rows of other lengths as a lazy stack of tds, lazy containers or nested tensors."""
     if holder == "tds":
         return lazy_stack([TensorDict(row) for row in rows])
@@ -112,7 +112,7 @@ def test_rows_of_other_lengths_are_charged_as_each_alone(lengths, holder, side, 
         reward = torch.randn(*((n, 1) if per_token else (1,)), generator=DRAW).double()
         mask = torch.rand(n, generator=DRAW) < 0.5
         rows.append({FULL: one, REF: two, RESPONSE: mask, "reward": reward})
-    out = KLComputation(coeff=0.3, padding_side=side)(held(rows, holder))
+    out = KLComputation(coeff=0.3, padding_side=side)(as_form(rows, holder))
     for i, row in enumerate(rows):
         alone = KLComputation(coeff=0.3)(TensorDict({k: v[None] for k, v in row.items()}, [1]))
         for key in (KL, "reward"):
@@ -257,9 +257,9 @@ def test_every_chain_charges_a_token_once_over_the_turns_of_a_collector(chain, p
 def test_the_older_reward_is_paid_once_under_its_own_keys_in_an_environment():
     td = chats(padded=True)
     with pytest.warns(DeprecationWarning, match="RetrieveKL"):
-        made = KLRewardTransform(ref(input_mode="tokens"), coef=0.5,
+        transform = KLRewardTransform(ref(input_mode="tokens"), coef=0.5,
                                  out_keys=["shaped", "leash", "ref"])  # fmt: skip
-    env = TransformedEnv(Chat(), Compose(made))
+    env = TransformedEnv(Chat(), Compose(transform))
     begin = env.reset(td.copy())
     assert begin["shaped"].tolist() == [[0.0], [0.0]]
     assert "leash" not in begin
@@ -268,9 +268,9 @@ def test_the_older_reward_is_paid_once_under_its_own_keys_in_an_environment():
     assert kl[td[RESPONSE]].any()
     assert out["reward"].tolist() == [[1.0], [1.0]]
     near(out["shaped"].sum((1, 2)), 1 - 0.5 * kl.sum(-1))
-    made.load_state_dict({"coef": torch.tensor(2.0)})
+    transform.load_state_dict({"coef": torch.tensor(2.0)})
     near(env.step(begin)["next", "shaped"].sum((1, 2)), 1 - 2.0 * kl.sum(-1))
-    assert list(made.parameters()) == []  # no optimiser finds the reference
+    assert list(transform.parameters()) == []  # no optimiser finds the reference
 
 
 # In a run, and where there is no Ray.

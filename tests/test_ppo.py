@@ -51,13 +51,13 @@ def prepared(policy, critic=None, **options) -> TensorDict:
     batch["loss_mask"][1] = False  # a row that counts for nothing
     options = {"gamma": GAMMA, "lmbda": LMBDA, **options}
     policy.scorer.critic = Critic(policy.scorer, **(critic or {}))
-    made = GAEAdvantage(policy=policy, runtime=one_process(), leash=PAID, **options)
+    advantage = GAEAdvantage(policy=policy, runtime=one_process(), leash=PAID, **options)
     draw = torch.Generator().manual_seed(1)
     head = policy.scorer.critic.head
     with torch.no_grad():
         head.weight.copy_(0.1 * torch.randn(head.weight.shape, generator=draw))
         head.bias.fill_(0.3)
-    batch = made(batch)
+    batch = advantage(batch)
     nudge(policy.model.parameters(), 1.02)
     nudge(policy.scorer.critic.parameters(), 1.1)
     return batch
@@ -134,9 +134,9 @@ def test_rewards_values_and_advantages_are_those_of_the_paper(policy):
     batch["truncated"] = torch.ones_like(batch["truncated"])  # a limit is as terminal as an end
     options = {"policy": policy, "runtime": one_process()}
     policy.scorer.critic = Critic(policy.scorer)
-    made = GAEAdvantage(**options, leash=PAID, gamma=GAMMA, lmbda=LMBDA, micro_batch_tokens=100)
+    gae = GAEAdvantage(**options, leash=PAID, gamma=GAMMA, lmbda=LMBDA, micro_batch_tokens=100)
     torch.nn.init.normal_(policy.scorer.critic.head.weight, std=0.1)
-    batch, mask = made(batch), batch["loss_mask"]
+    batch, mask = gae(batch), batch["loss_mask"]
     value = torch.zeros_like(batch["value"])
     with torch.no_grad():
         for i in range(batch.batch_size[0]):

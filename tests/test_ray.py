@@ -53,7 +53,7 @@ def load(folder: Path, key: str = "ref_log_probs", mode: str = "history", seed: 
     return TransformersWrapper(model, tokenizer=tokenizer, input_mode=mode, **more)
 
 
-def made(folder: Path, key: str = "ref_log_probs") -> list[str]:
+def loaders(folder: Path, key: str = "ref_log_probs") -> list[str]:
     """Return the processes that called `load` for a key, once for each call."""
     trace = folder / f"{key}.made"
     return trace.read_text().split() if trace.exists() else []
@@ -122,7 +122,7 @@ def test_environments_share_one_actor_whose_models_a_factory_makes_once(ray, fol
     assert float(want["kl_penalty"].abs().sum()) > 0.1
     # One model each, in one process that is not this one; no weights on the way.
     for key in ("gen_log_probs", "ref_log_probs"):
-        pids = [pid for pid in made(folder, key) if pid != str(os.getpid())]
+        pids = [pid for pid in loaders(folder, key) if pid != str(os.getpid())]
         assert len(pids) == 1
     weights = sum(p.numel() * p.element_size() for p in load(folder).parameters())
     assert 0 < transforms[0].sent_bytes < weights / 20
@@ -199,7 +199,7 @@ def test_another_process_uses_the_actor_and_leaves_it_alive(ray, folder, tmp_pat
     assert done.returncode == 0, done.stderr
     same(torch.load(tmp_path / "out.pt", weights_only=False), want, shared.out_keys)
     same(shared(td.copy())["next"], want, shared.out_keys)
-    assert len([pid for pid in made(folder) if pid != str(os.getpid())]) == 1
+    assert len([pid for pid in loaders(folder) if pid != str(os.getpid())]) == 1
     shared.close()
 
 

@@ -172,9 +172,9 @@ def test_the_scheduler_gets_nats_per_sequence_every_num_steps(folders):
     parts = Parts(folders["gpt2"], kl_coef=0.8, kl_scheduler=control, num_steps=2)
     charged, measured = [], []
     for _ in range(5):
-        made = parts.roll.generate(parts.batch)
-        td = parts.roll.create_rollout_td(parts.batch, *made)
-        measured.append(made[2].double().sum().item() / 4)
+        replies = parts.roll.generate(parts.batch)
+        td = parts.roll.create_rollout_td(parts.batch, *replies)
+        measured.append(replies[2].double().sum().item() / 4)
         charged.append(-td["next", "reward_kl"].double().sum().item() / (4 * measured[-1]))
     assert charged == pytest.approx([0.8, 0.8, 0.4, 0.4, 0.2])
     assert control.seen[0] + control.seen[1] == pytest.approx(measured[:4], rel=1e-4)
@@ -197,8 +197,8 @@ def test_the_documented_controller_gets_its_own_convention(folders):
 
 def test_pad_and_eos_come_from_model_or_tokenizer(folders):
     model = AutoModelForCausalLM.from_pretrained(folders["qwen2"])
-    own = RolloutFromModel(model, model, torch.nn.Identity())
-    assert (own.pad_token_id, own.eos_token_ids) == (0, {0, 2})
+    alone = RolloutFromModel(model, model, torch.nn.Identity())
+    assert (alone.pad_token_id, alone.eos_token_ids) == (0, {0, 2})
     for config in (model.config, model.generation_config):
         config.eos_token_id = config.pad_token_id = None
     tokenizer = AutoTokenizer.from_pretrained(folders["qwen2"])
@@ -227,14 +227,15 @@ def path(tmp_path, rows) -> str:
 
 def test_a_data_set_keeps_the_whole_prompt_and_ends_the_label(folders, tmp_path, rows, path):
     tokenizer = AutoTokenizer.from_pretrained(folders["qwen2"])
-    made = PromptData.from_dataset("train", path, 40, tokenizer=tokenizer)
+    data_set = PromptData.from_dataset("train", path, 40, tokenizer=tokenizer)
     for i, row in enumerate(rows):
         prompt, label = tokenizer(row["prompt"]).input_ids, tokenizer(row["label"]).input_ids
-        real = made.input_ids[i][made.attention_mask[i]].tolist()
+        real = data_set.input_ids[i][data_set.attention_mask[i]].tolist()
         assert real == [*prompt, *label, tokenizer.eos_token_id]
-        assert made.prompt_rindex[i] == len(prompt) - 1
-        assert made[i : i + 1].mask_label().input_ids[0, : len(prompt) + 1].tolist() == [*prompt, 0]
-        assert made.labels[i].tolist() == real + [-100] * (40 - len(real))
+        assert data_set.prompt_rindex[i] == len(prompt) - 1
+        alone = data_set[i : i + 1].mask_label().input_ids[0]
+        assert alone[: len(prompt) + 1].tolist() == [*prompt, 0]
+        assert data_set.labels[i].tolist() == real + [-100] * (40 - len(real))
     frame = tmp_path / "tldr.parquet"
     Dataset.from_list(rows).to_parquet(frame)
     DatasetDict({"valid": Dataset.from_list(rows)}).save_to_disk(tmp_path / "saved")
@@ -243,7 +244,7 @@ def test_a_data_set_keeps_the_whole_prompt_and_ends_the_label(folders, tmp_path,
         PromptData.from_dataset("train", str(frame), **settings),
         PromptData.from_dataset("valid", str(tmp_path / "saved"), from_disk=True, **settings),
     ):
-        assert torch.equal(again.input_ids, made.input_ids)
+        assert torch.equal(again.input_ids, data_set.input_ids)
 
 
 def test_a_loader_shows_each_row_once_an_epoch(folders, path):
