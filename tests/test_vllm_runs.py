@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 import torch
-from engines import read
 from runs import lines, train
 
 from policies.load import load_policy
@@ -66,7 +66,7 @@ def server():
     )
     try:
         limit = time.monotonic() + 400
-        while not read(f"http://127.0.0.1:{port}/version"):
+        while not answers(f"http://127.0.0.1:{port}/version"):
             assert process.poll() is None
             assert time.monotonic() < limit
             time.sleep(0.5)
@@ -75,6 +75,13 @@ def server():
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=5).is_success
+    except httpx.HTTPError:
+        return False
 
 
 def proved(rows: list[dict]) -> None:
