@@ -303,7 +303,7 @@ def test_distributions_of_a_rollout_give_its_log_probs_at_its_temperature():
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("padded", [True, False])
 def test_the_distribution_under_the_assistant_mask_may_be_asked_for_again(side, padded):
-    policy, td = scoring(pad_output=padded), spoken()
+    policy, td = scoring(pad_output=padded, inplace=False), spoken()
     first = policy._get_rlhf_dist(td, padding_side=side)
     for ask in (policy._get_rlhf_dist, policy._get_sft_dist):  # now from the ids that it wrote
         again = ask(td, padding_side=side)
