@@ -244,7 +244,6 @@ WRONG = [
     ({"indices": INDICES}, "padding_value"),
     ({"indices": INDICES.double()}, "integers"),
     ({"indices": INDICES[0]}, "indices"),
-    ({"mask": MASK, "neg_inf": math.nan}, "neg_inf"),
     ({"mask": MASK, "probs": scores(4).exp()}, "logits or probs, got both"),
     ({"mask": MASK, "logits": None}, "logits or probs, got neither"),
     ({"mask": MASK, "logits": scores(4).long()}, "logits"),

@@ -220,7 +220,6 @@ def test_filters_of_the_configuration_reach_the_policy_and_its_reference():
         ({"num_samples": 3, "inplace": True}, "num_samples"),
         ({"num_samples": 3, "inplace": "empty"}, "num_samples"),
         ({"num_samples": 3, "generate_kwargs": {"n": 2}}, "num_samples=3 and n=2"),
-        ({"num_samples": 2, "generate_kwargs": {"do_sample": False}}, "num_samples=2"),
         ({"pad_model_input": False}, "pad_model_input"),
         ({"chat_template_name": "nobody's"}, "chat_template_name"),
         ({"generate": False, "log_probs_key": None}, "log_probs"),
@@ -268,7 +267,7 @@ def narrow_mask() -> TensorDict:
 
 WRONG = {
     "no input": (lambda: make_policy()(prompts().select("stream")), "history.*prompt"),
-    "no rows": (lambda: make_policy()(prompts()[:0]), "batch_size"),
+    "no rows": (lambda: make_policy()(prompts()[:0]), "row"),
     "mask of other columns": (
         lambda: make_policy().get_new_version(input_mode="tokens")(narrow_mask()),
         "attention mask",
@@ -286,7 +285,6 @@ WRONG = {
         lambda: scoring().get_dist(make_policy()(prompts()), padding_side="right"),
         "padding_side='right'",
     ),
-    "side": (lambda: scoring().get_dist(spoken(), padding_side="top"), "padding_side"),
     "layout of padded": (lambda: scoring().get_dist(spoken(), layout=torch.jagged), "layout"),
     "rows of other lengths": (
         lambda: scoring().get_dist(spoken(), as_padded_tensor=False),

@@ -72,8 +72,6 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         if isinstance(text, str):
             found = read(text)
             return found if isinstance(found, cls) else cls.from_chats(found)
-        if not text:
-            raise ValueError("expected a text or a list of texts, got an empty list")
         options = (chat_template_name, chat_template, tokenizer)
         return lazy_stack([cls.from_text(one, *options) for one in text])
 
@@ -151,13 +149,8 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         """
         if not isinstance(tokenizer, Renderer):
             tokenizer = Renderer(tokenizer, chat_template, chat_template_name)
-        elif chat_template is not None or chat_template_name is not None:
-            raise ValueError("expected chat_template=None with a Renderer, which has its own")
         if return_tensors not in (None, "pt") or padding not in (False, True, "longest"):
-            raise ValueError(
-                "expected return_tensors None or 'pt' and padding False, True or 'longest', got "
-                f"{return_tensors!r} and {padding!r}"
-            )
+            raise ValueError(f"expected None or 'pt', got {return_tensors=} and {padding=}")
         as_dict = bool(return_dict or return_tensors or return_assistant_tokens_mask or padding)
         if as_dict and False in (tokenize, return_dict):
             raise ValueError("masks, tensors and padding need return_dict=True; leave out tokenize")

@@ -70,8 +70,6 @@ class TokenDists:
             raise NotImplementedError(
                 "a generating policy has no get_dist; use policy.get_new_version(generate=False)"
             )
-        if padding_side not in ("left", "right"):
-            raise ValueError(f"expected padding_side 'left' or 'right', got {padding_side!r}")
         rows = flat(td)
         self.td, self.side, self.out, self.logits_key = td, padding_side, tensordict_out, logits_key
         self.reader: InputReader = policy.reader(rows)

@@ -223,8 +223,6 @@ class LLMWrapperBase(TensorDictModuleBase):
         Outputs go to `tensordict_out` if it is given, else where `inplace` says. Scores are at the
         temperatures [B] at `temperature_key`, if there are any, else at the wrapper's own.
         """
-        if 0 in tensordict.batch_size:
-            raise ValueError(f"expected at least one row, got batch_size {tensordict.batch_size}")
         td = flat(tensordict)
         out = self._generate(td) if self.generate else self._score(td, temperature_key)
         out = self._shaped(out, tensordict)
@@ -251,9 +249,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         reader = self.reader(td)
         records = reader.records(td)
         prompts = reader.prompts(td, records)
-        self.limits.check_lengths(
-            prompts.tokens, prompts.attention, self.tokenizer, self.max_positions
-        )
+        self.limits.check_lengths(prompts.attention, self.max_positions)
         size, times = len(prompts.tokens), self.num_samples or 1
         streams = td.get("stream", None)
         if streams is None:
@@ -574,15 +570,10 @@ def _check_settings(settings: dict[str, Any], limits: GenerateKwargs) -> None:
     if settings["batching"] is False and sized:
         raise ValueError("min_batch_size and max_batch_size must be None if batching is False.")
     wanted, named = settings["num_samples"], limits.num_samples
-    count = wanted or named
     if wanted is not None and (wanted < 1 or named not in (None, wanted)):
         raise ValueError(f"expected num_samples >= 1, got num_samples={wanted} and n={named}")
-    if not settings["generate"] or count is None:
-        return
-    if settings["inplace"] in (True, "empty"):
+    if settings["generate"] and (wanted or named) and settings["inplace"] in (True, "empty"):
         raise ValueError("num_samples changes the batch shape; expected inplace=False (or None)")
-    if count > 1 and limits.temperature == 0:
-        raise ValueError(f"num_samples={count} greedy replies are all the same; raise temperature")
 
 
 def _tokenizer_options(kwargs: dict[str, Any], input_mode: str) -> dict[str, Any]:
