@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from contracts import make_policy
-from tensordict import TensorDict
 from wrapped import prompts, same, scoring, spoken
 
 from policies.wrappers.batching import BatchQueue
@@ -175,18 +174,3 @@ def test_scoring_threads_share_forwards_unless_they_need_a_gradient():
         got.sum().backward()
     assert sizes == [1] * 4
     make_policy().model.zero_grad()
-
-
-def test_a_callers_mistake_is_its_own():
-    policy, _ = batched(make_policy(), min_batch_size=2)
-    empty = TensorDict(batch_size=[1])
-    rough = prompts("tokens")[:1].exclude("attention_mask")
-    rough["tokens"].prompt = torch.zeros(1, 0, dtype=torch.int64)
-    good = prompts()[:1]
-    with ThreadPoolExecutor(3) as pool:
-        futures = [pool.submit(policy, td) for td in (empty, rough, good)]
-    with pytest.raises(ValueError, match="history"):
-        futures[0].result(SOON)
-    with pytest.raises(ValueError, match="at least one prompt token"):
-        futures[1].result(SOON)
-    same(futures[2].result(SOON), make_policy()(prompts()[:1]))

@@ -149,27 +149,6 @@ def test_chats_made_one_by_one_without_a_batch_size_are_read(tokenizer):
         assert out["text"].full == want
 
 
-ENDS = {
-    "chatml_format": "Yo<|im_end|>",
-    "qwen": "Yo<|im_end|>",
-    "llama": "Yo<|eot|>",
-    "deepseek": " Yo<|im_end|>",  # the end token of this tokenizer
-    "falcon": " Yo\n\n",
-    "dialogpt": "Yo<|im_end|>",
-}
-
-
-@pytest.mark.parametrize("name", ENDS)
-def test_the_end_of_a_turn_is_the_assistants(name, tokenizer):
-    td = History.from_chats([ASK, REPLY, ASK, REPLY]).apply_chat_template(
-        tokenizer=tokenizer,
-        chat_template_name=name,
-        add_generation_prompt=False,
-        return_assistant_tokens_mask=True,
-    )
-    assert tokenizer.decode(td["input_ids"][td["assistant_masks"]]) == 2 * ENDS[name]
-
-
 # Specs.
 
 

@@ -10,7 +10,6 @@ import inspect
 import pytest
 import torch
 from contracts import make_policy, plain_log_probs
-from tensordict import TensorDict
 from torch import nn
 from torch.distributions import Categorical
 from wrapped import CHATS, SPOKEN, TEXTS, policy_ids, prompts, same, scoring, sequences, spoken
@@ -135,21 +134,6 @@ def test_scoring_in_place_keeps_prompts_and_responses(padded, scored_padded):
     assert scoring()._get_sft_dist(out).mask.sum() == sum(int(mask.sum()) for *_, mask in want)
 
 
-def test_keys_may_be_nested():
-    names = {f"{n}_key": ("deep", n) for n in ("text", "tokens", "masks", "log_probs", "history")}
-    policy = make_policy().get_new_version(**names, inplace=False)
-    td = TensorDict({"stream": prompts()["stream"]}, [3])
-    out, plain = policy(td.set(("deep", "history"), prompts()["history"])), make_policy()(prompts())
-    same(out["deep"], plain)
-    scored = scoring(**names)(out)
-    torch.testing.assert_close(scored["deep", *RESPONSE], plain[RESPONSE])
-    assert policy.log_prob_keys == [("deep", "log_probs", "full")]
-    assert policy.dist_sample_keys == [("deep", "tokens", "response")]
-    assert torch.equal(
-        scoring(**names)._get_sft_dist(out).mask, scored["deep", "masks", "all_response_mask"]
-    )
-
-
 # torch warns that strided nested tensors are a prototype; whoever asks for them may know.
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
@@ -175,15 +159,10 @@ def test_unpadded_outputs_may_be_nested_tensors(layout):
 
 @pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize("mode", ["history", "text"])
-def test_the_words_are_those_of_the_ids_also_when_they_are_scored(mode, padded):
+def test_scoring_a_reply_says_what_its_generation_said(mode, padded):
     policy = make_policy().get_new_version(input_mode=mode, pad_output=padded, inplace=False)
-    score = policy.get_new_version(generate=False)
-    said, heard = policy(prompts(mode)), score(spoken(mode))
-    for out in (said, heard):
-        keep, ids = (rows(out, k) for k in (("masks", "all_attention_mask"), ("tokens", "full")))
-        real = [row[mask].tolist() for row, mask in zip(ids, keep, strict=True)]
-        assert out["text"].full == policy.tokenizer.batch_decode(real)
-    again = score(said)["text"]
+    said = policy(prompts(mode))
+    again = policy.get_new_version(generate=False)(said)["text"]
     for field in ("prompt", "response", "full"):
         assert again.get(field) == said["text"].get(field)
 
