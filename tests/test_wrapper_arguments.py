@@ -213,9 +213,6 @@ def test_filters_of_the_configuration_reach_the_policy_and_its_reference():
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"pad_output": "yes"}, "pad_output"),
-        ({"inplace": "maybe"}, "inplace"),
-        ({"layout": torch.sparse_coo}, "layout"),
         ({"device": "cuda"}, "cuda"),
         ({"num_samples": 3, "inplace": True}, "num_samples"),
         ({"num_samples": 3, "inplace": "empty"}, "num_samples"),
@@ -281,11 +278,6 @@ WRONG = {
         "input_mode='history'",
     ),
     "no response": (lambda: scoring(input_mode="text").log_prob(spoken("text")), "input_mode"),
-    "padded left already": (
-        lambda: scoring().get_dist(make_policy()(prompts()), padding_side="right"),
-        "padding_side='right'",
-    ),
-    "layout of padded": (lambda: scoring().get_dist(spoken(), layout=torch.jagged), "layout"),
     "rows of other lengths": (
         lambda: scoring().get_dist(spoken(), as_padded_tensor=False),
         "equal lengths",

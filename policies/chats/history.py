@@ -72,6 +72,8 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         if isinstance(text, str):
             found = read(text)
             return found if isinstance(found, cls) else cls.from_chats(found)
+        if not text:
+            raise ValueError("expected a text or a list of texts, got an empty list")
         options = (chat_template_name, chat_template, tokenizer)
         return lazy_stack([cls.from_text(one, *options) for one in text])
 
@@ -208,8 +210,6 @@ def _grown(history: History, new: History, dim: int, *, one: bool) -> History:
         return _build([*records_of(history), *records_of(new)])
     if dim == 0:
         return lazy_stack([*history.unbind(0), *([new] if one else new.unbind(0))])
-    if history.shape[0] != new.shape[0]:
-        raise RuntimeError(f"expected {history.shape[0]} rows, got {new.shape[0]}")
     pairs = zip(history.unbind(0), new.unbind(0), strict=True)
     return lazy_stack([_grown(a, b, dim - 1, one=one) for a, b in pairs])
 

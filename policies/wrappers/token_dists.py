@@ -38,8 +38,7 @@ class RaggedCategorical(Categorical):
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
         """Draw a token each; more at a time would not nest."""
-        if tuple(sample_shape):
-            raise ValueError(f"expected sample_shape (), got {tuple(sample_shape)}")
+        assert not sample_shape
         return self._nest(super().sample())
 
     def entropy(self) -> Tensor:
@@ -74,9 +73,6 @@ class TokenDists:
         self.td, self.side, self.out, self.logits_key = td, padding_side, tensordict_out, logits_key
         self.reader: InputReader = policy.reader(rows)
         self.seq = seq = self.reader.sequences(rows, padding_side)
-        left = (seq.attention[:, 1:] > seq.attention[:, :-1]).any()
-        if seq.dense and padding_side == "right" and left:
-            raise ValueError("padding_side='right' pads ragged sequences, these are padded left")
         # Losses ask for the ratio at the temperature of the sampling.
         scale = policy.scoring_temperature(rows, "temperature")
         values = policy._logits(seq.tokens, seq.attention)

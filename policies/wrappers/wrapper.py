@@ -9,7 +9,7 @@ Alignment everywhere: entry t of a `full` belongs to token t; unscored entries a
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 from weakref import ref
 
 import torch
@@ -34,13 +34,6 @@ from policies.wrappers.outputs import Form, home, put
 from policies.wrappers.token_dists import TokenDists, show_rows
 
 InputMode = Literal["history", "text", "tokens"]
-CHOICES = {
-    "input_mode": ("history", "text", "tokens"),
-    "pad_output": (True, False),
-    "inplace": (True, False, "empty", None),
-    "prefer_tokens": (True, False),
-    "layout": (None, torch.strided, torch.jagged),
-}
 
 
 class LLMWrapperBase(TensorDictModuleBase):
@@ -454,8 +447,6 @@ class LLMWrapperBase(TensorDictModuleBase):
         unpadded = as_nested_tensor or as_padded_tensor is False
         if unpadded and (mask_key is not None or as_padded_tensor):
             raise ValueError("expected padded logits for a mask; drop mask_key or as_padded_tensor")
-        if layout is not None and not as_nested_tensor:
-            raise ValueError(f"{layout=} is that of nested logits; set as_nested_tensor=True")
         where = {"tensordict_out": tensordict_out, "logits_key": logits_key}
         dists = TokenDists(self, tensordict, padding_side=padding_side, **where)
         if as_nested_tensor:
@@ -558,9 +549,9 @@ class LLMWrapperBase(TensorDictModuleBase):
 
 def _check_settings(settings: dict[str, Any], limits: GenerateKwargs) -> None:
     """Raise ValueError for arguments of a wrapper that do not go together."""
-    for name, allowed in CHOICES.items():
-        if settings[name] not in allowed:
-            raise ValueError(f"{name} must be one of {allowed}, got {settings[name]!r}")
+    mode, modes = settings["input_mode"], get_args(InputMode)
+    if mode not in modes:
+        raise ValueError(f"input_mode must be one of {modes}, got {mode!r}")
     silent = settings["return_log_probs"] is False or settings["log_probs_key"] is None
     if not settings["generate"] and silent:
         raise ValueError("return_log_probs must be True when generate=False, with a log_probs_key")
