@@ -1,9 +1,9 @@
 """An engine that samples beside the policy: what it gets, how that is proved, what is refused."""
 
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
 from pathlib import Path
-from threading import Thread
 
+import httpx
 import pytest
 import torch
 from contracts import make_policy
@@ -170,30 +170,27 @@ def test_weights_for_a_server_lie_where_it_sees_runs_also_in_a_preflight(tmp_pat
     assert Path(compose(preflight, with_hydra=True).hydra.run.dir).parent != tmp_path
 
 
-class Answer(BaseHTTPRequestHandler):
-    """Answer as its path says: a page, a version, or what a server without dev mode says."""
+@pytest.mark.parametrize(
+    "answers",
+    [
+        None,  # nobody listens
+        {},
+        {"/version": "<html>"},
+        {"/version": '{"version": "0.9.1"}'},
+        {"/version": '{"version": "0.32.0"}'},  # without its dev mode
+    ],
+)
+def test_a_url_without_a_fitting_server_is_refused_with_the_line_that_starts_one(
+    answers, policy, tmp_path, monkeypatch
+):
+    def answer(request: httpx.Request) -> httpx.Response:
+        text = answers.get(request.url.path)
+        return httpx.Response(404 if text is None else 200, text=text)
 
-    def do_GET(self) -> None:
-        kind = self.path.split("/")[1]
-        known = kind in ("page", "old") or (kind == "plain" and self.path.endswith("/version"))
-        self.send_response(200 if known else 404)
-        self.end_headers()
-        said = {"page": "<html>", "old": '{"version": "0.9.1"}', "plain": '{"version": "0.32.0"}'}
-        self.wfile.write(said.get(kind, "").encode())
-
-    def log_message(self, *given: object) -> None:
-        """Say nothing."""
-
-
-def test_a_url_without_a_fitting_server_is_refused_with_the_line_that_starts_one(policy, tmp_path):
-    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        here = f"http://127.0.0.1:{server.server_port}"
-        urls = [
-            "http://127.0.0.1:9",
-            *(f"{here}/{kind}" for kind in ("none", "page", "old", "plain")),
-        ]
-        for url in urls:
-            with pytest.raises(ValueError, match=rf"policy.vllm.url={url}: .* vllm serve"):
-                VLLMServer(url, policy.model, folder=tmp_path, share=tmp_path, dtype="float32")
-        server.shutdown()
+    if answers is not None:
+        patched = partial(httpx.Client, transport=httpx.MockTransport(answer))
+        monkeypatch.setattr("policies.wrappers.vllm_server.httpx.Client", patched)
+    with pytest.raises(ValueError, match=r"policy\.vllm\.url=.* vllm serve"):
+        VLLMServer(
+            "http://127.0.0.1:9", policy.model, folder=tmp_path, share=tmp_path, dtype="float32"
+        )

@@ -37,27 +37,8 @@ def test_the_end_of_turn_is_kept_when_it_is_the_padding_token():
     assert all(reply.index(tokenizer.eos_token_id) == len(reply) - 1 for reply in ends)
 
 
-@pytest.mark.parametrize("padded", [True, False])
-def test_log_probs_are_those_at_the_sampling_temperature(padded):
-    kwargs = {**make_policy().generate_kwargs, "temperature": 0.3}
-    policy = make_policy().get_new_version(generate_kwargs=kwargs, pad_output=padded)
-    out = policy(prompts())
-    assert out["temperature"].tolist() == [pytest.approx(0.3)] * 3
-    score = scoring(inplace=False, pad_output=padded)
-    scored = rows(score(out, temperature_key="temperature"), ("log_probs", "full"))
-    keep = rows(out, ("masks", "all_attention_mask"))
-    for i, (ids, values, mask) in enumerate(sequences(out)):
-        want = plain_log_probs(policy, ids, 0.3).float()
-        torch.testing.assert_close(values, want * mask, atol=1e-5, rtol=0)
-        torch.testing.assert_close(scored[i][keep[i]], want, atol=1e-5, rtol=0)
-
-
-def test_a_stream_fixes_a_row_and_without_one_the_generator_does():
-    policy = make_policy().get_new_version(inplace=False)
-    whole, turned = sequences(policy(prompts())), policy(prompts()[torch.tensor([2, 0])])
-    for (ids, *_), (want, *_) in zip(sequences(turned), (whole[2], whole[0]), strict=True):
-        assert torch.equal(ids, want)
-    drawn = []
+def test_without_streams_torchs_generator_fixes_the_replies():
+    policy, drawn = make_policy().get_new_version(inplace=False), []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
         drawn.append([ids.tolist() for ids, *_ in sequences(policy(prompts().exclude("stream")))])
@@ -346,18 +327,17 @@ class Bigrams(LLMWrapperBase):
 
     @torch.no_grad()
     def _draw(self, prompts, attention, streams):
-        replies, values = [], []
+        table = (self.model.weight / self.temperature).log_softmax(-1)
+        replies, values, ended = [], [], []
         for row, stream in zip(unpad(prompts, attention), streams.tolist(), strict=True):
-            generator = torch.Generator().manual_seed(stream % 2**32)
-            reply, scores = [int(row[-1])], []
-            while len(scores) < self.max_new_tokens and reply[-1] not in self.stop_ids:
-                table = (self.model(torch.tensor(reply[-1])) / self.temperature).log_softmax(-1)
-                reply.append(int(torch.multinomial(table.exp(), 1, generator=generator)))
-                scores.append(table[reply[-1]])
+            generator, reply = torch.Generator().manual_seed(stream % 2**32), [int(row[-1])]
+            while len(reply) <= self.max_new_tokens and reply[-1] not in self.stop_ids:
+                p = table[reply[-1]].exp()
+                reply.append(int(torch.multinomial(p, 1, generator=generator)))
             replies.append(torch.tensor(reply[1:]))
-            values.append(torch.stack(scores))
-        ended = torch.tensor([int(reply[-1]) in self.stop_ids for reply in replies])
-        return Sampled.of_rows(replies, values, ended)
+            values.append(table[reply[:-1], reply[1:]])
+            ended.append(reply[-1] in self.stop_ids)
+        return Sampled.of_rows(replies, values, torch.tensor(ended))
 
 
 @pytest.mark.parametrize("padded", [True, False])
