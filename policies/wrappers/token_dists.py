@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase, unravel_key
+from tensordict import TensorDictBase
 from torch import Tensor
 from torch.distributions import Categorical
 
@@ -80,16 +80,15 @@ class TokenDists:
 
     def mask_at(self, key: NestedKey) -> Tensor:
         """Return a mask [B, T] by the name of its field in the masks or by its key in td."""
-        seq, masks_key = self.seq, self.reader.masks_key
-        known = {"all_attention_mask": seq.attention, "all_assistant_mask": seq.assistant}
-        within = {unravel_key((masks_key, name)): name for name in known}
-        mask = known.get(within.get(key, key))
+        known = {"all_attention_mask": self.seq.attention, "all_assistant_mask": self.seq.assistant}
+        place = self.reader.policy.key_of("masks", key) if key in known else key
+        places = {self.reader.policy.key_of("masks", name): mask for name, mask in known.items()}
+        mask = places.get(place)
         if mask is None:
-            key = unravel_key((masks_key, key)) if key in known else key
-            mask = self.reader.mask_at(flat(self.td), key, self.side)
+            mask = self.reader.mask_at(flat(self.td), place, self.side)
         if mask is None:
             raise ValueError(
-                f"expected a mask at {key}, found none; assistant masks need input_mode='history'"
+                f"expected a mask at {place}, found none; assistant masks need input_mode='history'"
             )
         return mask
 

@@ -169,7 +169,7 @@ class LLMWrapperBase(TensorDictModuleBase):
     def _set_keys(self) -> None:
         """Derive in_keys and out_keys."""
         self._field = "prompt" if self.generate else "full"
-        self.in_keys = [self.input_key or self._key(self.input_mode, self._field)]
+        self.in_keys = [self.input_key or self.key_of(self.input_mode, self._field)]
         keys = [None if self.input_mode == "tokens" else self.text_key]
         keys += [self.masks_key, self.tokens_key]
         keys += [self.log_probs_key if self.return_log_probs else None]
@@ -177,7 +177,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         keys += ["policy_version", "temperature"] if self.generate else []
         self.out_keys = [key for key in keys if key is not None]
 
-    def _key(self, container: str, field: str | None = None) -> NestedKey:
+    def key_of(self, container: str, field: str | None = None) -> NestedKey:
         """Return where a container or a field of it stands; one left out has its own name."""
         name = getattr(self, f"{container}_key") or container
         return name if field is None else unravel_key((name, field))
@@ -341,7 +341,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         if part is None:
             raise ValueError(
                 "expected prompt tokens or an assistant mask, found neither; use "
-                f"input_mode='history' or give {self._key('tokens', 'prompt')}"
+                f"input_mode='history' or give {self.key_of('tokens', 'prompt')}"
             )
         get_kwargs = get_kwargs or {"as_padded_tensor": self.pad_output}
         return show_rows(unpad(self._scored(td, seq), part), data.batch_size, **get_kwargs)
@@ -389,25 +389,13 @@ class LLMWrapperBase(TensorDictModuleBase):
     # Reading and writing.
 
     def reader(self, td: TensorDictBase) -> InputReader:
-        """Return what reads a td by the keys, mode, tokenizer and device of now."""
+        """Return what reads a td."""
         key = self.in_keys[0]
         if self.input_key is not None and isinstance(
             td.get(key, None), Text | Tokens | ChatHistory
         ):
             key = unravel_key((key, self._field))
-        return InputReader(
-            mode=self.input_mode,
-            key=key,
-            tokens_key=self._key("tokens"),
-            masks_key=self._key("masks"),
-            attention_mask_key=self.attention_mask_key,
-            prefer_tokens=self.prefer_tokens,
-            tokenizer=self.tokenizer,
-            tokenizer_kwargs=self.tokenizer_kwargs,
-            renderer=self.renderer,
-            pad_token_id=self.pad_token_id,
-            device=self.device,
-        )
+        return InputReader(self, key)
 
     def _form(self) -> Form:
         return Form(self.pad_output, None if self.pad_output else self.layout, self.pad_token_id)
@@ -480,7 +468,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         """Return the distribution masked to assistant tokens; write new ids to tokens.full."""
         dists = TokenDists(self, tensordict, **options)
         mask = dists.mask_at(assistant_mask_key)
-        dists.keep_ids(self._key("tokens", "full"))
+        dists.keep_ids(self.key_of("tokens", "full"))
         return dists.masked(mask)
 
     def _get_dist_with_attention_mask(
@@ -528,7 +516,7 @@ class LLMWrapperBase(TensorDictModuleBase):
     @property
     def log_prob_keys(self) -> list[NestedKey]:
         """Return the keys that log-probs are written to."""
-        written = [self._key("log_probs", "full")] if self.return_log_probs else []
+        written = [self.key_of("log_probs", "full")] if self.return_log_probs else []
         return getattr(self, "_log_prob_keys", written)
 
     @log_prob_keys.setter
@@ -544,7 +532,7 @@ class LLMWrapperBase(TensorDictModuleBase):
     def dist_sample_keys(self) -> list[NestedKey]:
         """Return the key of the tokens: of those sampled, or of those scored."""
         field = "response" if self.generate else "full"
-        return [] if self.tokens_key is None else [self._key("tokens", field)]
+        return [] if self.tokens_key is None else [self.key_of("tokens", field)]
 
 
 def _check_settings(settings: dict[str, Any], limits: GenerateKwargs) -> None:
