@@ -60,15 +60,6 @@ def test_stacks_of_stacks_and_dense_data_are_read_by_the_same_helpers():
         nested(td, "x")
 
 
-def test_padded_is_one_bool_for_the_whole_batch():
-    stack = ragged(3, 5)
-    moved = [stack, stack[:1], stack.clone(), TensorDict(a=stack, batch_size=[2]).to("cpu")["a"]]
-    assert [tokens.padded for tokens in moved] == [False] * 4
-    dense = Masks(all_attention_mask=torch.ones(2, 3, dtype=torch.bool), padded=True)
-    assert torch.stack([dense, dense]).padded is True
-    assert LogProbs.from_tensordict(TensorDict(full=torch.zeros(2)).lock_()).padded is None
-
-
 # The views of a chat.
 
 OLD = version("tensordict").startswith("0.14.")

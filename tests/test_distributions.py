@@ -141,13 +141,6 @@ def test_log_prob_and_entropy_make_no_copy_of_the_logits(name, dims, sliced):
     assert peak_bytes(backward) < 1.35 * x.nbytes  # the gradient itself is one
 
 
-def test_the_meter_of_memory_sees_copies_and_temporaries():
-    x = torch.randn(4, 50_000)
-    assert peak_bytes(lambda: x.clone()) == x.nbytes
-    assert peak_bytes(lambda: x.logsumexp(-1)) >= x.nbytes  # inside one operator
-    assert peak_bytes(lambda: x.log_softmax(-1).exp()) == 2 * x.nbytes
-
-
 @both_masks
 def test_an_expanded_distribution_gives_the_same_values(mask):
     dist = LLMMaskedCategorical(logits(), mask)

@@ -79,16 +79,6 @@ def test_values_and_gradients_are_those_of_the_valid_classes_alone(lead, sparse,
         torch.testing.assert_close(*grads)
 
 
-@pytest.mark.parametrize("shape", [None, (), (2, 3)])
-@sparse_or_dense
-def test_samples_have_their_shape_and_are_valid(sparse, shape):
-    how = masked_by(sparse, MASK.expand(2, 4, C))
-    for cls, event in ((MaskedCategorical, ()), (MaskedOneHotCategorical, (C,))):
-        dist = cls(scores(2, 4), **how)
-        assert dist.sample(shape).shape == (*(shape or ()), 2, 4, *event)
-        assert torch.isfinite(dist.log_prob(dist.sample(shape))).all()
-
-
 @sparse_or_dense
 def test_samples_have_the_frequencies_of_the_probabilities(sparse):
     torch.manual_seed(0)

@@ -12,7 +12,7 @@ import torch
 from contracts import make_policy, plain_log_probs
 from torch import nn
 from torch.distributions import Categorical
-from wrapped import CHATS, SPOKEN, TEXTS, policy_ids, prompts, same, scoring, sequences, spoken
+from wrapped import CHATS, SPOKEN, TEXTS, prompts, same, scoring, sequences, spoken
 
 from policies.load import load_policy
 from policies.padding import is_ragged, rows, unpad
@@ -287,7 +287,7 @@ def test_the_assistant_mask_replaces_ids_that_were_not_read(padded):
     stale = scoring(pad_output=padded)(spoken())["tokens"].select("full").apply(torch.zeros_like)
     td = spoken().set("tokens", stale)
     dist = scoring(prefer_tokens=False)._get_rlhf_dist(td)
-    want = [policy_ids(chat) for chat in SPOKEN]
+    want = [make_policy().renderer.render(chat).ids for chat in SPOKEN]
     assert [r[-len(w) :].tolist() for r, w in zip(td["tokens", "full"], want, strict=True)] == want
     assert torch.equal(scoring()._get_rlhf_dist(td).mask, dist.mask)
 

@@ -155,10 +155,8 @@ class InputReader:
             given = torch.stack(prompt).to(self.policy.device)  # [B, P]
             size = given.shape[-1]
             if ((seq.tokens[:, :size] != given) & seq.attention[:, :size]).any():
-                raise ValueError(
-                    f"expected the padded prompts at {key} in the first {size} columns, found "
-                    "other ids; give them ragged, or without the prompts"
-                )
+                where = f"in the first {size} columns"
+                raise ValueError(f"expected the padded prompts at {key} {where}, found other ids")
             return seq.attention & (torch.arange(seq.tokens.shape[-1], device=given.device) >= size)
         prompt = attended(prompt, self._prompt_masks(td, prompt), ragged=True)
         pairs = zip(prompt, unpad(seq.tokens, seq.attention), strict=True)
