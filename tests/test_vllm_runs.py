@@ -213,7 +213,7 @@ def test_what_goes_by_nccl_is_told_as_vllm_takes_it_and_what_fails_says_what_to_
     assert (told.master_address, told.world_size, told.is_sender) == ("127.0.0.1", 2, True)
     with pytest.raises(RuntimeError, match=r"did not reach .* without --weight-transfer-config"):
         way.send(named)
-    with pytest.raises(RuntimeError, match=r"refuses /start_weight_update.*not configured"):
+    with pytest.raises(RuntimeError, match=r"failed: /start_weight_update.*not configured"):
         way.start_weight_update()
 
 
@@ -225,9 +225,9 @@ def test_a_server_that_dies_ends_the_run_with_a_line(server, tmp_path):
     wrong = {"model.embed_tokens.weight": torch.zeros(3, 5)}  # as of another model
     (tmp_path / "wrong").mkdir()
     damage = partial(generator.scorer._reload_from, tmp_path / "wrong", wrong)
-    with pytest.raises(RuntimeError, match=r"refuses /collective_rpc: 500 .* vllm serve"):
+    with pytest.raises(RuntimeError, match=r"failed: /collective_rpc: 500 .* vllm serve"):
         generator.scorer._while_it_waits(damage)  # which its engine does not survive
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    with pytest.raises(RuntimeError, match=r"the vLLM server at http.* is gone: .*vllm serve"):
+    with pytest.raises(RuntimeError, match=r"the vLLM server at http.* failed: .*vllm serve"):
         weight_sync(policy, generator)

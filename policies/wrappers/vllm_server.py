@@ -137,15 +137,10 @@ class VLLMServer(VLLMEngine):
         """Return what the server answers while a run goes on."""
         try:
             return self.server(path, body, **how)
-        except ConnectionError as error:
+        except (ConnectionError, RuntimeError) as error:
             raise RuntimeError(
-                f"the vLLM server at {self.server.url} is gone: {error}; start it again by: "
+                f"the vLLM server at {self.server.url} failed: {error}; start it again by: "
                 f"{self.start}, and go on with resume=<run folder>"
-            ) from error
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"the vLLM server at {self.server.url} refuses {error}; was it started by: "
-                f"{self.start}?"
             ) from error
 
     def update_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
