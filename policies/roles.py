@@ -1,7 +1,6 @@
 """Who samples and who learns: two roles, which one wrapper may play both.
 
-Protocols: an engine that samples (vLLM) is no kind of model that learns. A test holds them to what
-the loop asks of the two.
+Protocols: an engine that samples (vLLM) is no kind of model that learns.
 """
 
 from collections.abc import Iterable

@@ -1,8 +1,6 @@
 """Engines without vLLM: a policy's copy with weights of its own, and some with a fault."""
 
 import copy
-from urllib.error import URLError
-from urllib.request import urlopen
 
 from policies.scorer import Scorer
 from policies.wrappers.transformers_wrapper import TransformersWrapper
@@ -47,12 +45,3 @@ def beside(policy: TransformersWrapper, kind: type[Copy] = Copy) -> Copy:
     engine = kind(**{**policy._settings, "model": Scorer(network)})
     engine.system_prompt = getattr(policy, "system_prompt", None)
     return engine
-
-
-def read(url: str) -> bytes:
-    """Return what a server answers; nothing until there is one."""
-    try:
-        with urlopen(url, timeout=5) as answer:
-            return answer.read()
-    except (URLError, OSError):
-        return b""

@@ -6,9 +6,8 @@ is in docs/coming_from_torchrl.md. The others, by page and line:
 
 LLMMaskedCategorical 1, 2  test_distributions.py::test_documented_position_level_example,
                            test_documented_token_level_example
-MaskedOneHotCategorical    test_masked_categorical.py::test_documented_example_with_logits, _probs
-policies/common.py 100-116 test_containers.py::test_the_prompt_of_a_page_example_gets_a_new_turn,
-                           test_wrapper_arguments.py::test_a_prompt_that_ends_in_a_reply_gets_...
+MaskedOneHotCategorical    specification_rows/distributions.py::one_hot_examples
+policies/common.py 100-116 specification_rows/containers.py::chat_history
 kl.py 63-75                test_ray.py::test_another_process_uses_the_actor_and_leaves_it_alive
 kl.py 169, option 1        test_ray.py::test_environments_share_one_actor_whose_models_a_...
 kl.py 169, option 2        test_ray.py::test_models_cross_with_every_option_and_stay_...

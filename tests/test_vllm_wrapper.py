@@ -12,12 +12,9 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 from contracts import make_policy, plain_log_probs, rollout
-from runs import lines
-from small_runs import train
 from tensordict import TensorDict
 from wrapped import prompts, sequences, spoken
 
-from envs.transforms import RetrieveKL
 from policies.chats.containers import Tokens
 from policies.load import load_policy
 from policies.models import EMBEDDED
@@ -97,10 +94,6 @@ def test_the_end_token_is_kept_and_a_cut_reply_has_none(policy):
     for reply, end in zip(replies, ended, strict=True):
         assert end or len(reply) == 6
         assert not stop & set(reply[:-1].tolist())
-    texts = out.reshape(-1)["text"].response
-    assert texts == [
-        policy.tokenizer.decode(r[:-1] if e else r) for r, e in zip(replies, ended, strict=True)
-    ]
     history = out.reshape(-1)["history"].response
     assert [bool(c[0]) for c in history.is_complete] == ended
 
@@ -132,12 +125,6 @@ def test_a_stream_fixes_a_row_whatever_else_is_in_the_batch(policy):
     assert torch.equal(together[1][0], alone[0])
     other = policy(prompts().set("stream", fold(1, torch.arange(3))))
     assert any(not torch.equal(a[0], b[0]) for a, b in zip(together, sequences(other), strict=True))
-    for seed, equal in ((0, True), (1, False)):  # without streams, torch's generator seeds them
-        drawn = []
-        for s in (0, seed):
-            torch.manual_seed(s)
-            drawn.append([r[0].tolist() for r in sequences(policy(prompts().exclude("stream")))])
-        assert (drawn[0] == drawn[1]) is equal
 
 
 @vllm_test
@@ -223,9 +210,6 @@ def test_scores_are_those_of_transformers(policy, mode, padded):
     for key in (("tokens", "full"), ("log_probs", "full"), ("masks", "all_attention_mask")):
         for a, b in zip(rows(mine, key), rows(peer, key), strict=True):
             torch.testing.assert_close(a, b, **TOLERANCE)
-    if mode == "history":
-        for a, b in zip(*(rows(x, ("log_probs", "response")) for x in (mine, peer)), strict=True):
-            torch.testing.assert_close(a, b, **TOLERANCE)
 
 
 @vllm_test
@@ -248,29 +232,11 @@ def test_scores_are_at_the_temperature_of_each_row_and_only_where_asked(policy):
 
 
 @vllm_test
-def test_the_kl_of_a_vllm_policy_is_the_difference_of_plain_log_probs(policy):
-    other = load_policy("tiny")  # its weights as they were made
-    reference = other.get_new_version(generate=False, log_probs_key="ref_log_probs")
-    scorer = policy.get_new_version(generate=False)
-    kl = RetrieveKL(scorer, reference, assistant_only=False, add_to_reward=False)
-    out = kl(scorer(spoken()).exclude("log_probs"))  # ids and masks are there now
-    for i in range(3):
-        keep = out["masks", "all_attention_mask"][i]
-        ids = out["tokens", "full"][i][keep]
-        want = plain_log_probs(make_policy(), ids, 1.0) - plain_log_probs(other, ids, 1.0)
-        got = out["kl_penalty"][i].reshape(-1)[keep]
-        torch.testing.assert_close(got, want.float(), **TOLERANCE)
-
-
-@vllm_test
 def test_whole_distributions_are_refused_by_name_of_what_has_them(policy):
     score = policy.get_new_version(generate=False)
-    with pytest.raises(NotImplementedError, match="TransformersWrapper"):
-        score.get_dist(spoken())
-    with pytest.raises(NotImplementedError, match="TransformersWrapper"):
-        score._get_rlhf_dist(spoken())
-    with pytest.raises(NotImplementedError, match="generate=False"):
-        policy.get_dist(prompts())
+    for read in (score.get_dist, score._get_rlhf_dist):
+        with pytest.raises(NotImplementedError, match="TransformersWrapper"):
+            read(spoken())
 
 
 # Weights.
@@ -299,44 +265,6 @@ def test_new_weights_reach_vllm_and_what_the_old_ones_cached_is_gone(engine, pol
         with torch.no_grad():  # a copy: later steps of the trainer do not leak into vLLM
             teacher.model.get_input_embeddings().weight.mul_(2)
         assert weight_sync(teacher, speak).before > 0.1
-    finally:
-        engine.update_weights(make_policy().model.state_dict().items())
-
-
-@vllm_test
-def test_a_sync_that_does_not_arrive_is_an_error(policy, monkeypatch):
-    teacher = load_policy("tiny")
-    monkeypatch.setattr(VLLMEngine, "update_weights", lambda self, named: None)
-    with pytest.raises(RuntimeError, match="the engine is stale: after a hand-over"):
-        weight_sync(teacher, policy)
-    assert policy.version == 0
-
-
-class Deaf(VLLMEngine):
-    """Takes no weights after the first ones."""
-
-    taken = 0
-
-    def update_weights(self, named) -> None:
-        self.taken += 1
-        if self.taken == 1:
-            super().update_weights(named)
-
-
-@vllm_test
-def test_a_run_whose_vllm_is_stale_stops_after_its_first_update(engine, tmp_path):
-    deaf = Deaf(engine.llm)
-
-    def beside(policy) -> vLLMWrapper:
-        return vLLMWrapper(deaf, generate_kwargs=policy.generate_kwargs, pad_output=True)
-
-    try:
-        with pytest.raises(RuntimeError, match="the engine is stale: after a hand-over"):
-            train(tmp_path, engine=beside)
-        assert [row["progress/iteration"] for row in lines(tmp_path / "metrics.jsonl")] == [0]
-        train(tmp_path / "well", engine=lambda policy: beside(policy).get_new_version(model=engine))
-        rows = lines(tmp_path / "well" / "metrics.jsonl")
-        assert all(row["sync/probe"] < 1e-4 < row["sync/probe_before"] for row in rows[1:])
     finally:
         engine.update_weights(make_policy().model.state_dict().items())
 

@@ -41,13 +41,6 @@ def spoken(mode: str = "history") -> TensorDict:
     return td.set("tokens", lazy_stack([Tokens(full=torch.tensor(i)) for i in ids]))
 
 
-RESPONSE_LOG_PROBS = ("log_probs", "response")
-
-
-def policy_ids(chat) -> list[int]:
-    return make_policy().renderer.render(chat).ids
-
-
 def scoring(**changes) -> TransformersWrapper:
     return make_policy().get_new_version(**{"generate": False, **changes})
 

@@ -284,8 +284,7 @@ def _written(chat: Any, render: Callable[..., Any]) -> dict[str, Any]:
 
 def _after(prompt: Any, full: Any) -> Any:
     if full[: len(prompt)] != prompt:
-        got = full[: len(prompt)]
-        raise ValueError(f"expected full to start with the prompt {prompt!r:.60}, got {got!r:.60}")
+        raise ValueError(f"expected full to start with the prompt {prompt!r:.60}, got {full!r:.60}")
     return full[len(prompt) :]
 
 
@@ -297,9 +296,7 @@ def _unpadded(found: dict[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
         cut = sizes.get("prompt", 0)
         masks |= {"prompt": mask[:cut], "response": mask[cut:]}
     if any(len(masks.get(name, ())) != size for name, size in sizes.items()):
-        raise ValueError(
-            f"expected an attention mask of the width of full, got {len(mask)} for {sizes}"
-        )
+        raise ValueError(f"expected an attention mask of full, got {len(mask)} for {sizes}")
     return {name: ids[masks[name]] for name, ids in found.items()}
 
 

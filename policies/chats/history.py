@@ -151,13 +151,8 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         """
         if not isinstance(tokenizer, Renderer):
             tokenizer = Renderer(tokenizer, chat_template, chat_template_name)
-        elif chat_template is not None or chat_template_name is not None:
-            raise ValueError("expected chat_template=None with a Renderer, which has its own")
         if return_tensors not in (None, "pt") or padding not in (False, True, "longest"):
-            raise ValueError(
-                "expected return_tensors None or 'pt' and padding False, True or 'longest', got "
-                f"{return_tensors!r} and {padding!r}"
-            )
+            raise ValueError(f"expected None or 'pt', got {return_tensors=} and {padding=}")
         as_dict = bool(return_dict or return_tensors or return_assistant_tokens_mask or padding)
         if as_dict and False in (tokenize, return_dict):
             raise ValueError("masks, tensors and padding need return_dict=True; leave out tokenize")
@@ -215,8 +210,6 @@ def _grown(history: History, new: History, dim: int, *, one: bool) -> History:
         return _build([*records_of(history), *records_of(new)])
     if dim == 0:
         return lazy_stack([*history.unbind(0), *([new] if one else new.unbind(0))])
-    if history.shape[0] != new.shape[0]:
-        raise RuntimeError(f"expected {history.shape[0]} rows, got {new.shape[0]}")
     pairs = zip(history.unbind(0), new.unbind(0), strict=True)
     return lazy_stack([_grown(a, b, dim - 1, one=one) for a, b in pairs])
 

@@ -263,8 +263,6 @@ class MaskedCategorical(MaskedClasses):
         if (mask is None) == (indices is None):
             got = "neither" if mask is None else "both"
             raise ValueError(f"expected a mask or indices, got {got}; give exactly one")
-        if not neg_inf <= 0:
-            raise ValueError(f"expected a log-probability <= 0 as neg_inf, got {neg_inf}")
         super().__init__(
             logits, probs, mask=mask, indices=indices, neg_inf=neg_inf, padding_value=padding_value
         )
@@ -341,10 +339,9 @@ def _one_of(logits: Tensor | None, probs: Tensor | None) -> Tensor:
 
 def _sorted_classes(indices: Tensor, shape: Size, padding: int | None) -> tuple[Tensor, Tensor]:
     """Return the classes [*B, I] sorted, padding as C, and where a class first stands."""
-    if indices.ndim != len(shape) or indices.shape[:-1] != shape[:-1] or not indices.shape[-1]:
-        lead = "".join(f"{n}, " for n in shape[:-1])
-        got = tuple(indices.shape)
-        raise ValueError(f"expected indices of shape [{lead}I] with I > 0, got {got}; pad the rows")
+    if indices.shape[:-1] != shape[:-1] or not indices.shape[-1]:
+        lead, got = tuple(shape[:-1]), tuple(indices.shape)
+        raise ValueError(f"expected indices [*{lead}, I] with I > 0, got {got}; pad the rows")
     size = shape[-1]
     padded = torch.zeros_like(indices, dtype=torch.bool) if padding is None else indices == padding
     check_indices(indices.masked_fill(padded, 0), size, f"padding_value is {padding}")

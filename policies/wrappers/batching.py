@@ -75,15 +75,14 @@ class BatchQueue:
     def cleanup(self, *, flush: bool = False) -> None:
         """Empty the queue: with `flush` run what waits, else its callers get a RuntimeError."""
         with self._changed:
-            while self._waiting or self._busy:
+            while flush and (self._waiting or self._busy):
                 if self._busy:
                     self._changed.wait()
-                elif flush:
-                    self._run_batch()
                 else:
-                    error = RuntimeError("the batch queue was emptied before its turn")
-                    while self._waiting:
-                        self._waiting.popleft().result.set_exception(error)
+                    self._run_batch()
+            while self._waiting:
+                error = RuntimeError("the batch queue was emptied before its turn")
+                self._waiting.popleft().result.set_exception(error)
             self._changed.notify_all()
 
     def state(self) -> dict[str, Any]:

@@ -155,22 +155,22 @@ class GenerateKwargs:
                 f"{self.max_new_tokens} exceed the model's max_position_embeddings={most}"
             )
 
-    def check_lengths(
-        self, prompts: Tensor, attention: Tensor, tokenizer: Any, most: int | None = None
-    ) -> None:
-        """Raise where a prompt [B, T] exceeds max_prompt_tokens, or with its reply `most`."""
-        limit, room = self.max_prompt_tokens, None if most is None else most - self.max_new_tokens
-        least = min((n for n in (limit, room) if n is not None), default=None)
+    def check_lengths(self, attention: Tensor, most: int | None) -> None:
+        """Raise where a prompt exceeds max_prompt_tokens, or with its reply `most`.
+
+        attention [B, T] is the mask of the prompts.
+        """
         sizes = attention.sum(-1)  # [B]
-        if least is None or not (over := sizes > least).any():
-            return
-        i = int(over.int().argmax())
-        size, end = int(sizes[i]), prompts[i][attention[i]][-40:].tolist()
-        bound = f"policy.max_prompt_tokens={limit}"
-        if limit is None or size <= limit:
-            bound = f"max_position_embeddings={most} - policy.max_new_tokens={self.max_new_tokens}"
-        text = end if tokenizer is None else tokenizer.decode(end)
-        raise ValueError(f"prompt {i} has {size} tokens, expected at most {bound}: {text!r}")
+        bounds = {"policy.max_prompt_tokens": self.max_prompt_tokens}
+        if most is not None:
+            name = "max_position_embeddings - policy.max_new_tokens"
+            bounds[name] = most - self.max_new_tokens
+        for name, bound in bounds.items():
+            if bound is not None and (over := sizes > bound).any():
+                i = int(over.int().argmax())
+                raise ValueError(
+                    f"prompt {i} has {sizes[i]} tokens, expected at most {name}={bound}"
+                )
 
 
 def _for_generate(more: dict[str, Any], *, log_probs: bool) -> tuple[dict, dict]:
@@ -232,7 +232,7 @@ def follow(
         ]
         values = torch.stack(told, -1)
     played = until_end(reply, ends)
-    complete = torch.isin(reply, _tensor(ends, reply)).any(-1)
+    complete = torch.isin(reply, reply.new_tensor(sorted(ends))).any(-1)
     if not log_probs:  # rows that something else than a token has ended are filled up
         filled = (reply == pad_token_id).flip(-1).cumprod(-1).flip(-1).bool()
         played &= ~filled | complete[:, None]
@@ -252,9 +252,5 @@ def until_end(reply: Tensor, ends: Collection[int]) -> Tensor:
     >>> until_end(torch.tensor([[7, 2, 2], [2, 7, 7]]), {2}).int().tolist()
     [[1, 1, 0], [1, 0, 0]]
     """
-    stops = torch.isin(reply, _tensor(ends, reply)).long()
+    stops = torch.isin(reply, reply.new_tensor(sorted(ends))).long()
     return stops.cumsum(-1) - stops == 0
-
-
-def _tensor(ids: Collection[int], like: Tensor) -> Tensor:
-    return torch.tensor(sorted(ids), dtype=like.dtype, device=like.device)

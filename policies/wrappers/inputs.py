@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase, unravel_key
+from tensordict import TensorDictBase
 from torch import Tensor
 
 from policies.chats.history import History
@@ -54,24 +54,15 @@ class Sequences:
 class InputReader:
     """Read ids, histories and texts by the keys and with the tokenizer of a wrapper.
 
-    `key` is where the input of `mode` stands. With prefer_tokens=False ids are not looked for.
+    `key` is where what its `input_mode` names stands.
     """
 
-    mode: str
+    policy: Any  # an LLMWrapperBase
     key: NestedKey
-    tokens_key: NestedKey
-    masks_key: NestedKey
-    attention_mask_key: NestedKey
-    prefer_tokens: bool
-    tokenizer: Any
-    tokenizer_kwargs: dict[str, Any]
-    renderer: Any
-    pad_token_id: int
-    device: torch.device
 
     def records(self, td: TensorDictBase) -> Records | None:
         """Return the messages of each chat; None without a history."""
-        value = td.get(self.key, None) if self.mode == "history" else None
+        value = td.get(self.key, None) if self.policy.input_mode == "history" else None
         if value is None:
             return None
         if not isinstance(value, History):
@@ -89,9 +80,9 @@ class InputReader:
 
     def _prompt_masks(self, td: TensorDictBase, ids: list[Tensor]) -> list[Tensor] | None:
         """Return the attention masks of prompts: an output's prompt fills its first columns."""
-        masks = rows(td, self.attention_mask_key)
+        masks = rows(td, self.policy.attention_mask_key)
         if masks is None:
-            masks = rows(td, unravel_key((self.masks_key, "all_attention_mask")))
+            masks = rows(td, self.policy.key_of("masks", "all_attention_mask"))
             masks = masks and [mask[: len(row)] for mask, row in zip(masks, ids, strict=True)]
         return masks
 
@@ -104,16 +95,16 @@ class InputReader:
         elif _ragged(td, key):
             seq = self._stacked(td, given, side)
         else:
-            tokens = td.get(key).to(self.device)
+            tokens = td.get(key).to(self.policy.device)
             seq = Sequences(tokens, self._attention(td, tokens), dense=True)
         strict, tokens = given is not None, seq.tokens
         if seq.assistant is None:
-            key = unravel_key((self.masks_key, "all_assistant_mask"))
+            key = self.policy.key_of("masks", "all_assistant_mask")
             seq = replace(seq, assistant=self._mask_of(td, tokens, key, side, strict=strict))
         records = self.records(td) if strict and seq.assistant is None else None
         if records is not None:
             seq = self._with_assistant(seq, self._fresh(td, "full", records, "left"))
-        key = unravel_key((self.masks_key, "all_response_mask"))
+        key = self.policy.key_of("masks", "all_response_mask")
         seq = replace(seq, response=self._mask_of(td, tokens, key, side, strict=strict))
         return replace(seq, after=self.after_prompt(td, seq, self.prompt_key))
 
@@ -126,9 +117,10 @@ class InputReader:
         if seq.attention.all() and fresh.tokens.shape == seq.tokens.shape:
             masks += [fresh.attention, fresh.attention.flip(-1)]  # padded on either side
         ids, assistant = fresh.tokens[fresh.attention], fresh.assistant[fresh.attention]
+        padding = seq.tokens == self.policy.pad_token_id
         for mask in masks:
             same = torch.equal(mask.sum(-1), sizes) and torch.equal(seq.tokens[mask], ids)
-            if same and (mask is seq.attention or (seq.tokens[~mask] == self.pad_token_id).all()):
+            if same and (mask is seq.attention or padding[~mask].all()):
                 marks = torch.zeros_like(mask).masked_scatter(mask, assistant)
                 return replace(seq, attention=mask, assistant=marks)
         return seq
@@ -138,18 +130,18 @@ class InputReader:
         mask = rows(td, key)
         if mask is None:
             return None
-        return pad([row.bool() for row in mask], False, side=side).to(self.device)
+        return pad([row.bool() for row in mask], False, side=side).to(self.policy.device)
 
     def ids_key(self, field: str) -> NestedKey:
         """Return where ids to read stand; nowhere, if histories and texts are preferred to ids."""
-        if self.mode == "tokens":
+        if self.policy.input_mode == "tokens":
             return self.key
-        return unravel_key((self.tokens_key, field)) if self.prefer_tokens else ()
+        return self.policy.key_of("tokens", field) if self.policy.prefer_tokens else ()
 
     @property
     def prompt_key(self) -> NestedKey:
         """Return where the prompt's ids stand; nowhere, if what is read is rendered anew."""
-        return unravel_key((self.tokens_key, "prompt")) if self.ids_key("full") else ()
+        return self.policy.key_of("tokens", "prompt") if self.ids_key("full") else ()
 
     def after_prompt(self, td: TensorDictBase, seq: Sequences, key: NestedKey) -> Tensor | None:
         """Return which attended tokens [B, T] follow the prompt ids at `key`; None without them.
@@ -160,19 +152,17 @@ class InputReader:
         if prompt is None:
             return None
         if seq.dense and not _ragged(td, key):
-            given = torch.stack(prompt).to(self.device)  # [B, P]
+            given = torch.stack(prompt).to(self.policy.device)  # [B, P]
             size = given.shape[-1]
             if ((seq.tokens[:, :size] != given) & seq.attention[:, :size]).any():
-                raise ValueError(
-                    f"expected the padded prompts at {key} in the first {size} columns, found "
-                    "other ids; give them ragged, or without the prompts"
-                )
-            return seq.attention & (torch.arange(seq.tokens.shape[-1], device=self.device) >= size)
+                where = f"in the first {size} columns"
+                raise ValueError(f"expected the padded prompts at {key} {where}, found other ids")
+            return seq.attention & (torch.arange(seq.tokens.shape[-1], device=given.device) >= size)
         prompt = attended(prompt, self._prompt_masks(td, prompt), ragged=True)
         pairs = zip(prompt, unpad(seq.tokens, seq.attention), strict=True)
         if not all(torch.equal(row.to(ids), ids[: len(row)]) for row, ids in pairs):
             raise ValueError(f"expected the prompts at {key} to start the rows, found other ids")
-        sizes = torch.tensor([len(row) for row in prompt], device=self.device)[:, None]
+        sizes = torch.tensor([len(row) for row in prompt], device=self.policy.device)[:, None]
         return seq.attention & (seq.attention.cumsum(-1) > sizes)
 
     # Histories and texts.
@@ -181,16 +171,16 @@ class InputReader:
         self, td: TensorDictBase, field: str, records: Records | None, side: str
     ) -> Sequences:
         """Return the ids of histories or texts, and the assistant mask where it is known."""
-        value = td.get(self.key, None)
-        if value is None:
+        mode = self.policy.input_mode
+        if td.get(self.key, None) is None:
             raise ValueError(
-                f"expected {self.key} or {unravel_key((self.tokens_key, field))} for "
-                f"input_mode={self.mode!r}, got keys {sorted(map(str, td.keys()))}"
+                f"expected {self.key} or {self.policy.key_of('tokens', field)} for "
+                f"input_mode={mode!r}, got keys {sorted(map(str, td.keys()))}"
             )
-        if self.mode == "history":
+        if mode == "history":
             return self._rendered(records or [], side, add_generation_prompt=field == "prompt")
-        options = {"add_special_tokens": False, **self.tokenizer_kwargs}
-        ids = [self.tokenizer(text, **options)["input_ids"] for text in self.texts(td)]
+        options = {"add_special_tokens": False, **self.policy.tokenizer_kwargs}
+        ids = [self.policy.tokenizer(text, **options)["input_ids"] for text in self.texts(td)]
         return self._padded([torch.tensor(row, dtype=torch.int64) for row in ids], side)
 
     def texts(self, td: TensorDictBase) -> list[str]:
@@ -203,30 +193,30 @@ class InputReader:
         ids, assistant, last = [], [], None
         for chat in map(visible, records):
             if chat != last:
-                done = self.renderer.render(chat, add_generation_prompt=add_generation_prompt)
-                last = chat
+                render, last = self.policy.renderer.render, chat
+                done = render(chat, add_generation_prompt=add_generation_prompt)
                 row, mask = torch.tensor(done.ids), torch.tensor(done.assistant, dtype=torch.bool)
             ids.append(row)
             assistant.append(mask)
-        marks = pad(assistant, False, side=side).to(self.device)
+        marks = pad(assistant, False, side=side).to(self.policy.device)
         return replace(self._padded(ids, side), assistant=marks)
 
     def _stacked(self, td: TensorDictBase, ids: list[Tensor], side: str) -> Sequences:
         """Return rows of a lazy stack or a nested tensor, which may hold padding of their own."""
-        key, sizes = unravel_key((self.masks_key, "all_attention_mask")), [len(row) for row in ids]
-        for place in (key, self.attention_mask_key):
+        key, sizes = self.policy.key_of("masks", "all_attention_mask"), [len(row) for row in ids]
+        for place in (key, self.policy.attention_mask_key):
             masks = rows(td, place)
             if masks and [len(mask) for mask in masks] == sizes:
-                keep = pad([mask.bool() for mask in masks], False, side=side).to(self.device)
-                return Sequences(pad(ids, self.pad_token_id, side=side).to(self.device), keep)
+                tokens, keep = self._padded(ids, side).tokens, self.mask_at(td, place, side)
+                return Sequences(tokens, keep)
             if masks and place == key:  # the other may be of prompts
                 got = [len(mask) for mask in masks]
                 raise ValueError(f"expected {key} with an entry for each id, {sizes}, got {got}")
         return self._padded(ids, side)
 
     def _padded(self, ids: list[Tensor], side: str) -> Sequences:
-        tokens = pad(ids, self.pad_token_id, side=side).to(self.device)
-        return Sequences(tokens, pad_mask([len(r) for r in ids], side=side, device=self.device))
+        tokens = pad(ids, self.policy.pad_token_id, side=side).to(self.policy.device)
+        return Sequences(tokens, pad_mask([len(r) for r in ids], side=side, device=tokens.device))
 
     # Masks.
 
@@ -244,11 +234,12 @@ class InputReader:
 
     def _attention(self, td: TensorDictBase, tokens: Tensor) -> Tensor:
         """Return the attention mask of dense tokens [B, T]; without one, all count."""
-        key = unravel_key((self.masks_key, "all_attention_mask"))
-        mask = self._mask_of(td, tokens, key, "left", strict=True)
-        if mask is None:
-            mask = self._mask_of(td, tokens, self.attention_mask_key, "left", strict=True)
-        return torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
+        key = self.policy.key_of("masks", "all_attention_mask")
+        for place in (key, self.policy.attention_mask_key):
+            mask = self._mask_of(td, tokens, place, "left", strict=True)
+            if mask is not None:
+                return mask
+        return torch.ones_like(tokens, dtype=torch.bool)
 
 
 def flat(td: TensorDictBase) -> TensorDictBase:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase, unravel_key
+from tensordict import TensorDictBase
 from torch import Tensor
 from torch.distributions import Categorical
 
@@ -38,8 +38,7 @@ class RaggedCategorical(Categorical):
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
         """Draw a token each; more at a time would not nest."""
-        if tuple(sample_shape):
-            raise ValueError(f"expected sample_shape (), got {tuple(sample_shape)}")
+        assert not sample_shape
         return self._nest(super().sample())
 
     def entropy(self) -> Tensor:
@@ -70,15 +69,10 @@ class TokenDists:
             raise NotImplementedError(
                 "a generating policy has no get_dist; use policy.get_new_version(generate=False)"
             )
-        if padding_side not in ("left", "right"):
-            raise ValueError(f"expected padding_side 'left' or 'right', got {padding_side!r}")
         rows = flat(td)
         self.td, self.side, self.out, self.logits_key = td, padding_side, tensordict_out, logits_key
         self.reader: InputReader = policy.reader(rows)
         self.seq = seq = self.reader.sequences(rows, padding_side)
-        left = (seq.attention[:, 1:] > seq.attention[:, :-1]).any()
-        if seq.dense and padding_side == "right" and left:
-            raise ValueError("padding_side='right' pads ragged sequences, these are padded left")
         # Losses ask for the ratio at the temperature of the sampling.
         scale = policy.scoring_temperature(rows, "temperature")
         values = policy._logits(seq.tokens, seq.attention)
@@ -86,16 +80,15 @@ class TokenDists:
 
     def mask_at(self, key: NestedKey) -> Tensor:
         """Return a mask [B, T] by the name of its field in the masks or by its key in td."""
-        seq, masks_key = self.seq, self.reader.masks_key
-        known = {"all_attention_mask": seq.attention, "all_assistant_mask": seq.assistant}
-        within = {unravel_key((masks_key, name)): name for name in known}
-        mask = known.get(within.get(key, key))
+        known = {"all_attention_mask": self.seq.attention, "all_assistant_mask": self.seq.assistant}
+        place = self.reader.policy.key_of("masks", key) if key in known else key
+        places = {self.reader.policy.key_of("masks", name): mask for name, mask in known.items()}
+        mask = places.get(place)
         if mask is None:
-            key = unravel_key((masks_key, key)) if key in known else key
-            mask = self.reader.mask_at(flat(self.td), key, self.side)
+            mask = self.reader.mask_at(flat(self.td), place, self.side)
         if mask is None:
             raise ValueError(
-                f"expected a mask at {key}, found none; assistant masks need input_mode='history'"
+                f"expected a mask at {place}, found none; assistant masks need input_mode='history'"
             )
         return mask
 

@@ -37,7 +37,6 @@ SERVE = (
 # What a server needs beside that to take the adapter of a LoRA alone; else it gets it merged.
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that it has kernels for
 ADAPTERS = ("VLLM_ALLOW_RUNTIME_LORA_UPDATING=1", "--enable-lora --max-lora-rank {rank}")
-CLOSED = (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
 NCCL_OPTION = "--weight-transfer-config"
 
 
@@ -53,26 +52,14 @@ class Server:
 
     def __call__(self, path: str, body: Any = None, *, method: str = "POST") -> Any:
         """Return what the server answers; RuntimeError with its words, or that it is gone."""
-        for attempt in (1, 2):  # a connection that was kept may have been closed meanwhile
-            try:
-                answer = self.client.request(method, path, json=body)
-                break
-            except httpx.TransportError as error:
-                closed = isinstance(error, CLOSED)
-                if attempt == 2 or not closed:
-                    raise ConnectionError(f"{type(error).__name__}: {error}") from error
+        try:
+            answer = self.client.request(method, path, json=body)
+        except httpx.TransportError as error:
+            raise ConnectionError(f"{type(error).__name__}: {error}") from error
         if answer.status_code != 200:
             words = " ".join(answer.text.split())[:300]
             raise RuntimeError(f"{path}: {answer.status_code} {words}")
         return answer.json() if answer.content.startswith((b"{", b"[")) else None
-
-
-def _clear(path: Path) -> None:
-    """Remove a folder; of a link the link alone."""
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    elif path.exists():
-        shutil.rmtree(path)
 
 
 class VLLMServer(VLLMEngine):
@@ -128,19 +115,18 @@ class VLLMServer(VLLMEngine):
     def _version(self) -> str:
         try:
             found = str((self.server("/version", method="GET") or {}).get("version"))
-        except (ConnectionError, RuntimeError, AttributeError, ValueError) as error:
+        except (ConnectionError, RuntimeError) as error:
             self._refuse(f"a vLLM server, got {error}")
         if not found.startswith(VERSIONS):
-            self._refuse(f"vLLM {' or '.join(f'{v}x' for v in VERSIONS)}, got {found}")
+            self._refuse(f"vLLM {'x or '.join(VERSIONS)}x, got {found}")
         return found
 
     def _settings(self) -> dict[str, Any]:
         """Return what the server was started with."""
         try:
-            found = self.server("/server_info?config_format=json", method="GET")
+            return self.server("/server_info?config_format=json", method="GET")["vllm_config"]
         except RuntimeError:
             self._refuse("one that takes weights, got one without VLLM_SERVER_DEV_MODE=1")
-        return found["vllm_config"]
 
     def _refuse(self, wanted: str) -> NoReturn:
         raise ValueError(
@@ -151,15 +137,10 @@ class VLLMServer(VLLMEngine):
         """Return what the server answers while a run goes on."""
         try:
             return self.server(path, body, **how)
-        except ConnectionError as error:
+        except (ConnectionError, RuntimeError) as error:
             raise RuntimeError(
-                f"the vLLM server at {self.server.url} is gone: {error}; start it again by: "
+                f"the vLLM server at {self.server.url} failed: {error}; start it again by: "
                 f"{self.start}, and go on with resume=<run folder>"
-            ) from error
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"the vLLM server at {self.server.url} refuses {error}; was it started by: "
-                f"{self.start}?"
             ) from error
 
     def update_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
@@ -169,12 +150,12 @@ class VLLMServer(VLLMEngine):
         if ranks:
             torch.distributed.barrier()  # all have scored by the old ones
         if not ranks or torch.distributed.get_rank() == 0:
-            _clear(self.share)
+            shutil.rmtree(self.share, ignore_errors=True)
+            self.share.mkdir(parents=True)
             try:
-                self.share.mkdir(parents=True)
                 self._hand_over(dict(named), self.share.absolute(), lora[0])
             finally:
-                _clear(self.share)
+                shutil.rmtree(self.share, ignore_errors=True)
         if ranks:
             torch.distributed.broadcast_object_list(lora)
         self.lora = lora[0]
@@ -250,8 +231,9 @@ class Transfer:
     def send(self, named: Mapping[str, Tensor]) -> None:
         """Replace the weights of the server; RuntimeError if that fails or does not end."""
         self.named = named
-        index = torch.cuda.current_device() if self.device.type == "cuda" else None
-        work = ThreadPoolExecutor(1, initializer=_on, initargs=(index,))
+        on_gpu = self.device.type == "cuda"  # a thread has a GPU of its own choice
+        start = partial(torch.cuda.set_device, torch.cuda.current_device()) if on_gpu else None
+        work = ThreadPoolExecutor(1, initializer=start)
         try:
             work.submit(self._send).result(PATIENCE)
         except Exception as error:
@@ -316,8 +298,3 @@ class Transfer:
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Say that these were all."""
         self.ask("/finish_weight_update", {"weight_version": weight_version})
-
-
-def _on(index: int | None) -> None:
-    if index is not None:  # a thread has a GPU of its own choice
-        torch.cuda.set_device(index)

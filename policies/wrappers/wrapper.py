@@ -9,7 +9,7 @@ Alignment everywhere: entry t of a `full` belongs to token t; unscored entries a
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 from weakref import ref
 
 import torch
@@ -34,13 +34,6 @@ from policies.wrappers.outputs import Form, home, put
 from policies.wrappers.token_dists import TokenDists, show_rows
 
 InputMode = Literal["history", "text", "tokens"]
-CHOICES = {
-    "input_mode": ("history", "text", "tokens"),
-    "pad_output": (True, False),
-    "inplace": (True, False, "empty", None),
-    "prefer_tokens": (True, False),
-    "layout": (None, torch.strided, torch.jagged),
-}
 
 
 class LLMWrapperBase(TensorDictModuleBase):
@@ -176,7 +169,7 @@ class LLMWrapperBase(TensorDictModuleBase):
     def _set_keys(self) -> None:
         """Derive in_keys and out_keys."""
         self._field = "prompt" if self.generate else "full"
-        self.in_keys = [self.input_key or self._key(self.input_mode, self._field)]
+        self.in_keys = [self.input_key or self.key_of(self.input_mode, self._field)]
         keys = [None if self.input_mode == "tokens" else self.text_key]
         keys += [self.masks_key, self.tokens_key]
         keys += [self.log_probs_key if self.return_log_probs else None]
@@ -184,7 +177,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         keys += ["policy_version", "temperature"] if self.generate else []
         self.out_keys = [key for key in keys if key is not None]
 
-    def _key(self, container: str, field: str | None = None) -> NestedKey:
+    def key_of(self, container: str, field: str | None = None) -> NestedKey:
         """Return where a container or a field of it stands; one left out has its own name."""
         name = getattr(self, f"{container}_key") or container
         return name if field is None else unravel_key((name, field))
@@ -223,8 +216,6 @@ class LLMWrapperBase(TensorDictModuleBase):
         Outputs go to `tensordict_out` if it is given, else where `inplace` says. Scores are at the
         temperatures [B] at `temperature_key`, if there are any, else at the wrapper's own.
         """
-        if 0 in tensordict.batch_size:
-            raise ValueError(f"expected at least one row, got batch_size {tensordict.batch_size}")
         td = flat(tensordict)
         out = self._generate(td) if self.generate else self._score(td, temperature_key)
         out = self._shaped(out, tensordict)
@@ -251,9 +242,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         reader = self.reader(td)
         records = reader.records(td)
         prompts = reader.prompts(td, records)
-        self.limits.check_lengths(
-            prompts.tokens, prompts.attention, self.tokenizer, self.max_positions
-        )
+        self.limits.check_lengths(prompts.attention, self.max_positions)
         size, times = len(prompts.tokens), self.num_samples or 1
         streams = td.get("stream", None)
         if streams is None:
@@ -352,7 +341,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         if part is None:
             raise ValueError(
                 "expected prompt tokens or an assistant mask, found neither; use "
-                f"input_mode='history' or give {self._key('tokens', 'prompt')}"
+                f"input_mode='history' or give {self.key_of('tokens', 'prompt')}"
             )
         get_kwargs = get_kwargs or {"as_padded_tensor": self.pad_output}
         return show_rows(unpad(self._scored(td, seq), part), data.batch_size, **get_kwargs)
@@ -400,25 +389,13 @@ class LLMWrapperBase(TensorDictModuleBase):
     # Reading and writing.
 
     def reader(self, td: TensorDictBase) -> InputReader:
-        """Return what reads a td by the keys, mode, tokenizer and device of now."""
+        """Return what reads a td."""
         key = self.in_keys[0]
         if self.input_key is not None and isinstance(
             td.get(key, None), Text | Tokens | ChatHistory
         ):
             key = unravel_key((key, self._field))
-        return InputReader(
-            mode=self.input_mode,
-            key=key,
-            tokens_key=self._key("tokens"),
-            masks_key=self._key("masks"),
-            attention_mask_key=self.attention_mask_key,
-            prefer_tokens=self.prefer_tokens,
-            tokenizer=self.tokenizer,
-            tokenizer_kwargs=self.tokenizer_kwargs,
-            renderer=self.renderer,
-            pad_token_id=self.pad_token_id,
-            device=self.device,
-        )
+        return InputReader(self, key)
 
     def _form(self) -> Form:
         return Form(self.pad_output, None if self.pad_output else self.layout, self.pad_token_id)
@@ -458,8 +435,6 @@ class LLMWrapperBase(TensorDictModuleBase):
         unpadded = as_nested_tensor or as_padded_tensor is False
         if unpadded and (mask_key is not None or as_padded_tensor):
             raise ValueError("expected padded logits for a mask; drop mask_key or as_padded_tensor")
-        if layout is not None and not as_nested_tensor:
-            raise ValueError(f"{layout=} is that of nested logits; set as_nested_tensor=True")
         where = {"tensordict_out": tensordict_out, "logits_key": logits_key}
         dists = TokenDists(self, tensordict, padding_side=padding_side, **where)
         if as_nested_tensor:
@@ -493,7 +468,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         """Return the distribution masked to assistant tokens; write new ids to tokens.full."""
         dists = TokenDists(self, tensordict, **options)
         mask = dists.mask_at(assistant_mask_key)
-        dists.keep_ids(self._key("tokens", "full"))
+        dists.keep_ids(self.key_of("tokens", "full"))
         return dists.masked(mask)
 
     def _get_dist_with_attention_mask(
@@ -541,7 +516,7 @@ class LLMWrapperBase(TensorDictModuleBase):
     @property
     def log_prob_keys(self) -> list[NestedKey]:
         """Return the keys that log-probs are written to."""
-        written = [self._key("log_probs", "full")] if self.return_log_probs else []
+        written = [self.key_of("log_probs", "full")] if self.return_log_probs else []
         return getattr(self, "_log_prob_keys", written)
 
     @log_prob_keys.setter
@@ -557,14 +532,14 @@ class LLMWrapperBase(TensorDictModuleBase):
     def dist_sample_keys(self) -> list[NestedKey]:
         """Return the key of the tokens: of those sampled, or of those scored."""
         field = "response" if self.generate else "full"
-        return [] if self.tokens_key is None else [self._key("tokens", field)]
+        return [] if self.tokens_key is None else [self.key_of("tokens", field)]
 
 
 def _check_settings(settings: dict[str, Any], limits: GenerateKwargs) -> None:
     """Raise ValueError for arguments of a wrapper that do not go together."""
-    for name, allowed in CHOICES.items():
-        if settings[name] not in allowed:
-            raise ValueError(f"{name} must be one of {allowed}, got {settings[name]!r}")
+    mode, modes = settings["input_mode"], get_args(InputMode)
+    if mode not in modes:
+        raise ValueError(f"input_mode must be one of {modes}, got {mode!r}")
     silent = settings["return_log_probs"] is False or settings["log_probs_key"] is None
     if not settings["generate"] and silent:
         raise ValueError("return_log_probs must be True when generate=False, with a log_probs_key")
@@ -574,15 +549,10 @@ def _check_settings(settings: dict[str, Any], limits: GenerateKwargs) -> None:
     if settings["batching"] is False and sized:
         raise ValueError("min_batch_size and max_batch_size must be None if batching is False.")
     wanted, named = settings["num_samples"], limits.num_samples
-    count = wanted or named
     if wanted is not None and (wanted < 1 or named not in (None, wanted)):
         raise ValueError(f"expected num_samples >= 1, got num_samples={wanted} and n={named}")
-    if not settings["generate"] or count is None:
-        return
-    if settings["inplace"] in (True, "empty"):
+    if settings["generate"] and (wanted or named) and settings["inplace"] in (True, "empty"):
         raise ValueError("num_samples changes the batch shape; expected inplace=False (or None)")
-    if count > 1 and limits.temperature == 0:
-        raise ValueError(f"num_samples={count} greedy replies are all the same; raise temperature")
 
 
 def _tokenizer_options(kwargs: dict[str, Any], input_mode: str) -> dict[str, Any]:
