@@ -6,7 +6,7 @@ PIP_IN := bin/pip install --disable-pip-version-check -q
 PIP := .venv/$(PIP_IN)
 ARGS ?=
 
-.PHONY: help setup run test test-runs lint bench test-learn test-reliability test-scale neutral test-ray test-others test-vllm test-floors test-browser yardstick clean
+.PHONY: help setup run test test-runs lint bench test-learn test-reliability test-scale neutral test-ray test-others test-peers test-vllm test-floors test-browser yardstick clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -28,7 +28,7 @@ setup: .venv/.ready  ## make .venv, install leash and the embedded model
 run: setup  ## the main job: a real chat model learns; ARGS="experiment=grpo_tiny kl.coeff=0.1"
 	$(BIN)/python train.py $(ARGS)
 
-OWN := learn gpu vllm ray browser reliability scale others  # marks with targets of their own
+OWN := learn peers gpu vllm ray browser reliability scale others  # marks with targets of their own
 test: .venv/.ready-dev  ## the tests, in two processes; ARGS=--durations=20 names the slowest
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not runs $(OWN:%=and not %)" $(ARGS)
 
@@ -110,10 +110,15 @@ bench: .venv/.ready-dev  ## timings, as ratios to a floor in the same run
 yardstick: .venv/.ready-dev .venv-trl/.ready  ## the same training by leash and by TRL, into docs/yardstick.md (half an hour)
 	$(BIN)/python -m benchmarks.yardstick $(ARGS)
 
-# The newest TRL that takes the torch and transformers of leash, so that the two differ by nothing else.
+test-peers: .venv-trl/.ready  ## rows of docs/coming_from_*.md against the code of TRL, verl and OpenRLHF
+	OMP_NUM_THREADS=1 .venv-trl/bin/python -m pytest -m peers tests/test_peers.py $(ARGS)
+
+# TRL with the torch and transformers of leash, so that the two differ by nothing else. Of verl and
+# OpenRLHF the files of the loss functions alone are imported: without Ray, DeepSpeed and vLLM.
 .venv-trl/.ready: pyproject.toml constraints.txt
 	test -x .venv-trl/bin/python || $(PYTHON) -m venv .venv-trl
-	.venv-trl/$(PIP_IN) -c constraints.txt -e . trl
+	.venv-trl/$(PIP_IN) -c constraints.txt -e . pytest hypothesis trl==1.16.0
+	.venv-trl/$(PIP_IN) --no-deps verl==0.9.1 openrlhf==0.11.2
 	touch $@
 
 clean:  ## remove the virtual environments and caches of this checkout

@@ -19,14 +19,21 @@ from trainer.losses import MAX_LOG_RATIO
 
 
 def correction(
-    log_ratio: Tensor, sampled: Tensor, *, level: str, mode: str, limit: float
+    log_ratio: Tensor,
+    sampled: Tensor,
+    *,
+    level: str,
+    mode: str,
+    limit: float,
+    floor: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the weight of each token and whether `limit` changed it, both [B, T].
+    """Return the weight of each token and whether a bound changed it, both [B, T].
 
     log_ratio = log pi_old - log pi_gen at the `sampled` tokens (bool), both [B, T]. w = exp of it
     at level "token"; of its sum over the row, the same for all its tokens, at level "sequence".
-    mode "truncate": min(w, limit) (truncated importance sampling); mode "mask": w within
-    [1 / limit, limit], else 0 (the token or row is left out).
+    mode "truncate": w clamped to [floor, limit] (truncated importance sampling); mode "mask": w
+    within [floor, limit], else 0 (the token or row is left out). `floor` None is 0 for truncation
+    and 1 / limit for masks.
 
     >>> sampled = torch.tensor([[True, True]])
     >>> log_ratio = torch.tensor([[2.0, 3.0]]).log()
@@ -38,20 +45,22 @@ def correction(
     log_weight = log_ratio * sampled
     if level == "sequence":
         log_weight = log_weight.sum(-1, keepdim=True).expand_as(log_ratio)
-    outside = log_weight > math.log(limit)
-    if mode == "mask":
-        outside = outside | (log_weight < -math.log(limit))
+    if floor is None:
+        floor = 1 / limit if mode == "mask" else 0.0
+    above = log_weight > math.log(limit)
+    below = log_weight < (math.log(floor) if floor else -math.inf)
     weight = log_weight.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    return torch.where(outside, limit if mode == "truncate" else 0.0, weight), outside
+    low, high = (floor, limit) if mode == "truncate" else (0.0, 0.0)
+    return torch.where(above, high, torch.where(below, low, weight)), above | below
 
 
 class ImportanceSampling:
     """Score the batch with the policy that learns, and weight the policy term by pi_old / pi_gen.
 
     A verb of `after_rollout`. Writes old_log_probs.full and policy_weight [B, T], see `correction`,
-    and logs policy/importance_limited; `limit` >= 1. Truncated: Yao et al. 2025 ("Your efficient RL
-    framework secretly brings you off-policy RL training"); masked on both sides: IcePop (arXiv
-    2510.18855).
+    and logs policy/importance_limited; 0 <= `floor` <= 1 <= `limit`. Truncated: Yao et al. 2025
+    ("Your efficient RL framework secretly brings you off-policy RL training"); masked on both
+    sides: IcePop (arXiv 2510.18855).
     """
 
     def __init__(
@@ -61,6 +70,7 @@ class ImportanceSampling:
         level: Literal["token", "sequence"] = "token",
         mode: Literal["truncate", "mask"] = "truncate",
         limit: float = 2.0,
+        floor: float | None = None,
         micro_batch_tokens: int | None = None,
     ) -> None:
         if level not in ("token", "sequence") or mode not in ("truncate", "mask"):
@@ -68,8 +78,10 @@ class ImportanceSampling:
             raise ValueError(f"expected level token or sequence, mode truncate or mask, got {got}")
         if not 1 <= limit < math.inf:
             raise ValueError(f"expected a finite limit >= 1 of importance weights, got {limit}")
+        if floor is not None and not 0 <= floor <= 1:
+            raise ValueError(f"expected a floor of importance weights from 0 to 1, got {floor}")
         self.scorer, self.tokens = policy.scorer, micro_batch_tokens
-        self.options = {"level": level, "mode": mode, "limit": float(limit)}
+        self.options = {"level": level, "mode": mode, "limit": float(limit), "floor": floor}
 
     @torch.no_grad()
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
