@@ -81,8 +81,7 @@ def frontier(
     title, unit = TITLES[by]
     title = title.replace("reference", "sampler") if sampler else title
     chart = Chart(title, unit, width=width, height=height)
-    told = "; ".join(note for note, holds in notes.items() if holds)
-    for text in textwrap.wrap(told, width // 6):
+    for text in textwrap.wrap("; ".join(n for n, holds in notes.items() if holds), width // 6):
         chart.top += 15
         chart.text(2, chart.top - 4, text)
     spots = [spot for setting in placed for spot in setting.spots(by)]
@@ -110,7 +109,8 @@ def picture(run: Run, limit: Limit, *, width: int = 360, height: int = 260) -> s
     if not points:
         return ""
     what = "accuracy" if limit.metric == ACCURACY else "reward"
-    kls, values = [max(point.kl, 0.0) for point in points], [point.value for point in points]
+    iterations, values, spent = zip(*points, strict=True)
+    kls = [max(kl, 0.0) for kl in spent]
     lines = LimitLines(limit, limit.metric, most=max(*kls, 0.5))
     unit = "line: the best there is; diamonds: best of 2, 4 ... replies"
     title = f"{what.capitalize()} against KL, held-out prompts"
@@ -119,11 +119,11 @@ def picture(run: Run, limit: Limit, *, width: int = 360, height: int = 260) -> s
     lines.draw(chart, what)
     dashed = "stroke:var(--hue0);stroke-width:1;stroke-dasharray:2 4"
     chart.path(zip(kls, values, strict=True), dashed)
-    for point, kl in zip(points, kls, strict=True):
-        got = limit.efficiency(limit.metric, point.value, point.kl)
+    for iteration, value, kl in zip(iterations, values, kls, strict=True):
+        got = limit.efficiency(limit.metric, value, kl)
         share = "" if got is None else f", efficiency {got:.2f}"
-        tip = f"iteration {point.iteration:g}: {what} {point.value:.3f}, KL {point.kl:z.3f}{share}"
-        chart.dot(kl, point.value, "fill:var(--hue0)", radius=4, tip=tip)
+        tip = f"iteration {iteration:g}: {what} {value:.3f}, KL {kl:.3f}{share}"
+        chart.dot(kl, value, "fill:var(--hue0)", radius=4, tip=tip)
     return chart.svg()
 
 
