@@ -4,8 +4,6 @@ import itertools
 import json
 import math
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -255,16 +253,3 @@ def test_a_large_file_is_read_at_both_ends(tmp_path):
     got = [line["i"] for line in read_lines(path, most=200)]
     # 100 bytes: ten lines of 9 bytes and one of 10; as many as fit of the last, 11 bytes each
     assert got == [*range(11), *range(991, 1000)]
-
-
-def test_reports_need_no_torch(tmp_path):
-    code = (
-        "import sys\n"
-        "import trainer.reports.display, trainer.reports.diagnosis, trainer.reports.report\n"
-        "import trainer.reports.sweep_page, trainer.reports.trackers.jsonl\n"
-        f"trainer.reports.report.write_report({str(write_run(tmp_path))!r})\n"
-        "heavy = {'torch', 'transformers', 'accelerate', 'wandb', 'tensordict', 'hydra'}\n"
-        "print(*(heavy & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stdout.strip(), done.stderr.strip()) == (0, "", "")
