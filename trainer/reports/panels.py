@@ -125,11 +125,12 @@ def _parts(series: Sequence[Series], run: Run) -> list[Series]:
     """Leave out times of at most half a percent, and add what none of them counts."""
     sums = [sum(value for _, value in s.points) for s in series]
     large = [s for s, total in zip(series, sums, strict=True) if total > 0.005 * sum(sums)]
-    rest = dict(run.series("time/iteration_s"))
-    for x, value in (point for s in large for point in s.points):
-        rest[x] = rest.get(x, 0.0) - value
-    points = [(x, max(value, 0.0)) for x, value in rest.items()]
-    return large + [Series("rest", points, hue=6)] * bool(points)
+    held = [dict(s.points) for s in large]
+    rest = [
+        (x, max(whole - sum(part.get(x, 0.0) for part in held), 0.0))
+        for x, whole in run.series("time/iteration_s")
+    ]
+    return large + [Series("rest", rest, hue=6)] * bool(rest)
 
 
 def _alike(points: Points, others: Points) -> bool:
