@@ -129,16 +129,6 @@ def test_a_reward_that_rises_while_held_out_accuracy_falls_is_hacked():
     assert "reward_hacked" not in said(supervised)
 
 
-def test_a_hacked_reward_is_gone_once_an_evaluation_is_good_again():
-    accuracy = {0: 0.2, 10: 0.6, 20: 0.7, 30: 0.3, 40: 0.65}
-    reward = {0: 0.3, 10: 0.5, 20: 0.6, 30: 0.9, 40: 0.95}
-    start = {"progress/iteration": 0, "eval/sampled_accuracy": 0.2, "eval/reward": 0.3}
-    at = {"eval__sampled_accuracy": accuracy, "eval__reward": reward}
-    rows = stream(60, **{n: lambda i, seen=seen: seen.get(i, "absent") for n, seen in at.items()})
-    (found,) = (f for f in Diagnosis([start, *rows]).findings if f.rule == "reward_hacked")
-    assert (found.level, found.iteration, found.until) == ("error", 30, 49)
-
-
 def test_it_is_said_once_until_it_has_been_gone_for_a_while():
     cut = [0.95] * 8 + [0.1] * (QUIET - 3) + [0.95] * 5 + [0.1] * QUIET + [0.95] * 4
     rows = stream(len(cut), response__truncated_fraction=lambda i: cut[i - 1])

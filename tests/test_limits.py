@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from pages import Page, Picture, write_lines, write_status, write_words
-from refusals import refusal
 from runs import lines
 from small_runs import IN_ITERATION_2, Counted, Unjudged, stop, train
 
@@ -165,16 +164,3 @@ def test_an_evaluation_is_judged_by_the_samples_of_its_folder(tmp_path):
     assert judge({"eval/greedy_accuracy": 1.0}, 3) == {}
     # a resumed run with more eval.max_rows: those samples say nothing of it
     assert efficiency(ACCURACY, 2 * LEAST, rows=4) == {}
-
-
-@pytest.mark.parametrize(
-    ("key", "word"),
-    [
-        ("kl.measure", "kl.measure=false kl.coeff=0"),
-        ("kl.reference", "kl.reference=gpt2"),
-        ("eval.temperature", "eval.temperature=0.5"),
-        ("eval.num_samples", "eval.num_samples=0"),
-    ],
-)
-def test_a_limit_that_would_not_be_that_of_the_run_is_refused(key, word):
-    assert key in refusal("experiment=grpo_tiny", "eval.limit=64", *word.split())

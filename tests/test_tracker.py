@@ -18,7 +18,6 @@ from conf.build import make_tracker
 from conf.compose import compose_checked
 from trainer.reports.trackers.accelerate import AccelerateTracker
 from trainer.reports.trackers.jsonl import JsonlTracker
-from trainer.reports.trackers.mirror import names_of
 from trainer.reports.trackers.wandb import WandbTracker
 from trainer.runs.redact import HIDDEN, redact, redact_text
 
@@ -55,6 +54,8 @@ def test_a_line_is_in_the_file_when_log_returns_and_what_is_not_finite_is_null(t
     assert lines(tmp_path / "transcripts.jsonl") == [expected]
     with pytest.raises(ValueError, match="resume="):
         JsonlTracker(tmp_path)
+    JsonlTracker(tmp_path, resume=True, keep_transcripts=False).replies([row], 2, kind="train")
+    assert lines(tmp_path / "transcripts.jsonl") == [expected]
 
 
 @pytest.mark.parametrize(("done", "again"), [(3, False), (3, True), (0, True)])
@@ -143,14 +144,6 @@ def test_wandb_holds_what_the_files_hold_over_a_resume_and_no_secret(tmp_path, m
     assert ("*", "progress/iteration") in [(m.get("glob_name"), m.get("step_metric")) for m in axes]
     everything = b"".join(p.read_bytes() for p in tmp_path.rglob("*") if p.is_file())
     assert b"planted-1" not in everything
-
-
-def test_no_reply_leaves_when_none_is_kept(tmp_path):
-    tracker = offline(tmp_path, keep_transcripts=False, table_every=1)
-    tracker.replies([reply(1)], 1, kind="train")
-    tracker.log({"a": 1.0}, 1)
-    tracker.end("finished", saved=None)
-    assert not any(b"*a*" in p.read_bytes() for p in tmp_path.rglob("*") if p.is_file())
 
 
 def write_some(tmp_path: Path, kind: str, spans=((0, 4), (3, 6)), **more) -> list[dict]:
@@ -268,34 +261,18 @@ def test_secrets_are_hidden_by_name_and_by_value_and_counts_are_not(monkeypatch)
         assert redact_text(told := f"policy.max_prompt_tokens={counts}") == told
 
 
-@pytest.mark.parametrize(
-    ("experiment", "job", "objective"),
-    [("grpo_tiny", "train", "GRPOObjective"), ("sft_tiny", "sft", "SFTObjective")],
-)
-def test_a_job_of_a_sweep_is_named_by_what_is_swept_and_grouped_by_its_sweep(
-    tmp_path, experiment, job, objective
-):
-    folder = tmp_path / experiment / "2026-01-01" / "seed=3"
+def test_a_run_is_named_by_its_changes_and_a_job_is_grouped_by_its_sweep(tmp_path):
+    folder = tmp_path / "sft_tiny" / "2026-01-01" / "seed=3"
     (folder / ".hydra").mkdir(parents=True)
-    words = [f"experiment={experiment}", "trainer.num_iterations=9", "tracker=tensorboard"]
-    (folder.parent / "sweep.json").write_text("{}")
-    (folder / ".hydra" / "overrides.yaml").write_text(json.dumps([*words, "seed=3"]))
-    cfg = OmegaConf.create(compose_checked([*words, "seed=3"]))
+    words = ["experiment=sft_tiny", "trainer.num_iterations=9", "tracker=tensorboard"]
+    told = [*words, "kl.reference=./start", "env.task.judge=org/model"]  # of a path its end
+    (folder / ".hydra" / "overrides.yaml").write_text(json.dumps(told))
+    cfg = OmegaConf.create(compose_checked(words))
     cfg.policy.model = "/runs/sft-1/model"
     about = make_tracker(cfg, folder).about
-    assert (about["name"], about["group"]) == (f"{experiment} seed=3", f"{experiment}/2026-01-01")
-    assert about["tags"] == [experiment, "sft-1", objective]
-    assert about["job_type"] == job
-    (folder.parent / "sweep.json").unlink()
-    alone = make_tracker(cfg, folder).about
-    name = f"{experiment} trainer.num_iterations=9 seed=3"
-    assert (alone["name"], alone["group"]) == (name, None)
-
-
-def test_paths_in_the_name_of_a_run_are_their_last_part(tmp_path):
-    (tmp_path / ".hydra").mkdir()
-    told = ["policy.model=/long/sft-1/model", "kl.reference=./start", "env.task.judge=org/model-7b"]
-    words = json.dumps(["experiment=grpo_tiny", *told])
-    (tmp_path / ".hydra" / "overrides.yaml").write_text(words)
-    name = "grpo_tiny policy.model=model kl.reference=start env.task.judge=org/model-7b"
-    assert names_of(tmp_path, {})["name"] == name
+    name = "sft_tiny trainer.num_iterations=9 kl.reference=start env.task.judge=org/model"
+    assert (about["name"], about["group"], about["job_type"]) == (name, None, "sft")
+    assert about["tags"] == ["sft_tiny", "sft-1", "SFTObjective"]
+    (folder.parent / "sweep.json").write_text("{}")
+    about = make_tracker(cfg, folder).about
+    assert (about["name"], about["group"]) == ("sft_tiny seed=3", "sft_tiny/2026-01-01")
