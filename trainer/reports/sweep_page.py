@@ -16,7 +16,7 @@ from trainer.reports.formats import duration, nats, short
 from trainer.reports.frontier import AVERAGED, frontier
 from trainer.reports.page import PATIENCE, write_page
 from trainer.reports.panels import MAIN, Figure, open_notes
-from trainer.reports.replies import Reply
+from trainer.reports.replies import Reply, by_kind, side_by_side
 from trainer.reports.summary import repeat_command
 from trainer.reports.sweep_jobs import (
     DRIFT,
@@ -108,7 +108,7 @@ def _values(sweep: Sweep) -> dict[str, Any]:
         "warnings": [(*key, warned[key]) for key in sorted(warned)],
         "curves": list(_overlays(begun, keys)),
         "names": [setting.name for setting in begun],
-        "replies": _side_by_side(begun),
+        "replies": _replies(begun),
     }
 
 
@@ -189,22 +189,16 @@ def _overlays(begun: Sequence[Setting], keys: Sequence[str]) -> Iterator[Figure]
             yield Figure(chart, f"healthy: {panel.healthy}", [panel.swept])
 
 
-def _side_by_side(settings: Sequence[Setting]) -> list[dict[str, Any]]:
+def _replies(settings: Sequence[Setting]) -> list[dict[str, Reply]]:
     """Return replies to the same held-out prompts: before training, then by coefficient."""
     before: dict[str, Reply] = {}
     columns: dict[str, dict[str, Reply]] = {}
     for setting in sorted(settings, key=lambda s: s.mean("kl/coeff") or 0.0):
         rows = read_lines(setting.jobs[0].run.folder / "transcripts.jsonl", most=READ)
-        kinds: dict[str, dict[str, Reply]] = {}
-        for row in rows:
-            kinds.setdefault(row["kind"], {})[row["prompt"]] = row
+        kinds = by_kind(rows)
         columns |= {setting.name: kinds["after"]} if "after" in kinds else {}
         before = before or kinds.get("before", {})
     columns = dict([*columns.items()][:: math.ceil(len(columns) / SETTINGS) or 1])
     if before and comparable([job for setting in settings for job in setting.jobs]):
         columns = {"before training": before, **columns}
-    first = next(iter(columns.values()), {})
-    prompts = [prompt for prompt in first if all(prompt in found for found in columns.values())]
-    return [
-        {name: found[prompt] for name, found in columns.items()} for prompt in prompts[:PROMPTS]
-    ]
+    return side_by_side(columns, PROMPTS)
