@@ -75,6 +75,17 @@ STREAMS = {
         {"falling": 30},
     ),
     "flat": ({"reward__raw_mean": lambda i: 0.3 + noise(i)}, {"stalled": 40}),
+    "a supervised run": (
+        {"reward__raw_mean": "absent", "loss__total": lambda i: i / 10},
+        {"falling": 30},
+    ),
+    "all replies dropped now and then": (
+        {
+            "reward__raw_mean": lambda i: 0.5 + noise(i) if 10 < i <= 50 else "absent",
+            "loss__total": lambda i: i / 10,
+        },
+        {},
+    ),
     "nine flat iterations": ({"group__zero_variance_fraction": lambda i: float(i % 10 > 0)}, {}),
     "one prompt teaches": ({"group__zero_variance_fraction": 0.97}, {}),
     "truncated now and then": ({"response__truncated_fraction": lambda i: float(i % 3 > 0)}, {}),
@@ -167,17 +178,6 @@ def test_it_is_said_at_the_terminal_in_the_status_and_once_over_a_resume(tmp_pat
     assert later.said == later.alerts == []
     notes = json.loads((tmp_path / "status.json").read_text())["notes"]
     assert [Finding(**note).rule for note in notes] == ["loss_near_zero", "engine_mismatch"]
-
-
-def test_an_iteration_whose_replies_were_all_dropped_is_not_judged_by_its_loss():
-    def reward(i: int) -> float | str:
-        return "absent" if i <= 10 or i > 50 else 0.5 + noise(i)
-
-    worse = stream(60, reward__raw_mean=reward, loss__total=lambda i: i / 10)
-    assert said(worse) == {}
-    for line in worse:
-        line.pop("reward/raw_mean", None)
-    assert "falling" in said(worse), "the loss of a supervised run is its signal"
 
 
 def test_the_metrics_that_the_rules_read_exist():

@@ -86,25 +86,18 @@ def test_a_long_run_leaves_a_hundred_lines_in_a_log_and_every_evaluation():
     assert lines[-1].startswith("iteration 300/300  loss 2.5000  ")
 
 
-def test_replies_cannot_draw_on_the_terminal():
-    file = io.StringIO()
-    row = {"prompt": "[bold]hi[/bold]", "response": "a\x1b[31m\nb\ud800" + "x" * 200, "reward": 1.0}
-    Display(1, file=file).replies([row], 0, kind="before")
-    shown = file.getvalue()
-    assert "[bold]hi[/bold]" in shown
-    assert "\x1b" not in shown
-    assert len(shown.splitlines()) == 3
-
-
-def test_training_shows_its_best_and_worst_reply_now_and_then(terminal):
-    rows = [{"prompt": "6 x 7?", "response": text, "reward": 0.0} for text in ("42", "no", "41")]
-    display = Display(80, file=terminal, show_every=5)
+def test_replies_are_shown_now_and_then_and_cannot_draw_on_the_terminal():
+    row = {"prompt": "[bold]hi[/bold]", "response": "a\x1b[31m\nb\ud800" + "x" * 300, "reward": 1.0}
+    display = Display(80, file=(file := io.StringIO()), show_every=5)
+    display.replies([row], 0, kind="before")
     for i in range(1, 7):
-        display.replies(rows, i, kind="train")
-    Display(80, file=terminal, show_every=0).replies(rows, 5, kind="train")
-    shown = plain(terminal.getvalue())
-    assert shown.count("best and worst reply of iteration 5") == 1
-    assert [text in shown for text in ("42", "no", "41")] == [True, False, True]
+        display.replies([row, {**row, "prompt": "6 x 7?"}, row], i, kind="train")
+    lines = file.getvalue().splitlines()
+    titles = [line for line in lines if not line.startswith(" ")]
+    assert titles == ["replies before training", "best and worst reply of iteration 5"]
+    assert len(lines) == 2 + 3 * 2, "a line each"
+    assert "[bold]hi[/bold]" in lines[1]
+    assert not [part for part in ("\x1b", "6 x 7?") if part in file.getvalue()]
 
 
 def test_a_terminal_shows_what_goes_on_below_a_bar_and_results_for_good(

@@ -105,17 +105,14 @@ def test_a_damaged_limit_is_none_and_is_not_drawn(tmp_path, text):
 )
 def test_extreme_samples_give_finite_numbers_or_none(tmp_path, reward):
     """Warnings are errors: none is raised on the way to a page either."""
-    write_jobs(tmp_path, right=False)
-    write_limit(tmp_path, [[0] * len(reward[0])] * 2, reward, asked=2)
+    write_limit(write_jobs(tmp_path, right=False), [[0] * len(reward[0])] * 2, reward, asked=2)
     limit = read_limit(tmp_path / "limit.json")
     for value in (-1e300, 5e-324, 0.5, 1e99, math.nan, math.inf):
         for kl in (0.0, 0.5, 1e300, math.nan):
             got = limit.efficiency("eval/reward", value, kl)
             assert got is None or 0 <= got < math.inf, (value, kl, got)
-    drawn = Bounds(limit.reward).curve()
-    assert all(np.isfinite(side).all() for side in vars(drawn).values())
-    for page in (write_report(tmp_path / "kl.coeff=1"), write_sweep(tmp_path)):
-        assert "replies of the reference" in Page(page).text
+    assert all(np.isfinite(side).all() for side in vars(Bounds(limit.reward).curve()).values())
+    assert "replies of the reference" in write_sweep(tmp_path).read_text()
 
 
 def test_what_has_no_one_reference_is_refused(tmp_path, capsys):

@@ -87,10 +87,12 @@ def test_each_logged_group_has_a_chart_that_says_what_is_healthy(tmp_path):
     known = ["Reward", "KL to the reference", "Accuracy on held-out prompts"]
     assert [*page.charts()] == [*known, "Reward parts", "my/own"]
     assert "healthy: rises, then levels off" in page.texts
-    rows = [{"loss/total": 3.0 / i, "loss/policy": (3.0 + 1e-7) / i, "optim/lr": 1} for i in (1, 2)]
+    row = {"optim/lr": 1, "time/iteration_s": 4.0, "time/update_s": 3.0, "time/sync_s": 0.01}
+    rows = [{"loss/total": 3.0 / i, "loss/policy": (3.0 + 1e-7) / i, **row} for i in (1, 2)]
     charts = Page(write_report(write_lines(tmp_path / "sft", *rows))).charts()
-    assert [*charts] == ["Loss", "Learning rate"]
+    assert [*charts] == ["Loss", "Time per iteration", "Learning rate"]
     assert charts["Loss"].tips == ["iteration 1: total 3", "iteration 2: total 1.5"], "once"
+    assert charts["Time per iteration"].tips[0] == "iteration 1: update 3, rest 1, all 4"
 
 
 def captions(folder: Path) -> list[str]:
