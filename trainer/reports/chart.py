@@ -288,12 +288,6 @@ def text_width(text: str, *, size: float = 11.0) -> float:
     return size * sum(0.82 if c in _WIDE else 0.3 if c in "il.,:' |j" else 0.62 for c in text)
 
 
-def meet(one: Box, other: Box) -> bool:
-    """Return whether two boxes share more than an edge."""
-    (a, b, c, d), (e, f, g, h) = one, other
-    return a < g and e < c and b < h and f < d
-
-
 def colour(hue: int) -> str:
     """Return a colour of the palette as CSS."""
     return f"var(--hue{hue % HUES})"

@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 
 from trainer.limit import FILE, Curve, Limit, best_of, most_kl_of_best_of, read_limit
 from trainer.metric_names import ACCURACY, HELD_KL, HELD_REWARD
-from trainer.reports.chart import Axis, Box, Chart, meet, text_width
+from trainer.reports.chart import Axis, Box, Chart, text_width
 from trainer.reports.summary import hydra_path
 from trainer.reports.sweep_jobs import (
     DRIFT,
@@ -230,11 +230,11 @@ def _label(chart: Chart, setting: Setting, place: tuple[float, float], taken: li
     for side in (10, -10 - wide, -wide / 2, 18, -18 - wide):  # right, left, centred, further off
         for drop in (15, -8, 4, 24, -17, 34, -24):
             x, y = chart.x(kl) + side, chart.y(value) + drop
-            box = a, b, c, d = x - 4, y - 11, x + wide + 4, y + 3
+            a, b, c, d = x - 4, y - 11, x + wide + 4, y + 3
             inside = a > 0 and c < chart.width and chart.y.stop - 12 < b and d < chart.y.start + 10
-            if inside and not any(meet(box, other) for other in taken):
+            if inside and not any(a < g and e < c and b < h and f < d for e, f, g, h in taken):
                 chart.text(x, y, text, style="value")
-                taken.append(box)
+                taken.append((a, b, c, d))
                 return
 
 
