@@ -22,14 +22,6 @@ from trainer.runs.redact import redact
 from trainer.runs.run_files import ITERATION, PLACES, Run, dig, load_run
 
 PICTURE = ("Reward", "KL to the reference", "Accuracy on held-out prompts", "Loss")
-PHASES = {  # of status.json
-    "collect": "sampling replies",
-    "score": "scoring with the reference",
-    "update": "updating the weights",
-    "save": "saving a checkpoint",
-    "evaluate": "evaluating on held-out prompts",
-    "end": "ending: the final model is saved",
-}
 TIME = "time/iteration_s"
 
 
@@ -62,7 +54,6 @@ def _values(run: Run, state: str) -> dict[str, Any]:
         "sections": [name for name, there in parts.items() if there],
         "status": run.status,
         "errors": sorted(f.name for f in (run.folder / "errors").glob("rank*.txt")),
-        "phases": PHASES,
         "left": _left(run),
         "rewrite": f"python -m trainer.reports {shlex.quote(str(run.folder.resolve()))}",
         "notes": panels.notes_of(run, "error", "warn"),

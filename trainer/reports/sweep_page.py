@@ -20,7 +20,6 @@ from trainer.reports.replies import Reply, by_kind, side_by_side
 from trainer.reports.summary import repeat_command
 from trainer.reports.sweep_jobs import (
     DRIFT,
-    EFFICIENCY,
     KL,
     REWARD,
     Job,
@@ -38,24 +37,8 @@ from trainer.reports.sweep_jobs import (
 )
 from trainer.runs.run_files import dig, read_lines
 
-OBJECTIVES = {  # in the order in which a run takes them
-    "eval/sampled_accuracy": "held-out accuracy, sampled",
-    "eval/greedy_accuracy": "held-out accuracy, greedy",
-    "reward/mean": "mean reward of the last iteration, a KL in it included",
-    "loss/total": "minus the loss of the last iteration",
-}
-TITLES = {  # of what the jobs reached; sweep.csv has the names of the metrics
-    ACCURACY: "accuracy",
-    REWARD: "reward",
-    KL: "KL",
-    DRIFT: "KL to the sampler",
-    HELD_REWARD: "held-out reward",
-    HELD_KL: "held-out KL",
-    EFFICIENCY: "KL efficiency",
-    "kl/coeff": "KL coefficient",
-    "progress/iteration": "iteration",
-    "iterations_averaged": "iterations averaged",
-}
+# in the order in which a run takes them
+OBJECTIVES = (ACCURACY, "eval/greedy_accuracy", "reward/mean", "loss/total")
 MOVES = 1e-4  # nats per token to the sampler; with one step on a batch it is rounding
 PROMPTS, SETTINGS = 8, 6  # at most, of replies side by side
 READ = 2**20  # bytes of a file: replies before training stand at its start, those after at its end
@@ -100,7 +83,7 @@ def _values(sweep: Sweep) -> dict[str, Any]:
         "rewrite": f"python -m trainer.reports {shlex.quote(str(sweep.folder.resolve()))}",
         "best": found,
         "again": repeat_command(winner) if winner else "",
-        "objective": next((t for m, t in OBJECTIVES.items() if winner and winner.series(m)), ""),
+        "objective": next((m for m in OBJECTIVES if winner and winner.series(m)), ""),
         "averaged": AVERAGED,
         "pictures": _pictures(settings, jobs, limit),
         "limit": limit,
@@ -154,24 +137,23 @@ def _page(job: Job) -> str:
     return f"{quote(job.name)}/report.html" if there else ""
 
 
-def _table(jobs: Sequence[Job]) -> dict[str, list[Any]]:
-    """Return titles and rows of what differs between the jobs, and texts of what does not."""
+def _table(jobs: Sequence[Job]) -> dict[str, Any]:
+    """Return names and rows of what differs between the jobs, and what does not."""
     columns = {key: [job.overrides.get(key, "-") for job in jobs] for key in varying(jobs)}
-    columns, same = columns or {"job": [job.name for job in jobs]}, []
+    columns, same = columns or {"job": [job.name for job in jobs]}, {}
     for title in jobs[0].reached:
         values = [job.reached[title] for job in jobs]
         form = nats if title in (KL, HELD_KL, DRIFT) else short
         cells = [v if isinstance(v, str) else "" if v is None else form(v) for v in values]
         if len(set(cells)) == 1:
-            same += [f"{TITLES.get(title, title)} {cells[0]}"] if cells[0] else []
+            same |= {title: cells[0]} if cells[0] else {}
         elif cells not in columns.values() and title.replace("/", ".") not in columns:
             columns[title] = cells  # but not kl/coeff beside kl.coeff
     rows = [
         [{"text": name, "page": _page(job)}, *cells]
         for job, (name, *cells) in zip(jobs, zip(*columns.values(), strict=True), strict=True)
     ]
-    titles = [TITLES.get(title, title) for title in columns]
-    return {"columns": titles, "rows": rows, "same": same}
+    return {"columns": [*columns], "rows": rows, "same": same}
 
 
 def _overlays(begun: Sequence[Setting], keys: Sequence[str]) -> Iterator[Figure]:
