@@ -27,9 +27,7 @@ FLAGS = (
 def find() -> str:
     """Return the path of a Chromium; a missing one is an error, not a skip."""
     found = next(filter(None, map(shutil.which, NAMES)), None)
-    assert found, (
-        f"expected one of {', '.join(NAMES)}: make test-browser installs it (Debian, root)"
-    )
+    assert found, f"expected one of {NAMES}: make test-browser installs it (Debian, root)"
     return found
 
 
@@ -100,6 +98,13 @@ class Browser:
         assert "exceptionDetails" not in done, done
         return done["result"].get("value")
 
+    def until(self, condition: str) -> None:
+        """Wait until a JavaScript condition holds, also over reloads."""
+        limit = time.monotonic() + 30
+        while not self.run(f"Boolean({condition})"):
+            assert time.monotonic() < limit, f"never: {condition}"
+            time.sleep(0.05)
+
     def screenshot(self, path: Path) -> None:
         """Save the whole page, also what one would have to scroll to."""
         shot = self.call("Page.captureScreenshot", captureBeyondViewport=True)
@@ -109,12 +114,9 @@ class Browser:
         """Return the errors of the page: exceptions, console errors, what the browser logged."""
         out = []
         for name, params in self.events:
-            if name == "Runtime.exceptionThrown":
-                out.append(params["exceptionDetails"]["text"])
-            elif name == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning"):
-                out.append(str(params["args"]))
-            elif name == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
-                out.append(params["entry"]["text"])
+            level = params.get("type") or params.get("entry", {}).get("level")
+            if name == "Runtime.exceptionThrown" or level in ("error", "warning"):
+                out.append(str(params))
         return out
 
     def requests(self) -> list[str]:

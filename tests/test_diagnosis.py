@@ -2,10 +2,12 @@
 
 import inspect
 import json
+import math
 import re
 from pathlib import Path
 
 import pytest
+from pages import recorded
 
 from trainer.observer import Observer
 from trainer.reports import diagnosis
@@ -13,18 +15,7 @@ from trainer.reports.diagnosis import QUIET, RULES, WORDS, Diagnose, Diagnosis, 
 from trainer.reports.trackers.jsonl import JsonlTracker
 from trainer.runtime import Runtime
 
-HERE = Path(__file__).parent
-
-
-def recorded(name: str) -> list[dict]:
-    """Return the lines of a real run: columns, a file each."""
-    columns = json.loads((HERE / name).read_text())
-    begin = int("eval/reward" not in columns)  # with evaluations from the one before training on
-    count = len(columns["loss/policy"])
-    rows = [{name: values[i] for name, values in columns.items()} for i in range(count)]
-    return [{**row, "progress/iteration": i} for i, row in enumerate(rows, begin)]
-
-
+DOCS = Path(__file__).parents[1] / "docs"
 FINE = {
     "reward/raw_mean": 0.5,
     "reward/std": 0.3,
@@ -61,7 +52,8 @@ def noise(i: int) -> float:
     return (i * 7919 % 13 - 6) / 100  # mean 0, at most 0.06
 
 
-SICK = {
+# what differs from a healthy run: the rule that speaks first, and its iteration
+STREAMS = {
     "all groups flat": ({"group__zero_variance_fraction": 1.0}, {"equal_rewards": 10}),
     "no groups, no spread": (
         {"group__zero_variance_fraction": "absent", "reward__std": 3e-9},
@@ -71,12 +63,7 @@ SICK = {
     "KL per token": ({"kl__ref": 3.5, "kl__ref_sequence": 70.0}, {"kl_exploding": 3}),
     "entropy": ({"policy__entropy": 0.005}, {"entropy_collapsed": 5}),
     "another engine": ({"kl__mismatch": 0.3}, {"engine_mismatch": 2}),
-    "nan gradient": (
-        {
-            "optim__grad_norm": lambda i: float("nan") if i == 9 else 1.0,
-        },
-        {"not_finite": 9},
-    ),
+    "nan gradient": ({"optim__grad_norm": lambda i: math.nan if i == 9 else 1}, {"not_finite": 9}),
     "null in the file": ({"loss__total": lambda i: None if i == 4 else 0.1}, {"not_finite": 4}),
     "empty masks": ({"optim__skipped_steps": lambda i: max(0.0, i - 20.0)}, {"skipped_steps": 21}),
     "reward falls back": (
@@ -88,38 +75,42 @@ SICK = {
         {"falling": 30},
     ),
     "flat": ({"reward__raw_mean": lambda i: 0.3 + noise(i)}, {"stalled": 40}),
-}
-WELL = {
-    "nine flat iterations": {"group__zero_variance_fraction": lambda i: float(i % 10 > 0)},
-    "one prompt teaches": {"group__zero_variance_fraction": 0.97},
-    "truncated now and then": {"response__truncated_fraction": lambda i: float(i % 3 > 0)},
-    "a large KL": {"kl__ref": 0.9, "kl__ref_sequence": 18.0},
-    "a growing KL": {"kl__ref_sequence": lambda i: i * 1.5},
-    "a low entropy": {"policy__entropy": 0.02},
-    "bfloat16": {"kl__mismatch": 0.04},
-    "no explained variance": {"value__explained_variance": None},
-    "a plateau": {"reward__raw_mean": lambda i: 0.3 + min(i, 20) / 40 + noise(i)},
-    "noisy and slow": {"reward__raw_mean": lambda i: 0.3 + i / 400 + noise(i)},
+    "a supervised run": (
+        {"reward__raw_mean": "absent", "loss__total": lambda i: i / 10},
+        {"falling": 30},
+    ),
+    "all replies dropped now and then": (
+        {
+            "reward__raw_mean": lambda i: 0.5 + noise(i) if 10 < i <= 50 else "absent",
+            "loss__total": lambda i: i / 10,
+        },
+        {},
+    ),
+    "nine flat iterations": ({"group__zero_variance_fraction": lambda i: float(i % 10 > 0)}, {}),
+    "one prompt teaches": ({"group__zero_variance_fraction": 0.97}, {}),
+    "truncated now and then": ({"response__truncated_fraction": lambda i: float(i % 3 > 0)}, {}),
+    "a large KL": ({"kl__ref": 0.9, "kl__ref_sequence": 18.0}, {}),
+    "a growing KL": ({"kl__ref_sequence": lambda i: i * 1.5}, {}),
+    "a low entropy": ({"policy__entropy": 0.02}, {}),
+    "bfloat16": ({"kl__mismatch": 0.04}, {}),
+    "no explained variance": ({"value__explained_variance": None}, {}),
+    "a plateau": ({"reward__raw_mean": lambda i: 0.3 + min(i, 20) / 40 + noise(i)}, {}),
+    "noisy and slow": ({"reward__raw_mean": lambda i: 0.3 + i / 400 + noise(i)}, {}),
 }
 
 
-@pytest.mark.parametrize("name", SICK)
-def test_a_sick_run_is_told_so_when_it_is(name):
-    changes, wanted = SICK[name]
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_rule_speaks_when_its_fault_is_there_and_not_just_short_of_it(name):
+    changes, wanted = STREAMS[name]
     assert said(stream(**changes)) == wanted
 
 
-def test_every_rule_has_a_sick_run_its_reason_and_its_words():
-    sick = {rule for _, wanted in SICK.values() for rule in wanted}
-    assert sorted(sick | {"loss_near_zero", "reward_hacked"}) == sorted(WORDS)
+def test_every_rule_has_a_stream_and_a_line_on_the_page_on_tracking():
+    tried = {rule for _, wanted in STREAMS.values() for rule in wanted}
+    assert sorted(tried | {"loss_near_zero", "reward_hacked"}) == sorted(WORDS)
     assert all(inspect.getdoc(rule) for rule in RULES.values())
-    limits = [when for name, words in WORDS.items() if name not in RULES for when in words["when"]]
-    assert all({"metric", "times"} < {*when} for when in limits)
-
-
-@pytest.mark.parametrize("name", WELL)
-def test_a_run_just_short_of_it_is_not(name):
-    assert said(stream(**WELL[name])) == {}
+    titles = re.findall(r"^\| \*\*(.+?)\*\* \|", (DOCS / "tracking.md").read_text(), re.MULTILINE)
+    assert titles == [words["title"] for words in WORDS.values()]
 
 
 def test_a_real_run_that_learns_and_a_supervised_one_raise_nothing():
@@ -132,12 +123,9 @@ def test_a_real_run_that_learns_and_a_supervised_one_raise_nothing():
     assert [f.rule for f in Diagnosis(up).findings] == ["falling"]
 
 
-def test_a_reward_that_rises_while_held_out_accuracy_falls_is_told():
+def test_a_reward_that_rises_while_held_out_accuracy_falls_is_hacked():
     rows = recorded("hacked_run.json")  # of ppo_tldr_tiny with kl.coeff=0
     assert said(rows) == {"reward_hacked": 30}, "with its second evaluation"
-    (told,) = (f.text for f in Diagnosis(rows).findings if f.rule == "reward_hacked")
-    for end in ("-7 at best", "1.17 now", "0.18, now 0.019", "at 8.4 nats"):
-        assert end in told
 
     def changed(**ends: float) -> dict[str, int]:
         new = {name.replace("__", "/"): value for name, value in ends.items()}
@@ -146,26 +134,10 @@ def test_a_reward_that_rises_while_held_out_accuracy_falls_is_told():
     assert changed(eval__greedy_accuracy=0.23) == {}, "the greedy replies got no worse"
     assert changed(eval__sampled_accuracy=0.15, eval__greedy_accuracy=0.2) == {}, "by a sixth"
     assert changed(eval__reward=-7.5) == {}, "the held-out replies do not earn more"
-    leashed = {"eval__sampled_accuracy": 0.623, "eval__greedy_accuracy": 0.833}
-    assert changed(**leashed, eval__reward=-0.449) == {}, "what the run came to with kl.coeff=1"
     flat = [{**row, "reward/raw_mean": noise(i)} for i, row in enumerate(rows)]
     assert said(flat) == {}, "no reward rises in training"
     supervised = [{k: v for k, v in row.items() if not k.startswith("reward/")} for row in rows]
     assert "reward_hacked" not in said(supervised)
-
-
-def test_a_reward_that_was_hacked_is_told_at_the_evaluation_that_shows_it_and_until_it_is_mended():
-    def accuracy(i: int) -> float | str:
-        seen = {0: 0.2, 10: 0.6, 20: 0.7, 30: 0.3, 40: 0.65}
-        return seen.get(i, "absent")
-
-    start = {"progress/iteration": 0, "eval/sampled_accuracy": 0.2, "eval/reward": 0.3}
-    rewards = {0: 0.3, 10: 0.5, 20: 0.6, 30: 0.9, 40: 0.95}
-    rows = stream(
-        60, eval__sampled_accuracy=accuracy, eval__reward=lambda i: rewards.get(i, "absent")
-    )
-    (found,) = (f for f in Diagnosis([start, *rows]).findings if f.rule == "reward_hacked")
-    assert (found.level, found.iteration, found.until) == ("error", 30, 49)
 
 
 def test_it_is_said_once_until_it_has_been_gone_for_a_while():
@@ -201,7 +173,6 @@ def test_it_is_said_at_the_terminal_in_the_status_and_once_over_a_resume(tmp_pat
 
     heard = run(1, 3)
     assert [line.split(":")[0] for line in heard.said] == ["error at iteration 2"]
-    assert "kl/mismatch 0.3" in heard.said[0], "what only explains stands in the report"
     assert heard.alerts == [("Engine mismatch", True)]
     later = run(4, 6, resume=True)
     assert later.said == later.alerts == []
@@ -209,28 +180,11 @@ def test_it_is_said_at_the_terminal_in_the_status_and_once_over_a_resume(tmp_pat
     assert [Finding(**note).rule for note in notes] == ["loss_near_zero", "engine_mismatch"]
 
 
-def test_an_iteration_whose_replies_were_all_dropped_is_not_judged_by_its_loss():
-    def reward(i: int) -> float | str:
-        return "absent" if i <= 10 or i > 50 else 0.5 + noise(i)
-
-    worse = stream(60, reward__raw_mean=reward, loss__total=lambda i: i / 10)
-    assert said(worse) == {}
-    for line in worse:
-        line.pop("reward/raw_mean", None)
-    assert "falling" in said(worse), "the loss of a supervised run is its signal"
-
-
-def test_the_page_on_tracking_explains_every_rule():
-    page = (HERE.parent / "docs" / "tracking.md").read_text()
-    titles = [words["title"] for words in WORDS.values()]
-    assert re.findall(r"^\| \*\*(.+?)\*\* \|", page, re.MULTILINE) == titles
-
-
-def test_what_the_rules_read_and_name_exists():
-    page = (HERE.parent / "docs" / "metrics.md").read_text()
-    groups = {name.split("/")[0] for name in re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)}
+def test_the_metrics_that_the_rules_read_exist():
+    explained = re.findall(r"^\| `([^`]+)` \|", (DOCS / "metrics.md").read_text(), re.MULTILINE)
+    groups = {name.split("/")[0] for name in explained}
     told = inspect.getsource(diagnosis) + json.dumps(WORDS)
     names = set(re.findall(r"\b([a-z]+/[a-z_0-9]+)\b", told))
     read = {name for name in names if name.split("/")[0] in groups}
     assert len(read) > 10
-    assert {name for name in read if f"| `{name}` |" not in page} == set()
+    assert read <= {*explained}

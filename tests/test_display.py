@@ -1,4 +1,4 @@
-"""What the one at the terminal sees, on a terminal and in a log file."""
+"""What a person at the terminal sees, on a terminal and in a log file."""
 
 import io
 import os
@@ -13,8 +13,7 @@ from pages import write_lines, write_status
 from rich.console import Console, Group
 
 from policies.cache import write_text
-from trainer.reports.display import Display, show_run
-from trainer.reports.report import write_report
+from trainer.reports.display import STOPPING, Display, show_run
 from trainer.runtime import Runtime
 
 
@@ -41,8 +40,8 @@ def live_lines(display: Display) -> list[str]:
 
 def age(display: Display, seconds: float) -> None:
     """Make the evaluation that goes on older."""
-    assert display._evaluating is not None
     display._evaluating = display._evaluating._replace(since=time.monotonic() - seconds)
+    display._printed -= seconds
 
 
 def begun(total: int, **options) -> Display:
@@ -55,9 +54,9 @@ def test_a_log_file_gets_one_plain_line_per_iteration(tmp_path):
     folder, file = write_status(tmp_path, seconds=84.2), io.StringIO()
     header = {"model": "tiny", "report": folder / "report.html"}
     display = begun(3, title="grpo_tiny", header=header, folder=folder, file=file)
-    display.evaluating("evaluating 40 prompts, greedy", 0.0, last=False)
-    display.evaluating("evaluating 40 prompts, greedy", 0.5, last=False)
-    age(display, 25)
+    for share in (0.0, 0.25, 0.5):  # a line a minute, with a hint where it takes minutes
+        display.evaluating("evaluating 40 prompts", share, last=False)
+        age(display, 25 if share else 61)
     display.log({"eval/sampled_accuracy": 0.25, "eval/greedy_accuracy": 0.5}, 0)
     display.log({"reward/mean": 0.5, "kl/ref_sequence": -0.0004, "time/iteration_s": 90.0}, 2)
     last = {"reward/mean": 0.75, "eval/sampled_accuracy": 0.5, "time/iteration_s": 30.0}
@@ -65,8 +64,10 @@ def test_a_log_file_gets_one_plain_line_per_iteration(tmp_path):
     write_lines(folder, last)
     display.end("finished", saved=3)
     lines = file.getvalue().splitlines()
-    assert lines[3:8] == [
-        "evaluating 40 prompts, greedy",
+    assert lines[3:9] == [
+        "evaluating 40 prompts",
+        "evaluating 40 prompts: 25%, 1 min 1 s, about 3 min 3 s left; fewer rows: "
+        "eval.max_rows=<n>",
         "before training  accuracy 0.25  greedy 0.50  25.0 s",
         "iteration 2/3  reward 0.500  KL 0.000 nats per reply  90.0 s  1 min 55 s left",
         "iteration 3/3  reward 0.750  accuracy 0.50  30.0 s",
@@ -85,113 +86,56 @@ def test_a_long_run_leaves_a_hundred_lines_in_a_log_and_every_evaluation():
     assert lines[-1].startswith("iteration 300/300  loss 2.5000  ")
 
 
-def test_replies_cannot_draw_on_the_terminal(monkeypatch):
-    file = io.StringIO()
-    row = {"prompt": "[bold]hi[/bold]", "response": "a\x1b[31m\nb\ud800" + "x" * 200, "reward": 1.0}
-    Display(1, file=file).replies([row], 0, kind="before")
-    shown = file.getvalue()
-    assert "[bold]hi[/bold]" in shown
-    assert "\x1b" not in shown
-    assert len(shown.splitlines()) == 3
-    assert shown.rstrip().endswith("...   [reward 1.00]")
-
-
-def test_training_shows_its_best_and_worst_reply_now_and_then(terminal):
-    rows = [{"prompt": "6 x 7?", "response": text, "reward": 0.0} for text in ("42", "no", "41")]
-    display = Display(80, file=terminal, show_every=5)
+def test_replies_are_shown_now_and_then_and_cannot_draw_on_the_terminal():
+    row = {"prompt": "[bold]hi[/bold]", "response": "a\x1b[31m\nb\ud800" + "x" * 300, "reward": 1.0}
+    display = Display(80, file=(file := io.StringIO()), show_every=5)
+    display.replies([row], 0, kind="before")
     for i in range(1, 7):
-        display.replies(rows, i, kind="train")
-    Display(80, file=terminal, show_every=0).replies(rows, 5, kind="train")
-    shown = plain(terminal.getvalue())
-    assert shown.count("best and worst reply of iteration 5") == 1
-    assert [text in shown for text in ("42", "no", "41")] == [True, False, True]
+        display.replies([row, {**row, "prompt": "6 x 7?"}, row], i, kind="train")
+    lines = file.getvalue().splitlines()
+    titles = [line for line in lines if not line.startswith(" ")]
+    assert titles == ["replies before training", "best and worst reply of iteration 5"]
+    assert len(lines) == 2 + 3 * 2, "a line each"
+    assert "[bold]hi[/bold]" in lines[1]
+    assert not [part for part in ("\x1b", "6 x 7?") if part in file.getvalue()]
 
 
-def test_a_terminal_shows_the_evaluation_going_on_and_then_its_result_for_good(terminal):
-    display = begun(2, title="run", folder=Path("/r"), file=terminal)
+def test_a_terminal_shows_what_goes_on_below_a_bar_and_results_for_good(
+    terminal, monkeypatch, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    display = begun(2, title="run", folder=tmp_path / "a run", file=terminal)
+    display.evaluating("sampling the reference", 0.5, last=False)
+    age(display, 600)  # not in the time left: there is none at the end
     display.evaluating("evaluating 40 prompts", 0.25, last=False)
     age(display, 70)
-    hint = "fewer rows: eval.max_rows=<n>"  # 3 x 70 s more
-    line = f"evaluating 40 prompts: 25%, 1 min 10 s, about 3 min 30 s left; {hint}"
-    assert line == live_lines(display)[-1]
+    line = "evaluating 40 prompts: 25%, 1 min 10 s, about 3 min 30 s left"
+    assert live_lines(display)[-1].startswith(line)
     display.log({"eval/sampled_accuracy": 0.125}, 0)
     assert "before training  accuracy 0.12  70.0 s" in plain(terminal.getvalue())
-    display.log({"reward/mean": 0.25, "time/iteration_s": 5.0}, 1)
-    assert "reward 0.250  5.0 s" in plain(terminal.getvalue())
+    display.log({"reward/mean": 0.25, "policy/entropy": 0.125, "time/iteration_s": 5.0}, 1)
     lines = live_lines(display)
     assert re.search(r"run .* 1/2 0:00:0\d 1 min 15 s left", lines[0])  # 5 s, 70 s of evaluation
-    assert lines[1:] == ["reward 0.250  5.0 s"], "the accuracy does not stand beside the reward"
-    display.end("preempted", saved=None)
-    assert plain(terminal.getvalue()).rstrip().endswith("resume=/r")
-
-
-@pytest.mark.parametrize("columns", [60, 160])
-def test_the_live_lines_fit_the_terminal_and_lose_nothing(terminal, monkeypatch, columns):
-    monkeypatch.setenv("COLUMNS", str(columns))
-    latest = {"kl/ref_sequence": 1.25, "kl/ref": 0.25, "policy/entropy": 0.125}
-    latest |= {"response/length_mean": 5.0, "perf/tokens_per_s": 1234.0, "time/iteration_s": 4.0}
-    display = Display(80, title="grpo_tiny", file=terminal)
-    display.resume(7, "from iteration 7", again=False, seconds=3730)
-    display.begin()
-    assert "7/80" in live_lines(display)[0]
-    for i in range(8, 31):
-        display.log({**latest, "reward/mean": i / 30}, i)
-    lines = live_lines(display)
-    display.end("failed", saved=None)
-    assert max(map(len, lines)) <= columns
-    shown = " ".join(" ".join(lines).split())
-    assert "30/80" in shown
-    assert "3 min 20 s" in shown  # 50 iterations of 4 s
-    part = "reward 1.000 KL 1.250 nats per reply 0.250 nats per token entropy 0.125 length 5"
-    assert f"{part} 1,234 tok/s 4.0 s" in shown
+    assert lines[1:] == ["reward 0.250  entropy 0.125  5.0 s"], "and no accuracy"
+    display.end("preempted", saved=7)
+    last = "saved at iteration 7; go on with: python train.py resume='a run'"
+    assert plain(terminal.getvalue()).rstrip().endswith(last)
 
 
 def test_a_stop_is_answered_at_once(terminal, capfd, monkeypatch):
-    text = "stopping at the next safe point; Ctrl-C again stops at once"
     display = begun(2, file=terminal)
-    display.evaluating("evaluating 4 prompts", 0.5, last=False)
     display.stopping()
-    assert live_lines(display)[-1] == text
+    assert live_lines(display)[-1] == STOPPING
     display.end("preempted", saved=None)
     assert capfd.readouterr().err == "", "nothing may be written between the live lines"
     monkeypatch.delenv("FORCE_COLOR")
     begun(2, file=io.StringIO()).stopping()
-    assert capfd.readouterr().err == f"{text}\n"
-
-
-def finished(folder: Path, *words: str, target: str = "policies.load_policy") -> Path:
-    """Leave what a run that is finished leaves for its last lines."""
-    write_status(folder, state="finished", seconds=75.0)
-    write_text(folder / "config.yaml", f"{{policy: {{_target_: {target}}}, trainer: {{}}}}")
-    rows = [dict.fromkeys(words, i / 4) for i in range(1, 5)]
-    return write_lines(folder, *rows)
-
-
-def test_commands_stay_whole_and_paths_are_told_from_here(terminal, monkeypatch, tmp_path):
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.chdir(tmp_path)
-    near = finished(tmp_path / "outputs" / ("deep" * 30), "reward/raw_mean", "kl/ref_sequence")
-    begun(4, title="grpo_tiny", folder=near, file=terminal).end("finished", saved=4)
-    lines = [line.rstrip() for line in plain(terminal.getvalue()).splitlines()]
-    place = near.relative_to(tmp_path)
-    assert lines[-1] == f"chat     python train.py mode=chat resume={place}", "to be copied"
-    assert f"report   {place}/report.html" in lines
-    assert "KL to the reference 1 nats per reply" in " ".join(lines)
-
-
-def test_a_reward_model_ends_with_its_accuracy_and_no_chat(tmp_path):
-    folder = finished(
-        tmp_path, "loss/total", "preference/accuracy", target="policies.load_reward_model"
-    )
-    file = io.StringIO()
-    Display(4, folder=folder, file=file).end("finished", saved=None)
-    assert "preference accuracy 0.25 -> 1" in file.getvalue()
-    assert "chat" not in file.getvalue()
-    assert "mode=chat" not in write_report(folder).read_text()
+    assert capfd.readouterr().err == f"{STOPPING}\n"
 
 
 def test_a_job_of_a_sweep_is_a_few_lines(tmp_path):
-    folder = finished(tmp_path / "kl.coeff=1", "reward/mean")
+    folder = write_status(tmp_path / "kl.coeff=1", state="finished")
+    write_lines(folder, *[{"reward/mean": i / 4} for i in range(1, 5)])
     (tmp_path / "sweep.json").write_text("{}")
     display = show_run(Runtime(folder), 40)
     display.console.file = file = io.StringIO()
@@ -208,29 +152,20 @@ def test_a_job_of_a_sweep_is_a_few_lines(tmp_path):
     assert lines[-1].startswith("reward 0.25 -> 1")
 
 
-def test_what_is_saved_is_said_with_the_command_that_goes_on():
-    file = io.StringIO()
-    Display(2, file=file, folder=Path("/my runs/1")).end("failed", saved=7)
-    command = "python train.py resume='/my runs/1'"
-    assert file.getvalue() == f"saved at iteration 7; go on with: {command}\n"
-
-
-def header_of(folder: Path) -> list[str]:
-    display = show_run(Runtime(folder), 5)
-    display.console.file = file = io.StringIO()
-    display.begin()
-    display.end("failed", saved=None)
-    return file.getvalue().splitlines()
-
-
 def test_the_header_names_experiment_model_and_the_live_report(tmp_path, monkeypatch):
+    def header_of(folder: Path) -> list[str]:
+        display = show_run(Runtime(folder), 5)
+        display.console.file = file = io.StringIO()
+        display.begin()
+        return file.getvalue().splitlines()
+
     folder = tmp_path / "some" / "where"  # as output_dir= may be: no part of it is the experiment
     write_status(folder, model={"origin": "cache", "sha256": "0123456789abcdef"})
-    (folder / ".hydra").mkdir()
     chosen = "hydra: {runtime: {choices: {experiment: grpo_tiny}}}"
+    (folder / ".hydra").mkdir()
     write_text(folder / ".hydra" / "hydra.yaml", chosen)
     write_text(folder / "config.yaml", "{policy: {model: org/name}, trainer: {show_every: 7}}")
-    assert header_of(folder)[:3] == [
+    assert header_of(folder) == [
         "grpo_tiny: 5 iterations",
         "  model   org/name (cache, sha256 0123456789ab)",
         f"  report  {folder}/report.html",
@@ -243,80 +178,17 @@ def test_the_header_names_experiment_model_and_the_live_report(tmp_path, monkeyp
 def test_a_reader_that_goes_away_ends_the_display_and_not_the_run():
     code = """
 import sys
-from trainer.runs.failures import say
 from trainer.reports.display import Display
 display = Display(3, title="demo")
 display.begin()
 sys.stdin.read()  # until the pipe is closed
-say("as the parent does")
 for i in range(1, 4):
     display.log({"reward/mean": 0.5}, i)
 print("done", file=sys.stderr)
 """
-    command = [sys.executable, "-c", code]
     pipe = subprocess.PIPE
+    command = [sys.executable, "-c", code]
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
-        assert process.stdout is not None
         process.stdout.close()
         _, errors = process.communicate("")
     assert (process.returncode, errors) == (0, "done\n")
-
-
-def test_a_long_evaluation_is_no_silence_in_a_log():
-    file = io.StringIO()
-    display = Display(4, title="demo", file=file)
-    display.begin()
-    for share, seconds in (0.0, 0), (0.1, 50), (0.2, 20), (0.3, 50), (0.4, 15):
-        display._printed -= seconds
-        display.evaluating("evaluating 40 prompts", share, last=False)
-    told = [line for line in file.getvalue().splitlines() if "evaluating" in line]
-    assert told == [
-        "evaluating 40 prompts",
-        *[f"evaluating 40 prompts: {s}, 0 s, about 0 s left" for s in ("20%", "40%")],
-    ]
-
-
-def test_a_long_evaluation_before_training_says_how_to_make_it_shorter():
-    display = Display(4, title="demo", file=(file := io.StringIO()))
-    display.begin()
-    display.evaluating("evaluating 40 prompts", 0.0, last=False)
-    for share in (0.1, 0.5):
-        age(display, 60)
-        display._printed -= 61
-        display.evaluating("evaluating 40 prompts", share, last=False)
-    assert file.getvalue().splitlines()[2:] == [
-        "evaluating 40 prompts: 10%, 1 min 0 s, about 9 min 0 s left; fewer rows: "
-        "eval.max_rows=<n>",
-        "evaluating 40 prompts: 50%, 1 min 0 s, about 1 min 0 s left",
-    ]
-
-
-@pytest.mark.parametrize("live", [False, True])
-def test_samples_of_the_reference_are_said_and_are_not_in_the_time_left(live, request):
-    """The evaluation at the end takes what the one before training took, without them."""
-    file = request.getfixturevalue("terminal") if live else io.StringIO()
-    display = begun(3, file=file)
-    display.evaluating("sampling the reference: 4 prompts x 64 samples", 0.5, last=False)
-    age(display, 600)
-    shown = live_lines(display) if live else file.getvalue().splitlines()
-    assert "sampling the reference: 4 prompts x 64 samples" in " ".join(shown)
-    display.evaluating("evaluating 4 prompts", 0.5, last=False)
-    age(display, 20)
-    display.log({"eval/sampled_accuracy": 0.5}, 0)
-    display.log({"reward/mean": 0.5, "time/iteration_s": 10.0}, 1)
-    assert "40 s left" in (" ".join(live_lines(display)) if live else file.getvalue())
-
-
-@pytest.mark.parametrize(("last", "told"), [(0.8123, True), (None, False)])
-def test_the_last_line_has_the_efficiency_of_the_last_evaluation(tmp_path, last, told):
-    """None is one so far out that no sample reaches it: what came before says nothing of it."""
-    rows: list[dict[str, float]] = [
-        {"reward/mean": 0.5, "kl/efficiency": 0.5},
-        {"reward/mean": 0.5},
-    ]
-    rows[1] |= {} if last is None else {"kl/efficiency": last}
-    write_lines(tmp_path, *rows)
-    write_status(tmp_path, state="finished")
-    Display(4, folder=tmp_path, file=(file := io.StringIO())).end("finished", saved=4)
-    assert ("KL efficiency 0.812" in file.getvalue()) == told
-    assert ("efficiency" in file.getvalue()) == told

@@ -6,29 +6,21 @@ import math
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from trainer.limit import (
-    Bounds,
-    best_of,
-    least_kl,
-    most_kl_of_best_of,
-    optimum,
-)
-
-COEFFS = (0.2, 0.5, 1.0, 5.0)
+from trainer.limit import Bounds, best_of, least_kl, most_kl_of_best_of, optimum
 
 
 def enumerated(prompts: int = 3, replies: int = 6, parts: int = 60, seed: int = 0):
-    """Return counts [P, replies] of samples that are the reference exactly, and a reward each."""
+    """Return a reference [P, replies] in whole parts, a reward each, and samples that are it."""
     draw = np.random.default_rng(seed)
     chances = draw.dirichlet(np.ones(replies), size=prompts)
     counts = np.maximum(1, np.floor(chances * (parts - replies))).astype(int)
     counts[:, 0] += parts - counts.sum(1)
-    return counts, draw.normal(size=(prompts, replies))
-
-
-def as_samples(counts, rewards):
-    return np.stack([np.repeat(r, c) for r, c in zip(rewards, counts, strict=True)])
+    rewards = draw.normal(size=(prompts, replies))
+    samples = [np.repeat(r, c) for r, c in zip(rewards, counts, strict=True)]
+    return counts / parts, rewards, np.stack(samples)
 
 
 def kl_and_reward(policy, reference, rewards):
@@ -37,10 +29,15 @@ def kl_and_reward(policy, reference, rewards):
     return kl.mean(), (policy * rewards).sum(1).mean()
 
 
-@pytest.mark.parametrize("coeff", COEFFS)
+def kl_of_rates(p, odds: float):
+    """Return KL and accuracy of the best policy for pass rates `p`, by the closed form."""
+    a = p * odds / (1 - p + p * odds)
+    return (a * np.log(a / p) + (1 - a) * np.log((1 - a) / (1 - p))).mean(), a.mean()
+
+
+@pytest.mark.parametrize("coeff", [0.2, 0.5, 1.0, 5.0])
 def test_the_optimum_is_that_of_an_ascent_over_all_distributions(coeff):
-    counts, rewards = enumerated()
-    reference = counts / counts.sum(1, keepdims=True)
+    reference, rewards, samples = enumerated()
     ref, r = torch.tensor(reference), torch.tensor(rewards)
     logits = ref.log().clone().requires_grad_()
     climber = torch.optim.LBFGS([logits], max_iter=500, tolerance_grad=1e-12,
@@ -57,31 +54,25 @@ def test_the_optimum_is_that_of_an_ascent_over_all_distributions(coeff):
         climber.step(loss)
     found = logits.log_softmax(-1).exp().detach().numpy()
     want = kl_and_reward(found, reference, rewards)
-    assert optimum(as_samples(counts, rewards), coeff) == pytest.approx(want, abs=1e-6)
+    assert optimum(samples, coeff) == pytest.approx(want, abs=1e-6)
 
 
 def test_no_distribution_has_more_reward_at_the_same_kl():
-    counts, rewards = enumerated(prompts=1)
-    reference = counts / counts.sum(1, keepdims=True)
-    samples, draw = as_samples(counts, rewards), np.random.default_rng(1)
+    reference, rewards, samples = enumerated(prompts=1)
+    draw = np.random.default_rng(1)
     for _ in range(300):
         near = reference[0] ** draw.uniform(0, 2) * np.exp(rewards[0] * draw.uniform(0, 3))
         policy = near * np.exp(draw.normal(size=6) * draw.choice([0.01, 0.3, 1]))
         kl, reward = kl_and_reward(policy[None] / policy.sum(), reference, rewards)
-        least = least_kl(samples, reward)
-        assert least is not None
-        assert least <= kl + 1e-9
+        assert least_kl(samples, reward) <= kl + 1e-9
 
 
-def test_of_right_and_wrong_only_pass_rates_matter():
-    right, count = np.array([1, 5, 10, 32, 63]), 64
-    success = np.array([[1.0] * k + [0.0] * (count - k) for k in right])
-    p = right / count
-    for odds in (0.1, 1.0, 3.0, 7.0):
-        a = p * math.exp(odds) / (1 - p + p * math.exp(odds))
-        kl = (a * np.log(a / p) + (1 - a) * np.log((1 - a) / (1 - p))).mean()
-        assert optimum(success, 1 / odds) == pytest.approx((kl, a.mean()), abs=1e-12)
-        assert least_kl(success, a.mean()) == pytest.approx(kl, abs=1e-6)
+@given(st.lists(st.integers(1, 63), min_size=1, max_size=6), st.floats(0.1, 7.0))
+def test_of_right_and_wrong_only_pass_rates_matter(right, log_odds):
+    success = np.array([[1.0] * k + [0.0] * (64 - k) for k in right])
+    kl, accuracy = kl_of_rates(np.array(right) / 64, math.exp(log_odds))
+    assert optimum(success, 1 / log_odds) == pytest.approx((kl, accuracy), abs=1e-12)
+    assert least_kl(success, accuracy) == pytest.approx(kl, abs=1e-5)
 
 
 def test_what_the_reference_reaches_is_free_and_what_no_sample_shows_is_unknown():
@@ -89,6 +80,11 @@ def test_what_the_reference_reaches_is_free_and_what_no_sample_shows_is_unknown(
     assert least_kl(success, 0.125) == 0.0 == least_kl(success, 0.0)
     assert least_kl(success, 0.4999) == pytest.approx(math.log(4) / 2, rel=0.01)
     assert least_kl(success, 0.51) is None  # one prompt of two was never solved
+    rewards = np.array([[3.0, 3.0, 1.0, 0.0], [2.0, -1.0, 0.0, 0.0]])
+    best = (math.log(2) + math.log(4)) / 2  # the share of the best replies
+    assert least_kl(rewards, 2.5) == pytest.approx(best)
+    assert least_kl(rewards, 2.5 - 1e-5) == pytest.approx(best, abs=1e-3)
+    assert least_kl(rewards, 2.51) is None
 
 
 def test_the_best_of_k_is_the_mean_over_all_picks():
@@ -96,8 +92,6 @@ def test_the_best_of_k_is_the_mean_over_all_picks():
     for k in (1, 2, 4, 7):
         picks = [max(pick) for row in rewards for pick in itertools.combinations(row, k)]
         assert best_of(rewards, k) == pytest.approx(np.mean(picks))
-    success = np.array([[1.0, 1.0, 0.0, 0.0]])
-    assert best_of(success, 2) == pytest.approx(5 / 6)
 
 
 def test_the_bound_of_best_of_k_holds_and_is_tight_without_ties():
@@ -109,84 +103,64 @@ def test_the_bound_of_best_of_k_holds_and_is_tight_without_ties():
         assert exact <= most_kl_of_best_of(k) + 1e-12
         if m > 10 * k:
             assert exact == pytest.approx(most_kl_of_best_of(k), abs=0.01)
-    assert most_kl_of_best_of(1) == 0
-
-
-def test_no_best_of_k_passes_the_limit():
     rewards = np.sort(np.random.default_rng(0).normal(size=(4, 512)))
     drawn = Bounds(rewards, draws=0).curve()
-    for k in (2, 4, 16):
-        at = np.interp(most_kl_of_best_of(k), drawn.kl, drawn.value)
-        assert best_of(rewards, k) <= at + 1e-3
+    for k in (2, 4, 16):  # no best-of-k passes the limit
+        assert best_of(rewards, k) <= np.interp(most_kl_of_best_of(k), drawn.kl, drawn.value) + 1e-3
 
 
 def test_a_curve_begins_at_the_reference_rises_and_ends_where_its_samples_do():
     draw = np.random.default_rng(0)
-    for rewards in (draw.normal(size=(5, 64)), (draw.random((5, 64)) < 0.2).astype(float)):
+    normal, binary = draw.normal(size=(5, 64)), (draw.random((5, 64)) < 0.2).astype(float)
+    for rewards, share in ((normal, 10), (binary, math.e)):
         drawn = Bounds(rewards).curve()
         assert (drawn.kl[0], drawn.value[0]) == (0.0, pytest.approx(rewards.mean()))
         assert (np.diff(drawn.kl) > 0).all()
         assert (np.diff(drawn.value) > 0).all()
-        assert drawn.kl[-1] <= math.log(64) - 1
+        assert drawn.kl[-1] <= math.log(64 / share)
         assert (drawn.low <= drawn.high).all()
     nearly = Bounds((draw.random((5, 64)) < 0.7).astype(float)).curve()  # the band would pass 1
     assert nearly.high.max() <= 1
     flat = Bounds(np.ones((3, 4))).curve()
-    assert flat.kl.tolist() == [0.0]
-    assert flat.value.tolist() == [1.0]
+    assert (flat.kl.tolist(), flat.value.tolist()) == ([0.0], [1.0])
 
 
 @pytest.mark.parametrize("odds", [math.e, math.e**3])
 def test_the_band_covers_the_truth(odds):
     """Of 30 sets of 64 replies to eight prompts, the truth is in the 90 % band of most."""
     p = np.linspace(0.02, 0.5, 8)
-    exact = p * odds / (1 - p + p * odds)
-    at = (exact * np.log(exact / p) + (1 - exact) * np.log((1 - exact) / (1 - p))).mean()
+    at, exact = kl_of_rates(p, odds)
     draw, inside = np.random.default_rng(3), 0
     for seed in range(30):
         samples = (draw.random((8, 64)) < p[:, None]).astype(float)
         drawn = Bounds(samples, draws=40, seed=seed).curve()
         low, high = (np.interp(at, drawn.kl, side) for side in (drawn.low, drawn.high))
-        inside += low <= exact.mean() <= high
+        inside += low <= exact <= high
     assert inside >= 23
 
 
-def test_a_value_that_only_the_best_replies_have_costs_their_share():
-    rewards = np.array([[3.0, 3.0, 1.0, 0.0], [2.0, -1.0, 0.0, 0.0]])
-    assert least_kl(rewards, 2.5) == pytest.approx((math.log(2) + math.log(4)) / 2)
-    assert least_kl(rewards, 2.5 - 1e-5) == pytest.approx(least_kl(rewards, 2.5), abs=1e-3)
-    assert least_kl(rewards, 2.51) is None
+RATES = np.linspace(0.01, 0.99, 100)
+
+
+def right_or_wrong(seed: int) -> np.ndarray:
+    """Return 64 replies to a prompt of each pass rate."""
+    return (np.random.default_rng(seed).random((100, 64)) < RATES[:, None]).astype(float)
 
 
 def normal(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=(40, 64))
 
 
-def right_or_wrong(seed: int) -> np.ndarray:
-    """Return 64 replies to 100 prompts of pass rates 0.01 to 0.99."""
-    rates = np.linspace(0.01, 0.99, 100)[:, None]
-    return (np.random.default_rng(seed).random((100, 64)) < rates).astype(float)
-
-
-def least_of_rates(accuracy: float) -> float:
-    """Search the odds at which the best policy for those rates has an accuracy."""
-    p = np.linspace(0.01, 0.99, 100)
-    odds = np.geomspace(1, 1e4, 20_000)[:, None]
-    a = p * odds / (1 - p + p * odds)
-    kl = (a * np.log(a / p) + (1 - a) * np.log((1 - a) / (1 - p))).mean(1)
-    return float(np.interp(accuracy, a.mean(1), kl))
-
-
 @pytest.mark.parametrize(
     ("samples", "value", "truth"),
     # Of a standard normal reward the best policy is one with mean m, at m^2 / 2 nats.
-    [(normal, 1.2, 1.2**2 / 2), (right_or_wrong, 0.96, least_of_rates(0.96))],
+    [(normal, 1.2, 1.2**2 / 2), (right_or_wrong, *kl_of_rates(RATES, 80.0)[::-1])],
 )
 def test_what_few_samples_err_to_one_side_is_taken_off(samples, value, truth):
     """Means over 12 sets of samples; as they are, they say more than 2 % too much."""
     sets = [samples(seed) for seed in range(12)]
     plain = [found for rewards in sets if (found := least_kl(rewards, value))]
-    judged = [found for rewards in sets if (found := Bounds(rewards).least_kl(value))]
+    judged = [found for rewards in sets if (found := Bounds(rewards, draws=40).least_kl(value))]
     assert len(judged) >= 10
     assert np.mean(plain) > 1.02 * truth
     assert np.mean(judged) == pytest.approx(truth, rel=0.02)
@@ -201,16 +175,7 @@ def test_what_redraws_fall_short_of_is_not_judged():
     assert bounds.least_kl(0.98) is None
     assert bounds.least_kl(0.8) is not None
     assert bounds.curve().value[-1] < 0.95
-
-
-def test_of_four_replies_little_is_known():
-    """What would be taken off is most of it; and no draw has a KL below 0 by rounding."""
-    assert Bounds(np.array([[0.0, 1.0, 1.0, 1.0]])).least_kl(0.9) is None
-    for seed in range(20):
+    assert Bounds(np.array([[0.0, 1.0, 1.0, 1.0]])).least_kl(0.9) is None, "of four little is known"
+    for seed in range(20):  # and no redraw has a KL below 0 by rounding
         right = np.random.default_rng(seed).integers(2, size=(3, 4)).astype(float)
         assert all((Bounds(right).least_kl(v) or 0.0) >= 0 for v in (0.3, 0.5, 0.7, 0.9))
-
-
-def test_a_line_of_real_rewards_ends_earlier():
-    """A tail that is not in the samples moves it first."""
-    assert Bounds(normal(0)).curve().kl[-1] <= math.log(normal(0).shape[1] / 10)

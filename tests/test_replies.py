@@ -14,31 +14,20 @@ from trainer.reports.trackers.jsonl import JsonlTracker
 HOSTILE = "</script><script>alert(1)</script><!-- \u2028"
 
 
-def write_replies(folder: Path, *, iterations: int = 6, size: int = 1, groups: int = 3) -> Path:
-    """Write groups of two replies, and three evaluations of four prompts."""
+def write_replies(folder: Path, *, iterations: int = 6, size: int = 1) -> Path:
+    """Write three groups of two replies an iteration, and three evaluations of four prompts."""
     tracker = JsonlTracker(folder)
     write_lines(folder, *[{"reward/mean": 0.5}] * iterations)
+    row = {"kind": "train", "answer": HOSTILE, "system": "Be brief.", "kl": None}
     for i in range(iterations + 1):
         kind = {0: "before", iterations: "after"}.get(i, "eval")
-        if i in (0, iterations // 2, iterations):
-            rows = [
-                {"kind": kind, "prompt": f"held {k}", "response": f"{k} at {i}"} for k in range(4)
-            ]
-            tracker.replies(rows, i, kind=kind)
+        tried = [{"kind": kind, "prompt": f"held {k}", "response": f"{k} at {i}"} for k in range(4)]
+        tracker.replies(tried if i % (iterations // 2) == 0 else [], i, kind=kind)
         said = [
-            {
-                "kind": "train",
-                "group": g,
-                "prompt": f"prompt {g}",
-                "answer": f"{HOSTILE} {g}",
-                "system": "Be brief.",
-                "response": f"{i}-{g}-{k} {HOSTILE} " + "x" * size,
-                "reward": k / 2,
-                "parts": {"exact": k / 2},
-                "kl": None,
-            }
+            {**row, "group": g, "prompt": f"prompt {g}", "parts": {"exact": k / 2}}
+            | {"response": f"{i}-{g}-{k} {HOSTILE} " + "x" * size}
             for k in (1, 0)
-            for g in range(groups)
+            for g in range(3)
         ]
         tracker.replies(said if i else [], i, kind="train")
     return folder
@@ -46,45 +35,37 @@ def write_replies(folder: Path, *, iterations: int = 6, size: int = 1, groups: i
 
 def data_of(folder: Path) -> dict:
     source = write_report(folder).read_text(encoding="utf-8")
-    (found,) = re.findall(
-        r'<script type="application/json" id="replies-data">(.*?)</script>', source
-    )
+    data = r'<script type="application/json" id="replies-data">(.*?)</script>'
+    (found,) = re.findall(data, source)
     assert "<" not in found
     return json.loads(found)
 
 
-def test_the_page_holds_whole_groups_with_answer_parts_and_what_stood_before_the_prompt(tmp_path):
+def test_the_page_holds_whole_groups_with_answer_parts_and_system_prompt_as_text(tmp_path):
     data = data_of(write_replies(tmp_path))
     assert [found["iteration"] for found in data["train"]] == [1, 2, 3, 4, 5, 6]
+    assert [len(found["groups"]) for found in data["train"]] == [3] * 6
     first = data["train"][0]["groups"][0]
-    assert (first["prompt"], first["answer"]) == ("prompt 0", f"{HOSTILE} 0")
+    assert (first["prompt"], first["answer"]) == ("prompt 0", HOSTILE)
     assert first["messages"] == [["system", "Be brief."]]
     assert [row["response"] for row in first["replies"]] == [f"1-0-{k} {HOSTILE} x" for k in (1, 0)]
     assert [row["parts"] for row in first["replies"]] == [{"exact": 0.5}, {"exact": 0.0}]
-    assert [len(found["groups"]) for found in data["train"]] == [3] * 6
-    held = data["held"]
-    assert [found["prompt"] for found in held] == [f"held {k}" for k in range(4)]
-    assert [row["name"] for row in held[0]["replies"]] == [
-        "before training",
-        "iteration 3",
-        "after training",
-    ]
+    assert [found["prompt"] for found in data["held"]] == [f"held {k}" for k in range(4)]
+    names = [row["name"] for row in data["held"][0]["replies"]]
+    assert names == ["before training", "iteration 3", "after training"]
     page = Page(tmp_path / "report.html")
     assert page.tags.count(("script", {})) == 1, "no text of a model is a script"
-    assert "6-2-0" in page.text
 
 
 def test_a_long_run_is_held_by_its_newest_and_evenly_spaced_iterations(tmp_path, monkeypatch):
     monkeypatch.setattr(replies, "MOST", 40_000)
     folder = write_replies(tmp_path, iterations=40, size=500)
     shown = [found["iteration"] for found in data_of(folder)["train"]]
-    steps = {b - a for a, b in pairwise(shown)}
     assert shown[-1] == 40
-    assert len(steps) == 1
+    assert len({b - a for a, b in pairwise(shown)}) == 1
     assert 5 <= len(shown) < 14
     page = Page(folder / "report.html")
-    note = f"Here are {len(shown)} of 40 iterations; all are in transcripts.jsonl."
-    assert note in page.texts
+    assert f"Here are {len(shown)} of 40 iterations; all are in transcripts.jsonl." in page.texts
     assert len(page.source) < 40_000 + 60_000
 
 

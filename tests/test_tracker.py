@@ -1,4 +1,4 @@
-"""Trackers: what is logged is what can be read back, and nothing leaks."""
+"""Trackers: what is logged is what can be read back, nothing leaks, and no failure ends a run."""
 
 import contextlib
 import json
@@ -12,25 +12,17 @@ import numpy as np
 import pytest
 from accelerate import PartialState
 from omegaconf import OmegaConf
+from runs import lines
 
 from conf.build import make_tracker
 from conf.compose import compose_checked
 from trainer.reports.trackers.accelerate import AccelerateTracker
 from trainer.reports.trackers.jsonl import JsonlTracker
-from trainer.reports.trackers.mirror import names_of
 from trainer.reports.trackers.wandb import WandbTracker
 from trainer.runs.redact import HIDDEN, redact, redact_text
 
 pytestmark = pytest.mark.usefixtures("no_wandb_account")
-
-
-def lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def offline(folder: Path, iteration: int | None = None, **options) -> WandbTracker:
-    quick = {"x_disable_stats": True, "x_disable_machine_info": True, "disable_git": True}
-    return begun(WandbTracker(folder, mode="offline", settings=quick, **options), iteration)
+QUICK = {"x_disable_stats": True, "x_disable_machine_info": True, "disable_git": True}
 
 
 def begun(tracker, iteration: int | None = None):
@@ -41,26 +33,18 @@ def begun(tracker, iteration: int | None = None):
     return tracker
 
 
+def offline(folder: Path, iteration: int | None = None, **options) -> WandbTracker:
+    return begun(WandbTracker(folder, mode="offline", settings=QUICK, **options), iteration)
+
+
 def warnings_in(caplog) -> int:
     """Count what a user sees; W&B's own loggers have no handler outside of pytest."""
     return sum(record.name.startswith("trainer.reports.trackers") for record in caplog.records)
 
 
-def inspect(folder: Path) -> list[dict]:
-    """Read every offline run below a folder with W&B's own tool."""
-    records = []
-    for run in sorted((folder / "wandb").glob("offline-run-*")):
-        tool = Path(sys.executable).with_name("wandb")
-        command = [str(tool), "leet", "inspect", "--json", str(run)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        records += [json.loads(line) for line in done.stdout.splitlines()]
-    return records
-
-
 def test_a_line_is_in_the_file_when_log_returns_and_what_is_not_finite_is_null(tmp_path):
     tracker = JsonlTracker(tmp_path)
-    values = {"reward/mean": np.float32(0.5), "kl/ref": math.nan, "progress/step": 3}
-    tracker.log(values, 1)
+    tracker.log({"reward/mean": np.float32(0.5), "kl/ref": math.nan, "progress/step": 3}, 1)
     text = (tmp_path / "metrics.jsonl").read_text()
     wanted = '{"kl/ref": null, "progress/iteration": 1, "progress/step": 3, "reward/mean": 0.5}'
     assert text == f"{wanted}\n"
@@ -68,18 +52,10 @@ def test_a_line_is_in_the_file_when_log_returns_and_what_is_not_finite_is_null(t
     tracker.replies([row], 1, kind="train")
     expected = {"prompt": "p", "parts": {"x": None}, "kl": None, "iteration": 1}
     assert lines(tmp_path / "transcripts.jsonl") == [expected]
-
-
-def test_a_folder_with_a_run_is_refused_unless_resumed(tmp_path):
-    JsonlTracker(tmp_path).log({"a": 1.0}, 1)
     with pytest.raises(ValueError, match="resume="):
         JsonlTracker(tmp_path)
-    JsonlTracker(tmp_path, resume=True).log({"a": 2.0}, 2)
-    assert [line["a"] for line in lines(tmp_path / "metrics.jsonl")] == [1.0, 2.0]
-
-
-def go_on(tracker: JsonlTracker, iteration: int, *, again: bool = False) -> None:
-    tracker.resume(iteration, "from there", again=again, seconds=9.0)
+    JsonlTracker(tmp_path, resume=True, keep_transcripts=False).replies([row], 2, kind="train")
+    assert lines(tmp_path / "transcripts.jsonl") == [expected]
 
 
 @pytest.mark.parametrize(("done", "again"), [(3, False), (3, True), (0, True)])
@@ -96,17 +72,11 @@ def test_a_resume_gives_the_files_of_an_uninterrupted_run(tmp_path, done, again)
     with open(tmp_path / "cut" / "metrics.jsonl", "a") as file:
         file.write('{"a": 0.85, "progr')  # the kill came inside a line
     tracker = JsonlTracker(tmp_path / "cut", resume=True)
-    go_on(tracker, done, again=again)
+    tracker.resume(done, "from there", again=again, seconds=9.0)
     log(tracker, done + 1 - again, 6, cut_off=again and done > 0)
     for name in ("metrics.jsonl", "transcripts.jsonl"):
         assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     assert len(list((tmp_path / "cut").iterdir())) == 2
-
-
-def test_transcripts_can_be_switched_off(tmp_path):
-    tracker = JsonlTracker(tmp_path, keep_transcripts=False)
-    tracker.replies([{"prompt": "private"}], 1, kind="train")
-    assert list(tmp_path.iterdir()) == []
 
 
 def reply(i: int) -> dict:
@@ -117,22 +87,27 @@ def reply(i: int) -> dict:
 
 
 def tables(folder: Path) -> list[list[tuple]]:
-    """Return the rows, without what is not told apart, of every part of the table of W&B."""
-    paths = sorted(
-        folder.glob("wandb/offline-run-*/files/media/table/*.json"), key=lambda p: p.stat().st_mtime
-    )
-    found = [json.loads(path.read_text()) for path in paths]
+    """Return the rows of every part of W&B's table of replies."""
+    paths = folder.glob("wandb/offline-run-*/files/media/table/*.json")
+    found = [json.loads(p.read_text()) for p in sorted(paths, key=lambda p: p.stat().st_mtime)]
     keys = ("iteration", "prompt", "answer", "response", "reward", "parts")
     rows = [[dict(zip(t["columns"], row, strict=True)) for row in t["data"]] for t in found]
     return [[tuple(row[key] for key in keys) for row in part] for part in rows]
 
 
-def test_wandb_holds_what_the_files_hold_and_no_secret(tmp_path, monkeypatch):
-    config = {
-        "kl": {"coeff": 0.1},
-        "env": {"api_key": "planted-1"},
-        "policy": {"max_new_tokens": 9},
-    }
+def inspect(folder: Path) -> list[dict]:
+    """Read every offline run below a folder with W&B's own tool."""
+    records = []
+    for run in sorted((folder / "wandb").glob("offline-run-*")):
+        tool = Path(sys.executable).with_name("wandb")
+        command = [str(tool), "leet", "inspect", "--json", str(run)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        records += [json.loads(line) for line in done.stdout.splitlines()]
+    return records
+
+
+def test_wandb_holds_what_the_files_hold_over_a_resume_and_no_secret(tmp_path, monkeypatch):
+    config = {"kl": {"coeff": 0.1}, "env": {"api_key": "planted-1"}}
     about = {"config": config, "name": "kl.coeff=0.1", "group": "sweep", "tags": ["grpo", "tiny"]}
     monkeypatch.setattr(sys, "argv", ["train.py", "env.api_key=planted-1"])
     tracker = offline(tmp_path, **about, job_type="sft", table_every=2)
@@ -161,120 +136,67 @@ def test_wandb_holds_what_the_files_hold_and_no_secret(tmp_path, monkeypatch):
     assert [(a["title"], a["level"]) for a in alerts] == [("Replies truncated", "ERROR")]
     runs = [r["run"] for r in records if r["type"] == "run"]
     assert {run["run_id"] for run in runs} == {first_id}
-    assert runs[0]["run_group"] == "sweep"
-    assert runs[0]["display_name"] == "kl.coeff=0.1"
-    assert runs[0]["job_type"] == "sft"
+    names = [runs[0][key] for key in ("run_group", "display_name", "job_type")]
+    assert names == ["sweep", "kl.coeff=0.1", "sft"]
     assert sorted(runs[0]["tags"]) == ["grpo", "tiny"]
-    stored = runs[0]["config"]["update"]
-    assert stored["kl"] == {"coeff": 0.1}
-    assert stored["policy"] == {"max_new_tokens": 9}
+    assert runs[0]["config"]["update"]["kl"] == {"coeff": 0.1}
     axes = [r["metric"] for r in records if r["type"] == "metric"]
     assert ("*", "progress/iteration") in [(m.get("glob_name"), m.get("step_metric")) for m in axes]
     everything = b"".join(p.read_bytes() for p in tmp_path.rglob("*") if p.is_file())
     assert b"planted-1" not in everything
-    waiting = {
-        r["artifact"]["manifest"]["contents"][0]["local_path"] for r in records if "artifact" in r
-    }
-    assert all(Path(path).is_relative_to(tmp_path / "wandb") for path in waiting)
 
 
-def test_no_reply_leaves_when_none_is_kept(tmp_path):
-    tracker = offline(tmp_path, keep_transcripts=False, table_every=1)
-    tracker.replies([reply(1)], 1, kind="train")
-    tracker.log({"a": 1.0}, 1)
-    tracker.end("finished", saved=None)
-    assert tables(tmp_path) == []
-    assert not any(b"*a*" in p.read_bytes() for p in tmp_path.rglob("*") if p.is_file())
-
-
-def write_some(tracker, begin: int, end: int) -> None:
-    begun(tracker, begin - 1 if begin else None)
-    for i in range(begin, end):
-        tracker.replies([reply(i)], i, kind="train")
-        tracker.log({"reward/mean": i / 7, "loss/total": math.nan if i == 2 else 1.0}, i)
-    tracker.alert("Replies truncated", "all of them")
-    tracker.end("finished", saved=None)
-
-
-def test_tensorboard_holds_every_iteration_once_after_a_resume(tmp_path, capsys):
+def tensorboard(folder: Path) -> list[tuple[int, float]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    PartialState(cpu=True)
-    config = {"api_key": "k1-secret", "kl": {"coeff": 0.1}}
-    for begin, end in ((0, 5), (3, 6)):
-        about = {"kind": "tensorboard", "config": config, "resume": begin > 0}
-        write_some(AccelerateTracker(tmp_path, **about), begin, end)
-    read = EventAccumulator(str(tmp_path / "tensorboard"))
+    read = EventAccumulator(str(folder / "run" / "tensorboard"))
     read.Reload()
-    files = lines(tmp_path / "metrics.jsonl")
-    for name in ("reward/mean", "loss/total"):
-        found = [(event.step, event.value) for event in read.Scalars(name)]
-        wanted = [
-            (i, np.float32(line[name])) for i, line in enumerate(files) if line[name] is not None
-        ]
-        assert found == wanted
-    (hparams,) = (tmp_path / "tensorboard").rglob("hparams.yml")
-    assert f"api_key: {HIDDEN}" in hparams.read_text()
-    assert not any(b"k1-secret" in p.read_bytes() for p in tmp_path.rglob("*") if p.is_file())
-    out = capsys.readouterr().out.splitlines()
-    assert out[-1].endswith(f"tensorboard --logdir {tmp_path}/tensorboard")
+    return [(event.step, event.value) for event in read.Scalars("reward/mean")]
 
 
-def test_trackio_goes_on_with_its_run_in_its_local_database(tmp_path, monkeypatch, capsys):
+def trackio(folder: Path) -> list[tuple[int, float]]:
+    with contextlib.closing(sqlite3.connect(folder / "trackio" / "leash.db")) as database:
+        query = "select step, metrics, run_name from metrics order by id"
+        found = database.execute(query).fetchall()
+    assert len({name for _, _, name in found}) == 1, "one run"
+    return [(step, json.loads(text)["reward/mean"]) for step, text, _ in found]
+
+
+def mlflow(folder: Path) -> list[tuple[int, float]]:
+    """Read MLflow's own files: `<time> <value> <step>` a line."""
+    (path,) = (folder / "mlruns").glob("*/*/metrics/reward/mean")
+    assert (path.parents[2] / "params/kl.coeff").read_text() == "0.1"
+    found = [line.split()[1:] for line in path.read_text().splitlines()]
+    return [(int(step), float(value)) for value, step in found]
+
+
+@pytest.mark.parametrize(("read", "cut"), [(tensorboard, 5), (trackio, 3), (mlflow, 3)])
+def test_a_service_has_the_iterations_of_a_resumed_run_once_and_no_secret(
+    tmp_path, monkeypatch, read, cut
+):
+    """Of TensorBoard even those that are repeated."""
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    PartialState(cpu=True)
-    about = {"name": "kl=0.1", "group": "g", "config": {"api_key": "k1"}, "kind": "trackio"}
-    for begin, resume in ((0, False), (3, True)):
-        tracker = AccelerateTracker(tmp_path / "run", project="mine", resume=resume, **about)
-        write_some(tracker, begin, begin + 3)
-    assert capsys.readouterr().out == "trackio  look at it with: trackio show --project mine\n" * 2
-    with contextlib.closing(sqlite3.connect(tmp_path / "trackio" / "mine.db")) as database:
-        found = database.execute(
-            "select step, metrics, run_name from metrics order by id"
-        ).fetchall()
-        (config,) = database.execute("select config from configs").fetchone()
-    assert len({name for _, _, name in found}) == 1
-    files = [
-        (line["progress/iteration"], {k: v for k, v in line.items() if v is not None})
-        for line in lines(tmp_path / "run" / "metrics.jsonl")
-    ]
-    assert [(step, json.loads(text)) for step, text, _ in found] == files
-    assert json.loads(config)["api_key"] == HIDDEN
-
-
-def test_mlflow_goes_on_with_its_run_under_the_names_of_the_files(tmp_path, monkeypatch):
-    """The answer is read from MLflow's own files: `<time> <value> <step>` a line."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}/mlruns")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    PartialState(cpu=True)  # Accelerate's own trackers ask for it
-    config = {"kl": {"coeff": 0.1}, "api_key": "sk-1234567890123456"}
-    for iteration in (1, 2):
-        config = config | {"resume": "run" if iteration > 1 else None}
-        about = {"kind": "mlflow", "config": config, "resume": iteration > 1}
-        tracker = begun(AccelerateTracker(tmp_path / "run", **about), iteration - 1 or None)
-        tracker.log(
-            {"reward/mean": iteration / 4, "eval/pass@8": math.nan, "eval/pass@4": 0}, iteration
-        )
-        tracker.end("finished", saved=iteration)
-    (mean,) = (tmp_path / "mlruns").glob("*/*/metrics/reward/mean")
-    assert [line.split()[1:] for line in mean.read_text().splitlines()] == [
-        ["0.25", "1"],
-        ["0.5", "2"],
-    ]
-    run = mean.parents[2]
-    assert not (run / "metrics/eval/pass_at_8").exists()
-    assert (run / "metrics/eval/pass_at_4").exists()
-    assert (run / "params/kl.coeff").read_text() == "0.1"
-    assert "sk-" not in (run / "params/api_key").read_text()
-    assert (run / "tags/job_type").read_text() == "train"
-    assert (run / "tags/tags").exists()
+    PartialState(cpu=True)  # Accelerate's trackers ask for it
+    config = {"kl": {"coeff": 0.1}, "api_key": "k1-secret"}
+    for begin, end in ((0, cut), (3, 6)):
+        about = {"kind": read.__name__, "config": config, "resume": begin > 0}
+        tracker = AccelerateTracker(tmp_path / "run", **about)
+        tracker = begun(tracker, begin - 1 if begin else None)
+        for i in range(begin, end):
+            tracker.replies([reply(i)], i, kind="train")
+            tracker.log({"reward/mean": i / 7, "eval/pass@8": math.nan if i == 2 else 1.0}, i)
+        tracker.alert("Replies truncated", "all of them")
+        tracker.end("finished", saved=None)
+    assert read(tmp_path) == [(i, pytest.approx(i / 7, rel=1e-6)) for i in range(6)]
+    assert not any(b"k1-secret" in p.read_bytes() for p in tmp_path.rglob("*") if p.is_file())
 
 
 @pytest.mark.parametrize(
     ("account", "why"),
     [
-        ({}, "not logged in"),
         ({"WANDB_API_KEY": "abc"}, "not logged in (WANDB_API_KEY invalid"),
         # nobody listens there
         ({"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}, "no connection"),
@@ -285,30 +207,26 @@ def test_without_account_or_server_the_run_is_offline(
 ):
     for name, value in account.items():
         monkeypatch.setenv(name, value)
-    tracker = WandbTracker(tmp_path, init_timeout=1.0, settings={"x_disable_stats": True})
-    tracker.begin()
+    tracker = begun(WandbTracker(tmp_path, init_timeout=1.0, settings={"x_disable_stats": True}))
     tracker.log({"a": 1.0}, 1)
     tracker.end("finished", saved=None)
     assert warnings_in(caplog) == 1
     assert why in caplog.text
     (kept,) = (tmp_path / "wandb").glob("offline-run-*")
-    said = f"wandb    offline; upload it with: wandb sync {kept}\n"
-    assert capsys.readouterr().out == said
+    assert f"wandb sync {kept}\n" in capsys.readouterr().out
 
 
-def test_a_failing_wandb_does_not_stop_the_run(tmp_path, caplog):
+def test_a_failing_tracker_does_not_stop_the_run(tmp_path, caplog):
     (tmp_path / "wandb").write_text("a file where W&B wants its folder")
-    options = {"x_disable_stats": True, "not_a_setting": 1}
-    tracker = begun(WandbTracker(tmp_path, mode="offline", settings=options))
-    tracker.log({"a": 1.0}, 1)
-    tracker.log({"a": 2.0}, 2)
+    tracker = begun(WandbTracker(tmp_path, mode="offline", settings={"not_a_setting": 1}))
+    for i in (1, 2):
+        tracker.log({"a": float(i)}, i)
     tracker.end("finished", saved=None)
     assert [line["a"] for line in lines(tmp_path / "metrics.jsonl")] == [1.0, 2.0]
     assert warnings_in(caplog) == 1
-    assert "going on with" in caplog.text
 
 
-def test_secrets_are_hidden_by_name_and_by_value(monkeypatch):
+def test_secrets_are_hidden_by_name_and_by_value_and_counts_are_not(monkeypatch):
     monkeypatch.setenv("MY_HF_TOKEN", "hf_0123456789")
     nested = {"db-password": "b", "url": "https://u:hf_0123456789@x"}
     secret = {"api_key": "a", "nested": [nested], "value": "hf_0123456789"}
@@ -318,51 +236,22 @@ def test_secrets_are_hidden_by_name_and_by_value(monkeypatch):
     assert redact(known) == known
     text = "policy.max_new_tokens=9,env.api_key=abcdef,kl.coeff=0.1"
     assert redact_text(text) == f"policy.max_new_tokens=9,env.api_key={HIDDEN},kl.coeff=0.1"
+    for counts in ("128,256", "[128, 256]", "choice(128,256)", "range(128,256)"):
+        assert redact_text(told := f"policy.max_prompt_tokens={counts}") == told
 
 
-@pytest.mark.parametrize("form", ["{},{}", "[{}, {}]", "choice({},{})", "range({},{})"])
-def test_a_sweep_over_counts_is_told(form):
-    told = f"policy.max_prompt_tokens={form.format(128, 256)}"
-    assert redact_text(told) == told
-
-
-@pytest.mark.parametrize(
-    ("experiment", "job", "objective"),
-    [("grpo_tiny", "train", "GRPOObjective"), ("sft_tiny", "sft", "SFTObjective")],
-)
-def test_a_job_of_a_sweep_is_named_by_what_is_swept_and_grouped_by_its_sweep(
-    tmp_path, experiment, job, objective
-):
-    folder = tmp_path / experiment / "2026-01-01" / "seed=3"
+def test_a_run_is_named_by_its_changes_and_a_job_is_grouped_by_its_sweep(tmp_path):
+    folder = tmp_path / "sft_tiny" / "2026-01-01" / "seed=3"
     (folder / ".hydra").mkdir(parents=True)
-    words = [f"experiment={experiment}", "trainer.num_iterations=9", "tracker=tensorboard"]
-    (folder.parent / "sweep.json").write_text("{}")
-    (folder / ".hydra" / "overrides.yaml").write_text(json.dumps([*words, "seed=3"]))
-    cfg = OmegaConf.create(compose_checked([*words, "seed=3"]))
+    words = ["experiment=sft_tiny", "trainer.num_iterations=9", "tracker=tensorboard"]
+    told = [*words, "kl.reference=./start", "env.task.judge=org/model"]  # of a path its end
+    (folder / ".hydra" / "overrides.yaml").write_text(json.dumps(told))
+    cfg = OmegaConf.create(compose_checked(words))
     cfg.policy.model = "/runs/sft-1/model"
     about = make_tracker(cfg, folder).about
-    assert about["name"] == f"{experiment} seed=3"
-    assert about["group"] == f"{experiment}/2026-01-01"
-    assert about["tags"] == [experiment, "sft-1", objective]
-    assert about["job_type"] == job
-    assert about["config"]["trainer"]["num_iterations"] == 9
-    (folder.parent / "sweep.json").unlink()
-    alone = make_tracker(cfg, folder).about
-    assert (alone["name"], alone["group"]) == (
-        f"{experiment} trainer.num_iterations=9 seed=3",
-        None,
-    )
-
-
-def test_paths_in_the_name_of_a_run_are_their_last_part(tmp_path):
-    folder = tmp_path / "run"
-    (folder / ".hydra").mkdir(parents=True)
-    long = "/a/very/long/place/" + "of/mine/" * 20
-    words = [f"policy.model={long}sft-1/model", f"env.dataset={long}train.jsonl"]
-    words += ["env.task.judge=org/model-7b", "kl.reference=./start", "optimizer.lr=1e-5"]
-    told = ["experiment=grpo_tiny", *words]
-    (folder / ".hydra" / "overrides.yaml").write_text(json.dumps(told))
-    assert names_of(folder, {})["name"] == (
-        "grpo_tiny policy.model=model env.dataset=train.jsonl env.task.judge=org/model-7b "
-        "kl.reference=start optimizer.lr=1e-5"
-    )
+    name = "sft_tiny trainer.num_iterations=9 kl.reference=start env.task.judge=org/model"
+    assert (about["name"], about["group"], about["job_type"]) == (name, None, "sft")
+    assert about["tags"] == ["sft_tiny", "sft-1", "SFTObjective"]
+    (folder.parent / "sweep.json").write_text("{}")
+    about = make_tracker(cfg, folder).about
+    assert (about["name"], about["group"]) == ("sft_tiny seed=3", "sft_tiny/2026-01-01")

@@ -157,22 +157,19 @@ def line_chart(
     least: float = 0.0,
     bounds: Mapping[str, float] | None = None,
 ) -> str:
-    """Draw curves over an integer axis; a value far above the rest is cut, marked by a triangle.
+    """Draw curves, each of some points; a value far above the rest is cut, with a triangle.
 
     `named`: with a legend; `least`: a value that the axis reaches; `bounds`: lines across, by name.
     """
-    whole = [s for s in series if s.points]
-    if not whole:
-        raise ValueError(f"expected at least one point for chart {title!r}, got none")
-    curves = [(s, _thin(s.points)) for s in whole]
+    curves = [(s, _thin(s.points)) for s in series]
     bounds = bounds or {}
     least = max(least, *bounds.values(), 0.0)
     span = data_range(*([y for _, y in points] for _, points in curves), least=least)
     chart = Chart(title, unit, width=width, height=height)
-    if named and len(whole) == 1:
-        chart.text(width - 12, 14, short(whole[0].points[-1][1]), anchor="end", style="value")
+    if named and len(series) == 1:
+        chart.text(width - 12, 14, short(series[0].points[-1][1]), anchor="end", style="value")
     elif named:
-        chart.legend((s.hue, f"{s.name} {short(s.points[-1][1])}") for s in whole)
+        chart.legend((s.hue, f"{s.name} {short(s.points[-1][1])}") for s in series)
     xs = [x for _, points in curves for x, _ in points]
     chart.axes((min(xs), max(xs)), span, x_label=x_label)
     chart.tips(((s.name, points) for s, points in curves))
@@ -211,22 +208,21 @@ def stack_chart(series: Sequence[Series], *, title: str, unit: str) -> str:
 
     A series that lacks an iteration counts as 0 there.
     """
-    held = [(s, dict(_thin(s.points))) for s in series if s.points]
-    xs = sorted({x for _, values in held for x in values})
-    if not xs:
-        raise ValueError(f"expected at least one point for chart {title!r}, got none")
-    totals = [sum(values.get(x, 0.0) for _, values in held) for x in xs]
-    whole = sum(totals) or 1.0
+    parts = [(s, dict(_thin(s.points))) for s in series]
+    xs = sorted({x for _, values in parts for x in values})
+    roofs = [[0.0] * len(xs)]
+    for _, values in parts:
+        roofs.append([y + values.get(x, 0.0) for x, y in zip(xs, roofs[-1], strict=True)])
+    whole = sum(roofs[-1]) or 1.0
     chart = Chart(title, unit)
-    chart.legend((s.hue, f"{s.name} {sum(values.values()) / whole:.0%}") for s, values in held)
-    chart.axes((xs[0], xs[-1]), (0.0, data_range(totals)[1]))
+    chart.legend((s.hue, f"{s.name} {sum(values.values()) / whole:.0%}") for s, values in parts)
+    chart.axes((xs[0], xs[-1]), (0.0, data_range(roofs[-1])[1]))
     lo, hi = chart.x.lo, chart.x.hi  # those of the data, but around a single iteration
-    for count in range(len(held), 0, -1):  # each lies on those above it
-        roof = [(x, sum(values.get(x, 0.0) for _, values in held[:count])) for x in xs]
-        outline = [(lo, 0.0), (lo, roof[0][1]), *roof, (hi, roof[-1][1]), (hi, 0.0)]
-        chart.path(outline, f"fill:{colour(held[count - 1][0].hue)}", kind="area")
-    curves = [(s.name, [*values.items()]) for s, values in held]
-    chart.tips([*curves, ("all", [*zip(xs, totals, strict=True)])])
+    for (s, _), roof in reversed([*zip(parts, roofs[1:], strict=True)]):  # the lower in front
+        outline = [(lo, 0.0), (lo, roof[0]), *zip(xs, roof, strict=True), (hi, roof[-1]), (hi, 0.0)]
+        chart.path(outline, f"fill:{colour(s.hue)}", kind="area")
+    curves = [(s.name, [*values.items()]) for s, values in parts]
+    chart.tips([*curves, ("all", [*zip(xs, roofs[-1], strict=True)])])
     return chart.svg()
 
 
@@ -251,15 +247,14 @@ def ticks(lo: float, hi: float, *, count: int = 4, whole: bool = False) -> list[
     >>> ticks(1.0, 1.0015)
     [1.0, 1.01]
     """
-    close = 1e-9 if whole else 1e-3  # equal to the digits that a tick shows
-    if hi - lo <= close * max(abs(lo), abs(hi)):
+    size = max(abs(lo), abs(hi))
+    if hi - lo <= (1e-9 if whole else 1e-3) * size:  # equal to the digits that a tick shows
         lo, hi = (lo - abs(lo) / 2, hi + abs(hi) / 2) if lo else (0.0, 1.0)
     rough = (hi - lo) / max(count, 2)
     power = 10.0 ** math.floor(math.log10(rough))
     step = power * next(m for m in (1, 2, 5, 10) if rough <= m * power * 1.0001)
     # no finer than the three digits that a tick shows
-    finest = 1.0 if whole else 10.0 ** (math.floor(math.log10(max(abs(lo), abs(hi)))) - 2)
-    step = max(finest, step)
+    step = max(step, 1.0 if whole else 10.0 ** (math.floor(math.log10(size or 1.0)) - 2))
     first, last = math.floor(lo / step + 1e-9), math.ceil(hi / step - 1e-9)
     return [float(f"{k * step:.10g}") for k in range(first, last + 1)]
 
@@ -291,16 +286,6 @@ def _thin(points: Points) -> Points:
 def text_width(text: str, *, size: float = 11.0) -> float:
     """Estimate the width in pixels of a text in the usual sans-serif fonts."""
     return size * sum(0.82 if c in _WIDE else 0.3 if c in "il.,:' |j" else 0.62 for c in text)
-
-
-def meet(one: Box, other: Box) -> bool:
-    """Return whether two boxes share more than an edge.
-
-    >>> meet((0, 0, 2, 2), (1, 1, 3, 3)), meet((0, 0, 2, 2), (2, 0, 3, 2))
-    (True, False)
-    """
-    (a, b, c, d), (e, f, g, h) = one, other
-    return a < g and e < c and b < h and f < d
 
 
 def colour(hue: int) -> str:

@@ -49,18 +49,6 @@ def workspace(entity: str, project: str) -> Any:
     return ws.Workspace(entity=entity, project=project, name="leash", sections=sections)
 
 
-def create(entity: str | None, project: str) -> str:
-    """Save the workspace on W&B and return its address; without a login a ValueError."""
-    import wandb
-
-    wandb.setup(settings=wandb.Settings(silent=True, quiet=True))
-    if not wandb.login(prompt=False, verify=False):
-        raise ValueError(LOGIN)
-    made = workspace(entity or wandb.Api().default_entity, project)
-    made.save()
-    return made.url
-
-
 def main(words: Sequence[str]) -> int:
     """Create or print the workspace; return the exit code."""
     parser = argparse.ArgumentParser("python -m trainer.reports.dashboard", description=LOGIN)
@@ -76,7 +64,14 @@ def main(words: Sequence[str]) -> int:
         print(json.dumps({"x": ITERATION, "sections": metrics}, indent=1))
         return 0
     try:
-        print(f"dashboard  {create(args.entity, args.project)}")
+        import wandb
+
+        wandb.setup(settings=wandb.Settings(silent=True, quiet=True))
+        if not wandb.login(prompt=False, verify=False):
+            raise ValueError(LOGIN)
+        made = workspace(args.entity or wandb.Api().default_entity, args.project)
+        made.save()
+        print(f"dashboard  {made.url}")
     except Exception as error:  # of the network or of W&B: one line is enough
         missing = f"{EXTRAS['wandb_workspaces']} ({error})" * isinstance(error, ImportError)
         print(f"error: {missing or redact_text(first_line(error))}", file=sys.stderr)

@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 
 from trainer.limit import FILE, Curve, Limit, best_of, most_kl_of_best_of, read_limit
 from trainer.metric_names import ACCURACY, HELD_KL, HELD_REWARD
-from trainer.reports.chart import Axis, Box, Chart, meet, text_width
+from trainer.reports.chart import Axis, Box, Chart, text_width
 from trainer.reports.summary import hydra_path
 from trainer.reports.sweep_jobs import (
     DRIFT,
@@ -81,8 +81,7 @@ def frontier(
     title, unit = TITLES[by]
     title = title.replace("reference", "sampler") if sampler else title
     chart = Chart(title, unit, width=width, height=height)
-    told = "; ".join(note for note, holds in notes.items() if holds)
-    for text in textwrap.wrap(told, width // 6):
+    for text in textwrap.wrap("; ".join(n for n, holds in notes.items() if holds), width // 6):
         chart.top += 15
         chart.text(2, chart.top - 4, text)
     spots = [spot for setting in placed for spot in setting.spots(by)]
@@ -110,7 +109,8 @@ def picture(run: Run, limit: Limit, *, width: int = 360, height: int = 260) -> s
     if not points:
         return ""
     what = "accuracy" if limit.metric == ACCURACY else "reward"
-    kls, values = [max(point.kl, 0.0) for point in points], [point.value for point in points]
+    iterations, values, spent = zip(*points, strict=True)
+    kls = [max(kl, 0.0) for kl in spent]
     lines = LimitLines(limit, limit.metric, most=max(*kls, 0.5))
     unit = "line: the best there is; diamonds: best of 2, 4 ... replies"
     title = f"{what.capitalize()} against KL, held-out prompts"
@@ -119,11 +119,11 @@ def picture(run: Run, limit: Limit, *, width: int = 360, height: int = 260) -> s
     lines.draw(chart, what)
     dashed = "stroke:var(--hue0);stroke-width:1;stroke-dasharray:2 4"
     chart.path(zip(kls, values, strict=True), dashed)
-    for point, kl in zip(points, kls, strict=True):
-        got = limit.efficiency(limit.metric, point.value, point.kl)
+    for iteration, value, kl in zip(iterations, values, kls, strict=True):
+        got = limit.efficiency(limit.metric, value, kl)
         share = "" if got is None else f", efficiency {got:.2f}"
-        tip = f"iteration {point.iteration:g}: {what} {point.value:.3f}, KL {point.kl:z.3f}{share}"
-        chart.dot(kl, point.value, "fill:var(--hue0)", radius=4, tip=tip)
+        tip = f"iteration {iteration:g}: {what} {value:.3f}, KL {kl:.3f}{share}"
+        chart.dot(kl, value, "fill:var(--hue0)", radius=4, tip=tip)
     return chart.svg()
 
 
@@ -230,11 +230,11 @@ def _label(chart: Chart, setting: Setting, place: tuple[float, float], taken: li
     for side in (10, -10 - wide, -wide / 2, 18, -18 - wide):  # right, left, centred, further off
         for drop in (15, -8, 4, 24, -17, 34, -24):
             x, y = chart.x(kl) + side, chart.y(value) + drop
-            box = a, b, c, d = x - 4, y - 11, x + wide + 4, y + 3
+            a, b, c, d = x - 4, y - 11, x + wide + 4, y + 3
             inside = a > 0 and c < chart.width and chart.y.stop - 12 < b and d < chart.y.start + 10
-            if inside and not any(meet(box, other) for other in taken):
+            if inside and not any(a < g and e < c and b < h and f < d for e, f, g, h in taken):
                 chart.text(x, y, text, style="value")
-                taken.append(box)
+                taken.append((a, b, c, d))
                 return
 
 

@@ -24,33 +24,20 @@ class Panel:
     stacked: bool = False
     least: float = 0.0
     swept: str = ""
-    limits: dict[str, tuple[float | None, float | None]] = field(default_factory=dict)
+    limits: dict[str, tuple[float, float]] = field(default_factory=dict)
     loses: dict[str, float] = field(default_factory=dict)
     bounds: dict[str, str] = field(default_factory=dict)
     rules: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Sick:
-    """Why something is not healthy. `level`: warn or error."""
-
-    level: str
-    why: str
-
-
-@dataclass(frozen=True)
 class Figure:
-    """A chart (SVG), the note below it, the metrics in it, and why it is not healthy."""
+    """A chart (SVG), the note below it, the metrics in it, and a warning: its level and text."""
 
     chart: str
     note: str = ""
     metrics: Sequence[str] = ()
-    sick: Sick | None = None
-
-    @property
-    def smooth(self) -> bool:
-        """Whether the chart shows values and their running mean."""
-        return 'class="raw"' in self.chart
+    warning: tuple[str, str] | None = None
 
 
 _FOUND = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
@@ -72,25 +59,24 @@ def figures(panels: Sequence[Panel], run: Run) -> list[Figure]:
     ]
 
 
-def unhealthy(panel: Panel, run: Run) -> Sick | None:
-    """Return why what a panel shows is not healthy, if it is not: as far as rules and limits say.
+def unhealthy(panel: Panel, run: Run) -> tuple[str, str] | None:
+    """Return level and text of a warning below a panel, as far as rules and limits say.
 
     What the run said about itself and has not taken back goes first, errors before warnings.
     """
     for note in open_notes(run):
         if note.get("rule") in panel.rules:
-            return Sick(note["level"], f"{note['title']} (iteration {note['iteration']})")
+            return note["level"], f"{note['title']} (iteration {note['iteration']})"
     for metric, (low, high) in panel.limits.items():
-        value, name = run.last_ten_mean(metric), panel.metrics[metric]
-        if value is not None and low is not None and value < low:
-            return Sick("warn", f"{name} {short(value)}, below {low:g}")
-        if value is not None and high is not None and value > high:
-            return Sick("warn", f"{name} {short(value)}, above {high:g}")
+        value = run.last_ten_mean(metric)
+        if value is not None and not low <= value <= high:
+            bound = f"below {low:g}" if value < low else f"above {high:g}"
+            return "warn", f"{panel.metrics[metric]} {short(value)}, {bound}"
     for metric, most in panel.loses.items():
-        points = [value for _, value in run.series(metric)]
-        if points and points[0] - points[-1] > most:
-            ends = f"{short(points[0])} at first, {short(points[-1])} now"
-            return Sick("warn", f"{panel.metrics[metric]} fell: {ends}")
+        values = [value for _, value in run.series(metric)]
+        if values and values[0] - values[-1] > most:
+            ends = f"{short(values[0])} at first, {short(values[-1])} now"
+            return "warn", f"{panel.metrics[metric]} fell: {ends}"
     return None
 
 
@@ -117,14 +103,12 @@ def draw(panel: Panel, run: Run) -> str:
         if points and (panel.stacked or not any(_alike(points, s.points) for s in series)):
             name = name if logged == metric else logged.rpartition("/")[2]
             series.append(Series(name, points, hue=index, dots=metric.startswith("eval/")))
-    series = _parts(series, run) if panel.stacked else series
-    if not series:
-        return ""
-    if panel.stacked:
-        return stack_chart(series, title=panel.title, unit=panel.unit)
+    names = {"title": panel.title, "unit": panel.unit}
+    if series and panel.stacked:
+        return stack_chart(_parts(series, run), **names)
     asked = {name: number(dig(run.config, *key.split("."))) for key, name in panel.bounds.items()}
     bounds = {name: value for name, value in asked.items() if value is not None}
-    return line_chart(series, title=panel.title, unit=panel.unit, least=panel.least, bounds=bounds)
+    return line_chart(series, least=panel.least, bounds=bounds, **names) if series else ""
 
 
 def others(run: Run) -> list[Panel]:
@@ -146,14 +130,15 @@ def _parts(series: Sequence[Series], run: Run) -> list[Series]:
         (x, max(whole - sum(part.get(x, 0.0) for part in held), 0.0))
         for x, whole in run.series("time/iteration_s")
     ]
-    return large + [Series("rest", rest, hue=6)] * bool(large and rest)
+    return large + [Series("rest", rest, hue=6)] * bool(rest)
 
 
 def _alike(points: Points, others: Points) -> bool:
     """Return whether two curves are one, up to the rounding of a float32."""
-    pairs = zip(points, others, strict=False)
-    same = all(a == b and math.isclose(x, y, rel_tol=1e-6) for (a, x), (b, y) in pairs)
-    return same and len(points) == len(others)
+    return len(points) == len(others) and all(
+        a == b and math.isclose(x, y, rel_tol=1e-6)
+        for (a, x), (b, y) in zip(points, others, strict=True)
+    )
 
 
 def _logged(metric: str, run: Run) -> str:

@@ -29,30 +29,28 @@ def shown_replies(path: Path) -> dict[str, Any]:
         sizes[key] = sizes.get(key, 0) + len(line)
     train = sorted(key for key in sizes if key[0] == "train")
     held = [key for key in sizes if key[0] != "train"]  # in the order of the file
-    shown = thinned(train, sizes, MOST)
-    tried = [*held[:1], *thinned(held[1:], sizes, MOST_HELD)]
+    shown, tried = thinned(train, sizes, MOST), [*held[:1], *thinned(held[1:], sizes, MOST_HELD)]
     rows: dict[Key, list[Reply]] = {key: [] for key in (*shown, *tried)}
     for key, line in _lines(path):
         if key in rows and (row := parse_line(line.decode())):
             rows[key].append(row)
     held_rows = [row for key in tried for row in rows[key]]
+    if not rows:
+        return {}
     parts = [f"{len(shown)} of {len(train)} iterations"] if len(shown) < len(train) else []
     parts += [f"{len(tried)} of {len(held)} evaluations"] if len(tried) < len(held) else []
     data = {
         "train": [{"iteration": key[1], "groups": _grouped(rows[key])} for key in shown],
         "held": _grouped({**row, "group": None, "name": _when(row)} for row in held_rows),
     }
-    return (
-        {
-            "replies_data": data,
-            "left_out": f"Here are {' and '.join(parts)}; all are in transcripts.jsonl."
-            if parts
-            else "",
-            "before_and_after": _before_and_after(held_rows),
-        }
-        if rows
-        else {}
-    )
+    kinds = by_kind(held_rows)
+    ends = {kind: kinds[kind] for kind in ("before", "after") if kind in kinds}
+    left_out = f"Here are {' and '.join(parts)}; all are in transcripts.jsonl."
+    return {
+        "replies_data": data,
+        "left_out": left_out if parts else "",
+        "before_and_after": side_by_side(ends, PAIRS),
+    }
 
 
 def _lines(path: Path) -> Iterator[tuple[Key, bytes]]:
@@ -92,11 +90,16 @@ def _grouped(rows: Iterable[Reply]) -> list[dict[str, Any]]:
     return out
 
 
-def _before_and_after(rows: Sequence[Reply]) -> dict[str, dict[str, Reply]]:
-    """Return replies by held-out prompt and by end of training, as far as there are any."""
-    ends = [kind for kind in ("before", "after") if any(row["kind"] == kind for row in rows)]
-    found = {kind: {row["prompt"]: row for row in rows if row["kind"] == kind} for kind in ends}
-    shared = [
-        p for p in next(iter(found.values()), {}) if all(p in held for held in found.values())
-    ]
-    return {prompt: {kind: found[kind][prompt] for kind in ends} for prompt in shared[:PAIRS]}
+def by_kind(rows: Iterable[Reply]) -> dict[str, dict[str, Reply]]:
+    """Return replies by kind and prompt, the last one of each."""
+    kinds: dict[str, dict[str, Reply]] = {}
+    for row in rows:
+        kinds.setdefault(row["kind"], {})[row["prompt"]] = row
+    return kinds
+
+
+def side_by_side(columns: dict[str, dict[str, Reply]], most: int) -> list[dict[str, Reply]]:
+    """Return replies by column, to each of the first `most` prompts that all columns have."""
+    first = next(iter(columns.values()), {})
+    prompts = [prompt for prompt in first if all(prompt in found for found in columns.values())]
+    return [{name: found[prompt] for name, found in columns.items()} for prompt in prompts[:most]]

@@ -14,7 +14,7 @@ import yaml
 from trainer.metric_names import ACCURACY, HELD_KL
 from trainer.reports import frontier, panels, summary
 from trainer.reports.chart import standalone
-from trainer.reports.formats import duration
+from trainer.reports.formats import duration, leaves
 from trainer.reports.page import PATIENCE, write_page
 from trainer.reports.replies import shown_replies
 from trainer.reports.sweep_jobs import known_limit
@@ -22,14 +22,6 @@ from trainer.runs.redact import redact
 from trainer.runs.run_files import ITERATION, PLACES, Run, dig, load_run
 
 PICTURE = ("Reward", "KL to the reference", "Accuracy on held-out prompts", "Loss")
-PHASES = {  # of status.json
-    "collect": "sampling replies",
-    "score": "scoring with the reference",
-    "update": "updating the weights",
-    "save": "saving a checkpoint",
-    "evaluate": "evaluating on held-out prompts",
-    "end": "ending: the final model is saved",
-}
 TIME = "time/iteration_s"
 
 
@@ -62,7 +54,6 @@ def _values(run: Run, state: str) -> dict[str, Any]:
         "sections": [name for name, there in parts.items() if there],
         "status": run.status,
         "errors": sorted(f.name for f in (run.folder / "errors").glob("rank*.txt")),
-        "phases": PHASES,
         "left": _left(run),
         "rewrite": f"python -m trainer.reports {shlex.quote(str(run.folder.resolve()))}",
         "notes": panels.notes_of(run, "error", "warn"),
@@ -111,7 +102,10 @@ def _changes(run: Run) -> list[list[str]]:
     if not (run.config and run.defaults):
         return []
     nodes = (run.defaults["leash"], run.defaults["experiment"], run.config)
-    leash, theirs, ours = (dict(_leaves(redact(node))) for node in nodes)
+    leash, theirs, ours = (
+        {key: "null" if value is None else str(value) for key, value in leaves(redact(node))}
+        for node in nodes
+    )
     follows = tuple(f"{k}." for k, value in (leash | theirs).items() if value.startswith("${"))
     by_hand, by_experiment = [], []
     for key in leash | theirs | ours:
@@ -124,11 +118,3 @@ def _changes(run: Run) -> list[list[str]]:
         elif second != first:
             by_experiment.append([key, first, second, second])
     return by_hand + by_experiment
-
-
-def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    if isinstance(node, dict) and node:
-        for key, value in node.items():
-            yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
-    else:
-        yield prefix, "null" if node is None else str(node)

@@ -20,26 +20,31 @@ GAINS = {  # of those before the accuracies only the first that a run has
 
 
 def tiles(run: Run) -> dict[str, str]:
-    """Return the few numbers that tell how a run went: first and last."""
-    out, rows = {}, number(run.status.get("held_out"))
+    """Return the few numbers that tell how a run went: first, and last or mean of the last ten."""
+    out: dict[str, str] = {}
+    rows = number(run.status.get("held_out"))
     few = f", of {rows:g} prompt{'s' * (rows > 1)}" if rows and rows < 100 else ""
-    for metric, ends in _gains(run).items():
-        accuracy, count = metric.startswith("eval/"), len(run.last_ten(metric))
-        note = few if accuracy else f", first \u2192 last {count}" * (count > 1)
-        out[GAINS[metric] + note] = " \u2192 ".join(map(short, ends))
+    for metric, name in GAINS.items():
+        accuracy, points = metric.startswith("eval/"), run.series(metric)
+        last = run.last(metric) if accuracy else run.last_ten_mean(metric)
+        if points and last is not None and (accuracy or not out):
+            count = len(run.last_ten(metric))
+            note = few if accuracy else f", first \u2192 last {count}" * (count > 1)
+            out[name + note] = " \u2192 ".join(map(short, [points[0][1], last][: len(points)]))
     if kl := run.last_ten("kl/ref_sequence"):
         note = f", last {len(kl)}" * (len(kl) > 1)
         out[f"KL to the reference, nats per reply{note}"] = nats(sum(kl) / len(kl))
     if held := [kl for at, kl in run.series("eval/kl_ref_sequence") if at]:
         out["KL of the held-out replies, nats"] = nats(held[-1])
     if run.metrics:
-        total = number(dig(run.config, "trainer", "num_iterations"))
-        done = f"{run.metrics[-1]['progress/iteration']:g}"
         if (share := number(run.metrics[-1].get("kl/efficiency"))) is not None:
             out["KL efficiency"] = short(share)
+        total = number(dig(run.config, "trainer", "num_iterations"))
+        done = f"{run.metrics[-1]['progress/iteration']:g}"
         out["iterations"] = f"{done} of {total:g}" if total else done
-    seconds = number(run.status.get("seconds"))
-    return out if seconds is None else {**out, "time": duration(seconds)}
+    if (seconds := number(run.status.get("seconds"))) is not None:
+        out["time"] = duration(seconds)
+    return out
 
 
 def in_one_line(run: Run) -> str:
@@ -47,17 +52,6 @@ def in_one_line(run: Run) -> str:
     told = ((re.sub(r"[^,]*(last \d+)", r" (\1)", t).split(", "), v) for t, v in tiles(run).items())
     each = (" ".join([name, value, *notes]) for (name, *notes), value in told)
     return ", ".join(each).replace("\u2192", "->")
-
-
-def _gains(run: Run) -> dict[str, list[float]]:
-    """Return the first value and the last (or mean of the `last_ten`) of what should improve."""
-    out = {}
-    for metric in GAINS:
-        accuracy, points = metric.startswith("eval/"), run.series(metric)
-        last = run.last(metric) if accuracy else run.last_ten_mean(metric)
-        if points and last is not None and (accuracy or not out):
-            out[metric] = [points[0][1], last][: len(points)]
-    return out
 
 
 def chat_command(folder: Path, run: Run) -> str | None:

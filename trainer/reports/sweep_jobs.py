@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from trainer.limit import FILE, Limit, read_limit
 from trainer.metric_names import ACCURACY, HELD_KL, HELD_REWARD
@@ -23,7 +23,7 @@ from trainer.reports.summary import hydra_path, repeat_command
 from trainer.runs.find import find_jobs
 from trainer.runs.lock import is_free
 from trainer.runs.redact import redact, redact_text
-from trainer.runs.run_files import PLACES, Run, dig, is_sweep, load_run, number, read_yaml
+from trainer.runs.run_files import PLACES, Run, is_sweep, load_run, number, read_yaml
 
 PLAN = "sweep.json"  # its words, the folders of its jobs, and whether the sweep has ended
 OBJECTIVE, REWARD, KL = "objective", "reward/raw_mean", "kl/ref_sequence"
@@ -44,11 +44,6 @@ class Job:
     def state(self) -> str:
         return self.reached["state"]
 
-    def kl(self, by: str) -> float | None:
-        """Return the KL of the replies that `by` is of; of the training ones without another."""
-        held = self.reached[HELD_KL] if by in (ACCURACY, HELD_REWARD) else None
-        return self.reached[KL] if held is None else held
-
     def label(self, keys: Sequence[str]) -> str:
         """Name the job by some of its overrides, else by its folder."""
         named = (f"{key}={self.overrides[key]}" for key in keys if key in self.overrides)
@@ -64,11 +59,11 @@ class Setting:
 
     name: str
     label: str
-    jobs: tuple[Job, ...]
+    jobs: Sequence[Job]
 
     @property
-    def finished(self) -> tuple[Job, ...]:
-        return tuple(job for job in self.jobs if job.state == "finished")
+    def finished(self) -> list[Job]:
+        return [job for job in self.jobs if job.state == "finished"]
 
     @property
     def state(self) -> str:
@@ -78,8 +73,12 @@ class Setting:
 
     def spots(self, by: str = REWARD) -> list[tuple[float, float]]:
         """List KL and `by` of its jobs, both of the same prompts where they can be."""
-        held = [(job.kl(by), job.reached.get(by)) for job in self.finished or self.jobs]
-        return [(kl, value) for kl, value in held if kl is not None and value is not None]
+        out = []
+        for reached in (job.reached for job in self.finished or self.jobs):
+            held = None if by == REWARD else reached[HELD_KL]
+            spot = (reached[KL] if held is None else held, reached.get(by))
+            out += [spot] if None not in spot else []
+        return out
 
     def place(self, by: str = REWARD) -> tuple[float, float]:
         """Return the mean of its spots."""
@@ -112,10 +111,16 @@ class Sweep:
     command: str = ""
 
     @property
+    def state(self) -> str:
+        """Return "running", "finished" or "stopped"; "" where nobody wrote it down."""
+        over = all(job.state in ("finished", "failed") for job in self.jobs) and not self.left
+        return {None: "", True: "running", False: "finished" if over else "stopped"}[self.live]
+
+    @property
     def unfinished(self) -> bool:
         """Whether the sweep is over though jobs are not finished."""
-        ended = all(job.state == "finished" for job in self.jobs)
-        return self.live is False and not (ended and not self.left)
+        missing = self.left or any(job.state != "finished" for job in self.jobs)
+        return self.live is False and bool(missing)
 
 
 def load_sweep(folder: str | Path) -> Sweep:
@@ -126,9 +131,8 @@ def load_sweep(folder: str | Path) -> Sweep:
     jobs = [_job(load_run(job), job.relative_to(folder).as_posix()) for job in find_jobs(folder)]
     words = [redact_text(word) for word in plan.get("words", [])]
     place = f"hydra.sweep.dir={hydra_path(folder.resolve())}"
-    again = shlex.join(["python", "train.py", "-m", *words, place])
     left = sum(not (folder / name).is_dir() for name in plan.get("jobs", []))
-    return Sweep(folder, jobs, left, live, again)
+    return Sweep(folder, jobs, left, live, shlex.join(["python", "train.py", "-m", *words, place]))
 
 
 def load_jobs(folder: Path) -> Sequence[Job]:
@@ -144,7 +148,6 @@ def _job(run: Run, name: str) -> Job:
         """Return the last value, unless that is the one before training."""
         return next((value for at, value in run.series(metric)[-1:] if at >= 1), None)
 
-    coeff, ends = run.last("kl/coeff"), run.last_ten(KL) or run.last_ten("reward/mean")
     limit = known_limit(run.folder)
     reached = {
         "state": run.state,
@@ -156,9 +159,9 @@ def _job(run: Run, name: str) -> Job:
         HELD_REWARD: trained(HELD_REWARD),
         HELD_KL: trained(HELD_KL),
         EFFICIENCY: efficiency(run, limit) if limit else None,
-        "kl/coeff": number(dig(run.config, "kl", "coeff")) if coeff is None else coeff,
+        "kl/coeff": run.last("kl/coeff"),
         "progress/iteration": int(run.metrics[-1]["progress/iteration"]) if run.metrics else 0,
-        "iterations_averaged": len(ends),
+        "iterations_averaged": len(run.last_ten(KL) or run.last_ten("reward/mean")),
     }
     overrides = {key: value for key, value in run.overrides.items() if key not in PLACES}
     return Job(name, run, redact(overrides), reached)
@@ -166,25 +169,20 @@ def _job(run: Run, name: str) -> Job:
 
 def varying(jobs: Sequence[Job]) -> list[str]:
     """List the keys in which the jobs differ, as far as they have them: one may not have begun."""
-    values: dict[str, set[str]] = {}
-    for job in jobs:
-        for key, value in job.overrides.items():
-            values.setdefault(key, set()).add(value)
-    return [key for key, found in values.items() if len(found) > 1]
+    pairs = dict.fromkeys(pair for job in jobs for pair in job.overrides.items())
+    return [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
 
 
 def grouped(jobs: Sequence[Job]) -> list[Setting]:
     """Put the jobs of a setting together."""
     differ = varying(jobs)
     keys = [key for key in differ if key != "seed"]
-    held: dict[str, list[Job]] = {}
+    settings: dict[str, list[Job]] = {}
     for job in jobs:
-        held.setdefault("all seeds" if differ == ["seed"] else job.label(keys), []).append(job)
-    made = []
-    for name, those in held.items():
-        label = ", ".join(those[0].overrides.get(key, "-") for key in keys)
-        made.append(Setting(name, label or name, tuple(those)))
-    return made
+        settings.setdefault("all seeds" if differ == ["seed"] else job.label(keys), []).append(job)
+    labels = (", ".join(jobs[0].overrides.get(k, "-") for k in keys) for jobs in settings.values())
+    pairs = zip(labels, settings.items(), strict=True)
+    return [Setting(name, label or name, jobs) for label, (name, jobs) in pairs]
 
 
 def comparable(jobs: Sequence[Job]) -> bool:
@@ -199,9 +197,9 @@ def start(jobs: Sequence[Job], by: str) -> tuple[float, float] | None:
     The replies of the first iteration are those of the model before any step.
     """
     spots = []
-    for job in jobs:
-        name, first = (task_reward(job.run), 1) if by == REWARD else (by, 0)
-        values, kls = dict(job.run.series(name)), dict(job.run.series(KL))
+    for run in (job.run for job in jobs):
+        name, first = (task_reward(run), 1) if by == REWARD else (by, 0)
+        values, kls = dict(run.series(name)), dict(run.series(KL))
         if first in values and 1 in kls:
             spots.append((kls[1], values[first]))
     return _middle(spots) if spots and comparable(jobs) else None
@@ -219,11 +217,8 @@ def best(jobs: Sequence[Job]) -> Setting | None:
     luckiest.
     """
     ended = [s for s in grouped(jobs) if s.finished and s.mean(OBJECTIVE) is not None]
-
-    def worth(setting: Setting) -> tuple[float, float]:
-        return setting.mean(OBJECTIVE) or 0.0, -(setting.mean(KL) or 0.0)
-
-    return max(ended, key=worth, default=None) if len(jobs) > 1 else None
+    ended.sort(key=lambda s: s.mean(KL) or 0.0)
+    return max(ended, key=lambda s: s.mean(OBJECTIVE), default=None) if len(jobs) > 1 else None
 
 
 def results(sweep: Sweep) -> list[str]:
@@ -247,17 +242,18 @@ def results(sweep: Sweep) -> list[str]:
 def as_csv(jobs: Sequence[Job]) -> str:
     """Return a line per job: its overrides and what it reached."""
     text = io.StringIO()
+    rows = [{"job": job.name, **job.overrides, **job.reached} for job in jobs]
     keys = dict.fromkeys(key for job in jobs for key in job.overrides)
-    columns = ["job", *keys, *dict.fromkeys(name for job in jobs for name in job.reached)]
+    columns = dict.fromkeys(["job", *keys, *(name for job in jobs[:1] for name in job.reached)])
     writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
     writer.writeheader()
-    writer.writerows({"job": job.name, **job.overrides, **job.reached} for job in jobs)
+    writer.writerows(rows)
     return text.getvalue()
 
 
 def as_markdown(jobs: Sequence[Job]) -> str:
     """Return a table of the settings: reward, held-out accuracy and KL, with those of the start."""
-    made, begun = grouped(jobs), [start(jobs, by) for by in (REWARD, ACCURACY)]
+    settings, begun = grouped(jobs), [start(jobs, by) for by in (REWARD, ACCURACY)]
     before = [f"; before training {short(spot[1])}" if spot else "" for spot in begun]
     last = f"last {max(job.reached['iterations_averaged'] for job in jobs)} iterations"
     names = {
@@ -267,9 +263,9 @@ def as_markdown(jobs: Sequence[Job]) -> str:
         "KL of the held-out replies": HELD_KL,
         "KL efficiency": EFFICIENCY,
     }
-    lines = [["", *(setting.name for setting in made)], ["---"] * (len(made) + 1)]
+    lines = [["", *(setting.name for setting in settings)], ["---"] * (len(settings) + 1)]
     for name, column in names.items():
-        values = [setting.mean(column) for setting in made]
+        values = [setting.mean(column) for setting in settings]
         if any(value is not None for value in values):
             lines.append([name, *("-" if value is None else f"{value:z.2f}" for value in values)])
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
@@ -285,24 +281,16 @@ def counted(states: Iterable[str]) -> str:
     return ", ".join(f"{count} {state}" for state, count in Counter(states).items())
 
 
-class Reached(NamedTuple):
-    """What an evaluation found: the mean of a metric, and the KL of the same replies, in nats."""
-
-    iteration: float
-    value: float
-    kl: float
-
-
-def held_out(run: Run, metric: str) -> list[Reached]:
-    """Return the evaluations that measured both a metric and the KL."""
+def held_out(run: Run, metric: str) -> list[tuple[float, float, float]]:
+    """List (iteration, value, KL in nats) of the evaluations that measured a metric and the KL."""
     kls = dict(run.series(HELD_KL))
-    return [Reached(i, value, kls[i]) for i, value in run.series(metric) if i in kls]
+    return [(at, value, kls[at]) for at, value in run.series(metric) if at in kls]
 
 
 def efficiency(run: Run, limit: Limit) -> float | None:
     """Return the KL efficiency of the last evaluation."""
     found = held_out(run, limit.metric)
-    return limit.efficiency(limit.metric, found[-1].value, found[-1].kl) if found else None
+    return limit.efficiency(limit.metric, *found[-1][1:]) if found else None
 
 
 def known_limit(folder: Path) -> Limit | None:
@@ -318,9 +306,9 @@ def known_limit(folder: Path) -> Limit | None:
 
 def limit_of(sweep: Sweep) -> Limit | None:
     """Return the limit of a sweep: its own, or a job's where all start from one model."""
-    if (own := known_limit(sweep.folder)) is not None or not comparable(sweep.jobs):
-        return own
-    return next(filter(None, (known_limit(job.run.folder) for job in sweep.jobs)), None)
+    folders = [sweep.folder]
+    folders += [job.run.folder for job in sweep.jobs] if comparable(sweep.jobs) else []
+    return next(filter(None, map(known_limit, folders)), None)
 
 
 def of_same_rows(limit: Limit, folder: Path) -> bool:

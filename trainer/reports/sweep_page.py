@@ -16,11 +16,10 @@ from trainer.reports.formats import duration, nats, short
 from trainer.reports.frontier import AVERAGED, frontier
 from trainer.reports.page import PATIENCE, write_page
 from trainer.reports.panels import MAIN, Figure, open_notes
-from trainer.reports.replies import Reply
+from trainer.reports.replies import Reply, by_kind, side_by_side
 from trainer.reports.summary import repeat_command
 from trainer.reports.sweep_jobs import (
     DRIFT,
-    EFFICIENCY,
     KL,
     REWARD,
     Job,
@@ -38,24 +37,8 @@ from trainer.reports.sweep_jobs import (
 )
 from trainer.runs.run_files import dig, read_lines
 
-OBJECTIVES = {  # in the order in which a run takes them
-    "eval/sampled_accuracy": "held-out accuracy, sampled",
-    "eval/greedy_accuracy": "held-out accuracy, greedy",
-    "reward/mean": "mean reward of the last iteration, a KL in it included",
-    "loss/total": "minus the loss of the last iteration",
-}
-TITLES = {  # of what the jobs reached; sweep.csv has the names of the metrics
-    ACCURACY: "accuracy",
-    REWARD: "reward",
-    KL: "KL",
-    DRIFT: "KL to the sampler",
-    HELD_REWARD: "held-out reward",
-    HELD_KL: "held-out KL",
-    EFFICIENCY: "KL efficiency",
-    "kl/coeff": "KL coefficient",
-    "progress/iteration": "iteration",
-    "iterations_averaged": "iterations averaged",
-}
+# in the order in which a run takes them
+OBJECTIVES = (ACCURACY, "eval/greedy_accuracy", "reward/mean", "loss/total")
 MOVES = 1e-4  # nats per token to the sampler; with one step on a batch it is rounding
 PROMPTS, SETTINGS = 8, 6  # at most, of replies side by side
 READ = 2**20  # bytes of a file: replies before training stand at its start, those after at its end
@@ -82,12 +65,10 @@ def sweep_svg(folder: str | Path) -> str:
 
 def _values(sweep: Sweep) -> dict[str, Any]:
     """Return what the template shows."""
-    jobs, made, keys = sweep.jobs, grouped(sweep.jobs), varying(sweep.jobs)
-    over = all(job.state in ("finished", "failed") for job in jobs) and not sweep.left
-    state = "running" if sweep.live else "finished" if over else "stopped"
-    limit = limit_of(sweep)
-    begun = [setting for setting in made if any(job.run.metrics for job in setting.jobs)]
-    columns, rows, same = _table(jobs) if jobs else ([], [], [])
+    jobs, settings, keys = sweep.jobs, grouped(sweep.jobs), varying(sweep.jobs)
+    limit, found = limit_of(sweep), best(jobs)
+    winner = found.finished[0].run if found else None
+    begun = [setting for setting in settings if any(job.run.metrics for job in setting.jobs)]
     links = {job.name: {"text": job.label(keys), "page": _page(job)} for job in jobs}
     warned: dict[tuple[str, str], list[dict[str, str]]] = {}
     for job in jobs:
@@ -96,50 +77,35 @@ def _values(sweep: Sweep) -> dict[str, Any]:
     return {
         "title": "sweep",
         "name": jobs[0].run.experiment if jobs else sweep.folder.name,
-        "state": "" if sweep.live is None else state,
+        "sweep": sweep,
         "progress": _progress(sweep),
         "going": [{**links[job.name], "at": _at(job)} for job in jobs if job.state == "running"],
-        "live": sweep.live,
         "rewrite": f"python -m trainer.reports {shlex.quote(str(sweep.folder.resolve()))}",
-        "continue_command": sweep.command if sweep.unfinished else "",
-        "best": _best(jobs),
-        "pictures": _pictures(made, jobs, limit) if jobs else {},
-        "limit": f"The limit: {limit.about()}; {limit.ends()}" if limit else "",
-        "columns": columns,
-        "rows": rows,
-        "same": same,
-        "warnings": [(*found, warned[found]) for found in sorted(warned)],
+        "best": found,
+        "again": repeat_command(winner) if winner else "",
+        "objective": next((m for m in OBJECTIVES if winner and winner.series(m)), ""),
+        "averaged": AVERAGED,
+        "pictures": _pictures(settings, jobs, limit),
+        "limit": limit,
+        **(_table(jobs) if jobs else {}),
+        "warnings": [(*key, warned[key]) for key in sorted(warned)],
         "curves": list(_overlays(begun, keys)),
         "names": [setting.name for setting in begun],
-        "replies": _side_by_side(begun),
+        "replies": _replies(begun),
     }
 
 
-def _best(jobs: Sequence[Job]) -> dict[str, str] | None:
-    if (found := best(jobs)) is None:
-        return None
-    run = found.finished[0].run
-    objective = next((text for metric, text in OBJECTIVES.items() if run.series(metric)), "none")
-    return {
-        "name": found.name,
-        "numbers": found.numbers(),
-        "again": repeat_command(run),
-        "note": f"objective: {objective}; reward and KL: mean of the {AVERAGED}",
-    }
-
-
-def _pictures(made: Sequence[Setting], jobs: Sequence[Job], limit: Limit | None) -> dict[str, str]:
+def _pictures(
+    settings: Sequence[Setting], jobs: Sequence[Job], limit: Limit | None
+) -> dict[str, str]:
     """Draw reward, and what is held out, against KL; a click changes between them."""
     by = {"reward": REWARD, "accuracy": ACCURACY, "held-out reward": HELD_REWARD}
     if limit:  # what it is of goes first
-        by = {"accuracy": ACCURACY, "held-out reward": HELD_REWARD, "reward": REWARD}
+        by["reward"] = by.pop("reward")
+    by = {name: metric for name, metric in by.items() if any(s.spots(metric) for s in settings)}
     size = {"width": 420, "height": 320}
-    drawn = {
-        name: frontier(jobs, by=metric, limit=limit, **size)
-        for name, metric in by.items()
-        if any(setting.spots(metric) for setting in made)
-    }
-    metric = ACCURACY if "accuracy" in drawn else REWARD
+    drawn = {name: frontier(jobs, by=metric, limit=limit, **size) for name, metric in by.items()}
+    metric = by.get("accuracy", REWARD)
     moved = (job for job in jobs if (job.reached[DRIFT] or 0.0) > MOVES)
     if any(job.reached[metric] is not None for job in moved):
         drawn["KL to the sampler"] = frontier(jobs, by=metric, sampler=True, **size)
@@ -152,10 +118,9 @@ def _progress(sweep: Sweep) -> str:
     if sweep.left:
         states.append(f"{sweep.left} {'to come' if sweep.live else 'not begun'}")
     line = f"{len(sweep.jobs) + sweep.left} jobs: {', '.join(states)}"
-    took = {job.name: job.run.status.get("seconds", 0.0) for job in sweep.jobs}
-    done = [took[job.name] for job in sweep.jobs if job.state == "finished"]
-    if sweep.live and done:
-        running = [took[job.name] for job in sweep.jobs if job.state == "running"]
+    took = [(job.state, job.run.status.get("seconds", 0.0)) for job in sweep.jobs]
+    if sweep.live and (done := [seconds for state, seconds in took if state == "finished"]):
+        running = [seconds for state, seconds in took if state == "running"]
         rest = sum(max(fmean(done) - seconds, 0.0) for seconds in running)
         line += f"; about {duration(fmean(done) * sweep.left + rest)} left"
     return line
@@ -172,23 +137,23 @@ def _page(job: Job) -> str:
     return f"{quote(job.name)}/report.html" if there else ""
 
 
-def _table(jobs: Sequence[Job]) -> tuple[list[str], list[list[Any]], list[str]]:
-    """Return titles and rows of what differs between the jobs, and texts of what does not."""
+def _table(jobs: Sequence[Job]) -> dict[str, Any]:
+    """Return names and rows of what differs between the jobs, and what does not."""
     columns = {key: [job.overrides.get(key, "-") for job in jobs] for key in varying(jobs)}
-    columns, same = columns or {"job": [job.name for job in jobs]}, []
+    columns, same = columns or {"job": [job.name for job in jobs]}, {}
     for title in jobs[0].reached:
         values = [job.reached[title] for job in jobs]
         form = nats if title in (KL, HELD_KL, DRIFT) else short
         cells = [v if isinstance(v, str) else "" if v is None else form(v) for v in values]
         if len(set(cells)) == 1:
-            same += [f"{TITLES.get(title, title)} {cells[0]}"] if cells[0] else []
+            same |= {title: cells[0]} if cells[0] else {}
         elif cells not in columns.values() and title.replace("/", ".") not in columns:
             columns[title] = cells  # but not kl/coeff beside kl.coeff
     rows = [
         [{"text": name, "page": _page(job)}, *cells]
         for job, (name, *cells) in zip(jobs, zip(*columns.values(), strict=True), strict=True)
     ]
-    return [TITLES.get(title, title) for title in columns], rows, same
+    return {"columns": [*columns], "rows": rows, "same": same}
 
 
 def _overlays(begun: Sequence[Setting], keys: Sequence[str]) -> Iterator[Figure]:
@@ -206,26 +171,16 @@ def _overlays(begun: Sequence[Setting], keys: Sequence[str]) -> Iterator[Figure]
             yield Figure(chart, f"healthy: {panel.healthy}", [panel.swept])
 
 
-def _side_by_side(settings: Sequence[Setting]) -> list[dict[str, Any]]:
+def _replies(settings: Sequence[Setting]) -> list[dict[str, Reply]]:
     """Return replies to the same held-out prompts: before training, then by coefficient."""
     before: dict[str, Reply] = {}
     columns: dict[str, dict[str, Reply]] = {}
     for setting in sorted(settings, key=lambda s: s.mean("kl/coeff") or 0.0):
         rows = read_lines(setting.jobs[0].run.folder / "transcripts.jsonl", most=READ)
-        after = {row["prompt"]: row for row in rows if row["kind"] == "after"}
-        columns |= {setting.name: after} if after else {}
-        before = before or {row["prompt"]: row for row in rows if row["kind"] == "before"}
-    step = math.ceil(len(columns) / SETTINGS) or 1
-    columns = {name: columns[name] for name in [*columns][::step]}
+        kinds = by_kind(rows)
+        columns |= {setting.name: kinds["after"]} if "after" in kinds else {}
+        before = before or kinds.get("before", {})
+    columns = dict([*columns.items()][:: math.ceil(len(columns) / SETTINGS) or 1])
     if before and comparable([job for setting in settings for job in setting.jobs]):
         columns = {"before training": before, **columns}
-    first = next(iter(columns.values()), {})
-    prompts = [prompt for prompt in first if all(prompt in found for found in columns.values())]
-    return [
-        {
-            "prompt": prompt,
-            "answer": first[prompt].get("answer"),
-            "replies": {name: found[prompt] for name, found in columns.items()},
-        }
-        for prompt in prompts[:PROMPTS]
-    ]
+    return side_by_side(columns, PROMPTS)

@@ -10,6 +10,7 @@ from io import StringIO
 from typing import Any
 
 from policies.cache import write_text
+from trainer.reports.formats import leaves
 from trainer.reports.trackers.mirror import Mirror
 
 MLFLOW_ID = "mlflow_id.txt"  # of a run folder
@@ -44,7 +45,12 @@ class AccelerateTracker(Mirror):
             if hasattr(self._tracker, "start"):  # older ones start when made
                 self._tracker.start()
         if self.first is None or self.word not in ("mlflow", "tensorboard"):
-            self._tracker.store_init_configuration(_flat(self.about["config"]))
+            values = {
+                key: value if isinstance(value, int | float) else str(value)
+                for key, value in leaves(self.about["config"])
+                if key
+            }  # of types that every service takes
+            self._tracker.store_init_configuration(values)
         looks = {
             "mlflow": "mlflow ui",
             "tensorboard": f"tensorboard --logdir {self.folder / 'tensorboard'}",
@@ -77,18 +83,3 @@ class AccelerateTracker(Mirror):
     def _stop(self, state: str) -> None:
         with redirect_stdout(StringIO()):
             self._tracker.finish()
-
-
-def _flat(node: Mapping[str, Any], prefix: str = "") -> dict[str, str | int | float | bool]:
-    """Return a configuration as a table with dots, of types that every service takes.
-
-    >>> _flat({"kl": {"coeff": 0.1, "end": None}, "stop": ["a"]})
-    {'kl.coeff': 0.1, 'kl.end': 'None', 'stop': "['a']"}
-    """
-    out: dict[str, str | int | float | bool] = {}
-    for key, value in node.items():
-        if isinstance(value, Mapping):
-            out |= _flat(value, f"{prefix}{key}.")
-        else:
-            out[f"{prefix}{key}"] = value if isinstance(value, int | float) else str(value)
-    return out
