@@ -15,13 +15,12 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TypeGuard
+from typing import IO, Any
 
 Message = dict[str, Any]
 
 ROLES = ("system", "user", "assistant", "tool")
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:.*)?")  # org/name, name, either with a :subset
-HALF = re.compile("[\ud800-\udfff]")
 LARGE = 32 << 20  # bytes of a data set; smaller ones are held in memory
 EXTENSION = re.compile(r"^[^:/]*\.[^:/]*$|\.[A-Za-z]{2,}$")  # any dot in a bare word, or .txt
 KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}  # the reader
@@ -111,7 +110,7 @@ class Table:
     def text(self, index: int, column: str) -> str:
         """Return a cell that has to be a text with something in it."""
         value = self.rows[index].get(column)
-        if not is_text(value) or not value.strip():
+        if not isinstance(value, str) or not value.strip():
             raise self.error(index, column, "a text", value)
         return value
 
@@ -126,7 +125,7 @@ class Table:
                 raise self.error(index, where, "a dict with role and content", message)
             if message.get("role") not in ROLES:
                 raise self.error(index, f"{where}.role", " | ".join(ROLES), message.get("role"))
-            if not is_text(message.get("content")):
+            if not isinstance(message.get("content"), str):
                 raise self.error(index, f"{where}.content", "a text", message.get("content"))
         return [{"role": m["role"], "content": m["content"]} for m in value]
 
@@ -136,7 +135,7 @@ class Table:
         if role == "assistant" and isinstance(value, (int, float)):  # an answer such as 42
             value = json.dumps(value)
         if not isinstance(value, list):
-            if not is_text(value) or not value.strip():
+            if not isinstance(value, str) or not value.strip():
                 raise self.error(index, column, "a text or a list of messages", value)
             return [{"role": role, "content": value}]
         messages = self.messages(index, column)
@@ -152,11 +151,6 @@ class Table:
         place = f"{self.name}, row {index}, {column}"
         fault = f"{place}: expected {expected}, got {shown} ({type(got).__name__})"
         return Malformed(fault, column.partition("[")[0])
-
-
-def is_text(value: Any) -> TypeGuard[str]:
-    """Return whether a value is a text that UTF-8 can hold: half an emoji breaks tokenizers."""
-    return isinstance(value, str) and (value.isascii() or not HALF.search(value))
 
 
 def is_file(dataset: str) -> bool:

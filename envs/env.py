@@ -182,8 +182,6 @@ def rollout(
             f"{break_when_any_done}; LLMCollector goes on with the next chats"
         )
     td = env.reset(tensordict) if auto_reset else tensordict
-    if td is None:
-        raise ValueError("expected the first state as tensordict with auto_reset=False, got None")
     state, steps = list(td.keys()), []
     while True:
         td = env.step(env.rand_action(td) if policy is None else policy(td))
@@ -236,10 +234,7 @@ def _compare(
     if text := spec.explain(td):
         raise ValueError(f"{where} does not fit the specs of the environment: {text}")
     if extra := _undeclared(td.exclude(*given), known):
-        raise ValueError(
-            f"{where} gives {'.'.join(extra)}, which no spec describes; declare it in the "
-            "transform's transform_*_spec or the environment's _specs"
-        )
+        raise ValueError(f"{where} gives {'.'.join(extra)}, which no spec describes")
 
 
 def _undeclared(td: TensorDictBase, spec: Composite) -> tuple[str, ...]:

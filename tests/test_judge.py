@@ -220,7 +220,6 @@ def test_server_that_is_not_there_is_an_error_of_the_reply():
     [
         ({"pattern": "[0-9]+"}, "pattern"),
         ({"prompt": "Good?"}, "prompt"),
-        ({"tries": 0}, "tries"),
         ({"url": "localhost:8000"}, "url"),
     ],
 )

@@ -43,13 +43,6 @@ def test_the_librarys_answer_earns_all_and_no_answer_or_the_question_nothing(nam
     assert "<answer>" in task.make_example()["messages"][-1]["content"]
 
 
-def test_a_composite_of_several_datasets_is_a_task():
-    parts = [{"name": n, "weight": 1.0, "config": {}} for n in ("chain_sum", "leg_counting")]
-    task = ReasoningGym("composite", config={"datasets": parts}, num_rows=20, eval_rows=9)
-    found = {row["entry"]["metadata"]["source_dataset"] for row in task.rows("train")}
-    assert found == {"chain_sum", "leg_counting"}
-
-
 def test_a_reply_without_tags_is_taken_whole_and_a_cut_one_has_no_form():
     task = ReasoningGym("chain_sum", eval_rows=3)
     row = task.rows("eval")[0]
@@ -96,7 +89,6 @@ def test_settings_and_levels_reach_the_dataset():
         ({"name": "chain_sun"}, r"env\.task\.name"),
         ({"name": "chain_sum", "config": {"min_term": 1}}, "'min_term'"),
         ({"name": "chain_sum", "level": {"digits": 1}}, "digits"),
-        ({"name": "chain_sum", "num_rows": 0}, "num_rows"),
     ],
 )
 def test_names_and_settings_that_are_not_there_are_named(options, says):
