@@ -40,7 +40,7 @@ class Mix(Task):
         finite = all(0 < weight < math.inf for weight in weights.values())
         if not tasks or not finite or set(weights) != set(tasks):
             raise ValueError(
-                f"expected a weight > 0 for each task ({', '.join(tasks) or 'none'}), got "
+                f"expected a weight for each task, above 0 ({', '.join(tasks) or 'none'}), got "
                 f"{dict(weights)}; leave a task out instead of a weight of 0"
             )
         self.tasks, self.seed, self.num_rows = dict(tasks), seed, num_rows
