@@ -2,13 +2,10 @@
 
 import json
 import time
-from fractions import Fraction
 
 import pytest
-from checkpoints import write_gsm8k_jsonl
 from hypothesis import given
 from hypothesis import strategies as st
-from runs import metrics, train_here
 
 from conf.build import make_task
 from conf.compose import compose_checked
@@ -196,14 +193,6 @@ def test_gsm8k_rewards_the_marked_number_before_the_last_one(tmp_path, text, com
     assert (reward.total, reward.success) == (parts[0], parts[0] == 1)
 
 
-def test_gsm8k_solutions_earn_their_own_reward(tmp_path):
-    task = MathWords(str(write_gsm8k_jsonl(tmp_path / "g.jsonl", 50)))
-    for row in task.demonstrations():
-        assert row["messages"][1] == {"role": "assistant", "content": row["answer"]}
-        assert task.reward(row, Reply(row["answer"], True, [])).success
-        assert Fraction(row["final"].replace(",", "")) == last_number(row["answer"])
-
-
 def test_right_answers_without_a_number_are_refused_from_half_of_the_rows_on(tmp_path):
     path = tmp_path / "a.jsonl"
     for answers in (["cold", "dry", "low"], ["4", "5 km", "dry", "x"]):
@@ -222,13 +211,3 @@ def test_an_answer_that_is_missing_names_its_row(tmp_path):
         Answers(str(path), eval_dataset=str(path))
     with pytest.raises(ValueError, match="row 1, answer"):
         MathWords(rows(path, "#### 1", "x ####"))
-
-
-@pytest.mark.runs
-def test_a_run_on_yes_and_no_logs_how_alike_its_replies_are(tmp_path):
-    path = rows(tmp_path / "d.jsonl", *["yes"] * 12)
-    few = ["trainer.num_iterations=2", "eval.num_samples=1", "policy.max_new_tokens=3"]
-    few += ["trainer.prompts_per_iteration=4", "algorithm.group_size=2", "policy.model=tiny"]
-    words = ["experiment=grpo_tiny", "env=answers", f"env.dataset={path}", "env.match=fuzzy"]
-    train_here(tmp_path / "run", *words, "env.task.threshold=0.4", *few)
-    assert "reward_part/similarity" in metrics(tmp_path / "run")[-1]

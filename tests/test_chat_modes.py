@@ -151,16 +151,6 @@ def test_wrong_arguments_are_named(options, error, says):
         ChatEnv(**options)
 
 
-def test_a_template_of_ones_own_and_a_batch_size_that_is_checked():
-    tokenizer = make_policy().tokenizer
-    plain = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}"
-    env = hello(input_mode="text", tokenizer=tokenizer, template_kwargs={"chat_template": plain})
-    td = env.reset(TensorDict({"query": "Hi"}, batch_size=(1,)))
-    assert td["text"].prompt[0].startswith("system: Be brief.")
-    with pytest.raises(ValueError, match=r"1 rows .* got 2"):
-        env.reset(TensorDict({"query": "Hi"}, batch_size=(2,)))
-
-
 def test_roles_and_device_are_those_asked_for():
     options = {"tokenizer": make_policy().tokenizer, "input_mode": "text", "device": "cpu"}
     env = hello(policy_role="model", user_role="guest", system_role="host", **options)

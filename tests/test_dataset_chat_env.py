@@ -13,7 +13,6 @@ from envs.chat_io import write_action
 from envs.rewards import MATHRewardParser
 from policies.chats.containers import ChatHistory
 from policies.chats.history import History
-from trainer.collect import collect
 
 MODES = ("history", "text", "tokens")
 
@@ -97,15 +96,6 @@ def test_the_env_keeps_to_its_specs(sums):
     assert "answer" in env.full_observation_spec
     assert not len(env.full_state_spec), "a reset needs nothing"
     assert "reward_right" not in GSM8KEnv(dataset=sums, compute_reward=False).full_reward_spec
-
-
-def test_the_trainer_plays_it_to_the_end(sums):
-    """Through collect: data of its own, groups, and a count of steps that goes on."""
-    env = GSM8KEnv(dataset=sums, num_envs=4, repeats=2, max_steps=2, set_done_if_answer=False)
-    batch = collect(None, env, make_policy())
-    assert batch["group_id"].tolist() == [0, 0, 1, 1]
-    response = batch["masks", "all_response_mask"]
-    assert (response[:, 1:] & ~response[:, :-1]).sum(-1).tolist() == [2] * 4
 
 
 def test_a_group_never_comes_from_two_resets(sums):

@@ -9,7 +9,6 @@ from envs import ChatEnv, Composite, EnvBase, NonTensor, TransformedEnv, Unbound
 from envs.transforms import (
     Compose,
     KLComputation,
-    KLRewardTransform,
     PolicyVersion,
     RetrieveKL,
     RetrieveLogProb,
@@ -149,15 +148,4 @@ def test_from_collector_needs_its_collector_before_it_declares_anything():
     found = env.full_observation_spec
     assert found["log_probs", "full"].shape == found["ref_log_probs", "full"].shape == (-1, -1)
     assert env.full_reward_spec["reward"].shape == (-1, -1, 1)
-    check_env_specs(env, policy, data=prompts(2))
-
-
-def test_the_older_kl_reward_declares_what_it_writes():
-    policy = make_policy().get_new_version(input_mode="tokens")
-    reference = load_reference(make_policy()).get_new_version(input_mode="tokens")
-    env = ChatEnv(Words(), input_mode="tokens", tokenizer=policy.tokenizer)
-    with pytest.warns(DeprecationWarning, match="use RetrieveKL"):
-        env = env.append_transform(KLRewardTransform(reference))
-    assert env.full_reward_spec["reward"].shape == (-1, -1, 1)
-    assert env.full_observation_spec["ref_log_prob"].shape == (-1, -1, 1)
     check_env_specs(env, policy, data=prompts(2))

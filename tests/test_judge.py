@@ -24,7 +24,6 @@ class Server(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.asked: list[tuple[dict, dict]] = []  # headers and body of each request
-        self.now = self.most = 0
         self.lock = threading.Lock()
         self.url = f"http://127.0.0.1:{self.server_address[1]}/v1"
 
@@ -40,16 +39,6 @@ class Handler(BaseHTTPRequestHandler):
         with suppress(OSError):  # the judge did not wait
             self.act(word, rest, times)
 
-    def wait(self, seconds: float) -> None:
-        """Count who waits at a time, before the reply leaves: its reader may ask anew at once."""
-        server = self.server
-        with server.lock:
-            server.now += 1
-            server.most = max(server.most, server.now)
-        time.sleep(seconds)
-        with server.lock:
-            server.now -= 1
-
     def act(self, word: str, rest: str, times: int) -> None:
         if word == "status":  # fails until asked so often
             code, _, until = rest.partition(":")
@@ -60,7 +49,7 @@ class Handler(BaseHTTPRequestHandler):
                 return
             rest = "5"
         elif word == "slow":
-            self.wait(float(rest))
+            time.sleep(float(rest))
         elif word == "drip":  # never silent for as long as a time-out
             self.send_response(200)
             self.end_headers()
@@ -190,29 +179,23 @@ def test_nonsense_is_an_error_that_is_not_asked_again(server):
     assert len(server.asked) == 3
 
 
-def test_so_many_are_asked_at_once(server):
-    assert scores(judge(server, at_once=3), *[f"slow:0.1{i}" for i in range(1, 9)]) == [0.5] * 8
-    assert server.most == 3
+def judged(made: Judge, text: str):
+    task = Rewarded(SortDigits(num_rows=1), {"judge": made})
+    return task.rewards([SortDigits(num_rows=1).row("12")], [Reply(text, True, [])])[0]
 
 
 def test_wrong_key_or_url_ends_the_run_whatever_on_error_says(server, monkeypatch):
-    code = 401
-    monkeypatch.setenv("OPENAI_API_KEY", "sesame")
-    task = Rewarded(SortDigits(), {"judge": judge(server, on_error="zero")})
-    reply = Reply(f"status:{code}", True, [])
-    with pytest.raises(ValueError, match=rf"env\.rewards\.judge: .*{code}") as caught:
-        task.rewards([SortDigits().row("12")], [reply])
+    monkeypatch.setenv("MY_KEY", "sesame")
+    with pytest.raises(ValueError, match=r"env\.rewards\.judge: .*401") as caught:
+        judged(judge(server, on_error="zero", key_variable="MY_KEY"), "status:401")
     assert "sesame" not in str(caught.value)
     assert len(server.asked) == 1
 
 
 def test_server_that_is_not_there_is_an_error_of_the_reply():
-    made = Judge("http://127.0.0.1:9/v1", "m", tries=2, wait=0.01, on_error="drop_group")
-    task = Rewarded(SortDigits(), {"judge": made})
     with pytest.warns(UserWarning, match="reward judge: "):
-        (got,) = task.rewards([SortDigits().row("12")], [Reply("12", True, [])])
-    assert got.dropped
-    assert got.errors == 1
+        got = judged(Judge("http://127.0.0.1:9/v1", "m", tries=2, wait=0.01), "12")
+    assert (got.dropped, got.errors) == (True, 1)
 
 
 @pytest.mark.parametrize(

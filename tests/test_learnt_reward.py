@@ -1,11 +1,9 @@
 """Reward models in runs: pairs as batches, a run that trains one, and scores of whole chats."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from checkpoints import make_checkpoint
 from contracts import one_process
 from runs import train_here
@@ -20,7 +18,6 @@ from policies.models import find_model, load_tokenizer
 from policies.reward_model import ChatRewards, Rewards
 from trainer import Checkpoints, PreferenceObjective, PreferencePairs
 from trainer.losses import token_weights
-from trainer.runs.launch import prepare
 
 ROW = {"messages": [{"role": "user", "content": "Sort 312"}], "chosen": "123", "rejected": "12"}
 
@@ -204,36 +201,3 @@ def test_ppo_trains_through_it(folder, tmp_path):
     assert {"reward_part/score", "kl/ref_sequence", "value/explained_variance"} <= rows[2].keys()
     assert rows[1]["reward_part/score"] != rows[2]["reward_part/score"]
     assert rows[2]["reward/raw_mean"] != 0
-
-
-WORKER = """
-import json, sys
-from pathlib import Path
-folder = Path(sys.argv[2])
-(folder / "model").mkdir()
-(folder / "status.json").write_text(json.dumps({"state": "finished", "objective": 0.0}))
-"""
-
-
-def test_experiments_are_made_once_wherever_a_configuration_names_one(
-    tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setenv("LEASH_CACHE", str(tmp_path / "cache"))
-    script = tmp_path / "worker.py"
-    script.write_text(WORKER)
-    monkeypatch.setattr("trainer.runs.launch.SCRIPT", script)
-
-    def compose(name: str) -> dict:
-        launch = {"num_processes": 1, "threads": 1}
-        return {"policy": {"model": "tiny"}, "name": name, "launch": launch}
-
-    one, other = "experiment:a", "experiment:b"
-    config = {"policy": {"model": one}, "env": {"task": {"model": other, "c": [one, 3]}}}
-    prepare(config, tmp_path / "run", compose=compose)
-    assert capsys.readouterr().out.count("running it first") == 2
-    saved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
-    again, number = saved["env"]["task"]["c"]
-    assert (again, number) == (saved["policy"]["model"], 3)
-    for name, path in (("a", again), ("b", saved["env"]["task"]["model"])):
-        assert Path(path).is_dir()
-        assert Path(path).parent.name.startswith(f"{name}-")

@@ -11,8 +11,18 @@ from checkpoints import write_easy_jsonl
 
 from conf import check
 from conf.compose import compose_checked
-from envs.tasks import Chats, Facts, Prompts, Reply, Reviews, SortDigits, Task
-from envs.tasks.sort_digits import is_held_out
+from envs.tasks import (
+    Calculator,
+    Chats,
+    Facts,
+    Prompts,
+    Reply,
+    Reviews,
+    SortDigits,
+    Task,
+    calculator,
+    sort_digits,
+)
 
 
 def reply(text: str, *, complete: bool = True) -> Reply:
@@ -103,7 +113,7 @@ def test_sorted_digits_are_as_the_question_says_and_multisets_of_eval_are_kept_a
         assert row["answer"] == "".join(d * counts[d] for d in "0123456789")
         assert 3 <= len(digits) <= 5
     assert not {row["answer"] for row in train} & {row["answer"] for row in held_out}
-    share = sum(is_held_out(f"{i:05d}") for i in range(100_000)) / 100_000
+    share = sum(sort_digits.is_held_out(f"{i:05d}") for i in range(100_000)) / 100_000
     assert share == pytest.approx(1 / 8, abs=0.02)
 
 
@@ -142,6 +152,74 @@ def test_demonstrations_are_mostly_wrong_in_the_stated_shares():
     want = {"right": 0.25, "descending": 0.45, "unchanged": 0.30}
     total = shares.total()
     assert {kind: n / total for kind, n in shares.items()} == pytest.approx(want, abs=0.02)
+
+
+# The calculator
+
+
+def test_rows_ask_for_products_of_four_digits_and_pairs_of_eval_are_kept_apart():
+    task = Calculator()
+    pairs = {
+        split: {frozenset(r["factors"]) for r in task.rows(split)} for split in ("train", "eval")
+    }
+    assert [len(task.rows(split)) for split in ("train", "eval")] == [20_000, 200]
+    assert not pairs["train"] & pairs["eval"]
+    for row in [*task.rows("train")[:300], *task.rows("eval")]:
+        a, b = row["factors"]
+        assert row["messages"] == [{"role": "user", "content": f"What is {a} * {b}?"}]
+        assert row["answer"] == str(sum([a] * b))
+        assert len(row["answer"]) == 4
+    held_out = [calculator.is_held_out(a, b) for a in range(32, 100) for b in range(a, 100)]
+    assert sum(held_out) / len(held_out) == pytest.approx(1 / 8, abs=0.02)
+    assert Calculator(seed=1).rows("eval") == task.rows("eval")
+    assert Calculator(seed=1).rows("train") != task.rows("train")
+
+
+@pytest.mark.parametrize(
+    ("text", "complete", "result", "total"),
+    [
+        ("calc: 57*83", True, "4731", 0.0),
+        ("calc: 4731+0", True, "4731", 0.0),
+        ("calc: 57*83", False, None, 0.0),
+        ("calc: 57*83 4731", True, None, 0.0),
+        ("calc: 57**83", True, None, 0.0),
+        ("calc: 9999999*9", True, None, 0.0),
+        ("calc: \u0665*2", True, None, 0.0),
+        ("4731", True, None, 1.0),
+        ("4730", True, None, 0.0),
+        ("It is 4731", True, None, 0.0),
+    ],
+)
+def test_a_call_is_answered_and_anything_else_is_the_answer(text, complete, result, total):
+    task, said = Calculator(num_rows=1), reply(text, complete=complete)
+    row = task.row(57, 83)
+    assert task.respond(row, said) == (
+        [] if result is None else [{"role": "tool", "content": result}]
+    )
+    done = task.reward(row, said)
+    assert (done.total, done.success) == (total, total == 1)
+    assert done.parts == {"exact": total, "called": float(result is not None)}
+
+
+def test_a_quarter_of_the_demonstrations_call_and_three_tenths_of_those_mistype():
+    task, counts = Calculator(), Counter()
+    for row in task.demonstrations():
+        _, *turns = row["messages"]
+        if len(turns) == 1:
+            counts["outright"] += 1
+            assert turns[0]["content"] == row["answer"]
+            continue
+        call, result, answer = (m["content"] for m in turns)
+        assert [m["role"] for m in turns] == ["assistant", "tool", "assistant"]
+        a, b = map(int, call.removeprefix("calc: ").split("*"))
+        assert answer == result == str(a * b)
+        wrong = sum(
+            x != y for x, y in zip(f"{a}{b}", "".join(map(str, row["factors"])), strict=True)
+        )
+        assert wrong <= 1
+        counts["typo" if wrong else "call"] += 1
+    assert counts["outright"] / 20_000 == pytest.approx(0.75, abs=0.01)
+    assert counts["typo"] / (counts["typo"] + counts["call"]) == pytest.approx(0.3, abs=0.02)
 
 
 # Reviews: valences in vaderSentiment's list

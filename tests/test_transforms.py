@@ -1,6 +1,5 @@
 """Transforms, their composition, and environments seen through them."""
 
-import copy
 import gc
 
 import pytest
@@ -10,7 +9,6 @@ from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
 from envs.env import EnvBase, TransformedEnv
 from envs.transforms import Compose, Transform
 from envs.transforms.ragged import Border, get_values, set_values
-from policies.wrappers.outputs import home
 
 
 class Counter(EnvBase):
@@ -127,14 +125,6 @@ def test_container_collector_and_parent():
         TransformedEnv(Counter(), first)
 
 
-def test_envs_nest_and_copy():
-    env = TransformedEnv(TransformedEnv(Counter(), Scale(2.0)), Shift())
-    twin = copy.deepcopy(env)
-    assert twin.reset(start(5.0, 0.0))["total"].tolist() == [11.0, 1.0]
-    assert twin.transform.container is twin
-    assert env.base_env is env.env.env
-
-
 ROWS = [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]
 
 
@@ -182,14 +172,6 @@ def test_ragged_rows_cross_the_border_once_each_way(side, want):
     for bad in (torch.ones(2, 2), [torch.ones(2), torch.ones(2)], ROWS[:1]):
         with pytest.raises(ValueError, match=r"masks of \[2, 1\]"):
             edge.dense(bad, "masks")
-
-
-def test_the_device_of_a_td_is_found_wherever_it_stands():
-    assert home(TensorDict({"x": torch.ones(1)}, [1])) == torch.device("cpu")
-    assert home(TensorDict({"a": {"b": torch.ones(1, device="meta")}}, [])).type == "meta"
-    assert home(TensorDict(device="meta")).type == "meta"
-    ragged = lazy_stack([TensorDict({"a": torch.ones(n, device="meta")}) for n in (1, 2)])
-    assert home(ragged).type == "meta"
 
 
 def test_a_popped_transform_acts_elsewhere():
