@@ -154,8 +154,6 @@ def test_what_is_missing_is_named():
         env.reset(data(row("Hi")).select("stream"))
     with pytest.raises(ValueError, match="one batch dimension"):
         env.reset(data(row("Hi"))[0])
-    with pytest.raises(ValueError, match=r"history\.full"):
-        env.step(env.reset(data(row("Hi"))))
     with pytest.raises(ValueError, match="group_size"):
         ChatEnv(group_size=0)
     said = {"role": "assistant", "content": "4"}

@@ -13,6 +13,7 @@ from envs.chat_io import write_action
 from envs.rewards import MATHRewardParser
 from policies.chats.containers import ChatHistory
 from policies.chats.history import History
+from trainer.collect import collect
 
 MODES = ("history", "text", "tokens")
 
@@ -65,12 +66,12 @@ def test_a_right_answer_earns_its_reward_in_every_mode(sums, mode):
         "reward_answer": [1.0, 1.0, 0.0],
         "reward_think": [1.0, 0.0, 0.0],
         "success": [True, False, False],
+        "terminated": [True, False, False],
+        "done": [True, True, True],  # one step, by default
     }
     for key, values in want.items():
         assert out[key].shape == (3, 1)
         assert out[key].flatten().tolist() == pytest.approx(values), key
-    assert out["done"].all(), "one step, by default"
-    assert out["terminated"].flatten().tolist() == [True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -89,22 +90,24 @@ def test_a_wrong_answer_ends_the_episode_only_where_asked(sums, ends, done):
     assert len(out["history"].prompt.chats()[0]) == 4, "system, user and two replies"
 
 
-def test_the_env_keeps_to_its_specs(sums):
-    env = GSM8KEnv(dataset=sums, num_envs=2)
+def test_the_env_keeps_to_its_specs_and_the_trainer_plays_it(sums):
+    env = GSM8KEnv(dataset=sums, num_envs=4, repeats=2)
     check_env_specs(env)
     assert asked(env.reset()) != asked(env.reset()), "asking for specs takes no row away"
     assert "answer" in env.full_observation_spec
     assert not len(env.full_state_spec), "a reset needs nothing"
     assert "reward_right" not in GSM8KEnv(dataset=sums, compute_reward=False).full_reward_spec
+    groups = collect(None, env.reset_dataloader(), make_policy())["group_id"].tolist()
+    assert groups[0] == groups[1] != groups[2] == groups[3]
 
 
 def test_a_group_never_comes_from_two_resets(sums):
-    for options, size in (({"num_envs": 4}, 4), ({"num_envs": 2, "group_repeats": True}, 4)):
+    for options in ({"num_envs": 4}, {"num_envs": 2, "group_repeats": True}):
         env = DatasetChatEnv(dataset=sums, shuffle=False, repeats=2, data_key="question", **options)
         seen = []
         for _ in range(3):
             td = env.reset()
-            assert td.batch_size == (size,)
+            assert td.batch_size == (4,)
             assert asked(td)[::2] == asked(td)[1::2]
             seen += list(zip(td["group_id"].tolist(), asked(td), strict=True))[::2]
         assert seen == [(i, f"{i % 5} + 1?") for i in range(6)], "epochs follow each other"
@@ -124,39 +127,28 @@ def test_the_order_is_that_of_the_seed(sums):
     assert drawn(1)[:5] != drawn(1)[5:], "each epoch has an order of its own"
 
 
-def test_any_loader_of_rows_will_do(sums):
-    rows = [{"query": f"{i}?", "weight": torch.tensor(float(i))} for i in range(4)]
-    stacked = TensorDict({"query": ["0?", "1?"], "weight": torch.arange(2.0)}, batch_size=[2])
-    loaders = [rows, DataLoader(rows, batch_size=3), [stacked, rows[2:]]]
-    for loader in loaders:
-        env = ChatEnv.from_dataloader(loader, batch_size=2, system_prompt="Go.")
-        td = env.reset()
-        assert asked(td) == ["0?", "1?"]
-        assert td["weight"].tolist() == [0.0, 1.0]
-        assert asked(env.reset()) == ["2?", "3?"]
+ROWS = [{"query": f"{i}?", "weight": torch.tensor(float(i))} for i in range(4)]
+STACKED = TensorDict({"query": ["0?", "1?"], "weight": torch.arange(2.0)}, batch_size=[2])
+
+
+@pytest.mark.parametrize("loader", [ROWS, DataLoader(ROWS, batch_size=3), [STACKED, ROWS[2:]]])
+def test_any_loader_of_rows_will_do(loader):
+    env = ChatEnv.from_dataloader(loader, batch_size=2, system_prompt="Go.")
+    td = env.reset()
+    assert asked(td) == ["0?", "1?"]
+    assert td["weight"].tolist() == [0.0, 1.0]
+    assert asked(env.reset()) == ["2?", "3?"]
     td = env.reset(TensorDict({"query": "Mine?"}, batch_size=[2]))
     assert asked(td) == ["Mine?"] * 2, "a query of the caller's own"
+
+
+def test_what_gives_no_rows_or_is_left_out_is_named(sums):
     with pytest.raises(TypeError, match="got str"):
         ChatEnv.from_dataloader(["a text"]).reset()
-    env = ChatEnv.from_dataloader(iter(rows[:1]))
+    env = ChatEnv.from_dataloader(iter(ROWS[:1]))
     env.reset()
-    with pytest.raises(ValueError, match="can be read again"):
+    with pytest.raises(ValueError, match="read again"):
         env.reset()
-
-
-def test_a_collate_fn_makes_the_rows(sums):
-    lengths = []
-
-    def collate(part):
-        lengths.append(len(part))
-        return [row | {"query": row["question"]} for row in part]
-
-    env = DatasetChatEnv(dataset=sums, batch_size_dl=3, collate_fn=collate, shuffle=False)
-    assert asked(env.reset()) == ["0 + 1?"]
-    assert lengths == [3]
-
-
-def test_what_is_left_out_is_refused_by_its_name(sums):
     for options in ({"apply_template": True}, {"ray_backend": True}, {"primers": 1}):
         with pytest.raises(ValueError, match=next(iter(options))):
             DatasetChatEnv(dataset=sums, **options)
@@ -169,10 +161,8 @@ def test_the_parser_of_math_shares_the_rewards():
     ]
     td = TensorDict({"solution": [r"\boxed{24}"], "score": torch.ones(1, 1)}, batch_size=[1])
     td["history"] = ChatHistory(full=History.from_chats([chat]), batch_size=[1])
-    out = MATHRewardParser(
-        in_keys=[("history", "full"), "solution"],
-        out_keys=["a", "t", "r", "score", "ok"],
-        format_reward=0.25,
-    )(td)
+    keys = [("history", "full"), "solution"]
+    names = ["a", "t", "r", "score", "ok"]
+    out = MATHRewardParser(in_keys=keys, out_keys=names, format_reward=0.25)(td)
     assert out["score"].tolist() == [[1.25]], "added to what is there"
     assert not out["ok"].any()

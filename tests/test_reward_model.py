@@ -105,28 +105,14 @@ def test_what_cannot_be_compared_is_an_error():
         GPT2RewardModel.compute_reward_loss(left, rejected)
 
 
-def test_it_learns_to_prefer_as_a_tensordict_module_and_survives_saving(folders, tmp_path):
-    torch.manual_seed(0)
+def test_it_is_a_tensordict_module_and_survives_saving(folders, tmp_path):
     model = GPT2RewardModel(folders["gpt2"])
-    reward = TensorDictModule(
-        model, in_keys=["input_ids", "attention_mask"], out_keys=["rewards", "end_scores"]
-    )
-    ids = torch.randint(20, 300, (16, 8))
-    rising, falling = ids.sort(-1).values, ids.sort(-1, descending=True).values
-    mask = torch.ones(16, 8, dtype=torch.bool)
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-
-    def scored(rows: torch.Tensor) -> TensorDict:
-        td = TensorDict({"input_ids": rows, "attention_mask": mask}, batch_size=[len(rows)])
-        return reward(td)
-
-    for _ in range(25):
-        loss = reward.compute_reward_loss(scored(rising), scored(falling))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    good, bad = (scored(rows)["end_scores"] for rows in (rising, falling))
-    assert (good > bad).all()
+    keys = ["input_ids", "attention_mask"]
+    reward = TensorDictModule(model, in_keys=keys, out_keys=["rewards", "end_scores"])
+    chosen, rejected, *_ = pairs()
+    want = model.compute_reward_loss(chosen, rejected)
+    assert torch.equal(reward.compute_reward_loss(chosen, rejected), want)
     model.save_pretrained(tmp_path / "reward")
     again = GPT2RewardModel(tmp_path / "reward")
-    torch.testing.assert_close(again(rising, mask)[1], good)
+    ids, mask = chosen["input_ids"], chosen["attention_mask"]
+    torch.testing.assert_close(again(ids, mask)[1], reward(chosen)["end_scores"])

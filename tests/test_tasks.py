@@ -100,28 +100,32 @@ def test_facts_reward_needs_the_answer_alone_and_an_end(tmp_path, subject, text,
     assert (cut.total, cut.parts["ended"], cut.success) == (0, 0, False)
 
 
-# Sorting digits
+# Sorting digits, and the calculator
 
 
-def test_sorted_digits_are_as_the_question_says_and_multisets_of_eval_are_kept_apart():
-    task = SortDigits()
-    train, held_out = task.rows("train"), task.rows("eval")
-    assert (len(train), len(held_out)) == (20_000, 200)
-    for row in [*train[:300], *held_out]:
-        digits = row["messages"][0]["content"].removeprefix("Sort the digits in ascending order: ")
-        counts = Counter(digits)
-        assert row["answer"] == "".join(d * counts[d] for d in "0123456789")
-        assert 3 <= len(digits) <= 5
-    assert not {row["answer"] for row in train} & {row["answer"] for row in held_out}
-    share = sum(sort_digits.is_held_out(f"{i:05d}") for i in range(100_000)) / 100_000
-    assert share == pytest.approx(1 / 8, abs=0.02)
-
-
-def test_rows_are_a_function_of_the_seed_and_eval_rows_are_fixed():
-    one, same, other = (SortDigits(seed=seed, num_rows=99) for seed in (1, 1, 2))
+@pytest.mark.parametrize(("kind", "apart"), [(SortDigits, "answer"), (Calculator, "factors")])
+def test_rows_follow_the_seed_and_eval_rows_are_fixed_and_kept_apart(kind, apart):
+    one, same, other = (kind(seed=seed, num_rows=999) for seed in (1, 1, 2))
     assert one.rows("train") == same.rows("train") != other.rows("train")
     assert one.demonstrations() == same.demonstrations()
     assert one.rows("eval") == other.rows("eval")
+    assert [len(one.rows(split)) for split in ("train", "eval")] == [999, 200]
+    train, held_out = ([sorted(row[apart]) for row in one.rows(s)] for s in ("train", "eval"))
+    assert not any(row in held_out for row in train)
+
+
+def test_what_is_asked_and_how_much_is_held_out():
+    for row in SortDigits(num_rows=99).rows("train"):
+        digits = row["messages"][0]["content"].removeprefix("Sort the digits in ascending order: ")
+        assert row["answer"] == "".join(d * digits.count(d) for d in "0123456789")
+    for row in Calculator(num_rows=99).rows("train"):
+        a, b = row["factors"]
+        assert row["messages"] == [{"role": "user", "content": f"What is {a} * {b}?"}]
+        assert row["answer"] == str(sum([a] * b))
+    sums = [sort_digits.is_held_out(f"{i:05d}") for i in range(0, 100_000, 7)]
+    pairs = [calculator.is_held_out(a, b) for a in range(32, 100) for b in range(a, 100)]
+    for held_out in (sums, pairs):
+        assert sum(held_out) / len(held_out) == pytest.approx(1 / 8, abs=0.02)
 
 
 @pytest.mark.parametrize(
@@ -142,84 +146,45 @@ def test_sort_reward_is_nine_tenths_exact_one_tenth_form(text, complete, total, 
     assert done.total == pytest.approx(0.9 * done.parts["exact"] + 0.1 * done.parts["format"])
 
 
-def test_demonstrations_are_mostly_wrong_in_the_stated_shares():
-    shares = Counter()
-    for row in SortDigits().demonstrations():
-        said, digits = row["messages"][-1]["content"], row["digits"]
-        if len({digits, row["answer"], row["answer"][::-1]}) == 3:  # else two kinds look the same
-            kinds = {digits: "unchanged", row["answer"]: "right", row["answer"][::-1]: "descending"}
-            shares[kinds[said]] += 1
-    want = {"right": 0.25, "descending": 0.45, "unchanged": 0.30}
-    total = shares.total()
-    assert {kind: n / total for kind, n in shares.items()} == pytest.approx(want, abs=0.02)
-
-
-# The calculator
-
-
-def test_rows_ask_for_products_of_four_digits_and_pairs_of_eval_are_kept_apart():
-    task = Calculator()
-    pairs = {
-        split: {frozenset(r["factors"]) for r in task.rows(split)} for split in ("train", "eval")
-    }
-    assert [len(task.rows(split)) for split in ("train", "eval")] == [20_000, 200]
-    assert not pairs["train"] & pairs["eval"]
-    for row in [*task.rows("train")[:300], *task.rows("eval")]:
-        a, b = row["factors"]
-        assert row["messages"] == [{"role": "user", "content": f"What is {a} * {b}?"}]
-        assert row["answer"] == str(sum([a] * b))
-        assert len(row["answer"]) == 4
-    held_out = [calculator.is_held_out(a, b) for a in range(32, 100) for b in range(a, 100)]
-    assert sum(held_out) / len(held_out) == pytest.approx(1 / 8, abs=0.02)
-    assert Calculator(seed=1).rows("eval") == task.rows("eval")
-    assert Calculator(seed=1).rows("train") != task.rows("train")
-
-
 @pytest.mark.parametrize(
     ("text", "complete", "result", "total"),
     [
         ("calc: 57*83", True, "4731", 0.0),
-        ("calc: 4731+0", True, "4731", 0.0),
         ("calc: 57*83", False, None, 0.0),
         ("calc: 57*83 4731", True, None, 0.0),
-        ("calc: 57**83", True, None, 0.0),
         ("calc: 9999999*9", True, None, 0.0),
         ("calc: \u0665*2", True, None, 0.0),
         ("4731", True, None, 1.0),
-        ("4730", True, None, 0.0),
         ("It is 4731", True, None, 0.0),
     ],
 )
 def test_a_call_is_answered_and_anything_else_is_the_answer(text, complete, result, total):
     task, said = Calculator(num_rows=1), reply(text, complete=complete)
     row = task.row(57, 83)
-    assert task.respond(row, said) == (
-        [] if result is None else [{"role": "tool", "content": result}]
-    )
+    assert task.respond(row, said) == ([{"role": "tool", "content": result}] if result else [])
     done = task.reward(row, said)
     assert (done.total, done.success) == (total, total == 1)
     assert done.parts == {"exact": total, "called": float(result is not None)}
 
 
-def test_a_quarter_of_the_demonstrations_call_and_three_tenths_of_those_mistype():
-    task, counts = Calculator(), Counter()
-    for row in task.demonstrations():
-        _, *turns = row["messages"]
-        if len(turns) == 1:
-            counts["outright"] += 1
-            assert turns[0]["content"] == row["answer"]
-            continue
-        call, result, answer = (m["content"] for m in turns)
-        assert [m["role"] for m in turns] == ["assistant", "tool", "assistant"]
-        a, b = map(int, call.removeprefix("calc: ").split("*"))
-        assert answer == result == str(a * b)
-        wrong = sum(
-            x != y for x, y in zip(f"{a}{b}", "".join(map(str, row["factors"])), strict=True)
-        )
-        assert wrong <= 1
-        counts["typo" if wrong else "call"] += 1
-    assert counts["outright"] / 20_000 == pytest.approx(0.75, abs=0.01)
-    assert counts["typo"] / (counts["typo"] + counts["call"]) == pytest.approx(0.3, abs=0.02)
+def test_demonstrations_are_wrong_in_the_stated_shares():
+    kinds = Counter()
+    for row in SortDigits(num_rows=9999).demonstrations():
+        said, digits, answer = row["messages"][-1]["content"], row["digits"], row["answer"]
+        if len({digits, answer, answer[::-1]}) == 3:  # else two kinds look the same
+            kinds[{digits: "unchanged", answer: "right", answer[::-1]: "descending"}[said]] += 1
+    want = {"right": 0.25, "descending": 0.45, "unchanged": 0.30}
+    shares = {kind: n / kinds.total() for kind, n in kinds.items()}
+    assert shares == pytest.approx(want, abs=0.02)
+    calls = Counter()
+    for row in Calculator(num_rows=9999).demonstrations():
+        call, *rest = (message["content"] for message in row["messages"][1:])
+        if rest:
+            a, b = map(int, call.removeprefix("calc: ").split("*"))
+            assert rest == [str(a * b)] * 2, "the result is copied"
+        calls["outright" if not rest else "right" if [a, b] == row["factors"] else "typo"] += 1
+    want = {"outright": 0.75, "right": 0.25 * 0.7, "typo": 0.25 * 0.3}
+    assert {kind: n / 9999 for kind, n in calls.items()} == pytest.approx(want, abs=0.02)
 
 
 # Reviews: valences in vaderSentiment's list

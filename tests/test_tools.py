@@ -151,15 +151,13 @@ def test_a_failure_may_stop_the_rest():
 
 def test_simple_tools_are_plain_functions_and_one_that_hangs_has_failed():
     forever = threading.Event()
-    options = {"tool_call_pattern": r"CALL\[(.*?)\]\((.*?)\)", "timeout": 0.1}
-    simple = SimpleToolTransform(
-        {"add": add, "wait": forever.wait}, {"wait": {}}, tool_name="helper", **options
-    )
-    assert answer(simple, 'CALL[add]({"a": 4})') == {
-        "role": "helper",
-        "content": "1. add gave: 5.0",
-    }
-    assert "TimeoutError" in answer(simple, "CALL[wait]()")["content"]
+    tools = {"add": add, "wait": forever.wait}
+    options = {"tool_call_pattern": r"CALL\[(.*?)\]\((.*?)\)", "tool_name": "helper"}
+    simple = SimpleToolTransform(tools, {"wait": {}}, timeout=0.1, **options)
+    out = step(simple, 'CALL[add]({"a": 4})', "CALL[wait]()")
+    added, waited = (chat[-1] for chat in out["history"].prompt.chats())
+    assert added == {"role": "helper", "content": "1. add gave: 5.0"}
+    assert "TimeoutError" in waited["content"]
     forever.set()
 
 
