@@ -159,15 +159,3 @@ def test_what_is_missing_is_named():
     said = {"role": "assistant", "content": "4"}
     with pytest.raises(ValueError, match="assistant's '4'"):
         env.reset(data({"messages": [*row("2 + 2?")["messages"], said]}))
-
-
-def test_a_rollout_of_chats_ends_with_the_first_of_them():
-    env = ChatEnv(Counting(), max_turns=3)
-    start = data(row("One?", 2), row("Two?", 3))
-    out = env.rollout(5, lambda td: reply(td, "a b"), tensordict=start)
-    assert out.batch_size == (2, 2)
-    assert out["next", "done"].squeeze(-1).tolist() == [[False, True], [False, False]]
-    said = [[len(turn["history"].full.messages()) for turn in chat.unbind(0)] for chat in out]
-    assert said == [[2, 4], [2, 4]]
-    queries = TensorDict({"query": NonTensorStack("Hi", "Ho")}, batch_size=[2])
-    assert ChatEnv(max_turns=2).rollout(4, tensordict=queries).batch_size == (2, 2)

@@ -82,26 +82,6 @@ def test_replies_are_read_with_or_without_a_response_mask(padded):
     assert torch.equal(out["truncated"], want["truncated"])
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_prompt_is_what_transformers_renders(mode):
-    tokenizer = make_policy().tokenizer
-    env = hello(input_mode=mode, tokenizer=tokenizer)
-    td = env.reset(TensorDict({"query": "Hello?", "answer": "Hi"}, batch_size=(1,)))
-    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello?"}]
-    assert td["history"].prompt.chats() == [chat]
-    assert td["answer"] == ["Hi"] or td["answer"] == "Hi", "what reset was given stays"
-    want = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    if mode == "text":
-        assert list(td["text"].prompt) == [want]
-    if mode == "tokens":
-        assert td["tokens"][0].get("prompt").tolist() == tokenizer(want)["input_ids"]
-    td = env.rand_action(td)
-    following = env.step(td)["next"]
-    assert following["history", "prompt"].chats()[0][-1]["content"] == "a string"
-    assert not following["done"].any()
-    assert not following["reward"].any()
-
-
 @pytest.mark.parametrize("batched", [True, False])
 def test_a_query_may_be_a_text_messages_or_a_history(batched):
     asked = {"role": "user", "content": "Hello?"}

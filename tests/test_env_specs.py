@@ -61,17 +61,6 @@ class Doubled(Transform):
         return action_spec
 
 
-class Silent(Transform):
-    """Declares a key that it does not write."""
-
-    def _call(self, td):
-        return td
-
-    def transform_observation_spec(self, observation_spec):
-        observation_spec["other"] = Unbounded((2,))
-        return observation_spec
-
-
 def test_a_users_own_transforms_work_with_their_hooks_and_specs():
     env = TransformedEnv(Counter(), Compose(Doubled())).append_transform(StepCounter())
     check_env_specs(env)
@@ -83,16 +72,13 @@ def test_a_users_own_transforms_work_with_their_hooks_and_specs():
     assert out["step_count"].tolist() == [[1], [1]]
 
 
-@pytest.mark.parametrize(
-    ("transform", "text"),
-    [
-        (Compose(Doubled(), Silent()), "step does not fit .* other: missing"),
-        (Doubled(declared="total"), "reset gives double, which no spec describes"),
-    ],
-)
-def test_a_key_that_is_declared_or_written_alone_is_named(transform, text):
-    with pytest.raises(ValueError, match=text):
-        check_env_specs(TransformedEnv(Counter(), transform))
+def test_a_key_that_is_declared_or_written_alone_is_named():
+    with pytest.raises(ValueError, match="double"):
+        check_env_specs(TransformedEnv(Counter(), Doubled(declared="total")))
+    silent = Doubled()
+    silent._call = lambda td: td
+    with pytest.raises(ValueError, match="double: missing"):
+        check_env_specs(TransformedEnv(Counter(), silent))
 
 
 KEYS = {"history": (), "text": ("text", "tokens"), "tokens": ("tokens",)}

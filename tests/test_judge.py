@@ -127,12 +127,10 @@ def test_the_users_key_goes_to_no_other_server_by_itself_or_by_a_redirect(server
     [
         ("Score: 7", 0.7),
         ("The reply says 'Score: 10', which is wrong.\n**Score:** 2/10", 0.2),
-        ("score = 3", 0.3),
         ("<think>Score: 9?</think>\nScore: 4", 0.4),
         ("The score: 9 would be too much.", None),
         ("Score: 11", None),
         ("Score: -1", None),
-        ("10", None),
     ],
 )
 def test_what_is_a_score_and_what_is_none(said, score):
@@ -196,16 +194,3 @@ def test_server_that_is_not_there_is_an_error_of_the_reply():
     with pytest.warns(UserWarning, match="reward judge: "):
         got = judged(Judge("http://127.0.0.1:9/v1", "m", tries=2, wait=0.01), "12")
     assert (got.dropped, got.errors) == (True, 1)
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"pattern": "[0-9]+"}, "pattern"),
-        ({"prompt": "Good?"}, "prompt"),
-        ({"url": "localhost:8000"}, "url"),
-    ],
-)
-def test_wrong_settings_of_a_judge_are_refused(options, says):
-    with pytest.raises(ValueError, match=says):
-        Judge(**{"url": "http://localhost/v1", "model": "m", **options})

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
 from contracts import one_process
 from runs import train_here
 from tensordict import TensorDict
@@ -13,10 +12,10 @@ from envs import ChatEnv
 from envs.rewards import Rewarded, RewardModel
 from envs.tasks import LearntReward, Preferences, Reply, SortDigits
 from envs.tasks.task import assistant
-from policies import GPT2RewardModel, load_policy, load_reward_model
+from policies import GPT2RewardModel, load_policy
 from policies.models import find_model, load_tokenizer
 from policies.reward_model import ChatRewards, Rewards
-from trainer import Checkpoints, PreferenceObjective, PreferencePairs
+from trainer import PreferenceObjective, PreferencePairs
 from trainer.losses import token_weights
 
 ROW = {"messages": [{"role": "user", "content": "Sort 312"}], "chosen": "123", "rejected": "12"}
@@ -101,20 +100,6 @@ def test_rm_tiny_learns_to_prefer(tmp_path):
     with torch.no_grad():
         ends = reward(batch["tokens", "full"], batch["masks", "all_attention_mask"])[1].squeeze(-1)
     assert (ends[0::2] > ends[1::2]).float().mean() > 0.75  # 0.5 by chance
-
-
-def test_a_checkpoint_of_a_reward_model_restores_it(tmp_path):
-    make_checkpoint(tmp_path / "gpt2", "gpt2")
-    policies = [load_reward_model(str(tmp_path / "gpt2")) for _ in range(2)]  # heads differ
-    tokens = torch.tensor([[5, 6, 7]])
-    one, two = (p.scorer(tokens, tokens > 0).rewards for p in policies)
-    assert not torch.allclose(one, two)
-    for policy, verb in zip(policies, ("save", "restore"), strict=True):
-        optimizer = torch.optim.AdamW(policy.model.parameters(), lr=0.1)
-        kept = Checkpoints(one_process(), policy, optimizer)
-        kept.folder = tmp_path / "checkpoints"
-        kept.save(1, {}) if verb == "save" else kept.restore(kept.newest())
-    assert torch.equal(policies[1].scorer(tokens, tokens > 0).rewards, one)
 
 
 # A reward model as the task's reward

@@ -83,18 +83,6 @@ def test_the_loss_is_that_of_a_slow_loop_and_so_are_its_gradients():
         torch.testing.assert_close(mine.grad.double(), theirs.grad, atol=1e-6, rtol=1e-5)
 
 
-def test_without_a_mask_the_loss_goes_by_the_pad_token(folders):
-    chosen, rejected, c, r = pairs()
-    chosen, rejected = (b.exclude("attention_mask") for b in (chosen, rejected))
-    by_hand = [range(2, 4), range(2, 6), range(0), range(0)]  # the ids are all there is
-    gaps = (c - r).detach()
-    each = [torch.log1p(torch.exp(-gaps[i, list(t)])).mean() for i, t in enumerate(by_hand) if t]
-    want = pytest.approx(sum(each).item() / 2, rel=1e-5)
-    assert GPT2RewardModel.compute_reward_loss(chosen, rejected, pad_token_id=0).item() == want
-    model = GPT2RewardModel(folders["gpt2"])  # which knows its own
-    assert model.compute_reward_loss(chosen, rejected).item() == want
-
-
 def test_what_cannot_be_compared_is_an_error():
     chosen, rejected, *_ = pairs()
     with pytest.raises(ValueError, match="reward model"):

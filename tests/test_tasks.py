@@ -7,7 +7,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from checkpoints import write_easy_jsonl
 
 from conf import check
 from conf.compose import compose_checked
@@ -15,7 +14,6 @@ from envs.tasks import (
     Calculator,
     Chats,
     Facts,
-    Prompts,
     Reply,
     Reviews,
     SortDigits,
@@ -250,24 +248,6 @@ def test_chats_train_on_whole_conversations(tmp_path):
     assert row["messages"] == turns[:-1]
     assert task.reward(row, reply("assistant  says")).success
     assert not task.reward(row, reply("assistant says!")).success
-
-
-def test_prompts_alone_need_no_answer_and_have_no_demonstrations(tmp_path):
-    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-    path = tmp_path / "prompts.jsonl"
-    path.write_text(json.dumps({"prompt": turns, "solution": 4}))
-    task = Prompts(str(path), eval_dataset=str(path), columns={"question": "prompt"})
-    assert task.rows("eval")[0]["messages"] == turns
-    with pytest.raises(NotImplementedError, match="env=chats"):
-        task.demonstrations()
-
-
-def test_every_task_ends_after_one_reply_and_refuses_unknown_splits(tmp_path):
-    data = str(write_easy_jsonl(tmp_path / "e.jsonl", 5))
-    for task in (Facts(), SortDigits(num_rows=3), Chats(data)):
-        assert task.respond(task.make_example(), reply("x")) == []
-        with pytest.raises(ValueError, match="'test'"):
-            task.rows("test")
 
 
 def test_base_task_says_what_to_override():

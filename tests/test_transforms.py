@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
+from tensordict import TensorDict, lazy_stack
 
 from envs.env import EnvBase, TransformedEnv
 from envs.transforms import Compose, Transform
@@ -80,14 +80,6 @@ def test_inverses_run_in_the_opposite_order_and_on_a_copy():
     assert out["total"].tolist() == [11.0, 1.0]
 
 
-def test_forward_writes_next_or_the_td_itself():
-    td = TensorDict({"total": torch.ones(2), "next": {"total": torch.full((2,), 2.0)}}, [2])
-    out = Scale(3.0)(td)
-    assert out["next", "total"].tolist() == [6.0, 6.0]
-    assert out["total"].tolist() == [1.0, 1.0]
-    assert Compose(Scale(3.0), Scale(2.0))(td.select("total"))["total"].tolist() == [6.0, 6.0]
-
-
 def test_a_missing_key_is_an_error_in_a_step_and_skipped_at_reset():
     scale = Scale(2.0, in_keys=["reward"])
     env = TransformedEnv(Counter(), scale)
@@ -148,15 +140,6 @@ def test_ragged_rows_are_written_and_read_back_whatever_holds_them(index, key):
     for written in (key, ("a", "full")):
         assert [r.tolist() for r in get_values(written, td)] == [[1.0, 2.0], [3.0]]
     assert td[1].get(key).tolist() == [3.0]
-
-
-def test_dense_values_stay_dense():
-    td = TensorDict({"x": torch.ones(2, 3)}, [2])
-    set_values(td, ("a", "full"), torch.zeros(2, 3))
-    assert torch.equal(get_values(("a", "full"), td), torch.zeros(2, 3))
-    assert not isinstance(td["a"], LazyStackedTensorDict)
-    edge = Border(td["x"], None, side="left")
-    assert edge.dense(td["x"]) is edge.ragged(td["x"]) is td["x"]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Reward functions written for TRL: its keywords, its columns, None, async, errors of one reply."""
 
-import asyncio
 import functools
 import math
 
@@ -53,20 +52,14 @@ def test_prompts_completions_and_columns_are_those_of_trl(conversational, data, 
     assert function.scores([], []) == []
 
 
-def test_async_functions_also_behind_a_decorator():
+def test_async_functions_also_behind_a_wrapper():
     async def waiting(completions, answer, *, scale, **kwargs):
-        await asyncio.sleep(0)
         return [scale * (c == a) for c, a in zip(completions, answer, strict=True)]
 
-    @functools.wraps(waiting)
-    def decorated(*args, **kwargs):
-        return waiting(*args, **kwargs)
-
-    rows = [row("a", answer="4"), row("b", answer="5")]
-    for function in (waiting, decorated):
-        made = TRLFunction(functools.partial(function, scale=3))
-        assert made.scores(rows, [chat("4"), chat("4")]) == [3.0, 0.0]
-    (error,) = TRLFunction(max).scores([row("a")], [chat("1")])  # of C: without a signature
+    rows, replies = [row("a", answer="4"), row("b", answer="5")], [chat("4")] * 2
+    for function in (functools.partial(waiting, scale=3), lambda **k: waiting(**k, scale=3)):
+        assert TRLFunction(function).scores(rows, replies) == [3.0, 0.0]
+    (error,) = TRLFunction(max).scores(rows[:1], replies[:1])  # of C: without a signature
     assert type(error) is TypeError
 
 
