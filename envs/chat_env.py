@@ -88,10 +88,8 @@ class ChatEnv(EnvBase):
         device: torch.device | str | None = None,
         with_tokenizer: bool = False,
     ) -> None:
-        if group_size < 1 or (max_turns is not None and max_turns < 1):
-            raise ValueError(
-                f"expected max_turns and group_size >= 1, got {max_turns} and {group_size}"
-            )
+        if min(group_size, 1 if max_turns is None else max_turns) < 1:
+            raise ValueError(f"expected max_turns, group_size >= 1, got {max_turns}, {group_size}")
         if input_mode not in MODES:
             raise ValueError(f"expected input_mode in {list(MODES)}, got {input_mode!r}")
         self.task, self.group_size, self.input_mode = task, group_size, input_mode
