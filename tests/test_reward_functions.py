@@ -19,7 +19,7 @@ from processes import gone
 from reward_cases import behave
 
 from envs.chat_env import ChatEnv
-from envs.rewards import Function, InProcess, Rewarded, RewardFunction
+from envs.rewards import Function, InProcess, Judge, Rewarded, RewardFunction
 from envs.rewards.functions import Given
 from envs.rewards.trl_function import hold
 from envs.rewards.workers import Workers
@@ -103,6 +103,24 @@ def test_ctrl_c_in_a_function_stops_the_run():
     for function in (plain, waiting):
         with pytest.raises(KeyboardInterrupt):
             Function(function).scores([{}] * 2, replies("1", "2"))
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Function(length, on_error="ignore"), "on_error"),
+        (lambda: Function(length, weight=math.nan), "weight"),
+        (lambda: Function(length, timeout=3), "InProcess"),
+        (lambda: InProcess(length, timeout=0), "timeout"),
+        (lambda: Judge("localhost:8000", "m"), "url"),
+        (lambda: Judge("http://localhost", "m", pattern="[0-9]+"), "pattern"),
+        (lambda: Judge("http://localhost", "m", prompt="Good?"), "prompt"),
+        (lambda: Rewarded(SortDigits(num_rows=1), {"a": length}), r"env\.rewards\.a"),
+    ],
+)
+def test_wrong_settings_are_named(make, says):
+    with pytest.raises(ValueError, match=says):
+        make()
 
 
 # Worker processes
