@@ -88,10 +88,8 @@ class ChatEnv(EnvBase):
         device: torch.device | str | None = None,
         with_tokenizer: bool = False,
     ) -> None:
-        if group_size < 1 or (max_turns is not None and max_turns < 1):
-            raise ValueError(
-                f"expected max_turns and group_size >= 1, got {max_turns} and {group_size}"
-            )
+        if min(group_size, 1 if max_turns is None else max_turns) < 1:
+            raise ValueError(f"expected max_turns, group_size >= 1, got {max_turns}, {group_size}")
         if input_mode not in MODES:
             raise ValueError(f"expected input_mode in {list(MODES)}, got {input_mode!r}")
         self.task, self.group_size, self.input_mode = task, group_size, input_mode
@@ -161,8 +159,8 @@ class ChatEnv(EnvBase):
         for messages in asked if self.task is not None else ():
             if messages[-1]["role"] == self.policy_role:
                 raise ValueError(
-                    "expected a prompt that ends in a message to reply to, got one that ends in "
-                    f"the assistant's {messages[-1]['content']!r:.60}; let a user's be the last"
+                    "expected a prompt that ends in a message to reply to, got the assistant's "
+                    f"{messages[-1]['content']!r:.60}"
                 )
         chats = History.from_chats(asked).unbind(0)
         prompt = lazy_stack([chats[i] for i in owner.tolist()])  # samples share their prompt
@@ -176,10 +174,8 @@ class ChatEnv(EnvBase):
         if tensordict.ndim != 1:
             raise ValueError(f"reset expected one batch dimension, got {tensordict.batch_size}")
         if prompts not in (None, tensordict.batch_size[0]):
-            raise ValueError(
-                f"reset expected {prompts} rows (batch_size / group_size), got "
-                f"{tensordict.batch_size[0]}; give the env the batch_size of the data"
-            )
+            got = tensordict.batch_size[0]
+            raise ValueError(f"reset expected {prompts} rows (batch_size / group_size), got {got}")
         return tensordict
 
     def _rows(self, tensordict: TensorDictBase) -> list[dict]:
@@ -206,7 +202,9 @@ class ChatEnv(EnvBase):
             for (text, complete), chat in zip(said, chats, strict=True)
         ]
         rewards = self._rewards(rows, replies)
-        more = [self._respond(row, reply) for row, reply in zip(rows, replies, strict=True)]
+        more: list[list[dict]] = [[]] * size
+        if self.task is not None:
+            more = [self.task.respond(*pair) for pair in zip(rows, replies, strict=True)]
         ended = torch.tensor([self.task is not None and not m for m in more])
         cut = torch.tensor([not r.complete for r in replies])
         limit = (turn >= (self.max_turns or torch.inf)) & ~ended
@@ -232,24 +230,20 @@ class ChatEnv(EnvBase):
             return [Reward(total=0.0, parts={}, success=False)] * len(rows)
         return rewards_of(self.task, rows, replies)
 
-    def _respond(self, row: dict, reply: Reply) -> list[dict]:
-        return [] if self.task is None else self.task.respond(row, reply)
-
     def _outcome(self, rewards: Sequence[Reward]) -> TensorDict:
         """Return reward, its parts, errors and success of one turn, each [B, 1]."""
         out = TensorDict(batch_size=[len(rewards)])
         out.set("reward", _column([r.total for r in rewards]))
         out.set("reward_errors", _column([r.errors for r in rewards]))
         for name in ("success", "dropped"):
-            flags = torch.tensor([bool(getattr(r, name)) for r in rewards])
-            out.set(name, flags.unsqueeze(-1))
+            out.set(name, _column([getattr(r, name) for r in rewards]).bool())
         if self._parts is None:
             self._parts = sorted(rewards[0].parts)
-        for reward in rewards:
-            if sorted(reward.parts) != self._parts:
+        for parts in (sorted(reward.parts) for reward in rewards):
+            if parts != self._parts:
                 raise ValueError(
-                    f"expected the reward parts {self._parts} of every reply, got "
-                    f"{sorted(reward.parts)}; let the task give math.nan where one does not apply"
+                    f"expected the reward parts {self._parts} of every reply, got {parts}; let the "
+                    "task give math.nan where one does not apply"
                 )
         for name in self._parts:
             out.set(("reward_part", name), _column([r.parts[name] for r in rewards]))
@@ -299,15 +293,9 @@ class DatasetChatEnv(TransformedEnv):
         dataloader_actor_name: str | None = None,
     ) -> None:
         if apply_template:
-            raise ValueError(
-                "apply_template: texts and tokens are always those of the chat template; "
-                "leave it out and set input_mode='text'"
-            )
+            raise ValueError("apply_template: leave it out and set input_mode='text'")
         if ray_backend or dataloader_actor_name:
-            raise ValueError(
-                "ray_backend, dataloader_actor_name: rows are read in this process; give each "
-                "environment its own seed, or a dataloader with from_dataloader"
-            )
+            raise ValueError("ray_backend, dataloader_actor_name: rows are read in this process")
         local = is_file(dataset) or Path(dataset).is_dir()
         rows = load_table(
             dataset if local or not name else f"{dataset}:{name}", split=split or "train"
@@ -340,32 +328,18 @@ class DatasetChatEnv(TransformedEnv):
         cls,
         dataloader: Iterable[Any],
         *,
-        repeats: int | None = None,
-        group_repeats: bool = False,
         batch_size: int | Sequence[int] | None = None,
-        primers: Any = None,
-        system_prompt: str | None = None,
-        **chat: Any,
+        **options: Any,
     ) -> DatasetChatEnv:
         """Return the env over any iterable of rows; `batch_size` is its num_envs, default 1.
 
-        `chat`: tokenizer, template_kwargs, input_mode, data_key and device of `ChatEnv`.
+        `options`: repeats, group_repeats and system_prompt, and tokenizer, template_kwargs,
+        input_mode, data_key and device of `ChatEnv`.
         """
         self = cls.__new__(cls)
         self._generator = None
-        size = (1,) if batch_size is None else batch_size
-        size = (size,) if isinstance(size, int) else tuple(size)
-        if len(size) != 1:
-            raise ValueError(f"{cls.__name__} expected one batch dimension, got {size}")
-        self._mount(
-            dataloader,
-            size[0],
-            repeats=repeats,
-            group_repeats=group_repeats,
-            primers=primers,
-            system_prompt=system_prompt,
-            **chat,
-        )
+        (size,) = _batch_size(batch_size or 1, 1)
+        self._mount(dataloader, size, **options)
         return self
 
     def _mount(
@@ -373,10 +347,10 @@ class DatasetChatEnv(TransformedEnv):
         loader: Iterable[Any],
         num_envs: int,
         *,
-        repeats: int | None,
-        group_repeats: bool,
-        primers: Any,
-        system_prompt: str | None,
+        repeats: int | None = None,
+        group_repeats: bool = False,
+        primers: Any = None,
+        system_prompt: str | None = None,
         **chat: Any,
     ) -> None:
         if primers is not None:

@@ -39,9 +39,19 @@ def write_prompt(
 ) -> TensorDictBase:
     """Write the next prompt into td: messages, in the other modes also its ids and text [B]."""
     td.set("history", ChatHistory(prompt=history, batch_size=td.batch_size))
-    if mode != "history":
-        write_rendered(td, mode, renderer, history, ids)
+    if mode == "text":
+        texts = history.apply_chat_template(tokenizer=renderer, add_generation_prompt=True)
+        td.set("text", Text(prompt=texts, batch_size=td.batch_size))
+    if mode != "history" and ids is None:
+        ids = [render_prompt(renderer, chat) for chat in history.chats()]
+    if ids is not None:
+        write_ids(td, ("tokens", "prompt"), ids)
     return td
+
+
+def render_prompt(renderer: Renderer, chat: Chat) -> Tensor:
+    """Return the ids of a chat that the policy is to go on with."""
+    return torch.tensor(renderer.render(chat, add_generation_prompt=True).ids)
 
 
 def read_action(
@@ -74,10 +84,7 @@ def read_history(td: TensorDictBase, key: tuple[str, ...]) -> History:
     owner = td.get(key[:-1], None)
     found = owner if isinstance(owner, History) else td.get(key, None)
     if found is None:
-        raise ValueError(
-            f"step expected {'.'.join(key)}, found none; let a policy in history mode write it, or "
-            "set it to the prompt extended by the reply"
-        )
+        raise ValueError(f"step expected {'.'.join(key)}, found none; let a policy write it")
     return found
 
 
@@ -155,19 +162,6 @@ def messages_of(value: Any, role: str) -> list[list[dict[str, Any]]]:
     return chats
 
 
-def write_rendered(
-    td: TensorDictBase, mode: str, renderer: Any, history: History, ids: list[Tensor] | None
-) -> None:
-    """Write the ids of the next prompt, rendered anew if None, and in text mode its text."""
-    if mode == "text":
-        texts = history.apply_chat_template(tokenizer=renderer, add_generation_prompt=True)
-        td.set("text", Text(prompt=texts, batch_size=td.batch_size))
-    if ids is None:
-        chats = history.chats()
-        ids = [torch.tensor(renderer.render(c, add_generation_prompt=True).ids) for c in chats]
-    write_ids(td, ("tokens", "prompt"), ids)
-
-
 def write_action(td: TensorDictBase, mode: str, renderer: Any, role: str) -> TensorDictBase:
     """Write the complete reply "a string" to every chat of td as an action."""
     if mode == "history":
@@ -198,7 +192,7 @@ def next_ids(renderer: Renderer, ids: Tensor, before: list[dict], after: list[di
     on from `before` (somebody edited a turn) is rendered anew.
     """
     if after[: len(before)] != before:
-        return torch.tensor(renderer.render(after, add_generation_prompt=True).ids)
+        return render_prompt(renderer, after)
     return torch.tensor(renderer.extend(ids.tolist(), before, after[len(before) :]))
 
 
@@ -206,10 +200,7 @@ def full_ids(td: TensorDictBase, owner: tuple[str, ...] = ("tokens",)) -> list[T
     """Return the ids of prompt and reply of each row, without padding."""
     ids = rows(td, (*owner, "full"))
     if ids is None:
-        raise ValueError(
-            "step expected tokens.full, found none; let a policy write it, or set it to the ids of "
-            "the prompt followed by those of the reply"
-        )
+        raise ValueError("step expected tokens.full, found none; let a policy write it")
     ragged = is_ragged(td.get(owner))
     return attended(ids, rows(td, ("masks", "all_attention_mask")), ragged=ragged)
 
@@ -246,17 +237,12 @@ def said_in_text(td: TensorDictBase, renderer: Renderer) -> list[Said]:
     """Return what each text.full adds to its text.prompt; an end-of-turn token ends it."""
     prompts, texts = _texts(td, "prompt"), _texts(td, "full")
     if texts is None or prompts is None:
-        raise ValueError(
-            "step expected text.prompt and text.full, found none; let a policy write text.full, or "
-            "set it to the prompt followed by the reply and its end-of-turn token"
-        )
+        raise ValueError("step expected text.prompt and text.full, found none")
     ends = [renderer.tokenizer.decode([i]) for i in renderer.stop_ids]
     done = []
     for prompt, text in zip(prompts, texts, strict=True):
         if not text.startswith(prompt):
-            raise ValueError(
-                f"expected a text.full that begins with its text.prompt, got {text[:60]!r}"
-            )
+            raise ValueError(f"expected text.full to begin with text.prompt, got {text[:60]!r}")
         reply = text[len(prompt) :]
         end = next((e for e in ends if reply.rstrip().endswith(e)), None)
         done.append((reply if end is None else reply.rstrip().removesuffix(end), end is not None))

@@ -10,10 +10,7 @@ from envs.data import KINDS, LazyRows, Table, is_file, load_table
 
 COLUMNS = ("messages", "question", "answer")
 ELSEWHERE = {"question": ("prompt",), "answer": ("completion", "chosen")}  # what TRL calls them
-BARE = (  # what is said of rows of which nothing is to be learnt or asked
-    "; bare texts are not supported: SFT takes chats, messages or question and answer; texts as "
-    "prompts are env=prompts env.columns.question=text, with a reward"
-)
+BARE = "; bare texts are prompts: env=prompts env.columns.question=text, with a reward"
 EVAL_SHARE, EVAL_ROWS = 0.1, 200  # what is split off where there is no eval data, at most
 
 
@@ -55,52 +52,45 @@ def load_chats(
         return found
     rows = found["train"]
     parts = split_off((json.dumps(row["messages"]) for row in rows), seed=seed)
-    splits = [
-        [rows[i] for i in part] if isinstance(rows, list) else LazyRows(rows.__getitem__, part)
-        for part in parts
-    ]
+    listed = isinstance(rows, list)
+    splits = ([rows[i] for i in p] if listed else LazyRows(rows.__getitem__, p) for p in parts)
     return dict(zip(("train", "eval"), splits, strict=True))
 
 
 def _chats(table: Table, names: Mapping[str, str], answers: bool) -> Sequence[dict[str, Any]]:
     """Return prompt and answer of each row of a table."""
-    column = names.get("messages", "messages")
-    by_question, asked = "question" in names or "answer" in names, "answer" in names
+    column, asked = names.get("messages", "messages"), "answer" in names
+    by_question = "question" in names or asked
     if "messages" in names or (column in table.columns and not by_question):
         table.require("messages", column)
-        remedy = f"if these are prompts alone, give env.columns.question={column} in its place"
-        return table.each(lambda index: _chat(table, index, column), {column: remedy})
+        return table.each(lambda index: _chat(table, index, column))
     names = {**_of_trl(table), **names}
     question = table.require(
         "question", names.get("question", "question"), BARE * (table.columns == ["text"])
     )
     answer = None
-    there = f"=<column>, of {', '.join(table.columns)}"
-    remedies = {question: f"name a column of prompts: env.columns.question{there}"}
     if answers or asked:
         alone = f"; without answers: env=prompts env.columns.question={question}, with a reward"
         answer = table.require("answer", names.get("answer", "answer"), alone)
-        remedies.setdefault(answer, f"name a column of texts: env.columns.answer{there}")
 
     def read(index: int) -> dict[str, Any]:
         out = {"index": index, "messages": table.turns(index, question, "user")}
-        out |= {"columns": table.cells(index), "question": table.rows[index][question]}
+        out |= {"columns": table.rows[index], "question": table.rows[index][question]}
         if answer is None:
             return out
         *more, last = table.turns(index, answer, "assistant")
         return out | {"messages": out["messages"] + more, "answer": last["content"]}
 
-    return table.each(read, remedies)
+    return table.each(read)
 
 
 def _of_trl(table: Table) -> dict[str, str]:
     """Return the columns of a table that TRL calls otherwise, by what they are called here."""
-    there = {
-        name: next((other for other in others if other in table.columns), None)
+    return {
+        name: next(other for other in others if other in table.columns)
         for name, others in ELSEWHERE.items()
-        if name not in table.columns
+        if name not in table.columns and not set(others).isdisjoint(table.columns)
     }
-    return {name: column for name, column in there.items() if column is not None}
 
 
 def _chat(table: Table, index: int, column: str) -> dict[str, Any]:
@@ -114,7 +104,7 @@ def _chat(table: Table, index: int, column: str) -> dict[str, Any]:
         "index": index,
         "messages": messages[:-1],
         "answer": last["content"],
-        "columns": table.cells(index),
+        "columns": table.rows[index],
     }
 
 
@@ -135,8 +125,8 @@ def split_off(prompts: Iterable[str], *, seed: int = 0) -> tuple[list[int], list
             "give env.eval_dataset"
         )
     count = min(max(1, int(len(distinct) * EVAL_SHARE)), EVAL_ROWS)
-    chosen = {distinct[i] for i in random.Random(seed).sample(range(len(distinct)), count)}
-    places = range(len(hashes))
-    return [i for i in places if hashes[i] not in chosen], [
-        i for i in places if hashes[i] in chosen
-    ]
+    chosen = set(random.Random(seed).sample(distinct, count))
+    train, held_out = list[int](), list[int]()
+    for index, key in enumerate(hashes):
+        (held_out if key in chosen else train).append(index)
+    return train, held_out

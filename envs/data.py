@@ -15,24 +15,15 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TypeGuard
+from typing import IO, Any
 
 Message = dict[str, Any]
 
 ROLES = ("system", "user", "assistant", "tool")
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:.*)?")  # org/name, name, either with a :subset
-HALF = re.compile("[\ud800-\udfff]")
 LARGE = 32 << 20  # bytes of a data set; smaller ones are held in memory
 EXTENSION = re.compile(r"^[^:/]*\.[^:/]*$|\.[A-Za-z]{2,}$")  # any dot in a bare word, or .txt
 KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}  # the reader
-
-
-class Malformed(ValueError):
-    """A cell of a column that is not as expected."""
-
-    def __init__(self, fault: str, column: str) -> None:
-        super().__init__(f"{fault}; correct or remove the row")
-        self.fault, self.column = fault, column
 
 
 class LazyRows(Sequence[Any]):
@@ -79,39 +70,19 @@ class Table:
             )
         return column
 
-    def each(
-        self, read: Callable[[int], dict[str, Any]], remedies: Mapping[str, str]
-    ) -> Sequence[dict[str, Any]]:
-        """Return what `read` gives for each index; all are read now, and checked by that.
-
-        `remedies`, by column, are for a table without a good row.
-        """
-        rows, good, bad = [], 0, None
-        for index in range(len(self.rows)):
-            try:
-                row = read(index)
-                good += 1
-                if isinstance(self.rows, list):
-                    rows.append(row)
-            except Malformed as error:
-                bad = bad or error
-            if bad and good:
-                raise bad
-        if bad and len(self.rows) > 1:
-            fault = f"{bad.fault}, and none of the {len(self.rows)} rows fits"
-            raise ValueError(f"{fault}; {remedies[bad.column]}")
-        if bad:
-            raise bad
-        return rows if isinstance(self.rows, list) else LazyRows(read, range(len(self.rows)))
-
-    def cells(self, index: int) -> dict[str, Any]:
-        """Return a row with all columns of the table."""
-        return self.rows[index]
+    def each(self, read: Callable[[int], dict[str, Any]]) -> Sequence[dict[str, Any]]:
+        """Return what `read` gives for each index; all are read now, and checked by that."""
+        indices = range(len(self.rows))
+        if isinstance(self.rows, list):
+            return [read(index) for index in indices]
+        for index in indices:
+            read(index)
+        return LazyRows(read, indices)
 
     def text(self, index: int, column: str) -> str:
         """Return a cell that has to be a text with something in it."""
         value = self.rows[index].get(column)
-        if not is_text(value) or not value.strip():
+        if not isinstance(value, str) or not value.strip():
             raise self.error(index, column, "a text", value)
         return value
 
@@ -126,7 +97,7 @@ class Table:
                 raise self.error(index, where, "a dict with role and content", message)
             if message.get("role") not in ROLES:
                 raise self.error(index, f"{where}.role", " | ".join(ROLES), message.get("role"))
-            if not is_text(message.get("content")):
+            if not isinstance(message.get("content"), str):
                 raise self.error(index, f"{where}.content", "a text", message.get("content"))
         return [{"role": m["role"], "content": m["content"]} for m in value]
 
@@ -136,7 +107,7 @@ class Table:
         if role == "assistant" and isinstance(value, (int, float)):  # an answer such as 42
             value = json.dumps(value)
         if not isinstance(value, list):
-            if not is_text(value) or not value.strip():
+            if not isinstance(value, str) or not value.strip():
                 raise self.error(index, column, "a text or a list of messages", value)
             return [{"role": role, "content": value}]
         messages = self.messages(index, column)
@@ -145,18 +116,13 @@ class Table:
             raise self.error(index, column, f"a text of the {role} as the last message", got)
         return messages
 
-    def error(self, index: int, column: str, expected: str, got: Any) -> Malformed:
+    def error(self, index: int, column: str, expected: str, got: Any) -> ValueError:
         """Return the error for a malformed cell."""
-        shown = repr(got)
-        shown = shown if len(shown) <= 80 else shown[:77] + "..."
-        place = f"{self.name}, row {index}, {column}"
-        fault = f"{place}: expected {expected}, got {shown} ({type(got).__name__})"
-        return Malformed(fault, column.partition("[")[0])
-
-
-def is_text(value: Any) -> TypeGuard[str]:
-    """Return whether a value is a text that UTF-8 can hold: half an emoji breaks tokenizers."""
-    return isinstance(value, str) and (value.isascii() or not HALF.search(value))
+        return ValueError(
+            f"{self.name}, row {index}, {column}: expected {expected}, got {got!r:.80} "
+            f"({type(got).__name__}); correct or remove the row, or name other columns by "
+            "env.columns.question, answer or messages"
+        )
 
 
 def is_file(dataset: str) -> bool:

@@ -1,4 +1,4 @@
-"""Environments over TensorDicts, seen through transforms; a rollout and a check of their specs.
+"""Environments over TensorDicts, seen through transforms, and a check of their specs.
 
 `reset(td)` gives the first state; `step(td)` reads the action in td and writes the outcome (reward,
 done, the next state) under "next", so that `td["next"]` is what the policy reads in the next turn.
@@ -43,9 +43,36 @@ class EnvBase:
         """Write some action that fits `full_action_spec` into td, and return td."""
         return td.update(self.full_action_spec.rand())
 
-    def rollout(self, max_steps: int, policy: Any = None, **options: Any) -> TensorDictBase:
-        """Return at most `max_steps` steps of a policy, [B, T]; see `rollout` below."""
-        return rollout(self, max_steps, policy, **options)
+    def rollout(
+        self,
+        max_steps: int,
+        policy: Callable[[TensorDictBase], TensorDictBase] | None = None,
+        *,
+        tensordict: TensorDictBase | None = None,
+        auto_reset: bool = True,
+        break_when_any_done: bool = True,
+    ) -> TensorDictBase:
+        """Reset, then act and step until an episode of the batch is done; a lazy stack [B, T].
+
+        Without a policy `rand_action` acts. `tensordict` is what reset is given; with
+        auto_reset=False it is the first state. break_when_any_done=False is a ValueError.
+        """
+        if max_steps < 1 or not break_when_any_done:
+            raise ValueError(
+                f"expected max_steps >= 1 and break_when_any_done=True, got {max_steps} and "
+                f"{break_when_any_done}; LLMCollector goes on with the next chats"
+            )
+        td: Any = self.reset(tensordict) if auto_reset else tensordict
+        state, steps = list(td.keys()), []
+        while True:
+            td = self.step(self.rand_action(td) if policy is None else policy(td))
+            steps.append(list(td.unbind(0)))
+            following = td.get("next")
+            if len(steps) == max_steps or following.get("done").any():
+                return lazy_stack([lazy_stack(list(turns)) for turns in zip(*steps, strict=True)])
+            before, td = td, td.empty()
+            for key in state:
+                td.set(key, following.get(key) if key in following else before.get(key))
 
     @property
     def base_env(self) -> EnvBase:
@@ -162,40 +189,6 @@ class TransformedEnv(EnvBase):
         return self.transform._step(td, out.get("next"))
 
 
-def rollout(
-    env: EnvBase,
-    max_steps: int,
-    policy: Callable[[TensorDictBase], TensorDictBase] | None = None,
-    *,
-    tensordict: TensorDictBase | None = None,
-    auto_reset: bool = True,
-    break_when_any_done: bool = True,
-) -> TensorDictBase:
-    """Reset, then act and step until an episode of the batch is done; a lazy stack [B, T].
-
-    Without a policy the environment's `rand_action` acts. `tensordict` is what reset is given; with
-    auto_reset=False it is the first state. break_when_any_done=False is a ValueError.
-    """
-    if max_steps < 1 or not break_when_any_done:
-        raise ValueError(
-            f"expected max_steps >= 1 and break_when_any_done=True, got {max_steps} and "
-            f"{break_when_any_done}; LLMCollector goes on with the next chats"
-        )
-    td = env.reset(tensordict) if auto_reset else tensordict
-    if td is None:
-        raise ValueError("expected the first state as tensordict with auto_reset=False, got None")
-    state, steps = list(td.keys()), []
-    while True:
-        td = env.step(env.rand_action(td) if policy is None else policy(td))
-        steps.append(list(td.unbind(0)))
-        following = td.get("next")
-        if len(steps) == max_steps or following.get("done").any():
-            return lazy_stack([lazy_stack(list(turns)) for turns in zip(*steps, strict=True)])
-        before, td = td, td.empty()
-        for key in state:
-            td.set(key, following.get(key) if key in following else before.get(key))
-
-
 def check_env_specs(
     env: EnvBase,
     policy: Callable[[TensorDictBase], TensorDictBase] | None = None,
@@ -222,8 +215,7 @@ def check_env_specs(
     given = [] if data is None else list(data.keys())  # stays beside the chat
     first_spec = Composite({key: observed[key] for key in first}, shape=observed.shape)
     _compare("reset", td, first_spec, known, given)
-    td = env.rand_action(td) if policy is None else policy(td)
-    td = env.step(td)
+    td = env.step(env.rand_action(td) if policy is None else policy(td))
     written = Composite(shape=observed.shape)
     for name in out:
         written.update(out[name].clone())
@@ -236,10 +228,7 @@ def _compare(
     if text := spec.explain(td):
         raise ValueError(f"{where} does not fit the specs of the environment: {text}")
     if extra := _undeclared(td.exclude(*given), known):
-        raise ValueError(
-            f"{where} gives {'.'.join(extra)}, which no spec describes; declare it in the "
-            "transform's transform_*_spec or the environment's _specs"
-        )
+        raise ValueError(f"{where} gives {'.'.join(extra)}, which no spec describes")
 
 
 def _undeclared(td: TensorDictBase, spec: Composite) -> tuple[str, ...]:

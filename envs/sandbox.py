@@ -12,7 +12,6 @@ container or a virtual machine.
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import signal
@@ -23,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 NOBODY = 65534
 FLAGS = ("-I", "-S", "-u", "-X", "utf8", "-c")
@@ -71,13 +71,11 @@ class Sandbox:
         processes: int = 16,
         max_output: int = 10_000,
     ) -> None:
-        if not (isinstance(timeout, int | float) and 0 < timeout < math.inf):
-            raise ValueError(f"expected timeout > 0 seconds, a finite number, got {timeout!r}")
-        counts = {"memory": memory, "file_size": file_size}
-        counts |= {"processes": processes, "max_output": max_output}
-        for name, value in counts.items():
-            if type(value) is not int or not 0 < value < 1 << 40:
-                raise ValueError(f"expected {name} a whole number > 0, got {value!r}")
+        limits = {"timeout": timeout, "memory": memory, "file_size": file_size}
+        limits |= {"processes": processes, "max_output": max_output}
+        for name, value in limits.items():
+            if not (isinstance(value, int | float) and 0 < value < 1 << 40):
+                raise ValueError(f"expected {name} > 0, got {value!r}")
         self.timeout, self.max_output = timeout, max_output
         self._limits = {
             "RLIMIT_CPU": max(1, round(timeout + 1)),
@@ -91,28 +89,24 @@ class Sandbox:
 
     def run(self, code: str) -> Ran:
         """Run code; what it prints goes to a file, which `file_size` bounds."""
-        user = NOBODY if os.geteuid() == 0 else None
         with (
             tempfile.TemporaryDirectory(prefix="leash-code-", ignore_cleanup_errors=True) as folder,
             tempfile.TemporaryFile() as printed,
         ):
-            if user:
-                os.chown(folder, user, user)
-            inside = bubblewrap()
+            if os.geteuid() == 0:
+                os.chown(folder, NOBODY, NOBODY)
+            words = [interpreter(), *FLAGS, BOOT, json.dumps(self._limits)]
+            if inside := bubblewrap():
+                words = [*inside, "--bind", folder, folder, "--remount-ro", "/", *words]
             process = subprocess.Popen(
-                [
-                    *(*inside, "--bind", folder, folder, "--remount-ro", "/") * bool(inside),
-                    *(interpreter(), *FLAGS, BOOT, json.dumps(self._limits)),
-                ],
+                words,
                 cwd=folder,
                 env={},
                 stdin=subprocess.PIPE,
                 stdout=printed,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                user=user,
-                group=user,
-                extra_groups=None if user is None else [],
+                **_user(),
             )
             try:
                 process.communicate(code.encode(errors="replace"), timeout=self.timeout)
@@ -136,14 +130,13 @@ class Sandbox:
 
 @cache
 def warn_of_limits() -> None:
-    """Say once, on the main rank, what code can do here for lack of bubblewrap."""
+    """Say once, on the main rank, what code can do for lack of bubblewrap."""
     if not bubblewrap() and os.environ.get("RANK", "0") == "0":
-        print(
-            "sandbox: code of the policy may use the network and its user's files: no bubblewrap "
-            "that works here; install it (bwrap) to take them away, or use a container",
-            file=sys.stderr,
-            flush=True,
+        text = (
+            "sandbox: code of the policy may use the network and its user's files; install "
+            "bubblewrap (bwrap) to take them away, or use a container"
         )
+        print(text, file=sys.stderr, flush=True)
 
 
 @cache
@@ -175,12 +168,12 @@ def interpreter() -> str:
 
 
 def _works(words: list[str]) -> bool:
-    user = NOBODY if os.geteuid() == 0 else None
-    groups = None if user is None else []
     try:
-        subprocess.run(
-            words, capture_output=True, check=True, user=user, group=user, extra_groups=groups
-        )
-    except (OSError, subprocess.CalledProcessError):
+        return subprocess.run(words, capture_output=True, **_user()).returncode == 0
+    except OSError:
         return False
-    return True
+
+
+def _user() -> dict[str, Any]:
+    """Return whom code runs as: root's as nobody."""
+    return {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}

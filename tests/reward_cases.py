@@ -39,3 +39,7 @@ def behave(row: Row, reply: Reply, *, folder: str = "") -> object:
         print("to stdout")
         return 1
     return said if rest else float(said)
+
+
+def needs_level(row: Row, reply: Reply) -> float:
+    return row["level"]

@@ -1,97 +1,202 @@
-"""env=answers: texts and numbers as right answers, compared in four ways."""
+"""Which part of a reply counts as its answer, and when it is right: env=answers, gsm8k and math."""
 
 import json
 import time
 
 import pytest
-from datasets import Dataset
-from runs import metrics, train_here
+from hypothesis import given
+from hypothesis import strategies as st
 
 from conf.build import make_task
 from conf.compose import compose_checked
-from envs.tasks import Answers, Reply
+from envs.rewards.answers import same_mathematics, tagged
+from envs.tasks import Answers, MathProblems, MathWords, Reply
+from envs.tasks.math_words import last_number, marked_answer, same_answer
+
+
+def rows(path, *answers) -> str:
+    """Write a question with each answer."""
+    cells = [{"question": f"{i}?", "answer": answer} for i, answer in enumerate(answers)]
+    path.write_text("\n".join(map(json.dumps, cells)))
+    return str(path)
+
+
+# Where the answer stands
+
+
+@pytest.mark.parametrize(
+    ("text", "marked"),
+    [
+        ("so\n#### 42\nbye 7", "42"),
+        ("<answer> 42 </answer> and 7", " 42 "),
+        (r"\boxed{\frac{1}{2}} and 7", r"\frac{1}{2}"),
+        (r"\boxed{1} then \boxed{2}", "2"),
+        (r"\boxed{1} then #### 3", "3"),
+        (r"\boxed{4", "4"),
+        ("####", ""),
+        ("42", None),
+    ],
+)
+def test_the_last_mark_counts(text, marked):
+    assert marked_answer(text) == marked
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("<think>a</think> <answer>1</answer>", ("a", "1")),
+        ("<think>so <answer>1</answer></think> hm", ("so <answer>1</answer>", "")),
+        ("<think>so <answer>1</answer>", ("", "")),
+        ("so <answer>1</answer></think> <Answer>2</ANSWER>", ("so <answer>1</answer>", "2")),
+        ("<answer>1</answer> <think>or <answer>2</answer>", ("", "1")),
+        ("<answer>1<answer>2</answer> </answer>", ("", "2")),
+        ("<answer>1 < 2 </b> </answer>", ("", "1 < 2 </b>")),
+    ],
+)
+def test_an_answer_stands_outside_of_thoughts(text, found):
+    assert tagged(text) == found
+
+
+@pytest.mark.parametrize("piece", ["<answer>", "<think>", "</think><think>", "<answer><", "9"])
+def test_endless_replies_cost_little(piece, tmp_path):
+    text, start = piece * 20_000, time.monotonic()
+    tagged(text)
+    marked_answer(text)
+    assert not same_answer(text, "18")
+    path = rows(tmp_path / "d.jsonl", "yes " * 50)
+    for match in ("exact", "words", "normalised", "fuzzy"):
+        task = Answers(path, eval_dataset=path, match=match)
+        assert not task.reward(task.rows("train")[0], Reply(text, True, [])).success
+    assert time.monotonic() - start < 3, "38 s when every tag looked through the rest"
+
+
+# What is the same
+
+
+@given(st.fractions(max_denominator=10**6), st.sampled_from(["so {}.", "${}", "{} km", "1, {}"]))
+def test_a_number_is_itself_in_every_spelling(number, form):
+    assert last_number(form.format(number)) == number
+    assert same_answer(form.format(number), str(number))
+    assert not same_answer(form.format(number + 1), str(number))
+
+
+@pytest.mark.parametrize(
+    ("said", "right", "same"),
+    [
+        ("$1,234,567.50", "1234567.5", True),
+        ("12,34", "34", True),
+        ("25%", "25", True),
+        ("7 - 3 = 4", "4", True),
+        ("7-3", "-3", False),
+        ("it is \u22123", "-3", True),
+        ("-$5", "-5", True),
+        ("v2 model", "2", False),
+        ("1/0", "1", False),
+        ("first 18, then 19", "18", False),
+        ("Paris", "paris", True),
+        ("London", "Paris", False),
+        ("x + 1", "x+1", False),
+        ("2", "x^2", False),
+        ("1e5", "100,000", True),
+        ("1e999999999", "1", False),
+        ("", "", False),
+    ],
+)
+def test_answers_are_compared_as_numbers(said, right, same):
+    assert same_answer(said, right) is same
+
+
+@pytest.mark.parametrize(
+    ("said", "right", "good"),
+    [
+        (r"\frac{1}{2}", r"\boxed{\dfrac{1}{2}}", True),
+        ("0.5", r"so \boxed{\frac{1}{2}}", True),
+        (r"\left( 1, 2 \right)", r"\boxed{(1,2)}", True),
+        ("x+1", r"\boxed{x + 1}", True),
+        ("12 cm", r"first \boxed{11}, then \boxed{12}", False),
+        ("evelyn", r"\boxed{\text{Evelyn}}", True),
+        ("", r"\boxed{}", False),
+        ("1 1/2", r"\boxed{1\frac12}", False),
+        ("a/b+c", r"\boxed{\frac{a}{b+c}}", False),
+        ("x = 5", r"\boxed{5}", False),
+        (r"\frac{-3}{6}", r"\boxed{-0.5}", True),
+        ("1 2", r"\boxed{12}", False),
+        ("1,234", r"\boxed{1234}", True),
+        ("(1,234)", r"\boxed{(1234)}", False),
+        (r"\leftarrow", r"\boxed{\rightarrow}", False),
+        ("1e999999999", r"\boxed{1}", False),
+        ("25%", r"\boxed{25\%}", True),
+    ],
+)
+def test_plain_mathematics_is_the_same_only_where_it_is_exactly(said, right, good):
+    assert same_mathematics(said, right) is good
+
 
 # right answer, what a reply says, and by which matches it is right
 CASES = [
     ("yes", "yes", "exact words normalised fuzzy"),
-    ("yes", "Yes.", "words normalised fuzzy"),
     ("yes", " **Yes** ", "words normalised fuzzy"),
     ("yes", "Yes, it is.", "words"),
     ("yes", "yesterday", ""),
-    ("yes", "no", ""),
-    ("yes", "", ""),
     ("yes", "<think>yes</think> no", ""),
     ("yes", "It may be no. #### yes", "exact words normalised fuzzy"),
     ("New York", "new   york", "words normalised fuzzy"),
     ("New York", "It is New York City", "words"),
-    ("New York", "York, New", ""),
     ("Mississippi", "Missisippi", "fuzzy"),
     ("C++", "c++", "words normalised fuzzy"),
     ("1,000", "1000.0", "normalised fuzzy words"),
-    ("42", "It is 42.", "words"),
-    ("42", "421", ""),
 ]
-
-
-def rows(path, pairs):
-    path.write_text("\n".join(json.dumps({"question": q, "answer": a}) for q, a in pairs))
-    return str(path)
 
 
 @pytest.mark.parametrize("match", ["exact", "words", "normalised", "fuzzy"])
 def test_what_is_right_by_each_match(tmp_path, match):
-    path = rows(tmp_path / "d.jsonl", [(f"{i}?", right) for i, (right, _, _) in enumerate(CASES)])
-    task = Answers(path, eval_dataset=path, match=match)
+    path = rows(tmp_path / "d.jsonl", *[right for right, _, _ in CASES])
+    words = ["env=answers", f"env.dataset={path}", f"env.eval_dataset={path}", f"env.match={match}"]
+    task = make_task(compose_checked(words)["env"])
     for row, (_, said, matches) in zip(task.rows("train"), CASES, strict=True):
         reward = task.reward(row, Reply(said, True, []))
-        assert reward.success is (match in matches.split()), (match, row["final"], said)
+        assert reward.success is (match in matches.split()), (row["final"], said)
         assert reward.total == reward.parts["correct"] == float(reward.success)
 
 
-def test_endless_replies_cost_little(tmp_path):
-    path = rows(tmp_path / "d.jsonl", [("a?", "yes " * 50), ("b?", "no")])
-    for match in ("exact", "words", "normalised", "fuzzy"):
-        task, start = Answers(path, eval_dataset=path, match=match), time.perf_counter()
-        assert not task.reward(
-            task.rows("train")[0], Reply("yes " * 49 * 5000, True, [])
-        ).total or (match == "words")
-        assert time.perf_counter() - start < 5
+# GSM8K's data
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
-def test_every_kind_of_file_and_numbers_by_the_key_env_match(tmp_path, suffix):
-    data = Dataset.from_list([{"frage": f"{i} + 1?", "antwort": i + 1} for i in range(20)])
-    path = tmp_path / f"d{suffix}"
-    {".jsonl": data.to_json, ".csv": data.to_csv, ".parquet": data.to_parquet}[suffix](str(path))
-    words = ["env=answers", f"env.dataset={path}", "env.columns.question=frage"]
-    env = compose_checked([*words, "env.columns.answer=antwort", "env.match=words"])["env"]
-    task = make_task(env)
-    assert task.match == "words"
-    row = task.rows("eval")[0]
-    assert task.reward(row, Reply(f"that is {row['index'] + 1}!", True, [])).total == 1
-    with pytest.raises(ValueError, match="match to be one of"):
-        compose_checked([*words, "env.columns.answer=antwort", "env.match=loose"])
+@pytest.mark.parametrize(
+    ("text", "complete", "parts"),
+    [
+        ("42", True, (1, 0)),
+        ("#### 42\nNot 8", True, (1, 1)),
+        ("#### 42", False, (1, 0)),
+        ("#### 8, not 42", True, (1, 1)),  # the mark's line, its last number
+        ("#### 8", True, (0, 1)),
+        ("<think>#### 42</think> #### 8", True, (0, 1)),
+        ("<think>#### 8</think> 42", True, (1, 0)),
+    ],
+)
+def test_gsm8k_rewards_the_marked_number_before_the_last_one(tmp_path, text, complete, parts):
+    path = rows(tmp_path / "d.jsonl", "six sevens #### 42")
+    task = MathWords(path, eval_dataset=path)
+    reward = task.reward(task.rows("train")[0], Reply(text, complete, []))
+    assert (reward.parts["correct"], reward.parts["format"]) == parts
+    assert (reward.total, reward.success) == (parts[0], parts[0] == 1)
 
 
-def test_gsm8k_names_it_for_answers_that_are_texts(tmp_path):
-    path = rows(tmp_path / "d.jsonl", [(f"{i}?", "yes") for i in range(4)])
-    with pytest.raises(ValueError, match="env=answers"):
-        compose_checked(["experiment=grpo_tiny", "env=gsm8k", f"env.dataset={path}"])
+def test_right_answers_without_a_number_are_refused_from_half_of_the_rows_on(tmp_path):
+    path = tmp_path / "a.jsonl"
+    for answers in (["cold", "dry", "low"], ["4", "5 km", "dry", "x"]):
+        with pytest.raises(ValueError, match="env=answers"):
+            MathWords(rows(path, *answers))
+        MathProblems(rows(path, *answers), symbolic=False)
+    with pytest.warns(UserWarning, match="1 of 3 .*'dry'"):
+        MathWords(rows(path, "4", "dry", "6"))
+    MathWords(rows(path, "It is #### dry", "<answer>cold</answer>", "6 apples"))
 
 
-def test_a_run_on_yes_and_no_learns_to_say_one_of_them(tmp_path):
-    path = rows(tmp_path / "d.jsonl", [(f"Is {i} less than 99?", "yes") for i in range(12)])
-    few = ["trainer.num_iterations=2", "eval.num_samples=1", "policy.max_new_tokens=3"]
-    few += ["trainer.prompts_per_iteration=4", "algorithm.group_size=2", "policy.model=tiny"]
-    words = ["experiment=grpo_tiny", "env=answers", f"env.dataset={path}", "env.match=fuzzy"]
-    train_here(tmp_path / "run", *words, "env.task.threshold=0.4", *few)
-    done = metrics(tmp_path / "run")[-1]
-    assert {"reward_part/correct", "reward_part/similarity"} <= set(done)
-
-
-def test_a_number_that_is_missing_is_no_answer(tmp_path):
-    """pandas writes NaN for it."""
+def test_an_answer_that_is_missing_names_its_row(tmp_path):
     path = tmp_path / "d.jsonl"
-    path.write_text('{"question": "a?", "answer": NaN}\n{"question": "b?", "answer": 2}\n')
-    with pytest.raises(ValueError, match=r"row 0, answer: expected a text"):
-        list(Answers(str(path), eval_dataset=str(path)).rows("train"))
+    path.write_text('{"question": "a?", "answer": 2}\n{"question": "b?", "answer": NaN}\n')
+    with pytest.raises(ValueError, match="row 1, answer"):
+        Answers(str(path), eval_dataset=str(path))
+    with pytest.raises(ValueError, match="row 1, answer"):
+        MathWords(rows(path, "#### 1", "x ####"))

@@ -78,7 +78,7 @@ def test_samples_of_a_prompt_that_say_the_same_have_an_episode_each():
 def test_an_environment_that_answers_otherwise_when_it_is_played_again_is_told():
     task, chats = Counting(1, drifts=True), {place: [] for place in range(2)}
     play(task, chats, "hm")
-    with pytest.raises(ValueError, match=r"no function of the row.*at_once above 1"):
+    with pytest.raises(ValueError, match=r"env\.task\.at_once above 1"):
         play(task, chats, "hm")
 
 
@@ -89,5 +89,5 @@ def test_an_episode_that_cannot_be_opened_takes_no_place_and_at_once_is_at_least
             play(task, {0: []}, "hm")
     task.fails = False
     assert play(task, {0: []}, "hm") == ([1.0], ["1"])
-    with pytest.raises(ValueError, match="at_once >= 1, got 0"):
+    with pytest.raises(ValueError, match="at_once"):
         Counting(0)

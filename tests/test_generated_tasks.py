@@ -11,16 +11,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from conf.build import make_task
 from envs.chat_env import ChatEnv
-from envs.tasks import (
-    Calculator,
-    Facts,
-    MathProblems,
-    Mix,
-    Reply,
-    Reward,
-    SortDigits,
-    Task,
-)
+from envs.tasks import Calculator, Facts, MathProblems, Mix, Reply, Reward, SortDigits, Task
 from policies.random import fold
 from trainer.collect import collect
 from trainer.evaluation import Evaluate
@@ -29,10 +20,6 @@ from trainer.metrics import summarize
 
 def reply(text: str, *, complete: bool = True) -> Reply:
     return Reply(text=text, complete=complete, messages=[])
-
-
-def asked(row: dict) -> str:
-    return row["messages"][-1]["content"]
 
 
 # MATH
@@ -59,17 +46,11 @@ def problems(tmp_path_factory) -> MathProblems:
 @pytest.mark.parametrize(
     ("index", "text", "right"),
     [
-        (0, r"\boxed{5}", True),
         (0, r"first \boxed{4}, no, \boxed{5}", True),
         (0, r"\boxed{\frac{10}{2}}", True),
         (0, r"<think>\boxed{5}</think>", False),
-        (0, "", False),
-        (0, "What is $2+3$?", False),
         (0, r"\boxed{2+3}", False),
-        (0, r"\boxed{What is 2+3?}", False),
-        (0, r"\boxed{4, 5}", False),
         (1, r"\boxed{\sqrt{2} \cdot 2}", True),
-        (1, r"\boxed{2^{3/2}}", True),
         (1, r"\boxed{\sqrt{8}}", False),
         (2, r"\boxed{1 + 2x + x^2}", True),
         (2, r"\boxed{(x+1)^2}", False),
@@ -78,23 +59,18 @@ def problems(tmp_path_factory) -> MathProblems:
     ],
 )
 def test_math_reward_is_for_the_boxed_answer_in_any_form(problems, index, text, right):
-    row = problems.rows("train")[index]
-    done = problems.reward(row, reply(text))
+    """But not for a piece of the question."""
+    done = problems.reward(problems.rows("train")[index], reply(text))
     assert (done.total, done.success, done.errors) == (float(right), right, 0)
-    assert done.parts["format"] == float("\\boxed" in text.split("</think>")[-1])
+    assert done.parts["format"] == float("think" not in text)
 
 
-def test_a_comparison_that_takes_too_long_is_wrong_and_counted(problems):
+def test_a_comparison_that_takes_too_long_is_wrong_and_counted(problems, monkeypatch):
     rows = problems.rows("train")
     problems.rewards(rows[2:3], [reply(r"\boxed{x}")])  # the worker is there
-    kept, problems._workers.timeout = problems._workers.timeout, 4.0
-    try:
-        slow = reply(r"\boxed{9^{9^{9^{9^{9}}}}}")
-        first, second = problems.rewards(rows[1:3], [slow, reply(r"\boxed{x^2+1+2x}")])
-    finally:
-        problems._workers.timeout = kept
-    assert (first.total, first.errors, first.success) == (0, 1, False)
-    assert (second.total, second.errors) == (1, 0)
+    monkeypatch.setattr(problems._workers, "timeout", 1.0)
+    (slow,) = problems.rewards(rows[1:2], [reply(r"\boxed{9^{9^{9^{9^{9}}}}}")])
+    assert (slow.total, slow.errors, slow.success) == (0, 1, False)
 
 
 # Mixtures
@@ -121,7 +97,6 @@ def mixed(**options) -> Mix:
 
 def test_train_rows_come_in_the_proportions_of_the_weights_in_every_stretch():
     rows = mixed(num_rows=400).rows("train")
-    assert len(rows) == 400
     names = [row["task"] for row in rows]
     for end in range(1, 401):
         count = Counter(names[:end])
@@ -134,20 +109,18 @@ def test_train_rows_come_in_the_proportions_of_the_weights_in_every_stretch():
 
 def test_mixed_rows_are_a_function_of_seed_and_index():
     one, same, other = (mixed(seed=s).rows("train") for s in (1, 1, 2))
-    assert list(one) == list(same)
+    assert list(one) == list(same) != list(other)
     assert [r["task"] for r in one] == [r["task"] for r in other]
-    assert list(one) != list(other)
     assert list(one[:3]) == [one[0], one[1], one[2]]
     assert len(one) == max(60 / 0.5, len(Facts().rows("train")) / 0.25, 1 / 0.25)
-    assert mixed(seed=1).rows("eval") == mixed(seed=2).rows("eval")
 
 
 def test_eval_rows_are_all_of_all_tasks_and_begin_with_one_of_each():
     rows = mixed().rows("eval")
     assert [row["task"] for row in rows[:3]] == ["digits", "facts", "turns"]
-    assert Counter(row["task"] for row in rows) == {
-        "digits": len(SortDigits().rows("eval")), "facts": len(Facts().rows("eval")), "turns": 1,
-    }  # fmt: skip
+    counts = {"digits": len(SortDigits().rows("eval")), "facts": len(Facts().rows("eval"))}
+    assert Counter(row["task"] for row in rows) == counts | {"turns": 1}
+    assert mixed(seed=1).rows("eval") == rows
 
 
 def test_each_reply_is_judged_by_its_own_task_and_other_parts_do_not_apply():
@@ -156,11 +129,9 @@ def test_each_reply_is_judged_by_its_own_task_and_other_parts_do_not_apply():
     digits = rows["digits"]["answer"]
     order = [rows["turns"], rows["digits"], rows["facts"], rows["digits"]]
     got = task.rewards(order, [reply(t) for t in ("x", digits, "Nowhere.", "no")])
-    assert [r.total for r in got] == [2, 1, 0, 0]
-    assert [r.success for r in got] == [False, True, False, False]
-    names = ["digits/exact", "digits/format", "facts/ended", "facts/named", "facts/single",
-             "turns/said"]  # fmt: skip
-    assert task.part_names() == sorted(got[0].parts) == names
+    assert [(r.total, r.success) for r in got] == [(2, False), (1, True), (0, False), (0, False)]
+    names = ["digits/exact", "digits/format", "facts/ended", "facts/named", "facts/single"]
+    assert task.part_names() == sorted(got[0].parts) == [*names, "turns/said"]
     assert {n for n, v in got[1].parts.items() if not math.isnan(v)} == set(names[:2])
     assert task.respond(rows["turns"], Reply("a", True, [{"role": "assistant"}]))
     assert task.respond(rows["digits"], reply("a")) == []
@@ -175,22 +146,15 @@ def test_mixed_batches_keep_the_tasks_parts_and_accuracies_apart():
     batch = collect(td, env, policy)
     batch["reward"] = batch["reward_raw"]
     got = summarize(batch, one_process())
-    which = [row["task"] for row in rows for _ in range(2)]
-    assert Counter(which) == {"digits": 4, "facts": 2, "turns": 2}
-    own = [i for i, name in enumerate(which) if name == "facts"]
-    alone = collect(td[[which[i * 2] == "facts" for i in range(4)]],
-                    ChatEnv(Facts(), group_size=2, max_turns=2), policy)  # fmt: skip
+    own = [i for i in range(8) if rows[i // 2]["task"] == "facts"]
     for part in ("ended", "single", "named"):
-        assert torch.equal(batch["reward_part", f"facts/{part}"][own], alone["reward_part", part])
-        mean = float(alone["reward_part", part].mean())
-        assert got[f"reward_part/facts/{part}"] == pytest.approx(mean)
+        values = batch["reward_part", f"facts/{part}"]
+        assert got[f"reward_part/facts/{part}"] == pytest.approx(float(values[own].mean()))
+        assert values.isnan().sum() == 6
     assert got["reward_part/turns/said"] == 4.0, "two turns of 2"
-    evaluate = Evaluate(task=task, generator=policy, runtime=one_process(), env=env, num_samples=1,
-                        max_rows=9)  # fmt: skip
+    options = {"generator": policy, "runtime": one_process(), "env": env}
+    evaluate = Evaluate(task=task, num_samples=1, max_rows=9, **options)
     scores, _ = evaluate(0)
-    names = {f"eval/{kind}_accuracy{task}" for kind in ("sampled", "greedy")
-             for task in ("", "/digits", "/facts", "/turns")}  # fmt: skip
-    assert set(scores) == names | {"eval/reward"}
     counts = Counter(row["task"] for row in evaluate.rows)
     for kind in ("sampled", "greedy"):
         total = sum(scores[f"eval/{kind}_accuracy/{name}"] * n for name, n in counts.items())
@@ -198,13 +162,9 @@ def test_mixed_batches_keep_the_tasks_parts_and_accuracies_apart():
 
 
 def test_mixture_that_cannot_be_is_refused():
-    tasks = {"a": SortDigits(), "b": Facts()}
-    for weights, says in (({"a": 1}, "weight for each"), ({"a": 1, "b": 0}, "weights > 0")):
-        with pytest.raises(ValueError, match=says):
-            Mix(tasks, weights=weights)
-    row = {**SortDigits().rows("train")[0], "task": "c"}
-    with pytest.raises(ValueError, match="of a task among a, b, got 'c'; give"):
-        Mix(tasks).reward(row, Reply("1", True, []))
+    for weights in ({"a": 1}, {"a": 1, "b": 0}):
+        with pytest.raises(ValueError, match="weight"):
+            Mix({"a": SortDigits(num_rows=1), "b": Facts()}, weights=weights)
 
 
 def test_demonstrations_are_mixed_in_the_same_proportions():
@@ -212,14 +172,3 @@ def test_demonstrations_are_mixed_in_the_same_proportions():
     rows = task.demonstrations()
     assert Counter(row["task"] for row in rows) == {"digits": 9, "sums": 9}
     assert all(row["messages"][-1]["role"] == "assistant" for row in rows)
-
-
-@pytest.mark.parametrize("name", ["calculator", "mix"])
-def test_shipped_tasks_show_an_example_with_the_parts_they_name(name):
-    from conf.compose import compose_checked
-
-    task = make_task(compose_checked([f"env={name}"])["env"])
-    example = task.make_example()
-    assert example == task.rows("train")[0]
-    assert task.part_names() == sorted(task.rewards([example], [reply("")])[0].parts)
-    assert task.rewards([example], [reply("")])[0].total == 0

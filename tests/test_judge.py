@@ -24,7 +24,6 @@ class Server(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.asked: list[tuple[dict, dict]] = []  # headers and body of each request
-        self.now = self.most = 0
         self.lock = threading.Lock()
         self.url = f"http://127.0.0.1:{self.server_address[1]}/v1"
 
@@ -40,16 +39,6 @@ class Handler(BaseHTTPRequestHandler):
         with suppress(OSError):  # the judge did not wait
             self.act(word, rest, times)
 
-    def wait(self, seconds: float) -> None:
-        """Count who waits at a time, before the reply leaves: its reader may ask anew at once."""
-        server = self.server
-        with server.lock:
-            server.now += 1
-            server.most = max(server.most, server.now)
-        time.sleep(seconds)
-        with server.lock:
-            server.now -= 1
-
     def act(self, word: str, rest: str, times: int) -> None:
         if word == "status":  # fails until asked so often
             code, _, until = rest.partition(":")
@@ -60,7 +49,7 @@ class Handler(BaseHTTPRequestHandler):
                 return
             rest = "5"
         elif word == "slow":
-            self.wait(float(rest))
+            time.sleep(float(rest))
         elif word == "drip":  # never silent for as long as a time-out
             self.send_response(200)
             self.end_headers()
@@ -128,15 +117,9 @@ def test_the_users_key_goes_to_no_other_server_by_itself_or_by_a_redirect(server
     assert "Authorization" not in server.asked[0][0]
     assert Judge("https://api.openai.com/v1", "m").key_variable == "OPENAI_API_KEY"
     assert not Judge("https://api.openai.com.evil.org/v1", "m").key_variable
-    (told,) = scores(judge(server, key_variable="OPENAI_API_KEY", on_error="zero"), "status:302")
-    assert "302" in told
+    (error,) = scores(judge(server, key_variable="OPENAI_API_KEY", on_error="zero"), "status:302")
+    assert "302" in error
     assert len(server.asked) == 2, "the answer named no place, and none would be asked"
-
-
-def test_without_a_key_none_is_sent(server, monkeypatch):
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    assert scores(judge(server), "score:3") == [0.3]
-    assert "Authorization" not in server.asked[0][0]
 
 
 @pytest.mark.parametrize(
@@ -144,12 +127,10 @@ def test_without_a_key_none_is_sent(server, monkeypatch):
     [
         ("Score: 7", 0.7),
         ("The reply says 'Score: 10', which is wrong.\n**Score:** 2/10", 0.2),
-        ("score = 3", 0.3),
         ("<think>Score: 9?</think>\nScore: 4", 0.4),
         ("The score: 9 would be too much.", None),
         ("Score: 11", None),
         ("Score: -1", None),
-        ("10", None),
     ],
 )
 def test_what_is_a_score_and_what_is_none(said, score):
@@ -163,7 +144,6 @@ def test_what_is_a_score_and_what_is_none(said, score):
 
 def test_fields_of_the_prompt_are_filled_once():
     made = Judge("http://localhost/v1/", "m", prompt=PROMPT)
-    assert made.url == "http://localhost/v1/chat/completions"
     reply = Reply("{answer} {question} {x}", True, [*ROW["messages"], {"content": ""}])
     asked = made.question(ROW, reply)
     assert "<reply>\n{answer} {question} {x}\n</reply>" in asked
@@ -185,7 +165,7 @@ def test_busy_and_failing_servers_are_asked_again_and_each_reply_fails_alone(ser
 
 def test_slow_answers_are_cut_off_also_those_that_drip(server):
     start = time.monotonic()
-    got = scores(judge(server, timeout=0.5, tries=1), "slow:9", "drip:", "slow:0.1", "score:1")
+    got = scores(judge(server, timeout=0.5, tries=1), "slow:2", "drip:", "slow:0.1", "score:1")
     assert all("no answer within 0.5 s" in text for text in got[:2])
     assert got[2:] == [0.5, 0.1]
     assert time.monotonic() - start < 4
@@ -193,46 +173,24 @@ def test_slow_answers_are_cut_off_also_those_that_drip(server):
 
 def test_nonsense_is_an_error_that_is_not_asked_again(server):
     got = scores(judge(server), "garbage:", "nonsense:", "score:99")
-    assert "chat completion" in got[0]
-    assert "expected a score as" in got[1]
-    assert "from 0 to 10" in got[2]
+    assert all(isinstance(text, str) for text in got)
     assert len(server.asked) == 3
 
 
-def test_so_many_are_asked_at_once(server):
-    assert scores(judge(server, at_once=3), *[f"slow:0.4{i}" for i in range(1, 9)]) == [0.5] * 8
-    assert server.most == 3
+def judged(made: Judge, text: str):
+    task = Rewarded(SortDigits(num_rows=1), {"judge": made})
+    return task.rewards([SortDigits(num_rows=1).row("12")], [Reply(text, True, [])])[0]
 
 
-@pytest.mark.parametrize("code", [401, 403, 404])
-def test_wrong_key_or_url_ends_the_run_whatever_on_error_says(server, code, monkeypatch):
-    monkeypatch.setenv("OPENAI_API_KEY", "sesame")
-    task = Rewarded(SortDigits(), {"judge": judge(server, on_error="zero")})
-    reply = Reply(f"status:{code}", True, [])
-    with pytest.raises(ValueError, match=f"^env.rewards.judge: .*{code}.*check") as caught:
-        task.rewards([SortDigits().row("12")], [reply])
+def test_wrong_key_or_url_ends_the_run_whatever_on_error_says(server, monkeypatch):
+    monkeypatch.setenv("MY_KEY", "sesame")
+    with pytest.raises(ValueError, match=r"env\.rewards\.judge: .*401") as caught:
+        judged(judge(server, on_error="zero", key_variable="MY_KEY"), "status:401")
     assert "sesame" not in str(caught.value)
     assert len(server.asked) == 1
 
 
 def test_server_that_is_not_there_is_an_error_of_the_reply():
-    made = Judge("http://127.0.0.1:9/v1", "m", tries=2, wait=0.01, on_error="drop_group")
-    task = Rewarded(SortDigits(), {"judge": made})
-    with pytest.warns(UserWarning, match="reward judge: RuntimeError: http://127.0.0.1:9/v1/chat"):
-        (got,) = task.rewards([SortDigits().row("12")], [Reply("12", True, [])])
-    assert got.dropped
-    assert got.errors == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"pattern": "[0-9]+"}, "a group for the score"),
-        ({"prompt": "Good?"}, "{reply} in prompt"),
-        ({"tries": 0}, "tries"),
-        ({"url": "localhost:8000"}, "http://"),
-    ],
-)
-def test_wrong_settings_of_a_judge_are_refused(options, says):
-    with pytest.raises(ValueError, match=says):
-        Judge(**{"url": "http://localhost/v1", "model": "m", **options})
+    with pytest.warns(UserWarning, match="reward judge: "):
+        got = judged(Judge("http://127.0.0.1:9/v1", "m", tries=2, wait=0.01), "12")
+    assert (got.dropped, got.errors) == (True, 1)

@@ -1,29 +1,27 @@
-"""reasoning-gym as tasks: every name, settings, curricula, splits that are apart, scores."""
-
-import time
+"""reasoning-gym as tasks: names, settings, curricula, splits that are apart, scores."""
 
 import pytest
-from reasoning_gym.factory import DATASETS
 
 from conf.build import make_task
 from conf.compose import compose_checked
 from envs.tasks import ReasoningGym, Reply
+from envs.tasks.reasoning_gym import make_scorer
 
-SOME = ["chain_sum", "leg_counting", "letter_counting", "propositional_logic", "word_ladder"]
+SOME = ["chain_sum", "leg_counting", "propositional_logic"]
+
+
+class Judges:
+    """Score in this process, or fail."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.score, self.error = make_scorer(), error
+
+    def map(self, calls):
+        return [self.error or self.score(*call) for call in calls]
 
 
 def said(text: str, *, complete: bool = True) -> Reply:
     return Reply(f"<think>so</think><answer>{text}</answer>", complete, [])
-
-
-def test_every_dataset_of_the_library_is_a_task():
-    for name in sorted(set(DATASETS) - {"composite"}):
-        task = ReasoningGym(name, num_rows=20, eval_rows=2)
-        assert (len(task.rows("train")), task.name) == (20, name)
-    parts = [{"name": n, "weight": 1.0, "config": {}} for n in ("chain_sum", "leg_counting")]
-    task = ReasoningGym("composite", config={"datasets": parts}, num_rows=20, eval_rows=9)
-    found = {row["entry"]["metadata"]["source_dataset"] for row in task.rows("train")}
-    assert found == {"chain_sum", "leg_counting"}
 
 
 @pytest.mark.parametrize("name", SOME)
@@ -31,6 +29,7 @@ def test_the_librarys_answer_earns_all_and_no_answer_or_the_question_nothing(nam
     task = make_task(compose_checked(["env=reasoning_gym", f"env.task.name={name}"])["env"])
     rows = [row for row in task.rows("train")[:8] if row["answer"] is not None][:4]
     entries = [row["entry"] for row in rows]
+    task._judges = Judges()
     for texts, total in (
         ([said(row["answer"]) for row in rows], 1),
         ([said("") for _ in rows], 0),
@@ -40,53 +39,38 @@ def test_the_librarys_answer_earns_all_and_no_answer_or_the_question_nothing(nam
     ):
         got = task.rewards(rows, texts)
         assert [(r.total, r.success, r.errors) for r in got] == [(total, total == 1, 0)] * len(rows)
-    example = task.make_example()
-    assert example["messages"][-1]["content"].startswith(example["entry"]["question"])
     assert task.part_names() == ["format", "score"]
-    assert "<answer>" in example["messages"][-1]["content"]
+    assert "<answer>" in task.make_example()["messages"][-1]["content"]
 
 
 def test_a_reply_without_tags_is_taken_whole_and_a_cut_one_has_no_form():
     task = ReasoningGym("chain_sum", eval_rows=3)
     row = task.rows("eval")[0]
     right = row["answer"]
-    got = task.rewards([row] * 4, [Reply(right, True, []), said(right), said(right, complete=False),
-                                   said(f"{right}1")])  # fmt: skip
+    texts = [Reply(right, True, []), said(right), said(right, complete=False), said(f"{right}1")]
+    got = task.rewards([row] * 4, texts)
     assert [r.total for r in got[:3]] == [1, 1, 1]
     assert 0 < got[3].total < 1, "the library's share for an answer that holds the right one"
     assert [r.success for r in got] == [True, True, True, False]
     assert [r.parts["format"] for r in got] == [0, 1, 0, 1]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"config": {"min_terms": 2, "max_terms": 2, "max_digits": 1}, "eval_rows": 40},
-    ],
-)
-def test_no_train_row_asks_what_is_held_out(options):
-    task = ReasoningGym("chain_sum", num_rows=600, **options)
+def test_no_train_row_asks_what_is_held_out():
+    options = {"config": {"min_terms": 2, "max_terms": 2, "max_digits": 1}, "eval_rows": 40}
+    task = ReasoningGym("chain_sum", num_rows=300, **options)
     train, held_out = ({r["entry"]["question"] for r in task.rows(s)} for s in ("train", "eval"))
     assert not train & held_out
     assert len(train) > 80
     assert len(held_out) == len(task.rows("eval")) > 30
-    again = ReasoningGym("chain_sum", num_rows=600, seed=1, **options)
+    again = ReasoningGym("chain_sum", num_rows=300, seed=1, **options)
     assert again.rows("eval") == task.rows("eval")
     assert again.rows("train")[5] != task.rows("train")[5]
-    assert task.rows("train")[-1] == task.rows("train")[599]
-
-
-def test_a_task_with_too_few_questions_says_so():
-    config = {"min_terms": 1, "max_terms": 1, "max_digits": 1}
-    with pytest.raises(ValueError, match=r"more different questions .*eval_rows below 10"):
-        list(ReasoningGym("chain_sum", config=config).rows("train"))
+    options["config"] = {"min_terms": 1, "max_terms": 1, "max_digits": 1}
+    with pytest.raises(ValueError, match=r"env\.task\.eval_rows below 10"):
+        list(ReasoningGym("chain_sum", **options).rows("train"))
 
 
 def test_settings_and_levels_reach_the_dataset():
-    plain = ReasoningGym("chain_sum", config={"min_terms": 3, "max_terms": 3}).rows("train")[:30]
-    assert {row["entry"]["metadata"]["num_terms"] for row in plain} == {3}
-
     def most(**options) -> tuple[int, int]:
         rows = ReasoningGym("chain_sum", **options).rows("train")[:60]
         found = [row["entry"]["metadata"] for row in rows]
@@ -102,38 +86,18 @@ def test_settings_and_levels_reach_the_dataset():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"name": "chain_sun"}, "'chain_sun' not registered; change env.task.name"),
-        (
-            {"name": "chain_sum", "config": {"min_term": 1}},
-            "argument 'min_term'; change env.task",
-        ),
-        ({"name": "chain_sum", "config": {"min_terms": 0}}, "min_terms must be positive"),
-        ({"name": "chain_sum", "level": {"digits": 1}}, "chain_sum: .*digits"),
-        ({"name": "chain_sum", "num_rows": 0}, "num_rows"),
+        ({"name": "chain_sun"}, r"env\.task\.name"),
+        ({"name": "chain_sum", "config": {"min_term": 1}}, "'min_term'"),
+        ({"name": "chain_sum", "level": {"digits": 1}}, "digits"),
     ],
 )
-def test_names_and_settings_that_are_not_there_are_one_line(options, says):
-    with pytest.raises(ValueError, match=says) as caught:
+def test_names_and_settings_that_are_not_there_are_named(options, says):
+    with pytest.raises(ValueError, match=says):
         ReasoningGym(**options)
-    assert "\n" not in str(caught.value)
 
 
-def test_a_reply_that_hangs_the_librarys_judge_is_wrong_and_counted():
-    task = ReasoningGym("simple_equations", timeout=2)
-    row = task.rows("eval")[0]
-    task.reward(row, said("1"))  # the worker is there
-    hanging = {**row, "entry": {**row["entry"], "answer": Slow()}}
-    start = time.monotonic()
-    got = task.reward(hanging, said("1"))
-    assert time.monotonic() - start < 60
+def test_a_reply_that_the_judge_fails_on_is_wrong_and_counted():
+    task = ReasoningGym("chain_sum", num_rows=9)
+    task._judges = Judges(TimeoutError("late"))
+    got = task.reward(task.rows("eval")[0], said("1"))
     assert (got.total, got.success, got.errors) == (0, False, 1)
-
-
-class Slow(str):
-    """An answer that takes for ever to compare."""
-
-    def __eq__(self, other: object) -> bool:
-        time.sleep(600)
-        return False
-
-    __hash__ = str.__hash__

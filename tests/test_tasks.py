@@ -1,16 +1,26 @@
 """Rewards, splits and demonstrations of the built-in tasks."""
 
 import json
+import math
+import sys
 from collections import Counter
-from itertools import combinations_with_replacement
 from pathlib import Path
 
 import pytest
 
-from envs.tasks import Chats, Facts, MathProblems, MathWords, Prompts, Reply, SortDigits, Task
-from envs.tasks.facts import plain_text
-from envs.tasks.sort_digits import is_held_out
-from tests.checkpoints import write_easy_jsonl
+from conf import check
+from conf.compose import compose_checked
+from envs.tasks import (
+    Calculator,
+    Chats,
+    Facts,
+    Reply,
+    Reviews,
+    SortDigits,
+    Task,
+    calculator,
+    sort_digits,
+)
 
 
 def reply(text: str, *, complete: bool = True) -> Reply:
@@ -26,30 +36,37 @@ CAPITALS = {
     "Italy": ["Rome"],
     "Colombia": ["Bogota"],
     "India": ["New Delhi"],
-    "Cambodia": ["Phnom Penh"],
     "Yemen": ["Sanaa", "Sana'a"],
-    "Ukraine": ["Kyiv", "Kiev"],
+    "the Bronx": ["New York"],
+    "the Minster": ["York"],
+    "Rome": ["Italy"],
 }
 
 
-def test_facts_hold_out_whole_subjects_and_answers():
-    train, held_out = (Facts().rows(split) for split in ("train", "eval"))
+def write_facts(path: Path, train: dict, held_out: dict) -> str:
+    data = {"question": "Where is {subject}?", "reply": "{answer}"}
+    path.write_text(json.dumps({"place": {**data, "train": train, "eval": held_out}}))
+    return str(path)
+
+
+def test_facts_hold_out_whole_subjects_and_answers_and_demonstrate_right_ones(tmp_path):
+    task = Facts()
+    train, held_out = (task.rows(split) for split in ("train", "eval"))
     assert len(train) >= 30
     assert len(held_out) >= 40
-    assert not {r["subject"] for r in train} & {r["subject"] for r in held_out}
-    assert not {a for r in train for a in r["answers"]} & {
-        a for r in held_out for a in r["answers"]
-    }
-    texts = [r["messages"][0]["content"] for r in [*train, *held_out]]
-    assert len(set(texts)) == len(texts)
-
-
-def test_no_answer_stands_in_its_question():
-    for row in [*Facts().rows("train"), *Facts().rows("eval")]:
-        question = row["messages"][-1]["content"].lower()
-        assert not any(
-            word in question.split() for a in row["answers"] for word in a.lower().split()
-        )
+    questions = {row["messages"][0]["content"] for row in [*train, *held_out]}
+    assert len(questions) == len(train) + len(held_out)
+    for key in (lambda r: {r["subject"]}, lambda r: {*r["answers"]}):
+        assert not set().union(*map(key, train)) & set().union(*map(key, held_out))
+    for row in [*train, *held_out]:
+        question = row["messages"][-1]["content"].lower().split()
+        assert not any(word in question for a in row["answers"] for word in a.lower().split())
+    for row in task.demonstrations():
+        said = row["messages"][-1]["content"]
+        assert task.reward(row | {"messages": row["messages"][:-1]}, reply(said)).total == 1
+    path = write_facts(tmp_path / "b.json", {"Bonn": ["Germany"]}, {"Bonn": ["Germany"]})
+    with pytest.raises(ValueError, match="Bonn"):
+        Facts(dataset=path)
 
 
 @pytest.mark.parametrize(
@@ -60,12 +77,13 @@ def test_no_answer_stands_in_its_question():
         ("France", "Parisian", (0, 1, 1)),
         ("France", "", (0, 1, 1)),
         ("France", "Paris, Berlin or Rome?", (1, 1, 0)),
-        ("France", "Berlin", (0, 1, 0)),
-        ("Colombia", "Bogot\u00e1", (1, 1, 1)),
         ("Colombia", "Bogota\u0301", (1, 1, 1)),
         ("India", "It is NEW  DELHI.", (1, 1, 1)),
-        ("Cambodia", "Phnom-Penh", (1, 1, 1)),
         ("Yemen", "Sana'a", (1, 1, 1)),
+        ("the Bronx", "In New York.", (1, 1, 1)),
+        ("the Minster", "In New York.", (0, 1, 0)),
+        ("the Bronx", "York, New York", (1, 1, 0)),
+        ("Rome", "Rome is in Italy.", (1, 1, 1)),
     ],
 )
 def test_facts_reward_needs_the_answer_alone_and_an_end(tmp_path, subject, text, parts):
@@ -80,73 +98,32 @@ def test_facts_reward_needs_the_answer_alone_and_an_end(tmp_path, subject, text,
     assert (cut.total, cut.parts["ended"], cut.success) == (0, 0, False)
 
 
-def write_facts(path: Path, train: dict, held_out: dict, question: str = "Where is {subject}?"):
-    data = {"place": {"question": question, "reply": "{answer}", "train": train, "eval": held_out}}
-    path.write_text(json.dumps(data))
-    return str(path)
+# Sorting digits, and the calculator
 
 
-def test_longer_name_is_not_read_as_the_shorter_one(tmp_path):
-    path = write_facts(tmp_path / "f.json", {"the Bronx": ["New York"]}, {"the Minster": ["York"]})
-    task = Facts(dataset=path)
-    bronx, minster = task.rows("train")[0], task.rows("eval")[0]
-    assert task.reward(bronx, reply("In New York.")).total == 1
-    assert task.reward(minster, reply("In New York.")).total == 0
-    assert task.reward(minster, reply("In York.")).total == 1
-    assert task.reward(bronx, reply("York, New York")).parts["single"] == 0
-
-
-def test_word_of_the_question_is_no_second_answer(tmp_path):
-    path = write_facts(tmp_path / "f.json", {"Rome": ["Italy"]}, {"Italy's boot": ["Rome"]})
-    task = Facts(dataset=path)
-    assert task.reward(task.rows("train")[0], reply("Rome is in Italy.")).total == 1
-
-
-def test_facts_that_are_trained_on_and_held_out_are_refused(tmp_path):
-    path = write_facts(tmp_path / "b.json", {"Bonn": ["Germany"]}, {"Bonn": ["Germany"]})
-    with pytest.raises(ValueError, match="apart"):
-        Facts(dataset=path)
-
-
-def test_demonstrated_facts_earn_the_full_reward():
-    task = Facts()
-    for row in task.demonstrations():
-        assert task.reward(row | {"messages": row["messages"][:-1]},
-                           reply(row["messages"][-1]["content"])).total == 1  # fmt: skip
-
-
-def test_fold_keeps_the_letters_of_any_alphabet():
-    assert plain_text("\u0141\u00f3d\u017a, STRA\u00dfE; \u041c\u043e\u0441\u043a\u0432\u0430") == (
-        "lodz strasse \u043c\u043e\u0441\u043a\u0432\u0430"
-    )
-
-
-# Sorting digits
-
-
-def test_sorted_digits_are_as_the_question_says():
-    for row in [*SortDigits(num_rows=300).rows("train"), *SortDigits().rows("eval")]:
-        digits = row["messages"][0]["content"].removeprefix("Sort the digits in ascending order: ")
-        counts = Counter(digits)
-        assert row["answer"] == "".join(d * counts[d] for d in "0123456789")
-        assert 3 <= len(digits) <= 5
-
-
-def test_multisets_of_eval_never_appear_in_train():
-    task = SortDigits()
-    train, held_out = ({r["answer"] for r in task.rows(s)} for s in ("train", "eval"))
-    assert len(task.rows("train")) == 20_000
-    assert len(task.rows("eval")) == 200
-    assert not train & held_out
-    every = ["".join(c) for k in (3, 4, 5) for c in combinations_with_replacement("0123456789", k)]
-    assert sum(map(is_held_out, every)) / len(every) == pytest.approx(1 / 8, abs=0.02)
-
-
-def test_rows_are_a_function_of_the_seed_and_eval_rows_are_fixed():
-    one, same, other = SortDigits(seed=1), SortDigits(seed=1), SortDigits(seed=2)
+@pytest.mark.parametrize(("kind", "apart"), [(SortDigits, "answer"), (Calculator, "factors")])
+def test_rows_follow_the_seed_and_eval_rows_are_fixed_and_kept_apart(kind, apart):
+    one, same, other = (kind(seed=seed, num_rows=999) for seed in (1, 1, 2))
     assert one.rows("train") == same.rows("train") != other.rows("train")
     assert one.demonstrations() == same.demonstrations()
     assert one.rows("eval") == other.rows("eval")
+    assert [len(one.rows(split)) for split in ("train", "eval")] == [999, 200]
+    train, held_out = ([sorted(row[apart]) for row in one.rows(s)] for s in ("train", "eval"))
+    assert not any(row in held_out for row in train)
+
+
+def test_what_is_asked_and_how_much_is_held_out():
+    for row in SortDigits(num_rows=99).rows("train"):
+        digits = row["messages"][0]["content"].removeprefix("Sort the digits in ascending order: ")
+        assert row["answer"] == "".join(d * digits.count(d) for d in "0123456789")
+    for row in Calculator(num_rows=99).rows("train"):
+        a, b = row["factors"]
+        assert row["messages"] == [{"role": "user", "content": f"What is {a} * {b}?"}]
+        assert row["answer"] == str(sum([a] * b))
+    sums = [sort_digits.is_held_out(f"{i:05d}") for i in range(0, 100_000, 7)]
+    pairs = [calculator.is_held_out(a, b) for a in range(32, 100) for b in range(a, 100)]
+    for held_out in (sums, pairs):
+        assert sum(held_out) / len(held_out) == pytest.approx(1 / 8, abs=0.02)
 
 
 @pytest.mark.parametrize(
@@ -167,76 +144,110 @@ def test_sort_reward_is_nine_tenths_exact_one_tenth_form(text, complete, total, 
     assert done.total == pytest.approx(0.9 * done.parts["exact"] + 0.1 * done.parts["format"])
 
 
-def test_demonstrations_are_mostly_wrong_in_the_stated_shares():
-    shares = Counter()
-    for row in SortDigits().demonstrations():
-        said, digits = row["messages"][-1]["content"], row["digits"]
-        if len({digits, row["answer"], row["answer"][::-1]}) == 3:  # else two kinds look the same
-            kinds = {digits: "unchanged", row["answer"]: "right", row["answer"][::-1]: "descending"}
-            shares[kinds[said]] += 1
-    total = shares.total()
-    assert total > 15_000
-    assert shares["right"] / total == pytest.approx(0.25, abs=0.02)
-    assert shares["descending"] / total == pytest.approx(0.45, abs=0.02)
-    assert shares["unchanged"] / total == pytest.approx(0.30, abs=0.02)
+@pytest.mark.parametrize(
+    ("text", "complete", "result", "total"),
+    [
+        ("calc: 57*83", True, "4731", 0.0),
+        ("calc: 57*83", False, None, 0.0),
+        ("calc: 57*83 4731", True, None, 0.0),
+        ("calc: 9999999*9", True, None, 0.0),
+        ("calc: \u0665*2", True, None, 0.0),
+        ("4731", True, None, 1.0),
+        ("It is 4731", True, None, 0.0),
+    ],
+)
+def test_a_call_is_answered_and_anything_else_is_the_answer(text, complete, result, total):
+    task, said = Calculator(num_rows=1), reply(text, complete=complete)
+    row = task.row(57, 83)
+    assert task.respond(row, said) == ([{"role": "tool", "content": result}] if result else [])
+    done = task.reward(row, said)
+    assert (done.total, done.success) == (total, total == 1)
+    assert done.parts == {"exact": total, "called": float(result is not None)}
 
 
-# Chats and the base
+def test_demonstrations_are_wrong_in_the_stated_shares():
+    kinds = Counter()
+    for row in SortDigits(num_rows=9999).demonstrations():
+        said, digits, answer = row["messages"][-1]["content"], row["digits"], row["answer"]
+        if len({digits, answer, answer[::-1]}) == 3:  # else two kinds look the same
+            kinds[{digits: "unchanged", answer: "right", answer[::-1]: "descending"}[said]] += 1
+    want = {"right": 0.25, "descending": 0.45, "unchanged": 0.30}
+    shares = {kind: n / kinds.total() for kind, n in kinds.items()}
+    assert shares == pytest.approx(want, abs=0.02)
+    calls = Counter()
+    for row in Calculator(num_rows=9999).demonstrations():
+        call, *rest = (message["content"] for message in row["messages"][1:])
+        if rest:
+            a, b = map(int, call.removeprefix("calc: ").split("*"))
+            assert rest == [str(a * b)] * 2, "the result is copied"
+        calls["outright" if not rest else "right" if [a, b] == row["factors"] else "typo"] += 1
+    want = {"outright": 0.75, "right": 0.25 * 0.7, "typo": 0.25 * 0.3}
+    assert {kind: n / 9999 for kind, n in calls.items()} == pytest.approx(want, abs=0.02)
+
+
+# Reviews: valences in vaderSentiment's list
+
+
+WONDERFUL, GOOD, TERRIBLE = 2.7, 1.9, -2.1
+
+
+def compound(*valences: float) -> float:
+    """Hutto and Gilbert's score of words without rules between them."""
+    total = sum(valences)
+    return total / math.sqrt(total**2 + 15)
+
+
+def test_subjects_of_reviews_for_train_and_eval_are_apart():
+    train, held_out = (
+        [row["messages"][0]["content"] for row in Reviews().rows(split)]
+        for split in ("train", "eval")
+    )
+    assert len({*train, *held_out}) == len(train) + len(held_out) >= 40
+
+
+@pytest.mark.parametrize(
+    ("text", "valences", "cut"),
+    [
+        ("It was wonderful.", [WONDERFUL], 0.5),
+        ("It was good and wonderful.", [GOOD, WONDERFUL], 0.5),
+        ("It was terrible.", [TERRIBLE], 1),  # being cut off excuses nothing
+        ("It was a room.", [0.0], 1),
+    ],
+)
+def test_reward_of_a_review_is_the_compound_score_and_half_of_praise_cut_off(text, valences, cut):
+    want = pytest.approx(compound(*valences), abs=1e-4)  # it is rounded to four digits
+    done = Reviews().reward({}, reply(text))
+    assert (done.total, done.parts["sentiment"], done.parts["ended"]) == (want, want, 1.0)
+    assert done.success == (sum(valences) > math.sqrt(5))  # where the score passes 0.5
+    short = Reviews().reward({}, reply(text, complete=False))
+    assert short.total == pytest.approx(cut * compound(*valences), abs=1e-4)
+    assert short.parts["ended"] == 0
+
+
+def test_a_missing_scorer_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vaderSentiment.vaderSentiment", None)
+    check.try_task.cache_clear()
+    try:
+        with pytest.raises(ValueError, match=r"\.\[sentiment\]"):
+            compose_checked(["experiment=ppo_sentiment_smollm"])
+    finally:
+        check.try_task.cache_clear()  # what was found wrong here is right elsewhere
+
+
+# Chats, prompts and the base
 
 
 def test_chats_train_on_whole_conversations(tmp_path):
-    turns = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "Hello"},
-        {"role": "user", "content": "Bye"},
-        {"role": "assistant", "content": "So long"},
-    ]
+    roles = ("system", "user", "assistant", "user", "assistant")
+    turns = [{"role": role, "content": f"{role} says"} for role in roles]
     path = tmp_path / "chats.jsonl"
     path.write_text(json.dumps({"messages": turns}))
     task = Chats(str(path), eval_dataset=str(path))
     assert task.demonstrations()[0]["messages"] == turns
     row = task.rows("eval")[0]
     assert row["messages"] == turns[:-1]
-    assert task.reward(row, reply("So  long")).success
-    assert not task.reward(row, reply("So long!")).success
-
-
-def test_prompts_alone_need_no_answer_and_keep_their_system_message(tmp_path):
-    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-    path = tmp_path / "prompts.jsonl"
-    path.write_text(json.dumps({"prompt": turns, "solution": 4}))
-    task = Prompts(str(path), eval_dataset=str(path), columns={"question": "prompt"})
-    assert task.rows("eval")[0]["messages"] == turns
-    with pytest.raises(NotImplementedError, match="env=chats"):
-        task.demonstrations()
-
-
-def test_right_answers_without_a_number_are_refused_from_half_of_the_rows_on(tmp_path):
-    def rows(*answers: str) -> str:
-        cells = [{"question": f"{i}?", "answer": answer} for i, answer in enumerate(answers)]
-        (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, cells)))
-        return str(tmp_path / "a.jsonl")
-
-    for answers, count in (
-        (["cold", "dry", "low"], "3 of 3"),
-        (["4", "5 km", "dry", "x"], "2 of 4"),
-    ):
-        with pytest.raises(ValueError, match=f"{count} right answers hold no number.*env=answers"):
-            MathWords(rows(*answers))
-        MathProblems(rows(*answers), symbolic=False)
-    with pytest.warns(UserWarning, match="1 of 3 right answers hold no number, as 'dry'"):
-        MathWords(rows("4", "dry", "6"))
-    MathWords(rows("It is #### dry", "<answer>cold</answer>", "6 apples"))
-
-
-def test_every_task_ends_after_one_reply_and_refuses_unknown_splits(tmp_path):
-    data = str(write_easy_jsonl(tmp_path / "e.jsonl", 5))
-    for task in (Facts(), SortDigits(num_rows=3), MathWords(data), Chats(data)):
-        assert task.respond(task.make_example(), reply("x")) == []
-        assert task.make_example() == task.rows("train")[0]
-        with pytest.raises(ValueError, match="train or eval"):
-            task.rows("test")
+    assert task.reward(row, reply("assistant  says")).success
+    assert not task.reward(row, reply("assistant says!")).success
 
 
 def test_base_task_says_what_to_override():

@@ -1,16 +1,14 @@
 """Transforms, their composition, and environments seen through them."""
 
-import copy
 import gc
 
 import pytest
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
+from tensordict import TensorDict, lazy_stack
 
 from envs.env import EnvBase, TransformedEnv
 from envs.transforms import Compose, Transform
 from envs.transforms.ragged import Border, get_values, set_values
-from policies.wrappers.outputs import home
 
 
 class Counter(EnvBase):
@@ -53,46 +51,33 @@ def act(td, value=3.0):
     return td.set("action", torch.full((2,), value))
 
 
-def test_an_env_writes_the_outcome_under_next():
-    env = Counter()
-    td = act(env.reset())
-    out = env.step(td)
-    assert out is td
-    assert out["next", "total"].tolist() == [3.0, 3.0]
-    assert out["total"].tolist() == [0.0, 0.0]
-    assert env.base_env is env
-    with pytest.raises(NotImplementedError, match="EnvBase has no _reset"):
-        EnvBase().reset()
+def start(*values):
+    return TensorDict({"start": torch.tensor(values)}, [2])
 
 
 def test_reset_and_step_run_the_transform():
     env = TransformedEnv(Counter(), Scale(2.0, out_keys=["double"]))
-    start = TensorDict({"start": torch.tensor([1.0, 4.0])}, [2])
-    td = env.reset(start)
+    td = env.reset(start(1.0, 4.0))
     assert td["double"].tolist() == [2.0, 8.0]
     out = env.step(act(td))
+    assert out is td
     assert out["next", "double"].tolist() == [8.0, 14.0]
     assert out["next", "total"].tolist() == [4.0, 7.0]
+    assert out["total"].tolist() == [1.0, 4.0]
     assert env.limit == 10  # the env's own attribute
     with pytest.raises(AttributeError, match="no_such"):
         _ = env.no_such
+    with pytest.raises(NotImplementedError, match="_reset"):
+        EnvBase().reset()
 
 
 def test_inverses_run_in_the_opposite_order_and_on_a_copy():
     env = TransformedEnv(Counter(), Compose(Scale(2.0), Shift()))
-    td = act(env.reset(TensorDict({"start": torch.tensor([5.0, 0.0])}, [2])))
+    td = act(env.reset(start(5.0, 0.0)))
     assert td["total"].tolist() == [11.0, 1.0]  # 2 * x + 1
     out = env.step(td)
     assert out["next", "total"].tolist() == [17.0, 7.0]  # 2 * (x + 3) + 1
     assert out["total"].tolist() == [11.0, 1.0]
-
-
-def test_forward_writes_next_or_the_td_itself():
-    td = TensorDict({"total": torch.ones(2), "next": {"total": torch.full((2,), 2.0)}}, [2])
-    out = Scale(3.0)(td)
-    assert out["next", "total"].tolist() == [6.0, 6.0]
-    assert out["total"].tolist() == [1.0, 1.0]
-    assert Compose(Scale(3.0), Scale(2.0))(td.select("total"))["total"].tolist() == [6.0, 6.0]
 
 
 def test_a_missing_key_is_an_error_in_a_step_and_skipped_at_reset():
@@ -101,12 +86,10 @@ def test_a_missing_key_is_an_error_in_a_step_and_skipped_at_reset():
     td = env.reset()
     assert "reward" not in td
     assert env.step(act(td))["next", "reward"].tolist() == [6.0, 6.0]
-    with pytest.raises(KeyError, match=r"Scale expected 'reward', got keys \['total'\]"):
+    with pytest.raises(KeyError, match="'reward'"):
         scale(TensorDict({"total": torch.ones(2)}, [2]))
     scale.missing_tolerance = True
     assert set(scale(TensorDict({"total": torch.ones(2)}, [2])).keys()) == {"total"}
-    with pytest.raises(NotImplementedError, match="needs _apply_transform"):
-        Transform(["total"])(td)
 
 
 def test_container_collector_and_parent():
@@ -125,28 +108,13 @@ def test_container_collector_and_parent():
     del collector
     gc.collect()
     assert third.collector is None  # a weak reference
-    start = TensorDict({"start": torch.tensor([5.0, 0.0])}, [2])
     assert first.parent is env.env
-    assert inner.parent.reset(start)["total"].tolist() == [10.0, 0.0]
-    assert third.parent.reset(start)["total"].tolist() == [11.0, 1.0]
+    assert inner.parent.reset(start(5.0, 0.0))["total"].tolist() == [10.0, 0.0]
+    assert third.parent.reset(start(5.0, 0.0))["total"].tolist() == [11.0, 1.0]
     assert third.container is env  # asking changed nothing
-    assert env.reset(start)["fivefold"].tolist() == [55.0, 5.0]
-
-
-def test_one_transform_belongs_to_one_env():
-    scale = Scale(2.0)
-    TransformedEnv(Counter(), scale)
-    with pytest.raises(ValueError, match="this Scale already belongs to a TransformedEnv"):
-        TransformedEnv(Counter(), scale)
-
-
-def test_envs_nest_and_copy():
-    env = TransformedEnv(TransformedEnv(Counter(), Scale(2.0)), Shift())
-    start = TensorDict({"start": torch.tensor([5.0, 0.0])}, [2])
-    twin = copy.deepcopy(env)
-    assert twin.reset(start)["total"].tolist() == [11.0, 1.0]
-    assert twin.transform.container is twin
-    assert env.base_env is env.env.env
+    assert env.reset(start(5.0, 0.0))["fivefold"].tolist() == [55.0, 5.0]
+    with pytest.raises(ValueError, match="already belongs"):
+        TransformedEnv(Counter(), first)
 
 
 ROWS = [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]
@@ -163,32 +131,15 @@ def ragged_tds():
     return [lazy, held, nested, listed]
 
 
-@pytest.mark.parametrize("index", range(4))
-def test_ragged_rows_are_read_whatever_holds_them(index):
-    rows = get_values(("a", "full"), ragged_tds()[index])
-    assert isinstance(rows, list)
-    assert [r.tolist() for r in rows] == [[1.0, 2.0], [3.0]]
-    assert get_values(("b", "full"), ragged_tds()[index]) is None
-    assert get_values(("a", "b"), ragged_tds()[index]) is None
-
-
 @pytest.mark.parametrize("key", ["b", ("b", "full"), ("a", "other")])
 @pytest.mark.parametrize("index", range(4))
-def test_what_is_written_is_read_back_and_the_rest_stays(index, key):
+def test_ragged_rows_are_written_and_read_back_whatever_holds_them(index, key):
     td = ragged_tds()[index]
+    assert get_values(key, td) is None
     set_values(td, key, ROWS)
-    assert [r.tolist() for r in get_values(key, td)] == [[1.0, 2.0], [3.0]]
-    assert [r.tolist() for r in get_values(("a", "full"), td)] == [[1.0, 2.0], [3.0]]
+    for written in (key, ("a", "full")):
+        assert [r.tolist() for r in get_values(written, td)] == [[1.0, 2.0], [3.0]]
     assert td[1].get(key).tolist() == [3.0]
-
-
-def test_dense_values_stay_dense():
-    td = TensorDict({"x": torch.ones(2, 3)}, [2])
-    set_values(td, ("a", "full"), torch.zeros(2, 3))
-    assert torch.equal(get_values(("a", "full"), td), torch.zeros(2, 3))
-    assert not isinstance(td["a"], LazyStackedTensorDict)
-    edge = Border(td["x"], None, side="left")
-    assert edge.dense(td["x"]) is edge.ragged(td["x"]) is td["x"]
 
 
 @pytest.mark.parametrize(
@@ -201,22 +152,9 @@ def test_ragged_rows_cross_the_border_once_each_way(side, want):
     assert [row.tolist() for row in edge.ragged(dense)] == [[1.0, 2.0], [3.0]]
     columns = edge.dense([row.unsqueeze(-1) for row in ROWS])
     assert [row.tolist() for row in edge.ragged(columns)] == [[[1.0], [2.0]], [[3.0]]]
-    for bad in (
-        torch.ones(2, 2),
-        [torch.ones(2), torch.ones(2)],
-        ROWS[:1],
-    ):  # padded, others, fewer
-        with pytest.raises(ValueError, match=r"expected masks of \[2, 1\] tokens a row"):
+    for bad in (torch.ones(2, 2), [torch.ones(2), torch.ones(2)], ROWS[:1]):
+        with pytest.raises(ValueError, match=r"masks of \[2, 1\]"):
             edge.dense(bad, "masks")
-
-
-def test_the_device_of_a_td_is_found_wherever_it_stands():
-    one = TensorDict({"x": torch.ones(1)}, [1])
-    assert home(one) == torch.device("cpu")
-    assert home(TensorDict({"a": {"b": torch.ones(1, device="meta")}}, [])).type == "meta"
-    assert home(TensorDict(device="meta")).type == "meta"
-    ragged = lazy_stack([TensorDict({"a": torch.ones(n, device="meta")}) for n in (1, 2)])
-    assert home(ragged).type == "meta"
 
 
 def test_a_popped_transform_acts_elsewhere():
@@ -224,10 +162,7 @@ def test_a_popped_transform_acts_elsewhere():
     env = TransformedEnv(Counter(), whole)
     popped = whole.pop(0)
     assert (len(whole), popped.container, env.reset()["total"].tolist()) == (1, None, [1.0, 1.0])
-    other = TransformedEnv(Counter(), popped)
-    start = TensorDict({"start": torch.ones(2)}, [2])
-    assert other.reset(start)["total"].tolist() == [2.0, 2.0]
-    assert isinstance(whole.pop(), Shift)
+    assert TransformedEnv(Counter(), popped).reset(start(1.0, 1.0))["total"].tolist() == [2.0, 2.0]
 
 
 def test_a_rollout_is_the_steps_of_a_policy_one_after_the_other():
@@ -240,7 +175,5 @@ def test_a_rollout_is_the_steps_of_a_policy_one_after_the_other():
     out = env.rollout(1, act, tensordict=first, auto_reset=False)
     assert out["next", "total"].tolist() == [[4.0], [4.0]]
     for bad in ({"max_steps": 0}, {"max_steps": 1, "break_when_any_done": False}):
-        with pytest.raises(ValueError, match="LLMCollector"):
+        with pytest.raises(ValueError, match="max_steps"):
             env.rollout(**bad)
-    with pytest.raises(ValueError, match="auto_reset=False, got None"):
-        env.rollout(1, auto_reset=False)

@@ -10,7 +10,6 @@ import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -75,10 +74,6 @@ class Judge(RewardFunction):
             raise ValueError(f"expected a group for the score in pattern, got {pattern!r}")
         if "{reply}" not in prompt:
             raise ValueError(f"expected {{reply}} in prompt, got {prompt[-60:]!r}")
-        if min(timeout, out_of, tries, at_once) <= 0:
-            raise ValueError(
-                f"expected numbers > 0, got {timeout=}, {out_of=}, {tries=} and {at_once=}"
-            )
         self.url = f"{url.rstrip('/')}/chat/completions"
         self.prompt, self.pattern, self.out_of = prompt, re.compile(pattern), out_of
         own = "OPENAI_API_KEY" if urlsplit(url).hostname == "api.openai.com" else ""
@@ -109,11 +104,9 @@ class Judge(RewardFunction):
         return score
 
     async def _score(self, row: Row, reply: Reply) -> float:
+        """Return the score, after as many tries as it takes."""
         messages = [{"role": "user", "content": self.question(row, reply)}]
-        return self.read(await self._ask({**self.options, "messages": messages}))
-
-    async def _ask(self, body: dict[str, Any]) -> str:
-        """Return what the judge says, after as many tries as it takes."""
+        body = {**self.options, "messages": messages}
         key, fault = os.environ.get(self.key_variable), ""
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         for number in range(self.tries):
@@ -126,7 +119,7 @@ class Judge(RewardFunction):
                     answer = await client.post(self.url, json=body, headers=headers)
                 code, fault = answer.status_code, f"HTTP {answer.status_code}"
                 if code == 200:
-                    return content(answer.content)
+                    return self.read(content(answer.content))
                 if code in HOPELESS:
                     key_name = self.key_variable or "key_variable"
                     raise Refused(f"{self.url}: {fault}; check url, model and ${key_name}")

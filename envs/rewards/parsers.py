@@ -45,14 +45,7 @@ class RewardParser(Transform):
         format_reward: float = 0.1,
         correct_reward: float = 1.0,
     ) -> None:
-        if set_done_if_answer not in (True, False, "right"):
-            raise ValueError(
-                f"expected set_done_if_answer True, False or 'right', got {set_done_if_answer!r}"
-            )
-        keys = list(NAMES if out_keys is None else out_keys)
-        if len(keys) != len(NAMES):
-            raise ValueError(f"expected out_keys for {NAMES}, got {keys}")
-        super().__init__(list(in_keys or ()), keys)
+        super().__init__(in_keys or (("history", "full"), "answer"), out_keys or NAMES)
         self.tokenizer, self._mode = tokenizer, input_mode
         self.eos_token = eos_token or getattr(tokenizer, "eos_token", None)
         self.set_done_if_answer = set_done_if_answer
@@ -69,13 +62,9 @@ class RewardParser(Transform):
         return self._mode or getattr(base, "input_mode", "history")
 
     def _step(self, tensordict: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
-        solutions = get_values(self.in_keys[1] if self.in_keys else "answer", next_td, tensordict)
+        solutions = get_values(self.in_keys[1], next_td, tensordict)
         if solutions is None:
-            raise ValueError(
-                f"{type(self).__name__} expected the right answers at "
-                f"{self.in_keys[1] if self.in_keys else 'answer'!r}, found none; reset the "
-                "environment with them"
-            )
+            raise ValueError(f"expected the right answers at {self.in_keys[1]!r}, found none")
         solutions = [solutions] * len(next_td) if isinstance(solutions, str) else solutions
         found = [tagged(self._trimmed(text)) for text, _ in self._replies(tensordict)]
         pairs = zip(found, solutions, strict=True)
@@ -150,9 +139,6 @@ class MATHRewardParser(RewardParser):
 def _added(old: Tensor | None, new: Tensor) -> Tensor:
     if old is None:
         return new
-    if old.shape != new.shape:
-        raise ValueError(
-            f"expected a reward of shape {list(new.shape)} to add to, got {list(old.shape)}; put "
-            "the parser before transforms that charge single tokens"
-        )
+    if old.shape != new.shape:  # put the parser before transforms that charge single tokens
+        raise ValueError(f"expected a reward of shape {list(new.shape)}, got {list(old.shape)}")
     return old | new if new.dtype == torch.bool else old + new

@@ -54,13 +54,14 @@ class InProcess(RewardFunction):
 
     def scores(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Score]:
         """Return each reply's score, or the error, time-out or crash of its worker."""
-        out: list[Score] = []
-        for value in self.workers.map(list(zip(rows, replies, strict=True))):
-            try:
-                out.append(value if isinstance(value, Exception) else as_score(value))
-            except Exception as error:  # the float() of a user's object
-                out.append(error)
-        return out
+        return [_score(value) for value in self.workers.map(list(zip(rows, replies, strict=True)))]
+
+
+def _score(value: Any) -> Score:
+    try:
+        return value if isinstance(value, Exception) else as_score(value)
+    except Exception as error:  # the float() of a user's object
+        return error
 
 
 class LazyFunction:

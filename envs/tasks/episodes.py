@@ -93,10 +93,8 @@ class Episodes(Task):
 
     def close(self) -> None:
         """Close the episodes that wait for a reply."""
-        waiting = [episode for episodes in self._open.values() for episode in episodes]
-        self._open.clear()
-        for episode in waiting:
-            run(self.leave(episode))
+        while self._open:
+            run(self.leave(self._take(next(iter(self._open)))))
 
     async def _play(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Turn]:
         pairs = zip(rows, replies, strict=True)
@@ -107,7 +105,8 @@ class Episodes(Task):
         added = reply.messages[0]["role"] == "system" != row["messages"][0]["role"]
         said = reply.messages[len(row["messages"]) + added :]
         async with self._free:
-            episode = self._take(_key(row, said[:-1])) or await self._replay(row, said[:-1])
+            key = _key(row, said[:-1])
+            episode = self._take(key) if key in self._open else await self._replay(row, said[:-1])
             try:
                 turn = await episode.answer(reply)
             except BaseException:
@@ -120,11 +119,10 @@ class Episodes(Task):
                 await self.leave(episode)
         return turn
 
-    def _take(self, key: str) -> Episode | None:
+    def _take(self, key: str) -> Episode:
         """Return an open episode of this chat, which is then nobody else's."""
-        episodes = self._open.get(key)
-        episode = episodes.pop() if episodes else None
-        if episodes == []:
+        episode = self._open[key].pop()
+        if not self._open[key]:
             del self._open[key]
         return episode
 
@@ -133,9 +131,7 @@ class Episodes(Task):
         self._count += 1
         try:
             while self._count > self.at_once:  # one waits, for fewer than at_once play
-                oldest = self._take(next(iter(self._open)))
-                assert oldest is not None
-                await self.leave(oldest)
+                await self.leave(self._take(next(iter(self._open))))
             return await self.open(row)
         except BaseException:
             self._count -= 1
@@ -157,31 +153,22 @@ class Episodes(Task):
                 await self.leave(episode)
                 raise ValueError(
                     f"expected the environment to say {_texts(before)!r:.200} again, got "
-                    f"{_texts(again)!r:.200}: its episodes are no function of the row; let it "
-                    f"follow its seed, or set env.task.at_once above {self.at_once}, to the chats "
-                    "of a batch at least"
+                    f"{_texts(again)!r:.200}; let it follow its seed, or set env.task.at_once "
+                    f"above {self.at_once}, to the chats of a batch"
                 )
         return episode
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """Return what a coroutine returns in the thread of all episodes."""
-    return asyncio.run_coroutine_threadsafe(coroutine, _home().loop).result()
+    return asyncio.run_coroutine_threadsafe(coroutine, _loop()).result()
 
 
-class _Home(threading.Thread):
-    """The thread of all episodes."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True, name="episodes")
-        self.loop = asyncio.new_event_loop()
-        self.start()
-
-    def run(self) -> None:
-        self.loop.run_forever()
-
-
-_home = cache(_Home)
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True, name="episodes").start()
+    return loop
 
 
 def _texts(messages: Sequence[Message]) -> list[tuple[str, str]]:

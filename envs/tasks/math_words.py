@@ -53,27 +53,20 @@ class MathWords(DatasetTask):
 
     def __init__(self, dataset: str | None = None, **data: Any) -> None:
         super().__init__(dataset, **data)
-        answers = (row["answer"] for row in chain(*self._rows.values()) if self.numbers)
-        odd = [answer for answer in answers if not _has_number(answer)]
-        if not odd:
-            return
-        size = sum(map(len, self._rows.values()))
-        fault = f"{len(odd)} of {size} right answers hold no number, as {odd[0]!r:.60}"
-        if 2 * len(odd) >= size:
-            raise ValueError(
-                f"{fault}; mark them by ####, or use env=answers (texts, compared by env.match) or "
-                "a task of your own (docs/own_task.md)"
-            )
-        warnings.warn(f"{fault}: only a reply of the same text earns these", stacklevel=2)
+        answers = [row["answer"] for row in chain(*self._rows.values())] if self.numbers else []
+        odd = [a for a in answers if marked_answer(a) is None and last_number(a) is None]
+        if odd:
+            fault = f"{len(odd)} of {len(answers)} right answers hold no number, as {odd[0]!r:.60}"
+            if 2 * len(odd) >= len(answers):
+                raise ValueError(f"{fault}; mark them by ####, or use env=answers")
+            warnings.warn(f"{fault}: only a reply of the same text earns these", stacklevel=2)
 
     def prepare(self, row: Row) -> Row:
         """Return the row with its right answer as "final"."""
         final = final_answer(row["answer"])
         if not final:
-            raise ValueError(
-                f"row {row['index']}, answer: expected a final answer after its mark, got "
-                f"{row['answer'][-60:]!r}; correct or remove the row"
-            )
+            fault = f"row {row['index']}, answer: expected a final answer after its mark"
+            raise ValueError(f"{fault}, got {row['answer'][-60:]!r}; correct or remove the row")
         return {**row, "final": final}
 
     def reward(self, row: Row, reply: Reply) -> Reward:
@@ -82,10 +75,6 @@ class MathWords(DatasetTask):
         correct = same_answer(said, row["final"])
         parts = {"correct": float(correct), "format": float(marked and reply.complete)}
         return Reward(total=parts["correct"], parts=parts, success=correct)
-
-
-def _has_number(answer: str) -> bool:
-    return marked_answer(answer) is not None or last_number(answer) is not None
 
 
 def split_thoughts(text: str) -> tuple[str, str]:
@@ -162,11 +151,8 @@ def last_number(text: str) -> Fraction | None:
     >>> last_number("about -$1,234.50, or 25% of it"), last_number("none")
     (Fraction(25, 1), None)
     """
-    plain = text.replace("\u2212", "-").replace("\\", "").replace("$", "")
-    found = NUMBER.findall(plain)
-    if not found:
-        return None
-    return exactly(found[-1].replace(",", ""))
+    found = NUMBER.findall(_bare(text))
+    return exactly(found[-1].replace(",", "")) if found else None
 
 
 def exactly(number: str) -> Fraction | None:
@@ -185,10 +171,14 @@ def same_answer(said: str, right: str) -> bool:
     (True, True)
     """
     number = last_number(right)
-    bare = NUMBER.sub("", right.replace("$", "").replace("\\", "").replace("\u2212", "-"))
-    if number is not None and not re.sub(r"[\s%.]|[a-zA-Z]{3,}", "", bare):
+    rest = NUMBER.sub("", _bare(right))
+    if number is not None and not re.sub(r"[\s%.]|[a-zA-Z]{3,}", "", rest):
         return last_number(said) == number
     return bool(_words(right)) and _words(said) == _words(right)
+
+
+def _bare(text: str) -> str:
+    return text.replace("\u2212", "-").replace("\\", "").replace("$", "")
 
 
 def _words(text: str) -> str:

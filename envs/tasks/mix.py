@@ -37,15 +37,12 @@ class Mix(Task):
         seed: int = 0,
     ) -> None:
         weights = dict.fromkeys(tasks, 1.0) if weights is None else weights
-        if not tasks or set(weights) != set(tasks):
+        finite = all(0 < weight < math.inf for weight in weights.values())
+        if not tasks or not finite or set(weights) != set(tasks):
             raise ValueError(
-                f"expected a weight for each task ({', '.join(tasks) or 'none'}), got "
-                f"{', '.join(weights) or 'none'}; rename or remove one"
+                f"expected a weight for each task, above 0 ({', '.join(tasks) or 'none'}), got "
+                f"{dict(weights)}; leave a task out instead of a weight of 0"
             )
-        if not all(0 < weight < math.inf for weight in weights.values()):
-            raise ValueError(f"expected weights > 0, got {dict(weights)}; leave a task out instead")
-        if num_rows is not None and num_rows < 1:
-            raise ValueError(f"expected num_rows >= 1, got {num_rows}")
         self.tasks, self.seed, self.num_rows = dict(tasks), seed, num_rows
         total = sum(weights.values())
         self.shares = {name: weights[name] / total for name in self.tasks}
@@ -61,19 +58,15 @@ class Mix(Task):
 
     def rewards(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Reward]:
         """Return what each reply earns by its row's own task."""
-        for row in rows:
-            if row.get("task") not in self.tasks:
-                raise ValueError(
-                    f"expected a row of a task among {', '.join(self.tasks)}, got "
-                    f"{row.get('task')!r}; give rewards rows of this mix"
-                )
         out: list[Reward] = [Reward(0.0, {}, False)] * len(rows)
         for name, task in self.tasks.items():
             mine = [i for i, row in enumerate(rows) if row["task"] == name]
             if mine:
                 earned = rewards_of(task, [rows[i] for i in mine], [replies[i] for i in mine])
                 for i, reward in zip(mine, earned, strict=True):
-                    out[i] = self._named(name, reward)
+                    own = {f"{name}/{part}": value for part, value in reward.parts.items()}
+                    parts = dict.fromkeys(self._parts, math.nan) | own  # others do not apply
+                    out[i] = dataclasses.replace(reward, parts=parts)
         return out
 
     def respond(self, row: Row, reply: Reply) -> list[Message]:
@@ -87,16 +80,6 @@ class Mix(Task):
     def part_names(self) -> list[str]:
         """Return the parts of all tasks, each with the task's name in front."""
         return sorted(self._parts)
-
-    def _named(self, name: str, reward: Reward) -> Reward:
-        """Return a reward with the parts of all tasks; those of others do not apply to it."""
-        own = {f"{name}/{part}": value for part, value in reward.parts.items()}
-        if extra := sorted(set(own) - set(self._parts)):
-            raise ValueError(
-                f"expected the parts {', '.join(self._parts)}, got {', '.join(extra)} too; let "
-                f"{name} give the same parts for every reply"
-            )
-        return dataclasses.replace(reward, parts=dict.fromkeys(self._parts, math.nan) | own)
 
     @cached_property
     def _parts(self) -> list[str]:
@@ -125,5 +108,8 @@ def mixed_rows(sources: Mapping[str, Sequence[Row]], mix: Mix) -> LazyRows:
         places.append((name, orders[name][counts[name] % len(orders[name])]))
         counts[name] += 1
     listed = all(isinstance(r, list) or getattr(r, "listed", False) for r in sources.values())
-    return LazyRows(lambda place: {**sources[place[0]][place[1]], "task": place[0]}, places,
-                    listed=listed)  # fmt: skip
+
+    def row(place: tuple[str, int]) -> Row:
+        return {**sources[place[0]][place[1]], "task": place[0]}
+
+    return LazyRows(row, places, listed=listed)

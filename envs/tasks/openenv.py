@@ -66,7 +66,7 @@ class OpenEnv(Episodes):
         session = Session(self, self._client())
         try:
             first = await session.begin(row["seed"])
-            if "messages" in row and first != row["messages"][-1]:
+            if first != row.get("messages", [first])[-1]:
                 raise ValueError(
                     f"expected {row['messages'][-1]['content']!r:.100} after reset(seed="
                     f"{row['seed']}) again, got {first['content']!r:.100}; let it follow the seed"
@@ -84,10 +84,6 @@ class OpenEnv(Episodes):
             known = ", ".join(observation)
             raise ValueError(f"expected env.task.observation in {known}, got {self.observation}")
         return user(str(observation[self.observation]))
-
-    def act(self, text: str) -> Mapping[str, Any] | None:
-        """Return a reply as an action."""
-        return self.action(text) if callable(self.action) else {self.action: text}
 
     def _client(self) -> Any:
         try:
@@ -123,7 +119,8 @@ class Session(Episode):
 
     async def answer(self, reply: Reply) -> Turn:
         """Return what the server makes of a reply."""
-        action = self.task.act(reply.text)
+        act = self.task.action
+        action = act(reply.text) if callable(act) else {act: reply.text}
         if action is None:
             return Turn([])
         result = await self._call("step", dict(action))

@@ -7,7 +7,6 @@ the digits as they were, in descending order, with two of them swapped, or with 
 from collections.abc import Sequence
 from pathlib import Path
 
-from envs.data import is_text
 from envs.tasks.dataset import DatasetTask
 from envs.tasks.task import Row
 
@@ -29,7 +28,7 @@ class Preferences(DatasetTask):
     def prepare(self, row: Row) -> Row:
         """Return the row with its "chosen" and "rejected" reply."""
         rejected = row["columns"].get("rejected")
-        if not is_text(rejected) or rejected == row["answer"]:
+        if not isinstance(rejected, str) or rejected == row["answer"]:
             raise ValueError(
                 f"row {row['index']}, rejected: expected a text other than the answer, got "
                 f"{rejected!r:.80}; correct or remove the row"

@@ -47,8 +47,6 @@ class ReasoningGym(Task):
         instruction: str = INSTRUCTION,
         timeout: float = 10.0,
     ) -> None:
-        if num_rows < 1 or eval_rows < 1:
-            raise ValueError(f"expected num_rows, eval_rows >= 1, got {num_rows} and {eval_rows}")
         self.name, self.instruction = name, instruction
         settings = (name, dict(config or {}), level)
         self._train_set = make_dataset(*settings, size=num_rows, seed=seed * num_rows % (1 << 30))
@@ -63,26 +61,32 @@ class ReasoningGym(Task):
 
     def rewards(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Reward]:
         """Return the dataset's score of each reply; 0 for none, and for the question again."""
-        texts = [(tagged(r.text)[1], split_thoughts(r.text)[1].strip()) for r in replies]
-        pairs = zip(texts, rows, strict=True)
-        calls = [(self._settings, said or text, row["entry"]) for (said, text), row in pairs]
-        asked = [i for i, (_, said, entry) in enumerate(calls) if _is_own(said, entry["question"])]
-        scores: dict[int, Any] = dict.fromkeys(range(len(rows)), 0.0)
-        scores |= zip(asked, self._judges.map([calls[i] for i in asked]), strict=True)
+        marked = [tagged(reply.text)[1] for reply in replies]
+        said = [
+            answer or split_thoughts(reply.text)[1].strip()
+            for answer, reply in zip(marked, replies, strict=True)
+        ]
+        entries = [row["entry"] for row in rows]
+        own = [
+            i for i, text in enumerate(said) if text and entries[i]["question"].strip() not in text
+        ]
+        calls = [(self._settings, said[i], entries[i]) for i in own]
+        scores: dict[int, Any] = dict(zip(own, self._judges.map(calls), strict=True))
         return [
-            _reward(scores[i], bool(said) and reply.complete)
-            for i, ((said, _), reply) in enumerate(zip(texts, replies, strict=True))
+            _reward(scores.get(i, 0.0), bool(marked[i]) and reply.complete)
+            for i, reply in enumerate(replies)
         ]
 
     def demonstrations(self) -> Sequence[Row]:
         """Return the train rows with the library's answers; ValueError where it has none."""
-        out = []
-        for row in self.rows("train"):
-            if not isinstance(row["answer"], str):
-                raise ValueError(f"expected {self.name} to give answers, got none for SFT")
-            said = f"<answer>{row['answer']}</answer>" if self.instruction else row["answer"]
-            out.append({**row, "messages": [*row["messages"], assistant(said)]})
-        return out
+        rows = self.rows("train")
+        if not all(isinstance(row["answer"], str) for row in rows):
+            raise ValueError(f"expected {self.name} to give answers, got none for SFT")
+        form = "<answer>{}</answer>" if self.instruction else "{}"
+        return [
+            {**row, "messages": [*row["messages"], assistant(form.format(row["answer"]))]}
+            for row in rows
+        ]
 
     def row(self, entry: dict[str, Any]) -> Row:
         """Return the row of an entry of the library."""
@@ -121,10 +125,6 @@ def make_dataset(
 ) -> Any:
     """Return a dataset of the library; ValueError for a name or a setting that it does not have."""
     factory, config = _library().factory, {**config, "seed": seed, "size": size}
-    if name == "composite":
-        from reasoning_gym.composite import DatasetSpec  # pyright: ignore[reportMissingImports]
-
-        config["datasets"] = [DatasetSpec(**spec) for spec in config.get("datasets", [])]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -175,11 +175,6 @@ def make_scorer() -> Callable[[str, str, dict[str, Any]], float]:
             return 0.0
 
     return score
-
-
-def _is_own(said: str, question: str) -> bool:
-    """Return whether an answer says something, and not just the question again."""
-    return bool(said) and question.strip() not in said
 
 
 def _reward(score: Any, form: bool) -> Reward:

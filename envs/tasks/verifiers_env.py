@@ -19,7 +19,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from envs.chat_rows import split_off
@@ -58,23 +58,19 @@ class Verifiers(Episodes):
         self.together = self.env.rubric.has_group_rewards
         for env in getattr(self.env, "envs", [self.env]):  # an EnvGroup's
             if (turns := env.max_turns) != 1 and max_turns == 1:
-                has = turns if turns > 0 else "any number of"
-                raise ValueError(f"{name} has {has} turns; set env.max_turns above 1")
+                raise ValueError(f"{name} has {turns} turns; set env.max_turns above 1")
             if turns != 1 and self.together:
-                raise ValueError(
-                    f"{name} compares replies to one prompt, which needs one turn each"
-                )
+                raise ValueError(f"{name} compares replies, which needs one turn each")
             env.max_turns = min(turns, max_turns) if turns > 0 else max_turns
         train, held_out = self.env.build_dataset(), self.env.build_eval_dataset()
-        if train is None:
-            raise ValueError(f"expected a dataset of {name} to train on, got one for evaluation")
         places: Sequence[Any] = range(len(train)), range(len(held_out or ()))
         if held_out is None:
             held_out, prompts = train, (json.dumps(prompt) for prompt in train["prompt"])
             places = split_off(prompts, seed=seed)
+        sources = {"train": (train, places[0]), "eval": (held_out, places[1])}
         self._rows = {
-            "train": LazyRows(_reader("train", train), places[0]),
-            "eval": LazyRows(_reader("eval", held_out), places[1]),
+            split: LazyRows(partial(_row, split, data), indices)
+            for split, (data, indices) in sources.items()
         }
 
     async def open(self, row: Row) -> Episode:
@@ -115,14 +111,9 @@ class Verifiers(Episodes):
         return Reward(total, parts, right, errors=len(failed), dropped=bool(failed))
 
 
-def _reader(split: str, data: Any) -> Callable[[Any], Row]:
-    """Return what reads a row of the library's data, as the Python numbers and texts that it is."""
-
-    def read(place: Any) -> Row:
-        row = data[int(place)]
-        return {"messages": plain(row["prompt"]), "place": f"{split} {place}", "input": row}
-
-    return read
+def _row(split: str, data: Any, index: int) -> Row:
+    row = data[int(index)]
+    return {"messages": plain(row["prompt"]), "place": f"{split} {index}", "input": row}
 
 
 class Rollout(Episode):
@@ -156,8 +147,7 @@ class Rollout(Episode):
             return Turn([], state=self.task.result())
         if len(prompt) <= len(said) or prompt[: len(self.seen)] != self.seen:
             raise ValueError(
-                f"expected the environment to go on with the chat, got {prompt!r:.200}; what was "
-                "said before stays as it is"
+                f"expected the environment to go on with the chat, got {prompt!r:.200}"
             )
         self.seen = [*said, *prompt[len(said) :]]
         return Turn(prompt[len(said) :])
@@ -211,8 +201,6 @@ def load(name: str, arguments: Mapping[str, Any]) -> Any:
         import verifiers  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ImportError(EXTRAS["verifiers"]) from error
-    if not hasattr(verifiers, "load_environment"):
-        raise ValueError("expected verifiers below 0.4, which has environments no more")
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         env = verifiers.load_environment(name, **arguments)
@@ -236,8 +224,8 @@ def plain(prompt: Sequence[Any]) -> list[Message]:
         given = message if isinstance(message, Mapping) else message.model_dump()
         content = given["content"] or ""
         if not isinstance(content, str):
-            if kinds := {part["type"] for part in content} - {"text"}:
-                raise ValueError(f"expected texts in the messages, got {', '.join(sorted(kinds))}")
+            if any(part["type"] != "text" for part in content):
+                raise ValueError(f"expected texts in the messages, got {content!r:.200}")
             content = "".join(part["text"] for part in content)
         out.append({"role": given["role"], "content": content})
     return out

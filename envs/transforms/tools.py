@@ -203,7 +203,9 @@ class ExecuteToolsInOrder(ToolTransformBase):
             state = {"messages": self.chats[index], "index": index}
         try:
             value = _within(self.timeout, self.registry.get(call.tool), call.args, state)
-            return True, value if isinstance(value, str) else _json(value)
+            if not isinstance(value, str):
+                value = json.dumps(value, default=str, ensure_ascii=False)
+            return True, value
         except Refused as error:  # the set-up is at fault
             raise ValueError(str(error)) from error
         except (Exception, SystemExit) as error:  # whatever else it raises is for the policy
@@ -228,8 +230,6 @@ class SimpleToolTransform(ExecuteToolsInOrder):
         tool_name: str = "tool",
         timeout: float = 10.0,
     ) -> None:
-        if parser is not None and tool_call_pattern is not None:
-            raise ValueError("expected a parser or a tool_call_pattern, got both")
         registry = ToolRegistry()
         for name, function in tools.items():
             registry.register(function, name=name, schema=(tool_schemas or {}).get(name))
@@ -255,10 +255,6 @@ def _within(timeout: float | None, tool: Tool, args: dict, state: dict | None) -
     if not wait([answer], timeout).done:
         raise TimeoutError(f"no answer within {timeout} s")
     return answer.result()
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, default=str, ensure_ascii=False)
 
 
 def _clear(td: TensorDictBase, keys: Any, rows: torch.Tensor) -> None:
