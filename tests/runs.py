@@ -26,6 +26,7 @@ SMALL = (
     "checkpoint.every=2",
 )
 WANDB = ("tracker=wandb", "tracker.mode=offline")
+OWN_ROWS = Path(__file__).with_name("own_rows.jsonl")
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,12 @@ def environment(**changes: str) -> dict[str, str]:
     hidden = ("WANDB_API_KEY", "WANDB_MODE", "WORLD_SIZE", "PYTHONPATH")
     env = {k: v for k, v in os.environ.items() if k not in hidden}
     return {**env, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **changes}
+
+
+def words_of(experiment: str) -> list[str]:
+    """Return the command line of an experiment, with rows where it asks for them."""
+    rows = [f"env.dataset={OWN_ROWS}"] if experiment in ("grpo_own", "sft_own") else []
+    return [f"experiment={experiment}", *rows]
 
 
 def launch(*overrides: str, **changes: str) -> subprocess.Popen:

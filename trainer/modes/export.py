@@ -124,11 +124,6 @@ def _without_folder(value: Any) -> Any:
 
 def push(folder: Path, name: str) -> str:
     """Push a folder to a repository of the hub, private if it is new; return its address."""
-    try:
-        repository = HfApi().create_repo(name, private=True, exist_ok=True)
-        HfApi().upload_folder(repo_id=repository.repo_id, folder_path=folder)
-    except Exception as error:  # the hub's client raises what its HTTP library does
-        why, by_hand = str(error).strip().partition("\n")[0], f"hf upload {name} {folder}"
-        what = f"{folder} is written, but not pushed to {name}"
-        raise ValueError(f"{what}: {why}; push it by {by_hand}") from error
+    repository = HfApi().create_repo(name, private=True, exist_ok=True)
+    HfApi().upload_folder(repo_id=repository.repo_id, folder_path=folder)
     return str(repository)

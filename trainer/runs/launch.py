@@ -23,7 +23,7 @@ from policies.cache import write_text
 from trainer.early_stopping import stop_reason
 from trainer.reports.report import write_report
 from trainer.runs.experiment_models import resolve_experiment
-from trainer.runs.failures import LESS_MEMORY, TOLD, close_status, complain, noted_errors, say
+from trainer.runs.failures import LESS_MEMORY, close_status, complain, noted_errors, say
 from trainer.runs.lock import RANK0, held, lock_folder
 from trainer.runs.run_files import load_run, read_status
 
@@ -61,8 +61,7 @@ def start(config: dict[str, Any], folder: Path, *, compose: Compose) -> float:
                 say("stopped before it began; nothing new is saved")
             raise stop if isinstance(stop, Interrupted) else Interrupted(130) from None
         except (RuntimeError, ValueError, OSError) as error:
-            if str(error):
-                close_status(folder, "failed", str(error))
+            close_status(folder, "failed", str(error))
             raise
 
 
@@ -134,7 +133,7 @@ def run(
         if failure:
             complain(failure)
         raise Interrupted(128 + signals[0] if signals else STOPPED)
-    if failure is not None:
+    if failure:
         raise RuntimeError(failure)
     return status
 
@@ -226,16 +225,13 @@ def _kill_families(ranks: list[subprocess.Popen]) -> None:
 def _close(folder: Path, code: int, signals: list[int], *, who: str) -> str | None:
     """Write into status.json how a run ended; return the reason if it failed.
 
-    The reason is what the rank that failed first wrote, of a killed rank that it was killed, and
-    "" if a rank has printed it (TOLD).
+    The reason is what the rank that failed first wrote, of a killed rank that it was killed.
     """
     status = read_status(folder)
     state = status.get("state")
     if signals and (state != "failed" or code < 0):  # an error of its own stays one
         close_status(folder, "preempted", stop_reason(signals[0]))
     elif code or state not in ("finished", "preempted"):
-        if code == TOLD:
-            return ""
         noted = [line for _, line in noted_errors(folder)]
         if state == "failed" and not noted:  # no file where the disk is full
             noted = [status.get("reason")]
