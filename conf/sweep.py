@@ -171,7 +171,7 @@ def gpus_of_a_job(job: DictConfig, config: Mapping[str, Any]) -> Iterator[None]:
     with ExitStack() as held:
         with FileLock(place / "queue"):  # one job takes GPUs at a time: nobody waits with half
             while len(mine) < count:
-                for gpu in [gpu for gpu in gpus if gpu not in mine][: count - len(mine)]:
+                for gpu in (gpu for gpu in gpus if gpu not in mine and len(mine) < count):
                     with suppress(Timeout):
                         held.enter_context(FileLock(place / gpu).acquire(timeout=0.1))
                         mine.append(gpu)

@@ -19,7 +19,7 @@ from runs import ROOT, asked, environment, words_of
 from conf.build import build, make_leash, make_task
 from conf.cli import expand
 from conf.compose import compose, compose_checked
-from conf.resume import read_saved
+from conf.resume import of_job, read_saved
 from envs.tasks import DatasetTask, Reply, Reward, SortDigits, Task
 from policies.optional_packages import ASKING, EXTRAS
 from trainer.runs.find import nothing_left
@@ -282,6 +282,15 @@ def test_resume_changes_the_keys_that_it_may_and_keeps_the_rest(old_run):
     assert config["checkpoint"].pop("every") == 7
     del saved["resume"], saved["trainer"]["num_iterations"], saved["checkpoint"]["every"]
     assert config == saved
+
+
+def test_a_job_of_a_sweep_goes_on_unless_its_folder_has_another_configuration(old_run):
+    config = read_saved(old_run)
+    assert of_job(old_run, config)["resume"] == str(old_run)
+    assert of_job(old_run / "none", config) == config
+    config["kl"]["coeff"] = 3.0
+    with pytest.raises(ValueError, match=r"kl\.coeff"):
+        of_job(old_run, config)
 
 
 @pytest.mark.parametrize("word", ["optimizer.lr=1", "seed=1", "policy.model=tiny", "env=facts"])
