@@ -18,7 +18,7 @@ from runs import ROOT, asked, environment, words_of
 
 from conf.build import build, make_leash, make_task
 from conf.cli import expand
-from conf.compose import compose, compose_checked
+from conf.compose import compose_checked
 from conf.resume import of_job, read_saved
 from envs.tasks import DatasetTask, Reply, Reward, SortDigits, Task
 from policies.optional_packages import ASKING, EXTRAS
@@ -331,25 +331,17 @@ def test_a_folder_with_files_that_a_run_would_replace_is_refused(place, name):
         asked(["experiment=grpo_tiny", "output_dir=run"])
 
 
-def test_the_folder_of_a_run_follows_its_keys():
-    folder = compose(["experiment=grpo_tiny"], with_hydra=True).hydra.run.dir
-    assert re.fullmatch(r"outputs/grpo_tiny/[\d_-]+", folder)
-    assert compose(["output_dir=a"], with_hydra=True).hydra.run.dir == "a"
-
-
 def command(*words: str) -> subprocess.CompletedProcess[str]:
     words = (sys.executable, str(ROOT / "train.py"), *words)
     return subprocess.run(words, env=environment(), capture_output=True, text=True)
 
 
-@pytest.mark.parametrize(
-    "words", [["-m", "seed=1,2", "kl.coeff=0,-1"], ["output_dir=/dev/null/run"]]
-)
-def test_a_refused_command_is_one_line_and_leaves_no_run(words, place):
-    ended = command(*words)
+def test_a_sweep_checks_all_jobs_first_and_is_refused_in_one_line(place):
+    ended = command("-m", "seed=1,2", "kl.coeff=0,-1")
     assert ended.returncode == 2, ended.stderr
     (line,) = ended.stderr.splitlines()
     assert line.startswith("error: ")
+    assert "kl.coeff" in line
     assert not list(place.rglob("*.yaml"))
 
 

@@ -257,19 +257,6 @@ def test_trl_page_takes_data_and_function_as_they_are(place):
     assert [(r.total, r.success) for r in rewards] == [(1, True)] * 2 + [(0, False)] * 2
 
 
-def test_environments_page_shows_rewards_that_compose(place):
-    page = (DOCS / "environments.md").read_text()
-    shown = [yaml.safe_load(b) for b in re.findall(r"```yaml\n(.*?)```", page, re.S)]
-    (rewards,) = [block["env"]["rewards"] for block in shown if "rewards" in block.get("env", {})]
-    rewards["helpful"]["model"] = "experiment:rm_tiny"  # the page names a folder of one's own
-    code = "def short(row, reply, *, limit): return 1\ndef run_tests(row, reply): return 1"
-    code += "\ndef clear(completions, **columns): return [1] * len(completions)"
-    (place / "my_rewards.py").write_text(code)
-    text = re.sub(r'"(\w+)": ', r"\1: ", json.dumps(rewards, separators=(", ", ": ")))
-    env = compose_checked(["env=sort_digits", f"env.rewards={text}", "allow_targets=true"])["env"]
-    assert make_task(env).part_names() == sorted(["exact", "format", *rewards])
-
-
 def test_environments_page_runs_as_it_stands():
     page = (DOCS / "environments.md").read_text()
     code = re.findall(r"^```python\n(.*?)^```", page, re.S | re.M)

@@ -9,8 +9,6 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
-from faulty import at_call, forked, kill
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 from processes import gone
@@ -207,17 +205,6 @@ def test_hammering_ctrl_c_leaves_no_process_and_a_true_status(script):
     assert (status["state"], status["reason"]) == ("preempted", "stopped by Ctrl-C")
 
 
-def test_the_first_signal_ends_a_rank_that_was_stopped(script):
-    process = start(script, "output_dir=run", "launch.num_processes=2", how="wait")
-    place = script.parent / "here"
-    pids = [json.loads(path.read_text())["pid"] for path in wait_for("rank?.json", place, 2)]
-    os.kill(pids[-1], signal.SIGSTOP)
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=30)
-    assert (process.returncode, err) == (143, "")
-    assert gone(*pids)
-
-
 def test_a_run_that_is_still_running_is_neither_resumed_nor_touched(script):
     first = start(script, "seed=1", "output_dir=run", how="wait")
     (path,) = wait_for("rank0.json", script.parent)
@@ -249,25 +236,6 @@ def test_the_rank_0_of_a_launcher_that_was_killed_locks_the_folder(tmp_path, mon
             start_run({}, tmp_path, compose=lambda _: {})
     assert is_free(tmp_path)
     assert not is_free(tmp_path / "never locked")
-
-
-def test_a_kill_at_any_write_of_a_resume_leaves_a_whole_config(tmp_path):
-    config = {"trainer": {"num_iterations": 8}, "mode": "train", "resume": None}
-    new = {**config, "trainer": {"num_iterations": 9}, "resume": "run"}
-    saved, codes = tmp_path / "run" / "config.yaml", []
-    prepare(config, tmp_path / "run", compose=lambda _: {})
-    for number in range(1, 16):
-
-        def work(number: int = number) -> int:
-            at_call(number, kill)
-            prepare(new, tmp_path / "run", compose=lambda _: {})
-            return 0
-
-        codes.append(forked(work))
-        assert yaml.safe_load(saved.read_text()) in (config, new | {"resume": None})
-    assert min(codes) < 0
-    assert codes[-1] == 0, "every write had its turn"
-    assert not [*saved.parent.glob(".*.tmp")], "of the kills nothing stays"
 
 
 def test_runs_of_the_same_second_have_folders_of_their_own(tmp_path, monkeypatch):

@@ -22,7 +22,6 @@ from safetensors.torch import load_file
 
 import train
 from conf.compose import compose_checked, compose_experiment
-from conf.modes import MAY
 from policies.cache import write_manifest
 from policies.load import load_reference
 from trainer.modes.chat import chat
@@ -125,15 +124,6 @@ def test_the_limit_is_made_of_the_model_that_a_run_started_from(small_run, tmp_p
     assert first["eval/reward"] == pytest.approx(fmean(rewards), abs=1e-6)
     assert "2 replies of the reference" in Page(write_report(folder)).text
     assert asked(["mode=limit", f"resume={quoted(str(folder))}"])["eval"]["num_samples"] == 64
-
-
-def test_an_evaluation_of_several_tasks_tells_them_apart(small_run, tmp_path):
-    words = ("mode=evaluate", f"resume={small_run.folder}", f"output_dir={tmp_path / 'out'}")
-    do(tmp_path / "scratch", *words, "env=mix", "eval.max_rows=8", "eval.greedy=false")
-    found = json.loads((tmp_path / "out" / "eval.json").read_text())["sampled"]
-    each = [found[f"eval/sampled_accuracy/{task}"] for task in ("sort_digits", "facts")]
-    assert each[0] > each[1] == 0  # of which the tiny model knows nothing
-    assert found["eval/sampled_accuracy"] == pytest.approx(fmean(each))  # rows in turn
 
 
 @pytest.mark.runs
@@ -311,20 +301,3 @@ def test_a_mode_refuses_a_run_without_weights(mode, old_run):
     (old_run / "status.json").write_text('{"state": "failed"}')
     with pytest.raises(ValueError, match=f"failed; finish it with resume={old_run}"):
         asked([f"mode={mode}", f"resume={old_run}", *["output_dir=new"] * (mode == "export")])
-
-
-def test_an_evaluation_on_another_task_keeps_the_runs_own_system_prompt(old_run, tmp_path):
-    path = tmp_path / "sums.jsonl"
-    path.write_text('{"question": "1+1", "answer": 2}\n{"question": "1+2", "answer": 3}\n')
-    rows = ("env=gsm8k", f"env.dataset={path}")
-    assert compose_checked(rows)["policy"]["system_prompt"]
-    config = asked(["mode=evaluate", f"resume={old_run}", *rows])
-    assert config["policy"]["system_prompt"] is None
-    assert config["env"]["dataset"] == str(path)
-
-
-def test_every_key_that_a_mode_may_change_is_one():
-    config = OmegaConf.create(compose_checked([]))
-    for key in {key for keys in MAY.values() for key in keys}:
-        parent, _, name = key.rpartition(".")
-        assert name in (OmegaConf.select(config, parent) if parent else config), key

@@ -66,12 +66,6 @@ def test_the_loop_imports_no_other_room():
         assert not [m for m in imports(name) if m.startswith(tuple(f"trainer.{r}" for r in rooms))]
 
 
-def test_no_test_module_imports_another():
-    for path in (ROOT / "tests").glob("*.py"):
-        imported = re.findall(r"^\s*(?:from|import) (?:tests\.)?(test_\w+)", path.read_text(), re.M)
-        assert not imported, path.name
-
-
 def test_one_module_pads():
     pads = re.compile(r"\b(?:functional|F)\.pad\(|\bpad_sequence\(")
     padding = [name for name in TREES if pads.search((ROOT / name).read_text())]

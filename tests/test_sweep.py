@@ -1,9 +1,6 @@
 """sweep.csv and sweep.html: one row per job, finished or not, and the right frontier."""
 
 import csv
-import itertools
-import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +11,8 @@ from pages import Page, Picture, write_lines, write_status, write_words
 
 from trainer.reports.__main__ import main
 from trainer.reports.frontier import frontier, pareto
-from trainer.reports.sweep_jobs import PLAN, Job, Sweep, best, grouped, load_sweep, results
+from trainer.reports.sweep_jobs import Job, Sweep, best, grouped, results
 from trainer.reports.sweep_page import sweep_svg, write_sweep
-from trainer.reports.trackers.jsonl import JsonlTracker
-from trainer.runs.lock import held
 from trainer.runs.run_files import load_run
 
 
@@ -84,28 +79,6 @@ def test_the_csv_has_a_row_per_job_with_means_over_its_end(tmp_path):
     ]
 
 
-def test_the_table_has_the_columns_that_differ_between_the_jobs(tmp_path):
-    for coeff in (0.0, 0.5):
-        write_job(tmp_path / f"experiment=grpo_tiny,kl.coeff={coeff}", coeff=coeff)
-    page = Page(write_sweep(tmp_path))
-    heads = re.findall("<th>(.*?)</th>", page.source.replace("<wbr>", ""))
-    assert heads == ["kl.coeff", "KL"]  # kl/coeff would repeat kl.coeff
-    assert "kl/coeff" in (tmp_path / "sweep.csv").read_text(), "the file has all columns"
-
-
-def test_a_running_sweep_estimates_how_long_the_rest_takes(tmp_path):
-    for coeff, seconds in ((0, 100.0), (1, 140.0), (2, 30.0)):
-        folder = tmp_path / f"kl.coeff={coeff}"
-        write_job(folder, coeff=float(coeff), iterations=8)
-        (folder / "config.yaml").write_text("trainer: {num_iterations: 40}\n")
-        write_status(folder, state="running" if coeff == 2 else "finished", seconds=seconds)
-    (tmp_path / PLAN).write_text('{"jobs": ["kl.coeff=2", "kl.coeff=3", "kl.coeff=4"]}')
-    with held(tmp_path), held(tmp_path / "kl.coeff=2"):
-        page = Page(write_sweep(tmp_path))
-    assert "about 5 min 30 s left" in page.text  # 2 x 120 + 90
-    assert "Running: kl.coeff=2.0, iteration 9 of 40" in page.text
-
-
 def test_the_best_setting_is_not_that_of_the_luckiest_seed(tmp_path):
     values = [(0, 1, 0.9), (0, 2, 0.1), (1, 1, 0.6), (1, 2, 0.5)]
     jobs = [job(f"{c}{s}", objective=o, kl__coeff=c, seed=s) for c, s, o in values]
@@ -121,18 +94,6 @@ def test_the_best_setting_is_not_that_of_the_luckiest_seed(tmp_path):
     assert rows == [["kl.coeff=0", "0.5"], ["kl.coeff=1", "0.55"]]
     assert "kl.coeff=1" in printed[3]
     assert printed[-1].endswith("the command")
-
-
-def test_the_curve_of_the_reward_has_the_numbers_of_the_table(tmp_path):
-    # the reward is the task's alone: the KL is the other axis; the second run has no KL part
-    with_kl = [{"reward/raw_mean": float(i), "reward/mean": i - 100.0} for i in range(1, 9)]
-    without = [{"reward/mean": i + 10.0} for i in range(1, 9)]
-    for name, rows in (("a=1", with_kl), ("a=2", without)):
-        write_lines(tmp_path / name, *({**line, "kl/ref_sequence": 1.0} for line in rows))
-        write_words(tmp_path / name)
-    assert [j.reached["reward/raw_mean"] for j in load_sweep(tmp_path).jobs] == [7.5, 17.5]
-    chart = Page(write_sweep(tmp_path)).charts()["Reward"]
-    assert (chart.ticks[0], chart.ticks[-1]) == (0, 20)  # 1 to 18
 
 
 PLACES = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=40)
@@ -183,39 +144,12 @@ def test_the_start_is_drawn_and_accuracy_stands_beside_reward(tmp_path):
     assert heights == pytest.approx([0.1, 0.7], abs=0.01)
 
 
-def test_replies_to_a_held_out_prompt_stand_side_by_side_and_are_escaped(tmp_path):
-    for coeff in (0, 1):
-        folder = tmp_path / f"kl.coeff={coeff}"
-        write_lines(folder, {"reward/raw_mean": 1.0, "kl/coeff": float(coeff)})
-        write_status(folder, state="finished")
-        write_words(folder, f"kl.coeff={coeff}")
-        for kind in ("before", "after"):
-            row = {"prompt": "<i>2", "reward": 0.5, "kind": kind, "response": f"<b>{kind} {coeff}"}
-            JsonlTracker(folder, resume=True).replies([row], 1, kind=kind)
-    page = Page(write_sweep(tmp_path))
-    assert page.in_order("<i>2", "<b>before 0", "<b>after 0", "<b>after 1")
-
-
 def test_seeds_are_one_point_with_bars_from_the_lowest_to_the_highest():
     values = [(0, 1, 1.0, 4.0), (0, 2, 0.5, 9.0), (0, 3, 0.75, 5.0), (1, 1, 0.25, 1.0)]
     jobs = [job(f"{c}{s}", r, kl, kl__coeff=c, seed=s) for c, s, r, kl in values]
     many, one = grouped(jobs)
     assert (many.label, many.place(), one.place()) == ("0", (6.0, 0.75), (1.0, 0.25))
     assert len(picture(jobs).all(**{"class": "bars"})) == 1  # of the one with seeds
-
-
-@pytest.mark.parametrize("most", [0.0, 0.004, 1.2, 320.0])
-def test_points_lie_on_axes_whose_ticks_are_right(most):
-    shown = picture([job(f"{k}", k / 8, most * (k / 4) ** 2, c=f"c{k}") for k in range(5)])
-    xs, ys = ([float(dot.attrib[name]) for dot in shown.dots] for name in ("cx", "cy"))
-    step = (xs[4] - xs[0]) / 4
-    assert [b - a for a, b in itertools.pairwise(xs)] == pytest.approx([step] * 4, abs=0.2)
-    assert [shown.value(y) for y in ys] == pytest.approx([k / 8 for k in range(5)], abs=0.01)
-    labels = [e for e in shown.all(text_anchor="middle") if re.fullmatch(r"[\de.-]+", e.text or "")]
-    assert len(labels) >= (4 if most else 2)
-    for label in labels:  # where the root of its value lies
-        place = xs[0] + (xs[4] - xs[0]) * math.sqrt(float(label.text or 0) / (most or 1e-3))
-        assert not most or float(label.attrib["x"]) == pytest.approx(place, abs=1.5)
 
 
 def test_the_command_takes_a_sweep_and_reports_unrelated_runs_one_by_one(tmp_path, capsys):

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from checkpoints import make_checkpoint, write_easy_jsonl
 from omegaconf import OmegaConf
-from runs import SMALL, asked, environment, launch, lines, metrics, train, train_here, wait_for
+from runs import SMALL, asked, environment, launch, lines, metrics, train, wait_for
 from safetensors.torch import load_file
 
 from train import train as train_config
@@ -200,31 +199,6 @@ def test_a_sweep_makes_one_folder_a_job_and_no_job_changes_the_next(small_run, t
     assert metrics(bound)[:4] == metrics(small_run.folder)[:4], "the fifth has an evaluation"
     kl = [metrics(folder)[-1]["kl/ref_k3"] for folder in (free, bound)]
     assert kl[0] > kl[1], "with a coefficient of 1 the policy stays nearer to its start"
-
-
-def test_qwen_experiments_train_on_a_users_own_model_and_data(tmp_path):
-    start = make_checkpoint(tmp_path / "start", "qwen2")
-    data = write_easy_jsonl(tmp_path / "easy.jsonl", 12)
-    shared = (
-        *(f"env.dataset={data}", f"env.eval_dataset={data}", "tracker=jsonl"),
-        *("policy.autocast=null", "policy.system_prompt=null", "policy.max_new_tokens=8"),
-        *("policy.max_prompt_tokens=128", "trainer.prompts_per_iteration=12"),
-        *("eval.num_samples=4", "eval.greedy=false", "checkpoint.every=0"),
-    )
-    sft, grpo = tmp_path / "sft", tmp_path / "grpo"
-    first = (f"policy.model={start}", "trainer.num_iterations=60", "optimizer.lr=1e-2")
-    train_here(sft, "experiment=sft_qwen", *shared, *first)
-    loss = [row["loss/total"] for row in metrics(sft)[1:]]
-    assert loss[-1] < loss[0] / 4
-    second = (f"policy.model={sft / 'model'}", "trainer.num_iterations=3", "optimizer.lr=1e-3")
-    train_here(grpo, "experiment=grpo_qwen", *shared, *second, "optimizer.warmup=0")
-    for row in metrics(grpo)[1:]:
-        assert row["reward/std"] > 0
-        assert row["group/zero_variance_fraction"] < 1
-        assert row["optim/grad_norm"] > 1e-4
-    assert read_status(grpo)["model"]["sha256"] == sha256(sft / "model" / "model.safetensors")
-    before, after = weights(sft / "model"), weights(grpo / "model")
-    assert all((before[name] != after[name]).any() for name in before)
 
 
 def test_a_resumed_run_refuses_another_reference(small_run, tmp_path):
