@@ -23,7 +23,6 @@ from conf.compose import compose_checked
 from conf.hints import other_names
 from envs.tasks import Reply
 from policies.load import load_policy
-from trainer.reports.__main__ import main as report
 
 DOCS = ROOT / "docs"
 TRL = "docs/coming_from_trl.md"
@@ -131,16 +130,6 @@ def test_a_command_of_a_launcher_composes(command):
     assert compose_checked([*words_of(command), f"launch.num_processes={ranks}"])
 
 
-def test_reports_are_written_as_the_pages_say(run):
-    commands = [c for c in found(r"python -m trainer\.reports [^\n`|(#]*") if "..." not in c]
-    assert len(commands) >= 3
-    (run.parent / "sweep.json").write_text('{"jobs": [], "words": [], "ended": true}')
-    for command in (c for c in commands if "--limit" not in c):  # test_modes.py samples one
-        folder = run.parent if "--table" in command else run
-        words = words_of(re.sub(r"\S*<[^>]*>\S*", str(folder), command), "-m trainer.reports")
-        assert report([re.sub(r"^docs/", "", word) for word in words]) == 0, command
-
-
 def test_modules_scripts_targets_and_extras_are_there():
     for module in found(r"python -m ([\w.]+)"):
         assert module.startswith("vllm.") or importlib.util.find_spec(module), module
@@ -164,12 +153,6 @@ def test_links_lead_to_files_and_headings():
                 titles = re.findall(r"^#+ (.*)$", path.read_text(), re.M)
                 slugs = {re.sub(r"[^\w -]", "", t.lower()).replace(" ", "-") for t in titles}
                 assert anchor in slugs, f"{page.name}: {target}#{anchor}"
-
-
-def test_the_index_names_every_page_and_script():
-    names = {path.name for path in DOCS.iterdir() if path.suffix in (".md", ".py")} - {"README.md"}
-    listed = set(re.findall(r"\]\((\w+\.(?:md|py))\)", (DOCS / "README.md").read_text()))
-    assert names == listed, f"docs/README.md: {names ^ listed}"
 
 
 def test_the_configuration_page_is_of_this_code():

@@ -3,14 +3,12 @@
 import errno
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import SafetensorError
 
-from trainer.runs import versions
 from trainer.runs.failures import LESS_MEMORY, headline, last_words
 from trainer.runs.launch import kill_reason
 
@@ -96,19 +94,3 @@ def test_a_failure_on_a_full_disk_is_in_the_status_else_at_the_terminal(
     (tmp_path / "status.json").unlink()
     last_words(tmp_path, FULL)
     assert capsys.readouterr().err.startswith("error: cannot write (")
-
-
-def test_looking_up_the_commit_leaves_a_checkout_as_it_is(tmp_path, monkeypatch):
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a"]
-    (tmp_path / "a").write_text("x")
-    for words in (["init", "-q"], ["add", "a"], ["commit", "-qm", "one"]):
-        subprocess.run([*git, *words], check=True)
-    monkeypatch.setattr(versions, "ROOT", tmp_path)
-    index, sha = tmp_path / ".git" / "index", [*git, "rev-parse", "--short", "HEAD"]
-    commit = subprocess.check_output(sha, text=True).strip()
-    for text, more in (("x", ""), ("y", "+")):
-        (tmp_path / "a").write_text(text)
-        os.utime(tmp_path / "a", (1, 1))  # git wants to write down that it has looked
-        before = index.stat().st_mtime_ns
-        assert versions.about_machine(torch.device("cpu"), 1)["commit"] == commit + more
-        assert index.stat().st_mtime_ns == before

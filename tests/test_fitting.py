@@ -81,13 +81,3 @@ def test_rows_of_which_none_fits_are_refused(tmp_path):
     write(tmp_path, long=range(40))
     with pytest.raises(ValueError, match="which leaves none"):
         train_here(tmp_path / "none", *words(tmp_path))
-
-
-@pytest.mark.runs
-def test_demonstrations_that_exceed_the_model_do_not_end_a_run(tmp_path):
-    write(tmp_path, long=(7, 33))
-    data = [word for word in words(tmp_path) if word.startswith(("env.", "policy.model"))]
-    few = ["trainer.prompts_per_iteration=20", "trainer.num_iterations=2", "eval.max_rows=2"]
-    few += ["trainer.micro_batch_tokens=600"]
-    train_here(tmp_path / "run", "experiment=sft_tiny", "env=chats", *data, *few)
-    assert len(metrics(tmp_path / "run")) == 3

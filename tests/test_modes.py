@@ -5,8 +5,6 @@ import itertools
 import json
 import math
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from statistics import fmean
 
@@ -17,7 +15,7 @@ from contracts import make_policy
 from omegaconf import OmegaConf
 from pages import Page
 from rich.console import Console
-from runs import ROOT, asked, do, environment, lines
+from runs import asked, do, lines
 from safetensors.torch import load_file
 
 import train
@@ -260,23 +258,6 @@ def test_a_chat_sets_the_policy_beside_its_reference():
     ratio = float((picked[0] - picked[1]).sum())
     assert abs(ratio) > 0.01
     assert f"log-ratio {ratio:+.2f} nats over {full.shape[1] - len(prompt)} tokens" in first
-
-
-@pytest.mark.runs
-def test_a_chat_reads_a_pipe_and_leaves_the_run_as_it_was(lora_run):
-    before = sorted((p, p.stat().st_mtime_ns) for p in lora_run.rglob("*"))
-    words = ["mode=chat", f"resume={lora_run}", "policy.temperature=0", "policy.max_new_tokens=5"]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), *words], input="Sort 21\n\nSort 3\n",
-        env=environment(), capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, ""), done.stdout
-    sides = [line.split()[0] for line in done.stdout.splitlines()[1:]]
-    assert [side for side in sides if side in ("policy", "reference")] == [
-        "policy",
-        "reference",
-    ] * 3
-    assert sorted((p, p.stat().st_mtime_ns) for p in lora_run.rglob("*")) == before
 
 
 @pytest.mark.parametrize(

@@ -58,10 +58,3 @@ def test_every_cell_runs_and_the_picture_is_that_of_the_run(tmp_path, monkeypatc
     assert [(int(i), float(reward)) for i, reward in drawn] == [
         (i, pytest.approx(row["reward/mean"], abs=6e-4)) for i, row in enumerate(rows[1:], 1)
     ]
-
-
-@pytest.mark.runs
-@pytest.mark.learn
-def test_the_notebook_learns_as_it_stands(tmp_path, monkeypatch):
-    _, rows = executed(tmp_path, monkeypatch)
-    assert rows[-1]["eval/sampled_accuracy"] > rows[0]["eval/sampled_accuracy"] + 0.2

@@ -8,18 +8,15 @@ import torch
 from omegaconf import OmegaConf
 from runs import asked
 from runs import train as train_by_command
-from templates_by_family import CHATML, LLAMA3, QWEN3
 from tensordict import TensorDict
 
 import train
-from policies.chats.chat_template import Renderer
 from policies.load import load_policy
 from trainer.modes.preflight import costs
 from trainer.modes.preflight.costs import at_limits, memory_of
 from trainer.modes.preflight.play import Phase, restart_peak
-from trainer.modes.preflight.tokens import count_ends, table
+from trainer.modes.preflight.tokens import count_ends
 from trainer.runtime import peak
-from trainer.transcripts import token_texts
 
 SMALL = (
     *("preflight=true", "trainer.prompts_per_iteration=4", "policy.model=tiny"),
@@ -116,22 +113,3 @@ def test_idle_groups_memory_and_a_full_disk_are_problems(tmp_path, capsys, monke
     assert int(found[1]) == round((3 * 3 * model + model) / 2**20)  # one more while it is written
     for remedy in ("algorithm.group_size", "output_dir=", "trainer.micro_batch_tokens"):
         assert remedy in printed
-
-
-@pytest.mark.parametrize(
-    ("family", "learnt", "behind"),
-    [
-        (CHATML, "13<|im_end|>", True),
-        (QWEN3, "<think>\\n\\n</think>\\n\\n13<|im_end|>", True),
-        (LLAMA3, "13<|eot_id|>", False),
-    ],
-    ids=["chatml", "qwen3", "llama3"],
-)
-def test_the_table_of_a_demonstration_by_family(family, learnt, behind):
-    tokenizer = family.tokenizer()
-    chat = [{"role": "user", "content": "Sort 31 " * 60}, {"role": "assistant", "content": "13"}]
-    row = Renderer(tokenizer, family.text).render(chat, require_assistant=True)
-    lines = [line.plain for line in table(token_texts(row.ids, tokenizer), row.assistant)]
-    assert max(map(len, lines)) < 80
-    assert [line.split()[1] for line in lines] == ["learnt", "-", "yes", "-"][: 3 + behind]
-    assert lines[2].endswith(f"yes    {learnt}")

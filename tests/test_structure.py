@@ -66,12 +66,6 @@ def test_the_loop_imports_no_other_room():
         assert not [m for m in imports(name) if m.startswith(tuple(f"trainer.{r}" for r in rooms))]
 
 
-def test_one_module_pads():
-    pads = re.compile(r"\b(?:functional|F)\.pad\(|\bpad_sequence\(")
-    padding = [name for name in TREES if pads.search((ROOT / name).read_text())]
-    assert padding == ["policies/padding.py"]
-
-
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_public_name_is_there_and_has_a_docstring(package):
     module = import_module(package)
@@ -148,16 +142,3 @@ def test_the_floors_are_the_lowest_versions_declared():
         if name != "torch":
             pin = pins[name.lower().replace("-", "_")]
             assert re.fullmatch(rf"{re.escape(floor)}(\.0)*", pin), text
-
-
-def test_the_image_has_the_python_and_the_files_that_the_project_has():
-    lines = (ROOT / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
-    (version,) = re.findall(r"^FROM python:(3\.\d+)", "\n".join(lines), re.M)
-    assert PROJECT["requires-python"] == f">={version}"
-    for line in (line for line in lines if line.startswith("COPY ")):
-        assert all((ROOT / name).exists() for name in line.split()[1:-1])
-    kept_out, ignored = (
-        {line.strip("/*") for line in (ROOT / file).read_text().split()}
-        for file in (".dockerignore", ".gitignore")
-    )
-    assert {*ignored, ".git"} <= kept_out

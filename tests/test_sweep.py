@@ -79,6 +79,15 @@ def test_the_csv_has_a_row_per_job_with_means_over_its_end(tmp_path):
     ]
 
 
+def test_what_several_jobs_warn_of_stands_once_on_the_page(tmp_path):
+    note = {"level": "warn", "title": "Hacked", "text": "t", "iteration": 3, "until": None}
+    for folder in (tmp_path / "kl.coeff=0", tmp_path / "kl.coeff=1"):
+        write_job(folder, coeff=0.0)
+        write_status(folder, state="finished", notes=[note, {**note, "title": "Ok", "until": 4}])
+    page = Page(write_sweep(tmp_path))
+    assert (page.texts.count("Hacked"), page.texts.count("Ok")) == (1, 0)
+
+
 def test_the_best_setting_is_not_that_of_the_luckiest_seed(tmp_path):
     values = [(0, 1, 0.9), (0, 2, 0.1), (1, 1, 0.6), (1, 2, 0.5)]
     jobs = [job(f"{c}{s}", objective=o, kl__coeff=c, seed=s) for c, s, o in values]
@@ -122,26 +131,6 @@ def test_unfinished_jobs_enter_neither_means_nor_the_line():
     assert pareto([a, b, c]) == [a, c]
     styles = [dot.attrib["style"] for dot in picture(jobs).dots]
     assert ["dasharray" in style for style in styles] == [False, True, False]
-
-
-def test_the_start_is_drawn_and_accuracy_stands_beside_reward(tmp_path):
-    for coeff, last in ((0.0, 0.1), (1.0, 0.7)):
-        folder = tmp_path / f"kl.coeff={coeff}"
-        rows = [{"reward/raw_mean": i - 8.0, "kl/ref_sequence": i / (1 + coeff)} for i in range(9)]
-        rows[-1]["eval/sampled_accuracy"] = last
-        write_lines(folder, {"eval/sampled_accuracy": 0.2}, *rows, begin=0)
-        write_status(folder, state="finished", objective=last)
-        write_words(folder, "experiment=ppo_tiny", f"kl.coeff={coeff}")
-    pictures = Page(write_sweep(tmp_path)).charts()
-    names = (f"{name} against KL to the reference" for name in ("Reward", "Accuracy"))
-    reward, accuracy = (pictures[name] for name in names)
-    # the first iteration's replies are those before any step; the accuracy is that of iteration 0
-    assert "before training: -8.000, KL 0.000" in reward.tips
-    assert "before training: 0.200, KL 0.000" in accuracy.tips
-    # means of the last two of nine iterations, each divided by 1 + coeff
-    assert {"0.0: accuracy 0.100, KL 7.500", "1.0: accuracy 0.700, KL 3.750"} <= {*accuracy.tips}
-    heights = [accuracy.value(float(dot.attrib["cy"])) for dot in accuracy.dots]
-    assert heights == pytest.approx([0.1, 0.7], abs=0.01)
 
 
 def test_seeds_are_one_point_with_bars_from_the_lowest_to_the_highest():

@@ -3,8 +3,6 @@
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
-from runs import asked, do, train_here
-from transformers import AutoTokenizer
 
 from policies.chats.templates import with_variables
 from policies.load import load_policy
@@ -59,25 +57,3 @@ def test_every_plain_value_arrives_as_it_is_and_the_later_one_holds():
 def test_a_variable_that_the_template_does_not_read_is_refused(name):
     with pytest.raises(ValueError, match=rf"chat_template_kwargs\.{name}"):
         with_variables(THINKS, {name: False})
-
-
-@pytest.mark.runs
-def test_a_run_its_evaluation_and_its_export_have_them(tmp_path, template):
-    few = [
-        "trainer.num_iterations=1",
-        "eval.max_rows=2",
-        "eval.num_samples=1",
-        "checkpoint.every=1",
-    ]
-    few += ["trainer.prompts_per_iteration=4", "algorithm.group_size=2", "policy.max_new_tokens=3"]
-    words = ["experiment=grpo_tiny", "policy.model=tiny", f"policy.chat_template={template}", *few]
-    run = tmp_path / "run"
-    run.mkdir()
-    train_here(run, *words, "policy.chat_template_kwargs.enable_thinking=false")
-    saved = AutoTokenizer.from_pretrained(run / "model")
-    assert rendered(saved) == rendered(saved, THINKS, enable_thinking=False)
-    do(tmp_path / "scratch", "mode=export", f"resume={run}", f"output_dir={tmp_path / 'mine'}")
-    assert rendered(AutoTokenizer.from_pretrained(tmp_path / "mine")) == rendered(saved)
-    for mode in ("chat", "evaluate"):
-        policy = asked([f"mode={mode}", f"resume={run}"])["policy"]
-        assert policy["chat_template_kwargs"] == {"enable_thinking": False}

@@ -1,7 +1,6 @@
 """Whole runs through `python train.py`: the files they leave, seeds, resume, sweeps, trackers."""
 
 import hashlib
-import json
 import os
 import shutil
 import signal
@@ -105,19 +104,6 @@ def test_the_model_loads_in_plain_transformers_without_leash(small_run):
     assert sorted(reply.removesuffix("<|im_end|>")) == ["1", "2", "3"]
 
 
-def test_the_offline_wandb_run_holds_the_values_of_metrics_jsonl(small_run):
-    (run,) = (small_run.folder / "wandb").glob("offline-run-*")
-    tool = Path(sys.executable).with_name("wandb")
-    command = [str(tool), "leet", "inspect", "--json", str(run)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    records = [json.loads(line) for line in done.stdout.splitlines()]
-    history = [r["history"]["item"] for r in records if r["type"] == "history"]
-    rows = lines(small_run.folder / "metrics.jsonl")
-    other = ("_", "transcripts.")  # W&B's own, and the table of replies, which ends with a line
-    logged = [{k: v for k, v in item.items() if not k.startswith(other)} for item in history]
-    assert logged == [*rows, {"progress/iteration": rows[-1]["progress/iteration"]}]
-
-
 def test_a_run_stopped_and_killed_goes_on_as_if_nothing_had_happened(small_run, tmp_path):
     """SIGTERM, a damaged newest checkpoint, kill -9: the metrics are the straight run's."""
     folder = tmp_path / "run"
@@ -158,35 +144,6 @@ def flip_a_byte(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-5] ^= 1
     path.write_bytes(data)
-
-
-def test_two_ranks_report_a_killed_rank_and_then_a_stop_in_one_line(small_run, tmp_path):
-    """kill -9 of rank 1 while both train; the folder resumed, and Ctrl-C."""
-    folder = tmp_path / "run"
-    process = launch(*SMALL, "tracker=jsonl", "launch.num_processes=2", f"output_dir={folder}")
-    wait_for(lambda: iterations(folder) >= 3, process)
-    variables = {pid: Path(f"/proc/{pid}/environ").read_bytes() for pid in workers_of(process)}
-    (pid,) = [pid for pid in variables if b"RANK=1" in variables[pid].split(b"\0")]
-    os.kill(pid, signal.SIGKILL)
-    text = process.communicate(timeout=60)[0]
-    assert process.returncode == 1
-    state, reason = outcome(folder)
-    assert (state, f"error: {reason}") == ("failed", text.splitlines()[-1])
-    assert reason.startswith("rank 1 was killed (signal 9, SIGKILL)")
-    assert "Traceback" not in text
-
-    process = launch(f"resume={folder}")
-    wait_for(lambda: read_status(folder).get("state") == "running", process)
-    reached = iterations(folder)
-    wait_for(lambda: iterations(folder) > reached, process)
-    pids = workers_of(process)
-    process.send_signal(signal.SIGINT)
-    text = process.communicate(timeout=60)[0]
-    assert process.returncode == 130
-    assert "Traceback" not in text
-    assert outcome(folder) == ("preempted", "stopped by Ctrl-C")
-    assert not (folder / "errors").exists(), "those of the attempt before"
-    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
 def test_a_sweep_makes_one_folder_a_job_and_no_job_changes_the_next(small_run, tmp_path):

@@ -232,10 +232,11 @@ def _close(folder: Path, code: int, signals: list[int], *, who: str) -> str | No
     if signals and (state != "failed" or code < 0):  # an error of its own stays one
         close_status(folder, "preempted", stop_reason(signals[0]))
     elif code or state not in ("finished", "preempted"):
-        noted = [line for _, line in noted_errors(folder)]
-        if state == "failed" and not noted:  # no file where the disk is full
-            noted = [status.get("reason")]
-        reason = noted[0] if noted and noted[0] and code >= 0 else kill_reason(code, who)
+        reason = next((line for _, line in noted_errors(folder)), None)
+        if state == "failed":  # no file where the disk is full
+            reason = reason or status.get("reason")
+        if code < 0 or not reason:
+            reason = kill_reason(code, who)
         close_status(folder, "failed", reason)
         return reason
     return None
