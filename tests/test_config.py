@@ -126,7 +126,6 @@ def test_every_group_file_composes_with_what_it_leaves_to_the_user(group):
 
 FAULTS = [  # words, and the key that the line names
     (["kl.ceoff=0.1"], r"no key kl\.ceoff.*kl\.coeff"),
-    (["+kl.ceoff=0.1"], r"no key kl\.ceoff"),
     (["gamma=0.9"], r"algorithm\.gamma"),
     (["algorithm.gamma=0.9"], "algorithm=ppo"),
     (["num_generations=4"], r"algorithm\.group_size"),
@@ -136,11 +135,9 @@ FAULTS = [  # words, and the key that the line names
     (["grpo_tiny"], "'grpo_tiny'"),
     (["kl.coeff=0,1"], "kl.coeff=0,1.*-m"),
     (["trainer.num_iterations=abc"], r"trainer\.num_iterations.*'abc'"),
-    (["seed=null"], "seed"),
     (["seed=9223372036854775808"], "seed"),
     (["policy.stop=END"], r"policy\.stop"),
     (["policy.model=???"], r"policy\.model"),
-    (["policy.temperature=inf"], r"policy\.temperature"),
     (["optimizer.betas=[0.9,1.0]"], r"optimizer\.betas"),
     (["tracker.replies=some"], r"tracker\.replies"),
     (["experiment=sft_tiny", "algorithm.aggregation=constant"], r"algorithm\.aggregation"),
@@ -161,7 +158,6 @@ FAULTS = [  # words, and the key that the line names
     (["policy.vllm.max_num_seqs=3"], r"policy\.vllm\.max_num_seqs"),
     (["trainer.patience=2", "eval.every=0"], r"trainer\.patience"),
     (["trainer.stop_at=eval/reward 1", "eval.every=0"], r"trainer\.stop_at"),
-    (["eval.limit=1"], r"eval\.limit"),
     (["eval.limit=8", "kl.refresh_every=1"], r"eval\.limit"),
     (["checkpoint.keep_best=true", "checkpoint.every=1"], r"checkpoint\.keep_best"),
     (["policy.model=./nowhere"], r"policy\.model"),
@@ -171,15 +167,12 @@ FAULTS = [  # words, and the key that the line names
     (["env.rewards.a._target_=envs.rewards.Jugde"], "Jugde.*Judge"),
     (added("short")[:-1], r"env\.rewards\.own\.function\._target_.*allow_targets"),
     (added("short", "{}"), r"_partial_.*env\.rewards\.own\.function"),
-    (["env.rewards.own._target_=test_config.short", "allow_targets=true"], r"env\.rewards\.own"),
     (added("shrot"), "shrot"),
     (["env.task._target_=Facts"], r"env\.task\._target_"),
     (["env=sort_digits", "env.task.num_row=3"], "num_row: .*takes .*num_rows"),
-    (["env=sort_digits", "env.task.min_digits=9"], "min_digits"),
     (["env=sort_digits", "env.dataset=data.jsonl"], r"env\.dataset"),
     (["env=facts", "env.columns.answer=a"], r"env\.columns"),
     (["env=gsm8k", "env.dataset=torn.jsonl"], "torn.jsonl, line 2"),
-    (["env=reasoning_gym", "env.task.name=chain_sun"], r"env\.task\.name"),
     (["env=own"], r"env\.task\._target_"),
     (own("Wrods"), "Wrods.*Words"),
     (own("Words", "env.task.words=5"), f"Words: TypeError.*{HERE}"),
@@ -187,9 +180,7 @@ FAULTS = [  # words, and the key that the line names
     (own("Bare"), r"env\.dataset"),
     (own("Bare", "env.dataset=data.jsonl"), "reward"),
     ([*OWN, "env.task._target_=no_such_file.Task"], "no_such_file.*PYTHONPATH"),
-    ([*OWN, "env.task._target_=collections.Counter"], "Task.*Counter"),
     (["experiment=grpo_own"], r"env\.dataset"),
-    (["mode=chta"], "mode"),
     (["mode=limit"], "resume="),
     (["mode=export", "hub=a/b"], "resume="),
     (["mode=evaluate", "experiment=rm_tiny"], "mode=evaluate"),
@@ -308,23 +299,11 @@ def test_a_folder_with_files_that_a_run_would_replace_is_refused(place, name):
         asked(["experiment=grpo_tiny", "output_dir=run"])
 
 
-def command(*words: str) -> subprocess.CompletedProcess[str]:
-    words = (sys.executable, str(ROOT / "train.py"), *words)
-    return subprocess.run(words, env=environment(), capture_output=True, text=True)
-
-
 def test_a_sweep_checks_all_jobs_first_and_is_refused_in_one_line(place):
-    ended = command("-m", "seed=1,2", "kl.coeff=0,-1")
+    command = [sys.executable, str(ROOT / "train.py"), "-m", "seed=1,2", "kl.coeff=0,-1"]
+    ended = subprocess.run(command, env=environment(), capture_output=True, text=True)
     assert ended.returncode == 2, ended.stderr
     (line,) = ended.stderr.splitlines()
     assert line.startswith("error: ")
     assert "kl.coeff" in line
     assert not list(place.rglob("*.yaml"))
-
-
-def test_hydra_shows_the_configuration_of_an_experiment_in_a_folder_of_ones_own(place):
-    (place / "mine" / "experiment").mkdir(parents=True)
-    text = "# @package _global_\ndefaults: [grpo_tiny, _self_]\nseed: 7\nkl: {coeff: 0.5}\n"
-    (place / "mine" / "experiment" / "mine.yaml").write_text(text)
-    cfg = OmegaConf.create(command("--config-dir=mine", "experiment=mine", "--cfg", "job").stdout)
-    assert (cfg.seed, cfg.kl.coeff, cfg.policy.model) == (7, 0.5, "experiment:sft_tiny")

@@ -10,9 +10,7 @@ from runs import asked
 
 from conf.compose import compose_checked
 from trainer.reports.__main__ import main as report
-from trainer.reports.trackers.jsonl import JsonlTracker
 from trainer.runs.find import nothing_left
-from trainer.runs.run_files import load_run, read_lines
 
 FILES = ("status.json", "metrics.jsonl", "transcripts.jsonl", "config.yaml", "limit.json")
 FILES += ("eval.json", "errors/rank0.txt", ".hydra/overrides.yaml", ".hydra/defaults.yaml")
@@ -56,13 +54,3 @@ def test_a_damaged_file_costs_its_own_part_alone(name, damage, sound, tmp_path):
         return
     with pytest.raises(ValueError, match=r"config\.yaml"):
         asked([f"resume={folder}"])
-
-
-def test_noise_among_the_metrics_is_left_out_and_does_not_stay(tmp_path):
-    good = [{"progress/iteration": i, "reward/mean": 0.5, "loss/total": None} for i in (1, 2, 3)]
-    lines = [json.dumps(line).encode() for line in good]
-    noise = [b"\0" * 50, b"\xff\xfe", b"[1]", b"{", b"7", b"{}", b"NaN", b'{"a": 1}']
-    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([lines[0], *noise, *lines[1:]]))
-    assert [line["progress/iteration"] for line in load_run(tmp_path).metrics] == [1, 2, 3]
-    JsonlTracker(tmp_path, resume=True).resume(3, "", again=False, seconds=0.0)
-    assert read_lines(tmp_path / "metrics.jsonl") == good

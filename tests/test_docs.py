@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 import yaml
-from runs import ROOT, asked, environment, jobs_of
+from runs import ROOT, asked, jobs_of
 
 import trainer
 from conf import schema
@@ -219,12 +219,8 @@ def test_own_task_page_adds_a_reward(place):
         file.write('def polite(row, reply): return float("please" in reply.text)')
     (place / "configs" / "env").mkdir(parents=True)
     (place / "configs" / "env" / "brief.yaml").write_text(block("yaml") + block("yaml", 1))
-    words = ["--config-dir=configs", "env=brief", "allow_targets=true", "--cfg", "job", "--resolve"]
-    shown = subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), *words],
-        env=environment(PYTHONPATH=str(place)), capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    task = make_task(yaml.safe_load(shown.stdout)["env"])
+    words = [f"hydra.searchpath=[file://{place}/configs]", "env=brief", "allow_targets=true"]
+    task = make_task(compose_checked(words)["env"])
     row = task.rows("eval")[0]
     for text, total in (("please", 0.2 + 0.2), (row["answer"], 1.0)):
         assert task.reward(row, Reply(text, True, [])).total == pytest.approx(total)

@@ -13,7 +13,6 @@ import torch
 import yaml
 from contracts import make_policy
 from omegaconf import OmegaConf
-from pages import Page
 from rich.console import Console
 from runs import asked, do, lines
 from safetensors.torch import load_file
@@ -26,9 +25,6 @@ from trainer.modes.chat import chat
 from trainer.modes.evaluate import pass_at_k, tally
 from trainer.modes.export import card, push
 from trainer.modes.run_weights import Weights, choose_weights
-from trainer.reports.__main__ import main as report
-from trainer.reports.report import write_report
-from trainer.runs.folders import quoted
 from trainer.runs.launch import prepare
 from trainer.runs.run_files import Run, read_status
 
@@ -101,27 +97,6 @@ def test_an_evaluation_measures_what_the_run_did_after_training(small_run, tmp_p
     assert {name: both[name] for name in by_run} == pytest.approx(by_run)
     assert found["sampled"]["eval/kl_ref_sequence"] > 0.001
     assert (small_run.folder / "status.json").read_text() == before
-    # against itself the policy has no KL, and the draws are the same
-    own = (f"kl.reference={small_run.folder / 'model'}", "eval.greedy=false")
-    do(tmp_path / "again", *words, *own)
-    again = json.loads((tmp_path / "out" / "eval.json").read_text())["sampled"]
-    assert again["eval/kl_ref_sequence"] == pytest.approx(0, abs=1e-4)
-    assert again["eval/sampled_accuracy"] == found["sampled"]["eval/sampled_accuracy"]
-
-
-def test_the_limit_is_made_of_the_model_that_a_run_started_from(small_run, tmp_path):
-    """As many replies as the run's own evaluation plays: the very ones, before any training."""
-    folder = shutil.copytree(small_run.folder, tmp_path / "kl.coeff=0.1,seed='1'")  # as of a job
-    report([str(folder), "--limit", "2"])
-    found = json.loads((folder / "limit.json").read_text())
-    assert found["rows"] == list(range(16))
-    assert found["model"] == read_status(folder)["model"]["sha256"]
-    first = lines(folder / "metrics.jsonl")[0]
-    right, rewards = (itertools.chain(*found[name]) for name in ("success", "reward"))
-    assert first["eval/sampled_accuracy"] == pytest.approx(fmean(right))
-    assert first["eval/reward"] == pytest.approx(fmean(rewards), abs=1e-6)
-    assert "2 replies of the reference" in Page(write_report(folder)).text
-    assert asked(["mode=limit", f"resume={quoted(str(folder))}"])["eval"]["num_samples"] == 64
 
 
 @pytest.mark.runs

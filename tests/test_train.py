@@ -146,18 +146,6 @@ def flip_a_byte(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_a_sweep_makes_one_folder_a_job_and_no_job_changes_the_next(small_run, tmp_path):
-    words = [w for w in SMALL if not w.startswith(("kl.coeff", "trainer.num_iterations"))]
-    words += ["kl.coeff=0,1", "trainer.num_iterations=4", f"hydra.sweep.dir={tmp_path}"]
-    done = train("-m", *words)
-    assert done.code == 0, done.text
-    free, bound = (tmp_path / f"kl.coeff={coeff}" for coeff in (0, 1))
-    assert len((tmp_path / "sweep.csv").read_text().splitlines()) == 3
-    assert metrics(bound)[:4] == metrics(small_run.folder)[:4], "the fifth has an evaluation"
-    kl = [metrics(folder)[-1]["kl/ref_k3"] for folder in (free, bound)]
-    assert kl[0] > kl[1], "with a coefficient of 1 the policy stays nearer to its start"
-
-
 def test_a_resumed_run_refuses_another_reference(small_run, tmp_path):
     folder = shutil.copytree(small_run.folder, tmp_path / "run")
     config = yaml.safe_load((folder / "config.yaml").read_text())

@@ -13,7 +13,7 @@ from letters import letters
 from tokenizers import AddedToken
 
 from policies.chats.chat_template import Renderer
-from policies.models import find_model, load_model, no_model
+from policies.models import find_model, load_model
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
 BAD = {  # Jinja programs that raise
@@ -83,9 +83,3 @@ def test_quantised_weights_are_refused(tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="quantised"):
         load_model(find_model(str(folder)))
-
-
-def test_a_run_folder_in_the_place_of_a_model_is_refused_with_that_of_its_model(tmp_path):
-    make_checkpoint(tmp_path / "model", "qwen2")
-    assert no_model(str(tmp_path / "model")) is None
-    assert str(tmp_path / "model") in (no_model(str(tmp_path)) or "")
