@@ -180,8 +180,8 @@ def _start_ranks(
 def _wait(ranks: list[subprocess.Popen], folder: Path, signals: list[int]) -> tuple[int, int]:
     """Wait for all ranks; return exit code and number of the one that failed first, or 0 and 0.
 
-    The first of `signals` is passed on, and wakes a rank that SIGSTOP holds; at the second all
-    processes are killed. After a rank failed the others get PATIENCE seconds to end.
+    The first of `signals` is passed on; at the second all processes are killed. After a rank failed
+    the others get PATIENCE seconds to end.
     """
     code, first, passed, limit = 0, 0, False, float("inf")
     while None in [rank.poll() for rank in ranks]:  # a list: each one is polled
@@ -196,7 +196,6 @@ def _wait(ranks: list[subprocess.Popen], folder: Path, signals: list[int]) -> tu
             ready = "state" in read_status(folder)
             for rank in ranks:
                 rank.send_signal(signals[0] if ready else signal.SIGTERM)
-                rank.send_signal(signal.SIGCONT)
         time.sleep(0.05)
     code, first = (code, first) if code else _first_failure(ranks)
     if code < 0:
