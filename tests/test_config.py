@@ -172,6 +172,8 @@ FAULTS = [  # words, and the key that the line names
     (["env=sort_digits", "env.task.num_row=3"], "num_row: .*takes .*num_rows"),
     (["env=sort_digits", "env.dataset=data.jsonl"], r"env\.dataset"),
     (["env=facts", "env.columns.answer=a"], r"env\.columns"),
+    (["env=sort_digits", "env.task.min_digits=9"], "min_digits"),
+    ([*OWN, "env.task._target_=collections.Counter"], "Task.*Counter"),
     (["env=gsm8k", "env.dataset=torn.jsonl"], "torn.jsonl, line 2"),
     (["env=own"], r"env\.task\._target_"),
     (own("Wrods"), "Wrods.*Words"),

@@ -196,6 +196,7 @@ def test_hammering_ctrl_c_leaves_no_process_and_a_true_status(script):
     assert (status["state"], status["reason"]) == ("preempted", "stopped by Ctrl-C")
 
 
+@pytest.mark.runs
 def test_a_run_that_is_still_running_is_neither_resumed_nor_touched(script):
     first = start(script, "seed=1", "output_dir=run", how="wait")
     (path,) = wait_for("rank0.json", script.parent)
@@ -237,6 +238,7 @@ def test_runs_of_the_same_second_have_folders_of_their_own(tmp_path, monkeypatch
     assert unique_folder("outputs") != first
 
 
+@pytest.mark.runs
 def test_failed_jobs_are_named_and_the_others_still_run(script):
     process = start(script, "-m", "experiment=grpo_smollm,sft_tiny", how="raise")
     _, err = process.communicate(timeout=60)
@@ -246,6 +248,7 @@ def test_failed_jobs_are_named_and_the_others_still_run(script):
     assert errors == [f"error: {name}: lr is sour" for name in names]
 
 
+@pytest.mark.runs
 def test_finished_jobs_of_a_sweep_stay_when_it_is_started_again(script):
     words = ("-m", "seed=1,2", "trainer.num_iterations=8", "hydra.sweep.dir=sweep")
     first = start(script, *words, how="finish")

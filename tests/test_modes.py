@@ -25,8 +25,9 @@ from trainer.modes.chat import chat
 from trainer.modes.evaluate import pass_at_k, tally
 from trainer.modes.export import card, push
 from trainer.modes.run_weights import Weights, choose_weights
+from trainer.reports.__main__ import main as report
 from trainer.runs.launch import prepare
-from trainer.runs.run_files import Run, read_status
+from trainer.runs.run_files import Run, read_status, read_yaml
 
 # Steps so large that the loss grows: the first checkpoint is the best.
 LORA = (
@@ -97,6 +98,17 @@ def test_an_evaluation_measures_what_the_run_did_after_training(small_run, tmp_p
     assert {name: both[name] for name in by_run} == pytest.approx(by_run)
     assert found["sampled"]["eval/kl_ref_sequence"] > 0.001
     assert (small_run.folder / "status.json").read_text() == before
+
+
+def test_the_limit_is_made_of_the_model_that_a_run_started_from(small_run, tmp_path):
+    """As many replies as the run's own evaluation plays: the very ones, before any training."""
+    folder = shutil.copytree(small_run.folder, tmp_path / "kl.coeff=0.1,seed='1'")  # as of a job
+    report([str(folder), "--limit", "2"])
+    found, first = read_yaml(folder / "limit.json"), lines(folder / "metrics.jsonl")[0]
+    assert found["model"] == read_status(folder)["model"]["sha256"]
+    right, rewards = (itertools.chain(*found[name]) for name in ("success", "reward"))
+    assert first["eval/sampled_accuracy"] == pytest.approx(fmean(right))
+    assert first["eval/reward"] == pytest.approx(fmean(rewards), abs=1e-6)
 
 
 @pytest.mark.runs

@@ -30,8 +30,8 @@ def imports(name: str) -> set[str]:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "relative imports hide their layer"
-            whole = {f"{node.module}.{alias.name}" for alias in node.names}
-            names |= whole & MODULES.keys() or {str(node.module)}
+            whole = [f"{node.module}.{alias.name}" for alias in node.names]
+            names |= {name if name in MODULES else str(node.module) for name in whole}
     return names
 
 

@@ -20,11 +20,6 @@ from trainer.runs.run_files import read_lines, read_status
 pytestmark = pytest.mark.runs
 PLAIN = """
 import sys
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("policies", "envs", "trainer", "conf", "train"):
-            raise ImportError(name)
-sys.meta_path.insert(0, Refuse())
 from transformers import AutoModelForCausalLM, AutoTokenizer
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
@@ -34,6 +29,7 @@ ids = tokenizer.apply_chat_template(
 )
 out = model.generate(**ids, max_new_tokens=9, do_sample=False)
 print(repr(tokenizer.decode(out[0, ids["input_ids"].shape[1]:])))
+assert not {"policies", "envs", "trainer", "conf"} & {*sys.modules}
 """
 
 
