@@ -111,9 +111,8 @@ def test_a_command_composes(command, place):
     overrides = [w for w in words if "=" in w and not w.startswith("-") and "..." not in w]
     if ELSEWHERE & {*overrides} or overrides[-1:] == ["policy.engine=vllm"]:
         return
-    jobs = jobs_of(overrides) if "-m" in words else [overrides]
-    for job in (jobs[0], jobs[-1]) if jobs[1:] else jobs:
-        assert compose_checked(job)["trainer"]["num_iterations"] >= 1
+    job = jobs_of(overrides)[-1] if "-m" in words else overrides
+    assert compose_checked(job)["trainer"]["num_iterations"] >= 1
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if "resume=" in c])
