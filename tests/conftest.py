@@ -60,7 +60,7 @@ def small_run(cache) -> Finished:
         if not ended.exists():
             done = train(*SMALL, *WANDB, f"output_dir={folder}")
             ended.write_text(json.dumps([done.code, done.text, done.seconds]))
-    done = Finished(*json.loads(ended.read_text())).at(folder)
+    done = Finished(*json.loads(ended.read_text()), folder)
     assert done.code == 0, done.text
     return done
 

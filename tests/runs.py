@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +37,6 @@ class Finished:
     text: str
     seconds: float
     folder: Path = Path()
-
-    def at(self, folder: Path) -> "Finished":
-        return replace(self, folder=folder)
 
 
 def environment(**changes: str) -> dict[str, str]:
