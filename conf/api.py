@@ -13,7 +13,6 @@ from conf.compose import compose, compose_checked, compose_experiment, write_def
 from envs.rewards.trl_function import hold
 from policies.cache import write_text
 from trainer.early_stopping import Stopped
-from trainer.reports.summary import in_one_line
 from trainer.runs.folders import holds_run, quoted, remove_unused, unique_folder
 from trainer.runs.launch import SCRIPT, prepare
 from trainer.runs.lock import FILE as LOCK
@@ -21,14 +20,6 @@ from trainer.runs.lock import held
 from trainer.runs.run_files import Run, load_run
 
 Rows = Iterable[Mapping[str, Any] | str]
-
-
-class Trained(Run):
-    """The run that `train` returns, short to print."""
-
-    def __repr__(self) -> str:
-        told = ", ".join(filter(None, [self.state, in_one_line(self)]))
-        return f"Run({str(self.folder)!r}: {told})"
 
 
 def train(
@@ -47,11 +38,6 @@ def train(
     row["columns"]. A tenth is held out unless there are `eval_rows`. `overrides` are keys of the
     configuration: `kl={"coeff": 0.1}`, `algorithm="rloo"`, `**{"trainer.num_iterations": 20}`.
     ValueError: what the command line would refuse. The model is in `run.folder / "model"`.
-
-    >>> short = lambda row, reply: float(len(reply.text) < 12)
-    >>> train("tiny", short, ["Hi"] * 20, trainer={"num_iterations": 0})
-    Traceback (most recent call last):
-    ValueError: expected trainer.num_iterations >= 1, got 0
     """
     named = {} if reward is None else reward
     if not isinstance(named, Mapping):
@@ -89,7 +75,7 @@ def train(
             raise KeyboardInterrupt(str(stop)) from None
         finally:
             gc.unfreeze()  # what the loop froze is this process's to free
-    return Trained(**vars(load_run(folder.absolute())))
+    return load_run(folder.absolute())
 
 
 def _data(key: str, rows: Rows | None, folder: Path, *, shown: bool) -> list[str]:
@@ -109,11 +95,7 @@ def _data(key: str, rows: Rows | None, folder: Path, *, shown: bool) -> list[str
 
 
 def _words(overrides: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the words of a command line that say the same.
-
-    >>> list(_words({"seed": 1, "kl": {"coeff": 0.1}, "policy.stop": ["a", "b"], "env": "own"}))
-    ['seed=1', 'kl.coeff=0.1', 'policy.stop=["a","b"]', 'env="own"']
-    """
+    """Yield the words of a command line that say the same."""
     for key, value in overrides.items():
         if isinstance(value, Mapping) and value:
             yield from _words(value, f"{prefix}{key}.")

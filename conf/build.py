@@ -52,15 +52,13 @@ def arguments_of(thing: Any) -> tuple[list[str], bool]:
     return list(dict.fromkeys(p.name for p in parameters if p.kind in NAMED)), is_open and not made
 
 
-def build(node: Section, *sections: Section, where: str = "", **parts: Any) -> Any:
-    """Make what a node's _target_ names; `where` is the node's full key, for messages.
+def build(node: Section, *sections: Section, **parts: Any) -> Any:
+    """Make what a node's _target_ names.
 
     The target gets the keys of its node, and those of `parts` and `sections` that it names: an
     objective gets algorithm.clip_low. ValueError for an argument that the target does not take.
     """
-    if isinstance(node, DictConfig):
-        where = where or str(node._get_full_key(None) or "")
-    node, where = _plain(node), where or node["_target_"]
+    node = _plain(node)
     thing = find_target(node["_target_"])
     known, takes_any = arguments_of(thing)
     keys = {name: _plain(s[name]) for s in sections for name in s if name in known}
@@ -73,10 +71,8 @@ def build(node: Section, *sections: Section, where: str = "", **parts: Any) -> A
         cause = error.__cause__ or error
         unknown = re.search(r"unexpected keyword argument '(\w+)'", str(cause))
         if unknown and unknown[1] in node:
-            close = difflib.get_close_matches(unknown[1], known, n=1)
-            meant = f"; did you mean {close[0]}?" if close else ""
-            takes = f"{node['_target_']} takes {', '.join(known) or 'no arguments'}{meant}"
-            raise ValueError(f"{where}.{unknown[1]}: {takes}") from cause
+            takes = f"{node['_target_']} takes {', '.join(known) or 'no arguments'}"
+            raise ValueError(f"{unknown[1]}: {takes}") from cause
         raise cause from None
 
 
@@ -98,7 +94,7 @@ def make_task(env: Section) -> Any:
 
     With `rewards` it is an `envs.rewards.Rewarded`.
     """
-    task = build({"_convert_": "all", **env["task"]}, where="env.task", **data_arguments(env))
+    task = build({"_convert_": "all", **env["task"]}, **data_arguments(env))
     if not (rewards := env.get("rewards")):
         return task
     made = {}
@@ -125,7 +121,7 @@ def make_runtime(cfg: DictConfig, folder: Path) -> Any:
 
 def make_policy(node: Section, **parts: Any) -> Any:
     """Return the policy that a node names; what samples for it is `make_generator`'s."""
-    return build({k: v for k, v in node.items() if k not in ENGINE}, where="policy", **parts)
+    return build({k: v for k, v in node.items() if k not in ENGINE}, **parts)
 
 
 def make_generator(node: Section, policy: Any, folder: Path) -> Any:
@@ -140,10 +136,9 @@ def make_env(cfg: DictConfig, task: Any, policy: Any) -> Any:
     """Return the chats over a task, seen through the transforms of `env` in their order."""
     sizes = {"group_size": cfg.algorithm.group_size, "max_turns": cfg.env.max_turns}
     env = find_target("envs.ChatEnv")(task, system_prompt=policy.system_prompt, **sizes)
-    for name, node in cfg.env.transforms.items():
+    for node in cfg.env.transforms.values():
         if node is not None:
-            made = build({"_convert_": "all", **node}, where=f"env.transforms.{name}")
-            env = env.append_transform(made)
+            env = env.append_transform(build({"_convert_": "all", **node}))
     return env
 
 
@@ -217,4 +212,4 @@ def make_tracker(cfg: DictConfig, folder: Path) -> Any:
     """Return the tracker of a run folder."""
     told = {"folder": str(folder), "config": OmegaConf.to_container(cfg)}
     node = {key: value for key, value in cfg.tracker.items() if key != "replies"}  # of the loop
-    return build(node, **told, where="tracker", resume=cfg.resume is not None)
+    return build(node, **told, resume=cfg.resume is not None)

@@ -1,6 +1,5 @@
 """All rules that need two keys of a configuration (one key: conf/keys.yaml), without torch."""
 
-import inspect
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -9,9 +8,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from conf import schema
-from conf.build import data_arguments, find_target, make_task
+from conf.build import data_arguments, make_task
 from envs.data import is_file
-from envs.rewards.trl_function import is_of_trl
 from envs.rewards.validate import complaint, in_one_line
 from envs.transforms import is_leash
 from policies.models import no_model
@@ -36,15 +34,10 @@ ROWS = {"trainer.Demonstrations": "demonstrations", "trainer.PreferencePairs": "
 
 def check(cfg: Config) -> None:
     """Raise ValueError with the first thing that is wrong in a resolved configuration."""
-    rules = (_targets, schema.faults, _run, _no_replies if is_silent(cfg) else _replies)
-    for rule in (*rules, _packages_and_models, _parts, _task):
+    replies = _no_replies if cfg["algorithm"]["source"].get("_target_") in ROWS else _replies
+    for rule in (_targets, schema.faults, _run, replies, _packages_and_models, _parts, _task):
         for fault in rule(cfg):
             raise ValueError(fault)
-
-
-def is_silent(cfg: Config) -> bool:
-    """Return whether what is learnt from samples no replies."""
-    return cfg["algorithm"]["source"].get("_target_") in ROWS
 
 
 def walk(tree: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -100,7 +93,7 @@ def _run(cfg: Config) -> Iterator[str]:
         if name.startswith("eval/") and not held_out["every"]:
             yield f"trainer.stop_at={name} needs evaluations, got eval.every=0; set eval.every=5"
     limit, measured = held_out["limit"], kl["measure"] and not kl["refresh_every"]
-    samples = held_out["num_samples"] and held_out["temperature"] == 1 and not is_silent(cfg)
+    samples = held_out["num_samples"] and held_out["temperature"] == 1
     if limit and not (limit > 1 and samples and measured and kl["reference"] is None):
         what = "sampled replies (eval.num_samples >= 1, eval.temperature=1) and one reference"
         also = "kl.measure=true without kl.refresh_every and kl.reference"
@@ -167,7 +160,7 @@ def _packages_and_models(cfg: Config) -> Iterator[str]:
 
 
 def _parts(cfg: Config) -> Iterator[str]:
-    """Yield what is wrong with nodes by name: mostly a function in the place of a class."""
+    """Yield what is wrong with nodes by name."""
     env, verbs = cfg["env"], cfg["algorithm"]["after_rollout"]
     named = {f"env.{key}": env[key] for key in ("transforms", "rewards")}
     for where, nodes in {**named, "algorithm.after_rollout": verbs or {}}.items():
@@ -179,19 +172,9 @@ def _parts(cfg: Config) -> Iterator[str]:
             why = "a run measures and charges the KL itself, by kl.coeff, kl.where, kl.estimator"
             yield f"{path}._target_={node['_target_']}: {why}; leave it out"
     for name, node in env["rewards"].items():
-        where, function = f"env.rewards.{name}", node and node.get("function")
+        function = node and node.get("function")
         if isinstance(function, dict) and function.get("_partial_") is not True:
-            yield f"{where}.function: expected _partial_: true beside its _target_, got none"
-        try:
-            found = node and find_target(node["_target_"])
-        except Exception as error:  # importing a user's module may raise anything
-            yield f"{where}: {in_one_line(error)}"
-            return
-        if inspect.isfunction(found):
-            kind = "TRLFunction" if is_of_trl(found) else "Function"
-            write = f"{where}={{_target_: envs.rewards.{kind}, function: {{_target_: "
-            write += f"{node['_target_']}, _partial_: true}}}}"
-            yield f"{where}._target_={node['_target_']} is a function; write '{write}'"
+            yield f"expected _partial_: true beside env.rewards.{name}.function._target_, got none"
 
 
 def _task(cfg: Config) -> Iterator[str]:

@@ -13,13 +13,14 @@ from omegaconf import DictConfig
 
 from conf.compose import FAULTS, compose_experiment, explain, set_up, write_defaults
 from conf.resume import last_run
-from conf.sweep import MULTIRUN, end_sweep, gpus_of_a_job, has_ended, read_job
+from conf.sweep import MULTIRUN, end_sweep, gpus_of_a_job, read_job
+from trainer.reports.sweep_jobs import PLAN
 from trainer.runs.failures import complain, say
 from trainer.runs.find import nothing_left
 from trainer.runs.folders import ASIDE, is_main_rank, quoted
 from trainer.runs.launch import STOPPED, Interrupted, prepare, start, worker_command
 from trainer.runs.lock import held
-from trainer.runs.run_files import read_status
+from trainer.runs.run_files import read_status, read_yaml
 
 
 def cli() -> int:
@@ -27,15 +28,12 @@ def cli() -> int:
 
     0: done, 1: failed, 2: refused before anything started, 130 and 143: stopped by a signal.
     """
-    show_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors
     try:
         sys.argv[1:] = expand(sys.argv[1:])
         set_up()
         run()
     except (*FAULTS, ValueError, OSError) as error:
-        if show_traceback:
-            raise
         if is_main_rank():
             complain(ValueError(explain(error)))
         return 2
@@ -80,7 +78,7 @@ def run(cfg: DictConfig) -> float:
     folder, in_sweep = Path(job.runtime.output_dir), job.mode == RunMode.MULTIRUN
     compose = partial(compose_experiment, allow_targets=cfg.allow_targets)
     try:
-        if in_sweep and has_ended(job.sweep.dir):
+        if in_sweep and read_yaml(Path(job.sweep.dir) / PLAN).get("ended"):  # it was stopped
             raise Interrupted(STOPPED)
         config = read_job(cfg, folder, job.overrides.task, in_sweep=in_sweep)
         if why := nothing_left(config):
@@ -95,8 +93,7 @@ def run(cfg: DictConfig) -> float:
         with gpus_of_a_job(job, config):
             objective = start(config, folder, compose=compose)
     except (ValueError, RuntimeError, OSError) as error:
-        if str(error):  # else the worker has told it
-            complain(f"{folder.name}: {error}" if in_sweep else error)
+        complain(f"{folder.name}: {error}" if in_sweep else error)
         if in_sweep:
             raise RuntimeError from error  # Hydra goes on with the other jobs
         raise SystemExit(1 if isinstance(error, RuntimeError) else 2) from None

@@ -16,13 +16,7 @@ def other_names() -> dict[str, dict[str, Any]]:
 
 
 def known_elsewhere(key: str, value: Any = None) -> str:
-    """Return a hint at what another library's key is called here; "" if none is known.
-
-    >>> known_elsewhere("learning_rate")
-    '; learning_rate is optimizer.lr here (docs/coming_from_trl.md)'
-    >>> known_elsewhere("loss_type", "dr_grpo")
-    '; loss_type=dr_grpo is algorithm.aggregation=constant here (docs/coming_from_trl.md)'
-    """
+    """Return a hint at what another library's key is called here; "" if none is known."""
     parts = key.split(".")
     for name in (".".join(parts[-2:]), parts[-1]):
         for library in other_names().values():
@@ -44,11 +38,7 @@ def _told(name: str, means: Any, value: Any) -> str:
 
 
 def nearest(key: str, value: Any = None) -> str:
-    """Return a hint at known keys that look like an unknown one.
-
-    >>> nearest("kl.coef"), nearest("learning_rate")
-    ('; did you mean kl.coeff?', '; learning_rate is optimizer.lr here (docs/coming_from_trl.md)')
-    """
+    """Return a hint at known keys that look like an unknown one."""
     if key in all_keys():
         return f" here; it belongs to {all_keys()[key][0]}"
     elsewhere, leaf = known_elsewhere(key, value), key.rpartition(".")[2]

@@ -22,7 +22,6 @@ MAY = {  # what may be given beside resume=, by mode
     "export": ("output_dir", "hub", "policy.device"),
     "limit": ("eval.num_samples", *ENGINE),
 }
-LIMIT = {"num_samples": 64, "temperature": 1.0, "greedy": False}  # of eval, for mode=limit
 
 
 def configure(cfg: DictConfig, words: Sequence[str]) -> dict[str, Any]:
@@ -72,8 +71,9 @@ def _of_run(cfg: DictConfig, words: Sequence[str]) -> dict[str, Any]:
     if kl["refresh_every"] or not kl["measure"] or held_out["temperature"] != 1:
         why = "kl.measure=true, kl.refresh_every=0 and eval.temperature=1"
         raise ValueError(f"{folder} has no limit: that is of replies with {why}")
-    samples = any(word.startswith("eval.num_samples=") for word in words)
-    held_out |= LIMIT | ({"num_samples": held_out["num_samples"]} if samples else {})
+    held_out["greedy"] = False
+    if not any(word.startswith("eval.num_samples=") for word in words):
+        held_out["num_samples"] = 64
     config["policy"]["model"] = kl["reference"] or config["policy"]["model"]
     kl["reference"] = None
     return config

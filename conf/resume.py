@@ -44,9 +44,7 @@ def read_saved(folder: Path) -> dict[str, Any]:
     """Read the config.yaml of a run folder; a missing or damaged one is a ValueError."""
     path = folder / "config.yaml"
     if not path.is_file():
-        jobs = find_jobs(folder) if folder.is_dir() else []
-        hint = f"; name one of its runs, as resume='{jobs[-1]}'" if jobs else ""
-        raise ValueError(f"resume={folder}: expected a run folder with config.yaml, got none{hint}")
+        raise ValueError(f"resume={folder}: expected a run folder with config.yaml, got none")
     try:
         saved: Any = OmegaConf.to_container(OmegaConf.load(path))
         lost = {name for name in declared() if "=" not in name} - {"root", *saved}

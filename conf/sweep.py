@@ -82,11 +82,6 @@ def _note_end(folder: Path) -> None:
     write_text(folder / PLAN, json.dumps(read_yaml(folder / PLAN) | {"ended": True}, indent=1))
 
 
-def has_ended(folder: str) -> bool:
-    """Return whether a sweep has been stopped, so that no further job of it may start."""
-    return bool(read_yaml(Path(folder) / PLAN).get("ended"))
-
-
 @contextmanager
 def _refused() -> Iterator[None]:
     """End the process on a fault: Hydra would only warn of what a callback raises."""
@@ -160,7 +155,11 @@ def _stop(number: int, _: Any) -> None:
 @contextmanager
 def gpus_of_a_job(job: DictConfig, config: Mapping[str, Any]) -> Iterator[None]:
     """Keep as many GPUs of this machine to a job as it has ranks; wait until they are free."""
-    before, gpus = os.environ.copy(), visible_gpus()
+    before, named = os.environ.copy(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is None:
+        gpus = [str(k) for k, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*"))]
+    else:
+        gpus = [name.strip() for name in named.split(",") if name.strip() not in ("", "-1")]
     in_turn = job.mode != RunMode.MULTIRUN or job.launcher._target_.endswith(".BasicLauncher")
     count = 0 if in_turn else min(config["launch"]["num_processes"], len(gpus))
     if not count or config["policy"]["device"] == "cpu":
@@ -172,7 +171,7 @@ def gpus_of_a_job(job: DictConfig, config: Mapping[str, Any]) -> Iterator[None]:
     with ExitStack() as held:
         with FileLock(place / "queue"):  # one job takes GPUs at a time: nobody waits with half
             while len(mine) < count:
-                for gpu in [gpu for gpu in gpus if gpu not in mine][: count - len(mine)]:
+                for gpu in (gpu for gpu in gpus if gpu not in mine and len(mine) < count):
                     with suppress(Timeout):
                         held.enter_context(FileLock(place / gpu).acquire(timeout=0.1))
                         mine.append(gpu)
@@ -182,10 +181,3 @@ def gpus_of_a_job(job: DictConfig, config: Mapping[str, Any]) -> Iterator[None]:
         finally:
             os.environ.clear()
             os.environ.update(before)
-
-
-def visible_gpus() -> list[str]:
-    """List the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
-    if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [name.strip() for name in given.split(",") if name.strip() not in ("", "-1")]
-    return [str(k) for k, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*"))]

@@ -1,19 +1,15 @@
-"""What the whole session shares: a cache of its own, and runs that several files read."""
+"""What the whole session shares: a cache of its own, and a run that several files read."""
 
 import contextlib
 import fcntl
 import json
 import os
 import signal
-import subprocess
-import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
-from runs import SMALL, WANDB, Finished, launch
+from runs import SMALL, WANDB, Finished, train
 from tensordict import list_to_stack, set_list_to_stack
 
 from policies.cache import cache_dir
@@ -23,6 +19,14 @@ hypothesis.settings.register_profile("leash", derandomize=True, max_examples=25,
 hypothesis.settings.load_profile("leash")
 # A shell that started this in the background had it ignored, and so would every run.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Mark what reads the small run: it trains for many iterations."""
+    for item in items:
+        if "small_run" in getattr(item, "fixturenames", ()):
+            item.add_marker("runs")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -49,62 +53,16 @@ def small_run(cache) -> Finished:
     One process of pytest-xdist runs it, the others wait; no test writes into its folder.
     """
     folder = cache.parent / "small" / "run"
-    told = folder.with_name("told.json")
-    with small_lock(folder):
-        if not told.exists():
-            tell(folder, begin(folder), time.perf_counter())
-    done = Finished(*json.loads(told.read_text())).at(folder)
+    folder.parent.mkdir(exist_ok=True)
+    ended = folder.with_name("ended.json")
+    with open(folder.with_name("lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not ended.exists():
+            done = train(*SMALL, *WANDB, f"output_dir={folder}")
+            ended.write_text(json.dumps([done.code, done.text, done.seconds]))
+    done = Finished(*json.loads(ended.read_text()), folder)
     assert done.code == 0, done.text
     return done
-
-
-@pytest.fixture(scope="session", autouse=True)
-def small_run_ahead(request, cache):
-    """Begin that run beside the first tests, so that no process waits idly for its warm-up."""
-    wanted = any("small_run" in getattr(item, "fixturenames", ()) for item in request.session.items)
-    if os.environ.get("PYTEST_XDIST_WORKER") != "gw0" or not wanted:
-        yield
-        return
-    folder = cache.parent / "small" / "run"
-    with contextlib.ExitStack() as held:
-        try:
-            held.enter_context(small_lock(folder, fcntl.LOCK_NB))
-        except BlockingIOError:  # another process was first
-            yield
-            return
-        if folder.exists():
-            yield
-            return
-        process, start, lock = begin(folder), time.perf_counter(), held.pop_all()
-
-    def wait() -> None:
-        with lock:
-            tell(folder, process, start)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    yield
-    if process.poll() is None:  # the tests have ended early
-        process.send_signal(signal.SIGTERM)
-    thread.join()
-
-
-@contextlib.contextmanager
-def small_lock(folder: Path, how: int = 0) -> Iterator[None]:
-    folder.parent.mkdir(exist_ok=True)
-    with open(folder.with_name("lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | how)
-        yield
-
-
-def begin(folder: Path) -> subprocess.Popen:
-    return launch(*SMALL, *WANDB, f"output_dir={folder}")
-
-
-def tell(folder: Path, process: subprocess.Popen, start: float) -> None:
-    text = process.communicate(timeout=900)[0]
-    told = json.dumps([process.returncode, text, time.perf_counter() - start])
-    folder.with_name("told.json").write_text(told)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ SMALL = (
     "checkpoint.every=2",
 )
 WANDB = ("tracker=wandb", "tracker.mode=offline")
+OWN_ROWS = Path(__file__).with_name("own_rows.jsonl")
 
 
 @dataclass(frozen=True)
@@ -37,15 +38,18 @@ class Finished:
     seconds: float
     folder: Path = Path()
 
-    def at(self, folder: Path) -> "Finished":
-        return replace(self, folder=folder)
-
 
 def environment(**changes: str) -> dict[str, str]:
     """Return an environment without accounts and without the network."""
     hidden = ("WANDB_API_KEY", "WANDB_MODE", "WORLD_SIZE", "PYTHONPATH")
     env = {k: v for k, v in os.environ.items() if k not in hidden}
     return {**env, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **changes}
+
+
+def words_of(experiment: str) -> list[str]:
+    """Return the command line of an experiment, with rows where it asks for them."""
+    rows = [f"env.dataset={OWN_ROWS}"] if experiment in ("grpo_own", "sft_own") else []
+    return [f"experiment={experiment}", *rows]
 
 
 def launch(*overrides: str, **changes: str) -> subprocess.Popen:

@@ -6,27 +6,18 @@ from pathlib import Path
 
 import pytest
 import yaml
-from own_data import words_of
 from runs import asked
 
 from conf.compose import compose_checked
-from conf.resume import read_saved
-from conf.schema import FOLDER
 from trainer.reports.__main__ import main as report
-from trainer.reports.trackers.jsonl import JsonlTracker
 from trainer.runs.find import nothing_left
-from trainer.runs.run_files import load_run, read_lines
 
-EXPERIMENTS = sorted(path.stem for path in (FOLDER / "experiment").glob("*.yaml"))
 FILES = ("status.json", "metrics.jsonl", "transcripts.jsonl", "config.yaml", "limit.json")
 FILES += ("eval.json", "errors/rank0.txt", ".hydra/overrides.yaml", ".hydra/defaults.yaml")
 DAMAGES = {
     "gone": lambda path: path.unlink(),
-    "empty": lambda path: path.write_bytes(b""),
     "cut": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
-    "NULs": lambda path: path.write_bytes(b"\0" * 2000),
-    "no text": lambda path: path.write_bytes(b"\xff\xfe\x80[{" * 9),
-    "tags": lambda path: path.write_bytes(b"!!python/object/apply:os.system ['touch MARK']"),
+    "no text": lambda path: path.write_bytes(b"\0\xff\xfe\x80[{" * 9),
 }
 
 
@@ -54,35 +45,12 @@ def sound(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", FILES)
-def test_a_damaged_file_costs_its_own_part_alone(name, damage, sound, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_damaged_file_costs_its_own_part_alone(name, damage, sound, tmp_path):
     folder = shutil.copytree(sound, tmp_path / "run")
     DAMAGES[damage](folder / name)
     assert report([str(folder)]) == 0
     if name != "config.yaml":
         assert nothing_left(asked([f"resume={folder}"])) is None
-    else:
-        with pytest.raises(ValueError, match=r"config\.yaml") as caught:
-            asked([f"resume={folder}"])
-        assert "\n" not in str(caught.value)
-    assert not (tmp_path / "MARK").exists()
-
-
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_a_sound_config_of_every_experiment_is_read_as_it_was(experiment, tmp_path):
-    saved = compose_checked(words_of(experiment))
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(saved, sort_keys=False))
-    assert read_saved(tmp_path) == saved
-
-
-def test_noise_among_the_metrics_is_left_out_and_does_not_stay(tmp_path):
-    good = [{"progress/iteration": i, "reward/mean": 0.5, "loss/total": None} for i in (1, 2, 3)]
-    lines = [json.dumps(line).encode() for line in good]
-    noise = [b"\0" * 50, b"\xff\xfe", b"[1]", b'"x"', b"{", b"7", b"{}", b"NaN", b'{"a": 1}']
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b"\n".join([lines[0], *noise, *lines[1:]]))
-    assert [line["progress/iteration"] for line in load_run(tmp_path).metrics] == [1, 2, 3]
-    (tmp_path / "transcripts.jsonl").write_bytes(b"\n".join(noise))
-    JsonlTracker(tmp_path, resume=True).resume(3, "", again=False, seconds=0.0)
-    assert read_lines(path) == good
-    assert read_lines(tmp_path / "transcripts.jsonl") == []
+        return
+    with pytest.raises(ValueError, match=r"config\.yaml"):
+        asked([f"resume={folder}"])

@@ -1,7 +1,6 @@
 """Whole runs through `python train.py`: the files they leave, seeds, resume, sweeps, trackers."""
 
 import hashlib
-import json
 import os
 import shutil
 import signal
@@ -11,15 +10,27 @@ from pathlib import Path
 
 import pytest
 import yaml
-from checkpoints import make_checkpoint, write_easy_jsonl
 from omegaconf import OmegaConf
-from runs import SMALL, Finished, asked, environment, launch, lines, metrics, train, wait_for
+from runs import SMALL, asked, environment, launch, lines, metrics, train, wait_for
 from safetensors.torch import load_file
 
-from conf.compose import compose_checked, compose_experiment
 from train import train as train_config
-from trainer.runs.launch import prepare
 from trainer.runs.run_files import read_lines, read_status
+
+pytestmark = pytest.mark.runs
+PLAIN = """
+import sys
+from transformers import AutoModelForCausalLM, AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+chat = [{"role": "user", "content": "Sort the digits in ascending order: 312"}]
+ids = tokenizer.apply_chat_template(
+    chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+)
+out = model.generate(**ids, max_new_tokens=9, do_sample=False)
+print(repr(tokenizer.decode(out[0, ids["input_ids"].shape[1]:])))
+assert not {"policies", "envs", "trainer", "conf"} & {*sys.modules}
+"""
 
 
 def sha256(path: Path) -> str:
@@ -28,65 +39,44 @@ def sha256(path: Path) -> str:
 
 def iterations(folder: Path) -> int:
     """Return how many iterations metrics.jsonl holds, while it may be being written."""
-    return max(
-        (line["progress/iteration"] for line in read_lines(folder / "metrics.jsonl")), default=-1
-    )
+    rows = read_lines(folder / "metrics.jsonl")
+    return max((row["progress/iteration"] for row in rows), default=-1)
 
 
-def status(folder: Path) -> dict:
-    return json.loads((folder / "status.json").read_text())
+def outcome(folder: Path) -> tuple[str, str]:
+    status = read_status(folder)
+    return status["state"], status["reason"]
 
 
 def weights(folder: Path) -> dict:
     return load_file(folder / "model.safetensors")
 
 
-def test_a_run_leaves_what_the_contract_lists(small_run: Finished, cache: Path) -> None:
+def workers_of(process: subprocess.Popen) -> list[int]:
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [int(child) for child in children]
+
+
+def test_a_run_leaves_what_the_contract_lists(small_run, cache):
     folder = small_run.folder
     names = {path.name for path in folder.iterdir()}
-    expected = (
-        "config.yaml metrics.jsonl transcripts.jsonl report.html status.json model checkpoints"
-    )
-    assert set(expected.split()) <= names
+    files = "config.yaml metrics.jsonl transcripts.jsonl report.html status.json model checkpoints"
+    assert {*files.split()} <= names
     assert not [name for name in names if "part" in name or "tmp" in name]
-    state = status(folder)
-    assert (state["state"], state["reason"], state["iteration"]) == ("finished", None, 16)
+    status = read_status(folder)
+    assert (status["state"], status["reason"], status["iteration"]) == ("finished", None, 16)
     (warm,) = (cache / "experiments").glob("sft_tiny-*/model")
     found = {"name": str(warm), "origin": "folder", "sha256": sha256(warm / "model.safetensors")}
-    assert state["model"] == found
-    assert state["objective"] == metrics(folder)[-1]["eval/sampled_accuracy"]
-    assert state["held_out"] == 16
+    assert status["model"] == found
+    assert status["objective"] == metrics(folder)[-1]["eval/sampled_accuracy"]
     last = [line.split() for line in small_run.text.splitlines() if line.strip()][-4:]
     assert [words[0] for words in last] == ["report", "metrics", "model", "chat"]
-    assert [Path(words[1]) for words in last[:3]] == [
-        folder / name for name in ("report.html", "metrics.jsonl", "model")
-    ]
-    titles = [line for line in small_run.text.splitlines() if line.endswith(" iterations")]
-    *warm_ups, last_title = titles
-    assert last_title == "grpo_tiny: 16 iterations"
-    if f"{warm.parent.name.partition('-')[0]} is not in the cache yet" in small_run.text:
-        assert warm_ups == ["sft_tiny: 400 iterations"]
-        assert f"kept in  {warm.parent}\n" in small_run.text
-    else:  # another process of the tests was first
-        assert warm_ups == []
-    assert ".run" not in small_run.text, "the folder of a warm-up is deleted after it"
-    report = (folder / "report.html").read_text()
-    for part in ("<svg", "KL", "Sort the digits", "finished"):
-        assert part in report
 
 
-def test_metrics_and_transcripts_tell_the_whole_run(small_run: Finished) -> None:
+def test_metrics_and_transcripts_are_of_the_whole_run(small_run):
     rows = lines(small_run.folder / "metrics.jsonl")
     assert [row["progress/iteration"] for row in rows] == list(range(17))
-    assert set(rows[0]) == {
-        "progress/iteration",
-        "eval/sampled_accuracy",
-        "eval/pass@2",
-        "eval/greedy_accuracy",
-        "eval/reward",
-        "eval/kl_ref",
-        "eval/kl_ref_sequence",
-    }
+    assert {name.partition("/")[0] for name in rows[0]} == {"progress", "eval"}
     for i, row in enumerate(rows[1:], start=1):
         assert row["progress/samples"] == 32 * i
         assert row["kl/coeff"] == 1
@@ -100,56 +90,17 @@ def test_metrics_and_transcripts_tell_the_whole_run(small_run: Finished) -> None
     assert all(row["prompt"].startswith("Sort the digits") for row in texts)
 
 
-def test_the_model_loads_in_plain_transformers_without_leash(small_run: Finished, cache) -> None:
-    script = """
-import sys
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("policies", "envs", "trainer", "conf", "train"):
-            raise ImportError(name)
-sys.meta_path.insert(0, Refuse())
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-chat = [{"role": "user", "content": "Sort the digits in ascending order: 312"}]
-ids = tokenizer.apply_chat_template(
-    chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
-)
-out = model.generate(**ids, max_new_tokens=9, do_sample=False)
-print(repr(tokenizer.decode(out[0, ids["input_ids"].shape[1]:])))
-"""
+def test_the_model_loads_in_plain_transformers_without_leash(small_run):
     done = subprocess.run(
-        [sys.executable, "-c", script, str(small_run.folder / "model")],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        cwd=small_run.folder,
-    )
+        [sys.executable, "-c", PLAIN, str(small_run.folder / "model")],
+        capture_output=True, text=True, env=environment(), cwd=small_run.folder,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     reply = done.stdout.strip().splitlines()[-1].strip("'")
-    assert reply.endswith("<|im_end|>")
     assert sorted(reply.removesuffix("<|im_end|>")) == ["1", "2", "3"]
-    (warm,) = (cache / "experiments").glob("sft_tiny-*/model")
-    assert sha256(small_run.folder / "model/model.safetensors") != sha256(
-        warm / "model.safetensors"
-    )
 
 
-def test_the_offline_wandb_run_holds_the_values_of_metrics_jsonl(small_run: Finished) -> None:
-    (run,) = (small_run.folder / "wandb").glob("offline-run-*")
-    tool = Path(sys.executable).with_name("wandb")
-    command = [str(tool), "leet", "inspect", "--json", str(run)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    records = [json.loads(line) for line in done.stdout.splitlines()]
-    history = [r["history"]["item"] for r in records if r["type"] == "history"]
-    rows = lines(small_run.folder / "metrics.jsonl")
-    other = ("_", "transcripts.")  # W&B's own, and the table of replies, which ends with a line
-    logged = [{k: v for k, v in item.items() if not k.startswith(other)} for item in history]
-    assert logged == [*rows, {"progress/iteration": rows[-1]["progress/iteration"]}]
-
-
-def test_a_run_stopped_and_killed_goes_on_as_if_nothing_had_happened(small_run, tmp_path) -> None:
+def test_a_run_stopped_and_killed_goes_on_as_if_nothing_had_happened(small_run, tmp_path):
     """SIGTERM, a damaged newest checkpoint, kill -9: the metrics are the straight run's."""
     folder = tmp_path / "run"
     process = launch(*SMALL, f"output_dir={folder}")
@@ -157,32 +108,29 @@ def test_a_run_stopped_and_killed_goes_on_as_if_nothing_had_happened(small_run, 
     process.send_signal(signal.SIGTERM)
     text = process.communicate(timeout=120)[0]
     assert process.returncode == 143, text
-    assert status(folder)["state"] == "preempted"
-    assert status(folder)["reason"] == "stopped by SIGTERM"
-    assert "stopped by SIGTERM" in (folder / "report.html").read_text()
+    assert outcome(folder) == ("preempted", "stopped by SIGTERM")
     assert not (folder / "model").exists()
     reached = iterations(folder)
     assert 5 <= reached < 16, "the run should have been stopped half way"
-    done = sorted((folder / "checkpoints").glob("iteration_*"))
-    assert done[-1].name == f"iteration_{reached:06d}", "a stop saves what is done"
+    newest = sorted((folder / "checkpoints").glob("iteration_*"))[-1]
+    assert newest.name == f"iteration_{reached:06d}", "a stop saves what is done"
 
-    flip_a_byte(done[-1] / "model" / "model.safetensors")
+    flip_a_byte(newest / "model" / "model.safetensors")
     (folder / "checkpoints" / "iteration_000099").mkdir()  # half a checkpoint: no manifest
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"progress/iteration": 99, "rew')  # a torn line
     process = launch(f"resume={folder}")
     wait_for(lambda: iterations(folder) < reached, process)  # it went back to the older one
     wait_for(lambda: iterations(folder) >= 9, process)
-    os.killpg(worker_of(process), signal.SIGKILL)
+    (worker,) = workers_of(process)
+    os.killpg(worker, signal.SIGKILL)
     text = process.communicate(timeout=120)[0]
     assert process.returncode not in (0, 143), text
-    assert status(folder)["state"] == "failed"
-    assert "was killed (signal 9, SIGKILL)" in (folder / "report.html").read_text()
+    assert outcome(folder)[0] == "failed"
     assert iterations(folder) < 16, "the run should have been killed half way"
 
     finished = train(f"resume={folder}")
     assert finished.code == 0, finished.text
-    assert status(folder)["state"] == "finished"
     assert metrics(folder) == metrics(small_run.folder)
     mine, theirs = weights(folder / "model"), weights(small_run.folder / "model")
     assert all((mine[name] == theirs[name]).all() for name in theirs)
@@ -194,131 +142,8 @@ def flip_a_byte(path: Path) -> None:
     path.write_bytes(data)
 
 
-def worker_of(process: subprocess.Popen) -> int:
-    """Return the process that trains: the command's only child, the head of its own group."""
-    (child,) = workers_of(process)
-    assert os.getpgid(child) == child != os.getpgid(process.pid)
-    return child
-
-
-def workers_of(process: subprocess.Popen) -> list[int]:
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return [int(child) for child in children]
-
-
-def test_two_ranks_tell_a_killed_rank_and_then_a_stop_in_lines_of_leash(small_run, tmp_path):
-    """kill -9 of rank 1 while both train; the folder resumed, and Ctrl-C."""
-    folder = tmp_path / "run"
-    process = launch(*SMALL, "tracker=jsonl", "launch.num_processes=2", f"output_dir={folder}")
-    wait_for(lambda: iterations(folder) >= 3, process)
-    (pid,) = [pid for pid in workers_of(process) if b"RANK=1" in environment_of(pid)]
-    os.kill(pid, signal.SIGKILL)
-    text = process.communicate(timeout=60)[0]
-    assert process.returncode == 1
-    assert "error: rank 1 was killed (signal 9, SIGKILL); out of memory?" in text.splitlines()[-1]
-    assert "Traceback" not in text
-    told = status(folder)
-    assert (told["state"], f"error: {told['reason']}") == ("failed", text.splitlines()[-1])
-    assert "Traceback" in (folder / "errors" / "rank0.txt").read_text()
-
-    process = launch(f"resume={folder}")
-    wait_for(lambda: read_state(folder) == "running", process)
-    reached = iterations(folder)
-    wait_for(lambda: iterations(folder) > reached, process)
-    pids = workers_of(process)
-    process.send_signal(signal.SIGINT)
-    text = process.communicate(timeout=60)[0]
-    assert process.returncode == 130
-    assert "Traceback" not in text
-    assert "go on with: python train.py resume=" in text.splitlines()[-1]
-    assert (status(folder)["state"], status(folder)["reason"]) == ("preempted", "stopped by Ctrl-C")
-    assert not (folder / "errors").exists(), "those of the attempt before"
-    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-
-
-def read_state(folder: Path) -> str | None:
-    return read_status(folder).get("state")
-
-
-def environment_of(pid: int) -> list[bytes]:
-    return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-
-
-def test_a_stop_while_the_model_loads_is_quick_and_says_so(small_run, tmp_path):
-    folder = tmp_path / "run"
-    process = launch(*SMALL, "tracker=jsonl", f"output_dir={folder}")
-    wait_for(lambda: read_state(folder) == "running", process)
-    process.send_signal(signal.SIGINT)
-    text = process.communicate(timeout=30)[0]
-    assert process.returncode == 130
-    assert text.startswith(f"grpo_tiny: starting in {folder}\n")
-    assert "nothing new is saved" in text.splitlines()[-1]  # it may have begun meanwhile
-    assert (status(folder)["state"], status(folder)["reason"]) == ("preempted", "stopped by Ctrl-C")
-
-
-def test_a_sweep_makes_one_folder_a_job_and_no_job_changes_the_next(small_run, tmp_path) -> None:
-    words = [w for w in SMALL if not w.startswith(("kl.coeff", "trainer.num_iterations"))]
-    words += ["kl.coeff=0,1", "trainer.num_iterations=4", f"hydra.sweep.dir={tmp_path}"]
-    words += ["hydra.sweep.subdir=job_${hydra.job.num}"]
-    done = train("-m", *words)
-    assert done.code == 0, done.text
-    folders = sorted(path.parent for path in tmp_path.glob("*/metrics.jsonl"))
-    assert [folder.name for folder in folders] == ["job_0", "job_1"]
-    table = [line.split(",") for line in (tmp_path / "sweep.csv").read_text().splitlines()]
-    assert len(table) == 3
-    assert "<svg" in (tmp_path / "sweep.html").read_text()
-    coeff = {metrics(folder)[-1]["kl/coeff"]: folder for folder in folders}
-    assert sorted(coeff) == [0, 1]
-    assert metrics(coeff[1])[:4] == metrics(small_run.folder)[:4], "the fifth has an evaluation"
-    assert metrics(coeff[0]) != metrics(coeff[1])
-    assert all(status(folder)["state"] == "finished" for folder in folders)
-    last = {c: metrics(folder)[-1]["kl/ref_k3"] for c, folder in coeff.items()}
-    assert last[0] > last[1], "a leash of 1 holds the policy nearer to its start than none"
-
-
-def train_here(folder: Path, *words: str) -> None:
-    """Train in this process."""
-    prepare(compose_checked(words), folder, compose=compose_experiment)
-    train_config(OmegaConf.load(folder / "config.yaml"), folder)
-
-
-def test_qwen_experiments_train_on_a_users_own_model_and_data(tmp_path) -> None:
-    start = make_checkpoint(tmp_path / "start", "qwen2")
-    data = write_easy_jsonl(tmp_path / "easy.jsonl", 12)
-    shared = (
-        f"env.dataset={data}",
-        f"env.eval_dataset={data}",
-        "tracker=jsonl",
-        "policy.autocast=null",
-        "policy.system_prompt=null",
-        "policy.max_new_tokens=8",
-        "policy.max_prompt_tokens=128",
-        "trainer.prompts_per_iteration=12",
-        "eval.num_samples=4",
-        "eval.greedy=false",
-        "checkpoint.every=0",
-    )
-    sft, grpo = tmp_path / "sft", tmp_path / "grpo"
-    first = (f"policy.model={start}", "trainer.num_iterations=60", "optimizer.lr=1e-2")
-    train_here(sft, "experiment=sft_qwen", *shared, *first)
-    loss = [row["loss/total"] for row in metrics(sft)[1:]]
-    assert loss[-1] < loss[0] / 4
-    second = (f"policy.model={sft / 'model'}", "trainer.num_iterations=3", "optimizer.lr=1e-3")
-    train_here(grpo, "experiment=grpo_qwen", *shared, *second, "optimizer.warmup=0")
-    for row in metrics(grpo)[1:]:
-        assert row["reward/std"] > 0
-        assert row["group/zero_variance_fraction"] < 1
-        assert row["optim/grad_norm"] > 1e-4
-    assert status(grpo)["model"]["sha256"] == sha256(sft / "model" / "model.safetensors")
-    before, after = weights(sft / "model"), weights(grpo / "model")
-    assert before.keys() == after.keys()
-    assert all((before[name] != after[name]).any() for name in before)
-    assert all((weights(start)[name] != before[name]).any() for name in before)
-
-
 def test_a_resumed_run_refuses_another_reference(small_run, tmp_path):
-    folder = tmp_path / "run"
-    shutil.copytree(small_run.folder, folder)
+    folder = shutil.copytree(small_run.folder, tmp_path / "run")
     config = yaml.safe_load((folder / "config.yaml").read_text())
     config["policy"]["model"] = str(small_run.folder / "model")  # trained: not where it started
     (folder / "config.yaml").write_text(yaml.safe_dump(config))

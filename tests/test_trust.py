@@ -16,7 +16,7 @@ from trainer.runs.run_files import read_yaml
 OWN = "env.transforms.a={_target_: envs.transforms.Compose, b: [{_target_: os.system}]}"
 
 
-def test_code_from_elsewhere_needs_an_explicit_yes():
+def test_code_from_elsewhere_needs_allow_targets():
     line = refusal(OWN)
     assert "env.transforms.a.b[0]._target_=os.system" in line
     assert "allow_targets=true" in line
@@ -36,29 +36,27 @@ def test_a_users_own_file_may_allow_its_code_and_a_resume_follows(tmp_path):
     assert asked([f"resume={tmp_path}"])["env"]["rewards"] == config["env"]["rewards"]
 
 
-def test_yaml_makes_no_objects(tmp_path):
+def test_yaml_makes_no_objects(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "config.yaml").write_text("a: !!python/object/apply:os.mkdir [made]\n")
     assert read_yaml(tmp_path / "config.yaml") == {}
-    with pytest.raises(ValueError, match="is damaged"):
+    with pytest.raises(ValueError, match=r"config\.yaml"):
         asked([f"resume={tmp_path}"])
+    assert not (tmp_path / "made").exists()
 
 
-def test_a_text_from_the_environment_is_looked_up_again_and_not_saved(monkeypatch, tmp_path):
-    monkeypatch.setenv("MY_PROMPT", "hunter2-is-secret")
+def test_a_text_from_the_environment_is_looked_up_again_and_not_saved(monkeypatch):
+    monkeypatch.setenv("MY_PROMPT", "planted-secret")
     config = compose_checked(["policy.system_prompt=${oc.env:MY_PROMPT}", "policy.model=tiny"])
     assert config["policy"]["system_prompt"] == "${oc.env:MY_PROMPT}"
-    seen = OmegaConf.to_container(OmegaConf.create(config), resolve=True)
-    assert seen["policy"]["system_prompt"] == "hunter2-is-secret"
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    assert asked([f"resume={tmp_path}"])["policy"] == config["policy"]
+    assert OmegaConf.create(config).policy.system_prompt == "planted-secret"
 
 
 def test_a_secret_that_is_typed_reaches_the_run_and_no_file(tmp_path):
     word = "+policy.chat_template_kwargs.api_key=planted-secret"
     config = compose_checked([word, "policy.model=tiny"])
     assert "planted" not in str(config)
-    seen = OmegaConf.to_container(OmegaConf.create(config), resolve=True)
-    assert seen["policy"]["chat_template_kwargs"]["api_key"] == "planted-secret"
+    assert OmegaConf.create(config).policy.chat_template_kwargs.api_key == "planted-secret"
     (tmp_path / "overrides.yaml").write_text(yaml.safe_dump([word]))
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"a": {"api_key": "planted-secret"}}))
     hide_secrets(tmp_path)
@@ -80,4 +78,3 @@ def test_what_is_no_secret_stays():
     assert redact(plain) == plain
     text = "nats per token: the policy, policy.max_new_tokens=16"
     assert redact_text(text) == text
-    assert redact_text("https://me:hf_1@hub") == f"https://me:{HIDDEN}@hub"

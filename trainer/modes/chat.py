@@ -19,7 +19,7 @@ from torch import Tensor
 from policies import lora
 from policies.random import fold
 from policies.sampler import sample
-from policies.scorer import Scorer, max_positions
+from policies.scorer import Scorer
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer.modes.run_weights import reference_name, take_weights
 from trainer.trainer import Trainer
@@ -46,19 +46,13 @@ class Talk:
         self.ids = []
 
     def answer(self, text: str, stream: Tensor) -> int:
-        """Reply to a message; return how many tokens the reply has.
-
-        ValueError if the model has no room for the chat.
-        """
+        """Reply to a message; return how many tokens the reply has."""
         policy, new = self.policy, [{"role": "user", "content": text}]
-        render = policy.renderer.render
         if self.ids:
             prompt = policy.renderer.extend(self.ids, self.messages, new)
         else:
-            prompt = render([*self.messages, *new], add_generation_prompt=True).ids
-        most, longest = max_positions(self.scorer.model), len(prompt) + policy.max_new_tokens
-        if most is not None and longest > most:
-            raise ValueError(f"{longest} tokens, the model takes {most}; {RESET} begins a new chat")
+            every = [*self.messages, *new]
+            prompt = policy.renderer.render(every, add_generation_prompt=True).ids
         adapter = nullcontext()
         if isinstance(self.scorer, lora.AdapterScorer):  # its model is the policy's too
             adapter = lora.using(self.scorer.model, self.scorer.adapter)

@@ -49,7 +49,7 @@ generation prompt: `tokenizer.apply_chat_template(chat, add_generation_prompt=Tr
 |{% for _ in head %} --- |{% endfor %}
 {% for row in rows %}| {{ row | join(" | ") }} |
 {% endfor %}{% endfor %}
-{{ curves }}
+{% if curves %}![reward and KL over the iterations](curves.svg){% endif %}
 
 The license and the limits of `{{ base }}` hold for this model too.
 """
@@ -65,10 +65,9 @@ def run(loop: Trainer, settings: dict[str, Any]) -> float:
     trained = load_run(Path(settings["resume"]))
     try:
         save_model(loop.policy, part)
-        curves = "![reward and KL over the iterations](curves.svg)" if trained.metrics else ""
         if trained.metrics:
             write_text(part / "curves.svg", run_svg(trained.folder))
-        write_text(part / "README.md", card(trained, chosen, name=target.name, curves=curves))
+        write_text(part / "README.md", card(trained, chosen, name=target.name))
         part.rename(target)  # an empty folder gives way: the parent has looked
     except BaseException:  # a full disk keeps no half of a model
         shutil.rmtree(part, ignore_errors=True)
@@ -79,7 +78,7 @@ def run(loop: Trainer, settings: dict[str, Any]) -> float:
     return 0.0
 
 
-def card(run: Run, chosen: Weights, *, name: str, curves: str = "") -> str:
+def card(run: Run, chosen: Weights, *, name: str) -> str:
     """Return the model card of the weights of a run, Markdown."""
     config, last = redact(run.config), chosen.iteration
     base = hub_name(str(dig(config, "policy", "model")))
@@ -101,7 +100,8 @@ def card(run: Run, chosen: Weights, *, name: str, curves: str = "") -> str:
     )
     about = {"name": name, "base": base, "experiment": run.experiment, "weights": chosen.short}
     about |= {"start": _without_folder(str(dig(config, "policy", "model")))}
-    about |= {"sha256": dig(run.status, "model", "sha256"), "tables": tables, "curves": curves}
+    about |= {"sha256": dig(run.status, "model", "sha256"), "tables": tables}
+    about |= {"curves": bool(run.metrics)}
     return ModelCard.from_template(data, template_str=CARD, **about).content
 
 
@@ -124,11 +124,6 @@ def _without_folder(value: Any) -> Any:
 
 def push(folder: Path, name: str) -> str:
     """Push a folder to a repository of the hub, private if it is new; return its address."""
-    try:
-        repository = HfApi().create_repo(name, private=True, exist_ok=True)
-        HfApi().upload_folder(repo_id=repository.repo_id, folder_path=folder)
-    except Exception as error:  # the hub's client raises what its HTTP library does
-        why, by_hand = str(error).strip().partition("\n")[0], f"hf upload {name} {folder}"
-        what = f"{folder} is written, but not pushed to {name}"
-        raise ValueError(f"{what}: {why}; push it by {by_hand}") from error
+    repository = HfApi().create_repo(name, private=True, exist_ok=True)
+    HfApi().upload_folder(repo_id=repository.repo_id, folder_path=folder)
     return str(repository)

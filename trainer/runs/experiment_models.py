@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -51,12 +51,9 @@ def cache_folder(experiment: str, config: dict[str, Any]) -> Path:
 
     Its key is made of the configuration, the source files of the task and leash's version.
     """
-    try:
-        release = version("leash")
-    except PackageNotFoundError:
-        release = "source"
     kept = {k: v for k, v in config.items() if k not in IRRELEVANT}
-    text = json.dumps([kept, release, *_sources(config.get("env", {}).get("task"))], sort_keys=True)
+    sources = _sources(config.get("env", {}).get("task"))
+    text = json.dumps([kept, version("leash"), *sources], sort_keys=True)
     key = hashlib.sha256(text.encode()).hexdigest()[:12]
     return cache_dir() / "experiments" / f"{experiment}-{key}"
 

@@ -25,7 +25,6 @@ UNWRITABLE = re.compile(
 MEMORY = re.compile(r"out of memory|can't allocate memory", re.IGNORECASE)
 LOST = re.compile(r"Connection (closed|reset) by peer|remote process exited|Broken pipe.*gloo")
 LONG, LONGEST = 2_000, 1 << 20  # letters of a line, and of a traceback: a policy may write them
-TOLD = 3  # exit code of a worker that has printed its error, since it could write it nowhere
 LESS_MEMORY = (
     "lower trainer.micro_batch_tokens (training) or algorithm.group_size (generation), or set "
     "policy.dtype=bfloat16"
@@ -57,8 +56,8 @@ def headline(error: BaseException) -> str:
 def last_words(folder: Path, error: BaseException) -> int:
     """Write down why this process ends, its one line first, and return its exit code.
 
-    The first rank to fail prints the line where no launcher of ours does, as does a rank that
-    cannot write it.
+    The first rank to fail prints the line where no launcher of ours does, or where no file could
+    be written.
     """
     path, line = folder / "errors" / f"rank{os.environ.get('RANK', '0')}.txt", headline(error)
     if line.startswith(type(error).__name__):
@@ -71,14 +70,10 @@ def last_words(folder: Path, error: BaseException) -> int:
     noted = noted_errors(folder)
     first, cause = noted[0] if noted else (path, line)  # the rank that failed first
     written = is_main_rank() and close_status(folder, "failed", cause)
-    if "LEASH_PARENT" not in os.environ:
-        if first == path:
-            complain(line)
-        return 1
-    if noted or written:
-        return 1
-    complain(line)
-    return TOLD
+    alone = "LEASH_PARENT" not in os.environ
+    if first == path and (alone or not (noted or written)):
+        complain(line)
+    return 1
 
 
 def noted_errors(folder: Path) -> list[tuple[Path, str]]:

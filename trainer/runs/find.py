@@ -53,10 +53,8 @@ def has_weights(folder: Path) -> bool:
 def no_weights(folder: Path) -> str:
     """Return the line on a run that has no weights to work on."""
     state = read_status(folder).get("state", "not started")
-    told = f"the run ended as {state}; finish it with resume={folder}"
-    if is_running(folder):
-        told = "the run is still running; wait until it has one, or stop it first"
-    return f"expected a checkpoint or a final model in {folder}, got none: {told}"
+    what = f"expected a checkpoint or a final model in {folder}, got none: its state is {state}"
+    return f"{what}; finish it with resume={folder}"
 
 
 def nothing_left(config: Mapping[str, Any]) -> str | None:

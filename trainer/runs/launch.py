@@ -23,7 +23,7 @@ from policies.cache import write_text
 from trainer.early_stopping import stop_reason
 from trainer.reports.report import write_report
 from trainer.runs.experiment_models import resolve_experiment
-from trainer.runs.failures import LESS_MEMORY, TOLD, close_status, complain, noted_errors, say
+from trainer.runs.failures import LESS_MEMORY, close_status, complain, noted_errors, say
 from trainer.runs.lock import RANK0, held, lock_folder
 from trainer.runs.run_files import load_run, read_status
 
@@ -61,8 +61,7 @@ def start(config: dict[str, Any], folder: Path, *, compose: Compose) -> float:
                 say("stopped before it began; nothing new is saved")
             raise stop if isinstance(stop, Interrupted) else Interrupted(130) from None
         except (RuntimeError, ValueError, OSError) as error:
-            if str(error):
-                close_status(folder, "failed", str(error))
+            close_status(folder, "failed", str(error))
             raise
 
 
@@ -134,7 +133,7 @@ def run(
         if failure:
             complain(failure)
         raise Interrupted(128 + signals[0] if signals else STOPPED)
-    if failure is not None:
+    if failure:
         raise RuntimeError(failure)
     return status
 
@@ -181,8 +180,8 @@ def _start_ranks(
 def _wait(ranks: list[subprocess.Popen], folder: Path, signals: list[int]) -> tuple[int, int]:
     """Wait for all ranks; return exit code and number of the one that failed first, or 0 and 0.
 
-    The first of `signals` is passed on, and wakes a rank that SIGSTOP holds; at the second all
-    processes are killed. After a rank failed the others get PATIENCE seconds to end.
+    The first of `signals` is passed on; at the second all processes are killed. After a rank failed
+    the others get PATIENCE seconds to end.
     """
     code, first, passed, limit = 0, 0, False, float("inf")
     while None in [rank.poll() for rank in ranks]:  # a list: each one is polled
@@ -197,7 +196,6 @@ def _wait(ranks: list[subprocess.Popen], folder: Path, signals: list[int]) -> tu
             ready = "state" in read_status(folder)
             for rank in ranks:
                 rank.send_signal(signals[0] if ready else signal.SIGTERM)
-                rank.send_signal(signal.SIGCONT)
         time.sleep(0.05)
     code, first = (code, first) if code else _first_failure(ranks)
     if code < 0:
@@ -226,20 +224,18 @@ def _kill_families(ranks: list[subprocess.Popen]) -> None:
 def _close(folder: Path, code: int, signals: list[int], *, who: str) -> str | None:
     """Write into status.json how a run ended; return the reason if it failed.
 
-    The reason is what the rank that failed first wrote, of a killed rank that it was killed, and
-    "" if a rank has printed it (TOLD).
+    The reason is what the rank that failed first wrote, of a killed rank that it was killed.
     """
     status = read_status(folder)
     state = status.get("state")
     if signals and (state != "failed" or code < 0):  # an error of its own stays one
         close_status(folder, "preempted", stop_reason(signals[0]))
     elif code or state not in ("finished", "preempted"):
-        if code == TOLD:
-            return ""
-        noted = [line for _, line in noted_errors(folder)]
-        if state == "failed" and not noted:  # no file where the disk is full
-            noted = [status.get("reason")]
-        reason = noted[0] if noted and noted[0] and code >= 0 else kill_reason(code, who)
+        reason = next((line for _, line in noted_errors(folder)), None)
+        if state == "failed":  # no file where the disk is full
+            reason = reason or status.get("reason")
+        if code < 0 or not reason:
+            reason = kill_reason(code, who)
         close_status(folder, "failed", reason)
         return reason
     return None

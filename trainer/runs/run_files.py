@@ -7,7 +7,7 @@ reads as empty, a torn line is skipped. Torch-free.
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,11 +32,11 @@ class Run:
     """
 
     folder: Path
-    status: dict[str, Any]
-    config: dict[str, Any]
+    status: dict[str, Any] = field(repr=False)
+    config: dict[str, Any] = field(repr=False)
     words: list[str]
-    defaults: dict[str, Any]
-    metrics: list[dict[str, Any]]
+    defaults: dict[str, Any] = field(repr=False)
+    metrics: list[dict[str, Any]] = field(repr=False)
 
     @cached_property
     def overrides(self) -> dict[str, str]:

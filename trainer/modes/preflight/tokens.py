@@ -10,7 +10,7 @@ from trainer.trainer import Trainer
 from trainer.transcripts import token_texts
 
 SHOWN = 2  # rows, of rollouts the first of two groups
-RUNS, WIDTH = 24, 77  # of a row that are shown, and letters of a line
+WIDTH = 77  # letters of a line
 
 
 def check_tokens(loop: Trainer, batch: TensorDictBase, findings: Findings) -> None:
@@ -49,15 +49,14 @@ def table(texts: list[str], mask: list[bool]) -> list[Text]:
     """Return a row as lines, one for each run of tokens that are learnt or are not."""
     runs = [list(run) for _, run in groupby(range(len(mask)), key=mask.__getitem__)]
     out = [Text(f"{'tokens':>6} {'learnt':<6} text", style="bold")]
-    for run in runs[:RUNS]:
+    for run in runs:
         head = f"{len(run):>6} {'yes' if mask[run[0]] else '-':<6} "
         text = "".join(texts[run[0] : run[-1] + 1]).replace("\n", "\\n")
         text = "".join(c if c.isprintable() else " " for c in text)
         half = (WIDTH - len(head) - 3) // 2
         text = text if len(text) <= 2 * half + 3 else f"{text[:half]}...{text[-half:]}"
         out.append(Text(head + text, style="green" if mask[run[0]] else "dim"))
-    more = len(runs) - RUNS
-    return [*out, Text(f"   ... {more} more")] if more > 0 else out
+    return out
 
 
 def count_ends(batch: TensorDictBase, stop_ids: frozenset[int]) -> tuple[int, int]:
