@@ -18,18 +18,12 @@ from papers import (
     batch_of,
     beta_of,
     case,
-    mean,
 )
 from torch import Tensor
 
 from envs.chat_env import ChatEnv
-from trainer.advantage import (
-    BetaAdvantage,
-    GroupAdvantage,
-    beta_density,
-)
+from trainer.advantage import BetaAdvantage, GroupAdvantage, beta_density
 from trainer.demonstrations import Demonstrations, ReferenceLogProbs
-from trainer.objectives import GRPOObjective, MinorSFTObjective
 from trainer.surrogates import RATIOS, Bounds, clipped_term, is_clipped
 
 
@@ -49,14 +43,6 @@ def advantage_of(part=GroupAdvantage, c: Case | None = None, where="loss", **opt
     ]
 
 
-def test_leave_one_out_is_the_centred_reward_times_g_over_g_minus_1():
-    for where in ("loss", "reward"):
-        centred = advantage_of(scale_by_std=False, where=where)
-        loo = advantage_of(scale_by_std=False, where=where, baseline="leave_one_out")
-        torch.testing.assert_close(loo, centred * G / (G - 1))
-        assert centred.abs().max() > 0.1
-
-
 def test_a_group_need_not_lie_together():
     batch = batch_of(case())
     made = GroupAdvantage(group_size=G, leash=leash(BETA))
@@ -64,20 +50,8 @@ def test_a_group_need_not_lie_together():
     order = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
     assert torch.equal(made(batch[order])["advantage"], want[order])
     batch["group_id"][0] = 1
-    with pytest.raises(ValueError, match="groups of 4 rows, got one of 5"):
+    with pytest.raises(ValueError, match="groups of 4 rows"):
         made(batch)
-
-
-def test_the_ratio_of_a_sequence_is_one_number_that_its_tokens_share():
-    c = case()
-    mask = batch_of(c)["loss_mask"]
-    r = RATIOS["sequence"](c.curr, c.gen, mask)
-    for i, kept in enumerate(c.kept):
-        want = math.exp(mean([float(c.curr[i, t] - c.gen[i, t]) for t in kept]))
-        assert r[i, kept].tolist() == pytest.approx([want] * len(kept), rel=1e-12)
-    # A far token outside the mask is no part of it.
-    far = torch.where(mask, c.gen, 100.0)
-    assert torch.equal(RATIOS["sequence"](c.curr, far, mask)[mask], r[mask])
 
 
 def test_a_token_that_is_clipped_with_its_sequence_has_no_gradient():
@@ -102,9 +76,6 @@ def test_two_sided_clipping_by_hand():
     (gradient,) = torch.autograd.grad(term.sum(), curr)
     assert gradient.tolist() == pytest.approx([2.0, 0.0, 0.0, 0.0])
     assert is_clipped(curr, gen, r, a, bounds).tolist() == [False, True, True, True]
-    # TRL's delta: the ratio itself is cut.
-    cut = -torch.minimum(r.clamp(max=3.0) * a, r.clamp(0.8, 1.2) * a)
-    torch.testing.assert_close(term.detach(), cut)
 
 
 def test_whitened_advantages_have_mean_0_and_std_1_over_the_kept_tokens_of_all_ranks():
@@ -168,7 +139,7 @@ def test_bnpo_without_spread_is_reinforce_with_a_baseline_and_wants_rewards_from
     made = BetaAdvantage(**options, scale_by_std=False)
     torch.testing.assert_close(made(same.clone())["advantage"], plain)
     same["reward_raw"] = -same["reward_raw"]
-    with pytest.raises(ValueError, match="rewards from 0 to 1, got -1 to"):
+    with pytest.raises(ValueError, match="rewards from 0 to 1"):
         made(same)
     with pytest.raises(ValueError, match="scale_by_std=false"):
         BetaAdvantage(**options)(batch_of(c))
@@ -188,14 +159,3 @@ def test_the_reference_of_minor_sft_is_the_policy_as_it_started():
         p.mul_(1.1)
     got = reference(batch)["ref_log_probs", "full"]
     torch.testing.assert_close(got, want * batch["loss_mask"], atol=1e-5, rtol=1e-5)
-
-
-def test_what_an_objective_does_not_know_is_refused():
-    with pytest.raises(ValueError, match=r"surrogate in \['cispo', 'clip', 'kl_mask', "):
-        GRPOObjective(surrogate="ppo", leash=leash())
-    with pytest.raises(ValueError, match=r"ratio in \['sequence', 'token'\]"):
-        GRPOObjective(ratio="row", leash=leash())
-    with pytest.raises(ValueError, match="baseline in"):
-        advantage_of(baseline="median")
-    with pytest.raises(ValueError, match="beta > 0"):
-        MinorSFTObjective(beta=0.0)
