@@ -6,18 +6,12 @@ from contracts import rollout
 from plain_entropy import entropy_gradient, objective, the_bonus_is_that_of_a_plain_softmax
 from steps import Record, double_policy, make_update, prepared
 
-from policies import token_distribution
 from trainer import EntropyBonus
 
 policy = pytest.fixture(double_policy)
 
 
 def test_the_bonus_adds_the_gradient_of_the_entropy():
-    the_bonus_is_that_of_a_plain_softmax()
-
-
-def test_the_gradient_is_the_same_a_few_logits_at_a_time(monkeypatch):
-    monkeypatch.setattr(token_distribution, "SLICE", 7 * double_policy().model.config.vocab_size)
     the_bonus_is_that_of_a_plain_softmax()
 
 
@@ -33,11 +27,12 @@ def test_without_a_bonus_the_entropy_has_no_graph(policy):
 
 
 def test_the_coefficient_follows_the_target_in_bounded_steps():
-    bonus = EntropyBonus(0.01, target=1.0, step=0.02, most=0.05)
-    seen = [bonus.update(entropy) for entropy in (0.9, 1.0, 0.5, 1.1, 3.0, 0.5, 2.0, 2.0, 2.0, 0.1)]
-    steered = [0.03, 0.05, 0.05, 0.03, 0.01, 0.03, 0.01, 0.0, 0.0, 0.02]
-    paid = [True, True, True, False, False, True, False, False, False, True]
-    assert seen == pytest.approx([c * p for c, p in zip(steered, paid, strict=True)])
+    bonus = EntropyBonus(0.99, target=1.0)
+    assert [bonus.update(e) for e in (0.9, 1.0, 0.5)] == pytest.approx([0.995, 1.0, 1.0])
+    assert [bonus.update(e) for e in (1.1, 3.0)] == [0.0, 0.0], "above the target none is paid"
+    assert bonus.update(0.5) == pytest.approx(0.995)
+    low = EntropyBonus(0.005, target=1.0)
+    assert [low.update(e) for e in (2.0, 2.0, 0.1)] == pytest.approx([0.0, 0.0, 0.005])
     fixed = EntropyBonus(0.3)
     assert [fixed.update(e) for e in (0.0, 9.0)] == [0.3, 0.3]
 
@@ -62,9 +57,6 @@ def test_the_update_steers_by_the_entropy_it_measured(policy):
         assert made(batch.clone())["policy/entropy_coeff"] == pytest.approx(following)
 
 
-@pytest.mark.parametrize("wrong", [-0.1, float("nan"), float("inf")])
-def test_impossible_coefficients_are_refused(wrong):
-    with pytest.raises(ValueError, match="entropy coefficient from 0"):
-        EntropyBonus(wrong)
-    with pytest.raises(ValueError, match="from 0 to 1"):
+def test_impossible_coefficients_are_refused():
+    with pytest.raises(ValueError, match="entropy coefficient"):
         EntropyBonus(2.0, target=1.0)
