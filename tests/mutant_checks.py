@@ -53,14 +53,16 @@ def in_a_folder(check: Callable[[Path], None]) -> Callable[[], None]:
     return whole
 
 
-def code_of_others_needs_a_permission() -> None:
+def targets() -> None:
+    """Code of others needs a permission."""
     set_up()
     with pytest.raises(ValueError, match="allow_targets"):
         compose_checked([TINY, "algorithm.advantage._target_=os.system"])
 
 
 @in_a_folder
-def a_resumed_run_keeps_its_leash(folder: Path) -> None:
+def resume(folder: Path) -> None:
+    """A resumed run keeps its leash."""
     set_up()
     OmegaConf.save(OmegaConf.create(compose_checked([TINY])), folder / "config.yaml")
     with pytest.raises(ValueError, match=r"kl\.coeff"):
@@ -68,7 +70,8 @@ def a_resumed_run_keeps_its_leash(folder: Path) -> None:
 
 
 @in_a_folder
-def a_job_of_a_sweep_goes_on_by_its_own_configuration(folder: Path) -> None:
+def sweep(folder: Path) -> None:
+    """A job of a sweep goes on by its own configuration."""
     set_up()
     config = compose_checked([TINY])
     OmegaConf.save(OmegaConf.create(config), folder / "config.yaml")
@@ -78,7 +81,8 @@ def a_job_of_a_sweep_goes_on_by_its_own_configuration(folder: Path) -> None:
 
 
 @in_a_folder
-def a_process_that_was_killed_leaves_a_run_that_failed(folder: Path) -> None:
+def launch(folder: Path) -> None:
+    """A process that was killed leaves a run that failed."""
     (folder / "status.json").write_text(json.dumps({"state": "running"}))
     with pytest.raises(RuntimeError, match="SIGKILL"):
         run([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], folder)
@@ -86,7 +90,8 @@ def a_process_that_was_killed_leaves_a_run_that_failed(folder: Path) -> None:
 
 
 @in_a_folder
-def a_checkpoint_with_another_bit_does_not_count(folder: Path) -> None:
+def checkpoint(folder: Path) -> None:
+    """A checkpoint with another bit does not count."""
     _, _, saved = make(folder)
     for iteration in (1, 2):
         saved.save(iteration, {})
@@ -95,7 +100,8 @@ def a_checkpoint_with_another_bit_does_not_count(folder: Path) -> None:
 
 
 @in_a_folder
-def a_report_escapes_what_a_run_says(folder: Path) -> None:
+def report(folder: Path) -> None:
+    """A report escapes what a run says."""
     (folder / "metrics.jsonl").write_text('{"progress/iteration": 1, "reward/mean": 0.5}\n')
     status = {"state": "failed", "reason": "<img src=x onerror=alert(1)>"}
     (folder / "status.json").write_text(json.dumps(status))
@@ -105,7 +111,8 @@ def a_report_escapes_what_a_run_says(folder: Path) -> None:
 
 
 @in_a_folder
-def a_resumed_run_logs_each_iteration_once(folder: Path) -> None:
+def tracker(folder: Path) -> None:
+    """A resumed run logs each iteration once."""
     tracker = JsonlTracker(folder)
     for iteration in (1, 2, 3):
         tracker.log({}, iteration)
@@ -114,23 +121,28 @@ def a_resumed_run_logs_each_iteration_once(folder: Path) -> None:
     assert [row["progress/iteration"] for row in read_lines(tracker.metrics)] == [1, 2, 3]
 
 
-def secrets_are_hidden() -> None:
+def secrets() -> None:
+    """Secrets are hidden."""
     assert "sk-1" not in str(redact({"judge": {"api_key": "sk-1"}}))
 
 
-def a_row_without_its_text_is_an_error() -> None:
+def data() -> None:
+    """A row without its text is an error."""
     table = Table("rows.jsonl", ["question"], [{"question": "2 + 2"}, {"question": ""}])
     with pytest.raises(Malformed, match="row 1, question"):
         table.each(lambda i: {"question": table.text(i, "question")}, {"question": ""})
 
 
-def a_reward_that_fails_ends_the_run() -> None:
+def reward() -> None:
+    """A reward that fails ends the run."""
     broken = Rewarded(task=Task(), rewards={"broken": Function(lambda row, reply: 1 / 0)})
     with pytest.raises(RuntimeError, match="broken"):
         broken.rewards([{}], [Reply("", True, [])])
 
 
-def a_policy_cannot_forge_the_state_of_a_tool() -> None:
+def tool() -> None:
+    """A policy cannot forge the state of a tool."""
+
     def look(_state: dict) -> str:
         return str(_state)
 
@@ -138,7 +150,8 @@ def a_policy_cannot_forge_the_state_of_a_tool() -> None:
         Tool.of(look)({"_state": {"messages": []}})
 
 
-def code_in_the_sandbox_has_limits() -> None:
+def sandbox() -> None:
+    """Code in the sandbox has limits."""
     assert not Sandbox(file_size=1).run("open('big', 'wb').write(bytes(2 << 20))").ok
 
 
@@ -163,7 +176,8 @@ def move(policy: TransformersWrapper) -> None:
         p.mul_(1.1)
 
 
-def an_engine_that_takes_no_weights_is_noticed() -> None:
+def stale_engine() -> None:
+    """An engine that takes no weights is noticed."""
     policy = make_policy.__wrapped__()
     engine = engine_of(policy)
     engine.deaf = True
@@ -172,7 +186,8 @@ def an_engine_that_takes_no_weights_is_noticed() -> None:
         hand_over(policy, engine)
 
 
-def an_engine_that_was_started_again_is_noticed() -> None:
+def fresh_engine() -> None:
+    """An engine that was started again is noticed."""
     policy = make_policy.__wrapped__()
     engine = engine_of(policy)
     last = hand_over(policy, engine)
@@ -181,7 +196,8 @@ def an_engine_that_was_started_again_is_noticed() -> None:
         hand_over(policy, engine, last=last)
 
 
-def restored_weights_reach_the_shards() -> None:
+def shards() -> None:
+    """Weights that are restored reach the shards."""
     policy, want = make_policy.__wrapped__(), 0.25
     torch.distributed.init_process_group(
         "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
@@ -196,28 +212,9 @@ def restored_weights_reach_the_shards() -> None:
         torch.distributed.destroy_process_group()
 
 
-def preflight_finds_groups_that_teach_nothing() -> None:
+def preflight() -> None:
+    """Preflight finds groups that teach nothing."""
     findings = Findings(quiet=True)
     td = TensorDict({"reward_raw": torch.ones(4, 1), "group_id": torch.arange(4) // 2}, [4])
     check_rewards(td.set("loss_mask", torch.ones(4, 1, dtype=torch.bool)), findings)
     assert findings.finish() == 1
-
-
-CHECKS = (
-    code_of_others_needs_a_permission,
-    a_resumed_run_keeps_its_leash,
-    a_job_of_a_sweep_goes_on_by_its_own_configuration,
-    a_process_that_was_killed_leaves_a_run_that_failed,
-    a_checkpoint_with_another_bit_does_not_count,
-    a_report_escapes_what_a_run_says,
-    a_resumed_run_logs_each_iteration_once,
-    secrets_are_hidden,
-    a_row_without_its_text_is_an_error,
-    a_reward_that_fails_ends_the_run,
-    a_policy_cannot_forge_the_state_of_a_tool,
-    code_in_the_sandbox_has_limits,
-    an_engine_that_takes_no_weights_is_noticed,
-    an_engine_that_was_started_again_is_noticed,
-    restored_weights_reach_the_shards,
-    preflight_finds_groups_that_teach_nothing,
-)
