@@ -24,14 +24,14 @@ import mutant_checks as rooms
 import pytest
 import torch
 from adapted import with_the_adapter_off_it_is_the_start_policy
-from baselines import leaves_the_baseline
-from charges import charged_once
 from enumeration import a_bfloat16_generator_is_corrected
 from gae_by_hand import agrees_with_the_paper
 from kl_tables import the_weighed_kl_is_the_reverse_one_whoever_sampled
 from papers import PAPERS, agrees_with_its_paper
-from plain_entropy import the_bonus_is_that_of_a_plain_softmax
 from plain_values import values_are_those_of_a_plain_forward
+from test_advantage import leaves_the_baseline
+from test_entropy import the_bonus_is_that_of_a_plain_softmax
+from test_leash import charged_once
 
 from trainer.kl_control import ConstantKLController
 from trainer.surrogates import token_ratio

@@ -7,10 +7,13 @@ from functools import partial
 
 import pytest
 import torch
-from charges import COEFF, SAMPLING, charged_once, run
-from contracts import leash
+from contracts import leash, one_process
+from invariance import ALGORITHMS, step
+from steps import Record, make_update
 from tensordict import TensorDict
 
+from conf.build import build
+from policies.scorer import Critic
 from trainer.kl import Leash, check_charged
 from trainer.kl_control import (
     BIASED,
@@ -19,6 +22,68 @@ from trainer.kl_control import (
     ConstantKLController,
     TargetKLController,
 )
+
+COEFF = 0.3
+SAMPLING = [name for name in ALGORITHMS if name not in ("sft", "minor_sft", "reward")]
+
+
+def run(name: str, own: Leash, *, judged_by: Leash | None = None):
+    """Return the batch after the advantage, and the metrics of one step of the update."""
+    case, runtime = step(name), one_process()
+    policy, algorithm = case.policy, case.cfg.algorithm
+    first = judged_by or own
+    if critic := algorithm.get("critic"):
+        policy.scorer.critic = Critic(policy.scorer, **critic).double()
+    advantage = build(algorithm.advantage, algorithm, leash=first, policy=policy, runtime=runtime)
+    objective = build(algorithm.objective, algorithm, leash=own)
+    optimizer = Record(policy.scorer.parameters())
+    batch = advantage(case.batch.clone())
+    update = make_update(policy, objective, optimizer, aggregation=algorithm.aggregation)
+    try:
+        return batch, update(batch.clone())
+    finally:
+        policy.scorer.critic = None
+
+
+@torch.no_grad()
+def plain(model, batch) -> torch.Tensor:
+    """Return the log-prob of each token by a plain forward of each row, [B, T]."""
+    out = torch.zeros_like(batch["log_probs", "full"])
+    for i, keep in enumerate(batch["masks", "all_attention_mask"]):
+        ids = batch["tokens", "full"][i][keep]
+        table = model(input_ids=ids[None]).logits[0].double().log_softmax(-1)
+        values = torch.cat([torch.zeros(1), table[:-1].gather(-1, ids[1:, None])[:, 0]])
+        out[i, keep] = values
+    return out
+
+
+def charged_once(name: str, where: str) -> None:
+    """Raise AssertionError unless COEFF * KL is charged once, and in this place."""
+    case, own = step(name), leash(COEFF, where)
+    batch, metrics = run(name, own)
+    free, _ = run(name, leash(0.0, where))
+    mask = batch["loss_mask"]
+    gen, curr, ref = batch["log_probs", "full"], plain(case.policy.model, batch), None
+    ref = plain(case.reference.model, batch)
+    k1 = (gen - ref) * mask
+    assert k1.abs().sum(-1).min() > 1e-3
+    in_reward = COEFF if where == "reward" else 0.0
+    paid = batch["reward"].sum(-1) - batch["reward_raw"].sum(-1)
+    torch.testing.assert_close(paid, -in_reward * k1.sum(-1), rtol=0, atol=1e-6)
+    moved = (batch["advantage"] - free["advantage"]).abs().max()
+    assert (moved > 1e-4) == (where == "reward")
+    rows, tokens = mask.any(-1).sum(), mask.sum()
+    each = {
+        "token_mean": 1 / tokens,
+        "sequence_mean": 1 / (rows * mask.sum(-1, keepdim=True)),
+        "constant": 1 / (rows * 12),  # the most tokens of `make_update`
+    }[case.cfg.algorithm.aggregation]
+    in_loss = COEFF if where == "loss" else 0.0
+    k3 = torch.where(mask, (ref - curr).exp() - 1 - (ref - curr), 0.0)
+    want = float((each * k3 * in_loss).sum())
+    assert metrics.get("loss/kl", 0.0) == pytest.approx(want, rel=1e-6, abs=1e-9)
+    parts = sum(v for n, v in metrics.items() if n.startswith("loss/") and n != "loss/total")
+    assert metrics["loss/total"] == pytest.approx(parts)
 
 
 @pytest.mark.parametrize("where", PLACES)
