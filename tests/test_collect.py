@@ -39,14 +39,6 @@ def test_each_turns_reward_stands_on_its_last_sampled_token():
     assert batch["group_id"].tolist() == [g for g in range(3) for _ in range(6)]
 
 
-def test_a_turn_limit_cuts_the_episode():
-    batch = uneven(max_turns=2)
-    limited = batch["truncated"][12:]
-    assert limited.all()
-    assert not batch["success"][12:].any()
-    assert all(len(runs(m.tolist())) == 2 for m in batch["masks", "all_response_mask"][12:])
-
-
 def test_assistant_turns_of_the_prompt_are_the_assistants_but_not_sampled():
     batch = uneven()
     policy = make_policy()

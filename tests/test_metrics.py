@@ -269,13 +269,6 @@ def test_chunks_and_rows_left_out_change_no_reply():
     assert set(scores) == {"eval/sampled_accuracy", "eval/pass@3", "eval/reward"}
 
 
-def test_greedy_alone_reports_its_own_reward():
-    scores, records = evaluate(num_samples=0)(0)
-    assert set(scores) == {"eval/greedy_accuracy", "eval/reward"}
-    assert len(records) == 4
-    assert evaluate(num_samples=0, greedy=False)(0) == ({}, [])
-
-
 class Fifth(Runtime):
     """The last of five ranks: of four rows it gets none."""
 
