@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import sharded
 import torch
-from invariance import CASES, gradient, interleaved, padded_left, step, turned
+from contracts import padded_left
+from invariance import CASES, gradient, interleaved, step, turned
 from runs import lines, on_two_ranks
 from safetensors.torch import load_file
 from torch import Tensor
