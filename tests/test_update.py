@@ -215,16 +215,9 @@ def test_epochs_and_minibatches_make_steps_of_whole_groups_at_the_rate_of_their_
     first = Record(policy.model.parameters())
     make_update(policy, GRPOObjective(leash=leash(COEFF)), first)(batch[:G].clone())
     optimizer = Record(policy.model.parameters())
-    update = Update(
-        policy.scorer,
-        optimizer,
-        GRPOObjective(leash=leash(COEFF)),
-        one_process(),
-        lr=make_schedule("linear", lr=0.1, warmup=2, total=8),
-        epochs=2,
-        minibatches=2,
-        max_grad_norm=0.0,
-    )
+    rate = make_schedule("linear", lr=0.1, warmup=2, total=8)
+    options = {"lr": rate, "epochs": 2, "minibatches": 2}
+    update = make_update(policy, GRPOObjective(leash=leash(COEFF)), optimizer, **options)
     metrics = update(batch.clone())
     assert update.step == 4
     want = [0.05, 0.1, 0.1, 0.1 * 5 / 6]
@@ -239,18 +232,9 @@ def test_epochs_and_minibatches_make_steps_of_whole_groups_at_the_rate_of_their_
 def stopping(policy, target_kl, *, runtime=None) -> tuple[Update, Record]:
     """Return an update of 2 epochs x 2 minibatches on a linear schedule of 3 iterations."""
     optimizer = Record(policy.model.parameters())
-    made = Update(
-        policy.scorer,
-        optimizer,
-        GRPOObjective(leash=leash(COEFF)),
-        runtime or one_process(),
-        lr=make_schedule("linear", lr=0.3, total=12),
-        epochs=2,
-        minibatches=2,
-        max_grad_norm=0.0,
-        target_kl=target_kl,
-    )
-    return made, optimizer
+    options = {"lr": make_schedule("linear", lr=0.3, total=12), "epochs": 2, "minibatches": 2}
+    options |= {"runtime": runtime, "target_kl": target_kl}
+    return make_update(policy, GRPOObjective(leash=leash(COEFF)), optimizer, **options), optimizer
 
 
 def fresh(policy) -> TensorDict:
