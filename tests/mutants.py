@@ -296,11 +296,8 @@ def show_all(original):
     return lambda name, value: False
 
 
-def skip_bad_rows(original):
-    def each(self, read, remedies):
-        return original(replace(self, rows=[r for r in self.rows if all(r.values())]), read, {})
-
-    return each
+def any_cell(original):
+    return lambda self, index, column: self.rows[index].get(column)
 
 
 def any_argument(original):
@@ -416,7 +413,7 @@ ROWS: list[tuple[str, Callable, str, Callable]] = [
         nothing,
     ),
     ("secrets shown", rooms.secrets, "trainer.runs.redact:is_secret", show_all),
-    ("bad rows skipped", rooms.data, "envs.data:Table.each", skip_bad_rows),
+    ("cells without a text", rooms.data, "envs.data:Table.text", any_cell),
     ("a reward fails in silence", rooms.reward, "envs.rewards.rewarded:Rewarded._tell", nothing),
     ("a tool's state forged", rooms.tool, "envs.transforms.tools:Tool.__call__", any_argument),
     ("a sandbox without limits", rooms.sandbox, "envs.sandbox:Sandbox.__init__", without_limits),

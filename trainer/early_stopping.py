@@ -3,6 +3,7 @@
 Torch-free: the parent imports it too.
 """
 
+import re
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,12 +31,11 @@ def read_rule(text: str) -> tuple[str, float]:
     >>> read_rule("eval/sampled_accuracy 0.9")
     ('eval/sampled_accuracy', 0.9)
     """
-    try:
-        name, value = text.split()
-        return name, float(value)
-    except ValueError:
+    found = re.fullmatch(r"(\S+/\S+)\s+(-?[\d.]+(?:e[-+]?\d+)?)", text)
+    if found is None:
         example = "'eval/sampled_accuracy 0.9', a metric and a value"
-        raise ValueError(f"expected trainer.stop_at={example}, got {text}") from None
+        raise ValueError(f"expected trainer.stop_at={example}, got {text}")
+    return found[1], float(found[2])
 
 
 @dataclass
