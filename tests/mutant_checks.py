@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from conf.compose import compose, compose_checked, set_up
 from conf.resume import of_job, resumed
-from envs.data import Malformed, Table
+from envs.data import Table
 from envs.rewards.functions import Function
 from envs.rewards.rewarded import Rewarded
 from envs.sandbox import Sandbox
@@ -129,7 +129,7 @@ def secrets() -> None:
 def data() -> None:
     """A row without its text is an error."""
     table = Table("rows.jsonl", ["question"], [{"question": "2 + 2"}, {"question": ""}])
-    with pytest.raises(Malformed, match="row 1, question"):
+    with pytest.raises(ValueError, match="row 1, question"):
         table.text(1, "question")
 
 
