@@ -199,16 +199,3 @@ def test_what_cannot_be_steered_is_refused_by_its_key(words, key):
     words = words if words.startswith("experiment") else f"experiment=grpo_tiny {words}"
     with pytest.raises(ValueError, match=key.replace(".", r"\.")):
         compose_checked(words.split())
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        f"{ADAPTIVE} kl.horizon=52",
-        "kl.controller=budget kl.target=1 kl.coeff=0",
-        "kl.controller=linear kl.coeff=0 kl.end=1",
-    ],
-)
-def test_what_can_be_steered_composes(words):
-    set_up()
-    assert compose_checked(["experiment=grpo_tiny", *words.split()])["kl"]["measure"]

@@ -269,26 +269,6 @@ def test_chunks_and_rows_left_out_change_no_reply():
     assert set(scores) == {"eval/sampled_accuracy", "eval/pass@3", "eval/reward"}
 
 
-class Fifth(Runtime):
-    """The last of five ranks: of four rows it gets none."""
-
-    ranks, rank = 5, 4
-
-    def sums(self, values):
-        return values
-
-    def gather(self, value):
-        return [value]
-
-
-def test_a_rank_without_rows_takes_part(tmp_path):
-    made = evaluate()
-    made.runtime = Fifth(tmp_path)
-    scores, records = made(0)
-    assert records == []
-    assert set(scores.values()) == {0.0}
-
-
 def test_when_evaluation_is_due():
     made = evaluate(every=4)
     assert [i for i in range(1, 11) if made.due(i, 10)] == [4, 8, 10]

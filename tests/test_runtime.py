@@ -88,21 +88,6 @@ def test_a_second_signal_ends_the_process_at_once_with_a_true_status(tmp_path, m
     assert codes == [(128 + signal.SIGINT, "stopped by SIGTERM")]
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "instead"),
-    [
-        ("MIXED_PRECISION", "bf16", "policy.autocast"),
-        ("GRADIENT_ACCUMULATION_STEPS", "4", "trainer.micro_batch_tokens"),
-        ("USE_FSDP", "true", "launch=fsdp2"),
-        ("USE_DEEPSPEED", "true", "launch=fsdp2"),
-    ],
-)
-def test_a_setting_of_accelerate_is_refused(variable, value, instead, tmp_path, monkeypatch):
-    monkeypatch.setenv(f"ACCELERATE_{variable}", value)
-    with pytest.raises(ValueError, match=instead):
-        Runtime(tmp_path)
-
-
 def test_what_accelerate_launch_always_sets_is_no_setting(tmp_path, monkeypatch):
     usual = {"MIXED_PRECISION": "no", "GRADIENT_ACCUMULATION_STEPS": "1", "USE_FSDP": "false"}
     for name, value in usual.items():
