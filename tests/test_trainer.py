@@ -133,3 +133,8 @@ def test_a_run_whose_folder_is_removed_makes_no_new_one(tmp_path) -> None:
     with pytest.raises(FileNotFoundError):
         train(folder, gone)
     assert not (folder / "model").exists()
+
+
+def test_without_an_evaluation_the_objective_is_the_last_reward(tmp_path) -> None:
+    train(tmp_path, change=lambda loop: loop.evaluate.plans.clear())
+    assert load_run(tmp_path).status["objective"] == metrics(tmp_path)[-1]["reward/mean"]
