@@ -4,7 +4,6 @@ The advantage, the objective and the aggregation are those that its YAML compose
 compared with is written from the paper's equation, with the paper's numbers.
 """
 
-
 import pytest
 import torch
 from contracts import Words, leash, make_policy, one_process, plain_log_probs
