@@ -189,36 +189,27 @@ def _added(kind: str) -> list[AddedToken]:
 def _model(kind: str, tokenizer: Any, head: int) -> PreTrainedModel:
     shared = {
         "vocab_size": len(tokenizer),
+        "initializer_range": 0.1,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if kind == "gpt2":
+        sizes = {"n_positions": 256, "n_embd": 4 * head, "n_layer": 2, "n_head": 4}
+        return GPT2LMHeadModel(GPT2Config(**sizes, **shared))
+    shared |= {
         "hidden_size": 4 * head,
         "intermediate_size": 64,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 256,
-        "initializer_range": 0.1,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
     }
     if kind == "qwen2":
         return Qwen2ForCausalLM(Qwen2Config(**shared, tie_word_embeddings=True))
     if kind == "llama":
         return LlamaForCausalLM(LlamaConfig(**shared, tie_word_embeddings=False))
-    if kind == "gemma":
-        return GemmaForCausalLM(GemmaConfig(**shared, head_dim=head))
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=len(tokenizer),
-            n_positions=256,
-            n_embd=4 * head,
-            n_layer=2,
-            n_head=4,
-            initializer_range=0.1,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
+    return GemmaForCausalLM(GemmaConfig(**shared, head_dim=head))
 
 
 def write_gsm8k_jsonl(path: Path, n: int) -> Path:

@@ -171,29 +171,33 @@ def one_temperature() -> None:
     close(batch["kl_penalty"], torch.zeros_like(batch["kl_penalty"]), 1e-5, "KL at the start")
 
 
+class Record(torch.optim.SGD):
+    """SGD that keeps the gradient and learning rate of each step; it does step."""
+
+    def __init__(self, params, lr=0.0):
+        super().__init__(params, lr=lr)
+        self.grads: list[Tensor] = []
+        self.rates: list[float] = []
+
+    def step(self, closure=None):
+        grads = [p.grad for group in self.param_groups for p in group["params"]]
+        whole = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads]
+        self.grads.append(torch.cat([g.flatten().clone() for g in whole]))
+        self.rates.append(self.param_groups[0]["lr"])
+        return super().step(closure)
+
+
 def gradient(batch: TensorDict, **options) -> Tensor:
     """Return the gradient of one optimiser step on a batch, flattened."""
     policy = make_policy()
-    grads: list[Tensor] = []
-
-    class Keep(torch.optim.SGD):
-        def step(self, closure=None):
-            grads.extend(p.grad.flatten().clone() for g in self.param_groups for p in g["params"])
-
     for p in policy.model.parameters():
         p.requires_grad_(True)
-    update = Update(
-        policy.scorer,
-        Keep(policy.model.parameters(), lr=0.0),
-        GRPOObjective(leash=leash()),
-        one_process(),
-        lr=lambda step: 0.0,
-        max_grad_norm=0.0,
-        max_tokens=6,
-        **options,
+    optimizer = Record(policy.model.parameters())
+    rest = {"lr": lambda step: 0.0, "max_grad_norm": 0.0, "max_tokens": 6, **options}
+    Update(policy.scorer, optimizer, GRPOObjective(leash=leash()), one_process(), **rest)(
+        batch.clone()
     )
-    update(batch.clone())
-    return torch.cat(grads)
+    return torch.cat(optimizer.grads)
 
 
 @cache
@@ -213,23 +217,27 @@ def prepared() -> TensorDict:
     return GroupAdvantage(group_size=G, leash=leash())(batch)
 
 
+DENSE = (  # [B, T]
+    ("tokens", "full"),
+    ("log_probs", "full"),
+    ("ref_log_probs", "full"),
+    ("masks", "all_response_mask"),
+    ("masks", "all_assistant_mask"),
+    "loss_mask",
+    "kl_penalty",
+    "reward_raw",
+    "advantage",
+)
+
+
 def padded_left(batch: TensorDict) -> TensorDict:
     """Return the same rows padded on the left."""
-    attended = batch["masks", "all_attention_mask"]
-    out = batch.clone()
-    width = attended.sum(-1)
-    for key in (
-        ("tokens", "full"),
-        ("log_probs", "full"),
-        ("ref_log_probs", "full"),
-        "loss_mask",
-        "advantage",
-        ("masks", "all_response_mask"),
-        ("masks", "all_assistant_mask"),
-    ):
-        out.set(key, pad([r[:n] for r, n in zip(batch.get(key), width, strict=True)], side="left"))
-    out.set(("masks", "all_attention_mask"), pad_mask(width.tolist(), side="left"))
-    return out
+    out, widths = batch.clone(), batch["masks", "all_attention_mask"].sum(-1).tolist()
+    for key in DENSE:
+        if key in batch:
+            rows = zip(batch.get(key), widths, strict=True)
+            out.set(key, pad([row[:n] for row, n in rows], side="left"))
+    return out.set(("masks", "all_attention_mask"), pad_mask(widths, side="left"))
 
 
 def global_normalisation() -> None:

@@ -17,45 +17,22 @@ import torch
 from contracts import leash
 from drawn import Many, dynamic
 from safetensors.torch import save_file
+from steps import Record
 
 from envs.chat_env import ChatEnv
-from envs.tasks import Preferences
 from envs.transforms import RetrieveKL
 from policies.layout import pack_rows
 from policies.load import load_policy, load_reference
-from policies.reward_model import load_reward_model
-from policies.scorer import Critic, Scorer
+from policies.scorer import Scorer
 from trainer.advantage import GroupAdvantage
-from trainer.gae import GAEAdvantage
-from trainer.objectives import GRPOObjective, PPOObjective, SFTObjective
+from trainer.objectives import GRPOObjective, SFTObjective
 from trainer.optimizer import make_optimizer
-from trainer.reward_modelling import PreferenceObjective, PreferencePairs
 from trainer.runtime import Runtime, check_agreement, checksums
 from trainer.sources import Rollouts
 from trainer.update import Update
 
 MICRO_BATCH = 50  # tokens; on two ranks the one has 4 micro-batches then, the other 6
-# Gradients by name: aggregation, micro-batch tokens, group whose replies are not learnt from. PPO
-# has its advantages whitened over both ranks, and trains the critic too.
-CASES = {
-    "token_mean": ("token_mean", 10**6, ()),
-    "micro_batches": ("token_mean", MICRO_BATCH, ()),
-    "sequence_mean": ("sequence_mean", MICRO_BATCH, ()),
-    "half_empty": ("token_mean", MICRO_BATCH, (2, 3)),
-    "ppo": ("token_mean", MICRO_BATCH, (2,)),
-    "pairs": ("sequence_mean", 200, ()),  # three of rank 0 fit, of rank 1's one
-}
-# Pairs of a short and of a long prompt: half of them on each of two ranks.
-PAIRS = [
-    {
-        "messages": [{"role": "user", "content": f"Sort {i}21{' please' * most}"}],
-        "chosen": f"12{i}",
-        "rejected": "12",
-    }
-    for most, i in zip((0, 0, 0, 20, 20, 20), range(3, 9), strict=True)
-]
-
-
+CASES = {"micro_batches": (), "half_empty": (2, 3)}  # groups whose replies are not learnt from
 HALF = {
     "bfloat16": {"dtype": "bfloat16"},
     "lora": {"dtype": "bfloat16", "lora": {"r": 4, "alpha": 8.0}},
@@ -71,7 +48,7 @@ class FirstStep:
     `drawn`: of each row of the dynamic sampling its prompt, reward and draws; `rounds`: how often
     each rank played. `norms`: the gradient norm of each step in half precision, by case and rank;
     `sums`: the checksums of the weights after them; `moved`: how far they are from their start;
-    `told`: what `check_agreement` says once a single bit of the last rank is another.
+    `drift`: what `check_agreement` says once a single bit of the last rank is another.
     """
 
     prompts: list[str]
@@ -81,7 +58,7 @@ class FirstStep:
     rounds: list[int]
     norms: dict[str, list[list[float]]]
     sums: dict[str, list[dict[str, int]]]
-    told: str
+    drift: str
     gradients: dict[str, torch.Tensor]
     moved: dict[str, torch.Tensor]
 
@@ -97,18 +74,7 @@ def first_step(runtime: Runtime) -> FirstStep:
     source = Rollouts(task=task, env=env, generator=policy, runtime=runtime, size=4)
     batch = RetrieveKL(ref_model=reference, add_to_reward=False)(source(0))
     grpo = GroupAdvantage(group_size=contracts.G, leash=leash())(batch.clone())
-    parts = (policy, runtime)
-    own = ("ppo", "pairs")
-    gradients = {n: gradient(grpo, *parts, *case) for n, case in CASES.items() if n not in own}
-    gradients["pairs"] = pair_gradient(runtime)
-    paid = leash(where="reward")
-    policy.scorer.critic = Critic(policy.scorer, kind="head")
-    ppo = GAEAdvantage(policy=policy, runtime=runtime, leash=paid)
-    with torch.no_grad():
-        policy.scorer.critic.head.weight.fill_(0.01)
-    objective = PPOObjective(leash=paid)
-    gradients["ppo"] = gradient(ppo(batch), *parts, *CASES["ppo"], objective=objective)
-    policy.scorer.critic = None  # others use this policy too
+    gradients = {name: gradient(grpo, policy, runtime, left) for name, left in CASES.items()}
     prompts = [row["messages"][-1]["content"] for row in source.prompts(0).get("row").tolist()]
     attended = batch["masks", "all_attention_mask"]
     rows = [ids[keep].tolist() for ids, keep in zip(batch["tokens", "full"], attended, strict=True)]
@@ -119,7 +85,7 @@ def first_step(runtime: Runtime) -> FirstStep:
         norms={name: runtime.gather(norms) for name, (norms, _, _) in half.items()},
         sums={name: runtime.gather(checksums(scorer)) for name, (_, scorer, _) in half.items()},
         moved={name: moved for name, (_, _, moved) in half.items()},
-        told=drifted(runtime, half["bfloat16"][1]),
+        drift=drifted(runtime, half["bfloat16"][1]),
         drawn=list(chain(*runtime.gather(drawn))),
         rounds=runtime.gather(rounds),
         prompts=list(chain(*runtime.gather(prompts))),
@@ -127,19 +93,6 @@ def first_step(runtime: Runtime) -> FirstStep:
         micro_batches=runtime.gather(len(parts)),
         gradients=gradients,
     )
-
-
-def pair_gradient(runtime: Runtime) -> torch.Tensor:
-    """Return the gradient of a reward model on pairs of which one rank has the long ones."""
-    policy, task = load_reward_model("tiny"), Preferences()
-    with torch.no_grad():
-        policy.model.lm_head.weight.copy_(torch.linspace(-0.1, 0.1, 64)[None])
-    parts = {"policy": policy, "runtime": runtime, "size": len(PAIRS)}
-    batch = PreferencePairs(task=task, env=ChatEnv(task), **parts).batch(PAIRS[runtime.mine(6)])
-    sizes = batch["masks", "all_attention_mask"].sum(-1)
-    if runtime.ranks > 1:  # else the case would be none
-        assert (6 * sizes.max() <= 200) == (runtime.rank == 0), sizes
-    return gradient(batch, policy, runtime, *CASES["pairs"], objective=PreferenceObjective())
 
 
 def steps(batch, runtime: Runtime, options: dict) -> tuple[list[float], Scorer, torch.Tensor]:
@@ -192,33 +145,26 @@ def drawn_again(runtime: Runtime) -> tuple[list[list], int]:
     return [list(row) for row in rows], len(played)
 
 
-def gradient(batch, policy, runtime: Runtime, aggregation, tokens, unlearnt, objective=None):
+def gradient(batch, policy, runtime: Runtime, unlearnt: tuple[int, ...]) -> torch.Tensor:
     """Return what one step of the real update hands to its optimiser, flattened."""
-    grads: list[torch.Tensor] = []
-
-    class Keep(torch.optim.SGD):
-        def step(self, closure=None):
-            grads.extend(p.grad.flatten().clone() for g in self.param_groups for p in g["params"])
-
     for p in policy.model.parameters():
         p.requires_grad_(True)
-    optimizer = Keep(policy.scorer.parameters(), lr=0.0)
-    scorer, optimizer = runtime.accelerator.prepare(policy.scorer, optimizer)
+    optimizer = Record(policy.scorer.parameters())
+    scorer, _ = runtime.accelerator.prepare(policy.scorer, optimizer)
     update = Update(
         scorer,
         optimizer,
-        objective or GRPOObjective(leash=leash()),
+        GRPOObjective(leash=leash()),
         runtime,
         lr=lambda step: 0.0,
-        aggregation=aggregation,
-        micro_batch_tokens=tokens,
+        micro_batch_tokens=MICRO_BATCH,
         max_grad_norm=0.0,
     )
     batch = batch.clone()
     for group in unlearnt:
         batch["loss_mask"][batch["group_id"] == group] = False
     update(batch)
-    return torch.cat(grads)
+    return torch.cat(optimizer.grads)
 
 
 if __name__ == "__main__":

@@ -5,13 +5,12 @@ On two ranks, rank 0 writes the gradients of all cases into a folder (tests/two_
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
-from contracts import G, Words, one_process
+from contracts import DENSE, G, Record, Words, one_process
 from omegaconf import DictConfig, OmegaConf
 from runs import ROOT
 from safetensors.torch import save_file
@@ -24,7 +23,6 @@ from envs.chat_env import ChatEnv
 from envs.transforms import RetrieveKL
 from policies.layout import groups
 from policies.load import load_policy, load_reference
-from policies.padding import pad, pad_mask
 from policies.reward_model import load_reward_model
 from policies.scorer import Critic
 from policies.wrappers.transformers_wrapper import TransformersWrapper
@@ -47,16 +45,6 @@ MORE = {
 }
 CASES = {name: (name,) for name in ALGORITHMS} | MORE
 SMALL = ("algorithm.epochs=1", "algorithm.minibatches=1", "policy.max_new_tokens=6")
-DENSE = (  # [B, T]
-    ("tokens", "full"),
-    ("log_probs", "full"),
-    ("ref_log_probs", "full"),
-    ("masks", "all_response_mask"),
-    ("masks", "all_assistant_mask"),
-    "loss_mask",
-    "kl_penalty",
-    "reward_raw",
-)
 
 
 class Pairs(Words):
@@ -139,21 +127,14 @@ def gradient(
     With `spread` each rank has a part of every weight too: the step's policy is no other's then.
     """
     runtime, policy, algorithm = runtime or one_process(), step.policy, step.cfg.algorithm
-    own, grads = make_leash(step.cfg), []
-
-    class Keep(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
-            params = [p for group in self.param_groups for p in group["params"]]
-            grads.extend(whole(p.grad).flatten().clone() for p in params)
-
+    own = make_leash(step.cfg)
     if critic := algorithm.get("critic"):
         policy.scorer.critic = Critic(policy.scorer, **critic).double()
         torch.nn.init.constant_(policy.scorer.critic.head.weight, 0.01)
     advantage = build(algorithm.advantage, algorithm, leash=own, policy=policy, runtime=runtime)
     made = shards.ShardedRuntime("/tmp") if spread else runtime
-    keep = partial(Keep, lr=0.0)
     scorer, optimizer = made.prepare(
-        policy, lambda scorer: keep(scorer.parameters()), {}, step.reference, advantage
+        policy, lambda scorer: Record(scorer.parameters()), {}, step.reference, advantage
     )
     update = Update(
         scorer,
@@ -170,11 +151,7 @@ def gradient(
     )
     update(advantage(mine(change(step.batch.clone()), runtime)))
     policy.scorer.critic = None
-    return torch.cat(grads)
-
-
-def whole(value: Tensor) -> Tensor:
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
+    return torch.cat(getattr(optimizer, "optimizer", optimizer).grads)  # not Accelerate's
 
 
 def mine(batch: TensorDict, runtime: Runtime) -> TensorDict:
@@ -189,18 +166,6 @@ def mine(batch: TensorDict, runtime: Runtime) -> TensorDict:
 def take(batch: TensorDict, rows: Sequence[int]) -> TensorDict:
     """Return some rows, in this order."""
     return batch[torch.tensor(rows)]
-
-
-def padded_left(batch: TensorDict) -> TensorDict:
-    """Return the same rows, padded on the left."""
-    attended = batch["masks", "all_attention_mask"]
-    widths = attended.sum(-1)
-    for key in DENSE:
-        if key in batch:
-            rows = [row[: int(n)] for row, n in zip(batch.get(key), widths, strict=True)]
-            batch.set(key, pad(rows, side="left"))
-    batch.set(("masks", "all_attention_mask"), pad_mask(widths.tolist(), side="left"))
-    return batch
 
 
 def turned(batch: TensorDict) -> TensorDict:

@@ -1,43 +1,38 @@
-"""Known ways to break the code, each with the contract that must notice.
+"""Known ways to break the code, each with the check that must notice: python tests/mutants.py.
 
-A mutant is a target (module, attribute) and a function from the original to the broken version.
+A mutant is a target (module:attribute) and a function from the original to the broken version. Its
+check is a contract, another function that compares with a second way of computing, or one of
+tests/mutant_checks.py. The table says which mutants are killed; a survivor is exit code 1.
 """
 
+import json
+import sys
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import contracts
+import mutant_checks as rooms
+import pytest
 import torch
 from adapted import with_the_adapter_off_it_is_the_start_policy
-from baselines import leaves_the_baseline
-from charges import charged_once
 from enumeration import a_bfloat16_generator_is_corrected
 from gae_by_hand import agrees_with_the_paper
 from kl_tables import the_weighed_kl_is_the_reverse_one_whoever_sampled
-from papers import agrees_with_its_paper
-from plain_entropy import the_bonus_is_that_of_a_plain_softmax
+from papers import PAPERS, agrees_with_its_paper
 from plain_values import values_are_those_of_a_plain_forward
+from test_advantage import leaves_the_baseline
+from test_entropy import the_bonus_is_that_of_a_plain_softmax
+from test_leash import charged_once
 
-import envs.transforms.kl
-import policies.chats.chat_template
-import policies.layout
-import policies.lora
-import policies.sampler
-import policies.scorer
-import policies.token_distribution
-import policies.wrappers.transformers_wrapper
-import trainer.advantage
-import trainer.collect
-import trainer.gae
-import trainer.importance_sampling
-import trainer.losses
-import trainer.objectives
-import trainer.surrogates
-import trainer.update
-from trainer.kl import Leash
 from trainer.kl_control import ConstantKLController
 from trainer.surrogates import token_ratio
 
@@ -45,10 +40,24 @@ from trainer.surrogates import token_ratio
 @dataclass(frozen=True)
 class Mutant:
     name: str
-    contract: Callable[[], None]
-    owner: Any
-    attribute: str
+    check: Callable[[], Any]
+    target: str  # module:attribute
     broken: Callable[[Any], Any]
+
+    def is_killed(self) -> bool:
+        """Return whether the check fails on the broken code."""
+        module, _, path = self.target.partition(":")
+        *within, attribute = path.split(".")
+        owner: Any = import_module(module)
+        for part in within:
+            owner = getattr(owner, part)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, attribute, self.broken(getattr(owner, attribute)))
+            try:
+                self.check()
+            except (Exception, pytest.fail.Exception):
+                return True
+        return False
 
 
 def roll(original):
@@ -260,149 +269,179 @@ def adapter_stays_on(original):
     return lambda model, adapter: nullcontext()
 
 
-WRAPPER = policies.wrappers.transformers_wrapper
-DIST = policies.token_distribution
-COLLECT = trainer.collect
-RENDERER = policies.chats.chat_template.Renderer
-KL = envs.transforms.kl.KLComputation
-MASKS = trainer.surrogates
-in_the_reward = partial(charged_once, "grpo", "reward")
-MUTANTS = (
-    Mutant("shift by one", contracts.alignment, DIST, "placed", roll),
-    Mutant("drop the end token", contracts.alignment, WRAPPER, "sample", drop_end),
-    Mutant("first log-prob zero", contracts.alignment, WRAPPER, "sample", zero_first),
-    Mutant(
-        "replies see each other", contracts.alignment, policies.layout, "tree_mask", see_everything
-    ),
-    Mutant("tokenise again", contracts.token_in_token_out, COLLECT, "_with_ids", tokenise_again),
-    Mutant("cut replies stay open", contracts.token_in_token_out, RENDERER, "extend", leave_open),
-    Mutant(
-        "ignore the temperature", contracts.one_temperature, DIST, "_per_kept", ignore_temperature
-    ),
-    Mutant(
+# The rooms that no contract is about.
+
+
+def nothing(original):
+    return lambda *args, **kwargs: None
+
+
+def yields_nothing(original):
+    return lambda *args, **kwargs: iter(())
+
+
+def always(original):
+    return lambda *args, **kwargs: True
+
+
+def unverified(original):
+    return lambda folder: json.loads((folder / "state.json").read_text())
+
+
+def without_escapes(original):
+    return original.overlay(autoescape=False)
+
+
+def show_all(original):
+    return lambda name, value: False
+
+
+def any_cell(original):
+    return lambda self, index, column: self.rows[index].get(column)
+
+
+def any_argument(original):
+    return lambda self, args, state=None: self.function(**args)
+
+
+def without_limits(original):
+    def init(self, **options):
+        original(self, **options)
+        self._limits = {}
+
+    return init
+
+
+def zeros(original):
+    return lambda self, tensor, like: torch.zeros_like(like)
+
+
+def say_alone(original):
+    return lambda self, text, *, of_replies=False: self.say(text)
+
+
+PAPER = {name: partial(agrees_with_its_paper, name) for name in PAPERS}
+IN_THE_REWARD = partial(charged_once, "grpo", "reward")
+LEFT_ONE_OUT = partial(leaves_the_baseline, "leave_one_out")
+WEIGHED = the_weighed_kl_is_the_reverse_one_whoever_sampled
+DIST, SAMPLE = "policies.token_distribution", "policies.wrappers.transformers_wrapper:sample"
+RENDERER = "policies.chats.chat_template:Renderer"
+KL, LEASH, GAE = "envs.transforms.kl:KLComputation", "trainer.kl:Leash", "trainer.gae:gae"
+LOSSES, MASKS, OBJECTIVES = "trainer.losses", "trainer.surrogates", "trainer.objectives"
+ROWS: list[tuple[str, Callable, str, Callable]] = [
+    ("shift by one", contracts.alignment, f"{DIST}:placed", roll),
+    ("drop the end token", contracts.alignment, SAMPLE, drop_end),
+    ("first log-prob zero", contracts.alignment, SAMPLE, zero_first),
+    ("replies see each other", contracts.alignment, "policies.layout:tree_mask", see_everything),
+    ("tokenise again", contracts.token_in_token_out, "trainer.collect:_with_ids", tokenise_again),
+    ("cut replies stay open", contracts.token_in_token_out, f"{RENDERER}.extend", leave_open),
+    ("no temperature", contracts.one_temperature, f"{DIST}:_per_kept", ignore_temperature),
+    (
         "mean per micro-batch",
         contracts.global_normalisation,
-        trainer.update,
-        "select_rows",
+        "trainer.update:select_rows",
         mean_per_micro_batch,
     ),
-    Mutant("mask all ones", contracts.masks_are_exact, RENDERER, "render", all_ones),
-    Mutant("mask without end of turn", contracts.masks_are_exact, RENDERER, "render", content_only),
-    Mutant("KL charged twice", contracts.one_leash, KL, "_step", charge_twice),
-    Mutant("KL in the loss too", in_the_reward, Leash, "loss_term", loss_too),
-    Mutant("KL never charged", in_the_reward, Leash, "charge_reward", nowhere),
-    Mutant("KL of some turns only", contracts.one_leash, KL, "_step", score_first_turn_only),
-    Mutant(
+    ("mask all ones", contracts.masks_are_exact, f"{RENDERER}.render", all_ones),
+    ("mask without end of turn", contracts.masks_are_exact, f"{RENDERER}.render", content_only),
+    ("KL charged twice", contracts.one_leash, f"{KL}._step", charge_twice),
+    ("KL in the loss too", IN_THE_REWARD, f"{LEASH}.loss_term", loss_too),
+    ("KL never charged", IN_THE_REWARD, f"{LEASH}.charge_reward", nowhere),
+    ("KL of some turns only", contracts.one_leash, f"{KL}._step", score_first_turn_only),
+    (
         "the reference has the adapter",
         with_the_adapter_off_it_is_the_start_policy,
-        policies.lora,
-        "using",
+        "policies.lora:using",
         adapter_stays_on,
     ),
-    Mutant("GAE over tool tokens", agrees_with_the_paper, trainer.gae, "gae", walk_over_everything),
-    Mutant("a limit goes on", agrees_with_the_paper, trainer.gae, "gae", bootstrap_at_the_end),
-    Mutant(
+    ("GAE over tool tokens", agrees_with_the_paper, GAE, walk_over_everything),
+    ("a limit goes on", agrees_with_the_paper, GAE, bootstrap_at_the_end),
+    (
         "values of the next token",
         values_are_those_of_a_plain_forward,
-        policies.scorer.Critic,
-        "forward",
+        "policies.scorer:Critic.forward",
         one_state_late,
     ),
-    Mutant(
-        "ratio of a token in GSPO",
-        partial(agrees_with_its_paper, "gspo"),
-        trainer.objectives,
-        "RATIOS",
-        every_token_its_own_ratio,
-    ),
-    Mutant(
+    ("a token's ratio in GSPO", PAPER["gspo"], f"{OBJECTIVES}:RATIOS", every_token_its_own_ratio),
+    (
         "own reward in the baseline",
-        partial(agrees_with_its_paper, "rloo"),
-        trainer.losses,
-        "BASELINES",
+        PAPER["rloo"],
+        f"{LOSSES}:BASELINES",
         own_reward_in_the_baseline,
     ),
-    Mutant(
-        "dropped rows in the baseline",
-        partial(leaves_the_baseline, "leave_one_out"),
-        trainer.losses,
-        "BASELINES",
-        all_rows_count,
-    ),
-    Mutant(
-        "padding is whitened too",
-        partial(agrees_with_its_paper, "reinforce_pp"),
-        trainer.advantage,
-        "whitened",
-        padding_counts,
-    ),
-    Mutant(
-        "another Beta density",
-        partial(agrees_with_its_paper, "bnpo"),
-        trainer.advantage,
-        "beta_density",
-        shape_one_half,
-    ),
+    ("dropped rows in the baseline", LEFT_ONE_OUT, f"{LOSSES}:BASELINES", all_rows_count),
+    ("whitened padding", PAPER["reinforce_pp"], "trainer.advantage:whitened", padding_counts),
+    ("another Beta density", PAPER["bnpo"], "trainer.advantage:beta_density", shape_one_half),
     *(
-        Mutant(f"{name}: {said}", partial(agrees_with_its_paper, name), MASKS, attribute, broken)
+        (f"{name}: {change}", PAPER[name], f"{MASKS}:{attribute}", broken)
         for name, divergence in (("dppo", "binary_tv"), ("dppo_kl", "binary_kl"))
-        for said, attribute, broken in (
+        for change, attribute, broken in (
             ("also what comes back", "leaves", on_both_sides),
             ("only what comes back", "leaves", on_the_way_back),
             ("the distance of a ratio", divergence, of_the_ratio),
         )
     ),
-    Mutant(
-        "KL of the policy to the sampler",
-        partial(agrees_with_its_paper, "dppo_kl"),
-        MASKS,
-        "binary_kl",
-        from_the_policy,
-    ),
-    Mutant(
-        "KL of the sampled token alone",
-        partial(agrees_with_its_paper, "dppo_kl"),
-        MASKS,
-        "binary_kl",
-        without_the_rest,
-    ),
-    *(
-        Mutant(
-            f"twice the bound of {name}",
-            partial(agrees_with_its_paper, name),
-            trainer.objectives,
-            "Bounds",
-            twice_as_far,
-        )
-        for name in ("dppo", "dppo_kl")
-    ),
-    Mutant(
-        "KL weighed without a gradient",
-        the_weighed_kl_is_the_reverse_one_whoever_sampled,
-        Leash,
-        "loss_term",
-        with_k3s_gradient_alone,
-    ),
-    Mutant(
-        "KL weighed by the trainer's own ratio",
-        the_weighed_kl_is_the_reverse_one_whoever_sampled,
-        Leash,
-        "loss_term",
-        to_the_trainers_own,
-    ),
-    Mutant(
+    ("KL of policy to sampler", PAPER["dppo_kl"], f"{MASKS}:binary_kl", from_the_policy),
+    ("KL of the token alone", PAPER["dppo_kl"], f"{MASKS}:binary_kl", without_the_rest),
+    ("twice the bound of dppo", PAPER["dppo"], f"{OBJECTIVES}:Bounds", twice_as_far),
+    ("twice the bound of dppo_kl", PAPER["dppo_kl"], f"{OBJECTIVES}:Bounds", twice_as_far),
+    ("KL weighed, no gradient", WEIGHED, f"{LEASH}.loss_term", with_k3s_gradient_alone),
+    ("KL weighed by another ratio", WEIGHED, f"{LEASH}.loss_term", to_the_trainers_own),
+    (
         "entropy without a gradient",
         the_bonus_is_that_of_a_plain_softmax,
-        DIST,
-        "_score",
+        f"{DIST}:_score",
         entropy_detached,
     ),
-    Mutant(
+    (
         "the generator over the trainer",
         a_bfloat16_generator_is_corrected,
-        trainer.importance_sampling,
-        "correction",
+        "trainer.importance_sampling:correction",
         the_other_way_round,
     ),
-    Mutant("global generator", contracts.same_seed, policies.sampler, "uniforms", global_generator),
-)
+    ("global generator", contracts.same_seed, "policies.sampler:uniforms", global_generator),
+    ("any code may be named", rooms.targets, "conf.check:_targets", yields_nothing),
+    ("any key on a resume", rooms.resume, "conf.resume:is_among", always),
+    ("another run's job", rooms.sweep, "conf.resume:differences", yields_nothing),
+    ("a dead run goes on", rooms.launch, "trainer.runs.launch:close_status", nothing),
+    ("an unverified checkpoint", rooms.checkpoint, "trainer.checkpoint:read_state", unverified),
+    ("markup in a report", rooms.report, "trainer.reports.page:_TEMPLATES", without_escapes),
+    (
+        "iterations logged twice",
+        rooms.tracker,
+        "trainer.reports.trackers.jsonl:_drop_after",
+        nothing,
+    ),
+    ("secrets shown", rooms.secrets, "trainer.runs.redact:is_secret", show_all),
+    ("cells without a text", rooms.data, "envs.data:Table.text", any_cell),
+    ("a reward fails in silence", rooms.reward, "envs.rewards.rewarded:Rewarded._tell", nothing),
+    ("a tool's state forged", rooms.tool, "envs.transforms.tools:Tool.__call__", any_argument),
+    ("a sandbox without limits", rooms.sandbox, "envs.sandbox:Sandbox.__init__", without_limits),
+    ("a stale engine", rooms.stale_engine, "trainer.weight_sync:_check_arrived", nothing),
+    ("an engine's lost weights", rooms.fresh_engine, "trainer.weight_sync:_check_held", nothing),
+    ("shards restored as zeros", rooms.shards, "policies.sharding:Shards.scatter", zeros),
+    (
+        "preflight says it only",
+        rooms.preflight,
+        "trainer.modes.preflight.play:Findings.problem",
+        say_alone,
+    ),
+]
+MUTANTS = [Mutant(*row) for row in ROWS]
+
+
+def main() -> int:
+    """Print a line for each mutant; return 1 if one survives."""
+    survivors = 0
+    for mutant in MUTANTS:
+        start, check = time.perf_counter(), getattr(mutant.check, "func", mutant.check)
+        killed, of = mutant.is_killed(), " ".join(getattr(mutant.check, "args", ()))
+        survivors += not killed
+        seconds, word = time.perf_counter() - start, "killed" if killed else "SURVIVES"
+        print(f"{mutant.name:32} {check.__name__} {of}: {word} ({seconds:.1f} s)", flush=True)
+    print(f"{len(MUTANTS) - survivors} of {len(MUTANTS)} mutants are killed")
+    return int(survivors > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,9 +1,13 @@
 """A run of four iterations in this process, and tasks that stop it at a given reply."""
 
+import atexit
 import io
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +21,7 @@ from trainer.checkpoint import Checkpoints
 from trainer.early_stopping import EarlyStopping
 from trainer.evaluation import Evaluate
 from trainer.kl import Leash
-from trainer.kl_control import (
-    ConstantKLController,
-    KLControllerBase,
-)
+from trainer.kl_control import ConstantKLController, KLControllerBase
 from trainer.objectives import GRPOObjective
 from trainer.observer import Observers
 from trainer.optimizer import make_optimizer
@@ -64,6 +65,15 @@ def stop() -> None:
 
 def crash() -> None:
     raise ZeroDivisionError("boom")
+
+
+@cache
+def straight() -> Path:
+    """Return the folder of a run that nothing stops, trained once a process; copies may change."""
+    folder = Path(tempfile.mkdtemp(prefix="leash-straight-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    train(folder)
+    return folder
 
 
 def train(

@@ -1,7 +1,7 @@
 """Steps of the real update and what they hand to the optimiser, on the tiny model."""
 
 import torch
-from contracts import G, leash, make_policy, one_process, rollout
+from contracts import G, Record, leash, make_policy, one_process, rollout
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -19,21 +19,6 @@ def double_policy() -> TransformersWrapper:
     policy = make_policy.__wrapped__()
     policy.model.double()
     return policy
-
-
-class Record(torch.optim.SGD):
-    """SGD that keeps the gradient and learning rate of each step; it does step."""
-
-    def __init__(self, params, lr=0.0):
-        super().__init__(params, lr=lr)
-        self.grads: list[Tensor] = []
-        self.rates: list[float] = []
-
-    def step(self, closure=None):
-        params = [p for group in self.param_groups for p in group["params"]]
-        self.grads.append(torch.cat([p.grad.flatten().clone() for p in params]))
-        self.rates.append(self.param_groups[0]["lr"])
-        return super().step(closure)
 
 
 def scaled(policy: TransformersWrapper, factor: float) -> TransformersWrapper:
@@ -59,9 +44,8 @@ def prepared(policy, where: str = "loss") -> tuple[TensorDict, TransformersWrapp
 
 def make_update(policy, objective, optimizer, *, runtime=None, lr=0.0, **options) -> Update:
     options = {"max_grad_norm": 0.0, "max_tokens": 12, **options}
-    return Update(
-        policy.scorer, optimizer, objective, runtime or one_process(), lr=lambda step: lr, **options
-    )
+    rate = lr if callable(lr) else lambda step: lr
+    return Update(policy.scorer, optimizer, objective, runtime or one_process(), lr=rate, **options)
 
 
 def gradient(policy, objective, batch, **options) -> tuple[Tensor, dict]:

@@ -1,17 +1,13 @@
 """Checkpoints are complete or absent, exact, and believed only after every byte was checked."""
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from contracts import make_policy
-from saved import make, step, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from policies.cache import write_manifest
@@ -19,7 +15,27 @@ from trainer.checkpoint import Checkpoints, save_model
 from trainer.optimizer import make_optimizer
 from trainer.runtime import Runtime
 
-ROOT = Path(__file__).parents[1]
+
+def step(policy, optimizer, seed: int) -> None:
+    """Take one AdamW step on a loss of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    loss = sum((p * torch.randn(p.shape, generator=generator)).sum() for p in weights(policy))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def weights(policy) -> list:
+    return list(policy.model.parameters())
+
+
+def make(folder: Path, *, steps: int = 0, **options):
+    """Return a policy and optimiser after some steps, and their checkpoints."""
+    policy = make_policy.__wrapped__()
+    optimizer = make_optimizer(policy.model, lr=1e-3, weight_decay=0.1)
+    for seed in range(steps):
+        step(policy, optimizer, seed)
+    return policy, optimizer, Checkpoints(Runtime(folder), policy, optimizer, **options)
 
 
 def names(checkpoints: Checkpoints) -> list[str]:
@@ -43,18 +59,7 @@ def test_what_comes_back_is_what_was_saved_to_the_bit(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(weights(policy), weights(other), strict=True))
 
 
-def test_frozen_parameters_have_no_moments(tmp_path):
-    policy = make_policy.__wrapped__()
-    for p in weights(policy)[:-1]:
-        p.requires_grad_(False)
-    optimizer = make_optimizer(policy.model, lr=1e-3)
-    weights(policy)[-1].sum().backward()
-    optimizer.step()
-    saved = Checkpoints(Runtime(tmp_path), policy, optimizer)
-    saved.save(1, {})
-    optimizer.state.clear()
-    saved.restore(saved.newest())
-    assert len(optimizer.state) == 1
+# What does not count.
 
 
 def flip(path: Path) -> None:
@@ -67,32 +72,6 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-FILES = ("model/model.safetensors", "optimizer.safetensors", "state.json")
-
-
-@pytest.mark.parametrize(
-    ("file", "damage"),
-    [
-        *((file, damage) for file in FILES for damage in (flip, cut, Path.unlink)),
-        ("MANIFEST.json", cut),
-        ("MANIFEST.json", Path.unlink),
-    ],
-)
-def test_a_damaged_checkpoint_does_not_count(tmp_path, file, damage):
-    _, _, saved = make(tmp_path, steps=1)
-    for iteration in (1, 2):
-        saved.save(iteration, {})
-    newest = saved.newest()
-    damage(newest / file)
-    assert saved.newest().name == "iteration_000001"
-    assert saved.skipped == ["iteration_000002"]
-    damage(saved.newest() / file)
-    with pytest.raises(
-        ValueError, match=r"only damaged ones \(iteration_000002, iteration_000001\)"
-    ):
-        saved.newest()
-
-
 def sealed(folder: Path, **state) -> None:
     """Change the state of a checkpoint and list its files anew, hashes right."""
     old = json.loads((folder / "state.json").read_text())
@@ -101,101 +80,62 @@ def sealed(folder: Path, **state) -> None:
     write_manifest(folder, {"format": 1})
 
 
-def other_weights(folder: Path) -> None:
-    shutil.copy(folder / "model/model.safetensors", folder / "model/zzz.safetensors")
-
-
-def empty_manifest(folder: Path) -> None:
-    shutil.rmtree(folder)
-    folder.mkdir()
-    write_manifest(folder, {"format": 1})
-
-
-def without_weights(folder: Path) -> None:
-    shutil.rmtree(folder / "model")
-    sealed(folder)
-
-
-def a_file(folder: Path) -> None:
-    shutil.rmtree(folder)
-    folder.write_text("")
-
-
-def dangling(folder: Path) -> None:
-    shutil.rmtree(folder)
-    folder.symlink_to("/nowhere")
-
-
-def beyond(folder: Path) -> None:
-    sealed(folder, iteration=10**6)
-
-
-@pytest.mark.parametrize(
-    "damage", [other_weights, empty_manifest, without_weights, a_file, dangling, beyond]
-)
-def test_what_only_looks_like_a_checkpoint_is_passed_over_and_goes(tmp_path, damage):
-    """Other weights beside the listed ones were loaded once, without a word."""
-    _, _, saved = make(tmp_path, steps=1, keep_last=2)
+@pytest.fixture(scope="module")
+def two(tmp_path_factory) -> Path:
+    """Return a folder with two sound checkpoints; a test copies it."""
+    folder = tmp_path_factory.mktemp("two")
+    _, _, saved = make(folder, steps=1)
     for iteration in (1, 2):
         saved.save(iteration, {})
-    damage(saved.folder / "iteration_000002")
-    _, _, found = make(tmp_path, keep_last=1)
-    assert found.newest().name == "iteration_000001"
-    assert found.skipped == ["iteration_000002"]
-    found.save(2, {})
-    found.save(3, {})
-    assert names(found) == ["iteration_000003"]
+    return folder
 
 
-def test_files_that_tools_leave_are_no_damage(tmp_path):
-    _, _, saved = make(tmp_path)
-    saved.save(1, {})
-    (saved.newest() / "model" / ".DS_Store").touch()
-    (saved.folder / "iteration_000001 (copy)").mkdir()
+FILES = ("model/model.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json")
+LOOKS = {  # like a checkpoint, and its hashes are right
+    "other weights": lambda folder: shutil.copy(folder / FILES[0], folder / "model/z.safetensors"),
+    "no weights": lambda folder: shutil.rmtree(folder / "model") or sealed(folder),
+    "another iteration": lambda folder: sealed(folder, iteration=10**6),
+}
+
+
+def is_passed_over(two: Path, folder: Path, damage: Callable[[Path], object]) -> None:
+    shutil.copytree(two, folder, dirs_exist_ok=True)
+    damage(folder / "checkpoints" / "iteration_000002")
+    _, _, saved = make(folder, keep_last=1)
     assert saved.newest().name == "iteration_000001"
-    assert saved.skipped == []
+    assert saved.skipped == ["iteration_000002"]
+    saved.save(3, {})
+    assert names(saved) == ["iteration_000003"]
 
 
-def test_a_checkpoint_of_a_later_leash_is_refused_by_its_format(tmp_path):
-    _, _, saved = make(tmp_path)
-    saved.save(1, {})
-    saved.save(2, {})
-    sealed(saved.newest(), format=2)
-    with pytest.raises(ValueError, match=r"iteration_000002 is of format 2, this leash reads 1; "):
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("damage", [flip, cut, Path.unlink])
+def test_a_damaged_checkpoint_is_passed_over_and_goes(two, tmp_path, file, damage):
+    is_passed_over(two, tmp_path, lambda folder: damage(folder / file))
+
+
+@pytest.mark.parametrize("change", LOOKS.values(), ids=LOOKS)
+def test_what_only_looks_like_a_checkpoint_is_passed_over_and_goes(two, tmp_path, change):
+    is_passed_over(two, tmp_path, change)
+
+
+def test_nothing_but_damaged_ones_is_an_error_that_lists_them(two, tmp_path):
+    folder = shutil.copytree(two, tmp_path / "run")
+    _, _, saved = make(folder)
+    for path in saved.folder.iterdir():
+        cut(path / "state.json")
+    with pytest.raises(ValueError, match=r"iteration_000002, iteration_000001"):
         saved.newest()
 
 
-def test_a_linked_checkpoint_counts_and_only_the_link_goes(tmp_path):
-    _, _, saved = make(tmp_path, steps=1, keep_last=1)
-    saved.save(1, {})
-    elsewhere, place = tmp_path / "disk 2", saved.newest()
-    place.rename(elsewhere)
-    place.symlink_to(elsewhere)
-    assert saved.restore(saved.newest())["iteration"] == 1
-    for iteration in (2, 3):
-        saved.save(iteration, {})
-    assert names(saved) == ["iteration_000003"]
-    assert (elsewhere / "MANIFEST.json").is_file()
+def test_a_checkpoint_of_a_later_leash_is_refused_by_its_format(two, tmp_path):
+    _, _, saved = make(shutil.copytree(two, tmp_path / "run"))
+    sealed(saved.newest(), format=2)
+    with pytest.raises(ValueError, match="iteration_000002 is of format 2"):
+        saved.newest()
 
 
-def test_a_million_iterations_come_after_those_before(tmp_path):
-    _, _, saved = make(tmp_path, keep_last=2)
-    for iteration in (999_999, 1_000_000, 1_000_001):
-        saved.save(iteration, {})
-    assert saved.newest().name == "iteration_1000001"
-    assert names(saved) == ["iteration_1000000", "iteration_1000001"]
-
-
-@pytest.mark.parametrize("text", ["{torn", "[1]", '{"objective": "high"}', None])
-def test_a_damaged_one_is_never_the_best(tmp_path, text):
-    _, _, saved = make(tmp_path, keep_last=1, keep_best=True)
-    for iteration, objective in ((1, 0.9), (2, 0.5)):
-        saved.save(iteration, {"objective": objective})
-    state = saved.folder / "iteration_000001" / "state.json"
-    state.unlink() if text is None else state.write_text(text)
-    saved.save(3, {"objective": 0.1})
-    saved.save(4, {"objective": 0.6})
-    assert names(saved) == ["iteration_000004"]
+# Which are kept.
 
 
 def test_saves_come_when_due_and_only_the_last_are_kept(tmp_path):
@@ -205,6 +145,8 @@ def test_saves_come_when_due_and_only_the_last_are_kept(tmp_path):
     assert names(saved) == ["iteration_000006", "iteration_000008"]
     saved.maybe_save(9, {}, last=True)
     assert names(saved) == ["iteration_000008", "iteration_000009"]
+    saved.save(1_000_000, {})
+    assert saved.newest().name == "iteration_1000000", "in the order of numbers"
     _, _, never = make(tmp_path / "never")
     never.maybe_save(2, {}, last=True)
     assert not never.folder.exists()
@@ -216,7 +158,6 @@ def test_saves_come_when_due_and_only_the_last_are_kept(tmp_path):
         ([0.1, 0.9, 0.3, 0.2], [2, 4]),
         ([-2.0, 0.0, -1.0, -3.0], [2, 4]),  # zero is a score like any other
         ([None, None, None, 0.5], [4]),
-        ([0.1, 0.2, 0.3, 0.4], [4]),
     ],
 )
 def test_the_best_is_kept_beside_the_last(tmp_path, objectives, kept):
@@ -226,67 +167,25 @@ def test_the_best_is_kept_beside_the_last(tmp_path, objectives, kept):
     assert names(saved) == [f"iteration_{i:06d}" for i in kept]
 
 
-def test_after_a_damaged_one_the_new_ones_are_kept(tmp_path):
-    """Resumed at 2 because 4 is damaged, the run saves 3: it is 4 that has to go."""
-    _, _, saved = make(tmp_path, keep_last=1)
-    saved.save(2, {})
-    (tmp_path / "checkpoints" / "iteration_000004").mkdir()
-    saved.save(3, {})
-    assert names(saved) == ["iteration_000003"]
-    assert saved.newest().name == "iteration_000003"
+def test_a_damaged_one_is_never_the_best(tmp_path):
+    _, _, saved = make(tmp_path, keep_last=1, keep_best=True)
+    saved.save(1, {"objective": 0.9})
+    (saved.folder / "iteration_000001" / "state.json").write_text("{torn")
+    saved.save(2, {"objective": 0.1})
+    assert names(saved) == ["iteration_000002"]
+
+
+# What is interrupted.
 
 
 def test_saving_again_replaces_and_clears_what_was_left_behind(tmp_path):
     _, _, saved = make(tmp_path, steps=1)
     saved.save(1, {"tokens": 1})
-    for name in (".part-iteration_000001", ".trash-iteration_000000", ".part-iteration_000007"):
+    for name in (".part-iteration_000001", ".trash-iteration_000000"):
         (saved.folder / name / "model").mkdir(parents=True)
     saved.save(1, {"tokens": 2})
     assert names(saved) == ["iteration_000001"]
     assert json.loads((saved.newest() / "state.json").read_text())["tokens"] == 2
-
-
-SAVER = """
-import os
-import shutil
-import signal
-import sys
-from pathlib import Path
-sys.path.insert(0, "tests")
-import trainer.checkpoint as checkpoint
-from saved import make
-_, _, saved = make(Path(sys.argv[1]), steps=1, keep_last=1)
-saved.save(1, {})
-checkpoint.write_manifest = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-saved.save(2, {})
-"""
-
-
-def test_a_killed_save_leaves_nothing_that_counts(tmp_path):
-    command = [sys.executable, "-c", SAVER, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == -signal.SIGKILL
-    _, _, found = make(tmp_path)
-    assert names(found) == [".part-iteration_000002", "iteration_000001"]
-    assert found.restore(found.newest())["iteration"] == 1
-    found.save(3, {})
-    assert names(found) == ["iteration_000001", "iteration_000003"]
-
-
-def test_a_removal_that_is_interrupted_leaves_no_half_checkpoint(tmp_path, monkeypatch):
-    _, _, saved = make(tmp_path, keep_last=1)
-    saved.save(1, {})
-
-    def stop(*_, **__):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("trainer.checkpoint.shutil.rmtree", stop)
-        with pytest.raises(KeyboardInterrupt):
-            saved.save(2, {})
-    assert names(saved) == [".trash-iteration_000001", "iteration_000002"]
-    saved.save(3, {})
-    assert names(saved) == ["iteration_000003"]
 
 
 @pytest.mark.parametrize("fails", ["save_file", "write_manifest", "discard"])
@@ -302,18 +201,39 @@ def test_a_save_that_fails_at_any_point_leaves_the_one_before(tmp_path, fails, m
         with pytest.raises(OSError, match="no space"):
             saved.save(2, {})
     assert saved.newest().name == "iteration_000001"
-    assert not list(saved.folder.glob("iteration_000002"))
     saved.save(2, {})
     assert saved.newest().name == "iteration_000002"
 
 
-def test_weights_of_another_model_are_refused(tmp_path):
-    _, _, saved = make(tmp_path)
-    saved.save(1, {})
-    other, _, found = make(tmp_path)
+class Second(Runtime):
+    """Rank 1 of two, whose disk shows nothing; rank 0 has chosen."""
+
+    is_main, ranks = False, 2
+    chosen = (Path("/run/checkpoints/iteration_000002"), ["iteration_000003"])
+
+    def gather(self, value):
+        if isinstance(value, str):  # the folder of the run
+            return [value, value]
+        return [self.chosen, value]
+
+
+def test_the_checkpoint_that_rank_0_chose_is_taken_on_all(tmp_path, monkeypatch):
+    monkeypatch.setenv("LEASH_FOLDER", "")  # so that it is as before at the end
+    policy = make_policy()
+    found = Checkpoints(Second(tmp_path), policy, make_optimizer(policy.model, lr=1.0))
+    (found.folder / "iteration_000009").mkdir(parents=True)
+    assert found.newest() == Second.chosen[0]
+    assert found.skipped == ["iteration_000003"]
+
+
+# What is loaded.
+
+
+def test_weights_of_another_model_are_refused(two):
+    other, _, found = make(two)
     other.model.lonely = torch.nn.Linear(2, 2)
-    with pytest.raises(ValueError, match=r"does not fit the model: \['lonely"):
-        found.restore(saved.newest())
+    with pytest.raises(ValueError, match="lonely"):
+        found.restore(found.newest())
 
 
 def test_a_saved_model_is_an_ordinary_one(tmp_path):
@@ -321,13 +241,9 @@ def test_a_saved_model_is_an_ordinary_one(tmp_path):
     save_model(policy, tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    ids = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Sort 3"}], add_generation_prompt=True, return_dict=False
-    )
-    rendered = policy.renderer.render(
-        [{"role": "user", "content": "Sort 3"}], add_generation_prompt=True
-    )
-    assert ids == rendered.ids
+    chat = [{"role": "user", "content": "Sort 3"}]
+    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    assert ids == policy.renderer.render(chat, add_generation_prompt=True).ids
     with torch.no_grad():
         a, b = (m.eval()(torch.tensor([ids])).logits for m in (model, policy.model))
     assert torch.equal(a, b)

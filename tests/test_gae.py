@@ -1,6 +1,7 @@
 """Advantage estimation against the paper's sum, written as a double loop in float64."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -26,30 +27,13 @@ def test_what_user_and_tool_say_changes_nothing():
     other = trainer.gae.gae(reward + 7.0 * ~mask, value - 3.0 * ~mask, mask)
     assert torch.equal(other, want)
     assert not want[~mask].any()
-    # Two turns with a tool's tokens between are one with them cut out.
-    dense = trainer.gae.gae(reward[2:3][:, mask[2]], value[2:3][:, mask[2]], torch.ones(1, 5) > 0)
-    assert torch.equal(want[2][mask[2]], dense[0])
-
-
-def test_the_closed_forms_at_both_ends_of_lambda():
-    reward, value, mask = random_case(1)
-    last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
-    to_go = (reward * mask).flip(-1).cumsum(-1).flip(-1)
-    whole = trainer.gae.gae(reward, value, mask, lmbda=1.0)
-    torch.testing.assert_close(whole, (to_go - value) * mask)  # return less value
-    step = trainer.gae.gae(reward, value, mask, lmbda=0.0, gamma=0.0)
-    torch.testing.assert_close(step, (reward - value) * mask)
-    for lmbda in (0.0, 0.95, 1.0):  # after a cut reply comes nothing either
-        got = trainer.gae.gae(reward, value, mask, lmbda=lmbda)
-        torch.testing.assert_close(got[last], (reward - value)[last])
 
 
 @pytest.mark.parametrize("wrong", [{"gamma": 2}, {"lmbda": -0.1}, {"gamma": math.nan}])
 def test_gamma_and_lambda_are_shares(wrong):
-    with pytest.raises(ValueError, match="gamma and lmbda from 0 to 1"):
-        trainer.gae.gae(*random_case(), **wrong)
-    with pytest.raises(ValueError, match="gamma and lmbda from 0 to 1"):
-        GAE(**wrong)
+    for make in (partial(trainer.gae.gae, *random_case()), GAE):
+        with pytest.raises(ValueError, match="gamma and lmbda"):
+            make(**wrong)
 
 
 # Explained variance.
@@ -138,9 +122,9 @@ def test_keys_and_the_value_network_can_be_given():
 
 def test_an_advantage_without_a_measured_kl_is_refused():
     policy, paid = load_policy("tiny"), leash(0.1, "reward")
-    with pytest.raises(ValueError, match=r"expected a critic"):
+    with pytest.raises(ValueError, match=r"policy\.scorer\.critic"):
         GAEAdvantage(policy=policy, runtime=one_process(), leash=paid)
     policy.scorer.critic = Critic(policy.scorer)
     made = GAEAdvantage(policy=policy, runtime=one_process(), leash=paid)
-    with pytest.raises(ValueError, match=r"kl\.where=reward needs kl_penalty"):
+    with pytest.raises(ValueError, match="kl_penalty"):
         made(TensorDict({"reward_raw": torch.zeros(1, 2), "loss_mask": torch.ones(1, 2) > 0}, [1]))

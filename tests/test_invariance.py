@@ -4,12 +4,14 @@ The gradient of one optimiser step is that of the whole batch in one forward, to
 Few whole runs of two ranks with shards are those of one, too (more: tests/scale/).
 """
 
+from functools import cache
 from pathlib import Path
 
 import pytest
 import sharded
 import torch
-from invariance import CASES, gradient, interleaved, padded_left, step, turned
+from contracts import padded_left
+from invariance import CASES, gradient, interleaved, step, turned
 from runs import lines, on_two_ranks
 from safetensors.torch import load_file
 from torch import Tensor
@@ -19,36 +21,22 @@ from policies import layout, token_distribution
 TOLERANCE = 1e-6  # relative
 
 
-@pytest.fixture(scope="module")
-def whole() -> dict[str, Tensor]:
-    return {name: gradient(step(name)) for name in CASES}
+@cache
+def whole(name: str) -> Tensor:
+    return gradient(step(name))
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> Path:
-    """Return a folder with what two ranks made, of gradients and runs, and with runs of one."""
-    folder = tmp_path_factory.mktemp("ranks")
-    sharded.make_models(folder / "model", ())
-    for name in sharded.FEW:
-        sharded.run(name, folder / "one" / name, folder / "model", ranks=1)
-    on_two_ranks("two_ranks.py", folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def two_ranks(ranks) -> dict[str, Tensor]:
-    return load_file(ranks / "gradients.safetensors")
+def longest(name: str) -> int:
+    return int(step(name).batch["masks", "all_attention_mask"].sum(-1).max())
 
 
 def in_micro_batches(name: str, patch: pytest.MonkeyPatch) -> Tensor:
-    rows = step(name).batch["masks", "all_attention_mask"].sum(-1)
-    return gradient(step(name), micro_batch_tokens=4 * int(rows.max()))
+    return gradient(step(name), micro_batch_tokens=4 * longest(name))
 
 
 def row_by_row(name: str, patch: pytest.MonkeyPatch) -> Tensor:
     """Accumulate over as many backwards as can be: a row each, a pair each of preferences."""
-    rows = step(name).batch["masks", "all_attention_mask"].sum(-1)
-    return gradient(step(name), micro_batch_tokens=2 * int(rows.max()) if name == "reward" else 1)
+    return gradient(step(name), micro_batch_tokens=2 * longest(name) if name == "reward" else 1)
 
 
 def padded_on_the_left(name: str, patch: pytest.MonkeyPatch) -> Tensor:
@@ -88,6 +76,8 @@ CHANGES = (
     packed,
     in_chunks_of_four_logits,
 )
+# The tokens of a pair of preferences are compared by their place, so pairs are padded on the right.
+TABLE = [(n, c) for n in CASES for c in CHANGES if (n, c) != ("reward", padded_on_the_left)]
 
 
 def far(got: Tensor, want: Tensor) -> float:
@@ -96,27 +86,46 @@ def far(got: Tensor, want: Tensor) -> float:
     return float((got - want).norm() / want.norm())
 
 
-# The tokens of a pair of preferences are compared by their place, so pairs are padded on the right.
-TABLE = [(n, c) for n in CASES for c in CHANGES if (n, c) != ("reward", padded_on_the_left)]
-
-
 @pytest.mark.parametrize(
     ("name", "change"), TABLE, ids=lambda part: getattr(part, "__name__", part)
 )
-def test_the_gradient_does_not_change(name, change, whole, monkeypatch) -> None:
-    assert far(change(name, monkeypatch), whole[name]) < TOLERANCE
+def test_the_gradient_does_not_change(name, change, monkeypatch) -> None:
+    assert far(change(name, monkeypatch), whole(name)) < TOLERANCE
 
 
+def test_packing_changes_the_layout_alone() -> None:
+    assert far(whole("sft, packed"), whole("sft")) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["rloo", "dr_grpo", "bnpo", "gspo", "reinforce_pp", "grpo_full"])
+def test_algorithms_differ(name) -> None:
+    """What is the same for all of them would be no test; cispo is grpo within its bounds."""
+    assert far(whole(name), whole("grpo")) > 1e-3
+
+
+# Two ranks.
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> Path:
+    """Return a folder with what two ranks made, of gradients and runs, and with runs of one."""
+    folder = tmp_path_factory.mktemp("ranks")
+    sharded.make_models(folder / "model", ())
+    for name in sharded.FEW:
+        sharded.run(name, folder / "one" / name, folder / "model", ranks=1)
+    on_two_ranks("two_ranks.py", folder)
+    return folder
+
+
+@pytest.mark.runs
 @pytest.mark.parametrize("name", CASES)
-def test_two_ranks_have_the_gradient_of_one(name, whole, two_ranks) -> None:
-    assert far(two_ranks[name], whole[name]) < TOLERANCE
+def test_two_ranks_have_the_gradient_of_one_with_shards_too(name, ranks) -> None:
+    two = load_file(ranks / "gradients.safetensors")
+    assert far(two[name], whole(name)) < TOLERANCE
+    assert far(two[f"{name}, shards"], whole(name)) < 1e-12
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_two_ranks_with_a_part_of_every_weight_have_the_gradient_of_one(name, whole, two_ranks):
-    assert far(two_ranks[f"{name}, shards"], whole[name]) < 1e-12
-
-
+@pytest.mark.runs
 @pytest.mark.parametrize("name", sharded.FEW)
 def test_two_ranks_with_a_part_of_every_weight_make_the_run_of_one(name, ranks) -> None:
     """Its critic, adapter and moments too, and what it logs."""
@@ -133,6 +142,7 @@ def test_two_ranks_with_a_part_of_every_weight_make_the_run_of_one(name, ranks) 
         assert {key: got[key] for key in same} == pytest.approx(same, rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.runs
 def test_one_rank_goes_on_with_what_two_with_shards_have_saved(ranks) -> None:
     name, at = sharded.RESUMED, ranks / "back"
     sharded.prepare(ranks / "many", at, [name])
@@ -143,13 +153,3 @@ def test_one_rank_goes_on_with_what_two_with_shards_have_saved(ranks) -> None:
     assert all(torch.equal(again[key], saved[key]) for key in saved), "to the bit"
     went_on = sharded.tensors(at / "on" / name / "checkpoints" / "iteration_000003")
     assert sharded.far(went_on, saved) < TOLERANCE
-
-
-def test_packing_changes_the_layout_alone(whole) -> None:
-    assert far(whole["sft, packed"], whole["sft"]) < TOLERANCE
-
-
-def test_algorithms_differ(whole) -> None:
-    """What is the same for all of them would be no test; cispo is grpo within its bounds."""
-    for name in ("rloo", "dr_grpo", "bnpo", "gspo", "reinforce_pp", "grpo_full"):
-        assert far(whole[name], whole["grpo"]) > 1e-3, name

@@ -21,9 +21,8 @@ from kl_tables import (
 )
 from torch import Tensor
 
-from policies.token_distribution import full_kl
 from trainer.kl_control import BIASED
-from trainer.losses import MAX_LOG_RATIO, kl_term
+from trainer.losses import group_advantage, kl_term
 
 PAGE = Path(__file__).parents[1] / "docs" / "kl.md"
 PLACES, ESTIMATORS = ("reward", "loss"), ("k1", "k2", "k3", "full", "k3_ratio")
@@ -36,6 +35,12 @@ def rows() -> dict[tuple[str, str], list[str]]:
     return {(place, name): rest.split(" | ") for place, name, rest in lines}
 
 
+def gradient_of(cell: str, parts: dict[str, Tensor]) -> Tensor:
+    """Return the gradient that a cell of the table names."""
+    terms = cell.split(" - ")
+    return parts[terms[0]] - sum(parts[term] for term in terms[1:])
+
+
 def test_the_page_has_all_pairs_and_refuses_those_that_the_program_refuses():
     assert set(rows()) == set(PAIRS)
     assert {pair for pair, cells in rows().items() if cells[2].startswith("refused")} == set(BIASED)
@@ -43,30 +48,20 @@ def test_the_page_has_all_pairs_and_refuses_those_that_the_program_refuses():
 
 @pytest.mark.parametrize(("place", "estimator"), PAIRS)
 def test_expected_gradient_is_what_the_page_says(place, estimator):
-    policy, ref = Table(0), Table(1)
-    want = told(rows()[place, estimator][0], truths(policy, ref))
+    """Of replies of the policy itself, and of an older policy's."""
+    own, other = rows()[place, estimator][:2]
+    policy, ref, older = Table(0), Table(1), Table(2)
+    want = gradient_of(own, truths(policy, ref))
     got = expected(policy, ref, place, estimator)
     assert torch.allclose(got, want, rtol=1e-9, atol=1e-12)
-
-
-def told(cell: str, parts: dict[str, Tensor]) -> Tensor:
-    """Return the gradient that a cell of the table names."""
-    terms = cell.split(" - ")
-    return parts[terms[0]] - sum(parts[term] for term in terms[1:])
-
-
-@pytest.mark.parametrize(("place", "estimator"), PAIRS)
-def test_of_an_older_policys_replies_it_is_what_the_page_says(place, estimator):
-    cell = rows()[place, estimator][1]
-    policy, ref, older = Table(0), Table(1), Table(2)
     got = expected(policy, ref, place, estimator, sampler=older)
-    assert torch.allclose(got, told(cell, truths(policy, ref, older)), rtol=1e-9, atol=1e-12)
-    same = told(cell, truths(policy, ref))  # the cells agree where the sampler is the policy
-    assert torch.allclose(same, told(rows()[place, estimator][0], truths(policy, ref)))
+    elsewhere = gradient_of(other, truths(policy, ref, older))
+    assert torch.allclose(got, elsewhere, rtol=1e-9, atol=1e-12)
+    same = gradient_of(other, truths(policy, ref))
+    assert torch.allclose(same, want), "the cells agree where the sampler is the policy"
 
 
 def test_only_the_exact_and_the_weighed_kl_keep_their_gradient_over_epochs():
-    """How far each is from R, in parts of it, as the policy goes down its own gradient."""
     off: dict[str, list[float]] = {}
     for estimator in ("k2", "k3", "full", "k3_ratio"):
         policy, ref, sampler = Table(0), Table(1), Table(0)
@@ -84,16 +79,6 @@ def test_only_the_exact_and_the_weighed_kl_keep_their_gradient_over_epochs():
 
 def test_the_weighed_kl_is_the_reverse_one_whoever_sampled():
     the_weighed_kl_is_the_reverse_one_whoever_sampled()
-
-
-def test_of_one_step_the_weighed_kl_is_the_whole_reverse_kl():
-    """No state is visited because of another one: R is the gradient of the KL of sequences."""
-    policy, ref, sampler = Table(0), Table(1), Table(2)
-    for table in (ref, sampler, policy):
-        with torch.no_grad():
-            table.logits[1].copy_(ref.logits[1])  # the second token: all alike
-    got = expected(policy, ref, "loss", "k3_ratio", sampler=sampler)[:4]
-    assert torch.allclose(got, truths(policy, ref)["S"][:4], rtol=1e-9, atol=1e-12)
 
 
 def test_the_letters_of_the_table_are_different_gradients():
@@ -122,15 +107,17 @@ def test_only_refused_pairs_do_not_pull_near_the_reference(place, estimator):
         assert abs(pull - ((place, estimator) not in BIASED)) < 2 * eps
 
 
-def test_no_estimate_or_gradient_overflows():
-    far = torch.tensor([-1e4, -95.0, -0.0, -0.0], requires_grad=True)
-    ref = torch.tensor([-0.0, -0.0, -95.0, -1e4])
-    for estimator in ("k1", "k2", "k3"):
-        value = kl_term(far, ref, estimator)
-        (slope,) = torch.autograd.grad(value.sum(), far)
-        assert torch.isfinite(value).all()
-        assert torch.isfinite(slope).all()
-    assert kl_term(far, ref, "k3").max() < 1.01 * torch.tensor(MAX_LOG_RATIO).exp()
-    shape = torch.tensor([[200.0, 0.0, -1e4]])
-    value = full_kl(shape.log_softmax(-1), shape.flip(-1).log_softmax(-1))
-    assert value.item() == pytest.approx(10200.0)  # 200 - (-1e4)
+@pytest.mark.parametrize("credit", ["trajectory", "return_to_go"])
+def test_group_advantage_of_the_kl_reward_is_the_reverse_kl(credit):
+    """All pairs of sequences: a mean over G that holds the own sample keeps (G - 1)/G of it."""
+    policy, ref = Table(0), Table(1)
+    curr = policy.log_probs()
+    paid, size = -kl_term(curr, ref.log_probs(), "k1").detach(), len(curr)
+    first, second = torch.cartesian_prod(torch.arange(size), torch.arange(size)).unbind(-1)
+    pairs = torch.stack([first, second], 1).flatten()  # groups of 2, adjacent
+    mask = torch.ones(len(pairs), 2).bool()
+    advantage = group_advantage(0 * paid[pairs], paid[pairs], mask, 2, credit=credit)
+    p = policy.chance().detach()
+    weight = (p[first] * p[second]).repeat_interleave(2, 0) / 2  # mean over the group
+    got = policy.gradient(-(weight * advantage * curr[pairs]).sum())
+    assert torch.allclose(got, truths(policy, ref)["S"] / 2)

@@ -7,12 +7,83 @@ from functools import partial
 
 import pytest
 import torch
-from charges import COEFF, SAMPLING, charged_once, run
-from contracts import leash
+from contracts import leash, one_process
+from invariance import ALGORITHMS, step
+from steps import Record, make_update
 from tensordict import TensorDict
 
+from conf.build import build
+from policies.scorer import Critic
 from trainer.kl import Leash, check_charged
-from trainer.kl_control import BIASED, ESTIMATORS, PLACES, ConstantKLController
+from trainer.kl_control import (
+    BIASED,
+    ESTIMATORS,
+    PLACES,
+    ConstantKLController,
+    TargetKLController,
+)
+
+COEFF = 0.3
+SAMPLING = [name for name in ALGORITHMS if name not in ("sft", "minor_sft", "reward")]
+
+
+def run(name: str, own: Leash, *, judged_by: Leash | None = None):
+    """Return the batch after the advantage, and the metrics of one step of the update."""
+    case, runtime = step(name), one_process()
+    policy, algorithm = case.policy, case.cfg.algorithm
+    first = judged_by or own
+    if critic := algorithm.get("critic"):
+        policy.scorer.critic = Critic(policy.scorer, **critic).double()
+    advantage = build(algorithm.advantage, algorithm, leash=first, policy=policy, runtime=runtime)
+    objective = build(algorithm.objective, algorithm, leash=own)
+    optimizer = Record(policy.scorer.parameters())
+    batch = advantage(case.batch.clone())
+    update = make_update(policy, objective, optimizer, aggregation=algorithm.aggregation)
+    try:
+        return batch, update(batch.clone())
+    finally:
+        policy.scorer.critic = None
+
+
+@torch.no_grad()
+def plain(model, batch) -> torch.Tensor:
+    """Return the log-prob of each token by a plain forward of each row, [B, T]."""
+    out = torch.zeros_like(batch["log_probs", "full"])
+    for i, keep in enumerate(batch["masks", "all_attention_mask"]):
+        ids = batch["tokens", "full"][i][keep]
+        table = model(input_ids=ids[None]).logits[0].double().log_softmax(-1)
+        values = torch.cat([torch.zeros(1), table[:-1].gather(-1, ids[1:, None])[:, 0]])
+        out[i, keep] = values
+    return out
+
+
+def charged_once(name: str, where: str) -> None:
+    """Raise AssertionError unless COEFF * KL is charged once, and in this place."""
+    case, own = step(name), leash(COEFF, where)
+    batch, metrics = run(name, own)
+    free, _ = run(name, leash(0.0, where))
+    mask = batch["loss_mask"]
+    gen, curr, ref = batch["log_probs", "full"], plain(case.policy.model, batch), None
+    ref = plain(case.reference.model, batch)
+    k1 = (gen - ref) * mask
+    assert k1.abs().sum(-1).min() > 1e-3
+    in_reward = COEFF if where == "reward" else 0.0
+    paid = batch["reward"].sum(-1) - batch["reward_raw"].sum(-1)
+    torch.testing.assert_close(paid, -in_reward * k1.sum(-1), rtol=0, atol=1e-6)
+    moved = (batch["advantage"] - free["advantage"]).abs().max()
+    assert (moved > 1e-4) == (where == "reward")
+    rows, tokens = mask.any(-1).sum(), mask.sum()
+    each = {
+        "token_mean": 1 / tokens,
+        "sequence_mean": 1 / (rows * mask.sum(-1, keepdim=True)),
+        "constant": 1 / (rows * 12),  # the most tokens of `make_update`
+    }[case.cfg.algorithm.aggregation]
+    in_loss = COEFF if where == "loss" else 0.0
+    k3 = torch.where(mask, (ref - curr).exp() - 1 - (ref - curr), 0.0)
+    want = float((each * k3 * in_loss).sum())
+    assert metrics.get("loss/kl", 0.0) == pytest.approx(want, rel=1e-6, abs=1e-9)
+    parts = sum(v for n, v in metrics.items() if n.startswith("loss/") and n != "loss/total")
+    assert metrics["loss/total"] == pytest.approx(parts)
 
 
 @pytest.mark.parametrize("where", PLACES)
@@ -31,9 +102,9 @@ def test_two_leashes_that_disagree_are_refused(name, charges, learns, how):
 
 def test_an_objective_without_a_leash_charges_nothing_that_is_left_to_it():
     batch = TensorDict({"kl_left": torch.full((2,), 0.3)}, [2])
-    with pytest.raises(ValueError, match="charged never: its advantage leaves it to the loss"):
+    with pytest.raises(ValueError, match="charged never"):
         check_charged(batch, None)
-    with pytest.raises(ValueError, match="charged never: its advantage has no leash"):
+    with pytest.raises(ValueError, match="charged never"):
         check_charged(batch.exclude("kl_left"), leash(0.3, "reward"))
     batch["kl_left"].zero_()  # paid in the reward, or at coefficient 0
     for own in (None, leash(0.3, "reward"), leash(0.0, "loss")):
@@ -63,3 +134,12 @@ def test_a_leash_cannot_be_moved_once_it_is_made():
     for wrong in ({"where": "both"}, {"estimator": "k4"}):
         with pytest.raises(ValueError, match=r"expected kl\.estimator in"):
             Leash(ConstantKLController(kl_coef=0.1), **wrong)
+
+
+def test_a_kl_that_nobody_measured_does_not_move_the_coefficient():
+    for unmeasured in ({}, {"reward/dropped_fraction": 1.0}):
+        own = Leash(TargetKLController(0.1, target=1.0, horizon=100))
+        own.follow(unmeasured, replies=16)
+        assert own.coeff == 0.1
+    own.follow({"kl/ref_sequence": 9.0, "reward/dropped_fraction": 0.5}, replies=16)
+    assert own.coeff == pytest.approx(0.1 * (1 + 0.2 * 8 / 100)), "8 replies were judged"

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from contracts import Words, make_policy, one_process
+from contracts import Words, make_policy, one_process, plain_log_probs
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
 from envs.chat_env import ChatEnv
@@ -14,9 +14,7 @@ from policies import load_policy, load_reference
 from trainer.evaluation import Evaluate
 from trainer.metrics import summarize
 from trainer.reference import Reference
-from trainer.reports.trackers.jsonl import JsonlTracker
 from trainer.runtime import Runtime
-from trainer.trainer import Trainer
 from trainer.transcripts import token_columns, token_texts, transcript, transcripts
 
 MASK = torch.tensor(
@@ -49,7 +47,14 @@ def batch() -> TensorDict:
     return td
 
 
-def test_every_mean_is_over_its_rows_or_kept_tokens():
+class TwoRanks(Runtime):
+    """This process and another one, whose batch is the same."""
+
+    def sums(self, values):
+        return {k: 2 * v for k, v in values.items()}
+
+
+def test_every_mean_is_over_its_rows_or_kept_tokens_of_all_ranks(tmp_path):
     got = summarize(batch(), one_process())
     tokens, sampled = 9, 12  # 2 + 1 + 3 + 2 + 0 + 1; the filter leaves the KL of row 4
     k1 = 0.5 * 9 - 0.2 * 3
@@ -68,6 +73,7 @@ def test_every_mean_is_over_its_rows_or_kept_tokens():
         "group/zero_variance_fraction": 2 / 3,
     }
     assert got == pytest.approx(want, abs=1e-6)
+    assert summarize(batch(), TwoRanks(tmp_path)) == pytest.approx(got)
 
 
 def test_a_batch_whose_replies_were_all_dropped_has_no_reward_and_no_kl():
@@ -89,16 +95,7 @@ def test_an_empty_loss_mask_leaves_the_kl_and_makes_every_group_idle():
     assert transcript(td, 0, 1, kind="train")["advantage"] is None
 
 
-class TwoRanks(Runtime):
-    """This process and another one, whose batch is the same."""
-
-    def sums(self, values):
-        return {k: 2 * v for k, v in values.items()}
-
-
-def test_ranks_are_summed_before_they_are_divided(tmp_path):
-    alone, both = (summarize(batch(), r) for r in (one_process(), TwoRanks(tmp_path)))
-    assert both == pytest.approx(alone)
+# Transcripts.
 
 
 def test_transcripts_show_whole_groups_of_the_best_the_worst_and_the_median():
@@ -107,13 +104,11 @@ def test_transcripts_show_whole_groups_of_the_best_the_worst_and_the_median():
 
     def kept(count: int | str) -> list[int]:
         rows = transcripts(td, 7, count=count, kind="train")
-        assert [r["reward"] for r in rows] == sorted((r["reward"] for r in rows), reverse=True)
         return [int(r["prompt"][-1]) for r in rows]
 
     # rows 4 and 5 earn 2, row 0 1, rows 2 and 3 0.5, row 1 nothing; groups are pairs of rows
-    assert kept("all") == kept("6") == kept(99) == [4, 5, 0, 2, 3, 1]
+    assert kept("all") == kept("6") == kept(99) == [4, 5, 0, 2, 3, 1], "the highest reward first"
     assert kept("4") == [4, 5, 0, 2, 1], "the groups of the best and of the worst, and the median"
-    assert kept(3) == [4, 5, 0, 2, 1], "the last group is cut"
     assert kept("0") == kept(1) == [4, 2, 1]
     row = transcripts(td, 7, count=4, kind="train")[-1]
     assert row == {
@@ -129,28 +124,11 @@ def test_transcripts_show_whole_groups_of_the_best_the_worst_and_the_median():
         "kl": 0.5,
         "truncated": False,
     }
-    first = transcript(td, 0, 7, kind="train")
-    assert (first["kl"], first["advantage"], first["truncated"]) == (1.0, 1.5, True)
-    assert first["answer"] is None
-    td["dropped"] = td["group_id"] == 2
-    assert kept("all") == [0, 2, 3, 1]
-    td["dropped"] = td["group_id"] >= 0
-    assert kept("all") == []
-
-
-def test_of_a_group_larger_than_what_is_kept_the_best_and_the_worst_are_shown():
-    td = batch()
-    td["group_id"] = torch.zeros(6, dtype=torch.int64)
-    rows = transcripts(td, 7, count=3, kind="train")
-    assert [int(r["prompt"][-1]) for r in rows] == [4, 5, 0, 2, 1]
-
-
-def test_transcripts_hold_rewards_as_the_task_gave_them():
-    td = batch()
     td["reward_raw"][0, 1] = 0.1  # a float32: 0.10000000149
-    td["reward_part", "length"][0] = 1 / 3
-    row = transcript(td, 0, 7, kind="train")
-    assert (row["reward"], row["parts"]) == (0.1, {"length": 0.3333333})
+    first = transcript(td, 0, 7, kind="train")
+    assert (first["reward"], first["kl"], first["advantage"]) == (0.1, 1.0, 1.5)
+    td["dropped"] = td["group_id"] == 2
+    assert kept("all") == [2, 3, 0, 1]
 
 
 def test_the_best_the_median_and_the_worst_reply_are_kept_token_by_token():
@@ -159,14 +137,9 @@ def test_the_best_the_median_and_the_worst_reply_are_kept_token_by_token():
     attention[1, 3] = False  # row 1 is shorter: its last column is padding
     td["masks", "all_attention_mask"] = attention
     word = tokenizer.encode("abcd", add_special_tokens=False)[:4]
-    assert len(word) == 4
     td["tokens", "full"] = torch.tensor([word] * 6)
     rows = transcripts(td, 7, count=0, kind="train", tokenizer=tokenizer)
-    assert [(r["reward"], r["rank"]) for r in rows] == [
-        (2.0, "best"),
-        (0.5, "median"),
-        (0.0, "worst"),
-    ]
+    assert [r["rank"] for r in rows] == ["best", "median", "worst"]
     texts = [tokenizer.decode([i]) for i in word]
     # row 1: one sampled token, then two that were not, of which one is padding
     assert rows[2]["pieces"] == {
@@ -188,12 +161,10 @@ def test_pieces_are_cut_and_join_to_the_text_of_the_row(monkeypatch):
     assert len(parts) == len(ids)
     assert "".join(parts) == tokenizer.decode(ids) == text
     assert not any("\ufffd" in part for part in parts)
-    td = TensorDict({"tokens": {"full": torch.tensor([[0, *ids]])}}, [1])
-    mask = torch.ones(1, len(ids) + 1, dtype=torch.bool)
-    td["masks"] = {"all_attention_mask": mask, "all_response_mask": mask.clone()}
-    td["masks", "all_response_mask"][0, 0] = False
-    assert "".join(token_columns(td, 0, tokenizer)["text"]) == text
     monkeypatch.setattr("trainer.transcripts.MOST", 3)
+    mask = torch.ones(1, len(ids), dtype=torch.bool)
+    td = TensorDict({"tokens": {"full": torch.tensor([ids])}}, [1])
+    td["masks"] = {"all_attention_mask": mask, "all_response_mask": mask}
     short = token_columns(td, 0, tokenizer)
     assert (len(short["text"]), short["left_out"]) == (3, len(ids) - 3)
 
@@ -222,8 +193,8 @@ def evaluate(task=None, **options) -> Evaluate:
 
 
 def test_accuracy_and_reward_weigh_every_row_alike_in_a_short_last_chunk():
-    task = Marked()
-    scores, records = evaluate(task)(5, kind="after")
+    task, shares = Marked(), []
+    scores, records = evaluate(task)(5, kind="after", tell=shares.append)
     texts = [r["answer"] for r in task.rows("eval")]
     right = sum(len(t) % 2 == 0 for t in texts) / 4
     assert scores == {
@@ -233,6 +204,7 @@ def test_accuracy_and_reward_weigh_every_row_alike_in_a_short_last_chunk():
         "eval/reward": sum(map(len, texts)) / 4,
     }
     assert sorted(task.asked) == sorted(texts * 4)
+    assert shares == [0, 9 / 16, 12 / 16, 15 / 16]  # of 12 sampled replies and 4 greedy ones
     assert [r["prompt"] for r in records] == texts
     assert {(r["kind"], r["iteration"]) for r in records} == {("after", 5)}
     assert all(r["advantage"] is None and r["kl"] is None for r in records)
@@ -246,36 +218,26 @@ class Dropping(Marked):
         return replace(made, dropped=row["answer"] == self.rows("eval")[0]["answer"])
 
 
-@pytest.mark.parametrize("task", [Marked, Dropping])
-def test_the_kl_of_an_evaluation_is_that_of_its_sampled_replies(task):
+@pytest.mark.parametrize(("task", "kept"), [(Marked, 12), (Dropping, 9)])
+def test_the_kl_of_an_evaluation_is_that_of_its_sampled_replies(task, kept):
     """Against another model, by plain forwards: a mean over kept replies, and over their tokens."""
     policy, other = make_policy(), load_policy("tiny")
-    heard: list[TensorDictBase] = []
-    parts = {"task": task(), "generator": policy, "runtime": one_process()}
-    made = Evaluate(**parts, env=ChatEnv(parts["task"]), num_samples=3, prompts_per_batch=3,
-                    retrieve_kl=Reference(policy, load_reference(other)))  # fmt: skip
+    played: list[TensorDictBase] = []
 
     def hear(name: str, batch: TensorDictBase, _: list[int]) -> None:
-        heard.extend([batch] * (name == "sampled"))
+        played.extend([batch] * (name == "sampled"))
 
-    scores, records = made(0, hear=hear)
+    reference = Reference(policy, load_reference(other))
+    scores, records = evaluate(task(), retrieve_kl=reference)(0, hear=hear)
     sums, count = [], 0
-    for batch in heard:
-        for i in range(len(batch)):
-            if batch["dropped"][i]:
-                continue
-            keep = batch["masks", "all_attention_mask"][i]
-            ids = batch["tokens", "full"][i][keep]
-            sampled = batch["masks", "all_response_mask"][i][keep]
-            mine, theirs = (
-                m.model(input_ids=ids[None]).logits[0, :-1].double().log_softmax(-1)
-                .gather(-1, ids[1:, None])[:, 0][sampled[1:]].sum()
-                for m in (policy, other)
-            )  # fmt: skip
-            sums.append((mine - theirs).item())
-            count += int(sampled.sum())
-    assert len(sums) == (12 if task is Marked else 9)
-    assert scores["eval/kl_ref_sequence"] == pytest.approx(sum(sums) / len(sums), rel=1e-4)
+    for row in (row for batch in played for row in batch if not row["dropped"]):
+        real = row["masks", "all_attention_mask"]
+        ids, sampled = row["tokens", "full"][real], row["masks", "all_response_mask"][real]
+        mine, theirs = (plain_log_probs(m, ids, 1.0)[sampled].sum() for m in (policy, other))
+        sums.append((mine - theirs).item())
+        count += int(sampled.sum())
+    assert len(sums) == kept
+    assert scores["eval/kl_ref_sequence"] == pytest.approx(sum(sums) / kept, rel=1e-4)
     assert scores["eval/kl_ref"] == pytest.approx(sum(sums) / count, rel=1e-4)
     assert records[-1]["kl"] == pytest.approx(sums[-3], rel=1e-3)
 
@@ -290,7 +252,7 @@ class Third(Marked):
 
 @pytest.mark.parametrize("samples", [2, 5])
 def test_pass_at_k_is_the_unbiased_estimate_over_all_samples(samples):
-    scores, _ = evaluate(Third(), num_samples=samples, prompts_per_batch=3, greedy=False)(0)
+    scores, _ = evaluate(Third(), num_samples=samples, greedy=False)(0)
     right = [i % 3 == 2 for i in range(4 * samples)]
     counts = [sum(right[i : i + samples]) for i in range(0, 4 * samples, samples)]
     # Chen et al. 2021: 1 - C(n - c, k) / C(n, k)
@@ -300,85 +262,14 @@ def test_pass_at_k_is_the_unbiased_estimate_over_all_samples(samples):
     assert scores["eval/sampled_accuracy"] == pytest.approx(sum(right) / len(right))
 
 
-def test_an_evaluation_says_what_it_plays_and_how_far_it_is():
-    made, shares = evaluate(prompts_per_batch=2), []
-    made(0, tell=shares.append)
-    assert made.about == "4 prompts x 3 samples, greedy"
-    assert evaluate(num_samples=1, greedy=False).about == "4 prompts x 1 samples"
-    assert shares == [0, 6 / 16, 12 / 16, 14 / 16]  # of 12 sampled replies and 4 greedy ones
-
-
 def test_chunks_and_rows_left_out_change_no_reply():
     whole = evaluate()(0)[1]
-    other = evaluate(prompts_per_batch=1, max_rows=2, greedy=False)
-    scores, records = other(9)
+    scores, records = evaluate(prompts_per_batch=1, max_rows=2, greedy=False)(9)
     assert [r["response"] for r in records] == [r["response"] for r in whole[:2]]
     assert set(scores) == {"eval/sampled_accuracy", "eval/pass@3", "eval/reward"}
-
-
-def test_greedy_alone_reports_its_own_reward():
-    scores, records = evaluate(num_samples=0)(0)
-    assert set(scores) == {"eval/greedy_accuracy", "eval/reward"}
-    assert len(records) == 4
-    assert evaluate(num_samples=0, greedy=False)(0) == ({}, [])
-
-
-class Fifth(Runtime):
-    """The last of five ranks: of four rows it gets none."""
-
-    ranks, rank = 5, 4
-
-    def sums(self, values):
-        return values
-
-    def gather(self, value):
-        return [value]
-
-
-def test_a_rank_without_rows_takes_part(tmp_path):
-    made = evaluate()
-    made.runtime = Fifth(tmp_path)
-    scores, records = made(0)
-    assert records == []
-    assert set(scores.values()) == {0.0}
 
 
 def test_when_evaluation_is_due():
     made = evaluate(every=4)
     assert [i for i in range(1, 11) if made.due(i, 10)] == [4, 8, 10]
     assert [i for i in range(1, 11) if evaluate().due(i, 10)] == [10]
-
-
-@pytest.mark.parametrize(
-    ("metrics", "want"),
-    [
-        ([{"loss/total": 3.0}, {"loss/total": 2.0}], -2.0),
-        ([{"loss/total": 0.1, "reward/mean": 0.5}, {"loss/total": 0, "reward/mean": 0.0}], 0.0),
-    ],
-)
-def test_without_evaluation_the_last_loss_or_reward_is_the_objective(tmp_path, metrics, want):
-    tracker = JsonlTracker(str(tmp_path), config={}, name="run", group=None, tags=[], resume=False)
-    parts = dict.fromkeys(
-        (
-            "source",
-            "retrieve_kl",
-            "advantage",
-            "update",
-            "leash",
-            "checkpoints",
-            "generator",
-            "policy",
-        )
-    )
-    made = Trainer(
-        runtime=Runtime(tmp_path),
-        evaluate=evaluate(num_samples=0, greedy=False),
-        observers=tracker,
-        num_iterations=2,
-        **parts,
-    )
-    made._write({"progress/iteration": 0})
-    assert made.progress.objective is None
-    for values in metrics:
-        made._write(values)
-    assert made.progress.objective == want

@@ -30,6 +30,7 @@ from trainer import (
 from trainer.losses import kl_term
 from trainer.update import Update
 
+pytestmark = pytest.mark.runs
 REPLIES = 256
 PROMPT = END = 0  # no reply goes on after it: [0, 0] would be to the model what [0] is
 IDS = torch.tensor(

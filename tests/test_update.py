@@ -24,7 +24,6 @@ from torch import Tensor
 
 from envs.chat_env import ChatEnv
 from envs.transforms import RetrieveKL
-from policies.layout import pack_rows
 from trainer.advantage import GroupAdvantage
 from trainer.demonstrations import Demonstrations
 from trainer.objectives import GRPOObjective, SFTObjective, Terms
@@ -90,25 +89,6 @@ def test_grpo_gradient_is_that_of_a_loop_over_tokens(policy, aggregation, estima
     assert metrics["loss/total"] == pytest.approx(metrics["loss/policy"] + metrics["loss/kl"])
     assert 0 < metrics["policy/clip_fraction"] < 1
     assert metrics["optim/grad_norm"] == pytest.approx(float(want.norm()), rel=1e-5)
-
-
-def test_kl_in_the_reward_moves_the_advantage_and_not_the_loss(policy):
-    batch, reference = prepared(policy, where="reward")
-    objective = GRPOObjective(clip_low=LOW, clip_high=HIGH, leash=leash(COEFF, "reward"))
-    # The advantage by hand: rewards over their std, the KL part as it is.
-    raw, penalty = batch["reward_raw"].sum(-1), batch["kl_penalty"].sum(-1)
-    for g in range(2):
-        rows = slice(g * G, g * G + G)
-        r, k = raw[rows], -COEFF * penalty[rows]
-        want = (r - r.mean()) / (r.std() + 1e-4) + k - k.mean()
-        for i, a in zip(range(g * G, g * G + G), want, strict=True):
-            kept = batch["advantage"][i][batch["loss_mask"][i]]
-            torch.testing.assert_close(kept, a.expand_as(kept), atol=1e-5, rtol=0)
-            assert not batch["advantage"][i][~batch["loss_mask"][i]].any()
-    got, metrics = gradient(policy, objective, batch)
-    slow_grpo(policy, reference, batch, "token_mean", None)
-    assert (got - grad_of(policy)).norm() / grad_of(policy).norm() < 1e-5
-    assert "loss/kl" not in metrics
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
@@ -178,14 +158,13 @@ def test_the_gradient_is_clipped_to_its_limit(policy):
 class Poisoned(GRPOObjective):
     """An objective whose first call gives an infinite loss."""
 
-    calls = 0
+    factor = math.inf
 
     def __call__(self, scores, batch) -> Terms:
         terms = super().__call__(scores, batch)
-        self.calls += 1
-        if self.calls > 1:
-            return terms
-        return Terms({k: v * math.inf for k, v in terms.loss.items()}, terms.means, terms.maxima)
+        loss = {name: value * self.factor for name, value in terms.loss.items()}
+        self.factor = 1.0
+        return Terms(loss, terms.means, terms.maxima)
 
 
 def test_a_non_finite_step_is_skipped_counted_and_harmless(policy):
@@ -194,28 +173,13 @@ def test_a_non_finite_step_is_skipped_counted_and_harmless(policy):
     optimizer = make_optimizer(policy.model, lr=0.1)
     objective = Poisoned(leash=leash(COEFF))
     update = make_update(policy, objective, optimizer, lr=0.1, max_grad_norm=1.0)
-    metrics = update(batch.clone())
-    assert metrics["optim/skipped_steps"] == 1
-    assert update.step == 1
+    assert update(batch.clone())["optim/skipped_steps"] == update.step == 1
     for p, old in zip(policy.model.parameters(), before, strict=True):
         assert torch.equal(p, old)
     assert not optimizer.state
-    metrics = update(batch.clone())  # nothing of it is left in the next step
-    assert metrics["optim/skipped_steps"] == 1
+    assert update(batch.clone())["optim/skipped_steps"] == 1, "nothing of it is left"
     assert all(p.isfinite().all() for p in policy.model.parameters())
     assert not torch.equal(next(policy.model.parameters()), before[0])
-
-
-def test_an_empty_loss_mask_skips_the_step(policy):
-    batch, _ = prepared(policy)
-    batch["loss_mask"] = torch.zeros_like(batch["loss_mask"])
-    optimizer = Record(policy.model.parameters(), lr=1.0)
-    update = make_update(policy, GRPOObjective(leash=leash(COEFF)), optimizer, lr=1.0)
-    metrics = update(batch)
-    assert metrics["optim/skipped_steps"] == 1
-    assert metrics["loss/total"] == 0
-    assert not optimizer.grads
-    assert all(math.isfinite(v) for v in metrics.values())
 
 
 def test_an_empty_minibatch_adds_nothing_to_a_mean_and_a_mean_over_nothing_is_absent(policy):
@@ -226,9 +190,11 @@ def test_an_empty_minibatch_adds_nothing_to_a_mean_and_a_mean_over_nothing_is_ab
     beside = gradient(policy, objective, batch, minibatches=2)[1]
     assert beside.pop("optim/skipped_steps") == 1 + alone.pop("optim/skipped_steps")
     assert beside == pytest.approx(alone, rel=1e-6)
-    batch["loss_mask"][:] = False
+    batch["loss_mask"][:] = False  # all of it is skipped
     optimizer = Record(policy.model.parameters())
     left = make_update(policy, objective, optimizer)(batch)
+    assert not optimizer.grads
+    assert left["optim/skipped_steps"] == 1
     assert {name for name in left if name.startswith(("loss/", "kl/"))} == {"loss/total"}
 
 
@@ -246,18 +212,12 @@ def test_mismatch_is_measured_before_the_first_step_also_after_an_empty_minibatc
 
 def test_epochs_and_minibatches_make_steps_of_whole_groups_at_the_rate_of_their_number(policy):
     batch, _ = prepared(policy)
+    first = Record(policy.model.parameters())
+    make_update(policy, GRPOObjective(leash=leash(COEFF)), first)(batch[:G].clone())
     optimizer = Record(policy.model.parameters())
     rate = make_schedule("linear", lr=0.1, warmup=2, total=8)
-    update = Update(
-        policy.scorer,
-        optimizer,
-        GRPOObjective(leash=leash(COEFF)),
-        one_process(),
-        lr=rate,
-        epochs=2,
-        minibatches=2,
-        max_grad_norm=0.0,
-    )
+    options = {"lr": rate, "epochs": 2, "minibatches": 2}
+    update = make_update(policy, GRPOObjective(leash=leash(COEFF)), optimizer, **options)
     metrics = update(batch.clone())
     assert update.step == 4
     want = [0.05, 0.1, 0.1, 0.1 * 5 / 6]
@@ -266,35 +226,15 @@ def test_epochs_and_minibatches_make_steps_of_whole_groups_at_the_rate_of_their_
     update(batch.clone())
     assert optimizer.rates[4:] == pytest.approx([0.1 * (8 - s) / 6 for s in (4, 5, 6, 7)])
     # Each minibatch normalises over itself: one prompt's gradient alone.
-    fresh = make_policy.__wrapped__()
-    fresh.model.double()
-    other, _ = prepared(fresh)
-    first = Record(fresh.model.parameters())
-    make_update(fresh, update.objective, first)(other[:G].clone())
     torch.testing.assert_close(first.grads[0], optimizer.grads[0], rtol=1e-5, atol=1e-8)
-
-
-def behaviour(policy, batch) -> float:
-    """Return the mean over the loss mask of r - 1 - log r, r = curr / gen, by plain forwards."""
-    terms = [math.exp(drift) - 1 - drift for _, _, drift, _ in drifts(policy, batch)]
-    return sum(terms) / len(terms)
 
 
 def stopping(policy, target_kl, *, runtime=None) -> tuple[Update, Record]:
     """Return an update of 2 epochs x 2 minibatches on a linear schedule of 3 iterations."""
     optimizer = Record(policy.model.parameters())
-    made = Update(
-        policy.scorer,
-        optimizer,
-        GRPOObjective(leash=leash(COEFF)),
-        runtime or one_process(),
-        lr=make_schedule("linear", lr=0.3, total=12),
-        epochs=2,
-        minibatches=2,
-        max_grad_norm=0.0,
-        target_kl=target_kl,
-    )
-    return made, optimizer
+    options = {"lr": make_schedule("linear", lr=0.3, total=12), "epochs": 2, "minibatches": 2}
+    options |= {"runtime": runtime, "target_kl": target_kl}
+    return make_update(policy, GRPOObjective(leash=leash(COEFF)), optimizer, **options), optimizer
 
 
 def fresh(policy) -> TensorDict:
@@ -307,39 +247,22 @@ def fresh(policy) -> TensorDict:
 
 def test_an_iteration_ends_before_the_step_that_finds_the_policy_too_far(policy):
     batch = fresh(policy)
-    free, all_steps = stopping(policy, 1e9)
-    start = [p.detach().clone() for p in policy.model.parameters()]
-    metrics = free(batch.clone())
-    assert (metrics["optim/early_stopped"], len(all_steps.grads)) == (0.0, 4)
-    with torch.no_grad():
-        for p, old in zip(policy.model.parameters(), start, strict=True):
-            p.copy_(old)
     update, steps = stopping(policy, 1e-7)
     metrics = update(batch.clone())
     assert len(steps.grads) == 1, "the first is taken, by the policy that sampled"
-    torch.testing.assert_close(steps.grads[0], all_steps.grads[0])
     assert metrics["optim/early_stopped"] == 3 / 4
-    second = batch[split_rows(batch, 2)[1]]  # the minibatch whose step is left out
-    first = batch[split_rows(batch, 2)[0]]
-    drift = behaviour(policy, second)
-    tokens = [float(b["loss_mask"].sum()) for b in (first, second)]
-    assert drift > 1e-7
-    assert metrics["kl/behaviour_k3"] == pytest.approx(drift * tokens[1] / sum(tokens), rel=1e-4)
+    assert all(p.grad is None for p in policy.model.parameters())
+    first, second = (batch[rows] for rows in split_rows(batch, 2))  # second: its step is left out
+    terms = [math.exp(d) - 1 - d for _, _, d, _ in drifts(policy, second)]  # r - 1 - log r
+    assert sum(terms) / len(terms) > 1e-7
+    tokens = float(first["loss_mask"].sum() + second["loss_mask"].sum())
+    assert metrics["kl/behaviour_k3"] == pytest.approx(sum(terms) / tokens, rel=1e-4)
     assert update.step == 4, "the schedule goes on with the next iteration"
     update(fresh(policy))
     assert steps.rates == pytest.approx([0.3, 0.3 * 8 / 12])
-    assert all(math.isfinite(v) for v in metrics.values())
-
-
-def test_a_policy_that_moved_before_is_left_alone(policy):
-    batch, _ = prepared(policy)
-    drift = behaviour(policy, batch[split_rows(batch, 2)[0]])
-    assert drift > 1e-4
-    for target, taken in ((drift * 0.99, False), (drift * 1.01, True)):
-        update, steps = stopping(policy, target)
-        update(batch.clone())
-        assert bool(steps.grads) == taken
-        assert all(p.grad is None for p in policy.model.parameters())
+    free, taken = stopping(policy, 1e9)
+    assert free(fresh(policy))["optim/early_stopped"] == 0.0
+    assert len(taken.grads) == 4
 
 
 class FarRank(Runtime):
@@ -350,14 +273,8 @@ class FarRank(Runtime):
 
 
 def test_all_ranks_stop_if_their_mean_is_too_far(policy, tmp_path):
-    batch = fresh(policy)
-    alone, steps = stopping(policy, 1e-6)
-    alone(batch.clone())
-    assert steps.grads
-    other = make_policy.__wrapped__()
-    other.model.double()
-    update, steps = stopping(other, 1e-6, runtime=FarRank(tmp_path))
-    assert update(fresh(other))["optim/early_stopped"] == 1.0
+    update, steps = stopping(policy, 1e-6, runtime=FarRank(tmp_path))
+    assert update(fresh(policy))["optim/early_stopped"] == 1.0
     assert not steps.grads
 
 
@@ -367,20 +284,8 @@ def test_minibatches_keep_groups_whole_and_must_divide_them():
     # Two ranks with half of it each make the same two.
     halves = [split_rows(batch[rows], 2) for rows in (slice(0, 4), slice(4, 8))]
     assert halves == [[[0, 1], [2, 3]]] * 2
-    with pytest.raises(ValueError, match=r"4 prompts .* algorithm.minibatches=3"):
+    with pytest.raises(ValueError, match=r"algorithm\.minibatches=3"):
         split_rows(batch, 3)
-
-
-def test_micro_batches_stay_within_their_tokens_and_hold_each_row_once():
-    sizes = [5, 5, 9, 9, 2, 2, 30, 3]
-    mask = torch.arange(30) < torch.tensor(sizes)[:, None]
-    ids = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
-    parts = pack_rows(mask, 20, group_id=ids)
-    assert [i for part in parts for i in part] == list(range(8))
-    areas = [max(sizes[i] for i in part) * len(part) for part in parts]
-    assert all(a <= 20 or len(p) == 1 for a, p in zip(areas, parts, strict=True))
-    assert [0, 1] in parts
-    assert pack_rows(mask, 1000, group_id=ids) == [list(range(8))]
 
 
 def test_only_matrices_are_decayed_and_frozen_parts_left_out():

@@ -74,7 +74,8 @@ class Checkpoints:
 
     def _write(self, iteration: int, state: dict[str, Any], moments: dict[str, Tensor]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.clear()
+        for leftover in (*self.folder.glob(".part-*"), *self.folder.glob(".trash-*")):
+            remove(leftover)  # of an interrupted save or removal
         target = self.folder / f"iteration_{iteration:06d}"
         part = self.folder / f".part-{target.name}"
         part.mkdir()
@@ -96,11 +97,6 @@ class Checkpoints:
         part.rename(target)
         flush(self.folder)
         self._prune(target)
-
-    def clear(self) -> None:
-        """Remove what an interrupted save or removal left."""
-        for leftover in (*self.folder.glob(".part-*"), *self.folder.glob(".trash-*")):
-            remove(leftover)
 
     def critic(self) -> dict[str, Tensor]:
         """Return the critic's weights that are trained: the others are the frozen policy's."""
@@ -140,8 +136,6 @@ class Checkpoints:
 
     def restore(self, folder: Path) -> dict[str, Any]:
         """Load weights and optimiser from a verified checkpoint; return its state."""
-        if self.runtime.is_main:
-            self.clear()
         self.restore_weights(folder, critic=True)
         saved, placement = load_file(folder / "optimizer.safetensors"), self.policy.scorer.placement
         for name, param in trained_by(self.optimizer, self.policy):
@@ -165,8 +159,6 @@ class Checkpoints:
                 self.reference.load_state_dict(load_file(folder / REFERENCE))
             if critic and (mine := self.critic()):
                 saved = load_file(folder / CRITIC)
-                if saved.keys() != mine.keys():
-                    raise ValueError(f"{folder / CRITIC} is another critic's; start a new run")
                 for name, weight in mine.items():
                     weight.copy_(saved[name])
 

@@ -3,7 +3,7 @@
 Torch-free: the parent imports it too.
 """
 
-import math
+import re
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,17 +31,11 @@ def read_rule(text: str) -> tuple[str, float]:
     >>> read_rule("eval/sampled_accuracy 0.9")
     ('eval/sampled_accuracy', 0.9)
     """
-    try:
-        name, value = text.split()
-        number = float(value)
-    except ValueError:
-        name, number = "", 0.0
-    if "/" not in name or not math.isfinite(number):
-        example = "'trainer.stop_at=eval/sampled_accuracy 0.9'"
-        raise ValueError(
-            f"expected trainer.stop_at to be a metric and a value, {example}, got {text}"
-        )
-    return name, number
+    found = re.fullmatch(r"(\S+/\S+)\s+(-?[\d.]+(?:e[-+]?\d+)?)", text)
+    if found is None:
+        example = "'eval/sampled_accuracy 0.9', a metric and a value"
+        raise ValueError(f"expected trainer.stop_at={example}, got {text}")
+    return found[1], float(found[2])
 
 
 @dataclass
@@ -74,18 +68,18 @@ class EarlyStopping:
         return self.ended
 
     def _reached(self, metrics: Mapping[str, float], iteration: int) -> str | None:
-        name, target = read_rule(self.stop_at) if self.stop_at else ("", 0.0)
+        if self.stop_at is None:
+            return None
+        name, target = read_rule(self.stop_at)
         if name not in metrics:
             evaluated = any(each.startswith(SCORE) for each in metrics)  # they come by themselves
             due = name.startswith(SCORE) == evaluated and name != "kl/efficiency"
-            if self.stop_at and due and iteration <= 1:
+            if due and iteration <= 1:
                 raise ValueError(f"trainer.stop_at: no metric {name}; metrics.jsonl has the names")
             return None
         value = metrics[name]
-        if self.first is None:
-            self.first = value
-        rises = self.first <= target
-        if iteration and (value >= target if rises else value <= target):
+        self.first = value if self.first is None else self.first
+        if iteration and (value >= target if self.first <= target else value <= target):
             return f"{name} came to {value:.4g} (trainer.stop_at: {target:g})"
         return None
 

@@ -58,11 +58,8 @@ class Evaluate:
         self.runtime, self.chunk, self.every = runtime, prompts_per_batch, every
         self.retrieve_kl = retrieve_kl
         self.placements = placement_of(generator), placement_of(retrieve_kl)
-        self.plans: list[tuple[str, ChatEnv, Generator]] = []
-        if num_samples:
-            self.plans.append(self.plan("sampled", num_samples, temperature))
-        if greedy:
-            self.plans.append(self.plan("greedy", 1, 0.0))
+        wanted = ("sampled", num_samples, temperature), ("greedy", int(greedy), 0.0)
+        self.plans = [self.plan(*each) for each in wanted if each[1]]
         self.efficiency = Efficiency(limit, runtime.folder) if limit else None
 
     def plan(self, name: str, samples: int, temperature: float) -> tuple[str, ChatEnv, Generator]:
@@ -111,13 +108,13 @@ class Evaluate:
     def _play(self, iteration: int, kind: str, tell: Any, hear: Any) -> tuple[dict, list]:
         out: dict[str, float] = {}
         records: list[dict[str, Any]] = []
-        each = [env.group_size for _, env, _ in self.plans]
-        for place, (name, env, generator) in enumerate(self.plans):
-            size = each[place]
+        replies, done = sum(env.group_size for _, env, _ in self.plans), 0
+        for name, env, generator in self.plans:
+            size, first = env.group_size, not done
             sums = dict.fromkeys(("right", "solved", "reward", "rows", "kl", "tokens"), 0.0)
             sums |= {f"{kind} {label}": 0.0 for label in self.labels for kind in ("right", "rows")}
             for share, part in self._parts():
-                tell((sum(each[:place]) + size * share) / sum(each))
+                tell((done + size * share) / replies)
                 if kind != "after":  # a run that is trained is finished first
                     self.runtime.check_stop()  # as often on every rank, rows or not
                 if not part:
@@ -127,9 +124,9 @@ class Evaluate:
                     batch = self.retrieve_kl(batch)
                 hear(name, batch, part)
                 self._count(sums, batch, part)
-                if place == 0:
-                    first = range(0, size * len(part), size)  # one sample of each row
-                    records += [transcript(batch, i, iteration, kind=kind) for i in first]
+                for i in range(0, size * len(part), size) if first else ():  # one of each row
+                    records.append(transcript(batch, i, iteration, kind=kind))
+            done += size
             total = self.runtime.sums(sums)
             rows = max(total["rows"], 1.0)
             out[f"eval/{name}_accuracy"] = total["right"] / (rows * size)
@@ -138,7 +135,7 @@ class Evaluate:
                 out[f"eval/{name}_accuracy/{label}"] = share
             if size > 1:  # of k = all samples: the HumanEval estimator is this share
                 out[f"eval/pass@{size}"] = total["solved"] / rows
-            if place == 0:
+            if first:
                 out["eval/reward"] = total["reward"] / (rows * size)
             if total["tokens"]:
                 out["eval/kl_ref"] = total["kl"] / total["tokens"]
@@ -173,8 +170,8 @@ class Evaluate:
         td = TensorDict(batch_size=[len(index)])
         td.set("group_id", place)
         td.set("stream", fold(self.runtime.seed, -1, place))
-        rows = [NonTensorData(deepcopy(self.rows[i])) for i in index]  # a reward may change its row
-        return td.set("row", NonTensorStack(*rows))
+        rows = [deepcopy(self.rows[i]) for i in index]  # a reward may change its row
+        return td.set("row", NonTensorStack(*map(NonTensorData, rows)))
 
 
 class Efficiency:

@@ -118,12 +118,9 @@ def check_charged(batch: TensorDictBase, leash: Leash | None) -> None:
     left = batch.get("kl_left", None)  # [B]
     due = left is not None and bool(left.any())  # the one wait for the device
     place, coeff = ("", 0.0) if leash is None else (leash.where, leash.coeff)
-    if place == "loss" and coeff and left is not None and not due:
-        how = "twice, by the advantage in the reward and by the objective in the loss"
-    elif due and place != "loss":
-        how = "never: its advantage leaves it to the loss, the objective does not charge it there"
-    elif place == "reward" and coeff and left is None:
-        how = "never: its advantage has no leash"
-    else:
-        return
-    raise ValueError(f"the KL of this batch would be charged {how}; hand one Leash to both")
+    twice = place == "loss" and coeff and left is not None and not due
+    never = (due and place != "loss") or (place == "reward" and coeff and left is None)
+    if twice or never:
+        how = "twice" if twice else "never"
+        both = "hand one Leash to both, advantage and objective"
+        raise ValueError(f"the KL of this batch would be charged {how}; {both}")

@@ -54,8 +54,6 @@ def faults_of(kl: Mapping[str, Any], *, replies: int) -> Iterator[str]:
         if kl[key] is not None and steers not in owners:
             what = f"kl.{key} is for kl.controller={' or '.join(owners)}, got {steers}"
             yield f"{what}; give kl.controller={owners[0]}, or leave kl.{key} out"
-    if steers == "adaptive" and kl["coeff"] == 0:
-        yield f"kl.controller={steers} multiplies kl.coeff, which stays 0; start from kl.coeff=0.01"
     if steers in FOLLOWS and not kl["measure"]:
         yield f"kl.controller={steers} follows the measured KL; set kl.measure=true"
     if steers == "adaptive" and kl["horizon"] <= MAX_ERROR * replies:
@@ -194,10 +192,7 @@ class TargetKLController(KLControllerBase):
 
     def update(self, kl_values: Sequence[float]) -> float:
         """Return the next coefficient; without values it stays."""
-        return self._follow(floats(kl_values))
-
-    def _follow(self, values: list[float]) -> float:
-        if not values:
+        if not (values := floats(kl_values)):
             return self.coeff
         error = sum(values) / len(values) / self.target - 1
         error = min(max(error, -MAX_ERROR), MAX_ERROR)
@@ -223,7 +218,7 @@ class AdaptiveKLController(TargetKLController):
 
     def update(self, kl_values: Sequence[float]) -> float:
         """Return the next coefficient, given KL rewards made with this one; none change nothing."""
-        return self._follow([-value / self.coeff for value in floats(kl_values)])
+        return super().update([-value / self.coeff for value in kl_values])
 
 
 class BudgetKLController(KLControllerBase):
@@ -286,10 +281,9 @@ class BudgetKLController(KLControllerBase):
         return {"coeff": self.coeff, "level": self.level, "last": self.last, "slope": self.slope}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up where a checkpoint stopped; that of another controller has a coefficient."""
-        self._set(float(state["coeff"]))
-        self.level = float(state.get("level", self.coeff))
-        self.last, self.slope = state.get("last"), float(state.get("slope", 0.0))
+        """Take up where a checkpoint stopped."""
+        super().load_state_dict(state)
+        self.level, self.last, self.slope = state["level"], state["last"], state["slope"]
 
 
 def make_kl_controller(

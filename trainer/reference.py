@@ -21,8 +21,6 @@ class Reference:
     def __init__(
         self, policy: Policy, model: Policy, *, every: int = 0, decay: float = 0.0
     ) -> None:
-        if every < 0 or not 0 <= decay < 1:
-            raise ValueError(f"expected every >= 0 and 0 <= decay < 1, got {every} and {decay}")
         self.retrieve = RetrieveKL(ref_model=model, add_to_reward=False)
         self.scorer: Scorer = model.scorer
         found = getattr(model, "found", None)  # none of a model that was made by hand

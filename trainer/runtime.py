@@ -24,12 +24,10 @@ from trainer.early_stopping import Stopped, stop_reason
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers as wide as a weight, by bytes
 # Settings of `accelerate launch` that would change the numbers, with the key of leash for each.
 INSTEAD = {
-    "mixed_precision": "set policy.autocast=bfloat16",
-    "gradient_accumulation_steps": "set trainer.micro_batch_tokens or algorithm.minibatches",
-    "dynamo_backend": "no model is compiled",
-    "use_fsdp": "set launch=fsdp2",
-    "use_deepspeed": "set launch=fsdp2",
-    "use_megatron_lm": "set launch=fsdp2",
+    "mixed_precision": "policy.autocast=bfloat16",
+    "gradient_accumulation_steps": "trainer.micro_batch_tokens",
+    "use_fsdp": "launch=fsdp2",
+    "use_deepspeed": "launch=fsdp2",
 }
 
 
@@ -211,8 +209,8 @@ def check_accelerate() -> None:
     """Raise ValueError for a setting of Accelerate that leash would not follow."""
     for name, instead in INSTEAD.items():
         value = os.environ.get(variable := f"ACCELERATE_{name.upper()}", "")
-        if value.lower() not in {"", "no", "none", "auto", "false", "0", "1"}:
-            raise ValueError(f"{variable}={value} does not reach leash; leave it out: {instead}")
+        if value.lower() not in {"", "no", "false", "1"}:
+            raise ValueError(f"{variable}={value} does not reach leash; set {instead}")
 
 
 @torch.no_grad()

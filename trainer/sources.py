@@ -80,10 +80,8 @@ class Rollouts:
         td.set("group_id", place)
         td.set("stream", fold(self.runtime.seed, iteration, place, *again))
         chosen = self._chosen(iteration, attempt)
-        rows = [
-            NonTensorData(deepcopy(self.rows[i])) for i in chosen
-        ]  # a reward may change its row
-        td.set("row", NonTensorStack(*rows))
+        rows = [deepcopy(self.rows[i]) for i in chosen]  # a reward may change its row
+        td.set("row", NonTensorStack(*map(NonTensorData, rows)))
         return td[self.runtime.mine(self.size)]
 
     def _chosen(self, iteration: int, attempt: int) -> list[int]:
