@@ -1,7 +1,6 @@
 """Only the adapter is trained and saved; without it the model is the one it started from."""
 
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,18 +25,8 @@ from trainer.runtime import Runtime
 OLD_NAME = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 
 
-def answers(policy, ids: torch.Tensor, **options):
-    """Return the scores of ids [B, T] and one gradient of their sum, by parameter."""
-    every = torch.ones_like(ids, dtype=torch.bool)
-    policy.scorer.train()
-    scores = policy.scorer(ids, every, **options)
-    loss = scores.log_probs.sum() + (0 if scores.full_kl is None else 3 * scores.full_kl.sum())
-    named = lora.trained_weights(policy.model)
-    grads = torch.autograd.grad(loss, list(named.values()))
-    return scores, dict(zip(named, grads, strict=True))
-
-
 IDS = torch.arange(4, 36).reshape(2, 16)
+EVERY = torch.ones_like(IDS, dtype=torch.bool)
 
 
 # The reference
@@ -50,10 +39,9 @@ def test_with_the_adapter_off_it_is_the_start_policy(pad_model_input):
 
 def test_the_kl_is_exactly_0_at_the_start():
     policy = make()
-    every = torch.ones_like(IDS, dtype=torch.bool)
     reference = load_reference(policy)
-    scores = policy.scorer(IDS, every, reference=reference.scorer)
-    theirs = reference.scorer(IDS, every)
+    scores = policy.scorer(IDS, EVERY, reference=reference.scorer)
+    theirs = reference.scorer(IDS, EVERY)
     assert torch.equal(scores.log_probs, theirs.log_probs)
     assert not scores.full_kl.any()
     batch = RetrieveKL(ref_model=reference, add_to_reward=False)(rollout(policy))
@@ -72,33 +60,28 @@ def test_the_reference_has_no_weights_of_its_own():
     assert not any(p.requires_grad for p in more)
 
 
-@pytest.mark.parametrize("gradient_checkpointing", [False, True])
-def test_the_exact_kl_has_the_gradient_that_a_separate_reference_gives(gradient_checkpointing):
+def test_the_exact_kl_has_the_gradient_that_a_separate_reference_gives():
     """The reference runs through the same layers, between the policy's forward and backward."""
-    policy = make(double=True, gradient_checkpointing=gradient_checkpointing)
+    policy, twin = make(double=True), make(double=True)
     shake(policy)
-    before = {name: p.requires_grad for name, p in policy.model.named_parameters()}
+    pairs = (lora.trained_weights(p.model).values() for p in (twin, policy))
+    for mine, theirs in zip(*pairs, strict=True):
+        mine.data.copy_(theirs)
     separate = make(adapter=False, double=True).scorer
     own = lora.AdapterScorer(policy.scorer, None)
-    groups = {"group_id": torch.zeros(2, dtype=torch.int64)}
-    scores, grads = answers(policy, IDS, reference=own, **groups)
-    wanted, slow = answers(make_twin(policy), IDS, reference=separate, **groups)
-    torch.testing.assert_close(scores.full_kl, wanted.full_kl, rtol=1e-9, atol=1e-9)
-    assert scores.full_kl.sum() > 1
-    assert any(g.norm() > 1 for g in slow.values())
-    for name, grad in grads.items():
-        torch.testing.assert_close(grad, slow[name], rtol=1e-6, atol=1e-9)
-    assert {name: p.requires_grad for name, p in policy.model.named_parameters()} == before
-    assert all(".lora_" in name for name, needed in before.items() if needed)
-
-
-def make_twin(policy):
-    """Return another policy of the same weights, adapter included."""
-    twin = make(double=True)
-    pair = (lora.trained_weights(p.model).values() for p in (twin, policy))
-    for mine, theirs in zip(*pair, strict=True):
-        mine.data.copy_(theirs)
-    return twin
+    kl, grads = [], []
+    for one, reference in ((policy, own), (twin, separate)):
+        group = torch.zeros(2, dtype=torch.int64)
+        scores = one.scorer.train()(IDS, EVERY, reference=reference, group_id=group)
+        trained = list(lora.trained_weights(one.model).values())
+        loss = scores.log_probs.sum() + 3 * scores.full_kl.sum()
+        kl.append(scores.full_kl)
+        grads.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, trained)]))
+    torch.testing.assert_close(*kl, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(*grads, rtol=1e-6, atol=1e-9)
+    assert kl[1].sum() > 1
+    assert grads[1].norm() > 1
+    assert all((".lora_" in n) == p.requires_grad for n, p in policy.model.named_parameters())
 
 
 def test_an_adapter_that_has_moved_is_copied():
@@ -122,15 +105,14 @@ def test_an_adapter_that_has_moved_is_copied():
 
 def step(policy, optimizer, seed: int) -> None:
     ids = (IDS + seed) % 40 + 4
-    every = torch.ones_like(ids, dtype=torch.bool)
-    scores = policy.scorer(ids, every)
+    scores = policy.scorer(ids, EVERY)
     value = torch.zeros(()) if scores.values is None else (scores.values - 1).square().mean()
     (value - scores.log_probs.mean()).backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
 
-@pytest.mark.parametrize("critic", [None, "head", "separate"])
+@pytest.mark.parametrize("critic", [None, "separate"])
 def test_a_checkpoint_holds_the_adapter_and_goes_on_to_the_bit(tmp_path, critic):
     def start():
         policy = make()
@@ -147,9 +129,9 @@ def test_a_checkpoint_holds_the_adapter_and_goes_on_to_the_bit(tmp_path, critic)
         step(policy, optimizer, seed)
     saved.save(3, {})
     folder = found.newest()
-    small = sum(path.stat().st_size for path in (folder / "adapter").glob("*.safetensors"))
-    assert small < 4 * sum(p.numel() for p in lora.trained_weights(policy.model).values()) + 10_000
     assert not (folder / "model").exists()
+    names = load_file(folder / "adapter" / lora.WEIGHTS)
+    assert len(names) == len(lora.trained_weights(policy.model))
     found.restore(folder)
     step(policy, optimizer, 3)
     step(other, fresh, 3)
@@ -157,11 +139,6 @@ def test_a_checkpoint_holds_the_adapter_and_goes_on_to_the_bit(tmp_path, critic)
     named = dict(other.scorer.named_parameters())
     assert all(torch.equal(p, named[name]) for name, p in policy.scorer.named_parameters())
     assert all(torch.equal(p, base[n]) for n, p in policy.model.named_parameters() if n in base)
-    if critic == "separate":  # its frozen weights are the policy's
-        mine = {p.data_ptr() for p in policy.model.parameters()}
-        trained = [p for p in policy.scorer.critic.parameters() if p.requires_grad]
-        own = [p for p in policy.scorer.critic.parameters() if p.data_ptr() not in mine]
-        assert {id(p) for p in own} == {id(p) for p in trained}
 
 
 @OLD_NAME
@@ -206,19 +183,16 @@ def test_bfloat16_weights_have_a_float32_adapter():
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "named"),
     [
-        ({"dropout": 0.1}, ["dropout=0", "0.1", "log-probs"]),
-        ({"target_modules": ["q_proj", "qproj"]}, ["['qproj']", "v_proj"]),
-        ({"target_modules": ["lm_head"]}, ["['lm_head']", "down_proj"]),
-        ({"target_modules": ["embed_tokens"]}, ["['embed_tokens']"]),
+        ({"dropout": 0.1}, r"policy\.lora\.dropout"),
+        ({"target_modules": ["q_proj", "qproj"]}, r"policy\.lora\.target_modules.*'qproj'"),
+        ({"target_modules": ["lm_head"]}, r"policy\.lora\.target_modules.*'lm_head'"),
     ],
 )
-def test_adapters_that_cannot_be_right_are_refused(options, words):
-    with pytest.raises(ValueError, match=r"policy\.lora") as caught:
+def test_adapters_that_cannot_be_right_are_refused(options, named):
+    with pytest.raises(ValueError, match=named):
         load_policy("tiny", lora={"r": 4, **options})
-    assert "\n" not in str(caught.value)
-    assert all(word in str(caught.value) for word in words)
 
 
 def test_target_modules_are_those_named():
@@ -230,17 +204,17 @@ def test_target_modules_are_those_named():
 
 
 def test_a_reward_model_takes_no_adapter():
-    with pytest.raises(ValueError, match=r"policy\.lora\.r=0 for a reward model"):
+    with pytest.raises(ValueError, match=r"policy\.lora\.r"):
         load_reward_model("tiny", lora={"r": 4})
 
 
 def test_an_adapter_of_other_weights_is_refused(tmp_path):
     policy = make()
     lora.save_adapter(policy.model, tmp_path, base="a" * 64)
-    with pytest.raises(ValueError, match="adapter of bbbbbbbbbbbb, got aaaaaaaaaaaa"):
+    with pytest.raises(ValueError, match=r"bbbb.*aaaa"):
         lora.load_adapter(policy.model, tmp_path, base="b" * 64)
     other = load_policy("tiny", lora={"r": 4, "target_modules": ["q_proj"]})
-    with pytest.raises(ValueError, match="does not fit"):
+    with pytest.raises(ValueError, match="down_proj"):
         lora.load_adapter(other.model, tmp_path, base="a" * 64)
 
 
@@ -254,7 +228,8 @@ def test_without_peft_the_extra_is_named(monkeypatch):
 # Through the command line
 
 
-def test_a_run_on_two_ranks_learns_and_leaves_an_ordinary_model(small_run, tmp_path: Path):
+@pytest.mark.runs
+def test_a_run_on_two_ranks_learns_and_leaves_an_ordinary_model(tmp_path):
     folder = tmp_path / "run"
     done = train(
         "experiment=grpo_tiny",
@@ -266,18 +241,13 @@ def test_a_run_on_two_ranks_learns_and_leaves_an_ordinary_model(small_run, tmp_p
         "eval.every=0",
         "eval.num_samples=0",
         "eval.greedy=false",
-        "checkpoint.every=10",
         "launch.num_processes=2",
         f"output_dir={folder}",
     )
     assert done.code == 0, done.text
-    told = metrics(folder)[1:]
-    assert abs(told[0]["kl/ref_full"]) == 0
-    assert abs(told[0]["kl/ref_sequence"]) < 1e-4
-    assert told[-1]["kl/ref_full"] > 0.02
-    reward = [row["reward/mean"] for row in told]
+    rows = metrics(folder)[1:]
+    assert abs(rows[0]["kl/ref_full"]) == 0
+    assert rows[-1]["kl/ref_full"] > 0.02
+    reward = [row["reward/mean"] for row in rows]
     assert sum(reward[-3:]) / 3 > sum(reward[:3]) / 3 + 0.1
-    policy = load_policy(str(folder / "model"))
-    saved = load_file(next((folder / "checkpoints").iterdir()) / "adapter" / lora.WEIGHTS)
-    assert all(".lora_" in name for name in saved)
-    assert not has_adapter(policy.model)
+    assert not has_adapter(load_policy(str(folder / "model")).model)
