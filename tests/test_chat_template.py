@@ -202,21 +202,14 @@ def test_ids_and_masks_of_other_templates(template, chat, said):
     assert done.ids == ids_of(tokenizer, chat)
 
 
-def test_offsets_that_a_tokenizer_trims_do_not_lose_blanks():
+def test_the_tokenizers_own_trimming_padding_and_truncation_do_not_act():
     tokenizer = make_tokenizer(CHATML)
     tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
-    done = Renderer(tokenizer).render([user(" "), assistant(" ")], require_assistant=True)
-    assert said_by(tokenizer, done) == " <|im_end|>"
-
-
-def test_the_callers_padding_and_truncation_stay_and_do_not_act():
-    tokenizer = make_tokenizer(*KINDS["gpt2"])
+    tokenizer.pad_token = END
     tokenizer("x", padding="max_length", max_length=9, truncation=True)
     before = tokenizer.backend_tokenizer.to_str()
-    chat = [user("a long question"), assistant("a long answer")]
-    assert decode(tokenizer, Renderer(tokenizer).render(chat).ids) == (
-        "User: a long question\nAssistant: a long answer<|endoftext|>\n"
-    )
+    done = Renderer(tokenizer).render([user(" " * 20), assistant(" ")], require_assistant=True)
+    assert said_by(tokenizer, done) == " <|im_end|>"
     assert tokenizer.backend_tokenizer.to_str() == before
 
 
@@ -264,36 +257,7 @@ def test_a_tokenizer_that_cannot_spell_its_control_tokens_is_refused():
         Renderer(tokenizer).render([user("a [END] a"), assistant("a")])
 
 
-# What follows on sampled ids, and what ends a turn
-
-
-def test_sampled_ids_are_kept_however_they_are_split():
-    renderer = renderer_of("chatml")
-    prompt = renderer.render([user("q")], add_generation_prompt=True).ids
-    letters = [renderer.tokenizer.convert_tokens_to_ids(c) for c in "the"]
-    assert renderer.tokenizer("the", add_special_tokens=False)["input_ids"] != letters
-    done = renderer.extend(prompt + letters, [user("q"), assistant("the")], [user("r")])
-    assert done[: len(prompt) + 3] == prompt + letters
-    rest = decode(renderer.tokenizer, done[len(prompt) + 3 :])
-    assert rest == "<|im_end|>\n<|im_start|>user\nr<|im_end|>\n<|im_start|>assistant\n"
-
-
-def test_a_reply_ended_by_another_eos_is_closed_as_the_template_does():
-    renderer = renderer_of("llama")
-    prompt = renderer.render([user("q")], add_generation_prompt=True).ids
-    ids = [*prompt, 5, renderer.tokenizer.eos_token_id]
-    done = renderer.extend(ids, [user("q"), assistant("a")], [user("r")])
-    rest = decode(renderer.tokenizer, done[len(ids) :])
-    assert rest.startswith("<|eot_id|><|start_header_id|>user")
-
-
-def test_several_new_messages_after_a_stripped_reply():
-    chat, new = [user("q"), assistant(" call \n")], [{"role": "tool", "content": "42"}, user("so?")]
-    done = renderer_of("llama").extend([7], chat, new)
-    turns = "tool{}42<|eot_id|><|start_header_id|>user{}so?<|eot_id|><|start_header_id|>assistant{}"
-    assert decode(renderer_of("llama").tokenizer, done[1:]) == (
-        "<|eot_id|><|start_header_id|>" + turns.replace("{}", "<|end_header_id|>\n\n")
-    )
+# What ends a turn
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -307,14 +271,6 @@ def test_what_begins_the_next_turn_does_not_end_one():
     turns = "{% for m in messages %}{{ '<|im_start|>' + m['content'] + ' ' }}{% endfor %}"
     tokenizer = make_tokenizer(turns + "and<|im_start|>")
     assert Renderer(tokenizer).stop_ids == {tokenizer.eos_token_id}
-
-
-def test_chatml_ends_turns_with_eos_where_it_has_no_token_of_its_own():
-    tokenizer = make_tokenizer(*KINDS["gpt2"])
-    renderer = Renderer(tokenizer, "chatml")
-    done = renderer.render([user("q"), assistant("a")], require_assistant=True)
-    assert said_by(tokenizer, done) == "a<|endoftext|>"
-    assert renderer.stop_ids == {tokenizer.eos_token_id}
 
 
 # What is refused

@@ -3,7 +3,6 @@
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, CLIPConfig
 
-from policies.cache import cache_dir, read_manifest
+from policies.cache import read_manifest
 from policies.load import load_policy
 from policies.models import (
     EMBEDDED,
@@ -107,13 +106,6 @@ def test_without_its_package_the_embedded_model_is_absent(no_hub, monkeypatch):
         find_model(EMBEDDED)
 
 
-def test_an_unreachable_hub_is_a_model_not_found(no_hub, monkeypatch):
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(ValueError, match="some/model not found"):
-        find_model("some/model")
-
-
 # Loading
 
 
@@ -189,44 +181,31 @@ def test_missing_pad_token_is_chosen_without_touching_eos(checkpoints, tmp_path)
 
 
 def test_tiny_is_the_same_bytes_every_time_and_leaves_the_random_state(tmp_path):
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
+    state, files = torch.get_rng_state(), []
     for name in ("one", "two"):
         build_tiny(tmp_path / name)
-    assert torch.equal(torch.rand(3), expected)
-    one, two = (
-        {p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("one", "two")
-    )
-    assert one == two
+        files.append({p.name: p.read_bytes() for p in (tmp_path / name).iterdir()})
+    assert files[0] == files[1]
+    assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_tiny_has_single_digits_and_short_prompts(monkeypatch, tmp_path):
-    monkeypatch.setenv("LEASH_CACHE", str(tmp_path))
+def test_tiny_has_single_digits_and_short_prompts():
     model = find_model("tiny")
     assert model.origin == "tiny"
-    assert model.folder.is_relative_to(tmp_path)
     tokenizer = load_tokenizer(model)
     words = tokenizer.tokenize("Sort the digits in ascending order: 44287")
     assert words[-5:] == list("44287")
     assert len(words) <= 13
     assert len(tokenizer) == load_model(model).config.vocab_size
-    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
 
 
 def test_embedded_model_is_an_ordinary_checkpoint_that_knows_paris():
     model = find_model(EMBEDDED)
-    assert model.origin == "embedded"
-    assert model.folder.is_relative_to(cache_dir())
-    config = json.loads((model.folder / "config.json").read_text())
-    assert "quantization_config" not in config
+    assert "quantization_config" not in json.loads((model.folder / "config.json").read_text())
     manifest = read_manifest(model.folder)
-    assert manifest is not None
     assert manifest["about"]["source_sha256"].startswith("b179c952")
-    network: Any = load_model(model)
-    tokenizer = load_tokenizer(model)
+    network, tokenizer = load_model(model), load_tokenizer(model)
     chat = [{"role": "user", "content": "What is the capital of France?"}]
-    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-    ids = torch.tensor([tokenizer(str(text), add_special_tokens=False).input_ids])
-    out = network.generate(ids, max_new_tokens=12, do_sample=False)
-    assert "Paris" in tokenizer.decode(out[0, ids.shape[1] :])
+    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    out = network.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False)
+    assert "Paris" in tokenizer.decode(out[0, len(ids) :])

@@ -30,13 +30,13 @@ def policy():
 @torch.no_grad()
 def test_sampled_and_scored_log_probs_are_those_of_a_plain_forward(policy):
     row = {"messages": CHAT[:1]}
-    td = TensorDict({"stream": fold(3, torch.arange(1))}, [1])
+    td = TensorDict({"stream": fold(1, torch.arange(1))}, [1])
     td.set("row", NonTensorStack(NonTensorData(row)))
-    batch = collect(td, ChatEnv(Words(), group_size=3), policy)
+    batch = collect(td, ChatEnv(Words(), group_size=2), policy)
     scored = policy.get_new_version(generate=False, inplace=False)(batch)
     attention, response = batch["masks", "all_attention_mask"], batch["masks", "all_response_mask"]
     ended = 0
-    for i in range(3):
+    for i in range(2):
         ids, kept = batch["tokens", "full"][i][attention[i]], response[i][attention[i]]
         table = policy.model(input_ids=ids[None]).logits[0, :-1].double().log_softmax(-1)
         want = torch.cat([torch.zeros(1), table.gather(-1, ids[1:, None]).squeeze(-1)])
