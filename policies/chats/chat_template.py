@@ -24,7 +24,6 @@ from policies.chats.rendering import (
     Outline,
     Outlines,
     Piece,
-    Span,
     check_messages,
     close_turn,
     fill,
@@ -159,12 +158,15 @@ class Renderer:
     def _encode(self, pieces: Sequence[Piece], texts: list[str], control: list[int]) -> Rendered:
         """Encode pieces that were filled with `texts`; `control` is all that may come out.
 
-        As one text if no content adds a control token, which gives the ids that the model was
-        trained on; else piece by piece, with contents spelled out.
+        As one text if every control token starts in what the template wrote, which gives the ids
+        that the model was trained on; else piece by piece, with contents spelled out.
         """
         text, ends = "".join(texts), list(accumulate(map(len, texts)))
         ids, offsets = self._encoder.encode(text)
-        if self._encoder.find_control(ids) == control and self._placed(pieces, texts, ids, offsets):
+        found = [span for i, span in zip(ids, offsets, strict=True) if i in self._encoder.control]
+        starts = [end - len(text[start:end].lstrip()) for start, end in found]
+        placed = all(pieces[bisect_right(ends, at)].message is None for at in starts)
+        if placed and self._encoder.find_control(ids) == control:
             spans = [
                 (e - len(t), e) for p, t, e in zip(pieces, texts, ends, strict=True) if p.assistant
             ]
@@ -176,15 +178,6 @@ class Renderer:
             ids += part
             assistant += [piece.assistant] * len(part)
         return Rendered(ids, assistant)
-
-    def _placed(
-        self, pieces: Sequence[Piece], texts: list[str], ids: list[int], offsets: list[Span]
-    ) -> bool:
-        """Return whether every control token starts in what the template wrote."""
-        text, ends = "".join(texts), list(accumulate(map(len, texts)))
-        spans = [span for i, span in zip(ids, offsets, strict=True) if i in self._encoder.control]
-        starts = [end - len(text[start:end].lstrip()) for start, end in spans]
-        return all(pieces[bisect_right(ends, at)].message is None for at in starts)
 
     def _encode_rewritten(
         self, messages: Sequence[Message], prompt: bool, outline: Outline
