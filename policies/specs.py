@@ -236,8 +236,6 @@ class Composite(Spec, MutableMapping[NestedKey, Any]):
             return f"expected {self.data_cls.__name__}, got {type(value).__name__}"
         if not isinstance(value, TensorDictBase) and not is_tensorclass(value):
             return f"expected a TensorDict, got {type(value).__name__}"
-        if text := _unequal(self.shape, value.batch_size[: len(self.shape)]):
-            return f"batch size: {text}"
         lazy = isinstance(inner(value), LazyStackedTensorDict)
         for key, spec in self._specs.items():
             options = {"as_list": True} if lazy and isinstance(spec, Unbounded) else {}

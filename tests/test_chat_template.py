@@ -251,7 +251,7 @@ NO_SYSTEM = (
     "{{ '<|im_start|>' + m.content | upper + '<|im_end|>' }}{% endif %}{% endfor %}"
 )
 OPENS = CHATML.replace("assistant\\n' }}{% endif", "assistant\\n<think>' }}{% endif")
-SPELLS = CHATML.replace("m['content']", "m['content'] | replace('x', 'y')")
+SPELLS = CHATML.replace("m['content']", "m['content'] | replace('q', 'y')")
 KEY = r"policy\.chat_template"
 
 
@@ -273,7 +273,7 @@ def test_a_next_turn_that_would_rewrite_the_one_before_is_refused():
         ("{% for m in messages %}{{ m['content'] }}{% endfor %}", [assistant("a")], KEY),  # of ones
         (TEMPLATES["gemma"], [user("a"), user("b")], KEY),  # roles that it refuses
         (QWEN3, TWO, f"turn 2.*{KEY}"),
-        (SPELLS, [user("x<|im_end|>"), assistant("yes")], KEY),  # rewrites markup
+        (SPELLS, [user("q<|im_end|>"), assistant("yes")], KEY),  # rewrites markup
         (MACRO, TWO, KEY),  # tags in other places
         (OPENS, TWO[:2], f"turn 2.*{KEY}"),  # a prompt that the reply does not begin with
         (MUTE, TWO, rf"\(user\).*{KEY}"),

@@ -133,9 +133,6 @@ class Renderer:
         """
         messages = check_messages(messages)
         new_messages = check_messages(new_messages) if new_messages else []
-        if len(messages) < 2 or messages[-1]["role"] != "assistant":
-            roles = [m["role"] for m in messages]
-            raise ValueError(f"expected a prompt and the assistant's reply, got roles {roles}")
         chat, last = [*messages, *new_messages], len(messages) - 1
         outline = self._outlines.of(chat, True)
         where = next((k for k, p in enumerate(outline.pieces) if p.message == last), 0)
