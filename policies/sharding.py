@@ -46,8 +46,7 @@ def shard(scorer: Scorer, mesh: DeviceMesh, *, offload: bool = False) -> None:
     _part(layers)
     if scorer.critic is not None:  # float32, whatever the body is
         fully_shard(scorer.critic.head, mp_policy=_gathered_in(None), **shares)
-    kind = type(scorer)
-    scorer.__class__ = type(f"Sharded{kind.__name__}", (ShardedScorer, kind), {})
+    _become_sharded(scorer)
     for unit in (*layers, scorer):  # one after the other: no second model in float32
         for p in unit.parameters() if half else ():
             p.data = p.data if isinstance(p, DTensor) else p.data.float()
@@ -74,10 +73,14 @@ def _fetch_in_order(scorer: Any) -> None:
 
 def share(scorer: Scorer, owner: Scorer) -> None:
     """Let a scorer on the model of a sharded one, as with another adapter, score by its shards."""
-    kind = type(scorer)
-    scorer.__class__ = type(f"Sharded{kind.__name__}", (ShardedScorer, kind), {})
+    _become_sharded(scorer)
     object.__setattr__(scorer, "owner", owner)  # no submodule: the weights are one's alone
     scorer.placement = owner.placement
+
+
+def _become_sharded(scorer: Scorer) -> None:
+    kind = type(scorer)
+    scorer.__class__ = type(f"Sharded{kind.__name__}", (ShardedScorer, kind), {})
 
 
 def decoder_layers(scorer: Any) -> list[nn.Module]:
@@ -206,10 +209,6 @@ class Shards(Placement):
         number = torch.cuda.current_device() if mesh.device_type == "cuda" else None
         self.device = torch.device(mesh.device_type, number)
         self.held = False
-
-    def copy(self, module: nn.Module, kept: dict[int, Any] | None = None) -> nn.Module:
-        """Raise ValueError: a copy would have shards of nobody."""
-        raise ValueError("launch=fsdp2: copy the policy before its weights are spread")
 
     @contextmanager
     def whole(self) -> Iterator[None]:

@@ -7,8 +7,8 @@ Left out on purpose: bounded and categorical leaves, which nothing here needs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from copy import copy
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from copy import deepcopy
 from itertools import takewhile
 from typing import Any
 
@@ -52,7 +52,7 @@ class Spec:
 
     def clone(self) -> Spec:
         """Return a copy that shares nothing that can be changed."""
-        return copy(self)
+        return deepcopy(self)
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and self.__dict__ == other.__dict__
@@ -132,7 +132,7 @@ class NonTensor(Spec):
         return ""
 
 
-class Composite(Spec):
+class Composite(Spec, MutableMapping[NestedKey, Any]):
     """Describe a TensorDict, or the tensorclass `data_cls`, by the specs of its entries.
 
     `step_mdp_static`: from step to step it moves from "next" to the root as a whole. `optional`:
@@ -171,39 +171,30 @@ class Composite(Spec):
 
     def _fitted(self, spec: Any) -> Spec:
         """Return a spec to keep; nested TensorDicts have at least the batch size of this one."""
-        if isinstance(spec, Mapping):
-            return Composite(spec, shape=self.shape)
         if isinstance(spec, Composite) and len(spec.shape) < len(self.shape):
             spec = spec.clone()
             spec.shape = self.shape
+        elif isinstance(spec, Mapping) and not isinstance(spec, Composite):
+            spec = Composite(spec, shape=self.shape)
         return spec
 
     def __getitem__(self, key: NestedKey) -> Any:
         name, *path = _path(key)
-        if name not in self._specs:
+        found = self._specs.get(name)
+        if found is None or (path and not isinstance(found, Composite)):
             raise KeyError(f"no spec for {key!r}; there are {sorted(self._specs)}")
-        return self._specs[name][tuple(path)] if path else self._specs[name]  # type: ignore[index]
+        return found[tuple(path)] if path else found  # type: ignore[index]
 
     def __delitem__(self, key: NestedKey) -> None:
         *path, name = _path(key)
         owner = self[tuple(path)] if path else self
         del owner._specs[name]
 
-    def __contains__(self, key: NestedKey) -> bool:
-        return self.get(key) is not None
-
     def __iter__(self) -> Iterator[str]:
         return iter(self._specs)
 
     def __len__(self) -> int:
         return len(self._specs)
-
-    def get(self, key: NestedKey, default: Any = None) -> Any:
-        """Return the spec at a key, or the default."""
-        try:
-            return self[key]
-        except (KeyError, TypeError):  # no entry, or no Composite on the way
-            return default
 
     def keys(self, include_nested: bool = False, leaves_only: bool = False) -> list[NestedKey]:
         """Return the keys, those of nested specs as tuples."""
@@ -216,10 +207,6 @@ class Composite(Spec):
                 done += [(name, *_path(key)) for key in spec.keys(True, leaves_only)]
         return done
 
-    def items(self) -> list[tuple[str, Spec]]:
-        """Return pairs of names and specs."""
-        return list(self._specs.items())
-
     def update(self, other: Mapping[str, Any] | Composite) -> Composite:
         """Add the specs of another one, entry by entry; returns this one."""
         for key, spec in other.items():
@@ -229,13 +216,6 @@ class Composite(Spec):
             else:
                 self[key] = spec
         return self
-
-    def clone(self) -> Composite:
-        """Return a copy; changing one leaves the other alone."""
-        done = super().clone()
-        assert isinstance(done, Composite)
-        done._specs = {key: spec.clone() for key, spec in self._specs.items()}
-        return done
 
     def zero(self, shape: Any = ()) -> Any:
         """Return a TensorDict, or an instance of `data_cls`, of zeros."""
@@ -256,8 +236,6 @@ class Composite(Spec):
             return f"expected {self.data_cls.__name__}, got {type(value).__name__}"
         if not isinstance(value, TensorDictBase) and not is_tensorclass(value):
             return f"expected a TensorDict, got {type(value).__name__}"
-        if text := _unequal(self.shape, value.batch_size[: len(self.shape)]):
-            return f"batch size: {text}"
         lazy = isinstance(inner(value), LazyStackedTensorDict)
         for key, spec in self._specs.items():
             options = {"as_list": True} if lazy and isinstance(spec, Unbounded) else {}

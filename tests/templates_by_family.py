@@ -29,17 +29,6 @@ CHATML = Family(
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-QWEN25 = Family(
-    "{%- if messages[0].role == 'system' %}"
-    "{{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}"
-    "{%- else %}{{- '<|im_start|>system\nYou are helpful.<|im_end|>\n' }}{%- endif %}"
-    "{%- for m in messages %}{%- if m.role == 'user' or m.role == 'assistant' %}"
-    "{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
-    "{%- elif m.role == 'tool' %}"
-    "{{- '<|im_start|>user\n<tool_response>\n' + m.content + '\n</tool_response><|im_end|>\n' }}"
-    "{%- endif %}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
-)
 QWEN3 = Family(
     "{%- set ns = namespace(last=-1) %}"
     "{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}"
@@ -80,14 +69,4 @@ GEMMA = Family(
     ("<bos>", "<start_of_turn>", "<end_of_turn>"),
     "<end_of_turn>",
     "<bos>",
-)
-DEEPSEEK_R1 = Family(
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}"
-    "{% elif m.role == 'user' %}{{ '<|User|>' + m.content }}"
-    "{% elif m.role == 'assistant' %}"
-    "{{ '<|Assistant|>' + m.content.split('</think>')[-1] + '<|end|>' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|Assistant|><think>\n' }}{% endif %}",
-    ("<|begin|>", "<|User|>", "<|Assistant|>", "<|end|>"),
-    "<|end|>",
-    "<|begin|>",
 )

@@ -1,7 +1,6 @@
 """Only the adapter is trained and saved; without it the model is the one it started from."""
 
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from runs import metrics, train
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from envs.transforms import RetrieveKL
 from policies import lora
 from policies.load import load_policy, load_reference
 from policies.models import has_adapter, quiet
@@ -26,18 +24,8 @@ from trainer.runtime import Runtime
 OLD_NAME = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 
 
-def answers(policy, ids: torch.Tensor, **options):
-    """Return the scores of ids [B, T] and one gradient of their sum, by parameter."""
-    every = torch.ones_like(ids, dtype=torch.bool)
-    policy.scorer.train()
-    scores = policy.scorer(ids, every, **options)
-    loss = scores.log_probs.sum() + (0 if scores.full_kl is None else 3 * scores.full_kl.sum())
-    named = lora.trained_weights(policy.model)
-    grads = torch.autograd.grad(loss, list(named.values()))
-    return scores, dict(zip(named, grads, strict=True))
-
-
 IDS = torch.arange(4, 36).reshape(2, 16)
+EVERY = torch.ones_like(IDS, dtype=torch.bool)
 
 
 # The reference
@@ -48,57 +36,48 @@ def test_with_the_adapter_off_it_is_the_start_policy(pad_model_input):
     with_the_adapter_off_it_is_the_start_policy(pad_model_input)
 
 
-def test_the_kl_is_exactly_0_at_the_start():
+def test_a_fresh_reference_shares_all_weights_and_has_a_kl_of_exactly_0():
     policy = make()
-    every = torch.ones_like(IDS, dtype=torch.bool)
     reference = load_reference(policy)
-    scores = policy.scorer(IDS, every, reference=reference.scorer)
-    theirs = reference.scorer(IDS, every)
-    assert torch.equal(scores.log_probs, theirs.log_probs)
+    mine = {p.data_ptr() for p in policy.model.parameters()}
+    assert {p.data_ptr() for p in reference.scorer.parameters()} == mine
+    scores = policy.scorer(IDS, EVERY, reference=reference.scorer)
+    assert torch.equal(scores.log_probs, reference.scorer(IDS, EVERY).log_probs)
     assert not scores.full_kl.any()
-    batch = RetrieveKL(ref_model=reference, add_to_reward=False)(rollout(policy))
-    assert batch["kl_penalty"].abs().max() < 1e-5  # sampled by another sum
 
 
-def test_the_reference_has_no_weights_of_its_own():
+def test_a_reference_that_moves_adds_a_frozen_adapter_alone():
     policy = make()
     mine = {p.data_ptr() for p in policy.model.parameters()}
-    reference = load_reference(policy)
-    assert {p.data_ptr() for p in reference.scorer.parameters()} == mine
-    moving = load_reference(policy, moves=True)
-    more = [p for p in moving.scorer.parameters() if p.data_ptr() not in mine]
+    moving = load_reference(policy, moves=True).scorer.parameters()
+    more = [p for p in moving if p.data_ptr() not in mine]
     adapter = lora.trained_weights(policy.model).values()
     assert sum(p.numel() for p in more) == sum(p.numel() for p in adapter)
     assert not any(p.requires_grad for p in more)
 
 
-@pytest.mark.parametrize("gradient_checkpointing", [False, True])
-def test_the_exact_kl_has_the_gradient_that_a_separate_reference_gives(gradient_checkpointing):
+def test_the_exact_kl_has_the_gradient_that_a_separate_reference_gives():
     """The reference runs through the same layers, between the policy's forward and backward."""
-    policy = make(double=True, gradient_checkpointing=gradient_checkpointing)
+    policy, twin = make(double=True), make(double=True)
     shake(policy)
-    before = {name: p.requires_grad for name, p in policy.model.named_parameters()}
+    pairs = (lora.trained_weights(p.model).values() for p in (twin, policy))
+    for mine, theirs in zip(*pairs, strict=True):
+        mine.data.copy_(theirs)
     separate = make(adapter=False, double=True).scorer
     own = lora.AdapterScorer(policy.scorer, None)
-    groups = {"group_id": torch.zeros(2, dtype=torch.int64)}
-    scores, grads = answers(policy, IDS, reference=own, **groups)
-    wanted, slow = answers(make_twin(policy), IDS, reference=separate, **groups)
-    torch.testing.assert_close(scores.full_kl, wanted.full_kl, rtol=1e-9, atol=1e-9)
-    assert scores.full_kl.sum() > 1
-    assert any(g.norm() > 1 for g in slow.values())
-    for name, grad in grads.items():
-        torch.testing.assert_close(grad, slow[name], rtol=1e-6, atol=1e-9)
-    assert {name: p.requires_grad for name, p in policy.model.named_parameters()} == before
-    assert all(".lora_" in name for name, needed in before.items() if needed)
-
-
-def make_twin(policy):
-    """Return another policy of the same weights, adapter included."""
-    twin = make(double=True)
-    pair = (lora.trained_weights(p.model).values() for p in (twin, policy))
-    for mine, theirs in zip(*pair, strict=True):
-        mine.data.copy_(theirs)
-    return twin
+    kl, grads = [], []
+    for one, reference in ((policy, own), (twin, separate)):
+        group = torch.zeros(2, dtype=torch.int64)
+        scores = one.scorer.train()(IDS, EVERY, reference=reference, group_id=group)
+        trained = list(lora.trained_weights(one.model).values())
+        loss = scores.log_probs.sum() + 3 * scores.full_kl.sum()
+        kl.append(scores.full_kl)
+        grads.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, trained)]))
+    torch.testing.assert_close(*kl, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(*grads, rtol=1e-6, atol=1e-9)
+    assert kl[1].sum() > 1
+    assert grads[1].norm() > 1
+    assert all((".lora_" in n) == p.requires_grad for n, p in policy.model.named_parameters())
 
 
 def test_an_adapter_that_has_moved_is_copied():
@@ -122,15 +101,14 @@ def test_an_adapter_that_has_moved_is_copied():
 
 def step(policy, optimizer, seed: int) -> None:
     ids = (IDS + seed) % 40 + 4
-    every = torch.ones_like(ids, dtype=torch.bool)
-    scores = policy.scorer(ids, every)
+    scores = policy.scorer(ids, EVERY)
     value = torch.zeros(()) if scores.values is None else (scores.values - 1).square().mean()
     (value - scores.log_probs.mean()).backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
 
-@pytest.mark.parametrize("critic", [None, "head", "separate"])
+@pytest.mark.parametrize("critic", [None, "separate"])
 def test_a_checkpoint_holds_the_adapter_and_goes_on_to_the_bit(tmp_path, critic):
     def start():
         policy = make()
@@ -147,9 +125,9 @@ def test_a_checkpoint_holds_the_adapter_and_goes_on_to_the_bit(tmp_path, critic)
         step(policy, optimizer, seed)
     saved.save(3, {})
     folder = found.newest()
-    small = sum(path.stat().st_size for path in (folder / "adapter").glob("*.safetensors"))
-    assert small < 4 * sum(p.numel() for p in lora.trained_weights(policy.model).values()) + 10_000
     assert not (folder / "model").exists()
+    names = load_file(folder / "adapter" / lora.WEIGHTS)
+    assert len(names) == len(lora.trained_weights(policy.model))
     found.restore(folder)
     step(policy, optimizer, 3)
     step(other, fresh, 3)
@@ -157,11 +135,6 @@ def test_a_checkpoint_holds_the_adapter_and_goes_on_to_the_bit(tmp_path, critic)
     named = dict(other.scorer.named_parameters())
     assert all(torch.equal(p, named[name]) for name, p in policy.scorer.named_parameters())
     assert all(torch.equal(p, base[n]) for n, p in policy.model.named_parameters() if n in base)
-    if critic == "separate":  # its frozen weights are the policy's
-        mine = {p.data_ptr() for p in policy.model.parameters()}
-        trained = [p for p in policy.scorer.critic.parameters() if p.requires_grad]
-        own = [p for p in policy.scorer.critic.parameters() if p.data_ptr() not in mine]
-        assert {id(p) for p in own} == {id(p) for p in trained}
 
 
 @OLD_NAME
@@ -191,34 +164,25 @@ def test_the_final_model_is_merged_and_the_adapter_is_pefts(kind, tmp_path):
 
 
 def test_bfloat16_weights_have_a_float32_adapter():
-    policy = make(dtype="bfloat16")
-    assert {p.dtype for p in lora.trained_weights(policy.model).values()} == {torch.float32}
-    optimizer = make_optimizer(policy.scorer, lr=1e-6)
-    before = {name: p.clone() for name, p in lora.trained_weights(policy.model).items()}
-    step(policy, optimizer, 0)
-    step(policy, optimizer, 1)
-    after = lora.trained_weights(policy.model)
-    moved = [(after[name] - p).abs().median() for name, p in before.items()]
-    assert all(0.5e-6 < x < 4e-6 for x in moved)
+    adapter = lora.trained_weights(make(dtype="bfloat16").model).values()
+    assert {p.dtype for p in adapter} == {torch.float32}
 
 
 # Refusals
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("load", "options", "named"),
     [
-        ({"dropout": 0.1}, ["dropout=0", "0.1", "log-probs"]),
-        ({"target_modules": ["q_proj", "qproj"]}, ["['qproj']", "v_proj"]),
-        ({"target_modules": ["lm_head"]}, ["['lm_head']", "down_proj"]),
-        ({"target_modules": ["embed_tokens"]}, ["['embed_tokens']"]),
+        (load_policy, {"dropout": 0.1}, "dropout"),
+        (load_policy, {"target_modules": ["q_proj", "qproj"]}, "target_modules.*'qproj'"),
+        (load_policy, {"target_modules": ["lm_head"]}, "target_modules.*'lm_head'"),
+        (load_reward_model, {}, "r=0"),
     ],
 )
-def test_adapters_that_cannot_be_right_are_refused(options, words):
-    with pytest.raises(ValueError, match=r"policy\.lora") as caught:
-        load_policy("tiny", lora={"r": 4, **options})
-    assert "\n" not in str(caught.value)
-    assert all(word in str(caught.value) for word in words)
+def test_adapters_that_cannot_be_right_are_refused(load, options, named):
+    with pytest.raises(ValueError, match=rf"policy\.lora\.{named}"):
+        load("tiny", lora={"r": 4, **options})
 
 
 def test_target_modules_are_those_named():
@@ -226,21 +190,15 @@ def test_target_modules_are_those_named():
     named = lora.trained_weights(policy.model)
     assert {name.split(".")[-3] for name in named} == {"q_proj", "v_proj"}
     assert {min(p.shape) for p in named.values()} == {3}
-    assert not has_adapter(load_policy("tiny", lora={"r": 0}).model)
-
-
-def test_a_reward_model_takes_no_adapter():
-    with pytest.raises(ValueError, match=r"policy\.lora\.r=0 for a reward model"):
-        load_reward_model("tiny", lora={"r": 4})
 
 
 def test_an_adapter_of_other_weights_is_refused(tmp_path):
     policy = make()
     lora.save_adapter(policy.model, tmp_path, base="a" * 64)
-    with pytest.raises(ValueError, match="adapter of bbbbbbbbbbbb, got aaaaaaaaaaaa"):
+    with pytest.raises(ValueError, match=r"bbbb.*aaaa"):
         lora.load_adapter(policy.model, tmp_path, base="b" * 64)
     other = load_policy("tiny", lora={"r": 4, "target_modules": ["q_proj"]})
-    with pytest.raises(ValueError, match="does not fit"):
+    with pytest.raises(ValueError, match="down_proj"):
         lora.load_adapter(other.model, tmp_path, base="a" * 64)
 
 
@@ -254,7 +212,8 @@ def test_without_peft_the_extra_is_named(monkeypatch):
 # Through the command line
 
 
-def test_a_run_on_two_ranks_learns_and_leaves_an_ordinary_model(small_run, tmp_path: Path):
+@pytest.mark.runs
+def test_a_run_on_two_ranks_learns_and_leaves_an_ordinary_model(tmp_path):
     folder = tmp_path / "run"
     done = train(
         "experiment=grpo_tiny",
@@ -266,18 +225,13 @@ def test_a_run_on_two_ranks_learns_and_leaves_an_ordinary_model(small_run, tmp_p
         "eval.every=0",
         "eval.num_samples=0",
         "eval.greedy=false",
-        "checkpoint.every=10",
         "launch.num_processes=2",
         f"output_dir={folder}",
     )
     assert done.code == 0, done.text
-    told = metrics(folder)[1:]
-    assert abs(told[0]["kl/ref_full"]) == 0
-    assert abs(told[0]["kl/ref_sequence"]) < 1e-4
-    assert told[-1]["kl/ref_full"] > 0.02
-    reward = [row["reward/mean"] for row in told]
+    rows = metrics(folder)[1:]
+    assert abs(rows[0]["kl/ref_full"]) == 0
+    assert rows[-1]["kl/ref_full"] > 0.02
+    reward = [row["reward/mean"] for row in rows]
     assert sum(reward[-3:]) / 3 > sum(reward[:3]) / 3 + 0.1
-    policy = load_policy(str(folder / "model"))
-    saved = load_file(next((folder / "checkpoints").iterdir()) / "adapter" / lora.WEIGHTS)
-    assert all(".lora_" in name for name in saved)
-    assert not has_adapter(policy.model)
+    assert not has_adapter(load_policy(str(folder / "model")).model)

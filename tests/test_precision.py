@@ -52,46 +52,36 @@ def test_log_probs_kl_entropy_and_values_are_float32(options):
 
 @pytest.mark.parametrize("options", HALF)
 def test_a_policy_step_is_finite_and_starts_on_the_reference(options):
-    own, seen = leash(), []
-
-    class Objective(GRPOObjective):
-        def __call__(self, scores, batch):
-            terms = super().__call__(scores, batch)
-            seen.extend(value.dtype for value in terms.loss.values())
-            return terms
-
-    policy, update = make(options, lr=1e-3, objective=Objective(leash=own))
+    own = leash()
+    policy, update = make(options, lr=1e-3, objective=GRPOObjective(leash=own))
     reference = Reference(policy, load_reference(policy))
-    first = None
-    for _ in range(3):
+    for step in range(2):
         batch = GroupAdvantage(group_size=G, leash=own)(reference(rollout(policy)))
-        first = batch["kl_penalty"] if first is None else first
+        assert batch["kl_penalty"].dtype == torch.float32
+        assert 0 < batch["kl_penalty"].abs().max() < (0.1 if step == 0 else math.inf)
         metrics = update(batch)
         assert all(math.isfinite(value) for value in metrics.values())
         assert metrics["kl/mismatch"] < 0.05
         assert metrics["optim/grad_norm"] > 1e-3
-    assert set(seen) == {torch.float32}
-    assert first.dtype == torch.float32
-    assert first.abs().max() < 0.1
-    assert batch["kl_penalty"].abs().max() > 0
 
 
-def fallen(options: dict, lr: float, *, plain: bool = False) -> float:
-    """Return by which share the loss of some replies falls in 25 steps."""
-    policy, update = make(options, lr=lr, objective=SFTObjective())
+def fallen(options: dict, *, plain: bool = False) -> float:
+    """Return by which share the loss of some replies falls in 25 steps.
+
+    At this rate most steps are below the rounding of a bfloat16 weight.
+    """
+    policy, update = make(options, lr=3e-5, objective=SFTObjective())
     if plain:
-        update.optimizer = torch.optim.AdamW(policy.scorer.parameters(), lr=lr, weight_decay=0.0)
+        update.optimizer = torch.optim.AdamW(policy.scorer.parameters(), lr=3e-5, weight_decay=0.0)
     batch = rollout(policy)
     loss = [update(batch.clone())["loss/total"] for _ in range(25)]
     return 1 - loss[-1] / loss[0]
 
 
-@pytest.mark.parametrize("lr", [1e-3, 3e-5])
-def test_it_learns_as_fast_as_in_float32(lr):
-    """At the smaller rate most steps are below the rounding of a bfloat16 weight."""
-    want = fallen({}, lr)
+@pytest.mark.runs
+def test_it_learns_as_fast_as_in_float32():
+    want = fallen({})
     assert want > 0.05
     for options in HALF:
-        assert fallen(options, lr) == pytest.approx(want, rel=0.1)
-    if lr < 1e-3:
-        assert fallen(HALF[0], lr, plain=True) < 0.7 * want
+        assert fallen(options) == pytest.approx(want, rel=0.1)
+    assert fallen(HALF[0], plain=True) < 0.7 * want

@@ -1,48 +1,45 @@
-"""Scoring and sampling against a plain transformers forward, in both layouts."""
+"""Scoring and sampling against a plain transformers forward, however the rows lie."""
+
+import copy
+from functools import cache
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from contracts import make_policy
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from policies import layout, token_distribution
-from policies.padding import pad, pad_mask, unpad
+from policies.padding import pad, pad_mask
 from policies.random import fold, inverse_cdf, uniforms
 from policies.sampler import Stop, sample
 from policies.scorer import Scorer
 
-V = 60
-SIZES = {
-    "vocab_size": V,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 64,
-}
+V = 400  # tokens of the tiny model
 
 
-def make_model(kind: str = "qwen2", dtype: torch.dtype = torch.float64):
-    torch.manual_seed(0)
-    pair = {"qwen2": (Qwen2ForCausalLM, Qwen2Config), "llama": (LlamaForCausalLM, LlamaConfig)}
-    model = pair[kind][0](pair[kind][1](**SIZES)).to(dtype).eval()
+@cache
+def model_of(scale: float = 1.0):
+    """Return the tiny model in float64 with random weights times `scale`."""
+    model = copy.deepcopy(make_policy().model).double()
     with torch.no_grad():
         for p in model.parameters():
-            if p.ndim > 1:
-                p.normal_(std=0.3)
+            p.mul_(scale)
     return model
 
 
-def make_groups(seed: int = 0) -> tuple[list[torch.Tensor], list[int]]:
-    """Return 3 prompts x 4 replies as full rows, and the prompt lengths."""
-    generator = torch.Generator().manual_seed(seed)
-    rows, cuts = [], []
-    for size in (5, 9, 3):
+def draw_rows(sizes: list[tuple[int, list[int]]]) -> list[torch.Tensor]:
+    """Return full rows of random ids: for each prompt's length the lengths of its replies."""
+    generator, rows = torch.Generator().manual_seed(0), []
+    for size, replies in sizes:
         prompt = torch.randint(V, (size,), generator=generator)
-        for _ in range(4):
-            n = int(torch.randint(1, 7, (1,), generator=generator))
-            rows.append(torch.cat([prompt, torch.randint(V, (n,), generator=generator)]))
-            cuts.append(size)
-    return rows, cuts
+        rows += [torch.cat([prompt, torch.randint(V, (n,), generator=generator)]) for n in replies]
+    return rows
+
+
+ROWS = draw_rows([(5, [1, 6, 2, 4]), (9, [3, 1]), (3, [6, 6])])
+TOKENS, MASK = pad(ROWS), pad_mask([len(r) for r in ROWS])
+GROUP = torch.tensor([0, 0, 0, 0, 1, 1, 2, 2])
 
 
 def plain(model, row: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
@@ -51,130 +48,85 @@ def plain(model, row: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
     return torch.stack([table.new_zeros(())] + [table[t - 1, row[t]] for t in range(1, len(row))])
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "llama"])
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("grouped", [False, True])
-def test_scores_and_gradients_equal_a_plain_forward(kind, side, grouped) -> None:
-    model = make_model(kind)
-    rows, _ = make_groups()
+def flat_gradient(model, loss: torch.Tensor) -> torch.Tensor:
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+
+
+@pytest.mark.parametrize("how", ["left", "right", "grouped", "packed"])
+@settings(max_examples=12)
+@given(
+    sizes=st.lists(
+        st.tuples(st.integers(2, 9), st.lists(st.integers(1, 6), min_size=1, max_size=4)),
+        min_size=1,
+        max_size=3,
+    ),
+    width=st.integers(20, 60),
+)
+def test_scores_and_gradients_equal_a_plain_forward(how, sizes, width) -> None:
+    model, rows = model_of(), draw_rows(sizes)
+    temperature = torch.linspace(0.5, 1.5, len(rows))
+    side = "left" if how == "left" else "right"
     tokens, mask = pad(rows, side=side), pad_mask([len(r) for r in rows], side=side)
-    group = torch.arange(3).repeat_interleave(4) if grouped else None
-    if grouped:  # make sure that the shared layout is really the one under test
-        assert layout.choose(tokens, mask, mask, group).attention_mask.ndim == 4
-    coefficients = torch.randn(12, tokens.shape[1], dtype=torch.float64)
+    generator = torch.Generator().manual_seed(width)
+    keep = mask & (torch.rand(mask.shape, generator=generator) < 0.7)
+    keep[:, 0 if side == "right" else -1] = True  # for a first token, which nothing predicts, 0
+    coefficients = torch.randn(tokens.shape, dtype=torch.float64, generator=generator)
+    options = {"temperature": temperature, "pack": how == "packed"}
+    if how == "grouped":
+        options["group_id"] = torch.repeat_interleave(torch.tensor([len(n) for _, n in sizes]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout, "PACKED", width)
+        scores = Scorer(model)(tokens, mask, keep, **options).log_probs
+    alone = [plain(model, row, float(t)) for row, t in zip(rows, temperature, strict=True)]
+    want = torch.zeros_like(coefficients).masked_scatter(mask, torch.cat(alone))
+    torch.testing.assert_close(scores.double(), want * keep, atol=1e-5, rtol=0)
+    got = flat_gradient(model, (scores * coefficients).sum())
+    expected = flat_gradient(model, (want * keep * coefficients).sum())
+    assert (got - expected).norm() <= 1e-5 * expected.norm()
 
-    scores = Scorer(model)(tokens, mask, temperature=0.7, group_id=group)
-    (scores.log_probs * coefficients).sum().backward()
-    got = torch.cat([p.grad.flatten() for p in model.parameters()])
-    model.zero_grad()
-    want = [plain(model, row, 0.7) for row in rows]
-    torch.cat([w * c[m] for w, c, m in zip(want, coefficients, mask, strict=True)]).sum().backward()
-    expected = torch.cat([p.grad.flatten() for p in model.parameters()])
 
-    for i, row in enumerate(want):
-        torch.testing.assert_close(scores.log_probs[i][mask[i]].double(), row, atol=1e-5, rtol=0)
-    assert not scores.log_probs[~mask].any()
-    assert (got - expected).norm() / expected.norm() < 1e-5
-
-
-def test_only_kept_tokens_are_scored() -> None:
-    model = make_model()
-    rows, _ = make_groups()
-    tokens, mask = pad(rows), pad_mask([len(r) for r in rows])
-    keep = mask & (torch.rand(mask.shape) < 0.3)
-    keep[:, 0] = True  # the first token has no prediction: asking for it gives 0
-    scores = Scorer(model)(tokens, mask, keep)
-    for i, row in enumerate(rows):
-        want = plain(model, row) * keep[i, : len(row)]
-        torch.testing.assert_close(
-            scores.log_probs[i, : len(row)].double(), want, atol=1e-5, rtol=0
-        )
+def test_a_group_shares_its_prompt() -> None:
+    assert layout.choose(TOKENS, MASK, MASK, GROUP).attention_mask.ndim == 4
 
 
 @torch.no_grad()
-def test_entropy_and_exact_kl_equal_sums_over_the_vocabulary() -> None:
-    model, other = make_model(), make_model()
-    with torch.no_grad():
-        for p in other.parameters():
-            p.mul_(0.9)
-    rows, _ = make_groups()
-    tokens, mask = pad(rows), pad_mask([len(r) for r in rows])
-    scores = Scorer(model)(tokens, mask, entropy=True, temperature=1.3, reference=Scorer(other))
-    for i, row in enumerate(rows[:3]):
-        p = (model(row[None]).logits[0] / 1.3).softmax(-1)
-        q = (other(row[None]).logits[0] / 1.3).softmax(-1)
-        for t in range(1, len(row)):
-            entropy = -sum(float(x) * float(x.log()) for x in p[t - 1])
-            kl = sum(
-                float(x) * float((x / y).log()) for x, y in zip(p[t - 1], q[t - 1], strict=True)
-            )
-            assert float(scores.entropy[i, t]) == pytest.approx(entropy, abs=1e-5)
-            assert float(scores.full_kl[i, t]) == pytest.approx(kl, abs=1e-5)
-
-
-@pytest.mark.parametrize("sharing", [(True, False), (False, True)])
-def test_each_model_lays_prompts_out_as_it_can_in_the_exact_kl(sharing, monkeypatch) -> None:
-    model, other = make_model(), make_model()
-    with torch.no_grad():
-        for p in other.parameters():
-            p.mul_(0.9)
-    rows, _ = make_groups()
-    tokens, mask = pad(rows), pad_mask([len(r) for r in rows])
-    group = torch.arange(3).repeat_interleave(4)
-    want = Scorer(model)(tokens, mask, reference=Scorer(other)).full_kl
-    laid, inner = [], Scorer.hidden
-    monkeypatch.setattr(
-        Scorer, "hidden", lambda self, lay: laid.append(lay.attention_mask.ndim) or inner(self, lay)
-    )
+@pytest.mark.parametrize("sharing", [(True, True), (True, False), (False, True)])
+def test_entropy_and_exact_kl_equal_sums_over_the_vocabulary(sharing) -> None:
+    model, other = model_of(), model_of(0.9)
     mine, theirs = (
         Scorer(m, share_prompts=s) for m, s in zip((model, other), sharing, strict=True)
     )
-    got = mine(tokens, mask, group_id=group, reference=theirs).full_kl
-    assert laid == [4 if s else 2 for s in sharing]
-    torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+    options = {"entropy": True, "temperature": 1.3, "group_id": GROUP}
+    scores = mine(TOKENS, MASK, reference=theirs, **options)
+    for i, row in enumerate(ROWS):
+        p, q = ((m(row[None]).logits[0, :-1] / 1.3).softmax(-1) for m in (model, other))
+        for got, want in (
+            (scores.entropy, -(p * p.log()).sum(-1)),
+            (scores.full_kl, (p * (p / q).log()).sum(-1)),
+        ):
+            torch.testing.assert_close(got[i, 1 : len(row)].double(), want, atol=1e-5, rtol=0)
 
 
+@torch.no_grad()
 def test_the_exact_kl_to_a_wider_embedding_is_over_the_common_tokens() -> None:
-    model, other = make_model(), make_model()
+    model, other = model_of(), copy.deepcopy(model_of())
     torch.manual_seed(1)
     other.resize_token_embeddings(V + 4, mean_resizing=False)
-    rows, _ = make_groups()
-    tokens, mask = pad(rows[:1]), pad_mask([len(rows[0])])
-    with torch.no_grad():
-        p, q = (m(rows[0][None]).logits[0].softmax(-1) for m in (model, other))
-        for (curr, ref), (a, b) in {(model, other): (p, q), (other, model): (q, p)}.items():
-            got = Scorer(curr)(tokens, mask, reference=Scorer(ref)).full_kl
-            for t in range(1, len(rows[0])):
-                want = sum(float(a[t - 1, v] * (a[t - 1, v] / b[t - 1, v]).log()) for v in range(V))
-                assert float(got[0, t]) == pytest.approx(want, abs=1e-5)
+    tokens, mask = ROWS[0][None], torch.ones(1, len(ROWS[0]), dtype=torch.bool)
+    for curr, ref in ((model, other), (other, model)):
+        p, q = (m(tokens).logits[0, :-1].softmax(-1)[:, :V] for m in (curr, ref))
+        got = Scorer(curr)(tokens, mask, reference=Scorer(ref)).full_kl
+        want = (p * (p / q).log()).sum(-1)
+        torch.testing.assert_close(got[0, 1:].double(), want, atol=1e-5, rtol=0)
 
 
 def test_slices_of_the_head_change_nothing(monkeypatch) -> None:
-    model, other = make_model(), make_model()
-    with torch.no_grad():
-        for p in other.parameters():
-            p.mul_(0.9)
-    rows, _ = make_groups()
-    tokens, mask = pad(rows), pad_mask([len(r) for r in rows])
-    temperature = torch.linspace(0.5, 1.5, 12)
-    found, kept = [], []
-
-    def note(x: torch.Tensor) -> torch.Tensor:
-        kept.append(x.shape)
-        return x
-
+    model, other = model_of(), model_of(0.9)
+    found = []
     for size in (2**26, 7 * V):  # all tokens at once, and 7 at a time
         monkeypatch.setattr(token_distribution, "SLICE", size)
-        model.zero_grad()
-        kept.clear()
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-            out = Scorer(model)(
-                tokens, mask, temperature=temperature, entropy=True, reference=Scorer(other)
-            )
-        # Between forward and backward no slice's logits are held.
-        assert any(s[-1:] == (V,) for s in kept) == (size > 7 * V)
-        (out.log_probs - 0.3 * out.full_kl).sum().backward()
-        grads = torch.cat([p.grad.flatten() for p in model.parameters()])
+        out = Scorer(model)(TOKENS, MASK, entropy=True, reference=Scorer(other))
+        grads = flat_gradient(model, (out.log_probs - 0.3 * out.full_kl).sum())
         found.append((out.log_probs, out.entropy, out.full_kl, grads))
     assert all(p.grad is None for p in other.parameters())
     for whole, sliced in zip(*found, strict=True):
@@ -182,57 +134,21 @@ def test_slices_of_the_head_change_nothing(monkeypatch) -> None:
 
 
 def test_logits_are_aligned() -> None:
-    model = make_model()
-    rows, _ = make_groups()
-    tokens, mask = pad(rows, side="left"), pad_mask([len(r) for r in rows], side="left")
-    logits = Scorer(model).logits(tokens, mask)
-    for i, row in enumerate(rows):
-        want = model(row[None]).logits[0, :-1]
-        torch.testing.assert_close(logits[i][mask[i]][1:].double(), want, atol=1e-5, rtol=0)
-        assert not logits[i][mask[i]][0].any()
+    logits = Scorer(model_of()).logits(TOKENS, MASK)
+    for i, row in enumerate(ROWS):
+        want = model_of()(row[None]).logits[0, :-1]
+        torch.testing.assert_close(logits[i, 1 : len(row)].double(), want, atol=1e-5, rtol=0)
+        assert not logits[i, 0].any()
 
 
 def test_nothing_to_score_still_touches_every_parameter() -> None:
-    model = make_model()
-    tokens = torch.zeros(2, 3, dtype=torch.int64)
-    mask = torch.ones(2, 3, dtype=torch.bool)
-    scores = Scorer(model)(tokens, mask, torch.zeros(2, 3, dtype=torch.bool))
-    scores.log_probs.sum().backward()
-    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
-
-
-def test_sampled_log_probs_are_those_of_the_logits_drawn_from() -> None:
-    model = make_model(dtype=torch.float32)
-    rows, cuts = make_groups()
-    prompts = [row[:cut] for row, cut in zip(rows, cuts, strict=True)]
-    out = sample(
-        model,
-        pad(prompts, side="left"),
-        pad_mask([len(p) for p in prompts], side="left"),
-        streams=fold(0, torch.arange(12)),
-        stop=Stop(frozenset([7, 8, 9])),
-        max_new_tokens=8,
-        temperature=0.8,
-    )
-    assert out.complete.any()
-    assert not out.complete.all()
-    for prompt, ids, values, done in zip(
-        prompts,
-        unpad(out.ids, out.mask),
-        unpad(out.log_probs, out.mask),
-        out.complete,
-        strict=True,
-    ):
-        want = plain(model, torch.cat([prompt, ids]), 0.8)[len(prompt) :]
-        torch.testing.assert_close(values, want.detach(), atol=1e-5, rtol=0)
-        assert (int(ids[-1]) in (7, 8, 9)) == bool(done)
-        assert not {7, 8, 9} & set(ids[:-1].tolist())
-        assert bool(done) or len(ids) == 8
+    scores = Scorer(model_of())(TOKENS, MASK, torch.zeros_like(MASK))
+    assert not flat_gradient(model_of(), scores.log_probs.sum()).any()
 
 
 @torch.no_grad()
 def test_greedy_takes_the_most_likely_token_and_scores_it_at_temperature_one() -> None:
-    model = make_model(dtype=torch.float32)
+    model = make_policy().model
     prompt = torch.tensor([3, 4, 5])
     streams, never = torch.zeros(1, dtype=torch.int64), Stop(frozenset())
     settings = {"streams": streams, "stop": never, "max_new_tokens": 4, "temperature": 0.0}
@@ -247,7 +163,7 @@ def test_greedy_takes_the_most_likely_token_and_scores_it_at_temperature_one() -
 
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(ValueError, match="empty prompt"):
-        sample(make_model(), torch.zeros(1, 0, dtype=torch.int64), streams=torch.zeros(1),
+        sample(model_of(), torch.zeros(1, 0, dtype=torch.int64), streams=torch.zeros(1),
                stop=Stop(frozenset()), max_new_tokens=2)  # fmt: skip
 
 

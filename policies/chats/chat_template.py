@@ -24,7 +24,6 @@ from policies.chats.rendering import (
     Outline,
     Outlines,
     Piece,
-    Span,
     check_messages,
     close_turn,
     fill,
@@ -134,9 +133,6 @@ class Renderer:
         """
         messages = check_messages(messages)
         new_messages = check_messages(new_messages) if new_messages else []
-        if len(messages) < 2 or messages[-1]["role"] != "assistant":
-            roles = [m["role"] for m in messages]
-            raise ValueError(f"expected a prompt and the assistant's reply, got roles {roles}")
         chat, last = [*messages, *new_messages], len(messages) - 1
         outline = self._outlines.of(chat, True)
         where = next((k for k, p in enumerate(outline.pieces) if p.message == last), 0)
@@ -159,12 +155,15 @@ class Renderer:
     def _encode(self, pieces: Sequence[Piece], texts: list[str], control: list[int]) -> Rendered:
         """Encode pieces that were filled with `texts`; `control` is all that may come out.
 
-        As one text if no content adds a control token, which gives the ids that the model was
-        trained on; else piece by piece, with contents spelled out.
+        As one text if every control token starts in what the template wrote, which gives the ids
+        that the model was trained on; else piece by piece, with contents spelled out.
         """
         text, ends = "".join(texts), list(accumulate(map(len, texts)))
         ids, offsets = self._encoder.encode(text)
-        if self._encoder.find_control(ids) == control and self._placed(pieces, texts, ids, offsets):
+        found = [span for i, span in zip(ids, offsets, strict=True) if i in self._encoder.control]
+        starts = [end - len(text[start:end].lstrip()) for start, end in found]
+        placed = all(pieces[bisect_right(ends, at)].message is None for at in starts)
+        if placed and self._encoder.find_control(ids) == control:
             spans = [
                 (e - len(t), e) for p, t, e in zip(pieces, texts, ends, strict=True) if p.assistant
             ]
@@ -176,15 +175,6 @@ class Renderer:
             ids += part
             assistant += [piece.assistant] * len(part)
         return Rendered(ids, assistant)
-
-    def _placed(
-        self, pieces: Sequence[Piece], texts: list[str], ids: list[int], offsets: list[Span]
-    ) -> bool:
-        """Return whether every control token starts in what the template wrote."""
-        text, ends = "".join(texts), list(accumulate(map(len, texts)))
-        spans = [span for i, span in zip(ids, offsets, strict=True) if i in self._encoder.control]
-        starts = [end - len(text[start:end].lstrip()) for start, end in spans]
-        return all(pieces[bisect_right(ends, at)].message is None for at in starts)
 
     def _encode_rewritten(
         self, messages: Sequence[Message], prompt: bool, outline: Outline

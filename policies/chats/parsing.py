@@ -47,8 +47,6 @@ class Format:
 
     def __call__(self, text: str) -> list[Message]:
         """Return the messages of a text with `is_complete`; ValueError where it does not fit."""
-        if not text:
-            raise ValueError("expected a text with a message in it, got an empty one")
         return self._parse(text)
 
     def reply(self, text: str) -> list[Message]:

@@ -305,7 +305,8 @@ class Outlines:
     def find_end_of_turn(self) -> int | None:
         """Return the token that the template writes right after a reply, if it is a control one."""
         blank = self.blank([{"role": "user"}, {"role": "assistant"}])
-        tail = self.text(blank, False)[0].rpartition(blank[-1]["content"])[2]
+        text, reply = self.text(blank, False)[0], blank[-1]["content"]
+        tail = re.split(reply, text, flags=re.IGNORECASE)[-1]  # a template may write in capitals
         ids, offsets = self._encoder.encode(tail)
         for token, (start, _) in zip(ids, offsets, strict=True):
             if token in self._encoder.control:

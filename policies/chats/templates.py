@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, TemplateSyntaxError
-
 
 @dataclass(frozen=True)
 class Template:
@@ -109,7 +107,7 @@ def add_chat_template(
     """Give a chat template, a Jinja text or a file, a name in this process.
 
     `inverse_parser` turns a text into a History or a list of messages; None reads the turns that
-    the template writes. Raises ValueError if the template cannot be parsed.
+    the template writes.
     """
     label = f"chat template {template_name!r}"
     ADDED[template_name] = Template(read_template(template), label, inverse_parser=inverse_parser)
@@ -123,23 +121,15 @@ def read_template(chat_template: str) -> str:
     """
     if known := _named(chat_template):
         return known.text
-    text = chat_template
-    if "{" not in text:
-        try:
-            text = Path(chat_template).expanduser().read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"expected a Jinja template, a file that holds one, or one of {_names()}, "
-                f"got {chat_template!r} ({error})"
-            ) from None
+    if "{" in chat_template:
+        return chat_template
     try:
-        plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", text)  # a tag of transformers
-        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
-    except TemplateSyntaxError as error:
+        return Path(chat_template).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
         raise ValueError(
-            f"expected a Jinja template, got an error in line {error.lineno}: {error.message}"
+            f"expected a Jinja template, a file that holds one, or one of {_names()}, "
+            f"got {chat_template!r} ({error})"
         ) from None
-    return text
 
 
 def _names() -> list[str]:
