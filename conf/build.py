@@ -5,7 +5,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -157,17 +157,43 @@ def make_source(cfg: DictConfig, **parts: Any) -> Any:
     For replies of another engine the verbs begin with trainer.ImportanceSampling, unless they
     have one or `importance` is null. With trainer.overlap a training run samples ahead.
     """
-    nodes, total = _plain(cfg.algorithm.after_rollout) or {}, cfg.trainer.num_iterations
-    there = any("ImportanceSampling" in (node or {}).get("_target_", "") for node in nodes.values())
-    if cfg.policy.engine != "transformers" and not there:
-        nodes = {"importance": {"_target_": "trainer.ImportanceSampling"}} | nodes
-    verbs = [build(node, cfg.trainer, **parts) for node in nodes.values() if node is not None]
+    total = cfg.trainer.num_iterations
+    verbs = [build(node, cfg.trainer, **parts) for node in _after_rollout(cfg).values()]
     own = {"size": cfg.trainer.prompts_per_iteration, "after_rollout": verbs}
     source = build(cfg.algorithm.source, cfg.algorithm, cfg.trainer, **own, **parts)
     if not cfg.trainer.overlap or cfg.mode != "train" or cfg.preflight:
         return source
     make = find_target("trainer.overlap.Overlap")
     return make(source, parts["policy"], ahead=cfg.trainer.overlap, num_iterations=total)
+
+
+def _after_rollout(cfg: DictConfig) -> dict[str, Section]:
+    """Return the nodes of algorithm.after_rollout, and what another engine adds to them."""
+    nodes = _plain(cfg.algorithm.after_rollout) or {}
+    there = any("ImportanceSampling" in (node or {}).get("_target_", "") for node in nodes.values())
+    if cfg.policy.engine != "transformers" and not there:
+        nodes = {"importance": {"_target_": "trainer.ImportanceSampling"}} | nodes
+    return {name: node for name, node in nodes.items() if node is not None}
+
+
+def stateful(
+    cfg: DictConfig, task: Any, env: Any, source: Any, advantage: Any, objective: Any, watching: Any
+) -> dict[str, Any]:
+    """Return the parts with state_dict() and load_state_dict(), by their keys in `cfg`."""
+    source = getattr(source, "source", source)  # of trainer.Overlap
+    named = {"env.task": getattr(task, "task", task), "algorithm.source": source}
+    named |= {"algorithm.advantage": advantage, "algorithm.objective": objective}
+    named |= {f"env.rewards.{name}": r for name, r in getattr(task, "functions", {}).items()}
+    if names := [name for name, node in cfg.env.transforms.items() if node is not None]:
+        each = env.transform.transforms if len(names) > 1 else [env.transform]
+        named |= {f"env.transforms.{name}": t for name, t in zip(names, each, strict=True)}
+    verbs = zip(_after_rollout(cfg), getattr(source, "after_rollout", ()), strict=True)
+    named |= {f"algorithm.after_rollout.{name}": verb for name, verb in verbs}
+    each = getattr(watching, "each", ())
+    names = [name for name, node in cfg.observers.items() if node]
+    named |= {f"observers.{name}": part for name, part in zip(names, each, strict=False)}
+    both = ("state_dict", "load_state_dict")
+    return {key: part for key, part in named.items() if all(hasattr(part, name) for name in both)}
 
 
 def make_reference(cfg: DictConfig, policy: Any) -> Any:
@@ -189,15 +215,18 @@ def make_early_stopping(settings: Section) -> Any:
     return EarlyStopping(**asked) if any(asked.values()) else None
 
 
-def make_observers(cfg: DictConfig, runtime: Any) -> Any:
-    """Return who watches the run: tracker, diagnosis, report and terminal, on rank 0."""
+def make_observers(cfg: DictConfig, runtime: Any, more: Iterable[Any] = ()) -> Any:
+    """Return the observers of rank 0: `observers` first, then tracker, report and terminal."""
     import trainer
     from trainer.reports import diagnosis, display, live
 
     if not runtime.is_main:
         return trainer.Observer()
     everyone = trainer.Observers()
+    own = {"runtime": runtime, "folder": runtime.folder}
     everyone.each = [
+        *(build({"_convert_": "all", **node}, **own) for node in cfg.observers.values() if node),
+        *more,
         make_tracker(cfg, runtime.folder),
         diagnosis.Diagnose(runtime, everyone),
         live.LiveReport(runtime.folder),

@@ -33,10 +33,14 @@ def restore_run(loop: Any) -> None:
 
 
 def _restore(loop: Any, state: dict[str, Any]) -> None:
-    """Load a checkpoint's state into the run; another reference or other data is an error."""
+    """Load a checkpoint's state into the run; another reference or other files are an error."""
     pairs = [("the reference", state["reference"], loop.retrieve_kl.sha256)]
-    for key, sha in state.get("data", {}).items():
-        pairs.append((f"the data of {key}", sha, loop.data.get(key, sha)))
+    for key, sha in state["inputs"].items():
+        got = loop.inputs.get(key, sha)
+        if not key.endswith("_target_"):
+            pairs.append((f"the files of {key}", sha, got))
+        elif got != sha:
+            loop.observers.say(f"note     the code of {key} has changed since this run began")
     for what, expected, got in pairs:
         if got != expected:
             raise ValueError(
@@ -50,6 +54,9 @@ def _restore(loop: Any, state: dict[str, Any]) -> None:
         if loop.enough.ended:  # but the final model was not written
             loop.num_iterations = state["iteration"]
             loop.runtime.write_status(ended=loop.enough.ended)
+    for name, part in loop.parts.items():
+        if name in state["parts"]:  # an observer may have been added
+            part.load_state_dict(state["parts"][name])
     names = [part.name for part in fields(Progress)]
     loop.progress = Progress(**{name: state[name] for name in names if name in state})
     loop.runtime.started -= loop.progress.seconds
