@@ -48,7 +48,8 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
         generator = parts.make_generator(cfg.policy, policy, runtime.folder)
         made = {"task": task, "policy": policy, "generator": generator, "runtime": runtime}
         made |= {"env": parts.make_env(cfg, task, policy), "leash": leash}
-        source = parts.make_source(cfg, **made)
+        verbs = parts.make_verbs(cfg, **made)
+        source = parts.make_source(cfg, verbs.values(), **made)
         advantage = parts.build(algorithm.advantage, algorithm, cfg.trainer, **made)
         objective = parts.build(algorithm.objective, algorithm, **made)
         watching = parts.make_observers(cfg, runtime, observers)
@@ -85,7 +86,16 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
             replies=cfg.tracker.get("replies", "0"),
             enough=parts.make_early_stopping(cfg.trainer),
             inputs=sha256_of_inputs(config),
-            parts=parts.stateful(cfg, task, made["env"], source, advantage, objective, watching),
+            parts=trainer.resuming.stateful(
+                config,
+                verbs,
+                source=source,
+                advantage=advantage,
+                objective=objective,
+                task=task,
+                env=made["env"],
+                observers=watching,
+            ),
             observers=watching,
         )
         return run_mode(loop, config)

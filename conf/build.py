@@ -151,49 +151,27 @@ def make_leash(cfg: DictConfig) -> Any:
     return trainer.Leash(controller, kl.estimator, kl.where, allow_biased=kl.allow_biased)
 
 
-def make_source(cfg: DictConfig, **parts: Any) -> Any:
-    """Return where batches come from, with the verbs of algorithm.after_rollout.
+def make_verbs(cfg: DictConfig, **parts: Any) -> dict[str, Any]:
+    """Return the verbs of algorithm.after_rollout by their names.
 
-    For replies of another engine the verbs begin with trainer.ImportanceSampling, unless they
-    have one or `importance` is null. With trainer.overlap a training run samples ahead.
+    For replies of another engine trainer.ImportanceSampling is the first, unless one is among them
+    or `importance` is null.
     """
-    total = cfg.trainer.num_iterations
-    verbs = [build(node, cfg.trainer, **parts) for node in _after_rollout(cfg).values()]
-    own = {"size": cfg.trainer.prompts_per_iteration, "after_rollout": verbs}
-    source = build(cfg.algorithm.source, cfg.algorithm, cfg.trainer, **own, **parts)
-    if not cfg.trainer.overlap or cfg.mode != "train" or cfg.preflight:
-        return source
-    make = find_target("trainer.overlap.Overlap")
-    return make(source, parts["policy"], ahead=cfg.trainer.overlap, num_iterations=total)
-
-
-def _after_rollout(cfg: DictConfig) -> dict[str, Section]:
-    """Return the nodes of algorithm.after_rollout, and what another engine adds to them."""
     nodes = _plain(cfg.algorithm.after_rollout) or {}
     there = any("ImportanceSampling" in (node or {}).get("_target_", "") for node in nodes.values())
     if cfg.policy.engine != "transformers" and not there:
         nodes = {"importance": {"_target_": "trainer.ImportanceSampling"}} | nodes
-    return {name: node for name, node in nodes.items() if node is not None}
+    return {name: build(node, cfg.trainer, **parts) for name, node in nodes.items() if node}
 
 
-def stateful(
-    cfg: DictConfig, task: Any, env: Any, source: Any, advantage: Any, objective: Any, watching: Any
-) -> dict[str, Any]:
-    """Return the parts with state_dict() and load_state_dict(), by their keys in `cfg`."""
-    source = getattr(source, "source", source)  # of trainer.Overlap
-    named = {"env.task": getattr(task, "task", task), "algorithm.source": source}
-    named |= {"algorithm.advantage": advantage, "algorithm.objective": objective}
-    named |= {f"env.rewards.{name}": r for name, r in getattr(task, "functions", {}).items()}
-    if names := [name for name, node in cfg.env.transforms.items() if node is not None]:
-        each = env.transform.transforms if len(names) > 1 else [env.transform]
-        named |= {f"env.transforms.{name}": t for name, t in zip(names, each, strict=True)}
-    verbs = zip(_after_rollout(cfg), getattr(source, "after_rollout", ()), strict=True)
-    named |= {f"algorithm.after_rollout.{name}": verb for name, verb in verbs}
-    each = getattr(watching, "each", ())
-    names = [name for name, node in cfg.observers.items() if node]
-    named |= {f"observers.{name}": part for name, part in zip(names, each, strict=False)}
-    both = ("state_dict", "load_state_dict")
-    return {key: part for key, part in named.items() if all(hasattr(part, name) for name in both)}
+def make_source(cfg: DictConfig, verbs: Iterable[Any], **parts: Any) -> Any:
+    """Return where batches come from; with trainer.overlap a training run samples ahead."""
+    own = {"size": cfg.trainer.prompts_per_iteration, "after_rollout": [*verbs]}
+    source = build(cfg.algorithm.source, cfg.algorithm, cfg.trainer, **own, **parts)
+    if not cfg.trainer.overlap or cfg.mode != "train" or cfg.preflight:
+        return source
+    make, total = find_target("trainer.overlap.Overlap"), cfg.trainer.num_iterations
+    return make(source, parts["policy"], ahead=cfg.trainer.overlap, num_iterations=total)
 
 
 def make_reference(cfg: DictConfig, policy: Any) -> Any:

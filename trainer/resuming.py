@@ -1,5 +1,6 @@
-"""The progress of a run, and how the run resumes from its newest sound checkpoint."""
+"""The progress of a run, parts with a state of their own, and the resume from a checkpoint."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -61,3 +62,27 @@ def _restore(loop: Any, state: dict[str, Any]) -> None:
     loop.progress = Progress(**{name: state[name] for name in names if name in state})
     loop.runtime.started -= loop.progress.seconds
     loop.policy.version = state.get("version", loop.progress.iteration)
+
+
+def stateful(
+    config: Mapping[str, Any],
+    verbs: Mapping[str, Any],
+    *,
+    task: Any,
+    env: Any,
+    observers: Any,
+    **algorithm: Any,
+) -> dict[str, Any]:
+    """Return the parts that have state_dict() and load_state_dict(), by their keys in `config`."""
+    named = {"env.task": getattr(task, "task", task)}
+    named |= {f"env.rewards.{name}": r for name, r in getattr(task, "functions", {}).items()}
+    named |= {f"algorithm.{name}": part for name, part in algorithm.items()}
+    named |= {f"algorithm.after_rollout.{name}": verb for name, verb in verbs.items()}
+    if names := [name for name, node in config["env"]["transforms"].items() if node]:
+        each = env.transform.transforms if len(names) > 1 else [env.transform]
+        named |= {f"env.transforms.{name}": t for name, t in zip(names, each, strict=True)}
+    names = [name for name, node in config["observers"].items() if node]
+    own = zip(names, getattr(observers, "each", ()), strict=False)
+    named |= {f"observers.{name}": observer for name, observer in own}
+    both = ("state_dict", "load_state_dict")
+    return {key: part for key, part in named.items() if all(hasattr(part, name) for name in both)}
