@@ -1,25 +1,14 @@
-"""Rows that do not fit, in runs that are killed, go on, and share their rows between ranks."""
+"""Rows that do not fit, in a run that is killed and goes on, and in one of two ranks."""
 
 import json
 import os
 import signal
 
 import pytest
+from faulty import TINY
 from runs import launch, metrics, train, wait_for
 
 pytestmark = pytest.mark.reliability
-FEW = (
-    "experiment=grpo_tiny",
-    "env=gsm8k",
-    "policy.model=tiny",
-    "policy.max_new_tokens=3",
-    "policy.max_prompt_tokens=100",
-    "trainer.prompts_per_iteration=4",
-    "trainer.num_iterations=12",
-    "algorithm.group_size=2",
-    "eval.num_samples=1",
-    "checkpoint.every=1",
-)
 
 
 def test_a_killed_run_and_two_ranks_leave_the_same_rows_out(tmp_path):
@@ -28,18 +17,17 @@ def test_a_killed_run_and_two_ranks_leave_the_same_rows_out(tmp_path):
         rows[i]["question"] = "12 " * 300 + f"{i}?"
     path = tmp_path / "d.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
-    words = [*FEW, f"env.dataset={path}"]
+    words = [word.replace("num_iterations=4", "num_iterations=12") for word in TINY]
+    words += ["env=gsm8k", f"env.dataset={path}", "policy.max_prompt_tokens=100"]
     whole = train(*words, f"output_dir={tmp_path / 'whole'}")
-    assert whole.code == 0, whole.text
+    assert "3 rows" in whole.text
     killed = tmp_path / "killed"
     process = launch(*words, f"output_dir={killed}")
-    written = killed / "metrics.jsonl"
-    wait_for(lambda: written.exists() and len(written.read_text().splitlines()) > 5, process)
+    wait_for(lambda: any(killed.glob("checkpoints/iteration_000004")), process)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     again = train(f"resume={killed}")
     assert again.code == 0, again.text
-    assert again.text.count("rows exceed 100 tokens") == whole.text.count("rows exceed 100 tokens")
     assert metrics(killed) == metrics(tmp_path / "whole")
     two = train(*words, f"output_dir={tmp_path / 'two'}", "launch.num_processes=2")
     assert two.code == 0, two.text
