@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from types import BuiltinFunctionType, FrameType
 from typing import Any
@@ -66,13 +67,11 @@ def at_call(
     number: int, action: Callable[[], None], folder: Path = Path("/"), kind: Kind | None = None
 ) -> None:
     """Do something in place of the `number`th write below a folder, of a kind or of any."""
-    kinds: list[Kind] = []
+    turn = count(1)
 
     def hear(found: Kind) -> None:
-        if kind in (None, found):
-            kinds.append(found)
-            if len(kinds) == number:
-                action()
+        if kind in (None, found) and next(turn) == number:
+            action()
 
     _hear(folder, hear)
 

@@ -6,7 +6,6 @@ one, by a copy of the weights.
 
 import copy
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +27,6 @@ from trainer.sources import DynamicRollouts, Rollouts
 from trainer.trainer import Trainer
 
 pytestmark = pytest.mark.runs
-Change = Callable[[Trainer], object]
 
 
 def engine_of(policy: TransformersWrapper) -> Copy:
@@ -54,31 +52,19 @@ class Slow:
         return self.source(iteration)
 
 
-def slowly(behind: int, change: Change = lambda loop: None) -> Change:
-    """Return what puts the slow source into a loop."""
-
-    def changed(loop: Trainer) -> None:
-        change(loop)
-        loop.source = Slow(loop.source, loop.policy, behind)
-
-    return changed
+def slowly(loop: Trainer, behind: int) -> None:
+    """Put the slow source into a loop."""
+    loop.source = Slow(loop.source, loop.policy, behind)
 
 
-def ahead(number: int, change: Change = lambda loop: None) -> Change:
-    """Return what lets a loop sample so many iterations ahead."""
-
-    def changed(loop: Trainer) -> None:
-        change(loop)
-        loop.source.generator = loop.generator = engine_of(loop.policy)
-        parts = {"env": loop.source.env, "generator": loop.generator, "runtime": loop.runtime}
-        loop.source = Overlap(
-            loop.source, loop.policy, ahead=number, num_iterations=loop.num_iterations
-        )
-        old = loop.evaluate
-        sizes = {"num_samples": 2, "prompts_per_batch": old.chunk, "every": old.every}
-        loop.evaluate = Evaluate(task=old.task, **parts, **sizes)
-
-    return changed
+def ahead(loop: Trainer, number: int) -> None:
+    """Let a loop sample so many iterations ahead."""
+    old, total = loop.evaluate, loop.num_iterations
+    loop.source.generator = loop.generator = engine_of(loop.policy)
+    parts = {"env": loop.source.env, "generator": loop.generator, "runtime": loop.runtime}
+    sizes = {"num_samples": 2, "prompts_per_batch": old.chunk, "every": old.every}
+    loop.evaluate = Evaluate(task=old.task, **parts, **sizes)
+    loop.source = Overlap(loop.source, loop.policy, ahead=number, num_iterations=total)
 
 
 def draw_again(loop: Trainer) -> None:
@@ -101,12 +87,12 @@ def staleness(folder: Path) -> list[int | None]:
 @pytest.fixture(scope="module")
 def two_ahead(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("ahead")
-    train(folder, change=ahead(2))
+    train(folder, change=lambda loop: ahead(loop, 2))
     return folder
 
 
 def test_batch_j_is_sampled_by_the_weights_of_j_less_the_number_ahead(two_ahead, tmp_path):
-    train(tmp_path / "slow", change=slowly(2))
+    train(tmp_path / "slow", change=lambda loop: slowly(loop, 2))
     train(tmp_path / "plain")
     assert learnt(two_ahead) == learnt(tmp_path / "slow")
     assert learnt(two_ahead) != learnt(tmp_path / "plain")
@@ -117,20 +103,20 @@ def test_a_resumed_run_samples_its_first_batches_by_the_weights_that_it_has(two_
     folder = shutil.copytree(two_ahead, tmp_path / "run")
     for later in (2, 3, 4):
         shutil.rmtree(folder / "checkpoints" / f"iteration_{later:06d}")
-    train(folder, resume=True, change=ahead(2))
+    train(folder, resume=True, change=lambda loop: ahead(loop, 2))
     assert staleness(folder)[2:] == [0, 1, 2]
 
 
 def test_prompts_that_teach_nothing_are_drawn_again_by_the_same_weights(tmp_path):
-    train(tmp_path / "slow", change=slowly(1, draw_again))
-    train(tmp_path / "ahead", change=ahead(1, draw_again))
+    for name, put in ("slow", slowly), ("ahead", ahead):
+        train(tmp_path / name, change=lambda loop, put=put: (draw_again(loop), put(loop, 1)))
     assert learnt(tmp_path / "ahead") == learnt(tmp_path / "slow")
     assert any(row["group/resampled"] for row in metrics(tmp_path / "ahead")[1:])
 
 
 def test_an_error_in_a_batch_ahead_leaves_the_iterations_before_it_whole(tmp_path):
     task = Counted(IN_EVALUATION_2 + 4, crash)  # sampled while the second iteration is learnt
-    assert train(tmp_path, task, change=ahead(1)).endswith("boom\n")
+    assert train(tmp_path, task, change=lambda loop: ahead(loop, 1)).endswith("boom\n")
     rows = metrics(tmp_path)
     assert [row["progress/iteration"] for row in rows] == [0, 1, 2]
     assert "eval/sampled_accuracy" in rows[-1]

@@ -56,26 +56,17 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-def left_by(folder: Path) -> dict:
+def left_by(folder: Path) -> list:
     """Return what counts of a run: what it measured, said and learnt, to the bit.
 
     Of checkpoints the newest: a run that ends between a save and its pruning leaves one more.
     """
     newest = max((folder / "checkpoints").glob("iteration_*"))
-    kept = {at.name: files_of(at) for at in (newest, folder / "model")}
-    return {
-        "rows": [metrics(folder), lines(folder / "transcripts.jsonl")],
-        "names": [
-            {path.name for path in folder.iterdir()} - OF_THE_PARENT,
-            *map(sorted, kept.values()),
-        ],
-        "weights": [
-            data
-            for files in kept.values()
-            for name, data in sorted(files.items())
-            if "safetensors" in name
-        ],
-    }
+    kept = [files_of(at) for at in (newest, folder / "model")]
+    weights = [{k: v for k, v in files.items() if k.endswith("safetensors")} for files in kept]
+    names = {path.name for path in folder.iterdir()} - OF_THE_PARENT
+    rows = [metrics(folder), lines(folder / "transcripts.jsonl")]
+    return [newest.name, rows, names, *map(sorted, kept), weights]
 
 
 @pytest.fixture(scope="module")

@@ -53,20 +53,6 @@ def test_a_full_disk_is_one_line_and_a_true_status(tmp_path, size):
         assert json.loads(text)["state"] == "failed"
 
 
-@pytest.mark.parametrize("size", [1, 8, 60, 200])
-def test_a_limit_of_file_sizes_is_one_line_and_a_run_that_goes_on(cache, tmp_path, size):
-    """ulimit -f, in kB: at config.yaml, at what is logged, at weights."""
-    folder = tmp_path / "run"
-    words = " ".join([*TINY, f"output_dir={folder}"])
-    code = f"ulimit -f {size}; exec {sys.executable} {ROOT}/train.py {words} 2>&1"
-    done = subprocess.run(["bash", "-c", code], env=environment(), capture_output=True, text=True)
-    assert done.returncode in (1, 2), done.stdout
-    assert "File too large" in one_error(done.stdout)
-    if (folder / "config.yaml").is_file():
-        assert read_status(folder).get("state", "failed") == "failed"
-        assert train(f"resume={folder}").code == 0
-
-
 def test_a_run_needs_no_open_streams(tmp_path):
     words = " ".join([*TINY, f"output_dir={tmp_path}/run"])
     command = f"{sys.executable} {ROOT}/train.py {words} <&- >&- 2>&-"

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import faulty
@@ -112,19 +111,6 @@ def test_a_run_goes_on_on_two_nodes_as_on_one(one_node, tmp_path):
     assert "is finished: 6 of 6 iterations" in run(tmp_path, torchrun, f"resume={two}")
 
 
-def test_modes_and_the_preflight_go_on_two_nodes(one_node, tmp_path):
-    text = run(tmp_path, torchrun, *TINY, FOUR, "preflight=true")
-    assert text.count("preflight: no problem") == 1
-    resume = f"resume={shutil.copytree(one_node, tmp_path / 'run')}"
-    run(tmp_path, torchrun, resume, "mode=evaluate")
-    measured = (tmp_path / "run" / "eval.json").read_text()
-    assert train(resume, "mode=evaluate", "launch.num_processes=2").code == 0
-    assert (tmp_path / "run" / "eval.json").read_text() == measured
-    codes, text = finish(*start_nodes(tmp_path, torchrun, resume, "mode=chat"))
-    assert all(codes)
-    assert "error: mode=chat" in text
-
-
 TASK = """
 import os
 from envs.tasks import SortDigits
@@ -200,19 +186,6 @@ def test_a_run_whose_launcher_or_rank_ends_leaves_no_process_and_goes_on_to_the_
     assert codes == [0], text
     assert metrics(folder) == metrics(straight)
     assert weights(folder) == weights(straight)
-
-
-def test_ctrl_c_twice_ends_a_run_under_torchrun_at_once(tmp_path):
-    words = [*TINY, "trainer.num_iterations=4000", f"output_dir={tmp_path / 'run'}"]
-    process = start(*STANDALONE, *words)
-    wait_for(lambda: read_status(tmp_path / "run").get("iteration", 0) >= 2, process)
-    pids = [p.pid for p in trainers(process).values()]
-    for _ in range(2):
-        os.killpg(process.pid, signal.SIGINT)
-        time.sleep(0.3)
-    finish(process)
-    assert gone(*pids, within=60)
-    assert load_run(tmp_path / "run").state in ("preempted", "failed")
 
 
 SRUN = """#!/bin/bash
