@@ -121,5 +121,6 @@ def test_what_a_mode_writes_is_there_whole_or_not_at_all(mode, files, fault, run
         if (visible and visible != whole) or remains or (fault is kill and code != -9):
             wrong.append((kind, number, code, sorted(left)))
     assert not wrong, "\n".join(map(str, wrong))
+    shutil.rmtree(target, ignore_errors=True)
     assert forked(lambda: be_worker(config, aside)) == 0, "it can be asked again"
     assert files_of(target.parent) == whole, "of the kills nothing stays"
