@@ -32,7 +32,7 @@ def test_jobs_side_by_side_are_those_in_turn_to_the_bit(launcher, tmp_path):
 @pytest.mark.parametrize("launcher", [JOBLIB, ("hydra/launcher=submitit_local",)])
 def test_a_sweep_that_ends_early_takes_its_jobs_along_and_goes_on(launcher, kind, tmp_path):
     words = ["-m", *TINY, *launcher, f"hydra.sweep.dir={tmp_path}"]
-    process = launch(*words, "trainer.num_iterations=1000")
+    process = launch(*words, "trainer.num_iterations=99999")
     saved = "checkpoints/iteration_*"
     wait_for(lambda: sum(any(job.glob(saved)) for job in tmp_path.glob("seed=*")) > 1, process)
     os.kill(process.pid, kind)
@@ -46,7 +46,7 @@ def test_a_sweep_that_ends_early_takes_its_jobs_along_and_goes_on(launcher, kind
     assert "Traceback" not in text
     done = max(read_status(job).get("iteration", 0) for job in begun)
     for path in tmp_path.glob("seed=*/config.yaml"):
-        text = path.read_text().replace("num_iterations: 1000", f"num_iterations: {done + 2}")
+        text = path.read_text().replace("num_iterations: 99999", f"num_iterations: {done + 2}")
         path.write_text(text)
     again = train(*words, f"trainer.num_iterations={done + 2}")
     assert again.code == 0, again.text
