@@ -6,7 +6,7 @@ PIP_IN := bin/pip install --disable-pip-version-check -q
 PIP := .venv/$(PIP_IN)
 ARGS ?=
 
-.PHONY: help setup run test test-runs lint bench test-learn test-reliability test-scale neutral test-ray test-others test-peers test-vllm test-floors test-browser yardstick clean
+.PHONY: help setup run test test-runs lint bench test-learn test-reliability test-scale neutral mutants test-ray test-others test-peers test-vllm test-floors test-browser yardstick clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -52,6 +52,9 @@ test-scale: .venv/.ready-dev  ## shards, nodes and sweeps side by side, in many 
 BASE ?= 1d58e7b
 neutral: .venv/.ready-dev  ## six small experiments here and at BASE: metrics.jsonl equal to the bit
 	$(BIN)/python tests/neutral.py $(BASE) $(ARGS)
+
+mutants: .venv/.ready-dev  ## which check kills each known way to break the code
+	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py
 
 test-ray: .venv/.ready-ray  ## shared KL transforms in real Ray actors
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "ray and not gpu" tests/test_ray.py tests/test_specification.py $(ARGS)
