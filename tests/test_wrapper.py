@@ -45,15 +45,7 @@ def test_without_streams_torchs_generator_fixes_the_replies():
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-def test_samples_of_a_prompt_stand_beside_each_other():
-    out = make_policy().get_new_version(num_samples=3)(prompts())
-    assert out.batch_size == (3, 3)
-    assert len({tuple(r.tolist()) for r in out["tokens", "response"].flatten(0, 1)}) > 3
-    texts = [chat[-2]["content"] for chat in out["history", "full"].chats()]
-    assert texts == [text for text in TEXTS for _ in range(3)]
-
-
-def test_replies_are_read_as_text_without_the_end_of_turn_and_may_be_empty():
+def test_replies_follow_their_prompt_as_text_without_the_end_of_turn_and_may_be_empty():
     policy = make_policy()
     end = policy.tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     out = policy.get_new_version(num_samples=128)(prompts()).reshape(-1)
@@ -62,9 +54,10 @@ def test_replies_are_read_as_text_without_the_end_of_turn_and_may_be_empty():
     assert {int(r[-1]) for r in replies} > set(end), "the seed brings both ends and cut replies"
     assert min(map(len, replies)) == 1, "the seed brings a reply that ends at once"
     bodies = [reply[:-1] if e else reply for reply, e in zip(replies, ended, strict=True)]
-    said = [chat[-1] for chat in out["history", "full"].chats()]
+    asked, said = zip(*(chat[-2:] for chat in out["history", "full"].chats()), strict=True)
+    assert [message["content"] for message in asked] == [t for t in TEXTS for _ in range(128)]
     texts = policy.tokenizer.batch_decode([body.tolist() for body in bodies])
-    assert said == [{"role": "assistant", "content": text} for text in texts]
+    assert list(said) == [{"role": "assistant", "content": text} for text in texts]
     assert [flags[-1] for flags in out["history", "full"].get("is_complete")] == ended
 
 
@@ -118,7 +111,7 @@ def test_scoring_in_place_keeps_prompts_and_responses(padded, scored_padded):
 # torch warns that strided nested tensors are a prototype; whoever asks for them may know.
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-def test_unpadded_outputs_may_be_nested_tensors(layout):
+def test_unpadded_outputs_and_distributions_may_be_nested_tensors(layout):
     lazy = make_policy().get_new_version(pad_output=False, inplace=False)
     policy, want = lazy.get_new_version(layout=layout), lazy(prompts())
     out = policy(prompts())
@@ -126,16 +119,17 @@ def test_unpadded_outputs_may_be_nested_tensors(layout):
     if layout is torch.jagged:  # one ragged size, so that fields go together
         kept = out["log_probs"].full * out["masks"].all_response_mask
         assert kept.values().sum() == out["log_probs"].full.values().sum()
-    score = policy.get_new_version(generate=False, inplace=True)
-    nested = score.log_prob(out, as_nested_tensor=True, layout=layout)
-    values = score.get_dist(out, as_nested_tensor=True, layout=layout).log_prob(out["tokens"].full)
-    assert nested.layout is values.layout is layout
-    for found in (rows(score(out), RESPONSE), nested.unbind()):
-        for got, response in zip(found, rows(want, RESPONSE), strict=True):
+    score = policy.get_new_version(generate=False)
+    found = score.log_prob(out, as_nested_tensor=True, layout=layout)
+    assert found.layout is layout
+    for values in (found.unbind(), rows(score(out), RESPONSE)):
+        for got, response in zip(values, rows(want, RESPONSE), strict=True):
             torch.testing.assert_close(got, response, atol=1e-5, rtol=0)
-    for got, (_, row, mask) in zip(values.unbind(), sequences(want), strict=True):
-        torch.testing.assert_close(got[mask], row[mask], atol=1e-5, rtol=0)
-    assert policy(prompts()[0])["tokens"].full.tolist() == out["tokens"].full[0].tolist()
+    dist = score.get_dist(out, as_nested_tensor=True, layout=layout)
+    parts = (x.unbind() for x in (dist.nested_logits, dist.entropy(), dist.sample()))
+    for logits, entropy, drawn in zip(*parts, strict=True):
+        torch.testing.assert_close(entropy, Categorical(logits=logits).entropy())
+        assert drawn.shape == entropy.shape
 
 
 @pytest.mark.parametrize("padded", [True, False])
@@ -231,21 +225,17 @@ def test_scoring_equals_a_plain_forward(mode, padded):
             torch.testing.assert_close(response, want, atol=1e-5, rtol=0)
 
 
-def test_log_prob_scores_anew_with_a_gradient():
+def test_log_prob_scores_anew_with_a_gradient_and_only_what_is_asked():
     td = make_policy()(prompts())
-    stored = td[RESPONSE].clone()
+    whole, stored = td["log_probs"].full.clone(), td[RESPONSE].clone()
     td["log_probs"].response.fill_(7.0)  # stale values are not believed
     got = scoring().log_prob(td)
     torch.testing.assert_close(got, stored, atol=1e-5, rtol=0)
     assert got.requires_grad
     filled = scoring(pad_output=False).log_prob(td, as_padded_tensor=True)
     torch.testing.assert_close(filled, stored, atol=1e-5, rtol=0)
-
-
-def test_only_asked_tokens_are_scored():
-    td = make_policy()(prompts())
-    out = scoring(score_mask_key=("masks", "all_response_mask"), inplace=False)(td)
-    torch.testing.assert_close(out["log_probs", "full"], td["log_probs", "full"], atol=1e-5, rtol=0)
+    part = scoring(score_mask_key=("masks", "all_response_mask"))(td)["log_probs"].full
+    torch.testing.assert_close(part, whole, atol=1e-5, rtol=0)
 
 
 # Distributions.
@@ -280,29 +270,6 @@ def test_only_the_ids_of_the_history_have_its_assistant_mask():
     rows(td, ("tokens", "full"))[1][2] += 1
     with pytest.raises(ValueError, match="assistant mask"):
         scoring()._get_rlhf_dist(td)
-
-
-@pytest.mark.parametrize("padded", [True, False])
-def test_the_assistant_mask_replaces_ids_that_were_not_read(padded):
-    stale = scoring(pad_output=padded)(spoken())["tokens"].select("full").apply(torch.zeros_like)
-    td = spoken().set("tokens", stale)
-    dist = scoring(prefer_tokens=False)._get_rlhf_dist(td)
-    want = [make_policy().renderer.render(chat).ids for chat in SPOKEN]
-    assert [r[-len(w) :].tolist() for r, w in zip(td["tokens", "full"], want, strict=True)] == want
-    assert torch.equal(scoring()._get_rlhf_dist(td).mask, dist.mask)
-
-
-def test_nested_distributions_have_the_entropy_and_the_samples_of_each_token():
-    td, policy = spoken(), scoring(pad_output=False)
-    dist = policy.get_dist(td.copy())
-    flat = policy.get_dist(td, as_nested_tensor=True, layout=torch.jagged)
-    entropy = Categorical(logits=dist.logits).entropy()
-    for row, mask, drawn, want in zip(
-        flat.entropy().unbind(), dist.mask, flat.sample().unbind(), entropy, strict=True
-    ):
-        torch.testing.assert_close(row, want[mask])
-        assert drawn.shape == row.shape
-        assert drawn.max() < dist.logits.shape[-1]
 
 
 def test_responses_are_found_by_the_prompts_padded_or_ragged():
@@ -341,29 +308,26 @@ class Bigrams(LLMWrapperBase):
 
 
 @pytest.mark.parametrize("padded", [True, False])
-@pytest.mark.parametrize("shape", [(), (3, 1)])
-def test_a_wrapper_of_ones_own_has_all_of_the_base(padded, shape):
+def test_a_wrapper_of_ones_own_has_all_of_the_base(padded):
     torch.manual_seed(0)
     table = nn.Embedding(400, 400)
     kwargs = {"max_new_tokens": 5, "temperature": 0.6}
     settings = {"tokenizer": make_policy().tokenizer, "pad_output": padded, "inplace": False}
     policy = Bigrams(table, generate_kwargs=kwargs, **settings)
-    td = prompts()[0] if shape == () else prompts().reshape(*shape)
-    out, score = policy(td), policy.get_new_version(generate=False)
-    scored = score(out)
-    assert out.batch_size == scored.batch_size == shape
-    flat, scored = (x.unsqueeze(0) if shape == () else x.reshape(-1) for x in (out, scored))
+    out, score = policy(prompts().reshape(3, 1)), policy.get_new_version(generate=False)
+    scored = score(out).reshape(-1)
     logp = (table.weight.detach() / 0.6).log_softmax(-1)
-    keep = rows(scored, ("masks", "all_attention_mask"))
-    for i, (ids, values, mask) in enumerate(sequences(flat)):
+    keys = ("masks", "all_attention_mask"), ("log_probs", "full")
+    parts = zip(sequences(out.reshape(-1)), *(rows(scored, key) for key in keys), strict=True)
+    for (ids, values, mask), keep, full in parts:
         want = torch.cat([torch.zeros(1), logp[ids[:-1], ids[1:]]])
         torch.testing.assert_close(values, want * mask, atol=1e-5, rtol=0)
-        full = rows(scored, ("log_probs", "full"))[i][keep[i]]
-        torch.testing.assert_close(full, want, atol=1e-5, rtol=0)
-    assert shape == () or is_ragged(flat["tokens"]) is not padded
+        torch.testing.assert_close(full[keep], want, atol=1e-5, rtol=0)
+    assert is_ragged(out.reshape(-1)["tokens"]) is not padded
     dist = score._get_sft_dist(out)
-    assert dist.logits.shape[:-2] == shape
-    assert dist.mask.sum() == sum(mask.sum() for *_, mask in sequences(flat))
-    same(flat, policy.get_new_version(batching=True)(prompts())[: len(flat)])
+    assert dist.logits.shape[:-2] == (3, 1)
+    assert dist.mask.sum() == sum(mask.sum() for *_, mask in sequences(out.reshape(-1)))
+    same(out.reshape(-1), policy.get_new_version(batching=True)(prompts()))
+    mute = type("Mute", (Bigrams,), {"_draw": LLMWrapperBase._draw})(table, **settings)
     with pytest.raises(NotImplementedError, match="Mute"):
-        type("Mute", (Bigrams,), {"_draw": LLMWrapperBase._draw})(table, **settings)(td)
+        mute(prompts())
