@@ -12,7 +12,6 @@ import shutil
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -182,13 +181,8 @@ class VLLMServer(VLLMEngine):
     def _while_it_waits(self, work: Callable[[], None]) -> None:
         """Do something to the server's weights while it answers nobody."""
         self._ask("/pause?mode=wait")
-        try:
-            work()
-            self._ask("/reset_prefix_cache")
-        except RuntimeError:  # vLLM has mostly died of it; if not, others may need it
-            with suppress(RuntimeError):
-                self._ask("/resume")
-            raise
+        work()
+        self._ask("/reset_prefix_cache")
         self._ask("/resume")
 
     def _asked(self, **fields: Any) -> Any:

@@ -105,7 +105,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         _check_settings(settings, self.limits)
         self.tokenizer_kwargs = _tokenizer_options(tokenizer_kwargs or {}, input_mode)
         self._batched: BatchedCalls | None = None  # the calls of several threads run together
-        if batching or min_batch_size is not None or max_batch_size is not None:
+        if batching or (batching is None and (min_batch_size or max_batch_size)):
             least = 1 if min_batch_size is None else min_batch_size
             sizes = {"min_size": least, "max_size": max_batch_size, "timeout": batching_timeout}
             self._batched = BatchedCalls(self, BatchQueue(**sizes))
@@ -545,9 +545,6 @@ def _check_settings(settings: dict[str, Any], limits: GenerateKwargs) -> None:
         raise ValueError("return_log_probs must be True when generate=False, with a log_probs_key")
     if settings["generate"] and settings["pad_model_input"] is not None:
         raise ValueError("pad_model_input is not supported when generate=True")
-    sized = settings["min_batch_size"] is not None or settings["max_batch_size"] is not None
-    if settings["batching"] is False and sized:
-        raise ValueError("min_batch_size and max_batch_size must be None if batching is False.")
     wanted, named = settings["num_samples"], limits.num_samples
     if wanted is not None and (wanted < 1 or named not in (None, wanted)):
         raise ValueError(f"expected num_samples >= 1, got num_samples={wanted} and n={named}")
