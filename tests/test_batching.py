@@ -143,14 +143,7 @@ def test_scoring_threads_share_forwards_unless_they_need_a_gradient():
     policy, sizes = batched(alone, max_batch_size=2, min_batch_size=2)
     tds = [spoken()[i % 3][None].set("temperature", torch.tensor([0.5 + i])) for i in range(4)]
 
-    def frozen(call):
-        def run(td):
-            with torch.no_grad():  # of this thread
-                return call(td)
-
-        return run
-
-    for got, td in zip(each(frozen(policy), tds), tds, strict=True):
+    for got, td in zip(each(torch.no_grad()(policy.forward), tds), tds, strict=True):
         want = alone(td)["log_probs"].full
         torch.testing.assert_close(got["log_probs"].full, want, atol=1e-5, rtol=0)
     assert sizes == [2, 2]

@@ -15,22 +15,12 @@ from small_runs import IN_ITERATION_2, Counted, stop, train
 
 from conf.build import make_source
 from conf.compose import compose, compose_checked
-from policies.roles import Engine, Generator, Policy
 from policies.wrappers.vllm_server import VLLMServer
-from policies.wrappers.vllm_wrapper import vLLMWrapper
 from trainer.importance_sampling import ImportanceSampling
 from trainer.weight_sync import weight_sync
 
 SERVED = "policy.vllm.url=http://localhost:8000"
 VLLM = ["experiment=grpo_tiny", "policy.engine=vllm"]
-
-
-@pytest.mark.parametrize("role", [Generator, Engine, Policy])
-def test_a_role_has_nothing_that_nobody_plays(role):
-    kinds = [kind for kind in role.__mro__ if kind is not object]
-    members = {name for kind in kinds for name in (*vars(kind), *kind.__annotations__)}
-    known = {*dir(make_policy()), *(dir(vLLMWrapper) if role is Engine else ())}
-    assert {name for name in members if not name.startswith("_")} <= known
 
 
 @pytest.fixture

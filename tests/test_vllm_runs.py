@@ -118,10 +118,8 @@ def test_of_a_lora_the_adapter_alone_is_handed_over_to_a_server_and_within(serve
     assert vllm_beside(policy, share=tmp_path / "share", url=server[0]).takes_trained
 
 
-@pytest.mark.parametrize("where", ["colocated", "served"])
-def test_two_ranks_sample_what_one_rank_does(where, colocated, server, tmp_path):
-    words = [TINY[0], *FEW, "launch.num_processes=2"]
-    words += [f"policy.vllm.url={server[0]}"] if where == "served" else []
+def test_two_ranks_sample_by_one_server_what_one_rank_does(colocated, server, tmp_path):
+    words = [TINY[0], *FEW, "launch.num_processes=2", f"policy.vllm.url={server[0]}"]
     rows, whole = run(tmp_path / "run", *words), lines(colocated / "metrics.jsonl")
     proved(rows)
     for name in ("loss/total", "reward/raw_mean", "kl/ref", "sync/probe_before"):

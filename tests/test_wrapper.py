@@ -19,7 +19,7 @@ from policies.sampler import Sampled
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 from policies.wrappers.wrapper import LLMWrapperBase
 
-RESPONSE = ("log_probs", "response")
+ATTENTION, RESPONSE = ("masks", "all_attention_mask"), ("masks", "all_response_mask")
 
 # Generation.
 
@@ -91,10 +91,12 @@ def test_the_callers_data_is_not_changed(changes):
 @pytest.mark.parametrize("scored_padded", [True, False])
 def test_scoring_in_place_keeps_prompts_and_responses(padded, scored_padded):
     td = make_policy().get_new_version(pad_output=padded)(prompts())
-    want, replies = sequences(td), td["history", "response"].chats()
+    want, replies, texts = sequences(td), td["history", "response"].chats(), td["text"].clone()
     out = scoring(pad_output=scored_padded)(td)
     assert out["history", "prompt"].chats() == CHATS
     assert out["history", "response"].chats() == replies
+    for field in ("prompt", "response", "full"):
+        assert out["text"].get(field) == texts.get(field)
     for (ids, _, mask), (whole, _, response) in zip(sequences(out), want, strict=True):
         assert torch.equal(ids, whole)
         assert torch.equal(mask, response)
@@ -120,24 +122,14 @@ def test_unpadded_outputs_and_distributions_may_be_nested_tensors(layout):
     score = policy.get_new_version(generate=False)
     found = score.log_prob(out, as_nested_tensor=True, layout=layout)
     assert found.layout is layout
-    for values in (found.unbind(), rows(score(out), RESPONSE)):
-        for got, response in zip(values, rows(want, RESPONSE), strict=True):
+    for values in (found.unbind(), rows(score(out), ("log_probs", "response"))):
+        for got, response in zip(values, rows(want, ("log_probs", "response")), strict=True):
             torch.testing.assert_close(got, response, atol=1e-5, rtol=0)
     dist = score.get_dist(out, as_nested_tensor=True, layout=layout)
     parts = (x.unbind() for x in (dist.nested_logits, dist.entropy(), dist.sample()))
     for logits, entropy, drawn in zip(*parts, strict=True):
         torch.testing.assert_close(entropy, Categorical(logits=logits).entropy())
         assert drawn.shape == entropy.shape
-
-
-@pytest.mark.parametrize("padded", [True, False])
-@pytest.mark.parametrize("mode", ["history", "text"])
-def test_scoring_a_reply_says_what_its_generation_said(mode, padded):
-    policy = make_policy().get_new_version(input_mode=mode, pad_output=padded, inplace=False)
-    said = policy(prompts(mode))
-    again = policy.get_new_version(generate=False)(said)["text"]
-    for field in ("prompt", "response", "full"):
-        assert again.get(field) == said["text"].get(field)
 
 
 @pytest.mark.gpu
@@ -196,7 +188,7 @@ def test_versions_share_one_scorer_and_what_load_policy_knows():
 def test_scoring_equals_a_plain_forward(mode, padded):
     policy = scoring(input_mode=mode, pad_output=padded)
     out = policy(spoken(mode))
-    keys = (("tokens", "full"), ("log_probs", "full"), ("masks", "all_attention_mask"))
+    keys = (("tokens", "full"), ("log_probs", "full"), ATTENTION)
     for i, (ids, values, mask) in enumerate(zip(*(rows(out, k) for k in keys), strict=True)):
         done = policy.renderer.render(SPOKEN[i])
         assert ids[mask].tolist() == done.ids
@@ -205,20 +197,58 @@ def test_scoring_equals_a_plain_forward(mode, padded):
         assert not values[~mask].any()
         if mode == "history":  # the response starts with the first token of the assistant
             want = want[done.assistant.index(True) :]
-            response = rows(out, RESPONSE)[i][: len(want)]
+            response = rows(out, ("log_probs", "response"))[i][: len(want)]
             torch.testing.assert_close(response, want, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("mode", ["history", "tokens"])
+def test_padding_is_no_token_however_the_rows_lie(lazy, mode):
+    td = make_policy()(prompts())
+    assert not td[ATTENTION].all()
+    want = sequences(td)
+    given = td.select(("tokens", "full"), ATTENTION, RESPONSE)
+    given = given.to_lazystack(0) if lazy else given
+    for padded in (True, False):
+        score = scoring(input_mode=mode, inplace=False, pad_output=padded)
+        out = score(given)
+        for (found, values, mask), (ids, _, response) in zip(sequences(out), want, strict=True):
+            assert torch.equal(found, ids)
+            assert torch.equal(mask, response)
+            plain = plain_log_probs(make_policy(), ids, 1.0).float()
+            torch.testing.assert_close(values, plain, atol=1e-5, rtol=0)
+        dist = score.get_dist(given, mask_key=RESPONSE)
+        assert dist.mask.sum(-1).tolist() == [int(response.sum()) for *_, response in want]
+
+
+DROPS = """{% for m in messages %}<|im_start|>{{ m['role'] }}
+{{ m['content'].split('</think>')[-1] if m['role'] == 'assistant' else m['content'] }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+NAMED = {name: {"chat_template_name": name} for name in ("qwen", "llama", "deepseek", "falcon")}
+
+
+@pytest.mark.parametrize("template", [*NAMED.values(), {"chat_template": DROPS}])
+def test_a_wrapper_scores_what_it_generated_under_every_template(template):
+    """Templates put blanks, plain words or nothing around a reply, or leave thoughts out."""
+    hot = {"max_new_tokens": 30, "temperature": 1.5}
+    policy = make_policy().get_new_version(generate_kwargs=hot, num_samples=4, **template)
+    td = policy(prompts())
+    scored = policy.get_new_version(generate=False)(td)
+    for a, b in zip(*(rows(x, ("log_probs", "response")) for x in (td, scored)), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=0)
 
 
 def test_log_prob_scores_anew_with_a_gradient_and_only_what_is_asked():
     td = make_policy()(prompts())
-    whole, stored = td["log_probs"].full.clone(), td[RESPONSE].clone()
+    whole, stored = td["log_probs"].full.clone(), td["log_probs"].response.clone()
     td["log_probs"].response.fill_(7.0)  # stale values are not believed
     got = scoring().log_prob(td)
     torch.testing.assert_close(got, stored, atol=1e-5, rtol=0)
     assert got.requires_grad
     filled = scoring(pad_output=False).log_prob(td, as_padded_tensor=True)
     torch.testing.assert_close(filled, stored, atol=1e-5, rtol=0)
-    part = scoring(score_mask_key=("masks", "all_response_mask"))(td)["log_probs"].full
+    part = scoring(score_mask_key=RESPONSE)(td)["log_probs"].full
     torch.testing.assert_close(part, whole, atol=1e-5, rtol=0)
 
 
