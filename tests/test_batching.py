@@ -136,6 +136,8 @@ def test_generating_threads_get_what_they_would_alone(padded):
     for got, td in zip(each(policy, inputs), inputs, strict=True):
         same(got, alone(td))
     assert sizes == [3]
+    policy.cleanup_batching(flush=True)
+    assert policy.get_batching_state()["queue_size"] == 0
 
 
 def test_scoring_threads_share_forwards_unless_they_need_a_gradient():
