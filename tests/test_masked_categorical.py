@@ -16,7 +16,7 @@ from policies import (
     ReparamGradientStrategy,
 )
 
-C, PAD, RELAXED = 6, -1, ReparamGradientStrategy.RelaxedOneHot
+C, PAD, RELAXED = 6, 99, ReparamGradientStrategy.RelaxedOneHot
 MASK = torch.tensor(
     [[1, 0, 1, 0, 0, 1], [0, 0, 0, 0, 1, 0], [0] + 5 * [1], [1, 0, 0, 1, 0, 0]]
 ).bool()
@@ -98,14 +98,6 @@ def test_no_gradient_is_nan_at_masked_zeros_infinities_or_invalid_values(sparse)
         (values.sum() + dist.entropy().sum() + dist.rsample().square().sum()).backward()
         assert torch.isfinite(x.grad).all()
         assert (x.grad[~MASK] == 0).all()
-
-
-@pytest.mark.parametrize("padding", [0, 99])
-def test_indices_that_are_the_padding_value_are_ignored(padding):
-    indices = torch.tensor([3, padding, 5])
-    dist = MaskedCategorical(scores(), indices=indices, padding_value=padding)
-    assert dist.mask.nonzero().flatten().tolist() == [3, 5]
-    assert dist.padding_value == padding
 
 
 @pytest.mark.parametrize("fused", [True, False])

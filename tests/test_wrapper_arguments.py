@@ -148,11 +148,8 @@ def test_what_only_transformers_can_do_is_handed_on_with_its_log_probs():
     [
         ({"min_tokens": 3}, "min_tokens.*min_new_tokens"),
         ({"stopping_criteria": []}, "stopping_criteria"),
-        ({"max_length": 9}, "max_length"),
-        ({"top_p": 1.5}, "top_p"),
         ({"min_new_tokens": 9, "max_new_tokens": 3}, "min_new_tokens"),
         ({"temperature": float("nan")}, "temperature"),
-        ({"do_sample": False, "temperature": 1.0}, "do_sample"),
         ({"stop": ["x"], "typical_p": 0.5}, "typical_p"),
     ],
 )

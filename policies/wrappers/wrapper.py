@@ -218,7 +218,9 @@ class LLMWrapperBase(TensorDictModuleBase):
         """
         td = flat(tensordict)
         out = self._generate(td) if self.generate else self._score(td, temperature_key)
-        out = self._shaped(out, tensordict)
+        if tensordict.ndim != 1:
+            shape = (*tensordict.batch_size, *out.batch_size[1:])
+            out = out.reshape(shape) if tensordict.ndim else out[0]
         if self._settings["device"] is not None:
             out = out.to(home(tensordict)).clear_device_()
         if tensordict_out is None and self.inplace is False:
@@ -228,12 +230,6 @@ class LLMWrapperBase(TensorDictModuleBase):
         if not self.generate and self.history_key in out and self.history_key in target:
             del out[self.history_key]  # it was read, and stays as it is
         return put(out, target)
-
-    def _shaped(self, out: TensorDictBase, like: TensorDictBase) -> TensorDictBase:
-        """Return a td [B] or [B, n] in the batch shape of `like`, and n."""
-        if like.ndim == 0:
-            return out[0]
-        return out if like.ndim == 1 else out.reshape(*like.batch_size, *out.batch_size[1:])
 
     # Generating.
 
