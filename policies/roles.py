@@ -30,10 +30,6 @@ class Generator(Protocol):
     generate: bool
     input_mode: str
     num_samples: int | None
-    inplace: bool | str
-    pad_output: bool
-    return_log_probs: bool
-    text_key: str | tuple[str, ...] | None
     tokenizer: Any
     renderer: Any
     stop_ids: frozenset[int]

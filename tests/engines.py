@@ -26,12 +26,6 @@ class Stale(Copy):
             super().load_weights(named)
 
 
-class Blunt(Stale):
-    """Is stale where nobody expects it to be exact."""
-
-    tolerance = 1e3
-
-
 class Wrong(Copy):
     """Takes other weights than it is given."""
 

@@ -1,7 +1,5 @@
 """Several threads on one wrapper: whose rows run together, when, and who hears of a failure."""
 
-import copy
-import pickle
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -95,19 +93,6 @@ def test_a_failure_reaches_its_caller_and_leaves_nothing_behind():
         futures[1].result(SOON)
     assert queue.state()["queue_size"] == 0
     assert queue(run, [1, 1, 1, 1]) == [2] * 4
-    # A call that is more than one batch ends with its first failure.
-    halves = BatchQueue(max_size=1)
-    with pytest.raises(ValueError, match="negative"):
-        halves(run, [-1, 4])
-    assert halves.state()["queue_size"] == 0
-
-
-def test_a_copy_has_the_sizes_and_a_queue_of_its_own():
-    policy = make_policy().get_new_version(min_batch_size=2, max_batch_size=3)
-    twin = pickle.loads(pickle.dumps(policy._batched.queue))
-    assert twin.state() == policy.get_batching_state()
-    assert copy.deepcopy(policy)._batched.queue is not policy._batched.queue
-    make_policy().cleanup_batching()  # nothing to do without a queue
 
 
 def test_cleanup_runs_or_drops_what_waits():
@@ -151,6 +136,8 @@ def test_generating_threads_get_what_they_would_alone(padded):
     for got, td in zip(each(policy, inputs), inputs, strict=True):
         same(got, alone(td))
     assert sizes == [3]
+    policy.cleanup_batching(flush=True)
+    assert policy.get_batching_state()["queue_size"] == 0
 
 
 def test_scoring_threads_share_forwards_unless_they_need_a_gradient():
@@ -158,14 +145,7 @@ def test_scoring_threads_share_forwards_unless_they_need_a_gradient():
     policy, sizes = batched(alone, max_batch_size=2, min_batch_size=2)
     tds = [spoken()[i % 3][None].set("temperature", torch.tensor([0.5 + i])) for i in range(4)]
 
-    def frozen(call):
-        def run(td):
-            with torch.no_grad():  # of this thread
-                return call(td)
-
-        return run
-
-    for got, td in zip(each(frozen(policy), tds), tds, strict=True):
+    for got, td in zip(each(torch.no_grad()(policy.forward), tds), tds, strict=True):
         want = alone(td)["log_probs"].full
         torch.testing.assert_close(got["log_probs"].full, want, atol=1e-5, rtol=0)
     assert sizes == [2, 2]

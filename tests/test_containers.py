@@ -26,7 +26,6 @@ def ragged(*sizes: int) -> Tokens:
 
 
 WHERE = {
-    "bare": (lambda stack: stack, ()),
     "in a dense TensorDict": (lambda stack: TensorDict(a=stack, batch_size=[2]), ("a",)),
     "in a lazy stack": (lambda s: lazy_stack([TensorDict(a=r) for r in s.unbind(0)]), ("a",)),
 }
@@ -56,8 +55,6 @@ def test_stacks_of_stacks_and_dense_data_are_read_by_the_same_helpers():
     for found in (rows(td, ("tokens", "full")), nested(td, ("tokens", "full")).unbind()):
         assert [row.tolist() for row in found] == full.tolist()
     assert rows(td, ("tokens", "prompt")) is None
-    with pytest.raises(ValueError, match="expected rows at 'x'"):
-        nested(td, "x")
 
 
 # The views of a chat.
@@ -110,9 +107,8 @@ def test_padded_tokens_are_read_by_their_mask(tokenizer):
     assert text.prompt == chats("prompt").to_text(tokenizer).prompt
     assert text.full == out["text", "full"]
     assert text.full == [a + b for a, b in zip(text.prompt, text.response, strict=True)]
-    for wrong in (None, mask[:, 1:]):
-        with pytest.raises(ValueError, match="attention"):
-            out["tokens"].to_text(tokenizer, attention_mask=wrong)
+    with pytest.raises(ValueError, match="attention_mask"):
+        out["tokens"].to_text(tokenizer)
 
 
 def test_other_templates_batches_and_renderers(tokenizer):
@@ -128,39 +124,27 @@ def test_other_templates_batches_and_renderers(tokenizer):
 
 
 def test_chats_made_one_by_one_without_a_batch_size_are_read(tokenizer):
-    singles = [ChatHistory(prompt=History.from_chats([prompt])) for prompt, _ in CHATS]
+    texts = chats("prompt").to_text(tokenizer).prompt
     bare = [ChatHistory(prompt=History.from_chats(prompt)) for prompt, _ in CHATS]
-    texts, stream = chats("prompt").to_text(tokenizer).prompt, torch.arange(2)
-    assert lazy_stack(singles).to_text(tokenizer).prompt == [[text] for text in texts]
     assert lazy_stack(bare).to_text(tokenizer).prompt == texts
-    td = TensorDict(history=chats("prompt"), stream=stream, batch_size=[2])
-    want = make_policy()(td)["text"].full
-    for made in (lazy_stack(singles), lazy_stack(bare)):
-        out = make_policy()(TensorDict(history=made, stream=stream, batch_size=[2]))
-        assert out["text"].full == want
+    single = [ChatHistory(prompt=History.from_chats([prompt])) for prompt, _ in CHATS]
+    assert lazy_stack(single).to_text(tokenizer).prompt == [[text] for text in texts]
 
 
 # Specs.
 
 
-@pytest.mark.parametrize("mode", ["history", "text", "tokens"])
 @pytest.mark.parametrize("form", [{}, {"pad_output": False}, {"layout": torch.jagged}])
 @pytest.mark.parametrize("generate", [True, False])
-def test_default_specs_fit_what_a_wrapper_writes(mode, form, generate, tokenizer):
-    given = chats("prompt" if generate else "full")
-    given = {
-        "history": given,
-        "text": given.to_text(tokenizer),
-        "tokens": given.to_tokens(tokenizer),
-    }
-    td = TensorDict({mode: given[mode], "stream": torch.arange(2)}, batch_size=[2])
+def test_default_specs_fit_what_a_wrapper_writes(form, generate):
+    history, stream = chats("prompt" if generate else "full"), torch.arange(2)
     more = {"num_samples": 2} if generate and not OLD else {}  # 0.14 reshapes no uneven chats
-    out = make_policy().get_new_version(input_mode=mode, generate=generate, **form, **more)(td)
+    policy = make_policy().get_new_version(generate=generate, inplace=False, **form, **more)
+    out = policy(TensorDict(history=history, stream=stream, batch_size=[2]))
     kinds = {"tokens": Tokens, "log_probs": LogProbs, "masks": Masks}
-    kinds |= {"text": Text, "history": ChatHistory}
-    for name in kinds.keys() & set(out.keys()):
+    for name, kind in {**kinds, "text": Text, "history": ChatHistory}.items():
         for batch in (tuple(out.batch_size), (-1,) * out.ndim):
-            assert kinds[name].default_spec(batch).explain(out.get(name)) == ""
+            assert kind.default_spec(batch).explain(out.get(name)) == ""
 
 
 def test_default_specs_name_what_does_not_fit():

@@ -35,13 +35,6 @@ def run(folder: Path, *words: str) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory) -> list[dict]:
-    """Return the metrics of 20 iterations that the policy itself samples."""
-    words = [*TINY[:3], "trainer.num_iterations=20"]
-    return run(tmp_path_factory.mktemp("own") / "run", *words)
-
-
-@pytest.fixture(scope="module")
 def colocated(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("colocated") / "run"
     run(folder, *TINY, "trainer.num_iterations=20", "checkpoint.every=3")
@@ -92,70 +85,41 @@ def proved(rows: list[dict]) -> None:
         assert row["policy/importance_limited"] == 0
 
 
-def test_vllm_teaches_what_the_built_in_sampler_does(own, colocated):
+def same(rows: list[dict], others: list[dict]) -> None:
+    for name in ("loss/total", "reward/raw_mean", "kl/mismatch", "sync/probe"):
+        assert [row[name] for row in rows] == [row[name] for row in others]
+
+
+def test_what_vllm_samples_teaches(colocated):
     rows = lines(colocated / "metrics.jsonl")
     proved(rows)
-    first, last = (row["eval/sampled_accuracy"] for row in (rows[0], rows[-1]))
-    want = [row["eval/sampled_accuracy"] for row in (own[0], own[-1])]
-    assert first == pytest.approx(want[0], abs=0.1)
-    assert last == pytest.approx(want[1], abs=0.15)
-    assert last > first + 0.3
-    curves = [[row["reward/raw_mean"] for row in run[1:]] for run in (own, rows)]
-    gaps = [abs(a - b) for a, b in zip(*curves, strict=True)]
-    assert sum(gaps) / len(gaps) < 0.1
-    assert own[-1].keys() <= rows[-1].keys() | {"perf/peak_memory_gib"}
+    assert rows[-1]["eval/sampled_accuracy"] > rows[0]["eval/sampled_accuracy"] + 0.3
+
+
+def test_a_server_trains_to_the_bit_as_one_in_the_process_and_goes_on(colocated, server, tmp_path):
+    folder, whole = tmp_path / "run", lines(colocated / "metrics.jsonl")
+    words = [TINY[0], *FEW[1:], "trainer.num_iterations=3", "checkpoint.every=3"]
+    rows = run(folder, *words, f"policy.vllm.url={server[0]}")
+    proved(rows)
+    same(rows[1:], whole[1:4])
+    assert not (folder / ".engine").exists()
+    done = train(f"resume={folder}", "trainer.num_iterations=5")
+    assert done.code == 0, done.text
+    same(lines(folder / "metrics.jsonl")[4:6], whole[4:6])
 
 
 def test_of_a_lora_the_adapter_alone_is_handed_over_to_a_server_and_within(server, tmp_path):
     words = ["experiment=grpo_tiny", *FEW, "policy.lora.r=4", "optimizer.lr=0.01"]
     url = f"policy.vllm.url={server[0]}"
-    here, there = run(tmp_path / "here", *words), run(tmp_path / "there", *words, url)
-    proved(here)
-    for name in ("loss/total", "reward/raw_mean", "kl/mismatch", "sync/probe"):
-        assert [row[name] for row in there[1:]] == [row[name] for row in here[1:]]
+    within, served = run(tmp_path / "within", *words), run(tmp_path / "served", *words, url)
+    proved(within)
+    same(served[1:], within[1:])
     policy = load_policy("tiny", lora={"r": 4})
-    engine = vllm_beside(policy, share=tmp_path / "share", url=server[0])
-    assert engine.takes_trained
-    assert engine.scorer.about.endswith("float32, the adapter alone")
-    wide = load_policy("tiny", lora={"r": 9})
-    with pytest.raises(ValueError, match=r"--max-lora-rank 9 at least, got 8.*--max-lora-rank 16"):
-        vllm_beside(wide, share=tmp_path / "share", url=server[0])
+    assert vllm_beside(policy, share=tmp_path / "share", url=server[0]).takes_trained
 
 
-def test_a_served_engine_trains_to_the_bit_what_one_in_the_process_does(
-    colocated, server, tmp_path
-):
-    url, _ = server
-    rows = run(tmp_path / "run", *TINY, *FEW[:1], f"policy.vllm.url={url}")
-    proved(rows)
-    here = lines(colocated / "metrics.jsonl")
-    for name in ("loss/total", "reward/raw_mean", "kl/mismatch", "sync/probe"):
-        assert [row[name] for row in rows[1:]] == [row[name] for row in here[1:3]]
-    assert not (tmp_path / "run" / ".engine").exists()
-
-
-@pytest.mark.parametrize("where", ["colocated", "served"])
-def test_a_run_that_goes_on_does_to_the_bit_what_it_would_have_done(
-    where, colocated, server, tmp_path
-):
-    folder, words = (
-        tmp_path / "run",
-        [TINY[0], *FEW[1:], "trainer.num_iterations=3", "checkpoint.every=3"],
-    )
-    run(folder, *words, *([f"policy.vllm.url={server[0]}"] if where == "served" else []))
-    done = train(f"resume={folder}", "trainer.num_iterations=5")
-    assert done.code == 0, done.text
-    rows, whole = lines(folder / "metrics.jsonl"), lines(colocated / "metrics.jsonl")
-    for name in ("loss/total", "reward/raw_mean", "kl/mismatch", "kl/ref", "sync/probe"):
-        assert [row[name] for row in rows[4:6]] == [row[name] for row in whole[4:6]]
-
-
-@pytest.mark.parametrize("where", ["colocated", "served"])
-def test_two_ranks_sample_by_an_engine_each_or_by_one_server_what_one_rank_does(
-    where, colocated, server, tmp_path
-):
-    words = [TINY[0], *FEW, "launch.num_processes=2"]
-    words += [f"policy.vllm.url={server[0]}"] if where == "served" else []
+def test_two_ranks_sample_by_one_server_what_one_rank_does(colocated, server, tmp_path):
+    words = [TINY[0], *FEW, "launch.num_processes=2", f"policy.vllm.url={server[0]}"]
     rows, whole = run(tmp_path / "run", *words), lines(colocated / "metrics.jsonl")
     proved(rows)
     for name in ("loss/total", "reward/raw_mean", "kl/ref", "sync/probe_before"):
@@ -176,32 +140,24 @@ def test_a_server_samples_ahead(server, tmp_path):
     assert rows[0]["kl/mismatch"] < 1e-5 < rows[1]["kl/mismatch"]
 
 
-def test_a_server_that_does_not_fit_is_refused_in_one_line(server, tmp_path):
-    url, _ = server
-    policy = load_policy("tiny")
-    share = tmp_path / "share"
-    with pytest.raises(ValueError, match=r"expected a vLLM server, got .*refused.*vllm serve"):
-        vllm_beside(policy, share=share, url="http://127.0.0.1:9")
-    with pytest.raises(ValueError, match=r"expected --dtype bfloat16, got float32"):
-        vllm_beside(policy, share=share, url=url, dtype="bfloat16")
-    generator = vllm_beside(policy, share=share, url=url)
-    assert weight_sync(policy, generator).after < 1e-4
-    assert not share.exists()
-    with torch.no_grad():
-        for p in policy.model.parameters():
-            p.add_(torch.randn_like(p) * 0.1)
-    done = weight_sync(policy, generator)
-    assert done.after < 1e-4 < 0.1 < done.before
+def test_a_server_that_does_not_fit_is_refused(server, tmp_path):
+    options = {"share": tmp_path / "share", "url": server[0]}
+    for policy, wrong, key in (
+        (load_policy("tiny"), {"url": "http://127.0.0.1:9"}, "vllm serve"),
+        (load_policy("tiny"), {"dtype": "bfloat16"}, "--dtype bfloat16"),
+        (load_policy("tiny", lora={"r": 9}), {}, "--max-lora-rank 16"),
+    ):
+        with pytest.raises(ValueError, match=key):
+            vllm_beside(policy, **(options | wrong))
 
 
-def test_what_goes_by_nccl_is_told_as_vllm_takes_it_and_what_fails_says_what_to_do(server):
+def test_what_goes_by_nccl_is_read_by_vllms_own_classes_and_a_failure_says_what_to_do(server):
     """As far as there is no GPU: vLLM's own classes take it, and its server survives a refusal."""
     from vllm.distributed.weight_transfer import nccl_engine  # pyright: ignore[reportMissingImports]
 
     named = {"a": torch.ones(2, 3).t(), "b": torch.zeros(4, dtype=torch.bfloat16)}
     at = urlsplit(server[0])
-    policy = load_policy("tiny")
-    engine = vllm_beside(policy, share=Path("unused"), url=server[0])
+    engine = vllm_beside(load_policy("tiny"), share=Path("unused"), url=server[0])
     assert engine.scorer.transfer is None, "neither side is on a GPU"
     way = Transfer(engine.scorer._ask, host=at.hostname or "", port=at.port or 0)
     way.named = named
@@ -209,11 +165,11 @@ def test_what_goes_by_nccl_is_told_as_vllm_takes_it_and_what_fails_says_what_to_
     for name, weight in check(way, way.metadata()):  # pyright: ignore[reportArgumentType]
         assert weight.is_contiguous()
         assert torch.equal(weight, named[name])
-    told = way.meeting()
-    assert (told.master_address, told.world_size, told.is_sender) == ("127.0.0.1", 2, True)
-    with pytest.raises(RuntimeError, match=r"did not reach .* without --weight-transfer-config"):
+    place = way.meeting()
+    assert (place.master_address, place.world_size, place.is_sender) == ("127.0.0.1", 2, True)
+    with pytest.raises(RuntimeError, match=r"without --weight-transfer-config"):
         way.send(named)
-    with pytest.raises(RuntimeError, match=r"failed: /start_weight_update.*not configured"):
+    with pytest.raises(RuntimeError, match=r"/start_weight_update"):
         way.start_weight_update()
 
 
@@ -221,13 +177,13 @@ def test_a_server_that_dies_ends_the_run_with_a_line(server, tmp_path):
     url, process = server  # the last test of this file that needs it
     policy = load_policy("tiny")
     generator = vllm_beside(policy, share=tmp_path / "share", url=url)
-    weight_sync(policy, generator)
+    assert weight_sync(policy, generator).after < 1e-4
     wrong = {"model.embed_tokens.weight": torch.zeros(3, 5)}  # as of another model
     (tmp_path / "wrong").mkdir()
     damage = partial(generator.scorer._reload_from, tmp_path / "wrong", wrong)
-    with pytest.raises(RuntimeError, match=r"failed: /collective_rpc: 500 .* vllm serve"):
+    with pytest.raises(RuntimeError, match=r"/collective_rpc: 500 .* vllm serve"):
         generator.scorer._while_it_waits(damage)  # which its engine does not survive
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    with pytest.raises(RuntimeError, match=r"the vLLM server at http.* failed: .*vllm serve"):
+    with pytest.raises(RuntimeError, match=r"vllm serve"):
         weight_sync(policy, generator)

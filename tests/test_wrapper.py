@@ -5,7 +5,6 @@ say about each argument is tried in tests/specification_rows.
 """
 
 import copy
-import inspect
 
 import pytest
 import torch
@@ -17,11 +16,10 @@ from wrapped import CHATS, SPOKEN, TEXTS, prompts, same, scoring, sequences, spo
 from policies.load import load_policy
 from policies.padding import is_ragged, rows, unpad
 from policies.sampler import Sampled
-from policies.scorer import Scorer
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 from policies.wrappers.wrapper import LLMWrapperBase
 
-RESPONSE = ("log_probs", "response")
+ATTENTION, RESPONSE = ("masks", "all_attention_mask"), ("masks", "all_response_mask")
 
 # Generation.
 
@@ -45,15 +43,7 @@ def test_without_streams_torchs_generator_fixes_the_replies():
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-def test_samples_of_a_prompt_stand_beside_each_other():
-    out = make_policy().get_new_version(num_samples=3)(prompts())
-    assert out.batch_size == (3, 3)
-    assert len({tuple(r.tolist()) for r in out["tokens", "response"].flatten(0, 1)}) > 3
-    texts = [chat[-2]["content"] for chat in out["history", "full"].chats()]
-    assert texts == [text for text in TEXTS for _ in range(3)]
-
-
-def test_replies_are_read_as_text_without_the_end_of_turn_and_may_be_empty():
+def test_replies_follow_their_prompt_as_text_without_the_end_of_turn_and_may_be_empty():
     policy = make_policy()
     end = policy.tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     out = policy.get_new_version(num_samples=128)(prompts()).reshape(-1)
@@ -62,9 +52,10 @@ def test_replies_are_read_as_text_without_the_end_of_turn_and_may_be_empty():
     assert {int(r[-1]) for r in replies} > set(end), "the seed brings both ends and cut replies"
     assert min(map(len, replies)) == 1, "the seed brings a reply that ends at once"
     bodies = [reply[:-1] if e else reply for reply, e in zip(replies, ended, strict=True)]
-    said = [chat[-1] for chat in out["history", "full"].chats()]
+    asked, said = zip(*(chat[-2:] for chat in out["history", "full"].chats()), strict=True)
+    assert [message["content"] for message in asked] == [t for t in TEXTS for _ in range(128)]
     texts = policy.tokenizer.batch_decode([body.tolist() for body in bodies])
-    assert said == [{"role": "assistant", "content": text} for text in texts]
+    assert list(said) == [{"role": "assistant", "content": text} for text in texts]
     assert [flags[-1] for flags in out["history", "full"].get("is_complete")] == ended
 
 
@@ -100,10 +91,12 @@ def test_the_callers_data_is_not_changed(changes):
 @pytest.mark.parametrize("scored_padded", [True, False])
 def test_scoring_in_place_keeps_prompts_and_responses(padded, scored_padded):
     td = make_policy().get_new_version(pad_output=padded)(prompts())
-    want, replies = sequences(td), td["history", "response"].chats()
+    want, replies, texts = sequences(td), td["history", "response"].chats(), td["text"].clone()
     out = scoring(pad_output=scored_padded)(td)
     assert out["history", "prompt"].chats() == CHATS
     assert out["history", "response"].chats() == replies
+    for field in ("prompt", "response", "full"):
+        assert out["text"].get(field) == texts.get(field)
     for (ids, _, mask), (whole, _, response) in zip(sequences(out), want, strict=True):
         assert torch.equal(ids, whole)
         assert torch.equal(mask, response)
@@ -118,7 +111,7 @@ def test_scoring_in_place_keeps_prompts_and_responses(padded, scored_padded):
 # torch warns that strided nested tensors are a prototype; whoever asks for them may know.
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-def test_unpadded_outputs_may_be_nested_tensors(layout):
+def test_unpadded_outputs_and_distributions_may_be_nested_tensors(layout):
     lazy = make_policy().get_new_version(pad_output=False, inplace=False)
     policy, want = lazy.get_new_version(layout=layout), lazy(prompts())
     out = policy(prompts())
@@ -126,26 +119,17 @@ def test_unpadded_outputs_may_be_nested_tensors(layout):
     if layout is torch.jagged:  # one ragged size, so that fields go together
         kept = out["log_probs"].full * out["masks"].all_response_mask
         assert kept.values().sum() == out["log_probs"].full.values().sum()
-    score = policy.get_new_version(generate=False, inplace=True)
-    nested = score.log_prob(out, as_nested_tensor=True, layout=layout)
-    values = score.get_dist(out, as_nested_tensor=True, layout=layout).log_prob(out["tokens"].full)
-    assert nested.layout is values.layout is layout
-    for found in (rows(score(out), RESPONSE), nested.unbind()):
-        for got, response in zip(found, rows(want, RESPONSE), strict=True):
+    score = policy.get_new_version(generate=False)
+    found = score.log_prob(out, as_nested_tensor=True, layout=layout)
+    assert found.layout is layout
+    for values in (found.unbind(), rows(score(out), ("log_probs", "response"))):
+        for got, response in zip(values, rows(want, ("log_probs", "response")), strict=True):
             torch.testing.assert_close(got, response, atol=1e-5, rtol=0)
-    for got, (_, row, mask) in zip(values.unbind(), sequences(want), strict=True):
-        torch.testing.assert_close(got[mask], row[mask], atol=1e-5, rtol=0)
-    assert policy(prompts()[0])["tokens"].full.tolist() == out["tokens"].full[0].tolist()
-
-
-@pytest.mark.parametrize("padded", [True, False])
-@pytest.mark.parametrize("mode", ["history", "text"])
-def test_scoring_a_reply_says_what_its_generation_said(mode, padded):
-    policy = make_policy().get_new_version(input_mode=mode, pad_output=padded, inplace=False)
-    said = policy(prompts(mode))
-    again = policy.get_new_version(generate=False)(said)["text"]
-    for field in ("prompt", "response", "full"):
-        assert again.get(field) == said["text"].get(field)
+    dist = score.get_dist(out, as_nested_tensor=True, layout=layout)
+    parts = (x.unbind() for x in (dist.nested_logits, dist.entropy(), dist.sample()))
+    for logits, entropy, drawn in zip(*parts, strict=True):
+        torch.testing.assert_close(entropy, Categorical(logits=logits).entropy())
+        assert drawn.shape == entropy.shape
 
 
 @pytest.mark.gpu
@@ -163,30 +147,16 @@ def test_inputs_move_to_the_models_device_and_outputs_back():
 # Versions.
 
 
-def test_a_new_version_takes_every_argument():
-    policy, other = make_policy(), Scorer(make_policy().model)
-    changed = {
-        **{"model": other, "tokenizer": copy.deepcopy(policy.tokenizer), "input_mode": "text"},
-        **{"input_key": "chat", "attention_mask_key": "keep", "generate": False},
-        **{"generate_kwargs": {"max_new_tokens": 2}, "tokenizer_kwargs": {"padding": True}},
-        **{"pad_output": False, "pad_model_input": False, "inplace": "empty", "num_samples": 4},
-        **{"chat_template": "chatml", "chat_template_name": "qwen", "return_log_probs": False},
-        **{"score_mask_key": "f", "micro_batch_tokens": 9, "device": "cpu", "layout": torch.jagged},
-        **{"batching": True, "min_batch_size": 2, "max_batch_size": 3, "batching_timeout": 0.5},
-        "prefer_tokens": False,
-        **{f"{name}_key": "x" for name in ("history", "text", "tokens", "masks", "log_probs")},
-    }
-    assert set(changed) == set(inspect.signature(TransformersWrapper).parameters)
+def test_a_new_version_keeps_what_was_changed_and_changes_no_other():
+    policy = make_policy()
     before = copy.copy(policy._settings)
-    for name, value in changed.items():
-        also = {"generate": False} if name == "pad_model_input" else {}
-        made = policy.get_new_version(**{name: value}, **also)
-        for version in (made, made.get_new_version()):  # the version of a version keeps it
-            assert version._settings[name] == value
-            if name not in ("model", "device", "tokenizer_kwargs"):
-                assert getattr(version, name) == value
-        assert made.model is policy.model
+    changed = {"pad_output": False, "num_samples": 4, "log_probs_key": "x", "max_batch_size": 3}
+    changed |= {"generate_kwargs": {"max_new_tokens": 2}, "input_key": "chat", "layout": None}
+    version = policy.get_new_version(**changed).get_new_version()
+    assert version._settings == before | changed
+    assert (version.max_new_tokens, version.in_keys) == (2, ["chat"])
     assert policy._settings == before
+    assert version.model is policy.model
 
 
 def test_a_version_of_another_direction_or_mode_reads_its_own_key_and_lays_out_its_own_way():
@@ -218,7 +188,7 @@ def test_versions_share_one_scorer_and_what_load_policy_knows():
 def test_scoring_equals_a_plain_forward(mode, padded):
     policy = scoring(input_mode=mode, pad_output=padded)
     out = policy(spoken(mode))
-    keys = (("tokens", "full"), ("log_probs", "full"), ("masks", "all_attention_mask"))
+    keys = (("tokens", "full"), ("log_probs", "full"), ATTENTION)
     for i, (ids, values, mask) in enumerate(zip(*(rows(out, k) for k in keys), strict=True)):
         done = policy.renderer.render(SPOKEN[i])
         assert ids[mask].tolist() == done.ids
@@ -227,25 +197,59 @@ def test_scoring_equals_a_plain_forward(mode, padded):
         assert not values[~mask].any()
         if mode == "history":  # the response starts with the first token of the assistant
             want = want[done.assistant.index(True) :]
-            response = rows(out, RESPONSE)[i][: len(want)]
+            response = rows(out, ("log_probs", "response"))[i][: len(want)]
             torch.testing.assert_close(response, want, atol=1e-5, rtol=0)
 
 
-def test_log_prob_scores_anew_with_a_gradient():
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("mode", ["history", "tokens"])
+def test_padding_is_no_token_however_the_rows_lie(lazy, mode):
     td = make_policy()(prompts())
-    stored = td[RESPONSE].clone()
+    assert not td[ATTENTION].all()
+    want = sequences(td)
+    given = td.select(("tokens", "full"), ATTENTION, RESPONSE)
+    given = given.to_lazystack(0) if lazy else given
+    for padded in (True, False):
+        score = scoring(input_mode=mode, inplace=False, pad_output=padded)
+        out = score(given)
+        for (found, values, mask), (ids, _, response) in zip(sequences(out), want, strict=True):
+            assert torch.equal(found, ids)
+            assert torch.equal(mask, response)
+            plain = plain_log_probs(make_policy(), ids, 1.0).float()
+            torch.testing.assert_close(values, plain, atol=1e-5, rtol=0)
+        dist = score.get_dist(given, mask_key=RESPONSE)
+        assert dist.mask.sum(-1).tolist() == [int(response.sum()) for *_, response in want]
+
+
+DROPS = """{% for m in messages %}<|im_start|>{{ m['role'] }}
+{{ m['content'].split('</think>')[-1] if m['role'] == 'assistant' else m['content'] }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+NAMED = {name: {"chat_template_name": name} for name in ("qwen", "llama", "deepseek", "falcon")}
+
+
+@pytest.mark.parametrize("template", [*NAMED.values(), {"chat_template": DROPS}])
+def test_a_wrapper_scores_what_it_generated_under_every_template(template):
+    """Templates put blanks, plain words or nothing around a reply, or leave thoughts out."""
+    hot = {"max_new_tokens": 30, "temperature": 1.5}
+    policy = make_policy().get_new_version(generate_kwargs=hot, num_samples=4, **template)
+    td = policy(prompts())
+    scored = policy.get_new_version(generate=False)(td)
+    for a, b in zip(*(rows(x, ("log_probs", "response")) for x in (td, scored)), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=0)
+
+
+def test_log_prob_scores_anew_with_a_gradient_and_only_what_is_asked():
+    td = make_policy()(prompts())
+    whole, stored = td["log_probs"].full.clone(), td["log_probs"].response.clone()
     td["log_probs"].response.fill_(7.0)  # stale values are not believed
     got = scoring().log_prob(td)
     torch.testing.assert_close(got, stored, atol=1e-5, rtol=0)
     assert got.requires_grad
     filled = scoring(pad_output=False).log_prob(td, as_padded_tensor=True)
     torch.testing.assert_close(filled, stored, atol=1e-5, rtol=0)
-
-
-def test_only_asked_tokens_are_scored():
-    td = make_policy()(prompts())
-    out = scoring(score_mask_key=("masks", "all_response_mask"), inplace=False)(td)
-    torch.testing.assert_close(out["log_probs", "full"], td["log_probs", "full"], atol=1e-5, rtol=0)
+    part = scoring(score_mask_key=RESPONSE)(td)["log_probs"].full
+    torch.testing.assert_close(part, whole, atol=1e-5, rtol=0)
 
 
 # Distributions.
@@ -280,29 +284,6 @@ def test_only_the_ids_of_the_history_have_its_assistant_mask():
     rows(td, ("tokens", "full"))[1][2] += 1
     with pytest.raises(ValueError, match="assistant mask"):
         scoring()._get_rlhf_dist(td)
-
-
-@pytest.mark.parametrize("padded", [True, False])
-def test_the_assistant_mask_replaces_ids_that_were_not_read(padded):
-    stale = scoring(pad_output=padded)(spoken())["tokens"].select("full").apply(torch.zeros_like)
-    td = spoken().set("tokens", stale)
-    dist = scoring(prefer_tokens=False)._get_rlhf_dist(td)
-    want = [make_policy().renderer.render(chat).ids for chat in SPOKEN]
-    assert [r[-len(w) :].tolist() for r, w in zip(td["tokens", "full"], want, strict=True)] == want
-    assert torch.equal(scoring()._get_rlhf_dist(td).mask, dist.mask)
-
-
-def test_nested_distributions_have_the_entropy_and_the_samples_of_each_token():
-    td, policy = spoken(), scoring(pad_output=False)
-    dist = policy.get_dist(td.copy())
-    flat = policy.get_dist(td, as_nested_tensor=True, layout=torch.jagged)
-    entropy = Categorical(logits=dist.logits).entropy()
-    for row, mask, drawn, want in zip(
-        flat.entropy().unbind(), dist.mask, flat.sample().unbind(), entropy, strict=True
-    ):
-        torch.testing.assert_close(row, want[mask])
-        assert drawn.shape == row.shape
-        assert drawn.max() < dist.logits.shape[-1]
 
 
 def test_responses_are_found_by_the_prompts_padded_or_ragged():
@@ -341,29 +322,26 @@ class Bigrams(LLMWrapperBase):
 
 
 @pytest.mark.parametrize("padded", [True, False])
-@pytest.mark.parametrize("shape", [(), (3, 1)])
-def test_a_wrapper_of_ones_own_has_all_of_the_base(padded, shape):
+def test_a_wrapper_of_ones_own_has_all_of_the_base(padded):
     torch.manual_seed(0)
     table = nn.Embedding(400, 400)
     kwargs = {"max_new_tokens": 5, "temperature": 0.6}
     settings = {"tokenizer": make_policy().tokenizer, "pad_output": padded, "inplace": False}
     policy = Bigrams(table, generate_kwargs=kwargs, **settings)
-    td = prompts()[0] if shape == () else prompts().reshape(*shape)
-    out, score = policy(td), policy.get_new_version(generate=False)
-    scored = score(out)
-    assert out.batch_size == scored.batch_size == shape
-    flat, scored = (x.unsqueeze(0) if shape == () else x.reshape(-1) for x in (out, scored))
+    out, score = policy(prompts().reshape(3, 1)), policy.get_new_version(generate=False)
+    scored = score(out).reshape(-1)
     logp = (table.weight.detach() / 0.6).log_softmax(-1)
-    keep = rows(scored, ("masks", "all_attention_mask"))
-    for i, (ids, values, mask) in enumerate(sequences(flat)):
+    keys = ("masks", "all_attention_mask"), ("log_probs", "full")
+    parts = zip(sequences(out.reshape(-1)), *(rows(scored, key) for key in keys), strict=True)
+    for (ids, values, mask), keep, full in parts:
         want = torch.cat([torch.zeros(1), logp[ids[:-1], ids[1:]]])
         torch.testing.assert_close(values, want * mask, atol=1e-5, rtol=0)
-        full = rows(scored, ("log_probs", "full"))[i][keep[i]]
-        torch.testing.assert_close(full, want, atol=1e-5, rtol=0)
-    assert shape == () or is_ragged(flat["tokens"]) is not padded
+        torch.testing.assert_close(full[keep], want, atol=1e-5, rtol=0)
+    assert is_ragged(out.reshape(-1)["tokens"]) is not padded
     dist = score._get_sft_dist(out)
-    assert dist.logits.shape[:-2] == shape
-    assert dist.mask.sum() == sum(mask.sum() for *_, mask in sequences(flat))
-    same(flat, policy.get_new_version(batching=True)(prompts())[: len(flat)])
+    assert dist.logits.shape[:-2] == (3, 1)
+    assert dist.mask.sum() == sum(mask.sum() for *_, mask in sequences(out.reshape(-1)))
+    same(out.reshape(-1), policy.get_new_version(batching=True)(prompts()))
+    mute = type("Mute", (Bigrams,), {"_draw": LLMWrapperBase._draw})(table, **settings)
     with pytest.raises(NotImplementedError, match="Mute"):
-        type("Mute", (Bigrams,), {"_draw": LLMWrapperBase._draw})(table, **settings)(td)
+        mute(prompts())

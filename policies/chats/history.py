@@ -154,8 +154,6 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         if return_tensors not in (None, "pt") or padding not in (False, True, "longest"):
             raise ValueError(f"expected None or 'pt', got {return_tensors=} and {padding=}")
         as_dict = bool(return_dict or return_tensors or return_assistant_tokens_mask or padding)
-        if as_dict and False in (tokenize, return_dict):
-            raise ValueError("masks, tensors and padding need return_dict=True; leave out tokenize")
         ends = {"add_generation_prompt": add_generation_prompt}
 
         def render(chat: list[dict[str, Any]]) -> Rendered:
@@ -196,10 +194,6 @@ def _padded(rows: list[Rendered], tokenizer: Any) -> TensorDictBase:
 
 def _grown(history: History, new: History, dim: int, *, one: bool) -> History:
     """Return the history and, along `dim`, `new` as one entry or the entries of it."""
-    if history.ndim == 0:
-        raise RuntimeError(
-            "Cannot add to a single message without batch dimensions. Call unsqueeze(dim=0) first."
-        )
     if not -history.ndim <= dim < history.ndim or new.ndim != history.ndim - one:
         raise RuntimeError(
             f"expected dim={dim} within {list(history.shape)} and {history.ndim - one} dimensions "

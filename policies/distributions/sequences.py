@@ -39,9 +39,6 @@ class LLMMaskedCategorical(Distribution):
     has_rsample = True
 
     def __init__(self, logits: Tensor, mask: Tensor, ignore_index: int = -100) -> None:
-        if logits.ndim < 2 or not logits.is_floating_point():
-            got = f"{logits.dtype} {tuple(logits.shape)}"
-            raise ValueError(f"expected float logits [*B, T, C], got {got}")
         check_mask(mask, logits.shape[:-1], logits.shape)
         self._logits, self._mask, self.ignore_index = logits, mask, ignore_index
         self._cache: dict[str, tuple[bool, Any]] = {}

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -96,11 +95,6 @@ class BatchQueue:
                 "queue_size": len(self._waiting),
                 "processing": self._busy,
             }
-
-    def __reduce__(self):
-        """Copy the settings; locks and waiting callers stay here."""
-        sizes = {"min_size": self.min_size, "max_size": self.max_size}
-        return partial(BatchQueue, **sizes, timeout=self.timeout), ()
 
     def _run_batch(self) -> None:
         """Run the next batch with the lock given back for as long as it takes."""

@@ -142,8 +142,6 @@ class GenerateKwargs:
         """Return what tells whether a reply holds a stop text; None if there are none."""
         if not self.stop:
             return None
-        if tokenizer is None:
-            raise ValueError(f"expected a tokenizer to find stop={list(self.stop)}, got none")
         return lambda ids: any(text in tokenizer.decode(ids) for text in self.stop)
 
     def check_positions(self, most: int | None) -> None:

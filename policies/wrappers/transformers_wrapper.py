@@ -43,12 +43,23 @@ class TransformersWrapper(LLMWrapperBase):
         """Return where forwards are: where the weights are, unless they are spread over ranks."""
         return self.scorer.placement.device or super().device
 
+    @torch.no_grad()
     def _draw(self, prompts: Tensor, attention: Tensor, streams: Tensor) -> Sampled:
         training = self.model.training
         self.model.eval()
         with self.scorer.precision():
             if self.limits.foreign:
-                drawn = self._follow(prompts, attention)
+                drawn = follow(
+                    self.model,
+                    prompts,
+                    attention,
+                    self.limits.config(),
+                    max_new_tokens=self.max_new_tokens,
+                    ends=self.stop_ids,
+                    pad_token_id=self.pad_token_id,
+                    log_probs=self.return_log_probs,
+                    **self.limits.objects,
+                )
             else:
                 drawn = sample(
                     self.model,
@@ -62,21 +73,6 @@ class TransformersWrapper(LLMWrapperBase):
                 )
         self.model.train(training)
         return drawn
-
-    @torch.no_grad()
-    def _follow(self, prompts: Tensor, attention: Tensor) -> Sampled:
-        """Return replies by transformers' own generate, which draws from torch's generator."""
-        return follow(
-            self.model,
-            prompts,
-            attention,
-            self.limits.config(),
-            max_new_tokens=self.max_new_tokens,
-            ends=self.stop_ids,
-            pad_token_id=self.pad_token_id,
-            log_probs=self.return_log_probs,
-            **self.limits.objects,
-        )
 
     def _logits(self, tokens: Tensor, attention: Tensor) -> Tensor:
         return self.scorer.logits(tokens, attention, **self._packing())

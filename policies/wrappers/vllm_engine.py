@@ -71,8 +71,6 @@ class VLLMEngine(nn.Module):
             config=about.hf_config,
             generation_config=GenerationConfig(**about.try_get_generation_config()),
         )
-        if self.mode not in ("raw_logprobs", "processed_logprobs"):
-            raise ValueError(f"expected logprobs_mode='processed_logprobs', got {self.mode!r}")
 
     def _keep(self, *, about: str, **facts: Any) -> None:
         """Keep what is known of the engine's model as attributes."""
@@ -149,7 +147,7 @@ class VLLMEngine(nn.Module):
         if self.adapter is not None:
             self._take_adapter(dict(named))
         else:
-            self._reload(list(named))
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": list(named)})
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept keys and values of the old weights: is it generating?")
 
@@ -163,13 +161,6 @@ class VLLMEngine(nn.Module):
             self.llm.llm_engine.add_lora(lora)
         self.lora = lora
 
-    def _reload(self, named: list[tuple[str, Tensor]]) -> None:
-        from vllm.v1.engine.core_client import InprocClient  # pyright: ignore[reportMissingImports]
-
-        if not isinstance(self.llm.llm_engine.engine_core, InprocClient):
-            raise ValueError(f"expected a vLLM engine in this process; set {IN_PROCESS}=0 for it")
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
-
     def _scored(self, rows: Sequence[Tensor]) -> list[Tensor]:
         """Return the log-probs of every token but the first of each row."""
         self._check_lengths(rows, 1)
@@ -180,10 +171,7 @@ class VLLMEngine(nn.Module):
     # What vLLM is asked, and how.
 
     def _asked(self, **fields: Any) -> Any:
-        try:
-            return _vllm().SamplingParams(flat_logprobs=True, **fields)
-        except _vllm().exceptions.VLLMValidationError as error:  # it checks the ranges
-            raise ValueError(f"vLLM cannot generate so: {error}") from error
+        return _vllm().SamplingParams(flat_logprobs=True, **fields)  # it checks the ranges
 
     def _run(self, rows: Sequence[Tensor], params: list[Any]) -> list[Reply]:
         """Return what vLLM makes of each row."""

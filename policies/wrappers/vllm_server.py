@@ -12,7 +12,6 @@ import shutil
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -85,7 +84,7 @@ class VLLMServer(VLLMEngine):
         if adapter is not None:
             rank = next((rank for rank in RANKS if rank >= adapter.r), adapter.r)
             self.start = f"{ADAPTERS[0]} {self.start} {ADAPTERS[1].format(rank=rank)}"
-        version, settings = self._version(), self._settings()
+        version, settings = self._facts()
         about, takes = settings["model_config"], settings.get("lora_config")
         self._keep(
             folder=str(folder),
@@ -112,21 +111,16 @@ class VLLMServer(VLLMEngine):
         self._ask("/resume")  # a run that was killed in a hand-over left it waiting
         self.pool = ThreadPoolExecutor(AT_ONCE)
 
-    def _version(self) -> str:
+    def _facts(self) -> tuple[str, dict[str, Any]]:
+        """Return the server's version and what it was started with."""
         try:
-            found = str((self.server("/version", method="GET") or {}).get("version"))
+            version = str((self.server("/version", method="GET") or {}).get("version"))
+            if not version.startswith(VERSIONS):
+                self._refuse(f"vLLM {'x or '.join(VERSIONS)}x, got {version}")
+            started = self.server("/server_info?config_format=json", method="GET")
+            return version, started["vllm_config"]
         except (ConnectionError, RuntimeError) as error:
-            self._refuse(f"a vLLM server, got {error}")
-        if not found.startswith(VERSIONS):
-            self._refuse(f"vLLM {'x or '.join(VERSIONS)}x, got {found}")
-        return found
-
-    def _settings(self) -> dict[str, Any]:
-        """Return what the server was started with."""
-        try:
-            return self.server("/server_info?config_format=json", method="GET")["vllm_config"]
-        except RuntimeError:
-            self._refuse("one that takes weights, got one without VLLM_SERVER_DEV_MODE=1")
+            self._refuse(f"a vLLM server with VLLM_SERVER_DEV_MODE=1, got {error}")
 
     def _refuse(self, wanted: str) -> NoReturn:
         raise ValueError(
@@ -182,13 +176,8 @@ class VLLMServer(VLLMEngine):
     def _while_it_waits(self, work: Callable[[], None]) -> None:
         """Do something to the server's weights while it answers nobody."""
         self._ask("/pause?mode=wait")
-        try:
-            work()
-            self._ask("/reset_prefix_cache")
-        except RuntimeError:  # vLLM has mostly died of it; if not, others may need it
-            with suppress(RuntimeError):
-                self._ask("/resume")
-            raise
+        work()
+        self._ask("/reset_prefix_cache")
         self._ask("/resume")
 
     def _asked(self, **fields: Any) -> Any:

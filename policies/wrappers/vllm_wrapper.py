@@ -54,8 +54,6 @@ class vLLMWrapper(LLMWrapperBase):
         )
 
     def _set_model(self, model: VLLMEngine) -> None:
-        if self.pad_model_input is not None:
-            raise ValueError("vLLM lays out its own batches; drop pad_model_input")
         self.scorer = model
 
     @property
@@ -113,7 +111,6 @@ def vllm_beside(
     folder, dtype = policy.found.folder, dtype or str(computes).removeprefix("torch.")
     adapter = adapter_config(policy.model) if has_adapter(policy.model) else None
     if url is None:
-        _check_ranks(policy.device)
         lora = lora_options(adapter, policy.model.config.architectures) if adapter else {}
         made = load_engine(folder, dtype=dtype, **lora, **engine)
         made.adapter = adapter if lora else None
@@ -129,10 +126,3 @@ def vllm_beside(
     beside = vLLMWrapper(made, tokenizer=copy.deepcopy(policy.tokenizer), **settings)
     beside.copy_attributes(policy, same_weights=True)
     return beside
-
-
-def _check_ranks(device: torch.device) -> None:
-    """Raise where several ranks would have their engines on one GPU."""
-    several = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if device.type == "cuda" and several and torch.distributed.get_world_size() > 1:
-        raise ValueError("vLLM expects policy.vllm.url or launch.num_processes=1 with several GPUs")

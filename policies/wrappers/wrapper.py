@@ -105,7 +105,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         _check_settings(settings, self.limits)
         self.tokenizer_kwargs = _tokenizer_options(tokenizer_kwargs or {}, input_mode)
         self._batched: BatchedCalls | None = None  # the calls of several threads run together
-        if batching or min_batch_size is not None or max_batch_size is not None:
+        if batching or (batching is None and (min_batch_size or max_batch_size)):
             least = 1 if min_batch_size is None else min_batch_size
             sizes = {"min_size": least, "max_size": max_batch_size, "timeout": batching_timeout}
             self._batched = BatchedCalls(self, BatchQueue(**sizes))
@@ -218,7 +218,9 @@ class LLMWrapperBase(TensorDictModuleBase):
         """
         td = flat(tensordict)
         out = self._generate(td) if self.generate else self._score(td, temperature_key)
-        out = self._shaped(out, tensordict)
+        if tensordict.ndim != 1:
+            shape = (*tensordict.batch_size, *out.batch_size[1:])
+            out = out.reshape(shape) if tensordict.ndim else out[0]
         if self._settings["device"] is not None:
             out = out.to(home(tensordict)).clear_device_()
         if tensordict_out is None and self.inplace is False:
@@ -228,12 +230,6 @@ class LLMWrapperBase(TensorDictModuleBase):
         if not self.generate and self.history_key in out and self.history_key in target:
             del out[self.history_key]  # it was read, and stays as it is
         return put(out, target)
-
-    def _shaped(self, out: TensorDictBase, like: TensorDictBase) -> TensorDictBase:
-        """Return a td [B] or [B, n] in the batch shape of `like`, and n."""
-        if like.ndim == 0:
-            return out[0]
-        return out if like.ndim == 1 else out.reshape(*like.batch_size, *out.batch_size[1:])
 
     # Generating.
 
@@ -545,9 +541,6 @@ def _check_settings(settings: dict[str, Any], limits: GenerateKwargs) -> None:
         raise ValueError("return_log_probs must be True when generate=False, with a log_probs_key")
     if settings["generate"] and settings["pad_model_input"] is not None:
         raise ValueError("pad_model_input is not supported when generate=True")
-    sized = settings["min_batch_size"] is not None or settings["max_batch_size"] is not None
-    if settings["batching"] is False and sized:
-        raise ValueError("min_batch_size and max_batch_size must be None if batching is False.")
     wanted, named = settings["num_samples"], limits.num_samples
     if wanted is not None and (wanted < 1 or named not in (None, wanted)):
         raise ValueError(f"expected num_samples >= 1, got num_samples={wanted} and n={named}")
