@@ -56,20 +56,23 @@ def rolled() -> tuple[TensorDict, tuple]:
     return make().create_rollout_td(batch(), *made), made
 
 
-def chats() -> list[tuple[list[int], list[int]]]:
-    """Return the prompt of each row and its reply up to the first end."""
-    out = []
-    for (size, _), tokens in zip(SIZES, rolled()[0]["action"].tolist(), strict=True):
+def chats(td: TensorDict | None = None) -> list[tuple[list[int], list[int]]]:
+    """Return the prompt of each row of a rollout and its reply up to the first end."""
+    out, td = [], rolled()[0] if td is None else td
+    for (size, _), tokens in zip(SIZES, td["action"].tolist(), strict=True):
         ends = [i for i, token in enumerate(tokens) if token in make().eos_token_ids]
         out.append((IDS[:size], tokens[: (ends or [STEPS - 1])[0] + 1]))
     return out
 
 
-def by_hand(model: torch.nn.Module, prompt: list[int], reply: list[int]) -> torch.Tensor:
+def by_hand(
+    model: torch.nn.Module, prompt: list[int], reply: list[int], temperature: float = 1.0
+) -> torch.Tensor:
     """Return the log-probs of a reply by a plain forward."""
     with torch.no_grad():
         logits = model.eval()(torch.tensor([prompt + reply])).logits[0, len(prompt) - 1 : -1]
-    return logits.double().log_softmax(-1).gather(-1, torch.tensor(reply)[:, None]).squeeze(-1)
+    logits = logits.double() / temperature
+    return logits.log_softmax(-1).gather(-1, torch.tensor(reply)[:, None]).squeeze(-1)
 
 
 def end_score(ids: list[int]) -> float:
