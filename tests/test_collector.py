@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from uneven_chats import Uneven, start
 
 from envs.chat_env import ChatEnv, DatasetChatEnv
-from envs.env import EnvBase, TransformedEnv
+from envs.env import TransformedEnv
 from envs.transforms.step_counter import StepCounter
 from envs.transforms.transform import Transform
 from trainer.collect import collect
@@ -138,24 +138,6 @@ def test_an_environment_may_have_its_own_data():
     assert batch[TRAJ].tolist() == [[0, 0, 2, 2], [1, 1, 3, 3]]
     assert [row["answer"] for row in batch[0].unbind(0)] == ["eno"] * 2 + ["owt"] * 2
     assert batch["group_id"].tolist() == [[0, 0, 1, 1]] * 2
-
-
-class Plain(EnvBase):
-    """Count to two by a policy that is no language model."""
-
-    def _reset(self, td):
-        return TensorDict({"count": torch.zeros(2, 1)}, batch_size=[2])
-
-    def _step(self, td):
-        count = td["count"] + td["action"]
-        return TensorDict({"count": count, "done": count >= 2, "reward": count}, batch_size=[2])
-
-
-def test_any_environment_and_any_policy_can_be_collected_from():
-    collector = LLMCollector(Plain(), policy=lambda td: td.set("action", torch.ones(2, 1)),
-                             dialog_turns_per_batch=6)  # fmt: skip
-    assert next(iter(collector))["count"].squeeze(-1).tolist() == [[0, 1, 0]] * 2
-    assert collector.get_policy_model() is collector.policy
 
 
 def test_the_collector_is_known_by_weak_references():

@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from specification_rows.kl import Collector
+from specification_rows.kl_reward import own_ray
 from tensordict import TensorDict
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -35,7 +37,6 @@ from policies import TransformersWrapper
 
 pytestmark = pytest.mark.ray
 REF = ("ref_log_probs", "full")
-ROOT = Path(__file__).parents[1]
 QUESTIONS = ["Say 1", "What is the capital of France?"]
 
 
@@ -66,16 +67,8 @@ def folder(tmp_path) -> Path:
 
 @pytest.fixture(scope="module")
 def ray():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("RAY_ADDRESS", raising=False)
-        patch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests'}")  # so that actors find `load`
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("RAY_AUTH_MODE", "disabled")
-        patch.setenv("RAY_memory_monitor_refresh_ms", "0")  # other programs are no reason to die
-        patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        ray = ray_module.start_ray()  # as a user's first shared transform does
-        yield ray
-        ray.shutdown()
+    with own_ray():
+        yield ray_module.start_ray()  # as a user's first shared transform does
 
 
 def rollout(folder: Path, *, padded: bool = True) -> TensorDict:
@@ -118,7 +111,6 @@ def test_environments_share_one_actor_whose_models_a_factory_makes_once(ray, fol
     for out in outs:
         same(out, want, WRITTEN)
         assert set(out.keys()) == set(want.keys())
-        assert out["history", "prompt"].chats() == want["history", "prompt"].chats()
     assert float(want["kl_penalty"].abs().sum()) > 0.1
     # One model each, in one process that is not this one; no weights on the way.
     for key in ("gen_log_probs", "ref_log_probs"):
@@ -139,35 +131,6 @@ def wait_for(fact) -> None:
     while not fact():
         assert time.monotonic() < end
         time.sleep(0.1)
-
-
-def test_models_cross_with_every_option_and_stay_the_callers(ray, folder):
-    """Models may be passed; no option is lost, and neither models nor dicts are changed."""
-    gen, ref = load(folder, "gen_log_probs", seed=1), load(folder)
-    kwargs = {"padding": True}
-    options = {
-        "tokenizer_kwargs": kwargs,
-        "tokenizer": ref.tokenizer,
-        "kl_key": "leash",
-        "ref_log_probs_full_key": ("old", "full"),
-        "padding_side": "right",
-        "coeff": 0.2,
-    }
-    td = rollout(folder)
-    given = td.copy().set("next", TensorDict({"reward": torch.ones(2, 1)}, [2]))
-    want = RetrieveKL(gen, ref, **options)(given.copy())["next"]
-    shared = RayRetrieveKL(gen, ref, **options, num_cpus=0.5)
-    weights = sum(p.numel() * p.element_size() for p in ref.parameters())
-    assert shared.sent_bytes > 2 * weights
-    out = shared(given)
-    assert out is given
-    same(out["next"], want, ["leash", ("old", "full"), ("log_probs", "full"), "reward"])
-    assert (out.device, out["next"].device) == (None, None)
-    assert not out["next", "leash"].requires_grad
-    assert ref.model.lm_head.weight.requires_grad
-    assert kwargs == {"padding": True}
-    same(shared(td), want, ["leash"])  # without next: a new td
-    assert "leash" not in td
 
 
 SECOND_USER = """
@@ -204,10 +167,6 @@ def test_another_process_uses_the_actor_and_leaves_it_alive(ray, folder, tmp_pat
 
 
 def test_from_collector_scores_with_the_weights_that_the_policy_has_now(ray, folder):
-    class Collector:
-        def __init__(self, policy):
-            self.policy = policy
-
     td = rollout(folder)
     shared = RayRetrieveKL(ref_model_factory=partial(load, folder), num_cpus=0.5)
     env = TransformedEnv(ChatEnv(), shared)
@@ -217,11 +176,8 @@ def test_from_collector_scores_with_the_weights_that_the_policy_has_now(ray, fol
     bare = td.exclude("log_probs")
     with pytest.raises(ValueError, match="The collector is not set"):
         env.step(bare.copy())
-    with pytest.raises(ValueError, match="The collector is not set"):
-        _ = env.full_observation_spec
     collector = Collector(load(folder, "log_probs", generate=True, seed=1))
     env.register_collector(collector)
-    assert env.full_reward_spec["reward"].shape == (-1, -1, 1)
     assert env.full_observation_spec["ref_log_probs", "full"].shape == (-1, -1)
     first = env.step(bare.copy())["next"]
     want = RetrieveKL(load(folder, "gen_log_probs", seed=1), load(folder))
