@@ -139,6 +139,7 @@ def kl_reward_arguments():
         assert out[1, :, 0].nonzero().tolist() == [[22 if side == "left" else size - 1]]
     yield "KLRewardTransform coef: a buffer, in the state_dict"
     assert {k: round(float(v), 3) for k, v in made.state_dict().items()} == {"coef": 0.3}
+    assert not list(made.parameters())  # no optimiser finds the reference
 
 
 @S3.rows()
