@@ -3,7 +3,6 @@ forwards, every form in which a td holds its rows, and what is refused where the
 
 import subprocess
 import sys
-import warnings
 from functools import partial
 from pathlib import Path
 
@@ -16,21 +15,17 @@ from specification_rows.containers import ASSISTANT, ATTENTION, RESPONSE
 from specification_rows.kl import FULL, REF, gen, ref
 from tensordict import TensorDict, lazy_stack
 from torch import Tensor
-from uneven_chats import Uneven, start
 from wrapped import spoken
 
 from conf.compose import compose_checked
-from envs import ChatEnv
 from envs.transforms import (
     KLComputation,
-    KLRewardTransform,
     RayTransform,
     RetrieveKL,
     RetrieveLogProb,
 )
 from envs.transforms.ragged import get_values
 from policies import ChatHistory, History
-from trainer import LLMCollector
 
 IDS, KL = ("tokens", "full"), "kl_penalty"
 RAGGED = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
@@ -209,43 +204,6 @@ def test_a_template_of_its_own_marks_a_history_where_its_tokens_are_the_models()
     other = RetrieveLogProb(ref(), tokenizer_kwargs={"chat_template_name": "qwen"})
     with pytest.raises(ValueError, match="a mask of"):  # that template has a system prompt
         other(td.copy())
-
-
-def older(model) -> KLRewardTransform:
-    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-        return KLRewardTransform(model.get_new_version(input_mode="tokens"), coef=0.1)
-
-
-CHAINS = {
-    "from_collector": lambda model: [RetrieveKL("from_collector", model, coeff=0.1)],
-    "two models": lambda model: [RetrieveKL(gen(pad_output=model.pad_output), model, coeff=0.1)],
-    "parts": lambda model: [RetrieveLogProb(model), KLComputation(coeff=0.1)],
-    "older": lambda model: [older(model)],
-}
-
-
-@pytest.mark.parametrize("padded", [True, False])
-@pytest.mark.parametrize("chain", CHAINS)
-def test_every_chain_charges_a_token_once_over_the_turns_of_a_collector(chain, padded):
-    model = ref(pad_output=padded)
-    env = ChatEnv(Uneven(), max_turns=3)
-    for transform in CHAINS[chain](model):
-        env = env.append_transform(transform)
-    data, policy = [start(Uneven())], make_policy()
-    collector = LLMCollector(env, policy=policy, dataloader=data, dialog_turns_per_batch=9)
-    turns = list(next(iter(collector)).reshape(-1).unbind(0))
-    assert len({len(turn[IDS]) for turn in turns}) > 1
-    for turn in turns:
-        ids, sampled, before, keep = turn[IDS], turn[RESPONSE], turn[FULL], turn[RESPONSE]
-        if chain == "two models":  # compares all that both of them score
-            before, keep = plain_log_probs(policy, ids, 1.0), turn[ASSISTANT]
-        kl = (before - plain_log_probs(model, ids, 1.0)) * keep
-        near(turn["next", KL].flatten(), kl)
-        task = torch.zeros_like(kl)
-        task[-1] = float(turn["next", "reward_part", "turn"])
-        if turn["turn"]:  # what was said before was charged there
-            kl = kl * sampled
-        near(turn["next", "reward"].squeeze(-1), task - 0.1 * kl)
 
 
 # In a run, and where there is no Ray.

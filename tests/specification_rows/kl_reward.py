@@ -26,7 +26,7 @@ from envs.transforms import (
 from policies.optional_packages import EXTRAS
 from policies.padding import rows
 from specification_rows.containers import ASSISTANT, ATTENTION, RESPONSE, generated
-from specification_rows.kl import FULL, S3, as_ragged, gen, plain, plain_kl, ref
+from specification_rows.kl import FULL, S3, charged, gen, plain, plain_kl, ref
 from specification_rows.row import ROOT, close, defaults, raises, refused, warned
 
 LOG = ["reward", "kl_penalty", "ref_log_prob"]
@@ -195,7 +195,8 @@ def kl_reward_errors_and_hooks():
     kl = older(assistant_only=False)(known_everywhere())["next", "kl_penalty"][..., 0]
     close(kl, plain_kl(generated(), ATTENTION), 1e-4)
     yield "KLRewardTransform in LLMCollector, pad_output=True"
-    as_ragged(lambda padded: older(tokens_ref(pad_output=padded)))
+    for padded in (True, False):
+        charged(older(tokens_ref(pad_output=padded), coef=0.1))
 
 
 @S3.rows(needs="gpu")
