@@ -9,6 +9,8 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
@@ -24,7 +26,7 @@ def tried(row: Row) -> tuple[str, str]:
         return "part" if differs is None else differs.works, f"not run: {row.lacks}"
     try:
         row.run()
-    except Exception as error:
+    except (Exception, pytest.fail.Exception) as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         return "FAILS", f"{row.where}: {type(error).__name__}: {str(error) or place.line}"
     if differs is None:
