@@ -147,12 +147,10 @@ def log_prob_arguments():
     for detach in (True, False):
         assert RetrieveLogProb(ref(), detach=detach)(spoken())[REF].requires_grad is not detach
     yield "RetrieveLogProb device, default None"
-    close(
-        RetrieveLogProb(ref(), device="cpu")(spoken())[REF], RetrieveLogProb(ref())(spoken())[REF]
-    )
+    close(RetrieveLogProb(ref(), device="cpu")(spoken())[REF], made(spoken())[REF])
     yield "RetrieveLogProb padding_side: pads the masked rows"
     right = RetrieveLogProb(ref(), padding_side="right")(spoken())[REF]
-    close(right, RetrieveLogProb(ref())(spoken())[REF])
+    close(right, made(spoken())[REF])
     refused(ValueError, "padding_side", RetrieveLogProb, ref(), padding_side="up")
     yield "RetrieveLogProb needs return_log_probs=True and generate=False"
     silent = copy.copy(ref())
@@ -160,14 +158,14 @@ def log_prob_arguments():
     for model, word in ((make_policy(), "generate=False"), (silent, "return_log_probs=True")):
         refused(ValueError, word, RetrieveLogProb, model)
     yield "RetrieveLogProb forward: writes to next, or to the td without one"
-    out = RetrieveLogProb(ref())(spoken().set("next", spoken()))
+    out = made(spoken().set("next", spoken()))
     assert (REF in out["next"].keys(True), REF in out.keys(True)) == (True, False)
     yield "RetrieveLogProb note: ragged by default, as_padded_tensor=True pads"
     out = RetrieveLogProb(ref(pad_output=False))(spoken())
     assert len({len(row) for row in out.get(REF, as_list=True)}) > 1
     close(out.get(REF, as_padded_tensor=True, padding_side="left"), right)
     yield "RetrieveLogProb.transform_observation_spec adds kl_penalty"
-    spec = RetrieveLogProb(ref()).transform_observation_spec(Composite(shape=(2,)))
+    spec = made.transform_observation_spec(Composite(shape=(2,)))
     assert (spec[REF].shape, "kl_penalty" in spec) == ((2, -1), False)
     yield "RetrieveLogProb assistant_only=False where the td has a response mask"
     out = RetrieveLogProb(ref(), assistant_only=False)(generated().copy())
@@ -177,15 +175,12 @@ def log_prob_arguments():
         with raises((TypeError, ValueError)):
             RetrieveLogProb(ref(), **wrong)(spoken())
     yield "RetrieveLogProb, RetrieveKL tokenizer: the assistant mask where the model gives none"
-    given = {"tokenizer": make_policy().tokenizer}
+    more = {"tokenizer": make_policy().tokenizer, "tokenizer_kwargs": {"padding": True}}
     for padded in (True, False):
-        for more in (given, {**given, "tokenizer_kwargs": {"padding": True}}):
-            models = [make(masks_key=None, pad_output=padded) for make in (gen, ref)]
-            out = RetrieveLogProb(models[1], **more)(spoken())
-            same_rows(out, REF, plain(ref(), scored(), ASSISTANT))
-            same_rows(
-                RetrieveKL(*models, **more)(spoken()), "kl_penalty", plain_kl(scored(), ASSISTANT)
-            )
+        models = [make(masks_key=None, pad_output=padded) for make in (gen, ref)]
+        out = RetrieveKL(*models, **more)(spoken())
+        same_rows(out, REF, plain(ref(), scored(), ASSISTANT))
+        same_rows(out, "kl_penalty", plain_kl(scored(), ASSISTANT))
 
 
 @S3.rows(needs="gpu")
@@ -211,18 +206,11 @@ def run_page_examples() -> None:
     settings = {"input_mode": "history", "generate": False, "return_log_probs": True}
     wrap = partial(TransformersWrapper, model, tokenizer=tokenizer, pad_output=True, **settings)
     ref_model, gen_model = wrap(log_probs_key="ref_log_probs"), wrap(log_probs_key="gen_log_probs")
-    roles = ("system", "user", "assistant")
-    texts = ("I'm doing well, thank you!", "I can't check the weather for you.")
-    texts = (("Hello, how are you?", texts[0]), ("What's the weather like?", texts[1]))
-    history = History.from_chats(
-        [
-            [
-                {"role": role, "content": text}
-                for role, text in zip(roles, ("You are a helpful assistant.", *said), strict=True)
-            ]
-            for said in texts
-        ]
-    )
+    said = [("Hello, how are you?", "I'm doing well, thank you!")]
+    said.append(("What's the weather like?", "I can't check the weather for you."))
+    texts = [{"system": "You are a helpful assistant.", "user": a, "assistant": b} for a, b in said]
+    chats = [[{"role": role, "content": t} for role, t in chat.items()] for chat in texts]
+    history = History.from_chats(chats)
     assert history.shape == (2, 3)
     transform = RetrieveLogProb(ref_model, assistant_only=True, tokenizer=tokenizer)
     chats = ChatHistory(full=history)

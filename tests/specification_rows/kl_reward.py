@@ -187,8 +187,7 @@ def kl_reward_errors_and_hooks():
     assert KLRewardTransform.DEFAULT_IN_KEYS == ["reward"]
     yield "KLRewardTransform.pad_output, padding_side, device, assistant_only, add_to_reward"
     made = older(padding_side="right", device="cpu", assistant_only=False, add_to_reward=False)
-    for padded in (True, False):
-        assert older(tokens_ref(pad_output=padded)).pad_output is padded
+    assert [older(tokens_ref(pad_output=p)).pad_output for p in (True, False)] == [True, False]
     assert (made.padding_side, torch.device(made.device)) == ("right", torch.device("cpu"))
     assert (made.assistant_only, made.add_to_reward, older().device) == (False, False, None)
     yield "KLRewardTransform assistant_only=False where the td has a response mask"
@@ -275,15 +274,13 @@ def on_ray():
         kl, both = older()(rewarded())["next", "kl_penalty"], RetrieveKL(gen(), ref())(spoken())
         yield "Ray example, RayKLRewardTransform: a factory, or a model"
         device, factory = {"device": torch.device("cpu")}, {"ref_model_factory": tokens_ref}
-        shared(RayKLRewardTransform, rewarded(), kl, ref_model=None, **factory, **device)
-        shared(RayKLRewardTransform, rewarded(), kl, ref_model=tokens_ref(), **device)
+        for given in ({"ref_model": None, **factory}, {"ref_model": tokens_ref()}):
+            shared(RayKLRewardTransform, rewarded(), kl, **given, **device)
         yield "Ray example, RayRetrieveKL: factories, or models"
         none = {"gen_model": None, "ref_model": None}
         factories = {"gen_model_factory": gen, "ref_model_factory": ref}
-        shared(RayRetrieveKL, spoken(), both["kl_penalty"], **none, **factories, **device)
-        shared(
-            RayRetrieveKL, spoken(), both["kl_penalty"], gen_model=gen(), ref_model=ref(), **device
-        )
+        for given in ({**none, **factories}, {"gen_model": gen(), "ref_model": ref()}):
+            shared(RayRetrieveKL, spoken(), both["kl_penalty"], **given, **device)
         yield "use_ray_service=True, actor_name: the Ray versions"
         service = {"use_ray_service": True, "actor_name": "kl"}
         shared(partial(RetrieveKL, gen(), ref()), spoken(), both["kl_penalty"], **service)

@@ -95,7 +95,9 @@ def statements(group: Group) -> list[str]:
 def outcomes(group: Group) -> dict[str, BaseException | None]:
     """Return what trying each row of a group raised; each has the same seed."""
     names = statements(group)
-    found: dict[str, BaseException | None] = {n: Unreached(f"a row before failed: {n}") for n in names}
+    found: dict[str, BaseException | None] = {
+        n: Unreached(f"a row before failed: {n}") for n in names
+    }
     now, steps = "", group()
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecated classes and torch's prototypes
