@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from envs import ChatEnv, EnvBase, TransformedEnv, Unbounded
 from envs.transforms import (
-    Compose,
     KLRewardTransform,
     RayKLRewardTransform,
     RayRetrieveKL,
@@ -36,7 +34,6 @@ from envs.transforms.ragged import get_values
 from policies import TransformersWrapper
 
 pytestmark = pytest.mark.ray
-REF = ("ref_log_probs", "full")
 QUESTIONS = ["Say 1", "What is the capital of France?"]
 
 
@@ -52,12 +49,6 @@ def load(folder: Path, key: str = "ref_log_probs", mode: str = "history", seed: 
     more = {"generate": False, "pad_output": True, "log_probs_key": key, **more}
     tokenizer = AutoTokenizer.from_pretrained(folder)
     return TransformersWrapper(model, tokenizer=tokenizer, input_mode=mode, **more)
-
-
-def loaders(folder: Path, key: str = "ref_log_probs") -> list[str]:
-    """Return the processes that called `load` for a key, once for each call."""
-    trace = folder / f"{key}.made"
-    return trace.read_text().split() if trace.exists() else []
 
 
 @pytest.fixture
@@ -87,45 +78,6 @@ def same(got: TensorDict, want: TensorDict, keys) -> None:
             assert one.device == other.device
 
 
-WRITTEN = [("log_probs", "full"), REF, "kl_penalty", "reward"]
-
-
-def test_environments_share_one_actor_whose_models_a_factory_makes_once(ray, folder):
-    """Two environments at once; the default gen_model is no conflict with a factory."""
-    factories = {
-        "gen_model_factory": partial(load, folder, "gen_log_probs", seed=1),
-        "ref_model_factory": partial(load, folder),
-    }
-    td = rollout(folder)
-    free = ray.available_resources()["CPU"]
-    transforms = [
-        RetrieveKL(**factories, coeff=0.1, use_ray_service=True, actor_name="kl", num_cpus=0.5)
-        for _ in range(2)
-    ]
-    assert [type(t) for t in transforms] == [RayRetrieveKL] * 2
-    envs = [TransformedEnv(ChatEnv(), Compose(t)) for t in transforms]
-    local = TransformedEnv(ChatEnv(), RetrieveKL(**factories, coeff=0.1))
-    want = local.step(td.copy())["next"]
-    with ThreadPoolExecutor(2) as pool:
-        outs = list(pool.map(lambda env: env.step(td.copy())["next"], envs))
-    for out in outs:
-        same(out, want, WRITTEN)
-        assert set(out.keys()) == set(want.keys())
-    assert float(want["kl_penalty"].abs().sum()) > 0.1
-    # One model each, in one process that is not this one; no weights on the way.
-    for key in ("gen_log_probs", "ref_log_probs"):
-        pids = [pid for pid in loaders(folder, key) if pid != str(os.getpid())]
-        assert len(pids) == 1
-    weights = sum(p.numel() * p.element_size() for p in load(folder).parameters())
-    assert 0 < transforms[0].sent_bytes < weights / 20
-    assert transforms[1].sent_bytes == 0
-    wait_for(lambda: free - ray.available_resources()["CPU"] == 0.5)
-    with pytest.raises(ValueError, match="'kl' was made with other arguments"):
-        RayRetrieveKL(**factories, coeff=0.2, actor_name="kl", num_cpus=0.5)
-    transforms[0].close()
-    wait_for(lambda: ray.available_resources()["CPU"] == free)
-
-
 def wait_for(fact) -> None:
     end = time.monotonic() + 10  # Ray reports its resources about once a second
     while not fact():
@@ -151,8 +103,14 @@ def test_another_process_uses_the_actor_and_leaves_it_alive(ray, folder, tmp_pat
     td.set("next", TensorDict({"reward": torch.ones(2, 1).double()}, [2]))
     options = {"ref_model_factory": factory, "coef": 0.1}
     want = KLRewardTransform(**options)(td.copy())["next"]
-    shared = KLRewardTransform(**options, use_ray_service=True, actor_name="reward", num_cpus=0.5)
+    named = {"use_ray_service": True, "actor_name": "reward", "num_cpus": 0.5}
+    free = ray.available_resources()["CPU"]
+    shared = KLRewardTransform(**options, **named)
     assert type(shared) is RayKLRewardTransform
+    weights = sum(p.numel() * p.element_size() for p in load(folder).parameters())
+    assert 0 < shared.sent_bytes < weights / 20  # the factory alone
+    with pytest.raises(ValueError, match="'reward' was made with other arguments"):
+        KLRewardTransform(ref_model_factory=factory, coef=0.2, **named)
     assert shared.out_keys == ["reward", "kl_penalty", "ref_log_prob"]
     same(shared(td.copy())["next"], want, shared.out_keys)
     torch.save(td, tmp_path / "td.pt")
@@ -162,8 +120,12 @@ def test_another_process_uses_the_actor_and_leaves_it_alive(ray, folder, tmp_pat
     assert done.returncode == 0, done.stderr
     same(torch.load(tmp_path / "out.pt", weights_only=False), want, shared.out_keys)
     same(shared(td.copy())["next"], want, shared.out_keys)
-    assert len([pid for pid in loaders(folder) if pid != str(os.getpid())]) == 1
+    # One model, in one process that is not this one.
+    made = (folder / "ref_log_probs.made").read_text().split()
+    assert len([pid for pid in made if pid != str(os.getpid())]) == 1
+    wait_for(lambda: free - ray.available_resources()["CPU"] == 0.5)
     shared.close()
+    wait_for(lambda: ray.available_resources()["CPU"] == free)
 
 
 def test_from_collector_scores_with_the_weights_that_the_policy_has_now(ray, folder):
