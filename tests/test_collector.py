@@ -3,7 +3,6 @@
 That the KL transforms get the policy from it is a row of the specification (kl.py).
 """
 
-import gc
 from functools import partial
 
 import pytest
@@ -13,9 +12,7 @@ from tensordict import TensorDict
 from uneven_chats import Uneven, start
 
 from envs.chat_env import ChatEnv, DatasetChatEnv
-from envs.env import TransformedEnv
 from envs.transforms.step_counter import StepCounter
-from envs.transforms.transform import Transform
 from trainer.collect import collect
 from trainer.torchrl.collector import LLMCollector
 
@@ -137,17 +134,6 @@ def test_an_environment_may_have_its_own_data():
     assert batch[TRAJ].tolist() == [[0, 0, 2, 2], [1, 1, 3, 3]]
     assert [row["answer"] for row in batch[0].unbind(0)] == ["eno"] * 2 + ["owt"] * 2
     assert batch["group_id"].tolist() == [[0, 0, 1, 1]] * 2
-
-
-def test_the_collector_is_known_by_weak_references():
-    policy, base = make_policy.__wrapped__(), ChatEnv(Words())
-    env = TransformedEnv(base, Transform([]))
-    collector = LLMCollector(env, policy=policy, dataloader=[prompts(1)], dialog_turns_per_batch=1)
-    collector.rollout()
-    assert env.collector is base.collector is policy.collector is collector
-    del collector
-    gc.collect()
-    assert (env.collector, base.collector, policy.collector) == (None, None, None)
 
 
 def test_new_weights_of_any_form_are_loaded_and_count_a_version():

@@ -15,7 +15,6 @@ from specification_rows.containers import ASSISTANT, ATTENTION, RESPONSE
 from specification_rows.kl import FULL, REF, gen, ref
 from tensordict import TensorDict, lazy_stack
 from torch import Tensor
-from wrapped import spoken
 
 from conf.compose import compose_checked
 from envs.transforms import (
@@ -195,15 +194,6 @@ def test_without_an_assistant_mask_the_sampled_tokens_are_the_assistants():
     for i, keep in enumerate(td[RESPONSE]):
         real = td[ATTENTION][i]
         near(out[REF][i][real], plain_log_probs(ref(), td[IDS][i][real], 1.0) * keep[real])
-
-
-def test_a_template_of_its_own_marks_a_history_where_its_tokens_are_the_models():
-    td, template = spoken(), {"chat_template": ref().tokenizer.chat_template}
-    want = RetrieveLogProb(ref())(td.copy())[REF]
-    assert torch.equal(RetrieveLogProb(ref(), tokenizer_kwargs=template)(td.copy())[REF], want)
-    other = RetrieveLogProb(ref(), tokenizer_kwargs={"chat_template_name": "qwen"})
-    with pytest.raises(ValueError, match="a mask of"):  # that template has a system prompt
-        other(td.copy())
 
 
 # In a run, and where there is no Ray.
