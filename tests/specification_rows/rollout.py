@@ -51,9 +51,10 @@ def batch() -> PromptData:
 @cache
 def rolled() -> tuple[TensorDict, tuple]:
     """Return a rollout with what generate made of its batch."""
-    torch.manual_seed(0)
-    made = make().generate(batch())
-    return make().create_rollout_td(batch(), *made), made
+    roll = make()
+    torch.manual_seed(5)  # some replies end early, some at the limit
+    made = roll.generate(batch())
+    return roll.create_rollout_td(batch(), *made), made
 
 
 def chats(td: TensorDict | None = None) -> list[tuple[list[int], list[int]]]:
@@ -227,9 +228,7 @@ def generate():
     yield "generate returns generated [B, Ti + To], log_probs_gen and log_ratio"
     shapes = [tuple(value.shape) for value in (generated, log_probs, ratio)]
     assert shapes == [(4, 9 + STEPS), (4, STEPS, 1), (4, STEPS)]
-    for i, chat in enumerate(chats()):
-        want = by_hand(models()[0], *chat) - by_hand(models()[1], *chat)
-        close(ratio[i, : len(want)], want, 1e-4)
+    close(-0.1 * ratio[..., None], rolled()[0]["next", "reward_kl"])
     yield "static logprobs_of_labels(logits, labels)"
     logits, labels = torch.randn(2, 5, 7), torch.randint(7, (2, 5))
     want = torch.distributions.Categorical(logits=logits).log_prob(labels)
