@@ -14,16 +14,11 @@ from trainer.torchrl.loss_modules import GRPOLoss
 from trainer.torchrl.mc_advantage import MCAdvantage
 
 
-def chat(prompt: str | int, rewards: list[float], done: bool = True) -> TensorDict:
+def chat(prompt: str, rewards: list[float], done: bool = True) -> TensorDict:
     """Return a finished chat of as many turns as there are rewards, [T]."""
-    size = len(rewards)
-    ends = torch.zeros(size, 1, dtype=torch.bool)
-    ends[-1] = done
-    following = TensorDict({"reward": torch.tensor(rewards).view(size, 1), "done": ends}, [size])
-    td = TensorDict({"next": following}, [size])
-    if isinstance(prompt, int):
-        return td.set("query", torch.full((size,), prompt))
-    return lazy_stack([row.set("query", prompt) for row in td.unbind(0)])
+    ends = [False] * (len(rewards) - 1) + [done]
+    turns = [TensorDict(reward=[r], done=[end]) for r, end in zip(rewards, ends, strict=True)]
+    return lazy_stack([TensorDict(query=prompt, next=turn) for turn in turns])
 
 
 def standardised(values: list[float]) -> Any:
@@ -36,13 +31,12 @@ def column(td: TensorDict) -> list[float]:
     return [float(row["advantage"]) for row in td.unbind(0)]
 
 
-@pytest.mark.parametrize("name", ["say", 7])
-def test_a_full_group_comes_out_and_the_queue_is_empty(name):
+def test_a_full_group_comes_out_and_the_queue_is_empty():
     advantage = MCAdvantage(2)
     for _ in range(2):  # the second round needs two new chats
-        assert advantage(chat(name, [0.0])) is None
+        assert advantage(chat("say", [0.0])) is None
         assert advantage(chat("other", [5.0, 1.0])) is None
-        assert column(advantage(chat(name, [1.0, 0.0]))) == standardised([0.0, 1.0, 0.0])
+        assert column(advantage(chat("say", [1.0, 0.0]))) == standardised([0.0, 1.0, 0.0])
         assert column(advantage(chat("other", [2.0]))) == standardised([5.0, 1.0, 2.0])
         assert not advantage.queues
 

@@ -175,7 +175,8 @@ def log_prob_arguments():
         with raises((TypeError, ValueError)):
             RetrieveLogProb(ref(), **wrong)(spoken())
     yield "RetrieveLogProb, RetrieveKL tokenizer: the assistant mask where the model gives none"
-    more = {"tokenizer": make_policy().tokenizer, "tokenizer_kwargs": {"padding": True}}
+    another = copy.deepcopy(make_policy().tokenizer)
+    more = {"tokenizer": another, "tokenizer_kwargs": {"padding": True}}
     for padded in (True, False):
         models = [make(masks_key=None, pad_output=padded) for make in (gen, ref)]
         out = RetrieveKL(*models, **more)(spoken())
@@ -389,6 +390,7 @@ def from_the_collector():
     env = ChatEnv(Words()).append_transform(RetrieveKL(ref_model=ref()))
     with raises(ValueError, "The collector is not set"):
         env.step(make_policy().get_new_version(**silent)(env.reset(env_prompts(1))))
+    refused(ValueError, "The collector is not set", lambda: env.full_observation_spec)
     yield "RetrieveKL history_key: where the collector's policy reads"
     made = RetrieveKL(ref_model=ref(history_key="chat"), history_key="chat", add_to_reward=False)
     env, collector = TransformedEnv(Chat(), made), Collector(make_policy())
