@@ -2,11 +2,12 @@
 a row of the specification (card.py)."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from contracts import make_policy, plain_log_probs, rollout
-from tensordict import TensorDict, lazy_stack
+from tensordict import TensorDict
 from torch import Tensor, nn
 
 from policies.chats.containers import ChatHistory, Masks, Tokens
@@ -21,7 +22,7 @@ CHATS = [
     [{"role": "user", "content": a}, {"role": "assistant", "content": b}]
     for a, b in (("Sort 3", "3"), ("Write", "the house with the other people"))
 ]
-CLIP = {"clip_epsilon": (0.2, 0.3)}
+CLIP = {"clip_epsilon": (0.2, 0.28)}  # those of DAPO
 
 
 # On an actor that is a table of logits.
@@ -51,8 +52,8 @@ class Table(nn.Module):
         return td.set(("log_probs", "full"), log_probs.squeeze(-1))
 
 
-def table_batch(shift: float | None = None) -> tuple[Table, TensorDict]:
-    """Return the actor and a batch; `shift` is its log-ratio to the generator and the reference."""
+def table_batch() -> tuple[Table, TensorDict]:
+    """Return the actor and a batch whose generator and reference are other models."""
     actor, generator = Table(), torch.Generator().manual_seed(1)
     tokens = torch.randint(V, (B, T), generator=generator)
     mask = torch.zeros(B, T, dtype=torch.bool)
@@ -65,7 +66,7 @@ def table_batch(shift: float | None = None) -> tuple[Table, TensorDict]:
                         padded=True, batch_size=[B])  # fmt: skip
     for name in ("log_probs", "ref_log_probs"):
         noise = torch.randn(B, T, generator=generator, dtype=torch.float64)
-        td[name, "full"] = curr - (0.7 * noise if shift is None else shift)
+        td[name, "full"] = curr - 0.7 * noise
     td["advantage"] = torch.randn(B, 1, generator=generator, dtype=torch.float64)
     return actor, td
 
@@ -92,71 +93,60 @@ def same(actor: Table, got: Tensor, want: Tensor, logits: Tensor) -> None:
 
 def grpo(curr, gen, ref, advantage, given):
     r = (curr - gen).exp()
-    return -torch.minimum(r * advantage, r.clamp(0.8, 1.3) * advantage)
+    return -torch.minimum(r * advantage, r.clamp(0.8, 1.28) * advantage)
 
 
 def cispo(curr, gen, ref, advantage, given):
-    return -min(max(float((curr - gen).exp().detach()), 0.8), 1.3) * advantage * curr
-
-
-def entropy(curr, gen, ref, advantage, given):
-    return 0.01 * (given.exp() * given).sum()
-
-
-def k3(curr, gen, ref, advantage, given):
-    return 0.3 * ((ref - curr).exp() - (ref - curr) - 1)
+    return -min(max(float((curr - gen).exp().detach()), 0.8), 1.28) * advantage * curr
 
 
 def ratio(curr, gen, ref, advantage, given):
     return float((curr - gen).exp().detach())
 
 
+def k3(other: Tensor, curr: Tensor) -> Tensor:
+    return (other - curr).exp() - (other - curr) - 1
+
+
+LOSSES = {
+    "loss_entropy": lambda curr, gen, ref, a, given: 0.01 * (given.exp() * given).sum(),
+    "loss_kl_to_ref": lambda curr, gen, ref, a, given: 0.3 * k3(ref, curr),
+    "loss_kl_to_inference": lambda curr, gen, ref, a, given: 0.2 * k3(gen, curr),
+}
+
+
 @pytest.mark.parametrize("column", [False, True])  # [B, T, 1] in place of [B, T]
-@pytest.mark.parametrize(("kind", "term"), [(GRPOLoss, grpo), (DAPO, grpo), (CISPOLoss, cispo)])
-def test_losses_and_gradients_are_those_of_a_slow_loop(kind, term, column):
+@pytest.mark.parametrize(
+    ("kind", "term", "clip"), [(GRPOLoss, grpo, CLIP), (DAPO, grpo, {}), (CISPOLoss, cispo, CLIP)]
+)
+def test_losses_and_gradients_are_those_of_a_slow_loop_over_the_kept_tokens(
+    kind, term, clip, column
+):
     actor, td = table_batch()
-    given = td.clone()
-    if column:
-        for key in ("advantage", ("log_probs", "full"), ("ref_log_probs", "full")):
-            given[key] = given[key].unsqueeze(-1)
-        given["next"] = given.select("ref_log_probs")
-        del given["ref_log_probs"]
-    out = kind(actor, kl_to_ref_coeff=0.3, **CLIP)(given)
-    parts = (("loss_objective", term), ("loss_entropy", entropy), ("loss_kl_to_ref", k3))
-    for name, each in parts:
+    given, ref, end = td.clone(), ("ref_log_probs", "full"), (..., None) if column else ...
+    for key in ("advantage", ("log_probs", "full"), ref):
+        given[key] = given[key][end]
+    given["next"] = given.select("ref_log_probs")
+    del given["ref_log_probs"]
+    fixed = [given[key].requires_grad_() for key in ("advantage", ("next", *ref))]
+    out = kind(actor, kl_to_ref_coeff=0.3, kl_to_inference_coeff=0.2, **clip)(given)
+    for name, each in {"loss_objective": term, **LOSSES}.items():
         terms, logits = loop(td, each)
         same(actor, getattr(out, name), sum(t for _, t in terms) / len(terms), logits)
-    whole = torch.autograd.grad(out.sum(reduce=True), actor.logits, retain_graph=True)[0]
-    losses = out.loss_objective + out.loss_entropy + out.loss_kl_to_ref
-    torch.testing.assert_close(whole, torch.autograd.grad(losses, actor.logits)[0])
+    losses = sum(getattr(out, name) for name in ("loss_objective", *LOSSES))
+    everyone = partial(torch.autograd.grad, inputs=[actor.logits, *fixed], allow_unused=True)
+    grads = everyone(out.sum(reduce=True), retain_graph=True)
+    torch.testing.assert_close(grads[0], everyone(losses)[0])
+    assert grads[1:] == (None, None)
     ratios = [r for _, r in loop(td, ratio)[0]]
+    assert float(out.kl_approx) == pytest.approx(-sum(map(math.log, ratios)) / len(ratios))
+    assert float(out.kl_to_ref) == pytest.approx(float(out.loss_kl_to_ref.detach()) / 0.3)
     if kind is CISPOLoss:
-        clipped = sum(not 0.8 <= r <= 1.3 for r in ratios) / len(ratios)
+        clipped = sum(not 0.8 <= r <= 1.28 for r in ratios) / len(ratios)
         assert float(out.clip_fraction) == pytest.approx(clipped)
         assert 0 < clipped < 1
     ess = sum(ratios) ** 2 / sum(r * r for r in ratios) / len(ratios)
     assert float(out.ESS) == pytest.approx(ess, rel=1e-5)
-
-
-def test_dapo_clips_at_its_two_bounds():
-    actor, td = table_batch()
-    plain = GRPOLoss(actor, clip_epsilon=(0.2, 0.28))(td).loss_objective
-    assert float(DAPO(actor)(td).loss_objective.detach()) == float(plain.detach())
-
-
-def test_masked_tokens_dilute_no_average():
-    # k3 of d = ref - curr = 0.43: expm1(d) - d = 0.1073, on 14 of 92 tokens.
-    actor, td = table_batch(shift=-0.43)
-    td["advantage"] = torch.full((B, 1), -1.0, dtype=torch.float64)
-    kl = math.expm1(0.43) - 0.43
-    out = GRPOLoss(actor, kl_to_ref_coeff=2.0, kl_to_inference_coeff=3.0, clip_epsilon=0.2)(td)
-    for name, coeff in (("ref", 2.0), ("inference", 3.0)):
-        assert float(getattr(out, f"kl_to_{name}")) == pytest.approx(kl, abs=1e-6)
-        loss = getattr(out, f"loss_kl_to_{name}").detach()
-        assert float(loss) == pytest.approx(coeff * kl, abs=1e-5)
-    assert float(out.kl_approx) == pytest.approx(0.43, abs=1e-6)
-    assert float(out.clip_fraction) == 1.0  # every kept ratio is exp(-0.43) = 0.65
-    assert float(SFTLoss(actor, kl_to_ref_coeff=2.0)(td).kl_to_ref) == pytest.approx(kl, abs=1e-6)
 
 
 def test_aggregation_and_reduction_do_what_they_say():
@@ -178,11 +168,10 @@ def test_aggregation_and_reduction_do_what_they_say():
         loss = GRPOLoss(actor, aggregation=aggregation, reduction=reduction, **settings)(td)
         assert loss.loss_objective.shape == ()
         same(actor, loss.loss_objective, want, logits)
-    for choice in ({"aggregation": "none"}, {"reduction": "none"}):
-        each = GRPOLoss(actor, **choice, **settings)(td).loss_objective
-        mask = td["masks", "all_assistant_mask"]
-        assert not each[~mask].any()
-        torch.testing.assert_close(each[mask], torch.stack([t for _, t in terms]))
+    each = GRPOLoss(actor, reduction="none", **settings)(td).loss_objective
+    mask = td["masks", "all_assistant_mask"]
+    assert not each[~mask].any()
+    torch.testing.assert_close(each[mask], torch.stack([t for _, t in terms]))
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "constant"])
@@ -199,17 +188,6 @@ def test_tokens_far_from_the_generator_are_dropped_and_a_constant_divisor_stays(
     same(actor, got, sum(near) / (len(near) if aggregation == "token_mean" else B * 40), logits)
 
 
-def test_no_gradient_reaches_the_reference_or_the_advantage():
-    actor, td = table_batch()
-    ref = td["ref_log_probs", "full"].clone().requires_grad_()
-    advantage = td["advantage"].clone().requires_grad_()
-    td["ref_log_probs", "full"], td["advantage"] = ref * 1.0, advantage * 1.0
-    GRPOLoss(actor, kl_to_ref_coeff=0.3)(td).sum(reduce=True).backward()
-    assert ref.grad is None
-    assert advantage.grad is None
-    assert actor.logits.grad.abs().sum() > 0
-
-
 def test_a_batch_without_a_token_counts_nothing():
     actor, td = table_batch()
     td["loss_mask"] = torch.zeros(B, T).bool()
@@ -218,18 +196,21 @@ def test_a_batch_without_a_token_counts_nothing():
     assert not torch.autograd.grad(out.sum(reduce=True), actor.logits)[0].any()
 
 
-def test_keys_can_be_set():
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        (GRPOLoss, {"advantage": "a", "ref_log_probs": ("elsewhere", "ref")}),
+        (SFTLoss, {"ref_log_prob": ("elsewhere", "ref")}),
+    ],
+)
+def test_keys_can_be_set(kind, keys):
     actor, td = table_batch()
     moved = td.exclude("advantage", "ref_log_probs")
     moved["a"], moved["elsewhere", "ref"] = td["advantage"], td["ref_log_probs", "full"]
-    loss, sft = GRPOLoss(actor, kl_to_ref_coeff=0.1), SFTLoss(actor, kl_to_ref_coeff=0.1)
-    want, wanted = loss(td), float(sft(td).kl_to_ref)
-    loss.set_keys(advantage="a", ref_log_probs=("elsewhere", "ref"))
-    got = loss(moved)
-    assert float(got.loss_objective.detach()) == float(want.loss_objective.detach())
-    assert float(got.kl_to_ref) == float(want.kl_to_ref)
-    sft.set_keys(ref_log_prob=("elsewhere", "ref"))
-    assert float(sft(moved).kl_to_ref) == wanted
+    loss = kind(actor, kl_to_ref_coeff=0.1)
+    want = loss(td)
+    loss.set_keys(**keys)
+    assert float(loss(moved).kl_to_ref) == float(want.kl_to_ref)
 
 
 @pytest.mark.parametrize("normalize", [True, False])
@@ -252,20 +233,15 @@ def test_imitation_and_its_gradient_are_those_of_a_slow_loop(normalize, reductio
     same(actor, got.sum(), want.sum(), logits)
 
 
-BAD_SETTINGS = [
-    (GRPOLoss, {"clip_epsilon": (1.0, 0.2)}, "clip_epsilon"),
-    (GRPOLoss, {"aggregation": "constant"}, "max_tokens"),
-    (GRPOLoss, {"aggregation": "median"}, "aggregation"),
-    (GRPOLoss, {"masking_strategy": "median"}, "masking_strategy"),
-    (GRPOLoss, {"reduction": "median"}, "reduction"),
-    (SFTLoss, {"reduction": "max"}, "reduction"),
-    (SFTLoss, {"loss_function": "dpo"}, "loss_function"),
-    (SFTLoss, {"beta": 0.0}, "beta"),
-    (SFTLoss, {"loss_function": "minor_sft", "kl_to_ref_coeff": 0.1}, "kl_to_ref_coeff"),
-]
-
-
-@pytest.mark.parametrize(("kind", "settings", "name"), BAD_SETTINGS)
+@pytest.mark.parametrize(
+    ("kind", "settings", "name"),
+    [
+        (GRPOLoss, {"clip_epsilon": (1.0, 0.2)}, "clip_epsilon"),
+        (GRPOLoss, {"aggregation": "constant"}, "max_tokens"),
+        (GRPOLoss, {"aggregation": "median"}, "aggregation"),
+        (SFTLoss, {"loss_function": "minor_sft", "kl_to_ref_coeff": 0.1}, "kl_to_ref_coeff"),
+    ],
+)
 def test_settings_that_cannot_be_are_named(kind, settings, name):
     with pytest.raises(ValueError, match=name):
         kind(Table(), **settings)
@@ -273,15 +249,8 @@ def test_settings_that_cannot_be_are_named(kind, settings, name):
 
 def test_data_that_a_loss_cannot_use_is_named():
     actor, td = table_batch()
-    for key in ("advantage", "log_probs", "ref_log_probs"):
-        with pytest.raises(KeyError, match=key):
-            GRPOLoss(actor, kl_to_ref_coeff=0.1)(td.exclude(key))
-    with pytest.raises(ValueError, match="shape"):
-        GRPOLoss(actor)(td.copy().set("advantage", torch.ones(B, 3)))
-    with pytest.raises(ValueError, match="advantage"):
-        GRPOLoss(actor).set_keys(value="v")
-    with pytest.raises(KeyError, match="ref_log_probs"):
-        SFTLoss(actor, kl_to_ref_coeff=0.1)(td.exclude("ref_log_probs"))
+    with pytest.raises(KeyError, match="advantage"):
+        GRPOLoss(actor)(td.exclude("advantage"))
     td["masks"].all_assistant_mask[1] = False  # TorchRL refuses only a batch where all are empty
     with pytest.raises(ValueError, match=r"samples \[1\]"):
         SFTLoss(actor)(td)
@@ -310,30 +279,18 @@ def scaled(policy: TransformersWrapper, factor: float) -> None:
             p.mul_(factor)
 
 
-def assistants(policy: TransformersWrapper, temperature: float = 0.7) -> list[Tensor]:
+def assistants(policy: TransformersWrapper) -> list[Tensor]:
     """Return the log-probs of the assistant's tokens of each chat, by plain forwards."""
     out = []
     for chat in CHATS:
         done = policy.renderer.render(chat)
-        values = plain_log_probs(policy, torch.tensor(done.ids), temperature)
+        values = plain_log_probs(policy, torch.tensor(done.ids), 0.7)
         out.append(values[torch.tensor(done.assistant)])
     return out
 
 
-def ragged(batch: TensorDict) -> TensorDict:
-    """Return the batch with its token-wise containers as lazy stacks."""
-    out, real = batch.copy(), batch["masks", "all_attention_mask"]
-    for name in ("tokens", "masks", "log_probs"):
-        value = batch.get(name)
-        fields = [k for k in value.keys() if k != "padded"]  # noqa: SIM118
-        rows = [type(value)(**{k: value.get(k)[i][m] for k in fields}) for i, m in enumerate(real)]
-        out.set(name, lazy_stack(rows))
-    return out
-
-
 @pytest.mark.parametrize("strategy", ["sft", "rlhf", "generic"])
-@pytest.mark.parametrize("padded", [True, False])
-def test_the_masking_strategy_picks_the_tokens(policy, strategy, padded):
+def test_the_masking_strategy_picks_the_tokens(policy, strategy):
     batch = rollout(policy).exclude("loss_mask")
     batch["advantage"] = torch.ones(len(batch), 1)
     scaled(policy, 1.03)  # the policy has moved since
@@ -346,8 +303,7 @@ def test_the_masking_strategy_picks_the_tokens(policy, strategy, padded):
         before = batch["log_probs", "full"][i][real[i]]
         want += (values - before).exp().clamp(max=1.2)[keep].tolist()
     actor = policy.get_new_version(generate=False, inplace=False)
-    loss = GRPOLoss(actor, masking_strategy=strategy, entropy_bonus=False)
-    out = loss(batch if padded else ragged(batch))
+    out = GRPOLoss(actor, masking_strategy=strategy, entropy_bonus=False)(batch)
     assert float(out.loss_objective.detach()) == pytest.approx(-sum(want) / len(want), rel=1e-4)
     assert out.entropy is out.loss_entropy is out.kl_to_ref is out.kl_to_inference is None
 
@@ -366,27 +322,19 @@ def test_the_rlhf_strategy_reads_histories_alone(policy, padded):
     assert float(out.loss_objective.detach()) == pytest.approx(want, abs=1e-4)
 
 
-@pytest.mark.parametrize("padded", [True, False])
-def test_sft_loss_is_that_of_plain_forwards(policy, padded):
-    kwargs = {"temperature": 1.0}
-    actor = policy.get_new_version(generate=False, pad_output=padded, generate_kwargs=kwargs)
-    got = SFTLoss(actor, reduction="none")(histories()).loss_sft.detach().double()
-    want = torch.stack([-values.mean() for values in assistants(policy, 1.0)])
-    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
-
-
 @pytest.mark.parametrize(("padded", "ref_padded"), [(True, False), (True, True), (False, False)])
-def test_the_reference_of_imitation_may_be_padded_or_ragged(policy, padded, ref_padded):
+def test_imitation_and_its_kl_are_those_of_plain_forwards(policy, padded, ref_padded):
     td = histories()
     actor = policy.get_new_version(generate=False, pad_output=padded)
     reference = load_reference(policy).get_new_version(score_mask_key=None, pad_output=ref_padded)
     scaled(reference, 0.9)
     with torch.no_grad():
         td["ref_log_probs"] = reference(td.copy())["ref_log_probs"]
-    out = SFTLoss(actor, kl_to_ref_coeff=0.1)(td)
+    out = SFTLoss(actor, kl_to_ref_coeff=0.1, reduction="none")(td)
+    want = torch.stack([-values.mean() for values in assistants(policy)])
+    torch.testing.assert_close(out.loss_sft.detach().double(), want, atol=1e-4, rtol=1e-4)
     curr, ref = (torch.cat(assistants(p)) for p in (policy, reference))
-    want = float(((ref - curr).exp() - (ref - curr) - 1).mean())
-    assert float(out.kl_to_ref) == pytest.approx(want, rel=1e-3)
+    assert float(out.kl_to_ref) == pytest.approx(float(k3(ref, curr).mean()), rel=1e-3)
     if ref_padded:  # nothing tells a ragged actor where this padding is
         ragged_actor = actor.get_new_version(pad_output=False)
         with pytest.raises(ValueError, match="ref_log_probs"):

@@ -1,10 +1,11 @@
-"""PPO: loss and gradient against a loop over tokens in float64, the critic's life, a run."""
+"""PPO: loss and gradient against a loop over tokens in float64, the critic's life, a run.
 
-from functools import partial
+That layouts, micro-batches and ranks change nothing is in test_invariance.py.
+"""
 
 import pytest
 import torch
-from contracts import close, leash, make_policy, one_process, padded_left, rollout
+from contracts import close, leash, make_policy, one_process, rollout
 from gae_by_hand import slow
 from omegaconf import OmegaConf
 from plain_values import plain_values, values_are_those_of_a_plain_forward
@@ -13,12 +14,10 @@ from safetensors.torch import load_file
 from steps import Record, double_policy, make_update, scaled, tables
 from tensordict import TensorDict
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from envs.transforms import RetrieveKL
 from policies import TransformersWrapper, ValueNetwork
-from policies.padding import pad
-from policies.scorer import Critic, score_in_parts
+from policies.scorer import Critic
 from trainer import (
     Checkpoints,
     GAEAdvantage,
@@ -38,12 +37,6 @@ CRITICS = {"head": {}, "detached": {"detach": True}, "separate": {"kind": "separ
 policy = pytest.fixture(double_policy)
 
 
-def nudge(parameters, factor: float) -> None:
-    with torch.no_grad():
-        for p in parameters:
-            p.mul_(factor)
-
-
 def prepared(policy, critic=None, **options) -> TensorDict:
     """Return a batch of two turns with advantages; policy and critic have moved since."""
     batch = rollout(policy, turns=2, count=2)
@@ -58,8 +51,10 @@ def prepared(policy, critic=None, **options) -> TensorDict:
         head.weight.copy_(0.1 * torch.randn(head.weight.shape, generator=draw))
         head.bias.fill_(0.3)
     batch = advantage(batch)
-    nudge(policy.model.parameters(), 1.02)
-    nudge(policy.scorer.critic.parameters(), 1.1)
+    with torch.no_grad():
+        for module, factor in ((policy.model, 1.02), (policy.scorer.critic, 1.1)):
+            for p in module.parameters():
+                p.mul_(factor)
     return batch
 
 
@@ -157,46 +152,16 @@ def test_rewards_values_and_advantages_are_those_of_the_paper(policy):
     close(other["advantage"], want, 1e-5, "not whitened")
 
 
-def test_the_gradient_does_not_depend_on_micro_batches_padding_or_order(policy):
-    batch = prepared(policy, CRITICS["head"])
-    whole, metrics = gradient(policy, batch)
-    left = padded_left(batch)
-    width = batch["masks", "all_attention_mask"].sum(-1)
-    for key in ("value", "returns"):
-        rows = [r[:n] for r, n in zip(batch[key], width, strict=True)]
-        left[key] = pad(rows, side="left")
-    turned = batch[torch.arange(batch.batch_size[0] - 1, -1, -1)]
-    cases = {size: (batch, {"micro_batch_tokens": size}) for size in (30, 60, 200)}
-    cases |= {"left": (left, {}), "order": (turned, {"micro_batch_tokens": 90})}
-    for name, (other, options) in cases.items():
-        got, same = gradient(policy, other, **options)
-        assert (got - whole).norm() / whole.norm() < 1e-6, name
-        assert same == pytest.approx(metrics, rel=1e-4, abs=1e-7), name
-
-
 def test_a_value_is_read_off_the_state_that_predicts_its_token():
     values_are_those_of_a_plain_forward()
 
 
-def test_values_come_from_the_pass_that_scores_whatever_the_layout(policy):
-    batch = rollout(policy, count=2)
-    ids, mask = batch["tokens", "full"], batch["masks", "all_attention_mask"]
-    for critic in CRITICS.values():
-        policy.scorer.critic = Critic(policy.scorer, **critic)
-        torch.nn.init.normal_(policy.scorer.critic.head.weight)
-        score = partial(policy.scorer, ids, mask, batch["loss_mask"])
-        with torch.no_grad():
-            same_pass, shared = score(), score(group_id=batch["group_id"])
-        close(shared.log_probs, same_pass.log_probs, 1e-5, "log-probs")
-        close(shared.values, same_pass.values, 1e-5, "layout")
-        parts = score_in_parts(policy.scorer.values, ids, mask, batch["loss_mask"], limit=60)
-        close(parts, same_pass.values, 1e-5, "parts")
-        assert not parts[~batch["loss_mask"]].any()
-        assert parts[batch["loss_mask"]].all()
-        # A rank that has run out of rows still reaches every parameter.
-        policy.scorer(ids[:0], mask[:0]).values.sum().backward()
-        assert all(p.grad is not None for p in policy.scorer.parameters())
-        policy.scorer.zero_grad()
+@pytest.mark.parametrize("critic", CRITICS.values(), ids=CRITICS)
+def test_a_rank_that_has_run_out_of_rows_reaches_every_parameter(policy, critic):
+    policy.scorer.critic = Critic(policy.scorer, **critic)
+    none = torch.zeros(0, 3, dtype=torch.int64)
+    policy.scorer(none, none.bool()).values.sum().backward()
+    assert all(p.grad is not None for p in policy.scorer.parameters())
 
 
 def test_in_the_warm_up_the_critic_trains_alone_and_at_its_own_rate():
@@ -204,19 +169,20 @@ def test_in_the_warm_up_the_critic_trains_alone_and_at_its_own_rate():
     batch = prepared(policy, {"warmup": 2, "lr_scale": 10.0})
     optimizer = make_optimizer(policy.scorer, lr=1e-3, weight_decay=0.1)
     update = make_update(policy, objective(), optimizer, lr=1e-3, epochs=2, minibatches=2)
-    before = [p.detach().clone() for p in policy.model.parameters()]
-    head = policy.scorer.critic.head.weight
+
+    def weights():
+        return torch.nn.utils.parameters_to_vector(policy.model.parameters()).detach().clone()
+
+    before, head = weights(), policy.scorer.critic.head.weight
     old = head.detach().clone()
     for _ in range(2):
         update(batch.clone())
-    assert all(torch.equal(p, b) for p, b in zip(policy.model.parameters(), before, strict=True))
+    assert torch.equal(weights(), before)
     # AdamW moves about its rate a step: 10 times 1e-3, 8 steps.
     moved = (head - old).abs().mean().item()
     assert 0.02 < moved < 0.09
     update(batch.clone())
-    assert any(
-        not torch.equal(p, b) for p, b in zip(policy.model.parameters(), before, strict=True)
-    )
+    assert not torch.equal(weights(), before)
 
 
 @pytest.mark.parametrize("kind", ["head", "separate"])
@@ -238,11 +204,8 @@ def test_a_checkpoint_brings_back_the_critic_and_its_moments(tmp_path, kind):
         assert torch.equal(a, b), name
         moments = [o.state[p] for o, p in zip(optimizers, (a, b), strict=True)]
         assert all(torch.equal(moments[0][k], moments[1][k]) for k in moments[0]), name
-    # The model in it is an ordinary one, without a critic.
-    folder = stores[0].newest() / "model"
-    assert not any("head" in name for name in load_file(folder / "model.safetensors"))
-    loaded = AutoModelForCausalLM.from_pretrained(folder)
-    assert loaded.num_parameters() == policies[0].model.num_parameters()
+    saved = load_file(stores[0].newest() / "model" / "model.safetensors")
+    assert not any("head" in name for name in saved)  # an ordinary model, without a critic
 
 
 @pytest.mark.runs
@@ -262,8 +225,6 @@ def test_ppo_learns_and_so_does_its_critic(small_run: Finished, tmp_path):
     for row in rows[1:]:  # the KL is paid in the reward
         paid = row["reward/raw_mean"] - row["kl/coeff"] * row["kl/ref_sequence"]
         assert row["reward/mean"] == pytest.approx(paid, abs=1e-5)
-        assert "loss/kl" not in row
-        assert "group/zero_variance_fraction" not in row
 
 
 # The public module.
@@ -316,15 +277,6 @@ def test_ppo_loss_measures_the_distance_that_is_asked_for(policy):
         clipping(batch)
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda p: PPOLoss(actor(p), loss_critic_type="l3"), "loss_critic_type"),
-        (lambda p: PPOLoss(actor(p), clip_value=True, clip_epsilon=(0.1, 0.2)), "clip_value"),
-        (lambda p: Critic(p.scorer, kind="twin"), "twin"),
-        (lambda p: Critic(p.scorer, kind="separate", detach=True), "detach"),
-    ],
-)
-def test_a_critic_that_cannot_be_is_refused(make, words):
-    with pytest.raises(ValueError, match=words):
-        make(make_policy())
+def test_a_critic_of_its_own_body_cannot_be_detached():
+    with pytest.raises(ValueError, match="detach"):
+        Critic(make_policy().scorer, kind="separate", detach=True)

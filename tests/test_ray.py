@@ -9,19 +9,19 @@ import os
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from specification_rows.kl import Collector
+from specification_rows.kl_reward import own_ray
 from tensordict import TensorDict
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from envs import ChatEnv, EnvBase, TransformedEnv, Unbounded
 from envs.transforms import (
-    Compose,
     KLRewardTransform,
     RayKLRewardTransform,
     RayRetrieveKL,
@@ -34,8 +34,6 @@ from envs.transforms.ragged import get_values
 from policies import TransformersWrapper
 
 pytestmark = pytest.mark.ray
-REF = ("ref_log_probs", "full")
-ROOT = Path(__file__).parents[1]
 QUESTIONS = ["Say 1", "What is the capital of France?"]
 
 
@@ -53,12 +51,6 @@ def load(folder: Path, key: str = "ref_log_probs", mode: str = "history", seed: 
     return TransformersWrapper(model, tokenizer=tokenizer, input_mode=mode, **more)
 
 
-def loaders(folder: Path, key: str = "ref_log_probs") -> list[str]:
-    """Return the processes that called `load` for a key, once for each call."""
-    trace = folder / f"{key}.made"
-    return trace.read_text().split() if trace.exists() else []
-
-
 @pytest.fixture
 def folder(tmp_path) -> Path:
     return make_checkpoint(tmp_path / "model", "qwen2")
@@ -66,16 +58,8 @@ def folder(tmp_path) -> Path:
 
 @pytest.fixture(scope="module")
 def ray():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("RAY_ADDRESS", raising=False)
-        patch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests'}")  # so that actors find `load`
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("RAY_AUTH_MODE", "disabled")
-        patch.setenv("RAY_memory_monitor_refresh_ms", "0")  # other programs are no reason to die
-        patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        ray = ray_module.start_ray()  # as a user's first shared transform does
-        yield ray
-        ray.shutdown()
+    with own_ray():
+        yield ray_module.start_ray()  # as a user's first shared transform does
 
 
 def rollout(folder: Path, *, padded: bool = True) -> TensorDict:
@@ -94,80 +78,11 @@ def same(got: TensorDict, want: TensorDict, keys) -> None:
             assert one.device == other.device
 
 
-WRITTEN = [("log_probs", "full"), REF, "kl_penalty", "reward"]
-
-
-def test_environments_share_one_actor_whose_models_a_factory_makes_once(ray, folder):
-    """Two environments at once; the default gen_model is no conflict with a factory."""
-    factories = {
-        "gen_model_factory": partial(load, folder, "gen_log_probs", seed=1),
-        "ref_model_factory": partial(load, folder),
-    }
-    td = rollout(folder)
-    free = ray.available_resources()["CPU"]
-    transforms = [
-        RetrieveKL(**factories, coeff=0.1, use_ray_service=True, actor_name="kl", num_cpus=0.5)
-        for _ in range(2)
-    ]
-    assert [type(t) for t in transforms] == [RayRetrieveKL] * 2
-    envs = [TransformedEnv(ChatEnv(), Compose(t)) for t in transforms]
-    local = TransformedEnv(ChatEnv(), RetrieveKL(**factories, coeff=0.1))
-    want = local.step(td.copy())["next"]
-    with ThreadPoolExecutor(2) as pool:
-        outs = list(pool.map(lambda env: env.step(td.copy())["next"], envs))
-    for out in outs:
-        same(out, want, WRITTEN)
-        assert set(out.keys()) == set(want.keys())
-        assert out["history", "prompt"].chats() == want["history", "prompt"].chats()
-    assert float(want["kl_penalty"].abs().sum()) > 0.1
-    # One model each, in one process that is not this one; no weights on the way.
-    for key in ("gen_log_probs", "ref_log_probs"):
-        pids = [pid for pid in loaders(folder, key) if pid != str(os.getpid())]
-        assert len(pids) == 1
-    weights = sum(p.numel() * p.element_size() for p in load(folder).parameters())
-    assert 0 < transforms[0].sent_bytes < weights / 20
-    assert transforms[1].sent_bytes == 0
-    wait_for(lambda: free - ray.available_resources()["CPU"] == 0.5)
-    with pytest.raises(ValueError, match="'kl' was made with other arguments"):
-        RayRetrieveKL(**factories, coeff=0.2, actor_name="kl", num_cpus=0.5)
-    transforms[0].close()
-    wait_for(lambda: ray.available_resources()["CPU"] == free)
-
-
 def wait_for(fact) -> None:
     end = time.monotonic() + 10  # Ray reports its resources about once a second
     while not fact():
         assert time.monotonic() < end
         time.sleep(0.1)
-
-
-def test_models_cross_with_every_option_and_stay_the_callers(ray, folder):
-    """Models may be passed; no option is lost, and neither models nor dicts are changed."""
-    gen, ref = load(folder, "gen_log_probs", seed=1), load(folder)
-    kwargs = {"padding": True}
-    options = {
-        "tokenizer_kwargs": kwargs,
-        "tokenizer": ref.tokenizer,
-        "kl_key": "leash",
-        "ref_log_probs_full_key": ("old", "full"),
-        "padding_side": "right",
-        "coeff": 0.2,
-    }
-    td = rollout(folder)
-    given = td.copy().set("next", TensorDict({"reward": torch.ones(2, 1)}, [2]))
-    want = RetrieveKL(gen, ref, **options)(given.copy())["next"]
-    shared = RayRetrieveKL(gen, ref, **options, num_cpus=0.5)
-    weights = sum(p.numel() * p.element_size() for p in ref.parameters())
-    assert shared.sent_bytes > 2 * weights
-    out = shared(given)
-    assert out is given
-    same(out["next"], want, ["leash", ("old", "full"), ("log_probs", "full"), "reward"])
-    assert (out.device, out["next"].device) == (None, None)
-    assert not out["next", "leash"].requires_grad
-    assert ref.model.lm_head.weight.requires_grad
-    assert kwargs == {"padding": True}
-    same(shared(td), want, ["leash"])  # without next: a new td
-    assert "leash" not in td
 
 
 SECOND_USER = """
@@ -188,8 +103,14 @@ def test_another_process_uses_the_actor_and_leaves_it_alive(ray, folder, tmp_pat
     td.set("next", TensorDict({"reward": torch.ones(2, 1).double()}, [2]))
     options = {"ref_model_factory": factory, "coef": 0.1}
     want = KLRewardTransform(**options)(td.copy())["next"]
-    shared = KLRewardTransform(**options, use_ray_service=True, actor_name="reward", num_cpus=0.5)
+    named = {"use_ray_service": True, "actor_name": "reward", "num_cpus": 0.5}
+    free = ray.available_resources()["CPU"]
+    shared = KLRewardTransform(**options, **named)
     assert type(shared) is RayKLRewardTransform
+    weights = sum(p.numel() * p.element_size() for p in load(folder).parameters())
+    assert 0 < shared.sent_bytes < weights / 20  # the factory alone
+    with pytest.raises(ValueError, match="'reward' was made with other arguments"):
+        KLRewardTransform(ref_model_factory=factory, coef=0.2, **named)
     assert shared.out_keys == ["reward", "kl_penalty", "ref_log_prob"]
     same(shared(td.copy())["next"], want, shared.out_keys)
     torch.save(td, tmp_path / "td.pt")
@@ -199,15 +120,15 @@ def test_another_process_uses_the_actor_and_leaves_it_alive(ray, folder, tmp_pat
     assert done.returncode == 0, done.stderr
     same(torch.load(tmp_path / "out.pt", weights_only=False), want, shared.out_keys)
     same(shared(td.copy())["next"], want, shared.out_keys)
-    assert len([pid for pid in loaders(folder) if pid != str(os.getpid())]) == 1
+    # One model, in one process that is not this one.
+    made = (folder / "ref_log_probs.made").read_text().split()
+    assert len([pid for pid in made if pid != str(os.getpid())]) == 1
+    wait_for(lambda: free - ray.available_resources()["CPU"] == 0.5)
     shared.close()
+    wait_for(lambda: ray.available_resources()["CPU"] == free)
 
 
 def test_from_collector_scores_with_the_weights_that_the_policy_has_now(ray, folder):
-    class Collector:
-        def __init__(self, policy):
-            self.policy = policy
-
     td = rollout(folder)
     shared = RayRetrieveKL(ref_model_factory=partial(load, folder), num_cpus=0.5)
     env = TransformedEnv(ChatEnv(), shared)
@@ -217,11 +138,8 @@ def test_from_collector_scores_with_the_weights_that_the_policy_has_now(ray, fol
     bare = td.exclude("log_probs")
     with pytest.raises(ValueError, match="The collector is not set"):
         env.step(bare.copy())
-    with pytest.raises(ValueError, match="The collector is not set"):
-        _ = env.full_observation_spec
     collector = Collector(load(folder, "log_probs", generate=True, seed=1))
     env.register_collector(collector)
-    assert env.full_reward_spec["reward"].shape == (-1, -1, 1)
     assert env.full_observation_spec["ref_log_probs", "full"].shape == (-1, -1)
     first = env.step(bare.copy())["next"]
     want = RetrieveKL(load(folder, "gen_log_probs", seed=1), load(folder))

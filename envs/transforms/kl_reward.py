@@ -56,7 +56,7 @@ class KLRewardTransform(Shareable, Transform):
     `device` is where the reference is (`to` moves it). `coef` is a buffer and the whole state_dict.
     At reset a reward key of its own reads 0, [B, 1]. The rest is as in `KLComputation`.
     `use_ray_service=True`, with `actor_name`, `num_cpus` and `num_gpus`, gives a
-    `RayKLRewardTransform`. No token ids: RuntimeError. No log-probs, no mask: ValueError.
+    `RayKLRewardTransform`. No token ids: RuntimeError. No log-probs: ValueError.
     """
 
     DEFAULT_IN_KEYS: ClassVar = ["reward"]
@@ -81,7 +81,11 @@ class KLRewardTransform(Shareable, Transform):
         use_ray_service: bool = False,
         actor_name: str | None = None,
     ) -> None:
-        check_call(more)
+        if more:
+            raise TypeError(
+                f"KLRewardTransform takes one model, ref_model, got {1 + len(more)}; "
+                "RetrieveKL(gen_model, ref_model) scores both"
+            )
         warnings.warn(
             "KLRewardTransform is deprecated; use RetrieveKL", DeprecationWarning, stacklevel=2
         )
@@ -176,27 +180,8 @@ class KLRewardTransform(Shareable, Transform):
         found, attention, prompt = (get_values(key, td) for key in (ASSISTANT, ATTENTION, PROMPT))
         if found is not None:
             return found
-        if attention is None or prompt is None:
-            raise ValueError(
-                f"found neither {ASSISTANT} nor {PROMPT} with {ATTENTION}: give one of them or set "
-                "assistant_only=False"
-            )
-        return _after(prompt, attention)
-
-
-def check_call(more: tuple[Any, ...]) -> None:
-    """Raise a TypeError for more than one positional argument."""
-    if more:
-        raise TypeError(
-            f"KLRewardTransform takes one model, ref_model, got {1 + len(more)}; "
-            "RetrieveKL(gen_model, ref_model) scores both"
-        )
-
-
-def _after(prompt: Values, attention: Values) -> Values:
-    """Return the attended tokens after the prompt; a padded prompt fills its width of columns."""
-    rows = [
-        keep.bool() & (torch.arange(len(keep), device=keep.device) >= len(before))
-        for before, keep in zip(prompt, attention, strict=True)
-    ]
-    return torch.stack(rows) if isinstance(attention, Tensor) else Rows(rows, layout_of(prompt))
+        rows = [  # a padded prompt fills its width of columns
+            keep.bool() & (torch.arange(len(keep), device=keep.device) >= len(before))
+            for before, keep in zip(prompt, attention, strict=True)
+        ]
+        return torch.stack(rows) if isinstance(attention, Tensor) else Rows(rows, layout_of(prompt))

@@ -45,11 +45,6 @@ def get_values(key: NestedKey, *tds: TensorDictBase) -> Any:
             if value is None:
                 continue
         if (value := read_rows(held, name)) is not None:
-            if td.ndim > 1:
-                raise ValueError(
-                    f"expected one batch dimension for ragged rows at {key}, got batch_size "
-                    f"{list(td.batch_size)}; flatten it (td.reshape(-1))"
-                )
             return value
     return None
 

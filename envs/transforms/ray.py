@@ -19,7 +19,7 @@ import torch
 from tensordict import TensorDictBase
 
 from envs.transforms.kl import RetrieveKL
-from envs.transforms.kl_reward import KLRewardTransform, check_call
+from envs.transforms.kl_reward import KLRewardTransform
 from envs.transforms.log_probs import check_one
 from envs.transforms.transform import Compose, PassesSpecs, Transform
 from policies.optional_packages import EXTRAS
@@ -206,7 +206,7 @@ class RayKLRewardTransform(RayTransform):
     def __init__(
         self,
         ref_model: LLMWrapperBase | None = None,
-        *more: Any,
+        *,
         ref_model_factory: Callable[[], LLMWrapperBase] | None = None,
         num_cpus: float | None = None,
         num_gpus: float | None = None,
@@ -214,7 +214,6 @@ class RayKLRewardTransform(RayTransform):
         actor_name: str | None = None,
         **kwargs: Any,
     ) -> None:
-        check_call(more)
         warnings.warn(
             "RayKLRewardTransform is deprecated; use RayRetrieveKL",
             DeprecationWarning,

@@ -11,7 +11,7 @@ from wrapped import CHATS, SPOKEN, prompts, scoring, spoken
 
 from envs import ChatEnv
 from policies import ChatHistory, History, LogProbDistribution, LogProbs, Masks, Text, Tokens
-from policies.padding import rows
+from policies.padding import pad, rows
 from policies.random import fold
 from specification_rows.row import Page, close, defaults, refused
 
@@ -36,14 +36,9 @@ def scored(padded: bool = True) -> TensorDict:
 
 
 def in_order(cls: type, *names: str) -> None:
-    """Check that a container's first fields have these names, are filled by place, else None."""
-    given = [torch.zeros(2, 3) if name != "padded" else True for name in names]
-    made = cls(*given, batch_size=[2])
-    for name, value in zip(names, given, strict=True):
-        got = getattr(made, name)
-        assert got is not None, name
-        assert got is value if name == "padded" else torch.equal(got, value)
-        assert getattr(cls(batch_size=[]), name) is None
+    """Check that a container's first fields have these names and are None where not given."""
+    assert [field.name for field in fields(cls)][: len(names)] == list(names)
+    assert not any(getattr(cls(batch_size=[]), name) for name in names)
 
 
 def spec_of(cls: type, keys: tuple[str, ...], *written: TensorDict) -> None:
@@ -54,9 +49,7 @@ def spec_of(cls: type, keys: tuple[str, ...], *written: TensorDict) -> None:
     assert isinstance(spec.zero(), cls)
     assert cls.default_spec().shape == ()
     assert set(cls.default_spec((2,), keys=[keys[0]]).keys()) - {"padded"} == {keys[0]}
-    for value in written:
-        told = cls.default_spec((3,)).explain(value)
-        assert told == "", told
+    assert [cls.default_spec((3,)).explain(value) for value in written] == [""] * len(written)
 
 
 @S1.rows()
@@ -65,12 +58,10 @@ def tokens():
     parts = {name: rows(ragged, ("tokens", name)) for name in PARTS}
     sizes = {name: [len(ids) for ids in part] for name, part in parts.items()}
     yield "Tokens.prompt [B, prompt length], padded on the left"
-    for row, ids in zip(dense.prompt, parts["prompt"], strict=True):
-        assert row[-len(ids) :].tolist() == ids.tolist()
+    assert torch.equal(dense.prompt, pad(parts["prompt"], side="left"))
     assert dense.prompt.shape == (3, max(sizes["prompt"])) != (3, min(sizes["prompt"]))
     yield "Tokens.response [B, response length], padded on the right"
-    for row, ids in zip(dense.response, parts["response"], strict=True):
-        assert row[: len(ids)].tolist() == ids.tolist()
+    assert torch.equal(dense.response, pad(parts["response"], side="right"))
     assert dense.response.shape == (3, max(sizes["response"])) != (3, min(sizes["response"]))
     yield "Tokens.full [B, prompt length + response length]"
     assert dense.full.shape[-1] == dense.prompt.shape[-1] + dense.response.shape[-1]
@@ -115,11 +106,9 @@ def masks():
     texts = policy.tokenizer.batch_decode(said, skip_special_tokens=True)
     assert texts == [chat[-1]["content"] for chat in SPOKEN]
     yield "all_assistant_mask from History.apply_chat_template's assistant_masks"
+    asked = {"add_generation_prompt": False, "return_dict": True, "tokenizer": policy.tokenizer}
     made = History.from_chats(SPOKEN).apply_chat_template(
-        tokenizer=policy.tokenizer,
-        add_generation_prompt=False,
-        return_assistant_tokens_mask=True,
-        return_dict=True,
+        return_assistant_tokens_mask=True, **asked
     )
     close(made.get("assistant_masks", as_list=True), marked)
     yield "masks have the shape of tokens.full and log_probs.full"
@@ -136,8 +125,7 @@ def masks():
 def chat_history():
     said = generated()["history"]
     yield "ChatHistory(prompt, response, full)"
-    assert [field.name for field in fields(ChatHistory)] == list(PARTS)
-    assert ChatHistory(batch_size=[3]).prompt is None
+    in_order(ChatHistory, *PARTS)
     yield "ChatHistory.prompt: the conversation so far; response: what the LLM generated"
     assert said.prompt.chats() == CHATS
     want = [[{"role": "assistant", "content": text}] for text in generated()["text"].response]
@@ -148,9 +136,7 @@ def chat_history():
     yield "ChatHistory.default_spec(shape=(-1,), keys=None)"
     spec_of(ChatHistory, PARTS)
     yield "example: ChatHistory(prompt=history) with a wrapper"
-    history = History.from_chats(
-        [[{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi there!"}]]
-    )
+    history = History.from_chats([SPOKEN[0]])
     chat_history = ChatHistory(prompt=history)
     result = make_policy()(TensorDict(history=chat_history, batch_size=(1,)))
     assert result["history"].response.shape == (1, 1)
@@ -189,10 +175,8 @@ def log_probs():
     again = scoring(pad_output=False, inplace=False)(generated(False).copy())
     assert all((row[1:] < 0).all() for row in rows(again, ("log_probs", "prompt")))
     yield "LogProbs.response: padded on the right"
-    for row, real in zip(generated()["log_probs"].response, found["response"], strict=True):
-        close(row[: len(real)], real)
-        assert (real < 0).all()
-        assert not row[len(real) :].any()
+    assert torch.equal(generated()["log_probs"].response, pad(found["response"], side="right"))
+    assert all((row < 0).all() for row in found["response"])
     yield "LogProbs.full: across prompt and response"
     for make, keep in ((generated, RESPONSE), (scored, ATTENTION)):
         for i, ids in enumerate(rows(make(False), ("tokens", "full"))):
@@ -203,9 +187,9 @@ def log_probs():
                 strict=True)  # fmt: skip
     close(rows(scored(False), ("log_probs", "assistant")), [v[m] for v, m in pairs])
     yield "Text(prompt, response, full)"
+    in_order(Text, *PARTS)
     made = Text(["a", "b"], ["c", "d"], ["ac", "bd"], batch_size=[2])
     assert (made[1].prompt, made[1].response, made[1].full) == ("b", "d", "bd")
-    assert Text(batch_size=[2]).full is None
     yield "Text of a wrapper: prompt, response and the text across both"
     said = generated()["text"]
     ids = [row.tolist() for row in rows(generated(False), ("tokens", "full"))]

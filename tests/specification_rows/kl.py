@@ -1,7 +1,6 @@
 """S3, first part: RetrieveLogProb, KLComputation and RetrieveKL."""
 
 import copy
-from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -91,45 +90,24 @@ def nested(*parts: Tensor, layout: torch.layout = torch.strided) -> Tensor:
     return torch.nested.as_nested_tensor(list(parts), layout=layout)
 
 
-def collected(transform: Transform, **policy: Any) -> TensorDict:
-    """Return turns of uneven chats through a collector whose env has a transform."""
-    made = make_policy().get_new_version(**{"pad_output": False, "inplace": None, **policy})
-    env = TransformedEnv(ChatEnv(Uneven(), max_turns=3), transform)
+def charged(*transforms: Transform, both: bool = False, **policy: Any) -> None:
+    """Check each turn of a collector: its KL is that of plain forwards and charged there, once.
+
+    `both`: the generator is scored too, so that the KL is at all of the assistant's tokens.
+    """
+    env, made = ChatEnv(Uneven(), max_turns=3), make_policy().get_new_version(**policy)
+    for transform in transforms:
+        env = env.append_transform(transform)
     data = {"dataloader": [start(Uneven())], "dialog_turns_per_batch": 9}
-    return next(iter(LLMCollector(env, policy=made, **data))).view(-1)
-
-
-def as_ragged(make: Callable[[bool], Transform], **policy: Any) -> None:
-    """Check that a transform has in a collector the KL with pad_output that it has without."""
-    both = (
-        rows(collected(make(padded), **policy)["next"], "kl_penalty") for padded in (True, False)
-    )
-    for a, b in zip(*both, strict=True):
-        a, b = (values.flatten() for values in (a, b))
-        assert (b != 0).any()
-        close(a[a != 0], b[b != 0], 1e-4)
-
-
-PAGE_CHATS = [
-    [
-        {"role": "system", "content": "You are a helpful assistant."},
-        {"role": "user", "content": asked},
-        {"role": "assistant", "content": said},
-    ]
-    for asked, said in (
-        ("Hello, how are you?", "I'm doing well, thank you!"),
-        ("What's the weather like?", "I can't check the weather for you."),
-    )
-]
-
-
-def page_wrapper(**more: Any) -> tuple[TransformersWrapper, Any]:
-    """Wrap an OPT as the page's examples do; return the tokenizer too."""
-    model, tokenizer = no_template()
-    settings = {"input_mode": "history", "generate": False, "return_log_probs": True}
-    return TransformersWrapper(
-        model, tokenizer=tokenizer, **settings, pad_output=True, **more
-    ), tokenizer
+    for turn in next(iter(LLMCollector(env, policy=made, **data))).reshape(-1).unbind(0):
+        ids, sampled = turn["tokens", "full"], turn[RESPONSE]
+        mine, theirs = (plain_log_probs(model, ids, 1.0) for model in (make_policy(), ref()))
+        kl = (mine - theirs) * (turn[ASSISTANT] if both else sampled)
+        close(turn["next", "kl_penalty"].flatten(), kl, 1e-4)
+        task = torch.zeros_like(kl)
+        task[-1] = float(turn["next", "reward_part", "turn"])
+        kl = kl * sampled if turn["turn"] else kl  # what was said before was charged there
+        close(turn["next", "reward"].squeeze(-1), task - 0.1 * kl, 1e-4)
 
 
 @S3.rows()
@@ -169,12 +147,10 @@ def log_prob_arguments():
     for detach in (True, False):
         assert RetrieveLogProb(ref(), detach=detach)(spoken())[REF].requires_grad is not detach
     yield "RetrieveLogProb device, default None"
-    close(
-        RetrieveLogProb(ref(), device="cpu")(spoken())[REF], RetrieveLogProb(ref())(spoken())[REF]
-    )
+    close(RetrieveLogProb(ref(), device="cpu")(spoken())[REF], made(spoken())[REF])
     yield "RetrieveLogProb padding_side: pads the masked rows"
     right = RetrieveLogProb(ref(), padding_side="right")(spoken())[REF]
-    close(right, RetrieveLogProb(ref())(spoken())[REF])
+    close(right, made(spoken())[REF])
     refused(ValueError, "padding_side", RetrieveLogProb, ref(), padding_side="up")
     yield "RetrieveLogProb needs return_log_probs=True and generate=False"
     silent = copy.copy(ref())
@@ -182,14 +158,14 @@ def log_prob_arguments():
     for model, word in ((make_policy(), "generate=False"), (silent, "return_log_probs=True")):
         refused(ValueError, word, RetrieveLogProb, model)
     yield "RetrieveLogProb forward: writes to next, or to the td without one"
-    out = RetrieveLogProb(ref())(spoken().set("next", spoken()))
+    out = made(spoken().set("next", spoken()))
     assert (REF in out["next"].keys(True), REF in out.keys(True)) == (True, False)
     yield "RetrieveLogProb note: ragged by default, as_padded_tensor=True pads"
     out = RetrieveLogProb(ref(pad_output=False))(spoken())
     assert len({len(row) for row in out.get(REF, as_list=True)}) > 1
     close(out.get(REF, as_padded_tensor=True, padding_side="left"), right)
     yield "RetrieveLogProb.transform_observation_spec adds kl_penalty"
-    spec = RetrieveLogProb(ref()).transform_observation_spec(Composite(shape=(2,)))
+    spec = made.transform_observation_spec(Composite(shape=(2,)))
     assert (spec[REF].shape, "kl_penalty" in spec) == ((2, -1), False)
     yield "RetrieveLogProb assistant_only=False where the td has a response mask"
     out = RetrieveLogProb(ref(), assistant_only=False)(generated().copy())
@@ -199,15 +175,13 @@ def log_prob_arguments():
         with raises((TypeError, ValueError)):
             RetrieveLogProb(ref(), **wrong)(spoken())
     yield "RetrieveLogProb, RetrieveKL tokenizer: the assistant mask where the model gives none"
-    given = {"tokenizer": make_policy().tokenizer}
+    another = copy.deepcopy(make_policy().tokenizer)
+    more = {"tokenizer": another, "tokenizer_kwargs": {"padding": True}}
     for padded in (True, False):
-        for more in (given, {**given, "tokenizer_kwargs": {"padding": True}}):
-            models = [make(masks_key=None, pad_output=padded) for make in (gen, ref)]
-            out = RetrieveLogProb(models[1], **more)(spoken())
-            same_rows(out, REF, plain(ref(), scored(), ASSISTANT))
-            same_rows(
-                RetrieveKL(*models, **more)(spoken()), "kl_penalty", plain_kl(scored(), ASSISTANT)
-            )
+        models = [make(masks_key=None, pad_output=padded) for make in (gen, ref)]
+        out = RetrieveKL(*models, **more)(spoken())
+        same_rows(out, REF, plain(ref(), scored(), ASSISTANT))
+        same_rows(out, "kl_penalty", plain_kl(scored(), ASSISTANT))
 
 
 @S3.rows(needs="gpu")
@@ -229,9 +203,15 @@ def page_examples():
 
 
 def run_page_examples() -> None:
-    ref_model, tokenizer = page_wrapper(log_probs_key="ref_log_probs")
-    gen_model, _ = page_wrapper(log_probs_key="gen_log_probs")
-    history = History.from_chats(PAGE_CHATS)
+    model, tokenizer = no_template()
+    settings = {"input_mode": "history", "generate": False, "return_log_probs": True}
+    wrap = partial(TransformersWrapper, model, tokenizer=tokenizer, pad_output=True, **settings)
+    ref_model, gen_model = wrap(log_probs_key="ref_log_probs"), wrap(log_probs_key="gen_log_probs")
+    said = [("Hello, how are you?", "I'm doing well, thank you!")]
+    said.append(("What's the weather like?", "I can't check the weather for you."))
+    texts = [{"system": "You are a helpful assistant.", "user": a, "assistant": b} for a, b in said]
+    chats = [[{"role": role, "content": t} for role, t in chat.items()] for chat in texts]
+    history = History.from_chats(chats)
     assert history.shape == (2, 3)
     transform = RetrieveLogProb(ref_model, assistant_only=True, tokenizer=tokenizer)
     chats = ChatHistory(full=history)
@@ -400,9 +380,7 @@ def retrieve_kl():
 def from_the_collector():
     silent = {"return_log_probs": False}
     yield "RetrieveKL gen_model='from_collector': the collector's policy, ragged"
-    asked = RetrieveKL(ref_model=ref(pad_output=False), add_to_reward=False)
-    told = RetrieveKL(gen(pad_output=False), ref(pad_output=False), add_to_reward=False)
-    as_ragged(lambda first: asked if first else told, **silent)
+    charged(RetrieveKL(ref_model=ref(pad_output=False), coeff=0.1), both=True, **silent)
     yield "RetrieveKL gen_model='from_collector' scores the generator"
     td = generated()
     out = RetrieveKL(ref_model=ref(), add_to_reward=False)(td.copy())
@@ -412,6 +390,7 @@ def from_the_collector():
     env = ChatEnv(Words()).append_transform(RetrieveKL(ref_model=ref()))
     with raises(ValueError, "The collector is not set"):
         env.step(make_policy().get_new_version(**silent)(env.reset(env_prompts(1))))
+    refused(ValueError, "The collector is not set", lambda: env.full_observation_spec)
     yield "RetrieveKL history_key: where the collector's policy reads"
     made = RetrieveKL(ref_model=ref(history_key="chat"), history_key="chat", add_to_reward=False)
     env, collector = TransformedEnv(Chat(), made), Collector(make_policy())
@@ -423,18 +402,14 @@ def from_the_collector():
 @S3.rows()
 def in_a_collector():
     yield "in LLMCollector, pad_output=True: RetrieveKL, both forms, and RetrieveLogProb"
-    as_ragged(lambda p: RetrieveKL(ref_model=ref(pad_output=p), add_to_reward=False))
-    as_ragged(lambda p: RetrieveKL(gen(pad_output=p), ref(pad_output=p), add_to_reward=False))
-    kl = KLComputation(add_to_reward=False)
-    as_ragged(lambda p: Compose(RetrieveLogProb(ref(pad_output=p)), copy.deepcopy(kl)))
+    for padded in (True, False):
+        models = [make(pad_output=padded) for make in (gen, ref)]
+        charged(RetrieveKL(ref_model=models[1], coeff=0.1))
+        charged(RetrieveKL(*models, coeff=0.1), both=True)
+        charged(RetrieveLogProb(models[1]), KLComputation(coeff=0.1))
     yield "RetrieveKL: a policy without log-probs and a reference with the default key"
-    keys = {True: "log_probs", False: "ref_log_probs"}
-    as_ragged(
-        lambda p: RetrieveKL(
-            ref_model=ref(pad_output=False, log_probs_key=keys[p]), add_to_reward=False
-        ),
-        return_log_probs=False,
-    )
+    reference = ref(pad_output=False, log_probs_key="log_probs")
+    charged(RetrieveKL(ref_model=reference, coeff=0.1), both=True, return_log_probs=False)
     yield "RetrieveKL assistant_only=False where the td has a response mask"
     td = generated()
     out = RetrieveKL(gen(), ref(), assistant_only=False, add_to_reward=False)(td.copy())

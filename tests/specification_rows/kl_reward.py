@@ -26,7 +26,7 @@ from envs.transforms import (
 from policies.optional_packages import EXTRAS
 from policies.padding import rows
 from specification_rows.containers import ASSISTANT, ATTENTION, RESPONSE, generated
-from specification_rows.kl import FULL, S3, as_ragged, gen, plain, plain_kl, ref
+from specification_rows.kl import FULL, S3, charged, gen, plain, plain_kl, ref
 from specification_rows.row import ROOT, close, defaults, raises, refused, warned
 
 LOG = ["reward", "kl_penalty", "ref_log_prob"]
@@ -139,6 +139,7 @@ def kl_reward_arguments():
         assert out[1, :, 0].nonzero().tolist() == [[22 if side == "left" else size - 1]]
     yield "KLRewardTransform coef: a buffer, in the state_dict"
     assert {k: round(float(v), 3) for k, v in made.state_dict().items()} == {"coef": 0.3}
+    assert not list(made.parameters())  # no optimiser finds the reference
 
 
 @S3.rows()
@@ -186,15 +187,15 @@ def kl_reward_errors_and_hooks():
     assert KLRewardTransform.DEFAULT_IN_KEYS == ["reward"]
     yield "KLRewardTransform.pad_output, padding_side, device, assistant_only, add_to_reward"
     made = older(padding_side="right", device="cpu", assistant_only=False, add_to_reward=False)
-    for padded in (True, False):
-        assert older(tokens_ref(pad_output=padded)).pad_output is padded
+    assert [older(tokens_ref(pad_output=p)).pad_output for p in (True, False)] == [True, False]
     assert (made.padding_side, torch.device(made.device)) == ("right", torch.device("cpu"))
     assert (made.assistant_only, made.add_to_reward, older().device) == (False, False, None)
     yield "KLRewardTransform assistant_only=False where the td has a response mask"
     kl = older(assistant_only=False)(known_everywhere())["next", "kl_penalty"][..., 0]
     close(kl, plain_kl(generated(), ATTENTION), 1e-4)
     yield "KLRewardTransform in LLMCollector, pad_output=True"
-    as_ragged(lambda padded: older(tokens_ref(pad_output=padded)))
+    for padded in (True, False):
+        charged(older(tokens_ref(pad_output=padded), coef=0.1))
 
 
 @S3.rows(needs="gpu")
@@ -273,15 +274,13 @@ def on_ray():
         kl, both = older()(rewarded())["next", "kl_penalty"], RetrieveKL(gen(), ref())(spoken())
         yield "Ray example, RayKLRewardTransform: a factory, or a model"
         device, factory = {"device": torch.device("cpu")}, {"ref_model_factory": tokens_ref}
-        shared(RayKLRewardTransform, rewarded(), kl, ref_model=None, **factory, **device)
-        shared(RayKLRewardTransform, rewarded(), kl, ref_model=tokens_ref(), **device)
+        for given in ({"ref_model": None, **factory}, {"ref_model": tokens_ref()}):
+            shared(RayKLRewardTransform, rewarded(), kl, **given, **device)
         yield "Ray example, RayRetrieveKL: factories, or models"
         none = {"gen_model": None, "ref_model": None}
         factories = {"gen_model_factory": gen, "ref_model_factory": ref}
-        shared(RayRetrieveKL, spoken(), both["kl_penalty"], **none, **factories, **device)
-        shared(
-            RayRetrieveKL, spoken(), both["kl_penalty"], gen_model=gen(), ref_model=ref(), **device
-        )
+        for given in ({**none, **factories}, {"gen_model": gen(), "ref_model": ref()}):
+            shared(RayRetrieveKL, spoken(), both["kl_penalty"], **given, **device)
         yield "use_ray_service=True, actor_name: the Ray versions"
         service = {"use_ray_service": True, "actor_name": "kl"}
         shared(partial(RetrieveKL, gen(), ref()), spoken(), both["kl_penalty"], **service)

@@ -59,8 +59,6 @@ class RolloutFromModel:
         *,
         tokenizer: Any = None,
     ) -> None:
-        if not 0 <= kl_coef < torch.inf:
-            raise ValueError(f"expected a finite kl_coef >= 0, got {kl_coef}")
         self.model, self.ref_model, self.reward_model = model, ref_model, reward_model
         self.kl_coef, self.max_new_tokens, self.score_clip = kl_coef, max_new_tokens, score_clip
         self.kl_scheduler, self.num_steps = kl_scheduler, num_steps
