@@ -6,7 +6,6 @@ import math
 import pytest
 
 from envs.rewards import Function, Rewarded, TRLFunction
-from envs.rewards.functions import Refused
 from envs.tasks import Reply, SortDigits, Task
 
 ASKED = {"role": "user", "content": "Half of 8?"}
@@ -59,11 +58,9 @@ def test_async_functions_also_behind_a_wrapper():
     rows, replies = [row("a", answer="4"), row("b", answer="5")], [chat("4")] * 2
     for function in (functools.partial(waiting, scale=3), lambda **k: waiting(**k, scale=3)):
         assert TRLFunction(function).scores(rows, replies) == [3.0, 0.0]
-    (error,) = TRLFunction(max).scores(rows[:1], replies[:1])  # of C: without a signature
-    assert type(error) is TypeError
 
 
-def test_error_costs_its_own_reply_alone_unless_it_ends_the_run():
+def test_an_error_costs_its_own_reply_alone_unless_it_ends_the_run():
     def number(completions, **kwargs):
         return [float(text) for text in completions]
 
@@ -71,20 +68,14 @@ def test_error_costs_its_own_reply_alone_unless_it_ends_the_run():
     got = TRLFunction(number, on_error="zero").scores(rows, replies)
     assert [type(s).__name__ for s in got] == ["float", "ValueError", "ValueError", "float"]
     assert {type(s) for s in TRLFunction(number).scores(rows, replies)} == {ValueError}
-
-
-@pytest.mark.parametrize(("returned", "got"), [(None, "None"), (0.5, "0.5"), ([1.0], "1")])
-def test_anything_but_a_reward_for_each_reply_ends_the_run(returned, got):
-    task = Rewarded(SortDigits(), {"few": TRLFunction(lambda **_: returned, on_error="zero")})
-    with pytest.raises(ValueError, match=rf"env\.rewards\.few: expected 2 rewards, got {got}$"):
-        task.rewards([SortDigits().row("12")] * 2, [chat("12")] * 2)
-
-
-def test_what_a_function_needs_and_nobody_gives_is_named():
-    function = TRLFunction(lambda completions, truth, **kwargs: [1.0], on_error="zero")
-    (refused,) = function.scores([TEXT], [chat("4")])
-    assert isinstance(refused, Refused)
-    assert "needs truth, got the columns answer" in str(refused)
+    for function, says in (
+        (lambda **_: 0.5, "expected 2 rewards, got 0.5"),
+        (lambda **_: [1.0], "expected 2 rewards, got 1"),
+        (lambda completions, truth, **_: [1.0], "needs truth"),
+    ):
+        task = Rewarded(SortDigits(), {"odd": TRLFunction(function, on_error="zero")})
+        with pytest.raises(ValueError, match=rf"env\.rewards\.odd: .*{says}"):
+            task.rewards([SortDigits().row("12")] * 2, [chat("12")] * 2)
 
 
 def test_none_is_left_out_of_the_sum_and_a_reply_that_nobody_judges_is_dropped():
