@@ -8,7 +8,7 @@ from contracts import Words
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from envs.chat_env import ChatEnv
-from envs.tasks.task import Reply, Reward, Task
+from envs.tasks.task import Reply, Reward, Task, assistant, user
 from policies.chats.history import History
 from policies.random import fold
 
@@ -32,7 +32,7 @@ class Counting(Task):
 
 
 def row(text: str, turns: int = 1) -> dict:
-    return {"messages": [{"role": "user", "content": text}], "turns": turns}
+    return {"messages": [user(text)], "turns": turns}
 
 
 def data(*rows: dict) -> TensorDict:
@@ -44,8 +44,7 @@ def reply(td: TensorDict, texts: str, complete: list[bool] | None = None) -> Ten
     """Write the replies, a word each, as a policy would."""
     words = texts.split()
     pairs = zip(words, complete or [True] * len(words), strict=True)
-    messages = ({"role": "assistant", "content": t, "is_complete": c} for t, c in pairs)
-    said = History.from_chats([[message] for message in messages])
+    said = History.from_chats([[assistant(t) | {"is_complete": c}] for t, c in pairs])
     full = td["history"].prompt.extend(said, inplace=False, dim=-1)
     return td.set(("history", "full"), full)
 
@@ -53,7 +52,6 @@ def reply(td: TensorDict, texts: str, complete: list[bool] | None = None) -> Ten
 def test_reset_repeats_each_prompt_in_a_row_with_a_stream_of_its_own():
     env = ChatEnv(Counting(), group_size=2)
     td = env.reset(data(*map(row, ASKED)))
-    assert td.batch_size == (6,)
     asked = [chat[-1]["content"] for chat in td["history", "prompt"].chats()]
     assert asked == [t for t in ASKED for _ in range(2)]
     assert td["group_id"].tolist() == [0, 0, 1, 1, 2, 2]
@@ -70,21 +68,14 @@ def test_a_query_is_enough_without_a_task():
     out = env.reset(TensorDict({"question": ASKED}, batch_size=[3]))
     chats = out["history", "prompt"].chats()
     system = {"role": "system", "content": "Be brief."}
-    assert chats[4:] == [[system, {"role": "user", "content": "Three?"}]] * 2
+    assert chats[4:] == [[system, user("Three?")]] * 2
     out = env.step(reply(out, "yes " * 6))
     assert out["next", "reward"].tolist() == [[0.0]] * 6
     assert not out["next", "done"].any(), "only a task or a turn limit ends an episode"
     assert list(out["next", "question"]) == [t for t in ASKED for _ in range(2)]
-
-
-def test_a_system_prompt_stands_in_front_unless_there_is_one():
-    env = ChatEnv(Counting(), system_prompt="Be brief.")
-    own = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "Hi"}]
-    rows = [row("Hi"), {"messages": own, "turns": 1}]
-    first, second = env.reset(data(*rows))["history", "prompt"].chats()
-    assert [m["content"] for m in first] == ["Be brief.", "Hi"]
-    assert second == own
-    assert rows[0]["messages"] == [{"role": "user", "content": "Hi"}], "the row is not changed"
+    own = [{"role": "system", "content": "Mine."}, user("Hi")]
+    out = env.reset(TensorDict({"question": [own]}, batch_size=[1]))
+    assert out["history", "prompt"].chats() == [own] * 2, "it has a system prompt"
 
 
 def test_step_writes_the_outcome_of_each_chat():
@@ -92,17 +83,12 @@ def test_step_writes_the_outcome_of_each_chat():
     env = ChatEnv(task, max_turns=3)
     td = env.reset(data(row("One?", 1), row("Two?", 2), row("Three?", 9)))
     out = env.step(reply(td, "a b c", [True, True, False]))["next"]
-    for key in ("reward", "success", "terminated", "truncated", "done"):
-        assert out[key].shape == (3, 1), key
-    assert out["reward"].flatten().tolist() == [1.0, 1.0, 1.0]
+    want = {"reward": [[1.0]] * 3, "success": [[False]] * 3, "done": [[True], [False], [False]]}
+    assert {key: out[key].tolist() for key in want} == want
     assert set(out["reward_part"].keys()) == {"turn", "half"}
-    assert out["reward_part", "half"].flatten().tolist() == [0.5] * 3
-    assert out["done"].flatten().tolist() == [True, False, False]
+    assert out["reward_part", "half"].tolist() == [[0.5]] * 3
     assert [(r.text, r.complete) for r in task.seen] == [("a", True), ("b", True), ("c", False)]
-    assert task.seen[0].messages == [
-        {"role": "user", "content": "One?"},
-        {"role": "assistant", "content": "a"},
-    ]
+    assert task.seen[0].messages == [user("One?"), assistant("a")]
     chats = out["history", "prompt"].chats()
     assert [c[-1]["role"] for c in chats] == ["assistant", "tool", "tool"]
     assert chats[2][-1]["content"] == "result 1"
@@ -130,20 +116,18 @@ class Lenient(Words):
         return Reward(total=math.nan if "bad" in reply.text else 1.0, parts=parts, success=True)
 
 
-def test_reward_parts_that_differ_between_replies_or_batches_are_an_error():
-    """A mean over the replies needs the part of each."""
+def test_rewards_that_cannot_be_averaged_are_an_error():
+    """A mean over the replies needs the part of each, and numbers."""
     start = data(*Words().rows("train")[:2])
     env = ChatEnv(Lenient())
     env.step(reply(env.reset(start), "a b"))
-    for made, texts in ((env, "please please"), (ChatEnv(Lenient()), "a please")):
-        with pytest.raises(ValueError, match="'length', 'polite'"):
+    for made, texts, says in (
+        (env, "please please", "'length', 'polite'"),
+        (ChatEnv(Lenient()), "a please", "'length', 'polite'"),
+        (env, "a bad", r"Lenient.*'bad'"),
+    ):
+        with pytest.raises(ValueError, match=says):
             made.step(reply(made.reset(start), texts))
-
-
-def test_a_reward_that_is_no_number_is_an_error_that_shows_the_reply():
-    env = ChatEnv(Lenient())
-    with pytest.raises(ValueError, match=r"Lenient.*'bad'"):
-        env.step(reply(env.reset(data(*Words().rows("train")[:1])), "bad"))
 
 
 def test_what_is_missing_is_named():
@@ -152,10 +136,5 @@ def test_what_is_missing_is_named():
         env.reset()
     with pytest.raises(RuntimeError, match="'row' or 'query'"):
         env.reset(data(row("Hi")).select("stream"))
-    with pytest.raises(ValueError, match="one batch dimension"):
-        env.reset(data(row("Hi"))[0])
-    with pytest.raises(ValueError, match="group_size"):
-        ChatEnv(group_size=0)
-    said = {"role": "assistant", "content": "4"}
     with pytest.raises(ValueError, match="assistant's '4'"):
-        env.reset(data({"messages": [*row("2 + 2?")["messages"], said]}))
+        env.reset(data({"messages": [user("2 + 2?"), assistant("4")]}))
