@@ -11,10 +11,6 @@ from policies.chats.history import History
 MODES = ("history", "text", "tokens")
 
 
-def hello(**kwargs) -> ChatEnv:
-    return ChatEnv(batch_size=(1,), system_prompt="Be brief.", **kwargs)
-
-
 def played(mode: str, turns: int) -> TensorDict:
     policy = make_policy().get_new_version(input_mode=mode)
     env = ChatEnv(
@@ -95,27 +91,22 @@ def test_a_query_may_be_a_text_messages_or_a_history(batched):
         assert td["history"].prompt.chats() == [[boss, *want]] * 2
 
 
-def test_a_bare_history_is_an_action_and_no_history_is_an_error():
-    env = hello()
-    td = env.reset(TensorDict({"query": "Hello, how are you?"}, batch_size=(1,)))
-    said = {"role": "assistant", "content": "Well, thank you!"}
-    full = [*td["history"].prompt.chats()[0], said]
-    action = TensorDict({"history": History.from_chats([full])}, batch_size=(1,))
-    assert env.step(action)["next", "history"].prompt.chats() == [full]
-    with pytest.raises(ValueError, match="'row'"):
-        ChatEnv(Words()).step(action)
-    for mode in MODES:
-        env = hello(input_mode=mode, tokenizer=make_policy().tokenizer)
-        td = env.reset(TensorDict({"query": "Hello?"}, batch_size=(1,)))
-        with pytest.raises(ValueError, match=rf"{mode}\.full"):
-            env.step(td)
+@pytest.mark.parametrize("mode", MODES)
+def test_an_action_is_needed_and_may_be_a_bare_history(mode):
+    env = ChatEnv(batch_size=(1,), input_mode=mode, tokenizer=make_policy().tokenizer)
+    td = env.reset(TensorDict({"query": "Hello?"}, batch_size=(1,)))
+    with pytest.raises(ValueError, match=rf"{mode}\.full"):
+        env.step(td)
+    if mode == "history":
+        full = [*td["history"].prompt.chats()[0], {"role": "assistant", "content": "Well!"}]
+        action = TensorDict({"history": History.from_chats([full])}, batch_size=(1,))
+        assert env.step(action)["next", "history"].prompt.chats() == [full]
 
 
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
         ({"batch_size": (2, 3)}, ValueError, "one batch dimension"),
-        ({"input_mode": "chat"}, ValueError, "input_mode"),
         ({"input_mode": "text"}, RuntimeError, "tokenizer"),
         ({"template_kwargs": {"padding": True}}, ValueError, "template_kwargs: .*'padding'"),
     ],
@@ -126,11 +117,10 @@ def test_wrong_arguments_are_named(options, error, says):
 
 
 def test_roles_and_device_are_those_asked_for():
+    roles = {"policy_role": "model", "user_role": "guest", "system_role": "host"}
     options = {"tokenizer": make_policy().tokenizer, "input_mode": "text", "device": "cpu"}
-    env = hello(policy_role="model", user_role="guest", system_role="host", **options)
+    env = ChatEnv(batch_size=(1,), system_prompt="Be brief.", **roles, **options)
     td = env.rand_action(env.reset(TensorDict({"query": "Hello?"}, batch_size=(1,))))
     out = env.step(td)["next"]
-    roles = [m["role"] for m in out["history"].prompt.chats()[0]]
-    assert roles == ["host", "guest", "model"]
+    assert [m["role"] for m in out["history"].prompt.chats()[0]] == ["host", "guest", "model"]
     assert td.device == out.device == torch.device("cpu")
-    assert hello().reset(td.select("query")).device == td.device, "else the data's own"

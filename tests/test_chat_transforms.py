@@ -23,15 +23,11 @@ def test_a_policy_version_counts_or_names_the_policies():
     assert td["policy_version"].tolist() == [0, 0]
     counted.increment_version()
     assert env.step(env.rand_action(td))["next", "policy_version"].tolist() == [1, 1]
-    counted.version = 7
-    counted.increment_version()
-    assert counted.version == 8
     named = PolicyVersion("uuid")
     first = named.version
     named.increment_version()
     assert uuid.UUID(first) != uuid.UUID(named.version)
-    found = named(TensorDict(batch_size=[2, 1]))["policy_version"]
-    assert found == [[named.version]] * 2 or found.tolist() == [[named.version]] * 2
+    assert named(TensorDict(batch_size=[2]))["policy_version"] == [named.version] * 2
 
 
 class Hints(Task):
@@ -87,18 +83,16 @@ def test_ids_after_a_step_are_those_of_a_fresh_rendering(late):
     assert roles[1] == ["user", *["assistant", "user", "tool"] * 2]
 
 
-def test_the_documented_options_of_the_tokenizer():
+def test_the_tokenizer_writes_where_it_is_asked_to_by_the_template_it_is_given():
     tokenizer = make_policy().tokenizer
     keys = {"history_key": ("history", "prompt"), "tokens_key": ("ids", "prompt")}
-    quiet = IncrementalTokenizer(tokenizer, add_generation_prompt=False, **keys)
-    env = TransformedEnv(ChatEnv(batch_size=1), quiet)
-    td = env.reset(TensorDict({"query": "Hi"}, batch_size=[1]))
-    chat = [{"role": "user", "content": "Hi"}]
-    assert td["ids"][0].get("prompt").tolist() == rendered(tokenizer, [chat])[0]
     plain = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}"
-    other = IncrementalTokenizer(tokenizer, chat_template=plain)
-    td = TransformedEnv(ChatEnv(batch_size=1), other).reset(td.select("query"))
-    assert tokenizer.decode(td["tokens"][0].get("prompt")).startswith("user: Hi")
+    quiet = IncrementalTokenizer(
+        tokenizer, chat_template=plain, add_generation_prompt=False, **keys
+    )
+    env = TransformedEnv(ChatEnv(batch_size=1), quiet)
+    ids = env.reset(TensorDict({"query": "Hi"}, batch_size=[1]))["ids"][0].get("prompt")
+    assert tokenizer.decode(ids) == f"user: Hi{tokenizer.eos_token}"
 
 
 class EditLastTurn(Transform):
