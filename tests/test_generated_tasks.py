@@ -9,7 +9,6 @@ import torch
 from contracts import make_policy, one_process
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from conf.build import make_task
 from envs.chat_env import ChatEnv
 from envs.tasks import Calculator, Facts, MathProblems, Mix, Reply, Reward, SortDigits, Task
 from policies.random import fold
@@ -18,8 +17,8 @@ from trainer.evaluation import Evaluate
 from trainer.metrics import summarize
 
 
-def reply(text: str, *, complete: bool = True) -> Reply:
-    return Reply(text=text, complete=complete, messages=[])
+def reply(text: str) -> Reply:
+    return Reply(text=text, complete=True, messages=[])
 
 
 # MATH
@@ -27,35 +26,27 @@ def reply(text: str, *, complete: bool = True) -> Reply:
 
 @pytest.fixture(scope="module")
 def problems(tmp_path_factory) -> MathProblems:
-    """Return a task that asks math-verify, as env=math makes it of data with MATH's columns."""
+    """Return a task that asks math-verify."""
     rows = [
         ("What is $2+3$?", r"Clearly $\boxed{5}$."),
         ("Simplify $\\sqrt{8}$.", r"It is \boxed{2\sqrt{2}}."),
-        ("Expand $(x+1)^2$.", r"\boxed{x^2+2x+1}"),
         ("Which interval?", r"\boxed{[1,2)}"),
     ]
     path = tmp_path_factory.mktemp("math") / "math.jsonl"
-    rows = [{"problem": q, "solution": a, "level": "Level 1"} for q, a in rows]
-    path.write_text("\n".join(map(json.dumps, rows)))
-    columns = {"messages": None, "question": "problem", "answer": "solution"}
-    node = {"_target_": "envs.tasks.MathProblems", "symbolic": True, "timeout": 30.0}
-    data = {"dataset": str(path), "eval_dataset": str(path), "columns": columns}
-    return make_task({**data, "split": "train", "eval_split": None, "task": node})
+    path.write_text("\n".join(json.dumps({"problem": q, "solution": a}) for q, a in rows))
+    columns = {"question": "problem", "answer": "solution"}
+    return MathProblems(str(path), eval_dataset=str(path), columns=columns, timeout=30.0)
 
 
 @pytest.mark.parametrize(
     ("index", "text", "right"),
     [
         (0, r"first \boxed{4}, no, \boxed{5}", True),
-        (0, r"\boxed{\frac{10}{2}}", True),
         (0, r"<think>\boxed{5}</think>", False),
         (0, r"\boxed{2+3}", False),
         (1, r"\boxed{\sqrt{2} \cdot 2}", True),
         (1, r"\boxed{\sqrt{8}}", False),
-        (2, r"\boxed{1 + 2x + x^2}", True),
-        (2, r"\boxed{(x+1)^2}", False),
-        (3, r"\boxed{[1,2)}", True),
-        (3, r"\boxed{[1,2]}", False),
+        (2, r"\boxed{[1,2]}", False),
     ],
 )
 def test_math_reward_is_for_the_boxed_answer_in_any_form(problems, index, text, right):
@@ -105,22 +96,20 @@ def test_train_rows_come_in_the_proportions_of_the_weights_in_every_stretch():
     digits = [row["digits"] for row in rows if row["task"] == "digits"]
     every = [row["digits"] for row in SortDigits(num_rows=60).rows("train")]
     assert Counter(digits[:60]) == Counter(digits[60:120]) == Counter(every), "each once a round"
+    task = Mix({"digits": SortDigits(num_rows=9), "sums": Calculator(num_rows=9)})
+    demonstrations = task.demonstrations()
+    assert Counter(row["task"] for row in demonstrations) == {"digits": 9, "sums": 9}
+    assert all(row["messages"][-1]["role"] == "assistant" for row in demonstrations)
 
 
-def test_mixed_rows_are_a_function_of_seed_and_index():
-    one, same, other = (mixed(seed=s).rows("train") for s in (1, 1, 2))
-    assert list(one) == list(same) != list(other)
-    assert [r["task"] for r in one] == [r["task"] for r in other]
-    assert list(one[:3]) == [one[0], one[1], one[2]]
-    assert len(one) == max(60 / 0.5, len(Facts().rows("train")) / 0.25, 1 / 0.25)
-
-
-def test_eval_rows_are_all_of_all_tasks_and_begin_with_one_of_each():
-    rows = mixed().rows("eval")
+def test_train_rows_follow_the_seed_and_eval_rows_are_those_of_all_tasks_in_turn():
+    one, same, other = (mixed(seed=s) for s in (1, 1, 2))
+    assert list(one.rows("train")) == list(same.rows("train")) != list(other.rows("train"))
+    rows = one.rows("eval")
+    assert rows == other.rows("eval")
     assert [row["task"] for row in rows[:3]] == ["digits", "facts", "turns"]
     counts = {"digits": len(SortDigits().rows("eval")), "facts": len(Facts().rows("eval"))}
     assert Counter(row["task"] for row in rows) == counts | {"turns": 1}
-    assert mixed(seed=1).rows("eval") == rows
 
 
 def test_each_reply_is_judged_by_its_own_task_and_other_parts_do_not_apply():
@@ -133,7 +122,6 @@ def test_each_reply_is_judged_by_its_own_task_and_other_parts_do_not_apply():
     names = ["digits/exact", "digits/format", "facts/ended", "facts/named", "facts/single"]
     assert task.part_names() == sorted(got[0].parts) == [*names, "turns/said"]
     assert {n for n, v in got[1].parts.items() if not math.isnan(v)} == set(names[:2])
-    assert task.respond(rows["turns"], Reply("a", True, [{"role": "assistant"}]))
     assert task.respond(rows["digits"], reply("a")) == []
 
 
@@ -146,29 +134,15 @@ def test_mixed_batches_keep_the_tasks_parts_and_accuracies_apart():
     batch = collect(td, env, policy)
     batch["reward"] = batch["reward_raw"]
     got = summarize(batch, one_process())
-    own = [i for i in range(8) if rows[i // 2]["task"] == "facts"]
-    for part in ("ended", "single", "named"):
-        values = batch["reward_part", f"facts/{part}"]
-        assert got[f"reward_part/facts/{part}"] == pytest.approx(float(values[own].mean()))
-        assert values.isnan().sum() == 6
+    values = batch["reward_part", "facts/ended"]
+    assert values.isnan().tolist() == [rows[i // 2]["task"] != "facts" for i in range(8)]
+    assert got["reward_part/facts/ended"] == pytest.approx(float(values.nanmean()))
     assert got["reward_part/turns/said"] == 4.0, "two turns of 2"
-    options = {"generator": policy, "runtime": one_process(), "env": env}
-    evaluate = Evaluate(task=task, num_samples=1, max_rows=9, **options)
+    evaluate = Evaluate(
+        task=task, num_samples=1, max_rows=9, generator=policy, runtime=one_process(), env=env
+    )
     scores, _ = evaluate(0)
     counts = Counter(row["task"] for row in evaluate.rows)
     for kind in ("sampled", "greedy"):
         total = sum(scores[f"eval/{kind}_accuracy/{name}"] * n for name, n in counts.items())
         assert scores[f"eval/{kind}_accuracy"] == pytest.approx(total / 9)
-
-
-def test_mixture_that_cannot_be_is_refused():
-    for weights in ({"a": 1}, {"a": 1, "b": 0}):
-        with pytest.raises(ValueError, match="weight"):
-            Mix({"a": SortDigits(num_rows=1), "b": Facts()}, weights=weights)
-
-
-def test_demonstrations_are_mixed_in_the_same_proportions():
-    task = Mix({"digits": SortDigits(num_rows=9), "sums": Calculator(num_rows=9)})
-    rows = task.demonstrations()
-    assert Counter(row["task"] for row in rows) == {"digits": 9, "sums": 9}
-    assert all(row["messages"][-1]["role"] == "assistant" for row in rows)

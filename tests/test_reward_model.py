@@ -28,7 +28,6 @@ def test_each_token_gets_the_head_of_its_own_state_however_it_is_padded(folders,
         ids[i, at], mask[i, at] = torch.tensor(row), 1
     rewards, ends = model(ids, mask)
     assert (rewards.shape, ends.shape) == ((3, 6), (3, 1))
-    assert rewards.dtype == ends.dtype == torch.float32
     plain = AutoModel.from_pretrained(folders[kind]).eval()
     for i, row in enumerate(rows):
         hidden = plain(torch.tensor([row])).last_hidden_state[0]
@@ -42,7 +41,6 @@ def test_without_a_mask_the_run_of_pad_ids_at_the_end_is_padding(folders):
     model = GPT2RewardModel(folders["gpt2"], pad_token_id=3)
     real = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
     torch.testing.assert_close(model(ids)[1], model(ids, real)[1])
-    assert GPT2RewardModel(folders["gpt2"]).pad_token_id == 0  # the checkpoint's
     body = AutoModel.from_pretrained(folders["qwen2"])
     body.config.pad_token_id, body.config.eos_token_id = None, [4, 5]
     assert GPT2RewardModel(body).pad_token_id == 4  # its first EOS where it has no pad
@@ -81,16 +79,6 @@ def test_the_loss_is_that_of_a_slow_loop_and_so_are_its_gradients():
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     for mine, theirs in zip((c, r), slow, strict=True):
         torch.testing.assert_close(mine.grad.double(), theirs.grad, atol=1e-6, rtol=1e-5)
-
-
-def test_what_cannot_be_compared_is_an_error():
-    chosen, rejected, *_ = pairs()
-    with pytest.raises(ValueError, match="reward model"):
-        GPT2RewardModel.compute_reward_loss(chosen.exclude("rewards"), rejected)
-    left = chosen.clone()
-    left["attention_mask"] = left["attention_mask"].flip(-1)
-    with pytest.raises(ValueError, match="right-padded"):
-        GPT2RewardModel.compute_reward_loss(left, rejected)
 
 
 def test_it_is_a_tensordict_module_and_survives_saving(folders, tmp_path):
