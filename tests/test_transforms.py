@@ -1,11 +1,12 @@
-"""Transforms, their composition, and environments seen through them."""
+"""Transforms, environments seen through them, and whether both keep to what they declare."""
 
 import pytest
 import torch
+from contracts import Words, make_policy, prompts
 from tensordict import TensorDict, lazy_stack
 
-from envs.env import EnvBase, TransformedEnv
-from envs.transforms import Compose, Transform
+from envs import ChatEnv, Composite, EnvBase, NonTensor, TransformedEnv, Unbounded, check_env_specs
+from envs.transforms import Compose, KLComputation, PolicyVersion, StepCounter, Transform
 from envs.transforms.ragged import Border, get_values, set_values
 
 
@@ -14,9 +15,17 @@ class Counter(EnvBase):
 
     limit = 10
 
+    def _specs(self):
+        total = Composite({"total": Unbounded((2,))}, shape=(2,))
+        return {
+            "full_observation_spec": total,
+            "full_reward_spec": Composite({"reward": Unbounded((2,))}, shape=(2,)),
+            "full_done_spec": Composite({"done": Unbounded((2,), dtype=torch.bool)}, shape=(2,)),
+            "full_action_spec": Composite({"action": Unbounded((2,))}, shape=(2,)),
+        }
+
     def _reset(self, td):
-        start = torch.zeros(2) if td is None else td["start"]
-        return TensorDict({"total": start}, batch_size=[2])
+        return TensorDict({"total": torch.zeros(2) if td is None else td["start"]}, [2])
 
     def _step(self, td):
         total = td["total"] + td["action"]
@@ -24,15 +33,21 @@ class Counter(EnvBase):
 
 
 class Scale(Transform):
-    def __init__(self, factor, in_keys=("total",), out_keys=None):
+    """Show `factor` times the total, and take the total as it was."""
+
+    def __init__(self, factor, in_keys=("total",), out_keys=None, declared=None):
         super().__init__(in_keys, out_keys)
-        self.factor = factor
+        self.factor, self.declared = factor, declared or self.out_keys[0]
 
     def _apply_transform(self, value):
         return value * self.factor
 
     def _inv_call(self, td):
         return td.set("total", td["total"] / self.factor) if "total" in self.out_keys else td
+
+    def transform_observation_spec(self, observation_spec):
+        observation_spec[self.declared] = Unbounded(observation_spec.shape)
+        return observation_spec
 
 
 class Shift(Transform):
@@ -82,8 +97,6 @@ def test_a_missing_key_is_an_error_in_a_step_and_skipped_at_reset():
     assert env.step(act(td))["next", "reward"].tolist() == [6.0, 6.0]
     with pytest.raises(KeyError, match="'reward'"):
         scale(TensorDict({"total": torch.ones(2)}, [2]))
-    scale.missing_tolerance = True
-    assert set(scale(TensorDict({"total": torch.ones(2)}, [2])).keys()) == {"total"}
 
 
 def test_container_collector_and_parent():
@@ -91,7 +104,6 @@ def test_container_collector_and_parent():
     inner = Compose(second, third)
     env = TransformedEnv(Counter(), Compose(first, inner))
     assert third.container is env
-    assert env.base_env is env.env
     env.register_collector(first)  # it may be any object
     assert third.collector is first
     assert first.parent is env.env
@@ -100,6 +112,21 @@ def test_container_collector_and_parent():
     assert env.reset(start(5.0, 0.0))["fivefold"].tolist() == [55.0, 5.0]
     with pytest.raises(ValueError, match="already belongs"):
         TransformedEnv(Counter(), first)
+    popped = env.transform.pop(0)
+    assert TransformedEnv(Counter(), popped).reset(start(1.0, 1.0))["total"].tolist() == [2.0, 2.0]
+
+
+def test_a_rollout_is_the_steps_of_a_policy_one_after_the_other():
+    out = Counter().rollout(3, act)
+    assert out.batch_size == (2, 3)
+    assert out["total"].tolist() == [[0.0, 3.0, 6.0]] * 2
+    assert out["next", "total"].tolist() == [[3.0, 6.0, 9.0]] * 2
+    first = TensorDict({"total": torch.ones(2)}, [2])
+    out = Counter().rollout(1, act, tensordict=first, auto_reset=False)
+    assert out["next", "total"].tolist() == [[4.0], [4.0]]
+
+
+# Ragged rows
 
 
 ROWS = [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]
@@ -140,20 +167,47 @@ def test_ragged_rows_cross_the_border_once_each_way(side, want):
         edge.dense(torch.ones(2, 2), "masks")
 
 
-def test_a_popped_transform_acts_elsewhere():
-    whole = Compose(Scale(2.0), Shift())
-    env = TransformedEnv(Counter(), whole)
-    popped = whole.pop(0)
-    assert (len(whole), popped.container, env.reset()["total"].tolist()) == (1, None, [1.0, 1.0])
-    assert TransformedEnv(Counter(), popped).reset(start(1.0, 1.0))["total"].tolist() == [2.0, 2.0]
+# Specs
 
 
-def test_a_rollout_is_the_steps_of_a_policy_one_after_the_other():
-    env = Counter()
-    out = env.rollout(3, act)
-    assert out.batch_size == (2, 3)
-    assert out["total"].tolist() == [[0.0, 3.0, 6.0]] * 2
-    assert out["next", "total"].tolist() == [[3.0, 6.0, 9.0]] * 2
-    first = TensorDict({"total": torch.ones(2)}, [2])
-    out = env.rollout(1, act, tensordict=first, auto_reset=False)
-    assert out["next", "total"].tolist() == [[4.0], [4.0]]
+def test_an_env_declares_what_its_transforms_add():
+    double = Scale(2.0, out_keys=["double"])
+    env = TransformedEnv(Counter(), Compose(double)).append_transform(StepCounter())
+    check_env_specs(env)
+    assert sorted(env.full_observation_spec) == ["double", "step_count", "total"]
+    assert list(Counter().full_observation_spec) == ["total"], "the env below stays as it is"
+    wrong = Scale(2.0, out_keys=["double"], declared="total")
+    with pytest.raises(ValueError, match="double, which no spec describes"):
+        check_env_specs(TransformedEnv(Counter(), wrong))
+    silent = Scale(2.0, out_keys=["double"])
+    silent._call = lambda td: td
+    with pytest.raises(ValueError, match="double: missing"):
+        check_env_specs(TransformedEnv(Counter(), silent))
+
+
+KEYS = {"history": (), "text": ("text", "tokens"), "tokens": ("tokens",)}
+
+
+@pytest.mark.parametrize("mode", KEYS)
+def test_a_chat_env_keeps_to_its_specs_in_every_mode(mode):
+    tokenizer = make_policy().tokenizer
+    env = ChatEnv(batch_size=(3,), input_mode=mode, tokenizer=tokenizer)
+    assert set(env.full_observation_spec) == {"history", "group_id", "turn", *KEYS[mode]}
+    assert list(env.full_action_spec) == [mode]
+    assert list(env.full_state_spec) == ["query"]
+    check_env_specs(env)
+    env = ChatEnv(Words(), group_size=2, input_mode=mode, tokenizer=tokenizer)
+    env = env.append_transform(PolicyVersion("uuid"))
+    assert env.full_reward_spec["reward_part", "length"].shape == (-1, 1)
+    check_env_specs(env, make_policy().get_new_version(input_mode=mode), data=prompts(2))
+
+
+def test_specs_do_not_move_the_env():
+    class Still(ChatEnv):
+        def _reset(self, td):
+            raise AssertionError("a spec was asked for, not a reset")
+
+    env = Still(Words()).append_transform(KLComputation())
+    assert env.full_reward_spec["reward"].shape == (-1, -1, 1)
+    assert env.full_observation_spec["kl_penalty"].shape == (-1, -1)
+    assert isinstance(env.full_state_spec["row"], NonTensor)
