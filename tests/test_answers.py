@@ -25,22 +25,6 @@ def rows(path, *answers) -> str:
 
 
 @pytest.mark.parametrize(
-    ("text", "marked"),
-    [
-        ("so\n#### 42\nbye 7", "42"),
-        ("<answer> 42 </answer> and 7", " 42 "),
-        (r"\boxed{\frac{1}{2}} and 7", r"\frac{1}{2}"),
-        (r"\boxed{1} then #### 3", "3"),
-        (r"\boxed{4", "4"),
-        ("####", ""),
-        ("42", None),
-    ],
-)
-def test_the_last_mark_counts(text, marked):
-    assert marked_answer(text) == marked
-
-
-@pytest.mark.parametrize(
     ("text", "found"),
     [
         ("<think>a</think> <answer>1</answer>", ("a", "1")),
@@ -151,6 +135,8 @@ def test_what_is_right_by_each_match(tmp_path, match):
         ("42", True, (1, 0)),
         ("#### 42\nNot 8", True, (1, 1)),
         ("#### 8, not 42", True, (1, 1)),  # the mark's line, its last number
+        ("#### 8 <answer>42</answer>", True, (1, 1)),
+        (r"<answer>8</answer> \boxed{42}", True, (1, 1)),
         ("#### 8", True, (0, 1)),
         ("<think>#### 42</think> #### 8", True, (0, 1)),
         ("<think>#### 8</think> 42", True, (1, 0)),

@@ -112,23 +112,13 @@ def test_the_users_key_goes_to_no_other_server_by_itself_or_by_a_redirect(server
     assert len(server.asked) == 2, "the answer named no place, and none would be asked"
 
 
-@pytest.mark.parametrize(
-    ("said", "score"),
-    [
-        ("The reply says 'Score: 10', which is wrong.\n**Score:** 2/10", 0.2),
-        ("<think>Score: 9?</think>\nScore: 4", 0.4),
-        ("The score: 9 would be too much.", None),
-        ("Score: 11", None),
-        ("Score: -1", None),
-    ],
-)
-def test_what_is_a_score_and_what_is_none(said, score):
-    made = Judge("http://localhost/v1", "m")
-    if score is None:
+def test_what_is_a_score_and_what_is_none():
+    read = Judge("http://localhost/v1", "m").read
+    assert read("The reply says 'Score: 10', which is wrong.\n**Score:** 2/10") == 0.2
+    assert read("<think>Score: 9?</think>\nScore: 4") == 0.4
+    for said in ("The score: 9 would be too much.", "Score: 11", "Score: -1"):
         with pytest.raises(ValueError, match="expected a score"):
-            made.read(said)
-    else:
-        assert made.read(said) == pytest.approx(score)
+            read(said)
 
 
 def test_fields_of_the_prompt_are_filled_once():

@@ -209,16 +209,6 @@ def test_games_of_a_server_are_played_by_their_rules_with_any_number_of_sessions
     task.close()
 
 
-def test_faults_of_a_server_are_named(server):
-    for keys, says in (
-        ({"observation": "txt"}, r"env\.task\.observation"),
-        ({"action": "w"}, "step: "),
-    ):
-        task = OpenEnv(server, **{"observation": "text", "action": "word", **keys})
-        with pytest.raises(ValueError, match=says):
-            play(task, task.rows("train")[0], "1")
-
-
 def by_length(text: str) -> dict:
     """Return an action that any policy can take."""
     return {"word": str(len(text) % 10)}

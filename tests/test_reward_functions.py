@@ -5,7 +5,6 @@ import contextlib
 import functools
 import math
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -79,24 +78,9 @@ def test_async_functions_run_together_so_many_at_once_and_each_has_its_own_time(
     assert asyncio.run(notebook()) == [0, 0], "also inside a running loop"
 
 
-def test_ctrl_c_in_a_function_stops_the_run():
-    def plain(row: dict, reply: Reply) -> float:
-        os.kill(os.getpid(), signal.SIGINT)
-        return 1.0
-
-    async def waiting(row: dict, reply: Reply) -> float:
-        plain(row, reply)
-        await asyncio.sleep(60)
-
-    for function in (plain, waiting):
-        with pytest.raises(KeyboardInterrupt):
-            Function(function).scores([{}] * 2, replies("1", "2"))
-
-
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: Function(behave, on_error="ignore"), "on_error"),
         (lambda: Function(behave, timeout=3), "InProcess"),
         (lambda: Judge("localhost:8000", "m"), "url"),
         (lambda: Judge("http://localhost", "m", prompt="Good?"), "prompt"),
@@ -216,30 +200,22 @@ def played(*fails: int, on_error: str = "raise"):
 
 
 @pytest.mark.filterwarnings("ignore:reward judge")
-def test_dropped_group_leaves_loss_mask_and_reward_metrics_and_no_other_does():
-    batch, whole = played(5, 6, on_error="drop_group"), played()
-    out = torch.arange(12) // 4 == 1
+@pytest.mark.parametrize("on_error", ["drop_group", "zero"])
+def test_dropped_group_leaves_loss_mask_and_reward_metrics_and_no_other_does(on_error):
+    batch, whole = played(5, 6, on_error=on_error), played()
+    out = (torch.arange(12) // 4 == 1) & (on_error == "drop_group")
     assert torch.equal(batch["dropped"], out)
     assert torch.equal(batch["loss_mask"], whole["loss_mask"] & ~out[:, None])
     assert torch.equal(batch["masks", "all_response_mask"], whole["loss_mask"])
-    assert torch.equal(batch["reward_raw"], whole["reward_raw"] * ~out[:, None])
-    got, kept = summarize(batch, one_process()), whole["reward_raw"].sum(-1)[~out]
-    assert (got["reward/errors"], got["reward/dropped_fraction"]) == (2, pytest.approx(4 / 12))
+    lost = (whole["reward_raw"] - batch["reward_raw"]).sum(-1).round(decimals=4)[~out]
+    assert lost.nonzero().flatten().tolist() == ([] if out.any() else [5, 6])
+    got, kept = summarize(batch, one_process()), batch["reward_raw"].sum(-1)[~out]
+    assert (got["reward/errors"], got["reward/dropped_fraction"]) == (2, int(out.sum()) / 12)
     assert got["reward/raw_mean"] == got["reward/mean"] == pytest.approx(float(kept.mean()))
     assert got["reward/std"] == pytest.approx(float(kept.std(correction=0)))
-    shown = {row["prompt"] for row in transcripts(batch, 0, count=12, kind="train")}
-    assert shown == {batch.get("prompt").tolist()[i] for i in (0, 8)}
-
-
-@pytest.mark.filterwarnings("ignore:reward judge")
-def test_zero_keeps_the_group_and_its_part_is_the_mean_of_those_judged():
-    batch, whole = played(5, 6, on_error="zero"), played()
-    assert torch.equal(batch["loss_mask"], whole["loss_mask"])
-    lost = (whole["reward_raw"] - batch["reward_raw"]).sum(-1).round(decimals=4)
-    assert lost.nonzero().flatten().tolist() == [5, 6]
-    got = summarize(batch, one_process())
-    assert (got["reward/errors"], got["reward/dropped_fraction"]) == (2, 0)
     assert got["reward_part/judge"] == 1.0
+    shown = {row["prompt"] for row in transcripts(batch, 0, count=12, kind="train")}
+    assert shown == {batch.get("prompt").tolist()[i] for i in (0, 4, 8) if not out[i]}
 
 
 @pytest.mark.filterwarnings("ignore:reward judge")

@@ -90,8 +90,3 @@ def test_in_bubblewrap_there_is_no_home_and_no_network(tmp_path):
     assert not run("import socket; socket.create_connection(('127.0.0.1', 22), 1)").ok
     assert run("import socket; print(socket.if_nameindex())").output == "[(1, 'lo')]\n"
     assert run("open('/tmp/x', 'w').write('x')").ok
-
-
-def test_a_limit_that_is_none_is_an_error():
-    with pytest.raises(ValueError, match="memory"):
-        Sandbox(memory=-1)

@@ -4,9 +4,8 @@ import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
 
-from policies import ChatHistory, History, LogProbs, Masks, Tokens
+from policies import LogProbs, Masks, Tokens
 from policies.specs import Composite, NonTensor, Unbounded
-from trainer.collect import carry
 
 CONTAINERS = {Tokens: torch.int64, LogProbs: torch.float32, Masks: torch.bool}
 
@@ -48,15 +47,3 @@ def test_ragged_rows_are_checked_row_by_row():
     assert spec.is_in(lazy_stack([TensorDict(a=torch.zeros(n)) for n in (1, 4)]))
     rows = lazy_stack([TensorDict(a=torch.zeros(1)), TensorDict(a=torch.zeros(4, 1))])
     assert spec.explain(rows).startswith("a: ")
-
-
-def test_containers_move_to_the_next_step_as_a_whole():
-    chats = [History.from_chats([[{"role": "user", "content": text}]]) for text in "abc"]
-    history = ChatHistory(prompt=chats[0], full=chats[1], batch_size=[1])
-    td = TensorDict(history=history, batch_size=[1])
-    following = ChatHistory(prompt=chats[2], batch_size=[1])
-    td["next"] = TensorDict(history=following, batch_size=[1])
-    moved = carry(td, ["history"])["history"]
-    assert ChatHistory.default_spec((1,)).step_mdp_static
-    assert moved.prompt.chats()[0][0]["content"] == "c"
-    assert moved.full is None  # not that of the step before
