@@ -121,7 +121,6 @@ def test_missing_columns_are_named_with_their_key(tmp_path):
         ({}, r"env\.columns\.question="),
         ({"messages": "chat"}, r"env\.columns\.messages="),
         ({"question": "text"}, r"env\.columns\.answer="),
-        ({"reply": "label"}, r"env\.columns: "),
     ):
         with pytest.raises(ValueError, match=says):
             load_chats(path, columns=columns)

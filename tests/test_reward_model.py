@@ -1,4 +1,4 @@
-"""The reward model: scores of tokens and of chats, the pairwise loss, and runs that train or ask one."""
+"""The reward model: scores of tokens and chats, the pairwise loss, runs that train or ask one."""
 
 import json
 
