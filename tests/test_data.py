@@ -66,18 +66,17 @@ def test_shards_and_splits_of_a_folder(tmp_path, capfd):
 
 
 @pytest.mark.parametrize(
-    ("files", "says"),
+    ("name", "text", "says"),
     [
-        ({}, "cannot be read"),
-        ({"a.jsonl": '{"question": "a"}\n{oops'}, "line 2: cannot be read"),
-        ({"a.csv": "question,answer\na,1\nb,2,3"}, "line 3"),
+        ("none", "", "cannot be read"),
+        ("a.jsonl", '{"question": "a"}\n{oops', "line 2: cannot be read"),
+        ("a.csv", "question,answer\na,1\nb,2,3", "line 3"),
     ],
 )
-def test_what_cannot_be_read_is_one_line(tmp_path, files, says):
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
+def test_what_cannot_be_read_is_one_line(tmp_path, name, text, says):
+    (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=says) as caught:
-        load_chats(str(tmp_path.joinpath(*files)))
+        load_chats(str(tmp_path / name))
     assert "\n" not in str(caught.value)
 
 

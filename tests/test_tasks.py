@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 from collections import Counter
 
 import pytest
@@ -10,12 +9,9 @@ import torch
 from contracts import make_policy, one_process
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from conf import check
-from conf.compose import compose_checked
 from envs.chat_env import ChatEnv
 from envs.tasks import (
     Calculator,
-    Chats,
     Facts,
     MathProblems,
     Mix,
@@ -183,32 +179,6 @@ def test_reward_of_a_review_is_the_compound_score_and_half_of_praise_cut_off(tex
     short = Reviews().reward({}, reply(text, complete=False))
     assert short.total == pytest.approx(cut * score, abs=1e-4)
     assert short.parts["ended"] == 0
-
-
-def test_a_missing_scorer_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "vaderSentiment.vaderSentiment", None)
-    check.try_task.cache_clear()
-    try:
-        with pytest.raises(ValueError, match=r"\.\[sentiment\]"):
-            compose_checked(["experiment=ppo_sentiment_smollm"])
-    finally:
-        check.try_task.cache_clear()  # what was found wrong here is right elsewhere
-
-
-# Chats, prompts and the base
-
-
-def test_chats_train_on_whole_conversations(tmp_path):
-    roles = ("system", "user", "assistant", "user", "assistant")
-    turns = [{"role": role, "content": f"{role} says"} for role in roles]
-    path = tmp_path / "chats.jsonl"
-    path.write_text(json.dumps({"messages": turns}))
-    task = Chats(str(path), eval_dataset=str(path))
-    assert task.demonstrations()[0]["messages"] == turns
-    row = task.rows("eval")[0]
-    assert row["messages"] == turns[:-1]
-    assert task.reward(row, reply("assistant  says")).success
-    assert not task.reward(row, reply("assistant says!")).success
 
 
 # MATH
