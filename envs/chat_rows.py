@@ -8,7 +8,6 @@ from typing import Any
 
 from envs.data import KINDS, LazyRows, Table, is_file, load_table
 
-COLUMNS = ("messages", "question", "answer")
 ELSEWHERE = {"question": ("prompt",), "answer": ("completion", "chosen")}  # what TRL calls them
 BARE = "; bare texts are prompts: env=prompts env.columns.question=text, with a reward"
 EVAL_SHARE, EVAL_ROWS = 0.1, 200  # what is split off where there is no eval data, at most
@@ -40,9 +39,6 @@ def load_chats(
             f"env.dataset: expected a file ({', '.join(KINDS)}) or a hub id, got none; give one "
             "with env.dataset=/path/to/it"
         )
-    unknown = sorted(set(columns or {}) - set(COLUMNS))
-    if unknown:
-        raise ValueError(f"env.columns: expected keys among {sorted(COLUMNS)}, got {unknown}")
     names = {name: column for name, column in (columns or {}).items() if column is not None}
     tables = {"train": load_table(dataset, split=split)}
     if eval_dataset or (eval_split and not is_file(dataset)):

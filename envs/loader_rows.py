@@ -28,12 +28,10 @@ def _rows(item: Any) -> list[dict[str, Any]]:
         parts = [item] if item.ndim == 0 else item.unbind(0)
         return [{name: part[name] for name in part.keys()} for part in parts]  # noqa: SIM118
     if isinstance(item, Mapping):
-        sizes = {len(v) if _is_column(v) else -1 for v in item.values()}
-        if len(sizes) > 1:
-            raise ValueError(f"expected columns of one length, got lengths {sorted(sizes)}")
-        if sizes == {-1}:
+        if not all(map(_is_column, item.values())):
             return [dict(item)]
-        return [{name: v[i] for name, v in item.items()} for i in range(sizes.pop())]
+        columns = zip(*item.values(), strict=True)
+        return [dict(zip(item, values, strict=True)) for values in columns]
     if isinstance(item, list) and all(isinstance(row, Mapping) for row in item):
         return [dict(row) for row in item]
     raise TypeError(

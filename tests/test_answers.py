@@ -25,32 +25,13 @@ def rows(path, *answers) -> str:
 
 
 @pytest.mark.parametrize(
-    ("text", "marked"),
-    [
-        ("so\n#### 42\nbye 7", "42"),
-        ("<answer> 42 </answer> and 7", " 42 "),
-        (r"\boxed{\frac{1}{2}} and 7", r"\frac{1}{2}"),
-        (r"\boxed{1} then \boxed{2}", "2"),
-        (r"\boxed{1} then #### 3", "3"),
-        (r"\boxed{4", "4"),
-        ("####", ""),
-        ("42", None),
-    ],
-)
-def test_the_last_mark_counts(text, marked):
-    assert marked_answer(text) == marked
-
-
-@pytest.mark.parametrize(
     ("text", "found"),
     [
         ("<think>a</think> <answer>1</answer>", ("a", "1")),
         ("<think>so <answer>1</answer></think> hm", ("so <answer>1</answer>", "")),
         ("<think>so <answer>1</answer>", ("", "")),
-        ("so <answer>1</answer></think> <Answer>2</ANSWER>", ("so <answer>1</answer>", "2")),
         ("<answer>1</answer> <think>or <answer>2</answer>", ("", "1")),
         ("<answer>1<answer>2</answer> </answer>", ("", "2")),
-        ("<answer>1 < 2 </b> </answer>", ("", "1 < 2 </b>")),
     ],
 )
 def test_an_answer_stands_outside_of_thoughts(text, found):
@@ -84,19 +65,14 @@ def test_a_number_is_itself_in_every_spelling(number, form):
     ("said", "right", "same"),
     [
         ("$1,234,567.50", "1234567.5", True),
-        ("12,34", "34", True),
         ("25%", "25", True),
         ("7 - 3 = 4", "4", True),
-        ("7-3", "-3", False),
         ("it is \u22123", "-3", True),
         ("-$5", "-5", True),
         ("v2 model", "2", False),
         ("1/0", "1", False),
-        ("first 18, then 19", "18", False),
         ("Paris", "paris", True),
-        ("London", "Paris", False),
         ("x + 1", "x+1", False),
-        ("2", "x^2", False),
         ("1e5", "100,000", True),
         ("1e999999999", "1", False),
         ("", "", False),
@@ -114,17 +90,11 @@ def test_answers_are_compared_as_numbers(said, right, same):
         (r"\left( 1, 2 \right)", r"\boxed{(1,2)}", True),
         ("x+1", r"\boxed{x + 1}", True),
         ("12 cm", r"first \boxed{11}, then \boxed{12}", False),
-        ("evelyn", r"\boxed{\text{Evelyn}}", True),
         ("", r"\boxed{}", False),
         ("1 1/2", r"\boxed{1\frac12}", False),
-        ("a/b+c", r"\boxed{\frac{a}{b+c}}", False),
-        ("x = 5", r"\boxed{5}", False),
         (r"\frac{-3}{6}", r"\boxed{-0.5}", True),
-        ("1 2", r"\boxed{12}", False),
-        ("1,234", r"\boxed{1234}", True),
         ("(1,234)", r"\boxed{(1234)}", False),
         (r"\leftarrow", r"\boxed{\rightarrow}", False),
-        ("1e999999999", r"\boxed{1}", False),
         ("25%", r"\boxed{25\%}", True),
     ],
 )
@@ -134,16 +104,13 @@ def test_plain_mathematics_is_the_same_only_where_it_is_exactly(said, right, goo
 
 # right answer, what a reply says, and by which matches it is right
 CASES = [
-    ("yes", "yes", "exact words normalised fuzzy"),
     ("yes", " **Yes** ", "words normalised fuzzy"),
     ("yes", "Yes, it is.", "words"),
     ("yes", "yesterday", ""),
     ("yes", "<think>yes</think> no", ""),
     ("yes", "It may be no. #### yes", "exact words normalised fuzzy"),
-    ("New York", "new   york", "words normalised fuzzy"),
     ("New York", "It is New York City", "words"),
     ("Mississippi", "Missisippi", "fuzzy"),
-    ("C++", "c++", "words normalised fuzzy"),
     ("1,000", "1000.0", "normalised fuzzy words"),
 ]
 
@@ -167,8 +134,9 @@ def test_what_is_right_by_each_match(tmp_path, match):
     [
         ("42", True, (1, 0)),
         ("#### 42\nNot 8", True, (1, 1)),
-        ("#### 42", False, (1, 0)),
         ("#### 8, not 42", True, (1, 1)),  # the mark's line, its last number
+        ("#### 8 <answer>42</answer>", True, (1, 1)),
+        (r"<answer>8</answer> \boxed{42}", True, (1, 1)),
         ("#### 8", True, (0, 1)),
         ("<think>#### 42</think> #### 8", True, (0, 1)),
         ("<think>#### 8</think> 42", True, (1, 0)),

@@ -22,7 +22,6 @@ SYSTEM, USER, SAID, TOOL = (
 
 
 def write(path: Path, rows: list[dict]) -> str:
-    """Write rows in the manner that the path names."""
     if path.suffix in (".csv", ".parquet"):
         getattr(Dataset.from_list(rows), f"to_{path.suffix[1:]}")(str(path))
     else:
@@ -67,25 +66,17 @@ def test_shards_and_splits_of_a_folder(tmp_path, capfd):
 
 
 @pytest.mark.parametrize(
-    ("files", "says"),
+    ("name", "text", "says"),
     [
-        ({}, "cannot be read"),
-        ({"a.jsonl": '{"question": "a"}\n{oops'}, "line 2: cannot be read"),
-        ({"a.jsonl": ""}, "cannot be read"),
-        ({"a.csv": "question,answer\na,1\nb,2,3"}, "line 3"),
-        ({"a.parquet": "not parquet"}, "cannot be read"),
-        ({"a.txt": "a"}, r"\.parquet"),
-        ({"a.jsonl": '{"question": "a"}', "b.jsonl": "{"}, "cannot be read"),
-        ({"test.jsonl": '{"question": "a"}'}, '"train"'),
+        ("none", "", "cannot be read"),
+        ("a.jsonl", '{"question": "a"}\n{oops', "line 2: cannot be read"),
+        ("a.csv", "question,answer\na,1\nb,2,3", "line 3"),
     ],
 )
-def test_what_cannot_be_read_is_one_line(tmp_path, files, says):
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    alone = len(files) == 1 and says != '"train"'
-    path = tmp_path.joinpath(*files) if alone else tmp_path
+def test_what_cannot_be_read_is_one_line(tmp_path, name, text, says):
+    (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=says) as caught:
-        load_chats(str(path))
+        load_chats(str(tmp_path / name))
     assert "\n" not in str(caught.value)
 
 
@@ -105,17 +96,13 @@ CHAT = {"messages": [SYSTEM, USER, SAID], "question": "q", "answer": "a"}
     [
         ({"problem": "p", "answer": "a"}, {"question": "problem"}, "p", "a"),
         (CHAT, {}, [SYSTEM, USER], "a"),
-        (CHAT, {"question": "question"}, "q", "a"),
         ({"chat": CHAT["messages"]}, {"messages": "chat"}, [SYSTEM, USER], "a"),
         (TRL, {}, "1?", "1!"),
-        (TRL, {"answer": "chosen"}, "1?", "c"),
-        ({**TRL, "question": "q", "answer": "a"}, {}, "q", "a"),
         ({"prompt": [USER], "chosen": [SAID]}, {}, [USER], "a"),
         ({"prompt": [SYSTEM, USER, SAID, USER], "completion": "Ho"}, {},
          [SYSTEM, USER, SAID, USER], "Ho"),
         ({"prompt": [USER], "completion": [SAID, TOOL, SAID]}, {}, [USER, SAID, TOOL], "a"),
         ({"question": "q", "answer": 2.5}, {}, "q", "2.5"),
-        ({"question": "q", "answer": True}, {}, "q", "true"),
     ],
 )  # fmt: skip
 def test_prompt_and_answer_are_found_in_the_columns(tmp_path, cells, columns, messages, answer):
@@ -127,19 +114,12 @@ def test_prompt_and_answer_are_found_in_the_columns(tmp_path, cells, columns, me
     assert row["columns"] == cells | {"level": 3}
 
 
-def test_an_answer_is_not_read_where_none_is_wanted(tmp_path):
-    path = write(tmp_path / "d.jsonl", [{"question": "q", "answer": None}])
-    rows = load_chats(path, eval_dataset=path, answers=False)
-    assert "answer" not in rows["train"][0]
-
-
 def test_missing_columns_are_named_with_their_key(tmp_path):
     path = write(tmp_path / "d.jsonl", [{"text": "a", "label": "b"}])
     for columns, says in (
         ({}, r"env\.columns\.question="),
         ({"messages": "chat"}, r"env\.columns\.messages="),
         ({"question": "text"}, r"env\.columns\.answer="),
-        ({"reply": "label"}, r"env\.columns: "),
     ):
         with pytest.raises(ValueError, match=says):
             load_chats(path, columns=columns)
@@ -149,16 +129,11 @@ def test_missing_columns_are_named_with_their_key(tmp_path):
     ("cells", "place"),
     [
         ({"question": None, "answer": "1"}, "question"),
-        ({"question": "q", "answer": {"a": 5}}, "answer"),
-        ({"question": ["q"], "answer": "1"}, r"question\[0\]"),
         ({"question": [SAID], "answer": "1"}, "question"),
         ({"question": "q", "answer": [USER]}, "answer"),
-        ({"messages": "hello"}, "messages"),
-        ({"messages": [USER, "Ho"]}, r"messages\[1\]"),
         ({"messages": [{"role": "bot", "content": "x"}, SAID]}, r"messages\[0\]\.role"),
         ({"messages": [{"role": "user"}, SAID]}, r"messages\[0\]\.content"),
         ({"messages": [USER]}, "messages"),
-        ({"messages": [USER, SAID | {"content": " "}]}, "messages"),
     ],
 )
 def test_a_malformed_cell_is_named_by_row_and_column(tmp_path, cells, place):
@@ -166,16 +141,6 @@ def test_a_malformed_cell_is_named_by_row_and_column(tmp_path, cells, place):
     path = write(tmp_path / "d.jsonl", [good, good, cells])
     with pytest.raises(ValueError, match=rf"row 2, {place}: expected .*env\.columns"):
         load_chats(path)
-
-
-def test_held_out_rows_are_seeded_disjoint_and_complete(tmp_path):
-    path = write(tmp_path / "d.jsonl", ROWS)
-    splits = [load_chats(path, seed=seed, eval_split="test") for seed in (0, 0, 1)]
-    assert splits[0] == splits[1] != splits[2]
-    for split in splits:
-        indices = [row["index"] for name in ("train", "eval") for row in split[name]]
-        assert sorted(indices) == list(range(30))
-        assert len(split["eval"]) == 3, "a file has no split of its own"
 
 
 @given(st.lists(st.sampled_from("abcdefghijklmnopqrstuvwxyz"), max_size=99), st.integers(0, 9))
@@ -191,10 +156,6 @@ def test_a_tenth_of_the_distinct_prompts_is_held_out_with_all_their_rows(prompts
     assert train == [i for i, prompt in enumerate(prompts) if prompt not in chosen]
 
 
-def test_at_most_200_prompts_are_held_out():
-    assert len(split_off([str(i) for i in range(5000)])[1]) == 200
-
-
 def test_rows_on_disk_are_those_in_memory_and_are_checked_as_early(tmp_path, monkeypatch):
     odd = [None, "\u00e9\u2028", "", 'a,b\n"c"']
     rows = [
@@ -208,13 +169,11 @@ def test_rows_on_disk_are_those_in_memory_and_are_checked_as_early(tmp_path, mon
     assert not isinstance(table.rows, list)
     assert [table.rows[i] for i in (7, 3, -1)] == [rows[i] for i in (7, 3, -1)]
     assert list(table.rows[5:8]) == rows[5:8]
-    with pytest.raises(IndexError):
-        table.rows[30]
     for split in ("train", "eval"):
         assert not isinstance(large.rows(split), list)
         assert list(large.rows(split)) == small.rows(split)
     assert list(large.demonstrations()) == small.demonstrations()
     bad = [{"question": "a", "answer": "####"}, {"question": "a", "answer": None}]
     for row in bad:
-        with pytest.raises(ValueError, match=r"row 30, answer: expected"):
+        with pytest.raises(ValueError, match="row 30, answer"):
             MathWords(write(tmp_path / "bad.jsonl", [*ROWS, row]))

@@ -11,14 +11,12 @@ class Counting(Episodes):
 
     names = ("said",)
 
-    def __init__(self, at_once: int, *, drifts: bool = False, fails: bool = False) -> None:
+    def __init__(self, at_once: int, *, drifts: bool = False) -> None:
         super().__init__(at_once=at_once)
         self._rows = {"train": [{"messages": [user(f"Go {i}")], "place": i} for i in range(6)]}
-        self.drifts, self.fails, self.log = drifts, fails, []
+        self.drifts, self.log = drifts, []
 
     async def open(self, row):
-        if self.fails:
-            raise OSError("no more")
         self.log.append(("open", row["place"]))
         return Count(self, row["place"], len(self.log) if self.drifts else 0)
 
@@ -80,14 +78,3 @@ def test_an_environment_that_answers_otherwise_when_it_is_played_again_is_told()
     play(task, chats, "hm")
     with pytest.raises(ValueError, match=r"env\.task\.at_once above 1"):
         play(task, chats, "hm")
-
-
-def test_an_episode_that_cannot_be_opened_takes_no_place_and_at_once_is_at_least_one():
-    task = Counting(1, fails=True)
-    for _ in range(3):
-        with pytest.raises(OSError, match="no more"):
-            play(task, {0: []}, "hm")
-    task.fails = False
-    assert play(task, {0: []}, "hm") == ([1.0], ["1"])
-    with pytest.raises(ValueError, match="at_once"):
-        Counting(0)

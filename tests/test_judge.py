@@ -31,44 +31,34 @@ class Server(ThreadingHTTPServer):
 class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        server = self.server
-        with server.lock:
-            server.asked.append((dict(self.headers), {"path": self.path, **body}))
-            times = sum(b["messages"] == body["messages"] for _, b in server.asked)
+        with self.server.lock:
+            self.server.asked.append((dict(self.headers), {"path": self.path, **body}))
+            times = sum(b["messages"] == body["messages"] for _, b in self.server.asked)
         word, _, rest = body["messages"][0]["content"].split()[-1].partition(":")
-        with suppress(OSError):  # the judge did not wait
-            self.act(word, rest, times)
-
-    def act(self, word: str, rest: str, times: int) -> None:
-        if word == "status":  # fails until asked so often
-            code, _, until = rest.partition(":")
-            if times < int(until or 99):
-                self.send_response(int(code))
-                self.send_header("Retry-After", "0.3" if code == "429" else "soon")
-                self.end_headers()
-                return
-            rest = "5"
-        elif word == "slow":
-            time.sleep(float(rest))
-        elif word == "drip":  # never silent for as long as a time-out
-            self.send_response(200)
-            self.end_headers()
-            for _ in range(300):
-                self.wfile.write(b" ")
-                self.wfile.flush()
-                time.sleep(0.05)
-            return
-        elif word == "lost" and times == 1:
+        code, _, until = rest.partition(":")
+        if word == "lost" and times == 1:
             self.connection.close()
-            return
-        score = {"score": f"Thinking.\nScore: {rest}", "nonsense": "It is fine."}
-        text = score.get(word, "Score: 5")
-        said = {"choices": [{"message": {"role": "assistant", "content": text}}]}
-        data = b"<html>" if word == "garbage" else json.dumps(said).encode()
+        elif word == "status" and times < int(until or 99):
+            self.send_response(int(code))
+            self.send_header("Retry-After", "0.3" if code == "429" else "soon")
+            self.end_headers()
+        else:
+            with suppress(OSError):  # the judge did not wait
+                self.answer(word, rest)
+
+    def answer(self, word: str, rest: str) -> None:
+        if word == "slow":
+            time.sleep(float(rest))
+        said = {"score": f"Thinking.\nScore: {rest}", "nonsense": "It is fine."}
+        message = {"role": "assistant", "content": said.get(word, "Score: 5")}
+        data = b"<html>" if word == "garbage" else json.dumps({"choices": [{"message": message}]})
         self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        self.wfile.write(data)
+        for _ in range(300 if word == "drip" else 0):  # never silent for as long as a time-out
+            self.wfile.write(b" ")
+            self.wfile.flush()
+            time.sleep(0.05)
+        self.wfile.write(data if isinstance(data, bytes) else data.encode())
 
     def log_message(self, *args: object) -> None:
         pass
@@ -99,7 +89,7 @@ def scores(made: Judge, *texts: str) -> list:
 def test_a_score_is_the_last_in_what_the_judge_says(server, monkeypatch):
     monkeypatch.setenv("MY_KEY", "sesame")
     made = judge(server, key_variable="MY_KEY", max_tokens=77)
-    assert scores(made, "score:8", "score:0", "score:7.5/10", "score:10.") == [0.8, 0, 0.75, 1]
+    assert scores(made, "score:8", "score:0", "score:7.5/10") == [0.8, 0, 0.75]
     headers, body = next(a for a in server.asked if "score:8" in str(a[1]))
     assert headers["Authorization"] == "Bearer sesame"
     assert body == {
@@ -122,24 +112,13 @@ def test_the_users_key_goes_to_no_other_server_by_itself_or_by_a_redirect(server
     assert len(server.asked) == 2, "the answer named no place, and none would be asked"
 
 
-@pytest.mark.parametrize(
-    ("said", "score"),
-    [
-        ("Score: 7", 0.7),
-        ("The reply says 'Score: 10', which is wrong.\n**Score:** 2/10", 0.2),
-        ("<think>Score: 9?</think>\nScore: 4", 0.4),
-        ("The score: 9 would be too much.", None),
-        ("Score: 11", None),
-        ("Score: -1", None),
-    ],
-)
-def test_what_is_a_score_and_what_is_none(said, score):
-    made = Judge("http://localhost/v1", "m")
-    if score is None:
+def test_what_is_a_score_and_what_is_none():
+    read = Judge("http://localhost/v1", "m").read
+    assert read("The reply says 'Score: 10', which is wrong.\n**Score:** 2/10") == 0.2
+    assert read("<think>Score: 9?</think>\nScore: 4") == 0.4
+    for said in ("The score: 9 would be too much.", "Score: 11", "Score: -1"):
         with pytest.raises(ValueError, match="expected a score"):
-            made.read(said)
-    else:
-        assert made.read(said) == pytest.approx(score)
+            read(said)
 
 
 def test_fields_of_the_prompt_are_filled_once():
@@ -150,17 +129,15 @@ def test_fields_of_the_prompt_are_filled_once():
     assert "<question>\n6 * 7?\n</question>" in asked
 
 
-def test_busy_and_failing_servers_are_asked_again_and_each_reply_fails_alone(server):
+def test_failing_servers_are_asked_again_nonsense_is_not_and_each_reply_fails_alone(server):
     start = time.monotonic()
-    texts = ["status:500:3", "status:429:2", "lost:", "status:503", "score:6", "status:400"]
-    got = scores(judge(server, tries=3), *texts)
-    assert got[:3] == [0.5, 0.5, 0.5]
-    assert "503" in got[3]
-    assert got[4] == 0.6
-    assert "400" in got[5]
+    tries = {"status:500:3": 3, "status:429:2": 2, "lost:": 2, "score:6": 1, "status:503": 3,
+             "status:400": 1, "garbage:": 1, "nonsense:": 1, "score:99": 1}  # fmt: skip
+    got = scores(judge(server, tries=3), *tries)
+    assert got[:4] == [0.5, 0.5, 0.5, 0.6]
+    assert all(isinstance(text, str) for text in got[4:])
     assert time.monotonic() - start >= 0.3, "the server asked for that"
-    times = {text: sum(text in str(body) for _, body in server.asked) for text in texts}
-    assert list(times.values()) == [3, 2, 2, 3, 1, 1]
+    assert {t: sum(t in str(body) for _, body in server.asked) for t in tries} == tries
 
 
 def test_slow_answers_are_cut_off_also_those_that_drip(server):
@@ -171,26 +148,16 @@ def test_slow_answers_are_cut_off_also_those_that_drip(server):
     assert time.monotonic() - start < 4
 
 
-def test_nonsense_is_an_error_that_is_not_asked_again(server):
-    got = scores(judge(server), "garbage:", "nonsense:", "score:99")
-    assert all(isinstance(text, str) for text in got)
-    assert len(server.asked) == 3
+def test_a_wrong_key_ends_the_run_and_a_server_that_is_not_there_costs_a_reply(server, monkeypatch):
+    def judged(made: Judge):
+        task = Rewarded(SortDigits(num_rows=1), {"judge": made})
+        return task.rewards([task.rows("train")[0]], [Reply("status:401", True, [])])[0]
 
-
-def judged(made: Judge, text: str):
-    task = Rewarded(SortDigits(num_rows=1), {"judge": made})
-    return task.rewards([SortDigits(num_rows=1).row("12")], [Reply(text, True, [])])[0]
-
-
-def test_wrong_key_or_url_ends_the_run_whatever_on_error_says(server, monkeypatch):
     monkeypatch.setenv("MY_KEY", "sesame")
     with pytest.raises(ValueError, match=r"env\.rewards\.judge: .*401") as caught:
-        judged(judge(server, on_error="zero", key_variable="MY_KEY"), "status:401")
+        judged(judge(server, on_error="zero", key_variable="MY_KEY"))
     assert "sesame" not in str(caught.value)
     assert len(server.asked) == 1
-
-
-def test_server_that_is_not_there_is_an_error_of_the_reply():
     with pytest.warns(UserWarning, match="reward judge: "):
-        got = judged(Judge("http://127.0.0.1:9/v1", "m", tries=2, wait=0.01), "12")
+        got = judged(Judge("http://127.0.0.1:9/v1", "m", tries=2, wait=0.01))
     assert (got.dropped, got.errors) == (True, 1)

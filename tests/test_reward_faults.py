@@ -1,6 +1,8 @@
-"""What a user's reward does wrong: one line with the task, and the user's file and line."""
+"""What a user's reward does wrong, and reward functions that were written for TRL."""
 
+import functools
 import inspect
+import math
 
 import numpy as np
 import pytest
@@ -8,8 +10,9 @@ import torch
 from reward_cases import needs_level
 
 from envs.chat_env import ChatEnv
-from envs.rewards import Function, InProcess, Judge, Rewarded, RewardModel
+from envs.rewards import Function, InProcess, Judge, Rewarded, RewardModel, TRLFunction
 from envs.rewards.validate import rewards_of, try_reward
+from envs.tasks import SortDigits
 from envs.tasks.mix import Mix
 from envs.tasks.task import Reply, Reward, Task
 from trainer.runs.failures import headline
@@ -54,17 +57,16 @@ def divide(row):
 
 @wrapped
 def test_a_reward_that_is_neither_reward_nor_number_is_one_line(wrap):
-    for value in (None, "1", (1, 2), np.zeros(1), 1j, float("nan"), Reward(np.inf, {}, True)):
+    for value in (None, "1", np.zeros(1), float("nan"), Reward(np.inf, {}, True)):
         task = wrap(Plain(lambda row, value=value: value))
         with pytest.raises(ValueError, match="Plain, got") as caught:
             ChatEnv(task)._rewards([ROW] * 2, REPLIES)
         text = headline(caught.value)
         assert type(value).__name__ in text
         assert "\n" not in text
-    for count in (1, 3):
-        task = wrap(Many(lambda rows, n=count: [Reward(0, {}, True)] * n))
-        with pytest.raises(ValueError, match=f"2 rewards of Many, .* got {count}"):
-            ChatEnv(task)._rewards([ROW] * 2, REPLIES)
+    few = wrap(Many(lambda rows: [Reward(0, {}, True)]))
+    with pytest.raises(ValueError, match=r"2 rewards of Many, .* got 1"):
+        ChatEnv(few)._rewards([ROW] * 2, REPLIES)
 
 
 @wrapped
@@ -75,7 +77,6 @@ def test_a_plain_number_is_a_reward_without_parts(wrap, value):
         got = ChatEnv(task)._rewards([ROW] * 2, REPLIES)
         assert got == [Reward(float(value), {}, True)] * 2
         assert type(got[0].total) is float
-    assert not ChatEnv(Plain(lambda row: -value * 1))._rewards([ROW], REPLIES[:1])[0].success
 
 
 def test_an_error_names_the_file_and_line_of_the_user_and_where_the_cells_are():
@@ -85,13 +86,9 @@ def test_an_error_names_the_file_and_line_of_the_user_and_where_the_cells_are():
         text = headline(caught.value)
         assert f"(in the reward of Plain, {line_of(do)}" in text
         assert ('row["columns"]: level' in text) is (do is of_level)
-
-
-def test_an_error_in_an_added_reward_names_its_place_in_every_process():
     for function in (Function(needs_level), InProcess(needs_level, timeout=60, processes=1)):
-        task = Rewarded(Plain(), {"own": function})
         with pytest.raises(RuntimeError, match="reward own: KeyError: 'level'") as caught:
-            task.rewards([ROW] * 2, REPLIES)
+            Rewarded(Plain(), {"own": function}).rewards([ROW] * 2, REPLIES)
         assert line_of(needs_level) in headline(caught.value)
         assert 'row["columns"]: level' in headline(caught.value)
 
@@ -104,6 +101,10 @@ def test_a_trial_asks_once_with_the_answer_of_the_first_row():
         assert row == ROW | more
         assert (reply.text, reply.complete) == (said, True)
         assert reply.messages == [*ROW["messages"], {"role": "assistant", "content": said}]
+    with pytest.raises(ZeroDivisionError) as caught:
+        try_reward(Plain(divide, answer="yes"))
+    assert "the reply 'yes'" in headline(caught.value)
+    try_reward(Task())  # a task for SFT: no rows, no reward
 
 
 def test_a_trial_asks_no_judge_and_no_model():
@@ -119,18 +120,91 @@ def test_a_trial_asks_no_judge_and_no_model():
         try_reward(whole)
         assert asked == ["own"] * times
     assert set(task.functions) == set(rewards), "the task itself is left as it is"
-    try_reward(Task())  # a task for SFT: no rows, no reward
 
 
-def test_a_fault_in_a_trial_is_a_warning_or_an_error_as_on_error_says():
-    def offline(row, reply):
-        raise OSError("no such host")
+ASKED = {"role": "user", "content": "Half of 8?"}
+FIRST = {"role": "system", "content": "Be brief."}
+FOUR = {"role": "assistant", "content": "4"}
 
-    for on_error in ("zero", "drop_group"):
-        task = Rewarded(Plain(), {"own": Function(offline, on_error=on_error)})
-        with pytest.warns(UserWarning, match="no such host"):
-            try_reward(task)
-        task.rewards([ROW], REPLIES[:1])  # one warning is enough
-    with pytest.raises(RuntimeError, match="no such host") as caught:
-        try_reward(Rewarded(Plain(answer="yes"), {"own": Function(offline)}))
-    assert "the reply 'yes'" in headline(caught.value)
+
+def chat(text: str, *before: dict) -> Reply:
+    said = {"role": "assistant", "content": text}
+    return Reply(text, True, [*(before or (ASKED,)), said])
+
+
+def row(question, **cells) -> dict:
+    """Return a row as `load_chats` reads it from a column `prompt`."""
+    messages = [ASKED] if isinstance(question, str) else question
+    return {"messages": messages, "question": question, "columns": {"prompt": question, **cells}}
+
+
+TEXT, MESSAGES = row("Half of 8?", answer="4"), row([ASKED], answer="4", completion="4")
+
+
+@pytest.mark.parametrize(
+    ("conversational", "data", "prompt", "completion"),
+    [
+        (None, TEXT, "Half of 8?", "4"),
+        (None, MESSAGES, [FIRST, ASKED], [FOUR]),
+        (True, TEXT, [FIRST, ASKED], [FOUR]),
+        (False, MESSAGES, "Half of 8?", "4"),
+        (None, SortDigits().row("312"), [FIRST, ASKED], [FOUR]),
+    ],
+)
+def test_prompts_completions_and_columns_are_those_of_trl(conversational, data, prompt, completion):
+    def seen(**kwargs) -> list[float]:
+        asked.append(kwargs)
+        return [0.0] * len(kwargs["completions"])
+
+    asked = []
+    function = TRLFunction(seen, conversational=conversational)
+    assert function.scores([data] * 2, [chat("4", FIRST, ASKED)] * 2) == [0, 0]
+    columns = {"answer": "4"} if "columns" in data else {"digits": "312", "answer": "123"}
+    want = {"prompts": prompt, "completions": completion, **columns}
+    assert asked == [{name: [value] * 2 for name, value in want.items()}]
+    assert function.scores([], []) == []
+
+
+def test_async_functions_also_behind_a_wrapper():
+    async def waiting(completions, answer, *, scale, **kwargs):
+        return [scale * (c == a) for c, a in zip(completions, answer, strict=True)]
+
+    rows, replies = [row("a", answer="4"), row("b", answer="5")], [chat("4")] * 2
+    for function in (functools.partial(waiting, scale=3), lambda **k: waiting(**k, scale=3)):
+        assert TRLFunction(function).scores(rows, replies) == [3.0, 0.0]
+
+
+def test_an_error_costs_its_own_reply_alone_unless_it_ends_the_run():
+    def number(completions, **kwargs):
+        return [float(text) for text in completions]
+
+    rows, replies = [row("a")] * 4, [chat("1"), chat("x"), chat("nan"), chat("3")]
+    got = TRLFunction(number, on_error="zero").scores(rows, replies)
+    assert [type(s).__name__ for s in got] == ["float", "ValueError", "ValueError", "float"]
+    assert {type(s) for s in TRLFunction(number).scores(rows, replies)} == {ValueError}
+    for function, says in (
+        (lambda **_: 0.5, "expected 2 rewards, got 0.5"),
+        (lambda **_: [1.0], "expected 2 rewards, got 1"),
+        (lambda completions, truth, **_: [1.0], "needs truth"),
+    ):
+        task = Rewarded(SortDigits(), {"odd": TRLFunction(function, on_error="zero")})
+        with pytest.raises(ValueError, match=rf"env\.rewards\.odd: .*{says}"):
+            task.rewards([SortDigits().row("12")] * 2, [chat("12")] * 2)
+
+
+def test_none_is_left_out_of_the_sum_and_a_reply_that_nobody_judges_is_dropped():
+    class Asked(Task):
+        def rows(self, split):
+            return [row("a", kind="sum")]
+
+    def sums(completions, kind, **kwargs):
+        return [2.0 if k == "sum" else None for k in kind]
+
+    rows, replies = [row("a", kind="sum"), row("b", kind="word")], [chat("1")] * 2
+    alone = Rewarded(Asked(), {"sums": TRLFunction(sums, weight=0.5)})
+    first, second = alone.rewards(rows, replies)
+    assert (first.total, first.dropped, first.success, first.parts) == (1, False, True, {"sums": 2})
+    assert (second.total, second.dropped, second.errors) == (0, True, 0)
+    assert math.isnan(second.parts["sums"])
+    both = Rewarded(Asked(), {"sums": TRLFunction(sums), "one": Function(lambda *_: 1)})
+    assert [(r.total, r.dropped) for r in both.rewards(rows, replies)] == [(3, False), (1, False)]

@@ -1,13 +1,25 @@
-"""The reward model: a score for each token, the end's where the mask ends, the pairwise loss."""
+"""The reward model: scores of tokens and chats, the pairwise loss, runs that train or ask one."""
+
+import json
 
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from contracts import one_process
+from runs import train_here
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from transformers import AutoModel
 
-from policies import GPT2RewardModel
+from envs import ChatEnv
+from envs.rewards import Rewarded, RewardModel
+from envs.tasks import LearntReward, Preferences, Reply, SortDigits
+from envs.tasks.task import assistant
+from policies import GPT2RewardModel, load_policy
+from policies.models import find_model, load_tokenizer
+from policies.reward_model import ChatRewards, Rewards
+from trainer import PreferenceObjective, PreferencePairs
+from trainer.losses import token_weights
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +40,6 @@ def test_each_token_gets_the_head_of_its_own_state_however_it_is_padded(folders,
         ids[i, at], mask[i, at] = torch.tensor(row), 1
     rewards, ends = model(ids, mask)
     assert (rewards.shape, ends.shape) == ((3, 6), (3, 1))
-    assert rewards.dtype == ends.dtype == torch.float32
     plain = AutoModel.from_pretrained(folders[kind]).eval()
     for i, row in enumerate(rows):
         hidden = plain(torch.tensor([row])).last_hidden_state[0]
@@ -42,13 +53,12 @@ def test_without_a_mask_the_run_of_pad_ids_at_the_end_is_padding(folders):
     model = GPT2RewardModel(folders["gpt2"], pad_token_id=3)
     real = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
     torch.testing.assert_close(model(ids)[1], model(ids, real)[1])
-    assert GPT2RewardModel(folders["gpt2"]).pad_token_id == 0  # the checkpoint's
     body = AutoModel.from_pretrained(folders["qwen2"])
     body.config.pad_token_id, body.config.eos_token_id = None, [4, 5]
     assert GPT2RewardModel(body).pad_token_id == 4  # its first EOS where it has no pad
 
 
-def batch(ids: list[list[int]], lengths: list[int], rewards: torch.Tensor) -> TensorDict:
+def padded(ids: list[list[int]], lengths: list[int], rewards: torch.Tensor) -> TensorDict:
     mask = torch.arange(len(ids[0])) < torch.tensor(lengths)[:, None]
     data = {"input_ids": torch.tensor(ids), "attention_mask": mask, "rewards": rewards}
     return TensorDict(data, batch_size=[len(ids)])
@@ -60,14 +70,14 @@ LENGTHS = ([4, 2, 3, 4], [3, 6, 3, 3])  # pair 3 differs by an EOS (id 0) that o
 COMPARED = [range(2, 4), range(2, 6), range(0), range(3, 4)]  # by hand
 
 
-def pairs() -> tuple[TensorDict, TensorDict, torch.Tensor, torch.Tensor]:
+def compared() -> tuple[TensorDict, TensorDict, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     c, r = (torch.randn(4, 6, generator=generator, requires_grad=True) for _ in range(2))
-    return batch(CHOSEN, LENGTHS[0], c), batch(REJECTED, LENGTHS[1], r), c, r
+    return padded(CHOSEN, LENGTHS[0], c), padded(REJECTED, LENGTHS[1], r), c, r
 
 
 def test_the_loss_is_that_of_a_slow_loop_and_so_are_its_gradients():
-    chosen, rejected, c, r = pairs()
+    chosen, rejected, c, r = compared()
     loss = GPT2RewardModel.compute_reward_loss(chosen, rejected)
     loss.backward()
     slow = [p.detach().double().requires_grad_() for p in (c, r)]
@@ -83,24 +93,160 @@ def test_the_loss_is_that_of_a_slow_loop_and_so_are_its_gradients():
         torch.testing.assert_close(mine.grad.double(), theirs.grad, atol=1e-6, rtol=1e-5)
 
 
-def test_what_cannot_be_compared_is_an_error():
-    chosen, rejected, *_ = pairs()
-    with pytest.raises(ValueError, match="reward model"):
-        GPT2RewardModel.compute_reward_loss(chosen.exclude("rewards"), rejected)
-    left = chosen.clone()
-    left["attention_mask"] = left["attention_mask"].flip(-1)
-    with pytest.raises(ValueError, match="right-padded"):
-        GPT2RewardModel.compute_reward_loss(left, rejected)
-
-
 def test_it_is_a_tensordict_module_and_survives_saving(folders, tmp_path):
     model = GPT2RewardModel(folders["gpt2"])
     keys = ["input_ids", "attention_mask"]
     reward = TensorDictModule(model, in_keys=keys, out_keys=["rewards", "end_scores"])
-    chosen, rejected, *_ = pairs()
+    chosen, rejected, *_ = compared()
     want = model.compute_reward_loss(chosen, rejected)
     assert torch.equal(reward.compute_reward_loss(chosen, rejected), want)
     model.save_pretrained(tmp_path / "reward")
     again = GPT2RewardModel(tmp_path / "reward")
     ids, mask = chosen["input_ids"], chosen["attention_mask"]
     torch.testing.assert_close(again(ids, mask)[1], reward(chosen)["end_scores"])
+
+
+ROW = {"messages": [{"role": "user", "content": "Sort 312"}], "chosen": "123", "rejected": "12"}
+
+
+# Preferences
+
+
+def pairs() -> PreferencePairs:
+    task = Preferences()
+    parts = {"policy": load_policy("tiny"), "runtime": one_process(), "size": 8}
+    return PreferencePairs(task=task, env=ChatEnv(task), **parts)
+
+
+def test_a_pair_is_compared_from_where_it_parts_to_the_end_of_the_turn():
+    source = pairs()
+    decode = source.policy.tokenizer.decode
+    batch = source.batch([ROW, {**ROW, "rejected": "321"}])
+    ids, attended = batch["tokens", "full"], batch["masks", "all_attention_mask"]
+    for i, reply in enumerate(("123", "12", "123", "321")):
+        text = f"user\nSort 312<|im_end|>\n<|im_start|>assistant\n{reply}<|im_end|>"
+        assert decode(ids[i][attended[i]]).endswith(text)
+    compared = [decode(row[kept]) for row, kept in zip(ids, batch["loss_mask"], strict=True)]
+    # The last of "12" is padding: the documented loss runs to the end of the longer reply.
+    assert compared == ["3<|im_end|>", "<|im_end|><|endoftext|>", "123<|im_end|>", "321<|im_end|>"]
+    assert batch["group_id"].tolist() == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("cut", [1, 4])
+def test_the_weighted_terms_are_the_documented_loss_in_any_micro_batch(cut):
+    batch = pairs()(3)
+    mask = batch["loss_mask"]
+    rewards = torch.randn(mask.shape, generator=torch.Generator().manual_seed(0))
+    mine, theirs = (rewards.clone().requires_grad_() for _ in range(2))
+    total = {"total_tokens": float(mask.sum()), "total_rows": float(mask.any(-1).sum())}
+    batch["weight"] = token_weights(mask, "sequence_mean", **total)
+    objective, loss = PreferenceObjective(), 0.0
+    for rows in torch.arange(16).split(16 // cut):
+        part = batch.select("weight", "group_id")[rows]
+        terms = objective(Rewards(mine[rows]), part)
+        loss = loss + (part["weight"] * terms.loss["preference"]).sum()
+    loss.backward()
+    data = {"input_ids": batch["tokens", "full"], "rewards": theirs}
+    data["attention_mask"] = batch["masks", "all_attention_mask"]
+    both = TensorDict(data, batch_size=[16])
+    expected = GPT2RewardModel.compute_reward_loss(both[0::2], both[1::2])
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(mine.grad, theirs.grad)
+    with pytest.raises(ValueError, match="cuts a pair"):
+        objective(Rewards(rewards[1:3]), batch[1:3])
+
+
+@pytest.mark.parametrize("wrong", [None, "a"])
+def test_rows_without_a_worse_reply_are_an_error(tmp_path, wrong):
+    rows = [{"question": f"{i}?", "chosen": "a", "rejected": "b"} for i in range(4)]
+    rows[3]["rejected"] = wrong
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(ValueError, match="row 3, rejected: expected"):
+        Preferences(str(tmp_path / "pairs.jsonl"))
+
+
+@pytest.mark.runs
+def test_rm_tiny_learns_to_prefer(tmp_path):
+    train_here(tmp_path, "experiment=rm_tiny", "trainer.num_iterations=60", "tracker=none")
+    batch = pairs().batch(list(Preferences().rows("eval")))
+    reward = GPT2RewardModel(tmp_path / "model")
+    with torch.no_grad():
+        ends = reward(batch["tokens", "full"], batch["masks", "all_attention_mask"])[1].squeeze(-1)
+    assert (ends[0::2] > ends[1::2]).float().mean() > 0.75  # 0.5 by chance
+
+
+# A reward model as the task's reward
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Return the folder of a reward model with a random head."""
+    place = tmp_path_factory.mktemp("reward") / "model"
+    torch.manual_seed(0)
+    model = GPT2RewardModel(load_policy("tiny").model)
+    torch.nn.init.normal_(model.lm_head.weight)
+    model.save_pretrained(place)
+    load_tokenizer(find_model("tiny")).save_pretrained(place)
+    return place
+
+
+def end_score(folder, row: dict, reply: str, *, complete: bool = True) -> float:
+    """Return the reward at the last token of a chat written out, by the model itself."""
+    question = row["messages"][0]["content"]
+    text = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n{reply}"
+    text += "<|im_end|>" * complete  # a cut one ends with its last token
+    ids = load_tokenizer(find_model("tiny"))(text, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        return GPT2RewardModel(folder)(ids)[0][0, -1].item()
+
+
+def test_a_reply_is_scored_at_its_end_against_the_label_within_the_clip(folder):
+    task = LearntReward(reward_model=str(folder), score_clip=10.0)
+    rows = [*task.rows("eval")[:3], task.rows("eval")[0]]
+    said = [("123", True), (rows[1]["answer"], True), ("12 1", False), ("", True)]
+    replies = [
+        Reply(text, ended, [*row["messages"], assistant(text)])
+        for row, (text, ended) in zip(rows, said, strict=True)
+    ]
+    together = task.rewards(rows, replies)
+    plain = [end_score(folder, r, t, complete=end) for r, (t, end) in zip(rows, said, strict=True)]
+    labels = [end_score(folder, row, row["answer"]) for row in rows]
+    assert [r.parts["score"] for r in together] == pytest.approx(plain, abs=1e-4)
+    gaps = [score - label for score, label in zip(plain, labels, strict=True)]
+    assert [r.total for r in together] == pytest.approx(gaps, abs=1e-4)
+    assert [r.success for r in together] == [False, True, False, False]
+    clip = max(map(abs, plain)) / 2
+    clipped = [min(max(score, -clip), clip) for score in plain]
+    alone = LearntReward(reward_model=str(folder), relative=False, score_clip=clip)
+    assert [r.total for r in alone.rewards(rows, replies)] == pytest.approx(clipped, abs=1e-4)
+    model = RewardModel(str(folder), weight=2, score_clip=clip)
+    own = SortDigits()
+    earned = own.rewards(rows, replies)
+    got = Rewarded(own, {"model": model}, task_weight=0.5).rewards(rows, replies)
+    want = [0.5 * mine.total + 2 * score for mine, score in zip(earned, clipped, strict=True)]
+    assert [r.total for r in got] == pytest.approx(want, abs=1e-4), "one of several rewards"
+
+
+def test_forwards_of_any_size_give_the_same_scores(folder):
+    task = LearntReward(reward_model=str(folder))
+    chats = [[*r["messages"], assistant(r["answer"])] for r in task.rows("eval")[:9]]
+    whole = ChatRewards(folder)(chats)
+    assert ChatRewards(folder, limit=50)(chats) == pytest.approx(whole, abs=1e-4)
+
+
+def test_a_folder_without_a_reward_model_is_refused_before_anything_is_loaded(tmp_path):
+    with pytest.raises(ValueError, match=r"reward_model\.safetensors"):
+        LearntReward(reward_model=str(tmp_path))
+    with pytest.raises(ValueError, match=r"reward_model\.safetensors"):
+        ChatRewards(find_model("tiny").folder)
+
+
+@pytest.mark.runs
+def test_ppo_trains_through_it(folder, tmp_path):
+    words = ["experiment=ppo_tldr_tiny", "policy.model=tiny", "trainer.num_iterations=2"]
+    words += ["trainer.prompts_per_iteration=8", "eval.max_rows=4"]
+    rows = train_here(tmp_path / "run", *words, f"env.task.reward_model={folder}")
+    assert {"reward_part/score", "kl/ref_sequence", "value/explained_variance"} <= rows[2].keys()
+    assert rows[1]["reward_part/score"] != rows[2]["reward_part/score"]
+    assert rows[2]["reward/raw_mean"] != 0

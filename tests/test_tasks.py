@@ -1,26 +1,30 @@
-"""Rewards, splits and demonstrations of the built-in tasks."""
+"""Rewards, splits and demonstrations of the built-in tasks, of MATH and of mixtures."""
 
 import json
 import math
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
+import torch
+from contracts import make_policy, one_process
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from conf import check
-from conf.compose import compose_checked
+from envs.chat_env import ChatEnv
 from envs.tasks import (
     Calculator,
-    Chats,
     Facts,
+    MathProblems,
+    Mix,
     Reply,
     Reviews,
+    Reward,
     SortDigits,
     Task,
-    calculator,
-    sort_digits,
 )
+from policies.random import fold
+from trainer.collect import collect
+from trainer.evaluation import Evaluate
+from trainer.metrics import summarize
 
 
 def reply(text: str, *, complete: bool = True) -> Reply:
@@ -36,26 +40,17 @@ CAPITALS = {
     "Italy": ["Rome"],
     "Colombia": ["Bogota"],
     "India": ["New Delhi"],
-    "Yemen": ["Sanaa", "Sana'a"],
     "the Bronx": ["New York"],
     "the Minster": ["York"],
     "Rome": ["Italy"],
 }
 
 
-def write_facts(path: Path, train: dict, held_out: dict) -> str:
-    data = {"question": "Where is {subject}?", "reply": "{answer}"}
-    path.write_text(json.dumps({"place": {**data, "train": train, "eval": held_out}}))
-    return str(path)
-
-
-def test_facts_hold_out_whole_subjects_and_answers_and_demonstrate_right_ones(tmp_path):
+def test_facts_hold_out_whole_subjects_and_answers_and_demonstrate_right_ones():
     task = Facts()
     train, held_out = (task.rows(split) for split in ("train", "eval"))
     assert len(train) >= 30
     assert len(held_out) >= 40
-    questions = {row["messages"][0]["content"] for row in [*train, *held_out]}
-    assert len(questions) == len(train) + len(held_out)
     for key in (lambda r: {r["subject"]}, lambda r: {*r["answers"]}):
         assert not set().union(*map(key, train)) & set().union(*map(key, held_out))
     for row in [*train, *held_out]:
@@ -64,36 +59,30 @@ def test_facts_hold_out_whole_subjects_and_answers_and_demonstrate_right_ones(tm
     for row in task.demonstrations():
         said = row["messages"][-1]["content"]
         assert task.reward(row | {"messages": row["messages"][:-1]}, reply(said)).total == 1
-    path = write_facts(tmp_path / "b.json", {"Bonn": ["Germany"]}, {"Bonn": ["Germany"]})
-    with pytest.raises(ValueError, match="Bonn"):
-        Facts(dataset=path)
 
 
 @pytest.mark.parametrize(
     ("subject", "text", "parts"),
     [
         ("France", "Paris", (1, 1, 1)),
-        ("France", "It's Paris's.", (1, 1, 1)),
         ("France", "Parisian", (0, 1, 1)),
-        ("France", "", (0, 1, 1)),
         ("France", "Paris, Berlin or Rome?", (1, 1, 0)),
         ("Colombia", "Bogota\u0301", (1, 1, 1)),
         ("India", "It is NEW  DELHI.", (1, 1, 1)),
-        ("Yemen", "Sana'a", (1, 1, 1)),
-        ("the Bronx", "In New York.", (1, 1, 1)),
         ("the Minster", "In New York.", (0, 1, 0)),
         ("the Bronx", "York, New York", (1, 1, 0)),
         ("Rome", "Rome is in Italy.", (1, 1, 1)),
     ],
 )
 def test_facts_reward_needs_the_answer_alone_and_an_end(tmp_path, subject, text, parts):
-    task = Facts(dataset=write_facts(tmp_path / "f.json", CAPITALS, {}))
+    data = {"question": "Where is {subject}?", "reply": "{answer}", "train": CAPITALS, "eval": {}}
+    (tmp_path / "f.json").write_text(json.dumps({"place": data}))
+    task = Facts(dataset=str(tmp_path / "f.json"))
     row = next(row for row in task.rows("train") if row["subject"] == subject)
     named, ended, single = parts
     done = task.reward(row, reply(text))
     assert done.parts == {"named": named, "ended": ended, "single": single}
-    assert done.total == float(named and single)
-    assert done.success == (done.total == 1)
+    assert (done.total, done.success) == (float(named and single), bool(named and single))
     cut = task.reward(row, reply(text, complete=False))
     assert (cut.total, cut.parts["ended"], cut.success) == (0, 0, False)
 
@@ -112,27 +101,12 @@ def test_rows_follow_the_seed_and_eval_rows_are_fixed_and_kept_apart(kind, apart
     assert not any(row in held_out for row in train)
 
 
-def test_what_is_asked_and_how_much_is_held_out():
-    for row in SortDigits(num_rows=99).rows("train"):
-        digits = row["messages"][0]["content"].removeprefix("Sort the digits in ascending order: ")
-        assert row["answer"] == "".join(d * digits.count(d) for d in "0123456789")
-    for row in Calculator(num_rows=99).rows("train"):
-        a, b = row["factors"]
-        assert row["messages"] == [{"role": "user", "content": f"What is {a} * {b}?"}]
-        assert row["answer"] == str(sum([a] * b))
-    sums = [sort_digits.is_held_out(f"{i:05d}") for i in range(0, 100_000, 7)]
-    pairs = [calculator.is_held_out(a, b) for a in range(32, 100) for b in range(a, 100)]
-    for held_out in (sums, pairs):
-        assert sum(held_out) / len(held_out) == pytest.approx(1 / 8, abs=0.02)
-
-
 @pytest.mark.parametrize(
     ("text", "complete", "total", "success"),
     [
         ("24478", True, 1.0, True),
         ("24478", False, 0.9, False),
         ("87442", True, 0.1, False),
-        ("2447", True, 0.0, False),
         ("2 4 4 7 8", True, 0.0, False),
         ("\u0662\u0664\u0664\u0667\u0668", True, 0.0, False),
     ],
@@ -149,8 +123,6 @@ def test_sort_reward_is_nine_tenths_exact_one_tenth_form(text, complete, total, 
     [
         ("calc: 57*83", True, "4731", 0.0),
         ("calc: 57*83", False, None, 0.0),
-        ("calc: 57*83 4731", True, None, 0.0),
-        ("calc: 9999999*9", True, None, 0.0),
         ("calc: \u0665*2", True, None, 0.0),
         ("4731", True, None, 1.0),
         ("It is 4731", True, None, 0.0),
@@ -191,67 +163,146 @@ def test_demonstrations_are_wrong_in_the_stated_shares():
 WONDERFUL, GOOD, TERRIBLE = 2.7, 1.9, -2.1
 
 
-def compound(*valences: float) -> float:
-    """Hutto and Gilbert's score of words without rules between them."""
-    total = sum(valences)
-    return total / math.sqrt(total**2 + 15)
-
-
-def test_subjects_of_reviews_for_train_and_eval_are_apart():
-    train, held_out = (
-        [row["messages"][0]["content"] for row in Reviews().rows(split)]
-        for split in ("train", "eval")
-    )
-    assert len({*train, *held_out}) == len(train) + len(held_out) >= 40
-
-
 @pytest.mark.parametrize(
     ("text", "valences", "cut"),
     [
-        ("It was wonderful.", [WONDERFUL], 0.5),
         ("It was good and wonderful.", [GOOD, WONDERFUL], 0.5),
         ("It was terrible.", [TERRIBLE], 1),  # being cut off excuses nothing
         ("It was a room.", [0.0], 1),
     ],
 )
 def test_reward_of_a_review_is_the_compound_score_and_half_of_praise_cut_off(text, valences, cut):
-    want = pytest.approx(compound(*valences), abs=1e-4)  # it is rounded to four digits
+    score = sum(valences) / math.sqrt(sum(valences) ** 2 + 15)  # without rules between words
     done = Reviews().reward({}, reply(text))
-    assert (done.total, done.parts["sentiment"], done.parts["ended"]) == (want, want, 1.0)
-    assert done.success == (sum(valences) > math.sqrt(5))  # where the score passes 0.5
+    assert done.parts == {"sentiment": pytest.approx(score, abs=1e-4), "ended": 1.0}
+    assert (done.total, done.success) == (done.parts["sentiment"], score > 0.5)
     short = Reviews().reward({}, reply(text, complete=False))
-    assert short.total == pytest.approx(cut * compound(*valences), abs=1e-4)
+    assert short.total == pytest.approx(cut * score, abs=1e-4)
     assert short.parts["ended"] == 0
 
 
-def test_a_missing_scorer_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "vaderSentiment.vaderSentiment", None)
-    check.try_task.cache_clear()
-    try:
-        with pytest.raises(ValueError, match=r"\.\[sentiment\]"):
-            compose_checked(["experiment=ppo_sentiment_smollm"])
-    finally:
-        check.try_task.cache_clear()  # what was found wrong here is right elsewhere
+# MATH
 
 
-# Chats, prompts and the base
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory) -> MathProblems:
+    """Return a task that asks math-verify."""
+    rows = [
+        ("What is $2+3$?", r"Clearly $\boxed{5}$."),
+        ("Simplify $\\sqrt{8}$.", r"It is \boxed{2\sqrt{2}}."),
+        ("Which interval?", r"\boxed{[1,2)}"),
+    ]
+    path = tmp_path_factory.mktemp("math") / "math.jsonl"
+    path.write_text("\n".join(json.dumps({"problem": q, "solution": a}) for q, a in rows))
+    columns = {"question": "problem", "answer": "solution"}
+    return MathProblems(str(path), eval_dataset=str(path), columns=columns, timeout=30.0)
 
 
-def test_chats_train_on_whole_conversations(tmp_path):
-    roles = ("system", "user", "assistant", "user", "assistant")
-    turns = [{"role": role, "content": f"{role} says"} for role in roles]
-    path = tmp_path / "chats.jsonl"
-    path.write_text(json.dumps({"messages": turns}))
-    task = Chats(str(path), eval_dataset=str(path))
-    assert task.demonstrations()[0]["messages"] == turns
-    row = task.rows("eval")[0]
-    assert row["messages"] == turns[:-1]
-    assert task.reward(row, reply("assistant  says")).success
-    assert not task.reward(row, reply("assistant says!")).success
+@pytest.mark.parametrize(
+    ("index", "text", "right"),
+    [
+        (0, r"first \boxed{4}, no, \boxed{5}", True),
+        (0, r"<think>\boxed{5}</think>", False),
+        (0, r"\boxed{2+3}", False),
+        (1, r"\boxed{\sqrt{2} \cdot 2}", True),
+        (1, r"\boxed{\sqrt{8}}", False),
+        (2, r"\boxed{[1,2]}", False),
+    ],
+)
+def test_math_reward_is_for_the_boxed_answer_in_any_form(problems, index, text, right):
+    """But not for a piece of the question."""
+    done = problems.reward(problems.rows("train")[index], reply(text))
+    assert (done.total, done.success, done.errors) == (float(right), right, 0)
+    assert done.parts["format"] == float("think" not in text)
 
 
-def test_base_task_says_what_to_override():
-    for call in (lambda t: t.rows("train"), lambda t: t.reward({}, reply("")),
-                 lambda t: t.demonstrations()):  # fmt: skip
-        with pytest.raises(NotImplementedError, match="override"):
-            call(Task())
+def test_a_comparison_that_takes_too_long_is_wrong_and_counted(problems, monkeypatch):
+    rows = problems.rows("train")
+    problems.rewards(rows[2:3], [reply(r"\boxed{x}")])  # the worker is there
+    monkeypatch.setattr(problems._workers, "timeout", 1.0)
+    (slow,) = problems.rewards(rows[1:2], [reply(r"\boxed{9^{9^{9^{9^{9}}}}}")])
+    assert (slow.total, slow.errors, slow.success) == (0, 1, False)
+
+
+# Mixtures
+
+
+class Turns(Task):
+    """A task of one row a split, with a second turn."""
+
+    def rows(self, split):
+        return [{"messages": [{"role": "user", "content": f"{split}?"}]}]
+
+    def reward(self, row, reply):
+        return Reward(2.0, {"said": 2.0}, success=False)
+
+    def respond(self, row, reply):
+        said = sum(m["role"] == "assistant" for m in reply.messages)
+        return [] if said > 1 else [{"role": "user", "content": "Again."}]
+
+
+def mixed(**options) -> Mix:
+    tasks = {"digits": SortDigits(num_rows=60), "facts": Facts(), "turns": Turns()}
+    return Mix(tasks, weights={"digits": 5, "facts": 2.5, "turns": 2.5}, **options)
+
+
+def test_train_rows_come_in_the_proportions_of_the_weights_in_every_stretch():
+    rows = mixed(num_rows=400).rows("train")
+    names = [row["task"] for row in rows]
+    for end in range(1, 401):
+        count = Counter(names[:end])
+        for name, share in (("digits", 0.5), ("facts", 0.25), ("turns", 0.25)):
+            assert abs(count[name] - share * end) <= 1, (name, end)
+    digits = [row["digits"] for row in rows if row["task"] == "digits"]
+    every = [row["digits"] for row in SortDigits(num_rows=60).rows("train")]
+    assert Counter(digits[:60]) == Counter(digits[60:120]) == Counter(every), "each once a round"
+    task = Mix({"digits": SortDigits(num_rows=9), "sums": Calculator(num_rows=9)})
+    demonstrations = task.demonstrations()
+    assert Counter(row["task"] for row in demonstrations) == {"digits": 9, "sums": 9}
+    assert all(row["messages"][-1]["role"] == "assistant" for row in demonstrations)
+
+
+def test_train_rows_follow_the_seed_and_eval_rows_are_those_of_all_tasks_in_turn():
+    one, same, other = (mixed(seed=s) for s in (1, 1, 2))
+    assert list(one.rows("train")) == list(same.rows("train")) != list(other.rows("train"))
+    rows = one.rows("eval")
+    assert rows == other.rows("eval")
+    assert [row["task"] for row in rows[:3]] == ["digits", "facts", "turns"]
+    counts = {"digits": len(SortDigits().rows("eval")), "facts": len(Facts().rows("eval"))}
+    assert Counter(row["task"] for row in rows) == counts | {"turns": 1}
+
+
+def test_each_reply_is_judged_by_its_own_task_and_other_parts_do_not_apply():
+    task = mixed()
+    rows = {row["task"]: row for row in task.rows("eval")[:3]}
+    digits = rows["digits"]["answer"]
+    order = [rows["turns"], rows["digits"], rows["facts"], rows["digits"]]
+    got = task.rewards(order, [reply(t) for t in ("x", digits, "Nowhere.", "no")])
+    assert [(r.total, r.success) for r in got] == [(2, False), (1, True), (0, False), (0, False)]
+    names = ["digits/exact", "digits/format", "facts/ended", "facts/named", "facts/single"]
+    assert task.part_names() == sorted(got[0].parts) == [*names, "turns/said"]
+    assert {n for n, v in got[1].parts.items() if not math.isnan(v)} == set(names[:2])
+    assert task.respond(rows["digits"], reply("a")) == []
+
+
+def test_mixed_batches_keep_the_tasks_parts_and_accuracies_apart():
+    task, policy = mixed(), make_policy()
+    rows = task.rows("train")[:4]  # digits, facts, turns, digits
+    td = TensorDict({"stream": fold(0, torch.arange(4))}, batch_size=[4])
+    td.set("row", NonTensorStack(*[NonTensorData(row) for row in rows]))
+    env = ChatEnv(task, group_size=2, max_turns=2)
+    batch = collect(td, env, policy)
+    batch["reward"] = batch["reward_raw"]
+    got = summarize(batch, one_process())
+    values = batch["reward_part", "facts/ended"]
+    assert values.isnan().tolist() == [rows[i // 2]["task"] != "facts" for i in range(8)]
+    assert got["reward_part/facts/ended"] == pytest.approx(float(values.nanmean()))
+    assert got["reward_part/turns/said"] == 4.0, "two turns of 2"
+    evaluate = Evaluate(
+        task=task, num_samples=1, max_rows=9, generator=policy, runtime=one_process(), env=env
+    )
+    scores, _ = evaluate(0)
+    counts = Counter(row["task"] for row in evaluate.rows)
+    for kind in ("sampled", "greedy"):
+        total = sum(scores[f"eval/{kind}_accuracy/{name}"] * n for name, n in counts.items())
+        assert scores[f"eval/{kind}_accuracy"] == pytest.approx(total / 9)

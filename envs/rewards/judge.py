@@ -70,8 +70,6 @@ class Judge(RewardFunction):
         super().__init__(weight=weight, on_error=on_error)
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"expected url to begin with http:// or https://, got {url!r}")
-        if re.compile(pattern).groups < 1:
-            raise ValueError(f"expected a group for the score in pattern, got {pattern!r}")
         if "{reply}" not in prompt:
             raise ValueError(f"expected {{reply}} in prompt, got {prompt[-60:]!r}")
         self.url = f"{url.rstrip('/')}/chat/completions"

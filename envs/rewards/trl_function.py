@@ -5,7 +5,7 @@ Left out on purpose: what only TRL's trainer has (token ids, its state, its logs
 
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from envs.rewards.functions import (
@@ -51,7 +51,7 @@ class TRLFunction(RewardFunction):
         self.function, self.conversational = function, conversational
         self.needs = [
             name
-            for name, parameter in parameters_of(function).items()
+            for name, parameter in inspect.signature(function).parameters.items()
             if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
             and parameter.default is parameter.empty
         ]
@@ -106,12 +106,4 @@ def hold(name: str, function: Callable[..., Any] | RewardFunction) -> None:
 
 def is_of_trl(function: Callable[..., Any]) -> bool:
     """Return whether a function takes what TRL gives its own."""
-    return not {"prompts", "completions"}.isdisjoint(parameters_of(function))
-
-
-def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a function by name, none of one in C without a signature."""
-    try:
-        return inspect.signature(function).parameters
-    except ValueError:
-        return {}
+    return not {"prompts", "completions"}.isdisjoint(inspect.signature(function).parameters)

@@ -85,8 +85,6 @@ class Workers:
     def __init__(
         self, function: Callable | LazyFunction, *, timeout: float, processes: int = 2
     ) -> None:
-        if not timeout > 0 or processes < 1:
-            raise ValueError(f"expected timeout > 0, processes >= 1, got {timeout}, {processes}")
         self.function, self.timeout = function, timeout
         self._threads, self._mine = ThreadPoolExecutor(processes), threading.local()
         self._started = weakref.WeakSet[Worker]()

@@ -39,8 +39,6 @@ class Answers(DatasetTask):
     ) -> None:
         if match not in MATCHES:
             raise ValueError(f"expected match in {', '.join(MATCHES)}, got {match!r}")
-        if not 0 < threshold <= 1:
-            raise ValueError(f"expected threshold above 0 and up to 1, got {threshold}")
         self.match, self.threshold = match, threshold
         super().__init__(dataset, **data)
 

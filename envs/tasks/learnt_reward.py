@@ -23,8 +23,6 @@ class LearntScore:
     """
 
     def __init__(self, folder: str, clip: float, *, name: str) -> None:
-        if not clip > 0:
-            raise ValueError(f"expected score_clip > 0, got {clip}")
         there = Path(folder, WEIGHTS).expanduser().is_file()
         if not folder.startswith("experiment:") and not there:
             raise ValueError(

@@ -10,7 +10,7 @@ Subjects of train and eval are apart.
 from collections.abc import Sequence
 from typing import Any
 
-from envs.tasks.task import Reply, Reward, Row, Split, Task, check_split, user
+from envs.tasks.task import Reply, Reward, Row, Split, Task, user
 from policies.optional_packages import EXTRAS
 
 REQUEST = "Write a one-sentence review of {}."
@@ -53,7 +53,6 @@ class Reviews(Task):
 
     def rows(self, split: Split) -> Sequence[Row]:
         """Return a request for each subject of a split."""
-        check_split(split)
         return [
             {"messages": [user(REQUEST.format(subject))], "subject": subject}
             for subject in SUBJECTS[split]

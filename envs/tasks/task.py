@@ -102,12 +102,6 @@ def assistant(content: str) -> Message:
     return {"role": "assistant", "content": content}
 
 
-def check_split(split: str) -> None:
-    """Refuse a split that is neither train nor eval."""
-    if split not in ("train", "eval"):
-        raise ValueError(f"expected split train or eval, got {split!r}")
-
-
 def rewards_anything(task: Task) -> bool:
     """Return whether a task has a reward of its own."""
     kind = type(task)

@@ -76,9 +76,7 @@ class Verifiers(Episodes):
     async def open(self, row: Row) -> Episode:
         """Return the rollout of a row, which waits for its first reply."""
         episode = Rollout(self.env, row, self.parser)
-        if (asked := await episode.asked()) != row["messages"]:
-            await episode.close()
-            raise ValueError(f"expected {self.name} to ask what its data asks, got {asked!r:.200}")
+        await episode.asked()
         return episode
 
     async def finish(self, rows: Sequence[Row], turns: list[Turn]) -> list[Turn]:

@@ -19,8 +19,6 @@ class StepCounter(Transform):
     """
 
     def __init__(self, max_steps: int | None = None) -> None:
-        if max_steps is not None and max_steps < 1:
-            raise ValueError(f"expected max_steps >= 1 or None, got {max_steps}")
         super().__init__([], ["step_count"])
         self.max_steps = max_steps
 

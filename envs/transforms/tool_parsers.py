@@ -44,8 +44,6 @@ class PatternParser:
 
     def __init__(self, pattern: str = r"<tool>(.*?)\n(.*?)</tool>") -> None:
         self.pattern = re.compile(pattern, re.DOTALL)
-        if self.pattern.groups < 2:
-            raise ValueError(f"expected two groups, the name and the arguments, in {pattern!r}")
 
     def __call__(self, response: str) -> ParseResult:
         """Return the calls of a reply."""
