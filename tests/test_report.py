@@ -254,3 +254,15 @@ def test_a_large_file_is_read_at_both_ends(tmp_path):
     got = [line["i"] for line in read_lines(path, most=200)]
     # 100 bytes: ten lines of 9 bytes and one of 10; as many as fit of the last, 11 bytes each
     assert got == [*range(11), *range(991, 1000)]
+
+
+def test_own_curves_are_among_the_first_and_flat_ones_folded_unless_they_warn(tmp_path):
+    flat = {"kl/behaviour": 3e-8, "kl/coeff": 0.1, "kl/ref": 0.5, "value/explained_variance": -0.5}
+    rows = [{"reward/mean": i / 9, "my/own": i % 3, "my/flat": 1, **flat} for i in range(9)]
+    rows = [{**row, "reward_part/x": 0.1 * i, "sync/probe": 2.0 * i} for i, row in enumerate(rows)]
+    rows[4]["kl/behaviour"] = 2e-7  # of a float32
+    first, folded = write_report(write_lines(tmp_path, *rows)).read_text().split("More curves")
+    shown, hidden = (re.findall('aria-label="(.*?)"', part) for part in (first, folded))
+    assert shown == ["Reward", "Reward parts", "my/own", "Critic"]
+    kls = ["KL per token", "KL to the sampler", "KL coefficient"]
+    assert hidden == ["my/flat", *kls, "Engine against policy"]
