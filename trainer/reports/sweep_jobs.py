@@ -89,6 +89,17 @@ class Setting:
         values = [job.reached[name] for job in self.finished or self.jobs]
         return None if None in values else fmean(values)
 
+    def cell(self, name: str) -> str:
+        """Return a column as text: of several jobs the mean, the lowest and the highest."""
+        values = [job.reached[name] for job in self.finished or self.jobs]
+        if None in values:
+            return ""
+        if isinstance(values[0], str):
+            return self.state if name == "state" else values[0]
+        form = nats if name in (KL, HELD_KL, DRIFT) else short
+        low, high = form(min(values)), form(max(values))
+        return form(fmean(values)) + (f" ({low} to {high})" if low != high else "")
+
     def numbers(self) -> str:
         """Return its objective, reward and KL as text."""
         means = ((name, form, self.mean(key)) for name, (key, form) in COLUMNS.items())
