@@ -183,3 +183,24 @@ def test_the_page_has_a_row_per_setting_and_folds_those_of_its_jobs(tmp_path):
 def test_points_on_one_spot_share_a_label():
     jobs = [job(str(c), r, kl, kl__coeff=c) for c, r, kl in ((0, 1, 4), (0.1, 1, 4), (1, 0.5, 1))]
     assert {"0, 0.1", "1"} <= {*picture(jobs).texts(**{"class": "value"})}
+
+
+def test_runs_of_anywhere_are_compared_on_one_page_each_by_its_folder(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    write_job(Path("a/one"), coeff=1.0)
+    write_job(Path("b/two"), coeff=1.0)  # the same words, another code
+    write_words(Path("b/two"), "experiment=other", "kl.coeff=1.0")
+    write_jobs(Path("multi"))
+    assert main(["a/one", "b/two", "multi/kl.coeff=10"]) == 0
+    assert capsys.readouterr().out == "compare.html\n"
+    page = Page(tmp_path / "compare.html")
+    drawn = page.charts()["Reward against KL to the reference"]
+    assert {"one, two", "kl.coeff=10"} <= {*drawn.texts(**{"class": "value"})}
+    assert not drawn.all(style="stroke-width:2"), "no start is that of two tasks"
+    assert page.attributes("href") == [
+        *("a/one/report.html", "b/two/report.html", "multi/kl.coeff%3D10/report.html")
+    ]
+    assert {"one", "two", "experiment", "grpo_tiny", "other"} <= {*page.texts}
+    assert main(["a/one", "nowhere"]) == 2

@@ -29,6 +29,7 @@ from trainer.reports.sweep_jobs import (
     best,
     comparable,
     counted,
+    gather,
     grouped,
     limit_of,
     load_sweep,
@@ -53,6 +54,14 @@ def write_sweep(folder: str | Path) -> Path:
     path = sweep.folder / "sweep.html"
     patience = PATIENCE if sweep.live else None
     write_page(path, "sweep.html.j2", patience=patience, **_values(sweep))
+    return path
+
+
+def write_comparison(folders: Sequence[Path]) -> Path:
+    """Write compare.html, the page of a sweep that is made of any runs, into this folder."""
+    path, words = Path("compare.html"), shlex.join(map(str, folders))
+    told = {"heading": "Comparison of runs", "rewrite": f"python -m trainer.reports {words}"}
+    write_page(path, "sweep.html.j2", **_values(gather(folders)) | told)
     return path
 
 
