@@ -62,7 +62,7 @@ class Page(HTMLParser):
 
 
 class Picture:
-    """An SVG drawing: its texts, curves and tooltips, and its y axis in both directions."""
+    """An SVG drawing: its texts, curves, values and tooltips, and its y axis in both directions."""
 
     def __init__(self, svg: str) -> None:
         self.root = ElementTree.fromstring(svg)
@@ -81,6 +81,12 @@ class Picture:
     @property
     def tips(self) -> list[str]:
         return [e.text or "" for e in self.root.iter() if e.tag.endswith("title")]
+
+    @property
+    def told(self) -> dict[str, list[list[float]]]:
+        """Return the points of each curve that script.js tells the values of."""
+        curves = json.loads(self.root.attrib["data-plot"])["curves"]
+        return {name: points for name, _, _, points in curves if name}
 
     @property
     def ticks(self) -> list[float]:

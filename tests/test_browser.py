@@ -148,3 +148,42 @@ def test_a_running_page_shows_the_next_iteration_at_the_same_place(browser, tmp_
         browser.until("document.querySelector('.tiles')?.textContent.includes('61')")
         browser.until("document.querySelector('details')?.open && Math.abs(scrollY - 700) < 2")
         assert browser.complaints() == []
+
+
+def test_a_crosshair_tells_all_charts_a_drag_zooms_them_and_a_button_makes_a_log_axis(
+    browser, pages
+):
+    browser.open(pages["report"], width=1280)
+    browser.run("scrollTo(0, document.getElementById('curves').offsetTop)")
+    browser.run(
+        "plots = [...document.querySelectorAll('.charts')][0].querySelectorAll('[data-plot]')"
+    )
+    box = browser.run("(b => [b.x, b.y, b.width])(plots[0].getBoundingClientRect())")
+
+    def mouse(kind: str, share: float) -> None:
+        place = {"x": box[0] + share * box[2], "y": box[1] + 90, "clickCount": 1}
+        browser.call("Input.dispatchMouseEvent", type=kind, button="left", **place)
+
+    mouse("mouseMoved", 0.5)
+    heads = browser.run("[...plots].map((p) => p.querySelector('.cross text')?.textContent)")
+    (head,) = {*heads}
+    assert head in [f"iteration {i}" for i in range(25, 35)]
+    said = browser.run("plots[0].querySelector('.cross').textContent")
+    i = int(head.split()[1])
+    assert f"task {metrics(i, 1.0)['reward/raw_mean']:.4g}" in said
+    whole = browser.run("plots[1].querySelector('.plot').innerHTML")
+    for kind, share in (("mousePressed", 0.5), ("mouseMoved", 0.6), ("mouseReleased", 0.7)):
+        mouse(kind, share)
+    ticks = (
+        "[...plots[1].querySelectorAll('.plot > [text-anchor=middle]')].map((t) => t.textContent)"
+    )
+    assert {float(t) for t in browser.run(ticks)[:-1]} <= {*range(28, 46)}
+    button = "plots[1].querySelector('.log').dispatchEvent(new Event('click'))"
+    browser.run(button)
+    heights = (
+        "[...plots[1].querySelectorAll('.plot > [text-anchor=end]')].map((t) => t.textContent)"
+    )
+    assert browser.run(heights)[0] in ("0.01", "0.1", "1")
+    browser.run(f"{button}; plots[0].dispatchEvent(new Event('dblclick'))")
+    assert browser.run("plots[1].querySelector('.plot').innerHTML") == whole
+    assert browser.complaints() == []

@@ -91,8 +91,13 @@ def test_each_logged_group_has_a_chart_that_says_what_is_healthy(tmp_path):
     rows = [{"loss/total": 3.0 / i, "loss/policy": (3.0 + 1e-7) / i, **row} for i in (1, 2)]
     charts = Page(write_report(write_lines(tmp_path / "sft", *rows))).charts()
     assert [*charts] == ["Loss", "Time per iteration", "Learning rate"]
-    assert charts["Loss"].tips == ["iteration 1: total 3", "iteration 2: total 1.5"], "once"
-    assert charts["Time per iteration"].tips[0] == "iteration 1: update 3, rest 1, all 4"
+    assert charts["Loss"].told == {"total": [[1, 3.0], [2, 1.5]]}, "once"
+    times = charts["Time per iteration"].told
+    assert {name: points[0][1] for name, points in times.items()} == {
+        "update": 3,
+        "rest": 1,
+        "all": 4,
+    }
 
 
 def captions(folder: Path) -> list[str]:
@@ -244,7 +249,7 @@ def test_times_are_stacked_with_their_shares():
     roofs = [[picture.value(y) for _, y in area[2:-2]] for area in (first, both)]
     assert roofs[0] == pytest.approx([1, 3, 0], abs=0.05)
     assert roofs[1] == pytest.approx([2, 3, 5], abs=0.05)
-    assert picture.tips[1] == "iteration 2: a 3, b 0, all 3"
+    assert [picture.told[name][1] for name in ("a", "b", "all")] == [[2, 3], [2, 0], [2, 3]]
     assert "a 40%" in picture.texts()  # 4 of 10 seconds
 
 
@@ -254,3 +259,15 @@ def test_a_large_file_is_read_at_both_ends(tmp_path):
     got = [line["i"] for line in read_lines(path, most=200)]
     # 100 bytes: ten lines of 9 bytes and one of 10; as many as fit of the last, 11 bytes each
     assert got == [*range(11), *range(991, 1000)]
+
+
+def test_own_curves_are_among_the_first_and_flat_ones_folded_unless_they_warn(tmp_path):
+    flat = {"kl/behaviour": 3e-8, "kl/coeff": 0.1, "kl/ref": 0.5, "value/explained_variance": -0.5}
+    rows = [{"reward/mean": i / 9, "my/own": i % 3, "my/flat": 1, **flat} for i in range(9)]
+    rows = [{**row, "reward_part/x": 0.1 * i, "sync/probe": 2.0 * i} for i, row in enumerate(rows)]
+    rows[4]["kl/behaviour"] = 2e-7  # of a float32
+    first, folded = write_report(write_lines(tmp_path, *rows)).read_text().split("More curves")
+    shown, hidden = (re.findall('aria-label="(.*?)"', part) for part in (first, folded))
+    assert shown == ["Reward", "Reward parts", "my/own", "Critic"]
+    kls = ["KL per token", "KL to the sampler", "KL coefficient"]
+    assert hidden == ["my/flat", *kls, "Engine against policy"]

@@ -165,3 +165,42 @@ def test_the_command_prints_the_table_of_a_sweep(tmp_path, capsys):
     assert found["KL, nats per reply"] == [f"{11 / (1 + coeff):.2f}" for coeff in (2, 10)]
     assert found["reward"] == ["14.00", "14.00"]
     assert found["sampled held-out accuracy"] == ["0.75", "0.75"]
+
+
+def test_the_page_has_a_row_per_setting_and_folds_those_of_its_jobs(tmp_path):
+    for coeff, seed, objective in ((0, 1, 0.5), (0, 2, 0.75), (1, 1, 0.25), (1, 2, 0.25)):
+        folder = tmp_path / f"kl.coeff={coeff},seed={seed}"
+        write_job(folder, coeff=float(coeff))
+        write_status(folder, state="finished", objective=objective)
+        write_words(folder, "experiment=grpo_tiny", f"kl.coeff={coeff}", f"seed={seed}")
+    settings, jobs = Page(write_sweep(tmp_path)).source.split("<summary>Jobs</summary>")
+    assert settings.count("<tr>") == 1 + 2
+    assert "<td>0.625 (0.5 to 0.75)</td>" in settings
+    assert "<td>0.25</td>" in settings
+    assert jobs.count("<tr>") == 1 + 4
+
+
+def test_points_on_one_spot_share_a_label():
+    jobs = [job(str(c), r, kl, kl__coeff=c) for c, r, kl in ((0, 1, 4), (0.1, 1, 4), (1, 0.5, 1))]
+    assert {"0, 0.1", "1"} <= {*picture(jobs).texts(**{"class": "value"})}
+
+
+def test_runs_of_anywhere_are_compared_on_one_page_each_by_its_folder(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    write_job(Path("a/one"), coeff=1.0)
+    write_job(Path("b/two"), coeff=1.0)  # the same words, another code
+    write_words(Path("b/two"), "experiment=other", "kl.coeff=1.0")
+    write_jobs(Path("multi"))
+    assert main(["a/one", "b/two", "multi/kl.coeff=10"]) == 0
+    assert capsys.readouterr().out == "compare.html\n"
+    page = Page(tmp_path / "compare.html")
+    drawn = page.charts()["Reward against KL to the reference"]
+    assert {"one, two", "kl.coeff=10"} <= {*drawn.texts(**{"class": "value"})}
+    assert not drawn.all(style="stroke-width:2"), "no start is that of two tasks"
+    assert page.attributes("href") == [
+        *("a/one/report.html", "b/two/report.html", "multi/kl.coeff%3D10/report.html")
+    ]
+    assert {"one", "two", "experiment", "grpo_tiny", "other"} <= {*page.texts}
+    assert main(["a/one", "nowhere"]) == 2

@@ -5,6 +5,7 @@ python -m trainer.reports <run or sweep folder> --svg run.svg   # only the pictu
 python -m trainer.reports <run or sweep folder> --table         # its results, in Markdown
 python -m trainer.reports <run or sweep folder> --limit         # sample its reference first
 python -m trainer.reports outputs                               # the pages of all runs below
+python -m trainer.reports <run> <run or sweep> ...              # compare.html here, of all of them
 """
 
 import argparse
@@ -16,7 +17,7 @@ from policies.cache import write_text
 from trainer.reports.frontier import sample_limit
 from trainer.reports.report import run_svg, write_report
 from trainer.reports.sweep_jobs import as_markdown, load_jobs
-from trainer.reports.sweep_page import sweep_svg, write_sweep
+from trainer.reports.sweep_page import sweep_svg, write_comparison, write_sweep
 from trainer.runs.find import find_jobs, find_runs
 
 
@@ -24,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Write the report of a run, a sweep or all that lie below a folder; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m trainer.reports", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folders", type=Path, nargs="+", metavar="folder")
     parser.add_argument("--svg", type=Path, help="write only the main picture to this file")
     parser.add_argument("--table", action="store_true", help="print the results in Markdown")
     about = "replies of the reference to each held-out prompt, 64 without a number (docs/kl.md)"
@@ -38,20 +39,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> None:
-    runs, sweeps = find_runs(args.folder)
-    if not runs and not sweeps:
-        raise ValueError(
-            f"expected a run or sweep folder, got {args.folder} without metrics.jsonl or "
-            "status.json in it: see outputs/ and multirun/"
-        )
+    runs, sweeps = [], []
+    for folder in args.folders:
+        found = find_runs(folder)
+        if not any(found):
+            raise ValueError(
+                f"expected a run or sweep folder, got {folder} without metrics.jsonl or "
+                "status.json in it: see outputs/ and multirun/"
+            )
+        runs += found[0]
+        sweeps += found[1]
     one = (runs or sweeps)[0]
     if len(runs) + len(sweeps) > 1 and (args.svg or args.table or args.limit):
+        several = " ".join(map(str, args.folders))
         raise ValueError(
-            f"--svg, --table and --limit are of one run or sweep, got {args.folder} with several"
+            f"--svg, --table and --limit are of one run or sweep, got {several} with several"
         )
+    jobs = [job for sweep in sweeps for job in find_jobs(sweep)]
+    if len(args.folders) > 1:
+        print(write_comparison(list(dict.fromkeys([*runs, *jobs]))))
+        return
     if args.limit:
         sample_limit(one, args.limit)
-        runs = [*runs, *(job for sweep in sweeps for job in find_jobs(sweep))]
+        runs += jobs
     if args.table or args.limit:
         print(as_markdown(load_jobs(one)), end="")
     if args.svg:

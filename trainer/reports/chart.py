@@ -1,21 +1,22 @@
 """Charts as SVG text: axes, ticks, legends, curves and areas, alone or in a page.
 
 Colours (chart.css) follow the reader's light or dark scheme; curves beyond the palette are dashed.
-Left out on purpose: interaction beyond the tooltips that SVG's <title> gives.
+Curves over iterations bring their values along: script.js tells and zooms them.
 """
 
+import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import pairwise
 from pathlib import Path
 
 from trainer.reports.formats import short
 
 CSS = Path(__file__).with_name("chart.css").read_text(encoding="utf-8")
 HUES = 8  # of chart.css
-MOST_TIPS, MOST_POINTS = 120, 400  # of one chart, however long the run
+MOST_POINTS = 400  # of a curve, however long the run
 _DASHES = ("", "5 3", "1.5 3", "8 3 1.5 3")
 _WIDE = set("mwMWGOQ@%")
 Points = Sequence[tuple[float, float]]
@@ -51,15 +52,18 @@ class Axis:
 class Chart:
     """A drawing of one size: title and unit at once, then a legend, the axes, what they hold.
 
-    `parts` are the SVG elements so far; `x` and `y` map data to pixels once there are `axes`.
+    `parts` are the SVG elements so far, `head` those above the plot; `x` and `y` map data to pixels
+    once there are `axes`. `curves`: name, style, kind and points of what script.js draws and tells.
     """
 
     x: Axis
     y: Axis
+    head: str
 
     def __init__(self, title: str, unit: str, *, width: int = 360, height: int = 220) -> None:
         self.title, self.width, self.height = title, width, height
         self.parts: list[str] = []
+        self.curves: list[tuple[str, str, str, Points]] = []
         self.top = 34.0  # where the text above the plot ends
         self.text(2, 14, title, style="title")
         self.text(2, 30, unit)
@@ -96,7 +100,8 @@ class Chart:
 
         Without `x_ticks` those of x are whole numbers. `inset`: pixels left free at the sides.
         """
-        self.x_label = x_label
+        self.x_label, self.head = x_label, "".join(self.parts)
+        self.parts.clear()
         y_ticks = ticks(*y, count=max(4, self.height // 64))
         left, right = 14 + max(text_width(short(t)) for t in y_ticks), self.width - 12
         lo, hi = x if x[1] > x[0] else (x[0] - 1, x[1] + 1)
@@ -122,27 +127,24 @@ class Chart:
         where = f'cx="{self.x(x)}" cy="{self.y(y)}" r="{radius:g}"'
         self.parts.append(f'<circle {where} style="{style}">{title}</circle>')
 
-    def tips(self, curves: Iterable[tuple[str, Points]]) -> None:
-        """Draw a column per x that tells the values of (name, points); of a long run every n-th."""
-        told: dict[float, list[str]] = {}
-        for name, points in curves:
-            for x, y in points:
-                told.setdefault(x, []).append(f"{name} {short(y)}")
-        xs = sorted(told)[:: -(-len(told) // MOST_TIPS)]
-        middles = [(a + b) / 2 for a, b in pairwise(map(self.x, xs))]
-        edges = [self.x.start, *middles, max(self.x.stop, self.x.start + 1)]
-        top, height = self.y.stop, self.y.start - self.y.stop
-        for x, (lo, hi) in zip(xs, pairwise(edges), strict=True):
-            text = escape(f"{self.x_label} {x:g}: {', '.join(told[x])}")
-            box = f'x="{lo:g}" y="{top:g}" width="{hi - lo:g}" height="{height:g}"'
-            self.parts.append(f'<rect class="tip" {box}><title>{text}</title></rect>')
+    def curve(self, points: Points, style: str, kind: str = "line", *, name: str = "") -> None:
+        """Draw a line, if it has a kind, and keep it for script.js, which tells named ones."""
+        if kind:
+            self.path(points, style, kind)
+        kept = [(x, float(f"{y:.4g}")) for x, y in points]
+        self.curves.append((name, style, kind, kept))
 
     def svg(self) -> str:
         """Return the drawing as an <svg> that scales to its box."""
         wide, high = self.width, self.height
         size = f'viewBox="0 0 {wide} {high}" width="{wide}" height="{high}"'
         name = f'role="img" aria-label="{escape(self.title)}" xmlns="http://www.w3.org/2000/svg"'
-        return f'<svg class="chart" {size} {name}>{"".join(self.parts)}</svg>'
+        told = {"label": self.x_label, "curves": self.curves}
+        told |= {k: [a.lo, a.hi, a.start, a.stop] for k, a in (("x", self.x), ("y", self.y))}
+        text = escape(json.dumps(told, separators=(",", ":")), quote=False).replace("'", "&#39;")
+        data = f" data-plot='{text}'" if self.curves else ""
+        plot = f'<g class="plot">{"".join(self.parts)}</g>'
+        return f'<svg class="chart" {size} {name}{data}>{self.head}{plot}</svg>'
 
 
 def line_chart(
@@ -172,10 +174,9 @@ def line_chart(
         chart.legend((s.hue, f"{s.name} {short(s.points[-1][1])}") for s in series)
     xs = [x for _, points in curves for x, _ in points]
     chart.axes((min(xs), max(xs)), span, x_label=x_label)
-    chart.tips(((s.name, points) for s, points in curves))
     for name, value in bounds.items():
         across = [(chart.x.lo, value), (chart.x.hi, value)]
-        chart.path(across, "stroke-dasharray:6 4", kind="bars")
+        chart.curve(across, "stroke-dasharray:6 4", "bars", name=name)
         chart.text(chart.x.start + 4, chart.y(value) - 4, f"{name} {short(value)}")
     for s, points in curves:
         _draw_curve(chart, s, points)
@@ -186,13 +187,13 @@ def _draw_curve(chart: Chart, series: Series, points: Points) -> None:
     """Draw a curve; a long one thin, and thick the mean of a tenth of it around each value."""
     style, most = line_style(series.hue), chart.y.hi
     if half := len(points) // 20 * (len(points) >= 40):
-        chart.path(points, style, kind="raw")
+        chart.curve(points, style, "raw", name=series.name)
         cut = [min(y, most) for _, y in points]
         near = [cut[max(0, i - half) : i + half + 1] for i in range(len(cut))]
         smooth = [math.fsum(values) / len(values) for values in near]
-        chart.path(zip((x for x, _ in points), smooth, strict=True), style)
+        chart.curve([*zip((x for x, _ in points), smooth, strict=True)], style)
     else:
-        chart.path(points, style)
+        chart.curve(points, style, name=series.name)
     fill = f"fill:{colour(series.hue)}"
     for x, y in points:
         if y > most:
@@ -220,9 +221,10 @@ def stack_chart(series: Sequence[Series], *, title: str, unit: str) -> str:
     lo, hi = chart.x.lo, chart.x.hi  # those of the data, but around a single iteration
     for (s, _), roof in reversed([*zip(parts, roofs[1:], strict=True)]):  # the lower in front
         outline = [(lo, 0.0), (lo, roof[0]), *zip(xs, roof, strict=True), (hi, roof[-1]), (hi, 0.0)]
-        chart.path(outline, f"fill:{colour(s.hue)}", kind="area")
-    curves = [(s.name, [*values.items()]) for s, values in parts]
-    chart.tips([*curves, ("all", [*zip(xs, roofs[-1], strict=True)])])
+        chart.curve(outline, f"fill:{colour(s.hue)}", "area")
+    for s, values in parts:
+        chart.curve([*values.items()], colour(s.hue), "", name=s.name)
+    chart.curve([*zip(xs, roofs[-1], strict=True)], "var(--ink)", "", name="all")
     return chart.svg()
 
 
@@ -231,7 +233,8 @@ def standalone(charts: Sequence[str], *, width: int, height: int) -> str:
     step = width + 24
     full = len(charts) * step - 24
     size = f'width="{full + 32}" height="{height + 24}"'
-    placed = (f'<g transform="translate({i * step})">{c}</g>' for i, c in enumerate(charts))
+    plain = (re.sub(r" data-plot='[^']*'", "", chart) for chart in charts)
+    placed = (f'<g transform="translate({i * step})">{c}</g>' for i, c in enumerate(plain))
     paper = f'<g class="chart"><rect class="paper" x="-16" y="-12" {size} rx="8"/></g>'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-16 -12 {full + 32} {height + 24}" '

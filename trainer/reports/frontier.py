@@ -98,8 +98,15 @@ def frontier(
         taken += _cross(chart, *begin)
     for setting in placed:
         taken += _point(chart, setting, by, filled=setting in line)
+    labels: dict[tuple[float, float], list[str]] = {}  # by pixels; points on one spot share one
     for setting in placed:
-        _label(chart, setting, setting.place(by), taken)
+        kl, value = setting.place(by)
+        here = (chart.x(kl), chart.y(value))
+        spot = next((spot for spot in labels if math.dist(spot, here) < 3), here)
+        state = "" if setting.finished else f" ({setting.state})"
+        labels.setdefault(spot, []).append(setting.label + state)
+    for spot, texts in labels.items():
+        _label(chart, ", ".join(texts), spot, taken)
     return chart.svg()
 
 
@@ -223,13 +230,12 @@ def _point(chart: Chart, setting: Setting, by: str, *, filled: bool) -> list[Box
     return boxes
 
 
-def _label(chart: Chart, setting: Setting, place: tuple[float, float], taken: list[Box]) -> None:
+def _label(chart: Chart, text: str, spot: tuple[float, float], taken: list[Box]) -> None:
     """Name a point where that hides nothing; without room its tooltip tells."""
-    text = setting.label if setting.finished else f"{setting.label} ({setting.state})"
-    wide, (kl, value) = text_width(text, size=12), place
+    wide = text_width(text, size=12)
     for side in (10, -10 - wide, -wide / 2, 18, -18 - wide):  # right, left, centred, further off
         for drop in (15, -8, 4, 24, -17, 34, -24):
-            x, y = chart.x(kl) + side, chart.y(value) + drop
+            x, y = spot[0] + side, spot[1] + drop
             a, b, c, d = x - 4, y - 11, x + wide + 4, y + 3
             inside = a > 0 and c < chart.width and chart.y.stop - 12 < b and d < chart.y.start + 10
             if inside and not any(a < g and e < c and b < h and f < d for e, f, g, h in taken):

@@ -32,12 +32,16 @@ class Panel:
 
 @dataclass(frozen=True)
 class Figure:
-    """A chart (SVG), the note below it, the metrics in it, and a warning: its level and text."""
+    """A chart (SVG), the note below it, the metrics in it, and a warning: its level and text.
+
+    `flat`: it has nothing to show but constants.
+    """
 
     chart: str
     note: str = ""
     metrics: Sequence[str] = ()
     warning: tuple[str, str] | None = None
+    flat: bool = False
 
 
 _FOUND = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
@@ -53,6 +57,9 @@ def figures(panels: Sequence[Panel], run: Run) -> list[Figure]:
             f"healthy: {panel.healthy}" if panel.healthy else "",
             [name for name in panel.metrics if name in names],
             unhealthy(panel, run),
+            all(
+                _constant(run.series(_logged(metric, run)), panel.least) for metric in panel.metrics
+            ),
         )
         for panel in panels
         if (chart := draw(panel, run))
@@ -111,6 +118,20 @@ def draw(panel: Panel, run: Run) -> str:
     return line_chart(series, least=panel.least, bounds=bounds, **names) if series else ""
 
 
+def shown(run: Run) -> tuple[list[Figure], list[Figure]]:
+    """Draw the curves of a run: those that are shown, and those that are folded.
+
+    The user's own come after reward, KL and accuracy; what is flat and healthy is folded.
+    """
+    ours = {metric.split("/")[0] for panel in (*MAIN, *MORE) for metric in panel.metrics}
+    rest = others(run)
+    own = [panel for panel in rest if ours.isdisjoint(n.split("/")[0] for n in panel.metrics)]
+    first = figures([*MAIN[:3], *own, *MAIN[3:]], run)
+    folded = [figure for figure in first if figure.flat and not figure.warning]
+    more = figures([*MORE, *(panel for panel in rest if panel not in own)], run)
+    return [figure for figure in first if figure not in folded], folded + more
+
+
 def others(run: Run) -> list[Panel]:
     """Make panels of what no other panel shows, reward parts together."""
     known = {_logged(metric, run) for panel in (*MAIN, *MORE) for metric in panel.metrics}
@@ -139,6 +160,13 @@ def _alike(points: Points, others: Points) -> bool:
         a == b and math.isclose(x, y, rel_tol=1e-6)
         for (a, x), (b, y) in zip(points, others, strict=True)
     )
+
+
+def _constant(points: Points, least: float) -> bool:
+    """Return whether a curve is none, or of three equal values and more, up to rounding."""
+    values = [value for _, value in points] or [0.0] * 3
+    rounding = 1e-6 * max(map(abs, values)) + 0.01 * least
+    return len(values) > 2 and max(values) - min(values) <= rounding
 
 
 def _logged(metric: str, run: Run) -> str:

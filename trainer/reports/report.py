@@ -47,7 +47,8 @@ def run_svg(folder: str | Path) -> str:
 def _values(run: Run, state: str) -> dict[str, Any]:
     """Return what the template shows."""
     told = shown_replies(run.folder / "transcripts.jsonl")
-    curves, changes = [*_limit(run), *panels.figures(panels.MAIN, run)], _changes(run)
+    (first, more), changes = panels.shown(run), _changes(run)
+    curves = [*_limit(run), *first]
     parts = {"Curves": curves, "Replies": told, "Environment": True, "Configuration": changes}
     return told | {
         "title": run.experiment,
@@ -62,7 +63,7 @@ def _values(run: Run, state: str) -> dict[str, Any]:
         "of_python": summary.of_python(run),
         "commands": _commands(run, state),
         "curves": curves,
-        "more_curves": panels.figures([*panels.MORE, *panels.others(run)], run),
+        "more_curves": more,
         "folder": str(run.folder.resolve()),
         "changes": changes,
         "config": run.config and yaml.safe_dump(redact(run.config), sort_keys=False, width=100),

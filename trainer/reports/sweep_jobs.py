@@ -9,8 +9,8 @@ import csv
 import io
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
@@ -18,7 +18,7 @@ from typing import Any
 
 from trainer.limit import FILE, Limit, read_limit
 from trainer.metric_names import ACCURACY, HELD_KL, HELD_REWARD
-from trainer.reports.formats import nats, one_line, short
+from trainer.reports.formats import leaves, nats, one_line, short
 from trainer.reports.summary import hydra_path, repeat_command
 from trainer.runs.find import find_jobs
 from trainer.runs.lock import is_free
@@ -89,6 +89,17 @@ class Setting:
         values = [job.reached[name] for job in self.finished or self.jobs]
         return None if None in values else fmean(values)
 
+    def cell(self, name: str) -> str:
+        """Return a column as text: of several jobs the mean, the lowest and the highest."""
+        values = [job.reached[name] for job in self.finished or self.jobs]
+        if None in values:
+            return ""
+        if isinstance(values[0], str):
+            return self.state if name == "state" else values[0]
+        form = nats if name in (KL, HELD_KL, DRIFT) else short
+        low, high = form(min(values)), form(max(values))
+        return form(fmean(values)) + (f" ({low} to {high})" if low != high else "")
+
     def numbers(self) -> str:
         """Return its objective, reward and KL as text."""
         means = ((name, form, self.mean(key)) for name, (key, form) in COLUMNS.items())
@@ -143,6 +154,22 @@ def load_jobs(folder: Path) -> Sequence[Job]:
     return [_job(run, run.experiment)]
 
 
+def gather(folders: Sequence[Path]) -> Sweep:
+    """Make a sweep of runs from anywhere, each a setting that is called after its folder.
+
+    The keys of their command lines in which they differ stand before what they reached.
+    """
+    names = [folder.resolve().name for folder in folders]
+    names = names if len(set(names)) == len(names) else [str(folder) for folder in folders]
+    jobs = [_job(load_run(f), name) for f, name in zip(folders, names, strict=True)]
+    gathered = []
+    for job in jobs:
+        whole = dict(leaves(redact(job.run.config))) | job.overrides
+        told = {key: str(whole.get(key, "-")) for key in varying(jobs)}
+        gathered.append(replace(job, overrides={}, reached=told | job.reached))
+    return Sweep(Path(), gathered)
+
+
 def _job(run: Run, name: str) -> Job:
     def trained(metric: str) -> float | None:
         """Return the last value, unless that is the one before training."""
@@ -169,7 +196,11 @@ def _job(run: Run, name: str) -> Job:
 
 def varying(jobs: Sequence[Job]) -> list[str]:
     """List the keys in which the jobs differ, as far as they have them: one may not have begun."""
-    pairs = dict.fromkeys(pair for job in jobs for pair in job.overrides.items())
+    return _differing(job.overrides for job in jobs)
+
+
+def _differing(overrides: Iterable[Mapping[str, str]]) -> list[str]:
+    pairs = dict.fromkeys(pair for each in overrides for pair in each.items())
     return [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
 
 
@@ -188,7 +219,7 @@ def grouped(jobs: Sequence[Job]) -> list[Setting]:
 def comparable(jobs: Sequence[Job]) -> bool:
     """Return whether all jobs start from one model and are judged on one task in one way."""
     other = ("experiment", "policy.", "env.", "eval.", "kl.reference", "kl.refresh_every")
-    return not any(key.startswith(other) for key in varying(jobs))
+    return not any(key.startswith(other) for key in _differing(job.run.overrides for job in jobs))
 
 
 def start(jobs: Sequence[Job], by: str) -> tuple[float, float] | None:

@@ -1,6 +1,7 @@
 """The pages of a sweep, written again and again while it goes on: sweep.html and sweep.csv."""
 
 import math
+import os
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,9 +11,9 @@ from urllib.parse import quote
 
 from policies.cache import write_text
 from trainer.limit import Limit
-from trainer.metric_names import ACCURACY, HELD_KL, HELD_REWARD
+from trainer.metric_names import ACCURACY, HELD_REWARD
 from trainer.reports.chart import Series, line_chart, standalone
-from trainer.reports.formats import duration, nats, short
+from trainer.reports.formats import duration
 from trainer.reports.frontier import AVERAGED, frontier
 from trainer.reports.page import PATIENCE, write_page
 from trainer.reports.panels import MAIN, Figure, open_notes
@@ -20,7 +21,6 @@ from trainer.reports.replies import Reply, by_kind, side_by_side
 from trainer.reports.summary import repeat_command
 from trainer.reports.sweep_jobs import (
     DRIFT,
-    KL,
     REWARD,
     Job,
     Setting,
@@ -29,6 +29,7 @@ from trainer.reports.sweep_jobs import (
     best,
     comparable,
     counted,
+    gather,
     grouped,
     limit_of,
     load_sweep,
@@ -43,6 +44,8 @@ MOVES = 1e-4  # nats per token to the sampler; with one step on a batch it is ro
 PROMPTS, SETTINGS = 8, 6  # at most, of replies side by side
 READ = 2**20  # bytes of a file: replies before training stand at its start, those after at its end
 
+Links = dict[str, dict[str, str]]  # text and page of each job
+
 
 def write_sweep(folder: str | Path) -> Path:
     """Write sweep.csv and sweep.html into a multirun folder; return the path of the page."""
@@ -51,6 +54,14 @@ def write_sweep(folder: str | Path) -> Path:
     path = sweep.folder / "sweep.html"
     patience = PATIENCE if sweep.live else None
     write_page(path, "sweep.html.j2", patience=patience, **_values(sweep))
+    return path
+
+
+def write_comparison(folders: Sequence[Path]) -> Path:
+    """Write compare.html, the page of a sweep that is made of any runs, into this folder."""
+    path, words = Path("compare.html"), shlex.join(map(str, folders))
+    told = {"heading": "Comparison of runs", "rewrite": f"python -m trainer.reports {words}"}
+    write_page(path, "sweep.html.j2", **_values(gather(folders)) | told)
     return path
 
 
@@ -69,14 +80,14 @@ def _values(sweep: Sweep) -> dict[str, Any]:
     limit, found = limit_of(sweep), best(jobs)
     winner = found.finished[0].run if found else None
     begun = [setting for setting in settings if any(job.run.metrics for job in setting.jobs)]
-    links = {job.name: {"text": job.label(keys), "page": _page(job)} for job in jobs}
+    links = {job.name: {"text": job.label(keys), "page": _page(job, sweep)} for job in jobs}
     warned: dict[tuple[str, str], list[dict[str, str]]] = {}
     for job in jobs:
         for note in open_notes(job.run):
             warned.setdefault((note["level"], note["title"]), []).append(links[job.name])
     return {
         "title": "sweep",
-        "name": jobs[0].run.experiment if jobs else sweep.folder.name,
+        "heading": f"Sweep of {jobs[0].run.experiment if jobs else sweep.folder.name}",
         "sweep": sweep,
         "progress": _progress(sweep),
         "going": [{**links[job.name], "at": _at(job)} for job in jobs if job.state == "running"],
@@ -87,7 +98,7 @@ def _values(sweep: Sweep) -> dict[str, Any]:
         "averaged": AVERAGED,
         "pictures": _pictures(settings, jobs, limit),
         "limit": limit,
-        **(_table(jobs) if jobs else {}),
+        "tables": _tables(jobs, settings, links),
         "warnings": [(*key, warned[key]) for key in sorted(warned)],
         "curves": list(_overlays(begun, keys)),
         "names": [setting.name for setting in begun],
@@ -131,27 +142,34 @@ def _at(job: Job) -> str:
     return f", iteration {job.reached['progress/iteration']} of {of}" if job.run.metrics else ""
 
 
-def _page(job: Job) -> str:
+def _page(job: Job, sweep: Sweep) -> str:
     """Return the address of a job's page, "" if there is none yet."""
-    there = (job.run.folder / "report.html").is_file()
-    return f"{quote(job.name)}/report.html" if there else ""
+    page = job.run.folder / "report.html"
+    return quote(os.path.relpath(page, sweep.folder)) if page.is_file() else ""
 
 
-def _table(jobs: Sequence[Job]) -> dict[str, Any]:
-    """Return names and rows of what differs between the jobs, and what does not."""
-    columns = {key: [job.overrides.get(key, "-") for job in jobs] for key in varying(jobs)}
-    columns, same = columns or {"job": [job.name for job in jobs]}, {}
-    for title in jobs[0].reached:
-        values = [job.reached[title] for job in jobs]
-        form = nats if title in (KL, HELD_KL, DRIFT) else short
-        cells = [v if isinstance(v, str) else "" if v is None else form(v) for v in values]
+def _tables(jobs: Sequence[Job], settings: Sequence[Setting], links: Links) -> list[dict[str, Any]]:
+    """Return a table of settings, where one has several jobs, and a table of jobs."""
+    keys, single = varying(jobs), [Setting(job.name, "", [job]) for job in jobs]
+    tables = [_table(single, keys, links)] if jobs else []
+    if len(settings) < len(jobs):
+        tables.insert(0, _table(settings, [key for key in keys if key != "seed"], links))
+    return tables
+
+
+def _table(settings: Sequence[Setting], keys: Sequence[str], links: Links) -> dict[str, Any]:
+    """Return names and rows of what differs between settings, and what does not."""
+    first = {key: [s.jobs[0].overrides.get(key, "-") for s in settings] for key in keys}
+    columns, same = first or {"job": [setting.name for setting in settings]}, {}
+    for title in settings[0].jobs[0].reached:
+        cells = [setting.cell(title) for setting in settings]
         if len(set(cells)) == 1:
             same |= {title: cells[0]} if cells[0] else {}
         elif cells not in columns.values() and title.replace("/", ".") not in columns:
             columns[title] = cells  # but not kl/coeff beside kl.coeff
     rows = [
-        [{"text": name, "page": _page(job)}, *cells]
-        for job, (name, *cells) in zip(jobs, zip(*columns.values(), strict=True), strict=True)
+        [{"text": name, "page": links[s.jobs[0].name]["page"] if len(s.jobs) == 1 else ""}, *cells]
+        for s, (name, *cells) in zip(settings, zip(*columns.values(), strict=True), strict=True)
     ]
     return {"columns": [*columns], "rows": rows, "same": same}
 
