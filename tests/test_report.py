@@ -18,7 +18,9 @@ from trainer.reports.chart import Series, line_chart, stack_chart
 from trainer.reports.diagnosis import WORDS, Diagnosis
 from trainer.reports.panels import MAIN, MORE, unhealthy
 from trainer.reports.report import run_svg, write_report
+from trainer.reports.summary import resume_command
 from trainer.reports.sweep_page import write_sweep
+from trainer.runs.folders import SCRIPT
 from trainer.runs.lock import held
 from trainer.runs.run_files import load_run, read_lines
 
@@ -254,3 +256,9 @@ def test_a_large_file_is_read_at_both_ends(tmp_path):
     got = [line["i"] for line in read_lines(path, most=200)]
     # 100 bytes: ten lines of 9 bytes and one of 10; as many as fit of the last, 11 bytes each
     assert got == [*range(11), *range(991, 1000)]
+
+
+def test_commands_name_the_script_from_where_they_are_typed(tmp_path, monkeypatch):
+    assert resume_command(Path("run")) == "python train.py resume=run"
+    monkeypatch.chdir(tmp_path)
+    assert resume_command(Path("run")) == f"python {SCRIPT} resume=run"
