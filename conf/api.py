@@ -56,13 +56,15 @@ def train(
         what = "expected reward to be a function, or functions by name"
         raise ValueError(f'{what}, got {got!r:.80}; give {{"length": f, "right": g}}, say')
     words = [f"experiment={experiment}", f"policy.model={quoted(str(model))}"]
-    words += _words({"env": "prompts"} if named and not isinstance(overrides.get("env"), str) else {})
+    if named and not isinstance(overrides.get("env"), str):
+        words.append("env=prompts")
     words += _words(overrides)
     for name, function in named.items():
         hold(name, function)
         words.append(f'+env.rewards.{name}={{_target_: envs.rewards.Given, name: "{name}"}}')
     unique_folder.cache_clear()  # another call, another folder
-    folder = Path(compose(words, with_hydra=True).hydra.run.dir)
+    # Absolute: a reward may go elsewhere.
+    folder = Path(compose(words, with_hydra=True).hydra.run.dir).absolute()
     if holds_run(folder):
         raise ValueError(f"{folder} already holds a run; give another output_dir")
     with held(folder):
@@ -87,7 +89,7 @@ def train(
             raise KeyboardInterrupt(str(stop)) from None
         finally:
             gc.unfreeze()  # what the loop froze is this process's to free
-    return load_run(folder.absolute())
+    return load_run(folder)
 
 
 def _data(key: str, rows: Rows | None, folder: Path, *, shown: bool) -> list[str]:
@@ -102,7 +104,7 @@ def _data(key: str, rows: Rows | None, folder: Path, *, shown: bool) -> list[str
     found = [{"prompt": row} if isinstance(row, str) else row for row in rows]
     path = folder / f"{key}.jsonl"
     write_text(path, "".join(json.dumps(row) + "\n" for row in found))
-    words = [f"env.{key}={quoted(str(path.absolute()))}"]
+    words = [f"env.{key}={quoted(str(path))}"]
     named = [name for name in ("prompt", "question", "messages") if found and name in found[0]]
     if key == "dataset" and named[:1] not in ([], ["messages" if shown else "prompt"]):
         words.append(f"env.columns.question={named[0]}")

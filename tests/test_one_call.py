@@ -191,3 +191,12 @@ def test_keys_of_env_keep_the_prompts_of_the_call():
     with pytest.raises(ValueError, match=r"env\.max_turns") as caught:
         call(env={"max_turns": 0})
     assert "column" not in str(caught.value)
+
+
+@pytest.mark.runs
+def test_a_reward_that_changes_the_directory_does_not_move_the_run(place):
+    (place / "elsewhere").mkdir()
+    run = call(lambda row, reply: os.chdir(place / "elsewhere") or 0.5)
+    assert run.status["state"] == "finished"
+    assert (run.folder / "model").is_dir()
+    assert not list((place / "elsewhere").iterdir())

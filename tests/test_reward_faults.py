@@ -1,6 +1,8 @@
 """What a user's reward does wrong: one line with the task, and the user's file and line."""
 
 import inspect
+import os
+import sys
 
 import numpy as np
 import pytest
@@ -134,3 +136,26 @@ def test_a_fault_in_a_trial_is_a_warning_or_an_error_as_on_error_says():
     with pytest.raises(RuntimeError, match="no such host") as caught:
         try_reward(Rewarded(Plain(answer="yes"), {"own": Function(offline)}))
     assert "the reply 'yes'" in headline(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_child_that_a_reward_forks_goes_no_further_than_the_reward():
+    children = []
+
+    def forks(code):
+        if pid := os.fork():
+            children.append(pid)
+        elif code is not None:
+            sys.exit(code)
+        return 0.5
+
+    for code in (None, 0, 3):
+        assert rewards_of(Plain(lambda row, code=code: forks(code)), [ROW], REPLIES[:1])
+    ends = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+    assert ends == [0, 0, 1]
+
+
+def test_a_trial_leaves_the_working_directory_where_it_was(tmp_path):
+    before = os.getcwd()
+    try_reward(Plain(lambda row: os.chdir(tmp_path) or 0.5))
+    assert os.getcwd() == before
