@@ -244,7 +244,8 @@ def test_a_run_is_named_by_its_changes_and_a_job_is_grouped_by_its_sweep(tmp_pat
     folder = tmp_path / "sft_tiny" / "2026-01-01" / "seed=3"
     (folder / ".hydra").mkdir(parents=True)
     words = ["experiment=sft_tiny", "trainer.num_iterations=9", "tracker=tensorboard"]
-    told = [*words, "allow_targets=true", "kl.reference=./start", "env.task.judge=org/model"]  # of a path its end
+    told = [*words, "allow_targets=true"]
+    told += ["kl.reference=./start", "env.task.judge=org/model"]  # of a path its end
     (folder / ".hydra" / "overrides.yaml").write_text(json.dumps(told))
     cfg = OmegaConf.create(compose_checked(words))
     cfg.policy.model = "/runs/sft-1/model"
