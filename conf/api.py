@@ -10,11 +10,13 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from conf.compose import compose, compose_checked, compose_experiment, write_defaults
+from envs.data import KINDS
 from envs.rewards.trl_function import hold
 from policies.cache import write_text
 from trainer.early_stopping import Stopped
-from trainer.runs.folders import holds_run, quoted, remove_unused, unique_folder
-from trainer.runs.launch import SCRIPT, prepare
+from trainer.reports.summary import resume_command
+from trainer.runs.folders import SCRIPT, holds_run, quoted, remove_unused, unique_folder
+from trainer.runs.launch import prepare
 from trainer.runs.lock import FILE as LOCK
 from trainer.runs.lock import held
 from trainer.runs.run_files import Run, load_run
@@ -41,18 +43,30 @@ def train(
     configuration: `kl={"coeff": 0.1}`, `algorithm="rloo"`, `**{"trainer.num_iterations": 20}`.
     ValueError: what the command line would refuse. The model is in `run.folder / "model"`.
     """
+    if folder := overrides.pop("resume", None):
+        command = resume_command(Path(folder))
+        raise ValueError(f"trainer.train begins a new run; resume {folder} by: {command}")
+    if not isinstance(model, str | Path):
+        what = f"expected model to be a folder or a hub id, got {type(model).__name__}"
+        raise ValueError(f"{what}; save it and its tokenizer by save_pretrained, give the folder")
     named = {} if reward is None else reward
     if not isinstance(named, Mapping):
         name = getattr(reward, "__name__", "reward")
         named = {name if name.isidentifier() else "reward": reward}
+    if not all(map(callable, named.values())):
+        got = reward if isinstance(reward, Mapping) else type(reward).__name__
+        what = "expected reward to be a function, or functions by name"
+        raise ValueError(f'{what}, got {got!r:.80}; give {{"length": f, "right": g}}, say')
     words = [f"experiment={experiment}", f"policy.model={quoted(str(model))}"]
-    words += _words({"env": "prompts"} if named and "env" not in overrides else {})
+    if named and not isinstance(overrides.get("env"), str):
+        words.append("env=prompts")
     words += _words(overrides)
     for name, function in named.items():
         hold(name, function)
         words.append(f'+env.rewards.{name}={{_target_: envs.rewards.Given, name: "{name}"}}')
     unique_folder.cache_clear()  # another call, another folder
-    folder = Path(compose(words, with_hydra=True).hydra.run.dir)
+    # Absolute: a reward may go elsewhere.
+    folder = Path(compose(words, with_hydra=True).hydra.run.dir).absolute()
     if holds_run(folder):
         raise ValueError(f"{folder} already holds a run; give another output_dir")
     with held(folder):
@@ -79,19 +93,22 @@ def train(
             raise KeyboardInterrupt(str(stop)) from None
         finally:
             gc.unfreeze()  # what the loop froze is this process's to free
-    return load_run(folder.absolute())
+    return load_run(folder)
 
 
 def _data(key: str, rows: Rows | None, folder: Path, *, shown: bool) -> list[str]:
     """Write rows into the run's folder, `shown` to SFT; return the overrides that name them."""
     if rows is None:
         return []
+    if isinstance(rows, Path) or (isinstance(rows, str) and Path(rows).suffix in KINDS):
+        what = f"expected {key} rows, got the path {rows}"
+        raise ValueError(f'{what}; give datasets.load_dataset("json", data_files=...)["train"]')
     if isinstance(rows, str | Mapping):
         raise ValueError(f"expected a list of rows, got {type(rows).__name__}; put it into a list")
     found = [{"prompt": row} if isinstance(row, str) else row for row in rows]
     path = folder / f"{key}.jsonl"
     write_text(path, "".join(json.dumps(row) + "\n" for row in found))
-    words = [f"env.{key}={quoted(str(path.absolute()))}"]
+    words = [f"env.{key}={quoted(str(path))}"]
     named = [name for name in ("prompt", "question", "messages") if found and name in found[0]]
     if key == "dataset" and named[:1] not in ([], ["messages" if shown else "prompt"]):
         words.append(f"env.columns.question={named[0]}")

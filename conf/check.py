@@ -193,7 +193,9 @@ def _task(cfg: Config) -> Iterator[str]:
         if key in ("dataset", "eval_dataset", "columns") and value and key not in known:
             yield f"env.{key}={value}: {name} reads none; use env=gsm8k, env=chats or env=own"
     if all(map(is_file, _data_sets(env))):
-        try_task(json.dumps(env), cfg["algorithm"]["source"].get("_target_", ""))
+        source, held_out = cfg["algorithm"]["source"].get("_target_", ""), cfg["eval"]
+        judged = source == "trainer.Rollouts" or held_out["num_samples"] or held_out["greedy"]
+        try_task(json.dumps(env), source, bool(judged))
 
 
 def _data_sets(node: Mapping[str, Any]) -> Iterator[str]:
@@ -206,9 +208,9 @@ def _data_sets(node: Mapping[str, Any]) -> Iterator[str]:
 
 
 @lru_cache(maxsize=8)  # for the jobs of a sweep; what is raised is not kept
-def try_task(env: str, source: str) -> None:
+def try_task(env: str, source: str, rewards: bool) -> None:
     """Raise ValueError with what making a task and reading its rows complains about."""
-    node, rewards = json.loads(env), source == "trainer.Rollouts"
+    node = json.loads(env)
     name = node["task"]["_target_"]
     fault = complaint(lambda: make_task(node), name, rows=ROWS.get(source), rewards=rewards)
     if fault:

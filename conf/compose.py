@@ -120,6 +120,8 @@ def explain(error: Exception) -> str:
     key = cause.full_key or ""
     if isinstance(cause, ConfigAttributeError | ConfigKeyError):
         unknown = max(key, name, key=len)  # of a.b.c, a.b may be what does not exist
+        if unknown == "experiment" and file:
+            return f"{file[1]}.yaml: write # @package _global_ as its first line, it has none"
         return f"there is no key {unknown}{where}{nearest(unknown, value)}"
     if declared := all_keys().get(key, ("", None))[1]:
         got = "null" if cause.value is None else repr(cause.value)

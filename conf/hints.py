@@ -41,6 +41,9 @@ def nearest(key: str, value: Any = None) -> str:
     """Return a hint at known keys that look like an unknown one."""
     if key in all_keys():
         return f" here; it belongs to {all_keys()[key][0]}"
+    if key.startswith("tracker."):  # few keys, and each service has names of its own for them
+        known = [name.partition(".")[2] for name in all_keys() if name.startswith("tracker.")]
+        return f"; tracker has {', '.join(known)} (docs/configuration.md)"
     elsewhere, leaf = known_elsewhere(key, value), key.rpartition(".")[2]
     close = [name for name in all_keys() if name.rpartition(".")[2] == leaf][:2]
     cutoff = 0.75 if elsewhere else 0.6

@@ -196,7 +196,12 @@ def load_model(
         raise ValueError(
             f"{found.folder}: the weights lack {len(missing)} of the model's tensors: {missing[0]}"
         )
-    return model.eval().to(device or "cpu")
+    model = model.eval().to(device or "cpu")
+    for name, weight in model.named_parameters():
+        if not weight.isfinite().all():
+            fault = f"expected finite weights, got NaN or infinity in {name}"
+            raise ValueError(f"{found.folder}: {fault}; take an earlier checkpoint of it")
+    return model
 
 
 def _zero_dropout(config: Any) -> None:

@@ -75,6 +75,9 @@ class Scorer(nn.Module):
         self, model: nn.Module, *, share_prompts: bool = True, autocast: torch.dtype | None = None
     ) -> None:
         super().__init__()
+        if not hasattr(model, "config"):
+            what = "expected a causal language model of transformers, with a config"
+            raise ValueError(f"{what}, got {type(model).__name__}; derive it from PreTrainedModel")
         self.model, self.autocast = model, autocast
         self.critic: Critic | None = None  # gives values from the same forward
         self.share_prompts = share_prompts and layout.takes_masks(model.config)

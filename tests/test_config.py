@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from refusals import refusal
 from runs import ROOT, asked, environment, words_of
 
-from conf.build import build, make_leash, make_task
+from conf.build import build, make_leash, make_policy, make_task
 from conf.cli import expand
 from conf.compose import compose_checked
 from conf.resume import of_job, read_saved
@@ -29,6 +29,7 @@ EXPERIMENTS = [path.stem for path in FILES if path.parent.name == "experiment"]
 GROUPS = [f"{p.parent.name}={p.stem}" for p in FILES if p.parent.name != "experiment"]
 PACKAGES = ("policies", "envs", "envs.rewards", "envs.tasks", "envs.transforms", "trainer")
 OWN = ("env=own", "allow_targets=true")
+UNJUDGED = ("eval.num_samples=0", "eval.greedy=false")
 OFFLINE = ("kl.coeff=0", "kl.measure=false")
 ROWS = [{"question": "1 + 1?", "answer": "#### 2"}, {"question": "2 + 2?", "answer": "#### 4"}]
 
@@ -82,10 +83,10 @@ GOES_WITH = {  # what a group file leaves to the user, or needs beside it
     "tracker=accelerate": ["tracker.kind=mlflow"],
     "env=reasoning_gym": ["env.task.name=chain_sum"],
     "env=learnt_reward": ["env.task.reward_model=experiment:rm_tiny"],
-    "env=preferences": ["algorithm=reward", *OFFLINE],
+    "env=preferences": ["algorithm=reward", *OFFLINE, *UNJUDGED],
     "algorithm=sft": OFFLINE,
     "algorithm=minor_sft": OFFLINE,
-    "algorithm=reward": ["env=preferences", *OFFLINE],
+    "algorithm=reward": ["env=preferences", *OFFLINE, *UNJUDGED],
 }
 
 
@@ -183,6 +184,7 @@ FAULTS = [  # words, and the key that the line names
     (own("Bare", "env.dataset=data.jsonl"), "reward"),
     ([*OWN, "env.task._target_=no_such_file.Task"], "no_such_file.*PYTHONPATH"),
     (["experiment=grpo_own"], r"env\.dataset"),
+    (["experiment=rm_tiny", "eval.num_samples=2"], r"eval\.num_samples=0 eval\.greedy=false"),
     (["mode=limit"], "resume="),
     (["mode=export", "hub=a/b"], "resume="),
     (["mode=evaluate", "experiment=rm_tiny"], "mode=evaluate"),
@@ -203,6 +205,9 @@ def test_a_fault_inside_a_file_names_key_and_file(place):
     (place / "experiment" / "typo.yaml").write_text("# @package _global_\nkl:\n  ceoff: 1\n")
     line = refusal(f"hydra.searchpath=[file://{place}]", "experiment=typo")
     assert re.search(r"kl\.ceoff.*experiment/typo\.yaml.*kl\.coeff", line)
+    (place / "experiment" / "bare.yaml").write_text("kl:\n  coeff: 1\n")
+    line = refusal(f"hydra.searchpath=[file://{place}]", "experiment=bare")
+    assert re.search(r"experiment/bare\.yaml: .*# @package _global_", line)
 
 
 @pytest.mark.parametrize(
@@ -309,3 +314,9 @@ def test_a_sweep_checks_all_jobs_first_and_is_refused_in_one_line(place):
     assert line.startswith("error: ")
     assert "kl.coeff" in line
     assert not list(place.rglob("*.yaml"))
+
+
+def test_a_policy_of_another_kind_is_refused():
+    node = {"_target_": "torch.nn.GRU", "input_size": 2, "hidden_size": 2, "engine": "transformers"}
+    with pytest.raises(ValueError, match=r"policies\.load_policy does, got GRU"):
+        make_policy(node)

@@ -14,6 +14,7 @@ from rich.console import Console, Group
 
 from policies.cache import write_text
 from trainer.reports.display import STOPPING, Display, show_run
+from trainer.runs.folders import script
 from trainer.runtime import Runtime
 
 
@@ -118,7 +119,7 @@ def test_a_terminal_shows_what_goes_on_below_a_bar_and_results_for_good(
     assert re.search(r"run .* 1/2 0:00:0\d 1 min 15 s left", lines[0])  # 5 s, 70 s of evaluation
     assert lines[1:] == ["reward 0.250  entropy 0.125  5.0 s"], "and no accuracy"
     display.end("preempted", saved=7)
-    last = "saved at iteration 7; go on with: python train.py resume='a run'"
+    last = f"saved at iteration 7; go on with: python {script()} resume='a run'"
     assert plain(terminal.getvalue()).rstrip().endswith(last)
 
 

@@ -112,3 +112,11 @@ def test_nothing_is_left_while_the_rule_is_the_same_and_the_rest_without_it(ende
     train(ended, resume=True)
     kl = [[line["kl/ref_sequence"] for line in metrics(f)[1:]] for f in (ended, whole)]
     assert kl[0] == kl[1]
+
+
+def test_another_value_on_resume_is_come_to_from_the_side_of_the_first_one():
+    before = EarlyStopping(stop_at="kl/ref_sequence 5")
+    before({"kl/ref_sequence": 0.1}, 1)
+    enough = EarlyStopping(stop_at="kl/ref_sequence 3", patience=2)
+    enough.load_state_dict(before.state_dict())
+    assert enough({"kl/ref_sequence": 4.0}, 2) == "kl/ref_sequence came to 4 (trainer.stop_at: 3)"

@@ -11,7 +11,7 @@ from runs import metrics, train_here
 
 from policies.chats.chat_template import Renderer
 from policies.models import find_model, load_tokenizer
-from trainer.fitting import Fit
+from trainer.fitting import Fit, fit_rows
 
 
 def chat(*texts):
@@ -21,7 +21,8 @@ def chat(*texts):
 
 def fit(room, name="chatml"):
     renderer = Renderer(load_tokenizer(find_model("tiny")), name)
-    return Fit(renderer, room, SimpleNamespace(messages=lambda row: row["messages"]), True)
+    env = SimpleNamespace(messages=lambda row: row["messages"])
+    return Fit(renderer, room, env, True, "a limit", "raise it")
 
 
 @pytest.mark.parametrize("name", ["chatml", "qwen", "llama"])
@@ -79,5 +80,21 @@ def test_a_run_says_what_it_leaves_out_and_is_the_run_without_those_rows(tmp_pat
 
 def test_rows_of_which_none_fits_are_refused(tmp_path):
     write(tmp_path, long=range(40))
-    with pytest.raises(ValueError, match="which leaves none"):
+    with pytest.raises(ValueError, match=r"\(policy.max_prompt_tokens\).* which leaves none"):
         train_here(tmp_path / "none", *words(tmp_path))
+
+
+def test_a_system_prompt_without_room_ends_the_run_at_a_sample_of_the_rows(tmp_path):
+    seen, rows = [], [{"messages": chat("12?")}] * 1000
+    env = SimpleNamespace(messages=lambda row: seen.append(row) or chat("Be brief. " * 9999))
+    none = SimpleNamespace(max_prompt_tokens=None, max_new_tokens=3)
+    model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=64))
+    loop = SimpleNamespace(
+        policy=SimpleNamespace(renderer=fit(9).renderer, model=model),
+        generator=SimpleNamespace(limits=none),
+        source=SimpleNamespace(env=env, rows=rows, prompts=None),
+        evaluate=SimpleNamespace(plans=[]),
+    )
+    with pytest.raises(ValueError, match=r"61 tokens \(max_position.*system_prompt"):
+        fit_rows(loop)
+    assert len(seen) < 100

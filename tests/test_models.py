@@ -142,6 +142,12 @@ def without_a_tensor(path):
     save_file(weights, path, metadata={"format": "pt"})
 
 
+def with_nan(path):
+    weights = load_file(path)
+    weights["model.norm.weight"][0] = torch.nan
+    save_file(weights, path, metadata={"format": "pt"})
+
+
 def not_causal(path):
     CLIPConfig().save_pretrained(path.parent)
 
@@ -151,6 +157,7 @@ def not_causal(path):
     [
         ("model.safetensors", shorten, "read the weights"),
         ("model.safetensors", without_a_tensor, r"model\.layers\.1\.mlp\.up_proj\.weight"),
+        ("model.safetensors", with_nan, r"NaN .*model\.norm\.weight"),
         ("model.safetensors", Path.unlink, "no weights"),
         ("config.json", shorten, r"config\.json"),
         ("config.json", lambda p: edit_json(p, hidden_size=64), "read the weights"),

@@ -166,3 +166,37 @@ def test_demonstrations_need_no_reward():
     run = trainer.train("tiny", None, chats, experiment="sft_own", **few)
     assert run.status["state"] == "finished"
     assert run.last("loss/total") > 0
+
+
+@pytest.mark.parametrize(
+    ("model", "reward", "rows", "changed", "line"),
+    [
+        ("tiny", length, ASKED, {"resume": "outputs/old"}, r"python \S*train.py resume=outputs"),
+        (object(), length, ASKED, {}, r"got object; save it .*save_pretrained"),
+        ("tiny", length, "rows.jsonl", {}, r"path rows\.jsonl; give datasets"),
+        ("tiny", length, Path("rows"), {}, r"path rows; give datasets"),
+        ("tiny", [length, of_trl], ASKED, {}, r"functions by name, got 'list'"),
+    ],
+)
+def test_what_the_call_does_not_take_is_one_line_with_what_to_do(
+    model, reward, rows, changed, line
+):
+    with pytest.raises(ValueError, match=line) as caught:
+        trainer.train(model, reward, rows, **changed)
+    assert len(str(caught.value).splitlines()) == 1
+    assert not list(Path("outputs").glob("*/*"))
+
+
+def test_keys_of_env_keep_the_prompts_of_the_call():
+    with pytest.raises(ValueError, match=r"env\.max_turns") as caught:
+        call(env={"max_turns": 0})
+    assert "column" not in str(caught.value)
+
+
+@pytest.mark.runs
+def test_a_reward_that_changes_the_directory_does_not_move_the_run(place):
+    (place / "elsewhere").mkdir()
+    run = call(lambda row, reply: os.chdir(place / "elsewhere") or 0.5)
+    assert run.status["state"] == "finished"
+    assert (run.folder / "model").is_dir()
+    assert not list((place / "elsewhere").iterdir())

@@ -18,7 +18,9 @@ from trainer.reports.chart import Series, line_chart, stack_chart
 from trainer.reports.diagnosis import WORDS, Diagnosis
 from trainer.reports.panels import MAIN, MORE, unhealthy
 from trainer.reports.report import run_svg, write_report
+from trainer.reports.summary import resume_command
 from trainer.reports.sweep_page import write_sweep
+from trainer.runs.folders import SCRIPT
 from trainer.runs.lock import held
 from trainer.runs.run_files import load_run, read_lines
 
@@ -271,3 +273,9 @@ def test_own_curves_are_among_the_first_and_flat_ones_folded_unless_they_warn(tm
     assert shown == ["Reward", "Reward parts", "my/own", "Critic"]
     kls = ["KL per token", "KL to the sampler", "KL coefficient"]
     assert hidden == ["my/flat", *kls, "Engine against policy"]
+
+
+def test_commands_name_the_script_from_where_they_are_typed(tmp_path, monkeypatch):
+    assert resume_command(Path("run")) == "python train.py resume=run"
+    monkeypatch.chdir(tmp_path)
+    assert resume_command(Path("run")) == f"python {SCRIPT} resume=run"

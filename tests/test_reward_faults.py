@@ -3,6 +3,8 @@
 import functools
 import inspect
 import math
+import os
+import sys
 
 import numpy as np
 import pytest
@@ -208,3 +210,26 @@ def test_none_is_left_out_of_the_sum_and_a_reply_that_nobody_judges_is_dropped()
     assert math.isnan(second.parts["sums"])
     both = Rewarded(Asked(), {"sums": TRLFunction(sums), "one": Function(lambda *_: 1)})
     assert [(r.total, r.dropped) for r in both.rewards(rows, replies)] == [(3, False), (1, False)]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_child_that_a_reward_forks_goes_no_further_than_the_reward():
+    children = []
+
+    def forks(code):
+        if pid := os.fork():
+            children.append(pid)
+        elif code is not None:
+            sys.exit(code)
+        return 0.5
+
+    for code in (None, 0, 3):
+        assert rewards_of(Plain(lambda row, code=code: forks(code)), [ROW], REPLIES[:1])
+    ends = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+    assert ends == [0, 0, 1]
+
+
+def test_a_trial_leaves_the_working_directory_where_it_was(tmp_path):
+    before = os.getcwd()
+    try_reward(Plain(lambda row: os.chdir(tmp_path) or 0.5))
+    assert os.getcwd() == before

@@ -110,3 +110,10 @@ def test_a_device_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"policy\.device=mps"):
         Runtime(tmp_path, device="mps")
     assert "policy.device" in refusal("experiment=grpo_tiny", "policy.device=cuda:1")
+
+
+def test_a_clock_that_is_set_back_does_not_make_a_run_younger(tmp_path, monkeypatch):
+    with Runtime(tmp_path) as runtime:
+        monkeypatch.setattr("time.time", lambda: 0.0)
+        runtime.write_status()
+        assert 0 <= status(tmp_path)["seconds"] < 100

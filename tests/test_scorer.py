@@ -194,3 +194,8 @@ def test_uniforms_are_uniform_and_differ_by_stream_and_position() -> None:
     grid = u.view(500, 40)
     correlation = torch.corrcoef(torch.stack([grid[:, :-1].flatten(), grid[:, 1:].flatten()]))[0, 1]
     assert correlation.abs() < 0.03
+
+
+def test_a_network_without_a_config_is_refused() -> None:
+    with pytest.raises(ValueError, match="transformers, with a config, got GRU"):
+        Scorer(torch.nn.GRU(2, 2))

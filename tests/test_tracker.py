@@ -244,7 +244,8 @@ def test_a_run_is_named_by_its_changes_and_a_job_is_grouped_by_its_sweep(tmp_pat
     folder = tmp_path / "sft_tiny" / "2026-01-01" / "seed=3"
     (folder / ".hydra").mkdir(parents=True)
     words = ["experiment=sft_tiny", "trainer.num_iterations=9", "tracker=tensorboard"]
-    told = [*words, "kl.reference=./start", "env.task.judge=org/model"]  # of a path its end
+    told = [*words, "allow_targets=true"]
+    told += ["kl.reference=./start", "env.task.judge=org/model"]  # of a path its end
     (folder / ".hydra" / "overrides.yaml").write_text(json.dumps(told))
     cfg = OmegaConf.create(compose_checked(words))
     cfg.policy.model = "/runs/sft-1/model"
@@ -255,3 +256,15 @@ def test_a_run_is_named_by_its_changes_and_a_job_is_grouped_by_its_sweep(tmp_pat
     (folder.parent / "sweep.json").write_text("{}")
     about = make_tracker(cfg, folder).about
     assert (about["name"], about["group"]) == ("sft_tiny seed=3", "sft_tiny/2026-01-01")
+
+
+def test_keys_name_a_wandb_run_and_variables_of_wandb_come_before_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_PROJECT", "theirs")
+    monkeypatch.setenv("WANDB_TAGS", "t1,t2")
+    given = {"name": "mine", "tags": ["a"], "notes": "a note", "project": "ours", "group": None}
+    offline(tmp_path, **given).end("finished", saved=None)
+    (run,) = [r["run"] for r in inspect(tmp_path) if r["type"] == "run"]
+    shown = [run[key] for key in ("display_name", "project", "tags", "notes")]
+    assert shown == ["mine", "theirs", ["t1", "t2"], "a note"]
+    with pytest.raises(ValueError, match=r"tracker has .*notes.*init_timeout"):
+        compose_checked(["tracker=wandb", "tracker.nota=x"])

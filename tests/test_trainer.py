@@ -138,3 +138,13 @@ def test_a_run_whose_folder_is_removed_makes_no_new_one(tmp_path) -> None:
 def test_without_an_evaluation_the_objective_is_the_last_reward(tmp_path) -> None:
     train(tmp_path, change=lambda loop: loop.evaluate.plans.clear())
     assert load_run(tmp_path).status["objective"] == metrics(tmp_path)[-1]["reward/mean"]
+
+
+def test_a_checkpoint_whose_state_lacks_a_key_is_named(copied) -> None:
+    newest = copied / "checkpoints" / "iteration_000004"
+    state = json.loads((newest / "state.json").read_text())
+    (newest / "state.json").write_text(json.dumps({k: state[k] for k in state if k != "update"}))
+    (newest / "MANIFEST.json").unlink()
+    write_manifest(newest, {"format": 1})
+    with pytest.raises(ValueError, match=r"iteration_000004 is damaged: .* no 'update'"):
+        train(copied, resume=True)

@@ -217,7 +217,7 @@ def read_state(folder: Path) -> dict[str, Any] | None:
     state = json.loads((folder / "state.json").read_text())
     if (found := state.get("format")) != FORMAT:
         raise ValueError(f"{folder} is of format {found}, this leash reads {FORMAT}; move it away")
-    return state if f"iteration_{state['iteration']:06d}" == folder.name else None
+    return state if f"iteration_{state.get('iteration', -1):06d}" == folder.name else None
 
 
 def save_model(policy: Policy, folder: Path, *, here: bool = True) -> None:

@@ -102,5 +102,8 @@ class EarlyStopping:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what was saved; under another rule the run has not ended."""
         self.best, self.worse = state["best"], state["worse"]
+        if self.stop_at and state["stop_at"]:
+            same = read_rule(self.stop_at)[0] == read_rule(state["stop_at"])[0]
+            self.first = state["first"] if same else None  # the side that the run came from
         if (state["stop_at"], state["patience"]) == (self.stop_at, self.patience):
-            self.first, self.ended = state["first"], state["ended"]
+            self.ended = state["ended"]

@@ -16,15 +16,22 @@ from policies.chats.chat_template import Renderer
 from policies.scorer import max_positions
 from trainer.trainer import Trainer
 
+SAMPLE = 64  # rows, from all over the data: if none of them fits, the run ends
+
 
 @dataclass(frozen=True)
 class Fit:
-    """Where rows have to fit: `room` tokens of each of their chats, prompts if `prompt`."""
+    """Where rows have to fit: `room` tokens of each of their chats, prompts if `prompt`.
+
+    `limit` names what bounds them, `remedy` what lets them fit.
+    """
 
     renderer: Renderer
     room: int
     env: Any
     prompt: bool
+    limit: str
+    remedy: str
 
     def too_long(self, rows: Sequence[Row]) -> dict[int, int]:
         """Return the size in tokens of each row that does not fit, by its place."""
@@ -47,14 +54,17 @@ def fits(loop: Trainer) -> dict[str, Fit]:
     """Return where the "train" and "eval" rows of a run have to fit; {} if there is no bound."""
     env, positions = getattr(loop.source, "env", None), max_positions(loop.policy.model)
     limits, plays = loop.generator.limits, hasattr(loop.source, "prompts")
-    bounds = [positions and positions - limits.max_new_tokens, limits.max_prompt_tokens]
-    most = min((n for n in bounds if n is not None), default=None)
-    rooms = {"train": (most if plays else positions, plays)}
+    own, new = limits.max_prompt_tokens, limits.max_new_tokens
+    whole = positions, False, "max_position_embeddings of the model", "take another model"
+    start = own, True, "policy.max_prompt_tokens", "raise it"
+    if positions is not None and (own is None or positions - new < own):
+        start = positions - new, True, f"{whole[2]} - policy.max_new_tokens", "lower the latter"
+    rooms = {"train": start if plays else whole}
     if loop.evaluate.plans:
-        rooms["eval"] = most, True
+        rooms["eval"] = start
     return {
-        name: Fit(loop.policy.renderer, room, env, prompt)
-        for name, (room, prompt) in rooms.items()
+        name: Fit(loop.policy.renderer, room, env, *about)
+        for name, (room, *about) in rooms.items()
         if env is not None and room is not None
     }
 
@@ -66,14 +76,21 @@ def fit_rows(loop: Trainer) -> list[str]:
         part = loop.source if name == "train" else loop.evaluate
         rows = getattr(part, "rows", ())
         listed = isinstance(rows, list | tuple) or getattr(rows, "listed", False)
-        if not listed or not (sizes := fit.too_long(rows)):
+        if not listed or not rows:
             continue
-        some = [f"row {rows[i].get('index', i)} ({n} tokens)" for i, n in islice(sizes.items(), 3)]
-        text = f"{len(sizes)} of {len(rows)} {name} rows exceed {fit.room} tokens: "
+        tried = rows[:: -(-len(rows) // SAMPLE)]
+        sizes = fit.too_long(tried)
+        if len(sizes) < len(tried) < len(rows):  # else the others need not be rendered
+            tried, sizes = rows, fit.too_long(rows)
+        if not sizes:
+            continue
+        some = [f"row {tried[i].get('index', i)} ({n} tokens)" for i, n in islice(sizes.items(), 3)]
+        text = f"{len(sizes)} of {len(tried)} {name} rows exceed {fit.room} tokens ({fit.limit}): "
         text += ", ".join([*some, "..."] if len(sizes) > 3 else some)
+        if len(sizes) == len(tried):
+            shorter = "or give shorter rows or a shorter policy.system_prompt"
+            raise ValueError(f"{text}, which leaves none; {fit.remedy}, {shorter}")
         kept = LazyRows(rows.__getitem__, [i for i in range(len(rows)) if i not in sizes])
-        if not kept:
-            raise ValueError(f"{text}, which leaves none; raise policy.max_prompt_tokens")
         messages.append(f"{text}; dropped")
         part.keep(kept) if name == "eval" else setattr(part, "rows", kept)
     return messages

@@ -21,7 +21,11 @@ def restore_run(loop: Any) -> None:
     """Restore the newest checkpoint that verifies; without any, begin at the start."""
     newest, text = loop.checkpoints.newest(), "from iteration 0, there is no checkpoint"
     if newest is not None:
-        _restore(loop, loop.checkpoints.restore(newest))
+        try:
+            _restore(loop, loop.checkpoints.restore(newest))
+        except KeyError as lost:
+            fault = f"its state.json has no {lost}; move it away"
+            raise ValueError(f"{newest} is damaged: {fault}") from lost
         text = f"from iteration {loop.progress.iteration}"
         if skipped := loop.checkpoints.skipped:
             text += f", skipped damaged {', '.join(skipped)}"

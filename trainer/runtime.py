@@ -54,7 +54,7 @@ class Runtime:
             os.environ["LEASH_FOLDER"] = str(self.folder)  # for what this process ends by
         self.seed = seed
         self.status: dict[str, Any] = {"state": "running", "reason": None, "objective": None}
-        self.started = time.time()
+        self.started = time.monotonic()
         self.stop_signal: int | None = None
         self.on_stop: Callable[[], None] = lambda: None  # called in the signal handler
         self.at_once = False  # whether a stop signal raises by itself, wherever the run is
@@ -156,18 +156,17 @@ class Runtime:
 
     def at(self, phase: str, share: float | None = None) -> None:
         """Say in status.json what the run does now, and which share of it is done."""
-        now = time.time()
         if not self._written:  # nobody keeps a status here
             return
         if phase != self.status.get("phase"):
-            self.write_status(phase=phase, phase_since=round(now, 2), phase_share=share)
-        elif now > self._written + 1:
+            self.write_status(phase=phase, phase_since=round(time.time(), 2), phase_share=share)
+        elif time.monotonic() > self._written + 1:
             self.write_status(phase_share=share)
 
     def write_status(self, **changes: Any) -> None:
         """Update status.json atomically (rank 0)."""
-        self._written = time.time()
-        self.status.update(changes, seconds=round(time.time() - self.started, 2))
+        self._written = time.monotonic()
+        self.status.update(changes, seconds=round(self._written - self.started, 2))
         if self.status["state"] == "finished":  # no phase any more
             self.status = {k: v for k, v in self.status.items() if not k.startswith("phase")}
         if self.is_main:

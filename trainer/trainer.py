@@ -141,7 +141,7 @@ class Trainer:
         self.progress.iteration += 1
         self.progress.tokens += int(total["tokens"])
         self.progress.samples += int(total["samples"])
-        self.progress.seconds = time.time() - self.runtime.started
+        self.progress.seconds = time.monotonic() - self.runtime.started
         metrics |= {
             "progress/iteration": self.progress.iteration,
             "progress/step": self.update.step,

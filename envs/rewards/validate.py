@@ -2,9 +2,12 @@
 
 import copy
 import math
+import os
+import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ def rewards_of(task: Task, rows: Sequence[Row], replies: Sequence[Reply]) -> lis
     ValueError unless there is a finite one for each reply. An error of the task's own code is noted
     with its file and line.
     """
+    process = os.getpid()
     try:
         values = task.rewards(rows, replies)
     except Exception as error:
@@ -32,6 +36,10 @@ def rewards_of(task: Task, rows: Sequence[Row], replies: Sequence[Reply]) -> lis
             where = f"in the reward of {type(task).__name__}, {place}"
             error.add_note(f"{where}{columns_hint(error, rows)}")
         raise
+    finally:
+        if os.getpid() != process:  # a child that the reward forked would go on with the run
+            error = sys.exc_info()[1]
+            os._exit(int(bool(getattr(error, "code", error))))
     name = type(task).__name__
     count = len(values) if hasattr(values, "__len__") else f"{values!r:.80}"
     if count != len(replies):
@@ -97,7 +105,8 @@ def try_reward(task: Task) -> None:
     row = task.rows("train")[0]
     text = row["answer"] if isinstance(row.get("answer"), str) else ""
     try:
-        rewards_of(task, [row], [Reply(text, True, [*row["messages"], assistant(text)])])
+        with chdir(os.getcwd()):  # a reward may leave it, and paths are still to be read
+            rewards_of(task, [row], [Reply(text, True, [*row["messages"], assistant(text)])])
     except Exception as error:
         error.add_note(f"tried on the first row with the reply {text!r:.80}")
         raise
@@ -130,7 +139,8 @@ def complaint(make: Callable[[], Any], name: str, *, rows: str | None, rewards: 
             _check_rows(getattr(task, rows, list)(), f"{name}, {rows}()")
         if rewards and not rewards_anything(task):
             remedy = "override reward(row, reply) or give env.rewards"
-            return f"{name} rewards nothing, which GRPO and PPO need; {remedy}"
+            why = f"which GRPO, PPO and evaluations need; {remedy}"
+            return f"{name} rewards nothing, {why}, or set eval.num_samples=0 eval.greedy=false"
     except Exception as error:  # a task is anybody's code
         text = in_one_line(error)
         return text if text.startswith("env.") else f"{name}: {text}"

@@ -36,6 +36,7 @@ from trainer.reports.sweep_jobs import (
     start,
     varying,
 )
+from trainer.runs.folders import SCRIPT
 from trainer.runs.run_files import Run
 
 AVERAGED = "last ten iterations, at most a quarter of all"
@@ -274,10 +275,9 @@ def sample_limit(folder: Path, samples: int) -> None:
     known = read_limit(folder / FILE) if (folder / FILE).is_file() else None
     if known is not None and known.success.shape[1] >= samples and of_same_rows(known, run):
         return  # more replies are only nearer to the truth
-    script = Path(__file__).parents[2] / "train.py"
     with TemporaryDirectory(dir=folder, prefix=".limit") as aside:  # a job may have its own
         words = ["mode=limit", f"resume={hydra_path(run.resolve())}", f"eval.num_samples={samples}"]
-        command = [sys.executable, str(script), *words, f"output_dir={hydra_path(Path(aside))}"]
+        command = [sys.executable, str(SCRIPT), *words, f"output_dir={hydra_path(Path(aside))}"]
         if code := subprocess.run(command, check=False).returncode:
             raise ValueError(f"{run} was not sampled: see above (exit code {code})")
         (Path(aside) / FILE).replace(folder / FILE)

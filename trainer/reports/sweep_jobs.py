@@ -21,6 +21,7 @@ from trainer.metric_names import ACCURACY, HELD_KL, HELD_REWARD
 from trainer.reports.formats import leaves, nats, one_line, short
 from trainer.reports.summary import hydra_path, repeat_command
 from trainer.runs.find import find_jobs
+from trainer.runs.folders import script
 from trainer.runs.lock import is_free
 from trainer.runs.redact import redact, redact_text
 from trainer.runs.run_files import PLACES, Run, is_sweep, load_run, number, read_yaml
@@ -143,7 +144,7 @@ def load_sweep(folder: str | Path) -> Sweep:
     words = [redact_text(word) for word in plan.get("words", [])]
     place = f"hydra.sweep.dir={hydra_path(folder.resolve())}"
     left = sum(not (folder / name).is_dir() for name in plan.get("jobs", []))
-    return Sweep(folder, jobs, left, live, shlex.join(["python", "train.py", "-m", *words, place]))
+    return Sweep(folder, jobs, left, live, shlex.join(["python", script(), "-m", *words, place]))
 
 
 def load_jobs(folder: Path) -> Sequence[Job]:

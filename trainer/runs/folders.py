@@ -9,6 +9,7 @@ from datetime import datetime
 from functools import cache
 from pathlib import Path
 
+SCRIPT = Path(__file__).parents[2] / "train.py"
 ASIDE = ".leash-"  # begins the name of a folder that is removed
 RUN = "config.yaml status.json metrics.jsonl transcripts.jsonl report.html model errors checkpoints"
 
@@ -26,6 +27,12 @@ def unique_folder(parent: str) -> str:
         atexit.register(remove_unused, folder.absolute())
         return str(folder)
     raise AssertionError("unreachable")
+
+
+def script() -> str:
+    """Return train.py as a command names it that is typed where this process is."""
+    near = os.path.relpath(SCRIPT)
+    return str(SCRIPT) if near.startswith("..") else near
 
 
 def is_main_rank() -> bool:

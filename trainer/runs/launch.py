@@ -24,10 +24,10 @@ from trainer.early_stopping import stop_reason
 from trainer.reports.report import write_report
 from trainer.runs.experiment_models import resolve_experiment
 from trainer.runs.failures import LESS_MEMORY, close_status, complain, noted_errors, say
+from trainer.runs.folders import SCRIPT
 from trainer.runs.lock import RANK0, held, lock_folder
 from trainer.runs.run_files import load_run, read_status
 
-SCRIPT = Path(__file__).parents[2] / "train.py"
 Compose = Callable[[str], dict[str, Any]]  # the configuration of an experiment, by its name
 # Variables that ranks do not inherit: those of an outer launcher, and PYTHONOPTIMIZE, which removes
 # the docstrings that transformers reads.

@@ -37,7 +37,8 @@ class Mirror(JsonlTracker):
     ) -> None:
         super().__init__(folder, resume=resume, keep_transcripts=keep_transcripts)
         self.hint, self.first = "", None
-        names = {**names_of(self.folder, config or {}), **names}
+        given = {key: value for key, value in names.items() if value is not None}
+        names = names_of(self.folder, config or {}) | given
         self.about: dict[str, Any] = {
             "name": redact_text(names["name"])[:128],
             "group": names["group"] and redact_text(names["group"])[:128],
@@ -112,7 +113,7 @@ def names_of(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     changes = [
         f"{key}={Path(value).name if value[:1] in tuple('/.~') else value}"  # of a path its end
         for key, value in run.overrides.items()
-        if not key.startswith(("experiment", "output_dir", "tracker"))
+        if not key.startswith(("experiment", "output_dir", "tracker", "allow_targets"))
     ]
     # <run>/model is the model of another run
     start = model.parent.name if model.name == "model" else model.name

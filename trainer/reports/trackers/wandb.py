@@ -19,6 +19,9 @@ log = logging.getLogger(__name__)
 
 COLUMNS = ("iteration", "kind", "prompt", "answer", "response", "reward", "parts", "advantage")
 COLUMNS += ("kl", "truncated")
+# Variables of W&B that come before what a run says of itself, by the argument of wandb.init.
+VARIABLES = {name: f"WANDB_{name.upper()}" for name in ("name", "project", "entity", "tags")}
+VARIABLES |= {"notes": "WANDB_NOTES", "group": "WANDB_RUN_GROUP", "job_type": "WANDB_JOB_TYPE"}
 
 
 class WandbTracker(Mirror):
@@ -39,6 +42,7 @@ class WandbTracker(Mirror):
         *,
         project: str = "leash",
         entity: str | None = None,
+        notes: str | None = None,
         mode: str | None = None,
         init_timeout: float = 8.0,
         finish_timeout: float = 60.0,
@@ -46,7 +50,7 @@ class WandbTracker(Mirror):
         settings: Mapping[str, Any] | None = None,
         **about: Any,
     ) -> None:
-        self._place = {"project": project, "entity": entity}
+        self._place = {"project": project, "entity": entity, "notes": notes}
         self._mode, self._table_every = mode, table_every
         quiet = {"silent": True, "quiet": True, "console": "off", "save_code": False}
         timeouts = {"init_timeout": init_timeout, "finish_timeout": finish_timeout}
@@ -68,6 +72,7 @@ class WandbTracker(Mirror):
         settings = wandb.Settings(x_disable_meta=hidden, **self._settings)
         wandb.setup(settings=wandb.Settings(silent=True, quiet=True))
         about = {**self.about, **self._place, "dir": str(self.folder)}
+        about = {k: v for k, v in about.items() if not os.environ.get(VARIABLES.get(k, ""))}
         start = partial(wandb.init, settings=settings, id=self.run_id(), resume="allow", **about)
         mode, reason = self._mode or os.environ.get("WANDB_MODE"), ""
         if mode is None and (reason := _not_logged_in()):
