@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from refusals import refusal
-from runs import lines, train
+from runs import lines
 from sharded import ROUNDED, far, make_models, prepare, resume, run, start, tensors
 
 pytestmark = pytest.mark.scale
@@ -114,17 +114,6 @@ def test_a_checkpoint_goes_on_with_shards_and_without(name, way, place, back):
     assert all(torch.equal(again[key], straight[key]) for key in straight), "to the bit"
     went_on = tensors(here / "on" / name / "checkpoints" / "iteration_000003")
     assert far(went_on, straight) < (0.02 if name in ROUNDED else TOLERANCE)
-
-
-def test_a_run_says_what_each_rank_holds_and_what_sampling_gathers(tmp_path):
-    words = ("experiment=grpo_tiny", "policy.model=tiny", "trainer.num_iterations=1")
-    few = ("eval.num_samples=0", "eval.greedy=false", "trainer.prompts_per_iteration=2")
-    ranks = ("launch=fsdp2", "launch.num_processes=2", f"output_dir={tmp_path / 'run'}")
-    done = train(*words, *few, *ranks)
-    assert done.code == 0, done.text
-    (line,) = [line for line in done.text.splitlines() if line.startswith("launch=fsdp2")]
-    assert "a rank holds 0.3 of 0.5 MiB of weights" in line
-    assert "while the policy itself samples, each gathers all of it, 0.5 MiB" in line
 
 
 def test_what_cannot_be_spread_is_refused():
