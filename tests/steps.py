@@ -1,5 +1,7 @@
 """Steps of the real update and what they hand to the optimiser, on the tiny model."""
 
+from collections.abc import Iterator
+
 import torch
 from contracts import G, Record, leash, make_policy, one_process, rollout
 from tensordict import TensorDict
@@ -57,6 +59,18 @@ def gradient(policy, objective, batch, **options) -> tuple[Tensor, dict]:
 def tables(model, ids: Tensor) -> Tensor:
     """Return log p(. | tokens < t) for each t from 1 on, [t - 1, V], by one plain forward."""
     return model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+
+
+def each_token(model, batch) -> Iterator[tuple[int, int, int, Tensor]]:
+    """Yield row i, place t, id and log p(. | tokens < t) [V] of each kept token, by plain forwards.
+
+    The rows are padded on the right.
+    """
+    for i, row in enumerate(batch["tokens", "full"]):
+        ids = row[batch["masks", "all_attention_mask"][i]]
+        table = tables(model, ids)
+        for t in batch["loss_mask"][i].nonzero().squeeze(-1).tolist():
+            yield i, t, int(ids[t]), table[t - 1]
 
 
 def grad_of(policy) -> Tensor:
