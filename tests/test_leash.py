@@ -3,6 +3,7 @@
 For every algorithm file that samples and in both places, against plain forwards in float64.
 """
 
+import math
 from functools import partial
 
 import pytest
@@ -13,7 +14,7 @@ from steps import Record, make_update
 from tensordict import TensorDict
 
 from conf.build import build
-from policies.scorer import Critic
+from policies.scorer import Critic, Scores
 from trainer.kl import Leash, check_charged
 from trainer.kl_control import (
     BIASED,
@@ -120,6 +121,18 @@ def test_a_refused_pair_cannot_be_made(where, estimator):
         with pytest.raises(ValueError, match=f"kl.estimator={estimator} with kl.where={where}"):
             make(**options)
     assert never or make(allow_biased=True).where == where
+
+
+@pytest.mark.parametrize(("x", "r"), [(-18.0, 1e-8), (-21.0, 1e-8), (-30.0, 1.0), (25.0, 1e-3)])
+def test_far_from_the_reference_k3_ratio_pulls_back_all_the_same(x, r):
+    """k3 ends at 20 nats and its large parts cancel; the gradient of both is r x at any x."""
+    curr, d = torch.full((1, 4), -40.0, requires_grad=True), min(-x, 20.0)
+    td = TensorDict({"ref_log_probs": {"full": curr.detach() - x}}, [1])
+    td["log_probs", "full"] = curr.detach() - math.log(r)
+    term = leash(1.0, estimator="k3_ratio").loss_term(Scores(curr), td)["kl"]
+    assert term.tolist() == [pytest.approx([r * (math.exp(d) - 1 - d)] * 4, rel=1e-5)]
+    (slope,) = torch.autograd.grad(term.sum(), curr)
+    assert slope.tolist() == [pytest.approx([r * x] * 4, rel=1e-5)]
 
 
 def test_a_leash_cannot_be_moved_once_it_is_made():
