@@ -36,10 +36,8 @@ def test_two_ranks_have_the_prompts_and_samples_of_one(one, two) -> None:
 
 def test_two_ranks_draw_again_what_one_does_in_as_many_rounds_each(one, two) -> None:
     assert two["drawn"] == one["drawn"]
-    first, second = (
-        [draws for *_, draws in two["drawn"][part]] for part in (slice(6), slice(6, 12))
-    )
-    assert (max(first), max(second)) == (1, 3), "only one rank should have had idle places"
+    draws = [draws for *_, draws in two["drawn"]]
+    assert (max(draws[:6]), max(draws[6:])) == (1, 3), "only one rank should have had idle places"
     assert one["rounds"] * 2 == two["rounds"] == [3, 3]
 
 

@@ -126,15 +126,6 @@ def test_a_run_goes_on_with_the_data_and_the_iterations_that_it_began_with(copie
     assert load_run(copied).state == "finished"
 
 
-def test_a_run_whose_folder_is_removed_makes_no_new_one(tmp_path) -> None:
-    folder = tmp_path / "run"
-    # Moved, not removed: the display's own thread may write while a folder is being emptied.
-    gone = Counted(IN_ITERATION_2, lambda: folder.rename(tmp_path / "elsewhere"))
-    with pytest.raises(FileNotFoundError):
-        train(folder, gone)
-    assert not (folder / "model").exists()
-
-
 def test_without_an_evaluation_the_objective_is_the_last_reward(tmp_path) -> None:
     train(tmp_path, change=lambda loop: loop.evaluate.plans.clear())
     assert load_run(tmp_path).status["objective"] == metrics(tmp_path)[-1]["reward/mean"]
