@@ -3,12 +3,11 @@
 from collections.abc import Iterator
 
 import torch
-from contracts import G, Record, leash, make_policy, one_process, rollout
+from contracts import G, Record, leash, make_policy, one_process, rollout, scaled
 from tensordict import TensorDict
 from torch import Tensor
 
 from envs.transforms import RetrieveKL
-from policies.load import load_reference
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer.advantage import GroupAdvantage
 from trainer.update import Update
@@ -21,15 +20,6 @@ def double_policy() -> TransformersWrapper:
     policy = make_policy.__wrapped__()
     policy.model.double()
     return policy
-
-
-def scaled(policy: TransformersWrapper, factor: float) -> TransformersWrapper:
-    """Return a reference with other weights."""
-    reference = load_reference(policy)
-    with torch.no_grad():
-        for p in reference.model.parameters():
-            p.mul_(factor)
-    return reference
 
 
 def prepared(policy, where: str = "loss") -> tuple[TensorDict, TransformersWrapper]:
