@@ -56,11 +56,15 @@ def test_a_signal_stops_at_the_next_border(tmp_path, number, name):
     assert signal.getsignal(number) == before, "the handlers of the caller are back"
 
 
+def interrupted() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+    raise AssertionError("went on")
+
+
 @pytest.mark.parametrize("place", [nullcontext, Runtime.stoppable])
 def test_a_signal_ends_the_set_up_and_stoppable_blocks_at_once(tmp_path, place):
     with pytest.raises(Stopped, match="Ctrl-C"), Runtime(tmp_path) as runtime, place(runtime):
-        os.kill(os.getpid(), signal.SIGINT)
-        raise AssertionError("went on")
+        interrupted()
     assert status(tmp_path)["state"] == "preempted"
 
 
@@ -69,8 +73,10 @@ def test_a_second_signal_ends_the_process_at_once_with_a_true_status(tmp_path, m
     with Runtime(tmp_path) as runtime:
         with runtime.stoppable():
             pass
-        exit_process = lambda code: codes.append((code, status(tmp_path)["reason"]))  # noqa: E731
-        monkeypatch.setattr("trainer.runtime.os._exit", exit_process)
+        monkeypatch.setattr(
+            "trainer.runtime.os._exit",
+            lambda code: codes.append((code, status(tmp_path)["reason"])),
+        )
         os.kill(os.getpid(), signal.SIGTERM)
         assert codes == []
         os.kill(os.getpid(), signal.SIGINT)
