@@ -1,7 +1,6 @@
 """The table of the batch's keys (trainer/batch.py) and what stands in batches."""
 
 import pytest
-import torch
 from contracts import G, Words, leash, make_policy, one_process
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
@@ -11,7 +10,6 @@ from policies.load import load_reference
 from policies.scorer import Critic
 from trainer.batch import KEYS
 from trainer.reference import Reference
-from trainer.update import SCORED, Update
 
 OPTIONAL = ("<name>", "<metric>")
 
@@ -67,20 +65,3 @@ def test_every_entry_of_a_batch_is_in_the_table_with_its_shape_and_dtype(made) -
             assert value.shape in [shapes[s] for s in shape.split(" or ")], path
             assert dtype in ("any", str(value.dtype).removeprefix("torch.")), path
     assert set(KEYS) - seen == {"weight"}, "the table has keys that no batch has"
-
-
-def test_the_update_gets_what_its_parts_read_and_adds_the_weight(made, monkeypatch) -> None:
-    batch, policy, seen = made[0], make_policy(), []
-    objective, original = trainer.GRPOObjective(leash=leash()), trainer.update.select_rows
-
-    def select_rows(td: TensorDictBase, rows: list[int]) -> TensorDictBase:
-        seen.append(td)
-        return original(td, rows)
-
-    monkeypatch.setattr("trainer.update.select_rows", select_rows)
-    optimizer = torch.optim.SGD(policy.model.parameters(), lr=0.0)
-    update = Update(policy.scorer, optimizer, objective, one_process(), lr=lambda step: 0.0)
-    update(batch.clone())
-    inside = {entry_of(path) for td in seen for path, _ in leaves(td)}
-    there = {entry_of(path) for path, _ in leaves(batch)}
-    assert inside == {*SCORED, *objective.reads} & there | {"weight"}

@@ -93,10 +93,11 @@ def test_transcripts_show_the_system_message_where_there_is_one():
             rows[0]["messages"].insert(0, {"role": "system", "content": "Own."})
             return rows
 
-    for prompt, wanted in (("Be brief.", ["Own.", "Be brief."]), (None, ["Own.", None])):
-        env = ChatEnv(Own(), group_size=G, system_prompt=prompt)
-        batch = collect(start(Own(), 2), env, make_policy())
-        assert [transcript(batch, i * G, 1, kind="").get("system") for i in range(2)] == wanted
+    env = ChatEnv(Own(), group_size=G, system_prompt="Be brief.")
+    batch = collect(start(Own(), 2), env, make_policy())
+    shown = [transcript(batch, i, 1, kind="")["system"] for i in (0, G)]
+    assert shown == ["Own.", "Be brief."]
+    assert "system" not in transcript(rollout(make_policy()), 0, 1, kind="")
 
 
 def test_replies_of_one_token_and_empty_ones_are_whole_trajectories():

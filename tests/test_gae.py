@@ -4,13 +4,12 @@ import math
 
 import pytest
 import torch
-from contracts import leash, one_process
 from gae_by_hand import agrees_with_the_paper, random_case, slow
 from tensordict import TensorDict
 
 import trainer.gae
-from policies import Critic, ValueNetwork, load_policy
-from trainer import GAE, GAEAdvantage
+from policies import ValueNetwork, load_policy
+from trainer import GAE
 from trainer.advantage import whitened
 from trainer.metrics import explained_variance, return_sums, summarize
 from trainer.runtime import Runtime
@@ -98,13 +97,3 @@ def test_keys_and_the_value_network_can_be_given():
     torch.testing.assert_close(td["A"], (1 - value) * td["loss_mask"])
     with torch.no_grad():
         torch.testing.assert_close(network(td)["state_value"], value)
-
-
-def test_an_advantage_needs_a_critic_and_a_measured_kl():
-    policy, paid = load_policy("tiny"), leash(0.1, "reward")
-    with pytest.raises(ValueError, match=r"policy\.scorer\.critic"):
-        GAEAdvantage(policy=policy, runtime=one_process(), leash=paid)
-    policy.scorer.critic = Critic(policy.scorer)
-    made = GAEAdvantage(policy=policy, runtime=one_process(), leash=paid)
-    with pytest.raises(ValueError, match="kl_penalty"):
-        made(TensorDict({"reward_raw": torch.zeros(1, 2), "loss_mask": torch.ones(1, 2) > 0}, [1]))

@@ -9,7 +9,6 @@ from conf.compose import compose_checked, set_up
 from trainer import (
     AdaptiveKLController,
     BudgetKLController,
-    ConstantKLController,
     Leash,
     TargetKLController,
     make_kl_controller,
@@ -62,20 +61,6 @@ def test_a_checkpoint_takes_up_where_it_stopped(controller):
     second.load_state_dict(first.state_dict())
     assert second.coeff == first.coeff
     assert second.update([2.0]) == first.update([2.0])
-
-
-def test_the_model_follows_its_controller():
-    class Rollout:
-        kl_coef = 0.7
-
-    model = Rollout()
-    assert ConstantKLController(model=model).coeff == 0.7
-    constant = ConstantKLController(kl_coef=0.2, model=model)
-    model.kl_coef = 5.0
-    assert constant.update() == model.kl_coef == 0.2
-    adaptive = AdaptiveKLController(init_kl_coef=0.1, target=6.0, horizon=10, model=model)
-    assert model.kl_coef == 0.1
-    assert adaptive.update([-0.1 * 12.0] * 5) == model.kl_coef == pytest.approx(0.11)
 
 
 def test_a_budget_is_a_level_that_adds_up_errors_the_last_error_and_its_slope():

@@ -1,6 +1,7 @@
 """The per-token maths against slow float64 loops and hand numbers; its finite ends."""
 
 import math
+import statistics
 
 import pytest
 import torch
@@ -91,20 +92,14 @@ def test_weights_by_hand(aggregation, first, second):
 
 
 def slow_advantage(reward, reward_kl, mask, size, *, scale_by_std, to_go) -> list[list[float]]:
-    out = []
-    for i in range(len(reward)):
+    rows, kls = reward.tolist(), reward_kl.tolist()
+    out = [[0.0] * len(rows[0]) for _ in rows]
+    for i, t in mask.nonzero().tolist():
         group = range(i // size * size, i // size * size + size)
-        totals = [sum(reward[j].tolist()) for j in group]
-        kls = [sum(reward_kl[j].tolist()) for j in group]
-        mean, mean_kl = sum(totals) / size, sum(kls) / size
-        std = math.sqrt(sum((x - mean) ** 2 for x in totals) / (size - 1))
-        scale = std + 1e-4 if scale_by_std else 1.0
-        row = []
-        for t in range(reward.shape[1]):
-            at = t if to_go else 0
-            task, kl = sum(reward[i, at:].tolist()), sum(reward_kl[i, at:].tolist())
-            row.append(((task - mean) / scale + kl - mean_kl) * float(mask[i, t]))
-        out.append(row)
+        totals, at = [sum(rows[j]) for j in group], t if to_go else 0
+        scale = statistics.stdev(totals) + 1e-4 if scale_by_std else 1.0
+        task = (sum(rows[i][at:]) - statistics.mean(totals)) / scale
+        out[i][t] = task + sum(kls[i][at:]) - statistics.mean(sum(kls[j]) for j in group)
     return out
 
 

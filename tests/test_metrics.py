@@ -87,15 +87,6 @@ def test_a_batch_whose_replies_were_all_dropped_has_no_reward_and_no_kl():
     assert full.keys() - got.keys() == gone
 
 
-def test_an_empty_loss_mask_leaves_the_kl_and_makes_every_group_idle():
-    td = batch()
-    td["loss_mask"] = torch.zeros_like(MASK)
-    got, full = summarize(td, one_process()), summarize(batch(), one_process())
-    assert {k for k in full if got[k] != full[k]} == {"group/zero_variance_fraction"}
-    assert got["group/zero_variance_fraction"] == 1
-    assert transcript(td, 0, 1, kind="train")["advantage"] is None
-
-
 # Transcripts.
 
 
@@ -235,16 +226,10 @@ class Third(Words):
         return Reward(total=0.0, parts={}, success=self.count % 3 == 0)
 
 
-@pytest.mark.parametrize("samples", [2, 5])
-def test_pass_at_k_is_the_unbiased_estimate_over_all_samples(samples):
-    scores, _ = evaluate(Third(), num_samples=samples, greedy=False)(0)
-    right = [i % 3 == 2 for i in range(4 * samples)]
-    counts = [sum(right[i : i + samples]) for i in range(0, 4 * samples, samples)]
-    # Chen et al. 2021: 1 - C(n - c, k) / C(n, k)
-    n = k = samples
-    want = [1 - math.comb(n - c, k) / math.comb(n, k) for c in counts]
-    assert scores[f"eval/pass@{samples}"] == pytest.approx(sum(want) / 4)
-    assert scores["eval/sampled_accuracy"] == pytest.approx(sum(right) / len(right))
+def test_pass_at_k_is_the_unbiased_estimate_over_all_samples():
+    scores, _ = evaluate(Third(), num_samples=2, greedy=False)(0)
+    assert scores["eval/pass@2"] == 2 / 4  # replies 3 and 6 of 8; n = k: a row is solved or not
+    assert scores["eval/sampled_accuracy"] == 2 / 8
 
 
 def test_chunks_and_rows_left_out_change_no_reply():

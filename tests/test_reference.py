@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from envs.transforms import RetrieveKL
 from policies.load import load_policy, load_reference
 from policies.models import quiet
-from policies.scorer import Scorer
 from policies.weights import weights_of
 from trainer.reference import Reference
 
@@ -56,23 +55,6 @@ def test_rows_that_pad_an_embedding_are_no_part_of_the_vocabulary(folder, tmp_pa
     # The logits of the tokens are equal, so a token is as likely as in the policy but for what
     # the 54 new rows take away.
     assert (batch["kl_penalty"][batch["loss_mask"]] > 0).all()
-
-
-def test_the_reference_is_scored_in_parts_of_the_updates_size(monkeypatch):
-    policy = make_policy()
-    batch = rollout(policy)
-    whole = load_reference(policy)(batch)["ref_log_probs", "full"]
-    areas, inner = [], Scorer.hidden
-    monkeypatch.setattr(
-        Scorer, "hidden", lambda self, lay: areas.append(lay.input_ids.numel()) or inner(self, lay)
-    )
-    order = torch.arange(16).view(4, 4).T.flatten()  # the samples of a prompt lie apart
-    for limit, least in ((200, 2), (1, 16), (10**6, 1)):
-        areas.clear()
-        parts = load_reference(policy, micro_batch_tokens=limit)(batch[order])
-        torch.testing.assert_close(parts["ref_log_probs", "full"], whole[order], atol=1e-5, rtol=0)
-        assert len(areas) >= least
-        assert max(areas) <= limit or limit == 1
 
 
 # Following the policy
@@ -166,8 +148,3 @@ def test_sequences_past_the_256_positions_of_a_model_are_refused(folder):
             load_policy(name, **sizes)
     with pytest.raises(ValueError, match=r"prompt \d+ has .*max_new_tokens=6"):
         rollout(load_policy(name, max_new_tokens=250))  # its prompts have more than 6 tokens
-    policy = load_policy(name, max_prompt_tokens=200, max_new_tokens=56)
-    ids, mask = torch.zeros(1, 300, dtype=torch.int64), torch.arange(300)[None] < 257
-    with pytest.raises(ValueError, match=r"257 tokens.* is 256"):
-        policy.scorer(ids, mask)
-    policy.scorer(ids, mask & (torch.arange(300) > 0))

@@ -73,10 +73,8 @@ def test_a_second_signal_ends_the_process_at_once_with_a_true_status(tmp_path, m
     with Runtime(tmp_path) as runtime:
         with runtime.stoppable():
             pass
-        monkeypatch.setattr(
-            "trainer.runtime.os._exit",
-            lambda code: codes.append((code, status(tmp_path)["reason"])),
-        )
+        leave = lambda code: codes.append((code, status(tmp_path)["reason"]))  # noqa: E731
+        monkeypatch.setattr("trainer.runtime.os._exit", leave)
         os.kill(os.getpid(), signal.SIGTERM)
         assert codes == []
         os.kill(os.getpid(), signal.SIGINT)
