@@ -33,13 +33,12 @@ def run(name: str, own: Leash, *, judged_by: Leash | None = None):
     """Return the batch after the advantage, and the metrics of one step of the update."""
     case, runtime = step(name), one_process()
     policy, algorithm = case.policy, case.cfg.algorithm
-    first = judged_by or own
     if critic := algorithm.get("critic"):
         policy.scorer.critic = Critic(policy.scorer, **critic).double()
-    advantage = build(algorithm.advantage, algorithm, leash=first, policy=policy, runtime=runtime)
+    parts = {"leash": judged_by or own, "policy": policy, "runtime": runtime}
+    batch = build(algorithm.advantage, algorithm, **parts)(case.batch.clone())
     objective = build(algorithm.objective, algorithm, leash=own)
     optimizer = Record(policy.scorer.parameters())
-    batch = advantage(case.batch.clone())
     update = make_update(policy, objective, optimizer, aggregation=algorithm.aggregation)
     try:
         return batch, update(batch.clone())

@@ -1,6 +1,5 @@
 """The loop in this process: stops, resumes, and what it says about them."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -13,21 +12,21 @@ from small_runs import (
     Counted,
     crash,
     stop,
-    straight,
     train,
 )
 
-from policies.cache import write_manifest
 from trainer.kl_control import make_kl_controller
 from trainer.runs.run_files import load_run
 
 pytestmark = pytest.mark.runs
 
 
-@pytest.fixture
-def copied(tmp_path) -> Path:
-    """Return a copy of a finished run of four iterations, each with its checkpoint."""
-    return shutil.copytree(straight(), tmp_path / "run")
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory) -> Path:
+    """Return the folder of a run of four iterations that nothing stops; a test may copy it."""
+    folder = tmp_path_factory.mktemp("straight")
+    train(folder)
+    return folder
 
 
 def replies(folder: Path) -> list[tuple]:
@@ -35,7 +34,7 @@ def replies(folder: Path) -> list[tuple]:
     return sorted((r["iteration"], r["kind"], r["prompt"], r["response"]) for r in rows)
 
 
-def test_an_evaluation_that_a_stop_cut_off_is_made_up_on_resume(tmp_path) -> None:
+def test_an_evaluation_that_a_stop_cut_off_is_made_up_on_resume(straight, tmp_path) -> None:
     shown = train(tmp_path, Counted(IN_EVALUATION_2, stop))
     assert shown.endswith(
         f"saved at iteration 2; go on with: python train.py resume={tmp_path}\nstopped\n"
@@ -45,8 +44,8 @@ def test_an_evaluation_that_a_stop_cut_off_is_made_up_on_resume(tmp_path) -> Non
     assert "eval/reward" not in rows[-1]
     assert train(tmp_path, Counted(3, stop), resume=True).endswith("stopped\n")  # and again
     train(tmp_path, resume=True)
-    assert metrics(tmp_path) == metrics(straight())
-    assert replies(tmp_path) == replies(straight())
+    assert metrics(tmp_path) == metrics(straight)
+    assert replies(tmp_path) == replies(straight)
 
 
 def test_what_is_steered_goes_on_where_a_stop_left_it(tmp_path) -> None:
@@ -65,17 +64,18 @@ def test_what_is_steered_goes_on_where_a_stop_left_it(tmp_path) -> None:
     assert whole[-1]["progress/step"] == 8
 
 
-def test_damaged_checkpoints_are_skipped_by_name(copied) -> None:
+def test_damaged_checkpoints_are_skipped_by_name(straight, tmp_path) -> None:
+    copied = shutil.copytree(straight, tmp_path / "run")
     for name in ("iteration_000003", "iteration_000004"):
         path = copied / "checkpoints" / name / "model" / "model.safetensors"
         path.write_bytes(path.read_bytes()[:-1])
     shown = train(copied, resume=True)
     assert "from iteration 2, skipped damaged iteration_000004, iteration_000003" in shown
-    assert metrics(copied) == metrics(straight())
-    assert replies(copied) == replies(straight())
+    assert metrics(copied) == metrics(straight)
+    assert replies(copied) == replies(straight)
 
 
-def test_without_checkpoints_a_resumed_run_starts_over(tmp_path) -> None:
+def test_without_checkpoints_a_resumed_run_starts_over(straight, tmp_path) -> None:
     shown = train(tmp_path, Counted(IN_ITERATION_2, crash), every=3)
     assert "nothing is saved" in shown
     assert shown.endswith("boom\n")
@@ -83,23 +83,21 @@ def test_without_checkpoints_a_resumed_run_starts_over(tmp_path) -> None:
     assert "from iteration 0, there is no checkpoint" in train(tmp_path, resume=True, every=20)
     saved = [path.name for path in (tmp_path / "checkpoints").iterdir()]
     assert saved == ["iteration_000004"], "the last iteration is saved, due or not"
-    assert metrics(tmp_path) == metrics(straight())
-    assert replies(tmp_path) == replies(straight())
+    assert metrics(tmp_path) == metrics(straight)
+    assert replies(tmp_path) == replies(straight)
 
 
-def test_a_run_goes_on_with_the_data_and_the_iterations_that_it_began_with(copied) -> None:
+def test_a_run_goes_on_with_the_data_and_the_iterations_that_it_began_with(tmp_path) -> None:
+    def resume(name: str, value: object) -> None:
+        train(tmp_path, resume=True, change=lambda loop: setattr(loop, name, value))
+
+    train(tmp_path, change=lambda loop: setattr(loop, "data", {"env.dataset": "a" * 64}))
     with pytest.raises(ValueError, match=r"trainer\.num_iterations >= 4"):
-        train(copied, resume=True, change=lambda loop: setattr(loop, "num_iterations", 2))
-    newest = copied / "checkpoints" / "iteration_000004"
-    state = json.loads((newest / "state.json").read_text())
-    state["data"] = {"env.dataset": "a" * 64}
-    (newest / "state.json").write_text(json.dumps(state))
-    (newest / "MANIFEST.json").unlink()
-    write_manifest(newest, {"format": 1})
+        resume("num_iterations", 2)
     with pytest.raises(ValueError, match=r"the data of env\.dataset"):
-        train(copied, resume=True, data={"env.dataset": "b" * 64})
-    train(copied, resume=True, data=state["data"])
-    assert load_run(copied).state == "finished"
+        resume("data", {"env.dataset": "b" * 64})
+    resume("data", {"env.dataset": "a" * 64})
+    assert load_run(tmp_path).state == "finished"
 
 
 def test_without_an_evaluation_the_objective_is_the_last_reward(tmp_path) -> None:
